@@ -1,0 +1,24 @@
+"""ALiBi slopes."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import InvalidArgument
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """The slopes of the ALiBi paper for `heads` heads: float32 `[heads]`, each positive.
+
+    For a power of two these are `2 ** (-8 / heads * (h + 1))`. Any other count takes the slopes of the power of two
+    below it, then every second slope of the power above, as the paper's own code does.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+        raise InvalidArgument("heads", repr(heads), "an int of 1 or more")
+    power = 1 << (heads.bit_length() - 1)
+    exponents = [8 / power * (h + 1) for h in range(power)]
+    exponents += [4 / power * (2 * h + 1) for h in range(heads - power)]
+    return torch.tensor([2.0**-e for e in exponents], dtype=torch.float32, device=device)

@@ -1,0 +1,410 @@
+"""The entry points. Each checks its arguments, makes a plan and runs it; everything else is below them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from . import checks, cost, planner
+from .arrays import returner
+from .checks import Call, Options
+from .errors import InvalidArgument
+from .plan import Plan
+from .state import AttentionState
+from .tiles import TileMap
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .signatures import Array, AttentionOptions, Keys, Layout, PagedOptions, VarlenOptions, Width
+
+
+@overload
+def attention(
+    q: Array, k: Keys, v: Keys, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: Array, k: Keys, v: Keys, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> AttentionState: ...
+
+
+@overload
+def attention(
+    q: Array, k: Keys, v: Keys, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Array | AttentionState: ...
+
+
+def attention(
+    q: Array,
+    k: Keys,
+    v: Keys,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    q_offset: Array | int | None = None,
+    window: Width | None = None,
+    chunk: int | None = None,
+    mask: Array | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    kv_lengths: Array | None = None,
+    layout: Layout = "bhld",
+    tile_map: TileMap | None = None,
+    split_size: int | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    allow_tf32: bool = False,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> Array | AttentionState:
+    """Attention of queries over keys and values: prefill, decode, and anything between.
+
+    Args:
+        q: `[B, H, Lq, D]`, float32, float16 or bfloat16.
+        k: `[B, Hkv, Lk, D]`; `H` is a multiple of `Hkv`. No wider than `q`; may be `Quantised`.
+        v: `[B, Hkv, Lk, Dv]`; likewise.
+        scale: multiplies `q k`, in float32. Default `D ** -0.5`.
+        causal: a query sees keys up to its own position.
+        q_offset: the position of the first query, an int or an int tensor `[B]`. Default: the queries are the last
+            positions (`Lk - Lq`, or `kv_lengths - Lq`). 0 aligns causal to the top left, as torch's SDPA does.
+        window: `W` keys with the query's own, or `(left, right)` keys beside it; None in a pair is unlimited.
+        chunk: a query sees keys of its own chunk of this many positions.
+        mask: bool (True = attend) or float (added; `-inf` hides), `[Lq, Lk]`, `[H, Lq, Lk]` or `[B, H, Lq, Lk]`, each
+            dim full or 1.
+        softcap: `s` becomes `softcap * tanh(s / softcap)`, before any bias.
+        alibi_slopes: `[H]` or `[B, H]`: adds `-slope * |qpos - kpos|`. See `tilewise.alibi_slopes`.
+        sinks: `[H]`: one more logit in each row's softmax, with no value.
+        kv_lengths: int `[B]`: keys of row `b` in use; what lies past them is never read.
+        layout: `"bhld"`, or `"blhd"` for `[B, L, H, D]` in and out.
+        tile_map: which tiles of `mask` to skip; the output is the same with and without.
+        split_size: keys per split, fixed: a sequence then gives the same bits in any batch.
+        return_lse: return an `AttentionState` of `out` and `lse`, the log of the softmax's sum.
+        out: where to write, `[B, H, Lq, Dv]` (or as `layout` says) in q's dtype.
+        allow_tf32: one TF32 pass for float32 inputs on a GPU.
+        validate: check the values inside lengths, offsets and tables: None where they are on the CPU, True always (a
+            GPU then waits), False never.
+        backend: serve the call by this backend or raise `Unsupported`; None takes the best that can.
+
+    Returns:
+        `out` `[B, H, Lq, Dv]` in q's dtype and of q's kind of array. With `return_lse` an `AttentionState`: `out`, and
+        `lse` float32 of `out`'s shape without its last dim.
+
+    >>> q, k, v = (torch.randn(1, heads, 100, 64) for heads in (8, 2, 2))
+    >>> attention(q, k, v, causal=True, window=32).shape
+    torch.Size([1, 8, 100, 64])
+    """
+    options = Options(
+        scale=scale,
+        causal=causal,
+        q_offset=q_offset,
+        window=window,
+        chunk=chunk,
+        mask=mask,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        kv_lengths=kv_lengths,
+        layout=layout,
+        tile_map=tile_map,
+        split_size=split_size,
+        return_lse=return_lse,
+        out=out,
+        allow_tf32=allow_tf32,
+        validate=validate,
+    )
+    return _run(q, checks.dense(q, k, v, options), backend)
+
+
+@overload
+def varlen_attention(
+    q: Array,
+    k: Keys,
+    v: Keys,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> Array: ...
+
+
+@overload
+def varlen_attention(
+    q: Array,
+    k: Keys,
+    v: Keys,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> AttentionState: ...
+
+
+@overload
+def varlen_attention(
+    q: Array,
+    k: Keys,
+    v: Keys,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    *,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> Array | AttentionState: ...
+
+
+def varlen_attention(
+    q: Array,
+    k: Keys,
+    v: Keys,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    *,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    q_offset: Array | int | None = None,
+    window: Width | None = None,
+    chunk: int | None = None,
+    mask: Array | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    kv_lengths: Array | None = None,
+    tile_map: TileMap | None = None,
+    split_size: int | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    allow_tf32: bool = False,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> Array | AttentionState:
+    """Attention within packed sequences: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q`.
+
+    Args:
+        q: `[Tq, H, D]`.
+        k: `[Tk, Hkv, D]`, or `Quantised`.
+        v: `[Tk, Hkv, Dv]`, likewise.
+        cu_seqlens_q: int32 `[B + 1]`, from 0, never falling. Rows past the last offset give 0.
+        cu_seqlens_k: int32 `[B + 1]`, likewise for `k` and `v`.
+        max_q: the longest sequence of queries. Without it a GPU call plans for all rows in one sequence.
+        max_k: the longest sequence of keys, likewise.
+        kv_lengths: int `[B]`: keys in use of each sequence.
+        mask: as in `attention`, `[B, H, max_q, max_k]` and its broadcasts, indexed from each sequence's start.
+
+    All other options as in `attention`; positions count from each sequence's start.
+
+    Returns:
+        `out` `[Tq, H, Dv]`, and with `return_lse` `lse` `[Tq, H]`.
+
+    >>> q, k, v = (torch.randn(10, 4, 32) for _ in range(3))
+    >>> cu = torch.tensor([0, 3, 10], dtype=torch.int32)
+    >>> varlen_attention(q, k, v, cu, cu, causal=True).shape
+    torch.Size([10, 4, 32])
+    """
+    options = Options(
+        scale=scale,
+        causal=causal,
+        q_offset=q_offset,
+        window=window,
+        chunk=chunk,
+        mask=mask,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        kv_lengths=kv_lengths,
+        tile_map=tile_map,
+        split_size=split_size,
+        return_lse=return_lse,
+        out=out,
+        allow_tf32=allow_tf32,
+        validate=validate,
+    )
+    return _run(q, checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, options), backend)
+
+
+@overload
+def paged_attention(
+    q: Array,
+    k_pages: Keys,
+    v_pages: Keys,
+    block_table: Array,
+    context_lens: Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PagedOptions],
+) -> Array: ...
+
+
+@overload
+def paged_attention(
+    q: Array,
+    k_pages: Keys,
+    v_pages: Keys,
+    block_table: Array,
+    context_lens: Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> AttentionState: ...
+
+
+@overload
+def paged_attention(
+    q: Array,
+    k_pages: Keys,
+    v_pages: Keys,
+    block_table: Array,
+    context_lens: Array,
+    *,
+    return_lse: bool,
+    **options: Unpack[PagedOptions],
+) -> Array | AttentionState: ...
+
+
+def paged_attention(
+    q: Array,
+    k_pages: Keys,
+    v_pages: Keys,
+    block_table: Array,
+    context_lens: Array,
+    *,
+    cu_seqlens_q: Array | None = None,
+    max_q: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    q_offset: Array | int | None = None,
+    window: Width | None = None,
+    chunk: int | None = None,
+    mask: Array | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    layout: Layout = "bhld",
+    tile_map: TileMap | None = None,
+    split_size: int | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    allow_tf32: bool = False,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> Array | AttentionState:
+    """Attention over keys and values that lie in pages: key `j` of row `b` is slot `j % page_size` of page
+    `block_table[b, j // page_size]`.
+
+    Args:
+        q: `[B, H, Lq, D]` (or as `layout` says), or packed `[T, H, D]` with `cu_seqlens_q`.
+        k_pages: `[num_pages, page_size, Hkv, D]`, any page size; may be `Quantised`.
+        v_pages: `[num_pages, page_size, Hkv, Dv]`, likewise.
+        block_table: int32 `[B, max_pages]`; entries past a row's length are never read.
+        context_lens: int32 `[B]`: all keys in the cache, those of the current queries included. The queries are the last
+            `Lq` positions: append first, then attend.
+        cu_seqlens_q: int32 `[B + 1]`, for packed queries of different lengths.
+        max_q: the longest sequence of packed queries.
+        mask: as in `attention`; its last dim may stop at the longest context.
+
+    All other options as in `attention`.
+
+    Returns:
+        `out` in the form of `q`, with `Dv`; with `return_lse`, `lse` too.
+
+    >>> pages = torch.randn(2, 8, 16, 4, 32)  # K and V, 8 pages of 16 tokens, 4 heads
+    >>> table = torch.tensor([[5, 2, 0], [7, 1, 0]], dtype=torch.int32)
+    >>> lengths = torch.tensor([40, 17], dtype=torch.int32)
+    >>> paged_attention(torch.randn(2, 8, 1, 32), *pages, table, lengths).shape
+    torch.Size([2, 8, 1, 32])
+    """
+    options = Options(
+        scale=scale,
+        causal=causal,
+        q_offset=q_offset,
+        window=window,
+        chunk=chunk,
+        mask=mask,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        layout=layout,
+        tile_map=tile_map,
+        split_size=split_size,
+        return_lse=return_lse,
+        out=out,
+        allow_tf32=allow_tf32,
+        validate=validate,
+    )
+    return _run(q, checks.paged(q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, max_q, options), backend)
+
+
+def plan(
+    q: Array,
+    k: Keys,
+    v: Keys,
+    *,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    block_table: Array | None = None,
+    context_lens: Array | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> Plan:
+    """What a call with these arguments would run, and what it would cost, without running it.
+
+    Takes the arguments of `attention`, of `varlen_attention` (with `cu_seqlens_k`) or of `paged_attention` (with
+    `block_table`), the tables by name. Reads lengths and masks to count the work; on a GPU that waits.
+
+    >>> q = torch.randn(1, 8, 1024, 64)
+    >>> plan(q, q, q, causal=True).cost.flops == 2 * (64 + 64) * 8 * 1024 * 1025 // 2
+    True
+    """
+    known = Options.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise InvalidArgument(name, "an unknown option", f"one of {', '.join(known)}")
+    if block_table is not None:
+        if "kv_lengths" in options or cu_seqlens_k is not None or max_k is not None:
+            raise InvalidArgument("block_table", "pages with kv_lengths, cu_seqlens_k or max_k", "context_lens alone")
+        call = checks.paged(q, k, v, block_table, context_lens, cu_seqlens_q, max_q, Options(**options))
+    elif cu_seqlens_k is not None:
+        call = checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
+    else:
+        for name, given in (
+            ("cu_seqlens_q", cu_seqlens_q),
+            ("max_q", max_q),
+            ("max_k", max_k),
+            ("context_lens", context_lens),
+        ):
+            if given is not None:
+                raise InvalidArgument(
+                    name, "given alone", "cu_seqlens_q with cu_seqlens_k, or block_table with context_lens"
+                )
+        call = checks.dense(q, k, v, Options(**options))
+    chosen = planner.choose(call.problem, backend)
+    return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
+
+
+def _run(q: Array, call: Call, backend: str | None) -> Array | AttentionState:
+    chosen = planner.choose(call.problem, backend)
+    if call.problem.is_empty:
+        _write_unseen(call)
+    else:
+        planner.load(chosen.backend).run(chosen, call.tensors)
+    back = returner(q)
+    return back(call.out) if call.lse is None else AttentionState(back(call.out), back(call.lse))
+
+
+def _write_unseen(call: Call) -> None:
+    """The result of rows that see no key."""
+    call.out.zero_()
+    if call.tensors.lse is not None:
+        sinks = call.tensors.sinks
+        call.tensors.lse.copy_(torch.tensor(-torch.inf) if sinks is None else sinks[:, None])

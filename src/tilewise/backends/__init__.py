@@ -1,0 +1,1 @@
+"""One folder or module a backend; `planner.BACKENDS` lists them."""

@@ -1,0 +1,35 @@
+"""The oracle as a backend: any call on any device, in float64, with memory that grows as Lq * Lk."""
+
+from __future__ import annotations
+
+from ...plan import Plan
+from ...problem import Problem
+from ...reference import attend
+from ...tensors import Tensors, sequences
+
+
+def supports(problem: Problem) -> str | None:
+    return "float64 is not on this device" if problem.device.type == "mps" else None
+
+
+def plan(problem: Problem) -> Plan:
+    cells = problem.heads * problem.q_len * problem.kv_len
+    return Plan(
+        problem=problem,
+        backend="reference",
+        kernel="dense float64",
+        tile=(max(1, problem.q_len), max(1, problem.kv_len)),
+        workspace_bytes=3 * 8 * cells,  # scores, probabilities and a temporary
+        notes=("the oracle: slow, for checking",),
+    )
+
+
+def run(plan: Plan, tensors: Tensors) -> None:
+    tensors.out.zero_()
+    if tensors.lse is not None:
+        tensors.lse.fill_(-float("inf"))
+    for seq in sequences(plan.problem, tensors):
+        result = attend(seq)
+        seq.out.copy_(result.out)
+        if seq.lse is not None:
+            seq.lse.copy_(result.lse)

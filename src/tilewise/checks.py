@@ -1,0 +1,384 @@
+"""Arguments to `Problem` and `Tensors`: every check that needs no tensor's values, each in one place.
+
+`values.py` has the checks that read lengths, offsets and tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import values
+from .arrays import to_tensor
+from .errors import InvalidArgument
+from .options import as_chunk, as_flag, as_scale, as_softcap, as_split_size, as_window, is_int
+from .problem import MAX_HEAD_DIM, Form, MaskSpec, Offset, Problem, QuantSpec
+from .quantised import Quantised
+from .tensors import Tensors
+from .tile_checks import as_tile_map, check_tile_map
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class Options:
+    """The options that all entry points share, as the caller gave them."""
+
+    scale: Any = None
+    causal: Any = False
+    q_offset: Any = None
+    window: Any = None
+    chunk: Any = None
+    mask: Any = None
+    softcap: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    kv_lengths: Any = None
+    layout: Any = "bhld"
+    tile_map: Any = None
+    split_size: Any = None
+    return_lse: Any = False
+    out: Any = None
+    allow_tf32: Any = False
+    validate: Any = None
+
+
+@dataclass(slots=True)
+class Call:
+    """A checked call: what is asked, over which tensors, and what to hand back in the caller's layout."""
+
+    problem: Problem
+    tensors: Tensors
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class _Operand:
+    """K or V in the common form."""
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    quant: QuantSpec | None
+    width: int  # D or Dv
+
+
+class _Checker:
+    """Collects what is known of a call while it is checked: the device to agree with, and copies made."""
+
+    def __init__(self, q: Any, layout: Any, packed: bool) -> None:
+        self.copies: list[str] = []
+        self.packed = packed
+        if layout not in ("bhld", "blhd"):
+            raise InvalidArgument("layout", repr(layout), "'bhld' or 'blhd'")
+        self.seq_major = layout == "blhd"
+        if packed and self.seq_major:
+            raise InvalidArgument("layout", "'blhd' with packed queries", "no layout: packed tensors are [T, H, D]")
+        q = to_tensor("q", q)
+        self.device = q.device
+        self.q = self.unit_stride("q", self.common(self.plain("q", q, self.form_of_q())))
+        if self.q.dtype not in FLOATS:
+            raise InvalidArgument("q", q.dtype, "float32, float16 or bfloat16")
+        self.head_width("q", self.q.shape[-1])
+        if self.q.shape[1] == 0:
+            raise InvalidArgument("q", "0 heads", "1 or more")
+
+    def form_of_q(self) -> str:
+        return "[T, H, D]" if self.packed else "[B, L, H, D]" if self.seq_major else "[B, H, L, D]"
+
+    def plain(self, name: str, x: Any, form: str) -> torch.Tensor:
+        """A tensor of the form's rank, on the call's device, that needs no gradient."""
+        x = to_tensor(name, x)
+        rank = form.count(",") + 1
+        if x.ndim != rank:
+            raise InvalidArgument(name, f"shape {tuple(x.shape)}", f"rank {rank}: {form}")
+        if x.device != self.device:
+            raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
+        if x.requires_grad and torch.is_grad_enabled():
+            remedy = "tilewise is forward only: call it under torch.no_grad(), or detach"
+            raise InvalidArgument(name, "a tensor that requires grad", "one that does not", remedy)
+        return x
+
+    def common(self, x: torch.Tensor) -> torch.Tensor:
+        """q, or dense k and v, as `[B, H, L, D]`."""
+        if self.packed:
+            return x.transpose(0, 1)[None]
+        return x.transpose(1, 2) if self.seq_major else x
+
+    def unit_stride(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if x.stride(-1) == 1 or x.shape[-1] == 1:
+            return x
+        self.copies.append(f"{name}: its last dim has stride {x.stride(-1)}, not 1")
+        return x.contiguous()
+
+    def head_width(self, name: str, width: int) -> None:
+        if not 1 <= width <= MAX_HEAD_DIM:
+            raise InvalidArgument(name, f"a last dim of {width}", f"1 to {MAX_HEAD_DIM}")
+
+    def operand(self, name: str, x: Any, form: str) -> _Operand:
+        """K or V (or their pages) of the caller's form, plain or quantised, in the common one."""
+        if isinstance(x, Quantised):
+            data = self.plain(f"{name}.data", x.data, form)
+            scales = self.unit_stride(
+                f"{name}.scales", self.view_of(self.plain(f"{name}.scales", x.scales, form), form)
+            )
+            quant, width = QuantSpec(x.dtype, x.group), x.shape[-1]
+        else:
+            data, scales, quant = self.plain(name, x, form), None, None
+            width = data.shape[-1]
+            if data.dtype not in FLOATS:
+                remedy = "narrower types go into tilewise.Quantised with their scales"
+                raise InvalidArgument(name, data.dtype, "float32, float16 or bfloat16", remedy)
+            if data.dtype.itemsize > self.q.dtype.itemsize:
+                raise InvalidArgument(
+                    name, data.dtype, f"no wider than q's {self.q.dtype}", f"convert q to {data.dtype}"
+                )
+        self.head_width(name, width)
+        return _Operand(self.unit_stride(name, self.view_of(data, form)), scales, quant, width)
+
+    def view_of(self, x: torch.Tensor, form: str) -> torch.Tensor:
+        if form.startswith("[T,"):
+            return x.transpose(0, 1)[None]
+        return x if form.startswith("[B, H") else x.transpose(1, 2)
+
+    def ints(self, name: str, x: Any, shape: tuple[int | None, ...]) -> torch.Tensor:
+        """An int32 tensor of lengths, offsets or pages; None in `shape` is any size."""
+        x = to_tensor(name, x)
+        if x.dtype not in (torch.int32, torch.int64):
+            raise InvalidArgument(name, x.dtype, "int32 (or int64)")
+        words = "[" + ", ".join("n" if n is None else str(n) for n in shape) + "]"
+        if x.ndim != len(shape) or any(n not in (None, given) for n, given in zip(shape, x.shape, strict=True)):
+            raise InvalidArgument(name, f"shape {tuple(x.shape)}", words)
+        if x.device != self.device:
+            raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
+        return x.to(torch.int32)
+
+    def per_head(self, name: str, x: Any, heads: int, batch: int | None = None) -> torch.Tensor:
+        """Float32 `[H]` or, with `batch`, `[B, H]`: one number for each head (and row)."""
+        x = to_tensor(name, x)
+        shapes = [(heads,)] if batch is None else [(heads,), (batch, heads)]
+        if tuple(x.shape) not in shapes:
+            raise InvalidArgument(name, f"shape {tuple(x.shape)}", " or ".join(map(str, shapes)))
+        if x.dtype not in FLOATS:
+            raise InvalidArgument(name, x.dtype, "float32")
+        x = self.plain(name, x, "[" + ", ".join("n" * x.ndim) + "]").float()
+        return x if batch is None else x.expand(batch, heads)
+
+    def mask(self, x: Any, sizes: tuple[int, int, int, int], any_keys: bool) -> tuple[torch.Tensor, MaskSpec]:
+        """A mask as `[B, H, Lq, Lk]` with stride 0 where it is broadcast.
+
+        With `any_keys` the last size is only the most that is allowed: a paged mask may stop at the longest context.
+        """
+        x = to_tensor("mask", x)
+        if x.dtype != torch.bool and x.dtype not in FLOATS:
+            raise InvalidArgument("mask", x.dtype, "bool (True = attend) or float32, float16, bfloat16 (added)")
+        if x.ndim not in (2, 3, 4):
+            raise InvalidArgument(
+                "mask", f"shape {tuple(x.shape)}", "rank 2 [Lq, Lk], 3 [H, Lq, Lk] or 4 [B, H, Lq, Lk]"
+            )
+        given = tuple(x.shape)
+        x = self.plain("mask", x, "[" + ", ".join("n" * x.ndim) + "]")
+        x = x[(None,) * (4 - x.ndim)]
+        if any_keys and 1 < x.shape[3] <= sizes[3]:
+            sizes = (*sizes[:3], x.shape[3])
+        if any(n not in (1, size) for n, size in zip(x.shape, sizes, strict=True)):
+            last = f"up to {sizes[3]}" if any_keys else f"{sizes[3]}"
+            want = f"({sizes[0]}, {sizes[1]}, {sizes[2]}, {last}), from the right, each size or 1"
+            raise InvalidArgument("mask", f"shape {given}", want)
+        x = self.unit_stride("mask", x)
+        broadcast = tuple(n == 1 and size != 1 for n, size in zip(x.shape, sizes, strict=True))
+        return x.expand(sizes), MaskSpec(x.dtype, broadcast)  # type: ignore[arg-type]
+
+
+def dense(q: Any, k: Any, v: Any, o: Options) -> Call:
+    """Checks a call of `attention`."""
+    c = _Checker(q, o.layout, packed=False)
+    ck, cv = (c.operand(name, x, c.form_of_q()) for name, x in (("k", k), ("v", v)))
+    B, _, Lq, _ = c.q.shape
+    if ck.data.shape[0] != B:
+        raise InvalidArgument("k", f"a batch of {ck.data.shape[0]}", f"{B}, as q")
+    lengths = None
+    if o.kv_lengths is not None:
+        lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
+        values.check_lengths("kv_lengths", lengths, ck.data.shape[2], "keys in k", o.validate)
+    t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths)
+    return _finish(c, "dense", ck, cv, t, o, batch=B, q_len=Lq, kv_len=ck.data.shape[2])
+
+
+def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_q: Any, max_k: Any, o: Options) -> Call:
+    """Checks a call of `varlen_attention`."""
+    c = _Checker(q, o.layout, packed=True)
+    ck, cv = (c.operand(name, x, "[T, H, D]") for name, x in (("k", k), ("v", v)))
+    cu_q = c.ints("cu_seqlens_q", cu_seqlens_q, (None,))
+    cu_k = c.ints("cu_seqlens_k", cu_seqlens_k, (len(cu_q),))
+    B = len(cu_q) - 1
+    q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o.validate)
+    kv_len = values.check_cu_seqlens("cu_seqlens_k", cu_k, ck.data.shape[2], max_k, "max_k", o.validate)
+    lengths = None
+    if o.kv_lengths is not None:
+        lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
+        values.check_lengths("kv_lengths", lengths, cu_k.diff(), "keys in the sequence", o.validate)
+    t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return _finish(c, "varlen", ck, cv, t, o, batch=B, q_len=q_len, kv_len=kv_len)
+
+
+def paged(
+    q: Any, k: Any, v: Any, block_table: Any, context_lens: Any, cu_seqlens_q: Any, max_q: Any, o: Options
+) -> Call:
+    """Checks a call of `paged_attention`."""
+    c = _Checker(q, o.layout, packed=cu_seqlens_q is not None)
+    form = "[num_pages, page_size, Hkv, D]"
+    ck, cv = (c.operand(name, x, form) for name, x in (("k_pages", k), ("v_pages", v)))
+    pages, _, page_size, _ = ck.data.shape
+    if page_size == 0:
+        raise InvalidArgument("k_pages", "pages of 0 tokens", "1 or more")
+    lengths = c.ints("context_lens", context_lens, (None,))
+    B = len(lengths)
+    table = c.ints("block_table", block_table, (B, None))
+    capacity = table.shape[1] * page_size
+    cu_q = None
+    if cu_seqlens_q is not None:
+        cu_q = c.ints("cu_seqlens_q", cu_seqlens_q, (B + 1,))
+        q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o.validate)
+    elif c.q.shape[0] != B:
+        raise InvalidArgument("context_lens", f"{B} lengths", f"{c.q.shape[0]}, the batch of q")
+    elif max_q is not None:
+        raise InvalidArgument(
+            "max_q", max_q, "None: it belongs to packed queries", "give cu_seqlens_q too, or leave it out"
+        )
+    else:
+        q_len = c.q.shape[2]
+    values.check_lengths("context_lens", lengths, capacity, "tokens in block_table's pages", o.validate)
+    values.check_block_table(table, lengths, page_size, pages, o.validate)
+    t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, block_table=table)
+    return _finish(c, "paged", ck, cv, t, o, batch=B, q_len=q_len, kv_len=capacity, page_size=page_size)
+
+
+def _finish(
+    c: _Checker,
+    form: Form,
+    ck: _Operand,
+    cv: _Operand,
+    t: Tensors,
+    o: Options,
+    *,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    page_size: int = 0,
+) -> Call:
+    """What all entry points check alike, then the `Problem`."""
+    names = ("k_pages", "v_pages") if form == "paged" else ("k", "v")
+    H, Hkv, D = c.q.shape[1], ck.data.shape[1], c.q.shape[3]
+    if ck.width != D:
+        raise InvalidArgument(names[0], f"a last dim of {ck.width}", f"{D}, as q")
+    if cv.data.shape[:3] != ck.data.shape[:3]:
+        given, want = (tuple(x.data.shape[:3]) for x in (cv, ck))
+        raise InvalidArgument(names[1], f"(batch or pages, heads, rows) = {given}", f"{want}, as {names[0]}")
+    if Hkv == 0 or H % Hkv:
+        raise InvalidArgument(names[0], f"{Hkv} heads", f"a divisor of q's {H}")
+    if o.validate not in (None, True, False):
+        raise InvalidArgument("validate", repr(o.validate), "None, True or False")
+    if o.q_offset is not None and not is_int(o.q_offset):
+        if isinstance(o.q_offset, (bool, float, str)):
+            raise InvalidArgument("q_offset", repr(o.q_offset), "None, an int or an int tensor [B]")
+        t.q_offset = c.ints("q_offset", o.q_offset, (batch,))
+    spec = None
+    if o.mask is not None:
+        t.mask, spec = c.mask(o.mask, (batch, H, q_len, kv_len), any_keys=form == "paged")
+        if form == "paged" and t.mask.shape[3] != kv_len:
+            kv_len = t.mask.shape[3]
+            assert t.kv_lengths is not None
+            values.check_lengths("context_lens", t.kv_lengths, kv_len, "keys in mask", o.validate)
+    t.alibi_slopes = None if o.alibi_slopes is None else c.per_head("alibi_slopes", o.alibi_slopes, H, batch)
+    t.sinks = None if o.sinks is None else c.per_head("sinks", o.sinks, H)
+    t.k_scales, t.v_scales = ck.scales, cv.scales
+    out = _output(c, cv.width, o.out, t)
+    return_lse = as_flag("return_lse", o.return_lse)
+    lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if return_lse else None
+    t.out = c.common(out)
+    if lse is not None:
+        t.lse = c.common(lse[..., None])[..., 0]
+
+    offset: Offset
+    if t.q_offset is not None:
+        offset = "rows"
+    elif o.q_offset is not None:
+        offset = o.q_offset
+    else:
+        offset = "end" if t.kv_lengths is not None or form != "dense" else kv_len - q_len
+    t.tile_map = as_tile_map(o.tile_map)
+    problem = Problem(
+        form=form,
+        device=c.device,
+        batch=batch,
+        heads=H,
+        kv_heads=Hkv,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=D,
+        value_dim=cv.width,
+        q_dtype=c.q.dtype,
+        k_dtype=ck.data.dtype,
+        v_dtype=cv.data.dtype,
+        scale=as_scale(o.scale, D),
+        k_quant=ck.quant,
+        v_quant=cv.quant,
+        packed_q=c.packed,
+        total_q=c.q.shape[2] if c.packed else 0,
+        page_size=page_size,
+        causal=as_flag("causal", o.causal),
+        window=as_window(o.window),
+        chunk=as_chunk(o.chunk),
+        softcap=as_softcap(o.softcap),
+        q_offset=offset,
+        kv_lengths=t.kv_lengths is not None,
+        alibi=t.alibi_slopes is not None,
+        sinks=t.sinks is not None,
+        mask=spec,
+        tile_map=None if t.tile_map is None else t.tile_map.tile,
+        split_size=as_split_size(o.split_size),
+        return_lse=return_lse,
+        allow_tf32=as_flag("allow_tf32", o.allow_tf32),
+        copies=tuple(c.copies),
+    )
+    check_tile_map(problem, t, o.validate)
+    return Call(problem, t, out, lse)
+
+
+def _output(c: _Checker, width: int, out: Any, t: Tensors) -> torch.Tensor:
+    """The tensor to write, in the caller's layout."""
+    B, H, L, _ = c.q.shape
+    shape = (L, H, width) if c.packed else (B, L, H, width) if c.seq_major else (B, H, L, width)
+    if out is None:
+        return c.q.new_empty(shape)
+    if getattr(getattr(out, "flags", None), "writeable", True) is False:
+        raise InvalidArgument("out", "a read-only array", "one that can be written")
+    out = to_tensor("out", out)
+    if tuple(out.shape) != shape or out.dtype != c.q.dtype or out.device != c.device:
+        given = f"{tuple(out.shape)} {out.dtype} on {out.device}"
+        raise InvalidArgument("out", given, f"{shape} {c.q.dtype} on {c.device}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument("out", "a tensor that requires grad", "one that does not", "tilewise is forward only")
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise InvalidArgument("out", "a broadcast tensor", "one with memory for each element")
+    if out.stride(-1) != 1 and width > 1:
+        raise InvalidArgument("out", f"a last dim of stride {out.stride(-1)}", "stride 1")
+    for name, x in (("q", t.q), ("k", t.k), ("v", t.v), ("mask", t.mask)):
+        if x is not None and _overlap(out, x):
+            raise InvalidArgument("out", f"memory that {name} is in", "memory of its own")
+    return out
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (a0, a1), (b0, b1) = _extent(a), _extent(b)
+    return a0 < b1 and b0 < a1
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()

@@ -1,0 +1,19 @@
+"""The two errors a caller can meet."""
+
+from __future__ import annotations
+
+
+class InvalidArgument(ValueError):
+    """An argument is wrong: the message names it, what was given, what is expected and, if there is one, the remedy."""
+
+    def __init__(self, argument: str, given: object, expected: str, remedy: str = "") -> None:
+        self.argument = argument
+        super().__init__(f"{argument}: got {given}, expected {expected}" + (f"; {remedy}" if remedy else ""))
+
+
+class Unsupported(NotImplementedError):
+    """A backend that was asked for by name cannot serve this call; nothing else was tried."""
+
+    def __init__(self, backend: str, reason: str, remedy: str) -> None:
+        self.backend = backend
+        super().__init__(f"backend {backend!r} cannot serve this call: {reason}; {remedy}")

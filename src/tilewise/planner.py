@@ -1,0 +1,53 @@
+"""Which backend serves a call: the first, best first, that can. Plans are kept by `Problem`."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Protocol, cast
+
+from .errors import InvalidArgument, Unsupported
+from .plan import Plan
+from .problem import Problem
+from .tensors import Tensors
+
+BACKENDS = ("torch", "reference")  # best first; each is a module of tilewise.backends
+
+
+class Backend(Protocol):
+    """What a module of `tilewise.backends` offers."""
+
+    def supports(self, problem: Problem) -> str | None:
+        """None if it can serve the problem, else why not, in a few words."""
+
+    def plan(self, problem: Problem) -> Plan:
+        """How it would serve a problem that it supports."""
+
+    def run(self, plan: Plan, tensors: Tensors) -> None:
+        """Writes `tensors.out` and, if it is there, `tensors.lse`; every row of both."""
+
+
+@cache
+def load(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(f"tilewise.backends.{name}"))
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, backend: str | None = None) -> Plan:
+    """The plan for `problem`: by the best backend that can, or by the named one or not at all."""
+    if backend is not None:
+        if backend not in BACKENDS:
+            raise InvalidArgument("backend", repr(backend), f"None or one of {', '.join(BACKENDS)}")
+        reason = load(backend).supports(problem)
+        if reason is not None:
+            raise Unsupported(backend, reason, "leave out backend= to take one that can")
+        return load(backend).plan(problem)
+    passed_over: list[tuple[str, str]] = []
+    for name in BACKENDS:
+        reason = load(name).supports(problem)
+        if reason is None:
+            return replace(load(name).plan(problem), passed_over=tuple(passed_over))
+        passed_over.append((name, reason))
+    listing = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+    raise Unsupported("any", listing, "move the tensors to the CPU")

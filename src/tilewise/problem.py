@@ -1,0 +1,114 @@
+"""What a call asks for, without its tensors.
+
+The three entry points are brought into one form before anything else looks at them:
+
+    q, out   [B, H, Lq, D] or, packed, [1, H, T, D] with `cu_seqlens_q`
+    k, v     [B, Hkv, Lk, D], packed [1, Hkv, T, D] with `cu_seqlens_k`, or pages [P, Hkv, page_size, D]
+
+All are strided views of what the caller gave. A `Problem` is frozen and hashable: equal problems get the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Form = Literal["dense", "varlen", "paged"]
+# A number for all rows, "rows" for a tensor [B], "end" for "each sequence's queries are its last positions".
+Offset = int | Literal["rows", "end"]
+Window = tuple[int | None, int | None]
+MAX_HEAD_DIM = 576
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSpec:
+    """A dense mask: its kind and which of its dims [B, H, Lq, Lk] are broadcast."""
+
+    dtype: torch.dtype
+    broadcast: tuple[bool, bool, bool, bool]
+
+    @property
+    def is_bool(self) -> bool:
+        return self.dtype == torch.bool
+
+
+@dataclass(frozen=True, slots=True)
+class QuantSpec:
+    """How a K or V tensor is stored: `int8`, `int4` or `fp8_e4m3`, one scale for every `group` elements of a row."""
+
+    dtype: str
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention call: sizes, dtypes and options. See the module's text for the form of the tensors."""
+
+    form: Form
+    device: torch.device
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int  # the longest sequence of queries
+    kv_len: int  # the longest sequence of keys; for pages, what the block table can hold
+    head_dim: int
+    value_dim: int
+    q_dtype: torch.dtype
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    scale: float
+    k_quant: QuantSpec | None = None
+    v_quant: QuantSpec | None = None
+    packed_q: bool = False
+    total_q: int = 0  # rows of a packed q
+    page_size: int = 0
+    causal: bool = False
+    window: Window = (None, None)  # keys to the left and right of the query's own; None = unlimited
+    chunk: int = 0
+    softcap: float = 0.0
+    q_offset: Offset = "end"
+    kv_lengths: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    mask: MaskSpec | None = None
+    tile_map: tuple[int, int] | None = None  # the map's tile
+    split_size: int | None = None
+    return_lse: bool = False
+    allow_tf32: bool = False
+    copies: tuple[str, ...] = field(default=())  # arguments that had to be copied, and why
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute: no output element, or no key at all."""
+        rows = self.total_q if self.packed_q else self.q_len
+        return 0 in (self.batch, rows, self.kv_len)
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether position or length rules (rather than a dense mask) hide keys."""
+        return self.causal or self.window != (None, None) or bool(self.chunk) or self.form != "dense" or self.kv_lengths
+
+    def options(self) -> tuple[str, ...]:
+        """The options that are on, in words; what a kernel is specialised on."""
+        left, right = self.window
+        words = [
+            f"gqa {self.group}" * (self.group > 1),
+            "causal" * self.causal,
+            f"window ({left}, {right})" * (self.window != (None, None)),
+            f"chunk {self.chunk}" * bool(self.chunk),
+            f"softcap {self.softcap:g}" * bool(self.softcap),
+            "alibi" * self.alibi,
+            "sinks" * self.sinks,
+            "" if self.mask is None else f"{'bool' if self.mask.is_bool else 'additive'} mask",
+            "tile map" * (self.tile_map is not None),
+            "lengths" * (self.kv_lengths or self.form != "dense"),
+            "lse" * self.return_lse,
+        ]
+        return tuple(word for word in words if word)

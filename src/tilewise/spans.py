@@ -1,0 +1,84 @@
+"""The keys that position and length rules leave to each query row: one interval, moving right as rows go down.
+
+Causal, window, chunk and length rules each keep an interval of keys, so together they keep one, `[lo, hi)`, and neither
+end ever moves left from one row to the next. Tile maps, cost and tile loops rest on this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .problem import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules on positions, as a `Problem` holds them."""
+
+    causal: bool = False
+    window: Window = (None, None)
+    chunk: int = 0
+
+
+def key_span(rules: Rules, position: int, kv_len: int) -> tuple[int, int]:
+    """`[lo, hi)`: the keys that a query at `position` sees; empty when `hi <= lo`."""
+    left, right = rules.window
+    lo, hi = 0, kv_len
+    if rules.causal:
+        hi = min(hi, position + 1)
+    if left is not None:
+        lo = max(lo, position - left)
+    if right is not None:
+        hi = min(hi, position + right + 1)
+    if rules.chunk:
+        start = position // rules.chunk * rules.chunk
+        lo, hi = max(lo, start), min(hi, start + rules.chunk)
+    return lo, hi
+
+
+def key_spans(rules: Rules, positions: torch.Tensor, kv_len: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`key_span` of many rows: `lo`, `hi` int64, shaped as `positions`; `kv_len` broadcasts against them."""
+    left, right = rules.window
+    lo = torch.zeros_like(positions)
+    hi = torch.zeros_like(positions) + kv_len
+    if rules.causal:
+        hi = torch.minimum(hi, positions + 1)
+    if left is not None:
+        lo = torch.maximum(lo, positions - left)
+    if right is not None:
+        hi = torch.minimum(hi, positions + right + 1)
+    if rules.chunk:
+        start = positions.div(rules.chunk, rounding_mode="floor") * rules.chunk
+        lo, hi = torch.maximum(lo, start), torch.minimum(hi, start + rules.chunk)
+    return lo, hi
+
+
+def span_tiles(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int]) -> torch.Tensor:
+    """Classifies tiles `[R, nq, nk]` (0 skip, 1 mixed, 2 full) of spans `lo`, `hi` `[R, Lq]`, without building a mask.
+
+    Rows that see any key are one run `[first, last)`; those whose span ends after a tile's first column are a suffix
+    and those whose span begins before its end a prefix, so a tile holds a visible cell iff three intervals of rows meet.
+    """
+    BQ, BK = tile
+    R, Lq = lo.shape
+    if Lq == 0 or Lk == 0:
+        return torch.zeros(R, -(-Lq // BQ), -(-Lk // BK), dtype=torch.uint8, device=lo.device)
+    top = torch.arange(0, Lq, BQ, device=lo.device)  # [nq]
+    bottom = (top + BQ).clamp_max(Lq)
+    start = torch.arange(0, Lk, BK, device=lo.device)  # [nk]
+    end = (start + BK).clamp_max(Lk)
+
+    # An empty row's ends may cross (a query before the first key, or whose window has left the last one).
+    seeing = lo < hi
+    last = Lq - seeing.flip(1).to(torch.uint8).argmax(1)
+    first = seeing.to(torch.uint8).argmax(1)
+    last = torch.where(seeing.any(1), last, 0)
+    edges = lambda bounds, x: torch.searchsorted(bounds.contiguous(), x.expand(R, -1).contiguous(), right=True)  # noqa: E731
+    after = edges(hi, start)  # [R, nk] first row with hi > start
+    before = edges(lo, end - 1)  # [R, nk] first row with lo >= end
+    low = torch.maximum(torch.maximum(top[:, None], after[:, None, :]), first[:, None, None])  # [R, nq, nk]
+    high = torch.minimum(torch.minimum(bottom[:, None], before[:, None, :]), last[:, None, None])
+    full = (lo[:, bottom - 1, None] <= start) & (hi[:, top, None] >= end)
+    return (low < high).to(torch.uint8) + full.to(torch.uint8)

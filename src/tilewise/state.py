@@ -1,0 +1,61 @@
+"""Partial results and how they combine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .errors import InvalidArgument
+
+
+class AttentionState(NamedTuple):
+    """Attention over some of the keys: enough to be combined with attention over others.
+
+    Args:
+        out: `[..., Dv]`, normalised over the keys it has seen.
+        lse: `[...]`, float32: the natural log of the sum of their exponentials; `-inf` where no key was seen.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def merge(states: Sequence[AttentionState]) -> AttentionState:
+    """Combines attention over disjoint sets of keys into attention over their union.
+
+    Exact up to float32 rounding for any number of states, and exact to the bit where all but one are empty: an empty
+    state (`lse = -inf`) drops out whatever its `out` holds. The result has the first state's dtype.
+
+    >>> import tilewise
+    >>> q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    >>> halves = [tilewise.attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(0, 4), slice(4, 8))]
+    >>> torch.allclose(tilewise.merge(halves).out, tilewise.attention(q, k, v), atol=1e-6)
+    True
+    """
+    states = list(states)
+    if not states:
+        raise InvalidArgument("states", "an empty sequence", "at least one AttentionState")
+    shape, device = states[0].out.shape, states[0].out.device
+    for i, (out, lse) in enumerate(states):
+        if out.shape != shape or lse.shape != shape[:-1]:
+            given = f"out {tuple(out.shape)} with lse {tuple(lse.shape)}"
+            raise InvalidArgument(f"states[{i}]", given, f"out {tuple(shape)} with lse {tuple(shape[:-1])}")
+        if not (out.is_floating_point() and lse.is_floating_point()):
+            raise InvalidArgument(f"states[{i}]", f"out {out.dtype} and lse {lse.dtype}", "floating point tensors")
+        if out.device != device or lse.device != device:
+            raise InvalidArgument(f"states[{i}]", f"device {out.device} and {lse.device}", f"{device}")
+
+    top = states[0].lse.float()
+    for _, lse in states[1:]:
+        top = torch.maximum(top, lse.float())
+    base = torch.where(top == -torch.inf, 0.0, top)  # where every state is empty, -inf - -inf would be NaN
+    total = torch.zeros_like(base)
+    mixed = torch.zeros(shape, dtype=torch.float32, device=device)
+    for out, lse in states:
+        weight = (lse.float() - base).exp()  # [...], 1 for the largest
+        total += weight
+        mixed += torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])
+    mixed /= torch.where(total == 0, 1.0, total)[..., None]
+    return AttentionState(mixed.to(states[0].out.dtype), top + torch.where(total == 0, 1.0, total).log())
