@@ -1,0 +1,46 @@
+# Needs Python 3.10 or newer and nothing else; everything goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# Each pytest worker is one process; more threads inside it would only fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
+WHAT_IS_INSTALLED := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test test-slow lint format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(VENV)/.installed-cli ## install tilewise into .venv and run its demo
+	$(BIN)/tilewise demo
+
+test: lint ## lint, types and every test but the slow ones
+	$(PYTEST) -m "not slow"
+
+test-slow: lint ## lint, types and every test
+	$(PYTEST)
+
+lint: $(VENV)/.installed-dev ## ruff and mypy, changing nothing
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
+$(VENV)/.installed-%: $(WHAT_IS_INSTALLED) | $(VENV)/pyvenv.cfg
+	$(INSTALL) -e ".[$*]"
+	@touch $@
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit("tilewise needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,7 @@
+"""`python -m tilewise` is `tilewise`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

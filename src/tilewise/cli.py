@@ -1,0 +1,67 @@
+"""The `tilewise` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import InvalidArgument, Unsupported, __version__
+
+BAD_ARGUMENTS = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; bad arguments leave through argparse with status 2."""
+    args = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except (InvalidArgument, Unsupported) as error:
+        print(f"tilewise {args.command}: error: {error}", file=sys.stderr)
+        return BAD_ARGUMENTS
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        # Python flushes stdout once more as it ends; that would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tilewise", description="Flash attention in which every kernel is Python.")
+    parser.add_argument("--version", action="version", version=f"tilewise {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="run attention in the shapes of known models, timed and checked",
+        description="Runs attention in the shapes of known models on the best backend at hand. For each: the plan, the "
+        "time beside that of torch's SDPA, and the error against a float64 oracle.",
+    )
+    demo.add_argument("--quick", action="store_true", help="shorter sequences, fewer repeats")
+    demo.add_argument("--device", type=_device, metavar="cpu|cuda", help="default: cuda where there is one")
+    demo.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the random inputs (default 0)")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from .demo import demo
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return demo(torch.device(device), quick=args.quick, seed=args.seed)
+
+
+def _device(text: str) -> str:
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu or cuda")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no CUDA device here; use cpu")
+    return text
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 0 or more, below 2**63")
+    return int(text)

@@ -1,0 +1,227 @@
+"""`tilewise demo`: known shapes on this machine, each planned, timed beside torch's SDPA and checked by the oracle."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from textwrap import fill
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from . import __version__
+from .cases import CASES, Case, Inputs, make_inputs
+
+INTERRUPTED = 130  # what a shell reports after Ctrl-C
+WRONG = 1
+WIDTH = 100
+ORACLE_ROWS = 64
+# Largest error that rounding explains: outputs reach about 4, of which one step is 5e-7 in float32, 3e-2 in bfloat16.
+MOST_ERROR = {torch.float32: 2e-5, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One case, measured. `peer_*` are of SDPA, or None where it cannot do the call."""
+
+    seconds: float
+    error: float
+    allowed: float
+    peer_seconds: float | None = None
+    peer_error: float | None = None
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.allowed  # False for NaN
+
+
+def demo(device: torch.device, quick: bool = False, seed: int = 0) -> int:
+    """Runs every case and prints what it finds; returns the exit status."""
+    # These models run in bfloat16. On a CPU torch is slow in it, and on a virtual machine that names AMX without
+    # having it torch's bfloat16 products end the process.
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    cases = [case.shortened(4) for case in CASES] if quick else list(CASES)
+    results: list[Result] = []
+    start = time.perf_counter()
+    with Screen(steps=3 * len(cases)) as screen:
+        screen.print(_title(device, dtype))
+        try:
+            for number, case in enumerate(cases, 1):
+                screen.print(f"\n[{number}/{len(cases)}] {case.name}: {case.about}\n      {case.shape()}")
+                results.append(_run_case(case, device, dtype, quick, seed, screen))
+        except KeyboardInterrupt:
+            screen.print(f"\nInterrupted. {len(results)} of {len(cases)} cases done, in {_time(_since(start))}.")
+            return INTERRUPTED
+        wrong = [case.name for case, result in zip(cases, results, strict=True) if not result.is_right]
+        verdict = f"WRONG results in {', '.join(wrong)}" if wrong else f"All {len(cases)} cases are right"
+        screen.print(f"\n{verdict}, by the float64 oracle. {_time(_since(start))} in all.")
+    return WRONG if wrong else 0
+
+
+def _run_case(case: Case, device: torch.device, dtype: torch.dtype, quick: bool, seed: int, screen: Screen) -> Result:
+    screen.step(f"{case.name}: inputs and plan")
+    x = make_inputs(case, device, dtype, seed)
+    screen.print(fill(f"plan   {x.plan().summary()}", WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 13))
+
+    screen.step(f"{case.name}: oracle")
+    refusal = why_not_sdpa(case)
+    calls = [x.attend] if refusal else [x.attend, sdpa(case, x)]
+    outputs = [call() for call in calls]  # also warms up: compilers, caches, the clock of the CPU
+    errors = oracle_errors(x, outputs)
+
+    screen.step(f"{case.name}: timing")
+    seconds = time_together(calls, device, budget=0.3 if quick else 2.0)
+    result = Result(seconds[0], errors[0], MOST_ERROR[dtype])
+    if not refusal:
+        result = replace(result, peer_seconds=seconds[1], peer_error=errors[1])
+    for line in describe(result, refusal):
+        screen.print(f"      {line}")
+    return result
+
+
+def time_together(
+    calls: Sequence[Callable[[], object]], device: torch.device, budget: float, most: int = 50
+) -> list[float]:
+    """The median time of each call. They take turns, so that a change in the machine's speed meets them all."""
+    times: list[list[float]] = [[] for _ in calls]
+    start = time.perf_counter()
+    while len(times[0]) < most and (not times[0] or _since(start) < budget):
+        for call, taken in zip(calls, times, strict=True):
+            _wait(device)
+            begin = time.perf_counter()
+            call()
+            _wait(device)
+            taken.append(_since(begin))
+    return [statistics.median(taken) for taken in times]
+
+
+def oracle_errors(x: Inputs, outputs: Sequence[torch.Tensor]) -> list[float]:
+    """The largest error of each output against float64, on the first and last KV head and some rows of each."""
+    group = x.q.shape[1] // x.kv_heads
+    gaps: list[list[torch.Tensor]] = [[] for _ in outputs]
+    for kv_head in sorted({0, x.kv_heads - 1}):
+        for rows in row_blocks(x.q.shape[2], ORACLE_ROWS):
+            part = x.part(kv_head, rows)
+            want = replace(part, q=part.q.float()).attend(backend="reference")  # unrounded: the output has q's dtype
+            for output, found in zip(outputs, gaps, strict=True):
+                got = output[:, kv_head * group : (kv_head + 1) * group, rows].float()
+                found.append((got - want).abs().max())
+    return [torch.stack(found).max().item() for found in gaps]  # this max, unlike Python's, keeps a NaN
+
+
+def row_blocks(rows: int, size: int) -> list[slice]:
+    """The first, middle and last `size` of `rows`, or all of them if there are fewer."""
+    starts = {0, max(0, (rows - size) // 2), max(0, rows - size)}
+    return [slice(start, min(rows, start + size)) for start in sorted(starts)]
+
+
+def why_not_sdpa(case: Case) -> str | None:
+    """What of the case `scaled_dot_product_attention` has no way to say."""
+    if case.page_size:
+        return "it has no page tables"
+    return "it has no softcap" if case.softcap else None
+
+
+def sdpa(case: Case, x: Inputs) -> Callable[[], torch.Tensor]:
+    """The same call by torch, with a dense mask where it has no other way."""
+    # Its causal flag is aligned to the top left: right for a square, needless for a lone last query.
+    options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads}
+    if x.lengths is None and case.window is None and case.q_len in (1, case.kv_len):
+        options["is_causal"] = case.causal and case.q_len > 1
+    else:
+        options["attn_mask"] = dense_mask(case, x)
+    return lambda: scaled_dot_product_attention(x.q, x.k, x.v, **options)
+
+
+def dense_mask(case: Case, x: Inputs) -> torch.Tensor:
+    """The case's visible cells: bool `[B, 1, 1 or Lq, Lk]`."""
+    device = x.q.device
+    lengths = torch.tensor([case.kv_len], device=device) if x.lengths is None else x.lengths
+    lengths = lengths[:, None, None, None]
+    kpos = torch.arange(case.kv_len, device=device)
+    qpos = lengths - case.q_len + torch.arange(case.q_len, device=device)[:, None]  # [B, 1, Lq, 1]
+    seen = kpos < lengths
+    if case.causal:
+        seen = seen & (kpos <= qpos)
+    if case.window is not None:
+        seen = seen & (qpos - kpos < case.window)
+    return seen
+
+
+def describe(result: Result, refusal: str | None) -> list[str]:
+    """A result in lines."""
+    time_line = f"time   tilewise {_time(result.seconds):>8}"
+    error_line = f"error  tilewise {result.error:8.1e}"
+    if result.peer_seconds is None:
+        time_line += f"   SDPA no: {refusal}"
+    else:
+        speed_up = result.peer_seconds / result.seconds
+        time_line += f"   SDPA {_time(result.peer_seconds):>8}   speed-up {speed_up:.2f}x"
+        error_line += f"   SDPA {result.peer_error:8.1e}"
+    if not result.is_right:
+        error_line += f"   WRONG: more than {result.allowed:.0e}"
+    return [time_line, error_line]
+
+
+class Screen:
+    """Where lines go, with a progress bar below them on a terminal that has rich; else the lines alone."""
+
+    def __init__(self, steps: int) -> None:
+        self._progress = _rich_progress() if sys.stdout.isatty() else None
+        self._task = None if self._progress is None else self._progress.add_task("", total=steps + 1)
+
+    def __enter__(self) -> Screen:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def print(self, text: str) -> None:
+        if self._progress is None:
+            print(text, flush=True)
+        else:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, label: str) -> None:
+        """The next step begins."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=label, advance=1)
+
+
+def _rich_progress() -> Any:
+    """A progress bar that leaves nothing behind, or None without rich."""
+    try:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        return None
+    return Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True)
+
+
+def _title(device: torch.device, dtype: torch.dtype) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    kind = str(dtype).removeprefix("torch.")
+    return f"tilewise {__version__} on {name}, {kind}, torch {torch.__version__}. Errors are against float64."
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _since(start: float) -> float:
+    return time.perf_counter() - start
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("s", 1), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

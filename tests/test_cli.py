@@ -1,0 +1,147 @@
+"""The command line and the demo behind it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tilewise import __version__, cases, demo
+from tilewise.cases import CASES, Case, make_inputs
+from tilewise.cli import main
+
+CPU = torch.device("cpu")
+TINY = Case("tiny", "a small case", heads=4, kv_heads=2, head_dim=8, q_len=10, kv_len=10, causal=True)
+
+
+@pytest.fixture
+def two_tiny_cases(monkeypatch):
+    monkeypatch.setattr(demo, "CASES", (TINY, TINY))
+    monkeypatch.setattr(demo, "time_together", lambda calls, device, budget: [1.0 for _ in calls])
+
+
+def test_quick_demo_shows_every_case_with_its_plan_time_and_small_error(capsys):
+    assert main(["demo", "--quick", "--device", "cpu", "--seed", "3"]) == 0
+    text = capsys.readouterr().out
+    _, *blocks = re.split(r"\n\[\d+/\d+\] ", text)
+    assert [block.split(":")[0] for block in blocks] == [case.name for case in CASES]
+    for block in blocks:
+        error = re.search(r"error  tilewise +(\S+)", block)
+        assert error, block
+        assert 0 <= float(error[1]) < 2e-5
+        assert re.search(r"plan   \w+: ", block)
+        assert re.search(r"time   tilewise +[\d.]+ (s|ms|us)   SDPA +(no: |[\d.]+ (s|ms|us)   speed-up [\d.]+x)", block)
+    assert max(map(len, text.splitlines())) <= 100
+    assert set(re.findall(r"[^ -~]", text)) == {"\n"}, "control codes when not on a terminal"
+
+
+def test_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "tilewise", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"tilewise {__version__}\n"
+
+
+def test_importing_the_package_loads_neither_the_command_nor_what_it_may_use():
+    code = "import sys, tilewise; print([m for m in ('tilewise.cli', 'tilewise.demo', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["--version"]])
+def test_help_and_version(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0
+    assert "tilewise" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["dance"], "'dance'"),
+        (["demo", "--fast"], "--fast"),
+        (["demo", "--device", "tpu"], "expected cpu or cuda"),
+        (["demo", "--seed", "-1"], "--seed"),
+        (["demo", "--seed", "x"], "whole number"),
+        (["demo", "--seed", str(2**63)], "below 2**63"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_a_message(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--device", "cuda"])
+    assert stop.value.code == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_interrupt_says_what_is_done(two_tiny_cases, monkeypatch, capsys):
+    made = []
+
+    def interrupted(*arguments):
+        if made:
+            raise KeyboardInterrupt
+        made.append(arguments)
+        return make_inputs(*arguments)
+
+    monkeypatch.setattr(demo, "make_inputs", interrupted)
+    assert main(["demo", "--device", "cpu"]) == 130
+    text = capsys.readouterr().out
+    assert "error  tilewise" in text
+    assert "1 of 2 cases done" in text
+
+
+@pytest.mark.parametrize("change", [0.01, float("nan")])
+def test_a_wrong_result_is_called_wrong(change, two_tiny_cases, monkeypatch, capsys):
+    right = cases.Inputs.attend
+    monkeypatch.setattr(cases.Inputs, "attend", lambda x, backend=None: right(x, backend) + change * (backend is None))
+    assert main(["demo", "--device", "cpu"]) == 1
+    assert "WRONG results in tiny" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_on_a_terminal_with_and_without_rich(has_rich, two_tiny_cases, monkeypatch, capsys):
+    if has_rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.progress", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert demo.demo(CPU) == 0
+    text = capsys.readouterr().out
+    assert text.count("error  tilewise") == 2
+    assert ("\x1b" in text) == has_rich
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"q_len": 1}, {"q_len": 7}, {"window": 3}, {"lengths": (10, 4), "causal": False}, {"lengths": (10, 10)}],
+    ids=str,
+)
+def test_sdpa_is_asked_for_the_same_thing(options):
+    case = Case(**{**{name: getattr(TINY, name) for name in Case.__dataclass_fields__}, **options})
+    x = make_inputs(case, CPU, torch.float32)
+    assert demo.oracle_errors(x, [demo.sdpa(case, x)()])[0] < 1e-5
+
+
+def test_paged_inputs_are_shuffled_and_poisoned_past_each_length():
+    case = next(case for case in CASES if case.page_size).shortened(8)
+    x = make_inputs(case, CPU, torch.float32)
+    pages = [page for row in x.block_table.tolist() for page in row if page >= 0]
+    assert sorted(pages) == list(range(len(pages)))
+    assert pages != sorted(pages)
+    slack = len(pages) * case.page_size - sum(case.lengths)
+    assert int(x.k[..., 0, 0].isnan().sum()) == slack > 0
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 65, 200])
+def test_row_blocks_reach_both_ends(rows):
+    blocks = demo.row_blocks(rows, 64)
+    assert (blocks[0].start, blocks[-1].stop) == (0, rows)
+    assert all(0 < block.stop - block.start <= 64 for block in blocks)
