@@ -1,0 +1,180 @@
+"""What the documents say is true: their code runs and prints what is shown, their commands, files and links exist."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilewise
+import tilewise.backends
+from tilewise import planner
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULES = sorted(m.name for m in pkgutil.walk_packages(tilewise.__path__, "tilewise.") if "__main__" not in m.name)
+BACKEND_FILE = re.compile(r"# src/tilewise/backends/(\w+)/__init__\.py\n")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `follows` is the block before it when nothing but blank lines lies between."""
+
+    language: str
+    text: str
+    line: int
+    follows: Block | None = None
+
+
+def blocks(document: Path) -> list[Block]:
+    found: list[Block] = []
+    fence, start, last_end = "", 0, -1
+    lines = document.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        mark = re.match(r"\s*(`{3,})(\w*)\s*$", line)
+        if not mark:
+            continue
+        if not fence:
+            fence, start, language = mark[1], number, mark[2]
+        elif mark[1] == fence and not mark[2]:
+            near = found and not any(text.strip() for text in lines[last_end + 1 : start])
+            text = "".join(f"{text}\n" for text in lines[start + 1 : number])
+            found.append(Block(language, text, start + 1, found[-1] if near else None))
+            fence, last_end = "", number
+    assert not fence, f"{document.name}: the block at line {start + 1} is not closed"
+    return found
+
+
+def prose(document: Path) -> str:
+    """A document without its blocks."""
+    return re.sub(r"(?ms)^\s*(`{3,})\w*\s*$.*?^\s*\1\s*$", "", document.read_text(encoding="utf-8"))
+
+
+def by_name(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+@pytest.fixture
+def new_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder whose modules are backends; the planner forgets them, and its plans, afterwards."""
+    monkeypatch.setattr(tilewise.backends, "__path__", [*tilewise.backends.__path__, str(tmp_path)])
+    monkeypatch.setattr(planner, "BACKENDS", planner.BACKENDS)
+    planner.choose.cache_clear()
+    yield tmp_path
+    planner.choose.cache_clear()
+    planner.load.cache_clear()
+    for folder in tmp_path.iterdir():
+        sys.modules.pop(f"tilewise.backends.{folder.name}", None)
+        if hasattr(tilewise.backends, folder.name):
+            delattr(tilewise.backends, folder.name)
+
+
+def run(document: Path, block: Block, namespace: dict[str, object]) -> str:
+    """Runs a block; what it prints. Tracebacks show the document's own lines."""
+    printed = io.StringIO()
+    code = compile("\n" * block.line + block.text, by_name(document), "exec")
+    with contextlib.redirect_stdout(printed):
+        exec(code, namespace)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("document", [d for d in DOCS if any(b.language == "python" for b in blocks(d))], ids=by_name)
+def test_python_blocks_run_and_print_what_is_shown(document: Path, new_backends: Path) -> None:
+    namespace: dict[str, object] = {"__name__": "__docs__"}
+    printed: dict[Block, str] = {}
+    with torch.random.fork_rng():
+        for block in blocks(document):
+            if block.language == "python":
+                if name := BACKEND_FILE.match(block.text):
+                    (new_backends / name[1]).mkdir()
+                    (new_backends / name[1] / "__init__.py").write_text(block.text, encoding="utf-8")
+                    importlib.invalidate_caches()
+                    planner.BACKENDS = (name[1], *planner.BACKENDS)
+                else:
+                    printed[block] = run(document, block, namespace)
+            elif block.language == "text" and block.follows in printed:
+                got = printed.pop(block.follows)
+                assert got == block.text, f"{by_name(document)}:{block.line} shows\n{block.text}\nbut got\n{got}"
+    for block, text in printed.items():
+        assert not text, f"{by_name(document)}:{block.line} prints, but no output is shown:\n{text}"
+
+
+def commands(document: Path) -> Iterator[list[str]]:
+    """The words of each command line in a document's shell blocks and inline code."""
+    lines = [line for b in blocks(document) if b.language in ("bash", "console") for line in b.text.splitlines()]
+    for line in [*lines, *re.findall(r"`([^`\n]+)`", prose(document))]:
+        for command in re.split(r"&&|;", line.partition("#")[0]):
+            yield command.strip().removeprefix("$ ").split()
+
+
+@pytest.mark.parametrize("document", DOCS, ids=by_name)
+def test_commands_exist(document: Path) -> None:
+    targets = re.findall(r"(?m)^([A-Za-z][\w-]*)\s*:(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    for words in commands(document):
+        if words[:1] == ["make"]:
+            wanted = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
+            assert set(wanted) <= set(targets), f"{by_name(document)}: `{' '.join(words)}`, but make has {targets}"
+        if words[:1] == ["tilewise"] and len(words) > 1 and not words[1].startswith("-"):
+            assert_subcommand(words[1])
+
+
+def assert_subcommand(name: str) -> None:
+    cli = importlib.import_module("tilewise.cli")
+    with pytest.raises(SystemExit) as stop, contextlib.redirect_stdout(io.StringIO()):
+        cli.main([name, "--help"])
+    assert stop.value.code in (0, None), f"`tilewise {name}` is no command"
+
+
+def anchors(document: Path) -> set[str]:
+    """The names under which a document's headings can be linked to."""
+    headings = re.findall(r"(?m)^#+ (.+?)\s*$", prose(document))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCS, ids=by_name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (document.parent / path).resolve() if path else document
+        assert linked.is_relative_to(ROOT), f"{by_name(document)} links to {target}"
+        assert linked.exists(), f"{by_name(document)} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{by_name(document)} links to {target}; has {anchors(linked)}"
+
+
+@pytest.mark.parametrize("document", DOCS, ids=by_name)
+def test_files_exist(document: Path) -> None:
+    for name in re.findall(r"`([\w./-]+(?:\.(?:py|md|toml|cff|txt)|/))`", prose(document)):
+        places = (ROOT, ROOT / "src/tilewise", ROOT / "tests", ROOT / "docs")
+        assert any((place / name).exists() for place in places), f"{by_name(document)} names {name}"
+
+
+@pytest.mark.parametrize("name", ["tilewise", *MODULES])
+def test_doctests(name: str) -> None:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("tilewise"):
+            raise
+        pytest.skip(f"needs {error.name}")
+    report = io.StringIO()
+    with torch.random.fork_rng(), contextlib.redirect_stdout(report):
+        result = doctest.testmod(module, extraglobs={"torch": torch})
+    assert result.failed == 0, report.getvalue()
+
+
+def test_public_names_have_docstrings() -> None:
+    for name in tilewise.__all__:
+        if not name.startswith("__"):
+            assert (getattr(tilewise, name).__doc__ or "").strip(), name
