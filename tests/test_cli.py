@@ -7,17 +7,17 @@ import sys
 import pytest
 import torch
 
-from tilewise import __version__, cases, demo
-from tilewise.cases import CASES, Case, make_inputs
+from tilewise import __version__, demo, workloads
 from tilewise.cli import main
+from tilewise.workloads import WORKLOADS, Workload, make_inputs
 
 CPU = torch.device("cpu")
-TINY = Case("tiny", "a small case", heads=4, kv_heads=2, head_dim=8, q_len=10, kv_len=10, causal=True)
+TINY = Workload("tiny", "a small case", heads=4, kv_heads=2, head_dim=8, q_len=10, kv_len=10, causal=True)
 
 
 @pytest.fixture
 def two_tiny_cases(monkeypatch):
-    monkeypatch.setattr(demo, "CASES", (TINY, TINY))
+    monkeypatch.setattr(demo, "WORKLOADS", (TINY, TINY))
     monkeypatch.setattr(demo, "time_together", lambda calls, device, budget: [1.0 for _ in calls])
 
 
@@ -25,7 +25,7 @@ def test_quick_demo_shows_every_case_with_its_plan_time_and_small_error(capsys):
     assert main(["demo", "--quick", "--device", "cpu", "--seed", "3"]) == 0
     text = capsys.readouterr().out
     _, *blocks = re.split(r"\n\[\d+/\d+\] ", text)
-    assert [block.split(":")[0] for block in blocks] == [case.name for case in CASES]
+    assert [block.split(":")[0] for block in blocks] == [case.name for case in WORKLOADS]
     for block in blocks:
         error = re.search(r"error  tilewise +(\S+)", block)
         assert error, block
@@ -100,8 +100,10 @@ def test_interrupt_says_what_is_done(two_tiny_cases, monkeypatch, capsys):
 
 @pytest.mark.parametrize("change", [0.01, float("nan")])
 def test_a_wrong_result_is_called_wrong(change, two_tiny_cases, monkeypatch, capsys):
-    right = cases.Inputs.attend
-    monkeypatch.setattr(cases.Inputs, "attend", lambda x, backend=None: right(x, backend) + change * (backend is None))
+    right = workloads.Inputs.attend
+    monkeypatch.setattr(
+        workloads.Inputs, "attend", lambda x, backend=None: right(x, backend) + change * (backend is None)
+    )
     assert main(["demo", "--device", "cpu"]) == 1
     assert "WRONG results in tiny" in capsys.readouterr().out
 
@@ -125,13 +127,13 @@ def test_on_a_terminal_with_and_without_rich(has_rich, two_tiny_cases, monkeypat
     ids=str,
 )
 def test_sdpa_is_asked_for_the_same_thing(options):
-    case = Case(**{**{name: getattr(TINY, name) for name in Case.__dataclass_fields__}, **options})
+    case = Workload(**{**{name: getattr(TINY, name) for name in Workload.__dataclass_fields__}, **options})
     x = make_inputs(case, CPU, torch.float32)
     assert demo.oracle_errors(x, [demo.sdpa(case, x)()])[0] < 1e-5
 
 
 def test_paged_inputs_are_shuffled_and_poisoned_past_each_length():
-    case = next(case for case in CASES if case.page_size).shortened(8)
+    case = next(case for case in WORKLOADS if case.page_size).shortened(8)
     x = make_inputs(case, CPU, torch.float32)
     pages = [page for row in x.block_table.tolist() for page in row if page >= 0]
     assert sorted(pages) == list(range(len(pages)))

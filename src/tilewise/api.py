@@ -9,10 +9,12 @@ import torch
 
 from . import checks, cost, planner
 from .arrays import returner
-from .checks import Call, Options
+from .checks import Call
 from .errors import InvalidArgument
+from .options import Options
 from .plan import Plan
 from .state import AttentionState
+from .tensors import Tensors
 from .tiles import TileMap
 
 if TYPE_CHECKING:
@@ -305,8 +307,8 @@ def paged_attention(
         k_pages: `[num_pages, page_size, Hkv, D]`, any page size; may be `Quantised`.
         v_pages: `[num_pages, page_size, Hkv, Dv]`, likewise.
         block_table: int32 `[B, max_pages]`; entries past a row's length are never read.
-        context_lens: int32 `[B]`: all keys in the cache, those of the current queries included. The queries are the last
-            `Lq` positions: append first, then attend.
+        context_lens: int32 `[B]`: all keys in the cache, those of the current queries included. The queries are the
+            last `Lq` positions: append first, then attend.
         cu_seqlens_q: int32 `[B + 1]`, for packed queries of different lengths.
         max_q: the longest sequence of packed queries.
         mask: as in `attention`; its last dim may stop at the longest context.
@@ -393,18 +395,22 @@ def plan(
 
 
 def _run(q: Array, call: Call, backend: str | None) -> Array | AttentionState:
+    back = returner(q)
     chosen = planner.choose(call.problem, backend)
     if call.problem.is_empty:
-        _write_unseen(call)
+        _write_unseen(call.tensors)
     else:
         planner.load(chosen.backend).run(chosen, call.tensors)
-    back = returner(q)
     return back(call.out) if call.lse is None else AttentionState(back(call.out), back(call.lse))
 
 
-def _write_unseen(call: Call) -> None:
-    """The result of rows that see no key."""
-    call.out.zero_()
-    if call.tensors.lse is not None:
-        sinks = call.tensors.sinks
-        call.tensors.lse.copy_(torch.tensor(-torch.inf) if sinks is None else sinks[:, None])
+def _write_unseen(t: Tensors) -> None:
+    """The result of rows that see no key; those of no sequence have no sink either."""
+    t.out.zero_()
+    if t.lse is None:
+        return
+    t.lse.fill_(-torch.inf)
+    if t.sinks is not None:
+        rows = torch.arange(t.lse.shape[2], device=t.lse.device)
+        owned = rows >= 0 if t.cu_seqlens_q is None else rows < t.cu_seqlens_q[-1]
+        t.lse.copy_(torch.where(owned, t.sinks[:, None], -torch.inf))

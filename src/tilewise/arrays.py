@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .errors import InvalidArgument
+
+_BITS = {"bfloat16": ("int16", torch.bfloat16), "float8_e4m3fn": ("int8", torch.float8_e4m3fn)}
 
 
 def to_tensor(name: str, x: Any) -> torch.Tensor:
@@ -27,8 +30,15 @@ def returner(like: Any) -> Callable[[torch.Tensor], Any]:
         return lambda x: x
     if _is_numpy(like):
         return _to_numpy
-    namespace = like.__array_namespace__()
-    return lambda x: namespace.from_dlpack(x.contiguous())
+    library = like.__array_namespace__() if hasattr(like, "__array_namespace__") else sys.modules[_library(like)]
+    if not hasattr(library, "from_dlpack"):
+        remedy = "hand in torch.from_dlpack(q) instead"
+        raise InvalidArgument("q", f"a {type(like).__name__}", "an array whose library has from_dlpack", remedy)
+    return lambda x: library.from_dlpack(x.contiguous())
+
+
+def _library(x: Any) -> str:
+    return type(x).__module__.partition(".")[0]
 
 
 def _is_numpy(x: Any) -> bool:
@@ -38,13 +48,20 @@ def _is_numpy(x: Any) -> bool:
 def _from_numpy(x: Any) -> torch.Tensor:
     import numpy as np
 
-    if x.dtype.name == "bfloat16":  # ml_dtypes; torch knows the bits, not the name
-        return _from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    if x.dtype.name in _BITS:  # of ml_dtypes: torch knows the bits, not the name
+        as_bits, dtype = _BITS[x.dtype.name]
+        return _from_numpy(x.view(as_bits)).view(dtype)
     if any(stride < 0 for stride in x.strides):
         x = np.ascontiguousarray(x)  # torch has no negative strides
-    if not x.flags.writeable:  # torch warns of it, but inputs are only read
-        x = np.lib.stride_tricks.as_strided(x, writeable=True) if x.flags.owndata else x.copy()
-    return torch.from_numpy(x)
+    return torch.from_numpy(x if x.flags.writeable else np.asarray(_Writable(x)))
+
+
+class _Writable:
+    """A read-only array that does not say so: torch warns of those, but inputs are only read."""
+
+    def __init__(self, x: Any) -> None:
+        self.kept = x
+        self.__array_interface__ = {**x.__array_interface__, "data": (x.ctypes.data, False)}
 
 
 def _to_numpy(x: torch.Tensor) -> Any:

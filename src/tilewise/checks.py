@@ -13,36 +13,13 @@ import torch
 from . import values
 from .arrays import to_tensor
 from .errors import InvalidArgument
-from .options import as_chunk, as_flag, as_scale, as_softcap, as_split_size, as_window, is_int
+from .options import Options, as_chunk, as_flag, as_scale, as_softcap, as_split_size, as_window, is_int
 from .problem import MAX_HEAD_DIM, Form, MaskSpec, Offset, Problem, QuantSpec
 from .quantised import Quantised
 from .tensors import Tensors
 from .tile_checks import as_tile_map, check_tile_map
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(slots=True)
-class Options:
-    """The options that all entry points share, as the caller gave them."""
-
-    scale: Any = None
-    causal: Any = False
-    q_offset: Any = None
-    window: Any = None
-    chunk: Any = None
-    mask: Any = None
-    softcap: Any = None
-    alibi_slopes: Any = None
-    sinks: Any = None
-    kv_lengths: Any = None
-    layout: Any = "bhld"
-    tile_map: Any = None
-    split_size: Any = None
-    return_lse: Any = False
-    out: Any = None
-    allow_tf32: Any = False
-    validate: Any = None
 
 
 @dataclass(slots=True)
@@ -214,8 +191,8 @@ def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_q: 
     cu_q = c.ints("cu_seqlens_q", cu_seqlens_q, (None,))
     cu_k = c.ints("cu_seqlens_k", cu_seqlens_k, (len(cu_q),))
     B = len(cu_q) - 1
-    q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o.validate)
-    kv_len = values.check_cu_seqlens("cu_seqlens_k", cu_k, ck.data.shape[2], max_k, "max_k", o.validate)
+    q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o)
+    kv_len = values.check_cu_seqlens("cu_seqlens_k", cu_k, ck.data.shape[2], max_k, "max_k", o)
     lengths = None
     if o.kv_lengths is not None:
         lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
@@ -241,7 +218,7 @@ def paged(
     cu_q = None
     if cu_seqlens_q is not None:
         cu_q = c.ints("cu_seqlens_q", cu_seqlens_q, (B + 1,))
-        q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o.validate)
+        q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o)
     elif c.q.shape[0] != B:
         raise InvalidArgument("context_lens", f"{B} lengths", f"{c.q.shape[0]}, the batch of q")
     elif max_q is not None:

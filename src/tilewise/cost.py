@@ -15,7 +15,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     """The cost of a call cut into tiles of `tile`."""
     p = problem
     mask_map = _mask_map(p, tensors, tile)
-    cells = keys = mask_bytes = 0
+    cells = keys = mask_cells = 0
     tiles = [0, 0, 0]
     for seq in sequences(p, tensors):
         positions = seq.q_offset + torch.arange(seq.q_len)
@@ -25,14 +25,15 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
         seen = widths > 0
         if bool(seen.any()):
             keys += int(hi[seen].max() - lo[seen].min())
-        states = span_tiles(lo[None], hi[None], seq.kv_len, tile)[0].expand(p.heads, -1, -1)  # [H, nq, nk]
+        states = span_tiles(lo[None], hi[None], seq.kv_len, tile)  # [1, nq, nk]
         if mask_map is not None:
             plane = mask_map[seq.b % len(mask_map)]  # [1 or H, 1 or nq, 1 or nk]
             nq, nk = states.shape[1:]
-            states = torch.minimum(states, plane[:, :nq, :nk])
-            mask_bytes += int((states == 1).sum()) * tile[0] * tile[1]
+            states = torch.minimum(states, plane[:, :nq, :nk])  # [1 or H, nq, nk]
+            read = ((states > 0) & (plane[:, :nq, :nk] == 1)).long()
+            mask_cells += int(_sizes(seq.q_len, tile[0]) @ read.sum(0) @ _sizes(seq.kv_len, tile[1]))
         for kind in range(3):
-            tiles[kind] += int((states == kind).sum())
+            tiles[kind] += int((states == kind).sum()) * (p.heads // len(states))
 
     rows = tensors.q[..., 0].numel()  # B * Lq * H
     moved = rows * (p.head_dim + p.value_dim) * p.q_dtype.itemsize + (4 * rows if p.return_lse else 0)
@@ -42,8 +43,14 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
             width += scales.shape[-1] * scales.element_size()
         moved += keys * p.kv_heads * width
     if p.mask is not None:
-        moved += mask_bytes * p.mask.dtype.itemsize
+        moved += mask_cells * p.mask.dtype.itemsize
     return Cost(cells, 2 * cells * (p.head_dim + p.value_dim), moved, TileCounts(*tiles))
+
+
+def _sizes(length: int, tile: int) -> torch.Tensor:
+    """The sizes of the tiles that cover `length`."""
+    starts = torch.arange(0, length, tile)
+    return (length - starts).clamp_max(tile)
 
 
 def _mask_map(p: Problem, tensors: Tensors, tile: tuple[int, int]) -> torch.Tensor | None:

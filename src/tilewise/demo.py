@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import __version__
-from .cases import CASES, Case, Inputs, make_inputs
+from .workloads import WORKLOADS, Inputs, Workload, make_inputs
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 WRONG = 1
@@ -45,7 +45,7 @@ def demo(device: torch.device, quick: bool = False, seed: int = 0) -> int:
     # These models run in bfloat16. On a CPU torch is slow in it, and on a virtual machine that names AMX without
     # having it torch's bfloat16 products end the process.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    cases = [case.shortened(4) for case in CASES] if quick else list(CASES)
+    cases = [case.shortened(4) for case in WORKLOADS] if quick else list(WORKLOADS)
     results: list[Result] = []
     start = time.perf_counter()
     with Screen(steps=3 * len(cases)) as screen:
@@ -63,7 +63,9 @@ def demo(device: torch.device, quick: bool = False, seed: int = 0) -> int:
     return WRONG if wrong else 0
 
 
-def _run_case(case: Case, device: torch.device, dtype: torch.dtype, quick: bool, seed: int, screen: Screen) -> Result:
+def _run_case(
+    case: Workload, device: torch.device, dtype: torch.dtype, quick: bool, seed: int, screen: Screen
+) -> Result:
     screen.step(f"{case.name}: inputs and plan")
     x = make_inputs(case, device, dtype, seed)
     screen.print(fill(f"plan   {x.plan().summary()}", WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 13))
@@ -120,14 +122,14 @@ def row_blocks(rows: int, size: int) -> list[slice]:
     return [slice(start, min(rows, start + size)) for start in sorted(starts)]
 
 
-def why_not_sdpa(case: Case) -> str | None:
+def why_not_sdpa(case: Workload) -> str | None:
     """What of the case `scaled_dot_product_attention` has no way to say."""
     if case.page_size:
         return "it has no page tables"
     return "it has no softcap" if case.softcap else None
 
 
-def sdpa(case: Case, x: Inputs) -> Callable[[], torch.Tensor]:
+def sdpa(case: Workload, x: Inputs) -> Callable[[], torch.Tensor]:
     """The same call by torch, with a dense mask where it has no other way."""
     # Its causal flag is aligned to the top left: right for a square, needless for a lone last query.
     options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads}
@@ -138,7 +140,7 @@ def sdpa(case: Case, x: Inputs) -> Callable[[], torch.Tensor]:
     return lambda: scaled_dot_product_attention(x.q, x.k, x.v, **options)
 
 
-def dense_mask(case: Case, x: Inputs) -> torch.Tensor:
+def dense_mask(case: Workload, x: Inputs) -> torch.Tensor:
     """The case's visible cells: bool `[B, 1, 1 or Lq, Lk]`."""
     device = x.q.device
     lengths = torch.tensor([case.kv_len], device=device) if x.lengths is None else x.lengths

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 from .errors import InvalidArgument
 from .problem import Window
+
+
+@dataclass(slots=True)
+class Options:
+    """The options that all entry points share, as the caller gave them."""
+
+    scale: Any = None
+    causal: Any = False
+    q_offset: Any = None
+    window: Any = None
+    chunk: Any = None
+    mask: Any = None
+    softcap: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    kv_lengths: Any = None
+    layout: Any = "bhld"
+    tile_map: Any = None
+    split_size: Any = None
+    return_lse: Any = False
+    out: Any = None
+    allow_tf32: Any = False
+    validate: Any = None
 
 
 def is_int(value: Any) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
+from .arrays import to_tensor
 from .errors import InvalidArgument
 
 QuantDtype = Literal["int8", "int4", "fp8_e4m3"]
@@ -40,6 +41,8 @@ class Quantised:
     group: int
 
     def __post_init__(self) -> None:
+        for name in ("data", "scales"):
+            object.__setattr__(self, name, to_tensor(name, getattr(self, name)))
         if self.dtype not in get_args(QuantDtype):
             raise InvalidArgument("dtype", repr(self.dtype), f"one of {', '.join(get_args(QuantDtype))}")
         if self.group not in GROUPS:
@@ -63,12 +66,13 @@ class Quantised:
         return torch.Size((*rows, width * 2 if self.dtype == "int4" else width))
 
     @classmethod
-    def from_float(cls, x: torch.Tensor, dtype: QuantDtype, group: int = 64) -> Quantised:
+    def from_float(cls, x: Any, dtype: QuantDtype, group: int = 64) -> Quantised:
         """Quantises `x` `[..., D]`: symmetric, round to nearest, the scale set by each group's largest magnitude."""
         if dtype not in LARGEST:
             raise InvalidArgument("dtype", repr(dtype), f"one of {', '.join(LARGEST)}")
         if group not in GROUPS:
             raise InvalidArgument("group", repr(group), "32, 64 or 128")
+        x = to_tensor("x", x)
         width = x.shape[-1]
         if dtype == "int4" and width % 2:
             raise InvalidArgument("x", f"last dim {width}", "an even size for int4", "use int8")

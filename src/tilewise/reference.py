@@ -78,12 +78,13 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
     if t.sinks is not None:
         sink = t.sinks.to(compute)[:, None, None].expand(-1, seq.q_len, 1)
         logits = torch.cat([s, sink], -1)
-    lse = torch.logsumexp(logits, -1) if logits.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
-    probs = torch.where(visible, (s - lse[..., None]).exp(), 0.0)
-    if bool(v.isfinite().all()):
-        out = probs @ v
-    else:  # 0 * inf is NaN: leave out the cells that are not visible, one by one
-        out = torch.where(visible[..., None], probs[..., None] * v[:, None], 0.0).sum(-2)
+    lse = torch.logsumexp(logits, -1)
+    probs = torch.where(visible, torch.softmax(logits, -1)[..., : seq.kv_len], 0.0)
+    finite = v.isfinite()
+    out = probs @ torch.where(finite, v, 0.0)
+    if not bool(finite.all()):  # 0 * inf is NaN: such values reach only the rows that see them
+        stray = torch.where(finite, 0.0, v)[:, None]  # [H, 1, Lk, Dv]
+        out = out + torch.where(visible[..., None], probs[..., None] * stray, 0.0).sum(-2)
     return Scores(s, probs, visible, out, lse)
 
 

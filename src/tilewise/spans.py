@@ -59,7 +59,7 @@ def span_tiles(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int
     """Classifies tiles `[R, nq, nk]` (0 skip, 1 mixed, 2 full) of spans `lo`, `hi` `[R, Lq]`, without building a mask.
 
     Rows that see any key are one run `[first, last)`; those whose span ends after a tile's first column are a suffix
-    and those whose span begins before its end a prefix, so a tile holds a visible cell iff three intervals of rows meet.
+    and those whose span begins before its end a prefix, so a tile holds a visible cell iff three runs of rows meet.
     """
     BQ, BK = tile
     R, Lq = lo.shape
@@ -75,9 +75,9 @@ def span_tiles(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int
     last = Lq - seeing.flip(1).to(torch.uint8).argmax(1)
     first = seeing.to(torch.uint8).argmax(1)
     last = torch.where(seeing.any(1), last, 0)
-    edges = lambda bounds, x: torch.searchsorted(bounds.contiguous(), x.expand(R, -1).contiguous(), right=True)  # noqa: E731
-    after = edges(hi, start)  # [R, nk] first row with hi > start
-    before = edges(lo, end - 1)  # [R, nk] first row with lo >= end
+    columns = torch.stack([start, end - 1])[:, None].expand(-1, R, -1).contiguous()  # [2, R, nk]
+    after = torch.searchsorted(hi.contiguous(), columns[0], right=True)  # [R, nk] first row with hi > start
+    before = torch.searchsorted(lo.contiguous(), columns[1], right=True)  # [R, nk] first row with lo >= end
     low = torch.maximum(torch.maximum(top[:, None], after[:, None, :]), first[:, None, None])  # [R, nq, nk]
     high = torch.minimum(torch.minimum(bottom[:, None], before[:, None, :]), last[:, None, None])
     full = (lo[:, bottom - 1, None] <= start) & (hi[:, top, None] >= end)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .arrays import returner, to_tensor
 from .errors import InvalidArgument
 
 
@@ -37,6 +38,8 @@ def merge(states: Sequence[AttentionState]) -> AttentionState:
     states = list(states)
     if not states:
         raise InvalidArgument("states", "an empty sequence", "at least one AttentionState")
+    back = returner(states[0].out)
+    states = [AttentionState(*(to_tensor(f"states[{i}]", x) for x in state)) for i, state in enumerate(states)]
     shape, device = states[0].out.shape, states[0].out.device
     for i, (out, lse) in enumerate(states):
         if out.shape != shape or lse.shape != shape[:-1]:
@@ -58,4 +61,5 @@ def merge(states: Sequence[AttentionState]) -> AttentionState:
         total += weight
         mixed += torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])
     mixed /= torch.where(total == 0, 1.0, total)[..., None]
-    return AttentionState(mixed.to(states[0].out.dtype), top + torch.where(total == 0, 1.0, total).log())
+    lse = top + torch.where(total == 0, 1.0, total).log()
+    return AttentionState(back(mixed.to(states[0].out.dtype)), back(lse))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .problem import Problem
+from .problem import Problem, QuantSpec
 from .quantised import dequantise
 from .spans import Rules
 from .tiles import TileMap
@@ -49,21 +49,22 @@ class Sequence:
     q_offset: int  # the position of its first query
 
     @property
-    def _row(self) -> int:
+    def row(self) -> int:
+        """Its row in the first dim of q and out."""
         return 0 if self.problem.packed_q else self.b
 
     @property
     def q(self) -> torch.Tensor:  # [H, Lq, D]
-        return self.tensors.q[self._row, :, self.q_start : self.q_start + self.q_len]
+        return self.tensors.q[self.row, :, self.q_start : self.q_start + self.q_len]
 
     @property
     def out(self) -> torch.Tensor:  # [H, Lq, Dv]
-        return self.tensors.out[self._row, :, self.q_start : self.q_start + self.q_len]
+        return self.tensors.out[self.row, :, self.q_start : self.q_start + self.q_len]
 
     @property
     def lse(self) -> torch.Tensor | None:  # [H, Lq]
         lse = self.tensors.lse
-        return None if lse is None else lse[self._row, :, self.q_start : self.q_start + self.q_len]
+        return None if lse is None else lse[self.row, :, self.q_start : self.q_start + self.q_len]
 
     @property
     def slopes(self) -> torch.Tensor | None:  # [H]
@@ -82,9 +83,17 @@ class Sequence:
         mask = self.tensors.mask
         return None if mask is None else mask[self.b, :, rows, cols]
 
-    def _widened(self, x, scales, quant, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def _widened(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        quant: QuantSpec | None,
+        start: int,
+        end: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         data = self._rows(x, start, end)
-        if quant is None:
+        if quant is None or scales is None:
             return data.to(dtype)
         return dequantise(data, self._rows(scales, start, end), quant.dtype, quant.group, dtype)
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .arrays import to_tensor
 from .errors import InvalidArgument
-from .options import as_chunk, as_tile, as_window
+from .options import as_chunk, as_flag, as_tile, as_window, is_int
 from .spans import Rules, key_spans, span_tiles
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class TileMap:
             )
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor, tile: tuple[int, int] = (64, 64)) -> TileMap:
+    def from_mask(cls, mask: Any, tile: tuple[int, int] = (64, 64)) -> TileMap:
         """Classifies a dense bool or float mask of rank 2, 3 or 4, on the mask's device.
 
         Only False or `-inf` hides a cell. A tile is full when every cell is visible and, in a float mask, exactly 0.
@@ -87,9 +88,9 @@ class TileMap:
         ███▒
         """
         BQ, BK = as_tile("tile", tile)
-        if not isinstance(mask, torch.Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
-            given = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise InvalidArgument("mask", given, "a bool or floating point tensor")
+        mask = to_tensor("mask", mask)
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise InvalidArgument("mask", mask.dtype, "a bool or floating point tensor")
         if mask.ndim not in (2, 3, 4):
             raise InvalidArgument("mask", f"rank {mask.ndim}", "rank 2 [Lq, Lk], 3 [H, Lq, Lk] or 4 [B, H, Lq, Lk]")
         planes = mask[(None,) * (4 - mask.ndim)]  # [B, H, Lq, Lk]
@@ -110,11 +111,11 @@ class TileMap:
         causal: bool = False,
         window: int | tuple[int | None, int | None] | None = None,
         chunk: int | None = None,
-        q_offset: torch.Tensor | int | None = None,
-        kv_lengths: torch.Tensor | None = None,
+        q_offset: Any | int | None = None,
+        kv_lengths: Any | None = None,
         device: torch.device | str | None = None,
     ) -> TileMap:
-        """Classifies what position rules hide, by arithmetic: no mask is built. They mean what they mean in `attention`.
+        """Classifies what position rules hide, by arithmetic: no mask is built. The rules are those of `attention`.
 
         >>> TileMap.from_spec(4096, 4096, (128, 128), causal=True, window=512).density
         0.146484375
@@ -123,7 +124,9 @@ class TileMap:
         for name, size in (("Lq", Lq), ("Lk", Lk)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise InvalidArgument(name, repr(size), "an int of 0 or more")
-        rules = Rules(bool(causal), as_window(window), as_chunk(chunk))
+        rules = Rules(as_flag("causal", causal), as_window(window), as_chunk(chunk))
+        q_offset = q_offset if q_offset is None or is_int(q_offset) else to_tensor("q_offset", q_offset)
+        kv_lengths = None if kv_lengths is None else to_tensor("kv_lengths", kv_lengths)
         rows = [x for x in (q_offset, kv_lengths) if isinstance(x, torch.Tensor)]
         for name, x in (("q_offset", q_offset), ("kv_lengths", kv_lengths)):
             if isinstance(x, torch.Tensor) and (x.ndim != 1 or x.dtype not in (torch.int32, torch.int64)):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .errors import InvalidArgument
-from .options import is_int
+from .options import Options, is_int
 
 
 def readable(x: torch.Tensor, validate: Any) -> bool:
@@ -28,13 +28,15 @@ def check_lengths(name: str, lengths: torch.Tensor, limit: torch.Tensor | int, w
             raise InvalidArgument(f"{name}[{b}]", length, f"0 to {most}, the {what}")
 
 
-def check_cu_seqlens(name: str, cu: torch.Tensor, rows: int, longest: Any, longest_name: str, validate: Any) -> int:
+def check_cu_seqlens(name: str, cu: torch.Tensor, rows: int, longest: Any, longest_name: str, o: Options) -> int:
     """Offsets that start at 0, never fall and stay within `rows`; returns the longest sequence, or a bound on it."""
     if len(cu) == 0:
         raise InvalidArgument(name, "shape (0,)", "[B + 1]: one more than there are sequences")
     if longest is not None and (not is_int(longest) or longest < 0):
         raise InvalidArgument(longest_name, repr(longest), "None or an int of 0 or more")
-    if not readable(cu, validate):
+    if not readable(cu, o.validate):
+        if longest is None and o.mask is not None:
+            raise InvalidArgument(longest_name, None, "the longest sequence", "a mask of packed rows is of that size")
         # The longest sequence cannot be known without waiting for the device; all rows are a safe bound.
         return rows if longest is None else min(rows, longest)
     offsets = cu.tolist()
@@ -49,7 +51,7 @@ def check_cu_seqlens(name: str, cu: torch.Tensor, rows: int, longest: Any, longe
         raise InvalidArgument(f"{name}[-1]", offsets[-1], f"at most {rows}, the packed rows")
     if longest is not None and longest < actual:
         raise InvalidArgument(longest_name, longest, f"at least {actual}, the longest sequence")
-    return actual
+    return actual if longest is None else min(rows, longest)
 
 
 def check_block_table(table: torch.Tensor, lengths: torch.Tensor, page_size: int, pages: int, validate: Any) -> None:

@@ -1,6 +1,6 @@
 """Attention in the shapes of known models, by name, and inputs for it.
 
-A new case is one more entry in `CASES`.
+A new case is one more entry in `WORKLOADS`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOGIT_STD = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Workload:
     """One call: its sizes and options, without tensors or dtypes."""
 
     name: str
@@ -48,7 +48,7 @@ class Case:
             words.append(f"pages of {self.page_size}")
         return ", ".join(words)
 
-    def shortened(self, by: int) -> Case:
+    def shortened(self, by: int) -> Workload:
         """The same case with sequences and window `by` times as short."""
         return replace(
             self,
@@ -59,8 +59,8 @@ class Case:
         )
 
 
-CASES = (
-    Case(
+WORKLOADS = (
+    Workload(
         "minilm-encoder",
         "a padded batch through an encoder, as in MiniLM and BERT",
         heads=12,
@@ -70,7 +70,7 @@ CASES = (
         kv_len=256,
         lengths=(256, 31, 190, 97, 223, 12, 140, 64),
     ),
-    Case(
+    Workload(
         "llama-prefill",
         "the prompt of a Llama 3 8B layer",
         heads=32,
@@ -80,7 +80,7 @@ CASES = (
         kv_len=1024,
         causal=True,
     ),
-    Case(
+    Workload(
         "llama-decode",
         "the next token of a Llama 3 8B layer over a long cache",
         heads=32,
@@ -90,7 +90,7 @@ CASES = (
         kv_len=8192,
         causal=True,
     ),
-    Case(
+    Workload(
         "gemma-window",
         "a local layer in the way of Gemma: sliding window and softcap",
         heads=16,
@@ -102,7 +102,7 @@ CASES = (
         window=512,
         softcap=50.0,
     ),
-    Case(
+    Workload(
         "wide-head",
         "a head of 512, wider than most kernels take",
         heads=8,
@@ -112,7 +112,7 @@ CASES = (
         kv_len=768,
         causal=True,
     ),
-    Case(
+    Workload(
         "paged-decode",
         "a serving batch: the next token of each sequence over shuffled pages",
         heads=32,
@@ -167,7 +167,7 @@ class Inputs:
         return self.k.shape[1 if self.block_table is None else 2]
 
 
-def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+def make_inputs(case: Workload, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     """Random inputs with peaked logits; the same numbers, up to rounding, on every device and in every dtype."""
     numbers = torch.Generator().manual_seed(seed)
 
@@ -190,14 +190,14 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int 
     return Inputs(q, k, v, options, lengths, table)
 
 
-def _shuffled_pages(case: Case, numbers: torch.Generator) -> torch.Tensor:
+def _shuffled_pages(case: Workload, numbers: torch.Generator) -> torch.Tensor:
     """A block table whose sequences lie in random pages; -1 past a sequence's last one: it is never read."""
     counts = [-(-n // case.page_size) for n in case.lengths]
     order = torch.randperm(sum(counts), generator=numbers, dtype=torch.int32).split(counts)
     return torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True, padding_value=-1)
 
 
-def _poison_slack(case: Case, table: torch.Tensor, *pages: torch.Tensor) -> None:
+def _poison_slack(case: Workload, table: torch.Tensor, *pages: torch.Tensor) -> None:
     """NaN in every slot past a sequence's length, so that a kernel that reads one shows it."""
     for row, length in zip(table.tolist(), case.lengths, strict=True):
         used = length % case.page_size

@@ -1,0 +1,1 @@
+"""What every backend must pass: cases against the oracle, and properties that hold to the bit."""

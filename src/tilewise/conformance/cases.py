@@ -1,0 +1,170 @@
+"""The conformance cases. Sizes are awkward on purpose; every option stands alone, in pairs, and with all others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .case import Case
+
+LENGTHS = (1, 2, 31, 33, 63, 97, 113, 255, 1023)
+HEAD_DIMS = (1, 16, 32, 40, 64, 72, 80, 96, 128, 192, 256, 320, 512, 576)
+
+SIZES = [
+    *(Case(B=1, H=3, Lq=n, D=64, causal=True) for n in LENGTHS),
+    *(
+        Case(B=1, H=2, Lq=n, Lk=m, causal=c)
+        for n, m in ((1, 33), (7, 130), (63, 64), (130, 7), (65, 257))
+        for c in (False, True)
+    ),
+    *(Case(Hkv=2, Lq=33, Lk=97, D=d, causal=True) for d in HEAD_DIMS),
+    *(Case(B=1, Lq=17, Lk=70, D=d, Dv=e) for d, e in ((64, 32), (192, 128), (576, 512), (40, 72), (1, 576), (576, 1))),
+    *(Case(B=1, H=h, Lq=31, causal=True) for h in (1, 3, 9, 12)),
+    *(Case(B=1, H=h, Hkv=g, Lq=21, Lk=55) for h, g in ((2, 1), (9, 3), (12, 4), (15, 5), (16, 1), (16, 2))),
+    Case(B=3, H=2, Lq=129, Lk=300, D=128, causal=True),
+]
+
+DTYPES = [
+    *(Case(Hkv=2, Lq=97, D=64, dtype=t, causal=True) for t in ("f16", "bf16")),
+    *(Case(Hkv=1, Lq=1, Lk=300, D=128, dtype=t) for t in ("f32", "f16", "bf16")),
+    *(
+        Case(Lq=50, D=48, dtype=q, k=kv, v=kv)
+        for q, kv in (("f32", "f16"), ("f32", "bf16"), ("bf16", "f16"), ("f16", "bf16"))
+    ),
+    Case(Lq=40, dtype="f32", k="f16", v="bf16", causal=True),
+    *(Case(Lq=64, D=96, dtype=t, softcap=10.0, window=20, causal=True, sinks=True, alibi="h") for t in ("f16", "bf16")),
+    *(Case(Lq=40, D=256, dtype=t, mask="bhqk", mask_kind=t) for t in ("f16", "bf16")),
+]
+
+POSITIONS = [
+    *(Case(Lq=30, Lk=70, causal=True, offset=n) for n in (0, 5, 40, 100, -3, -29, -40)),
+    Case(B=5, Lq=30, Lk=70, causal=True, offset="rows"),
+    *(Case(Lq=90, causal=True, window=w) for w in (1, 7, 64, 500)),
+    *(Case(Lq=90, window=w) for w in (1, 7, (3, 5), (None, 4), (0, 0), (10, None), (0, None), (None, 0))),
+    Case(Lq=20, Lk=90, causal=True, window=(10, 3)),
+    Case(Lq=70, Lk=70, window=(5, 9), offset=-20),
+    Case(Lq=70, Lk=70, window=(5, 9), offset=33),
+    *(Case(Lq=90, chunk=16, causal=c) for c in (False, True)),
+    Case(Lq=50, Lk=90, chunk=37, causal=True, window=20),
+    Case(Lq=50, Lk=90, chunk=32, offset=-40),
+    *(Case(B=4, Lq=20, Lk=64, lengths=(0, 1, 37, 64), causal=c) for c in (False, True)),
+    Case(B=4, Lq=40, Lk=64, lengths=(0, 1, 37, 64), causal=True, window=9),
+    Case(B=4, Lq=40, Lk=64, lengths=(0, 1, 37, 64), causal=True, offset="rows"),
+]
+
+SCORES = [
+    *(Case(Lq=60, softcap=cap, causal=True) for cap in (1.0, 5.0, 30.0)),
+    *(Case(Lq=60, scale=s) for s in (1.0, 0.05, -0.3)),
+    *(Case(H=6, Lq=60, Lk=80, alibi=a, causal=c) for a in ("h", "bh") for c in (False, True)),
+    Case(H=6, Lq=30, Lk=60, alibi="h", offset=0),
+    *(Case(Lq=60, sinks=True, causal=c) for c in (False, True)),
+    Case(B=3, Lq=20, Lk=40, sinks=True, lengths=(0, 5, 40)),
+    Case(Lq=60, softcap=4.0, alibi="h", sinks=True, mask="bhqk", mask_kind="f32"),
+]
+
+MASK_DIMS = ("qk", "1k", "q1", "hqk", "1qk", "h1k", "bhqk", "b1qk", "1hqk", "b11k", "bhq1")
+MASKS = [
+    *(Case(Lq=50, Lk=70, mask=dims, mask_kind=kind) for dims in MASK_DIMS for kind in ("bool", "f32")),
+    *(Case(Lq=50, Lk=70, mask="bhqk", mask_kind=kind, pattern="rows") for kind in ("bool", "f32")),
+    Case(Lq=50, Lk=70, mask="qk", mask_kind="bool", pattern="rows", sinks=True),
+    *(Case(Lq=50, Lk=70, mask="hqk", mask_kind=kind, pattern="least") for kind in ("f32", "bf16", "f16")),
+    Case(Lq=50, Lk=70, mask="hqk", mask_kind="f32", pattern="least", causal=True, alibi="h"),
+    *(Case(Lq=150, Lk=300, mask="1hqk", mask_kind=kind, pattern="blocks") for kind in ("bool", "f32")),
+    *(
+        Case(Lq=150, Lk=300, mask=dims, mask_kind=kind, pattern="blocks", tile=tile)
+        for dims, tile in (
+            ("qk", (64, 64)),
+            ("bhqk", (24, 40)),
+            ("hqk", (7, 13)),
+            ("b1qk", (128, 32)),
+            ("1hqk", (1, 300)),
+        )
+        for kind in ("bool", "f32")
+    ),
+    Case(Lq=150, Lk=200, mask="hqk", pattern="blocks", tile=(32, 32), causal=True, window=70),
+    Case(Lq=130, Lk=200, causal=True, window=40, tile=(16, 48)),
+    Case(B=3, Lq=40, Lk=90, lengths=(7, 60, 90), causal=True, tile=(16, 32)),
+    Case(Lq=1, Lk=200, mask="b11k", pattern="blocks", tile=(16, 16)),
+]
+
+DECODE = [
+    *(
+        Case(B=1, H=h, Hkv=g, Lq=1, Lk=1000, D=d)
+        for h, g, d in ((1, 1, 64), (8, 2, 128), (16, 1, 64), (4, 4, 256), (6, 2, 576))
+    ),
+    *(Case(B=1, Hkv=2, Lq=1, Lk=n, D=64) for n in (1, 2, 31, 255, 5000)),
+    *(Case(Hkv=1, Lq=n, Lk=700, D=64, causal=True) for n in (2, 5, 16)),
+    Case(B=4, Hkv=2, Lq=1, Lk=600, D=64, lengths=(0, 1, 300, 600), sinks=True),
+    Case(B=4, Hkv=2, Lq=1, Lk=600, D=64, lengths=(0, 1, 300, 600), window=100),
+    Case(B=1, Hkv=1, Lq=8, Lk=520, D=64, mask="qk", pattern="tree"),
+    Case(Hkv=2, Lq=6, Lk=333, D=80, mask="bhqk", mask_kind="f32", softcap=8.0, alibi="bh"),
+    *(Case(B=3, Hkv=2, Lq=1, Lk=900, D=64, lengths=(900, 128, 451), split_size=n) for n in (1, 64, 100, 1000)),
+]
+
+VARLEN = [
+    Case(form="varlen", q_lengths=(5, 0, 33, 1), lengths=(5, 0, 33, 1), causal=True),
+    Case(form="varlen", q_lengths=(5, 20, 1, 64), lengths=(40, 7, 100, 64), causal=True, Hkv=2),
+    Case(form="varlen", q_lengths=(5, 20, 1, 64), lengths=(40, 7, 0, 64), Dv=48),
+    Case(form="varlen", q_lengths=(70, 1, 33), lengths=(70, 90, 33), window=(8, 3), sinks=True),
+    Case(form="varlen", q_lengths=(70, 1, 33), lengths=(70, 90, 33), causal=True, window=11, softcap=6.0, alibi="bh"),
+    Case(form="varlen", q_lengths=(9, 30), lengths=(50, 44), used=(41, 0), causal=True),
+    Case(form="varlen", q_lengths=(9, 30), lengths=(50, 44), offset="rows", causal=True),
+    Case(form="varlen", q_lengths=(9, 30), lengths=(50, 44), mask="bhqk", mask_kind="f32"),
+    Case(form="varlen", q_lengths=(9, 30), lengths=(50, 44), mask="hqk", tile=(8, 16)),
+    Case(form="varlen", q_lengths=(33, 65), lengths=(33, 65), chunk=16, causal=True, dtype="bf16"),
+    Case(form="varlen", q_lengths=(257,), lengths=(300,), D=128, causal=True, dtype="f16"),
+    Case(form="varlen", H=6, Hkv=2, q_lengths=(1, 1, 1, 1), lengths=(900, 3, 0, 257), D=64),
+]
+
+_PAGED = Case(form="paged", B=4, Hkv=2, Lq=1, lengths=(1, 16, 70, 133), D=64)
+PAGED = [
+    *(replace(_PAGED, page=n) for n in (1, 3, 16, 128)),
+    replace(_PAGED, lengths=(0, 16, 17, 1)),
+    replace(_PAGED, Lq=5, causal=True),
+    replace(_PAGED, Lq=20, causal=True, window=8, sinks=True),
+    replace(_PAGED, Lq=3, alibi="bh", softcap=5.0, causal=True, page=7),
+    replace(_PAGED, Lq=4, mask="bhqk", pattern="tree"),
+    replace(_PAGED, Lq=4, mask="b11k", mask_kind="f32"),
+    replace(_PAGED, Lq=2, layout="blhd", causal=True),
+    replace(_PAGED, dtype="bf16", Dv=128),
+    replace(_PAGED, dtype="f32", k="f16", v="bf16", offset="rows", Lq=3, causal=True),
+    replace(_PAGED, q_lengths=(1, 5, 33, 20), causal=True),
+    replace(_PAGED, q_lengths=(1, 5, 0, 20), causal=True, window=(6, 0), alibi="h"),
+    replace(_PAGED, q_lengths=(1, 1, 40, 2), chunk=32, causal=True, page=5),
+    replace(_PAGED, lengths=(700, 33, 1025, 512), split_size=128, page=16),
+    replace(_PAGED, D=512, lengths=(70, 200), B=2, H=8),
+]
+
+QUANTISED = [
+    *(Case(Hkv=2, Lq=9, Lk=90, D=64, k=t, v=t, causal=True) for t in ("int8/64", "int4/32", "fp8_e4m3/64")),
+    *(
+        Case(Hkv=1, Lq=1, Lk=400, D=128, dtype=q, k=t, v=t)
+        for q in ("bf16", "f16")
+        for t in ("int8/128", "int4/64", "fp8_e4m3/32")
+    ),
+    Case(Lq=20, Lk=50, D=72, Dv=40, k="int8/32", v="int4/32", lengths=(50, 13)),
+    Case(Lq=20, Lk=50, D=80, k="int4/128", v="f16", softcap=5.0, causal=True),
+    Case(Lq=40, Lk=200, D=64, k="fp8_e4m3/64", v="int8/64", mask="hqk", pattern="blocks", tile=(16, 32)),
+    *(
+        replace(_PAGED, k=a, v=b)
+        for a, b in (("int8/64", "int4/32"), ("fp8_e4m3/32", "fp8_e4m3/32"), ("int4/64", "bf16"))
+    ),
+    replace(_PAGED, k="int8/64", v="int8/64", q_lengths=(1, 5, 33, 20), causal=True, page=5),
+    Case(form="varlen", q_lengths=(5, 20), lengths=(40, 77), D=64, k="int8/64", v="int4/64", causal=True),
+]
+
+STRIDES = [
+    *(Case(Hkv=2, Lq=50, layout="blhd", causal=True, dtype=t) for t in ("f32", "f16")),
+    *(Case(Hkv=2, Lq=50, strides=s, layout=o) for s in ("sliced", "last") for o in ("bhld", "blhd")),
+    Case(B=3, Hkv=2, Lq=1, Lk=300, strides="shared"),
+    Case(B=3, Hkv=2, Lq=40, Lk=90, strides="shared", causal=True),
+]
+
+CASES = [*SIZES, *DTYPES, *POSITIONS, *SCORES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED, *STRIDES]
+CASES += [
+    Case(
+        B=3, H=6, Hkv=2, Lq=65, Lk=190, D=72, Dv=40, dtype=t, causal=True, window=(90, 2), chunk=128, softcap=9.0,
+        scale=0.2, alibi="bh", sinks=True, offset="rows", lengths=(190, 3, 120), mask="bhqk", mask_kind=t,
+        layout="blhd", note="everything",
+    )
+    for t in ("f32", "f16", "bf16")
+]  # fmt: skip

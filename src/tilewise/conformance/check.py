@@ -1,0 +1,98 @@
+"""How a result is judged: against the float64 oracle, by the error of torch's own arithmetic on the same inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..checks import Call
+from ..reference import Scores, attend
+from ..tensors import Sequence, sequences
+from .case import Case, make
+
+
+class Mismatch(AssertionError):
+    """A result that is not what the contract says."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst error of a result and the bound that it kept."""
+
+    error: float
+    bound: float
+
+
+def torch_math(seq: Sequence) -> tuple[torch.Tensor, Scores]:
+    """Plain torch on the same inputs: scores and softmax in float32, weights and values in q's dtype."""
+    p = seq.problem
+    result = attend(seq, torch.float32)
+    values = seq.values(0, seq.kv_len, torch.float32).repeat_interleave(p.group, 0)
+    if p.q_dtype != torch.float32:
+        values = values.to(p.q_dtype).float()
+    out = result.probs.to(p.q_dtype).float() @ values
+    return out.to(p.q_dtype), result
+
+
+def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor) -> Verdict:
+    """Raises `Mismatch` unless `out` and `lse` are right.
+
+    Each element may be off by 2 (with softcap 3) times the largest error of torch's own arithmetic, and one ulp of the
+    largest output of its row.
+    """
+    p = call.problem
+    factor = 3.0 if p.softcap else 2.0
+    found: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    torch_errors = {"out": 0.0, "lse": 0.0}
+    covered = torch.zeros(out.shape[2], dtype=torch.bool)
+    for seq in sequences(p, call.tensors):
+        exact, (plain_out, plain) = attend(seq), torch_math(seq)
+        rows = slice(seq.q_start, seq.q_start + seq.q_len)
+        covered[rows] = True
+        found += [("out", out[seq.row, :, rows], exact.out), ("lse", lse[seq.row, :, rows], exact.lse)]
+        torch_errors["out"] = max(torch_errors["out"], _error(plain_out, exact.out))
+        # An lse moves as much as its scores do; their errors are many where an lse's may be one lucky number.
+        torch_errors["lse"] = max(torch_errors["lse"], _error(plain.scores, exact.scores), _error(plain.lse, exact.lse))
+    if bool((out[:, :, ~covered] != 0).any()) or bool((lse[:, :, ~covered] != -torch.inf).any()):
+        raise Mismatch("rows that belong to no sequence must give 0 and -inf")
+    dtypes = {"out": p.q_dtype, "lse": torch.float32}
+    verdicts = [_judge(name, got, exact, factor * torch_errors[name], dtypes[name]) for name, got, exact in found]
+    return max(verdicts, key=lambda v: v.error / max(v.bound, 1e-300), default=Verdict(0.0, 0.0))
+
+
+def check_case(case: Case, backend: str | None, device: str = "cpu") -> Verdict:
+    """Runs a case into a poisoned output and judges it."""
+    inputs = make(case, device)
+    poison = torch.full_like(inputs.checked().out, float("nan"))
+    call = inputs.checked(out=poison)
+    result = inputs.call(backend, out=poison, return_lse=True)
+    if result.out.data_ptr() != poison.data_ptr():
+        raise Mismatch("out= was not the tensor that came back")
+    return check_call(call, call.tensors.out, inputs.common(result.lse))
+
+
+def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    finite = exact.isfinite()
+    return float((got.double() - exact)[finite].abs().max()) if bool(finite.any()) else 0.0
+
+
+def _judge(name: str, got: torch.Tensor, exact: torch.Tensor, allowed: float, dtype: torch.dtype) -> Verdict:
+    if got.numel() == 0:
+        return Verdict(0.0, 0.0)
+    got = got.double()
+    finite = exact.isfinite()
+    if bool((got[~finite] != exact[~finite]).any()):
+        raise Mismatch(f"{name}: {got[~finite][:4].tolist()} where the oracle has {exact[~finite][:4].tolist()}")
+    sizes = torch.where(finite, exact.abs(), 0.0)
+    largest = sizes.amax(-1, keepdim=True) if name == "out" else sizes
+    bound = (allowed + largest * torch.finfo(dtype).eps).expand_as(exact)
+    error = torch.where(finite, (got - exact).abs(), 0.0)
+    wrong = ~(error <= bound)  # NaN is never within a bound
+    if bool(wrong.any()):
+        where = tuple(wrong.nonzero()[0].tolist())
+        raise Mismatch(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are off; at [head, row, ...] = {where} "
+            f"got {float(got[where])}, the oracle has {float(exact[where])}, the bound is {float(bound[where]):.3g}"
+        )
+    return Verdict(float(error.max()), float(bound.min()))

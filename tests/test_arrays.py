@@ -1,0 +1,124 @@
+"""NumPy and DLPack arrays in, the same kind out."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from tilewise import InvalidArgument, Quantised, TileMap, attention, paged_attention, varlen_attention
+
+
+class Foreign:
+    """An array library that knows DLPack and nothing else."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __dlpack__(self, **kwargs):
+        return self.x.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+    def __array_namespace__(self):
+        return Foreign
+
+    @staticmethod
+    def from_dlpack(x):
+        return Foreign(torch.from_dlpack(x))
+
+
+def inputs(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((2, h, n, 16)).astype(dtype) for h, n in ((4, 5), (2, 9), (2, 9))]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_numpy(dtype):
+    q, k, v = inputs(dtype)
+    mask = np.ones((5, 9), dtype=bool)
+    out, lse = attention(q, k, v, mask=mask, kv_lengths=np.array([9, 3]), return_lse=True)
+    assert type(out) is type(lse) is np.ndarray
+    assert out.dtype == dtype
+    assert lse.dtype == np.float32
+    bits = (
+        (lambda x: torch.from_numpy(x.view(np.int16)).view(torch.bfloat16))
+        if dtype == ml_dtypes.bfloat16
+        else torch.from_numpy
+    )
+    want = attention(*map(bits, (q, k, v)), kv_lengths=torch.tensor([9, 3]))
+    np.testing.assert_array_equal(out.astype(np.float32), want.float().numpy())
+
+
+def test_numpy_out_is_written_in_place():
+    q, k, v = inputs()
+    out = np.full_like(q, np.nan)
+    result = attention(q, k, v, out=out)
+    assert np.shares_memory(out, result)
+    assert np.isfinite(out).all()
+
+
+def test_numpy_views(recwarn):
+    q, k, v = inputs()
+    want = attention(q, k, v)
+    for x in (q, k, v):
+        x.flags.writeable = False
+    np.testing.assert_array_equal(attention(q, k, v), want)
+    backwards = [np.ascontiguousarray(x[..., ::-1])[..., ::-1] for x in (q, k, v)]
+    np.testing.assert_array_equal(attention(*backwards), want)
+    np.testing.assert_array_equal(attention(*(np.asfortranarray(x) for x in (q, k, v))), want)
+    assert [str(w.message) for w in recwarn.list] == []
+
+
+def test_dlpack():
+    q, k, v = (torch.from_numpy(x) for x in inputs())
+    out, lse = attention(Foreign(q), Foreign(k), Foreign(v), return_lse=True)
+    assert isinstance(out, Foreign)
+    assert isinstance(lse, Foreign)
+    assert out.x.equal(attention(q, k, v))
+
+
+class Mute(Foreign):
+    """One whose library has no way back."""
+
+    __array_namespace__ = None
+
+    def __getattribute__(self, name):
+        if name == "__array_namespace__":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+def test_an_array_that_cannot_come_back_is_refused_first():
+    q, k, v = inputs()
+    out = np.full_like(q, 7.0)
+    with pytest.raises(InvalidArgument, match="from_dlpack"):
+        attention(Mute(torch.from_numpy(q)), k, v, out=out)
+    assert (out == 7.0).all()
+
+
+def test_tools_take_numpy():
+    mask = np.tril(np.ones((8, 8), dtype=bool))
+    assert TileMap.from_mask(mask, (2, 2)).counts() == TileMap.from_spec(8, 8, (2, 2), causal=True).counts()
+    assert TileMap.from_spec(8, 8, (2, 2), kv_lengths=np.array([3, 8])).states.shape == (2, 1, 4, 4)
+    keys = np.random.default_rng(0).standard_normal((2, 3, 5, 64)).astype(np.float32)
+    packed = Quantised.from_float(keys, "fp8_e4m3")
+    again = Quantised(
+        packed.data.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn), packed.scales.numpy(), "fp8_e4m3", 64
+    )
+    assert again.dequantise().equal(packed.dequantise())
+
+
+def test_kinds_may_be_mixed_and_q_decides():
+    q, k, v = inputs()
+    assert isinstance(attention(torch.from_numpy(q), k, v), torch.Tensor)
+    assert isinstance(attention(q, torch.from_numpy(k), v), np.ndarray)
+
+
+def test_other_entry_points():
+    q, k, v = (np.random.default_rng(1).standard_normal((7, 2, 8)).astype(np.float32) for _ in range(3))
+    cu = np.array([0, 3, 7], dtype=np.int32)
+    assert isinstance(varlen_attention(q, k, v, cu, cu), np.ndarray)
+    pages = np.random.default_rng(2).standard_normal((2, 3, 4, 2, 8)).astype(np.float32)
+    table, lengths = np.array([[2, 0]], dtype=np.int32), np.array([7], dtype=np.int32)
+    assert isinstance(paged_attention(q[None, :1].swapaxes(1, 2), *pages, table, lengths), np.ndarray)

@@ -1,0 +1,276 @@
+"""Every bad argument is refused by name, before anything is written."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tilewise import (
+    InvalidArgument,
+    Quantised,
+    TileMap,
+    Unsupported,
+    alibi_slopes,
+    attention,
+    merge,
+    paged_attention,
+    plan,
+    planner,
+    varlen_attention,
+)
+
+B, H, Hkv, Lq, Lk, D = 2, 4, 2, 5, 7, 8
+
+
+def dense_args():
+    return {"q": torch.randn(B, H, Lq, D), "k": torch.randn(B, Hkv, Lk, D), "v": torch.randn(B, Hkv, Lk, D)}
+
+
+def varlen_args():
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5], [0, 3, 7]))
+    shapes = {"q": (5, H, D), "k": (7, Hkv, D), "v": (7, Hkv, D)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()} | {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+
+
+def paged_args():
+    return {
+        "q": torch.randn(B, H, 1, D),
+        "k_pages": torch.randn(6, 4, Hkv, D),
+        "v_pages": torch.randn(6, 4, Hkv, D),
+        "block_table": torch.tensor([[1, 2, 3], [0, 5, 99]], dtype=torch.int32),
+        "context_lens": torch.tensor([9, 8], dtype=torch.int32),
+    }
+
+
+def causal_map(**rules):
+    return TileMap.from_spec(Lq, Lk, (4, 4), **rules)
+
+
+ints = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+bools = lambda *shape: torch.ones(shape, dtype=torch.bool)  # noqa: E731
+randn = torch.randn
+
+DENSE = [
+    # (argument that the message names, changed arguments, a part of the message)
+    ("q", {"q": randn(H, Lq, D)}, "rank 4"),
+    ("q", {"q": randn(B, H, Lq, D).double()}, "float64"),
+    ("q", {"q": randn(B, H, Lq, D).to(torch.int32)}, "float32, float16 or bfloat16"),
+    ("q", {"q": randn(B, H, Lq, 577), "k": randn(B, Hkv, Lk, 577)}, "1 to 576"),
+    ("q", {"q": randn(B, H, Lq, 0)}, "1 to 576"),
+    ("q", {"q": randn(B, 0, Lq, D)}, "0 heads"),
+    ("q", {"q": "queries"}, "torch tensor"),
+    ("q", {"q": randn(B, H, Lq, D).requires_grad_()}, "forward only"),
+    ("q", {"q": randn(B, H, Lq, D, device="meta")}, ""),
+    ("k", {"k": randn(B, Hkv, Lk)}, "rank 4"),
+    ("k", {"k": randn(B + 1, Hkv, Lk, D)}, "batch of 3"),
+    ("k", {"k": randn(B, Hkv, Lk, D + 1)}, "last dim of 9"),
+    ("k", {"k": randn(B, 3, Lk, D), "v": randn(B, 3, Lk, D)}, "divisor of q's 4"),
+    ("k", {"k": randn(B, 0, Lk, D), "v": randn(B, 0, Lk, D)}, "divisor"),
+    ("k", {"q": randn(B, H, Lq, D).half()}, "no wider than q"),
+    ("k", {"k": randn(B, Hkv, Lk, D).to(torch.float8_e4m3fn)}, "Quantised"),
+    ("k", {"k": randn(B, Hkv, Lk, D).requires_grad_()}, "forward only"),
+    ("k", {"k": randn(B, Hkv, Lk, D, device="meta")}, "device meta"),
+    ("v", {"v": randn(B, Hkv, Lk + 1, D)}, "as k"),
+    ("v", {"v": randn(B, H, Lk, D)}, "as k"),
+    ("v", {"v": randn(B, Hkv, Lk, 600)}, "1 to 576"),
+    ("scale", {"scale": math.nan}, "finite"),
+    ("scale", {"scale": math.inf}, "finite"),
+    ("scale", {"scale": "1"}, "finite number"),
+    ("scale", {"scale": torch.tensor(1.0)}, "finite number"),
+    ("softcap", {"softcap": -1.0}, "positive"),
+    ("softcap", {"softcap": math.nan}, "finite"),
+    ("causal", {"causal": 1}, "True or False"),
+    ("causal", {"causal": "yes"}, "True or False"),
+    ("window", {"window": 0}, "1 or more"),
+    ("window", {"window": -1}, "None, not -1"),
+    ("window", {"window": (-1, 3)}, "None, not -1"),
+    ("window", {"window": (1, 2, 3)}, "pair"),
+    ("window", {"window": 2.5}, "int or a pair"),
+    ("window", {"window": True}, "int or a pair"),
+    ("chunk", {"chunk": 0}, "1 or more"),
+    ("split_size", {"split_size": 0}, "1 or more"),
+    ("layout", {"layout": "bshd"}, "'bhld' or 'blhd'"),
+    ("q_offset", {"q_offset": 1.5}, "int"),
+    ("q_offset", {"q_offset": ints(1, 2, 3)}, "[2]"),
+    ("q_offset", {"q_offset": randn(2)}, "int32"),
+    ("kv_lengths", {"kv_lengths": ints(1, 2, 3)}, "[2]"),
+    ("kv_lengths", {"kv_lengths": randn(2)}, "int32"),
+    ("kv_lengths", {"kv_lengths": [1, 2]}, "torch tensor"),
+    ("kv_lengths[1]", {"kv_lengths": ints(7, 8)}, "0 to 7"),
+    ("kv_lengths[0]", {"kv_lengths": ints(-1, 3)}, "0 to 7"),
+    ("kv_lengths", {"kv_lengths": ints(1, 2).to("meta")}, "device meta"),
+    ("mask", {"mask": bools(Lq, Lk + 1)}, "shape (5, 8)"),
+    ("mask", {"mask": bools(Lk)}, "rank 2"),
+    ("mask", {"mask": bools(3, Lq, Lk)}, "(3, 5, 7)"),
+    ("mask", {"mask": bools(3, H, Lq, Lk)}, "(2, 4, 5, 7)"),
+    ("mask", {"mask": torch.ones(Lq, Lk, dtype=torch.uint8)}, "bool"),
+    ("mask", {"mask": torch.zeros(Lq, Lk, dtype=torch.float64)}, "float32"),
+    ("mask", {"mask": bools(Lq, Lk).to("meta")}, "device meta"),
+    ("mask", {"mask": torch.zeros(Lq, Lk, requires_grad=True)}, "forward only"),
+    ("alibi_slopes", {"alibi_slopes": randn(3)}, "(4,) or (2, 4)"),
+    ("alibi_slopes", {"alibi_slopes": ints(1, 2, 3, 4)}, "float32"),
+    ("sinks", {"sinks": randn(B, H)}, "(4,)"),
+    ("sinks", {"sinks": randn(H, requires_grad=True)}, "forward only"),
+    ("tile_map", {"tile_map": bools(2, 2)}, "TileMap"),
+    ("tile_map", {"tile_map": TileMap.from_mask(bools(Lq, Lk), (4, 4))}, "without that mask"),
+    ("tile_map", {"tile_map": causal_map(causal=True)}, "the call's"),
+    ("tile_map", {"tile_map": causal_map(causal=True), "causal": True, "q_offset": 0}, "other offsets"),
+    ("tile_map", {"tile_map": causal_map(causal=True), "causal": True, "kv_lengths": ints(7, 3)}, "other offsets"),
+    ("tile_map", {"tile_map": causal_map(window=3), "window": 4}, "the call's"),
+    ("tile_map", {"tile_map": causal_map(), "mask": bools(Lq, Lk)}, "combine them"),
+    ("tile_map", {"tile_map": TileMap.from_mask(bools(Lq, Lk + 1), (4, 4)), "mask": bools(Lq, Lk)}, "a map of (5, 8)"),
+    ("tile_map", {"tile_map": TileMap.from_mask(bools(3, Lq, Lk), (4, 4)), "mask": bools(H, Lq, Lk)}, "planes"),
+    ("tile_map", {"tile_map": TileMap.from_mask(bools(Lq, Lk), (4, 4)), "mask": torch.zeros(Lq, Lk)}, "float mask"),
+    ("tile_map", {"tile_map": TileMap.from_mask(bools(1, Lk), (4, 4)), "mask": bools(Lq, Lk)}, "a map of (1, 7)"),
+    ("out", {"out": torch.empty(B, H, Lq, D + 1)}, "(2, 4, 5, 8)"),
+    ("out", {"out": torch.empty(B, H, Lq, D).half()}, "float32"),
+    ("out", {"out": torch.empty(B, H, Lq, 2 * D)[..., ::2]}, "stride 1"),
+    ("out", {"out": torch.empty(1, H, Lq, D).expand(B, -1, -1, -1)}, "broadcast"),
+    ("validate", {"validate": "yes"}, "None, True or False"),
+    ("backend", {"backend": "cuda"}, "one of"),
+    ("return_lse", {"return_lse": None}, "True or False"),
+]
+
+VARLEN = [
+    ("q", {"q": randn(1, 5, H, D)}, "[T, H, D]"),
+    ("cu_seqlens_q", {"cu_seqlens_q": randn(3)}, "int32"),
+    ("cu_seqlens_k", {"cu_seqlens_k": ints(0, 7)}, "[3]"),
+    ("cu_seqlens_q[2]", {"cu_seqlens_q": ints(0, 4, 2)}, "never fall"),
+    ("cu_seqlens_q[0]", {"cu_seqlens_q": ints(1, 4, 5)}, "0"),
+    ("cu_seqlens_q[-1]", {"cu_seqlens_q": ints(0, 4, 6)}, "at most 5"),
+    ("cu_seqlens_k[-1]", {"cu_seqlens_k": ints(0, 4, 8)}, "at most 7"),
+    ("cu_seqlens_q", {"cu_seqlens_q": torch.zeros(0, dtype=torch.int32), "cu_seqlens_k": ints()}, "[B + 1]"),
+    ("max_q", {"max_q": 2}, "at least 3"),
+    ("max_q", {"mask": bools(3, 4), "validate": False}, "longest sequence"),
+    ("max_k", {"max_k": -1}, "0 or more"),
+    ("kv_lengths[0]", {"kv_lengths": ints(4, 1)}, "0 to 3"),
+    ("mask", {"mask": bools(5, 7)}, "(2, 4, 3, 4)"),
+]
+
+PAGED = [
+    ("k_pages", {"k_pages": randn(6, 4, D)}, "rank 4"),
+    ("k_pages", {"k_pages": randn(6, 0, Hkv, D), "v_pages": randn(6, 0, Hkv, D)}, "pages of 0"),
+    ("v_pages", {"v_pages": randn(6, 5, Hkv, D)}, "as k_pages"),
+    ("k_pages", {"k_pages": randn(6, 4, 3, D), "v_pages": randn(6, 4, 3, D)}, "divisor"),
+    ("block_table", {"block_table": ints(1, 2)}, "[2, n]"),
+    ("block_table", {"block_table": randn(2, 3)}, "int32"),
+    ("block_table[1, 1]", {"block_table": torch.tensor([[1, 2, 3], [0, 6, 9]], dtype=torch.int32)}, "0 to 5"),
+    ("block_table[0, 0]", {"block_table": torch.tensor([[-1, 2, 3], [0, 5, 9]], dtype=torch.int32)}, "0 to 5"),
+    ("context_lens[0]", {"context_lens": ints(13, 2)}, "0 to 12"),
+    ("context_lens", {"context_lens": ints(3)}, ""),
+    ("max_q", {"max_q": 4}, "packed"),
+    ("cu_seqlens_q", {"cu_seqlens_q": ints(0, 1), "q": randn(2, H, D)}, "[3]"),
+    ("layout", {"cu_seqlens_q": ints(0, 1, 2), "q": randn(2, H, D), "layout": "blhd"}, "[T, H, D]"),
+    ("mask", {"mask": bools(1, 13)}, "up to 12"),
+    ("context_lens[0]", {"mask": bools(1, 8)}, "0 to 8"),
+]
+
+ALL = [(attention, dense_args, *row) for row in DENSE]
+ALL += [(varlen_attention, varlen_args, *row) for row in VARLEN]
+ALL += [(paged_attention, paged_args, *row) for row in PAGED]
+
+
+@pytest.mark.parametrize(
+    ("entry", "args", "name", "changes", "words"), ALL, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_refused_by_name(entry, args, name, changes, words):
+    arguments = args() | changes
+    out = arguments.setdefault("out", torch.full_like(arguments["q"], 7.0) if torch.is_tensor(arguments["q"]) else None)
+    before = None if out is None or out.is_meta else out.clone()
+    with pytest.raises(InvalidArgument) as caught:
+        entry(**arguments)
+    assert isinstance(caught.value, ValueError)
+    assert str(caught.value).startswith(f"{name}: got ") or (not words and ": got " in str(caught.value))
+    assert words in str(caught.value)
+    assert "expected" in str(caught.value)
+    if before is not None:
+        assert torch.equal(out.nan_to_num(), before.nan_to_num()), "something was written"
+
+
+@pytest.mark.parametrize(
+    ("entry", "args"), [(attention, dense_args), (varlen_attention, varlen_args), (paged_attention, paged_args)]
+)
+def test_the_unchanged_call_is_fine(entry, args):
+    assert entry(**args()).isfinite().all()
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_out_may_not_be_an_input(which):
+    args = dense_args() | {"q": randn(B, H, Lq, D), "k": randn(B, H, Lq, D), "v": randn(B, H, Lq, D)}
+    with pytest.raises(InvalidArgument, match=f"memory that {which} is in"):
+        attention(**args, out=args[which])
+
+
+def test_grad_is_refused_only_where_it_matters():
+    q = randn(1, 1, 2, 4, requires_grad=True)
+    with torch.no_grad():
+        assert not attention(q, q, q).requires_grad
+    attention(q.detach(), q.detach(), q.detach())
+
+
+def test_validate_false_does_not_read_values():
+    lengths = ints(7, 7)
+    args = dense_args()
+    attention(**args, kv_lengths=lengths, validate=False)
+    with pytest.raises(InvalidArgument):
+        attention(**args, kv_lengths=ints(7, 9), validate=True)
+
+
+def test_read_only_out_is_refused():
+    q = np.ones((1, 1, 2, 4), dtype=np.float32)
+    out = np.empty_like(q)
+    out.flags.writeable = False
+    with pytest.raises(InvalidArgument, match="read-only"):
+        attention(q, q, q, out=out)
+
+
+def test_named_backend_never_falls_back(monkeypatch):
+    monkeypatch.setattr(planner.load("torch"), "supports", lambda problem: "it is Sunday")
+    planner.choose.cache_clear()
+    args = dense_args()
+    with pytest.raises(Unsupported, match=r"'torch' cannot serve this call: it is Sunday; leave out backend="):
+        attention(**args, backend="torch")
+    assert isinstance(Unsupported("a", "b", "c"), NotImplementedError)
+    assert plan(**args).passed_over == (("torch", "it is Sunday"),)
+    assert plan(**args).backend == "reference"
+    monkeypatch.setattr(planner.load("reference"), "supports", lambda problem: "nor on Mondays")
+    planner.choose.cache_clear()
+    with pytest.raises(Unsupported, match=r"it is Sunday.*nor on Mondays"):
+        attention(**args)
+    planner.choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("dtype", lambda: Quantised(torch.zeros(2, 4).to(torch.int8), randn(2, 1), "int2", 64)),
+        ("group", lambda: Quantised(torch.zeros(2, 4).to(torch.int8), randn(2, 1), "int8", 16)),
+        ("data", lambda: Quantised(torch.zeros(2, 4), randn(2, 1), "int8", 64)),
+        ("scales", lambda: Quantised(torch.zeros(2, 100).to(torch.int8), randn(2, 1), "int8", 64)),
+        ("scales", lambda: Quantised(torch.zeros(2, 4).to(torch.int8), ints(1, 1)[:, None], "int8", 64)),
+        ("x", lambda: Quantised.from_float(randn(2, 5), "int4")),
+        ("dtype", lambda: Quantised.from_float(randn(2, 5), "f16")),
+        ("group", lambda: Quantised.from_float(randn(2, 5), "int8", 48)),
+        ("heads", lambda: alibi_slopes(0)),
+        ("heads", lambda: alibi_slopes(2.0)),
+        ("states", lambda: merge([])),
+        ("mask", lambda: TileMap.from_mask(ints(1, 2)[None])),
+        ("mask", lambda: TileMap.from_mask(bools(3))),
+        ("tile", lambda: TileMap.from_mask(bools(3, 3), (0, 4))),
+        ("tile", lambda: TileMap.from_mask(bools(3, 3), 4)),
+        ("Lq", lambda: TileMap.from_spec(-1, 4)),
+        ("window", lambda: TileMap.from_spec(4, 4, window=0)),
+        ("kv_lengths", lambda: TileMap.from_spec(4, 4, kv_lengths=randn(2))),
+        ("q_offset", lambda: TileMap.from_spec(4, 4, kv_lengths=ints(1, 2), q_offset=ints(1, 2, 3))),
+        ("states", lambda: TileMap(torch.zeros(1, 1, 2, 2), (4, 4), (8, 8))),
+        ("states", lambda: TileMap(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), (4, 4), (9, 8))),
+        ("speed", lambda: plan(**dense_args(), speed=1)),
+        ("max_q", lambda: plan(**dense_args(), max_q=1)),
+        ("block_table", lambda: plan(**dense_args(), block_table=ints(1)[None], max_k=1)),
+    ],
+)
+def test_other_refusals(name, make):
+    with pytest.raises(InvalidArgument) as caught:
+        make()
+    assert str(caught.value).startswith(f"{name}: got ")

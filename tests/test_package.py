@@ -1,0 +1,70 @@
+"""The package as it is imported and used."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tilewise
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_import_is_light():
+    """Nothing heavy beyond torch, and quick."""
+    loaded = run(
+        "import torch, sys; before = set(sys.modules); import tilewise; print(*set(sys.modules) - before)"
+    ).split()
+    for name in ("numba", "triton", "transformers", "matplotlib", "rich", "llvmlite"):
+        assert not any(module == name or module.startswith(f"{name}.") for module in loaded), name
+    times = [
+        float(run("import torch, time; t = time.perf_counter(); import tilewise; print(time.perf_counter() - t)"))
+        for _ in range(3)
+    ]
+    assert min(times) < 0.3
+
+
+def test_public_names():
+    for name in tilewise.__all__:
+        assert hasattr(tilewise, name)
+    assert tilewise.__version__
+
+
+def test_alibi_slopes():
+    assert tilewise.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    twelve = tilewise.alibi_slopes(12)
+    assert twelve[:8].equal(tilewise.alibi_slopes(8))
+    assert twelve[8:].tolist() == pytest.approx([2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
+    assert len(set(tilewise.alibi_slopes(71).tolist())) == 71
+
+
+def test_does_not_depend_on_torchs_precision():
+    """float32 means float32, whatever torch is set to."""
+    q, k, v = (torch.randn(1, 2, 64, 64) * 2 for _ in range(3))
+    exact = tilewise.attention(q, k, v, backend="reference")
+    torch.set_float32_matmul_precision("medium")
+    try:
+        fast = tilewise.attention(q, k, v, backend="torch")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    torch.testing.assert_close(fast, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_offsets_past_2_31():
+    """K and V whose last rows lie more than 2^31 elements from their first; what decides is read at the end."""
+    rows, width = 2**20, 2112
+    assert (rows - 1) * width > 2**31
+    wide = torch.zeros(rows, width, dtype=torch.float16)  # 4.4 GB
+    wide[-20:, :64] = torch.randn(20, 64).half() * 3
+    k = wide[None, None, :, :64]
+    q = torch.randn(1, 1, 2, 64).half()
+    for options in ({"window": 8}, {"window": 8, "causal": True}):
+        got = tilewise.attention(q, k, k, **options)
+        want = tilewise.attention(q, k[:, :, -20:], k[:, :, -20:], backend="reference", **options)
+        torch.testing.assert_close(got.float(), want.float(), rtol=2e-3, atol=2e-3)
+        assert got.abs().amax() > 1

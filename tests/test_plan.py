@@ -1,0 +1,101 @@
+"""The plan: what it says, what it counts, that it is kept."""
+
+import pytest
+import torch
+
+from tilewise import Quantised, attention, plan, planner
+from tilewise.checks import dense
+from tilewise.options import Options
+from tilewise.reference import visible_cells
+from tilewise.tensors import sequences
+
+
+def test_counts_are_exact():
+    q, k = torch.randn(2, 4, 30, 16), torch.randn(2, 2, 50, 16)
+    v = torch.randn(2, 2, 50, 8)
+    lengths = torch.tensor([50, 13])
+    mask = torch.rand(4, 30, 50) < 0.5
+    for options in ({}, {"causal": True}, {"window": 7}, {"kv_lengths": lengths, "causal": True}, {"mask": mask},
+                    {"mask": torch.where(mask, 0.0, -torch.inf)[:1], "chunk": 9, "kv_lengths": lengths}):  # fmt: skip
+        call = dense(q, k, v, Options(**options))
+        cells = sum(int(visible_cells(seq).sum()) for seq in sequences(call.problem, call.tensors))
+        cost = plan(q, k, v, **options).cost
+        assert cost.cells == cells
+        assert cost.flops == 2 * cells * (16 + 8)
+
+
+def test_tiles_and_bytes():
+    q = torch.randn(1, 2, 1024, 32)
+    full = plan(q, q, q, backend="torch")
+    assert full.cost.tiles == (0, 0, 2 * 8 * 2)
+    assert full.cost.bytes_moved == 4 * q.numel() * 4
+    causal = plan(q, q, q, causal=True, backend="torch")
+    assert causal.cost.tiles.skip == 2 * 4
+    window = plan(q, q, q, causal=True, window=1, backend="torch")
+    assert window.cost.cells == 2 * 1024
+    packed = Quantised.from_float(q, "int4", 32)
+    assert plan(q, packed, packed).cost.bytes_moved == 2 * q.numel() * 4 + 2 * (q.numel() // 2 + 4 * q.numel() // 32)
+
+
+def test_mask_bytes_are_those_of_mixed_tiles():
+    q = torch.randn(1, 2, 8, 16)
+    plain = plan(q, q, q).cost.bytes_moved
+    mixed = torch.ones(8, 8, dtype=torch.bool)
+    assert plan(q, q, q, mask=mixed).cost.bytes_moved == plain
+    mixed[0, 0] = False
+    assert plan(q, q, q, mask=mixed).cost.bytes_moved == plain + 64
+    assert plan(q, q, q, mask=mixed.expand(2, 8, 8)).cost.bytes_moved == plain + 2 * 64
+
+
+def test_decode_reads_only_the_window():
+    q, k = torch.randn(1, 1, 1, 64), torch.randn(1, 1, 10_000, 64)
+    whole, window = plan(q, k, k).cost, plan(q, k, k, window=100).cost
+    assert whole.bytes_moved == (2 * 10_000 + 2) * 64 * 4
+    assert window.bytes_moved == (2 * 100 + 2) * 64 * 4
+
+
+def test_words():
+    q, k = torch.randn(1, 8, 5, 64).bfloat16(), torch.randn(1, 2, 70, 64).bfloat16()
+    text = str(plan(q[..., ::2], k[..., ::2], k, causal=True, window=9, sinks=torch.zeros(8), backend="torch"))
+    for words in ("heads 8/2", "gqa 4", "causal", "window (8, None)", "sinks", "backend    torch", "D 32/64"):
+        assert words in text, words
+    for words in ("bfloat16", "q: its last dim has stride 2", "k: its last dim", "GFLOP", "tiles", "workspace"):
+        assert words in text, words
+    assert "\n" not in plan(q, k, k).summary()
+
+
+@pytest.mark.parametrize("form", ["varlen", "paged", "packed pages"])
+def test_other_forms(form):
+    cu, lengths = torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor([3, 9], dtype=torch.int32)
+    table = torch.tensor([[0, 1, 2], [1, 2, 0]], dtype=torch.int32)
+    pages = torch.randn(3, 4, 2, 8)
+    if form == "varlen":
+        p = plan(*(torch.randn(5, 2, 8) for _ in range(3)), cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+        assert p.cost.cells == 2 * (6 + 3)
+        assert "5 packed rows" in str(p)
+    elif form == "paged":
+        p = plan(torch.randn(2, 2, 1, 8), pages, pages, block_table=table, context_lens=lengths)
+        assert p.cost.cells == 2 * 12
+        assert "pages of 4" in str(p)
+    else:
+        q = torch.randn(5, 2, 8)
+        p = plan(q, pages, pages, block_table=table, context_lens=lengths, cu_seqlens_q=cu, causal=True)
+        assert p.cost.cells == 2 * (6 + 8 + 9)
+
+
+def test_plans_are_kept_by_problem():
+    planner.choose.cache_clear()
+    q = torch.randn(1, 2, 8, 16)
+    for _ in range(3):
+        attention(q, q, q, causal=True)
+        attention(q.clone(), q, q, causal=True)
+    assert planner.choose.cache_info().misses == 1
+    attention(q, q, q)
+    assert planner.choose.cache_info().misses == 2
+
+
+def test_a_plan_does_not_run(monkeypatch):
+    monkeypatch.setattr(planner.load("torch"), "run", None)
+    q = torch.randn(1, 2, 8, 16)
+    assert plan(q, q, q).backend == "torch"
+    assert plan(q, q, q, backend="reference").workspace_bytes == 3 * 8 * 2 * 8 * 8

@@ -1,0 +1,96 @@
+"""Merging partial results."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from tilewise import AttentionState, InvalidArgument, attention, merge
+
+
+def parts(q, k, v, edges, **options):
+    return [attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True, **options) for a, b in pairwise(edges)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_any_number_of_parts(count):
+    q, k, v = (torch.randn(2, 3, n, 16) * 2 for n in (5, 200, 200))
+    edges = [round(i * 200 / count) for i in range(count + 1)]
+    whole = attention(q, k, v, return_lse=True)
+    merged = merge(parts(q, k, v, edges))
+    torch.testing.assert_close(merged.out, whole.out, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(merged.lse, whole.lse, rtol=1e-6, atol=2e-6)
+
+
+def test_empty_states_drop_out_to_the_bit():
+    state = AttentionState(torch.randn(4, 8), torch.randn(4) * 50)
+    empty = AttentionState(torch.full((4, 8), math.nan), torch.full((4,), -math.inf))
+    for states in ([state], [state, empty], [empty, state], [empty, empty, state, empty]):
+        merged = merge(states)
+        assert merged.out.equal(state.out)
+        assert merged.lse.equal(state.lse)
+    nothing = merge([empty, empty])
+    assert nothing.out.equal(torch.zeros(4, 8))
+    assert nothing.lse.equal(empty.lse)
+
+
+def test_far_apart_and_huge():
+    """Weights of e^-200 vanish, and lse of 1e4 neither overflows nor loses its parts."""
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    lse = torch.tensor([0.0, 1e4, -1e4])
+    far = merge([AttentionState(a, lse), AttentionState(b, lse - 200)])
+    assert far.out.equal(a)
+    even = merge([AttentionState(a, lse), AttentionState(b, lse)])
+    torch.testing.assert_close(even.out, (a + b) / 2)
+    torch.testing.assert_close(even.lse, lse + math.log(2))
+
+
+def test_order_does_not_matter_beyond_rounding():
+    states = [AttentionState(torch.randn(6, 8), torch.randn(6) * 5) for _ in range(5)]
+    torch.testing.assert_close(merge(states).out, merge(states[::-1]).out, rtol=1e-6, atol=1e-6)
+
+
+def test_result_has_the_first_dtype_and_half_states_merge_in_float32():
+    a = AttentionState(torch.randn(2, 4).half(), torch.zeros(2))
+    b = AttentionState(torch.randn(2, 4).half(), torch.zeros(2))
+    merged = merge([a, b])
+    assert merged.out.dtype == torch.float16
+    assert merged.lse.dtype == torch.float32
+    assert merged.out.equal(((a.out.float() + b.out.float()) / 2).half())
+
+
+def test_layouts_merge_as_they_come():
+    q, k, v = (torch.randn(2, n, 2, 8) for n in (5, 30, 30))
+    whole = attention(q, k, v, layout="blhd")
+    halves = [attention(q, k[:, s], v[:, s], layout="blhd", return_lse=True) for s in (slice(0, 9), slice(9, 30))]
+    torch.testing.assert_close(merge(halves).out, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_numpy():
+    rng = np.random.default_rng(0)
+    state = AttentionState(rng.standard_normal((3, 4)).astype(np.float32), rng.standard_normal(3).astype(np.float32))
+    merged = merge([state, AttentionState(state.out, np.full(3, -np.inf, dtype=np.float32))])
+    assert type(merged.out) is type(merged.lse) is np.ndarray
+    np.testing.assert_array_equal(merged.out, state.out)
+
+
+def test_a_state_is_a_pair():
+    out, lse = attention(*(torch.randn(1, 1, 3, 4) for _ in range(3)), return_lse=True)
+    assert out.shape == (1, 1, 3, 4)
+    assert lse.shape == (1, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        AttentionState(torch.zeros(2, 5), torch.zeros(2)),
+        AttentionState(torch.zeros(2, 4), torch.zeros(2, 1)),
+        AttentionState(torch.zeros(2, 4).int(), torch.zeros(2)),
+        AttentionState(torch.zeros(2, 4, device="meta"), torch.zeros(2, device="meta")),
+    ],
+)
+def test_states_that_do_not_fit(second):
+    with pytest.raises(InvalidArgument, match=r"states\[1\]: got"):
+        merge([AttentionState(torch.zeros(2, 4), torch.zeros(2)), second])
