@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .problem import Problem
 from .tiles import TileCounts
@@ -33,7 +34,8 @@ class Plan:
     workspace_bytes: int = 0
     notes: tuple[str, ...] = ()
     passed_over: tuple[tuple[str, str], ...] = ()  # (backend, reason), best first
-    cost: Cost | None = field(default=None)
+    cost: Cost | None = None
+    detail: Any = field(default=None, compare=False, repr=False)  # what the backend keeps for its launches
 
     def summary(self) -> str:
         """The plan in a line."""

@@ -1,0 +1,29 @@
+"""The CPU backend: Numba kernels with explicit vector code. Any call whose tensors are on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from ...plan import Plan
+from ...problem import Problem
+from ...tensors import Tensors
+
+
+def supports(problem: Problem) -> str | None:
+    if problem.device.type != "cpu":
+        return f"the tensors are on {problem.device.type}"
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed (pip install numba)"
+    return None
+
+
+def plan(problem: Problem) -> Plan:
+    from . import launch  # Numba is imported by the first call, not by the package
+
+    return launch.prepare(problem)
+
+
+def run(plan: Plan, tensors: Tensors) -> None:
+    from . import launch
+
+    launch.run(plan, tensors)

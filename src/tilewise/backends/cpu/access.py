@@ -1,0 +1,330 @@
+"""Where things are: a sequence's place, a key's row, a mask's cells. Numba code, called by the kernels."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from .micro import (
+    get_f32,
+    get_fp8,
+    get_i32,
+    get_i64,
+    get_one,
+    get_u8,
+    put_f32,
+    put_i64,
+    put_one,
+    row_scale,
+    store_bf16,
+    store_f16,
+    store_f32,
+    widen_bf16,
+    widen_f16,
+    widen_f32,
+    widen_fp8,
+    widen_int4,
+    widen_int4_high,
+    widen_int8,
+)  # fmt: skip
+from .params import END, MASK_BOOL, NO_LIMIT
+from .simd import W
+
+F = np.float32
+INF = np.float32(np.inf)
+SKIP, MIXED, FULL = 0, 1, 2
+ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba compiles a function anew for every literal it is called with
+jit = njit(nogil=True, error_model="numpy")
+
+# K or V: base, strides over the batch (or pages), heads and rows, storage code, width; its scales likewise, their group
+Source = namedtuple("Source", "base b h l code width scales scales_b scales_h scales_l scales_code group")
+# The sequence and KV head that rows come from
+Place = namedtuple("Place", "b head kv_start")
+
+
+@intrinsic
+def pointer(typingctx, address):
+    def codegen(context, builder, sig, args):
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def call(typingctx, fn, a, b, c, d, e, f, g, h, i, j):
+    """Calls a compiled function of ten int64 by its address."""
+
+    def codegen(context, builder, sig, values):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 10)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), codegen
+
+
+@njit(nogil=True, error_model="numpy", inline="always")
+def up(n, to):
+    return (n + to - 1) // to * to
+
+
+@jit
+def fill(address, start, end, value):
+    for j in range(start, end):
+        put_f32(address + 4 * j, value)
+
+
+@jit
+def sequence(p, b):
+    """Batch row b: its first query row, its queries, its first key row, its keys, the position of its first query."""
+    q_start, q_len, kv_start, kv_len = 0, p.q_len, 0, p.kv_len
+    if p.cu_q:
+        q_start = types.int64(get_i32(p.cu_q + 4 * b))
+        q_len = types.int64(get_i32(p.cu_q + 4 * b + 4)) - q_start
+    if p.cu_k:
+        kv_start = types.int64(get_i32(p.cu_k + 4 * b))
+        kv_len = types.int64(get_i32(p.cu_k + 4 * b + 4)) - kv_start
+    if p.kv_lengths:
+        kv_len = types.int64(get_i32(p.kv_lengths + 4 * b))
+    offset = p.offset
+    if p.q_offsets:
+        offset = types.int64(get_i32(p.q_offsets + 4 * b))
+    elif offset == END:
+        offset = kv_len - q_len
+    return q_start, q_len, kv_start, kv_len, offset
+
+
+@jit
+def key_span(p, position, kv_len):
+    """Keys [lo, hi) that position and length rules leave to a query; hi <= lo if none."""
+    lo, hi = 0, kv_len
+    if p.causal:
+        hi = min(hi, position + 1)
+    if p.left != NO_LIMIT:
+        lo = max(lo, position - p.left)
+    if p.right != NO_LIMIT:
+        hi = min(hi, position + p.right + 1)
+    if p.chunk:
+        start = position // p.chunk * p.chunk
+        lo, hi = max(lo, start), min(hi, start + p.chunk)
+    return lo, hi
+
+
+@jit
+def query_row(p, item, q_start, r):
+    """Where row r of an item's rows is in q: head r // rows of the group, query r % rows."""
+    head = item.head * (p.heads // p.kv_heads) + r // item.rows
+    b = types.int64(0) if p.cu_q else item.b
+    return p.q + b * p.q_b + head * p.q_h + (q_start + item.row + r % item.rows) * p.q_l
+
+
+@jit
+def key_source(p):
+    return Source(p.k, p.k_b, p.k_h, p.k_l, p.k_code, p.head_dim,
+                  p.k_scales, p.k_scales_b, p.k_scales_h, p.k_scales_l, p.k_scales_code, p.k_group)  # fmt: skip
+
+
+@jit
+def value_source(p):
+    return Source(p.v, p.v_b, p.v_h, p.v_l, p.v_code, p.value_dim,
+                  p.v_scales, p.v_scales_b, p.v_scales_h, p.v_scales_l, p.v_scales_code, p.v_group)  # fmt: skip
+
+
+@jit
+def place(p, item, kv_start):
+    return Place(types.int64(0) if p.cu_k else item.b, item.head, kv_start)
+
+
+@jit
+def row_address(p, base, stride_b, stride_h, stride_l, at, j):
+    """Where key j's row is in k, v or their scales."""
+    if p.table:
+        page = types.int64(get_i32(p.table + at.b * p.table_b + j // p.page * 4))
+        return base + page * stride_b + at.head * stride_h + j % p.page * stride_l
+    return base + at.b * stride_b + at.head * stride_h + (at.kv_start + j) * stride_l
+
+
+@jit
+def list_rows(p, x, at, table, first, count, pad):
+    """Addresses of `count` rows, the last one repeated up to a multiple of `pad`: it may be read, it does not count."""
+    for j in range(up(count, pad)):
+        put_i64(table + 8 * j, row_address(p, x.base, x.b, x.h, x.l, at, first + min(j, count - 1)))
+
+
+@jit
+def list_scales(p, x, at, table, first, count, pad):
+    """The scales of `count` rows as float32, `groups` a row; zeros up to a multiple of `pad`."""
+    groups = (x.width + x.group - 1) // x.group
+    for j in range(count):
+        scales = row_address(p, x.scales, x.scales_b, x.scales_h, x.scales_l, at, first + j)
+        for g in range(groups):
+            put_f32(table + 4 * (j * groups + g), get_one(scales, x.scales_code, g))
+    fill(table, count * groups, up(count, pad) * groups, F(0))
+
+
+@jit
+def widen_rows(p, x, at, table, to, first, count, pad):
+    """Rows that `table` lists, to float32 in `to`, which the table lists then. Returns NaN if one is not finite."""
+    padded = up(x.width, W)
+    bad = F(0)
+    for j in range(count):
+        scales = types.int64(0)
+        if x.code >= 3:
+            scales = row_address(p, x.scales, x.scales_b, x.scales_h, x.scales_l, at, first + j)
+        row = to + 4 * j * padded
+        bad += widen_row(row, get_i64(table + 8 * j), x.code, x.width, padded, scales, x.scales_code, x.group)
+    for j in range(up(count, pad)):
+        put_i64(table + 8 * j, to + 4 * min(j, count - 1) * padded)
+    return bad
+
+
+@jit
+def widen_row(to, source, code, width, padded, scales, scales_code, group):
+    """A row of `width` elements to float32, with zeros up to `padded`; returns NaN if an element is not finite."""
+    bad = F(0)
+    if code == 4:
+        half = width // 2
+        whole = half // W * W
+        bad += widen_int4(to, source, whole) + widen_int4_high(to + 4 * half, source, whole)
+        for i in range(whole, half):
+            byte = types.int64(get_u8(source + i))
+            low, high = byte & 15, byte >> 4
+            put_f32(to + 4 * i, F(low - 16 if low > 7 else low))
+            put_f32(to + 4 * (half + i), F(high - 16 if high > 7 else high))
+    else:
+        whole = width // W * W
+        if code == 0:
+            bad += widen_f32(to, source, whole)
+        elif code == 1:
+            bad += widen_f16(to, source, whole)
+        elif code == 2:
+            bad += widen_bf16(to, source, whole)
+        elif code == 3:
+            bad += widen_int8(to, source, whole)
+        else:
+            bad += widen_fp8(to, source, whole)
+        for i in range(whole, width):
+            if code <= 2:
+                x = get_one(source, code, i)
+            elif code == 3:
+                byte = types.int64(get_u8(source + i))
+                x = F(byte - 256 if byte > 127 else byte)
+            else:
+                x = get_fp8(source, i)
+            put_f32(to + 4 * i, x)
+            bad += x * F(0)
+    fill(to, width, padded, F(0))
+    if code >= 3:
+        for g in range((width + group - 1) // group):
+            scale = get_one(scales, scales_code, g)
+            bad += scale * F(0)
+            row_scale(to + 4 * g * group, up(min(group, padded - g * group), W), scale)
+    return bad
+
+
+@jit
+def store_row(to, code, source, width, factor):
+    """out = source * factor in the output's dtype."""
+    whole = width // W * W
+    if code == 0:
+        store_f32(to, source, whole, factor)
+    elif code == 1:
+        store_f16(to, source, whole, factor)
+    else:
+        store_bf16(to, source, whole, factor)
+    for d in range(whole, width):
+        put_one(to, code, d, get_f32(source + 4 * d) * factor)
+
+
+# Masks
+
+
+@jit
+def mask_row(p, b, head, i):
+    return p.mask + b * p.mask_b + head * p.mask_h + i * p.mask_q
+
+
+@jit
+def mask_cell(p, row, j):
+    """What a mask's cell adds to a score: 0 or -inf, or the cell."""
+    at = row + j * p.mask_k
+    if p.mask_code == MASK_BOOL:
+        return F(0) if get_u8(at) != 0 else -INF
+    return get_one(at, p.mask_code, 0)
+
+
+@jit
+def list_mask(p, row, to, first, count, padded):
+    """Cells first..first + count of a mask's row as numbers to add, zeros up to `padded`."""
+    whole = count // W * W
+    if p.mask_k == 0:
+        fill(to, ZERO, count, mask_cell(p, row, 0))
+    elif p.mask_code == MASK_BOOL:
+        for j in range(count):
+            put_f32(to + 4 * j, F(0) if get_u8(row + first + j) != 0 else -INF)
+    else:
+        at = row + first * p.mask_k
+        if p.mask_code == 0:
+            widen_f32(to, at, whole)
+        elif p.mask_code == 1:
+            widen_f16(to, at, whole)
+        else:
+            widen_bf16(to, at, whole)
+        for j in range(whole, count):
+            put_f32(to + 4 * j, mask_cell(p, row, first + j))
+    fill(to, count, padded, F(0))
+
+
+@jit
+def classify(p, b, head, row, rows, start, end):
+    """Skip, mixed or full: what the mask does to `rows` rows from `row` on and keys `start` to `end` of one head."""
+    if p.mask_q == 0:
+        rows = 1
+    if p.mask_k == 0:
+        end = start + 1
+    some, all_plain = False, True
+    for i in range(row, row + rows):
+        line = mask_row(p, b, head, i)
+        if p.mask_code == MASK_BOOL:
+            for j in range(start, end):
+                seen = get_u8(line + j * p.mask_k) != 0
+                some |= seen
+                all_plain &= seen
+        else:
+            for j in range(start, end):
+                x = get_one(line + j * p.mask_k, p.mask_code, 0)
+                some |= x != -INF
+                all_plain &= x == F(0)
+        if some and not all_plain:
+            return MIXED
+    return FULL if all_plain else (MIXED if some else SKIP)
+
+
+@jit
+def tile_state(p, b, head, row, rows, start, end):
+    """The mask's state of a tile: read from the map if there is one, else found in the mask."""
+    if p.states:
+        line = p.states + b * p.states_b + head * p.states_h + row // p.tile_rows * p.states_q
+        first = types.int64(get_u8(line + start // p.tile_keys * p.states_k))
+        last = types.int64(get_u8(line + (end - 1) // p.tile_keys * p.states_k))  # a split may start inside a tile
+        return first if first == last else MIXED
+    return classify(p, b, head, row, rows, start, end)
+
+
+@jit
+def read_states(p, item, states, start, end):
+    """The mask's states of a tile, for each head of the group. Are all full? Are all to be skipped?"""
+    group = p.heads // p.kv_heads
+    whole, nothing = True, True
+    for g in range(group):
+        state = types.int64(FULL)
+        if p.mask:
+            state = tile_state(p, item.b, item.head * group + g, item.row, item.rows, start, end)
+        put_i64(states + 8 * g, state)
+        whole &= state == FULL
+        nothing &= state == SKIP
+    return whole, nothing

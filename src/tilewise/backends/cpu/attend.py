@@ -1,0 +1,125 @@
+"""The kernels that are called from Python: the list of items, the work on them, the merging of split ones."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import carray
+
+from .access import INF, ZERO, F, fill, jit, key_span, pointer, sequence, up
+from .direct import walk_direct
+from .micro import get_f32, get_i64, next_item, put_f32, put_i64, widen_f32
+from .packed import walk_packed
+from .params import ITEM, PARAMS
+from .rows import finish
+from .scratch import DIRECT_ROWS, cut
+from .simd import W
+
+
+def work(params, scratch):
+    """What a thread runs: items until there are none."""
+    p = carray(pointer(params), 1, dtype=PARAMS)[0]
+    count = get_i64(p.counter + 8)
+    items = carray(pointer(p.items), count, dtype=ITEM)
+    t = cut(p, scratch)
+    Dv = up(p.value_dim, W)
+    index = next_item(p.counter)
+    while index < count:
+        item = items[index]
+        R = p.heads // p.kv_heads * item.rows
+        q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
+        if R <= DIRECT_ROWS:
+            walk_direct(p, t, item, q_start, kv_start, kv_len)
+        else:
+            walk_packed(p, t, item, q_start, kv_start, kv_len)
+        slot = p.partials + index * p.partial_bytes
+        if item.splits > 1:
+            widen_f32(slot, t.acc, R * Dv)
+        for r in range(R):
+            m, l = get_f32(t.m + 4 * r), get_f32(t.l + 4 * r)
+            if item.splits > 1:
+                put_f32(slot + 4 * (R * Dv + 2 * r), m)
+                put_f32(slot + 4 * (R * Dv + 2 * r + 1), l)
+            else:
+                finish(p, item, r, q_start, t.acc + 4 * r * Dv, m, l)
+        index = next_item(p.counter)
+
+
+def merge(params, scratch):
+    """Combines the parts of split items; run by one thread when all are there."""
+    p = carray(pointer(params), 1, dtype=PARAMS)[0]
+    count = get_i64(p.counter + 8)
+    items = carray(pointer(p.items), count, dtype=ITEM)
+    Dv = up(p.value_dim, W)
+    for index in range(count):
+        item = items[index]
+        if item.splits < 2 or item.split:
+            continue
+        R = p.heads // p.kv_heads * item.rows
+        q_start = sequence(p, item.b)[0]
+        for r in range(R):
+            m, l = -INF, F(0)
+            for part in range(item.splits):
+                m = max(m, get_f32(p.partials + (index + part) * p.partial_bytes + 4 * (R * Dv + 2 * r)))
+            fill(scratch, ZERO, Dv, F(0))
+            for part in range(item.splits):
+                slot = p.partials + (index + part) * p.partial_bytes
+                top = get_f32(slot + 4 * (R * Dv + 2 * r))
+                if top == -INF:
+                    continue
+                weight = F(math.exp(top - m))
+                l += weight * get_f32(slot + 4 * (R * Dv + 2 * r + 1))
+                for d in range(Dv):
+                    x = get_f32(slot + 4 * (r * Dv + d))
+                    put_f32(scratch + 4 * d, get_f32(scratch + 4 * d) + weight * x)
+            finish(p, item, r, q_start, scratch, m, l)
+
+
+def list_items(params, order):
+    """Writes the items, the most work first, and their number. `order` has room for an int64 for each batch row."""
+    p = carray(pointer(params), 1, dtype=PARAMS)[0]
+    items = carray(pointer(p.items), 1 << 40, dtype=ITEM)
+    rows = carray(pointer(order), p.batch, dtype=np.int64)
+    for b in range(p.batch):
+        rows[b] = b
+    gap = p.batch // 2 if p.cu_q or p.cu_k or p.kv_lengths else 0  # Shell's sort: longest sequences first
+    while gap:
+        for i in range(gap, p.batch):
+            b, j = rows[i], i
+            size = weigh(p, b)
+            while j >= gap and weigh(p, rows[j - gap]) < size:
+                rows[j] = rows[j - gap]
+                j -= gap
+            rows[j] = b
+        gap //= 2
+    count = 0
+    for at in range(p.batch):
+        b = rows[at]
+        _, q_len, _, kv_len, offset = sequence(p, b)
+        tiles = (q_len + p.tile_rows - 1) // p.tile_rows
+        for tile in range(tiles - 1, -1, -1):  # under a causal rule the last rows see the most
+            row = tile * p.tile_rows
+            n = min(p.tile_rows, q_len - row)
+            lo, hi = key_span(p, offset + row, kv_len)[0], key_span(p, offset + row + n - 1, kv_len)[1]
+            start, parts = 0, 1
+            if p.split_size and lo < hi:
+                start = lo // p.split_size
+                parts = (hi + p.split_size - 1) // p.split_size - start
+            for head in range(p.kv_heads):
+                for part in range(parts):
+                    item = items[count]
+                    item.b, item.head, item.row, item.rows = b, head, row, n
+                    item.start = (start + part) * p.split_size
+                    item.end = min(kv_len, item.start + p.split_size) if p.split_size else kv_len
+                    item.split, item.splits = part, parts
+                    count += 1
+    put_i64(p.counter, 0)
+    put_i64(p.counter + 8, count)
+
+
+@jit
+def weigh(p, b):
+    _, q_len, _, kv_len, _ = sequence(p, b)
+    return q_len * kv_len

@@ -1,0 +1,121 @@
+"""Compiles the kernels on first use and keeps them on disk; what comes out are addresses of C functions.
+
+The kept code is found by a fingerprint of these sources and of the versions of Numba and LLVM, so it is never stale;
+Numba adds the host's CPU to it. Several processes may compile at once: files are put in place whole.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+
+import llvmlite
+import numba
+from numba import types
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.ccallback import CFunc
+
+_lock = threading.RLock()
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: under TILEWISE_CACHE_DIR, else the user's cache directory."""
+    base = os.environ.get("TILEWISE_CACHE_DIR")
+    if not base:
+        if sys.platform == "darwin":
+            home = Path.home() / "Library" / "Caches"
+        elif sys.platform == "win32":
+            home = Path(os.environ.get("LOCALAPPDATA") or Path.home())
+        else:
+            home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = home / "tilewise"
+    return Path(base) / f"cpu-{fingerprint()}"
+
+
+@cache
+def fingerprint() -> str:
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class _Locator(_CacheLocator):
+    """Tells Numba to keep our code where we say, valid for as long as it is there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_cache_path(self) -> str:
+        return str(cache_directory())
+
+    def get_source_stamp(self) -> str:
+        return fingerprint()
+
+    def get_disambiguator(self) -> str:
+        return self.name
+
+    def ensure_cache_path(self) -> None:
+        cache_directory().mkdir(parents=True, exist_ok=True)
+
+
+def _cache_of(fn, name: str):
+    class Impl(CompileResultCacheImpl):
+        def __init__(self, py_func) -> None:
+            self._locator = _Locator(name)
+            self._lineno = 0
+            self._filename_base = name
+
+    class Cache(FunctionCache):
+        _impl_class = Impl
+
+        def _index_key(self, sig, codegen):
+            return sig, codegen.magic_tuple()  # a closure's contents are in the name and the fingerprint
+
+    return Cache(fn)
+
+
+def compile_function(fn, name: str, arguments: int) -> int:
+    """The address of `void fn(int64, ...)`, compiled or taken from disk."""
+    signature = types.void(*[types.int64] * arguments)
+    compiled = CFunc(fn, (tuple(signature.args), signature.return_type), {}, {"error_model": "numpy"})
+    try:
+        kept = _cache_of(fn, name)
+        kept._impl.locator.ensure_cache_path()
+        compiled._cache = kept
+    except OSError:
+        pass  # no place to keep it: compile every time
+    compiled.compile()
+    _kept_alive.append(compiled)
+    return compiled.address
+
+
+_kept_alive: list = []  # the code is freed with the object
+
+
+@cache
+def function(name: str) -> int:
+    """The address of a kernel: `work`, `merge`, `list_items`, `dots f16`, `adds int8`, ..."""
+    with _lock:
+        from . import attend, direct
+
+        what, _, kind = name.partition(" ")
+        if not kind:
+            return compile_function(getattr(attend, what), what, 2)
+        make = direct.dots_function if what == "dots" else direct.adds_function
+        return compile_function(make(kind), f"{what}_{kind}", 10)
+
+
+KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+
+
+@cache
+def entry(name: str):
+    """A kernel of two addresses as something to call; the interpreter's lock is released meanwhile."""
+    return KERNEL(function(name))

@@ -1,0 +1,186 @@
+"""Decode: few query rows, products straight from K and V rows, so that memory is read once and at its own speed.
+
+All rows of a group go over a tile of keys while it is in the first-level cache. Tiles that some row sees only in part
+are widened into scratch first, where values that are not finite can be taken out.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import math
+
+from .access import (
+    FULL,
+    INF,
+    MASK_BOOL,
+    ONE,
+    SKIP,
+    ZERO,
+    F,
+    call,
+    fill,
+    jit,
+    key_source,
+    list_mask,
+    list_rows,
+    list_scales,
+    mask_row,
+    place,
+    query_row,
+    read_states,
+    up,
+    value_source,
+    widen_row,
+    widen_rows,
+)  # fmt: skip
+from .micro import get_f32, get_i32, get_i64, make_adds, make_dots, put_f32, row_scale
+from .rows import add_strays, set_up, take_out_strays
+from .scratch import KEY_PAD, PAD
+from .simd import W
+from .softmax import LOG2E, alibi_row, bias_cells, exp_row, exp_row_far, max_row, scale_cells, softcap_cells
+
+KEYS = {4: 4, 2: 8, 1: 8}  # keys in flight for 4, 2 or 1 rows: at most 16 accumulators
+
+
+def dots_function(kind):
+    """`fn(q, ldq, R, rows, count, width, s, lds, scales, group)`: s [R, count] = q k^T; count is a multiple of 8."""
+    dots_4, dots_2, dots_1 = (make_dots(kind, n, KEYS[n]) for n in (4, 2, 1))
+
+    def dots(q, ldq, R, rows, count, width, s, lds, scales, group):
+        i = 0
+        while i + 4 <= R:
+            dots_4(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, group)
+            i += 4
+        if i + 2 <= R:
+            dots_2(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, group)
+            i += 2
+        if i < R:
+            dots_1(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, group)
+
+    return dots
+
+
+def adds_function(kind):
+    """`fn(acc, lda, R, rows, count, width, p, ldp, scales, group)`: acc [R, width] += p v."""
+    parts = 2 if kind == "int4" else 1  # a step of int4 is a vector in each half of a row
+    wide = [make_adds(kind, n, 4) for n in (4, 2, 1)]
+    thin = [make_adds(kind, n, parts) for n in (4, 2, 1)]
+
+    def strip(fours, twos, ones):
+        @jit
+        def go(acc, lda, R, rows, count, width, p, ldp, scales, group, start):
+            i = 0
+            while i + 4 <= R:
+                fours(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, scales, group, start)
+                i += 4
+            if i + 2 <= R:
+                twos(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, scales, group, start)
+                i += 2
+            if i < R:
+                ones(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, scales, group, start)
+
+        return go
+
+    wide_strip, thin_strip = strip(*wide), strip(*thin)
+    step = 4 // parts * W
+
+    def adds(acc, lda, R, rows, count, width, p, ldp, scales, group):
+        span = width // parts
+        start = 0
+        while start + step <= span:
+            wide_strip(acc, lda, R, rows, count, width, p, ldp, scales, group, start)
+            start += step
+        while start < span:
+            thin_strip(acc, lda, R, rows, count, width, p, ldp, scales, group, start)
+            start += W
+
+    return adds
+
+
+@jit
+def soften(p, t, item, r, origin, count, BK, Dv):
+    """One row of scores over `count` keys from `origin` on becomes weights; older sums fade."""
+    row, m, l = t.s + 4 * r * BK, t.m + 4 * r, t.l + 4 * r
+    lo, hi = max(get_i32(t.lo + 4 * r) - origin, 0), min(get_i32(t.hi + 4 * r) - origin, count)
+    g = r // item.rows
+    state = get_i64(t.states + 8 * g)
+    if lo >= hi or state == SKIP:
+        fill(row, ZERO, count, F(0))
+        return
+    vectors = up(count, W) // W
+    scale = F(p.scale)
+    biased = p.mask != 0 and p.mask_code != MASK_BOOL
+    adjusted = p.softcap > 0 or p.slopes != 0 or scale <= F(0) or biased
+    if p.softcap > 0:
+        softcap_cells(row, W, vectors, scale / F(p.softcap), F(p.softcap))
+    elif adjusted:
+        scale_cells(row, W, vectors, scale)
+    if p.slopes:
+        alibi_row(row, vectors, get_f32(t.slopes + 4 * r), get_i32(t.positions + 4 * r) - origin)
+    if p.mask and state != FULL:
+        mask = mask_row(p, item.b, item.head * (p.heads // p.kv_heads) + g, item.row + r % item.rows)
+        list_mask(p, mask, t.mask_rows, origin, count, vectors * W)
+        bias_cells(row, W, vectors, t.mask_rows)
+    fill(row, ZERO, lo, -INF)
+    fill(row, hi, vectors * W, -INF)
+
+    old = get_f32(m)
+    new = max(old, max_row(row, vectors) * (F(1) if adjusted else scale))
+    if new == -INF:
+        fill(row, ZERO, count, F(0))
+        return
+    if biased:
+        total = exp_row_far(row, vectors, F(LOG2E), new)
+    else:
+        total = exp_row(row, vectors, F(LOG2E) if adjusted else scale * F(LOG2E), new)
+    shrink = F(math.exp(old - new))
+    put_f32(m, new)
+    put_f32(l, get_f32(l) * shrink + total)
+    if shrink != F(1) and old != -INF:
+        row_scale(t.acc + 4 * r * Dv, Dv, shrink)
+
+
+@jit
+def walk_direct(p, t, item, q_start, kv_start, kv_len):
+    """All keys of an item; m, l and acc hold the result."""
+    R = p.heads // p.kv_heads * item.rows
+    D, Dv, BK = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys
+    k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
+    for r in range(R):
+        widen_row(t.q + 4 * r * D, query_row(p, item, q_start, r), p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
+    first, last = set_up(p, t, item, R, Dv)
+    tile = item.start + max(0, first - item.start) // BK * BK
+    while tile < last:
+        origin, end = max(tile, first), min(tile + BK, last)
+        count = end - origin
+        whole, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
+        tile += BK
+        if nothing:
+            continue
+        for r in range(R):
+            whole &= get_i32(t.lo + 4 * r) <= origin and get_i32(t.hi + 4 * r) >= end
+
+        list_rows(p, k, at, t.k_table, origin, count, PAD)
+        dots, width = p.dots, p.head_dim
+        if not whole or p.dots == 0:
+            widen_rows(p, k, at, t.k_table, t.keys, origin, count, PAD)
+            dots, width = p.dots_f32, D
+        elif k.code >= 3:
+            list_scales(p, k, at, t.k_scales, origin, count, KEY_PAD)
+        call(dots, t.q, D, R, t.k_table, up(count, KEY_PAD), width, t.s, BK, t.k_scales, p.k_group)
+
+        for r in range(R):
+            soften(p, t, item, r, origin, count, BK, Dv)
+
+        list_rows(p, v, at, t.v_table, origin, count, ONE)
+        adds, width, strays = p.adds, p.value_dim, False
+        if not whole or p.adds == 0:
+            bad = widen_rows(p, v, at, t.v_table, t.values, origin, count, ONE)
+            adds, width, strays = p.adds_f32, Dv, bad != F(0) and not whole
+            if strays:
+                take_out_strays(t, count, Dv)
+        elif v.code >= 3:
+            list_scales(p, v, at, t.v_scales, origin, count, ONE)
+        call(adds, t.acc, Dv, R, t.v_table, count, width, t.s, BK, t.v_scales, p.v_group)
+        if strays:
+            add_strays(p, t, item, ZERO, R, count, Dv, origin, ONE, BK)

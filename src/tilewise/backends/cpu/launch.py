@@ -1,0 +1,205 @@
+"""From a plan and its tensors to a block of numbers, and threads that work on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...plan import Plan
+from ...problem import Problem
+from ...tensors import Tensors
+from . import compiled, heuristics
+from .params import END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, PER_CALL
+from .scratch import DIRECT_ROWS, sizes
+from .simd import CODES, W
+from .threads import pool
+
+FLOATS = {torch.float32: CODES["f32"], torch.float16: CODES["f16"], torch.bfloat16: CODES["bf16"]}
+KINDS = {code: kind for kind, code in CODES.items()}
+COUNTER = len(INDEX)  # two more numbers behind the block: the next item, and how many there are
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What all calls of a problem share."""
+
+    block: Any  # int64, in the order of PARAMS; the tensors are each call's own
+    threads: int
+    scratch: int  # bytes for each thread
+    most_items: int
+    partial_bytes: int  # of an item's result, if items are split
+    items: Any = field(default=None)  # the list of items, if it is the same for every call
+
+
+def prepare(problem: Problem) -> Plan:
+    p = problem
+    launch = make_launch(p, torch.get_num_threads())
+    tile = (min(int(launch.block[INDEX["tile_rows"]]), max(1, p.q_len)), int(launch.block[INDEX["tile_keys"]]))
+    split = int(launch.block[INDEX["split_size"]])
+    words = ["straight from the cache" if p.group * tile[0] <= DIRECT_ROWS else "packed tiles", f"{W} lanes"]
+    words.append(f"{launch.threads} thread{'s' * (launch.threads > 1)}")
+    return Plan(
+        p,
+        "cpu",
+        ", ".join(words),
+        tile,
+        splits=-(-p.kv_len // split) if split else 1,
+        workspace_bytes=launch.scratch * launch.threads + launch.most_items * launch.partial_bytes,
+        detail=launch,
+    )
+
+
+def make_launch(p: Problem, threads: int) -> Launch:
+    rows, keys = heuristics.tile_rows(p.group, p.head_dim, p.value_dim), heuristics.tile_keys(p.head_dim, p.value_dim)
+    tiles = -(-p.q_len // rows) * p.batch
+    if p.packed_q:
+        tiles = min(tiles, -(-p.total_q // rows) + p.batch)
+    threads = heuristics.threads_for(p, threads)
+    direct = p.group * min(rows, p.q_len) <= DIRECT_ROWS
+    split = 0
+    if direct:  # parts of more rows would take more memory than they save time
+        split = p.split_size or heuristics.split_size(tiles * p.kv_heads, p.kv_len, threads)
+    if split >= p.kv_len:
+        split = 0
+    parts = -(-p.kv_len // split) + 1 if split else 1
+    Dv = -(-p.value_dim // W) * W
+    k_code, v_code = (CODES[quant.dtype] if quant else FLOATS[dtype] for dtype, quant in _stored(p))
+    left, right = p.window
+    numbers = {
+        "q_code": FLOATS[p.q_dtype],
+        "k_code": k_code,
+        "v_code": v_code,
+        "k_group": p.k_quant.group if p.k_quant else 1,
+        "v_group": p.v_quant.group if p.v_quant else 1,
+        "mask_code": 0 if p.mask is None else MASK_BOOL if p.mask.is_bool else FLOATS[p.mask.dtype],
+        "page": p.page_size,
+        "batch": p.batch,
+        "heads": p.heads,
+        "kv_heads": p.kv_heads,
+        "q_len": p.q_len,
+        "kv_len": p.kv_len,
+        "head_dim": p.head_dim,
+        "value_dim": p.value_dim,
+        "causal": p.causal,
+        "left": NO_LIMIT if left is None else left,
+        "right": NO_LIMIT if right is None else right,
+        "chunk": p.chunk,
+        "offset": p.q_offset if isinstance(p.q_offset, int) else END,
+        "tile_rows": rows,
+        "tile_keys": keys,
+        "split_size": split,
+        "partial_bytes": 4 * p.group * rows * (Dv + 2) if split else 0,
+    }
+    # Also a long prompt may end in a tile of few rows. Rows are read straight from the cache if they are whole vectors.
+    numbers |= {"dots_f32": compiled.function("dots f32"), "adds_f32": compiled.function("adds f32")}
+    if p.head_dim % (W * (2 if k_code == CODES["int4"] else 1)) == 0:
+        numbers["dots"] = compiled.function(f"dots {KINDS[k_code]}")
+    if p.value_dim % (W * (2 if v_code == CODES["int4"] else 1)) == 0:
+        numbers["adds"] = compiled.function(f"adds {KINDS[v_code]}")
+    block = np.zeros(COUNTER + 2, dtype=np.int64)
+    for name, value in numbers.items():
+        block[INDEX[name]] = value
+    block.view(np.float64)[[INDEX["scale"], INDEX["softcap"]]] = p.scale, p.softcap
+    scratch = sum(sizes(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys))
+    most = tiles * p.kv_heads * parts
+    launch = Launch(block, threads, scratch, most, numbers["partial_bytes"])
+    if p.form != "dense" or p.kv_lengths or p.q_offset == "rows":
+        return launch
+    own = block.copy()
+    items = _list_items(own, launch)
+    return Launch(own, threads, scratch, most, numbers["partial_bytes"], items)
+
+
+def _stored(p: Problem) -> tuple[Any, Any]:
+    return (p.k_dtype, p.k_quant), (p.v_dtype, p.v_quant)
+
+
+def _list_items(block: Any, launch: Launch) -> Any:
+    items = np.empty(max(1, launch.most_items), dtype=ITEM)
+    order = np.empty(max(1, int(block[INDEX["batch"]])), dtype=np.int64)
+    block[INDEX["items"]], block[INDEX["counter"]] = items.ctypes.data, block.ctypes.data + 8 * COUNTER
+    compiled.entry("list_items")(block.ctypes.data, order.ctypes.data)
+    return items
+
+
+def _tensor(x: torch.Tensor | None) -> tuple[int, int, int, int]:
+    """Address, and strides in bytes of the first three dims."""
+    if x is None:
+        return 0, 0, 0, 0
+    size = x.element_size()
+    b, h, l, *_ = x.stride()
+    return x.data_ptr(), b * size, h * size, l * size
+
+
+def _flat(x: torch.Tensor | None, kept: list[Any]) -> int:
+    """The address of a small contiguous tensor."""
+    if x is None:
+        return 0
+    x = x.contiguous()
+    kept.append(x)
+    return x.data_ptr()
+
+
+def run(plan: Plan, t: Tensors) -> None:
+    p, launch = plan.problem, plan.detail
+    block = launch.block.copy()
+    kept: list[Any] = [block]
+    states = None
+    if t.tile_map is not None and t.mask is not None:
+        tile = int(block[INDEX["tile_rows"]]), int(block[INDEX["tile_keys"]])
+        states = t.tile_map.retile(tile).states
+        sizes = (p.batch, p.heads, *(-(-n // s) for n, s in zip((p.q_len, p.kv_len), tile, strict=True)))
+        states = states.expand(sizes)
+        kept.append(states)
+    lse = (0, 0, 0, 0)
+    if t.lse is not None:
+        b, h, l = t.lse.stride()
+        lse = t.lse.data_ptr(), 4 * b, 4 * h, 4 * l
+    slopes, table = t.alibi_slopes, t.block_table
+    if table is not None:
+        table = table.contiguous()
+        kept.append(table)
+    block[: len(PER_CALL)] = (
+        *_tensor(t.q),
+        *_tensor(t.k),
+        *_tensor(t.v),
+        *_tensor(t.out),
+        *lse,
+        *_tensor(t.k_scales),
+        *_tensor(t.v_scales),
+        0 if t.k_scales is None else FLOATS[t.k_scales.dtype],
+        0 if t.v_scales is None else FLOATS[t.v_scales.dtype],
+        *_tensor(t.mask),
+        0 if t.mask is None else t.mask.stride(3) * t.mask.element_size(),
+        *_tensor(states),
+        0 if states is None else states.stride(3),
+        *((0, 0, 0) if slopes is None else (slopes.data_ptr(), 4 * slopes.stride(0), 4 * slopes.stride(1))),
+        _flat(t.sinks, kept),
+        _flat(t.kv_lengths, kept),
+        _flat(t.q_offset, kept),
+        _flat(t.cu_seqlens_q, kept),
+        _flat(t.cu_seqlens_k, kept),
+        *((0, 0) if table is None else (table.data_ptr(), 4 * table.stride(0))),
+    )
+    address = block.ctypes.data
+    block[INDEX["counter"]] = address + 8 * COUNTER
+    if launch.items is None:
+        kept.append(_list_items(block, launch))
+    count = int(block[COUNTER + 1])
+    if launch.partial_bytes:
+        partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8)
+        kept.append(partials)
+        block[INDEX["partials"]] = partials.data_ptr()
+
+    work = compiled.entry("work")
+    pool.run(lambda scratch: work(address, scratch), min(launch.threads, count), launch.scratch)
+    if launch.partial_bytes:
+        compiled.entry("merge")(address, pool.scratch(launch.scratch))
+    if t.cu_seqlens_q is not None:
+        spare = int(t.cu_seqlens_q[-1])
+        t.out[:, :, spare:] = 0
+        if t.lse is not None:
+            t.lse[:, :, spare:] = -torch.inf

@@ -1,0 +1,265 @@
+"""Prefill: many query rows over a tile of keys, by blocked products.
+
+Query rows stand in panels, transposed once: Q^T [D, PANEL]. For each tile of keys and each panel:
+
+    s [keys, PANEL] = K Q^T         K read row by row where it lies (narrow types are widened into scratch first)
+    s -> p                          PANEL / W columns of rows at once; maximum and sum run down the keys
+    acc [ROWS, Dv] += p^T V         V copied once for each tile into panels of columns
+
+A panel's scores stay in the first- or second-level cache between the three steps. Panels and row-blocks are left out
+where none of their rows sees a key.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from .access import (
+    FULL,
+    INF,
+    MASK_BOOL,
+    ONE,
+    SKIP,
+    ZERO,
+    F,
+    fill,
+    jit,
+    key_source,
+    list_mask,
+    list_rows,
+    mask_row,
+    place,
+    query_row,
+    read_states,
+    up,
+    value_source,
+    widen_row,
+    widen_rows,
+)  # fmt: skip
+from .micro import (
+    KEYS,
+    PANEL,
+    ROWS,
+    gemm_keys_1,
+    gemm_keys_2,
+    gemm_keys_all,
+    gemm_values_1,
+    gemm_values_2,
+    gemm_values_3,
+    get_f32,
+    get_i32,
+    get_i64,
+    pack_1,
+    pack_2,
+    pack_3,
+    row_scale,
+    transpose,
+)  # fmt: skip
+from .rows import add_strays, set_up, take_out_strays
+from .scratch import PAD, PANEL_
+from .simd import W
+from .softmax import (
+    LOG2E,
+    alibi_column,
+    bias_cells,
+    hide_column,
+    scale_cells,
+    softcap_cells,
+    soften_column,
+    soften_column_far,
+)
+
+DOT = 128  # elements of a dot product that are summed in one go: longer sums round more
+
+
+@jit
+def load_queries(p, t, item, q_start, R, D):
+    """Q^T in panels: rows are widened W at a time into `acc`, which is not in use yet, and transposed."""
+    for first in range(0, up(R, W), W):
+        for r in range(first, first + W):
+            row = t.acc + 4 * (r - first) * D
+            if r < R:
+                widen_row(row, query_row(p, item, q_start, r), p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
+            else:
+                fill(row, ZERO, D, F(0))
+        panel = t.q + 4 * (first // PANEL * PANEL * D + first % PANEL)
+        for d in range(0, D, W):
+            transpose(panel + 4 * d * PANEL, PANEL, t.acc + 4 * d, D)
+
+
+@jit
+def scores(t, panel, vectors, D, head_dim, k0, k1):
+    """s[k0..k1] of one panel."""
+    q = t.q + 4 * panel * PANEL * D
+    for key in range(k0, k1, KEYS):
+        rows, s = t.k_table + 8 * key, t.s + 4 * key * PANEL
+        for d in range(0, head_dim, DOT):
+            depth, a = min(DOT, head_dim - d), q + 4 * d * PANEL
+            if vectors == 1:
+                gemm_keys_1(rows, 4 * d, a, s, depth)
+            elif vectors == 2:
+                gemm_keys_2(rows, 4 * d, a, s, depth)
+            else:
+                gemm_keys_all(rows, 4 * d, a, s, depth)
+
+
+@jit
+def mask_columns(p, t, item, first, R, key, count):
+    """The mask of W query rows from `first` on and `count` keys from `key` on, by columns. False if it adds nothing."""
+    n = item.rows
+    needed = False
+    for r in range(first, min(first + W, R)):
+        needed |= get_i64(t.states + 8 * (r // n)) != FULL
+    if not needed:
+        return False
+    width = up(count, W)
+    for r in range(first, first + W):
+        row = t.mask_rows + 4 * (r - first) * width
+        state = get_i64(t.states + 8 * (r // n)) if r < R else FULL
+        if state == FULL:
+            fill(row, ZERO, width, F(0))
+        elif state == SKIP:
+            fill(row, ZERO, width, -INF)
+        else:
+            head = item.head * (p.heads // p.kv_heads) + r // n
+            list_mask(p, mask_row(p, item.b, head, item.row + r % n), row, key, count, width)
+    for j in range(0, width, W):
+        transpose(t.mask_columns + 4 * j * W, W, t.mask_rows + 4 * j, width)
+    return True
+
+
+@jit
+def soften(p, t, item, s, first, R, key, count, Dv):
+    """Scores of W query rows from `first` on over `count` keys from `key` on become weights; older sums fade."""
+    scale = F(p.scale)
+    biased = p.mask != 0 and p.mask_code != MASK_BOOL
+    adjusted = p.softcap > 0 or p.slopes != 0 or scale <= F(0) or biased
+    if p.softcap > 0:
+        softcap_cells(s, PANEL, count, scale / F(p.softcap), F(p.softcap))
+    elif adjusted:
+        scale_cells(s, PANEL, count, scale)
+    if p.slopes:
+        alibi_column(s, PANEL, count, t.slopes + 4 * first, t.positions + 4 * first, key)
+    if p.mask and mask_columns(p, t, item, first, R, key, count):
+        bias_cells(s, PANEL, count, t.mask_columns)
+    edge = False
+    for r in range(first, first + W):
+        edge |= get_i32(t.lo + 4 * r) > key or get_i32(t.hi + 4 * r) < key + count
+    if edge:
+        hide_column(s, PANEL, count, t.lo + 4 * first, t.hi + 4 * first, key)
+    m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
+    if biased:
+        soften_column_far(s, PANEL, count, m, l, shrink, F(LOG2E), F(1))
+    elif adjusted:
+        soften_column(s, PANEL, count, m, l, shrink, F(LOG2E), F(1))
+    else:
+        soften_column(s, PANEL, count, m, l, shrink, scale * F(LOG2E), scale)
+    for r in range(first, first + W):
+        fade = get_f32(t.shrink + 4 * r)
+        if fade != F(1):
+            row_scale(t.acc + 4 * r * Dv, Dv, fade)
+
+
+@jit
+def piece(vectors):
+    """How many of the vectors that are left go into one product: as many as keep the rest from being one alone."""
+    return 3 if vectors == 3 or vectors > 4 else min(2, vectors)
+
+
+@jit
+def pack_columns(t, count, Dv, BK):
+    """Listed float32 rows of V into panels of columns, [count, columns] each. Returns NaN if a value is not finite."""
+    bad = F(0)
+    c = 0
+    while c < Dv:
+        n = piece((Dv - c) // W)
+        to = t.packed + 4 * c * BK
+        if n == 1:
+            bad += pack_1(to, t.v_table, c, count)
+        elif n == 2:
+            bad += pack_2(to, t.v_table, c, count)
+        else:
+            bad += pack_3(to, t.v_table, c, count)
+        c += n * W
+    return bad
+
+
+@jit
+def pack_values(p, t, x, at, first, count, Dv, BK, whole):
+    """A tile of V into panels. Values that are not finite are taken out if a row may not see them; were there any?"""
+    list_rows(p, x, at, t.v_table, first, count, ONE)
+    if x.code or x.width % W:
+        widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
+    bad = pack_columns(t, count, Dv, BK)
+    if bad == F(0) or whole:
+        return False
+    list_rows(p, x, at, t.v_table, first, count, ONE)  # once more, from a copy without them
+    widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
+    take_out_strays(t, count, Dv)
+    pack_columns(t, count, Dv, BK)
+    return True
+
+
+@jit
+def add_values(t, first_row, tile, k0, k1, Dv, BK):
+    """acc of one panel += p v, by blocks of ROWS rows, over the keys that one of them sees."""
+    for i in range(0, PANEL, ROWS):
+        lo, hi = tile + k1, tile + k0
+        for r in range(first_row + i, first_row + i + ROWS):
+            if get_i32(t.lo + 4 * r) < get_i32(t.hi + 4 * r):
+                lo, hi = min(lo, get_i32(t.lo + 4 * r)), max(hi, get_i32(t.hi + 4 * r))
+        start, depth = max(lo - tile, k0), min(hi - tile, k1) - max(lo - tile, k0)
+        if depth <= 0:
+            continue
+        weights, acc = t.s + 4 * (start * PANEL + i), t.acc + 4 * (first_row + i) * Dv
+        c = 0
+        while c < Dv:
+            n = piece((Dv - c) // W)
+            v = t.packed + 4 * (c * BK + start * n * W)
+            if n == 1:
+                gemm_values_1(weights, v, acc + 4 * c, Dv, depth)
+            elif n == 2:
+                gemm_values_2(weights, v, acc + 4 * c, Dv, depth)
+            else:
+                gemm_values_3(weights, v, acc + 4 * c, Dv, depth)
+            c += n * W
+
+
+@jit
+def walk_packed(p, t, item, q_start, kv_start, kv_len):
+    """All keys of an item; m, l and acc hold the result."""
+    R = p.heads // p.kv_heads * item.rows
+    D, Dv, BK = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys
+    k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
+    load_queries(p, t, item, q_start, R, D)
+    first, last = set_up(p, t, item, up(R, PANEL), Dv)
+    tile = item.start + max(0, first - item.start) // BK * BK
+    while tile < last:
+        end = min(tile + BK, last)
+        count = end - tile
+        whole, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
+        if nothing:
+            tile += BK
+            continue
+        for r in range(R):
+            whole &= get_i32(t.lo + 4 * r) <= tile and get_i32(t.hi + 4 * r) >= end
+        list_rows(p, k, at, t.k_table, tile, count, PAD)
+        if k.code:
+            widen_rows(p, k, at, t.k_table, t.keys, tile, count, PAD)
+        strays = pack_values(p, t, v, at, tile, count, Dv, BK, whole)
+        for panel in range((R + PANEL - 1) // PANEL):
+            row = panel * PANEL
+            lo, hi = end, tile
+            for r in range(row, min(R, row + PANEL)):
+                if get_i32(t.lo + 4 * r) < get_i32(t.hi + 4 * r):
+                    lo, hi = min(lo, get_i32(t.lo + 4 * r)), max(hi, get_i32(t.hi + 4 * r))
+            k0, k1 = (max(lo, tile) - tile) // KEYS * KEYS, min(hi, end) - tile  # a block of keys is listed whole
+            if k0 >= k1:
+                continue
+            vectors = min(PANEL, up(R - row, W)) // W
+            scores(t, panel, vectors, D, p.head_dim, k0, k1)
+            for c in range(vectors):
+                soften(p, t, item, t.s + 4 * (k0 * PANEL + c * W), row + c * W, R, tile + k0, k1 - k0, Dv)
+            add_values(t, row, tile, k0, k1, Dv, BK)
+            if strays:
+                add_strays(p, t, item, row, min(PANEL, R - row), count, Dv, tile, PANEL_, ONE)
+        tile += BK

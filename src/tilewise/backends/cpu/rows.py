@@ -1,0 +1,91 @@
+"""What both ways of walking the keys share: setting up an item's rows, values that are not finite, finished rows."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import math
+
+from numba import types
+
+from .access import FULL, INF, SKIP, ZERO, F, fill, jit, key_span, mask_cell, mask_row, sequence, store_row
+from .micro import get_f32, get_i32, get_i64, put_f32, put_i32
+
+
+@jit
+def set_up(p, t, item, count, Dv):
+    """m, l, acc, spans, positions and slopes of the item's rows, then of rows up to `count`, which see nothing.
+
+    Returns the first and last key that any row sees (first >= last if none does).
+    """
+    _, _, _, kv_len, offset = sequence(p, item.b)
+    group, n = p.heads // p.kv_heads, item.rows
+    first, last = item.end, item.start
+    for r in range(count):
+        lo, hi, position, slope = types.int64(0), types.int64(0), types.int64(0), F(0)
+        if r < group * n:
+            position = offset + item.row + r % n
+            start, stop = key_span(p, position, kv_len)
+            start, stop = max(start, item.start), min(stop, item.end)
+            if start < stop:
+                lo, hi = start, stop
+                first, last = min(first, lo), max(last, hi)
+            if p.slopes:
+                slope = get_f32(p.slopes + item.b * p.slopes_b + (item.head * group + r // n) * p.slopes_h)
+        put_i32(t.lo + 4 * r, types.int32(lo))
+        put_i32(t.hi + 4 * r, types.int32(hi))
+        put_i32(t.positions + 4 * r, types.int32(position))
+        put_f32(t.slopes + 4 * r, slope)
+        put_f32(t.m + 4 * r, -INF)
+        put_f32(t.l + 4 * r, F(0))
+    fill(t.acc, ZERO, count * Dv, F(0))
+    return first, last
+
+
+@jit
+def take_out_strays(t, count, width):
+    """Moves every value that is not finite from `values` to the same place in `strays`, which else holds zeros."""
+    for at in range(0, 4 * count * width, 4):
+        x = get_f32(t.values + at)
+        finite = x - x == F(0)
+        put_f32(t.strays + at, F(0) if finite else x)
+        if not finite:
+            put_f32(t.values + at, F(0))
+
+
+@jit
+def add_strays(p, t, item, first_row, rows, count, width, origin, key_step, row_step):
+    """acc += p * stray, in those of `rows` rows from `first_row` on that see it; steps are those of p, in floats."""
+    n = item.rows
+    for r in range(first_row, first_row + rows):
+        state = get_i64(t.states + 8 * (r // n))
+        mask = mask_row(p, item.b, item.head * (p.heads // p.kv_heads) + r // n, item.row + r % n)
+        for j in range(count):
+            key = origin + j
+            if not get_i32(t.lo + 4 * r) <= key < get_i32(t.hi + 4 * r) or state == SKIP:
+                continue
+            if p.mask and state != FULL and mask_cell(p, mask, key) == -INF:
+                continue
+            weight = get_f32(t.s + 4 * (j * key_step + (r - first_row) * row_step))
+            for d in range(width):
+                stray = get_f32(t.strays + 4 * (j * width + d))
+                if stray != F(0):
+                    at = t.acc + 4 * (r * width + d)
+                    put_f32(at, get_f32(at) + weight * stray)
+
+
+@jit
+def finish(p, item, r, q_start, acc, m, l):
+    """A finished row: the sink, the division, `out` and `lse`."""
+    head, b = item.head * (p.heads // p.kv_heads) + r // item.rows, types.int64(0) if p.cu_q else item.b
+    line = q_start + item.row + r % item.rows
+    factor = F(1)
+    if p.sinks:
+        sink = get_f32(p.sinks + 4 * head)
+        top = max(m, sink)
+        factor = F(math.exp(m - top))
+        l = l * factor + F(math.exp(sink - top))
+        m = top
+    total = F(1) if l == F(0) else l
+    store_row(p.out + b * p.out_b + head * p.out_h + line * p.out_l, p.q_code, acc, p.value_dim, factor / total)
+    if p.lse:
+        put_f32(p.lse + b * p.lse_b + head * p.lse_h + line * p.lse_l, m + F(math.log(total)))

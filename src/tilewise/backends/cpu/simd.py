@@ -1,0 +1,276 @@
+"""The vector layer: micro-kernels written as Python that emits LLVM vector code.
+
+A micro-kernel is a function of an `Emit` and its arguments, made callable from Numba code by `@microkernel`. It works
+on addresses (int64) and float32; vectors live in registers between `load` and `store`. The width is the host's: 16
+floats with AVX-512, 8 with AVX2, 4 elsewhere (NEON, SSE). Narrow types are widened by `load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+Value = Any  # of LLVM
+F32, F16, I8, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
+TYPES = {"i": types.int64, "f": types.float32, "": types.void}
+
+# Storage codes of K and V elements; a run-time value in the kernels.
+CODES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "int4": 4, "fp8_e4m3": 5}
+
+
+def host_width() -> int:
+    """Floats in a vector register of this machine."""
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f") and features.get("avx512bw") and features.get("avx512vl"):
+        return 16
+    return 8 if features.get("avx2") and features.get("fma") and features.get("f16c") else 4
+
+
+W = host_width()
+REGISTERS = 32 if W == 16 or W == 4 else 16  # AVX-512 and NEON have 32
+
+
+class Var:
+    """A value that changes in a loop; LLVM keeps it in a register."""
+
+    def __init__(self, emit: Emit, value: Value) -> None:
+        self.emit = emit
+        self.slot = cgutils.alloca_once(emit.builder, value.type)
+        self.set(value)
+
+    def get(self) -> Value:
+        return self.emit.builder.load(self.slot)
+
+    def set(self, value: Value) -> None:
+        self.emit.builder.store(value, self.slot)
+
+
+class Emit:
+    """Emits vector instructions where Numba's code generator stands."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    # Types and constants
+
+    def vector(self, element: ir.Type, width: int = W) -> ir.VectorType:
+        return ir.VectorType(element, width)
+
+    def f32s(self, value: float) -> ir.Constant:
+        return ir.Constant(self.vector(F32), [value] * W)
+
+    def i32s(self, value: int) -> ir.Constant:
+        return ir.Constant(self.vector(I32), [value] * W)
+
+    def whole(self, value: int) -> Value:
+        return ir.Constant(I64, value)
+
+    @property
+    def zeros(self) -> Value:
+        return self.f32s(0.0)
+
+    # Memory. Addresses are int64; offsets count elements.
+
+    def pointer(self, address: Value, offset: Any, element: ir.Type, kind: ir.Type) -> Value:
+        b = self.builder
+        offset = self.whole(offset) if isinstance(offset, int) else offset
+        base = b.inttoptr(address, element.as_pointer())
+        return b.bitcast(b.gep(base, [offset]), kind.as_pointer())
+
+    def _load(self, address: Value, offset: Any, element: ir.Type, width: int) -> Value:
+        value = self.builder.load(self.pointer(address, offset, element, self.vector(element, width)))
+        value.align = element.width // 8 if isinstance(element, ir.IntType) else {F32: 4, F16: 2}[element]
+        return value
+
+    def load(self, address: Value, offset: Any = 0, kind: str = "f32") -> Value:
+        """W elements from `offset` on, as float32; of int4 the low half of W bytes, of `int4 high` the other."""
+        b = self.builder
+        f32, i32 = self.vector(F32), self.vector(I32)
+        if kind == "f32":
+            return self._load(address, offset, F32, W)
+        if kind == "f16":
+            return b.fpext(self._load(address, offset, F16, W), f32)
+        if kind == "bf16":
+            return b.bitcast(b.shl(b.zext(self._load(address, offset, I16, W), i32), self.i32s(16)), f32)
+        data = self._load(address, offset, I8, W)
+        if kind == "int8":
+            return b.sitofp(b.sext(data, i32), f32)
+        wide = b.zext(data, i32)
+        if kind == "int4":
+            return b.sitofp(b.ashr(b.shl(wide, self.i32s(28)), self.i32s(28)), f32)
+        if kind == "int4 high":
+            return b.sitofp(b.ashr(b.shl(wide, self.i32s(24)), self.i32s(28)), f32)
+        assert kind == "fp8_e4m3"
+        return self.fp8(data, self.i32s, self.vector(I16), self.vector(F16), f32)
+
+    def fp8(self, data: Value, whole: Callable[[int], Value], i16: Any, f16: Any, f32: Any) -> Value:
+        """float8_e4m3fn bytes to float32, scalar or vector; `whole(n)` is the int32 constant n of that shape."""
+        # Its bits, moved, are those of a float16 256 times as small; all ones is NaN, which a float16 is not there.
+        b = self.builder
+        wide = b.zext(data, whole(0).type)
+        magnitude = b.and_(wide, whole(0x7F))
+        bits = b.or_(b.shl(b.and_(wide, whole(0x80)), whole(8)), b.shl(magnitude, whole(7)))
+        value = b.fmul(b.fpext(b.bitcast(b.trunc(bits, i16), f16), f32), b.uitofp(whole(256), f32))
+        nan = b.fdiv(b.uitofp(whole(0), f32), b.uitofp(whole(0), f32))
+        return b.select(b.icmp_unsigned("==", magnitude, whole(0x7F)), nan, value)
+
+    def bf16_bits(self, x: Value, whole: Callable[[int], Value]) -> Value:
+        """float32 to bfloat16, to nearest even, in the low half of an int32; `whole` as in `fp8`."""
+        b = self.builder
+        bits = b.bitcast(x, whole(0).type)
+        odd = b.and_(b.lshr(bits, whole(16)), whole(1))
+        rounded = b.lshr(b.add(bits, b.add(odd, whole(0x7FFF))), whole(16))
+        return b.select(b.fcmp_unordered("uno", x, x), whole(0x7FC0), rounded)
+
+    def load_i32(self, address: Value) -> Value:
+        return self._load(address, 0, I32, W)
+
+    def store(self, value: Value, address: Value, offset: Any = 0) -> None:
+        self.builder.store(value, self.pointer(address, offset, F32, value.type)).align = 4
+
+    def load_scalar(self, address: Value, offset: Any, element: ir.Type) -> Value:
+        return self.builder.load(self.pointer(address, offset, element, element))
+
+    def splat(self, scalar: Value) -> Value:
+        """A float32 in every lane."""
+        b, kind = self.builder, self.vector(F32)
+        lane = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+        return b.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), ir.Constant(self.vector(I32), [0] * W))
+
+    def splat_i32(self, scalar: Value) -> Value:
+        b, kind = self.builder, self.vector(I32)
+        lane = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+        return b.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), ir.Constant(kind, [0] * W))
+
+    # Arithmetic
+
+    def call(self, name: str, *args: Value) -> Value:
+        """An LLVM intrinsic over vectors (or scalars) of one type."""
+        kind = args[0].type
+        suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+        function = ir.FunctionType(kind, [kind] * len(args))
+        return self.builder.call(
+            cgutils.get_or_insert_function(self.builder.module, function, f"llvm.{name}.{suffix}"), args
+        )
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self.call("fma", a, b, c)
+
+    def max(self, a: Value, b: Value) -> Value:
+        """The larger; `b` where one is NaN, which is what the hardware's instruction does."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def reduce(self, value: Value, combine: Callable[[Value, Value], Value]) -> Value:
+        """All lanes into one scalar, halving."""
+        b, width = self.builder, value.type.count
+        while width > 1:
+            width //= 2
+            low, high = (self.shuffle(value, value, range(start, start + width)) for start in (0, width))
+            value = combine(low, high)
+        return b.extract_element(value, ir.Constant(I32, 0))
+
+    def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
+        order = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+        return self.builder.shuffle_vector(a, b, order)
+
+    def sums(self, values: list[Value]) -> Value:
+        """The sums over the lanes of up to W vectors (a power of two), side by side in one vector of that many lanes.
+
+        Vectors are folded into each other in pairs, so n of them cost n - 1 steps and not n times log2 W.
+        """
+        width, b = W, self.builder
+        count = len(values)
+        while len(values) > 1:
+            half = width // 2
+            folded = []
+            for x, y in zip(values[::2], values[1::2], strict=True):
+                groups = W // width  # earlier results held side by side in x and y
+                low = [g * width + i + side * W for g in range(groups) for side in (0, 1) for i in range(half)]
+                high = [lane + half for lane in low]
+                folded.append(b.fadd(self.shuffle(x, y, low), self.shuffle(x, y, high)))
+            values, width = folded, half
+        value = values[0]
+        while width > 1:  # fewer than W vectors: fold what is left within each group
+            half = width // 2
+            groups = value.type.count // width
+            low = [g * width + i for g in range(groups) for i in range(half)]
+            value = b.fadd(self.shuffle(value, value, low), self.shuffle(value, value, [i + half for i in low]))
+            width = half
+        order = _bit_reversed(count)
+        return self.shuffle(value, value, order)
+
+    def transpose(self, rows: list[Value]) -> list[Value]:
+        """W vectors as the rows of a square matrix; its columns."""
+        step = 1
+        while step < W:
+            done: list[Any] = [None] * W
+            for i in range(W):
+                if i & step:
+                    continue
+                x, y = rows[i], rows[i + step]
+                low = [lane if not lane & step else lane - step + W for lane in range(W)]
+                high = [lane + step if not lane & step else lane + W for lane in range(W)]
+                done[i], done[i + step] = self.shuffle(x, y, low), self.shuffle(x, y, high)
+            rows, step = done, step * 2
+        return rows
+
+    def exp2(self, x: Value) -> Value:
+        """2 ** x to 2 ulp; 0 below -126 (what is left there is no normal number)."""
+        b = self.builder
+        clamped = self.max(self.f32s(-126.0), x)  # NaN stays
+        whole = self.call("rint", clamped)
+        rest = b.fsub(clamped, whole)  # -0.5 to 0.5
+        p = self.f32s(EXP2[0])
+        for coefficient in EXP2[1:]:
+            p = self.fma(p, rest, self.f32s(coefficient))
+        exponent = b.shl(b.fptosi(whole, self.vector(I32)), self.i32s(23))
+        scaled = b.bitcast(b.add(b.bitcast(p, self.vector(I32)), exponent), self.vector(F32))
+        return b.select(b.fcmp_ordered("<", x, self.f32s(-126.0)), self.f32s(0.0), scaled)
+
+    # Control
+
+    def var(self, value: Value) -> Var:
+        return Var(self, value)
+
+    @contextmanager
+    def loop(self, count: Value, step: int = 1) -> Iterator[Value]:
+        """Runs its body for 0, step, ... below `count`."""
+        with cgutils.for_range_slice(self.builder, self.whole(0), count, self.whole(step), I64) as (index, _):
+            yield index
+
+
+# Highest power first. 2 ** x on [-0.5, 0.5] to a relative 2e-9, with 2 ** 0 = 1 kept exact.
+EXP2 = (1.5353362e-4, 1.3398875e-3, 9.618437e-3, 5.5503324e-2, 2.4022648e-1, 6.931472e-1, 1.0)
+
+
+def _bit_reversed(count: int) -> list[int]:
+    bits = count.bit_length() - 1
+    return [int(f"{i:0{bits}b}"[::-1], 2) if bits else 0 for i in range(count)]
+
+
+def microkernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes `fn(emit, *args)` callable from Numba: `"iif>f"` takes two int64 and a float32 and gives a float32."""
+    names, _, result = signature.partition(">")
+
+    def wrap(fn: Callable[..., Any]) -> Any:
+        def typed(typingctx: Any, *args: Any) -> Any:
+            def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+                value = fn(Emit(builder), *values)
+                return context.get_dummy_value() if value is None else value
+
+            return TYPES[result](*(TYPES[n] for n in names)), codegen
+
+        # Numba reads the number of arguments off the function itself.
+        params = ", ".join(f"a{i}" for i in range(len(names)))
+        scope: dict[str, Any] = {"typed": typed}
+        exec(f"def {fn.__name__}(typingctx, {params}):\n    return typed(typingctx, {params})", scope)
+        return intrinsic(scope[fn.__name__])
+
+    return wrap

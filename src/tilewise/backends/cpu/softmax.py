@@ -1,0 +1,186 @@
+"""Micro-kernels for scores. One vector holds W cells: W keys of one query row, or W query rows and one key.
+
+Decode keeps its scores by rows, prefill by columns; `per_row` and `per_column` functions do the same to either.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+
+from .simd import F32, I32, Emit, Value, W, microkernel
+
+LOG2E = math.log2(math.e)
+INF = float("inf")
+
+# tanh x = x + x^3 P(x^2) up to 0.625, to a relative 4e-9; highest power first.
+TANH = (-5.704985e-3, 2.0639086e-2, -5.3739715e-2, 1.3331442e-1, -3.3333281e-1)
+
+
+def _tanh(e: Emit, x: Value) -> Value:
+    """Near 0 a polynomial, further out 1 - 2 / (e^2x + 1), which loses nothing there."""
+    b = e.builder
+    square = b.fmul(x, x)
+    p = e.f32s(TANH[0])
+    for coefficient in TANH[1:]:
+        p = e.fma(p, square, e.f32s(coefficient))
+    near = e.fma(b.fmul(p, square), x, x)
+    size = e.call("fabs", x)
+    grown = e.exp2(b.fmul(e.call("minnum", size, e.f32s(10.0)), e.f32s(2 * LOG2E)))
+    far = b.fsub(e.f32s(1.0), b.fdiv(e.f32s(2.0), b.fadd(grown, e.f32s(1.0))))
+    value = b.select(b.fcmp_ordered("<", size, e.f32s(0.625)), near, e.call("copysign", far, x))
+    return b.select(b.fcmp_unordered("uno", x, x), x, value)
+
+
+@microkernel("iiiff")
+def softcap_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value, cap: Value) -> None:
+    """s = cap * tanh(s * factor) of `count` vectors, `step` floats apart; factor is scale / cap."""
+    b = e.builder
+    factor, cap = e.splat(factor), e.splat(cap)
+    with e.loop(count) as i:
+        at = b.mul(i, step)
+        e.store(b.fmul(_tanh(e, b.fmul(e.load(s, at), factor)), cap), s, at)
+
+
+@microkernel("iiif")
+def scale_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value) -> None:
+    b = e.builder
+    factor = e.splat(factor)
+    with e.loop(count) as i:
+        at = b.mul(i, step)
+        e.store(b.fmul(e.load(s, at), factor), s, at)
+
+
+@microkernel("iiii")
+def bias_cells(e: Emit, s: Value, step: Value, count: Value, bias: Value) -> None:
+    """s += bias, and -inf where bias is, also over a NaN; vectors of `bias` stand side by side."""
+    b = e.builder
+    with e.loop(count) as i:
+        at = b.mul(i, step)
+        x = e.load(bias, b.mul(i, e.whole(W)))
+        hidden = b.fcmp_ordered("==", x, e.f32s(-INF))
+        e.store(b.select(hidden, e.f32s(-INF), b.fadd(e.load(s, at), x)), s, at)
+
+
+# By rows
+
+
+@microkernel("iifi")
+def alibi_row(e: Emit, s: Value, count: Value, slope: Value, distance: Value) -> None:
+    """s[j] -= slope * |distance - j| over `count` vectors of keys."""
+    b = e.builder
+    slope = e.splat(b.fneg(slope))
+    lanes = ir.Constant(e.vector(F32), [float(i) for i in range(W)])
+    with e.loop(count) as i:
+        at = b.mul(i, e.whole(W))
+        start = e.splat(b.sitofp(b.sub(distance, at), F32))
+        e.store(e.fma(slope, e.call("fabs", b.fsub(start, lanes)), e.load(s, at)), s, at)
+
+
+@microkernel("ii>f")
+def max_row(e: Emit, s: Value, count: Value) -> Value:
+    top = e.var(e.f32s(-INF))
+    with e.loop(count) as i:
+        top.set(e.max(e.load(s, e.builder.mul(i, e.whole(W))), top.get()))
+    return e.reduce(top.get(), e.max)
+
+
+def _exp_row(far: bool) -> Any:
+    @microkernel("iiff>f")
+    def exp_row(e: Emit, s: Value, count: Value, factor: Value, top: Value) -> Value:
+        """s = 2 ** (s * factor - top * log2 e); returns the sum.
+
+        `far` subtracts first and takes factor for log2 e: a bias near the least float times log2 e would be -inf.
+        """
+        b = e.builder
+        total, factor, top = e.var(e.zeros), e.splat(factor), e.splat(top)
+        shift = b.fmul(top, e.f32s(-LOG2E))
+        with e.loop(count) as i:
+            at = b.mul(i, e.whole(W))
+            x = e.load(s, at)
+            p = e.exp2(b.fmul(b.fsub(x, top), factor) if far else e.fma(x, factor, shift))
+            e.store(p, s, at)
+            total.set(b.fadd(total.get(), p))
+        return e.reduce(total.get(), b.fadd)
+
+    return exp_row
+
+
+exp_row, exp_row_far = _exp_row(False), _exp_row(True)
+
+
+# By columns: W query rows, `count` keys, `step` floats from key to key
+
+
+@microkernel("iiiiii")
+def alibi_column(e: Emit, s: Value, step: Value, count: Value, slopes: Value, positions: Value, key: Value) -> None:
+    """s[j, r] -= slopes[r] * |positions[r] - key - j|; positions are int32."""
+    b = e.builder
+    slope, position = b.fneg(e.load(slopes)), e.load_i32(positions)
+    with e.loop(count) as j:
+        at = b.mul(j, step)
+        away = b.sub(position, e.splat_i32(b.trunc(b.add(key, j), I32)))
+        e.store(e.fma(slope, e.call("fabs", b.sitofp(away, e.vector(F32))), e.load(s, at)), s, at)
+
+
+@microkernel("iiiiii")
+def hide_column(e: Emit, s: Value, step: Value, count: Value, lo: Value, hi: Value, key: Value) -> None:
+    """s[j, r] = -inf unless lo[r] <= key + j < hi[r]; lo and hi are int32."""
+    b = e.builder
+    first, end = e.load_i32(lo), e.load_i32(hi)
+    with e.loop(count) as j:
+        at = b.mul(j, step)
+        here = e.splat_i32(b.trunc(b.add(key, j), I32))
+        seen = b.and_(b.icmp_signed("<=", first, here), b.icmp_signed("<", here, end))
+        e.store(b.select(seen, e.load(s, at), e.f32s(-INF)), s, at)
+
+
+def _soften_column(far: bool) -> Any:
+    @microkernel("iiiiiiff")
+    def soften(
+        e: Emit,
+        s: Value,
+        step: Value,
+        count: Value,
+        m: Value,
+        l: Value,
+        shrink: Value,
+        factor: Value,
+        scale: Value,
+    ) -> None:
+        """Scores to weights, with the running maximum m and sum l of each row; `shrink` is what older weights fade by.
+
+        p = 2 ** (s * factor - m * log2 e), where m = scale * max(s). `far` as in `exp_row`.
+        """
+        b = e.builder
+        tops = [e.var(e.f32s(-INF)) for _ in range(2)]  # two, since one would wait for itself
+        pairs = b.sdiv(count, e.whole(2))
+        with e.loop(pairs) as j:
+            for n, top in enumerate(tops):
+                x = e.load(s, b.mul(b.add(b.mul(j, e.whole(2)), e.whole(n)), step))
+                top.set(e.max(x, top.get()))
+        with b.if_then(b.trunc(count, ir.IntType(1))):
+            tops[0].set(e.max(e.load(s, b.mul(b.sub(count, e.whole(1)), step)), tops[0].get()))
+        top = b.fmul(e.max(tops[0].get(), tops[1].get()), e.splat(scale))
+        old = e.load(m)
+        new = e.max(old, top)
+        base = b.select(b.fcmp_ordered("==", new, e.f32s(-INF)), e.zeros, new)  # nothing seen yet
+        fade = e.exp2(b.fmul(b.fsub(old, base), e.f32s(LOG2E)))
+        shift, factor = b.fmul(base, e.f32s(-LOG2E)), e.splat(factor)
+        total = e.var(e.zeros)
+        with e.loop(count) as j:
+            at = b.mul(j, step)
+            x = e.load(s, at)
+            p = e.exp2(b.fmul(b.fsub(x, base), factor) if far else e.fma(x, factor, shift))
+            e.store(p, s, at)
+            total.set(b.fadd(total.get(), p))
+        e.store(new, m)
+        e.store(e.fma(e.load(l), fade, total.get()), l)
+        e.store(fade, shrink)
+
+    return soften
+
+
+soften_column, soften_column_far = _soften_column(False), _soften_column(True)

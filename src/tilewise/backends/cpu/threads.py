@@ -1,0 +1,94 @@
+"""Threads that run compiled kernels, which hold no interpreter lock.
+
+Each worker sleeps on a lock of its own; the caller wakes as many as it wants, works itself, then waits for them. Work
+is shared out by the kernels, which take items from a common counter. A call that finds the workers busy with another
+call goes on alone: there are never more threads at work than `torch.get_num_threads()`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+
+class Worker:
+    """A sleeping thread and its scratch memory."""
+
+    def __init__(self) -> None:
+        self.awake, self.done = threading.Lock(), threading.Lock()
+        self.awake.acquire()
+        self.done.acquire()
+        self.task: Callable[[int], None] | None = None
+        self.scratch = Scratch()
+        threading.Thread(target=self._run, name="tilewise", daemon=True).start()
+
+    def start(self, task: Callable[[int], None], scratch: int) -> None:
+        self.task, self.address = task, self.scratch.address(scratch)
+        self.awake.release()
+
+    def _run(self) -> None:
+        while True:
+            self.awake.acquire()
+            assert self.task is not None
+            try:
+                self.task(self.address)
+            finally:
+                self.task = None
+                self.done.release()
+
+
+class Scratch:
+    """Memory that is kept from call to call and grows when a call wants more."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(0, dtype=np.uint8)
+
+    def address(self, size: int) -> int:
+        if self.memory.size < size + 64:
+            self.memory = np.empty(size + 64, dtype=np.uint8)
+        return (self.memory.ctypes.data + 63) // 64 * 64
+
+
+class Pool:
+    """The workers of this process. Forked children start their own."""
+
+    def __init__(self) -> None:
+        self._reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self.workers: list[Worker] = []
+        self.busy = threading.Lock()
+        self.own = threading.local()
+
+    def scratch(self, size: int) -> int:
+        """Scratch memory of the calling thread."""
+        if not hasattr(self.own, "scratch"):
+            self.own.scratch = Scratch()
+        return self.own.scratch.address(size)
+
+    def run(self, task: Callable[[int], None], threads: int, scratch: int) -> None:
+        """Runs `task(address of scratch memory)` in up to `threads` threads, this one among them."""
+        if threads < 2 or not self.busy.acquire(blocking=False):
+            task(self.scratch(scratch))
+            return
+        try:
+            while len(self.workers) < threads - 1:
+                self.workers.append(Worker())
+            helpers = self.workers[: threads - 1]
+            for worker in helpers:
+                worker.start(task, scratch)
+            try:
+                task(self.scratch(scratch))
+            finally:
+                for worker in helpers:
+                    worker.done.acquire()  # items are short: Ctrl-C is seen when the current ones are done
+        finally:
+            self.busy.release()
+
+
+pool = Pool()
