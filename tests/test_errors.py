@@ -226,6 +226,7 @@ def test_read_only_out_is_refused():
 
 
 def test_named_backend_never_falls_back(monkeypatch):
+    monkeypatch.setattr(planner, "BACKENDS", ("torch", "reference"))
     monkeypatch.setattr(planner.load("torch"), "supports", lambda problem: "it is Sunday")
     planner.choose.cache_clear()
     args = dense_args()

@@ -67,7 +67,7 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
     work = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
     q = seq.q[:, rows].to(work).reshape(p.kv_heads, p.group * n, p.head_dim)  # [Hkv, G * BQ, D]
     m = torch.full((H, n), -torch.inf, dtype=work, device=device)
-    l = torch.zeros_like(m)  # noqa: E741
+    l = torch.zeros_like(m)
     acc = torch.zeros(H, n, p.value_dim, dtype=work, device=device)
 
     # Spans move right as rows go down, so the first row has the leftmost start and the last row the rightmost end.
@@ -89,7 +89,7 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
         base = torch.where(top == -torch.inf, 0.0, top)  # nothing seen yet: -inf - -inf would be NaN
         shrink = (m - base).exp()
         prob = (s - base[..., None]).exp()
-        l = l * shrink + prob.sum(-1)  # noqa: E741
+        l = l * shrink + prob.sum(-1)
         acc = acc * shrink[..., None] + _weigh(prob, v, visible)
         m = top
 
@@ -97,7 +97,7 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
         sink = t.sinks.to(work)[:, None]
         top = torch.maximum(m, sink)
         shrink = (m - top).exp()
-        l, acc, m = l * shrink + (sink - top).exp(), acc * shrink[..., None], top  # noqa: E741
+        l, acc, m = l * shrink + (sink - top).exp(), acc * shrink[..., None], top
     total = torch.where(l == 0, 1.0, l)
     seq.out[:, rows] = (acc / total[..., None]).to(p.q_dtype)
     if seq.lse is not None:
