@@ -53,7 +53,8 @@ def prepare(problem: Problem) -> Plan:
 
 
 def make_launch(p: Problem, threads: int) -> Launch:
-    rows, keys = heuristics.tile_rows(p.group, p.head_dim, p.value_dim), heuristics.tile_keys(p.head_dim, p.value_dim)
+    rows = heuristics.tile_rows(p.group, p.head_dim, p.value_dim, heuristics.second_level_cache())
+    keys = heuristics.tile_keys()
     tiles = -(-p.q_len // rows) * p.batch
     if p.packed_q:
         tiles = min(tiles, -(-p.total_q // rows) + p.batch)

@@ -68,7 +68,7 @@ from .softmax import (
     soften_column_far,
 )
 
-DOT = 128  # elements of a dot product that are summed in one go: longer sums round more
+DOT = 256  # elements of a dot product that are summed in one go: longer sums round more
 
 
 @jit
@@ -201,27 +201,30 @@ def pack_values(p, t, x, at, first, count, Dv, BK, whole):
 
 @jit
 def add_values(t, first_row, tile, k0, k1, Dv, BK):
-    """acc of one panel += p v, by blocks of ROWS rows, over the keys that one of them sees."""
-    for i in range(0, PANEL, ROWS):
-        lo, hi = tile + k1, tile + k0
-        for r in range(first_row + i, first_row + i + ROWS):
-            if get_i32(t.lo + 4 * r) < get_i32(t.hi + 4 * r):
-                lo, hi = min(lo, get_i32(t.lo + 4 * r)), max(hi, get_i32(t.hi + 4 * r))
-        start, depth = max(lo - tile, k0), min(hi - tile, k1) - max(lo - tile, k0)
-        if depth <= 0:
-            continue
-        weights, acc = t.s + 4 * (start * PANEL + i), t.acc + 4 * (first_row + i) * Dv
-        c = 0
-        while c < Dv:
-            n = piece((Dv - c) // W)
+    """acc of one panel += p v, by blocks of ROWS rows, over the keys that one of them sees.
+
+    A panel of V's columns is used by all row-blocks before the next one is: it stays in the first-level cache.
+    """
+    c = 0
+    while c < Dv:
+        n = piece((Dv - c) // W)
+        for i in range(0, PANEL, ROWS):
+            lo, hi = tile + k1, tile + k0
+            for r in range(first_row + i, first_row + i + ROWS):
+                if get_i32(t.lo + 4 * r) < get_i32(t.hi + 4 * r):
+                    lo, hi = min(lo, get_i32(t.lo + 4 * r)), max(hi, get_i32(t.hi + 4 * r))
+            start, depth = max(lo - tile, k0), min(hi - tile, k1) - max(lo - tile, k0)
+            if depth <= 0:
+                continue
+            weights, acc = t.s + 4 * (start * PANEL + i), t.acc + 4 * ((first_row + i) * Dv + c)
             v = t.packed + 4 * (c * BK + start * n * W)
             if n == 1:
-                gemm_values_1(weights, v, acc + 4 * c, Dv, depth)
+                gemm_values_1(weights, v, acc, Dv, depth)
             elif n == 2:
-                gemm_values_2(weights, v, acc + 4 * c, Dv, depth)
+                gemm_values_2(weights, v, acc, Dv, depth)
             else:
-                gemm_values_3(weights, v, acc + 4 * c, Dv, depth)
-            c += n * W
+                gemm_values_3(weights, v, acc, Dv, depth)
+        c += n * W
 
 
 @jit
