@@ -13,6 +13,7 @@ from tilewise import (
     Unsupported,
     alibi_slopes,
     attention,
+    bound,
     merge,
     paged_attention,
     plan,
@@ -226,6 +227,7 @@ def test_read_only_out_is_refused():
 
 
 def test_named_backend_never_falls_back(monkeypatch):
+    bound.forget()
     monkeypatch.setattr(planner, "BACKENDS", ("torch", "reference"))
     monkeypatch.setattr(planner.load("torch"), "supports", lambda problem: "it is Sunday")
     planner.choose.cache_clear()

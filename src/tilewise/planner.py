@@ -25,7 +25,11 @@ class Backend(Protocol):
         """How it would serve a problem that it supports."""
 
     def run(self, plan: Plan, tensors: Tensors) -> None:
-        """Writes `tensors.out` and, if it is there, `tensors.lse`; every row of both."""
+        """Writes `tensors.out` and, if it is there, `tensors.lse`; every row of both.
+
+        A backend may also have `bind(plan, tensors)`, which gives a function of q, k, v, out and lse that runs the same
+        call on other tensors; they differ from these in their addresses only, and `bound.py` calls it.
+        """
 
 
 @cache

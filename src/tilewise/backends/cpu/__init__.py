@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from ...plan import Plan
 from ...problem import Problem
@@ -27,3 +28,9 @@ def run(plan: Plan, tensors: Tensors) -> None:
     from . import launch
 
     launch.run(plan, tensors)
+
+
+def bind(plan: Plan, tensors: Tensors) -> Any:
+    from . import launch
+
+    return launch.bind(plan, tensors)

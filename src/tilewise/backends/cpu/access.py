@@ -151,8 +151,15 @@ def row_address(p, base, stride_b, stride_h, stride_l, at, j):
 @jit
 def list_rows(p, x, at, table, first, count, pad):
     """Addresses of `count` rows, the last one repeated up to a multiple of `pad`: it may be read, it does not count."""
-    for j in range(up(count, pad)):
-        put_i64(table + 8 * j, row_address(p, x.base, x.b, x.h, x.l, at, first + min(j, count - 1)))
+    if p.table:
+        for j in range(count):
+            put_i64(table + 8 * j, row_address(p, x.base, x.b, x.h, x.l, at, first + j))
+    else:
+        start = row_address(p, x.base, x.b, x.h, x.l, at, first)
+        for j in range(count):
+            put_i64(table + 8 * j, start + j * x.l)
+    for j in range(count, up(count, pad)):
+        put_i64(table + 8 * j, get_i64(table + 8 * (count - 1)))
 
 
 @jit

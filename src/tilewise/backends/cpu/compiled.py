@@ -83,6 +83,7 @@ def _cache_of(fn, name: str):
 
 def compile_function(fn, name: str, arguments: int) -> int:
     """The address of `void fn(int64, ...)`, compiled or taken from disk."""
+    fn.__qualname__ = name  # the linker knows functions by it: code kept by several processes may not share one
     signature = types.void(*[types.int64] * arguments)
     compiled = CFunc(fn, (tuple(signature.args), signature.return_type), {}, {"error_model": "numpy"})
     try:

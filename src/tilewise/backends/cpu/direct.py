@@ -66,8 +66,7 @@ def adds_function(kind):
     wide = [make_adds(kind, n, 4) for n in (4, 2, 1)]
     thin = [make_adds(kind, n, parts) for n in (4, 2, 1)]
 
-    def strip(fours, twos, ones):
-        @jit
+    def strip(name, fours, twos, ones):
         def go(acc, lda, R, rows, count, width, p, ldp, scales, group, start):
             i = 0
             while i + 4 <= R:
@@ -79,9 +78,10 @@ def adds_function(kind):
             if i < R:
                 ones(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, scales, group, start)
 
-        return go
+        go.__qualname__ = f"{name}_{kind}"  # kept code is found by name: no two functions may share one
+        return jit(go)
 
-    wide_strip, thin_strip = strip(*wide), strip(*thin)
+    wide_strip, thin_strip = strip("wide", *wide), strip("thin", *thin)
     step = 4 // parts * W
 
     def adds(acc, lda, R, rows, count, width, p, ldp, scales, group):

@@ -23,15 +23,15 @@ def tile_rows(group: int, head_dim: int, value_dim: int, cache_bytes: int) -> in
 
     All rows of the group share a packed tile of V, so the more of them the less packing weighs, as long as q and the
     accumulator stay in the second-level cache beside it: a third of it, 64 to 384 rows. (384 rows against 192, one core
-    with 2 MiB, float32, L 2048: 134 and 119 GFLOP/s at D 128, 126 and 113 at D 256.) It depends on nothing else, so that
-    a sequence is cut alike in every batch.
+    with 2 MiB, float32, L 2048: 134 and 119 GFLOP/s at D 128, 126 and 113 at D 256.) It depends on nothing else, so
+    that a sequence is cut alike in every batch.
     """
     rows = cache_bytes // 3 // (4 * (head_dim + value_dim)) // 64 * 64
     return max(1, min(384, max(64, rows)) // group)
 
 
 def tile_keys() -> int:
-    """Keys of a tile: 96 rows of scores and of a panel of V's columns fit the ways of a first-level cache, 128 do not."""
+    """Keys of a tile: 96 rows of scores and of a panel of V's columns fit the ways of a first-level cache."""
     return 96
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,21 +145,17 @@ def _flat(x: torch.Tensor | None, kept: list[Any]) -> int:
     return x.data_ptr()
 
 
-def run(plan: Plan, t: Tensors) -> None:
+def _block(plan: Plan, t: Tensors) -> tuple[Any, list[Any]]:
+    """The numbers of a call, and what must live as long as they are in use."""
     p, launch = plan.problem, plan.detail
     block = launch.block.copy()
-    kept: list[Any] = [block]
+    kept: list[Any] = [launch]
     states = None
     if t.tile_map is not None and t.mask is not None:
         tile = int(block[INDEX["tile_rows"]]), int(block[INDEX["tile_keys"]])
         states = t.tile_map.retile(tile).states
-        sizes = (p.batch, p.heads, *(-(-n // s) for n, s in zip((p.q_len, p.kv_len), tile, strict=True)))
-        states = states.expand(sizes)
+        states = states.expand(p.batch, p.heads, *(-(-n // s) for n, s in zip((p.q_len, p.kv_len), tile, strict=True)))
         kept.append(states)
-    lse = (0, 0, 0, 0)
-    if t.lse is not None:
-        b, h, l = t.lse.stride()
-        lse = t.lse.data_ptr(), 4 * b, 4 * h, 4 * l
     slopes, table = t.alibi_slopes, t.block_table
     if table is not None:
         table = table.contiguous()
@@ -168,7 +165,7 @@ def run(plan: Plan, t: Tensors) -> None:
         *_tensor(t.k),
         *_tensor(t.v),
         *_tensor(t.out),
-        *lse,
+        *_tensor(t.lse),
         *_tensor(t.k_scales),
         *_tensor(t.v_scales),
         0 if t.k_scales is None else FLOATS[t.k_scales.dtype],
@@ -185,22 +182,60 @@ def run(plan: Plan, t: Tensors) -> None:
         _flat(t.cu_seqlens_k, kept),
         *((0, 0) if table is None else (table.data_ptr(), 4 * table.stride(0))),
     )
+    return block, kept
+
+
+def run(plan: Plan, t: Tensors) -> None:
+    launch = plan.detail
+    block, kept = _block(plan, t)
     address = block.ctypes.data
     block[INDEX["counter"]] = address + 8 * COUNTER
     if launch.items is None:
         kept.append(_list_items(block, launch))
     count = int(block[COUNTER + 1])
+    partials = None
     if launch.partial_bytes:
         partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8)
-        kept.append(partials)
         block[INDEX["partials"]] = partials.data_ptr()
-
-    work = compiled.entry("work")
-    pool.run(lambda scratch: work(address, scratch), min(launch.threads, count), launch.scratch)
-    if launch.partial_bytes:
-        compiled.entry("merge")(address, pool.scratch(launch.scratch))
+    _work(launch, address, count)
     if t.cu_seqlens_q is not None:
         spare = int(t.cu_seqlens_q[-1])
         t.out[:, :, spare:] = 0
         if t.lse is not None:
             t.lse[:, :, spare:] = -torch.inf
+
+
+def _work(launch: Launch, address: int, count: int) -> None:
+    threads = min(launch.threads, count)
+    work = compiled.entry("work")
+    if threads < 2:
+        work(address, pool.scratch(launch.scratch))
+    else:
+        pool.run(lambda scratch: work(address, scratch), threads, launch.scratch)
+    if launch.partial_bytes:
+        compiled.entry("merge")(address, pool.scratch(launch.scratch))
+
+
+def bind(plan: Plan, t: Tensors) -> Any:
+    """The same call for other addresses of q, k, v, out and lse. `run` has listed the items."""
+    launch = plan.detail
+    template, kept = _block(plan, t)
+    numbers = ctypes.c_int64 * len(template)
+    count = int(template[COUNTER + 1])
+    q_at, k_at, v_at, out_at, lse_at = (INDEX[name] for name in ("q", "k", "v", "out", "lse"))
+    counter_at, partials_at = INDEX["counter"], INDEX["partials"]
+
+    def go(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        block = numbers.from_buffer_copy(template)  # a block of its own: threads may make the same call at once
+        address = ctypes.addressof(block)
+        block[q_at], block[k_at], block[v_at], block[out_at] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        if lse is not None:
+            block[lse_at] = lse.data_ptr()
+        block[counter_at] = address + 8 * COUNTER
+        if launch.partial_bytes:
+            partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8)
+            block[partials_at] = partials.data_ptr()
+        _work(launch, address, count)
+
+    go.kept = kept  # type: ignore[attr-defined]
+    return go

@@ -45,11 +45,13 @@ class Scratch:
 
     def __init__(self) -> None:
         self.memory = np.empty(0, dtype=np.uint8)
+        self.size = self.start = 0
 
     def address(self, size: int) -> int:
-        if self.memory.size < size + 64:
+        if self.size < size:
             self.memory = np.empty(size + 64, dtype=np.uint8)
-        return (self.memory.ctypes.data + 63) // 64 * 64
+            self.size, self.start = size, (self.memory.ctypes.data + 63) // 64 * 64
+        return self.start
 
 
 class Pool:
