@@ -1,10 +1,35 @@
 """The CPU backend: conformance, random problems, its vector layer, its threads."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
+from numba import njit
 
 from conformance import Conformance
 from strategies import cases
+from tilewise import InvalidArgument, attention, bound, plan
+from tilewise.backends.cpu import access
+from tilewise.backends.cpu.micro import transpose
+from tilewise.backends.cpu.simd import CODES, W, microkernel
+from tilewise.backends.cpu.softmax import softcap_cells
 from tilewise.conformance.check import check_case
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    """Tests that set the number of threads leave it as it was."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 class TestCpu(Conformance):
@@ -15,3 +40,221 @@ class TestCpu(Conformance):
 @given(cases(most=150))
 def test_random_problems(case):
     check_case(case, "cpu")
+
+
+@pytest.fixture(scope="module")
+def address():
+    """A float32 array on a cache line, and its address."""
+
+    def make(values):
+        values = np.asarray(values, dtype=np.float32)
+        memory = np.zeros(values.size + 16, dtype=np.float32)
+        start = (-memory.ctypes.data % 64) // 4
+        memory[start : start + values.size] = values.ravel()
+        return memory[start : start + values.size].reshape(values.shape)
+
+    return make
+
+
+class TestVectors:
+    """The vector layer, one operation at a time."""
+
+    def test_exp2(self, address):
+        x = address(np.linspace(-130, 20, 16 * 4096))
+        y = address(np.zeros_like(x))
+
+        @microkernel("iii")
+        def exp2(e, source, to, count):
+            with e.loop(count, W) as i:
+                e.store(e.exp2(e.load(source, i)), to, i)
+
+        run = njit(lambda a, b, n: exp2(a, b, n))
+        run(x.ctypes.data, y.ctypes.data, x.size)
+        want = np.exp2(x.astype(np.float64))
+        normal = x >= -126
+        ulps = np.abs(y[normal] - want[normal]) / np.spacing(want[normal].astype(np.float32))
+        assert ulps.max() < 2
+        assert (y[~normal] == 0).all()
+        special = address([0.0, 1.0, -1.0, -np.inf] * 4)
+        result = address(np.zeros(16))
+        run(special.ctypes.data, result.ctypes.data, 16)
+        assert result[:4].tolist() == [1.0, 2.0, 0.5, 0.0]
+        special[:] = np.nan
+        run(special.ctypes.data, result.ctypes.data, 16)
+        assert np.isnan(result).all()
+
+    def test_softcap(self, address):
+        x = address(np.concatenate([np.linspace(-40, 40, 8000), np.geomspace(1e-6, 1, 192)]))
+        y = x.copy()
+        y = address(y)
+        run = njit(lambda a, n: softcap_cells(a, W, n, np.float32(1.0), np.float32(1.0)))
+        run(y.ctypes.data, y.size // W)
+        want = np.tanh(x.astype(np.float64))
+        error = np.abs(y - want) / np.spacing(np.abs(want).astype(np.float32))
+        assert error.max() < 4
+
+    @pytest.mark.parametrize("count", [1, 2, 4, 8])
+    def test_sums(self, count, address):
+        if count > W:
+            count = W
+        x, y = address(np.random.default_rng(0).standard_normal((count, W))), address(np.zeros(16))
+
+        @microkernel("ii")
+        def sums(e, source, to):
+            e.store(e.sums([e.load(source, i * W) for i in range(count)]), to)
+
+        njit(lambda a, b: sums(a, b))(x.ctypes.data, y.ctypes.data)
+        np.testing.assert_allclose(y[:count], x.sum(1), rtol=1e-5, atol=1e-6)
+
+    def test_transpose(self, address):
+        x, y = address(np.arange(W * W).reshape(W, W)), address(np.zeros((W, W)))
+        njit(lambda a, b: transpose(b, W, a, W))(x.ctypes.data, y.ctypes.data)
+        np.testing.assert_array_equal(y, x.T)
+
+    @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "int8", "fp8_e4m3"])
+    @pytest.mark.parametrize("width", [1, W - 1, W, 5 * W + 3])
+    def test_every_bit_pattern_widens(self, kind, width, address):
+        dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8,
+                 "fp8_e4m3": torch.float8_e4m3fn}[kind]  # fmt: skip
+        size = dtype.itemsize
+        patterns = torch.arange(min(256**size, 65536)).to({1: torch.uint8, 2: torch.int32, 4: torch.int32}[size])
+        raw = patterns.to(torch.int16).view(dtype) if size == 2 else patterns.view(dtype)
+        if size == 4:
+            raw = torch.randn(4096)
+        ones = torch.ones(18)
+        for start in range(0, len(raw) - width, max(1, width)):
+            if start > 64 * width and start < len(raw) - 64 * width and size > 1:
+                continue  # the ends hold infinities, NaN and the smallest numbers
+            part = raw[start : start + width].clone()
+            to = address(np.full(up_to(width), 7.0))
+            call_widen(to.ctypes.data, part.data_ptr(), CODES[kind], width, up_to(width), ones.data_ptr())
+            want = part.float().numpy()
+            assert np.array_equal(to[:width], want, equal_nan=True)
+            assert (to[width:] == 0).all() or np.isnan(to[width:]).all()
+
+
+def up_to(width):
+    return -(-width // W) * W
+
+
+@njit
+def call_widen(to, source, code, width, padded, scales):
+    access.widen_row(to, source, code, width, padded, scales, 0, 128)
+
+
+class TestThreads:
+    def inputs(self, length=600):
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(2, h, length, 64, generator=generator) for h in (4, 2, 2)]
+
+    def test_several_callers_at_once(self):
+        """Ten Python threads make different calls at the same time; each gets its own result."""
+        torch.set_num_threads(4)
+        q, k, v = self.inputs()
+        calls = [
+            {"causal": True},
+            {"window": 50},
+            {"softcap": 5.0},
+            {"q_offset": 0, "causal": True},
+            {"scale": 0.3},
+        ] * 2
+        want = [attention(q, k, v, backend="cpu", **options) for options in calls]
+        with ThreadPoolExecutor(len(calls)) as pool:
+            for _ in range(10):
+                got = list(pool.map(lambda options: attention(q, k, v, backend="cpu", **options), calls))
+                assert all(a.equal(b) for a, b in zip(got, want, strict=True))
+
+    def test_any_number_of_threads_gives_the_same_rows(self):
+        q, k, v = self.inputs()
+        threads = torch.get_num_threads()
+        try:
+            results = []
+            for n in (1, 2, 3, 8):
+                torch.set_num_threads(n)
+                results.append(attention(q, k, v, causal=True, backend="cpu"))
+        finally:
+            torch.set_num_threads(threads)
+        assert all(r.equal(results[0]) for r in results)
+
+    def test_after_a_fork(self):
+        """A forked child has no threads of its parent's; it starts its own."""
+        q, k, v = self.inputs()
+        torch.set_num_threads(2)
+        want = attention(q, k, v, causal=True, backend="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks with threads
+            child = os.fork()
+        if child == 0:  # NumPy compares: torch's own threads do not outlive a fork
+            same = (attention(q, k, v, causal=True, backend="cpu").numpy() == want.numpy()).all()
+            os._exit(0 if same else 1)
+        for _ in range(300):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the forked child hangs")
+        assert os.waitstatus_to_exitcode(status) == 0
+
+    def test_decode_splits_and_merges(self):
+        q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 20_000, 64), torch.randn(1, 2, 20_000, 64)
+        torch.set_num_threads(4)
+        plan_ = plan(q, k, v, backend="cpu")
+        assert plan_.splits > 1
+        want = attention(q, k, v, backend="reference")
+        torch.testing.assert_close(attention(q, k, v, backend="cpu"), want, rtol=1e-5, atol=1e-6)
+
+
+def test_memory_does_not_grow_with_length():
+    q = torch.randn(1, 2, 8, 128)
+    sizes = {n: plan(q, *torch.randn(2, 1, 2, n, 128), backend="cpu") for n in (1000, 100_000)}
+    for p in sizes.values():
+        scratch = p.workspace_bytes / torch.get_num_threads()
+        assert scratch < 4 * 2**20
+    wide = torch.randn(1, 16, 5000, 576)
+    assert plan(wide, wide, wide, backend="cpu").workspace_bytes / torch.get_num_threads() < 4 * 2**20
+
+
+def test_bound_calls_are_the_same_to_the_bit():
+    """The second of equal calls takes the short way; so do other tensors of the same kind, and none other."""
+    bound.forget()
+    for options in ({}, {"causal": True}, {"return_lse": True}, {"layout": "blhd"}):
+        q, k, v = (torch.randn(2, 6, 6, 32) for _ in range(3))
+        first = attention(q, k, v, **options)
+        again = attention(q, k, v, **options)
+        other = attention(q + 1, k, v, **options)
+        fresh = attention(q + 1, k, v, out=torch.empty_like(q), **options)
+        for a, b in ((first, again), (other, fresh)):
+            pairs = zip(a, b, strict=True) if options.get("return_lse") else [(a, b)]
+            assert all(x.equal(y) for x, y in pairs)
+    assert attention(q, k, v, causal=True).ne(attention(q, k, v)).any()
+    with pytest.raises(InvalidArgument):
+        attention(q, k, v, causal=1)
+    with pytest.raises(InvalidArgument):
+        attention(q.requires_grad_(), k, v)
+
+
+@pytest.mark.slow
+def test_kept_code_of_several_processes_fits_together(tmp_path):
+    """Kernels compiled by different processes, in different orders, are found and linked by a third."""
+    environment = {**os.environ, "TILEWISE_CACHE_DIR": str(tmp_path)}
+    orders = [
+        ["work", "dots f16"],
+        ["adds f16", "dots bf16", "adds f32"],
+        ["adds bf16", "merge", "dots f32", "list_items"],
+    ]
+    code = "import sys; from tilewise.backends.cpu import compiled; [compiled.function(name) for name in sys.argv[1:]]"
+    for names in orders:
+        subprocess.run([sys.executable, "-c", code, *names], env=environment, check=True)
+    check = (
+        "import torch; from tilewise.conformance.case import Case; from tilewise.conformance.check import check_case\n"
+        "for t in ('f32', 'f16', 'bf16'):\n"
+        "    for n in (1, 70):\n"
+        "        check_case(Case(Hkv=1, Lq=n, Lk=300, D=128, dtype=t), 'cpu')"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", check], env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - start < 15
