@@ -258,3 +258,13 @@ def test_kept_code_of_several_processes_fits_together(tmp_path):
     done = subprocess.run([sys.executable, "-c", check], env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert time.perf_counter() - start < 15
+
+
+def test_warmup_compiles_everything(capsys):
+    from tilewise.cli import main
+
+    assert main(["warmup"]) == 0
+    text = capsys.readouterr().out
+    assert "walk_packed" in text
+    assert "adds int4" in text
+    assert "kept in" in text

@@ -43,6 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", type=_device, metavar="cpu|cuda", help="default: cuda where there is one")
     demo.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the random inputs (default 0)")
     demo.set_defaults(run=_demo)
+    warmup = commands.add_parser(
+        "warmup",
+        help="compile the CPU kernels ahead of first use",
+        description="Compiles every CPU kernel for this machine and keeps it on disk, so that no first call waits.",
+    )
+    warmup.set_defaults(run=_warmup)
     return parser
 
 
@@ -51,6 +57,12 @@ def _demo(args: argparse.Namespace) -> int:
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return demo(torch.device(device), quick=args.quick, seed=args.seed)
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    from .warmup import warmup
+
+    return warmup()
 
 
 def _device(text: str) -> str:

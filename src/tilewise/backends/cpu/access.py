@@ -7,7 +7,7 @@ from collections import namedtuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from .micro import (
@@ -32,7 +32,7 @@ from .micro import (
     widen_int4_high,
     widen_int8,
 )  # fmt: skip
-from .params import END, MASK_BOOL, NO_LIMIT
+from .params import END, ITEM, MASK_BOOL, NO_LIMIT, PARAMS
 from .simd import W
 
 F = np.float32
@@ -53,6 +53,28 @@ def pointer(typingctx, address):
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), codegen
+
+
+@jit
+def params_at(address):
+    return carray(pointer(address), 1, dtype=PARAMS)[0]
+
+
+@jit
+def item_at(address):
+    return carray(pointer(address), 1, dtype=ITEM)[0]
+
+
+@intrinsic
+def call_walk(typingctx, fn, params, scratch, item):
+    """Calls a compiled function of three int64 by its address."""
+
+    def codegen(context, builder, sig, values):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
 
 
 @intrinsic

@@ -8,32 +8,29 @@ import math
 import numpy as np
 from numba import carray
 
-from .access import INF, ZERO, F, fill, jit, key_span, pointer, sequence, up
-from .direct import walk_direct
+from .access import INF, ZERO, F, call_walk, fill, item_at, jit, key_span, params_at, pointer, sequence, up
 from .micro import get_f32, get_i64, next_item, put_f32, put_i64, widen_f32
-from .packed import walk_packed
-from .params import ITEM, PARAMS
+from .params import ITEM
 from .rows import finish
 from .scratch import DIRECT_ROWS, cut
 from .simd import W
 
+ITEM_BYTES = ITEM.itemsize
+
 
 def work(params, scratch):
     """What a thread runs: items until there are none."""
-    p = carray(pointer(params), 1, dtype=PARAMS)[0]
+    p = params_at(params)
     count = get_i64(p.counter + 8)
-    items = carray(pointer(p.items), count, dtype=ITEM)
     t = cut(p, scratch)
     Dv = up(p.value_dim, W)
     index = next_item(p.counter)
     while index < count:
-        item = items[index]
+        address = p.items + index * ITEM_BYTES
+        item = item_at(address)
         R = p.heads // p.kv_heads * item.rows
-        q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
-        if R <= DIRECT_ROWS:
-            walk_direct(p, t, item, q_start, kv_start, kv_len)
-        else:
-            walk_packed(p, t, item, q_start, kv_start, kv_len)
+        q_start = sequence(p, item.b)[0]
+        call_walk(p.walk_direct if R <= DIRECT_ROWS else p.walk_packed, params, scratch, address)
         slot = p.partials + index * p.partial_bytes
         if item.splits > 1:
             widen_f32(slot, t.acc, R * Dv)
@@ -49,7 +46,7 @@ def work(params, scratch):
 
 def merge(params, scratch):
     """Combines the parts of split items; run by one thread when all are there."""
-    p = carray(pointer(params), 1, dtype=PARAMS)[0]
+    p = params_at(params)
     count = get_i64(p.counter + 8)
     items = carray(pointer(p.items), count, dtype=ITEM)
     Dv = up(p.value_dim, W)
@@ -79,7 +76,7 @@ def merge(params, scratch):
 
 def list_items(params, order):
     """Writes the items, the most work first, and their number. `order` has room for an int64 for each batch row."""
-    p = carray(pointer(params), 1, dtype=PARAMS)[0]
+    p = params_at(params)
     items = carray(pointer(p.items), 1 << 40, dtype=ITEM)
     rows = carray(pointer(order), p.batch, dtype=np.int64)
     for b in range(p.batch):

@@ -21,6 +21,8 @@ from numba import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.ccallback import CFunc
 
+from .simd import CODES
+
 _lock = threading.RLock()
 
 
@@ -85,6 +87,8 @@ def compile_function(fn, name: str, arguments: int) -> int:
     """The address of `void fn(int64, ...)`, compiled or taken from disk."""
     fn.__qualname__ = name  # the linker knows functions by it: code kept by several processes may not share one
     signature = types.void(*[types.int64] * arguments)
+    if not any(cache_directory().glob(f"{name}.*.nbc")):
+        _announce()
     compiled = CFunc(fn, (tuple(signature.args), signature.return_type), {}, {"error_model": "numpy"})
     try:
         kept = _cache_of(fn, name)
@@ -97,21 +101,35 @@ def compile_function(fn, name: str, arguments: int) -> int:
     return compiled.address
 
 
+@cache
+def _announce() -> None:
+    print(
+        "tilewise: compiling kernels for this CPU, once; `tilewise warmup` does it ahead", file=sys.stderr, flush=True
+    )
+
+
 _kept_alive: list = []  # the code is freed with the object
 
 
 @cache
 def function(name: str) -> int:
-    """The address of a kernel: `work`, `merge`, `list_items`, `dots f16`, `adds int8`, ..."""
+    """The address of a kernel: `work`, `walk_direct`, `merge`, `dots f16`, `adds int8`, ..."""
     with _lock:
-        from . import attend, direct
+        from . import attend, direct, packed
 
         what, _, kind = name.partition(" ")
-        if not kind:
-            return compile_function(getattr(attend, what), what, 2)
-        make = direct.dots_function if what == "dots" else direct.adds_function
-        return compile_function(make(kind), f"{what}_{kind}", 10)
+        if kind:
+            make = direct.dots_function if what == "dots" else direct.adds_function
+            return compile_function(make(kind), f"{what}_{kind}", 10)
+        home = {"walk_direct": direct, "walk_packed": packed}.get(name, attend)
+        return compile_function(getattr(home, name), name, 3 if home is not attend else 2)
 
+
+# Everything that a call can need.
+ALL = [
+    *("list_items", "work", "merge", "walk_direct", "walk_packed"),
+    *(f"{what} {kind}" for kind in CODES for what in ("dots", "adds")),
+]
 
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 

@@ -19,15 +19,18 @@ from .access import (
     F,
     call,
     fill,
+    item_at,
     jit,
     key_source,
     list_mask,
     list_rows,
     list_scales,
     mask_row,
+    params_at,
     place,
     query_row,
     read_states,
+    sequence,
     up,
     value_source,
     widen_row,
@@ -35,7 +38,7 @@ from .access import (
 )  # fmt: skip
 from .micro import get_f32, get_i32, get_i64, make_adds, make_dots, put_f32, row_scale
 from .rows import add_strays, set_up, take_out_strays
-from .scratch import KEY_PAD, PAD
+from .scratch import KEY_PAD, PAD, cut
 from .simd import W
 from .softmax import LOG2E, alibi_row, bias_cells, exp_row, exp_row_far, max_row, scale_cells, softcap_cells
 
@@ -140,9 +143,11 @@ def soften(p, t, item, r, origin, count, BK, Dv):
         row_scale(t.acc + 4 * r * Dv, Dv, shrink)
 
 
-@jit
-def walk_direct(p, t, item, q_start, kv_start, kv_len):
-    """All keys of an item; m, l and acc hold the result."""
+def walk_direct(params, scratch, address):
+    """All keys of the item at `address`; m, l and acc hold the result."""
+    p, item = params_at(params), item_at(address)
+    t = cut(p, scratch)
+    q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
     D, Dv, BK = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys
     k, v, at = key_source(p), value_source(p), place(p, item, kv_start)

@@ -95,12 +95,17 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "split_size": split,
         "partial_bytes": 4 * p.group * rows * (Dv + 2) if split else 0,
     }
-    # Also a long prompt may end in a tile of few rows. Rows are read straight from the cache if they are whole vectors.
-    numbers |= {"dots_f32": compiled.function("dots f32"), "adds_f32": compiled.function("adds f32")}
-    if p.head_dim % (W * (2 if k_code == CODES["int4"] else 1)) == 0:
-        numbers["dots"] = compiled.function(f"dots {KINDS[k_code]}")
-    if p.value_dim % (W * (2 if v_code == CODES["int4"] else 1)) == 0:
-        numbers["adds"] = compiled.function(f"adds {KINDS[v_code]}")
+    few, many = _row_counts(p, rows)
+    if many:
+        numbers["walk_packed"] = compiled.function("walk_packed")
+    if few:
+        names = {"walk_direct": "walk_direct", "dots_f32": "dots f32", "adds_f32": "adds f32"}
+        # Rows are read straight from the cache if they are whole vectors.
+        if p.head_dim % (W * (2 if k_code == CODES["int4"] else 1)) == 0:
+            names["dots"] = f"dots {KINDS[k_code]}"
+        if p.value_dim % (W * (2 if v_code == CODES["int4"] else 1)) == 0:
+            names["adds"] = f"adds {KINDS[v_code]}"
+        numbers |= {name: compiled.function(what) for name, what in names.items()}
     block = np.zeros(COUNTER + 2, dtype=np.int64)
     for name, value in numbers.items():
         block[INDEX[name]] = value
@@ -113,6 +118,14 @@ def make_launch(p: Problem, threads: int) -> Launch:
     own = block.copy()
     items = _list_items(own, launch)
     return Launch(own, threads, scratch, most, numbers["partial_bytes"], items)
+
+
+def _row_counts(p: Problem, rows: int) -> tuple[bool, bool]:
+    """Whether tiles of few query rows occur, and of many: each has its own kernel, compiled when it is needed."""
+    if p.packed_q:
+        return True, p.group * min(rows, p.q_len) > DIRECT_ROWS
+    sizes = {min(rows, p.q_len), p.q_len % rows or rows}
+    return any(p.group * n <= DIRECT_ROWS for n in sizes), any(p.group * n > DIRECT_ROWS for n in sizes)
 
 
 def _stored(p: Problem) -> tuple[Any, Any]:

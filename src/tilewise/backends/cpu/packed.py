@@ -22,14 +22,17 @@ from .access import (
     ZERO,
     F,
     fill,
+    item_at,
     jit,
     key_source,
     list_mask,
     list_rows,
     mask_row,
+    params_at,
     place,
     query_row,
     read_states,
+    sequence,
     up,
     value_source,
     widen_row,
@@ -55,7 +58,7 @@ from .micro import (
     transpose,
 )  # fmt: skip
 from .rows import add_strays, set_up, take_out_strays
-from .scratch import PAD, PANEL_
+from .scratch import PAD, PANEL_, cut
 from .simd import W
 from .softmax import (
     LOG2E,
@@ -227,9 +230,11 @@ def add_values(t, first_row, tile, k0, k1, Dv, BK):
         c += n * W
 
 
-@jit
-def walk_packed(p, t, item, q_start, kv_start, kv_len):
-    """All keys of an item; m, l and acc hold the result."""
+def walk_packed(params, scratch, address):
+    """All keys of the item at `address`; m, l and acc hold the result."""
+    p, item = params_at(params), item_at(address)
+    t = cut(p, scratch)
+    q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
     D, Dv, BK = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys
     k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
