@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilewise", description="Flash attention in which every kernel is Python.")
     parser.add_argument("--version", action="version", version=f"tilewise {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    bench = commands.add_parser(
+        "bench",
+        help="measure the kernels beside torch's SDPA and the machine's own limits",
+        description="Times each case in turns with its peer (SDPA, reading memory, another form of ours), checks it "
+        "against float64 and says which bars are reached. Progress goes to stderr. Ctrl-C ends the measuring and keeps "
+        "what is done. Exit status 1 if a result is wrong.",
+    )
+    bench.add_argument("--suite", choices=("cpu",), required=True, help="which cases to measure")
+    bench.add_argument("--quick", action="store_true", help="fewer cases and shorter: under two minutes")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    bench.set_defaults(run=_bench)
     demo = commands.add_parser(
         "demo",
         help="run attention in the shapes of known models, timed and checked",
@@ -50,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     warmup.set_defaults(run=_warmup)
     return parser
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .bench.run import bench
+
+    return bench(args.suite, args.quick, args.json)
 
 
 def _demo(args: argparse.Namespace) -> int:

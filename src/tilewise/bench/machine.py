@@ -1,0 +1,128 @@
+"""What a benchmark ran on, and what that machine can do at most."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .measure import take_turns
+
+KEPT_VARIABLES = ("ONEDNN_", "DNNL_", "OMP_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "TILEWISE_")
+# On virtual machines that name AMX without having it, torch's bfloat16 and float16 products end the process.
+SAFE_ISA = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+PROBE = """
+import torch
+for dtype in (torch.bfloat16, torch.float16):
+    for rows in (64, 1):
+        q, k = torch.ones(1, 2, rows, 64, dtype=dtype), torch.ones(1, 2, 256, 64, dtype=dtype)
+        torch.nn.functional.scaled_dot_product_attention(q, k, k)
+"""
+MIB = 1024**2
+
+
+def describe(command: str) -> dict[str, Any]:
+    """Device, versions, date, command and environment, as plain data."""
+    return {
+        "device": {
+            "cpu": cpu_name(),
+            "architecture": platform.machine(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "vector_width": vector_width(),
+            "last_cache_bytes": last_cache(),
+            "memory_available_bytes": memory_available(),
+            "load": load(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()}",
+            **{name: _version(name) for name in ("tilewise", "torch", "numba", "llvmlite", "numpy")},
+        },
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(KEPT_VARIABLES)},
+    }
+
+
+def ceilings(read_bytes: int, matrix: int, budget: float) -> dict[str, float]:
+    """The speeds that bound attention here: reading memory past the caches, and float32 products."""
+    buffer, square = torch.ones(read_bytes // 4), torch.ones(matrix, matrix)
+    read, product = take_turns([lambda: buffer.sum(), lambda: square @ square], budget)
+    return {
+        "read_bytes": float(buffer.nbytes),
+        "read_gb_per_s": buffer.nbytes / read.seconds / 1e9,
+        "read_spread": read.spread,
+        "sgemm_size": float(matrix),
+        "sgemm_gflop_per_s": 2 * matrix**3 / product.seconds / 1e9,
+        "sgemm_spread": product.spread,
+    }
+
+
+def sdpa_survives(environment: dict[str, str] | None = None) -> bool:
+    """Whether torch's SDPA in bfloat16 and float16 works on this machine; tried in a process that may die of it."""
+    env = {**os.environ, **(environment or {})}
+    return subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True).returncode == 0
+
+
+def cpu_name() -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def vector_width() -> int | None:
+    """Floats in a vector register, as the CPU kernels see it; None without numba."""
+    try:
+        from ..backends.cpu import simd
+    except ImportError:
+        return None
+    return simd.W
+
+
+def last_cache() -> int:
+    """Bytes of the last-level cache; 32 MiB if the system does not say."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = _read(path).strip()
+        if text[:-1].isdecimal() and text[-1] in "KM":
+            sizes.append(int(text[:-1]) * {"K": 1024, "M": MIB}[text[-1]])
+    return max(sizes) or 32 * MIB
+
+
+def memory_available() -> int:
+    """Bytes that can be had without swapping; 4 GiB if the system does not say."""
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 4096 * MIB
+
+
+def load() -> float:
+    """Processes that want to run, on average over the last minute; 0 if the system does not say."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return 0.0
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,106 @@
+"""Times several calls in one loop, in turns, so that a change in the machine's speed meets them all."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+Call = Callable[[], object]
+Clock = Callable[[], float]
+
+LEAST_ROUNDS = 3
+MOST_ROUNDS = 300
+MOST_BLOCKS = 5
+LEAST_TURN = 1e-3  # seconds: shorter calls are repeated within a turn, or the clock and the wake-up would be measured
+# OpenMP's threads go on spinning for a while after a call. Without a pause they would take cores from the next one.
+PAUSE = 4e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call."""
+
+    seconds: float  # the best of the blocks' medians
+    median: float  # of all rounds
+    spread: float  # between the quartiles of all rounds, as a share of the median
+    rounds: int
+    repeats: int = 1  # calls in each round's turn
+
+
+def take_turns(
+    calls: Sequence[Call],
+    budget: float,
+    most: int = MOST_ROUNDS,
+    clock: Clock = time.perf_counter,
+    pause: Callable[[float], None] = time.sleep,
+) -> list[Timing]:
+    """Times `calls` in rounds A, B, A, B ... for about `budget` seconds, at least three rounds.
+
+    The rounds are cut into blocks; each call's time is the best of its blocks' medians. The median leaves out single
+    disturbances, the best block those that last.
+    """
+    repeats = [_warm_up(call, clock) for call in calls]
+    times: list[list[float]] = [[] for _ in calls]
+    with _no_collection():
+        start, rounds = clock(), 0
+        while rounds < LEAST_ROUNDS or (rounds < most and clock() - start < budget):
+            for call, count, taken in zip(calls, repeats, times, strict=True):
+                pause(PAUSE)
+                taken.append(_turn(call, count, clock))
+            rounds += 1
+    return [summary(taken, count) for taken, count in zip(times, repeats, strict=True)]
+
+
+def summary(times: Sequence[float], repeats: int = 1) -> Timing:
+    """The times of one call's rounds, in order, as one `Timing`."""
+    median = statistics.median(times)
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [median] * 3
+    best = min(statistics.median(block) for block in blocks(times))
+    return Timing(best, median, (high - low) / median if median else 0.0, len(times), repeats)
+
+
+def blocks(times: Sequence[float]) -> list[Sequence[float]]:
+    """`times` in up to five runs of neighbours, none of fewer than three unless there are fewer."""
+    count = max(1, min(MOST_BLOCKS, len(times) // LEAST_ROUNDS))
+    edges = [round(i * len(times) / count) for i in range(count + 1)]
+    return [times[a:b] for a, b in pairwise(edges)]
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def _warm_up(call: Call, clock: Clock) -> int:
+    """Calls twice (the first may compile) and says how many calls make a turn."""
+    call()
+    start = clock()
+    call()
+    taken = clock() - start
+    return max(1, min(1000, math.ceil(LEAST_TURN / taken))) if taken > 0 else 1000
+
+
+def _turn(call: Call, count: int, clock: Clock) -> float:
+    if count > 1:
+        call()  # wakes the threads: part of a long call, but not of each short one
+    start = clock()
+    for _ in range(count):
+        call()
+    return (clock() - start) / count
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage collector would add its own time to a call that did nothing for it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
