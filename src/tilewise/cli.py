@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from . import InvalidArgument, Unsupported, __version__
+from .planner import BACKENDS
 
 BAD_ARGUMENTS = 2
 
@@ -61,6 +62,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Compiles every CPU kernel for this machine and keeps it on disk, so that no first call waits.",
     )
     warmup.set_defaults(run=_warmup)
+    verify = commands.add_parser(
+        "verify",
+        help="check every kernel that this machine can run",
+        description="Runs the conformance suite on a device: every case and property, and on a GPU large tensors, "
+        "repeats and CUDA graphs too. Exit status 1 if a check fails.",
+    )
+    verify.add_argument("--device", type=_device, metavar="cpu|cuda", help="default: cuda where there is one")
+    verify.add_argument("--backend", choices=BACKENDS, help="default: the best for each case")
+    verify.add_argument("--quick", action="store_true", help="one case in four")
+    verify.add_argument("--jobs", type=_count, default=0, metavar="N", help="processes (default: by device)")
+    verify.add_argument("--json", type=Path, metavar="FILE", help="write every check's result there")
+    verify.set_defaults(run=_verify)
     return parser
 
 
@@ -83,12 +96,25 @@ def _warmup(args: argparse.Namespace) -> int:
     return warmup()
 
 
+def _verify(args: argparse.Namespace) -> int:
+    from .verify import verify
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return verify(device, args.backend, args.quick, args.jobs, args.json)
+
+
 def _device(text: str) -> str:
     if text not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu or cuda")
     if text == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("torch sees no CUDA device here; use cpu")
     return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of processes, 1 to 1024")
+    return int(text)
 
 
 def _seed(text: str) -> int:

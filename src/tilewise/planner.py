@@ -12,7 +12,7 @@ from .plan import Plan
 from .problem import Problem
 from .tensors import Tensors
 
-BACKENDS = ("cpu", "torch", "reference")  # best first; each is a module of tilewise.backends
+BACKENDS = ("triton", "cpu", "torch", "reference")  # best first; each is a module of tilewise.backends
 
 
 class Backend(Protocol):

@@ -138,6 +138,8 @@ class _Maker:
             args = (q, k, v, self.offsets(c.q_lengths), self.offsets(c.lengths))
             if c.used:
                 options["kv_lengths"] = self.ints(c.used)
+            if c.mask:  # its size cannot be read from offsets on a GPU
+                options |= {"max_q": c.queries, "max_k": c.keys}
             return Inputs(api.varlen_attention, args, options)
         if c.form == "paged":
             table = self.block_table()

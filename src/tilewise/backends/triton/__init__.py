@@ -1,0 +1,68 @@
+"""Triton kernels for any NVIDIA GPU from Ampere on: every option, in any combination."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+from typing import Any
+
+import torch
+
+from ...plan import Plan
+from ...problem import Problem
+from ...tensors import Tensors
+from . import heuristics
+from .device import arch_of, processors
+
+
+def supports(problem: Problem) -> str | None:
+    if problem.device.type != "cuda":
+        if problem.device.type != "cpu" or not _interpreted():
+            return "runs on GPUs"
+        if torch.bfloat16 in (problem.q_dtype, problem.k_dtype, problem.v_dtype):
+            return "Triton's interpreter has no bfloat16 products"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if 0 < arch_of(problem.device) < 80:
+        return "needs compute capability 8.0 (Ampere) or newer"
+    return None
+
+
+def plan(problem: Problem) -> Plan:
+    c = heuristics.config(problem, processors(problem.device), arch_of(problem.device))
+    rows = problem.total_q if problem.packed_q else problem.batch * problem.q_len
+    notes = []
+    if problem.split_size and c.split_tiles == 0:
+        notes.append("split_size: keys are walked in one pass, which is batch-invariant already")
+    if c.pack > 1:
+        notes.append(f"{c.pack} query heads of a KV head share a tile")
+    return Plan(
+        problem,
+        backend="triton",
+        kernel="split-KV decode" if c.splits > 1 else "decode" if heuristics.is_decode(problem) else "prefill",
+        tile=(c.BM // c.pack, c.BK),
+        splits=c.splits,
+        workspace_bytes=4 * rows * problem.heads * c.splits * (problem.value_dim + 2) if c.splits > 1 else 0,
+        notes=tuple(notes),
+    )
+
+
+def run(plan: Plan, tensors: Tensors) -> None:
+    _launch().bound_to(plan)(tensors)
+
+
+def bind(plan: Plan, tensors: Tensors) -> Any:
+    return _launch().bind(plan, tensors)
+
+
+@cache
+def _launch() -> Any:
+    """The launches, imported with the first call, and Triton with them."""
+    from . import launch
+
+    return launch
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")

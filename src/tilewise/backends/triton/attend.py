@@ -1,0 +1,240 @@
+"""Attention of one tile of query rows over the keys that it can see: prefill and decode.
+
+A program owns BM rows: BM // pack queries times `pack` query heads of one KV head (pack is 1 in prefill, the group in
+decode, so that each key is read once for all heads that share it). It walks the key tiles from the first that any of
+its rows sees to the last, in order: a masked range at either end, an unmasked one between them, or the list of tiles
+that a dense mask leaves. K and V go from global to shared memory by pipelined copies; q, m, l and acc stay in
+registers. With `split` the keys are cut over programs and each writes its (m, l, acc) for `reduce.py`.
+
+The products p v of the fast loops also multiply values under hidden cells, by zero. If such a value was not finite,
+acc has become NaN; then, and only then, the tile is done again with a slower loop that keeps strays from blind rows.
+Decode does so in the same kernel ("inside"). In prefill that loop would take registers from the fast ones, so there a
+program leaves a note ("flag") and a second launch of the same tiles, most of which end at once, does it ("repair").
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from .finish import finish, store_acc
+from .load import load_rows, parts_of, values_of, width_of
+from .masks import find_sequence, key_span
+from .tile import step
+
+# Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
+PLAIN_INTS = [
+    "batch", "head_blocks", "q_len", "kv_len", "total_q", "q_offset", "left", "right", "chunk", "section", "splits",
+    "split_tiles",
+]  # fmt: skip
+
+
+@triton.jit
+def empty_acc(OP: tl.constexpr, BM: tl.constexpr):
+    acc = ()
+    for i in tl.static_range(len(OP.widths)):
+        for _ in tl.static_range(parts_of(OP)):
+            acc = acc + (tl.zeros([BM, width_of(OP, i)], tl.float32),)
+    return acc
+
+
+@triton.jit
+def empty_state(S: tl.constexpr):
+    BM: tl.constexpr = S.BM
+    m = tl.full([BM], float("-inf"), tl.float32)
+    return m, tl.zeros([BM], tl.float32), empty_acc(values_of(S), BM)
+
+
+@triton.jit
+def has_strays(acc):
+    """Whether any element is NaN or infinite (0 * x is then NaN)."""
+    total = 0.0
+    for i in tl.static_range(len(acc)):
+        total += tl.sum(tl.sum(acc[i] * 0.0, 1), 0)
+    return total != total
+
+
+@triton.jit(do_not_specialize=PLAIN_INTS)
+def attend(
+    Q, K, V, OUT, LSE, K_SCALES, V_SCALES, MASK, SLOPES, SINKS, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, TABLE,
+    PART, PART_ML, FLAGS, LIST, RANK,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, lse_b, lse_h, lse_l,
+    ks_b, ks_h, ks_l, vs_b, vs_h, vs_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n, slopes_b,
+    table_b, batch, head_blocks, q_len, kv_len, total_q, q_offset, scale, softcap, left, right, chunk, section, splits,
+    split_tiles,
+    S: tl.constexpr,
+):  # fmt: skip
+    BM: tl.constexpr = S.BM
+    BK: tl.constexpr = S.BK
+    PACK: tl.constexpr = S.pack
+    BQ: tl.constexpr = S.BM // S.pack
+    if S.pdl:
+        gdc_launch_dependents()
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+
+    if S.guard == "repair":
+        if tl.load(FLAGS + pid * splits + split) == 0:
+            return
+
+    # Which tile of which sequence, and which heads.
+    if S.packed_q:
+        hb = pid % head_blocks
+        tile = pid // head_blocks
+        b = find_sequence(CU_Q, tile, batch, BQ)
+        q_start = tl.load(CU_Q + b)
+        tile -= q_start // BQ + b
+        owned = b < batch
+        q_len = tl.load(CU_Q + b + 1, mask=owned, other=0)
+        q_len = tl.where(owned, q_len, total_q) - q_start
+        if tile * BQ >= q_len:
+            return
+        tile = tl.cdiv(q_len, BQ) - 1 - tile  # the last rows of a causal sequence have the most to do
+        row_b = b * 0
+        b = tl.minimum(b, batch - 1)
+    else:
+        # Sections of planes whose keys fit the L2 cache; inside one, the last tiles of all its planes come first.
+        tiles = tl.cdiv(q_len, BQ)
+        first = pid // (section * tiles) * section
+        width = tl.minimum(section, batch * head_blocks - first)
+        rank = pid % (section * tiles)
+        plane = first + rank % width
+        tile = tiles - 1 - rank // width
+        b = plane // head_blocks
+        hb = plane % head_blocks
+        q_start = b * 0
+        row_b = b
+        owned = b < batch
+
+    # Its keys and positions.
+    n_keys = kv_len
+    if S.varlen:
+        kv_start = tl.load(CU_K + b)
+        n_keys = tl.load(CU_K + b + 1) - kv_start
+    if S.lengths:
+        n_keys = tl.load(KV_LENGTHS + b)
+    offset = q_offset
+    if S.offset == "rows":
+        offset = tl.load(Q_OFFSET + b)
+    if S.offset == "end":
+        offset = n_keys - q_len
+    if S.packed_q:
+        n_keys = tl.where(owned, n_keys, 0)
+
+    r = tl.arange(0, BM)
+    row = tile * BQ + r // PACK  # [BM]
+    head = hb * PACK + r % PACK  # [BM]
+    row_ok = row < q_len
+    if BM % PACK != 0:
+        row_ok = row_ok & (r // PACK < BQ)
+    kv_head = (hb * PACK // S.group).to(tl.int64)
+    qpos = offset + row
+    row_lo, row_hi = key_span(qpos, n_keys, left, right, chunk, S.causal, S.left, S.right, S.chunk)  # [BM]
+    top = offset + tile * BQ
+    bottom = offset + tl.minimum(tile * BQ + BQ, q_len) - 1
+    lo, full_hi = key_span(top, n_keys, left, right, chunk, S.causal, S.left, S.right, S.chunk)
+    full_lo, hi = key_span(bottom, n_keys, left, right, chunk, S.causal, S.left, S.right, S.chunk)
+
+    # Tiles first_t .. last_t hold what any row sees; those of inner .. outer are seen whole by every row.
+    first_t = lo // BK
+    last_t = tl.maximum(tl.cdiv(hi, BK), first_t)
+    if S.split:
+        if split_tiles > 0:  # fixed, whatever the batch
+            first_t = tl.maximum(first_t, split * split_tiles)
+            last_t = tl.minimum(last_t, (split + 1) * split_tiles)
+        else:
+            share = tl.cdiv(last_t - first_t, splits)
+            last_t = tl.minimum(last_t, first_t + (split + 1) * share)
+            first_t += split * share
+        last_t = tl.maximum(first_t, last_t)
+    inner = tl.minimum(tl.maximum(tl.cdiv(full_lo, BK), first_t), last_t)
+    outer = tl.maximum(tl.minimum(full_hi // BK, last_t), inner)
+
+    wide_b = b.to(tl.int64)
+    wide_row = row.to(tl.int64)
+    wide_head = head.to(tl.int64)
+    q_at = Q + row_b.to(tl.int64) * q_b + (q_start + wide_row) * q_l + wide_head * q_h  # [BM]
+    q, factor = load_rows(q_at, row_ok, S)
+    slope = 0.0
+    if S.alibi:
+        slope = tl.load(SLOPES + b * slopes_b + head)[:, None]  # [BM, 1]
+    k_base = K + kv_head * k_h
+    v_base = V + kv_head * v_h
+    ks_base = k_base
+    vs_base = v_base
+    table = k_base
+    if S.keys.kind != "plain":
+        ks_base = K_SCALES + kv_head * ks_h
+    if S.values.kind != "plain":
+        vs_base = V_SCALES + kv_head * vs_h
+    if S.page > 0:
+        table = TABLE + wide_b * table_b
+    elif S.varlen:
+        k_base += kv_start.to(tl.int64) * k_l
+        v_base += kv_start.to(tl.int64) * v_l
+        ks_base += kv_start.to(tl.int64) * ks_l
+        vs_base += kv_start.to(tl.int64) * vs_l
+    else:
+        k_base += wide_b * k_b
+        v_base += wide_b * v_b
+        ks_base += wide_b * ks_b
+        vs_base += wide_b * vs_b
+    rows = (row_lo, row_hi, qpos, slope, factor)
+    keys = (k_base, ks_base, k_b, k_l, ks_b, ks_l, table)
+    values = (v_base, vs_base, v_b, v_l, vs_b, vs_l)
+    mask = (row, row_ok, mask_k)
+    if S.mask != "":
+        mask = (MASK + wide_b * mask_b + wide_head * mask_h + wide_row * mask_q, row_ok, mask_k)
+
+    state = empty_state(S)
+    if S.guard == "repair":
+        for t in tl.range(first_t, last_t, num_stages=1):
+            state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, 1, True)
+    elif S.listed:
+        plane_at = wide_b * list_b + hb.to(tl.int64) * list_h + tile.to(tl.int64) * list_q
+        ranks = RANK + plane_at * (list_n + 1)
+        lists = LIST + plane_at * list_n
+        for i in tl.range(tl.load(ranks + first_t), tl.load(ranks + last_t)):
+            entry = tl.load(lists + i)
+            t = entry >> 1
+            mixed = ((entry & 1) != 0) | (t < inner) | (t >= outer)
+            state = step(state, q, t, mixed, rows, keys, values, mask, scale, softcap, lo, hi, S, 2, False)
+    elif S.mask != "":
+        for t in tl.range(first_t, last_t):
+            state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, 1, False)
+    else:
+        if S.moves:
+            for t in tl.range(first_t, inner):
+                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, 1, False)
+        for t in tl.range(inner, outer):
+            state = step(state, q, t, False, rows, keys, values, mask, scale, softcap, lo, hi, S, 0, False)
+        if S.ruled or S.tail:
+            for t in tl.range(outer, last_t):
+                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, 1, False)
+    if S.guard == "flag":
+        tl.store(FLAGS + pid * splits + split, has_strays(state[2]).to(tl.int32))
+    if S.guard == "inside":
+        if has_strays(state[2]):
+            state = empty_state(S)
+            for t in tl.range(first_t, last_t, num_stages=1):
+                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, 1, True)
+
+    m, l, acc = state
+    if S.linear:
+        m = tl.where(m == float("-inf"), m, m * scale)
+    if S.split:
+        # Rows in the order of the output's rows, then heads, then splits.
+        part = ((row_b.to(tl.int64) * q_len + q_start + wide_row) * (head_blocks * PACK) + head) * splits + split
+        tl.store(PART_ML + part * 2, m, mask=row_ok)
+        tl.store(PART_ML + part * 2 + 1, l, mask=row_ok)
+        store_acc(PART + part * (S.values.columns * S.values.parts), acc, row_ok, values_of(S))
+    else:
+        if S.sinks:
+            sink = tl.where(row_ok & owned, tl.load(SINKS + head, mask=row_ok, other=0.0), float("-inf"))
+            m, l, acc = finish(m, l, acc, sink, True)
+        else:
+            m, l, acc = finish(m, l, acc, m, False)
+        out_at = OUT + row_b.to(tl.int64) * o_b + (q_start + wide_row) * o_l + wide_head * o_h
+        store_acc(out_at, acc, row_ok, values_of(S))
+        if S.lse:
+            lse_at = LSE + row_b.to(tl.int64) * lse_b + (q_start + wide_row) * lse_l + wide_head * lse_h
+            tl.store(lse_at, m + tl.log(l), mask=row_ok)

@@ -1,0 +1,188 @@
+"""One step of the online softmax: a tile of BK keys against BM query rows.
+
+    s   = q k^T                        [BM, BK], one dot product for each chunk of the head dim
+    m'  = max(m, rowmax s)             running maximum
+    p   = exp(s - m')                  in base 2
+    l   = l exp(m - m') + rowsum p     running sum
+    acc = acc exp(m - m') + p v        [BM, W] for each chunk of the value dim
+
+Linear kernels (no softcap, ALiBi or additive mask) keep m in units of the dot product and fold scale and log2(e) into
+one multiply-add for each cell; the others keep logits in natural units, where the least finite bias stays finite.
+"""
+
+import triton
+import triton.language as tl
+
+from .load import (
+    element_scales,
+    group_of,
+    keys_of,
+    load_chunk,
+    parts_of,
+    power_of_two,
+    precision_of,
+    round_type,
+    row_offsets,
+    row_scales,
+    tile_rows,
+    values_of,
+    widened,
+    work_type,
+)
+from .scores import LOG2E, logits
+
+
+@triton.jit
+def dot_keys(
+    q, K, KS, rows, scale_rows, ok,
+    BM: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """q k^T: [BM, BK]. A scale that all of a row's chunk shares is applied to the dot product, not to the keys."""
+    s = tl.zeros([BM, BK], tl.float32)
+    for i in tl.static_range(len(OP.widths)):
+        raw = load_chunk(K, rows, ok, i, OP, MASKED)  # [BK, W]
+        for part in tl.static_range(parts_of(OP)):
+            if OP.kind == "plain":
+                s = tl.dot(q[i], tl.trans(raw.to(work_type(OP))), s, input_precision=precision_of(OP))
+            elif OP.factored:
+                k = widened(raw, part, OP, work_type(OP))
+                scale = row_scales(KS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
+                d = tl.dot(q[i * OP.parts + part], tl.trans(k), input_precision=precision_of(OP))
+                s = s + d * scale[None, :]
+            else:
+                scale = element_scales(KS, scale_rows, ok, i, part, OP, MASKED)  # [BK, W]
+                k = (widened(raw, part, OP, tl.float32) * scale).to(work_type(OP))
+                s = tl.dot(q[i * OP.parts + part], tl.trans(k), s, input_precision=precision_of(OP))
+    return s
+
+
+@triton.jit
+def strays(value, visible):
+    """What NaN and infinite values add to the rows that see them: [BM, W] of 0, +-inf or NaN.
+
+    One dot product counts the values that push a row up (1 each) and down (256 each); NaN does both.
+    """
+    code = tl.where(value > 0, 1.0, tl.where(value < 0, 256.0, 257.0))
+    code = tl.where(value - value == 0, 0.0, code)
+    hits = tl.dot(visible.to(tl.float16), code.to(tl.float16)).to(tl.int32)
+    up = tl.where(hits % 256 > 0, float("inf"), 0.0)
+    return up + tl.where(hits >= 256, float("-inf"), 0.0)
+
+
+@triton.jit
+def add_values(
+    acc, p, shrink, visible, V, VS, rows, scale_rows, ok,
+    S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
+):  # fmt: skip
+    """acc * shrink + p v, chunk by chunk. CLEAN keeps NaN and Inf from rows that do not see them.
+
+    Weights are rounded to q's type and multiplied in a type that holds both them and the values.
+    """
+    OP: tl.constexpr = values_of(S)
+    result = ()
+    for i in tl.static_range(len(OP.widths)):
+        raw = load_chunk(V, rows, ok, i, OP, MASKED)  # [BK, W]
+        for part in tl.static_range(parts_of(OP)):
+            old = acc[i * OP.parts + part] * shrink[:, None]
+            if OP.kind == "plain":
+                v = raw.to(work_type(OP))
+                weights = p.to(round_type(S)).to(work_type(OP))
+                if CLEAN:
+                    value = raw.to(tl.float32)
+            elif OP.factored and S.round != "f32":
+                # Scales go into the weights: fewer numbers than the values. Powers of two keep them in float16's range.
+                scale = row_scales(VS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
+                v = widened(raw, part, OP, work_type(OP))
+                if CLEAN:
+                    value = v.to(tl.float32) * scale[:, None]
+                    scale = tl.where(scale - scale == 0, scale, 0.0)
+                weights = p * scale[None, :]
+                power = power_of_two(tl.max(tl.abs(weights), 1))  # [BM]
+                weights = (weights * (1.0 / power)[:, None]).to(work_type(OP))
+            else:
+                if OP.factored:
+                    scale = row_scales(VS, scale_rows, ok, group_of(OP, i, part), MASKED)[:, None]
+                else:
+                    scale = element_scales(VS, scale_rows, ok, i, part, OP, MASKED)
+                value = widened(raw, part, OP, tl.float32) * scale
+                v = value.to(round_type(S)).to(work_type(OP))
+                weights = p.to(round_type(S)).to(work_type(OP))
+            if CLEAN:
+                v = tl.where(value - value == 0, v, 0.0).to(work_type(OP))
+            if OP.kind != "plain" and OP.factored and S.round != "f32":
+                new = old + tl.dot(weights, v) * power[:, None]
+            else:
+                new = tl.dot(weights, v, old, input_precision=precision_of(OP))
+            if CLEAN:
+                new += strays(value, visible)
+            result = result + (new,)
+    return result
+
+
+@triton.jit
+def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
+    """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [BM, BK]."""
+    visible = ok[None, :] & (n[None, :] < row_hi[:, None])
+    if S.moves:
+        visible = visible & (n[None, :] >= row_lo[:, None])
+    if S.mask != "":
+        at, row_ok, stride_k = mask  # [BM] pointers to each row's first cell
+        cells = at[:, None] + n[None, :].to(tl.int64) * stride_k
+        cell = tl.load(cells, mask=row_ok[:, None] & ok[None, :], other=0)
+        if S.mask == "bool":
+            visible = visible & (cell != 0)
+        else:
+            bias = cell.to(tl.float32)
+            s = s + bias
+            visible = visible & (bias != float("-inf"))
+    return tl.where(visible, s, float("-inf")), visible
+
+
+@triton.jit
+def step(
+    state, q, t, mixed, rows, keys, values, mask, scale, softcap, lo, hi,
+    S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
+):  # fmt: skip
+    """Key tile `t` into `state` = (m, l, acc). MASKED: 0 every cell is visible, 1 not all, 2 as `mixed` says.
+
+    `rows` = (row_lo, row_hi, qpos, slope, factor), each [BM]; `keys`, `values` = base, scales and strides. Of the
+    keys only `lo .. hi` are loaded, those that any row sees.
+    """
+    BM: tl.constexpr = S.BM
+    BK: tl.constexpr = S.BK
+    m, l, acc = state
+    K, KS, k_b, k_l, ks_b, ks_l, TABLE = keys
+    V, VS, v_b, v_l, vs_b, vs_l = values
+    row_lo, row_hi, qpos, slope, factor = rows
+    n0 = t * BK
+    n = n0 + tl.arange(0, BK)
+    ok = (n >= lo) & (n < hi)  # [BK]
+    where = tile_rows(n0, hi, TABLE, BK, S.page, MASKED > 0)
+    k_rows = row_offsets(where, k_b, k_l, BK, S.page)
+    ks_rows = row_offsets(where, ks_b, ks_l, BK, S.page)
+    s = dot_keys(q, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), MASKED > 0)  # [BM, BK]
+    if S.keys.rescaled:
+        s = s * factor[:, None]
+    if not S.linear:
+        s = logits(s, scale, softcap, qpos[:, None], n[None, :], slope, S.softcap, S.alibi)
+    visible = ok[None, :]
+    if MASKED == 1:
+        s, visible = hide(s, n, ok, row_lo, row_hi, mask, S)
+    if MASKED == 2:
+        if mixed:
+            s, _ = hide(s, n, ok, row_lo, row_hi, mask, S)
+
+    top = tl.maximum(m, tl.max(s, 1))  # [BM]
+    base = tl.where(top == float("-inf"), 0.0, top)  # nothing seen yet: -inf - -inf would be NaN
+    if S.linear:
+        c = scale * LOG2E
+        p = tl.exp2(tl.fma(s, c, (-(base * c))[:, None]))
+        shrink = tl.exp2((m - base) * c)
+    else:
+        p = tl.exp2((s - base[:, None]) * LOG2E)
+        shrink = tl.exp2((m - base) * LOG2E)
+    l = l * shrink + tl.sum(p, 1)
+    v_rows = row_offsets(where, v_b, v_l, BK, S.page)
+    vs_rows = row_offsets(where, vs_b, vs_l, BK, S.page)
+    acc = add_values(acc, p, shrink, visible, V, VS, v_rows, vs_rows, ok, S, MASKED > 0, CLEAN)
+    return top, l, acc

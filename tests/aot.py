@@ -1,0 +1,152 @@
+"""Ahead-of-time compilation of the Triton kernels that a problem needs, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tilewise.backends.triton import heuristics
+from tilewise.backends.triton.kernel import OPTIONS, Kernel
+from tilewise.backends.triton.launch import Bound
+from tilewise.plan import Plan
+from tilewise.problem import Problem
+from tilewise.tensors import Tensors
+
+TYPES = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int8: "*i8",
+    torch.uint8: "*u8",
+}  # fmt: skip
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory that a program may have
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+@dataclass
+class Compiled:
+    shared: int
+    registers: int
+    spills: int  # bytes of spill stores
+    ptx: str
+    cubin: bytes
+
+
+def tensors_of(p: Problem) -> Tensors:
+    """Tensors of a problem without memory: strides and types are all that compilation sees."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def stored(width: int, dtype: torch.dtype, quant: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if p.form == "paged":
+            rows = (4096, p.page_size, p.kv_heads)
+        else:
+            rows = (1 if p.form == "varlen" else p.batch, p.kv_len, p.kv_heads)
+        columns = width if quant is None or quant.dtype != "int4" else width // 2
+        data = empty(*rows, columns, dtype=dtype).transpose(1, 2)
+        if quant is None:
+            return data, None
+        return data, empty(*rows, -(-width // quant.group), dtype=torch.float32).transpose(1, 2)
+
+    q_rows = (1, p.total_q) if p.packed_q else (p.batch, p.q_len)
+    q = empty(*q_rows, p.heads, p.head_dim, dtype=p.q_dtype).transpose(1, 2)
+    out = empty(*q_rows, p.heads, p.value_dim, dtype=p.q_dtype).transpose(1, 2)
+    k, k_scales = stored(p.head_dim, p.k_dtype, p.k_quant)
+    v, v_scales = stored(p.value_dim, p.v_dtype, p.v_quant)
+    t = Tensors(q, k, v, out, k_scales=k_scales, v_scales=v_scales)
+    if p.return_lse:
+        t.lse = empty(q_rows[0], p.heads, q_rows[1], dtype=torch.float32)
+    if p.mask is not None:
+        sizes = (p.batch, p.heads, p.q_len, p.kv_len)
+        own = [1 if free else n for n, free in zip(sizes, p.mask.broadcast, strict=True)]
+        t.mask = empty(*own, dtype=p.mask.dtype).expand(sizes)
+    t.alibi_slopes = empty(p.batch, p.heads, dtype=torch.float32) if p.alibi else None
+    t.sinks = empty(p.heads, dtype=torch.float32) if p.sinks else None
+    t.kv_lengths = empty(p.batch) if p.kv_lengths else None
+    t.q_offset = empty(p.batch) if p.q_offset == "rows" else None
+    t.cu_seqlens_q = empty(p.batch + 1) if p.packed_q else None
+    t.cu_seqlens_k = empty(p.batch + 1) if p.form == "varlen" else None
+    t.block_table = empty(p.batch, max(1, p.kv_len // max(1, p.page_size))) if p.form == "paged" else None
+    return t
+
+
+def compile_kernel(kernel: Kernel, arguments: dict[str, Any], arch: int) -> Compiled:
+    """Compiles as a launch with these arguments would, every pointer aligned."""
+    names = kernel.function.arg_names
+    given = arguments | kernel.constants
+    plain = {kernel.function.params[i].name for i in range(len(names)) if kernel.function.params[i].do_not_specialize}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attrs: dict[tuple[int], Any] = {}
+    for i, name in enumerate(names):
+        value = given[name]
+        if name in kernel.constants or value is None or (type(value) is int and value == 1 and name not in plain):
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attrs[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and name not in plain:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel.function, signature=signature, constexprs=constants, attrs=attrs)
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=OPTIONS | kernel.options)
+    registers, spills = resources(built.asm["ptx"], arch)
+    return Compiled(built.metadata.shared, registers, spills, built.asm["ptx"], built.asm["cubin"])
+
+
+def resources(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers and bytes of spill stores, as ptxas reports them."""
+    name = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}[arch]
+    tool = TOOLS / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        # The same settings as the kernel's own build.
+        command = [tool, "-v", "--fmad=false", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
+    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
+
+
+def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
+    """The attention kernel of a problem, with the launch that the heuristics choose or with another."""
+    c = config or heuristics.config(problem, 132, arch)
+    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, arch)
+    t = tensors_of(problem)
+    ints = torch.empty(1, dtype=torch.int32, device="meta")
+    floats = torch.empty(1, dtype=torch.float32, device="meta")
+    lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.listed else (None, None, (0, 0, 0, 0))
+    parts = (floats, floats) if bound.spec.split else (None, None)
+    flags = ints if bound.repairer else None
+    return compile_kernel(bound.kernel, bound.arguments(t, lists, *parts, flags), arch)
+
+
+def helpers_of(problem: Problem, arch: int) -> Iterator[Compiled]:
+    """The kernels beside the attention kernel: repair, and those of a mask or of splits."""
+    c = heuristics.config(problem, 132, arch)
+    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, arch)
+    t = tensors_of(problem)
+    ints = torch.empty(1, dtype=torch.int32, device="meta")
+    floats = torch.empty(1, dtype=torch.float32, device="meta")
+    if bound.repairer is not None:
+        lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.listed else (None, None, (0, 0, 0, 0))
+        yield compile_kernel(bound.repairer, bound.arguments(t, lists, None, None, ints), arch)
+    if bound.spec.split:
+        yield compile_kernel(bound.reducer, bound.merge_arguments(t, floats, floats), arch)
+    if bound.spec.listed and t.mask is not None:
+        states = torch.empty(1, dtype=torch.uint8, device="meta")
+        given: dict[str, Any] = {"MASK": t.mask.view(torch.uint8), "STATES": states, "q_len": 1, "kv_len": 1}
+        given |= dict(zip(("mask_b", "mask_h", "mask_q", "mask_k"), t.mask.stride(), strict=True))
+        yield compile_kernel(bound.classifier, given | {"heads": 1, "tiles": 1, "n": 8}, arch)
+        given = {"STATES": states, "LIST": ints, "RANK": ints, "row": 8, "column": 1, "n": 8}
+        yield compile_kernel(bound.lister, given, arch)

@@ -1,0 +1,144 @@
+"""The Triton kernels that the heuristics choose, compiled ahead of time for GPUs that are not here.
+
+They must compile, fit the shared memory, use Hopper's own products on sm_90, and keep their loops free of spills.
+"""
+
+import re
+import subprocess
+import tempfile
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from aot import SHARED, TOOLS, attend_of, helpers_of
+from tilewise.problem import MaskSpec, Problem, QuantSpec
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def problem(D=128, Dv=0, dtype=BF16, kv=None, **changes):
+    sizes = {
+        "form": "dense", "device": torch.device("cuda"), "batch": 4, "heads": 16, "kv_heads": 4, "q_len": 4096,
+        "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": dtype, "k_dtype": kv or dtype,
+        "v_dtype": kv or dtype, "scale": 0.1, "q_offset": 0,
+    }  # fmt: skip
+    return Problem(**(sizes | changes))
+
+
+DECODE = {"q_len": 1, "q_offset": 4095}
+PAGED = {"form": "paged", "q_len": 1, "kv_lengths": True, "q_offset": "end"}
+VARLEN = {"form": "varlen", "packed_q": True, "total_q": 4096, "q_len": 1024, "q_offset": "end"}
+ALL = {
+    "causal": True,
+    "window": (100, 3),
+    "chunk": 512,
+    "softcap": 9.0,
+    "alibi": True,
+    "sinks": True,
+    "return_lse": True,
+}
+
+
+def quantised(kind, group):
+    dtype = torch.int8 if kind == "int8" else torch.uint8
+    return {"k_dtype": dtype, "v_dtype": dtype, "k_quant": QuantSpec(kind, group), "v_quant": QuantSpec(kind, group)}
+
+
+def mask(dtype, *broadcast):
+    return {"mask": MaskSpec(dtype, broadcast or (True, True, False, False))}
+
+
+HOT = {
+    "D64": problem(64), "D64-causal": problem(64, causal=True), "D128": problem(), "D128-causal": problem(causal=True),
+    "D128-window": problem(causal=True, window=(1023, None)), "D256": problem(256),
+    "D256-causal": problem(256, causal=True), "D256-softcap": problem(256, causal=True, softcap=50.0),
+    "D192/128": problem(192, 128, causal=True), "f16": problem(dtype=F16, causal=True),
+    "bool mask": problem(**mask(torch.bool)), "additive mask": problem(**mask(BF16)),
+    "varlen": problem(**VARLEN, causal=True),
+    "decode-D64": problem(64, **DECODE), "decode-D128": problem(**DECODE), "decode-D256": problem(256, **DECODE),
+    "decode-D512": problem(512, **DECODE),
+    "paged16-D128": problem(**PAGED, page_size=16), "paged128-D128": problem(**PAGED, page_size=128),
+    "int8": problem(**DECODE, **quantised("int8", 128)), "int4": problem(**DECODE, **quantised("int4", 128)),
+    "fp8": problem(**DECODE, **quantised("fp8_e4m3", 128)),
+}  # fmt: skip
+OTHERS = {
+    "D512-causal": problem(512, causal=True), "D576-all": problem(576, 512, **ALL), "D72-all": problem(72, 40, **ALL),
+    "f32-D64": problem(64, dtype=F32, causal=True), "f32-D128": problem(dtype=F32), "f32-D256": problem(256, dtype=F32),
+    "tf32": problem(dtype=F32, allow_tf32=True), "bf16 over f16": problem(kv=F16, causal=True),
+    "f32 over f16": problem(64, dtype=F32, kv=F16), "int4 prefill": problem(causal=True, **quantised("int4", 64)),
+    "fp8 of 32 prefill": problem(**quantised("fp8_e4m3", 32)),
+    "mask-all": problem(64, **ALL, **mask(F32, *(False,) * 4)),
+    "decode-mask": problem(**(DECODE | {"q_len": 8}), causal=True, **mask(torch.bool)),
+    "decode-all": problem(64, **(DECODE | {"q_len": 4}), **ALL),
+    "paged5-f32": problem(64, dtype=F32, **PAGED, page_size=5),
+    "paged-packed": problem(**(PAGED | {"q_len": 700}), page_size=16, packed_q=True, total_q=2000, causal=True),
+}  # fmt: skip
+
+
+def loops(cubin):
+    """The instructions of each loop that multiplies matrices."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+    labels, code, found = {}, [], []
+    for line in text.splitlines():
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    for i, instruction in enumerate(code):
+        back = re.search(r"BRA.*?(\.L_x_\d+)", instruction)
+        if back and labels.get(back[1], i + 1) <= i:
+            body = code[labels[back[1]] : i + 1]
+            if any("MMA" in x for x in body):
+                found.append(body)
+    return found
+
+
+def count(body, pattern):
+    return sum(bool(re.search(pattern, x)) for x in body)
+
+
+@pytest.mark.parametrize("name", HOT)
+def test_hot_kernels_on_hopper(name):
+    p = HOT[name]
+    built = attend_of(p, 90)
+    assert built.shared <= SHARED[90]
+    assert ("wgmma" in built.ptx) == (p.q_len > 1)
+    assert "cp.async" in built.ptx  # the keys are on their way while others are multiplied
+    bodies = loops(built.cubin)
+    assert bodies
+    for body in bodies:
+        assert count(body, r"\b(STL|LDL)") <= 2, "spills in a loop"
+        # A product that waits for the one before it would be followed by a barrier each: registers ran out. The
+        # branch on a mixed tile costs such waits.
+        assert count(body, "WARPGROUP.DEPBAR") <= (30 if p.mask else 4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_kernels_on_hopper(name):
+    built = attend_of(OTHERS[name], 90)
+    assert built.shared <= SHARED[90]
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+@pytest.mark.parametrize("name", ["D128-causal", "D256", "additive mask", "decode-D128", "paged16-D128", "int4", "fp8"])
+def test_hot_kernels_on_other_gpus(name, arch):
+    built = attend_of(HOT[name], arch)
+    assert built.shared <= SHARED[arch]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("name", [*HOT, *OTHERS])
+def test_every_kernel_everywhere(name, arch):
+    assert attend_of((HOT | OTHERS)[name], arch).shared <= SHARED[arch]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_the_small_kernels(arch):
+    """Repair, merging, classifying, listing."""
+    for built in (*helpers_of(HOT["bool mask"], arch), *helpers_of(HOT["decode-D128"], arch)):
+        assert built.shared <= SHARED[arch]
