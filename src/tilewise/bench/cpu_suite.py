@@ -113,7 +113,7 @@ def _decode_cases(sizes: Sizes, quick: bool) -> Iterator[Case]:
     narrow: tuple[QuantDtype, ...] = ("int8", "int4")
     for quant in narrow:
         long = _keys(sizes.narrow, 8, 128, torch.float16)
-        for keys in (long,) if quick else (sizes.length(8192), long):
+        for keys in (sizes.length(8192),) if quick else (sizes.length(8192), long):
             name = f"f16 queries, 32/8 heads, D 128, {keys:,} keys"
             yield Case(f"decode {quant} cache", name, partial(_beside_f16, quant, keys))
     w = _workload(4, 4, 64, 128, rows=1)
@@ -155,7 +155,7 @@ def _padding(w: Workload) -> Prepared:
 def _beside_reading(kv_heads: int, keys: int, dtype: torch.dtype, read: int) -> Prepared:
     q = normal((1, 32, 1, 128), dtype, LOGIT_STD)
     k, v = (normal((1, kv_heads, keys, 128), dtype, seed=seed) for seed in (1, 2))
-    buffer = torch.ones(read // 4)
+    buffer = machine.read_buffer(read)
     x = Inputs(q, k, v, {})
     made = _prepared(x, _call(x), lambda: buffer.sum())
     return replace(made, moved=k.nbytes + v.nbytes, peer_read=buffer.nbytes, peer_same=False)
@@ -213,7 +213,10 @@ def normal(shape: Sequence[int], dtype: torch.dtype, std: float = 1.0, seed: int
     """Normal numbers, four million of them over and over: making new ones would take longer than the measurement."""
     count = torch.Size(shape).numel()
     some = torch.randn(min(count, 4_000_037), generator=torch.Generator().manual_seed(seed)).mul_(std).to(dtype)
-    return some.repeat(-(-count // len(some)))[:count].view(*shape)
+    full = torch.empty(count, dtype=dtype)
+    for part in full.split(len(some)):
+        part.copy_(some[: len(part)])
+    return full.view(*shape)
 
 
 def _quantised(x: torch.Tensor, kind: QuantDtype) -> Quantised:
