@@ -1,6 +1,7 @@
 """The CPU backend: conformance, random problems, its vector layer, its threads."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -268,3 +269,32 @@ def test_warmup_compiles_everything(capsys):
     assert "walk_packed" in text
     assert "adds int4" in text
     assert "kept in" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these are vector sets of x86")
+@pytest.mark.parametrize(
+    ("width", "features", "peers"),
+    [(8, "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2", "AVX2"), (4, "-avx2,+avx,+fma,+f16c,+sse4.2", "SSE4_2")],
+)
+def test_other_vector_widths(width, features, peers, tmp_path):
+    """The whole suite on narrower vectors than this machine has, torch held to the same: its error is the measure."""
+    environment = {
+        **os.environ,
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": features,
+        "MKL_ENABLE_INSTRUCTIONS": peers,
+        "ATEN_CPU_CAPABILITY": "avx2" if width == 8 else "default",
+        "TILEWISE_CACHE_DIR": str(tmp_path),
+    }
+    code = (
+        "from tilewise.backends.cpu.simd import W\n"
+        "from tilewise.conformance.cases import CASES\n"
+        "from tilewise.conformance.check import check_case\n"
+        "from tilewise.conformance.properties import PROPERTIES\n"
+        f"assert W == {width}, W\n"
+        "for case in CASES: check_case(case, 'cpu')\n"
+        "for check in PROPERTIES.values(): check('cpu', 'cpu')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -56,12 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", type=_device, metavar="cpu|cuda", help="default: cuda where there is one")
     demo.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the random inputs (default 0)")
     demo.set_defaults(run=_demo)
-    warmup = commands.add_parser(
-        "warmup",
-        help="compile the CPU kernels ahead of first use",
-        description="Compiles every CPU kernel for this machine and keeps it on disk, so that no first call waits.",
-    )
-    warmup.set_defaults(run=_warmup)
     verify = commands.add_parser(
         "verify",
         help="check every kernel that this machine can run",
@@ -74,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--jobs", type=_count, default=0, metavar="N", help="processes (default: by device)")
     verify.add_argument("--json", type=Path, metavar="FILE", help="write every check's result there")
     verify.set_defaults(run=_verify)
+    warmup = commands.add_parser(
+        "warmup",
+        help="compile the CPU kernels ahead of first use",
+        description="Compiles every CPU kernel for this machine and keeps it on disk, so that no first call waits.",
+    )
+    warmup.set_defaults(run=_warmup)
     return parser
 
 
@@ -90,17 +90,17 @@ def _demo(args: argparse.Namespace) -> int:
     return demo(torch.device(device), quick=args.quick, seed=args.seed)
 
 
-def _warmup(args: argparse.Namespace) -> int:
-    from .warmup import warmup
-
-    return warmup()
-
-
 def _verify(args: argparse.Namespace) -> int:
     from .verify import verify
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return verify(device, args.backend, args.quick, args.jobs, args.json)
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    from .warmup import warmup
+
+    return warmup()
 
 
 def _device(text: str) -> str:

@@ -120,15 +120,15 @@ class Inputs:
         return rows.transpose(1, 2) if self.options.get("layout") == "blhd" else rows
 
 
-def make(case: Case, device: str = "cpu", slack: float = float("nan")) -> Inputs:
-    """The inputs of a case: the same for the same case, `slack` in every place that must not matter."""
-    return _Maker(case, device, slack).inputs()
+def make(case: Case, device: str = "cpu", slack: float = float("nan"), draw: int = 0) -> Inputs:
+    """The inputs of a case: the same for the same case and draw, `slack` in every place that must not matter."""
+    return _Maker(case, device, slack, draw).inputs()
 
 
 class _Maker:
-    def __init__(self, case: Case, device: str, slack: float) -> None:
+    def __init__(self, case: Case, device: str, slack: float, draw: int) -> None:
         self.case, self.device, self.slack = case, device, slack
-        self.random = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+        self.random = torch.Generator().manual_seed(zlib.crc32(str(case).encode()) + draw)
 
     def inputs(self) -> Inputs:
         c = self.case

@@ -11,6 +11,9 @@ from ..reference import Scores, attend
 from ..tensors import Sequence, sequences
 from .case import Case, make
 
+FEW = 2048  # elements of an output below which torch's error is measured on DRAWS inputs
+DRAWS = 4
+
 
 class Mismatch(AssertionError):
     """A result that is not what the contract says."""
@@ -35,30 +38,39 @@ def torch_math(seq: Sequence) -> tuple[torch.Tensor, Scores]:
     return out.to(p.q_dtype), result
 
 
-def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor) -> Verdict:
+def torch_errors(call: Call) -> tuple[float, float]:
+    """The largest error that torch's own arithmetic makes in `out` and in `lse`.
+
+    An lse moves as much as its scores do, so their errors count for it: they are many, where an lse may be one number.
+    """
+    out = lse = 0.0
+    for seq in sequences(call.problem, call.tensors):
+        exact, (plain_out, plain) = attend(seq), torch_math(seq)
+        out = max(out, _error(plain_out, exact.out))
+        lse = max(lse, _error(plain.scores, exact.scores), _error(plain.lse, exact.lse))
+    return out, lse
+
+
+def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[float, float] | None = None) -> Verdict:
     """Raises `Mismatch` unless `out` and `lse` are right.
 
-    Each element may be off by 2 (with softcap 3) times the largest error of torch's own arithmetic, and one ulp of the
-    largest output of its row.
+    Each element may be off by 2 (with softcap 3) times the largest error of torch's own arithmetic (`errors`, or what
+    it is on this call), and one ulp of the largest output of its row.
     """
     p = call.problem
     factor = 3.0 if p.softcap else 2.0
-    found: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-    torch_errors = {"out": 0.0, "lse": 0.0}
+    out_error, lse_error = torch_errors(call) if errors is None else errors
     covered = torch.zeros(out.shape[2], dtype=torch.bool)
+    verdicts = [Verdict(0.0, 0.0)]
     for seq in sequences(p, call.tensors):
-        exact, (plain_out, plain) = attend(seq), torch_math(seq)
+        exact = attend(seq)
         rows = slice(seq.q_start, seq.q_start + seq.q_len)
         covered[rows] = True
-        found += [("out", out[seq.row, :, rows], exact.out), ("lse", lse[seq.row, :, rows], exact.lse)]
-        torch_errors["out"] = max(torch_errors["out"], _error(plain_out, exact.out))
-        # An lse moves as much as its scores do; their errors are many where an lse's may be one lucky number.
-        torch_errors["lse"] = max(torch_errors["lse"], _error(plain.scores, exact.scores), _error(plain.lse, exact.lse))
+        verdicts.append(_judge("out", out[seq.row, :, rows], exact.out, factor * out_error, p.q_dtype))
+        verdicts.append(_judge("lse", lse[seq.row, :, rows], exact.lse, factor * lse_error, torch.float32))
     if bool((out[:, :, ~covered] != 0).any()) or bool((lse[:, :, ~covered] != -torch.inf).any()):
         raise Mismatch("rows that belong to no sequence must give 0 and -inf")
-    dtypes = {"out": p.q_dtype, "lse": torch.float32}
-    verdicts = [_judge(name, got, exact, factor * torch_errors[name], dtypes[name]) for name, got, exact in found]
-    return max(verdicts, key=lambda v: v.error / max(v.bound, 1e-300), default=Verdict(0.0, 0.0))
+    return max(verdicts, key=lambda v: v.error / max(v.bound, 1e-300))
 
 
 def check_case(case: Case, backend: str | None, device: str = "cpu") -> Verdict:
@@ -69,7 +81,12 @@ def check_case(case: Case, backend: str | None, device: str = "cpu") -> Verdict:
     result = inputs.call(backend, out=poison, return_lse=True)
     if result.out.data_ptr() != poison.data_ptr():
         raise Mismatch("out= was not the tensor that came back")
-    return check_call(call, call.tensors.out, inputs.common(result.lse))
+    errors = torch_errors(call)
+    if poison.numel() < FEW:
+        # The largest of few errors is a matter of luck: take it from more numbers of the same kind.
+        more = [torch_errors(make(case, device, draw=n).checked()) for n in range(1, DRAWS)]
+        errors = max(errors[0], *(e[0] for e in more)), max(errors[1], *(e[1] for e in more))
+    return check_call(call, call.tensors.out, inputs.common(result.lse), errors)
 
 
 def _error(got: torch.Tensor, exact: torch.Tensor) -> float:

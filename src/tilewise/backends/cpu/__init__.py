@@ -15,7 +15,9 @@ def supports(problem: Problem) -> str | None:
         return f"the tensors are on {problem.device.type}"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed (pip install numba)"
-    return None
+    from .simd import missing
+
+    return missing()
 
 
 def plan(problem: Problem) -> Plan:

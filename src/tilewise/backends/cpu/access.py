@@ -269,6 +269,19 @@ def store_row(to, code, source, width, factor):
         put_one(to, code, d, get_f32(source + 4 * d) * factor)
 
 
+@jit
+def is_plain(p):
+    """Whether scores are dot products until the softmax, scaled only there."""
+    biased = p.mask != 0 and p.mask_code != MASK_BOOL
+    return not (p.softcap > 0 or p.slopes != 0 or p.scale <= 0 or biased)
+
+
+@jit
+def unit(p):
+    """What scores and their maximum m are multiplied by in the softmax."""
+    return F(p.scale) if is_plain(p) else F(1)
+
+
 # Masks
 
 

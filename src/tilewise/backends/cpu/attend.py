@@ -8,7 +8,7 @@ import math
 import numpy as np
 from numba import carray
 
-from .access import INF, ZERO, F, call_walk, fill, item_at, jit, key_span, params_at, pointer, sequence, up
+from .access import INF, ZERO, F, call_walk, fill, item_at, jit, key_span, params_at, pointer, sequence, unit, up
 from .micro import get_f32, get_i64, next_item, put_f32, put_i64, widen_f32
 from .params import ITEM
 from .rows import finish
@@ -66,7 +66,7 @@ def merge(params, scratch):
                 top = get_f32(slot + 4 * (R * Dv + 2 * r))
                 if top == -INF:
                     continue
-                weight = F(math.exp(top - m))
+                weight = F(math.exp((top - m) * unit(p)))
                 l += weight * get_f32(slot + 4 * (R * Dv + 2 * r + 1))
                 for d in range(Dv):
                     x = get_f32(slot + 4 * (r * Dv + d))

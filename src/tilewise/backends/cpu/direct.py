@@ -12,13 +12,13 @@ import math
 from .access import (
     FULL,
     INF,
-    MASK_BOOL,
     ONE,
     SKIP,
     ZERO,
     F,
     call,
     fill,
+    is_plain,
     item_at,
     jit,
     key_source,
@@ -31,6 +31,7 @@ from .access import (
     query_row,
     read_states,
     sequence,
+    unit,
     up,
     value_source,
     widen_row,
@@ -39,10 +40,11 @@ from .access import (
 from .micro import get_f32, get_i32, get_i64, make_adds, make_dots, put_f32, row_scale
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import KEY_PAD, PAD, cut
-from .simd import W
-from .softmax import LOG2E, alibi_row, bias_cells, exp_row, exp_row_far, max_row, scale_cells, softcap_cells
+from .simd import REGISTERS, W
+from .softmax import LOG2E, alibi_row, bias_cells, exp_row, max_row, scale_cells, softcap_cells
 
-KEYS = {4: 4, 2: 8, 1: 8}  # keys in flight for 4, 2 or 1 rows: at most 16 accumulators
+# Keys in flight for 4, 2 or 1 rows: as many accumulators as leave registers for K and q.
+KEYS = {4: 4, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 2: 4, 1: 8}
 
 
 def dots_function(kind):
@@ -112,11 +114,9 @@ def soften(p, t, item, r, origin, count, BK, Dv):
         return
     vectors = up(count, W) // W
     scale = F(p.scale)
-    biased = p.mask != 0 and p.mask_code != MASK_BOOL
-    adjusted = p.softcap > 0 or p.slopes != 0 or scale <= F(0) or biased
     if p.softcap > 0:
         softcap_cells(row, W, vectors, scale / F(p.softcap), F(p.softcap))
-    elif adjusted:
+    elif not is_plain(p):
         scale_cells(row, W, vectors, scale)
     if p.slopes:
         alibi_row(row, vectors, get_f32(t.slopes + 4 * r), get_i32(t.positions + 4 * r) - origin)
@@ -128,15 +128,12 @@ def soften(p, t, item, r, origin, count, BK, Dv):
     fill(row, hi, vectors * W, -INF)
 
     old = get_f32(m)
-    new = max(old, max_row(row, vectors) * (F(1) if adjusted else scale))
+    new = max(old, max_row(row, vectors))
     if new == -INF:
         fill(row, ZERO, count, F(0))
         return
-    if biased:
-        total = exp_row_far(row, vectors, F(LOG2E), new)
-    else:
-        total = exp_row(row, vectors, F(LOG2E) if adjusted else scale * F(LOG2E), new)
-    shrink = F(math.exp(old - new))
+    total = exp_row(row, vectors, unit(p) * F(LOG2E), new)
+    shrink = F(math.exp((old - new) * unit(p)))
     put_f32(m, new)
     put_f32(l, get_f32(l) * shrink + total)
     if shrink != F(1) and old != -INF:

@@ -268,11 +268,15 @@ def make_dots(kind: str, queries: int, keys: int) -> Any:
                         x = e.load(q, b.add(b.mul(ldq, e.whole(i)), element))
                         for j in range(keys):
                             sums[i][j].set(e.fma(x, ks[j], sums[i][j].get()))
-            for i in range(queries):
-                totals = [x.get() for x in sums[i]]
-                for j in range(0, keys, W):
-                    at = b.add(b.mul(lds, e.whole(i)), b.add(key, e.whole(j)))
-                    e.store(e.sums(totals[j : j + W]), s, at)
+            totals = [x.get() for row in sums for x in row]
+            step = min(W, len(totals))
+            folded = [e.sums(totals[n : n + step]) for n in range(0, len(totals), step)]  # all at once: fewer shuffles
+            run = min(step, keys)  # both are powers of two
+            for first in range(0, len(totals), run):
+                part, lane = divmod(first, step)
+                i, j = divmod(first, keys)
+                scores = e.shuffle(folded[part], folded[part], range(lane, lane + run))
+                e.store(scores, s, b.add(b.mul(lds, e.whole(i)), b.add(key, e.whole(j))))
 
     return dots
 
@@ -294,7 +298,7 @@ def make_adds(kind: str, queries: int, vectors: int) -> Any:
         elements = {(m, n): b.add(b.add(start, e.whole(n * W)), b.mul(span, e.whole(m))) for m, n in places}
         cells = [(i, place) for i in range(queries) for place in places]
         at = {(i, place): b.add(b.mul(lda, e.whole(i)), elements[place]) for i, place in cells}
-        sums = {cell: e.var(e.load(acc, at[cell])) for cell in cells}
+        sums = {cell: e.var(e.zeros) for cell in cells}
         with e.loop(count) as key:
             source = e.load_scalar(rows, key, I64)
             weights = [e.splat(e.load_scalar(p, b.add(b.mul(ldp, e.whole(i)), key), F32)) for i in range(queries)]
@@ -304,7 +308,7 @@ def make_adds(kind: str, queries: int, vectors: int) -> Any:
                     x = _scaled(e, x, scales, key, groups, elements[part, n], group)
                 for i in range(queries):
                     sums[i, (part, n)].set(e.fma(weights[i], x, sums[i, (part, n)].get()))
-        for cell in cells:
-            e.store(sums[cell].get(), acc, at[cell])
+        for cell in cells:  # what was there is added last, as in the gemms
+            e.store(b.fadd(e.load(acc, at[cell]), sums[cell].get()), acc, at[cell])
 
     return adds

@@ -16,12 +16,12 @@ from __future__ import annotations
 from .access import (
     FULL,
     INF,
-    MASK_BOOL,
     ONE,
     SKIP,
     ZERO,
     F,
     fill,
+    is_plain,
     item_at,
     jit,
     key_source,
@@ -33,6 +33,7 @@ from .access import (
     query_row,
     read_states,
     sequence,
+    unit,
     up,
     value_source,
     widen_row,
@@ -68,7 +69,6 @@ from .softmax import (
     scale_cells,
     softcap_cells,
     soften_column,
-    soften_column_far,
 )
 
 DOT = 256  # elements of a dot product that are summed in one go: longer sums round more
@@ -134,11 +134,9 @@ def mask_columns(p, t, item, first, R, key, count):
 def soften(p, t, item, s, first, R, key, count, Dv):
     """Scores of W query rows from `first` on over `count` keys from `key` on become weights; older sums fade."""
     scale = F(p.scale)
-    biased = p.mask != 0 and p.mask_code != MASK_BOOL
-    adjusted = p.softcap > 0 or p.slopes != 0 or scale <= F(0) or biased
     if p.softcap > 0:
         softcap_cells(s, PANEL, count, scale / F(p.softcap), F(p.softcap))
-    elif adjusted:
+    elif not is_plain(p):
         scale_cells(s, PANEL, count, scale)
     if p.slopes:
         alibi_column(s, PANEL, count, t.slopes + 4 * first, t.positions + 4 * first, key)
@@ -150,12 +148,7 @@ def soften(p, t, item, s, first, R, key, count, Dv):
     if edge:
         hide_column(s, PANEL, count, t.lo + 4 * first, t.hi + 4 * first, key)
     m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
-    if biased:
-        soften_column_far(s, PANEL, count, m, l, shrink, F(LOG2E), F(1))
-    elif adjusted:
-        soften_column(s, PANEL, count, m, l, shrink, F(LOG2E), F(1))
-    else:
-        soften_column(s, PANEL, count, m, l, shrink, scale * F(LOG2E), scale)
+    soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E))
     for r in range(first, first + W):
         fade = get_f32(t.shrink + 4 * r)
         if fade != F(1):

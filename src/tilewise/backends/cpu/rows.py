@@ -7,7 +7,7 @@ import math
 
 from numba import types
 
-from .access import FULL, INF, SKIP, ZERO, F, fill, jit, key_span, mask_cell, mask_row, sequence, store_row
+from .access import FULL, INF, SKIP, ZERO, F, fill, jit, key_span, mask_cell, mask_row, sequence, store_row, unit
 from .micro import get_f32, get_i32, get_i64, put_f32, put_i32
 
 
@@ -76,6 +76,7 @@ def add_strays(p, t, item, first_row, rows, count, width, origin, key_step, row_
 @jit
 def finish(p, item, r, q_start, acc, m, l):
     """A finished row: the sink, the division, `out` and `lse`."""
+    m *= unit(p)
     head, b = item.head * (p.heads // p.kv_heads) + r // item.rows, types.int64(0) if p.cu_q else item.b
     line = q_start + item.row + r % item.rows
     factor = F(1)

@@ -7,13 +7,14 @@ floats with AVX-512, 8 with AVX2, 4 elsewhere (NEON, SSE). Narrow types are wide
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -25,12 +26,28 @@ TYPES = {"i": types.int64, "f": types.float32, "": types.void}
 CODES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "int4": 4, "fp8_e4m3": 5}
 
 
+def cpu_features() -> set[str]:
+    """What this machine's CPU has, or the one that Numba is set to compile for."""
+    told = getattr(config, "CPU_FEATURES", None)
+    if told is None:
+        return {name for name, there in llvm.get_host_cpu_features().items() if there}
+    return {name[1:] for name in told.split(",") if name.startswith("+")}
+
+
+def missing() -> str | None:
+    """Why this CPU cannot run the kernels, if it cannot."""
+    lacks = {"fma", "f16c"} - cpu_features()
+    if platform.machine() in ("x86_64", "AMD64") and lacks:
+        return f"this CPU has no {' and no '.join(name.upper() for name in sorted(lacks))}"
+    return None
+
+
 def host_width() -> int:
-    """Floats in a vector register of this machine."""
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f") and features.get("avx512bw") and features.get("avx512vl"):
+    """Floats in a vector register."""
+    features = cpu_features()
+    if features >= {"avx512f", "avx512bw", "avx512vl"}:
         return 16
-    return 8 if features.get("avx2") and features.get("fma") and features.get("f16c") else 4
+    return 8 if "avx2" in features else 4
 
 
 W = host_width()

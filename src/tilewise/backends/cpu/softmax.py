@@ -6,7 +6,6 @@ Decode keeps its scores by rows, prefill by columns; `per_row` and `per_column` 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from llvmlite import ir
 
@@ -87,28 +86,21 @@ def max_row(e: Emit, s: Value, count: Value) -> Value:
     return e.reduce(top.get(), e.max)
 
 
-def _exp_row(far: bool) -> Any:
-    @microkernel("iiff>f")
-    def exp_row(e: Emit, s: Value, count: Value, factor: Value, top: Value) -> Value:
-        """s = 2 ** (s * factor - top * log2 e); returns the sum.
+@microkernel("iiff>f")
+def exp_row(e: Emit, s: Value, count: Value, factor: Value, top: Value) -> Value:
+    """s = 2 ** ((s - top) * factor); returns the sum.
 
-        `far` subtracts first and takes factor for log2 e: a bias near the least float times log2 e would be -inf.
-        """
-        b = e.builder
-        total, factor, top = e.var(e.zeros), e.splat(factor), e.splat(top)
-        shift = b.fmul(top, e.f32s(-LOG2E))
-        with e.loop(count) as i:
-            at = b.mul(i, e.whole(W))
-            x = e.load(s, at)
-            p = e.exp2(b.fmul(b.fsub(x, top), factor) if far else e.fma(x, factor, shift))
-            e.store(p, s, at)
-            total.set(b.fadd(total.get(), p))
-        return e.reduce(total.get(), b.fadd)
-
-    return exp_row
-
-
-exp_row, exp_row_far = _exp_row(False), _exp_row(True)
+    Subtracting first costs an instruction, but rounds alike in every tile, whatever its maximum, and leaves a bias near
+    the least float where it is: times log2 e it would be -inf.
+    """
+    b = e.builder
+    total, factor, top = e.var(e.zeros), e.splat(factor), e.splat(top)
+    with e.loop(count) as i:
+        at = b.mul(i, e.whole(W))
+        p = e.exp2(b.fmul(b.fsub(e.load(s, at), top), factor))
+        e.store(p, s, at)
+        total.set(b.fadd(total.get(), p))
+    return e.reduce(total.get(), b.fadd)
 
 
 # By columns: W query rows, `count` keys, `step` floats from key to key
@@ -137,50 +129,33 @@ def hide_column(e: Emit, s: Value, step: Value, count: Value, lo: Value, hi: Val
         e.store(b.select(seen, e.load(s, at), e.f32s(-INF)), s, at)
 
 
-def _soften_column(far: bool) -> Any:
-    @microkernel("iiiiiiff")
-    def soften(
-        e: Emit,
-        s: Value,
-        step: Value,
-        count: Value,
-        m: Value,
-        l: Value,
-        shrink: Value,
-        factor: Value,
-        scale: Value,
-    ) -> None:
-        """Scores to weights, with the running maximum m and sum l of each row; `shrink` is what older weights fade by.
+@microkernel("iiiiiif")
+def soften_column(
+    e: Emit, s: Value, step: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value
+) -> None:
+    """Scores to weights, with the running maximum m and sum l of each row; `shrink` is what older weights fade by.
 
-        p = 2 ** (s * factor - m * log2 e), where m = scale * max(s). `far` as in `exp_row`.
-        """
-        b = e.builder
-        tops = [e.var(e.f32s(-INF)) for _ in range(2)]  # two, since one would wait for itself
-        pairs = b.sdiv(count, e.whole(2))
-        with e.loop(pairs) as j:
-            for n, top in enumerate(tops):
-                x = e.load(s, b.mul(b.add(b.mul(j, e.whole(2)), e.whole(n)), step))
-                top.set(e.max(x, top.get()))
-        with b.if_then(b.trunc(count, ir.IntType(1))):
-            tops[0].set(e.max(e.load(s, b.mul(b.sub(count, e.whole(1)), step)), tops[0].get()))
-        top = b.fmul(e.max(tops[0].get(), tops[1].get()), e.splat(scale))
-        old = e.load(m)
-        new = e.max(old, top)
-        base = b.select(b.fcmp_ordered("==", new, e.f32s(-INF)), e.zeros, new)  # nothing seen yet
-        fade = e.exp2(b.fmul(b.fsub(old, base), e.f32s(LOG2E)))
-        shift, factor = b.fmul(base, e.f32s(-LOG2E)), e.splat(factor)
-        total = e.var(e.zeros)
-        with e.loop(count) as j:
-            at = b.mul(j, step)
-            x = e.load(s, at)
-            p = e.exp2(b.fmul(b.fsub(x, base), factor) if far else e.fma(x, factor, shift))
-            e.store(p, s, at)
-            total.set(b.fadd(total.get(), p))
-        e.store(new, m)
-        e.store(e.fma(e.load(l), fade, total.get()), l)
-        e.store(fade, shrink)
-
-    return soften
-
-
-soften_column, soften_column_far = _soften_column(False), _soften_column(True)
+    p = 2 ** ((s - m) * factor), as in `exp_row`.
+    """
+    b = e.builder
+    tops = [e.var(e.f32s(-INF)) for _ in range(2)]  # two, since one would wait for itself
+    pairs = b.sdiv(count, e.whole(2))
+    with e.loop(pairs) as j:
+        for n, top in enumerate(tops):
+            x = e.load(s, b.mul(b.add(b.mul(j, e.whole(2)), e.whole(n)), step))
+            top.set(e.max(x, top.get()))
+    with b.if_then(b.trunc(count, ir.IntType(1))):
+        tops[0].set(e.max(e.load(s, b.mul(b.sub(count, e.whole(1)), step)), tops[0].get()))
+    old, factor = e.load(m), e.splat(factor)
+    new = e.max(old, e.max(tops[0].get(), tops[1].get()))
+    base = b.select(b.fcmp_ordered("==", new, e.f32s(-INF)), e.zeros, new)  # nothing seen yet
+    fade = e.exp2(b.fmul(b.fsub(old, base), factor))
+    total = e.var(e.zeros)
+    with e.loop(count) as j:
+        at = b.mul(j, step)
+        p = e.exp2(b.fmul(b.fsub(e.load(s, at), base), factor))
+        e.store(p, s, at)
+        total.set(b.fadd(total.get(), p))
+    e.store(new, m)
+    e.store(e.fma(e.load(l), fade, total.get()), l)
+    e.store(fade, shrink)
