@@ -174,8 +174,13 @@ def row_address(p, base, stride_b, stride_h, stride_l, at, j):
 def list_rows(p, x, at, table, first, count, pad):
     """Addresses of `count` rows, the last one repeated up to a multiple of `pad`: it may be read, it does not count."""
     if p.table:
-        for j in range(count):
-            put_i64(table + 8 * j, row_address(p, x.base, x.b, x.h, x.l, at, first + j))
+        j = 0
+        while j < count:  # a page at a time: a division for each key would cost more than reading it
+            start = row_address(p, x.base, x.b, x.h, x.l, at, first + j)
+            run = min(p.page - (first + j) % p.page, count - j)
+            for i in range(run):
+                put_i64(table + 8 * (j + i), start + i * x.l)
+            j += run
     else:
         start = row_address(p, x.base, x.b, x.h, x.l, at, first)
         for j in range(count):
