@@ -44,7 +44,7 @@ def describe(command: str) -> dict[str, Any]:
         },
         "versions": {
             "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.release()}",
+            "system": platform.system(),
             **{name: _version(name) for name in ("tilewise", "torch", "numba", "llvmlite", "numpy")},
         },
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
