@@ -40,7 +40,7 @@ class TestCpu(Conformance):
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(most=150))
 def test_random_problems(case):
-    check_case(case, "cpu")
+    check_case(case, "cpu", draws=4)
 
 
 @pytest.fixture(scope="module")

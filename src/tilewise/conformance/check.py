@@ -11,9 +11,6 @@ from ..reference import Scores, attend
 from ..tensors import Sequence, sequences
 from .case import Case, make
 
-FEW = 2048  # elements of an output below which torch's error is measured on DRAWS inputs
-DRAWS = 4
-
 
 class Mismatch(AssertionError):
     """A result that is not what the contract says."""
@@ -54,12 +51,12 @@ def torch_errors(call: Call) -> tuple[float, float]:
 def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[float, float] | None = None) -> Verdict:
     """Raises `Mismatch` unless `out` and `lse` are right.
 
-    Each element may be off by 2 (with softcap 3) times the largest error of torch's own arithmetic (`errors`, or what
-    it is on this call), and one ulp of the largest output of its row.
+    Each element may be off by 2 (with softcap 3) times the largest error of torch's own arithmetic on the same inputs,
+    and one ulp of the largest output of its row.
     """
     p = call.problem
     factor = 3.0 if p.softcap else 2.0
-    out_error, lse_error = torch_errors(call) if errors is None else errors
+    out_error, lse_error = errors or torch_errors(call)
     covered = torch.zeros(out.shape[2], dtype=torch.bool)
     verdicts = [Verdict(0.0, 0.0)]
     for seq in sequences(p, call.tensors):
@@ -73,20 +70,22 @@ def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[f
     return max(verdicts, key=lambda v: v.error / max(v.bound, 1e-300))
 
 
-def check_case(case: Case, backend: str | None, device: str = "cpu") -> Verdict:
-    """Runs a case into a poisoned output and judges it."""
+def check_case(case: Case, backend: str | None, device: str = "cpu", draws: int = 1) -> Verdict:
+    """Runs a case into a poisoned output and judges it.
+
+    With `draws` above 1 torch's error is the largest on that many inputs. That is a looser bound, for sizes drawn at
+    random, where an output may be two numbers that torch happens to get exactly right. The named cases are judged on
+    their own inputs alone.
+    """
     inputs = make(case, device)
     poison = torch.full_like(inputs.checked().out, float("nan"))
     call = inputs.checked(out=poison)
     result = inputs.call(backend, out=poison, return_lse=True)
     if result.out.data_ptr() != poison.data_ptr():
         raise Mismatch("out= was not the tensor that came back")
-    errors = torch_errors(call)
-    if poison.numel() < FEW:
-        # The largest of few errors is a matter of luck: take it from more numbers of the same kind.
-        more = [torch_errors(make(case, device, draw=n).checked()) for n in range(1, DRAWS)]
-        errors = max(errors[0], *(e[0] for e in more)), max(errors[1], *(e[1] for e in more))
-    return check_call(call, call.tensors.out, inputs.common(result.lse), errors)
+    errors = [torch_errors(make(case, device, draw=n).checked()) for n in range(draws)]
+    worst = max(e[0] for e in errors), max(e[1] for e in errors)
+    return check_call(call, call.tensors.out, inputs.common(result.lse), worst)
 
 
 def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
