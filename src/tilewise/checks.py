@@ -319,6 +319,7 @@ def _finish(
         split_size=as_split_size(o.split_size),
         return_lse=return_lse,
         allow_tf32=as_flag("allow_tf32", o.allow_tf32),
+        aligned=all(_aligned(x) for x in (t.q, t.k, t.v, t.out)),
         copies=tuple(c.copies),
     )
     check_tile_map(problem, t, o.validate)
@@ -347,6 +348,12 @@ def _output(c: _Checker, width: int, out: Any, t: Tensors) -> torch.Tensor:
         if x is not None and _overlap(out, x):
             raise InvalidArgument("out", f"memory that {name} is in", "memory of its own")
     return out
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether bulk copies can read it: rows begin at multiples of 16 bytes, and no dim is broadcast."""
+    strides = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -77,6 +77,7 @@ class Problem:
     split_size: int | None = None
     return_lse: bool = False
     allow_tf32: bool = False
+    aligned: bool = True  # rows of q, k, v and out begin at multiples of 16 bytes, and none is broadcast
     copies: tuple[str, ...] = field(default=())  # arguments that had to be copied, and why
 
     @property
