@@ -2,7 +2,8 @@
 
 from .alibi import alibi_slopes
 from .api import attention, paged_attention, plan, varlen_attention
-from .errors import InvalidArgument, Unsupported
+from .caches import KVCache
+from .errors import CacheFull, InvalidArgument, Unsupported
 from .plan import Plan
 from .quantised import Quantised
 from .state import AttentionState, merge
@@ -12,7 +13,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionState",
+    "CacheFull",
     "InvalidArgument",
+    "KVCache",
     "Plan",
     "Quantised",
     "TileMap",

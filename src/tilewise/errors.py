@@ -1,4 +1,4 @@
-"""The two errors a caller can meet."""
+"""The errors a caller can meet."""
 
 from __future__ import annotations
 
@@ -17,3 +17,7 @@ class Unsupported(NotImplementedError):
     def __init__(self, backend: str, reason: str, remedy: str) -> None:
         self.backend = backend
         super().__init__(f"backend {backend!r} cannot serve this call: {reason}; {remedy}")
+
+
+class CacheFull(RuntimeError):
+    """A cache has no room for what was to be appended; nothing has been written."""

@@ -1,0 +1,235 @@
+"""Stores rows of K and V into a cache: converted, or quantised, where they are to lie, in one pass.
+
+A token's row of a head is widened to float32 in scratch memory; for few bits each group's largest magnitude gives its
+scale, the row is divided by it, rounded, and written with its scales. Rows of the cache's own type are only copied.
+
+    token i of sequence b goes to position p = starts[b] + i:
+        slot p % wrap of row b, or, with a table, slot p % wrap of page table[b, p // wrap]
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+
+from . import compiled
+from .access import F, fill, get_i32, jit, pointer, store_row, up, widen_row
+from .micro import put_f32
+from .simd import CODES, F32, I8, I32, Emit, Value, W, microkernel
+from .threads import pool
+
+# Per call
+PLACES = "batch heads starts cu packed table table_b wrap".split()
+# K, then V: where rows come from and where they go; strides in bytes
+SIDE = (
+    "source source_b source_h source_l source_code to to_b to_h to_l code width scales scales_b scales_h scales_l group"
+)
+BLOCK = np.dtype([(name, "i8") for name in PLACES + [f"{x}_{name}" for x in "kv" for name in SIDE.split()]])
+AT = {name: i for i, name in enumerate(BLOCK.names)}
+SCRATCH = 4 * 1024 + 1024  # a row of up to 576 floats with room behind it, then its bytes
+TINY = F(np.finfo(np.float32).tiny)
+TOKENS_OF_A_THREAD = 1 << 18  # elements that a thread should have, or waking it takes longer than it saves
+
+
+@microkernel("ii>f")
+def largest(e: Emit, source: Value, count: Value) -> Value:
+    """The largest magnitude of `count` floats, NaN if one is NaN."""
+    top, bad = e.var(e.zeros), e.var(e.zeros)
+    with e.loop(count, W) as i:
+        x = e.call("fabs", e.load(source, i))
+        top.set(e.max(x, top.get()))
+        bad.set(e.builder.fadd(bad.get(), e.builder.fsub(x, x)))  # NaN for NaN; for an infinity, which is the largest
+    value = e.reduce(top.get(), e.max)
+    wrong = e.reduce(bad.get(), e.builder.fadd)
+    infinite = e.builder.fcmp_ordered("==", value, ir.Constant(F32, float("inf")))
+    return e.builder.select(infinite, value, e.builder.fadd(value, wrong))
+
+
+@microkernel("iif")
+def divide(e: Emit, row: Value, count: Value, by: Value) -> None:
+    by = e.splat(by)
+    with e.loop(count, W) as i:
+        e.store(e.builder.fdiv(e.load(row, i), by), row, i)
+
+
+def _rounded(e: Emit, x: Value) -> Value:
+    """To the nearest whole number, as int32; NaN to 0."""
+    b = e.builder
+    x = b.select(b.fcmp_ordered("ord", x, x), x, e.zeros)
+    return b.fptosi(e.call("rint", x), e.vector(I32))
+
+
+def _put_bytes(e: Emit, value: Value, to: Value, i: Value) -> None:
+    short = e.builder.trunc(value, e.vector(I8))
+    e.builder.store(short, e.pointer(to, i, I8, short.type)).align = 1
+
+
+@microkernel("iii")
+def bytes_int8(e: Emit, to: Value, source: Value, count: Value) -> None:
+    with e.loop(count, W) as i:
+        _put_bytes(e, _rounded(e, e.load(source, i)), to, i)
+
+
+@microkernel("iiii")
+def bytes_int4(e: Emit, to: Value, low: Value, high: Value, count: Value) -> None:
+    b = e.builder
+    with e.loop(count, W) as i:
+        first, second = _rounded(e, e.load(low, i)), _rounded(e, e.load(high, i))
+        _put_bytes(e, b.or_(b.and_(first, e.i32s(15)), b.shl(second, e.i32s(4))), to, i)
+
+
+@microkernel("iii")
+def bytes_fp8(e: Emit, to: Value, source: Value, count: Value) -> None:
+    """float32 to float8_e4m3fn, to nearest even; what does not fit becomes NaN."""
+    b, i32 = e.builder, e.vector(I32)
+    with e.loop(count, W) as i:
+        bits = b.bitcast(e.load(source, i), i32)
+        sign = b.and_(b.lshr(bits, e.i32s(24)), e.i32s(0x80))
+        magnitude = b.and_(bits, e.i32s(0x7FFFFFFF))
+        # Normal numbers: the exponent's bias changes from 127 to 7, and 20 bits are rounded off.
+        odd = b.and_(b.lshr(magnitude, e.i32s(20)), e.i32s(1))
+        normal = b.lshr(b.add(magnitude, b.add(odd, e.i32s(0x7FFFF - (120 << 23)))), e.i32s(20))
+        # Below 2^-6: added to 2^14, a float32 has its last bit at 2^-9, which is this type's.
+        small = b.fadd(b.bitcast(magnitude, e.vector(F32)), e.f32s(2.0**14))
+        small = b.sub(b.bitcast(small, i32), e.i32s(141 << 23))
+        value = b.select(b.icmp_unsigned("<", magnitude, e.i32s(121 << 23)), small, normal)
+        too_large = b.icmp_unsigned(">=", magnitude, e.i32s(1087 << 20))  # 480: past 448, whatever the rounding
+        _put_bytes(e, b.or_(b.select(too_large, e.i32s(0x7F), value), sign), to, i)
+
+
+@microkernel("iii")
+def copy_bytes(e: Emit, to: Value, source: Value, count: Value) -> None:
+    b = e.builder
+    kind = I8.as_pointer()
+    cgutils.raw_memcpy(b, b.inttoptr(to, kind), b.inttoptr(source, kind), count, 1, align=1)
+
+
+@jit
+def steps_of(code):
+    """The largest whole step (or float8) of a type."""
+    return F(127) if code == 3 else F(7) if code == 4 else F(448)
+
+
+@jit
+def put_row(source, source_code, to, code, width, scales, group, row):
+    """One row of a head; `row` is scratch memory."""
+    if code == source_code:
+        copy_bytes(to, source, width * (4 if code == 0 else 2))
+        return
+    padded = up(width, W)
+    widen_row(row, source, source_code, width, padded, types.int64(0), types.int64(0), types.int64(1))
+    if code <= 2:
+        store_row(to, code, row, width, F(1))
+        return
+    fill(row, padded, up(width, group) + W, F(0))  # the last group is full, and int4's upper half may be read past
+    for g in range((width + group - 1) // group):
+        at = row + 4 * g * group
+        scale = largest(at, group) / steps_of(code)
+        put_f32(scales + 4 * g, scale)
+        divide(at, group, TINY if scale < TINY else scale)
+    packed = row + 4096
+    if code == 3:
+        bytes_int8(packed, row, padded)
+        copy_bytes(to, packed, width)
+    elif code == 4:
+        half = width // 2
+        bytes_int4(packed, row, row + 4 * half, up(half, W))
+        copy_bytes(to, packed, half)
+    else:
+        bytes_fp8(packed, row, padded)
+        copy_bytes(to, packed, width)
+
+
+def append(block, scratch, part, parts):
+    """Part `part` of `parts` of a call's tokens."""
+    p = carray(pointer(block), 1, dtype=BLOCK)[0]
+    tokens = types.int64(get_i32(p.cu + 4 * p.batch))
+    low, high = tokens * part // parts, tokens * (part + 1) // parts
+    for b in range(p.batch):
+        first = types.int64(get_i32(p.cu + 4 * b))
+        new = types.int64(get_i32(p.cu + 4 * b + 4)) - first
+        start = types.int64(get_i32(p.starts + 4 * b))
+        begin = max(types.int64(0), low - first)
+        if not p.table:
+            begin = max(begin, new - p.wrap)  # a ring keeps the last ones
+        for i in range(begin, min(new, high - first)):
+            position = start + i
+            slot, outer = position % p.wrap, b
+            if p.table:
+                outer = types.int64(get_i32(p.table + b * p.table_b + position // p.wrap * 4))
+            line, token = (types.int64(0), first + i) if p.packed else (b, i)
+            for h in range(p.heads):
+                put_row(
+                    p.k_source + line * p.k_source_b + h * p.k_source_h + token * p.k_source_l, p.k_source_code,
+                    p.k_to + outer * p.k_to_b + h * p.k_to_h + slot * p.k_to_l, p.k_code, p.k_width,
+                    p.k_scales + outer * p.k_scales_b + h * p.k_scales_h + slot * p.k_scales_l, p.k_group, scratch,
+                )  # fmt: skip
+                put_row(
+                    p.v_source + line * p.v_source_b + h * p.v_source_h + token * p.v_source_l, p.v_source_code,
+                    p.v_to + outer * p.v_to_b + h * p.v_to_h + slot * p.v_to_l, p.v_code, p.v_width,
+                    p.v_scales + outer * p.v_scales_b + h * p.v_scales_h + slot * p.v_scales_l, p.v_group, scratch,
+                )  # fmt: skip
+
+
+@cache
+def entry() -> Any:
+    with compiled._lock:
+        address = compiled.compile_function(append, "append", 4)
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(address)
+
+
+FLOATS = {torch.float32: CODES["f32"], torch.float16: CODES["f16"], torch.bfloat16: CODES["bf16"]}
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    size = x.element_size()
+    b, h, l, _ = x.stride()
+    return b * size, h * size, l * size
+
+
+class Append:
+    """The call for one cache; only its sources and places change. See `tilewise.caches.append`."""
+
+    def __init__(self, k: Any, v: Any, wrap: int) -> None:
+        block = np.zeros(len(AT), dtype=np.int64)
+        block[AT["wrap"]], block[AT["heads"]] = wrap, k.data.shape[1]
+        for name, store in (("k", k), ("v", v)):
+            fmt = store.format
+            numbers = [store.data.data_ptr(), *_strides(store.data), CODES[fmt.name], fmt.width]
+            if store.scales is not None:
+                numbers += [store.scales.data_ptr(), *_strides(store.scales), fmt.group]
+            start = AT[f"{name}_to"]
+            block[start : start + len(numbers)] = numbers
+        self.block, self.kept = block, (k, v)
+        self.elements = k.data.shape[1] * (k.format.width + v.format.width)  # of a token
+
+    def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> None:
+        block = self.block.copy()
+        table = places.table
+        block[:7] = (
+            len(places.starts), block[1], places.starts.data_ptr(), places.cu.data_ptr(), places.packed,
+            0 if table is None else table.data_ptr(), 0 if table is None else 4 * table.stride(0),
+        )  # fmt: skip
+        for at, x in ((AT["k_source"], k), (AT["v_source"], v)):
+            block[at : at + 5] = (x.data_ptr(), *_strides(x), FLOATS[x.dtype])
+        run, address = entry(), block.ctypes.data
+        threads = min(torch.get_num_threads(), 1 + places.tokens * self.elements // TOKENS_OF_A_THREAD)
+        if threads < 2:
+            run(address, pool.scratch(SCRATCH), 0, 1)
+            return
+        numbers = count()
+
+        def work(scratch: int) -> None:
+            while (part := next(numbers)) < threads:  # fewer threads may come than were asked for
+                run(address, scratch, part, threads)
+
+        pool.run(work, threads, SCRATCH)

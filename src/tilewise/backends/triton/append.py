@@ -1,0 +1,198 @@
+"""Stores rows of K and V into a cache: converted, or quantised, where they are to lie, in one pass.
+
+One program for each token and KV head. It finds its token's sequence b in the sums of their counts, then position
+p = starts[b] + i, then slot p % wrap of row b or of page table[b, p // wrap]. A row stays in registers: each group's
+largest magnitude gives its scale, the row is divided by it, rounded, and written with its scales. Divisions are exact,
+so that the bytes are those of `Quantised.from_float`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .heuristics import ceil_pow2
+from .kernel import INTERPRETED, Kernel, Ready
+
+TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no fraction, so adding it rounds to even
+
+
+@triton.jit
+def whole(x):
+    """To the nearest whole number, to even in the middle; NaN to 0."""
+    return tl.where(x == x, (x + ROUND) - ROUND, 0.0).to(tl.int32)
+
+
+@triton.jit
+def float8_bits(x):
+    """float32 to float8_e4m3fn, to nearest even, as int32; what does not fit becomes NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    # Normal numbers: the exponent's bias changes from 127 to 7, and 20 bits are rounded off.
+    normal = (magnitude + ((magnitude >> 20) & 1) + (0x7FFFF - (120 << 23))) >> 20
+    # Below 2^-6: added to 2^14, a float32 has its last bit at 2^-9, which is this type's.
+    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    value = tl.where(magnitude < (121 << 23), small, normal)
+    return tl.where(magnitude >= (1087 << 20), 0x7F, value) | sign
+
+
+@triton.jit
+def put_row(SOURCE, TO, SCALES, D: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """One row of a head. W is a power of two that covers D."""
+    d = tl.arange(0, W)  # [W]
+    x = tl.load(SOURCE + d, mask=d < D, other=0.0)
+    if KIND == "plain":
+        tl.store(TO + d, x.to(TO.dtype.element_ty), mask=d < D)
+    else:
+        x = x.to(tl.float32)
+        HALF: tl.constexpr = D // 2
+        LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 7.0 if KIND == "int4" else 448.0
+        if KIND == "int4":
+            high = tl.load(SOURCE + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
+        low_by = tl.full([W], 1.0, tl.float32)
+        high_by = tl.full([W], 1.0, tl.float32)
+        for g in tl.static_range((D + GROUP - 1) // GROUP):
+            mine = d // GROUP == g
+            top = tl.max(tl.where(mine, tl.abs(x), 0.0), 0)
+            wrong = tl.max((mine & (x != x)).to(tl.int32), 0)
+            scale = tl.div_rn(top, LARGEST)
+            scale = tl.where(wrong > 0, float("nan"), scale)
+            tl.store(SCALES + g, scale)
+            by = tl.where(scale < TINY, TINY, scale)
+            low_by = tl.where(mine, by, low_by)
+            high_by = tl.where((d + HALF) // GROUP == g, by, high_by)
+        steps = tl.div_rn(x, low_by)
+        if KIND == "int8":
+            tl.store(TO + d, whole(steps).to(tl.int8), mask=d < D)
+        elif KIND == "int4":
+            both = (whole(steps) & 15) | (whole(tl.div_rn(high, high_by)) << 4)
+            tl.store(TO + d, both.to(tl.uint8), mask=d < HALF)
+        else:
+            tl.store(TO + d, float8_bits(steps).to(tl.uint8), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def append(
+    K, V, K_TO, V_TO, K_SCALES, V_SCALES, STARTS, CU, TABLE,
+    k_b, k_h, k_l, v_b, v_h, v_l, kt_b, kt_h, kt_l, vt_b, vt_h, vt_l, ks_b, ks_h, ks_l, vs_b, vs_h, vs_l, table_b,
+    batch, wrap, STEPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, WV: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    PACKED: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    # The last b with CU[b] <= token; sequences of no token are stepped over.
+    b = token * 0
+    for step in tl.static_range(STEPS):
+        ahead = b + (1 << (STEPS - 1 - step))
+        b = tl.where(tl.load(CU + ahead, mask=ahead < batch, other=0x7FFFFFFF) <= token, ahead, b)
+    first = tl.load(CU + b)
+    i = token - first
+    position = tl.load(STARTS + b) + i
+    slot = (position % wrap).to(tl.int64)
+    outer = b.to(tl.int64)
+    kept = True
+    if PAGED:
+        outer = tl.load(TABLE + outer * table_b + position // wrap).to(tl.int64)
+    else:
+        kept = i >= tl.load(CU + b + 1) - first - wrap  # a ring keeps the last ones
+    line = b.to(tl.int64)
+    row = i.to(tl.int64)
+    if PACKED:
+        line = line * 0
+        row = token.to(tl.int64)
+    if kept:
+        k_scales = K_SCALES
+        v_scales = V_SCALES
+        if K_KIND != "plain":
+            k_scales = K_SCALES + outer * ks_b + h * ks_h + slot * ks_l
+        if V_KIND != "plain":
+            v_scales = V_SCALES + outer * vs_b + h * vs_h + slot * vs_l
+        put_row(
+            K + line * k_b + h * k_h + row * k_l, K_TO + outer * kt_b + h * kt_h + slot * kt_l, k_scales, D, W, K_KIND,
+            K_GROUP,
+        )  # fmt: skip
+        put_row(
+            V + line * v_b + h * v_h + row * v_l, V_TO + outer * vt_b + h * vt_h + slot * vt_l, v_scales, DV, WV,
+            V_KIND, V_GROUP,
+        )  # fmt: skip
+
+
+def _strides(name: str, x: Any) -> dict[str, int]:
+    strides = (0, 0, 0) if x is None else x.stride()[:3]
+    return {f"{name}_{dim}": stride for dim, stride in zip("bhl", strides, strict=True)}
+
+
+class Append:
+    """The call for one cache; only its sources and places change. See `tilewise.caches.append`."""
+
+    def __init__(self, k: Any, v: Any, wrap: int) -> None:
+        self.k, self.v, self.wrap = k, v, wrap
+        self.heads = k.data.shape[1]
+        # Not every GPU has float8: it is written as bytes.
+        self.k_to, self.v_to = (
+            x.data.view(torch.uint8) if x.data.dtype == torch.float8_e4m3fn else x.data for x in (k, v)
+        )
+        self.sizes = {
+            **_strides("kt", self.k_to), **_strides("vt", self.v_to), **_strides("ks", k.scales),
+            **_strides("vs", v.scales), "wrap": wrap,
+        }  # fmt: skip
+        self.constants: dict[str, Any] = {
+            "D": k.format.width, "DV": v.format.width, "W": ceil_pow2(k.format.width), "WV": ceil_pow2(v.format.width),
+            "K_KIND": k.format.name if k.format.is_quantised else "plain", "K_GROUP": k.format.group or 1,
+            "V_KIND": v.format.name if v.format.is_quantised else "plain", "V_GROUP": v.format.group or 1,
+        }  # fmt: skip
+        self.ready: dict[Any, Ready] = {}
+
+    def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> None:
+        given = (
+            k, v, self.k_to, self.v_to, self.k.scales, self.v.scales, places.starts, places.cu, places.table,
+        )  # fmt: skip
+        there = [x for x in given if x is not None]
+        batch = len(places.starts)
+        key = None
+        if not INTERPRETED:
+            addresses = [x.data_ptr() for x in there]
+            # A kernel that was compiled for aligned tensors can be launched by address for aligned ones.
+            if all(address % 16 == 0 for address in addresses) and torch.cuda.current_device() == k.device.index:
+                key = (
+                    k.dtype, v.dtype, k.stride(), v.stride(), batch, places.tokens, places.packed,
+                    None if places.table is None else places.table.stride(0),
+                )  # fmt: skip
+                if (ready := self.ready.get(key)) is not None:
+                    ready(addresses)
+                    return
+        kernel, arguments = self.prepare(k, v, places)
+        grid = (places.tokens, self.heads)
+        if INTERPRETED:
+            kernel.first(grid, arguments)
+            return
+        with torch.cuda.device(k.device):
+            ready = kernel.first(grid, arguments)
+        if key is not None and ready is not None:
+            if len(self.ready) >= 4096:
+                self.ready.clear()
+            self.ready[key] = ready
+
+    def prepare(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> tuple[Kernel, dict[str, Any]]:
+        """The kernel and its arguments."""
+        batch = len(places.starts)
+        kernel = Kernel(
+            append,
+            {
+                **self.constants, "STEPS": max(1, (batch - 1).bit_length()), "PACKED": places.packed,
+                "PAGED": places.table is not None,
+            },
+            num_warps=1 if max(self.constants["W"], self.constants["WV"]) <= 128 else 4,
+        )  # fmt: skip
+        names = ("K", "V", "K_TO", "V_TO", "K_SCALES", "V_SCALES", "STARTS", "CU", "TABLE")
+        tensors = (k, v, self.k_to, self.v_to, self.k.scales, self.v.scales, places.starts, places.cu, places.table)
+        arguments = dict(zip(names, tensors, strict=True)) | _strides("k", k) | _strides("v", v) | self.sizes
+        arguments["batch"] = batch
+        arguments["table_b"] = 0 if places.table is None else places.table.stride(0)
+        return kernel, arguments

@@ -1,0 +1,61 @@
+"""Rotation of heads by a Hadamard matrix: outliers spread over all elements, and scores stay what they were.
+
+R is orthogonal, so (q R) . (k R) = q . k, and (P (V R)) R^T = P V. R = S H: S flips signs by a fixed pattern, so that
+a row of equal elements does not become one large one; H is made of Walsh-Hadamard blocks, the largest power of two that
+divides the width.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..errors import InvalidArgument
+
+LEAST = 8  # elements of a block; smaller ones would spread nothing
+
+
+def block_of(width: int) -> int:
+    """The largest power of two that divides `width`."""
+    return width & -width
+
+
+def check(argument: str, width: int) -> None:
+    if block_of(width) < LEAST:
+        raise InvalidArgument(argument, f"a head of {width}", f"a multiple of {LEAST}, to be rotated", "rotate=False")
+
+
+@lru_cache(maxsize=64)
+def matrix(width: int, device: torch.device) -> torch.Tensor:
+    """R `[width, width]`, float32: the same in every process and version, for it is part of what a cache stores.
+
+    >>> R = matrix(96, torch.device("cpu"))
+    >>> torch.allclose(R @ R.T, torch.eye(96), atol=1e-6)
+    True
+    """
+    block = block_of(width)
+    H = torch.ones(1, 1, dtype=torch.float64)
+    while len(H) < block:
+        H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
+    H = torch.block_diag(*[H / block**0.5] * (width // block))
+    signs = torch.tensor([_sign(i) for i in range(width)], dtype=torch.float64)
+    return (signs[:, None] * H).float().to(device)
+
+
+def _sign(i: int) -> float:
+    """As good as random, and simple to write anywhere: bits multiplied and folded until they have met."""
+    bits = (i + 1) * 0x9E3779B1 & 0xFFFFFFFF
+    bits = (bits ^ bits >> 15) * 0x85EBCA6B & 0xFFFFFFFF
+    bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return -1.0 if (bits ^ bits >> 16) & 1 else 1.0
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """`x R` over the last dim, multiplied in float32, in x's dtype."""
+    return (x.float() @ matrix(x.shape[-1], x.device)).to(x.dtype)
+
+
+def rotate_back(x: torch.Tensor) -> torch.Tensor:
+    """`x R^T`."""
+    return (x.float() @ matrix(x.shape[-1], x.device).T).to(x.dtype)

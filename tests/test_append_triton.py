@@ -1,0 +1,98 @@
+"""The Triton kernel that appends: its bytes in the interpreter, its code compiled ahead of time."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from aot import SHARED, compile_kernel
+from tilewise.backends.triton.append import Append
+from tilewise.caches.append import Places
+from tilewise.caches.formats import Format, Store
+
+RUN = """
+import sys, torch
+from tilewise.backends.triton.append import Append
+from tilewise.caches.append import InTorch, Places
+from tilewise.caches.formats import Format
+torch.manual_seed(0)
+wrong = "wrong" in sys.argv
+done = 0
+FORMS = [(64, 64, 32, 0, 0), (80, 48, 128, 1, 1), (96, 6, 64, 1, 0), (40, 128, 32, 0, 1)]
+for dtype in ("f32", "f16", "int8", "int4", "fp8_e4m3"):
+    for source, forms in ((torch.float32, FORMS), (torch.float16, FORMS[:1])):
+        for D, Dv, group, paged, packed in forms:
+            outer, slots = (9, 3) if paged else (5, 7)
+            formats = [Format.of("dtype", dtype, group, w) for w in (D, Dv)]
+            sides = []
+            for _ in range(2):
+                stores = [f.empty(outer, 2, slots, device=torch.device("cpu")) for f in formats]
+                for s in stores:
+                    for x in (s.data, s.scales):
+                        if x is not None:
+                            x.view(torch.uint8).fill_(77)
+                sides.append(stores)
+            counts = torch.tensor([2, 0, 11 if not paged else 5, 0, 3])
+            cu = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+            starts = torch.tensor([1, 0, 2, 6, 0], dtype=torch.int32)
+            table = torch.tensor([[8, 1, 0], [2, 2, 2], [0, 3, 4], [1, 1, 5], [6, 7, 0]], dtype=torch.int32)
+            tokens = int(cu[-1])
+            shape = (1, 2, tokens) if packed else (5, 2, 11)
+            k, v = (torch.randn(*shape, w).mul(3).to(source) for w in (D, Dv))
+            k[0, 0, 0] = 0
+            places = Places(starts + wrong, cu, tokens, bool(packed), table if paged else None)
+            Append(*sides[0], slots)(k, v, places)
+            places.starts = starts
+            InTorch(*sides[1], slots)(k, v, places)
+            for a, b in zip(*sides):
+                for x, y in ((a.data, b.data), (a.scales, b.scales)):
+                    if x is not None:
+                        assert x.view(torch.uint8).equal(y.view(torch.uint8)), (dtype, source, D, group, paged, packed)
+            done += 1
+print(done)
+"""
+
+
+def interpret(*arguments):
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", RUN, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_it_stores_the_same_bytes_as_torch():
+    run = interpret()
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    assert int(run.stdout) == 25
+
+
+def test_the_comparison_can_fail():
+    assert "AssertionError" in interpret("wrong").stderr
+
+
+def stores(dtype, D, paged):
+    fmt = Format.of("dtype", dtype, 64, D)
+
+    def empty(width, kind):
+        shape = (512, 16, 8, width) if paged else (64, 8, 4096, width)
+        x = torch.empty(shape, dtype=kind, device="meta")
+        return x.transpose(1, 2) if paged else x
+
+    scales = empty(fmt.scales, torch.float32) if fmt.is_quantised else None
+    return [Store(fmt, empty(fmt.columns, fmt.dtype), scales)] * 2
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "int8", "int4"])
+def test_it_compiles_without_spills(dtype, arch):
+    for D, paged in ((128, True), (576, False)):
+        call = Append(*stores(dtype, D, paged), 16 if paged else 4096)
+        ints = torch.empty(65, dtype=torch.int32, device="meta")
+        table = torch.empty(64, 128, dtype=torch.int32, device="meta") if paged else None
+        rows = torch.empty((1, 8, 64, D), dtype=torch.bfloat16, device="meta")
+        kernel, arguments = call.prepare(rows, rows, Places(ints[:64], ints, 64, True, table))
+        built = compile_kernel(kernel, arguments, arch)
+        assert built.spills == 0
+        assert built.shared <= SHARED[arch]
