@@ -2,7 +2,7 @@
 
 from .alibi import alibi_slopes
 from .api import attention, paged_attention, plan, varlen_attention
-from .caches import KVCache
+from .caches import KVCache, PagedKVCache
 from .errors import CacheFull, InvalidArgument, Unsupported
 from .plan import Plan
 from .quantised import Quantised
@@ -16,6 +16,7 @@ __all__ = [
     "CacheFull",
     "InvalidArgument",
     "KVCache",
+    "PagedKVCache",
     "Plan",
     "Quantised",
     "TileMap",

@@ -1,5 +1,6 @@
 """KV caches: contiguous, ring, paged, shared, quantised. They use the public attention functions."""
 
 from .contiguous import KVCache
+from .paged import PagedKVCache
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "PagedKVCache"]

@@ -58,3 +58,26 @@ def index(name: str, value: Any, size: int, what: str) -> int:
     if not is_int(value) or not 0 <= value < size:
         raise InvalidArgument(name, repr(value), f"a {what}, 0 to {size - 1}")
     return int(value)
+
+
+def evenly(name: str, x: Any, batch: int, dim: int = 2) -> list[int]:
+    """Tokens of each sequence if they all have as many: `[B, Hkv, L, D]` or packed `[T, Hkv, D]`."""
+    shape = tuple(getattr(x, "shape", ()))
+    if len(shape) == 3:
+        if batch == 0 or shape[0] % batch:
+            remedy = "give counts"
+            raise InvalidArgument(name, f"{shape[0]} packed rows", f"as many for each of {batch} sequences", remedy)
+        return [shape[0] // batch] * batch
+    if len(shape) != 4 or shape[0] != batch:
+        raise InvalidArgument(name, f"shape {shape}", f"rank 4 with {batch} rows, one for each sequence, or packed")
+    return [shape[dim]] * batch
+
+
+def token_ids(tokens: Any) -> np.ndarray:
+    """Token ids as int64 `[n]`."""
+    if isinstance(tokens, torch.Tensor):
+        tokens = tokens.cpu().numpy()
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise InvalidArgument("tokens", f"{ids.dtype} of shape {ids.shape}", "token ids, ints in one dim")
+    return ids.astype(np.int64)

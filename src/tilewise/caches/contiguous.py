@@ -118,7 +118,8 @@ class KVCache:
         cu = np.zeros(self.batch + 1, dtype=np.int32)
         np.cumsum(new, out=cu[1:])
         if tokens := int(cu[-1]):
-            self._write(k, v, Places(*upload(self.device, self._length, cu), tokens, packed=False))
+            starts, cu_on_device = upload(self.device, self._length, cu)
+            self._write(k, v, Places(starts, cu_on_device, tokens, packed=False))
         self._set(length, np.maximum(self._first, length - self.capacity) if self.ring else self._first)
 
     def attend(self, q: Any, *, counts: Any = None, causal: bool = True, **options: Any) -> Any:
@@ -207,18 +208,19 @@ class KVCache:
         return attention(q, *self._operands(slots, seq_major), kv_lengths=self._on_device, **options)
 
     def _attend_ring(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
-        ring.check(options, self.capacity)
         first, length = self._first.astype(np.int64), self._length.astype(np.int64)
-        if ring.order_is_nothing(first, length, self.capacity, q_rows, options):
-            held = torch.from_numpy((length - first).astype(np.int32)).to(self.device)
-            operands = self._operands(min(self.capacity, rounded(int((length - first).max(initial=0)))), seq_major)
-            return attention(q, *operands, kv_lengths=held, **options | {"causal": False, "window": None})
-        offset = options.pop("q_offset", None)
+        offset = options.get("q_offset")
         if offset is None:
             offset = length - q_rows
         elif isinstance(offset, torch.Tensor):
             offset = offset.cpu().numpy()
         q_first = np.broadcast_to(np.asarray(offset, dtype=np.int64), (self.batch,))
+        ring.check(first, q_first, self.capacity, options)
+        if ring.order_is_nothing(first, length, self.capacity, q_rows, options):
+            held = torch.from_numpy((length - first).astype(np.int32)).to(self.device)
+            operands = self._operands(min(self.capacity, rounded(int((length - first).max(initial=0)))), seq_major)
+            return attention(q, *operands, kv_lengths=held, **options | {"causal": False, "window": None})
+        options.pop("q_offset", None)
         lse, out = options.pop("return_lse", False), options.pop("out", None)
         states = []
         for run in ring.runs(first, length, q_first, self.capacity, options.get("window")):

@@ -26,22 +26,30 @@ class Run:
     hidden: np.ndarray | None = None  # int64 [B]: slots below are not the run's, and no window hides them
 
 
-def runs(first: np.ndarray, length: np.ndarray, q_first: np.ndarray, capacity: int, window: Any) -> list[Run]:
-    """Where positions `first[b]` to `length[b]` lie, for queries from position `q_first[b]` on."""
+def check(first: np.ndarray, q_first: np.ndarray, capacity: int, options: dict[str, Any]) -> None:
+    """Refuses what a ring cannot do, for queries from position `q_first[b]` on."""
+    chunk, window = options.get("chunk"), options.get("window")
+    if isinstance(chunk, int) and chunk > 0 and capacity % chunk:
+        raise InvalidArgument("chunk", chunk, f"a divisor of the ring's capacity of {capacity}")
+    if options.get("mask") is not None:
+        remedy = "a cache without ring takes masks"
+        raise InvalidArgument("mask", "a mask over a ring", "none: its columns would not be positions", remedy)
     left = as_window(window)[0]
-    if left is not None:
-        short = np.maximum(q_first - left, 0) < first
-        if short.any():
-            b = int(np.argmax(short))
-            raise InvalidArgument(
-                "window", f"{window!r}, which reaches back to position {max(0, int(q_first[b]) - left)} in row {b}",
-                f"one that ends at {int(first[b])} or later, the oldest token that the ring of {capacity} holds",
-                "give the ring window + queries - 1 slots, or append and attend in smaller chunks",
-            )  # fmt: skip
+    if left is not None and bool((short := np.maximum(q_first - left, 0) < first).any()):
+        b = int(np.argmax(short))
+        raise InvalidArgument(
+            "window", f"{window!r}, which reaches back to position {max(0, int(q_first[b]) - left)} in row {b}",
+            f"one that ends at {int(first[b])} or later, the oldest token that the ring of {capacity} holds",
+            "give the ring window + queries - 1 slots, or append and attend in smaller chunks",
+        )  # fmt: skip
+
+
+def runs(first: np.ndarray, length: np.ndarray, q_first: np.ndarray, capacity: int, window: Any) -> list[Run]:
+    """Where positions `first[b]` to `length[b]` lie."""
     start = first % capacity
     shift = first - start
     end = start + length - first
-    below = start if left is None and bool(start.any()) else None
+    below = start if as_window(window)[0] is None and bool(start.any()) else None
     upper = Run(np.minimum(end, capacity), q_first - shift, below)
     if not bool((end > capacity).any()):
         return [upper]
@@ -65,15 +73,6 @@ def order_is_nothing(
     if right is not None and not options["causal"]:
         return False
     return left is None or (q_rows == 1 and bool((length - 1 - left <= first).all()))
-
-
-def check(options: dict[str, Any], capacity: int) -> None:
-    chunk = options.get("chunk")
-    if isinstance(chunk, int) and chunk > 0 and capacity % chunk:
-        raise InvalidArgument("chunk", chunk, f"a divisor of the ring's capacity of {capacity}")
-    if options.get("mask") is not None:
-        remedy = "a cache without ring takes masks"
-        raise InvalidArgument("mask", "a mask over a ring", "none: its columns would not be positions", remedy)
 
 
 def mask_below(hidden: np.ndarray, slots: int, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,317 @@
+"""`PagedKVCache`: sequences in pages of a common pool, with shared prefixes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import InvalidArgument
+from ..options import is_int
+from . import checks, hadamard
+from .append import Writer, writer
+from .batch import Batch
+from .cascade import Split
+from .formats import Store, formats_of, size
+from .sequences import Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """The state of a `PagedKVCache`."""
+
+    pages: int
+    used: int  # pages of sequences, each counted once
+    shared: int  # of those, pages of more than one
+    kept: int  # pages that no sequence uses, kept for prompts that begin like theirs; given up when room is needed
+    free: int
+    sequences: int
+    tokens: int  # in used pages, those of shared pages counted once
+    fragmentation: float  # the share of the used pages' slots that hold no token
+    nbytes: int
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in one pool of pages, for one or more layers.
+
+    Sequences have ids. They are created, extended, forked (sharing all pages until one of them writes), truncated and
+    freed in any order. All methods may be called from several threads; a sequence is one thread's at a time.
+
+    Args:
+        num_pages: pages in the pool.
+        page_size: tokens in a page.
+        kv_heads: heads of K and V.
+        head_dim: D, of K.
+        dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, or a torch dtype.
+        layers: layers that share the tables, each with keys and values of its own.
+        v_dtype: how V is stored, if not as K.
+        value_dim: Dv, if not D.
+        group: elements that share a scale in quantised storage: 32, 64 or 128.
+        rotate: store K and V rotated by a Hadamard matrix; see `KVCache`.
+        device: where it lies.
+
+    >>> cache = PagedKVCache(100, 16, kv_heads=4, head_dim=64, dtype="f16")
+    >>> first = cache.create()
+    >>> cache.append([first], *torch.randn(2, 1, 4, 50, 64))
+    >>> second = cache.fork(first)  # no page is copied
+    >>> cache.append([first, second], *torch.randn(2, 2, 4, 1, 64))  # one is: the last, half filled
+    >>> cache.attend([first, second], torch.randn(2, 8, 1, 64)).shape
+    torch.Size([2, 8, 1, 64])
+    >>> stats = cache.stats()
+    >>> stats.used, stats.shared, stats.free
+    (5, 3, 95)
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype | str,
+        *,
+        layers: int = 1,
+        v_dtype: torch.dtype | str | None = None,
+        value_dim: int | None = None,
+        group: int = 64,
+        rotate: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.num_pages, self.page_size = size("num_pages", num_pages, 0, 2**31 - 1), size("page_size", page_size)
+        self.kv_heads, self.layers = size("kv_heads", kv_heads), size("layers", layers)
+        self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group)
+        self.rotate = bool(rotate)
+        if self.rotate:
+            hadamard.check("head_dim", self.k_format.width)
+            hadamard.check("value_dim", self.v_format.width)
+        self.device = torch.empty(0, device=device).device
+        rows = (self.layers, self.num_pages, self.page_size, self.kv_heads)
+        self._k, self._v = (fmt.empty(*rows, device=self.device) for fmt in (self.k_format, self.v_format))
+        self._writers: dict[int, Writer] = {}
+        self._lock = threading.RLock()
+        self._sequences = Sequences(self.num_pages, self.page_size, self.device)
+        self._splits: dict[Any, Split | None] = {}  # prefixes that batches share, until a sequence is shortened
+        self._pages: dict[int, tuple[Any, Any]] = {}
+
+    # Sequences
+
+    def create(self) -> int:
+        """A new sequence of no tokens; its id."""
+        with self._lock:
+            return self._sequences.create()[0]
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence that shares all pages of another. Whoever writes into a shared page first gets a copy."""
+        with self._lock:
+            return self._sequences.fork(self._sequences.slot("sequence", sequence))
+
+    def prefix_match(self, tokens: Any) -> tuple[int, int]:
+        """A new sequence that begins with the pages of the longest known prefix of `tokens`.
+
+        A page is known once it is full and was written with its token ids (`tokens=` of `append` or `extend`). It stays
+        known after its sequences are freed, until its room is needed. Only whole pages are shared.
+
+        Args:
+            tokens: the token ids of a prompt. Leave out its last one: it has to be computed to go on from it.
+
+        Returns:
+            The sequence's id, and how many of the tokens it holds.
+        """
+        ids = checks.token_ids(tokens)
+        with self._lock:
+            return self._sequences.match(ids)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Shortens a sequence to `length` tokens: rejects tokens that were only a guess."""
+        with self._lock:
+            slot = self._sequences.slot("sequence", sequence)
+            most = int(self._sequences.length[slot])
+            if not is_int(length) or not 0 <= length <= most:
+                raise InvalidArgument("length", repr(length), f"0 to {most}, what the sequence holds")
+            self._sequences.truncate(slot, length)
+            self._splits.clear()
+
+    def free(self, sequences: int | Sequence[int]) -> None:
+        """Ends sequences: their pages are free, unless others use them or they are kept for prompts to come."""
+        with self._lock:
+            self._sequences.free(_as_list(sequences))
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        with self._lock:
+            return int(self._sequences.length[self._sequences.slot("sequence", sequence)])
+
+    def stats(self) -> PoolStats:
+        with self._lock:
+            sequences, pool = self._sequences, self._sequences.pool
+            filled = np.zeros(self.num_pages, dtype=np.int64)
+            for slot in sequences.slot_of.values():
+                pages = sequences.pages(slot)
+                if len(pages):
+                    filled[pages[:-1]] = self.page_size
+                    last = int(sequences.length[slot]) - (len(pages) - 1) * self.page_size
+                    filled[pages[-1]] = max(filled[pages[-1]], last)
+            used, tokens = int((pool.refs > 0).sum()), int(filled.sum())
+            return PoolStats(
+                pages=self.num_pages,
+                used=used,
+                shared=int((pool.refs > 1).sum()),
+                kept=len(pool.kept),
+                free=pool.free,
+                sequences=len(sequences.slot_of),
+                tokens=tokens,
+                fragmentation=1 - tokens / (used * self.page_size) if used else 0.0,
+                nbytes=self.nbytes,
+            )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of all layers, scales included."""
+        return self.layers * self.kv_heads * (self.k_format.bytes + self.v_format.bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages."""
+        return self._k.nbytes + self._v.nbytes
+
+    # Tokens
+
+    def extend(self, sequences: int | Sequence[int], counts: Any = 1, tokens: Any = None) -> Batch:
+        """Makes room for new tokens, once for all layers; the result's `write` and `attend` serve each layer.
+
+        Args:
+            sequences: ids, each once.
+            counts: new tokens of each, or one number for all.
+            tokens: the new tokens' ids, packed: those of the first sequence, then those of the next. With them, full
+                pages can be found by `prefix_match` as soon as every layer has been written.
+
+        Raises:
+            CacheFull: there are too few pages; nothing has changed.
+        """
+        numbers = _as_list(sequences)
+        given = [counts] * len(numbers) if is_int(counts) else counts
+        new = checks.counts("counts", given, len(numbers))
+        ids = None if tokens is None else checks.token_ids(tokens)
+        if ids is not None and len(ids) != new.sum():
+            raise InvalidArgument("tokens", f"{len(ids)} ids", f"{int(new.sum())}, one for each new token")
+        with self._lock:
+            slots = self._sequences.slots(numbers)
+            starts = self._sequences.length[slots[0]]
+            source, to = self._sequences.extend(slots[0], new, ids)
+            if len(source):  # pages that were shared
+                to_pages, from_pages = (torch.from_numpy(x).to(self.device, torch.int64) for x in (to, source))
+                for store in (self._k, self._v):
+                    store.copy((slice(None), to_pages), (slice(None), from_pages))
+            return Batch(self, numbers, slots, new, starts, is_new=True)
+
+    def append(self, sequences: int | Sequence[int], k: Any, v: Any, *, counts: Any = None, tokens: Any = None) -> None:
+        """Adds tokens to sequences of a cache of one layer.
+
+        Args:
+            sequences: ids `[B]`, each once.
+            k: `[B, Hkv, L, D]`, or packed `[T, Hkv, D]`.
+            v: `[B, Hkv, L, Dv]` or `[T, Hkv, Dv]`.
+            counts: ints `[B]`: new tokens of each sequence. Default: L, or T / B of packed rows.
+            tokens: their ids, packed; see `extend`.
+
+        Raises:
+            CacheFull: there are too few pages; nothing has changed.
+        """
+        if self.layers > 1:
+            raise InvalidArgument("layers", f"{self.layers} layers", "one, to append", "extend, then write each layer")
+        numbers = _as_list(sequences)
+        if counts is None:
+            counts = checks.evenly("k", k, len(numbers))
+        counts = checks.counts("counts", counts, len(numbers))
+        self._new_rows(k, v, counts)  # wrong rows are refused before there is room for them
+        self.extend(numbers, counts, tokens).write(k, v)
+
+    def view(self, sequences: int | Sequence[int], counts: Any = 1) -> Batch:
+        """Sequences as they are, to attend to; `counts` are the queries of each, its last tokens."""
+        numbers = _as_list(sequences)
+        given = [counts] * len(numbers) if is_int(counts) else counts
+        queries = checks.counts("counts", given, len(numbers))
+        with self._lock:
+            slots = self._sequences.slots(numbers)
+            return Batch(self, numbers, slots, queries, self._sequences.length[slots[0]] - queries, is_new=False)
+
+    def attend(
+        self, sequences: int | Sequence[int], q: Any, *, layer: int = 0, counts: Any = None, **options: Any
+    ) -> Any:
+        """Attention of queries over each sequence's tokens. The queries are the last ones appended.
+
+        Args:
+            sequences: ids `[B]`.
+            q: `[B, H, Lq, D]` (or as `layout` says), or packed `[T, H, D]`.
+            counts: ints `[B]`: queries of each sequence. Default: Lq, or T / B of packed ones.
+
+        All other options as in `Batch.attend`.
+        """
+        numbers = _as_list(sequences)
+        if counts is None:
+            counts = checks.evenly("q", q, len(numbers), 1 if options.get("layout") == "blhd" else 2)
+        return self.view(numbers, counts).attend(q, layer=layer, **options)
+
+    def keys(self, sequence: int, layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The keys of a sequence, `[Hkv, n, D]`: for looking at them."""
+        return self._held(self._k, sequence, layer, dtype)
+
+    def values(self, sequence: int, layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, likewise."""
+        return self._held(self._v, sequence, layer, dtype)
+
+    def _held(self, store: Store, sequence: int, layer: int, dtype: torch.dtype) -> torch.Tensor:
+        layer = checks.index("layer", layer, self.layers, "layer")
+        with self._lock:
+            slot = self._sequences.slot("sequence", sequence)
+            pages = torch.from_numpy(self._sequences.pages(slot)).to(self.device, torch.int64)
+            length = int(self._sequences.length[slot])
+        x = store.map(lambda x: x[layer][pages].flatten(0, 1)[:length].transpose(0, 1)).floats()
+        return (hadamard.rotate_back(x) if self.rotate else x).to(dtype)
+
+    def _new_rows(self, k: Any, v: Any, counts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """New keys and values in the form `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` and True; enough for `counts`."""
+        packed = len(getattr(k, "shape", ())) == 3
+        k = checks.rows("k", k, self.kv_heads, self.k_format, self.device, packed)
+        v = checks.rows("v", v, self.kv_heads, self.v_format, self.device, packed)
+        checks.same_rows(k, v)
+        if packed and k.shape[2] != counts.sum():
+            raise InvalidArgument("k", f"{k.shape[2]} packed rows", f"{int(counts.sum())}, one for each new token")
+        if not packed and (k.shape[0] != len(counts) or k.shape[2] < counts.max(initial=0)):
+            want = f"{len(counts)} rows of {int(counts.max(initial=0))} or more, one for each sequence"
+            raise InvalidArgument("k", f"{k.shape[0]} rows of {k.shape[2]} tokens", want)
+        return k, v, packed
+
+    def _operands(self, layer: int) -> tuple[Any, Any]:
+        """K and V pages as the attention functions take them."""
+        if layer not in self._pages:
+            self._pages[layer] = tuple(  # type: ignore[assignment]
+                store.map(lambda x: x[layer]).operand() for store in (self._k, self._v)
+            )
+        return self._pages[layer]
+
+    def _writer(self, layer: int) -> Writer:
+        if layer not in self._writers:
+            # [pages, Hkv, slots, columns]
+            k, v = (store.map(lambda x: x[layer].transpose(1, 2)) for store in (self._k, self._v))
+            self._writers[layer] = writer(k, v, self.page_size)
+        return self._writers[layer]
+
+    def _commit(self, batch: Batch) -> None:
+        """Every layer of a batch is written."""
+        with self._lock:
+            self._sequences.commit(batch.sequences, batch.lengths)
+
+
+def _as_list(sequences: Any) -> list[int]:
+    try:
+        if hasattr(sequences, "tolist"):
+            sequences = sequences.tolist()
+        return [index(sequences)] if hasattr(sequences, "__index__") else [index(number) for number in sequences]
+    except TypeError:
+        raise InvalidArgument("sequences", repr(sequences), "an id or a list of ids") from None

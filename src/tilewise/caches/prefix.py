@@ -1,0 +1,83 @@
+"""Which token ids full pages hold: a tree of pages, found by the ids themselves.
+
+A node is a page of ids that follow its parent's. It is looked up by (parent, ids): Python hashes the ids, then compares
+them, so two prefixes share a page only if they are equal. A node that leaves takes all that follow it along, and its
+number never comes again: what is found always is a whole prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+ROOT = 0
+LOST = -1  # a node that a sequence stood at and that has left
+
+
+@dataclass(slots=True)
+class Node:
+    page: int
+    parent: int
+    ids: bytes
+    children: set[int] = field(default_factory=set)
+
+
+class PrefixIndex:
+    """The tree. It counts no references and frees no pages: `Pool` does.
+
+    >>> index = PrefixIndex(pages=8)
+    >>> node = index.add(ROOT, b"some ids", page=5)
+    >>> index.find(ROOT, b"some ids") == node, index.find(ROOT, b"others")
+    (True, None)
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.node_of = np.zeros(pages, dtype=np.int64)  # of each page; 0 if it is not in the tree
+        self.nodes: dict[int, Node] = {}
+        self._by_ids: dict[tuple[int, bytes], int] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def find(self, parent: int, ids: bytes) -> int | None:
+        return self._by_ids.get((parent, ids))
+
+    def add(self, parent: int, ids: bytes, page: int) -> int:
+        """A node for `page`, or the one that is there for these ids."""
+        if (known := self.find(parent, ids)) is not None:
+            return known
+        number, self._next = self._next, self._next + 1
+        self.nodes[number] = Node(page, parent, ids)
+        self._by_ids[parent, ids] = number
+        self.node_of[page] = number
+        if parent != ROOT:
+            self.nodes[parent].children.add(number)
+        return number
+
+    def holds(self, node: int) -> bool:
+        return node == ROOT or node in self.nodes
+
+    def above(self, node: int, steps: int) -> int:
+        """The node `steps` pages before this one."""
+        for _ in range(steps):
+            if node not in self.nodes:
+                return LOST
+            node = self.nodes[node].parent
+        return node
+
+    def drop(self, node: int) -> list[int]:
+        """Takes a node and all that follow it out; their pages."""
+        parent = self.nodes[node].parent
+        if parent != ROOT:
+            self.nodes[parent].children.discard(node)
+        pages, left = [], [node]
+        while left:
+            number = left.pop()
+            gone = self.nodes.pop(number)
+            del self._by_ids[gone.parent, gone.ids]
+            self.node_of[gone.page] = 0
+            pages.append(gone.page)
+            left.extend(gone.children)
+        return pages

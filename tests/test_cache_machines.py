@@ -1,0 +1,334 @@
+"""Random operations on the caches beside plain lists: contents, sharing, reference counts, attention."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from naive import Row, assert_close
+from tilewise import CacheFull, InvalidArgument, KVCache, PagedKVCache
+
+D, HEADS = 8, 2
+few = st.integers(0, 7)
+
+
+def content(ids):
+    """Keys and values of the last of these token ids, as a model would compute them: from all before it."""
+    seed = hash(tuple(ids)) & 0x7FFFFFFF
+    return torch.randn(2, 1, D, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+class Sequence:
+    """A sequence as lists: token ids, rows, and pages that are objects, shared by forks until one writes."""
+
+    def __init__(self, dtype):
+        self.ids, self.row, self.pages = [], Row(dtype, group=32), []
+        self.known = 0  # leading tokens whose ids the cache was told
+
+    def fork(self):
+        other = Sequence(self.row.dtype)
+        other.ids, other.row, other.pages, other.known = list(self.ids), self.row.copy(), list(self.pages), self.known
+        for page in other.pages:
+            page["users"] += 1
+        return other
+
+    def append(self, new, page_size, told):
+        if told and self.known == len(self.ids):
+            self.known += len(new)
+        for token in new:
+            slot = len(self.ids) % page_size
+            if slot == 0:
+                self.pages.append({"users": 1})
+            elif self.pages[-1]["users"] > 1:
+                self.pages[-1]["users"] -= 1
+                self.pages[-1] = {"users": 1}
+            self.ids.append(token)
+            k, v = content(self.ids)
+            self.row.append(k[:, None], v[:, None])
+
+    def truncate(self, length, page_size):
+        del self.ids[length:]
+        self.row.truncate(length)
+        self.known = min(self.known, length)
+        while len(self.pages) > -(-length // page_size):
+            self.pages.pop()["users"] -= 1
+
+
+class PagedMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.sequences = {}
+        self.dead = []
+
+    @initialize(page_size=st.integers(1, 4), pages=st.integers(4, 24), dtype=st.sampled_from(["f32", "int8", "int4"]))
+    def start(self, page_size, pages, dtype):
+        self.P, self.dtype = page_size, dtype
+        self.cache = PagedKVCache(pages, page_size, 1, D, dtype, group=32)
+
+    def pick(self, data, least=1):
+        """Some live sequences, in any order."""
+        live = sorted(self.sequences)
+        return data.draw(st.lists(st.sampled_from(live), min_size=min(least, len(live)), max_size=5, unique=True))
+
+    @rule()
+    def create(self):
+        self.sequences[self.cache.create()] = Sequence(self.dtype)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), told=st.booleans(), packed=st.booleans())
+    def append(self, data, told, packed):
+        numbers = self.pick(data)
+        counts = data.draw(st.lists(few, min_size=len(numbers), max_size=len(numbers)))
+        new = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in counts]
+        rows, needed = [], 0
+        writers = {}  # sequences that will write into a page that they share now
+        for number, tokens in zip(numbers, new, strict=True):
+            s = self.sequences[number]
+            rows.append([content(s.ids + tokens[: i + 1]) for i in range(len(tokens))])
+            needed += -(-(len(s.ids) + len(tokens)) // self.P) - len(s.pages)
+            if tokens and len(s.ids) % self.P:
+                writers.setdefault(id(s.pages[-1]), (s.pages[-1], []))[1].append(number)
+        for page, those in writers.values():
+            needed += len(those) - (page["users"] == len(those))
+        flat = [x for row in rows for x in row]
+        if packed:
+            k, v = torch.stack(flat, 1) if flat else torch.zeros(2, 0, 1, D)  # [T, 1, D]
+        else:
+            k, v = torch.full((2, len(numbers), 1, max([*counts, 1]), D), torch.nan)
+            for b, row in enumerate(rows):
+                for i, (key, value) in enumerate(row):
+                    k[b, :, i], v[b, :, i] = key, value
+        arguments = {"counts": counts, "tokens": [t for tokens in new for t in tokens] if told else None}
+        stats = self.cache.stats()
+        if needed > stats.free + stats.kept:
+            before = self.state()
+            with pytest.raises(CacheFull, match=f"{needed} pages are needed, {stats.free + stats.kept} of"):
+                self.cache.append(numbers, k, v, **arguments)
+            assert before == self.state()
+            return
+        self.cache.append(numbers, k, v, **arguments)
+        for number, tokens in zip(numbers, new, strict=True):
+            self.sequences[number].append(tokens, self.P, told)
+        used = len({id(p) for s in self.sequences.values() for p in s.pages})
+        assert self.cache.stats().used == used  # copies were made where needed, and nowhere else
+
+    def state(self):
+        """All bookkeeping and all bytes."""
+        s = self.cache._sequences
+        numbers = [s.length.tolist(), s.pool.refs.tolist(), s.pool.free, list(s.pool.kept), dict(s.slot_of)]
+        parts = (x for store in (self.cache._k, self.cache._v) for x in (store.data, store.scales) if x is not None)
+        return [*numbers, s.table.host.tobytes(), *(x.view(torch.uint8).numpy().tobytes() for x in parts)]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def fork(self, data):
+        [source] = self.pick(data)[:1]
+        self.sequences[self.cache.fork(source)] = self.sequences[source].fork()
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def truncate(self, data):
+        [number] = self.pick(data)[:1]
+        s = self.sequences[number]
+        length = data.draw(st.integers(0, len(s.ids)))
+        self.cache.truncate(number, length)
+        s.truncate(length, self.P)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def free(self, data):
+        numbers = self.pick(data)
+        self.cache.free(numbers)
+        for number in numbers:
+            self.sequences.pop(number).truncate(0, self.P)
+            self.dead.append(number)
+
+    @rule(ids=st.lists(st.integers(0, 1), max_size=10), data=st.data())
+    def match(self, ids, data):
+        if self.sequences and data.draw(st.booleans()):
+            [like] = self.pick(data)[:1]
+            ids = self.sequences[like].ids + ids
+        number, held = self.cache.prefix_match(ids)
+        assert held % self.P == 0
+        assert held <= len(ids)
+        s = Sequence(self.dtype)
+        # Whatever was matched has the rows of these very ids, and pages that live sequences hold are not held twice.
+        s.append(ids[:held], self.P, told=True)
+        s.pages = []
+        self.sequences[number] = s
+        held_pages = self.pages_of(number)
+        objects = {page: obj for other in self.sequences for page, obj in
+                   zip(self.pages_of(other), self.sequences[other].pages, strict=False)}  # fmt: skip
+        for page in held_pages:
+            obj = objects.get(page, {"users": 0})
+            obj["users"] += 1
+            s.pages.append(obj)
+        # A sequence that told all its ids from the start and never lost its place can be found by them.
+        sequences = self.cache._sequences
+        for n, other in self.sequences.items():
+            slot = sequences.slot_of[n]
+            if n != number and sequences.node[slot] > 0 and sequences.pool.index.holds(int(sequences.node[slot])):
+                common = int(sequences.depth[slot]) * self.P
+                assert common <= other.known
+                if ids[:common] == other.ids[:common] and len(ids) >= common:
+                    assert held >= common
+
+    def pages_of(self, number):
+        s = self.cache._sequences
+        return s.pages(s.slot_of[number]).tolist()
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), cascade=st.sampled_from([None, True, False]), queries=st.integers(1, 3))
+    def attend(self, data, cascade, queries):
+        numbers = self.pick(data)
+        if len(numbers) == 1:
+            cascade = None
+        q = torch.randn(len(numbers), HEADS, queries, D, generator=torch.Generator().manual_seed(queries)) * 2
+        out = self.cache.attend(numbers, q, cascade=cascade)
+        for b, number in enumerate(numbers):
+            want = self.sequences[number].row.attend(q[b], causal=True)
+            assert_close(out[b], torch.zeros_like(out[b]) if want is None else want[0], 5e-5)
+
+    @rule(data=st.data())
+    def wrong_ids(self, data):
+        wrong = data.draw(st.sampled_from([*self.dead[-3:], 10**6, -1, "a", None, 1.0]))
+        before = self.state()
+        live = sorted(self.sequences)[:2]
+        message = "a live sequence; create, fork and prefix_match give ids" if type(wrong) is int else "expected"
+        if type(wrong) is int and wrong in self.dead:
+            message = "a live sequence; it was freed"
+        for call in (
+            lambda: self.cache.free([*live, wrong]), lambda: self.cache.fork(wrong),
+            lambda: self.cache.truncate(wrong, 0), lambda: self.cache.extend([*live, wrong], 1),
+        ):  # fmt: skip
+            with pytest.raises(InvalidArgument, match=message):
+                call()
+        if live:
+            with pytest.raises(InvalidArgument, match=f"{live[0]} twice"):
+                self.cache.free([live[0], *live])
+        assert before == self.state()
+
+    @invariant()
+    def books_agree(self):
+        if not hasattr(self, "cache"):
+            return
+        s = self.cache._sequences
+        pool, stats = s.pool, self.cache.stats()
+        assert set(s.slot_of) == set(self.sequences)
+        refs = np.zeros(pool.pages, dtype=int)
+        for number, sequence in self.sequences.items():
+            pages = self.pages_of(number)
+            assert self.cache.length(number) == len(sequence.ids)
+            assert [pool.refs[page] for page in pages] == [obj["users"] for obj in sequence.pages]
+            for page in pages:
+                refs[page] += 1
+        assert refs.tolist() == pool.refs.tolist()
+        # Every page is used, kept or free, and one of them only.
+        free = set(pool._stack[: pool.free].tolist())
+        used, kept = set(np.flatnonzero(refs).tolist()), set(pool.kept)
+        assert len(free) == pool.free
+        assert len(free) + len(used) + len(kept) == pool.pages == len(free | used | kept)
+        assert all(pool.index.node_of[page] for page in kept)
+        assert not any(pool.index.node_of[page] for page in free)
+        assert (stats.used, stats.kept, stats.free) == (len(used), len(kept), len(free))
+        assert stats.shared == (refs > 1).sum()
+        # The prefix index: a node's page holds its ids; parents are there.
+        for number, node in pool.index.nodes.items():
+            assert pool.index.node_of[node.page] == number
+            assert s.ids[node.page].tobytes() == node.ids
+            assert pool.index.holds(node.parent)
+
+    @invariant()
+    def rows_agree(self):
+        for number, sequence in self.sequences.items():
+            if sequence.ids:
+                assert self.cache.keys(number).equal(sequence.row.held(0))
+                assert self.cache.values(number).equal(sequence.row.held(1))
+
+    def teardown(self):
+        if not hasattr(self, "cache"):
+            return
+        self.cache.free(list(self.sequences))
+        stats = self.cache.stats()
+        assert (stats.used, stats.free + stats.kept) == (0, stats.pages)  # nothing leaks
+        number = self.cache.create()
+        count = stats.pages * self.P
+        self.cache.append(number, *torch.zeros(2, count, 1, D), counts=[count])  # all of it can be used again
+        assert self.cache.stats().used == stats.pages
+
+
+class RowsMachine(RuleBasedStateMachine):
+    """`KVCache`, with and without ring."""
+
+    @initialize(capacity=st.integers(1, 12), ring=st.booleans(), dtype=st.sampled_from(["f32", "f16", "int4"]))
+    def start(self, capacity, ring, dtype):
+        self.cache = KVCache(2, 1, capacity, D, dtype, ring=ring, group=32)
+        self.rows = [Row(dtype, group=32) for _ in range(2)]
+        self.seed = 0
+
+    @rule(counts=st.tuples(st.integers(0, 16), st.integers(0, 16)))
+    def append(self, counts):
+        self.seed += 1
+        L, cache = max(counts), self.cache
+        k, v = torch.randn(2, 2, 1, L, D, generator=torch.Generator().manual_seed(self.seed)) * 2
+        if not cache.ring and any(len(r.tokens) + n > cache.capacity for r, n in zip(self.rows, counts, strict=True)):
+            with pytest.raises(CacheFull):
+                cache.append(k, v, counts)
+            return
+        cache.append(k, v, counts)
+        for b, row in enumerate(self.rows):
+            row.append(k[b, :, : counts[b]], v[b, :, : counts[b]], cache.capacity if cache.ring else None)
+
+    @rule(b=st.integers(0, 1), data=st.data())
+    def truncate(self, b, data):
+        row = self.rows[b]
+        length = data.draw(st.integers(row.first, len(row.tokens)))
+        self.cache.truncate(b, length)
+        row.truncate(length)
+
+    @rule(b=st.integers(0, 1))
+    def reset(self, b):
+        self.cache.reset(b)
+        self.rows[b] = Row(self.rows[b].dtype, group=32)
+
+    @rule(queries=st.integers(1, 4), window=st.none() | st.integers(1, 12), causal=st.booleans())
+    def attend(self, queries, window, causal):
+        q = torch.randn(2, HEADS, queries, D, generator=torch.Generator().manual_seed(queries)) * 2
+        short = window and any(max(0, len(r.tokens) - queries - window + 1) < r.first for r in self.rows)
+        if short:
+            with pytest.raises(InvalidArgument, match="window"):
+                self.cache.attend(q, window=window, causal=causal)
+            return
+        out = self.cache.attend(q, window=window, causal=causal)
+        for b, row in enumerate(self.rows):
+            want = row.attend(q[b], window=window, causal=causal)
+            assert_close(out[b], torch.zeros_like(out[b]) if want is None else want[0], 5e-5)
+
+    @invariant()
+    def rows_agree(self):
+        if hasattr(self, "cache"):
+            assert self.cache.lengths.tolist() == [len(row.tokens) for row in self.rows]
+            for b, row in enumerate(self.rows):
+                held = row.held(0)
+                assert self.cache.keys(b).shape[1] == 0 if held is None else self.cache.keys(b).equal(held)
+
+
+QUICK = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+LONG = settings(QUICK, max_examples=1000, stateful_step_count=100)
+
+TestPaged = PagedMachine.TestCase
+TestPaged.settings = QUICK
+TestRows = RowsMachine.TestCase
+TestRows.settings = QUICK
+
+
+@pytest.mark.slow
+class TestPagedLong(PagedMachine.TestCase):
+    settings = LONG
+
+
+@pytest.mark.slow
+class TestRowsLong(RowsMachine.TestCase):
+    settings = LONG
