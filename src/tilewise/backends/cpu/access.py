@@ -137,11 +137,11 @@ def key_span(p, position, kv_len):
 
 
 @jit
-def query_row(p, item, q_start, r):
-    """Where row r of an item's rows is in q: head r // rows of the group, query r % rows."""
-    head = item.head * (p.heads // p.kv_heads) + r // item.rows
+def query_row(p, item, q_start, g, i):
+    """Where query i of an item's rows is in q, for head g of the group."""
+    head = item.head * (p.heads // p.kv_heads) + g
     b = types.int64(0) if p.cu_q else item.b
-    return p.q + b * p.q_b + head * p.q_h + (q_start + item.row + r % item.rows) * p.q_l
+    return p.q + b * p.q_b + head * p.q_h + (q_start + item.row + i) * p.q_l
 
 
 @jit

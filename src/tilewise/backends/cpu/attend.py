@@ -28,19 +28,23 @@ def work(params, scratch):
     while index < count:
         address = p.items + index * ITEM_BYTES
         item = item_at(address)
-        R = p.heads // p.kv_heads * item.rows
-        q_start = sequence(p, item.b)[0]
-        call_walk(p.walk_direct if R <= DIRECT_ROWS else p.walk_packed, params, scratch, address)
+        group = p.heads // p.kv_heads
+        R = group * item.rows
+        q_start, q_len, _, _, _ = sequence(p, item.b)
+        few = group * q_len <= DIRECT_ROWS  # of the sequence: a row must not depend on how it is cut
+        call_walk(p.walk_direct if few else p.walk_packed, params, scratch, address)
         slot = p.partials + index * p.partial_bytes
         if item.splits > 1:
             widen_f32(slot, t.acc, R * Dv)
-        for r in range(R):
-            m, l = get_f32(t.m + 4 * r), get_f32(t.l + 4 * r)
-            if item.splits > 1:
-                put_f32(slot + 4 * (R * Dv + 2 * r), m)
-                put_f32(slot + 4 * (R * Dv + 2 * r + 1), l)
-            else:
-                finish(p, item, r, q_start, t.acc + 4 * r * Dv, m, l)
+        for g in range(group):
+            for i in range(item.rows):
+                r = g * item.rows + i
+                m, l = get_f32(t.m + 4 * r), get_f32(t.l + 4 * r)
+                if item.splits > 1:
+                    put_f32(slot + 4 * (R * Dv + 2 * r), m)
+                    put_f32(slot + 4 * (R * Dv + 2 * r + 1), l)
+                else:
+                    finish(p, item, g, i, q_start, t.acc + 4 * r * Dv, m, l)
         index = next_item(p.counter)
 
 
@@ -71,7 +75,7 @@ def merge(params, scratch):
                 for d in range(Dv):
                     x = get_f32(slot + 4 * (r * Dv + d))
                     put_f32(scratch + 4 * d, get_f32(scratch + 4 * d) + weight * x)
-            finish(p, item, r, q_start, scratch, m, l)
+            finish(p, item, r // item.rows, r % item.rows, q_start, scratch, m, l)
 
 
 def list_items(params, order):

@@ -149,7 +149,8 @@ def walk_direct(params, scratch, address):
     D, Dv, BK = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys
     k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
     for r in range(R):
-        widen_row(t.q + 4 * r * D, query_row(p, item, q_start, r), p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
+        row = query_row(p, item, q_start, r // item.rows, r % item.rows)
+        widen_row(t.q + 4 * r * D, row, p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
     first, last = set_up(p, t, item, R, Dv)
     tile = item.start + max(0, first - item.start) // BK * BK
     while tile < last:

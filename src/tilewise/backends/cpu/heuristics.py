@@ -22,12 +22,21 @@ def tile_rows(group: int, head_dim: int, value_dim: int, cache_bytes: int) -> in
     """Query rows of each head in a tile.
 
     All rows of the group share a packed tile of V, so the more of them the less packing weighs, as long as q and the
-    accumulator stay in the second-level cache beside it: a third of it, 64 to 384 rows. (384 rows against 192, one core
-    with 2 MiB, float32, L 2048: 134 and 119 GFLOP/s at D 128, 126 and 113 at D 256.) It depends on nothing else, so
-    that a sequence is cut alike in every batch.
+    accumulator stay in the second-level cache beside it: half of it, 64 to 384 rows. (384 rows against 192, one core
+    with 2 MiB, float32, L 2048: 134 and 119 GFLOP/s at D 128, 126 and 113 at D 256.)
     """
-    rows = cache_bytes // 3 // (4 * (head_dim + value_dim)) // 64 * 64
+    rows = cache_bytes // 2 // (4 * (head_dim + value_dim)) // 64 * 64
     return max(1, min(384, max(64, rows)) // group)
+
+
+def even_rows(most: int, q_len: int, tasks: int, threads: int, step: int) -> int:
+    """Query rows of a tile such that tiles are of one size, and two of them for each thread if the rows allow it.
+
+    `tasks` is the number of sequences and KV heads; a tile is a multiple of `step` rows. (512 rows in tiles of 384 and
+    128 left one of two threads without work for a fifth of the time.) What a row gives does not depend on its tile.
+    """
+    tiles = max(-(-q_len // most), min(-(-2 * threads // max(1, tasks)), q_len // 64))
+    return max(1, min(most, -(-q_len // max(1, tiles) // step) * step))
 
 
 def tile_keys() -> int:

@@ -13,6 +13,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ...tensors import Tensors
 from . import compiled, heuristics
+from .micro import PANEL
 from .params import END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, PER_CALL
 from .scratch import DIRECT_ROWS, sizes
 from .simd import CODES, W
@@ -40,7 +41,7 @@ def prepare(problem: Problem) -> Plan:
     launch = make_launch(p, torch.get_num_threads())
     tile = (min(int(launch.block[INDEX["tile_rows"]]), max(1, p.q_len)), int(launch.block[INDEX["tile_keys"]]))
     split = int(launch.block[INDEX["split_size"]])
-    words = ["straight from the cache" if p.group * tile[0] <= DIRECT_ROWS else "packed tiles", f"{W} lanes"]
+    words = ["straight from the cache" if p.group * p.q_len <= DIRECT_ROWS else "packed tiles", f"{W} lanes"]
     words.append(f"{launch.threads} thread{'s' * (launch.threads > 1)}")
     return Plan(
         p,
@@ -55,14 +56,16 @@ def prepare(problem: Problem) -> Plan:
 
 def make_launch(p: Problem, threads: int) -> Launch:
     rows = heuristics.tile_rows(p.group, p.head_dim, p.value_dim, heuristics.second_level_cache())
+    if not p.packed_q:
+        step = max(1, PANEL // p.group)
+        rows = heuristics.even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
     keys = heuristics.tile_keys()
     tiles = -(-p.q_len // rows) * p.batch
     if p.packed_q:
         tiles = min(tiles, -(-p.total_q // rows) + p.batch)
     threads = heuristics.threads_for(p, threads)
-    direct = p.group * min(rows, p.q_len) <= DIRECT_ROWS
     split = 0
-    if direct:  # parts of more rows would take more memory than they save time
+    if p.group * p.q_len <= DIRECT_ROWS:  # parts of more rows would take more memory than they save time
         split = p.split_size or heuristics.split_size(tiles * p.kv_heads, p.kv_len, threads)
     if split >= p.kv_len:
         split = 0
@@ -95,10 +98,9 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "split_size": split,
         "partial_bytes": 4 * p.group * rows * (Dv + 2) if split else 0,
     }
-    few, many = _row_counts(p, rows)
-    if many:
+    if p.group * p.q_len > DIRECT_ROWS:
         numbers["walk_packed"] = compiled.function("walk_packed")
-    if few:
+    if p.packed_q or p.group * p.q_len <= DIRECT_ROWS:
         names = {"walk_direct": "walk_direct", "dots_f32": "dots f32", "adds_f32": "adds f32"}
         # Rows are read straight from the cache if they are whole vectors.
         if p.head_dim % (W * (2 if k_code == CODES["int4"] else 1)) == 0:
@@ -118,14 +120,6 @@ def make_launch(p: Problem, threads: int) -> Launch:
     own = block.copy()
     items = _list_items(own, launch)
     return Launch(own, threads, scratch, most, numbers["partial_bytes"], items)
-
-
-def _row_counts(p: Problem, rows: int) -> tuple[bool, bool]:
-    """Whether tiles of few query rows occur, and of many: each has its own kernel, compiled when it is needed."""
-    if p.packed_q:
-        return True, p.group * min(rows, p.q_len) > DIRECT_ROWS
-    sizes = {min(rows, p.q_len), p.q_len % rows or rows}
-    return any(p.group * n <= DIRECT_ROWS for n in sizes), any(p.group * n > DIRECT_ROWS for n in sizes)
 
 
 def _stored(p: Problem) -> tuple[Any, Any]:

@@ -213,6 +213,13 @@ def _pack(vectors: int) -> Any:
 pack_1, pack_2, pack_3 = (_pack(n) for n in (1, 2, 3))
 
 
+@microkernel("ii")
+def clear(e: Emit, to: Value, count: Value) -> None:
+    """`count` zeros, a multiple of W."""
+    with e.loop(count, W) as i:
+        e.store(e.zeros, to, i)
+
+
 @microkernel("iif")
 def row_scale(e: Emit, row: Value, count: Value, factor: Value) -> None:
     factor = e.splat(factor)

@@ -13,6 +13,8 @@ where none of their rows sees a key.
 # mypy: ignore-errors
 from __future__ import annotations
 
+from numba import types
+
 from .access import (
     FULL,
     INF,
@@ -43,6 +45,7 @@ from .micro import (
     KEYS,
     PANEL,
     ROWS,
+    clear,
     gemm_keys_1,
     gemm_keys_2,
     gemm_keys_all,
@@ -55,6 +58,7 @@ from .micro import (
     pack_1,
     pack_2,
     pack_3,
+    put_i32,
     row_scale,
     transpose,
 )  # fmt: skip
@@ -71,22 +75,67 @@ from .softmax import (
     soften_column,
 )
 
+NO_KEY = 2**31 - 1
 DOT = 256  # elements of a dot product that are summed in one go: longer sums round more
 
 
 @jit
 def load_queries(p, t, item, q_start, R, D):
-    """Q^T in panels: rows are widened W at a time into `acc`, which is not in use yet, and transposed."""
+    """Q^T in panels. W float32 rows of one head are transposed where they lie, others are copied to `acc` before."""
+    n = item.rows
+    in_place = p.q_code == 0 and p.head_dim == D and p.q_l % 4 == 0
     for first in range(0, up(R, W), W):
-        for r in range(first, first + W):
-            row = t.acc + 4 * (r - first) * D
-            if r < R:
-                widen_row(row, query_row(p, item, q_start, r), p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
-            else:
-                fill(row, ZERO, D, F(0))
+        rows, width = t.acc, D
+        i = first % n
+        if in_place and i + W <= n:
+            rows, width = query_row(p, item, q_start, first // n, i), p.q_l // 4
+        else:
+            for r in range(first, first + W):
+                row = t.acc + 4 * (r - first) * D
+                if r < R:
+                    at = query_row(p, item, q_start, r // n, r % n)
+                    widen_row(row, at, p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
+                else:
+                    clear(row, D)
         panel = t.q + 4 * (first // PANEL * PANEL * D + first % PANEL)
         for d in range(0, D, W):
-            transpose(panel + 4 * d * PANEL, PANEL, t.acc + 4 * d, D)
+            transpose(panel + 4 * d * PANEL, PANEL, rows + 4 * d, width)
+
+
+@jit
+def list_spans(t, rows):
+    """Keys that some row of each block of ROWS sees, and that all rows of each vector see: the same for every tile."""
+    for i in range(0, rows, ROWS):
+        lo, hi = types.int32(NO_KEY), types.int32(0)
+        for r in range(i, i + ROWS):
+            if get_i32(t.lo + 4 * r) < get_i32(t.hi + 4 * r):
+                lo, hi = min(lo, get_i32(t.lo + 4 * r)), max(hi, get_i32(t.hi + 4 * r))
+        put_i32(t.some_lo + 4 * (i // ROWS), lo)
+        put_i32(t.some_hi + 4 * (i // ROWS), hi)
+    for i in range(0, rows, W):
+        lo, hi = types.int32(0), types.int32(NO_KEY)
+        for r in range(i, i + W):
+            lo, hi = max(lo, get_i32(t.lo + 4 * r)), min(hi, get_i32(t.hi + 4 * r))
+        put_i32(t.all_lo + 4 * (i // W), lo)
+        put_i32(t.all_hi + 4 * (i // W), hi)
+
+
+@jit
+def seen_by_all(t, R):
+    """The keys that every one of R rows sees."""
+    lo, hi = types.int32(0), types.int32(NO_KEY)
+    for r in range(R):
+        lo, hi = max(lo, get_i32(t.lo + 4 * r)), min(hi, get_i32(t.hi + 4 * r))
+    return lo, hi
+
+
+@jit
+def seen_by_some(t, first, end):
+    """The keys that some row from `first` to `end` sees; both are multiples of ROWS."""
+    lo, hi = types.int32(NO_KEY), types.int32(0)
+    for i in range(first // ROWS, end // ROWS):
+        lo, hi = min(lo, get_i32(t.some_lo + 4 * i)), max(hi, get_i32(t.some_hi + 4 * i))
+    return lo, hi
 
 
 @jit
@@ -142,10 +191,7 @@ def soften(p, t, item, s, first, R, key, count, Dv):
         alibi_column(s, PANEL, count, t.slopes + 4 * first, t.positions + 4 * first, key)
     if p.mask and mask_columns(p, t, item, first, R, key, count):
         bias_cells(s, PANEL, count, t.mask_columns)
-    edge = False
-    for r in range(first, first + W):
-        edge |= get_i32(t.lo + 4 * r) > key or get_i32(t.hi + 4 * r) < key + count
-    if edge:
+    if get_i32(t.all_lo + 4 * (first // W)) > key or get_i32(t.all_hi + 4 * (first // W)) < key + count:
         hide_column(s, PANEL, count, t.lo + 4 * first, t.hi + 4 * first, key)
     m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
     soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E))
@@ -205,10 +251,7 @@ def add_values(t, first_row, tile, k0, k1, Dv, BK):
     while c < Dv:
         n = piece((Dv - c) // W)
         for i in range(0, PANEL, ROWS):
-            lo, hi = tile + k1, tile + k0
-            for r in range(first_row + i, first_row + i + ROWS):
-                if get_i32(t.lo + 4 * r) < get_i32(t.hi + 4 * r):
-                    lo, hi = min(lo, get_i32(t.lo + 4 * r)), max(hi, get_i32(t.hi + 4 * r))
+            lo, hi = seen_by_some(t, first_row + i, first_row + i + ROWS)
             start, depth = max(lo - tile, k0), min(hi - tile, k1) - max(lo - tile, k0)
             if depth <= 0:
                 continue
@@ -233,6 +276,8 @@ def walk_packed(params, scratch, address):
     k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
     load_queries(p, t, item, q_start, R, D)
     first, last = set_up(p, t, item, up(R, PANEL), Dv)
+    list_spans(t, up(R, PANEL))
+    all_lo, all_hi = seen_by_all(t, R)
     tile = item.start + max(0, first - item.start) // BK * BK
     while tile < last:
         end = min(tile + BK, last)
@@ -241,18 +286,14 @@ def walk_packed(params, scratch, address):
         if nothing:
             tile += BK
             continue
-        for r in range(R):
-            whole &= get_i32(t.lo + 4 * r) <= tile and get_i32(t.hi + 4 * r) >= end
+        whole &= all_lo <= tile and all_hi >= end
         list_rows(p, k, at, t.k_table, tile, count, PAD)
         if k.code:
             widen_rows(p, k, at, t.k_table, t.keys, tile, count, PAD)
         strays = pack_values(p, t, v, at, tile, count, Dv, BK, whole)
         for panel in range((R + PANEL - 1) // PANEL):
             row = panel * PANEL
-            lo, hi = end, tile
-            for r in range(row, min(R, row + PANEL)):
-                if get_i32(t.lo + 4 * r) < get_i32(t.hi + 4 * r):
-                    lo, hi = min(lo, get_i32(t.lo + 4 * r)), max(hi, get_i32(t.hi + 4 * r))
+            lo, hi = seen_by_some(t, row, row + PANEL)
             k0, k1 = (max(lo, tile) - tile) // KEYS * KEYS, min(hi, end) - tile  # a block of keys is listed whole
             if k0 >= k1:
                 continue

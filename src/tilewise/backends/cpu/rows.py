@@ -7,8 +7,8 @@ import math
 
 from numba import types
 
-from .access import FULL, INF, SKIP, ZERO, F, fill, jit, key_span, mask_cell, mask_row, sequence, store_row, unit
-from .micro import get_f32, get_i32, get_i64, put_f32, put_i32
+from .access import FULL, INF, SKIP, F, jit, key_span, mask_cell, mask_row, sequence, store_row, unit
+from .micro import clear, get_f32, get_i32, get_i64, put_f32, put_i32
 
 
 @jit
@@ -20,25 +20,33 @@ def set_up(p, t, item, count, Dv):
     _, _, _, kv_len, offset = sequence(p, item.b)
     group, n = p.heads // p.kv_heads, item.rows
     first, last = item.end, item.start
-    for r in range(count):
-        lo, hi, position, slope = types.int64(0), types.int64(0), types.int64(0), F(0)
-        if r < group * n:
-            position = offset + item.row + r % n
-            start, stop = key_span(p, position, kv_len)
-            start, stop = max(start, item.start), min(stop, item.end)
-            if start < stop:
-                lo, hi = start, stop
+    for g in range(group):
+        slope = F(0)
+        if p.slopes:
+            slope = get_f32(p.slopes + item.b * p.slopes_b + (item.head * group + g) * p.slopes_h)
+        for i in range(n):
+            position = offset + item.row + i
+            lo, hi = key_span(p, position, kv_len)
+            lo, hi = max(lo, item.start), min(hi, item.end)
+            if lo < hi:
                 first, last = min(first, lo), max(last, hi)
-            if p.slopes:
-                slope = get_f32(p.slopes + item.b * p.slopes_b + (item.head * group + r // n) * p.slopes_h)
-        put_i32(t.lo + 4 * r, types.int32(lo))
-        put_i32(t.hi + 4 * r, types.int32(hi))
-        put_i32(t.positions + 4 * r, types.int32(position))
-        put_f32(t.slopes + 4 * r, slope)
-        put_f32(t.m + 4 * r, -INF)
-        put_f32(t.l + 4 * r, F(0))
-    fill(t.acc, ZERO, count * Dv, F(0))
+            else:
+                lo, hi = types.int64(0), types.int64(0)
+            set_row(t, g * n + i, lo, hi, position, slope)
+    for r in range(group * n, count):
+        set_row(t, r, types.int64(0), types.int64(0), types.int64(0), F(0))
+    clear(t.acc, count * Dv)
     return first, last
+
+
+@jit
+def set_row(t, r, lo, hi, position, slope):
+    put_i32(t.lo + 4 * r, types.int32(lo))
+    put_i32(t.hi + 4 * r, types.int32(hi))
+    put_i32(t.positions + 4 * r, types.int32(position))
+    put_f32(t.slopes + 4 * r, slope)
+    put_f32(t.m + 4 * r, -INF)
+    put_f32(t.l + 4 * r, F(0))
 
 
 @jit
@@ -74,11 +82,11 @@ def add_strays(p, t, item, first_row, rows, count, width, origin, key_step, row_
 
 
 @jit
-def finish(p, item, r, q_start, acc, m, l):
-    """A finished row: the sink, the division, `out` and `lse`."""
+def finish(p, item, g, i, q_start, acc, m, l):
+    """A finished row, query i of head g of the group: the sink, the division, `out` and `lse`."""
     m *= unit(p)
-    head, b = item.head * (p.heads // p.kv_heads) + r // item.rows, types.int64(0) if p.cu_q else item.b
-    line = q_start + item.row + r % item.rows
+    head, b = item.head * (p.heads // p.kv_heads) + g, types.int64(0) if p.cu_q else item.b
+    line = q_start + item.row + i
     factor = F(1)
     if p.sinks:
         sink = get_f32(p.sinks + 4 * head)

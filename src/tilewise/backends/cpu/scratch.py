@@ -21,7 +21,7 @@ GROUPS = 18  # scales of a row, at most
 Scratch = namedtuple(
     "Scratch",
     "q acc s keys values packed strays k_table v_table k_scales v_scales m l shrink slopes lo hi positions "
-    "mask_rows mask_columns states",
+    "some_lo some_hi all_lo all_hi mask_rows mask_columns states",
 )
 
 
@@ -44,6 +44,8 @@ def sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         4 * keys * GROUPS + 64, 4 * keys * GROUPS + 64,  # their scales
         line, line, line, line,  # m, l, shrink, slopes: float32, one a row
         line, line, line,  # lo, hi, positions: int32, one a row
+        line, line,  # keys that some row of a block sees, int32, one a block of ROWS
+        line, line,  # keys that all rows of a vector see, int32, one a vector
         4 * W * keys + 64,  # a mask's rows for one vector of query rows
         4 * W * keys + 64,  # the same by columns
         8 * heads + 64,  # the mask's state for each head
@@ -79,11 +81,15 @@ def cut(p, base):
     lo = align(slopes + z[14] - 64)
     hi = align(lo + z[15] - 64)
     positions = align(hi + z[16] - 64)
-    mask_rows = align(positions + z[17] - 64)
-    mask_columns = align(mask_rows + z[18] - 64)
-    states = align(mask_columns + z[19] - 64)
+    some_lo = align(positions + z[17] - 64)
+    some_hi = align(some_lo + z[18] - 64)
+    all_lo = align(some_hi + z[19] - 64)
+    all_hi = align(all_lo + z[20] - 64)
+    mask_rows = align(all_hi + z[21] - 64)
+    mask_columns = align(mask_rows + z[22] - 64)
+    states = align(mask_columns + z[23] - 64)
     return Scratch(q, acc, s, keys, values, packed, strays, k_table, v_table, k_scales, v_scales, m, l, shrink, slopes,
-                   lo, hi, positions, mask_rows, mask_columns, states)  # fmt: skip
+                   lo, hi, positions, some_lo, some_hi, all_lo, all_hi, mask_rows, mask_columns, states)  # fmt: skip
 
 
 assert PAD % KEYS == 0

@@ -239,17 +239,17 @@ class Emit:
         return rows
 
     def exp2(self, x: Value) -> Value:
-        """2 ** x to 2 ulp; 0 below -126 (what is left there is no normal number)."""
+        """2 ** x to 2 ulp for x up to 127; 0 below -126.5 (what is left there is no normal number)."""
         b = self.builder
-        clamped = self.max(self.f32s(-126.0), x)  # NaN stays
-        whole = self.call("rint", clamped)
-        rest = b.fsub(clamped, whole)  # -0.5 to 0.5
+        clamped = self.max(self.f32s(-127.0), x)  # NaN stays
+        # A number this large has no fraction, so the sum is x rounded; its low bits are those of 2 ** x's exponent.
+        sum_ = b.fadd(clamped, self.f32s(ROUND))
+        rest = b.fsub(clamped, b.fsub(sum_, self.f32s(ROUND)))  # -0.5 to 0.5
         p = self.f32s(EXP2[0])
         for coefficient in EXP2[1:]:
             p = self.fma(p, rest, self.f32s(coefficient))
-        exponent = b.shl(b.fptosi(whole, self.vector(I32)), self.i32s(23))
-        scaled = b.bitcast(b.add(b.bitcast(p, self.vector(I32)), exponent), self.vector(F32))
-        return b.select(b.fcmp_ordered("<", x, self.f32s(-126.0)), self.f32s(0.0), scaled)
+        power = b.bitcast(b.shl(b.bitcast(sum_, self.vector(I32)), self.i32s(23)), self.vector(F32))  # 0 for -127
+        return b.fmul(p, power)
 
     # Control
 
@@ -263,6 +263,7 @@ class Emit:
             yield index
 
 
+ROUND = 1.5 * 2**23 + 127  # 127: the bias of an exponent
 # Highest power first. 2 ** x on [-0.5, 0.5] to a relative 2e-9, with 2 ** 0 = 1 kept exact.
 EXP2 = (1.5353362e-4, 1.3398875e-3, 9.618437e-3, 5.5503324e-2, 2.4022648e-1, 6.931472e-1, 1.0)
 

@@ -1,0 +1,39 @@
+"""Tile shapes and splits of the CPU backend: plain functions of sizes."""
+
+import pytest
+
+from tilewise.backends.cpu.heuristics import even_rows, split_size, tile_rows
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "cache", "rows"),
+    [(1, 64, 2 * MIB, 384), (1, 512, 2 * MIB, 256), (8, 128, 2 * MIB, 48), (1, 128, MIB // 2, 256), (64, 576, MIB, 1)],
+)
+def test_tile_rows_fit_half_of_the_cache(group, head_dim, cache, rows):
+    assert tile_rows(group, head_dim, head_dim, cache) == rows
+
+
+@pytest.mark.parametrize(
+    ("q_len", "tasks", "threads", "rows"),
+    [
+        (512, 8, 2, 256),  # not 384 and 128
+        (384, 8, 2, 384),
+        (385, 8, 2, 256),  # whole panels
+        (2048, 8, 2, 384),  # 6 tiles, as 5 would be too large
+        (512, 1, 4, 64),  # two tiles for each thread
+        (100, 1, 8, 128),  # none of fewer than 64 rows: one tile
+        (0, 1, 8, 1),
+    ],
+)
+def test_rows_are_cut_evenly(q_len, tasks, threads, rows):
+    assert even_rows(384, q_len, tasks, threads, 64) == rows
+
+
+@pytest.mark.parametrize(
+    ("tasks", "keys", "threads", "size"),
+    [(8, 100_000, 1, 0), (8, 100_000, 2, 0), (1, 1000, 2, 0), (1, 8192, 2, 1056), (2, 100_000, 4, 12_576)],
+)
+def test_splits_give_each_thread_four_pieces(tasks, keys, threads, size):
+    assert split_size(tasks, keys, threads) == size
