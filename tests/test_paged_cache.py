@@ -404,22 +404,25 @@ class TestThreads:
 
     def test_room_is_given_out_once(self):
         """More threads than pages: some get theirs, the others are told, and the books are right."""
-        cache = cache_of(pages=10, heads=1, width=8)
-        start, full = threading.Barrier(4), []
+        cache = cache_of(pages=500, heads=1, width=8)
+        start, full = threading.Barrier(8), []
 
         def work(_):
             start.wait()
-            for _ in range(10):
+            for _ in range(100):
+                number = cache.create()
                 try:
-                    cache.extend(cache.create(), 4)
+                    cache.extend(number, 4)
                 except CacheFull:
-                    full.append(1)
+                    full.append(number)
 
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(work, range(4)))
-        assert len(full) == 30
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+        assert len(full) == 300
+        assert cache.stats().sequences == 800
         pages = [cache._sequences.pages(slot).tolist() for slot in cache._sequences.slot_of.values()]
-        assert sorted(page for row in pages for page in row) == list(range(10))
+        assert sorted(page for row in pages for page in row) == list(range(500))
+        assert len(set(cache._sequences.slot_of.values())) == 800
 
 
 class TestCascade:

@@ -101,8 +101,17 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
-    key = None
-    if mask is alibi_slopes is sinks is kv_lengths is tile_map is out is None and (
+    key = tables_key = None
+    if mask is alibi_slopes is sinks is tile_map is out is None and validate is False and kv_lengths is not None:
+        row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
+        tables = (None, kv_lengths, None, row_offsets)
+        tables_key = bound.tables_key(
+            q, k, v, tables, scale, causal, type(causal), q_offset if row_offsets is None else "rows", window,
+            type(window), chunk, softcap, layout, split_size, return_lse, allow_tf32, backend,
+        )  # fmt: skip
+        if (again := bound.find_again(tables_key)) is not None:
+            return again(q, k, v, tables)
+    elif mask is alibi_slopes is sinks is kv_lengths is tile_map is out is None and (
         q_offset is None or is_int(q_offset)
     ):
         key = bound.key_of(
@@ -130,7 +139,7 @@ def attention(
         allow_tf32=allow_tf32,
         validate=validate,
     )
-    return _run(q, checks.dense(q, k, v, options), backend, key)
+    return _run(q, checks.dense(q, k, v, options), backend, key, tables_key, layout)
 
 
 @overload
@@ -334,6 +343,17 @@ def paged_attention(
     >>> paged_attention(torch.randn(2, 8, 1, 32), *pages, table, lengths).shape
     torch.Size([2, 8, 1, 32])
     """
+    tables_key = None
+    if mask is alibi_slopes is sinks is tile_map is out is None and validate is False:
+        row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
+        tables = (block_table, context_lens, cu_seqlens_q, row_offsets)
+        tables_key = bound.tables_key(
+            q, k_pages, v_pages, tables, max_q, scale, causal, type(causal),
+            q_offset if row_offsets is None else "rows", window, type(window), chunk, softcap, layout, split_size,
+            return_lse, allow_tf32, backend,
+        )  # fmt: skip
+        if (again := bound.find_again(tables_key)) is not None:
+            return again(q, k_pages, v_pages, tables)
     options = Options(
         scale=scale,
         causal=causal,
@@ -352,7 +372,8 @@ def paged_attention(
         allow_tf32=allow_tf32,
         validate=validate,
     )
-    return _run(q, checks.paged(q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, max_q, options), backend)
+    call = checks.paged(q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, max_q, options)
+    return _run(q, call, backend, None, tables_key, layout)
 
 
 def plan(
@@ -404,7 +425,14 @@ def plan(
     return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
 
 
-def _run(q: Array, call: Call, backend: str | None, key: bound.Key | None = None) -> Array | AttentionState:
+def _run(
+    q: Array,
+    call: Call,
+    backend: str | None,
+    key: bound.Key | None = None,
+    tables_key: bound.Key | None = None,
+    layout: str = "bhld",
+) -> Array | AttentionState:
     back = returner(q)
     chosen = planner.choose(call.problem, backend)
     if call.problem.is_empty:
@@ -412,6 +440,7 @@ def _run(q: Array, call: Call, backend: str | None, key: bound.Key | None = None
     else:
         planner.load(chosen.backend).run(chosen, call.tensors)
         bound.remember(key, call, chosen)
+        bound.remember_again(tables_key, call, chosen, layout)
     return back(call.out) if call.lse is None else AttentionState(back(call.out), back(call.lse))
 
 

@@ -1,7 +1,8 @@
 """Calls that come again: checked and planned once, then launched for tensors that differ in their address only.
 
-Checking and planning take tens of microseconds, a small decode call less than that. A call of `attention` with nothing
-but q, k and v for tensors is remembered by everything that a check or a plan could depend on.
+Checking and planning take tens of microseconds, a small decode call less than that. A call is remembered by everything
+that a check or a plan could depend on: `Bound`, one of `attention` with nothing but q, k and v for tensors, which a
+backend can launch by addresses; `Again`, one with lengths, offsets or tables whose values are not to be checked.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import torch
 from . import planner
 from .checks import Call
 from .plan import Plan
+from .quantised import Quantised
 from .state import AttentionState
+from .tensors import Tensors
 
 MOST = 4096  # remembered calls
 Key = tuple[Any, ...]
 Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+Tables = tuple[Any, Any, Any, Any]  # the block table, lengths, sums of the queries' lengths, offsets; or None
 
 _known: dict[Key, Bound] = {}
+_again: dict[Key, Again] = {}
 
 
 class Bound:
@@ -72,6 +77,85 @@ def remember(key: Key | None, call: Call, plan: Plan) -> None:
     _known[key] = Bound(call, bind(plan, call.tensors))
 
 
+class Again:
+    """One remembered call with tables: no checks and no choice, then the way of every call."""
+
+    __slots__ = ("form", "lse_shape", "plan", "run", "shape")
+
+    def __init__(self, call: Call, plan: Plan, layout: Any) -> None:
+        self.plan, self.run = plan, planner.load(plan.backend).run
+        self.shape = call.out.shape
+        self.lse_shape = None if call.lse is None else call.lse.shape
+        self.form = "packed" if plan.problem.packed_q else layout
+
+    def __call__(self, q: torch.Tensor, k: Any, v: Any, tables: Tables) -> torch.Tensor | AttentionState:
+        out = q.new_empty(self.shape)
+        lse = None if self.lse_shape is None else q.new_empty(self.lse_shape, dtype=torch.float32)
+        seq_major = self.form == "blhd" or tables[0] is not None
+        (k_data, k_scales), (v_data, v_scales) = (
+            ((x.data, x.scales) if isinstance(x, Quantised) else (x, None)) for x in (k, v)
+        )
+        if seq_major:
+            k_data, v_data = k_data.transpose(1, 2), v_data.transpose(1, 2)
+            k_scales = None if k_scales is None else k_scales.transpose(1, 2)
+            v_scales = None if v_scales is None else v_scales.transpose(1, 2)
+        common = self.common
+        t = Tensors(common(q), k_data, v_data, common(out), None if lse is None else common(lse), k_scales, v_scales)
+        t.block_table, t.kv_lengths, t.cu_seqlens_q, t.q_offset = tables
+        self.run(self.plan, t)
+        return out if lse is None else AttentionState(out, lse)
+
+    def common(self, x: torch.Tensor) -> torch.Tensor:
+        """q, out or lse as `[B, H, L, ...]`."""
+        if self.form == "packed":
+            return x.transpose(0, 1)[None]
+        return x if self.form == "bhld" else x.transpose(1, 2)
+
+
+def tables_key(q: Any, k: Any, v: Any, tables: Tables, *options: Any) -> Key | None:
+    """What a call with tables is remembered by; None if it has to be checked each time."""
+    if type(q) is not torch.Tensor:
+        return None
+    key: list[Any] = [options, torch.get_num_threads()]
+    either = 0
+    for x in (q, k, v):
+        parts: tuple[Any, ...] = (x,)
+        if type(x) is Quantised:
+            parts = (x.data, x.scales)
+            key.append((x.dtype, x.group))
+        for part in parts:
+            if type(part) is not torch.Tensor or (part.requires_grad and torch.is_grad_enabled()):
+                return None
+            key.append((part.shape, part.stride(), part.dtype, part.device))
+            either |= part.data_ptr()
+    key.append(either % 16)
+    for x in tables:
+        if x is None:
+            key.append(None)
+        elif type(x) is torch.Tensor and x.dtype is torch.int32:
+            key.append((x.shape, x.stride(), x.device))
+        else:
+            return None
+    return tuple(key)
+
+
+def find_again(key: Key | None) -> Again | None:
+    try:
+        return _again.get(key) if key is not None else None
+    except TypeError:
+        return None
+
+
+def remember_again(key: Key | None, call: Call, plan: Plan, layout: Any) -> None:
+    """Keeps a call with tables that has just run."""
+    if key is None or call.problem.is_empty or call.problem.copies:
+        return
+    if len(_again) >= MOST:
+        _again.clear()
+    _again[key] = Again(call, plan, layout)
+
+
 def forget() -> None:
     """Forgets every call; plans are kept by the planner."""
     _known.clear()
+    _again.clear()

@@ -1,0 +1,91 @@
+"""Calls with lengths or tables that come again: the same bits without checks, and never for a call that differs."""
+
+import pytest
+import torch
+
+from tilewise import InvalidArgument, Quantised, attention, bound, paged_attention
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    bound.forget()
+    yield
+    bound.forget()
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("stored", ["f32", "f16", "int8", "int4"])
+@pytest.mark.parametrize("form", ["bhld", "blhd", "packed"])
+def test_paged_calls(form, stored):
+    options = {"causal": True, "window": 9, "softcap": 5.0, "return_lse": True}
+    remembered = []
+    for seed in range(3):
+        pages = [draw(8, 4, 2, 32, seed=seed + 9), draw(8, 4, 2, 16, seed=seed + 19)]
+        if stored.startswith("int"):
+            pages = [Quantised.from_float(x, stored, 32) for x in pages]
+        elif stored == "f16":
+            pages = [x.half() for x in pages]
+        table = torch.randperm(8, generator=torch.Generator().manual_seed(seed)).int().view(2, 4)
+        lengths = ints(3 + seed, 16 - seed)
+        q = draw(2, 4, 3, 32, seed=seed)
+        extra = {}
+        if form == "packed":
+            q, extra = draw(6, 4, 32, seed=seed), {"cu_seqlens_q": ints(0, 2 + seed, 6), "max_q": 5}
+        elif form == "blhd":
+            q, extra = q.transpose(1, 2).contiguous(), {"layout": "blhd"}
+        got = paged_attention(q, *pages, table, lengths, validate=False, **extra, **options)
+        remembered.append(len(bound._again))
+        bound._again, kept = {}, bound._again
+        want = paged_attention(q, *pages, table, lengths, **extra, **options)
+        bound._again = kept
+        assert got.out.equal(want.out)
+        assert got.lse.equal(want.lse)
+    assert remembered == [1, 1, 1]
+
+
+def test_dense_calls():
+    k, v = draw(2, 2, 20, 32, seed=1), draw(2, 2, 20, 32, seed=2)
+    for seed, (lengths, offsets) in enumerate([(ints(5, 20), ints(1, 7)), (ints(0, 3), ints(9, 2))]):
+        q = draw(2, 4, 3, 32, seed=seed)
+        for extra in ({}, {"q_offset": offsets}, {"q_offset": 2}):
+            want = attention(q, k, v, kv_lengths=lengths, causal=True, **extra)
+            got = attention(q, k, v, kv_lengths=lengths, causal=True, validate=False, **extra)
+            assert got.equal(want)
+    assert len(bound._again) == 3
+    assert attention(q, k, v, kv_lengths=lengths, validate=False).shape == q.shape
+    assert len(bound._again) == 4  # not causal: another call
+
+
+def test_values_are_checked_unless_they_are_not_to_be():
+    q, pages = draw(2, 4, 1, 32), draw(8, 4, 2, 32)
+    table, lengths = torch.arange(8, dtype=torch.int32).view(2, 4), ints(5, 9)
+    paged_attention(q, pages, pages, table, lengths, validate=False)
+    paged_attention(q, pages, pages, table, lengths, validate=False)
+    with pytest.raises(InvalidArgument, match="context_lens"):
+        paged_attention(q, pages, pages, table, ints(5, 99))
+
+
+def test_what_needs_a_check_is_checked():
+    q, pages = draw(2, 4, 1, 32), draw(8, 4, 2, 32)
+    table, lengths = torch.arange(8, dtype=torch.int32).view(2, 4), ints(5, 9)
+    want = paged_attention(q, pages, pages, table, lengths, validate=False)
+    strided = torch.zeros(2, 4, 1, 64)[..., ::2].copy_(q)
+    assert paged_attention(strided, pages, pages, table, lengths, validate=False).equal(want)
+    assert paged_attention(q, pages, pages, table.long(), lengths, validate=False).equal(want)
+    shifted = torch.zeros(2 * 4 * 32 + 1)[1:].view(2, 4, 1, 32).copy_(q)  # not aligned: another plan
+    assert paged_attention(shifted, pages, pages, table, lengths, validate=False).equal(want)
+    assert len(bound._again) == 2
+    for wrong in ({"scale": "a"}, {"window": 0}, {"causal": 1}, {"softcap": -1.0}, {"layout": "lbhd"}, {"max_q": 3}):
+        with pytest.raises(InvalidArgument):
+            paged_attention(q, pages, pages, table, lengths, validate=False, **wrong)
+    with pytest.raises(InvalidArgument, match="requires grad"):
+        paged_attention(q.clone().requires_grad_(), pages, pages, table, lengths, validate=False)
+    with pytest.raises(InvalidArgument):
+        paged_attention(q[:1], pages, pages, table, lengths, validate=False)
