@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,17 +28,28 @@ class Places:
 Writer = Callable[[torch.Tensor, torch.Tensor, Places], None]
 
 
+def blocks(*sizes: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """An int32 array, and pieces of it that each begin at a multiple of 16 bytes, as kernels like it."""
+    block = np.zeros(sum(n + 3 & ~3 for n in sizes), dtype=np.int32)
+    return block, pieces(block, *sizes)
+
+
+def pieces(block: Any, *sizes: int) -> list[Any]:
+    """The same pieces of a block, an array or a tensor."""
+    found, start = [], 0
+    for n in sizes:
+        found.append(block[start : start + n])
+        start += n + 3 & ~3
+    return found
+
+
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """Ints as int32 on the device, by one transfer; each begins at a multiple of 16 bytes, as kernels like it."""
-    places, end = [], 0
-    for x in arrays:
-        places.append((end, end + len(x)))
-        end += -(-len(x) // 4) * 4
-    block = np.zeros(end, dtype=np.int32)
-    for (start, stop), x in zip(places, arrays, strict=True):
-        block[start:stop] = x
-    on_device = torch.from_numpy(block).to(device, non_blocking=True)
-    return [on_device[start:stop] for start, stop in places]
+    """Ints as int32 on the device, by one transfer."""
+    sizes = [len(x) for x in arrays]
+    block, parts = blocks(*sizes)
+    for part, x in zip(parts, arrays, strict=True):
+        part[:] = x
+    return pieces(torch.from_numpy(block).to(device, non_blocking=True), *sizes)
 
 
 def writer(k: Store, v: Store, wrap: int) -> Writer:

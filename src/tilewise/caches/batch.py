@@ -10,12 +10,13 @@ import torch
 from ..api import paged_attention
 from ..errors import InvalidArgument
 from . import checks, hadamard
-from .append import Places, upload
+from .append import Places, pieces
 from .attending import attend, refuse
 from .cascade import AGAINST, Group, Shape, Split, gain, run, shared
 
 if TYPE_CHECKING:
     from .paged import PagedKVCache
+    from .sequences import Growth
 
 
 class Batch:
@@ -26,7 +27,7 @@ class Batch:
         context_lens: int32 `[B]` on the device: tokens of each sequence, the new ones included.
         cu_seqlens: int32 `[B + 1]` on the device: sums of `counts`.
         counts: int64 `[B]`, NumPy: new tokens (of `view`: queries) of each.
-        starts: int64 `[B]`, NumPy: the position of each one's first.
+        starts: int32 `[B]`, NumPy: the position of each one's first.
     """
 
     def __init__(
@@ -35,19 +36,19 @@ class Batch:
         sequences: list[int],
         slots: tuple[np.ndarray, torch.Tensor],
         counts: np.ndarray,
-        starts: np.ndarray,
+        growth: Growth,
         is_new: bool,
     ) -> None:
-        self.cache, self.sequences, self.counts, self.starts = cache, sequences, counts, starts
-        self.lengths = starts + counts
-        self._slots = slots[0]
+        self.cache, self.sequences, self.counts, self.starts = cache, sequences, counts, growth.starts
+        self._slots, self._full = slots[0], growth.full
         self._left = set(range(cache.layers)) if is_new else set()
-        cu = np.zeros(len(counts) + 1, dtype=np.int64)
-        np.cumsum(counts, out=cu[1:])
-        self.tokens = int(cu[-1])
-        self._starts, self.cu_seqlens, self.context_lens = upload(cache.device, starts, cu, self.lengths)
-        pages = -(-int(self.lengths.max(initial=0)) // cache.page_size)
-        self.block_table = cache._sequences.table.of(slots[1], pages)
+        B = len(counts)
+        self.tokens = int(growth.cu[-1])
+        self.longest = int(counts.max(initial=0))
+        self._even = self.tokens == B * self.longest  # all have as many
+        on_device = torch.from_numpy(growth.block).to(cache.device, non_blocking=True)
+        self._starts, self.cu_seqlens, self.context_lens = pieces(on_device, B, B + 1, B)
+        self.block_table = cache._sequences.table.of(*slots, growth.pages)
 
     def write(self, k: Any, v: Any, layer: int = 0) -> None:
         """Stores the new tokens of a layer, once.
@@ -61,14 +62,17 @@ class Batch:
         if layer not in self._left:
             remedy = "extend makes room for tokens, each layer is written once"
             raise InvalidArgument("layer", f"{layer}, which has no new tokens to write", "one that has", remedy)
-        k, v, packed = cache._new_rows(k, v, self.counts)
+        self._write(*cache._new_rows(k, v, self.counts), layer)
+
+    def _write(self, k: torch.Tensor, v: torch.Tensor, packed: bool, layer: int) -> None:
+        cache = self.cache
         if cache.rotate:
             k, v = hadamard.rotate(k), hadamard.rotate(v)
         if self.tokens:
             cache._writer(layer)(k, v, Places(self._starts, self.cu_seqlens, self.tokens, packed, self.block_table))
         self._left.remove(layer)
-        if not self._left:
-            cache._commit(self)
+        if not self._left and self._full is not None:
+            cache._commit(self.sequences, self._full)
 
     def attend(
         self, q: Any, layer: int = 0, *, causal: bool = True, cascade: bool | None = None, **options: Any
@@ -93,14 +97,13 @@ class Batch:
         options["causal"] = causal
 
         def call(q: Any, **options: Any) -> Any:
-            rows = self._q_rows(q, options)
-            even = packed or not bool((self.counts != rows).any())
+            even = packed or (self._even and self._q_rows(q, options) == self.longest)
             split = self._split(q, even, cascade, options)
             if split is not None:
                 tables = (self.block_table, self.context_lens)
                 return run(split, q, self.counts, self.cu_seqlens, operands, *tables, options)
             if packed:
-                options |= {"cu_seqlens_q": self.cu_seqlens, "max_q": int(self.counts.max(initial=0))}
+                options |= {"cu_seqlens_q": self.cu_seqlens, "max_q": self.longest}
             elif options.get("q_offset") is None and not even:
                 options["q_offset"] = self._starts
             return paged_attention(q, *operands, self.block_table, self.context_lens, **options)

@@ -40,7 +40,11 @@ def same_rows(k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def counts(name: str, given: Any, batch: int, most: int | None = None) -> np.ndarray:
-    """New tokens of each sequence, as int64 `[batch]`."""
+    """New tokens of each sequence, or one number for all, as int64 `[batch]`."""
+    if is_int(given) and given >= 0 and (most is None or given <= most):
+        return np.full(batch, given, dtype=np.int64)
+    if is_int(given):
+        given = [given] * batch
     if isinstance(given, torch.Tensor):
         given = given.cpu().numpy()
     values = np.asarray(given)
@@ -60,17 +64,17 @@ def index(name: str, value: Any, size: int, what: str) -> int:
     return int(value)
 
 
-def evenly(name: str, x: Any, batch: int, dim: int = 2) -> list[int]:
+def evenly(name: str, x: Any, batch: int, dim: int = 2) -> int:
     """Tokens of each sequence if they all have as many: `[B, Hkv, L, D]` or packed `[T, Hkv, D]`."""
     shape = tuple(getattr(x, "shape", ()))
     if len(shape) == 3:
         if batch == 0 or shape[0] % batch:
             remedy = "give counts"
             raise InvalidArgument(name, f"{shape[0]} packed rows", f"as many for each of {batch} sequences", remedy)
-        return [shape[0] // batch] * batch
+        return int(shape[0]) // batch
     if len(shape) != 4 or shape[0] != batch:
         raise InvalidArgument(name, f"shape {shape}", f"rank 4 with {batch} rows, one for each sequence, or packed")
-    return [shape[dim]] * batch
+    return int(shape[dim])
 
 
 def token_ids(tokens: Any) -> np.ndarray:

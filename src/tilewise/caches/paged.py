@@ -95,6 +95,7 @@ class PagedKVCache:
         self._writers: dict[int, Writer] = {}
         self._lock = threading.RLock()
         self._sequences = Sequences(self.num_pages, self.page_size, self.device)
+        self._latest: Batch | None = None  # of `extend`, while it shows its sequences as they are
         self._splits: dict[Any, Split | None] = {}  # prefixes that batches share, until a sequence is shortened
         self._pages: dict[int, tuple[Any, Any]] = {}
 
@@ -135,11 +136,13 @@ class PagedKVCache:
                 raise InvalidArgument("length", repr(length), f"0 to {most}, what the sequence holds")
             self._sequences.truncate(slot, length)
             self._splits.clear()
+            self._latest = None
 
     def free(self, sequences: int | Sequence[int]) -> None:
         """Ends sequences: their pages are free, unless others use them or they are kept for prompts to come."""
         with self._lock:
             self._sequences.free(_as_list(sequences))
+            self._latest = None
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
@@ -194,20 +197,21 @@ class PagedKVCache:
             CacheFull: there are too few pages; nothing has changed.
         """
         numbers = _as_list(sequences)
-        given = [counts] * len(numbers) if is_int(counts) else counts
-        new = checks.counts("counts", given, len(numbers))
+        return self._extend(numbers, checks.counts("counts", counts, len(numbers)), tokens)
+
+    def _extend(self, numbers: list[int], new: np.ndarray, tokens: Any) -> Batch:
         ids = None if tokens is None else checks.token_ids(tokens)
         if ids is not None and len(ids) != new.sum():
             raise InvalidArgument("tokens", f"{len(ids)} ids", f"{int(new.sum())}, one for each new token")
         with self._lock:
             slots = self._sequences.slots(numbers)
-            starts = self._sequences.length[slots[0]]
-            source, to = self._sequences.extend(slots[0], new, ids)
-            if len(source):  # pages that were shared
-                to_pages, from_pages = (torch.from_numpy(x).to(self.device, torch.int64) for x in (to, source))
+            growth = self._sequences.extend(slots[0], new, ids)
+            if len(growth.copied):
+                to, source = (torch.from_numpy(x).to(self.device, torch.int64) for x in (growth.copies, growth.copied))
                 for store in (self._k, self._v):
-                    store.copy((slice(None), to_pages), (slice(None), from_pages))
-            return Batch(self, numbers, slots, new, starts, is_new=True)
+                    store.copy((slice(None), to), (slice(None), source))
+            self._latest = Batch(self, numbers, slots, new, growth, is_new=True)
+            return self._latest
 
     def append(self, sequences: int | Sequence[int], k: Any, v: Any, *, counts: Any = None, tokens: Any = None) -> None:
         """Adds tokens to sequences of a cache of one layer.
@@ -225,20 +229,20 @@ class PagedKVCache:
         if self.layers > 1:
             raise InvalidArgument("layers", f"{self.layers} layers", "one, to append", "extend, then write each layer")
         numbers = _as_list(sequences)
-        if counts is None:
-            counts = checks.evenly("k", k, len(numbers))
-        counts = checks.counts("counts", counts, len(numbers))
-        self._new_rows(k, v, counts)  # wrong rows are refused before there is room for them
-        self.extend(numbers, counts, tokens).write(k, v)
+        new = checks.counts("counts", checks.evenly("k", k, len(numbers)) if counts is None else counts, len(numbers))
+        rows = self._new_rows(k, v, new)  # wrong rows are refused before there is room for them
+        self._extend(numbers, new, tokens)._write(*rows, layer=0)
 
     def view(self, sequences: int | Sequence[int], counts: Any = 1) -> Batch:
         """Sequences as they are, to attend to; `counts` are the queries of each, its last tokens."""
         numbers = _as_list(sequences)
-        given = [counts] * len(numbers) if is_int(counts) else counts
-        queries = checks.counts("counts", given, len(numbers))
+        queries = checks.counts("counts", counts, len(numbers))
         with self._lock:
+            latest = self._latest
+            if latest is not None and latest.sequences == numbers and np.array_equal(latest.counts, queries):
+                return latest  # what was appended last
             slots = self._sequences.slots(numbers)
-            return Batch(self, numbers, slots, queries, self._sequences.length[slots[0]] - queries, is_new=False)
+            return Batch(self, numbers, slots, queries, self._sequences.as_they_are(slots[0], queries), is_new=False)
 
     def attend(
         self, sequences: int | Sequence[int], q: Any, *, layer: int = 0, counts: Any = None, **options: Any
@@ -302,10 +306,10 @@ class PagedKVCache:
             self._writers[layer] = writer(k, v, self.page_size)
         return self._writers[layer]
 
-    def _commit(self, batch: Batch) -> None:
+    def _commit(self, sequences: list[int], full: np.ndarray) -> None:
         """Every layer of a batch is written."""
         with self._lock:
-            self._sequences.commit(batch.sequences, batch.lengths)
+            self._sequences.commit(sequences, full)
 
 
 def _as_list(sequences: Any) -> list[int]:

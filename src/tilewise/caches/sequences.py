@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from ..errors import InvalidArgument
 from ..options import is_int
+from .append import blocks
+from .books import compiled, count_pages, give_pages, note_ids
 from .pool import Pool
 from .prefix import LOST, ROOT
 from .table import Table
 
 NONE = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What new tokens have changed, and where they go; arrays are int32 `[B]`, in `block` one after the other."""
+
+    block: np.ndarray
+    starts: np.ndarray  # the position of each sequence's first new token
+    cu: np.ndarray  # [B + 1], sums of their counts
+    lengths: np.ndarray  # tokens of each, the new ones included
+    pages: int  # of the longest
+    copied: np.ndarray  # pages that were shared, and were written
+    copies: np.ndarray  # what their writers have instead
+    full: np.ndarray | None  # pages of each that the prefix index is to know when all is written
 
 
 class Sequences:
@@ -116,67 +134,62 @@ class Sequences:
             self._unused.append(slot)
         self._recent.clear()
 
-    def extend(self, slots: np.ndarray, new: np.ndarray, ids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Makes room for `new` tokens of each. Returns pages to copy from and to: shared ones that will be written."""
-        P, pool = self.page_size, self.pool
-        old = self.length[slots]
-        after = old + new
-        have, want = -(-old // P), -(-after // P)
-        need = want - have
-        partial = np.flatnonzero((old % P > 0) & (new > 0))
-        last = self.table.host[slots[partial], have[partial] - 1]  # half filled pages that will be written
-        copied = self._to_copy(last)
-        pool.check(int(need.sum()) + int(copied.sum()))
-
-        for node in pool.index.node_of[last[~copied]].tolist():  # written in place: what it was known for is gone
-            if node and pool.index.holds(node):
-                pool.forget(node)
-        fresh = pool.take(int(need.sum()) + int(copied.sum()))
-        self.table.grow(0, int(want.max(initial=0)))
-        source, to = last[copied], fresh[: int(copied.sum())]
-        rows = np.repeat(slots, need)
-        columns = np.arange(len(rows)) - np.repeat(np.cumsum(need) - need - have, need)
-        if len(source):
-            np.subtract.at(pool.refs, source, 1)
-            self.ids[to] = self.ids[source]
-            writers = partial[copied]
-            rows, columns = np.concatenate([slots[writers], rows]), np.concatenate([have[writers] - 1, columns])
-        if len(fresh):
-            self.table.set(rows, columns, fresh)
-        self.length[slots] = after
+    def extend(self, slots: np.ndarray, new: np.ndarray, ids: np.ndarray | None) -> Growth:
+        """Makes room for `new` tokens of each."""
+        pool, B = self.pool, len(slots)
+        copied = np.empty(B, dtype=np.bool_)
+        wanted, longest, known = compiled(count_pages)(
+            slots, new, self.length, self.table.host, pool.refs, pool.index.node_of, self.page_size, copied
+        )
+        pool.check(wanted)
+        if known:
+            self._forget_written(slots[(new > 0) & ~copied])
+        fresh = pool.take(wanted)
+        self.table.grow(0, longest)
+        changes = np.empty((wanted, 4), dtype=np.int32)
+        block, (starts, cu, lengths) = blocks(B, B + 1, B)
+        copies = compiled(give_pages)(
+            slots, new, self.length, self.table.host, pool.refs, self.page_size, copied, fresh, changes, starts, cu,
+            lengths,
+        )  # fmt: skip
+        self.table.sent(changes)
+        full = None
         if ids is not None:
-            self._note(slots, old, new, ids)
-        return source, to
+            full = np.empty(B, dtype=np.int64)
+            if copies:
+                self.ids[changes[:copies, 2]] = self.ids[changes[:copies, 3]]
+            compiled(note_ids)(
+                slots, starts, new, self.table.host, self.known, self.depth, ids, self.ids, self.page_size, full
+            )
+        return Growth(block, starts, cu, lengths, longest, changes[:copies, 3], changes[:copies, 2], full)
 
-    def _to_copy(self, last: np.ndarray) -> np.ndarray:
-        """Which writers of half filled pages get a copy: all of a page that others hold too, all but one otherwise."""
-        refs = self.pool.refs[last]
-        shared = refs > 1
-        if not shared.any():
-            return shared
-        _, which, writers = np.unique(last, return_inverse=True, return_counts=True)
-        final = np.zeros(len(last), dtype=bool)
-        final[len(last) - 1 - np.unique(last[::-1], return_index=True)[1]] = True
-        return shared & ~(final & (refs == writers[which]))
+    def as_they_are(self, slots: np.ndarray, queries: np.ndarray) -> Growth:
+        """The same for no new tokens; `queries` of each sequence's last ones are looked at."""
+        B = len(slots)
+        block, (starts, cu, lengths) = blocks(B, B + 1, B)
+        lengths[:] = self.length[slots]
+        starts[:] = lengths - queries
+        np.cumsum(queries, out=cu[1:])
+        pages = -(-int(lengths.max(initial=0)) // self.page_size)
+        return Growth(block, starts, cu, lengths, pages, NONE, NONE, None)
 
-    def _note(self, slots: np.ndarray, old: np.ndarray, new: np.ndarray, ids: np.ndarray) -> None:
-        """Token ids of new tokens, into their pages."""
-        rows = np.repeat(slots, new)
-        positions = np.arange(len(ids)) - np.repeat(np.cumsum(new) - new - old, new)
-        self.ids[self.table.host[rows, positions // self.page_size], positions % self.page_size] = ids
-        follows = self.known[slots] == old
-        self.known[slots[follows]] = (old + new)[follows]
+    def _forget_written(self, slots: np.ndarray) -> None:
+        """Half filled pages that will be written in place: what they were known for is gone."""
+        index = self.pool.index
+        for slot in slots[self.length[slots] % self.page_size > 0]:
+            node = int(index.node_of[self.pages(slot)[-1]])
+            if node and self.pool.refs[self.pages(slot)[-1]] == 1:
+                self.pool.forget(node)
 
-    def commit(self, numbers: list[int], lengths: np.ndarray) -> None:
-        """Pages that are full of known ids, up to these lengths, are written: from now on they can be found."""
-        P, index = self.page_size, self.pool.index
-        live = [(self.slot_of[n], int(length)) for n, length in zip(numbers, lengths, strict=True) if n in self.slot_of]
-        for slot, length in live:
-            full = min(length, int(self.known[slot])) // P
-            if full <= self.depth[slot]:
+    def commit(self, numbers: list[int], full: np.ndarray) -> None:
+        """The first `full[i]` pages of sequences hold known ids and are written: from now on they can be found."""
+        index = self.pool.index
+        for i in np.flatnonzero(full):
+            slot = self.slot_of.get(numbers[i])
+            if slot is None or full[i] <= self.depth[slot]:  # freed meanwhile
                 continue
             node = int(self.node[slot])
-            for page in self.table.host[slot, self.depth[slot] : full].tolist():
+            for page in self.table.host[slot, self.depth[slot] : full[i]].tolist():
                 # Another page may have been known for the same ids, and gone: then nothing follows it.
                 node = index.add(node, self.ids[page].tobytes(), page) if index.holds(node) else LOST
-            self.node[slot], self.depth[slot] = node, full
+            self.node[slot], self.depth[slot] = node, full[i]

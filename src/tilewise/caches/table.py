@@ -7,6 +7,7 @@ import torch
 
 from .append import upload
 from .attending import rounded
+from .books import compiled, copy_rows
 
 
 class Table:
@@ -30,17 +31,22 @@ class Table:
         host[: have[0], : have[1]] = self.host
         self._make(host)
 
-    def set(self, rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
-        """Entries (rows[i], columns[i]) = pages[i]."""
-        self.host[rows, columns] = pages
-        if self.device.type != "cpu" and len(pages):
-            at = upload(self.device, rows, columns, pages)
-            self.on_device[at[0].long(), at[1].long()] = at[2]
-
     def set_row(self, row: int, pages: np.ndarray) -> None:
-        self.set(np.full(len(pages), row), np.arange(len(pages)), pages)
+        self.host[row, : len(pages)] = pages
+        if self.device.type != "cpu":
+            self.on_device[row, : len(pages)] = torch.from_numpy(pages).to(self.device)
 
-    def of(self, rows: torch.Tensor, columns: int) -> torch.Tensor:
+    def sent(self, changes: np.ndarray) -> None:
+        """Takes changes that were made on the host to the device: rows, columns, pages, and one more column."""
+        if self.device.type != "cpu" and len(changes):
+            rows, columns, pages = upload(self.device, *changes.T[:3])
+            self.on_device[rows.long(), columns.long()] = pages
+
+    def of(self, slots: np.ndarray, on_device: torch.Tensor, columns: int) -> torch.Tensor:
         """A copy of some rows, `columns` entries or a few more."""
         width = min(self.host.shape[1], max(1, rounded(columns)))
-        return self.on_device[:, :width].index_select(0, rows)
+        if self.device.type != "cpu":
+            return self.on_device[:, :width].index_select(0, on_device)
+        rows = np.empty((len(slots), width), dtype=np.int32)
+        compiled(copy_rows)(self.host, slots, rows)
+        return torch.from_numpy(rows)
