@@ -1,0 +1,109 @@
+"""The loops of bookkeeping: pages for new tokens, and the tables of a step.
+
+Plain loops over arrays. Numba compiles them if it is there, for a step of 64 sequences has no time for a hundred NumPy
+calls; without it they are slow and do the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+
+@cache
+def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """A loop of this file, compiled if it can be, and kept on disk."""
+    if importlib.util.find_spec("numba") is None:
+        return loop
+    import numba
+
+    return numba.njit(nogil=True, cache=True)(loop)
+
+
+def count_pages(slots: Any, new: Any, length: Any, table: Any, refs: Any, node_of: Any, page_size: Any, copied: Any):  # type: ignore[no-untyped-def]
+    """What new tokens need: pages in all, and of the longest sequence; how many write into a page of the prefix index.
+
+    A half filled page that is written and shared counts as one more: its writer gets a copy, and `copied[b]` is set.
+    Where all that share a page write, the last of them keeps it.
+    """
+    wanted, longest, known = 0, 0, 0
+    for b in range(len(slots)):
+        old = length[slots[b]]
+        have, want = (old + page_size - 1) // page_size, (old + new[b] + page_size - 1) // page_size
+        wanted += want - have
+        longest = max(longest, want)
+        copied[b] = False
+        if old % page_size and new[b]:
+            page = table[slots[b], have - 1]
+            if refs[page] > 1:
+                wanted += 1
+                copied[b] = True
+                refs[page] -= 1  # for those after it
+            elif node_of[page]:
+                known += 1
+    for b in range(len(slots)):
+        if copied[b]:
+            refs[table[slots[b], (length[slots[b]] - 1) // page_size]] += 1
+    return wanted, longest, known
+
+
+def give_pages(  # type: ignore[no-untyped-def]
+    slots: Any, new: Any, length: Any, table: Any, refs: Any, page_size: Any, copied: Any, fresh: Any, changes: Any,
+    starts: Any, cu: Any, lengths: Any,
+):  # fmt: skip
+    """Hands `fresh` pages out, as `count_pages` has found: new ones, and copies, which come first in `changes`.
+
+    `changes[i]` is a table's row and column, the page that is there now, and the page that a copy is made of. Returns
+    the number of copies; writes where each sequence's tokens start, sums of their counts, and the lengths after them.
+    """
+    taken = 0
+    for b in range(len(slots)):
+        if copied[b]:
+            slot = slots[b]
+            column = (length[slot] - 1) // page_size
+            source = table[slot, column]
+            refs[source] -= 1
+            table[slot, column] = fresh[taken]
+            changes[taken, 0], changes[taken, 1], changes[taken, 2] = slot, column, fresh[taken]
+            changes[taken, 3] = source
+            taken += 1
+    copies = taken
+    total = 0
+    for b in range(len(slots)):
+        slot = slots[b]
+        old, after = length[slot], length[slot] + new[b]
+        for column in range((old + page_size - 1) // page_size, (after + page_size - 1) // page_size):
+            table[slot, column] = fresh[taken]
+            changes[taken, 0], changes[taken, 1], changes[taken, 2] = slot, column, fresh[taken]
+            taken += 1
+        length[slot] = after
+        starts[b], cu[b], lengths[b] = old, total, after
+        total += new[b]
+    cu[len(slots)] = total
+    return copies
+
+
+def note_ids(  # type: ignore[no-untyped-def]
+    slots: Any, starts: Any, new: Any, table: Any, known: Any, depth: Any, ids: Any, page_ids: Any, page_size: Any,
+    full: Any,
+):  # fmt: skip
+    """Token ids of new tokens, into their pages. `full[b]`: pages of known ids, if there are more than are indexed."""
+    at = 0
+    for b in range(len(slots)):
+        slot = slots[b]
+        for position in range(starts[b], starts[b] + new[b]):
+            page_ids[table[slot, position // page_size], position % page_size] = ids[at]
+            at += 1
+        if known[slot] == starts[b]:
+            known[slot] = starts[b] + new[b]
+        pages = known[slot] // page_size
+        full[b] = pages if pages > depth[slot] else 0
+
+
+def copy_rows(table: Any, slots: Any, to: Any):  # type: ignore[no-untyped-def]
+    """Some rows of a table."""
+    for b in range(len(slots)):
+        for j in range(to.shape[1]):
+            to[b, j] = table[slots[b], j]
