@@ -71,8 +71,14 @@ class Batch:
         if self.tokens:
             cache._writer(layer)(k, v, Places(self._starts, self.cu_seqlens, self.tokens, packed, self.block_table))
         self._left.remove(layer)
-        if not self._left and self._full is not None:
-            cache._commit(self.sequences, self._full)
+        if not self._left:
+            self._written()
+
+    def _written(self) -> None:
+        """Every layer is there: full pages can be found by their ids."""
+        if self._full is not None:
+            with self.cache._lock:
+                self.cache._sequences.commit(self.sequences, self._full)
 
     def attend(
         self, q: Any, layer: int = 0, *, causal: bool = True, cascade: bool | None = None, **options: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from . import checks, hadamard, ring
 from .append import Places, upload, writer
 from .attending import attend, into, refuse, rounded
 from .formats import formats_of, size
+from .save import load_rows, save_rows
 
 
 class KVCache:
@@ -170,6 +172,15 @@ class KVCache:
     def values(self, row: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, likewise."""
         return self._held(self._v, row, dtype)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all rows to a safetensors file, as they are stored."""
+        save_rows(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> KVCache:
+        """A cache as it was saved. A file that is cut off or altered is refused."""
+        return load_rows(cls, path, device)
 
     def _held(self, store: Any, row: int, dtype: torch.dtype) -> torch.Tensor:
         row = checks.index("row", row, self.batch, "row")

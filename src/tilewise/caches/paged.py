@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from .append import Writer, writer
 from .batch import Batch
 from .cascade import Split
 from .formats import Store, formats_of, size
+from .save import load_pages, load_prefix, save_pages, save_prefix
 from .sequences import Sequences
 
 
@@ -269,6 +271,23 @@ class PagedKVCache:
         """The values, likewise."""
         return self._held(self._v, sequence, layer, dtype)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all sequences, with what they share and what is kept, to a safetensors file."""
+        save_pages(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> PagedKVCache:
+        """A cache as it was saved, ids of sequences included. A file that is cut off or altered is refused."""
+        return load_pages(cls, path, device)
+
+    def save_prefix(self, path: str | os.PathLike[str], sequence: int) -> None:
+        """Writes one sequence to a safetensors file, to be loaded into any cache of the same storage."""
+        save_prefix(self, path, sequence)
+
+    def load_prefix(self, path: str | os.PathLike[str]) -> int:
+        """A new sequence from a file of `save_prefix`; `prefix_match` finds it. The page sizes may differ."""
+        return load_prefix(self, path)
+
     def _held(self, store: Store, sequence: int, layer: int, dtype: torch.dtype) -> torch.Tensor:
         layer = checks.index("layer", layer, self.layers, "layer")
         with self._lock:
@@ -305,11 +324,6 @@ class PagedKVCache:
             k, v = (store.map(lambda x: x[layer].transpose(1, 2)) for store in (self._k, self._v))
             self._writers[layer] = writer(k, v, self.page_size)
         return self._writers[layer]
-
-    def _commit(self, sequences: list[int], full: np.ndarray) -> None:
-        """Every layer of a batch is written."""
-        with self._lock:
-            self._sequences.commit(sequences, full)
 
 
 def _as_list(sequences: Any) -> list[int]:

@@ -48,13 +48,18 @@ class PrefixIndex:
         """A node for `page`, or the one that is there for these ids."""
         if (known := self.find(parent, ids)) is not None:
             return known
-        number, self._next = self._next, self._next + 1
+        number = self._next
+        self.restore(number, parent, ids, page)
+        return number
+
+    def restore(self, number: int, parent: int, ids: bytes, page: int) -> None:
+        """A node that has its number already; parents come first."""
+        self._next = max(self._next, number + 1)
         self.nodes[number] = Node(page, parent, ids)
         self._by_ids[parent, ids] = number
         self.node_of[page] = number
         if parent != ROOT:
             self.nodes[parent].children.add(number)
-        return number
 
     def holds(self, node: int) -> bool:
         return node == ROOT or node in self.nodes

@@ -193,3 +193,21 @@ class Sequences:
                 # Another page may have been known for the same ids, and gone: then nothing follows it.
                 node = index.add(node, self.ids[page].tobytes(), page) if index.holds(node) else LOST
             self.node[slot], self.depth[slot] = node, full[i]
+
+    def restore(self, lists: dict[str, np.ndarray], created: int, kept: int) -> None:
+        """Sets up an empty cache from what `save.py` has written; pages are the first ones, kept ones last."""
+        pool, U = self.pool, len(lists["ids"])
+        self.ids[:U] = lists["ids"]
+        assert (np.sort(pool.take(U)) == np.arange(U)).all()  # an empty pool gives its first pages
+        for number, parent, page in lists["nodes"].tolist():
+            pool.index.restore(number, parent, self.ids[page].tobytes(), page)
+        pool.refs[:U] = 0
+        for i, number in enumerate(lists["sequences"].tolist()):
+            length = int(lists["length"][i])
+            self.created = number
+            _, slot = self.create(lists["table"][i, : -(-length // self.page_size)].copy())
+            self.length[slot] = length
+            for name in ("known", "node", "depth"):
+                getattr(self, name)[slot] = lists[name][i]
+        self.created = created
+        pool.kept = dict.fromkeys(range(U - kept, U))
