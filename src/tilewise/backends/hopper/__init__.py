@@ -1,0 +1,45 @@
+"""Gluon kernels for Hopper GPUs (H100, H200): prefill of 16-bit tensors with every option of position and score."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+from ...plan import Plan
+from ...problem import Problem
+from ...tensors import Tensors
+from ..triton.device import arch_of
+from . import heuristics
+
+
+def supports(problem: Problem) -> str | None:
+    p = problem
+    if p.device.type != "cuda" or arch_of(p.device) != 90:
+        return "runs on Hopper GPUs"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return heuristics.refusal(p)
+
+
+def plan(problem: Problem) -> Plan:
+    c = heuristics.config(problem)
+    return Plan(
+        problem,
+        backend="hopper",
+        kernel="prefill, warp-specialised",
+        tile=(64 * c.consumers, c.BN),
+        notes=heuristics.notes(problem, c),
+    )
+
+
+def run(plan: Plan, tensors: Tensors) -> None:
+    _launch().bound_to(plan)(tensors)
+
+
+@cache
+def _launch() -> Any:
+    """The launches, imported with the first call, and Triton with them."""
+    from . import launch
+
+    return launch

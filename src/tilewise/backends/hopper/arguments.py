@@ -1,0 +1,80 @@
+"""The arguments of a kernel as one value, which its partitions share."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+from triton.language.core import base_value
+
+
+@gluon.constexpr_function
+def held(value):
+    """A value that an aggregate can hold: what is known at compile time, None too, is wrapped."""
+    return value if isinstance(value, base_value) else gl.constexpr(value)
+
+
+@aggregate
+class Arguments:
+    """`object` where there may be nothing (None), or a number that is known at compile time."""
+
+    q: object  # descriptors of tiles: q and out [1, 1, 64, columns], k and v [1, 1, BN, columns]
+    k: object
+    v: object
+    o: object
+    OUT: object
+    LSE: object
+    FLAGS: object
+    COUNTER: object
+    KV_LENGTHS: object
+    Q_OFFSET: object
+    CU_Q: object
+    CU_K: object
+    ORDER: object
+    START: object
+    SLOPES: object
+    SINKS: object
+    MASK: object
+    LIST: object
+    RANK: object
+    o_b: object
+    o_h: object
+    o_l: object
+    lse_b: object
+    lse_h: object
+    lse_l: object
+    mask_b: object
+    mask_h: object
+    mask_q: object
+    mask_k: object
+    list_b: object
+    list_h: object
+    list_q: object
+    list_n: object
+    slopes_b: object
+    batch: object
+    heads: object
+    group: object
+    q_len: object
+    kv_len: object
+    total_q: object
+    value_dim: object
+    q_offset: object
+    scale: object
+    softcap: object
+    left: object
+    right: object
+    chunk: object
+    section: object
+    slots: object
+    S: object
+
+    @gluon.constexpr_function
+    def __init__(self, *values):
+        for name, value in zip(NAMES, values, strict=True):
+            setattr(self, name, held(value))
+
+
+NAMES = (
+    "q k v o OUT LSE FLAGS COUNTER KV_LENGTHS Q_OFFSET CU_Q CU_K ORDER START SLOPES SINKS MASK LIST RANK "
+    "o_b o_h o_l lse_b lse_h lse_l mask_b mask_h mask_q mask_k list_b list_h list_q list_n slopes_b "
+    "batch heads group q_len kv_len total_q value_dim q_offset scale softcap left right chunk section slots S"
+).split()

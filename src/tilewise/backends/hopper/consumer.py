@@ -1,0 +1,285 @@
+"""A consumer: one warpgroup with 64 query rows, which multiplies, and takes the softmax while products are under way.
+
+    first tile    S = Q K'; P = softmax S
+    each other    start S = Q K'; start O += P V of the tile before; wait for S; P' = softmax S; wait for O; rescale O
+    at the end    start S of the next work's first tile; O += P V; O / l to global memory
+
+so the tensor cores have P V to do while this warpgroup's other units take exponentials, and all consumers do so beside
+each other. From one work to the next it goes on in the same way: the last P V of one and the first S of the other are
+under way together.
+
+Tiles of keys come from the right: first those that rules may hide in part, then those that every row sees, then (in
+windows) again hidden ones; each kind has a loop of its own. Tiles of the rows' tile that this consumer's rows do not
+see are passed over. A mask has one loop, with a branch on tiles that are not seen whole.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+
+from .layouts import out_layout, score_layout
+from .output import note_strays, store
+from .schedule import find, key_span, key_tiles, slots_of
+from .softmax import Rows, finish, hide, logits, weights
+from .tiles import tile_list
+
+
+@gluon.jit
+def rows_of(a, w, C):
+    """This consumer's rows of the work's tile."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
+    row = w.top + C * 64 + gl.arange(0, 64, LAYOUT)
+    qpos = w.offset + row
+    lo, hi = key_span(a, qpos, w.n_keys)
+    slope = None
+    if a.S.alibi:
+        slope = gl.load(a.SLOPES + w.b * a.slopes_b + w.head)
+    mask = None
+    if a.S.mask != "":
+        mask = w.b.to(gl.int64) * a.mask_b + w.head.to(gl.int64) * a.mask_h + row.to(gl.int64) * a.mask_q
+    return Rows(row, row < w.q_len, lo, hi, qpos, slope, mask)
+
+
+@gluon.jit
+def start_scores(a, queries, keys, i_work, n, C: gl.constexpr):
+    """Starts S = Q K' with tile n of the keys [64, BN]; of several chunks, all but the last are done and released."""
+    CHUNKS: gl.constexpr = a.S.chunks
+    BN: gl.constexpr = a.S.BN
+    s = gl.zeros([64, BN], gl.float32, score_layout(a.S))
+    for i in gl.static_range(CHUNKS):
+        if i > 0:
+            keys.wait_full(n * a.S.chunks + i)
+        k = keys.tile(n * a.S.chunks + i).permute((1, 0))  # [columns, BN]
+        s = warpgroup_mma(queries.chunk(i_work, C, i), k, s, use_acc=i > 0, is_async=True)
+        if i > 0:
+            s = warpgroup_mma_wait(1, deps=(s,))
+            keys.release(n * a.S.chunks + i - 1)
+    return s
+
+
+@gluon.jit
+def release_scores(a, keys, n):
+    keys.release(n * a.S.chunks + a.S.chunks - 1)
+
+
+@gluon.jit
+def to_weights(a, s, m, l, rows, tile, n_keys, mixed, MASKED: gl.constexpr):
+    """P of a tile with the new m and l and what O is multiplied by."""
+    BN: gl.constexpr = a.S.BN
+    columns = tile * BN + gl.arange(0, BN, gl.SliceLayout(0, score_layout(a.S)))
+    if not a.S.linear:
+        s = logits(a, s, rows, columns)
+    if MASKED == 1:
+        s, _ = hide(a, s, rows, columns, n_keys)
+    if MASKED == 2:
+        if mixed:
+            s, _ = hide(a, s, rows, columns, n_keys)
+    p, m, l, shrink = weights(a, s, m, l, MASKED > 0)
+    return p, m, l, gl.convert_layout(shrink, gl.SliceLayout(1, out_layout(a.S)))
+
+
+@gluon.jit
+def as_operand(a, p):
+    """P as the left operand of P V."""
+    return gl.convert_layout(p.to(a.q.dtype), gl.DotOperandLayout(0, out_layout(a.S), 2))
+
+
+@gluon.jit
+def step(
+    a, queries, keys, values, i, n, last, tile, tile_keys, mixed, p, o, m, l, rows,
+    C: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Tile n of the keys (number `tile` of work i) into the sums, and P V of tile `last`, the one before it."""
+    s = start_scores(a, queries, keys, i, n, C)
+    values.wait_full(last)
+    o = warpgroup_mma(p, values.tile(last), o, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    release_scores(a, keys, n)
+    p, m, l, shrink = to_weights(a, s, m, l, rows, tile, tile_keys, mixed, MASKED)
+    p = as_operand(a, p)
+    o, p = warpgroup_mma_wait(0, deps=(o, p))  # P goes through the wait: else it is moved to other registers
+    values.release(last)
+    return p, o, m, l, shrink
+
+
+@gluon.jit
+def next_tile(
+    a, queries, keys, values, i, n, tile, tile_keys, mixed, p, o, m, l, rows,
+    C: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """`step` inside a work."""
+    keys.wait_full(n * a.S.chunks)
+    p, o, m, l, shrink = step(
+        a, queries, keys, values, i, n, n - 1, tile, tile_keys, mixed, p, o, m, l, rows, C, MASKED
+    )
+    return p, o * shrink[:, None], m, l
+
+
+@gluon.jit
+def other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, rows, C: gl.constexpr):
+    """All tiles of a work but the first."""
+    start, right, left, end = own
+    if a.S.mask != "":
+        entry = tiles.entry(1)
+        for n in range(start + 1, end):
+            upcoming = tiles.entry(n + 1 - begin)
+            tile = entry >> 1
+            mixed = ((entry & 1) != 0) | (tile < right) | (tile >= left)
+            p, o, m, l = next_tile(a, queries, keys, values, i, n, tile, w.n_keys, mixed, p, o, m, l, rows, C, 2)
+            entry = upcoming
+    else:
+        top = w.last - 1 + begin
+        if a.S.masked:
+            for n in range(start + 1, right):
+                p, o, m, l = next_tile(a, queries, keys, values, i, n, top - n, w.n_keys, True, p, o, m, l, rows, C, 1)
+        for n in range(right, left):
+            p, o, m, l = next_tile(a, queries, keys, values, i, n, top - n, w.n_keys, True, p, o, m, l, rows, C, 0)
+        if a.S.moves:
+            for n in range(left, end):
+                p, o, m, l = next_tile(a, queries, keys, values, i, n, top - n, w.n_keys, True, p, o, m, l, rows, C, 1)
+    return p, o, m, l
+
+
+@gluon.jit
+def own_tiles(a, w, tiles, begin, C):
+    """This consumer's part of the work's tiles, by number of use: where it begins and ends, and between these where
+    tiles are seen whole. Other consumers' rows may see more; tiles beyond one's own are passed over.
+    """
+    rows = gl.minimum(gl.maximum(w.q_len - w.top - C * 64, 1), 64)
+    first, last, inner, outer = key_tiles(a, w.offset, w.top + C * 64, rows, w.n_keys)
+    if a.S.mask == "":
+        first = gl.minimum(gl.maximum(first, w.first), w.last - 1)
+        last = gl.maximum(gl.minimum(last, w.last), first + 1)
+        start = begin + (w.last - last)
+        end = begin + (w.last - first)
+        right = gl.maximum(begin + (w.last - outer), start + 1)
+        left = gl.minimum(gl.maximum(begin + (w.last - inner), right), end)
+        if not a.S.moves:
+            left = end
+        right = gl.minimum(right, left)
+    else:
+        start = begin
+        end = begin + tiles.count
+        right = inner  # tiles of keys, not uses: the loop over a list compares with them
+        left = outer
+    return start, right, left, end
+
+
+@gluon.jit
+def pass_keys(a, keys, begin, end):
+    """Tiles begin .. end, which no row of this consumer sees."""
+    for n in range(begin * a.S.chunks, end * a.S.chunks):
+        keys.wait_full(n)
+        keys.release(n)
+
+
+@gluon.jit
+def pass_values(a, values, begin, end):
+    for n in range(begin, end):
+        values.wait_full(n)
+        values.release(n)
+
+
+@gluon.jit
+def pass_over(a, keys, values, begin, end):
+    for n in range(begin, end):
+        pass_keys(a, keys, n, n + 1)
+        pass_values(a, values, n, n + 1)
+
+
+@gluon.jit
+def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
+    """The first tile of work i, when there is no P V to go with it."""
+    MASKED: gl.constexpr = 1 if a.S.masked else 0
+    queries.wait_full(i, C)
+    keys.wait_full(n * a.S.chunks)
+    s = start_scores(a, queries, keys, i, n, C)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    release_scores(a, keys, n)
+    m, l = no_sums(a)
+    p, m, l, _ = to_weights(a, s, m, l, rows, tile, n_keys, True, MASKED)
+    return as_operand(a, p), m, l
+
+
+@gluon.jit
+def no_sums(a):
+    """m and l before the first tile."""
+    ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
+    return gl.full([64], float("-inf"), gl.float32, ROW), gl.zeros([64], gl.float32, ROW)
+
+
+@gluon.jit
+def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
+    DV: gl.constexpr = a.S.DV
+    OUT: gl.constexpr = out_layout(a.S)
+    MASKED: gl.constexpr = 1 if a.S.masked else 0
+    total = slots_of(a)
+    i = 0  # works so far
+    begin = 0  # tiles of keys so far
+    slot = slots.take(0)
+    w = find(a, slot)
+    rows = rows_of(a, w, C)
+    tiles = tile_list(a, w)
+    own = own_tiles(a, w, tiles, begin, C)
+    pass_over(a, keys, values, begin, own[0])
+    p, m, l = first_tile(a, queries, keys, 0, own[0], tiles.tile(own[0]), w.n_keys, rows, C)
+    more = True
+    while more:
+        o = gl.zeros([64, DV], gl.float32, OUT)
+        p, o, m, l = other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, rows, C)
+        if a.S.staged != "borrowed":
+            queries.release(i, C)
+
+        # The last P V of this work goes with the first scores of the next.
+        next_slot = slots.take(i + 1)
+        more = next_slot < total
+        next_begin = begin + tiles.count
+        next_w = find(a, next_slot)
+        next_rows = rows_of(a, next_w, C)
+        next_tiles = tile_list(a, next_w)
+        next_own = own_tiles(a, next_w, next_tiles, next_begin, C)
+        start = next_own[0]
+        end = own[3]
+        tile = next_tiles.tile(start - next_begin)
+        last_m = m
+        last_l = l
+        m, l = no_sums(a)
+        # Few tiles may be passed over on the way: for more, the producer needs the stage that P V reads.
+        joined = more & (start - end < a.S.v_stages)
+        if a.S.staged == "borrowed":
+            joined = more & False
+        if joined:
+            pass_keys(a, keys, end, start)
+            queries.wait_full(i + 1, C)
+            keys.wait_full(start * a.S.chunks)
+            p, o, m, l, _ = step(
+                a, queries, keys, values, i + 1, start, end - 1, tile, next_w.n_keys, True, p, o, m, l, next_rows,
+                C, MASKED,
+            )  # fmt: skip
+            pass_values(a, values, end, start)
+        else:
+            values.wait_full(end - 1)
+            o = warpgroup_mma(p, values.tile(end - 1), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=(o,))
+            values.release(end - 1)
+            pass_over(a, keys, values, end, next_begin)
+
+        lse, share = finish(a, last_m, last_l, w.head, w.owned)
+        if a.S.guard:
+            note_strays(a, o, rows, slot, C)
+        o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
+        store(a, w, o, lse, rows, outs, C)
+        if a.S.staged == "borrowed":
+            tma.store_wait(0)
+            queries.release(i, C)
+        if more & (joined == 0):
+            pass_over(a, keys, values, next_begin, start)
+            p, m, l = first_tile(a, queries, keys, i + 1, start, tile, next_w.n_keys, next_rows, C)
+        i += 1
+        slot = next_slot
+        begin = next_begin
+        w = next_w
+        rows = next_rows
+        tiles = next_tiles
+        own = next_own
+    tma.store_wait(0)

@@ -1,0 +1,23 @@
+"""How the numbers of a tile lie in the registers of a warpgroup."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def score_layout(S):
+    """S [64, BN]: each row belongs to four threads."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BN, 16])
+
+
+@gluon.constexpr_function
+def out_layout(S):
+    """O [64, DV]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.DV, 16])
+
+
+@gluon.constexpr_function
+def wide_layout(columns):
+    """Rows of `columns`, eight numbers to a thread."""
+    lanes = min(32, columns // 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])

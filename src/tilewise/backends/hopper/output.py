@@ -1,0 +1,65 @@
+"""From O in registers to the output in global memory."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from .layouts import out_layout, wide_layout
+
+
+@gluon.jit
+def note_strays(a, o, rows, slot, C: gl.constexpr):
+    """Whether any element is NaN or infinite (0 * x is then NaN): a hidden value may have done that."""
+    total = gl.convert_layout(gl.sum(o * 0.0, 1), rows.row.type.layout)
+    stray = (total != total) & rows.ok
+    gl.store(a.FLAGS + slot * a.S.consumers + C, gl.max(stray.to(gl.int32), 0))
+
+
+@gluon.jit
+def store(a, w, o, lse, rows, outs, C):
+    """O, by way of shared memory, all columns or half of them at a time; and the logarithms of sums."""
+    DV: gl.constexpr = a.S.DV
+    COLUMNS: gl.constexpr = a.S.out_columns
+    column = w.part * DV
+    if a.S.staged == "":
+        store_rows(a, w, o.to(a.q.dtype), column, C, DV, out_layout(a.S))
+    elif COLUMNS == DV:
+        send(a, w, o, column, outs, C, 0)
+    else:
+        gl.static_assert(COLUMNS * 2 == DV)
+        low, high = gl.split(gl.permute(gl.reshape(o, [64, 2, COLUMNS]), (0, 2, 1)))  # [64, COLUMNS]
+        send(a, w, low, column, outs, C, 0)
+        send(a, w, high, column + COLUMNS, outs, C, 1)
+    if a.S.lse:
+        at = a.LSE + w.row_b.to(gl.int64) * a.lse_b + w.head.to(gl.int64) * a.lse_h
+        gl.store(at + (w.q_start + rows.row).to(gl.int64) * a.lse_l, lse, mask=rows.ok & (w.part == 0))
+
+
+@gluon.jit
+def send(a, w, o, column, outs, C, HALF: gl.constexpr):
+    """Columns of O, from `column` on, by way of shared memory."""
+    COLUMNS: gl.constexpr = a.S.out_columns
+    if a.S.staged == "own":
+        tile = outs.index(C)
+        tma.store_wait(0)  # what was there before has left
+        gl.thread_barrier()
+    else:
+        tile = outs.index(C * a.S.chunks + HALF)
+    flat = tile.reshape([64, COLUMNS])
+    flat.store(o.to(a.q.dtype))
+    if a.S.packed:
+        # A tile may reach into the rows of the next sequence, which TMA would write over.
+        store_rows(a, w, flat.load(wide_layout(COLUMNS)), column, C, COLUMNS, wide_layout(COLUMNS))
+    else:
+        fence_async_shared()
+        tma.async_copy_shared_to_global(a.o, [w.row_b, w.head, w.top + C * 64, column], tile)
+
+
+@gluon.jit
+def store_rows(a, w, o, column, C, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Those rows of O that there are, from registers."""
+    row = w.top + C * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    at = w.row_b.to(gl.int64) * a.o_b + w.head.to(gl.int64) * a.o_h + (w.q_start + row).to(gl.int64) * a.o_l
+    inside = (row < w.q_len)[:, None] & (columns < a.value_dim)[None, :]
+    gl.store(a.OUT + at[:, None] + columns[None, :], o, mask=inside)

@@ -1,0 +1,135 @@
+"""How tiles travel from the producer to the consumers.
+
+A ring holds STAGES tiles. Use n of a ring lies in stage n % STAGES; counts run on from one piece of work to the next.
+
+    producer                                 each consumer
+    wait until use n - STAGES is released    wait until use n is full
+    expect the bytes, start the copy         multiply
+    (the copy itself says: full)             release use n
+
+"Full" is an mbarrier that counts the bytes which TMA brings, "released" one that every consumer arrives at; an mbarrier
+that goes round and round is told apart by its parity. Every use is released by every consumer, used or not.
+tests/test_hopper_protocol.py plays this through in random order.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+
+@aggregate
+class Ring:
+    tiles: gl.shared_memory_descriptor  # [STAGES, 1, 1, ROWS, COLUMNS]
+    full: gl.shared_memory_descriptor
+    released: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+    ROWS: gl.constexpr
+    COLUMNS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, released, STAGES, ROWS, COLUMNS):
+        self.tiles = tiles
+        self.full = full
+        self.released = released
+        self.STAGES = gl.constexpr(STAGES)
+        self.ROWS = gl.constexpr(ROWS)
+        self.COLUMNS = gl.constexpr(COLUMNS)
+
+    @gluon.jit
+    def tile(self, n):
+        """Use n, as a matrix [ROWS, COLUMNS] in shared memory."""
+        return self.tiles.index(n % self.STAGES).reshape([self.ROWS, self.COLUMNS])
+
+    @gluon.jit
+    def fill(self, n, desc, at):
+        """The producer's: use n becomes the tile of `desc` at coordinates `at`."""
+        mbarrier.wait(self.released.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
+        full = self.full.index(n % self.STAGES)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, at, full, self.tiles.index(n % self.STAGES))
+
+    @gluon.jit
+    def wait_full(self, n):
+        """A consumer's."""
+        mbarrier.wait(self.full.index(n % self.STAGES), (n // self.STAGES) & 1)
+
+    @gluon.jit
+    def release(self, n):
+        """A consumer's: it has done with use n."""
+        mbarrier.arrive(self.released.index(n % self.STAGES), count=1)
+
+
+@gluon.jit
+def new_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring for tiles of `desc`, whose block is [1, 1, ROWS, COLUMNS]."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, 1, 1, ROWS, COLUMNS], desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    released = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(released.index(i), count=CONSUMERS)
+    return Ring(tiles, full, released, STAGES, ROWS, COLUMNS)
+
+
+@aggregate
+class Queries:
+    """The query rows of STAGES works: for each consumer its own tile in CHUNKS pieces, and its own barriers."""
+
+    tiles: gl.shared_memory_descriptor  # [STAGES * CONSUMERS * CHUNKS, 1, 1, 64, COLUMNS]
+    full: gl.shared_memory_descriptor  # [STAGES * CONSUMERS]
+    released: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+    CONSUMERS: gl.constexpr
+    CHUNKS: gl.constexpr
+    COLUMNS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, released, STAGES, CONSUMERS, CHUNKS, COLUMNS):
+        self.tiles = tiles
+        self.full = full
+        self.released = released
+        self.STAGES = gl.constexpr(STAGES)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.CHUNKS = gl.constexpr(CHUNKS)
+        self.COLUMNS = gl.constexpr(COLUMNS)
+
+    @gluon.jit
+    def place(self, n, c: gl.constexpr):
+        return n % self.STAGES * self.CONSUMERS + c
+
+    @gluon.jit
+    def fill_part(self, n, c: gl.constexpr, i: gl.constexpr, desc, at):
+        """The producer's: chunk i of consumer c's rows in work n."""
+        full = self.full.index(self.place(n, c))
+        if i == 0:
+            mbarrier.wait(self.released.index(self.place(n, c)), ((n // self.STAGES) & 1) ^ 1)
+            mbarrier.expect(full, desc.block_type.nbytes * self.CHUNKS)
+        tma.async_copy_global_to_shared(desc, at, full, self.tiles.index(self.place(n, c) * self.CHUNKS + i))
+
+    @gluon.jit
+    def wait_full(self, n, c: gl.constexpr):
+        mbarrier.wait(self.full.index(self.place(n, c)), (n // self.STAGES) & 1)
+
+    @gluon.jit
+    def release(self, n, c: gl.constexpr):
+        mbarrier.arrive(self.released.index(self.place(n, c)), count=1)
+
+    @gluon.jit
+    def chunk(self, n, c: gl.constexpr, i: gl.constexpr):
+        return self.tiles.index(self.place(n, c) * self.CHUNKS + i).reshape([64, self.COLUMNS])
+
+
+@gluon.jit
+def new_queries(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CHUNKS: gl.constexpr):
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    COUNT: gl.constexpr = STAGES * CONSUMERS
+    tiles = gl.allocate_shared_memory(desc.dtype, [COUNT * CHUNKS, 1, 1, 64, COLUMNS], desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    released = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(released.index(i), count=1)
+    return Queries(tiles, full, released, STAGES, CONSUMERS, CHUNKS, COLUMNS)

@@ -1,0 +1,125 @@
+"""Tiles of rows whose output is not finite, done again so that hidden values cannot have caused it.
+
+P V also multiplies values under hidden cells, by zero; if such a value was NaN or infinite, so is the output now. The
+consumers leave a note for each of their tiles (`note_strays`). Those noted, if any, are computed once more here, with
+the same arithmetic in the same order, but with zeros for all values that are not finite. What those add to the rows
+that do see them is counted by a product of its own. One warpgroup does it all, step by step: this is rare.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+
+from .arguments import Arguments
+from .consumer import as_operand, no_sums, own_tiles, rows_of
+from .layouts import out_layout, score_layout, wide_layout
+from .output import store
+from .prefill import PLAIN_INTS
+from .schedule import find, slots_of
+from .softmax import finish, hide, logits, weights
+from .tiles import tile_list
+
+
+@gluon.jit
+def bring(desc, at, tile, full, turn):
+    """A tile to shared memory, waited for; and how often `full` has been used."""
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, at, full, tile)
+    mbarrier.wait(full, turn & 1)
+    return turn + 1
+
+
+@gluon.jit
+def stray_codes(value):
+    """1 for what pushes a sum up, 256 for what pushes it down, both for NaN, 0 for finite numbers."""
+    code = gl.where(value > 0, 1.0, gl.where(value < 0, 256.0, 257.0))
+    return gl.where(value - value == 0, 0.0, code)
+
+
+@gluon.jit
+def redo(a, slot, c, q_s, k_s, v_s, code_s, full, turn):
+    """The rows of consumer c in a slot."""
+    BN: gl.constexpr = a.S.BN
+    DV: gl.constexpr = a.S.DV
+    CHUNKS: gl.constexpr = a.S.chunks
+    WIDTH: gl.constexpr = a.S.chunk_d
+    OUT: gl.constexpr = out_layout(a.S)
+    w = find(a, slot)
+    rows = rows_of(a, w, c)
+    tiles = tile_list(a, w)
+    start, _, _, end = own_tiles(a, w, tiles, 0, c)
+    for j in gl.static_range(CHUNKS):
+        turn = bring(a.q, [w.row_b, w.head, w.q_start + w.top + c * 64, j * WIDTH], q_s.index(j), full, turn)
+    m, l = no_sums(a)
+    o = gl.zeros([64, DV], gl.float32, OUT)
+    for n in range(start, end):
+        tile = tiles.tile(n)
+        row = w.kv_start + tile * BN
+        s = gl.zeros([64, BN], gl.float32, score_layout(a.S))
+        for j in gl.static_range(CHUNKS):
+            turn = bring(a.k, [w.kv_b, w.head // a.group, row, j * WIDTH], k_s, full, turn)
+            k = k_s.reshape([BN, WIDTH]).permute((1, 0))
+            s = warpgroup_mma(q_s.index(j).reshape([64, WIDTH]), k, s, use_acc=j > 0)
+        turn = bring(a.v, [w.kv_b, w.head // a.group, row, w.part * DV], v_s, full, turn)
+        values = v_s.reshape([BN, DV])
+        v = values.load(wide_layout(DV))
+        value = v.to(gl.float32)
+        values.store(gl.where(value - value == 0, v, gl.zeros_like(v)))
+        code_s.store(stray_codes(value).to(gl.float16))
+        fence_async_shared()
+
+        columns = tile * BN + gl.arange(0, BN, gl.SliceLayout(0, score_layout(a.S)))
+        if not a.S.linear:
+            s = logits(a, s, rows, columns)
+        s, visible = hide(a, s, rows, columns, w.n_keys)
+        p, m, l, shrink = weights(a, s, m, l, True)
+        o = o * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+        o = warpgroup_mma(as_operand(a, p), values, o)
+        seen = gl.convert_layout(visible.to(gl.float16), gl.DotOperandLayout(0, OUT, 2))
+        hits = warpgroup_mma(seen, code_s, gl.zeros([64, DV], gl.float32, OUT), use_acc=False).to(gl.int32)
+        up = gl.where(hits % 256 > 0, float("inf"), 0.0)
+        o = o + (up + gl.where(hits >= 256, float("-inf"), 0.0))
+    lse, share = finish(a, m, l, w.head, w.owned)
+    o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
+    store(a, w, o, lse, rows, v_s, c)
+    return turn
+
+
+@gluon.jit(do_not_specialize=PLAIN_INTS)
+def repair(
+    q, k, v, o, OUT, LSE, FLAGS, COUNTER, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, ORDER, START, SLOPES, SINKS, MASK,
+    LIST, RANK, o_b, o_h, o_l, lse_b, lse_h, lse_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n,
+    slopes_b, batch, heads, group, q_len, kv_len, total_q, value_dim, q_offset, scale, softcap, left, right, chunk,
+    section, slots,
+    S: gl.constexpr,
+):  # fmt: skip
+    a = Arguments(
+        q, k, v, o, OUT, LSE, FLAGS, COUNTER, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, ORDER, START, SLOPES, SINKS, MASK,
+        LIST, RANK, o_b, o_h, o_l, lse_b, lse_h, lse_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n,
+        slopes_b, batch, heads, group, q_len, kv_len, total_q, value_dim, q_offset, scale, softcap, left, right, chunk,
+        section, slots, S,
+    )  # fmt: skip
+    DV: gl.constexpr = S.DV
+    q_s = gl.allocate_shared_memory(q.dtype, [S.chunks, 1, 1, 64, S.chunk_d], q.layout)
+    k_s = gl.allocate_shared_memory(k.dtype, [1, 1, S.BN, S.chunk_d], k.layout)
+    v_s = gl.allocate_shared_memory(v.dtype, [1, 1, S.BN, DV], v.layout)
+    code_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([S.BN, DV], gl.float16)
+    code_s = gl.allocate_shared_memory(gl.float16, [S.BN, DV], code_layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    fence_async_shared()
+    if a.COUNTER is not None:
+        if gl.program_id(0) == 0:
+            gl.store(a.COUNTER, 0)  # for the next call
+    # Each program looks at a run of notes, many at a time: as a rule there are none.
+    RUN: gl.constexpr = 128
+    units = slots_of(a) * S.consumers
+    each = gl.cdiv(gl.cdiv(units, RUN), gl.num_programs(0)) * RUN
+    begin = gl.program_id(0) * each
+    turn = 0
+    for first in range(begin, gl.minimum(begin + each, units), RUN):
+        at = first + gl.arange(0, RUN, gl.BlockedLayout([1], [32], [4], [0]))
+        if gl.max(gl.load(a.FLAGS + at, mask=at < units, other=0), 0) != 0:
+            for unit in range(first, gl.minimum(first + RUN, units)):
+                if gl.load(a.FLAGS + unit) != 0:
+                    turn = redo(a, unit // S.consumers, unit % S.consumers, q_s, k_s, v_s, code_s, full, turn)

@@ -1,0 +1,234 @@
+"""Which work a program does, in what order, and which keys belong to it.
+
+A slot is one tile of BM query rows of one head (and, of wide values, one part of their columns). Each program does
+work after work, one slot each. Where slots are alike, they are dealt out beforehand; where some are longer they come
+longest first, and each program takes the next when it is ready.
+
+Rows and keys of a tile: `top` and `q_len` count from the sequence's first row, key tiles from its first key. Tiles
+`first .. last` hold what any row of the tile sees, at least one, though it may turn out to be hidden altogether.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from .arguments import held
+
+
+@aggregate
+class Work:
+    row_b: gl.tensor  # batch row of q, out and lse
+    kv_b: gl.tensor  # batch row of k and v
+    b: gl.tensor  # batch row of lengths, slopes, mask
+    head: gl.tensor
+    part: gl.tensor
+    top: gl.tensor  # the tile's first query row
+    q_start: gl.tensor
+    q_len: gl.tensor
+    kv_start: gl.tensor
+    n_keys: gl.tensor
+    offset: gl.tensor  # the position of query row 0
+    owned: gl.tensor  # of a sequence; else of the rows past the last one
+    first: gl.tensor
+    last: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, row_b, kv_b, b, head, part, top, q_start, q_len, kv_start, n_keys, offset, owned, first, last
+    ):  # fmt: skip
+        self.row_b = row_b
+        self.kv_b = kv_b
+        self.b = b
+        self.head = head
+        self.part = part
+        self.top = top
+        self.q_start = q_start
+        self.q_len = q_len
+        self.kv_start = kv_start
+        self.n_keys = n_keys
+        self.offset = offset
+        self.owned = owned
+        self.first = first
+        self.last = last
+
+
+@gluon.jit
+def key_span(a, position, n_keys):
+    """`[lo, hi)`: the keys that queries at `position` see; a scalar or a vector."""
+    lo = position * 0
+    hi = position * 0 + n_keys
+    if a.S.causal:
+        hi = gl.minimum(hi, position + 1)
+    if a.S.left:
+        lo = gl.maximum(lo, position - a.left)
+    if a.S.right:
+        hi = gl.minimum(hi, position + a.right + 1)
+    if a.S.chunk:
+        rest = position % a.chunk  # of the sign of `position`
+        start = position - gl.where(rest < 0, rest + a.chunk, rest)
+        lo = gl.maximum(lo, start)
+        hi = gl.minimum(hi, start + a.chunk)
+    return lo, hi
+
+
+@gluon.jit
+def key_tiles(a, offset, top, rows, n_keys):
+    """Tiles of keys for query rows `top .. top + rows`: first and last that any row sees, and the run that all see."""
+    BN: gl.constexpr = a.S.BN
+    lo, full_hi = key_span(a, offset + top, n_keys)
+    full_lo, hi = key_span(a, offset + top + rows - 1, n_keys)
+    end = gl.maximum(gl.cdiv(n_keys, BN), 1)
+    first = gl.minimum(lo // BN, end - 1)
+    last = gl.maximum(gl.cdiv(hi, BN), first + 1)
+    inner = gl.minimum(gl.maximum(gl.cdiv(full_lo, BN), first), last)
+    outer = gl.maximum(gl.minimum(full_hi // BN, last), inner)
+    return first, last, inner, outer
+
+
+@aggregate
+class Slots:
+    """Which slot is work number n of this program.
+
+    Without COUNTER, slots are dealt out in rounds, forwards and backwards in turn. With it, whoever is ready takes the
+    next: the producer draws numbers, some works ahead, and hands them to the consumers by a ring of two.
+    """
+
+    counter: object
+    numbers: gl.shared_memory_descriptor  # [2, 1]
+    full: gl.shared_memory_descriptor
+    released: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, counter, numbers, full, released):
+        self.counter = held(counter)
+        self.numbers = numbers
+        self.full = full
+        self.released = released
+
+    @gluon.jit
+    def draw(self, n):
+        """The producer's: the slot of work n."""
+        if self.counter is None:
+            slot = dealt(n)
+        else:
+            slot = gl.program_id(0)
+            if n > 0:
+                slot = gl.num_programs(0) + gl.atomic_add(self.counter, 1, sem="relaxed")
+        return slot
+
+    @gluon.jit
+    def give(self, n, slot):
+        """The producer's, to the consumers."""
+        if self.counter is not None:
+            EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+            mbarrier.wait(self.released.index(n & 1), ((n >> 1) & 1) ^ 1)
+            self.numbers.index(n & 1).store(gl.full([1], slot, gl.int32, EACH))
+            mbarrier.arrive(self.full.index(n & 1), count=1)
+
+    @gluon.jit
+    def take(self, n):
+        """A consumer's: the slot of work n; past the last slot there is no more work."""
+        if self.counter is None:
+            slot = dealt(n)
+        else:
+            EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+            mbarrier.wait(self.full.index(n & 1), (n >> 1) & 1)
+            slot = gl.max(self.numbers.index(n & 1).load(EACH), 0)
+            mbarrier.arrive(self.released.index(n & 1), count=1)
+        return slot
+
+
+@gluon.jit
+def new_slots(counter, CONSUMERS: gl.constexpr):
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    released = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(released.index(i), count=CONSUMERS)
+    return Slots(counter, numbers, full, released)
+
+
+@gluon.jit
+def dealt(round):
+    count = gl.num_programs(0)
+    me = gl.program_id(0)
+    return round * count + gl.where(round % 2 == 0, me, count - 1 - me)
+
+
+@gluon.jit
+def slots_of(a):
+    """The number of slots; of packed sequences it is known on the device alone (order.py)."""
+    if a.S.packed:
+        slots = gl.load(a.START + a.batch + 1) * a.heads * a.S.parts
+    else:
+        slots = a.slots
+    return slots
+
+
+@gluon.jit
+def find(a, slot):
+    """The work of a slot."""
+    BM: gl.constexpr = a.S.BM
+    part = slot % a.S.parts
+    slot = slot // a.S.parts
+    if a.S.packed:
+        # Longest sequences first; of one sequence the last tiles first, all heads of a tile together.
+        head = slot % a.heads
+        entry = slot // a.heads
+        RUN: gl.constexpr = 128
+        each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        rank = entry * 0
+        for i in range(0, a.batch + 1, RUN):
+            at = i + gl.arange(0, RUN, each)
+            starts = gl.load(a.START + at, mask=at <= a.batch, other=0x7FFFFFFF)
+            rank += gl.sum((starts <= entry).to(gl.int32), 0)
+        rank -= 1
+        seq = gl.load(a.ORDER + rank)
+        q_start = gl.load(a.CU_Q + seq)
+        owned = seq < a.batch
+        q_end = gl.where(owned, gl.load(a.CU_Q + gl.minimum(seq + 1, a.batch)), a.total_q)
+        q_len = q_end - q_start
+        tile = gl.cdiv(q_len, BM) - 1 - (entry - gl.load(a.START + rank))
+        beyond = entry >= gl.load(a.START + a.batch + 1)  # a program that finds no work has a tile without rows
+        q_len = gl.where(beyond, 0, q_len)
+        tile = gl.where(beyond, 0, tile)
+        owned = owned & (beyond == 0)
+        b = gl.minimum(seq, a.batch - 1)
+        row_b = b * 0
+        kv_b = b * 0
+        kv_start = gl.load(a.CU_K + b)
+        n_keys = gl.load(a.CU_K + b + 1) - kv_start
+    else:
+        # Sections of planes whose keys fit the L2 cache; inside one, the last tiles of all its planes come first.
+        slot = gl.minimum(
+            slot, a.slots // a.S.parts - 1
+        )  # past the last slot: nobody does that work, but it is looked up
+        tiles = gl.cdiv(a.q_len, BM)
+        begin = slot // (a.section * tiles) * a.section
+        width = gl.minimum(a.section, a.batch * a.heads - begin)
+        rank = slot % (a.section * tiles)
+        plane = begin + rank % width
+        tile = tiles - 1 - rank // width
+        b = plane // a.heads
+        head = plane % a.heads
+        q_start = b * 0
+        q_len = b * 0 + a.q_len
+        row_b = b
+        kv_b = b
+        kv_start = b * 0
+        n_keys = b * 0 + a.kv_len
+        owned = b < a.batch
+    if a.S.lengths:
+        n_keys = gl.load(a.KV_LENGTHS + b)
+    offset = b * 0 + a.q_offset
+    if a.S.offset == "rows":
+        offset = gl.load(a.Q_OFFSET + b)
+    if a.S.offset == "end":
+        offset = n_keys - q_len
+    if a.S.packed:
+        n_keys = gl.where(owned, n_keys, 0)
+    top = tile * BM
+    first, last, _, _ = key_tiles(a, offset, top, gl.minimum(BM, q_len - top), n_keys)
+    return Work(row_b, kv_b, b, head, part, top, q_start, q_len, kv_start, n_keys, offset, owned, first, last)

@@ -1,0 +1,121 @@
+"""One step of the online softmax, in registers.
+
+    s  = logits of a tile of keys       [64, BN]
+    m' = max(m, rowmax s)               running maximum
+    p  = exp(s - m')                    in base 2
+    l  = l exp(m - m') + rowsum p       running sum
+
+Linear kernels (no softcap, ALiBi or additive mask) keep m in units of the dot product and fold scale and log2(e) into
+one multiply-add for each cell; the others keep logits in natural units, where the least finite bias stays finite. Fused
+multiply-adds are written out and the compiler makes no others, so a tile gives the same bits in every loop.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from .arguments import held
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Rows:
+    """What the rows of a consumer are: [64] each, in the layout of the scores' rows."""
+
+    row: gl.tensor  # in the sequence
+    ok: gl.tensor
+    lo: gl.tensor  # the keys that each row sees
+    hi: gl.tensor
+    qpos: gl.tensor
+    slope: object
+    mask: object  # each row's first cell of the mask
+
+    @gluon.constexpr_function
+    def __init__(self, row, ok, lo, hi, qpos, slope, mask):
+        self.row = row
+        self.ok = ok
+        self.lo = lo
+        self.hi = hi
+        self.qpos = qpos
+        self.slope = held(slope)
+        self.mask = held(mask)
+
+
+@gluon.jit
+def tanh(x):
+    """`(1 - t) / (1 + t)` with `t = exp(-2 |x|)`: no overflow, absolute error of about 1e-7.
+
+    The reciprocal of a number from 1 to 2 is good to one ulp in one instruction.
+    """
+    t = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
+    r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], gl.float32, is_pure=True, pack=1)
+    y = (1.0 - t) * r
+    return gl.inline_asm_elementwise("copysign.f32 $0, $1, $2;", "=f,f,f", [x, y], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def logits(a, s, rows, columns):
+    """Dot products [64, BN] to logits: scale, softcap, ALiBi, in this order."""
+    if a.S.softcap:
+        s = a.softcap * tanh(s * (a.scale / a.softcap))
+    else:
+        s = s * a.scale
+    if a.S.alibi:
+        distance = gl.abs(rows.qpos[:, None] - columns[None, :]).to(gl.float32)
+        s = s - rows.slope * distance
+    return s
+
+
+@gluon.jit
+def hide(a, s, rows, columns, n_keys):
+    """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [64, BN]."""
+    visible = columns[None, :] < rows.hi[:, None]
+    if a.S.moves:
+        visible = visible & (columns[None, :] >= rows.lo[:, None])
+    if a.S.mask != "":
+        at = rows.mask[:, None] + (columns * a.mask_k)[None, :]
+        inside = rows.ok[:, None] & (columns < n_keys)[None, :]
+        cell = gl.load(a.MASK + at, mask=inside, other=0)
+        if a.S.mask == "bool":
+            visible = visible & (cell != 0)
+        else:
+            bias = cell.to(gl.float32)
+            s = s + bias
+            visible = visible & (bias != float("-inf"))
+    return gl.where(visible, s, float("-inf")), visible
+
+
+@gluon.jit
+def weights(a, s, m, l, MASKED: gl.constexpr):
+    """p [64, BN] in float32, the new m and l, and what the output so far is multiplied by [64]."""
+    top = gl.maximum(m, gl.max(s, 1))
+    base = top
+    if MASKED:
+        base = gl.where(top == float("-inf"), 0.0, top)  # nothing seen yet: -inf - -inf would be NaN
+    if a.S.linear:
+        c = a.scale * LOG2E
+        p = gl.exp2(gl.fma(s, gl.full_like(s, c), gl.zeros_like(s) - (base * c)[:, None]))
+        shrink = gl.exp2((m - base) * c)
+    else:
+        p = gl.exp2((s - base[:, None]) * LOG2E)
+        shrink = gl.exp2((m - base) * LOG2E)
+    l = l * shrink + gl.sum(p, 1)
+    return p, top, l, shrink
+
+
+@gluon.jit
+def finish(a, m, l, head, owned):
+    """The logarithm of the sum, and what the output is multiplied by; sinks count here. [64] each."""
+    if a.S.linear:
+        m = gl.where(m == float("-inf"), m, m * a.scale)
+    shrink = gl.full_like(m, 1.0)
+    if a.S.sinks:
+        sink = gl.where(owned, gl.load(a.SINKS + head), float("-inf"))
+        top = gl.maximum(m, sink)
+        base = gl.where(top == float("-inf"), 0.0, top)
+        shrink = gl.exp2((m - base) * LOG2E)
+        l = l * shrink + gl.exp2((sink - base) * LOG2E)
+        m = top
+    l = gl.where(l == 0, 1.0, l)
+    return m + gl.log(l), shrink / l

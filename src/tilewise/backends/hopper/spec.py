@@ -1,0 +1,55 @@
+"""What a kernel is compiled for, as one hashable value: the only compile-time argument of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One kernel. Sizes, strides, windows and lengths are arguments at run time; these are not."""
+
+    dtype: str  # "bf16" or "f16"
+    chunk_d: int  # columns of a chunk of q and k in shared memory, a power of two
+    chunks: int  # chunks that cover the head dim; columns past it are zeros, by TMA
+    DV: int  # columns of a tile of v and of the output, a power of two
+    parts: int  # tiles of columns that cover the value dim, each a piece of work of its own
+    BN: int  # keys of a tile
+    consumers: int  # warpgroups of 64 query rows each
+    q_stages: int  # works whose query rows are in shared memory
+    k_stages: int  # chunks of keys in shared memory
+    v_stages: int
+    staged: str  # where the output waits for TMA: in memory of its "own", "borrowed" from q; "": not, it is just stored
+    out_columns: int  # columns of the output that wait there at a time
+    consumer_regs: int
+    producer_regs: int
+    packed: bool
+    lengths: bool
+    offset: str  # "int", "rows" or "end"
+    causal: bool
+    left: bool
+    right: bool
+    chunk: bool
+    softcap: bool
+    alibi: bool
+    sinks: bool
+    mask: str  # "", "bool" or "float"
+    linear: bool  # logits are dot products times a scale
+    tail: bool  # the keys may end inside a tile
+    guard: bool  # hidden keys may lie under visible ones: strays are looked for (see repair.py)
+    lse: bool
+
+    @property
+    def BM(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.consumers
+
+    @property
+    def moves(self) -> bool:
+        """Whether rules hide keys to the left of a row."""
+        return self.left or self.chunk
+
+    @property
+    def masked(self) -> bool:
+        """Whether any tile may hold a hidden cell."""
+        return self.tail or self.causal or self.left or self.right or self.chunk or self.mask != ""

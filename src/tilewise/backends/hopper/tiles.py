@@ -1,0 +1,56 @@
+"""The tiles of keys that a tile of query rows visits, from the last to the first.
+
+Without a mask they are a range. With one they are the list that `classify.py` of the Triton backend leaves: entries
+2 * tile + mixed, in order; RANK tells where the entries of a range begin. A range without an entry is given its last
+tile all the same, so that there always is one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from .arguments import held
+
+
+@aggregate
+class Tiles:
+    last: gl.tensor
+    count: gl.tensor
+    at: object  # the last entry
+    entries: gl.tensor  # how many there are; 0: the one tile has no entry
+
+    @gluon.constexpr_function
+    def __init__(self, last, count, at, entries):
+        self.last = last
+        self.count = count
+        self.at = held(at)
+        self.entries = entries
+
+    @gluon.jit
+    def entry(self, i):
+        """Tile number i and whether its cells are to be looked at, as 2 * tile + mixed."""
+        if self.at is None:
+            found = (self.last - i) * 2
+        else:
+            found = gl.load(self.at - i, mask=i < self.entries, other=0)
+            found = gl.where(self.entries == 0, self.last * 2 + 1, found)
+        return found
+
+    @gluon.jit
+    def tile(self, i):
+        return self.entry(i) >> 1
+
+
+@gluon.jit
+def tile_list(a, w):
+    if a.S.mask == "":
+        count = w.last - w.first
+        tiles = Tiles(w.last - 1, count, None, count)
+    else:
+        tile = w.top // a.S.BM
+        plane = w.b.to(gl.int64) * a.list_b + w.head.to(gl.int64) * a.list_h + tile.to(gl.int64) * a.list_q
+        ranks = a.RANK + plane * (a.list_n + 1)
+        begin = gl.load(ranks + gl.minimum(w.first, a.list_n))
+        end = gl.load(ranks + gl.minimum(w.last, a.list_n))
+        tiles = Tiles(w.last - 1, gl.maximum(end - begin, 1), a.LIST + plane * a.list_n + (end - 1), end - begin)
+    return tiles

@@ -1,0 +1,236 @@
+"""The barriers of the Hopper kernels, played through on the host: no interleaving deadlocks or overwrites a tile.
+
+Producer and consumers are generators that say what they wait for and what they do, in the order of
+`backends/hopper/producer.py` and `consumer.py`. A scheduler lets a random one go on that can. Shared memory remembers
+which use of a ring lies in each stage and who has still to read it.
+"""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+
+class Ring:
+    """STAGES tiles; use n is filled once use n - STAGES has been released by all readers."""
+
+    def __init__(self, stages, readers):
+        self.stages, self.readers = stages, readers
+        self.holds = {}  # stage -> the use that lies there
+        self.released = {}  # use -> readers that have released it
+
+    def can_fill(self, n):
+        return n < self.stages or self.released.get(n - self.stages, set()) == set(self.readers)
+
+    def fill(self, n):
+        assert self.can_fill(n)
+        assert self.holds.get(n % self.stages, n - self.stages) == n - self.stages, "a use was left out"
+        self.holds[n % self.stages] = n
+
+    def is_full(self, n):
+        return self.holds.get(n % self.stages, -1) >= n
+
+    def read(self, n):
+        assert self.holds.get(n % self.stages) == n, "overwritten before it was read"
+
+    def release(self, n, reader):
+        self.read(n)
+        done = self.released.setdefault(n, set())
+        assert reader not in done, "released twice"
+        done.add(reader)
+        # A barrier counts marks, not consumers: nobody may be a round ahead of another.
+        assert n < self.stages or self.released[n - self.stages] == set(self.readers), "a round ahead"
+
+
+@dataclass
+class Machine:
+    works: list  # of each work, for each consumer: (tiles passed over, own tiles, tiles passed over)
+    consumers: int
+    chunks: int
+    q_stages: int
+    k_stages: int
+    v_stages: int
+    borrowed: bool
+    dynamic: bool
+
+    def __post_init__(self):
+        everyone = range(self.consumers)
+        self.keys, self.values = Ring(self.k_stages, everyone), Ring(self.v_stages, everyone)
+        self.queries = [Ring(self.q_stages, [c]) for c in everyone]
+        self.slots = Ring(2, everyone)
+        self.products = [[] for _ in everyone]
+
+    def count(self, i):
+        return sum(self.works[i][0])
+
+    def producer(self):
+        n = 0
+        for i in range(len(self.works)):
+            for j in (0, 1) if i == 0 else (i + 1,):
+                if self.dynamic:
+                    yield self.slots.can_fill, j
+                    self.slots.fill(j)
+            for t in range(self.count(i)):
+                for k in range((n + t) * self.chunks, (n + t + 1) * self.chunks):
+                    yield self.keys.can_fill, k
+                    self.keys.fill(k)
+                if t == 0:
+                    for ring in self.queries:
+                        yield ring.can_fill, i
+                        ring.fill(i)
+                yield self.values.can_fill, n + t
+                self.values.fill(n + t)
+            n += self.count(i)
+
+    def take(self, c, j):
+        if self.dynamic:
+            yield self.slots.is_full, j
+            self.slots.release(j, c)
+
+    def pass_keys(self, c, begin, end):
+        for k in range(begin * self.chunks, end * self.chunks):
+            yield self.keys.is_full, k
+            self.keys.release(k, c)
+
+    def pass_values(self, c, begin, end):
+        for n in range(begin, end):
+            yield self.values.is_full, n
+            self.values.release(n, c)
+
+    def pass_over(self, c, begin, end):
+        for n in range(begin, end):
+            yield from self.pass_keys(c, n, n + 1)
+            yield from self.pass_values(c, n, n + 1)
+
+    def scores(self, c, i, n):
+        """Starts S; of several chunks all but the last are released."""
+        self.queries[c].read(i)
+        for k in range(n * self.chunks, (n + 1) * self.chunks):
+            yield self.keys.is_full, k
+            self.keys.read(k)
+            if k > n * self.chunks:
+                self.keys.release(k - 1, c)
+        yield None, 0  # anything may happen while products are under way
+
+    def step(self, c, i, n, last):
+        yield from self.scores(c, i, n)
+        yield self.values.is_full, last
+        yield None, 0
+        self.keys.release((n + 1) * self.chunks - 1, c)
+        self.products[c].append((i, n))
+        yield None, 0
+        self.values.release(last, c)
+
+    def first_tile(self, c, i, n):
+        yield self.queries[c].is_full, i
+        yield from self.scores(c, i, n)
+        self.keys.release((n + 1) * self.chunks - 1, c)
+        self.products[c].append((i, n))
+
+    def consumer(self, c):
+        begin, i = 0, 0
+        before, own, after = self.works[0][c]
+        yield from self.take(c, 0)
+        yield from self.pass_over(c, 0, before)
+        yield from self.first_tile(c, 0, before)
+        start = before
+        while True:
+            before, own, after = self.works[i][c]
+            end = begin + before + own
+            for n in range(start + 1, end):
+                yield from self.step(c, i, n, n - 1)
+            if not self.borrowed:
+                self.queries[c].release(i, c)
+            yield from self.take(c, i + 1)
+            more = i + 1 < len(self.works)
+            next_begin = begin + before + own + after
+            start = next_begin + (self.works[i + 1][c][0] if more else 0)
+            joined = more and start - end < self.v_stages and not self.borrowed
+            if joined:
+                yield from self.pass_keys(c, end, start)
+                yield self.queries[c].is_full, i + 1
+                yield from self.step(c, i + 1, start, end - 1)
+                yield from self.pass_values(c, end, start)
+            else:
+                yield self.values.is_full, end - 1
+                yield None, 0
+                self.values.release(end - 1, c)
+                yield from self.pass_over(c, end, next_begin)
+            if self.borrowed:
+                yield None, 0  # the output leaves
+                self.queries[c].release(i, c)
+            if more and not joined:
+                yield from self.pass_over(c, next_begin, start)
+                yield from self.first_tile(c, i + 1, start)
+            if not more:
+                return
+            begin, i = next_begin, i + 1
+
+    def run(self, chance):
+        actors = [self.producer(), *(self.consumer(c) for c in range(self.consumers))]
+        waiting = [next(actor) for actor in actors]
+        pace = [chance.choice((1, 1, 20)) for _ in actors]  # some are much slower than others
+        while actors:
+            ready = [j for j, (test, n) in enumerate(waiting) if test is None or test(n)]
+            assert ready, f"deadlock: {[(t.__name__, n) for t, n in waiting]}"
+            j = chance.choices(ready, [1 / pace[j] for j in ready])[0]
+            try:
+                waiting[j] = next(actors[j])
+            except StopIteration:
+                for line in (actors, waiting, pace):
+                    del line[j]
+
+
+def random_works(chance, consumers, most):
+    works = []
+    for _ in range(chance.randint(1, 6)):
+        count = chance.randint(1, 7)
+        work = []
+        for _ in range(consumers):
+            before = chance.randint(0, min(most, count - 1))
+            after = chance.randint(0, min(most, count - 1 - before))
+            work.append((before, count - before - after, after))
+        works.append(work)
+    return works
+
+
+LAUNCHES = {
+    "D64": (3, 1, 2, 2, 2, False), "D128": (2, 1, 2, 2, 2, False), "D256": (2, 1, 1, 2, 2, False),
+    "D192": (2, 3, 1, 6, 2, False), "D320": (2, 3, 1, 4, 1, True), "D512": (2, 4, 1, 4, 1, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_no_interleaving_deadlocks_or_overwrites(name):
+    consumers, *sizes = LAUNCHES[name]
+    for seed in range(300):
+        chance = random.Random(seed)
+        works = random_works(chance, consumers, chance.choice((0, 1, 3)))
+        machine = Machine(works, consumers, *sizes, dynamic=seed % 2 == 0)
+        machine.run(chance)
+        for c in range(consumers):  # every own tile was multiplied, in order
+            want, begin = [], 0
+            for i, work in enumerate(works):
+                before, own, after = work[c]
+                want += [(i, begin + before + n) for n in range(own)]
+                begin += before + own + after
+            assert machine.products[c] == want
+
+
+def test_the_simulation_can_fail():
+    """Joining works across more tiles than there are stages for values, or waiting for values too soon."""
+
+    class Eager(Machine):
+        def step(self, c, i, n, last):
+            yield self.values.is_full, last + 1
+            yield from super().step(c, i, n, last)
+
+    class Careless(Machine):
+        def pass_values(self, c, begin, end):
+            yield from ()
+
+    for kind in (Eager, Careless):
+        with pytest.raises(AssertionError):
+            for seed in range(50):
+                chance = random.Random(seed)
+                kind(random_works(chance, 2, 2), 2, 1, 2, 2, 1, False, dynamic=False).run(chance)
