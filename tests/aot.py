@@ -23,8 +23,8 @@ from tilewise.problem import Problem
 from tilewise.tensors import Tensors
 
 TYPES = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int8: "*i8",
-    torch.uint8: "*u8",
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32",
+    torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
 }  # fmt: skip
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory that a program may have
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -118,6 +118,14 @@ def resources(ptx: str, arch: int) -> tuple[int, int]:
     return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
 
 
+def memory_of(bound: Bound, ints: torch.Tensor, floats: torch.Tensor, inside: bool = False) -> tuple[Any, Any]:
+    """What a call would set aside for a kernel: workspaces, and the lists of a mask. `inside`: it merges splits too."""
+    spec = bound.spec
+    used = (spec.split, spec.split, inside, spec.guard == "flag", spec.ordered)
+    memory = tuple(x if there else None for x, there in zip((floats, floats, ints, ints, ints), used, strict=True))
+    return memory, (ints, ints, (0, 0, 1, 64)) if spec.listed else (None, None, (0, 0, 0, 0))
+
+
 def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
     """The attention kernel of a problem, with the launch that the heuristics choose or with another."""
     c = config or heuristics.config(problem, 132, arch)
@@ -125,10 +133,8 @@ def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
     t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
-    lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.listed else (None, None, (0, 0, 0, 0))
-    parts = (floats, floats) if bound.spec.split else (None, None)
-    flags = ints if bound.repairer else None
-    return compile_kernel(bound.kernel, bound.arguments(t, lists, *parts, flags), arch)
+    kernel, _, arguments = bound.attention(t, *memory_of(bound, ints, floats))
+    return compile_kernel(kernel, arguments, arch)
 
 
 def helpers_of(problem: Problem, arch: int) -> Iterator[Compiled]:
@@ -138,15 +144,22 @@ def helpers_of(problem: Problem, arch: int) -> Iterator[Compiled]:
     t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
-    if bound.repairer is not None:
-        lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.listed else (None, None, (0, 0, 0, 0))
-        yield compile_kernel(bound.repairer, bound.arguments(t, lists, None, None, ints), arch)
+    if bound.spec.guard == "flag":
+        _, repairer, arguments = bound.attention(t, *memory_of(bound, ints, floats))
+        assert repairer is not None
+        yield compile_kernel(repairer, arguments, arch)
     if bound.spec.split:
         yield compile_kernel(bound.reducer, bound.merge_arguments(t, floats, floats), arch)
-    if bound.spec.listed and t.mask is not None:
+    if bound.merges_inside:
+        kernel, _, arguments = bound.attention(t, *memory_of(bound, ints, floats, inside=True))
+        yield compile_kernel(kernel, arguments, arch)
+    if bound.orderer is not None:
+        yield compile_kernel(bound.orderer.kernel, bound.orderer.arguments(t, ints), arch)
+    if bound.lister is not None:
+        assert t.mask is not None
+        kernel, given = bound.lister.classifier(t.mask)
+        given |= {"LIST": ints, "RANK": ints, "heads": 1, "tiles": 64, "n": 64}
+        yield compile_kernel(kernel, given, arch)
         states = torch.empty(1, dtype=torch.uint8, device="meta")
-        given: dict[str, Any] = {"MASK": t.mask.view(torch.uint8), "STATES": states, "q_len": 1, "kv_len": 1}
-        given |= dict(zip(("mask_b", "mask_h", "mask_q", "mask_k"), t.mask.stride(), strict=True))
-        yield compile_kernel(bound.classifier, given | {"heads": 1, "tiles": 1, "n": 8}, arch)
-        given = {"STATES": states, "LIST": ints, "RANK": ints, "row": 8, "column": 1, "n": 8}
-        yield compile_kernel(bound.lister, given, arch)
+        given = {"STATES": states, "LIST": ints, "RANK": ints, "n": 64}
+        yield compile_kernel(bound.lister.compact, given, arch)

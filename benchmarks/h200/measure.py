@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
 from tilewise import checks, planner
-from tilewise.backends.triton.heuristics import Config
+from tilewise.backends.triton.spec import Config
 from tilewise.options import Options
 
 BF16 = torch.bfloat16

@@ -56,6 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", type=_device, metavar="cpu|cuda", help="default: cuda where there is one")
     demo.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the random inputs (default 0)")
     demo.set_defaults(run=_demo)
+    tune = commands.add_parser(
+        "tune",
+        help="find the fastest tiles of the GPU kernels on this GPU",
+        description="Times every tile that fits on the shapes of known models and keeps the fastest in a JSON file, "
+        "which later calls read. Takes minutes, most of them for compiling. Ctrl-C ends it and keeps what is done.",
+    )
+    tune.add_argument("--quick", action="store_true", help="shorter sequences only")
+    tune.add_argument("--json", type=Path, metavar="FILE", help="default: tuned.json in the cache directory")
+    tune.set_defaults(run=_tune)
     verify = commands.add_parser(
         "verify",
         help="check every kernel that this machine can run",
@@ -88,6 +97,15 @@ def _demo(args: argparse.Namespace) -> int:
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return demo(torch.device(device), quick=args.quick, seed=args.seed)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from .tune import tune
+
+    if not torch.cuda.is_available():
+        print("tilewise tune: error: torch sees no CUDA device here, and tiles are timed on a GPU", file=sys.stderr)
+        return BAD_ARGUMENTS
+    return tune(torch.device("cuda", torch.cuda.current_device()), args.quick, args.json)
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -139,7 +139,7 @@ QUANTISED = [
     *(
         Case(Hkv=1, Lq=1, Lk=400, D=128, dtype=q, k=t, v=t)
         for q in ("bf16", "f16")
-        for t in ("int8/128", "int4/64", "fp8_e4m3/32")
+        for t in ("int8/128", "int4/64", "int4/128", "fp8_e4m3/32", "fp8_e4m3/128")
     ),
     Case(Lq=20, Lk=50, D=72, Dv=40, k="int8/32", v="int4/32", lengths=(50, 13)),
     Case(Lq=20, Lk=50, D=80, k="int4/128", v="f16", softcap=5.0, causal=True),

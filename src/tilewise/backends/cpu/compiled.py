@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import sys
 import threading
 from functools import cache
@@ -21,23 +20,16 @@ from numba import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.ccallback import CFunc
 
+from ...places import cache_home
+from .amx import PARTS, usable
 from .simd import CODES
 
 _lock = threading.RLock()
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: under TILEWISE_CACHE_DIR, else the user's cache directory."""
-    base = os.environ.get("TILEWISE_CACHE_DIR")
-    if not base:
-        if sys.platform == "darwin":
-            home = Path.home() / "Library" / "Caches"
-        elif sys.platform == "win32":
-            home = Path(os.environ.get("LOCALAPPDATA") or Path.home())
-        else:
-            home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        base = home / "tilewise"
-    return Path(base) / f"cpu-{fingerprint()}"
+    """Where compiled kernels are kept."""
+    return cache_home() / f"cpu-{fingerprint()}"
 
 
 @cache
@@ -115,9 +107,11 @@ _kept_alive: list = []  # the code is freed with the object
 def function(name: str) -> int:
     """The address of a kernel: `work`, `walk_direct`, `merge`, `dots f16`, `adds int8`, ..."""
     with _lock:
-        from . import attend, direct, packed
+        from . import attend, direct, packed, tiled
 
         what, _, kind = name.partition(" ")
+        if what == "walk_tiles":
+            return compile_function(tiled.walk_function(PARTS[kind]), f"{what}_{kind}", 3)
         if kind:
             make = direct.dots_function if what == "dots" else direct.adds_function
             return compile_function(make(kind), f"{what}_{kind}", 10)
@@ -129,6 +123,7 @@ def function(name: str) -> int:
 ALL = [
     *("list_items", "work", "merge", "walk_direct", "walk_packed"),
     *(f"{what} {kind}" for kind in CODES for what in ("dots", "adds")),
+    *(f"walk_tiles {kind}" for kind in PARTS if usable()),
 ]
 
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)

@@ -12,7 +12,7 @@ import torch
 from ...plan import Plan
 from ...problem import Problem
 from ...tensors import Tensors
-from . import heuristics
+from . import heuristics, tuned
 from .device import arch_of, processors
 
 
@@ -30,7 +30,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def plan(problem: Problem) -> Plan:
-    c = heuristics.config(problem, processors(problem.device), arch_of(problem.device))
+    c = tuned.config(problem, processors(problem.device), arch_of(problem.device))
     rows = problem.total_q if problem.packed_q else problem.batch * problem.q_len
     notes = []
     if problem.split_size and c.split_tiles == 0:

@@ -4,7 +4,9 @@ A program owns BM rows: BM // pack queries times `pack` query heads of one KV he
 decode, so that each key is read once for all heads that share it). It walks the key tiles from the first that any of
 its rows sees to the last, in order: a masked range at either end, an unmasked one between them, or the list of tiles
 that a dense mask leaves. K and V go from global to shared memory by pipelined copies; q, m, l and acc stay in
-registers. With `split` the keys are cut over programs and each writes its (m, l, acc) for `reduce.py`.
+registers. With `split` the keys are cut over programs and each writes its (m, l, acc); the last of them to end merges
+all ("inside"), or `reduce.py` does ("after"). With `slices` the value columns are cut: programs that share rows each
+compute all scores and a part of the output.
 
 The products p v of the fast loops also multiply values under hidden cells, by zero. If such a value was not finite,
 acc has become NaN; then, and only then, the tile is done again with a slower loop that keeps strays from blind rows.
@@ -16,25 +18,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from .finish import finish, store_acc
-from .load import load_rows, parts_of, values_of, width_of
-from .masks import find_sequence, key_span
-from .tile import step
+from .finish import empty_acc, finish, merge_parts, store_acc
+from .load import load_rows, values_of
+from .masks import find_ordered, find_sequence, key_span
+from .tile import step, unit_of_m
 
 # Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
 PLAIN_INTS = [
     "batch", "head_blocks", "q_len", "kv_len", "total_q", "q_offset", "left", "right", "chunk", "section", "splits",
     "split_tiles",
 ]  # fmt: skip
-
-
-@triton.jit
-def empty_acc(OP: tl.constexpr, BM: tl.constexpr):
-    acc = ()
-    for i in tl.static_range(len(OP.widths)):
-        for _ in tl.static_range(parts_of(OP)):
-            acc = acc + (tl.zeros([BM, width_of(OP, i)], tl.float32),)
-    return acc
 
 
 @triton.jit
@@ -56,7 +49,7 @@ def has_strays(acc):
 @triton.jit(do_not_specialize=PLAIN_INTS)
 def attend(
     Q, K, V, OUT, LSE, K_SCALES, V_SCALES, MASK, SLOPES, SINKS, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, TABLE,
-    PART, PART_ML, FLAGS, LIST, RANK,
+    PART, PART_ML, TICKETS, FLAGS, LIST, RANK, ORDER,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, lse_b, lse_h, lse_l,
     ks_b, ks_h, ks_l, vs_b, vs_h, vs_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n, slopes_b,
     table_b, batch, head_blocks, q_len, kv_len, total_q, q_offset, scale, softcap, left, right, chunk, section, splits,
@@ -71,18 +64,32 @@ def attend(
         gdc_launch_dependents()
     pid = tl.program_id(0)
     split = tl.program_id(1)
-
+    flag = FLAGS
+    if S.guard == "flag" or S.guard == "repair":
+        flag = FLAGS + pid * splits + split
     if S.guard == "repair":
-        if tl.load(FLAGS + pid * splits + split) == 0:
+        if tl.load(flag) == 0:
             return
+    if S.grain > 1:
+        k_b, k_h, k_l = k_b * S.grain, k_h * S.grain, k_l * S.grain
+        v_b, v_h, v_l = v_b * S.grain, v_h * S.grain, v_l * S.grain
+    column = 0  # the first of the value columns that this program computes
+    if S.slices > 1:
+        column = pid % S.slices * S.values.columns
+        pid = pid // S.slices
 
     # Which tile of which sequence, and which heads.
     if S.packed_q:
         hb = pid % head_blocks
         tile = pid // head_blocks
-        b = find_sequence(CU_Q, tile, batch, BQ)
-        q_start = tl.load(CU_Q + b)
-        tile -= q_start // BQ + b
+        if S.ordered:
+            b, before = find_ordered(ORDER, tile, batch)
+            q_start = tl.load(CU_Q + b)
+            tile -= before
+        else:
+            b = find_sequence(CU_Q, tile, batch, BQ)
+            q_start = tl.load(CU_Q + b)
+            tile -= q_start // BQ + b
         owned = b < batch
         q_len = tl.load(CU_Q + b + 1, mask=owned, other=0)
         q_len = tl.where(owned, q_len, total_q) - q_start
@@ -158,7 +165,7 @@ def attend(
     if S.alibi:
         slope = tl.load(SLOPES + b * slopes_b + head)[:, None]  # [BM, 1]
     k_base = K + kv_head * k_h
-    v_base = V + kv_head * v_h
+    v_base = V + kv_head * v_h + column
     ks_base = k_base
     vs_base = v_base
     table = k_base
@@ -188,7 +195,7 @@ def attend(
     state = empty_state(S)
     if S.guard == "repair":
         for t in tl.range(first_t, last_t, num_stages=1):
-            state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, 1, True)
+            state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, True)
     elif S.listed:
         plane_at = wide_b * list_b + hb.to(tl.int64) * list_h + tile.to(tl.int64) * list_q
         ranks = RANK + plane_at * (list_n + 1)
@@ -197,44 +204,54 @@ def attend(
             entry = tl.load(lists + i)
             t = entry >> 1
             mixed = ((entry & 1) != 0) | (t < inner) | (t >= outer)
-            state = step(state, q, t, mixed, rows, keys, values, mask, scale, softcap, lo, hi, S, 2, False)
+            state = step(state, q, t, mixed, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
     elif S.mask != "":
         for t in tl.range(first_t, last_t):
-            state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, 1, False)
+            state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
     else:
         if S.moves:
             for t in tl.range(first_t, inner):
-                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, 1, False)
+                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
         for t in tl.range(inner, outer):
-            state = step(state, q, t, False, rows, keys, values, mask, scale, softcap, lo, hi, S, 0, False)
+            state = step(state, q, t, False, rows, keys, values, mask, scale, softcap, lo, hi, S, False, False)
         if S.ruled or S.tail:
             for t in tl.range(outer, last_t):
-                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, 1, False)
+                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
     if S.guard == "flag":
-        tl.store(FLAGS + pid * splits + split, has_strays(state[2]).to(tl.int32))
+        tl.store(flag, has_strays(state[2]).to(tl.int32))
     if S.guard == "inside":
         if has_strays(state[2]):
             state = empty_state(S)
             for t in tl.range(first_t, last_t, num_stages=1):
-                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, 1, True)
+                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, True)
 
     m, l, acc = state
     if S.linear:
-        m = tl.where(m == float("-inf"), m, m * scale)
+        m = tl.where(m == float("-inf"), m, m * unit_of_m(scale, factor, S))
     if S.split:
         # Rows in the order of the output's rows, then heads, then splits.
-        part = ((row_b.to(tl.int64) * q_len + q_start + wide_row) * (head_blocks * PACK) + head) * splits + split
-        tl.store(PART_ML + part * 2, m, mask=row_ok)
-        tl.store(PART_ML + part * 2 + 1, l, mask=row_ok)
-        store_acc(PART + part * (S.values.columns * S.values.parts), acc, row_ok, values_of(S))
-    else:
+        part = ((row_b.to(tl.int64) * q_len + q_start + wide_row) * (head_blocks * PACK) + head) * splits
+        tl.store(PART_ML + (part + split) * 2, m, mask=row_ok)
+        tl.store(PART_ML + (part + split) * 2 + 1, l, mask=row_ok)
+        columns: tl.constexpr = S.values.columns * S.values.parts
+        store_acc(PART + (part + split) * columns, acc, row_ok, values_of(S))
+        if S.merge == "inside":
+            # The program that is done last merges what all have written, and leaves a zero for the next call.
+            tl.debug_barrier()
+            done = tl.atomic_add(TICKETS + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+            if done != splits - 1:
+                return
+            tl.store(TICKETS + tl.program_id(0), 0)
+            zeros = empty_acc(values_of(S), BM)
+            m, l, acc = merge_parts(PART, PART_ML, part, splits, row_ok, zeros, S.block, values_of(S))
+    if S.merge != "after":
         if S.sinks:
             sink = tl.where(row_ok & owned, tl.load(SINKS + head, mask=row_ok, other=0.0), float("-inf"))
             m, l, acc = finish(m, l, acc, sink, True)
         else:
             m, l, acc = finish(m, l, acc, m, False)
-        out_at = OUT + row_b.to(tl.int64) * o_b + (q_start + wide_row) * o_l + wide_head * o_h
+        out_at = OUT + row_b.to(tl.int64) * o_b + (q_start + wide_row) * o_l + wide_head * o_h + column
         store_acc(out_at, acc, row_ok, values_of(S))
         if S.lse:
             lse_at = LSE + row_b.to(tl.int64) * lse_b + (q_start + wide_row) * lse_l + wide_head * lse_h
-            tl.store(lse_at, m + tl.log(l), mask=row_ok)
+            tl.store(lse_at, m + tl.log(l), mask=row_ok & (column == 0))

@@ -1,54 +1,107 @@
-"""Which key tiles a dense mask leaves to each tile of query rows, in two small launches.
+"""Which key tiles a dense mask leaves to each tile of query rows, in one small launch.
 
 `classify` looks at every cell: 0 for a tile without a visible cell, 2 if every cell is visible and, in a float mask,
-exactly 0, else 1 (mixed); cells past the edges count as neither. `compact` writes, for each plane and tile of query
-rows, the list of tiles to visit, `LIST[i] = 2 * tile + mixed`, and `RANK[t]`, the number of them before tile t, so
-that a kernel finds the entries of any range of tiles. Its states may also come from a `TileMap`, or be all mixed.
+exactly 0, else 1 (mixed); cells past the edges count as neither. It writes, for each plane and tile of query rows, the
+list of tiles to visit, `LIST[i] = 2 * tile + mixed`, and `RANK[t]`, the number of them before tile t, so that a kernel
+finds the entries of any range of tiles. `compact` does so with states from a `TileMap`, or calls all tiles mixed.
 """
 
 import triton
 import triton.language as tl
 
+# For each type of cells, in words of 32 bits: a word of hidden cells only, and the bits that are 0 in a word of zeros.
+HIDDEN = {"bool": 0, "f16": 0xFC00FC00, "bf16": 0xFF80FF80, "f32": 0xFF800000}
+NONZERO = {"f16": 0x7FFF7FFF, "bf16": 0x7FFF7FFF, "f32": 0x7FFFFFFF}
+
+
+@triton.constexpr_function
+def signed(word):
+    """The int32 of the same bits."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+@triton.constexpr_function
+def hidden_of(kind):
+    return HIDDEN[kind]
+
+
+@triton.constexpr_function
+def nonzero_of(kind):
+    return NONZERO[kind]
+
 
 @triton.jit
-def either(a, b):
-    return a | b
+def append(state, t, count, LIST, RANK, n):
+    """Tiles `t` with their states go to the end of a list of `count`; and the new count."""
+    seen = ((state != 0) & (t < n)).to(tl.int32)
+    rank = count + tl.cumsum(seen, 0) - seen
+    tl.store(RANK + t, rank, mask=t < n)
+    tl.store(LIST + rank, t * 2 + (state == 1).to(tl.int32), mask=seen != 0)
+    return count + tl.sum(seen, 0)
+
+
+@triton.jit
+def count_units(rows, row_ok, first, columns, mask_k, WIDE: tl.constexpr, KIND: tl.constexpr, TAIL: tl.constexpr):
+    """For each unit of a tile's rows [WIDE]: the units with a visible cell, and 2**16 for each with one that is not
+    plainly visible.
+
+    Only a TAIL may reach past the last column; the check would keep the others from being loaded 16 bytes at a time.
+    """
+    col = first + tl.arange(0, WIDE)
+    inside = row_ok[:, None]
+    if TAIL:
+        inside = inside & (col < columns)[None, :]  # [BQ, WIDE]
+    cell = tl.load(rows[:, None] + (col.to(tl.int64) * mask_k)[None, :], mask=inside, other=0)
+    if KIND == "cells":
+        value = cell.to(tl.float32)
+        seen = value != float("-inf")
+        partial = value != 0
+    elif KIND == "flags":
+        seen = cell != 0
+        partial = cell == 0
+    elif KIND == "bool":
+        seen = cell != 0
+        partial = ((cell - 0x01010101) & ~cell & signed(0x80808080)) != 0  # some byte is 0
+    else:
+        seen = cell != signed(hidden_of(KIND))
+        partial = (cell & nonzero_of(KIND)) != 0
+    return tl.sum((seen & inside).to(tl.int32) + ((partial & inside).to(tl.int32) << 16), 0)
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "heads", "tiles", "n"])
 def classify(
-    MASK, STATES, mask_b, mask_h, mask_q, mask_k, q_len, kv_len, heads, tiles, n,
-    BQ: tl.constexpr, BK: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr,
+    MASK, LIST, RANK, mask_b, mask_h, mask_q, mask_k, q_len, kv_len, heads, tiles, n,
+    BQ: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """One program for RUN tiles of a row of tiles; STATES is [planes, tiles, n]."""
+    """One program for each row of tiles, RUN of them at a time. `MASK` and its strides are in units of EACH cells:
+    either a word of 32 bits holds 1, 2 or 4 cells, or MASK has the mask's own type.
+    """
     pid = tl.program_id(0).to(tl.int64)
     tile = pid % tiles
     head = pid // tiles % heads
     b = pid // tiles // heads
     row = tile * BQ + tl.arange(0, BQ)
-    first = tl.program_id(1) * RUN
-    col = (first * BK + tl.arange(0, RUN * BK)).to(tl.int64)
-    at = MASK + b * mask_b + head * mask_h + (row * mask_q)[:, None] + (col * mask_k)[None, :]
-    inside = (row < q_len)[:, None] & (col < kv_len)[None, :]  # [BQ, RUN * BK]
-    cell = tl.load(at, mask=inside, other=0)
-    if FLOAT:
-        cell = cell.to(tl.float32)
-        seen = inside & (cell != float("-inf"))
-        partial = inside & (cell != 0)
-    else:
-        seen = inside & (cell != 0)
-        partial = inside & (cell == 0)
-    flags = seen.to(tl.int32) | (partial.to(tl.int32) << 1)
-    flags = tl.reshape(tl.reduce(flags, 0, either), [RUN, BK])
-    flags = tl.reduce(flags, 1, either)  # [RUN]
-    state = (flags & 1) * (2 - (flags >> 1))
-    t = first + tl.arange(0, RUN)
-    tl.store(STATES + pid * n + t, state.to(tl.uint8), mask=t < n)
+    rows = MASK + b * mask_b + head * mask_h + row * mask_q  # [BQ]
+    EACH_TILE: tl.constexpr = BK // EACH
+    count = 0
+    for first in range(0, n, RUN):
+        if (first + RUN) * BK <= kv_len:
+            counts = count_units(
+                rows, row < q_len, first * EACH_TILE, kv_len // EACH, mask_k, RUN * EACH_TILE, KIND, False
+            )
+        else:
+            counts = count_units(
+                rows, row < q_len, first * EACH_TILE, kv_len // EACH, mask_k, RUN * EACH_TILE, KIND, True
+            )
+        counts = tl.sum(tl.reshape(counts, [RUN, EACH_TILE]), 1)  # [RUN]
+        state = tl.where((counts & 0xFFFF) == 0, 0, tl.where((counts >> 16) == 0, 2, 1))
+        count = append(state, first + tl.arange(0, RUN), count, LIST + pid * n, RANK + pid * (n + 1), n)
+    tl.store(RANK + pid * (n + 1) + n, count)
 
 
 @triton.jit(do_not_specialize=["n"])
-def compact(STATES, LIST, RANK, row, column, n, ALL: tl.constexpr, RUN: tl.constexpr):
-    """One program for each row of tiles; `row` and `column` are the strides of STATES."""
+def compact(STATES, LIST, RANK, n, ALL: tl.constexpr, RUN: tl.constexpr):
+    """One program for each row of tiles of STATES [rows, n]."""
     pid = tl.program_id(0).to(tl.int64)
     count = 0
     for first in range(0, n, RUN):
@@ -56,10 +109,6 @@ def compact(STATES, LIST, RANK, row, column, n, ALL: tl.constexpr, RUN: tl.const
         if ALL:
             state = (t < n).to(tl.int32)
         else:
-            state = tl.load(STATES + pid * row + t * column, mask=t < n, other=0).to(tl.int32)
-        seen = (state != 0).to(tl.int32)
-        rank = count + tl.cumsum(seen, 0) - seen  # [RUN]
-        tl.store(RANK + pid * (n + 1) + t, rank, mask=t < n)
-        tl.store(LIST + pid * n + rank, t * 2 + (state == 1).to(tl.int32), mask=seen != 0)
-        count += tl.sum(seen, 0)
+            state = tl.load(STATES + pid * n + t, mask=t < n, other=0).to(tl.int32)
+        count = append(state, t, count, LIST + pid * n, RANK + pid * (n + 1), n)
     tl.store(RANK + pid * (n + 1) + n, count)

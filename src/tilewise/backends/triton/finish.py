@@ -1,10 +1,19 @@
-"""From a running state (m, l, acc) to an output row."""
+"""From running states (m, l, acc) to an output row."""
 
 import triton
 import triton.language as tl
 
-from .load import parts_of, start_of, width_of
+from .load import first_of, parts_of, start_of, unit_of, width_of
 from .scores import LOG2E
+
+
+@triton.jit
+def empty_acc(OP: tl.constexpr, BM: tl.constexpr):
+    acc = ()
+    for i in tl.static_range(len(OP.widths)):
+        for _ in tl.static_range(parts_of(OP)):
+            acc = acc + (tl.zeros([BM, width_of(OP, i)], tl.float32),)
+    return acc
 
 
 @triton.jit
@@ -32,6 +41,73 @@ def store_acc(at, acc, ok, OP: tl.constexpr):
     for i in tl.static_range(len(OP.widths)):
         for part in tl.static_range(parts_of(OP)):
             d = tl.arange(0, width_of(OP, i))
-            inside = ok[:, None] & (d < OP.columns - start_of(OP, i, 0))[None, :]
+            inside = ok[:, None] & (d < OP.columns - first_of(OP, i))[None, :]
             x = acc[i * OP.parts + part]
-            tl.store(at[:, None] + start_of(OP, i, part) + d[None, :], x.to(at.dtype.element_ty), mask=inside)
+            to = at[:, None] + start_of(OP, i, part) + d[None, :] * unit_of(OP)
+            tl.store(to, x.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.constexpr_function
+def merge_block(op, most):
+    """Splits whose results are on their way at once: as many as registers hold."""
+    return max(1, min(most, 1024 // (op.columns * op.parts)))
+
+
+@triton.jit
+def load_acc(at, ok, OP: tl.constexpr):
+    """Chunks [BM, W] of the rows `at` [BM] of partial results.
+
+    They come from other processors: what the first-level cache may hold of them is not looked at.
+    """
+    acc = ()
+    for i in tl.static_range(len(OP.widths)):
+        for part in tl.static_range(parts_of(OP)):
+            d = tl.arange(0, width_of(OP, i))
+            inside = ok[:, None] & (d < OP.columns - first_of(OP, i))[None, :]
+            start = at[:, None] + start_of(OP, i, part) + d[None, :] * unit_of(OP)
+            acc = acc + (tl.load(start, mask=inside, other=0.0, cache_modifier=".cg"),)
+    return acc
+
+
+@triton.jit
+def merge_parts(PART, PART_ML, first, splits, ok, acc, MOST: tl.constexpr, OP: tl.constexpr):
+    """The states of `splits` splits merged into one: m, l, acc. `first` [BM] numbers the first split of each row, `acc`
+    is all zeros.
+
+    MOST splits are loaded at once, for the time goes into waiting; they are added one by one and in order, so that more
+    (empty) ones do not change a bit, nor the number of rows that a program merges.
+    """
+    BS: tl.constexpr = merge_block(OP, MOST)
+    N: tl.constexpr = len(acc)
+    m = tl.full(ok.shape, float("-inf"), tl.float32)
+    l = tl.zeros(ok.shape, tl.float32)
+    for s0 in range(0, splits, BS):
+        ms = ()
+        ls = ()
+        parts = ()
+        for j in tl.static_range(BS):
+            here = ok & (s0 + j < splits)
+            at = PART_ML + (first + s0 + j) * 2
+            ms = ms + (tl.load(at, mask=here, other=float("-inf"), cache_modifier=".cg"),)
+            ls = ls + (tl.load(at + 1, mask=here, other=0.0, cache_modifier=".cg"),)
+            parts = parts + load_acc(PART + (first + s0 + j) * (OP.columns * OP.parts), here, OP)
+        top = m
+        for j in tl.static_range(BS):
+            top = tl.maximum(top, ms[j])
+        base = tl.where(top == float("-inf"), 0.0, top)
+        shrink = tl.exp2((m - base) * LOG2E)
+        l = l * shrink
+        sums = ()
+        for i in tl.static_range(N):
+            sums = sums + (acc[i] * shrink[:, None],)
+        for j in tl.static_range(BS):
+            weight = tl.exp2((ms[j] - base) * LOG2E)  # [BM]
+            l += weight * ls[j]
+            added = ()
+            for i in tl.static_range(N):
+                # An empty split has written zeros, so that no weight meets an old NaN.
+                added = added + (sums[i] + parts[j * N + i] * weight[:, None],)
+            sums = added
+        m = top
+        acc = sums
+    return m, l, acc

@@ -5,30 +5,21 @@ Where a number comes from a measurement, the measurement is named beside it (all
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from ...problem import Problem, QuantSpec
-from .spec import Operand, Spec
+from .spec import Config, Operand, Spec
+from .splits import split_count
 
 NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 KINDS = {"int8": "int8", "int4": "int4", "fp8_e4m3": "fp8"}
 DECODE_ROWS = 16  # queries up to here are decoded: heads of a group share a tile and the keys are split
+MERGE_BLOCK = 16  # partial results of a row that are loaded at once
+SHARED_BYTES = 227 << 10  # of shared memory that a program of Hopper can have
+MOST_ORDERED = 1024  # sequences that one program ranks
 L2_SECTION = 32 << 20  # bytes of K and V that a section of planes may hold; the H200's L2 has 50 MiB
-
-
-@dataclass(frozen=True)
-class Config:
-    """The shape of a launch."""
-
-    BM: int
-    BK: int
-    warps: int
-    stages: int
-    pack: int = 1
-    splits: int = 1
-    split_tiles: int = 0  # key tiles of a split where the caller fixes them
 
 
 def ceil_pow2(n: int) -> int:
@@ -54,9 +45,10 @@ def least_chunk(BM: int) -> int:
 
 
 def operand(
-    problem: Problem, width: int, dtype: torch.dtype, quant: QuantSpec | None, is_key: bool, BM: int = 64, arch: int = 0
-) -> Operand:
-    """How K or V is loaded and multiplied.
+    problem: Problem, width: int, dtype: torch.dtype, quant: QuantSpec | None, is_key: bool, BM: int = 64,
+    arch: int = 0, pairs: bool = False,
+) -> Operand:  # fmt: skip
+    """How K or V is loaded and multiplied. `pairs`: its bytes can be read two at a time.
 
     float32 numbers are cut into three bfloat16 ones and multiplied in six products: as exact as float32, where three
     TF32 products lose two bits. Two 16-bit types meet in TF32, which holds both exactly.
@@ -83,7 +75,12 @@ def operand(
         work = "f16"  # holds every stored number exactly
     fast = work == "f16" and arch >= (89 if quant.dtype == "fp8_e4m3" else 80)
     rescaled = is_key and work == "f16" and q == "bf16"
-    return Operand(widths, columns, KINDS[quant.dtype], quant.group, factored, work, exact, rescaled, fast)
+    # Four warps share 32 units or more in a product; Hopper's own products want 64 columns, see least_chunk.
+    unit = 2 if pairs and factored and BM < 64 and columns == sum(widths) and min(widths) >= 64 else 1
+    return Operand(
+        tuple(width // unit for width in widths), columns // unit, KINDS[quant.dtype], quant.group, factored, work,
+        exact, rescaled, fast, unit,
+    )  # fmt: skip
 
 
 def pack_of(group: int, limit: int = 64) -> int:
@@ -95,7 +92,9 @@ def prefill_tile(problem: Problem, arch: int) -> Config:
     """The fastest of those tried, at 16k tokens (TFLOPS full / causal).
 
     D=64: 64x64 445 / 375, 128x64 402 / 373. D=128: 64x64 497 / 441, 128x64 with 8 warps 466 / 404 and, in a window of
-    1024, 207 us for 185. D=256: 128x64 504 / 486, 128x32 472 / 432. D=512: 64x64 201 / 195, 64x32 183 / 181.
+    1024, 207 us for 185. D=256: 128x64 504 / 486, 128x32 472 / 432. D=512, where a tile's output does not fit the
+    registers: 64x64 201 / 195, 64x32 183 / 181; two programs for the halves of the output, 128x32 239 / 244, 64x32 with
+    4 warps 256 / 222, 128x16 213 / 202.
     float32: D=64, 64x64 55 / 54, 64x32 52 / 44; D=128, 64x32 56 / 54, 128x32 with 8 warps 54 / 53.
     """
     wide = max(problem.head_dim, problem.value_dim)
@@ -109,7 +108,13 @@ def prefill_tile(problem: Problem, arch: int) -> Config:
         return Config(32, 64, 4, 3) if wide <= 128 else Config(32, 32, 4, 2)
     if wide <= 128:
         return Config(64, 64, 4, 3)
-    return Config(128, 64, 8, 2) if wide <= 256 else Config(64, 64, 8, 1)
+    if wide <= 256:
+        return Config(128, 64, 8, 2)
+    plain = problem.k_quant is problem.v_quant is None
+    if plain and problem.head_dim <= 512 and problem.value_dim == 512 and (arch >= 90 or arch == 0):
+        ruled = problem.causal or problem.chunk > 0 or problem.window != (None, None)
+        return Config(128, 32, 8, 2, slices=2) if ruled else Config(64, 32, 4, 3, slices=2)
+    return Config(64, 64, 8, 1)
 
 
 def _work(problem: Problem, is_key: bool) -> str:
@@ -125,8 +130,8 @@ def decode_tile(problem: Problem) -> Config:
     Measured (bf16, caches of 0.5 to 2 GB): contiguous, where one program runs on a processor at a time, D=64 16x128
     4.43 TB/s, D=128 16x128 4.34 to 4.50 (16x64 4.04), D=256 16x64 4.42, D=512 16x32 4.16. Pages, whose table is read a
     step ahead of the keys, leave room for two programs: D=64 16x128 in 6 stages 4.27 (pages of 16) and 4.30 (128),
-    D=128 16x64 in 5 stages 3.98 and 4.09, D=256 16x64 4.13 and 4.30, D=512 16x32 3.78 and 3.92. int4, D=128: 16x256
-    137 us where 16x128 took 150.
+    D=128 16x64 in 5 stages 3.98 and 4.09, D=256 16x64 4.13 and 4.30, D=512 16x16 in 6 stages 4.03 and 4.06 (16x32 3.79
+    and 3.96). int4, D=128: 16x256 98 us where 16x128 took 118; fp8 and int8 138 us with either.
     """
     p = problem
     pack = pack_of(p.group)
@@ -138,7 +143,7 @@ def decode_tile(problem: Problem) -> Config:
         BK = 64 if wide <= 128 else 32 if wide <= 256 else 16
         return Config(BM, BK, 4, 3, pack)
     if p.form == "paged":
-        BK, stages = (128, 6) if wide <= 64 else (64, 5) if wide <= 128 else (64, 4) if wide <= 256 else (32, 4)
+        BK, stages = (128, 6) if wide <= 64 else (64, 5) if wide <= 128 else (64, 4) if wide <= 256 else (16, 6)
         return Config(BM, BK, 4, stages, pack)
     BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
     narrow = p.k_quant is not None and p.v_quant is not None and p.k_quant.dtype == p.v_quant.dtype == "int4"
@@ -154,38 +159,23 @@ def is_decode(problem: Problem) -> bool:
     return problem.q_len <= DECODE_ROWS and not (problem.packed_q and problem.split_size)
 
 
-def split_count(programs: int, tiles: int, places: int) -> int:
-    """Splits of the keys: whole rounds of programs over the places where they run, as few as fill 95 of 100 places.
-
-    No split is shorter than four tiles: of 4k keys, 8 splits took 11.0 us and 16 took 12.6.
-    """
-    if programs == 0:
-        return 1
-    most = max(1, min(tiles // 4, 128, 8 * places // programs))
-    best, filled = 1, 0.0
-    for splits in range(1, most + 1):
-        rounds = -(-programs * splits // places)
-        share = programs * splits / (rounds * places)
-        if share > filled + 1e-9:
-            best, filled = splits, share
-        if filled >= 0.95:
-            break
-    return best
+def tile(problem: Problem, arch: int) -> Config:
+    """The tile of a problem, not yet split."""
+    return decode_tile(problem) if is_decode(problem) else prefill_tile(problem, arch)
 
 
-def config(problem: Problem, processors: int, arch: int) -> Config:
-    """The launch of a problem on a device of this architecture with so many processors."""
-    p = problem
+def config(problem: Problem, processors: int, arch: int, known: Config | None = None) -> Config:
+    """The launch of a problem on a device of this architecture with so many processors; by a `known` tile, if any."""
+    p, c = problem, known or tile(problem, arch)
     if not is_decode(p):
-        return prefill_tile(p, arch)
-    c = decode_tile(p)
+        return c
     tiles = -(-p.kv_len // c.BK)
     if p.split_size:
         split_tiles = -(-p.split_size // c.BK)
-        return Config(c.BM, c.BK, c.warps, c.stages, c.pack, max(1, -(-tiles // split_tiles)), split_tiles)
+        return replace(c, splits=max(1, -(-tiles // split_tiles)), split_tiles=split_tiles)
     programs = query_tiles(p, c) * (p.heads // c.pack)
     places = processors * (2 if p.form == "paged" else 1)
-    return Config(c.BM, c.BK, c.warps, c.stages, c.pack, split_count(programs, tiles, places))
+    return replace(c, splits=split_count(programs, tiles, places))
 
 
 def query_tiles(problem: Problem, c: Config) -> int:
@@ -194,6 +184,15 @@ def query_tiles(problem: Problem, c: Config) -> int:
     if problem.packed_q:
         return problem.total_q // BQ + problem.batch + 1
     return problem.batch * -(-problem.q_len // BQ)
+
+
+def orders(problem: Problem) -> bool:
+    """Whether the sequences of a packed batch are ranked first; one program sorts them, so there is a limit.
+
+    Not causal ones: the last rows of a sequence come first, so that a long one that comes last ends in short pieces
+    anyway (30 short ones and one of 8k: 363 TFLOPS ranked, 367 as they come).
+    """
+    return problem.packed_q and not (problem.causal or is_decode(problem)) and 1 < problem.batch < MOST_ORDERED
 
 
 def lists_tiles(problem: Problem) -> bool:
@@ -221,22 +220,24 @@ def section(problem: Problem, c: Config) -> int:
     return max(1, min(planes, L2_SECTION // max(1, size)))
 
 
-def spec(problem: Problem, c: Config, arch: int) -> Spec:
-    """What the kernel is compiled for."""
+def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
+    """What the kernel is compiled for. `pairs`: bytes of K and V can be read two at a time."""
     p = problem
     left, right = p.window
     mask = "" if p.mask is None else "bool" if p.mask.is_bool else "float"
     linear = not p.softcap and not p.alibi and mask != "float" and p.scale != 0
     ruled = p.causal or p.chunk > 0 or p.window != (None, None)
     return Spec(
-        keys=operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch),
-        values=operand(p, p.value_dim, p.v_dtype, p.v_quant, False, c.BM, arch),
+        keys=operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch, pairs),
+        values=operand(p, p.value_dim // c.slices, p.v_dtype, p.v_quant, False, c.BM, arch, pairs),
         round=NAMES[p.q_dtype],
         BM=c.BM,
         BK=c.BK,
         pack=c.pack,
         group=p.group,
+        slices=c.slices,
         packed_q=p.packed_q,
+        ordered=orders(p),
         varlen=p.form == "varlen",
         page=p.page_size,
         lengths=p.kv_lengths,
@@ -255,6 +256,10 @@ def spec(problem: Problem, c: Config, arch: int) -> Spec:
         tail=p.kv_lengths or p.form != "dense" or p.kv_len % c.BK != 0,
         guard=("inside" if is_decode(p) else "flag") if mask != "" or (ruled and p.q_len > 1) else "",
         split=c.splits > 1,
+        merge="after" if c.splits > 1 else "",
+        block=min(MERGE_BLOCK, ceil_pow2(c.splits)),
         lse=p.return_lse,
+        ptx=arch >= 80,
+        grain=1,
         pdl=c.splits > 1 and arch >= 90,
     )

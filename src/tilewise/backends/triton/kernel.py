@@ -14,6 +14,11 @@ INTERPRETED = triton.knobs.runtime.interpret
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Triton has no bool in memory, and not every GPU has float8: both are read as bytes."""
+    return x.view(torch.uint8) if x.dtype in (torch.bool, torch.float8_e4m3fn) else x
+
+
 class Kernel:
     """A Triton kernel with its compile-time arguments."""
 
@@ -31,24 +36,23 @@ class Kernel:
 
 
 class Ready:
-    """A compiled kernel with all arguments in place but for its pointers."""
+    """A compiled kernel with all arguments in place but for its stream and its pointers."""
 
     def __init__(self, compiled: Any, grid: tuple[int, int], order: list[Any]) -> None:
         run = compiled.run
         # Triton's own launch, less its look at every argument.
         self.launch = run.launch
-        self.head = (*grid, 1)
-        self.kernel = (
-            compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
-            None, None, None,
-        )  # fmt: skip
-        self.pointers = [i for i, x in enumerate(order) if isinstance(x, torch.Tensor)]
-        self.rest = order[len(self.pointers) and self.pointers[-1] + 1 :]
-        self.front: list[Any] = [None] * (len(order) - len(self.rest))
+        head = [
+            *grid, 1, None, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
+            compiled.packed_metadata, None, None, None,
+        ]  # fmt: skip
+        self.stream = head.index(None)
+        self.pointers = [len(head) + i for i, x in enumerate(order) if isinstance(x, torch.Tensor)]
+        self.arguments = head + [None if isinstance(x, torch.Tensor) else x for x in order]
 
     def __call__(self, addresses: Sequence[int]) -> None:
-        front = self.front.copy()
+        arguments = self.arguments.copy()
         for i, address in zip(self.pointers, addresses, strict=True):
-            front[i] = address
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        self.launch(*self.head, stream, *self.kernel, *front, *self.rest)
+            arguments[i] = address
+        arguments[self.stream] = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        self.launch(*arguments)

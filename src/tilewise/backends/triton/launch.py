@@ -10,24 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...plan import Plan
 from ...tensors import Tensors
-from . import heuristics
+from . import heuristics, tuned
 from .attend import attend
-from .classify import classify, compact
 from .device import arch_of, processors
-from .heuristics import Config
-from .kernel import INTERPRETED, Arguments, Kernel, Ready
-from .listing import Listing
+from .kernel import INTERPRETED, Arguments, Kernel, Ready, as_bytes
+from .listing import NO_LISTS, Lister, Listing, Lists, Orderer
 from .reduce import reduce
+from .spec import Config
+from .splits import merges_inside
+from .tickets import Tickets, capturing
 
-REDUCE_BLOCK = 8
-CLASSIFY_RUN = 4  # tiles that one program looks at
-COMPACT_RUN = 256
+REDUCE_WARPS = 4
 
 # The pointers of `attend`, and where they come from.
 POINTERS = {
@@ -37,8 +36,15 @@ POINTERS = {
 }  # fmt: skip
 
 
-# Attention, repair, merging, and the lists of a mask.
-Launches = tuple[Ready, Ready | None, Ready | None, Listing | None]
+class Launches(NamedTuple):
+    """What a call like an earlier one launches."""
+
+    attention: Ready
+    inside: Ready | None  # attention that merges its splits itself
+    repairing: Ready | None
+    merging: Ready | None
+    listing: Listing | None
+    ordering: Ready | None
 
 
 class Bound:
@@ -47,32 +53,13 @@ class Bound:
     def __init__(self, plan: Plan, c: Config, arch: int) -> None:
         p = self.problem = plan.problem
         self.config = c
+        self.arch = arch
         spec = self.spec = heuristics.spec(p, c, arch)
-        self.kernel = Kernel(attend, {"S": spec}, num_warps=c.warps, num_stages=c.stages)
-        self.repairer = None
-        if spec.guard == "flag":
-            self.repairer = Kernel(attend, {"S": replace(spec, guard="repair")}, num_warps=c.warps, num_stages=1)
-        self.reducer = Kernel(
-            reduce,
-            {
-                "DV": p.value_dim,
-                "W": heuristics.ceil_pow2(p.value_dim),
-                "BS": REDUCE_BLOCK,
-                "PACKED": p.packed_q,
-                "HAS_SINKS": p.sinks,
-                "HAS_LSE": p.return_lse,
-                "PDL": spec.pdl,
-            },
-            num_warps=4,
-            launch_pdl=spec.pdl,
-        )
-        constants = {"BQ": c.BM, "BK": c.BK, "FLOAT": spec.mask == "float", "RUN": CLASSIFY_RUN}
-        self.classifier = Kernel(classify, constants, num_warps=8)
-        self.classified = p.tile_map is None and heuristics.classifies(p)
-        all_mixed = p.tile_map is None and not self.classified
-        self.lister = Kernel(compact, {"ALL": all_mixed, "RUN": COMPACT_RUN}, num_warps=4)
+        self.reducer = Kernel(reduce, {"S": spec}, num_warps=REDUCE_WARPS, launch_pdl=spec.pdl)
+        self.lister = Lister(p, c) if spec.listed else None
+        self.orderer = Orderer(p, c) if spec.ordered else None
         head_blocks = p.heads // c.pack
-        self.grid = (heuristics.query_tiles(p, c) * head_blocks, c.splits)
+        self.grid = (heuristics.query_tiles(p, c) * head_blocks * c.slices, c.splits)
         rows = p.total_q if p.packed_q else p.batch * p.q_len
         self.rows = rows * p.heads
         # The workspace: m and l of every split of every row, then acc. Both begin at multiples of 16 bytes.
@@ -95,8 +82,11 @@ class Bound:
             "splits": c.splits,
             "split_tiles": c.split_tiles,
         }
+        self.tickets = Tickets(self.grid[0])
+        self.merges_inside = merges_inside(p, c)
         self.present: Any = None
         self.mask_at = 0  # where the mask's address is among those of a call
+        self.order_at: list[int] = []  # and those that the orderer reads
         self.ready: dict[Any, Launches] = {}
 
     def __call__(self, t: Tensors) -> None:
@@ -105,6 +95,7 @@ class Bound:
             if self.present is None:
                 names = [name for name in POINTERS.values() if getattr(t, name) is not None]
                 self.present, self.mask_at = attrgetter(*names), names.index("mask") if "mask" in names else 0
+                self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
             given = self.present(t)
             key = tuple([x.stride() for x in given])
             addresses = [x.data_ptr() for x in given]
@@ -119,34 +110,49 @@ class Bound:
 
     def first(self, t: Tensors, key: Any) -> None:
         """A call through Triton; with `key`, later ones like it are launched by address."""
-        workspace, flags = self.memory(t.q.device)
-        lists, listing = self.list_tiles(t) if self.spec.listed else ((None, None, (0, 0, 0, 0)), None)
+        device, captured = t.q.device, not INTERPRETED and capturing()
+        workspace, flags = self.memory(device)
         part = None if workspace is None else workspace[self.part_at :]
         part_ml = None if workspace is None else workspace[: self.part_at]
-        arguments = self.arguments(t, lists, part, part_ml, flags)
-        attention = self.kernel.first(self.grid, arguments)
-        repairing = None if self.repairer is None else self.repairer.first(self.grid, arguments)
-        merging = None
-        if self.spec.split:
-            merging = self.reducer.first((self.rows, 1), self.merge_arguments(t, part, part_ml))
-        if key is not None and attention is not None:
-            self.ready[key] = (attention, repairing, merging, listing)
+        lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.first(t)
+        ranks, ordering = (None, None) if self.orderer is None else self.orderer.first(t)
+        kernel, repairer, arguments = self.attention(t, (part, part_ml, None, flags, ranks), lists)
+        attention = inside = repairing = merging = None
+        alone = self.merges_inside and not captured
+        if alone:
+            kernel_inside, _, given = self.attention(t, (part, part_ml, self.tickets.take(device), flags, ranks), lists)
+            inside = kernel_inside.first(self.grid, given)
+        if not alone or key is not None:  # the second time only so that it is ready for a capture
+            attention = kernel.first(self.grid, arguments)
+            if self.spec.split:
+                merging = self.reducer.first((self.rows, 1), self.merge_arguments(t, part, part_ml))
+        if repairer is not None:
+            repairing = repairer.first(self.grid, arguments)
+        if key is not None and attention is not None and not captured:
+            self.ready[key] = Launches(attention, inside, repairing, merging, listing, ordering)
 
     def again(self, ready: Launches, addresses: list[int], merged: list[int], device: torch.device) -> None:
         """A call like an earlier one. Addresses are in the order of the kernels' arguments."""
-        attention, repairing, merging, listing = ready
+        attention, inside, repairing, merging, listing, ordering = ready
         workspace, flags = self.memory(device)
         part = part_ml = 0
         if workspace is not None:
             part_ml = workspace.data_ptr()
             part = part_ml + 4 * self.part_at
             addresses += [part, part_ml]
+            if inside is not None and not torch._C._cuda_isCurrentStreamCapturing():
+                addresses.append(self.tickets.take(device).data_ptr())
+                attention, merging = inside, None
         if flags is not None:
             addresses.append(flags.data_ptr())
         if listing is not None:
             lists = listing(addresses[self.mask_at], device)  # kept until the kernel has been queued
             at = lists.data_ptr()
             addresses += [at, at + 4 * listing.rank_at]
+        if ordering is not None and self.orderer is not None:
+            ranks = self.orderer.empty(device)
+            ordering([*(addresses[i] for i in self.order_at), ranks.data_ptr()])
+            addresses.append(ranks.data_ptr())
         attention(addresses)
         if repairing is not None:
             repairing(addresses)
@@ -156,23 +162,43 @@ class Bound:
     def memory(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The workspace of splits and the flags of programs that met strays."""
         workspace = torch.empty(self.part_end, dtype=torch.float32, device=device) if self.spec.split else None
-        if self.repairer is None:
+        if self.spec.guard != "flag":
             return workspace, None
         return workspace, torch.empty(self.grid[0] * self.grid[1], dtype=torch.int32, device=device)
 
-    def arguments(self, t: Tensors, lists: Any, part: Any, part_ml: Any, flags: Any) -> Arguments:
-        """The arguments of `attend`."""
+    def attention(
+        self, t: Tensors, memory: tuple[Any, ...] = (None,) * 5, lists: Lists = NO_LISTS
+    ) -> tuple[Kernel, Kernel | None, Arguments]:
+        """`attend` and its repair as compiled for tensors of these strides, and their arguments.
+
+        `memory` holds partial results (acc, then m and l), tickets, flags and the order of sequences. With tickets, the
+        kernel merges splits itself.
+        """
+        c = self.config
+        narrow = [x for x, scales in ((t.k, t.k_scales), (t.v, t.v_scales)) if scales is not None]
+        pairs = all(_in_pairs(x) for x in narrow)
+        spec = self.spec if pairs else heuristics.spec(self.problem, c, self.arch, pairs=False)
+        k, v = (_stored(x, op.unit) for x, op in ((t.k, spec.keys), (t.v, spec.values)))
+        grain = _grain(k, v)
+        spec = replace(spec, grain=grain)
+        if memory[2] is not None:
+            spec = replace(spec, merge="inside", pdl=False)
         LIST, RANK, list_strides = lists
-        given: Arguments = {name: _bytes(getattr(t, source)) for name, source in POINTERS.items()}
-        given |= {"PART": part, "PART_ML": part_ml, "FLAGS": flags, "LIST": LIST, "RANK": RANK}
-        given |= _strides("q", t.q) | _strides("k", t.k) | _strides("v", t.v) | _strides("o", t.out)
+        given: Arguments = {name: _stored(getattr(t, source)) for name, source in POINTERS.items()}
+        given |= {"K": k, "V": v, "LIST": LIST, "RANK": RANK}
+        given |= dict(zip(("PART", "PART_ML", "TICKETS", "FLAGS", "ORDER"), memory, strict=True))
+        given |= _strides("q", t.q) | _strides("k", k, grain) | _strides("v", v, grain) | _strides("o", t.out)
         given |= _strides("lse", t.lse) | _strides("ks", t.k_scales) | _strides("vs", t.v_scales)
         mask = (0, 0, 0, 0) if t.mask is None else t.mask.stride()
         given |= dict(zip(("mask_b", "mask_h", "mask_q", "mask_k"), mask, strict=True))
         given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), list_strides, strict=True))
         given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
         given["table_b"] = 0 if t.block_table is None else t.block_table.stride(0)
-        return given | self.sizes
+        kernel = Kernel(attend, {"S": spec}, num_warps=c.warps, num_stages=c.stages)
+        repairer = None
+        if spec.guard == "flag":
+            repairer = Kernel(attend, {"S": replace(spec, guard="repair")}, num_warps=c.warps, num_stages=1)
+        return kernel, repairer, given | self.sizes
 
     def merge_arguments(self, t: Tensors, part: Any, part_ml: Any) -> Arguments:
         """The arguments of `reduce`."""
@@ -181,38 +207,6 @@ class Bound:
         given |= {"SINKS": t.sinks, "CU_Q": t.cu_seqlens_q}
         given |= _strides("o", t.out) | _strides("lse", t.lse)
         return given | {"q_len": p.q_len, "heads": p.heads, "splits": self.config.splits, "batch": p.batch}
-
-    def list_tiles(self, t: Tensors) -> tuple[Any, Listing | None]:
-        """The lists of `classify.py` for the call's mask and how to find a plane's: (LIST, RANK, strides and tiles).
-
-        And what later calls need to make theirs.
-        """
-        p, c, device = self.problem, self.config, t.q.device
-        assert t.mask is not None
-        assert p.mask is not None
-        n = -(-p.kv_len // c.BK)
-        full = (p.batch, p.heads, -(-p.q_len // c.BM))
-        B, H, tiles = (1 if free else size for size, free in zip(full, p.mask.broadcast, strict=False))
-        states = classifying = None
-        if t.tile_map is not None:
-            states = t.tile_map.retile((c.BM, c.BK)).states
-            B, H, tiles = states.shape[:3]
-            states = states.expand(B, H, tiles, n).contiguous()
-        elif self.classified:
-            states = torch.empty(B * H * tiles * n, dtype=torch.uint8, device=device)
-            given: Arguments = {"MASK": _bytes(t.mask), "STATES": states}
-            given |= dict(zip(("mask_b", "mask_h", "mask_q", "mask_k"), t.mask.stride(), strict=True))
-            given |= {"q_len": p.q_len, "kv_len": p.kv_len, "heads": H, "tiles": tiles, "n": n}
-            classifying = self.classifier.first((B * H * tiles, -(-n // CLASSIFY_RUN)), given)
-        else:
-            B = H = tiles = 1
-        rows = B * H * tiles
-        LIST = torch.empty(rows * n, dtype=torch.int32, device=device)
-        RANK = torch.empty(rows * (n + 1), dtype=torch.int32, device=device)
-        given = {"STATES": states, "LIST": LIST, "RANK": RANK, "row": n, "column": 1, "n": n}
-        compacting = self.lister.first((rows, 1), given)
-        lists = (LIST, RANK, (H * tiles if B > 1 else 0, tiles if H > 1 else 0, int(tiles > 1), n))
-        return lists, None if compacting is None else Listing(classifying, compacting, rows, n)
 
 
 def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
@@ -248,16 +242,32 @@ class _Nowhere:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _strides(name: str, x: torch.Tensor | None) -> Arguments:
+def _strides(name: str, x: torch.Tensor | None, grain: int = 1) -> Arguments:
     strides = (0, 0, 0) if x is None else x.stride()[:3]
-    return {f"{name}_{dim}": stride for dim, stride in zip("bhl", strides, strict=True)}
+    return {f"{name}_{dim}": stride // grain for dim, stride in zip("bhl", strides, strict=True)}
 
 
-def _bytes(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Triton has no bool in memory, and not every GPU has float8: both are read as bytes."""
-    if x is None or x.dtype not in (torch.bool, torch.float8_e4m3fn):
-        return x
-    return x.view(torch.uint8)
+def _stored(x: torch.Tensor | None, unit: int = 1) -> torch.Tensor | None:
+    """A tensor as a kernel reads it: bytes, or units of two bytes, in place of what Triton does not know."""
+    if x is None or unit == 1:
+        return None if x is None else as_bytes(x)
+    return x.view(torch.int16)
+
+
+def _in_pairs(x: torch.Tensor) -> bool:
+    """Whether a tensor of bytes can be read in units of two."""
+    return x.shape[-1] % 2 == 0 and not any(n % 2 for n in (x.data_ptr(), *x.stride()[:-1]))
+
+
+def _grain(*tensors: torch.Tensor | None) -> int:
+    """What all strides are multiples of, if not of 16, which Triton sees itself: rows of D = 72 are, of 8 elements.
+    Without that a kernel would load single elements, and not in advance.
+    """
+    either = 0
+    for x in tensors:
+        for stride in x.stride()[:3] if x is not None else ():
+            either |= stride
+    return 1 if either % 16 == 0 else next(n for n in (8, 4, 2, 1) if either % n == 0)
 
 
 _bound: dict[int, tuple[Plan, Bound]] = {}
@@ -271,6 +281,6 @@ def bound_to(plan: Plan) -> Bound:
             _bound.clear()
         device = plan.problem.device
         arch = 0 if INTERPRETED else arch_of(device)
-        c = heuristics.config(plan.problem, processors(device), arch_of(device))
+        c = tuned.config(plan.problem, processors(device), arch_of(device))
         kept = _bound[id(plan)] = (plan, Bound(plan, c, arch))
     return kept[1]

@@ -1,18 +1,87 @@
-"""The lists of tiles that a mask leaves (`classify.py`), made again for another mask of the same form."""
+"""What is made before attention: the tiles that a mask leaves (`classify.py`) and the order of sequences (`order.py`).
+
+Each is made through Triton once, then again by address.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from .kernel import Ready
+from ...problem import Problem
+from ...tensors import Tensors
+from . import heuristics
+from .classify import classify, compact
+from .kernel import Arguments, Kernel, Ready, as_bytes
+from .order import order
+from .spec import Config
+
+COMPACT_RUN = 256
+# Bytes of a mask that a program of `classify` looks at in a step: enough of them on their way to keep memory busy.
+CLASSIFY_STEP = 1 << 16
+CLASSIFY_WARPS = 16
+STRIDES = ("mask_b", "mask_h", "mask_q", "mask_k")
+# LIST, RANK, and the strides that lead to a plane's: batch, head, row of tiles; and the tiles of a row.
+Lists = tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, int, int, int]]
+NO_LISTS: Lists = (None, None, (0, 0, 0, 0))
+
+
+class Lister:
+    """Makes the lists of a problem's masks."""
+
+    def __init__(self, problem: Problem, c: Config) -> None:
+        self.problem, self.config = problem, c
+        self.classified = problem.tile_map is None and heuristics.classifies(problem)
+        all_mixed = problem.tile_map is None and not self.classified
+        self.compact = Kernel(compact, {"ALL": all_mixed, "RUN": COMPACT_RUN}, num_warps=4)
+
+    def first(self, t: Tensors) -> tuple[Lists, Listing | None]:
+        """The lists of a call's mask, and what later calls need to make theirs."""
+        p, c, device = self.problem, self.config, t.q.device
+        assert t.mask is not None
+        assert p.mask is not None
+        n = -(-p.kv_len // c.BK)
+        full = (p.batch, p.heads, -(-p.q_len // c.BM))
+        B, H, tiles = (1 if free else size for size, free in zip(full, p.mask.broadcast, strict=False))
+        states = None
+        if t.tile_map is not None:
+            states = t.tile_map.retile((c.BM, c.BK)).states
+            B, H, tiles = states.shape[:3]
+            states = states.expand(B, H, tiles, n).contiguous()
+        elif not self.classified:
+            B = H = tiles = 1
+        rows = B * H * tiles
+        LIST = torch.empty(rows * n, dtype=torch.int32, device=device)
+        RANK = torch.empty(rows * (n + 1), dtype=torch.int32, device=device)
+        if self.classified:
+            kernel, given = self.classifier(t.mask)
+            given |= {"LIST": LIST, "RANK": RANK, "heads": H, "tiles": tiles, "n": n}
+        else:
+            kernel, given = self.compact, {"STATES": states, "LIST": LIST, "RANK": RANK, "n": n}
+        ready = kernel.first((rows, 1), given)
+        lists = (LIST, RANK, (H * tiles if B > 1 else 0, tiles if H > 1 else 0, int(tiles > 1), n))
+        return lists, None if ready is None else Listing(ready, self.classified, rows, n)
+
+    def classifier(self, mask: torch.Tensor) -> tuple[Kernel, Arguments]:
+        """`classify` for a mask, in words where rows of cells consist of those; and what it is given of the mask."""
+        p, c = self.problem, self.config
+        each = 4 // mask.element_size()
+        *strides, last = mask.stride()
+        if last == 1 and not (mask.data_ptr() % 4 or p.kv_len % each or any(stride % each for stride in strides)):
+            kind, source = "bool" if mask.dtype == torch.bool else heuristics.NAMES[mask.dtype], mask.view(torch.int32)
+        else:
+            kind, source, each = "flags" if mask.dtype == torch.bool else "cells", as_bytes(mask), 1
+        given: Arguments = {"MASK": source, "q_len": p.q_len, "kv_len": p.kv_len}
+        given |= dict(zip(STRIDES, source.stride(), strict=True))
+        run = max(1, CLASSIFY_STEP // (c.BM * c.BK * mask.element_size()))
+        constants = {"BQ": c.BM, "BK": c.BK, "KIND": kind, "EACH": each, "RUN": run}
+        return Kernel(classify, constants, num_warps=CLASSIFY_WARPS), given
 
 
 class Listing:
-    """The launches that make a mask's lists again."""
+    """The launch that makes a mask's lists again."""
 
-    def __init__(self, classifying: Ready | None, compacting: Ready, rows: int, n: int) -> None:
-        self.classifying, self.compacting = classifying, compacting
-        self.states = rows * n
+    def __init__(self, ready: Ready, masked: bool, rows: int, n: int) -> None:
+        self.ready, self.masked = ready, masked
         self.rank_at = -(-rows * n // 4) * 4  # a multiple of 16 bytes
         self.end = self.rank_at + rows * (n + 1)
 
@@ -20,10 +89,33 @@ class Listing:
         """LIST and, from `rank_at` on, RANK."""
         lists = torch.empty(self.end, dtype=torch.int32, device=device)
         at = lists.data_ptr()
-        if self.classifying is None:
-            self.compacting([at, at + 4 * self.rank_at])
-            return lists
-        states = torch.empty(self.states, dtype=torch.uint8, device=device)
-        self.classifying([mask, states.data_ptr()])
-        self.compacting([states.data_ptr(), at, at + 4 * self.rank_at])
+        addresses = [at, at + 4 * self.rank_at]
+        self.ready([mask, *addresses] if self.masked else addresses)
         return lists
+
+
+class Orderer:
+    """Ranks the sequences of a problem's packed batches."""
+
+    def __init__(self, problem: Problem, c: Config) -> None:
+        p = self.problem = problem
+        self.varlen = p.form == "varlen"
+        constants = {"VARLEN": self.varlen, "BQ": c.BM // c.pack, "N": heuristics.ceil_pow2(p.batch + 1)}
+        self.kernel = Kernel(order, constants, num_warps=4)
+
+    def names(self) -> tuple[str, str]:
+        """The tensors that it reads."""
+        return "cu_seqlens_q", "cu_seqlens_k" if self.varlen else "kv_lengths"
+
+    def arguments(self, t: Tensors, ranks: torch.Tensor) -> Arguments:
+        lengths = {"CU_Q": t.cu_seqlens_q, "CU_K": t.cu_seqlens_k if self.varlen else None}
+        lengths["KV_LENGTHS"] = None if self.varlen else t.kv_lengths
+        return {**lengths, "ORDER": ranks, "batch": self.problem.batch, "total_q": self.problem.total_q}
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(2 * self.problem.batch + 2, dtype=torch.int32, device=device)
+
+    def first(self, t: Tensors) -> tuple[torch.Tensor, Ready | None]:
+        """The ranks of a call's sequences, and the launch that makes those of later calls."""
+        ranks = self.empty(t.q.device)
+        return ranks, self.kernel.first((1, 1), self.arguments(t, ranks))

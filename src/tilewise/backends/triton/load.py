@@ -1,8 +1,9 @@
 """Tiles of K and V: from dense, packed or paged memory, plain or quantised, in chunks of columns.
 
-A head dim is cut into chunks whose widths are powers of two (576 = 512 + 64, 72 = 64 + 8 padded to 16); quantised
-tensors are cut where their scale groups end, so that one scale belongs to each row of a chunk. A chunk of int4 bytes
-gives two chunks of elements: the low halves and, D / 2 further on, the high ones.
+A head dim is cut into chunks whose widths are powers of two (576 = 512 + 64, 72 padded to 128); quantised tensors are
+cut where their scale groups end, so that one scale belongs to each row of a chunk. A chunk of int4 bytes gives two
+chunks of elements: the low halves and, D / 2 further on, the high ones. Where bytes are read two at a time
+(`widen.py`), a chunk gives two chunks of elements: every second column.
 """
 
 import triton
@@ -49,9 +50,19 @@ def parts_of(op):
 
 
 @triton.constexpr_function
+def unit_of(op):
+    return op.unit
+
+
+@triton.constexpr_function
+def first_of(op, i):
+    """The first unit of a chunk."""
+    return sum(op.widths[:i])
+
+
+@triton.constexpr_function
 def start_of(op, i, part):
-    """The first column of a chunk of elements."""
-    return sum(op.widths[:i]) + part * op.columns
+    return op.start(i, part)
 
 
 @triton.constexpr_function
@@ -61,8 +72,21 @@ def is_padded(op, i):
 
 @triton.constexpr_function
 def group_of(op, i, part):
-    """The scale group of a chunk of elements that lies in one."""
-    return (sum(op.widths[:i]) + part * op.columns) // op.group
+    return op.group_at(i, part)
+
+
+@triton.constexpr_function
+def leads(op, i, part):
+    """Whether the chunk of elements before this one, if any, lies in another scale group."""
+    before = (i, part - 1) if part else (i - 1, op.parts - 1)
+    return before[0] < 0 or op.group_at(i, part) != op.group_at(*before)
+
+
+@triton.constexpr_function
+def ends(op, i, part):
+    """Whether the chunk of elements after this one, if any, lies in another scale group."""
+    after = (i, part + 1) if part + 1 < op.parts else (i + 1, 0)
+    return after[0] == len(op.widths) or op.group_at(i, part) != op.group_at(*after)
 
 
 @triton.jit
@@ -85,8 +109,8 @@ def load_rows(base, ok, S: tl.constexpr):
     for i in tl.static_range(len(OP.widths)):
         for part in tl.static_range(parts_of(OP)):
             d = tl.arange(0, width_of(OP, i))
-            inside = ok[:, None] & (d < OP.columns - start_of(OP, i, 0))[None, :]
-            x = tl.load(base[:, None] + start_of(OP, i, part) + d[None, :], mask=inside, other=0.0)
+            inside = ok[:, None] & (d < OP.columns - first_of(OP, i))[None, :]
+            x = tl.load(base[:, None] + start_of(OP, i, part) + d[None, :] * unit_of(OP), mask=inside, other=0.0)
             raw = raw + (x,)
             if OP.rescaled:
                 top = tl.maximum(top, tl.max(tl.abs(x.to(tl.float32)), 1))
@@ -142,9 +166,9 @@ def row_offsets(where, stride_b, stride_l, BK: tl.constexpr, PAGE: tl.constexpr)
 
 @triton.jit
 def load_chunk(base, rows, ok, i: tl.constexpr, OP: tl.constexpr, MASKED: tl.constexpr):
-    """Chunk `i` of the rows at offsets `rows`: [BK, W]; rows that are not `ok` and padding give 0."""
+    """Chunk `i`, in units, of the rows at offsets `rows`: [BK, W]; rows that are not `ok` and padding give 0."""
     first, each = rows
-    d = start_of(OP, i, 0) + tl.arange(0, width_of(OP, i))
+    d = first_of(OP, i) + tl.arange(0, width_of(OP, i))
     at = (base + first) + (each[:, None] + d[None, :])
     if is_padded(OP, i):
         if MASKED:
@@ -156,70 +180,6 @@ def load_chunk(base, rows, ok, i: tl.constexpr, OP: tl.constexpr, MASKED: tl.con
             x = tl.load(at, mask=ok[:, None], other=0)
         else:
             x = tl.load(at)
-    return x
-
-
-# Four bytes of int8 to four halves: u = x + 128 in the low byte of 0x64uu is the half 1024 + u.
-INT8_PTX: tl.constexpr = tl.constexpr("""{
-    .reg .b32 x;
-    xor.b32 x, $2, 0x80808080;
-    prmt.b32 $0, x, 0x64646464, 0x4140;
-    prmt.b32 $1, x, 0x64646464, 0x4342;
-    mov.b32 x, 0x64806480;
-    sub.rn.f16x2 $0, $0, x;
-    sub.rn.f16x2 $1, $1, x;
-}""")
-# The same for the low and the high halves of four bytes of int4: u = (x & 15) ^ 8 is x + 8.
-LOW_PTX: tl.constexpr = tl.constexpr("""{
-    .reg .b32 x;
-    lop3.b32 x, $2, 0x0F0F0F0F, 0x08080808, 0x6A;
-    prmt.b32 $0, x, 0x64646464, 0x4140;
-    prmt.b32 $1, x, 0x64646464, 0x4342;
-    mov.b32 x, 0x64086408;
-    sub.rn.f16x2 $0, $0, x;
-    sub.rn.f16x2 $1, $1, x;
-}""")
-HIGH_PTX: tl.constexpr = tl.constexpr("""{
-    .reg .b32 x;
-    shr.b32 x, $2, 4;
-    lop3.b32 x, x, 0x0F0F0F0F, 0x08080808, 0x6A;
-    prmt.b32 $0, x, 0x64646464, 0x4140;
-    prmt.b32 $1, x, 0x64646464, 0x4342;
-    mov.b32 x, 0x64086408;
-    sub.rn.f16x2 $0, $0, x;
-    sub.rn.f16x2 $1, $1, x;
-}""")
-FP8_PTX: tl.constexpr = tl.constexpr("""{
-    .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-}""")
-
-
-@triton.constexpr_function
-def ptx_of(op, part):
-    return {"int8": INT8_PTX, "fp8": FP8_PTX, "int4": (LOW_PTX, HIGH_PTX)[part]}[op.kind].value
-
-
-@triton.jit
-def widened(raw, part: tl.constexpr, OP: tl.constexpr, TYPE: tl.constexpr):
-    """Stored numbers as TYPE, exactly; of int4, the low (part 0) or high (part 1) halves of each byte."""
-    if OP.fast:
-        x = tl.inline_asm_elementwise(ptx_of(OP, part), "=r,=r,r", [raw], tl.float16, is_pure=True, pack=4).to(TYPE)
-    elif OP.kind == "int4":
-        if part == 0:
-            x = (((raw & 15) ^ 8).to(tl.int16) - 8).to(tl.float32).to(TYPE)
-        else:
-            x = (((raw >> 4) ^ 8).to(tl.int16) - 8).to(tl.float32).to(TYPE)
-    elif OP.kind == "fp8":
-        # float8_e4m3 is a half with a short exponent: 2**8 makes up for the difference of the two biases.
-        low = (raw & 127).to(tl.uint16) << 7
-        sign = (raw & 128).to(tl.uint16) << 8
-        x = (low | sign).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        x = tl.where((raw & 127) == 127, float("nan"), x).to(TYPE)
-    else:
-        x = raw.to(tl.float32).to(TYPE)
     return x
 
 

@@ -1,4 +1,4 @@
-"""Which keys a query row sees, on the device.
+"""Which keys a query row sees, on the device: by rules and by a dense mask.
 
 Causal, window, chunk and length rules leave one interval of keys to each row (see `tilewise/spans.py`), so two vectors
 `row_lo`, `row_hi` `[BM]` hold all of them, and a cell is visible when `row_lo <= n < row_hi`.
@@ -6,6 +6,59 @@ Causal, window, chunk and length rules leave one interval of keys to each row (s
 
 import triton
 import triton.language as tl
+
+# One cell of a mask, read by the thread that needs it. A load of Triton's own would bring the layout of coalesced loads
+# with it: the whole softmax is then done in that layout and, for the products, in theirs too (1220 instructions a tile
+# for 821, and each product is waited for).
+CELL_PTX: tl.constexpr = tl.constexpr({
+    8: "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u8 $0, [$1]; }",
+    16: "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b16 $0, 0; @p ld.global.nc.u16 $0, [$1]; }",
+    32: "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u32 $0, [$1]; }",
+})  # fmt: skip
+
+
+@triton.constexpr_function
+def cell_ptx(bits):
+    return CELL_PTX.value[bits]
+
+
+@triton.jit
+def load_cells(at, read, S: tl.constexpr):
+    """The cells at pointers `at` [BM, BK], bytes or floats; 0 where they are not to be read."""
+    TYPE: tl.constexpr = at.dtype.element_ty
+    if not S.ptx:
+        x = tl.load(at, mask=read, other=0)
+    else:
+        given = [at.to(tl.int64), read.to(tl.int32)]
+        ptx: tl.constexpr = cell_ptx(TYPE.primitive_bitwidth)
+        if TYPE.primitive_bitwidth == 8:
+            x = tl.inline_asm_elementwise(ptx, "=r,l,r", given, tl.int32, is_pure=True, pack=1)
+        elif TYPE.primitive_bitwidth == 16:
+            x = tl.inline_asm_elementwise(ptx, "=h,l,r", given, tl.int16, is_pure=True, pack=1)
+            x = x.to(TYPE, bitcast=True)
+        else:
+            x = tl.inline_asm_elementwise(ptx, "=r,l,r", given, tl.int32, is_pure=True, pack=1)
+            x = x.to(TYPE, bitcast=True)
+    return x
+
+
+@triton.jit
+def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
+    """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [BM, BK]."""
+    visible = ok[None, :] & (n[None, :] < row_hi[:, None])
+    if S.moves:
+        visible = visible & (n[None, :] >= row_lo[:, None])
+    if S.mask != "":
+        at, row_ok, stride_k = mask  # [BM] pointers to each row's first cell
+        cells = at[:, None] + n[None, :].to(tl.int64) * stride_k
+        cell = load_cells(cells, row_ok[:, None] & ok[None, :], S)
+        if S.mask == "bool":
+            visible = visible & (cell != 0)
+        else:
+            bias = cell.to(tl.float32)
+            s = s + bias
+            visible = visible & (bias != float("-inf"))
+    return tl.where(visible, s, float("-inf")), visible
 
 
 @triton.jit
@@ -45,3 +98,16 @@ def find_sequence(CU, tile, batch, BQ: tl.constexpr):
         else:
             high = middle
     return low
+
+
+@triton.jit
+def find_ordered(ORDER, tile, batch):
+    """The same by the ranks of `order.py`: the sequence, and the tiles before its first."""
+    low, high = 0, batch + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(ORDER + batch + 1 + middle) <= tile:
+            low = middle
+        else:
+            high = middle
+    return tl.load(ORDER + low), tl.load(ORDER + batch + 1 + low)

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for, as one hashable value: the only compile-time argument of `attend`."""
+"""How a kernel is launched, and what it is compiled for: one hashable value, `attend`'s only compile-time argument."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Config:
+    """The shape of a launch."""
+
+    BM: int
+    BK: int
+    warps: int
+    stages: int
+    pack: int = 1
+    splits: int = 1
+    split_tiles: int = 0  # key tiles of a split where the caller fixes them
+    slices: int = 1  # programs that share the value columns
+
+
+@dataclass(frozen=True)
 class Operand:
     """K or V: how its columns are cut, how it is stored and in what type it is multiplied."""
 
-    widths: tuple[int, ...]  # columns of each chunk in storage, powers of two
-    columns: int  # columns in storage; the last chunk may reach further and is padded with zeros
+    widths: tuple[int, ...]  # units of each chunk in storage, powers of two
+    columns: int  # units in storage; the last chunk may reach further and is padded with zeros
     kind: str  # "plain", "int8", "fp8" or "int4"
     group: int  # elements that share a scale; 0 for plain
     factored: bool  # each chunk lies in one group, so its scale can leave the dot product
@@ -18,11 +32,21 @@ class Operand:
     precision: str  # of a float32 dot product: "bf16x6" or "tf32"
     rescaled: bool  # q's rows are multiplied by powers of two, so that float16 holds them
     fast: bool  # stored numbers are widened by PTX instructions
+    unit: int = 1  # bytes that are read together; of plain numbers one number
 
     @property
     def parts(self) -> int:
         """Chunks of elements in a chunk of storage: an int4 byte holds two elements, half a head apart."""
-        return 2 if self.kind == "int4" else 1
+        return self.unit * (2 if self.kind == "int4" else 1)
+
+    def start(self, chunk: int, part: int) -> int:
+        """The first column of a chunk of elements; the others follow `unit` columns apart."""
+        byte, half = part % self.unit, part // self.unit
+        return (sum(self.widths[:chunk]) + half * self.columns) * self.unit + byte
+
+    def group_at(self, chunk: int, part: int) -> int:
+        """The scale group of a chunk of elements that lies in one."""
+        return self.start(chunk, part) // self.group
 
 
 @dataclass(frozen=True)
@@ -36,7 +60,9 @@ class Spec:
     BK: int
     pack: int  # query heads of one KV head that share a tile
     group: int  # query heads of one KV head
+    slices: int  # programs that share the value columns; `values` is what one of them has
     packed_q: bool
+    ordered: bool  # sequences of a packed batch come longest first
     varlen: bool
     page: int  # slots of a page, 0 for no pages
     lengths: bool
@@ -55,7 +81,11 @@ class Spec:
     tail: bool  # the keys may end inside a tile
     guard: str  # what is done about NaN and Inf under hidden cells: "", "inside", "flag" or "repair" (attend.py)
     split: bool
+    merge: str  # who merges splits: "inside" the last program, "after" it `reduce.py`, "" there are none
+    block: int  # splits that a merge loads at once
     lse: bool
+    ptx: bool  # the GPU takes NVIDIA's assembly
+    grain: int  # what the strides of K and V are given in
     pdl: bool  # the merging kernel may start before this one has ended, and waits
 
     @property

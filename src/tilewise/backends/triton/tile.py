@@ -15,8 +15,10 @@ import triton.language as tl
 
 from .load import (
     element_scales,
+    ends,
     group_of,
     keys_of,
+    leads,
     load_chunk,
     parts_of,
     power_of_two,
@@ -26,10 +28,11 @@ from .load import (
     row_scales,
     tile_rows,
     values_of,
-    widened,
     work_type,
 )
+from .masks import hide
 from .scores import LOG2E, logits
+from .widen import widened
 
 
 @triton.jit
@@ -46,9 +49,15 @@ def dot_keys(
                 s = tl.dot(q[i], tl.trans(raw.to(work_type(OP))), s, input_precision=precision_of(OP))
             elif OP.factored:
                 k = widened(raw, part, OP, work_type(OP))
-                scale = row_scales(KS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
-                d = tl.dot(q[i * OP.parts + part], tl.trans(k), input_precision=precision_of(OP))
-                s = s + d * scale[None, :]
+                if leads(OP, i, part):
+                    d = tl.zeros([BM, BK], tl.float32)
+                d = tl.dot(q[i * OP.parts + part], tl.trans(k), d, input_precision=precision_of(OP))
+                if ends(OP, i, part):
+                    scale = row_scales(KS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
+                    if group_of(OP, i, part) == 0:
+                        s = d * scale[None, :]
+                    else:
+                        s = s + d * scale[None, :]
             else:
                 scale = element_scales(KS, scale_rows, ok, i, part, OP, MASKED)  # [BK, W]
                 k = (widened(raw, part, OP, tl.float32) * scale).to(work_type(OP))
@@ -91,14 +100,21 @@ def add_values(
                     value = raw.to(tl.float32)
             elif OP.factored and S.round != "f32":
                 # Scales go into the weights: fewer numbers than the values. Powers of two keep them in float16's range.
-                scale = row_scales(VS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
+                if leads(OP, i, part):
+                    scale = row_scales(VS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
+                    if S.guard == "":
+                        # No key is hidden: the largest scale of all will do, where else it must be that of a row.
+                        power = power_of_two(tl.max(tl.abs(scale), 0)) * (1.0 / 4096)
+                        weights = (p * (scale * (1.0 / power))[None, :]).to(work_type(OP))
+                    else:
+                        weights = p * scale[None, :]
+                        if CLEAN:
+                            weights = p * tl.where(scale - scale == 0, scale, 0.0)[None, :]
+                        power = power_of_two(tl.max(tl.abs(weights), 1))[:, None]  # [BM, 1]
+                        weights = (weights * (1.0 / power)).to(work_type(OP))
                 v = widened(raw, part, OP, work_type(OP))
                 if CLEAN:
                     value = v.to(tl.float32) * scale[:, None]
-                    scale = tl.where(scale - scale == 0, scale, 0.0)
-                weights = p * scale[None, :]
-                power = power_of_two(tl.max(tl.abs(weights), 1))  # [BM]
-                weights = (weights * (1.0 / power)[:, None]).to(work_type(OP))
             else:
                 if OP.factored:
                     scale = row_scales(VS, scale_rows, ok, group_of(OP, i, part), MASKED)[:, None]
@@ -110,7 +126,7 @@ def add_values(
             if CLEAN:
                 v = tl.where(value - value == 0, v, 0.0).to(work_type(OP))
             if OP.kind != "plain" and OP.factored and S.round != "f32":
-                new = old + tl.dot(weights, v) * power[:, None]
+                new = old + tl.dot(weights, v) * power
             else:
                 new = tl.dot(weights, v, old, input_precision=precision_of(OP))
             if CLEAN:
@@ -119,23 +135,25 @@ def add_values(
     return result
 
 
+@triton.constexpr_function
+def halvings(n):
+    """How often `n` columns are halved to 8."""
+    return n.bit_length() - 4
+
+
 @triton.jit
-def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
-    """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [BM, BK]."""
-    visible = ok[None, :] & (n[None, :] < row_hi[:, None])
-    if S.moves:
-        visible = visible & (n[None, :] >= row_lo[:, None])
-    if S.mask != "":
-        at, row_ok, stride_k = mask  # [BM] pointers to each row's first cell
-        cells = at[:, None] + n[None, :].to(tl.int64) * stride_k
-        cell = tl.load(cells, mask=row_ok[:, None] & ok[None, :], other=0)
-        if S.mask == "bool":
-            visible = visible & (cell != 0)
-        else:
-            bias = cell.to(tl.float32)
-            s = s + bias
-            visible = visible & (bias != float("-inf"))
-    return tl.where(visible, s, float("-inf")), visible
+def row_sum(x, BM: tl.constexpr, BK: tl.constexpr):
+    """The sum of each row of x [BM, BK]: halves are added, never more than two numbers at once.
+
+    A plain sum follows the order in which threads hold the cells, which differs from loop to loop. A tile that is done
+    in another loop (mixed or full, repaired) would then differ in the last bit. The column bits that a product leaves
+    in one thread come first: all but bits 1 and 2.
+    """
+    for _ in tl.static_range(halvings(BK)):
+        x = tl.sum(tl.reshape(x, [BM, 2, x.shape[1] // 2]), 1)
+    x = tl.sum(tl.reshape(x, [BM, 4, 2]), 2)
+    x = tl.sum(tl.reshape(x, [BM, 2, 2]), 1)
+    return tl.sum(x, 1)
 
 
 @triton.jit
@@ -143,7 +161,7 @@ def step(
     state, q, t, mixed, rows, keys, values, mask, scale, softcap, lo, hi,
     S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """Key tile `t` into `state` = (m, l, acc). MASKED: 0 every cell is visible, 1 not all, 2 as `mixed` says.
+    """Key tile `t` into `state` = (m, l, acc). MASKED: not every cell is visible; in a list of tiles, as `mixed` says.
 
     `rows` = (row_lo, row_hi, qpos, slope, factor), each [BM]; `keys`, `values` = base, scales and strides. Of the
     keys only `lo .. hi` are loaded, those that any row sees.
@@ -157,32 +175,53 @@ def step(
     n0 = t * BK
     n = n0 + tl.arange(0, BK)
     ok = (n >= lo) & (n < hi)  # [BK]
-    where = tile_rows(n0, hi, TABLE, BK, S.page, MASKED > 0)
+    where = tile_rows(n0, hi, TABLE, BK, S.page, MASKED)
     k_rows = row_offsets(where, k_b, k_l, BK, S.page)
     ks_rows = row_offsets(where, ks_b, ks_l, BK, S.page)
-    s = dot_keys(q, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), MASKED > 0)  # [BM, BK]
-    if S.keys.rescaled:
-        s = s * factor[:, None]
+    s = dot_keys(q, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), MASKED)  # [BM, BK]
     if not S.linear:
+        if S.keys.rescaled:
+            s = s * factor[:, None]
         s = logits(s, scale, softcap, qpos[:, None], n[None, :], slope, S.softcap, S.alibi)
     visible = ok[None, :]
-    if MASKED == 1:
-        s, visible = hide(s, n, ok, row_lo, row_hi, mask, S)
-    if MASKED == 2:
-        if mixed:
-            s, _ = hide(s, n, ok, row_lo, row_hi, mask, S)
+    if MASKED:
+        if S.listed and not CLEAN:
+            if mixed:
+                s, _ = hide(s, n, ok, row_lo, row_hi, mask, S)
+        else:
+            s, visible = hide(s, n, ok, row_lo, row_hi, mask, S)
 
     top = tl.maximum(m, tl.max(s, 1))  # [BM]
     base = tl.where(top == float("-inf"), 0.0, top)  # nothing seen yet: -inf - -inf would be NaN
     if S.linear:
-        c = scale * LOG2E
-        p = tl.exp2(tl.fma(s, c, (-(base * c))[:, None]))
+        c = unit_of_m(scale, factor, S) * LOG2E
+        p = tl.exp2(tl.fma(s, column(c, S), (-(base * c))[:, None]))
         shrink = tl.exp2((m - base) * c)
     else:
         p = tl.exp2((s - base[:, None]) * LOG2E)
         shrink = tl.exp2((m - base) * LOG2E)
-    l = l * shrink + tl.sum(p, 1)
+    if S.guard == "":  # no tile is ever done in another loop
+        l = l * shrink + tl.sum(p, 1)
+    else:
+        l = l * shrink + row_sum(p, BM, BK)
     v_rows = row_offsets(where, v_b, v_l, BK, S.page)
     vs_rows = row_offsets(where, vs_b, vs_l, BK, S.page)
-    acc = add_values(acc, p, shrink, visible, V, VS, v_rows, vs_rows, ok, S, MASKED > 0, CLEAN)
+    acc = add_values(acc, p, shrink, visible, V, VS, v_rows, vs_rows, ok, S, MASKED, CLEAN)
     return top, l, acc
+
+
+@triton.jit
+def unit_of_m(scale, factor, S: tl.constexpr):
+    """What m of a linear kernel is to be multiplied by to be in natural units: one number, or one for each row [BM]."""
+    if S.keys.rescaled:
+        unit = scale * factor
+    else:
+        unit = scale
+    return unit
+
+
+@triton.jit
+def column(x, S: tl.constexpr):
+    if S.keys.rescaled:
+        x = x[:, None]
+    return x

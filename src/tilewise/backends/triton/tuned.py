@@ -1,0 +1,113 @@
+"""Tiles that `tilewise tune` found to be the fastest on a device, kept in a JSON file, by the shape of the work.
+
+The file is read once, when a GPU call is first planned. Without it, or for shapes that it does not hold,
+`heuristics.py` decides alone.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+from ...places import cache_home
+from ...problem import Problem, QuantSpec
+from . import heuristics
+from .spec import Config
+
+FORMAT = 1
+CHOICES = {"BM": (16, 32, 64, 128), "BK": (16, 32, 64, 128, 256), "warps": (1, 2, 4, 8), "stages": range(1, 9),
+           "slices": (1, 2)}  # fmt: skip
+Table = Mapping[str, Config]
+
+
+def path() -> Path:
+    return cache_home() / "tuned.json"
+
+
+def key_of(problem: Problem, processors: int, arch: int) -> str:
+    """What a tile is kept by: the device, and all that the time of a tile depends on; not how many there are."""
+    p = problem
+    what = "decode" if heuristics.is_decode(p) else "prefill"
+    words = [f"sm{arch}x{processors}", what, f"D{p.head_dim}", f"Dv{p.value_dim}"]
+    words += [
+        _type(p.q_dtype.itemsize, None),
+        _type(p.k_dtype.itemsize, p.k_quant),
+        _type(p.v_dtype.itemsize, p.v_quant),
+    ]
+    if what == "decode":
+        words.append(f"rows{heuristics.ceil_pow2(heuristics.pack_of(p.group) * p.q_len)}")
+    if p.page_size:
+        words.append(f"page{p.page_size}")
+    if p.mask is not None:
+        words.append("mask")
+    ruled = p.causal or p.chunk > 0 or p.window != (None, None)
+    return " ".join(words + ["rules"] * ruled + ["curved"] * (p.softcap > 0 or p.alibi) + ["tf32"] * p.allow_tf32)
+
+
+def _type(size: int, quant: QuantSpec | None) -> str:
+    return f"{8 * size}bit" if quant is None else f"{quant.dtype}/{quant.group}"
+
+
+def candidates(problem: Problem, arch: int) -> list[Config]:
+    """Tiles worth trying, the heuristics' own first."""
+    own = heuristics.tile(problem, arch)
+    if heuristics.is_decode(problem):
+        shapes = [(own.BM, BK, w, s, 1) for BK in (32, 64, 128, 256) for w in (2, 4, 8) for s in (2, 3, 4, 5)]
+    else:
+        slices = own.slices
+        shapes = [(BM, BK, w, s, slices) for BM, w in ((64, 4), (128, 8)) for BK in (32, 64, 128) for s in (1, 2, 3, 4)]
+    size = problem.head_dim * problem.k_dtype.itemsize + problem.value_dim // own.slices * problem.v_dtype.itemsize
+    found = [own]
+    for BM, BK, w, s, slices in shapes:
+        c = Config(BM, BK, w, s, own.pack, slices=slices)
+        q = 0 if heuristics.is_decode(problem) else BM * problem.head_dim * problem.q_dtype.itemsize
+        if c != own and q + s * BK * size <= heuristics.SHARED_BYTES:
+            found.append(c)
+    return found
+
+
+def read(file: Path) -> dict[str, Config]:
+    """The tiles in a file; what is not one is left out, with a warning."""
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']}, expected {FORMAT}")
+        entries = content["tiles"].items()
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        warnings.warn(f"{file} is not a file of `tilewise tune` and is not used: {error!r}", stacklevel=2)
+        return {}
+    table = {}
+    for key, tile in entries:
+        if isinstance(tile, dict) and set(tile) == set(CHOICES) and all(tile[n] in CHOICES[n] for n in CHOICES):
+            table[key] = Config(**tile)
+        else:
+            warnings.warn(f"{file}: the tile of {key!r} is not one and is not used: {tile}", stacklevel=2)
+    return table
+
+
+def write(file: Path, table: Table) -> None:
+    tiles = {key: {n: x for n, x in asdict(c).items() if n in CHOICES} for key, c in sorted(table.items())}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".part")
+    partial.write_text(json.dumps({"format": FORMAT, "tiles": tiles}, indent=1) + "\n")
+    partial.replace(file)  # whole or not at all
+
+
+@cache
+def kept() -> dict[str, Config]:
+    """The tiles kept on this machine."""
+    return read(path())
+
+
+def config(problem: Problem, processors: int, arch: int, table: Table | None = None) -> Config:
+    """The launch of a problem: by a kept tile if there is one, else by the heuristics."""
+    tile = (kept() if table is None else table).get(key_of(problem, processors, arch))
+    if tile is not None and heuristics.is_decode(problem):
+        tile = replace(tile, pack=heuristics.pack_of(problem.group))
+    return heuristics.config(problem, processors, arch, tile)
