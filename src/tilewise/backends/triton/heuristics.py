@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from ...problem import Problem, QuantSpec
-from .spec import Config, Operand, Spec
+from .spec import Config as Config
+from .spec import Operand, Spec
 from .splits import split_count
 
 NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}

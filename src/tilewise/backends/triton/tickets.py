@@ -1,12 +1,16 @@
 """Counters by which the programs of a call find out who is last: zero before a call and after it.
 
-Calls of one stream run one after the other and share them; those of other streams have their own. A captured call has
-none, for it may be replayed beside any other.
+Calls that may run at the same time must not share them. Those of one stream run one after the other and do. A captured
+call may be replayed at any time, so it gets counters for itself; they are set aside beforehand, for inside a capture
+clearing them would be one more step of every replay.
 """
 
 from __future__ import annotations
 
 import torch
+
+SPARE = 64  # captured calls for which counters are set aside at once
+_kept: list[torch.Tensor] = []  # counters of captured calls: a graph may outlive all else that knows of it
 
 
 class Tickets:
@@ -15,14 +19,28 @@ class Tickets:
     def __init__(self, count: int) -> None:
         self.count = count
         self.by_stream: dict[int, torch.Tensor] = {}
+        self.spare: list[torch.Tensor] = []
 
     def take(self, device: torch.device) -> torch.Tensor:
-        """Counters for a call on the current stream."""
-        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-        counters = self.by_stream.get(stream)
-        if counters is None:
-            counters = self.by_stream[stream] = torch.zeros(self.count, dtype=torch.int32, device=device)
-        return counters
+        """Counters for one call on the current stream."""
+        if device.type != "cuda":
+            return torch.zeros(self.count, dtype=torch.int32, device=device)
+        if torch._C._cuda_isCurrentStreamCapturing():
+            counters = self.spare.pop() if self.spare else self.zeros(1, device)[0]
+            _kept.append(counters)
+            return counters
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        known = self.by_stream.get(stream)
+        if known is None:
+            known, *spare = self.zeros(1 + SPARE, device)
+            self.by_stream[stream] = known
+            self.spare += spare
+            torch.cuda.synchronize(device)  # a capture on another stream may follow at once
+        return known
+
+    def zeros(self, sets: int, device: torch.device) -> list[torch.Tensor]:
+        """Sets of counters, each at a multiple of 16 bytes."""
+        return list(torch.zeros(sets, -(-self.count // 4) * 4, dtype=torch.int32, device=device).unbind(0))
 
 
 def capturing() -> bool:
