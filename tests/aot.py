@@ -36,6 +36,7 @@ class Compiled:
     registers: int
     spills: int  # bytes of spill stores
     ptx: str
+    ttgir: str
     cubin: bytes
 
 
@@ -101,7 +102,7 @@ def compile_kernel(kernel: Kernel, arguments: dict[str, Any], arch: int) -> Comp
     source = ASTSource(fn=kernel.function, signature=signature, constexprs=constants, attrs=attrs)
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=OPTIONS | kernel.options)
     registers, spills = resources(built.asm["ptx"], arch)
-    return Compiled(built.metadata.shared, registers, spills, built.asm["ptx"], built.asm["cubin"])
+    return Compiled(built.metadata.shared, registers, spills, built.asm["ptx"], built.asm["ttgir"], built.asm["cubin"])
 
 
 def resources(ptx: str, arch: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ processes of its own, each with a share of the cases. It multiplies bfloat16 wro
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tilewise.backends import triton as backend
 from tilewise.problem import MaskSpec, Problem, QuantSpec
 
 pytest.importorskip("triton")
-from tilewise.backends.triton import heuristics
+from tilewise.backends.triton import heuristics, launch, splits
 
 SHARES = 8  # about a minute each; two of them run in `make test`
 # Slow in the interpreter, and like others but longer.
@@ -66,6 +67,47 @@ def test_interpreted_kernels_notice_a_wrong_result():
     )
     assert run.returncode == 1
     assert "Mismatch" in run.stdout
+
+
+PIECES = """
+import torch
+from tilewise import attention
+from tilewise.backends.triton import launch, order, splits
+torch.manual_seed(0)
+
+# Splits merged by the last program and by a launch of their own, which is what a CUDA graph holds: the same bits.
+inside = []
+first = launch.Bound.first
+def watched(self, t, key):
+    inside.append(self.merges_inside)
+    first(self, t, key)
+launch.Bound.first = watched
+q, k, v = torch.randn(2, 6, 1, 64), torch.randn(2, 2, 900, 64), torch.randn(2, 2, 900, 64)
+results = []
+for most in (splits.MERGE_BYTES, 0):
+    splits.MERGE_BYTES = most
+    launch._bound.clear()
+    results.append(attention(q, k, v, return_lse=True, sinks=torch.randn(6).mul(0).add(1), backend="triton"))
+assert inside == [True, False], inside
+assert (results[0].out == results[1].out).all() and (results[0].lse == results[1].lse).all()
+
+# Sequences by their keys, longest first, equal ones as they come; tiles of query rows before each.
+def ranked(q_lengths, k_lengths, total, BQ):
+    cu = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (q_lengths, k_lengths)]
+    ranks = torch.full((2 * len(q_lengths) + 2,), -1, dtype=torch.int32)
+    N = 1 << len(q_lengths).bit_length()
+    order.order[(1,)](cu[0], cu[1], None, ranks, len(q_lengths), total, VARLEN=True, BQ=BQ, N=N)
+    return ranks.tolist()
+assert ranked([5, 70, 0, 33], [9, 90, 1, 90], 120, 16) == [1, 3, 0, 2, 4, 0, 5, 8, 9, 9]
+assert ranked([3], [3], 3, 16) == [0, 1, 0, 1]
+print("fine")
+"""
+
+
+def test_pieces_in_the_interpreter():
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", PIECES], env=env, capture_output=True, text=True)
+    assert run.stdout == "fine\n", run.stdout + run.stderr[-2000:]
 
 
 def problem(**changes):
@@ -159,3 +201,41 @@ def test_planes_of_a_section_fit_the_cache():
     c = heuristics.config(p, 132, 90)
     assert heuristics.section(p, c) == (32 << 20) // (16384 * 512)
     assert heuristics.section(problem(), c) == 1
+
+
+def test_short_calls_merge_their_splits_themselves():
+    short = problem(batch=1, heads=32, kv_heads=8, q_len=1, kv_len=4096, head_dim=128, value_dim=128)
+    for p, want in ((short, True), (replace(short, kv_len=65536), False), (replace(short, batch=64), False)):
+        c = heuristics.config(p, 132, 90)
+        assert splits.merges_inside(p, c) is (want and c.splits > 1)
+    wide = problem(batch=1, heads=64, kv_heads=1, q_len=16, kv_len=4096, head_dim=512, value_dim=512)
+    assert not splits.merges_inside(wide, heuristics.config(wide, 132, 90)), "too much for one program"
+
+
+def test_narrow_caches_are_read_in_pairs_where_that_can_be():
+    int4, int8 = QuantSpec("int4", 128), QuantSpec("int8", 32)
+    one = problem(q_len=1, head_dim=128, value_dim=128, k_dtype=torch.uint8, k_quant=int4)
+    for p, BM, pairs, want in ((one, 16, True, 2), (one, 64, True, 1), (one, 16, False, 1)):
+        op = heuristics.operand(p, 128, torch.uint8, int4, True, BM, 90, pairs)
+        assert (op.unit, op.columns, op.widths) == (want, 64 // want, (64 // want,))
+        columns = sorted(op.start(0, part) + op.unit * n for part in range(op.parts) for n in range(op.widths[0]))
+        assert columns == list(range(128)), "every column once"
+    assert heuristics.operand(one, 64, torch.int8, int8, True, 16, 90, True).unit == 1, "groups of 32"
+
+
+def test_d512_is_shared_by_two_programs():
+    for causal in (False, True):
+        p = problem(head_dim=512, value_dim=512, causal=causal)
+        c = heuristics.config(p, 132, 90)
+        assert c.slices == 2
+        assert heuristics.spec(p, c, 90).values.widths == (256,)
+    assert heuristics.config(problem(head_dim=576, value_dim=512), 132, 90).slices == 1
+    assert heuristics.config(problem(head_dim=512, value_dim=512), 132, 80).slices == 1, "too little shared memory"
+
+
+@pytest.mark.parametrize(
+    ("strides", "want"), [((72, 64, 8), 8), ((16, 32, 1600), 1), ((4, 8, 16), 4), ((73, 8, 16), 1), ((0, 0, 16), 1)]
+)
+def test_strides_are_given_in_grains(strides, want):
+    x = torch.empty_strided((1, 1, 1, 8), (*strides, 1))
+    assert launch._grain(x, None) == want

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..api import attention, paged_attention, varlen_attention
+from ..errors import Unsupported
 from ..reference import visible_cells
 from ..state import AttentionState, merge
 from ..tensors import sequences
@@ -103,6 +104,33 @@ def hidden_keys_do_not_matter(backend: str | None, device: str) -> None:
         result = attention(q, k, spoilt_v, backend=backend, **option)
         if not bool(result[:, :, ~blind].isnan().all()):
             raise Mismatch(f"{name_of}: rows that see a NaN must be NaN")
+
+
+@prop
+def hidden_values_do_not_matter_in_16_bits(backend: str | None, device: str) -> None:
+    """The same for NaN in v, in float16 and in bfloat16, unless the backend does not take that."""
+    numbers = torch.Generator().manual_seed(1)
+    wide = [torch.randn(1, h, 150, 64, generator=numbers).to(device) for h in (4, 2, 2)]
+    seen = torch.rand(150, 150, generator=numbers).to(device) < 0.5
+    seen[:, 64:128] = True  # a tile without hidden cells
+    rows = torch.arange(150, device=device)
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = (x.to(dtype) for x in wide)
+        bias = torch.where(seen, 0.5, -torch.inf).to(dtype)
+        for option, blind in (
+            ({"causal": True}, rows < 40),
+            ({"mask": seen}, ~seen[:, 40]),
+            ({"mask": bias}, ~seen[:, 40]),
+        ):
+            spoilt = v.clone()
+            spoilt[:, :, 40] = float("nan")
+            try:
+                clean = attention(q, k, v, return_lse=True, backend=backend, **option)
+            except Unsupported:
+                continue
+            result = attention(q, k, spoilt, return_lse=True, backend=backend, **option)
+            what = f"{dtype}, {next(iter(option))}: NaN in v[40], in rows that do not see it"
+            same(what, *(AttentionState(x.out[:, :, blind], x.lse[:, :, blind]) for x in (clean, result)))
 
 
 @prop
