@@ -70,10 +70,10 @@ def to_weights(a, s, m, l, rows, tile, n_keys, mixed, MASKED: gl.constexpr):
     if not a.S.linear:
         s = logits(a, s, rows, columns)
     if MASKED == 1:
-        s, _ = hide(a, s, rows, columns, n_keys)
+        s, _ = hide(a, s, rows, tile, columns, n_keys)
     if MASKED == 2:
         if mixed:
-            s, _ = hide(a, s, rows, columns, n_keys)
+            s, _ = hide(a, s, rows, tile, columns, n_keys)
     p, m, l, shrink = weights(a, s, m, l, MASKED > 0)
     return p, m, l, gl.convert_layout(shrink, gl.SliceLayout(1, out_layout(a.S)))
 
@@ -128,15 +128,20 @@ def other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, r
             p, o, m, l = next_tile(a, queries, keys, values, i, n, tile, w.n_keys, mixed, p, o, m, l, rows, C, 2)
             entry = upcoming
     else:
-        top = w.last - 1 + begin
         if a.S.masked:
             for n in range(start + 1, right):
-                p, o, m, l = next_tile(a, queries, keys, values, i, n, top - n, w.n_keys, True, p, o, m, l, rows, C, 1)
+                p, o, m, l = next_tile(
+                    a, queries, keys, values, i, n, tiles.tile(n - begin), w.n_keys, True, p, o, m, l, rows, C, 1
+                )
         for n in range(right, left):
-            p, o, m, l = next_tile(a, queries, keys, values, i, n, top - n, w.n_keys, True, p, o, m, l, rows, C, 0)
+            p, o, m, l = next_tile(
+                a, queries, keys, values, i, n, tiles.tile(n - begin), w.n_keys, True, p, o, m, l, rows, C, 0
+            )
         if a.S.moves:
             for n in range(left, end):
-                p, o, m, l = next_tile(a, queries, keys, values, i, n, top - n, w.n_keys, True, p, o, m, l, rows, C, 1)
+                p, o, m, l = next_tile(
+                    a, queries, keys, values, i, n, tiles.tile(n - begin), w.n_keys, True, p, o, m, l, rows, C, 1
+                )
     return p, o, m, l
 
 

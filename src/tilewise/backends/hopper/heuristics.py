@@ -71,16 +71,17 @@ def chunk_widths(columns: int) -> tuple[int, int]:
     return 128, -(-columns // 128)
 
 
-def value_parts(columns: int) -> tuple[int, int]:
-    """(width, count) of the tiles of the value dim."""
-    width = min(256, max(64, ceil_pow2(columns)))
-    return width, -(-columns // width)
+def value_parts(problem: Problem) -> tuple[int, int]:
+    """(width, count) of the tiles of the value dim; over wide heads they wait in chunks of 128 (see `config`)."""
+    least = 64 if problem.head_dim <= 256 else 128
+    width = min(256, max(least, ceil_pow2(problem.value_dim)))
+    return width, -(-problem.value_dim // width)
 
 
 def config(problem: Problem) -> Config:
     """What fits the shared memory (227 KiB) and the registers, and was the fastest there."""
     width, chunks = chunk_widths(problem.head_dim)
-    DV, _ = value_parts(problem.value_dim)
+    DV, _ = value_parts(problem)
     if width * chunks <= 64 and DV <= 64 and problem.mask is None:  # tiles of a mask have a power of two of rows
         return Config(128, 3, 2, 2, consumer_regs=160, producer_regs=32)
     if width * chunks <= 128 and DV <= 128:
@@ -89,7 +90,7 @@ def config(problem: Problem) -> Config:
         return Config(128, 2, 2 * chunks, 2, out_columns=DV // 2, q_stages=1)
     if width * chunks <= 256:
         return Config(64, 2, 2 * chunks, 2, out_columns=DV // 2, q_stages=1)
-    return Config(64, 2, 4, 1, staged="borrowed", out_columns=min(128, DV), q_stages=1)
+    return Config(64, 2, 4, 1, staged="borrowed", out_columns=128, q_stages=1)
 
 
 def uneven(problem: Problem) -> bool:
@@ -117,7 +118,7 @@ def spec(problem: Problem, c: Config) -> Spec:
     mask = "" if p.mask is None else "bool" if p.mask.is_bool else "float"
     ruled = p.causal or p.chunk > 0 or p.window != (None, None)
     width, chunks = chunk_widths(p.head_dim)
-    DV, parts = value_parts(p.value_dim)
+    DV, parts = value_parts(p)
     tail = p.kv_lengths or p.form != "dense" or p.kv_len % c.BN != 0
     return Spec(
         dtype=NAMES[p.q_dtype],

@@ -21,6 +21,7 @@ from .order import order
 from .prefill import prefill
 from .repair import repair
 
+REPAIR_COLUMNS = 128  # of the output that are repaired at a time; more would not fit the registers of a warpgroup
 ORDER_RUN = 64  # sequences that one program of `order` ranks
 # The pointers of the kernels, and where they come from.
 POINTERS = {
@@ -45,7 +46,7 @@ class Bound:
         self.order, self.prefill, self.repair = Kernel(order), Kernel(prefill), Kernel(repair)
         self.lister = Lister(p, TileConfig(s.BM, s.BN, 4, 1)) if s.mask else None
         self.listings: dict[Any, tuple[Listing | None, tuple[int, int, int, int]]] = {}
-        self.repair_spec = replace(s, staged="")
+        self.repair_spec = replace(s, DV=min(s.DV, REPAIR_COLUMNS), out_columns=s.DV)
         left, right = p.window
         self.sizes: Given = {
             "batch": p.batch,
@@ -72,13 +73,13 @@ class Bound:
         with torch.cuda.device(t.q.device):
             made = self.made(t.q.device)
             lists = NO_LISTS if self.lister is None else self.list_tiles(self.lister, t, key)
-            given = self.arguments(t, made, lists, known=key in self.prefill.ready)
+            known = key in self.prefill.ready
+            given = self.arguments(t, made, lists, known)
             if p.packed_q:
                 self.order(-(-(p.batch + 1) // ORDER_RUN), given | {"BM": self.spec.BM, "RUN": ORDER_RUN}, key)
             self.prefill(self.programs, given, key)
             if self.spec.guard:
-                given["S"] = self.repair_spec
-                self.repair(self.repairs, given, key)
+                self.repair(self.repairs, self.repair_arguments(t, given, known), key)
 
     def arguments(self, t: Tensors, made: Given, lists: Lists, known: bool = False) -> Given:
         """The arguments of the kernels; the tensors of a `known` call are like those of an earlier one."""
@@ -103,6 +104,11 @@ class Bound:
         given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), list_strides, strict=True))
         given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
         return given | self.sizes
+
+    def repair_arguments(self, t: Tensors, given: Given, known: bool = False) -> Given:
+        s = self.repair_spec
+        v = given["v"] if known else descriptor(t.v, s.BN, s.DV, s.dtype)
+        return given | {"v": v, "S": s}
 
     def made(self, device: torch.device) -> Given:
         """Memory of a call's own."""

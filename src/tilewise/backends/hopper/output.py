@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .layouts import out_layout, wide_layout
+from .layouts import wide_layout
 
 
 @gluon.jit
@@ -21,15 +21,18 @@ def store(a, w, o, lse, rows, outs, C):
     DV: gl.constexpr = a.S.DV
     COLUMNS: gl.constexpr = a.S.out_columns
     column = w.part * DV
-    if a.S.staged == "":
-        store_rows(a, w, o.to(a.q.dtype), column, C, DV, out_layout(a.S))
-    elif COLUMNS == DV:
+    if COLUMNS == DV:
         send(a, w, o, column, outs, C, 0)
     else:
         gl.static_assert(COLUMNS * 2 == DV)
         low, high = gl.split(gl.permute(gl.reshape(o, [64, 2, COLUMNS]), (0, 2, 1)))  # [64, COLUMNS]
         send(a, w, low, column, outs, C, 0)
         send(a, w, high, column + COLUMNS, outs, C, 1)
+    store_lse(a, w, lse, rows)
+
+
+@gluon.jit
+def store_lse(a, w, lse, rows):
     if a.S.lse:
         at = a.LSE + w.row_b.to(gl.int64) * a.lse_b + w.head.to(gl.int64) * a.lse_h
         gl.store(at + (w.q_start + rows.row).to(gl.int64) * a.lse_l, lse, mask=rows.ok & (w.part == 0))

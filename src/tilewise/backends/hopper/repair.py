@@ -3,7 +3,8 @@
 P V also multiplies values under hidden cells, by zero; if such a value was NaN or infinite, so is the output now. The
 consumers leave a note for each of their tiles (`note_strays`). Those noted, if any, are computed once more here, with
 the same arithmetic in the same order, but with zeros for all values that are not finite. What those add to the rows
-that do see them is counted by a product of its own. One warpgroup does it all, step by step: this is rare.
+that do see them is counted by a product of its own. One warpgroup does it all, step by step, in PIECES of the output's
+columns where they are many: this is rare.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .arguments import Arguments
 from .consumer import as_operand, no_sums, own_tiles, rows_of
 from .layouts import out_layout, score_layout, wide_layout
-from .output import store
+from .output import store_lse, store_rows
 from .prefill import PLAIN_INTS
 from .schedule import find, slots_of
 from .softmax import finish, hide, logits, weights
@@ -37,14 +38,15 @@ def stray_codes(value):
 
 
 @gluon.jit
-def redo(a, slot, c, q_s, k_s, v_s, code_s, full, turn):
-    """The rows of consumer c in a slot."""
+def redo(a, slot, c, piece, q_s, k_s, v_s, code_s, full, turn):
+    """The rows of consumer c in a slot, and one piece of their columns."""
     BN: gl.constexpr = a.S.BN
     DV: gl.constexpr = a.S.DV
     CHUNKS: gl.constexpr = a.S.chunks
     WIDTH: gl.constexpr = a.S.chunk_d
     OUT: gl.constexpr = out_layout(a.S)
     w = find(a, slot)
+    column = (w.part * (a.S.out_columns // DV) + piece) * DV
     rows = rows_of(a, w, c)
     tiles = tile_list(a, w)
     start, _, _, end = own_tiles(a, w, tiles, 0, c)
@@ -60,7 +62,7 @@ def redo(a, slot, c, q_s, k_s, v_s, code_s, full, turn):
             turn = bring(a.k, [w.kv_b, w.head // a.group, row, j * WIDTH], k_s, full, turn)
             k = k_s.reshape([BN, WIDTH]).permute((1, 0))
             s = warpgroup_mma(q_s.index(j).reshape([64, WIDTH]), k, s, use_acc=j > 0)
-        turn = bring(a.v, [w.kv_b, w.head // a.group, row, w.part * DV], v_s, full, turn)
+        turn = bring(a.v, [w.kv_b, w.head // a.group, row, column], v_s, full, turn)
         values = v_s.reshape([BN, DV])
         v = values.load(wide_layout(DV))
         value = v.to(gl.float32)
@@ -71,7 +73,7 @@ def redo(a, slot, c, q_s, k_s, v_s, code_s, full, turn):
         columns = tile * BN + gl.arange(0, BN, gl.SliceLayout(0, score_layout(a.S)))
         if not a.S.linear:
             s = logits(a, s, rows, columns)
-        s, visible = hide(a, s, rows, columns, w.n_keys)
+        s, visible = hide(a, s, rows, tile, columns, w.n_keys)
         p, m, l, shrink = weights(a, s, m, l, True)
         o = o * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
         o = warpgroup_mma(as_operand(a, p), values, o)
@@ -81,7 +83,8 @@ def redo(a, slot, c, q_s, k_s, v_s, code_s, full, turn):
         o = o + (up + gl.where(hits >= 256, float("-inf"), 0.0))
     lse, share = finish(a, m, l, w.head, w.owned)
     o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
-    store(a, w, o, lse, rows, v_s, c)
+    store_rows(a, w, o.to(a.q.dtype), column, c, DV, OUT)
+    store_lse(a, w, lse, rows)
     return turn
 
 
@@ -122,4 +125,6 @@ def repair(
         if gl.max(gl.load(a.FLAGS + at, mask=at < units, other=0), 0) != 0:
             for unit in range(first, gl.minimum(first + RUN, units)):
                 if gl.load(a.FLAGS + unit) != 0:
-                    turn = redo(a, unit // S.consumers, unit % S.consumers, q_s, k_s, v_s, code_s, full, turn)
+                    for piece in range(S.out_columns // DV):
+                        slot = unit // S.consumers
+                        turn = redo(a, slot, unit % S.consumers, piece, q_s, k_s, v_s, code_s, full, turn)

@@ -68,11 +68,19 @@ def logits(a, s, rows, columns):
 
 
 @gluon.jit
-def hide(a, s, rows, columns, n_keys):
-    """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [64, BN]."""
-    visible = columns[None, :] < rows.hi[:, None]
+def hide(a, s, rows, tile, columns, n_keys):
+    """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [64, BN].
+
+    A thread's columns are 8 i + j: for few j (its place among four threads, which the compiler does not know) and many
+    i (which it does). So i is compared with row and j, and each cell costs one comparison with a constant.
+    """
+    BN: gl.constexpr = a.S.BN
+    column = gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
+    i8 = column & -8
+    j = column & 7
+    visible = i8[None, :] < (rows.hi - tile * BN)[:, None] - j[None, :]
     if a.S.moves:
-        visible = visible & (columns[None, :] >= rows.lo[:, None])
+        visible = visible & (i8[None, :] >= (rows.lo - tile * BN)[:, None] - j[None, :])
     if a.S.mask != "":
         at = rows.mask[:, None] + (columns * a.mask_k)[None, :]
         inside = rows.ok[:, None] & (columns < n_keys)[None, :]

@@ -19,7 +19,7 @@ class Spec:
     q_stages: int  # works whose query rows are in shared memory
     k_stages: int  # chunks of keys in shared memory
     v_stages: int
-    staged: str  # where the output waits for TMA: in memory of its "own", "borrowed" from q; "": not, it is just stored
+    staged: str  # where the output waits for TMA: in memory of its "own", or "borrowed" from q
     out_columns: int  # columns of the output that wait there at a time
     consumer_regs: int
     producer_regs: int

@@ -1,8 +1,9 @@
 """The tiles of keys that a tile of query rows visits, from the last to the first.
 
-Without a mask they are a range. With one they are the list that `classify.py` of the Triton backend leaves: entries
-2 * tile + mixed, in order; RANK tells where the entries of a range begin. A range without an entry is given its last
-tile all the same, so that there always is one.
+Without a mask they are a range. Where every row sees every key, each tile of rows begins with another tile of keys, so
+that not all programs ask for the same memory at once. With a mask they are the list that `classify.py` of the Triton
+backend leaves: entries 2 * tile + mixed, in order; RANK tells where the entries of a range begin. A range without an
+entry is given its last tile all the same, so that there always is one.
 """
 
 from triton.experimental import gluon
@@ -16,13 +17,15 @@ from .arguments import held
 class Tiles:
     last: gl.tensor
     count: gl.tensor
+    shift: object  # where the range begins: so many tiles from the last
     at: object  # the last entry
     entries: gl.tensor  # how many there are; 0: the one tile has no entry
 
     @gluon.constexpr_function
-    def __init__(self, last, count, at, entries):
+    def __init__(self, last, count, shift, at, entries):
         self.last = last
         self.count = count
+        self.shift = held(shift)
         self.at = held(at)
         self.entries = entries
 
@@ -30,7 +33,11 @@ class Tiles:
     def entry(self, i):
         """Tile number i and whether its cells are to be looked at, as 2 * tile + mixed."""
         if self.at is None:
-            found = (self.last - i) * 2
+            tile = self.last - i
+            if self.shift is not None:
+                tile -= self.shift
+                tile = gl.where(tile < 0, tile + self.count, tile)
+            found = tile * 2
         else:
             found = gl.load(self.at - i, mask=i < self.entries, other=0)
             found = gl.where(self.entries == 0, self.last * 2 + 1, found)
@@ -45,12 +52,15 @@ class Tiles:
 def tile_list(a, w):
     if a.S.mask == "":
         count = w.last - w.first
-        tiles = Tiles(w.last - 1, count, None, count)
+        shift = None
+        if not a.S.masked:
+            shift = w.top // a.S.BM % count
+        tiles = Tiles(w.last - 1, count, shift, None, count)
     else:
         tile = w.top // a.S.BM
         plane = w.b.to(gl.int64) * a.list_b + w.head.to(gl.int64) * a.list_h + tile.to(gl.int64) * a.list_q
         ranks = a.RANK + plane * (a.list_n + 1)
         begin = gl.load(ranks + gl.minimum(w.first, a.list_n))
         end = gl.load(ranks + gl.minimum(w.last, a.list_n))
-        tiles = Tiles(w.last - 1, gl.maximum(end - begin, 1), a.LIST + plane * a.list_n + (end - 1), end - begin)
+        tiles = Tiles(w.last - 1, gl.maximum(end - begin, 1), None, a.LIST + plane * a.list_n + (end - 1), end - begin)
     return tiles

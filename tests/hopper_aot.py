@@ -1,0 +1,104 @@
+"""Ahead-of-time compilation of the Gluon kernels that a problem needs, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from aot import TOOLS, TYPES, tensors_of
+from tilewise.backends.hopper import heuristics
+from tilewise.backends.hopper.kernel import OPTIONS
+from tilewise.backends.hopper.launch import ORDER_RUN, Bound
+from tilewise.backends.hopper.order import order
+from tilewise.backends.hopper.prefill import prefill
+from tilewise.backends.hopper.repair import repair
+from tilewise.plan import Plan
+from tilewise.problem import Problem
+
+PROCESSORS = 132
+
+
+@dataclass
+class Built:
+    shared: int
+    report: str  # what ptxas says
+    sass: str
+
+    @property
+    def loops(self) -> list[list[str]]:
+        """The innermost loops that multiply matrices."""
+        labels: dict[str, int] = {}
+        code: list[str] = []
+        for line in self.sass.splitlines():
+            if label := re.match(r"^(\.L_x_\d+):", line):
+                labels[label[1]] = len(code)
+            elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+                code.append(instruction[1])
+        spans = []
+        for i, instruction in enumerate(code):
+            back = re.search(r"BRA.*?(\.L_x_\d+)", instruction)
+            if back and labels.get(back[1], i + 1) <= i:
+                spans.append((labels[back[1]], i + 1))
+        inner = [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+        return [code[a:b] for a, b in inner if any("HGMMA" in x for x in code[a:b])]
+
+
+def build(function: Any, given: dict[str, Any], constants: tuple[str, ...], ptxas: str = "ptxas") -> Built:
+    """Compiles as a launch with these arguments would, every pointer aligned; with one of Triton's two ptxas."""
+    names = function.arg_names
+    plain = {p.name for p in function.params if p.do_not_specialize}
+    signature: dict[str, str] = {}
+    fixed: dict[tuple[int], Any] = {}
+    attrs: dict[tuple[int], Any] = {}
+    for i, name in enumerate(names):
+        value = given[name]
+        if name in constants or value is None or (type(value) is int and value == 1 and name not in plain):
+            signature[name], fixed[(i,)] = "constexpr", value
+        elif hasattr(value, "block_shape"):
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)},{value.layout!r}>"
+        elif isinstance(value, torch.Tensor):
+            signature[name], attrs[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and name not in plain:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource if function.is_gluon() else ASTSource
+    built = triton.compile(
+        source(fn=function, signature=signature, constexprs=fixed, attrs=attrs),
+        target=GPUTarget("cuda", 90, 32),
+        options=OPTIONS,
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        ptx.write(built.asm["ptx"])
+        ptx.flush()
+        command = [TOOLS / ptxas, "-v", "--fmad=false", "--gpu-name=sm_90a", ptx.name, "-o", cubin.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin.name], capture_output=True, text=True, check=True).stdout
+    return Built(built.metadata.shared, report, sass)
+
+
+def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:
+    """Every kernel of a problem: prefill, and where it needs them repair and order."""
+    c = heuristics.config(problem)
+    bound = Bound(Plan(problem, "hopper", "", (64 * c.consumers, c.BN)), c, PROCESSORS)
+    ints = torch.empty(1, dtype=torch.int32, device="meta")
+    lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.mask else (None, None, (0, 0, 0, 0))
+    tensors = tensors_of(problem)
+    given = bound.arguments(tensors, bound.made(torch.device("meta")), lists)
+    found = {"prefill": build(prefill, given, ("S",), ptxas)}
+    if bound.spec.guard:
+        found["repair"] = build(repair, bound.repair_arguments(tensors, given), ("S",), ptxas)
+    if problem.packed_q:
+        found["order"] = build(order, given | {"BM": bound.spec.BM, "RUN": ORDER_RUN}, ("BM", "RUN"), ptxas)
+    return found

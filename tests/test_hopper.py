@@ -1,0 +1,98 @@
+"""What the Hopper backend serves and how it cuts a problem, as plain functions. Its kernels: test_hopper_aot.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise.backends import hopper
+from tilewise.backends.hopper import heuristics
+from tilewise.problem import MaskSpec, Problem, QuantSpec
+
+SHARED = 227 << 10
+
+
+def problem(D=128, Dv=0, **changes):
+    sizes = {
+        "form": "dense", "device": torch.device("cuda"), "batch": 4, "heads": 16, "kv_heads": 4, "q_len": 4096,
+        "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": torch.bfloat16, "k_dtype": torch.bfloat16,
+        "v_dtype": torch.bfloat16, "scale": 0.1, "q_offset": 0,
+    }  # fmt: skip
+    return Problem(**(sizes | changes))
+
+
+def test_a_machine_without_a_hopper_gpu_is_told_so():
+    assert hopper.supports(replace(problem(), device=torch.device("cpu"))) == "runs on Hopper GPUs"
+
+
+INT8 = QuantSpec("int8", 64)
+REFUSED = {
+    "float": {"q_dtype": torch.float32, "k_dtype": torch.float32, "v_dtype": torch.float32},
+    "alike": {"v_dtype": torch.float16},
+    "queries": {"q_len": 16},
+    "pages": {"form": "paged", "page_size": 16},
+    "16 bytes": {"aligned": False},
+    "positive": {"scale": -0.5},
+    "512": {"head_dim": 576},
+    "all alike": {"k_dtype": torch.int8, "v_dtype": torch.int8, "k_quant": INT8, "v_quant": INT8},
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_refusals_name_what_is_missing(word):
+    assert word in (heuristics.refusal(problem(**REFUSED[word])) or "")
+
+
+def test_what_is_served():
+    for changes in (
+        {}, {"causal": True, "window": (9, None)}, {"softcap": 5.0}, {"alibi": True}, {"sinks": True}, {"chunk": 9},
+        {"mask": MaskSpec(torch.bool, (True, True, False, False))}, {"kv_lengths": True, "q_offset": "end"},
+        {"form": "varlen", "packed_q": True, "total_q": 99, "q_len": 50}, {"head_dim": 512, "value_dim": 512},
+    ):  # fmt: skip
+        assert heuristics.refusal(problem(**changes)) is None
+
+
+@pytest.mark.parametrize("D", [16, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512])
+@pytest.mark.parametrize("Dv", [16, 64, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("masked", [False, True])
+def test_tiles_cover_the_heads_and_fit(D, Dv, masked):
+    p = problem(D, Dv, mask=MaskSpec(torch.bool, (True, True, False, False)) if masked else None)
+    c = heuristics.config(p)
+    s = heuristics.spec(p, c)
+    assert s.chunk_d * s.chunks >= D
+    assert s.DV * s.parts >= Dv
+    assert s.k_stages >= s.chunks
+    assert s.out_columns in (s.DV, s.DV // 2)
+    rows = s.consumers * s.chunks * 64 * s.q_stages
+    elements = rows * s.chunk_d + s.BN * (s.k_stages * s.chunk_d + s.v_stages * s.DV)
+    if s.staged == "own":
+        elements += s.BM * s.out_columns
+    else:
+        assert s.out_columns == s.chunk_d  # it waits in a chunk of q
+    assert 2 * elements + 1024 <= SHARED
+    if masked:
+        assert s.BM & (s.BM - 1) == 0
+    registers = 128 * (s.consumers * c.consumer_regs + c.producer_regs)
+    assert registers <= 65536
+
+
+def test_hidden_values_are_looked_for_where_there_can_be_any():
+    """Past the end of a dense tensor TMA reads zeros."""
+    for changes, guard in (
+        ({}, False), ({"kv_len": 4000}, False), ({"softcap": 5.0}, False), ({"causal": True}, True),
+        ({"kv_lengths": True}, True), ({"window": (3, 3)}, True), ({"chunk": 5}, True),
+        ({"mask": MaskSpec(torch.bool, (True, True, False, False))}, True),
+        ({"form": "varlen", "packed_q": True, "total_q": 99, "q_len": 50}, True),
+    ):  # fmt: skip
+        p = problem(**changes)
+        assert heuristics.spec(p, heuristics.config(p)).guard == guard
+        # Programs that take slots in turn leave their counter to the repairing kernel.
+        assert guard or not heuristics.uneven(p)
+
+
+def test_sections_let_programs_share_keys():
+    c = heuristics.config(problem(causal=True))
+    assert heuristics.section(problem(), c, 132) == 1
+    assert heuristics.section(problem(causal=True), c, 132) == 16  # 8 programs each
+    assert heuristics.section(problem(causal=True, q_len=256, kv_len=256), c, 132) == 64  # two tiles, all planes
+    assert heuristics.section(problem(causal=True, batch=1, heads=2, kv_heads=1), c, 132) == 2

@@ -1,0 +1,106 @@
+"""The Gluon kernels that the heuristics choose, compiled ahead of time for a Hopper GPU that is not here.
+
+They must compile, fit the shared memory, use TMA and the warpgroup products, never wait for one product before the next
+is started, and keep their loops free of spills.
+"""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from aot import SHARED
+from hopper_aot import kernels_of
+from tilewise.problem import MaskSpec, Problem
+
+F16, BF16 = torch.float16, torch.bfloat16
+
+
+def problem(D=128, Dv=0, dtype=BF16, **changes):
+    sizes = {
+        "form": "dense", "device": torch.device("cuda"), "batch": 4, "heads": 16, "kv_heads": 4, "q_len": 4096,
+        "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": dtype, "k_dtype": dtype, "v_dtype": dtype,
+        "scale": 0.1, "q_offset": 0,
+    }  # fmt: skip
+    return Problem(**(sizes | changes))
+
+
+def mask(dtype, *broadcast):
+    return {"mask": MaskSpec(dtype, broadcast or (True, True, False, False))}
+
+
+VARLEN = {"form": "varlen", "packed_q": True, "total_q": 4096, "q_len": 1024, "q_offset": "end"}
+ALL = {
+    "causal": True, "window": (100, 3), "chunk": 512, "softcap": 9.0, "alibi": True, "sinks": True, "return_lse": True,
+    "kv_lengths": True, "q_offset": "rows",
+}  # fmt: skip
+# What a loop may hold of spills, and how many instructions; a product of 64 keys is half of one of 128.
+HOT = {
+    "D64": (problem(64), 0, 430), "D64-causal": (problem(64, causal=True), 8, 620), "D128": (problem(), 0, 470),
+    "D128-causal": (problem(causal=True), 0, 625), "D256-causal": (problem(256, causal=True), 0, 500),
+}  # fmt: skip
+MORE = {
+    "D256": (problem(256), 0, 430), "D512": (problem(512), 8, 660), "D512-causal": (problem(512, causal=True), 30, 780),
+    "f16": (problem(dtype=F16, causal=True), 0, 625), "window": (problem(causal=True, window=(1023, None)), 0, 770),
+    "softcap": (problem(256, causal=True, softcap=50.0), 4, 860), "varlen": (problem(**VARLEN, causal=True), 2, 660),
+    "D192/128": (problem(192, 128, causal=True), 0, 700), "lse": (problem(causal=True, return_lse=True), 0, 625),
+}  # fmt: skip
+OTHERS = {
+    "bool mask": problem(**mask(torch.bool)), "additive mask": problem(**mask(BF16)),
+    "mask-all": problem(64, **ALL, **mask(torch.float32, *(False,) * 4)), "D72-all": problem(72, 40, **ALL),
+    "D40/96": problem(40, 96), "D320": problem(320, causal=True), "D96-f16": problem(96, dtype=F16, causal=True),
+    "D16": problem(16, causal=True), "D256/64": problem(256, 64), "D64/256": problem(64, 256, causal=True),
+    "varlen-all": problem(128, **(ALL | VARLEN)), "D512-all": problem(512, **ALL),
+}  # fmt: skip
+
+
+def check(built, spills, instructions):
+    main = built["prefill"]
+    assert "HGMMA" in main.sass
+    assert "UTMALDG" in main.sass
+    assert "USETMAXREG" in main.sass  # consumers have the producer's registers
+    assert main.loops
+    for body in main.loops:
+        assert sum(bool(re.search(r"\b(STL|LDL)", x)) for x in body) <= spills, "spills in a loop"
+        assert len(body) <= instructions
+    for kernel in built.values():
+        assert kernel.shared <= SHARED[90]
+        assert "serialized" not in kernel.report
+
+
+@pytest.mark.parametrize("name", HOT)
+def test_hot_kernels(name):
+    case, spills, instructions = HOT[name]
+    check(kernels_of(case), spills, instructions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_kernels(name):
+    case, spills, instructions = MORE[name]
+    check(kernels_of(case), spills, instructions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_kernels(name):
+    for kernel in kernels_of(OTHERS[name]).values():
+        assert kernel.shared <= SHARED[90]
+        assert "serialized" not in kernel.report
+
+
+def test_masks_and_packed_sequences_compile():
+    built = kernels_of(problem(**VARLEN, **mask(torch.bool), sinks=True))
+    assert set(built) == {"prefill", "repair", "order"}
+    for kernel in built.values():
+        assert kernel.shared <= SHARED[90]
+        assert "serialized" not in kernel.report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOT)
+def test_the_other_assembler_agrees(name):
+    """Triton brings two versions of ptxas; both give loops of the same kind."""
+    case, spills, instructions = HOT[name]
+    check(kernels_of(case, "ptxas-blackwell"), spills, round(1.05 * instructions))
