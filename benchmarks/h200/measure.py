@@ -27,8 +27,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
 from tilewise import checks, planner
+from tilewise.backends.triton import heuristics
 from tilewise.backends.triton.spec import Config
 from tilewise.options import Options
+from tilewise.plan import Plan
 
 BF16 = torch.bfloat16
 Way = Callable[[], Any]
@@ -52,15 +54,18 @@ def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def bound_call(c: Config, *args: Any, entry: str = "dense", **options: Any) -> Way:
     """A call with a launch of our own choice."""
-    from tilewise.backends.triton.device import arch_of
-    from tilewise.backends.triton.launch import Bound
-    from tilewise.plan import Plan
-
     if entry == "paged":
         k_pages = args[1:]
         call = checks.paged(args[0], *k_pages, None, None, Options(**options))
     else:
         call = checks.dense(*args, Options(**options))
+    return bound_way(c, call)
+
+
+def bound_way(c: Config, call: checks.Call) -> Way:
+    from tilewise.backends.triton.device import arch_of
+    from tilewise.backends.triton.launch import Bound
+
     bound = Bound(Plan(call.problem, "triton", "", (c.BM // c.pack, c.BK)), c, arch_of(call.problem.device))
 
     def run() -> torch.Tensor:
@@ -104,9 +109,15 @@ def prefill_configs(D: int, dtype: torch.dtype = BF16) -> list[Config]:
             64: "64x64w4s3 128x64w4s3 64x64w4s4 64x128w4s3",
             128: "64x64w4s3 128x64w8s3 128x128w8s3 64x64w4s4",
             256: "128x64w8s2 128x32w8s3 64x64w4s2",
-            512: "64x64w8s1 64x32w8s2 32x32w4s2",
+            512: "64x64w8s1 64x32w8s2 128x32w8s2v2 128x16w8s3v2 64x32w4s3v2",
         }[D]
-    return [Config(*(int(n) for n in re.split("[xws]", shape))) for shape in shapes.split()]
+    return [config(shape) for shape in shapes.split()]
+
+
+def config(shape: str) -> Config:
+    """A launch by name: rows x keys, warps, stages and, if they are shared, the programs that share the values."""
+    BM, BK, warps, stages, *slices = (int(n) for n in re.split("[xwsv]", shape))
+    return Config(BM, BK, warps, stages, slices=slices[0] if slices else 1)
 
 
 def tag(c: Config) -> str:
@@ -197,6 +208,30 @@ def options(sweep: bool) -> Iterator[Work]:
         flex(q2, k2, v2, score_mod=lambda s, b, h, i, j: 50.0 * torch.tanh(s / 50.0), mask_mod=causal_mod)
     ]
     yield cap
+
+
+def packed(sweep: bool) -> Iterator[Work]:
+    """Sequences of many lengths, the longest last."""
+    H, D = 16, 128
+    lengths = [300 + 37 * n for n in range(30)] + [8192]
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    q, k, v = (randn(sum(lengths), H, D) for _ in range(3))
+    for causal in (False, True):
+        cells = sum(n * (n + 1) / 2 if causal else n * n for n in lengths)
+        work = Work(f"varlen {'causal' if causal else 'full'}, one of 8k last", 4 * D * H * cells)
+        for name, most in (("tilewise", heuristics.MOST_ORDERED), ("as they come", 0)):
+            work.ways[name] = lambda most=most, causal=causal: [ranked_call(most, q, k, v, cu, causal)]
+        yield work
+
+
+def ranked_call(most: int, q: Any, k: Any, v: Any, cu: Any, causal: bool) -> Way:
+    """A packed call whose sequences are ranked if there are fewer than `most`."""
+    usual, heuristics.MOST_ORDERED = heuristics.MOST_ORDERED, most
+    try:
+        call = checks.varlen(q, k, v, cu, cu, 8192, 8192, Options(causal=causal))
+        return bound_way(heuristics.config(call.problem, 132, 90), call)
+    finally:
+        heuristics.MOST_ORDERED = usual
 
 
 def decode_configs(D: int, group: int) -> list[Config]:
@@ -290,7 +325,9 @@ def narrow(sweep: bool) -> Iterator[Work]:
     yield work
 
 
-SUITES = {"prefill": prefill, "f32": f32, "options": options, "decode": decode, "narrow": narrow}
+SUITES = {
+    "prefill": prefill, "f32": f32, "options": options, "packed": packed, "decode": decode, "narrow": narrow,
+}  # fmt: skip
 
 
 def make_calls(work: Work) -> dict[str, list[Way]]:

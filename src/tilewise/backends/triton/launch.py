@@ -82,8 +82,10 @@ class Bound:
             "splits": c.splits,
             "split_tiles": c.split_tiles,
         }
-        self.tickets = Tickets(self.grid[0])
+        # Programs that merge have a workspace that stays, for each stream: tickets, then what `memory` gives to others.
         self.merges_inside = merges_inside(p, c)
+        self.tickets_end = -(-self.grid[0] // 4) * 4
+        self.tickets = Tickets(self.tickets_end + self.part_end, spare=0)
         self.present: Any = None
         self.mask_at = 0  # where the mask's address is among those of a call
         self.order_at: list[int] = []  # and those that the orderer reads
@@ -120,7 +122,10 @@ class Bound:
         attention = inside = repairing = merging = None
         alone = self.merges_inside and not captured
         if alone:
-            kernel_inside, _, given = self.attention(t, (part, part_ml, self.tickets.take(device), flags, ranks), lists)
+            tickets = self.tickets.take(device)
+            kept = tickets[self.tickets_end :].view(torch.float32)
+            memory = (kept[self.part_at :], kept[: self.part_at], tickets, flags, ranks)
+            kernel_inside, _, given = self.attention(t, memory, lists)
             inside = kernel_inside.first(self.grid, given)
         if not alone or key is not None:  # the second time only so that it is ready for a capture
             attention = kernel.first(self.grid, arguments)
@@ -134,15 +139,19 @@ class Bound:
     def again(self, ready: Launches, addresses: list[int], merged: list[int], device: torch.device) -> None:
         """A call like an earlier one. Addresses are in the order of the kernels' arguments."""
         attention, inside, repairing, merging, listing, ordering = ready
-        workspace, flags = self.memory(device)
         part = part_ml = 0
+        workspace = flags = None
+        if inside is not None and not torch._C._cuda_isCurrentStreamCapturing():
+            tickets = self.tickets.take(device).data_ptr()
+            part_ml = tickets + 4 * self.tickets_end
+            addresses += [part_ml + 4 * self.part_at, part_ml, tickets]
+            attention, merging = inside, None
+        else:
+            workspace, flags = self.memory(device)
         if workspace is not None:
             part_ml = workspace.data_ptr()
             part = part_ml + 4 * self.part_at
             addresses += [part, part_ml]
-            if inside is not None and not torch._C._cuda_isCurrentStreamCapturing():
-                addresses.append(self.tickets.take(device).data_ptr())
-                attention, merging = inside, None
         if flags is not None:
             addresses.append(flags.data_ptr())
         if listing is not None:

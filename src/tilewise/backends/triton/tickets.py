@@ -14,10 +14,10 @@ _kept: list[torch.Tensor] = []  # counters of captured calls: a graph may outliv
 
 
 class Tickets:
-    """The counters of all calls of a plan."""
+    """The counters of all calls of a plan; `spare` sets are for captured calls."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, spare: int = SPARE) -> None:
+        self.count, self.sets = count, 1 + spare
         self.by_stream: dict[int, torch.Tensor] = {}
         self.spare: list[torch.Tensor] = []
 
@@ -32,7 +32,7 @@ class Tickets:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         known = self.by_stream.get(stream)
         if known is None:
-            known, *spare = self.zeros(1 + SPARE, device)
+            known, *spare = self.zeros(self.sets, device)
             self.by_stream[stream] = known
             self.spare += spare
             torch.cuda.synchronize(device)  # a capture on another stream may follow at once
