@@ -131,6 +131,10 @@ def test_hot_kernels_on_other_gpus(name, arch):
     assert built.shared <= SHARED[arch]
 
 
+def test_float32_products_of_two_16_bit_types_on_blackwell():
+    assert attend_of(OTHERS["bf16 over f16"], 100).shared <= SHARED[100]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", [*HOT, *OTHERS])

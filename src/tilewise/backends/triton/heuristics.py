@@ -100,12 +100,13 @@ def prefill_tile(problem: Problem, arch: int) -> Config:
     """
     wide = max(problem.head_dim, problem.value_dim)
     if "f32" in (_work(problem, True), _work(problem, False)):
+        rows = 32 if arch >= 100 else 64
         if wide <= 64:
-            return Config(64, 64, 4, 2)
+            return Config(rows, 64, 4, 2)
         if wide <= 128:
-            return Config(64, 32, 4, 1)
+            return Config(rows, 32, 4, 1)
         return Config(32, 32, 8, 1) if wide <= 256 else Config(32, 16, 8, 1)
-    if arch >= 100:  # Triton 3.6 cannot compile masked loops over 64 rows and more for Blackwell
+    if arch >= 100:  # Triton 3.6 cannot compile every masked loop over 64 rows and more for Blackwell
         return Config(32, 64, 4, 3) if wide <= 128 else Config(32, 32, 4, 2)
     if wide <= 128:
         return Config(64, 64, 4, 3)
