@@ -35,6 +35,8 @@ def plan(problem: Problem) -> Plan:
     notes = []
     if problem.split_size and c.split_tiles == 0:
         notes.append("split_size: keys are walked in one pass, which is batch-invariant already")
+    if c.slices > 1:
+        notes.append(f"{c.slices} programs share the value columns of a tile")
     if c.pack > 1:
         notes.append(f"{c.pack} query heads of a KV head share a tile")
     return Plan(
