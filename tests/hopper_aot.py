@@ -32,6 +32,9 @@ class Built:
     shared: int
     report: str  # what ptxas says
     sass: str
+    barriers: int  # mbarriers
+    spec: Any = None
+    dynamic: bool = False
 
     @property
     def loops(self) -> list[list[str]]:
@@ -85,7 +88,7 @@ def build(function: Any, given: dict[str, Any], constants: tuple[str, ...], ptxa
         command = [TOOLS / ptxas, "-v", "--fmad=false", "--gpu-name=sm_90a", ptx.name, "-o", cubin.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin.name], capture_output=True, text=True, check=True).stdout
-    return Built(built.metadata.shared, report, sass)
+    return Built(built.metadata.shared, report, sass, built.asm["ptx"].count("mbarrier.init"))
 
 
 def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:
@@ -97,6 +100,7 @@ def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:
     tensors = tensors_of(problem)
     given = bound.arguments(tensors, bound.made(torch.device("meta")), lists)
     found = {"prefill": build(prefill, given, ("S",), ptxas)}
+    found["prefill"].spec, found["prefill"].dynamic = bound.spec, bound.dynamic
     if bound.spec.guard:
         found["repair"] = build(repair, bound.repair_arguments(tensors, given), ("S",), ptxas)
     if problem.packed_q:

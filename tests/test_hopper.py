@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tilewise import planner
 from tilewise.backends import hopper
 from tilewise.backends.hopper import heuristics
+from tilewise.plan import Plan
 from tilewise.problem import MaskSpec, Problem, QuantSpec
 
 SHARED = 227 << 10
@@ -29,7 +31,6 @@ INT8 = QuantSpec("int8", 64)
 REFUSED = {
     "float": {"q_dtype": torch.float32, "k_dtype": torch.float32, "v_dtype": torch.float32},
     "alike": {"v_dtype": torch.float16},
-    "queries": {"q_len": 16},
     "pages": {"form": "paged", "page_size": 16},
     "16 bytes": {"aligned": False},
     "positive": {"scale": -0.5},
@@ -41,6 +42,41 @@ REFUSED = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_refusals_name_what_is_missing(word):
     assert word in (heuristics.refusal(problem(**REFUSED[word])) or "")
+
+
+SLOWER = {
+    "queries": {"q_len": 16},
+    "masks": {"mask": MaskSpec(torch.bool, (True, True, False, False))},
+    "small": {"batch": 1, "heads": 4, "q_len": 512, "kv_len": 512},
+    "small calls": {"batch": 1, "heads": 4, "causal": True, "window": (20, None)},
+}
+
+
+@pytest.mark.parametrize("word", SLOWER)
+def test_what_triton_does_faster_is_left_to_it(word, monkeypatch):
+    """The planner passes over a backend that declines, and says why; a call that names it is served."""
+    p = problem(**SLOWER[word])
+    assert word in (heuristics.slower(p) or "")
+    assert heuristics.slower(problem()) is None
+    monkeypatch.setattr(hopper, "supports", lambda problem: None)
+    monkeypatch.setattr(planner.load("triton"), "supports", lambda problem: None)
+    monkeypatch.setattr(planner.load("triton"), "plan", lambda problem: Plan(problem, "triton", "", (64, 64)))
+    planner.choose.cache_clear()
+    chosen = planner.choose(p)
+    assert chosen.backend == "triton"
+    assert chosen.passed_over == (("hopper", heuristics.slower(p)),)
+    assert planner.choose(p, "hopper").backend == "hopper"
+    assert planner.choose(problem()).backend == "hopper"
+    planner.choose.cache_clear()
+
+
+def test_operations_count_what_rules_leave():
+    whole = heuristics.operations(problem())
+    assert whole == 4 * 128 * 4 * 16 * 4096 * 4096
+    assert heuristics.operations(problem(causal=True)) == whole / 2
+    assert heuristics.operations(problem(causal=True, window=(1023, None))) == whole / 4
+    assert heuristics.operations(problem(window=(511, 512))) == whole / 4
+    assert heuristics.operations(problem(chunk=512)) == whole / 8
 
 
 def test_what_is_served():

@@ -12,7 +12,7 @@ from .plan import Plan
 from .problem import Problem
 from .tensors import Tensors
 
-BACKENDS = ("triton", "cpu", "torch", "reference")  # best first; each is a module of tilewise.backends
+BACKENDS = ("hopper", "triton", "cpu", "torch", "reference")  # best first; each is a module of tilewise.backends
 
 
 class Backend(Protocol):
@@ -28,7 +28,8 @@ class Backend(Protocol):
         """Writes `tensors.out` and, if it is there, `tensors.lse`; every row of both.
 
         A backend may also have `bind(plan, tensors)`, which gives a function of q, k, v, out and lse that runs the same
-        call on other tensors; they differ from these in their addresses only, and `bound.py` calls it.
+        call on other tensors; they differ from these in their addresses only, and `bound.py` calls it. And
+        `declines(problem)`, which says why one that comes later is the better choice for a problem that it supports.
         """
 
 
@@ -49,7 +50,10 @@ def choose(problem: Problem, backend: str | None = None) -> Plan:
         return load(backend).plan(problem)
     passed_over: list[tuple[str, str]] = []
     for name in BACKENDS:
-        reason = load(name).supports(problem)
+        backend_module = load(name)
+        reason = backend_module.supports(problem)
+        if reason is None and hasattr(backend_module, "declines"):
+            reason = backend_module.declines(problem)
         if reason is None:
             return replace(load(name).plan(problem), passed_over=tuple(passed_over))
         passed_over.append((name, reason))

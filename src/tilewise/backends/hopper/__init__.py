@@ -22,6 +22,11 @@ def supports(problem: Problem) -> str | None:
     return heuristics.refusal(p)
 
 
+def declines(problem: Problem) -> str | None:
+    """Why the Triton backend is the better choice, if it is: by measurement, see docs/performance.md."""
+    return heuristics.slower(problem)
+
+
 def plan(problem: Problem) -> Plan:
     c = heuristics.config(problem)
     return Plan(
@@ -35,6 +40,10 @@ def plan(problem: Problem) -> Plan:
 
 def run(plan: Plan, tensors: Tensors) -> None:
     _launch().bound_to(plan)(tensors)
+
+
+def bind(plan: Plan, tensors: Tensors) -> Any:
+    return _launch().bind(plan, tensors)
 
 
 @cache

@@ -30,7 +30,9 @@ class Config:
     producer_regs: int = 24
 
 
-FEW_QUERIES = 16  # queries up to here are decoded, by the Triton backend: they wait for memory, not for products
+FEW_QUERIES = 16  # queries up to here are decoded: they wait for memory, not for products
+SHORT = 2048  # keys up to here: tiles of 192 rows leave too much of the last ones unused
+LITTLE = 4e10  # operations that the Triton backend does in the host time of a call here, 125 us to its 25
 
 
 def refusal(problem: Problem) -> str | None:
@@ -40,8 +42,6 @@ def refusal(problem: Problem) -> str | None:
         return "takes q, k and v in float16 or bfloat16, all alike"
     if p.form == "paged":
         return "has no kernel for pages"
-    if p.q_len <= FEW_QUERIES:
-        return f"leaves {FEW_QUERIES} queries and fewer to the Triton backend, which is faster there"
     if not p.aligned:
         return "needs rows that begin at multiples of 16 bytes, and none broadcast"
     if not p.scale > 0:
@@ -49,6 +49,37 @@ def refusal(problem: Problem) -> str | None:
     if p.head_dim > 512:
         return "has no kernel for head dims over 512"
     return None
+
+
+def slower(problem: Problem) -> str | None:
+    """Why the Triton backend takes less time, if it does.
+
+    Measured: masks of a window of 1024 in 8k keys, D=128, bool / additive: 0.286 / 0.362 ms; Triton's 0.261 / 0.300.
+    """
+    p = problem
+    if p.q_len <= FEW_QUERIES:
+        return f"leaves {FEW_QUERIES} queries and fewer to the Triton backend, which is faster there"
+    if p.mask is not None:
+        return "leaves masks to the Triton backend, which is faster there"
+    if operations(p) < LITTLE:
+        return "leaves small calls to the Triton backend, which starts them sooner"
+    return None
+
+
+def operations(problem: Problem) -> float:
+    """About how many there are, by the longest sequence."""
+    p = problem
+    left, right = p.window
+    keys = float(p.kv_len)
+    if p.causal:
+        keys /= 2 if p.q_len == p.kv_len else 1
+        right = 0
+    if left is not None:
+        keys = min(keys, left + 1 + (p.kv_len if right is None else right))
+    if p.chunk:
+        keys = min(keys, p.chunk)
+    rows = p.total_q if p.packed_q else p.batch * p.q_len
+    return 2.0 * rows * p.heads * keys * (p.head_dim + p.value_dim)
 
 
 def notes(problem: Problem, c: Config) -> tuple[str, ...]:
@@ -79,10 +110,16 @@ def value_parts(problem: Problem) -> tuple[int, int]:
 
 
 def config(problem: Problem) -> Config:
-    """What fits the shared memory (227 KiB) and the registers, and was the fastest there."""
+    """What fits the shared memory (227 KiB) and the registers, and was the fastest there.
+
+    Measured (TFLOPS full / causal, 16k tokens): D=64, three consumers and two: 1k 421 / 229 and 433 / 296, 4k 507 / 429
+    and 456 / 426, 16k 516 / 500 and 420 / 452. D=256, the output in memory of its own and in q's: 1k 663 / 458 and
+    647 / 461, 4k 744 / 686 and 727 / 675, 16k 751 / 762 and 741 / 733.
+    """
     width, chunks = chunk_widths(problem.head_dim)
     DV, _ = value_parts(problem)
-    if width * chunks <= 64 and DV <= 64 and problem.mask is None:  # tiles of a mask have a power of two of rows
+    # Tiles of a mask have a power of two of rows.
+    if width * chunks <= 64 and DV <= 64 and problem.mask is None and problem.kv_len > SHORT:
         return Config(128, 3, 2, 2, consumer_regs=160, producer_regs=32)
     if width * chunks <= 128 and DV <= 128:
         return Config(128, 2, 2, 2)

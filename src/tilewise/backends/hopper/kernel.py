@@ -25,10 +25,11 @@ class Kernel:
         self.ready: dict[Any, tuple[Any, list[Any]]] = {}
 
     def __call__(self, programs: int, given: Given, key: Any) -> None:
-        """Launches; equal keys mean equal strides, alignments and compile-time arguments."""
+        """Launches with what the kernel takes of `given`; equal keys mean equal strides, alignments and constants."""
+        names = self.function.arg_names
         kept = self.ready.get(key)
         if kept is None:
-            compiled = self.function[(programs,)](**given, **OPTIONS)
+            compiled = self.function[(programs,)](**{name: given[name] for name in names}, **OPTIONS)
             run = compiled.run
             middle = [
                 compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
@@ -38,7 +39,7 @@ class Kernel:
             return
         launch, middle = kept
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        launch(programs, 1, 1, stream, *middle, *[given[name] for name in self.function.arg_names])
+        launch(programs, 1, 1, stream, *middle, *[given[name] for name in names])
 
 
 class Tile:

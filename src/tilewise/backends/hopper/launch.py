@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -146,3 +147,21 @@ def bound_to(plan: Plan) -> Bound:
         device = plan.problem.device
         kept = _bound[id(plan)] = (plan, Bound(plan, heuristics.config(plan.problem), processors(device)))
     return kept[1]
+
+
+def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
+    """The plan's call on other q, k, v, out and lse, which differ from those in `t` in their addresses only."""
+    bound = bound_to(plan)
+    forms = [(x.shape, x.stride()) for x in (t.q, t.k, t.v, t.out, t.lse) if x is not None]
+
+    def run(*given: torch.Tensor | None) -> None:
+        there = [x for x in given if x is not None]
+        q, k, v, out, *lse = (x.as_strided(*form) for x, form in zip(there, forms, strict=True))
+        # TMA cannot read or write what does not begin at a multiple of 16 bytes.
+        q, k, v = (x.clone() if x.data_ptr() & 15 else x for x in (q, k, v))
+        written = torch.empty_like(out) if out.data_ptr() & 15 else out
+        bound(Tensors(q, k, v, written, lse[0] if lse else None))
+        if written is not out:
+            out.copy_(written)
+
+    return run

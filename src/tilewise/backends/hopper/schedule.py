@@ -95,16 +95,16 @@ class Slots:
     """
 
     counter: object
-    numbers: gl.shared_memory_descriptor  # [2, 1]
-    full: gl.shared_memory_descriptor
-    released: gl.shared_memory_descriptor
+    numbers: object  # [2, 1] in shared memory; this and the barriers are there only if the counter is
+    full: object
+    released: object
 
     @gluon.constexpr_function
     def __init__(self, counter, numbers, full, released):
         self.counter = held(counter)
-        self.numbers = numbers
-        self.full = full
-        self.released = released
+        self.numbers = held(numbers)
+        self.full = held(full)
+        self.released = held(released)
 
     @gluon.jit
     def draw(self, n):
@@ -141,13 +141,20 @@ class Slots:
 
 @gluon.jit
 def new_slots(counter, CONSUMERS: gl.constexpr):
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    released = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(released.index(i), count=CONSUMERS)
-    return Slots(counter, numbers, full, released)
+    """Barriers that nobody waits at must not exist: the compiler gives their memory to tiles, and what TMA writes over
+    an mbarrier may be lost (seen: a wrong row of q in one of a thousand launches).
+    """
+    if counter is None:
+        slots = Slots(None, None, None, None)
+    else:
+        numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        released = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(released.index(i), count=CONSUMERS)
+        slots = Slots(counter, numbers, full, released)
+    return slots
 
 
 @gluon.jit
