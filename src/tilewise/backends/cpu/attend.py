@@ -32,7 +32,11 @@ def work(params, scratch):
         R = group * item.rows
         q_start, q_len, _, _, _ = sequence(p, item.b)
         few = group * q_len <= DIRECT_ROWS  # of the sequence: a row must not depend on how it is cut
-        call_walk(p.walk_direct if few else p.walk_packed, params, scratch, address)
+        put_i64(t.done, 0)
+        if p.walk_tiles and not few:
+            call_walk(p.walk_tiles, params, scratch, address)
+        if get_i64(t.done) == 0:
+            call_walk(p.walk_direct if few else p.walk_packed, params, scratch, address)
         slot = p.partials + index * p.partial_bytes
         if item.splits > 1:
             widen_f32(slot, t.acc, R * Dv)

@@ -39,9 +39,12 @@ def even_rows(most: int, q_len: int, tasks: int, threads: int, step: int) -> int
     return max(1, min(most, -(-q_len // max(1, tiles) // step) * step))
 
 
-def tile_keys() -> int:
-    """Keys of a tile: 96 rows of scores and of a panel of V's columns fit the ways of a first-level cache."""
-    return 96
+def tile_keys(parts: int) -> int:
+    """Keys of a tile: 96 rows of scores and of a panel of V's columns fit the ways of a first-level cache.
+
+    Matrix tiles (`parts` above 0) load and store their sums for each tile of keys, so that more of them are better.
+    """
+    return 256 if parts else 96
 
 
 def split_size(tasks: int, keys: int, threads: int) -> int:

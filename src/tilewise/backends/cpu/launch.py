@@ -12,10 +12,10 @@ import torch
 from ...plan import Plan
 from ...problem import Problem
 from ...tensors import Tensors
-from . import compiled, heuristics
+from . import amx, compiled, heuristics
 from .micro import PANEL
 from .params import END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, PER_CALL
-from .scratch import DIRECT_ROWS, sizes
+from .scratch import DIRECT_ROWS, total
 from .simd import CODES, W
 from .threads import pool
 
@@ -41,7 +41,8 @@ def prepare(problem: Problem) -> Plan:
     launch = make_launch(p, torch.get_num_threads())
     tile = (min(int(launch.block[INDEX["tile_rows"]]), max(1, p.q_len)), int(launch.block[INDEX["tile_keys"]]))
     split = int(launch.block[INDEX["split_size"]])
-    words = ["straight from the cache" if p.group * p.q_len <= DIRECT_ROWS else "packed tiles", f"{W} lanes"]
+    how = "matrix tiles" if launch.block[INDEX["walk_tiles"]] else "packed tiles"
+    words = ["straight from the cache" if p.group * p.q_len <= DIRECT_ROWS else how, f"{W} lanes"]
     words.append(f"{launch.threads} thread{'s' * (launch.threads > 1)}")
     return Plan(
         p,
@@ -59,7 +60,9 @@ def make_launch(p: Problem, threads: int) -> Launch:
     if not p.packed_q:
         step = max(1, PANEL // p.group)
         rows = heuristics.even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
-    keys = heuristics.tile_keys()
+    k_code, v_code = (CODES[quant.dtype] if quant else FLOATS[dtype] for dtype, quant in _stored(p))
+    parts = _parts(p, k_code, v_code)
+    keys = heuristics.tile_keys(parts)
     tiles = -(-p.q_len // rows) * p.batch
     if p.packed_q:
         tiles = min(tiles, -(-p.total_q // rows) + p.batch)
@@ -69,9 +72,8 @@ def make_launch(p: Problem, threads: int) -> Launch:
         split = p.split_size or heuristics.split_size(tiles * p.kv_heads, p.kv_len, threads)
     if split >= p.kv_len:
         split = 0
-    parts = -(-p.kv_len // split) + 1 if split else 1
+    pieces = -(-p.kv_len // split) + 1 if split else 1
     Dv = -(-p.value_dim // W) * W
-    k_code, v_code = (CODES[quant.dtype] if quant else FLOATS[dtype] for dtype, quant in _stored(p))
     left, right = p.window
     numbers = {
         "q_code": FLOATS[p.q_dtype],
@@ -100,6 +102,9 @@ def make_launch(p: Problem, threads: int) -> Launch:
     }
     if p.group * p.q_len > DIRECT_ROWS:
         numbers["walk_packed"] = compiled.function("walk_packed")
+    if parts:
+        numbers["walk_tiles"] = compiled.function(f"walk_tiles {KINDS[k_code]}")
+        numbers["configuration"] = amx.CONFIGURATION.ctypes.data
     if p.packed_q or p.group * p.q_len <= DIRECT_ROWS:
         names = {"walk_direct": "walk_direct", "dots_f32": "dots f32", "adds_f32": "adds f32"}
         # Rows are read straight from the cache if they are whole vectors.
@@ -112,14 +117,21 @@ def make_launch(p: Problem, threads: int) -> Launch:
     for name, value in numbers.items():
         block[INDEX[name]] = value
     block.view(np.float64)[[INDEX["scale"], INDEX["softcap"]]] = p.scale, p.softcap
-    scratch = sum(sizes(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys))
-    most = tiles * p.kv_heads * parts
+    scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys, parts)
+    most = tiles * p.kv_heads * pieces
     launch = Launch(block, threads, scratch, most, numbers["partial_bytes"])
     if p.form != "dense" or p.kv_lengths or p.q_offset == "rows":
         return launch
     own = block.copy()
     items = _list_items(own, launch)
     return Launch(own, threads, scratch, most, numbers["partial_bytes"], items)
+
+
+def _parts(p: Problem, k_code: int, v_code: int) -> int:
+    """bf16 parts of a number, if matrix tiles are used, else 0."""
+    if p.group * p.q_len <= DIRECT_ROWS or not FLOATS[p.q_dtype] == k_code == v_code or not amx.usable():
+        return 0
+    return amx.PARTS.get(KINDS[k_code], 0)
 
 
 def _stored(p: Problem) -> tuple[Any, Any]:

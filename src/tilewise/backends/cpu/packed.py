@@ -13,23 +13,14 @@ where none of their rows sees a key.
 # mypy: ignore-errors
 from __future__ import annotations
 
-from numba import types
-
 from .access import (
-    FULL,
-    INF,
     ONE,
-    SKIP,
     ZERO,
     F,
-    fill,
-    is_plain,
     item_at,
     jit,
     key_source,
-    list_mask,
     list_rows,
-    mask_row,
     params_at,
     place,
     query_row,
@@ -41,6 +32,7 @@ from .access import (
     widen_row,
     widen_rows,
 )  # fmt: skip
+from .columns import list_spans, seen_by_all, seen_by_some, shape_scores
 from .micro import (
     KEYS,
     PANEL,
@@ -53,29 +45,17 @@ from .micro import (
     gemm_values_2,
     gemm_values_3,
     get_f32,
-    get_i32,
-    get_i64,
     pack_1,
     pack_2,
     pack_3,
-    put_i32,
     row_scale,
     transpose,
 )  # fmt: skip
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import PAD, PANEL_, cut
 from .simd import W
-from .softmax import (
-    LOG2E,
-    alibi_column,
-    bias_cells,
-    hide_column,
-    scale_cells,
-    softcap_cells,
-    soften_column,
-)
+from .softmax import LOG2E, soften_column
 
-NO_KEY = 2**31 - 1
 DOT = 256  # elements of a dot product that are summed in one go: longer sums round more
 
 
@@ -103,42 +83,6 @@ def load_queries(p, t, item, q_start, R, D):
 
 
 @jit
-def list_spans(t, rows):
-    """Keys that some row of each block of ROWS sees, and that all rows of each vector see: the same for every tile."""
-    for i in range(0, rows, ROWS):
-        lo, hi = types.int32(NO_KEY), types.int32(0)
-        for r in range(i, i + ROWS):
-            if get_i32(t.lo + 4 * r) < get_i32(t.hi + 4 * r):
-                lo, hi = min(lo, get_i32(t.lo + 4 * r)), max(hi, get_i32(t.hi + 4 * r))
-        put_i32(t.some_lo + 4 * (i // ROWS), lo)
-        put_i32(t.some_hi + 4 * (i // ROWS), hi)
-    for i in range(0, rows, W):
-        lo, hi = types.int32(0), types.int32(NO_KEY)
-        for r in range(i, i + W):
-            lo, hi = max(lo, get_i32(t.lo + 4 * r)), min(hi, get_i32(t.hi + 4 * r))
-        put_i32(t.all_lo + 4 * (i // W), lo)
-        put_i32(t.all_hi + 4 * (i // W), hi)
-
-
-@jit
-def seen_by_all(t, R):
-    """The keys that every one of R rows sees."""
-    lo, hi = types.int32(0), types.int32(NO_KEY)
-    for r in range(R):
-        lo, hi = max(lo, get_i32(t.lo + 4 * r)), min(hi, get_i32(t.hi + 4 * r))
-    return lo, hi
-
-
-@jit
-def seen_by_some(t, first, end):
-    """The keys that some row from `first` to `end` sees; both are multiples of ROWS."""
-    lo, hi = types.int32(NO_KEY), types.int32(0)
-    for i in range(first // ROWS, end // ROWS):
-        lo, hi = min(lo, get_i32(t.some_lo + 4 * i)), max(hi, get_i32(t.some_hi + 4 * i))
-    return lo, hi
-
-
-@jit
 def scores(t, panel, vectors, D, head_dim, k0, k1):
     """s[k0..k1] of one panel."""
     q = t.q + 4 * panel * PANEL * D
@@ -155,44 +99,9 @@ def scores(t, panel, vectors, D, head_dim, k0, k1):
 
 
 @jit
-def mask_columns(p, t, item, first, R, key, count):
-    """The mask of W query rows from `first` on and `count` keys from `key` on, by columns. False if it adds nothing."""
-    n = item.rows
-    needed = False
-    for r in range(first, min(first + W, R)):
-        needed |= get_i64(t.states + 8 * (r // n)) != FULL
-    if not needed:
-        return False
-    width = up(count, W)
-    for r in range(first, first + W):
-        row = t.mask_rows + 4 * (r - first) * width
-        state = get_i64(t.states + 8 * (r // n)) if r < R else FULL
-        if state == FULL:
-            fill(row, ZERO, width, F(0))
-        elif state == SKIP:
-            fill(row, ZERO, width, -INF)
-        else:
-            head = item.head * (p.heads // p.kv_heads) + r // n
-            list_mask(p, mask_row(p, item.b, head, item.row + r % n), row, key, count, width)
-    for j in range(0, width, W):
-        transpose(t.mask_columns + 4 * j * W, W, t.mask_rows + 4 * j, width)
-    return True
-
-
-@jit
 def soften(p, t, item, s, first, R, key, count, Dv):
     """Scores of W query rows from `first` on over `count` keys from `key` on become weights; older sums fade."""
-    scale = F(p.scale)
-    if p.softcap > 0:
-        softcap_cells(s, PANEL, count, scale / F(p.softcap), F(p.softcap))
-    elif not is_plain(p):
-        scale_cells(s, PANEL, count, scale)
-    if p.slopes:
-        alibi_column(s, PANEL, count, t.slopes + 4 * first, t.positions + 4 * first, key)
-    if p.mask and mask_columns(p, t, item, first, R, key, count):
-        bias_cells(s, PANEL, count, t.mask_columns)
-    if get_i32(t.all_lo + 4 * (first // W)) > key or get_i32(t.all_hi + 4 * (first // W)) < key + count:
-        hide_column(s, PANEL, count, t.lo + 4 * first, t.hi + 4 * first, key)
+    shape_scores(p, t, item, s, PANEL_, first, R, key, count)
     m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
     soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E))
     for r in range(first, first + W):

@@ -28,7 +28,7 @@ q_code k_code v_code k_group v_group mask_code page
 batch heads kv_heads q_len kv_len head_dim value_dim
 causal left right chunk offset
 tile_rows tile_keys split_size partial_bytes
-walk_direct walk_packed dots dots_f32 adds adds_f32
+walk_direct walk_packed walk_tiles configuration dots dots_f32 adds adds_f32
 items counter partials
 """.split()
 REAL = ["scale", "softcap"]

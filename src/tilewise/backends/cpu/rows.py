@@ -61,17 +61,23 @@ def take_out_strays(t, count, width):
 
 
 @jit
+def sees(p, t, item, r, key):
+    """Whether row r of the item sees a key of the tile whose mask states are in `states`."""
+    if not get_i32(t.lo + 4 * r) <= key < get_i32(t.hi + 4 * r):
+        return False
+    state = get_i64(t.states + 8 * (r // item.rows))
+    if p.mask == 0 or state == FULL:
+        return True
+    head = item.head * (p.heads // p.kv_heads) + r // item.rows
+    return state != SKIP and mask_cell(p, mask_row(p, item.b, head, item.row + r % item.rows), key) != -INF
+
+
+@jit
 def add_strays(p, t, item, first_row, rows, count, width, origin, key_step, row_step):
     """acc += p * stray, in those of `rows` rows from `first_row` on that see it; steps are those of p, in floats."""
-    n = item.rows
     for r in range(first_row, first_row + rows):
-        state = get_i64(t.states + 8 * (r // n))
-        mask = mask_row(p, item.b, item.head * (p.heads // p.kv_heads) + r // n, item.row + r % n)
         for j in range(count):
-            key = origin + j
-            if not get_i32(t.lo + 4 * r) <= key < get_i32(t.hi + 4 * r) or state == SKIP:
-                continue
-            if p.mask and state != FULL and mask_cell(p, mask, key) == -INF:
+            if not sees(p, t, item, r, origin + j):
                 continue
             weight = get_f32(t.s + 4 * (j * key_step + (r - first_row) * row_step))
             for d in range(width):

@@ -8,6 +8,7 @@ from collections import namedtuple
 import numpy as np
 
 from .access import jit
+from .amx import BLOCK
 from .micro import KEYS, PANEL
 from .simd import W
 
@@ -17,79 +18,137 @@ PAD = np.int64(24)  # address tables are padded to a multiple of KEYS and of KEY
 KEY_PAD = np.int64(8)  # keys that `dots` takes at once
 PANEL_ = np.int64(PANEL)
 GROUPS = 18  # scales of a row, at most
+LINE = 64  # bytes of a cache line, on which every part starts
 
 Scratch = namedtuple(
     "Scratch",
-    "q acc s keys values packed strays k_table v_table k_scales v_scales m l shrink slopes lo hi positions "
-    "some_lo some_hi all_lo all_hi mask_rows mask_columns states",
+    "acc k_table v_table k_scales v_scales m l shrink slopes lo hi positions some_lo some_hi all_lo all_hi "
+    "mask_rows mask_columns states done "
+    "q s keys values packed strays",
 )
+Tiles = namedtuple("Tiles", "q acc s p sums k v rows")  # in the place of Scratch.q and what follows it
 
 
-def sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
-    """Bytes of each part, in the order of `Scratch`; every part starts on a cache line."""
-    rows = (heads // kv_heads * tile_rows + PANEL - 1) // PANEL * PANEL
-    rows = max(rows, DIRECT_ROWS)
-    D, Dv = (head_dim + W - 1) // W * W, (value_dim + W - 1) // W * W
+def round_up(n, to):
+    return (n + to - 1) // to * to
+
+
+def shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys):
+    """Bytes of what every walk uses, in the order of `Scratch`."""
+    rows = max(round_up(heads // kv_heads * tile_rows, PANEL), DIRECT_ROWS)
     keys = tile_keys + 24
-    line = 4 * rows + 64
     return (
-        4 * rows * D + 64,  # q: [panels, D, PANEL], or [rows, D] if direct
-        4 * rows * Dv + 64,  # acc: [rows, Dv]
-        4 * max(keys * PANEL, DIRECT_ROWS * tile_keys) + 64,  # s: [keys, PANEL] of one panel, or [rows, keys]
-        4 * keys * D + 64,  # keys: [keys, D], widened
-        4 * keys * Dv + 64,  # values: [keys, Dv], widened
-        4 * keys * Dv + 64,  # packed: V in panels of columns
-        4 * keys * Dv + 64,  # strays: V's values that are not finite
-        8 * keys + 64, 8 * keys + 64,  # addresses of K and V rows
-        4 * keys * GROUPS + 64, 4 * keys * GROUPS + 64,  # their scales
-        line, line, line, line,  # m, l, shrink, slopes: float32, one a row
-        line, line, line,  # lo, hi, positions: int32, one a row
-        line, line,  # keys that some row of a block sees, int32, one a block of ROWS
-        line, line,  # keys that all rows of a vector see, int32, one a vector
-        4 * W * keys + 64,  # a mask's rows for one vector of query rows
-        4 * W * keys + 64,  # the same by columns
-        8 * heads + 64,  # the mask's state for each head
+        4 * rows * round_up(value_dim, W),  # acc: [rows, Dv]
+        8 * keys, 8 * keys,  # addresses of K and V rows
+        4 * keys * GROUPS, 4 * keys * GROUPS,  # their scales
+        4 * rows, 4 * rows, 4 * rows, 4 * rows,  # m, l, shrink, slopes: float32, one a row
+        4 * rows, 4 * rows, 4 * rows,  # lo, hi, positions: int32, one a row
+        4 * rows, 4 * rows,  # keys that some row of a block sees, int32, one a block of ROWS
+        4 * rows, 4 * rows,  # keys that all rows of a vector see, int32, one a vector
+        4 * W * keys,  # a mask's rows for one vector of query rows
+        4 * W * keys,  # the same by columns
+        8 * heads,  # the mask's state for each head
+        8,  # done: whether the walk by matrix tiles could do the item
     )  # fmt: skip
 
 
-sizes_of = jit(sizes)
+def vector_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
+    """Bytes of what the walks by vectors use."""
+    rows = max(round_up(heads // kv_heads * tile_rows, PANEL), DIRECT_ROWS)
+    D, Dv = round_up(head_dim, W), round_up(value_dim, W)
+    keys = tile_keys + 24
+    return (
+        4 * rows * D,  # q: [panels, D, PANEL], or [rows, D] if direct
+        4 * max(keys * PANEL, DIRECT_ROWS * tile_keys),  # s: [keys, PANEL] of one panel, or [rows, keys]
+        4 * keys * D,  # keys: [keys, D], widened
+        4 * keys * Dv,  # values: [keys, Dv], widened
+        4 * keys * Dv,  # packed: V in panels of columns
+        4 * keys * Dv,  # strays: V's values that are not finite
+    )
+
+
+def tile_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
+    """Bytes of what the walk by matrix tiles uses; numbers are in `parts` parts."""
+    rows = round_up(heads // kv_heads * tile_rows, BLOCK)
+    D, Dv = round_up(head_dim, BLOCK), round_up(value_dim, BLOCK)
+    keys = round_up(tile_keys, BLOCK)
+    return (
+        2 * parts * rows * D,  # q: [parts, panels, D / 2, 32] pairs
+        4 * rows * Dv,  # acc: [panels, Dv, 32]
+        4 * keys * BLOCK,  # s: [keys, 32]
+        2 * parts * keys * BLOCK,  # p: [parts, keys / 2, 32] pairs
+        4 * BLOCK * BLOCK,  # sums: [32, 32]
+        2 * parts * keys * D,  # k: [parts, keys, D], where K cannot be read where it lies
+        2 * parts * keys * Dv,  # v: [parts, Dv, keys]
+        (4 + 2 * parts * BLOCK) * max(D, Dv),  # rows: a float32 row, then [parts, 32, D or Dv] bf16
+    )
+
+
+def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
+    """Bytes of a thread's scratch memory; `parts` is 0 if no matrix tiles are used."""
+    sizes = shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys)
+    vectors = vector_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys)
+    tiles = tile_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts) if parts else (0,)
+    spare = LINE * (len(sizes) + max(len(vectors), len(tiles)) + 1)
+    return sum(sizes) + max(sum(vectors), sum(tiles)) + spare
+
+
+sizes_shared, sizes_of_vectors, sizes_of_tiles = jit(shared_sizes), jit(vector_sizes), jit(tile_sizes)
+round_up = jit(round_up)
 
 
 @jit
-def align(address):
-    return (address + 63) // 64 * 64
+def after(address, size):
+    return (address + size + LINE - 1) // LINE * LINE
 
 
 @jit
 def cut(p, base):
-    z = sizes_of(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
-    q = align(base)
-    acc = align(q + z[0] - 64)
-    s = align(acc + z[1] - 64)
-    keys = align(s + z[2] - 64)
-    values = align(keys + z[3] - 64)
-    packed = align(values + z[4] - 64)
-    strays = align(packed + z[5] - 64)
-    k_table = align(strays + z[6] - 64)
-    v_table = align(k_table + z[7] - 64)
-    k_scales = align(v_table + z[8] - 64)
-    v_scales = align(k_scales + z[9] - 64)
-    m = align(v_scales + z[10] - 64)
-    l = align(m + z[11] - 64)
-    shrink = align(l + z[12] - 64)
-    slopes = align(shrink + z[13] - 64)
-    lo = align(slopes + z[14] - 64)
-    hi = align(lo + z[15] - 64)
-    positions = align(hi + z[16] - 64)
-    some_lo = align(positions + z[17] - 64)
-    some_hi = align(some_lo + z[18] - 64)
-    all_lo = align(some_hi + z[19] - 64)
-    all_hi = align(all_lo + z[20] - 64)
-    mask_rows = align(all_hi + z[21] - 64)
-    mask_columns = align(mask_rows + z[22] - 64)
-    states = align(mask_columns + z[23] - 64)
-    return Scratch(q, acc, s, keys, values, packed, strays, k_table, v_table, k_scales, v_scales, m, l, shrink, slopes,
-                   lo, hi, positions, some_lo, some_hi, all_lo, all_hi, mask_rows, mask_columns, states)  # fmt: skip
+    z = sizes_shared(p.heads, p.kv_heads, p.value_dim, p.tile_rows, p.tile_keys)
+    acc = after(base, 0)
+    k_table = after(acc, z[0])
+    v_table = after(k_table, z[1])
+    k_scales = after(v_table, z[2])
+    v_scales = after(k_scales, z[3])
+    m = after(v_scales, z[4])
+    l = after(m, z[5])
+    shrink = after(l, z[6])
+    slopes = after(shrink, z[7])
+    lo = after(slopes, z[8])
+    hi = after(lo, z[9])
+    positions = after(hi, z[10])
+    some_lo = after(positions, z[11])
+    some_hi = after(some_lo, z[12])
+    all_lo = after(some_hi, z[13])
+    all_hi = after(all_lo, z[14])
+    mask_rows = after(all_hi, z[15])
+    mask_columns = after(mask_rows, z[16])
+    states = after(mask_columns, z[17])
+    done = after(states, z[18])
+    q = after(done, z[19])
+    z = sizes_of_vectors(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
+    s = after(q, z[0])
+    keys = after(s, z[1])
+    values = after(keys, z[2])
+    packed = after(values, z[3])
+    strays = after(packed, z[4])
+    return Scratch(acc, k_table, v_table, k_scales, v_scales, m, l, shrink, slopes, lo, hi, positions, some_lo,
+                   some_hi, all_lo, all_hi, mask_rows, mask_columns, states, done, q, s, keys, values, packed,
+                   strays)  # fmt: skip
+
+
+@jit
+def cut_tiles(p, t, parts):
+    """The memory from `t.q` on, for matrix tiles."""
+    z = sizes_of_tiles(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys, parts)
+    q = t.q
+    acc = after(q, z[0])
+    s = after(acc, z[1])
+    p_ = after(s, z[2])
+    sums = after(p_, z[3])
+    k = after(sums, z[4])
+    v = after(k, z[5])
+    return Tiles(q, acc, s, p_, sums, k, v, after(v, z[6]))
 
 
 assert PAD % KEYS == 0

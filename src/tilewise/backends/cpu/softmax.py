@@ -129,6 +129,31 @@ def hide_column(e: Emit, s: Value, step: Value, count: Value, lo: Value, hi: Val
         e.store(b.select(seen, e.load(s, at), e.f32s(-INF)), s, at)
 
 
+def column_top(e: Emit, s: Value, step: Value, count: Value, m: Value, factor: Value) -> tuple[Value, Value]:
+    """The running maximum m of W rows, raised by `count` new keys: what to subtract, and what older weights fade by."""
+    b = e.builder
+    tops = [e.var(e.f32s(-INF)) for _ in range(8)]  # eight, since one would wait for itself
+    whole = b.mul(b.sdiv(count, e.whole(8)), e.whole(8))
+    with e.loop(whole, 8) as j:
+        for n, top in enumerate(tops):
+            top.set(e.max(e.load(s, b.mul(b.add(j, e.whole(n)), step)), top.get()))
+    with e.loop(b.sub(count, whole)) as j:
+        tops[0].set(e.max(e.load(s, b.mul(b.add(j, whole), step)), tops[0].get()))
+    old = e.load(m)
+    new = old
+    for top in tops:
+        new = e.max(new, top.get())
+    base = b.select(b.fcmp_ordered("==", new, e.f32s(-INF)), e.zeros, new)  # nothing seen yet
+    e.store(new, m)
+    return base, e.exp2(b.fmul(b.fsub(old, base), factor))
+
+
+def fade_and_store(e: Emit, l: Value, shrink: Value, fade: Value, total: Value) -> None:
+    """The running sum l of W rows with `total` added, and `fade` for whoever holds older weights."""
+    e.store(e.fma(e.load(l), fade, total), l)
+    e.store(fade, shrink)
+
+
 @microkernel("iiiiiif")
 def soften_column(
     e: Emit, s: Value, step: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value
@@ -138,24 +163,12 @@ def soften_column(
     p = 2 ** ((s - m) * factor), as in `exp_row`.
     """
     b = e.builder
-    tops = [e.var(e.f32s(-INF)) for _ in range(2)]  # two, since one would wait for itself
-    pairs = b.sdiv(count, e.whole(2))
-    with e.loop(pairs) as j:
-        for n, top in enumerate(tops):
-            x = e.load(s, b.mul(b.add(b.mul(j, e.whole(2)), e.whole(n)), step))
-            top.set(e.max(x, top.get()))
-    with b.if_then(b.trunc(count, ir.IntType(1))):
-        tops[0].set(e.max(e.load(s, b.mul(b.sub(count, e.whole(1)), step)), tops[0].get()))
-    old, factor = e.load(m), e.splat(factor)
-    new = e.max(old, e.max(tops[0].get(), tops[1].get()))
-    base = b.select(b.fcmp_ordered("==", new, e.f32s(-INF)), e.zeros, new)  # nothing seen yet
-    fade = e.exp2(b.fmul(b.fsub(old, base), factor))
+    factor = e.splat(factor)
+    base, fade = column_top(e, s, step, count, m, factor)
     total = e.var(e.zeros)
     with e.loop(count) as j:
         at = b.mul(j, step)
         p = e.exp2(b.fmul(b.fsub(e.load(s, at), base), factor))
         e.store(p, s, at)
         total.set(b.fadd(total.get(), p))
-    e.store(new, m)
-    e.store(e.fma(e.load(l), fade, total.get()), l)
-    e.store(fade, shrink)
+    fade_and_store(e, l, shrink, fade, total.get())

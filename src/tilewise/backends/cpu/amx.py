@@ -1,0 +1,252 @@
+"""Matrix tiles (Intel AMX): micro-kernels whose products are bf16 tiles with float32 sums.
+
+A tile register holds 16 rows of 64 bytes. One instruction adds A [16, 32] B [32, 16] to C [16, 16]; the rows of B hold
+pairs of numbers, element 2i and 2i + 1 of each column side by side. It does the work of 256 vector products in the time
+of 32, so float16 goes through it too, each number as the sum of two bf16 ones, which is exact.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+from .simd import F32, I8, I16, I32, Emit, Value, W, cpu_features, microkernel
+from .softmax import column_top, fade_and_store
+
+TILE = 1024  # bytes
+# Rows and columns of a product: four tiles of sums, two of each operand. All tiles lie in memory as they are, 16 rows
+# of 64 bytes under each other: loaded from rows 128 or 256 bytes apart, products took twice to three times as long.
+# Operands are [blocks of 32, steps of 32, 2 halves, 16, 64 bytes]: see `tile_row`.
+BLOCK = 32
+PARTS = {"bf16": 1, "f16": 2}  # bf16 numbers that make up one. (float32 as three took 1.5 times as long as by vectors.)
+# Which parts are multiplied, the smallest products first. Scores want all of them, since an lse is float32; in the
+# other product the smallest is far below the last bit of a float16.
+KEY_PRODUCTS = {1: [(0, 0)], 2: [(1, 1), (1, 0), (0, 1), (0, 0)]}
+VALUE_PRODUCTS = {1: [(0, 0)], 2: [(1, 0), (0, 1), (0, 0)]}
+
+
+@cache
+def usable() -> bool:
+    """Whether this process may use tiles. Linux wants to be asked: they make a thread's state 8 KiB larger."""
+    if not (sys.platform == "linux" and platform.machine() == "x86_64" and W == 16):
+        return False
+    if not cpu_features() >= {"amx-tile", "amx-bf16"}:
+        return False
+    arch_prctl, request, tile_data = 158, 0x1023, 18
+    try:
+        return ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+def _configuration() -> Any:
+    """Eight tiles of 16 rows of 64 bytes, as the processor wants it."""
+    bytes_ = np.zeros(64, dtype=np.uint8)
+    bytes_[0] = 1
+    bytes_[16:32:2] = 64
+    bytes_[48:56] = 16
+    return bytes_
+
+
+CONFIGURATION = _configuration()
+
+
+def _tile(e: Emit, name: str, *args: Any) -> None:
+    """A tile instruction; registers are numbers."""
+    values = [ir.Constant(I8, a) if isinstance(a, int) else a for a in args]
+    kind = ir.FunctionType(ir.VoidType(), [v.type for v in values])
+    e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, f"llvm.x86.{name}"), values)
+
+
+def _at(e: Emit, address: Value, offset: Any = 0) -> Value:
+    offset = e.whole(offset) if isinstance(offset, int) else offset
+    return e.builder.inttoptr(e.builder.add(address, offset), I8.as_pointer())
+
+
+@microkernel("i")
+def configure(e: Emit, configuration: Value) -> None:
+    _tile(e, "ldtilecfg", _at(e, configuration))
+
+
+@microkernel("")
+def release(e: Emit) -> None:
+    _tile(e, "tilerelease")
+
+
+def _multiply(e: Emit, products: Any, a: Value, a_part: Value, b: Value, b_part: Value, n: Value) -> None:
+    """Tiles 0 to 3 += A [32, 32 n] B [32 n, 32], operands as `BLOCK` says, their parts `a_part` and `b_part` apart."""
+    c = e.builder
+    width = e.whole(64)
+    for i, j in products:
+        left, right = c.add(a, c.mul(a_part, e.whole(i))), c.add(b, c.mul(b_part, e.whole(j)))
+        with e.loop(n) as step:
+            down = c.mul(step, e.whole(2 * TILE))
+            over = c.add(down, e.whole(TILE))
+            _tile(e, "tileloadd64", 4, _at(e, left, down), width)
+            _tile(e, "tileloadd64", 6, _at(e, right, down), width)
+            _tile(e, "tdpbf16ps", 0, 4, 6)
+            _tile(e, "tileloadd64", 7, _at(e, right, over), width)
+            _tile(e, "tdpbf16ps", 1, 4, 7)
+            _tile(e, "tileloadd64", 5, _at(e, left, over), width)
+            _tile(e, "tdpbf16ps", 2, 5, 6)
+            _tile(e, "tdpbf16ps", 3, 5, 7)
+
+
+def _corners(e: Emit, c: Value, half: Value) -> list[Value]:
+    """Where the tiles 0 to 3 of a product lie: [2 halves of the columns, rows, 16], the halves `half` bytes apart."""
+    right = e.builder.add(c, half)
+    return [c, right, e.builder.add(c, e.whole(TILE)), e.builder.add(right, e.whole(TILE))]
+
+
+def make_products(parts: int) -> tuple[Any, Any]:
+    """`keys(k, k_part, q, q_part, s, half, n)`: s [32 keys, 32 rows] = K Q^T over 32 n elements.
+
+    `values(v, v_part, p, p_part, acc, half, n, sums)`: acc [32 columns, 32 rows] += V^T P over 32 n keys.
+    """
+    @microkernel("iiiiiii")
+    def keys(e: Emit, k: Value, k_part: Value, q: Value, q_part: Value, s: Value, half: Value, n: Value) -> None:
+        for tile in range(4):
+            _tile(e, "tilezero", tile)
+        _multiply(e, KEY_PRODUCTS[parts], k, k_part, q, q_part, n)
+        for tile, corner in enumerate(_corners(e, s, half)):
+            _tile(e, "tilestored64", tile, _at(e, corner), e.whole(64))
+
+    @microkernel("iiiiiiii")
+    def values(
+        e: Emit, v: Value, v_part: Value, p: Value, p_part: Value, acc: Value, half: Value, n: Value, sums: Value
+    ) -> None:
+        b = e.builder
+        corners = _corners(e, acc, half)
+        for tile, corner in enumerate(corners):
+            if parts == 1:
+                _tile(e, "tileloadd64", tile, _at(e, corner), e.whole(64))
+            else:
+                _tile(e, "tilezero", tile)
+        _multiply(e, VALUE_PRODUCTS[parts], v, v_part, p, p_part, n)
+        for tile, corner in enumerate(corners):
+            to = corner if parts == 1 else b.add(sums, e.whole(tile * TILE))
+            _tile(e, "tilestored64", tile, _at(e, to), e.whole(64))
+        if parts > 1:  # short sums of short sums round less than one long one
+            for tile, corner in enumerate(corners):
+                with e.loop(e.whole(TILE // 4), W) as i:
+                    more = e.load(sums, b.add(i, e.whole(tile * TILE // 4)))
+                    e.store(b.fadd(e.load(corner, i), more), corner, i)
+
+    return keys, values
+
+
+def _split(e: Emit, x: Value, parts: int) -> list[Value]:
+    """float32 as a sum of numbers with 8 bits each, those of bf16, the largest first."""
+    b = e.builder
+    result = []
+    for _ in range(parts):
+        bits = b.add(b.bitcast(x, e.vector(I32)), e.i32s(0x8000))
+        top = b.bitcast(b.and_(bits, e.i32s(-0x10000)), e.vector(F32))
+        result.append(top)
+        x = b.fsub(x, top)
+    return result
+
+
+def _pair(e: Emit, even: Value, odd: Value) -> Value:
+    """Two parts of `_split` as pairs of bf16."""
+    b = e.builder
+    low = b.lshr(b.bitcast(even, e.vector(I32)), e.i32s(16))
+    return b.or_(low, b.bitcast(odd, e.vector(I32)))
+
+
+def make_split_row(parts: int) -> Any:
+    """`fn(to, part, jump, source, count)`: a float32 row as bf16 rows, `part` bytes apart; NaN if it is not finite.
+
+    From 32 elements to the next 32 it is `jump` bytes.
+    """
+
+    @microkernel("iiiii>f")
+    def split_row(e: Emit, to: Value, part: Value, jump: Value, source: Value, count: Value) -> Value:
+        b = e.builder
+        check = e.var(e.zeros)
+        with e.loop(b.sdiv(count, e.whole(BLOCK))) as step:
+            for half in range(0, BLOCK, W):
+                x = e.load(source, b.add(b.mul(step, e.whole(BLOCK)), e.whole(half)))
+                check.set(e.fma(x, e.zeros, check.get()))
+                for n, top in enumerate(_split(e, x, parts)):
+                    short = b.trunc(b.lshr(b.bitcast(top, e.vector(I32)), e.i32s(16)), e.vector(I16))
+                    at = b.add(b.add(to, b.mul(part, e.whole(n))), b.mul(step, jump))
+                    b.store(short, e.pointer(at, half, I16, short.type)).align = 2
+        return e.reduce(check.get(), b.fadd)
+
+    return split_row
+
+
+@microkernel("iiii")
+def copy_row(e: Emit, to: Value, jump: Value, source: Value, count: Value) -> None:
+    """`count` bf16 numbers, 32 of them `jump` bytes from the next 32."""
+    b = e.builder
+    with e.loop(b.sdiv(count, e.whole(BLOCK))) as step:
+        e.store(e.load(source, b.mul(step, e.whole(W))), b.add(to, b.mul(step, jump)))
+
+
+@microkernel("iii>f")
+def turn(e: Emit, to: Value, source: Value, step: Value) -> Value:
+    """16 columns of 32 bf16 rows, `step` bytes apart, become the rows of a tile. NaN if a number is not finite."""
+    b = e.builder
+    check = e.var(e.zeros)
+    pairs = []
+    for i in range(0, BLOCK, 2):
+        even, odd = (
+            b.shl(b.zext(e.load_i16(b.add(source, b.mul(step, e.whole(i + n)))), e.vector(I32)), e.i32s(16))
+            for n in (0, 1)
+        )
+        for bits in (even, odd):
+            check.set(e.fma(b.bitcast(bits, e.vector(F32)), e.zeros, check.get()))
+        pairs.append(b.bitcast(b.or_(b.lshr(even, e.i32s(16)), odd), e.vector(F32)))
+    for i, row in enumerate(e.transpose(pairs)):
+        e.store(row, to, i * W)
+    return e.reduce(check.get(), b.fadd)
+
+
+def make_soften(parts: int) -> Any:
+    """`fn(s, count, m, l, shrink, factor, p, part)`: as `soften_column`, but the weights go to `p` as tiles of pairs.
+
+    `count` is a multiple of 32. Returns 1 if older weights fade.
+    """
+
+    @microkernel("iiiiifii>f")
+    def soften_pairs(
+        e: Emit, s: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value, p: Value, part: Value
+    ) -> Value:
+        b = e.builder
+        factor = e.splat(factor)
+        base, fade = column_top(e, s, e.whole(W), count, m, factor)
+        totals = [e.var(e.zeros), e.var(e.zeros)]
+        with e.loop(b.sdiv(count, e.whole(BLOCK))) as step, e.loop(e.whole(16)) as j:
+            row = b.mul(b.add(b.mul(step, e.whole(16)), j), e.whole(2 * W))
+            weights = []
+            for n, total in enumerate(totals):
+                x = e.load(s, b.add(row, e.whole(n * W)))
+                weight = e.exp2(b.fmul(b.fsub(x, base), factor))
+                total.set(b.fadd(total.get(), weight))
+                weights.append(_split(e, weight, parts))
+            at = b.add(b.mul(step, e.whole(2 * TILE // 4)), b.mul(j, e.whole(W)))
+            for n, (even, odd) in enumerate(zip(*weights, strict=True)):
+                pair = b.bitcast(_pair(e, even, odd), e.vector(F32))
+                e.store(pair, b.add(p, b.mul(part, e.whole(n))), at)
+        fade_and_store(e, l, shrink, fade, b.fadd(totals[0].get(), totals[1].get()))
+        fades = b.fcmp_unordered("!=", fade, e.f32s(1.0))
+        return e.reduce(b.uitofp(fades, e.vector(F32)), e.max)
+
+    return soften_pairs
+
+
+@microkernel("iii")
+def fade_columns(e: Emit, acc: Value, count: Value, shrink: Value) -> None:
+    """`count` vectors times that of `shrink`."""
+    fade = e.load(shrink)
+    with e.loop(e.builder.mul(count, e.whole(W)), W) as i:
+        e.store(e.builder.fmul(e.load(acc, i), fade), acc, i)
