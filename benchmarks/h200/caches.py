@@ -1,0 +1,147 @@
+"""The kernel that appends to caches, on a GPU: its bytes against plain torch, its time, and the caches above it.
+
+    python benchmarks/h200/caches.py --json caches.json
+
+Checks first: every storage type, contiguous, ring and paged, packed and padded, bfloat16 and float32 sources, against
+`InTorch` byte for byte; then a paged cache and a cascade against the reference backend. Then times: a decode step of
+64 sequences and a prompt of 8192 tokens, against a copy of as many bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise import KVCache, PagedKVCache, attention
+from tilewise.backends.triton.append import Append
+from tilewise.caches.append import InTorch, Places
+from tilewise.caches.formats import Format
+
+DEVICE = torch.device("cuda")
+TYPES = ("f32", "f16", "bf16", "fp8_e4m3", "int8", "int4")
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def check_bytes() -> int:
+    """How many combinations store the same bytes as torch; stops at the first that does not."""
+    done = 0
+    for dtype in TYPES:
+        for source in (torch.float32, torch.bfloat16, torch.float16):
+            for D, Dv, group in ((64, 64, 32), (80, 48, 128), (96, 6, 64), (128, 576, 64)):
+                for paged, packed in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                    outer, slots = (9, 3) if paged else (5, 7)
+                    sides = []
+                    for _ in range(2):
+                        formats = (Format.of("dtype", dtype, group, width) for width in (D, Dv))
+                        stores = [f.empty(outer, 2, slots, device=DEVICE) for f in formats]
+                        for x in (x for s in stores for x in (s.data, s.scales) if x is not None):
+                            x.view(torch.uint8).fill_(77)
+                        sides.append(stores)
+                    cu = ints(0, 2, 2, 7 if paged else 13, 7 if paged else 13, 10 if paged else 16)
+                    table = torch.tensor([[8, 1, 0], [2, 2, 2], [0, 3, 4], [1, 1, 5], [6, 7, 0]]).int().to(DEVICE)
+                    tokens = int(cu[-1])
+                    shape = (1, 2, tokens) if packed else (5, 2, 11)
+                    k, v = (torch.randn(*shape, w, device=DEVICE).mul(3).to(source) for w in (D, Dv))
+                    k[0, 0, 0] = 0
+                    places = Places(ints(1, 0, 2, 6, 0), cu, tokens, bool(packed), table if paged else None)
+                    kernel = Append(*sides[0], slots)
+                    kernel(k, v, places)
+                    kernel(k, v, places)  # once more, by addresses
+                    InTorch(*sides[1], slots)(k, v, places)
+                    for a, b in zip(*sides, strict=True):
+                        for x, y in ((a.data, b.data), (a.scales, b.scales)):
+                            same = x is None or x.view(torch.uint8).equal(y.view(torch.uint8))
+                            assert same, (
+                                f"{dtype} from {source}, {D}/{Dv}, group {group}, paged {paged}, packed {packed}"
+                            )
+                    done += 1
+    return done
+
+
+def check_caches() -> dict[str, float]:
+    """The largest differences from the reference backend over the same stored rows."""
+    worst = {}
+    for dtype in TYPES:
+        cache = PagedKVCache(256, 16, 4, 128, dtype, device=DEVICE)
+        root = cache.create()
+        cache.append(root, *torch.randn(2, 500, 4, 128, device=DEVICE, dtype=torch.bfloat16))
+        ids = [cache.fork(root) for _ in range(8)]
+        for _ in range(20):
+            cache.append(ids, *torch.randn(2, 8, 4, 1, 128, device=DEVICE, dtype=torch.bfloat16))
+        q = torch.randn(8, 16, 1, 128, device=DEVICE)
+        for name, choice in (("plain", False), ("cascade", True)):
+            out = cache.attend(ids, q, cascade=choice)
+            worst[f"{dtype} {name}"] = max(
+                (out[b].cpu() - attention(q[b : b + 1].cpu(), cache.keys(n)[None].cpu(), cache.values(n)[None].cpu(),
+                                          backend="reference")[0]).abs().max().item()
+                for b, n in enumerate(ids)
+            )  # fmt: skip
+        ring = KVCache(2, 4, 64, 128, dtype, ring=True, device=DEVICE)
+        for _ in range(30):
+            ring.append(*torch.randn(2, 2, 4, 7, 128, device=DEVICE))
+            out = ring.attend(q[:2], window=64)
+        keys, values = (torch.stack([read(b) for b in range(2)]).cpu() for read in (ring.keys, ring.values))
+        want = attention(q[:2].cpu(), keys, values, backend="reference")
+        worst[f"{dtype} ring"] = (out.cpu() - want).abs().max().item()
+    return worst
+
+
+def microseconds(call: Any, rounds: int = 200) -> float:
+    """Of one call on the device, from a full queue."""
+    for _ in range(10):
+        call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(rounds):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / rounds
+
+
+def times() -> list[dict[str, Any]]:
+    results = []
+    for dtype in TYPES:
+        for sequences, tokens in ((64, 1), (1, 8192)):
+            cache = PagedKVCache(1024, 16, 8, 128, dtype, device=DEVICE)
+            ids = [cache.create() for _ in range(sequences)]
+            batch = cache.extend(ids, tokens)
+            k, v = torch.randn(2, 1, 8, sequences * tokens, 128, device=DEVICE, dtype=torch.bfloat16)
+            places = Places(batch._starts, batch.cu_seqlens, batch.tokens, True, batch.block_table)
+            write, to = cache._writer(0), torch.empty_like(k)
+            results.append({
+                "dtype": dtype, "sequences": sequences, "tokens": tokens,
+                "append_us": microseconds(lambda w=write, k=k, v=v, p=places: w(k, v, p)),
+                "copy_us": microseconds(lambda k=k, v=v, to=to: (to.copy_(k), to.copy_(v))),
+            })  # fmt: skip
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    data: dict[str, Any] = {"device": torch.cuda.get_device_name(), "combinations": check_bytes()}
+    print(f"{data['combinations']} combinations store the same bytes as torch")
+    data["differences"] = check_caches()
+    print("largest difference from the reference:", max(data["differences"].values()))
+    assert max(data["differences"].values()) < 1e-3
+    data["times"] = times()
+    for r in data["times"]:
+        work = f"{r['dtype']:9} {r['sequences']:3} x {r['tokens']:5}"
+        print(f"{work}: {r['append_us']:7.1f} us, copy {r['copy_us']:7.1f} us")
+    if options.json:
+        options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
