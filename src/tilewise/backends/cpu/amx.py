@@ -110,6 +110,7 @@ def make_products(parts: int) -> tuple[Any, Any]:
 
     `values(v, v_part, p, p_part, acc, half, n, sums)`: acc [32 columns, 32 rows] += V^T P over 32 n keys.
     """
+
     @microkernel("iiiiiii")
     def keys(e: Emit, k: Value, k_part: Value, q: Value, q_part: Value, s: Value, half: Value, n: Value) -> None:
         for tile in range(4):

@@ -1,0 +1,87 @@
+"""Prefill in 16 bits on the CPU: by matrix tiles where the processor has them, by vectors elsewhere."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from tilewise import attention, bound, plan, planner
+from tilewise.backends.cpu import amx
+from tilewise.backends.cpu.simd import W
+from tilewise.conformance.cases import CASES
+from tilewise.conformance.check import check_case
+
+PREFILL = [c for c in CASES if c.dtype == "f32" and not c.k and not c.v and c.Lq > 16 and c.mask_kind in ("", "bool")]
+
+
+@pytest.fixture
+def by_vectors(monkeypatch):
+    """As on a processor without matrix tiles."""
+
+    def forget():
+        bound.forget()
+        planner.choose.cache_clear()
+
+    monkeypatch.setattr(amx, "usable", lambda: False)
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("case", PREFILL, ids=str)
+def test_prefill_in_16_bits(case, dtype):
+    check_case(replace(case, dtype=dtype), "cpu")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.dtype != "f32"], ids=str)
+def test_the_same_by_vectors(by_vectors, case):
+    check_case(case, "cpu")
+
+
+def test_the_plan_says_which(by_vectors):
+    q = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
+    assert "packed tiles" in str(plan(q, q, q, backend="cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_numbers_that_are_not_finite(dtype, where, value):
+    """They give what they give in float32, and nothing where they are not seen."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(1, 2, 300, 64, generator=generator).to(dtype) for name in "qkv"}
+    clean = attention(**tensors, causal=True, backend="cpu")
+    tensors[where][0, 1, 150, 7] = value
+    result = attention(**tensors, causal=True, backend="cpu")
+    wide = attention(**{name: x.float() for name, x in tensors.items()}, causal=True, backend="reference")
+    assert result[:, 0].equal(clean[:, 0])  # the other head
+    if where == "v" or value != value:  # an infinity in q or k sends a tile's rows another way, which rounds otherwise
+        assert result[:, 1, :150].equal(clean[:, 1, :150])
+    finite = wide.isfinite()
+    assert finite.equal(result.isfinite())
+    torch.testing.assert_close(result.float()[finite], wide[finite], rtol=2e-2, atol=2e-2)
+    assert result[~finite & ~wide.isnan()].float().equal(wide[~finite & ~wide.isnan()])
+
+
+def test_memory_of_a_thread():
+    for dtype in (torch.float16, torch.bfloat16):
+        wide = torch.empty(1, 16, 5000, 576, dtype=dtype)
+        assert plan(wide, wide, wide, backend="cpu").workspace_bytes / torch.get_num_threads() < 4 * 2**20
+
+
+@pytest.mark.skipif(W != 16, reason="tiles are for processors with 16 lanes")
+@pytest.mark.parametrize("parts", [1, 2])
+def test_parts_add_up(parts):
+    """Numbers of 8 bits have one part, those of 11 bits (float16) two."""
+    numbers = torch.randn(64, generator=torch.Generator().manual_seed(0)).to((torch.bfloat16, torch.float16)[parts - 1])
+    source, to = numbers.float().numpy().copy(), np.zeros((parts, 64), dtype=np.uint16)
+    split_row = amx.make_split_row(parts)
+    run = njit(lambda to, source: split_row(to, 128, 64, source, 64))
+    assert run(to.ctypes.data, source.ctypes.data) == 0
+    total = torch.from_numpy(to.view(np.int16)).view(torch.bfloat16).float().sum(0)
+    assert total.numpy().tolist() == source.tolist()
+    source[5] = np.nan
+    assert np.isnan(run(to.ctypes.data, source.ctypes.data))
