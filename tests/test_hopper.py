@@ -47,6 +47,7 @@ def test_refusals_name_what_is_missing(word):
 SLOWER = {
     "queries": {"q_len": 16},
     "masks": {"mask": MaskSpec(torch.bool, (True, True, False, False))},
+    "packed": {"form": "varlen", "packed_q": True, "total_q": 9999, "kv_lengths": True},
     "small": {"batch": 1, "heads": 4, "q_len": 512, "kv_len": 512},
     "small calls": {"batch": 1, "heads": 4, "causal": True, "window": (20, None)},
 }
@@ -132,3 +133,41 @@ def test_sections_let_programs_share_keys():
     assert heuristics.section(problem(causal=True), c, 132) == 16  # 8 programs each
     assert heuristics.section(problem(causal=True, q_len=256, kv_len=256), c, 132) == 64  # two tiles, all planes
     assert heuristics.section(problem(causal=True, batch=1, heads=2, kv_heads=1), c, 132) == 2
+
+
+def test_calls_that_come_again_may_be_unaligned(monkeypatch):
+    """TMA needs 16 bytes: q, k and v are copied, the output is written elsewhere first."""
+    pytest.importorskip("triton")
+    from tilewise.backends.hopper import launch
+    from tilewise.tensors import Tensors
+
+    seen = []
+
+    class Bound:
+        def __init__(self, plan, c, processors):
+            pass
+
+        def __call__(self, t):
+            seen.append(t)
+            assert all(x.data_ptr() % 16 == 0 for x in (t.q, t.k, t.v, t.out))
+            t.out.copy_(t.q + t.k + t.v)
+            t.lse.fill_(5)
+
+    monkeypatch.setattr(launch, "Bound", Bound)
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+
+    def tensors(shift):
+        memory = torch.arange(4 * 512 + 64, dtype=torch.float32).to(torch.bfloat16)
+        q, k, v, out = (memory[512 * i + shift :][:512].view(1, 16, 2, 16) for i in range(4))  # [B, L, H, D]
+        return q, k, v, out.clone() if shift == 0 else out, torch.empty(1, 16, 2)
+
+    q, k, v, out, lse = tensors(0)
+    first = Tensors(*(x.transpose(1, 2) for x in (q, k, v, out)), lse.transpose(1, 2))
+    run = launch.bind(Plan(problem(), "hopper", "", (64, 64)), first)
+    for shift in (0, 3):
+        q, k, v, out, lse = tensors(shift)
+        want = q + k + v
+        run(q, k, v, out, lse)
+        assert torch.equal(out, want)
+        assert bool((lse == 5).all())
+        assert seen[-1].q.shape == (1, 2, 16, 16)
