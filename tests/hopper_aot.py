@@ -32,9 +32,14 @@ class Built:
     shared: int
     report: str  # what ptxas says
     sass: str
-    barriers: int  # mbarriers
     spec: Any = None
     dynamic: bool = False
+
+    @property
+    def barrier_places(self) -> list[int]:
+        """Where in shared memory mbarriers are set up."""
+        found = re.findall(r"SYNCS\.EXCH\.64 URZ, \[UR\d+(?:\+0x([0-9a-f]+))?\]", self.sass)
+        return sorted(int(place or "0", 16) for place in found)
 
     @property
     def loops(self) -> list[list[str]]:
@@ -88,7 +93,7 @@ def build(function: Any, given: dict[str, Any], constants: tuple[str, ...], ptxa
         command = [TOOLS / ptxas, "-v", "--fmad=false", "--gpu-name=sm_90a", ptx.name, "-o", cubin.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin.name], capture_output=True, text=True, check=True).stdout
-    return Built(built.metadata.shared, report, sass, built.asm["ptx"].count("mbarrier.init"))
+    return Built(built.metadata.shared, report, sass)
 
 
 def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:

@@ -27,6 +27,15 @@ def test_a_machine_without_a_hopper_gpu_is_told_so():
     assert hopper.supports(replace(problem(), device=torch.device("cpu"))) == "runs on Hopper GPUs"
 
 
+def test_only_a_tested_triton_will_do(monkeypatch):
+    monkeypatch.setattr(hopper, "arch_of", lambda device: 90)
+    for version, served in (("3.6.0", True), ("3.6.1", True), ("3.5.1", False), ("3.7.0", False), ("none", False)):
+        monkeypatch.setattr(hopper, "_triton_version", lambda version=version: version)
+        assert (hopper.supports(problem()) is None) == served
+    monkeypatch.setattr(hopper, "arch_of", lambda device: 100)
+    assert hopper.supports(problem()) == "runs on Hopper GPUs"
+
+
 INT8 = QuantSpec("int8", 64)
 REFUSED = {
     "float": {"q_dtype": torch.float32, "k_dtype": torch.float32, "v_dtype": torch.float32},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from functools import cache
 from typing import Any
@@ -12,13 +13,15 @@ from ...tensors import Tensors
 from ..triton.device import arch_of
 from . import heuristics
 
+TESTED = "3.6."
+
 
 def supports(problem: Problem) -> str | None:
     p = problem
     if p.device.type != "cuda" or arch_of(p.device) != 90:
         return "runs on Hopper GPUs"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    if not _triton_version().startswith(TESTED):
+        return f"needs Triton {TESTED}x: Gluon changes from version to version"
     return heuristics.refusal(p)
 
 
@@ -44,6 +47,13 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
     return _launch().bind(plan, tensors)
+
+
+@cache
+def _triton_version() -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "none"
+    return str(importlib.import_module("triton").__version__)
 
 
 @cache
