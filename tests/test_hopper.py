@@ -1,5 +1,8 @@
 """What the Hopper backend serves and how it cuts a problem, as plain functions. Its kernels: test_hopper_aot.py."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -180,3 +183,33 @@ def test_calls_that_come_again_may_be_unaligned(monkeypatch):
         assert torch.equal(out, want)
         assert bool((lse == 5).all())
         assert seen[-1].q.shape == (1, 2, 16, 16)
+
+
+ORDER = """
+import random
+import torch
+from tilewise.backends.hopper.order import order
+
+for seed in range(12):
+    chance = random.Random(seed)
+    batch = (1, 2, 5, 70)[seed % 4]
+    q = [chance.choice((0, 1, 63, 128, 129, 700)) for _ in range(batch)]
+    k = [chance.choice((0, 5, 128, 128, 900)) for _ in range(batch)]
+    total_q = sum(q) + chance.choice((0, 3, 300))
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (q, k))
+    ranks, starts = torch.full((2, batch + 2), -1, dtype=torch.int32)
+    order[(-(-(batch + 1) // 16),)](cu_q, cu_k, ranks, starts, batch, total_q, 128, 16)
+    tiles = [-(-n // 128) for n in (*q, total_q - sum(q))]  # the last are the rows of nobody
+    want = sorted(range(batch + 1), key=lambda i: (-([*k, 0][i]), i))
+    assert ranks[: batch + 1].tolist() == want, (seed, ranks, want)
+    assert starts.tolist() == [sum(tiles[i] for i in want[:r]) for r in range(batch + 2)], seed
+print("ok")
+"""
+
+
+def test_packed_sequences_are_ranked():
+    """The longest first, and how many tiles come before each; in Triton's interpreter, which needs its own process."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True, env=environment)
+    assert done.stdout == "ok\n", done.stderr

@@ -31,7 +31,7 @@ class Config:
 
 
 FEW_QUERIES = 16  # queries up to here are decoded: they wait for memory, not for products
-SHORT = 2048  # keys up to here: tiles of 192 rows leave too much of the last ones unused
+SHORT = 2048  # keys up to which two consumers are faster than three at D=64; see `config`
 LITTLE = 4e10  # operations that the Triton backend does in the host time of a call here, 125 us to its 25
 
 
