@@ -31,15 +31,16 @@ _again: dict[Key, Again] = {}
 class Bound:
     """One remembered call."""
 
-    __slots__ = ("launch", "lse_shape", "shape")
+    __slots__ = ("launch", "like_q", "lse_shape", "shape")
 
-    def __init__(self, call: Call, launch: Launcher) -> None:
+    def __init__(self, call: Call, launch: Launcher, like_q: bool) -> None:
         self.launch = launch
-        self.shape = call.out.shape
-        self.lse_shape = None if call.lse is None else call.lse.shape
+        self.shape = tuple(call.out.shape)
+        self.lse_shape = None if call.lse is None else tuple(call.lse.shape)
+        self.like_q = like_q  # the output has q's shape and strides
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | AttentionState:
-        out = q.new_empty(self.shape)
+        out = torch.empty_like(q) if self.like_q else q.new_empty(self.shape)  # 0.9 and 1.5 us
         if self.lse_shape is None:
             self.launch(q, k, v, out, None)
             return out
@@ -74,7 +75,8 @@ def remember(key: Key | None, call: Call, plan: Plan) -> None:
         return
     if len(_known) >= MOST:
         _known.clear()
-    _known[key] = Bound(call, bind(plan, call.tensors))
+    like_q = key[:2] == (call.out.shape, call.out.stride())
+    _known[key] = Bound(call, bind(plan, call.tensors), like_q)
 
 
 class Again:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 
+from numba import types
+
 from .access import (
     FULL,
     INF,
@@ -37,12 +39,14 @@ from .access import (
     widen_row,
     widen_rows,
 )  # fmt: skip
-from .micro import get_f32, get_i32, get_i64, make_adds, make_dots, put_f32, row_scale
+from .micro import fetch, get_f32, get_i32, get_i64, make_adds, make_dots, put_f32, row_scale
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import KEY_PAD, PAD, cut
 from .simd import REGISTERS, W
 from .softmax import LOG2E, alibi_row, bias_cells, exp_row, max_row, scale_cells, softcap_cells
 
+# Rows of pages lie apart, where no hardware looks ahead, so they are asked for this many keys before they are read.
+CHUNK = 48
 # Keys in flight for 4, 2 or 1 rows: as many accumulators as leave registers for K and q.
 KEYS = {4: 4, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 2: 4, 1: 8}
 
@@ -140,6 +144,29 @@ def soften(p, t, item, r, origin, count, BK, Dv):
         row_scale(t.acc + 4 * r * Dv, Dv, shrink)
 
 
+@jit
+def multiply_keys(p, t, dots, R, count, width, D, BK):
+    """s = q k^T; pages of V are asked for meanwhile."""
+    step = types.int64(CHUNK if p.table else count)
+    for j in range(0, count, step):
+        n = min(step, count - j)
+        if p.table:
+            fetch(t.v_table + 8 * j, n, p.v_row)
+        scales = t.k_scales + 4 * j * ((width + p.k_group - 1) // p.k_group)
+        call(dots, t.q, D, R, t.k_table + 8 * j, up(n, KEY_PAD), width, t.s + 4 * j, BK, scales, p.k_group)
+
+
+@jit
+def add_values(p, t, adds, R, count, width, Dv, BK, ahead):
+    """acc += p v; pages of the next tile's K are asked for meanwhile."""
+    step = types.int64(CHUNK if p.table else count)
+    for j in range(0, count, step):
+        n = min(step, count - j)
+        fetch(t.ahead + 8 * j, min(n, ahead - j), p.k_row)
+        scales = t.v_scales + 4 * j * ((width + p.v_group - 1) // p.v_group)
+        call(adds, t.acc, Dv, R, t.v_table + 8 * j, n, width, t.s + 4 * j, BK, scales, p.v_group)
+
+
 def walk_direct(params, scratch, address):
     """All keys of the item at `address`; m, l and acc hold the result."""
     p, item = params_at(params), item_at(address)
@@ -170,12 +197,12 @@ def walk_direct(params, scratch, address):
             dots, width = p.dots_f32, D
         elif k.code >= 3:
             list_scales(p, k, at, t.k_scales, origin, count, KEY_PAD)
-        call(dots, t.q, D, R, t.k_table, up(count, KEY_PAD), width, t.s, BK, t.k_scales, p.k_group)
+        list_rows(p, v, at, t.v_table, origin, count, ONE)
+        multiply_keys(p, t, dots, R, count, width, D, BK)
 
         for r in range(R):
             soften(p, t, item, r, origin, count, BK, Dv)
 
-        list_rows(p, v, at, t.v_table, origin, count, ONE)
         adds, width, strays = p.adds, p.value_dim, False
         if not whole or p.adds == 0:
             bad = widen_rows(p, v, at, t.v_table, t.values, origin, count, ONE)
@@ -184,6 +211,9 @@ def walk_direct(params, scratch, address):
                 take_out_strays(t, count, Dv)
         elif v.code >= 3:
             list_scales(p, v, at, t.v_scales, origin, count, ONE)
-        call(adds, t.acc, Dv, R, t.v_table, count, width, t.s, BK, t.v_scales, p.v_group)
+        ahead = max(0, min(BK, last - tile)) if p.table else 0
+        if ahead:
+            list_rows(p, k, at, t.ahead, tile, ahead, ONE)
+        add_values(p, t, adds, R, count, width, Dv, BK, ahead)
         if strays:
             add_strays(p, t, item, ZERO, R, count, Dv, origin, ONE, BK)

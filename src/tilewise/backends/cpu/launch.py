@@ -81,6 +81,8 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "v_code": v_code,
         "k_group": p.k_quant.group if p.k_quant else 1,
         "v_group": p.v_quant.group if p.v_quant else 1,
+        "k_row": _bytes(p.head_dim, k_code),
+        "v_row": _bytes(p.value_dim, v_code),
         "mask_code": 0 if p.mask is None else MASK_BOOL if p.mask.is_bool else FLOATS[p.mask.dtype],
         "page": p.page_size,
         "batch": p.batch,
@@ -132,6 +134,11 @@ def _parts(p: Problem, k_code: int, v_code: int) -> int:
     if p.group * p.q_len <= DIRECT_ROWS or not FLOATS[p.q_dtype] == k_code == v_code or not amx.usable():
         return 0
     return amx.PARTS.get(KINDS[k_code], 0)
+
+
+def _bytes(width: int, code: int) -> int:
+    """Bytes of a row of K or V."""
+    return width * {"f32": 8, "f16": 4, "bf16": 4, "int4": 1}.get(KINDS[code], 2) // 2
 
 
 def _stored(p: Problem) -> tuple[Any, Any]:

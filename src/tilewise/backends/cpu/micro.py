@@ -12,6 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .simd import F16, F32, I8, I16, I32, I64, REGISTERS, Emit, Value, W, microkernel
@@ -234,6 +235,20 @@ def transpose(e: Emit, to: Value, to_width: Value, source: Value, width: Value) 
     rows = [e.load(source, b.mul(width, e.whole(i))) for i in range(W)]
     for j, column in enumerate(e.transpose(rows)):
         e.store(column, to, b.mul(to_width, e.whole(j)))
+
+
+@microkernel("iii")
+def fetch(e: Emit, rows: Value, count: Value, size: Value) -> None:
+    """Asks for `size` bytes of each listed row, to be there when they are read."""
+    b = e.builder
+    pointer = I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    reading, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
+    with e.loop(count) as j:
+        row = e.load_scalar(rows, j, I64)
+        with e.loop(size, 64) as i:
+            b.call(prefetch, [b.inttoptr(b.add(row, i), pointer), reading, keep, data])
 
 
 # Straight from K and V rows. `rows` is a table of their addresses, so that pages are read in place.

@@ -24,7 +24,7 @@ sinks kv_lengths q_offsets cu_q cu_k
 table table_b
 """.split()
 PER_PROBLEM = """
-q_code k_code v_code k_group v_group mask_code page
+q_code k_code v_code k_group v_group k_row v_row mask_code page
 batch heads kv_heads q_len kv_len head_dim value_dim
 causal left right chunk offset
 tile_rows tile_keys split_size partial_bytes

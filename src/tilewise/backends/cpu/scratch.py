@@ -22,7 +22,7 @@ LINE = 64  # bytes of a cache line, on which every part starts
 
 Scratch = namedtuple(
     "Scratch",
-    "acc k_table v_table k_scales v_scales m l shrink slopes lo hi positions some_lo some_hi all_lo all_hi "
+    "acc k_table v_table ahead k_scales v_scales m l shrink slopes lo hi positions some_lo some_hi all_lo all_hi "
     "mask_rows mask_columns states done "
     "q s keys values packed strays",
 )
@@ -39,7 +39,7 @@ def shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys):
     keys = tile_keys + 24
     return (
         4 * rows * round_up(value_dim, W),  # acc: [rows, Dv]
-        8 * keys, 8 * keys,  # addresses of K and V rows
+        8 * keys, 8 * keys, 8 * keys,  # addresses of K and V rows, and of K rows of the next tile
         4 * keys * GROUPS, 4 * keys * GROUPS,  # their scales
         4 * rows, 4 * rows, 4 * rows, 4 * rows,  # m, l, shrink, slopes: float32, one a row
         4 * rows, 4 * rows, 4 * rows,  # lo, hi, positions: int32, one a row
@@ -108,31 +108,32 @@ def cut(p, base):
     acc = after(base, 0)
     k_table = after(acc, z[0])
     v_table = after(k_table, z[1])
-    k_scales = after(v_table, z[2])
-    v_scales = after(k_scales, z[3])
-    m = after(v_scales, z[4])
-    l = after(m, z[5])
-    shrink = after(l, z[6])
-    slopes = after(shrink, z[7])
-    lo = after(slopes, z[8])
-    hi = after(lo, z[9])
-    positions = after(hi, z[10])
-    some_lo = after(positions, z[11])
-    some_hi = after(some_lo, z[12])
-    all_lo = after(some_hi, z[13])
-    all_hi = after(all_lo, z[14])
-    mask_rows = after(all_hi, z[15])
-    mask_columns = after(mask_rows, z[16])
-    states = after(mask_columns, z[17])
-    done = after(states, z[18])
-    q = after(done, z[19])
+    ahead = after(v_table, z[2])
+    k_scales = after(ahead, z[3])
+    v_scales = after(k_scales, z[4])
+    m = after(v_scales, z[5])
+    l = after(m, z[6])
+    shrink = after(l, z[7])
+    slopes = after(shrink, z[8])
+    lo = after(slopes, z[9])
+    hi = after(lo, z[10])
+    positions = after(hi, z[11])
+    some_lo = after(positions, z[12])
+    some_hi = after(some_lo, z[13])
+    all_lo = after(some_hi, z[14])
+    all_hi = after(all_lo, z[15])
+    mask_rows = after(all_hi, z[16])
+    mask_columns = after(mask_rows, z[17])
+    states = after(mask_columns, z[18])
+    done = after(states, z[19])
+    q = after(done, z[20])
     z = sizes_of_vectors(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
     s = after(q, z[0])
     keys = after(s, z[1])
     values = after(keys, z[2])
     packed = after(values, z[3])
     strays = after(packed, z[4])
-    return Scratch(acc, k_table, v_table, k_scales, v_scales, m, l, shrink, slopes, lo, hi, positions, some_lo,
+    return Scratch(acc, k_table, v_table, ahead, k_scales, v_scales, m, l, shrink, slopes, lo, hi, positions, some_lo,
                    some_hi, all_lo, all_hi, mask_rows, mask_columns, states, done, q, s, keys, values, packed,
                    strays)  # fmt: skip
 
