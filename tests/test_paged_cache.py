@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from naive import Row, assert_close
-from tilewise import CacheFull, InvalidArgument, PagedKVCache, paged_attention
+from tilewise import AttentionState, CacheFull, InvalidArgument, PagedKVCache, merge, paged_attention
 from tilewise.caches.append import InTorch
-from tilewise.caches.cascade import Shape, gain, key_time, shared
+from tilewise.caches.cascade import Shape, _merged, gain, key_time, shared
 
 
 def rows(*shape, seed=0):
@@ -102,11 +102,11 @@ def test_copy_on_write_is_exact():
     forks = [cache.fork(first) for _ in range(3)]
     assert (cache.stats().used, cache.stats().shared) == (2, 2)
     half = cache._sequences.pages(cache._sequences.slot_of[first])[1]
-    before = cache._k.data[0, half].clone()
+    before = cache._k.data[0, half].view(torch.uint8).clone()
     cache.append(forks[:2], *rows(2, 2, 2, 1, 64, seed=1))  # two of four write: both get a copy
     assert cache.stats().used == 4
     assert cache._sequences.pool.refs[half] == 2
-    assert cache._k.data[0, half].equal(before)
+    assert cache._k.data[0, half].view(torch.uint8).equal(before)
     cache.append([first, forks[2]], *rows(2, 2, 2, 1, 64, seed=2))  # the last two: one copy, one in place
     assert cache.stats().used == 5
     assert cache._sequences.pool.refs[half] == 1
@@ -499,6 +499,19 @@ class TestCascade:
         with pytest.raises(InvalidArgument, match=f"cascade: got True with {name}"):
             cache.attend(ids, q, cascade=True, **{name: 7})
         cache.attend(ids, q, **{name: 7})
+
+    def test_merging_is_that_of_merge(self):
+        a, b = (AttentionState(rows(5, 3, 8, seed=s), rows(5, 3, seed=s + 5) * 20) for s in (1, 2))
+        a.lse[0], b.lse[1], a.lse[2, 0], b.lse[2, 0] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
+        a.out[0], b.out[1] = torch.nan, torch.nan  # what an empty state holds does not matter
+        a.out[2, 0] = b.out[2, 0] = 0.0
+        want = merge([a, b])
+        for pair in ((a, b), (b, a)):
+            got = _merged(*(AttentionState(x.out.clone(), x.lse.clone()) for x in pair))
+            assert_close(got.out, want.out, 1e-6)
+            assert_close(got.lse, want.lse, 1e-6)
+            assert got.out[0].equal(b.out[0])
+            assert got.out[1].equal(a.out[1])
 
     def test_groups_are_those_that_gain_most(self):
         """Eight sequences: all share 2 pages, two halves share 10 each, one pair shares 30."""

@@ -3,7 +3,7 @@
     python benchmarks/cpu/caches.py --json benchmarks/cpu/caches.json
 
 Overhead: append and attend for 64 sequences, as they are and with kernels that do nothing: what is left is Python.
-Cascade: a decode step of 32 sequences that share 2048 tokens and have 64 of their own, with and without; in turns.
+Cascade: a decode step of 32 sequences that share 2048 tokens and have 16 of their own, with and without; in turns.
 Append: 2048 tokens of 8 heads of 128 into each storage, against copying them.
 Errors: attention over each storage against float32, on peaked inputs.
 """
@@ -68,7 +68,7 @@ def _nothing(*_: Any) -> None: ...
 
 
 def cascade(heads: int, kv_heads: int, width: int, dtype: str, sequences: int = 32) -> dict[str, Any]:
-    prefix, own = 2048, 64
+    prefix, own = 2048, 16
     cache = PagedKVCache((prefix + sequences * (own + 16)) // 16 + sequences, 16, kv_heads, width, dtype)
     root = cache.create()
     cache.append(root, *torch.randn(2, prefix, kv_heads, width))

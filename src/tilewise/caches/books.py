@@ -1,4 +1,4 @@
-"""The loops of bookkeeping: pages for new tokens, and the tables of a step.
+"""The small loops: pages for new tokens, the tables of a step, the merging of a cascade.
 
 Plain loops over arrays. Numba compiles them if it is there, for a step of 64 sequences has no time for a hundred NumPy
 calls; without it they are slow and do the same.
@@ -7,6 +7,7 @@ calls; without it they are slow and do the same.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -107,3 +108,21 @@ def copy_rows(table: Any, slots: Any, to: Any):  # type: ignore[no-untyped-def]
     for b in range(len(slots)):
         for j in range(to.shape[1]):
             to[b, j] = table[slots[b], j]
+
+
+def merge_rows(out: Any, lse: Any, other: Any, other_lse: Any):  # type: ignore[no-untyped-def]
+    """`tilewise.merge` of two states in float32, into the first: `[rows, Dv]` and `[rows]`."""
+    for r in range(len(lse)):
+        if other_lse[r] == -math.inf:
+            continue
+        top = max(lse[r], other_lse[r])
+        mine, its = math.exp(lse[r] - top), math.exp(other_lse[r] - top)  # one of them is 1
+        total = mine + its
+        mine, its = mine / total, its / total
+        if mine == 0:  # whatever an empty state's row holds
+            for d in range(out.shape[1]):
+                out[r, d] = other[r, d]
+        else:
+            for d in range(out.shape[1]):
+                out[r, d] = mine * out[r, d] + its * other[r, d]
+        lse[r] = top + math.log(total)
