@@ -18,15 +18,15 @@ def second_level_cache() -> int:
         return 512 * 1024
 
 
-def tile_rows(group: int, head_dim: int, value_dim: int, cache_bytes: int) -> int:
+def tile_rows(group: int, head_dim: int, value_dim: int, cache_bytes: int, most: int = 384) -> int:
     """Query rows of each head in a tile.
 
     All rows of the group share a packed tile of V, so the more of them the less packing weighs, as long as q and the
-    accumulator stay in the second-level cache beside it: half of it, 64 to 384 rows. (384 rows against 192, one core
+    accumulator stay in the second-level cache beside it: half of it, 64 to `most` rows. (384 rows against 192, one core
     with 2 MiB, float32, L 2048: 134 and 119 GFLOP/s at D 128, 126 and 113 at D 256.)
     """
     rows = cache_bytes // 2 // (4 * (head_dim + value_dim)) // 64 * 64
-    return max(1, min(384, max(64, rows)) // group)
+    return max(1, min(most, max(64, rows)) // group)
 
 
 def even_rows(most: int, q_len: int, tasks: int, threads: int, step: int) -> int:

@@ -56,12 +56,13 @@ def prepare(problem: Problem) -> Plan:
 
 
 def make_launch(p: Problem, threads: int) -> Launch:
-    rows = heuristics.tile_rows(p.group, p.head_dim, p.value_dim, heuristics.second_level_cache())
+    k_code, v_code = (CODES[quant.dtype] if quant else FLOATS[dtype] for dtype, quant in _stored(p))
+    parts = _parts(p, k_code, v_code)
+    most = 768 if parts else 384  # laying K and V into tiles takes more than packing V
+    rows = heuristics.tile_rows(p.group, p.head_dim, p.value_dim, heuristics.second_level_cache(), most)
     if not p.packed_q:
         step = max(1, PANEL // p.group)
         rows = heuristics.even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
-    k_code, v_code = (CODES[quant.dtype] if quant else FLOATS[dtype] for dtype, quant in _stored(p))
-    parts = _parts(p, k_code, v_code)
     keys = heuristics.tile_keys(parts)
     tiles = -(-p.q_len // rows) * p.batch
     if p.packed_q:

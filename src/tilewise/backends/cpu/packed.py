@@ -56,7 +56,7 @@ from .scratch import PAD, PANEL_, cut
 from .simd import W
 from .softmax import LOG2E, soften_column
 
-DOT = 256  # elements of a dot product that are summed in one go: longer sums round more
+DOT = 128  # elements of a dot product that are summed in one go: longer sums round more
 
 
 @jit
@@ -86,10 +86,10 @@ def load_queries(p, t, item, q_start, R, D):
 def scores(t, panel, vectors, D, head_dim, k0, k1):
     """s[k0..k1] of one panel."""
     q = t.q + 4 * panel * PANEL * D
-    for key in range(k0, k1, KEYS):
-        rows, s = t.k_table + 8 * key, t.s + 4 * key * PANEL
-        for d in range(0, head_dim, DOT):
-            depth, a = min(DOT, head_dim - d), q + 4 * d * PANEL
+    for d in range(0, head_dim, DOT):  # outside: this much of the panel stays in the first-level cache
+        depth, a = min(DOT, head_dim - d), q + 4 * d * PANEL
+        for key in range(k0, k1, KEYS):
+            rows, s = t.k_table + 8 * key, t.s + 4 * key * PANEL
             if vectors == 1:
                 gemm_keys_1(rows, 4 * d, a, s, depth)
             elif vectors == 2:

@@ -75,8 +75,8 @@ def tile_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts
     return (
         2 * parts * rows * D,  # q: [parts, panels, D / 2, 32] pairs
         4 * rows * Dv,  # acc: [panels, Dv, 32]
-        4 * keys * BLOCK,  # s: [keys, 32]
-        2 * parts * keys * BLOCK,  # p: [parts, keys / 2, 32] pairs
+        4 * 2 * keys * BLOCK,  # s: [2 panels, 2 halves, keys, 16]
+        2 * 2 * parts * keys * BLOCK,  # p: [parts, 2 panels, keys / 2, 32] pairs
         4 * BLOCK * BLOCK,  # sums: [32, 32]
         2 * parts * keys * D,  # k: [parts, keys, D], where K cannot be read where it lies
         2 * parts * keys * Dv,  # v: [parts, Dv, keys]

@@ -65,6 +65,16 @@ def tile_row(row, steps):
 
 
 @jit
+def panel_span(t, row, R, tile, end):
+    """The blocks of keys of a tile that some row of a panel sees, from key to key of the tile; none: from 0 to 0."""
+    if row >= R:
+        return 0, 0
+    lo, hi = seen_by_some(t, row, row + BLOCK)
+    lo, hi = max(lo, tile) - tile, min(hi, end) - tile
+    return (lo // BLOCK * BLOCK, up(hi, BLOCK)) if lo < hi else (0, 0)
+
+
+@jit
 def turn_back(t, w, R, Dv, padded):
     """acc [panels, 2, Dv, 16] as the rows that the rest of the backend knows."""
     for row in range(0, up(R, BLOCK), W):
@@ -168,19 +178,20 @@ def walk_function(parts):
         return bad
 
     @piece
-    def add_back(p, t, w, item, x, at, row, R, tile, k0, k1, Dv, BK):
-        """acc += weight * stray in the rows of a panel that see it."""
+    def add_back(p, t, w, item, x, at, row, u, R, tile, k0, k1, Dv, BK):
+        """acc += weight * stray in the rows of panel u that see it."""
+        row += u * BLOCK
         for j in range(k0, k1):
             if get_i64(t.v_table + 8 * j) == 0:
                 continue
             widen_row(w.rows, row_address(p, x.base, x.b, x.h, x.l, at, tile + j), x.code, x.width, Dv, ZERO, ZERO, ONE)
-            pair = w.p + j // BLOCK * STEP + j % BLOCK // 2 * 64 + j % 2 * 2
+            pair = w.p + 2 * u * BK * BLOCK + j // BLOCK * STEP + j % BLOCK // 2 * 64 + j % 2 * 2
             for r in range(min(BLOCK, R - row)):
                 if not sees(p, t, item, row + r, tile + j):
                     continue
                 weight = F(0)
                 for n in range(parts):
-                    weight += get_one(pair + 2 * n * BK * BLOCK + r // W * TILE + r % W * 4, BF16, ZERO)
+                    weight += get_one(pair + 4 * n * BK * BLOCK + r // W * TILE + r % W * 4, BF16, ZERO)
                 for d in range(x.width):
                     stray = get_f32(w.rows + 4 * d)
                     if stray - stray != F(0):
@@ -188,16 +199,18 @@ def walk_function(parts):
                         put_f32(cell, get_f32(cell) + weight * stray)
 
     @piece
-    def weights(p, t, w, item, row, R, tile, k0, k1, count, Dv, BK):
-        """The scores of a panel become weights; older sums fade."""
+    def weights(p, t, w, item, row, u, R, tile, k0, k1, count, Dv, BK):
+        """The scores of panel u become weights; older sums fade."""
+        if k0 >= k1:
+            return
         there = min(k1, count) - k0
         for half in range(BLOCK // W):
-            first, s = row + half * W, w.s + 4 * W * (half * BK + k0)
+            first, s = row + u * BLOCK + half * W, w.s + 4 * W * ((2 * u + half) * BK + k0)
             fill(s, there * W, (k1 - k0) * W, -INF)
             shape_scores(p, t, item, s, W_, first, R, tile + k0, there)
-            pairs = w.p + k0 // BLOCK * STEP + half * TILE
+            pairs = w.p + 2 * u * BK * BLOCK + k0 // BLOCK * STEP + half * TILE
             m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
-            if soften(s, k1 - k0, m, l, shrink, unit(p) * F(LOG2E), pairs, 2 * BK * BLOCK) != F(0):
+            if soften(s, k1 - k0, m, l, shrink, unit(p) * F(LOG2E), pairs, 4 * BK * BLOCK) != F(0):
                 fade_columns(w.acc + 4 * first * Dv, Dv, shrink)
 
     def walk_tiles(params, scratch, address):
@@ -210,6 +223,7 @@ def walk_function(parts):
         k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
         put_i64(t.done, ZERO)
         spare, k_part, q_part = max(D, Dv), 2 * BK * D, 2 * up(R, BLOCK) * D
+        v_part, p_panel = 2 * Dv * BK, 2 * BK * BLOCK
         if lay_queries(p, w, item, q_start, R, D, spare):
             return
         first, last = set_up(p, t, item, up(R, BLOCK), up(p.value_dim, W))
@@ -234,21 +248,28 @@ def walk_function(parts):
             strays &= parts > 1 or not whole
             if strays:
                 lay_values(p, t, w, v, at, tile, count, Dv, BK, spare, False)
-            for row in range(0, R, BLOCK):
-                lo, hi = seen_by_some(t, row, row + BLOCK)
-                k0, k1 = (max(lo, tile) - tile) // BLOCK * BLOCK, up(min(hi, end) - tile, BLOCK)
-                if max(lo, tile) >= min(hi, end):
-                    continue
-                for j in range(k0, k1, BLOCK):
-                    keys, s = w.k + j // BLOCK * (D // BLOCK) * STEP, w.s + 4 * W * j
-                    multiply_keys(keys, k_part, w.q + 2 * row * D, q_part, s, 4 * W * BK, D // BLOCK)
-                weights(p, t, w, item, row, R, tile, k0, k1, count, Dv, BK)
-                pairs, steps = w.p + k0 // BLOCK * STEP, (k1 - k0) // BLOCK
+            for row in range(0, R, 2 * BLOCK):  # two panels at a time: a block of K or V is used twice where it is
+                a0, a1 = panel_span(t, row, R, tile, end)
+                b0, b1 = panel_span(t, row + BLOCK, R, tile, end)
+                for j in range(min(a0, b0), max(a1, b1), BLOCK):
+                    keys = w.k + j // BLOCK * (D // BLOCK) * STEP
+                    for u in range(2):
+                        if (b0 if u else a0) <= j < (b1 if u else a1):
+                            q, s = w.q + 2 * (row + u * BLOCK) * D, w.s + 4 * (u * BK * BLOCK + j * W)
+                            multiply_keys(keys, k_part, q, q_part, s, 4 * W * BK, D // BLOCK)
+                for u in range(2):
+                    weights(p, t, w, item, row, u, R, tile, b0 if u else a0, b1 if u else a1, count, Dv, BK)
                 for c in range(0, Dv, BLOCK):
-                    values, acc = w.v + 2 * c * BK + k0 // BLOCK * STEP, w.acc + 4 * (row * Dv + c * W)
-                    multiply_values(values, 2 * Dv * BK, pairs, 2 * BK * BLOCK, acc, 4 * W * Dv, steps, w.sums)
+                    for u in range(2):
+                        k0, k1 = b0 if u else a0, b1 if u else a1
+                        if k0 < k1:
+                            along, steps = k0 // BLOCK * STEP, (k1 - k0) // BLOCK
+                            values, pairs = w.v + 2 * c * BK + along, w.p + u * p_panel + along
+                            acc = w.acc + 4 * ((row + u * BLOCK) * Dv + c * W)
+                            multiply_values(values, v_part, pairs, 2 * p_panel, acc, 4 * W * Dv, steps, w.sums)
                 if strays:
-                    add_back(p, t, w, item, v, at, row, R, tile, k0, min(k1, count), Dv, BK)
+                    add_back(p, t, w, item, v, at, row, 0, R, tile, a0, min(a1, count), Dv, BK)
+                    add_back(p, t, w, item, v, at, row, 1, R, tile, b0, min(b1, count), Dv, BK)
             tile += BK
         release()
         turn_back(t, w, R, up(p.value_dim, W), Dv)
