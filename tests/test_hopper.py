@@ -72,6 +72,7 @@ def test_what_triton_does_faster_is_left_to_it(word, monkeypatch):
     assert word in (heuristics.slower(p) or "")
     assert heuristics.slower(problem()) is None
     monkeypatch.setattr(hopper, "supports", lambda problem: None)
+    monkeypatch.setattr(hopper, "VERIFIED", True)
     monkeypatch.setattr(planner.load("triton"), "supports", lambda problem: None)
     monkeypatch.setattr(planner.load("triton"), "plan", lambda problem: Plan(problem, "triton", "", (64, 64)))
     planner.choose.cache_clear()
@@ -81,6 +82,13 @@ def test_what_triton_does_faster_is_left_to_it(word, monkeypatch):
     assert planner.choose(p, "hopper").backend == "hopper"
     assert planner.choose(problem()).backend == "hopper"
     planner.choose.cache_clear()
+
+
+def test_kernels_that_are_not_verified_are_not_chosen(monkeypatch):
+    monkeypatch.setattr(hopper, "VERIFIED", False)
+    assert "not yet verified" in (hopper.declines(problem()) or "")
+    monkeypatch.setattr(hopper, "VERIFIED", True)
+    assert hopper.declines(problem()) is None
 
 
 def test_operations_count_what_rules_leave():
