@@ -17,7 +17,7 @@ import torch
 from .measure import take_turns
 
 KEPT_VARIABLES = ("ONEDNN_", "DNNL_", "OMP_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "TILEWISE_")
-# On virtual machines that name AMX without having it, torch's bfloat16 and float16 products end the process.
+# On some virtual machines oneDNN's AMX products, torch's in bfloat16 and float16, end the process.
 SAFE_ISA = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 PROBE = """
 import torch

@@ -33,8 +33,8 @@ def bench(suite: str, quick: bool, json_file: Path | None) -> int:
     sizes, notes = cpu_suite.sizes_here()
     if os.environ.items() >= machine.SAFE_ISA.items():
         notes.append(
-            "SDPA in bf16 and f16 ran with ONEDNN_MAX_CPU_ISA as shown: without it, torch's AMX products end "
-            "the process on virtual machines that name AMX and do not have it"
+            "SDPA in bf16 and f16 ran with ONEDNN_MAX_CPU_ISA as shown: without it, oneDNN's AMX products end "
+            "the process here (MKL's, which SDPA uses for bf16, do not)"
         )
     if machine.load() > 0.3:
         notes.append(f"the machine was not quiet: load {machine.load():.1f} at the start")
