@@ -1,0 +1,4 @@
+"""Other libraries' attention functions, by their own names and signatures, served by tilewise.
+
+`sdpa`: torch's `scaled_dot_product_attention`. Import the module that you need; none is loaded with tilewise itself.
+"""
