@@ -35,8 +35,11 @@ def work(params, scratch):
         put_i64(t.done, 0)
         if p.walk_tiles and not few:
             call_walk(p.walk_tiles, params, scratch, address)
-        if get_i64(t.done) == 0:
-            call_walk(p.walk_direct if few else p.walk_packed, params, scratch, address)
+        walk = p.walk_direct if few else p.walk_packed
+        if get_i64(t.done) == 0 and walk:
+            call_walk(walk, params, scratch, address)
+        elif get_i64(t.done) == 0:
+            put_i64(p.counter + 16, 1)  # undone: `launch.py` compiles what it takes and begins anew
         slot = p.partials + index * p.partial_bytes
         if item.splits > 1:
             widen_f32(slot, t.acc, R * Dv)

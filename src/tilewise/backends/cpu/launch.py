@@ -21,7 +21,9 @@ from .threads import pool
 
 FLOATS = {torch.float32: CODES["f32"], torch.float16: CODES["f16"], torch.bfloat16: CODES["bf16"]}
 KINDS = {code: kind for kind, code in CODES.items()}
-COUNTER = len(INDEX)  # two more numbers behind the block: the next item, and how many there are
+# Three more numbers behind the block: the next item, how many there are, whether one was left undone by matrix tiles.
+COUNTER = len(INDEX)
+UNDONE = COUNTER + 2
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Launch:
     scratch: int  # bytes for each thread
     most_items: int
     partial_bytes: int  # of an item's result, if items are split
+    by_tiles: bool
     items: Any = field(default=None)  # the list of items, if it is the same for every call
 
 
@@ -103,7 +106,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "split_size": split,
         "partial_bytes": 4 * p.group * rows * (Dv + 2) if split else 0,
     }
-    if p.group * p.q_len > DIRECT_ROWS:
+    if p.group * p.q_len > DIRECT_ROWS and not parts:
         numbers["walk_packed"] = compiled.function("walk_packed")
     if parts:
         numbers["walk_tiles"] = compiled.function(f"walk_tiles {KINDS[k_code]}")
@@ -116,18 +119,18 @@ def make_launch(p: Problem, threads: int) -> Launch:
         if p.value_dim % (W * (2 if v_code == CODES["int4"] else 1)) == 0:
             names["adds"] = f"adds {KINDS[v_code]}"
         numbers |= {name: compiled.function(what) for name, what in names.items()}
-    block = np.zeros(COUNTER + 2, dtype=np.int64)
+    block = np.zeros(COUNTER + 3, dtype=np.int64)
     for name, value in numbers.items():
         block[INDEX[name]] = value
     block.view(np.float64)[[INDEX["scale"], INDEX["softcap"]]] = p.scale, p.softcap
     scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys, parts)
     most = tiles * p.kv_heads * pieces
-    launch = Launch(block, threads, scratch, most, numbers["partial_bytes"])
+    launch = Launch(block, threads, scratch, most, numbers["partial_bytes"], bool(parts))
     if p.form != "dense" or p.kv_lengths or p.q_offset == "rows":
         return launch
     own = block.copy()
     items = _list_items(own, launch)
-    return Launch(own, threads, scratch, most, numbers["partial_bytes"], items)
+    return Launch(own, threads, scratch, most, numbers["partial_bytes"], bool(parts), items)
 
 
 def _parts(p: Problem, k_code: int, v_code: int) -> int:
@@ -241,6 +244,14 @@ def _work(launch: Launch, address: int, count: int) -> None:
         pool.run(lambda scratch: work(address, scratch), threads, launch.scratch)
     if launch.partial_bytes:
         compiled.entry("merge")(address, pool.scratch(launch.scratch))
+    if launch.by_tiles and _number(address, UNDONE).value:  # an infinity: that item is for vectors, which are not here
+        _number(address, INDEX["walk_packed"]).value = compiled.function("walk_packed")
+        _number(address, COUNTER).value = _number(address, UNDONE).value = 0
+        _work(launch, address, count)
+
+
+def _number(address: int, index: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address + 8 * index)
 
 
 def bind(plan: Plan, t: Tensors) -> Any:
