@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -21,21 +20,7 @@ from .cascade import Split
 from .formats import Store, formats_of, size
 from .save import load_pages, load_prefix, save_pages, save_prefix
 from .sequences import Sequences
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """The state of a `PagedKVCache`."""
-
-    pages: int
-    used: int  # pages of sequences, each counted once
-    shared: int  # of those, pages of more than one
-    kept: int  # pages that no sequence uses, kept for prompts that begin like theirs; given up when room is needed
-    free: int
-    sequences: int
-    tokens: int  # in used pages, those of shared pages counted once
-    fragmentation: float  # the share of the used pages' slots that hold no token
-    nbytes: int
+from .stats import PoolStats, stats_of
 
 
 class PagedKVCache:
@@ -153,26 +138,7 @@ class PagedKVCache:
 
     def stats(self) -> PoolStats:
         with self._lock:
-            sequences, pool = self._sequences, self._sequences.pool
-            filled = np.zeros(self.num_pages, dtype=np.int64)
-            for slot in sequences.slot_of.values():
-                pages = sequences.pages(slot)
-                if len(pages):
-                    filled[pages[:-1]] = self.page_size
-                    last = int(sequences.length[slot]) - (len(pages) - 1) * self.page_size
-                    filled[pages[-1]] = max(filled[pages[-1]], last)
-            used, tokens = int((pool.refs > 0).sum()), int(filled.sum())
-            return PoolStats(
-                pages=self.num_pages,
-                used=used,
-                shared=int((pool.refs > 1).sum()),
-                kept=len(pool.kept),
-                free=pool.free,
-                sequences=len(sequences.slot_of),
-                tokens=tokens,
-                fragmentation=1 - tokens / (used * self.page_size) if used else 0.0,
-                nbytes=self.nbytes,
-            )
+            return stats_of(self._sequences, self.nbytes)
 
     @property
     def bytes_per_token(self) -> int:

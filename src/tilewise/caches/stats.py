@@ -1,0 +1,47 @@
+"""How full a `PagedKVCache` is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .sequences import Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """The state of a `PagedKVCache`."""
+
+    pages: int
+    used: int  # pages of sequences, each counted once
+    shared: int  # of those, pages of more than one
+    kept: int  # pages that no sequence uses, kept for prompts that begin like theirs; given up when room is needed
+    free: int
+    sequences: int
+    tokens: int  # in used pages, those of shared pages counted once
+    fragmentation: float  # the share of the used pages' slots that hold no token
+    nbytes: int
+
+
+def stats_of(sequences: Sequences, nbytes: int) -> PoolStats:
+    pool, size = sequences.pool, sequences.page_size
+    filled = np.zeros(pool.pages, dtype=np.int64)  # tokens of each page
+    for slot in sequences.slot_of.values():
+        pages = sequences.pages(slot)
+        if len(pages):
+            filled[pages[:-1]] = size
+            last = int(sequences.length[slot]) - (len(pages) - 1) * size
+            filled[pages[-1]] = max(filled[pages[-1]], last)
+    used, tokens = int((pool.refs > 0).sum()), int(filled.sum())
+    return PoolStats(
+        pages=pool.pages,
+        used=used,
+        shared=int((pool.refs > 1).sum()),
+        kept=len(pool.kept),
+        free=pool.free,
+        sequences=len(sequences.slot_of),
+        tokens=tokens,
+        fragmentation=1 - tokens / (used * size) if used else 0.0,
+        nbytes=nbytes,
+    )
