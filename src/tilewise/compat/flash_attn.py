@@ -1,0 +1,232 @@
+"""The functions of the flash-attn package, served by tilewise: FlashAttention 2's signatures, on any device.
+
+What FlashAttention 3 renamed or added is taken by keyword; `flash_options.Later` lists it. Causal and windows are
+aligned to the bottom right, a row that sees no key gives 0. There is no dropout and no backward pass.
+
+>>> q, k, v = (torch.randn(2, 10, heads, 64) for heads in (8, 2, 2))
+>>> flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
+torch.Size([2, 10, 8, 64])
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..api import attention, paged_attention, varlen_attention
+from ..errors import InvalidArgument
+from .flash_kvcache import flash_attn_with_kvcache
+from .flash_options import Later, WindowSize, one_table, translate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **later: Unpack[Later],
+) -> Result:
+    """Attention of `q` `[B, Lq, H, D]` over `k`, `v` `[B, Lk, Hkv, D]`.
+
+    Args:
+        dropout_p: 0.0; anything else is refused.
+        softmax_scale: default `D ** -0.5`.
+        causal: query `i` sees keys up to `i + Lk - Lq`.
+        window_size: keys to the left and to the right of the query's own; -1 is unlimited.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0.0 is off.
+        alibi_slopes: `[H]` or `[B, H]`: scores fall by `slope * abs(i + Lk - Lq - j)`.
+        deterministic: nothing to choose: the forward pass always is.
+        return_attn_probs: return `(out, softmax_lse, S_dmask)`.
+
+    Returns:
+        `out` `[B, Lq, H, D]`; with `return_attn_probs` also `softmax_lse` `[B, H, Lq]` (float32; `-inf` where a row
+        sees no key) and `S_dmask`, which is empty, as it is in FlashAttention without dropout.
+    """
+    options = translate(k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, later)
+    result = attention(q, k, v, layout="blhd", return_lse=return_attn_probs, **options)
+    return _result(q, result, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **later: Unpack[Later],
+) -> Result:
+    """`flash_attn_func` for `qkv` `[B, L, 3, H, D]`."""
+    q, k, v = _parts("qkv", qkv, "[B, L, 3, H, D]")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, **later,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **later: Unpack[Later],
+) -> Result:
+    """`flash_attn_func` for `kv` `[B, Lk, 2, Hkv, D]`."""
+    k, v = _parts("kv", kv, "[B, L, 2, H, D]")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, **later,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    seqused_q: None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    **later: Unpack[Later],
+) -> Result:
+    """`flash_attn_func` within packed sequences: `q` `[Tq, H, D]`, `k` and `v` `[Tk, Hkv, D]`.
+
+    Args:
+        cu_seqlens_q: int32 `[B + 1]`: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q`.
+        cu_seqlens_k: likewise for `k` and `v`; None if `seqused_k` counts keys in pages.
+        max_seqlen_q: the longest sequence of queries, or more.
+        max_seqlen_k: the longest sequence of keys, or more.
+        block_table: int32 `[B, pages]`; `k` and `v` are then pages `[num_pages, page_size, Hkv, D]` of any size.
+        seqused_k: int32 `[B]`: keys in use of each sequence.
+        page_table: another name of `block_table`.
+
+    Returns:
+        `out` `[Tq, H, D]`; with `return_attn_probs` also `softmax_lse` `[H, Tq]` and an empty tensor.
+    """
+    if seqused_q is not None:
+        raise InvalidArgument("seqused_q", "a tensor", "None", "leave unused rows out of cu_seqlens_q")
+    table = one_table(block_table, page_table)
+    longest_q, longest_k = index(max_seqlen_q), index(max_seqlen_k)
+    options: dict[str, Any] = translate(
+        longest_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, later
+    )
+    options.update(max_q=longest_q, return_lse=return_attn_probs)
+    if table is not None:
+        if seqused_k is None and cu_seqlens_k is None:
+            raise InvalidArgument("cu_seqlens_k", None, "the lengths of the keys, in it or in seqused_k")
+        lengths = cu_seqlens_k.diff() if seqused_k is None and cu_seqlens_k is not None else seqused_k
+        assert lengths is not None
+        result = paged_attention(q, k, v, table, lengths, cu_seqlens_q=cu_seqlens_q, **options)
+    elif cu_seqlens_k is None:
+        raise InvalidArgument("cu_seqlens_k", None, "int32 [B + 1]", "only keys in pages can do without")
+    else:
+        result = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_k=longest_k, kv_lengths=seqused_k, **options)
+    return _result(q, result, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **later: Unpack[Later],
+) -> Result:
+    """`flash_attn_varlen_func` for `qkv` `[T, 3, H, D]`."""
+    q, k, v = _parts("qkv", qkv, "[T, 3, H, D]")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs, **later,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **later: Unpack[Later],
+) -> Result:
+    """`flash_attn_varlen_func` for `kv` `[Tk, 2, Hkv, D]`."""
+    k, v = _parts("kv", kv, "[T, 2, H, D]")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **later,
+    )  # fmt: skip
+
+
+def _parts(name: str, x: torch.Tensor, form: str) -> tuple[torch.Tensor, ...]:
+    """The tensors that are packed in the third dim from the end, as views."""
+    count = 3 if name == "qkv" else 2
+    if x.ndim != form.count(",") + 1 or x.shape[-3] != count:
+        raise InvalidArgument(name, f"shape {tuple(x.shape)}", form)
+    return x.unbind(-3)
+
+
+def _result(q: torch.Tensor, result: Any, return_attn_probs: bool) -> Result:
+    """What FlashAttention returns: lse with heads before rows, and no probabilities without dropout."""
+    if not return_attn_probs:
+        return result
+    return result.out, result.lse.transpose(-1, -2).contiguous(), q.new_empty(0)

@@ -1,0 +1,111 @@
+"""FlashAttention's options as tilewise's, with their refusals."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from ..errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+Side = int | None
+WindowSize = tuple[Side, Side]
+
+
+class CacheLater(TypedDict, total=False):
+    """What FlashAttention 3 and its forks have beside the options of FlashAttention 2; all by keyword.
+
+    attention_chunk: a query sees keys of its own chunk of so many positions; 0 is off.
+    s_aux: `[H]`, sinks.
+    pack_gqa, sm_margin: how FlashAttention uses a GPU. They never change a result and have no counterpart here.
+    qv, q_descale, k_descale, v_descale, scheduler_metadata: refused unless None.
+    """
+
+    attention_chunk: int
+    s_aux: torch.Tensor | None
+    pack_gqa: bool | None
+    sm_margin: int
+    qv: None
+    q_descale: None
+    k_descale: None
+    v_descale: None
+    scheduler_metadata: None
+
+
+class Later(CacheLater, total=False):
+    """The same, and what only `flash_attn_with_kvcache` had in FlashAttention 2.
+
+    num_splits: keys are split into this many parts; 0 leaves it to tilewise.
+    """
+
+    num_splits: int
+
+
+WITHOUT = {
+    "qv": "tilewise takes one query",
+    "q_descale": "tilewise takes q in 16 or 32 bits",
+    "k_descale": "k in 8 bits goes into tilewise.Quantised with its scales, and into tilewise.attention",
+    "v_descale": "v in 8 bits goes into tilewise.Quantised with its scales, and into tilewise.attention",
+    "scheduler_metadata": "tilewise plans each call by itself",
+}
+
+
+def translate(
+    keys: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    later: Later,
+) -> dict[str, Any]:
+    """The options of a call as keywords of `tilewise.attention`; `keys` is the most that a sequence has."""
+    if dropout_p != 0.0:
+        raise InvalidArgument("dropout_p", dropout_p, "0.0", "tilewise has no dropout: pass 0.0 outside of training")
+    known = Later.__annotations__
+    for name, value in later.items():
+        if name not in known:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+        if name in WITHOUT and value is not None:
+            raise InvalidArgument(name, "a value", "None", WITHOUT[name])
+    return {
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window(window_size),
+        "chunk": chunk(later.get("attention_chunk", 0)),
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": later.get("s_aux"),
+        "split_size": split_size(later.get("num_splits", 0), keys),
+    }
+
+
+def one_table(block_table: torch.Tensor | None, page_table: torch.Tensor | None) -> torch.Tensor | None:
+    """FlashAttention 2 and 3 have two names for it."""
+    if block_table is not None and page_table is not None:
+        raise InvalidArgument("page_table", "a tensor beside block_table", "one of the two: they are the same")
+    return page_table if block_table is None else block_table
+
+
+def window(window_size: WindowSize) -> tuple[int | None, int | None] | None:
+    """FlashAttention's pair, in which a negative side is unlimited."""
+    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
+        raise InvalidArgument("window_size", repr(window_size), "a pair (left, right); -1 is unlimited")
+    left, right = (None if side is None or index(side) < 0 else index(side) for side in window_size)
+    return None if left is None and right is None else (left, right)
+
+
+def chunk(attention_chunk: int) -> int | None:
+    if index(attention_chunk) < 0:
+        raise InvalidArgument("attention_chunk", attention_chunk, "0 (off) or more")
+    return index(attention_chunk) or None
+
+
+def split_size(num_splits: int, keys: int) -> int | None:
+    """Keys of each part, if there are to be so many parts."""
+    if index(num_splits) < 0:
+        raise InvalidArgument("num_splits", num_splits, "0 (tilewise decides) or more")
+    return max(1, -(-keys // index(num_splits))) if num_splits else None
