@@ -13,7 +13,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ...tensors import Tensors
 from . import amx, compiled, heuristics
-from .micro import PANEL
+from .gemm import PANEL
 from .params import END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, PER_CALL
 from .scratch import DIRECT_ROWS, total
 from .simd import CODES, W

@@ -33,24 +33,21 @@ from .access import (
     widen_rows,
 )  # fmt: skip
 from .columns import list_spans, seen_by_all, seen_by_some, shape_scores
-from .micro import (
+from .gemm import (
     KEYS,
     PANEL,
     ROWS,
-    clear,
     gemm_keys_1,
     gemm_keys_2,
     gemm_keys_all,
     gemm_values_1,
     gemm_values_2,
     gemm_values_3,
-    get_f32,
     pack_1,
     pack_2,
     pack_3,
-    row_scale,
-    transpose,
-)  # fmt: skip
+)
+from .micro import clear, get_f32, row_scale, transpose
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import PAD, PANEL_, cut
 from .simd import W

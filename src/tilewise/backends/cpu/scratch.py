@@ -9,7 +9,7 @@ import numpy as np
 
 from .access import jit
 from .amx import BLOCK
-from .micro import KEYS, PANEL
+from .gemm import KEYS, PANEL
 from .simd import W
 
 DIRECT_ROWS = 16  # up to this many query rows (of all heads of a group), products come straight from the cache

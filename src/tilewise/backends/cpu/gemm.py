@@ -1,0 +1,87 @@
+"""Micro-kernels for prefill: blocked products, in vector registers.
+
+gemm_keys    s[keys, rows]  = K Q^T      a block of keys over a panel of query rows
+gemm_values  acc[rows, Dv] += P V        a block of query rows over a panel of V's columns
+pack         those columns of V's rows, side by side
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .simd import F32, I64, REGISTERS, Emit, Value, W, microkernel
+
+KEYS = 6  # keys of a gemm_keys block
+PANEL = (4 if REGISTERS == 32 else 2) * W  # query rows side by side: KEYS * PANEL / W accumulators
+ROWS = 8 if REGISTERS == 32 else 4  # query rows of a gemm_values block, over up to 3 vectors of columns
+
+# Products from scratch memory. What was in C is added last: short sums of short sums round less than one long one.
+
+
+def _gemm_keys(vectors: int) -> Any:
+    @microkernel("iiiii")
+    def gemm(e: Emit, keys: Value, offset: Value, q: Value, s: Value, depth: Value) -> None:
+        """s[KEYS, rows] = K[KEYS, depth] Q^T[depth, PANEL], or += if `offset`, the bytes into K's rows, is not 0."""
+        b = e.builder
+        rows = [b.add(e.load_scalar(keys, i, I64), offset) for i in range(KEYS)]
+        sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(KEYS)]
+        with e.loop(depth) as d:
+            start = b.mul(d, e.whole(PANEL))
+            columns = [e.load(q, b.add(start, e.whole(j * W))) for j in range(vectors)]
+            for i in range(KEYS):
+                value = e.splat(e.load_scalar(rows[i], d, F32))
+                for j in range(vectors):
+                    sums[i][j].set(e.fma(value, columns[j], sums[i][j].get()))
+        first = b.icmp_signed("==", offset, e.whole(0))
+        for i in range(KEYS):
+            for j in range(vectors):
+                at = i * PANEL + j * W
+                before = b.select(first, e.zeros, e.load(s, at))
+                e.store(b.fadd(before, sums[i][j].get()), s, at)
+
+    return gemm
+
+
+def _gemm_values(vectors: int) -> Any:
+    @microkernel("iiiii")
+    def gemm(e: Emit, p: Value, v: Value, acc: Value, width: Value, depth: Value) -> None:
+        """acc[ROWS, vectors * W] += P^T[depth, ROWS]^T V[depth, vectors * W]; a row of acc has `width` floats."""
+        b = e.builder
+        sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(ROWS)]
+        with e.loop(depth) as k:
+            start, weights = b.mul(k, e.whole(vectors * W)), b.mul(k, e.whole(PANEL))
+            columns = [e.load(v, b.add(start, e.whole(j * W))) for j in range(vectors)]
+            for i in range(ROWS):
+                value = e.splat(e.load_scalar(p, b.add(weights, e.whole(i)), F32))
+                for j in range(vectors):
+                    sums[i][j].set(e.fma(value, columns[j], sums[i][j].get()))
+        for i in range(ROWS):
+            for j in range(vectors):
+                at = b.add(b.mul(width, e.whole(i)), e.whole(j * W))
+                e.store(b.fadd(e.load(acc, at), sums[i][j].get()), acc, at)
+
+    return gemm
+
+
+gemm_keys_1, gemm_keys_2, gemm_keys_all = (_gemm_keys(n) for n in (1, 2, PANEL // W))
+gemm_values_1, gemm_values_2, gemm_values_3 = (_gemm_values(n) for n in (1, 2, 3))
+
+
+def _pack(vectors: int) -> Any:
+    @microkernel("iiii>f")
+    def pack(e: Emit, to: Value, rows: Value, start: Value, count: Value) -> Value:
+        """Columns `start` to `start + vectors * W` of listed float32 rows. NaN if one is not finite."""
+        b = e.builder
+        check = e.var(e.zeros)
+        with e.loop(count) as k:
+            source = e.load_scalar(rows, k, I64)
+            for j in range(vectors):
+                x = e.load(source, b.add(start, e.whole(j * W)))
+                e.store(x, to, b.add(b.mul(k, e.whole(vectors * W)), e.whole(j * W)))
+                check.set(e.fma(x, e.zeros, check.get()))
+        return e.reduce(check.get(), b.fadd)
+
+    return pack
+
+
+pack_1, pack_2, pack_3 = (_pack(n) for n in (1, 2, 3))
