@@ -9,7 +9,7 @@ import math
 
 from llvmlite import ir
 
-from .simd import F32, I32, Emit, Value, W, microkernel
+from .simd import F32, I32, Emit, Value, Var, W, microkernel
 
 LOG2E = math.log2(math.e)
 INF = float("inf")
@@ -165,10 +165,19 @@ def soften_column(
     b = e.builder
     factor = e.splat(factor)
     base, fade = column_top(e, s, step, count, m, factor)
-    total = e.var(e.zeros)
-    with e.loop(count) as j:
+    totals = [e.var(e.zeros) for _ in range(4)]  # four short sums round less than a long one
+    whole = b.mul(b.sdiv(count, e.whole(4)), e.whole(4))
+
+    def weigh(j: Value, total: Var) -> None:
         at = b.mul(j, step)
         p = e.exp2(b.fmul(b.fsub(e.load(s, at), base), factor))
         e.store(p, s, at)
         total.set(b.fadd(total.get(), p))
-    fade_and_store(e, l, shrink, fade, total.get())
+
+    with e.loop(whole, 4) as j:
+        for n, total in enumerate(totals):
+            weigh(b.add(j, e.whole(n)), total)
+    with e.loop(b.sub(count, whole)) as j:
+        weigh(b.add(j, whole), totals[0])
+    pairs = [b.fadd(x.get(), y.get()) for x, y in (totals[:2], totals[2:])]
+    fade_and_store(e, l, shrink, fade, b.fadd(*pairs))
