@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+from torch.compiler import is_compiling
 
-from . import bound, checks, cost, planner
+from . import bound, checks, cost, ops, planner
 from .arrays import returner
 from .checks import Call
 from .errors import InvalidArgument
@@ -101,6 +102,14 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
+    if is_compiling():
+        traced_options = {
+            "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
+            "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "kv_lengths": kv_lengths,
+            "layout": layout, "tile_map": tile_map, "split_size": split_size, "allow_tf32": allow_tf32,
+            "validate": validate, "backend": backend,
+        }  # fmt: skip
+        return ops.traced("attention", q, k, v, (), return_lse, out, traced_options)
     key = tables_key = None
     if mask is alibi_slopes is sinks is tile_map is out is None and validate is False and kv_lengths is not None:
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
@@ -231,6 +240,15 @@ def varlen_attention(
     >>> varlen_attention(q, k, v, cu, cu, causal=True).shape
     torch.Size([10, 4, 32])
     """
+    if is_compiling():
+        traced_options = {
+            "max_q": max_q, "max_k": max_k, "scale": scale, "causal": causal, "q_offset": q_offset, "window": window,
+            "chunk": chunk, "mask": mask, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
+            "kv_lengths": kv_lengths, "tile_map": tile_map, "split_size": split_size, "allow_tf32": allow_tf32,
+            "validate": validate, "backend": backend,
+        }  # fmt: skip
+        tables = (cu_seqlens_q, cu_seqlens_k)
+        return ops.traced("varlen_attention", q, k, v, tables, return_lse, out, traced_options)
     options = Options(
         scale=scale,
         causal=causal,
@@ -343,6 +361,15 @@ def paged_attention(
     >>> paged_attention(torch.randn(2, 8, 1, 32), *pages, table, lengths).shape
     torch.Size([2, 8, 1, 32])
     """
+    if is_compiling():
+        traced_options = {
+            "cu_seqlens_q": cu_seqlens_q, "max_q": max_q, "scale": scale, "causal": causal, "q_offset": q_offset,
+            "window": window, "chunk": chunk, "mask": mask, "softcap": softcap, "alibi_slopes": alibi_slopes,
+            "sinks": sinks, "layout": layout, "tile_map": tile_map, "split_size": split_size,
+            "allow_tf32": allow_tf32, "validate": validate, "backend": backend,
+        }  # fmt: skip
+        pages_tables = (block_table, context_lens)
+        return ops.traced("paged_attention", q, k_pages, v_pages, pages_tables, return_lse, out, traced_options)
     tables_key = None
     if mask is alibi_slopes is sinks is tile_map is out is None and validate is False:
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset

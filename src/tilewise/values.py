@@ -9,13 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from .errors import InvalidArgument
 from .options import Options, is_int
 
 
 def readable(x: torch.Tensor, validate: Any) -> bool:
-    return validate is True or (validate is None and x.device.type == "cpu")
+    """Whether the values are to be checked; a tensor that is traced has none yet."""
+    return (validate is True or (validate is None and x.device.type == "cpu")) and not is_compiling()
 
 
 def check_lengths(name: str, lengths: torch.Tensor, limit: torch.Tensor | int, what: str, validate: Any) -> None:

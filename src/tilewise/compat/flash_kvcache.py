@@ -6,6 +6,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_compiling
 
 from .. import checks, values
 from ..api import attention, paged_attention
@@ -107,10 +108,11 @@ def flash_attn_with_kvcache(
         if v is None or cache_seqlens is None:
             raise InvalidArgument("k", "new keys alone", "k with v and cache_seqlens")
         _check_new(k, v, k_cache, v_cache, batch)
-        if table is None:
-            checks.dense(q, k_cache, v_cache, Options(kv_lengths=total, **options))
-        else:
-            checks.paged(q, k_cache, v_cache, table, total, None, longest, Options(**options))
+        if not is_compiling():  # else the operator makes the other checks, when it runs
+            if table is None:
+                checks.dense(q, k_cache, v_cache, Options(kv_lengths=total, **options))
+            else:
+                checks.paged(q, k_cache, v_cache, table, total, None, longest, Options(**options))
         where = lengths[:, None] + torch.arange(max(new, q.shape[1]), device=q.device)  # [B, n or Lq]
         if rotary_cos is not None and rotary_sin is not None:
             rotary.check(rotary_cos, rotary_sin, q.shape[3], capacity + max(0, q.shape[1] - new))

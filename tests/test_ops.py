@@ -1,0 +1,208 @@
+"""tilewise as torch operators: opcheck, torch.compile in one graph, static and dynamic lengths, torch.export."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import tilewise
+from tilewise import InvalidArgument, Quantised, TileMap, attention, paged_attention, varlen_attention
+from tilewise.compat import flash_attn, sdpa
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def peaked(*shape):
+    return torch.randn(shape) * 1.7
+
+
+def dense(rows=5, keys=9):
+    return peaked(2, 4, rows, 16), peaked(2, 2, keys, 16), peaked(2, 2, keys, 8)
+
+
+CU = torch.tensor([0, 3, 7], dtype=torch.int32)
+TABLE, LENGTHS = torch.tensor([[5, 2, 0], [4, 1, 3]], dtype=torch.int32), torch.tensor([10, 5], dtype=torch.int32)
+INT8 = Quantised.from_float(dense()[1], "int8", 32)
+INT4 = Quantised.from_float(dense()[2], "int4", 32)
+DENSE = {
+    "plain": {},
+    "causal": {"causal": True, "q_offset": 1, "left": 3, "scale": 0.3, "softcap": 5.0},
+    "mask": {"mask": torch.rand(5, 9) > 0.3, "kv_lengths": torch.tensor([9, 4]), "sinks": torch.rand(4)},
+    "rows": {"q_offsets": torch.tensor([1, 4]), "causal": True, "alibi_slopes": torch.rand(4), "chunk": 4},
+    "named": {"split_size": 4, "backend": "torch", "validate": True},
+}
+
+
+def opcheck(name, tensors, options):
+    for suffix in ("", "_lse"):
+        torch.library.opcheck(getattr(torch.ops.tilewise, name + suffix).default, tensors, options)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_opcheck_dense(name):
+    opcheck("attention", dense(), DENSE[name])
+
+
+def test_opcheck_other_forms():
+    q, k, v = dense()
+    opcheck("attention", tuple(x.transpose(1, 2) for x in (q, k, v)), {"layout": "blhd", "causal": True})
+    stored = {"k_scales": INT8.scales, "k_stored": "int8/32", "v_scales": INT4.scales, "v_stored": "int4/32"}
+    opcheck("attention", (q, INT8.data, INT4.data), stored)
+    packed = peaked(7, 4, 16), peaked(7, 2, 16), peaked(7, 2, 8)
+    opcheck("varlen_attention", (*packed, CU, CU), {"causal": True, "max_q": 4, "max_k": 4})
+    pages = peaked(6, 4, 2, 16), peaked(6, 4, 2, 8)
+    opcheck("paged_attention", (q, *pages, TABLE, LENGTHS), {"causal": True})
+    opcheck("paged_attention", (packed[0], *pages, TABLE, LENGTHS), {"cu_seqlens_q": CU, "max_q": 4})
+
+
+def check(function, *calls, dynamic=None, graphs=1):
+    """Compiled in one graph, it gives what it gives without; `graphs` counts how often it was traced."""
+    counter = CompileCounter()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
+    for arguments in calls:
+        want, got = function(*arguments), compiled(*arguments)
+        for a, b in zip(want, got, strict=True) if isinstance(want, tuple) else [(want, got)]:
+            assert torch.equal(a, b)
+            assert a.stride() == b.stride()
+    assert counter.frame_count == graphs
+
+
+def test_compile_every_option():
+    def both(q, k, v, slopes, sinks, lengths, mask, offsets):
+        a = attention(
+            q, k, v, scale=0.3, causal=True, window=(6, None), chunk=8, softcap=5.0, alibi_slopes=slopes, sinks=sinks,
+            kv_lengths=lengths, mask=mask, q_offset=offsets, split_size=4, allow_tf32=True, backend="torch",
+        )  # fmt: skip
+        out, lse = attention(q + a.mean(), k, v, window=4, return_lse=True)
+        return a, out, lse
+
+    slopes, sinks = torch.rand(4), torch.rand(4)
+    check(both, (*dense(), slopes, sinks, torch.tensor([9, 6]), torch.rand(5, 9) > 0.2, torch.tensor([4, 3])))
+
+
+def test_compile_other_entry_points():
+    def steps(q, pages, table, lengths, packed, cu):
+        a = paged_attention(q, *pages, table, lengths, causal=True, validate=False)
+        b = paged_attention(packed, *pages, table, lengths, cu_seqlens_q=cu, max_q=4, return_lse=True)
+        c = varlen_attention(packed, packed, packed, cu, cu, max_q=4, max_k=4, causal=True)
+        return a, *b, c
+
+    pages = peaked(6, 4, 2, 16), peaked(6, 4, 2, 16)
+    check(steps, (dense()[0], pages, TABLE, LENGTHS, peaked(7, 4, 16), CU))
+
+
+def test_compile_quantised_and_out():
+    def into(q, k, k_scales, v, v_scales, out):
+        attention(q, Quantised(k, k_scales, "int8", 32), Quantised(v, v_scales, "int4", 32), out=out)
+        return out * 2
+
+    q = dense()[0]
+    check(into, (q, INT8.data, INT8.scales, INT4.data, INT4.scales, torch.zeros(2, 4, 5, 8)))
+
+
+def test_lengths_are_dynamic():
+    """One graph for every length, of queries and of keys, also where a number follows from a shape."""
+
+    def block(q, k, v):
+        return attention(q, k, v, causal=True, q_offset=k.shape[2] - q.shape[2], window=k.shape[2] // 2)
+
+    check(block, *(dense(rows, keys) for rows, keys in ((5, 9), (6, 11), (13, 40), (3, 3))), dynamic=True)
+    torch._dynamo.reset()
+    check(block, *(dense(rows, 9) for rows in (5, 5, 6, 7, 8)), graphs=2)  # static once, then dynamic
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of Inductor's own imports
+def test_compilers_take_it(backend):
+    """Work around the call, functionalised and (where there is a C++ compiler) compiled."""
+
+    def layer(x, w, out):
+        q, k, v = (x @ w).unflatten(-1, (3, 4, 16)).unbind(2)
+        y = attention(q, k, v, causal=True, layout="blhd").flatten(2).relu()
+        attention(q, k, v, out=out, layout="blhd")
+        return y + out.mean()
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for length in (7, 12):
+        x, w = torch.randn(2, length, 32), torch.randn(32, 192) * 0.2
+        outs = torch.zeros(2, 2, length, 4, 16)
+        torch.testing.assert_close(compiled(x, w, outs[0]), layer(x, w, outs[1]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)
+
+
+def test_drop_ins_compile():
+    q, k, v = dense()
+    check(lambda q, k, v: sdpa.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    check(lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 0)), (q, k, v))
+    packed = [peaked(7, 4, 16) for _ in range(3)]
+    check(lambda q, k, v, cu: flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, causal=True), (*packed, CU))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_decoding_with_a_cache_compiles(backend):
+    """Appending, rotary and pages in one graph; the cache is written in place."""
+    angles = torch.rand(12, 8) * 6
+
+    def step(q, k, v, k_pages, v_pages, table, lengths):
+        return flash_attn.flash_attn_with_kvcache(
+            q, k_pages, v_pages, k, v, angles.cos(), angles.sin(), lengths, block_table=table, causal=True
+        )
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    pages = [peaked(6, 4, 2, 16) for _ in range(2)]
+    twins = [x.clone() for x in pages]
+    for i in range(2):
+        q, k, v = peaked(2, 1, 4, 16), peaked(2, 1, 2, 16), peaked(2, 1, 2, 16)
+        want = step(q, k, v, *pages, TABLE, LENGTHS + i)
+        assert torch.equal(compiled(q, k, v, *twins, TABLE, LENGTHS + i), want)
+        assert all(map(torch.equal, pages, twins))
+
+
+def test_a_swapped_in_function_compiles():
+    def block(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    with sdpa.installed():
+        check(block, dense())
+
+
+def test_export():
+    class Block(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, causal=True)
+
+    length = torch.export.Dim("length", min=2, max=512)
+    shapes = ({2: length}, {2: length}, {2: length})
+    program = torch.export.export(Block(), dense(9, 9), dynamic_shapes=shapes)
+    assert any(node.target is torch.ops.tilewise.attention.default for node in program.graph.nodes)
+    q, k, v = dense(20, 20)
+    assert torch.equal(program.module()(q, k, v), attention(q, k, v, causal=True))
+
+
+def test_gradients_are_refused():
+    q, k, v = dense()
+    q.requires_grad_()
+    with pytest.raises(InvalidArgument, match="forward only"):
+        torch.ops.tilewise.attention(q, k, v)
+    with pytest.raises(Exception, match="forward only"):
+        torch.compile(attention, fullgraph=True, backend="eager")(q, k, v)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(attention, fullgraph=True, backend="eager")(q, k, v), attention(q, k, v))
+
+
+def test_tile_maps_are_refused_in_traced_code():
+    mask = torch.ones(5, 9, dtype=torch.bool)
+    tiles = TileMap.from_mask(mask, (4, 4))
+    with pytest.raises(Exception, match="tile_map"):
+        torch.compile(lambda *x: attention(*x, mask=mask, tile_map=tiles), fullgraph=True, backend="eager")(*dense())
+
+
+def test_eager_calls_do_not_pass_the_dispatcher(monkeypatch):
+    monkeypatch.setattr(tilewise.ops, "traced", None)
+    monkeypatch.setattr(tilewise.ops, "_run", None)
+    assert attention(*dense()).shape == (2, 4, 5, 8)
