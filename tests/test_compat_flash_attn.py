@@ -277,6 +277,20 @@ def test_leftpad(form, options):
         close(out[b], formula(q[b], *(cache.row(x, b)[start:end] for x in (cache.k, cache.v)), **options)[0])
 
 
+def test_padding_counts_as_positions_of_rotary():
+    """Slots are positions, those of padding too, in keys and in queries."""
+    cache = Cache("rows", 2, 20)
+    angles = torch.rand(20, 8) * 6
+    cos, sin = angles.cos(), angles.sin()
+    pad, lengths = torch.tensor([4, 0]), torch.tensor([9, 12])
+    q, k, v = peaked(2, 2, HEADS, 16), peaked(2, 2, 2, 16), peaked(2, 2, 2, 16)
+    out = fa.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cos, sin, lengths, cache_leftpad=pad, causal=True)
+    for b, (start, n) in enumerate(zip(pad.tolist(), lengths.tolist(), strict=True)):
+        turned = torch.stack([turn(q[b, i], cos, sin, n + i, True) for i in range(2)])
+        close(cache.k[b, n : n + 2], torch.stack([turn(k[b, i], cos, sin, n + i, True) for i in range(2)]))
+        close(out[b], formula(turned, cache.k[b, start : n + 2], cache.v[b, start : n + 2], causal=True)[0])
+
+
 def test_kvcache_lengths_by_int_and_default():
     q, k, v = peaked(2, 1, HEADS, 16), peaked(2, 9, 2, 16), peaked(2, 9, 2, 16)
     for given, used in [({}, 9), ({"cache_seqlens": 4}, 4)]:

@@ -101,7 +101,7 @@ def flash_attn_with_kvcache(
     values.check_lengths("cache_seqlens", lengths, capacity - new, "tokens that leave room for k", None)
     if table is not None:
         values.check_block_table(table, total, k_cache.shape[1], k_cache.shape[0], None)
-    options["validate"] = False if cu_seqlens_q is None else None
+    options["validate"] = False if cu_seqlens_q is None and not is_compiling() else None
     options["layout"] = "blhd" if cu_seqlens_q is None else "bhld"
     longest = None if max_seqlen_q is None else index(max_seqlen_q)
     if k is not None:
