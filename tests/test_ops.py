@@ -161,9 +161,7 @@ def test_decoding_with_a_cache_compiles(backend):
         want = step(q, k, v, *pages, TABLE, LENGTHS + i)
         assert torch.equal(compiled(q, k, v, *twins, TABLE, LENGTHS + i), want)
         assert all(map(torch.equal, pages, twins))
-    with pytest.raises(
-        InvalidArgument, match=r"block_table\[0, 0\]: got 9"
-    ):
+    with pytest.raises(InvalidArgument, match=r"block_table\[0, 0\]: got 9"):
         compiled(q, k, v, *twins, torch.tensor([[9, 2, 0], [4, 1, 3]], dtype=torch.int32), LENGTHS)
 
 
