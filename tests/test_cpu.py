@@ -272,6 +272,7 @@ def test_warmup_compiles_everything(capsys):
     text = capsys.readouterr().out
     assert "walk_packed" in text
     assert "adds int4" in text
+    assert "append" in text
     assert "kept in" in text
 
 

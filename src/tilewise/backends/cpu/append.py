@@ -182,9 +182,7 @@ def append(block, scratch, part, parts):
 
 @cache
 def entry() -> Any:
-    with compiled._lock:
-        address = compiled.compile_function(append, "append", 4)
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(address)
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(compiled.function("append"))
 
 
 FLOATS = {torch.float32: CODES["f32"], torch.float16: CODES["f16"], torch.bfloat16: CODES["bf16"]}

@@ -107,7 +107,7 @@ _kept_alive: list = []  # the code is freed with the object
 def function(name: str) -> int:
     """The address of a kernel: `work`, `walk_direct`, `merge`, `dots f16`, `adds int8`, ..."""
     with _lock:
-        from . import attend, direct, packed, tiled
+        from . import append, attend, direct, packed, tiled
 
         what, _, kind = name.partition(" ")
         if what == "walk_tiles":
@@ -115,6 +115,8 @@ def function(name: str) -> int:
         if kind:
             make = direct.dots_function if what == "dots" else direct.adds_function
             return compile_function(make(kind), f"{what}_{kind}", 10)
+        if name == "append":
+            return compile_function(append.append, name, 4)
         home = {"walk_direct": direct, "walk_packed": packed}.get(name, attend)
         return compile_function(getattr(home, name), name, 3 if home is not attend else 2)
 
@@ -124,6 +126,7 @@ ALL = [
     *("list_items", "work", "merge", "walk_direct", "walk_packed"),
     *(f"{what} {kind}" for kind in CODES for what in ("dots", "adds")),
     *(f"walk_tiles {kind}" for kind in PARTS if usable()),
+    "append",
 ]
 
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
