@@ -232,9 +232,6 @@ def test_bound_calls_are_the_same_to_the_bit():
             pairs = zip(a, b, strict=True) if options.get("return_lse") else [(a, b)]
             assert all(x.equal(y) for x, y in pairs)
     assert attention(q, k, v, causal=True).ne(attention(q, k, v)).any()
-    moved = torch.empty(q.numel() + 1)[1:].view(q.shape).copy_(q)  # 4 bytes on: copies in bulk could not read it
-    assert bound.key_of(moved, k, v) != bound.key_of(q, k, v)
-    assert attention(moved, k, v).equal(attention(q, k, v))
     with pytest.raises(InvalidArgument):
         attention(q, k, v, causal=1)
     with pytest.raises(InvalidArgument):

@@ -57,7 +57,7 @@ def key_of(q: Any, k: Any, v: Any, *options: Any) -> Key | None:
         return None
     return (
         q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
-        v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, torch.get_num_threads(), options,
+        v.device, torch.get_num_threads(), options,
     )  # fmt: skip
 
 
