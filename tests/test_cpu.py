@@ -22,7 +22,9 @@ from tilewise.backends.cpu import access
 from tilewise.backends.cpu.micro import transpose
 from tilewise.backends.cpu.simd import CODES, W, microkernel
 from tilewise.backends.cpu.softmax import softcap_cells
+from tilewise.conformance.case import Case, make
 from tilewise.conformance.check import check_case
+from tilewise.planner import choose
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +209,22 @@ class TestThreads:
         assert plan_.splits > 1
         want = attention(q, k, v, backend="reference")
         torch.testing.assert_close(attention(q, k, v, backend="cpu"), want, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize(
+        "case",
+        [
+            Case(B=1, H=9, Hkv=3, Lq=32, Lk=2100, D=64, causal=True),
+            Case(B=1, H=3, Lq=70, Lk=2100, D=64, dtype="bf16", window=(900, 0), sinks=True),
+            Case(B=1, H=3, Lq=70, Lk=2100, D=64, dtype="f16", softcap=20.0),
+            Case(B=1, H=3, Lq=40, Lk=2100, D=40, mask="hqk", pattern="blocks", tile=(16, 64)),
+            Case(form="paged", B=2, H=6, Hkv=1, lengths=(2050, 300), q_lengths=(30, 7), D=64, causal=True),
+        ],
+        ids=str,
+    )
+    def test_few_items_of_many_rows_are_split(self, case):
+        torch.set_num_threads(2)
+        assert choose(make(case).checked().problem, "cpu").splits > 1
+        check_case(case, "cpu")
 
 
 def test_memory_does_not_grow_with_length():

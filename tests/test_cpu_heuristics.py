@@ -33,7 +33,15 @@ def test_rows_are_cut_evenly(q_len, tasks, threads, rows):
 
 @pytest.mark.parametrize(
     ("tasks", "keys", "threads", "size"),
-    [(8, 100_000, 1, 0), (8, 100_000, 2, 0), (1, 1000, 2, 0), (1, 8192, 2, 1056), (2, 100_000, 4, 12_576)],
+    [
+        (8, 100_000, 1, 0),
+        (8, 100_000, 2, 0),
+        (1, 1000, 2, 0),
+        (1, 8192, 2, 1056),
+        (2, 100_000, 4, 12_576),
+        (3, 2048, 2, 768),
+    ],
 )
 def test_splits_give_each_thread_four_pieces(tasks, keys, threads, size):
-    assert split_size(tasks, keys, threads) == size
+    assert split_size(tasks, keys, threads, 96) == size
+    assert size == 0 or split_size(tasks, keys, threads, 256) % 256 == 0

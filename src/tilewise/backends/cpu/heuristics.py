@@ -47,12 +47,12 @@ def tile_keys(parts: int) -> int:
     return 256 if parts else 96
 
 
-def split_size(tasks: int, keys: int, threads: int) -> int:
-    """Keys of a split, 0 for no splitting: about four pieces for each thread, none under 512 keys."""
+def split_size(tasks: int, keys: int, threads: int, tile: int) -> int:
+    """Keys of a split, 0 for no splitting: about four pieces for each thread, none under 512 keys, in whole tiles."""
     if threads < 2 or tasks >= 4 * threads or keys < 1024:
         return 0
     pieces = -(-4 * threads // tasks)
-    return max(512, -(-keys // pieces // 96) * 96)
+    return max(512 // tile * tile, -(-keys // pieces // tile) * tile)
 
 
 def threads_for(p: Problem, threads: int) -> int:

@@ -24,6 +24,7 @@ KINDS = {code: kind for kind, code in CODES.items()}
 # Three more numbers behind the block: the next item, how many there are, whether one was left undone by matrix tiles.
 COUNTER = len(INDEX)
 UNDONE = COUNTER + 2
+SPLIT_BYTES = 256 * 1024  # of all rows of a KV head: four parts for each thread take a MiB of it
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,15 @@ def make_launch(p: Problem, threads: int) -> Launch:
     if p.packed_q:
         tiles = min(tiles, -(-p.total_q // rows) + p.batch)
     threads = heuristics.threads_for(p, threads)
-    split = 0
-    if p.group * p.q_len <= DIRECT_ROWS:  # parts of more rows would take more memory than they save time
-        split = p.split_size or heuristics.split_size(tiles * p.kv_heads, p.kv_len, threads)
+    Dv = -(-p.value_dim // W) * W
+    direct = p.group * p.q_len <= DIRECT_ROWS
+    every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
+    split = p.split_size or 0 if direct else 0
+    if not p.split_size and (direct or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
+        split = heuristics.split_size(tiles * p.kv_heads, p.kv_len, threads, keys)
     if split >= p.kv_len:
         split = 0
     pieces = -(-p.kv_len // split) + 1 if split else 1
-    Dv = -(-p.value_dim // W) * W
     left, right = p.window
     numbers = {
         "q_code": FLOATS[p.q_dtype],
@@ -106,12 +109,12 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "split_size": split,
         "partial_bytes": 4 * p.group * rows * (Dv + 2) if split else 0,
     }
-    if p.group * p.q_len > DIRECT_ROWS and not parts:
+    if not direct and not parts:
         numbers["walk_packed"] = compiled.function("walk_packed")
     if parts:
         numbers["walk_tiles"] = compiled.function(f"walk_tiles {KINDS[k_code]}")
         numbers["configuration"] = amx.CONFIGURATION.ctypes.data
-    if p.packed_q or p.group * p.q_len <= DIRECT_ROWS:
+    if p.packed_q or direct:
         names = {"walk_direct": "walk_direct", "dots_f32": "dots f32", "adds_f32": "adds f32"}
         # Rows are read straight from the cache if they are whole vectors.
         if p.head_dim % (W * (2 if k_code == CODES["int4"] else 1)) == 0:
