@@ -43,8 +43,8 @@ def torch_errors(call: Call) -> tuple[float, float]:
     out = lse = 0.0
     for seq in sequences(call.problem, call.tensors):
         exact, (plain_out, plain) = attend(seq), torch_math(seq)
-        out = max(out, _error(plain_out, exact.out))
-        lse = max(lse, _error(plain.scores, exact.scores), _error(plain.lse, exact.lse))
+        out = max(out, largest_error(plain_out, exact.out))
+        lse = max(lse, largest_error(plain.scores, exact.scores), largest_error(plain.lse, exact.lse))
     return out, lse
 
 
@@ -63,8 +63,8 @@ def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[f
         exact = attend(seq)
         rows = slice(seq.q_start, seq.q_start + seq.q_len)
         covered[rows] = True
-        verdicts.append(_judge("out", out[seq.row, :, rows], exact.out, factor * out_error, p.q_dtype))
-        verdicts.append(_judge("lse", lse[seq.row, :, rows], exact.lse, factor * lse_error, torch.float32))
+        verdicts.append(judge("out", out[seq.row, :, rows], exact.out, factor * out_error, p.q_dtype))
+        verdicts.append(judge("lse", lse[seq.row, :, rows], exact.lse, factor * lse_error, torch.float32))
     if bool((out[:, :, ~covered] != 0).any()) or bool((lse[:, :, ~covered] != -torch.inf).any()):
         raise Mismatch("rows that belong to no sequence must give 0 and -inf")
     return max(verdicts, key=lambda v: v.error / max(v.bound, 1e-300))
@@ -88,12 +88,14 @@ def check_case(case: Case, backend: str | None, device: str = "cpu", draws: int 
     return check_call(call, call.tensors.out, inputs.common(result.lse), worst)
 
 
-def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
+def largest_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest error where the exact result is finite."""
     finite = exact.isfinite()
     return float((got.double() - exact)[finite].abs().max()) if bool(finite.any()) else 0.0
 
 
-def _judge(name: str, got: torch.Tensor, exact: torch.Tensor, allowed: float, dtype: torch.dtype) -> Verdict:
+def judge(name: str, got: torch.Tensor, exact: torch.Tensor, allowed: float, dtype: torch.dtype) -> Verdict:
+    """Raises `Mismatch` unless each element is within `allowed` and one ulp of `dtype` (for `out`, of its row)."""
     if got.numel() == 0:
         return Verdict(0.0, 0.0)
     got = got.double()
