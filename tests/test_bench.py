@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tilewise import workloads
 from tilewise.bench import cpu_suite, machine, measure, report, run
 from tilewise.bench.case import Case, Measured, Outcome, Row
 from tilewise.bench.measure import Timing, blocks, summary, take_turns
@@ -271,7 +272,7 @@ def test_sizes_follow_the_machine(monkeypatch):
 
 
 def test_normal_numbers_fill_any_shape():
-    x = cpu_suite.normal((3, 1_500_000), torch.float16, 3.0)
+    x = workloads.normal((3, 1_500_000), torch.float16, 3.0)
     assert x.shape == (3, 1_500_000)
     assert x.is_contiguous()
     assert x.float().std() == pytest.approx(3.0, rel=0.01)

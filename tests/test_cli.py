@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tilewise import __version__, demo, workloads
+from tilewise.bench import oracle
+from tilewise.bench.peers.sdpa import sdpa
 from tilewise.cli import main
 from tilewise.workloads import WORKLOADS, Workload, make_inputs
 
@@ -129,7 +131,7 @@ def test_on_a_terminal_with_and_without_rich(has_rich, two_tiny_cases, monkeypat
 def test_sdpa_is_asked_for_the_same_thing(options):
     case = Workload(**{**{name: getattr(TINY, name) for name in Workload.__dataclass_fields__}, **options})
     x = make_inputs(case, CPU, torch.float32)
-    assert demo.oracle_errors(x, [demo.sdpa(case, x)()])[0] < 1e-5
+    assert oracle.oracle_errors(x, [sdpa(case, x)()])[0] < 1e-5
 
 
 def test_paged_inputs_are_shuffled_and_poisoned_past_each_length():
@@ -144,6 +146,6 @@ def test_paged_inputs_are_shuffled_and_poisoned_past_each_length():
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 65, 200])
 def test_row_blocks_reach_both_ends(rows):
-    blocks = demo.row_blocks(rows, 64)
+    blocks = oracle.row_blocks(rows, 64)
     assert (blocks[0].start, blocks[-1].stop) == (0, rows)
     assert all(0 < block.stop - block.start <= 64 for block in blocks)

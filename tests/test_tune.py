@@ -9,6 +9,7 @@ from tilewise import tune
 from tilewise.backends.triton import heuristics, tuned
 from tilewise.backends.triton.spec import Config
 from tilewise.cli import main
+from tilewise.models import MODELS
 from tilewise.workloads import Workload
 
 CPU = torch.device("cpu")
@@ -84,7 +85,23 @@ def test_an_interruption_keeps_what_is_done(tmp_path, capsys):
 
 def test_prompts_are_long_unless_it_must_be_quick():
     assert [case.q_len for case in tune.cases(quick=True)] == [40, 1, 1]
-    assert [(case.q_len, case.kv_len) for case in tune.cases()] == [(8192, 8192), (1, 300), (1, 90)]
+    assert [(case.q_len, case.kv_len) for case in tune.cases()[:3]] == [(8192, 8192), (1, 300), (1, 90)]
+
+
+def test_every_layer_of_every_model_is_among_the_cases_unless_it_must_be_quick():
+    names = [case.name for case in tune.cases()[3:]]
+    assert {name.split()[0] for name in names} == set(MODELS)
+    assert {"gemma-4 global prompt", "gemma-4 global token", "gpt-oss local prompt"} <= set(names)
+    assert len(tune.cases(quick=True)) == 3
+
+
+def test_shapes_of_one_key_are_timed_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "WORKLOADS", (CASES[0], CASES[0], CASES[1]))
+    calls = []
+    timer = lambda call, launches: calls.append(call) or by_size(call, launches)  # noqa: E731
+    assert tune.tune(CPU, quick=True, to=tmp_path / "tuned.json", timer=timer) == 0
+    assert len(calls) == 2
+    assert " 3 of 3" in capsys.readouterr().out
 
 
 def test_candidates_fit_and_begin_with_the_heuristics_own():

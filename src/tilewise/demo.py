@@ -12,17 +12,15 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from . import __version__
-from .workloads import WORKLOADS, Inputs, Workload, make_inputs
+from .bench.oracle import MOST_ERROR, oracle_errors
+from .bench.peers.sdpa import sdpa, why_not
+from .workloads import WORKLOADS, Workload, make_inputs
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 WRONG = 1
 WIDTH = 100
-ORACLE_ROWS = 64
-# Largest error that rounding explains: outputs reach about 4, of which one step is 5e-7 in float32, 3e-2 in bfloat16.
-MOST_ERROR = {torch.float32: 2e-5, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ def _run_case(
     screen.print(fill(f"plan   {x.plan().summary()}", WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 13))
 
     screen.step(f"{case.name}: oracle")
-    refusal = why_not_sdpa(case)
+    refusal = why_not(case)
     calls = [x.attend] if refusal else [x.attend, sdpa(case, x)]
     outputs = [call() for call in calls]  # also warms up: compilers, caches, the clock of the CPU
     errors = oracle_errors(x, outputs)
@@ -100,59 +98,6 @@ def time_together(
             _wait(device)
             taken.append(_since(begin))
     return [statistics.median(taken) for taken in times]
-
-
-def oracle_errors(x: Inputs, outputs: Sequence[torch.Tensor]) -> list[float]:
-    """The largest error of each output against float64, on the first and last KV head and some rows of each."""
-    group = x.q.shape[1] // x.kv_heads
-    gaps: list[list[torch.Tensor]] = [[] for _ in outputs]
-    for kv_head in sorted({0, x.kv_heads - 1}):
-        for rows in row_blocks(x.q.shape[2], ORACLE_ROWS):
-            part = x.part(kv_head, rows)
-            want = replace(part, q=part.q.float()).attend(backend="reference")  # unrounded: the output has q's dtype
-            for output, found in zip(outputs, gaps, strict=True):
-                got = output[:, kv_head * group : (kv_head + 1) * group, rows].float()
-                found.append((got - want).abs().max())
-    return [torch.stack(found).max().item() for found in gaps]  # this max, unlike Python's, keeps a NaN
-
-
-def row_blocks(rows: int, size: int) -> list[slice]:
-    """The first, middle and last `size` of `rows`, or all of them if there are fewer."""
-    starts = {0, max(0, (rows - size) // 2), max(0, rows - size)}
-    return [slice(start, min(rows, start + size)) for start in sorted(starts)]
-
-
-def why_not_sdpa(case: Workload) -> str | None:
-    """What of the case `scaled_dot_product_attention` has no way to say."""
-    if case.page_size:
-        return "it has no page tables"
-    return "it has no softcap" if case.softcap else None
-
-
-def sdpa(case: Workload, x: Inputs) -> Callable[[], torch.Tensor]:
-    """The same call by torch, with a dense mask where it has no other way."""
-    # Its causal flag is aligned to the top left: right for a square, needless for a lone last query.
-    options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads}
-    if x.lengths is None and case.window is None and case.q_len in (1, case.kv_len):
-        options["is_causal"] = case.causal and case.q_len > 1
-    else:
-        options["attn_mask"] = dense_mask(case, x)
-    return lambda: scaled_dot_product_attention(x.q, x.k, x.v, **options)
-
-
-def dense_mask(case: Workload, x: Inputs) -> torch.Tensor:
-    """The case's visible cells: bool `[B, 1, 1 or Lq, Lk]`."""
-    device = x.q.device
-    lengths = torch.tensor([case.kv_len], device=device) if x.lengths is None else x.lengths
-    lengths = lengths[:, None, None, None]
-    kpos = torch.arange(case.kv_len, device=device)
-    qpos = lengths - case.q_len + torch.arange(case.q_len, device=device)[:, None]  # [B, 1, Lq, 1]
-    seen = kpos < lengths
-    if case.causal:
-        seen = seen & (kpos <= qpos)
-    if case.window is not None:
-        seen = seen & (qpos - kpos < case.window)
-    return seen
 
 
 def describe(result: Result, refusal: str | None) -> list[str]:

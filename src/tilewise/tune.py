@@ -19,9 +19,10 @@ from .backends.triton import heuristics, tuned
 from .backends.triton.device import arch_of, processors
 from .backends.triton.spec import Config
 from .checks import Call
+from .models import MODELS
 from .options import Options
 from .plan import Plan
-from .workloads import WORKLOADS, Inputs, Workload, make_inputs
+from .workloads import WORKLOADS, Inputs, Workload, make_inputs, of_layer
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 CLEARLY = 0.98  # a tile that takes more than this share of the heuristics' own time is not kept: noise is as large
@@ -33,33 +34,44 @@ Timer = Callable[[Call, Sequence[Config]], list[float | None]]
 
 
 def cases(quick: bool = False) -> list[Workload]:
-    """The shapes of the demo; prompts, unless it must be quick, as long as those that take long."""
+    """The shapes of the demo; unless it must be quick, with prompts as long as those that take long, and then the
+    prompt and the next token of every layer of every known model.
+    """
     if quick:
         return list(WORKLOADS)
     prompts = [case.q_len > 1 and not case.lengths for case in WORKLOADS]
-    return [
+    known = [
         replace(case, q_len=PROMPT, kv_len=PROMPT) if long else case
         for case, long in zip(WORKLOADS, prompts, strict=True)
     ]
+    for model in MODELS.values():
+        for layer in model.layers:
+            for rows, what in ((PROMPT, "prompt"), (1, "token")):
+                known.append(of_layer(layer, f"{model.name} {layer.name} {what}", rows, PROMPT))
+    return known
 
 
 def tune(device: torch.device, quick: bool = False, to: Path | None = None, timer: Timer | None = None) -> int:
     """Times all and writes the file; returns the exit status."""
     file, timer = to or tuned.path(), timer or time_on_gpu
     table = tuned.read(file)
-    todo, done = cases(quick), 0
+    todo, done, seen = cases(quick), 0, set[str]()
     try:
         for case in todo:
             call = _checked(make_inputs(case, device, torch.bfloat16))
+            key = tuned.key_of(call.problem, processors(device), arch_of(device))
+            if key in seen:  # of a shape before it, as of Qwen3 after Llama
+                done += 1
+                continue
+            seen.add(key)
             found = search(call, timer)
             done += 1
-            key = tuned.key_of(call.problem, processors(device), arch_of(device))
             if found.tile is None:
                 table.pop(key, None)
             else:
                 table[key] = found.tile
             tuned.write(file, table)
-            print(f"{done:2} of {len(todo)}  {case.name:18} {found}", flush=True)
+            print(f"{done:2} of {len(todo)}  {case.name:24} {found}", flush=True)
     except KeyboardInterrupt:
         print(f"Interrupted. {done} of {len(todo)} shapes are done and kept in {file}", file=sys.stderr)
         return INTERRUPTED

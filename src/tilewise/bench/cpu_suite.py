@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from .. import Plan, Quantised, attention, paged_attention, plan
-from ..demo import dense_mask, oracle_errors, sdpa
 from ..quantised import QuantDtype
-from ..workloads import LOGIT_STD, Inputs, Workload, make_inputs
+from ..workloads import LOGIT_STD, Inputs, Workload, make_inputs, normal
 from . import machine
 from .case import Case, Prepared, Row
+from .oracle import MOST_ERROR, oracle_errors
+from .peers.sdpa import sdpa
+from .peers.way import dense_mask
 
 CPU = torch.device("cpu")
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-# Largest error that rounding explains: outputs reach about 4, where one step is 5e-7, 3e-2 and 4e-3.
-MOST_ERROR = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 6e-3}
 LEAST_CACHE = 300 * 10**6  # bytes that no last-level cache of today's small machines holds
 READ, SDPA, F16, CONTIGUOUS = "read speed", "SDPA", "our f16", "our contiguous"
 
@@ -154,7 +154,7 @@ def _padding(w: Workload) -> Prepared:
 
 def _beside_reading(kv_heads: int, keys: int, dtype: torch.dtype, read: int) -> Prepared:
     q = normal((1, 32, 1, 128), dtype, LOGIT_STD)
-    k, v = (normal((1, kv_heads, keys, 128), dtype, seed=seed) for seed in (1, 2))
+    k, v = (normal((1, kv_heads, keys, 128), dtype, numbers=seed) for seed in (1, 2))
     buffer = machine.read_buffer(read)
     x = Inputs(q, k, v, {})
     made = _prepared(x, _call(x), lambda: buffer.sum())
@@ -163,7 +163,7 @@ def _beside_reading(kv_heads: int, keys: int, dtype: torch.dtype, read: int) -> 
 
 def _beside_f16(kind: QuantDtype, keys: int) -> Prepared:
     q = normal((1, 32, 1, 128), torch.float16, LOGIT_STD)
-    k, v = (normal((1, 8, keys, 128), torch.float16, seed=seed) for seed in (1, 2))
+    k, v = (normal((1, 8, keys, 128), torch.float16, numbers=seed) for seed in (1, 2))
     narrow = [_quantised(x, kind) for x in (k, v)]
     one_k, one_v = (Quantised(x.data[:, :1], x.scales[:, :1], kind, x.group).dequantise() for x in narrow)
     part = Inputs(q[:, :4], one_k, one_v, {})
@@ -182,8 +182,8 @@ def _paged(w: Workload, dtype: torch.dtype) -> Prepared:
     x = make_inputs(w, CPU, dtype)
     assert x.block_table is not None
     k, v = (pages[x.block_table.long()].flatten(1, 2).transpose(1, 2).contiguous() for pages in (x.k, x.v))
-    ours = partial(paged_attention, x.q, x.k, x.v, x.block_table, x.lengths, **_set(x.options))
-    return _prepared(x, ours, partial(attention, x.q, k, v, **_set(x.options)))
+    ours = partial(paged_attention, x.q, x.k, x.v, x.block_table, x.lengths, **x.options)
+    return _prepared(x, ours, partial(attention, x.q, k, v, **x.options))
 
 
 def _prepared(x: Inputs, ours: Callable[[], torch.Tensor], peer: Callable[[], object]) -> Prepared:
@@ -191,12 +191,7 @@ def _prepared(x: Inputs, ours: Callable[[], torch.Tensor], peer: Callable[[], ob
 
 
 def _call(x: Inputs) -> Callable[[], torch.Tensor]:
-    return partial(attention, x.q, x.k, x.v, **_set(x.options))
-
-
-def _set(options: Any) -> dict[str, Any]:
-    """The options that ask for something: what a user would write."""
-    return {name: value for name, value in options.items() if value is not None and value is not False}
+    return partial(attention, x.q, x.k, x.v, **x.options)
 
 
 def sdpa_with(x: Inputs, mask: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -207,16 +202,6 @@ def _work(chosen: Plan) -> dict[str, Any]:
     cost = chosen.cost
     assert cost is not None
     return {"flops": cost.flops, "moved": cost.bytes_moved, "workspace": chosen.workspace_bytes}
-
-
-def normal(shape: Sequence[int], dtype: torch.dtype, std: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """Normal numbers, four million of them over and over: making new ones would take longer than the measurement."""
-    count = torch.Size(shape).numel()
-    some = torch.randn(min(count, 4_000_037), generator=torch.Generator().manual_seed(seed)).mul_(std).to(dtype)
-    full = torch.empty(count, dtype=dtype)
-    for part in full.split(len(some)):
-        part.copy_(some[: len(part)])
-    return full.view(*shape)
 
 
 def _quantised(x: torch.Tensor, kind: QuantDtype) -> Quantised:

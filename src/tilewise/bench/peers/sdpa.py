@@ -1,0 +1,85 @@
+"""torch's `scaled_dot_product_attention`, by each of its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...workloads import Inputs, Workload
+from .way import Refused, Way, dense_mask, limit, refuse
+
+KERNELS = {
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,
+    "SDPA math": SDPBackend.MATH,
+    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA mem-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+ON_CPU = ("SDPA flash", "SDPA math")
+
+
+def missing() -> str | None:
+    return None
+
+
+def ways(case: Workload, x: Inputs) -> Iterator[Way]:
+    refuse("SDPA", page_tables=case.page_size, packed_sequences=case.packed, softcap=case.softcap, sinks=case.sinks)
+    cells = case.q_len * case.kv_len
+    if _needs_mask(case, x):
+        limit("SDPA", "its mask", len(case.lengths or "1") * cells, x.q.device)
+    call = sdpa(case, x)
+    for name in ON_CPU if x.q.device.type == "cpu" else KERNELS:
+        try:
+            if name == "SDPA math":
+                limit(name, "its scores", case.batch * case.heads * cells * x.q.element_size(), x.q.device)
+            yield Way(name, partial(_by, KERNELS[name], call))
+        except Refused as error:
+            yield Way(name, refusal=str(error))
+
+
+def _by(kernel: SDPBackend, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with sdpa_kernel(kernel):
+        return call()
+
+
+def why_not(case: Workload) -> str | None:
+    """What of the case `scaled_dot_product_attention` has no way to say."""
+    try:
+        refuse("SDPA", page_tables=case.page_size, packed_sequences=case.packed, softcap=case.softcap, sinks=case.sinks)
+    except Refused as error:
+        return str(error)
+    return None
+
+
+def sdpa(case: Workload, x: Inputs) -> Callable[[], torch.Tensor]:
+    """The same call by torch, with a dense mask where it has no other way."""
+    options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads, "scale": case.scale}
+    if _needs_mask(case, x):
+        options["attn_mask"] = _mask(case, x)
+    else:
+        options["is_causal"] = case.causal and case.q_len > 1
+    return lambda: scaled_dot_product_attention(x.q, x.k, x.v, **options)
+
+
+def _needs_mask(case: Workload, x: Inputs) -> bool:
+    # Its causal flag is aligned to the top left: right for a square, needless for a lone last query.
+    plain = x.lengths is None and case.window is None and case.chunk is None and not case.alibi and not case.mask
+    return not (plain and (not case.causal or case.q_len in (1, case.kv_len)))
+
+
+def _mask(case: Workload, x: Inputs) -> torch.Tensor:
+    """What is visible or, if something is added to scores, that and `-inf`: `[B or 1, H or 1, 1 or Lq, Lk]`."""
+    seen, given = dense_mask(case, x), x.options.get("mask")
+    if not case.alibi and (given is None or given.dtype == torch.bool):
+        return seen
+    bias = torch.zeros_like(seen, dtype=x.q.dtype) if given is None or given.dtype == torch.bool else given
+    if case.alibi:
+        device = x.q.device
+        back = torch.arange(case.kv_len - case.q_len, case.kv_len, device=device)[:, None]
+        back = (back - torch.arange(case.kv_len, device=device)).abs()
+        bias = bias - (x.options["alibi_slopes"][:, None, None] * back).to(bias.dtype)
+    return bias.masked_fill(~seen, -torch.inf)

@@ -1,0 +1,65 @@
+"""Dense masks by name, as models and serving engines make them: for benchmarks, tests and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+BLOCK = 128  # of the block-sparse pattern
+LOCAL = 512  # keys of the window, and rows of a prefix
+
+
+def window(Lq: int, Lk: int) -> torch.Tensor:
+    """The last 512 keys of each query, its own included: what a sliding layer hands to a library without windows."""
+    return _between(Lq, Lk, LOCAL)
+
+
+def documents(Lq: int, Lk: int) -> torch.Tensor:
+    """Packed documents of many lengths; causal in each."""
+    ends = torch.tensor([0.05, 0.07, 0.2, 0.22, 0.3, 0.55, 0.6, 0.85, 0.9]) * Lk
+    of = torch.bucketize(torch.arange(Lk).float(), ends, right=True)
+    return _between(Lq, Lk) & (of[Lk - Lq :, None] == of[None, :])
+
+
+def prefix(Lq: int, Lk: int) -> torch.Tensor:
+    """A prefix (an image, a question) that sees itself both ways; causal after it."""
+    return _between(Lq, Lk) | (torch.arange(Lk) < min(LOCAL, Lk // 4))
+
+
+def tree(Lq: int, Lk: int) -> torch.Tensor:
+    """Speculative decoding: all of the cache, and of the last `Lq` tokens each one's ancestors in a binary tree."""
+    own = torch.eye(Lq, dtype=torch.bool)
+    for i in range(1, Lq):
+        own[i] |= own[(i - 1) // 2]
+    return torch.cat([torch.ones(Lq, Lk - Lq, dtype=torch.bool), own], dim=1)
+
+
+def blocks(Lq: int, Lk: int) -> torch.Tensor:
+    """Block-sparse: each block of 128 queries sees the first block of keys, its own, two before it and one far away."""
+    nq, nk = -(-Lq // BLOCK), -(-Lk // BLOCK)
+    i, j = torch.arange(nq)[:, None] + nk - nq, torch.arange(nk)
+    near = (j <= i) & (i - j <= 2)
+    far = (i * 7 + 3) % nk
+    states = near | (j == 0) | (j == far)
+    return states.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:Lq, :Lk]
+
+
+def _between(Lq: int, Lk: int, width: int | None = None) -> torch.Tensor:
+    """Causal, aligned to the bottom right, with at most `width` keys."""
+    back = torch.arange(Lk - Lq, Lk)[:, None] - torch.arange(Lk)
+    return (back >= 0) if width is None else (back >= 0) & (back < width)
+
+
+PATTERNS: dict[str, Callable[[int, int], torch.Tensor]] = {
+    "window": window,
+    "documents": documents,
+    "prefix": prefix,
+    "tree": tree,
+    "blocks": blocks,
+}
+
+
+def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same mask in the form that is added to scores."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
