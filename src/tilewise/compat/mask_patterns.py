@@ -1,0 +1,225 @@
+"""transformers' attention masks as patterns: what a mask means, with nothing of the size of a mask.
+
+transformers describes a mask by a function of indices, put together from a few known ones. Those are read here, and
+become options of `tilewise.attention`; a function that is not known becomes a dense mask, as it does for torch's SDPA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import masking_utils as hf
+
+Length = int | torch.Tensor
+# Offsets of sequences, of queries and of keys, into all rows laid end to end; the longest of them.
+Packed = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a mask function says of positions."""
+
+    causal: bool = False
+    left: int | None = None  # keys to the left of the query's own; None is unlimited
+    right: int | None = None
+    chunk: int | None = None
+    padding: torch.Tensor | None = None  # [B]: chunks count from here
+    segments: torch.Tensor | None = None  # [B, L]: a token sees its own segment
+
+
+class Pattern(BlockMask):
+    """A mask as options of `tilewise.attention`.
+
+    It is a `BlockMask` by name only: transformers hands those through from `generate` to the attention function as it
+    finds them, and no model takes one for a tensor.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], options: dict[str, Any], packed: Packed | None = None) -> None:
+        self.seq_lengths = shape[2:]
+        self._shape = shape
+        self.options = options  # keywords of `attention`, or of `varlen_attention` if there is `packed`
+        self.packed = packed
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def contiguous(self) -> Pattern:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Pattern({self._shape}, {self.options}, packed={self.packed})"
+
+    __str__ = __repr__
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Length = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = hf.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **rest: Any,
+) -> Pattern | torch.Tensor | None:
+    """The mask function that `register` gives to transformers; arguments are those of `sdpa_mask` there.
+
+    Returns:
+        None where the module's own causality says all, a `Pattern` where the rules are known, else a bool mask
+        `[B, 1, Lq, Lk]`. A model that asks for a mask which it can work on gets one.
+    """
+    rules = None if use_vmap else read(mask_function)
+    if rules is not None:
+        allowed = allow_is_causal_skip if rules.causal else allow_is_bidirectional_skip
+        # Packing forbids to leave the mask out, but not to keep it as a pattern.
+        if allowed or rules.segments is not None:
+            shape = (batch_size, 1, q_length, kv_length)
+            made = _pattern(shape, rules, q_offset, kv_offset, attention_mask)
+            if made is not NotImplemented:
+                return made
+    return hf.sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+        allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, **rest,
+    )  # fmt: skip
+
+
+def _held(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables that an inner function took along."""
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+_BOTH = hf.and_masks(hf.causal_mask_function).__code__
+_WINDOW = hf.sliding_window_overlay(1).__code__
+_TWO_SIDED = hf.sliding_window_bidirectional_overlay(1).__code__
+_CHUNK = hf.chunked_overlay(1, torch.zeros(1)).__code__
+_PACKED = hf.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+
+
+def read(function: Callable[..., Any]) -> Rules | None:
+    """The rules of a mask function of transformers; None if it is another."""
+    if function is hf.causal_mask_function:
+        return Rules(causal=True)
+    if function is hf.bidirectional_mask_function:
+        return Rules()
+    if is_compiling():  # tracing hides what an inner function took along
+        return None
+    code = getattr(function, "__code__", None)
+    try:
+        if code is _BOTH:
+            whole: Rules | None = Rules()
+            for part in _held(function)["mask_functions"]:
+                whole = _and(whole, read(part))
+            return whole
+        if code is _WINDOW:
+            return Rules(left=_held(function)["sliding_window"] - 1)
+        if code is _TWO_SIDED:
+            width = _held(function)["sliding_window"]
+            return Rules(left=width, right=width)
+        if code is _CHUNK:
+            held = _held(function)
+            return Rules(chunk=held["chunk_size"], padding=held["left_padding"])
+        if code is _PACKED:
+            return Rules(segments=_held(function)["packed_sequence_mask"])
+    except KeyError:  # a transformers whose functions have other insides
+        return None
+    return None
+
+
+def _and(a: Rules | None, b: Rules | None) -> Rules | None:
+    """Both at once; None if that is more than `Rules` can say."""
+    if a is None or b is None:
+        return None
+    if any(getattr(a, name) is not None and getattr(b, name) is not None for name in ("chunk", "segments")):
+        return None
+    first = a if a.chunk is not None else b
+    return Rules(
+        causal=a.causal or b.causal,
+        left=_smaller(a.left, b.left),
+        right=_smaller(a.right, b.right),
+        chunk=first.chunk,
+        padding=first.padding,
+        segments=a.segments if b.segments is None else b.segments,
+    )
+
+
+def _smaller(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _pattern(
+    shape: tuple[int, int, int, int], rules: Rules, q_offset: Length, kv_offset: int, seen: torch.Tensor | None
+) -> Any:
+    """A `Pattern`, None where it says nothing that the module does not, or NotImplemented."""
+    _, _, rows, keys = shape
+    values_matter = isinstance(q_offset, torch.Tensor) or rules.chunk is not None or rules.segments is not None
+    if values_matter and is_compiling():  # a graph cannot depend on them
+        return NotImplemented
+    shift = int(q_offset) - kv_offset  # of the first query, counted from the first key
+    furthest = shift + rows - 1  # the largest distance of a query from a key on its left
+    if rules.chunk is not None:
+        # tilewise counts chunks from the first key. A row that is padded on its left has them elsewhere.
+        moved = rules.padding is not None and bool(((rules.padding - kv_offset) % rules.chunk).any())
+        if moved or rules.segments is not None:
+            return NotImplemented
+        if rules.causal and furthest < rules.chunk:
+            rules = replace(rules, chunk=None)
+    if rules.left is not None and furthest <= rules.left:
+        rules = replace(rules, left=None)
+    if rules.right is not None and keys - 1 - shift <= rules.right:
+        rules = replace(rules, right=None)
+    options: dict[str, Any] = {"causal": rules.causal, "validate": False}
+    if rules.left is not None or rules.right is not None:
+        options["window"] = (rules.left, rules.right)
+    if rules.chunk is not None:
+        options["chunk"] = rules.chunk
+    if rules.segments is not None:
+        packed = _packed(rules.segments) if seen is None and shift == 0 and rows == keys else None
+        return NotImplemented if packed is None else Pattern(shape, options, packed)
+    limits = _limits(seen, kv_offset, keys)
+    plain = not limits and len(options) == 2
+    if plain and (not rules.causal or (shift == 0 and rows == keys) or (rows == 1 and shift == keys - 1)):
+        return None
+    return Pattern(shape, {**options, **limits, "q_offset": shift})
+
+
+def _limits(seen: torch.Tensor | None, kv_offset: int, keys: int) -> dict[str, Any]:
+    """Padding `[B, S]` (True is a token) as the length of each row, or as a mask `[B, 1, 1, keys]` of the keys."""
+    if seen is None:
+        return {}
+    seen = seen[:, kv_offset : kv_offset + keys]
+    if seen.shape[1] < keys:  # a static cache: what is not yet written
+        seen = torch.nn.functional.pad(seen, (0, keys - seen.shape[1]))
+    if is_compiling():
+        return {"mask": seen[:, None, None]}
+    lengths = seen.sum(1, dtype=torch.int32)
+    if bool((lengths == keys).all()):
+        return {}
+    if bool((seen == (torch.arange(keys, device=seen.device) < lengths[:, None])).all()):
+        return {"kv_lengths": lengths}
+    return {"mask": seen[:, None, None]}
+
+
+def _packed(segments: torch.Tensor) -> Packed | None:
+    """The sequences of segments `[B, L]`; None if one is in pieces."""
+    steps = segments.diff(dim=1)
+    if bool((steps < 0).any()):
+        return None
+    first = torch.nn.functional.pad(steps != 0, (1, 0), value=True).flatten()
+    starts = first.nonzero()[:, 0].to(torch.int32)
+    offsets = torch.nn.functional.pad(starts, (0, 1), value=segments.numel())
+    longest = int(offsets.diff().max())
+    return offsets, offsets, longest, longest

@@ -1,0 +1,130 @@
+"""Hugging Face transformers with tilewise as an attention implementation.
+
+>>> from tilewise.compat import transformers as tilewise_transformers
+>>> tilewise_transformers.register()
+'tilewise'
+
+After that any model that uses transformers' attention interface takes `attn_implementation="tilewise"`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..api import attention, varlen_attention
+from ..errors import InvalidArgument
+from .mask_patterns import Pattern, make_mask
+
+# transformers looks for these in a name, and treats what has them in ways of its own.
+RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged|", "/")
+
+
+def register(name: str = "tilewise") -> str:
+    """Makes `name` an attention implementation of transformers: its attention function and its mask function.
+
+    Returns:
+        `name`, for `from_pretrained(..., attn_implementation=name)` or `model.set_attn_implementation(name)`.
+    """
+    if any(word in name for word in RESERVED):
+        remedy = "transformers gives names with " + ", ".join(map(repr, RESERVED)) + " a meaning of their own"
+        raise InvalidArgument("name", repr(name), "a plain name such as 'tilewise'", remedy)
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, make_mask)
+    return name
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Pattern | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cache: Any = None,
+    output_attentions: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function.
+
+    Args:
+        query: `[B, H, Lq, D]`; key `[B, Hkv, Lk, D]`; value `[B, Hkv, Lk, Dv]`.
+        attention_mask: what `make_mask` made, or a mask `[B, 1 or H, Lq, Lk]` of the model's own: bool, or added.
+        dropout: 0.0; anything else is refused.
+        scaling: default `D ** -0.5`.
+        is_causal: without a mask, row `i` sees keys 0 to `i`. Default: the module's `is_causal`.
+        softcap, s_aux: `softcap` and `sinks` of `tilewise.attention`.
+        position_bias: `[1 or B, H, Lq, Lk]`, added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of sequences that are packed in one row.
+        max_length_q, max_length_k: the longest of them.
+
+    A window needs no argument: it is part of the mask. What else transformers hands over (positions, flags of the
+    model) does not change attention.
+
+    Returns:
+        `[B, Lq, H, Dv]`, and None in the place of attention weights.
+    """
+    if dropout != 0.0:
+        raise InvalidArgument("dropout", dropout, "0.0", "tilewise has no dropout: call model.eval()")
+    if output_attentions:
+        remedy = "attn_implementation='eager' has attention weights"
+        raise InvalidArgument("output_attentions", output_attentions, "False", remedy)
+    if cache is not None:
+        remedy = "use the name that tilewise.compat.flash_kernel.install() returns"
+        raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, L, H, D]
+    packed: Any = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if isinstance(attention_mask, Pattern):
+        options |= attention_mask.options
+        packed = attention_mask.packed or packed
+    elif attention_mask is not None:
+        options["mask"] = attention_mask[..., : k.shape[1]]
+        packed = None  # it has the sequences in it
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if causal and q.shape[1] > 1:  # aligned to the top left: keys past that are a static cache's empty slots
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+            options |= {"causal": True, "q_offset": 0}
+    if packed is not None:
+        return _in_sequences(q, k, v, packed, position_bias, options), None
+    if position_bias is not None:
+        options["mask"] = _with_bias(position_bias[..., : k.shape[1]], options.get("mask"))
+    return attention(q, k, v, layout="blhd", **options), None
+
+
+def _in_sequences(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packed: tuple[Any, Any, Any, Any],
+    position_bias: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention within sequences that lie end to end in all rows."""
+    if position_bias is not None:
+        remedy = "give each sequence a row of its own"
+        raise InvalidArgument("position_bias", "a bias with packed sequences", "None", remedy)
+    options.pop("q_offset", None)  # positions count from each sequence's start
+    cu_q, cu_k, max_q, max_k = packed
+    shape = q.shape[:2]
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # views, as models make them
+    return varlen_attention(q, k, v, cu_q, cu_k, max_q=max_q, max_k=max_k, **options).unflatten(0, shape)
+
+
+def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """A position bias and a mask as one float mask."""
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask

@@ -1,0 +1,323 @@
+"""transformers' models with tilewise's attention, against their own eager attention."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from transformers import AttentionInterface, StaticCache
+from transformers import masking_utils as hf
+
+from hf_models import DECODERS, ENCODERS, VOCABULARY, build
+from tilewise import InvalidArgument
+from tilewise.compat import mask_patterns
+from tilewise.compat import transformers as ours
+from tilewise.compat.mask_patterns import Pattern, make_mask
+from tilewise.conformance.check import Mismatch, judge, largest_error
+
+ours.register()
+LENGTH = 14
+PADDINGS = {"no": (0, 0, 0), "left": (5, 0, 9), "right": (-5, 0, -9), "one": (0,)}
+
+
+def exact_attention(
+    module, query, key, value, attention_mask, scaling, softcap=None, s_aux=None, position_bias=None, **_
+):
+    """What eager attention computes, with a softmax in float64 and 0 where a row sees nothing."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, -torch.inf)
+    else:
+        scores = scores + attention_mask
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2), None
+
+
+def exact_mask(*arguments, allow_is_causal_skip=None, allow_is_bidirectional_skip=None, **options):
+    return hf.sdpa_mask(*arguments, allow_is_causal_skip=False, **options)
+
+
+AttentionInterface.register("exact", exact_attention)
+hf.AttentionMaskInterface.register("exact", exact_mask)
+
+
+@functools.cache
+def model_of(name):
+    return build(name)
+
+
+@functools.cache
+def exact_of(name):
+    """The model in float64."""
+    model = copy.deepcopy(model_of(name)).double()
+    if name in ("gpt_oss", "deepseek_v3"):
+        model.set_experts_implementation("eager")  # the faster ones have no float64
+    return model
+
+
+def inputs(name):
+    """Tokens and their mask; padding is on the left if positive."""
+    pads = PADDINGS[name]
+    tokens = torch.randint(3, VOCABULARY, (len(pads), LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(tokens.shape, dtype=torch.long)
+    for row, pad in zip(mask, pads, strict=True):
+        row[: max(pad, 0)] = 0
+        row[LENGTH + min(pad, 0) :] = 0
+    return tokens, mask
+
+
+def run(model, implementation, *arguments, **options):
+    """What a model gives at each token: logits, or its last hidden states."""
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        result = model(*arguments, **options)
+    return result.logits if "logits" in result else result.last_hidden_state
+
+
+def check(name, *arguments, seen=slice(None), implementation="tilewise", **options):
+    """As right as eager attention: at most twice its error, by the model in float64."""
+    exact = run(exact_of(name), "exact", *arguments, **options)[seen]
+    plain = run(model_of(name), "eager", *arguments, **options)[seen]
+    got = run(model_of(name), implementation, *arguments, **options)[seen]
+    factor = 3.0 if name == "gemma2" else 2.0  # with softcap
+    judge("out", got, exact, factor * largest_error(plain, exact), torch.float32)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_logits(name, padding):
+    tokens, mask = inputs(padding)
+    check(name, tokens, attention_mask=mask, seen=mask.bool())
+    if padding == "no":
+        check(name, tokens)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_these_models_notice(name):
+    """What averages the values, or takes a mask for another, does not pass for attention here."""
+
+    def mean(module, query, key, value, attention_mask, **_):
+        groups = query.shape[1] // value.shape[1]
+        return value.repeat_interleave(groups, 1).mean(2, keepdim=True).expand_as(value[:, :1]).transpose(1, 2), None
+
+    def nearly(module, query, key, value, attention_mask, **options):
+        return ours.attention_forward(module, query, key * 1.02, value, attention_mask, **options)
+
+    tokens, mask = inputs("left")
+    for broken in (mean, nearly):
+        AttentionInterface.register("broken", broken)
+        hf.AttentionMaskInterface.register("broken", make_mask)
+        with pytest.raises((Mismatch, RuntimeError)):
+            check(name, tokens, attention_mask=mask, seen=mask.bool(), implementation="broken")
+
+
+@pytest.mark.parametrize("cache", [None, "static", False], ids=["dynamic", "static", "no cache"])
+@pytest.mark.parametrize("padding", ["no", "left", "one"])
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_generate(name, padding, cache):
+    """Greedy texts, token by token those of eager; long enough that windows and chunks move on."""
+    tokens, mask = inputs(padding)
+    model = model_of(name)
+    options = {"attention_mask": mask, "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    texts = []
+    for implementation in ("eager", "tilewise"):
+        model.set_attn_implementation(implementation)
+        caching = {"use_cache": False} if cache is False else {"cache_implementation": cache}
+        with torch.no_grad():
+            texts.append(model.generate(tokens, **options, **caching))
+    assert texts[0].equal(texts[1])
+    assert texts[0].shape[1] == LENGTH + 9
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llama4"])
+def test_a_prompt_in_parts_over_a_static_cache(name):
+    """Several queries over keys that lie before them, with empty slots after them."""
+    tokens, mask = inputs("left")
+    logits = []
+    for implementation in ("eager", "tilewise"):
+        model = model_of(name)
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        parts = [
+            run(model, implementation, tokens[:, a:b], attention_mask=mask[:, :b], past_key_values=cache)
+            for a, b in ((0, 8), (8, 14))
+        ]
+        logits.append(torch.cat(parts, 1)[mask.bool()])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3"])
+def test_packed_sequences(name):
+    """Positions that start again are sequences of their own: no mask is built, and each is what it is alone."""
+    tokens, _ = inputs("no")
+    positions = torch.tensor([[*range(5), *range(9)], [*range(14)], [*range(1), *range(7), *range(6)]])
+    check(name, tokens, position_ids=positions, use_cache=False)
+    packed = run(model_of(name), "tilewise", tokens, position_ids=positions, use_cache=False)
+    alone = run(model_of(name), "tilewise", tokens[:1, 5:])
+    torch.testing.assert_close(packed[:1, 5:], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_packed_sequences_by_their_offsets(name):
+    """As transformers' flattening collator gives them, for models too that do not look at positions."""
+    tokens, _ = inputs("one")
+    cu = torch.tensor([0, 5, 14], dtype=torch.int32)
+    positions = torch.tensor([[*range(5), *range(9)]])
+    offsets = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 9, "max_length_k": 9}
+    packed = run(model_of(name), "tilewise", tokens, position_ids=positions, use_cache=False, **offsets)
+    alone = [run(model_of(name), "tilewise", tokens[:, a:b]) for a, b in ((0, 5), (5, 14))]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_masks_of_a_users_own():
+    tokens, _ = inputs("no")
+    seen = torch.rand(3, 1, LENGTH, LENGTH) > 0.3
+    seen |= torch.eye(LENGTH, dtype=torch.bool)
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    check("llama", tokens, attention_mask=added)
+    as_bool = run(model_of("llama"), "tilewise", tokens, attention_mask=seen)
+    as_float = run(model_of("llama"), "tilewise", tokens, attention_mask=added)
+    torch.testing.assert_close(as_bool, as_float, rtol=1e-5, atol=1e-5)
+
+
+def dense(mask, shape, offset=0):
+    """A pattern as a bool mask, by the meaning of its options."""
+    batch, _, rows, keys = shape
+    if mask is None:
+        return torch.ones(rows, keys, dtype=torch.bool).tril(offset).expand(batch, 1, -1, -1)
+    q = torch.arange(rows)[:, None] + mask.options.get("q_offset", 0)
+    k = torch.arange(keys)[None]
+    left, right = mask.options.get("window", (None, None))
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    if mask.options["causal"]:
+        seen &= k <= q
+    if left is not None:
+        seen &= q - k <= left
+    if right is not None:
+        seen &= k - q <= right
+    if "chunk" in mask.options:
+        seen &= q // mask.options["chunk"] == k // mask.options["chunk"]
+    seen = seen.expand(batch, 1, rows, keys)
+    if "kv_lengths" in mask.options:
+        seen = seen & (k < mask.options["kv_lengths"][:, None, None, None])
+    if "mask" in mask.options:
+        assert mask.options["mask"].shape == (batch, 1, 1, keys)
+        seen = seen & mask.options["mask"]
+    if mask.packed is not None:
+        cu, same, longest, again = mask.packed
+        assert cu is same
+        assert longest == again == int(cu.diff().max())
+        segment = torch.searchsorted(cu, torch.arange(batch * rows), right=True).view(batch, 1, rows)
+        seen = seen & (segment[..., None] == segment[..., None, :])
+    return seen
+
+
+FUNCTIONS = {
+    "causal": hf.causal_mask_function,
+    "both ways": hf.bidirectional_mask_function,
+    "window": hf.sliding_window_causal_mask_function(5),
+    "two-sided window": hf.sliding_window_bidirectional_mask_function(4),
+    "chunk": hf.chunked_causal_mask_function(4, torch.zeros(3, dtype=torch.long)),
+    "window in chunks": hf.and_masks(
+        hf.sliding_window_causal_mask_function(3), hf.chunked_causal_mask_function(4, torch.zeros(3, dtype=torch.long))
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "start", "first"), [(14, 0, 0), (4, 10, 0), (1, 13, 0), (3, 13, 8)])
+@pytest.mark.parametrize("padding", ["no", "left", "right", None])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("slots", [0, 6])
+def test_patterns_mean_what_the_masks_say(name, padding, rows, start, first, slots):
+    """Every rule, with padding, over dynamic, trimmed and static caches."""
+    keys = start + rows - first + slots
+    mask = None
+    if padding is not None:
+        mask = inputs(padding)[1].bool()
+        grown = start + rows - LENGTH
+        mask = torch.cat((mask, torch.ones(3, grown, dtype=torch.bool)), 1) if grown >= 0 else mask[:, : start + rows]
+    arguments = (3, rows, keys, start, first, FUNCTIONS[name], mask)
+    got = make_mask(*arguments, allow_is_causal_skip=True, allow_is_bidirectional_skip=True)
+    want = hf.sdpa_mask(*arguments, allow_is_causal_skip=False)
+    assert got is None or isinstance(got, Pattern)
+    if got is None and name == "both ways":
+        assert want.all()
+    else:
+        assert dense(got, want.shape, start - first).equal(want.expand(3, 1, rows, keys))
+
+
+def test_nothing_known_becomes_dense():
+    """Padding is lengths if it is on the right, else one byte for each key; only what is arbitrary is a mask."""
+    mask = inputs("right")[1]
+    assert make_mask(3, 14, 14) is None
+    assert make_mask(3, 1, 14, 13) is None
+    assert make_mask(3, 14, 14, attention_mask=torch.ones(3, 14, dtype=torch.bool)) is None
+    assert make_mask(3, 14, 14, attention_mask=mask.bool()).options["kv_lengths"].tolist() == [9, 14, 5]
+    assert make_mask(3, 14, 14, attention_mask=inputs("left")[1].bool()).options["mask"].shape == (3, 1, 1, 14)
+    sequences = hf.packed_sequence_mask_function(torch.tensor([[0] * 4 + [1] * 10]))
+    both = hf.and_masks(hf.sliding_window_causal_mask_function(3), sequences)
+    packed = make_mask(1, 14, 14, mask_function=both, allow_is_causal_skip=False)
+    assert packed.packed[0].tolist() == [0, 4, 14]
+    assert packed.options["window"] == (2, None)
+
+    def odd_keys(batch, head, q, k):
+        return k % 2 == 1
+
+    both = hf.and_masks(hf.causal_mask_function, odd_keys)
+    arbitrary = make_mask(3, 14, 14, mask_function=both)
+    assert arbitrary.dtype == torch.bool
+    assert arbitrary.equal(hf.sdpa_mask(3, 14, 14, mask_function=both, allow_is_causal_skip=False))
+    vmapped = make_mask(3, 14, 14, mask_function=hf.or_masks(hf.causal_mask_function, odd_keys), use_vmap=True)
+    assert bool(vmapped[0, 0, 0, 13])
+    assert make_mask(3, 14, 14, allow_is_causal_skip=False).shape == (3, 1, 14, 14)  # a model wants to work on it
+
+
+def test_chunks_that_start_elsewhere_in_each_row_are_dense():
+    mask = inputs("left")[1].bool()
+    options = {"mask_function": hf.chunked_causal_mask_function(4, torch.tensor([5, 0, 9])), "attention_mask": mask}
+    got = make_mask(3, 14, 14, **options)
+    assert isinstance(got, torch.Tensor)
+    assert got.equal(hf.sdpa_mask(3, 14, 14, **options, allow_is_causal_skip=False))
+
+
+def test_an_unknown_transformers_is_read_as_arbitrary(monkeypatch):
+    monkeypatch.setattr(mask_patterns, "_held", lambda function: {})
+    assert mask_patterns.read(hf.sliding_window_causal_mask_function(3)) is None
+    assert isinstance(make_mask(1, 9, 9, mask_function=hf.sliding_window_causal_mask_function(3)), torch.Tensor)
+
+
+def test_torch_compile():
+    """One graph, padding and all."""
+    tokens, mask = inputs("left")
+    model = model_of("gemma2")
+    want = run(model, "tilewise", tokens, attention_mask=mask)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        got = compiled(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+def test_refusals():
+    tokens, _ = inputs("no")
+    model = model_of("gpt2")
+    model.set_attn_implementation("tilewise")
+    with pytest.raises(InvalidArgument, match="forward only"):
+        model(tokens)
+    q = torch.randn(1, 2, 3, 8)
+    for options, words in [
+        ({"dropout": 0.1}, r"dropout: got 0\.1"),
+        ({"output_attentions": True}, "eager"),
+        ({"cache": object()}, "continuous batching"),
+    ]:
+        with pytest.raises(InvalidArgument, match=words):
+            ours.attention_forward(model, q, q, q, None, **options)
+    for name in ("my_flash", "sdpa2", "a/b"):
+        with pytest.raises(InvalidArgument, match="plain name"):
+            ours.register(name)
