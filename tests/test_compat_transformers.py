@@ -2,15 +2,16 @@
 
 import copy
 import functools
+import os
 
 import pytest
 import torch
-from transformers import AttentionInterface, StaticCache
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, StaticCache
 from transformers import masking_utils as hf
 
 from hf_models import DECODERS, ENCODERS, VOCABULARY, build
-from tilewise import InvalidArgument
-from tilewise.compat import mask_patterns
+from tilewise import InvalidArgument, varlen_attention
+from tilewise.compat import flash_attn, mask_patterns
 from tilewise.compat import transformers as ours
 from tilewise.compat.mask_patterns import Pattern, make_mask
 from tilewise.conformance.check import Mismatch, judge, largest_error
@@ -321,3 +322,27 @@ def test_refusals():
     for name in ("my_flash", "sdpa2", "a/b"):
         with pytest.raises(InvalidArgument, match="plain name"):
             ours.register(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_continuous_batching(name, monkeypatch):
+    """Prompts of all lengths in one batch that comes and goes; each text is what eager makes of its prompt alone."""
+    calls = []
+    count = lambda *a, **o: calls.append(o["window"]) or varlen_attention(*a, **o)  # noqa: E731
+    monkeypatch.setattr(flash_attn, "varlen_attention", count)
+    monkeypatch.setenv("LOCAL_KERNELS", "someone/else=/nowhere")
+    model = model_of(name)
+    options = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=VOCABULARY, pad_token_id=0)
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*inputs("left"), strict=True)]
+    model.set_attn_implementation("eager")
+    alone = [model.generate(torch.tensor([p]), generation_config=options)[0, len(p) :].tolist() for p in prompts]
+    model.set_attn_implementation(ours.register_flash())
+    small = ContinuousBatchingConfig(page_size=4, num_blocks=32, max_batch_tokens=16)
+    with torch.no_grad():
+        texts = model.generate_batch(
+            prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
+        )
+    assert [text.generated_tokens for text in texts.values()] == alone
+    assert len(calls) >= 2 * 9
+    assert any(calls) == (name != "llama")
+    assert os.environ["LOCAL_KERNELS"].startswith("someone/else=/nowhere:tilewise/flash-attn2=")

@@ -9,6 +9,8 @@ After that any model that uses transformers' attention interface takes `attn_imp
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from .mask_patterns import Pattern, make_mask
 
 # transformers looks for these in a name, and treats what has them in ways of its own.
 RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged|", "/")
+# An owner and a name, as of a repository; with "flash" and 2 in it, transformers' continuous batching takes it.
+FLASH = "tilewise/flash-attn2"
 
 
 def register(name: str = "tilewise") -> str:
@@ -34,6 +38,20 @@ def register(name: str = "tilewise") -> str:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, make_mask)
     return name
+
+
+def register_flash() -> str:
+    """Makes tilewise's flash-attn functions a kernel that transformers can load by `kernels`, from this machine alone.
+
+    For continuous batching, which takes no other implementation than torch's and those of FlashAttention's form.
+
+    Returns:
+        The name, for `model.set_attn_implementation(name, allow_all_kernels=True)`.
+    """
+    others = [entry for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if entry.partition("=")[0] != FLASH]
+    ours = f"{FLASH}={Path(__file__).parent / 'flash_kernel'}"
+    os.environ["LOCAL_KERNELS"] = ":".join([*filter(None, others), ours])
+    return FLASH
 
 
 def attention_forward(
@@ -81,7 +99,7 @@ def attention_forward(
         remedy = "attn_implementation='eager' has attention weights"
         raise InvalidArgument("output_attentions", output_attentions, "False", remedy)
     if cache is not None:
-        remedy = "use the name that tilewise.compat.flash_kernel.install() returns"
+        remedy = "use the name that tilewise.compat.transformers.register_flash() returns"
         raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, L, H, D]
