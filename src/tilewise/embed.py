@@ -1,0 +1,48 @@
+"""`tilewise embed`: sentences by all-MiniLM-L6-v2, with attention by tilewise; how alike they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .pretrained import minilm
+
+EXAMPLES = (
+    "A man is eating food.",
+    "A man is eating a piece of bread.",
+    "The girl is carrying a baby.",
+    "A cheetah is running behind its prey.",
+    "Attention is computed tile by tile.",
+)
+
+
+def batch(tokenizer: Any, sentences: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Tokens of sentences and their mask `[B, L]`, padded on the right to the longest."""
+    rows = [encoded.ids[: encoded.attention_mask.count(1)] for encoded in tokenizer.encode_batch(list(sentences))]
+    longest = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+@torch.inference_mode()
+def embed(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Sentences as vectors of length 1, `[B, 384]`: the mean of their tokens."""
+    states = model(**inputs).last_hidden_state
+    weights = inputs["attention_mask"][..., None].to(states.dtype)
+    return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=-1)
+
+
+def show(sentences: Sequence[str]) -> int:
+    """Prints how alike sentences are, by the cosine of their vectors; returns the exit status."""
+    print("loading all-MiniLM-L6-v2", file=sys.stderr)
+    model, tokenizer = minilm()
+    sentences = sentences or EXAMPLES
+    vectors = embed(model, batch(tokenizer, sentences))
+    alike = vectors @ vectors.T
+    for i, sentence in enumerate(sentences):
+        print(" ".join(f"{value:5.2f}" for value in alike[i].tolist()), " ", sentence)
+    return 0

