@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from textwrap import fill
-from types import TracebackType
-from typing import Any
 
 import torch
 
 from . import __version__
 from .bench.oracle import MOST_ERROR, oracle_errors
 from .bench.peers.sdpa import sdpa, why_not
+from .progress import Screen
 from .workloads import WORKLOADS, Workload, make_inputs
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
@@ -113,43 +111,6 @@ def describe(result: Result, refusal: str | None) -> list[str]:
     if not result.is_right:
         error_line += f"   WRONG: more than {result.allowed:.0e}"
     return [time_line, error_line]
-
-
-class Screen:
-    """Where lines go, with a progress bar below them on a terminal that has rich; else the lines alone."""
-
-    def __init__(self, steps: int) -> None:
-        self._progress = _rich_progress() if sys.stdout.isatty() else None
-        self._task = None if self._progress is None else self._progress.add_task("", total=steps + 1)
-
-    def __enter__(self) -> Screen:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def print(self, text: str) -> None:
-        if self._progress is None:
-            print(text, flush=True)
-        else:
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def step(self, label: str) -> None:
-        """The next step begins."""
-        if self._progress is not None:
-            self._progress.update(self._task, description=label, advance=1)
-
-
-def _rich_progress() -> Any:
-    """A progress bar that leaves nothing behind, or None without rich."""
-    try:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        return None
-    return Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True)
 
 
 def _title(device: torch.device, dtype: torch.dtype) -> str:

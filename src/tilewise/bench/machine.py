@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -29,10 +30,11 @@ for dtype in (torch.bfloat16, torch.float16):
 MIB = 1024**2
 
 
-def describe(command: str) -> dict[str, Any]:
-    """Device, versions, date, command and environment, as plain data."""
+def describe(command: str, device: torch.device | None = None) -> dict[str, Any]:
+    """Device, versions, date, command and environment, as plain data; with the GPU if that is the device."""
     return {
         "device": {
+            **(gpu(device) if device is not None and device.type == "cuda" else {}),
             "cpu": cpu_name(),
             "architecture": platform.machine(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -45,11 +47,23 @@ def describe(command: str) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "system": platform.system(),
-            **{name: _version(name) for name in ("tilewise", "torch", "numba", "llvmlite", "numpy")},
+            **{name: _version(name) for name in ("tilewise", "torch", "triton", "numba", "llvmlite", "numpy")},
         },
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(KEPT_VARIABLES)},
+    }
+
+
+def gpu(device: torch.device) -> dict[str, Any]:
+    """A GPU, its memory and what drives it."""
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "processors": found.multi_processor_count,
+        "gpu_memory_bytes": found.total_memory,
+        "cuda": torch.version.cuda or torch.version.hip,
     }
 
 
@@ -111,6 +125,31 @@ def memory_available() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 4096 * MIB
+
+
+def taken_by(call: Callable[[], torch.Tensor], device: torch.device) -> int | None:
+    """Bytes that a call takes at its peak, beside its inputs and its output; None where the system does not say."""
+    out = call()  # compiles, and sets up what is kept
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return max(0, torch.cuda.max_memory_allocated(device) - before - out.nbytes)
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+        before = _status("VmRSS")
+        call()
+        return max(0, _status("VmHWM") - before - out.nbytes)
+    except (OSError, KeyError):
+        return None
+
+
+def _status(name: str) -> int:
+    """Bytes, from what the kernel says of this process."""
+    lines = dict(line.split(":", 1) for line in _read("/proc/self/status").splitlines())
+    return int(lines[name].split()[0]) * 1024
 
 
 def load() -> float:

@@ -21,6 +21,7 @@ def heading(about: Mapping[str, Any]) -> list[str]:
     device, versions = about["device"], about["versions"]
     width = device["vector_width"]
     lines = [
+        *([f"{device['gpu']}, {device['processors']} processors, CUDA {device['cuda']}"] if "gpu" in device else []),
         f"{device['cpu']}, {device['cores']} cores, {device['threads']} threads, "
         + (f"vectors of {width} floats, " if width else "no numba, ")
         + f"last cache {device['last_cache_bytes'] / 1024**2:.0f} MiB",
@@ -32,7 +33,12 @@ def heading(about: Mapping[str, Any]) -> list[str]:
     if limits := about.get("ceilings"):
         lines.append(
             f"ceilings: reads {limits['read_gb_per_s']:.1f} GB/s (sum over {limits['read_bytes'] / 1024**2:.0f} MiB), "
-            f"float32 {limits['sgemm_gflop_per_s']:.0f} GFLOP/s (torch.mm {limits['sgemm_size']:.0f}^3)"
+            + (
+                f"{limits['matmul_dtype']} {limits['matmul_gflop_per_s'] / 1e3:.0f} TFLOP/s "
+                f"(torch.mm {limits['matmul_size']:.0f}^3)"
+                if "matmul_size" in limits
+                else f"float32 {limits['sgemm_gflop_per_s']:.0f} GFLOP/s (torch.mm {limits['sgemm_size']:.0f}^3)"
+            )
         )
     return [*lines, *(f"note: {note}" for note in about.get("notes", []))]
 

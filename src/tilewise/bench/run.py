@@ -1,77 +1,220 @@
-"""Runs a suite: every case timed beside its peer and checked, then the tables and the JSON."""
+"""Runs suites: every case timed beside its peers and checked, then the tables, the files and the exit status."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..errors import InvalidArgument
-from . import cpu_suite, machine, report
+from ..progress import Screen
+from . import cpu_suite, grid, machine, measure_gpu, page, plot, precompile, report
 from .case import Case, Measured
 from .measure import take_turns
+from .peers import OURS, installed
+from .record import Cell, Record
+from .scaling import growth_table
+from .suites import SUITES, Scope, Task, scale
+from .tables import tables
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 WRONG = 1
-BUDGET, QUICK_BUDGET = 4.0, 0.5  # seconds of timing for each case
+BUDGET, QUICK_BUDGET = 4.0, 0.5  # seconds of timing for each case of the suite `cpu`
+WAY_BUDGET = {"cpu": (1.0, 0.2), "cuda": (0.2, 0.08)}  # seconds for each way of other cases, and if it must be quick
 FULL_MEMORY = 4 * 1024**2  # bytes of workspace that a thread may take
+DTYPES = cpu_suite.DTYPES
+SLOW_PEERS = ("flex",)  # compile anew for each case, in tens of seconds on a CPU
 
 
-def bench(suite: str, quick: bool, json_file: Path | None) -> int:
-    """Measures `suite`, prints the tables and writes the JSON; returns the exit status.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asks for."""
+
+    words: Sequence[str]  # the command line itself, to be written down and, if need be, begun anew
+    suites: Sequence[str]  # "cpu" alone, "scale" alone, or names of `SUITES`
+    device: str = "cpu"
+    dtype: str = ""  # f32 on a CPU, bf16 on a GPU
+    quick: bool = False
+    peers: Sequence[str] | None = None  # all that are installed
+    jobs: int | None = None
+    json: Path | None = None
+    html: Path | None = None
+    plot: Path | None = None
+
+
+def bench(asked: Asked) -> int:
+    """Measures, prints the tables and writes the files; returns the exit status.
 
     Ctrl-C ends the measuring, not the report. The status is 1 if a result is wrong; a bar that is missed is a result.
     """
-    if json_file is not None and not json_file.parent.is_dir():
-        raise InvalidArgument("--json", f"{json_file}", "a file in a folder that exists")
-    words = ["bench", "--suite", suite, *["--quick"] * quick, *(["--json", str(json_file)] if json_file else [])]
-    narrow_sdpa = _ensure_narrow_sdpa(words)
+    check(asked)
+    narrow_sdpa = asked.device == "cuda" or not _is_narrow(asked) or _ensure_narrow_sdpa(asked.words)
+    record, data, shown = (_cpu if "cpu" in asked.suites else _models)(asked, narrow_sdpa)
+    if asked.json is not None:
+        report.write_json(asked.json, data)
+    if asked.html is not None:
+        asked.html.write_text(page.page(record), encoding="utf-8")
+    if asked.plot is not None:
+        plot.draw(record, asked.plot)
+    print("\n\n".join("\n".join(lines) for lines in shown if lines))
+    if not record.about["complete"]:
+        return INTERRUPTED
+    return WRONG if record.wrong else 0
+
+
+def check(asked: Asked) -> None:
+    """Whatever can be wrong, before anything is measured."""
+    for option, file in (("--json", asked.json), ("--html", asked.html), ("--plot", asked.plot)):
+        if file is not None and not file.parent.is_dir():
+            raise InvalidArgument(option, f"{file}", "a file in a folder that exists")
+    if asked.plot is not None:
+        plot.check_name(asked.plot)
+    for alone in ("cpu", "scale"):
+        if alone in asked.suites and len(asked.suites) > 1:
+            raise InvalidArgument("--suite", ",".join(asked.suites), f"{alone} alone: its report has another form")
+    if "cpu" in asked.suites:
+        if asked.device != "cpu":
+            raise InvalidArgument("--device", asked.device, "cpu, for the suite of that name", "try --suite models")
+        for option, value in (("--dtype", asked.dtype), ("--peers", asked.peers)):
+            if value:
+                raise InvalidArgument(option, str(value), "no such choice for the suite cpu, which has its own")
+    for name in asked.peers or ():
+        if why := installed()[name]:
+            raise InvalidArgument("--peers", name, "libraries that are here", why)
+
+
+def _is_narrow(asked: Asked) -> bool:
+    return "cpu" in asked.suites or asked.dtype in ("bf16", "f16")
+
+
+def _models(asked: Asked, narrow_sdpa: bool) -> tuple[Record, dict[str, Any], list[list[str]]]:
+    """The suites of models, or the one of lengths."""
+    device = torch.device(asked.device)
+    kind = asked.dtype or ("bf16" if device.type == "cuda" else "f32")
+    scope = Scope(device.type == "cuda", asked.quick)
+    named = {**SUITES, "scale": scale}
+    tasks = [task for suite in asked.suites for task in named[suite](scope)]
+    found = installed()
+    left_out: dict[str, str] = {}
+    if asked.peers is None and (asked.quick or device.type == "cpu"):
+        left_out = dict.fromkeys(SLOW_PEERS, "left out: it compiles anew for each case; --peers names it")
+    if not narrow_sdpa:
+        left_out |= dict.fromkeys(("sdpa", "flex"), "ends the process here in bf16 and f16")
+    found = {**found, **{name: why for name, why in left_out.items() if found[name] is None}}
+    peers = [name for name in (found if asked.peers is None else asked.peers) if found[name] is None]
+    about: dict[str, Any] = {
+        "suite": ",".join(asked.suites),
+        "quick": asked.quick,
+        "dtype": kind,
+        **machine.describe(f"tilewise {shlex.join(asked.words)}", device),
+        "peers": found,
+        "notes": _load_notes(),
+    }
+    full, short = WAY_BUDGET[device.type]
+    run = grid.Bench(device, DTYPES[kind], short if asked.quick else full, peers)
+    cells: list[Cell] = []
+    start = time.perf_counter()
+    with Screen(len(tasks) + 1, sys.stderr) as screen:
+        try:
+            screen.step("ceilings of this machine")
+            about["ceilings"] = _ceilings(run, asked.quick)
+            if device.type == "cuda":
+                screen.print("compiles what is not yet kept")
+                precompile.precompile(tasks, device, run.dtype, peers, asked.jobs or precompile.default_jobs(device))
+            for number, task in enumerate(tasks, 1):
+                screen.step(f"{task.suite}: {task.group}, {task.case.name}")
+                cell = _measured(task, run)
+                cells.append(cell)
+                screen.print(f"[{number}/{len(tasks)}] {cell.group}, {cell.name}: {_result(cell)}")
+        except KeyboardInterrupt:
+            about["notes"].append(f"interrupted: {len(cells)} of {len(tasks)} cases done")
+    about |= {"complete": len(cells) == len(tasks), "seconds": time.perf_counter() - start}
+    record = Record(about, cells)
+    shown = [report.heading(about), *tables(record)] if cells else [report.heading(about)]
+    if cells and "scale" in asked.suites:
+        shown.append(growth_table(record))
+    return record, record.as_data(), shown
+
+
+def _measured(task: Task, run: grid.Bench) -> Cell:
+    """The case; one that fails is kept with the reason, and the others go on."""
+    try:
+        return grid.measure(task, run)
+    except RuntimeError as error:  # too little memory, for one
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return Cell(grid.group_of(task), task.case.name, task.metric, (), {OURS: reason}, task.x)
+    finally:
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _result(cell: Cell) -> str:
+    if cell.ours is None:
+        return f"FAILED: {cell.refused.get(OURS, '')}"
+    beside = "no peer" if cell.ratio is None else f"{cell.ratio:.3g} of {cell.peers[0].name}"
+    return f"{report.time_text(cell.ours.timing.seconds)}, {beside}, error {cell.ours.error:.1e}"
+
+
+def _ceilings(run: grid.Bench, quick: bool) -> dict[str, Any]:
+    budget = QUICK_BUDGET if quick else BUDGET / 2
+    with torch.no_grad():
+        if run.device.type == "cuda":
+            return measure_gpu.ceilings(run.dtype, budget / 2)
+        sizes, _ = cpu_suite.sizes_here()
+        return machine.ceilings(sizes.read, sizes.matrix, budget)
+
+
+def _cpu(asked: Asked, narrow_sdpa: bool) -> tuple[Record, dict[str, Any], list[list[str]]]:
+    """The suite with bars."""
     sizes, notes = cpu_suite.sizes_here()
     if os.environ.items() >= machine.SAFE_ISA.items():
         notes.append(
             "SDPA in bf16 and f16 ran with ONEDNN_MAX_CPU_ISA as shown: without it, oneDNN's AMX products end "
             "the process here (MKL's, which SDPA uses for bf16, do not)"
         )
-    if machine.load() > 0.3:
-        notes.append(f"the machine was not quiet: load {machine.load():.1f} at the start")
+    notes += _load_notes()
     if not narrow_sdpa:
         notes.append("SDPA in bf16 and f16 ends the process here, also without AMX: those cases are left out")
-    cases = [c for c in cpu_suite.cases(sizes, quick) if narrow_sdpa or not c.needs_narrow_sdpa]
-    about = {"suite": suite, "quick": quick, **machine.describe(f"tilewise {' '.join(words)}"), "notes": notes}
-    budget = QUICK_BUDGET if quick else BUDGET
+    cases = [c for c in cpu_suite.cases(sizes, asked.quick) if narrow_sdpa or not c.needs_narrow_sdpa]
+    command = f"tilewise {shlex.join(asked.words)}"
+    about = {"suite": "cpu", "quick": asked.quick, **machine.describe(command), "notes": notes}
+    budget = QUICK_BUDGET if asked.quick else BUDGET
     results: list[Measured] = []
     start = time.perf_counter()
     try:
-        _say("ceilings of this machine")
-        with torch.no_grad():
-            about["ceilings"] = machine.ceilings(sizes.read, sizes.matrix, budget)
-        measure_all(cases, budget, results)
+        with Screen(len(cases) + 1, sys.stderr) as screen:
+            screen.step("ceilings of this machine")
+            with torch.no_grad():
+                about["ceilings"] = machine.ceilings(sizes.read, sizes.matrix, budget)
+            measure_all(cases, budget, results, screen)
     except KeyboardInterrupt:
         notes.append(f"interrupted: {len(results)} of {len(cases)} cases done")
     about |= {"complete": len(results) == len(cases), "seconds": time.perf_counter() - start}
     found = report.outcomes(cpu_suite.ROWS, results)
-    if json_file is not None:
-        report.write_json(json_file, report.as_data(about, found))
-    tables = [report.heading(about), report.cell_table(found), report.row_table(found), workspace_line(results)]
-    print("\n\n".join("\n".join(lines) for lines in tables if lines))
-    if not about["complete"]:
-        return INTERRUPTED
-    return 0 if all(result.is_right for result in results) else WRONG
+    data = report.as_data(about, found)
+    shown = [report.heading(about), report.cell_table(found), report.row_table(found), workspace_line(results)]
+    return Record.from_data(data), data, shown
 
 
-def measure_all(cases: Sequence[Case], budget: float, results: list[Measured]) -> None:
+def measure_all(cases: Sequence[Case], budget: float, results: list[Measured], screen: Screen) -> None:
     """Appends each case's result to `results` as soon as it is there."""
     for number, case in enumerate(cases, 1):
-        _say(f"[{number}/{len(cases)}] {case.row}: {case.name}")
+        screen.step(f"{case.row}: {case.name}")
         start = time.perf_counter()
         result = measure(case, budget)
         results.append(result)
         taken = time.perf_counter() - start
-        _say(f"        {result.ratio:.3g} of the peer, error {result.error:.1e}, {taken:.1f} s")
+        screen.print(
+            f"[{number}/{len(cases)}] {case.row}: {case.name}: {result.ratio:.3g} of the peer, "
+            f"error {result.error:.1e}, {taken:.1f} s"
+        )
 
 
 @torch.no_grad()
@@ -91,14 +234,19 @@ def measure(case: Case, budget: float) -> Measured:
     )
 
 
-def workspace_line(results: Sequence[Measured]) -> list[str]:
+def workspace_line(results: Iterable[Measured]) -> list[str]:
     """The most memory that a call took beside its tensors."""
-    if not results:
+    most = max(results, key=lambda result: result.workspace, default=None)
+    if most is None:
         return []
-    most = max(results, key=lambda result: result.workspace)
     each = most.workspace / torch.get_num_threads()
     verdict = "reached" if each < FULL_MEMORY else "missed"
     return [f"workspace at most {each / 1024**2:.2f} MiB a thread, under 4: {verdict} ({most.row}: {most.name})"]
+
+
+def _load_notes() -> list[str]:
+    load = machine.load()
+    return [f"the machine was not quiet: load {load:.1f} at the start"] if load > 0.3 else []
 
 
 def _ensure_narrow_sdpa(words: Sequence[str]) -> bool:
@@ -107,7 +255,9 @@ def _ensure_narrow_sdpa(words: Sequence[str]) -> bool:
         return True
     if os.environ.items() >= machine.SAFE_ISA.items() or not machine.sdpa_survives(machine.SAFE_ISA):
         return False
-    _say(f"SDPA in bf16 or f16 ends the process here; begins anew with {machine.SAFE_ISA}")
+    print(
+        f"SDPA in bf16 or f16 ends the process here; begins anew with {machine.SAFE_ISA}", file=sys.stderr, flush=True
+    )
     _restart(words)
     return False
 
@@ -117,7 +267,3 @@ def _restart(words: Sequence[str]) -> None:
     sys.stdout.flush()
     environment = {**os.environ, **machine.SAFE_ISA}
     os.execve(sys.executable, [sys.executable, "-m", "tilewise", *words], environment)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

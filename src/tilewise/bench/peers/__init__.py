@@ -7,14 +7,15 @@ to compute the call, each a `Way` with a call or with the reason why not.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 
 from ...workloads import Inputs, Workload
 from . import flash_attn, flashinfer, flex, sdpa, xformers
-from .way import Refused, Way
+from .way import OURS, Refused, Way
 
 PEERS: dict[str, ModuleType] = {
     "sdpa": sdpa,
@@ -23,7 +24,6 @@ PEERS: dict[str, ModuleType] = {
     "flashinfer": flashinfer,
     "xformers": xformers,
 }
-OURS = "tilewise"
 
 
 def installed() -> dict[str, str | None]:
@@ -33,6 +33,8 @@ def installed() -> dict[str, str | None]:
 
 def find(case: Workload, x: Inputs, names: Sequence[str]) -> Iterator[Way]:
     """Every way of the peers `names` to compute the call, also those that refuse."""
+    if case.page_size:  # only ours is held to slots that must not matter
+        x = replace(x, k=x.k.nan_to_num(), v=x.v.nan_to_num())
     for name in names:
         try:
             yield from PEERS[name].ways(case, x)
@@ -59,4 +61,4 @@ def _line(error: object) -> str:
     return text.partition(" (Triggered internally")[0][:160]
 
 
-__all__ = ["OURS", "PEERS", "Callable", "Refused", "Way", "find", "installed", "tried"]
+__all__ = ["OURS", "PEERS", "Refused", "Way", "find", "installed", "tried"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +29,11 @@ def missing() -> str | None:
 
 
 def ways(case: Workload, x: Inputs) -> Iterator[Way]:
-    refuse("SDPA", page_tables=case.page_size, packed_sequences=case.packed, softcap=case.softcap, sinks=case.sinks)
+    if case.page_size or case.packed:
+        refuse("SDPA", softcap=case.softcap, sinks=case.sinks, ALiBi_here=case.alibi)
+        yield _gathered(case, x) if case.page_size else _one_by_one(case, x)
+        return
+    refuse("SDPA", softcap=case.softcap, sinks=case.sinks)
     cells = case.q_len * case.kv_len
     if _needs_mask(case, x):
         limit("SDPA", "its mask", len(case.lengths or "1") * cells, x.q.device)
@@ -39,6 +45,32 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
             yield Way(name, partial(_by, KERNELS[name], call))
         except Refused as error:
             yield Way(name, refusal=str(error))
+
+
+def _gathered(case: Workload, x: Inputs) -> Way:
+    """Pages as people use them without a kernel for them: copied into rows for each call."""
+    assert x.block_table is not None
+    table = x.block_table.clamp_min(0).long()
+    flat = replace(case, page_size=0)
+    mask = dense_mask(replace(flat, kv_len=table.shape[1] * case.page_size, q_len=case.q_len), x)
+
+    def run() -> torch.Tensor:
+        k, v = (pages[table].flatten(1, 2).transpose(1, 2) for pages in (x.k, x.v))
+        return scaled_dot_product_attention(
+            x.q, k, v, attn_mask=mask, scale=case.scale, enable_gqa=case.heads != case.kv_heads
+        )
+
+    return Way("SDPA, pages copied", run)
+
+
+def _one_by_one(case: Workload, x: Inputs) -> Way:
+    """Packed sequences as people compute them without a kernel for them."""
+    assert x.cu_seqlens is not None
+    calls = []
+    for a, b in pairwise(x.cu_seqlens.tolist()):
+        alone = replace(case, packed=False, lengths=(), rows=1, q_len=b - a, kv_len=b - a)
+        calls.append(sdpa(alone, x.sequence(a, b)))
+    return Way("SDPA, one by one", lambda: torch.cat([call()[0].transpose(0, 1) for call in calls]))
 
 
 def _by(kernel: SDPBackend, call: Callable[[], torch.Tensor]) -> torch.Tensor:

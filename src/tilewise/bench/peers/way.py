@@ -11,6 +11,7 @@ import torch
 from ...options import as_window
 from ...workloads import Inputs, Workload
 
+OURS = "tilewise"
 MOST_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # of a mask or of all scores; more is not tried
 
 

@@ -1,0 +1,113 @@
+"""Which charts a record has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .case import Row
+from .peers.way import OURS
+from .record import Cell, Record
+from .report import ratio_text
+from .scaling import growths
+from .svg import Bar, Chart, bars, lines
+from .tables import rate_text, rate_unit, rate_value
+
+LEAST_POINTS = 3  # a line has this many; fewer are bars
+MOST_OVER = 3.0  # times its bar: longer bars are cut
+
+
+def charts(record: Record) -> dict[str, Chart]:
+    """Each chart by its title."""
+    if record.rows:
+        asked = {"Share of what was asked for (the mark)": bullets(record)}
+        return asked | {title_of(group, cells): chart(cells) for group, cells in record.groups.items()}
+    if record.about.get("suite") == "scale":
+        return scale(record)
+    found: dict[str, Chart] = {}
+    few: dict[str, list[Cell]] = {}
+    for group, cells in record.groups.items():
+        suite = group.partition(": ")[0]
+        if len(cells) > 1:
+            found[title_of(group, cells)] = chart(cells)
+        else:  # one chart for all groups of a single case
+            few.setdefault(suite, []).append(replace(cells[0], name=f"{group.partition(': ')[2]}, {cells[0].name}"))
+    return {title_of(suite, cells): chart(cells) for suite, cells in few.items()} | found
+
+
+def title_of(group: str, cells: list[Cell]) -> str:
+    return f"{group} ({rate_unit(cells)})"
+
+
+def chart(cells: list[Cell]) -> Chart:
+    """Lines over x where there are enough points, else bars."""
+    unit = rate_unit(cells)
+    xs = sorted({cell.x for cell in cells if cell.x is not None})
+    one = len({cell.group for cell in cells}) == 1
+    if one and len(xs) >= LEAST_POINTS and all(cell.x is not None for cell in cells):
+        series: dict[str, list[tuple[float, float]]] = {OURS: []}
+        for cell in cells:
+            for way in cell.ways:
+                if cell.is_right(way):
+                    series.setdefault(way.name, []).append((cell.x or 0, rate_value(cell, way, unit)))
+        name = "head dim" if cells[0].name.startswith("D ") else "length"
+        return lines(series, name, unit)
+    return bars({_heading(cell): _bars(cell, unit) for cell in cells})
+
+
+def _heading(cell: Cell) -> str:
+    if cell.ratio is None:
+        return f"{cell.name} · no peer can do it" if cell.refused else cell.name
+    return f"{cell.name} · {ratio_text(cell.ratio, False)} the fastest peer"
+
+
+def _bars(cell: Cell, unit: str) -> list[Bar]:
+    found = []
+    for way in cell.ways:
+        wrong = not cell.is_right(way)
+        kind = "bad" if wrong else "ours" if way.name.startswith(OURS) else "peer"
+        text = rate_text(cell, way, unit) + (" wrong" if wrong else "")
+        found.append(Bar(way.name, rate_value(cell, way, unit), text, kind))
+    return found
+
+
+def bullets(record: Record) -> Chart:
+    """Each row of the suite `cpu`: how much of its bar was reached."""
+    return bars(
+        {f"{row['name']} · {row['against']}": [_bullet(row)] for row in record.rows if row["value"] is not None}
+    )
+
+
+def _bullet(row: Mapping[str, Any]) -> Bar:
+    bar = Row(**{name: row[name] for name in ("name", "against", "bar", "least", "is_share")})
+    kind = "ours" if row["verdict"] == "reached" else "peer"
+    text = f"{ratio_text(row['value'], row['is_share'])} {row['verdict']}"
+    return Bar(
+        f"at least {ratio_text(bar.bar, bar.is_share)}", min(MOST_OVER, row["value"] / row["bar"]), text, kind, mark=1.0
+    )
+
+
+def scale(record: Record) -> dict[str, Chart]:
+    """Time and memory over the length, by kind of mask."""
+    ours = {
+        kind: [(c.x or 0, c.ours.timing.seconds * 1e3) for c in cells if c.ours]
+        for kind, cells in record.groups.items()
+    }
+    fitted = {g.kind: g for g in growths(record)}
+    named = {
+        f"{kind}, L^{fitted[kind].time:.2f}" if fitted[kind].time is not None else kind: points
+        for kind, points in ours.items()
+    }
+    found = {"Time of a call (ms)": lines(named, "length", "ms", log_y=True)}
+    memory = {kind: [(c.x or 0, c.memory / 2**20) for c in cells if c.memory] for kind, cells in record.groups.items()}
+    if any(memory.values()):
+        found["Memory beside inputs and output (MiB)"] = lines(memory, "length", "MiB", log_y=True)
+    for kind, cells in record.groups.items():
+        if any(cell.peers for cell in cells):
+            series: dict[str, list[tuple[float, float]]] = {OURS: []}
+            for cell in cells:
+                for way in cell.ways:
+                    series.setdefault(way.name, []).append((cell.x or 0, way.timing.seconds * 1e3))
+            found[f"{kind}: beside others (ms)"] = lines(series, "length", "ms", log_y=True)
+    return found

@@ -1,0 +1,106 @@
+"""Times several calls on a GPU, in turns, by events on its own clock.
+
+Short calls are captured in a CUDA graph, so that it is kernels that are timed and not Python; the host's share of a
+call is another number. Each call may come with several sets of inputs, which it goes through in turn: a cache that is
+to be read from memory must not lie in the GPU's own from the turn before.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .measure import LEAST_ROUNDS, MOST_ROUNDS, Call, Timing, summary
+
+GRAPH_UNDER = 0.5e-3  # seconds: longer calls hide what the host does
+LEAST_TURN = 1e-3  # seconds of work between two events
+BACKLOG = 400_000  # cycles, about 0.2 ms: the GPU waits until the host has sent a turn, or it would be the host's time
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is timed at once: `count` calls."""
+
+    run: Call
+    count: int
+    is_graph: bool
+
+
+def take_turns_on_gpu(
+    ways: Sequence[Sequence[Call]], budget: float, most: int = MOST_ROUNDS
+) -> list[tuple[Timing, bool]]:
+    """Times each way, a call for each set of inputs, for about `budget` seconds, and says whether it was in a graph."""
+    turns = [prepare(calls) for calls in ways]
+    times: list[list[float]] = [[] for _ in turns]
+    start, rounds = time.perf_counter(), 0
+    while rounds < LEAST_ROUNDS or (rounds < most and time.perf_counter() - start < budget):
+        for turn, taken in zip(turns, times, strict=True):
+            taken.append(seconds(turn.run) / turn.count)
+        rounds += 1
+    return [(summary(taken, turn.count), turn.is_graph) for taken, turn in zip(times, turns, strict=True)]
+
+
+def prepare(calls: Sequence[Call]) -> Turn:
+    """A turn of whole passes over `calls`, long enough for the clock."""
+    for call in calls:  # compiles
+        call()
+    once = seconds(lambda: [call() for call in calls])
+    repeats = max(1, min(200, math.ceil(LEAST_TURN / once)))
+
+    def passes() -> None:
+        for _ in range(repeats):
+            for call in calls:
+                call()
+
+    if once / len(calls) < GRAPH_UNDER:
+        with suppress(RuntimeError):  # some libraries cannot be captured
+            return Turn(captured(passes), repeats * len(calls), is_graph=True)
+    return Turn(passes, repeats * len(calls), is_graph=False)
+
+
+def seconds(run: Call) -> float:
+    """The time of one run on the GPU's clock."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BACKLOG)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def captured(run: Call) -> Call:
+    """The same work as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what a library sets up on its first call must not be captured
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def ceilings(dtype: torch.dtype, budget: float, size: int = 8192, read: int = 4 * 2**30) -> dict[str, Any]:
+    """The speeds that bound attention here: reading memory, and products of large matrices in `dtype`."""
+    square = torch.randn(size, size, device="cuda", dtype=dtype)
+    buffer = torch.ones(read // 4, device="cuda")
+    (reading, _), (product, _) = take_turns_on_gpu([[lambda: buffer.sum()], [lambda: square @ square]], budget)
+    return {
+        "read_bytes": float(buffer.nbytes),
+        "read_gb_per_s": buffer.nbytes / reading.seconds / 1e9,
+        "read_spread": reading.spread,
+        "matmul_size": float(size),
+        "matmul_dtype": str(dtype).removeprefix("torch."),
+        "matmul_gflop_per_s": 2 * size**3 / product.seconds / 1e9,
+        "matmul_spread": product.spread,
+    }

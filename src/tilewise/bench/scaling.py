@@ -1,0 +1,97 @@
+"""How time, memory and tiles grow with the length: exponents fitted to a record of `bench --scale`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .record import Cell, Record
+from .report import aligned, time_text
+
+LINEAR = (0.8, 1.2)  # of time over visible cells
+FLAT = 0.2  # of memory over length, or
+SMALL = 4 * 2**20  # bytes that the memory may grow by in all
+LONG = 4  # the longest so many lengths are fitted: short calls are mostly their start
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The exponents of one kind of mask; None where there is too little to fit."""
+
+    kind: str
+    time: float | None  # over length
+    cells: float | None  # of time over visible cells
+    tiles: float | None  # over length
+    memory: float | None  # over length
+    memory_bytes: int | None  # at the longest
+    memory_growth: int | None  # bytes, from the shortest to the longest
+
+    @property
+    def is_linear(self) -> bool | None:
+        return None if self.cells is None else LINEAR[0] <= self.cells <= LINEAR[1]
+
+    @property
+    def is_flat(self) -> bool | None:
+        if self.memory_growth is None:
+            return None
+        return self.memory_growth <= SMALL or (self.memory is not None and self.memory <= FLAT)
+
+
+def exponent(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """The slope of log y over log x, by least squares; None for fewer than two points.
+
+    >>> exponent([1, 2, 4], [3, 12, 48])
+    2.0
+    """
+    points = [(math.log(x), math.log(y)) for x, y in zip(xs, ys, strict=True) if x > 0 and y > 0]
+    if len(points) < 2:
+        return None
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else None
+
+
+def growth(kind: str, cells: Sequence[Cell]) -> Growth:
+    """The exponents of the longest cases of one kind."""
+    cells = sorted((c for c in cells if c.ours is not None), key=lambda c: c.x or 0)
+    last = cells[-LONG:]
+    lengths = [c.x or 0 for c in last]
+    seconds = [c.ours.timing.seconds for c in last if c.ours]
+    memory = [c.memory for c in cells if c.memory is not None]
+    known = [c for c in last if c.memory]
+    return Growth(
+        kind,
+        exponent(lengths, seconds),
+        exponent([c.cells for c in last], seconds),
+        exponent(lengths, [c.tiles for c in last]),
+        exponent([c.x or 0 for c in known], [c.memory or 0 for c in known]),
+        memory[-1] if memory else None,
+        memory[-1] - memory[0] if memory else None,
+    )
+
+
+def growths(record: Record) -> list[Growth]:
+    return [growth(kind, cells) for kind, cells in record.groups.items()]
+
+
+def growth_table(record: Record) -> list[str]:
+    """The exponents, and whether time follows the visible cells and memory stays."""
+    lines = [["mask", "longest", "time", "time ~ L^", "time ~ cells^", "tiles ~ L^", "memory", ""]]
+    for g in growths(record):
+        longest = max(record.groups[g.kind], key=lambda c: c.x or 0)
+        assert longest.ours is not None
+        verdicts = [
+            {True: "linear in cells", False: "NOT linear in cells", None: ""}[g.is_linear],
+            {True: "memory flat", False: "memory GROWS", None: ""}[g.is_flat],
+        ]
+        lines.append([
+            g.kind, longest.name, time_text(longest.ours.timing.seconds), _text(g.time), _text(g.cells), _text(g.tiles),
+            "-" if g.memory_bytes is None else f"{g.memory_bytes / 2**20:.1f} MiB",
+            ", ".join(filter(None, verdicts)),
+        ])  # fmt: skip
+    return aligned(lines)
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

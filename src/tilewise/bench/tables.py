@@ -1,0 +1,81 @@
+"""A record for the terminal: each case with every way, then what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .record import Cell, Record, Taken
+from .report import aligned, ratio_text, time_text
+
+
+def tables(record: Record) -> Iterator[list[str]]:
+    """Blocks of lines: a table for each group, then why ways are missing, then the summary."""
+    for group, cells in record.groups.items():
+        yield [
+            group,
+            *aligned(
+                [["case", "way", "time", "spread", rate_unit(cells), "of limit", "error"], *_lines(record, cells)]
+            ),
+        ]
+    if refused := _refused(record):
+        yield refused
+    yield [summary(record)]
+
+
+def _lines(record: Record, cells: list[Cell]) -> Iterator[list[str]]:
+    for cell in cells:
+        for number, way in enumerate(cell.ways):
+            share = record.share(cell, way)
+            yield [
+                "" if number else cell.name,
+                way.name + (f" ({way.note})" if way.note else ""),
+                time_text(way.timing.seconds),
+                f"{way.timing.spread:.0%}",
+                rate_text(cell, way, rate_unit(cells)),
+                "" if share is None else f"{share:.0%}",
+                error_text(cell, way),
+            ]
+
+
+def _refused(record: Record) -> list[str]:
+    """Each way that could not do some cases, and why, once."""
+    reasons: dict[tuple[str, str], int] = {}
+    for cell in record.cells:
+        for name, reason in cell.refused.items():
+            reasons[name, reason] = reasons.get((name, reason), 0) + 1
+    return [f"{name}: not in {count} of {len(record.cells)} cases, {why}" for (name, why), count in reasons.items()]
+
+
+def summary(record: Record) -> str:
+    """What the run comes to, in a line."""
+    ratios = sorted(cell.ratio for cell in record.cells if cell.ratio is not None)
+    words = [f"{len(record.cells)} cases, {len(record.wrong)} of ours wrong"]
+    if record.mean_ratio is not None:
+        low, high = ratio_text(ratios[0], False), ratio_text(ratios[-1], False)
+        words.append(f"{ratio_text(record.mean_ratio, False)} the fastest peer in the mean ({low} to {high})")
+    if record.alone:
+        words.append(f"{len(record.alone)} without a peer that can do it")
+    return "; ".join(words)
+
+
+def rate_unit(cells: list[Cell]) -> str:
+    """GFLOP/s or GB/s, or their thousands where those are large."""
+    best = max((cell.rate(way) for cell in cells for way in cell.ways), default=0.0)
+    if cells[0].metric == "flops":
+        return "TFLOP/s" if best >= 1e4 else "GFLOP/s"
+    return "TB/s" if best >= 1e3 else "GB/s"
+
+
+def rate_value(cell: Cell, way: Taken, unit: str) -> float:
+    return cell.rate(way) / (1e3 if unit.startswith("T") else 1)
+
+
+def rate_text(cell: Cell, way: Taken, unit: str) -> str:
+    value = rate_value(cell, way, unit)
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def error_text(cell: Cell, way: Taken) -> str:
+    if way.error is None:
+        return "not checked"
+    return f"{way.error:.1e}" + ("" if cell.is_right(way) else " WRONG")

@@ -1,0 +1,90 @@
+"""`tilewise bench`"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..models import MODELS
+from .arguments import DTYPES, Commands, add_device, add_json, command, count, default_device
+
+SUITES = ("cpu", "prefill", "decode", "paged", "mask", "varlen", "dims", "models")
+PEERS = ("sdpa", "flex", "flash-attn", "flashinfer", "xformers")
+
+
+def add(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "bench",
+        run,
+        help="measure the kernels beside other libraries and the machine's own limits",
+        description="Times each case in turns with every peer found here (torch's SDPA by each of its kernels, "
+        "FlexAttention, flash-attn, FlashInfer, xFormers), checks all of them against float64, and shows what share "
+        "of the machine's own limits each reaches. Shapes are those of known models: "
+        f"{', '.join(MODELS)}. Progress goes to stderr. Ctrl-C ends the measuring and keeps what is done. "
+        "Exit status 1 if a result is wrong.",
+        example="tilewise bench --suite prefill,decode --json now.json --html now.html",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--suite",
+        type=suites,
+        metavar="NAME[,NAME...]",
+        help=f"which cases: {', '.join(SUITES)}, or all (of the models); cpu holds the CPU kernels to bars. "
+        "Default: cpu on a CPU, prefill,decode on a GPU",
+    )
+    what.add_argument(
+        "--scale", action="store_true", help="one shape over lengths: time, memory and tiles, with fitted exponents"
+    )
+    add_device(parser)
+    parser.add_argument("--dtype", choices=DTYPES, help="default: f32 on a CPU, bf16 on a GPU")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and shorter: under two minutes")
+    parser.add_argument(
+        "--peers",
+        type=peers,
+        metavar="NAME[,NAME...]",
+        help=f"beside whom: {', '.join(PEERS)}, or none; default: all here",
+    )
+    parser.add_argument("--jobs", type=count, metavar="N", help="processes that compile for a GPU (default: by cores)")
+    add_json(parser, "write every number there")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that a browser shows")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the charts, as .svg or .png")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..bench.run import Asked, bench
+
+    device = default_device(args) if args.suite != ("cpu",) or args.device else "cpu"
+    default = ("cpu",) if device == "cpu" else ("prefill", "decode")
+    return bench(
+        Asked(
+            words=args.words,
+            suites=("scale",) if args.scale else args.suite or default,
+            device=device,
+            dtype=args.dtype or "",
+            quick=args.quick,
+            peers=args.peers,
+            jobs=args.jobs,
+            json=args.json,
+            html=args.html,
+            plot=args.plot,
+        )
+    )
+
+
+def suites(text: str) -> tuple[str, ...]:
+    if text == "all":
+        return SUITES[1:]
+    return _names(text, SUITES)
+
+
+def peers(text: str) -> tuple[str, ...]:
+    return () if text == "none" else _names(text, PEERS)
+
+
+def _names(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected of {', '.join(known)}")
+    return names

@@ -1,0 +1,26 @@
+"""`tilewise doctor`"""
+
+from __future__ import annotations
+
+import argparse
+
+from .arguments import Commands, command
+
+
+def add(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "doctor",
+        run,
+        help="what this machine has, which backends can run on it, and why others cannot",
+        description="Shows versions, the CPU and its vectors, threads, GPUs and driver, each backend (usable, or why "
+        "not and the remedy), other attention libraries and where files are kept. It runs no kernel and never fails. "
+        "Put its output into a bug report.",
+    )
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..doctor import doctor
+
+    return doctor(args.json)

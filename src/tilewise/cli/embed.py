@@ -1,0 +1,26 @@
+"""`tilewise embed`"""
+
+from __future__ import annotations
+
+import argparse
+
+from .arguments import Commands, command
+
+
+def add(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "embed",
+        run,
+        help="how alike sentences are, by all-MiniLM-L6-v2",
+        description="Makes a vector of each sentence by all-MiniLM-L6-v2, in one padded batch with attention by "
+        "tilewise, and prints the cosines between them. Needs what `make embed` installs.",
+        example="tilewise embed 'A man is eating food.' 'A man is eating bread.'",
+    )
+    parser.add_argument("sentences", nargs="*", help="default: five examples")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..embed import show
+
+    return show(args.sentences)

@@ -1,0 +1,43 @@
+"""`tilewise plan`"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..models import MODELS
+from .arguments import DTYPES, Commands, add_device, command, default_device, length
+
+
+def add(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "plan",
+        run,
+        help="what a model's layers would run here, what it costs, and which tiles are skipped",
+        description="Prints the plan of each kind of layer of a model, without running it: backend, kernel, tile, "
+        f"splits, memory, work; then a picture of the tiles. Models: {', '.join(MODELS)}.",
+        example="tilewise plan --model gemma-4 --length 8192",
+    )
+    parser.add_argument("--model", required=True, metavar="NAME", help="a known model")
+    parser.add_argument("--layer", metavar="NAME", help="one kind of layer; default: all")
+    parser.add_argument("--length", type=length, default=4096, metavar="N", help="keys (default 4096)")
+    parser.add_argument("--queries", type=length, metavar="N", help="default: as many as keys; 1 is decoding")
+    parser.add_argument("--batch", type=length, default=1, metavar="N", help="rows (default 1)")
+    parser.add_argument("--page-size", type=length, metavar="N", help="the cache is in pages of N tokens")
+    add_device(parser)
+    parser.add_argument("--dtype", choices=DTYPES, help="default: f32 on a CPU, bf16 on a GPU")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..show_plan import show
+
+    return show(
+        args.model,
+        layer=args.layer,
+        keys=args.length,
+        queries=args.queries or args.length,
+        rows=args.batch,
+        page_size=args.page_size or 0,
+        device=default_device(args),
+        dtype=args.dtype,
+    )

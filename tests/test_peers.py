@@ -1,0 +1,281 @@
+"""The peers of the bench: each is asked for the same thing as ours. Libraries that are not here are stood in for."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from tilewise import attention, paged_attention, varlen_attention
+from tilewise.bench import peers
+from tilewise.bench.oracle import oracle_errors
+from tilewise.bench.peers import Way
+from tilewise.compat import flash_attn
+from tilewise.workloads import Workload, make_inputs
+
+CPU = torch.device("cpu")
+SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "q_len": 40, "kv_len": 40}
+CASES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "decode": {"causal": True, "q_len": 1},
+    "chunk of queries": {"causal": True, "q_len": 9},
+    "window": {"causal": True, "window": 7},
+    "two-sided window": {"window": (5, 3)},
+    "chunked": {"causal": True, "chunk": 16},
+    "scale": {"scale": 1.0},
+    "softcap": {"softcap": 5.0, "causal": True},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi": True, "causal": True},
+    "lengths": {"lengths": (40, 7)},
+    "batch": {"rows": 3, "causal": True},
+    "value dim": {"value_dim": 24},
+    "bool mask": {"mask": "documents"},
+    "added mask": {"mask": "documents", "added": True},
+    "packed": {"packed": True, "lengths": (40, 3, 17), "causal": True},
+    "pages": {"page_size": 8, "lengths": (40, 3, 17), "q_len": 1, "causal": True},
+}
+
+
+def made(options, dtype=torch.float32):
+    case = Workload("", "", **(SIZES | options))
+    return case, make_inputs(case, CPU, dtype)
+
+
+def results(name, options, dtype=torch.float32):
+    """Each way's error, or its refusal."""
+    case, x = made(options, dtype)
+    found = {}
+    for way in peers.find(case, x, [name]):
+        out, reason = peers.tried(way)
+        found[way.name] = reason if out is None else oracle_errors(x, [out])[0]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sdpa_is_right_or_says_why_not(name):
+    found = results("sdpa", CASES[name])
+    wants = {
+        "softcap": {"SDPA": "it has no softcap"}, "sinks": {"SDPA": "it has no sinks"},
+    }  # fmt: skip
+    if name in wants:
+        assert found == wants[name]
+    elif name == "value dim":
+        assert "same last dimension" in found.pop("SDPA flash"), "torch's own reason"
+        assert found.pop("SDPA math") < 1e-5
+    else:
+        names = {"packed": {"SDPA, one by one"}, "pages": {"SDPA, pages copied"}}
+        assert set(found) == names.get(name, {"SDPA flash", "SDPA math"})
+        assert max(found.values()) < 1e-5
+
+
+def test_what_would_not_fit_is_not_tried(monkeypatch):
+    monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", 4 * 40 * 40 * 4 - 1)
+    assert "its scores would take" in results("sdpa", {})["SDPA math"]
+    monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", 100)
+    assert "its mask would take" in results("sdpa", CASES["window"])["SDPA"]
+
+
+def test_a_way_that_fails_is_a_result_and_its_warnings_are_not_ours():
+    def fails():
+        raise RuntimeError("no kernel\nmore")
+
+    assert peers.tried(Way("x", fails)) == (None, "no kernel")
+    assert peers.tried(Way("x", refusal="why")) == (None, "why")
+
+
+def test_installed_says_what_is_here():
+    found = peers.installed()
+    assert found["sdpa"] is None
+    assert set(found) == set(peers.PEERS)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Puts a module in the place of one that is not installed."""
+
+    def put(name, **functions):
+        module = ModuleType(name)
+        module.__dict__.update(functions)
+        module.__spec__ = SimpleNamespace(name=name)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return put
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("module", ["flash_attn", "flash_attn_interface"])
+def test_flash_attn_is_right_or_says_why_not(name, module, stand_in):
+    def paged_by_other_name(*args, page_table=None, **options):
+        return flash_attn.flash_attn_with_kvcache(*args, block_table=page_table, **options), None
+
+    is_second = module == "flash_attn"
+    stand_in(
+        module,
+        flash_attn_func=flash_attn.flash_attn_func,
+        flash_attn_varlen_func=flash_attn.flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn.flash_attn_with_kvcache if is_second else paged_by_other_name,
+    )
+    assert peers.installed()["flash-attn"] is None
+    (found,) = results("flash-attn", CASES[name], torch.float16).values()
+    lacks = {"chunked": "chunks", "sinks": "sinks", "bool mask": "masks", "added mask": "masks"}
+    if name in lacks or (name == "alibi" and not is_second):
+        assert found == f"it has no {lacks.get(name, 'ALiBi')}"
+    else:
+        assert found < 6e-3
+    assert "float32" in next(iter(results("flash-attn", {}).values()))
+
+
+def test_a_library_that_does_not_load_is_told(stand_in, monkeypatch):
+    def broken(name):
+        raise OSError("undefined symbol")
+
+    stand_in("flash_attn")
+    monkeypatch.setattr(peers.flash_attn.importlib, "import_module", broken)
+    assert results("flash-attn", {}, torch.float16) == {"FlashAttention 2": "OSError: undefined symbol"}
+
+
+class Wrapper:
+    """FlashInfer's way: plan, then run."""
+
+    def __init__(self, room, layout, **options):
+        assert layout == "NHD"
+
+    def rules(self, sm_scale, window_left, logits_soft_cap):
+        window = None if window_left < 0 else (window_left, None)
+        return {"scale": sm_scale, "window": window, "softcap": logits_soft_cap}
+
+
+class Decode(Wrapper):
+    def plan(self, ends, indices, last, heads, kv_heads, width, size, q_data_type, kv_data_type, **rules):
+        counts = ends.diff()
+        self.lengths = ((counts - 1) * size + last).int()
+        pages = indices.split(counts.tolist())
+        self.table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True).int()
+        self.options = self.rules(**rules)
+
+    def run(self, q, cache):
+        return paged_attention(q[:, :, None], *cache, self.table, self.lengths, **self.options)[:, :, 0]
+
+
+class Ragged(Wrapper):
+    def plan(self, cu_q, cu_k, heads, kv_heads, width, causal, q_data_type, **rules):
+        self.cu, self.options = cu_q, self.rules(**rules) | {"causal": causal}
+
+    def run(self, q, k, v):
+        return varlen_attention(q, k, v, self.cu, self.cu, **self.options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flashinfer_is_right_or_says_why_not(name, stand_in):
+    rules = Wrapper(None, "NHD").rules
+
+    def prefill(q, k, v, causal, **options):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return attention(q, k, v, causal=causal, **rules(**options))[0].transpose(0, 1)
+
+    def decode(q, k, v, **options):
+        return prefill(q[None], k, v, True, **options)[0]
+
+    stand_in(
+        "flashinfer",
+        single_prefill_with_kv_cache=prefill,
+        single_decode_with_kv_cache=decode,
+        BatchDecodeWithPagedKVCacheWrapper=Decode,
+        BatchPrefillWithRaggedKVCacheWrapper=Ragged,
+    )
+    (found,) = results("flashinfer", CASES[name], torch.float16).values()
+    lacks = {
+        "chunked": "chunks", "sinks": "sinks", "bool mask": "masks", "added mask": "masks", "alibi": "ALiBi",
+        "two-sided window": "windows to the right",
+    }  # fmt: skip
+    if name in lacks:
+        assert found == f"it has no {lacks[name]}"
+    elif name in ("lengths", "batch"):
+        assert found == "its batches are packed or paged"
+    else:
+        assert found < 6e-3
+
+
+class Block:
+    """xFormers' block-diagonal masks."""
+
+    def __init__(self, lengths, causal):
+        self.lengths, self.causal = lengths, causal
+
+    @classmethod
+    def kind(cls, causal):
+        return SimpleNamespace(from_seqlens=lambda lengths: cls(lengths, causal))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_xformers_is_right_or_says_why_not(name, stand_in):
+    def forward(q, k, v, attn_bias, scale):
+        if q.ndim == 5:
+            q, k, v = (x.flatten(2, 3) for x in (q, k, v))
+        grouped = q.shape[2] != 4
+        if isinstance(attn_bias, Block):
+            parts = zip(*(x.split(attn_bias.lengths, 1) for x in (q, k, v)), strict=True)
+            out = torch.cat([attention(*p, causal=attn_bias.causal, scale=scale, layout="blhd") for p in parts], 1)
+        else:
+            rules = attn_bias or {}
+            assert not grouped
+            out = attention(q, k, v, scale=scale, layout="blhd", **rules)
+        return out.unflatten(2, (2, 2))
+
+    bias = SimpleNamespace(
+        BlockDiagonalMask=Block.kind(False),
+        BlockDiagonalCausalMask=Block.kind(True),
+        LowerTriangularFromBottomRightMask=lambda: {"causal": True},
+        LocalAttentionFromBottomRightMask=lambda window_left, window_right: {"window": (window_left, window_right)},
+    )
+    stand_in("xformers")
+    stand_in("xformers.ops", memory_efficient_attention_forward=forward, fmha=SimpleNamespace(attn_bias=bias))
+    (found,) = results("xformers", CASES[name]).values()
+    lacks = {
+        "softcap": "softcap", "chunked": "chunks", "sinks": "sinks", "alibi": "ALiBi", "pages": "page tables",
+        "bool mask": "masks of this form", "added mask": "masks of this form", "lengths": "masks of this form",
+    }  # fmt: skip
+    if name in lacks:
+        assert found == f"it has no {lacks[name]}"
+    else:
+        assert found < 1e-5
+
+
+def test_flex_attention_is_asked_for_the_same_cells_and_scores(monkeypatch):
+    """Without compiling, which takes tens of seconds: its functions are called for every cell."""
+    import torch.nn.attention.flex_attention as flex
+
+    def whole(q, k, v, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        places = [torch.arange(n).view(*(-1 if i == d else 1 for i in range(4))) for d, n in enumerate(scores.shape)]
+        scores = scores if score_mod is None else score_mod(scores, *places)
+        if block_mask is not None:
+            scores = scores.masked_fill(~block_mask(*places), -torch.inf)
+        out = scores.softmax(-1) @ v
+        return (out, scores.logsumexp(-1)) if return_lse else out
+
+    monkeypatch.setattr(flex, "flex_attention", whole)
+    monkeypatch.setattr(flex, "create_block_mask", lambda mod, *sizes, device: mod)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    for name, options in CASES.items():
+        (found,) = results("flex", options).values()
+        if name in ("packed", "pages"):
+            assert "it has no" in found
+        else:
+            assert found < 1e-5, name
+
+
+def test_every_case_is_one_that_sdpa_could_get_wrong():
+    """The cases differ from each other in what they compute."""
+    outputs = {}
+    for name, options in CASES.items():
+        if set(options) <= {"causal", "window", "softcap", "sinks", "mask", "chunk"}:
+            x = made(options)[1]
+            outputs[name] = x.attend()
+    plain = scaled_dot_product_attention(*(getattr(made({})[1], n) for n in "qkv"), enable_gqa=True)
+    assert torch.allclose(outputs.pop("plain"), plain, atol=1e-5)
+    assert all(not torch.allclose(out, plain, atol=1e-3) for out in outputs.values())
