@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
-from tilewise import __version__, demo, workloads
+from tilewise import __version__, demo, show_plan, workloads
 from tilewise.bench import oracle
 from tilewise.bench.peers.sdpa import sdpa
 from tilewise.cli import main
+from tilewise.models import MODELS
 from tilewise.workloads import WORKLOADS, Workload, make_inputs
 
 CPU = torch.device("cpu")
@@ -49,7 +50,10 @@ def test_importing_the_package_loads_neither_the_command_nor_what_it_may_use():
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["--version"]])
+COMMANDS = ["doctor", "demo", "plan", "bench", "compare", "verify", "tune", "warmup"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=str)
 def test_help_and_version(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -67,6 +71,9 @@ def test_help_and_version(arguments, capsys):
         (["demo", "--seed", "-1"], "--seed"),
         (["demo", "--seed", "x"], "whole number"),
         (["demo", "--seed", str(2**63)], "below 2**63"),
+        (["plan"], "--model"),
+        (["plan", "--model", "qwen3", "--length", "many"], "8192 or 8k"),
+        (["compare", "one.json"], "B.json"),
     ],
 )
 def test_bad_arguments_exit_with_2_and_a_message(arguments, message, capsys):
@@ -149,3 +156,45 @@ def test_row_blocks_reach_both_ends(rows):
     blocks = oracle.row_blocks(rows, 64)
     assert (blocks[0].start, blocks[-1].stop) == (0, rows)
     assert all(0 < block.stop - block.start <= 64 for block in blocks)
+
+
+def test_plan_shows_every_kind_of_layer_with_its_tiles(capsys):
+    assert main(["plan", "--model", "gemma-4", "--length", "8k", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "local layers: dense attention on cpu: batch 1, heads 16/8, Lq 8192, Lk 8192, D 256, float32" in text
+    assert "global layers: dense attention on cpu: batch 1, heads 16/2, Lq 8192, Lk 8192, D 512, float32" in text
+    assert "window (1023, None)" in text
+    assert text.count("TileMap 8192 x 8192") == 2
+    rows = [line for line in text.splitlines() if line and set(line) <= set(".▒█")]
+    assert rows
+    assert rows[0][0] in "▒█"
+    assert rows[0][-1] == ".", "causal"
+
+
+def test_plan_of_a_decode_step_over_pages(capsys):
+    words = ["--layer", "global", "--queries", "1", "--page-size", "16", "--batch", "4", "--dtype", "bf16"]
+    assert main(["plan", "--model", "gpt-oss", "--length", "4096", "--device", "cpu", *words]) == 0
+    text = capsys.readouterr().out
+    assert "paged attention on cpu: batch 4, heads 64/8, Lq 1, Lk 4096, pages of 16, D 64, bfloat16" in text
+    assert "sinks" in text
+    assert "local" not in text.partition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "llama-9"], "one of minilm"),
+        (["--model", "qwen3", "--layer", "local"], "one of full"),
+        (["--model", "qwen3", "--queries", "9", "--length", "8"], "at most 8"),
+    ],
+)
+def test_plans_that_cannot_be(words, message, capsys):
+    assert main(["plan", "--device", "cpu", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_model_has_a_plan():
+    for model in MODELS.values():
+        for layer in model.layers:
+            chosen = show_plan.plan_of(layer, 2, 64, 64, 0, CPU, torch.float32)
+            assert chosen.cost.flops > 0

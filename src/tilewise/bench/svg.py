@@ -136,7 +136,7 @@ def lines(
 
 def picture(charts: Mapping[str, Chart], title: str, note: str, theme: str = "auto") -> str:
     """Charts in one file that stands alone, in two columns. `theme` "light" has fixed colours, for a PNG."""
-    columns = [52.0] * min(2, len(charts))  # how far down each is filled
+    columns = [52.0] * max(1, min(2, len(charts)))  # how far down each is filled
     parts = [_text(0, 14, title, "title"), _text(0, 34, note, "axis")]
     for heading, chart in charts.items():
         column = columns.index(min(columns))

@@ -1,0 +1,103 @@
+"""`tilewise doctor`: it finds what is here, names remedies, and nothing that is broken breaks it."""
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise import doctor, planner
+from tilewise.cli import main
+
+SECTIONS = ["versions", "system", "cpu", "gpus", "backends", "libraries", "files"]
+
+
+def test_it_says_what_is_here(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert f"torch                  {torch.__version__}" in text
+    for name in planner.BACKENDS:
+        assert f"\n  {name:10} " in text
+    assert "reference  usable" in text
+    assert "error" not in text.lower()
+
+
+def test_json_holds_the_same(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == SECTIONS
+    assert list(found["backends"]) == list(planner.BACKENDS)
+    assert found["backends"]["cpu"]["usable"] is True
+    assert "compiled" in found["backends"]["cpu"]["kernels"]
+    assert found["cpu"]["threads"] == torch.get_num_threads()
+    assert found["files"]["writable"] is True
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_backend_that_cannot_run_has_a_reason_and_a_remedy():
+    found = doctor.examine()["backends"]["triton"]
+    assert found["usable"] is False
+    assert found["reason"] == "runs on GPUs"
+    assert "CUDA" in found["remedy"] or "driver" in found["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "available", "has_triton", "word"),
+    [
+        (None, False, True, "CUDA build"),
+        ("13.0", False, True, "nvidia-smi"),
+        ("13.0", True, False, "pip install triton"),
+        ("13.0", True, True, "Ampere"),
+    ],
+)
+def test_remedies_fit_the_cause(cuda, available, has_triton, word, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: has_triton or None)
+    assert word in doctor.remedy("triton")
+
+
+def test_numba_that_is_missing_is_a_pip_away(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert doctor.remedy("cpu") == "pip install numba"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("driver too old"), OSError("no"), SystemExit(3)])
+def test_nothing_that_is_broken_breaks_it(error, monkeypatch, capsys):
+    def broken(*args, **options):
+        raise error
+
+    for name in ("get_num_threads",):
+        monkeypatch.setattr(torch, name, broken)
+    monkeypatch.setattr(torch.cuda, "is_available", broken)
+    monkeypatch.setattr(planner, "load", broken)
+    monkeypatch.setattr(doctor, "_version", broken)
+    for words in (["doctor"], ["doctor", "--json"]):
+        assert main(words) == 0
+    assert type(error).__name__ in capsys.readouterr().out
+    monkeypatch.setattr(planner, "BACKENDS", None)
+    assert main(["doctor"]) == 0
+
+
+def test_a_driver_that_hangs_is_not_waited_for(monkeypatch):
+    def hangs(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "nvidia-smi")
+    monkeypatch.setattr(doctor.subprocess, "run", hangs)
+    assert "TimeoutExpired" in doctor.examine()["gpus"]["driver"]["error"]
+
+
+def test_gpus_are_listed(monkeypatch):
+    of = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: of)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (2**30, 2**31))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    found = doctor._gpus()
+    assert found["devices"] == [
+        {"name": "H200", "capability": "9.0", "processors": 132, "free_gib": 1.0, "total_gib": 2.0}
+    ]
+    assert any("H200" in line for line in doctor._facts(found))
