@@ -22,7 +22,9 @@ from tilewise import planner
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MODULES = sorted(m.name for m in pkgutil.walk_packages(tilewise.__path__, "tilewise.") if "__main__" not in m.name)
+# These two import servers that are not installed; `test_compat_serving.py` has stand-ins.
+ELSEWHERE = ("tilewise.__main__", "tilewise.compat.sglang", "tilewise.compat.vllm")
+MODULES = sorted(m.name for m in pkgutil.walk_packages(tilewise.__path__, "tilewise.") if m.name not in ELSEWHERE)
 BACKEND_FILE = re.compile(r"# src/tilewise/backends/(\w+)/__init__\.py\n")
 
 

@@ -1,0 +1,198 @@
+"""vLLM with tilewise as an attention backend of its own: `vllm serve ... --attention-backend TILEWISE`.
+
+vLLM finds `register` by the entry point `tilewise` of its group `vllm.general_plugins`. Written for vLLM 0.32: keys and
+values of a layer lie in one tensor `[blocks, Hkv, block size, 2 D]` of any strides, and a batch is packed queries with
+offsets, lengths and a block table. That is one `paged_attention` call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+
+from ..api import paged_attention, varlen_attention
+from ..errors import InvalidArgument
+from ..problem import MAX_HEAD_DIM
+
+NAME = "TILEWISE"
+ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+def register() -> None:
+    """Tells vLLM of the backend; vLLM calls this in each of its processes."""
+    from vllm.v1.attention.backends.registry import register_backend
+
+    register_backend(NAME, f"{__name__}.TilewiseBackend")
+
+
+class TilewiseBackend(AttentionBackend):
+    """What tilewise can do, as vLLM asks for it."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[TilewiseImpl]:
+        return TilewiseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TilewiseBuilder]:
+        return TilewiseBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 1 <= head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, *ENCODERS)
+
+
+@dataclass
+class TilewiseMetadata(AttentionMetadata):
+    """A batch: `tokens` queries in use, those of request `b` from `query_start_loc[b]`."""
+
+    tokens: int
+    query_start_loc: torch.Tensor  # int32 [B + 1]
+    max_query_len: int
+    seq_lens: torch.Tensor  # int32 [B]: keys, those of the queries included
+    block_table: torch.Tensor  # int32 [B, blocks]
+    causal: bool
+
+
+class TilewiseBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
+    """Takes what tilewise needs out of vLLM's batch; nothing is planned ahead."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> TilewiseMetadata:
+        batch = common_attn_metadata
+        if not isinstance(batch.causal, bool):
+            raise InvalidArgument("causal", "a tensor", "one bool for all requests")
+        return TilewiseMetadata(
+            batch.num_actual_tokens,
+            batch.query_start_loc,
+            batch.max_query_len,
+            batch.seq_lens,
+            batch.block_table_tensor,
+            batch.causal,
+        )
+
+
+class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if attn_type not in (AttentionType.DECODER, *ENCODERS):
+            raise InvalidArgument("attn_type", attn_type, "decoder, encoder or encoder_only")
+        if kv_cache_dtype not in TilewiseBackend.supported_kv_cache_dtypes:
+            raise InvalidArgument("kv_cache_dtype", kv_cache_dtype, "auto, float16 or bfloat16")
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.options: dict[str, Any] = {"scale": float(scale), "softcap": logits_soft_cap, "sinks": sinks}
+        if sliding_window is not None:  # counts the query's own key
+            right = sliding_window - 1 if attn_type in ENCODERS else None
+            self.options["window"] = (sliding_window - 1, right)
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Writes new tokens `[T, Hkv, D]` to their slots; a negative slot is padding."""
+        if self.attn_type in ENCODERS:  # they keep nothing
+            return
+        key, value = key[: len(slot_mapping)], value[: len(slot_mapping)]
+        if kv_cache.device.type == "cpu":
+            used = slot_mapping >= 0
+            key, value, slot_mapping = key[used], value[used], slot_mapping[used]
+        else:  # no waiting for the device: padding goes to block 0, which vLLM gives to no request
+            slot_mapping = slot_mapping.clamp_min(0)
+        size = kv_cache.shape[2]
+        k_pages, v_pages = self.pages(kv_cache)
+        blocks, slots = slot_mapping // size, slot_mapping % size
+        k_pages[blocks, slots] = key.to(k_pages.dtype)
+        v_pages[blocks, slots] = value.to(v_pages.dtype)
+
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """K and V as `[blocks, block size, Hkv, D]`, views."""
+        return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: TilewiseMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of packed queries `[T, H, D]`, into the first rows of `output`."""
+        if output_scale is not None or output_block_scale is not None:
+            raise InvalidArgument("output_scale", "a tensor", "None: tilewise writes no quantised output")
+        if attn_metadata is None:  # vLLM measures its memory
+            return output.zero_()
+        m = attn_metadata
+        q, out = query[: m.tokens], output[: m.tokens].view(m.tokens, self.num_heads, self.head_size)
+        if self.slopes is not None:
+            self.slopes = self.slopes.to(q.device)
+        options = {**self.options, "alibi_slopes": self.slopes, "max_q": m.max_query_len, "out": out}
+        if self.attn_type in ENCODERS:
+            k, v, cu = key[: m.tokens], value[: m.tokens], m.query_start_loc
+            varlen_attention(q, k, v, cu, cu, max_k=m.max_query_len, **options)
+        else:
+            k, v = self.pages(kv_cache)
+            options |= {"cu_seqlens_q": m.query_start_loc, "causal": m.causal}
+            paged_attention(q, k, v, m.block_table, m.seq_lens, **options)
+        return output
