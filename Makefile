@@ -9,7 +9,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed test test-slow lint format clean
+.PHONY: help run chat embed test test-slow lint format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,8 +38,14 @@ format: $(VENV)/.installed-dev ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+# Zensical follows no links, so that what the documents link to is copied beside them.
+docs: $(VENV)/.installed-dev ## build the site of the documents into site/html; fails if a link leads nowhere
+	rm -rf site && mkdir -p site/pages
+	cp -R README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs benchmarks examples site/pages/
+	$(BIN)/zensical build --strict
+
 clean: ## remove .venv and every cache
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache dist site
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
