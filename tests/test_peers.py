@@ -128,13 +128,14 @@ def test_flash_attn_is_right_or_says_why_not(name, module, stand_in):
     assert "float32" in next(iter(results("flash-attn", {}).values()))
 
 
-def test_a_library_that_does_not_load_is_told(stand_in, monkeypatch):
-    def broken(name):
-        raise OSError("undefined symbol")
+@pytest.mark.parametrize("name", ["flash-attn", "flashinfer", "xformers"])
+def test_a_library_that_does_not_load_is_told(name, stand_in, monkeypatch):
+    def broken(module):
+        raise OSError("undefined symbol\nmore")
 
     stand_in("flash_attn")
-    monkeypatch.setattr(peers.flash_attn.importlib, "import_module", broken)
-    assert results("flash-attn", {}, torch.float16) == {"FlashAttention 2": "OSError: undefined symbol"}
+    monkeypatch.setattr(peers.PEERS[name].importlib, "import_module", broken)
+    assert results(name, {}, torch.float16) == {name: "OSError: undefined symbol"}
 
 
 class Wrapper:

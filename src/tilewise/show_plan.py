@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import Plan, TileMap, plan
@@ -43,8 +45,8 @@ def plan_of(
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    options = {"causal": layer.causal, "window": layer.window, "chunk": layer.chunk, "softcap": layer.softcap}
-    options |= {"scale": layer.scale}
+    names = ("causal", "window", "chunk", "softcap", "scale")
+    options: dict[str, Any] = {name: getattr(layer, name) for name in names}
     for name, asked in (("sinks", layer.sinks), ("alibi_slopes", layer.alibi)):
         options[name] = torch.zeros(layer.heads, device=device) if asked else None
     q = empty(rows, layer.heads, queries, layer.head_dim)

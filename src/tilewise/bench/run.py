@@ -147,7 +147,7 @@ def _measured(task: Task, run: grid.Bench) -> Cell:
     """The case; one that fails is kept with the reason, and the others go on."""
     try:
         return grid.measure(task, run)
-    except RuntimeError as error:  # too little memory, for one
+    except Exception as error:  # too little memory, for one
         reason = (str(error) or type(error).__name__).splitlines()[0]
         return Cell(grid.group_of(task), task.case.name, task.metric, (), {OURS: reason}, task.x)
     finally:

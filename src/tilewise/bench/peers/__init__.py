@@ -40,6 +40,8 @@ def find(case: Workload, x: Inputs, names: Sequence[str]) -> Iterator[Way]:
             yield from PEERS[name].ways(case, x)
         except Refused as error:
             yield Way(error.way, refusal=str(error))
+        except Exception as error:  # one that does not load, or whose set-up fails
+            yield Way(name, refusal=f"{type(error).__name__}: {_line(error)}")
 
 
 def tried(way: Way) -> tuple[torch.Tensor | None, str]:

@@ -24,7 +24,7 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
 
     refuse(NAME, page_tables=case.page_size, packed_sequences=case.packed)
     limit(NAME, "its block mask, as it is made,", case.q_len * case.kv_len, x.q.device)
-    torch._dynamo.config.recompile_limit = 256  # each case is another function
+    torch._dynamo.config.recompile_limit = 256  # each case is another function; the default is 8
     block_mask = None
     mask_mod = _mask_mod(case, x)
     if mask_mod is not None:
