@@ -14,9 +14,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from .bench import machine
 
 PACKAGES = ("tilewise", "torch", "triton", "numba", "llvmlite", "numpy", "rich", "matplotlib", "transformers")
 LIBRARIES = {  # of others: the package, and the module that is imported
@@ -76,10 +77,7 @@ def _versions() -> dict[str, str]:
 
 
 def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+    return machine.version_of(name) or "not installed"
 
 
 def _system() -> dict[str, str]:
@@ -89,20 +87,21 @@ def _system() -> dict[str, str]:
 def _cpu() -> dict[str, Any]:
     import torch
 
-    from .bench.machine import cpu_name, last_cache, memory_available, vector_width
-
     flags = {
-        word for line in _read("/proc/cpuinfo").splitlines() if line[:5] in ("flags", "Featu") for word in line.split()
+        word
+        for line in machine.read("/proc/cpuinfo").splitlines()
+        if line[:5] in ("flags", "Featu")
+        for word in line.split()
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "name": cpu_name(),
+        "name": machine.cpu_name(),
         "cores": cores,
         "threads": torch.get_num_threads(),
         "flags": [flag for flag in CPU_FLAGS if flag in flags],
-        "vector_floats": guarded(vector_width),
-        "last_cache_mib": last_cache() // 2**20,
-        "memory_available_gib": round(memory_available() / 2**30, 1),
+        "vector_floats": guarded(machine.vector_width),
+        "last_cache_mib": machine.last_cache() // 2**20,
+        "memory_available_gib": round(machine.memory_available() / 2**30, 1),
     }
 
 
@@ -244,10 +243,3 @@ def _facts(facts: Mapping[str, Any]) -> list[str]:
             words = " ".join(map(str, value)) if isinstance(value, list) else value
             shown.append(f"  {name.replace('_', ' '):22} {'none' if words in (None, '') else words}")
     return shown
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""

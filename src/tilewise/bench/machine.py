@@ -47,7 +47,7 @@ def describe(command: str, device: torch.device | None = None) -> dict[str, Any]
         "versions": {
             "python": platform.python_version(),
             "system": platform.system(),
-            **{name: _version(name) for name in ("tilewise", "torch", "triton", "numba", "llvmlite", "numpy")},
+            **{name: version_of(name) for name in ("tilewise", "torch", "triton", "numba", "llvmlite", "numpy")},
         },
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
@@ -94,7 +94,7 @@ def sdpa_survives(environment: dict[str, str] | None = None) -> bool:
 
 
 def cpu_name() -> str:
-    for line in _read("/proc/cpuinfo").splitlines():
+    for line in read("/proc/cpuinfo").splitlines():
         if line.startswith(("model name", "Model")):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -113,7 +113,7 @@ def last_cache() -> int:
     """Bytes of the last-level cache; 32 MiB if the system does not say."""
     sizes = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = _read(path).strip()
+        text = read(path).strip()
         if text[:-1].isdecimal() and text[-1] in "KM":
             sizes.append(int(text[:-1]) * {"K": 1024, "M": MIB}[text[-1]])
     return max(sizes) or 32 * MIB
@@ -121,7 +121,7 @@ def last_cache() -> int:
 
 def memory_available() -> int:
     """Bytes that can be had without swapping; 4 GiB if the system does not say."""
-    for line in _read("/proc/meminfo").splitlines():
+    for line in read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 4096 * MIB
@@ -148,7 +148,7 @@ def taken_by(call: Callable[[], torch.Tensor], device: torch.device) -> int | No
 
 def _status(name: str) -> int:
     """Bytes, from what the kernel says of this process."""
-    lines = dict(line.split(":", 1) for line in _read("/proc/self/status").splitlines())
+    lines = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
     return int(lines[name].split()[0]) * 1024
 
 
@@ -160,14 +160,16 @@ def load() -> float:
         return 0.0
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Of an installed package; None without it."""
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def _read(path: str | Path) -> str:
+def read(path: str | Path) -> str:
+    """A file's text; nothing if there is none."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError:
