@@ -15,7 +15,9 @@ import torch
 from tilewise.backends import triton as backend
 from tilewise.problem import MaskSpec, Problem, QuantSpec
 
-pytest.importorskip("triton")
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
 from tilewise.backends.triton import heuristics, launch, splits
 
 SHARES = 8  # about a minute each; two of them run in `make test`
@@ -221,6 +223,41 @@ def test_narrow_caches_are_read_in_pairs_where_that_can_be():
         columns = sorted(op.start(0, part) + op.unit * n for part in range(op.parts) for n in range(op.widths[0]))
         assert columns == list(range(128)), "every column once"
     assert heuristics.operand(one, 64, torch.int8, int8, True, 16, 90, True).unit == 1, "groups of 32"
+
+
+def test_pages_that_hold_whole_tiles_are_read_like_a_contiguous_cache():
+    for D, page, ahead in ((64, 128, True), (128, 128, True), (256, 64, True), (512, 32, True), (64, 16, False),
+                           (128, 16, False), (128, 24, False), (512, 16, False)):  # fmt: skip
+        one = problem(q_len=1, head_dim=D, value_dim=D, kv_len=4096)
+        p = replace(one, form="paged", page_size=page, kv_lengths=True, q_offset="end")
+        c = heuristics.config(p, 132, 90)
+        assert heuristics.looks_ahead(p, c) is heuristics.spec(p, c, 90).ahead is ahead
+        assert (c == heuristics.config(one, 132, 90)) is ahead
+    many = problem(form="paged", page_size=64, kv_lengths=True, q_offset="end")
+    assert heuristics.spec(many, heuristics.config(many, 132, 90), 90).ahead, "prefill"
+    masked = replace(many, mask=MaskSpec(torch.bool, (False,) * 4))
+    assert not heuristics.spec(masked, heuristics.config(masked, 132, 90), 90).ahead, "a list does not go tile by tile"
+
+
+def test_sums_wait_for_the_end_where_no_tile_is_done_twice():
+    for p, want in ((problem(q_len=1), 32), (problem(q_len=1, causal=True), 32), (problem(), 0),
+                    (problem(q_len=3, causal=True), 0), (problem(q_len=1, head_dim=512, value_dim=512), 32),
+                    (problem(q_len=1, q_dtype=torch.float32, head_dim=576, value_dim=576), 16)):  # fmt: skip
+        assert heuristics.spec(p, heuristics.config(p, 132, 90), 90).late == want
+
+
+def test_int4_keys_are_biased_where_no_tile_is_done_twice():
+    int4 = QuantSpec("int4", 128)
+    one = problem(
+        q_len=1, head_dim=128, value_dim=128, k_dtype=torch.uint8, k_quant=int4, v_dtype=torch.uint8, v_quant=int4
+    )
+    for p, arch, pairs, want in ((one, 90, True, True), (one, 0, True, True), (one, 90, False, False),
+                                 (replace(one, q_len=3, causal=True), 90, True, False),
+                                 (replace(one, q_dtype=torch.float32), 90, True, False)):  # fmt: skip
+        spec = heuristics.spec(p, heuristics.config(p, 132, arch), arch, pairs)
+        assert spec.keys.biased is want
+        assert spec.keys.rescaled or not want
+        assert not spec.values.biased
 
 
 def test_d512_is_shared_by_two_programs():

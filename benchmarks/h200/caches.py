@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,67 +33,64 @@ def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def check_bytes() -> int:
-    """How many combinations store the same bytes as torch; stops at the first that does not."""
-    done = 0
-    for dtype in TYPES:
-        for source in (torch.float32, torch.bfloat16, torch.float16):
-            for D, Dv, group in ((64, 64, 32), (80, 48, 128), (96, 6, 64), (128, 576, 64)):
-                for paged, packed in ((0, 0), (0, 1), (1, 0), (1, 1)):
-                    outer, slots = (9, 3) if paged else (5, 7)
-                    sides = []
-                    for _ in range(2):
-                        formats = (Format.of("dtype", dtype, group, width) for width in (D, Dv))
-                        stores = [f.empty(outer, 2, slots, device=DEVICE) for f in formats]
-                        for x in (x for s in stores for x in (s.data, s.scales) if x is not None):
-                            x.view(torch.uint8).fill_(77)
-                        sides.append(stores)
-                    cu = ints(0, 2, 2, 7 if paged else 13, 7 if paged else 13, 10 if paged else 16)
-                    table = torch.tensor([[8, 1, 0], [2, 2, 2], [0, 3, 4], [1, 1, 5], [6, 7, 0]]).int().to(DEVICE)
-                    tokens = int(cu[-1])
-                    shape = (1, 2, tokens) if packed else (5, 2, 11)
-                    k, v = (torch.randn(*shape, w, device=DEVICE).mul(3).to(source) for w in (D, Dv))
-                    k[0, 0, 0] = 0
-                    places = Places(ints(1, 0, 2, 6, 0), cu, tokens, bool(packed), table if paged else None)
-                    kernel = Append(*sides[0], slots)
-                    kernel(k, v, places)
-                    kernel(k, v, places)  # once more, by addresses
-                    InTorch(*sides[1], slots)(k, v, places)
-                    for a, b in zip(*sides, strict=True):
-                        for x, y in ((a.data, b.data), (a.scales, b.scales)):
-                            same = x is None or x.view(torch.uint8).equal(y.view(torch.uint8))
-                            assert same, (
-                                f"{dtype} from {source}, {D}/{Dv}, group {group}, paged {paged}, packed {packed}"
-                            )
-                    done += 1
-    return done
+def check_bytes(share: int, shares: int) -> int:
+    """How many combinations of a share store the same bytes as torch; stops at the first that does not."""
+    sizes = ((64, 64, 32), (80, 48, 128), (96, 6, 64), (128, 576, 64))
+    sources = (torch.float32, torch.bfloat16, torch.float16)
+    mine = list(product(TYPES, sources, sizes, (False, True), (False, True)))[share::shares]
+    torch.manual_seed(share)
+    for dtype, source, (D, Dv, group), paged, packed in mine:
+        outer, slots = (9, 3) if paged else (5, 7)
+        sides = []
+        for _ in range(2):
+            formats = (Format.of("dtype", dtype, group, width) for width in (D, Dv))
+            stores = [f.empty(outer, 2, slots, device=DEVICE) for f in formats]
+            for x in (x for s in stores for x in (s.data, s.scales) if x is not None):
+                x.view(torch.uint8).fill_(77)
+            sides.append(stores)
+        cu = ints(0, 2, 2, 7 if paged else 13, 7 if paged else 13, 10 if paged else 16)
+        table = torch.tensor([[8, 1, 0], [2, 2, 2], [0, 3, 4], [1, 1, 5], [6, 7, 0]]).int().to(DEVICE)
+        tokens = int(cu[-1])
+        shape = (1, 2, tokens) if packed else (5, 2, 11)
+        k, v = (torch.randn(*shape, w, device=DEVICE).mul(3).to(source) for w in (D, Dv))
+        k[0, 0, 0] = 0
+        places = Places(ints(1, 0, 2, 6, 0), cu, tokens, packed, table if paged else None)
+        kernel = Append(*sides[0], slots)
+        kernel(k, v, places)
+        kernel(k, v, places)  # once more, by addresses
+        InTorch(*sides[1], slots)(k, v, places)
+        for a, b in zip(*sides, strict=True):
+            for x, y in ((a.data, b.data), (a.scales, b.scales)):
+                same = x is None or x.view(torch.uint8).equal(y.view(torch.uint8))
+                assert same, f"{dtype} from {source}, {D}/{Dv}, group {group}, paged {paged}, packed {packed}"
+    return len(mine)
 
 
-def check_caches() -> dict[str, float]:
+def check_caches(dtype: str) -> dict[str, float]:
     """The largest differences from the reference backend over the same stored rows."""
+    torch.manual_seed(0)
+    cache = PagedKVCache(256, 16, 4, 128, dtype, device=DEVICE)
+    root = cache.create()
+    cache.append(root, *torch.randn(2, 500, 4, 128, device=DEVICE, dtype=torch.bfloat16))
+    ids = [cache.fork(root) for _ in range(8)]
+    for _ in range(20):
+        cache.append(ids, *torch.randn(2, 8, 4, 1, 128, device=DEVICE, dtype=torch.bfloat16))
+    q = torch.randn(8, 16, 1, 128, device=DEVICE)
     worst = {}
-    for dtype in TYPES:
-        cache = PagedKVCache(256, 16, 4, 128, dtype, device=DEVICE)
-        root = cache.create()
-        cache.append(root, *torch.randn(2, 500, 4, 128, device=DEVICE, dtype=torch.bfloat16))
-        ids = [cache.fork(root) for _ in range(8)]
-        for _ in range(20):
-            cache.append(ids, *torch.randn(2, 8, 4, 1, 128, device=DEVICE, dtype=torch.bfloat16))
-        q = torch.randn(8, 16, 1, 128, device=DEVICE)
-        for name, choice in (("plain", False), ("cascade", True)):
-            out = cache.attend(ids, q, cascade=choice)
-            worst[f"{dtype} {name}"] = max(
-                (out[b].cpu() - attention(q[b : b + 1].cpu(), cache.keys(n)[None].cpu(), cache.values(n)[None].cpu(),
-                                          backend="reference")[0]).abs().max().item()
-                for b, n in enumerate(ids)
-            )  # fmt: skip
-        ring = KVCache(2, 4, 64, 128, dtype, ring=True, device=DEVICE)
-        for _ in range(30):
-            ring.append(*torch.randn(2, 2, 4, 7, 128, device=DEVICE))
-            out = ring.attend(q[:2], window=64)
-        keys, values = (torch.stack([read(b) for b in range(2)]).cpu() for read in (ring.keys, ring.values))
-        want = attention(q[:2].cpu(), keys, values, backend="reference")
-        worst[f"{dtype} ring"] = (out.cpu() - want).abs().max().item()
+    for name, choice in (("plain", False), ("cascade", True)):
+        out = cache.attend(ids, q, cascade=choice)
+        worst[f"{dtype} {name}"] = max(
+            (out[b].cpu() - attention(q[b : b + 1].cpu(), cache.keys(n)[None].cpu(), cache.values(n)[None].cpu(),
+                                      backend="reference")[0]).abs().max().item()
+            for b, n in enumerate(ids)
+        )  # fmt: skip
+    ring = KVCache(2, 4, 64, 128, dtype, ring=True, device=DEVICE)
+    for _ in range(30):
+        ring.append(*torch.randn(2, 2, 4, 7, 128, device=DEVICE))
+        out = ring.attend(q[:2], window=64)
+    keys, values = (torch.stack([read(b) for b in range(2)]).cpu() for read in (ring.keys, ring.values))
+    want = attention(q[:2].cpu(), keys, values, backend="reference")
+    worst[f"{dtype} ring"] = (out.cpu() - want).abs().max().item()
     return worst
 
 
@@ -128,11 +129,15 @@ def times() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     options = parser.parse_args()
     torch.manual_seed(0)
-    data: dict[str, Any] = {"device": torch.cuda.get_device_name(), "combinations": check_bytes()}
-    print(f"{data['combinations']} combinations store the same bytes as torch")
-    data["differences"] = check_caches()
+    data: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:  # most of the time is compiling
+        differences = pool.map(check_caches, TYPES)
+        data["combinations"] = sum(pool.map(check_bytes, range(options.jobs), [options.jobs] * options.jobs))
+        print(f"{data['combinations']} combinations store the same bytes as torch")
+        data["differences"] = {name: x for part in differences for name, x in part.items()}
     print("largest difference from the reference:", max(data["differences"].values()))
     assert max(data["differences"].values()) < 1e-3
     data["times"] = times()

@@ -78,7 +78,8 @@ class Quantised:
             raise InvalidArgument("x", f"last dim {width}", "an even size for int4", "use int8")
         groups = -(-width // group)
         padded = torch.nn.functional.pad(x.float(), (0, groups * group - width)).unflatten(-1, (groups, group))
-        scales = padded.abs().amax(-1) / LARGEST[dtype]  # [..., groups]
+        largest = padded.abs().amax(-1)  # [..., groups]
+        scales = largest / largest.new_full((), LARGEST[dtype])  # by a plain number, torch on a GPU is off by a bit
         steps = (padded / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).flatten(-2)[..., :width]
         if dtype == "fp8_e4m3":
             return cls(steps.to(torch.float8_e4m3fn), scales, dtype, group)

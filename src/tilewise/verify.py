@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -187,6 +187,16 @@ def graphs_replay(backend: str | None, device: str) -> None:
         inputs.args[0].mul_(-0.5)
         graph.replay()
         same(f"{case} with another q", inputs.call(backend, return_lse=True, **changes), captured)
+
+
+@_gpu
+def new_threads(backend: str | None, device: str) -> None:
+    """A call from a thread that has not used the GPU before gives the bits of one from the main thread."""
+    for case in SOME:
+        inputs = make(case, device)
+        first = inputs.call(backend, return_lse=True)
+        with ThreadPoolExecutor(1) as pool:
+            same(f"{case} from a new thread", first, pool.submit(inputs.call, backend, return_lse=True).result())
 
 
 @_gpu

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .finish import empty_acc, finish, merge_parts, store_acc
-from .load import load_rows, values_of
+from .load import find_pages, key_bias, load_rows, values_of
 from .masks import find_ordered, find_sequence, key_span
 from .tile import step, unit_of_m
 
@@ -31,10 +31,14 @@ PLAIN_INTS = [
 
 
 @triton.jit
-def empty_state(S: tl.constexpr):
+def empty_state(ahead, S: tl.constexpr):
     BM: tl.constexpr = S.BM
+    LATE: tl.constexpr = S.late
     m = tl.full([BM], float("-inf"), tl.float32)
-    return m, tl.zeros([BM], tl.float32), empty_acc(values_of(S), BM)
+    l = tl.zeros([BM], tl.float32)
+    if S.late > 0:
+        l = tl.zeros([BM, LATE], tl.float32)
+    return m, l, empty_acc(values_of(S), BM), ahead
 
 
 @triton.jit
@@ -185,14 +189,17 @@ def attend(
         v_base += wide_b * v_b
         ks_base += wide_b * ks_b
         vs_base += wide_b * vs_b
-    rows = (row_lo, row_hi, qpos, slope, factor)
+    rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S))
     keys = (k_base, ks_base, k_b, k_l, ks_b, ks_l, table)
     values = (v_base, vs_base, v_b, v_l, vs_b, vs_l)
     mask = (row, row_ok, mask_k)
     if S.mask != "":
         mask = (MASK + wide_b * mask_b + wide_head * mask_h + wide_row * mask_q, row_ok, mask_k)
 
-    state = empty_state(S)
+    ahead = ()
+    if S.ahead:
+        ahead = find_pages(first_t * BK, hi, table, BK, S.page, True)
+    state = empty_state(ahead, S)
     if S.guard == "repair":
         for t in tl.range(first_t, last_t, num_stages=1):
             state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, True)
@@ -221,11 +228,13 @@ def attend(
         tl.store(flag, has_strays(state[2]).to(tl.int32))
     if S.guard == "inside":
         if has_strays(state[2]):
-            state = empty_state(S)
+            state = empty_state(state[3], S)
             for t in tl.range(first_t, last_t, num_stages=1):
                 state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, True)
 
-    m, l, acc = state
+    m, l, acc, _ = state
+    if S.late > 0:
+        l = tl.sum(l, 1)
     if S.linear:
         m = tl.where(m == float("-inf"), m, m * unit_of_m(scale, factor, S))
     if S.split:

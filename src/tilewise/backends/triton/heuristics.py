@@ -130,10 +130,11 @@ def decode_tile(problem: Problem) -> Config:
     """Tiles that fill the shared memory of a processor with keys on their way.
 
     Measured (bf16, caches of 0.5 to 2 GB): contiguous, where one program runs on a processor at a time, D=64 16x128
-    4.43 TB/s, D=128 16x128 4.34 to 4.50 (16x64 4.04), D=256 16x64 4.42, D=512 16x32 4.16. Pages, whose table is read a
-    step ahead of the keys, leave room for two programs: D=64 16x128 in 6 stages 4.27 (pages of 16) and 4.30 (128),
-    D=128 16x64 in 5 stages 3.98 and 4.09, D=256 16x64 4.13 and 4.30, D=512 16x16 in 6 stages 4.03 and 4.06 (16x32 3.79
-    and 3.96). int4, D=128: 16x256 98 us where 16x128 took 118; fp8 and int8 138 us with either.
+    4.43 TB/s, D=128 16x128 4.34 to 4.50 (16x64 4.04), D=256 16x64 4.42, D=512 16x32 4.16. The same tiles for pages that
+    hold whole ones (128): 4.33, 4.28 to 4.46, 4.43, 4.10. Smaller pages are looked up row by row in the pipeline, which
+    takes half of its stages and leaves room for two programs: pages of 16, D=64 16x128 in 6 stages 4.26, D=128 16x64 in
+    5 stages 4.02 to 4.33, D=256 16x64 4.19, D=512 16x16 in 6 stages 3.99 (16x32 3.65).
+    int4, D=128: 16x256 90 us where 16x128 took 105; fp8 and int8 132 us, 137 and 141 with 16x256.
     """
     p = problem
     pack = pack_of(p.group)
@@ -144,12 +145,13 @@ def decode_tile(problem: Problem) -> Config:
     if BM > 16:  # more rows, fewer registers for keys
         BK = 64 if wide <= 128 else 32 if wide <= 256 else 16
         return Config(BM, BK, 4, 3, pack)
-    if p.form == "paged":
+    BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
+    if p.k_quant is not None and p.v_quant is not None and p.k_quant.dtype == p.v_quant.dtype == "int4":
+        BK *= 2 if p.q_len == 1 and p.page_size % (2 * BK) == 0 else 1  # of more queries the sums do not fit
+    if p.page_size % BK != 0:
         BK, stages = (128, 6) if wide <= 64 else (64, 5) if wide <= 128 else (64, 4) if wide <= 256 else (16, 6)
         return Config(BM, BK, 4, stages, pack)
-    BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
-    narrow = p.k_quant is not None and p.v_quant is not None and p.k_quant.dtype == p.v_quant.dtype == "int4"
-    return Config(BM, 2 * BK if narrow else BK, 4, 3, pack)
+    return Config(BM, BK, 4, 3, pack)
 
 
 def is_decode(problem: Problem) -> bool:
@@ -176,7 +178,7 @@ def config(problem: Problem, processors: int, arch: int, known: Config | None = 
         split_tiles = -(-p.split_size // c.BK)
         return replace(c, splits=max(1, -(-tiles // split_tiles)), split_tiles=split_tiles)
     programs = query_tiles(p, c) * (p.heads // c.pack)
-    places = processors * (2 if p.form == "paged" else 1)
+    places = processors * (2 if p.form == "paged" and not looks_ahead(p, c) else 1)
     return replace(c, splits=split_count(programs, tiles, places))
 
 
@@ -195,6 +197,15 @@ def orders(problem: Problem) -> bool:
     anyway (30 short ones and one of 8k: 363 TFLOPS ranked, 367 as they come).
     """
     return problem.packed_q and not (problem.causal or is_decode(problem)) and 1 < problem.batch < MOST_ORDERED
+
+
+def looks_ahead(problem: Problem, c: Config) -> bool:
+    """Whether a tile's page is looked up while the tile before it is done: where each tile lies in one page.
+
+    Else the lookup is a step of the pipeline. Pages of 128, D=128: 4.31 TB/s in decode for 3.76, 436 TFLOPS in prefill
+    for 374. Not where a tile is a page of 16: D=512 3.96 TB/s for 3.99.
+    """
+    return problem.page_size > 0 and problem.page_size % c.BK == 0 and c.BK > 16 and not lists_tiles(problem)
 
 
 def lists_tiles(problem: Problem) -> bool:
@@ -229,8 +240,12 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
     mask = "" if p.mask is None else "bool" if p.mask.is_bool else "float"
     linear = not p.softcap and not p.alibi and mask != "float" and p.scale != 0
     ruled = p.causal or p.chunk > 0 or p.window != (None, None)
+    guard = ("inside" if is_decode(p) else "flag") if mask != "" or (ruled and p.q_len > 1) else ""
+    keys = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch, pairs)
+    if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16":
+        keys = replace(keys, biased=True, rescaled=True)
     return Spec(
-        keys=operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch, pairs),
+        keys=keys,
         values=operand(p, p.value_dim // c.slices, p.v_dtype, p.v_quant, False, c.BM, arch, pairs),
         round=NAMES[p.q_dtype],
         BM=c.BM,
@@ -256,7 +271,7 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
         linear=linear,
         negate=linear and p.scale < 0,
         tail=p.kv_lengths or p.form != "dense" or p.kv_len % c.BK != 0,
-        guard=("inside" if is_decode(p) else "flag") if mask != "" or (ruled and p.q_len > 1) else "",
+        guard=guard,
         split=c.splits > 1,
         merge="after" if c.splits > 1 else "",
         block=min(MERGE_BLOCK, ceil_pow2(c.splits)),
@@ -264,4 +279,6 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
         ptx=arch >= 80,
         grain=1,
         pdl=c.splits > 1 and arch >= 90,
+        ahead=looks_ahead(p, c),
+        late=min(32, c.BK) if guard == "" and c.BM < 64 else 0,
     )

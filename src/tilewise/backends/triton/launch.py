@@ -8,6 +8,7 @@ the way through Triton is tens. Nothing here reads a value on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ POINTERS = {
     "MASK": "mask", "SLOPES": "alibi_slopes", "SINKS": "sinks", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
     "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "TABLE": "block_table",
 }  # fmt: skip
+MERGED = ("out", "lse", "sinks", "cu_seqlens_q")  # what `reduce` is given of them
 
 
 class Launches(NamedTuple):
@@ -89,6 +91,7 @@ class Bound:
         self.present: Any = None
         self.mask_at = 0  # where the mask's address is among those of a call
         self.order_at: list[int] = []  # and those that the orderer reads
+        self.merged_at: list[int] = []  # and the merging kernel
         self.ready: dict[Any, Launches] = {}
 
     def __call__(self, t: Tensors) -> None:
@@ -98,16 +101,16 @@ class Bound:
                 names = [name for name in POINTERS.values() if getattr(t, name) is not None]
                 self.present, self.mask_at = attrgetter(*names), names.index("mask") if "mask" in names else 0
                 self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
+                self.merged_at = [names.index(name) for name in MERGED if name in names]
             given = self.present(t)
             key = tuple([x.stride() for x in given])
             addresses = [x.data_ptr() for x in given]
             if not _plain(addresses, t.q.device):
                 key = None
             elif (ready := self.ready.get(key)) is not None:
-                merged = [x.data_ptr() for x in (t.out, t.lse, t.sinks, t.cu_seqlens_q) if x is not None]
-                self.again(ready, addresses, merged, t.q.device)
+                self.again(ready, addresses, self.merged_at, t.q.device)
                 return
-        with torch.cuda.device(t.q.device) if not INTERPRETED else _Nowhere():
+        with torch.cuda.device(t.q.device) if not INTERPRETED else nullcontext():
             self.first(t, key)
 
     def first(self, t: Tensors, key: Any) -> None:
@@ -136,13 +139,14 @@ class Bound:
         if key is not None and attention is not None and not captured:
             self.ready[key] = Launches(attention, inside, repairing, merging, listing, ordering)
 
-    def again(self, ready: Launches, addresses: list[int], merged: list[int], device: torch.device) -> None:
+    def again(self, ready: Launches, addresses: list[int], merged_at: list[int], device: torch.device) -> None:
         """A call like an earlier one. Addresses are in the order of the kernels' arguments."""
         attention, inside, repairing, merging, listing, ordering = ready
         part = part_ml = 0
         workspace = flags = None
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
         if inside is not None and not torch._C._cuda_isCurrentStreamCapturing():
-            tickets = self.tickets.take(device).data_ptr()
+            tickets = self.tickets.address(stream, device)
             part_ml = tickets + 4 * self.tickets_end
             addresses += [part_ml + 4 * self.part_at, part_ml, tickets]
             attention, merging = inside, None
@@ -155,18 +159,18 @@ class Bound:
         if flags is not None:
             addresses.append(flags.data_ptr())
         if listing is not None:
-            lists = listing(addresses[self.mask_at], device)  # kept until the kernel has been queued
+            lists = listing(addresses[self.mask_at], device, stream)  # kept until the kernel has been queued
             at = lists.data_ptr()
             addresses += [at, at + 4 * listing.rank_at]
         if ordering is not None and self.orderer is not None:
             ranks = self.orderer.empty(device)
-            ordering([*(addresses[i] for i in self.order_at), ranks.data_ptr()])
+            ordering([*(addresses[i] for i in self.order_at), ranks.data_ptr()], stream)
             addresses.append(ranks.data_ptr())
-        attention(addresses)
+        attention(addresses, stream)
         if repairing is not None:
-            repairing(addresses)
+            repairing(addresses, stream)
         if merging is not None:
-            merging([part, part_ml, *merged])
+            merging([part, part_ml, *(addresses[i] for i in merged_at)], stream)
 
     def memory(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The workspace of splits and the flags of programs that met strays."""
@@ -224,15 +228,19 @@ def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
     forms = [(x.shape, x.stride()) for x in (t.q, t.k, t.v, t.out, t.lse) if x is not None]
     key = tuple([stride for _, stride in forms])
 
+    ready = bound.ready.get(key)
+    merged_at = [3] if t.lse is None else [3, 4]
+
     def run(*given: torch.Tensor | None) -> None:
+        nonlocal ready
         there = [x for x in given if x is not None]
         addresses = [x.data_ptr() for x in there]
-        ready = bound.ready.get(key)
         if ready is None or not _plain(addresses, device):
             q, k, v, out, *lse = (x.as_strided(*form) for x, form in zip(there, forms, strict=True))
             bound(Tensors(q, k, v, out, lse[0] if lse else None))
+            ready = bound.ready.get(key)
         else:
-            bound.again(ready, addresses, addresses[3:], device)
+            bound.again(ready, addresses, merged_at, device)
 
     return run
 
@@ -243,12 +251,6 @@ def _plain(addresses: list[int], device: torch.device) -> bool:
     for address in addresses:
         either |= address
     return either & 15 == 0 and torch._C._cuda_getDevice() == device.index
-
-
-class _Nowhere:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def _strides(name: str, x: torch.Tensor | None, grain: int = 1) -> Arguments:

@@ -85,12 +85,12 @@ class Listing:
         self.rank_at = -(-rows * n // 4) * 4  # a multiple of 16 bytes
         self.end = self.rank_at + rows * (n + 1)
 
-    def __call__(self, mask: int, device: torch.device) -> torch.Tensor:
+    def __call__(self, mask: int, device: torch.device, stream: int) -> torch.Tensor:
         """LIST and, from `rank_at` on, RANK."""
         lists = torch.empty(self.end, dtype=torch.int32, device=device)
         at = lists.data_ptr()
         addresses = [at, at + 4 * self.rank_at]
-        self.ready([mask, *addresses] if self.masked else addresses)
+        self.ready([mask, *addresses] if self.masked else addresses, stream)
         return lists
 
 

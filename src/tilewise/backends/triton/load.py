@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
+UNIT = tl.constexpr(16777216.0)  # biased keys are multiples of 1 / UNIT (`widen.py`)
 TYPES = {"f32": tl.float32, "f16": tl.float16, "bf16": tl.bfloat16}
 
 
@@ -52,6 +53,12 @@ def parts_of(op):
 @triton.constexpr_function
 def unit_of(op):
     return op.unit
+
+
+@triton.constexpr_function
+def half_of(op, part):
+    """Of int4: whether a chunk of elements is of low (0) or high halves (1)."""
+    return part // op.unit
 
 
 @triton.constexpr_function
@@ -120,15 +127,55 @@ def load_rows(base, ok, S: tl.constexpr):
         x = raw[i]
         if OP.rescaled:
             x = x.to(tl.float32) / factor[:, None]
+            if OP.biased and half_of(OP, i % OP.parts) == 1:
+                x = x * (1.0 / 16.0)  # for keys that are 16 times as large
         x = x.to(work_type(OP))
         if S.negate:
             x = -x
         chunks = chunks + (x,)
+    if OP.biased:
+        factor = factor * UNIT
     return chunks, factor
 
 
 @triton.jit
-def tile_rows(n0, hi, TABLE, BK: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
+def key_bias(q, S: tl.constexpr):
+    """What the sums of biased keys start from, for each scale group [BM]: minus 8 times the sum of q."""
+    OP: tl.constexpr = keys_of(S)
+    biases = ()
+    if OP.biased:
+        for i in tl.static_range(len(OP.widths)):
+            for part in tl.static_range(parts_of(OP)):
+                x = tl.sum(q[i * OP.parts + part].to(tl.float32), 1)
+                if half_of(OP, part) == 1:
+                    x = x * 16.0
+                if leads(OP, i, part):
+                    total = x
+                else:
+                    total += x
+                if ends(OP, i, part):
+                    biases = biases + (total * (-8.0 / UNIT),)
+    return biases
+
+
+@triton.jit
+def find_pages(n0, hi, TABLE, BK: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
+    """The pages of rows `n0 .. n0 + BK`: one if the tile lies in one, else that of each row [BK]; without pages 0."""
+    if PAGE == 0:
+        found = n0 * 0
+    else:
+        n = n0
+        if PAGE % BK != 0:
+            n = n0 + tl.arange(0, BK)
+        if MASKED:
+            found = tl.load(TABLE + n // PAGE, mask=n < hi, other=0)
+        else:
+            found = tl.load(TABLE + n // PAGE)
+    return found
+
+
+@triton.jit
+def tile_rows(n0, found, BK: tl.constexpr, PAGE: tl.constexpr):
     """Where rows `n0 .. n0 + BK` lie: the page and slot of the first, and those of each from there, 0 or [BK]."""
     r = tl.arange(0, BK)
     page = n0 * 0
@@ -136,17 +183,13 @@ def tile_rows(n0, hi, TABLE, BK: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.co
     slot = n0
     slots = r
     if PAGE > 0:
-        if PAGE % BK == 0:  # the tile lies in one page
-            page = tl.load(TABLE + n0 // PAGE)
+        if PAGE % BK == 0:
+            page = found
             slot = n0 % PAGE
         else:
-            n = n0 + r
-            if MASKED:
-                pages = tl.load(TABLE + n // PAGE, mask=n < hi, other=0)
-            else:
-                pages = tl.load(TABLE + n // PAGE)
+            pages = found
             slot = n0 * 0
-            slots = n % PAGE
+            slots = (n0 + r) % PAGE
     return page, slot, pages, slots
 
 

@@ -33,6 +33,7 @@ class Operand:
     rescaled: bool  # q's rows are multiplied by powers of two, so that float16 holds them
     fast: bool  # stored numbers are widened by PTX instructions
     unit: int = 1  # bytes that are read together; of plain numbers one number
+    biased: bool = False  # int4 is multiplied as x + 8 and what the 8 adds is taken off the sum (`widen.py`)
 
     @property
     def parts(self) -> int:
@@ -85,6 +86,8 @@ class Spec:
     block: int  # splits that a merge loads at once
     lse: bool
     ptx: bool  # the GPU takes NVIDIA's assembly
+    ahead: bool  # a tile's page is looked up while the tile before it is done
+    late: int  # each row's sum is kept in so many parts until the end; 0: it is one number
     grain: int  # what the strides of K and V are given in
     pdl: bool  # the merging kernel may start before this one has ended, and waits
 

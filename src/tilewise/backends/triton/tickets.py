@@ -7,6 +7,8 @@ clearing them would be one more step of every replay.
 
 from __future__ import annotations
 
+from threading import Thread
+
 import torch
 
 SPARE = 64  # captured calls for which counters are set aside at once
@@ -32,11 +34,32 @@ class Tickets:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         known = self.by_stream.get(stream)
         if known is None:
-            known, *spare = self.zeros(self.sets, device)
+            known, *spare = self.lasting(device)
             self.by_stream[stream] = known
             self.spare += spare
-            torch.cuda.synchronize(device)  # a capture on another stream may follow at once
         return known
+
+    def address(self, stream: int, device: torch.device) -> int:
+        """Where those for a call on this stream lie; it is the current one, and no capture."""
+        known = self.by_stream.get(stream)
+        return (self.take(device) if known is None else known).data_ptr()
+
+    def lasting(self, device: torch.device) -> list[torch.Tensor]:
+        """All sets, made by a thread of its own: what this one allocates may go to the pool of a CUDA graph that
+        `torch.compile` is about to capture, where nothing may stay.
+        """
+        made: list[torch.Tensor] = []
+
+        def make() -> None:
+            made.extend(self.zeros(self.sets, device))
+            torch.cuda.synchronize(device)  # another stream will use them, perhaps in a capture that follows at once
+
+        thread = Thread(target=make)
+        thread.start()
+        thread.join()
+        if not made:
+            raise torch.OutOfMemoryError(f"no memory for {self.sets} x {self.count} counters")
+        return made
 
     def zeros(self, sets: int, device: torch.device) -> list[torch.Tensor]:
         """Sets of counters, each at a multiple of 16 bytes."""

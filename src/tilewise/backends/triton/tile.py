@@ -16,6 +16,7 @@ import triton.language as tl
 from .load import (
     element_scales,
     ends,
+    find_pages,
     group_of,
     keys_of,
     leads,
@@ -37,7 +38,7 @@ from .widen import widened
 
 @triton.jit
 def dot_keys(
-    q, K, KS, rows, scale_rows, ok,
+    q, bias, K, KS, rows, scale_rows, ok,
     BM: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """q k^T: [BM, BK]. A scale that all of a row's chunk shares is applied to the dot product, not to the keys."""
@@ -51,6 +52,8 @@ def dot_keys(
                 k = widened(raw, part, OP, work_type(OP))
                 if leads(OP, i, part):
                     d = tl.zeros([BM, BK], tl.float32)
+                    if OP.biased:
+                        d += bias[group_of(OP, i, part)][:, None]
                 d = tl.dot(q[i * OP.parts + part], tl.trans(k), d, input_precision=precision_of(OP))
                 if ends(OP, i, part):
                     scale = row_scales(KS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
@@ -157,6 +160,14 @@ def row_sum(x, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def column_sums(x, BM: tl.constexpr, BK: tl.constexpr, N: tl.constexpr):
+    """The sums of every N-th column of x [BM, BK]: [BM, N]."""
+    if BK > N:
+        x = tl.sum(tl.reshape(x, [BM, BK // N, N]), 1)
+    return x
+
+
+@triton.jit
 def step(
     state, q, t, mixed, rows, keys, values, mask, scale, softcap, lo, hi,
     S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
@@ -168,17 +179,22 @@ def step(
     """
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
-    m, l, acc = state
+    m, l, acc, ahead = state
     K, KS, k_b, k_l, ks_b, ks_l, TABLE = keys
     V, VS, v_b, v_l, vs_b, vs_l = values
-    row_lo, row_hi, qpos, slope, factor = rows
+    row_lo, row_hi, qpos, slope, factor, bias = rows
     n0 = t * BK
     n = n0 + tl.arange(0, BK)
     ok = (n >= lo) & (n < hi)  # [BK]
-    where = tile_rows(n0, hi, TABLE, BK, S.page, MASKED)
+    if S.ahead and not CLEAN:
+        found = ahead
+        ahead = find_pages(n0 + BK, hi, TABLE, BK, S.page, True)
+    else:
+        found = find_pages(n0, hi, TABLE, BK, S.page, MASKED)
+    where = tile_rows(n0, found, BK, S.page)
     k_rows = row_offsets(where, k_b, k_l, BK, S.page)
     ks_rows = row_offsets(where, ks_b, ks_l, BK, S.page)
-    s = dot_keys(q, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), MASKED)  # [BM, BK]
+    s = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), MASKED)  # [BM, BK]
     if not S.linear:
         if S.keys.rescaled:
             s = s * factor[:, None]
@@ -201,13 +217,16 @@ def step(
         p = tl.exp2((s - base[:, None]) * LOG2E)
         shrink = tl.exp2((m - base) * LOG2E)
     if S.guard == "":  # no tile is ever done in another loop
-        l = l * shrink + tl.sum(p, 1)
+        if S.late > 0:
+            l = l * shrink[:, None] + column_sums(p, BM, BK, S.late)
+        else:
+            l = l * shrink + tl.sum(p, 1)
     else:
         l = l * shrink + row_sum(p, BM, BK)
     v_rows = row_offsets(where, v_b, v_l, BK, S.page)
     vs_rows = row_offsets(where, vs_b, vs_l, BK, S.page)
     acc = add_values(acc, p, shrink, visible, V, VS, v_rows, vs_rows, ok, S, MASKED, CLEAN)
-    return top, l, acc
+    return top, l, acc, ahead
 
 
 @triton.jit

@@ -1,0 +1,123 @@
+"""Works, the ways to do them, and how long each takes: all ways of a work take turns.
+
+A time is the median over rounds, by CUDA events. So a card that slows down under load slows every way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Way = Callable[[], Any]
+REPEATS = 3  # calls between two events
+
+
+@dataclass
+class Work:
+    """One row of a table: its name, its ways, and what turns a time into a rate."""
+
+    name: str
+    flops: float = 0.0
+    bytes: float = 0.0
+    ways: dict[str, Callable[[], list[Way]]] = field(default_factory=dict)  # each makes calls, one for each input set
+    graph: bool = False
+    check: bool = True
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def make_calls(work: Work) -> dict[str, list[Way]]:
+    """The ways of a work that run, each checked against the first."""
+    calls: dict[str, list[Way]] = {}
+    want = None
+    for name, make in work.ways.items():
+        try:
+            ways = make()
+            got = ways[0]()
+            torch.cuda.synchronize()
+        except Exception as error:  # a peer without this kernel, or a launch that does not fit
+            print(f"  {work.name} / {name}: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
+            continue
+        if want is None:
+            want = got.float()
+        elif work.check and not torch.allclose(got.float().reshape(want.shape), want, atol=3e-2, rtol=3e-2):
+            print(f"  {work.name} / {name}: WRONG by {(got.float() - want).abs().max():.3g}", flush=True)
+            continue
+        calls[name] = ways
+    return calls
+
+
+def graphed(ways: list[Way]) -> Way:
+    """All calls of a way in one CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for way in ways:
+            way()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for way in ways:
+            way()
+    return graph.replay
+
+
+def seconds(runs: dict[str, Way], rounds: int, budget: float) -> dict[str, float]:
+    """The time of each: the median over rounds in which all take turns; after `budget` seconds no more rounds."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    start = time.perf_counter()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            run()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            for _ in range(REPEATS):
+                run()
+            events[1].record()
+            torch.cuda.synchronize()
+            times[name].append(events[0].elapsed_time(events[1]) * 1e-3 / REPEATS)
+        if time.perf_counter() - start > budget:
+            break
+    return {name: sorted(ts)[len(ts) // 2] for name, ts in times.items()}
+
+
+def measure(work: Work, rounds: int, budget: float) -> dict[str, float]:
+    """Seconds of each way of a work."""
+    runs: dict[str, Way] = {}
+    counts: dict[str, int] = {}
+    for name, ways in make_calls(work).items():
+        try:
+            runs[name], counts[name] = (graphed(ways), len(ways)) if work.graph else (ways[0], 1)
+        except Exception as error:
+            print(f"  {work.name} / {name}: no graph: {str(error).splitlines()[0][:100]}", flush=True)
+    return {name: t / counts[name] for name, t in seconds(runs, rounds, budget).items()}
+
+
+def ceilings() -> dict[str, float]:
+    """What the card does at best, in the same run."""
+    a, b = randn(8192, 8192), randn(8192, 8192)
+    x = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
+    y = torch.empty_like(x)
+    amounts = {
+        "matmul TFLOPS": (lambda: a @ b, 2 * 8192**3 / 1e12),
+        "copy TB/s": (lambda: y.copy_(x), 8 * x.numel() / 1e12),
+        "read TB/s": (lambda: x.sum(), 4 * x.numel() / 1e12),
+    }
+    return {name: amount / seconds({name: run}, 10, 5)[name] for name, (run, amount) in amounts.items()}
+
+
+def show(work: Work, times: dict[str, float]) -> str:
+    parts = []
+    for name, t in times.items():
+        if work.bytes:
+            parts.append(f"{name} {t * 1e6:.1f}us {work.bytes / t / 1e12:.2f}")
+        elif t < 1e-3:
+            parts.append(f"{name} {t * 1e3:.3f}ms {work.flops / t / 1e12:.0f}")
+        else:
+            parts.append(f"{name} {work.flops / t / 1e12:.0f}")
+    return f"{work.name}: " + " | ".join(parts)

@@ -1,0 +1,81 @@
+"""Ways to do a work: our kernels with a launch of one's own choice, and the peers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from timing import Way
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilewise import checks
+from tilewise.backends.triton.spec import Config
+from tilewise.options import Options
+from tilewise.plan import Plan
+
+
+def config(shape: str) -> Config:
+    """A launch by name: rows x keys, warps, stages and, if they are shared, the programs that share the values."""
+    BM, BK, warps, stages, *slices = (int(n) for n in re.split("[xwsv]", shape))
+    return Config(BM, BK, warps, stages, slices=slices[0] if slices else 1)
+
+
+def tag(c: Config) -> str:
+    text = f"{c.BM}x{c.BK} w{c.warps} s{c.stages}"
+    return text + (f" p{c.splits}" if c.splits > 1 else "")
+
+
+def bound_call(c: Config, *args: Any, entry: str = "dense", **options: Any) -> Way:
+    """A call with a launch of our own choice."""
+    if entry == "paged":
+        return bound_way(c, checks.paged(*args, None, None, Options(**options)))
+    return bound_way(c, checks.dense(*args, Options(**options)))
+
+
+def bound_way(c: Config, call: checks.Call) -> Way:
+    from tilewise.backends.triton.device import arch_of
+    from tilewise.backends.triton.launch import Bound
+
+    bound = Bound(Plan(call.problem, "triton", "", (c.BM // c.pack, c.BK)), c, arch_of(call.problem.device))
+
+    def run() -> torch.Tensor:
+        bound(call.tensors)
+        return call.out
+
+    return run
+
+
+def sdpa(backend: SDPBackend, q: Any, k: Any, v: Any, **options: Any) -> Way:
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    return run
+
+
+def flex(q: Any, k: Any, v: Any, score_mod: Any = None, mask_mod: Any = None) -> Way:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.config.cache_size_limit = 256
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def causal_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return j <= i
+
+
+def pages(k: torch.Tensor, v: torch.Tensor, page: int) -> tuple[torch.Tensor, ...]:
+    """The same cache in shuffled pages: keys, values, table, lengths."""
+    B, Hkv, L, D = k.shape
+    count = B * L // page
+    order = torch.randperm(count, device="cuda")
+    k_pages, v_pages = torch.empty(2, count, page, Hkv, D, device="cuda", dtype=k.dtype)
+    for cache, out in ((k, k_pages), (v, v_pages)):
+        out[order] = cache.transpose(1, 2).reshape(count, page, Hkv, D)
+    table = order.view(B, L // page).to(torch.int32)
+    return k_pages, v_pages, table, torch.full((B,), L, dtype=torch.int32, device="cuda")

@@ -1,0 +1,139 @@
+"""Launches by address without a GPU: what the driver is given, and where memory that stays comes from."""
+
+import ctypes
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
+from tilewise.backends.triton import kernel, tickets
+
+SIGNATURE = {
+    "Q": "*bf16", "n": "i32", "S": "constexpr", "stride": "i64", "scale": "fp32", "OUT": "*fp32", "one": "constexpr",
+}  # fmt: skip
+GIVEN = {"Q": None, "n": -7, "S": "spec", "stride": 1 << 40, "scale": 0.25, "OUT": None, "one": 1}
+
+
+def compiled(**changes):
+    meta = {
+        "num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0, "launch_cooperative_grid": False,
+        "launch_pdl": False, "num_warps": 4, "shared": 1234,
+    }  # fmt: skip
+    return SimpleNamespace(
+        metadata=SimpleNamespace(**(meta | changes)), src=SimpleNamespace(signature=SIGNATURE), function=99
+    )
+
+
+class Driver:
+    """Reads what `cuLaunchKernelEx` would be given."""
+
+    def __init__(self, *errors):
+        self.errors, self.calls, self.contexts = list(errors), [], []
+
+    def context(self):
+        return 42
+
+    def set_context(self, context):
+        self.contexts.append(context)
+
+    def launch(self, how, function, parameters, extra):
+        at = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
+        kinds = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float] + [ctypes.c_uint64] * 3
+        values = [kind.from_address(at[i]).value for i, kind in enumerate(kinds)]
+        copy = kernel.Launch.from_buffer_copy(ctypes.string_at(how, ctypes.sizeof(kernel.Launch)))
+        self.calls.append((copy, function, values, extra))
+        return self.errors.pop(0) if self.errors else 0
+
+
+def test_a_launch_has_every_argument_in_its_place():
+    driver = Driver()
+    ready = kernel.Ready(compiled(), (5, 3), GIVEN, driver)
+    high = (1 << 47) + 16
+    ready([high, 32], 7)
+    how, function, values, extra = driver.calls[0]
+    assert function == 99
+    assert extra is None
+    assert values == [high, -7, 1 << 40, 0.25, 32, 0, 0], "two scratch pointers come last"
+    assert (how.x, how.y, how.z) == (5, 3, 1)
+    assert (how.threads, how.threads_y, how.threads_z, how.shared) == (128, 1, 1, 1234)
+    assert (how.stream, how.count) == (7, 0)
+
+
+def test_the_next_launch_has_its_own_pointers_and_stream():
+    driver = Driver()
+    ready = kernel.Ready(compiled(), (1, 1), GIVEN, driver)
+    ready([16, 32], 7)
+    ready([48, 64], 8)
+    assert [(call[2][0], call[2][4], call[0].stream) for call in driver.calls] == [(16, 32, 7), (48, 64, 8)]
+
+
+def test_a_kernel_that_may_start_early_says_so():
+    driver = Driver()
+    kernel.Ready(compiled(launch_pdl=True), (1, 1), GIVEN, driver)([16, 32], 7)
+    how = driver.calls[0][0]
+    assert how.count == 1
+    assert how.attributes is not None
+
+
+def test_sizes_of_the_drivers_structures():
+    """As `cuda.h` has them on 64-bit machines."""
+    assert ctypes.sizeof(kernel.Launch) == 56
+    assert ctypes.sizeof(kernel.Attribute) == 72
+    assert kernel.Attribute.value.offset == 8
+
+
+def test_a_launch_that_fails_is_an_error():
+    ready = kernel.Ready(compiled(), (1, 1), GIVEN, Driver(701))
+    with pytest.raises(RuntimeError, match="CUDA error 701"):
+        ready([16, 32], 7)
+
+
+def test_a_thread_without_a_context_is_given_one():
+    driver = Driver(kernel.NO_CONTEXT)
+    kernel.Ready(compiled(), (1, 1), GIVEN, driver)([16, 32], 7)
+    assert driver.contexts == [42]
+    assert len(driver.calls) == 2
+    again = kernel.Ready(compiled(), (1, 1), GIVEN, Driver(kernel.NO_CONTEXT, kernel.NO_CONTEXT))
+    with pytest.raises(RuntimeError, match="CUDA error 201"):
+        again([16, 32], 7)
+
+
+@pytest.mark.parametrize("wrong", [[16], [16, 32, 48]])
+def test_pointers_are_counted(wrong):
+    with pytest.raises(Exception, match="pack_into expected 2 items"):
+        kernel.Ready(compiled(), (1, 1), GIVEN, Driver())(wrong, 7)
+
+
+def test_what_stays_is_made_by_another_thread(monkeypatch):
+    """While `torch.compile` warms up, what a thread allocates goes to a graph's pool, where nothing may stay."""
+    makers = []
+
+    def zeros(self, sets, device):
+        makers.append(threading.get_ident())
+        return [torch.zeros(self.count, dtype=torch.int32) for _ in range(sets)]
+
+    monkeypatch.setattr(tickets.Tickets, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    kept = tickets.Tickets(8, spare=2)
+    device = torch.device("cuda", 0)
+    assert kept.address(5, device) == kept.take(device).data_ptr() == kept.by_stream[5].data_ptr()
+    assert len(makers) == 1
+    assert makers[0] != threading.get_ident()
+    assert len(kept.spare) == 2
+
+
+def test_no_memory_for_what_stays_is_an_error(monkeypatch):
+    def zeros(self, sets, device):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(tickets.Tickets, "zeros", zeros)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with pytest.raises(torch.OutOfMemoryError, match="counters"):
+        tickets.Tickets(8).lasting(torch.device("cuda", 0))
