@@ -103,7 +103,7 @@ def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.mask else (None, None, (0, 0, 0, 0))
     tensors = tensors_of(problem)
-    given = bound.arguments(tensors, bound.made(torch.device("meta")), lists)
+    given = bound.arguments(tensors, bound.memory(torch.device("meta")), lists)
     found = {"prefill": build(prefill, given, ("S",), ptxas)}
     found["prefill"].spec, found["prefill"].dynamic = bound.spec, bound.dynamic
     if bound.spec.guard:

@@ -59,7 +59,6 @@ def test_refusals_name_what_is_missing(word):
 SLOWER = {
     "queries": {"q_len": 16},
     "masks": {"mask": MaskSpec(torch.bool, (True, True, False, False))},
-    "packed": {"form": "varlen", "packed_q": True, "total_q": 9999, "kv_lengths": True},
     "small": {"batch": 1, "heads": 4, "q_len": 512, "kv_len": 512},
     "small calls": {"batch": 1, "heads": 4, "causal": True, "window": (20, None)},
 }
@@ -72,7 +71,6 @@ def test_what_triton_does_faster_is_left_to_it(word, monkeypatch):
     assert word in (heuristics.slower(p) or "")
     assert heuristics.slower(problem()) is None
     monkeypatch.setattr(hopper, "supports", lambda problem: None)
-    monkeypatch.setattr(hopper, "VERIFIED", True)
     monkeypatch.setattr(planner.load("triton"), "supports", lambda problem: None)
     monkeypatch.setattr(planner.load("triton"), "plan", lambda problem: Plan(problem, "triton", "", (64, 64)))
     planner.choose.cache_clear()
@@ -82,13 +80,6 @@ def test_what_triton_does_faster_is_left_to_it(word, monkeypatch):
     assert planner.choose(p, "hopper").backend == "hopper"
     assert planner.choose(problem()).backend == "hopper"
     planner.choose.cache_clear()
-
-
-def test_kernels_that_are_not_verified_are_not_chosen(monkeypatch):
-    monkeypatch.setattr(hopper, "VERIFIED", False)
-    assert "not yet verified" in (hopper.declines(problem()) or "")
-    monkeypatch.setattr(hopper, "VERIFIED", True)
-    assert hopper.declines(problem()) is None
 
 
 def test_operations_count_what_rules_leave():
@@ -165,7 +156,7 @@ def test_calls_that_come_again_may_be_unaligned(monkeypatch):
 
     class Bound:
         def __init__(self, plan, c, processors):
-            pass
+            self.ready = {}
 
         def __call__(self, t):
             seen.append(t)
@@ -221,3 +212,59 @@ def test_packed_sequences_are_ranked():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True, env=environment)
     assert done.stdout == "ok\n", done.stderr
+
+
+def test_later_launches_hand_over_addresses_and_tiles(monkeypatch):
+    """A stand-in for Triton: what its C launcher is given, and what TMA is told, the first time and after it."""
+    pytest.importorskip("triton")
+    from tilewise.backends.hopper import kernel
+
+    launched, told = [], []
+
+    def wrapped(launcher):
+        def inner(*args):
+            assert launcher is None, "Triton is not to make descriptors again"
+
+        return inner
+
+    def fill(*args):
+        told.append(args)
+        return f"tiles at {args[0]}"
+
+    class Active:
+        class utils:  # noqa: N801
+            fill_tma_descriptor = staticmethod(fill)
+
+    class Compiled:
+        function, packed_metadata = "code", "packed"
+
+        class run:  # noqa: N801
+            launch_cooperative_grid, launch_pdl = False, False
+            launch = staticmethod(wrapped(lambda *args: launched.append(args)))
+
+        class metadata:  # noqa: N801
+            tensordesc_meta = (
+                {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False},
+            )
+
+    class Function:
+        arg_names = ("q", "OUT", "LSE", "n", "S")
+
+        def __getitem__(self, grid):
+            assert grid == (7,)
+            return lambda **given: Compiled
+
+    monkeypatch.setattr(kernel.driver, "_active", Active(), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    q = torch.empty(1, 5, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
+    given = {"q": kernel.descriptor(q, 64, 64, "bf16"), "OUT": q, "LSE": None, "n": 9, "S": "spec", "other": 1}
+    ready = kernel.Kernel(Function()).first(7, given)
+    assert launched == []
+    ready({"q": ready.tiles["q"](4096), "OUT": 8192, "other": 3})
+    assert told == [
+        (4096, 3, 2, kernel.TMA_DTYPE_DEVICE_TO_HOST[10], [1, 1, 64, 64], [1, 3, 5, 64], [8, 64, 192, 1], 0)
+    ]
+    head = (7, 1, 1, "stream", "code", False, False, None, None, "packed", None, None, None)
+    tiles = ("tiles at 4096", 1, 3, 5, 64, 8, 64, 192, 1)
+    assert launched == [(*head, *tiles, 8192, None, 9, "spec")]

@@ -4,18 +4,21 @@ a thousand repeats. Kernels are compiled by many processes; `hopper.py` runs all
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilewise import checks
 from tilewise.backends.hopper import heuristics
-from tilewise.backends.hopper.heuristics import Config
 from tilewise.backends.triton.device import processors
 from tilewise.options import Options
 from tilewise.plan import Plan
@@ -24,12 +27,15 @@ BF16 = torch.bfloat16
 Way = Callable[[], torch.Tensor]
 
 
-def bound_call(c: Config | None, *args: Any, **options: Any) -> Way:
-    """A call of the Hopper kernels with a launch of our own choice."""
+def bound_call(*args: Any, **options: Any) -> Way:
+    """A call of the Hopper kernels, checked and planned beforehand."""
+    return bound_to(checks.dense(*args, Options(**options)))
+
+
+def bound_to(call: Any) -> Way:
     from tilewise.backends.hopper.launch import Bound
 
-    call = checks.dense(*args, Options(**options))
-    c = c or heuristics.config(call.problem)
+    c = heuristics.config(call.problem)
     bound = Bound(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, processors(call.problem.device))
 
     def run() -> torch.Tensor:
@@ -37,15 +43,6 @@ def bound_call(c: Config | None, *args: Any, **options: Any) -> Way:
         return call.out
 
     return run
-
-
-def variants(D: int) -> dict[str, Config]:
-    """Launches beside the one that the heuristics choose."""
-    if D == 64:
-        return {"2 consumers": Config(128, 2, 2, 2)}
-    if D == 256:
-        return {"borrowed": Config(64, 2, 2, 2, staged="borrowed", out_columns=256, q_stages=1)}
-    return {}
 
 
 def oracle(q: Any, k: Any, v: Any, causal: bool) -> torch.Tensor:
@@ -60,15 +57,15 @@ def oracle(q: Any, k: Any, v: Any, causal: bool) -> torch.Tensor:
     return torch.softmax(s, -1) @ v
 
 
-def check(D: int, causal: bool, c: Config | None) -> float:
+def check(D: int, causal: bool) -> float:
     """The relative error on awkward sizes, seq-major and head-major, with poisoned outputs."""
     worst = 0.0
-    for B, H, Hkv, Lq, Lk in ((2, 4, 2, 700, 1024), (1, 3, 3, 130, 256), (8, 16, 4, 1024, 1024)):
+    for B, H, Hkv, Lq, Lk in ((2, 4, 2, 700, 1024), (1, 3, 3, 130, 256), (8, 16, 4, 1024, 1024), (1, 2, 1, 500, 2304)):
         g = torch.Generator("cuda").manual_seed(Lq)
         q = 3 * torch.randn(B, Lq, H, D, device="cuda", generator=g).to(BF16).transpose(1, 2)
         k, v = (torch.randn(B, Hkv, Lk, D, device="cuda", generator=g).to(BF16) for _ in range(2))
         out = torch.full_like(q, float("nan"))
-        bound_call(c, q, k, v, causal=causal, out=out)()
+        bound_call(q, k, v, causal=causal, out=out)()
         want = oracle(q, k, v, causal)
         worst = max(worst, float((out.double() - want).norm() / want.norm()))
         if not bool(out.isfinite().all()):
@@ -76,11 +73,10 @@ def check(D: int, causal: bool, c: Config | None) -> float:
     return worst
 
 
-def compile_one(job: tuple[int, bool, Config | None]) -> tuple[Any, float]:
-    D, causal, c = job
+def compile_one(job: tuple[int, bool]) -> tuple[Any, float]:
     start = time.perf_counter()
     try:
-        error = check(D, causal, c)
+        error = check(*job)
     except Exception as problem:
         return f"{type(problem).__name__}: {str(problem)[:300]}", time.perf_counter() - start
     return error, time.perf_counter() - start
@@ -90,13 +86,25 @@ def repeats(which: str) -> str:
     """A thousand repeats of one launch, on awkward sizes with many rounds of work, give the same bits."""
     D, option = which.split()
     g = torch.Generator("cuda").manual_seed(1)
-    q = torch.randn(5, 16, 777, int(D), device="cuda", dtype=BF16, generator=g)
-    k, v = (torch.randn(5, 4, 999, int(D), device="cuda", dtype=BF16, generator=g) for _ in range(2))
-    options: dict[str, Any] = {
-        "full": {}, "causal": {"causal": True}, "window": {"window": (300, 5), "softcap": 9.0},
-        "lengths": {"kv_lengths": torch.tensor([999, 1, 500, 0, 128], device="cuda"), "causal": True},
-    }[option]  # fmt: skip
-    run = bound_call(None, q, k, v, **options)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, int(D), device="cuda", dtype=BF16, generator=g)
+
+    if option == "varlen":
+        lengths = torch.tensor([0, 5, 700, 0, 1300, 64, 129, 999])
+        cu = lengths.cumsum(0).to(torch.int32).cuda()
+        q, k, v = randn(cu[-1] + 3, 16), randn(cu[-1] + 3, 4), randn(cu[-1] + 3, 4)
+        run = bound_to(checks.varlen(q, k, v, cu, cu, 1300, 1300, Options(causal=True)))
+    else:
+        q, k, v = randn(5, 16, 777), randn(5, 4, 999), randn(5, 4, 999)
+        seen = torch.rand(777, 999, device="cuda", generator=g) < 0.3
+        options: dict[str, Any] = {
+            "full": {}, "causal": {"causal": True}, "window": {"window": (300, 5), "softcap": 9.0},
+            "lengths": {"kv_lengths": torch.tensor([999, 1, 500, 0, 128], device="cuda"), "causal": True},
+            "chunk": {"chunk": 130, "causal": True, "sinks": torch.zeros(16, device="cuda")},
+            "mask": {"mask": seen}, "bias": {"mask": torch.where(seen, 0.5, -torch.inf).to(BF16)},
+        }[option]  # fmt: skip
+        run = bound_call(q, k, v, **options)
     first = run().clone()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):
@@ -104,7 +112,8 @@ def repeats(which: str) -> str:
     return f"{int(wrong)} elements differed" if int(wrong) or not bool(first.isfinite().all()) else ""
 
 
-REPEATS = [f"{D} {option}" for D in (64, 128, 256, 512) for option in ("full", "causal", "window", "lengths")]
+OPTIONS = ("full", "causal", "window", "lengths", "chunk", "mask", "bias", "varlen")
+REPEATS = [f"{D} {option}" for D in (64, 128, 256, 512) for option in OPTIONS]
 
 
 def conformance(index: int) -> tuple[str, str, float]:
@@ -183,27 +192,22 @@ def repeated(which: str) -> tuple[str, str, float]:
 
 
 def prepare(
-    sweep: bool, verify: int, jobs: int, seconds: float, extra: list[str], compile_extra: Callable[[str], str]
+    verify: int, jobs: int, seconds: float, extra: list[str], compile_extra: Callable[[str], str]
 ) -> list[tuple[str, str, float]]:
     """Compiles and checks every launch that is timed, and runs the conformance suite, within so many seconds."""
     from tilewise.conformance.properties import PROPERTIES
 
-    todo = [
-        ((D, causal, name), c)
-        for D in (64, 128, 256, 512)
-        for causal in (False, True)
-        for name, c in ({"": None} | (variants(D) if sweep else {})).items()
-    ]
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=6)
-    futures = [pool.submit(compile_one, (D, causal, c)) for (D, causal, _), c in todo]
+    todo = [(D, causal) for D in (64, 128, 256, 512) for causal in (False, True)]
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    futures = [pool.submit(compile_one, job) for job in todo]
     more = [pool.submit(compile_extra, name) for name in extra]
     suite = []
     if verify:
-        suite = [pool.submit(prop, name) for name in (*PROPERTIES, "graphs_replay", "poisoned_memory")]
-        suite += [pool.submit(repeated, which) for which in REPEATS]
+        suite = [pool.submit(repeated, which) for which in REPEATS]
+        suite += [pool.submit(prop, name) for name in (*PROPERTIES, "graphs_replay", "poisoned_memory")]
         suite += [pool.submit(conformance, i) for i in conforming()[::verify]]
     last = time.perf_counter() + seconds
-    for (key, _), future in zip(todo, futures, strict=True):
+    for key, future in zip(todo, futures, strict=True):
         try:
             error, took = future.result(timeout=max(0.1, last - time.perf_counter()))
         except Exception as problem:
@@ -224,7 +228,7 @@ def prepare(
         try:
             results.append(future.result(timeout=max(0.1, last - time.perf_counter())))
         except Exception as problem:
-            results.append(("?", f"FAILED {type(problem).__name__}", 0.0))
+            results.append(("not done in time", f"FAILED {type(problem).__name__}", 0.0))
         if results[-1][1].startswith("FAILED"):
             print("  " + " ".join(results[-1][:2])[:260].replace("\n", " "), flush=True)
     if suite:
@@ -233,3 +237,20 @@ def prepare(
     for process in pool._processes.values():  # one may hang in a kernel that waits for ever
         process.kill()
     return results
+
+
+def main() -> None:
+    """The checks alone: `TRITON_PTXAS_PATH=... python benchmarks/h200/hopper_checks.py` tries another assembler."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=0, metavar="N", help="run every Nth conformance case too")
+    parser.add_argument("--most", type=float, default=150, help="seconds")
+    parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = prepare(args.every or 10**6, args.jobs, args.most, [], str)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,9 +14,6 @@ from ..triton.device import arch_of
 from . import heuristics
 
 TESTED = "3.6."
-# Whether every conformance case and every repeat has passed on a GPU: see docs/performance.md. Until then a call has to
-# ask for these kernels by name.
-VERIFIED = False
 
 
 def supports(problem: Problem) -> str | None:
@@ -30,10 +27,7 @@ def supports(problem: Problem) -> str | None:
 
 def declines(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice, if it is: by measurement, see docs/performance.md."""
-    slower = heuristics.slower(problem)
-    if slower is None and not VERIFIED:
-        return 'not yet verified in full on a GPU: ask for it by backend="hopper"'
-    return slower
+    return heuristics.slower(problem)
 
 
 def plan(problem: Problem) -> Plan:

@@ -97,6 +97,8 @@ def step(
     release_scores(a, keys, n)
     p, m, l, shrink = to_weights(a, s, m, l, rows, tile, tile_keys, mixed, MASKED)
     p = as_operand(a, p)
+    if a.S.late_wait:
+        values.wait_full(last)  # it is full: this is a branch, and the compiler moves no wait above it
     o, p = warpgroup_mma_wait(0, deps=(o, p))  # P goes through the wait: else it is moved to other registers
     values.release(last)
     return p, o, m, l, shrink
@@ -207,6 +209,17 @@ def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
 
 
 @gluon.jit
+def last_tile(a, keys, values, end, next_begin, p, o):
+    """P V of a work's last tile with nothing beside it; then tiles up to the next work are passed over."""
+    values.wait_full(end - 1)
+    o = warpgroup_mma(p, values.tile(end - 1), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=(o,))
+    values.release(end - 1)
+    pass_over(a, keys, values, end, next_begin)
+    return o
+
+
+@gluon.jit
 def no_sums(a):
     """m and l before the first tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
@@ -249,25 +262,24 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
         last_m = m
         last_l = l
         m, l = no_sums(a)
-        # Few tiles may be passed over on the way: for more, the producer needs the stage that P V reads.
-        joined = more & (start - end < a.S.v_stages)
+        apart = more  # the first scores of the next work are still to be computed
         if a.S.staged == "borrowed":
-            joined = more & False
-        if joined:
-            pass_keys(a, keys, end, start)
-            queries.wait_full(i + 1, C)
-            keys.wait_full(start * a.S.chunks)
-            p, o, m, l, _ = step(
-                a, queries, keys, values, i + 1, start, end - 1, tile, next_w.n_keys, True, p, o, m, l, next_rows,
-                C, MASKED,
-            )  # fmt: skip
-            pass_values(a, values, end, start)
+            o = last_tile(a, keys, values, end, next_begin, p, o)
         else:
-            values.wait_full(end - 1)
-            o = warpgroup_mma(p, values.tile(end - 1), o, is_async=True)
-            o = warpgroup_mma_wait(0, deps=(o,))
-            values.release(end - 1)
-            pass_over(a, keys, values, end, next_begin)
+            # Few tiles may be passed over on the way: for more, the producer needs the stage that P V reads.
+            joined = more & (start - end < a.S.v_stages)
+            apart = more & (joined == 0)
+            if joined:
+                pass_keys(a, keys, end, start)
+                queries.wait_full(i + 1, C)
+                keys.wait_full(start * a.S.chunks)
+                p, o, m, l, _ = step(
+                    a, queries, keys, values, i + 1, start, end - 1, tile, next_w.n_keys, True, p, o, m, l, next_rows,
+                    C, MASKED,
+                )  # fmt: skip
+                pass_values(a, values, end, start)
+            else:
+                o = last_tile(a, keys, values, end, next_begin, p, o)
 
         lse, share = finish(a, last_m, last_l, w.head, w.owned)
         if a.S.guard:
@@ -277,7 +289,7 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
         if a.S.staged == "borrowed":
             tma.store_wait(0)
             queries.release(i, C)
-        if more & (joined == 0):
+        if apart:
             pass_over(a, keys, values, next_begin, start)
             p, m, l = first_tile(a, queries, keys, i + 1, start, tile, next_w.n_keys, next_rows, C)
         i += 1

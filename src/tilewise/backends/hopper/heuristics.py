@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...problem import Problem
+from ..flags import flags_of, is_ruled
 from .spec import Spec
 
 NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -26,13 +27,15 @@ class Config:
     staged: str = "own"
     out_columns: int = 0  # 0: all
     q_stages: int = 2
+    late_wait: bool = False
     consumer_regs: int = 240
     producer_regs: int = 24
 
 
 FEW_QUERIES = 16  # queries up to here are decoded: they wait for memory, not for products
+MANY_ROUNDS = 64  # works of a program after which its last one counts for little
 SHORT = 2048  # keys up to which two consumers are faster than three at D=64; see `config`
-LITTLE = 4e10  # operations that the Triton backend does in the host time of a call here, 125 us to its 25
+LITTLE = 1.5e10  # operations; see `slower`
 
 
 def refusal(problem: Problem) -> str | None:
@@ -54,15 +57,16 @@ def refusal(problem: Problem) -> str | None:
 def slower(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice, if it is: as a rule, because it takes less time.
 
-    Measured: masks of a window of 1024 in 8k keys, D=128, bool / additive: 0.286 / 0.362 ms; Triton's 0.261 / 0.300.
+    Measured: masks of a window of 1024 in 8k keys, D=128, bool / additive: 0.283 / 0.361 ms; Triton's 0.263 / 0.303.
+    Small calls, us in a graph, here and there: 8.6 GFLOP (8 heads, 2k, full) D=64 26 and 28, causal D=128 35 and 36;
+    4.3 GFLOP D=64 29 and 28, D=128 (1k, full) 17 and 15; eager calls take 7 us more of the host here, so 8.6 GFLOP are
+    36 and 29 or 50 and 45, 17 GFLOP D=64 (32 heads, 2k, causal) 59 and 61, D=128 (32 heads, 1k, full) 36 and 42.
     """
     p = problem
     if p.q_len <= FEW_QUERIES:
         return f"leaves {FEW_QUERIES} queries and fewer to the Triton backend, which is faster there"
     if p.mask is not None:
         return "leaves masks to the Triton backend, which is faster there"
-    if p.packed_q and p.kv_lengths:
-        return "leaves packed sequences with kv_lengths to the Triton backend: here they have not run on a GPU yet"
     if operations(p) < LITTLE:
         return "leaves small calls to the Triton backend, which starts them sooner"
     return None
@@ -116,13 +120,19 @@ def config(problem: Problem) -> Config:
 
     Measured (TFLOPS full / causal, 16k tokens): D=64, three consumers and two: 1k 421 / 229 and 433 / 296, 4k 507 / 429
     and 456 / 426, 16k 516 / 500 and 420 / 452. D=256, the output in memory of its own and in q's: 1k 663 / 458 and
-    647 / 461, 4k 744 / 686 and 727 / 675, 16k 751 / 762 and 741 / 733.
+    647 / 461, 4k 744 / 686 and 727 / 675, 16k 751 / 762 and 741 / 733. D=64, causal, four stages and two: 1k 301 and
+    289, 4k 418 and 411, 16k 493 and 486. D=64, the wait for P V late and early: 4k 490 and 484, 16k 524 and 508 full;
+    causal kernels have no registers left for it (345 and 502), other head dims are 2 to 4% slower with it. D=64, 1k,
+    causal, 2 and 8 programs on the same keys: 311 and 308.
     """
     width, chunks = chunk_widths(problem.head_dim)
     DV, _ = value_parts(problem)
     # Tiles of a mask have a power of two of rows.
     if width * chunks <= 64 and DV <= 64 and problem.mask is None and problem.kv_len > SHORT:
-        return Config(128, 3, 2, 2, consumer_regs=160, producer_regs=32)
+        free = not uneven(problem) and not problem.softcap and not problem.alibi
+        return Config(128, 3, 4, 4, late_wait=free, consumer_regs=160, producer_regs=32)
+    if width * chunks <= 64 and DV <= 64:
+        return Config(128, 2, 4, 4, share=2)
     if width * chunks <= 128 and DV <= 128:
         return Config(128, 2, 2, 2)
     if width * chunks <= 192 and DV <= 128:
@@ -135,7 +145,20 @@ def config(problem: Problem) -> Config:
 def uneven(problem: Problem) -> bool:
     """Whether some tiles of rows have more keys than others."""
     p = problem
-    return p.causal or p.chunk > 0 or p.window != (None, None) or p.packed_q or p.kv_lengths or p.mask is not None
+    return is_ruled(p) or p.packed_q or p.kv_lengths or p.mask is not None
+
+
+def draws_ahead(problem: Problem, c: Config, rounds: float) -> bool:
+    """Whether programs draw a slot before they load the tiles of the one before it, not after; of `rounds` each.
+
+    What a program has drawn waits for it at the end, while others have nothing to do; what it draws later comes later.
+    Measured (causal, TFLOPS ahead / not): 15 rounds, L 1k, D=128 406 / 416, D=256 452 / 482; L 4k, D=128 591 / 588,
+    D=256 658 / 669; 31 rounds, L 1k, D=64 301 / 308. 130 rounds: 64 sequences of 2080 487 / 476, packed ones 450 / 435.
+
+    A consumer takes the next slot before it passes over tiles that only the rows of others see. If those are loaded
+    first, there must be room for them: one tile to the left of a window, but any number between chunks.
+    """
+    return rounds > MANY_ROUNDS or problem.chunk > 0 or c.v_stages < 2
 
 
 def section(problem: Problem, c: Config, programs: int) -> int:
@@ -151,15 +174,12 @@ def section(problem: Problem, c: Config, programs: int) -> int:
 
 
 def spec(problem: Problem, c: Config) -> Spec:
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for; `ahead` is for the launch to say."""
     p = problem
-    left, right = p.window
-    mask = "" if p.mask is None else "bool" if p.mask.is_bool else "float"
-    ruled = p.causal or p.chunk > 0 or p.window != (None, None)
     width, chunks = chunk_widths(p.head_dim)
     DV, parts = value_parts(p)
-    tail = p.kv_lengths or p.form != "dense" or p.kv_len % c.BN != 0
     return Spec(
+        **flags_of(p, c.BN),
         dtype=NAMES[p.q_dtype],
         chunk_d=width,
         chunks=chunks,
@@ -172,22 +192,10 @@ def spec(problem: Problem, c: Config) -> Spec:
         v_stages=c.v_stages,
         staged=c.staged,
         out_columns=c.out_columns or DV,
+        late_wait=c.late_wait,
         consumer_regs=c.consumer_regs,
         producer_regs=c.producer_regs,
-        packed=p.packed_q,
-        lengths=p.kv_lengths,
-        offset=p.q_offset if isinstance(p.q_offset, str) else "int",
-        causal=p.causal,
-        left=left is not None,
-        right=right is not None,
-        chunk=p.chunk > 0,
-        softcap=p.softcap > 0,
-        alibi=p.alibi,
-        sinks=p.sinks,
-        mask=mask,
-        linear=not p.softcap and not p.alibi and mask != "float",
-        tail=tail,
         # Past the end of a dense tensor TMA reads zeros; anything else that is hidden may be NaN.
-        guard=mask != "" or ruled or p.kv_lengths or p.form != "dense",
-        lse=p.return_lse,
+        guard=p.mask is not None or is_ruled(p) or p.kv_lengths or p.form != "dense",
+        ahead=False,
     )

@@ -1,10 +1,15 @@
-"""From a plan and its tensors to kernel launches. Nothing here reads a value on the device."""
+"""From a plan and its tensors to kernel launches. Nothing here reads a value on the device.
+
+The first call of a plan with given strides goes through Triton, which compiles. Later calls with the same strides and
+aligned pointers hand their addresses straight to the compiled kernels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,19 +22,27 @@ from ..triton.listing import NO_LISTS, Lister, Listing, Lists
 from ..triton.tickets import Tickets
 from . import heuristics
 from .heuristics import Config
-from .kernel import Given, Kernel, Tile, descriptor
+from .kernel import Given, Kernel, Ready, descriptor
 from .order import order
 from .prefill import prefill
 from .repair import repair
 
 REPAIR_COLUMNS = 128  # of the output that are repaired at a time; more would not fit the registers of a warpgroup
 ORDER_RUN = 64  # sequences that one program of `order` ranks
-# The pointers of the kernels, and where they come from.
-POINTERS = {
-    "OUT": "out", "LSE": "lse", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q",
-    "CU_K": "cu_seqlens_k", "SLOPES": "alibi_slopes", "SINKS": "sinks",
+# The tensors of the kernels, and where they come from.
+SOURCES = {
+    "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "KV_LENGTHS": "kv_lengths",
+    "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "SLOPES": "alibi_slopes", "SINKS": "sinks",
 }  # fmt: skip
-TENSORS = ("q", "k", "v", "mask", *POINTERS.values())
+
+
+class Launches(NamedTuple):
+    """What a call like an earlier one launches."""
+
+    ordering: Ready | None
+    prefill: Ready
+    repairing: Ready | None
+    listing: Listing | None
 
 
 class Bound:
@@ -37,17 +50,24 @@ class Bound:
 
     def __init__(self, plan: Plan, c: Config, processors: int) -> None:
         p = self.problem = plan.problem
-        s = self.spec = heuristics.spec(p, c)
+        s = heuristics.spec(p, c)
         tiles = p.total_q // s.BM + p.batch + 1 if p.packed_q else p.batch * -(-p.q_len // s.BM)
         self.slots = tiles * p.heads * s.parts  # of packed sequences the most that there can be
         self.programs = min(self.slots, processors) if c.persistent else self.slots
         self.dynamic = c.dynamic and self.programs < self.slots and heuristics.uneven(p)
+        s = self.spec = replace(s, ahead=self.dynamic and heuristics.draws_ahead(p, c, self.slots / self.programs))
         self.repairs = min(processors, self.slots * s.consumers)
         self.tickets = Tickets(1)
         self.order, self.prefill, self.repair = Kernel(order), Kernel(prefill), Kernel(repair)
         self.lister = Lister(p, TileConfig(s.BM, s.BN, 4, 1)) if s.mask else None
-        self.listings: dict[Any, tuple[Listing | None, tuple[int, int, int, int]]] = {}
-        self.repair_spec = replace(s, DV=min(s.DV, REPAIR_COLUMNS), out_columns=s.DV)
+        # What only prefill makes use of is the same for all, so that fewer kernels are compiled.
+        self.repair_spec = replace(
+            s, DV=min(s.DV, REPAIR_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1, staged="own",
+            late_wait=False, consumer_regs=0, producer_regs=0, ahead=False,
+        )  # fmt: skip
+        self.present: Any = None
+        self.names: list[str] = []
+        self.ready: dict[Any, Launches] = {}
         left, right = p.window
         self.sizes: Given = {
             "batch": p.batch,
@@ -69,32 +89,66 @@ class Bound:
         }
 
     def __call__(self, t: Tensors) -> None:
-        p = self.problem
-        key = tuple([None if x is None else (x.stride(), x.data_ptr() & 15) for x in [getattr(t, n) for n in TENSORS]])
+        key = None
+        if t.tile_map is None:
+            if self.present is None:
+                self.names = [name for name, source in SOURCES.items() if getattr(t, source) is not None]
+                self.present = attrgetter(*[SOURCES[name] for name in self.names])
+            given = self.present(t)
+            addresses = [x.data_ptr() for x in given]
+            if is_plain(addresses, t.q.device):
+                key = tuple([x.stride() for x in given])
+                ready = self.ready.get(key)
+                if ready is not None:
+                    self.again(ready, dict(zip(self.names, addresses, strict=True)), t.q.device)
+                    return
         with torch.cuda.device(t.q.device):
-            made = self.made(t.q.device)
-            lists = NO_LISTS if self.lister is None else self.list_tiles(self.lister, t, key)
-            known = key in self.prefill.ready
-            given = self.arguments(t, made, lists, known)
-            if p.packed_q:
-                self.order(-(-(p.batch + 1) // ORDER_RUN), given | {"BM": self.spec.BM, "RUN": ORDER_RUN}, key)
-            self.prefill(self.programs, given, key)
-            if self.spec.guard:
-                self.repair(self.repairs, self.repair_arguments(t, given, known), key)
+            self.first(t, key)
 
-    def arguments(self, t: Tensors, made: Given, lists: Lists, known: bool = False) -> Given:
-        """The arguments of the kernels; the tensors of a `known` call are like those of an earlier one."""
+    def first(self, t: Tensors, key: Any) -> None:
+        """A call through Triton; with `key`, later ones like it are launched by address."""
+        lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.first(t)
+        given = self.arguments(t, self.memory(t.q.device), lists)
+        ordering = repairing = None
+        if self.spec.packed_q:
+            runs = -(-(self.problem.batch + 1) // ORDER_RUN)
+            ordering = self.order.first(runs, given | {"BM": self.spec.BM, "RUN": ORDER_RUN})
+        attention = self.prefill.first(self.programs, given)
+        if self.spec.guard:
+            repairing = self.repair.first(self.repairs, self.repair_arguments(t, given))
+        if key is not None:
+            self.ready[key] = Launches(ordering, attention, repairing, listing)
+
+    def again(self, ready: Launches, at: Given, device: torch.device) -> None:
+        """A call like an earlier one, with tensors at these addresses."""
+        ordering, attention, repairing, listing = ready
+        memory = self.memory(device)  # kept until the kernels have been queued
+        at |= {name: x.data_ptr() for name, x in memory.items() if x is not None}
+        if listing is not None:
+            lists = listing(at["MASK"], device)
+            at["LIST"] = lists.data_ptr()
+            at["RANK"] = at["LIST"] + 4 * listing.rank_at
+        if ordering is not None:
+            ordering(at)
+        tiles = attention.tiles
+        v = at["v"]
+        at |= {"q": tiles["q"](at["q"]), "k": tiles["k"](at["k"]), "v": tiles["v"](v), "o": tiles["o"](at["OUT"])}
+        attention(at)
+        if repairing is not None:
+            if self.repair_spec.DV != self.spec.DV:
+                at["v"] = repairing.tiles["v"](v)
+            repairing(at)
+
+    def arguments(self, t: Tensors, memory: Given, lists: Lists) -> Given:
+        """The arguments of the kernels."""
         s = self.spec
-        given: Given = {name: getattr(t, source) for name, source in POINTERS.items()} | made
-        if known:
-            given |= {"q": Tile(t.q), "k": Tile(t.k), "v": Tile(t.v), "o": Tile(t.out)}
-        else:
-            given |= {
-                "q": descriptor(t.q, 64, s.chunk_d, s.dtype),
-                "k": descriptor(t.k, s.BN, s.chunk_d, s.dtype),
-                "v": descriptor(t.v, s.BN, s.DV, s.dtype),
-                "o": descriptor(t.out, 64, s.out_columns, s.dtype),
-            }
+        given: Given = {name: getattr(t, source) for name, source in SOURCES.items()} | memory
+        given |= {
+            "q": descriptor(t.q, 64, s.chunk_d, s.dtype),
+            "k": descriptor(t.k, s.BN, s.chunk_d, s.dtype),
+            "v": descriptor(t.v, s.BN, s.DV, s.dtype),
+            "o": descriptor(t.out, 64, s.out_columns, s.dtype),
+        }
         LIST, RANK, list_strides = lists
         given |= {"MASK": None if t.mask is None else as_bytes(t.mask), "LIST": LIST, "RANK": RANK}
         lse = (0, 0, 0) if t.lse is None else t.lse.stride()
@@ -106,33 +160,29 @@ class Bound:
         given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
         return given | self.sizes
 
-    def repair_arguments(self, t: Tensors, given: Given, known: bool = False) -> Given:
+    def repair_arguments(self, t: Tensors, given: Given) -> Given:
         s = self.repair_spec
-        v = given["v"] if known else descriptor(t.v, s.BN, s.DV, s.dtype)
-        return given | {"v": v, "S": s}
+        return given | {"v": descriptor(t.v, s.BN, s.DV, s.dtype), "S": s}
 
-    def made(self, device: torch.device) -> Given:
+    def memory(self, device: torch.device) -> Given:
         """Memory of a call's own."""
         made: Given = dict.fromkeys(("FLAGS", "COUNTER", "ORDER", "START"))
         if self.spec.guard:
             made["FLAGS"] = torch.empty(self.slots * self.spec.consumers, dtype=torch.int32, device=device)
         if self.dynamic:
             made["COUNTER"] = self.tickets.take(device)
-        if self.spec.packed:
+        if self.spec.packed_q:
             for name in ("ORDER", "START"):
                 made[name] = torch.empty(self.problem.batch + 2, dtype=torch.int32, device=device)
         return made
 
-    def list_tiles(self, lister: Lister, t: Tensors, key: Any) -> Lists:
-        """The tiles that the call's mask leaves."""
-        assert t.mask is not None
-        listing, strides = self.listings.get(key, (None, (0, 0, 0, 0)))
-        if listing is None or t.tile_map is not None:
-            lists, listing = lister.first(t)
-            self.listings[key] = (listing, lists[2])
-            return lists
-        found = listing(t.mask.data_ptr(), t.q.device)
-        return found, found[listing.rank_at :], strides
+
+def is_plain(addresses: list[int], device: torch.device) -> bool:
+    """Whether kernels that were compiled for aligned tensors can be launched for these on the current device."""
+    either = 0
+    for address in addresses:
+        either |= address
+    return either & 15 == 0 and torch._C._cuda_getDevice() == device.index
 
 
 _bound: dict[int, tuple[Plan, Bound]] = {}
@@ -151,11 +201,19 @@ def bound_to(plan: Plan) -> Bound:
 
 def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
     """The plan's call on other q, k, v, out and lse, which differ from those in `t` in their addresses only."""
-    bound = bound_to(plan)
+    bound, device = bound_to(plan), t.q.device
     forms = [(x.shape, x.stride()) for x in (t.q, t.k, t.v, t.out, t.lse) if x is not None]
+
+    names = ("q", "k", "v", "OUT", "LSE")[: len(forms)]
+    key = tuple([stride for _, stride in forms])
 
     def run(*given: torch.Tensor | None) -> None:
         there = [x for x in given if x is not None]
+        addresses = [x.data_ptr() for x in there]
+        ready = bound.ready.get(key)
+        if ready is not None and is_plain(addresses, device):
+            bound.again(ready, dict(zip(names, addresses, strict=True)), device)
+            return
         q, k, v, out, *lse = (x.as_strided(*form) for x, form in zip(there, forms, strict=True))
         # TMA cannot read or write what does not begin at a multiple of 16 bytes.
         q, k, v = (x.clone() if x.data_ptr() & 15 else x for x in (q, k, v))

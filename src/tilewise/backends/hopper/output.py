@@ -50,7 +50,7 @@ def send(a, w, o, column, outs, C, HALF: gl.constexpr):
         tile = outs.index(C * a.S.chunks + HALF)
     flat = tile.reshape([64, COLUMNS])
     flat.store(o.to(a.q.dtype))
-    if a.S.packed:
+    if a.S.packed_q:
         # A tile may reach into the rows of the next sequence, which TMA would write over.
         store_rows(a, w, flat.load(wide_layout(COLUMNS)), column, C, COLUMNS, wide_layout(COLUMNS))
     else:

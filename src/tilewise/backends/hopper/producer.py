@@ -36,14 +36,12 @@ def produce(a, slots, queries, keys, values):
     total = slots_of(a)
     n = 0  # tiles of keys so far
     i = 0  # works so far
-    slot = slots.draw(0)
-    slots.give(0, slot)
+    slot = slots.hand_out(0)
     more = True
     while more:
         w = find(a, slot)
-        slot = slots.draw(i + 1)
-        slots.give(i + 1, slot)
-        more = slot < total
+        if a.S.ahead:
+            slot = slots.hand_out(i + 1)
         tiles = tile_list(a, w)
         # The first keys come before the queries, which wait until a place of theirs is free.
         last = tiles.tile(0)
@@ -54,5 +52,8 @@ def produce(a, slots, queries, keys, values):
             tile = tiles.tile(j)
             fill_keys(a, w, keys, n + j, tile)
             fill_values(a, w, values, n + j, tile)
+        if not a.S.ahead:
+            slot = slots.hand_out(i + 1)
+        more = slot < total
         n += tiles.count
         i += 1

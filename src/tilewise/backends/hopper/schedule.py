@@ -91,7 +91,7 @@ class Slots:
     """Which slot is work number n of this program.
 
     Without COUNTER, slots are dealt out in rounds, forwards and backwards in turn. With it, whoever is ready takes the
-    next: the producer draws numbers, some works ahead, and hands them to the consumers by a ring of two.
+    next: the producer draws numbers, one work ahead, and hands them to the consumers by a ring of two.
     """
 
     counter: object
@@ -125,6 +125,13 @@ class Slots:
             mbarrier.wait(self.released.index(n & 1), ((n >> 1) & 1) ^ 1)
             self.numbers.index(n & 1).store(gl.full([1], slot, gl.int32, EACH))
             mbarrier.arrive(self.full.index(n & 1), count=1)
+
+    @gluon.jit
+    def hand_out(self, n):
+        """The producer's: draws the slot of work n and tells the consumers."""
+        slot = self.draw(n)
+        self.give(n, slot)
+        return slot
 
     @gluon.jit
     def take(self, n):
@@ -167,7 +174,7 @@ def dealt(round):
 @gluon.jit
 def slots_of(a):
     """The number of slots; of packed sequences it is known on the device alone (order.py)."""
-    if a.S.packed:
+    if a.S.packed_q:
         slots = gl.load(a.START + a.batch + 1) * a.heads * a.S.parts
     else:
         slots = a.slots
@@ -180,7 +187,7 @@ def find(a, slot):
     BM: gl.constexpr = a.S.BM
     part = slot % a.S.parts
     slot = slot // a.S.parts
-    if a.S.packed:
+    if a.S.packed_q:
         # Longest sequences first; of one sequence the last tiles first, all heads of a tile together.
         head = slot % a.heads
         entry = slot // a.heads
@@ -234,7 +241,7 @@ def find(a, slot):
         offset = gl.load(a.Q_OFFSET + b)
     if a.S.offset == "end":
         offset = n_keys - q_len
-    if a.S.packed:
+    if a.S.packed_q:
         n_keys = gl.where(owned, n_keys, 0)
     top = tile * BM
     first, last, _, _ = key_tiles(a, offset, top, gl.minimum(BM, q_len - top), n_keys)

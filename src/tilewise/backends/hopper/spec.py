@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..flags import Flags
+
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Flags):
     """One kernel. Sizes, strides, windows and lengths are arguments at run time; these are not."""
 
     dtype: str  # "bf16" or "f16"
@@ -21,33 +23,16 @@ class Spec:
     v_stages: int
     staged: str  # where the output waits for TMA: in memory of its "own", or "borrowed" from q
     out_columns: int  # columns of the output that wait there at a time
+    late_wait: bool  # P V is waited for after the exponentials, not where the compiler would
     consumer_regs: int
     producer_regs: int
-    packed: bool
-    lengths: bool
-    offset: str  # "int", "rows" or "end"
-    causal: bool
-    left: bool
-    right: bool
-    chunk: bool
-    softcap: bool
-    alibi: bool
-    sinks: bool
-    mask: str  # "", "bool" or "float"
-    linear: bool  # logits are dot products times a scale
-    tail: bool  # the keys may end inside a tile
     guard: bool  # hidden keys may lie under visible ones: strays are looked for (see repair.py)
-    lse: bool
+    ahead: bool  # a slot is drawn before the tiles of the work before it are loaded, not after
 
     @property
     def BM(self) -> int:
         """Query rows of a tile."""
         return 64 * self.consumers
-
-    @property
-    def moves(self) -> bool:
-        """Whether rules hide keys to the left of a row."""
-        return self.left or self.chunk
 
     @property
     def masked(self) -> bool:
