@@ -255,13 +255,11 @@ def test_later_launches_hand_over_addresses_and_tiles(monkeypatch):
             return lambda **given: Compiled
 
     monkeypatch.setattr(kernel.driver, "_active", Active(), raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     q = torch.empty(1, 5, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
     given = {"q": kernel.descriptor(q, 64, 64, "bf16"), "OUT": q, "LSE": None, "n": 9, "S": "spec", "other": 1}
     ready = kernel.Kernel(Function()).first(7, given)
     assert launched == []
-    ready({"q": ready.tiles["q"](4096), "OUT": 8192, "other": 3})
+    ready({"q": ready.tiles["q"](4096), "OUT": 8192, "other": 3}, "stream")
     assert told == [
         (4096, 3, 2, kernel.TMA_DTYPE_DEVICE_TO_HOST[10], [1, 1, 64, 64], [1, 3, 5, 64], [8, 64, 192, 1], 0)
     ]

@@ -58,12 +58,12 @@ class Ready:
             self.launch = inspect.getclosurevars(self.launch).nonlocals["launcher"]
         self.arguments = arguments
 
-    def __call__(self, at: Given) -> None:
+    def __call__(self, at: Given, stream: int) -> None:
         """Launches with these addresses, and tiles, by their names."""
         arguments = self.arguments.copy()
         for place, name in self.places:
             arguments[place] = at[name]
-        arguments[self.stream] = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        arguments[self.stream] = stream
         self.launch(*arguments)
 
 

@@ -122,22 +122,23 @@ class Bound:
     def again(self, ready: Launches, at: Given, device: torch.device) -> None:
         """A call like an earlier one, with tensors at these addresses."""
         ordering, attention, repairing, listing = ready
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
         memory = self.memory(device)  # kept until the kernels have been queued
         at |= {name: x.data_ptr() for name, x in memory.items() if x is not None}
         if listing is not None:
-            lists = listing(at["MASK"], device)
+            lists = listing(at["MASK"], device, stream)
             at["LIST"] = lists.data_ptr()
             at["RANK"] = at["LIST"] + 4 * listing.rank_at
         if ordering is not None:
-            ordering(at)
+            ordering(at, stream)
         tiles = attention.tiles
         v = at["v"]
         at |= {"q": tiles["q"](at["q"]), "k": tiles["k"](at["k"]), "v": tiles["v"](v), "o": tiles["o"](at["OUT"])}
-        attention(at)
+        attention(at, stream)
         if repairing is not None:
             if self.repair_spec.DV != self.spec.DV:
                 at["v"] = repairing.tiles["v"](v)
-            repairing(at)
+            repairing(at, stream)
 
     def arguments(self, t: Tensors, memory: Given, lists: Lists) -> Given:
         """The arguments of the kernels."""
