@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ...problem import Problem, QuantSpec
+from ..flags import flags_of, is_ruled
 from .spec import Config as Config
 from .spec import Operand, Spec
 from .splits import split_count
@@ -236,15 +237,14 @@ def section(problem: Problem, c: Config) -> int:
 def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
     """What the kernel is compiled for. `pairs`: bytes of K and V can be read two at a time."""
     p = problem
-    left, right = p.window
-    mask = "" if p.mask is None else "bool" if p.mask.is_bool else "float"
-    linear = not p.softcap and not p.alibi and mask != "float" and p.scale != 0
-    ruled = p.causal or p.chunk > 0 or p.window != (None, None)
-    guard = ("inside" if is_decode(p) else "flag") if mask != "" or (ruled and p.q_len > 1) else ""
+    flags = flags_of(p, c.BK)
+    hides = p.mask is not None or (is_ruled(p) and p.q_len > 1)
+    guard = ("inside" if is_decode(p) else "flag") if hides else ""
     keys = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch, pairs)
     if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16":
         keys = replace(keys, biased=True, rescaled=True)
     return Spec(
+        **flags,
         keys=keys,
         values=operand(p, p.value_dim // c.slices, p.v_dtype, p.v_quant, False, c.BM, arch, pairs),
         round=NAMES[p.q_dtype],
@@ -253,29 +253,15 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
         pack=c.pack,
         group=p.group,
         slices=c.slices,
-        packed_q=p.packed_q,
         ordered=orders(p),
         varlen=p.form == "varlen",
         page=p.page_size,
-        lengths=p.kv_lengths,
-        offset=p.q_offset if isinstance(p.q_offset, str) else "int",
-        causal=p.causal,
-        left=left is not None,
-        right=right is not None,
-        chunk=p.chunk > 0,
-        softcap=p.softcap > 0,
-        alibi=p.alibi,
-        sinks=p.sinks,
-        mask=mask,
         listed=lists_tiles(p),
-        linear=linear,
-        negate=linear and p.scale < 0,
-        tail=p.kv_lengths or p.form != "dense" or p.kv_len % c.BK != 0,
+        negate=flags["linear"] and p.scale < 0,
         guard=guard,
         split=c.splits > 1,
         merge="after" if c.splits > 1 else "",
         block=min(MERGE_BLOCK, ceil_pow2(c.splits)),
-        lse=p.return_lse,
         ptx=arch >= 80,
         grain=1,
         pdl=c.splits > 1 and arch >= 90,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..flags import Flags
+
 
 @dataclass(frozen=True)
 class Config:
@@ -51,7 +53,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Flags):
     """One kernel. Sizes, strides, windows and lengths are arguments at run time; these are not."""
 
     keys: Operand
@@ -62,29 +64,15 @@ class Spec:
     pack: int  # query heads of one KV head that share a tile
     group: int  # query heads of one KV head
     slices: int  # programs that share the value columns; `values` is what one of them has
-    packed_q: bool
     ordered: bool  # sequences of a packed batch come longest first
     varlen: bool
     page: int  # slots of a page, 0 for no pages
-    lengths: bool
-    offset: str  # "int", "rows" or "end"
-    causal: bool
-    left: bool
-    right: bool
-    chunk: bool
-    softcap: bool
-    alibi: bool
-    sinks: bool
-    mask: str  # "", "bool" or "float"
     listed: bool  # walk the list of tiles that a mask leaves, rather than a range
-    linear: bool
     negate: bool  # a negative scale: q is negated instead
-    tail: bool  # the keys may end inside a tile
     guard: str  # what is done about NaN and Inf under hidden cells: "", "inside", "flag" or "repair" (attend.py)
     split: bool
     merge: str  # who merges splits: "inside" the last program, "after" it `reduce.py`, "" there are none
     block: int  # splits that a merge loads at once
-    lse: bool
     ptx: bool  # the GPU takes NVIDIA's assembly
     ahead: bool  # a tile's page is looked up while the tile before it is done
     late: int  # each row's sum is kept in so many parts until the end; 0: it is one number
@@ -95,8 +83,3 @@ class Spec:
     def ruled(self) -> bool:
         """Whether rules hide keys to the right of a row."""
         return self.causal or self.right or self.chunk
-
-    @property
-    def moves(self) -> bool:
-        """Whether rules hide keys to the left of a row."""
-        return self.left or self.chunk
