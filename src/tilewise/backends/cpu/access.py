@@ -65,28 +65,24 @@ def item_at(address):
     return carray(pointer(address), 1, dtype=ITEM)[0]
 
 
-@intrinsic
-def call_walk(typingctx, fn, params, scratch, item):
-    """Calls a compiled function of three int64 by its address."""
+def _caller(count):
+    """Calls a compiled function of `count` int64 by its address, the first argument."""
+    names = ", ".join(f"a{i}" for i in range(count))
 
-    def codegen(context, builder, sig, values):
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return context.get_dummy_value()
+    def typed(fn, *args):
+        def codegen(context, builder, sig, values):
+            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * count)
+            builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+            return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), codegen
+        return types.void(*[types.int64] * (count + 1)), codegen
+
+    scope = {"typed": typed}
+    exec(f"def call(typingctx, fn, {names}):\n    return typed(fn, {names})", scope)  # Numba counts arguments
+    return intrinsic(scope["call"])
 
 
-@intrinsic
-def call(typingctx, fn, a, b, c, d, e, f, g, h, i, j):
-    """Calls a compiled function of ten int64 by its address."""
-
-    def codegen(context, builder, sig, values):
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 10)
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 11), codegen
+call_work, call_walk, call = _caller(2), _caller(3), _caller(10)
 
 
 @njit(nogil=True, error_model="numpy", inline="always")

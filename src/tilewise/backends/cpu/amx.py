@@ -26,10 +26,10 @@ TILE = 1024  # bytes
 # Operands are [blocks of 32, steps of 32, 2 halves, 16, 64 bytes]: see `tile_row`.
 BLOCK = 32
 PARTS = {"bf16": 1, "f16": 2}  # bf16 numbers that make up one. (float32 as three took 1.5 times as long as by vectors.)
-# Which parts are multiplied, the smallest products first. Scores want all of them, since an lse is float32; in the
-# other product the smallest is far below the last bit of a float16.
-KEY_PRODUCTS = {1: [(0, 0)], 2: [(1, 1), (1, 0), (0, 1), (0, 0)]}
-VALUE_PRODUCTS = {1: [(0, 0)], 2: [(1, 0), (0, 1), (0, 0)]}
+# Which parts are multiplied. Neighbours share an operand, which stays in its registers. Scores want all of them, since
+# an lse is float32; in the other product the smallest is far below the last bit of a float16.
+KEY_PRODUCTS = {1: [(0, 0)], 2: [(0, 1), (1, 1), (1, 0), (0, 0)]}
+VALUE_PRODUCTS = {1: [(0, 0)], 2: [(0, 1), (0, 0), (1, 0)]}
 
 
 @cache
@@ -80,23 +80,29 @@ def release(e: Emit) -> None:
     _tile(e, "tilerelease")
 
 
-def _multiply(e: Emit, products: Any, a: Value, a_part: Value, b: Value, b_part: Value, n: Value) -> None:
+def multiply(e: Emit, products: Any, a: Value, a_part: Value, b: Value, b_part: Value, n: Value) -> None:
     """Tiles 0 to 3 += A [32, 32 n] B [32 n, 32], operands as `BLOCK` says, their parts `a_part` and `b_part` apart."""
     c = e.builder
     width = e.whole(64)
-    for i, j in products:
-        left, right = c.add(a, c.mul(a_part, e.whole(i))), c.add(b, c.mul(b_part, e.whole(j)))
-        with e.loop(n) as step:
-            down = c.mul(step, e.whole(2 * TILE))
-            over = c.add(down, e.whole(TILE))
-            _tile(e, "tileloadd64", 4, _at(e, left, down), width)
-            _tile(e, "tileloadd64", 6, _at(e, right, down), width)
+    with e.loop(n) as step:
+        down = c.mul(step, e.whole(2 * TILE))
+        held_a = held_b = None
+        for i, j in products:
+            left = c.add(c.add(a, c.mul(a_part, e.whole(i))), down)
+            right = c.add(c.add(b, c.mul(b_part, e.whole(j))), down)
+            if i != held_a:
+                _tile(e, "tileloadd64", 4, _at(e, left), width)
+            if j != held_b:
+                _tile(e, "tileloadd64", 6, _at(e, right), width)
             _tile(e, "tdpbf16ps", 0, 4, 6)
-            _tile(e, "tileloadd64", 7, _at(e, right, over), width)
+            if j != held_b:
+                _tile(e, "tileloadd64", 7, _at(e, right, TILE), width)
             _tile(e, "tdpbf16ps", 1, 4, 7)
-            _tile(e, "tileloadd64", 5, _at(e, left, over), width)
+            if i != held_a:
+                _tile(e, "tileloadd64", 5, _at(e, left, TILE), width)
             _tile(e, "tdpbf16ps", 2, 5, 6)
             _tile(e, "tdpbf16ps", 3, 5, 7)
+            held_a, held_b = i, j
 
 
 def _corners(e: Emit, c: Value, half: Value) -> list[Value]:
@@ -115,7 +121,7 @@ def make_products(parts: int) -> tuple[Any, Any]:
     def keys(e: Emit, k: Value, k_part: Value, q: Value, q_part: Value, s: Value, half: Value, n: Value) -> None:
         for tile in range(4):
             _tile(e, "tilezero", tile)
-        _multiply(e, KEY_PRODUCTS[parts], k, k_part, q, q_part, n)
+        multiply(e, KEY_PRODUCTS[parts], k, k_part, q, q_part, n)
         for tile, corner in enumerate(_corners(e, s, half)):
             _tile(e, "tilestored64", tile, _at(e, corner), e.whole(64))
 
@@ -130,7 +136,7 @@ def make_products(parts: int) -> tuple[Any, Any]:
                 _tile(e, "tileloadd64", tile, _at(e, corner), e.whole(64))
             else:
                 _tile(e, "tilezero", tile)
-        _multiply(e, VALUE_PRODUCTS[parts], v, v_part, p, p_part, n)
+        multiply(e, VALUE_PRODUCTS[parts], v, v_part, p, p_part, n)
         for tile, corner in enumerate(corners):
             to = corner if parts == 1 else b.add(sums, e.whole(tile * TILE))
             _tile(e, "tilestored64", tile, _at(e, to), e.whole(64))

@@ -8,9 +8,24 @@ import math
 import numpy as np
 from numba import carray
 
-from .access import INF, ZERO, F, call_walk, fill, item_at, jit, key_span, params_at, pointer, sequence, unit, up
+from .access import (
+    INF,
+    ZERO,
+    F,
+    call_walk,
+    call_work,
+    fill,
+    item_at,
+    jit,
+    key_span,
+    params_at,
+    pointer,
+    sequence,
+    unit,
+    up,
+)
 from .micro import get_f32, get_i64, next_item, put_f32, put_i64, widen_f32
-from .params import ITEM
+from .params import BLOCK_BYTES, COUNTER, ITEM, NUMBERS
 from .rows import finish
 from .scratch import DIRECT_ROWS, cut
 from .simd import W
@@ -55,6 +70,16 @@ def work(params, scratch):
         index = next_item(p.counter)
 
 
+def begin(template, scratch, q, k, v, out, lse):
+    """What a small call runs: `work` in this thread, on a block of numbers that is made of `template` in `scratch`."""
+    for i in range(NUMBERS):
+        put_i64(scratch + 8 * i, get_i64(template + 8 * i))
+    p = params_at(scratch)
+    p.q, p.k, p.v, p.out, p.lse = q, k, v, out, lse
+    p.counter = scratch + 8 * COUNTER
+    call_work(p.work, scratch, scratch + BLOCK_BYTES)
+
+
 def merge(params, scratch):
     """Combines the parts of split items; run by one thread when all are there."""
     p = params_at(params)
@@ -70,10 +95,11 @@ def merge(params, scratch):
         for r in range(R):
             m, l = -INF, F(0)
             for part in range(item.splits):
-                m = max(m, get_f32(p.partials + (index + part) * p.partial_bytes + 4 * (R * Dv + 2 * r)))
+                slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
+                m = max(m, get_f32(slot + 4 * (R * Dv + 2 * r)))
             fill(scratch, ZERO, Dv, F(0))
             for part in range(item.splits):
-                slot = p.partials + (index + part) * p.partial_bytes
+                slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
                 top = get_f32(slot + 4 * (R * Dv + 2 * r))
                 if top == -INF:
                     continue
@@ -115,8 +141,8 @@ def list_items(params, order):
             if p.split_size and lo < hi:
                 start = lo // p.split_size
                 parts = (hi + p.split_size - 1) // p.split_size - start
-            for head in range(p.kv_heads):
-                for part in range(parts):
+            for part in range(parts):  # outside: what heads of a page share is then found in the caches of addresses
+                for head in range(p.kv_heads):
                     item = items[count]
                     item.b, item.head, item.row, item.rows = b, head, row, n
                     item.start = (start + part) * p.split_size

@@ -118,21 +118,20 @@ def function(name: str) -> int:
         if name == "append":
             return compile_function(append.append, name, 4)
         home = {"walk_direct": direct, "walk_packed": packed}.get(name, attend)
-        return compile_function(getattr(home, name), name, 3 if home is not attend else 2)
+        return compile_function(getattr(home, name), name, ARGUMENTS.get(name, 2))
 
 
+ARGUMENTS = {"walk_direct": 3, "walk_packed": 3, "begin": 7}
 # Everything that a call can need.
 ALL = [
-    *("list_items", "work", "merge", "walk_direct", "walk_packed"),
+    *("list_items", "begin", "work", "merge", "walk_direct", "walk_packed"),
     *(f"{what} {kind}" for kind in CODES for what in ("dots", "adds")),
     *(f"walk_tiles {kind}" for kind in PARTS if usable()),
     "append",
 ]
 
-KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
-
 
 @cache
 def entry(name: str):
-    """A kernel of two addresses as something to call; the interpreter's lock is released meanwhile."""
-    return KERNEL(function(name))
+    """A kernel of addresses as something to call; the interpreter's lock is released meanwhile."""
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * ARGUMENTS.get(name, 2))(function(name))

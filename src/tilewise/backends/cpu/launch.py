@@ -14,16 +14,13 @@ from ...problem import Problem
 from ...tensors import Tensors
 from . import amx, compiled, heuristics
 from .gemm import PANEL
-from .params import END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, PER_CALL
+from .params import BLOCK_BYTES, COUNTER, END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, NUMBERS, PER_CALL, UNDONE
 from .scratch import DIRECT_ROWS, total
 from .simd import CODES, W
 from .threads import pool
 
 FLOATS = {torch.float32: CODES["f32"], torch.float16: CODES["f16"], torch.bfloat16: CODES["bf16"]}
 KINDS = {code: kind for kind, code in CODES.items()}
-# Three more numbers behind the block: the next item, how many there are, whether one was left undone by matrix tiles.
-COUNTER = len(INDEX)
-UNDONE = COUNTER + 2
 SPLIT_BYTES = 256 * 1024  # of all rows of a KV head: four parts for each thread take a MiB of it
 
 
@@ -78,6 +75,8 @@ def make_launch(p: Problem, threads: int) -> Launch:
     split = p.split_size or 0 if direct else 0
     if not p.split_size and (direct or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
         split = heuristics.split_size(tiles * p.kv_heads, p.kv_len, threads, keys)
+        if direct and p.page_size and p.kv_heads > 1:
+            split = min(split or p.kv_len, heuristics.PAGED_SPLIT // keys * keys)
     if split >= p.kv_len:
         split = 0
     pieces = -(-p.kv_len // split) + 1 if split else 1
@@ -108,6 +107,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "tile_keys": keys,
         "split_size": split,
         "partial_bytes": 4 * p.group * rows * (Dv + 2) if split else 0,
+        "ask": heuristics.bytes_read(p) > heuristics.second_level_cache(),
     }
     if not direct and not parts:
         numbers["walk_packed"] = compiled.function("walk_packed")
@@ -122,7 +122,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
         if p.value_dim % (W * (2 if v_code == CODES["int4"] else 1)) == 0:
             names["adds"] = f"adds {KINDS[v_code]}"
         numbers |= {name: compiled.function(what) for name, what in names.items()}
-    block = np.zeros(COUNTER + 3, dtype=np.int64)
+    block = np.zeros(NUMBERS, dtype=np.int64)
     for name, value in numbers.items():
         block[INDEX[name]] = value
     block.view(np.float64)[[INDEX["scale"], INDEX["softcap"]]] = p.scale, p.softcap
@@ -261,8 +261,28 @@ def bind(plan: Plan, t: Tensors) -> Any:
     """The same call for other addresses of q, k, v, out and lse. `run` has listed the items."""
     launch = plan.detail
     template, kept = _block(plan, t)
-    numbers = ctypes.c_int64 * len(template)
     count = int(template[COUNTER + 1])
+    small = min(launch.threads, count) < 2 and not (launch.partial_bytes or launch.by_tiles)
+    go = (_bind_small if small else _bind)(launch, template, count)
+    go.kept = kept, template
+    return go
+
+
+def _bind_small(launch: Launch, template: Any, count: int) -> Any:
+    """One thread: the kernel makes its own block of numbers, which takes it 0.1 us and Python 2."""
+    begin, scratch, size = compiled.entry("begin"), pool.scratch, launch.scratch + BLOCK_BYTES
+    template[INDEX["work"]] = compiled.function("work")
+    start = template.ctypes.data
+
+    def go(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        end = 0 if lse is None else lse.data_ptr()
+        begin(start, scratch(size), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), end)
+
+    return go
+
+
+def _bind(launch: Launch, template: Any, count: int) -> Any:
+    numbers = ctypes.c_int64 * len(template)
     q_at, k_at, v_at, out_at, lse_at = (INDEX[name] for name in ("q", "k", "v", "out", "lse"))
     counter_at, partials_at = INDEX["counter"], INDEX["partials"]
 
@@ -278,5 +298,4 @@ def bind(plan: Plan, t: Tensors) -> Any:
             block[partials_at] = partials.data_ptr()
         _work(launch, address, count)
 
-    go.kept = kept  # type: ignore[attr-defined]
     return go

@@ -47,7 +47,7 @@ from .gemm import (
     pack_2,
     pack_3,
 )
-from .micro import clear, get_f32, row_scale, transpose
+from .micro import clear, fetch, get_f32, row_scale, transpose
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import PAD, PANEL_, cut
 from .simd import W
@@ -172,6 +172,21 @@ def add_values(t, first_row, tile, k0, k1, Dv, BK):
         c += n * W
 
 
+@jit
+def ask_ahead(p, t, k, v, at, first, count, panel, panels):
+    """Asks for a panel's share of the next tile's rows, `count` from `first` on, if they are rows of pages."""
+    if p.table == 0:
+        return
+    share = (max(0, count) + panels - 1) // panels
+    start = panel * share
+    n = min(share, count - start)
+    if n > 0:
+        list_rows(p, k, at, t.ahead, first + start, n, ONE)
+        fetch(t.ahead, n, p.k_row)
+        list_rows(p, v, at, t.ahead, first + start, n, ONE)
+        fetch(t.ahead, n, p.v_row)
+
+
 def walk_packed(params, scratch, address):
     """All keys of the item at `address`; m, l and acc hold the result."""
     p, item = params_at(params), item_at(address)
@@ -197,12 +212,14 @@ def walk_packed(params, scratch, address):
         if k.code:
             widen_rows(p, k, at, t.k_table, t.keys, tile, count, PAD)
         strays = pack_values(p, t, v, at, tile, count, Dv, BK, whole)
-        for panel in range((R + PANEL - 1) // PANEL):
+        panels = (R + PANEL - 1) // PANEL
+        for panel in range(panels):
             row = panel * PANEL
             lo, hi = seen_by_some(t, row, row + PANEL)
             k0, k1 = (max(lo, tile) - tile) // KEYS * KEYS, min(hi, end) - tile  # a block of keys is listed whole
             if k0 >= k1:
                 continue
+            ask_ahead(p, t, k, v, at, end, min(BK, last - end), panel, panels)
             vectors = min(PANEL, up(R - row, W)) // W
             scores(t, panel, vectors, D, p.head_dim, k0, k1)
             for c in range(vectors):

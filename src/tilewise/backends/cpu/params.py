@@ -27,19 +27,24 @@ PER_PROBLEM = """
 q_code k_code v_code k_group v_group k_row v_row mask_code page
 batch heads kv_heads q_len kv_len head_dim value_dim
 causal left right chunk offset
-tile_rows tile_keys split_size partial_bytes
-walk_direct walk_packed walk_tiles configuration dots dots_f32 adds adds_f32
+tile_rows tile_keys split_size partial_bytes ask
+work walk_direct walk_packed walk_tiles configuration dots dots_f32 adds adds_f32
 items counter partials
 """.split()
 REAL = ["scale", "softcap"]
 
 PARAMS = np.dtype([(name, "i8") for name in PER_CALL + PER_PROBLEM] + [(name, "f8") for name in REAL])
 INDEX = {name: i for i, name in enumerate(PARAMS.names or ())}
+# Three more numbers behind the block: the next item, how many there are, whether one was left undone by matrix tiles.
+COUNTER = len(INDEX)
+UNDONE, NUMBERS = COUNTER + 2, COUNTER + 3
+BLOCK_BYTES = -(-8 * NUMBERS // 64) * 64
 
 NO_LIMIT = 1 << 40  # a window side without a limit
 END = 1 << 41  # an offset that stands for "the queries are the last positions"
 MASK_BOOL = 8  # a mask's code; float masks have the code of their dtype
 
 # A piece of work: `rows` query rows from `row` on, of one batch row and KV head, over keys `start` to `end`. With
-# `splits` above 1 its result is a part, to be merged with those of the items that follow.
+# `splits` above 1 its result is a part, to be merged with those of the other parts, each `kv_heads` items
+# after the one before.
 ITEM = np.dtype([(name, "i8") for name in ("b", "head", "row", "rows", "start", "end", "split", "splits")])

@@ -16,6 +16,7 @@ DIRECT_ROWS = 16  # up to this many query rows (of all heads of a group), produc
 # np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
 PAD = np.int64(24)  # address tables are padded to a multiple of KEYS and of KEY_PAD
 KEY_PAD = np.int64(8)  # keys that `dots` takes at once
+TAIL = np.int64(32)  # keys that the last tile of a sequence may have more, if they are read straight from the cache
 PANEL_ = np.int64(PANEL)
 GROUPS = 18  # scales of a row, at most
 LINE = 64  # bytes of a cache line, on which every part starts
@@ -36,7 +37,7 @@ def round_up(n, to):
 def shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys):
     """Bytes of what every walk uses, in the order of `Scratch`."""
     rows = max(round_up(heads // kv_heads * tile_rows, PANEL), DIRECT_ROWS)
-    keys = tile_keys + 24
+    keys = tile_keys + TAIL + PAD
     return (
         4 * rows * round_up(value_dim, W),  # acc: [rows, Dv]
         8 * keys, 8 * keys, 8 * keys,  # addresses of K and V rows, and of K rows of the next tile
@@ -56,10 +57,10 @@ def vector_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
     """Bytes of what the walks by vectors use."""
     rows = max(round_up(heads // kv_heads * tile_rows, PANEL), DIRECT_ROWS)
     D, Dv = round_up(head_dim, W), round_up(value_dim, W)
-    keys = tile_keys + 24
+    keys = tile_keys + TAIL + PAD
     return (
         4 * rows * D,  # q: [panels, D, PANEL], or [rows, D] if direct
-        4 * max(keys * PANEL, DIRECT_ROWS * tile_keys),  # s: [keys, PANEL] of one panel, or [rows, keys]
+        4 * max(keys * PANEL, DIRECT_ROWS * (tile_keys + TAIL)),  # s: [keys, PANEL] of one panel, or [rows, keys]
         4 * keys * D,  # keys: [keys, D], widened
         4 * keys * Dv,  # values: [keys, Dv], widened
         4 * keys * Dv,  # packed: V in panels of columns

@@ -69,9 +69,11 @@ class Pool:
 
     def scratch(self, size: int) -> int:
         """Scratch memory of the calling thread."""
-        if not hasattr(self.own, "scratch"):
-            self.own.scratch = Scratch()
-        return self.own.scratch.address(size)
+        try:
+            own = self.own.scratch
+        except AttributeError:
+            own = self.own.scratch = Scratch()
+        return own.start if own.size >= size else own.address(size)
 
     def run(self, task: Callable[[int], None], threads: int, scratch: int) -> None:
         """Runs `task(address of scratch memory)` in up to `threads` threads, this one among them."""
