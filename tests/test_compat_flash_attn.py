@@ -405,3 +405,34 @@ def test_what_is_refused_leaves_the_cache_as_it_was():
     with pytest.raises(InvalidArgument, match="q: got shape"):
         fa.flash_attn_with_kvcache(q[0], k_cache, v_cache, k[:1], k[:1], cache_seqlens=3)
     assert k_cache.equal(cache)
+
+
+def test_what_was_right_once_is_not_right_for_ever():
+    """A step that is known is not checked again, but for the values in its tables; any other is."""
+    cache = Cache("pages", 3, 20)
+    lengths = torch.tensor([0, 7, 18], dtype=torch.int32)
+    q, k, v = peaked(3, 1, HEADS, 16), peaked(3, 1, 2, 16), peaked(3, 1, 2, 16)
+
+    def step(q=q, k=k, v=v, lengths=lengths, table=cache.table, **options):
+        return fa.flash_attn_with_kvcache(
+            q, cache.k, cache.v, k, v, cache_seqlens=lengths, block_table=table, **options
+        )
+
+    want = step()
+    assert step().equal(want)
+    before = cache.k.clone(), cache.v.clone()
+    for wrong, words in [
+        ({"k": k.half()}, "as k_cache"),
+        ({"v": v[:2]}, "v: got"),
+        ({"q": q[..., :8]}, "k"),
+        ({"lengths": lengths + 10}, "leave room"),
+        ({"table": cache.table + 99}, "block_table"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"softmax_scale": [1.0]}, "scale"),
+        ({"q": q.clone().requires_grad_()}, "forward only"),
+    ]:
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match=words):
+                step(**wrong)
+    assert (cache.k.equal(before[0]), cache.v.equal(before[1])) == (True, True)
+    assert step().equal(want)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_compiling
 
-from .. import checks, values
+from .. import bound, checks, values
 from ..api import attention, paged_attention
 from ..errors import InvalidArgument
 from ..options import Options
@@ -107,13 +107,19 @@ def flash_attn_with_kvcache(
     if k is not None:
         if v is None or cache_seqlens is None:
             raise InvalidArgument("k", "new keys alone", "k with v and cache_seqlens")
-        _check_new(k, v, k_cache, v_cache, batch)
-        if not is_compiling():  # else the operator makes the other checks, when it runs
-            if table is None:
-                checks.dense(q, k_cache, v_cache, Options(kv_lengths=total, **options))
-            else:
-                checks.paged(q, k_cache, v_cache, table, total, None, longest, Options(**options))
-        where = lengths[:, None] + torch.arange(max(new, q.shape[1]), device=q.device)  # [B, n or Lq]
+        known = _known(q, k_cache, v_cache, k, v, table, total, options)
+        if known is None or known not in _checked:
+            _check_new(k, v, k_cache, v_cache, batch)
+            if not is_compiling():  # else the operator makes the other checks, when it runs
+                if table is None:
+                    checks.dense(q, k_cache, v_cache, Options(kv_lengths=total, **options))
+                else:
+                    checks.paged(q, k_cache, v_cache, table, total, None, longest, Options(**options))
+            _remember(known)
+        most = max(new, q.shape[1])
+        where = lengths[:, None]  # [B, n or Lq]
+        if most > 1:
+            where = where + torch.arange(most, device=q.device)
         if rotary_cos is not None and rotary_sin is not None:
             rotary.check(rotary_cos, rotary_sin, q.shape[3], capacity + max(0, q.shape[1] - new))
             k = rotary.rotate(k, rotary_cos, rotary_sin, where[:, :new], rotary_interleaved)
@@ -126,6 +132,40 @@ def flash_attn_with_kvcache(
     else:
         result = paged_attention(q, k_cache, v_cache, table, total, cu_seqlens_q=cu_seqlens_q, max_q=longest, **options)
     return (result.out, result.lse.transpose(-1, -2).contiguous()) if return_softmax_lse else result
+
+
+_checked: set[bound.Key] = set()
+
+
+def _known(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor | None,
+    total: torch.Tensor,
+    options: dict[str, Any],
+) -> bound.Key | None:
+    """All that the checks of a step look at but the values in tables, which are checked each time; None with tensors
+    among the options, or while torch traces. A step of decoding comes again and again, and its checks take 40 us.
+    """
+    if is_compiling() or options["alibi_slopes"] is not None or options["sinks"] is not None or "mask" in options:
+        return None
+    new = (k.shape, k.dtype, k.device, v.shape, v.dtype, v.device)
+    key = bound.tables_key(q, k_cache, v_cache, (table, total, None, None), *new, *options.values())
+    try:
+        hash(key)
+    except TypeError:  # an option that the checks will refuse
+        return None
+    return key
+
+
+def _remember(key: bound.Key | None) -> None:
+    if key is not None:
+        if len(_checked) >= bound.MOST:
+            _checked.clear()
+        _checked.add(key)
 
 
 def _lengths(cache_seqlens: torch.Tensor | int | None, batch: int, capacity: int, device: torch.device) -> torch.Tensor:
@@ -173,5 +213,5 @@ def _write(
     else:
         size = k_cache.shape[1]
         rows, slots = table.gather(1, where // size), where % size
-    k_cache[rows, slots] = k
-    v_cache[rows, slots] = v
+    k_cache.index_put_((rows, slots), k)
+    v_cache.index_put_((rows, slots), v)
