@@ -105,7 +105,7 @@ def power_of_two(x):
 
 @triton.jit
 def load_rows(base, ok, S: tl.constexpr):
-    """The rows of q that go with the chunks of k, a tuple of [BM, W], and what each row was divided by [BM].
+    """The rows of q that go with the chunks of k, a tuple of [BM, W], and the factor of each row's products [BM].
 
     `base` [BM] points to each row. To meet quantised keys in float16, rows of bfloat16 are brought to a largest number
     of 2**14: what then falls below float16's range is under 2**-28 of it.
@@ -134,7 +134,7 @@ def load_rows(base, ok, S: tl.constexpr):
             x = -x
         chunks = chunks + (x,)
     if OP.biased:
-        factor = factor * UNIT
+        factor = factor * UNIT  # finite for rows of up to 2**117
     return chunks, factor
 
 

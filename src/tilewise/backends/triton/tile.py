@@ -161,7 +161,7 @@ def row_sum(x, BM: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def column_sums(x, BM: tl.constexpr, BK: tl.constexpr, N: tl.constexpr):
-    """The sums of every N-th column of x [BM, BK]: [BM, N]."""
+    """The sums of every N-th column of x [BM, BK]: [BM, N]. With 32 of them, no thread needs another's numbers."""
     if BK > N:
         x = tl.sum(tl.reshape(x, [BM, BK // N, N]), 1)
     return x
@@ -172,10 +172,11 @@ def step(
     state, q, t, mixed, rows, keys, values, mask, scale, softcap, lo, hi,
     S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """Key tile `t` into `state` = (m, l, acc). MASKED: not every cell is visible; in a list of tiles, as `mixed` says.
+    """Key tile `t` into `state` = (m, l, acc, pages). MASKED: not every cell is visible; in a list of tiles, as `mixed`
+    says.
 
-    `rows` = (row_lo, row_hi, qpos, slope, factor), each [BM]; `keys`, `values` = base, scales and strides. Of the
-    keys only `lo .. hi` are loaded, those that any row sees.
+    `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM]; `keys`, `values` = base, scales and strides. Of the
+    keys only `lo .. hi` are loaded, those that any row sees. `pages` are those of tile `t`, if looked up ahead.
     """
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
