@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise import workloads
-from tilewise.bench import cpu_suite, machine, measure, report, run
+from tilewise.bench import cpu_suite, machine, measure, report, run, run_cpu
 from tilewise.bench.case import Case, Measured, Outcome, Row
 from tilewise.bench.measure import Timing, blocks, summary, take_turns
 from tilewise.cli import main
@@ -114,7 +114,7 @@ def _in_row_order(cases):
 )
 def test_cases_run_and_are_right(case, monkeypatch):
     monkeypatch.setattr(measure, "LEAST_TURN", 0.0)
-    result = run.measure(case, 0.0)
+    result = run_cpu.measure(case, 0.0)
     assert result.is_right
     assert result.ratio > 0
     assert result.ours.rounds == result.peer.rounds == 3
@@ -180,7 +180,7 @@ def small_suite(monkeypatch):
     monkeypatch.setattr(machine, "sdpa_survives", lambda environment=None: True)
     monkeypatch.setattr(cpu_suite, "sizes_here", lambda: (TINY, []))
     monkeypatch.setattr(cpu_suite, "cases", lambda sizes, quick: ALL[:2])
-    monkeypatch.setattr(run, "QUICK_BUDGET", 0.0)
+    monkeypatch.setattr(run_cpu, "QUICK_BUDGET", 0.0)
 
 
 def test_command_prints_tables_and_writes_json(small_suite, tmp_path, capsys):
@@ -221,7 +221,7 @@ def test_interrupt_keeps_what_is_done(small_suite, monkeypatch, tmp_path, capsys
 
 
 def test_a_wrong_result_fails_the_command(small_suite, monkeypatch, capsys):
-    monkeypatch.setattr(run, "measure", lambda case, budget: cell(case.row, 2.0, error=float("nan")))
+    monkeypatch.setattr(run_cpu, "measure", lambda case, budget: cell(case.row, 2.0, error=float("nan")))
     assert main(["bench", "--suite", "cpu", "--quick"]) == 1
     assert "WRONG" in capsys.readouterr().out
 

@@ -294,3 +294,19 @@ def test_ticks_are_few_and_round(high, count):
     assert 3 <= len(ticks) <= 7
     assert ticks[0] == 0
     assert ticks[-1] <= high
+
+
+@pytest.mark.parametrize("name", ["models", "scale"])
+def test_a_record_is_shown_again(name, tmp_path, capsys):
+    made = PAGES[name]()
+    file = write(tmp_path / "a.json", *made.cells, **made.about)
+    assert main(["report", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "A <CPU>" in text
+    assert "cases, 0 of ours wrong" in text
+    assert ("time ~ cells^" in text) == (name == "scale")
+    assert main(["report", str(file), "--html", str(tmp_path / "a.html"), "--plot", str(tmp_path / "a.svg")]) == 0
+    assert capsys.readouterr().out == ""
+    assert (tmp_path / "a.html").read_text() == page.page(Record.read(file))
+    assert main(["report", str(file), "--plot", str(tmp_path / "a.jpg")]) == 2
+    assert ".svg or .png" in capsys.readouterr().err

@@ -201,7 +201,7 @@ def sdpa_with(x: Inputs, mask: torch.Tensor) -> Callable[[], torch.Tensor]:
 def _work(chosen: Plan) -> dict[str, Any]:
     cost = chosen.cost
     assert cost is not None
-    return {"flops": cost.flops, "moved": cost.bytes_moved, "workspace": chosen.workspace_bytes}
+    return {"flops": cost.flops, "moved": cost.bytes_moved, "workspace": int(chosen.workspace_bytes)}
 
 
 def _quantised(x: torch.Tensor, kind: QuantDtype) -> Quantised:

@@ -89,11 +89,11 @@ def measure(task: Task, bench: Bench) -> Cell:
         allowed=MOST_ERROR[bench.dtype],
         flops=plan.cost.flops,
         bytes=plan.cost.bytes_moved,
-        workspace=plan.workspace_bytes,
+        workspace=int(plan.workspace_bytes),
         plan=plan.summary(),
         cells=plan.cost.cells,
         tiles=plan.cost.tiles.mixed + plan.cost.tiles.full,
-        memory=None if memory is None else max(memory, plan.workspace_bytes),  # what is kept is not taken anew
+        memory=None if memory is None else max(memory, int(plan.workspace_bytes)),  # what is kept is not taken anew
     )
 
 

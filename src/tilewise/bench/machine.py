@@ -160,6 +160,12 @@ def load() -> float:
         return 0.0
 
 
+def load_notes() -> list[str]:
+    """What a record has to say of other work."""
+    now = load()
+    return [f"the machine was not quiet: load {now:.1f} at the start"] if now > 0.3 else []
+
+
 def version_of(name: str) -> str | None:
     """Of an installed package; None without it."""
     try:

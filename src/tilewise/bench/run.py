@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..progress import Screen
-from . import cpu_suite, grid, machine, measure_gpu, page, plot, precompile, report
-from .case import Case, Measured
-from .measure import take_turns
+from . import cpu_suite, grid, machine, measure_gpu, page, plot, precompile, report, run_cpu
 from .peers import OURS, installed
 from .record import Cell, Record
 from .scaling import growth_table
@@ -26,9 +24,7 @@ from .tables import tables
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 WRONG = 1
-BUDGET, QUICK_BUDGET = 4.0, 0.5  # seconds of timing for each case of the suite `cpu`
-WAY_BUDGET = {"cpu": (1.0, 0.2), "cuda": (0.2, 0.08)}  # seconds for each way of other cases, and if it must be quick
-FULL_MEMORY = 4 * 1024**2  # bytes of workspace that a thread may take
+WAY_BUDGET = {"cpu": (1.0, 0.2), "cuda": (0.2, 0.08)}  # seconds for each way of a case, and if it must be quick
 DTYPES = cpu_suite.DTYPES
 SLOW_PEERS = ("flex",)  # compile anew for each case, in tens of seconds on a CPU
 
@@ -55,27 +51,52 @@ def bench(asked: Asked) -> int:
     Ctrl-C ends the measuring, not the report. The status is 1 if a result is wrong; a bar that is missed is a result.
     """
     check(asked)
+    check_files(asked.json, asked.html, asked.plot)
     narrow_sdpa = asked.device == "cuda" or not _is_narrow(asked) or _ensure_narrow_sdpa(asked.words)
-    record, data, shown = (_cpu if "cpu" in asked.suites else _models)(asked, narrow_sdpa)
+    if "cpu" in asked.suites:
+        record, data, shown = run_cpu.run_cpu(asked.words, asked.quick, narrow_sdpa)
+    else:
+        record, data, shown = _models(asked, narrow_sdpa)
     if asked.json is not None:
         report.write_json(asked.json, data)
-    if asked.html is not None:
-        asked.html.write_text(page.page(record), encoding="utf-8")
-    if asked.plot is not None:
-        plot.draw(record, asked.plot)
+    _write(record, asked.html, asked.plot)
     print("\n\n".join("\n".join(lines) for lines in shown if lines))
     if not record.about["complete"]:
         return INTERRUPTED
     return WRONG if record.wrong else 0
 
 
-def check(asked: Asked) -> None:
-    """Whatever can be wrong, before anything is measured."""
-    for option, file in (("--json", asked.json), ("--html", asked.html), ("--plot", asked.plot)):
+def show(file: Path, html: Path | None = None, picture: Path | None = None) -> int:
+    """A record from a file: its tables, or the page and the picture that are asked for."""
+    check_files(None, html, picture)
+    record = Record.read(file)
+    _write(record, html, picture)
+    if html is None and picture is None:
+        shown = [report.heading(record.about), *tables(record)]
+        if record.about.get("suite") == "scale":
+            shown.append(growth_table(record))
+        print("\n\n".join("\n".join(lines) for lines in shown))
+    return 0
+
+
+def _write(record: Record, html: Path | None, picture: Path | None) -> None:
+    if html is not None:
+        html.write_text(page.page(record), encoding="utf-8")
+    if picture is not None:
+        plot.draw(record, picture)
+
+
+def check_files(json: Path | None, html: Path | None, picture: Path | None) -> None:
+    """Whether files can be written, before there is anything to write."""
+    for option, file in (("--json", json), ("--html", html), ("--plot", picture)):
         if file is not None and not file.parent.is_dir():
             raise InvalidArgument(option, f"{file}", "a file in a folder that exists")
-    if asked.plot is not None:
-        plot.check_name(asked.plot)
+    if picture is not None:
+        plot.check_name(picture)
+
+
+def check(asked: Asked) -> None:
+    """Whatever can be wrong, before anything is measured."""
     for alone in ("cpu", "scale"):
         if alone in asked.suites and len(asked.suites) > 1:
             raise InvalidArgument("--suite", ",".join(asked.suites), f"{alone} alone: its report has another form")
@@ -115,7 +136,7 @@ def _models(asked: Asked, narrow_sdpa: bool) -> tuple[Record, dict[str, Any], li
         "dtype": kind,
         **machine.describe(f"tilewise {shlex.join(asked.words)}", device),
         "peers": found,
-        "notes": _load_notes(),
+        "notes": machine.load_notes(),
     }
     full, short = WAY_BUDGET[device.type]
     run = grid.Bench(device, DTYPES[kind], short if asked.quick else full, peers)
@@ -163,90 +184,12 @@ def _result(cell: Cell) -> str:
 
 
 def _ceilings(run: grid.Bench, quick: bool) -> dict[str, Any]:
-    budget = QUICK_BUDGET if quick else BUDGET / 2
+    budget = run_cpu.QUICK_BUDGET if quick else run_cpu.BUDGET / 2
     with torch.no_grad():
         if run.device.type == "cuda":
             return measure_gpu.ceilings(run.dtype, budget / 2)
         sizes, _ = cpu_suite.sizes_here()
         return machine.ceilings(sizes.read, sizes.matrix, budget)
-
-
-def _cpu(asked: Asked, narrow_sdpa: bool) -> tuple[Record, dict[str, Any], list[list[str]]]:
-    """The suite with bars."""
-    sizes, notes = cpu_suite.sizes_here()
-    if os.environ.items() >= machine.SAFE_ISA.items():
-        notes.append(
-            "SDPA in bf16 and f16 ran with ONEDNN_MAX_CPU_ISA as shown: without it, oneDNN's AMX products end "
-            "the process here (MKL's, which SDPA uses for bf16, do not)"
-        )
-    notes += _load_notes()
-    if not narrow_sdpa:
-        notes.append("SDPA in bf16 and f16 ends the process here, also without AMX: those cases are left out")
-    cases = [c for c in cpu_suite.cases(sizes, asked.quick) if narrow_sdpa or not c.needs_narrow_sdpa]
-    command = f"tilewise {shlex.join(asked.words)}"
-    about = {"suite": "cpu", "quick": asked.quick, **machine.describe(command), "notes": notes}
-    budget = QUICK_BUDGET if asked.quick else BUDGET
-    results: list[Measured] = []
-    start = time.perf_counter()
-    try:
-        with Screen(len(cases) + 1, sys.stderr) as screen:
-            screen.step("ceilings of this machine")
-            with torch.no_grad():
-                about["ceilings"] = machine.ceilings(sizes.read, sizes.matrix, budget)
-            measure_all(cases, budget, results, screen)
-    except KeyboardInterrupt:
-        notes.append(f"interrupted: {len(results)} of {len(cases)} cases done")
-    about |= {"complete": len(results) == len(cases), "seconds": time.perf_counter() - start}
-    found = report.outcomes(cpu_suite.ROWS, results)
-    data = report.as_data(about, found)
-    shown = [report.heading(about), report.cell_table(found), report.row_table(found), workspace_line(results)]
-    return Record.from_data(data), data, shown
-
-
-def measure_all(cases: Sequence[Case], budget: float, results: list[Measured], screen: Screen) -> None:
-    """Appends each case's result to `results` as soon as it is there."""
-    for number, case in enumerate(cases, 1):
-        screen.step(f"{case.row}: {case.name}")
-        start = time.perf_counter()
-        result = measure(case, budget)
-        results.append(result)
-        taken = time.perf_counter() - start
-        screen.print(
-            f"[{number}/{len(cases)}] {case.row}: {case.name}: {result.ratio:.3g} of the peer, "
-            f"error {result.error:.1e}, {taken:.1f} s"
-        )
-
-
-@torch.no_grad()
-def measure(case: Case, budget: float) -> Measured:
-    """Times and checks one case."""
-    made = case.prepare()
-    error = made.error(made.ours())
-    other = made.peer()
-    peer_error = made.error(other) if made.peer_same and isinstance(other, torch.Tensor) else None
-    ours, peer = take_turns([made.ours, made.peer], budget)
-    ratio = peer.seconds / ours.seconds
-    if made.peer_read:
-        ratio *= made.moved / made.peer_read
-    gflops, gbytes = (amount / ours.seconds / 1e9 for amount in (made.flops, made.moved))
-    return Measured(
-        case.row, case.name, ours, peer, ratio, error, made.allowed, peer_error, gflops, gbytes, made.workspace
-    )
-
-
-def workspace_line(results: Iterable[Measured]) -> list[str]:
-    """The most memory that a call took beside its tensors."""
-    most = max(results, key=lambda result: result.workspace, default=None)
-    if most is None:
-        return []
-    each = most.workspace / torch.get_num_threads()
-    verdict = "reached" if each < FULL_MEMORY else "missed"
-    return [f"workspace at most {each / 1024**2:.2f} MiB a thread, under 4: {verdict} ({most.row}: {most.name})"]
-
-
-def _load_notes() -> list[str]:
-    load = machine.load()
-    return [f"the machine was not quiet: load {load:.1f} at the start"] if load > 0.3 else []
 
 
 def _ensure_narrow_sdpa(words: Sequence[str]) -> bool:

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import InvalidArgument, Unsupported, __version__
-from . import bench, chat, compare, demo, doctor, embed, plan, tune, verify, warmup
+from . import bench, chat, compare, demo, doctor, embed, plan, report, tune, verify, warmup
 from .arguments import BAD_ARGUMENTS
 
-COMMANDS = (doctor, demo, chat, embed, plan, bench, compare, verify, tune, warmup)
+COMMANDS = (doctor, demo, chat, embed, plan, bench, report, compare, verify, tune, warmup)
 AFTERWORD = """\
 exit status: 0 if all is well, 1 if a result is wrong or (compare) slower, 2 for bad arguments, 130 after Ctrl-C
 """

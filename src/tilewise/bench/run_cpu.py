@@ -1,0 +1,94 @@
+"""Runs the suite `cpu`: every case timed beside its peer and checked, and held to the bar of its row."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..progress import Screen
+from . import cpu_suite, machine, report
+from .case import Case, Measured
+from .measure import take_turns
+from .record import Record
+
+BUDGET, QUICK_BUDGET = 4.0, 0.5  # seconds of timing for each case
+FULL_MEMORY = 4 * 1024**2  # bytes of workspace that a thread may take
+
+
+def run_cpu(words: Sequence[str], quick: bool, narrow_sdpa: bool) -> tuple[Record, dict[str, Any], list[list[str]]]:
+    """The suite with bars: its record, that as plain data, and its tables."""
+    sizes, notes = cpu_suite.sizes_here()
+    if os.environ.items() >= machine.SAFE_ISA.items():
+        notes.append(
+            "SDPA in bf16 and f16 ran with ONEDNN_MAX_CPU_ISA as shown: without it, oneDNN's AMX products end "
+            "the process here (MKL's, which SDPA uses for bf16, do not)"
+        )
+    notes += machine.load_notes()
+    if not narrow_sdpa:
+        notes.append("SDPA in bf16 and f16 ends the process here, also without AMX: those cases are left out")
+    cases = [c for c in cpu_suite.cases(sizes, quick) if narrow_sdpa or not c.needs_narrow_sdpa]
+    command = f"tilewise {shlex.join(words)}"
+    about = {"suite": "cpu", "quick": quick, **machine.describe(command), "notes": notes}
+    budget = QUICK_BUDGET if quick else BUDGET
+    results: list[Measured] = []
+    start = time.perf_counter()
+    try:
+        with Screen(len(cases) + 1, sys.stderr) as screen:
+            screen.step("ceilings of this machine")
+            with torch.no_grad():
+                about["ceilings"] = machine.ceilings(sizes.read, sizes.matrix, budget)
+            measure_all(cases, budget, results, screen)
+    except KeyboardInterrupt:
+        notes.append(f"interrupted: {len(results)} of {len(cases)} cases done")
+    about |= {"complete": len(results) == len(cases), "seconds": time.perf_counter() - start}
+    found = report.outcomes(cpu_suite.ROWS, results)
+    data = report.as_data(about, found)
+    shown = [report.heading(about), report.cell_table(found), report.row_table(found), workspace_line(results)]
+    return Record.from_data(data), data, shown
+
+
+def measure_all(cases: Sequence[Case], budget: float, results: list[Measured], screen: Screen) -> None:
+    """Appends each case's result to `results` as soon as it is there."""
+    for number, case in enumerate(cases, 1):
+        screen.step(f"{case.row}: {case.name}")
+        start = time.perf_counter()
+        result = measure(case, budget)
+        results.append(result)
+        taken = time.perf_counter() - start
+        screen.print(
+            f"[{number}/{len(cases)}] {case.row}: {case.name}: {result.ratio:.3g} of the peer, "
+            f"error {result.error:.1e}, {taken:.1f} s"
+        )
+
+
+@torch.no_grad()
+def measure(case: Case, budget: float) -> Measured:
+    """Times and checks one case."""
+    made = case.prepare()
+    error = made.error(made.ours())
+    other = made.peer()
+    peer_error = made.error(other) if made.peer_same and isinstance(other, torch.Tensor) else None
+    ours, peer = take_turns([made.ours, made.peer], budget)
+    ratio = peer.seconds / ours.seconds
+    if made.peer_read:
+        ratio *= made.moved / made.peer_read
+    gflops, gbytes = (amount / ours.seconds / 1e9 for amount in (made.flops, made.moved))
+    return Measured(
+        case.row, case.name, ours, peer, ratio, error, made.allowed, peer_error, gflops, gbytes, made.workspace
+    )
+
+
+def workspace_line(results: Iterable[Measured]) -> list[str]:
+    """The most memory that a call took beside its tensors."""
+    most = max(results, key=lambda result: result.workspace, default=None)
+    if most is None:
+        return []
+    each = most.workspace / torch.get_num_threads()
+    verdict = "reached" if each < FULL_MEMORY else "missed"
+    return [f"workspace at most {each / 1024**2:.2f} MiB a thread, under 4: {verdict} ({most.row}: {most.name})"]

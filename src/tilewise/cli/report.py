@@ -1,0 +1,29 @@
+"""`tilewise report`"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .arguments import Commands, command
+
+
+def add(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "report",
+        run,
+        help="a record of the bench as tables, a page or a picture",
+        description="Reads a JSON file of `tilewise bench` and prints its tables, writes the HTML page, or draws the "
+        "charts: for a record that was made elsewhere.",
+        example="tilewise report benchmarks/cpu/models.json --plot benchmarks/cpu/models.svg",
+    )
+    parser.add_argument("record", type=Path, metavar="FILE.json")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that a browser shows")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the charts, as .svg or .png")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..bench.run import show
+
+    return show(args.record, args.html, args.plot)
