@@ -168,7 +168,7 @@ def test_exponents_are_fitted_to_the_long_cases():
     assert full.cells == pytest.approx(1.0, abs=0.02)
     assert (full.is_linear, full.is_flat) == (True, True)
     assert "linear in cells, memory flat" in "\n".join(scaling.growth_table(record(*cells, suite="scale")))
-    square = [replace(c, memory=int((c.x or 0) ** 2), cells=int(c.x or 1)) for c in cells[:6]]
+    square = [replace(c, memory=int((c.x or 0) ** 2), cells=int(c.x or 1)) for c in cells[:6]]  # of time L^2
     bad = scaling.growth("full", square)
     assert (bad.is_linear, bad.is_flat) == (False, False)
     assert "NOT linear in cells, memory GROWS" in "\n".join(scaling.growth_table(record(*square, suite="scale")))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .record import Cell, Record
 from .report import aligned, time_text
 
-LINEAR = (0.8, 1.2)  # of time over visible cells
+LINEAR = 1.2  # the exponent of time over visible cells; less is no fault
 FLAT = 0.2  # of memory over length, or
 SMALL = 4 * 2**20  # bytes that the memory may grow by in all
 LONG = 4  # the longest so many lengths are fitted: short calls are mostly their start
@@ -29,7 +29,7 @@ class Growth:
 
     @property
     def is_linear(self) -> bool | None:
-        return None if self.cells is None else LINEAR[0] <= self.cells <= LINEAR[1]
+        return None if self.cells is None else self.cells <= LINEAR
 
     @property
     def is_flat(self) -> bool | None:
