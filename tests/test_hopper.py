@@ -146,6 +146,24 @@ def test_sections_let_programs_share_keys():
     assert heuristics.section(problem(causal=True, batch=1, heads=2, kv_heads=1), c, 132) == 2
 
 
+def test_slots_are_drawn_late_where_the_end_counts():
+    """With few rounds; and only where a consumer never has more tiles to pass over than there is room for."""
+    p = problem(causal=True)
+    c = heuristics.config(p)
+    assert not heuristics.draws_ahead(p, c, 15.5)
+    assert heuristics.draws_ahead(p, c, 130)
+    assert heuristics.draws_ahead(problem(causal=True, chunk=512), c, 15.5)
+    assert heuristics.draws_ahead(problem(512, causal=True), heuristics.config(problem(512, causal=True)), 15.5)
+
+
+def test_head_dim_64_has_registers_for_a_late_wait_only_without_rules():
+    for changes, late in (({}, True), ({"causal": True}, False), ({"softcap": 5.0}, False), ({"alibi": True}, False)):
+        c = heuristics.config(problem(64, **changes))
+        assert (c.consumers, c.k_stages, c.late_wait) == (3, 4, late)
+    short = heuristics.config(problem(64, q_len=1024, kv_len=1024))
+    assert (short.consumers, short.k_stages, short.late_wait) == (2, 4, False)
+
+
 def test_calls_that_come_again_may_be_unaligned(monkeypatch):
     """TMA needs 16 bytes: q, k and v are copied, the output is written elsewhere first."""
     pytest.importorskip("triton")

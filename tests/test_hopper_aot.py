@@ -53,6 +53,7 @@ OTHERS = {
     "D40/96": problem(40, 96), "D320": problem(320, causal=True), "D96-f16": problem(96, dtype=F16, causal=True),
     "D16": problem(16, causal=True), "D256/64": problem(256, 64), "D64/256": problem(64, 256, causal=True),
     "varlen-all": problem(128, **(ALL | VARLEN)), "D512-all": problem(512, **ALL),
+    "D512 mask": problem(512, **mask(torch.bool)), "D320/64 mask": problem(320, 64, **mask(BF16)),
 }  # fmt: skip
 
 

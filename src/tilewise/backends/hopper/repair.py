@@ -12,12 +12,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from .arguments import Arguments
-from .consumer import as_operand, no_sums, own_tiles, rows_of
+from .consumer import no_sums, own_tiles, rows_of
 from .layouts import out_layout, score_layout, wide_layout
 from .output import store_lse, store_rows
 from .prefill import PLAIN_INTS
 from .schedule import find, slots_of
 from .softmax import finish, hide, logits, weights
+from .steps import as_operand
 from .tiles import tile_list
 
 
