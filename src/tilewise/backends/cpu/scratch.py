@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import namedtuple
 
 import numpy as np
+from numba import njit
 
 from .access import jit
 from .amx import BLOCK
@@ -91,11 +92,11 @@ def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
     vectors = vector_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys)
     tiles = tile_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts) if parts else (0,)
     spare = LINE * (len(sizes) + max(len(vectors), len(tiles)) + 1)
-    return sum(sizes) + max(sum(vectors), sum(tiles)) + spare
+    return int(sum(sizes) + max(sum(vectors), sum(tiles)) + spare)
 
 
 sizes_shared, sizes_of_vectors, sizes_of_tiles = jit(shared_sizes), jit(vector_sizes), jit(tile_sizes)
-round_up = jit(round_up)
+round_up = njit(nogil=True, error_model="numpy")(round_up)  # Python calls it too: with a wrapper
 
 
 @jit

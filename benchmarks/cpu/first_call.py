@@ -1,0 +1,55 @@
+"""Seconds of a first call: with no kernels kept, then in a new process that finds them.
+
+    python benchmarks/cpu/first_call.py
+
+Each call runs in a process of its own, the cold ones with an empty cache directory. The time is that of the call alone,
+without importing torch, which a program does anyway; processor time is what it would take on a core that is free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+CALLS = {
+    "prefill f32": ("float32", 512),
+    "prefill bf16": ("bfloat16", 512),
+    "prefill f16": ("float16", 512),
+    "decode f32": ("float32", 1),
+    "decode f16": ("float16", 1),
+}
+CODE = """
+import json, sys, time
+import torch
+dtype, rows = getattr(torch, sys.argv[1]), int(sys.argv[2])
+q, k = torch.ones(1, 8, rows, 64, dtype=dtype), torch.ones(1, 8, 512, 64, dtype=dtype)
+start, busy = time.perf_counter(), time.process_time()
+import tilewise
+tilewise.attention(q, k, k, causal=True)
+print(json.dumps([time.perf_counter() - start, time.process_time() - busy]))
+"""
+
+
+def seconds(dtype: str, rows: int, kept: str) -> tuple[float, float]:
+    """Wall and processor time of the first call of a new process."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, dtype, str(rows)],
+        env={**os.environ, "TILEWISE_CACHE_DIR": kept}, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    wall, busy = json.loads(done.stdout)
+    return wall, busy
+
+
+def main() -> None:
+    print(f"{'first call':14}{'cold, s':>10}{'processor':>12}{'kept, s':>10}{'processor':>12}")
+    for name, (dtype, rows) in CALLS.items():
+        with tempfile.TemporaryDirectory() as kept:
+            cold, warm = seconds(dtype, rows, kept), seconds(dtype, rows, kept)
+        print(f"{name:14}{cold[0]:10.1f}{cold[1]:12.1f}{warm[0]:10.2f}{warm[1]:12.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
