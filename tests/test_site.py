@@ -25,13 +25,13 @@ def test_pictures_show_what_tilewise_does(name):
 
 def test_pictures_are_shown_and_none_is_left_over():
     shown = {
-        name for file in (ROOT / "docs").glob("*.md") for name in re.findall(r"pictures/(\w+)\.svg", file.read_text())
+        name for file in (ROOT / "docs").rglob("*.md") for name in re.findall(r"pictures/(\w+)\.svg", file.read_text())
     }
     assert shown == set(pictures.PICTURES) == {file.stem for file in pictures.HERE.glob("*.svg")}
 
 
 def test_every_document_is_in_the_navigation():
-    want = {f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")}
+    want = {str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md")}
     assert set(IN_NAVIGATION) == want | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
 
 
