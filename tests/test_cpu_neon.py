@@ -1,0 +1,100 @@
+"""The micro-kernels for a CPU that is not here: compiled for AArch64 with NEON, they stay in vector registers.
+
+A process of its own takes vectors of four floats, as there, emits each micro-kernel into a plain LLVM module, and
+compiles it for a Neoverse core. What comes out is read: a product is `fmla` over four lanes, narrow types are widened
+by vector instructions, and nothing calls a library, which is what LLVM does where a target lacks an operation.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+CODE = r"""
+import json, sys
+import llvmlite.binding as llvm
+from llvmlite import ir
+from tilewise.backends.cpu import gemm, micro, simd, softmax
+
+assert simd.W == 4, simd.W
+KERNELS = {
+    "gemm_keys_all": (gemm.gemm_keys_all, "iiiii"), "gemm_values_3": (gemm.gemm_values_3, "iiiii"),
+    "pack_3": (gemm.pack_3, "iiii"), "transpose": (micro.transpose, "iiii"),
+    "soften_column": (softmax.soften_column, "iiiiiif"), "softcap_cells": (softmax.softcap_cells, "iiiff"),
+    "exp_row": (softmax.exp_row, "iiff"), "store_f16": (micro.store_f16, "iiif"),
+    "store_bf16": (micro.store_bf16, "iiif"),
+}
+for kind in simd.CODES:
+    KERNELS[f"dots {kind}"] = micro.make_dots(kind, 4, 4), "i" * 9
+    KERNELS[f"adds {kind}"] = micro.make_adds(kind, 4, 4), "i" * 10
+
+
+class Context:
+    def get_dummy_value(self):
+        return None
+
+
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+machine = llvm.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(cpu="neoverse-n1", opt=3)
+kinds = {"i": ir.IntType(64), "f": ir.FloatType()}
+found = {}
+for name, (kernel, signature) in KERNELS.items():
+    module = ir.Module(name)
+    module.triple = machine.triple
+    types = [kinds[letter] for letter in signature]
+    _, emit = kernel._defn(None, *[None] * len(signature))
+    probe = ir.Function(ir.Module(), ir.FunctionType(ir.VoidType(), types), "probe")  # what it gives back, if anything
+    given = emit(Context(), ir.IRBuilder(probe.append_basic_block()), None, probe.args)
+    function = ir.Function(module, ir.FunctionType(given.type if given is not None else ir.VoidType(), types), "kernel")
+    builder = ir.IRBuilder(function.append_basic_block())
+    value = emit(Context(), builder, None, function.args)
+    builder.ret_void() if value is None else builder.ret(value)
+    parsed = llvm.parse_assembly(str(module))
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder_ = llvm.create_pass_builder(machine, options)
+    builder_.getModulePassManager().run(parsed, builder_)
+    found[name] = machine.emit_assembly(parsed)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def assembly():
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+fma,+f16c"}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_nothing_is_called(assembly):
+    called = {name: re.findall(r"^\s+bl\s+(\S+)", text, re.MULTILINE) for name, text in assembly.items()}
+    assert not {name: calls for name, calls in called.items() if calls}
+
+
+@pytest.mark.parametrize(
+    "name", ["gemm_keys_all", "gemm_values_3", "soften_column", "dots f16", "adds int4", "dots int8"]
+)
+def test_products_are_of_four_lanes(assembly, name):
+    assert re.search(r"\bfmla\s+v\d+\.4s", assembly[name])
+    assert not re.search(r"\bfmadd\s+s\d+", assembly[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [("dots f16", "fcvtl"), ("dots bf16", "shll|ushll"), ("dots int8", "scvtf"), ("dots int4", "scvtf"),
+     ("dots fp8_e4m3", "fcvtl"), ("store_f16", "fcvtn"), ("transpose", r"zip1|trn1|mov\s+v")],
+)  # fmt: skip
+def test_narrow_types_are_widened_by_vectors(assembly, name, instruction):
+    assert re.search(rf"\b({instruction})", assembly[name])
+
+
+def test_a_block_of_products_stays_in_registers(assembly):
+    """24 sums, four vectors of q and one number of K at a time: the inner loop stores nothing."""
+    loops = [part for part in re.split(r"^\.LBB\S+:", assembly["gemm_keys_all"], flags=re.MULTILINE) if "fmla" in part]
+    inner = max(loops, key=lambda part: part.count("fmla"))
+    assert inner.count("fmla") >= 24
+    assert not re.search(r"^\s+st[rp]\s", inner, re.MULTILINE)
