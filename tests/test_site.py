@@ -14,7 +14,7 @@ import pictures  # noqa: E402
 
 sys.path.remove(str(ROOT / "docs"))
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-IN_NAVIGATION = re.findall(r": ([\w/-]+\.md)", CONFIG)
+IN_NAVIGATION = re.findall(r"[:-] ([\w/-]+\.md)", CONFIG)
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
