@@ -1,4 +1,4 @@
-"""Where things are: a sequence's place, a key's row, a mask's cells. Numba code, called by the kernels."""
+"""Where things are: a sequence's place, a key's row. Numba code, called by the kernels."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -37,7 +37,6 @@ from .simd import W
 
 F = np.float32
 INF = np.float32(np.inf)
-SKIP, MIXED, FULL = 0, 1, 2
 ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba compiles a function anew for every literal it is called with
 # None of these is called from Python: without the wrappers for that, kernels are compiled in 3/4 of the time.
 OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -283,93 +282,3 @@ def is_plain(p):
 def unit(p):
     """What scores and their maximum m are multiplied by in the softmax."""
     return F(p.scale) if is_plain(p) else F(1)
-
-
-# Masks
-
-
-@jit
-def mask_row(p, b, head, i):
-    return p.mask + b * p.mask_b + head * p.mask_h + i * p.mask_q
-
-
-@jit
-def mask_cell(p, row, j):
-    """What a mask's cell adds to a score: 0 or -inf, or the cell."""
-    at = row + j * p.mask_k
-    if p.mask_code == MASK_BOOL:
-        return F(0) if get_u8(at) != 0 else -INF
-    return get_one(at, p.mask_code, 0)
-
-
-@jit
-def list_mask(p, row, to, first, count, padded):
-    """Cells first..first + count of a mask's row as numbers to add, zeros up to `padded`."""
-    whole = count // W * W
-    if p.mask_k == 0:
-        fill(to, ZERO, count, mask_cell(p, row, 0))
-    elif p.mask_code == MASK_BOOL:
-        for j in range(count):
-            put_f32(to + 4 * j, F(0) if get_u8(row + first + j) != 0 else -INF)
-    else:
-        at = row + first * p.mask_k
-        if p.mask_code == 0:
-            widen_f32(to, at, whole)
-        elif p.mask_code == 1:
-            widen_f16(to, at, whole)
-        else:
-            widen_bf16(to, at, whole)
-        for j in range(whole, count):
-            put_f32(to + 4 * j, mask_cell(p, row, first + j))
-    fill(to, count, padded, F(0))
-
-
-@jit
-def classify(p, b, head, row, rows, start, end):
-    """Skip, mixed or full: what the mask does to `rows` rows from `row` on and keys `start` to `end` of one head."""
-    if p.mask_q == 0:
-        rows = 1
-    if p.mask_k == 0:
-        end = start + 1
-    some, all_plain = False, True
-    for i in range(row, row + rows):
-        line = mask_row(p, b, head, i)
-        if p.mask_code == MASK_BOOL:
-            for j in range(start, end):
-                seen = get_u8(line + j * p.mask_k) != 0
-                some |= seen
-                all_plain &= seen
-        else:
-            for j in range(start, end):
-                x = get_one(line + j * p.mask_k, p.mask_code, 0)
-                some |= x != -INF
-                all_plain &= x == F(0)
-        if some and not all_plain:
-            return MIXED
-    return FULL if all_plain else (MIXED if some else SKIP)
-
-
-@jit
-def tile_state(p, b, head, row, rows, start, end):
-    """The mask's state of a tile: read from the map if there is one, else found in the mask."""
-    if p.states:
-        line = p.states + b * p.states_b + head * p.states_h + row // p.tile_rows * p.states_q
-        first = types.int64(get_u8(line + start // p.tile_keys * p.states_k))
-        last = types.int64(get_u8(line + (end - 1) // p.tile_keys * p.states_k))  # a split may start inside a tile
-        return first if first == last else MIXED
-    return classify(p, b, head, row, rows, start, end)
-
-
-@jit
-def read_states(p, item, states, start, end):
-    """The mask's states of a tile, for each head of the group. Are all full? Are all to be skipped?"""
-    group = p.heads // p.kv_heads
-    whole, nothing = True, True
-    for g in range(group):
-        state = types.int64(FULL)
-        if p.mask:
-            state = tile_state(p, item.b, item.head * group + g, item.row, item.rows, start, end)
-        put_i64(states + 8 * g, state)
-        whole &= state == FULL
-        nothing &= state == SKIP
-    return whole, nothing

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from numba import types
 
-from .access import FULL, INF, SKIP, ZERO, F, fill, is_plain, jit, list_mask, mask_row, up
+from .access import INF, ZERO, F, fill, is_plain, jit, up
 from .gemm import ROWS
+from .masks import FULL, SKIP, list_mask, mask_row
 from .micro import get_i32, get_i64, put_i32, transpose
 from .simd import W
 from .softmax import alibi_column, bias_cells, hide_column, scale_cells, softcap_cells

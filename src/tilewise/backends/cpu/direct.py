@@ -12,10 +12,8 @@ import math
 from numba import types
 
 from .access import (
-    FULL,
     INF,
     ONE,
-    SKIP,
     ZERO,
     F,
     call,
@@ -24,14 +22,11 @@ from .access import (
     item_at,
     jit,
     key_source,
-    list_mask,
     list_rows,
     list_scales,
-    mask_row,
     params_at,
     place,
     query_row,
-    read_states,
     sequence,
     unit,
     up,
@@ -39,6 +34,7 @@ from .access import (
     widen_row,
     widen_rows,
 )  # fmt: skip
+from .masks import FULL, SKIP, list_mask, mask_row, read_states
 from .micro import fetch, get_f32, get_i32, get_i64, make_adds, make_dots, put_f32, row_scale
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import KEY_PAD, PAD, TAIL, cut

@@ -24,7 +24,6 @@ from .access import (
     params_at,
     place,
     query_row,
-    read_states,
     sequence,
     unit,
     up,
@@ -47,6 +46,7 @@ from .gemm import (
     pack_2,
     pack_3,
 )
+from .masks import read_states
 from .micro import clear, fetch, get_f32, row_scale, transpose
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import PAD, PANEL_, cut

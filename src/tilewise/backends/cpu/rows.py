@@ -7,7 +7,8 @@ import math
 
 from numba import types
 
-from .access import FULL, INF, SKIP, F, jit, key_span, mask_cell, mask_row, sequence, store_row, unit
+from .access import INF, F, jit, key_span, sequence, store_row, unit
+from .masks import FULL, SKIP, mask_cell, mask_row
 from .micro import clear, get_f32, get_i32, get_i64, put_f32, put_i32
 
 

@@ -25,7 +25,6 @@ from .access import (
     params_at,
     place,
     query_row,
-    read_states,
     row_address,
     sequence,
     unit,
@@ -46,6 +45,7 @@ from .amx import (
     turn,
 )
 from .columns import list_spans, seen_by_all, seen_by_some, shape_scores
+from .masks import read_states
 from .micro import clear, get_f32, get_i64, get_one, put_f32, put_i64, put_one, transpose
 from .rows import sees, set_up
 from .scratch import cut, cut_tiles
