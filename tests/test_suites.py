@@ -65,6 +65,30 @@ def test_one_case_of_each_group_is_measured_and_right(name, monkeypatch, tiny):
         assert (cell.memory is not None) == (name == "scale")
 
 
+def test_a_slow_peer_is_called_once_more_and_one_that_compiled_is_timed(tiny, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(grid, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    calls = {"slow": 0, "compiles": 0}
+
+    def way(name, *seconds):
+        def call():
+            now[0] += seconds[min(calls[name], len(seconds) - 1)]
+            calls[name] += 1
+            return x.attend()
+
+        return grid.Way(name, call)
+
+    task = next(iter(suites.varlen(TINY)))
+    x = grid.make_inputs(task.case, CPU, torch.float32)
+    monkeypatch.setattr(grid, "find", lambda case, x, names: [way("slow", 9.0, 7.0), way("compiles", 9.0, 0.001)])
+    cell = grid.measure(task, BENCH)
+    slow, compiles = cell.ways[1:]
+    assert (slow.timing.seconds, slow.timing.rounds, slow.note) == (7.0, 1, "once")
+    assert (compiles.timing.rounds, compiles.note) == (3, "")
+    assert calls["slow"] == 2
+    assert all(cell.is_right(way) for way in cell.ways)
+
+
 def test_a_case_that_fails_is_kept_with_its_reason_and_the_others_go_on(tiny, monkeypatch, capsys, tmp_path):
     usual = grid.measure
 
