@@ -17,7 +17,7 @@ from numba import njit
 
 from conformance import Conformance
 from strategies import cases
-from tilewise import InvalidArgument, attention, bound, plan
+from tilewise import InvalidArgument, attention, bound, paged_attention, plan
 from tilewise.backends.cpu import access
 from tilewise.backends.cpu.micro import transpose
 from tilewise.backends.cpu.simd import CODES, W, microkernel
@@ -225,6 +225,32 @@ class TestThreads:
         torch.set_num_threads(2)
         assert choose(make(case).checked().problem, "cpu").splits > 1
         check_case(case, "cpu")
+
+
+def test_pages_of_several_heads_are_split():
+    """Heads of a split come one after the other; with one head there is nothing to share, and without pages no need."""
+    lengths, table = torch.tensor([2000], dtype=torch.int32), torch.arange(125, dtype=torch.int32)[None]
+    splits = {}
+    for heads in (1, 8):
+        q, pages = torch.randn(1, 8, 1, 64), torch.randn(125, 16, heads, 64)
+        torch.set_num_threads(1)
+        splits[heads] = plan(q, pages, pages, block_table=table, context_lens=lengths, backend="cpu").splits
+        rows = pages.flatten(0, 1).transpose(0, 1)[None]
+        want = attention(q, rows, rows, backend="cpu", return_lse=True)
+        got = paged_attention(q, pages, pages, table, lengths, backend="cpu", return_lse=True)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert splits == {1: 1, 8: 5}
+
+
+@pytest.mark.parametrize("keys", [1, 95, 96, 97, 127, 128, 129, 224, 225])
+def test_a_short_rest_of_keys_goes_with_the_last_tile(keys):
+    """Decode takes up to 32 keys more in its last tile; with a mask, whose tiles are fixed, it does not."""
+    q, k, v = torch.randn(1, 4, 1, 64), torch.randn(1, 2, keys, 64), torch.randn(1, 2, keys, 64)
+    want = attention(q, k, v, backend="reference")
+    mask = torch.ones(1, keys, dtype=torch.bool)
+    for result in (attention(q, k, v, backend="cpu"), attention(q, k, v, mask=mask, backend="cpu")):
+        torch.testing.assert_close(result, want, rtol=1e-5, atol=1e-6)
 
 
 def test_memory_does_not_grow_with_length():
