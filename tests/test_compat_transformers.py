@@ -211,13 +211,26 @@ def dense(mask, shape, offset=0):
     if "mask" in mask.options:
         assert mask.options["mask"].shape == (batch, 1, 1, keys)
         seen = seen & mask.options["mask"]
-    if mask.packed is not None:
-        cu, same, longest, again = mask.packed
-        assert cu is same
-        assert longest == again == int(cu.diff().max())
-        segment = torch.searchsorted(cu, torch.arange(batch * rows), right=True).view(batch, 1, rows)
-        seen = seen & (segment[..., None] == segment[..., None, :])
     return seen
+
+
+def in_sequences(mask, shape):
+    """The same by its sequences; rows of padding see nothing."""
+    batch, _, rows, keys = shape
+    cu, chunk = mask.packed.offsets, mask.options.get("chunk")
+    left, right = mask.options.get("window", (None, None))
+    lengths = cu.diff() if mask.packed.lengths is None else mask.packed.lengths
+    seen = torch.zeros(batch * rows, batch * keys, dtype=torch.bool)
+    for start, end, used in zip(cu[:-1].tolist(), cu[1:].tolist(), lengths.tolist(), strict=True):
+        assert end - start <= mask.packed.longest
+        i, j = torch.arange(end - start)[:, None], torch.arange(used)[None]
+        part = torch.ones(end - start, used, dtype=torch.bool)
+        part &= (j <= i) | (not mask.options["causal"])
+        part &= (i - j <= left) if left is not None else True
+        part &= (j - i <= right) if right is not None else True
+        part &= (i // chunk == j // chunk) if chunk is not None else True
+        seen[start:end, start : start + used] = part
+    return torch.stack([seen[b * rows : (b + 1) * rows, b * keys : (b + 1) * keys] for b in range(batch)])[:, None]
 
 
 FUNCTIONS = {
@@ -251,7 +264,14 @@ def test_patterns_mean_what_the_masks_say(name, padding, rows, start, first, slo
     if got is None and name == "both ways":
         assert want.all()
     else:
-        assert dense(got, want.shape, start - first).equal(want.expand(3, 1, rows, keys))
+        want = want.expand(3, 1, rows, keys)
+        assert dense(got, want.shape, start - first).equal(want)
+        if got is not None and got.packed is not None:
+            real = mask[:, None, :, None]  # what is padding sees nothing in this form
+            assert in_sequences(got, want.shape).equal(want & real)
+        elsewhere = padding == "left" and "chunk" in name  # these chunks do not start with a row's first token
+        in_rows = start == 0 and slots == 0 and padding in ("left", "right") and not elsewhere
+        assert (got is not None and got.packed is not None) == in_rows
 
 
 def test_nothing_known_becomes_dense():
@@ -265,7 +285,11 @@ def test_nothing_known_becomes_dense():
     sequences = hf.packed_sequence_mask_function(torch.tensor([[0] * 4 + [1] * 10]))
     both = hf.and_masks(hf.sliding_window_causal_mask_function(3), sequences)
     packed = make_mask(1, 14, 14, mask_function=both, allow_is_causal_skip=False)
-    assert packed.packed[0].tolist() == [0, 4, 14]
+    assert packed.packed.offsets.tolist() == [0, 4, 14]
+    assert packed.packed.longest == 10
+    assert in_sequences(packed, (1, 1, 14, 14)).equal(
+        hf.sdpa_mask(1, 14, 14, mask_function=both, allow_is_causal_skip=False)
+    )
     assert packed.options["window"] == (2, None)
 
     def odd_keys(batch, head, q, k):
@@ -280,12 +304,34 @@ def test_nothing_known_becomes_dense():
     assert make_mask(3, 14, 14, allow_is_causal_skip=False).shape == (3, 1, 14, 14)  # a model wants to work on it
 
 
-def test_chunks_that_start_elsewhere_in_each_row_are_dense():
+def test_chunks_that_start_elsewhere_in_each_row():
+    """They start with the first token. A prompt's rows are sequences then; later, and with a hole, it is a mask."""
     mask = inputs("left")[1].bool()
     options = {"mask_function": hf.chunked_causal_mask_function(4, torch.tensor([5, 0, 9])), "attention_mask": mask}
     got = make_mask(3, 14, 14, **options)
-    assert isinstance(got, torch.Tensor)
-    assert got.equal(hf.sdpa_mask(3, 14, 14, **options, allow_is_causal_skip=False))
+    assert got.packed.only
+    want = hf.sdpa_mask(3, 14, 14, **options, allow_is_causal_skip=False)
+    assert in_sequences(got, want.shape).equal(want & mask[:, None, :, None])
+    for arguments in [(3, 1, 14, 13), (3, 14, 20)]:
+        got = make_mask(*arguments, **options)
+        assert isinstance(got, torch.Tensor)
+        assert got.equal(hf.sdpa_mask(*arguments, **options, allow_is_causal_skip=False))
+    mask[1, 3] = False
+    assert isinstance(make_mask(3, 14, 14, **options), torch.Tensor)
+
+
+def test_padding_is_not_computed(monkeypatch):
+    """An encoder's padded batch is sequences over the model's own memory; a bias, or keys elsewhere, take the mask."""
+    calls = []
+    note = lambda *a, **o: calls.append(a) or varlen_attention(*a, **o)  # noqa: E731
+    monkeypatch.setattr(ours, "varlen_attention", note)
+    tokens, mask = inputs("right")
+    run(model_of("bert"), "tilewise", tokens, attention_mask=mask)
+    assert len(calls) == 2
+    assert all(x.untyped_storage().nbytes() == 4 * x.numel() for x in calls[0][:3])  # views: nothing else is in there
+    run(model_of("t5_encoder"), "tilewise", tokens, attention_mask=mask)
+    run(model_of("llama"), "tilewise", tokens, attention_mask=mask)  # its keys come from a cache
+    assert len(calls) == 2
 
 
 def test_an_unknown_transformers_is_read_as_arbitrary(monkeypatch):

@@ -16,8 +16,16 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils as hf
 
 Length = int | torch.Tensor
-# Offsets of sequences, of queries and of keys, into all rows laid end to end; the longest of them.
-Packed = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences in all rows laid end to end."""
+
+    offsets: torch.Tensor  # int32 [n + 1]
+    longest: int
+    lengths: torch.Tensor | None = None  # int32 [n]: keys in use; padding is a sequence that has none
+    only: bool = True  # there is no other way to say it
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Pattern(BlockMask):
     def __init__(self, shape: tuple[int, int, int, int], options: dict[str, Any], packed: Packed | None = None) -> None:
         self.seq_lengths = shape[2:]
         self._shape = shape
-        self.options = options  # keywords of `attention`, or of `varlen_attention` if there is `packed`
+        self.options = options  # keywords of `attention`, and of `varlen_attention` for `packed`
         self.packed = packed
 
     @property
@@ -170,13 +178,19 @@ def _pattern(
         return NotImplemented
     shift = int(q_offset) - kv_offset  # of the first query, counted from the first key
     furthest = shift + rows - 1  # the largest distance of a query from a key on its left
+    padded = _padded(seen) if seen is not None and shift == 0 and rows == keys and not is_compiling() else None
+    only = False
     if rules.chunk is not None:
-        # tilewise counts chunks from the first key. A row that is padded on its left has them elsewhere.
-        moved = rules.padding is not None and bool(((rules.padding - kv_offset) % rules.chunk).any())
-        if moved or rules.segments is not None:
+        # tilewise counts chunks from the first key, or from that of a sequence; transformers from where it says.
+        from_here = 0 if rules.padding is None else rules.padding
+        only = bool(torch.as_tensor((from_here - kv_offset) % rules.chunk).any())
+        if padded is not None and bool(((padded[1] - from_here) % rules.chunk).any()):
+            padded = None
+        if rules.segments is not None or (only and padded is None):
             return NotImplemented
         if rules.causal and furthest < rules.chunk:
             rules = replace(rules, chunk=None)
+            only = False
     if rules.left is not None and furthest <= rules.left:
         rules = replace(rules, left=None)
     if rules.right is not None and keys - 1 - shift <= rules.right:
@@ -193,7 +207,8 @@ def _pattern(
     plain = not limits and len(options) == 2
     if plain and (not rules.causal or (shift == 0 and rows == keys) or (rows == 1 and shift == keys - 1)):
         return None
-    return Pattern(shape, {**options, **limits, "q_offset": shift})
+    packed = None if padded is None else replace(padded[0], only=only)
+    return Pattern(shape, {**options, **limits, "q_offset": shift}, packed)
 
 
 def _limits(seen: torch.Tensor | None, kv_offset: int, keys: int) -> dict[str, Any]:
@@ -213,6 +228,24 @@ def _limits(seen: torch.Tensor | None, kv_offset: int, keys: int) -> dict[str, A
     return {"mask": seen[:, None, None]}
 
 
+def _padded(seen: torch.Tensor) -> tuple[Packed, torch.Tensor] | None:
+    """Rows `[B, L]` of one run of tokens each as sequences, with the padding around them as sequences that see nothing;
+    and where the runs start. None if there is no padding, or tokens lie on both sides of some.
+    """
+    batch, keys = seen.shape
+    at = torch.arange(keys, device=seen.device)
+    lengths = seen.sum(1)
+    starts = seen.int().argmax(1)
+    run = (at >= starts[:, None]) & (at < (starts + lengths)[:, None])
+    if bool((lengths == keys).all()) or not bool((run == seen).all()):
+        return None
+    ends = torch.stack((starts, starts + lengths, torch.full_like(starts, keys)), 1)  # of padding, tokens, padding
+    offsets = (ends + keys * torch.arange(batch, device=seen.device)[:, None]).flatten()
+    used = torch.stack((torch.zeros_like(lengths), lengths, torch.zeros_like(lengths)), 1).flatten()
+    packed = Packed(torch.nn.functional.pad(offsets, (1, 0)).int(), keys, used.int())
+    return packed, starts
+
+
 def _packed(segments: torch.Tensor) -> Packed | None:
     """The sequences of segments `[B, L]`; None if one is in pieces."""
     steps = segments.diff(dim=1)
@@ -221,5 +254,4 @@ def _packed(segments: torch.Tensor) -> Packed | None:
     first = torch.nn.functional.pad(steps != 0, (1, 0), value=True).flatten()
     starts = first.nonzero()[:, 0].to(torch.int32)
     offsets = torch.nn.functional.pad(starts, (0, 1), value=segments.numel())
-    longest = int(offsets.diff().max())
-    return offsets, offsets, longest, longest
+    return Packed(offsets, int(offsets.diff().max()))

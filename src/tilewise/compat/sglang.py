@@ -74,18 +74,6 @@ class TilewiseBackend(AttentionBackend):
             longest = max(forward_batch.extend_seq_lens_cpu)
         self.batch = Batch(table, lengths, offsets, longest)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-
     def forward_extend(
         self,
         q: torch.Tensor,
@@ -125,3 +113,5 @@ class TilewiseBackend(AttentionBackend):
             sinks=sinks,
         )
         return out.flatten(1)
+
+    forward_decode = forward_extend  # a step is a batch whose requests have one query each

@@ -103,10 +103,12 @@ def attention_forward(
         raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, L, H, D]
-    packed: Any = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    packed: Any = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, None)
     if isinstance(attention_mask, Pattern):
         options |= attention_mask.options
-        packed = attention_mask.packed or packed
+        p = attention_mask.packed
+        if p is not None and (p.only or (position_bias is None and all(_end_to_end(x) for x in (q, k, v)))):
+            packed = p.offsets, p.offsets, p.longest, p.longest, p.lengths
     elif attention_mask is not None:
         options["mask"] = attention_mask[..., : k.shape[1]]
         packed = None  # it has the sequences in it
@@ -126,7 +128,7 @@ def _in_sequences(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    packed: tuple[Any, Any, Any, Any],
+    packed: tuple[Any, Any, Any, Any, Any],
     position_bias: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
@@ -134,11 +136,17 @@ def _in_sequences(
     if position_bias is not None:
         remedy = "give each sequence a row of its own"
         raise InvalidArgument("position_bias", "a bias with packed sequences", "None", remedy)
+    cu_q, cu_k, options["max_q"], options["max_k"], options["kv_lengths"] = packed
     options.pop("q_offset", None)  # positions count from each sequence's start
-    cu_q, cu_k, max_q, max_k = packed
+    options.pop("mask", None)  # of padding, which is no part of a sequence
     shape = q.shape[:2]
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # views, as models make them
-    return varlen_attention(q, k, v, cu_q, cu_k, max_q=max_q, max_k=max_k, **options).unflatten(0, shape)
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    return varlen_attention(q, k, v, cu_q, cu_k, **options).unflatten(0, shape)
+
+
+def _end_to_end(x: torch.Tensor) -> bool:
+    """Whether the rows of `[B, L, H, D]` lie one after another, so that they are one row without a copy."""
+    return x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
