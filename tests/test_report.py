@@ -230,6 +230,11 @@ PAGES = {
           for kind in ("full", "window") for n in (1024, 2048, 4096)], suite="scale",
     ),
     "empty": lambda: record(complete=False),
+    "scale, one failed": lambda: record(
+        *[cell("full", str(n), ours=n * 1e-6, x=n, cells=n, tiles=n, memory=n) for n in (1024, 2048, 4096)],
+        *[replace(cell(kind, "8k", x=8192), ways=(), refused={"tilewise": "no memory"}) for kind in ("full", "window")],
+        suite="scale",
+    ),
     "failed": lambda: record(replace(cell(), ways=(), refused={"tilewise": "out of memory"})),
 }  # fmt: skip
 
@@ -294,6 +299,15 @@ def test_ticks_are_few_and_round(high, count):
     assert 3 <= len(ticks) <= 7
     assert ticks[0] == 0
     assert ticks[-1] <= high
+
+
+def test_lengths_that_failed_are_left_out_of_the_fit():
+    full, window = scaling.growths(PAGES["scale, one failed"]())
+    assert full.time == pytest.approx(1.0)
+    assert window.time is None
+    text = "\n".join(scaling.growth_table(PAGES["scale, one failed"]()))
+    assert "4096" in text
+    assert "window" not in text
 
 
 @pytest.mark.parametrize("name", ["models", "scale"])

@@ -56,11 +56,12 @@ def bench(asked: Asked) -> int:
     if "cpu" in asked.suites:
         record, data, shown = run_cpu.run_cpu(asked.words, asked.quick, narrow_sdpa)
     else:
-        record, data, shown = _models(asked, narrow_sdpa)
+        record = _models(asked, narrow_sdpa)
+        data, shown = record.as_data(), None
     if asked.json is not None:
         report.write_json(asked.json, data)
+    _print(shown or _tables(record))
     _write(record, asked.html, asked.plot)
-    print("\n\n".join("\n".join(lines) for lines in shown if lines))
     if not record.about["complete"]:
         return INTERRUPTED
     return WRONG if record.wrong else 0
@@ -72,11 +73,17 @@ def show(file: Path, html: Path | None = None, picture: Path | None = None) -> i
     record = Record.read(file)
     _write(record, html, picture)
     if html is None and picture is None:
-        shown = [report.heading(record.about), *tables(record)]
-        if record.about.get("suite") == "scale":
-            shown.append(growth_table(record))
-        print("\n\n".join("\n".join(lines) for lines in shown))
+        _print(_tables(record))
     return 0
+
+
+def _tables(record: Record) -> list[list[str]]:
+    shown = [report.heading(record.about), *tables(record)]
+    return [*shown, growth_table(record)] if record.about.get("suite") == "scale" else shown
+
+
+def _print(shown: Sequence[Sequence[str]]) -> None:
+    print("\n\n".join("\n".join(lines) for lines in shown if lines), flush=True)
 
 
 def _write(record: Record, html: Path | None, picture: Path | None) -> None:
@@ -115,7 +122,7 @@ def _is_narrow(asked: Asked) -> bool:
     return "cpu" in asked.suites or asked.dtype in ("bf16", "f16")
 
 
-def _models(asked: Asked, narrow_sdpa: bool) -> tuple[Record, dict[str, Any], list[list[str]]]:
+def _models(asked: Asked, narrow_sdpa: bool) -> Record:
     """The suites of models, or the one of lengths."""
     device = torch.device(asked.device)
     kind = asked.dtype or ("bf16" if device.type == "cuda" else "f32")
@@ -157,11 +164,7 @@ def _models(asked: Asked, narrow_sdpa: bool) -> tuple[Record, dict[str, Any], li
         except KeyboardInterrupt:
             about["notes"].append(f"interrupted: {len(cells)} of {len(tasks)} cases done")
     about |= {"complete": len(cells) == len(tasks), "seconds": time.perf_counter() - start}
-    record = Record(about, cells)
-    shown = [report.heading(about), *tables(record)] if cells else [report.heading(about)]
-    if cells and "scale" in asked.suites:
-        shown.append(growth_table(record))
-    return record, record.as_data(), shown
+    return Record(about, cells)
 
 
 def _measured(task: Task, run: grid.Bench) -> Cell:
