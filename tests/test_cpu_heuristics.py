@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewise.backends.cpu.heuristics import even_rows, split_size, tile_rows
+from tilewise.backends.cpu.heuristics import even_rows, paged_split, split_size, tile_rows
 
 MIB = 2**20
 
@@ -45,3 +45,16 @@ def test_rows_are_cut_evenly(q_len, tasks, threads, rows):
 def test_splits_give_each_thread_four_pieces(tasks, keys, threads, size):
     assert split_size(tasks, keys, threads, 96) == size
     assert size == 0 or split_size(tasks, keys, threads, 256) % 256 == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "threads", "bytes_of_parts", "size"),
+    [
+        (8192, 2, 64 * 1024, 480),
+        (32_768, 2, 64 * 1024, 1056),  # 32 parts of 64 KiB are a MiB for each thread
+        (8192, 2, 2 * MIB, 0),  # one part is all there is room for
+        (8192, 1, 0, 480),
+    ],
+)
+def test_splits_of_pages_keep_their_parts_small(keys, threads, bytes_of_parts, size):
+    assert paged_split(keys, threads, bytes_of_parts, 96) == size

@@ -76,7 +76,9 @@ def make_launch(p: Problem, threads: int) -> Launch:
     if not p.split_size and (direct or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
         split = heuristics.split_size(tiles * p.kv_heads, p.kv_len, threads, keys)
         if direct and p.page_size and p.kv_heads > 1:
-            split = min(split or p.kv_len, heuristics.PAGED_SPLIT // keys * keys)
+            parts_bytes = tiles * p.kv_heads * 4 * p.group * rows * (Dv + 2)
+            paged = heuristics.paged_split(p.kv_len, threads, parts_bytes, keys)
+            split = min(split or p.kv_len, paged or p.kv_len)
     if split >= p.kv_len:
         split = 0
     pieces = -(-p.kv_len // split) + 1 if split else 1
