@@ -7,6 +7,7 @@ eager call never comes here. To a compiler an operator is opaque: it knows the o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ def traced(
 
 def _run(name: str, q: torch.Tensor, k: Any, v: Any, *tables: torch.Tensor, **options: Any) -> Any:
     """An operator at work: the entry point, with its arguments put together again."""
-    from . import api  # which needs this module
-
+    if not options:  # torch leaves out what has its default value
+        return _entry(name)(q, k, v, *tables)
     left, right = options.pop("left", None), options.pop("right", None)
     if left is not None or right is not None:
         options["window"] = (left, right)
@@ -71,7 +72,14 @@ def _run(name: str, q: torch.Tensor, k: Any, v: Any, *tables: torch.Tensor, **op
         options["q_offset"] = offsets
     k = _stored(k, options.pop("k_scales", None), options.pop("k_stored", None))
     v = _stored(v, options.pop("v_scales", None), options.pop("v_stored", None))
-    return getattr(api, name)(q, k, v, *tables, **options)
+    return _entry(name)(q, k, v, *tables, **options)
+
+
+@cache
+def _entry(name: str) -> Any:
+    from . import api  # which needs this module
+
+    return getattr(api, name)
 
 
 def _stored(data: torch.Tensor, scales: torch.Tensor | None, stored: str | None) -> Any:
