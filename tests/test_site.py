@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tilewise.bench import charts, plot, svg
+from tilewise.bench.record import Record
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 import pictures  # noqa: E402
@@ -28,6 +31,15 @@ def test_pictures_are_shown_and_none_is_left_over():
         name for file in (ROOT / "docs").rglob("*.md") for name in re.findall(r"pictures/(\w+)\.svg", file.read_text())
     }
     assert shown == set(pictures.PICTURES) == {file.stem for file in pictures.HERE.glob("*.svg")}
+
+
+@pytest.mark.parametrize("name", ["cpu/scale"])
+def test_plots_are_of_the_records_beside_them(name):
+    file = ROOT / "benchmarks" / f"{name}.json"
+    record = Record.read(file)
+    drawn = svg.picture(charts.charts(record), *plot.title_of(record))
+    again = f"tilewise report benchmarks/{name}.json --plot benchmarks/{name}.svg"
+    assert file.with_suffix(".svg").read_text(encoding="utf-8") == drawn, again
 
 
 def test_every_document_is_in_the_navigation():

@@ -26,13 +26,18 @@ def check_name(path: Path) -> None:
 
 def draw(record: Record, path: Path) -> None:
     """Writes the charts of a record to a file."""
-    about = record.about
-    title = f"tilewise bench: {suite_name(about)}"
-    note = f"{device_name(about)}, {about.get('dtype', '')}, {str(about.get('date', ''))[:10]}".replace(", ,", ",")
+    title, note = title_of(record)
     if path.suffix == ".svg":
         path.write_text(picture(charts(record), title, note), encoding="utf-8")
     else:
         path.write_bytes(png(picture(charts(record), title, note, theme="light")))
+
+
+def title_of(record: Record) -> tuple[str, str]:
+    """What stands above the charts."""
+    about = record.about
+    facts = [device_name(about), about.get("dtype"), str(about.get("date", ""))[:10]]
+    return f"tilewise bench: {suite_name(about)}", ", ".join(fact for fact in facts if fact)
 
 
 def png(svg: str) -> bytes:
