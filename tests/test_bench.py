@@ -73,7 +73,7 @@ def test_rounds_end_with_the_budget_but_there_are_three():
 def test_short_calls_are_repeated_within_a_turn():
     clock = Clock()
     a, b = time_with(clock, clock.callable("A", 1e-4), clock.callable("B", 1.0))
-    assert (a.repeats, b.repeats) == (100, 1)
+    assert (a.repeats, b.repeats) == (200, 1)
     assert a.seconds == pytest.approx(1e-4)
     assert b.seconds == pytest.approx(1.0)
 

@@ -19,7 +19,7 @@ MOST_ROUNDS = 300
 MOST_BLOCKS = 5
 # Seconds. Shorter calls are repeated within a turn, after one that does not count, or it would be the waking of threads
 # that is measured: 0.1 ms, and more where another process has the core (benchmarks/cpu/by_hand.py).
-LEAST_TURN = 1e-2
+LEAST_TURN = 2e-2
 # OpenMP's threads go on spinning for a while after a call. Without a pause they would take cores from the next one.
 PAUSE = 4e-3
 
