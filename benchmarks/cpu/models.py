@@ -152,7 +152,9 @@ def main() -> None:
     if options.only != "minilm":
         results += [smollm2_record(getattr(torch, name), options.repeats) for name in options.dtypes.split(",")]
     if options.json:
-        write_json(options.json, describe("python benchmarks/cpu/models.py") | {"results": results})
+        only = f" --only {options.only}" if options.only else ""
+        command = f"python benchmarks/cpu/models.py{only} --repeats {options.repeats} --dtypes {options.dtypes}"
+        write_json(options.json, describe(command) | {"results": results})
 
 
 if __name__ == "__main__":
