@@ -59,10 +59,8 @@ def main() -> None:
         print(f"{name:34} {t:7.1f} us, {t - micro['kernel']:7.1f} above the kernel")
     if options.json:
         shape = {"heads": HEADS, "kv_heads": KV_HEADS, "keys": KEYS, "head_dim": WIDTH, "queries": 1}
-        about = describe(f"python benchmarks/cpu/overhead.py --seconds {options.seconds:g}") | {
-            "shape": shape,
-            "microseconds": micro,
-        }
+        about = describe(f"python benchmarks/cpu/overhead.py --seconds {options.seconds:g}")
+        about |= {"shape": shape, "microseconds": micro}
         write_json(options.json, about)
 
 
