@@ -230,8 +230,9 @@ def test_bad_arguments(tmp_path, capsys):
     assert main(["bench", "--suite", "cpu", "--json", str(tmp_path / "no" / "file.json")]) == 2
     assert "--json" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
-        main(["bench"])
+        main(["bench", "--suite", "everything"])
     assert stop.value.code == 2
+    assert "'everything'" in capsys.readouterr().err
 
 
 def test_begins_anew_without_amx_where_that_helps(monkeypatch):
