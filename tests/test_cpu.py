@@ -20,6 +20,7 @@ from tilewise.backends.cpu import access
 from tilewise.backends.cpu.micro import transpose
 from tilewise.backends.cpu.simd import CODES, W, microkernel
 from tilewise.backends.cpu.softmax import softcap_cells
+from tilewise.backends.cpu.threads import pool
 from tilewise.conformance.case import Case, make
 from tilewise.conformance.check import check_case
 from tilewise.planner import choose
@@ -177,6 +178,18 @@ class TestThreads:
         finally:
             torch.set_num_threads(threads)
         assert all(r.equal(results[0]) for r in results)
+
+    def test_torchs_threads_and_workers_give_the_same_bits(self, monkeypatch):
+        torch.set_num_threads(3)
+        q, k, v = self.inputs()
+        results = [attention(q, k, v, causal=True, backend="cpu")]
+        if platform.system() == "Linux":
+            assert pool.parallel is not None, "torch's OpenMP runtime was not found"
+        monkeypatch.setattr(pool, "parallel", None)
+        before = len(pool.workers)
+        results.append(attention(q, k, v, causal=True, backend="cpu"))
+        assert len(pool.workers) >= max(before, 2)
+        assert results[0].equal(results[1])
 
     def test_after_a_fork(self):
         """A forked child has no threads of its parent's; it starts its own."""

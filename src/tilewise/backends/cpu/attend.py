@@ -80,6 +80,12 @@ def begin(template, scratch, q, k, v, out, lse):
     call_work(p.work, scratch, scratch + BLOCK_BYTES)
 
 
+def team(task):
+    """What each of torch's threads runs: `work`. `task` is what `Pool.run_kernel` writes."""
+    slot = next_item(task)
+    call_work(get_i64(task + 8), get_i64(task + 16), get_i64(task + 24 + 8 * slot))
+
+
 def merge(params, scratch):
     """Combines the parts of split items; run by one thread when all are there."""
     p = params_at(params)

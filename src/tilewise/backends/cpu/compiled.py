@@ -121,10 +121,10 @@ def function(name: str) -> int:
         return compile_function(getattr(home, name), name, ARGUMENTS.get(name, 2))
 
 
-ARGUMENTS = {"walk_direct": 3, "walk_packed": 3, "begin": 7}
+ARGUMENTS = {"team": 1, "walk_direct": 3, "walk_packed": 3, "begin": 7}
 # Everything that a call can need.
 ALL = [
-    *("list_items", "begin", "work", "merge", "walk_direct", "walk_packed"),
+    *("list_items", "begin", "work", "team", "merge", "walk_direct", "walk_packed"),
     *(f"{what} {kind}" for kind in CODES for what in ("dots", "adds")),
     *(f"walk_tiles {kind}" for kind in PARTS if usable()),
     "append",

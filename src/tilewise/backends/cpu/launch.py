@@ -242,11 +242,10 @@ def run(plan: Plan, t: Tensors) -> None:
 
 def _work(launch: Launch, address: int, count: int) -> None:
     threads = min(launch.threads, count)
-    work = compiled.entry("work")
     if threads < 2:
-        work(address, pool.scratch(launch.scratch))
+        compiled.entry("work")(address, pool.scratch(launch.scratch))
     else:
-        pool.run(lambda scratch: work(address, scratch), threads, launch.scratch)
+        pool.run_kernel("work", address, threads, launch.scratch)
     if launch.partial_bytes:
         compiled.entry("merge")(address, pool.scratch(launch.scratch))
     if launch.by_tiles and _number(address, UNDONE).value:  # an infinity: that item is for vectors, which are not here

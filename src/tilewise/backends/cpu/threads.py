@@ -1,17 +1,22 @@
 """Threads that run compiled kernels, which hold no interpreter lock.
 
-Each worker sleeps on a lock of its own; the caller wakes as many as it wants, works itself, then waits for them. Work
-is shared out by the kernels, which take items from a common counter. A call that finds the workers busy with another
-call goes on alone: there are never more threads at work than `torch.get_num_threads()`.
+Kernels run in torch's own threads where they can be had (`openmp.py`), else in workers. Each worker sleeps on a lock of
+its own; the caller wakes as many as it wants, works itself, then waits for them. Work is shared out by the kernels,
+which take items from a common counter. A call that finds the threads busy with another call goes on alone: there are
+never more threads at work than `torch.get_num_threads()`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
 
 import numpy as np
+
+from . import compiled
+from .openmp import find_parallel
 
 
 class Worker:
@@ -59,10 +64,13 @@ class Pool:
 
     def __init__(self) -> None:
         self._reset()
+        self.parallel = find_parallel()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
+        self.parallel = None  # torch's threads do not outlive a fork, and their runtime would wait for them
+        self.scratches: list[Scratch] = []
         self.workers: list[Worker] = []
         self.busy = threading.Lock()
         self.own = threading.local()
@@ -93,6 +101,24 @@ class Pool:
                     worker.done.acquire()  # items are short: Ctrl-C is seen when the current ones are done
         finally:
             self.busy.release()
+
+    def run_kernel(self, name: str, block: int, threads: int, scratch: int) -> None:
+        """Runs the kernel `name` on a block of numbers in up to `threads` threads, each with scratch memory."""
+        if self.parallel is None:
+            kernel = compiled.entry(name)
+            self.run(lambda memory: kernel(block, memory), threads, scratch)
+        elif not self.busy.acquire(blocking=False):
+            compiled.entry(name)(block, self.scratch(scratch))
+        else:
+            try:
+                while len(self.scratches) < threads:
+                    self.scratches.append(Scratch())
+                memories = [s.address(scratch) for s in self.scratches[:threads]]
+                # The number of the next thread, the kernel, its block, and the memory of each thread
+                task = (ctypes.c_int64 * (3 + threads))(0, compiled.function(name), block, *memories)
+                self.parallel(compiled.function("team"), ctypes.addressof(task), threads, 0)
+            finally:
+                self.busy.release()
 
 
 pool = Pool()
