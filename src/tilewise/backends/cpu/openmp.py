@@ -1,9 +1,9 @@
 """torch's own threads: its OpenMP runtime, where that is GNU's.
 
 Those threads keep their cores busy for a while after each product, waiting for the next one. Threads beside them would
-have to share the cores, and to be woken: with a float32 product of torch between calls, attention over 512 tokens of 12
-heads of 32 took 5.1 ms by threads of our own and 3.0 ms by torch's (SDPA 3.2 ms), decode of 32/8 heads over 8192 keys
-7.2 and 4.1 ms (two cores).
+have to share the cores, and to be woken: with a float32 product of torch before each call, attention over 512 tokens of
+12 heads of 32 took 4.9 ms by threads of our own and 3.2 ms by torch's (SDPA 3.4 ms), decode of 32/8 heads over 8192
+keys 5.2 and 2.7 ms (two cores, benchmarks/cpu/threads.py).
 """
 
 from __future__ import annotations
