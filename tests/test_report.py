@@ -268,7 +268,6 @@ def test_pictures_are_svg_that_stands_alone(name, tmp_path):
 
 
 def test_png(tmp_path):
-    pytest.importorskip("resvg_py")
     file = tmp_path / "a.png"
     plot.draw(PAGES["models"](), file)
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -9,12 +9,11 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from sanitize import run
 
 import tilewise
 
@@ -79,23 +78,5 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="")
-    options = parser.parse_args()
-    wrong = 0
-    for name, make in CASES.items():
-        if options.only not in name:
-            continue
-        torch.manual_seed(0)
-        run = make()
-        want = run("torch").float()
-        for _ in range(2):  # through Triton, then by address
-            error = (run("hopper").float() - want).abs().max().item()
-        wrong += not error < 0.03
-        print(f"{name:28} {error:.2g}", flush=True)
-    sys.exit(bool(wrong))
-
-
 if __name__ == "__main__":
-    main()
+    run(CASES, "hopper")
