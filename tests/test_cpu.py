@@ -174,6 +174,7 @@ class TestThreads:
             results = []
             for n in (1, 2, 3, 8):
                 torch.set_num_threads(n)
+                assert f"{n} thread" in plan(q, k, v, causal=True, backend="cpu").kernel  # kept plans are of one number
                 results.append(attention(q, k, v, causal=True, backend="cpu"))
         finally:
             torch.set_num_threads(threads)

@@ -39,8 +39,11 @@ def load(name: str) -> Backend:
 
 
 @lru_cache(maxsize=4096)
-def choose(problem: Problem, backend: str | None = None) -> Plan:
-    """The plan for `problem`: by the best backend that can, or by the named one or not at all."""
+def choose(problem: Problem, backend: str | None = None, threads: int | None = None) -> Plan:
+    """The plan for `problem`: by the best backend that can, or by the named one or not at all.
+
+    `threads` is torch's number of them. Backends ask torch; here it keeps plans for other numbers apart.
+    """
     if backend is not None:
         if backend not in BACKENDS:
             raise InvalidArgument("backend", repr(backend), f"None or one of {', '.join(BACKENDS)}")
