@@ -1,0 +1,158 @@
+"""g++, and what it has made: one runtime, and a library for each text, kept by hash in the user's cache."""
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from mslsim.text import Kernel, check_ascii, entries, to_cpp
+
+HERE = Path(__file__).parent
+NAME = "kernel.metal"  # what the text is called in messages
+
+_COMMON = ["-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fsigned-char", "-w"]
+_RUNTIME = ["-std=c++17", "-O2", "-g1", "-shared", "-pthread", *_COMMON]
+_KERNEL = [
+    *["-std=c++17", "-O1", "-g1", *_COMMON],
+    # MSL knows no double: 1.0 is a float.
+    "-fsingle-precision-constant",
+    # Each load and store is announced to the runtime; what the optimiser removes before that was never needed.
+    *["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"],
+    "-fsanitize=bounds,signed-integer-overflow,shift,integer-divide-by-zero,alignment",
+    # Variables without a value hold 0xfe..., which is a NaN in half and an absurd number otherwise.
+    "-ftrivial-auto-var-init=pattern",
+]
+
+
+def why_not() -> str | None:
+    """Why this machine cannot run the simulator, or None."""
+    if platform.system() != "Linux":
+        return "mslsim runs on Linux only"
+    if shutil.which("g++") is None:
+        return "mslsim needs g++, which is not installed"
+    return None
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "mslsim"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@cache
+def _identity() -> bytes:
+    """Of the simulator and the compiler: what they make depends on nothing else but the text."""
+    reason = why_not()
+    if reason:
+        raise RuntimeError(reason)
+    gxx = Path(shutil.which("g++") or "").resolve()
+    parts = [f"{gxx} {gxx.stat().st_size} {gxx.stat().st_mtime_ns} {platform.machine()}".encode()]
+    for path in sorted(p for p in HERE.rglob("*") if p.is_file() and p.suffix not in {".pyc", ".md"}):
+        parts += [str(path.relative_to(HERE)).encode(), path.read_bytes()]
+    return hashlib.sha256(b"\0".join(parts)).digest()
+
+
+def _kept(path: Path, make: Callable[[Path], None]) -> None:
+    """`make(temporary)` unless `path` is there; processes that want the same wait for the first of them."""
+    if path.exists():
+        return
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            temporary = path.with_suffix(f".{os.getpid()}{path.suffix}")
+            make(temporary)
+            temporary.replace(path)
+
+
+def _run(command: list[str], text: str | None = None) -> str:
+    done = subprocess.run(["g++", *command], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise SyntaxError(done.stderr[:6000])
+    return done.stdout
+
+
+@cache
+def runtime() -> tuple[Path, ctypes.CDLL]:
+    path = cache_folder() / f"runtime-{_identity().hex()[:24]}.so"
+    includes = ["-I", str(HERE / "include"), "-I", str(HERE / "runtime")]
+    _kept(
+        path, lambda out: _run([*_RUNTIME, *includes, str(HERE / "runtime" / "runtime.cpp"), "-o", str(out)]) and None
+    )
+    return path, ctypes.CDLL(str(path))
+
+
+def _preprocessed(source: str) -> str:
+    """Macros expanded and `#if` decided, so that kernels are found as the compiler sees them."""
+    lines = ["" if line.lstrip().startswith("#include") else line for line in source.split("\n")]
+    text = f'# 1 "{NAME}"\n' + "\n".join(lines)
+    return _run(["-E", "-std=c++17", "-D__METAL__", "-D__METAL_VERSION__=310", "-x", "c++", "-"], text)
+
+
+def build(source: str, defines: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, Path, list[Kernel]]:
+    """The loaded library of a text, its file, and its kernels."""
+    check_ascii(source)
+    runtime_path, runtime_library = runtime()
+    key = hashlib.sha256(_identity() + repr((_KERNEL, defines, source)).encode()).hexdigest()[:32]
+    path = cache_folder() / f"{key}.so"
+    record = path.with_suffix(".json")
+
+    def make(out: Path) -> None:
+        text, kernels = to_cpp(_preprocessed(source))
+        cpp = path.with_suffix(f".{os.getpid()}.cpp")
+        cpp.write_text(f'#include <metal_stdlib>\n{text}\n# 1 "mslsim"\n{entries(kernels)}')
+        flags = [*_KERNEL, *(f"-D{d}" for d in defines), "-I", str(HERE / "include")]
+        made = out.with_suffix(".o")
+        try:
+            _run([*flags, "-c", str(cpp), "-o", str(made)])
+            _run(["-shared", str(made), str(runtime_path), f"-Wl,-rpath,{runtime_path.parent}", "-o", str(out)])
+        finally:
+            cpp.unlink()
+            made.unlink(missing_ok=True)
+        record.write_text(json.dumps([k.to_json() for k in kernels]))
+
+    _kept(path, make)
+    library = ctypes.CDLL(str(path))
+    kernels = [Kernel.from_json(r) for r in json.loads(record.read_text())]
+    _learn(library, runtime_library, kernels)
+    return library, path, kernels
+
+
+def _learn(library: ctypes.CDLL, runtime_library: ctypes.CDLL, kernels: list[Kernel]) -> None:
+    """What only the compiler knows: sizes of elements and of threadgroup arrays."""
+    room = 1024
+    ids, sizes, lines = (ctypes.c_int * room)(), (ctypes.c_ulong * room)(), (ctypes.c_int * room)()
+    count = runtime_library.mslsim_told(ids, sizes, lines, room)
+    told: dict[int, int] = {}
+    for i in range(count):
+        told[ids[i]] = max(told.get(ids[i], 0), sizes[i])
+    for k in kernels:
+        k.shared_bytes = sum(-(-told.get(i, 0) // 16) * 16 for i in k.arrays)
+        described = (ctypes.c_uint * (2 * len(k.parameters) or 1))()
+        getattr(library, f"mslsim_describe_{k.name}")(described)
+        for i, p in enumerate(k.parameters):
+            p.unit, p.writable = described[2 * i], bool(described[2 * i + 1])
+
+
+def lines_of(path: Path, offsets: list[int]) -> list[int]:
+    """The lines of the text that made the code at these offsets of a library; 0 where none did."""
+    done = subprocess.run(
+        ["addr2line", "-i", "-a", "-e", str(path), *(hex(max(o - 1, 0)) for o in offsets)],
+        capture_output=True,
+        text=True,
+    )
+    found: list[int] = []
+    for row in done.stdout.splitlines():
+        if row.startswith("0x"):
+            found.append(0)
+        elif found and not found[-1] and NAME in row.rsplit(":", 1)[0]:
+            number = row.rsplit(":", 1)[1].split()[0]
+            found[-1] = int(number) if number.isdigit() else 0
+    return found if len(found) == len(offsets) else [0] * len(offsets)

@@ -1,0 +1,100 @@
+// One operating-system thread, which executes one threadgroup at a time.
+#pragma once
+#include <atomic>
+#include <vector>
+
+#include "fiber.h"
+#include "memory.h"
+#include "mslsim/runtime.h"
+
+namespace mslsim {
+
+enum class Stop : int { running, together, simdgroup_barrier, threadgroup_barrier, finished };
+constexpr int kRead = 1, kWrite = 2, kAtomic = 4;  // modes of an access
+typedef void (*Together)(void** arguments, int lanes);  // runs once, when all lanes have come
+
+struct Fiber {
+  Context context;
+  char* stack = nullptr;
+  Here here;
+  Stop stop = Stop::running;
+  int line = 0;
+  Together together = nullptr;
+  void* arguments = nullptr;
+};
+
+struct Simdgroup {
+  int first, lanes;
+  int turn;            // how many of its lanes have run up to their next stop
+  uchar order[kLanes];
+  uint device_step, threadgroup_step;
+};
+
+inline uint64_t next_random(uint64_t& state) {  // splitmix64
+  uint64_t z = state += 0x9e3779b97f4a7c15;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+
+struct Launch;
+
+struct Worker {
+  const Launch* launch = nullptr;
+  Fiber* self = nullptr;
+  Context main;
+  std::vector<Fiber> fibers;
+  char* stacks = nullptr;
+  Simdgroup simdgroups[kLanes];
+  int threads = 0, groups_of_lanes = 0, turn = 0;
+  uchar order[kLanes];
+  uint group = 0, position[3] = {0, 0, 0};
+  uint device_stretch = 0, threadgroup_stretch = 0;
+  uint64_t random = 0;
+
+  char* arena = nullptr;
+  Array arrays[kArrays];
+  size_t shared_bytes = 0, cells_used = 0;
+  Cell* cells = nullptr;
+
+  Report report;
+
+  Worker();
+  bool run(uint linear);  // a whole threadgroup; false if it failed
+  void arrive(Stop stop, int line, Together together, void* arguments);
+  void access(uintptr_t address, size_t bytes, int mode, ushort who, uint where);
+
+  [[noreturn]] void fail(Fault fault, uint where, const char* text) { fail(fault, where, text, *self); }
+  [[noreturn]] void fail(Fault fault, uint where, const char* text, const Fiber& who);
+  [[noreturn]] void leave();
+  Simdgroup& mine() { return simdgroups[(self - fibers.data()) / kLanes]; }
+  void shuffle(uchar* items, int count);
+
+ private:
+  void touch_array(uintptr_t offset, size_t bytes, Access& is, int mode);
+  void touch_buffer(uintptr_t offset, size_t bytes, Access& is, int mode);
+  Fault note_in_buffer(Region& region, size_t at, size_t bytes, const Access& is, int mode, Access& was);
+  const Access* touch(Cell* cell, Cell* end, const Access& is, uint first);
+  [[noreturn]] void race(const Access& was, const Access& is);
+  void resume(Fiber& fiber);
+  void together(Simdgroup& g);
+  void next_simdgroup();
+  [[noreturn]] void divergence(const Fiber& a, const Fiber& b);
+};
+
+extern thread_local Worker* worker;
+
+struct Launch {
+  void (*entry)();
+  Region* regions;
+  char* buffers[kSlots];
+  uint threads[3], group[3], groups[3];
+  uint first_group;                // numbers of this launch's groups begin here, in the order in which they run
+  std::atomic<uint>* next_group;
+  uint64_t seed;
+  bool hostile_layout, races, several_workers;
+  uint shared_limit;
+  uintptr_t image, image_end;
+};
+
+}  // namespace mslsim
