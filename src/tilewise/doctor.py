@@ -147,7 +147,9 @@ def _backend(name: str) -> dict[str, Any]:
 
     from .planner import load
 
-    device = "cuda" if torch.cuda.is_available() and name not in ("cpu",) else "cpu"
+    device = "cuda" if torch.cuda.is_available() and name not in ("cpu", "metal") else "cpu"
+    if name == "metal" and torch.backends.mps.is_available():
+        device = "mps"
     reason = load(name).supports(_plain_problem(device))
     if reason is None:
         return {"usable": True, "device": device, **({"kernels": guarded(_kept_kernels)} if name == "cpu" else {})}
@@ -171,6 +173,12 @@ def remedy(name: str) -> str:
 
     if name == "cpu":
         return "pip install numba" if importlib.util.find_spec("numba") is None else "use backend='torch'"
+    if name == "metal":
+        if not torch.backends.mps.is_built():
+            return "needs a Mac with Apple silicon, and torch for macOS"
+        if not torch.backends.mps.is_available():
+            return "torch sees no Apple GPU: needs macOS 14 or newer"
+        return "pip install --upgrade torch: 2.7 or newer"
     if name in ("triton", "hopper"):
         if torch.version.cuda is None and torch.version.hip is None:
             return "this torch is built for the CPU alone: install a CUDA build of it, on a machine with an NVIDIA GPU"

@@ -12,7 +12,8 @@ from .plan import Plan
 from .problem import Problem
 from .tensors import Tensors
 
-BACKENDS = ("hopper", "triton", "cpu", "torch", "reference")  # best first; each is a module of tilewise.backends
+# Best first; each is a module of tilewise.backends.
+BACKENDS = ("hopper", "triton", "metal", "cpu", "torch", "reference")
 
 
 class Backend(Protocol):

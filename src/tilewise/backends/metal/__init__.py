@@ -1,0 +1,52 @@
+"""Kernels in the Metal shading language for Apple GPUs: every option, in any combination.
+
+Executed in a simulator of Metal so far, not on Apple hardware (docs/metal.md).
+"""
+
+from __future__ import annotations
+
+from ...plan import Plan
+from ...problem import Problem
+from ...tensors import Tensors
+from . import device, heuristics
+from .params import MOST
+from .spec import BK
+
+UNMEASURED = "this backend has run in a simulator only, not on an Apple GPU: `tilewise verify --device mps` checks it"
+
+
+def supports(problem: Problem) -> str | None:
+    p = problem
+    reason = device.why_not(p.device.type)
+    if reason is not None:
+        return reason
+    reach = p.q_len + p.kv_len + (abs(p.q_offset) if isinstance(p.q_offset, int) else 0)
+    return "positions past 2**30" if reach > MOST else None
+
+
+def plan(problem: Problem) -> Plan:
+    p = problem
+    c = heuristics.config(p, device.current().cores)
+    rows = p.total_q if p.packed_q else p.batch * p.q_len
+    notes = [UNMEASURED]
+    if p.split_size and c.split_tiles == 0:
+        notes.append("split_size: keys are walked in one pass, which is batch-invariant already")
+    if c.pack > 1:
+        notes.append(f"{c.pack} query heads of a KV head share a tile")
+    kernel = "prefill" if not heuristics.is_decode(p) else "split-KV decode" if c.splits > 1 else "decode"
+    return Plan(
+        p,
+        backend="metal",
+        kernel=f"{kernel}, {c.kernel}",
+        tile=(c.queries, BK),
+        splits=c.splits,
+        workspace_bytes=4 * rows * p.heads * c.splits * (p.value_dim + 2) if c.splits > 1 else 0,
+        notes=tuple(notes),
+        detail=c,
+    )
+
+
+def run(plan: Plan, tensors: Tensors) -> None:
+    from . import launch
+
+    launch.run(plan, tensors)

@@ -1,0 +1,107 @@
+"""The numbers of a call, as the kernels read them: sizes and flags in int32, strides in int64, floats.
+
+Their order is that of the names below; `text.py` makes the struct that reads them from the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...problem import Problem
+from ...tensors import Tensors
+from .spec import BK, Config
+
+INTS = (
+    "batch", "heads", "group", "q_len", "kv_len", "total_q", "q_offset", "offset_kind", "packed", "varlen",
+    "has_lengths", "causal", "has_left", "left", "has_right", "right", "chunk", "page_size", "head_dim", "value_dim",
+    "pack", "splits", "split_tiles", "mask_kind", "k_group", "v_group", "has_states", "has_slopes", "has_sinks",
+    "has_lse", "tile_q", "tile_k", "plane_heads", "plane_rows", "plane_keys",
+)  # fmt: skip
+STRIDES = (
+    "q_b", "q_h", "q_l", "k_b", "k_h", "k_l", "v_b", "v_h", "v_l", "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l",
+    "ks_b", "ks_h", "ks_l", "vs_b", "vs_h", "vs_l", "mask_b", "mask_h", "mask_q", "mask_k", "states_b", "states_h",
+    "states_q", "states_k", "slopes_b", "table_b",
+)  # fmt: skip
+FLOATS = ("scale", "softcap", "unused_2", "unused_3", "unused_4", "unused_5", "unused_6", "unused_7")  # MLX wants 8
+OFFSET_KINDS = {"rows": 1, "end": 2}
+MASK_KINDS = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+MOST = 2**30 - 1  # of a position or a window's side: sums of two stay within 31 bits
+
+
+class Numbers(NamedTuple):
+    """The three lists, in the order of the names."""
+
+    ints: list[int]
+    strides: list[int]
+    floats: list[float]
+
+
+def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[list[int], list[float]]:
+    """What does not depend on the tensors."""
+    p = problem
+    left, right = p.window
+    mask = (False,) * 4 if p.mask is None else p.mask.broadcast
+    values: dict[str, int] = {
+        "batch": p.batch,
+        "heads": p.heads,
+        "group": p.group,
+        "q_len": p.q_len,
+        "kv_len": p.kv_len,
+        "total_q": p.total_q,
+        "q_offset": p.q_offset if isinstance(p.q_offset, int) else 0,
+        "offset_kind": OFFSET_KINDS.get(p.q_offset, 0) if isinstance(p.q_offset, str) else 0,
+        "packed": p.packed_q,
+        "varlen": p.form == "varlen",
+        "has_lengths": p.kv_lengths,
+        "causal": p.causal,
+        "has_left": left is not None,
+        "left": min(left or 0, MOST),
+        "has_right": right is not None,
+        "right": min(right or 0, MOST),
+        "chunk": min(p.chunk, MOST),
+        "page_size": p.page_size,
+        "head_dim": p.head_dim,
+        "value_dim": p.value_dim,
+        "pack": c.pack,
+        "splits": c.splits,
+        "split_tiles": c.split_tiles,
+        "mask_kind": 0 if p.mask is None else MASK_KINDS[p.mask.dtype],
+        "k_group": p.k_quant.group if p.k_quant else 1,
+        "v_group": p.v_quant.group if p.v_quant else 1,
+        "has_states": has_states,
+        "has_slopes": p.alibi,
+        "has_sinks": p.sinks,
+        "has_lse": p.return_lse,
+        "tile_q": c.queries,
+        "tile_k": BK,
+        "plane_heads": 1 if mask[1] else p.heads,
+        "plane_rows": 1 if mask[2] else p.q_len,
+        "plane_keys": 1 if mask[3] else p.kv_len,
+    }
+    floats = {"scale": p.scale, "softcap": p.softcap}
+    return [int(values[name]) for name in INTS], [float(floats.get(name, 0.0)) for name in FLOATS]
+
+
+def strides(t: Tensors, states: torch.Tensor | None) -> list[int]:
+    """In elements, 0 for what is not there or is broadcast."""
+    values: dict[str, int] = {}
+    for name, x in (
+        ("q", t.q),
+        ("k", t.k),
+        ("v", t.v),
+        ("o", t.out),
+        ("lse", t.lse),
+        ("ks", t.k_scales),
+        ("vs", t.v_scales),
+    ):
+        values |= _named(name, "bhl", x)
+    values |= _named("mask", "bhqk", t.mask) | _named("states", "bhqk", states)
+    values |= _named("slopes", "b", t.alibi_slopes) | _named("table", "b", t.block_table)
+    return [values[name] for name in STRIDES]
+
+
+def _named(name: str, dims: str, x: Any) -> dict[str, int]:
+    of = (0,) * len(dims) if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+    return {f"{name}_{dim}": stride for dim, stride in zip(dims, of, strict=False)}

@@ -1,0 +1,79 @@
+"""What a text is made for and how its kernel is launched: hashable values without a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...problem import QuantSpec
+
+THREADS = 128  # of a threadgroup, in every attention kernel; registers may allow less than Metal's 1024
+SIMDGROUPS = 4
+BK = 32  # keys of a tile
+
+# Names of types in MSL.
+TYPES = {
+    torch.float32: "float",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat",
+    torch.int8: "int8_t",
+    torch.uint8: "uint8_t",
+}
+KINDS = {"int8": "INT8", "int4": "INT4", "fp8_e4m3": "FP8"}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """K or V as a kernel reads it: the type and kind of what is stored, and its columns, filled up with zeros."""
+
+    type: str
+    kind: str
+    scale_type: str
+    columns: int
+
+    @property
+    def slice(self) -> int:
+        """Columns that go through threadgroup memory at a time."""
+        return 64 if self.columns % 64 == 0 else 32
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All that an attention kernel's text depends on. Other options are looked at when it runs."""
+
+    kernel: str  # "tiled" or "vector"
+    q_type: str
+    keys: Operand
+    values: Operand
+    sg_rows: int = 0  # tiled: simdgroups over rows, the others share columns
+    rows: int = 0  # vector: rows of a threadgroup
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a launch."""
+
+    kernel: str
+    rows: int  # of a threadgroup: queries times heads
+    pack: int = 1  # query heads of a KV head that share a query's rows
+    splits: int = 1
+    split_tiles: int = 0  # key tiles of a split where the caller fixes them
+
+    @property
+    def queries(self) -> int:
+        return self.rows // self.pack
+
+
+def operand(width: int, dtype: torch.dtype, quant: QuantSpec | None, scales: torch.dtype | None) -> Operand:
+    columns = padded(width)
+    if quant is None:
+        return Operand(TYPES[dtype], "PLAIN", "float", columns)
+    stored = torch.int8 if quant.dtype == "int8" else torch.uint8
+    return Operand(TYPES[stored], KINDS[quant.dtype], TYPES[scales or torch.float32], columns)
+
+
+def padded(width: int) -> int:
+    """Columns up to a multiple of 32, of 64 above 128: few texts, little filling."""
+    unit = 32 if width <= 128 else 64
+    return -(-width // unit) * unit
