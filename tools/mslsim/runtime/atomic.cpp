@@ -29,7 +29,7 @@ template <> float result(float old, Update how, float value) { return updated(ol
 
 static void announce(void* where, size_t bytes, int mode, int line) {
   Worker& w = *worker;
-  w.access(uintptr_t(where), bytes, mode | kAtomic, ushort(w.self - w.fibers.data()), kIsLine | uint(line));
+  w.access(uintptr_t(where), bytes, mode | kAtomic, ushort(w.self), kIsLine | uint(line));
 }
 
 template <class T> T atomic(T* where, Update how, T value, int line) {

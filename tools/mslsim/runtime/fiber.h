@@ -12,6 +12,8 @@
 namespace mslsim {
 
 constexpr size_t kStack = 256 << 10;
+// Tops of stacks a power of two apart would all fall into the same few lines of the caches.
+constexpr size_t kColours = 32, kColour = 33 * 64;
 constexpr size_t kGuard = 16 << 10;  // lowest part of each stack: touching it kills the process, loudly
 
 #if defined(__x86_64__) || defined(__aarch64__)
@@ -42,8 +44,8 @@ mslsim_switch:
   pop %rbp
   ret
 )");
-inline void prepare(Context& c, char* stack, void (*start)()) {
-  void** sp = reinterpret_cast<void**>(stack + kStack - 64);
+inline void prepare(Context& c, char* top, void (*start)()) {
+  void** sp = reinterpret_cast<void**>(top);
   *--sp = nullptr;  // a return address for `start`, which never returns: keeps the stack aligned as after a call
   *--sp = reinterpret_cast<void*>(start);
   for (int i = 0; i < kSaved; i++) *--sp = nullptr;
@@ -80,8 +82,8 @@ mslsim_switch:
   ldp x29, x30, [sp], #160
   ret
 )");
-inline void prepare(Context& c, char* stack, void (*start)()) {
-  void** sp = reinterpret_cast<void**>(stack + kStack - 64) - 20;
+inline void prepare(Context& c, char* top, void (*start)()) {
+  void** sp = reinterpret_cast<void**>(top) - 20;
   for (int i = 0; i < 20; i++) sp[i] = nullptr;
   sp[1] = reinterpret_cast<void*>(start);  // x30
   c.sp = sp;
@@ -92,10 +94,11 @@ inline void change(Context& from, Context& to) { mslsim_switch(&from.sp, to.sp);
 #else
 
 struct Context { ucontext_t state; };
-inline void prepare(Context& c, char* stack, void (*start)()) {
+inline void prepare(Context& c, char* top, void (*start)()) {
+  constexpr size_t kSize = kStack - kGuard - kColours * kColour;
   getcontext(&c.state);
-  c.state.uc_stack.ss_sp = stack + kGuard;
-  c.state.uc_stack.ss_size = kStack - kGuard;
+  c.state.uc_stack.ss_sp = top - kSize;
+  c.state.uc_stack.ss_size = kSize;
   c.state.uc_link = nullptr;
   makecontext(&c.state, start, 0);
 }
@@ -109,5 +112,6 @@ inline char* new_stacks(size_t count) {
   for (size_t i = 0; i < count; i++) mprotect(static_cast<char*>(all) + i * kStack, kGuard, PROT_NONE);
   return static_cast<char*>(all);
 }
+inline char* top_of(char* stacks, size_t i) { return stacks + (i + 1) * kStack - i % kColours * kColour; }
 
 }  // namespace mslsim

@@ -23,7 +23,7 @@ static const Place* places() {
   return worker->launch->hostile_layout ? hostile.places : observed.places;
 }
 
-Place place() { return places()[worker->self->here.thread_index_in_simdgroup]; }
+Place place() { return places()[worker->self % kLanes]; }
 
 static void want_all(int lanes, int line) {
   if (lanes != kLanes)
@@ -76,7 +76,7 @@ struct Moved {
     if (t.transpose && (t.row || t.column))
       w.fail(Fault::uniform, where, "an origin together with transpose: no document says what is meant; move the pointer");
     char* const origin = t.origin + (t.row * t.stride + t.column) * long(t.unit);
-    const ushort who = ushort(kTogether | w.self->here.simdgroup_index_in_threadgroup);
+    const ushort who = ushort(kTogether | w.self / kLanes);
     for (int row = 0; row < 8; row++)
       w.access(uintptr_t(origin + row * t.stride * long(t.unit)), 8 * t.unit, Store ? kWrite : kRead, who, where);
     const Place* at = places();

@@ -44,7 +44,7 @@ void Worker::touch_array(uintptr_t offset, size_t bytes, Access& is, int mode) {
   if (!array.name || at < 0 || size_t(at) + bytes > array.bytes) fail(Fault::bounds, is.where, "");
   if (!launch->races) return;
   is.stretch = threadgroup_stretch;
-  is.step = mine().threadgroup_step;
+  is.step = mine->threadgroup_step;
   Cell* const cell = cells + array.first_cell + size_t(at) / array.unit;
   Cell* const end = cells + array.first_cell + (size_t(at) + bytes - 1) / array.unit + 1;
   if (mode & kRead)
@@ -67,7 +67,7 @@ void Worker::touch_buffer(uintptr_t offset, size_t bytes, Access& is, int mode) 
   if (!region.writable && is.wrote) fail(Fault::read_only, is.where, "");
   if (!region.writable) return;
   is.stretch = device_stretch;
-  is.step = mine().device_step;
+  is.step = mine->device_step;
   Access was;
   switch (note_in_buffer(region, size_t(at), bytes, is, mode, was)) {
     case Fault::uninitialised: fail(Fault::uninitialised, is.where, "");
@@ -97,8 +97,8 @@ void Worker::access(uintptr_t address, size_t bytes, int mode, ushort who, uint 
   Access is = {group, 0, 0, where, who, (mode & kWrite) != 0, (mode & kAtomic) != 0, false, false};
   if (address - uintptr_t(arena) < kArenaSpan) return touch_array(address - uintptr_t(arena), bytes, is, mode);
   if (address - kDevice < kDeviceSpan) return touch_buffer(address - kDevice, bytes, is, mode);
-  if (address - uintptr_t(stacks) < fibers.size() * kStack) return;
-  if (address - uintptr_t(fibers.data()) < fibers.size() * sizeof(Fiber)) return;  // `here()`
+  if (address - uintptr_t(stacks) < stacks_span) return;
+  if (address - uintptr_t(heres.data()) < heres.size() * sizeof(Here)) return;  // `here()`
   if (address - launch->image < launch->image_end - launch->image) return;  // constants of the text
   report.memory = 0;
   char text[64];
@@ -141,8 +141,9 @@ void* shared(int id, size_t bytes, size_t unit, const char* name, int line) {
     using namespace mslsim;                                                                                \
     Worker* w = worker;                                                                                    \
     if (!w) return; /* constructors, while the library is loaded */                                        \
+    if (uintptr_t(address) - uintptr_t(w->stacks) < w->stacks_span) return;                                \
     const uint where = uint(uintptr_t(__builtin_return_address(0)) - w->launch->image);                    \
-    w->access(uintptr_t(address), BYTES, MODE, ushort(w->self - w->fibers.data()), where);         \
+    w->access(uintptr_t(address), BYTES, MODE, ushort(w->self), where);         \
   }
 #define MSLSIM_SIZE(N)                                                                                     \
   MSLSIM_ANNOUNCED(__tsan_read##N, N, kRead)                                                               \
@@ -161,7 +162,7 @@ MSLSIM_SIZE(16)
     Worker* w = worker;                                                                                    \
     if (!w || !bytes) return;                                                                              \
     const uint where = uint(uintptr_t(__builtin_return_address(0)) - w->launch->image);                    \
-    w->access(uintptr_t(address), bytes, MODE, ushort(w->self - w->fibers.data()), where);         \
+    w->access(uintptr_t(address), bytes, MODE, ushort(w->self), where);         \
   }
 MSLSIM_RANGE(__tsan_read_range, kRead)
 MSLSIM_RANGE(__tsan_write_range, kWrite)

@@ -22,21 +22,21 @@ void Worker::shuffle(uchar* items, int count) {
   }
 }
 
-void Worker::resume(Fiber& fiber) {
-  Fiber& before = *self;
-  self = &fiber;
-  if (&before != &fiber) change(before.context, fiber.context);
+void Worker::resume(int thread) {
+  const int before = self;
+  self = thread;
+  if (before != thread) change(fibers[size_t(before)].context, fibers[size_t(thread)].context);
 }
 
 void Worker::leave() {
-  change(self->context, main);
+  change(fibers[size_t(self)].context, main);
   __builtin_unreachable();
 }
 
-void Worker::fail(Fault fault, uint where, const char* text, const Fiber& who) {
+void Worker::fail(Fault fault, uint where, const char* text, int thread) {
   report.fault = fault;
   report.where = where;
-  report.thread = who.here.thread_index_in_threadgroup;
+  report.thread = uint(thread);
   std::memcpy(report.group, position, sizeof position);
   report.linear_group = group - launch->first_group;
   if (report.memory == 1) {
@@ -48,74 +48,67 @@ void Worker::fail(Fault fault, uint where, const char* text, const Fiber& who) {
   leave();
 }
 
-// Two threads stopped at different places: names one that is not the end.
-void Worker::divergence(const Fiber& a, const Fiber& b) {
+// A thread stopped at another place than the first of simdgroup `a` did. Names one place that is not the end.
+void Worker::divergence(const Simdgroup& a, Stop stop, int line, int thread) {
   static const char* const kStops[] = {"", "a simdgroup operation", "simdgroup_barrier", "threadgroup_barrier", "end"};
+  const bool ended = a.stop == Stop::finished;
+  const Stop here = ended ? stop : a.stop, there = ended ? a.stop : stop;
+  const int here_line = ended ? line : a.line, there_line = ended ? a.line : line;
+  const int who = ended ? thread : a.leader, other = ended ? a.leader : thread;
   report.memory = 0;
-  const Fiber& here = a.stop == Stop::finished ? b : a;
-  const Fiber& there = &here == &a ? b : a;
-  report.other_where = kIsLine | uint(there.line);
-  report.other_thread = there.here.thread_index_in_threadgroup;
+  report.other_where = kIsLine | uint(there_line);
+  report.other_thread = uint(other);
   char text[200];
-  if (there.stop == Stop::finished)
-    std::snprintf(text, sizeof text, "%s is reached by thread %u, but thread %u has ended", kStops[int(here.stop)],
-                  here.here.thread_index_in_threadgroup, report.other_thread);
+  if (there == Stop::finished)
+    std::snprintf(text, sizeof text, "%s is reached by thread %d, but thread %d has ended", kStops[int(here)], who, other);
   else
-    std::snprintf(text, sizeof text, "%s is reached by thread %u, while thread %u is at the %s of line %d",
-                  kStops[int(here.stop)], here.here.thread_index_in_threadgroup, report.other_thread,
-                  kStops[int(there.stop)], there.line);
-  fail(Fault::divergence, kIsLine | uint(here.line), text, here);
+    std::snprintf(text, sizeof text, "%s is reached by thread %d, while thread %d is at %s of line %d",
+                  kStops[int(here)], who, other, kStops[int(there)], there_line);
+  fail(Fault::divergence, kIsLine | uint(here_line), text, who);
 }
 
-void Worker::arrive(Stop stop, int line, Together work, void* arguments) {
-  Fiber& me = *self;
-  me.stop = stop;
-  me.line = line;
-  me.together = work;
-  me.arguments = arguments;
-  Simdgroup& g = mine();
-  if (++g.turn < g.lanes) return resume(fibers[size_t(g.first + g.order[g.turn])]);
-
-  const Fiber& a = fibers[size_t(g.first)];
-  for (int i = 1; i < g.lanes; i++) {
-    const Fiber& b = fibers[size_t(g.first + i)];
-    if (a.stop != b.stop || a.line != b.line || a.together != b.together) divergence(a, b);
+void Worker::arrive(Stop stop, int line, Together together, void* arguments) {
+  Simdgroup& g = *mine;
+  if (g.turn == 0) {
+    g.stop = stop;
+    g.line = line;
+    g.leader = self;
+    g.together = together;
+  } else if (g.stop != stop || g.line != line || g.together != together) {
+    divergence(g, stop, line, self);
   }
+  g.arguments[self % kLanes] = arguments;
+  if (++g.turn < g.lanes) return resume(g.first + g.order[g.turn]);
+
   if (stop == Stop::threadgroup_barrier || stop == Stop::finished) return next_simdgroup();
-  if (stop == Stop::together) together(g);
+  if (stop == Stop::together) together(g.arguments, g.lanes);
   if (stop == Stop::simdgroup_barrier) {
     const uint flags = *static_cast<uint*>(arguments);
     if (flags & kDeviceFlag) g.device_step++;
     if (flags & kThreadgroupFlag) g.threadgroup_step++;
   }
   g.turn = 0;
-  resume(fibers[size_t(g.first + g.order[0])]);
-}
-
-void Worker::together(Simdgroup& g) {
-  void* all[kLanes];
-  for (int i = 0; i < g.lanes; i++) all[i] = fibers[size_t(g.first + i)].arguments;
-  fibers[size_t(g.first)].together(all, g.lanes);
+  resume(g.first + g.order[0]);
 }
 
 // Called by the last lane of a simdgroup that cannot go on alone.
 void Worker::next_simdgroup() {
   if (++turn == groups_of_lanes) {
-    const Fiber& a = fibers[0];
+    const Simdgroup& a = simdgroups[0];
     for (int i = 1; i < groups_of_lanes; i++) {
-      const Fiber& b = fibers[size_t(i * kLanes)];
-      if (a.stop != b.stop || a.line != b.line) divergence(a, b);
+      const Simdgroup& b = simdgroups[i];
+      if (a.stop != b.stop || a.line != b.line) divergence(a, b.stop, b.line, b.leader);
     }
     if (a.stop == Stop::finished) leave();
-    const uint flags = *static_cast<uint*>(a.arguments);
+    const uint flags = *static_cast<uint*>(a.arguments[0]);
     if (flags & kDeviceFlag) device_stretch++;
     if (flags & kThreadgroupFlag) threadgroup_stretch++;
     shuffle(order, groups_of_lanes);
     turn = 0;
   }
-  Simdgroup& g = simdgroups[order[turn]];
-  g.turn = 0;
-  resume(fibers[size_t(g.first + g.order[0])]);
+  mine = &simdgroups[order[turn]];
+  mine->turn = 0;
+  resume(mine->first + mine->order[0]);
 }
 
 void barrier(Scope scope, uint memory, int line) {
@@ -123,7 +116,7 @@ void barrier(Scope scope, uint memory, int line) {
   worker->arrive(stop, line, nullptr, &memory);
 }
 
-const Here& here() { return worker->self->here; }
+const Here& here() { return worker->heres[size_t(worker->self)]; }
 
 static void start() {
   worker->launch->entry();
@@ -153,10 +146,12 @@ bool Worker::run(uint linear) {
   report = Report{};
 
   if (fibers.size() < size_t(threads)) {
-    if (stacks) munmap(stacks, fibers.size() * kStack);
+    if (stacks) munmap(stacks, stacks_span);
     fibers.resize(size_t(threads));
+    heres.resize(size_t(threads));
     stacks = new_stacks(fibers.size());
-    for (size_t i = 0; i < fibers.size(); i++) fibers[i].stack = stacks + i * kStack;
+    stacks_span = fibers.size() * kStack;
+    for (size_t i = 0; i < fibers.size(); i++) fibers[i].top = top_of(stacks, i);
   }
   for (int t = 0; t < threads; t++) {
     Fiber& f = fibers[size_t(t)];
@@ -164,10 +159,9 @@ bool Worker::run(uint linear) {
     uint grid[3];
     for (int d = 0; d < 3; d++) grid[d] = position[d] * l.group[d] + inside[d];
     const uint whole = l.group[0] * l.group[1] * l.group[2];
-    f.here = Here{at(grid), at(inside), at(position), at(l.threads), at(size), at(l.groups), at(l.group),
+    heres[i] = Here{at(grid), at(inside), at(position), at(l.threads), at(size), at(l.groups), at(l.group),
                   i, i % kLanes, i / kLanes, uint(groups_of_lanes), (whole + kLanes - 1) / kLanes, kLanes, kLanes};
-    f.stop = Stop::running;
-    prepare(f.context, f.stack, start);
+    prepare(f.context, f.top, start);
   }
   for (int s = 0; s < groups_of_lanes; s++) {
     Simdgroup& g = simdgroups[s];
@@ -178,9 +172,9 @@ bool Worker::run(uint linear) {
   }
   shuffle(order, groups_of_lanes);
   turn = 0;
-  const Simdgroup& g = simdgroups[order[0]];
-  self = &fibers[size_t(g.first + g.order[0])];
-  change(main, self->context);
+  mine = &simdgroups[order[0]];
+  self = mine->first + mine->order[0];
+  change(main, fibers[size_t(self)].context);
   worker = nullptr;
   return report.fault == Fault::none;
 }

@@ -15,19 +15,19 @@ typedef void (*Together)(void** arguments, int lanes);  // runs once, when all l
 
 struct Fiber {
   Context context;
-  char* stack = nullptr;
-  Here here;
-  Stop stop = Stop::running;
-  int line = 0;
-  Together together = nullptr;
-  void* arguments = nullptr;
+  char* top = nullptr;  // of its stack
 };
 
 struct Simdgroup {
   int first, lanes;
-  int turn;            // how many of its lanes have run up to their next stop
+  int turn;            // how many of its lanes have come to the next stop
   uchar order[kLanes];
   uint device_step, threadgroup_step;
+  // The stop that its first lane came to: the others must come to the same.
+  Stop stop;
+  int line, leader;
+  Together together;
+  void* arguments[kLanes];
 };
 
 inline uint64_t next_random(uint64_t& state) {  // splitmix64
@@ -41,10 +41,13 @@ struct Launch;
 
 struct Worker {
   const Launch* launch = nullptr;
-  Fiber* self = nullptr;
+  int self = 0;                   // the thread that runs
+  Simdgroup* mine = simdgroups;   // its simdgroup
   Context main;
   std::vector<Fiber> fibers;
+  std::vector<Here> heres;
   char* stacks = nullptr;
+  size_t stacks_span = 0;
   Simdgroup simdgroups[kLanes];
   int threads = 0, groups_of_lanes = 0, turn = 0;
   uchar order[kLanes];
@@ -64,10 +67,9 @@ struct Worker {
   void arrive(Stop stop, int line, Together together, void* arguments);
   void access(uintptr_t address, size_t bytes, int mode, ushort who, uint where);
 
-  [[noreturn]] void fail(Fault fault, uint where, const char* text) { fail(fault, where, text, *self); }
-  [[noreturn]] void fail(Fault fault, uint where, const char* text, const Fiber& who);
+  [[noreturn]] void fail(Fault fault, uint where, const char* text) { fail(fault, where, text, self); }
+  [[noreturn]] void fail(Fault fault, uint where, const char* text, int thread);
   [[noreturn]] void leave();
-  Simdgroup& mine() { return simdgroups[(self - fibers.data()) / kLanes]; }
   void shuffle(uchar* items, int count);
 
  private:
@@ -76,10 +78,9 @@ struct Worker {
   Fault note_in_buffer(Region& region, size_t at, size_t bytes, const Access& is, int mode, Access& was);
   const Access* touch(Cell* cell, Cell* end, const Access& is, uint first);
   [[noreturn]] void race(const Access& was, const Access& is);
-  void resume(Fiber& fiber);
-  void together(Simdgroup& g);
+  void resume(int thread);
   void next_simdgroup();
-  [[noreturn]] void divergence(const Fiber& a, const Fiber& b);
+  [[noreturn]] void divergence(const Simdgroup& a, Stop stop, int line, int thread);
 };
 
 extern thread_local Worker* worker;

@@ -32,12 +32,12 @@ simdgroup_matrix<T, Columns, Rows> make_diagonal_simdgroup_matrix(typename same<
   return simdgroup_matrix<T, Columns, Rows>(value);
 }
 
-template <class T>
+template <class T> MSLSIM_OWN
 void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const T* source, ulong elements_per_row = 8,
                     ulong2 origin = ulong2(0, 0), bool transpose = false, MSLSIM_LINE) {
   mslsim::load_tile(&m.elements, {(char*)source, sizeof(T), long(elements_per_row), long(origin.x), long(origin.y), transpose}, line);
 }
-template <class T>
+template <class T> MSLSIM_OWN
 void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, T* target, ulong elements_per_row = 8,
                      ulong2 origin = ulong2(0, 0), bool transpose = false, MSLSIM_LINE) {
   mslsim::store_tile(&m.elements, {(char*)target, sizeof(T), long(elements_per_row), long(origin.x), long(origin.y), transpose}, line);
@@ -45,7 +45,7 @@ void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, T* target, ulong elemen
 
 namespace detail {
 // Products and sums in float, rounded once. `d` may be `c`, `a` or `b`.
-template <class D, class A, class B>
+template <class D, class A, class B> MSLSIM_OWN
 void multiply(vec<D, 2>& d, const vec<A, 2>& a, const vec<B, 2>& b, float c0, float c1, int line) {
   const float left[2] = {float(a.x), float(a.y)}, right[2] = {float(b.x), float(b.y)};
   float out[2];
