@@ -20,7 +20,8 @@ NAME = "kernel.metal"  # what the text is called in messages
 _COMMON = ["-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fsigned-char", "-w"]
 _RUNTIME = ["-std=c++17", "-O2", "-g1", "-shared", "-pthread", *_COMMON]
 _KERNEL = [
-    *["-std=c++17", "-O1", "-g1", *_COMMON],
+    # Older binutils take the files of DWARF 5 for one another.
+    *["-std=c++17", "-O1", "-g1", "-gdwarf-4", *_COMMON],
     # MSL knows no double: 1.0 is a float.
     "-fsingle-precision-constant",
     # Each load and store is announced to the runtime; what the optimiser removes before that was never needed.
