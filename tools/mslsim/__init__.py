@@ -3,6 +3,18 @@
 from mslsim.build import why_not
 from mslsim.faults import Fault
 from mslsim.library import KernelFunction, Library, Options, compile_shader
+from mslsim.mutants import Barrier, barriers, mutate
 from mslsim.unwritten import unwritten
 
-__all__ = ["Fault", "KernelFunction", "Library", "Options", "compile_shader", "unwritten", "why_not"]
+__all__ = [
+    "Barrier",
+    "Fault",
+    "KernelFunction",
+    "Library",
+    "Options",
+    "barriers",
+    "compile_shader",
+    "mutate",
+    "unwritten",
+    "why_not",
+]

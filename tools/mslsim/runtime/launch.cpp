@@ -1,4 +1,5 @@
-// A dispatch: buffers are copied to their places, groups executed in an order of the seed's, buffers copied back.
+// A dispatch: buffers are copied to their places, groups executed in an order of the seed's, buffers copied back, unless
+// something went wrong: then the tensors stay as they were.
 #include <dlfcn.h>
 #include <link.h>
 #include <sys/mman.h>
@@ -138,7 +139,7 @@ extern "C" int mslsim_launch(const LaunchIn* in, Report* out) {
   work(*workers[0]);
   for (std::thread& t : threads) t.join();
 
-  for (uint i = 0; i < in->region_count; i++)
+  for (uint i = 0; i < in->region_count && !failed; i++)
     if (regions[i].writable) std::memcpy(in->regions[i].host, regions[i].base, regions[i].bytes);
   return failed;
 }
