@@ -248,7 +248,7 @@ KINDS = {
     "lanes_disagree": "uniform",
     "offset_overflows": "arithmetic",
     "divided_by_nothing": "arithmetic",
-    "vector_misaligned": "arithmetic",
+    "vector_misaligned": "alignment",
     "nowhere": "pointer",
     "too_much_memory": "size",
     "partial_simdgroup": "partial",

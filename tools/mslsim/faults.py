@@ -6,9 +6,11 @@ from pathlib import Path
 from mslsim.build import lines_of
 from mslsim.text import Kernel
 
+# In the order of runtime/memory.h.
 KINDS = (
-    "none race uninitialised bounds divergence unbound size read_only pointer uniform partial arithmetic setup".split()
-)
+    "none race uninitialised bounds divergence unbound size read_only pointer uniform partial arithmetic "
+    "alignment setup"
+).split()
 _IS_LINE = 0x80000000
 _TOGETHER = 0x8000
 

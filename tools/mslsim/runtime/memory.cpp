@@ -106,6 +106,10 @@ void Worker::access(uintptr_t address, size_t bytes, int mode, ushort who, uint 
   fail(Fault::pointer, where, text);
 }
 
+void Worker::announced(uintptr_t address, size_t bytes, int mode, void* caller) {
+  access(address, bytes, mode, ushort(self), uint(uintptr_t(caller) - launch->image));
+}
+
 void* buffer(int index) { return worker->launch->buffers[index]; }
 
 void* shared(int id, size_t bytes, size_t unit, const char* name, int line) {
@@ -136,19 +140,18 @@ void* shared(int id, size_t bytes, size_t unit, const char* name, int line) {
 }  // namespace mslsim
 
 // g++ -fsanitize=thread announces each load and store by one of these.
-#define MSLSIM_ANNOUNCED(NAME, BYTES, MODE)                                                                \
-  extern "C" void NAME(void* address) {                                                                    \
-    using namespace mslsim;                                                                                \
-    Worker* w = worker;                                                                                    \
-    if (!w) return; /* constructors, while the library is loaded */                                        \
-    if (uintptr_t(address) - uintptr_t(w->stacks) < w->stacks_span) return;                                \
-    const uint where = uint(uintptr_t(__builtin_return_address(0)) - w->launch->image);                    \
-    w->access(uintptr_t(address), BYTES, MODE, ushort(w->self), where);         \
+#define MSLSIM_ANNOUNCED(NAME, BYTES, MODE)                                                   \
+  extern "C" void NAME(void* address) {                                                       \
+    using namespace mslsim;                                                                   \
+    Worker* const w = worker;                                                                 \
+    if (!w) return; /* constructors, while the library is loaded */                           \
+    if (uintptr_t(address) - uintptr_t(w->stacks) < w->stacks_span) return;                   \
+    w->announced(uintptr_t(address), BYTES, MODE, __builtin_return_address(0));               \
   }
-#define MSLSIM_SIZE(N)                                                                                     \
-  MSLSIM_ANNOUNCED(__tsan_read##N, N, kRead)                                                               \
-  MSLSIM_ANNOUNCED(__tsan_write##N, N, kWrite)                                                               \
-  MSLSIM_ANNOUNCED(__tsan_unaligned_read##N, N, kRead)                                                     \
+#define MSLSIM_SIZE(N)                                                  \
+  MSLSIM_ANNOUNCED(__tsan_read##N, N, kRead)                 \
+  MSLSIM_ANNOUNCED(__tsan_write##N, N, kWrite)               \
+  MSLSIM_ANNOUNCED(__tsan_unaligned_read##N, N, kRead)                  \
   MSLSIM_ANNOUNCED(__tsan_unaligned_write##N, N, kWrite)
 MSLSIM_SIZE(1)
 MSLSIM_SIZE(2)
@@ -156,13 +159,10 @@ MSLSIM_SIZE(4)
 MSLSIM_SIZE(8)
 MSLSIM_SIZE(16)
 
-#define MSLSIM_RANGE(NAME, MODE)                                                                           \
-  extern "C" void NAME(void* address, size_t bytes) {                                                      \
-    using namespace mslsim;                                                                                \
-    Worker* w = worker;                                                                                    \
-    if (!w || !bytes) return;                                                                              \
-    const uint where = uint(uintptr_t(__builtin_return_address(0)) - w->launch->image);                    \
-    w->access(uintptr_t(address), bytes, MODE, ushort(w->self), where);         \
+#define MSLSIM_RANGE(NAME, MODE)                                                              \
+  extern "C" void NAME(void* address, size_t bytes) {                                         \
+    using namespace mslsim;                                                                   \
+    if (worker && bytes) worker->announced(uintptr_t(address), bytes, MODE, __builtin_return_address(0)); \
   }
 MSLSIM_RANGE(__tsan_read_range, kRead)
 MSLSIM_RANGE(__tsan_write_range, kWrite)

@@ -79,7 +79,8 @@ struct Array {
 };
 
 enum class Fault : int {
-  none, race, uninitialised, bounds, divergence, unbound, size, read_only, pointer, uniform, partial, arithmetic, setup
+  none, race, uninitialised, bounds, divergence, unbound, size, read_only, pointer, uniform, partial, arithmetic,
+  alignment, setup
 };
 
 // What went wrong, for Python to put into words.

@@ -29,7 +29,14 @@ MSLSIM_HANDLER(mul_overflow, "signed overflow of a product")
 MSLSIM_HANDLER(negate_overflow, "signed overflow of a negation")
 MSLSIM_HANDLER(divrem_overflow, "division by zero, or of the least integer by -1")
 MSLSIM_HANDLER(shift_out_of_bounds, "shift by more bits than there are")
-MSLSIM_HANDLER(type_mismatch_v1, "an address that is not a multiple of its type's alignment")
+extern "C" void __ubsan_handle_type_mismatch_v1(void*, ulong address) {
+  using namespace mslsim;
+  Worker& w = *worker;
+  w.report.memory = 0;
+  char text[100];
+  std::snprintf(text, sizeof text, "address %#lx is no multiple of its type's alignment", address);
+  w.fail(Fault::alignment, uint(uintptr_t(__builtin_return_address(0)) - w.launch->image), text);
+}
 extern "C" void __ubsan_handle_out_of_bounds(void*, ulong index) {
   mslsim::out_of_range(__builtin_return_address(0), long(index));
 }

@@ -65,6 +65,7 @@ struct Worker {
   Worker();
   bool run(uint linear);  // a whole threadgroup; false if it failed
   void arrive(Stop stop, int line, Together together, void* arguments);
+  void announced(uintptr_t address, size_t bytes, int mode, void* caller);
   void access(uintptr_t address, size_t bytes, int mode, ushort who, uint where);
 
   [[noreturn]] void fail(Fault fault, uint where, const char* text) { fail(fault, where, text, self); }
