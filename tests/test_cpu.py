@@ -196,7 +196,7 @@ class TestThreads:
         """A forked child has no threads of its parent's; it starts its own."""
         script = """
 import os, signal, torch
-from tilewise import attention
+from tilewise import attention, bound
 
 torch.set_num_threads(2)
 q, k, v = torch.randn(3, 1, 4, 300, 64)
@@ -217,6 +217,23 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         assert plan_.splits > 1
         want = attention(q, k, v, backend="reference")
         torch.testing.assert_close(attention(q, k, v, backend="cpu"), want, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("threads", [1, 2, 4])
+    @pytest.mark.parametrize(("rows", "keys"), [(1, 40), (1, 5000), (70, 700)])
+    def test_a_call_that_comes_again_is_the_first_one(self, rows, keys, threads):
+        """One compiled function does all of it; alone while the threads are busy with another call."""
+        torch.set_num_threads(threads)
+        bound.forget()
+        first, other = ([torch.randn(1, 6, rows, 64), *torch.randn(2, 1, 2, keys, 64)] for _ in range(2))
+        want = [attention(*x, causal=True, return_lse=True, backend="cpu") for x in (first, other)]
+        bound.forget()
+        got = [attention(*x, causal=True, return_lse=True, backend="cpu") for x in (other, first, other)][1:]
+        assert len(bound._known) == 1
+        with pool.busy:
+            got.append(attention(*first, causal=True, return_lse=True, backend="cpu"))
+        for a, b in zip(got, [*want, want[0]], strict=True):
+            assert a.out.equal(b.out)
+            assert a.lse.equal(b.lse)
 
     @pytest.mark.parametrize(
         "case",

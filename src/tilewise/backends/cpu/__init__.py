@@ -33,6 +33,6 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
-    from . import launch
+    from . import repeat
 
-    return launch.bind(plan, tensors)
+    return repeat.bind(plan, tensors)

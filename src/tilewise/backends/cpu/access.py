@@ -83,7 +83,7 @@ def _caller(count):
     return intrinsic(scope["call"])
 
 
-call_work, call_walk, call = _caller(2), _caller(3), _caller(10)
+call_work, call_walk, call_parallel, call = _caller(2), _caller(3), _caller(4), _caller(10)
 
 
 @njit(**OPTIONS, inline="always")

@@ -12,6 +12,7 @@ from .access import (
     INF,
     ZERO,
     F,
+    call_parallel,
     call_walk,
     call_work,
     fill,
@@ -25,7 +26,7 @@ from .access import (
     up,
 )
 from .micro import get_f32, get_i64, next_item, put_f32, put_i64, widen_f32
-from .params import BLOCK_BYTES, COUNTER, ITEM, NUMBERS
+from .params import BLOCK_BYTES, COUNTER, ITEM, NUMBERS, TASK_BYTES
 from .rows import finish
 from .scratch import DIRECT_ROWS, cut
 from .simd import W
@@ -70,20 +71,37 @@ def work(params, scratch):
         index = next_item(p.counter)
 
 
-def begin(template, scratch, q, k, v, out, lse):
-    """What a small call runs: `work` in this thread, on a block of numbers that is made of `template` in `scratch`."""
+def begin(template, scratch, memories, q, k, v, out, lse):
+    """A whole call that comes again, on a block of numbers that is made of `template` in `scratch`.
+
+    In torch's threads if there are `memories` for them, else in this one. Behind the block lie the threads' task, the
+    parts of split items, and this thread's own memory.
+    """
     for i in range(NUMBERS):
         put_i64(scratch + 8 * i, get_i64(template + 8 * i))
     p = params_at(scratch)
     p.q, p.k, p.v, p.out, p.lse = q, k, v, out, lse
     p.counter = scratch + 8 * COUNTER
-    call_work(p.work, scratch, scratch + BLOCK_BYTES)
+    task = scratch + BLOCK_BYTES
+    p.partials = task + TASK_BYTES
+    own = p.partials + up(get_i64(p.counter + 8) * p.partial_bytes, 64)
+    if memories:
+        put_i64(task, 0)
+        put_i64(task + 8, p.work)
+        put_i64(task + 16, scratch)
+        put_i64(task + 24, memories)
+        call_parallel(p.parallel, p.team, task, p.threads, 0)
+    else:
+        call_work(p.work, scratch, own)
+    if p.partial_bytes:
+        call_work(p.merge, scratch, own)
 
 
 def team(task):
-    """What each of torch's threads runs: `work`. `task` is what `Pool.run_kernel` writes."""
+    """What each of torch's threads runs, a kernel. `task` is the number of the next thread, the kernel, its block of
+    numbers, and where the addresses of the threads' memories are."""
     slot = next_item(task)
-    call_work(get_i64(task + 8), get_i64(task + 16), get_i64(task + 24 + 8 * slot))
+    call_work(get_i64(task + 8), get_i64(task + 16), get_i64(get_i64(task + 24) + 8 * slot))
 
 
 def merge(params, scratch):

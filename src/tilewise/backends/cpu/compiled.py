@@ -121,7 +121,7 @@ def function(name: str) -> int:
         return compile_function(getattr(home, name), name, ARGUMENTS.get(name, 2))
 
 
-ARGUMENTS = {"team": 1, "walk_direct": 3, "walk_packed": 3, "begin": 7}
+ARGUMENTS = {"team": 1, "walk_direct": 3, "walk_packed": 3, "begin": 8}
 # Everything that a call can need.
 ALL = [
     *("list_items", "begin", "work", "team", "merge", "walk_direct", "walk_packed"),

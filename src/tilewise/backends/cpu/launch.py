@@ -14,7 +14,7 @@ from ...problem import Problem
 from ...tensors import Tensors
 from . import amx, compiled, heuristics
 from .gemm import PANEL
-from .params import BLOCK_BYTES, COUNTER, END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, NUMBERS, PER_CALL, UNDONE
+from .params import COUNTER, END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, NUMBERS, PER_CALL, UNDONE
 from .scratch import DIRECT_ROWS, total
 from .simd import CODES, W
 from .threads import pool
@@ -180,7 +180,7 @@ def _flat(x: torch.Tensor | None, kept: list[Any]) -> int:
     return x.data_ptr()
 
 
-def _block(plan: Plan, t: Tensors) -> tuple[Any, list[Any]]:
+def block_of(plan: Plan, t: Tensors) -> tuple[Any, list[Any]]:
     """The numbers of a call, and what must live as long as they are in use."""
     p, launch = plan.problem, plan.detail
     block = launch.block.copy()
@@ -222,7 +222,7 @@ def _block(plan: Plan, t: Tensors) -> tuple[Any, list[Any]]:
 
 def run(plan: Plan, t: Tensors) -> None:
     launch = plan.detail
-    block, kept = _block(plan, t)
+    block, kept = block_of(plan, t)
     address = block.ctypes.data
     block[INDEX["counter"]] = address + 8 * COUNTER
     if launch.items is None:
@@ -232,7 +232,7 @@ def run(plan: Plan, t: Tensors) -> None:
     if launch.partial_bytes:
         partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8)
         block[INDEX["partials"]] = partials.data_ptr()
-    _work(launch, address, count)
+    work_on(launch, address, count)
     if t.cu_seqlens_q is not None:
         spare = int(t.cu_seqlens_q[-1])
         t.out[:, :, spare:] = 0
@@ -240,7 +240,7 @@ def run(plan: Plan, t: Tensors) -> None:
             t.lse[:, :, spare:] = -torch.inf
 
 
-def _work(launch: Launch, address: int, count: int) -> None:
+def work_on(launch: Launch, address: int, count: int) -> None:
     threads = min(launch.threads, count)
     if threads < 2:
         compiled.entry("work")(address, pool.scratch(launch.scratch))
@@ -251,52 +251,8 @@ def _work(launch: Launch, address: int, count: int) -> None:
     if launch.by_tiles and _number(address, UNDONE).value:  # an infinity: that item is for vectors, which are not here
         _number(address, INDEX["walk_packed"]).value = compiled.function("walk_packed")
         _number(address, COUNTER).value = _number(address, UNDONE).value = 0
-        _work(launch, address, count)
+        work_on(launch, address, count)
 
 
 def _number(address: int, index: int) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(address + 8 * index)
-
-
-def bind(plan: Plan, t: Tensors) -> Any:
-    """The same call for other addresses of q, k, v, out and lse. `run` has listed the items."""
-    launch = plan.detail
-    template, kept = _block(plan, t)
-    count = int(template[COUNTER + 1])
-    small = min(launch.threads, count) < 2 and not (launch.partial_bytes or launch.by_tiles)
-    go = (_bind_small if small else _bind)(launch, template, count)
-    go.kept = kept, template
-    return go
-
-
-def _bind_small(launch: Launch, template: Any, count: int) -> Any:
-    """One thread: the kernel makes its own block of numbers, which takes it 0.1 us and Python 2."""
-    begin, scratch, size = compiled.entry("begin"), pool.scratch, launch.scratch + BLOCK_BYTES
-    template[INDEX["work"]] = compiled.function("work")
-    start = template.ctypes.data
-
-    def go(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        end = 0 if lse is None else lse.data_ptr()
-        begin(start, scratch(size), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), end)
-
-    return go
-
-
-def _bind(launch: Launch, template: Any, count: int) -> Any:
-    numbers = ctypes.c_int64 * len(template)
-    q_at, k_at, v_at, out_at, lse_at = (INDEX[name] for name in ("q", "k", "v", "out", "lse"))
-    counter_at, partials_at = INDEX["counter"], INDEX["partials"]
-
-    def go(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        block = numbers.from_buffer_copy(template)  # a block of its own: threads may make the same call at once
-        address = ctypes.addressof(block)
-        block[q_at], block[k_at], block[v_at], block[out_at] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        if lse is not None:
-            block[lse_at] = lse.data_ptr()
-        block[counter_at] = address + 8 * COUNTER
-        if launch.partial_bytes:
-            partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8)
-            block[partials_at] = partials.data_ptr()
-        _work(launch, address, count)
-
-    return go

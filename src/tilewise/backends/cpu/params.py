@@ -28,7 +28,7 @@ q_code k_code v_code k_group v_group k_row v_row mask_code page
 batch heads kv_heads q_len kv_len head_dim value_dim
 causal left right chunk offset
 tile_rows tile_keys split_size partial_bytes ask
-work walk_direct walk_packed walk_tiles configuration dots dots_f32 adds adds_f32
+work merge parallel team threads walk_direct walk_packed walk_tiles configuration dots dots_f32 adds adds_f32
 items counter partials
 """.split()
 REAL = ["scale", "softcap"]
@@ -39,6 +39,7 @@ INDEX = {name: i for i, name in enumerate(PARAMS.names or ())}
 COUNTER = len(INDEX)
 UNDONE, NUMBERS = COUNTER + 2, COUNTER + 3
 BLOCK_BYTES = -(-8 * NUMBERS // 64) * 64
+TASK_BYTES = 64  # of what `team` is told
 
 NO_LIMIT = 1 << 40  # a window side without a limit
 END = 1 << 41  # an offset that stands for "the queries are the last positions"

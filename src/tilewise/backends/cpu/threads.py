@@ -19,6 +19,11 @@ from . import compiled
 from .openmp import find_parallel
 
 
+def address_of(function: Callable[..., None] | None) -> int:
+    """Where the code of a C function is."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
 class Worker:
     """A sleeping thread and its scratch memory."""
 
@@ -71,6 +76,8 @@ class Pool:
     def _reset(self) -> None:
         self.parallel = None  # torch's threads do not outlive a fork, and their runtime would wait for them
         self.scratches: list[Scratch] = []
+        self.addresses = (ctypes.c_int64 * 0)()  # of those memories
+        self.address = self.room = 0
         self.workers: list[Worker] = []
         self.busy = threading.Lock()
         self.own = threading.local()
@@ -111,14 +118,20 @@ class Pool:
             compiled.entry(name)(block, self.scratch(scratch))
         else:
             try:
-                while len(self.scratches) < threads:
-                    self.scratches.append(Scratch())
-                memories = [s.address(scratch) for s in self.scratches[:threads]]
-                # The number of the next thread, the kernel, its block, and the memory of each thread
-                task = (ctypes.c_int64 * (3 + threads))(0, compiled.function(name), block, *memories)
+                task = (ctypes.c_int64 * 4)(0, compiled.function(name), block, self.memories(threads, scratch))
                 self.parallel(compiled.function("team"), ctypes.addressof(task), threads, 0)
             finally:
                 self.busy.release()
+
+    def memories(self, threads: int, scratch: int) -> int:
+        """Where the addresses of the memories of torch's threads are. For who holds `busy`."""
+        if len(self.scratches) < threads or self.room < scratch:
+            self.scratches += [Scratch() for _ in range(threads - len(self.scratches))]
+            self.room = max(self.room, scratch)
+            places = [s.address(self.room) for s in self.scratches]
+            self.addresses = (ctypes.c_int64 * len(places))(*places)
+            self.address = ctypes.addressof(self.addresses)
+        return self.address
 
 
 pool = Pool()
