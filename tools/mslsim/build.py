@@ -101,6 +101,7 @@ def _preprocessed(source: str) -> str:
     return _run(["-E", "-std=c++17", "-D__METAL__", "-D__METAL_VERSION__=310", "-x", "c++", "-"], text)
 
 
+@cache  # a library tells the sizes of its arrays once, when it is loaded
 def build(source: str, defines: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, Path, list[Kernel]]:
     """The loaded library of a text, its file, and its kernels."""
     check_ascii(source)
