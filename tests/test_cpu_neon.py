@@ -17,7 +17,7 @@ CODE = r"""
 import json, sys
 import llvmlite.binding as llvm
 from llvmlite import ir
-from tilewise.backends.cpu import gemm, micro, simd, softmax
+from tilewise.backends.cpu import gemm, micro, simd, softmax, straight
 
 assert simd.W == 4, simd.W
 KERNELS = {
@@ -28,8 +28,8 @@ KERNELS = {
     "store_bf16": (micro.store_bf16, "iiif"),
 }
 for kind in simd.CODES:
-    KERNELS[f"dots {kind}"] = micro.make_dots(kind, 4, 4), "i" * 9
-    KERNELS[f"adds {kind}"] = micro.make_adds(kind, 4, 4), "i" * 10
+    KERNELS[f"dots {kind}"] = straight.make_dots(kind, 4, 4), "i" * 11
+    KERNELS[f"adds {kind}"] = straight.make_adds(kind, 4, 4), "i" * 11
 
 
 class Context:

@@ -41,6 +41,7 @@ ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba compiles a function anew 
 # None of these is called from Python: without the wrappers for that, kernels are compiled in 3/4 of the time.
 OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 jit = njit(**OPTIONS)
+KEY_PAD = np.int64(8)  # keys that `dots` takes at once
 
 # K or V: base, strides over the batch (or pages), heads and rows, storage code, width; its scales likewise, their group
 Source = namedtuple("Source", "base b h l code width scales scales_b scales_h scales_l scales_code group")
@@ -83,7 +84,7 @@ def _caller(count):
     return intrinsic(scope["call"])
 
 
-call_work, call_walk, call_parallel, call = _caller(2), _caller(3), _caller(4), _caller(10)
+call_work, call_walk, call_parallel, call_adds, call_dots = map(_caller, (2, 3, 4, 11, 12))
 
 
 @njit(**OPTIONS, inline="always")
@@ -187,14 +188,28 @@ def list_rows(p, x, at, table, first, count, pad):
 
 
 @jit
-def list_scales(p, x, at, table, first, count, pad):
-    """The scales of `count` rows as float32, `groups` a row; zeros up to a multiple of `pad`."""
+def list_ahead(p, x, at, table, first, count, end, ahead):
+    """Addresses of `count` rows up to a multiple of 8, and of `ahead` more; the last before `end` stands for others."""
+    there, wanted = min(count + ahead, end - first), up(count, KEY_PAD) + ahead
+    list_rows(p, x, at, table, first, there, ONE)
+    for j in range(there, wanted):
+        put_i64(table + 8 * j, get_i64(table + 8 * (there - 1)))
+
+
+@jit
+def list_scales(p, x, at, table, first, count, pad, line):
+    """The scales of `count` rows as float32, [groups, line]; zeros up to a multiple of `pad`."""
     groups = (x.width + x.group - 1) // x.group
-    for j in range(count):
-        scales = row_address(p, x.scales, x.scales_b, x.scales_h, x.scales_l, at, first + j)
+    j = 0
+    while j < count:
+        start = row_address(p, x.scales, x.scales_b, x.scales_h, x.scales_l, at, first + j)
+        run = min(p.page - (first + j) % p.page, count - j) if p.table else count
         for g in range(groups):
-            put_f32(table + 4 * (j * groups + g), get_one(scales, x.scales_code, g))
-    fill(table, count * groups, up(count, pad) * groups, F(0))
+            for i in range(run):
+                put_f32(table + 4 * (g * line + j + i), get_one(start + i * x.scales_l, x.scales_code, g))
+        j += run
+    for g in range(groups):
+        fill(table + 4 * g * line, count, up(count, pad), F(0))
 
 
 @jit

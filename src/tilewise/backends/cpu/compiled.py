@@ -113,8 +113,8 @@ def function(name: str) -> int:
         if what == "walk_tiles":
             return compile_function(tiled.walk_function(PARTS[kind]), f"{what}_{kind}", 3)
         if kind:
-            make = direct.dots_function if what == "dots" else direct.adds_function
-            return compile_function(make(kind), f"{what}_{kind}", 10)
+            make, arguments = (direct.dots_function, 12) if what == "dots" else (direct.adds_function, 11)
+            return compile_function(make(kind), f"{what}_{kind}", arguments)
         if name == "append":
             return compile_function(append.append, name, 4)
         home = {"walk_direct": direct, "walk_packed": packed}.get(name, attend)

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import math
 
-from numba import types
+import numpy as np
 
 from .access import (
     INF,
+    KEY_PAD,
     ONE,
     ZERO,
     F,
-    call,
+    call_adds,
+    call_dots,
     fill,
     is_plain,
     item_at,
     jit,
     key_source,
-    list_rows,
+    list_ahead,
     list_scales,
     params_at,
     place,
@@ -35,55 +37,60 @@ from .access import (
     widen_rows,
 )  # fmt: skip
 from .masks import FULL, SKIP, list_mask, mask_row, read_states
-from .micro import fetch, get_f32, get_i32, get_i64, make_adds, make_dots, put_f32, row_scale
+from .micro import fetch, get_f32, get_i32, get_i64, put_f32, row_scale, row_times
 from .rows import add_strays, set_up, take_out_strays
-from .scratch import KEY_PAD, PAD, TAIL, cut
+from .scratch import CHUNK, PAD, TAIL, cut
 from .simd import REGISTERS, W
 from .softmax import LOG2E, alibi_row, bias_cells, exp_row, max_row, scale_cells, softcap_cells
+from .straight import make_adds, make_dots
 
-# V's rows are asked for while K's are multiplied, and the next tile's K while V's are: this many keys at a time. Rows
-# of pages lie apart, where no hardware looks ahead; where it does, it starts anew with each tile and stops at each page
-# of memory. (Without: 0.68x and 0.47x for pages in f32 and f16; contiguous 0.77x in bf16 and f16, on one core.)
-CHUNK = 48
+W_ = np.int64(W)
 # Keys in flight for 4, 2 or 1 rows: as many accumulators as leave registers for K and q.
 KEYS = {4: 4, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 2: 4, 1: 8}
 
 
 def dots_function(kind):
-    """`fn(q, ldq, R, rows, count, width, s, lds, scales, group)`: s [R, count] = q k^T; count is a multiple of 8."""
+    """`fn(q, ldq, R, rows, count, width, s, lds, scales, line, group, ahead)`: s [R, count] = q k^T.
+
+    `count` is a multiple of 8.
+    """
     dots_4, dots_2, dots_1 = (make_dots(kind, n, KEYS[n]) for n in (4, 2, 1))
 
-    def dots(q, ldq, R, rows, count, width, s, lds, scales, group):
+    def dots(q, ldq, R, rows, count, width, s, lds, scales, line, group, ahead):
         i = 0
         while i + 4 <= R:
-            dots_4(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, group)
+            dots_4(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
             i += 4
+            ahead = ZERO  # asked for
         if i + 2 <= R:
-            dots_2(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, group)
+            dots_2(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
             i += 2
+            ahead = ZERO
         if i < R:
-            dots_1(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, group)
+            dots_1(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
 
     return dots
 
 
 def adds_function(kind):
-    """`fn(acc, lda, R, rows, count, width, p, ldp, scales, group)`: acc [R, width] += p v."""
+    """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, ahead)`: acc [R, width] += p v."""
     parts = 2 if kind == "int4" else 1  # a step of int4 is a vector in each half of a row
     wide = [make_adds(kind, n, 4) for n in (4, 2, 1)]
     thin = [make_adds(kind, n, parts) for n in (4, 2, 1)]
 
     def strip(name, fours, twos, ones):
-        def go(acc, lda, R, rows, count, width, p, ldp, scales, group, start):
+        def go(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead):
             i = 0
             while i + 4 <= R:
-                fours(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, scales, group, start)
+                fours(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
                 i += 4
+                ahead = ZERO
             if i + 2 <= R:
-                twos(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, scales, group, start)
+                twos(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
                 i += 2
+                ahead = ZERO
             if i < R:
-                ones(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, scales, group, start)
+                ones(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
 
         go.__qualname__ = f"{name}_{kind}"  # kept code is found by name: no two functions may share one
         return jit(go)
@@ -91,14 +98,14 @@ def adds_function(kind):
     wide_strip, thin_strip = strip("wide", *wide), strip("thin", *thin)
     step = 4 // parts * W
 
-    def adds(acc, lda, R, rows, count, width, p, ldp, scales, group):
+    def adds(acc, lda, R, rows, count, width, p, ldp, line, group, ahead):
         span = width // parts
         start = 0
         while start + step <= span:
-            wide_strip(acc, lda, R, rows, count, width, p, ldp, scales, group, start)
+            wide_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead)
             start += step
         while start < span:
-            thin_strip(acc, lda, R, rows, count, width, p, ldp, scales, group, start)
+            thin_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead)
             start += W
 
     return adds
@@ -143,25 +150,34 @@ def soften(p, t, item, r, origin, count, line, Dv):
 
 
 @jit
-def multiply_keys(p, t, dots, R, count, width, D, line):
-    """s = q k^T; V is asked for meanwhile."""
-    step = types.int64(CHUNK if p.ask else count)
-    for j in range(0, count, step):
-        n = min(step, count - j)
-        if p.ask:
-            fetch(t.v_table + 8 * j, n, p.v_row)
-        scales = t.k_scales + 4 * j * ((width + p.k_group - 1) // p.k_group)
-        call(dots, t.q, D, R, t.k_table + 8 * j, up(n, KEY_PAD), width, t.s + 4 * j, line, scales, p.k_group)
+def multiply_keys(p, t, dots, R, count, width, D, line, keys, ahead):
+    """s = q k^T; V's first rows are asked for before."""
+    fetch(t.v_table, min(p.v_ahead, count), p.v_row)
+    n = up(count, KEY_PAD)
+    call_dots(dots, t.q, D, R, t.k_table, n, width, t.s, line, t.k_scales, keys, p.k_group, ahead)
 
 
 @jit
-def add_values(p, t, adds, R, count, width, Dv, line, ahead):
-    """acc += p v; the next tile's K is asked for meanwhile. A sum may not depend on whether it is: always in chunks."""
+def weigh(p, t, R, j, n, line, keys):
+    """Weights of `n` keys from j on with V's scales in them: [groups, R, CHUNK]."""
+    groups = (p.value_dim + p.v_group - 1) // p.v_group
+    vectors = up(n, W) // W
+    for g in range(groups):
+        for r in range(R):
+            to, scales = t.weights + 4 * (g * R + r) * CHUNK, t.v_scales + 4 * (g * keys + j)
+            row_times(to, t.s + 4 * (r * line + j), scales, vectors)
+
+
+@jit
+def add_values(p, t, adds, R, count, width, Dv, line, keys, scaled, ahead):
+    """acc += p v, in chunks: short sums round less."""
     for j in range(0, count, CHUNK):
         n = min(CHUNK, count - j)
-        fetch(t.ahead + 8 * j, min(n, ahead - j), p.k_row)
-        scales = t.v_scales + 4 * j * ((width + p.v_group - 1) // p.v_group)
-        call(adds, t.acc, Dv, R, t.v_table + 8 * j, n, width, t.s + 4 * j, line, scales, p.v_group)
+        if scaled:
+            weigh(p, t, R, j, n, line, keys)
+            call_adds(adds, t.acc, Dv, R, t.v_table + 8 * j, n, width, t.weights, CHUNK, R * CHUNK, p.v_group, ahead)
+        else:
+            call_adds(adds, t.acc, Dv, R, t.v_table + 8 * j, n, width, t.s + 4 * j, line, ZERO, ONE, ahead)
 
 
 def walk_direct(params, scratch, address):
@@ -172,6 +188,7 @@ def walk_direct(params, scratch, address):
     R = p.heads // p.kv_heads * item.rows
     D, Dv, BK, line = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys, p.tile_keys + TAIL  # line: of scores
     k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
+    keys = BK + TAIL + PAD
     for r in range(R):
         row = query_row(p, item, q_start, r // item.rows, r % item.rows)
         widen_row(t.q + 4 * r * D, row, p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
@@ -188,30 +205,27 @@ def walk_direct(params, scratch, address):
         for r in range(R):
             whole &= get_i32(t.lo + 4 * r) <= origin and get_i32(t.hi + 4 * r) >= end
 
-        list_rows(p, k, at, t.k_table, origin, count, PAD)
-        dots, width = p.dots, p.head_dim
+        list_ahead(p, k, at, t.k_table, origin, count, last, p.k_ahead)
+        dots, width, k_ahead = p.dots, p.head_dim, p.k_ahead
         if not whole or p.dots == 0:
             widen_rows(p, k, at, t.k_table, t.keys, origin, count, PAD)
-            dots, width = p.dots_f32, D
+            dots, width, k_ahead = p.dots_f32, D, ZERO
         elif k.code >= 3:
-            list_scales(p, k, at, t.k_scales, origin, count, KEY_PAD)
-        list_rows(p, v, at, t.v_table, origin, count, ONE)
-        multiply_keys(p, t, dots, R, count, width, D, line)
+            list_scales(p, k, at, t.k_scales, origin, count, KEY_PAD, keys)
+        list_ahead(p, v, at, t.v_table, origin, count, last, p.v_ahead)
+        multiply_keys(p, t, dots, R, count, width, D, line, keys, k_ahead)
 
         for r in range(R):
             soften(p, t, item, r, origin, count, line, Dv)
 
-        adds, width, strays = p.adds, p.value_dim, False
+        adds, width, v_ahead, scaled, strays = p.adds, p.value_dim, p.v_ahead, v.code >= 3, False
         if not whole or p.adds == 0:
             bad = widen_rows(p, v, at, t.v_table, t.values, origin, count, ONE)
-            adds, width, strays = p.adds_f32, Dv, bad != F(0) and not whole
+            adds, width, v_ahead, scaled, strays = p.adds_f32, Dv, ZERO, False, bad != F(0) and not whole
             if strays:
                 take_out_strays(t, count, Dv)
-        elif v.code >= 3:
-            list_scales(p, v, at, t.v_scales, origin, count, ONE)
-        ahead = max(0, min(BK, last - tile)) if p.ask else 0
-        if ahead:
-            list_rows(p, k, at, t.ahead, tile, ahead, ONE)
-        add_values(p, t, adds, R, count, width, Dv, line, ahead)
+        elif scaled:
+            list_scales(p, v, at, t.v_scales, origin, count, W_, keys)
+        add_values(p, t, adds, R, count, width, Dv, line, keys, scaled, v_ahead)
         if strays:
             add_strays(p, t, item, ZERO, R, count, Dv, origin, ONE, line)

@@ -109,8 +109,9 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "tile_keys": keys,
         "split_size": split,
         "partial_bytes": 4 * p.group * rows * (Dv + 2) if split else 0,
-        "ask": heuristics.bytes_read(p) > heuristics.second_level_cache(),
     }
+    if heuristics.bytes_read(p) > heuristics.second_level_cache():
+        numbers |= {f"{x}_ahead": heuristics.keys_ahead(numbers[f"{x}_row"]) for x in "kv"}
     if not direct and not parts:
         numbers["walk_packed"] = compiled.function("walk_packed")
     if parts:

@@ -1,8 +1,4 @@
-"""Micro-kernels for memory and for decode: the inner loops, in vector registers.
-
-dots, adds   K Q^T and P V straight from K and V rows, for few query rows, at the speed of memory
-widen, store rows of any storage type to float32 and back
-"""
+"""Micro-kernels for memory: scalars by address; rows of any storage type to float32 and back; asking ahead."""
 
 from __future__ import annotations
 
@@ -151,6 +147,12 @@ def row_scale(e: Emit, row: Value, count: Value, factor: Value) -> None:
 
 
 @microkernel("iiii")
+def row_times(e: Emit, to: Value, x: Value, y: Value, vectors: Value) -> None:
+    with e.loop(e.builder.mul(vectors, e.whole(W)), W) as i:
+        e.store(e.builder.fmul(e.load(x, i), e.load(y, i)), to, i)
+
+
+@microkernel("iiii")
 def transpose(e: Emit, to: Value, to_width: Value, source: Value, width: Value) -> None:
     """to[j, i] = source[i, j] of W rows and columns; rows are `to_width` and `width` floats apart."""
     b = e.builder
@@ -159,100 +161,20 @@ def transpose(e: Emit, to: Value, to_width: Value, source: Value, width: Value) 
         e.store(column, to, b.mul(to_width, e.whole(j)))
 
 
-@microkernel("iii")
-def fetch(e: Emit, rows: Value, count: Value, size: Value) -> None:
-    """Asks for `size` bytes of each listed row, to be there when they are read."""
-    b = e.builder
+def ask(e: Emit, address: Value) -> None:
+    """Asks for a line of memory, to be there when it is read."""
     pointer = I8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-    prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    prefetch = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.prefetch.p0")
     reading, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
+    e.builder.call(prefetch, [e.builder.inttoptr(address, pointer), reading, keep, data])
+
+
+@microkernel("iii")
+def fetch(e: Emit, rows: Value, count: Value, size: Value) -> None:
+    """Asks for `size` bytes of each listed row."""
+    b = e.builder
     with e.loop(count) as j:
         row = e.load_scalar(rows, j, I64)
         with e.loop(size, 64) as i:
-            b.call(prefetch, [b.inttoptr(b.add(row, i), pointer), reading, keep, data])
-
-
-# Straight from K and V rows. `rows` is a table of their addresses, so that pages are read in place.
-
-QUANTISED = ("int8", "int4", "fp8_e4m3")
-PARTS = {"int4": ("int4", "int4 high")}  # what a load of W bytes holds
-
-
-def _scaled(e: Emit, x: Value, scales: Value, key: Value, groups: Value, element: Value, group: Value) -> Value:
-    at = e.builder.add(e.builder.mul(key, groups), e.builder.sdiv(element, group))
-    return e.builder.fmul(x, e.splat(e.load_scalar(scales, at, F32)))
-
-
-def make_dots(kind: str, queries: int, keys: int) -> Any:
-    """s[i, j] = q[i] . k[j] of `queries` rows and `count` keys (a multiple of `keys`), K loaded once."""
-    parts = PARTS.get(kind, (kind,))
-
-    @microkernel("iiiiiiiii")
-    def dots(
-        e: Emit, q: Value, ldq: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value, scales: Value,
-        group: Value,
-    ) -> None:  # fmt: skip
-        b = e.builder
-        groups = b.sdiv(b.add(width, b.sub(group, e.whole(1))), group)
-        span = b.sdiv(width, e.whole(len(parts)))  # elements of a row that a part holds
-        with e.loop(count, keys) as key:
-            sums = [[e.var(e.zeros) for _ in range(keys)] for _ in range(queries)]
-            sources = [e.load_scalar(rows, b.add(key, e.whole(j)), I64) for j in range(keys)]
-            with e.loop(span, W) as d:
-                for part, name in enumerate(parts):
-                    element = b.add(d, b.mul(span, e.whole(part)))
-                    ks = [e.load(source, d, name) for source in sources]
-                    if kind in QUANTISED:
-                        numbers = [b.add(key, e.whole(j)) for j in range(keys)]
-                        ks = [
-                            _scaled(e, x, scales, n, groups, element, group) for n, x in zip(numbers, ks, strict=True)
-                        ]
-                    for i in range(queries):
-                        x = e.load(q, b.add(b.mul(ldq, e.whole(i)), element))
-                        for j in range(keys):
-                            sums[i][j].set(e.fma(x, ks[j], sums[i][j].get()))
-            totals = [x.get() for row in sums for x in row]
-            step = min(W, len(totals))
-            folded = [e.sums(totals[n : n + step]) for n in range(0, len(totals), step)]  # all at once: fewer shuffles
-            run = min(step, keys)  # both are powers of two
-            for first in range(0, len(totals), run):
-                part, lane = divmod(first, step)
-                i, j = divmod(first, keys)
-                scores = e.shuffle(folded[part], folded[part], range(lane, lane + run))
-                e.store(scores, s, b.add(b.mul(lds, e.whole(i)), b.add(key, e.whole(j))))
-
-    return dots
-
-
-def make_adds(kind: str, queries: int, vectors: int) -> Any:
-    """acc[i] += p[i, j] * v[j] over `count` keys, for `vectors` vectors of V's columns from element `start` on."""
-    parts = PARTS.get(kind, (kind,))
-    vectors //= len(parts)
-
-    @microkernel("iiiiiiiiii")
-    def adds(
-        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value, scales: Value,
-        group: Value, start: Value,
-    ) -> None:  # fmt: skip
-        b = e.builder
-        groups = b.sdiv(b.add(width, b.sub(group, e.whole(1))), group)
-        span = b.sdiv(width, e.whole(len(parts)))
-        places = [(part, n) for part in range(len(parts)) for n in range(vectors)]
-        elements = {(m, n): b.add(b.add(start, e.whole(n * W)), b.mul(span, e.whole(m))) for m, n in places}
-        cells = [(i, place) for i in range(queries) for place in places]
-        at = {(i, place): b.add(b.mul(lda, e.whole(i)), elements[place]) for i, place in cells}
-        sums = {cell: e.var(e.zeros) for cell in cells}
-        with e.loop(count) as key:
-            source = e.load_scalar(rows, key, I64)
-            weights = [e.splat(e.load_scalar(p, b.add(b.mul(ldp, e.whole(i)), key), F32)) for i in range(queries)]
-            for part, n in places:
-                x = e.load(source, b.add(start, e.whole(n * W)), parts[part])
-                if kind in QUANTISED:
-                    x = _scaled(e, x, scales, key, groups, elements[part, n], group)
-                for i in range(queries):
-                    sums[i, (part, n)].set(e.fma(weights[i], x, sums[i, (part, n)].get()))
-        for cell in cells:  # what was there is added last, as in the gemms
-            e.store(b.fadd(e.load(acc, at[cell]), sums[cell].get()), acc, at[cell])
-
-    return adds
+            ask(e, b.add(row, i))

@@ -16,7 +16,7 @@ from .simd import W
 DIRECT_ROWS = 16  # up to this many query rows (of all heads of a group), products come straight from the cache
 # np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
 PAD = np.int64(24)  # address tables are padded to a multiple of KEYS and of KEY_PAD
-KEY_PAD = np.int64(8)  # keys that `dots` takes at once
+CHUNK = np.int64(48)  # keys of a sum of values
 TAIL = np.int64(32)  # keys that the last tile of a sequence may have more, if they are read straight from the cache
 PANEL_ = np.int64(PANEL)
 GROUPS = 18  # scales of a row, at most
@@ -26,7 +26,7 @@ Scratch = namedtuple(
     "Scratch",
     "acc k_table v_table ahead k_scales v_scales m l shrink slopes lo hi positions some_lo some_hi all_lo all_hi "
     "mask_rows mask_columns states done "
-    "q s keys values packed strays",
+    "q s keys values packed strays weights",
 )
 Tiles = namedtuple("Tiles", "q acc s p sums k v rows")  # in the place of Scratch.q and what follows it
 
@@ -66,6 +66,7 @@ def vector_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         4 * keys * Dv,  # values: [keys, Dv], widened
         4 * keys * Dv,  # packed: V in panels of columns
         4 * keys * Dv,  # strays: V's values that are not finite
+        4 * CHUNK * DIRECT_ROWS * ((value_dim + 31) // 32),  # weights: [groups of V's scales, rows, CHUNK]
     )
 
 
@@ -135,9 +136,10 @@ def cut(p, base):
     values = after(keys, z[2])
     packed = after(values, z[3])
     strays = after(packed, z[4])
+    weights = after(strays, z[5])
     return Scratch(acc, k_table, v_table, ahead, k_scales, v_scales, m, l, shrink, slopes, lo, hi, positions, some_lo,
                    some_hi, all_lo, all_hi, mask_rows, mask_columns, states, done, q, s, keys, values, packed,
-                   strays)  # fmt: skip
+                   strays, weights)  # fmt: skip
 
 
 @jit

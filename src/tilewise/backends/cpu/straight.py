@@ -1,0 +1,111 @@
+"""Micro-kernels for decode: K Q^T and P V straight from K and V rows, for few query rows, at the speed of memory.
+
+`rows` is a table of addresses, so that pages are read in place. It goes on past the rows of a product: while a row is
+multiplied, the one `ahead` keys further on is asked for, line by line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from .micro import ask
+from .simd import F32, I64, Emit, Value, W, microkernel
+
+QUANTISED = ("int8", "int4", "fp8_e4m3")
+PARTS = {"int4": ("int4", "int4 high")}  # what a load of W bytes holds
+BYTES = {"f32": 4, "f16": 2, "bf16": 2}  # of an element, or of two of int4
+CACHE_LINE = 64
+I1 = ir.IntType(1)
+
+
+def make_dots(kind: str, queries: int, keys: int) -> Any:
+    """s[i, j] = q[i] . k[j] of `queries` rows and `count` keys (a multiple of `keys`), K loaded once.
+
+    `scales` has a float for each key, then those of the next group of elements `line` floats on.
+    """
+    parts = PARTS.get(kind, (kind,))
+    size = BYTES.get(kind, 1)
+
+    @microkernel("iiiiiiiiiii")
+    def dots(
+        e: Emit, q: Value, ldq: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value, scales: Value,
+        line: Value, group: Value, ahead: Value,
+    ) -> None:  # fmt: skip
+        b = e.builder
+        span = b.sdiv(width, e.whole(len(parts)))  # elements of a row that a part holds
+        bits = b.cttz(group, ir.Constant(I1, 1))  # groups are powers of two
+        with e.loop(count, keys) as key:
+            sums = [[e.var(e.zeros) for _ in range(keys)] for _ in range(queries)]
+            numbers = [b.add(key, e.whole(j)) for j in range(keys)]
+            sources = [e.load_scalar(rows, n, I64) for n in numbers]
+            later = [e.load_scalar(rows, b.add(n, ahead), I64) for n in numbers]
+            with e.loop(span, W) as d:
+                for row in later:
+                    ask(e, b.add(row, b.mul(d, e.whole(size))))
+                for part, name in enumerate(parts):
+                    element = b.add(d, b.mul(span, e.whole(part)))
+                    ks = [e.load(source, d, name) for source in sources]
+                    if kind in QUANTISED:
+                        first = b.mul(b.lshr(element, bits), line)
+                        factors = [e.splat(e.load_scalar(scales, b.add(first, n), F32)) for n in numbers]
+                        ks = [b.fmul(x, factor) for x, factor in zip(ks, factors, strict=True)]
+                    for i in range(queries):
+                        x = e.load(q, b.add(b.mul(ldq, e.whole(i)), element))
+                        for j in range(keys):
+                            sums[i][j].set(e.fma(x, ks[j], sums[i][j].get()))
+            totals = [x.get() for row in sums for x in row]
+            step = min(W, len(totals))
+            folded = [e.sums(totals[n : n + step]) for n in range(0, len(totals), step)]  # all at once: fewer shuffles
+            run = min(step, keys)  # both are powers of two
+            for first in range(0, len(totals), run):
+                part, lane = divmod(first, step)
+                i, j = divmod(first, keys)
+                scores = e.shuffle(folded[part], folded[part], range(lane, lane + run))
+                e.store(scores, s, b.add(b.mul(lds, e.whole(i)), b.add(key, e.whole(j))))
+
+    return dots
+
+
+def make_adds(kind: str, queries: int, vectors: int) -> Any:
+    """acc[i] += p[i, j] * v[j] over `count` keys, for `vectors` vectors of V's columns from element `start` on.
+
+    Weights of the next group of elements, with its scales in them, are `line` floats on.
+    """
+    parts = PARTS.get(kind, (kind,))
+    vectors //= len(parts)
+    size = BYTES.get(kind, 1)
+
+    @microkernel("iiiiiiiiiii")
+    def adds(
+        e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value, line: Value,
+        group: Value, start: Value, ahead: Value,
+    ) -> None:  # fmt: skip
+        b = e.builder
+        span = b.sdiv(width, e.whole(len(parts)))
+        places = [(part, n) for part in range(len(parts)) for n in range(vectors)]
+        elements = {(m, n): b.add(b.add(start, e.whole(n * W)), b.mul(span, e.whole(m))) for m, n in places}
+        cells = [(i, place) for i in range(queries) for place in places]
+        at = {(i, place): b.add(b.mul(lda, e.whole(i)), elements[place]) for i, place in cells}
+        groups = dict.fromkeys(places, e.whole(0))
+        if kind in QUANTISED:
+            bits = b.cttz(group, ir.Constant(I1, 1))
+            groups = {place: b.mul(b.lshr(elements[place], bits), line) for place in places}
+        weights_at = {(i, place): b.add(b.mul(ldp, e.whole(i)), groups[place]) for i, place in cells}
+        sums = {cell: e.var(e.zeros) for cell in cells}
+        with e.loop(count) as key:
+            source = e.load_scalar(rows, key, I64)
+            later = b.add(e.load_scalar(rows, b.add(key, ahead), I64), b.mul(start, e.whole(size)))
+            for byte in range(0, vectors * W * size, CACHE_LINE):
+                ask(e, b.add(later, e.whole(byte)))
+            for place in places:
+                part, n = place
+                x = e.load(source, b.add(start, e.whole(n * W)), parts[part])
+                for i in range(queries):
+                    weight = e.splat(e.load_scalar(p, b.add(weights_at[i, place], key), F32))
+                    sums[i, place].set(e.fma(weight, x, sums[i, place].get()))
+        for cell in cells:  # what was there is added last, as in the gemms
+            e.store(b.fadd(e.load(acc, at[cell]), sums[cell].get()), acc, at[cell])
+
+    return adds

@@ -1,0 +1,58 @@
+"""Decode on the CPU: rows that are asked for ahead, scales, pages."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tilewise import Quantised, attention, bound, paged_attention, planner
+from tilewise.backends.cpu import heuristics
+
+
+@pytest.fixture
+def cache_of(monkeypatch):
+    """Sets the size of the second-level cache, past which rows are asked for ahead."""
+
+    def set_size(size):
+        monkeypatch.setattr(heuristics, "second_level_cache", lambda: size)
+        bound.forget()
+        planner.choose.cache_clear()
+
+    yield set_size
+    monkeypatch.undo()
+    bound.forget()
+    planner.choose.cache_clear()
+
+
+def call(kind, keys, rows=1):
+    """A call of 8 heads over 2 KV heads of 64."""
+    torch.manual_seed(keys)
+    q, k, v = torch.randn(2, 8, rows, 64), *torch.randn(2, 2, 2, keys, 64)
+    if kind == "pages":
+        pages = -(-keys // 16)
+        table = torch.randperm(2 * pages).int().reshape(2, pages)
+        lengths = torch.tensor([keys, keys // 2 + 1], dtype=torch.int32)
+        return partial(paged_attention, q, *torch.randn(2, 2 * pages, 16, 2, 64), table, lengths)
+    if kind in ("f32", "f16", "bf16"):
+        dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
+        return partial(attention, q.to(dtype), k.to(dtype), v.to(dtype))
+    name, group = kind.split()
+    return partial(attention, q, *(Quantised.from_float(x, name, group=int(group)) for x in (k, v)))
+
+
+@pytest.mark.parametrize("keys", [1, 7, 96, 129, 1000])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "pages", "int8 64", "int8 32", "int4 64", "fp8_e4m3 32"])
+def test_asking_ahead_changes_no_bit(cache_of, kind, keys):
+    """And a call gives what the oracle does, whichever groups share a scale."""
+    ask = call(kind, keys)
+    cache_of(1 << 40)
+    without = ask(backend="cpu")
+    cache_of(0)
+    assert ask(backend="cpu").equal(without)
+    tolerance = {"f16": 2e-3, "bf16": 2e-2}.get(kind, 1e-5)
+    torch.testing.assert_close(without, ask(backend="reference"), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("row", "keys"), [(64, 16), (256, 16), (512, 8), (2304, 8)])
+def test_rows_are_asked_for_four_kib_ahead(row, keys):
+    assert heuristics.keys_ahead(row) == keys
