@@ -56,7 +56,7 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
     """What writes into `k` and `v`, each `[B or pages, Hkv, slots, columns]`: position p into slot `p % wrap`."""
     device = k.data.device.type
     if device == "cpu" and importlib.util.find_spec("numba") is not None:
-        from ..backends.cpu.simd import missing
+        from ..backends.cpu.host import missing
 
         if missing() is None:
             from ..backends.cpu.append import Append

@@ -15,7 +15,7 @@ def supports(problem: Problem) -> str | None:
         return f"the tensors are on {problem.device.type}"
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed (pip install numba)"
-    from .simd import missing
+    from .host import missing
 
     return missing()
 

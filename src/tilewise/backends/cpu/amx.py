@@ -17,7 +17,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from .simd import F32, I8, I16, I32, Emit, Value, W, cpu_features, microkernel
+from .host import cpu_features
+from .simd import F32, I8, I16, I32, Emit, Value, W, microkernel
 from .softmax import column_top, fade_and_store
 
 TILE = 1024  # bytes

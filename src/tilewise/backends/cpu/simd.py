@@ -7,16 +7,16 @@ floats with AVX-512, 8 with AVX2, 4 elsewhere (NEON, SSE). Narrow types are wide
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import config, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from .host import cpu_features, host_width
 
 Value = Any  # of LLVM
 F32, F16, I8, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
@@ -26,32 +26,9 @@ TYPES = {"i": types.int64, "f": types.float32, "": types.void}
 CODES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "int4": 4, "fp8_e4m3": 5}
 
 
-def cpu_features() -> set[str]:
-    """What this machine's CPU has, or the one that Numba is set to compile for."""
-    told = getattr(config, "CPU_FEATURES", None)
-    if told is None:
-        return {name for name, there in llvm.get_host_cpu_features().items() if there}
-    return {name[1:] for name in told.split(",") if name.startswith("+")}
-
-
-def missing() -> str | None:
-    """Why this CPU cannot run the kernels, if it cannot."""
-    lacks = {"fma", "f16c"} - cpu_features()
-    if platform.machine() in ("x86_64", "AMD64") and lacks:
-        return f"this CPU has no {' and no '.join(name.upper() for name in sorted(lacks))}"
-    return None
-
-
-def host_width() -> int:
-    """Floats in a vector register."""
-    features = cpu_features()
-    if features >= {"avx512f", "avx512bw", "avx512vl"}:
-        return 16
-    return 8 if "avx2" in features else 4
-
-
 W = host_width()
 REGISTERS = 32 if W == 16 or W == 4 else 16  # AVX-512 and NEON have 32
+HAS_SCALE = W == 16 and "avx512dq" in cpu_features()  # `reduce` and `scalef` of AVX-512
 
 
 class Var:
@@ -244,15 +221,31 @@ class Emit:
     def exp2(self, x: Value) -> Value:
         """2 ** x to 2 ulp for x up to 127; 0 below -126.5 (what is left there is no normal number)."""
         b = self.builder
+        if HAS_SCALE:  # 9 instructions instead of 12: 2.1 ns instead of 3.0 for 16 weights and their sum
+            # Left out, not scaled: a result that is no normal number takes the processor 90 ns.
+            there = b.bitcast(b.fcmp_unordered(">=", x, self.f32s(-126.5)), I16)  # NaN stays
+            rest = self.avx512("reduce", x, ir.Constant(I32, 1), ir.Constant(I16, -1))  # x - floor(x); 0 of -inf
+            return self.avx512("scalef", self.polynomial(EXP2_ABOVE, rest), x, there)  # times 2 ** floor(x)
         clamped = self.max(self.f32s(-127.0), x)  # NaN stays
         # A number this large has no fraction, so the sum is x rounded; its low bits are those of 2 ** x's exponent.
         sum_ = b.fadd(clamped, self.f32s(ROUND))
         rest = b.fsub(clamped, b.fsub(sum_, self.f32s(ROUND)))  # -0.5 to 0.5
-        p = self.f32s(EXP2[0])
-        for coefficient in EXP2[1:]:
-            p = self.fma(p, rest, self.f32s(coefficient))
         power = b.bitcast(b.shl(b.bitcast(sum_, self.vector(I32)), self.i32s(23)), self.vector(F32))  # 0 for -127
-        return b.fmul(p, power)
+        return b.fmul(self.polynomial(EXP2, rest), power)
+
+    def polynomial(self, coefficients: Sequence[float], x: Value) -> Value:
+        """Its coefficients are those of the highest power first."""
+        p = self.f32s(coefficients[0])
+        for coefficient in coefficients[1:]:
+            p = self.fma(p, x, self.f32s(coefficient))
+        return p
+
+    def avx512(self, name: str, a: Value, b: Value, there: Value) -> Value:
+        """An instruction of AVX-512 over two operands; 0 in lanes whose bit of `there` is not set."""
+        args = [a, b, self.zeros, there, ir.Constant(I32, 4)]  # 4: round as the processor is set to
+        kind = ir.FunctionType(a.type, [x.type for x in args])
+        full_name = f"llvm.x86.avx512.mask.{name}.ps.512"
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, full_name), args)
 
     # Control
 
@@ -269,6 +262,7 @@ class Emit:
 ROUND = 1.5 * 2**23 + 127  # 127: the bias of an exponent
 # Highest power first. 2 ** x on [-0.5, 0.5] to a relative 2e-9, with 2 ** 0 = 1 kept exact.
 EXP2 = (1.5353362e-4, 1.3398875e-3, 9.618437e-3, 5.5503324e-2, 2.4022648e-1, 6.931472e-1, 1.0)
+EXP2_ABOVE = (2.1612925e-4, 1.2467843e-3, 9.675452e-3, 5.5485282e-2, 2.4022931e-1, 6.9314706e-1, 1.0)  # on [0, 1]
 
 
 def _bit_reversed(count: int) -> list[int]:

@@ -22,10 +22,7 @@ def _tanh(e: Emit, x: Value) -> Value:
     """Near 0 a polynomial, further out 1 - 2 / (e^2x + 1), which loses nothing there."""
     b = e.builder
     square = b.fmul(x, x)
-    p = e.f32s(TANH[0])
-    for coefficient in TANH[1:]:
-        p = e.fma(p, square, e.f32s(coefficient))
-    near = e.fma(b.fmul(p, square), x, x)
+    near = e.fma(b.fmul(e.polynomial(TANH, square), square), x, x)
     size = e.call("fabs", x)
     grown = e.exp2(b.fmul(e.call("minnum", size, e.f32s(10.0)), e.f32s(2 * LOG2E)))
     far = b.fsub(e.f32s(1.0), b.fdiv(e.f32s(2.0), b.fadd(grown, e.f32s(1.0))))

@@ -1,0 +1,32 @@
+"""What this machine's CPU has."""
+
+from __future__ import annotations
+
+import platform
+
+import llvmlite.binding as llvm
+from numba import config
+
+
+def cpu_features() -> set[str]:
+    """What this machine's CPU has, or the one that Numba is set to compile for."""
+    told = getattr(config, "CPU_FEATURES", None)
+    if told is None:
+        return {name for name, there in llvm.get_host_cpu_features().items() if there}
+    return {name[1:] for name in told.split(",") if name.startswith("+")}
+
+
+def missing() -> str | None:
+    """Why this CPU cannot run the kernels, if it cannot."""
+    lacks = {"fma", "f16c"} - cpu_features()
+    if platform.machine() in ("x86_64", "AMD64") and lacks:
+        return f"this CPU has no {' and no '.join(name.upper() for name in sorted(lacks))}"
+    return None
+
+
+def host_width() -> int:
+    """Floats in a vector register."""
+    features = cpu_features()
+    if features >= {"avx512f", "avx512bw", "avx512vl"}:
+        return 16
+    return 8 if "avx2" in features else 4
