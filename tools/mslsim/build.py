@@ -23,6 +23,8 @@ _RUNTIME = ["-std=c++17", "-O2", "-g1", "-shared", "-pthread", *_COMMON]
 _KERNEL = [
     # Older binutils take the files of DWARF 5 for one another.
     *["-std=c++17", "-O1", "-g1", "-gdwarf-4", *_COMMON],
+    # Two texts may declare the same arrays on the same lines; each library tells of its own.
+    "-fno-gnu-unique",
     # MSL knows no double: 1.0 is a float.
     "-fsingle-precision-constant",
     # Each load and store is announced to the runtime; what the optimiser removes before that was never needed.
@@ -87,10 +89,12 @@ def _run(command: list[str], text: str | None = None) -> str:
 @cache
 def runtime() -> tuple[Path, ctypes.CDLL]:
     path = cache_folder() / f"runtime-{_identity().hex()[:24]}.so"
-    includes = ["-I", str(HERE / "include"), "-I", str(HERE / "runtime")]
-    _kept(
-        path, lambda out: _run([*_RUNTIME, *includes, str(HERE / "runtime" / "runtime.cpp"), "-o", str(out)]) and None
-    )
+
+    def make(out: Path) -> None:
+        includes = ["-I", str(HERE / "include"), "-I", str(HERE / "runtime")]
+        _run([*_RUNTIME, *includes, str(HERE / "runtime" / "runtime.cpp"), "-o", str(out)])
+
+    _kept(path, make)
     return path, ctypes.CDLL(str(path))
 
 
