@@ -76,6 +76,10 @@ def test_short_calls_are_repeated_within_a_turn():
     assert (a.repeats, b.repeats) == (200, 1)
     assert a.seconds == pytest.approx(1e-4)
     assert b.seconds == pytest.approx(1.0)
+    clock.log.clear()
+    (a,) = time_with(clock, clock.callable("A", 1.0, 9e-3, *[7.0, 1e-3, 9.0, 2e-3] * 3))
+    assert a.repeats == 3
+    assert a.seconds == pytest.approx(2e-3), "the median of a turn, without its first call"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 16, 300])

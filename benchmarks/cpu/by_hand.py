@@ -51,7 +51,7 @@ def compared(case: cpu_suite.Case, rounds: int, budget: float) -> dict[str, dict
         bench = dict(zip(calls, take_turns(list(calls.values()), budget), strict=True))
         loop = loop or {name: by_hand(call, budget / 2) for name, call in calls.items()}  # after it, every second time
         for name in calls:
-            pairs[name].append((bench[name].median, loop[name]))
+            pairs[name].append((bench[name].seconds, loop[name]))
     found = {}
     for name, times in pairs.items():
         ratio = statistics.median(mine / theirs for mine, theirs in times)

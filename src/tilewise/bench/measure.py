@@ -17,8 +17,8 @@ Clock = Callable[[], float]
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 300
 MOST_BLOCKS = 5
-# Seconds. Shorter calls are repeated within a turn, after one that does not count, or it would be the waking of threads
-# that is measured: 0.1 ms, and more where another process has the core (benchmarks/cpu/by_hand.py).
+# Seconds. Shorter calls are repeated within a turn: a single one is measured by the luck of the moment. The mean of a
+# turn was up to 8% above the median of a loop by hand, which leaves out what disturbs it (benchmarks/cpu/by_hand.py).
 LEAST_TURN = 2e-2
 # OpenMP's threads go on spinning for a while after a call. Without a pause they would take cores from the next one.
 PAUSE = 4e-3
@@ -88,12 +88,15 @@ def _warm_up(call: Call, clock: Clock) -> int:
 
 
 def _turn(call: Call, count: int, clock: Clock) -> float:
+    """The median of `count` calls, as a loop over this one call would see it."""
     if count > 1:
-        call()  # wakes the threads: part of a long call, but not of each short one
-    start = clock()
+        call()  # wakes the threads and gets its data back: part of a long call, but not of each short one
+    times = []
     for _ in range(count):
+        start = clock()
         call()
-    return (clock() - start) / count
+        times.append(clock() - start)
+    return statistics.median(times)
 
 
 @contextmanager
