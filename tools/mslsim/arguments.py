@@ -8,7 +8,12 @@ import numpy as np
 import torch
 
 MAX_BYTES = 4096  # of a number or list: what Metal's setBytes takes
-_INTEGERS = {"int32": np.int32, "int16": np.int16, "int8": np.int8, "uint8": np.uint8}
+_INTEGERS: dict[str, type[np.signedinteger[Any] | np.unsignedinteger[Any]]] = {
+    "int32": np.int32,
+    "int16": np.int16,
+    "int8": np.int8,
+    "uint8": np.uint8,
+}
 
 
 @dataclass
@@ -35,7 +40,7 @@ def of_tensor(x: torch.Tensor | np.ndarray) -> Memory:
             raise RuntimeError(f"the simulator takes tensors on the CPU, not on {x.device}")
         size = x.element_size()
         extent = _span(tuple(x.shape), tuple(s * size for s in x.stride()), size)
-        return Memory(x.data_ptr(), extent, x.storage_offset() * size % 256, x, x.numel())
+        return Memory(x.data_ptr(), extent, int(x.storage_offset()) * size % 256, x, x.numel())
     if min(x.strides, default=0) < 0:
         raise RuntimeError("an array with negative strides has no place in a tensor of torch's")
     return Memory(x.ctypes.data, _span(x.shape, x.strides, x.itemsize), x.ctypes.data % 16, x, x.size)
