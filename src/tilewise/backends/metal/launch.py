@@ -31,8 +31,8 @@ def run(plan: Plan, tensors: Tensors) -> None:
     given: dict[str, Any] = {name: stored(getattr(tensors, field)) for name, field in SOURCES.items()}
     given |= {"states": states, "part": None, "part_ml": None}
     if c.splits > 1:
-        given["part"] = tensors.q.new_empty(rows * c.splits * p.value_dim, dtype=torch.float32)
-        given["part_ml"] = tensors.q.new_empty(rows * c.splits * 2, dtype=torch.float32)
+        given["part"] = workspace(tensors.q, rows * c.splits * p.value_dim)
+        given["part_ml"] = workspace(tensors.q, rows * c.splits * 2)
     made = spec(p, c, tensors)
     grid = (heuristics.query_tiles(p, c), p.heads // c.pack, c.splits)
     launch(gpu, c.kernel, text.attention(made), given, numbers, grid, THREADS)
@@ -91,6 +91,11 @@ def launch(
         group_size=[threads, 1, 1],
         arg_casts={names.index("ints"): "int32"},
     )
+
+
+def workspace(like: torch.Tensor, size: int) -> torch.Tensor:
+    """Floats without values."""
+    return like.new_empty(size, dtype=torch.float32)
 
 
 @cache

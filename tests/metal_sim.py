@@ -1,0 +1,29 @@
+"""The Metal backend over CPU tensors: its text executed by tools/mslsim, every detector on."""
+
+from contextlib import contextmanager
+
+import pytest
+
+import mslsim
+from tilewise.backends.metal import device, launch
+
+why_not = mslsim.why_not()
+needs_simulator = pytest.mark.skipif(why_not is not None, reason=f"Metal kernels are not executed here: {why_not}")
+
+
+@contextmanager
+def simulator(cores=10, change=lambda text: text, **options):
+    """`attention(..., backend="metal")` runs in the simulator. `change` is given each text before it is compiled."""
+    new = launch.workspace
+
+    def compile_shader(text):
+        return mslsim.compile_shader(change(text), **options)
+
+    launch.workspace = lambda like, size: mslsim.unwritten(
+        new(like, size)
+    )  # reading it before it is written is a fault
+    try:
+        with device.stand_in(compile_shader, cores) as stand_in:
+            yield stand_in
+    finally:
+        launch.workspace = new
