@@ -225,8 +225,8 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
 
   // Rows: with splits as they are, else with their sink and divided by their sum.
   const bool divides = p.splits == 1;
-  const Finish f = finish(top, l, p.has_sinks && s.real && row.there && divides, p.has_sinks ? t.sinks[row.there ? row.head : 0] : 0.0f);
-  threadgroup_barrier(mem_flags::mem_threadgroup); // the last factors have been used
+  const bool sinks = p.has_sinks && divides && s.real && row.there;
+  const Finish f = finish(top, l, sinks, sinks ? t.sinks[row.head] : 0.0f);
   if (part == 0) {
     m.rows[r * 8] = f.factor;
     m.rows[r * 8 + 1] = f.sum;

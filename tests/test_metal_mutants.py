@@ -1,0 +1,196 @@
+"""Mistakes planted in the Metal texts: every barrier taken out, and what other kernels are known to do wrong."""
+
+import multiprocessing
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import tilewise
+from metal_sim import needs_simulator, simulator
+from mslsim import Fault
+from mslsim.mutants import barriers, mutate
+from tilewise.backends.metal import text
+from tilewise.backends.metal.spec import Operand, Spec
+from tilewise.conformance.case import Case
+from tilewise.conformance.check import Mismatch, check_case
+
+pytestmark = needs_simulator
+
+OP = Operand("float", "PLAIN", "float", 96)
+TEXTS = {"tiled": text.attention(Spec("tiled", "float", OP, OP, sg_rows=2)),
+         "vector": text.attention(Spec("vector", "float", OP, OP, rows=1))}  # fmt: skip
+
+
+def stray_call(kernel):
+    """Several tiles of keys, several slices of columns, two simdgroups a row, and values that are not finite."""
+    q, k, v = (torch.randn(1, 1, n, 96, generator=torch.Generator().manual_seed(n)) for n in (12, 70, 71))
+    v = v[:, :, :70]
+    v[:, :, 60, 3] = float("nan")
+    if kernel == "vector":
+        return tilewise.attention(q[:, :, :1], k, v, backend="metal")
+    return tilewise.attention(q, k, v, causal=True, backend="metal")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "number"), [(name, i) for name, source in TEXTS.items() for i in range(len(barriers(source)))]
+)
+def test_a_barrier_that_is_taken_out_is_missed(kernel, number):
+    def change(source):
+        return barriers(source)[number].without if f"kernel void {kernel}(" in source else source
+
+    with simulator():
+        stray_call(kernel)  # as it should be: no fault
+    with simulator(change=change), pytest.raises(Fault) as found:
+        stray_call(kernel)
+    assert found.value.kind in ("race", "uninitialised")
+
+
+def test_no_barrier_was_overlooked():
+    assert {name: len(barriers(source)) for name, source in TEXTS.items()} == {"tiled": 11, "vector": 1}
+    assert not barriers(text.reduction("float"))
+    assert not barriers(text.classification())
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake, as replacements in the texts that hold them, and cases each of which must notice it."""
+
+    name: str
+    edits: tuple[tuple[str, str], ...]
+    cases: tuple[Case, ...]
+
+    def change(self, source):
+        for old, new in self.edits:
+            if old in source:
+                source = mutate(source, old, new, source.count(old))
+        return source
+
+
+def mutant(name, *edits, cases):
+    return Mutant(name, edits, tuple(cases))
+
+
+BOTH = (Case(B=1, Lq=40, Lk=90), Case(B=1, Lq=1, Lk=90))  # tiled and vector
+PAGES = Case(form="paged", B=4, Hkv=2, lengths=(1, 16, 70, 133), D=64, causal=True)
+SEES = "n >= sees.lo && n < sees.hi"
+MUTANTS = [
+    mutant("softcap accepted and never applied", ("if (p.softcap > 0.0f)", "if (false)"),
+           cases=[replace(c, softcap=5.0) for c in BOTH]),
+    mutant("a tail read past the length and masked by -65504",
+           ("n >= lo && n < hi && c <", "n < p.kv_len && c <"),
+           (f"seen[i] = {SEES};", f"seen[i] = true; if (!({SEES})) x += -65504.0f;"),
+           ("const int end = min(hi, tiles.hi * BK);", "const int end = p.kv_len;"),
+           ("if (n < sees[r].lo || n >= sees[r].hi) continue;", ""),
+           ("+ cell.bias;", "+ (n < sees[r].lo || n >= sees[r].hi ? -65504.0f : cell.bias);"),
+           cases=[replace(c, B=2, lengths=(37, 50)) for c in BOTH]),
+    mutant("causal aligned to the top left", ("s.offset = p.q_offset;", "s.offset = 0;"),
+           cases=[replace(c, causal=True) for c in BOTH]),
+    mutant("window of W + 1", ("position - p.left", "position - p.left - 1"),
+           cases=[replace(c, causal=True, window=7) for c in BOTH]),
+    mutant("a classifier that looks at half of a tile's columns", ("i % p.tile_k;", "i % (p.tile_k / 2);"),
+           cases=[Case(B=1, Lq=150, Lk=300, mask="qk", mask_kind=kind, pattern="blocks") for kind in ("bool", "f32")]),
+    mutant("scale rounded to bfloat16", ("dot * p.scale;", "dot * float(bfloat(p.scale));"), cases=BOTH),
+    mutant("ALiBi that rewards distance", ("s -= slope *", "s += slope *"),
+           cases=[replace(c, H=6, alibi="h") for c in BOTH]),
+    mutant("paged causal that compares with the row number",
+           ("s.offset + row.query;", "(p.page_size > 0 ? 0 : s.offset) + row.query;"),
+           ("s.offset + row.query, s.kv_len", "(p.page_size > 0 ? 0 : s.offset) + row.query, s.kv_len"),
+           cases=[replace(PAGES, Lq=5), replace(PAGES, Lq=3)]),
+    mutant("the mean of v", ("exp(cells[i] - highest)", "1.0f"), ("exp(x - highest)", "1.0f"), cases=BOTH),
+    mutant("one mask plane for all heads", ("row.head * p.mask_h", "0"),
+           cases=[replace(c, mask="hqk", mask_kind=kind) for c in BOTH for kind in ("bool", "f32")]),
+    mutant("a mask's bias of -65504 taken for hidden", ("!= 0xff800000u", "!= 0xff800000u && cell.bias > -65504.0f"),
+           cases=[replace(c, mask="hqk", mask_kind="f32", pattern="least") for c in BOTH]),
+    mutant("a stale maximum", ("scale_by(o[i], by);", ";"), ("o[r][i] * shrink", "o[r][i]"), cases=BOTH),
+    mutant("sinks dropped", ("bool has_sink, float sink) {", "bool has_sink, float sink) {\n  has_sink = false;"),
+           cases=[replace(c, sinks=True) for c in BOTH]),
+    mutant("KV head h % Hkv", ("head / p.group;", "head % (p.heads / p.group);"),
+           cases=[Case(B=1, H=6, Hkv=2, Lq=40)]),
+    mutant("pages in the order of the pool", ("t.table[s.b * p.table_b + n / p.page_size]", "n / p.page_size"),
+           cases=[replace(PAGES, Lq=20), replace(PAGES, Lq=1)]),
+    mutant("keys of the previous sequence", ("s.kv_first = t.cu_k[b];", "s.kv_first = max(t.cu_k[b] - 1, 0);"),
+           cases=[Case(form="varlen", q_lengths=(33, 20), lengths=(40, 33)),
+                  Case(form="varlen", q_lengths=(1, 1), lengths=(40, 33))]),
+    mutant("one scale for each row", ("scale[scales + c / group]", "scale[scales]"),
+           cases=[replace(c, D=64, k="int8/32", v="int8/32") for c in BOTH]),
+    mutant("lse in base 2", ("top + log(l)", "top + log2(l)"), cases=BOTH),
+    mutant("a hidden value that reaches a row as 0 * NaN",
+           ("if (!is_finite(x)) {\n", "if (false) {\n"),
+           ("if (!cell.seen) continue;", "if (!cell.seen) cell.bias = -3.0e38f;"),
+           cases=()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "case"), [(m, c) for m in MUTANTS for c in m.cases], ids=lambda x: getattr(x, "name", str(x))
+)
+def test_the_suite_rejects(found, case):
+    with simulator(change=found.change), pytest.raises((Mismatch, Fault)):
+        check_case(case, "metal")
+
+
+def test_every_edit_is_one():
+    """A replacement of what is not there would prove nothing."""
+    every = [*TEXTS.values(), text.reduction("float"), text.classification()]
+    for found in MUTANTS:
+        for old, new in found.edits:
+            assert any(old in source for source in every), (found.name, old)
+            assert old != new
+
+
+@pytest.mark.parametrize("Lq", [1, 40])
+def test_a_hidden_value_is_never_multiplied(Lq):
+    """With the guards against 0 * NaN taken out, a NaN under a mask shows."""
+    leaky = next(m for m in MUTANTS if "0 * NaN" in m.name)
+    q, k, v = (torch.randn(1, 1, n, 32, generator=torch.Generator().manual_seed(n)) for n in (Lq, 60, 61))
+    v = v[:, :, :60].clone()
+    v[:, :, 50] = float("nan")
+    mask = torch.arange(60) != 50
+    with simulator():
+        assert tilewise.attention(q, k, v, mask=mask[None], backend="metal").isfinite().all()
+    with simulator(change=leaky.change):
+        assert tilewise.attention(q, k, v, mask=mask[None], backend="metal").isnan().any()
+
+
+@pytest.mark.parametrize(("old", "new"), [("plane % p.plane_heads * p.mask_h", "0"), ("head * p.states_h", "0")])
+def test_one_tile_plane_for_all_heads_is_noticed(old, new):
+    """Heads that see different halves of the keys."""
+    q, k, v = (torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    mask = torch.stack([torch.arange(64) < 32, torch.arange(64) >= 32])[:, None].expand(2, 64, 64)
+    want = tilewise.attention(q, k, v, mask=mask, backend="reference")
+    for change, right in ((lambda source: source, True), (lambda source: source.replace(old, new), False)):
+        with simulator(change=change):
+            got = tilewise.attention(q, k, v, mask=mask, backend="metal")
+        assert torch.allclose(got, want, atol=1e-4) is right
+
+
+def forever(source):
+    """Slices of columns that never come to an end past 256."""
+    return source.replace("c0 < DP; c0 += DC", "c0 < DP; c0 += c0 < 256 ? DC : 0")
+
+
+def attend_wide(change):
+    q = torch.randn(1, 1, 33, 320)
+    with simulator(change=change):
+        tilewise.attention(q, q, q, backend="metal")
+
+
+def test_a_head_dim_over_256_that_loops_forever_is_noticed():
+    """In processes of their own: the right text ends, and the wrong one has not when three times as long has passed."""
+    assert forever(TEXTS["tiled"]) != TEXTS["tiled"]
+    spawn = multiprocessing.get_context("spawn")
+    started = time.monotonic()
+    right = spawn.Process(target=attend_wide, args=(str,))
+    right.start()
+    right.join(120)
+    assert right.exitcode == 0
+    wrong = spawn.Process(target=attend_wide, args=(forever,))
+    wrong.start()
+    try:
+        wrong.join(3 * (time.monotonic() - started))
+        assert wrong.is_alive()
+    finally:
+        wrong.kill()
+        wrong.join()
