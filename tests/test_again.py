@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise import InvalidArgument, Quantised, attention, bound, paged_attention
+from tilewise import InvalidArgument, Quantised, attention, bound, paged_attention, varlen_attention
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -61,6 +61,24 @@ def test_dense_calls():
     assert len(bound._again) == 3
     assert attention(q, k, v, kv_lengths=lengths, validate=False).shape == q.shape
     assert len(bound._again) == 4  # not causal: another call
+
+
+@pytest.mark.parametrize("stored", ["f32", "int8"])
+def test_packed_calls(stored):
+    for seed in range(3):
+        q, k, v = draw(12, 4, 32, seed=seed), draw(15, 2, 32, seed=seed + 9), draw(15, 2, 32, seed=seed + 19)
+        if stored == "int8":
+            k, v = (Quantised.from_float(x, stored, 32) for x in (k, v))
+        cu_q, cu_k = ints(0, 2 + seed, 11), ints(0, 9 - seed, 15)
+        options = {"causal": True, "window": 5, "max_q": 12, "max_k": 15, "return_lse": True}
+        for lengths in (None, ints(4, 6)):
+            want = varlen_attention(q, k, v, cu_q, cu_k, kv_lengths=lengths, **options)
+            got = varlen_attention(q, k, v, cu_q, cu_k, kv_lengths=lengths, validate=False, **options)
+            assert got.out.equal(want.out)
+            assert got.lse.equal(want.lse)
+    assert len(bound._again) == 2
+    varlen_attention(q, k, v, cu_q, cu_k, validate=False)  # how long the sequences are is not said
+    assert len(bound._again) == 2
 
 
 def test_values_are_checked_unless_they_are_not_to_be():

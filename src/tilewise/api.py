@@ -113,7 +113,7 @@ def attention(
     key = tables_key = None
     if mask is alibi_slopes is sinks is tile_map is out is None and validate is False and kv_lengths is not None:
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
-        tables = (None, kv_lengths, None, row_offsets)
+        tables = (None, kv_lengths, None, None, row_offsets)
         tables_key = bound.tables_key(
             q, k, v, tables, scale, causal, type(causal), q_offset if row_offsets is None else "rows", window,
             type(window), chunk, softcap, layout, split_size, return_lse, allow_tf32, backend,
@@ -247,8 +247,18 @@ def varlen_attention(
             "kv_lengths": kv_lengths, "tile_map": tile_map, "split_size": split_size, "allow_tf32": allow_tf32,
             "validate": validate, "backend": backend,
         }  # fmt: skip
-        tables = (cu_seqlens_q, cu_seqlens_k)
-        return ops.traced("varlen_attention", q, k, v, tables, return_lse, out, traced_options)
+        return ops.traced("varlen_attention", q, k, v, (cu_seqlens_q, cu_seqlens_k), return_lse, out, traced_options)
+    tables_key = None
+    plain = mask is alibi_slopes is sinks is tile_map is out is None
+    if plain and validate is False and max_q is not None and max_k is not None:
+        row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
+        tables = (None, kv_lengths, cu_seqlens_q, cu_seqlens_k, row_offsets)
+        tables_key = bound.tables_key(
+            q, k, v, tables, max_q, max_k, scale, causal, type(causal), q_offset if row_offsets is None else "rows",
+            window, type(window), chunk, softcap, split_size, return_lse, allow_tf32, backend,
+        )  # fmt: skip
+        if (again := bound.find_again(tables_key)) is not None:
+            return again(q, k, v, tables)
     options = Options(
         scale=scale,
         causal=causal,
@@ -267,7 +277,8 @@ def varlen_attention(
         allow_tf32=allow_tf32,
         validate=validate,
     )
-    return _run(q, checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, options), backend)
+    call = checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, options)
+    return _run(q, call, backend, None, tables_key)
 
 
 @overload
@@ -373,7 +384,7 @@ def paged_attention(
     tables_key = None
     if mask is alibi_slopes is sinks is tile_map is out is None and validate is False:
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
-        tables = (block_table, context_lens, cu_seqlens_q, row_offsets)
+        tables = (block_table, context_lens, cu_seqlens_q, None, row_offsets)
         tables_key = bound.tables_key(
             q, k_pages, v_pages, tables, max_q, scale, causal, type(causal),
             q_offset if row_offsets is None else "rows", window, type(window), chunk, softcap, layout, split_size,

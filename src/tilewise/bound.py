@@ -22,7 +22,9 @@ from .tensors import Tensors
 MOST = 4096  # remembered calls
 Key = tuple[Any, ...]
 Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
-Tables = tuple[Any, Any, Any, Any]  # the block table, lengths, sums of the queries' lengths, offsets; or None
+Tables = tuple[
+    Any, Any, Any, Any, Any
+]  # the block table, lengths, sums of queries' and of keys' lengths, offsets; or None
 
 _known: dict[Key, Bound] = {}
 _again: dict[Key, Again] = {}
@@ -94,16 +96,18 @@ class Again:
         out = q.new_empty(self.shape)
         lse = None if self.lse_shape is None else q.new_empty(self.lse_shape, dtype=torch.float32)
         seq_major = self.form == "blhd" or tables[0] is not None
+        packed_k = tables[3] is not None
         (k_data, k_scales), (v_data, v_scales) = (
             ((x.data, x.scales) if isinstance(x, Quantised) else (x, None)) for x in (k, v)
         )
-        if seq_major:
-            k_data, v_data = k_data.transpose(1, 2), v_data.transpose(1, 2)
-            k_scales = None if k_scales is None else k_scales.transpose(1, 2)
-            v_scales = None if v_scales is None else v_scales.transpose(1, 2)
+        if seq_major or packed_k:
+            k_data, k_scales, v_data, v_scales = (
+                x if x is None else x.transpose(0, 1)[None] if packed_k else x.transpose(1, 2)
+                for x in (k_data, k_scales, v_data, v_scales)
+            )
         common = self.common
         t = Tensors(common(q), k_data, v_data, common(out), None if lse is None else common(lse), k_scales, v_scales)
-        t.block_table, t.kv_lengths, t.cu_seqlens_q, t.q_offset = tables
+        t.block_table, t.kv_lengths, t.cu_seqlens_q, t.cu_seqlens_k, t.q_offset = tables
         self.run(self.plan, t)
         return out if lse is None else AttentionState(out, lse)
 

@@ -153,7 +153,7 @@ def _known(
     if is_compiling() or options["alibi_slopes"] is not None or options["sinks"] is not None or "mask" in options:
         return None
     new = (k.shape, k.dtype, k.device, v.shape, v.dtype, v.device)
-    key = bound.tables_key(q, k_cache, v_cache, (table, total, None, None), *new, *options.values())
+    key = bound.tables_key(q, k_cache, v_cache, (table, total, None, None, None), *new, *options.values())
     try:
         hash(key)
     except TypeError:  # an option that the checks will refuse

@@ -102,6 +102,9 @@ def attention_forward(
         remedy = "use the name that tilewise.compat.transformers.register_flash() returns"
         raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if attention_mask is position_bias is cu_seq_lens_q is None and query.shape[2] == 1:
+        # A step over a cache sees all of it, and its output is the same in either layout: two views less.
+        return attention(query, key, value, **options).transpose(1, 2), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, L, H, D]
     packed: Any = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, None)
     if isinstance(attention_mask, Pattern):
