@@ -16,7 +16,7 @@ ALL = cpu_suite.cases(TINY)
 
 
 class Clock:
-    """Time that passes only in calls and pauses."""
+    """Time that passes only in calls."""
 
     def __init__(self):
         self.now = 0.0
@@ -24,9 +24,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-    def pause(self, seconds):
-        self.now += seconds
 
     def callable(self, name, *durations):
         """A call that takes each of `durations` in turn, the last one ever after."""
@@ -40,7 +37,7 @@ class Clock:
 
 
 def time_with(clock, *calls, budget=0.0, most=300):
-    return take_turns(calls, budget, most, clock=clock, pause=clock.pause)
+    return take_turns(calls, budget, most, clock=clock)
 
 
 def test_calls_take_turns_after_a_warm_up_of_each():

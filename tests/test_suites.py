@@ -27,7 +27,6 @@ def tiny(monkeypatch):
     sizes = cpu_suite.Sizes(read=1 << 16, matrix=16)
     monkeypatch.setattr(cpu_suite, "sizes_here", lambda: (sizes, []))
     monkeypatch.setattr("tilewise.bench.measure.LEAST_TURN", 0.0)
-    monkeypatch.setattr("tilewise.bench.measure.PAUSE", 0.0)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

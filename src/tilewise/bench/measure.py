@@ -20,8 +20,9 @@ MOST_BLOCKS = 5
 # Seconds. Shorter calls are repeated within a turn: a single one is measured by the luck of the moment. The mean of a
 # turn was up to 8% above the median of a loop by hand, which leaves out what disturbs it (benchmarks/cpu/by_hand.py).
 LEAST_TURN = 2e-2
-# OpenMP's threads go on spinning for a while after a call. Without a pause they would take cores from the next one.
-PAUSE = 4e-3
+# Seconds of calls at the start of such a turn that do not count. After another's turn the first two of 2.9 ms took 3.4:
+# threads sleep, data is gone. (A pause before each turn slowed all calls of it by 3 to 4%: an idle core is slower.)
+WARM = 6e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,6 @@ def take_turns(
     budget: float,
     most: int = MOST_ROUNDS,
     clock: Clock = time.perf_counter,
-    pause: Callable[[float], None] = time.sleep,
 ) -> list[Timing]:
     """Times `calls` in rounds A, B, A, B ... for about `budget` seconds, at least three rounds.
 
@@ -53,7 +53,6 @@ def take_turns(
         start, rounds = clock(), 0
         while rounds < LEAST_ROUNDS or (rounds < most and clock() - start < budget):
             for call, count, taken in zip(calls, repeats, times, strict=True):
-                pause(PAUSE)
                 taken.append(_turn(call, count, clock))
             rounds += 1
     return [summary(taken, count) for taken, count in zip(times, repeats, strict=True)]
@@ -89,8 +88,9 @@ def _warm_up(call: Call, clock: Clock) -> int:
 
 def _turn(call: Call, count: int, clock: Clock) -> float:
     """The median of `count` calls, as a loop over this one call would see it."""
-    if count > 1:
-        call()  # wakes the threads and gets its data back: part of a long call, but not of each short one
+    end = clock() + WARM
+    while count > 1 and clock() < end:
+        call()
     times = []
     for _ in range(count):
         start = clock()
