@@ -191,6 +191,8 @@ def test_errors_of_the_compiler_are_syntax_errors():
         compile_shader(
             "#include <metal_stdlib>\nusing namespace metal;\nkernel void f(device float* x) { x[0] = simd_add(1.0f); }"
         )
+    with pytest.raises(SyntaxError, match=r"kernel.metal:3.*'x' is used uninitialized"):
+        compile_shader("#include <metal_stdlib>\n\nkernel void f(device float* out) { float x; out[0] = x; }")
     with pytest.raises(SyntaxError, match="line 2: 'é' is not ASCII"):
         compile_shader("#include <metal_stdlib>\n// é\n")
     with pytest.raises(SyntaxError, match="cannot pass"):

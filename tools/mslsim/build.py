@@ -1,5 +1,6 @@
 """g++, and what it has made: one runtime, and a library for each text, kept by hash in the user's cache."""
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -9,6 +10,8 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,7 +21,7 @@ from mslsim.text import Kernel, check_ascii, entries, to_cpp
 HERE = Path(__file__).parent
 NAME = "kernel.metal"  # what the text is called in messages
 
-_COMMON = ["-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fsigned-char", "-w"]
+_COMMON = ["-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fsigned-char"]
 _RUNTIME = ["-std=c++17", "-O2", "-g1", "-shared", "-pthread", *_COMMON]
 _KERNEL = [
     # Older binutils take the files of DWARF 5 for one another.
@@ -30,8 +33,8 @@ _KERNEL = [
     # Each load and store is announced to the runtime; what the optimiser removes before that was never needed.
     *["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"],
     "-fsanitize=bounds,signed-integer-overflow,shift,integer-divide-by-zero",
-    # Variables without a value hold 0xfe..., which is a NaN in half and an absurd number otherwise.
-    "-ftrivial-auto-var-init=pattern",
+    # A variable that is surely read before it has a value; of those that may be, see _poison.
+    "-Werror=uninitialized",
 ]
 
 # Only these can stand at a wrong address; looking for it makes a third of the time that compiling takes.
@@ -47,11 +50,25 @@ def why_not() -> str | None:
     return None
 
 
+@cache
 def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "mslsim"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for folder in (base / "mslsim", Path(tempfile.gettempdir()) / f"mslsim-{os.getuid()}"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    raise RuntimeError(f"mslsim: neither {base} nor the folder for temporary files can be written")
+
+
+def _forget_old() -> None:
+    """Whenever the simulator or the compiler is new: what was not made in the last month."""
+    for path in cache_folder().iterdir():
+        with contextlib.suppress(OSError):  # another process may be quicker
+            if time.time() - path.stat().st_mtime > 30 * 86400:
+                path.unlink()
 
 
 @cache
@@ -80,7 +97,8 @@ def _kept(path: Path, make: Callable[[Path], None]) -> None:
 
 
 def _run(command: list[str], text: str | None = None) -> str:
-    done = subprocess.run(["g++", *command], input=text, capture_output=True, text=True)
+    plain = os.environ | {"LC_ALL": "C"}  # messages in English and ASCII
+    done = subprocess.run(["g++", *command], input=text, capture_output=True, text=True, env=plain)
     if done.returncode:
         raise SyntaxError(done.stderr[:6000])
     return done.stdout
@@ -91,11 +109,19 @@ def runtime() -> tuple[Path, ctypes.CDLL]:
     path = cache_folder() / f"runtime-{_identity().hex()[:24]}.so"
 
     def make(out: Path) -> None:
+        _forget_old()
         includes = ["-I", str(HERE / "include"), "-I", str(HERE / "runtime")]
         _run([*_RUNTIME, *includes, str(HERE / "runtime" / "runtime.cpp"), "-o", str(out)])
 
     _kept(path, make)
     return path, ctypes.CDLL(str(path))
+
+
+@cache
+def _poison() -> list[str]:
+    """Variables without a value hold 0xfe..., which is a NaN in half and an absurd number otherwise: from g++ 12 on."""
+    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, check=True).stdout
+    return ["-ftrivial-auto-var-init=pattern"] if int(version.split(".")[0]) >= 12 else []
 
 
 def _preprocessed(source: str) -> str:
@@ -119,7 +145,7 @@ def build(source: str, defines: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, Path
         cpp = path.with_suffix(f".{os.getpid()}.cpp")
         cpp.write_text(f'#include <metal_stdlib>\n{text}\n# 1 "mslsim"\n{entries(kernels)}')
         alignment = ["-fsanitize=alignment"] if _VECTOR_POINTER.search(text) else []
-        flags = [*_KERNEL, *alignment, *(f"-D{d}" for d in defines), "-I", str(HERE / "include")]
+        flags = [*_KERNEL, *_poison(), *alignment, *(f"-D{d}" for d in defines), "-I", str(HERE / "include")]
         made = out.with_suffix(".o")
         try:
             _run([*flags, "-c", str(cpp), "-o", str(made)])

@@ -13,9 +13,9 @@ POSITIONS = frozenset(
     "dispatch_simdgroups_per_threadgroup threads_per_simdgroup thread_execution_width".split()
 )
 
-_ATTRIBUTE = r"\[\[\s*(\w+)\s*(?:\(([^()]*)\))?\s*\]\]"
+_ATTRIBUTES = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
 _KERNEL = re.compile(
-    r"(?P<before>(?:\[\[[^\]]*\]\]\s*)*)(?:\bkernel|\[\[\s*kernel\s*\]\])\s+(?P<after>(?:\[\[[^\]]*\]\]\s*)*)void\s+(?P<name>\w+)\s*\("
+    r"(?P<attributes>(?:\[\[[^\]]*\]\]\s*)*)(?P<word>\bkernel\s+)?(?P<more>(?:\[\[[^\]]*\]\]\s*)*)\bvoid\s+(?P<name>\w+)\s*\("
 )
 _TEMPLATE = re.compile(r"\btemplate\s*<[^;{}]*>\s*$")
 _INSTANCE = re.compile(
@@ -26,7 +26,8 @@ _SHARED = re.compile(
     r"\bthreadgroup\s+(?P<type>(?:(?:unsigned|signed)\s+)?[A-Za-z_][\w:]*(?:\s*<[^;{}()]*>)?)\s+"
     r"(?P<names>[A-Za-z_]\w*\s*(?:\[[^;\[\]]*\]\s*)*(?:,\s*[A-Za-z_]\w*\s*(?:\[[^;\[\]]*\]\s*)*)*);"
 )
-_CONSTANT = re.compile(r"\bconst\s+constant\b|\bconstant\s+const\b")
+# `constant` becomes `const`, which must not stand there twice.
+_QUALIFIERS = re.compile(r"\b(?:(?:const|constexpr|constant|static|inline)\s+)+")
 # 32 KiB in all: more arrays than this would be less than 512 bytes each.
 MAX_ARRAYS = 64
 
@@ -96,11 +97,21 @@ def closing(text: str, start: int, pair: str) -> int:
     raise SyntaxError(f"{pair[0]} is never closed")
 
 
+def _attributes(text: str) -> dict[str, str]:
+    """Names and arguments of all [[name(argument), ...]] in a text."""
+    found = {}
+    for m in _ATTRIBUTES.finditer(text):
+        for one in split_arguments(m[1]):
+            name, _, argument = one.strip().partition("(")
+            found[name.strip()] = argument.removesuffix(")").strip()
+    return found
+
+
 def _parameters(text: str, kernel: str) -> Iterator[Parameter]:
     next_index = 0
     for part in split_arguments(text):
-        attributes = dict(re.findall(_ATTRIBUTE, part))
-        declared = re.sub(_ATTRIBUTE, "", part).strip()
+        attributes = _attributes(part)
+        declared = _ATTRIBUTES.sub("", part).strip()
         name = re.findall(r"\w+", declared)[-1]
         if "threadgroup" in attributes or re.match(r"(const\s+)?threadgroup\b", declared):
             raise SyntaxError(f"kernel {kernel}: {name} is threadgroup memory, which compile_shader cannot pass")
@@ -133,11 +144,13 @@ def to_cpp(text: str) -> tuple[str, list[Kernel]]:
 
     kernels, bodies = [], []
     for m in _KERNEL.finditer(text):
+        attributes = _attributes(m["attributes"] + m["more"])
+        if not m["word"] and "kernel" not in attributes:
+            continue
         end = closing(text, m.end(), "()")
         open_brace = text.index("{", end)
         parameters = list(_parameters(text[m.end() : end], m["name"]))
-        attributes = dict(re.findall(_ATTRIBUTE, m["before"] + m["after"]))
-        limit = attributes.get("max_total_threads_per_threadgroup")
+        limit = attributes.get("max_total_threads_per_threadgroup", "")
         host = attributes.get("host_name", "").strip('"') or m["name"]
         line = line_of(text, m.start())
         is_template = _TEMPLATE.search(text[: m.start()]) is not None
@@ -145,7 +158,7 @@ def to_cpp(text: str) -> tuple[str, list[Kernel]]:
             [(h, f"{m['name']}<{a}>") for h, a in instances.get(m["name"], [])] if is_template else [(host, m["name"])]
         )
         here = [
-            Kernel(h, f, line, [Parameter(**vars(p)) for p in parameters], int(limit) if limit else None)
+            Kernel(h, f, line, [Parameter(**vars(p)) for p in parameters], int(limit) if limit.isdigit() else None)
             for h, f in named
         ]
         bodies.append((open_brace, closing(text, open_brace + 1, "{}"), here))
@@ -170,7 +183,15 @@ def to_cpp(text: str) -> tuple[str, list[Kernel]]:
     text = _SHARED.sub(allocated, text)
     if ids > MAX_ARRAYS:
         raise SyntaxError(f"{ids} threadgroup arrays: the simulator has room for {MAX_ARRAYS} in one source")
-    return _CONSTANT.sub("constant", text), kernels
+    text = _ATTRIBUTES.sub(lambda m: "\n" * m[0].count("\n"), text)
+    return _QUALIFIERS.sub(_once_const, text), kernels
+
+
+def _once_const(m: re.Match[str]) -> str:
+    words = m[0].split()
+    if "constant" not in words or not {"const", "constexpr"} & set(words):
+        return m[0]
+    return re.sub(r"\bconstant\b", "", m[0])
 
 
 def entries(kernels: list[Kernel]) -> str:
@@ -183,7 +204,9 @@ def entries(kernels: list[Kernel]) -> str:
             else f"mslsim::{'Reference' if p.reference else 'Pointer'}{{{p.index}}}"
             for p in k.parameters
         ]
-        out.append(f'extern "C" void mslsim_enter_{k.name}() {{ ::{k.function}({", ".join(arguments)}); }}')
+        # By its address: a call would deduce template arguments from what we give.
+        call = f"const auto mslsim_kernel = &::{k.function}; mslsim_kernel({', '.join(arguments)});"
+        out.append(f'extern "C" void mslsim_enter_{k.name}() {{ {call} }}')
         out.append(
             f'extern "C" void mslsim_describe_{k.name}(mslsim::Parameter* mslsim_out) '
             f"{{ mslsim::describe(&::{k.function}, mslsim_out); }}"

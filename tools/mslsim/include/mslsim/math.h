@@ -1,5 +1,6 @@
 // Metal's mathematics, over the C library's.
 #pragma once
+#include "traits.h"
 #include "vectors.h"
 
 #define INFINITY __builtin_inff()
@@ -112,10 +113,6 @@ template <> struct numeric_limits<int> {
   static constexpr int max() { return __INT_MAX__; }
   static constexpr int lowest() { return -__INT_MAX__ - 1; }
 };
-
-template <class A, class B> struct is_same { static constexpr bool value = false; };
-template <class A> struct is_same<A, A> { static constexpr bool value = true; typedef void yes; };
-template <class A, class B> constexpr bool is_same_v = is_same<A, B>::value;
 
 }  // namespace metal
 
