@@ -57,10 +57,8 @@ def tile_states(p: Problem, c: Config, t: Tensors, gpu: device.Device) -> torch.
         return t.tile_map.retile((c.queries, BK)).states.contiguous()
     if not heuristics.classifies(p, c):
         return None
-    assert p.mask is not None
     assert t.mask is not None
-    sizes = (p.batch, p.heads, -(-p.q_len // c.queries), -(-p.kv_len // BK))
-    shape = [1 if free else size for size, free in zip(sizes, p.mask.broadcast, strict=True)]
+    shape = state_shape(p, c)
     states = torch.empty(shape, dtype=torch.uint8, device=t.q.device)
     ints, floats = params.sizes(p, c, False)
     numbers = params.Numbers(ints, params.strides(t, None), floats)
@@ -68,6 +66,13 @@ def tile_states(p: Problem, c: Config, t: Tensors, gpu: device.Device) -> torch.
     grid = (tiles_k, tiles_q, planes * heads)
     launch(gpu, "classify", text.classification(), {"mask": t.mask, "states": states}, numbers, grid, LANES)
     return states
+
+
+def state_shape(p: Problem, c: Config) -> list[int]:
+    """Of the states of a mask's tiles: 1 where the mask is broadcast."""
+    assert p.mask is not None
+    sizes = (p.batch, p.heads, -(-p.q_len // c.queries), -(-p.kv_len // BK))
+    return [1 if free else size for size, free in zip(sizes, p.mask.broadcast, strict=True)]
 
 
 def launch(

@@ -1,0 +1,236 @@
+"""The same kernels for MLX arrays, through `mx.fast.metal_kernel`: no torch tensor holds data on the way.
+
+Arguments are checked and planned by their shapes and dtypes alone, as tensors without memory. MLX makes the kernels'
+signatures itself, from the names of their buffers; their text and the bodies of their entries are those of torch's.
+
+    from tilewise.backends.metal.mlx import attention
+    out = attention(q, k, v, causal=True, window=4096)
+
+The functions take the options of `tilewise.attention` and its kin, as mx.arrays or numbers, except `out`, `tile_map` (a
+mask's tiles are classified anyway) and `Quantised` tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import torch
+
+from ... import checks
+from ...checks import Call
+from ...errors import InvalidArgument, Unsupported
+from ...options import Options
+from ...state import AttentionState
+from . import heuristics, params, text
+from .device import TYPICAL_CORES
+from .launch import LANES, SOURCES, spec, state_shape
+from .spec import THREADS
+
+DTYPES = {
+    mx.float32: torch.float32,
+    mx.float16: torch.float16,
+    mx.bfloat16: torch.bfloat16,
+    mx.bool_: torch.bool,
+    mx.int32: torch.int32,
+    mx.int64: torch.int64,
+}
+MLX = {of: name for name, of in DTYPES.items()}
+TYPES = {"float": mx.float32, "half": mx.float16, "bfloat": mx.bfloat16, "uint8_t": mx.uint8, "int": mx.int32}
+Outputs = dict[str, tuple[tuple[int, ...], Any]]  # shapes and dtypes
+FEWEST = 8  # elements: MLX hands smaller arrays over in another address space
+REFUSED = {"out": "MLX arrays are not written to", "tile_map": "a mask's tiles are classified anyway"}
+make_kernel: Callable[..., Any] = mx.fast.metal_kernel  # the tests put another one here
+
+
+def attention(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> Any:
+    """`tilewise.attention` of MLX arrays: an array, or an `AttentionState` of two with `return_lse`."""
+    return _run(lambda a, o: checks.dense(a["q"], a["k"], a["v"], o), {"q": q, "k": k, "v": v}, options)
+
+
+def varlen_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    cu_seqlens_q: mx.array,
+    cu_seqlens_k: mx.array,
+    *,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    **options: Any,
+) -> Any:
+    """`tilewise.varlen_attention` of MLX arrays."""
+
+    def check(a: dict[str, Any], o: Options) -> Call:
+        return checks.varlen(a["q"], a["k"], a["v"], a["cu_seqlens_q"], a["cu_seqlens_k"], max_q, max_k, o)
+
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return _run(check, given, options)
+
+
+def paged_attention(
+    q: mx.array,
+    k_pages: mx.array,
+    v_pages: mx.array,
+    block_table: mx.array,
+    context_lens: mx.array,
+    *,
+    cu_seqlens_q: mx.array | None = None,
+    max_q: int | None = None,
+    **options: Any,
+) -> Any:
+    """`tilewise.paged_attention` of MLX arrays."""
+
+    def check(a: dict[str, Any], o: Options) -> Call:
+        tables = (a["block_table"], a["kv_lengths"], a.get("cu_seqlens_q"))
+        return checks.paged(a["q"], a["k"], a["v"], *tables, max_q, o)
+
+    given = {"q": q, "k": k_pages, "v": v_pages, "block_table": block_table, "kv_lengths": context_lens}
+    if cu_seqlens_q is not None:
+        given["cu_seqlens_q"] = cu_seqlens_q
+    return _run(check, given, options)
+
+
+def _run(check: Callable[[dict[str, Any], Options], Call], arrays: dict[str, Any], options: dict[str, Any]) -> Any:
+    known = [f.name for f in fields(Options) if f.name not in REFUSED]
+    for name, value in options.items():
+        if name in REFUSED and value is not None:
+            raise Unsupported("metal", f"{name}= with MLX arrays", REFUSED[name])
+        if name not in known and name not in REFUSED:
+            raise InvalidArgument(name, "an unknown option", f"one of {', '.join(known)}")
+    for name, value in arrays.items():
+        if not isinstance(value, mx.array):
+            raise InvalidArgument(name, type(value).__name__, "an mx.array")
+    shown = {name: _described(name, x) for name, x in arrays.items()}
+    plain = {name: _described(name, x) if isinstance(x, mx.array) else x for name, x in options.items()}
+    call = check(shown, Options(**plain))
+    arrays = arrays | {name: x for name, x in options.items() if isinstance(x, mx.array)}
+    if call.problem.is_empty:
+        return _unseen(call, arrays.get("sinks"))
+    if make_kernel is mx.fast.metal_kernel and not mx.metal.is_available():
+        raise Unsupported("metal", "this MLX has no Metal", "use tilewise.attention, which takes MLX arrays on the CPU")
+    reason = None if call.problem.kv_len + call.problem.q_len <= params.MOST else "positions past 2**30"
+    if reason is not None:
+        raise Unsupported("metal", reason, "split the keys")
+    return _launch(call, arrays)
+
+
+def _described(name: str, x: mx.array) -> torch.Tensor:
+    """A tensor of the array's shape and dtype, without memory."""
+    if x.dtype not in DTYPES:
+        raise InvalidArgument(name, str(x.dtype), ", ".join(str(dtype) for dtype in DTYPES))
+    return torch.empty(x.shape, dtype=DTYPES[x.dtype], device="meta")
+
+
+def _launch(call: Call, arrays: dict[str, Any]) -> Any:
+    p, t = call.problem, call.tensors
+    c = heuristics.config(p, TYPICAL_CORES)
+    given: dict[str, Any] = {name: _as_stored(name, arrays.get(field)) for name, field in SOURCES.items()}
+    states = None
+    if heuristics.classifies(p, c):
+        shape = state_shape(p, c)
+        states = torch.empty(shape, dtype=torch.uint8, device="meta")
+        numbers = _numbers(*params.sizes(p, c, False), params.strides(t, None))
+        grid = (shape[3], shape[2], shape[0] * shape[1])
+        outputs: Outputs = {"states": (tuple(shape), mx.uint8)}
+        given |= _call("classify", text.classification_header(), given | numbers, outputs, grid, LANES)
+
+    numbers = _numbers(*params.sizes(p, c, states is not None), params.strides(t, states))
+    made = spec(p, c, t)
+    rows = (p.total_q if p.packed_q else p.batch * p.q_len) * p.heads
+    unused = ((FEWEST,), mx.float32)
+    results: Outputs = {"out": (tuple(call.out.shape), MLX[p.q_dtype]), "lse": unused}
+    if call.lse is not None:
+        results["lse"] = (tuple(call.lse.shape), mx.float32)
+    outputs = results | {"part": unused, "part_ml": unused}
+    if c.splits > 1:  # then the results are the reduction's
+        outputs = {"out": ((FEWEST,), MLX[p.q_dtype]), "lse": unused}
+        outputs["part"] = ((rows * c.splits * p.value_dim,), mx.float32)
+        outputs["part_ml"] = ((rows * c.splits * 2,), mx.float32)
+    grid = (heuristics.query_tiles(p, c), p.heads // c.pack, c.splits)
+    given |= _call(c.kernel, text.header(made), given | numbers, outputs, grid, THREADS)
+    if c.splits > 1:
+        grid = (rows // p.heads, p.heads, 1)
+        given |= _call("reduce", text.reduction_header(made.q_type), given | numbers, results, grid, LANES)
+    return given["out"] if call.lse is None else _state(given["out"], given["lse"])
+
+
+def _state(out: Any, lse: Any) -> AttentionState:
+    return AttentionState(out, lse)
+
+
+def _call(
+    name: str,
+    header: str,
+    given: dict[str, Any],
+    outputs: Outputs,
+    grid: tuple[int, int, int],
+    threads: int,
+) -> dict[str, Any]:
+    """One kernel over `grid` threadgroups: its outputs by name."""
+    buffers = text.BUFFERS[name]
+    inputs = [_enough(given.get(n), buffers.inputs.get(n, "")) for n in (*buffers.inputs, *text.PARAMETERS)]
+    made = _kernel(name, header, make_kernel)(
+        inputs=inputs,
+        grid=(grid[0] * threads, grid[1], grid[2]),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[outputs[n][0] for n in buffers.outputs],
+        output_dtypes=[outputs[n][1] for n in buffers.outputs],
+    )
+    return dict(zip(buffers.outputs, made, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _kernel(name: str, header: str, make: Callable[..., Any]) -> Any:
+    buffers = text.BUFFERS[name]
+    return make(
+        # MLX keeps what it has compiled by name.
+        name=f"tilewise_{name}_{hashlib.sha256(header.encode()).hexdigest()[:12]}",
+        input_names=[*buffers.inputs, *text.PARAMETERS],
+        output_names=list(buffers.outputs),
+        source=text.body(name),
+        header=header,
+    )
+
+
+def _numbers(ints: list[int], floats: list[float], strides: list[int]) -> dict[str, Any]:
+    return {
+        "ints": mx.array(ints, mx.int32),
+        "strides": mx.array(strides, mx.int64),
+        "floats": mx.array(floats, mx.float32),
+    }
+
+
+def _as_stored(name: str, x: mx.array | None) -> mx.array | None:
+    """An array as a kernel reads it."""
+    if x is None:
+        return None
+    if name in ("lengths", "offsets", "cu_q", "cu_k", "table"):
+        return x.astype(mx.int32)
+    if name in ("slopes", "sinks"):
+        return x.astype(mx.float32)
+    return x.view(mx.uint8) if name == "mask" else x
+
+
+def _enough(x: mx.array | None, of: str) -> mx.array:
+    """An array of 8 elements or more; zeros for one that is not there."""
+    if x is None:
+        return mx.zeros((FEWEST,), TYPES.get(of, mx.float32))
+    return x if x.size >= FEWEST else mx.pad(x.flatten(), (0, FEWEST - x.size))
+
+
+def _unseen(call: Call, sinks: mx.array | None) -> Any:
+    """The result where there is nothing to compute."""
+    out = mx.zeros(tuple(call.out.shape), MLX[call.problem.q_dtype])
+    if call.lse is None:
+        return out
+    shape = tuple(call.lse.shape)
+    if sinks is None or call.problem.packed_q:
+        return _state(out, mx.full(shape, -float("inf"), mx.float32))
+    heads_last = call.tensors.lse is not None and call.tensors.lse.shape != call.lse.shape
+    column = sinks.astype(mx.float32)
+    return _state(out, mx.broadcast_to(column if heads_last else column[:, None], shape))
