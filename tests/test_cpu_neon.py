@@ -21,7 +21,7 @@ from tilewise.backends.cpu import gemm, micro, simd, softmax, straight
 
 assert simd.W == 4, simd.W
 KERNELS = {
-    "gemm_keys_all": (gemm.gemm_keys_all, "iiiii"), "gemm_values_3": (gemm.gemm_values_3, "iiiii"),
+    "gemm_keys_all": (gemm.gemm_keys_all, "iiiii"), "gemm_values_3": (gemm.gemm_values_3, "iiiiii"),
     "pack_3": (gemm.pack_3, "iiii"), "transpose": (micro.transpose, "iiii"),
     "soften_column": (softmax.soften_column, "iiiiiif"), "softcap_cells": (softmax.softcap_cells, "iiiff"),
     "exp_row": (softmax.exp_row, "iiff"), "store_f16": (micro.store_f16, "iiif"),

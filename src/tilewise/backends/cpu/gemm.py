@@ -43,9 +43,12 @@ def _gemm_keys(vectors: int) -> Any:
 
 
 def _gemm_values(vectors: int) -> Any:
-    @microkernel("iiiii")
-    def gemm(e: Emit, p: Value, v: Value, acc: Value, width: Value, depth: Value) -> None:
-        """acc[ROWS, vectors * W] += P^T[depth, ROWS]^T V[depth, vectors * W]; a row of acc has `width` floats."""
+    @microkernel("iiiiii")
+    def gemm(e: Emit, p: Value, v: Value, acc: Value, width: Value, fades: Value, depth: Value) -> None:
+        """acc[ROWS, vectors * W] = fades[ROWS] * acc + P^T[depth, ROWS]^T V[depth, vectors * W].
+
+        A row of acc has `width` floats.
+        """
         b = e.builder
         sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(ROWS)]
         with e.loop(depth) as k:
@@ -56,14 +59,15 @@ def _gemm_values(vectors: int) -> Any:
                 for j in range(vectors):
                     sums[i][j].set(e.fma(value, columns[j], sums[i][j].get()))
         for i in range(ROWS):
+            fade = e.splat(e.load_scalar(fades, i, F32))
             for j in range(vectors):
                 at = b.add(b.mul(width, e.whole(i)), e.whole(j * W))
-                e.store(b.fadd(e.load(acc, at), sums[i][j].get()), acc, at)
+                e.store(e.fma(e.load(acc, at), fade, sums[i][j].get()), acc, at)
 
     return gemm
 
 
-gemm_keys_1, gemm_keys_2, gemm_keys_all = (_gemm_keys(n) for n in (1, 2, PANEL // W))
+gemm_keys_1, gemm_keys_2, gemm_keys_3, gemm_keys_all = (_gemm_keys(n) for n in (1, 2, 3, PANEL // W))
 gemm_values_1, gemm_values_2, gemm_values_3 = (_gemm_values(n) for n in (1, 2, 3))
 
 

@@ -38,6 +38,7 @@ from .gemm import (
     ROWS,
     gemm_keys_1,
     gemm_keys_2,
+    gemm_keys_3,
     gemm_keys_all,
     gemm_values_1,
     gemm_values_2,
@@ -47,7 +48,7 @@ from .gemm import (
     pack_3,
 )
 from .masks import read_states
-from .micro import clear, fetch, get_f32, row_scale, transpose
+from .micro import clear, fetch, transpose
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import PAD, PANEL_, cut
 from .simd import W
@@ -80,31 +81,46 @@ def load_queries(p, t, item, q_start, R, D):
 
 
 @jit
-def scores(t, panel, vectors, D, head_dim, k0, k1):
-    """s[k0..k1] of one panel."""
+def vector_span(t, first, tile, end):
+    """The first and last key that some of the W rows from `first` on sees, counted from the tile's first on."""
+    lo, hi = seen_by_some(t, first // ROWS * ROWS, up(first + W, ROWS))
+    return max(lo, tile) - tile, min(hi, end) - tile
+
+
+@jit
+def scores(t, panel, vectors, D, head_dim, tile, end, k0, k1):
+    """s[k0..k1] of one panel, without vectors of rows at its edges that see none of a block's keys."""
     q = t.q + 4 * panel * PANEL * D
     for d in range(0, head_dim, DOT):  # outside: this much of the panel stays in the first-level cache
-        depth, a = min(DOT, head_dim - d), q + 4 * d * PANEL
+        depth = min(DOT, head_dim - d)
         for key in range(k0, k1, KEYS):
-            rows, s = t.k_table + 8 * key, t.s + 4 * key * PANEL
-            if vectors == 1:
+            v0, v1 = 0, vectors
+            while v0 < v1 and not overlaps(vector_span(t, panel * PANEL + v0 * W, tile, end), key):
+                v0 += 1
+            while v0 < v1 and not overlaps(vector_span(t, panel * PANEL + (v1 - 1) * W, tile, end), key):
+                v1 -= 1
+            a, rows, s = q + 4 * (d * PANEL + v0 * W), t.k_table + 8 * key, t.s + 4 * (key * PANEL + v0 * W)
+            if v1 - v0 == 1:
                 gemm_keys_1(rows, 4 * d, a, s, depth)
-            elif vectors == 2:
+            elif v1 - v0 == 2:
                 gemm_keys_2(rows, 4 * d, a, s, depth)
-            else:
+            elif v1 - v0 == 3:
+                gemm_keys_3(rows, 4 * d, a, s, depth)
+            elif v1 - v0 == 4:
                 gemm_keys_all(rows, 4 * d, a, s, depth)
 
 
 @jit
-def soften(p, t, item, s, first, R, key, count, Dv):
-    """Scores of W query rows from `first` on over `count` keys from `key` on become weights; older sums fade."""
+def overlaps(span, key):
+    return span[0] < key + KEYS and span[1] > key
+
+
+@jit
+def soften(p, t, item, s, first, R, key, count):
+    """Scores of W query rows from `first` on over `count` keys from `key` on become weights."""
     shape_scores(p, t, item, s, PANEL_, first, R, key, count)
     m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
     soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E))
-    for r in range(first, first + W):
-        fade = get_f32(t.shrink + 4 * r)
-        if fade != F(1):
-            row_scale(t.acc + 4 * r * Dv, Dv, fade)
 
 
 @jit
@@ -149,7 +165,7 @@ def pack_values(p, t, x, at, first, count, Dv, BK, whole):
 
 @jit
 def add_values(t, first_row, tile, k0, k1, Dv, BK):
-    """acc of one panel += p v, by blocks of ROWS rows, over the keys that one of them sees.
+    """acc of one panel = shrink * acc + p v, by blocks of ROWS rows, over the keys that one of them sees.
 
     A panel of V's columns is used by all row-blocks before the next one is: it stays in the first-level cache.
     """
@@ -162,13 +178,13 @@ def add_values(t, first_row, tile, k0, k1, Dv, BK):
             if depth <= 0:
                 continue
             weights, acc = t.s + 4 * (start * PANEL + i), t.acc + 4 * ((first_row + i) * Dv + c)
-            v = t.packed + 4 * (c * BK + start * n * W)
+            v, fades = t.packed + 4 * (c * BK + start * n * W), t.shrink + 4 * (first_row + i)
             if n == 1:
-                gemm_values_1(weights, v, acc, Dv, depth)
+                gemm_values_1(weights, v, acc, Dv, fades, depth)
             elif n == 2:
-                gemm_values_2(weights, v, acc, Dv, depth)
+                gemm_values_2(weights, v, acc, Dv, fades, depth)
             else:
-                gemm_values_3(weights, v, acc, Dv, depth)
+                gemm_values_3(weights, v, acc, Dv, fades, depth)
         c += n * W
 
 
@@ -221,9 +237,11 @@ def walk_packed(params, scratch, address):
                 continue
             ask_ahead(p, t, k, v, at, end, min(BK, last - end), panel, panels)
             vectors = min(PANEL, up(R - row, W)) // W
-            scores(t, panel, vectors, D, p.head_dim, k0, k1)
+            scores(t, panel, vectors, D, p.head_dim, tile, end, k0, k1)
             for c in range(vectors):
-                soften(p, t, item, t.s + 4 * (k0 * PANEL + c * W), row + c * W, R, tile + k0, k1 - k0, Dv)
+                lo, hi = vector_span(t, row + c * W, tile, end)
+                if lo < hi:
+                    soften(p, t, item, t.s + 4 * (lo * PANEL + c * W), row + c * W, R, tile + lo, hi - lo)
             add_values(t, row, tile, k0, k1, Dv, BK)
             if strays:
                 add_strays(p, t, item, row, min(PANEL, R - row), count, Dv, tile, PANEL_, ONE)
