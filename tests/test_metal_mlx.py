@@ -10,32 +10,15 @@ import mslsim
 from metal_sim import needs_simulator
 from mslsim.lint import lint
 from mslsim.mlx_text import traced
-from tilewise import AttentionState, InvalidArgument, Unsupported, api
+from tilewise import InvalidArgument, Unsupported
+from tilewise.apple import check_mlx
 from tilewise.backends.metal import text
-from tilewise.conformance.case import Case, make
-from tilewise.conformance.check import check_call
+from tilewise.conformance.case import Case
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 from tilewise.backends.metal import mlx  # noqa: E402
 
-ENTRIES = {
-    api.attention: mlx.attention,
-    api.varlen_attention: mlx.varlen_attention,
-    api.paged_attention: mlx.paged_attention,
-}
 SEEN = []
-
-
-def to_mlx(x):
-    if x.dtype == torch.bfloat16:
-        return mx.array(x.view(torch.uint16).numpy()).view(mx.bfloat16)
-    return mx.array(x.contiguous().numpy())
-
-
-def to_torch(x):
-    if x.dtype == mx.bfloat16:
-        return torch.from_numpy(memory(x)).view(torch.bfloat16)
-    return torch.from_numpy(memory(x))
 
 
 def memory(x):
@@ -94,17 +77,8 @@ CASES = [
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case):
-    inputs = make(case)
-    given = {name: to_mlx(x) if isinstance(x, torch.Tensor) else x for name, x in inputs.options.items()}
-    state = ENTRIES[inputs.entry](*(to_mlx(x) for x in inputs.args), return_lse=True, **given)
-    assert isinstance(state, AttentionState)
-    call = inputs.checked()
-    out = to_torch(state.out)
-    if call.problem.packed_q:
-        out = out.transpose(0, 1)[None]
-    elif case.layout == "blhd":
-        out = out.transpose(1, 2)
-    check_call(call, out, inputs.common(to_torch(state.lse)))
+    check_mlx(case)
+    assert SEEN
     for source in SEEN:
         assert lint(source) == []
         assert "constant " not in source.split("[[kernel]]")[1], "a small array in another address space"

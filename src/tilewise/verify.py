@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, planner
+from . import __version__, apple, planner
 from .api import attention
 from .conformance.case import Case, make
 from .conformance.cases import CASES
@@ -44,9 +44,20 @@ class Result:
     detail: str = ""
 
 
-def verify(device: str, backend: str | None, quick: bool = False, jobs: int = 0, to: Path | None = None) -> int:
-    """Runs everything, prints what failed and a summary; 0 if nothing did, else 1."""
-    names = list(_names(device, quick))
+def verify(
+    device: str,
+    backend: str | None,
+    quick: bool = False,
+    jobs: int = 0,
+    to: Path | None = None,
+    mac: bool | None = None,
+) -> int:
+    """Runs everything, prints what failed and a summary; 0 if nothing did, else 1.
+
+    `mac`: with the report of an Apple GPU; by default where tensors are on one.
+    """
+    mac = device == "mps" if mac is None else mac
+    names = list(_names(device, quick, mac and apple.has_mlx()))
     jobs = min(len(names), jobs or (min(16, os.cpu_count() or 1) if device == "cuda" else 1))
     start = time.perf_counter()
     results: list[Result] = []
@@ -59,12 +70,20 @@ def verify(device: str, backend: str | None, quick: bool = False, jobs: int = 0,
             print(f"{len(results)} of {len(names)} checks", end=end, file=sys.stderr, flush=True)
     count = {status: sum(r.status == status for r in results) for status in ("ok", "failed", "unsupported")}
     seconds = time.perf_counter() - start
-    what = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    found = apple.facts() if mac else {}
+    what = found.get("chip") or (
+        torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    )
     named = backend or f"the best of {', '.join(planner.BACKENDS)}"
     print(
         f"{what}, {named}: {count['ok']} checks passed, {count['failed']} failed, {count['unsupported']} not supported,"
         f" in {seconds:.0f} s"
     )
+    timed = []
+    if mac:
+        timed = [*apple.times(device, backend), *(apple.mlx_times() if apple.has_mlx() else ())]
+        failed = [f"{r.name}: {r.detail}" for r in results if r.status == "failed"]
+        print("\n".join(apple.lines(found, count, failed, seconds, timed)))
     if to is not None:
         report = {
             "tilewise": __version__,
@@ -74,16 +93,19 @@ def verify(device: str, backend: str | None, quick: bool = False, jobs: int = 0,
             "quick": quick,
             "seconds": round(seconds, 1),
             **count,
+            **({"machine": found, "times": [asdict(row) for row in timed]} if mac else {}),
             "checks": [asdict(r) for r in sorted(results, key=lambda r: r.name)],
         }
         to.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if count["failed"] else 0
 
 
-def _names(device: str, quick: bool) -> Iterator[str]:
+def _names(device: str, quick: bool, with_mlx: bool = False) -> Iterator[str]:
     yield from (f"gpu:{name}" for name in (GPU_CHECKS if device == "cuda" and not quick else ()))
     yield from (f"property:{name}" for name in PROPERTIES)
-    yield from (f"case:{i}" for i in range(0, len(CASES), QUICK if quick else 1))
+    numbers = range(0, len(CASES), QUICK if quick else 1)
+    yield from (f"case:{i}" for i in numbers)
+    yield from (f"mlx:{i}" for i in numbers if with_mlx and apple.for_mlx(CASES[i]))
 
 
 def _all(names: list[str], device: str, backend: str | None, jobs: int) -> Iterator[Result]:
@@ -105,10 +127,13 @@ def _check(name: str, device: str, backend: str | None) -> Result:
     kind, _, which = name.partition(":")
     start = time.perf_counter()
     status, detail = "ok", ""
-    shown = f"case:{CASES[int(which)]}" if kind == "case" else name
+    case = CASES[int(which)] if kind in ("case", "mlx") else None
+    shown = name if case is None else f"{kind}:{case}"
     try:
-        if kind == "case":
-            verdict = check_case(CASES[int(which)], backend, device)
+        if case is not None:
+            if device == "mps" and "fp8" in case.k + case.v:
+                raise Unsupported("metal", "torch has no float8 on mps", "use int8")
+            verdict = check_case(case, backend, device) if kind == "case" else apple.check_mlx(case)
             detail = f"error {verdict.error:.3g} of {verdict.bound:.3g}"
         else:
             (PROPERTIES if kind == "property" else GPU_CHECKS)[which](backend, device)

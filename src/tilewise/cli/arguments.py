@@ -45,6 +45,15 @@ def device(text: str) -> str:
     return text
 
 
+def device_or_mps(text: str) -> str:
+    """Also Apple's GPUs."""
+    if text != "mps":
+        return device(text)
+    if not torch.backends.mps.is_available():
+        raise argparse.ArgumentTypeError("torch sees no Apple GPU here; `tilewise doctor` says more")
+    return text
+
+
 def count(text: str) -> int:
     """Of processes."""
     if not text.isdecimal() or not 1 <= int(text) <= 1024:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..planner import BACKENDS
-from .arguments import Commands, add_device, add_json, command, count, default_device
+from .arguments import Commands, add_json, command, count, default_device, device_or_mps
 
 
 def add(commands: Commands) -> None:
@@ -15,9 +15,10 @@ def add(commands: Commands) -> None:
         run,
         help="check every kernel that this machine can run",
         description="Runs the conformance suite on a device: every case and property, and on a GPU large tensors, "
-        "repeats and CUDA graphs too. Exit status 1 if a check fails.",
+        "repeats and CUDA graphs too. On an Apple GPU it ends with a report to paste into an issue. Exit status 1 if a "
+        "check fails.",
     )
-    add_device(parser)
+    parser.add_argument("--device", type=device_or_mps, metavar="cpu|cuda|mps", help="default: cuda where there is one")
     parser.add_argument("--backend", choices=BACKENDS, help="default: the best for each case")
     parser.add_argument("--quick", action="store_true", help="one case in four")
     parser.add_argument("--jobs", type=count, default=0, metavar="N", help="processes (default: by device)")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
 from ..checks import Call
 from ..reference import Scores, attend
-from ..tensors import Sequence, sequences
+from ..tensors import Sequence, Tensors, sequences
 from .case import Case, make
 
 
@@ -35,11 +36,22 @@ def torch_math(seq: Sequence) -> tuple[torch.Tensor, Scores]:
     return out.to(p.q_dtype), result
 
 
+def on_host(call: Call) -> Call:
+    """The call where float64 is: an Apple GPU has none."""
+    if call.problem.device.type != "mps":
+        return call
+    held: dict[str, Any] = {f.name: getattr(call.tensors, f.name) for f in fields(call.tensors)}
+    moved: dict[str, Any] = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in held.items()}
+    tensors = Tensors(**moved)
+    return replace(call, problem=replace(call.problem, device=torch.device("cpu")), tensors=tensors)
+
+
 def torch_errors(call: Call) -> tuple[float, float]:
     """The largest error that torch's own arithmetic makes in `out` and in `lse`.
 
     An lse moves as much as its scores do, so their errors count for it: they are many, where an lse may be one number.
     """
+    call = on_host(call)
     out = lse = 0.0
     for seq in sequences(call.problem, call.tensors):
         exact, (plain_out, plain) = attend(seq), torch_math(seq)
@@ -54,6 +66,8 @@ def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[f
     Each element may be off by 2 (with softcap 3) times the largest error of torch's own arithmetic on the same inputs,
     and one ulp of the largest output of its row.
     """
+    if call.problem.device.type == "mps":
+        call, out, lse = on_host(call), out.cpu(), lse.cpu()
     p = call.problem
     factor = 3.0 if p.softcap else 2.0
     out_error, lse_error = errors or torch_errors(call)

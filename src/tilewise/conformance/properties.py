@@ -31,7 +31,7 @@ def same(what: str, a: Any, b: Any) -> None:
     pairs = zip(a, b, strict=True) if isinstance(a, AttentionState) else [(a, b)]
     for x, y in pairs:
         if x.shape != y.shape or not bool(((x == y) | (x.isnan() & y.isnan())).all()):
-            raise Mismatch(f"{what}: the results differ, by up to {float((x.double() - y.double()).abs().max()):.3g}")
+            raise Mismatch(f"{what}: the results differ, by up to {float((x.float() - y.float()).abs().max()):.3g}")
 
 
 SOME = [

@@ -1,0 +1,92 @@
+"""The report of an Apple GPU, over the simulator."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from metal_sim import needs_simulator, simulator
+from tilewise import apple, verify
+from tilewise.cli import main
+from tilewise.conformance import check
+from tilewise.conformance.case import Case, make
+from tilewise.conformance.check import Mismatch
+
+TINY = (apple.Shape("prefill", 2, 1, 40, 40, 32), apple.Shape("decode", 2, 2, 1, 50, 32))
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A suite of three cases and no property, and small shapes."""
+    monkeypatch.setattr(verify, "CASES", [Case(Lq=40, causal=True), Case(Lq=1, Lk=70), Case(B=1, Lq=9, k="int8/32")])
+    monkeypatch.setattr(verify, "PROPERTIES", {})
+    monkeypatch.setattr(apple, "SHAPES", TINY)
+    monkeypatch.setattr(apple.times, "__defaults__", (None, 0.01))
+
+
+@needs_simulator
+@pytest.mark.usefixtures("few")
+def test_the_report_says_what_ran(capsys, tmp_path):
+    with simulator():
+        assert verify.verify("cpu", "metal", to=tmp_path / "report.json", mac=True) == 0
+    printed = capsys.readouterr().out
+    block = printed.split("```")[1]
+    for word in ("chip", "macOS", "torch", "mlx", "3 passed, 0 failed", "F.scaled_dot_product_attention", "prefill"):
+        assert word in block
+    assert block.count(" ms, ") == 2
+    assert '"times"' in (tmp_path / "report.json").read_text()
+
+
+@needs_simulator
+@pytest.mark.usefixtures("few")
+def test_a_wrong_kernel_is_in_the_report(capsys):
+    wrong = {"change": lambda source: source.replace("p.causal) s.hi = min(s.hi, position + 1)", "false) s.hi = 0")}
+    with simulator(**wrong):
+        assert verify.verify("cpu", "metal", mac=True) == 1
+    block = capsys.readouterr().out.split("```")[1]
+    assert "1 failed" in block
+    assert "failed       case:B2-H4-L40-D32-causal: Mismatch" in block
+
+
+def test_a_shape_that_fails_does_not_cost_the_report():
+    rows = list(apple.times("cpu", "hopper", TINY, 0.01))
+    assert len(rows) == 2
+    assert all("Unsupported" in str(row) for row in rows)
+
+
+def test_facts_are_there_on_any_machine():
+    assert {"chip", "GPU cores", "memory", "macOS", "python", "tilewise", "torch", "mlx"} == set(apple.facts())
+    assert not apple.has_mlx() or apple.facts()["macOS"][0].isdigit()
+
+
+def test_mps_is_refused_where_there_is_none(capsys):
+    if torch.backends.mps.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit):
+        main(["verify", "--device", "mps"])
+    assert "no Apple GPU" in capsys.readouterr().err
+
+
+def test_results_of_a_device_without_float64_are_judged_on_the_host():
+    case = Case(Lq=5, causal=True)
+    call = make(case).checked()
+    on_mps = replace(call, problem=replace(call.problem, device=torch.device("mps")))
+    moved = check.on_host(on_mps)
+    assert moved.problem == call.problem
+    right = make(case).call("torch", return_lse=True)
+    check.check_call(on_mps, *right)
+    assert check.torch_errors(on_mps) == check.torch_errors(call)
+    with pytest.raises(Mismatch):
+        check.check_call(on_mps, right.out + 1, right.lse)
+
+
+def test_float8_is_not_asked_of_mps():
+    index = next(i for i, c in enumerate(verify.CASES) if "fp8" in c.k)
+    result = verify._check(f"case:{index}", "mps", "metal")
+    assert (result.status, "float8" in result.detail) == ("unsupported", True)
+
+
+def test_mlx_gets_the_cases_that_it_can():
+    taken = [c for c in verify.CASES if apple.for_mlx(c)]
+    assert len(taken) > 150
+    assert not any("int" in c.k for c in taken)
