@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from metal_sim import needs_simulator, simulator
-from tilewise import apple, verify
+from tilewise import apple, doctor, verify
 from tilewise.cli import main
 from tilewise.conformance import check
 from tilewise.conformance.case import Case, make
@@ -90,3 +90,21 @@ def test_mlx_gets_the_cases_that_it_can():
     taken = [c for c in verify.CASES if apple.for_mlx(c)]
     assert len(taken) > 150
     assert not any("int" in c.k for c in taken)
+
+
+def test_the_doctor_says_why_it_is_not_usable_here():
+    found = doctor._backend("metal")
+    if torch.backends.mps.is_available():
+        pytest.skip("it is")
+    assert found["reason"] == "runs on Apple GPUs"
+    assert "Mac" in found["remedy"]
+    assert doctor._gpus()["apple"] is None
+
+
+@pytest.mark.parametrize(
+    ("built", "there", "want"), [(False, False, "Mac"), (True, False, "macOS 14"), (True, True, "2.7")]
+)
+def test_the_doctor_has_a_remedy(built, there, want, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there)
+    assert want in doctor.remedy("metal")

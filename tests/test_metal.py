@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,15 +11,19 @@ import mslsim
 import tilewise
 from conformance import Conformance
 from metal_sim import needs_simulator, simulator
+from mslsim.lint import lint
 from tilewise import planner
 from tilewise.backends import metal as backend
 from tilewise.backends.metal import device, heuristics, launch, params, text
-from tilewise.backends.metal.spec import Config, Operand, Spec, operand, padded
+from tilewise.backends.metal.spec import KINDS, Config, Operand, operand, padded
 from tilewise.conformance.case import Case, make
 from tilewise.conformance.check import check_case
 from tilewise.conformance.properties import SOME, same
 from tilewise.errors import Unsupported
 from tilewise.problem import MaskSpec, Problem, QuantSpec
+from tilewise.tensors import Tensors
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @needs_simulator
@@ -79,33 +84,43 @@ def test_the_number_of_cores_changes_the_splits_alone():
             check_case(case, "metal")
 
 
-@needs_simulator
-def test_every_kernel_stays_within_its_limits():
-    """Threads, threadgroup memory and buffers, as Metal has them; and texts that torch.mps can take."""
-    seen = set()
+def every_text():
+    """A text of each kernel for every width, and in every type for one."""
     for width in (1, 33, 64, 72, 96, 128, 129, 192, 256, 320, 512, 576):
         for q_len in (1, 8, 64):
             p = problem(head_dim=width, value_dim=width, q_len=q_len, heads=8, kv_heads=2)
-            c = heuristics.config(p, 10)
-            op = operand(width, torch.float16, None, None)
-            spec = Spec(
-                c.kernel, "half", op, op, **({"rows": c.rows} if c.kernel == "vector" else {"sg_rows": c.rows // 8})
-            )
-            if spec in seen:
-                continue
-            seen.add(spec)
-            source = text.attention(spec)
-            kernel = getattr(mslsim.compile_shader(source), c.kernel)
-            assert 0 < kernel.static_thread_group_memory_length <= 32768
-            assert len(text.BUFFERS[c.kernel].names) <= 31
-    assert len(seen) > 10
+            yield p, heuristics.config(p, 10)
+    for dtype, kind, q_len in product(FLOATS, (None, *KINDS), (1, 64)):
+        quant = None if kind is None else QuantSpec(kind, 32)
+        p = problem(q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, k_quant=quant, v_quant=quant, q_len=q_len)
+        yield p, heuristics.config(p, 10)
 
 
-def test_texts_are_what_torch_takes():
-    """ASCII, no headers but Metal's, types after the includes, no function constants, offsets in 64 bits."""
-    op = Operand("half", "PLAIN", "float", 64)
-    tiled, vector = Spec("tiled", "half", op, op, sg_rows=4), Spec("vector", "half", op, op, rows=8)
-    for source in (text.attention(tiled), text.attention(vector), text.reduction("bfloat"), text.classification()):
+def texts():
+    made = {}
+    for p, c in every_text():
+        none = torch.empty(0)
+        found = launch.spec(p, c, Tensors(none, none, none, none))
+        made[found] = text.attention(found)
+    return made
+
+
+@needs_simulator
+def test_every_kernel_stays_within_its_limits():
+    """Threadgroup memory and buffers, as Metal has them. The widest kernels are the ones that could not."""
+    for found, source in texts().items():
+        if found.q_type == "half" and found.keys.columns in (96, 128, 256, 576):
+            kernel = getattr(mslsim.compile_shader(source), found.kernel)
+            assert 0 < kernel.static_thread_group_memory_length <= 32768, found
+        assert len(text.BUFFERS[found.kernel].names) <= 31
+
+
+def test_the_lint_has_no_complaint():
+    """C++14, address spaces, functions that Metal has for these types; ASCII; no headers but Metal's, types after."""
+    sources = [*texts().values(), *map(text.reduction, ("float", "half", "bfloat")), text.classification()]
+    assert len(sources) > 30
+    for source in sources:
+        assert lint(source) == []
         assert source.isascii()
         assert re.findall(r"#include .*", source) == ["#include <metal_stdlib>", "#include <metal_simdgroup_matrix>"]
         assert source.rindex("#include") < source.index("typedef")

@@ -19,7 +19,7 @@ from typing import Any
 
 from .bench import machine
 
-PACKAGES = ("tilewise", "torch", "triton", "numba", "llvmlite", "numpy", "rich", "matplotlib", "transformers")
+PACKAGES = ("tilewise", "torch", "triton", "numba", "llvmlite", "numpy", "mlx", "rich", "matplotlib", "transformers")
 LIBRARIES = {  # of others: the package, and the module that is imported
     "flash-attn": "flash_attn",
     "flash-attn 3": "flash_attn_interface",
@@ -110,6 +110,7 @@ def _gpus() -> dict[str, Any]:
 
     found: dict[str, Any] = {"torch_cuda": torch.version.cuda, "torch_hip": torch.version.hip, "devices": []}
     found["driver"] = guarded(_driver)
+    found["apple"] = guarded(_apple)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             of = torch.cuda.get_device_properties(index)
@@ -122,6 +123,16 @@ def _gpus() -> dict[str, Any]:
                 "total_gib": round(total / 2**30, 1),
             })  # fmt: skip
     return found
+
+
+def _apple() -> str | None:
+    """The GPU of a Mac."""
+    import torch
+
+    if not torch.backends.mps.is_available():
+        return None
+    name, cores = torch.backends.mps.get_name(), torch.backends.mps.get_core_count()
+    return f"{name}, {cores} cores"
 
 
 def _driver() -> str | None:

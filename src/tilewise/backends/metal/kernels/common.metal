@@ -10,6 +10,9 @@
 #define LOG2E 1.4426950408889634f
 #define LOWEST (-3.402823466e38f) // the maximum of a row that has seen nothing yet; not a sign of it, see `l`
 
+// Loops over arrays in registers: an index that is not known when compiled would put the array into memory.
+#define UNROLL _Pragma("clang loop unroll(full)")
+
 #define PLAIN 0
 #define INT8 1
 #define INT4 2

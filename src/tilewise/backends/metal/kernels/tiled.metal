@@ -135,6 +135,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
 
   stage_queries(t, p, s, m.q, queries, first, head, thread_id);
   Matrix o[O_BLOCKS];
+  UNROLL
   for (int i = 0; i < O_BLOCKS; i++) o[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 
   for (int kt = tiles.lo; kt < tiles.hi; kt++) {
@@ -147,6 +148,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
 
     // s = q k^T
     Matrix score[S_BLOCKS];
+    UNROLL
     for (int i = 0; i < S_BLOCKS; i++) score[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     for (int c0 = 0; c0 < DP; c0 += DC) {
       threadgroup_barrier(mem_flags::mem_threadgroup); // what was staged before has been used
@@ -155,6 +157,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
       for (int d = 0; d < DC; d += 8) {
         Matrix a;
         simdgroup_load(a, m.q + r0 * DP + c0 + d, DP);
+        UNROLL
         for (int i = 0; i < S_BLOCKS; i++) {
           Matrix b;
           simdgroup_load(b, m.kv + (i * SG_COLS + column) * 8 * DC + d, DC, ulong2(0, 0), true);
@@ -162,6 +165,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
         }
       }
     }
+    UNROLL
     for (int i = 0; i < S_BLOCKS; i++) simdgroup_store(score[i], m.s + r0 * BK + (i * SG_COLS + column) * 8, BK);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -169,6 +173,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
     float cells[BK / EACH_ROW];
     bool seen[BK / EACH_ROW];
     float highest = top;
+    UNROLL
     for (int i = 0; i < BK / EACH_ROW; i++) {
       const int n = n0 + part + i * EACH_ROW;
       float x = logit(p, m.s[r * BK + part + i * EACH_ROW], slope, position - n);
@@ -183,6 +188,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
     }
     for (ushort step = EACH_ROW / 2; step > 0; step /= 2) highest = max(highest, simd_shuffle_xor(highest, step));
     float sum = 0.0f;
+    UNROLL
     for (int i = 0; i < BK / EACH_ROW; i++) {
       const float weight = seen[i] ? exp(cells[i] - highest) : -0.0f;
       m.s[r * BK + part + i * EACH_ROW] = weight;
@@ -198,16 +204,21 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
     // o = o * shrink + p v
     Matrix by;
     simdgroup_load(by, m.rows + r0 * 8, 8);
+    UNROLL
     for (int i = 0; i < O_BLOCKS; i++) scale_by(o[i], by);
     Matrix weights[BK / 8];
+    UNROLL
     for (int j = 0; j < BK / 8; j++) simdgroup_load(weights[j], m.s + r0 * BK + j * 8, BK);
+    UNROLL
     for (int slice = 0; slice < DVP / DVC; slice++) {
       if (slice > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool mine = stage_values(t, p, s, m.kv, kv_head, n0, lo, hi, slice * DVC, thread_id);
       const bool any = simd_any(mine);
       if (lane == 0) m.strays[sg] = any;
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      UNROLL
       for (int i = 0; i < SLICE_BLOCKS; i++) {
+        UNROLL
         for (int j = 0; j < BK / 8; j++) {
           Matrix b;
           simdgroup_load(b, m.kv + j * 8 * DVC + (i * SG_COLS + column) * 8, DVC);
@@ -215,6 +226,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
         }
       }
       if (m.strays[0] + m.strays[1] + m.strays[2] + m.strays[3] > 0) {
+        UNROLL
         for (int i = 0; i < SLICE_BLOCKS; i++) {
           const int c0 = slice * DVC + (i * SG_COLS + column) * 8;
           add_strays(t, p, s, m, o[slice * SLICE_BLOCKS + i], kv_head, n0, lo, hi, r0, c0, lane, sg);
@@ -237,6 +249,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
     if (row.there && divides && p.has_lse) to.lse[lse_row(p, s, row)] = f.lse;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
   for (int i = 0; i < O_BLOCKS; i++) {
     const int c0 = (i / SLICE_BLOCKS) * DVC + (i % SLICE_BLOCKS * SG_COLS + column) * 8;
     simdgroup_store(o[i], m.block + sg * 64, 8);

@@ -30,12 +30,15 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
   float l[ROWS];
   float slope[ROWS];
   Span sees[ROWS];
+  UNROLL
   for (int r = 0; r < ROWS; r++) {
     const Row row = row_at(p, s, r, queries, first, head);
+    UNROLL
     for (int i = 0; i < COLUMNS; i++) {
       const int c = lane + 32 * i;
       q[r][i] = row.there && c < p.head_dim ? float(t.q[q_row(p, s, row) + c]) : 0.0f;
     }
+    UNROLL
     for (int i = 0; i < V_COLUMNS; i++) o[r][i] = 0.0f;
     top[r] = LOWEST;
     l[r] = 0.0f;
@@ -52,14 +55,17 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
     const Place at = place_of(t, p, s, n);
     float key[COLUMNS];
     float value[V_COLUMNS];
+    UNROLL
     for (int i = 0; i < COLUMNS; i++) {
       const int c = lane + 32 * i;
       key[i] = c < p.head_dim ? key_element(t, p, at, kv_head, c) : 0.0f;
     }
+    UNROLL
     for (int i = 0; i < V_COLUMNS; i++) {
       const int c = lane + 32 * i;
       value[i] = c < p.value_dim ? value_element(t, p, at, kv_head, c) : 0.0f;
     }
+    UNROLL
     for (int r = 0; r < ROWS; r++) {
       if (n < sees[r].lo || n >= sees[r].hi) continue;
       const Row row = row_at(p, s, r, queries, first, head);
@@ -69,6 +75,7 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
       if (p.mask_kind != MASK_NONE) cell = mask_cell(t.mask, p.mask_kind, mask_row(p, s, row) + n * p.mask_k);
       if (!cell.seen) continue;
       float dot = 0.0f;
+      UNROLL
       for (int i = 0; i < COLUMNS; i++) dot += q[r][i] * key[i];
       const float x = logit(p, simd_sum(dot), slope[r], s.offset + row.query - n) + cell.bias;
       const float highest = max(top[r], x);
@@ -76,11 +83,14 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
       const float weight = exp(x - highest);
       top[r] = highest;
       l[r] = l[r] * shrink + weight;
+      UNROLL
       for (int i = 0; i < V_COLUMNS; i++) o[r][i] = o[r][i] * shrink + weight * value[i];
     }
   }
 
+  UNROLL
   for (int r = 0; r < ROWS; r++) {
+    UNROLL
     for (int i = 0; i < V_COLUMNS; i++) m.o[(sg * ROWS + r) * DVP + lane + 32 * i] = o[r][i];
     if (lane == 0) {
       m.ml[(sg * ROWS + r) * 2] = top[r];
@@ -88,13 +98,16 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
   for (int r = 0; r < ROWS; r++) {
     const Row row = row_at(p, s, r, queries, first, head);
     if (!row.there) continue;
     float highest = LOWEST;
+    UNROLL
     for (int g = 0; g < SIMDGROUPS; g++) highest = max(highest, m.ml[(g * ROWS + r) * 2]);
     float sum = 0.0f;
     float weight[SIMDGROUPS];
+    UNROLL
     for (int g = 0; g < SIMDGROUPS; g++) {
       weight[g] = exp(m.ml[(g * ROWS + r) * 2] - highest);
       sum += weight[g] * m.ml[(g * ROWS + r) * 2 + 1];
@@ -103,6 +116,7 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
     const Finish f = finish(highest, sum, p.has_sinks && s.real && divides, p.has_sinks ? t.sinks[row.head] : 0.0f);
     for (int c = thread_id; c < p.value_dim; c += THREADS) {
       float x = 0.0f;
+      UNROLL
       for (int g = 0; g < SIMDGROUPS; g++) x += weight[g] * m.o[(g * ROWS + r) * DVP + c];
       if (divides) {
         to.out[out_row(p, s, row) + c] = TQ(x * f.factor / f.sum);
