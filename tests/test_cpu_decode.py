@@ -1,12 +1,15 @@
 """Decode on the CPU: rows that are asked for ahead, scales, pages."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from tilewise import Quantised, attention, bound, paged_attention, planner
-from tilewise.backends.cpu import heuristics
+from tilewise.backends.cpu import amx, compiled, heuristics
+from tilewise.conformance.case import Case
+from tilewise.conformance.check import check_case
 
 
 @pytest.fixture
@@ -56,3 +59,28 @@ def test_asking_ahead_changes_no_bit(cache_of, kind, keys):
 @pytest.mark.parametrize(("row", "keys"), [(64, 16), (256, 16), (512, 8), (2304, 8)])
 def test_rows_are_asked_for_four_kib_ahead(row, keys):
     assert heuristics.keys_ahead(row) == keys
+
+
+TILES = [
+    Case(B=1, H=8, Hkv=1, Lq=1, Lk=1000, D=128),
+    Case(B=2, H=32, Hkv=2, Lq=1, Lk=333, D=64),
+    Case(B=1, H=18, Hkv=2, Lq=1, Lk=97, D=96, Dv=32, sinks=True),
+    Case(B=1, H=4, Hkv=1, Lq=4, Lk=300, D=64, causal=True, softcap=20.0),
+    Case(B=1, H=12, Hkv=1, Lq=1, Lk=500, D=576, Dv=512),
+    Case(B=1, H=8, Hkv=1, Lq=2, Lk=700, D=64, window=(301, 0), alibi="h"),
+    Case(form="paged", H=16, Hkv=2, Lq=1, D=128, lengths=(31, 1111), page=16),
+    Case(form="paged", H=16, Hkv=1, q_lengths=(1, 40), D=64, lengths=(700, 300), page=3, causal=True),
+    Case(B=1, H=16, Hkv=1, Lq=1, Lk=400, D=64, mask="hqk", pattern="blocks"),
+]
+
+
+@pytest.mark.skipif(not amx.usable(), reason="no matrix tiles here")
+@pytest.mark.parametrize("case", TILES, ids=str)
+def test_many_rows_in_bf16_go_by_matrix_tiles(monkeypatch, case):
+    case = replace(case, dtype="bf16")
+    used = []
+    function = compiled.function
+    monkeypatch.setattr(compiled, "function", lambda name: used.append(name) or function(name))
+    planner.choose.cache_clear()
+    check_case(case, "cpu")
+    assert {"tile_dots", "tile_adds"} <= set(used)

@@ -50,10 +50,10 @@ def test_splits_give_each_thread_four_pieces(tasks, keys, threads, size):
 @pytest.mark.parametrize(
     ("keys", "threads", "bytes_of_parts", "size"),
     [
-        (8192, 2, 64 * 1024, 480),
-        (32_768, 2, 64 * 1024, 1056),  # 32 parts of 64 KiB are a MiB for each thread
-        (8192, 2, 2 * MIB, 0),  # one part is all there is room for
-        (8192, 1, 0, 480),
+        (8192, 2, 64 * 1024, 192),
+        (32_768, 2, 64 * 1024, 576),  # 64 parts of 64 KiB are 2 MiB for each thread
+        (8192, 2, 4 * MIB, 0),  # one part is all there is room for
+        (8192, 1, 0, 192),
     ],
 )
 def test_splits_of_pages_keep_their_parts_small(keys, threads, bytes_of_parts, size):

@@ -84,7 +84,7 @@ def _caller(count):
     return intrinsic(scope["call"])
 
 
-call_work, call_walk, call_parallel, call_adds, call_dots = map(_caller, (2, 3, 4, 11, 12))
+call_work, call_walk, call_parallel, call_tiles, call_adds, call_dots = map(_caller, (2, 3, 4, 10, 11, 12))
 
 
 @njit(**OPTIONS, inline="always")

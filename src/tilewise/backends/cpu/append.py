@@ -10,9 +10,6 @@ scale, the row is divided by it, rounded, and written with its scales. Rows of t
 # mypy: ignore-errors
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,7 @@ from numba.core import cgutils
 
 from . import compiled
 from .access import F, fill, get_i32, jit, pointer, store_row, up, widen_row
-from .micro import put_f32
+from .micro import next_item, put_f32
 from .simd import CODES, F32, I8, I32, Emit, Value, W, microkernel
 from .threads import pool
 
@@ -33,8 +30,10 @@ PLACES = "batch heads starts cu packed table table_b wrap".split()
 SIDE = (
     "source source_b source_h source_l source_code to to_b to_h to_l code width scales scales_b scales_h scales_l group"
 )
-BLOCK = np.dtype([(name, "i8") for name in PLACES + [f"{x}_{name}" for x in "kv" for name in SIDE.split()]])
+SHARED = "parts next".split()  # in how many parts tokens are stored, and which one is the next
+BLOCK = np.dtype([(name, "i8") for name in PLACES + [f"{x}_{name}" for x in "kv" for name in SIDE.split()] + SHARED])
 AT = {name: i for i, name in enumerate(BLOCK.names)}
+NEXT = AT["next"]
 SCRATCH = 4 * 1024 + 1024  # a row of up to 576 floats with room behind it, then its bytes
 TINY = F(np.finfo(np.float32).tiny)
 TOKENS_OF_A_THREAD = 1 << 18  # elements that a thread should have, or waking it takes longer than it saves
@@ -149,9 +148,17 @@ def put_row(source, source_code, to, code, width, scales, group, row):
         copy_bytes(to, packed, width)
 
 
-def append(block, scratch, part, parts):
-    """Part `part` of `parts` of a call's tokens."""
+def append(block, scratch):
+    """What a thread runs: parts of a call's tokens until there are none."""
     p = carray(pointer(block), 1, dtype=BLOCK)[0]
+    part = next_item(block + 8 * NEXT)
+    while part < p.parts:
+        append_part(p, scratch, part, p.parts)
+        part = next_item(block + 8 * NEXT)
+
+
+@jit
+def append_part(p, scratch, part, parts):
     tokens = types.int64(get_i32(p.cu + 4 * p.batch))
     low, high = tokens * part // parts, tokens * (part + 1) // parts
     for b in range(p.batch):
@@ -178,11 +185,6 @@ def append(block, scratch, part, parts):
                     p.v_to + outer * p.v_to_b + h * p.v_to_h + slot * p.v_to_l, p.v_code, p.v_width,
                     p.v_scales + outer * p.v_scales_b + h * p.v_scales_h + slot * p.v_scales_l, p.v_group, scratch,
                 )  # fmt: skip
-
-
-@cache
-def entry() -> Any:
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(compiled.function("append"))
 
 
 FLOATS = {torch.float32: CODES["f32"], torch.float16: CODES["f16"], torch.bfloat16: CODES["bf16"]}
@@ -219,15 +221,9 @@ class Append:
         )  # fmt: skip
         for at, x in ((AT["k_source"], k), (AT["v_source"], v)):
             block[at : at + 5] = (x.data_ptr(), *_strides(x), FLOATS[x.dtype])
-        run, address = entry(), block.ctypes.data
         threads = min(torch.get_num_threads(), 1 + places.tokens * self.elements // TOKENS_OF_A_THREAD)
+        block[AT["parts"]] = threads
         if threads < 2:
-            run(address, pool.scratch(SCRATCH), 0, 1)
-            return
-        numbers = count()
-
-        def work(scratch: int) -> None:
-            while (part := next(numbers)) < threads:  # fewer threads may come than were asked for
-                run(address, scratch, part, threads)
-
-        pool.run(work, threads, SCRATCH)
+            compiled.entry("append")(block.ctypes.data, pool.scratch(SCRATCH))
+        else:
+            pool.run_kernel("append", block.ctypes.data, threads, SCRATCH)

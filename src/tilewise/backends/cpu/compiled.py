@@ -107,7 +107,7 @@ _kept_alive: list = []  # the code is freed with the object
 def function(name: str) -> int:
     """The address of a kernel: `work`, `walk_direct`, `merge`, `dots f16`, `adds int8`, ..."""
     with _lock:
-        from . import append, attend, direct, packed, tiled
+        from . import append, attend, direct, packed, straight_tiles, tiled
 
         what, _, kind = name.partition(" ")
         if what == "walk_tiles":
@@ -115,18 +115,18 @@ def function(name: str) -> int:
         if kind:
             make, arguments = (direct.dots_function, 12) if what == "dots" else (direct.adds_function, 11)
             return compile_function(make(kind), f"{what}_{kind}", arguments)
-        if name == "append":
-            return compile_function(append.append, name, 4)
-        home = {"walk_direct": direct, "walk_packed": packed}.get(name, attend)
+        homes = {"append": append, "walk_direct": direct, "walk_packed": packed}
+        homes |= {"tile_dots": straight_tiles, "tile_adds": straight_tiles}
+        home = homes.get(name, attend)
         return compile_function(getattr(home, name), name, ARGUMENTS.get(name, 2))
 
 
-ARGUMENTS = {"team": 1, "walk_direct": 3, "walk_packed": 3, "begin": 8}
+ARGUMENTS = {"team": 1, "walk_direct": 3, "walk_packed": 3, "begin": 8, "tile_dots": 10, "tile_adds": 10}
 # Everything that a call can need.
 ALL = [
     *("list_items", "begin", "work", "team", "merge", "walk_direct", "walk_packed"),
     *(f"{what} {kind}" for kind in CODES for what in ("dots", "adds")),
-    *(f"walk_tiles {kind}" for kind in PARTS if usable()),
+    *(("tile_dots", "tile_adds", *(f"walk_tiles {kind}" for kind in PARTS)) if usable() else ()),
     "append",
 ]
 

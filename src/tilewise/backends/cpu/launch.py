@@ -124,6 +124,8 @@ def make_launch(p: Problem, threads: int) -> Launch:
             names["dots"] = f"dots {KINDS[k_code]}"
         if p.value_dim % (W * (2 if v_code == CODES["int4"] else 1)) == 0:
             names["adds"] = f"adds {KINDS[v_code]}"
+        if _tiles_serve(p, k_code, v_code):
+            names |= {"tile_dots": "tile_dots", "tile_adds": "tile_adds"}
         numbers |= {name: compiled.function(what) for name, what in names.items()}
     block = np.zeros(NUMBERS, dtype=np.int64)
     for name, value in numbers.items():
@@ -144,6 +146,12 @@ def _parts(p: Problem, k_code: int, v_code: int) -> int:
     if p.group * p.q_len <= DIRECT_ROWS or not FLOATS[p.q_dtype] == k_code == v_code or not amx.usable():
         return 0
     return amx.PARTS.get(KINDS[k_code], 0)
+
+
+def _tiles_serve(p: Problem, k_code: int, v_code: int) -> bool:
+    """Whether decode goes through matrix tiles: all bf16, rows of whole tiles."""
+    whole = p.head_dim % amx.BLOCK == 0 and p.value_dim % amx.BLOCK == 0
+    return whole and FLOATS[p.q_dtype] == k_code == v_code == CODES["bf16"] and amx.usable()
 
 
 def _bytes(width: int, code: int) -> int:

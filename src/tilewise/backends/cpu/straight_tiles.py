@@ -1,0 +1,120 @@
+"""Decode by matrix tiles, bf16: 32 keys at a time for up to 16 query rows, whose products then cost next to nothing.
+
+A tile register holds 16 rows of 64 bytes. Scores take K as it lies, [16 keys, 32 elements] a tile, and pairs of
+elements of Q^T, which are laid out once for each item. Sums of values take the weights, [rows, 32 keys], and pairs of
+keys of V, which are put side by side as they are read.
+
+    s [keys, rows] = K Q^T          acc [rows, Dv] += p V
+"""
+
+from __future__ import annotations
+
+from .amx import TILE, _at, _tile, release
+from .micro import ask
+from .simd import I16, I64, Emit, Value, W, microkernel
+
+ROWS = 16  # query rows, at most
+BLOCK = 32  # keys; elements of K and V come in as many
+# Tile registers: sums of scores, keys of both, queries; sums of values, pairs of V, weights
+SUMS, KEYS, QUERIES, ACC, VALUES, WEIGHTS = (0, 1), (2, 3), 4, 5, 6, 7
+
+
+@microkernel("ii")
+def set_tiles(e: Emit, at: Value, rows: Value) -> None:
+    """Sets the registers up: `rows` rows of weights and of their sums, 16 of the others. `at` is memory for it."""
+    b = e.builder
+    sixteen = sum(16 << 8 * tile for tile in range(8) if tile not in (ACC, WEIGHTS))
+    lines = b.or_(e.whole(sixteen), b.mul(rows, e.whole(sum(1 << 8 * tile for tile in (ACC, WEIGHTS)))))
+    widths = 0x0040004000400040  # of four tiles
+    for i, number in enumerate((1, 0, widths, widths, 0, 0, lines, 0)):
+        b.store(e.whole(number) if isinstance(number, int) else number, e.pointer(at, i, I64, I64))
+    _tile(e, "ldtilecfg", _at(e, at))
+
+
+@microkernel("iiiiiiiii")
+def tile_scores(
+    e: Emit, s: Value, line: Value, many: Value, rows: Value, q: Value, steps: Value, copy: Value, sums: Value,
+    ahead: Value,
+) -> None:  # fmt: skip
+    """s[r, 32 keys] = q[r] . k over 32 * steps elements; 4 rows, or 16 if `many`. `q` is [steps, 16 pairs, 16 rows]."""
+    b = e.builder
+    with e.loop(e.whole(BLOCK)) as j:
+        source, later = (e.load_scalar(rows, n, I64) for n in (j, b.add(j, ahead)))
+        to = b.add(copy, b.add(b.mul(b.lshr(j, e.whole(4)), e.whole(TILE)), b.mul(b.and_(j, e.whole(15)), e.whole(64))))
+        with e.loop(steps) as d:
+            ask(e, b.add(later, b.mul(d, e.whole(64))))
+            e.store(e.load(source, b.mul(d, e.whole(W))), to, b.mul(d, e.whole(2 * TILE // 4)))
+    for tile in SUMS:
+        _tile(e, "tilezero", tile)
+    with e.loop(steps) as d:
+        _tile(e, "tileloadd64", QUERIES, _at(e, q, b.mul(d, e.whole(TILE))), e.whole(64))
+        for half, (total, keys) in enumerate(zip(SUMS, KEYS, strict=True)):
+            _tile(
+                e,
+                "tileloadd64",
+                keys,
+                _at(e, copy, b.mul(b.add(b.mul(d, e.whole(2)), e.whole(half)), e.whole(TILE))),
+                e.whole(64),
+            )
+            _tile(e, "tdpbf16ps", total, keys, QUERIES)
+    for half, total in enumerate(SUMS):
+        _tile(e, "tilestored64", total, _at(e, sums, half * TILE), e.whole(64))
+    for half in range(2):
+        columns = e.transpose([e.load(sums, half * TILE // 4 + j * W) for j in range(W)])
+        for r in range(4):
+            e.store(columns[r], s, b.add(b.mul(line, e.whole(r)), e.whole(half * W)))
+        with b.if_then(b.icmp_signed("!=", many, e.whole(0))):
+            for r in range(4, ROWS):
+                e.store(columns[r], s, b.add(b.mul(line, e.whole(r)), e.whole(half * W)))
+
+
+@microkernel("iiiiiiiii")
+def tile_values(
+    e: Emit, acc: Value, columns: Value, s: Value, line: Value, count: Value, rows: Value, pairs: Value,
+    weights: Value, ahead: Value,
+) -> None:  # fmt: skip
+    """acc[r] += p[r, 32 keys] v for `count` rows of `columns` floats."""
+    b = e.builder
+    with e.loop(count) as r:
+        for half in range(2):
+            p = e.load(s, b.add(b.mul(r, line), e.whole(half * W)))
+            short = b.trunc(e.bf16_bits(p, e.i32s), e.vector(I16))
+            at = b.add(b.mul(r, e.whole(BLOCK)), e.whole(half * W))
+            b.store(short, e.pointer(weights, at, I16, short.type)).align = 2
+    wide = e.vector(I16, 2 * W)
+    with e.loop(e.whole(BLOCK // 2)) as i:
+        numbers = [b.add(b.mul(i, e.whole(2)), e.whole(n)) for n in (0, 1)]
+        sources = [e.load_scalar(rows, n, I64) for n in numbers]
+        later = [e.load_scalar(rows, b.add(n, ahead), I64) for n in numbers]
+        with e.loop(columns, BLOCK) as c:
+            for row in later:
+                ask(e, b.add(row, b.mul(c, e.whole(2))))
+            even, odd = (e._load(source, c, I16, 2 * W) for source in sources)
+            for half in range(2):
+                lanes = [lane for n in range(half * W, half * W + W) for lane in (n, n + 2 * W)]
+                to = b.add(
+                    b.add(b.mul(c, e.whole(TILE // 2 // 16)), e.whole(half * TILE // 2)), b.mul(i, e.whole(BLOCK))
+                )
+                b.store(e.shuffle(even, odd, lanes), e.pointer(pairs, to, I16, wide)).align = 64
+    _tile(e, "tileloadd64", WEIGHTS, _at(e, weights), e.whole(64))
+    stride = b.mul(columns, e.whole(4))
+    with e.loop(columns, W) as c:
+        at = _at(e, acc, b.mul(c, e.whole(4)))
+        _tile(e, "tileloadd64", ACC, at, stride)
+        _tile(e, "tileloadd64", VALUES, _at(e, pairs, b.mul(c, e.whole(TILE // W))), e.whole(64))
+        _tile(e, "tdpbf16ps", ACC, WEIGHTS, VALUES)
+        _tile(e, "tilestored64", ACC, at, stride)
+
+
+def tile_dots(s, line, R, rows, count, q, steps, copy, sums, ahead):  # type: ignore[no-untyped-def]
+    """s [R, count] = q k^T; `count` is a multiple of 32."""
+    set_tiles(sums, R)
+    for j in range(0, count, BLOCK):
+        tile_scores(s + 4 * j, line, R > 4, rows + 8 * j, q, steps, copy, sums, ahead)
+
+
+def tile_adds(acc, columns, s, line, R, rows, count, pairs, weights, ahead):  # type: ignore[no-untyped-def]
+    """acc [R, columns] += p v; `count` is a multiple of 32. Frees the registers that `tile_dots` has set up."""
+    for j in range(0, count, BLOCK):
+        tile_values(acc, columns, s + 4 * j, line, R, rows + 8 * j, pairs, weights, ahead)
+    release()
