@@ -16,11 +16,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from aot import TOOLS, TYPES, tensors_of
 from tilewise.backends.hopper import heuristics
+from tilewise.backends.hopper.entry import attend
 from tilewise.backends.hopper.kernel import OPTIONS
 from tilewise.backends.hopper.launch import ORDER_RUN, Bound
 from tilewise.backends.hopper.order import order
-from tilewise.backends.hopper.prefill import prefill
-from tilewise.backends.hopper.repair import repair
 from tilewise.plan import Plan
 from tilewise.problem import Problem
 
@@ -60,7 +59,9 @@ class Built:
         return [code[a:b] for a, b in inner if any("HGMMA" in x for x in code[a:b])]
 
 
-def build(function: Any, given: dict[str, Any], constants: tuple[str, ...], ptxas: str = "ptxas") -> Built:
+def build(
+    function: Any, given: dict[str, Any], constants: tuple[str, ...], ptxas: str = "ptxas", options: Any = OPTIONS
+) -> Built:
     """Compiles as a launch with these arguments would, every pointer aligned; with one of Triton's two ptxas."""
     names = function.arg_names
     plain = {p.name for p in function.params if p.do_not_specialize}
@@ -85,7 +86,7 @@ def build(function: Any, given: dict[str, Any], constants: tuple[str, ...], ptxa
     built = triton.compile(
         source(fn=function, signature=signature, constexprs=fixed, attrs=attrs),
         target=GPUTarget("cuda", 90, 32),
-        options=OPTIONS,
+        options=options,
     )
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         ptx.write(built.asm["ptx"])
@@ -104,10 +105,10 @@ def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:
     lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.mask else (None, None, (0, 0, 0, 0))
     tensors = tensors_of(problem)
     given = bound.arguments(tensors, bound.memory(torch.device("meta")), lists)
-    found = {"prefill": build(prefill, given, ("S",), ptxas)}
+    found = {"prefill": build(attend, given, ("S",), ptxas, bound.attend.options)}
     found["prefill"].spec, found["prefill"].dynamic = bound.spec, bound.dynamic
     if bound.spec.guard:
-        found["repair"] = build(repair, bound.repair_arguments(tensors, given), ("S",), ptxas)
+        found["repair"] = build(attend, bound.repair_arguments(tensors, given), ("S",), ptxas)
     if problem.packed_q:
         found["order"] = build(order, given | {"BM": bound.spec.BM, "RUN": ORDER_RUN}, ("BM", "RUN"), ptxas)
     return found

@@ -10,9 +10,10 @@ import torch
 
 from tilewise import planner
 from tilewise.backends import hopper
-from tilewise.backends.hopper import heuristics
+from tilewise.backends.hopper import heuristics, launch
 from tilewise.plan import Plan
 from tilewise.problem import MaskSpec, Problem, QuantSpec
+from tilewise.tensors import Tensors
 
 SHARED = 227 << 10
 
@@ -164,12 +165,24 @@ def test_head_dim_64_has_registers_for_a_late_wait_only_without_rules():
     assert (short.consumers, short.k_stages, short.late_wait) == (2, 4, False)
 
 
+def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
+    p = problem(64, causal=True, q_len=1024, kv_len=1024)
+    c = heuristics.config(p)
+    assert (c.per_processor, c.BN, c.overlaps) == (2, 64, False)
+    for changes in ({"kv_len": 4096}, {"softcap": 5.0}, {"window": (99, None)}, {"causal": False}, {"chunk": 64}):
+        assert heuristics.config(replace(p, **changes)).per_processor == 1
+    s = heuristics.spec(p, c)
+    elements = s.BM * 64 * s.q_stages + 64 * 64 * (s.k_stages + s.v_stages) + s.BM * s.out_columns
+    assert 2 * (2 * elements + 2048) <= SHARED
+    bound = launch.Bound(Plan(p, "hopper", "", (128, 64)), c, 132)
+    assert bound.programs == 264
+    assert bound.attend.options["maxnreg"] == 80  # of 384 threads twice: 61440 of 65536
+    assert 128 * (c.consumer_regs + c.producer_regs) < 80 * 384 - 128 * 96  # what is left is the other consumer's
+    assert "maxnreg" not in bound.repair.options
+
+
 def test_calls_that_come_again_may_be_unaligned(monkeypatch):
     """TMA needs 16 bytes: q, k and v are copied, the output is written elsewhere first."""
-    pytest.importorskip("triton")
-    from tilewise.backends.hopper import launch
-    from tilewise.tensors import Tensors
-
     seen = []
 
     class Bound:
@@ -226,61 +239,6 @@ print("ok")
 
 def test_packed_sequences_are_ranked():
     """The longest first, and how many tiles come before each; in Triton's interpreter, which needs its own process."""
-    pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True, env=environment)
     assert done.stdout == "ok\n", done.stderr
-
-
-def test_later_launches_hand_over_addresses_and_tiles(monkeypatch):
-    """A stand-in for Triton: what its C launcher is given, and what TMA is told, the first time and after it."""
-    pytest.importorskip("triton")
-    from tilewise.backends.hopper import kernel
-
-    launched, told = [], []
-
-    def wrapped(launcher):
-        def inner(*args):
-            assert launcher is None, "Triton is not to make descriptors again"
-
-        return inner
-
-    def fill(*args):
-        told.append(args)
-        return f"tiles at {args[0]}"
-
-    class Active:
-        class utils:  # noqa: N801
-            fill_tma_descriptor = staticmethod(fill)
-
-    class Compiled:
-        function, packed_metadata = "code", "packed"
-
-        class run:  # noqa: N801
-            launch_cooperative_grid, launch_pdl = False, False
-            launch = staticmethod(wrapped(lambda *args: launched.append(args)))
-
-        class metadata:  # noqa: N801
-            tensordesc_meta = (
-                {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False},
-            )
-
-    class Function:
-        arg_names = ("q", "OUT", "LSE", "n", "S")
-
-        def __getitem__(self, grid):
-            assert grid == (7,)
-            return lambda **given: Compiled
-
-    monkeypatch.setattr(kernel.driver, "_active", Active(), raising=False)
-    q = torch.empty(1, 5, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
-    given = {"q": kernel.descriptor(q, 64, 64, "bf16"), "OUT": q, "LSE": None, "n": 9, "S": "spec", "other": 1}
-    ready = kernel.Kernel(Function()).first(7, given)
-    assert launched == []
-    ready({"q": ready.tiles["q"](4096), "OUT": 8192, "other": 3}, "stream")
-    assert told == [
-        (4096, 3, 2, kernel.TMA_DTYPE_DEVICE_TO_HOST[10], [1, 1, 64, 64], [1, 3, 5, 64], [8, 64, 192, 1], 0)
-    ]
-    head = (7, 1, 1, "stream", "code", False, False, None, None, "packed", None, None, None)
-    tiles = ("tiles at 4096", 1, 3, 5, 64, 8, 64, 192, 1)
-    assert launched == [(*head, *tiles, 8192, None, 9, "spec")]

@@ -55,6 +55,7 @@ class Machine:
     k_stages: int
     v_stages: int
     borrowed: bool
+    overlaps: bool
     dynamic: bool
     ahead: bool = True  # slots are drawn before the tiles of the work before are loaded
 
@@ -127,10 +128,14 @@ class Machine:
         yield from self.scores(c, i, n)
         yield self.values.is_full, last
         yield None, 0
+        if not self.overlaps:
+            self.values.release(last, c)
+            yield None, 0
         self.keys.release((n + 1) * self.chunks - 1, c)
         self.products[c].append((i, n))
         yield None, 0
-        self.values.release(last, c)
+        if self.overlaps:
+            self.values.release(last, c)
 
     def first_tile(self, c, i, n):
         yield self.queries[c].is_full, i
@@ -205,18 +210,27 @@ def random_works(chance, consumers, most, most_after=9):
     return works
 
 
-def launch(D, Dv=0):
+def launch(D, Dv=0, length=4096, causal=False):
     """The launch that the heuristics choose, as arguments of a `Machine`."""
     p = Problem(
-        form="dense", device=torch.device("cuda"), batch=1, heads=1, kv_heads=1, q_len=4096, kv_len=4096, head_dim=D,
-        value_dim=Dv or D, q_dtype=torch.bfloat16, k_dtype=torch.bfloat16, v_dtype=torch.bfloat16, scale=1.0,
+        form="dense", device=torch.device("cuda"), batch=1, heads=1, kv_heads=1, q_len=length, kv_len=length,
+        head_dim=D, value_dim=Dv or D, q_dtype=torch.bfloat16, k_dtype=torch.bfloat16, v_dtype=torch.bfloat16,
+        scale=1.0, causal=causal,
     )  # fmt: skip
     c = heuristics.config(p)
     s = heuristics.spec(p, c)
-    return c.consumers, s.chunks, s.q_stages, s.k_stages, s.v_stages, s.staged == "borrowed"
+    return c.consumers, s.chunks, s.q_stages, s.k_stages, s.v_stages, s.staged == "borrowed", s.overlaps
 
 
-LAUNCHES = {"D64": (64,), "D128": (128,), "D192/128": (192, 128), "D256": (256,), "D320": (320,), "D512": (512,)}
+LAUNCHES = {
+    "D64": (64,),
+    "D64 short": (64, 64, 1024, True),
+    "D128": (128,),
+    "D192/128": (192, 128),
+    "D256": (256,),
+    "D320": (320,),
+    "D512": (512,),
+}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -253,7 +267,7 @@ def test_the_simulation_can_fail():
     def play(kind, **changes):
         for seed in range(50):
             chance = random.Random(seed)
-            kind(random_works(chance, 2, 2), 2, 1, 2, 2, 1, False, **({"dynamic": False} | changes)).run(chance)
+            kind(random_works(chance, 2, 2), 2, 1, 2, 2, 1, False, True, **({"dynamic": False} | changes)).run(chance)
 
     play(Machine)
     for kind in (Eager, Careless):

@@ -96,10 +96,12 @@ def repeats(which: str) -> str:
         q, k, v = randn(cu[-1] + 3, 16), randn(cu[-1] + 3, 4), randn(cu[-1] + 3, 4)
         run = bound_to(checks.varlen(q, k, v, cu, cu, 1300, 1300, Options(causal=True)))
     else:
-        q, k, v = randn(5, 16, 777), randn(5, 4, 999), randn(5, 4, 999)
+        keys = 2304 if "long" in option else 999
+        q, k, v = randn(5, 16, 777), randn(5, 4, keys), randn(5, 4, keys)
         seen = torch.rand(777, 999, device="cuda", generator=g) < 0.3
         options: dict[str, Any] = {
-            "full": {}, "causal": {"causal": True}, "window": {"window": (300, 5), "softcap": 9.0},
+            "full": {}, "long": {}, "causal": {"causal": True}, "long-causal": {"causal": True},
+            "window": {"window": (300, 5), "softcap": 9.0},
             "lengths": {"kv_lengths": torch.tensor([999, 1, 500, 0, 128], device="cuda"), "causal": True},
             "chunk": {"chunk": 130, "causal": True, "sinks": torch.zeros(16, device="cuda")},
             "mask": {"mask": seen}, "bias": {"mask": torch.where(seen, 0.5, -torch.inf).to(BF16)},
@@ -114,6 +116,7 @@ def repeats(which: str) -> str:
 
 OPTIONS = ("full", "causal", "window", "lengths", "chunk", "mask", "bias", "varlen")
 REPEATS = [f"{D} {option}" for D in (64, 128, 256, 512) for option in OPTIONS]
+REPEATS += ["64 long", "64 long-causal"]  # three consumers
 
 
 def conformance(index: int) -> tuple[str, str, float]:

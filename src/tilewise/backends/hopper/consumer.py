@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from .layouts import out_layout, score_layout
 from .output import note_strays, store
-from .schedule import find, key_span, key_tiles, slots_of
+from .schedule import key_span, key_tiles, slots_of, work_at
 from .softmax import Rows, finish
 from .steps import as_operand, next_tile, release_scores, start_scores, step, to_weights
 from .tiles import tile_list
@@ -158,8 +158,8 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
     total = slots_of(a)
     i = 0  # works so far
     begin = 0  # tiles of keys so far
-    slot = slots.take(0)
-    w = find(a, slot)
+    place = slots.take(a, 0)
+    w = work_at(a, place)
     rows = rows_of(a, w, C)
     tiles = tile_list(a, w)
     own = own_tiles(a, w, tiles, begin, C)
@@ -173,10 +173,10 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
             queries.release(i, C)
 
         # The last P V of this work goes with the first scores of the next.
-        next_slot = slots.take(i + 1)
-        more = next_slot < total
+        next_place = slots.take(a, i + 1)
+        more = next_place.slot < total
         next_begin = begin + tiles.count
-        next_w = find(a, next_slot)
+        next_w = work_at(a, next_place)
         next_rows = rows_of(a, next_w, C)
         next_tiles = tile_list(a, next_w)
         next_own = own_tiles(a, next_w, next_tiles, next_begin, C)
@@ -207,7 +207,7 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
 
         lse, share = finish(a, last_m, last_l, w.head, w.owned)
         if a.S.guard:
-            note_strays(a, o, rows, slot, C)
+            note_strays(a, o, rows, place.slot, C)
         o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
         store(a, w, o, lse, rows, outs, C)
         if a.S.staged == "borrowed":
@@ -217,7 +217,7 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
             pass_over(a, keys, values, next_begin, start)
             p, m, l = first_tile(a, queries, keys, i + 1, start, tile, next_w.n_keys, next_rows, C)
         i += 1
-        slot = next_slot
+        place = next_place
         begin = next_begin
         w = next_w
         rows = next_rows

@@ -27,7 +27,9 @@ class Config:
     staged: str = "own"
     out_columns: int = 0  # 0: all
     q_stages: int = 2
+    overlaps: bool = True
     late_wait: bool = False
+    per_processor: int = 1  # programs
     consumer_regs: int = 240
     producer_regs: int = 24
 
@@ -124,6 +126,10 @@ def config(problem: Problem) -> Config:
     289, 4k 418 and 411, 16k 493 and 486. D=64, the wait for P V late and early: 4k 490 and 484, 16k 524 and 508 full;
     causal kernels have no registers left for it (345 and 502), other head dims are 2 to 4% slower with it. D=64, 1k,
     causal, 2 and 8 programs on the same keys: 311 and 308.
+
+    Two programs on a processor, which have half the registers each and so 64 keys a tile and no products under way
+    beside their own exponentials: D=64, causal, 1k 346 and 306 with one, 4k 408 and 403, 16k 422 and 455; full, 1k 380
+    and 407, 4k 397 and 488.
     """
     width, chunks = chunk_widths(problem.head_dim)
     DV, _ = value_parts(problem)
@@ -131,6 +137,8 @@ def config(problem: Problem) -> Config:
     if width * chunks <= 64 and DV <= 64 and problem.mask is None and problem.kv_len > SHORT:
         free = not uneven(problem) and not problem.softcap and not problem.alibi
         return Config(128, 3, 4, 4, late_wait=free, consumer_regs=160, producer_regs=32)
+    if width * chunks <= 64 and DV <= 64 and plainly_causal(problem):
+        return Config(64, 2, 3, 3, share=2, overlaps=False, per_processor=2, consumer_regs=112)
     if width * chunks <= 64 and DV <= 64:
         return Config(128, 2, 4, 4, share=2)
     if width * chunks <= 128 and DV <= 128:
@@ -140,6 +148,13 @@ def config(problem: Problem) -> Config:
     if width * chunks <= 256:
         return Config(64, 2, 2 * chunks, 2, out_columns=DV // 2, q_stages=1)
     return Config(64, 2, 4, 1, staged="borrowed", out_columns=128, q_stages=1)
+
+
+def plainly_causal(problem: Problem) -> bool:
+    """Causal over few keys, and nothing else that would take registers."""
+    p = problem
+    others = p.chunk or p.softcap or p.alibi or p.kv_lengths or p.packed_q or p.window != (None, None)
+    return p.causal and p.mask is None and not others and p.kv_len <= SHORT
 
 
 def uneven(problem: Problem) -> bool:
@@ -192,10 +207,12 @@ def spec(problem: Problem, c: Config) -> Spec:
         v_stages=c.v_stages,
         staged=c.staged,
         out_columns=c.out_columns or DV,
+        overlaps=c.overlaps,
         late_wait=c.late_wait,
         consumer_regs=c.consumer_regs,
         producer_regs=c.producer_regs,
         # Past the end of a dense tensor TMA reads zeros; anything else that is hidden may be NaN.
         guard=p.mask is not None or is_ruled(p) or p.kv_lengths or p.form != "dense",
+        repairs=False,
         ahead=False,
     )

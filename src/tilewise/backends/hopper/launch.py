@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +20,18 @@ from ..triton.device import processors
 from ..triton.heuristics import Config as TileConfig
 from ..triton.kernel import as_bytes
 from ..triton.listing import NO_LISTS, Lister, Listing, Lists
-from ..triton.tickets import Tickets
+from ..triton.tickets import SPARE, Tickets
 from . import heuristics
+from .entry import attend
 from .heuristics import Config
-from .kernel import Given, Kernel, Ready, descriptor
+from .kernel import Given, Kernel, Ready, Tiles, descriptor
 from .order import order
-from .prefill import prefill
-from .repair import repair
 
 REPAIR_COLUMNS = 128  # of the output that are repaired at a time; more would not fit the registers of a warpgroup
+REGISTERS = 1 << 16  # of a processor
 ORDER_RUN = 64  # sequences that one program of `order` ranks
+NOTES_AT = 4  # where notes of strays begin, behind the counter: at a multiple of 16 bytes
+SPARE_BYTES = 4 << 20  # of counters and notes for captured calls
 # The tensors of the kernels, and where they come from.
 SOURCES = {
     "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "KV_LENGTHS": "kv_lengths",
@@ -43,6 +46,7 @@ class Launches(NamedTuple):
     prefill: Ready
     repairing: Ready | None
     listing: Listing | None
+    tiles: list[Tiles]  # of all of these
 
 
 class Bound:
@@ -53,17 +57,24 @@ class Bound:
         s = heuristics.spec(p, c)
         tiles = p.total_q // s.BM + p.batch + 1 if p.packed_q else p.batch * -(-p.q_len // s.BM)
         self.slots = tiles * p.heads * s.parts  # of packed sequences the most that there can be
-        self.programs = min(self.slots, processors) if c.persistent else self.slots
+        places = processors * c.per_processor
+        self.programs = min(self.slots, places) if c.persistent else self.slots
         self.dynamic = c.dynamic and self.programs < self.slots and heuristics.uneven(p)
         s = self.spec = replace(s, ahead=self.dynamic and heuristics.draws_ahead(p, c, self.slots / self.programs))
         self.repairs = min(processors, self.slots * s.consumers)
-        self.tickets = Tickets(1)
-        self.order, self.prefill, self.repair = Kernel(order), Kernel(prefill), Kernel(repair)
+        # The counter of slots and the notes of strays: zero before a call and, by the repairing launch, after it.
+        notes = NOTES_AT + self.slots * s.consumers
+        self.tickets = Tickets(notes, spare=max(1, min(SPARE, SPARE_BYTES // (4 * notes))))
+        # Programs that share a processor share its registers.
+        limit = {"maxnreg": REGISTERS // (c.per_processor * 32 * 4 * (s.consumers + 1)) // 8 * 8}
+        self.order, self.repair = Kernel(order), Kernel(attend)
+        self.attend = Kernel(attend, **(limit if c.per_processor > 1 else {}))
+        self.lock = Lock()  # what is launched lies in memory that all threads share
         self.lister = Lister(p, TileConfig(s.BM, s.BN, 4, 1)) if s.mask else None
         # What only prefill makes use of is the same for all, so that fewer kernels are compiled.
         self.repair_spec = replace(
             s, DV=min(s.DV, REPAIR_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1, staged="own",
-            late_wait=False, consumer_regs=0, producer_regs=0, ahead=False,
+            late_wait=False, overlaps=True, consumer_regs=0, producer_regs=0, ahead=False, repairs=True,
         )  # fmt: skip
         self.present: Any = None
         self.names: list[str] = []
@@ -83,7 +94,7 @@ class Bound:
             "left": left or 0,
             "right": right or 0,
             "chunk": p.chunk,
-            "section": heuristics.section(p, c, processors),
+            "section": heuristics.section(p, c, places),
             "slots": self.slots,
             "S": s,
         }
@@ -110,35 +121,38 @@ class Bound:
         lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.first(t)
         given = self.arguments(t, self.memory(t.q.device), lists)
         ordering = repairing = None
+        tiles: dict[Any, Tiles] = {}
         if self.spec.packed_q:
             runs = -(-(self.problem.batch + 1) // ORDER_RUN)
             ordering = self.order.first(runs, given | {"BM": self.spec.BM, "RUN": ORDER_RUN})
-        attention = self.prefill.first(self.programs, given)
+        attention = self.attend.first(self.programs, given, tiles)
         if self.spec.guard:
-            repairing = self.repair.first(self.repairs, self.repair_arguments(t, given))
+            repairing = self.repair.first(self.repairs, self.repair_arguments(t, given), tiles)
         if key is not None:
-            self.ready[key] = Launches(ordering, attention, repairing, listing)
+            self.ready[key] = Launches(ordering, attention, repairing, listing, list(tiles.values()))
 
     def again(self, ready: Launches, at: Given, device: torch.device) -> None:
         """A call like an earlier one, with tensors at these addresses."""
-        ordering, attention, repairing, listing = ready
+        ordering, attention, repairing, listing, tiles = ready
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        memory = self.memory(device)  # kept until the kernels have been queued
-        at |= {name: x.data_ptr() for name, x in memory.items() if x is not None}
+        at["o"] = at["OUT"]
+        if self.spec.guard:
+            at["COUNTER"] = self.tickets.take(device).data_ptr()
+            at["FLAGS"] = at["COUNTER"] + 4 * NOTES_AT
         if listing is not None:
-            lists = listing(at["MASK"], device, stream)
+            lists = listing(at["MASK"], device, stream)  # kept until the kernels have been queued
             at["LIST"] = lists.data_ptr()
             at["RANK"] = at["LIST"] + 4 * listing.rank_at
-        if ordering is not None:
-            ordering(at, stream)
-        tiles = attention.tiles
-        v = at["v"]
-        at |= {"q": tiles["q"](at["q"]), "k": tiles["k"](at["k"]), "v": tiles["v"](v), "o": tiles["o"](at["OUT"])}
-        attention(at, stream)
-        if repairing is not None:
-            if self.repair_spec.DV != self.spec.DV:
-                at["v"] = repairing.tiles["v"](v)
-            repairing(at, stream)
+        ranks = self.ranks(device)
+        at |= {name: x.data_ptr() for name, x in ranks.items()}
+        with self.lock:
+            for tile in tiles:
+                tile.move(at[tile.name])
+            if ordering is not None:
+                ordering(at, stream)
+            attention(at, stream)
+            if repairing is not None:
+                repairing(at, stream)
 
     def arguments(self, t: Tensors, memory: Given, lists: Lists) -> Given:
         """The arguments of the kernels."""
@@ -167,15 +181,19 @@ class Bound:
 
     def memory(self, device: torch.device) -> Given:
         """Memory of a call's own."""
-        made: Given = dict.fromkeys(("FLAGS", "COUNTER", "ORDER", "START"))
+        made: Given = dict.fromkeys(("FLAGS", "COUNTER", "ORDER", "START")) | self.ranks(device)
         if self.spec.guard:
-            made["FLAGS"] = torch.empty(self.slots * self.spec.consumers, dtype=torch.int32, device=device)
-        if self.dynamic:
-            made["COUNTER"] = self.tickets.take(device)
-        if self.spec.packed_q:
-            for name in ("ORDER", "START"):
-                made[name] = torch.empty(self.problem.batch + 2, dtype=torch.int32, device=device)
+            tickets = self.tickets.take(device)
+            made["FLAGS"] = tickets[NOTES_AT:]
+            made["COUNTER"] = tickets[:1] if self.dynamic else None
         return made
+
+    def ranks(self, device: torch.device) -> Given:
+        """What `order` writes."""
+        if not self.spec.packed_q:
+            return {}
+        made = torch.empty(2, -(-(self.problem.batch + 2) // 4) * 4, dtype=torch.int32, device=device)
+        return {"ORDER": made[0], "START": made[1]}
 
 
 def is_plain(addresses: list[int], device: torch.device) -> bool:

@@ -9,10 +9,13 @@ from .layouts import wide_layout
 
 @gluon.jit
 def note_strays(a, o, rows, slot, C: gl.constexpr):
-    """Whether any element is NaN or infinite (0 * x is then NaN): a hidden value may have done that."""
+    """Whether any element is NaN or infinite (0 * x is then NaN): a hidden value may have done that.
+
+    Rows that have one say so; the note is zero before a call, so nothing is gathered from other rows.
+    """
     total = gl.convert_layout(gl.sum(o * 0.0, 1), rows.row.type.layout)
     stray = (total != total) & rows.ok
-    gl.store(a.FLAGS + slot * a.S.consumers + C, gl.max(stray.to(gl.int32), 0))
+    gl.store(a.FLAGS + slot * a.S.consumers + C + rows.row * 0, 1, mask=stray)
 
 
 @gluon.jit

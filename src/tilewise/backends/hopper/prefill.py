@@ -10,18 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from .arguments import Arguments
 from .consumer import consume
 from .pipeline import new_queries, new_ring
 from .producer import produce
 from .schedule import new_slots
-
-# Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
-PLAIN_INTS = [
-    "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "list_b", "list_h", "list_q", "list_n", "slopes_b",
-    "batch", "heads", "group", "q_len", "kv_len", "total_q", "value_dim", "q_offset", "left", "right", "chunk",
-    "section", "slots",
-]  # fmt: skip
 
 
 @gluon.jit
@@ -39,27 +31,15 @@ def consumer2(a, slots, queries, keys, values, outs):
     consume(a, slots, queries, keys, values, outs, 2)
 
 
-@gluon.jit(do_not_specialize=PLAIN_INTS)
-def prefill(
-    q, k, v, o, OUT, LSE, FLAGS, COUNTER, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, ORDER, START, SLOPES, SINKS, MASK,
-    LIST, RANK, o_b, o_h, o_l, lse_b, lse_h, lse_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n,
-    slopes_b, batch, heads, group, q_len, kv_len, total_q, value_dim, q_offset, scale, softcap, left, right, chunk,
-    section, slots,
-    S: gl.constexpr,
-):  # fmt: skip
-    a = Arguments(
-        q, k, v, o, OUT, LSE, FLAGS, COUNTER, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, ORDER, START, SLOPES, SINKS, MASK,
-        LIST, RANK, o_b, o_h, o_l, lse_b, lse_h, lse_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n,
-        slopes_b, batch, heads, group, q_len, kv_len, total_q, value_dim, q_offset, scale, softcap, left, right, chunk,
-        section, slots, S,
-    )  # fmt: skip
-    CONSUMERS: gl.constexpr = S.consumers
-    slots = new_slots(COUNTER, CONSUMERS)
-    queries = new_queries(q, S.q_stages, CONSUMERS, S.chunks)
-    keys = new_ring(k, S.k_stages, CONSUMERS)
-    values = new_ring(v, S.v_stages, CONSUMERS)
-    if S.staged == "own":
-        outs = gl.allocate_shared_memory(o.dtype, [CONSUMERS, 1, 1, 64, S.out_columns], o.layout)
+@gluon.jit
+def prefill(a):
+    CONSUMERS: gl.constexpr = a.S.consumers
+    slots = new_slots(a.COUNTER, CONSUMERS)
+    queries = new_queries(a.q, a.S.q_stages, CONSUMERS, a.S.chunks)
+    keys = new_ring(a.k, a.S.k_stages, CONSUMERS)
+    values = new_ring(a.v, a.S.v_stages, CONSUMERS)
+    if a.S.staged == "own":
+        outs = gl.allocate_shared_memory(a.o.dtype, [CONSUMERS, 1, 1, 64, a.S.out_columns], a.o.layout)
     else:
         outs = queries.tiles
     fence_async_shared()
@@ -69,11 +49,11 @@ def prefill(
         gl.warp_specialize(
             [(consumer0, shared), (consumer1, shared), (produce, producing)],
             [4, 1],
-            [S.consumer_regs, S.producer_regs],
+            [a.S.consumer_regs, a.S.producer_regs],
         )
     else:
         gl.warp_specialize(
             [(consumer0, shared), (consumer1, shared), (consumer2, shared), (produce, producing)],
             [4, 4, 1],
-            [S.consumer_regs, S.consumer_regs, S.producer_regs],
+            [a.S.consumer_regs, a.S.consumer_regs, a.S.producer_regs],
         )

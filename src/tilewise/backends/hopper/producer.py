@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .schedule import find, slots_of
+from .schedule import slots_of, work_at
 from .tiles import tile_list
 
 
@@ -36,12 +36,12 @@ def produce(a, slots, queries, keys, values):
     total = slots_of(a)
     n = 0  # tiles of keys so far
     i = 0  # works so far
-    slot = slots.hand_out(0)
+    place = slots.hand_out(a, 0)
     more = True
     while more:
-        w = find(a, slot)
+        w = work_at(a, place)
         if a.S.ahead:
-            slot = slots.hand_out(i + 1)
+            place = slots.hand_out(a, i + 1)
         tiles = tile_list(a, w)
         # The first keys come before the queries, which wait until a place of theirs is free.
         last = tiles.tile(0)
@@ -53,7 +53,7 @@ def produce(a, slots, queries, keys, values):
             fill_keys(a, w, keys, n + j, tile)
             fill_values(a, w, values, n + j, tile)
         if not a.S.ahead:
-            slot = slots.hand_out(i + 1)
-        more = slot < total
+            place = slots.hand_out(a, i + 1)
+        more = place.slot < total
         n += tiles.count
         i += 1

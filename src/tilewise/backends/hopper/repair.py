@@ -11,12 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from .arguments import Arguments
 from .consumer import no_sums, own_tiles, rows_of
 from .layouts import out_layout, score_layout, wide_layout
 from .output import store_lse, store_rows
-from .prefill import PLAIN_INTS
-from .schedule import find, slots_of
+from .schedule import locate, slots_of, work_at
 from .softmax import finish, hide, logits, weights
 from .steps import as_operand
 from .tiles import tile_list
@@ -46,7 +44,7 @@ def redo(a, slot, c, piece, q_s, k_s, v_s, code_s, full, turn):
     CHUNKS: gl.constexpr = a.S.chunks
     WIDTH: gl.constexpr = a.S.chunk_d
     OUT: gl.constexpr = out_layout(a.S)
-    w = find(a, slot)
+    w = work_at(a, locate(a, slot))
     column = (w.part * (a.S.out_columns // DV) + piece) * DV
     rows = rows_of(a, w, c)
     tiles = tile_list(a, w)
@@ -89,26 +87,14 @@ def redo(a, slot, c, piece, q_s, k_s, v_s, code_s, full, turn):
     return turn
 
 
-@gluon.jit(do_not_specialize=PLAIN_INTS)
-def repair(
-    q, k, v, o, OUT, LSE, FLAGS, COUNTER, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, ORDER, START, SLOPES, SINKS, MASK,
-    LIST, RANK, o_b, o_h, o_l, lse_b, lse_h, lse_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n,
-    slopes_b, batch, heads, group, q_len, kv_len, total_q, value_dim, q_offset, scale, softcap, left, right, chunk,
-    section, slots,
-    S: gl.constexpr,
-):  # fmt: skip
-    a = Arguments(
-        q, k, v, o, OUT, LSE, FLAGS, COUNTER, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, ORDER, START, SLOPES, SINKS, MASK,
-        LIST, RANK, o_b, o_h, o_l, lse_b, lse_h, lse_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n,
-        slopes_b, batch, heads, group, q_len, kv_len, total_q, value_dim, q_offset, scale, softcap, left, right, chunk,
-        section, slots, S,
-    )  # fmt: skip
-    DV: gl.constexpr = S.DV
-    q_s = gl.allocate_shared_memory(q.dtype, [S.chunks, 1, 1, 64, S.chunk_d], q.layout)
-    k_s = gl.allocate_shared_memory(k.dtype, [1, 1, S.BN, S.chunk_d], k.layout)
-    v_s = gl.allocate_shared_memory(v.dtype, [1, 1, S.BN, DV], v.layout)
-    code_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([S.BN, DV], gl.float16)
-    code_s = gl.allocate_shared_memory(gl.float16, [S.BN, DV], code_layout)
+@gluon.jit
+def repair(a):
+    DV: gl.constexpr = a.S.DV
+    q_s = gl.allocate_shared_memory(a.q.dtype, [a.S.chunks, 1, 1, 64, a.S.chunk_d], a.q.layout)
+    k_s = gl.allocate_shared_memory(a.k.dtype, [1, 1, a.S.BN, a.S.chunk_d], a.k.layout)
+    v_s = gl.allocate_shared_memory(a.v.dtype, [1, 1, a.S.BN, DV], a.v.layout)
+    code_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([a.S.BN, DV], gl.float16)
+    code_s = gl.allocate_shared_memory(gl.float16, [a.S.BN, DV], code_layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
     fence_async_shared()
@@ -117,7 +103,7 @@ def repair(
             gl.store(a.COUNTER, 0)  # for the next call
     # Each program looks at a run of notes, many at a time: as a rule there are none.
     RUN: gl.constexpr = 128
-    units = slots_of(a) * S.consumers
+    units = slots_of(a) * a.S.consumers
     each = gl.cdiv(gl.cdiv(units, RUN), gl.num_programs(0)) * RUN
     begin = gl.program_id(0) * each
     turn = 0
@@ -126,6 +112,7 @@ def repair(
         if gl.max(gl.load(a.FLAGS + at, mask=at < units, other=0), 0) != 0:
             for unit in range(first, gl.minimum(first + RUN, units)):
                 if gl.load(a.FLAGS + unit) != 0:
-                    for piece in range(S.out_columns // DV):
-                        slot = unit // S.consumers
-                        turn = redo(a, slot, unit % S.consumers, piece, q_s, k_s, v_s, code_s, full, turn)
+                    for piece in range(a.S.out_columns // DV):
+                        slot = unit // a.S.consumers
+                        turn = redo(a, slot, unit % a.S.consumers, piece, q_s, k_s, v_s, code_s, full, turn)
+                    gl.store(a.FLAGS + unit, 0)  # for the next call

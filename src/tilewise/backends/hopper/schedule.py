@@ -87,15 +87,33 @@ def key_tiles(a, offset, top, rows, n_keys):
 
 
 @aggregate
+class Place:
+    """A slot, looked up: the tile of query rows of one head of one sequence."""
+
+    slot: gl.tensor
+    seq: gl.tensor  # past `batch` where there is no such slot
+    head: gl.tensor
+    tile: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, slot, seq, head, tile):
+        self.slot = slot
+        self.seq = seq
+        self.head = head
+        self.tile = tile
+
+
+@aggregate
 class Slots:
     """Which slot is work number n of this program.
 
     Without COUNTER, slots are dealt out in rounds, forwards and backwards in turn. With it, whoever is ready takes the
-    next: the producer draws numbers, one work ahead, and hands them to the consumers by a ring of two.
+    next: the producer draws numbers, one work ahead, looks their places up and hands those to the consumers by a ring
+    of two. The look-up (divisions, or a search in packed sequences) then costs the consumers nothing between two works.
     """
 
     counter: object
-    numbers: object  # [2, 1] in shared memory; this and the barriers are there only if the counter is
+    numbers: object  # [8, 1] in shared memory: two places; this and the barriers are there only if the counter is
     full: object
     released: object
 
@@ -118,32 +136,40 @@ class Slots:
         return slot
 
     @gluon.jit
-    def give(self, n, slot):
-        """The producer's, to the consumers."""
+    def put(self, i, number):
+        EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.numbers.index(i).store(gl.full([1], number, gl.int32, EACH))
+
+    @gluon.jit
+    def get(self, i):
+        EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.max(self.numbers.index(i).load(EACH), 0)
+
+    @gluon.jit
+    def hand_out(self, a, n):
+        """The producer's: draws the slot of work n and tells the consumers its place."""
+        place = locate(a, self.draw(n))
         if self.counter is not None:
-            EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             mbarrier.wait(self.released.index(n & 1), ((n >> 1) & 1) ^ 1)
-            self.numbers.index(n & 1).store(gl.full([1], slot, gl.int32, EACH))
+            at = (n & 1) * 4
+            self.put(at, place.slot)
+            self.put(at + 1, place.seq)
+            self.put(at + 2, place.head)
+            self.put(at + 3, place.tile)
             mbarrier.arrive(self.full.index(n & 1), count=1)
+        return place
 
     @gluon.jit
-    def hand_out(self, n):
-        """The producer's: draws the slot of work n and tells the consumers."""
-        slot = self.draw(n)
-        self.give(n, slot)
-        return slot
-
-    @gluon.jit
-    def take(self, n):
-        """A consumer's: the slot of work n; past the last slot there is no more work."""
+    def take(self, a, n):
+        """A consumer's: the place of work n; past the last slot there is no more work."""
         if self.counter is None:
-            slot = dealt(n)
+            place = locate(a, dealt(n))
         else:
-            EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             mbarrier.wait(self.full.index(n & 1), (n >> 1) & 1)
-            slot = gl.max(self.numbers.index(n & 1).load(EACH), 0)
+            at = (n & 1) * 4
+            place = Place(self.get(at), self.get(at + 1), self.get(at + 2), self.get(at + 3))
             mbarrier.arrive(self.released.index(n & 1), count=1)
-        return slot
+        return place
 
 
 @gluon.jit
@@ -154,7 +180,7 @@ def new_slots(counter, CONSUMERS: gl.constexpr):
     if counter is None:
         slots = Slots(None, None, None, None)
     else:
-        numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        numbers = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
         full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         released = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
@@ -182,15 +208,14 @@ def slots_of(a):
 
 
 @gluon.jit
-def find(a, slot):
-    """The work of a slot."""
+def locate(a, slot):
+    """Where a slot is. Past the last one nobody does the work, but it is looked up: it has a tile without rows."""
     BM: gl.constexpr = a.S.BM
-    part = slot % a.S.parts
-    slot = slot // a.S.parts
+    unit = slot // a.S.parts
     if a.S.packed_q:
         # Longest sequences first; of one sequence the last tiles first, all heads of a tile together.
-        head = slot % a.heads
-        entry = slot // a.heads
+        head = unit % a.heads
+        entry = unit // a.heads
         RUN: gl.constexpr = 128
         each: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         rank = entry * 0
@@ -200,33 +225,43 @@ def find(a, slot):
             rank += gl.sum((starts <= entry).to(gl.int32), 0)
         rank -= 1
         seq = gl.load(a.ORDER + rank)
-        q_start = gl.load(a.CU_Q + seq)
-        owned = seq < a.batch
-        q_end = gl.where(owned, gl.load(a.CU_Q + gl.minimum(seq + 1, a.batch)), a.total_q)
-        q_len = q_end - q_start
-        tile = gl.cdiv(q_len, BM) - 1 - (entry - gl.load(a.START + rank))
-        beyond = entry >= gl.load(a.START + a.batch + 1)  # a program that finds no work has a tile without rows
-        q_len = gl.where(beyond, 0, q_len)
+        q_end = gl.where(seq < a.batch, gl.load(a.CU_Q + gl.minimum(seq + 1, a.batch)), a.total_q)
+        tile = gl.cdiv(q_end - gl.load(a.CU_Q + seq), BM) - 1 - (entry - gl.load(a.START + rank))
+        beyond = entry >= gl.load(a.START + a.batch + 1)
+        seq = gl.where(beyond, a.batch + 1, seq)
         tile = gl.where(beyond, 0, tile)
-        owned = owned & (beyond == 0)
+    else:
+        # Sections of planes whose keys fit the L2 cache; inside one, the last tiles of all its planes come first.
+        unit = gl.minimum(unit, a.slots // a.S.parts - 1)
+        tiles = gl.cdiv(a.q_len, BM)
+        begin = unit // (a.section * tiles) * a.section
+        width = gl.minimum(a.section, a.batch * a.heads - begin)
+        rank = unit % (a.section * tiles)
+        plane = begin + rank % width
+        tile = tiles - 1 - rank // width
+        seq = plane // a.heads
+        head = plane % a.heads
+    return Place(slot, seq, head, tile)
+
+
+@gluon.jit
+def work_at(a, place):
+    """The work of a place."""
+    BM: gl.constexpr = a.S.BM
+    tile = place.tile
+    if a.S.packed_q:
+        owned = place.seq < a.batch
+        seq = gl.minimum(place.seq, a.batch)
+        q_start = gl.load(a.CU_Q + seq)
+        q_end = gl.where(owned, gl.load(a.CU_Q + gl.minimum(seq + 1, a.batch)), a.total_q)
+        q_len = gl.where(place.seq > a.batch, 0, q_end - q_start)
         b = gl.minimum(seq, a.batch - 1)
         row_b = b * 0
         kv_b = b * 0
         kv_start = gl.load(a.CU_K + b)
         n_keys = gl.load(a.CU_K + b + 1) - kv_start
     else:
-        # Sections of planes whose keys fit the L2 cache; inside one, the last tiles of all its planes come first.
-        slot = gl.minimum(
-            slot, a.slots // a.S.parts - 1
-        )  # past the last slot: nobody does that work, but it is looked up
-        tiles = gl.cdiv(a.q_len, BM)
-        begin = slot // (a.section * tiles) * a.section
-        width = gl.minimum(a.section, a.batch * a.heads - begin)
-        rank = slot % (a.section * tiles)
-        plane = begin + rank % width
-        tile = tiles - 1 - rank // width
-        b = plane // a.heads
-        head = plane % a.heads
+        b = place.seq
         q_start = b * 0
         q_len = b * 0 + a.q_len
         row_b = b
@@ -244,5 +279,6 @@ def find(a, slot):
     if a.S.packed_q:
         n_keys = gl.where(owned, n_keys, 0)
     top = tile * BM
+    part = place.slot % a.S.parts
     first, last, _, _ = key_tiles(a, offset, top, gl.minimum(BM, q_len - top), n_keys)
-    return Work(row_b, kv_b, b, head, part, top, q_start, q_len, kv_start, n_keys, offset, owned, first, last)
+    return Work(row_b, kv_b, b, place.head, part, top, q_start, q_len, kv_start, n_keys, offset, owned, first, last)

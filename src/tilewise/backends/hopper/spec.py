@@ -23,10 +23,12 @@ class Spec(Flags):
     v_stages: int
     staged: str  # where the output waits for TMA: in memory of its "own", or "borrowed" from q
     out_columns: int  # columns of the output that wait there at a time
+    overlaps: bool  # a warpgroup takes exponentials while its own P V is under way, not only those of others
     late_wait: bool  # P V is waited for after the exponentials, not where the compiler would
     consumer_regs: int
     producer_regs: int
     guard: bool  # hidden keys may lie under visible ones: strays are looked for (see repair.py)
+    repairs: bool  # does again what a launch before it has noted
     ahead: bool  # a slot is drawn before the tiles of the work before it are loaded, not after
 
     @property

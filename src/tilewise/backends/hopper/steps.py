@@ -61,14 +61,19 @@ def step(
     s = start_scores(a, queries, keys, i, n, C)
     values.wait_full(last)
     o = warpgroup_mma(p, values.tile(last), o, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    if a.S.overlaps:
+        s = warpgroup_mma_wait(1, deps=(s,))
+    else:
+        s, o = warpgroup_mma_wait(0, deps=(s, o))
+        values.release(last)
     release_scores(a, keys, n)
     p, m, l, shrink = to_weights(a, s, m, l, rows, tile, tile_keys, mixed, MASKED)
     p = as_operand(a, p)
-    if a.S.late_wait:
-        values.wait_full(last)  # it is full: this is a branch, and the compiler moves no wait above it
-    o, p = warpgroup_mma_wait(0, deps=(o, p))  # P goes through the wait: else it is moved to other registers
-    values.release(last)
+    if a.S.overlaps:
+        if a.S.late_wait:
+            values.wait_full(last)  # it is full: this is a branch, and the compiler moves no wait above it
+        o, p = warpgroup_mma_wait(0, deps=(o, p))  # P goes through the wait: else it is moved to other registers
+        values.release(last)
     return p, o, m, l, shrink
 
 

@@ -1,0 +1,113 @@
+"""How a Gluon kernel is handed to the driver: tiles, pointers and numbers, with a stand-in for it."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise.backends.hopper import kernel
+from tilewise.backends.triton.kernel import Launch
+
+
+class TileDriver:
+    """A stand-in for NVIDIA's driver: what it is told about tiles, and what a launch finds in its arguments."""
+
+    def __init__(self, *errors):
+        self.errors, self.encoded, self.moved, self.launched, self.contexts = list(errors), [], [], [], []
+
+    def context(self):
+        return 77
+
+    def set_context(self, context):
+        self.contexts.append(context)
+
+    def encode(self, at, element, rank, address, dims, strides, box, steps, *rest):
+        assert at % 64 == 0
+        arrays = ((dims, ctypes.c_uint64, rank), (strides, ctypes.c_uint64, rank - 1), (box, ctypes.c_uint32, rank))
+        self.encoded.append((element, address, *(list((kind * n).from_address(x)) for x, kind, n in arrays), rest))
+        ctypes.c_uint64.from_address(at).value = address
+        return 0
+
+    def move(self, at, address):
+        self.moved.append(address)
+        ctypes.c_uint64.from_address(at).value = address
+        return 0
+
+    def launch(self, how, function, parameters, extra):
+        if self.errors:
+            return self.errors.pop(0)
+        places = list((ctypes.c_void_p * 14).from_address(parameters))
+        kinds = [ctypes.c_uint64, *[ctypes.c_int32] * 4, *[ctypes.c_int64] * 4, ctypes.c_uint64, ctypes.c_int32]
+        kinds += [ctypes.c_float, ctypes.c_uint64, ctypes.c_uint64]
+        grid = Launch.from_address(how)
+        found = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
+        self.launched.append((function, (grid.x, grid.threads, grid.shared, grid.stream), found))
+        return 0
+
+
+def ready_kernel(driver, tiles=None):
+    """As Triton would compile it: one tensor in tiles, one pointer, one that is not there, two numbers."""
+
+    class Compiled:
+        function = 5
+        metadata = SimpleNamespace(
+            num_ctas=1, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, num_warps=12,
+            shared=1000, tensordesc_meta=(
+                {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False},
+            ),
+        )  # fmt: skip
+        src = SimpleNamespace(
+            signature={
+                "q": "tensordesc<bf16[1, 1, 64, 64],layout>", "OUT": "*bf16", "LSE": "constexpr", "n": "i32",
+                "scale": "fp32", "S": "constexpr",
+            }
+        )  # fmt: skip
+
+    class Function:
+        arg_names = ("q", "OUT", "LSE", "n", "scale", "S")
+
+        def __getitem__(self, grid):
+            assert grid == (7,)
+            return lambda **given: Compiled
+
+    q = torch.empty(1, 5, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
+    given = {"q": kernel.descriptor(q, 64, 64, "bf16"), "OUT": q, "LSE": None, "n": 9, "scale": 0.5, "S": "spec"}
+    return kernel.Kernel(Function(), driver).first(7, given | {"other": 1}, tiles), q
+
+
+def test_later_launches_hand_over_addresses_and_tiles():
+    driver, tiles = TileDriver(), {}
+    ready, q = ready_kernel(driver, tiles)
+    assert driver.launched == []
+    bf16 = kernel.TMA_DTYPE_DEVICE_TO_HOST[10]
+    assert driver.encoded == [
+        (bf16, q.data_ptr(), [64, 5, 3, 1], [192 * 2, 64 * 2, 8 * 2], [64, 64, 1, 1], (0, 3, kernel.L2_128B, 0))
+    ]
+    for address in (4096, 4096, 6144):
+        for tile in tiles.values():
+            tile.move({"q": address}[tile.name])
+        ready({"OUT": address + 16, "other": 3}, 21)
+    assert driver.moved == [4096, 6144]  # only where it changes
+    numbers = [1, 3, 5, 64, 8, 64, 192, 1]
+    for launched, address in zip(driver.launched, (4096, 4096, 6144), strict=True):
+        assert launched == (5, (7, 384, 1000, 21), [address, *numbers, address + 16, 9, 0.5, 0, 0])
+
+
+def test_kernels_that_are_launched_together_share_tiles():
+    driver, tiles = TileDriver(), {}
+    ready_kernel(driver, tiles)
+    ready_kernel(driver, tiles)
+    assert len(driver.encoded) == len(tiles) == 1
+
+
+def test_a_launch_that_fails_is_an_error_and_a_new_thread_is_given_a_context():
+    driver = TileDriver()
+    ready, _ = ready_kernel(driver)
+    driver.errors = [kernel.NO_CONTEXT]
+    ready({"OUT": 16}, 1)
+    assert driver.contexts == [77]
+    assert len(driver.launched) == 1
+    driver.errors = [701]
+    with pytest.raises(RuntimeError, match="701"):
+        ready({"OUT": 16}, 1)
