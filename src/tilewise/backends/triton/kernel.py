@@ -23,6 +23,11 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype in (torch.bool, torch.float8_e4m3fn) else x
 
 
+def in_pairs(x: torch.Tensor) -> bool:
+    """Whether a tensor of bytes can be read in units of two."""
+    return x.shape[-1] % 2 == 0 and not any(n % 2 for n in (x.data_ptr(), *x.stride()[:-1]))
+
+
 class Kernel:
     """A Triton kernel with its compile-time arguments."""
 

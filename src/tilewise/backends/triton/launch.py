@@ -20,7 +20,7 @@ from ...tensors import Tensors
 from . import heuristics, tuned
 from .attend import attend
 from .device import arch_of, processors
-from .kernel import INTERPRETED, Arguments, Kernel, Ready, as_bytes
+from .kernel import INTERPRETED, Arguments, Kernel, Ready, as_bytes, in_pairs
 from .listing import NO_LISTS, Lister, Listing, Lists, Orderer
 from .reduce import reduce
 from .spec import Config
@@ -95,8 +95,8 @@ class Bound:
         self.ready: dict[Any, Launches] = {}
 
     def __call__(self, t: Tensors) -> None:
-        key = None
-        if t.tile_map is None and not INTERPRETED:
+        key: tuple[Any, ...] | None = None
+        if not INTERPRETED:
             if self.present is None:
                 names = [name for name in POINTERS.values() if getattr(t, name) is not None]
                 self.present, self.mask_at = attrgetter(*names), names.index("mask") if "mask" in names else 0
@@ -105,10 +105,14 @@ class Bound:
             given = self.present(t)
             key = tuple([x.stride() for x in given])
             addresses = [x.data_ptr() for x in given]
+            states = None
+            if t.tile_map is not None and self.lister is not None:
+                states = self.lister.states(t.tile_map)
+                key = (*key, states.shape)
             if not _plain(addresses, t.q.device):
                 key = None
             elif (ready := self.ready.get(key)) is not None:
-                self.again(ready, addresses, self.merged_at, t.q.device)
+                self.again(ready, addresses, self.merged_at, t.q.device, states)
                 return
         with torch.cuda.device(t.q.device) if not INTERPRETED else nullcontext():
             self.first(t, key)
@@ -139,8 +143,10 @@ class Bound:
         if key is not None and attention is not None and not captured:
             self.ready[key] = Launches(attention, inside, repairing, merging, listing, ordering)
 
-    def again(self, ready: Launches, addresses: list[int], merged_at: list[int], device: torch.device) -> None:
-        """A call like an earlier one. Addresses are in the order of the kernels' arguments."""
+    def again(
+        self, ready: Launches, addresses: list[int], merged_at: list[int], device: torch.device, states: Any = None
+    ) -> None:
+        """A call like an earlier one. Addresses are in the order of the kernels' arguments; `states` are of its map."""
         attention, inside, repairing, merging, listing, ordering = ready
         part = part_ml = 0
         workspace = flags = None
@@ -159,7 +165,8 @@ class Bound:
         if flags is not None:
             addresses.append(flags.data_ptr())
         if listing is not None:
-            lists = listing(addresses[self.mask_at], device, stream)  # kept until the kernel has been queued
+            source = addresses[self.mask_at] if states is None else states.data_ptr()
+            lists = listing(source, device, stream)  # kept until the kernel has been queued
             at = lists.data_ptr()
             addresses += [at, at + 4 * listing.rank_at]
         if ordering is not None and self.orderer is not None:
@@ -189,7 +196,7 @@ class Bound:
         """
         c = self.config
         narrow = [x for x, scales in ((t.k, t.k_scales), (t.v, t.v_scales)) if scales is not None]
-        pairs = all(_in_pairs(x) for x in narrow)
+        pairs = all(in_pairs(x) for x in narrow)
         spec = self.spec if pairs else heuristics.spec(self.problem, c, self.arch, pairs=False)
         k, v = (_stored(x, op.unit) for x, op in ((t.k, spec.keys), (t.v, spec.values)))
         grain = _grain(k, v)
@@ -263,11 +270,6 @@ def _stored(x: torch.Tensor | None, unit: int = 1) -> torch.Tensor | None:
     if x is None or unit == 1:
         return None if x is None else as_bytes(x)
     return x.view(torch.int16)
-
-
-def _in_pairs(x: torch.Tensor) -> bool:
-    """Whether a tensor of bytes can be read in units of two."""
-    return x.shape[-1] % 2 == 0 and not any(n % 2 for n in (x.data_ptr(), *x.stride()[:-1]))
 
 
 def _grain(*tensors: torch.Tensor | None) -> int:

@@ -5,19 +5,25 @@ Each is made through Triton once, then again by address.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...problem import Problem
 from ...tensors import Tensors
+from ...tiles import TileMap
 from . import heuristics
 from .classify import classify, compact
 from .kernel import Arguments, Kernel, Ready, as_bytes
 from .order import order
 from .spec import Config
+from .tickets import capturing
 
 COMPACT_RUN = 256
-# Bytes of a mask that a program of `classify` looks at in a step: enough of them on their way to keep memory busy.
-CLASSIFY_STEP = 1 << 16
+# Tiles of a mask that a program of `classify` looks at in a step, and their bytes at most: enough on their way to keep
+# memory busy. bfloat16, 8k x 8k: 4 tiles 0.324 ms for the whole call, 8 tiles 0.302, 16 tiles 0.282.
+CLASSIFY_TILES = 16
+CLASSIFY_STEP = 1 << 17
 CLASSIFY_WARPS = 16
 STRIDES = ("mask_b", "mask_h", "mask_q", "mask_k")
 # LIST, RANK, and the strides that lead to a plane's: batch, head, row of tiles; and the tiles of a row.
@@ -33,6 +39,26 @@ class Lister:
         self.classified = problem.tile_map is None and heuristics.classifies(problem)
         all_mixed = problem.tile_map is None and not self.classified
         self.compact = Kernel(compact, {"ALL": all_mixed, "RUN": COMPACT_RUN}, num_warps=4)
+        self.kept: tuple[Any, ...] = ()
+
+    def states(self, tile_map: TileMap) -> torch.Tensor:
+        """A map in tiles of this launch. The last one is kept: a map is made once and used by many calls.
+
+        Not in a capture, whose memory is the graph's own, nor from one stream to another.
+        """
+        source = tile_map.states
+        if not source.is_cuda or capturing():
+            return self.retiled(tile_map)
+        stream = torch._C._cuda_getCurrentRawStream(source.device.index)
+        if not self.kept or self.kept[0] is not source or self.kept[1:3] != (source._version, stream):
+            self.kept = (source, source._version, stream, self.retiled(tile_map))
+        made: torch.Tensor = self.kept[3]
+        return made
+
+    def retiled(self, tile_map: TileMap) -> torch.Tensor:
+        c = self.config
+        states = tile_map.retile((c.BM, c.BK)).states
+        return states.expand(*states.shape[:3], -(-self.problem.kv_len // c.BK)).contiguous()
 
     def first(self, t: Tensors) -> tuple[Lists, Listing | None]:
         """The lists of a call's mask, and what later calls need to make theirs."""
@@ -44,9 +70,8 @@ class Lister:
         B, H, tiles = (1 if free else size for size, free in zip(full, p.mask.broadcast, strict=False))
         states = None
         if t.tile_map is not None:
-            states = t.tile_map.retile((c.BM, c.BK)).states
+            states = self.states(t.tile_map)
             B, H, tiles = states.shape[:3]
-            states = states.expand(B, H, tiles, n).contiguous()
         elif not self.classified:
             B = H = tiles = 1
         rows = B * H * tiles
@@ -59,7 +84,7 @@ class Lister:
             kernel, given = self.compact, {"STATES": states, "LIST": LIST, "RANK": RANK, "n": n}
         ready = kernel.first((rows, 1), given)
         lists = (LIST, RANK, (H * tiles if B > 1 else 0, tiles if H > 1 else 0, int(tiles > 1), n))
-        return lists, None if ready is None else Listing(ready, self.classified, rows, n)
+        return lists, None if ready is None else Listing(ready, self.classified or states is not None, rows, n)
 
     def classifier(self, mask: torch.Tensor) -> tuple[Kernel, Arguments]:
         """`classify` for a mask, in words where rows of cells consist of those; and what it is given of the mask."""
@@ -72,7 +97,7 @@ class Lister:
             kind, source, each = "flags" if mask.dtype == torch.bool else "cells", as_bytes(mask), 1
         given: Arguments = {"MASK": source, "q_len": p.q_len, "kv_len": p.kv_len}
         given |= dict(zip(STRIDES, source.stride(), strict=True))
-        run = max(1, CLASSIFY_STEP // (c.BM * c.BK * mask.element_size()))
+        run = max(1, min(CLASSIFY_TILES, CLASSIFY_STEP // (c.BM * c.BK * mask.element_size())))
         constants = {"BQ": c.BM, "BK": c.BK, "KIND": kind, "EACH": each, "RUN": run}
         return Kernel(classify, constants, num_warps=CLASSIFY_WARPS), given
 
@@ -80,17 +105,17 @@ class Lister:
 class Listing:
     """The launch that makes a mask's lists again."""
 
-    def __init__(self, ready: Ready, masked: bool, rows: int, n: int) -> None:
-        self.ready, self.masked = ready, masked
+    def __init__(self, ready: Ready, reads: bool, rows: int, n: int) -> None:
+        self.ready, self.reads = ready, reads
         self.rank_at = -(-rows * n // 4) * 4  # a multiple of 16 bytes
         self.end = self.rank_at + rows * (n + 1)
 
-    def __call__(self, mask: int, device: torch.device, stream: int) -> torch.Tensor:
-        """LIST and, from `rank_at` on, RANK."""
+    def __call__(self, source: int, device: torch.device, stream: int) -> torch.Tensor:
+        """LIST and, from `rank_at` on, RANK, from the mask or the states of its tiles."""
         lists = torch.empty(self.end, dtype=torch.int32, device=device)
         at = lists.data_ptr()
         addresses = [at, at + 4 * self.rank_at]
-        self.ready([mask, *addresses] if self.masked else addresses, stream)
+        self.ready([source, *addresses] if self.reads else addresses, stream)
         return lists
 
 
