@@ -3,8 +3,9 @@
     python benchmarks/h200/caches.py --json caches.json
 
 Checks first: every storage type, contiguous, ring and paged, packed and padded, bfloat16 and float32 sources, against
-`InTorch` byte for byte; then a paged cache and a cascade against the reference backend. Then times: a decode step of
-64 sequences and a prompt of 8192 tokens, against a copy of as many bytes.
+`InTorch` byte for byte; then a paged cache and a cascade against the reference backend. Then times: tokens of a decode
+step of 64 sequences and a prompt of 8192 stored, against a copy of as many bytes; whole steps (append, attend); and a
+step of sequences that share a prefix, with and without a cascade.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -27,6 +29,7 @@ from tilewise.caches.formats import Format
 
 DEVICE = torch.device("cuda")
 TYPES = ("f32", "f16", "bf16", "fp8_e4m3", "int8", "int4")
+WAYS = {"without": False, "with": True}
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -126,13 +129,78 @@ def times() -> list[dict[str, Any]]:
     return results
 
 
+def steps() -> list[dict[str, Any]]:
+    """A decode step of 64 sequences, 32/8 heads of 128: one token stored for each, and attended to.
+
+    Its time on the device from a full queue, and what the host takes for it; the kernel of attention alone beside it.
+    """
+    results = []
+    for dtype in TYPES:
+        for context in (1024, 4096):
+            cache = PagedKVCache(64 * (context // 16 + 64), 16, 8, 128, dtype, device=DEVICE)
+            ids = [cache.create() for _ in range(64)]
+            for part in range(0, 64, 16):
+                k, v = torch.randn(2, 16, 8, context, 128, device=DEVICE, dtype=torch.bfloat16)
+                cache.append(ids[part : part + 16], k, v)
+            k, v = torch.randn(2, 64, 8, 1, 128, device=DEVICE, dtype=torch.bfloat16)
+            q = torch.randn(64, 32, 1, 128, device=DEVICE, dtype=torch.float32 if dtype == "f32" else torch.bfloat16)
+
+            def step(cache: Any = cache, ids: Any = ids, k: Any = k, v: Any = v, q: Any = q) -> None:
+                cache.append(ids, k, v)
+                cache.attend(ids, q)
+
+            whole = microseconds(step)
+            host = host_microseconds(step)
+            batch = cache.view(ids)
+            alone = microseconds(lambda b=batch, q=q: b.attend(q))
+            results.append({
+                "dtype": dtype, "context": context, "step_us": whole, "host_us": host, "attend_us": alone,
+                "TB_per_s": cache.bytes_per_token * 64 * context / alone / 1e6,
+            })  # fmt: skip
+    return results
+
+
+def host_microseconds(call: Any, rounds: int = 100) -> float:
+    """The median of what a call takes before it returns, with nothing queued before it."""
+    taken = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[rounds // 2] * 1e6
+
+
+def cascades() -> list[dict[str, Any]]:
+    """Sequences that share a prompt and have 64 tokens of their own."""
+    results = []
+    for heads, kv_heads, prefix, sequences in ((32, 32, 4096, 32), (32, 8, 4096, 32), (32, 8, 16384, 64)):
+        cache = PagedKVCache(prefix // 16 + sequences * 8, 16, kv_heads, 128, "bf16", device=DEVICE)
+        root = cache.create()
+        cache.append(root, *torch.randn(2, prefix, kv_heads, 128, device=DEVICE, dtype=torch.bfloat16))
+        ids = [cache.fork(root) for _ in range(sequences)]
+        cache.append(ids, *torch.randn(2, sequences, kv_heads, 64, 128, device=DEVICE, dtype=torch.bfloat16))
+        q = torch.randn(sequences, heads, 1, 128, device=DEVICE, dtype=torch.bfloat16)
+        batch = cache.view(ids)
+        calls = {way: (lambda c=c, b=batch, q=q: b.attend(q, cascade=c)) for way, c in WAYS.items()}
+        error = (calls["without"]().float() - calls["with"]().float()).abs().max().item()
+        assert error < 1e-2, error
+        taken = {way: microseconds(call) for way, call in calls.items()}
+        results.append({
+            "heads": heads, "kv_heads": kv_heads, "prefix": prefix, "sequences": sequences, "us": taken,
+            "chosen": bool(batch.shared_prefixes(heads)), "ratio": taken["without"] / taken["with"],
+            "difference": error,
+        })  # fmt: skip
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     options = parser.parse_args()
     torch.manual_seed(0)
-    data: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    data: dict[str, Any] = {"device": torch.cuda.get_device_name().removeprefix("NVIDIA ")}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:  # most of the time is compiling
         differences = pool.map(check_caches, TYPES)
         data["combinations"] = sum(pool.map(check_bytes, range(options.jobs), [options.jobs] * options.jobs))
@@ -144,6 +212,14 @@ def main() -> None:
     for r in data["times"]:
         work = f"{r['dtype']:9} {r['sequences']:3} x {r['tokens']:5}"
         print(f"{work}: {r['append_us']:7.1f} us, copy {r['copy_us']:7.1f} us")
+    data["steps"] = steps()
+    for r in data["steps"]:
+        print(f"step of 64, {r['dtype']:9} {r['context']:5}: {r['step_us']:7.1f} us, host {r['host_us']:6.1f},"
+              f" attention {r['attend_us']:7.1f} us, {r['TB_per_s']:.2f} TB/s")  # fmt: skip
+    data["cascades"] = cascades()
+    for r in data["cascades"]:
+        work = f"{r['sequences']} sequences share {r['prefix']}, {r['heads']}/{r['kv_heads']}"
+        print(f"{work}: {r['us']['without']:7.1f} us, cascade {r['us']['with']:7.1f} us, {r['ratio']:.2f}x")
     if options.json:
         options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
