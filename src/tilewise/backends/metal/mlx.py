@@ -197,11 +197,11 @@ def _kernel(name: str, header: str, make: Callable[..., Any]) -> Any:
     )
 
 
-def _numbers(ints: list[int], floats: list[float], strides: list[int]) -> dict[str, Any]:
+def _numbers(ints: tuple[int, ...], floats: tuple[float, ...], strides: tuple[int, ...]) -> dict[str, Any]:
     return {
-        "ints": mx.array(ints, mx.int32),
-        "strides": mx.array(strides, mx.int64),
-        "floats": mx.array(floats, mx.float32),
+        "ints": mx.array(list(ints), mx.int32),
+        "strides": mx.array(list(strides), mx.int64),
+        "floats": mx.array(list(floats), mx.float32),
     }
 
 

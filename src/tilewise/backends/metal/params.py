@@ -5,6 +5,7 @@ Their order is that of the names below; `text.py` makes the struct that reads th
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +32,15 @@ MOST = 2**30 - 1  # of a position or a window's side: sums of two stay within 31
 
 
 class Numbers(NamedTuple):
-    """The three lists, in the order of the names."""
+    """All of them, in the order of the names."""
 
-    ints: list[int]
-    strides: list[int]
-    floats: list[float]
+    ints: tuple[int, ...]
+    strides: tuple[int, ...]
+    floats: tuple[float, ...]
 
 
-def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[list[int], list[float]]:
+@lru_cache(maxsize=4096)
+def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """What does not depend on the tensors."""
     p = problem
     left, right = p.window
@@ -81,10 +83,10 @@ def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[list[int], lis
         "plane_keys": 1 if mask[3] else p.kv_len,
     }
     floats = {"scale": p.scale, "softcap": p.softcap}
-    return [int(values[name]) for name in INTS], [float(floats.get(name, 0.0)) for name in FLOATS]
+    return tuple(int(values[name]) for name in INTS), tuple(float(floats.get(name, 0.0)) for name in FLOATS)
 
 
-def strides(t: Tensors, states: torch.Tensor | None) -> list[int]:
+def strides(t: Tensors, states: torch.Tensor | None) -> tuple[int, ...]:
     """In elements, 0 for what is not there or is broadcast."""
     values: dict[str, int] = {}
     for name, x in (
@@ -99,7 +101,7 @@ def strides(t: Tensors, states: torch.Tensor | None) -> list[int]:
         values |= _named(name, "bhl", x)
     values |= _named("mask", "bhqk", t.mask) | _named("states", "bhqk", states)
     values |= _named("slopes", "b", t.alibi_slopes) | _named("table", "b", t.block_table)
-    return [values[name] for name in STRIDES]
+    return tuple(values[name] for name in STRIDES)
 
 
 def _named(name: str, dims: str, x: Any) -> dict[str, int]:

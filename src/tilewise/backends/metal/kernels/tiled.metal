@@ -56,29 +56,29 @@ inline void stage_queries(thread const Tensors& t, thread const Params& p, threa
 // Columns c0 .. c0 + DC of keys n0 .. n0 + BK; zeros for keys outside [lo, hi), which are never read.
 inline void stage_keys(thread const Tensors& t, thread const Params& p, thread const Sequence& s, threadgroup float* to,
                        int kv_head, int n0, int lo, int hi, int c0, int thread_id) {
-  for (int i = thread_id; i < BK * DC; i += THREADS) {
-    const int n = n0 + i / DC;
-    const int c = c0 + i % DC;
+  const int c = c0 + thread_id % DC; // a thread stays in its column
+  for (int r = thread_id / DC; r < BK; r += THREADS / DC) {
+    const int n = n0 + r;
     float x = 0.0f;
     if (n >= lo && n < hi && c < p.head_dim) x = key_element(t, p, place_of(t, p, s, n), kv_head, c);
-    to[i] = x;
+    to[r * DC + thread_id % DC] = x;
   }
 }
 
 // The same of values; and whether this thread met one that is not finite, which is left out.
 inline bool stage_values(thread const Tensors& t, thread const Params& p, thread const Sequence& s, threadgroup float* to,
                          int kv_head, int n0, int lo, int hi, int c0, int thread_id) {
+  const int c = c0 + thread_id % DVC;
   bool stray = false;
-  for (int i = thread_id; i < BK * DVC; i += THREADS) {
-    const int n = n0 + i / DVC;
-    const int c = c0 + i % DVC;
+  for (int r = thread_id / DVC; r < BK; r += THREADS / DVC) {
+    const int n = n0 + r;
     float x = 0.0f;
     if (n >= lo && n < hi && c < p.value_dim) x = value_element(t, p, place_of(t, p, s, n), kv_head, c);
     if (!is_finite(x)) {
       stray = true;
       x = 0.0f;
     }
-    to[i] = x;
+    to[r * DVC + thread_id % DVC] = x;
   }
   return stray;
 }
