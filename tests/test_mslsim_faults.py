@@ -166,6 +166,16 @@ kernel void sum_in_some_lanes(device float* out [[buffer(0)]], uint t [[thread_i
   if (!FLAW || t % 32u < 16u) x = simd_sum(x);  // !
   out[t] = x;
 }
+kernel void matrix_in_some_lanes(device float* out [[buffer(0)]], uint t [[thread_index_in_threadgroup]]) {
+  simdgroup_float8x8 m = make_filled_simdgroup_matrix<float, 8, 8>(1.0f);
+  if (!FLAW || t % 32u < 8u) simdgroup_load(m, out, 8);  // !
+  simdgroup_multiply(m, m, m);
+}
+kernel void matrix_in_other_lanes(device float* out [[buffer(0)]], uint t [[thread_index_in_threadgroup]]) {
+  simdgroup_float8x8 m = make_filled_simdgroup_matrix<float, 8, 8>(1.0f);
+  if (!FLAW || t % 32u >= 8u) simdgroup_load(m, out, 8);  // !
+  simdgroup_multiply(m, m, m);
+}
 kernel void ended_before_the_barrier(device float* out [[buffer(0)]], uint t [[thread_index_in_threadgroup]]) {
   if (FLAW && t >= 60u) return;
   threadgroup_barrier(mem_flags::mem_threadgroup);  // !
@@ -243,6 +253,8 @@ KINDS = {
     "barrier_in_one_simdgroup": "divergence",
     "barrier_in_some_lanes": "divergence",
     "sum_in_some_lanes": "divergence",
+    "matrix_in_some_lanes": "divergence",
+    "matrix_in_other_lanes": "divergence",
     "ended_before_the_barrier": "divergence",
     "other_barrier": "divergence",
     "lanes_disagree": "uniform",

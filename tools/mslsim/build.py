@@ -22,10 +22,29 @@ HERE = Path(__file__).parent
 NAME = "kernel.metal"  # what the text is called in messages
 
 _COMMON = ["-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fsigned-char"]
-_RUNTIME = ["-std=c++17", "-O2", "-g1", "-shared", "-pthread", *_COMMON]
+# No function of ours is to be replaced by another's of the same name: calls among them are direct.
+_RUNTIME = [
+    "-std=c++17",
+    "-O2",
+    "-g1",
+    "-shared",
+    "-pthread",
+    "-fno-semantic-interposition",
+    "-Wl,-Bsymbolic",
+    *_COMMON,
+]
 _KERNEL = [
     # Older binutils take the files of DWARF 5 for one another.
-    *["-std=c++17", "-O1", "-g1", "-gdwarf-4", *_COMMON],
+    *[
+        "-std=c++17",
+        "-O1",
+        "-g1",
+        "-gdwarf-4",
+        "-finline-small-functions",
+        "-fvisibility-inlines-hidden",
+        "-fno-plt",
+        *_COMMON,
+    ],
     # Two texts may declare the same arrays on the same lines; each library tells of its own.
     "-fno-gnu-unique",
     # MSL knows no double: 1.0 is a float.

@@ -57,48 +57,51 @@ void multiply(const float a[2], const float b[2], float out[2], int line) {
   worker->arrive(Stop::together, line, Product::run, &arguments);
 }
 
-struct Moved {
-  char* elements;
-  const Tile* tile;
-  int line;
-  template <bool Store> static void run(void** arguments, int lanes) {
-    const Moved& first = *static_cast<Moved*>(arguments[0]);
-    want_all(lanes, first.line);
-    const Tile& t = *first.tile;
-    Worker& w = *worker;
-    const uint where = kIsLine | uint(first.line);
-    for (int lane = 1; lane < kLanes; lane++) {
-      const Tile& other = *static_cast<Moved*>(arguments[lane])->tile;
-      if (other.origin != t.origin || other.stride != t.stride || other.column != t.column || other.row != t.row ||
-          other.transpose != t.transpose)
-        w.fail(Fault::uniform, where, "the lanes of a simdgroup give different addresses, strides or origins");
-    }
+static bool same(const Tile& a, const Tile& b) {
+  return a.origin == b.origin && a.stride == b.stride && a.column == b.column && a.row == b.row && a.transpose == b.transpose;
+}
+
+void Worker::move_tile(const Note& note, char* elements) {
+  Simdgroup& g = *mine;
+  const Tile& t = note.tile;
+  const uint where = kIsLine | uint(note.line);
+  char* const origin = t.origin + (t.row * t.stride + t.column) * long(t.unit);
+  if (g.turn == 0) {
+    want_all(g.lanes, note.line);
     if (t.transpose && (t.row || t.column))
-      w.fail(Fault::uniform, where, "an origin together with transpose: no document says what is meant; move the pointer");
-    char* const origin = t.origin + (t.row * t.stride + t.column) * long(t.unit);
-    const ushort who = ushort(kTogether | w.self / kLanes);
+      fail(Fault::uniform, where, "an origin together with transpose: no document says what is meant; move the pointer");
     for (int row = 0; row < 8; row++)
-      w.access(uintptr_t(origin + row * t.stride * long(t.unit)), 8 * t.unit, Store ? kWrite : kRead, who, where);
-    const Place* at = places();
-    for (int lane = 0; lane < kLanes; lane++)
-      for (int i = 0; i < 2; i++) {
-        const int row = t.transpose ? at[lane].column[i] : at[lane].row[i];
-        const int column = t.transpose ? at[lane].row[i] : at[lane].column[i];
-        char* const element = static_cast<Moved*>(arguments[lane])->elements + size_t(i) * t.unit;
-        char* const memory = origin + (row * t.stride + column) * long(t.unit);
-        std::memcpy(Store ? memory : element, Store ? element : memory, t.unit);
-      }
+      access(uintptr_t(origin + row * t.stride * long(t.unit)), 8 * t.unit, note.store ? kWrite : kRead,
+             ushort(kTogether | self / kLanes), where);
+    g.notes.push_back(note);
+  } else if (g.noted == g.notes.size() || g.notes[g.noted].line != note.line || g.notes[g.noted].store != note.store) {
+    if (g.noted < g.notes.size()) {
+      g.stop = Stop::together;
+      g.line = g.notes[g.noted].line;
+    }
+    divergence(g, Stop::together, note.line, self);
+  } else if (!same(g.notes[g.noted].tile, t)) {
+    fail(Fault::uniform, where, "the lanes of a simdgroup give different addresses, strides or origins");
   }
-};
+  g.noted++;
+  const Place at = place();
+  for (int i = 0; i < 2; i++) {
+    const int row = t.transpose ? at.column[i] : at.row[i], column = t.transpose ? at.row[i] : at.column[i];
+    char* const element = elements + size_t(i) * t.unit;
+    char* const memory = origin + (row * t.stride + column) * long(t.unit);
+    if (t.unit == 4)
+      std::memcpy(note.store ? memory : element, note.store ? element : memory, 4);
+    else
+      std::memcpy(note.store ? memory : element, note.store ? element : memory, 2);
+  }
+}
 
 void load_tile(void* elements, const Tile& tile, int line) {
-  Moved arguments = {static_cast<char*>(elements), &tile, line};
-  worker->arrive(Stop::together, line, Moved::run<false>, &arguments);
+  worker->move_tile(Note{line, false, tile}, static_cast<char*>(elements));
 }
 
 void store_tile(const void* elements, const Tile& tile, int line) {
-  Moved arguments = {static_cast<char*>(const_cast<void*>(elements)), &tile, line};
-  worker->arrive(Stop::together, line, Moved::run<true>, &arguments);
+  worker->move_tile(Note{line, true, tile}, static_cast<char*>(const_cast<void*>(elements)));
 }
 
 }  // namespace mslsim

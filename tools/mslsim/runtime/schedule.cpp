@@ -69,6 +69,12 @@ void Worker::divergence(const Simdgroup& a, Stop stop, int line, int thread) {
 
 void Worker::arrive(Stop stop, int line, Together together, void* arguments) {
   Simdgroup& g = *mine;
+  if (g.noted != g.notes.size()) {  // a lane that came to fewer matrices than the first
+    g.stop = Stop::together;
+    g.line = g.notes[g.noted].line;
+    divergence(g, stop, line, self);
+  }
+  g.noted = 0;
   if (g.turn == 0) {
     g.stop = stop;
     g.line = line;
@@ -80,6 +86,7 @@ void Worker::arrive(Stop stop, int line, Together together, void* arguments) {
   g.arguments[self % kLanes] = arguments;
   if (++g.turn < g.lanes) return resume(g.first + g.order[g.turn]);
 
+  g.notes.clear();
   if (stop == Stop::threadgroup_barrier || stop == Stop::finished) return next_simdgroup();
   if (stop == Stop::together) together(g.arguments, g.lanes);
   if (stop == Stop::simdgroup_barrier) {
@@ -165,7 +172,10 @@ bool Worker::run(uint linear) {
   }
   for (int s = 0; s < groups_of_lanes; s++) {
     Simdgroup& g = simdgroups[s];
-    g = Simdgroup{};
+    g.turn = 0;
+    g.device_step = g.threadgroup_step = 0;
+    g.notes.clear();
+    g.noted = 0;
     g.first = s * kLanes;
     g.lanes = threads - g.first < kLanes ? threads - g.first : kLanes;
     shuffle(g.order, g.lanes);

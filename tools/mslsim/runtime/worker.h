@@ -18,6 +18,14 @@ struct Fiber {
   char* top = nullptr;  // of its stack
 };
 
+// A matrix loaded or stored: no lane waits for it, but all must come to it. The first lane to run does the checking and
+// leaves a note, the others find theirs the same.
+struct Note {
+  int line;
+  bool store;
+  Tile tile;
+};
+
 struct Simdgroup {
   int first, lanes;
   int turn;            // how many of its lanes have come to the next stop
@@ -28,6 +36,8 @@ struct Simdgroup {
   int line, leader;
   Together together;
   void* arguments[kLanes];
+  std::vector<Note> notes;  // since the last stop
+  size_t noted;             // how many of them the running lane has come to
 };
 
 inline uint64_t next_random(uint64_t& state) {  // splitmix64
@@ -64,6 +74,7 @@ struct Worker {
 
   Worker();
   bool run(uint linear);  // a whole threadgroup; false if it failed
+  void move_tile(const Note& note, char* elements);
   void arrive(Stop stop, int line, Together together, void* arguments);
   void announced(uintptr_t address, size_t bytes, int mode, void* caller);
   void access(uintptr_t address, size_t bytes, int mode, ushort who, uint where);
