@@ -6,12 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise import Quantised, attention, paged_attention, varlen_attention
+from tilewise import Quantised, attention, checks, paged_attention, varlen_attention
 from tilewise.arrays import to_tensor
+from tilewise.conformance.check import check_call
+from tilewise.options import Options
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
     return (jax.random.normal(jax.random.key(seed), shape) * 1.7).astype(dtype)
+
+
+def check(call, out, lse):
+    """At most twice torch's own error; `out` and `lse` as `[B, H, L, ...]`."""
+    check_call(call, *(torch.from_numpy(np.array(x)) for x in (out, lse)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -37,14 +44,15 @@ def test_nothing_is_copied_on_the_way_in():
 def test_other_entry_points():
     q, k, v = (normal(7, 2, 8, seed=i) for i in range(3))
     cu = jnp.array([0, 3, 7], dtype=jnp.int32)
-    out = varlen_attention(q, k, v, cu, cu, causal=True)
-    alone = attention(*(x[3:].swapaxes(0, 1)[None] for x in (q, k, v)), causal=True)
-    np.testing.assert_allclose(out[3:].swapaxes(0, 1)[None], alone, rtol=1e-6, atol=1e-6)
+    out, lse = varlen_attention(q, k, v, cu, cu, causal=True, return_lse=True)
+    call = checks.varlen(q, k, v, cu, cu, None, None, Options(causal=True))
+    check(call, out.swapaxes(0, 1)[None], lse.swapaxes(0, 1)[None])
     pages = normal(2, 3, 4, 2, 8, seed=4)
     table, lengths = jnp.array([[2, 0]], dtype=jnp.int32), jnp.array([7], dtype=jnp.int32)
-    step = paged_attention(q[None, :1].swapaxes(1, 2), pages[0], pages[1], table, lengths)
+    q = q[None, :1].swapaxes(1, 2)
+    step = paged_attention(q, pages[0], pages[1], table, lengths, return_lse=True)
     rows = [x[jnp.array([2, 0])].reshape(8, 2, 8)[:7].swapaxes(0, 1)[None] for x in pages]
-    np.testing.assert_allclose(step, attention(q[None, :1].swapaxes(1, 2), *rows), rtol=1e-6, atol=1e-6)
+    check(checks.dense(q, *rows, Options()), *step)
     packed = Quantised.from_float(normal(1, 2, 9, 64), "int8")
     assert isinstance(attention(normal(1, 2, 3, 64), packed, packed), jax.Array)
 
@@ -53,10 +61,11 @@ def test_inside_jit():
     """A call to Python in the middle of a compiled function."""
 
     def attend(q, k, v):
+        shapes = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:-1], q.dtype)
         return jax.pure_callback(
-            lambda *x: attention(*map(np.asarray, x), causal=True), jax.ShapeDtypeStruct(q.shape, q.dtype), q, k, v
+            lambda *x: tuple(attention(*map(np.asarray, x), causal=True, return_lse=True)), shapes, q, k, v
         )
 
     q, k, v = (normal(1, 4, 6, 16, seed=i) for i in range(3))
-    got = jax.jit(lambda q, k, v: attend(q * 2, k, v) + 1)(q, k, v)
-    np.testing.assert_allclose(got, attention(q * 2, k, v, causal=True) + 1, rtol=1e-6, atol=1e-6)
+    got = jax.jit(lambda q, k, v: [x * 2 for x in attend(q * 2, k, v)])(q, k, v)
+    check(checks.dense(q * 2, k, v, Options(causal=True)), *(x / 2 for x in got))
