@@ -1,6 +1,6 @@
 """Seconds of a first call: with no kernels kept, then in a new process that finds them.
 
-    python benchmarks/cpu/first_call.py
+    python benchmarks/cpu/first_call.py --json benchmarks/cpu/first_call.json
 
 Each call runs in a process of its own, the cold ones with an empty cache directory. The time is that of the call alone,
 without importing torch, which a program does anyway; processor time is what it would take on a core that is free.
@@ -8,11 +8,16 @@ without importing torch, which a program does anyway; processor time is what it 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
+
+from tilewise.bench.machine import describe
+from tilewise.bench.report import write_json
 
 CALLS = {
     "prefill f32": ("float32", 512),
@@ -33,22 +38,32 @@ print(json.dumps([time.perf_counter() - start, time.process_time() - busy]))
 """
 
 
-def seconds(dtype: str, rows: int, kept: str) -> tuple[float, float]:
+def seconds(dtype: str, rows: int, kept: str) -> dict[str, float]:
     """Wall and processor time of the first call of a new process."""
     done = subprocess.run(
         [sys.executable, "-c", CODE, dtype, str(rows)],
         env={**os.environ, "TILEWISE_CACHE_DIR": kept}, check=True, capture_output=True, text=True,
     )  # fmt: skip
     wall, busy = json.loads(done.stdout)
-    return wall, busy
+    return {"seconds": wall, "processor": busy}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
     print(f"{'first call':14}{'cold, s':>10}{'processor':>12}{'kept, s':>10}{'processor':>12}")
-    for name, (dtype, rows) in CALLS.items():
+    for name, (dtype, count) in CALLS.items():
         with tempfile.TemporaryDirectory() as kept:
-            cold, warm = seconds(dtype, rows, kept), seconds(dtype, rows, kept)
-        print(f"{name:14}{cold[0]:10.1f}{cold[1]:12.1f}{warm[0]:10.2f}{warm[1]:12.2f}", flush=True)
+            cold, warm = seconds(dtype, count, kept), seconds(dtype, count, kept)
+        rows.append({"call": name, "cold": cold, "kept": warm})
+        print(
+            f"{name:14}{cold['seconds']:10.1f}{cold['processor']:12.1f}{warm['seconds']:10.2f}{warm['processor']:12.2f}"
+        )
+    if options.json:
+        command = "python benchmarks/cpu/first_call.py --json benchmarks/cpu/first_call.json"
+        write_json(options.json, describe(command) | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import sys
 import threading
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,10 @@ import numba
 from numba import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.ccallback import CFunc
+from numba.core.codegen import CPUCodeLibrary
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
 
 from ...places import cache_home
 from .amx import PARTS, usable
@@ -72,6 +77,11 @@ def _cache_of(fn, name: str):
         def _index_key(self, sig, codegen):
             return sig, codegen.magic_tuple()  # a closure's contents are in the name and the fingerprint
 
+        def load_overload(self, sig, target_context):
+            """As Numba's, without importing what it compiles with, SciPy among it, which takes a third of a second."""
+            with self._guard_against_spurious_io_errors():
+                return self._load_overload(sig, target_context)
+
     return Cache(fn)
 
 
@@ -88,9 +98,31 @@ def compile_function(fn, name: str, arguments: int) -> int:
         compiled._cache = kept
     except OSError:
         pass  # no place to keep it: compile every time
-    compiled.compile()
+    with optimised_once(name):
+        compiled.compile()
     _kept_alive.append(compiled)
     return compiled.address
+
+
+@contextmanager
+def optimised_once(name: str):
+    """Leaves helpers as they are until the kernel `name`, which holds all of them, is optimised.
+
+    Numba optimises every function together with all that it calls: one that is called through five others six times.
+    """
+    with global_compiler_lock:  # no other thread compiles meanwhile
+        rtsys.initialize(cpu_target.target_context)  # functions of Numba's that kept code is linked with
+        optimise = CPUCodeLibrary._optimize_final_module
+
+        def optimise_kernel(library) -> None:
+            if library.name == name:
+                optimise(library)
+
+        CPUCodeLibrary._optimize_final_module = optimise_kernel
+        try:
+            yield
+        finally:
+            CPUCodeLibrary._optimize_final_module = optimise
 
 
 @cache

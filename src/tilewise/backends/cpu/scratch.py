@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import namedtuple
 
 import numpy as np
-from numba import njit
+from numba.extending import register_jitable
 
 from .access import jit
 from .amx import BLOCK
@@ -31,6 +31,7 @@ Scratch = namedtuple(
 Tiles = namedtuple("Tiles", "q acc s p sums k v rows")  # in the place of Scratch.q and what follows it
 
 
+@register_jitable(error_model="numpy")  # Python calls it too, without compiling it
 def round_up(n, to):
     return (n + to - 1) // to * to
 
@@ -97,7 +98,6 @@ def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
 
 
 sizes_shared, sizes_of_vectors, sizes_of_tiles = jit(shared_sizes), jit(vector_sizes), jit(tile_sizes)
-round_up = njit(nogil=True, error_model="numpy")(round_up)  # Python calls it too: with a wrapper
 
 
 @jit
