@@ -46,7 +46,7 @@ docs: $(VENV)/.installed-dev ## build the site of the documents into site/html; 
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache dist site
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
 $(VENV)/.installed-%: $(WHAT_IS_INSTALLED) | $(VENV)/pyvenv.cfg
