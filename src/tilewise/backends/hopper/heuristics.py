@@ -59,10 +59,10 @@ def refusal(problem: Problem) -> str | None:
 def slower(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice, if it is: as a rule, because it takes less time.
 
-    Measured: masks of a window of 1024 in 8k keys, D=128, bool / additive: 0.283 / 0.361 ms; Triton's 0.263 / 0.303.
-    Small calls, us in a graph, here and there: 8.6 GFLOP (8 heads, 2k, full) D=64 26 and 28, causal D=128 35 and 36;
-    4.3 GFLOP D=64 29 and 28, D=128 (1k, full) 17 and 15; eager calls take 7 us more of the host here, so 8.6 GFLOP are
-    36 and 29 or 50 and 45, 17 GFLOP D=64 (32 heads, 2k, causal) 59 and 61, D=128 (32 heads, 1k, full) 36 and 42.
+    Measured: masks of a window of 1024 in 8k keys, D=128, bool / additive: 0.268 / 0.327 ms; Triton's 0.263 / 0.282.
+    Small calls, us in a graph, here and there: 8.6 GFLOP (8 heads, 2k, full) D=64 27 and 28, causal D=128 34 and 36;
+    4.3 GFLOP D=64 (causal) 35 and 28, D=128 (1k, full) 17 and 16. Eager: 8.6 GFLOP 37 and 35, 39 and 40, 17 GFLOP D=64
+    (32 heads, 2k, causal) 67 and 60, D=128 (32 heads, 1k, full) 35 and 42.
     """
     p = problem
     if p.q_len <= FEW_QUERIES:
