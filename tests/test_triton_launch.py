@@ -11,7 +11,7 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from tilewise.backends.triton import kernel, tickets
+from tilewise.backends.triton import kernel, listing, tickets
 
 SIGNATURE = {
     "Q": "*bf16", "n": "i32", "S": "constexpr", "stride": "i64", "scale": "fp32", "OUT": "*fp32", "one": "constexpr",
@@ -137,3 +137,29 @@ def test_no_memory_for_what_stays_is_an_error(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     with pytest.raises(torch.OutOfMemoryError, match="counters"):
         tickets.Tickets(8).lasting(torch.device("cuda", 0))
+
+
+def test_a_tile_map_that_comes_again_is_cut_once(monkeypatch):
+    """Until its states change, another stream asks, or a graph is captured."""
+    made, stream, captured = [], [7], [False]
+    lister = listing.Lister.__new__(listing.Lister)
+    lister.kept = ()
+    monkeypatch.setattr(lister, "retiled", lambda tile_map: made.append(tile_map) or f"cut {len(made)}")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+    monkeypatch.setattr(listing, "capturing", lambda: captured[0])
+
+    def tile_map():
+        states = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0), _version=0)
+        return SimpleNamespace(states=states)
+
+    first, second = tile_map(), tile_map()
+    assert [lister.states(first) for _ in range(3)] == ["cut 1"] * 3
+    captured[0] = True
+    assert lister.states(first) == "cut 2"
+    captured[0] = False
+    assert lister.states(first) == "cut 1"
+    first.states._version += 1
+    assert lister.states(first) == "cut 3"
+    stream[0] = 8
+    assert [lister.states(first) for _ in range(2)] == ["cut 4"] * 2
+    assert lister.states(second) == "cut 5"

@@ -108,7 +108,7 @@ class Bound:
             states = None
             if t.tile_map is not None and self.lister is not None:
                 states = self.lister.states(t.tile_map)
-                key = (*key, states.shape)
+                key = (*key, states.shape, states.data_ptr() & 15)
             if not _plain(addresses, t.q.device):
                 key = None
             elif (ready := self.ready.get(key)) is not None:
