@@ -1,11 +1,15 @@
-// Stacks and how to change from one to another: a dozen instructions where we know the machine, ucontext elsewhere.
+// Stacks and how to change from one to another: a dozen instructions where we know the machine, ucontext elsewhere (or
+// with -DMSLSIM_UCONTEXT).
 #pragma once
 #include <sys/mman.h>
 
 #include <cstddef>
 #include <cstdint>
 
-#if !defined(__x86_64__) && !defined(__aarch64__)
+#if !defined(__x86_64__) && !defined(__aarch64__) && !defined(MSLSIM_UCONTEXT)
+#define MSLSIM_UCONTEXT
+#endif
+#ifdef MSLSIM_UCONTEXT
 #include <ucontext.h>
 #endif
 
@@ -16,7 +20,7 @@ constexpr size_t kStack = 256 << 10;
 constexpr size_t kColours = 32, kColour = 33 * 64;
 constexpr size_t kGuard = 16 << 10;  // lowest part of each stack: touching it kills the process, loudly
 
-#if defined(__x86_64__) || defined(__aarch64__)
+#ifndef MSLSIM_UCONTEXT
 
 struct Context { void* sp = nullptr; };
 extern "C" void mslsim_switch(void** save, void* to);
