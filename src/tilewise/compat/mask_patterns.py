@@ -178,7 +178,10 @@ def _pattern(
         return NotImplemented
     shift = int(q_offset) - kv_offset  # of the first query, counted from the first key
     furthest = shift + rows - 1  # the largest distance of a query from a key on its left
-    padded = _padded(seen) if seen is not None and shift == 0 and rows == keys and not is_compiling() else None
+    padded = None
+    if seen is not None and shift == 0 and rows == keys and not is_compiling():
+        # Under a causal rule, padding behind the tokens sees them, and `generate` goes on from what it makes of that.
+        padded = _padded(seen) if not rules.causal or bool(seen[:, -1].all()) else None
     only = False
     if rules.chunk is not None:
         # tilewise counts chunks from the first key, or from that of a sequence; transformers from where it says.
