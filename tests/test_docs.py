@@ -164,12 +164,7 @@ def test_files_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tilewise", *MODULES])
 def test_doctests(name: str) -> None:
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("tilewise"):
-            raise
-        pytest.skip(f"needs {error.name}")
+    module = importlib.import_module(name)
     report = io.StringIO()
     with torch.random.fork_rng(), contextlib.redirect_stdout(report):
         result = doctest.testmod(module, extraglobs={"torch": torch})
