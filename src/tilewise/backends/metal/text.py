@@ -116,7 +116,13 @@ def _header(kernel: str, types: dict[str, str], constants: dict[str, object]) ->
     # After the includes: a macro of one letter before them would break Metal's own headers.
     lines = [f"typedef {of} {name};" for name, of in types.items()]
     lines += [f"#define {name} {value}" for name, value in constants.items()]
-    return INCLUDES + "\n".join(lines) + "\n" + _params() + _file("common")[0] + _file(kernel)[0]
+    return (
+        INCLUDES
+        + "\n".join(lines)
+        + "\n"
+        + _params()
+        + "".join(_file(name)[0] for name in ("common", "elements", kernel))
+    )
 
 
 @cache

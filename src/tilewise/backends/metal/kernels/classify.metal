@@ -1,9 +1,9 @@
-// Which tiles of a dense mask matter, by its own type: 0 without a visible cell, 2 if every cell is visible and, in a float
-// mask, exactly 0, else 1. Cells past the edges count as neither. One simdgroup for each tile; the grid is (tiles of keys,
+// Which tiles of a dense mask matter: 0 without a visible cell, 2 if every cell is visible and, in a float mask, is
+// exactly 0, else 1. Cells past the edges count as neither. One simdgroup for each tile; the grid is (tiles of keys,
 // tiles of queries, planes). Sizes are the mask's own: 1 where it is broadcast.
 
-inline void classify_tile(thread const Params& p, device const uchar* mask, device uchar* states, int kt, int qt, int plane,
-                          int lane) {
+inline void classify_tile(thread const Params& p, device const uchar* mask, device uchar* states, int kt, int qt,
+                          int plane, int lane) {
   const long at = plane / p.plane_heads * p.mask_b + plane % p.plane_heads * p.mask_h;
   bool seen = false;
   bool partial = false;

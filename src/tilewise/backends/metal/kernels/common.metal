@@ -1,8 +1,8 @@
 // What the attention kernels share: where a row's queries and keys lie, which keys it sees, and its logits.
 //
-// Before this text stand the types TQ, TK, TV (elements), TKS, TVS (scales), the kinds K_KIND and V_KIND, and the struct
-// Params with its reader (text.py). Offsets into tensors are 64-bit. Nothing here compares with infinity or NaN by
-// arithmetic: visible cells are counted as such, and floats are looked at by their bits, so that fast math does no harm.
+// Before this text stand the types TQ, TK, TV (elements), TKS, TVS (scales), the kinds K_KIND and V_KIND, and the
+// struct Params with its reader (text.py). Offsets into tensors are 64-bit. Whether a cell is visible is known apart
+// from its score, and floats are looked at by their bits, so that nothing rests on arithmetic with infinity.
 
 #define THREADS 128 // a threadgroup: four simdgroups
 #define SIMDGROUPS 4
@@ -127,7 +127,8 @@ inline int find_sequence(device const int* cu_q, int tile, int batch, int querie
 }
 
 // The sequence of tile number `tile`, of so many queries each; and its number among the tiles of the sequence.
-inline Sequence sequence_of_tile(thread const Tensors& t, thread const Params& p, int tile, int queries, thread int& nth) {
+inline Sequence sequence_of_tile(thread const Tensors& t, thread const Params& p, int tile, int queries,
+                                 thread int& nth) {
   if (!p.packed) {
     const int tiles = (p.q_len + queries - 1) / queries;
     nth = tile % tiles;
@@ -179,65 +180,6 @@ inline Span split_tiles(thread const Params& p, int lo, int hi, int split, int t
     s.hi = min(s.hi, s.lo + each);
   }
   return s;
-}
-
-// ---- elements
-
-inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
-
-inline float fp8_value(uchar bits) {
-  const int exponent = (bits >> 3) & 15;
-  const int fraction = bits & 7;
-  float x = exponent == 0 ? float(fraction) * 0.001953125f // 2^-9
-                          : as_type<float>(uint(exponent + 120) << 23 | uint(fraction) << 20);
-  if ((bits & 127) == 127) x = as_type<float>(0x7fc00000u);
-  return (bits & 128) != 0 ? -x : x;
-}
-
-// Element c of a stored row of `width` elements. `row` and `scales` lead to the row's first element and scale.
-template <int KIND, class T, class S>
-inline float element(device const T* x, device const S* scale, long row, long scales, int c, int width, int group) {
-  if (KIND == PLAIN) return float(x[row + c]);
-  const float by = float(scale[scales + c / group]);
-  if (KIND == INT8) return float(x[row + c]) * by;
-  if (KIND == FP8) return fp8_value(uchar(x[row + c])) * by;
-  const int half_width = width / 2; // int4: low halves of all bytes, then high ones
-  const int byte = int(uchar(x[row + (c < half_width ? c : c - half_width)]));
-  const int nibble = c < half_width ? byte & 15 : byte >> 4;
-  return float((nibble ^ 8) - 8) * by;
-}
-
-// Where key row n lies: its page or batch row, and its place there.
-struct Place {
-  long outer;
-  long inner;
-};
-
-inline Place place_of(thread const Tensors& t, thread const Params& p, thread const Sequence& s, int n) {
-  Place at;
-  at.outer = p.varlen ? 0 : s.b;
-  at.inner = s.kv_first + n;
-  if (p.page_size > 0) {
-    at.outer = t.table[s.b * p.table_b + n / p.page_size];
-    at.inner = n % p.page_size;
-  }
-  return at;
-}
-
-inline float key_element(thread const Tensors& t, thread const Params& p, Place at, int head, int c) {
-  const long row = at.outer * p.k_b + head * p.k_h + at.inner * p.k_l;
-  const long scales = at.outer * p.ks_b + head * p.ks_h + at.inner * p.ks_l;
-  return element<K_KIND>(t.k, t.k_scales, row, scales, c, p.head_dim, p.k_group);
-}
-
-inline float value_element(thread const Tensors& t, thread const Params& p, Place at, int head, int c) {
-  const long row = at.outer * p.v_b + head * p.v_h + at.inner * p.v_l;
-  const long scales = at.outer * p.vs_b + head * p.vs_h + at.inner * p.vs_l;
-  return element<V_KIND>(t.v, t.v_scales, row, scales, c, p.value_dim, p.v_group);
-}
-
-inline long q_row(thread const Params& p, thread const Sequence& s, Row row) {
-  return (p.packed ? 0 : s.b) * p.q_b + row.head * p.q_h + (s.q_first + row.query) * p.q_l;
 }
 
 // ---- scores
@@ -303,6 +245,10 @@ inline Finish finish(float m, float l, bool has_sink, float sink) {
     f.lse = l;
   }
   return f;
+}
+
+inline long q_row(thread const Params& p, thread const Sequence& s, Row row) {
+  return (p.packed ? 0 : s.b) * p.q_b + row.head * p.q_h + (s.q_first + row.query) * p.q_l;
 }
 
 inline long out_row(thread const Params& p, thread const Sequence& s, Row row) {

@@ -2,8 +2,8 @@
 // call gives the same bits, and empty ones (l = 0, o = 0) change none.
 
 inline void merge_row(thread const Params& p, thread const Results& to, device const float* part,
-                      device const float* part_ml, device const float* sinks, device const int* cu_q, int token, int head,
-                      int lane) {
+                      device const float* part_ml, device const float* sinks, device const int* cu_q, int token,
+                      int head, int lane) {
   const long at = (long(token) * p.heads + head) * p.splits;
   float top = LOWEST;
   for (int i = 0; i < p.splits; i++) top = max(top, part_ml[(at + i) * 2]);
@@ -16,7 +16,9 @@ inline void merge_row(thread const Params& p, thread const Results& to, device c
   const long row = p.packed ? token : token % p.q_len;
   for (int c = lane; c < p.value_dim; c += 32) {
     float x = 0.0f;
-    for (int i = 0; i < p.splits; i++) x += exp(part_ml[(at + i) * 2] - top) * part[(at + i) * p.value_dim + c];
+    for (int i = 0; i < p.splits; i++) {
+      x += exp(part_ml[(at + i) * 2] - top) * part[(at + i) * p.value_dim + c];
+    }
     to.out[b * p.o_b + head * p.o_h + row * p.o_l + c] = TQ(x * f.factor / f.sum);
   }
   if (lane == 0 && p.has_lse) to.lse[b * p.lse_b + head * p.lse_h + row * p.lse_l] = f.lse;

@@ -5,19 +5,19 @@
 //   o = o * shrink + p v    [BM, DVP]  V likewise, DVC columns at a time; o stays in registers
 //
 // A threadgroup is SG_ROWS x SG_COLS simdgroups: each owns 8 rows and every SG_COLS-th block of 8 columns of s and o.
-// All matrices are of floats, and only whole matrices are loaded, stored, multiplied or combined element by element with
-// others of the same shape, so that it does not matter how a matrix lies in its lanes.
+// All matrices are of floats. They are loaded, stored and multiplied whole, or combined element by element with others
+// that lie in the same way, so that it does not matter how a matrix lies in its lanes.
 //
 // A value under a hidden cell must not reach a row, not even as 0 * NaN. Values that are not finite are left out of the
-// products; where a tile held one, the rows that see it get it added afterwards (add_strays). A hidden cell is -0 in p.
+// products; where a tile held one, the rows that see it get it added afterwards (add_strays).
 //
 // The grid is (tiles of queries, heads / pack, splits). With splits, (m, l, o) goes to the workspace, for reduce.metal.
 
 #define BM (8 * SG_ROWS)
-#define EACH_ROW (THREADS / BM)               // threads that share a row's softmax, all in one simdgroup
-#define S_BLOCKS (BK / 8 / SG_COLS)           // blocks of s that a simdgroup owns
-#define O_BLOCKS (DVP / 8 / SG_COLS)          // and of o
-#define SLICE_BLOCKS (DVC / 8 / SG_COLS)      // those of them in one slice of V
+#define EACH_ROW (THREADS / BM) // threads that share a row's softmax, all in one simdgroup
+#define S_BLOCKS (BK / 8 / SG_COLS) // blocks of s that a simdgroup owns
+#define O_BLOCKS (DVP / 8 / SG_COLS) // and of o
+#define SLICE_BLOCKS (DVC / 8 / SG_COLS) // those of them in one slice of V
 #define STAGE (BK * (DC > DVC ? DC : DVC))
 
 typedef simdgroup_matrix<float, 8, 8> Matrix;
@@ -42,8 +42,8 @@ inline void add_to(thread Matrix& x, thread Matrix& other) {
   x.thread_elements()[1] += other.thread_elements()[1];
 }
 
-inline void stage_queries(thread const Tensors& t, thread const Params& p, thread const Sequence& s, threadgroup float* to,
-                          int queries, int first, int head, int thread_id) {
+inline void stage_queries(thread const Tensors& t, thread const Params& p, thread const Sequence& s,
+                          threadgroup float* to, int queries, int first, int head, int thread_id) {
   for (int i = thread_id; i < BM * DP; i += THREADS) {
     const int c = i % DP;
     const Row row = row_at(p, s, i / DP, queries, first, head);
@@ -66,8 +66,8 @@ inline void stage_keys(thread const Tensors& t, thread const Params& p, thread c
 }
 
 // The same of values; and whether this thread met one that is not finite, which is left out.
-inline bool stage_values(thread const Tensors& t, thread const Params& p, thread const Sequence& s, threadgroup float* to,
-                         int kv_head, int n0, int lo, int hi, int c0, int thread_id) {
+inline bool stage_values(thread const Tensors& t, thread const Params& p, thread const Sequence& s,
+                         threadgroup float* to, int kv_head, int n0, int lo, int hi, int c0, int thread_id) {
   const int c = c0 + thread_id % DVC;
   bool stray = false;
   for (int r = thread_id / DVC; r < BK; r += THREADS / DVC) {
@@ -84,17 +84,23 @@ inline bool stage_values(thread const Tensors& t, thread const Params& p, thread
 }
 
 // Adds to an 8x8 block of o, at row r0 of the tile and column c0 of the values, the values that were left out.
-inline void add_strays(thread const Tensors& t, thread const Params& p, thread const Sequence& s, thread const Shared& m,
-                       thread Matrix& o, int kv_head, int n0, int lo, int hi, int r0, int c0, int lane, int sg) {
-  threadgroup float* block = m.block + sg * 64;
+inline void add_strays(thread const Tensors& t, thread const Params& p, thread const Sequence& s,
+                       thread const Shared& mem, thread Matrix& o, int queries, int first, int head, int n0, int r0,
+                       int c0, int lane, int sg) {
+  threadgroup float* block = mem.block + sg * 64;
   for (int cell = lane; cell < 64; cell += 32) {
+    const int r = r0 + cell / 8;
     const int c = c0 + cell % 8;
+    const Row row = row_at(p, s, r, queries, first, head);
+    const Span sees = key_span(p, s.offset + row.query, s.kv_len);
     float sum = 0.0f;
-    for (int j = 0; j < BK; j++) {
-      const float weight = m.s[(r0 + cell / 8) * BK + j];
-      if (as_type<uint>(weight) == 0x80000000u || n0 + j < lo || n0 + j >= hi || c >= p.value_dim) continue;
-      const float x = value_element(t, p, place_of(t, p, s, n0 + j), kv_head, c);
-      if (!is_finite(x)) sum += weight * x;
+    for (int j = 0; j < BK && row.there && c < p.value_dim; j++) {
+      const int n = n0 + j;
+      if (n < sees.lo || n >= sees.hi) continue;
+      const long at = mask_row(p, s, row) + n * p.mask_k;
+      if (p.mask_kind != MASK_NONE && !mask_cell(t.mask, p.mask_kind, at).seen) continue;
+      const float x = value_element(t, p, place_of(t, p, s, n), head / p.group, c);
+      if (!is_finite(x)) sum += mem.s[r * BK + j] * x;
     }
     block[cell] = sum;
   }
@@ -105,8 +111,9 @@ inline void add_strays(thread const Tensors& t, thread const Params& p, thread c
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-inline void attend_tile(thread const Tensors& t, thread const Results& to, thread const Params& p, thread const Shared& m,
-                        int tile, int head_block, int split, int thread_id, int lane, int sg) {
+inline void attend_tile(thread const Tensors& t, thread const Results& to, thread const Params& p,
+                        thread const Shared& mem, int tile, int head_block, int split, int thread_id, int lane,
+                        int sg) {
   const int queries = BM / p.pack;
   int nth;
   const Sequence s = sequence_of_tile(t, p, tile, queries, nth);
@@ -133,7 +140,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
   const int hi = key_span(p, s.offset + min(first + queries, s.q_len) - 1, s.kv_len).hi;
   const Span tiles = split_tiles(p, lo, hi, split, BK);
 
-  stage_queries(t, p, s, m.q, queries, first, head, thread_id);
+  stage_queries(t, p, s, mem.q, queries, first, head, thread_id);
   Matrix o[O_BLOCKS];
   UNROLL
   for (int i = 0; i < O_BLOCKS; i++) o[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -152,21 +159,21 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
     for (int i = 0; i < S_BLOCKS; i++) score[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     for (int c0 = 0; c0 < DP; c0 += DC) {
       threadgroup_barrier(mem_flags::mem_threadgroup); // what was staged before has been used
-      stage_keys(t, p, s, m.kv, kv_head, n0, lo, hi, c0, thread_id);
+      stage_keys(t, p, s, mem.kv, kv_head, n0, lo, hi, c0, thread_id);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int d = 0; d < DC; d += 8) {
         Matrix a;
-        simdgroup_load(a, m.q + r0 * DP + c0 + d, DP);
+        simdgroup_load(a, mem.q + r0 * DP + c0 + d, DP);
         UNROLL
         for (int i = 0; i < S_BLOCKS; i++) {
           Matrix b;
-          simdgroup_load(b, m.kv + (i * SG_COLS + column) * 8 * DC + d, DC, ulong2(0, 0), true);
+          simdgroup_load(b, mem.kv + (i * SG_COLS + column) * 8 * DC + d, DC, ulong2(0, 0), true);
           simdgroup_multiply_accumulate(score[i], a, b, score[i]);
         }
       }
     }
     UNROLL
-    for (int i = 0; i < S_BLOCKS; i++) simdgroup_store(score[i], m.s + r0 * BK + (i * SG_COLS + column) * 8, BK);
+    for (int i = 0; i < S_BLOCKS; i++) simdgroup_store(score[i], mem.s + r0 * BK + (i * SG_COLS + column) * 8, BK);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     // p = exp(s - m)
@@ -176,7 +183,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
     UNROLL
     for (int i = 0; i < BK / EACH_ROW; i++) {
       const int n = n0 + part + i * EACH_ROW;
-      float x = logit(p, m.s[r * BK + part + i * EACH_ROW], slope, position - n);
+      float x = logit(p, mem.s[r * BK + part + i * EACH_ROW], slope, position - n);
       seen[i] = n >= sees.lo && n < sees.hi;
       if (p.mask_kind != MASK_NONE && state != 2 && seen[i]) {
         const Cell cell = mask_cell(t.mask, p.mask_kind, mask_row(p, s, row) + n * p.mask_k);
@@ -190,46 +197,46 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
     float sum = 0.0f;
     UNROLL
     for (int i = 0; i < BK / EACH_ROW; i++) {
-      const float weight = seen[i] ? exp(cells[i] - highest) : -0.0f;
-      m.s[r * BK + part + i * EACH_ROW] = weight;
+      const float weight = seen[i] ? exp(cells[i] - highest) : 0.0f;
+      mem.s[r * BK + part + i * EACH_ROW] = weight;
       sum += weight;
     }
     for (ushort step = EACH_ROW / 2; step > 0; step /= 2) sum += simd_shuffle_xor(sum, step);
     const float shrink = exp(top - highest);
     l = l * shrink + sum;
     top = highest;
-    for (int i = part; i < 8; i += EACH_ROW) m.rows[r * 8 + i] = shrink;
+    for (int i = part; i < 8; i += EACH_ROW) mem.rows[r * 8 + i] = shrink;
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     // o = o * shrink + p v
     Matrix by;
-    simdgroup_load(by, m.rows + r0 * 8, 8);
+    simdgroup_load(by, mem.rows + r0 * 8, 8);
     UNROLL
     for (int i = 0; i < O_BLOCKS; i++) scale_by(o[i], by);
     Matrix weights[BK / 8];
     UNROLL
-    for (int j = 0; j < BK / 8; j++) simdgroup_load(weights[j], m.s + r0 * BK + j * 8, BK);
+    for (int j = 0; j < BK / 8; j++) simdgroup_load(weights[j], mem.s + r0 * BK + j * 8, BK);
     UNROLL
     for (int slice = 0; slice < DVP / DVC; slice++) {
       if (slice > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
-      const bool mine = stage_values(t, p, s, m.kv, kv_head, n0, lo, hi, slice * DVC, thread_id);
+      const bool mine = stage_values(t, p, s, mem.kv, kv_head, n0, lo, hi, slice * DVC, thread_id);
       const bool any = simd_any(mine);
-      if (lane == 0) m.strays[sg] = any;
+      if (lane == 0) mem.strays[sg] = any;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       UNROLL
       for (int i = 0; i < SLICE_BLOCKS; i++) {
         UNROLL
         for (int j = 0; j < BK / 8; j++) {
           Matrix b;
-          simdgroup_load(b, m.kv + j * 8 * DVC + (i * SG_COLS + column) * 8, DVC);
+          simdgroup_load(b, mem.kv + j * 8 * DVC + (i * SG_COLS + column) * 8, DVC);
           simdgroup_multiply_accumulate(o[slice * SLICE_BLOCKS + i], weights[j], b, o[slice * SLICE_BLOCKS + i]);
         }
       }
-      if (m.strays[0] + m.strays[1] + m.strays[2] + m.strays[3] > 0) {
+      if (mem.strays[0] + mem.strays[1] + mem.strays[2] + mem.strays[3] > 0) {
         UNROLL
         for (int i = 0; i < SLICE_BLOCKS; i++) {
           const int c0 = slice * DVC + (i * SG_COLS + column) * 8;
-          add_strays(t, p, s, m, o[slice * SLICE_BLOCKS + i], kv_head, n0, lo, hi, r0, c0, lane, sg);
+          add_strays(t, p, s, mem, o[slice * SLICE_BLOCKS + i], queries, first, head, n0, r0, c0, lane, sg);
         }
       }
     }
@@ -240,8 +247,8 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
   const bool sinks = p.has_sinks && divides && s.real && row.there;
   const Finish f = finish(top, l, sinks, sinks ? t.sinks[row.head] : 0.0f);
   if (part == 0) {
-    m.rows[r * 8] = f.factor;
-    m.rows[r * 8 + 1] = f.sum;
+    mem.rows[r * 8] = f.factor;
+    mem.rows[r * 8 + 1] = f.sum;
     if (row.there && !divides) {
       to.part_ml[part_row(p, s, row, split) * 2] = top;
       to.part_ml[part_row(p, s, row, split) * 2 + 1] = l;
@@ -252,16 +259,16 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
   UNROLL
   for (int i = 0; i < O_BLOCKS; i++) {
     const int c0 = (i / SLICE_BLOCKS) * DVC + (i % SLICE_BLOCKS * SG_COLS + column) * 8;
-    simdgroup_store(o[i], m.block + sg * 64, 8);
+    simdgroup_store(o[i], mem.block + sg * 64, 8);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     for (int cell = lane; cell < 64; cell += 32) {
       const int c = c0 + cell % 8;
       const int at = r0 + cell / 8;
       const Row to_row = row_at(p, s, at, queries, first, head);
-      const float x = m.block[sg * 64 + cell];
+      const float x = mem.block[sg * 64 + cell];
       if (!to_row.there || c >= p.value_dim) continue;
       if (divides) {
-        to.out[out_row(p, s, to_row) + c] = TQ(x * m.rows[at * 8] / m.rows[at * 8 + 1]);
+        to.out[out_row(p, s, to_row) + c] = TQ(x * mem.rows[at * 8] / mem.rows[at * 8 + 1]);
       } else {
         to.part[part_row(p, s, to_row, split) * p.value_dim + c] = x;
       }
@@ -280,7 +287,7 @@ threadgroup int shared_strays[SIMDGROUPS];
 const Params p = read_params(ints, strides, floats);
 const Tensors t = {q, k, v, k_scales, v_scales, mask, states, slopes, sinks, lengths, offsets, cu_q, cu_k, table};
 const Results to = {out, lse, part, part_ml};
-const Shared m = {shared_q, shared_kv, shared_s, shared_rows, shared_block, shared_strays};
-attend_tile(t, to, p, m, int(threadgroup_position_in_grid.x), int(threadgroup_position_in_grid.y),
+const Shared mem = {shared_q, shared_kv, shared_s, shared_rows, shared_block, shared_strays};
+attend_tile(t, to, p, mem, int(threadgroup_position_in_grid.x), int(threadgroup_position_in_grid.y),
             int(threadgroup_position_in_grid.z), int(thread_index_in_threadgroup), int(thread_index_in_simdgroup),
             int(simdgroup_index_in_threadgroup));

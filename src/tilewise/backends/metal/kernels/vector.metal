@@ -15,8 +15,8 @@ struct Shared {
   threadgroup float* ml;  // [SIMDGROUPS, ROWS, 2]
 };
 
-inline void attend_rows(thread const Tensors& t, thread const Results& to, thread const Params& p, thread const Shared& m,
-                        int tile, int kv_head, int split, int thread_id, int lane, int sg) {
+inline void attend_rows(thread const Tensors& t, thread const Results& to, thread const Params& p,
+                        thread const Shared& mem, int tile, int kv_head, int split, int thread_id, int lane, int sg) {
   const int queries = ROWS / p.pack;
   int nth;
   const Sequence s = sequence_of_tile(t, p, tile, queries, nth);
@@ -91,10 +91,10 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
   UNROLL
   for (int r = 0; r < ROWS; r++) {
     UNROLL
-    for (int i = 0; i < V_COLUMNS; i++) m.o[(sg * ROWS + r) * DVP + lane + 32 * i] = o[r][i];
+    for (int i = 0; i < V_COLUMNS; i++) mem.o[(sg * ROWS + r) * DVP + lane + 32 * i] = o[r][i];
     if (lane == 0) {
-      m.ml[(sg * ROWS + r) * 2] = top[r];
-      m.ml[(sg * ROWS + r) * 2 + 1] = l[r];
+      mem.ml[(sg * ROWS + r) * 2] = top[r];
+      mem.ml[(sg * ROWS + r) * 2 + 1] = l[r];
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -104,20 +104,20 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
     if (!row.there) continue;
     float highest = LOWEST;
     UNROLL
-    for (int g = 0; g < SIMDGROUPS; g++) highest = max(highest, m.ml[(g * ROWS + r) * 2]);
+    for (int g = 0; g < SIMDGROUPS; g++) highest = max(highest, mem.ml[(g * ROWS + r) * 2]);
     float sum = 0.0f;
     float weight[SIMDGROUPS];
     UNROLL
     for (int g = 0; g < SIMDGROUPS; g++) {
-      weight[g] = exp(m.ml[(g * ROWS + r) * 2] - highest);
-      sum += weight[g] * m.ml[(g * ROWS + r) * 2 + 1];
+      weight[g] = exp(mem.ml[(g * ROWS + r) * 2] - highest);
+      sum += weight[g] * mem.ml[(g * ROWS + r) * 2 + 1];
     }
     const bool divides = p.splits == 1;
     const Finish f = finish(highest, sum, p.has_sinks && s.real && divides, p.has_sinks ? t.sinks[row.head] : 0.0f);
     for (int c = thread_id; c < p.value_dim; c += THREADS) {
       float x = 0.0f;
       UNROLL
-      for (int g = 0; g < SIMDGROUPS; g++) x += weight[g] * m.o[(g * ROWS + r) * DVP + c];
+      for (int g = 0; g < SIMDGROUPS; g++) x += weight[g] * mem.o[(g * ROWS + r) * DVP + c];
       if (divides) {
         to.out[out_row(p, s, row) + c] = TQ(x * f.factor / f.sum);
       } else {
@@ -138,7 +138,7 @@ threadgroup float shared_ml[SIMDGROUPS * ROWS * 2];
 const Params p = read_params(ints, strides, floats);
 const Tensors t = {q, k, v, k_scales, v_scales, mask, states, slopes, sinks, lengths, offsets, cu_q, cu_k, table};
 const Results to = {out, lse, part, part_ml};
-const Shared m = {shared_o, shared_ml};
-attend_rows(t, to, p, m, int(threadgroup_position_in_grid.x), int(threadgroup_position_in_grid.y),
+const Shared mem = {shared_o, shared_ml};
+attend_rows(t, to, p, mem, int(threadgroup_position_in_grid.x), int(threadgroup_position_in_grid.y),
             int(threadgroup_position_in_grid.z), int(thread_index_in_threadgroup), int(thread_index_in_simdgroup),
             int(simdgroup_index_in_threadgroup));

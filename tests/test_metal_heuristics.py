@@ -1,0 +1,134 @@
+"""The Metal backend's plain functions: which problems, which kernel, tile and splits, which numbers."""
+
+import pytest
+import torch
+
+from metal_sim import problem
+from tilewise import planner
+from tilewise.backends import metal as backend
+from tilewise.backends.metal import device, heuristics, launch, params
+from tilewise.backends.metal.spec import Config, Operand, operand, padded
+from tilewise.problem import MaskSpec, QuantSpec
+
+
+def test_parameters_are_enough_for_mlx_and_few_enough_for_metal():
+    """MLX hands arrays of fewer than 8 elements over in another address space; Metal takes 4 KiB of bytes."""
+    for names, size in ((params.INTS, 4), (params.STRIDES, 8), (params.FLOATS, 4)):
+        assert 8 <= len(names) <= 4096 // size
+        assert len(set(names)) == len(names)
+
+
+def test_it_refuses_other_devices():
+    assert backend.supports(problem(device=torch.device("cpu"))) == "runs on Apple GPUs"
+    assert backend.supports(problem(device=torch.device("cuda"))) == "runs on Apple GPUs"
+
+
+def test_the_planner_picks_it_on_mps(monkeypatch):
+    monkeypatch.setattr(device, "mps_cores", lambda: 16)
+    monkeypatch.setattr(device, "_mps", None)
+    planner.choose.cache_clear()
+    try:
+        plan = planner.choose(problem(causal=True))
+        assert (plan.backend, plan.kernel, plan.tile) == ("metal", "prefill, tiled", (32, 32))
+        assert "simulator only" in str(plan)
+        assert [name for name, _ in plan.passed_over] == ["hopper", "triton"]
+    finally:
+        planner.choose.cache_clear()
+
+
+def test_positions_that_do_not_fit_are_refused(monkeypatch):
+    assert backend.supports(problem(q_offset=2**30)) == "positions past 2**30"
+    assert backend.supports(problem(q_offset=-(2**29))) is None
+
+
+def test_a_torch_without_compile_shader_is_named(monkeypatch):
+    monkeypatch.delattr(torch.mps, "compile_shader")
+    assert "2.7" in backend.supports(problem())
+
+
+@pytest.mark.parametrize(
+    ("groups", "tiles", "cores", "want"),
+    [(8, 64, 10, 5), (1, 1000, 10, 40), (1, 1000, 80, 64), (40, 64, 10, 1), (8, 3, 10, 1), (8, 12, 10, 3)],
+)  # fmt: skip
+def test_splits_fill_the_cores(groups, tiles, cores, want):
+    assert heuristics.split_count(groups, tiles, cores) == want
+
+
+def test_split_size_fixes_the_splits_whatever_the_batch():
+    for batch in (1, 7, 64):
+        c = heuristics.config(problem(batch=batch, q_len=1, kv_len=1000, split_size=100), 10)
+        assert (c.splits, c.split_tiles) == (8, 4)
+
+
+def test_few_rows_of_a_kv_head_read_it_once():
+    """All heads of a group are in one threadgroup, whatever the kernel, up to 8 of 576 columns."""
+    for width in (64, 128, 256, 512, 576):
+        for group in (1, 2, 4, 8):
+            p = problem(q_len=1, heads=16, kv_heads=16 // group, head_dim=width, value_dim=width)
+            c = heuristics.config(p, 10)
+            assert c.pack == group
+            assert c.kernel == ("vector" if group <= heuristics.vector_rows(width) else "tiled")
+            assert c.rows >= c.pack * c.queries
+            assert c.queries >= 1
+
+
+def test_registers_bound_the_rows():
+    assert [heuristics.vector_rows(w) for w in (32, 128, 192, 256, 512, 576)] == [8, 8, 4, 4, 2, 1]
+    assert [heuristics.tile_rows(w) for w in (64, 128, 192, 256, 320, 576)] == [32, 32, 16, 16, 8, 8]
+
+
+def test_large_groups_share_tiles_by_their_divisors():
+    for group, rows, pack in (
+        (16, 16, 16),
+        (12, 16, 12),
+        (7, 8, 7),
+        (24, 32, 24),
+        (31, 32, 31),
+        (64, 32, 32),
+        (37, 32, 1),
+    ):
+        c = heuristics.config(problem(q_len=1, heads=group, kv_heads=1, head_dim=128, value_dim=128), 10)
+        assert (c.rows, c.pack) == (rows, pack) or c.kernel == "vector"
+
+
+def test_packed_rows_have_tiles_enough():
+    p = problem(form="varlen", packed_q=True, total_q=100, q_len=64, batch=5)
+    c = heuristics.config(p, 10)
+    assert heuristics.query_tiles(p, c) == 100 // 32 + 6
+
+
+def test_masks_are_classified_unless_each_head_has_its_own_bias():
+    c = Config("tiled", 32)
+    own, shared = (False,) * 4, (True, False, False, False)
+    for dtype, broadcast, want in ((torch.bool, own, True), (torch.float16, shared, True), (torch.float16, own, False)):
+        assert heuristics.classifies(problem(mask=MaskSpec(dtype, broadcast)), c) is want
+    bools = MaskSpec(torch.bool, own)
+    assert not heuristics.classifies(problem(q_len=2, mask=bools), c), "few queries read all of it"
+    assert not heuristics.classifies(problem(mask=bools, tile_map=(8, 8)), c), "there is a map"
+    assert not heuristics.uses_states(problem(mask=bools), Config("tiled", 32, 4)), "rows of several heads"
+
+
+def test_columns_are_filled_up_to_few_sizes():
+    assert [padded(n) for n in (1, 32, 33, 96, 97, 128, 129, 192, 193, 576)] == [
+        32,
+        32,
+        64,
+        96,
+        128,
+        128,
+        192,
+        192,
+        256,
+        576,
+    ]
+    assert operand(96, torch.float16, None, None).slice == 32
+    assert operand(80, torch.int8, QuantSpec("int8", 32), torch.bfloat16) == Operand("int8_t", "INT8", "bfloat", 96)
+    assert operand(64, torch.uint8, QuantSpec("fp8_e4m3", 32), None).type == "uint8_t"
+
+
+def test_workspace_is_what_the_plan_says():
+    with device.stand_in(lambda text: None, cores=10):
+        plan = backend.plan(problem(device=torch.device("cpu"), q_len=1, heads=8, kv_heads=2, kv_len=4096))
+        assert plan.splits > 1
+        assert plan.workspace_bytes == 4 * 2 * 8 * plan.splits * 66
+        assert launch.workspace(torch.zeros(1), 5).numel() == 5
