@@ -56,11 +56,6 @@ def test_asking_ahead_changes_no_bit(cache_of, kind, keys):
     torch.testing.assert_close(without, ask(backend="reference"), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("row", "keys"), [(64, 16), (256, 16), (512, 8), (2304, 8)])
-def test_rows_are_asked_for_four_kib_ahead(row, keys):
-    assert heuristics.keys_ahead(row) == keys
-
-
 TILES = [
     Case(B=1, H=8, Hkv=1, Lq=1, Lk=1000, D=128),
     Case(B=2, H=32, Hkv=2, Lq=1, Lk=333, D=64),

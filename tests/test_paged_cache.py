@@ -458,6 +458,17 @@ class TestCascade:
             assert cache.attend(ids, q, cascade=True, out=out, **layout, **options) is out
             assert_close(out, want.out)
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_queries_of_16_bits(self, dtype):
+        """Both states are merged in float32 and rounded once."""
+        cache = cache_of(dtype={torch.float16: "f16", torch.bfloat16: "bf16"}[dtype])
+        ids = self.family(cache)
+        q = rows(4, 4, 1, 64, seed=60).to(dtype)
+        want, got = (cache.attend(ids, q, cascade=cascade, return_lse=True) for cascade in (False, True))
+        assert got.out.dtype == dtype
+        torch.testing.assert_close(got.out.float(), want.out.float(), rtol=0, atol=8 * torch.finfo(dtype).eps)
+        assert_close(got.lse, want.lse)
+
     def test_chunks_of_queries_of_different_lengths(self):
         cache = cache_of(rotate=True)
         ids = self.family(cache)

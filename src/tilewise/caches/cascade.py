@@ -168,11 +168,11 @@ class Split:
 
 def _merged(a: AttentionState, b: AttentionState) -> AttentionState:
     """`merge`, in one loop where it can be: a dozen calls of torch take as long as a small step."""
-    if a.out.device.type != "cpu" or a.out.dtype != torch.float32:
+    if a.out.device.type != "cpu":
         return merge([a, b])
-    x, y, x_lse, y_lse = (t.detach().contiguous().numpy() for t in (a.out, b.out, a.lse, b.lse))
+    x, y, x_lse, y_lse = (t.detach().float().contiguous().numpy() for t in (a.out, b.out, a.lse, b.lse))
     compiled(merge_rows)(x.reshape(-1, x.shape[-1]), x_lse.reshape(-1), y.reshape(-1, y.shape[-1]), y_lse.reshape(-1))
-    return AttentionState(torch.from_numpy(x), torch.from_numpy(x_lse))
+    return AttentionState(torch.from_numpy(x).to(a.out.dtype), torch.from_numpy(x_lse))
 
 
 def run(

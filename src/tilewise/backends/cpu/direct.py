@@ -168,7 +168,7 @@ def lay_queries(p, t, item, q_start, R):
 @jit
 def multiply_keys(p, t, dots, R, count, width, D, line, keys, ahead, tiled):
     """s = q k^T; V's first rows are asked for before. The first `tiled` keys go through matrix tiles."""
-    fetch(t.v_table, min(p.v_ahead, count), p.v_row)
+    fetch(t.v_table, min(p.ahead, count), p.v_row)
     if tiled:
         steps = p.head_dim // TILE_KEYS
         call_tiles(p.tile_dots, t.s, line, R, t.k_table, tiled, t.packed, steps, t.keys, t.strays, ahead)
@@ -230,21 +230,21 @@ def walk_direct(params, scratch, address):
         for r in range(R):
             whole &= get_i32(t.lo + 4 * r) <= origin and get_i32(t.hi + 4 * r) >= end
 
-        list_ahead(p, k, at, t.k_table, origin, count, last, p.k_ahead)
-        dots, width, k_ahead = p.dots, p.head_dim, p.k_ahead
+        list_ahead(p, k, at, t.k_table, origin, count, last, p.ahead)
+        dots, width, k_ahead = p.dots, p.head_dim, p.ahead
         tiled = count // TILE_KEYS * TILE_KEYS if by_tiles and whole else ZERO
         if not whole or p.dots == 0:
             widen_rows(p, k, at, t.k_table, t.keys, origin, count, PAD)
             dots, width, k_ahead = p.dots_f32, D, ZERO
         elif k.code >= 3:
             list_scales(p, k, at, t.k_scales, origin, count, KEY_PAD, keys)
-        list_ahead(p, v, at, t.v_table, origin, count, last, p.v_ahead)
+        list_ahead(p, v, at, t.v_table, origin, count, last, p.ahead)
         multiply_keys(p, t, dots, R, count, width, D, line, keys, k_ahead, tiled)
 
         for r in range(R):
             soften(p, t, item, r, origin, count, line, Dv)
 
-        adds, width, v_ahead, scaled, strays = p.adds, p.value_dim, p.v_ahead, v.code >= 3, False
+        adds, width, v_ahead, scaled, strays = p.adds, p.value_dim, p.ahead, v.code >= 3, False
         if not whole or p.adds == 0:
             bad = widen_rows(p, v, at, t.v_table, t.values, origin, count, ONE)
             adds, width, v_ahead, scaled, strays = p.adds_f32, Dv, ZERO, False, bad != F(0) and not whole

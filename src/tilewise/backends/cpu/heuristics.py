@@ -78,13 +78,10 @@ def bytes_read(p: Problem) -> int:
     return p.batch * p.kv_heads * p.kv_len * (p.head_dim * p.k_dtype.itemsize + p.value_dim * p.v_dtype.itemsize)
 
 
-def keys_ahead(row_bytes: int) -> int:
-    """Keys between the row that decode multiplies and the one that it asks for: 4 KiB, 8 to 16 rows.
-
-    (4, 8 and 16 keys took 1.03, 1 and 1.10 of the time in f32, 1.16, 1 and 0.85 in bf16, 1.09, 1 and 0.87 in int8: one
-    core, 8k keys of 32/8 heads of 128. 48 keys in one go, half of the first-level cache in f32: 1.06, 1.3 and 1.3.)
-    """
-    return max(8, min(16, 4096 // row_bytes // 8 * 8))
+# Keys between the row that decode multiplies and the one that it asks for, into the second-level cache. (One core, f32,
+# 4 x 8192 keys of 32/8 heads of 128: into the first-level cache 8 keys ahead it took 1.05 of the time, in pages 1.10;
+# 48 keys in one go, half of that cache, 1.1 to 1.5.)
+KEYS_AHEAD = 16
 
 
 def threads_for(p: Problem, threads: int) -> int:

@@ -111,7 +111,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "partial_bytes": 4 * p.group * rows * (Dv + 2) if split else 0,
     }
     if heuristics.bytes_read(p) > heuristics.second_level_cache():
-        numbers |= {f"{x}_ahead": heuristics.keys_ahead(numbers[f"{x}_row"]) for x in "kv"}
+        numbers["ahead"] = heuristics.KEYS_AHEAD
     if not direct and not parts:
         numbers["walk_packed"] = compiled.function("walk_packed")
     if parts:

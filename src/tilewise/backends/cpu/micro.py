@@ -161,12 +161,12 @@ def transpose(e: Emit, to: Value, to_width: Value, source: Value, width: Value) 
         e.store(column, to, b.mul(to_width, e.whole(j)))
 
 
-def ask(e: Emit, address: Value) -> None:
-    """Asks for a line of memory, to be there when it is read."""
+def ask(e: Emit, address: Value, near: bool = True) -> None:
+    """Asks for a line of memory, to be there when it is read: `near`, in the first-level cache, or in the second."""
     pointer = I8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     prefetch = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.prefetch.p0")
-    reading, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
+    reading, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3 if near else 2), ir.Constant(I32, 1)
     e.builder.call(prefetch, [e.builder.inttoptr(address, pointer), reading, keep, data])
 
 

@@ -43,7 +43,7 @@ def make_dots(kind: str, queries: int, keys: int) -> Any:
             later = [e.load_scalar(rows, b.add(n, ahead), I64) for n in numbers]
             with e.loop(span, W) as d:
                 for row in later:
-                    ask(e, b.add(row, b.mul(d, e.whole(size))))
+                    ask(e, b.add(row, b.mul(d, e.whole(size))), near=False)
                 for part, name in enumerate(parts):
                     element = b.add(d, b.mul(span, e.whole(part)))
                     ks = [e.load(source, d, name) for source in sources]
@@ -98,7 +98,7 @@ def make_adds(kind: str, queries: int, vectors: int) -> Any:
             source = e.load_scalar(rows, key, I64)
             later = b.add(e.load_scalar(rows, b.add(key, ahead), I64), b.mul(start, e.whole(size)))
             for byte in range(0, vectors * W * size, CACHE_LINE):
-                ask(e, b.add(later, e.whole(byte)))
+                ask(e, b.add(later, e.whole(byte)), near=False)
             for place in places:
                 part, n = place
                 x = e.load(source, b.add(start, e.whole(n * W)), parts[part])
