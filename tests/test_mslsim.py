@@ -161,6 +161,7 @@ def test_properties(library):
     with pytest.raises(ValueError, match="more than 128"):
         library.limited(out, threads=256, group_size=256)
     narrow = compile_shader(SOURCE, max_threads=256)
+    assert narrow.limited.static_thread_group_memory_length == 3 * 8 * 4 + 16 + 16
     with pytest.raises(ValueError, match="more than 256"):
         narrow.fill(out, 1.0, threads=512, group_size=512)
 

@@ -175,10 +175,16 @@ def build(source: str, defines: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, Path
         record.write_text(json.dumps([k.to_json() for k in kernels]))
 
     _kept(path, make)
-    library = ctypes.CDLL(str(path))
-    kernels = [Kernel.from_json(r) for r in json.loads(record.read_text())]
-    _learn(library, runtime_library, kernels)
+    if path not in _LOADED:  # a library tells the sizes of its arrays only once
+        library = ctypes.CDLL(str(path))
+        kernels = [Kernel.from_json(r) for r in json.loads(record.read_text())]
+        _learn(library, runtime_library, kernels)
+        _LOADED[path] = library, kernels
+    library, kernels = _LOADED[path]
     return library, path, kernels
+
+
+_LOADED: dict[Path, tuple[ctypes.CDLL, list[Kernel]]] = {}
 
 
 def _learn(library: ctypes.CDLL, runtime_library: ctypes.CDLL, kernels: list[Kernel]) -> None:
