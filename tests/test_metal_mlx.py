@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import mslsim
+import tilewise
 from metal_sim import needs_simulator
 from mslsim.lint import lint
 from mslsim.mlx_text import traced
 from tilewise import InvalidArgument, Unsupported
-from tilewise.apple import check_mlx
+from tilewise.apple import check_mlx, to_torch
 from tilewise.backends.metal import text
 from tilewise.conformance.case import Case
 
@@ -121,3 +122,13 @@ def test_what_it_cannot_take_is_named():
         mlx.attention(q, q, q, tile_map=object())
     with pytest.raises(InvalidArgument, match="uint8"):
         mlx.attention(q.astype(mx.uint8), q, q)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_on_the_cpu_mlx_arrays_are_arrays_like_others(dtype):
+    q, k, v = (mx.random.normal((1, 2, 20, 16)).astype(dtype) for _ in range(3))
+    out = tilewise.attention(q, k, v, causal=True)
+    assert isinstance(out, mx.array)
+    assert out.dtype == dtype
+    want = tilewise.attention(*(to_torch(x) for x in (q, k, v)), causal=True)
+    assert to_torch(out).equal(want)
