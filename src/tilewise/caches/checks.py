@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..arrays import to_tensor
-from ..checks import FLOATS
+from ..checker import FLOATS
 from ..errors import InvalidArgument
 from ..options import is_int
 from .formats import Format
