@@ -43,10 +43,17 @@ WIDTHS = [
     for d, e in ((40, 0), (64, 0), (96, 0), (128, 0), (256, 0), (512, 0), (64, 96))
     for n in (1, 37)
 ]
+# And the twelve kernels that others have for as many combinations.
+MASKED = [
+    Case(B=1, H=2, Hkv=1, Lq=37, Lk=70, D=d, dtype=t, mask="hqk", mask_kind=kind)
+    for d in (64, 256, 512)
+    for t in ("f16", "bf16")
+    for kind in ("bool", t)
+]
 
 
 @needs_simulator
-@pytest.mark.parametrize("case", WIDTHS, ids=str)
+@pytest.mark.parametrize("case", [*WIDTHS, *MASKED], ids=str)
 def test_every_width_in_every_type(case):
     with simulator():
         check_case(case, "metal")
