@@ -169,6 +169,7 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     p = problem(64, causal=True, q_len=1024, kv_len=1024)
     c = heuristics.config(p)
     assert (c.per_processor, c.BN, c.overlaps) == (2, 64, False)
+    assert "2 programs share a processor" in heuristics.notes(p, c)
     for changes in ({"kv_len": 4096}, {"softcap": 5.0}, {"window": (99, None)}, {"causal": False}, {"chunk": 64}):
         assert heuristics.config(replace(p, **changes)).per_processor == 1
     s = heuristics.spec(p, c)

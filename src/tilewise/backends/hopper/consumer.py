@@ -6,7 +6,8 @@
 
 so the tensor cores have P V to do while this warpgroup's other units take exponentials, and all consumers do so beside
 each other. From one work to the next it goes on in the same way: the last P V of one and the first S of the other are
-under way together.
+under way together. Where two programs share a processor (`overlaps` is off) it waits for both products before its
+softmax: there are three other warpgroups to keep the tensor cores busy.
 
 Tiles of keys come from the right: first those that rules may hide in part, then those that every row sees, then (in
 windows) again hidden ones; each kind has a loop of its own. Tiles of the rows' tile that this consumer's rows do not

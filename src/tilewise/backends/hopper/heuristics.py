@@ -92,6 +92,8 @@ def operations(problem: Problem) -> float:
 
 def notes(problem: Problem, c: Config) -> tuple[str, ...]:
     found = [f"{c.consumers} warpgroups of 64 rows, TMA, {c.k_stages} tiles of keys under way"]
+    if c.per_processor > 1:
+        found.append(f"{c.per_processor} programs share a processor")
     if problem.split_size:
         found.append("split_size: keys are walked in one pass, which is batch-invariant already")
     return tuple(found)
