@@ -178,7 +178,7 @@ class Sequences:
         index = self.pool.index
         for slot in slots[self.length[slots] % self.page_size > 0]:
             node = int(index.node_of[self.pages(slot)[-1]])
-            if node and self.pool.refs[self.pages(slot)[-1]] == 1:
+            if node:
                 self.pool.forget(node)
 
     def commit(self, numbers: list[int], full: np.ndarray) -> None:
