@@ -247,6 +247,20 @@ class TestPrefixes:
         assert cache.prefix_match(range(4))[1] == 4
         assert cache.keys(a)[:, :4].equal(rows(2, 8, 2, 64, seed=1)[0].transpose(0, 1)[:, :4])
 
+    def test_sharers_that_all_write_at_once_leave_nothing_wrong_to_find(self):
+        """All but the last copy the half filled page; the last writes in place, so the page is known for nothing."""
+        cache = cache_of()
+        a = cache.create()
+        put(cache, a, list(range(8)), seed=1)
+        cache.truncate(a, 6)
+        b = cache.fork(a)
+        k, v = rows(2, 4, 2, 64, seed=2)
+        batch = cache.extend([a, b], 2, tokens=[90, 91, 92, 93])
+        batch.write(k, v)
+        assert cache.prefix_match(range(8))[1] == 4
+        for tail in ([90, 91], [92, 93]):
+            assert cache.prefix_match([0, 1, 2, 3, 4, 5, *tail])[1] == 8
+
     def test_a_known_prefix_that_left_takes_what_followed_along(self):
         """Two sequences compute the same pages; only one set is known, and what follows the other's is found by it."""
         cache = cache_of(pages=5)
