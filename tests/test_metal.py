@@ -16,8 +16,8 @@ from mslsim.lint import lint
 from strategies import cases
 from tilewise.backends.metal import heuristics, launch, text
 from tilewise.backends.metal.spec import KINDS
-from tilewise.conformance.case import Case, make
-from tilewise.conformance.check import check_case
+from tilewise.conformance.case import Case, Inputs, make
+from tilewise.conformance.check import check_call, check_case
 from tilewise.conformance.properties import SOME, same
 from tilewise.errors import Unsupported
 from tilewise.problem import QuantSpec
@@ -148,6 +148,7 @@ def test_a_text_is_compiled_once():
 @needs_simulator
 def test_offsets_past_2_31():
     """K and V whose last rows lie more than 2^31 elements from their first; only those rows are read."""
+    torch.manual_seed(0)
     rows, width = 2**20, 2112
     assert (rows - 1) * width > 2**31
     wide = torch.empty(rows, width, dtype=torch.float16)  # 4.4 GB of which a few pages are touched
@@ -156,24 +157,24 @@ def test_offsets_past_2_31():
     with simulator():
         for Lq in (2, 40):
             q = torch.randn(1, 1, Lq, 64).half()
-            got = tilewise.attention(q, k, k, window=8, causal=True, q_offset=rows - 5, backend="metal")
-            want = tilewise.attention(
-                q, k[:, :, -20:], k[:, :, -20:], window=8, causal=True, q_offset=15, backend="reference"
-            )
-            torch.testing.assert_close(got.float(), want.float(), rtol=2e-3, atol=2e-3)
+            rules = {"window": 8, "causal": True, "return_lse": True}
+            got, lse = tilewise.attention(q, k, k, q_offset=rows - 5, backend="metal", **rules)
+            near = Inputs(tilewise.attention, (q, k[:, :, -20:], k[:, :, -20:]), rules | {"q_offset": 15})
+            check_call(near.checked(), got, lse)
             assert got.abs().amax() > 1
 
 
 @needs_simulator
 def test_scales_of_any_type():
+    torch.manual_seed(0)
     for scales in (torch.float32, torch.float16, torch.bfloat16):
         q, k = torch.randn(1, 4, 3, 64), torch.randn(1, 2, 70, 64)
         packed = tilewise.Quantised.from_float(k, "int8", 32)
         packed = replace(packed, scales=packed.scales.to(scales))
-        want = tilewise.attention(q, packed, packed, backend="reference")
+        inputs = Inputs(tilewise.attention, (q, packed, packed), {"return_lse": True})
         with simulator():
-            got = tilewise.attention(q, packed, packed, backend="metal")
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            got = inputs.call("metal")
+        check_call(inputs.checked(), *got)
 
 
 @pytest.mark.slow  # about two minutes
