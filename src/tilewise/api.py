@@ -102,16 +102,10 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
-    if is_compiling():
-        traced_options = {
-            "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
-            "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "kv_lengths": kv_lengths,
-            "layout": layout, "tile_map": tile_map, "split_size": split_size, "allow_tf32": allow_tf32,
-            "validate": validate, "backend": backend,
-        }  # fmt: skip
-        return ops.traced("attention", q, k, v, (), return_lse, out, traced_options)
     key = tables_key = None
-    if mask is alibi_slopes is sinks is tile_map is out is None and validate is False and kv_lengths is not None:
+    traced = is_compiling()
+    plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
+    if plain and validate is False and kv_lengths is not None:
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
         tables = (None, kv_lengths, None, None, row_offsets)
         tables_key = bound.tables_key(
@@ -120,35 +114,22 @@ def attention(
         )  # fmt: skip
         if (again := bound.find_again(tables_key)) is not None:
             return again(q, k, v, tables)
-    elif mask is alibi_slopes is sinks is kv_lengths is tile_map is out is None and (
-        q_offset is None or is_int(q_offset)
-    ):
+    elif plain and kv_lengths is None and (q_offset is None or is_int(q_offset)):
         key = bound.key_of(
             q, k, v, scale, causal, type(causal), q_offset, window, type(window), chunk, softcap, layout, split_size,
             return_lse, allow_tf32, backend,
         )  # fmt: skip
         if (known := bound.find(key)) is not None:
             return known(q, k, v)
-    options = Options(
-        scale=scale,
-        causal=causal,
-        q_offset=q_offset,
-        window=window,
-        chunk=chunk,
-        mask=mask,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        kv_lengths=kv_lengths,
-        layout=layout,
-        tile_map=tile_map,
-        split_size=split_size,
-        return_lse=return_lse,
-        out=out,
-        allow_tf32=allow_tf32,
-        validate=validate,
-    )
-    return _run(q, checks.dense(q, k, v, options), backend, key, tables_key, layout)
+    options = {
+        "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "kv_lengths": kv_lengths, "layout": layout,
+        "tile_map": tile_map, "split_size": split_size, "return_lse": return_lse, "out": out,
+        "allow_tf32": allow_tf32, "validate": validate,
+    }  # fmt: skip
+    if traced:
+        return ops.traced("attention", q, k, v, (), options | {"backend": backend})
+    return _run(q, checks.dense(q, k, v, Options(**options)), backend, key, tables_key, layout)
 
 
 @overload
@@ -240,16 +221,9 @@ def varlen_attention(
     >>> varlen_attention(q, k, v, cu, cu, causal=True).shape
     torch.Size([10, 4, 32])
     """
-    if is_compiling():
-        traced_options = {
-            "max_q": max_q, "max_k": max_k, "scale": scale, "causal": causal, "q_offset": q_offset, "window": window,
-            "chunk": chunk, "mask": mask, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
-            "kv_lengths": kv_lengths, "tile_map": tile_map, "split_size": split_size, "allow_tf32": allow_tf32,
-            "validate": validate, "backend": backend,
-        }  # fmt: skip
-        return ops.traced("varlen_attention", q, k, v, (cu_seqlens_q, cu_seqlens_k), return_lse, out, traced_options)
     tables_key = None
-    plain = mask is alibi_slopes is sinks is tile_map is out is None
+    traced = is_compiling()
+    plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
     if plain and validate is False and max_q is not None and max_k is not None:
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
         tables = (None, kv_lengths, cu_seqlens_q, cu_seqlens_k, row_offsets)
@@ -259,25 +233,16 @@ def varlen_attention(
         )  # fmt: skip
         if (again := bound.find_again(tables_key)) is not None:
             return again(q, k, v, tables)
-    options = Options(
-        scale=scale,
-        causal=causal,
-        q_offset=q_offset,
-        window=window,
-        chunk=chunk,
-        mask=mask,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        kv_lengths=kv_lengths,
-        tile_map=tile_map,
-        split_size=split_size,
-        return_lse=return_lse,
-        out=out,
-        allow_tf32=allow_tf32,
-        validate=validate,
-    )
-    call = checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, options)
+    options = {
+        "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "kv_lengths": kv_lengths,
+        "tile_map": tile_map, "split_size": split_size, "return_lse": return_lse, "out": out,
+        "allow_tf32": allow_tf32, "validate": validate,
+    }  # fmt: skip
+    if traced:
+        options |= {"max_q": max_q, "max_k": max_k, "backend": backend}
+        return ops.traced("varlen_attention", q, k, v, (cu_seqlens_q, cu_seqlens_k), options)
+    call = checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
     return _run(q, call, backend, None, tables_key)
 
 
@@ -372,17 +337,10 @@ def paged_attention(
     >>> paged_attention(torch.randn(2, 8, 1, 32), *pages, table, lengths).shape
     torch.Size([2, 8, 1, 32])
     """
-    if is_compiling():
-        traced_options = {
-            "cu_seqlens_q": cu_seqlens_q, "max_q": max_q, "scale": scale, "causal": causal, "q_offset": q_offset,
-            "window": window, "chunk": chunk, "mask": mask, "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "sinks": sinks, "layout": layout, "tile_map": tile_map, "split_size": split_size,
-            "allow_tf32": allow_tf32, "validate": validate, "backend": backend,
-        }  # fmt: skip
-        pages_tables = (block_table, context_lens)
-        return ops.traced("paged_attention", q, k_pages, v_pages, pages_tables, return_lse, out, traced_options)
     tables_key = None
-    if mask is alibi_slopes is sinks is tile_map is out is None and validate is False:
+    traced = is_compiling()
+    plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
+    if plain and validate is False:
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
         tables = (block_table, context_lens, cu_seqlens_q, None, row_offsets)
         tables_key = bound.tables_key(
@@ -392,25 +350,16 @@ def paged_attention(
         )  # fmt: skip
         if (again := bound.find_again(tables_key)) is not None:
             return again(q, k_pages, v_pages, tables)
-    options = Options(
-        scale=scale,
-        causal=causal,
-        q_offset=q_offset,
-        window=window,
-        chunk=chunk,
-        mask=mask,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        layout=layout,
-        tile_map=tile_map,
-        split_size=split_size,
-        return_lse=return_lse,
-        out=out,
-        allow_tf32=allow_tf32,
-        validate=validate,
-    )
-    call = checks.paged(q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, max_q, options)
+    options = {
+        "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "layout": layout, "tile_map": tile_map,
+        "split_size": split_size, "return_lse": return_lse, "out": out, "allow_tf32": allow_tf32,
+        "validate": validate,
+    }  # fmt: skip
+    if traced:
+        options |= {"cu_seqlens_q": cu_seqlens_q, "max_q": max_q, "backend": backend}
+        return ops.traced("paged_attention", q, k_pages, v_pages, (block_table, context_lens), options)
+    call = checks.paged(q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, max_q, Options(**options))
     return _run(q, call, backend, None, tables_key, layout)
 
 

@@ -34,10 +34,9 @@ DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `planner.py`
 _library = torch.library.Library("tilewise", "DEF")  # lives as long as the operators
 
 
-def traced(
-    name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], return_lse: bool, out: Any, options: dict[str, Any]
-) -> Any:
+def traced(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """A call of an entry point while torch traces it, as an operator in the graph."""
+    return_lse, out = options.pop("return_lse"), options.pop("out")
     if options.pop("tile_map") is not None:
         raise InvalidArgument("tile_map", "a TileMap in traced code", "None: the result is the same without")
     window, offset = options.pop("window"), options.pop("q_offset")
