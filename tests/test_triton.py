@@ -88,7 +88,7 @@ q, k, v = torch.randn(2, 6, 1, 64), torch.randn(2, 2, 900, 64), torch.randn(2, 2
 results = []
 for most in (splits.MERGE_BYTES, 0):
     splits.MERGE_BYTES = most
-    launch._bound.clear()
+    launch.bound_to.kept.clear()
     results.append(attention(q, k, v, return_lse=True, sinks=torch.randn(6).mul(0).add(1), backend="triton"))
 assert inside == [True, False], inside
 assert (results[0].out == results[1].out).all() and (results[0].lse == results[1].lse).all()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .problem import Problem
 from .tiles import TileCounts
+
+Made = TypeVar("Made")
+MOST_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +90,19 @@ def _size(count: int) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} GiB"
+
+
+class ByPlan(Generic[Made]):
+    """What `make` makes of a plan, made once: kept by the plan's identity, for the planner keeps plans."""
+
+    def __init__(self, make: Callable[[Plan], Made]) -> None:
+        self.make = make
+        self.kept: dict[int, tuple[Plan, Made]] = {}
+
+    def __call__(self, plan: Plan) -> Made:
+        found = self.kept.get(id(plan))
+        if found is None or found[0] is not plan:  # an id comes again once its plan is gone
+            if len(self.kept) >= MOST_KEPT:
+                self.kept.clear()
+            found = self.kept[id(plan)] = (plan, self.make(plan))
+        return found[1]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...plan import Plan
+from ...plan import ByPlan, Plan
 from ...tensors import Tensors
 from ..triton.device import processors
 from ..triton.heuristics import Config as TileConfig
@@ -204,18 +204,10 @@ def is_plain(addresses: list[int], device: torch.device) -> bool:
     return either & 15 == 0 and torch._C._cuda_getDevice() == device.index
 
 
-_bound: dict[int, tuple[Plan, Bound]] = {}
-
-
+@ByPlan
 def bound_to(plan: Plan) -> Bound:
-    """The plan's launches, kept by the plan's identity (the planner keeps plans)."""
-    kept = _bound.get(id(plan))
-    if kept is None or kept[0] is not plan:
-        if len(_bound) > 4096:
-            _bound.clear()
-        device = plan.problem.device
-        kept = _bound[id(plan)] = (plan, Bound(plan, heuristics.config(plan.problem), processors(device)))
-    return kept[1]
+    """The plan's launches."""
+    return Bound(plan, heuristics.config(plan.problem), processors(plan.problem.device))
 
 
 def bind(plan: Plan, t: Tensors) -> Callable[..., None]:

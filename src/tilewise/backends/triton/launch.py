@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...plan import Plan
+from ...plan import ByPlan, Plan
 from ...tensors import Tensors
 from . import heuristics, tuned
 from .attend import attend
@@ -283,17 +283,9 @@ def _grain(*tensors: torch.Tensor | None) -> int:
     return 1 if either % 16 == 0 else next(n for n in (8, 4, 2, 1) if either % n == 0)
 
 
-_bound: dict[int, tuple[Plan, Bound]] = {}
-
-
+@ByPlan
 def bound_to(plan: Plan) -> Bound:
-    """The plan's launches, kept by the plan's identity (the planner keeps plans)."""
-    kept = _bound.get(id(plan))
-    if kept is None or kept[0] is not plan:
-        if len(_bound) > 4096:
-            _bound.clear()
-        device = plan.problem.device
-        arch = 0 if INTERPRETED else arch_of(device)
-        c = tuned.config(plan.problem, processors(device), arch_of(device))
-        kept = _bound[id(plan)] = (plan, Bound(plan, c, arch))
-    return kept[1]
+    """The plan's launches."""
+    device = plan.problem.device
+    arch = 0 if INTERPRETED else arch_of(device)
+    return Bound(plan, tuned.config(plan.problem, processors(device), arch_of(device)), arch)
