@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,28 +79,44 @@ def tensors_of(p: Problem) -> Tensors:
     return t
 
 
+@dataclass
+class Signature:
+    """What a launch with these arguments would have a kernel compiled for, every pointer aligned."""
+
+    types: dict[str, str]
+    constants: dict[tuple[int], Any]
+    attributes: dict[tuple[int], Any]
+
+    @classmethod
+    def of(cls, function: Any, given: dict[str, Any], constants: Collection[str]) -> Signature:
+        made = cls({}, {}, {})
+        plain = {p.name for p in function.params if p.do_not_specialize}
+        aligned = [["tt.divisibility", 16]]
+        for i, name in enumerate(function.arg_names):
+            value = given[name]
+            if name in constants or value is None or (type(value) is int and value == 1 and name not in plain):
+                made.types[name], made.constants[(i,)] = "constexpr", value
+            elif hasattr(value, "block_shape"):
+                element = TYPES[value.base.dtype][1:]
+                made.types[name] = f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
+            elif isinstance(value, torch.Tensor):
+                made.types[name], made.attributes[(i,)] = TYPES[value.dtype], aligned
+            elif isinstance(value, float):
+                made.types[name] = "fp32"
+            else:
+                made.types[name] = "i32" if abs(value) < 2**31 else "i64"
+                if value % 16 == 0 and name not in plain:
+                    made.attributes[(i,)] = aligned
+        return made
+
+    def compiled(self, source: type[ASTSource], function: Any, arch: int, options: Any) -> Any:
+        made = source(fn=function, signature=self.types, constexprs=self.constants, attrs=self.attributes)
+        return triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
+
+
 def compile_kernel(kernel: Kernel, arguments: dict[str, Any], arch: int) -> Compiled:
-    """Compiles as a launch with these arguments would, every pointer aligned."""
-    names = kernel.function.arg_names
-    given = arguments | kernel.constants
-    plain = {kernel.function.params[i].name for i in range(len(names)) if kernel.function.params[i].do_not_specialize}
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attrs: dict[tuple[int], Any] = {}
-    for i, name in enumerate(names):
-        value = given[name]
-        if name in kernel.constants or value is None or (type(value) is int and value == 1 and name not in plain):
-            signature[name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name], attrs[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0 and name not in plain:
-                attrs[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel.function, signature=signature, constexprs=constants, attrs=attrs)
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=OPTIONS | kernel.options)
+    signature = Signature.of(kernel.function, arguments | kernel.constants, kernel.constants)
+    built = signature.compiled(ASTSource, kernel.function, arch, OPTIONS | kernel.options)
     registers, spills = resources(built.asm["ptx"], arch)
     return Compiled(built.metadata.shared, registers, spills, built.asm["ptx"], built.asm["ttgir"], built.asm["cubin"])
 

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from aot import TOOLS, TYPES, tensors_of
+from aot import TOOLS, Signature, tensors_of
 from tilewise.backends.hopper import heuristics
 from tilewise.backends.hopper.entry import attend
 from tilewise.backends.hopper.kernel import OPTIONS
@@ -62,32 +60,9 @@ class Built:
 def build(
     function: Any, given: dict[str, Any], constants: tuple[str, ...], ptxas: str = "ptxas", options: Any = OPTIONS
 ) -> Built:
-    """Compiles as a launch with these arguments would, every pointer aligned; with one of Triton's two ptxas."""
-    names = function.arg_names
-    plain = {p.name for p in function.params if p.do_not_specialize}
-    signature: dict[str, str] = {}
-    fixed: dict[tuple[int], Any] = {}
-    attrs: dict[tuple[int], Any] = {}
-    for i, name in enumerate(names):
-        value = given[name]
-        if name in constants or value is None or (type(value) is int and value == 1 and name not in plain):
-            signature[name], fixed[(i,)] = "constexpr", value
-        elif hasattr(value, "block_shape"):
-            signature[name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)},{value.layout!r}>"
-        elif isinstance(value, torch.Tensor):
-            signature[name], attrs[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0 and name not in plain:
-                attrs[(i,)] = [["tt.divisibility", 16]]
+    """Compiles as a launch with these arguments would, with one of Triton's two ptxas."""
     source = GluonASTSource if function.is_gluon() else ASTSource
-    built = triton.compile(
-        source(fn=function, signature=signature, constexprs=fixed, attrs=attrs),
-        target=GPUTarget("cuda", 90, 32),
-        options=options,
-    )
+    built = Signature.of(function, given, constants).compiled(source, function, 90, options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         ptx.write(built.asm["ptx"])
         ptx.flush()
