@@ -47,12 +47,22 @@ class Row:
         rows = [token[which] for token in self.tokens[self.first :]]
         return torch.stack(rows, 1) if rows else None
 
-    def attend(self, q, q_offset=None, **options):
-        """q [H, Lq, D] over all tokens that are held, at their true positions; [H, Lq, Dv], lse [H, Lq]."""
+    @classmethod
+    def held_by(cls, cache, sequence):
+        """What a `PagedKVCache` holds of a sequence."""
+        row = cls()
+        row.append(cache.keys(sequence), cache.values(sequence))
+        return row
+
+    def attend(self, q, q_offset=None, dtype=torch.float32, **options):
+        """q [H, Lq, D] over all tokens that are held, at their true positions; [H, Lq, Dv], lse [H, Lq].
+
+        `dtype` is what the call is judged as: no narrower than the queries, keys and values are.
+        """
         n = len(self.tokens)
         if not n:
             return None
-        k, v = (torch.stack([token[i] for token in self.tokens], 1) for i in (0, 1))
+        k, v = (torch.stack([token[i] for token in self.tokens], 1).to(dtype) for i in (0, 1))
         mask = options.pop("mask", None)
         if self.first:
             assert mask is None
@@ -60,7 +70,7 @@ class Row:
         offset = n - q.shape[1] if q_offset is None else q_offset
         # Few numbers may be right by chance in torch's arithmetic: three other sets of queries count too.
         calls = [
-            checks.dense(x[None].float(), k[None], v[None], Options(q_offset=offset, mask=mask, **options))
+            checks.dense(x[None].to(dtype), k[None], v[None], Options(q_offset=offset, mask=mask, **options))
             for x in (q, -q, q.flip(-1), -q.flip(-1))
         ]
         errors = [torch_errors(call) for call in calls]

@@ -93,8 +93,18 @@ class Again:
         self.form = "packed" if plan.problem.packed_q else layout
 
     def __call__(self, q: torch.Tensor, k: Any, v: Any, tables: Tables) -> torch.Tensor | AttentionState:
+        out, lse = self.new(q)
+        self.run(self.plan, self.tensors(q, k, v, tables, out, lse))
+        return out if lse is None else AttentionState(out, lse)
+
+    def new(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Room for the result."""
         out = q.new_empty(self.shape)
-        lse = None if self.lse_shape is None else q.new_empty(self.lse_shape, dtype=torch.float32)
+        return out, None if self.lse_shape is None else q.new_empty(self.lse_shape, dtype=torch.float32)
+
+    def tensors(
+        self, q: torch.Tensor, k: Any, v: Any, tables: Tables, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> Tensors:
         seq_major = self.form == "blhd" or tables[0] is not None
         packed_k = tables[3] is not None
         (k_data, k_scales), (v_data, v_scales) = (
@@ -108,8 +118,7 @@ class Again:
         common = self.common
         t = Tensors(common(q), k_data, v_data, common(out), None if lse is None else common(lse), k_scales, v_scales)
         t.block_table, t.kv_lengths, t.cu_seqlens_q, t.cu_seqlens_k, t.q_offset = tables
-        self.run(self.plan, t)
-        return out if lse is None else AttentionState(out, lse)
+        return t
 
     def common(self, x: torch.Tensor) -> torch.Tensor:
         """q, out or lse as `[B, H, L, ...]`."""

@@ -31,6 +31,8 @@ class Backend(Protocol):
         A backend may also have `bind(plan, tensors)`, which gives a function of q, k, v, out and lse that runs the same
         call on other tensors; they differ from these in their addresses only, and `bound.py` calls it. And
         `declines(problem)`, which says why one that comes later is the better choice for a problem that it supports.
+        And `run_pair(shared_plan, plan, tensors, shared)`, which merges attention over keys that sequences share into
+        that over their own, in one launch: `pairs.py`.
         """
 
 

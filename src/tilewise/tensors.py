@@ -35,6 +35,25 @@ class Tensors:
     block_table: torch.Tensor | None = None  # int32 [B, max_pages]
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Keys that several sequences of a paged call begin with: a call of its own, in which each set of them is one.
+
+    Its queries are those of the call, packed `[T, H, D]`, perhaps in another order.
+    """
+
+    q: torch.Tensor
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_q: int
+    back: torch.Tensor | None  # int64 [T]: where the call's rows are in `q`; None if in the same place
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.block_table, self.lengths, self.cu_seqlens
+
+
 @dataclass(slots=True)
 class Sequence:
     """Batch row `b` of a call: its own rows, its length, its place; keys and values of any range, at full width."""

@@ -107,7 +107,7 @@ class Batch:
             split = self._split(q, even, cascade, options)
             if split is not None:
                 tables = (self.block_table, self.context_lens)
-                return run(split, q, self.counts, self.cu_seqlens, operands, *tables, options)
+                return run(split, q, len(self.counts), self.longest, self.cu_seqlens, operands, *tables, options)
             if packed:
                 options |= {"cu_seqlens_q": self.cu_seqlens, "max_q": self.longest}
             elif options.get("q_offset") is None and not even:

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import pairs
 from ..api import paged_attention
 from ..arrays import returner, to_tensor
 from ..state import AttentionState, merge
+from ..tensors import Shared
 from .append import upload
 from .attending import into
 from .books import compiled, merge_rows
@@ -175,10 +177,18 @@ def _merged(a: AttentionState, b: AttentionState) -> AttentionState:
     return AttentionState(torch.from_numpy(x).to(a.out.dtype), torch.from_numpy(x_lse))
 
 
+def _call(
+    q: torch.Tensor, operands: tuple[Any, Any], tables: Any, max_q: int, options: dict[str, Any]
+) -> AttentionState:
+    table, lengths, cu = tables
+    return paged_attention(q, *operands, table, lengths, cu_seqlens_q=cu, max_q=max_q, return_lse=True, **options)
+
+
 def run(
     split: Split,
     q: Any,
-    counts: np.ndarray,
+    batch: int,
+    longest: int,
     cu_seqlens: torch.Tensor,
     operands: tuple[Any, Any],
     block_table: torch.Tensor,
@@ -190,21 +200,17 @@ def run(
     seq_major, lse, out = (options.pop(name, None) for name in ("layout", "return_lse", "out"))
     packed = q.ndim == 3
     rows = q if packed else (q if seq_major == "blhd" else q.transpose(1, 2)).flatten(0, 1)  # [T, H, D]
-    sinks, plain = options.pop("sinks", None), {**options, "causal": False}
-    head = paged_attention(
-        rows if split.order is None else rows[split.order], *operands, split.table, split.lengths,
-        cu_seqlens_q=split.cu, max_q=split.longest, return_lse=True, **plain,
-    )  # fmt: skip
-    if split.back is not None:
-        head = AttentionState(head.out[split.back], head.lse[split.back])
-    tail = paged_attention(
-        rows, *operands, split.rest_of(block_table), context_lens - split.taken, cu_seqlens_q=cu_seqlens,
-        max_q=int(counts.max()), return_lse=True, sinks=sinks, **options,
-    )  # fmt: skip
-    state = _merged(tail, head)
+    ordered = rows if split.order is None else rows[split.order]
+    shared = Shared(ordered, split.table, split.lengths, split.cu, split.longest, split.back)
+    tables = (split.rest_of(block_table), context_lens - split.taken, cu_seqlens)
+    state = pairs.attend(rows, *operands, shared, (*tables, None, None), longest, options)
+    if state is None:
+        head = _call(ordered, operands, shared.tables, shared.max_q, options | pairs.NOT_SHARED)
+        if split.back is not None:
+            head = AttentionState(head.out[split.back], head.lse[split.back])
+        state = _merged(_call(rows, operands, tables, longest, options), head)
     if not packed:
-        B = len(counts)
-        state = AttentionState(state.out.unflatten(0, (B, -1)), state.lse.unflatten(0, (B, -1)))  # [B, Lq, H, Dv]
+        state = AttentionState(*(x.unflatten(0, (batch, -1)) for x in (state.out, state.lse)))  # [B, Lq, H, Dv]
         if seq_major != "blhd":
             state = AttentionState(state.out.transpose(1, 2), state.lse.transpose(1, 2))
     if out is not None:

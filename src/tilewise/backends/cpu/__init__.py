@@ -7,7 +7,7 @@ from typing import Any
 
 from ...plan import Plan
 from ...problem import Problem
-from ...tensors import Tensors
+from ...tensors import Shared, Tensors
 
 
 def supports(problem: Problem) -> str | None:
@@ -30,6 +30,12 @@ def run(plan: Plan, tensors: Tensors) -> None:
     from . import launch
 
     launch.run(plan, tensors)
+
+
+def run_pair(shared_plan: Plan, plan: Plan, tensors: Tensors, shared: Shared) -> None:
+    from . import pair
+
+    pair.run(shared_plan, plan, tensors, shared)
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:

@@ -57,17 +57,19 @@ def work(params, scratch):
         elif get_i64(t.done) == 0:
             put_i64(p.counter + 16, 1)  # undone: `launch.py` compiles what it takes and begins anew
         slot = p.partials + index * p.partial_bytes
-        if item.splits > 1:
+        part = item.splits > 1 or p.keep_parts != 0
+        if part:
             widen_f32(slot, t.acc, R * Dv)
         for g in range(group):
             for i in range(item.rows):
                 r = g * item.rows + i
                 m, l = get_f32(t.m + 4 * r), get_f32(t.l + 4 * r)
-                if item.splits > 1:
+                if part:
                     put_f32(slot + 4 * (R * Dv + 2 * r), m)
                     put_f32(slot + 4 * (R * Dv + 2 * r + 1), l)
                 else:
                     finish(p, item, g, i, q_start, t.acc + 4 * r * Dv, m, l)
+        next_item(p.counter + 24)  # done
         index = next_item(p.counter)
 
 
@@ -175,6 +177,7 @@ def list_items(params, order):
                     count += 1
     put_i64(p.counter, 0)
     put_i64(p.counter + 8, count)
+    put_i64(p.counter + 24, 0)
 
 
 @jit

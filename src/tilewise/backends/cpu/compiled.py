@@ -139,7 +139,7 @@ _kept_alive: list = []  # the code is freed with the object
 def function(name: str) -> int:
     """The address of a kernel: `work`, `walk_direct`, `merge`, `dots f16`, `adds int8`, ..."""
     with _lock:
-        from . import append, attend, direct, packed, straight_tiles, tiled
+        from . import append, attend, direct, packed, pair, straight_tiles, tiled
 
         what, _, kind = name.partition(" ")
         if what == "walk_tiles":
@@ -147,7 +147,7 @@ def function(name: str) -> int:
         if kind:
             make, arguments = (direct.dots_function, 12) if what == "dots" else (direct.adds_function, 11)
             return compile_function(make(kind), f"{what}_{kind}", arguments)
-        homes = {"append": append, "walk_direct": direct, "walk_packed": packed}
+        homes = {"append": append, "walk_direct": direct, "walk_packed": packed, "pair": pair, "list_places": pair}
         homes |= {"tile_dots": straight_tiles, "tile_adds": straight_tiles}
         home = homes.get(name, attend)
         return compile_function(getattr(home, name), name, ARGUMENTS.get(name, 2))
@@ -159,7 +159,7 @@ ALL = [
     *("list_items", "begin", "work", "team", "merge", "walk_direct", "walk_packed"),
     *(f"{what} {kind}" for kind in CODES for what in ("dots", "adds")),
     *(("tile_dots", "tile_adds", *(f"walk_tiles {kind}" for kind in PARTS)) if usable() else ()),
-    "append",
+    *("append", "pair", "list_places"),
 ]
 
 

@@ -137,7 +137,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
     if p.form != "dense" or p.kv_lengths or p.q_offset == "rows":
         return launch
     own = block.copy()
-    items = _list_items(own, launch)
+    items = list_items_of(own, launch)
     return Launch(own, threads, scratch, most, numbers["partial_bytes"], bool(parts), items)
 
 
@@ -163,7 +163,7 @@ def _stored(p: Problem) -> tuple[Any, Any]:
     return (p.k_dtype, p.k_quant), (p.v_dtype, p.v_quant)
 
 
-def _list_items(block: Any, launch: Launch) -> Any:
+def list_items_of(block: Any, launch: Launch) -> Any:
     items = np.empty(max(1, launch.most_items), dtype=ITEM)
     order = np.empty(max(1, int(block[INDEX["batch"]])), dtype=np.int64)
     block[INDEX["items"]], block[INDEX["counter"]] = items.ctypes.data, block.ctypes.data + 8 * COUNTER
@@ -235,7 +235,7 @@ def run(plan: Plan, t: Tensors) -> None:
     address = block.ctypes.data
     block[INDEX["counter"]] = address + 8 * COUNTER
     if launch.items is None:
-        kept.append(_list_items(block, launch))
+        kept.append(list_items_of(block, launch))
     count = int(block[COUNTER + 1])
     partials = None
     if launch.partial_bytes:
@@ -243,10 +243,18 @@ def run(plan: Plan, t: Tensors) -> None:
         block[INDEX["partials"]] = partials.data_ptr()
     work_on(launch, address, count)
     if t.cu_seqlens_q is not None:
-        spare = int(t.cu_seqlens_q[-1])
-        t.out[:, :, spare:] = 0
+        zero_spare_rows(t)
+
+
+def zero_spare_rows(t: Tensors) -> int:
+    """What packed rows of no sequence give. Returns how many belong to one."""
+    assert t.cu_seqlens_q is not None
+    count = int(t.cu_seqlens_q[-1])
+    if count < t.out.shape[2]:
+        t.out[:, :, count:] = 0
         if t.lse is not None:
-            t.lse[:, :, spare:] = -torch.inf
+            t.lse[:, :, count:] = -torch.inf
+    return count
 
 
 def work_on(launch: Launch, address: int, count: int) -> None:

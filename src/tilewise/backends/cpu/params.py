@@ -27,7 +27,7 @@ PER_PROBLEM = """
 q_code k_code v_code k_group v_group k_row v_row mask_code page
 batch heads kv_heads q_len kv_len head_dim value_dim
 causal left right chunk offset
-tile_rows tile_keys split_size partial_bytes ahead
+tile_rows tile_keys split_size partial_bytes keep_parts ahead
 work merge parallel team threads walk_direct walk_packed walk_tiles configuration
 dots dots_f32 adds adds_f32 tile_dots tile_adds
 items counter partials
@@ -36,9 +36,10 @@ REAL = ["scale", "softcap"]
 
 PARAMS = np.dtype([(name, "i8") for name in PER_CALL + PER_PROBLEM] + [(name, "f8") for name in REAL])
 INDEX = {name: i for i, name in enumerate(PARAMS.names or ())}
-# Three more numbers behind the block: the next item, how many there are, whether one was left undone by matrix tiles.
+# Four more numbers behind the block: the next item, how many there are, whether one was left undone by matrix tiles,
+# how many are done.
 COUNTER = len(INDEX)
-UNDONE, NUMBERS = COUNTER + 2, COUNTER + 3
+COUNT, UNDONE, DONE, NUMBERS = COUNTER + 1, COUNTER + 2, COUNTER + 3, COUNTER + 4
 BLOCK_BYTES = -(-8 * NUMBERS // 64) * 64
 TASK_BYTES = 64  # of what `team` is told
 

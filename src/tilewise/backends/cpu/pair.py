@@ -1,0 +1,173 @@
+"""Two calls over the same queries in one launch, merged: keys that sequences share, and keys of their own.
+
+Threads take the items of the first call, the long ones, then those of the second, so that nobody waits between the two.
+All items leave their parts; when they are done, rows are put together by whoever is there.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, types
+from numba.extending import intrinsic
+
+from ...plan import Plan
+from ...tensors import Shared, Tensors
+from . import compiled
+from .access import INF, F, call_work, item_at, jit, params_at, pointer, sequence, unit, up
+from .launch import block_of, list_items_of, zero_spare_rows
+from .micro import clear, get_f32, get_i64, next_item, put_i64
+from .params import COUNT, COUNTER, DONE, INDEX, ITEM, PER_CALL, UNDONE
+from .rows import finish
+from .simd import I64, Emit, Value, W, microkernel
+from .threads import pool
+
+ITEM_BYTES = ITEM.itemsize
+
+
+@microkernel("iiif")
+def row_add(e: Emit, to: Value, source: Value, count: Value, factor: Value) -> None:
+    """to += factor * source, of `count` floats, a multiple of W."""
+    factor = e.splat(factor)
+    with e.loop(count, W) as i:
+        e.store(e.fma(e.load(source, i), factor, e.load(to, i)), to, i)
+
+
+@intrinsic
+def look(typingctx: Any, address: Any) -> Any:
+    """A number that other threads change."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@jit
+def all_done(p):
+    return look(p.counter + 24) >= get_i64(p.counter + 8)
+
+
+@jit
+def top_of(p, index, parts, R, r, Dv, m):
+    for part in range(parts):
+        m = max(m, get_f32(p.partials + (index + part * p.kv_heads) * p.partial_bytes + 4 * (R * Dv + 2 * r)))
+    return m
+
+
+@jit
+def add_parts(p, index, parts, R, r, Dv, m, to):
+    """Adds row r of an item's parts, weighed by their maxima; returns their share of the softmax's sum."""
+    l = F(0)
+    for part in range(parts):
+        slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
+        top = get_f32(slot + 4 * (R * Dv + 2 * r))
+        if top != -INF:
+            weight = F(math.exp((top - m) * unit(p)))
+            l += weight * get_f32(slot + 4 * (R * Dv + 2 * r + 1))
+            row_add(to, slot + 4 * r * Dv, Dv, weight)
+    return l
+
+
+def pair(task, scratch):
+    """What a thread runs. `task`: both blocks of numbers, the places of rows in the first, the next item to merge."""
+    shared, own, places = get_i64(task), get_i64(task + 8), get_i64(task + 16)
+    a, b = params_at(shared), params_at(own)
+    call_work(a.work, shared, scratch)
+    call_work(b.work, own, scratch)
+    while not (all_done(a) and all_done(b)):  # whoever has the last item is at it
+        continue
+    Dv, group = up(b.value_dim, W), b.heads // b.kv_heads
+    count = get_i64(b.counter + 8)
+    index = next_item(task + 24)
+    while index < count:
+        item = item_at(b.items + index * ITEM_BYTES)
+        if item.split == 0:
+            q_start = sequence(b, item.b)[0]
+            R = group * item.rows
+            for i in range(item.rows):
+                place = places + 16 * (q_start + item.row + i)
+                first = get_i64(place)
+                other = item_at(a.items + first * ITEM_BYTES)
+                first += item.head
+                for g in range(group):
+                    r, its = g * item.rows + i, g * other.rows + get_i64(place + 8)
+                    m = top_of(b, index, item.splits, R, r, Dv, -INF)
+                    m = top_of(a, first, other.splits, group * other.rows, its, Dv, m)
+                    clear(scratch, Dv)
+                    l = add_parts(b, index, item.splits, R, r, Dv, m, scratch)
+                    l += add_parts(a, first, other.splits, group * other.rows, its, Dv, m, scratch)
+                    finish(b, item, g, i, q_start, scratch, m, l)
+        index = next_item(task + 24)
+
+
+def list_places(task, back):
+    """For each query row of the second call, in its order: the first call's item of its first head and part, and the
+    row's number in it. `back` says where a row is in the first call, if not in the same place."""
+    places = get_i64(task + 16)
+    a, rows = params_at(get_i64(task)), get_i64(task + 32)
+    spots = carray(pointer(places + 16 * rows), (rows, 2), dtype=np.int64)
+    for index in range(get_i64(a.counter + 8)):
+        item = item_at(a.items + index * ITEM_BYTES)
+        if item.head == 0 and item.split == 0:
+            start = sequence(a, item.b)[0] + item.row
+            for i in range(item.rows):
+                spots[start + i, 0], spots[start + i, 1] = index, i
+    for row in range(rows):
+        at = get_i64(back + 8 * row) if back else row
+        put_i64(places + 16 * row, spots[at, 0])
+        put_i64(places + 16 * row + 8, spots[at, 1])
+
+
+def run(shared_plan: Plan, plan: Plan, t: Tensors, shared: Shared) -> None:
+    """Writes the output of `plan`'s call with the shared keys merged in."""
+    own, kept = block_of(plan, t)
+    first = shared_plan.detail.block.copy()
+    first[: len(PER_CALL)] = own[: len(PER_CALL)]  # the tensors are the same but for these
+    q, table, lengths, cu = (x.contiguous() for x in (shared.q, *shared.tables))
+    for name, value in (
+        ("q", q.data_ptr()),
+        ("q_h", q.stride(1) * q.element_size()),
+        ("q_l", q.stride(0) * q.element_size()),
+        ("table", table.data_ptr()),
+        ("table_b", 4 * table.stride(0)),
+        ("kv_lengths", lengths.data_ptr()),
+        ("cu_q", cu.data_ptr()),
+        ("sinks", 0),
+    ):
+        first[INDEX[name]] = value
+    kept += [_prepare(first, shared_plan), _prepare(own, plan)]
+    rows = zero_spare_rows(t)
+    places = np.empty((2 * rows, 2), dtype=np.int64)
+    task = np.array([first.ctypes.data, own.ctypes.data, places.ctypes.data, 0, rows], dtype=np.int64)
+    compiled.entry("list_places")(task.ctypes.data, 0 if shared.back is None else shared.back.data_ptr())
+    launches = shared_plan.detail, plan.detail
+    threads = min(max(x.threads for x in launches), int(first[COUNT] + own[COUNT]))
+    scratch = max(x.scratch for x in launches)
+    while True:
+        if threads < 2:
+            compiled.entry("pair")(task.ctypes.data, pool.scratch(scratch))
+        else:
+            pool.run_kernel("pair", task.ctypes.data, threads, scratch)
+        if not (first[UNDONE] or own[UNDONE]):
+            return
+        for block in (first, own):  # an infinity, as in `launch.work_on`
+            block[INDEX["walk_packed"]] = compiled.function("walk_packed")
+            block[[COUNTER, UNDONE, DONE]] = 0
+        task[3] = 0
+
+
+def _prepare(block: Any, plan: Plan) -> Any:
+    """Lists the items of a call, every one of which leaves its part. Returns what must live as long as the block."""
+    p, launch = plan.problem, plan.detail
+    items = list_items_of(block, launch)
+    Dv = -(-p.value_dim // W) * W
+    size = 4 * p.group * min(int(block[INDEX["tile_rows"]]), p.q_len) * (Dv + 2)
+    parts = torch.empty(int(block[COUNT]) * size, dtype=torch.uint8)
+    block[INDEX["partials"]], block[INDEX["partial_bytes"]] = parts.data_ptr(), size
+    block[INDEX["work"]], block[INDEX["keep_parts"]] = compiled.function("work"), 1
+    return items, parts
