@@ -18,7 +18,7 @@ from tilewise.problem import MaskSpec, Problem, QuantSpec
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from tilewise.backends.triton import heuristics, launch, splits
+from tilewise.backends.triton import heuristics, launch, operands, splits
 
 SHARES = 8  # about a minute each; two of them run in `make test`
 # Slow in the interpreter, and like others but longer.
@@ -73,7 +73,7 @@ def test_interpreted_kernels_notice_a_wrong_result():
 
 PIECES = """
 import torch
-from tilewise import attention
+from tilewise import Quantised, attention, paged_attention
 from tilewise.backends.triton import launch, order, splits
 torch.manual_seed(0)
 
@@ -102,6 +102,24 @@ def ranked(q_lengths, k_lengths, total, BQ):
     return ranks.tolist()
 assert ranked([5, 70, 0, 33], [9, 90, 1, 90], 120, 16) == [1, 3, 0, 2, 4, 0, 5, 8, 9, 9]
 assert ranked([3], [3], 3, 16) == [0, 1, 0, 1]
+
+# Quantised pages: groups that a head's halves visit out of turn, and values whose sizes are far apart.
+for kind, D, page in (("int4", 256, 16), ("fp8_e4m3", 128, 8), ("int8", 64, 5)):
+    q, k, v = torch.randn(2, 4, 1, D).half(), torch.randn(2, 2, 80, D), torch.randn(2, 2, 80, D)
+    v[:, 0, :40] *= 2.0**-30
+    v[0, 0, 60:] *= 2.0**9
+    v[:, 1, 10:] *= 2.0**-9
+    k, v = (Quantised.from_float(x, kind, 64) for x in (k, v))
+    want = attention(q.float(), k.dequantise(), v.dequantise(), backend="reference").double()
+    def pages(x):
+        return x.transpose(1, 2).reshape(-1, page, 2, x.shape[-1])
+    k, v = (Quantised(pages(x.data), pages(x.scales), kind, 64) for x in (k, v))
+    table = torch.arange(160 // page, dtype=torch.int32).view(2, -1)
+    got = paged_attention(q, k, v, table, torch.full((2,), 80, dtype=torch.int32), backend="triton").double()
+    for b in range(2):
+        for h in range(4):
+            error = (got[b, h] - want[b, h]).norm() / want[b, h].norm()
+            assert error < 1e-3, (kind, b, h, error)
 print("fine")
 """
 
@@ -133,7 +151,7 @@ def test_it_refuses_the_cpu_without_the_interpreter():
      (192, 64, (128, 64)), (320, 64, (256, 64)), (576, 64, (512, 64)), (65, 32, (64, 32)), (33, 32, (64,))],
 )  # fmt: skip
 def test_chunks_cover_with_little_padding(columns, least, want):
-    assert heuristics.chunks(columns, least) == want
+    assert operands.chunks(columns, least) == want
     assert sum(want) >= columns
 
 
@@ -141,7 +159,7 @@ def test_every_chunk_of_a_quantised_head_lies_in_one_group():
     for kind, width in (("int8", 72), ("int8", 128), ("int4", 128), ("int4", 256), ("fp8_e4m3", 576)):
         for group in (32, 64, 128):
             quant = QuantSpec(kind, group)
-            op = heuristics.operand(problem(), width, torch.int8, quant, True, BM=16)
+            op = operands.operand(problem(), width, torch.int8, quant, True, BM=16)
             if not op.factored:
                 continue
             for part in range(op.parts):
@@ -161,9 +179,9 @@ def test_types_that_meet_lose_nothing():
         (f32, f16, "f32"),
         (bf16, bf16, "bf16"),
     ):
-        assert heuristics.operand(problem(q_dtype=q), 64, k, None, True).work == want
-    assert heuristics.operand(problem(q_dtype=f32), 64, f32, None, True).precision == "bf16x6"
-    assert heuristics.operand(problem(q_dtype=f32, allow_tf32=True), 64, f32, None, True).precision == "tf32"
+        assert operands.operand(problem(q_dtype=q), 64, k, None, True).work == want
+    assert operands.operand(problem(q_dtype=f32), 64, f32, None, True).precision == "bf16x6"
+    assert operands.operand(problem(q_dtype=f32, allow_tf32=True), 64, f32, None, True).precision == "tf32"
 
 
 @pytest.mark.parametrize(
@@ -218,25 +236,87 @@ def test_narrow_caches_are_read_in_pairs_where_that_can_be():
     int4, int8 = QuantSpec("int4", 128), QuantSpec("int8", 32)
     one = problem(q_len=1, head_dim=128, value_dim=128, k_dtype=torch.uint8, k_quant=int4)
     for p, BM, pairs, want in ((one, 16, True, 2), (one, 64, True, 1), (one, 16, False, 1)):
-        op = heuristics.operand(p, 128, torch.uint8, int4, True, BM, 90, pairs)
+        op = operands.operand(p, 128, torch.uint8, int4, True, BM, 90, pairs)
         assert (op.unit, op.columns, op.widths) == (want, 64 // want, (64 // want,))
         columns = sorted(op.start(0, part) + op.unit * n for part in range(op.parts) for n in range(op.widths[0]))
         assert columns == list(range(128)), "every column once"
-    assert heuristics.operand(one, 64, torch.int8, int8, True, 16, 90, True).unit == 1, "groups of 32"
+    assert operands.operand(one, 64, torch.int8, int8, True, 16, 90, True).unit == 1, "groups of 32"
 
 
-def test_pages_that_hold_whole_tiles_are_read_like_a_contiguous_cache():
-    for D, page, ahead in ((64, 128, True), (128, 128, True), (256, 64, True), (512, 32, True), (64, 16, False),
-                           (128, 16, False), (128, 24, False), (512, 16, False)):  # fmt: skip
-        one = problem(q_len=1, head_dim=D, value_dim=D, kv_len=4096)
-        p = replace(one, form="paged", page_size=page, kv_lengths=True, q_offset="end")
-        c = heuristics.config(p, 132, 90)
-        assert heuristics.looks_ahead(p, c) is heuristics.spec(p, c, 90).ahead is ahead
-        assert (c == heuristics.config(one, 132, 90)) is ahead
-    many = problem(form="paged", page_size=64, kv_lengths=True, q_offset="end")
+def paged(page, **changes):
+    return problem(form="paged", page_size=page, kv_lengths=True, q_offset="end", kv_len=4096, **changes)
+
+
+def narrow(kind, group=64, **changes):
+    dtype, quant = torch.int8 if kind == "int8" else torch.uint8, QuantSpec(kind, group)
+    return {"k_dtype": dtype, "v_dtype": dtype, "k_quant": quant, "v_quant": quant, "q_len": 1} | changes
+
+
+@pytest.mark.parametrize(
+    ("D", "page", "lookup"),
+    [(64, 128, "tile"), (128, 128, "tile"), (256, 64, "tile"), (512, 32, "tile"), (64, 16, "pages"), (128, 16, "pages"),
+     (256, 1, "pages"), (128, 24, "rows"), (128, 5, "rows")],
+)  # fmt: skip
+def test_whole_tiles_or_pages_are_read_like_a_contiguous_cache(D, page, lookup):
+    sizes = {"q_len": 1, "head_dim": D, "value_dim": D}
+    p, one = paged(page, **sizes), problem(kv_len=4096, **sizes)
+    c = heuristics.config(p, 132, 90)
+    spec = heuristics.spec(p, c, 90)
+    assert (spec.lookup, spec.ahead) == (lookup, lookup != "rows")
+    assert heuristics.looks_ahead(p, c) is spec.ahead
+    like = heuristics.config(one, 132, 90)
+    assert ((c.BM, c.BK, c.splits) == (like.BM, like.BK, like.splits)) is (lookup != "rows")
+
+
+def test_where_pages_are_not_looked_up_ahead():
+    wide = paged(16, q_len=1, head_dim=512, value_dim=512)
+    spec = heuristics.spec(wide, heuristics.config(wide, 132, 90), 90)
+    assert (spec.lookup, spec.ahead) == ("tile", False)
+    many = paged(64)
     assert heuristics.spec(many, heuristics.config(many, 132, 90), 90).ahead, "prefill"
+    small = heuristics.spec(paged(16), heuristics.config(paged(16), 132, 90), 90)
+    assert (small.lookup, small.ahead) == ("rows", False), "prefill"
     masked = replace(many, mask=MaskSpec(torch.bool, (False,) * 4))
     assert not heuristics.spec(masked, heuristics.config(masked, 132, 90), 90).ahead, "a list does not go tile by tile"
+    one = problem(q_len=1)
+    assert heuristics.spec(one, heuristics.config(one, 132, 90), 90).lookup == "", "no pages"
+
+
+@pytest.mark.parametrize(
+    ("page", "kind", "changes", "want"),
+    [(16, "fp8_e4m3", {}, (8, 32, 1)), (128, "int8", {}, (8, 32, 1)), (16, "int4", {}, (8, 32, 1)),
+     (0, "int4", {}, (8, 32, 1)), (0, "fp8_e4m3", {}, (8, 32, 1)), (0, "int8", {"head_dim": 64}, (16, 128, 4)),
+     (16, "int8", {"q_len": 2}, (8, 32, 1)), (16, "int8", {"q_len": 2, "causal": True}, (16, 32, 1)),
+     (0, "int8", {"q_len": 2, "causal": True}, (16, 32, 1)), (16, "int4", {"heads": 128}, (16, 32, 1)),
+     (0, "int8", {"heads": 128}, (16, 128, 4)), (16, "int8", {"head_dim": 512}, (16, 16, 4)),
+     (16, "int8", {"q_dtype": torch.float32}, (16, 32, 4)), (0, "fp8_e4m3", {"head_dim": 256}, (8, 32, 1))],
+)  # fmt: skip
+def test_quantised_caches_are_read_by_programs_of_one_warp(page, kind, changes, want):
+    sizes = narrow(kind, **({"heads": 32, "head_dim": 128} | changes))
+    sizes["value_dim"] = sizes["head_dim"]
+    p = paged(page, **sizes) if page else problem(kv_len=4096, **sizes)
+    c = heuristics.config(p, 132, 90)
+    assert (c.BM, c.BK, c.warps) == want
+    spec = heuristics.spec(p, c, 90)
+    assert spec.flip is (c.BM == 8)
+    assert spec.flip <= spec.lifted
+    assert spec.lifted is (not sizes.get("causal") and "q_dtype" not in sizes), "hidden keys must not set a unit"
+
+
+def test_programs_of_one_warp_fill_the_processors():
+    for batch, kv_heads, kind, want in ((64, 8, "int8", 1), (64, 8, "int4", 2), (16, 8, "int8", 4), (16, 8, "int4", 8),
+                                        (16, 32, "int8", 2), (1, 8, "int4", 32)):  # fmt: skip
+        p = paged(16, **narrow(kind, batch=batch, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128))
+        assert heuristics.config(p, 132, 90).splits == want
+    assert heuristics.config(replace(p, kv_len=1 << 20), 132, 90).splits == 64, "merging takes time too"
+
+
+def test_a_kept_tile_of_flipped_products_is_not_used_where_keys_are_hidden():
+    p = paged(16, **narrow("int8", head_dim=128, value_dim=128))
+    flipped = heuristics.tile(p, 90)
+    assert flipped.BM == 8
+    assert heuristics.config(p, 132, 90, flipped).BM == 8
+    assert heuristics.config(replace(p, q_len=3, causal=True), 132, 90, flipped).BM == 16
 
 
 def test_sums_wait_for_the_end_where_no_tile_is_done_twice():
@@ -271,8 +351,8 @@ def test_d512_is_shared_by_two_programs():
 
 
 @pytest.mark.parametrize(
-    ("strides", "want"), [((72, 64, 8), 8), ((16, 32, 1600), 1), ((4, 8, 16), 4), ((73, 8, 16), 1), ((0, 0, 16), 1)]
+    ("strides", "want"), [((72, 64, 8), 8), ((16, 32, 1600), 16), ((4, 8, 16), 4), ((73, 8, 16), 1), ((0, 0, 16), 16)]
 )
-def test_strides_are_given_in_grains(strides, want):
+def test_what_all_strides_are_multiples_of(strides, want):
     x = torch.empty_strided((1, 1, 1, 8), (*strides, 1))
-    assert launch._grain(x, None) == want
+    assert launch._align(x, None) == want

@@ -48,6 +48,9 @@ def quantised(kind, group):
     return {"k_dtype": dtype, "v_dtype": dtype, "k_quant": QuantSpec(kind, group), "v_quant": QuantSpec(kind, group)}
 
 
+NARROW = ("fp8_e4m3", "int8", "int4")
+
+
 def mask(dtype, *broadcast):
     return {"mask": MaskSpec(dtype, broadcast or (True, True, False, False))}
 
@@ -65,7 +68,12 @@ HOT = {
     "int8": problem(**DECODE, **quantised("int8", 128)), "int4": problem(**DECODE, **quantised("int4", 128)),
     "fp8": problem(**DECODE, **quantised("fp8_e4m3", 128)), "D72": problem(72), "D72-causal": problem(72, causal=True),
     "D512": problem(512), "D512-causal": problem(512, causal=True), "varlen-full": problem(**VARLEN),
-    "paged16-D512": problem(512, **PAGED, page_size=16),
+    "paged16-D512": problem(512, **PAGED, page_size=16), "paged16-D64": problem(64, **PAGED, page_size=16),
+    "paged16-D256": problem(256, **PAGED, page_size=16), "paged24-D128": problem(**PAGED, page_size=24),
+    **{f"paged16-{kind}": problem(**PAGED, page_size=16, **quantised(kind, 64)) for kind in NARROW},
+    "paged128-int8": problem(**PAGED, page_size=128, **quantised("int8", 64)),
+    "paged16-int4-D256": problem(256, **PAGED, page_size=16, **quantised("int4", 64)),
+    "int8-D64": problem(64, **DECODE, **quantised("int8", 64)),
 }  # fmt: skip
 OTHERS = {
     "D576-all": problem(576, 512, **ALL), "D72-all": problem(72, 40, **ALL),
@@ -77,6 +85,7 @@ OTHERS = {
     "decode-mask": problem(**(DECODE | {"q_len": 8}), causal=True, **mask(torch.bool)),
     "decode-all": problem(64, **(DECODE | {"q_len": 4}), **ALL),
     "paged5-f32": problem(64, dtype=F32, **PAGED, page_size=5),
+    "paged16-int8-causal": problem(**(PAGED | {"q_len": 2}), page_size=16, causal=True, **quantised("int8", 64)),
     "paged-packed": problem(**(PAGED | {"q_len": 700}), page_size=16, packed_q=True, total_q=2000, causal=True),
 }  # fmt: skip
 
@@ -119,6 +128,21 @@ def test_hot_kernels_on_hopper(name):
         assert count(body, r"\b(STL|LDL)") <= 2, "spills in a loop"
         # A product that waits for the one before it would be followed by a barrier each: registers ran out.
         assert count(body, "WARPGROUP.DEPBAR") <= 4
+
+
+@pytest.mark.parametrize(("kind", "most"), [("fp8_e4m3", 20), ("int8", 24), ("int4", 21)])
+def test_quantised_pages_take_few_instructions(kind, most):
+    """What a warp issues for a key, and how it is copied: 55 and four bytes at a time where each row's page was looked
+    up and four warps shared a tile of 64 keys.
+    """
+    p = HOT[f"paged16-{kind}"]
+    body = loops(attend_of(p, 90).cubin)[0]
+    assert len(body) / 32 <= most
+    rows = 32 * (64 if kind == "int4" else 128) * 2  # bytes of K and V in a tile
+    assert count(body, r"LDGSTS.*\.128") == rows // (32 * 16)
+    assert count(body, r"LDGSTS") - rows // (32 * 16) == 4, "a scale for each key, of two groups of K and V"
+    assert count(body, "BAR.SYNC") <= 2, "nothing is shared between warps"
+    assert count(body, r"LDG\.") <= 4, "the pages of the next tile"
 
 
 @pytest.mark.parametrize("name", OTHERS)

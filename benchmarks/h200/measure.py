@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import suite_decode
+import suite_pages
 import suite_prefill
 import torch
 from timing import ceilings, measure, show
@@ -28,6 +29,7 @@ import tilewise
 SUITES = {
     "prefill": suite_prefill.prefill, "f32": suite_prefill.f32, "options": suite_prefill.options,
     "packed": suite_prefill.packed, "decode": suite_decode.decode, "narrow": suite_decode.narrow,
+    "pages": suite_pages.narrow_pages,
 }  # fmt: skip
 
 
@@ -37,7 +39,7 @@ def compile_first(args: argparse.Namespace) -> None:
         subprocess.Popen(
             [sys.executable, __file__, "--suite", args.suite, "--part", f"{i}/{args.jobs}"]
             + ["--sweep"] * args.sweep + ["--only", args.only],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"SMALL": "1"},
         )
         for i in range(args.jobs)
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,11 +34,14 @@ def bound_call(c: Config, *args: Any, entry: str = "dense", **options: Any) -> W
     return bound_way(c, checks.dense(*args, Options(**options)))
 
 
-def bound_way(c: Config, call: checks.Call) -> Way:
+def bound_way(c: Config, call: checks.Call, **spec: Any) -> Way:
+    """`spec`: what the kernel is compiled for, where the heuristics would say otherwise."""
     from tilewise.backends.triton.device import arch_of
     from tilewise.backends.triton.launch import Bound
 
     bound = Bound(Plan(call.problem, "triton", "", (c.BM // c.pack, c.BK)), c, arch_of(call.problem.device))
+
+    bound.spec = replace(bound.spec, **spec)
 
     def run() -> torch.Tensor:
         bound(call.tensors)

@@ -150,6 +150,10 @@ QUANTISED = [
     ),
     replace(_PAGED, k="int8/64", v="int8/64", q_lengths=(1, 5, 33, 20), causal=True, page=5),
     Case(form="varlen", q_lengths=(5, 20), lengths=(40, 77), D=64, k="int8/64", v="int4/64", causal=True),
+    *(replace(_PAGED, D=128, dtype="bf16", page=16, k=t, v=t) for t in ("int8/64", "int4/64", "fp8_e4m3/64")),
+    replace(_PAGED, D=128, Lq=2, dtype="f16", page=16, k="fp8_e4m3/64", v="fp8_e4m3/64", causal=True),
+    replace(_PAGED, D=256, dtype="f16", page=16, k="int4/64", v="int4/64"),
+    Case(Hkv=1, Lq=1, Lk=90, D=256, dtype="f16", k="int4/64", v="int4/64"),
 ]
 
 STRIDES = [

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .finish import empty_acc, finish, merge_parts, store_acc
+from .lift import LEAST_SCALE, lowered
 from .load import find_pages, key_bias, load_rows, values_of
 from .masks import find_ordered, find_sequence, key_span
 from .tile import step, unit_of_m
@@ -38,7 +39,8 @@ def empty_state(ahead, S: tl.constexpr):
     l = tl.zeros([BM], tl.float32)
     if S.late > 0:
         l = tl.zeros([BM, LATE], tl.float32)
-    return m, l, empty_acc(values_of(S), BM), ahead
+    power = tl.full([BM], LEAST_SCALE / 4096, tl.float32)
+    return m, l, empty_acc(values_of(S), BM), power, ahead
 
 
 @triton.jit
@@ -198,7 +200,7 @@ def attend(
 
     ahead = ()
     if S.ahead:
-        ahead = find_pages(first_t * BK, hi, table, BK, S.page, True)
+        ahead = find_pages(first_t * BK, hi, table, S, True)
     state = empty_state(ahead, S)
     if S.guard == "repair":
         for t in tl.range(first_t, last_t, num_stages=1):
@@ -228,11 +230,13 @@ def attend(
         tl.store(flag, has_strays(state[2]).to(tl.int32))
     if S.guard == "inside":
         if has_strays(state[2]):
-            state = empty_state(state[3], S)
+            state = empty_state(state[4], S)
             for t in tl.range(first_t, last_t, num_stages=1):
                 state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, True)
 
-    m, l, acc, _ = state
+    m, l, acc, power, _ = state
+    if S.lifted:
+        acc = lowered(acc, power)
     if S.late > 0:
         l = tl.sum(l, 1)
     if S.linear:

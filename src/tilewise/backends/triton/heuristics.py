@@ -7,82 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from ...problem import Problem, QuantSpec
+from ...problem import Problem
 from ..flags import flags_of, is_ruled
+from .operands import NAMES, ceil_pow2, operand
 from .spec import Config as Config
-from .spec import Operand, Spec
-from .splits import split_count
+from .spec import Spec
+from .splits import MOST_SPLITS, split_count
 
-NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-KINDS = {"int8": "int8", "int4": "int4", "fp8_e4m3": "fp8"}
 DECODE_ROWS = 16  # queries up to here are decoded: heads of a group share a tile and the keys are split
 MERGE_BLOCK = 16  # partial results of a row that are loaded at once
 SHARED_BYTES = 227 << 10  # of shared memory that a program of Hopper can have
 MOST_ORDERED = 1024  # sequences that one program ranks
 L2_SECTION = 32 << 20  # bytes of K and V that a section of planes may hold; the H200's L2 has 50 MiB
-
-
-def ceil_pow2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-def chunks(columns: int, least: int) -> tuple[int, ...]:
-    """Powers of two of at least `least` that cover `columns`: two where that pads less than one does."""
-    if columns <= least:
-        return (least,)
-    high = ceil_pow2(columns + 1) // 2  # the largest that fits
-    if high == columns:
-        return (high,)
-    rest = max(least, ceil_pow2(columns - high))
-    return (high, rest) if rest < high else (2 * high,)
-
-
-def least_chunk(BM: int) -> int:
-    """The narrowest chunk. Hopper's products of 64 rows or more read past their operands in Triton 3.6 if one of those
-    is narrower than 64 columns and was not copied there asynchronously.
-    """
-    return 64 if BM >= 64 else 32
-
-
-def operand(
-    problem: Problem, width: int, dtype: torch.dtype, quant: QuantSpec | None, is_key: bool, BM: int = 64,
-    arch: int = 0, pairs: bool = False,
-) -> Operand:  # fmt: skip
-    """How K or V is loaded and multiplied. `pairs`: its bytes can be read two at a time.
-
-    float32 numbers are cut into three bfloat16 ones and multiplied in six products: as exact as float32, where three
-    TF32 products lose two bits. Two 16-bit types meet in TF32, which holds both exactly.
-    """
-    q = NAMES[problem.q_dtype]
-    exact = "tf32" if problem.allow_tf32 else "bf16x6"
-    least = least_chunk(BM)
-    if quant is None:
-        same = q == NAMES[dtype]
-        work, precision = (q, exact) if same or q == "f32" else ("f32", "tf32")
-        if work == "f32" and width > 128:  # a product of six needs many registers for each column
-            return Operand((64,) * -(-width // 64), width, "plain", 0, False, work, precision, False, False)
-        return Operand(chunks(width, least), width, "plain", 0, False, work, precision, False, False)
-    columns = width // 2 if quant.dtype == "int4" else width
-    whole = quant.group >= width
-    factored = whole or (quant.group >= least and (quant.dtype != "int4" or columns % quant.group == 0))
-    if whole or not factored:
-        widths = chunks(columns, least)
-    else:
-        rest = columns % quant.group
-        widths = (quant.group,) * (columns // quant.group) + ((max(least, ceil_pow2(rest)),) if rest else ())
-    work = q if not is_key else "f32"
-    if factored and q != "f32":
-        work = "f16"  # holds every stored number exactly
-    fast = work == "f16" and arch >= (89 if quant.dtype == "fp8_e4m3" else 80)
-    rescaled = is_key and work == "f16" and q == "bf16"
-    # Four warps share 32 units or more in a product; Hopper's own products want 64 columns, see least_chunk.
-    unit = 2 if pairs and factored and BM < 64 and columns == sum(widths) and min(widths) >= 64 else 1
-    return Operand(
-        tuple(width // unit for width in widths), columns // unit, KINDS[quant.dtype], quant.group, factored, work,
-        exact, rescaled, fast, unit,
-    )  # fmt: skip
 
 
 def pack_of(group: int, limit: int = 64) -> int:
@@ -127,32 +63,70 @@ def _work(problem: Problem, is_key: bool) -> str:
     return operand(p, p.value_dim, p.v_dtype, p.v_quant, False).work
 
 
-def decode_tile(problem: Problem) -> Config:
+def decode_tile(problem: Problem, arch: int) -> Config:
     """Tiles that fill the shared memory of a processor with keys on their way.
 
     Measured (bf16, caches of 0.5 to 2 GB): contiguous, where one program runs on a processor at a time, D=64 16x128
     4.43 TB/s, D=128 16x128 4.34 to 4.50 (16x64 4.04), D=256 16x64 4.42, D=512 16x32 4.16. The same tiles for pages that
-    hold whole ones (128): 4.33, 4.28 to 4.46, 4.43, 4.10. Smaller pages are looked up row by row in the pipeline, which
-    takes half of its stages and leaves room for two programs: pages of 16, D=64 16x128 in 6 stages 4.26, D=128 16x64 in
-    5 stages 4.02 to 4.33, D=256 16x64 4.19, D=512 16x16 in 6 stages 3.99 (16x32 3.65).
-    int4, D=128: 16x256 90 us where 16x128 took 105; fp8 and int8 132 us, 137 and 141 with 16x256.
+    hold whole ones (128): 4.33, 4.28 to 4.46, 4.43, 4.10, and for tiles of whole pages (16): D=64 4.27, D=128 4.20 to
+    4.38, D=256 in 4 stages 4.37 (in 3 stages 4.14; row by row 4.20, 4.12 and 4.18). D=512, pages of 16: 16x16 in 6
+    stages 3.99 (16x32 3.65). Other pages are looked up row by row in the pipeline, which takes half of its stages; 6 of
+    them leave room for two programs and not for three, of which 512 would make a round and a third (306 us for 261).
+    Quantised, D=128, groups of 64, 64 x 4k tokens, us: pages of 16, programs of one warp with flipped products (8x32)
+    fp8 157, int8 152, int4 100; the same not flipped (16x32) 169, 168 and 107; four warps (16x128) 186, 187 and 164;
+    16x64 with four warps and pages looked up row by row 379, 381 and 349. Contiguous: 8x32 157, 155 and 90, for groups
+    of 128 134 (fp8) and 86 (int4); 16x128 150, 150 and 112, for groups of 128 156, 164 and 100. D=256: 8x32 157 (fp8),
+    16x64 202. Only D=64 is faster with four warps: contiguous fp8 75 us, 80 with one. Two queries, causal, 16x32 and
+    16x128: fp8 in pages of 16 199 and 262, contiguous 189 and 200, int4 145 and 229, 128 and 172.
     """
     p = problem
     pack = pack_of(p.group)
     BM = min(64, max(16, ceil_pow2(pack * p.q_len)))
     wide = max(p.head_dim, p.value_dim)
+    if flips(p):
+        return Config(8, 32, 1, 3, pack)
     if "f32" in (_work(p, True), _work(p, False)):
         return Config(BM, 32 if wide <= 128 else 16, 4, 2, pack)
     if BM > 16:  # more rows, fewer registers for keys
         BK = 64 if wide <= 128 else 32 if wide <= 256 else 16
         return Config(BM, BK, 4, 3, pack)
+    if is_narrow(p) and wide <= 256 and (p.page_size > 0 or is_int4(p) or hides(p)):
+        return Config(BM, 32, 1, 3, pack)
     BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
-    if p.k_quant is not None and p.v_quant is not None and p.k_quant.dtype == p.v_quant.dtype == "int4":
-        BK *= 2 if p.q_len == 1 and p.page_size % (2 * BK) == 0 else 1  # of more queries the sums do not fit
-    if p.page_size % BK != 0:
-        BK, stages = (128, 6) if wide <= 64 else (64, 5) if wide <= 128 else (64, 4) if wide <= 256 else (16, 6)
-        return Config(BM, BK, 4, stages, pack)
-    return Config(BM, BK, 4, 3, pack)
+    if p.page_size % BK == 0:
+        return Config(BM, BK, 4, 3, pack)
+    if wide > 256:
+        return Config(BM, 16, 4, 6, pack)
+    if BK % p.page_size == 0:
+        return Config(BM, BK, 4, 4 if wide > 128 and arch >= 90 else 3, pack)  # 202 KiB of shared memory
+    return Config(BM, 128 if wide <= 64 else 64, 4, 6 if wide <= 128 else 4, pack)
+
+
+def is_narrow(problem: Problem) -> bool:
+    """Whether K and V are quantised and meet q in float16, their scales outside of the products."""
+    p = problem
+    k = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, 16)
+    v = operand(p, p.value_dim, p.v_dtype, p.v_quant, False, 16)
+    return k.factored and v.factored and k.work == v.work == "f16"
+
+
+def is_int4(problem: Problem) -> bool:
+    return all(x is not None and x.dtype == "int4" for x in (problem.k_quant, problem.v_quant))
+
+
+def flips(problem: Problem) -> bool:
+    """Whether keys are the rows of the products and up to 8 rows of q the columns. No key may be hidden, for what keeps
+    values from blind rows is not written for it.
+    """
+    p = problem
+    wide = max(p.head_dim, p.value_dim)
+    few = pack_of(p.group) * p.q_len <= 8 and wide <= 256
+    return few and is_narrow(p) and not hides(p) and (p.page_size > 0 or is_int4(p) or wide > 64)
+
+
+def hides(problem: Problem) -> bool:
+    """Whether a query may not see a key of its tiles: then a value there must not touch it, whatever it is."""
+    return problem.mask is not None or (is_ruled(problem) and problem.q_len > 1)
 
 
 def is_decode(problem: Problem) -> bool:
@@ -166,12 +140,14 @@ def is_decode(problem: Problem) -> bool:
 
 def tile(problem: Problem, arch: int) -> Config:
     """The tile of a problem, not yet split."""
-    return decode_tile(problem) if is_decode(problem) else prefill_tile(problem, arch)
+    return decode_tile(problem, arch) if is_decode(problem) else prefill_tile(problem, arch)
 
 
 def config(problem: Problem, processors: int, arch: int, known: Config | None = None) -> Config:
     """The launch of a problem on a device of this architecture with so many processors; by a `known` tile, if any."""
     p, c = problem, known or tile(problem, arch)
+    if c.BM == 8 and not flips(p):
+        c = tile(p, arch)
     if not is_decode(p):
         return c
     tiles = -(-p.kv_len // c.BK)
@@ -179,8 +155,20 @@ def config(problem: Problem, processors: int, arch: int, known: Config | None = 
         split_tiles = -(-p.split_size // c.BK)
         return replace(c, splits=max(1, -(-tiles // split_tiles)), split_tiles=split_tiles)
     programs = query_tiles(p, c) * (p.heads // c.pack)
-    places = processors * (2 if p.form == "paged" and not looks_ahead(p, c) else 1)
-    return replace(c, splits=split_count(programs, tiles, places))
+    most = MOST_SPLITS if c.warps > 1 else MOST_SPLITS // 2  # 1 x 32k, int4: 26 us with 64, 31 with 128
+    return replace(c, splits=split_count(programs, tiles, processors * programs_at_once(p, c), most))
+
+
+def programs_at_once(problem: Problem, c: Config) -> int:
+    """Programs that are to run on a processor at the same time.
+
+    Of one warp there is room for 11, but fewer read memory better. fp8 and int4 in pages of 16, us, by programs on a
+    processor (4, 8, 16): 64 x 4k 157, 164, 165 and 119, 100, 140; 16 x 8k 86, 88 and 62, 54; D=256 156, 164 and 102,
+    105; with 32 KV heads of one query head each 389, 335, 323 and 259, 247, 300.
+    """
+    if c.warps == 1:
+        return 4 if c.BM == 8 and problem.group > 1 and not is_int4(problem) else 8
+    return 2 if problem.form == "paged" and not looks_ahead(problem, c) else 1
 
 
 def query_tiles(problem: Problem, c: Config) -> int:
@@ -200,13 +188,24 @@ def orders(problem: Problem) -> bool:
     return problem.packed_q and not (problem.causal or is_decode(problem)) and 1 < problem.batch < MOST_ORDERED
 
 
+def lookup(problem: Problem, c: Config) -> str:
+    """How a tile's pages are looked up: one for the tile, all that it is made of, or row by row.
+
+    Row by row, a thread loads and multiplies a page's number for each row that it copies, and quantised rows are short:
+    fp8 in pages of 16, 875 instructions for 64 keys row by row, 912 for 128 with all pages at once.
+    """
+    if not problem.page_size or problem.page_size % c.BK == 0:
+        return "tile" if problem.page_size else ""
+    return "pages" if c.BK % problem.page_size == 0 and is_decode(problem) else "rows"
+
+
 def looks_ahead(problem: Problem, c: Config) -> bool:
-    """Whether a tile's page is looked up while the tile before it is done: where each tile lies in one page.
+    """Whether a tile's pages are looked up while the tile before it is done: where they are not looked up row by row.
 
     Else the lookup is a step of the pipeline. Pages of 128, D=128: 4.31 TB/s in decode for 3.76, 436 TFLOPS in prefill
     for 374. Not where a tile is a page of 16: D=512 3.96 TB/s for 3.99.
     """
-    return problem.page_size > 0 and problem.page_size % c.BK == 0 and c.BK > 16 and not lists_tiles(problem)
+    return lookup(problem, c) in ("tile", "pages") and c.BK > 16 and not lists_tiles(problem)
 
 
 def lists_tiles(problem: Problem) -> bool:
@@ -238,8 +237,7 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
     """What the kernel is compiled for. `pairs`: bytes of K and V can be read two at a time."""
     p = problem
     flags = flags_of(p, c.BK)
-    hides = p.mask is not None or (is_ruled(p) and p.q_len > 1)
-    guard = ("inside" if is_decode(p) else "flag") if hides else ""
+    guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
     keys = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch, pairs)
     if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16":
         keys = replace(keys, biased=True, rescaled=True)
@@ -256,6 +254,7 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
         ordered=orders(p),
         varlen=p.form == "varlen",
         page=p.page_size,
+        lookup=lookup(p, c),
         listed=lists_tiles(p),
         negate=flags["linear"] and p.scale < 0,
         guard=guard,
@@ -264,7 +263,9 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
         block=min(MERGE_BLOCK, ceil_pow2(c.splits)),
         ptx=arch >= 80,
         grain=1,
+        align=1,
+        flip=c.BM == 8,
         pdl=c.splits > 1 and arch >= 90,
         ahead=looks_ahead(p, c),
-        late=min(32, c.BK) if guard == "" and c.BM < 64 else 0,
+        late=min(8 * c.warps, c.BK) if guard == "" and c.BM < 64 else 0,
     )

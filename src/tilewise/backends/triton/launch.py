@@ -199,8 +199,9 @@ class Bound:
         pairs = all(in_pairs(x) for x in narrow)
         spec = self.spec if pairs else heuristics.spec(self.problem, c, self.arch, pairs=False)
         k, v = (_stored(x, op.unit) for x, op in ((t.k, spec.keys), (t.v, spec.values)))
-        grain = _grain(k, v)
-        spec = replace(spec, grain=grain)
+        align = _align(k, v)
+        grain = align if align < 16 else 1
+        spec = replace(spec, grain=grain, align=align)
         if memory[2] is not None:
             spec = replace(spec, merge="inside", pdl=False)
         LIST, RANK, list_strides = lists
@@ -272,15 +273,15 @@ def _stored(x: torch.Tensor | None, unit: int = 1) -> torch.Tensor | None:
     return x.view(torch.int16)
 
 
-def _grain(*tensors: torch.Tensor | None) -> int:
-    """What all strides are multiples of, if not of 16, which Triton sees itself: rows of D = 72 are, of 8 elements.
+def _align(*tensors: torch.Tensor | None) -> int:
+    """What all strides are multiples of, 16 at most, which Triton sees itself; rows of D = 72 are multiples of 8.
     Without that a kernel would load single elements, and not in advance.
     """
     either = 0
     for x in tensors:
         for stride in x.stride()[:3] if x is not None else ():
             either |= stride
-    return 1 if either % 16 == 0 else next(n for n in (8, 4, 2, 1) if either % n == 0)
+    return next(n for n in (16, 8, 4, 2, 1) if either % n == 0)
 
 
 @ByPlan

@@ -12,7 +12,7 @@ import torch
 from ...problem import Problem
 from ...tensors import Tensors
 from ...tiles import TileMap
-from . import heuristics
+from . import heuristics, operands
 from .classify import classify, compact
 from .kernel import Arguments, Kernel, Ready, as_bytes
 from .order import order
@@ -92,7 +92,7 @@ class Lister:
         each = 4 // mask.element_size()
         *strides, last = mask.stride()
         if last == 1 and not (mask.data_ptr() % 4 or p.kv_len % each or any(stride % each for stride in strides)):
-            kind, source = "bool" if mask.dtype == torch.bool else heuristics.NAMES[mask.dtype], mask.view(torch.int32)
+            kind, source = "bool" if mask.dtype == torch.bool else operands.NAMES[mask.dtype], mask.view(torch.int32)
         else:
             kind, source, each = "flags" if mask.dtype == torch.bool else "cells", as_bytes(mask), 1
         given: Arguments = {"MASK": source, "q_len": p.q_len, "kv_len": p.kv_len}
@@ -125,7 +125,7 @@ class Orderer:
     def __init__(self, problem: Problem, c: Config) -> None:
         p = self.problem = problem
         self.varlen = p.form == "varlen"
-        constants = {"VARLEN": self.varlen, "BQ": c.BM // c.pack, "N": heuristics.ceil_pow2(p.batch + 1)}
+        constants = {"VARLEN": self.varlen, "BQ": c.BM // c.pack, "N": operands.ceil_pow2(p.batch + 1)}
         self.kernel = Kernel(order, constants, num_warps=4)
 
     def names(self) -> tuple[str, str]:

@@ -41,6 +41,11 @@ def precision_of(op):
 
 
 @triton.constexpr_function
+def is_interpreted():
+    return INTERPRETED
+
+
+@triton.constexpr_function
 def width_of(op, i):
     return op.widths[i]
 
@@ -48,6 +53,11 @@ def width_of(op, i):
 @triton.constexpr_function
 def parts_of(op):
     return op.parts
+
+
+@triton.constexpr_function
+def groups_of(op):
+    return op.groups
 
 
 @triton.constexpr_function
@@ -142,85 +152,108 @@ def load_rows(base, ok, S: tl.constexpr):
 def key_bias(q, S: tl.constexpr):
     """What the sums of biased keys start from, for each scale group [BM]: minus 8 times the sum of q."""
     OP: tl.constexpr = keys_of(S)
+    BM: tl.constexpr = S.BM
     biases = ()
     if OP.biased:
-        for i in tl.static_range(len(OP.widths)):
-            for part in tl.static_range(parts_of(OP)):
-                x = tl.sum(q[i * OP.parts + part].to(tl.float32), 1)
-                if half_of(OP, part) == 1:
-                    x = x * 16.0
-                if leads(OP, i, part):
-                    total = x
-                else:
-                    total += x
-                if ends(OP, i, part):
-                    biases = biases + (total * (-8.0 / UNIT),)
+        for g in tl.static_range(groups_of(OP)):
+            total = tl.zeros([BM], tl.float32)
+            for i in tl.static_range(len(OP.widths)):
+                for part in tl.static_range(parts_of(OP)):
+                    if group_of(OP, i, part) == g:
+                        x = tl.sum(q[i * OP.parts + part].to(tl.float32), 1)
+                        if half_of(OP, part) == 1:
+                            x = x * 16.0
+                        total += x
+            biases = biases + (total * (-8.0 / UNIT),)
     return biases
 
 
 @triton.jit
-def find_pages(n0, hi, TABLE, BK: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """The pages of rows `n0 .. n0 + BK`: one if the tile lies in one, else that of each row [BK]; without pages 0."""
-    if PAGE == 0:
+def find_pages(n0, hi, TABLE, S: tl.constexpr, MASKED: tl.constexpr):
+    """The pages of the tile that begins at key `n0`: one, all of them [BK / page] or that of each row [BK], as
+    `S.lookup` says; without pages 0.
+    """
+    PAGE: tl.constexpr = S.page
+    BK: tl.constexpr = S.BK
+    if S.lookup == "":
         found = n0 * 0
     else:
-        n = n0
-        if PAGE % BK != 0:
-            n = n0 + tl.arange(0, BK)
-        if MASKED:
-            found = tl.load(TABLE + n // PAGE, mask=n < hi, other=0)
+        if S.lookup == "tile":
+            n = n0 // PAGE
+        elif S.lookup == "pages":
+            n = n0 // PAGE + tl.arange(0, BK // PAGE)
         else:
-            found = tl.load(TABLE + n // PAGE)
+            n = (n0 + tl.arange(0, BK)) // PAGE
+        if MASKED:
+            found = tl.load(TABLE + n, mask=n * PAGE < hi, other=0)
+        else:
+            found = tl.load(TABLE + n)
     return found
 
 
 @triton.jit
-def tile_rows(n0, found, BK: tl.constexpr, PAGE: tl.constexpr):
-    """Where rows `n0 .. n0 + BK` lie: the page and slot of the first, and those of each from there, 0 or [BK]."""
-    r = tl.arange(0, BK)
+def tile_rows(n0, found, S: tl.constexpr):
+    """Where the rows of a tile lie: the page and slot of the first, and those of each from there, 0 or [BK]."""
+    r = tl.arange(0, S.BK)
     page = n0 * 0
     pages = r * 0
     slot = n0
     slots = r
-    if PAGE > 0:
-        if PAGE % BK == 0:
-            page = found
-            slot = n0 % PAGE
+    if S.lookup == "tile":
+        page = found
+        slot = n0 % S.page
+    elif S.lookup != "":
+        pages = found
+        slot = n0 * 0
+        if S.lookup == "pages":
+            slots = r % S.page
         else:
-            pages = found
-            slot = n0 * 0
-            slots = (n0 + r) % PAGE
+            slots = (n0 + r) % S.page
     return page, slot, pages, slots
 
 
 @triton.jit
-def row_offsets(where, stride_b, stride_l, BK: tl.constexpr, PAGE: tl.constexpr):
-    """Elements from the base to the first row, and from there to each [BK]; in 64 bits, a cache may hold 2**31."""
+def row_offsets(where, stride_b, stride_l, ALIGN: tl.constexpr, S: tl.constexpr):
+    """Elements from the base to the first row, and from there to each [BK]; in 64 bits, a cache may hold 2**31.
+
+    Strides are multiples of ALIGN, which Triton does not see through a reshape.
+    """
+    PAGE: tl.constexpr = S.page
+    BK: tl.constexpr = S.BK
     page, slot, pages, slots = where
     first = tl.cast(slot, tl.int64) * stride_l
     each = slots.to(tl.int64) * stride_l
-    if PAGE > 0:
-        if PAGE % BK == 0:
-            first += page.to(tl.int64) * stride_b
-        else:
-            each += pages.to(tl.int64) * stride_b
+    if S.lookup == "tile":
+        first += page.to(tl.int64) * stride_b
+    elif S.lookup == "pages":
+        starts = tl.broadcast_to((pages.to(tl.int64) * stride_b)[:, None], [BK // PAGE, PAGE])
+        each = tl.multiple_of(each + tl.reshape(starts, [BK]), ALIGN)
+    elif S.lookup == "rows":
+        each += pages.to(tl.int64) * stride_b
     return first, each
 
 
 @triton.jit
-def load_chunk(base, rows, ok, i: tl.constexpr, OP: tl.constexpr, MASKED: tl.constexpr):
-    """Chunk `i`, in units, of the rows at offsets `rows`: [BK, W]; rows that are not `ok` and padding give 0."""
+def load_chunk(base, rows, ok, i: tl.constexpr, OP: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr):
+    """Chunk `i`, in units, of the rows at offsets `rows`: [BK, W], TURNED [W, BK]; rows that are not `ok` and padding
+    give 0.
+    """
     first, each = rows
     d = first_of(OP, i) + tl.arange(0, width_of(OP, i))
-    at = (base + first) + (each[:, None] + d[None, :])
+    inside = d < OP.columns
+    if TURNED:
+        each, d, ok, inside = each[None, :], d[:, None], ok[None, :], inside[:, None]
+    else:
+        each, d, ok, inside = each[:, None], d[None, :], ok[:, None], inside[None, :]
+    at = (base + first) + (each + d)
     if is_padded(OP, i):
         if MASKED:
-            x = tl.load(at, mask=ok[:, None] & (d < OP.columns)[None, :], other=0)
+            x = tl.load(at, mask=ok & inside, other=0)
         else:
-            x = tl.load(at, mask=(d < OP.columns)[None, :], other=0)
+            x = tl.load(at, mask=inside, other=0)
     else:
         if MASKED:
-            x = tl.load(at, mask=ok[:, None], other=0)
+            x = tl.load(at, mask=ok, other=0)
         else:
             x = tl.load(at)
     return x

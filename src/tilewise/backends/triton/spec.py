@@ -47,6 +47,11 @@ class Operand:
         byte, half = part % self.unit, part // self.unit
         return (sum(self.widths[:chunk]) + half * self.columns) * self.unit + byte
 
+    @property
+    def groups(self) -> int:
+        """Scale groups of a row."""
+        return self.group_at(len(self.widths) - 1, self.parts - 1) + 1
+
     def group_at(self, chunk: int, part: int) -> int:
         """The scale group of a chunk of elements that lies in one."""
         return self.start(chunk, part) // self.group
@@ -74,10 +79,18 @@ class Spec(Flags):
     merge: str  # who merges splits: "inside" the last program, "after" it `reduce.py`, "" there are none
     block: int  # splits that a merge loads at once
     ptx: bool  # the GPU takes NVIDIA's assembly
-    ahead: bool  # a tile's page is looked up while the tile before it is done
+    lookup: str  # of the page of each "tile", all "pages" of a tile or those of its "rows"; "" without pages
+    ahead: bool  # a tile's pages are looked up while the tile before it is done
     late: int  # each row's sum is kept in so many parts until the end; 0: it is one number
     grain: int  # what the strides of K and V are given in
+    flip: bool  # products are transposed: keys or value columns are their rows
+    align: int  # what all strides of K and V are multiples of, 16 at most
     pdl: bool  # the merging kernel may start before this one has ended, and waits
+
+    @property
+    def lifted(self) -> bool:
+        """Whether the values' scales go into the weights, and acc has a unit (`lift.py`)."""
+        return self.values.factored and self.round != "f32" and self.guard == ""
 
     @property
     def ruled(self) -> bool:

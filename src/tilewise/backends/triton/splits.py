@@ -6,17 +6,18 @@ from ...problem import Problem
 from .spec import Config
 
 SHORT_CALL = 64 << 20  # bytes of K and V that are read while a call is being launched, about 15 us
+MOST_SPLITS = 128
 MERGE_BYTES = 256 << 10  # partial results that the last program of a row merges
 
 
-def split_count(programs: int, tiles: int, places: int) -> int:
+def split_count(programs: int, tiles: int, places: int, limit: int = MOST_SPLITS) -> int:
     """Splits of the keys: whole rounds of programs over the places where they run, as few as fill 95 of 100 places.
 
     No split is shorter than four tiles: of 4k keys, 8 splits took 11.0 us and 16 took 12.6.
     """
     if programs == 0:
         return 1
-    most = max(1, min(tiles // 4, 128, 8 * places // programs))
+    most = max(1, min(tiles // 4, limit, 8 * places // programs))
     best, filled = 1, 0.0
     for splits in range(1, most + 1):
         rounds = -(-programs * splits // places)

@@ -13,6 +13,7 @@ one multiply-add for each cell; the others keep logits in natural units, where t
 import triton
 import triton.language as tl
 
+from .lift import raised, tops, value_scales
 from .load import (
     element_scales,
     ends,
@@ -37,34 +38,54 @@ from .widen import widened
 
 
 @triton.jit
+def product(a, b, c, PRECISION: tl.constexpr, FLIP: tl.constexpr):
+    """a b + c, [BM, N]; with FLIP as the transposed product b^T a^T: its rows are the many of b^T, its columns the few
+    of a, and tensor cores take 8 columns where they take 16 rows. `b` is given transposed then.
+    """
+    if FLIP:
+        d = tl.trans(tl.dot(b, tl.trans(a), tl.trans(c), input_precision=PRECISION))
+    else:
+        d = tl.dot(a, b, c, input_precision=PRECISION)
+    return d
+
+
+@triton.jit
+def turned(x, FLIP: tl.constexpr):
+    """Keys [BK, W] as `product` wants them."""
+    if not FLIP:
+        x = tl.trans(x)
+    return x
+
+
+@triton.jit
 def dot_keys(
     q, bias, K, KS, rows, scale_rows, ok,
-    BM: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr, MASKED: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr, FLIP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """q k^T: [BM, BK]. A scale that all of a row's chunk shares is applied to the dot product, not to the keys."""
     s = tl.zeros([BM, BK], tl.float32)
     for i in tl.static_range(len(OP.widths)):
-        raw = load_chunk(K, rows, ok, i, OP, MASKED)  # [BK, W]
+        raw = load_chunk(K, rows, ok, i, OP, MASKED, False)  # [BK, W]
         for part in tl.static_range(parts_of(OP)):
             if OP.kind == "plain":
-                s = tl.dot(q[i], tl.trans(raw.to(work_type(OP))), s, input_precision=precision_of(OP))
+                s = product(q[i], turned(raw.to(work_type(OP)), FLIP), s, precision_of(OP), FLIP)
             elif OP.factored:
                 k = widened(raw, part, OP, work_type(OP))
                 if leads(OP, i, part):
                     d = tl.zeros([BM, BK], tl.float32)
                     if OP.biased:
                         d += bias[group_of(OP, i, part)][:, None]
-                d = tl.dot(q[i * OP.parts + part], tl.trans(k), d, input_precision=precision_of(OP))
+                d = product(q[i * OP.parts + part], turned(k, FLIP), d, precision_of(OP), FLIP)
                 if ends(OP, i, part):
                     scale = row_scales(KS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
                     if group_of(OP, i, part) == 0:
                         s = d * scale[None, :]
                     else:
-                        s = s + d * scale[None, :]
+                        s = tl.fma(d, tl.broadcast_to(scale[None, :], [BM, BK]), s)
             else:
                 scale = element_scales(KS, scale_rows, ok, i, part, OP, MASKED)  # [BK, W]
                 k = (widened(raw, part, OP, tl.float32) * scale).to(work_type(OP))
-                s = tl.dot(q[i * OP.parts + part], tl.trans(k), s, input_precision=precision_of(OP))
+                s = product(q[i * OP.parts + part], turned(k, FLIP), s, precision_of(OP), FLIP)
     return s
 
 
@@ -83,7 +104,7 @@ def strays(value, visible):
 
 @triton.jit
 def add_values(
-    acc, p, shrink, visible, V, VS, rows, scale_rows, ok,
+    acc, p, shrink, visible, V, VS, rows, scale_rows, ok, scales,
     S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """acc * shrink + p v, chunk by chunk. CLEAN keeps NaN and Inf from rows that do not see them.
@@ -93,7 +114,7 @@ def add_values(
     OP: tl.constexpr = values_of(S)
     result = ()
     for i in tl.static_range(len(OP.widths)):
-        raw = load_chunk(V, rows, ok, i, OP, MASKED)  # [BK, W]
+        raw = load_chunk(V, rows, ok, i, OP, MASKED, S.flip)  # [BK, W], flipped [W, BK]
         for part in tl.static_range(parts_of(OP)):
             old = acc[i * OP.parts + part] * shrink[:, None]
             if OP.kind == "plain":
@@ -101,20 +122,20 @@ def add_values(
                 weights = p.to(round_type(S)).to(work_type(OP))
                 if CLEAN:
                     value = raw.to(tl.float32)
+            elif S.lifted:
+                # Scales go into the weights: fewer numbers than the values.
+                if leads(OP, i, part):
+                    weights = (p * scales[group_of(OP, i, part)][None, :]).to(work_type(OP))
+                v = widened(raw, part, OP, work_type(OP))
             elif OP.factored and S.round != "f32":
-                # Scales go into the weights: fewer numbers than the values. Powers of two keep them in float16's range.
+                # The same, with the unit of each row's weights: some keys may be hidden.
                 if leads(OP, i, part):
                     scale = row_scales(VS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
-                    if S.guard == "":
-                        # No key is hidden: the largest scale of all will do, where else it must be that of a row.
-                        power = power_of_two(tl.max(tl.abs(scale), 0)) * (1.0 / 4096)
-                        weights = (p * (scale * (1.0 / power))[None, :]).to(work_type(OP))
-                    else:
-                        weights = p * scale[None, :]
-                        if CLEAN:
-                            weights = p * tl.where(scale - scale == 0, scale, 0.0)[None, :]
-                        power = power_of_two(tl.max(tl.abs(weights), 1))[:, None]  # [BM, 1]
-                        weights = (weights * (1.0 / power)).to(work_type(OP))
+                    weights = p * scale[None, :]
+                    if CLEAN:
+                        weights = p * tl.where(scale - scale == 0, scale, 0.0)[None, :]
+                    power = power_of_two(tl.max(tl.abs(weights), 1))[:, None]  # [BM, 1]
+                    weights = (weights * (1.0 / power)).to(work_type(OP))
                 v = widened(raw, part, OP, work_type(OP))
                 if CLEAN:
                     value = v.to(tl.float32) * scale[:, None]
@@ -128,10 +149,10 @@ def add_values(
                 weights = p.to(round_type(S)).to(work_type(OP))
             if CLEAN:
                 v = tl.where(value - value == 0, v, 0.0).to(work_type(OP))
-            if OP.kind != "plain" and OP.factored and S.round != "f32":
+            if OP.kind != "plain" and OP.factored and S.round != "f32" and not S.lifted:
                 new = old + tl.dot(weights, v) * power
             else:
-                new = tl.dot(weights, v, old, input_precision=precision_of(OP))
+                new = product(weights, v, old, precision_of(OP), S.flip)
             if CLEAN:
                 new += strays(value, visible)
             result = result + (new,)
@@ -172,15 +193,15 @@ def step(
     state, q, t, mixed, rows, keys, values, mask, scale, softcap, lo, hi,
     S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """Key tile `t` into `state` = (m, l, acc, pages). MASKED: not every cell is visible; in a list of tiles, as `mixed`
-    says.
+    """Key tile `t` into `state` = (m, l, acc, power, pages). MASKED: not every cell is visible; in a list of tiles,
+    as `mixed` says. `power`: the unit of acc (`lift.py`).
 
     `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM]; `keys`, `values` = base, scales and strides. Of the
     keys only `lo .. hi` are loaded, those that any row sees. `pages` are those of tile `t`, if looked up ahead.
     """
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
-    m, l, acc, ahead = state
+    m, l, acc, power, ahead = state
     K, KS, k_b, k_l, ks_b, ks_l, TABLE = keys
     V, VS, v_b, v_l, vs_b, vs_l = values
     row_lo, row_hi, qpos, slope, factor, bias = rows
@@ -189,13 +210,13 @@ def step(
     ok = (n >= lo) & (n < hi)  # [BK]
     if S.ahead and not CLEAN:
         found = ahead
-        ahead = find_pages(n0 + BK, hi, TABLE, BK, S.page, True)
+        ahead = find_pages(n0 + BK, hi, TABLE, S, True)
     else:
-        found = find_pages(n0, hi, TABLE, BK, S.page, MASKED)
-    where = tile_rows(n0, found, BK, S.page)
-    k_rows = row_offsets(where, k_b, k_l, BK, S.page)
-    ks_rows = row_offsets(where, ks_b, ks_l, BK, S.page)
-    s = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), MASKED)  # [BM, BK]
+        found = find_pages(n0, hi, TABLE, S, MASKED)
+    where = tile_rows(n0, found, S)
+    k_rows = row_offsets(where, k_b, k_l, S.align, S)
+    ks_rows = row_offsets(where, ks_b, ks_l, 1, S)
+    s = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), S.flip, MASKED)  # [BM, BK]
     if not S.linear:
         if S.keys.rescaled:
             s = s * factor[:, None]
@@ -208,7 +229,15 @@ def step(
         else:
             s, visible = hide(s, n, ok, row_lo, row_hi, mask, S)
 
-    top = tl.maximum(m, tl.max(s, 1))  # [BM]
+    vs_rows = row_offsets(where, vs_b, vs_l, 1, S)
+    scales = ()
+    if S.lifted:
+        scales, size = value_scales(VS, vs_rows, ok, values_of(S), MASKED)
+        top, size = tops(s, size, BM, BK)
+        power, inverse, change = raised(power, size)
+    else:
+        top = tl.max(s, 1)
+    top = tl.maximum(m, top)  # [BM]
     base = tl.where(top == float("-inf"), 0.0, top)  # nothing seen yet: -inf - -inf would be NaN
     if S.linear:
         c = unit_of_m(scale, factor, S) * LOG2E
@@ -224,10 +253,13 @@ def step(
             l = l * shrink + tl.sum(p, 1)
     else:
         l = l * shrink + row_sum(p, BM, BK)
-    v_rows = row_offsets(where, v_b, v_l, BK, S.page)
-    vs_rows = row_offsets(where, vs_b, vs_l, BK, S.page)
-    acc = add_values(acc, p, shrink, visible, V, VS, v_rows, vs_rows, ok, S, MASKED, CLEAN)
-    return top, l, acc, ahead
+    v_rows = row_offsets(where, v_b, v_l, S.align, S)
+    weights = p
+    if S.lifted:
+        weights = p * inverse[:, None]
+        shrink = shrink * change
+    acc = add_values(acc, weights, shrink, visible, V, VS, v_rows, vs_rows, ok, scales, S, MASKED, CLEAN)
+    return top, l, acc, power, ahead
 
 
 @triton.jit

@@ -16,10 +16,11 @@ from pathlib import Path
 from ...places import cache_home
 from ...problem import Problem, QuantSpec
 from . import heuristics
+from .operands import ceil_pow2
 from .spec import Config
 
 FORMAT = 1
-CHOICES = {"BM": (16, 32, 64, 128), "BK": (16, 32, 64, 128, 256), "warps": (1, 2, 4, 8), "stages": range(1, 9),
+CHOICES = {"BM": (8, 16, 32, 64, 128), "BK": (16, 32, 64, 128, 256), "warps": (1, 2, 4, 8), "stages": range(1, 9),
            "slices": (1, 2)}  # fmt: skip
 Table = Mapping[str, Config]
 
@@ -39,7 +40,7 @@ def key_of(problem: Problem, processors: int, arch: int) -> str:
         _type(p.v_dtype.itemsize, p.v_quant),
     ]
     if what == "decode":
-        words.append(f"rows{heuristics.ceil_pow2(heuristics.pack_of(p.group) * p.q_len)}")
+        words.append(f"rows{ceil_pow2(heuristics.pack_of(p.group) * p.q_len)}")
     if p.page_size:
         words.append(f"page{p.page_size}")
     if p.mask is not None:
@@ -56,7 +57,12 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
     """Tiles worth trying, the heuristics' own first."""
     own = heuristics.tile(problem, arch)
     if heuristics.is_decode(problem):
-        shapes = [(own.BM, BK, w, s, 1) for BK in (32, 64, 128, 256) for w in (2, 4, 8) for s in (2, 3, 4, 5)]
+        shapes = [
+            (own.BM, BK, w, s, 1)
+            for BK in (32, 64, 128, 256)
+            for w in sorted({own.warps, 2, 4, 8})
+            for s in (2, 3, 4, 5)
+        ]
     else:
         slices = own.slices
         shapes = [(BM, BK, w, s, slices) for BM, w in ((64, 4), (128, 8)) for BK in (32, 64, 128) for s in (1, 2, 3, 4)]

@@ -39,8 +39,8 @@ def pairs_ptx(kind, byte, half, biased):
     """Byte `byte` of two units of two bytes to two halves; of int4 its low or high four bits."""
     if kind == "fp8":
         return (
-            f"{{ .reg .b32 x; .reg .b16 a, b; prmt.b32 x, $1, 0, 0x00{2 + byte}{byte}; mov.b32 {{a, b}}, x;"
-            " cvt.rn.f16x2.e4m3x2 $0, a; }"
+            "{ .reg .b32 x; .reg .b16 a, b; prmt.b32 x, $1, 0, 0x3120; mov.b32 {a, b}, x;"
+            f" cvt.rn.f16x2.e4m3x2 $0, {'ab'[byte]}; }}"
         )
     mask, code = CODES[kind]
     if half:  # in place: 16 u

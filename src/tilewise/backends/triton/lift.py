@@ -1,0 +1,74 @@
+"""Scales of quantised values, multiplied into the weights: fewer numbers than the values.
+
+Weights are float16 then, and a scale may be any float32. So acc is kept in units of `power`, a power of two that
+follows the largest scale so far: weights are at most 8192 of those, and what falls below float16's normal numbers is
+under 2**-27 of that. Exact but for that: units are powers of two.
+
+Only where no key is hidden, for a hidden key's scale must not touch a row (`Spec.lifted`).
+"""
+
+import triton
+import triton.language as tl
+
+from .load import groups_of, is_interpreted, power_of_two, row_scales
+
+LEAST_SCALE = tl.constexpr(2.0**-100)  # so that the unit and its inverse are normal numbers
+
+
+@triton.jit
+def inverse_power(x):
+    """1 / x of a power of two; 0 for infinity."""
+    bits = tl.maximum(0x7F000000 - x.to(tl.int32, bitcast=True), 0)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def larger(a, b, c, d):
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def tops(s, size, BM: tl.constexpr, BK: tl.constexpr):
+    """The largest of each row of `s` and the largest `size` [BK], both [BM]: one reduction, whose barriers are shared.
+
+    The interpreter would take a second for each.
+    """
+    if is_interpreted():
+        top = tl.max(s, 1)
+        most = tl.max(size, 0) + tl.zeros([BM], tl.float32)
+    else:
+        top, most = tl.reduce((s, tl.broadcast_to(size[None, :], [BM, BK])), 1, larger)
+    return top, most
+
+
+@triton.jit
+def value_scales(VS, rows, ok, OP: tl.constexpr, MASKED: tl.constexpr):
+    """The scales of a tile's values, [BK] for each group, and the largest of each row [BK]."""
+    scales = ()
+    for g in tl.static_range(groups_of(OP)):
+        scale = row_scales(VS, rows, ok, g, MASKED)
+        scales = scales + (scale,)
+        if g == 0:
+            size = tl.abs(scale)
+        else:
+            size = tl.maximum(size, tl.abs(scale))
+    return scales, size
+
+
+@triton.jit
+def raised(power, size):
+    """The new unit of acc where `power` was the old one: a 4096th of `size` or more. Also its inverse, and what acc is
+    to be multiplied by. All [BM].
+    """
+    new = tl.maximum(power, power_of_two(tl.maximum(size, LEAST_SCALE)) * (1.0 / 4096))
+    inverse = inverse_power(new)
+    return new, inverse, power * inverse
+
+
+@triton.jit
+def lowered(acc, power):
+    """acc in units of 1."""
+    result = ()
+    for i in tl.static_range(len(acc)):
+        result = result + (acc[i] * power[:, None],)
+    return result

@@ -1,0 +1,72 @@
+"""How K and V are cut into chunks of columns, loaded and multiplied: plain functions of a `Problem`."""
+
+from __future__ import annotations
+
+import torch
+
+from ...problem import Problem, QuantSpec
+from .spec import Operand
+
+NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+KINDS = {"int8": "int8", "int4": "int4", "fp8_e4m3": "fp8"}
+
+
+def ceil_pow2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def chunks(columns: int, least: int) -> tuple[int, ...]:
+    """Powers of two of at least `least` that cover `columns`: two where that pads less than one does."""
+    if columns <= least:
+        return (least,)
+    high = ceil_pow2(columns + 1) // 2  # the largest that fits
+    if high == columns:
+        return (high,)
+    rest = max(least, ceil_pow2(columns - high))
+    return (high, rest) if rest < high else (2 * high,)
+
+
+def least_chunk(BM: int) -> int:
+    """The narrowest chunk. Hopper's products of 64 rows or more read past their operands in Triton 3.6 if one of those
+    is narrower than 64 columns and was not copied there asynchronously.
+    """
+    return 64 if BM >= 64 else 32
+
+
+def operand(
+    problem: Problem, width: int, dtype: torch.dtype, quant: QuantSpec | None, is_key: bool, BM: int = 64,
+    arch: int = 0, pairs: bool = False,
+) -> Operand:  # fmt: skip
+    """How K or V is loaded and multiplied. `pairs`: its bytes can be read two at a time.
+
+    float32 numbers are cut into three bfloat16 ones and multiplied in six products: as exact as float32, where three
+    TF32 products lose two bits. Two 16-bit types meet in TF32, which holds both exactly.
+    """
+    q = NAMES[problem.q_dtype]
+    exact = "tf32" if problem.allow_tf32 else "bf16x6"
+    least = least_chunk(BM)
+    if quant is None:
+        same = q == NAMES[dtype]
+        work, precision = (q, exact) if same or q == "f32" else ("f32", "tf32")
+        if work == "f32" and width > 128:  # a product of six needs many registers for each column
+            return Operand((64,) * -(-width // 64), width, "plain", 0, False, work, precision, False, False)
+        return Operand(chunks(width, least), width, "plain", 0, False, work, precision, False, False)
+    columns = width // 2 if quant.dtype == "int4" else width
+    whole = quant.group >= width
+    factored = whole or (quant.group >= least and (quant.dtype != "int4" or columns % quant.group == 0))
+    if whole or not factored:
+        widths = chunks(columns, least)
+    else:
+        rest = columns % quant.group
+        widths = (quant.group,) * (columns // quant.group) + ((max(least, ceil_pow2(rest)),) if rest else ())
+    work = q if not is_key else "f32"
+    if factored and q != "f32":
+        work = "f16"  # holds every stored number exactly
+    fast = work == "f16" and arch >= (89 if quant.dtype == "fp8_e4m3" else 80)
+    rescaled = is_key and work == "f16" and q == "bf16"
+    # Four warps share 32 units or more in a product; Hopper's own products want 64 columns, see least_chunk.
+    unit = 2 if pairs and factored and BM < 64 and columns == sum(widths) and min(widths) >= 64 else 1
+    return Operand(
+        tuple(width // unit for width in widths), columns // unit, KINDS[quant.dtype], quant.group, factored, work,
+        exact, rescaled, fast, unit,
+    )  # fmt: skip
