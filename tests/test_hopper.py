@@ -110,14 +110,20 @@ def test_tiles_cover_the_heads_and_fit(D, Dv, masked):
     s = heuristics.spec(p, c)
     assert s.chunk_d * s.chunks >= D
     assert s.DV * s.parts >= Dv
-    assert s.k_stages >= s.chunks
-    assert s.out_columns in (s.DV, s.DV // 2)
+    assert s.k_stages >= s.chunks or s.lent
+    assert s.out_columns in (s.DV, s.DV // 2) or s.lent
     rows = s.consumers * s.chunks * 64 * s.q_stages
     elements = rows * s.chunk_d + s.BN * (s.k_stages * s.chunk_d + s.v_stages * s.DV)
-    if s.staged == "own":
+    if s.lent == 0:
         elements += s.BM * s.out_columns
     else:
-        assert s.out_columns == s.chunk_d  # it waits in a chunk of q
+        assert s.out_columns == s.chunk_d  # it waits in chunks of q, and not in all of them
+        assert s.lent * s.chunk_d == s.DV
+        assert s.lent < s.chunks
+        # Pieces of values are as large as chunks of keys, and the first keys have room beside them.
+        assert s.v_stages == 0
+        assert s.BN // s.pieces * s.DV == s.BN * s.chunk_d
+        assert s.k_stages > s.pieces
     assert 2 * elements + 1024 <= SHARED
     if masked:
         assert s.BM & (s.BM - 1) == 0
@@ -157,12 +163,16 @@ def test_slots_are_drawn_late_where_the_end_counts():
     assert heuristics.draws_ahead(problem(512, causal=True), heuristics.config(problem(512, causal=True)), 15.5)
 
 
-def test_head_dim_64_has_registers_for_a_late_wait_only_without_rules():
-    for changes, late in (({}, True), ({"causal": True}, False), ({"softcap": 5.0}, False), ({"alibi": True}, False)):
-        c = heuristics.config(problem(64, **changes))
+def test_head_dim_64_has_registers_for_a_late_wait_with_few_rules():
+    long = {"q_len": 16384, "kv_len": 16384}
+    for changes, late in (
+        ({}, True), ({"causal": True}, True), ({"kv_lengths": True}, True), ({"softcap": 5.0}, False),
+        ({"alibi": True}, False), ({"window": (99, None)}, False), ({"chunk": 99}, False),
+    ):  # fmt: skip
+        c = heuristics.config(problem(64, **long, **changes))
         assert (c.consumers, c.k_stages, c.late_wait) == (3, 4, late)
     short = heuristics.config(problem(64, q_len=1024, kv_len=1024))
-    assert (short.consumers, short.k_stages, short.late_wait) == (2, 4, False)
+    assert (short.consumers, short.k_stages, short.late_wait) == (2, 4, True)
 
 
 def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
@@ -170,7 +180,8 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     c = heuristics.config(p)
     assert (c.per_processor, c.BN, c.overlaps) == (2, 64, False)
     assert "2 programs share a processor" in heuristics.notes(p, c)
-    for changes in ({"kv_len": 4096}, {"softcap": 5.0}, {"window": (99, None)}, {"causal": False}, {"chunk": 64}):
+    assert heuristics.config(replace(p, q_len=4096, kv_len=4096)).per_processor == 2
+    for changes in ({"kv_len": 4097}, {"softcap": 5.0}, {"window": (99, None)}, {"causal": False}, {"chunk": 64}):
         assert heuristics.config(replace(p, **changes)).per_processor == 1
     s = heuristics.spec(p, c)
     elements = s.BM * 64 * s.q_stages + 64 * 64 * (s.k_stages + s.v_stages) + s.BM * s.out_columns

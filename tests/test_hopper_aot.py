@@ -34,17 +34,18 @@ ALL = {
     "causal": True, "window": (100, 3), "chunk": 512, "softcap": 9.0, "alibi": True, "sinks": True, "return_lse": True,
     "kv_lengths": True, "q_offset": "rows",
 }  # fmt: skip
-# What a loop may hold of spills, and how many instructions; a product of 64 keys is half of one of 128.
+# How many instructions a loop may have; tiles of D64-short and D256 have 64 keys, the others 128.
 HOT = {
-    "D64-causal": (problem(64, causal=True), 8, 620), "D128": (problem(), 0, 470),
-    "D128-causal": (problem(causal=True), 0, 625), "D256-causal": (problem(256, causal=True), 0, 540),
+    "D64-causal": (problem(64, causal=True, q_len=16384, kv_len=16384), 575),
+    "D64-short": (problem(64, causal=True, q_len=1024, kv_len=1024), 350), "D128": (problem(), 465),
+    "D128-causal": (problem(causal=True), 610), "D256-causal": (problem(256, causal=True), 500),
 }  # fmt: skip
 MORE = {
-    "D64": (problem(64), 0, 430), "D64-short": (problem(64, causal=True, q_len=1024, kv_len=1024), 6, 365),
-    "D256": (problem(256), 0, 430), "D512": (problem(512), 8, 660), "D512-causal": (problem(512, causal=True), 30, 780),
-    "f16": (problem(dtype=F16, causal=True), 0, 625), "window": (problem(causal=True, window=(1023, None)), 0, 770),
-    "softcap": (problem(256, causal=True, softcap=50.0), 4, 860), "varlen": (problem(**VARLEN, causal=True), 2, 660),
-    "D192/128": (problem(192, 128, causal=True), 0, 700), "lse": (problem(causal=True, return_lse=True), 0, 625),
+    "D64": (problem(64), 430), "D64-window": (problem(64, causal=True, window=(1023, None)), 750),
+    "D256": (problem(256), 425), "D512": (problem(512), 1000), "D512-causal": (problem(512, causal=True), 1140),
+    "f16": (problem(dtype=F16, causal=True), 610), "window": (problem(causal=True, window=(1023, None)), 750),
+    "softcap": (problem(256, causal=True, softcap=50.0), 830), "varlen": (problem(**VARLEN, causal=True), 620),
+    "D192/128": (problem(192, 128, causal=True), 680), "lse": (problem(causal=True, return_lse=True), 615),
 }  # fmt: skip
 OTHERS = {
     "bool mask": problem(**mask(torch.bool)), "additive mask": problem(**mask(BF16)),
@@ -62,14 +63,16 @@ def check_barriers(main):
     The memory of one that nobody waits at would be given to a tile as well (see `new_slots`).
     """
     s = main.spec
-    assert len(main.barrier_places) == 2 * (s.consumers * s.q_stages + s.k_stages + s.v_stages) + 4 * main.dynamic
+    query_parts = 2 if s.lent else 1
+    rings = s.consumers * s.q_stages * query_parts + s.k_stages + s.v_stages
+    assert len(main.barrier_places) == 2 * rings + 4 * main.dynamic
     elements = s.BM * s.chunks * s.chunk_d * s.q_stages + s.BN * (s.k_stages * s.chunk_d + s.v_stages * s.DV)
-    if s.staged == "own":
+    if s.lent == 0:
         elements += s.BM * s.out_columns
     assert min(main.barrier_places) >= 2 * elements
 
 
-def check(built, spills, instructions):
+def check(built, instructions):
     main = built["prefill"]
     assert "HGMMA" in main.sass
     assert "UTMALDG" in main.sass
@@ -77,25 +80,24 @@ def check(built, spills, instructions):
     check_barriers(main)
     assert main.loops
     for body in main.loops:
-        assert sum(bool(re.search(r"\b(STL|LDL)", x)) for x in body) <= spills, "spills in a loop"
+        assert not any(re.search(r"\b(STL|LDL)", x) for x in body), "spills in a loop"
         assert len(body) <= instructions
-    for name, kernel in built.items():
+    for kernel in built.values():
         assert kernel.shared <= SHARED[90]
-        # Where a warpgroup waits for its products before all else, the assembler may well have it wait.
-        assert "serialized" not in kernel.report or (name == "prefill" and not main.spec.overlaps)
+        assert "serialized" not in kernel.report
 
 
 @pytest.mark.parametrize("name", HOT)
 def test_hot_kernels(name):
-    case, spills, instructions = HOT[name]
-    check(kernels_of(case), spills, instructions)
+    case, instructions = HOT[name]
+    check(kernels_of(case), instructions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_more_kernels(name):
-    case, spills, instructions = MORE[name]
-    check(kernels_of(case), spills, instructions)
+    case, instructions = MORE[name]
+    check(kernels_of(case), instructions)
 
 
 @pytest.mark.slow
@@ -118,5 +120,5 @@ def test_masks_and_packed_sequences_compile():
 @pytest.mark.parametrize("name", HOT)
 def test_the_other_assembler_agrees(name):
     """Triton brings two versions of ptxas; both give loops of the same kind."""
-    case, spills, instructions = HOT[name]
-    check(kernels_of(case, "ptxas-blackwell"), spills, round(1.05 * instructions))
+    case, instructions = HOT[name]
+    check(kernels_of(case, "ptxas-blackwell"), round(1.05 * instructions))

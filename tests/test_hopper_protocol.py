@@ -51,23 +51,32 @@ class Machine:
     works: list  # of each work, for each consumer: (tiles passed over, own tiles, tiles passed over)
     consumers: int
     chunks: int
+    pieces: int
     q_stages: int
     k_stages: int
-    v_stages: int
-    borrowed: bool
+    v_stages: int  # 0: values lie in the ring of the keys
+    lent: int  # chunks of q that lend the output their memory
     overlaps: bool
     dynamic: bool
     ahead: bool = True  # slots are drawn before the tiles of the work before are loaded
+    chance: random.Random | None = None  # which tiles are masked
 
     def __post_init__(self):
         everyone = range(self.consumers)
-        self.keys, self.values = Ring(self.k_stages, everyone), Ring(self.v_stages, everyone)
-        self.queries = [Ring(self.q_stages, [c]) for c in everyone]
+        self.keys = Ring(self.k_stages, everyone)
+        self.values = Ring(self.v_stages, everyone) if self.v_stages else self.keys
+        self.queries = [[Ring(self.q_stages, [c]) for _ in range(2 if self.lent else 1)] for c in everyone]
         self.slots = Ring(2, everyone)
         self.products = [[] for _ in everyone]
 
     def count(self, i):
         return sum(self.works[i][0])
+
+    def key_use(self, n, i):
+        return n * (self.chunks + (0 if self.v_stages else self.pieces)) + i
+
+    def value_use(self, n, j):
+        return n if self.v_stages else self.key_use(n, self.chunks + j)
 
     def producer(self):
         n = 0
@@ -76,18 +85,39 @@ class Machine:
             if self.ahead:
                 yield from self.hand_out(i + 1)
             for t in range(self.count(i)):
-                for k in range((n + t) * self.chunks, (n + t + 1) * self.chunks):
-                    yield self.keys.can_fill, k
-                    self.keys.fill(k)
                 if t == 0:
-                    for ring in self.queries:
-                        yield ring.can_fill, i
-                        ring.fill(i)
-                yield self.values.can_fill, n + t
-                self.values.fill(n + t)
+                    yield from self.fill_first(i, n)
+                else:
+                    yield from self.fill_keys(n + t, 0, self.chunks)
+                for j in range(self.pieces):
+                    yield self.values.can_fill, self.value_use(n + t, j)
+                    self.values.fill(self.value_use(n + t, j))
             if not self.ahead:
                 yield from self.hand_out(i + 1)
             n += self.count(i)
+
+    def fill_first(self, i, n):
+        room = min(self.chunks, self.k_stages)
+        if not self.lent:
+            yield from self.fill_keys(n, 0, self.chunks)
+            yield from self.fill_queries(i, 0)
+            return
+        early = max(1, min(room, self.k_stages - self.pieces))
+        yield from self.fill_keys(n, 0, early)
+        yield from self.fill_queries(i, 0)
+        yield from self.fill_keys(n, early, room)
+        yield from self.fill_queries(i, 1)
+        yield from self.fill_keys(n, room, self.chunks)
+
+    def fill_keys(self, n, begin, end):
+        for k in range(begin, end):
+            yield self.keys.can_fill, self.key_use(n, k)
+            self.keys.fill(self.key_use(n, k))
+
+    def fill_queries(self, i, part):
+        for rings in self.queries:
+            yield rings[part].can_fill, i
+            rings[part].fill(i)
 
     def hand_out(self, j):
         if self.dynamic:
@@ -100,47 +130,62 @@ class Machine:
             self.slots.release(j, c)
 
     def pass_keys(self, c, begin, end):
-        for k in range(begin * self.chunks, end * self.chunks):
-            yield self.keys.is_full, k
-            self.keys.release(k, c)
+        for use in [self.key_use(n, k) for n in range(begin, end) for k in range(self.chunks)]:
+            yield self.keys.is_full, use
+            self.keys.release(use, c)
 
     def pass_values(self, c, begin, end):
-        for n in range(begin, end):
-            yield self.values.is_full, n
-            self.values.release(n, c)
+        for use in [self.value_use(n, j) for n in range(begin, end) for j in range(self.pieces)]:
+            yield self.values.is_full, use
+            self.values.release(use, c)
 
     def pass_over(self, c, begin, end):
         for n in range(begin, end):
             yield from self.pass_keys(c, n, n + 1)
             yield from self.pass_values(c, n, n + 1)
 
-    def scores(self, c, i, n):
+    def scores(self, c, i, n, first=False):
         """Starts S; of several chunks all but the last are released."""
-        self.queries[c].read(i)
-        for k in range(n * self.chunks, (n + 1) * self.chunks):
-            yield self.keys.is_full, k
-            self.keys.read(k)
-            if k > n * self.chunks:
-                self.keys.release(k - 1, c)
+        for k in range(self.chunks):
+            late = self.lent > 0 and k >= self.chunks - self.lent
+            if first and late and k == self.chunks - self.lent:
+                yield self.queries[c][1].is_full, i
+            self.queries[c][late].read(i)
+            yield self.keys.is_full, self.key_use(n, k)
+            self.keys.read(self.key_use(n, k))
+            if k > 0:
+                self.keys.release(self.key_use(n, k - 1), c)
         yield None, 0  # anything may happen while products are under way
 
-    def step(self, c, i, n, last):
-        yield from self.scores(c, i, n)
-        yield self.values.is_full, last
+    def output(self, c, n):
+        """Starts O; of several pieces all but the last are released."""
+        for j in range(self.pieces):
+            yield self.values.is_full, self.value_use(n, j)
+            self.values.read(self.value_use(n, j))
+            if j > 0:
+                self.values.release(self.value_use(n, j - 1), c)
         yield None, 0
-        if not self.overlaps:
-            self.values.release(last, c)
-            yield None, 0
-        self.keys.release((n + 1) * self.chunks - 1, c)
+
+    def step(self, c, i, n, last):
+        overlaps = self.overlaps and (self.chance is None or self.chance.random() < 0.7)  # else the tile is masked
+        if overlaps:
+            yield from self.scores(c, i, n)
+            yield from self.output(c, last)
+        else:
+            yield from self.output(c, last)
+            yield self.keys.is_full, self.key_use(n, 0)
+            self.values.release(self.value_use(last, self.pieces - 1), c)
+            yield from self.scores(c, i, n)
+        self.keys.release(self.key_use(n, self.chunks - 1), c)
         self.products[c].append((i, n))
         yield None, 0
-        if self.overlaps:
-            self.values.release(last, c)
+        if overlaps:
+            self.values.release(self.value_use(last, self.pieces - 1), c)
 
     def first_tile(self, c, i, n):
-        yield self.queries[c].is_full, i
-        yield from self.scores(c, i, n)
-        self.keys.release((n + 1) * self.chunks - 1, c)
+        yield self.queries[c][0].is_full, i
+        yield from self.scores(c, i, n, first=True)
+        self.keys.release(self.key_use(n, self.chunks - 1), c)
         self.products[c].append((i, n))
 
     def consumer(self, c):
@@ -155,26 +200,24 @@ class Machine:
             end = begin + before + own
             for n in range(start + 1, end):
                 yield from self.step(c, i, n, n - 1)
-            if not self.borrowed:
-                self.queries[c].release(i, c)
+            self.queries[c][0].release(i, c)
             yield from self.take(c, i + 1)
             more = i + 1 < len(self.works)
             next_begin = begin + before + own + after
             start = next_begin + (self.works[i + 1][c][0] if more else 0)
-            joined = more and start - end < self.v_stages and not self.borrowed
+            joined = more and start - end < self.v_stages and not self.lent
             if joined:
                 yield from self.pass_keys(c, end, start)
-                yield self.queries[c].is_full, i + 1
+                yield self.queries[c][0].is_full, i + 1
                 yield from self.step(c, i + 1, start, end - 1)
                 yield from self.pass_values(c, end, start)
             else:
-                yield self.values.is_full, end - 1
-                yield None, 0
-                self.values.release(end - 1, c)
+                yield from self.output(c, end - 1)
+                self.values.release(self.value_use(end - 1, self.pieces - 1), c)
                 yield from self.pass_over(c, end, next_begin)
-            if self.borrowed:
+            if self.lent:
                 yield None, 0  # the output leaves
-                self.queries[c].release(i, c)
+                self.queries[c][1].release(i, c)
             if more and not joined:
                 yield from self.pass_over(c, next_begin, start)
                 yield from self.first_tile(c, i + 1, start)
@@ -219,7 +262,7 @@ def launch(D, Dv=0, length=4096, causal=False):
     )  # fmt: skip
     c = heuristics.config(p)
     s = heuristics.spec(p, c)
-    return c.consumers, s.chunks, s.q_stages, s.k_stages, s.v_stages, s.staged == "borrowed", s.overlaps
+    return c.consumers, s.chunks, s.pieces, s.q_stages, s.k_stages, s.v_stages, s.lent, s.overlaps
 
 
 LAUNCHES = {
@@ -229,6 +272,7 @@ LAUNCHES = {
     "D192/128": (192, 128),
     "D256": (256,),
     "D320": (320,),
+    "D320/64": (320, 64),
     "D512": (512,),
 }
 
@@ -239,9 +283,9 @@ def test_no_interleaving_deadlocks_or_overwrites(name):
     for seed in range(300):
         chance = random.Random(seed)
         # Slots are drawn late only where at most one tile at the end is another consumer's alone: `draws_ahead`.
-        ahead = sizes[3] < 2 or seed % 4 != 0
+        ahead = sizes[4] < 2 or seed % 4 != 0
         works = random_works(chance, consumers, chance.choice((0, 1, 3)), 9 if ahead else 1)
-        machine = Machine(works, consumers, *sizes, dynamic=seed % 2 == 0, ahead=ahead)
+        machine = Machine(works, consumers, *sizes, dynamic=seed % 2 == 0, ahead=ahead, chance=random.Random(seed))
         machine.run(chance)
         for c in range(consumers):  # every own tile was multiplied, in order
             want, begin = [], 0
@@ -267,7 +311,8 @@ def test_the_simulation_can_fail():
     def play(kind, **changes):
         for seed in range(50):
             chance = random.Random(seed)
-            kind(random_works(chance, 2, 2), 2, 1, 2, 2, 1, False, True, **({"dynamic": False} | changes)).run(chance)
+            works = random_works(chance, 2, 2)
+            kind(works, 2, 1, 1, 2, 2, 1, 0, True, **({"dynamic": False} | changes)).run(chance)
 
     play(Machine)
     for kind in (Eager, Careless):

@@ -68,11 +68,17 @@ def graphed(ways: list[Way]) -> Way:
 
 
 def seconds(runs: dict[str, Way], rounds: int, budget: float) -> dict[str, float]:
-    """The time of each: the median over rounds in which all take turns; after `budget` seconds no more rounds."""
+    """The time of each: the median over rounds in which all take turns; after `budget` seconds no more rounds.
+
+    Each round begins with another one, so that none always comes after the same one.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     start = time.perf_counter()
-    for _ in range(rounds):
-        for name, run in runs.items():
+    names = list(runs)
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            run = runs[name]
             run()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             events[0].record()

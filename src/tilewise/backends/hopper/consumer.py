@@ -2,12 +2,12 @@
 
     first tile    S = Q K'; P = softmax S
     each other    start S = Q K'; start O += P V of the tile before; wait for S; P' = softmax S; wait for O; rescale O
-    at the end    start S of the next work's first tile; O += P V; O / l to global memory
+    masked ones   O += P V of the tile before; S = Q K'; P' = softmax S; rescale O
+    at the end    O += P V; S of the next work's first tile; O / l to global memory
 
 so the tensor cores have P V to do while this warpgroup's other units take exponentials, and all consumers do so beside
-each other. From one work to the next it goes on in the same way: the last P V of one and the first S of the other are
-under way together. Where two programs share a processor (`overlaps` is off) it waits for both products before its
-softmax: there are three other warpgroups to keep the tensor cores busy.
+each other. Where registers are short (masked tiles; all tiles, if `overlaps` is off) one product comes after the other
+and other warpgroups alone keep the tensor cores busy.
 
 Tiles of keys come from the right: first those that rules may hide in part, then those that every row sees, then (in
 windows) again hidden ones; each kind has a loop of its own. Tiles of the rows' tile that this consumer's rows do not
@@ -16,13 +16,14 @@ see are passed over. A mask has one loop, with a branch on tiles that are not se
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from .layouts import out_layout, score_layout
 from .output import note_strays, store
+from .pipeline import key_use, value_use
 from .schedule import key_span, key_tiles, slots_of, work_at
-from .softmax import Rows, finish
-from .steps import as_operand, next_tile, release_scores, start_scores, step, to_weights
+from .softmax import Rows, finish, own_sums
+from .steps import as_operand, next_tile, release_output, release_scores, start_output, start_scores, step, to_weights
 from .tiles import tile_list
 
 
@@ -100,16 +101,20 @@ def own_tiles(a, w, tiles, begin, C):
 @gluon.jit
 def pass_keys(a, keys, begin, end):
     """Tiles begin .. end, which no row of this consumer sees."""
-    for n in range(begin * a.S.chunks, end * a.S.chunks):
-        keys.wait_full(n)
-        keys.release(n)
+    CHUNKS: gl.constexpr = a.S.chunks
+    for n in range(begin, end):
+        for i in gl.static_range(CHUNKS):
+            keys.wait_full(key_use(a, n, i))
+            keys.release(key_use(a, n, i))
 
 
 @gluon.jit
 def pass_values(a, values, begin, end):
+    PIECES: gl.constexpr = a.S.pieces
     for n in range(begin, end):
-        values.wait_full(n)
-        values.release(n)
+        for j in gl.static_range(PIECES):
+            values.wait_full(value_use(a, n, j))
+            values.release(value_use(a, n, j))
 
 
 @gluon.jit
@@ -123,9 +128,9 @@ def pass_over(a, keys, values, begin, end):
 def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
     """The first tile of work i, when there is no P V to go with it."""
     MASKED: gl.constexpr = 1 if a.S.masked else 0
-    queries.wait_full(i, C)
-    keys.wait_full(n * a.S.chunks)
-    s = start_scores(a, queries, keys, i, n, C)
+    queries.wait_full(i, C, 0)
+    keys.wait_full(key_use(a, n, 0))
+    s = start_scores(a, queries, keys, i, n, C, True)
     s = warpgroup_mma_wait(0, deps=(s,))
     release_scores(a, keys, n)
     m, l = no_sums(a)
@@ -136,10 +141,9 @@ def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
 @gluon.jit
 def last_tile(a, keys, values, end, next_begin, p, o):
     """P V of a work's last tile with nothing beside it; then tiles up to the next work are passed over."""
-    values.wait_full(end - 1)
-    o = warpgroup_mma(p, values.tile(end - 1), o, is_async=True)
+    o = start_output(a, values, end - 1, p, o)
     o = warpgroup_mma_wait(0, deps=(o,))
-    values.release(end - 1)
+    release_output(a, values, end - 1)
     pass_over(a, keys, values, end, next_begin)
     return o
 
@@ -148,7 +152,9 @@ def last_tile(a, keys, values, end, next_begin, p, o):
 def no_sums(a):
     """m and l before the first tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
-    return gl.full([64], float("-inf"), gl.float32, ROW), gl.zeros([64], gl.float32, ROW)
+    BN: gl.constexpr = a.S.BN
+    zeros = gl.zeros([64, BN], gl.float32, score_layout(a.S))
+    return gl.full([64], float("-inf"), gl.float32, ROW), own_sums(a, zeros)
 
 
 @gluon.jit
@@ -170,10 +176,9 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
     while more:
         o = gl.zeros([64, DV], gl.float32, OUT)
         p, o, m, l = other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, rows, C)
-        if a.S.staged != "borrowed":
-            queries.release(i, C)
+        queries.release(i, C, 0)
 
-        # The last P V of this work goes with the first scores of the next.
+        # The first scores of the next work are computed before this one's output leaves.
         next_place = slots.take(a, i + 1)
         more = next_place.slot < total
         next_begin = begin + tiles.count
@@ -188,7 +193,7 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
         last_l = l
         m, l = no_sums(a)
         apart = more  # the first scores of the next work are still to be computed
-        if a.S.staged == "borrowed":
+        if a.S.lent > 0:
             o = last_tile(a, keys, values, end, next_begin, p, o)
         else:
             # Few tiles may be passed over on the way: for more, the producer needs the stage that P V reads.
@@ -196,8 +201,7 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
             apart = more & (joined == 0)
             if joined:
                 pass_keys(a, keys, end, start)
-                queries.wait_full(i + 1, C)
-                keys.wait_full(start * a.S.chunks)
+                queries.wait_full(i + 1, C, 0)
                 p, o, m, l, _ = step(
                     a, queries, keys, values, i + 1, start, end - 1, tile, next_w.n_keys, True, p, o, m, l, next_rows,
                     C, MASKED,
@@ -211,9 +215,9 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
             note_strays(a, o, rows, place.slot, C)
         o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
         store(a, w, o, lse, rows, outs, C)
-        if a.S.staged == "borrowed":
+        if a.S.lent > 0:
             tma.store_wait(0)
-            queries.release(i, C)
+            queries.release(i, C, 1)
         if apart:
             pass_over(a, keys, values, next_begin, start)
             p, m, l = first_tile(a, queries, keys, i + 1, start, tile, next_w.n_keys, next_rows, C)

@@ -24,7 +24,7 @@ class Config:
     persistent: bool = True
     dynamic: bool = True  # where slots differ: programs take the next slot when they are ready
     share: int = 8  # programs that are to work on the same keys at a time
-    staged: str = "own"
+    lends: bool = False  # q lends the output its memory
     out_columns: int = 0  # 0: all
     q_stages: int = 2
     overlaps: bool = True
@@ -36,7 +36,8 @@ class Config:
 
 FEW_QUERIES = 16  # queries up to here are decoded: they wait for memory, not for products
 MANY_ROUNDS = 64  # works of a program after which its last one counts for little
-SHORT = 2048  # keys up to which two consumers are faster than three at D=64; see `config`
+SHORT = 2048  # keys up to which two consumers are as fast as three at D=64; see `config`
+SHORT_CAUSAL = 4096  # keys up to which two programs a processor are faster there
 LITTLE = 1.5e10  # operations; see `slower`
 
 
@@ -91,7 +92,8 @@ def operations(problem: Problem) -> float:
 
 
 def notes(problem: Problem, c: Config) -> tuple[str, ...]:
-    found = [f"{c.consumers} warpgroups of 64 rows, TMA, {c.k_stages} tiles of keys under way"]
+    under_way = f"{c.k_stages} tiles of keys" if c.v_stages else f"{c.k_stages} chunks of keys and values"
+    found = [f"{c.consumers} warpgroups of 64 rows, TMA, {under_way} under way"]
     if c.per_processor > 1:
         found.append(f"{c.per_processor} programs share a processor")
     if problem.split_size:
@@ -107,9 +109,7 @@ def chunk_widths(columns: int) -> tuple[int, int]:
     """(width, count) of the chunks that cover the head dim: one where a power of two does, up to 256."""
     if columns <= 256 and not 128 < columns <= 192:
         return max(64, ceil_pow2(columns)), 1
-    if columns <= 192:
-        return 64, 3
-    return 128, -(-columns // 128)
+    return 64, -(-columns // 64)
 
 
 def value_parts(problem: Problem) -> tuple[int, int]:
@@ -122,41 +122,42 @@ def value_parts(problem: Problem) -> tuple[int, int]:
 def config(problem: Problem) -> Config:
     """What fits the shared memory (227 KiB) and the registers, and was the fastest there.
 
-    Measured (TFLOPS full / causal, 16k tokens): D=64, three consumers and two: 1k 421 / 229 and 433 / 296, 4k 507 / 429
-    and 456 / 426, 16k 516 / 500 and 420 / 452. D=256, the output in memory of its own and in q's: 1k 663 / 458 and
-    647 / 461, 4k 744 / 686 and 727 / 675, 16k 751 / 762 and 741 / 733. D=64, causal, four stages and two: 1k 301 and
-    289, 4k 418 and 411, 16k 493 and 486. D=64, the wait for P V late and early: 4k 490 and 484, 16k 524 and 508 full;
-    causal kernels have no registers left for it (345 and 502), other head dims are 2 to 4% slower with it. D=64, 1k,
-    causal, 2 and 8 programs on the same keys: 311 and 308.
-
-    Two programs on a processor, which have half the registers each and so 64 keys a tile and no products under way
-    beside their own exponentials: D=64, causal, 1k 346 and 306 with one, 4k 408 and 403, 16k 422 and 455; full, 1k 380
-    and 407, 4k 397 and 488.
+    Measured (TFLOPS, 16k tokens). D=64, full, three consumers and two: 1k 414 and 412, 4k 498 and 436, 16k 531 and 438.
+    D=64, causal, two programs a processor (64 keys a tile, half the registers, one product after the other), three
+    consumers, two: 1k 373, 276, 314; 2k 408, 379, 367; 4k 438 and 428; 16k 462 and 500. Four consumers in one program:
+    340, 388, 432, 464. Two programs with stages of q / k for 2 / 3: 1 / 4 356 for 373; on the same keys 8 for 2: 354.
+    The wait for P V late and early: D=64 16k full 524 and 508, causal 500 and 490; D=128 593 and 630.
+    16k causal, P V beside the softmax in all tiles, in unmasked ones, in none: D=64 470 (with spills), 490, 489; D=128
+    612, 630, 580; D=256 678, 710, 561.
+    D=256, the output in memory of its own and in q's: 1k 663 / 458 and 647 / 461, 16k 751 / 762 and 741 / 733.
+    D=512, full / causal: 128 keys a tile, K and V in one ring 410 / 362 at 4k, 428 / 403 at 16k; 64 keys 401 / 357 and
+    403 / 390; rings of their own, products beside the softmax, 354 / 318 and 364 / 350.
     """
     width, chunks = chunk_widths(problem.head_dim)
     DV, _ = value_parts(problem)
     # Tiles of a mask have a power of two of rows.
-    if width * chunks <= 64 and DV <= 64 and problem.mask is None and problem.kv_len > SHORT:
-        free = not uneven(problem) and not problem.softcap and not problem.alibi
-        return Config(128, 3, 4, 4, late_wait=free, consumer_regs=160, producer_regs=32)
-    if width * chunks <= 64 and DV <= 64 and plainly_causal(problem):
-        return Config(64, 2, 3, 3, share=2, overlaps=False, per_processor=2, consumer_regs=112)
     if width * chunks <= 64 and DV <= 64:
-        return Config(128, 2, 4, 4, share=2)
+        if plainly_causal(problem) and problem.kv_len <= SHORT_CAUSAL:
+            return Config(64, 2, 3, 3, share=2, overlaps=False, per_processor=2, consumer_regs=112)
+        left, _ = problem.window
+        late = not (problem.softcap or problem.alibi or problem.chunk or left is not None)  # else it would spill
+        if problem.mask is None and problem.kv_len > SHORT:
+            return Config(128, 3, 4, 4, late_wait=late, consumer_regs=160, producer_regs=32)
+        return Config(128, 2, 4, 4, share=2, late_wait=late)
     if width * chunks <= 128 and DV <= 128:
         return Config(128, 2, 2, 2)
     if width * chunks <= 192 and DV <= 128:
         return Config(128, 2, 2 * chunks, 2, out_columns=DV // 2, q_stages=1)
     if width * chunks <= 256:
         return Config(64, 2, 2 * chunks, 2, out_columns=DV // 2, q_stages=1)
-    return Config(64, 2, 4, 1, staged="borrowed", out_columns=128, q_stages=1)
+    return Config(128, 2, 6, 0, lends=True, out_columns=64, q_stages=1, overlaps=False)
 
 
 def plainly_causal(problem: Problem) -> bool:
-    """Causal over few keys, and nothing else that would take registers."""
+    """Causal, and nothing else that would take registers."""
     p = problem
     others = p.chunk or p.softcap or p.alibi or p.kv_lengths or p.packed_q or p.window != (None, None)
-    return p.causal and p.mask is None and not others and p.kv_len <= SHORT
+    return p.causal and p.mask is None and not others
 
 
 def uneven(problem: Problem) -> bool:
@@ -207,7 +208,7 @@ def spec(problem: Problem, c: Config) -> Spec:
         q_stages=c.q_stages,
         k_stages=c.k_stages,
         v_stages=c.v_stages,
-        staged=c.staged,
+        lent=DV // width if c.lends else 0,
         out_columns=c.out_columns or DV,
         overlaps=c.overlaps,
         late_wait=c.late_wait,

@@ -73,7 +73,7 @@ class Bound:
         self.lister = Lister(p, TileConfig(s.BM, s.BN, 4, 1)) if s.mask else None
         # What only prefill makes use of is the same for all, so that fewer kernels are compiled.
         self.repair_spec = replace(
-            s, DV=min(s.DV, REPAIR_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1, staged="own",
+            s, DV=min(s.DV, REPAIR_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1,
             late_wait=False, overlaps=True, consumer_regs=0, producer_regs=0, ahead=False, repairs=True,
         )  # fmt: skip
         self.present: Any = None
@@ -161,7 +161,7 @@ class Bound:
         given |= {
             "q": descriptor(t.q, 64, s.chunk_d, s.dtype),
             "k": descriptor(t.k, s.BN, s.chunk_d, s.dtype),
-            "v": descriptor(t.v, s.BN, s.DV, s.dtype),
+            "v": descriptor(t.v, s.BN // s.pieces, s.DV, s.dtype),
             "o": descriptor(t.out, 64, s.out_columns, s.dtype),
         }
         LIST, RANK, list_strides = lists

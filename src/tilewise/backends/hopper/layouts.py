@@ -21,3 +21,10 @@ def wide_layout(columns):
     """Rows of `columns`, eight numbers to a thread."""
     lanes = min(32, columns // 8)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of 64 rows."""
+    COLUMNS: gl.constexpr = x.shape[1] // 2
+    return gl.split(gl.permute(gl.reshape(x, [64, 2, COLUMNS]), (0, 2, 1)))

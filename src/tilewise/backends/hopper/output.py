@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .layouts import wide_layout
+from .layouts import halves, wide_layout
 
 
 @gluon.jit
@@ -20,17 +20,24 @@ def note_strays(a, o, rows, slot, C: gl.constexpr):
 
 @gluon.jit
 def store(a, w, o, lse, rows, outs, C):
-    """O, by way of shared memory, all columns or half of them at a time; and the logarithms of sums."""
+    """O, by way of shared memory, all columns or a half or a quarter of them at a time; and the logarithms of sums."""
     DV: gl.constexpr = a.S.DV
     COLUMNS: gl.constexpr = a.S.out_columns
-    column = w.part * DV
     if COLUMNS == DV:
-        send(a, w, o, column, outs, C, 0)
+        send(a, w, o, outs, C, 0)
     else:
-        gl.static_assert(COLUMNS * 2 == DV)
-        low, high = gl.split(gl.permute(gl.reshape(o, [64, 2, COLUMNS]), (0, 2, 1)))  # [64, COLUMNS]
-        send(a, w, low, column, outs, C, 0)
-        send(a, w, high, column + COLUMNS, outs, C, 1)
+        low, high = halves(o)
+        if COLUMNS * 2 == DV:
+            send(a, w, low, outs, C, 0)
+            send(a, w, high, outs, C, 1)
+        else:
+            gl.static_assert(COLUMNS * 4 == DV)
+            o0, o1 = halves(low)
+            o2, o3 = halves(high)
+            send(a, w, o0, outs, C, 0)
+            send(a, w, o1, outs, C, 1)
+            send(a, w, o2, outs, C, 2)
+            send(a, w, o3, outs, C, 3)
     store_lse(a, w, lse, rows)
 
 
@@ -42,15 +49,16 @@ def store_lse(a, w, lse, rows):
 
 
 @gluon.jit
-def send(a, w, o, column, outs, C, HALF: gl.constexpr):
-    """Columns of O, from `column` on, by way of shared memory."""
+def send(a, w, o, outs, C, PART: gl.constexpr):
+    """Columns of O, number PART of as many, by way of shared memory."""
     COLUMNS: gl.constexpr = a.S.out_columns
-    if a.S.staged == "own":
+    column = w.part * a.S.DV + PART * COLUMNS
+    if a.S.lent == 0:
         tile = outs.index(C)
         tma.store_wait(0)  # what was there before has left
         gl.thread_barrier()
     else:
-        tile = outs.index(C * a.S.chunks + HALF)
+        tile = outs.index(C * a.S.chunks + PART)
     flat = tile.reshape([64, COLUMNS])
     flat.store(o.to(a.q.dtype))
     if a.S.packed_q:

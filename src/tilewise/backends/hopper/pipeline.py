@@ -7,6 +7,9 @@ A ring holds STAGES tiles. Use n of a ring lies in stage n % STAGES; counts run 
     expect the bytes, start the copy         multiply
     (the copy itself says: full)             release use n
 
+Where K and V share a ring (head dims over 256), its uses are the chunks of a tile of keys, then the pieces of that tile
+of values, then the next tile's: the order in which they are multiplied.
+
 "Full" is an mbarrier that counts the bytes which TMA brings, "released" one that every consumer arrives at; an mbarrier
 that goes round and round is told apart by its parity. Every use is released by every consumer, used or not.
 tests/test_hopper_protocol.py plays this through in random order.
@@ -47,7 +50,8 @@ class Ring:
         mbarrier.wait(self.released.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
         full = self.full.index(n % self.STAGES)
         mbarrier.expect(full, desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc, at, full, self.tiles.index(n % self.STAGES))
+        tile = self.tiles.index(n % self.STAGES)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+        tma.async_copy_global_to_shared(desc, at, full, tile)
 
     @gluon.jit
     def wait_full(self, n):
@@ -58,6 +62,33 @@ class Ring:
     def release(self, n):
         """A consumer's: it has done with use n."""
         mbarrier.arrive(self.released.index(n % self.STAGES), count=1)
+
+
+@gluon.jit
+def key_use(a, n, i):
+    """Which use of its ring chunk i of tile n of the keys is; pieces of values may come between tiles."""
+    each = a.S.chunks
+    if a.S.v_stages == 0:
+        each += a.S.pieces
+    return n * each + i
+
+
+@gluon.jit
+def value_use(a, n, j):
+    """The same for piece j of a tile of values."""
+    use = n
+    if a.S.v_stages == 0:
+        use = key_use(a, n, a.S.chunks + j)
+    return use
+
+
+@gluon.jit
+def piece_of(a, values, use):
+    """Values [BN / pieces, DV] in shared memory."""
+    ROWS: gl.constexpr = a.S.BN // a.S.pieces
+    DV: gl.constexpr = a.S.DV
+    tile = values.tiles.index(use % values.STAGES)
+    return tile._reinterpret(a.v.dtype, [1, 1, ROWS, DV], a.v.layout).reshape([ROWS, DV])
 
 
 @gluon.jit
@@ -76,18 +107,23 @@ def new_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @aggregate
 class Queries:
-    """The query rows of STAGES works: for each consumer its own tile in CHUNKS pieces, and its own barriers."""
+    """The query rows of STAGES works: for each consumer its own tile in CHUNKS pieces, and its own barriers.
+
+    Where LENT chunks, the first ones, lend their memory to the output, there are two parts with barriers of their own:
+    part 0 are the others, which are released before the last P V of a work, part 1 those lent.
+    """
 
     tiles: gl.shared_memory_descriptor  # [STAGES * CONSUMERS * CHUNKS, 1, 1, 64, COLUMNS]
-    full: gl.shared_memory_descriptor  # [STAGES * CONSUMERS]
+    full: gl.shared_memory_descriptor  # [STAGES * CONSUMERS * PARTS]
     released: gl.shared_memory_descriptor
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     CHUNKS: gl.constexpr
     COLUMNS: gl.constexpr
+    LENT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, released, STAGES, CONSUMERS, CHUNKS, COLUMNS):
+    def __init__(self, tiles, full, released, STAGES, CONSUMERS, CHUNKS, COLUMNS, LENT):
         self.tiles = tiles
         self.full = full
         self.released = released
@@ -95,41 +131,49 @@ class Queries:
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.CHUNKS = gl.constexpr(CHUNKS)
         self.COLUMNS = gl.constexpr(COLUMNS)
+        self.LENT = gl.constexpr(LENT)
 
     @gluon.jit
     def place(self, n, c: gl.constexpr):
         return n % self.STAGES * self.CONSUMERS + c
 
     @gluon.jit
-    def fill_part(self, n, c: gl.constexpr, i: gl.constexpr, desc, at):
-        """The producer's: chunk i of consumer c's rows in work n."""
-        full = self.full.index(self.place(n, c))
-        if i == 0:
-            mbarrier.wait(self.released.index(self.place(n, c)), ((n // self.STAGES) & 1) ^ 1)
-            mbarrier.expect(full, desc.block_type.nbytes * self.CHUNKS)
-        tma.async_copy_global_to_shared(desc, at, full, self.tiles.index(self.place(n, c) * self.CHUNKS + i))
+    def barrier(self, n, c: gl.constexpr, part: gl.constexpr):
+        return self.place(n, c) * (2 if self.LENT > 0 else 1) + part
 
     @gluon.jit
-    def wait_full(self, n, c: gl.constexpr):
-        mbarrier.wait(self.full.index(self.place(n, c)), (n // self.STAGES) & 1)
+    def fill_part(self, n, c: gl.constexpr, part: gl.constexpr, desc, b, head, row):
+        """The producer's: a part of consumer c's rows in work n, which begin at `row`."""
+        BEGIN: gl.constexpr = self.LENT if part == 0 else 0
+        END: gl.constexpr = self.CHUNKS if part == 0 else self.LENT
+        full = self.full.index(self.barrier(n, c, part))
+        mbarrier.wait(self.released.index(self.barrier(n, c, part)), ((n // self.STAGES) & 1) ^ 1)
+        mbarrier.expect(full, desc.block_type.nbytes * (END - BEGIN))
+        for i in gl.static_range(BEGIN, END):
+            tile = self.tiles.index(self.place(n, c) * self.CHUNKS + i)
+            tma.async_copy_global_to_shared(desc, [b, head, row, i * self.COLUMNS], full, tile)
 
     @gluon.jit
-    def release(self, n, c: gl.constexpr):
-        mbarrier.arrive(self.released.index(self.place(n, c)), count=1)
+    def wait_full(self, n, c: gl.constexpr, part: gl.constexpr):
+        mbarrier.wait(self.full.index(self.barrier(n, c, part)), (n // self.STAGES) & 1)
 
     @gluon.jit
-    def chunk(self, n, c: gl.constexpr, i: gl.constexpr):
+    def release(self, n, c: gl.constexpr, part: gl.constexpr):
+        mbarrier.arrive(self.released.index(self.barrier(n, c, part)), count=1)
+
+    @gluon.jit
+    def chunk(self, n, c: gl.constexpr, i):
         return self.tiles.index(self.place(n, c) * self.CHUNKS + i).reshape([64, self.COLUMNS])
 
 
 @gluon.jit
-def new_queries(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CHUNKS: gl.constexpr):
+def new_queries(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CHUNKS: gl.constexpr, LENT: gl.constexpr):
     COLUMNS: gl.constexpr = desc.block_type.shape[3]
-    COUNT: gl.constexpr = STAGES * CONSUMERS
-    tiles = gl.allocate_shared_memory(desc.dtype, [COUNT * CHUNKS, 1, 1, 64, COLUMNS], desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    released = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
+    BARRIERS: gl.constexpr = STAGES * CONSUMERS * (2 if LENT > 0 else 1)
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * CONSUMERS * CHUNKS, 1, 1, 64, COLUMNS], desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    released = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BARRIERS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(released.index(i), count=1)
-    return Queries(tiles, full, released, STAGES, CONSUMERS, CHUNKS, COLUMNS)
+    return Queries(tiles, full, released, STAGES, CONSUMERS, CHUNKS, COLUMNS, LENT)

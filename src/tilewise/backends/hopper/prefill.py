@@ -35,10 +35,12 @@ def consumer2(a, slots, queries, keys, values, outs):
 def prefill(a):
     CONSUMERS: gl.constexpr = a.S.consumers
     slots = new_slots(a.COUNTER, CONSUMERS)
-    queries = new_queries(a.q, a.S.q_stages, CONSUMERS, a.S.chunks)
+    queries = new_queries(a.q, a.S.q_stages, CONSUMERS, a.S.chunks, a.S.lent)
     keys = new_ring(a.k, a.S.k_stages, CONSUMERS)
-    values = new_ring(a.v, a.S.v_stages, CONSUMERS)
-    if a.S.staged == "own":
+    values = keys
+    if a.S.v_stages > 0:
+        values = new_ring(a.v, a.S.v_stages, CONSUMERS)
+    if a.S.lent == 0:
         outs = gl.allocate_shared_memory(a.o.dtype, [CONSUMERS, 1, 1, 64, a.S.out_columns], a.o.layout)
     else:
         outs = queries.tiles

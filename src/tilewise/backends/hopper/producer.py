@@ -3,36 +3,58 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .pipeline import key_use, value_use
 from .schedule import slots_of, work_at
 from .tiles import tile_list
 
 
 @gluon.jit
-def fill_keys(a, w, keys, n, tile):
-    """A tile of keys, chunk by chunk."""
-    CHUNKS: gl.constexpr = a.S.chunks
-    for i in gl.static_range(CHUNKS):
-        at = [w.kv_b, w.head // a.group, w.kv_start + tile * a.S.BN, i * a.S.chunk_d]
-        keys.fill(n * a.S.chunks + i, a.k, at)
+def fill_keys(a, w, keys, n, tile, BEGIN: gl.constexpr, END: gl.constexpr):
+    """Chunks of a tile of keys, in the order in which they are multiplied."""
+    for i in gl.static_range(BEGIN, END):
+        column = (i + a.S.lent) % a.S.chunks * a.S.chunk_d
+        keys.fill(key_use(a, n, i), a.k, [w.kv_b, w.head // a.group, w.kv_start + tile * a.S.BN, column])
 
 
 @gluon.jit
 def fill_values(a, w, values, n, tile):
-    values.fill(n, a.v, [w.kv_b, w.head // a.group, w.kv_start + tile * a.S.BN, w.part * a.S.DV])
+    PIECES: gl.constexpr = a.S.pieces
+    for j in gl.static_range(PIECES):
+        row = w.kv_start + tile * a.S.BN + j * (a.S.BN // PIECES)
+        values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row, w.part * a.S.DV])
 
 
 @gluon.jit
-def fill_queries(a, w, queries, n):
+def fill_queries(a, w, queries, n, part: gl.constexpr):
     CONSUMERS: gl.constexpr = a.S.consumers
-    CHUNKS: gl.constexpr = a.S.chunks
     for c in gl.static_range(CONSUMERS):
-        for i in gl.static_range(CHUNKS):
-            at = [w.row_b, w.head, w.q_start + w.top + c * 64, i * a.S.chunk_d]
-            queries.fill_part(n, c, i, a.q, at)
+        queries.fill_part(n, c, part, a.q, w.row_b, w.head, w.q_start + w.top + c * 64)
+
+
+@gluon.jit
+def fill_first(a, w, queries, keys, i, n, tile):
+    """Query rows and the first tile of keys.
+
+    As many keys as have room come first: the queries wait until a place of theirs is free, those of the part that is
+    lent to the output until that has left. In a ring that V shares, room is what the last tile's V leaves.
+    """
+    CHUNKS: gl.constexpr = a.S.chunks
+    ROOM: gl.constexpr = min(CHUNKS, a.S.k_stages)
+    if a.S.lent == 0:
+        fill_keys(a, w, keys, n, tile, 0, CHUNKS)
+        fill_queries(a, w, queries, i, 0)
+    else:
+        EARLY: gl.constexpr = max(1, min(ROOM, a.S.k_stages - a.S.pieces))
+        fill_keys(a, w, keys, n, tile, 0, EARLY)
+        fill_queries(a, w, queries, i, 0)
+        fill_keys(a, w, keys, n, tile, EARLY, ROOM)
+        fill_queries(a, w, queries, i, 1)
+        fill_keys(a, w, keys, n, tile, ROOM, CHUNKS)
 
 
 @gluon.jit
 def produce(a, slots, queries, keys, values):
+    CHUNKS: gl.constexpr = a.S.chunks
     total = slots_of(a)
     n = 0  # tiles of keys so far
     i = 0  # works so far
@@ -43,14 +65,12 @@ def produce(a, slots, queries, keys, values):
         if a.S.ahead:
             place = slots.hand_out(a, i + 1)
         tiles = tile_list(a, w)
-        # The first keys come before the queries, which wait until a place of theirs is free.
         last = tiles.tile(0)
-        fill_keys(a, w, keys, n, last)
-        fill_queries(a, w, queries, i)
+        fill_first(a, w, queries, keys, i, n, last)
         fill_values(a, w, values, n, last)
         for j in range(1, tiles.count):
             tile = tiles.tile(j)
-            fill_keys(a, w, keys, n + j, tile)
+            fill_keys(a, w, keys, n + j, tile, 0, CHUNKS)
             fill_values(a, w, values, n + j, tile)
         if not a.S.ahead:
             place = slots.hand_out(a, i + 1)

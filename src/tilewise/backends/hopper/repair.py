@@ -57,10 +57,11 @@ def redo(a, slot, c, piece, q_s, k_s, v_s, code_s, full, turn):
         tile = tiles.tile(n)
         row = w.kv_start + tile * BN
         s = gl.zeros([64, BN], gl.float32, score_layout(a.S))
-        for j in gl.static_range(CHUNKS):
-            turn = bring(a.k, [w.kv_b, w.head // a.group, row, j * WIDTH], k_s, full, turn)
+        for i in gl.static_range(CHUNKS):
+            column_at = (i + a.S.lent) % CHUNKS * WIDTH  # in the order of `fill_keys`
+            turn = bring(a.k, [w.kv_b, w.head // a.group, row, column_at], k_s, full, turn)
             k = k_s.reshape([BN, WIDTH]).permute((1, 0))
-            s = warpgroup_mma(q_s.index(j).reshape([64, WIDTH]), k, s, use_acc=j > 0)
+            s = warpgroup_mma(q_s.index((i + a.S.lent) % CHUNKS).reshape([64, WIDTH]), k, s, use_acc=i > 0)
         turn = bring(a.v, [w.kv_b, w.head // a.group, row, column], v_s, full, turn)
         values = v_s.reshape([BN, DV])
         v = values.load(wide_layout(DV))
@@ -75,7 +76,7 @@ def redo(a, slot, c, piece, q_s, k_s, v_s, code_s, full, turn):
         s, visible = hide(a, s, rows, tile, columns, w.n_keys)
         p, m, l, shrink = weights(a, s, m, l, True)
         o = o * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
-        o = warpgroup_mma(as_operand(a, p), values, o)
+        o = warpgroup_mma(as_operand(a, p)[0], values, o)
         seen = gl.convert_layout(visible.to(gl.float16), gl.DotOperandLayout(0, OUT, 2))
         hits = warpgroup_mma(seen, code_s, gl.zeros([64, DV], gl.float32, OUT), use_acc=False).to(gl.int32)
         up = gl.where(hits % 256 > 0, float("inf"), 0.0)

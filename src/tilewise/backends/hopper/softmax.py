@@ -3,7 +3,7 @@
     s  = logits of a tile of keys       [64, BN]
     m' = max(m, rowmax s)               running maximum
     p  = exp(s - m')                    in base 2
-    l  = l exp(m - m') + rowsum p       running sum
+    l  = l exp(m - m') + rowsum p       running sum, of each thread's own cells until the end
 
 Linear kernels (no softcap, ALiBi or additive mask) keep m in units of the dot product and fold scale and log2(e) into
 one multiply-add for each cell; the others keep logits in natural units, where the least finite bias stays finite. Fused
@@ -108,8 +108,16 @@ def weights(a, s, m, l, MASKED: gl.constexpr):
     else:
         p = gl.exp2((s - base[:, None]) * LOG2E)
         shrink = gl.exp2((m - base) * LOG2E)
-    l = l * shrink + gl.sum(p, 1)
+    each = own_sums(a, p)
+    l = l * gl.convert_layout(shrink[:, None], each.type.layout, assert_trivial=True) + each
     return p, top, l, shrink
+
+
+@gluon.jit
+def own_sums(a, p):
+    """The sums of each thread's own cells of a row [64, 4]; the four threads of a row add theirs up at the end."""
+    BN: gl.constexpr = a.S.BN
+    return gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -117,6 +125,7 @@ def finish(a, m, l, head, owned):
     """The logarithm of the sum, and what the output is multiplied by; sinks count here. [64] each."""
     if a.S.linear:
         m = gl.where(m == float("-inf"), m, m * a.scale)
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     shrink = gl.full_like(m, 1.0)
     if a.S.sinks:
         sink = gl.where(owned, gl.load(a.SINKS + head), float("-inf"))

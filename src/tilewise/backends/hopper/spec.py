@@ -20,10 +20,10 @@ class Spec(Flags):
     consumers: int  # warpgroups of 64 query rows each
     q_stages: int  # works whose query rows are in shared memory
     k_stages: int  # chunks of keys in shared memory
-    v_stages: int
-    staged: str  # where the output waits for TMA: in memory of its "own", or "borrowed" from q
+    v_stages: int  # tiles of values in a ring of their own; 0: they lie in the ring of the keys, in pieces
+    lent: int  # chunks of q, the first ones, in whose memory the output waits for TMA; 0: in memory of its own
     out_columns: int  # columns of the output that wait there at a time
-    overlaps: bool  # a warpgroup takes exponentials while its own P V is under way, not only those of others
+    overlaps: bool  # where a tile is seen whole, a warpgroup takes exponentials while its own P V is under way
     late_wait: bool  # P V is waited for after the exponentials, not where the compiler would
     consumer_regs: int
     producer_regs: int
@@ -35,6 +35,11 @@ class Spec(Flags):
     def BM(self) -> int:
         """Query rows of a tile."""
         return 64 * self.consumers
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a tile of values: as large as a chunk of keys where they share a ring."""
+        return 1 if self.v_stages else self.DV // self.chunk_d
 
     @property
     def masked(self) -> bool:

@@ -4,30 +4,39 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .layouts import out_layout, score_layout
+from .layouts import halves, out_layout, score_layout
+from .pipeline import key_use, piece_of, value_use
 from .softmax import hide, logits, weights
 
 
 @gluon.jit
-def start_scores(a, queries, keys, i_work, n, C: gl.constexpr):
-    """Starts S = Q K' with tile n of the keys [64, BN]; of several chunks, all but the last are done and released."""
+def start_scores(a, queries, keys, i_work, n, C: gl.constexpr, FIRST: gl.constexpr):
+    """Starts S = Q K' with tile n of the keys [64, BN]; of several chunks, all but the last are done and released.
+
+    Chunks of q that lend their memory come last: in a work's FIRST tile they may still be on their way.
+    """
     CHUNKS: gl.constexpr = a.S.chunks
     BN: gl.constexpr = a.S.BN
     s = gl.zeros([64, BN], gl.float32, score_layout(a.S))
     for i in gl.static_range(CHUNKS):
+        if FIRST and a.S.lent > 0 and i == CHUNKS - a.S.lent:
+            queries.wait_full(i_work, C, 1)
         if i > 0:
-            keys.wait_full(n * a.S.chunks + i)
-        k = keys.tile(n * a.S.chunks + i).permute((1, 0))  # [columns, BN]
-        s = warpgroup_mma(queries.chunk(i_work, C, i), k, s, use_acc=i > 0, is_async=True)
+            keys.wait_full(key_use(a, n, i))
+        k = keys.tile(key_use(a, n, i)).permute((1, 0))  # [columns, BN]
+        at = (i + a.S.lent) % CHUNKS
+        if a.S.lent > 0:
+            at += n >> 31  # 0, which the compiler does not know: it would keep two registers for each product
+        s = warpgroup_mma(queries.chunk(i_work, C, at), k, s, use_acc=i > 0, is_async=True)
         if i > 0:
             s = warpgroup_mma_wait(1, deps=(s,))
-            keys.release(n * a.S.chunks + i - 1)
+            keys.release(key_use(a, n, i - 1))
     return s
 
 
 @gluon.jit
 def release_scores(a, keys, n):
-    keys.release(n * a.S.chunks + a.S.chunks - 1)
+    keys.release(key_use(a, n, a.S.chunks - 1))
 
 
 @gluon.jit
@@ -48,8 +57,43 @@ def to_weights(a, s, m, l, rows, tile, n_keys, mixed, MASKED: gl.constexpr):
 
 @gluon.jit
 def as_operand(a, p):
-    """P as the left operand of P V."""
-    return gl.convert_layout(p.to(a.q.dtype), gl.DotOperandLayout(0, out_layout(a.S), 2))
+    """P as the left operand of P V, in pieces of as many keys as those of V have."""
+    p = p.to(a.q.dtype)
+    if a.S.pieces == 1:
+        found = (left_operand(a, p),)
+    else:
+        low, high = halves(p)
+        if a.S.pieces == 2:
+            found = (left_operand(a, low), left_operand(a, high))
+        else:
+            gl.static_assert(a.S.pieces == 4)
+            p0, p1 = halves(low)
+            p2, p3 = halves(high)
+            found = (left_operand(a, p0), left_operand(a, p1), left_operand(a, p2), left_operand(a, p3))
+    return found
+
+
+@gluon.jit
+def left_operand(a, p):
+    return gl.convert_layout(p, gl.DotOperandLayout(0, out_layout(a.S), 2))
+
+
+@gluon.jit
+def start_output(a, values, n, p, o):
+    """Starts O += P V of tile n; of several pieces, all but the last are done and released."""
+    PIECES: gl.constexpr = a.S.pieces
+    for j in gl.static_range(PIECES):
+        values.wait_full(value_use(a, n, j))
+        o = warpgroup_mma(p[j], piece_of(a, values, value_use(a, n, j)), o, is_async=True)
+        if j > 0:
+            o = warpgroup_mma_wait(1, deps=(o,))
+            values.release(value_use(a, n, j - 1))
+    return o
+
+
+@gluon.jit
+def release_output(a, values, n):
+    values.release(value_use(a, n, a.S.pieces - 1))
 
 
 @gluon.jit
@@ -57,23 +101,33 @@ def step(
     a, queries, keys, values, i, n, last, tile, tile_keys, mixed, p, o, m, l, rows,
     C: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Tile n of the keys (number `tile` of work i) into the sums, and P V of tile `last`, the one before it."""
-    s = start_scores(a, queries, keys, i, n, C)
-    values.wait_full(last)
-    o = warpgroup_mma(p, values.tile(last), o, is_async=True)
-    if a.S.overlaps:
+    """Tile n of the keys (number `tile` of work i) into the sums, and P V of tile `last`, the one before it.
+
+    One after the other, P is gone before S comes, which leaves registers for the rules of a masked tile.
+    """
+    OVERLAPS: gl.constexpr = a.S.overlaps and MASKED == 0
+    gl.static_assert(not OVERLAPS or a.S.v_stages > 0)  # V of a tile comes before the next one's keys in their ring
+    if OVERLAPS:
+        keys.wait_full(key_use(a, n, 0))
+        s = start_scores(a, queries, keys, i, n, C, False)
+        o = start_output(a, values, last, p, o)
         s = warpgroup_mma_wait(1, deps=(s,))
     else:
-        s, o = warpgroup_mma_wait(0, deps=(s, o))
-        values.release(last)
+        o = start_output(a, values, last, p, o)
+        keys.wait_full(key_use(a, n, 0))
+        o = warpgroup_mma_wait(0, deps=(o,))
+        release_output(a, values, last)
+        s = start_scores(a, queries, keys, i, n, C, False)
+        s = warpgroup_mma_wait(0, deps=(s,))
     release_scores(a, keys, n)
     p, m, l, shrink = to_weights(a, s, m, l, rows, tile, tile_keys, mixed, MASKED)
     p = as_operand(a, p)
-    if a.S.overlaps:
+    if OVERLAPS:
         if a.S.late_wait:
             values.wait_full(last)  # it is full: this is a branch, and the compiler moves no wait above it
-        o, p = warpgroup_mma_wait(0, deps=(o, p))  # P goes through the wait: else it is moved to other registers
-        values.release(last)
+        o, whole = warpgroup_mma_wait(0, deps=(o, p[0]))  # P goes through the wait: else it is moved to other registers
+        p = (whole,)
+        release_output(a, values, last)
     return p, o, m, l, shrink
 
 
@@ -83,7 +137,6 @@ def next_tile(
     C: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """`step` inside a work."""
-    keys.wait_full(n * a.S.chunks)
     p, o, m, l, shrink = step(
         a, queries, keys, values, i, n, n - 1, tile, tile_keys, mixed, p, o, m, l, rows, C, MASKED
     )
