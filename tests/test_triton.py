@@ -326,13 +326,14 @@ def test_sums_wait_for_the_end_where_no_tile_is_done_twice():
         assert heuristics.spec(p, heuristics.config(p, 132, 90), 90).late == want
 
 
-def test_int4_keys_are_biased_where_no_tile_is_done_twice():
+def test_int4_keys_are_biased_where_no_tile_is_done_twice_and_sums_are_short():
     int4 = QuantSpec("int4", 128)
     one = problem(
         q_len=1, head_dim=128, value_dim=128, k_dtype=torch.uint8, k_quant=int4, v_dtype=torch.uint8, v_quant=int4
     )
     for p, arch, pairs, want in ((one, 90, True, True), (one, 0, True, True), (one, 90, False, False),
                                  (replace(one, q_len=3, causal=True), 90, True, False),
+                                 (replace(one, head_dim=256), 90, True, False),
                                  (replace(one, q_dtype=torch.float32), 90, True, False)):  # fmt: skip
         spec = heuristics.spec(p, heuristics.config(p, 132, arch), arch, pairs)
         assert spec.keys.biased is want

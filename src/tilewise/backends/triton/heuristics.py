@@ -239,7 +239,9 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
     flags = flags_of(p, c.BK)
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
     keys = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch, pairs)
-    if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16":
+    # Biased sums are larger, and so are their errors: 2.3e-6 to 3.3e-6 of lse with D=128, where 2.6e-6 to 3.8e-6 are
+    # allowed (int8, which is not biased, 0.7e-6 to 1.4e-6), and 4.5e-6 to 7e-6 with D=256, which is too much.
+    if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
         keys = replace(keys, biased=True, rescaled=True)
     return Spec(
         **flags,
