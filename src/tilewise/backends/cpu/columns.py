@@ -43,6 +43,15 @@ def seen_by_all(t, R):
 
 
 @jit
+def sees_all(t, first, end, start, stop):
+    """Whether all rows from `first` to `end`, multiples of W, see all keys from `start` to `stop`."""
+    for i in range(first // W, end // W):
+        if get_i32(t.all_lo + 4 * i) > start or get_i32(t.all_hi + 4 * i) < stop:
+            return False
+    return True
+
+
+@jit
 def seen_by_some(t, first, end):
     """The keys that some row from `first` to `end` sees; both are multiples of ROWS."""
     lo, hi = types.int32(NO_KEY), types.int32(0)

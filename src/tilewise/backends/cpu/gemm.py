@@ -1,15 +1,16 @@
 """Micro-kernels for prefill: blocked products, in vector registers.
 
-gemm_keys    s[keys, rows]  = K Q^T      a block of keys over a panel of query rows
+gemm_keys    s[keys, rows]  = K Q^T      a block of keys over a panel of query rows (`calm.py` has it with the softmax)
 gemm_values  acc[rows, Dv] += P V        a block of query rows over a panel of V's columns
 pack         those columns of V's rows, side by side
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from .simd import F32, I64, REGISTERS, Emit, Value, W, microkernel
+from .simd import F32, I64, REGISTERS, Emit, Value, Var, W, microkernel
 
 KEYS = 6  # keys of a gemm_keys block
 PANEL = (4 if REGISTERS == 32 else 2) * W  # query rows side by side: KEYS * PANEL / W accumulators
@@ -18,20 +19,45 @@ ROWS = 8 if REGISTERS == 32 else 4  # query rows of a gemm_values block, over up
 # Products from scratch memory. What was in C is added last: short sums of short sums round less than one long one.
 
 
+def by_fours(e: Emit, count: Value, step: Callable[[Value], None]) -> None:
+    """`step(i)` for all i below `count`, four in a turn of the loop.
+
+    The processor foresees the end of a loop of 24 or 32 turns, not of 96 or 128. (One core, 4 or 8 at once against 1:
+    scores 1.18x at D 32, 1.19x at D 128, 1.04x at D 512; values 1.16x at D 32, 1.02x at D 480.)
+    """
+    b = e.builder
+    whole = b.mul(b.sdiv(count, e.whole(4)), e.whole(4))
+    with e.loop(whole, 4) as i:
+        for n in range(4):
+            step(b.add(i, e.whole(n)))
+    with e.loop(b.sub(count, whole)) as i:
+        step(b.add(i, whole))
+
+
+def dot_products(e: Emit, keys: Value, offset: Value, q: Value, depth: Value, vectors: int) -> list[list[Var]]:
+    """K[KEYS, depth] Q^T[depth, vectors * W] of listed rows from `offset` bytes on: [key][vector] of sums."""
+    b = e.builder
+    rows = [b.add(e.load_scalar(keys, i, I64), offset) for i in range(KEYS)]
+    sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(KEYS)]
+
+    def step(d: Value) -> None:
+        start = b.mul(d, e.whole(PANEL))
+        columns = [e.load(q, b.add(start, e.whole(j * W))) for j in range(vectors)]
+        for i in range(KEYS):
+            value = e.splat(e.load_scalar(rows[i], d, F32))
+            for j in range(vectors):
+                sums[i][j].set(e.fma(value, columns[j], sums[i][j].get()))
+
+    by_fours(e, depth, step)
+    return sums
+
+
 def _gemm_keys(vectors: int) -> Any:
     @microkernel("iiiii")
     def gemm(e: Emit, keys: Value, offset: Value, q: Value, s: Value, depth: Value) -> None:
         """s[KEYS, rows] = K[KEYS, depth] Q^T[depth, PANEL], or += if `offset`, the bytes into K's rows, is not 0."""
         b = e.builder
-        rows = [b.add(e.load_scalar(keys, i, I64), offset) for i in range(KEYS)]
-        sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(KEYS)]
-        with e.loop(depth) as d:
-            start = b.mul(d, e.whole(PANEL))
-            columns = [e.load(q, b.add(start, e.whole(j * W))) for j in range(vectors)]
-            for i in range(KEYS):
-                value = e.splat(e.load_scalar(rows[i], d, F32))
-                for j in range(vectors):
-                    sums[i][j].set(e.fma(value, columns[j], sums[i][j].get()))
+        sums = dot_products(e, keys, offset, q, depth, vectors)
         first = b.icmp_signed("==", offset, e.whole(0))
         for i in range(KEYS):
             for j in range(vectors):
@@ -51,13 +77,16 @@ def _gemm_values(vectors: int) -> Any:
         """
         b = e.builder
         sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(ROWS)]
-        with e.loop(depth) as k:
+
+        def step(k: Value) -> None:
             start, weights = b.mul(k, e.whole(vectors * W)), b.mul(k, e.whole(PANEL))
             columns = [e.load(v, b.add(start, e.whole(j * W))) for j in range(vectors)]
             for i in range(ROWS):
                 value = e.splat(e.load_scalar(p, b.add(weights, e.whole(i)), F32))
                 for j in range(vectors):
                     sums[i][j].set(e.fma(value, columns[j], sums[i][j].get()))
+
+        by_fours(e, depth, step)
         for i in range(ROWS):
             fade = e.splat(e.load_scalar(fades, i, F32))
             for j in range(vectors):

@@ -170,6 +170,16 @@ def ask(e: Emit, address: Value, near: bool = True) -> None:
     e.builder.call(prefetch, [e.builder.inttoptr(address, pointer), reading, keep, data])
 
 
+@microkernel("iiii")
+def fetch_part(e: Emit, rows: Value, count: Value, start: Value, size: Value) -> None:
+    """Asks for `size` bytes from `start` on of each listed row, into the second-level cache."""
+    b = e.builder
+    with e.loop(count) as j:
+        row = b.add(e.load_scalar(rows, j, I64), start)
+        with e.loop(size, 64) as i:
+            ask(e, b.add(row, i), near=False)
+
+
 @microkernel("iii")
 def fetch(e: Emit, rows: Value, count: Value, size: Value) -> None:
     """Asks for `size` bytes of each listed row."""

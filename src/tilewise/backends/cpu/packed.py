@@ -6,8 +6,8 @@ Query rows stand in panels, transposed once: Q^T [D, PANEL]. For each tile of ke
     s -> p                          PANEL / W columns of rows at once; maximum and sum run down the keys
     acc [ROWS, Dv] += p^T V         V copied once for each tile into panels of columns
 
-A panel's scores stay in the first- or second-level cache between the three steps. Panels and row-blocks are left out
-where none of their rows sees a key.
+A panel's scores stay in the first- or second-level cache between the three steps; where it sees all keys of the tile,
+the first two are one (`calm.py`). Panels and row-blocks are left out where none of their rows sees a key.
 """
 
 # mypy: ignore-errors
@@ -17,6 +17,7 @@ from .access import (
     ONE,
     ZERO,
     F,
+    is_plain,
     item_at,
     jit,
     key_source,
@@ -31,7 +32,9 @@ from .access import (
     widen_row,
     widen_rows,
 )  # fmt: skip
-from .columns import list_spans, seen_by_all, seen_by_some, shape_scores
+from .ahead import ask_share, list_next
+from .calm import gemm_weights, is_calm, take_totals, weigh_rest
+from .columns import list_spans, seen_by_all, seen_by_some, sees_all, shape_scores
 from .gemm import (
     KEYS,
     PANEL,
@@ -48,7 +51,7 @@ from .gemm import (
     pack_3,
 )
 from .masks import read_states
-from .micro import clear, fetch, transpose
+from .micro import clear, transpose
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import PAD, PANEL_, cut
 from .simd import W
@@ -88,12 +91,15 @@ def vector_span(t, first, tile, end):
 
 
 @jit
-def scores(t, panel, vectors, D, head_dim, tile, end, k0, k1):
+def scores(p, t, panel, panels, coming, vectors, D, tile, end, k0, k1):
     """s[k0..k1] of one panel, without vectors of rows at its edges that see none of a block's keys."""
     q = t.q + 4 * panel * PANEL * D
-    for d in range(0, head_dim, DOT):  # outside: this much of the panel stays in the first-level cache
-        depth = min(DOT, head_dim - d)
+    dots = (p.head_dim + DOT - 1) // DOT
+    for n in range(dots):  # outside: this much of the panel stays in the first-level cache
+        d = n * DOT
+        depth = min(DOT, p.head_dim - d)
         for key in range(k0, k1, KEYS):
+            ask_share(p, t, key, coming, panel * dots + n, panels * dots)
             v0, v1 = 0, vectors
             while v0 < v1 and not overlaps(vector_span(t, panel * PANEL + v0 * W, tile, end), key):
                 v0 += 1
@@ -121,6 +127,29 @@ def soften(p, t, item, s, first, R, key, count):
     shape_scores(p, t, item, s, PANEL_, first, R, key, count)
     m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
     soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E))
+
+
+@jit
+def calm_weights(p, t, panel, panels, coming, D, count):
+    """s [count, PANEL] of a panel that sees all keys of a tile becomes weights. False if its rows are not calm."""
+    row = panel * PANEL
+    if not is_calm(t.m + 4 * row):
+        return False
+    q, blocks, factor = t.q + 4 * row * D, count // KEYS * KEYS, unit(p) * F(LOG2E)
+    clear(t.totals, PANEL)
+    dots = (p.head_dim + DOT - 1) // DOT
+    for n in range(dots):
+        d = n * DOT
+        depth = min(DOT, p.head_dim - d)
+        for key in range(0, count, KEYS):
+            ask_share(p, t, key, coming, panel * dots + n, panels * dots)
+            a, rows, s = q + 4 * d * PANEL, t.k_table + 8 * key, t.s + 4 * key * PANEL
+            if n == dots - 1 and key < blocks:
+                gemm_weights(rows, 4 * d, a, s, depth, factor, t.totals)
+            else:
+                gemm_keys_all(rows, 4 * d, a, s, depth)
+    weigh_rest(t.s + 4 * blocks * PANEL, count - blocks, factor, t.totals)
+    return take_totals(t.totals, t.m + 4 * row, t.l + 4 * row, t.shrink + 4 * row) != 0
 
 
 @jit
@@ -188,21 +217,6 @@ def add_values(t, first_row, tile, k0, k1, Dv, BK):
         c += n * W
 
 
-@jit
-def ask_ahead(p, t, k, v, at, first, count, panel, panels):
-    """Asks for a panel's share of the next tile's rows, `count` from `first` on, if they are rows of pages."""
-    if p.table == 0:
-        return
-    share = (max(0, count) + panels - 1) // panels
-    start = panel * share
-    n = min(share, count - start)
-    if n > 0:
-        list_rows(p, k, at, t.ahead, first + start, n, ONE)
-        fetch(t.ahead, n, p.k_row)
-        list_rows(p, v, at, t.ahead, first + start, n, ONE)
-        fetch(t.ahead, n, p.v_row)
-
-
 def walk_packed(params, scratch, address):
     """All keys of the item at `address`; m, l and acc hold the result."""
     p, item = params_at(params), item_at(address)
@@ -219,29 +233,32 @@ def walk_packed(params, scratch, address):
     while tile < last:
         end = min(tile + BK, last)
         count = end - tile
-        whole, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
+        unmasked, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
         if nothing:
             tile += BK
             continue
-        whole &= all_lo <= tile and all_hi >= end
+        whole = unmasked and all_lo <= tile and all_hi >= end
+        plain = unmasked and is_plain(p)
         list_rows(p, k, at, t.k_table, tile, count, PAD)
         if k.code:
             widen_rows(p, k, at, t.k_table, t.keys, tile, count, PAD)
         strays = pack_values(p, t, v, at, tile, count, Dv, BK, whole)
         panels = (R + PANEL - 1) // PANEL
+        coming = list_next(p, t, k, v, at, end, min(BK, last - end))
         for panel in range(panels):
             row = panel * PANEL
             lo, hi = seen_by_some(t, row, row + PANEL)
             k0, k1 = (max(lo, tile) - tile) // KEYS * KEYS, min(hi, end) - tile  # a block of keys is listed whole
             if k0 >= k1:
                 continue
-            ask_ahead(p, t, k, v, at, end, min(BK, last - end), panel, panels)
-            vectors = min(PANEL, up(R - row, W)) // W
-            scores(t, panel, vectors, D, p.head_dim, tile, end, k0, k1)
-            for c in range(vectors):
-                lo, hi = vector_span(t, row + c * W, tile, end)
-                if lo < hi:
-                    soften(p, t, item, t.s + 4 * (lo * PANEL + c * W), row + c * W, R, tile + lo, hi - lo)
+            full = plain and row + PANEL <= R and sees_all(t, row, row + PANEL, tile, end)
+            if not (full and calm_weights(p, t, panel, panels, coming, D, count)):
+                vectors = min(PANEL, up(R - row, W)) // W
+                scores(p, t, panel, panels, coming, vectors, D, tile, end, k0, k1)
+                for c in range(vectors):
+                    lo, hi = vector_span(t, row + c * W, tile, end)
+                    if lo < hi:
+                        soften(p, t, item, t.s + 4 * (lo * PANEL + c * W), row + c * W, R, tile + lo, hi - lo)
             add_values(t, row, tile, k0, k1, Dv, BK)
             if strays:
                 add_strays(p, t, item, row, min(PANEL, R - row), count, Dv, tile, PANEL_, ONE)

@@ -24,8 +24,8 @@ LINE = 64  # bytes of a cache line, on which every part starts
 
 Scratch = namedtuple(
     "Scratch",
-    "acc k_table v_table ahead k_scales v_scales m l shrink slopes lo hi positions some_lo some_hi all_lo all_hi "
-    "mask_rows mask_columns states done "
+    "acc k_table v_table k_ahead v_ahead k_scales v_scales m l shrink slopes lo hi positions "
+    "some_lo some_hi all_lo all_hi mask_rows mask_columns states done totals "
     "q s keys values packed strays weights",
 )
 Tiles = namedtuple("Tiles", "q acc s p sums k v rows")  # in the place of Scratch.q and what follows it
@@ -42,7 +42,7 @@ def shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys):
     keys = tile_keys + TAIL + PAD
     return (
         4 * rows * round_up(value_dim, W),  # acc: [rows, Dv]
-        8 * keys, 8 * keys, 8 * keys,  # addresses of K and V rows, and of K rows of the next tile
+        8 * keys, 8 * keys, 8 * keys, 8 * keys,  # addresses of K and V rows, and of those of the next tile
         4 * keys * GROUPS, 4 * keys * GROUPS,  # their scales
         4 * rows, 4 * rows, 4 * rows, 4 * rows,  # m, l, shrink, slopes: float32, one a row
         4 * rows, 4 * rows, 4 * rows,  # lo, hi, positions: int32, one a row
@@ -52,6 +52,7 @@ def shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys):
         4 * W * keys,  # the same by columns
         8 * heads,  # the mask's state for each head
         8,  # done: whether the walk by matrix tiles could do the item
+        4 * PANEL,  # totals: of a tile's weights, one a row of a panel
     )  # fmt: skip
 
 
@@ -111,25 +112,27 @@ def cut(p, base):
     acc = after(base, 0)
     k_table = after(acc, z[0])
     v_table = after(k_table, z[1])
-    ahead = after(v_table, z[2])
-    k_scales = after(ahead, z[3])
-    v_scales = after(k_scales, z[4])
-    m = after(v_scales, z[5])
-    l = after(m, z[6])
-    shrink = after(l, z[7])
-    slopes = after(shrink, z[8])
-    lo = after(slopes, z[9])
-    hi = after(lo, z[10])
-    positions = after(hi, z[11])
-    some_lo = after(positions, z[12])
-    some_hi = after(some_lo, z[13])
-    all_lo = after(some_hi, z[14])
-    all_hi = after(all_lo, z[15])
-    mask_rows = after(all_hi, z[16])
-    mask_columns = after(mask_rows, z[17])
-    states = after(mask_columns, z[18])
-    done = after(states, z[19])
-    q = after(done, z[20])
+    k_ahead = after(v_table, z[2])
+    v_ahead = after(k_ahead, z[3])
+    k_scales = after(v_ahead, z[4])
+    v_scales = after(k_scales, z[5])
+    m = after(v_scales, z[6])
+    l = after(m, z[7])
+    shrink = after(l, z[8])
+    slopes = after(shrink, z[9])
+    lo = after(slopes, z[10])
+    hi = after(lo, z[11])
+    positions = after(hi, z[12])
+    some_lo = after(positions, z[13])
+    some_hi = after(some_lo, z[14])
+    all_lo = after(some_hi, z[15])
+    all_hi = after(all_lo, z[16])
+    mask_rows = after(all_hi, z[17])
+    mask_columns = after(mask_rows, z[18])
+    states = after(mask_columns, z[19])
+    done = after(states, z[20])
+    totals = after(done, z[21])
+    q = after(totals, z[22])
     z = sizes_of_vectors(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
     s = after(q, z[0])
     keys = after(s, z[1])
@@ -137,9 +140,9 @@ def cut(p, base):
     packed = after(values, z[3])
     strays = after(packed, z[4])
     weights = after(strays, z[5])
-    return Scratch(acc, k_table, v_table, ahead, k_scales, v_scales, m, l, shrink, slopes, lo, hi, positions, some_lo,
-                   some_hi, all_lo, all_hi, mask_rows, mask_columns, states, done, q, s, keys, values, packed,
-                   strays, weights)  # fmt: skip
+    return Scratch(acc, k_table, v_table, k_ahead, v_ahead, k_scales, v_scales, m, l, shrink, slopes, lo, hi,
+                   positions, some_lo, some_hi, all_lo, all_hi, mask_rows, mask_columns, states, done, totals, q, s,
+                   keys, values, packed, strays, weights)  # fmt: skip
 
 
 @jit

@@ -6,13 +6,16 @@ Decode keeps its scores by rows, prefill by columns; `per_row` and `per_column` 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from llvmlite import ir
 
-from .simd import F32, I32, Emit, Value, Var, W, microkernel
+from .gemm import KEYS
+from .simd import F32, I32, Emit, Value, W, microkernel
 
 LOG2E = math.log2(math.e)
 INF = float("inf")
+MOST = 30.0  # weights of up to 2 ** MOST are as good as any, and leave room for sums of many large values
 
 # tanh x = x + x^3 P(x^2) up to 0.625, to a relative 4e-9; highest power first.
 TANH = (-5.704985e-3, 2.0639086e-2, -5.3739715e-2, 1.3331442e-1, -3.3333281e-1)
@@ -126,8 +129,8 @@ def hide_column(e: Emit, s: Value, step: Value, count: Value, lo: Value, hi: Val
         e.store(b.select(seen, e.load(s, at), e.f32s(-INF)), s, at)
 
 
-def column_top(e: Emit, s: Value, step: Value, count: Value, m: Value, factor: Value) -> tuple[Value, Value]:
-    """The running maximum m of W rows, raised by `count` new keys: what to subtract, and what older weights fade by."""
+def column_max(e: Emit, s: Value, step: Value, count: Value) -> Value:
+    """The largest of `count` scores of W rows."""
     b = e.builder
     tops = [e.var(e.f32s(-INF)) for _ in range(8)]  # eight, since one would wait for itself
     whole = b.mul(b.sdiv(count, e.whole(8)), e.whole(8))
@@ -136,13 +139,46 @@ def column_top(e: Emit, s: Value, step: Value, count: Value, m: Value, factor: V
             top.set(e.max(e.load(s, b.mul(b.add(j, e.whole(n)), step)), top.get()))
     with e.loop(b.sub(count, whole)) as j:
         tops[0].set(e.max(e.load(s, b.mul(b.add(j, whole), step)), tops[0].get()))
-    old = e.load(m)
-    new = old
-    for top in tops:
-        new = e.max(new, top.get())
+    most = tops[0].get()
+    for top in tops[1:]:
+        most = e.max(most, top.get())
+    return most
+
+
+def take_base(e: Emit, m: Value, old: Value, new: Value, factor: Value) -> tuple[Value, Value]:
+    """Stores the new m of W rows: what to subtract from their scores, and what older weights fade by."""
+    b = e.builder
     base = b.select(b.fcmp_ordered("==", new, e.f32s(-INF)), e.zeros, new)  # nothing seen yet
     e.store(new, m)
     return base, e.exp2(b.fmul(b.fsub(old, base), factor))
+
+
+def column_top(e: Emit, s: Value, step: Value, count: Value, m: Value, factor: Value) -> tuple[Value, Value]:
+    """m is the running maximum of W rows, raised by `count` new keys. Returns as `take_base`."""
+    old = e.load(m)
+    return take_base(e, m, old, e.max(old, column_max(e, s, step, count)), factor)
+
+
+def lazy_top(e: Emit, s: Value, step: Value, count: Value, m: Value, factor: Value) -> tuple[Value, Value]:
+    """m is 0, or a maximum that was too far from it, raised when weights become too large. Returns as `take_base`.
+
+    It depends on a row's own scores alone, not on those of its neighbours.
+    """
+    b = e.builder
+    old, top, most = e.load(m), column_max(e, s, step, count), e.f32s(MOST)
+    near = b.fcmp_ordered("<=", e.call("fabs", b.fmul(top, factor)), most)
+    first = b.fcmp_ordered("==", old, e.f32s(-INF))
+    raised = b.fcmp_ordered(">", b.fmul(b.fsub(top, old), factor), most)
+    new = b.select(first, b.select(near, e.zeros, top), b.select(raised, top, old))
+    return take_base(e, m, old, new, factor)
+
+
+def add_up(e: Emit, values: Sequence[Value]) -> Value:
+    """Their sum, by pairs: short sums of short sums round less than a long one."""
+    while len(values) > 1:
+        pairs = [e.builder.fadd(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
+        values = [*pairs, *values[2 * len(pairs) :]]
+    return values[0]
 
 
 def fade_and_store(e: Emit, l: Value, shrink: Value, fade: Value, total: Value) -> None:
@@ -155,26 +191,24 @@ def fade_and_store(e: Emit, l: Value, shrink: Value, fade: Value, total: Value) 
 def soften_column(
     e: Emit, s: Value, step: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value
 ) -> None:
-    """Scores to weights, with the running maximum m and sum l of each row; `shrink` is what older weights fade by.
+    """Scores to weights, with m as in `lazy_top` and the sum l of each row; `shrink` is what older weights fade by.
 
-    p = 2 ** ((s - m) * factor), as in `exp_row`.
+    p = 2 ** ((s - m) * factor), as in `exp_row`; they are summed as in `calm.py`.
     """
     b = e.builder
     factor = e.splat(factor)
-    base, fade = column_top(e, s, step, count, m, factor)
-    totals = [e.var(e.zeros) for _ in range(4)]  # four short sums round less than a long one
-    whole = b.mul(b.sdiv(count, e.whole(4)), e.whole(4))
+    base, fade = lazy_top(e, s, step, count, m, factor)
+    total = e.var(e.zeros)
+    whole = b.mul(b.sdiv(count, e.whole(KEYS)), e.whole(KEYS))
 
-    def weigh(j: Value, total: Var) -> None:
+    def weigh(j: Value) -> Value:
         at = b.mul(j, step)
         p = e.exp2(b.fmul(b.fsub(e.load(s, at), base), factor))
         e.store(p, s, at)
-        total.set(b.fadd(total.get(), p))
+        return p
 
-    with e.loop(whole, 4) as j:
-        for n, total in enumerate(totals):
-            weigh(b.add(j, e.whole(n)), total)
+    with e.loop(whole, KEYS) as j:
+        total.set(b.fadd(total.get(), add_up(e, [weigh(b.add(j, e.whole(n))) for n in range(KEYS)])))
     with e.loop(b.sub(count, whole)) as j:
-        weigh(b.add(j, whole), totals[0])
-    pairs = [b.fadd(x.get(), y.get()) for x, y in (totals[:2], totals[2:])]
-    fade_and_store(e, l, shrink, fade, b.fadd(*pairs))
+        total.set(b.fadd(total.get(), weigh(b.add(j, whole))))
+    fade_and_store(e, l, shrink, fade, total.get())

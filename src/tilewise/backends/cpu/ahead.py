@@ -1,0 +1,46 @@
+"""Prefill asks for the next tile's rows while this one's are multiplied: a few lines with each block of keys.
+
+Asked for in one go, they would wait for each other, and the products for them. (One core, float32: a window of 512 with
+D 128 took 0.96 of the time, D 256 and L 2048 0.99; contiguous rows a panel's share at a time gained nothing.)
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from .access import jit, list_rows
+from .gemm import KEYS
+from .micro import fetch_part
+from .scratch import PAD
+
+LEAST = 1 << 20  # bytes of a head's K and V: fewer stay in the second-level cache
+MOST_ROW = 2048  # bytes of a row of K and one of V: longer ones push queries and sums out of it (0.96x at D 512)
+LINE = 64
+
+
+@jit
+def list_next(p, t, k, v, at, first, count):
+    """Lists the rows of the next tile, `count` from `first` on, and says how many are to be asked for."""
+    row = p.k_row + p.v_row
+    if count <= 0 or (p.table == 0 and (row > MOST_ROW or p.kv_len * row < LEAST)):
+        return 0
+    list_rows(p, k, at, t.k_ahead, first, count, PAD)
+    list_rows(p, v, at, t.v_ahead, first, count, PAD)
+    return count
+
+
+@jit
+def share_of(size, part, parts):
+    """One of `parts` shares of a row of `size` bytes, in whole lines: its first byte, and how many."""
+    lines = (size + LINE - 1) // LINE
+    start, end = lines * part // parts, lines * (part + 1) // parts
+    return start * LINE, (end - start) * LINE
+
+
+@jit
+def ask_share(p, t, key, count, part, parts):
+    """Asks for a share of KEYS of the next tile's `count` rows, from `key` on."""
+    if key < count:
+        start, size = share_of(p.k_row, part, parts)
+        fetch_part(t.k_ahead + 8 * key, KEYS, start, size)
+        start, size = share_of(p.v_row, part, parts)
+        fetch_part(t.v_ahead + 8 * key, KEYS, start, size)
