@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from naive import Row, assert_close
+from naive import Row, assert_as_torch, assert_close
 from tilewise import CacheFull, InvalidArgument, KVCache, Quantised, alibi_slopes, attention
 from tilewise.caches import hadamard
 from tilewise.caches.append import InTorch
@@ -272,7 +272,7 @@ def test_rotation_is_orthogonal(width):
     assert (R @ R.T - torch.eye(width, dtype=torch.double)).abs().max() < 1e-6
     assert R.abs().max() <= 1 / hadamard.block_of(width) ** 0.5 + 1e-6  # every element spreads over its block
     x = rows(100, width)
-    assert_close(hadamard.rotate_back(hadamard.rotate(x)), x, 1e-5)
+    assert_as_torch(hadamard.rotate_back(hadamard.rotate(x)), x.double(), (x @ R.float()) @ R.float().T)
     spread = hadamard.rotate(torch.ones(1, width)).abs().max()
     assert spread < 0.6 * hadamard.block_of(width) ** 0.5 or width == 8  # a plain Hadamard matrix gives sqrt(block)
 
@@ -280,21 +280,25 @@ def test_rotation_is_orthogonal(width):
 @pytest.mark.parametrize("ring", [False, True])
 def test_rotation_changes_nothing_but_rounding(ring):
     plain, turned = (KVCache(2, 2, 12, 64, "f32", value_dim=32, rotate=r, ring=ring) for r in (False, True))
+    models = [Row() for _ in range(2)]
     for step in range(6):
         if not ring and step == 2:
             break
         k, v, q = rows(2, 2, 5, 64, seed=step), rows(2, 2, 5, 32, seed=step + 50), rows(2, 4, 3, 64, seed=step + 90)
         for cache in (plain, turned):
             cache.append(k, v)
-        want = plain.attend(q, return_lse=True)
-        out = torch.full_like(want.out, torch.nan)
+        for b, model in enumerate(models):
+            model.append(k[b], v[b], 12 if ring else None)
+        out = torch.full((2, 4, 3, 32), torch.nan)
         got = turned.attend(q, return_lse=True, out=out)
         assert got.out is out
-        assert_close(got.out, want.out)
-        assert_close(got.lse, want.lse)
-        assert_close(turned.attend(q), want.out)
-        assert_close(turned.keys(1), plain.keys(1))
-        assert_close(turned.values(1), plain.values(1))
+        assert turned.attend(q).equal(out)
+        for b, model in enumerate(models):
+            want = model.attend(q[b], causal=True, rotated=True)
+            assert_close(got.out[b], want[0])
+            assert_close(got.lse[b], want[1])
+        for x, y in ((turned.keys(1), plain.keys(1)), (turned.values(1), plain.values(1))):
+            assert_as_torch(x, y.double(), hadamard.rotate_back(hadamard.rotate(y)))
 
 
 def test_rotation_helps_where_a_few_channels_are_large():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index as as_int
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,13 @@ def token_ids(tokens: Any) -> np.ndarray:
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InvalidArgument("tokens", f"{ids.dtype} of shape {ids.shape}", "token ids, ints in one dim")
     return ids.astype(np.int64)
+
+
+def sequence_ids(sequences: Any) -> list[int]:
+    """An id or several, as a list."""
+    try:
+        if hasattr(sequences, "tolist"):
+            sequences = sequences.tolist()
+        return [as_int(sequences)] if hasattr(sequences, "__index__") else [as_int(number) for number in sequences]
+    except TypeError:
+        raise InvalidArgument("sequences", repr(sequences), "an id or a list of ids") from None

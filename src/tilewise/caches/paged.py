@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -128,7 +127,7 @@ class PagedKVCache:
     def free(self, sequences: int | Sequence[int]) -> None:
         """Ends sequences: their pages are free, unless others use them or they are kept for prompts to come."""
         with self._lock:
-            self._sequences.free(_as_list(sequences))
+            self._sequences.free(checks.sequence_ids(sequences))
             self._latest = None
 
     def length(self, sequence: int) -> int:
@@ -164,7 +163,7 @@ class PagedKVCache:
         Raises:
             CacheFull: there are too few pages; nothing has changed.
         """
-        numbers = _as_list(sequences)
+        numbers = checks.sequence_ids(sequences)
         return self._extend(numbers, checks.counts("counts", counts, len(numbers)), tokens)
 
     def _extend(self, numbers: list[int], new: np.ndarray, tokens: Any) -> Batch:
@@ -196,14 +195,14 @@ class PagedKVCache:
         """
         if self.layers > 1:
             raise InvalidArgument("layers", f"{self.layers} layers", "one, to append", "extend, then write each layer")
-        numbers = _as_list(sequences)
+        numbers = checks.sequence_ids(sequences)
         new = checks.counts("counts", checks.evenly("k", k, len(numbers)) if counts is None else counts, len(numbers))
         rows = self._new_rows(k, v, new)  # wrong rows are refused before there is room for them
         self._extend(numbers, new, tokens)._write(*rows, layer=0)
 
     def view(self, sequences: int | Sequence[int], counts: Any = 1) -> Batch:
         """Sequences as they are, to attend to; `counts` are the queries of each, its last tokens."""
-        numbers = _as_list(sequences)
+        numbers = checks.sequence_ids(sequences)
         queries = checks.counts("counts", counts, len(numbers))
         with self._lock:
             latest = self._latest
@@ -224,7 +223,7 @@ class PagedKVCache:
 
         All other options as in `Batch.attend`.
         """
-        numbers = _as_list(sequences)
+        numbers = checks.sequence_ids(sequences)
         if counts is None:
             counts = checks.evenly("q", q, len(numbers), 1 if options.get("layout") == "blhd" else 2)
         return self.view(numbers, counts).attend(q, layer=layer, **options)
@@ -290,12 +289,3 @@ class PagedKVCache:
             k, v = (store.map(lambda x: x[layer].transpose(1, 2)) for store in (self._k, self._v))
             self._writers[layer] = writer(k, v, self.page_size)
         return self._writers[layer]
-
-
-def _as_list(sequences: Any) -> list[int]:
-    try:
-        if hasattr(sequences, "tolist"):
-            sequences = sequences.tolist()
-        return [index(sequences)] if hasattr(sequences, "__index__") else [index(number) for number in sequences]
-    except TypeError:
-        raise InvalidArgument("sequences", repr(sequences), "an id or a list of ids") from None
