@@ -251,20 +251,19 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         check_case(case, "cpu")
 
 
-def test_pages_of_several_heads_are_split():
-    """Heads of a split come one after the other; with one head there is nothing to share, and without pages no need."""
+def test_heads_of_pages_share_a_tile():
+    """Heads of a tile come one after the other; with one head there is nothing to share."""
     lengths, table = torch.tensor([2000], dtype=torch.int32), torch.arange(125, dtype=torch.int32)[None]
-    splits = {}
+    tiles = {}
     for heads in (1, 8):
         q, pages = torch.randn(1, 8, 1, 64), torch.randn(125, 16, heads, 64)
-        torch.set_num_threads(1)
-        splits[heads] = plan(q, pages, pages, block_table=table, context_lens=lengths, backend="cpu").splits
+        tiles[heads] = plan(q, pages, pages, block_table=table, context_lens=lengths, backend="cpu").tile[1]
         rows = pages.flatten(0, 1).transpose(0, 1)[None]
         want = attention(q, rows, rows, backend="cpu", return_lse=True)
         got = paged_attention(q, pages, pages, table, lengths, backend="cpu", return_lse=True)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert splits == {1: 1, 8: 11}
+    assert tiles == {1: 96, 8: 48}
 
 
 @pytest.mark.parametrize("keys", [1, 95, 96, 97, 127, 128, 129, 224, 225])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise import Quantised, attention, bound, paged_attention, planner
-from tilewise.backends.cpu import amx, compiled, heuristics
+from tilewise.backends.cpu import amx, compiled, heuristics, whole
 from tilewise.conformance.case import Case, Inputs
 from tilewise.conformance.check import check_call, check_case
 
@@ -78,3 +78,104 @@ def test_many_rows_in_bf16_go_by_matrix_tiles(monkeypatch, case):
     planner.choose.cache_clear()
     check_case(case, "cpu")
     assert {"tile_dots", "tile_adds"} <= set(used)
+
+
+def quantised_call(kind, rows=1, **changes):
+    """8 heads over 2 KV heads of 128, 333 keys; `changes` are made to the queries and to scales of K and V."""
+    torch.manual_seed(3)
+    q = torch.randn(1, 8, rows, 128)
+    k, v = (Quantised.from_float(torch.randn(1, 2, 333, 128), kind) for _ in range(2))
+    for name, (place, value) in changes.items():
+        {"q": q, "k": k.scales, "v": v.scales}[name][place] = value
+    return partial(attention, q, k, v)
+
+
+NAN, INF = float("nan"), float("inf")
+ODD = {
+    "plain": {},
+    "zero queries": {"q": (..., 0.0)},
+    "one large": {"q": ((0, 3, 0, 5), 1e4)},
+    "large for whole numbers": {"q": (slice(None), 3e30)},
+    "small for whole numbers": {"q": (slice(None), 3e-31)},
+    "negative scale of a key": {"k": ((0, 1, 9), -0.02)},
+    "scales of keys are 0": {"k": (..., 0.0)},
+    "negative scale of a value": {"v": ((0, 0, 7, 0), -0.02)},
+    "scales of values are 0": {"v": (..., 0.0)},
+    "small scales of values": {"v": (..., 1e-33)},
+}
+NOT_FINITE = {
+    "nan in a query": {"q": ((0, 3, 0, 5), NAN)},
+    "infinite scale of a key": {"k": ((0, 0, 7, 0), INF)},
+    "nan scale of a key": {"k": ((0, 1, 332, 1), NAN)},
+    "infinite scale of a value": {"v": ((0, 0, 7, 0), INF)},
+    "nan scale of a value": {"v": ((0, 0, 7, 0), NAN)},
+}
+
+
+@pytest.mark.skipif(not whole.has_vnni(), reason="no products of bytes here")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("odd", ODD)
+def test_whole_numbers_tell_what_float32_does(monkeypatch, kind, odd, rows):
+    """int8 and int4 by products of bytes: as near to the oracle as float32, and float32 where they cannot be told."""
+    ask = quantised_call(kind, rows, **ODD[odd])
+    assert {f"whole_dots {kind}", f"whole_adds {kind}"} <= compiled_by(monkeypatch, ask)
+    check_call(Inputs(ask.func, ask.args, {}).checked(), *ask(backend="cpu", return_lse=True))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("odd", NOT_FINITE)
+def test_what_is_not_finite_shows_where_torch_shows_it(kind, odd):
+    ask = quantised_call(kind, **NOT_FINITE[odd])
+    q, *narrow = ask.args
+    k, v = (x.dequantise(torch.float32).repeat_interleave(4, 1) for x in narrow)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(ask(backend="cpu"), want, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+def test_a_query_that_is_not_a_number_gives_none():
+    q, k, v = torch.randn(1, 4, 1, 64), *torch.randn(2, 1, 2, 1500, 64)
+    q[0, 1, 0, 3] = NAN
+    for split in (None, 128):
+        state = attention(q, k, v, backend="cpu", return_lse=True, split_size=split)
+        assert state.out[0, 1].isnan().all()
+        assert state.lse[0, 1].isnan().all()
+        assert state.out[0, [0, 2, 3]].isfinite().all()
+        assert state.lse[0, [0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "head_dim", "group"), [("int8", 96, 64), ("int4", 64, 64), ("int8", 128, 32)])
+def test_other_rows_are_widened(monkeypatch, kind, head_dim, group):
+    q, k, v = torch.randn(1, 2, 1, head_dim), *torch.randn(2, 1, 2, 40, head_dim)
+    ask = partial(attention, q, *(Quantised.from_float(x, kind, group=group) for x in (k, v)))
+    assert not {name for name in compiled_by(monkeypatch, ask) if name.startswith("whole")}
+
+
+def compiled_by(monkeypatch, ask):
+    """Names of the kernels that a call asks for."""
+    used = []
+    function = compiled.function
+    monkeypatch.setattr(compiled, "function", lambda name: used.append(name) or function(name))
+    planner.choose.cache_clear()
+    ask(backend="cpu")
+    return set(used)
+
+
+BUNCHES = [
+    Case(form="paged", H=8, Hkv=8, Lq=1, D=64, lengths=(31, 700), page=16),
+    Case(form="paged", H=12, Hkv=3, B=3, Lq=2, D=80, lengths=(49, 300, 1), page=5, causal=True, alibi="h", sinks=True),
+    Case(form="paged", H=32, Hkv=32, B=1, Lq=16, D=128, lengths=(130,), page=16, causal=True),  # two bunches
+    Case(form="paged", H=16, Hkv=4, B=3, q_lengths=(1, 4, 0), D=64, lengths=(700, 300, 5), page=16, window=(100, 0)),
+    Case(form="paged", H=16, Hkv=2, B=1, Lq=1, D=128, lengths=(2111,), page=16, dtype="bf16"),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("case", BUNCHES, ids=str)
+def test_heads_of_a_page_go_together(case, threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        check_case(case, "cpu")
+    finally:
+        torch.set_num_threads(before)

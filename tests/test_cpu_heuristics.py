@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewise.backends.cpu.heuristics import even_rows, paged_split, split_size, tile_rows
+from tilewise.backends.cpu.heuristics import bunch, even_rows, split_size, tile_rows
 
 MIB = 2**20
 
@@ -48,13 +48,18 @@ def test_splits_give_each_thread_four_pieces(tasks, keys, threads, size):
 
 
 @pytest.mark.parametrize(
-    ("keys", "threads", "bytes_of_parts", "size"),
+    ("kv_heads", "row_bytes", "splits", "threads", "heads"),
     [
-        (8192, 2, 64 * 1024, 192),
-        (32_768, 2, 64 * 1024, 576),  # 64 parts of 64 KiB are 2 MiB for each thread
-        (8192, 2, 4 * MIB, 0),  # one part is all there is room for
-        (8192, 1, 0, 192),
+        (8, 4096, 16, 2, 8),
+        (1, 4096, 16, 2, 1),
+        (128, 4096, 16, 2, 64),  # 256 KiB of queries and sums
+        (6, 60 * 1024, 16, 2, 3),  # a divisor
+        (7, 60 * 1024, 16, 2, 1),
+        (4, MIB, 16, 2, 1),
+        (8, 4096, 16, 64, 1),  # two pieces for each thread
+        (8, 4096, 16, 16, 4),
+        (8, 4096, 1, 1, 4),
     ],
 )
-def test_splits_of_pages_keep_their_parts_small(keys, threads, bytes_of_parts, size):
-    assert paged_split(keys, threads, bytes_of_parts, 96) == size
+def test_a_bunch_of_heads_stays_in_the_cache(kv_heads, row_bytes, splits, threads, heads):
+    assert bunch(kv_heads, row_bytes, splits, threads) == heads

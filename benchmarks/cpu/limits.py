@@ -4,6 +4,8 @@
 
 reading     a cache of 8k keys (32/8 heads, D 128) that stays in the last-level cache: sums over as many bytes by the
             same threads, and decode
+pages       decode of pages of 16, shuffled, beside the same rows in a row (4 x 8192 keys, 32/8 heads, D 128)
+narrow      decode of int8 and int4 caches beside float16, 8k keys
 products    a float32 matmul by the same threads, and prefill at D 512 and D 32
 tiles       float32 scores as six products of bf16 parts by matrix tiles, and by vectors, in one thread, many times: the
             speed of tiles depends on what else the physical core does, which shows as a wide spread here
@@ -14,19 +16,21 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from numba import njit
 
-from tilewise import attention
+from tilewise import Quantised, attention, paged_attention
 from tilewise.backends.cpu import amx
 from tilewise.backends.cpu.gemm import KEYS, PANEL, gemm_keys_all
 from tilewise.backends.cpu.simd import Emit, Value, microkernel
 from tilewise.bench.machine import describe
 from tilewise.bench.measure import take_turns
 from tilewise.bench.report import write_json
+from tilewise.quantised import QuantDtype
 
 KEYS_OF_TILE = 96
 SIX = [(2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0)]  # of nine products of three parts, those that float32 can hold
@@ -46,6 +50,38 @@ def reading(budget: float) -> dict[str, float]:
         name = str(dtype).removeprefix("torch.")
         found |= {f"{name} decode GB/s": size / ours.seconds / 1e9, f"{name} sum GB/s": size / sums.seconds / 1e9}
         found[f"{name} share"] = sums.seconds / ours.seconds
+    return found
+
+
+def pages(budget: float) -> dict[str, float]:
+    found = {}
+    count = 4 * 8192 // 16
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q, k, v = torch.randn(4, 32, 1, 128).to(dtype), *(torch.randn(count, 16, 8, 128).to(dtype) for _ in range(2))
+        table = torch.randperm(count).int().view(4, -1)
+        lengths = torch.full((4,), 8192, dtype=torch.int32)
+        rows = [x[table.long()].flatten(1, 2).transpose(1, 2).contiguous() for x in (k, v)]
+        calls: list[Callable[[], object]] = [
+            partial(paged_attention, q, k, v, table, lengths),
+            partial(attention, q, *rows),
+        ]
+        paged, in_a_row = take_turns(calls, budget)
+        name = str(dtype).removeprefix("torch.")
+        found |= {f"{name} paged ms": 1e3 * paged.seconds, f"{name} in a row ms": 1e3 * in_a_row.seconds}
+        found[f"{name} share"] = in_a_row.seconds / paged.seconds
+    return found
+
+
+def narrow(budget: float) -> dict[str, float]:
+    found = {}
+    q, k, v = torch.randn(1, 32, 1, 128).half(), *torch.randn(2, 1, 8, 8192, 128).half()
+    kinds: tuple[QuantDtype, ...] = ("int8", "int4")
+    for kind in kinds:
+        packed = [Quantised.from_float(x, kind) for x in (k, v)]
+        calls: list[Callable[[], object]] = [partial(attention, q, *packed), partial(attention, q, k, v)]
+        ours, wide = take_turns(calls, budget)
+        found |= {f"{kind} ms": 1e3 * ours.seconds, f"{kind} float16 ms": 1e3 * wide.seconds}
+        found[f"{kind} speed of float16"] = wide.seconds / ours.seconds
     return found
 
 
@@ -140,8 +176,9 @@ def main() -> None:
     told = parser.parse_args()
     about = describe("python benchmarks/cpu/limits.py --json benchmarks/cpu/limits.json")
     with torch.no_grad():
-        about |= {"reading": reading(told.budget), "products": products(told.budget), "tiles": tiles(400)}
-    for part in ("reading", "products", "tiles"):
+        about |= {part.__name__: part(told.budget) for part in (reading, pages, narrow, products)}
+        about["tiles"] = tiles(400)
+    for part in ("reading", "pages", "narrow", "products", "tiles"):
         print(part)
         for name, value in about[part].items():
             print(f"  {name:28}{value:10.3g}")

@@ -42,6 +42,7 @@ ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba compiles a function anew 
 OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 jit = njit(**OPTIONS)
 KEY_PAD = np.int64(8)  # keys that `dots` takes at once
+LIST_PAD = np.int64(16)  # those of whole numbers
 
 # K or V: base, strides over the batch (or pages), heads and rows, storage code, width; its scales likewise, their group
 Source = namedtuple("Source", "base b h l code width scales scales_b scales_h scales_l scales_code group")
@@ -189,8 +190,8 @@ def list_rows(p, x, at, table, first, count, pad):
 
 @jit
 def list_ahead(p, x, at, table, first, count, end, ahead):
-    """Addresses of `count` rows up to a multiple of 8, and of `ahead` more; the last before `end` stands for others."""
-    there, wanted = min(count + ahead, end - first), up(count, KEY_PAD) + ahead
+    """Addresses of `count` rows up to a multiple of 16, and `ahead` more; the last before `end` stands for others."""
+    there, wanted = min(count + ahead, end - first), up(count, LIST_PAD) + ahead
     list_rows(p, x, at, table, first, there, ONE)
     for j in range(there, wanted):
         put_i64(table + 8 * j, get_i64(table + 8 * (there - 1)))

@@ -35,12 +35,11 @@ ITEM_BYTES = ITEM.itemsize
 
 
 def work(params, scratch):
-    """What a thread runs: items until there are none."""
+    """What a thread runs: bunches of items until there are none."""
     p = params_at(params)
     count = get_i64(p.counter + 8)
     t = cut(p, scratch)
-    Dv = up(p.value_dim, W)
-    index = next_item(p.counter)
+    index = next_item(p.counter) * p.bunch
     while index < count:
         address = p.items + index * ITEM_BYTES
         item = item_at(address)
@@ -56,21 +55,27 @@ def work(params, scratch):
             call_walk(walk, params, scratch, address)
         elif get_i64(t.done) == 0:
             put_i64(p.counter + 16, 1)  # undone: `launch.py` compiles what it takes and begins anew
-        slot = p.partials + index * p.partial_bytes
-        part = item.splits > 1 or p.keep_parts != 0
+        for n in range(p.bunch):
+            hand_over(p, t, index + n, n * R, R, q_start)
+        index = next_item(p.counter) * p.bunch
+
+
+@jit
+def hand_over(p, t, index, first, R, q_start):
+    """The result of an item whose R rows are in m, l and acc from row `first` on: finished, or kept as a part."""
+    item, Dv = item_at(p.items + index * ITEM_BYTES), up(p.value_dim, W)
+    slot, acc = p.partials + index * p.partial_bytes, t.acc + 4 * first * Dv
+    part = item.splits > 1 or p.keep_parts != 0
+    if part:
+        widen_f32(slot, acc, R * Dv)
+    for r in range(R):
+        m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
         if part:
-            widen_f32(slot, t.acc, R * Dv)
-        for g in range(group):
-            for i in range(item.rows):
-                r = g * item.rows + i
-                m, l = get_f32(t.m + 4 * r), get_f32(t.l + 4 * r)
-                if part:
-                    put_f32(slot + 4 * (R * Dv + 2 * r), m)
-                    put_f32(slot + 4 * (R * Dv + 2 * r + 1), l)
-                else:
-                    finish(p, item, g, i, q_start, t.acc + 4 * r * Dv, m, l)
-        next_item(p.counter + 24)  # done
-        index = next_item(p.counter)
+            put_f32(slot + 4 * (R * Dv + 2 * r), m)
+            put_f32(slot + 4 * (R * Dv + 2 * r + 1), l)
+        else:
+            finish(p, item, r // item.rows, r % item.rows, q_start, acc + 4 * r * Dv, m, l)
+    next_item(p.counter + 24)  # done
 
 
 def begin(template, scratch, memories, q, k, v, out, lse):

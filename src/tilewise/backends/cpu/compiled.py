@@ -28,6 +28,8 @@ from numba.core.runtime import rtsys
 from ...places import cache_home
 from .amx import PARTS, usable
 from .simd import CODES
+from .whole import PARTS as WHOLE
+from .whole import has_vnni
 
 _lock = threading.RLock()
 
@@ -139,13 +141,14 @@ _kept_alive: list = []  # the code is freed with the object
 def function(name: str) -> int:
     """The address of a kernel: `work`, `walk_direct`, `merge`, `dots f16`, `adds int8`, ..."""
     with _lock:
-        from . import append, attend, direct, packed, pair, straight_tiles, tiled
+        from . import append, attend, direct, packed, pair, straight, straight_tiles, tiled, whole
 
         what, _, kind = name.partition(" ")
         if what == "walk_tiles":
             return compile_function(tiled.walk_function(PARTS[kind]), f"{what}_{kind}", 3)
         if kind:
-            make, arguments = (direct.dots_function, 12) if what == "dots" else (direct.adds_function, 11)
+            home = whole if what.startswith("whole") else straight
+            make, arguments = (home.dots_function, 12) if what.endswith("dots") else (home.adds_function, 11)
             return compile_function(make(kind), f"{what}_{kind}", arguments)
         homes = {"append": append, "walk_direct": direct, "walk_packed": packed, "pair": pair, "list_places": pair}
         homes |= {"tile_dots": straight_tiles, "tile_adds": straight_tiles}
@@ -158,6 +161,7 @@ ARGUMENTS = {"team": 1, "walk_direct": 3, "walk_packed": 3, "begin": 8, "tile_do
 ALL = [
     *("list_items", "begin", "work", "team", "merge", "walk_direct", "walk_packed"),
     *(f"{what} {kind}" for kind in CODES for what in ("dots", "adds")),
+    *(f"{what} {kind}" for kind in WHOLE if has_vnni() for what in ("whole_dots", "whole_adds")),
     *(("tile_dots", "tile_adds", *(f"walk_tiles {kind}" for kind in PARTS)) if usable() else ()),
     *("append", "pair", "list_places"),
 ]

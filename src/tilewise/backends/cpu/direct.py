@@ -38,82 +38,29 @@ from .access import (
     widen_row,
     widen_rows,
 )  # fmt: skip
+from .digits import are_finite, are_told, lay_weights, query_words, tell_queries
 from .masks import FULL, SKIP, list_mask, mask_row, read_states
 from .micro import clear, fetch, get_f32, get_i32, get_i64, put_f32, row_scale, row_times, transpose, widen_f32
+from .params import ITEM
 from .rows import add_strays, set_up, take_out_strays
-from .scratch import CHUNK, PAD, TAIL, cut
-from .simd import REGISTERS, W
+from .scratch import CHUNK, PAD, TAIL, Scratch, cut
+from .simd import W
 from .softmax import LOG2E, alibi_row, bias_cells, exp_row, max_row, scale_cells, softcap_cells
-from .straight import make_adds, make_dots
 
-W_ = np.int64(W)
+W_, FOUR = np.int64(W), np.int64(4)
 TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # of matrix tiles
 # Query rows from which on they are faster: 2.3x with 16, 1.3x with 8, 0.91x with 4 (32 heads of 128, 8k keys).
 LEAST_TILE_ROWS = 8
-# Keys in flight for 4, 2 or 1 rows: as many accumulators as leave registers for K and q.
-KEYS = {4: 4, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 2: 4, 1: 8}
+ITEM_BYTES = np.int64(ITEM.itemsize)
 
 
-def dots_function(kind):
-    """`fn(q, ldq, R, rows, count, width, s, lds, scales, line, group, ahead)`: s [R, count] = q k^T.
-
-    `count` is a multiple of 8.
-    """
-    dots_4, dots_2, dots_1 = (make_dots(kind, n, KEYS[n]) for n in (4, 2, 1))
-
-    def dots(q, ldq, R, rows, count, width, s, lds, scales, line, group, ahead):
-        i = 0
-        while i + 4 <= R:
-            dots_4(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
-            i += 4
-            ahead = ZERO  # asked for
-        if i + 2 <= R:
-            dots_2(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
-            i += 2
-            ahead = ZERO
-        if i < R:
-            dots_1(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
-
-    return dots
-
-
-def adds_function(kind):
-    """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, ahead)`: acc [R, width] += p v."""
-    parts = 2 if kind == "int4" else 1  # a step of int4 is a vector in each half of a row
-    wide = [make_adds(kind, n, 4) for n in (4, 2, 1)]
-    thin = [make_adds(kind, n, parts) for n in (4, 2, 1)]
-
-    def strip(name, fours, twos, ones):
-        def go(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead):
-            i = 0
-            while i + 4 <= R:
-                fours(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
-                i += 4
-                ahead = ZERO
-            if i + 2 <= R:
-                twos(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
-                i += 2
-                ahead = ZERO
-            if i < R:
-                ones(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
-
-        go.__qualname__ = f"{name}_{kind}"  # kept code is found by name: no two functions may share one
-        return jit(go)
-
-    wide_strip, thin_strip = strip("wide", *wide), strip("thin", *thin)
-    step = 4 // parts * W
-
-    def adds(acc, lda, R, rows, count, width, p, ldp, line, group, ahead):
-        span = width // parts
-        start = 0
-        while start + step <= span:
-            wide_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead)
-            start += step
-        while start < span:
-            thin_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead)
-            start += W
-
-    return adds
+@jit
+def has_nan(row, lo, hi):
+    for j in range(lo, hi):
+        x = get_f32(row + 4 * j)
+        if x != x:
+            return True
+    return False
 
 
 @jit
@@ -144,6 +91,9 @@ def soften(p, t, item, r, origin, count, line, Dv):
     old = get_f32(m)
     new = max(old, max_row(row, vectors))
     if new == -INF:
+        if has_nan(row, lo, hi):  # a maximum passes NaN over
+            put_f32(m, F(0))
+            put_f32(l, F(math.nan))
         fill(row, ZERO, count, F(0))
         return
     total = exp_row(row, vectors, unit(p) * F(LOG2E), new)
@@ -166,15 +116,15 @@ def lay_queries(p, t, item, q_start, R):
 
 
 @jit
-def multiply_keys(p, t, dots, R, count, width, D, line, keys, ahead, tiled):
+def multiply_keys(p, t, dots, q, ldq, R, count, pad, width, line, keys, ahead, tiled):
     """s = q k^T; V's first rows are asked for before. The first `tiled` keys go through matrix tiles."""
     fetch(t.v_table, min(p.ahead, count), p.v_row)
     if tiled:
         steps = p.head_dim // TILE_KEYS
         call_tiles(p.tile_dots, t.s, line, R, t.k_table, tiled, t.packed, steps, t.keys, t.strays, ahead)
     if tiled < count:
-        n, rows, s, scales = up(count - tiled, KEY_PAD), t.k_table + 8 * tiled, t.s + 4 * tiled, t.k_scales
-        call_dots(dots, t.q, D, R, rows, n, width, s, line, scales, keys, p.k_group, ahead)
+        n, rows, s, scales = up(count - tiled, pad), t.k_table + 8 * tiled, t.s + 4 * tiled, t.k_scales
+        call_dots(dots, q, ldq, R, rows, n, width, s, line, scales, keys, p.k_group, ahead)
 
 
 @jit
@@ -189,10 +139,25 @@ def weigh(p, t, R, j, n, line, keys):
 
 
 @jit
+def tell_weights(p, t, R, count, line, keys):
+    """Weights with V's scales in them in whole numbers, [groups, R, line]; False if those cannot tell them."""
+    for g in range((p.value_dim + p.v_group - 1) // p.v_group):
+        for r in range(R):
+            to, scales = t.weights + 4 * (g * R + r) * line, t.v_scales + 4 * g * keys
+            if not lay_weights(to, t.s + 4 * r * line, scales, up(count, W), line):
+                return False
+    return True
+
+
+@jit
 def add_values(p, t, adds, R, count, width, Dv, line, keys, scaled, ahead, tiled):
     """acc += p v, in chunks: short sums round less."""
     if tiled:
         call_tiles(p.tile_adds, t.acc, Dv, t.s, line, R, t.v_table, tiled, t.values, t.strays, ahead)
+    if scaled and p.whole_adds and tell_weights(p, t, R, count, line, keys):  # exact sums
+        fours = up(count, FOUR)
+        call_adds(p.whole_adds, t.acc, Dv, R, t.v_table, fours, width, t.weights, line, R * line, p.v_group, ahead)
+        return
     for j in range(tiled, count, CHUNK):
         n = min(CHUNK, count - j)
         if scaled:
@@ -202,56 +167,84 @@ def add_values(p, t, adds, R, count, width, Dv, line, keys, scaled, ahead, tiled
             call_adds(adds, t.acc, Dv, R, t.v_table + 8 * j, n, width, t.s + 4 * j, line, ZERO, ONE, ahead)
 
 
+@jit
+def of_item(t, n, R, D, Dv):
+    """The scratch memory of the n-th item of a bunch: rows of its own, all else shared."""
+    first = 4 * n * R
+    return Scratch(t.acc + first * Dv, t.k_table, t.v_table, t.k_ahead, t.v_ahead, t.k_scales, t.v_scales, t.m + first,
+                   t.l + first, t.shrink, t.slopes + first, t.lo + first, t.hi + first, t.positions + first, t.some_lo,
+                   t.some_hi, t.all_lo, t.all_hi, t.mask_rows, t.mask_columns, t.states, t.done, t.totals,
+                   t.q + first * D, t.s, t.keys, t.values, t.packed + first * D, t.strays, t.weights)  # fmt: skip
+
+
 def walk_direct(params, scratch, address):
-    """All keys of the item at `address`; m, l and acc hold the result."""
+    """All keys of a bunch of items from `address` on, heads of the same keys; m, l and acc hold the results."""
     p, item = params_at(params), item_at(address)
-    t = cut(p, scratch)
+    shared = cut(p, scratch)
     q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
-    D, Dv, BK, line = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys, p.tile_keys + TAIL  # line: of scores
-    k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
-    keys = BK + TAIL + PAD
-    for r in range(R):
-        row = query_row(p, item, q_start, r // item.rows, r % item.rows)
-        widen_row(t.q + 4 * r * D, row, p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
+    D, Dv, BK = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys
     by_tiles = p.tile_dots != 0 and R >= LEAST_TILE_ROWS
-    if by_tiles:
-        lay_queries(p, t, item, q_start, R)
-    first, last = set_up(p, t, item, R, Dv)
+    first, last = ZERO, ZERO
+    for n in range(p.bunch):
+        item, t = item_at(address + n * ITEM_BYTES), of_item(shared, n, R, D, Dv)
+        for r in range(R):
+            row = query_row(p, item, q_start, r // item.rows, r % item.rows)
+            widen_row(t.q + 4 * r * D, row, p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
+        if by_tiles:
+            lay_queries(p, t, item, q_start, R)
+        if p.whole_dots:
+            tell_queries(t.packed, t.q, R, D, p.k_code)
+        first, last = set_up(p, t, item, R, Dv)  # the same for all of them
     tile = item.start + max(0, first - item.start) // BK * BK
     while tile < last:
         size = BK if p.mask or last - tile > BK + TAIL else BK + TAIL
         origin, end = max(tile, first), min(tile + size, last)
-        count = end - origin
-        whole, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
+        for n in range(p.bunch):
+            item, t = item_at(address + n * ITEM_BYTES), of_item(shared, n, R, D, Dv)
+            whole, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
+            if not nothing:
+                walk_tile(p, t, item, place(p, item, kv_start), R, origin, end, last, whole, by_tiles)
         tile += size
-        if nothing:
-            continue
-        for r in range(R):
-            whole &= get_i32(t.lo + 4 * r) <= origin and get_i32(t.hi + 4 * r) >= end
 
-        list_ahead(p, k, at, t.k_table, origin, count, last, p.ahead)
-        dots, width, k_ahead = p.dots, p.head_dim, p.ahead
-        tiled = count // TILE_KEYS * TILE_KEYS if by_tiles and whole else ZERO
-        if not whole or p.dots == 0:
-            widen_rows(p, k, at, t.k_table, t.keys, origin, count, PAD)
-            dots, width, k_ahead = p.dots_f32, D, ZERO
-        elif k.code >= 3:
-            list_scales(p, k, at, t.k_scales, origin, count, KEY_PAD, keys)
-        list_ahead(p, v, at, t.v_table, origin, count, last, p.ahead)
-        multiply_keys(p, t, dots, R, count, width, D, line, keys, k_ahead, tiled)
 
-        for r in range(R):
-            soften(p, t, item, r, origin, count, line, Dv)
+@jit
+def walk_tile(p, t, item, at, R, origin, end, last, whole, by_tiles):
+    """Keys `origin` to `end` of an item that goes on to `last`; `whole`: no mask hides one of them."""
+    D, Dv, line = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys + TAIL  # line: of scores
+    keys, count = line + PAD, end - origin
+    k, v = key_source(p), value_source(p)
+    for r in range(R):
+        whole &= get_i32(t.lo + 4 * r) <= origin and get_i32(t.hi + 4 * r) >= end
 
-        adds, width, v_ahead, scaled, strays = p.adds, p.value_dim, p.ahead, v.code >= 3, False
-        if not whole or p.adds == 0:
-            bad = widen_rows(p, v, at, t.v_table, t.values, origin, count, ONE)
-            adds, width, v_ahead, scaled, strays = p.adds_f32, Dv, ZERO, False, bad != F(0) and not whole
-            if strays:
-                take_out_strays(t, count, Dv)
-        elif scaled:
-            list_scales(p, v, at, t.v_scales, origin, count, W_, keys)
-        add_values(p, t, adds, R, count, width, Dv, line, keys, scaled, v_ahead, tiled)
+    list_ahead(p, k, at, t.k_table, origin, count, last, p.ahead)
+    dots, q, ldq, width, k_ahead, pad = p.dots, t.q, D, p.head_dim, p.ahead, KEY_PAD
+    tiled = count // TILE_KEYS * TILE_KEYS if by_tiles and whole else ZERO
+    if not whole or p.dots == 0:
+        widen_rows(p, k, at, t.k_table, t.keys, origin, count, PAD)
+        dots, width, k_ahead = p.dots_f32, D, ZERO
+    elif k.code >= 3:
+        list_scales(p, k, at, t.k_scales, origin, count, W_, keys)
+        if (
+            p.whole_dots
+            and are_told(t.packed, D)
+            and are_finite(t.k_scales, keys, count, (D + p.k_group - 1) // p.k_group)
+        ):
+            dots, q, ldq, pad = p.whole_dots, t.packed, query_words(D), W_
+    list_ahead(p, v, at, t.v_table, origin, count, last, p.ahead)
+    multiply_keys(p, t, dots, q, ldq, R, count, pad, width, line, keys, k_ahead, tiled)
+
+    for r in range(R):
+        soften(p, t, item, r, origin, count, line, Dv)
+
+    adds, width, v_ahead, scaled, strays = p.adds, p.value_dim, p.ahead, v.code >= 3, False
+    if not whole or p.adds == 0:
+        bad = widen_rows(p, v, at, t.v_table, t.values, origin, count, ONE)
+        adds, width, v_ahead, scaled, strays = p.adds_f32, Dv, ZERO, False, bad != F(0) and not whole
         if strays:
-            add_strays(p, t, item, ZERO, R, count, Dv, origin, ONE, line)
+            take_out_strays(t, count, Dv)
+    elif scaled:
+        list_scales(p, v, at, t.v_scales, origin, count, W_, keys)
+    add_values(p, t, adds, R, count, width, Dv, line, keys, scaled, v_ahead, tiled)
+    if strays:
+        add_strays(p, t, item, ZERO, R, count, Dv, origin, ONE, line)

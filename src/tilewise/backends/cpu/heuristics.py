@@ -55,22 +55,21 @@ def split_size(tasks: int, keys: int, threads: int, tile: int) -> int:
     return max(512 // tile * tile, -(-keys // pieces // tile) * tile)
 
 
-PAGED_SPLIT = 192
-PARTS_BYTES = 2 * 1024**2  # of the parts of split pages, for each thread
+BUNCH_BYTES = 256 * 1024  # of queries and sums
+PAGED_TILE = 48
 
 
-def paged_split(keys: int, threads: int, bytes_of_parts: int, tile: int) -> int:
-    """Keys of a split of pages that several KV heads share, 0 for no splitting.
+def bunch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
+    """KV heads that one thread takes together from pages, tile by tile; they divide all of them.
 
-    A page holds all heads of a token, so what the processor reads ahead of one head's rows is the next head's. The
-    heads of a split come one after the other while that is in the second-level cache. (96, 192 and 480 keys took 0.72,
-    0.71 and 1 of the time in bf16, 0.80, 0.79 and 1 in f32: 4 x 8192 keys of 32/8 heads of 128, one core.)
-    `bytes_of_parts` is what one part of every item takes; longer splits keep them all in `PARTS_BYTES` a thread.
+    A page holds all heads of a token, so what the processor reads ahead of one head's rows is the next head's, and of
+    no use to another thread. (Heads of a split of 192 keys shared by two threads took 1.13 of the time in f32 and 1.40
+    in f16; tiles of 96 and 192 keys 1.05 and 1.07, 1.02 and 0.94: 4 x 8192 keys of 32/8 heads of 128.)
+    `row_bytes` is what the queries and sums of a head take; those of a bunch stay in the second-level cache. `splits`
+    is how many pieces all keys can be cut into: there is work for every thread.
     """
-    most = PARTS_BYTES * threads // max(1, bytes_of_parts)  # parts of an item
-    if most < 2:
-        return 0
-    return max(PAGED_SPLIT // tile, -(-keys // most // tile)) * tile
+    fits = [n for n in range(2, kv_heads + 1) if kv_heads % n == 0 and n * row_bytes <= BUNCH_BYTES]
+    return max([1, *(n for n in fits if kv_heads // n * splits >= 2 * threads)])
 
 
 def bytes_read(p: Problem) -> int:

@@ -12,7 +12,7 @@ import torch
 from ...plan import Plan
 from ...problem import Problem
 from ...tensors import Tensors
-from . import amx, compiled, heuristics
+from . import amx, compiled, heuristics, whole
 from .gemm import PANEL
 from .params import COUNTER, END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, NUMBERS, PER_CALL, UNDONE
 from .scratch import DIRECT_ROWS, total
@@ -71,14 +71,15 @@ def make_launch(p: Problem, threads: int) -> Launch:
     threads = heuristics.threads_for(p, threads)
     Dv = -(-p.value_dim // W) * W
     direct = p.group * p.q_len <= DIRECT_ROWS
+    bunch = 1
+    if direct and p.page_size and p.mask is None:
+        row_bytes, splits = 4 * p.group * p.q_len * (p.head_dim + p.value_dim), tiles * max(1, p.kv_len // 512)
+        bunch = heuristics.bunch(p.kv_heads, row_bytes, splits, threads)
+        keys = heuristics.PAGED_TILE if bunch > 1 else keys
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
     split = p.split_size or 0 if direct else 0
     if not p.split_size and (direct or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
-        split = heuristics.split_size(tiles * p.kv_heads, p.kv_len, threads, keys)
-        if direct and p.page_size and p.kv_heads > 1:
-            parts_bytes = tiles * p.kv_heads * 4 * p.group * rows * (Dv + 2)
-            paged = heuristics.paged_split(p.kv_len, threads, parts_bytes, keys)
-            split = min(split or p.kv_len, paged or p.kv_len)
+        split = heuristics.split_size(tiles * p.kv_heads // bunch, p.kv_len, threads, keys)
     if split >= p.kv_len:
         split = 0
     pieces = -(-p.kv_len // split) + 1 if split else 1
@@ -105,10 +106,11 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "right": NO_LIMIT if right is None else right,
         "chunk": p.chunk,
         "offset": p.q_offset if isinstance(p.q_offset, int) else END,
-        "tile_rows": rows,
+        "tile_rows": rows if bunch == 1 else max(rows, bunch * p.q_len),  # room for all of them
         "tile_keys": keys,
         "split_size": split,
-        "partial_bytes": 4 * p.group * rows * (Dv + 2) if split else 0,
+        "partial_bytes": 4 * p.group * min(rows, p.q_len) * (Dv + 2) if split else 0,
+        "bunch": bunch,
     }
     if heuristics.bytes_read(p) > heuristics.second_level_cache():
         numbers["ahead"] = heuristics.KEYS_AHEAD
@@ -126,12 +128,16 @@ def make_launch(p: Problem, threads: int) -> Launch:
             names["adds"] = f"adds {KINDS[v_code]}"
         if _tiles_serve(p, k_code, v_code):
             names |= {"tile_dots": "tile_dots", "tile_adds": "tile_adds"}
+        if whole.serves(KINDS[k_code], p.head_dim, numbers["k_group"]):
+            names["whole_dots"] = f"whole_dots {KINDS[k_code]}"
+        if whole.serves(KINDS[v_code], p.value_dim, numbers["v_group"]):
+            names["whole_adds"] = f"whole_adds {KINDS[v_code]}"
         numbers |= {name: compiled.function(what) for name, what in names.items()}
     block = np.zeros(NUMBERS, dtype=np.int64)
     for name, value in numbers.items():
         block[INDEX[name]] = value
     block.view(np.float64)[[INDEX["scale"], INDEX["softcap"]]] = p.scale, p.softcap
-    scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys, parts)
+    scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, numbers["tile_rows"], keys, parts)
     most = tiles * p.kv_heads * pieces
     launch = Launch(block, threads, scratch, most, numbers["partial_bytes"], bool(parts))
     if p.form != "dense" or p.kv_lengths or p.q_offset == "rows":

@@ -11,6 +11,7 @@ from numba.extending import register_jitable
 from .access import jit
 from .amx import BLOCK
 from .gemm import KEYS, PANEL
+from .heuristics import BUNCH_BYTES
 from .simd import W
 
 DIRECT_ROWS = 16  # up to this many query rows (of all heads of a group), products come straight from the cache
@@ -21,6 +22,7 @@ TAIL = np.int64(32)  # keys that the last tile of a sequence may have more, if t
 PANEL_ = np.int64(PANEL)
 GROUPS = 18  # scales of a row, at most
 LINE = 64  # bytes of a cache line, on which every part starts
+BUNCH = np.int64(BUNCH_BYTES)
 
 Scratch = namedtuple(
     "Scratch",
@@ -66,9 +68,9 @@ def vector_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         4 * max(keys * PANEL, DIRECT_ROWS * (tile_keys + TAIL)),  # s: [keys, PANEL] of one panel, or [rows, keys]
         4 * keys * D,  # keys: [keys, D], widened
         4 * keys * Dv,  # values: [keys, Dv], widened
-        4 * keys * Dv,  # packed: V in panels of columns
+        max(4 * keys * Dv, min(4 * rows * D, BUNCH)),  # packed: V in panels; decode's queries as tiles or whole numbers
         4 * keys * Dv,  # strays: V's values that are not finite
-        4 * CHUNK * DIRECT_ROWS * ((value_dim + 31) // 32),  # weights: [groups of V's scales, rows, CHUNK]
+        4 * (min(tile_keys, 96) + TAIL) * DIRECT_ROWS * ((value_dim + 31) // 32),  # weights: [groups, rows, keys]
     )
 
 

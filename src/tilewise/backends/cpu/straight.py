@@ -10,14 +10,17 @@ from typing import Any
 
 from llvmlite import ir
 
+from .access import ZERO, jit
 from .micro import ask
-from .simd import F32, I64, Emit, Value, W, microkernel
+from .simd import F32, I64, REGISTERS, Emit, Value, W, microkernel
 
 QUANTISED = ("int8", "int4", "fp8_e4m3")
 PARTS = {"int4": ("int4", "int4 high")}  # what a load of W bytes holds
 BYTES = {"f32": 4, "f16": 2, "bf16": 2}  # of an element, or of two of int4
 CACHE_LINE = 64
 I1 = ir.IntType(1)
+# Keys in flight for 4, 2 or 1 rows: as many accumulators as leave registers for K and q.
+KEYS = {4: 4, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 2: 4, 1: 8}
 
 
 def make_dots(kind: str, queries: int, keys: int) -> Any:
@@ -107,5 +110,71 @@ def make_adds(kind: str, queries: int, vectors: int) -> Any:
                     sums[i, place].set(e.fma(weight, x, sums[i, place].get()))
         for cell in cells:  # what was there is added last, as in the gemms
             e.store(b.fadd(e.load(acc, at[cell]), sums[cell].get()), acc, at[cell])
+
+    return adds
+
+
+def dots_function(kind: str) -> Any:
+    """`fn(q, ldq, R, rows, count, width, s, lds, scales, line, group, ahead)`: s [R, count] = q k^T.
+
+    `count` is a multiple of 8.
+    """
+    return dots_by_rows(*(make_dots(kind, n, KEYS[n]) for n in (4, 2, 1)))
+
+
+def dots_by_rows(dots_4: Any, dots_2: Any, dots_1: Any) -> Any:
+    """Rows in fours, then two, then one."""
+
+    def dots(q, ldq, R, rows, count, width, s, lds, scales, line, group, ahead):  # type: ignore[no-untyped-def]
+        i = 0
+        while i + 4 <= R:
+            dots_4(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
+            i += 4
+            ahead = ZERO  # asked for
+        if i + 2 <= R:
+            dots_2(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
+            i += 2
+            ahead = ZERO
+        if i < R:
+            dots_1(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
+
+    return dots
+
+
+def adds_function(kind: str) -> Any:
+    """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, ahead)`: acc [R, width] += p v."""
+    parts = 2 if kind == "int4" else 1  # a step of int4 is a vector in each half of a row
+    wide = [make_adds(kind, n, 4) for n in (4, 2, 1)]
+    thin = [make_adds(kind, n, parts) for n in (4, 2, 1)]
+
+    def strip(name, fours, twos, ones):  # type: ignore[no-untyped-def]
+        def go(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead):  # type: ignore[no-untyped-def]
+            i = 0
+            while i + 4 <= R:
+                fours(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
+                i += 4
+                ahead = ZERO
+            if i + 2 <= R:
+                twos(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
+                i += 2
+                ahead = ZERO
+            if i < R:
+                ones(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
+
+        go.__qualname__ = f"{name}_{kind}"  # kept code is found by name: no two functions may share one
+        return jit(go)
+
+    wide_strip, thin_strip = strip("wide", *wide), strip("thin", *thin)
+    step = 4 // parts * W
+
+    def adds(acc, lda, R, rows, count, width, p, ldp, line, group, ahead):  # type: ignore[no-untyped-def]
+        span = width // parts
+        start = 0
+        while start + step <= span:
+            wide_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead)
+            start += step
+        while start < span:
+            thin_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead)
+            start += W
 
     return adds

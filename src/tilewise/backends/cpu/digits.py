@@ -1,0 +1,131 @@
+"""Float32 as whole numbers of 24 bits: three digits of a byte, one factor for a row. `whole.py` multiplies them.
+
+They are as exact as float32 is next to the largest number of a row. Rows that they cannot tell are for float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from .access import F, jit
+from .micro import get_f32, put_f32
+from .simd import F32, I8, I32, Emit, Value, W, microkernel
+
+DIGITS = 3
+LINE = 64  # elements that share what their sum starts with
+LINE_ = np.int64(LINE)
+MOST = F(127 * 65536)  # of a number of three digits with a sign
+MOST_WEIGHT = F(2**24 - 256)  # without one
+LEAST_TOP, MOST_TOP = F(1e-30), F(1e30)  # of the largest number of a row
+OFFSET_INT8, OFFSET_INT4 = np.int64(128), np.int64(8)  # what is added to K
+
+
+def _products(weights: bool) -> tuple[Any, Any]:
+    """`top` and `lay` of x, or of x times y for weights, which have no sign."""
+
+    def value(e: Emit, x: Value, y: Value, at: Value) -> Value:
+        return e.builder.fmul(e.load(x, at), e.load(y, at)) if weights else e.load(x, at)
+
+    @microkernel("iii>f")
+    def top(e: Emit, x: Value, y: Value, count: Value) -> Value:
+        """The largest of `count` numbers, a multiple of W: a magnitude; of weights, one below 0 or NaN if there is."""
+        b = e.builder
+
+        def larger(p: Value, q: Value) -> Value:  # as bits without a sign: those of NaN and below 0 are the largest
+            return b.select(b.icmp_unsigned(">", p, q), p, q)
+
+        largest = e.var(e.i32s(0))
+        with e.loop(count, W) as i:
+            bits = b.bitcast(value(e, x, y, i), e.vector(I32))
+            if not weights:
+                bits = b.and_(bits, e.i32s(0x7FFFFFFF))
+            largest.set(larger(bits, largest.get()))
+        return b.bitcast(e.reduce(largest.get(), larger), F32)
+
+    @microkernel("iiiifi")
+    def lay(e: Emit, to: Value, x: Value, y: Value, count: Value, factor: Value, room: Value) -> None:
+        """`count` numbers times `factor` as three digits, the lowest first, `room` bytes for each."""
+        b = e.builder
+        factor = e.splat(factor)
+        with e.loop(count, W) as i:
+            number = b.fptosi(e.call("nearbyint", b.fmul(value(e, x, y, i), factor)), e.vector(I32))
+            for m in range(DIGITS):
+                digit = b.trunc(number, e.vector(I8))
+                at = b.add(b.mul(room, e.whole(m)), i)
+                b.store(digit, e.pointer(to, at, I8, digit.type)).align = 1
+                if not weights:
+                    number = b.sub(number, b.sext(digit, e.vector(I32)))
+                number = b.ashr(number, e.i32s(8))
+
+    return top, lay
+
+
+(top_query, lay_signed), (top_weight, lay_plain) = _products(False), _products(True)
+
+
+@microkernel("iii")
+def lay_start(e: Emit, to: Value, digits: Value, offset: Value) -> None:
+    """What a sum starts with: minus `offset` times the sum of its 64 digits."""
+    b = e.builder
+    total = e.i32s(0)
+    for n in range(4):
+        total = b.add(total, b.sext(e._load(digits, n * W, I8, W), e.vector(I32)))
+    start = b.mul(e.reduce(total, b.add), b.sub(ir.Constant(I32, 0), b.trunc(offset, I32)))
+    b.store(start, e.pointer(to, 0, I32, I32))
+
+
+@jit
+def query_words(width):  # type: ignore[no-untyped-def]
+    """Words of a query row: digits, what sums of 64 elements start with, the factor."""
+    return DIGITS * (width // 4 + width // LINE_) + 1
+
+
+@jit
+def tell_queries(to, q, rows, width, code):  # type: ignore[no-untyped-def]
+    """Rows of float32 as `make_dots` reads them, or a first factor below 0 if whole numbers cannot tell them."""
+    words, spans, size = width // 4, width // LINE_, 4 * query_words(width)
+    for r in range(rows):
+        row, factor_at = to + r * size, size - 4
+        x = q + 4 * r * width
+        top = top_query(x, x, width)
+        if top != F(0) and not LEAST_TOP <= top <= MOST_TOP:
+            put_f32(to + factor_at, F(-1))
+            return
+        lay_signed(row, x, x, width, F(0) if top == F(0) else MOST / top, width)
+        for n in range(DIGITS):
+            for span in range(spans):
+                start = row + 4 * (DIGITS * words + n * spans + span)
+                lay_start(start, row + n * width + span * LINE_, OFFSET_INT8 if code == 3 else OFFSET_INT4)
+        put_f32(row + factor_at, top / MOST)
+
+
+@jit
+def are_told(queries, width):  # type: ignore[no-untyped-def]
+    return get_f32(queries + 4 * query_words(width) - 4) >= F(0)
+
+
+@jit
+def are_finite(scales, line, count, groups):  # type: ignore[no-untyped-def]
+    """Whether `count` scales of each group are: a sum of whole numbers hides what an infinite one makes of each."""
+    for g in range(groups):
+        row = scales + 4 * g * line
+        if not top_query(row, row, (count + W - 1) // W * W) <= MOST_TOP:
+            return False
+    return True
+
+
+@jit
+def lay_weights(to, p, scales, count, room):  # type: ignore[no-untyped-def]
+    """`count` weights, p times V's scales, as `make_adds` reads them; False if whole numbers cannot tell them.
+
+    `count` is a multiple of W; there are `room` bytes for a digit.
+    """
+    top = top_weight(p, scales, count)
+    if top != F(0) and not LEAST_TOP <= top <= MOST_TOP:
+        return False
+    lay_plain(to, p, scales, count, F(0) if top == F(0) else MOST_WEIGHT / top, room)
+    put_f32(to + DIGITS * room, top / MOST_WEIGHT)
+    return True
