@@ -55,7 +55,7 @@ from .micro import clear, transpose
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import PAD, PANEL_, cut
 from .simd import W
-from .softmax import LOG2E, soften_column
+from .softmax import LOG2E, soften_below_top, soften_column
 
 DOT = 128  # elements of a dot product that are summed in one go: longer sums round more
 
@@ -126,7 +126,10 @@ def soften(p, t, item, s, first, R, key, count):
     """Scores of W query rows from `first` on over `count` keys from `key` on become weights."""
     shape_scores(p, t, item, s, PANEL_, first, R, key, count)
     m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
-    soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E))
+    if is_plain(p):
+        soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E))
+    else:
+        soften_below_top(s, PANEL, count, m, l, shrink, F(LOG2E))
 
 
 @jit

@@ -6,7 +6,8 @@ Decode keeps its scores by rows, prefill by columns; `per_row` and `per_column` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from llvmlite import ir
 
@@ -187,28 +188,33 @@ def fade_and_store(e: Emit, l: Value, shrink: Value, fade: Value, total: Value) 
     e.store(fade, shrink)
 
 
-@microkernel("iiiiiif")
-def soften_column(
-    e: Emit, s: Value, step: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value
-) -> None:
-    """Scores to weights, with m as in `lazy_top` and the sum l of each row; `shrink` is what older weights fade by.
+def _soften_column(find_top: Callable[..., tuple[Value, Value]]) -> Any:
+    @microkernel("iiiiiif")
+    def soften(e: Emit, s: Value, step: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value) -> None:
+        """Scores to weights, with m by `find_top` and the sum l of each row; `shrink` is what older weights fade by.
 
-    p = 2 ** ((s - m) * factor), as in `exp_row`; they are summed as in `calm.py`.
-    """
-    b = e.builder
-    factor = e.splat(factor)
-    base, fade = lazy_top(e, s, step, count, m, factor)
-    total = e.var(e.zeros)
-    whole = b.mul(b.sdiv(count, e.whole(KEYS)), e.whole(KEYS))
+        p = 2 ** ((s - m) * factor), as in `exp_row`; they are summed as in `calm.py`.
+        """
+        b = e.builder
+        factor = e.splat(factor)
+        base, fade = find_top(e, s, step, count, m, factor)
+        total = e.var(e.zeros)
+        whole = b.mul(b.sdiv(count, e.whole(KEYS)), e.whole(KEYS))
 
-    def weigh(j: Value) -> Value:
-        at = b.mul(j, step)
-        p = e.exp2(b.fmul(b.fsub(e.load(s, at), base), factor))
-        e.store(p, s, at)
-        return p
+        def weigh(j: Value) -> Value:
+            at = b.mul(j, step)
+            p = e.exp2(b.fmul(b.fsub(e.load(s, at), base), factor))
+            e.store(p, s, at)
+            return p
 
-    with e.loop(whole, KEYS) as j:
-        total.set(b.fadd(total.get(), add_up(e, [weigh(b.add(j, e.whole(n))) for n in range(KEYS)])))
-    with e.loop(b.sub(count, whole)) as j:
-        total.set(b.fadd(total.get(), weigh(b.add(j, whole))))
-    fade_and_store(e, l, shrink, fade, total.get())
+        with e.loop(whole, KEYS) as j:
+            total.set(b.fadd(total.get(), add_up(e, [weigh(b.add(j, e.whole(n))) for n in range(KEYS)])))
+        with e.loop(b.sub(count, whole)) as j:
+            total.set(b.fadd(total.get(), weigh(b.add(j, whole))))
+        fade_and_store(e, l, shrink, fade, total.get())
+
+    return soften
+
+
+# Plain dot products may be calm; other scores always have their maximum subtracted, which rounds less.
+soften_column, soften_below_top = _soften_column(lazy_top), _soften_column(column_top)
