@@ -1,8 +1,12 @@
 """Tile shapes and splits of the CPU backend: plain functions of sizes."""
 
 import pytest
+import torch
 
-from tilewise.backends.cpu.heuristics import bunch, even_rows, split_size, tile_rows
+from tilewise import Quantised, checks
+from tilewise.backends.cpu import heuristics
+from tilewise.backends.cpu.heuristics import bunch, even_rows, keys_ahead, split_size, tile_rows
+from tilewise.options import Options
 
 MIB = 2**20
 
@@ -63,3 +67,14 @@ def test_splits_give_each_thread_four_pieces(tasks, keys, threads, size):
 )
 def test_a_bunch_of_heads_stays_in_the_cache(kv_heads, row_bytes, splits, threads, heads):
     assert bunch(kv_heads, row_bytes, splits, threads) == heads
+
+
+@pytest.mark.parametrize(("kind", "keys"), [("float16", 16), ("fp8_e4m3", 16), ("int8", 48), ("int4", 48)])
+def test_short_rows_are_asked_for_further_ahead(kind, keys, monkeypatch):
+    k = torch.randn(1, 1, 512, 64, dtype=torch.float16)
+    stored = k if kind == "float16" else Quantised.from_float(k, kind)
+    problem = checks.dense(k[:, :, :1], stored, stored, Options()).problem
+    monkeypatch.setattr(heuristics, "second_level_cache", lambda: 1)
+    assert keys_ahead(problem) == keys
+    monkeypatch.setattr(heuristics, "second_level_cache", lambda: MIB)
+    assert keys_ahead(problem) == 0

@@ -81,6 +81,16 @@ def bytes_read(p: Problem) -> int:
 # 4 x 8192 keys of 32/8 heads of 128: into the first-level cache 8 keys ahead it took 1.05 of the time, in pages 1.10;
 # 48 keys in one go, half of that cache, 1.1 to 1.5.)
 KEYS_AHEAD = 16
+# Rows of int8 and int4 are a half and a quarter as long. (Two cores, 8192 keys of 32/8 heads of 128, best of many in
+# turns: int8 1.05 and 1.07 ms for 1.09 and 1.08, int4 0.89 for 0.91 and 0.90; f16 1.10 and 1.06.)
+BYTE_KEYS_AHEAD = 48
+
+
+def keys_ahead(p: Problem) -> int:
+    """0 if all that is read stays in the second-level cache."""
+    if bytes_read(p) <= second_level_cache():
+        return 0
+    return BYTE_KEYS_AHEAD if p.k_quant is not None and p.k_quant.dtype in ("int8", "int4") else KEYS_AHEAD
 
 
 def threads_for(p: Problem, threads: int) -> int:

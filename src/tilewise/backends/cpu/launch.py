@@ -111,9 +111,8 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "split_size": split,
         "partial_bytes": 4 * p.group * min(rows, p.q_len) * (Dv + 2) if split else 0,
         "bunch": bunch,
+        "ahead": heuristics.keys_ahead(p),
     }
-    if heuristics.bytes_read(p) > heuristics.second_level_cache():
-        numbers["ahead"] = heuristics.KEYS_AHEAD
     if not direct and not parts:
         numbers["walk_packed"] = compiled.function("walk_packed")
     if parts:

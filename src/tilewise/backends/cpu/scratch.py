@@ -11,7 +11,7 @@ from numba.extending import register_jitable
 from .access import jit
 from .amx import BLOCK
 from .gemm import KEYS, PANEL
-from .heuristics import BUNCH_BYTES
+from .heuristics import BUNCH_BYTES, BYTE_KEYS_AHEAD
 from .simd import W
 
 DIRECT_ROWS = 16  # up to this many query rows (of all heads of a group), products come straight from the cache
@@ -44,7 +44,8 @@ def shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys):
     keys = tile_keys + TAIL + PAD
     return (
         4 * rows * round_up(value_dim, W),  # acc: [rows, Dv]
-        8 * keys, 8 * keys, 8 * keys, 8 * keys,  # addresses of K and V rows, and of those of the next tile
+        8 * (keys + BYTE_KEYS_AHEAD), 8 * (keys + BYTE_KEYS_AHEAD),  # addresses of K and V rows, and of some after them
+        8 * keys, 8 * keys,  # and of those of the next tile
         4 * keys * GROUPS, 4 * keys * GROUPS,  # their scales
         4 * rows, 4 * rows, 4 * rows, 4 * rows,  # m, l, shrink, slopes: float32, one a row
         4 * rows, 4 * rows, 4 * rows,  # lo, hi, positions: int32, one a row
