@@ -63,6 +63,27 @@ def test_dense_calls():
     assert len(bound._again) == 4  # not causal: another call
 
 
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize("stored", ["int8", "int4", "fp8_e4m3"])
+def test_quantised_calls_without_tables(stored, layout):
+    for seed in range(3):
+        q, k, v = (draw(2, n, n, 32, seed=seed + n) for n in (4, 2, 2))
+        k, v = (Quantised.from_float(x, stored, 32) for x in (k, v))
+        got = [attention(q, k, v, layout=layout, causal=True, q_offset=7, return_lse=True) for _ in range(2)]
+        assert got[1].out.equal(got[0].out)
+        assert got[1].lse.equal(got[0].lse)
+        bound._again, kept = {}, bound._again
+        want = attention(q, k, v, layout=layout, causal=True, q_offset=7, return_lse=True)
+        bound._again = kept
+        assert got[1].out.equal(want.out)
+        assert got[1].lse.equal(want.lse)
+    assert len(bound._again) == 1
+    attention(q, k, v, layout=layout, causal=True, q_offset=8)
+    assert len(bound._again) == 2
+    with pytest.raises(InvalidArgument, match="q_offset"):
+        attention(q, k, v, layout=layout, causal=True, q_offset="end")
+
+
 @pytest.mark.parametrize("stored", ["f32", "int8"])
 def test_packed_calls(stored):
     for seed in range(3):

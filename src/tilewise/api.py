@@ -115,12 +115,17 @@ def attention(
         if (again := bound.find_again(tables_key)) is not None:
             return again(q, k, v, tables)
     elif plain and kv_lengths is None and (q_offset is None or is_int(q_offset)):
-        key = bound.key_of(
-            q, k, v, scale, causal, type(causal), q_offset, window, type(window), chunk, softcap, layout, split_size,
-            return_lse, allow_tf32, backend,
+        how = (
+            scale, causal, type(causal), q_offset, window, type(window), chunk, softcap, layout, split_size, return_lse,
+            allow_tf32, backend,
         )  # fmt: skip
+        key = bound.key_of(q, k, v, *how)
         if (known := bound.find(key)) is not None:
             return known(q, k, v)
+        if key is None:  # quantised keys or values; what else may stand here has no key either
+            tables_key = bound.tables_key(q, k, v, bound.NO_TABLES, *how)
+            if (again := bound.find_again(tables_key)) is not None:
+                return again(q, k, v, bound.NO_TABLES)
     options = {
         "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "kv_lengths": kv_lengths, "layout": layout,

@@ -2,7 +2,8 @@
 
 Checking and planning take tens of microseconds, a small decode call less than that. A call is remembered by everything
 that a check or a plan could depend on: `Bound`, one of `attention` with nothing but q, k and v for tensors, which a
-backend can launch by addresses; `Again`, one with lengths, offsets or tables whose values are not to be checked.
+backend can launch by addresses; `Again`, one with lengths, offsets or tables whose values are not to be checked, or one
+with quantised keys and values.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tor
 Tables = tuple[
     Any, Any, Any, Any, Any
 ]  # the block table, lengths, sums of queries' and of keys' lengths, offsets; or None
+NO_TABLES: Tables = (None, None, None, None, None)
 
 _known: dict[Key, Bound] = {}
 _again: dict[Key, Again] = {}
