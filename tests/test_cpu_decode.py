@@ -25,6 +25,7 @@ def cache_of(monkeypatch):
     monkeypatch.undo()
     bound.forget()
     planner.choose.cache_clear()
+    bound.forget()
 
 
 def call(kind, keys, rows=1):
@@ -76,6 +77,7 @@ def test_many_rows_in_bf16_go_by_matrix_tiles(monkeypatch, case):
     function = compiled.function
     monkeypatch.setattr(compiled, "function", lambda name: used.append(name) or function(name))
     planner.choose.cache_clear()
+    bound.forget()
     check_case(case, "cpu")
     assert {"tile_dots", "tile_adds"} <= set(used)
 
@@ -157,6 +159,7 @@ def compiled_by(monkeypatch, ask):
     function = compiled.function
     monkeypatch.setattr(compiled, "function", lambda name: used.append(name) or function(name))
     planner.choose.cache_clear()
+    bound.forget()
     ask(backend="cpu")
     return set(used)
 
