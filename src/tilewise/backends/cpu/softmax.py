@@ -16,7 +16,7 @@ from .simd import F32, I32, Emit, Value, W, microkernel
 
 LOG2E = math.log2(math.e)
 INF = float("inf")
-MOST = 12.0  # rows whose scores are this small, as powers of two, round no more if nothing is subtracted from them
+MOST = 30.0  # rows whose scores are this small, as powers of two, have nothing subtracted from them
 
 # tanh x = x + x^3 P(x^2) up to 0.625, to a relative 4e-9; highest power first.
 TANH = (-5.704985e-3, 2.0639086e-2, -5.3739715e-2, 1.3331442e-1, -3.3333281e-1)
@@ -193,7 +193,7 @@ def _soften_column(find_top: Callable[..., tuple[Value, Value]]) -> Any:
     def soften(e: Emit, s: Value, step: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value) -> None:
         """Scores to weights, with m by `find_top` and the sum l of each row; `shrink` is what older weights fade by.
 
-        p = 2 ** ((s - m) * factor), as in `exp_row`; they are summed as in `calm.py`.
+        p = 2 ** ((s - m) * factor), subtracted first as in `exp_row`; they are summed as in `calm.py`.
         """
         b = e.builder
         factor = e.splat(factor)
@@ -203,7 +203,7 @@ def _soften_column(find_top: Callable[..., tuple[Value, Value]]) -> Any:
 
         def weigh(j: Value) -> Value:
             at = b.mul(j, step)
-            p = e.exp2(b.fmul(b.fsub(e.load(s, at), base), factor))
+            p = e.exp2_of_product(b.fsub(e.load(s, at), base), factor)
             e.store(p, s, at)
             return p
 
