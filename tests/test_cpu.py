@@ -311,6 +311,20 @@ def test_bound_calls_are_the_same_to_the_bit():
         attention(q.requires_grad_(), k, v)
 
 
+@pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
+def test_bound_calls_tell_strides_apart(which):
+    """Tensors of one shape whose rows lie otherwise are another call; strides of dims of size 1 make no difference."""
+    bound.forget()
+    x = [torch.randn(1, 4, 1, 32), *torch.randn(2, 1, 4, 50, 32)]
+    want = attention(*x, backend="cpu")
+    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) if i == which else t for i, t in enumerate(x)]
+    odd = [t.as_strided(t.shape, (7, *t.stride()[1:])) if i == which else t for i, t in enumerate(x)]
+    assert attention(*turned, backend="cpu").equal(want)
+    assert len(bound._known) == (1 if which == 0 else 2)  # one row of a head: q is contiguous either way
+    assert attention(*odd, backend="cpu").equal(want)
+    assert len(bound._known) == (1 if which == 0 else 2)
+
+
 @pytest.mark.slow
 def test_kept_code_of_several_processes_fits_together(tmp_path):
     """Kernels compiled by different processes, in different orders, are found and linked by a third."""

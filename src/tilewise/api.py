@@ -119,7 +119,7 @@ def attention(
             scale, causal, type(causal), q_offset, window, type(window), chunk, softcap, layout, split_size, return_lse,
             allow_tf32, backend,
         )  # fmt: skip
-        key = bound.key_of(q, k, v, *how)
+        key = bound.key_of(q, k, v, how)
         if (known := bound.find(key)) is not None:
             return known(q, k, v)
         if key is None:  # quantised keys or values; what else may stand here has no key either
