@@ -14,6 +14,7 @@ import threading
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import llvmlite
 import numba
@@ -89,31 +90,35 @@ def _cache_of(fn, name: str):
     return Cache(fn)
 
 
-class _Kernel:
-    """`void fn(int64, ...)`, compiled or taken from disk: the address of a C function, and one that Python calls.
+class Kernel(NamedTuple):
+    """A compiled function: the address of a C function, and one that Python calls.
 
     That one takes its numbers from Python itself. (`begin` of 8 numbers and 8 keys took 1.9 us so, by ctypes 3.0.)
     """
 
-    def __init__(self, fn, name: str, arguments: int) -> None:
-        fn.__qualname__ = name  # the linker knows functions by it: code kept by several processes may not share one
-        if not any(cache_directory().glob(f"{name}.*.nbc")):
-            _announce()
-        signature, context = types.void(*[types.int64] * arguments), cpu_target.target_context
-        kept = _cache_of(fn, name)
-        try:
-            kept._impl.locator.ensure_cache_path()
-        except OSError:
-            kept = NullCache()  # no place to keep it: compile every time
-        with optimised_once(name):
-            result = kept.load_overload(signature, context)
-            if result is None:
-                compiler = _FunctionCompiler(fn, cpu_target, OPTIONS, {}, Compiler)
-                result = compiler.compile(signature.args, signature.return_type)
-                kept.save_overload(signature, result)
-        self.library = result.library  # the code is freed with the object
-        self.address = self.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
-        self.entry = result.entry_point
+    address: int
+    entry: Any
+    library: Any  # the code is freed with the object
+
+
+def compile_function(fn, name: str, arguments: int) -> Kernel:
+    """`void fn(int64, ...)`, compiled or taken from disk."""
+    fn.__qualname__ = name  # the linker knows functions by it: code kept by several processes may not share one
+    if not any(cache_directory().glob(f"{name}.*.nbc")):
+        _announce()
+    signature, kept = types.void(*[types.int64] * arguments), _cache_of(fn, name)
+    try:
+        kept._impl.locator.ensure_cache_path()
+    except OSError:
+        kept = NullCache()  # no place to keep it: compile every time
+    with optimised_once(name):
+        result = kept.load_overload(signature, cpu_target.target_context)
+        if result is None:
+            compiler = _FunctionCompiler(fn, cpu_target, OPTIONS, {}, Compiler)
+            result = compiler.compile(signature.args, signature.return_type)
+            kept.save_overload(signature, result)
+    address = result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
+    return Kernel(address, result.entry_point, result.library)
 
 
 @contextmanager
@@ -145,22 +150,22 @@ def _announce() -> None:
 
 
 @cache
-def kernel(name: str) -> _Kernel:
+def kernel(name: str) -> Kernel:
     """A kernel: `work`, `walk_direct`, `merge`, `dots f16`, `adds int8`, ..."""
     with _lock:
         from . import append, attend, direct, packed, pair, straight, straight_tiles, tiled, whole
 
         what, _, kind = name.partition(" ")
         if what == "walk_tiles":
-            return _Kernel(tiled.walk_function(PARTS[kind]), f"{what}_{kind}", 3)
+            return compile_function(tiled.walk_function(PARTS[kind]), f"{what}_{kind}", 3)
         if kind:
             home = whole if what.startswith("whole") else straight
             make, arguments = (home.dots_function, 12) if what.endswith("dots") else (home.adds_function, 11)
-            return _Kernel(make(kind), f"{what}_{kind}", arguments)
+            return compile_function(make(kind), f"{what}_{kind}", arguments)
         homes = {"append": append, "walk_direct": direct, "walk_packed": packed, "pair": pair, "list_places": pair}
         homes |= {"tile_dots": straight_tiles, "tile_adds": straight_tiles}
         home = homes.get(name, attend)
-        return _Kernel(getattr(home, name), name, ARGUMENTS.get(name, 2))
+        return compile_function(getattr(home, name), name, ARGUMENTS.get(name, 2))
 
 
 def function(name: str) -> int:
