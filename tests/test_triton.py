@@ -18,7 +18,7 @@ from tilewise.problem import MaskSpec, Problem, QuantSpec
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from tilewise.backends.triton import heuristics, launch, operands, splits
+from tilewise.backends.triton import heuristics, launch, narrow, operands, splits
 
 SHARES = 8  # about a minute each; two of them run in `make test`
 # Slow in the interpreter, and like others but longer.
@@ -130,6 +130,32 @@ def test_pieces_in_the_interpreter():
     assert run.stdout == "fine\n", run.stdout + run.stderr[-2000:]
 
 
+SPREAD = """
+import sys, torch
+from tilewise.conformance.case import Case
+from tilewise.conformance.check import check_case
+torch.set_num_threads(1)
+paged = dict(form="paged", B=3, Lq=1, lengths=(1, 40, 77), dtype="f16")
+for case in (
+    Case(Hkv=1, H=3, k="int8/64", v="int8/64", D=128, sinks=True, **paged),  # three heads: a column is idle
+    Case(Hkv=2, H=8, k="fp8_e4m3/64", v="fp8_e4m3/64", D=128, page=32, softcap=5.0, **paged),
+    Case(Hkv=2, H=2, k="int4/64", v="int4/64", D=256, split_size=32, **paged),
+    Case(Hkv=2, H=8, k="int8/32", v="int8/32", D=128, **paged),  # 16 columns
+    Case(Hkv=2, H=4, k="int4/32", v="int4/32", D=64, page=128, **paged),
+    Case(H=2, Lq=4, Lk=77, k="int8/64", v="int8/64", D=128, dtype="f16", strides="sliced"),
+):
+    check_case(case, "triton")
+print("fine")
+"""
+
+
+def test_scale_groups_beside_one_another_in_the_interpreter():
+    """With the case's own bound: twice torch's error."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", SPREAD], env=env, capture_output=True, text=True)
+    assert run.stdout == "fine\n", run.stdout + run.stderr[-2000:]
+
+
 def problem(**changes):
     sizes = {
         "form": "dense", "device": torch.device("cuda"), "batch": 2, "heads": 8, "kv_heads": 8, "q_len": 512,
@@ -202,7 +228,7 @@ def test_split_size_fixes_the_splits_whatever_the_batch():
 
 
 def test_a_groups_heads_share_a_tile():
-    assert [heuristics.pack_of(n) for n in (1, 4, 3, 12, 128, 127)] == [1, 4, 3, 12, 64, 1]
+    assert [narrow.pack_of(n) for n in (1, 4, 3, 12, 128, 127)] == [1, 4, 3, 12, 64, 1]
     c = heuristics.config(problem(q_len=1, heads=16, kv_heads=2), 132, 90)
     assert (c.pack, c.BM) == (8, 16)
 
@@ -247,7 +273,7 @@ def paged(page, **changes):
     return problem(form="paged", page_size=page, kv_lengths=True, q_offset="end", kv_len=4096, **changes)
 
 
-def narrow(kind, group=64, **changes):
+def stored(kind, group=64, **changes):
     dtype, quant = torch.int8 if kind == "int8" else torch.uint8, QuantSpec(kind, group)
     return {"k_dtype": dtype, "v_dtype": dtype, "k_quant": quant, "v_quant": quant, "q_len": 1} | changes
 
@@ -272,6 +298,7 @@ def test_where_pages_are_not_looked_up_ahead():
     wide = paged(16, q_len=1, head_dim=512, value_dim=512)
     spec = heuristics.spec(wide, heuristics.config(wide, 132, 90), 90)
     assert (spec.lookup, spec.ahead) == ("tile", False)
+    assert heuristics.config(replace(wide, heads=16, kv_heads=2, batch=16), 132, 90).splits == 4, "one a processor"
     many = paged(64)
     assert heuristics.spec(many, heuristics.config(many, 132, 90), 90).ahead, "prefill"
     small = heuristics.spec(paged(16), heuristics.config(paged(16), 132, 90), 90)
@@ -285,14 +312,14 @@ def test_where_pages_are_not_looked_up_ahead():
 @pytest.mark.parametrize(
     ("page", "kind", "changes", "want"),
     [(16, "fp8_e4m3", {}, (8, 32, 1)), (128, "int8", {}, (8, 32, 1)), (16, "int4", {}, (8, 32, 1)),
-     (0, "int4", {}, (8, 32, 1)), (0, "fp8_e4m3", {}, (8, 32, 1)), (0, "int8", {"head_dim": 64}, (16, 128, 4)),
+     (0, "int4", {}, (8, 32, 1)), (0, "fp8_e4m3", {}, (8, 32, 1)), (0, "int8", {"head_dim": 64}, (8, 64, 1)),
      (16, "int8", {"q_len": 2}, (8, 32, 1)), (16, "int8", {"q_len": 2, "causal": True}, (16, 32, 1)),
      (0, "int8", {"q_len": 2, "causal": True}, (16, 32, 1)), (16, "int4", {"heads": 128}, (16, 32, 1)),
      (0, "int8", {"heads": 128}, (16, 128, 4)), (16, "int8", {"head_dim": 512}, (16, 16, 4)),
      (16, "int8", {"q_dtype": torch.float32}, (16, 32, 4)), (0, "fp8_e4m3", {"head_dim": 256}, (8, 32, 1))],
 )  # fmt: skip
 def test_quantised_caches_are_read_by_programs_of_one_warp(page, kind, changes, want):
-    sizes = narrow(kind, **({"heads": 32, "head_dim": 128} | changes))
+    sizes = stored(kind, **({"heads": 32, "head_dim": 128} | changes))
     sizes["value_dim"] = sizes["head_dim"]
     p = paged(page, **sizes) if page else problem(kv_len=4096, **sizes)
     c = heuristics.config(p, 132, 90)
@@ -303,16 +330,38 @@ def test_quantised_caches_are_read_by_programs_of_one_warp(page, kind, changes, 
     assert spec.lifted is (not sizes.get("causal") and "q_dtype" not in sizes), "hidden keys must not set a unit"
 
 
+@pytest.mark.parametrize(
+    ("kind", "group", "changes", "want"),
+    [("fp8_e4m3", 64, {}, (8, 2)), ("int8", 64, {"heads": 24}, (8, 2)), ("int8", 128, {}, (8, 1)),
+     ("int8", 64, {"heads": 64}, (8, 1)), ("int8", 32, {}, (16, 4)), ("int4", 32, {}, (16, 4)),
+     ("int4", 64, {}, (8, 1)), ("int8", 32, {"heads": 64}, (8, 1)), ("int8", 32, {"head_dim": 64}, (8, 2)),
+     ("int4", 64, {"heads": 16, "head_dim": 256}, (8, 4)), ("int8", 32, {"head_dim": 96}, (8, 1)),
+     ("int8", 64, {"q_len": 2, "heads": 16}, (8, 2)), ("int8", 64, {"value_dim": 64}, (8, 1))],
+)  # fmt: skip
+def test_scale_groups_that_cut_rows_have_columns_of_their_own(kind, group, changes, want):
+    sizes = stored(kind, group, **({"heads": 32, "head_dim": 128} | changes))
+    p = paged(16, **({"value_dim": sizes["head_dim"]} | sizes))
+    c = heuristics.config(p, 132, 90)
+    spec = heuristics.spec(p, c, 90)
+    assert (c.BM, spec.spread) == want
+    assert spec.flip
+    assert spec.spread * c.pack * p.q_len <= c.BM or spec.spread == 1
+    assert heuristics.query_tiles(p, c) == p.batch * -(-p.q_len // (c.BM // spec.spread // c.pack))
+    for op in (spec.keys, spec.values):
+        if spec.spread > 1:
+            assert (len(op.widths), op.groups, op.unit) == (1, 1, 2), "rows are read whole and in pairs"
+
+
 def test_programs_of_one_warp_fill_the_processors():
     for batch, kv_heads, kind, want in ((64, 8, "int8", 1), (64, 8, "int4", 2), (16, 8, "int8", 4), (16, 8, "int4", 8),
                                         (16, 32, "int8", 2), (1, 8, "int4", 32)):  # fmt: skip
-        p = paged(16, **narrow(kind, batch=batch, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128))
+        p = paged(16, **stored(kind, batch=batch, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128))
         assert heuristics.config(p, 132, 90).splits == want
     assert heuristics.config(replace(p, kv_len=1 << 20), 132, 90).splits == 64, "merging takes time too"
 
 
 def test_a_kept_tile_of_flipped_products_is_not_used_where_keys_are_hidden():
-    p = paged(16, **narrow("int8", head_dim=128, value_dim=128))
+    p = paged(16, **stored("int8", head_dim=128, value_dim=128))
     flipped = heuristics.tile(p, 90)
     assert flipped.BM == 8
     assert heuristics.config(p, 132, 90, flipped).BM == 8

@@ -74,6 +74,9 @@ HOT = {
     "paged128-int8": problem(**PAGED, page_size=128, **quantised("int8", 64)),
     "paged16-int4-D256": problem(256, **PAGED, page_size=16, **quantised("int4", 64)),
     "int8-D64": problem(64, **DECODE, **quantised("int8", 64)),
+    "paged16-int4-D64": problem(64, **PAGED, page_size=16, **quantised("int4", 64)),
+    **{f"paged16-{kind}-groups-of-32": problem(**PAGED, page_size=16, **quantised(kind, 32)) for kind in NARROW},
+    "fp8-groups-of-64": problem(**DECODE, **quantised("fp8_e4m3", 64)),
 }  # fmt: skip
 OTHERS = {
     "D576-all": problem(576, 512, **ALL), "D72-all": problem(72, 40, **ALL),
@@ -130,17 +133,18 @@ def test_hot_kernels_on_hopper(name):
         assert count(body, "WARPGROUP.DEPBAR") <= 4
 
 
-@pytest.mark.parametrize(("kind", "most"), [("fp8_e4m3", 20), ("int8", 24), ("int4", 21)])
-def test_quantised_pages_take_few_instructions(kind, most):
+@pytest.mark.parametrize(("kind", "most", "scales"), [("fp8_e4m3", 20, 2), ("int8", 24, 2), ("int4", 21, 4)])
+def test_quantised_pages_take_few_instructions(kind, most, scales):
     """What a warp issues for a key, and how it is copied: 55 and four bytes at a time where each row's page was looked
-    up and four warps shared a tile of 64 keys.
+    up and four warps shared a tile of 64 keys. Both scales of a row come at once where their groups have columns of
+    their own.
     """
     p = HOT[f"paged16-{kind}"]
     body = loops(attend_of(p, 90).cubin)[0]
     assert len(body) / 32 <= most
     rows = 32 * (64 if kind == "int4" else 128) * 2  # bytes of K and V in a tile
     assert count(body, r"LDGSTS.*\.128") == rows // (32 * 16)
-    assert count(body, r"LDGSTS") - rows // (32 * 16) == 4, "a scale for each key, of two groups of K and V"
+    assert count(body, r"LDGSTS") - rows // (32 * 16) == scales, "for each key, of two groups of K and V"
     assert count(body, "BAR.SYNC") <= 2, "nothing is shared between warps"
     assert count(body, r"LDG\.") <= 4, "the pages of the next tile"
 

@@ -132,7 +132,8 @@ def times() -> list[dict[str, Any]]:
 def steps() -> list[dict[str, Any]]:
     """A decode step of 64 sequences, 32/8 heads of 128: one token stored for each, and attended to.
 
-    Its time on the device from a full queue, and what the host takes for it; the kernel of attention alone beside it.
+    Its time on the device from a full queue, and what the host takes for it. Beside it attention alone, before any step
+    and after 310 of them, when sequences are that much longer; also without the host, in a CUDA graph.
     """
     results = []
     for dtype in TYPES:
@@ -149,15 +150,26 @@ def steps() -> list[dict[str, Any]]:
                 cache.append(ids, k, v)
                 cache.attend(ids, q)
 
+            batch = cache.view(ids)
+            alone = microseconds(lambda b=batch, q=q: b.attend(q))
+            graph = microseconds(captured(lambda b=batch, q=q: b.attend(q)))
             whole = microseconds(step)
             host = host_microseconds(step)
             batch = cache.view(ids)
-            alone = microseconds(lambda b=batch, q=q: b.attend(q))
             results.append({
                 "dtype": dtype, "context": context, "step_us": whole, "host_us": host, "attend_us": alone,
-                "TB_per_s": cache.bytes_per_token * 64 * context / alone / 1e6,
+                "graph_us": graph, "TB_per_s": cache.bytes_per_token * 64 * context / graph / 1e6,
+                "context_after": cache.length(ids[0]), "after_us": microseconds(lambda b=batch, q=q: b.attend(q)),
             })  # fmt: skip
     return results
+
+
+def captured(call: Any) -> Any:
+    """Replays a call from a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def host_microseconds(call: Any, rounds: int = 100) -> float:
@@ -215,7 +227,8 @@ def main() -> None:
     data["steps"] = steps()
     for r in data["steps"]:
         print(f"step of 64, {r['dtype']:9} {r['context']:5}: {r['step_us']:7.1f} us, host {r['host_us']:6.1f},"
-              f" attention {r['attend_us']:7.1f} us, {r['TB_per_s']:.2f} TB/s")  # fmt: skip
+              f" attention {r['attend_us']:7.1f} us, in a graph {r['graph_us']:7.1f}, {r['TB_per_s']:.2f} TB/s,"
+              f" of {r['context_after']} tokens {r['after_us']:7.1f} us")  # fmt: skip
     data["cascades"] = cascades()
     for r in data["cascades"]:
         work = f"{r['sequences']} sequences share {r['prefix']}, {r['heads']}/{r['kv_heads']}"

@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,36 @@ def paged() -> tuple[Call, Change]:
     return tilewise.paged_attention, change
 
 
+def paged_narrow(kind: str, group: int, page: int) -> tuple[Call, Change]:
+    """Pages of a quantised cache dealt out anew, other lengths; bytes and scales new."""
+    q = randn(4, 8, 1, 128)
+    parts = [Quantised.from_float(randn(64, page, 2, 128), kind, group) for _ in range(2)]
+    table = torch.zeros(4, 16, dtype=torch.int32, device="cuda")
+    counts = torch.zeros(4, dtype=torch.int32, device="cuda")
+
+    def change() -> tuple[Any, ...]:
+        renew(q)
+        for part in parts:
+            fresh = Quantised.from_float(randn(64, page, 2, 128), kind, group)
+            part.data.copy_(fresh.data)
+            part.scales.copy_(fresh.scales)
+        table.copy_(torch.randperm(64).view(4, 16))
+        lengths(counts, 1, 16 * page)
+        return q, *(x for part in parts for x in (part.data, part.scales)), table, counts
+
+    def call(q: Any, k: Any, k_scales: Any, v: Any, v_scales: Any, table: Any, counts: Any) -> torch.Tensor:
+        k, v = Quantised(k, k_scales, kind, group), Quantised(v, v_scales, kind, group)
+        return tilewise.paged_attention(q, k, v, table, counts)
+
+    return call, change
+
+
+for page in (16, 128):
+    for kind in ("fp8_e4m3", "int8", "int4"):
+        for group in (32, 64, 128):
+            CASES[f"pages of {page}, {kind} of {group}"] = partial(paged_narrow, kind, group, page)
+
+
 @case
 def cache() -> tuple[Call, Change]:
     """What `PagedKVCache.attend` does in a step, on the cache's own pages; a step appends, forks and frees."""
@@ -216,11 +247,14 @@ def check(name: str, compiled: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name holds it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = []
     with torch.no_grad():
         for name in CASES:
+            if options.only not in name:
+                continue
             for compiled in (False, True):
                 start = time.perf_counter()
                 try:
@@ -229,7 +263,7 @@ def main() -> None:
                     wrong = f"{type(error).__name__}: {str(error)[:300]}"
                 how = "torch.compile" if compiled else "torch.cuda.graph"
                 results.append({"case": name, "by": how, "wrong": wrong, "seconds": time.perf_counter() - start})
-                print(f"{name:15} {how:17} {wrong or 'equal'}", flush=True)
+                print(f"{name:28} {how:17} {wrong or 'equal'}", flush=True)
     if options.json:
         data = {
             "device": torch.cuda.get_device_name().removeprefix("NVIDIA "),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,18 @@ def paged(page: int, D: int, dtype: torch.dtype = BF16) -> Case:
     return lambda backend: tilewise.paged_attention(q, k, v, table, counts, backend=backend)
 
 
+def paged_narrow(kind: str, group: int, page: int, D: int, heads: int = 8, Lq: int = 1, **options: Any) -> Case:
+    """A quantised cache in pages; sequences end inside a page, and pages outside of them hold NaN."""
+    q = randn(2, heads, Lq, D)
+    k, v = (Quantised.from_float(randn(40, page, 2, D), kind, group) for _ in range(2))
+    counts = ints(7 * page - 3, 3 * page + 1)
+    order = torch.randperm(40, device="cuda")
+    for x in (k, v):
+        x.scales[order[14:]] = torch.nan
+    table = order[:14].view(2, 7).int()
+    return lambda backend: tilewise.paged_attention(q, k, v, table, counts, backend=backend, **options)
+
+
 def masked(dtype: torch.dtype) -> Case:
     q, k, v = (randn(1, 4, 190, 64) for _ in range(3))
     mask = torch.rand(190, 190, device="cuda") < 0.3
@@ -114,10 +127,23 @@ CASES: dict[str, Callable[[], Case]] = {
     "int4 causal": lambda: quantised("int4", 128, Lq=3, causal=True),
     "int8": lambda: quantised("int8", 128),
     "fp8": lambda: quantised("fp8_e4m3", 128),
+    **{
+        f"pages of {page}, {kind} of {group}, D{D}": partial(paged_narrow, kind, group, page, D)
+        for kind in ("fp8_e4m3", "int8", "int4")
+        for page, group, D in ((16, 64, 128), (16, 128, 128), (16, 32, 128), (128, 64, 128), (24, 64, 128),
+                               (16, 64, 256), (16, 64, 64), (16, 128, 512))
+    },
+    **{
+        f"pages of 16, {kind}, {name}": partial(paged_narrow, kind, 64, 16, 128, **options)
+        for kind in ("fp8_e4m3", "int8", "int4")
+        for name, options in {
+            "16 heads": {"heads": 16}, "2 queries": {"Lq": 2, "causal": True}, "in splits": {"split_size": 32},
+        }.items()
+    },
     "append int4": lambda: appended("int4", False),
     "append fp8 ring": lambda: appended("fp8_e4m3", True),
     "append bf16": lambda: appended("bf16", False),
-}
+}  # fmt: skip
 
 
 def run(cases: dict[str, Callable[[], Case]], backend: str) -> None:
@@ -135,7 +161,7 @@ def run(cases: dict[str, Callable[[], Case]], backend: str) -> None:
         for _ in range(2):  # through Triton, then by address
             error = (call(backend).float() - want).abs().max().item()
         wrong += not error < 0.03
-        print(f"{name:28} {error:.2g}", flush=True)
+        print(f"{name:36} {error:.2g}", flush=True)
     sys.exit(bool(wrong))
 
 

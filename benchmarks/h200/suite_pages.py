@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,29 +13,26 @@ from timing import Way, Work, randn
 from ways import bound_way
 
 from tilewise import Quantised, checks
-from tilewise.backends.triton import tuned
+from tilewise.backends.triton import heuristics, tuned
 from tilewise.backends.triton.spec import Config
 from tilewise.options import Options
 
 KINDS = ("bf16", "fp8_e4m3", "int8", "int4")
-# Rows x keys, warps, stages, splits of launches to try; 8 rows are flipped products.
-PLAIN = (
-    "16x64 w4 s5 p1", "16x64 w4 s4 p2 pages", "16x64 w4 s3 p2 pages", "16x64 w4 s3 p1 pages", "16x128 w4 s3 p1 pages",
-    "16x64 w4 s5 p1 late", "16x64 w4 s5 p2 late", "16x64 w4 s5 p2",
+# Rows x keys, warps, stages, splits of launches to try; 8 rows are flipped products. What follows is told in `spec`.
+PLAIN = ("16x64 w4 s4 p2 pages", "16x64 w4 s5 p1", "16x64 w4 s5 p2 late")
+NARROW = ("8x32 w1 s3 p1", "8x32 w1 s3 p2", "8x32 w1 s3 p2 cut", "8x64 w1 s3 p1", "8x64 w1 s3 p2", "8x64 w1 s4 p1")
+INT4 = (*NARROW, "8x64 w1 s2 p1", "8x64 w1 s2 p2", "8x128 w1 s3 p1", "8x64 w1 s3 p3", "8x64 w1 s3 p4")
+WIDE = (
+    "16x16 w4 s7 p4 late", "16x16 w4 s8 p4 late", "16x16 w4 s10 p4 late", "8x16 w4 s7 p4 late", "8x16 w4 s9 p4 late",
+    "8x32 w4 s3 p4 pages", "8x32 w2 s3 p4 pages", "16x32 w4 s3 p4 pages", "8x32 w4 s3 p8 pages", "16x16 w2 s7 p4 late",
+    "8x16 w4 s5 p4 tile", "8x16 w2 s5 p4 tile",
 )  # fmt: skip
-NARROW = (
-    "16x128 w4 s3 p1", "16x128 w4 s3 p2", "16x32 w1 s3 p2", "8x32 w1 s3 p1", "8x32 w1 s3 p2", "8x32 w1 s3 p4",
-    "8x32 w1 s4 p2",
-)  # fmt: skip
-LAUNCHES = {
-    "bf16": PLAIN,
-    "fp8_e4m3": NARROW,
-    "int8": NARROW[:5],
-    "int4": (*NARROW, "16x256 w4 s3 p1", "8x64 w1 s3 p2"),
-}
-ONE_WARP = ("8x32 w1 s3 p1", "8x32 w1 s3 p2", "8x32 w1 s3 p4", "8x32 w1 s3 p8", "16x128 w4 s3 p1")
-SHORT = ("8x32 w1 s3 p32", "8x32 w1 s3 p64", "8x32 w1 s3 p128")
-CAUSAL = ("16x32 w1 s3 p1", "16x32 w1 s3 p2", "16x64 w4 s3 p1", "16x64 w4 s5 p1 rows", "16x128 w4 s3 p1")
+LAUNCHES = {"bf16": PLAIN, "fp8_e4m3": NARROW, "int8": NARROW[:4], "int4": INT4}
+MANY = ("16x32 w1 s3 p1", "16x32 w1 s3 p2", "16x32 w1 s3 p4", "8x32 w1 s3 p1 cut", "8x32 w1 s3 p2 cut")
+SPLIT = ("8x32 w1 s3 p4", "8x32 w1 s3 p8", "8x64 w1 s3 p2", "8x64 w1 s3 p4", "8x64 w1 s3 p8")
+SHORT = ("8x32 w1 s3 p64", "8x64 w1 s3 p32", "8x64 w1 s3 p64")
+SHORT_NARROW = ("8x32 w1 s3 p32", "8x32 w1 s3 p64", "8x64 w1 s3 p16", "8x64 w1 s3 p64")
+CAUSAL = ("16x32 w1 s3 p2", "16x64 w1 s3 p1", "16x64 w1 s3 p2")
 
 
 def launch(shape: str, pack: int) -> Config:
@@ -53,10 +51,25 @@ def in_pages(x: torch.Tensor, page: int, order: torch.Tensor) -> torch.Tensor:
 
 
 def spec(shape: str) -> dict[str, Any]:
-    """How pages are looked up, if the launch says so: "pages" a tile ahead, "late" in the pipeline, or row by row."""
-    words = {"pages": ("pages", True), "late": ("pages", False), "rows": ("rows", False)}
+    """How pages are looked up, if the launch says so: a tile ahead ("pages", of one page "tile"), in the pipeline
+    ("late"), or row by row ("rows").
+    """
+    one = "tile" if "x16 " in shape else "pages"
+    words = {"pages": ("pages", True), "tile": (one, True), "late": (one, False), "rows": ("rows", False)}
     found = words.get(shape.split()[-1])
     return {} if found is None else dict(zip(("lookup", "ahead"), found, strict=True))
+
+
+@contextmanager
+def ways_of(shape: str) -> Iterator[None]:
+    """With "cut", a launch's scale groups are multiplied one after the other and not beside one another."""
+    kept = heuristics.spread
+    if shape.endswith("cut"):
+        heuristics.spread = lambda problem, c: 1
+    try:
+        yield
+    finally:
+        heuristics.spread = kept
 
 
 def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[int], length: int) -> torch.Tensor:
@@ -132,9 +145,13 @@ def cache_work(name: str, kind: str, group: int, page: int, shape: tuple[int, ..
             ways.append(way)
         return ways
 
+    def made(text: str) -> list[Way]:
+        with ways_of(text):
+            return make(launch(text, H // Hkv), **spec(text))
+
     work.ways["tilewise"] = lambda: make(None)
     for text in tried:
-        work.ways[text] = lambda text=text: make(launch(text, H // Hkv), **spec(text))
+        work.ways[text] = lambda text=text: made(text)
     return work
 
 
@@ -144,20 +161,27 @@ def narrow_pages(sweep: bool) -> Iterator[Work]:
         for kind in KINDS:
             tried = LAUNCHES[kind] if sweep and (page == 16 or kind != "bf16") else ()
             yield cache_work(f"{kind} page {page} 64x4k", kind, 64, page, main, tried)
-    one, plain, short, causal = (x if sweep else () for x in (ONE_WARP, PLAIN[:5], SHORT, CAUSAL))
-    for kind in ("fp8_e4m3", "int8", "int4"):
+    many, split, short, wide, causal = (x if sweep else () for x in (MANY, SPLIT, SHORT, WIDE, CAUSAL))
+    yield cache_work("bf16 page 16 16x8k D512", "bf16", 64, 16, (512, 16, 2, 16, 8192), wide)
+    yield cache_work("bf16 page 0 16x8k D512", "bf16", 64, 0, (512, 16, 2, 16, 8192), ())
+    yield cache_work("bf16 page 0 16x8k", "bf16", 64, 0, (128, 32, 8, 16, 8192), ())
+    for kind in KINDS[1:]:
         for page in (16, 0):
-            yield cache_work(f"{kind}/128 page {page} 64x4k", kind, 128, page, main, one[1::3])
+            tried = (*NARROW[:2], *INT4[3:8]) if sweep else ()
+            yield cache_work(f"{kind}/128 page {page} 64x4k", kind, 128, page, main, tried)
+            yield cache_work(f"{kind}/32 page {page} 64x4k", kind, 32, page, main, many)
     for kind in ("fp8_e4m3", "int4"):
+        yield cache_work(f"{kind} page 16 64x4k, 64/8", kind, 64, 16, (128, 64, 8, 64, 4096), many)
         yield cache_work(f"{kind} page 16 64x4k, 2 queries", kind, 64, 16, (*main, 2), causal)
-        yield cache_work(f"{kind} page 0 64x4k, 2 queries", kind, 64, 0, (*main, 2), (*causal[:2], *causal[-1:]))
-        yield cache_work(f"{kind} page 0 32x8k D64", kind, 64, 0, (64, 32, 8, 32, 8192), one)
-        yield cache_work(f"{kind} page 0 16x8k D256", kind, 64, 0, (256, 16, 8, 16, 8192), one[:4])
+        yield cache_work(f"{kind} page 0 16x8k D256", kind, 64, 0, (256, 16, 8, 16, 8192), split)
+        yield cache_work(f"{kind} page 0 32x8k D64", kind, 64, 0, (64, 32, 8, 32, 8192), (*split, "16x128 w4 s3 p1"))
     for kind in ("bf16", "fp8_e4m3", "int4"):
-        some = plain if kind == "bf16" else one[:4]
+        some = () if kind == "bf16" else split
         yield cache_work(f"{kind} page 16 1x4k", kind, 64, 16, (128, 32, 8, 1, 4096), ())
-        yield cache_work(f"{kind} page 16 1x32k", kind, 64, 16, (128, 32, 8, 1, 32768), short)
+        yield cache_work(f"{kind} page 16 1x32k", kind, 64, 16, (128, 32, 8, 1, 32768), short if some else ())
         yield cache_work(f"{kind} page 16 16x8k", kind, 64, 16, (128, 32, 8, 16, 8192), some)
-        yield cache_work(f"{kind} page 16 16x8k 32/32", kind, 64, 16, (128, 32, 32, 16, 8192), some)
+        yield cache_work(f"{kind} page 16 16x8k 32/32", kind, 64, 16, (128, 32, 32, 16, 8192), some[2:4])
         yield cache_work(f"{kind} page 16 32x16k D64", kind, 64, 16, (64, 32, 8, 32, 16384), some)
+        yield cache_work(f"{kind} page 16 1x4k D64", kind, 64, 16, (64, 32, 8, 1, 4096), some and SHORT_NARROW)
+        yield cache_work(f"{kind} page 16 1x32k D64", kind, 64, 16, (64, 32, 8, 1, 32768), some and SHORT_NARROW)
         yield cache_work(f"{kind} page 16 16x8k D256", kind, 64, 16, (256, 16, 8, 16, 8192), some)

@@ -20,8 +20,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .finish import empty_acc, finish, merge_parts, store_acc
 from .lift import LEAST_SCALE, lowered
-from .load import find_pages, key_bias, load_rows, values_of
+from .load import find_pages, values_of
 from .masks import find_ordered, find_sequence, key_span
+from .queries import key_bias, load_rows
 from .tile import step, unit_of_m
 
 # Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
@@ -65,7 +66,7 @@ def attend(
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
     PACK: tl.constexpr = S.pack
-    BQ: tl.constexpr = S.BM // S.pack
+    BQ: tl.constexpr = S.BM // S.spread // S.pack
     if S.pdl:
         gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -79,6 +80,9 @@ def attend(
     if S.grain > 1:
         k_b, k_h, k_l = k_b * S.grain, k_h * S.grain, k_l * S.grain
         v_b, v_h, v_l = v_b * S.grain, v_h * S.grain, v_l * S.grain
+    if S.scale_grain > 1:
+        ks_b, ks_h, ks_l = ks_b * S.scale_grain, ks_h * S.scale_grain, ks_l * S.scale_grain
+        vs_b, vs_h, vs_l = vs_b * S.scale_grain, vs_h * S.scale_grain, vs_l * S.scale_grain
     column = 0  # the first of the value columns that this program computes
     if S.slices > 1:
         column = pid % S.slices * S.values.columns
@@ -133,11 +137,11 @@ def attend(
     if S.packed_q:
         n_keys = tl.where(owned, n_keys, 0)
 
-    r = tl.arange(0, BM)
+    r = tl.arange(0, BM) // S.spread
     row = tile * BQ + r // PACK  # [BM]
     head = hb * PACK + r % PACK  # [BM]
     row_ok = row < q_len
-    if BM % PACK != 0:
+    if BM // S.spread % PACK != 0:
         row_ok = row_ok & (r // PACK < BQ)
     kv_head = (hb * PACK // S.group).to(tl.int64)
     qpos = offset + row
@@ -235,6 +239,9 @@ def attend(
                 state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, True)
 
     m, l, acc, power, _ = state
+    first_ok = row_ok  # of rows that stand for one, the first
+    if S.spread > 1:
+        first_ok = row_ok & (tl.arange(0, BM) % S.spread == 0)
     if S.lifted:
         acc = lowered(acc, power)
     if S.late > 0:
@@ -244,10 +251,10 @@ def attend(
     if S.split:
         # Rows in the order of the output's rows, then heads, then splits.
         part = ((row_b.to(tl.int64) * q_len + q_start + wide_row) * (head_blocks * PACK) + head) * splits
-        tl.store(PART_ML + (part + split) * 2, m, mask=row_ok)
-        tl.store(PART_ML + (part + split) * 2 + 1, l, mask=row_ok)
+        tl.store(PART_ML + (part + split) * 2, m, mask=first_ok)
+        tl.store(PART_ML + (part + split) * 2 + 1, l, mask=first_ok)
         columns: tl.constexpr = S.values.columns * S.values.parts
-        store_acc(PART + (part + split) * columns, acc, row_ok, values_of(S))
+        store_acc(PART + (part + split) * columns, acc, row_ok, values_of(S), S.spread > 1)
         if S.merge == "inside":
             # The program that is done last merges what all have written, and leaves a zero for the next call.
             tl.debug_barrier()
@@ -264,7 +271,7 @@ def attend(
         else:
             m, l, acc = finish(m, l, acc, m, False)
         out_at = OUT + row_b.to(tl.int64) * o_b + (q_start + wide_row) * o_l + wide_head * o_h + column
-        store_acc(out_at, acc, row_ok, values_of(S))
+        store_acc(out_at, acc, row_ok, values_of(S), S.spread > 1)
         if S.lse:
             lse_at = LSE + row_b.to(tl.int64) * lse_b + (q_start + wide_row) * lse_l + wide_head * lse_h
-            tl.store(lse_at, m + tl.log(l), mask=row_ok & (column == 0))
+            tl.store(lse_at, m + tl.log(l), mask=first_ok & (column == 0))

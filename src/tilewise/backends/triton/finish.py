@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .load import first_of, parts_of, start_of, unit_of, width_of
 from .scores import LOG2E
+from .spread import own_group
 
 
 @triton.jit
@@ -36,12 +37,14 @@ def finish(m, l, acc, sink, SINKS: tl.constexpr):
 
 
 @triton.jit
-def store_acc(at, acc, ok, OP: tl.constexpr):
-    """Rows `at` [BM] from chunks [BM, W], converted to the type of the memory."""
+def store_acc(at, acc, ok, OP: tl.constexpr, SPREAD: tl.constexpr):
+    """Rows `at` [BM] from chunks [BM, W], converted to the type of the memory; SPREAD, of each row its own group."""
     for i in tl.static_range(len(OP.widths)):
         for part in tl.static_range(parts_of(OP)):
             d = tl.arange(0, width_of(OP, i))
             inside = ok[:, None] & (d < OP.columns - first_of(OP, i))[None, :]
+            if SPREAD:
+                inside = inside & own_group(ok.shape[0], i, part, OP)
             x = acc[i * OP.parts + part]
             to = at[:, None] + start_of(OP, i, part) + d[None, :] * unit_of(OP)
             tl.store(to, x.to(at.dtype.element_ty), mask=inside)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...problem import Problem
-from ..flags import flags_of, is_ruled
+from ..flags import flags_of
+from .narrow import flipped_columns, flips, hides, is_int4, is_narrow, pack_of, spread
 from .operands import NAMES, ceil_pow2, operand
 from .spec import Config as Config
 from .spec import Spec
@@ -17,13 +18,9 @@ from .splits import MOST_SPLITS, split_count
 DECODE_ROWS = 16  # queries up to here are decoded: heads of a group share a tile and the keys are split
 MERGE_BLOCK = 16  # partial results of a row that are loaded at once
 SHARED_BYTES = 227 << 10  # of shared memory that a program of Hopper can have
+ONE_DEEP = 7  # stages of tiles that are looked up in the pipeline: with as many, one program fills a processor
 MOST_ORDERED = 1024  # sequences that one program ranks
 L2_SECTION = 32 << 20  # bytes of K and V that a section of planes may hold; the H200's L2 has 50 MiB
-
-
-def pack_of(group: int, limit: int = 64) -> int:
-    """How many of a group's query heads share a tile: the most that divide it and stay within `limit`."""
-    return max(n for n in range(1, min(group, limit) + 1) if group % n == 0)
 
 
 def prefill_tile(problem: Problem, arch: int) -> Config:
@@ -69,22 +66,23 @@ def decode_tile(problem: Problem, arch: int) -> Config:
     Measured (bf16, caches of 0.5 to 2 GB): contiguous, where one program runs on a processor at a time, D=64 16x128
     4.43 TB/s, D=128 16x128 4.34 to 4.50 (16x64 4.04), D=256 16x64 4.42, D=512 16x32 4.16. The same tiles for pages that
     hold whole ones (128): 4.33, 4.28 to 4.46, 4.43, 4.10, and for tiles of whole pages (16): D=64 4.27, D=128 4.20 to
-    4.38, D=256 in 4 stages 4.37 (in 3 stages 4.14; row by row 4.20, 4.12 and 4.18). D=512, pages of 16: 16x16 in 6
-    stages 3.99 (16x32 3.65). Other pages are looked up row by row in the pipeline, which takes half of its stages; 6 of
-    them leave room for two programs and not for three, of which 512 would make a round and a third (306 us for 261).
-    Quantised, D=128, groups of 64, 64 x 4k tokens, us: pages of 16, programs of one warp with flipped products (8x32)
-    fp8 157, int8 152, int4 100; the same not flipped (16x32) 169, 168 and 107; four warps (16x128) 186, 187 and 164;
-    16x64 with four warps and pages looked up row by row 379, 381 and 349. Contiguous: 8x32 157, 155 and 90, for groups
-    of 128 134 (fp8) and 86 (int4); 16x128 150, 150 and 112, for groups of 128 156, 164 and 100. D=256: 8x32 157 (fp8),
-    16x64 202. Only D=64 is faster with four warps: contiguous fp8 75 us, 80 with one. Two queries, causal, 16x32 and
-    16x128: fp8 in pages of 16 199 and 262, contiguous 189 and 200, int4 145 and 229, 128 and 172.
+    4.38, D=256 in 4 stages 4.37 (in 3 stages 4.14; row by row 4.20, 4.12 and 4.18). D=512, pages of 16: 16x16 in 7
+    stages 4.09 (6 stages and two programs a processor 4.05, 8 stages 4.07, 16x32 of two pages 4.04, flipped 4.07).
+    Other pages are looked up row by row in the pipeline, which takes half of its stages; 6 of them leave room for two
+    programs and not for three, of which 512 would make a round and a third (306 us for 261).
+    Quantised, D=128, groups of 64, 64 x 4k tokens, us, programs of one warp with flipped products (8x32): pages of 16
+    fp8 142, int8 145, int4 102, contiguous 135, 137 and 90; four warps (16x128) 186, 187 and 164, contiguous 150, 150
+    and 112. 64 keys: 151, 149 and 119 (int4 in 4 programs a processor 96; with 8 there is no room for that). D=64 has
+    half the bytes: pages of 16, 32 x 16k, 8x64 155 (fp8) and 136 (int4), 8x32 167 and 149; contiguous, 32 x 8k, 8x64
+    73 and 53, 8x32 76 and 57, 16x128 74 and 89. Two queries, causal, 16x32 and 16x64: fp8 in pages of 16 195 and 251,
+    int4 143 and 158.
     """
     p = problem
     pack = pack_of(p.group)
     BM = min(64, max(16, ceil_pow2(pack * p.q_len)))
     wide = max(p.head_dim, p.value_dim)
     if flips(p):
-        return Config(8, 32, 1, 3, pack)
+        return Config(flipped_columns(p), 32 if wide > 64 else 64, 1, 3, pack)
     if "f32" in (_work(p, True), _work(p, False)):
         return Config(BM, 32 if wide <= 128 else 16, 4, 2, pack)
     if BM > 16:  # more rows, fewer registers for keys
@@ -96,37 +94,10 @@ def decode_tile(problem: Problem, arch: int) -> Config:
     if p.page_size % BK == 0:
         return Config(BM, BK, 4, 3, pack)
     if wide > 256:
-        return Config(BM, 16, 4, 6, pack)
+        return Config(BM, 16, 4, ONE_DEEP if p.k_quant is p.v_quant is None else 6, pack)
     if BK % p.page_size == 0:
         return Config(BM, BK, 4, 4 if wide > 128 and arch >= 90 else 3, pack)  # 202 KiB of shared memory
     return Config(BM, 128 if wide <= 64 else 64, 4, 6 if wide <= 128 else 4, pack)
-
-
-def is_narrow(problem: Problem) -> bool:
-    """Whether K and V are quantised and meet q in float16, their scales outside of the products."""
-    p = problem
-    k = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, 16)
-    v = operand(p, p.value_dim, p.v_dtype, p.v_quant, False, 16)
-    return k.factored and v.factored and k.work == v.work == "f16"
-
-
-def is_int4(problem: Problem) -> bool:
-    return all(x is not None and x.dtype == "int4" for x in (problem.k_quant, problem.v_quant))
-
-
-def flips(problem: Problem) -> bool:
-    """Whether keys are the rows of the products and up to 8 rows of q the columns. No key may be hidden, for what keeps
-    values from blind rows is not written for it.
-    """
-    p = problem
-    wide = max(p.head_dim, p.value_dim)
-    few = pack_of(p.group) * p.q_len <= 8 and wide <= 256
-    return few and is_narrow(p) and not hides(p) and (p.page_size > 0 or is_int4(p) or wide > 64)
-
-
-def hides(problem: Problem) -> bool:
-    """Whether a query may not see a key of its tiles: then a value there must not touch it, whatever it is."""
-    return problem.mask is not None or (is_ruled(problem) and problem.q_len > 1)
 
 
 def is_decode(problem: Problem) -> bool:
@@ -162,18 +133,18 @@ def config(problem: Problem, processors: int, arch: int, known: Config | None = 
 def programs_at_once(problem: Problem, c: Config) -> int:
     """Programs that are to run on a processor at the same time.
 
-    Of one warp there is room for 11, but fewer read memory better. fp8 and int4 in pages of 16, us, by programs on a
-    processor (4, 8, 16): 64 x 4k 157, 164, 165 and 119, 100, 140; 16 x 8k 86, 88 and 62, 54; D=256 156, 164 and 102,
-    105; with 32 KV heads of one query head each 389, 335, 323 and 259, 247, 300.
+    Of one warp there is room for 8 to 12, but fewer read memory better. fp8 and int4 in pages of 16, us, by programs on
+    a processor (4, 8, 16): 64 x 4k 142, 149, 152 and 119, 102, 140; 16 x 8k 77, 81 and 62, 54; groups of 32 155, 162,
+    163 and 132, 129, 129; D=256 146, 160 and 96, 92; with 32 KV heads of one query head each int4 259, 247, 300.
     """
     if c.warps == 1:
-        return 4 if c.BM == 8 and problem.group > 1 and not is_int4(problem) else 8
-    return 2 if problem.form == "paged" and not looks_ahead(problem, c) else 1
+        return 4 if flips(problem) and problem.group > 1 and not is_int4(problem) else 8
+    return 2 if problem.form == "paged" and not looks_ahead(problem, c) and c.stages < ONE_DEEP else 1
 
 
 def query_tiles(problem: Problem, c: Config) -> int:
     """Tiles of query rows in all sequences; of packed ones the most that there can be."""
-    BQ = c.BM // c.pack
+    BQ = c.BM // spread(problem, c) // c.pack
     if problem.packed_q:
         return problem.total_q // BQ + problem.batch + 1
     return problem.batch * -(-problem.q_len // BQ)
@@ -238,7 +209,7 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
     p = problem
     flags = flags_of(p, c.BK)
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
-    keys = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch, pairs)
+    keys = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch, pairs, spread(p, c))
     # Biased sums are larger, and so are their errors: 2.3e-6 to 3.3e-6 of lse with D=128, where 2.6e-6 to 3.8e-6 are
     # allowed (int8, which is not biased, 0.7e-6 to 1.4e-6), and 4.5e-6 to 7e-6 with D=256, which is too much.
     if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
@@ -246,7 +217,7 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
     return Spec(
         **flags,
         keys=keys,
-        values=operand(p, p.value_dim // c.slices, p.v_dtype, p.v_quant, False, c.BM, arch, pairs),
+        values=operand(p, p.value_dim // c.slices, p.v_dtype, p.v_quant, False, c.BM, arch, pairs, spread(p, c)),
         round=NAMES[p.q_dtype],
         BM=c.BM,
         BK=c.BK,
@@ -266,7 +237,9 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
         ptx=arch >= 80,
         grain=1,
         align=1,
-        flip=c.BM == 8,
+        scale_grain=1,
+        scale_align=1,
+        flip=c.BM == 8 or spread(p, c) > 1,
         pdl=c.splits > 1 and arch >= 90,
         ahead=looks_ahead(p, c),
         late=min(8 * c.warps, c.BK) if guard == "" and c.BM < 64 else 0,

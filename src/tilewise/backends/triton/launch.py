@@ -201,7 +201,9 @@ class Bound:
         k, v = (_stored(x, op.unit) for x, op in ((t.k, spec.keys), (t.v, spec.values)))
         align = _align(k, v)
         grain = align if align < 16 else 1
-        spec = replace(spec, grain=grain, align=align)
+        scale_align = _align(t.k_scales, t.v_scales)
+        scale_grain = scale_align if scale_align < 16 else 1
+        spec = replace(spec, grain=grain, align=align, scale_grain=scale_grain, scale_align=scale_align)
         if memory[2] is not None:
             spec = replace(spec, merge="inside", pdl=False)
         LIST, RANK, list_strides = lists
@@ -209,7 +211,9 @@ class Bound:
         given |= {"K": k, "V": v, "LIST": LIST, "RANK": RANK}
         given |= dict(zip(("PART", "PART_ML", "TICKETS", "FLAGS", "ORDER"), memory, strict=True))
         given |= _strides("q", t.q) | _strides("k", k, grain) | _strides("v", v, grain) | _strides("o", t.out)
-        given |= _strides("lse", t.lse) | _strides("ks", t.k_scales) | _strides("vs", t.v_scales)
+        given |= (
+            _strides("lse", t.lse) | _strides("ks", t.k_scales, scale_grain) | _strides("vs", t.v_scales, scale_grain)
+        )
         mask = (0, 0, 0, 0) if t.mask is None else t.mask.stride()
         given |= dict(zip(("mask_b", "mask_h", "mask_q", "mask_k"), mask, strict=True))
         given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), list_strides, strict=True))

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .load import groups_of, is_interpreted, power_of_two, row_scales
+from .spread import group_scales
 
 LEAST_SCALE = tl.constexpr(2.0**-100)  # so that the unit and its inverse are normal numbers
 
@@ -29,24 +30,29 @@ def larger(a, b, c, d):
 
 @triton.jit
 def tops(s, size, BM: tl.constexpr, BK: tl.constexpr):
-    """The largest of each row of `s` and the largest `size` [BK], both [BM]: one reduction, whose barriers are shared.
+    """The largest of each row of `s` and of `size` [1 or BM, BK], both [BM]: one reduction, whose barriers are shared.
 
     The interpreter would take a second for each.
     """
     if is_interpreted():
         top = tl.max(s, 1)
-        most = tl.max(size, 0) + tl.zeros([BM], tl.float32)
+        most = tl.max(tl.broadcast_to(size, [BM, BK]), 1)
     else:
-        top, most = tl.reduce((s, tl.broadcast_to(size[None, :], [BM, BK])), 1, larger)
+        top, most = tl.reduce((s, tl.broadcast_to(size, [BM, BK])), 1, larger)
     return top, most
 
 
 @triton.jit
-def value_scales(VS, rows, ok, OP: tl.constexpr, MASKED: tl.constexpr):
-    """The scales of a tile's values, [BK] for each group, and the largest of each row [BK]."""
+def value_scales(VS, rows, ok, OP: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr):
+    """The scales of a tile's values, [1, BK] for each group, and the largest of each row [1, BK]; [BM, BK] where groups
+    are spread over rows.
+    """
     scales = ()
     for g in tl.static_range(groups_of(OP)):
-        scale = row_scales(VS, rows, ok, g, MASKED)
+        if OP.spread > 1:
+            scale = group_scales(VS, rows, ok, BM, OP, MASKED)
+        else:
+            scale = row_scales(VS, rows, ok, g, MASKED)[None, :]
         scales = scales + (scale,)
         if g == 0:
             size = tl.abs(scale)

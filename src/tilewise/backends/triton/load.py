@@ -93,6 +93,11 @@ def group_of(op, i, part):
 
 
 @triton.constexpr_function
+def spread_of(op):
+    return op.spread
+
+
+@triton.constexpr_function
 def leads(op, i, part):
     """Whether the chunk of elements before this one, if any, lies in another scale group."""
     before = (i, part - 1) if part else (i - 1, op.parts - 1)
@@ -111,61 +116,6 @@ def power_of_two(x):
     """The largest power of two that x >= 0 holds; 1 for 0. For infinity infinity."""
     y = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(y == 0, 1.0, y)
-
-
-@triton.jit
-def load_rows(base, ok, S: tl.constexpr):
-    """The rows of q that go with the chunks of k, a tuple of [BM, W], and the factor of each row's products [BM].
-
-    `base` [BM] points to each row. To meet quantised keys in float16, rows of bfloat16 are brought to a largest number
-    of 2**14: what then falls below float16's range is under 2**-28 of it.
-    """
-    OP: tl.constexpr = keys_of(S)
-    raw = ()
-    top = ok.to(tl.float32) * 0.0
-    for i in tl.static_range(len(OP.widths)):
-        for part in tl.static_range(parts_of(OP)):
-            d = tl.arange(0, width_of(OP, i))
-            inside = ok[:, None] & (d < OP.columns - first_of(OP, i))[None, :]
-            x = tl.load(base[:, None] + start_of(OP, i, part) + d[None, :] * unit_of(OP), mask=inside, other=0.0)
-            raw = raw + (x,)
-            if OP.rescaled:
-                top = tl.maximum(top, tl.max(tl.abs(x.to(tl.float32)), 1))
-    factor = tl.maximum(power_of_two(top), 1e-30) * (1.0 / 16384.0)
-    chunks = ()
-    for i in tl.static_range(len(OP.widths) * parts_of(OP)):
-        x = raw[i]
-        if OP.rescaled:
-            x = x.to(tl.float32) / factor[:, None]
-            if OP.biased and half_of(OP, i % OP.parts) == 1:
-                x = x * (1.0 / 16.0)  # for keys that are 16 times as large
-        x = x.to(work_type(OP))
-        if S.negate:
-            x = -x
-        chunks = chunks + (x,)
-    if OP.biased:
-        factor = factor * UNIT  # finite for rows of up to 2**117
-    return chunks, factor
-
-
-@triton.jit
-def key_bias(q, S: tl.constexpr):
-    """What the sums of biased keys start from, for each scale group [BM]: minus 8 times the sum of q."""
-    OP: tl.constexpr = keys_of(S)
-    BM: tl.constexpr = S.BM
-    biases = ()
-    if OP.biased:
-        for g in tl.static_range(groups_of(OP)):
-            total = tl.zeros([BM], tl.float32)
-            for i in tl.static_range(len(OP.widths)):
-                for part in tl.static_range(parts_of(OP)):
-                    if group_of(OP, i, part) == g:
-                        x = tl.sum(q[i * OP.parts + part].to(tl.float32), 1)
-                        if half_of(OP, part) == 1:
-                            x = x * 16.0
-                        total += x
-            biases = biases + (total * (-8.0 / UNIT),)
-    return biases
 
 
 @triton.jit

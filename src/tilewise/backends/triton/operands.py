@@ -35,9 +35,10 @@ def least_chunk(BM: int) -> int:
 
 def operand(
     problem: Problem, width: int, dtype: torch.dtype, quant: QuantSpec | None, is_key: bool, BM: int = 64,
-    arch: int = 0, pairs: bool = False,
+    arch: int = 0, pairs: bool = False, spread: int = 1,
 ) -> Operand:  # fmt: skip
-    """How K or V is loaded and multiplied. `pairs`: its bytes can be read two at a time.
+    """How K or V is loaded and multiplied. `pairs`: its bytes can be read two at a time; `spread`: scale groups that
+    rows of q are spread over.
 
     float32 numbers are cut into three bfloat16 ones and multiplied in six products: as exact as float32, where three
     TF32 products lose two bits. Two 16-bit types meet in TF32, which holds both exactly.
@@ -54,7 +55,7 @@ def operand(
     columns = width // 2 if quant.dtype == "int4" else width
     whole = quant.group >= width
     factored = whole or (quant.group >= least and (quant.dtype != "int4" or columns % quant.group == 0))
-    if whole or not factored:
+    if whole or not factored or spread > 1:
         widths = chunks(columns, least)
     else:
         rest = columns % quant.group
@@ -68,5 +69,5 @@ def operand(
     unit = 2 if pairs and factored and BM < 64 and columns == sum(widths) and min(widths) >= 64 else 1
     return Operand(
         tuple(width // unit for width in widths), columns // unit, KINDS[quant.dtype], quant.group, factored, work,
-        exact, rescaled, fast, unit,
+        exact, rescaled, fast, unit, spread=spread,
     )  # fmt: skip

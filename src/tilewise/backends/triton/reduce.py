@@ -37,6 +37,6 @@ def reduce(
         m, l, acc = finish(m, l, acc, sink, True)
     else:
         m, l, acc = finish(m, l, acc, m, False)
-    store_acc(OUT + b * o_b + row * o_l + head * o_h + one, acc, ok, values_of(S))
+    store_acc(OUT + b * o_b + row * o_l + head * o_h + one, acc, ok, values_of(S), False)
     if S.lse:
         tl.store(LSE + b * lse_b + row * lse_l + head * lse_h + one, m + tl.log(l))

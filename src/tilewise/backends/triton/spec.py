@@ -36,6 +36,7 @@ class Operand:
     fast: bool  # stored numbers are widened by PTX instructions
     unit: int = 1  # bytes that are read together; of plain numbers one number
     biased: bool = False  # int4 is multiplied as x + 8 and what the 8 adds is taken off the sum (`widen.py`)
+    spread: int = 1  # scale groups that lie beside one another in the rows of q (`spread.py`)
 
     @property
     def parts(self) -> int:
@@ -53,8 +54,8 @@ class Operand:
         return self.group_at(len(self.widths) - 1, self.parts - 1) + 1
 
     def group_at(self, chunk: int, part: int) -> int:
-        """The scale group of a chunk of elements that lies in one."""
-        return self.start(chunk, part) // self.group
+        """The scale group of a chunk of elements that lies in one; 0 where groups are spread over rows."""
+        return 0 if self.spread > 1 else self.start(chunk, part) // self.group
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,19 @@ class Spec(Flags):
     grain: int  # what the strides of K and V are given in
     flip: bool  # products are transposed: keys or value columns are their rows
     align: int  # what all strides of K and V are multiples of, 16 at most
+    scale_grain: int  # the same two of their scales
+    scale_align: int
     pdl: bool  # the merging kernel may start before this one has ended, and waits
 
     @property
     def lifted(self) -> bool:
         """Whether the values' scales go into the weights, and acc has a unit (`lift.py`)."""
         return self.values.factored and self.round != "f32" and self.guard == ""
+
+    @property
+    def spread(self) -> int:
+        """Rows of a tile that stand for one row of q: one for each scale group (`spread.py`)."""
+        return self.keys.spread
 
     @property
     def ruled(self) -> bool:

@@ -34,6 +34,7 @@ from .load import (
 )
 from .masks import hide
 from .scores import LOG2E, logits
+from .spread import group_scales, group_sums
 from .widen import widened
 
 
@@ -76,7 +77,9 @@ def dot_keys(
                     if OP.biased:
                         d += bias[group_of(OP, i, part)][:, None]
                 d = product(q[i * OP.parts + part], turned(k, FLIP), d, precision_of(OP), FLIP)
-                if ends(OP, i, part):
+                if ends(OP, i, part) and OP.spread > 1:
+                    s = group_sums(d * group_scales(KS, scale_rows, ok, BM, OP, MASKED), BM, BK, OP.spread)
+                elif ends(OP, i, part):
                     scale = row_scales(KS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
                     if group_of(OP, i, part) == 0:
                         s = d * scale[None, :]
@@ -125,7 +128,7 @@ def add_values(
             elif S.lifted:
                 # Scales go into the weights: fewer numbers than the values.
                 if leads(OP, i, part):
-                    weights = (p * scales[group_of(OP, i, part)][None, :]).to(work_type(OP))
+                    weights = (p * scales[group_of(OP, i, part)]).to(work_type(OP))
                 v = widened(raw, part, OP, work_type(OP))
             elif OP.factored and S.round != "f32":
                 # The same, with the unit of each row's weights: some keys may be hidden.
@@ -215,7 +218,7 @@ def step(
         found = find_pages(n0, hi, TABLE, S, MASKED)
     where = tile_rows(n0, found, S)
     k_rows = row_offsets(where, k_b, k_l, S.align, S)
-    ks_rows = row_offsets(where, ks_b, ks_l, 1, S)
+    ks_rows = row_offsets(where, ks_b, ks_l, S.scale_align, S)
     s = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), S.flip, MASKED)  # [BM, BK]
     if not S.linear:
         if S.keys.rescaled:
@@ -229,10 +232,10 @@ def step(
         else:
             s, visible = hide(s, n, ok, row_lo, row_hi, mask, S)
 
-    vs_rows = row_offsets(where, vs_b, vs_l, 1, S)
+    vs_rows = row_offsets(where, vs_b, vs_l, S.scale_align, S)
     scales = ()
     if S.lifted:
-        scales, size = value_scales(VS, vs_rows, ok, values_of(S), MASKED)
+        scales, size = value_scales(VS, vs_rows, ok, values_of(S), BM, MASKED)
         top, size = tops(s, size, BM, BK)
         power, inverse, change = raised(power, size)
     else:

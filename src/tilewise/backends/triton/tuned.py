@@ -16,6 +16,7 @@ from pathlib import Path
 from ...places import cache_home
 from ...problem import Problem, QuantSpec
 from . import heuristics
+from .narrow import pack_of
 from .operands import ceil_pow2
 from .spec import Config
 
@@ -40,7 +41,7 @@ def key_of(problem: Problem, processors: int, arch: int) -> str:
         _type(p.v_dtype.itemsize, p.v_quant),
     ]
     if what == "decode":
-        words.append(f"rows{ceil_pow2(heuristics.pack_of(p.group) * p.q_len)}")
+        words.append(f"rows{ceil_pow2(pack_of(p.group) * p.q_len)}")
     if p.page_size:
         words.append(f"page{p.page_size}")
     if p.mask is not None:
@@ -115,5 +116,5 @@ def config(problem: Problem, processors: int, arch: int, table: Table | None = N
     """The launch of a problem: by a kept tile if there is one, else by the heuristics."""
     tile = (kept() if table is None else table).get(key_of(problem, processors, arch))
     if tile is not None and heuristics.is_decode(problem):
-        tile = replace(tile, pack=heuristics.pack_of(problem.group))
+        tile = replace(tile, pack=pack_of(problem.group))
     return heuristics.config(problem, processors, arch, tile)

@@ -1,0 +1,73 @@
+"""How quantised caches are read in decode: by flipped products, whose columns are few rows of q."""
+
+from __future__ import annotations
+
+from ...problem import Problem
+from ..flags import is_ruled
+from .operands import ceil_pow2, operand
+from .spec import Config
+
+
+def pack_of(group: int, limit: int = 64) -> int:
+    """How many of a group's query heads share a tile: the most that divide it and stay within `limit`."""
+    return max(n for n in range(1, min(group, limit) + 1) if group % n == 0)
+
+
+def hides(problem: Problem) -> bool:
+    """Whether a query may not see a key of its tiles: then a value there must not touch it, whatever it is."""
+    return problem.mask is not None or (is_ruled(problem) and problem.q_len > 1)
+
+
+def is_narrow(problem: Problem) -> bool:
+    """Whether K and V are quantised and meet q in float16, their scales outside of the products."""
+    p = problem
+    k = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, 16)
+    v = operand(p, p.value_dim, p.v_dtype, p.v_quant, False, 16)
+    return k.factored and v.factored and k.work == v.work == "f16"
+
+
+def is_int4(problem: Problem) -> bool:
+    return all(x is not None and x.dtype == "int4" for x in (problem.k_quant, problem.v_quant))
+
+
+def flips(problem: Problem) -> bool:
+    """Whether keys are the rows of the products and up to 8 rows of q the columns. No key may be hidden, for what keeps
+    values from blind rows is not written for it.
+    """
+    p = problem
+    wide = max(p.head_dim, p.value_dim)
+    few = pack_of(p.group) * p.q_len <= 8 and wide <= 256
+    return few and is_narrow(p) and not hides(p)
+
+
+def pieces(problem: Problem) -> int:
+    """Scale groups of a row where they cut its bytes into pieces, and K's and V's do so alike; else 1. The halves of
+    int4 bytes are half a row apart, so that two groups have the same bytes.
+    """
+    p = problem
+    if p.k_quant is None or p.v_quant is None or p.k_quant != p.v_quant or p.head_dim != p.value_dim:
+        return 1
+    width, group = p.head_dim, p.k_quant.group
+    stored = width // 2 if p.k_quant.dtype == "int4" else width
+    return width // group if width == ceil_pow2(width) and stored > group else 1
+
+
+def flipped_columns(problem: Problem) -> int:
+    """Columns of flipped products: 8, or 16 where groups of 32 need as many, for pieces of 32 bytes are not read in
+    pairs. Pages of 16, 64 x 4k, us, 16 columns and 8: groups of 32 fp8 155 and 286, int4 129 and 190; groups of 64
+    with 8 query heads to a KV head, fp8 148 and 147, int4 112 and 100.
+    """
+    p = problem
+    small = p.k_quant is not None and p.k_quant.group == 32
+    return 16 if small and 8 < pack_of(p.group) * p.q_len * pieces(p) <= 16 else 8
+
+
+def spread(problem: Problem, c: Config) -> int:
+    """Scale groups that have columns of their own in flipped products, 1 for none (`spread.py`).
+
+    Pages of 16, 64 x 4k, us, with and without: fp8 142 and 151 (contiguous 135 and 160), D=256 146 and 156. Not where
+    rows are not cut: int4, groups of 64, 106 and 102, contiguous 90 and 91.
+    """
+    p = problem
+    groups = pieces(p)
+    return groups if flips(p) and pack_of(p.group) * p.q_len * groups <= c.BM <= 16 else 1

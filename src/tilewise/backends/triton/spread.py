@@ -1,0 +1,42 @@
+"""Scale groups of a row beside one another: each has a row of q of its own, and their products are added up.
+
+Cut where its groups end, a row of K or V is read in pieces: fp8 with D=128 in groups of 64 asks L2 for 10.0 million
+pieces of 64 bytes where whole rows are 5.5 million of 128 (64 x 4k tokens), and waits for them. Flipped products have 8
+columns or 16, and a KV head often has only 4 queries. So row `r` of a tile stands for query `r // G` in group `r % G`:
+of q it holds that group alone and zeros elsewhere, so that one product over whole rows gives the dot products of all
+groups. They are multiplied by their scales and added up, G neighbours that one thread holds. The softmax is then the
+same in all G rows; in p v each has its own group's scales in the weights, and of its output that group's columns count.
+"""
+
+import triton
+import triton.language as tl
+
+from .load import spread_of, start_of, unit_of, width_of
+
+
+@triton.jit
+def own_group(BM: tl.constexpr, i: tl.constexpr, part: tl.constexpr, OP: tl.constexpr):
+    """Which elements of a chunk are of the scale group that a row stands for: [BM, W]."""
+    column = start_of(OP, i, part) + tl.arange(0, width_of(OP, i)) * unit_of(OP)
+    return column[None, :] // OP.group == (tl.arange(0, BM) % OP.spread)[:, None]
+
+
+@triton.jit
+def group_scales(base, rows, ok, BM: tl.constexpr, OP: tl.constexpr, MASKED: tl.constexpr):
+    """The scale of each key in each row's own group: float32 [BM, BK]."""
+    G: tl.constexpr = spread_of(OP)
+    first, each = rows
+    at = (base + first) + (each[None, :] + tl.arange(0, G)[:, None])  # [G, BK]
+    if MASKED:
+        x = tl.load(at, mask=ok[None, :], other=0.0)
+    else:
+        x = tl.load(at)
+    BK: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x.to(tl.float32)[None, :, :], [BM // G, G, BK]), [BM, BK])
+
+
+@triton.jit
+def group_sums(x, BM: tl.constexpr, BK: tl.constexpr, G: tl.constexpr):
+    """The sum over the rows that stand for one, in each of them: [BM, BK]."""
+    total = tl.sum(tl.reshape(x, [BM // G, G, BK]), 1)
+    return tl.reshape(tl.broadcast_to(total[:, None, :], [BM // G, G, BK]), [BM, BK])
