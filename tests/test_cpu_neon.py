@@ -23,7 +23,7 @@ assert simd.W == 4, simd.W
 KERNELS = {
     "gemm_keys_all": (gemm.gemm_keys_all, "iiiii"), "gemm_values_3": (gemm.gemm_values_3, "iiiiii"),
     "pack_3": (gemm.pack_3, "iiii"), "transpose": (micro.transpose, "iiii"),
-    "soften_column": (softmax.soften_column, "iiiiiif"), "softcap_cells": (softmax.softcap_cells, "iiiff"),
+    "soften_column": (softmax.soften_column, "iiiiiiff"), "softcap_cells": (softmax.softcap_cells, "iiiff"),
     "exp_row": (softmax.exp_row, "iiff"), "store_f16": (micro.store_f16, "iiif"),
     "store_bf16": (micro.store_bf16, "iiif"),
 }

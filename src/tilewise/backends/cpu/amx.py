@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -18,8 +19,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from .host import cpu_features
-from .simd import F32, I8, I16, I32, Emit, Value, W, microkernel
-from .softmax import column_top, fade_and_store
+from .simd import I8, Emit, Value, W, microkernel
 
 TILE = 1024  # bytes
 # Rows and columns of a product: four tiles of sums, two of each operand. All tiles lie in memory as they are, 16 rows
@@ -81,14 +81,20 @@ def release(e: Emit) -> None:
     _tile(e, "tilerelease")
 
 
-def multiply(e: Emit, products: Any, a: Value, a_part: Value, b: Value, b_part: Value, n: Value) -> None:
-    """Tiles 0 to 3 += A [32, 32 n] B [32 n, 32], operands as `BLOCK` says, their parts `a_part` and `b_part` apart."""
+def multiply(
+    e: Emit, products: Any, a: Value, a_part: Value, b: Value, b_part: Value, n: Value,
+    beside: Callable[[Value], None],
+) -> None:  # fmt: skip
+    """Tiles 0 to 3 += A [32, 32 n] B [32 n, 32], operands as `BLOCK` says, their parts `a_part` and `b_part` apart.
+
+    `beside(g)` is what vectors do meanwhile, after group g of n times `products`.
+    """
     c = e.builder
     width = e.whole(64)
     with e.loop(n) as step:
         down = c.mul(step, e.whole(2 * TILE))
         held_a = held_b = None
-        for i, j in products:
+        for group, (i, j) in enumerate(products):
             left = c.add(c.add(a, c.mul(a_part, e.whole(i))), down)
             right = c.add(c.add(b, c.mul(b_part, e.whole(j))), down)
             if i != held_a:
@@ -104,6 +110,7 @@ def multiply(e: Emit, products: Any, a: Value, a_part: Value, b: Value, b_part: 
             _tile(e, "tdpbf16ps", 2, 5, 6)
             _tile(e, "tdpbf16ps", 3, 5, 7)
             held_a, held_b = i, j
+            beside(c.add(c.mul(step, e.whole(len(products))), e.whole(group)))
 
 
 def _corners(e: Emit, c: Value, half: Value) -> list[Value]:
@@ -112,19 +119,31 @@ def _corners(e: Emit, c: Value, half: Value) -> list[Value]:
     return [c, right, e.builder.add(c, e.whole(TILE)), e.builder.add(right, e.whole(TILE))]
 
 
+def nothing(group: Value) -> None:
+    pass
+
+
+def make_scores(
+    e: Emit, parts: int, k: Value, k_part: Value, q: Value, q_part: Value, s: Value, half: Value, n: Value,
+    beside: Callable[[Value], None] = nothing,
+) -> None:  # fmt: skip
+    """s [32 keys, 32 rows] = K Q^T over 32 n elements."""
+    for tile in range(4):
+        _tile(e, "tilezero", tile)
+    multiply(e, KEY_PRODUCTS[parts], k, k_part, q, q_part, n, beside)
+    for tile, corner in enumerate(_corners(e, s, half)):
+        _tile(e, "tilestored64", tile, _at(e, corner), e.whole(64))
+
+
 def make_products(parts: int) -> tuple[Any, Any]:
-    """`keys(k, k_part, q, q_part, s, half, n)`: s [32 keys, 32 rows] = K Q^T over 32 n elements.
+    """`keys(k, k_part, q, q_part, s, half, n)`: `make_scores`.
 
     `values(v, v_part, p, p_part, acc, half, n, sums)`: acc [32 columns, 32 rows] += V^T P over 32 n keys.
     """
 
     @microkernel("iiiiiii")
     def keys(e: Emit, k: Value, k_part: Value, q: Value, q_part: Value, s: Value, half: Value, n: Value) -> None:
-        for tile in range(4):
-            _tile(e, "tilezero", tile)
-        multiply(e, KEY_PRODUCTS[parts], k, k_part, q, q_part, n)
-        for tile, corner in enumerate(_corners(e, s, half)):
-            _tile(e, "tilestored64", tile, _at(e, corner), e.whole(64))
+        make_scores(e, parts, k, k_part, q, q_part, s, half, n)
 
     @microkernel("iiiiiiii")
     def values(
@@ -137,7 +156,7 @@ def make_products(parts: int) -> tuple[Any, Any]:
                 _tile(e, "tileloadd64", tile, _at(e, corner), e.whole(64))
             else:
                 _tile(e, "tilezero", tile)
-        multiply(e, VALUE_PRODUCTS[parts], v, v_part, p, p_part, n)
+        multiply(e, VALUE_PRODUCTS[parts], v, v_part, p, p_part, n, nothing)
         for tile, corner in enumerate(corners):
             to = corner if parts == 1 else b.add(sums, e.whole(tile * TILE))
             _tile(e, "tilestored64", tile, _at(e, to), e.whole(64))
@@ -148,113 +167,3 @@ def make_products(parts: int) -> tuple[Any, Any]:
                     e.store(b.fadd(e.load(corner, i), more), corner, i)
 
     return keys, values
-
-
-def _split(e: Emit, x: Value, parts: int) -> list[Value]:
-    """float32 as a sum of numbers with 8 bits each, those of bf16, the largest first."""
-    b = e.builder
-    result = []
-    for _ in range(parts):
-        bits = b.add(b.bitcast(x, e.vector(I32)), e.i32s(0x8000))
-        top = b.bitcast(b.and_(bits, e.i32s(-0x10000)), e.vector(F32))
-        result.append(top)
-        x = b.fsub(x, top)
-    return result
-
-
-def _pair(e: Emit, even: Value, odd: Value) -> Value:
-    """Two parts of `_split` as pairs of bf16."""
-    b = e.builder
-    low = b.lshr(b.bitcast(even, e.vector(I32)), e.i32s(16))
-    return b.or_(low, b.bitcast(odd, e.vector(I32)))
-
-
-def make_split_row(parts: int) -> Any:
-    """`fn(to, part, jump, source, count)`: a float32 row as bf16 rows, `part` bytes apart; NaN if it is not finite.
-
-    From 32 elements to the next 32 it is `jump` bytes.
-    """
-
-    @microkernel("iiiii>f")
-    def split_row(e: Emit, to: Value, part: Value, jump: Value, source: Value, count: Value) -> Value:
-        b = e.builder
-        check = e.var(e.zeros)
-        with e.loop(b.sdiv(count, e.whole(BLOCK))) as step:
-            for half in range(0, BLOCK, W):
-                x = e.load(source, b.add(b.mul(step, e.whole(BLOCK)), e.whole(half)))
-                check.set(e.fma(x, e.zeros, check.get()))
-                for n, top in enumerate(_split(e, x, parts)):
-                    short = b.trunc(b.lshr(b.bitcast(top, e.vector(I32)), e.i32s(16)), e.vector(I16))
-                    at = b.add(b.add(to, b.mul(part, e.whole(n))), b.mul(step, jump))
-                    b.store(short, e.pointer(at, half, I16, short.type)).align = 2
-        return e.reduce(check.get(), b.fadd)
-
-    return split_row
-
-
-@microkernel("iiii")
-def copy_row(e: Emit, to: Value, jump: Value, source: Value, count: Value) -> None:
-    """`count` bf16 numbers, 32 of them `jump` bytes from the next 32."""
-    b = e.builder
-    with e.loop(b.sdiv(count, e.whole(BLOCK))) as step:
-        e.store(e.load(source, b.mul(step, e.whole(W))), b.add(to, b.mul(step, jump)))
-
-
-@microkernel("iii>f")
-def turn(e: Emit, to: Value, source: Value, step: Value) -> Value:
-    """16 columns of 32 bf16 rows, `step` bytes apart, become the rows of a tile. NaN if a number is not finite."""
-    b = e.builder
-    check = e.var(e.zeros)
-    pairs = []
-    for i in range(0, BLOCK, 2):
-        even, odd = (
-            b.shl(b.zext(e.load_i16(b.add(source, b.mul(step, e.whole(i + n)))), e.vector(I32)), e.i32s(16))
-            for n in (0, 1)
-        )
-        for bits in (even, odd):
-            check.set(e.fma(b.bitcast(bits, e.vector(F32)), e.zeros, check.get()))
-        pairs.append(b.bitcast(b.or_(b.lshr(even, e.i32s(16)), odd), e.vector(F32)))
-    for i, row in enumerate(e.transpose(pairs)):
-        e.store(row, to, i * W)
-    return e.reduce(check.get(), b.fadd)
-
-
-def make_soften(parts: int) -> Any:
-    """`fn(s, count, m, l, shrink, factor, p, part)`: as `soften_column`, but the weights go to `p` as tiles of pairs.
-
-    `count` is a multiple of 32. Returns 1 if older weights fade.
-    """
-
-    @microkernel("iiiiifii>f")
-    def soften_pairs(
-        e: Emit, s: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value, p: Value, part: Value
-    ) -> Value:
-        b = e.builder
-        factor = e.splat(factor)
-        base, fade = column_top(e, s, e.whole(W), count, m, factor)
-        totals = [e.var(e.zeros), e.var(e.zeros)]
-        with e.loop(b.sdiv(count, e.whole(BLOCK))) as step, e.loop(e.whole(16)) as j:
-            row = b.mul(b.add(b.mul(step, e.whole(16)), j), e.whole(2 * W))
-            weights = []
-            for n, total in enumerate(totals):
-                x = e.load(s, b.add(row, e.whole(n * W)))
-                weight = e.exp2(b.fmul(b.fsub(x, base), factor))
-                total.set(b.fadd(total.get(), weight))
-                weights.append(_split(e, weight, parts))
-            at = b.add(b.mul(step, e.whole(2 * TILE // 4)), b.mul(j, e.whole(W)))
-            for n, (even, odd) in enumerate(zip(*weights, strict=True)):
-                pair = b.bitcast(_pair(e, even, odd), e.vector(F32))
-                e.store(pair, b.add(p, b.mul(part, e.whole(n))), at)
-        fade_and_store(e, l, shrink, fade, b.fadd(totals[0].get(), totals[1].get()))
-        fades = b.fcmp_unordered("!=", fade, e.f32s(1.0))
-        return e.reduce(b.uitofp(fades, e.vector(F32)), e.max)
-
-    return soften_pairs
-
-
-@microkernel("iii")
-def fade_columns(e: Emit, acc: Value, count: Value, shrink: Value) -> None:
-    """`count` vectors times that of `shrink`."""
-    fade = e.load(shrink)
-    with e.loop(e.builder.mul(count, e.whole(W)), W) as i:
-        e.store(e.builder.fmul(e.load(acc, i), fade), acc, i)

@@ -9,6 +9,8 @@ with the maximum always subtracted.)
 
 from __future__ import annotations
 
+from typing import Any
+
 from llvmlite import ir
 
 from .gemm import KEYS, PANEL, dot_products
@@ -27,14 +29,6 @@ def _in_all(e: Emit, lanes: list[Value]) -> Value:
         together = b.and_(together, more)
     bits = ir.IntType(W)
     return b.zext(b.icmp_unsigned("==", b.bitcast(together, bits), ir.Constant(bits, 2**W - 1)), I64)
-
-
-@microkernel("i>i")
-def is_calm(e: Emit, m: Value) -> Value:
-    """Whether nothing is subtracted from the scores of a panel's rows, or nothing is seen yet."""
-    b = e.builder
-    tops = [e.load(m, j * W) for j in range(VECTORS)]
-    return _in_all(e, [b.or_(b.fcmp_ordered("==", x, e.zeros), b.fcmp_ordered("==", x, e.f32s(-INF))) for x in tops])
 
 
 @microkernel("iiiiifi")
@@ -69,21 +63,36 @@ def weigh_rest(e: Emit, s: Value, count: Value, factor: Value, totals: Value) ->
             e.store(b.fadd(e.load(totals, j * W), weight), totals, j * W)
 
 
-@microkernel("iiii>i")
-def take_totals(e: Emit, totals: Value, m: Value, l: Value, shrink: Value) -> Value:
-    """Adds the sums of a tile's weights to l, if the panel's rows are calm with them; were they?"""
-    b = e.builder
-    sums = [e.load(totals, j * W) for j in range(VECTORS)]
-    lanes = []
-    for j, x in enumerate(sums):
-        seen = b.fcmp_ordered("==", e.load(m, j * W), e.zeros)
-        enough = b.or_(seen, b.fcmp_ordered(">=", x, e.f32s(LEAST_TOTAL)))
-        some = b.fcmp_ordered(">=", x, e.zeros)  # of scores past 2 ** 22 come infinities of either sign
-        lanes.append(b.and_(b.and_(enough, some), b.fcmp_ordered("<=", x, e.f32s(2.0**MOST))))
-    calm = _in_all(e, lanes)
-    with b.if_then(b.icmp_signed("!=", calm, e.whole(0))):
+def _checks(vectors: int) -> tuple[Any, Any]:
+    @microkernel("i>i")
+    def is_calm(e: Emit, m: Value) -> Value:
+        """Whether nothing is subtracted from the scores of these rows, or nothing is seen yet."""
+        b = e.builder
+        tops = [e.load(m, j * W) for j in range(vectors)]
+        lanes = [b.or_(b.fcmp_ordered("==", x, e.zeros), b.fcmp_ordered("==", x, e.f32s(-INF))) for x in tops]
+        return _in_all(e, lanes)
+
+    @microkernel("iiii>i")
+    def take_totals(e: Emit, totals: Value, m: Value, l: Value, shrink: Value) -> Value:
+        """Adds the sums of a tile's weights to l, if the rows are calm with them; were they?"""
+        b = e.builder
+        sums = [e.load(totals, j * W) for j in range(vectors)]
+        lanes = []
         for j, x in enumerate(sums):
-            e.store(e.zeros, m, j * W)
-            e.store(b.fadd(e.load(l, j * W), x), l, j * W)
-            e.store(e.f32s(1.0), shrink, j * W)
-    return calm
+            seen = b.fcmp_ordered("==", e.load(m, j * W), e.zeros)
+            enough = b.or_(seen, b.fcmp_ordered(">=", x, e.f32s(LEAST_TOTAL)))
+            some = b.fcmp_ordered(">=", x, e.zeros)  # of scores past 2 ** 22 come infinities of either sign
+            lanes.append(b.and_(b.and_(enough, some), b.fcmp_ordered("<=", x, e.f32s(2.0**MOST))))
+        calm = _in_all(e, lanes)
+        with b.if_then(b.icmp_signed("!=", calm, e.whole(0))):
+            for j, x in enumerate(sums):
+                e.store(e.zeros, m, j * W)
+                e.store(b.fadd(e.load(l, j * W), x), l, j * W)
+                e.store(e.f32s(1.0), shrink, j * W)
+        return calm
+
+    return is_calm, take_totals
+
+
+is_calm, take_totals = _checks(VECTORS)
+is_calm_2, take_totals_2 = _checks(2)  # for the panels of matrix tiles

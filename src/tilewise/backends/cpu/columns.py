@@ -10,9 +10,10 @@ from .gemm import ROWS
 from .masks import FULL, SKIP, list_mask, mask_row
 from .micro import get_i32, get_i64, put_i32, transpose
 from .simd import W
-from .softmax import alibi_column, bias_cells, hide_column, scale_cells, softcap_cells
+from .softmax import MOST, NEVER, alibi_column, bias_cells, hide_column, scale_cells, softcap_cells
 
 NO_KEY = 2**31 - 1
+LEAST_KEYS = 16
 
 
 @jit
@@ -58,6 +59,16 @@ def seen_by_some(t, first, end):
     for i in range(first // ROWS, end // ROWS):
         lo, hi = min(lo, get_i32(t.some_lo + 4 * i)), max(hi, get_i32(t.some_hi + 4 * i))
     return lo, hi
+
+
+@jit
+def calm_bound(p, kv_len):
+    """How large scores may be for nothing to be subtracted from them (`calm.py`), below 0 for never.
+
+    Only of plain dot products: others have a maximum subtracted, which rounds less. And not of a few keys: of one, the
+    maximum is the lse, and the weight is 1.
+    """
+    return F(MOST) if is_plain(p) and kv_len >= LEAST_KEYS else F(NEVER)
 
 
 @jit

@@ -17,7 +17,6 @@ from .access import (
     ONE,
     ZERO,
     F,
-    is_plain,
     item_at,
     jit,
     key_source,
@@ -34,7 +33,7 @@ from .access import (
 )  # fmt: skip
 from .ahead import ask_share, list_next
 from .calm import gemm_weights, is_calm, take_totals, weigh_rest
-from .columns import list_spans, seen_by_all, seen_by_some, sees_all, shape_scores
+from .columns import calm_bound, list_spans, seen_by_all, seen_by_some, sees_all, shape_scores
 from .gemm import (
     KEYS,
     PANEL,
@@ -55,7 +54,7 @@ from .micro import clear, transpose
 from .rows import add_strays, set_up, take_out_strays
 from .scratch import PAD, PANEL_, cut
 from .simd import W
-from .softmax import LOG2E, soften_below_top, soften_column
+from .softmax import LOG2E, soften_column
 
 DOT = 128  # elements of a dot product that are summed in one go: longer sums round more
 
@@ -122,14 +121,11 @@ def overlaps(span, key):
 
 
 @jit
-def soften(p, t, item, s, first, R, key, count):
+def soften(p, t, item, s, first, R, key, count, most):
     """Scores of W query rows from `first` on over `count` keys from `key` on become weights."""
     shape_scores(p, t, item, s, PANEL_, first, R, key, count)
     m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
-    if is_plain(p):
-        soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E))
-    else:
-        soften_below_top(s, PANEL, count, m, l, shrink, F(LOG2E))
+    soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E), most)
 
 
 @jit
@@ -232,6 +228,7 @@ def walk_packed(params, scratch, address):
     first, last = set_up(p, t, item, up(R, PANEL), Dv)
     list_spans(t, up(R, PANEL))
     all_lo, all_hi = seen_by_all(t, R)
+    most = calm_bound(p, kv_len)
     tile = item.start + max(0, first - item.start) // BK * BK
     while tile < last:
         end = min(tile + BK, last)
@@ -241,7 +238,7 @@ def walk_packed(params, scratch, address):
             tile += BK
             continue
         whole = unmasked and all_lo <= tile and all_hi >= end
-        plain = unmasked and is_plain(p)
+        calm = unmasked and most > F(0)
         list_rows(p, k, at, t.k_table, tile, count, PAD)
         if k.code:
             widen_rows(p, k, at, t.k_table, t.keys, tile, count, PAD)
@@ -254,14 +251,14 @@ def walk_packed(params, scratch, address):
             k0, k1 = (max(lo, tile) - tile) // KEYS * KEYS, min(hi, end) - tile  # a block of keys is listed whole
             if k0 >= k1:
                 continue
-            full = plain and row + PANEL <= R and sees_all(t, row, row + PANEL, tile, end)
+            full = calm and row + PANEL <= R and sees_all(t, row, row + PANEL, tile, end)
             if not (full and calm_weights(p, t, panel, panels, coming, D, count)):
                 vectors = min(PANEL, up(R - row, W)) // W
                 scores(p, t, panel, panels, coming, vectors, D, tile, end, k0, k1)
                 for c in range(vectors):
                     lo, hi = vector_span(t, row + c * W, tile, end)
                     if lo < hi:
-                        soften(p, t, item, t.s + 4 * (lo * PANEL + c * W), row + c * W, R, tile + lo, hi - lo)
+                        soften(p, t, item, t.s + 4 * (lo * PANEL + c * W), row + c * W, R, tile + lo, hi - lo, most)
             add_values(t, row, tile, k0, k1, Dv, BK)
             if strays:
                 add_strays(p, t, item, row, min(PANEL, R - row), count, Dv, tile, PANEL_, ONE)

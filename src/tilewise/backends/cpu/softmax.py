@@ -6,8 +6,7 @@ Decode keeps its scores by rows, prefill by columns; `per_row` and `per_column` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from llvmlite import ir
 
@@ -16,7 +15,8 @@ from .simd import F32, I32, Emit, Value, W, microkernel
 
 LOG2E = math.log2(math.e)
 INF = float("inf")
-MOST = 30.0  # rows whose scores are this small, as powers of two, have nothing subtracted from them
+# Rows whose scores are this small, as powers of two, may have nothing subtracted from them: see `columns.calm_bound`.
+MOST, NEVER = 30.0, -1.0
 
 # tanh x = x + x^3 P(x^2) up to 0.625, to a relative 4e-9; highest power first.
 TANH = (-5.704985e-3, 2.0639086e-2, -5.3739715e-2, 1.3331442e-1, -3.3333281e-1)
@@ -154,19 +154,13 @@ def take_base(e: Emit, m: Value, old: Value, new: Value, factor: Value) -> tuple
     return base, e.exp2(b.fmul(b.fsub(old, base), factor))
 
 
-def column_top(e: Emit, s: Value, step: Value, count: Value, m: Value, factor: Value) -> tuple[Value, Value]:
-    """m is the running maximum of W rows, raised by `count` new keys. Returns as `take_base`."""
-    old = e.load(m)
-    return take_base(e, m, old, e.max(old, column_max(e, s, step, count)), factor)
-
-
-def lazy_top(e: Emit, s: Value, step: Value, count: Value, m: Value, factor: Value) -> tuple[Value, Value]:
-    """m is 0 as long as all scores are small (`MOST`), then the running maximum. Returns as `take_base`.
+def lazy_top(e: Emit, s: Value, step: Value, count: Value, m: Value, factor: Value, most: Value) -> tuple[Value, Value]:
+    """m is 0 as long as all scores are small (`most`, none if below 0), then the running maximum; see `take_base`.
 
     It depends on a row's own scores alone, not on those of its neighbours.
     """
     b = e.builder
-    old, top, most = e.load(m), column_max(e, s, step, count), e.f32s(MOST)
+    old, top = e.load(m), column_max(e, s, step, count)
     near = b.fcmp_ordered("<=", e.call("fabs", b.fmul(top, factor)), most)
     below = b.fcmp_ordered("<=", b.fmul(top, factor), most)
     first, calm = b.fcmp_ordered("==", old, e.f32s(-INF)), b.fcmp_ordered("==", old, e.zeros)
@@ -188,33 +182,28 @@ def fade_and_store(e: Emit, l: Value, shrink: Value, fade: Value, total: Value) 
     e.store(fade, shrink)
 
 
-def _soften_column(find_top: Callable[..., tuple[Value, Value]]) -> Any:
-    @microkernel("iiiiiif")
-    def soften(e: Emit, s: Value, step: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value) -> None:
-        """Scores to weights, with m by `find_top` and the sum l of each row; `shrink` is what older weights fade by.
+@microkernel("iiiiiiff")
+def soften_column(
+    e: Emit, s: Value, step: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value, most: Value
+) -> None:
+    """Scores to weights, with m by `lazy_top` and the sum l of each row; `shrink` is what older weights fade by.
 
-        p = 2 ** ((s - m) * factor), subtracted first as in `exp_row`; they are summed as in `calm.py`.
-        """
-        b = e.builder
-        factor = e.splat(factor)
-        base, fade = find_top(e, s, step, count, m, factor)
-        total = e.var(e.zeros)
-        whole = b.mul(b.sdiv(count, e.whole(KEYS)), e.whole(KEYS))
+    p = 2 ** ((s - m) * factor), subtracted first as in `exp_row`; they are summed as in `calm.py`.
+    """
+    b = e.builder
+    factor = e.splat(factor)
+    base, fade = lazy_top(e, s, step, count, m, factor, e.splat(most))
+    total = e.var(e.zeros)
+    whole = b.mul(b.sdiv(count, e.whole(KEYS)), e.whole(KEYS))
 
-        def weigh(j: Value) -> Value:
-            at = b.mul(j, step)
-            p = e.exp2_of_product(b.fsub(e.load(s, at), base), factor)
-            e.store(p, s, at)
-            return p
+    def weigh(j: Value) -> Value:
+        at = b.mul(j, step)
+        p = e.exp2_of_product(b.fsub(e.load(s, at), base), factor)
+        e.store(p, s, at)
+        return p
 
-        with e.loop(whole, KEYS) as j:
-            total.set(b.fadd(total.get(), add_up(e, [weigh(b.add(j, e.whole(n))) for n in range(KEYS)])))
-        with e.loop(b.sub(count, whole)) as j:
-            total.set(b.fadd(total.get(), weigh(b.add(j, whole))))
-        fade_and_store(e, l, shrink, fade, total.get())
-
-    return soften
-
-
-# Plain dot products may be calm; other scores always have their maximum subtracted, which rounds less.
-soften_column, soften_below_top = _soften_column(lazy_top), _soften_column(column_top)
+    with e.loop(whole, KEYS) as j:
+        total.set(b.fadd(total.get(), add_up(e, [weigh(b.add(j, e.whole(n))) for n in range(KEYS)])))
+    with e.loop(b.sub(count, whole)) as j:
+        total.set(b.fadd(total.get(), weigh(b.add(j, whole))))
+    fade_and_store(e, l, shrink, fade, total.get())

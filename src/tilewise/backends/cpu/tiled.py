@@ -1,7 +1,8 @@
 """Prefill by matrix tiles: query rows in panels of 32, keys and columns of V in blocks of 32.
 
     s [keys, 32] = K Q^T            K and Q^T copied into tiles, in parts if they are not bf16 (`amx.py`)
-    s -> P                          16 rows side by side; written as the tiles that the next product reads
+    s -> P                          16 rows side by side; written as the tiles that the next product reads. Calm rows
+                                    (`calm.py`) have it block by block, beside the next block's scores
     acc [Dv, 32] += V^T P           V turned once for each tile of keys
 
 A number that is not finite has no parts, and in V it may not meet the weight of a row that does not see it: there it is
@@ -24,7 +25,6 @@ from .access import (
     key_source,
     params_at,
     place,
-    query_row,
     row_address,
     sequence,
     unit,
@@ -32,36 +32,17 @@ from .access import (
     value_source,
     widen_row,
 )  # fmt: skip
-from .amx import (
-    BLOCK,
-    TILE,
-    configure,
-    copy_row,
-    fade_columns,
-    make_products,
-    make_soften,
-    make_split_row,
-    release,
-    turn,
-)
-from .columns import list_spans, seen_by_all, seen_by_some, shape_scores
+from .amx import BLOCK, TILE, configure, make_products, release
+from .amx_weights import fade_columns, make_calm_products, make_soften
+from .calm import is_calm_2, take_totals_2
+from .columns import calm_bound, list_spans, seen_by_all, seen_by_some, shape_scores
+from .lay import BF16, STEP, W_, for_parts, lay_functions
 from .masks import read_states
-from .micro import clear, get_f32, get_i64, get_one, put_f32, put_i64, put_one, transpose
+from .micro import clear, get_f32, get_i32, get_i64, get_one, put_f32, put_i64, transpose
 from .rows import sees, set_up
 from .scratch import cut, cut_tiles
-from .simd import CODES, W
-from .softmax import LOG2E
-
-# np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
-W_ = np.int64(W)
-ROW, STEP = np.int64(2 * BLOCK), np.int64(2 * TILE)  # bytes from 32 elements to the next: of a row, of an operand
-BF16 = CODES["bf16"]
-
-
-@jit
-def tile_row(row, steps):
-    """Where row `row` of an operand starts, in bytes; it goes on in the next of `steps` steps 2 tiles further."""
-    return row // BLOCK * steps * STEP + row % BLOCK // 16 * TILE + row % 16 * 64
+from .simd import W
+from .softmax import LOG2E, hide_column
 
 
 @jit
@@ -82,100 +63,38 @@ def turn_back(t, w, R, Dv, padded):
             transpose(t.acc + 4 * (row * Dv + d), Dv, w.acc + 4 * (row * padded + d * W), W_)
 
 
+@jit
+def may_be_calm(t, first, tile, end):
+    """Whether the rows of a panel are calm (`calm.py`), and all see some key of a tile: other sums say little."""
+    for half in range(2):
+        v = 4 * (first // W + half)
+        if get_i32(t.all_lo + v) >= end or get_i32(t.all_hi + v) <= tile:
+            return False
+    return is_calm_2(t.m + 4 * first) != 0
+
+
+@jit
+def take_panel(t, row, u):
+    first = row + u * BLOCK
+    return take_totals_2(t.totals + 4 * u * BLOCK, t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first) != 0
+
+
+@jit
+def hide_block(t, s, first, key):
+    """Scores [2 halves, 32 keys, 16] of a panel, without what its rows do not see."""
+    for half in range(2):
+        v = first + half * W
+        if get_i32(t.all_lo + 4 * (v // W)) > key or get_i32(t.all_hi + 4 * (v // W)) < key + BLOCK:
+            hide_column(s + 2 * TILE * half, W, BLOCK, t.lo + 4 * v, t.hi + 4 * v, key)
+
+
 def walk_function(parts):
     """`fn(params, scratch, item)`: all keys of the item; m, l and acc hold the result if `done` does not hold 0."""
     multiply_keys, multiply_values = make_products(parts)
-    soften, split_row = make_soften(parts), make_split_row(parts)
-    PARTS_ = np.int64(parts)
-
-    def piece(fn):
-        fn.__qualname__ = f"{fn.__name__}_{parts}"  # kept code is found by name: no two functions may share one
-        return jit(fn)
-
-    @piece
-    def lay_row(w, code, width, to, part, jump, source, padded, keep):
-        """A row as bf16 rows, `part` bytes apart, with zeros up to `padded`. Was a number not finite, or infinite?
-
-        Such a number is its own first part, or 0 if it is not to be kept.
-        """
-        if parts == 1 and code == BF16 and width == padded and keep:
-            copy_row(to, jump, source, padded)
-            return False, False
-        widen_row(w.rows, source, code, width, padded, ZERO, ZERO, ONE)
-        if split_row(to, part, jump, w.rows, padded) == F(0):
-            return False, False
-        infinite = False
-        for i in range(width):
-            x = get_f32(w.rows + 4 * i)
-            if x - x != F(0):
-                infinite |= x == x
-                at = to + i // BLOCK * jump + 2 * (i % BLOCK)
-                put_one(at, BF16, ZERO, x if keep else F(0))
-                for n in range(1, parts):
-                    put_one(at + n * part, BF16, ZERO, F(0))
-        return True, infinite
-
-    @piece
-    def lay_key(p, w, x, at, to, part, jump, key, padded, keep):
-        """The row of a key in K or V."""
-        source = row_address(p, x.base, x.b, x.h, x.l, at, key)
-        return lay_row(w, x.code, x.width, to, part, jump, source, padded, keep)
-
-    @piece
-    def lay_queries(p, w, item, q_start, R, D, spare):
-        """Q^T, an operand of 32 columns for each panel. Is a number infinite?"""
-        bad, n = False, item.rows
-        rows, part, q_part = w.rows + 4 * spare, 2 * W * D, 2 * up(R, BLOCK) * D  # rows: [parts, W, D]
-        for first in range(0, up(R, BLOCK), W):
-            for r in range(first, first + W):
-                row = rows + 2 * (r - first) * D
-                if r < R:
-                    at = query_row(p, item, q_start, r // n, r % n)
-                    bad |= lay_row(w, p.q_code, p.head_dim, row, part, ROW, at, D, True)[1]
-                else:
-                    for i in range(parts):
-                        clear(row + i * part, D // 2)
-            for i in range(parts):
-                tile = w.q + i * q_part + first // BLOCK * (D // BLOCK) * STEP + first % BLOCK // W * TILE
-                for d in range(D // BLOCK):
-                    transpose(tile + d * STEP, W_, rows + i * part + 4 * d * W, D // 2)
-        return bad and parts > 1
-
-    @piece
-    def lay_keys(p, w, x, at, tile, count, D, part):
-        """K, an operand of `count` rows and some more, which do not matter. Is a number infinite?"""
-        bad = False
-        for j in range(count):
-            bad |= lay_key(p, w, x, at, w.k + tile_row(j, D // BLOCK), part, STEP, tile + j, D, True)[1]
-        return bad and parts > 1
-
-    @piece
-    def lay_values(p, t, w, x, at, tile, count, Dv, BK, spare, keep):
-        """V^T, an operand of Dv rows; keys up to the next multiple of 32 are zeros. Is a number not finite?
-
-        Numbers that are not are taken out if they are not to be kept; `v_table` says which keys have one.
-        """
-        bad = False
-        rows, part, v_part = w.rows + 4 * spare, 2 * BLOCK * Dv, 2 * Dv * BK  # rows: [parts, 32, Dv]
-        for j in range(0, count, BLOCK):
-            base, step = rows, 2 * Dv
-            evenly = p.table == 0 or p.page % BLOCK == 0
-            if parts == 1 and keep and x.width % W == 0 and j + BLOCK <= count and evenly:
-                base, step = row_address(p, x.base, x.b, x.h, x.l, at, tile + j), x.l
-            else:
-                for i in range(BLOCK):
-                    if j + i < count:
-                        stray, _ = lay_key(p, w, x, at, rows + 2 * i * Dv, part, ROW, tile + j + i, Dv, keep)
-                        put_i64(t.v_table + 8 * (j + i), ONE if stray else ZERO)
-                        bad |= stray
-                    else:
-                        for n in range(parts):
-                            clear(rows + 2 * i * Dv + n * part, Dv // 2)
-            for n in range(parts):
-                for c in range(0, up(x.width, W), W):
-                    to = w.v + n * v_part + tile_row(c, BK // BLOCK) + j // BLOCK * STEP
-                    bad |= turn(to, base + n * part + 2 * c, step) != F(0)
-        return bad
+    soften = make_soften(parts)
+    calm_keys, weigh_rest = make_calm_products(parts)
+    lay_queries, lay_keys, lay_values = lay_functions(parts)
+    PARTS_, piece = np.int64(parts), for_parts(parts)
 
     @piece
     def add_back(p, t, w, item, x, at, row, u, R, tile, k0, k1, Dv, BK):
@@ -199,7 +118,7 @@ def walk_function(parts):
                         put_f32(cell, get_f32(cell) + weight * stray)
 
     @piece
-    def weights(p, t, w, item, row, u, R, tile, k0, k1, count, Dv, BK):
+    def weights(p, t, w, item, row, u, R, tile, k0, k1, count, Dv, BK, most):
         """The scores of panel u become weights; older sums fade."""
         if k0 >= k1:
             return
@@ -210,8 +129,29 @@ def walk_function(parts):
             shape_scores(p, t, item, s, W_, first, R, tile + k0, there)
             pairs = w.p + 2 * u * BK * BLOCK + k0 // BLOCK * STEP + half * TILE
             m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
-            if soften(s, k1 - k0, m, l, shrink, unit(p) * F(LOG2E), pairs, 4 * BK * BLOCK) != F(0):
+            if soften(s, k1 - k0, m, l, shrink, unit(p) * F(LOG2E), pairs, 4 * BK * BLOCK, most) != F(0):
                 fade_columns(w.acc + 4 * first * Dv, Dv, shrink)
+
+    @piece
+    def calm_weights(p, t, w, row, a0, a1, b0, b1, tile, end, D, BK, q_part):
+        """Weights of two panels over their keys of a tile. Was the first calm (`calm.py`), was the second?"""
+        a = a0 < a1 and may_be_calm(t, row, tile, end)
+        b = b0 < b1 and may_be_calm(t, row + BLOCK, tile, end)
+        clear(t.totals, 2 * BLOCK)
+        factor, part, k_part = unit(p) * F(LOG2E), 4 * BK * BLOCK, 2 * BK * D
+        before, pairs, totals = ZERO, ZERO, ZERO
+        for j in range(0, end - tile, BLOCK):
+            for u in range(2):
+                if not (b and b0 <= j < b1 if u else a and a0 <= j < a1):
+                    continue
+                first, keys = row + u * BLOCK, w.k + j // BLOCK * (D // BLOCK) * STEP
+                s = w.s if before != w.s else w.s + 4 * TILE
+                calm_keys(keys, k_part, w.q + 2 * first * D, q_part, s, D // BLOCK, before, factor, pairs, part, totals)
+                hide_block(t, s, first, tile + j)
+                before, pairs, totals = s, w.p + 2 * u * BK * BLOCK + j // BLOCK * STEP, t.totals + 4 * u * BLOCK
+        if before:
+            weigh_rest(before, factor, pairs, part, totals)
+        return a and take_panel(t, row, 0), b and take_panel(t, row, 1)
 
     def walk_tiles(params, scratch, address):
         p, item = params_at(params), item_at(address)
@@ -229,6 +169,7 @@ def walk_function(parts):
         first, last = set_up(p, t, item, up(R, BLOCK), up(p.value_dim, W))
         list_spans(t, up(R, BLOCK))
         all_lo, all_hi = seen_by_all(t, R)
+        most = calm_bound(p, kv_len)
         clear(w.acc, up(R, BLOCK) * Dv)
         clear(w.v, PARTS_ * Dv * BK // 2)  # columns that are not there
         configure(p.configuration)
@@ -240,6 +181,7 @@ def walk_function(parts):
             if nothing:
                 tile += BK
                 continue
+            calm = whole and most > F(0)
             whole &= all_lo <= tile and all_hi >= end
             if lay_keys(p, w, k, at, tile, count, D, k_part):
                 release()
@@ -251,14 +193,18 @@ def walk_function(parts):
             for row in range(0, R, 2 * BLOCK):  # two panels at a time: a block of K or V is used twice where it is
                 a0, a1 = panel_span(t, row, R, tile, end)
                 b0, b1 = panel_span(t, row + BLOCK, R, tile, end)
+                a_done = b_done = False
+                if calm:
+                    a_done, b_done = calm_weights(p, t, w, row, a0, a1, b0, b1, tile, end, D, BK, q_part)
                 for j in range(min(a0, b0), max(a1, b1), BLOCK):
                     keys = w.k + j // BLOCK * (D // BLOCK) * STEP
                     for u in range(2):
-                        if (b0 if u else a0) <= j < (b1 if u else a1):
+                        if not (b_done if u else a_done) and (b0 if u else a0) <= j < (b1 if u else a1):
                             q, s = w.q + 2 * (row + u * BLOCK) * D, w.s + 4 * (u * BK * BLOCK + j * W)
                             multiply_keys(keys, k_part, q, q_part, s, 4 * W * BK, D // BLOCK)
                 for u in range(2):
-                    weights(p, t, w, item, row, u, R, tile, b0 if u else a0, b1 if u else a1, count, Dv, BK)
+                    if not (b_done if u else a_done):
+                        weights(p, t, w, item, row, u, R, tile, b0 if u else a0, b1 if u else a1, count, Dv, BK, most)
                 for c in range(0, Dv, BLOCK):
                     for u in range(2):
                         k0, k1 = b0 if u else a0, b1 if u else a1

@@ -1,0 +1,134 @@
+"""Operands of matrix tiles: q, k and v laid out as blocks of bf16 parts (`amx.py`)."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import numpy as np
+
+from .access import ONE, ZERO, F, jit, query_row, row_address, up, widen_row
+from .amx import BLOCK, TILE
+from .amx_parts import copy_row, make_split_row, make_turn
+from .micro import clear, get_f32, put_i64, put_one, transpose
+from .simd import CODES, W
+
+# np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
+W_ = np.int64(W)
+ROW, STEP = np.int64(2 * BLOCK), np.int64(2 * TILE)  # bytes from 32 elements to the next: of a row, of an operand
+F16, BF16 = CODES["f16"], CODES["bf16"]
+
+
+@jit
+def tile_row(row, steps):
+    """Where row `row` of an operand starts, in bytes; it goes on in the next of `steps` steps 2 tiles further."""
+    return row // BLOCK * steps * STEP + row % BLOCK // 16 * TILE + row % 16 * 64
+
+
+def for_parts(parts):
+    """A decorator for functions that are compiled once for each number of parts."""
+
+    def piece(fn):
+        fn.__qualname__ = f"{fn.__name__}_{parts}"  # kept code is found by name: no two functions may share one
+        return jit(fn)
+
+    return piece
+
+
+def lay_functions(parts):
+    """`lay_queries`, `lay_keys` and `lay_values`."""
+    piece = for_parts(parts)
+    split_row, split_half_row = make_split_row(parts), make_split_row(parts, "f16")
+    turn, turn_halves = make_turn(1, "bf16"), make_turn(parts, "f16")
+
+    @piece
+    def lay_row(w, code, width, to, part, jump, source, padded, keep):
+        """A row as bf16 rows, `part` bytes apart, with zeros up to `padded`. Was a number not finite, or infinite?
+
+        Such a number is its own first part, or 0 if it is not to be kept.
+        """
+        if parts == 1 and code == BF16 and width == padded and keep:
+            copy_row(to, jump, source, padded)
+            return False, False
+        if parts > 1 and code == F16 and width == padded and split_half_row(to, part, jump, source, padded) == F(0):
+            return False, False
+        widen_row(w.rows, source, code, width, padded, ZERO, ZERO, ONE)
+        if split_row(to, part, jump, w.rows, padded) == F(0):
+            return False, False
+        infinite = False
+        for i in range(width):
+            x = get_f32(w.rows + 4 * i)
+            if x - x != F(0):
+                infinite |= x == x
+                at = to + i // BLOCK * jump + 2 * (i % BLOCK)
+                put_one(at, BF16, ZERO, x if keep else F(0))
+                for n in range(1, parts):
+                    put_one(at + n * part, BF16, ZERO, F(0))
+        return True, infinite
+
+    @piece
+    def lay_key(p, w, x, at, to, part, jump, key, padded, keep):
+        """The row of a key in K or V."""
+        source = row_address(p, x.base, x.b, x.h, x.l, at, key)
+        return lay_row(w, x.code, x.width, to, part, jump, source, padded, keep)
+
+    @piece
+    def lay_queries(p, w, item, q_start, R, D, spare):
+        """Q^T, an operand of 32 columns for each panel. Is a number infinite?"""
+        bad, n = False, item.rows
+        rows, part, q_part = w.rows + 4 * spare, 2 * W * D, 2 * up(R, BLOCK) * D  # rows: [parts, W, D]
+        for first in range(0, up(R, BLOCK), W):
+            for r in range(first, first + W):
+                row = rows + 2 * (r - first) * D
+                if r < R:
+                    at = query_row(p, item, q_start, r // n, r % n)
+                    bad |= lay_row(w, p.q_code, p.head_dim, row, part, ROW, at, D, True)[1]
+                else:
+                    for i in range(parts):
+                        clear(row + i * part, D // 2)
+            for i in range(parts):
+                tile = w.q + i * q_part + first // BLOCK * (D // BLOCK) * STEP + first % BLOCK // W * TILE
+                for d in range(D // BLOCK):
+                    transpose(tile + d * STEP, W_, rows + i * part + 4 * d * W, D // 2)
+        return bad and parts > 1
+
+    @piece
+    def lay_keys(p, w, x, at, tile, count, D, part):
+        """K, an operand of `count` rows and some more, which do not matter. Is a number infinite?"""
+        bad = False
+        for j in range(count):
+            bad |= lay_key(p, w, x, at, w.k + tile_row(j, D // BLOCK), part, STEP, tile + j, D, True)[1]
+        return bad and parts > 1
+
+    @piece
+    def lay_values(p, t, w, x, at, tile, count, Dv, BK, spare, keep):
+        """V^T, an operand of Dv rows; keys up to the next multiple of 32 are zeros. Is a number not finite?
+
+        Numbers that are not are taken out if they are not to be kept; `v_table` says which keys have one.
+        """
+        bad = False
+        rows, part, v_part = w.rows + 4 * spare, 2 * BLOCK * Dv, 2 * Dv * BK  # rows: [parts, 32, Dv]
+        for j in range(0, count, BLOCK):
+            base, step = rows, 2 * Dv
+            evenly = p.table == 0 or p.page % BLOCK == 0
+            in_place = keep and x.width % W == 0 and j + BLOCK <= count and evenly
+            if in_place and (parts == 1 or x.code == F16):
+                base, step = row_address(p, x.base, x.b, x.h, x.l, at, tile + j), x.l
+            else:
+                in_place = False
+                for i in range(BLOCK):
+                    if j + i < count:
+                        stray, _ = lay_key(p, w, x, at, rows + 2 * i * Dv, part, ROW, tile + j + i, Dv, keep)
+                        put_i64(t.v_table + 8 * (j + i), ONE if stray else ZERO)
+                        bad |= stray
+                    else:
+                        for n in range(parts):
+                            clear(rows + 2 * i * Dv + n * part, Dv // 2)
+            for c in range(0, up(x.width, W), W):
+                to = w.v + tile_row(c, BK // BLOCK) + j // BLOCK * STEP
+                if in_place and parts > 1:
+                    bad |= turn_halves(to, v_part, base + 2 * c, step) != F(0)
+                else:
+                    for n in range(parts):
+                        bad |= turn(to + n * v_part, ZERO, base + n * part + 2 * c, step) != F(0)
+        return bad
+
+    return lay_queries, lay_keys, lay_values
