@@ -28,6 +28,7 @@ WIDE = (
     "8x16 w4 s5 p4 tile", "8x16 w2 s5 p4 tile",
 )  # fmt: skip
 LAUNCHES = {"bf16": PLAIN, "fp8_e4m3": NARROW, "int8": NARROW[:4], "int4": INT4}
+BEFORE = {"fp8_e4m3": ("8x32 w1 s3 p1 cut",), "int8": ("8x32 w1 s3 p1 cut",)}
 MANY = ("16x32 w1 s3 p1", "16x32 w1 s3 p2", "16x32 w1 s3 p4", "8x32 w1 s3 p1 cut", "8x32 w1 s3 p2 cut")
 SPLIT = ("8x32 w1 s3 p4", "8x32 w1 s3 p8", "8x64 w1 s3 p2", "8x64 w1 s3 p4", "8x64 w1 s3 p8")
 SHORT = ("8x32 w1 s3 p64", "8x64 w1 s3 p32", "8x64 w1 s3 p64")
@@ -159,7 +160,7 @@ def narrow_pages(sweep: bool) -> Iterator[Work]:
     main = (128, 32, 8, 64, 4096)
     for page in (16, 0, 128):
         for kind in KINDS:
-            tried = LAUNCHES[kind] if sweep and (page == 16 or kind != "bf16") else ()
+            tried = LAUNCHES[kind] if sweep and (page == 16 or kind != "bf16") else BEFORE.get(kind, ())
             yield cache_work(f"{kind} page {page} 64x4k", kind, 64, page, main, tried)
     many, split, short, wide, causal = (x if sweep else () for x in (MANY, SPLIT, SHORT, WIDE, CAUSAL))
     yield cache_work("bf16 page 16 16x8k D512", "bf16", 64, 16, (512, 16, 2, 16, 8192), wide)

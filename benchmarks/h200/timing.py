@@ -14,6 +14,7 @@ import torch
 
 Way = Callable[[], Any]
 REPEATS = 3  # calls between two events
+WARM = 0.2  # seconds of all ways in turns before the first round counts
 
 
 @dataclass
@@ -73,6 +74,11 @@ def seconds(runs: dict[str, Way], rounds: int, budget: float) -> dict[str, float
     Each round begins with another one, so that none always comes after the same one.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
+    warm = time.perf_counter() + WARM
+    while runs and time.perf_counter() < warm:
+        for run in runs.values():
+            run()
+        torch.cuda.synchronize()
     start = time.perf_counter()
     names = list(runs)
     for i in range(rounds):

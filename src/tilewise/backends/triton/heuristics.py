@@ -18,7 +18,7 @@ from .splits import MOST_SPLITS, split_count
 DECODE_ROWS = 16  # queries up to here are decoded: heads of a group share a tile and the keys are split
 MERGE_BLOCK = 16  # partial results of a row that are loaded at once
 SHARED_BYTES = 227 << 10  # of shared memory that a program of Hopper can have
-ONE_DEEP = 7  # stages of tiles that are looked up in the pipeline: with as many, one program fills a processor
+SHORT_KEYS = 1 << 16  # keys of all heads up to which splits are short, and tiles are to be
 MOST_ORDERED = 1024  # sequences that one program ranks
 L2_SECTION = 32 << 20  # bytes of K and V that a section of planes may hold; the H200's L2 has 50 MiB
 
@@ -66,23 +66,25 @@ def decode_tile(problem: Problem, arch: int) -> Config:
     Measured (bf16, caches of 0.5 to 2 GB): contiguous, where one program runs on a processor at a time, D=64 16x128
     4.43 TB/s, D=128 16x128 4.34 to 4.50 (16x64 4.04), D=256 16x64 4.42, D=512 16x32 4.16. The same tiles for pages that
     hold whole ones (128): 4.33, 4.28 to 4.46, 4.43, 4.10, and for tiles of whole pages (16): D=64 4.27, D=128 4.20 to
-    4.38, D=256 in 4 stages 4.37 (in 3 stages 4.14; row by row 4.20, 4.12 and 4.18). D=512, pages of 16: 16x16 in 7
-    stages 4.09 (6 stages and two programs a processor 4.05, 8 stages 4.07, 16x32 of two pages 4.04, flipped 4.07).
+    4.38, D=256 in 4 stages 4.37 (in 3 stages 4.14; row by row 4.20, 4.12 and 4.18). D=512, pages of 16: 16x16 in 6
+    stages and two programs a processor 4.05 (one with 7 stages 4.09, but sequences of 57 to 100% of the longest take
+    157 us for 123; with 8 stages 4.07, 16x32 of two pages 4.04, flipped 4.07).
     Other pages are looked up row by row in the pipeline, which takes half of its stages; 6 of them leave room for two
     programs and not for three, of which 512 would make a round and a third (306 us for 261).
     Quantised, D=128, groups of 64, 64 x 4k tokens, us, programs of one warp with flipped products (8x32): pages of 16
     fp8 142, int8 145, int4 102, contiguous 135, 137 and 90; four warps (16x128) 186, 187 and 164, contiguous 150, 150
     and 112. 64 keys: 151, 149 and 119 (int4 in 4 programs a processor 96; with 8 there is no room for that). D=64 has
     half the bytes: pages of 16, 32 x 16k, 8x64 155 (fp8) and 136 (int4), 8x32 167 and 149; contiguous, 32 x 8k, 8x64
-    73 and 53, 8x32 76 and 57, 16x128 74 and 89. Two queries, causal, 16x32 and 16x64: fp8 in pages of 16 195 and 251,
-    int4 143 and 158.
+    73 and 53, 8x32 76 and 57, 16x128 74 and 89; but 1 x 4k 10.1 and 10.7, in 32 splits of 8x32 8.9 and 9.1.
+    Two queries, causal, 16x32 and 16x64: fp8 in pages of 16 195 and 251, int4 143 and 158.
     """
     p = problem
     pack = pack_of(p.group)
     BM = min(64, max(16, ceil_pow2(pack * p.q_len)))
     wide = max(p.head_dim, p.value_dim)
     if flips(p):
-        return Config(flipped_columns(p), 32 if wide > 64 else 64, 1, 3, pack)
+        few = wide > 64 or p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS
+        return Config(flipped_columns(p), 32 if few else 64, 1, 3, pack)
     if "f32" in (_work(p, True), _work(p, False)):
         return Config(BM, 32 if wide <= 128 else 16, 4, 2, pack)
     if BM > 16:  # more rows, fewer registers for keys
@@ -94,10 +96,21 @@ def decode_tile(problem: Problem, arch: int) -> Config:
     if p.page_size % BK == 0:
         return Config(BM, BK, 4, 3, pack)
     if wide > 256:
-        return Config(BM, 16, 4, ONE_DEEP if p.k_quant is p.v_quant is None else 6, pack)
+        return Config(BM, 16, 4, 6, pack)
     if BK % p.page_size == 0:
         return Config(BM, BK, 4, 4 if wide > 128 and arch >= 90 else 3, pack)  # 202 KiB of shared memory
     return Config(BM, 128 if wide <= 64 else 64, 4, 6 if wide <= 128 else 4, pack)
+
+
+def sees_all(problem: Problem) -> bool:
+    """Whether the one query of a sequence stands behind all of its keys, so that `causal` hides none.
+
+    The rule costs more than its comparisons: bf16 in pages of 16, 64 x 4k, 287 us with it and 255 without, for loops
+    that differ in one instruction of 524.
+    """
+    p = problem
+    behind = p.q_offset == "end" or (isinstance(p.q_offset, int) and p.q_offset >= p.kv_len - 1)
+    return p.q_len == 1 and not p.packed_q and behind
 
 
 def is_decode(problem: Problem) -> bool:
@@ -139,7 +152,7 @@ def programs_at_once(problem: Problem, c: Config) -> int:
     """
     if c.warps == 1:
         return 4 if flips(problem) and problem.group > 1 and not is_int4(problem) else 8
-    return 2 if problem.form == "paged" and not looks_ahead(problem, c) and c.stages < ONE_DEEP else 1
+    return 2 if problem.form == "paged" and not looks_ahead(problem, c) else 1
 
 
 def query_tiles(problem: Problem, c: Config) -> int:
@@ -208,6 +221,8 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
     """What the kernel is compiled for. `pairs`: bytes of K and V can be read two at a time."""
     p = problem
     flags = flags_of(p, c.BK)
+    if sees_all(p):
+        flags |= {"causal": False}
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
     keys = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch, pairs, spread(p, c))
     # Biased sums are larger, and so are their errors: 2.3e-6 to 3.3e-6 of lse with D=128, where 2.6e-6 to 3.8e-6 are
