@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilewise import InvalidArgument, Quantised, attention, bound, paged_attention, varlen_attention
+from tilewise.backends.cpu.threads import pool
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -82,6 +83,29 @@ def test_quantised_calls_without_tables(stored, layout):
     assert len(bound._again) == 2
     with pytest.raises(InvalidArgument, match="q_offset"):
         attention(q, k, v, layout=layout, causal=True, q_offset="end")
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize("keys", [40, 5000])
+def test_quantised_calls_are_launched_by_addresses(keys, layout):
+    """Those of scales too; in one thread while the others are busy."""
+    shape = (1, 2, keys, 64) if layout == "bhld" else (1, keys, 2, 64)
+    calls = []
+    for seed in range(2):
+        k, v = (draw(*shape, seed=seed + n) for n in (10, 20))
+        q = draw(1, 4, 1, 64, seed=seed) if layout == "bhld" else draw(1, 1, 4, 64, seed=seed)
+        calls.append((q, Quantised.from_float(k, "int8", 64), Quantised.from_float(v, "int4", 64)))
+    options = {"layout": layout, "return_lse": True, "backend": "cpu"}
+    want = [attention(*x, **options, out=torch.empty_like(x[0])) for x in calls]  # which is not remembered
+    assert not bound._again
+    got = [attention(*x, **options) for x in (*calls, *calls)]
+    [again] = bound._again.values()
+    assert again.launch is not None
+    with pool.busy:
+        got += [attention(*x, **options) for x in calls]
+    for state, exact in zip(got, want * 3, strict=True):
+        assert state.out.equal(exact.out)
+        assert state.lse.equal(exact.lse)
 
 
 @pytest.mark.parametrize("stored", ["f32", "int8"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from naive import assert_as_torch
-from tilewise import Quantised, attention, bound, paged_attention, planner
+from tilewise import Quantised, attention, bound, paged_attention, planner, varlen_attention
 from tilewise.backends.cpu import amx, compiled, heuristics, whole
 from tilewise.conformance.case import Case, Inputs
 from tilewise.conformance.check import check_call, check_case
@@ -187,3 +187,51 @@ def test_heads_of_a_page_go_together(case, threads):
         check_case(case, "cpu")
     finally:
         torch.set_num_threads(before)
+
+
+ALONE = [  # keys of three sequences, of which the second has many queries or one
+    (["bf16", "f16", "f32"], 100, (1500, 1200, 300)),
+    (["bf16", "f16", "f32", "int8", "int4"], 1, (3000, 700, 96)),
+]
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize(
+    ("kind", "queries", "lengths"), [(kind, *rest) for kinds, *rest in ALONE for kind in kinds], ids=str
+)
+def test_a_row_gives_the_same_bits_beside_any_other(kind, queries, lengths, heads, paged):
+    """With `split_size`: in a batch with longer ones, with many queries, and by itself."""
+    torch.manual_seed(heads)
+    q_lengths = (1, queries, 1)
+    dtype = {"f16": torch.float16, "bf16": torch.bfloat16}.get(kind, torch.float32)
+    q = torch.randn(sum(q_lengths), 2 * heads, 64).to(dtype)
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    cu_q = torch.tensor([0, *q_lengths]).cumsum(0).int()
+    pages = [-(-n // 16) for n in lengths]
+    k, v = torch.randn(2, sum(pages) if paged else ends[-1], *[16] * paged, heads, 64).to(dtype)
+    if kind in ("int8", "int4"):
+        k, v = (Quantised.from_float(x, kind) for x in (k, v))
+    table = torch.full((3, max(pages)), -1, dtype=torch.int32)
+    for b, order in enumerate(torch.randperm(sum(pages)).int().split(pages)):
+        table[b, : len(order)] = order
+
+    def attend(rows):
+        """These sequences in one call."""
+        at = torch.cat([torch.arange(cu_q[b], cu_q[b + 1]) for b in rows])
+        cu = torch.tensor([0, *(q_lengths[b] for b in rows)]).cumsum(0).int()
+        options = {"causal": True, "split_size": 512, "backend": "cpu"}
+        if paged:
+            held = torch.tensor([lengths[b] for b in rows]).int()
+            return paged_attention(q[at], k, v, table[rows], held, cu_seqlens_q=cu, **options)
+        keys = torch.cat([torch.arange(ends[b], ends[b + 1]) for b in rows])
+        cu_k = torch.tensor([0, *(lengths[b] for b in rows)]).cumsum(0).int()
+        parts = (
+            Quantised(x.data[keys], x.scales[keys], x.dtype, x.group) if kind[:3] == "int" else x[keys] for x in (k, v)
+        )
+        return varlen_attention(q[at], *parts, cu, cu_k, **options)
+
+    whole = attend([0, 1, 2])
+    for b in range(3):
+        assert attend([b]).equal(whole[cu_q[b] : cu_q[b + 1]])
+    assert attend([2, 0]).equal(whole[[-1, 0]])

@@ -22,7 +22,7 @@ from .tensors import Tensors
 
 MOST = 4096  # remembered calls
 Key = tuple[Any, ...]
-Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+Launcher = Callable[..., None]  # of q, k, v, out, lse or None; of quantised keys and values their scales too
 Tables = tuple[
     Any, Any, Any, Any, Any
 ]  # the block table, lengths, sums of queries' and of keys' lengths, offsets; or None
@@ -92,17 +92,22 @@ def remember(key: Key | None, call: Call, plan: Plan) -> None:
 class Again:
     """One remembered call with tables: no checks and no choice, then the way of every call."""
 
-    __slots__ = ("form", "lse_shape", "plan", "run", "shape")
+    __slots__ = ("form", "launch", "lse_shape", "plan", "run", "shape")
 
-    def __init__(self, call: Call, plan: Plan, layout: Any) -> None:
+    def __init__(self, call: Call, plan: Plan, layout: Any, launch: Launcher | None = None) -> None:
         self.plan, self.run = plan, planner.load(plan.backend).run
+        self.launch = launch  # by the addresses of quantised keys and values, if the backend can
         self.shape = call.out.shape
         self.lse_shape = None if call.lse is None else call.lse.shape
         self.form = "packed" if plan.problem.packed_q else layout
 
     def __call__(self, q: torch.Tensor, k: Any, v: Any, tables: Tables) -> torch.Tensor | AttentionState:
         out, lse = self.new(q)
-        self.run(self.plan, self.tensors(q, k, v, tables, out, lse))
+        if self.launch is None:
+            self.run(self.plan, self.tensors(q, k, v, tables, out, lse))
+        else:
+            (k, k_scales), (v, v_scales) = _parts(k), _parts(v)
+            self.launch(q, k, v, out, lse, k_scales, v_scales)
         return out if lse is None else AttentionState(out, lse)
 
     def new(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -115,9 +120,7 @@ class Again:
     ) -> Tensors:
         seq_major = self.form == "blhd" or tables[0] is not None
         packed_k = tables[3] is not None
-        (k_data, k_scales), (v_data, v_scales) = (
-            ((x.data, x.scales) if isinstance(x, Quantised) else (x, None)) for x in (k, v)
-        )
+        (k_data, k_scales), (v_data, v_scales) = _parts(k), _parts(v)
         if seq_major or packed_k:
             k_data, k_scales, v_data, v_scales = (
                 x if x is None else x.transpose(0, 1)[None] if packed_k else x.transpose(1, 2)
@@ -133,6 +136,11 @@ class Again:
         if self.form == "packed":
             return x.transpose(0, 1)[None]
         return x if self.form == "bhld" else x.transpose(1, 2)
+
+
+def _parts(x: Any) -> tuple[Any, Any]:
+    """Data and scales of keys or values, or None for the scales."""
+    return (x.data, x.scales) if isinstance(x, Quantised) else (x, None)
 
 
 def tables_key(q: Any, k: Any, v: Any, tables: Tables, *options: Any) -> Key | None:
@@ -170,12 +178,15 @@ def find_again(key: Key | None) -> Again | None:
 
 
 def remember_again(key: Key | None, call: Call, plan: Plan, layout: Any) -> None:
-    """Keeps a call with tables that has just run."""
+    """Keeps a call with tables, or of quantised keys and values, that has just run."""
     if key is None or call.problem.is_empty or call.problem.copies:
         return
     if len(_again) >= MOST:
         _again.clear()
-    _again[key] = Again(call, plan, layout)
+    bind = getattr(planner.load(plan.backend), "bind_quantised", None)
+    t = call.tensors
+    has_tables = any(x is not None for x in (t.block_table, t.kv_lengths, t.cu_seqlens_q, t.cu_seqlens_k, t.q_offset))
+    _again[key] = Again(call, plan, layout, None if bind is None or has_tables else bind(plan, t))
 
 
 def forget() -> None:

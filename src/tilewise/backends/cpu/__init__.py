@@ -42,3 +42,6 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
     from . import repeat
 
     return repeat.bind(plan, tensors)
+
+
+bind_quantised = bind  # which takes scales too

@@ -78,7 +78,7 @@ def hand_over(p, t, index, first, R, q_start):
     next_item(p.counter + 24)  # done
 
 
-def begin(template, scratch, memories, q, k, v, out, lse):
+def begin(template, scratch, memories, q, k, v, out, lse, k_scales, v_scales):
     """A whole call that comes again, on a block of numbers that is made of `template` in `scratch`.
 
     In torch's threads if there are `memories` for them, else in this one. Behind the block lie the threads' task, the
@@ -87,7 +87,7 @@ def begin(template, scratch, memories, q, k, v, out, lse):
     for i in range(NUMBERS):
         put_i64(scratch + 8 * i, get_i64(template + 8 * i))
     p = params_at(scratch)
-    p.q, p.k, p.v, p.out, p.lse = q, k, v, out, lse
+    p.q, p.k, p.v, p.out, p.lse, p.k_scales, p.v_scales = q, k, v, out, lse, k_scales, v_scales
     p.counter = scratch + 8 * COUNTER
     task = scratch + BLOCK_BYTES
     p.partials = task + TASK_BYTES
@@ -159,7 +159,7 @@ def list_items(params, order):
                 j -= gap
             rows[j] = b
         gap //= 2
-    count = 0
+    count, group = 0, p.heads // p.kv_heads
     for at in range(p.batch):
         b = rows[at]
         _, q_len, _, kv_len, offset = sequence(p, b)
@@ -168,16 +168,18 @@ def list_items(params, order):
             row = tile * p.tile_rows
             n = min(p.tile_rows, q_len - row)
             lo, hi = key_span(p, offset + row, kv_len)[0], key_span(p, offset + row + n - 1, kv_len)[1]
-            start, parts = 0, 1
-            if p.split_size and lo < hi:
-                start = lo // p.split_size
-                parts = (hi + p.split_size - 1) // p.split_size - start
+            start, parts, size = 0, 1, p.split_size
+            if p.split_few and group * q_len > DIRECT_ROWS:
+                size = 0
+            if size and lo < hi:
+                start = lo // size
+                parts = (hi + size - 1) // size - start
             for part in range(parts):  # outside: what heads of a page share is then found in the caches of addresses
                 for head in range(p.kv_heads):
                     item = items[count]
                     item.b, item.head, item.row, item.rows = b, head, row, n
-                    item.start = (start + part) * p.split_size
-                    item.end = min(kv_len, item.start + p.split_size) if p.split_size else kv_len
+                    item.start = (start + part) * size
+                    item.end = min(kv_len, item.start + size) if size else kv_len
                     item.split, item.splits = part, parts
                     count += 1
     put_i64(p.counter, 0)

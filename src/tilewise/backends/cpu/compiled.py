@@ -178,7 +178,7 @@ def entry(name: str):
     return kernel(name).entry
 
 
-ARGUMENTS = {"team": 1, "walk_direct": 3, "walk_packed": 3, "begin": 8, "tile_dots": 10, "tile_adds": 10}
+ARGUMENTS = {"team": 1, "walk_direct": 3, "walk_packed": 3, "begin": 10, "tile_dots": 10, "tile_adds": 10}
 # Everything that a call can need.
 ALL = [
     *("list_items", "begin", "work", "team", "merge", "walk_direct", "walk_packed"),

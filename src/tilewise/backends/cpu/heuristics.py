@@ -39,12 +39,15 @@ def even_rows(most: int, q_len: int, tasks: int, threads: int, step: int) -> int
     return max(1, min(most, -(-q_len // max(1, tiles) // step) * step))
 
 
+FEW_KEYS = 96  # of a tile of decode: in any batch, beside matrix tiles too, for a row's bits depend on it
+
+
 def tile_keys(parts: int) -> int:
     """Keys of a tile: 96 rows of scores and of a panel of V's columns fit the ways of a first-level cache.
 
     Matrix tiles (`parts` above 0) load and store their sums for each tile of keys, so that more of them are better.
     """
-    return 256 if parts else 96
+    return 256 if parts else FEW_KEYS
 
 
 def split_size(tasks: int, keys: int, threads: int, tile: int) -> int:
@@ -56,7 +59,6 @@ def split_size(tasks: int, keys: int, threads: int, tile: int) -> int:
 
 
 BUNCH_BYTES = 256 * 1024  # of queries and sums
-PAGED_TILE = 48
 
 
 def bunch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
@@ -64,7 +66,7 @@ def bunch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
 
     A page holds all heads of a token, so what the processor reads ahead of one head's rows is the next head's, and of
     no use to another thread. (Heads of a split of 192 keys shared by two threads took 1.13 of the time in f32 and 1.40
-    in f16; tiles of 96 and 192 keys 1.05 and 1.07, 1.02 and 0.94: 4 x 8192 keys of 32/8 heads of 128.)
+    in f16: 4 x 8192 keys of 32/8 heads of 128.)
     `row_bytes` is what the queries and sums of a head take; those of a bunch stay in the second-level cache. `splits`
     is how many pieces all keys can be cut into: there is work for every thread.
     """
@@ -84,13 +86,18 @@ KEYS_AHEAD = 16
 # Rows of int8 and int4 are a half and a quarter as long. (Two cores, 8192 keys of 32/8 heads of 128, best of many in
 # turns: int8 1.05 and 1.07 ms for 1.09 and 1.08, int4 0.89 for 0.91 and 0.90; f16 1.10 and 1.06.)
 BYTE_KEYS_AHEAD = 48
+# From pages all heads of a key are read before the next ones. (As above, f32 and f16: 8 keys 1.02 and 1.01 of the time
+# that 12 take, 16 keys 1.03 and 1.04, 24 keys 1.03 and 1.04, medians.)
+PAGED_KEYS_AHEAD = 12
 
 
 def keys_ahead(p: Problem) -> int:
     """0 if all that is read stays in the second-level cache."""
     if bytes_read(p) <= second_level_cache():
         return 0
-    return BYTE_KEYS_AHEAD if p.k_quant is not None and p.k_quant.dtype in ("int8", "int4") else KEYS_AHEAD
+    if p.k_quant is not None and p.k_quant.dtype in ("int8", "int4"):
+        return BYTE_KEYS_AHEAD
+    return PAGED_KEYS_AHEAD if p.page_size else KEYS_AHEAD
 
 
 def threads_for(p: Problem, threads: int) -> int:

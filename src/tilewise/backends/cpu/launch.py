@@ -75,14 +75,14 @@ def make_launch(p: Problem, threads: int) -> Launch:
     if direct and p.page_size and p.mask is None:
         row_bytes, splits = 4 * p.group * p.q_len * (p.head_dim + p.value_dim), tiles * max(1, p.kv_len // 512)
         bunch = heuristics.bunch(p.kv_heads, row_bytes, splits, threads)
-        keys = heuristics.PAGED_TILE if bunch > 1 else keys
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
-    split = p.split_size or 0 if direct else 0
+    split = p.split_size or 0 if direct or p.packed_q else 0  # of sequences of few rows, in any batch
     if not p.split_size and (direct or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
         split = heuristics.split_size(tiles * p.kv_heads // bunch, p.kv_len, threads, keys)
     if split >= p.kv_len:
         split = 0
     pieces = -(-p.kv_len // split) + 1 if split else 1
+    part_rows = min(p.group * min(rows, p.q_len), DIRECT_ROWS if p.split_size else 1 << 30)
     left, right = p.window
     numbers = {
         "q_code": FLOATS[p.q_dtype],
@@ -109,7 +109,8 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "tile_rows": rows if bunch == 1 else max(rows, bunch * p.q_len),  # room for all of them
         "tile_keys": keys,
         "split_size": split,
-        "partial_bytes": 4 * p.group * min(rows, p.q_len) * (Dv + 2) if split else 0,
+        "split_few": p.split_size is not None,
+        "partial_bytes": 4 * part_rows * (Dv + 2) if split else 0,
         "bunch": bunch,
         "ahead": heuristics.keys_ahead(p),
     }
@@ -136,7 +137,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
     for name, value in numbers.items():
         block[INDEX[name]] = value
     block.view(np.float64)[[INDEX["scale"], INDEX["softcap"]]] = p.scale, p.softcap
-    scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, numbers["tile_rows"], keys, parts)
+    scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, numbers["tile_rows"], keys, bunch, parts)
     most = tiles * p.kv_heads * pieces
     launch = Launch(block, threads, scratch, most, numbers["partial_bytes"], bool(parts))
     if p.form != "dense" or p.kv_lengths or p.q_offset == "rows":

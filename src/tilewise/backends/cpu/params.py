@@ -27,7 +27,7 @@ PER_PROBLEM = """
 q_code k_code v_code k_group v_group k_row v_row mask_code page
 batch heads kv_heads q_len kv_len head_dim value_dim
 causal left right chunk offset
-tile_rows tile_keys split_size partial_bytes keep_parts bunch ahead
+tile_rows tile_keys split_size split_few partial_bytes keep_parts bunch ahead
 work merge parallel team threads walk_direct walk_packed walk_tiles configuration
 dots dots_f32 adds adds_f32 tile_dots tile_adds whole_dots whole_adds
 items counter partials

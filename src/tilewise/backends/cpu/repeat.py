@@ -16,7 +16,7 @@ from .threads import address_of, pool
 
 
 def bind(plan: Plan, t: Tensors) -> Any:
-    """The same call for other addresses of q, k, v, out and lse. `run` has listed the items."""
+    """The same call for other addresses of q, k, v, out, lse and the scales of k and v. `run` has listed the items."""
     launch = plan.detail
     template, kept = block_of(plan, t)
     count = int(template[COUNTER + 1])
@@ -44,20 +44,22 @@ def _whole(launch: Launch, template: Any, count: int, threads: int, by_steps: An
     size = BLOCK_BYTES + TASK_BYTES + parts + launch.scratch
     begin, scratch, start = compiled.entry("begin"), pool.scratch, template.ctypes.data
 
-    def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        end = 0 if lse is None else lse.data_ptr()
-        begin(start, scratch(size), 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), end)
+    def call(memories: int, q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any, v_scales: Any) -> None:
+        begin(start, scratch(size), memories, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+              0 if lse is None else lse.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(),
+              0 if v_scales is None else v_scales.data_ptr())  # fmt: skip
 
-    def go(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def alone(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None) -> None:
+        call(0, q, k, v, out, lse, k_scales, v_scales)
+
+    def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None) -> None:
         if pool.parallel is None:  # a forked child
-            by_steps(q, k, v, out, lse)
+            by_steps(q, k, v, out, lse, k_scales, v_scales)
         elif not pool.busy.acquire(blocking=False):
-            alone(q, k, v, out, lse)
+            call(0, q, k, v, out, lse, k_scales, v_scales)
         else:
             try:
-                end = 0 if lse is None else lse.data_ptr()
-                memories = pool.memories(threads, launch.scratch)
-                begin(start, scratch(size), memories, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), end)
+                call(pool.memories(threads, launch.scratch), q, k, v, out, lse, k_scales, v_scales)
             finally:
                 pool.busy.release()
 
@@ -67,15 +69,14 @@ def _whole(launch: Launch, template: Any, count: int, threads: int, by_steps: An
 def _by_steps(launch: Launch, template: Any, count: int) -> Any:
     """The steps of `launch.run`, on a copy of its block."""
     numbers = ctypes.c_int64 * len(template)
-    q_at, k_at, v_at, out_at, lse_at = (INDEX[name] for name in ("q", "k", "v", "out", "lse"))
+    places = [INDEX[name] for name in ("q", "k", "v", "out", "lse", "k_scales", "v_scales")]
     counter_at, partials_at = INDEX["counter"], INDEX["partials"]
 
-    def go(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None) -> None:
         block = numbers.from_buffer_copy(template)  # a block of its own: threads may make the same call at once
         address = ctypes.addressof(block)
-        block[q_at], block[k_at], block[v_at], block[out_at] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        if lse is not None:
-            block[lse_at] = lse.data_ptr()
+        for at, x in zip(places, (q, k, v, out, lse, k_scales, v_scales), strict=True):
+            block[at] = 0 if x is None else x.data_ptr()
         block[counter_at] = address + 8 * COUNTER
         if launch.partial_bytes:
             partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from numba.extending import register_jitable
 from .access import jit
 from .amx import BLOCK
 from .gemm import KEYS, PANEL
-from .heuristics import BUNCH_BYTES, BYTE_KEYS_AHEAD
+from .heuristics import BUNCH_BYTES, BYTE_KEYS_AHEAD, FEW_KEYS
 from .simd import W
 
 DIRECT_ROWS = 16  # up to this many query rows (of all heads of a group), products come straight from the cache
@@ -19,6 +19,7 @@ DIRECT_ROWS = 16  # up to this many query rows (of all heads of a group), produc
 PAD = np.int64(24)  # address tables are padded to a multiple of KEYS and of KEY_PAD
 CHUNK = np.int64(48)  # keys of a sum of values
 TAIL = np.int64(32)  # keys that the last tile of a sequence may have more, if they are read straight from the cache
+SCORES = np.int64(FEW_KEYS + TAIL)  # of a row, in a tile of decode
 PANEL_ = np.int64(PANEL)
 GROUPS = 18  # scales of a row, at most
 LINE = 64  # bytes of a cache line, on which every part starts
@@ -38,13 +39,20 @@ def round_up(n, to):
     return (n + to - 1) // to * to
 
 
-def shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys):
+@register_jitable(error_model="numpy")
+def table_size(tile_keys):
+    """Bytes of the addresses of a tile's rows."""
+    return 8 * (tile_keys + TAIL + PAD + BYTE_KEYS_AHEAD)
+
+
+def shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys, bunch):
     """Bytes of what every walk uses, in the order of `Scratch`."""
     rows = max(round_up(heads // kv_heads * tile_rows, PANEL), DIRECT_ROWS)
     keys = tile_keys + TAIL + PAD
     return (
         4 * rows * round_up(value_dim, W),  # acc: [rows, Dv]
-        8 * (keys + BYTE_KEYS_AHEAD), 8 * (keys + BYTE_KEYS_AHEAD),  # addresses of K and V rows, and of some after them
+        bunch * table_size(tile_keys),  # addresses of K's rows, and of some after them, for each head of a bunch
+        bunch * table_size(tile_keys),  # and of V's
         8 * keys, 8 * keys,  # and of those of the next tile
         4 * keys * GROUPS, 4 * keys * GROUPS,  # their scales
         4 * rows, 4 * rows, 4 * rows, 4 * rows,  # m, l, shrink, slopes: float32, one a row
@@ -59,19 +67,19 @@ def shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys):
     )  # fmt: skip
 
 
-def vector_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
+def vector_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, bunch):
     """Bytes of what the walks by vectors use."""
     rows = max(round_up(heads // kv_heads * tile_rows, PANEL), DIRECT_ROWS)
     D, Dv = round_up(head_dim, W), round_up(value_dim, W)
     keys = tile_keys + TAIL + PAD
     return (
         4 * rows * D,  # q: [panels, D, PANEL], or [rows, D] if direct
-        4 * max(keys * PANEL, DIRECT_ROWS * (tile_keys + TAIL)),  # s: [keys, PANEL] of one panel, or [rows, keys]
+        4 * max(keys * PANEL, bunch * DIRECT_ROWS * SCORES),  # s: [keys, PANEL] of one panel, or [rows, keys]
         4 * keys * D,  # keys: [keys, D], widened
         4 * keys * Dv,  # values: [keys, Dv], widened
         max(4 * keys * Dv, min(4 * rows * D, BUNCH)),  # packed: V in panels; decode's queries as tiles or whole numbers
         4 * keys * Dv,  # strays: V's values that are not finite
-        4 * (min(tile_keys, 96) + TAIL) * DIRECT_ROWS * ((value_dim + 31) // 32),  # weights: [groups, rows, keys]
+        4 * SCORES * DIRECT_ROWS * ((value_dim + 31) // 32),  # weights: [groups, rows, keys]
     )
 
 
@@ -92,10 +100,10 @@ def tile_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts
     )
 
 
-def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
+def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, bunch, parts):
     """Bytes of a thread's scratch memory; `parts` is 0 if no matrix tiles are used."""
-    sizes = shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys)
-    vectors = vector_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys)
+    sizes = shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys, bunch)
+    vectors = vector_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, bunch)
     tiles = tile_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts) if parts else (0,)
     spare = LINE * (len(sizes) + max(len(vectors), len(tiles)) + 1)
     return int(sum(sizes) + max(sum(vectors), sum(tiles)) + spare)
@@ -111,7 +119,7 @@ def after(address, size):
 
 @jit
 def cut(p, base):
-    z = sizes_shared(p.heads, p.kv_heads, p.value_dim, p.tile_rows, p.tile_keys)
+    z = sizes_shared(p.heads, p.kv_heads, p.value_dim, p.tile_rows, p.tile_keys, p.bunch)
     acc = after(base, 0)
     k_table = after(acc, z[0])
     v_table = after(k_table, z[1])
@@ -136,7 +144,7 @@ def cut(p, base):
     done = after(states, z[20])
     totals = after(done, z[21])
     q = after(totals, z[22])
-    z = sizes_of_vectors(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
+    z = sizes_of_vectors(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys, p.bunch)
     s = after(q, z[0])
     keys = after(s, z[1])
     values = after(keys, z[2])
