@@ -97,9 +97,9 @@ def check_caches(dtype: str) -> dict[str, float]:
     return worst
 
 
-def microseconds(call: Any, rounds: int = 200) -> float:
-    """Of one call on the device, from a full queue."""
-    for _ in range(10):
+def microseconds(call: Any, rounds: int = 200, warm: int = 10) -> float:
+    """Of one call on the device, from a full queue, after `warm` others: the card takes milliseconds to speed up."""
+    for _ in range(warm):
         call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -151,7 +151,7 @@ def steps() -> list[dict[str, Any]]:
                 cache.attend(ids, q)
 
             batch = cache.view(ids)
-            alone = microseconds(lambda b=batch, q=q: b.attend(q))
+            alone = microseconds(lambda b=batch, q=q: b.attend(q), warm=200)
             graph = microseconds(captured(lambda b=batch, q=q: b.attend(q)))
             whole = microseconds(step)
             host = host_microseconds(step)
@@ -197,7 +197,7 @@ def cascades() -> list[dict[str, Any]]:
         calls = {way: (lambda c=c, b=batch, q=q: b.attend(q, cascade=c)) for way, c in WAYS.items()}
         error = (calls["without"]().float() - calls["with"]().float()).abs().max().item()
         assert error < 1e-2, error
-        taken = {way: microseconds(call) for way, call in calls.items()}
+        taken = {way: microseconds(call, warm=100) for way, call in calls.items()}
         results.append({
             "heads": heads, "kv_heads": kv_heads, "prefix": prefix, "sequences": sequences, "us": taken,
             "chosen": bool(batch.shared_prefixes(heads)), "ratio": taken["without"] / taken["with"],
