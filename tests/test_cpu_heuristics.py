@@ -49,6 +49,8 @@ def test_rows_are_cut_evenly(q_len, tasks, threads, rows):
 def test_splits_give_each_thread_four_pieces(tasks, keys, threads, size):
     assert split_size(tasks, keys, threads, 96) == size
     assert size == 0 or split_size(tasks, keys, threads, 256) % 256 == 0
+    assert split_size(1, 100_000, 2, 96, each=16) == 3168  # 32 pieces
+    assert split_size(32, 100_000, 2, 96, each=16) == 0
 
 
 @pytest.mark.parametrize(
@@ -76,5 +78,11 @@ def test_short_rows_are_asked_for_further_ahead(kind, keys, monkeypatch):
     problem = checks.dense(k[:, :, :1], stored, stored, Options()).problem
     monkeypatch.setattr(heuristics, "second_level_cache", lambda: 1)
     assert keys_ahead(problem) == keys
+    pages = (
+        Quantised.from_float(k[0, 0, :, None, None], kind) if isinstance(stored, Quantised) else k[0, 0, :, None, None]
+    )
+    table, lengths = torch.zeros(1, 512, dtype=torch.int32), torch.tensor([512], dtype=torch.int32)
+    paged = checks.paged(k[:, :, :1], pages, pages, table, lengths, None, None, Options()).problem
+    assert keys_ahead(paged) == (keys if keys == 48 else 8)
     monkeypatch.setattr(heuristics, "second_level_cache", lambda: MIB)
     assert keys_ahead(problem) == 0

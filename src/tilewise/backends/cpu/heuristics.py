@@ -50,15 +50,18 @@ def tile_keys(parts: int) -> int:
     return 256 if parts else FEW_KEYS
 
 
-def split_size(tasks: int, keys: int, threads: int, tile: int) -> int:
-    """Keys of a split, 0 for no splitting: about four pieces for each thread, none under 512 keys, in whole tiles."""
-    if threads < 2 or tasks >= 4 * threads or keys < 1024:
+def split_size(tasks: int, keys: int, threads: int, tile: int, each: int = 4) -> int:
+    """Keys of a split, 0 for no splitting: about `each` pieces for a thread, none under 512 keys, in whole tiles."""
+    if threads < 2 or tasks >= each * threads or keys < 1024:
         return 0
-    pieces = -(-4 * threads // tasks)
+    pieces = -(-each * threads // tasks)
     return max(512 // tile * tile, -(-keys // pieces // tile) * tile)
 
 
 BUNCH_BYTES = 256 * 1024  # of queries and sums
+# For a thread: no core waits long for one that is slower. (As below, medians: 4 pieces took 1.05 of the time of 16 in
+# f32 and 1.10 in f16, 8 pieces 0.98 and 0.98, 32 pieces 1.05 and 1.07.)
+BUNCH_PIECES = 16
 
 
 def bunch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
@@ -86,9 +89,9 @@ KEYS_AHEAD = 16
 # Rows of int8 and int4 are a half and a quarter as long. (Two cores, 8192 keys of 32/8 heads of 128, best of many in
 # turns: int8 1.05 and 1.07 ms for 1.09 and 1.08, int4 0.89 for 0.91 and 0.90; f16 1.10 and 1.06.)
 BYTE_KEYS_AHEAD = 48
-# From pages all heads of a key are read before the next ones. (As above, f32 and f16: 8 keys 1.02 and 1.01 of the time
-# that 12 take, 16 keys 1.03 and 1.04, 24 keys 1.03 and 1.04, medians.)
-PAGED_KEYS_AHEAD = 12
+# From pages all heads of a key are read before the next ones. (Two cores, 4 x 8192 keys, medians: 12 keys took 1.06 of
+# the time in f32 and in f16, 16 keys 1.05 and 1.04.)
+PAGED_KEYS_AHEAD = 8
 
 
 def keys_ahead(p: Problem) -> int:

@@ -78,7 +78,8 @@ def make_launch(p: Problem, threads: int) -> Launch:
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
     split = p.split_size or 0 if direct or p.packed_q else 0  # of sequences of few rows, in any batch
     if not p.split_size and (direct or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
-        split = heuristics.split_size(tiles * p.kv_heads // bunch, p.kv_len, threads, keys)
+        each = heuristics.BUNCH_PIECES if bunch > 1 else 4
+        split = heuristics.split_size(tiles * p.kv_heads // bunch, p.kv_len, threads, keys, each)
     if split >= p.kv_len:
         split = 0
     pieces = -(-p.kv_len // split) + 1 if split else 1
