@@ -636,7 +636,21 @@ class TestCascade:
 
     def test_the_cost_of_a_key_is_what_was_measured(self):
         """Within a factor of 1.5 of the measurements named in `key_time`."""
-        large, small = Shape("cpu", 8, 4, 256, 1024, 2), Shape("cpu", 8, 1, 128, 512, 2)
-        for shape, rows_, measured in ((large, 4, 74), (large, 128, 792), (large, 64, 489), (small, 1, 32),
-                                       (small, 64, 278), (small, 32, 200)):  # fmt: skip
+        large, small, odd = (Shape("cpu", *x, 2) for x in ((8, 4, 256, 1024), (12, 1, 128, 512), (3, 3, 128, 512)))
+        times = [(large, 4, 43), (large, 8, 82), (large, 32, 210), (large, 128, 518), (small, 1, 21), (small, 8, 52)]
+        for shape, rows_, measured in (*times, (small, 32, 138), (odd, 3, 28), (odd, 24, 164), (odd, 96, 305)):
             assert 1 / 1.5 < key_time(shape, rows_) / measured < 1.5
+
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "width", "sequences", "tokens", "saved"),
+        [
+            (32, 8, 128, 2, 256, -103), (32, 8, 128, 8, 64, -162), (32, 8, 128, 8, 1024, 666), (9, 3, 64, 32, 64, -111),
+            (32, 8, 128, 32, 256, 524), (32, 8, 128, 32, 1024, 3150), (9, 3, 64, 2, 1024, -71), (9, 3, 64, 8, 256, -93),
+            (32, 8, 128, 32, 64, -244), (9, 3, 64, 32, 1024, 749), (12, 12, 64, 2, 1024, -30), (12, 12, 64, 8, 64, -94),
+            (12, 12, 64, 8, 1024, 519), (12, 12, 64, 32, 64, -122), (12, 12, 64, 32, 256, 473),
+        ],
+    )  # fmt: skip
+    def test_it_is_chosen_where_it_was_faster(self, heads, kv_heads, width, sequences, tokens, saved):
+        """Microseconds that a step of float32 took less with a cascade, on two cores."""
+        shape = Shape("cpu", kv_heads, heads // kv_heads, 2 * width, 8 * width, 2)
+        assert (gain(shape, np.ones(sequences, dtype=np.int64), tokens) > 0) == (saved > 0)
