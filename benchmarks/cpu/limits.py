@@ -104,7 +104,7 @@ def products(budget: float) -> dict[str, float]:
 def scores_by_tiles(e: Emit, k: Value, k_part: Value, q: Value, q_part: Value, s: Value, steps: Value) -> None:
     for tile in range(4):
         amx._tile(e, "tilezero", tile)
-    amx.multiply(e, SIX, k, k_part, q, q_part, steps)
+    amx.multiply(e, SIX, k, k_part, q, q_part, steps, amx.nothing)
     for tile in range(4):
         corner = tile // 2 * 16 * 4 * PANEL + tile % 2 * 64
         amx._tile(e, "tilestored64", tile, amx._at(e, s, corner), e.whole(4 * PANEL))
