@@ -78,11 +78,5 @@ def test_short_rows_are_asked_for_further_ahead(kind, keys, monkeypatch):
     problem = checks.dense(k[:, :, :1], stored, stored, Options()).problem
     monkeypatch.setattr(heuristics, "second_level_cache", lambda: 1)
     assert keys_ahead(problem) == keys
-    pages = (
-        Quantised.from_float(k[0, 0, :, None, None], kind) if isinstance(stored, Quantised) else k[0, 0, :, None, None]
-    )
-    table, lengths = torch.zeros(1, 512, dtype=torch.int32), torch.tensor([512], dtype=torch.int32)
-    paged = checks.paged(k[:, :, :1], pages, pages, table, lengths, None, None, Options()).problem
-    assert keys_ahead(paged) == (keys if keys == 48 else 8)
     monkeypatch.setattr(heuristics, "second_level_cache", lambda: MIB)
     assert keys_ahead(problem) == 0
