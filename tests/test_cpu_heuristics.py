@@ -1,5 +1,7 @@
 """Tile shapes and splits of the CPU backend: plain functions of sizes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -78,5 +80,6 @@ def test_short_rows_are_asked_for_further_ahead(kind, keys, monkeypatch):
     problem = checks.dense(k[:, :, :1], stored, stored, Options()).problem
     monkeypatch.setattr(heuristics, "second_level_cache", lambda: 1)
     assert keys_ahead(problem) == keys
+    assert keys_ahead(replace(problem, page_size=16)) == (48 if keys == 48 else 8)
     monkeypatch.setattr(heuristics, "second_level_cache", lambda: MIB)
     assert keys_ahead(problem) == 0

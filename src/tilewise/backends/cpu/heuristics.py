@@ -59,9 +59,8 @@ def split_size(tasks: int, keys: int, threads: int, tile: int, each: int = 4) ->
 
 
 BUNCH_BYTES = 256 * 1024  # of queries and sums
-# For a thread: no core waits long for one that is slower. (As below, medians: 4 pieces took 1.07 of the time of 8 in
-# f32 and 1.13 in f16, 16 pieces 1.02 to 1.03, 32 pieces 1.06 and 1.10.)
-BUNCH_PIECES = 8
+# For a thread: no core waits long for one that is slower. (As below, medians: 8 pieces took 1.02 of the time in f32.)
+BUNCH_PIECES = 16
 
 
 def bunch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
@@ -84,19 +83,23 @@ def bytes_read(p: Problem) -> int:
 
 # Keys between the row that decode multiplies and the one that it asks for, into the second-level cache. (One core, f32,
 # 4 x 8192 keys of 32/8 heads of 128: into the first-level cache 8 keys ahead it took 1.05 of the time, in pages 1.10;
-# 48 keys in one go, half of that cache, 1.1 to 1.5. Pages on two cores, f32 and f16: 8 keys 1.07 and 1.11, 12 keys 1.01
-# and 1.00, 24 keys 1.00 and 0.96.)
+# 48 keys in one go, half of that cache, 1.1 to 1.5.)
 KEYS_AHEAD = 16
 # Rows of int8 and int4 are a half and a quarter as long. (Two cores, 8192 keys of 32/8 heads of 128, best of many in
 # turns: int8 1.05 and 1.07 ms for 1.09 and 1.08, int4 0.89 for 0.91 and 0.90; f16 1.10 and 1.06.)
 BYTE_KEYS_AHEAD = 48
+# From pages all heads of a key are read before the next ones. (Two cores, 4 x 8192 keys, medians: 12 keys took 1.00 of
+# the time in f32 and 1.01 in f16, and in pieces twice as long 16 keys 1.01 of that and 24 keys 1.02 and 1.03.)
+PAGED_KEYS_AHEAD = 8
 
 
 def keys_ahead(p: Problem) -> int:
     """0 if all that is read stays in the second-level cache."""
     if bytes_read(p) <= second_level_cache():
         return 0
-    return BYTE_KEYS_AHEAD if p.k_quant is not None and p.k_quant.dtype in ("int8", "int4") else KEYS_AHEAD
+    if p.k_quant is not None and p.k_quant.dtype in ("int8", "int4"):
+        return BYTE_KEYS_AHEAD
+    return PAGED_KEYS_AHEAD if p.page_size else KEYS_AHEAD
 
 
 def threads_for(p: Problem, threads: int) -> int:
