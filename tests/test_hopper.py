@@ -60,6 +60,7 @@ def test_refusals_name_what_is_missing(word):
 SLOWER = {
     "queries": {"q_len": 16},
     "masks": {"mask": MaskSpec(torch.bool, (True, True, False, False))},
+    "split_size": {"split_size": 512},
     "small": {"batch": 1, "heads": 4, "q_len": 512, "kv_len": 512},
     "small calls": {"batch": 1, "heads": 4, "causal": True, "window": (20, None)},
 }
@@ -181,7 +182,14 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     assert (c.per_processor, c.BN, c.overlaps) == (2, 64, False)
     assert "2 programs share a processor" in heuristics.notes(p, c)
     assert heuristics.config(replace(p, q_len=4096, kv_len=4096)).per_processor == 2
-    for changes in ({"kv_len": 4097}, {"softcap": 5.0}, {"window": (99, None)}, {"causal": False}, {"chunk": 64}):
+    for changes in (
+        {"kv_len": 4097},
+        {"softcap": 5.0},
+        {"window": (99, None)},
+        {"causal": False},
+        {"chunk": 64},
+        {"split_size": 99},
+    ):
         assert heuristics.config(replace(p, **changes)).per_processor == 1
     s = heuristics.spec(p, c)
     elements = s.BM * 64 * s.q_stages + 64 * 64 * (s.k_stages + s.v_stages) + s.BM * s.out_columns

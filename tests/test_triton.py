@@ -232,6 +232,19 @@ def test_split_size_fixes_the_splits_whatever_the_batch():
     assert heuristics.config(long, 132, 90).splits == 1
 
 
+@pytest.mark.parametrize("quant", [None, QuantSpec("int8", 64), QuantSpec("int4", 64)])
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("q_offset", ["end", 99])
+def test_split_size_fixes_the_tiles_whatever_the_batch(quant, page_size, q_offset):
+    """Alone, where the query stands behind all keys, and in a large batch with a longer sequence."""
+    kind = {} if quant is None else {"k_dtype": torch.int8, "v_dtype": torch.int8, "k_quant": quant, "v_quant": quant}
+    form = {"form": "paged", "page_size": page_size} if page_size else {}
+    alone = problem(batch=1, q_len=1, kv_len=100, q_offset=q_offset, causal=True, split_size=512, **kind, **form)
+    beside = replace(alone, batch=64, kv_len=4096)
+    first, second = (heuristics.config(p, 132, 90) for p in (alone, beside))
+    assert replace(first, splits=second.splits) == second
+
+
 def test_a_groups_heads_share_a_tile():
     assert [narrow.pack_of(n) for n in (1, 4, 3, 12, 128, 127)] == [1, 4, 3, 12, 64, 1]
     c = heuristics.config(problem(q_len=1, heads=16, kv_heads=2), 132, 90)

@@ -70,6 +70,8 @@ def slower(problem: Problem) -> str | None:
         return f"leaves {FEW_QUERIES} queries and fewer to the Triton backend, which is faster there"
     if p.mask is not None:
         return "leaves masks to the Triton backend, which is faster there"
+    if p.split_size:
+        return "leaves split_size to the Triton backend: which of the two is faster depends on the batch"
     if operations(p) < LITTLE:
         return "leaves small calls to the Triton backend, which starts them sooner"
     return None
@@ -137,7 +139,7 @@ def config(problem: Problem) -> Config:
     DV, _ = value_parts(problem)
     # Tiles of a mask have a power of two of rows.
     if width * chunks <= 64 and DV <= 64:
-        if plainly_causal(problem) and problem.kv_len <= SHORT_CAUSAL:
+        if plainly_causal(problem) and problem.kv_len <= SHORT_CAUSAL and not problem.split_size:
             return Config(64, 2, 3, 3, share=2, overlaps=False, per_processor=2, consumer_regs=112)
         left, _ = problem.window
         late = not (problem.softcap or problem.alibi or problem.chunk or left is not None)  # else it would spill

@@ -83,7 +83,7 @@ def decode_tile(problem: Problem, arch: int) -> Config:
     BM = min(64, max(16, ceil_pow2(pack * p.q_len)))
     wide = max(p.head_dim, p.value_dim)
     if flips(p):
-        few = wide > 64 or p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS
+        few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
         return Config(flipped_columns(p), 32 if few else 64, 1, 3, pack)
     if "f32" in (_work(p, True), _work(p, False)):
         return Config(BM, 32 if wide <= 128 else 16, 4, 2, pack)
@@ -106,10 +106,10 @@ def sees_all(problem: Problem) -> bool:
     """Whether the one query of a sequence stands behind all of its keys, so that `causal` hides none.
 
     The rule costs more than its comparisons: bf16 in pages of 16, 64 x 4k, 287 us with it and 255 without, for loops
-    that differ in one instruction of 524.
+    that differ in one instruction of 524. With `split_size` the longest sequence of a batch has no say.
     """
     p = problem
-    behind = p.q_offset == "end" or (isinstance(p.q_offset, int) and p.q_offset >= p.kv_len - 1)
+    behind = p.q_offset == "end" or (isinstance(p.q_offset, int) and p.q_offset >= p.kv_len - 1 and not p.split_size)
     return p.q_len == 1 and not p.packed_q and behind
 
 
