@@ -60,6 +60,16 @@ def test_split_size_fixes_the_splits_whatever_the_batch():
         assert (c.splits, c.split_tiles) == (8, 4)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_split_size_fixes_the_tiles_of_packed_sequences(head_dim):
+    """One query alone, or beside a sequence of many."""
+    alone, beside = (
+        problem(form="varlen", packed_q=True, total_q=n, q_len=n, split_size=64, head_dim=head_dim, value_dim=head_dim)
+        for n in (1, 100)
+    )
+    assert heuristics.config(alone, 10) == heuristics.config(beside, 10)
+
+
 def test_few_rows_of_a_kv_head_read_it_once():
     """All heads of a group are in one threadgroup, whatever the kernel, up to 8 of 576 columns."""
     for width in (64, 128, 256, 512, 576):

@@ -30,7 +30,13 @@ def config(problem: Problem, cores: int) -> Config:
 
 def is_decode(problem: Problem) -> bool:
     """Whether there are so few rows that keys are worth splitting."""
-    return problem.group * problem.q_len <= DECODE_ROWS or problem.q_len <= 4
+    return not takes_one_pass(problem) and (problem.group * problem.q_len <= DECODE_ROWS or problem.q_len <= 4)
+
+
+def takes_one_pass(problem: Problem) -> bool:
+    """Whether all rows go as in prefill: a packed batch may hold one long sequence, and with `split_size` the bits of
+    the others must not depend on that."""
+    return problem.packed_q and bool(problem.split_size)
 
 
 def rows_of(problem: Problem) -> Config:
@@ -38,7 +44,7 @@ def rows_of(problem: Problem) -> Config:
     p = problem
     wide = max(padded(p.head_dim), padded(p.value_dim))
     rows = p.group * max(1, p.q_len)  # empty calls are planned too
-    if rows <= vector_rows(wide):
+    if rows <= vector_rows(wide) and not takes_one_pass(p):
         return Config("vector", ceil_pow2(rows), p.group)
     most = tile_rows(wide)
     if not is_decode(p):
