@@ -141,30 +141,33 @@ def dots_by_rows(dots_4: Any, dots_2: Any, dots_1: Any) -> Any:
     return dots
 
 
+def adds_by_rows(name: str, adds_4: Any, adds_2: Any, adds_1: Any) -> Any:
+    """The same for a strip of V's columns from `start` on, compiled as `name`."""
+
+    def strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead):  # type: ignore[no-untyped-def]
+        i = 0
+        while i + 4 <= R:
+            adds_4(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
+            i += 4
+            ahead = ZERO
+        if i + 2 <= R:
+            adds_2(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
+            i += 2
+            ahead = ZERO
+        if i < R:
+            adds_1(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
+
+    strip.__qualname__ = name  # kept code is found by name: no two functions may share one
+    return jit(strip)
+
+
 def adds_function(kind: str) -> Any:
     """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, ahead)`: acc [R, width] += p v."""
     parts = 2 if kind == "int4" else 1  # a step of int4 is a vector in each half of a row
     wide = [make_adds(kind, n, 4) for n in (4, 2, 1)]
     thin = [make_adds(kind, n, parts) for n in (4, 2, 1)]
 
-    def strip(name, fours, twos, ones):  # type: ignore[no-untyped-def]
-        def go(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead):  # type: ignore[no-untyped-def]
-            i = 0
-            while i + 4 <= R:
-                fours(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
-                i += 4
-                ahead = ZERO
-            if i + 2 <= R:
-                twos(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
-                i += 2
-                ahead = ZERO
-            if i < R:
-                ones(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
-
-        go.__qualname__ = f"{name}_{kind}"  # kept code is found by name: no two functions may share one
-        return jit(go)
-
-    wide_strip, thin_strip = strip("wide", *wide), strip("thin", *thin)
+    wide_strip, thin_strip = adds_by_rows(f"wide_{kind}", *wide), adds_by_rows(f"thin_{kind}", *thin)
     step = 4 // parts * W
 
     def adds(acc, lda, R, rows, count, width, p, ldp, line, group, ahead):  # type: ignore[no-untyped-def]

@@ -17,12 +17,11 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from .access import ZERO
 from .digits import DIGITS, LINE
 from .host import cpu_features
 from .micro import ask
 from .simd import F32, I8, I16, I32, I64, Emit, Value, W, microkernel
-from .straight import dots_by_rows
+from .straight import adds_by_rows, dots_by_rows
 
 KEYS = 16  # of dots
 PARTS = {"int8": 1, "int4": 2}  # elements of a byte
@@ -198,21 +197,10 @@ def dots_function(kind: str) -> Any:
 
 def adds_function(kind: str) -> Any:
     """As `straight.adds_function`, with weights that `lay_weights` has laid; `count` is a multiple of 4."""
-    adds_4, adds_2, adds_1 = (make_adds(kind, n) for n in (4, 2, 1))
-    parts = PARTS[kind]
+    strip, parts = adds_by_rows(f"whole_{kind}", *(make_adds(kind, n) for n in (4, 2, 1))), PARTS[kind]
 
     def adds(acc, lda, R, rows, count, width, p, ldp, line, group, ahead):  # type: ignore[no-untyped-def]
         for start in range(0, width // parts, LINE):
-            i, later = 0, ahead
-            while i + 4 <= R:
-                adds_4(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, later)
-                i += 4
-                later = ZERO
-            if i + 2 <= R:
-                adds_2(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, later)
-                i += 2
-                later = ZERO
-            if i < R:
-                adds_1(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, later)
+            strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead)
 
     return adds
