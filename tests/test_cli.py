@@ -1,15 +1,20 @@
 """The command line and the demo behind it."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise import __version__, demo, show_plan, workloads
-from tilewise.bench import oracle
+from tilewise import KVCache, __version__, cli, demo, plan, show_plan, workloads
+from tilewise.bench import machine, oracle
 from tilewise.bench.peers.sdpa import sdpa
+from tilewise.bench.record import Record
 from tilewise.cli import main
 from tilewise.models import MODELS
 from tilewise.workloads import WORKLOADS, Workload, make_inputs
@@ -61,6 +66,35 @@ def test_help_and_version(arguments, capsys):
     assert "tilewise" in capsys.readouterr().out
 
 
+def examples(capsys):
+    """Each command's example, as its help shows it."""
+    found = {}
+    for name in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        shown = " ".join(capsys.readouterr().out.split())
+        found[name] = shlex.split(shown.partition("example: tilewise ")[2])
+    return found
+
+
+def test_examples_of_the_help_run(capsys, monkeypatch, tmp_path):
+    """In an empty folder, in which only what another example writes is there; those that take minutes are parsed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "1000")
+    shown = examples(capsys)
+    assert [words[0] for words in shown.values()] == COMMANDS
+    bench = cli._parser().parse_args(shown["bench"])
+    record = Record({**machine.describe("tilewise bench"), "suite": "prefill"}, []).as_data()
+    for file in (bench.json, Path("before.json")):
+        file.write_text(json.dumps(record), encoding="utf-8")
+    for name in ("doctor", "plan", "report"):
+        assert main(shown[name]) == 0, shown[name]
+    assert main(shown["compare"]) == 2
+    assert "have no case in common" in capsys.readouterr().out
+    for name in ("demo", "chat", "embed", "verify", "tune", "warmup"):
+        assert cli._parser().parse_args(shown[name]).command == name
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -73,6 +107,7 @@ def test_help_and_version(arguments, capsys):
         (["demo", "--seed", str(2**63)], "below 2**63"),
         (["plan"], "--model"),
         (["plan", "--model", "qwen3", "--length", "many"], "8192 or 8k"),
+        (["plan", "--model", "qwen3", "--dtype", "float64"], "expected f32 (float32), f16 (float16), bf16 (bfloat16)"),
         (["compare", "one.json"], "B.json"),
     ],
 )
@@ -176,6 +211,62 @@ def test_plan_of_a_decode_step_over_pages(capsys):
     assert "paged attention on cpu: batch 4, heads 64/8, Lq 1, Lk 4096, pages of 16, D 64, bfloat16" in text
     assert "sinks" in text
     assert "local" not in text.partition("\n")[2]
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of a tensor that is not on the meta device."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and x.device.type != "meta":
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("words", [[], ["--queries", "1", "--page-size", "16"]], ids=str)
+def test_a_plan_takes_no_memory_for_its_tensors(words, capsys):
+    """At 2,000,000 keys K alone would take 8 GB."""
+    with Largest() as largest:
+        assert main(["plan", "--model", "gemma-4", "--length", "2000000", "--device", "cpu", *words]) == 0
+    assert largest.bytes <= 2**25
+    text = capsys.readouterr().out
+    assert "Lk 2000000" in text
+    assert max(map(len, text.splitlines())) < 200
+
+
+def test_plans_on_meta_tensors_are_those_of_real_ones():
+    for name, page_size in (("gemma-4", 0), ("gpt-oss", 16), ("gpt-oss", 0)):
+        layer = MODELS[name].layers[0]
+        q = torch.empty(2, layer.heads, 7, layer.head_dim)
+        options = {name: getattr(layer, name) for name in ("causal", "window", "chunk", "softcap", "scale")}
+        options["sinks"] = torch.zeros(layer.heads) if layer.sinks else None
+        if page_size:
+            k = torch.empty(20, page_size, layer.kv_heads, layer.head_dim)
+            options["block_table"] = torch.arange(20, dtype=torch.int32).view(2, 10)
+            options["context_lens"] = torch.full((2,), 155, dtype=torch.int32)
+        else:
+            k = torch.empty(2, layer.kv_heads, 155, layer.head_dim)
+        want = plan(q, k, k, **options)
+        assert show_plan.plan_of(layer, 2, 7, 155, page_size, CPU, torch.float32) == want
+
+
+def test_a_plan_says_of_other_backends_only_what_matters_here(capsys):
+    words = ["plan", "--model", "llama-3-8b", "--device", "cpu"]
+    assert main(words) == 0
+    assert "not " not in capsys.readouterr().out
+    assert main([*words, "--all"]) == 0
+    text = capsys.readouterr().out
+    assert [name in text for name in ("not hopper: ", "not triton: ", "not metal: ")] == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["f16", "float16", "fp16", "half", "torch.float16", "Float16"])
+def test_types_go_by_any_of_their_names(name, capsys):
+    assert main(["plan", "--model", "llama-3-8b", "--length", "64", "--device", "cpu", "--dtype", name]) == 0
+    assert "D 128, float16" in capsys.readouterr().out
+    assert KVCache(1, 1, 8, 16, name).k_format.name == "f16"
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,16 @@ def run(code):
 
 
 def test_import_is_light():
-    """Nothing heavy beyond torch, and quick."""
+    """Counted, not timed: nothing beyond torch but small modules of our own, and few others of Python's."""
     loaded = run(
         "import torch, sys; before = set(sys.modules); import tilewise; print(*set(sys.modules) - before)"
     ).split()
-    for name in ("numba", "triton", "transformers", "matplotlib", "rich", "llvmlite"):
-        assert not any(module == name or module.startswith(f"{name}.") for module in loaded), name
-    times = [
-        float(run("import torch, time; t = time.perf_counter(); import tilewise; print(time.perf_counter() - t)"))
-        for _ in range(3)
-    ]
-    assert min(times) < 0.3
+    ours = [name for name in loaded if name.partition(".")[0] == "tilewise"]
+    others = sorted({name.partition(".")[0] for name in loaded} - {"tilewise"} - set(sys.stdlib_module_names))
+    assert others == [], "packages that torch had not imported"
+    assert len(loaded) - len(ours) <= 5, sorted(set(loaded) - set(ours))
+    assert len(ours) <= 100
+    assert not [name for name in ours if name.startswith(("tilewise.backends.", "tilewise.cli", "tilewise.bench"))]
 
 
 def test_public_names():

@@ -7,6 +7,7 @@ from tilewise import Quantised, attention, bound, plan, planner
 from tilewise.checks import dense
 from tilewise.options import Options
 from tilewise.reference import visible_cells
+from tilewise.spans import Rules, key_spans, span_counts, span_tiles
 from tilewise.tensors import sequences
 
 
@@ -35,6 +36,22 @@ def test_tiles_and_bytes():
     assert window.cost.cells == 2 * 1024
     packed = Quantised.from_float(q, "int4", 32)
     assert plan(q, packed, packed).cost.bytes_moved == 2 * q.numel() * 4 + 2 * (q.numel() // 2 + 4 * q.numel() // 32)
+
+
+def test_tiles_are_counted_as_they_are_marked():
+    """`span_counts` is `span_tiles` without its tiles."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(low, high):
+        return int(torch.randint(low, high + 1, (), generator=g))
+
+    for _ in range(2000):
+        left, right = (draw(0, 9) if draw(0, 1) else None for _ in range(2))
+        rules = Rules(bool(draw(0, 1)), (left, right), draw(0, 1) * draw(1, 12))
+        Lk, tile = draw(0, 40), (draw(1, 9), draw(1, 9))
+        lo, hi = key_spans(rules, draw(-20, 30) + torch.arange(draw(0, 40)), draw(0, Lk))
+        marked = span_tiles(lo[None], hi[None], Lk, tile)
+        assert span_counts(lo, hi, Lk, tile) == tuple(int((marked == kind).sum()) for kind in range(3))
 
 
 def test_mask_bytes_are_those_of_mixed_tiles():

@@ -186,7 +186,7 @@ def test_lines_where_there_are_points_and_bars_where_not():
     assert "polyline" not in charts.chart(three[:2]).body
     drawn = charts.charts(record(cell("prefill: a"), cell("prefill: b"), *[replace(c, group="dims: c") for c in three]))
     assert list(drawn) == ["prefill (GFLOP/s)", "dims: c (GFLOP/s)"], "groups of one case share a chart"
-    assert "a, 1k · 2.00x the fastest peer" in drawn["prefill (GFLOP/s)"].body
+    assert "a, 1k · 2.00x as fast as the best peer" in drawn["prefill (GFLOP/s)"].body
 
 
 def test_wrong_ways_look_wrong():
@@ -277,7 +277,7 @@ def test_png(tmp_path):
 def test_tables_say_why_ways_are_missing():
     text = "\n".join("\n".join(lines) for lines in tables.tables(PAGES["models"]()))
     assert "SDPA: not in 1 of 3 cases, it has no <softcap>" in text
-    assert "3 cases, 0 of ours wrong; 2.00x the fastest peer" in text
+    assert "3 cases, 0 of ours wrong; 2.00x as fast as the fastest peer" in text
     assert "1 without a peer that can do it" in text
     assert "GB/s" in text
 

@@ -33,7 +33,10 @@ def test_pictures_are_shown_and_none_is_left_over():
     assert shown == set(pictures.PICTURES) == {file.stem for file in pictures.HERE.glob("*.svg")}
 
 
-@pytest.mark.parametrize("name", ["cpu/scale"])
+PLOTS = sorted(file.relative_to(ROOT / "benchmarks").with_suffix("") for file in (ROOT / "benchmarks").rglob("*.svg"))
+
+
+@pytest.mark.parametrize("name", PLOTS, ids=str)
 def test_plots_are_of_the_records_beside_them(name):
     file = ROOT / "benchmarks" / f"{name}.json"
     record = Record.read(file)

@@ -6,7 +6,7 @@ import torch
 
 from .plan import Cost
 from .problem import Problem
-from .spans import key_spans, span_tiles
+from .spans import key_spans, span_counts, span_tiles
 from .tensors import Sequence, Tensors, rules, sequences
 from .tiles import TileCounts, TileMap
 
@@ -25,15 +25,18 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
         seen = widths > 0
         if bool(seen.any()):
             keys += int(hi[seen].max() - lo[seen].min())
-        states = span_tiles(lo[None], hi[None], seq.kv_len, tile)  # [1, nq, nk]
-        if mask_map is not None:
+        if mask_map is None:
+            for kind, count in enumerate(span_counts(lo, hi, seq.kv_len, tile)):
+                tiles[kind] += count * p.heads
+        else:
+            states = span_tiles(lo[None], hi[None], seq.kv_len, tile)  # [1, nq, nk]
             plane = mask_map[seq.b % len(mask_map)]  # [1 or H, 1 or nq, 1 or nk]
             nq, nk = states.shape[1:]
             states = torch.minimum(states, plane[:, :nq, :nk])  # [1 or H, nq, nk]
             read = ((states > 0) & (plane[:, :nq, :nk] == 1)).long()
             mask_cells += int(_sizes(seq.q_len, tile[0]) @ read.sum(0) @ _sizes(seq.kv_len, tile[1]))
-        for kind in range(3):
-            tiles[kind] += int((states == kind).sum()) * (p.heads // len(states))
+            for kind in range(3):
+                tiles[kind] += int((states == kind).sum()) * (p.heads // len(states))
 
     rows = tensors.q[..., 0].numel()  # B * Lq * H
     moved = rows * (p.head_dim + p.value_dim) * p.q_dtype.itemsize + (4 * rows if p.return_lse else 0)

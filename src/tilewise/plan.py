@@ -13,6 +13,12 @@ Made = TypeVar("Made")
 MOST_KEPT = 4096
 
 
+class OtherDevice(str):
+    """A backend's reason to refuse a call that says nothing of it: the backend is made for another kind of device."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The work of a call: only visible cells count, and each byte is counted once."""
@@ -49,6 +55,10 @@ class Plan:
         return ", ".join([*words, *self.problem.options()])
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, every_backend: bool = False) -> str:
+        """The plan in lines. Backends for another kind of device are left out unless `every_backend`."""
         p = self.problem
         kv = p.kv_heads if p.kv_heads != p.heads else p.heads
         width = f"{p.head_dim}" if p.head_dim == p.value_dim else f"{p.head_dim}/{p.value_dim}"
@@ -75,7 +85,9 @@ class Plan:
             ]
         lines += [f"  copied     {copy}" for copy in p.copies]
         lines += [f"  note       {note}" for note in self.notes]
-        lines += [f"  not {name}: {reason}" for name, reason in self.passed_over]
+        for name, reason in self.passed_over:
+            if every_backend or not isinstance(reason, OtherDevice):
+                lines.append(f"  not {name}: {reason}")
         return "\n".join(lines)
 
 

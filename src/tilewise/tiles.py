@@ -9,6 +9,7 @@ import torch
 
 from .arrays import to_tensor
 from .errors import InvalidArgument
+from .extras import need
 from .options import as_chunk, as_flag, as_tile, as_window, is_int
 from .spans import Rules, key_spans, span_tiles
 
@@ -198,12 +199,11 @@ class TileMap:
 
     def plot(self, ax: Axes | None = None, plane: tuple[int, int] = (0, 0)) -> Axes:
         """Draws one plane with matplotlib and returns the axes."""
-        try:
-            import matplotlib.pyplot as plt
-            from matplotlib.colors import ListedColormap
-            from matplotlib.patches import Patch
-        except ImportError as error:
-            raise ImportError("TileMap.plot needs matplotlib: pip install 'tilewise[plot]'") from error
+        need("plot", "matplotlib", by="TileMap.plot")
+        import matplotlib.pyplot as plt
+        from matplotlib.colors import ListedColormap
+        from matplotlib.patches import Patch
+
         if ax is None:
             _, ax = plt.subplots()
         colours = ["#f2f2f2", "#f4a259", "#2e6f95"]

@@ -21,6 +21,7 @@ from .backends.triton.spec import Config
 from .checks import Call
 from .models import MODELS
 from .options import Options
+from .outputs import check_target
 from .plan import Plan
 from .workloads import WORKLOADS, Inputs, Workload, make_inputs, of_layer
 
@@ -53,6 +54,7 @@ def cases(quick: bool = False) -> list[Workload]:
 
 def tune(device: torch.device, quick: bool = False, to: Path | None = None, timer: Timer | None = None) -> int:
     """Times all and writes the file; returns the exit status."""
+    check_target("--json", to)
     file, timer = to or tuned.path(), timer or time_on_gpu
     table = tuned.read(file)
     todo, done, seen = cases(quick), 0, set[str]()

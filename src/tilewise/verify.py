@@ -27,10 +27,12 @@ from .conformance.cases import CASES
 from .conformance.check import Mismatch, check_case
 from .conformance.properties import PROPERTIES, SOME, same
 from .errors import Unsupported
+from .outputs import check_target, write_or_rescue
 from .state import AttentionState
 
 Check = Callable[[str | None, str], None]
 GPU_CHECKS: dict[str, Check] = {}
+INTERRUPTED = 130  # what a shell reports after Ctrl-C
 QUICK = 4  # every so manieth case
 
 
@@ -54,20 +56,27 @@ def verify(
 ) -> int:
     """Runs everything, prints what failed and a summary; 0 if nothing did, else 1.
 
+    Ctrl-C ends the checks, not the report: the status is then 130.
+
     `mac`: with the report of an Apple GPU; by default where tensors are on one.
     """
+    check_target("--json", to)
     mac = device == "mps" if mac is None else mac
     names = list(_names(device, quick, mac and apple.has_mlx()))
     jobs = min(len(names), jobs or (min(16, os.cpu_count() or 1) if device == "cuda" else 1))
     start = time.perf_counter()
     results: list[Result] = []
-    for result in _all(names, device, backend, jobs):
-        results.append(result)
-        if result.status == "failed":
-            print(f"FAILED {result.name}: {result.detail}", flush=True)
-        if sys.stderr.isatty() or len(results) % 50 == 0:
-            end = "\r" if sys.stderr.isatty() else "\n"
-            print(f"{len(results)} of {len(names)} checks", end=end, file=sys.stderr, flush=True)
+    try:
+        for result in _all(names, device, backend, jobs):
+            results.append(result)
+            if result.status == "failed":
+                print(f"FAILED {result.name}: {result.detail}", flush=True)
+            if sys.stderr.isatty() or len(results) % 50 == 0:
+                end = "\r" if sys.stderr.isatty() else "\n"
+                print(f"{len(results)} of {len(names)} checks", end=end, file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print(f"Interrupted. {len(results)} of {len(names)} checks done.", file=sys.stderr)
+    complete = len(results) == len(names)
     count = {status: sum(r.status == status for r in results) for status in ("ok", "failed", "unsupported")}
     seconds = time.perf_counter() - start
     found = apple.facts() if mac else {}
@@ -80,7 +89,7 @@ def verify(
         f" in {seconds:.0f} s"
     )
     timed = []
-    if mac:
+    if mac and complete:
         timed = [*apple.times(device, backend), *(apple.mlx_times() if apple.has_mlx() else ())]
         failed = [f"{r.name}: {r.detail}" for r in results if r.status == "failed"]
         print("\n".join(apple.lines(found, count, failed, seconds, timed)))
@@ -91,13 +100,14 @@ def verify(
             "device": what,
             "backend": named,
             "quick": quick,
+            "complete": complete,
             "seconds": round(seconds, 1),
             **count,
             **({"machine": found, "times": [asdict(row) for row in timed]} if mac else {}),
             "checks": [asdict(r) for r in sorted(results, key=lambda r: r.name)],
         }
-        to.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if count["failed"] else 0
+        write_or_rescue(to, json.dumps(report, indent=1) + "\n")
+    return INTERRUPTED if not complete else 1 if count["failed"] else 0
 
 
 def _names(device: str, quick: bool, with_mlx: bool = False) -> Iterator[str]:

@@ -64,7 +64,7 @@ def compare(old_file: Path, new_file: Path, every: bool = False) -> int:
     drift = _drift(all_changes)
     if drift is not None:
         print(
-            f"peers: {ratio_text(drift, False)} as fast as before, in the mean; ours is judged by what is left of that"
+            f"peers: {ratio_text(drift, False)} as fast as before, on average; ours is judged by what is left of that"
         )
     ours = [_without(drift, change) for change in all_changes if change.way.name.startswith("tilewise")]
     shown = [change for change in ours if every or change.verdict != "same"]

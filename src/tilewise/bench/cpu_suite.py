@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import Plan, Quantised, attention, paged_attention, plan
+from ..dtypes import FLOATS
 from ..quantised import QuantDtype
 from ..workloads import LOGIT_STD, Inputs, Workload, make_inputs, normal
 from . import machine
@@ -19,7 +20,7 @@ from .peers.sdpa import sdpa
 from .peers.way import dense_mask
 
 CPU = torch.device("cpu")
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+DTYPES = {name: FLOATS[name] for name in ("f32", "bf16", "f16")}
 LEAST_CACHE = 300 * 10**6  # bytes that no last-level cache of today's small machines holds
 READ, SDPA, F16, CONTIGUOUS = "read speed", "SDPA", "our f16", "our contiguous"
 

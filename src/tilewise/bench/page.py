@@ -61,7 +61,7 @@ def _cards(record: Record) -> Iterator[str]:
     elif record.mean_ratio is not None:
         ratios = [cell.ratio for cell in record.cells if cell.ratio is not None]
         low, high = (ratio_text(ratio, False) for ratio in (min(ratios), max(ratios)))
-        text = f"the fastest peer, in the mean of {len(ratios)} cases ({low} to {high})"
+        text = f"the fastest peer's speed, on average over {len(ratios)} cases ({low} to {high})"
         yield f'<div class="card"><b>{ratio_text(record.mean_ratio, False)}</b><span>{text}</span></div>'
     if record.alone:
         yield f'<div class="card"><b>{len(record.alone)}</b><span>cases that no peer here can do</span></div>'

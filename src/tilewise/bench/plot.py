@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidArgument
+from ..extras import install_line
+from ..outputs import write_whole
 from .charts import charts
 from .page import device_name, suite_name
 from .record import Record
 from .svg import picture
 
 ZOOM = 2  # of a PNG, for screens with small pixels
-REMEDY = "pip install 'tilewise[plot]', or name a file that ends in .svg"
 
 
 def check_name(path: Path) -> None:
@@ -21,16 +22,17 @@ def check_name(path: Path) -> None:
     if path.suffix not in (".svg", ".png"):
         raise InvalidArgument("--plot", str(path), "a name that ends in .svg or .png")
     if path.suffix == ".png" and importlib.util.find_spec("resvg_py") is None:
-        raise InvalidArgument("--plot", f"{path}, but resvg-py is not installed", "it to be there for PNG", REMEDY)
+        remedy = f"{install_line('plot')}, or name a file that ends in .svg"
+        raise InvalidArgument("--plot", f"{path}, but resvg-py is not installed", "it to be there for PNG", remedy)
 
 
 def draw(record: Record, path: Path) -> None:
     """Writes the charts of a record to a file."""
     title, note = title_of(record)
     if path.suffix == ".svg":
-        path.write_text(picture(charts(record), title, note), encoding="utf-8")
+        write_whole(path, picture(charts(record), title, note))
     else:
-        path.write_bytes(png(picture(charts(record), title, note, theme="light")))
+        write_whole(path, png(picture(charts(record), title, note, theme="light")))
 
 
 def title_of(record: Record) -> tuple[str, str]:

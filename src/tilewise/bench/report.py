@@ -8,7 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..outputs import write_or_rescue, write_whole
 from .case import Measured, Outcome, Row
+
+SPEEDS = "ratios are speeds: 2x is twice as fast as the peer, in half its time; shares are of the speed that is named"
 
 
 def outcomes(rows: Sequence[Row], results: Sequence[Measured]) -> list[Outcome]:
@@ -17,7 +20,7 @@ def outcomes(rows: Sequence[Row], results: Sequence[Measured]) -> list[Outcome]:
 
 
 def heading(about: Mapping[str, Any]) -> list[str]:
-    """The machine, the versions and the ceilings, in lines."""
+    """The machine, the versions, the ceilings and how to read the tables, in lines."""
     device, versions = about["device"], about["versions"]
     width = device["vector_width"]
     lines = [
@@ -40,12 +43,12 @@ def heading(about: Mapping[str, Any]) -> list[str]:
                 else f"float32 {limits['sgemm_gflop_per_s']:.0f} GFLOP/s (torch.mm {limits['sgemm_size']:.0f}^3)"
             )
         )
-    return [*lines, *(f"note: {note}" for note in about.get("notes", []))]
+    return [*lines, SPEEDS, *(f"note: {note}" for note in about.get("notes", []))]
 
 
 def cell_table(found: Sequence[Outcome]) -> list[str]:
-    """Every case: both times, their ratio, the speed of ours, the spread of both, the error."""
-    lines = [["case", "ours", "peer", "ratio", "GFLOP/s", "GB/s", "spread", "error"]]
+    """Every case: both times, how many times as fast ours is, the speed of ours, the spread of both, the error."""
+    lines = [["case", "ours", "peer", "as fast", "GFLOP/s", "GB/s", "spread", "error"]]
     for outcome in found:
         for cell in outcome.cells:
             lines.append([
@@ -97,11 +100,9 @@ def as_data(about: Mapping[str, Any], found: Sequence[Outcome]) -> dict[str, Any
     }
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes all of it or nothing, so that an earlier file is not lost half way."""
-    draft = path.with_name(f".{path.name}.part")
-    draft.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    draft.replace(path)
+def write_json(path: Path, data: Mapping[str, Any], rescue: bool = False) -> None:
+    """Writes all of it or nothing; to `rescue` what was measured, to a temporary file if need be."""
+    (write_or_rescue if rescue else write_whole)(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
@@ -120,6 +121,18 @@ def bar_text(row: Row) -> str:
 
 def ratio_text(ratio: float, is_share: bool) -> str:
     return f"{ratio:.0%}" if is_share else f"{ratio:.3g}x" if ratio >= 10 else f"{ratio:.2f}x"
+
+
+def left_text(done: int, of: int, seconds: float) -> str:
+    """How long the rest will take if it goes on as it went; nothing at the end.
+
+    >>> left_text(2, 8, 30.0), left_text(1, 100, 4.0), left_text(8, 8, 99.0)
+    (', about 90 s left', ', about 7 min left', '')
+    """
+    left = seconds / done * (of - done) if done else 0.0
+    if not left:
+        return ""
+    return f", about {left:.0f} s left" if left < 120 else f", about {left / 60:.0f} min left"
 
 
 def time_text(seconds: float) -> str:

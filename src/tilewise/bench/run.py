@@ -6,7 +6,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgument
+from ..outputs import check_target, write_or_rescue
 from ..progress import Screen
 from . import cpu_suite, grid, machine, measure_gpu, page, plot, precompile, report, run_cpu
 from .peers import OURS, installed
@@ -48,23 +50,31 @@ class Asked:
 def bench(asked: Asked) -> int:
     """Measures, prints the tables and writes the files; returns the exit status.
 
-    Ctrl-C ends the measuring, not the report. The status is 1 if a result is wrong; a bar that is missed is a result.
+    Ctrl-C ends the measuring, not the report. The status is 1 if a result is wrong or a case fails; a bar that is
+    missed is a result.
     """
     check(asked)
     check_files(asked.json, asked.html, asked.plot)
     narrow_sdpa = asked.device == "cuda" or not _is_narrow(asked) or _ensure_narrow_sdpa(asked.words)
+
+    def keep(data: Mapping[str, Any]) -> None:
+        """Called after each case, so that a process that is killed has lost only the last."""
+        if asked.json is not None:
+            with suppress(OSError):  # the end tries again
+                report.write_json(asked.json, data)
+
     if "cpu" in asked.suites:
-        record, data, shown = run_cpu.run_cpu(asked.words, asked.quick, narrow_sdpa)
+        record, data, shown = run_cpu.run_cpu(asked.words, asked.quick, narrow_sdpa, keep)
     else:
-        record = _models(asked, narrow_sdpa)
+        record = _models(asked, narrow_sdpa, keep)
         data, shown = record.as_data(), None
     if asked.json is not None:
-        report.write_json(asked.json, data)
+        report.write_json(asked.json, data, rescue=True)
     _print(shown or _tables(record))
     _write(record, asked.html, asked.plot)
     if not record.about["complete"]:
         return INTERRUPTED
-    return WRONG if record.wrong else 0
+    return WRONG if record.wrong or record.about.get("failed") else 0
 
 
 def show(file: Path, html: Path | None = None, picture: Path | None = None) -> int:
@@ -88,7 +98,7 @@ def _print(shown: Sequence[Sequence[str]]) -> None:
 
 def _write(record: Record, html: Path | None, picture: Path | None) -> None:
     if html is not None:
-        html.write_text(page.page(record), encoding="utf-8")
+        write_or_rescue(html, page.page(record))
     if picture is not None:
         plot.draw(record, picture)
 
@@ -96,8 +106,7 @@ def _write(record: Record, html: Path | None, picture: Path | None) -> None:
 def check_files(json: Path | None, html: Path | None, picture: Path | None) -> None:
     """Whether files can be written, before there is anything to write."""
     for option, file in (("--json", json), ("--html", html), ("--plot", picture)):
-        if file is not None and not file.parent.is_dir():
-            raise InvalidArgument(option, f"{file}", "a file in a folder that exists")
+        check_target(option, file)
     if picture is not None:
         plot.check_name(picture)
 
@@ -122,8 +131,8 @@ def _is_narrow(asked: Asked) -> bool:
     return "cpu" in asked.suites or asked.dtype in ("bf16", "f16")
 
 
-def _models(asked: Asked, narrow_sdpa: bool) -> Record:
-    """The suites of models, or the one of lengths."""
+def _models(asked: Asked, narrow_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
+    """The suites of models, or the one of lengths; `keep` is given the record after each case."""
     device = torch.device(asked.device)
     kind = asked.dtype or ("bf16" if device.type == "cuda" else "f32")
     scope = Scope(device.type == "cuda", asked.quick)
@@ -149,6 +158,11 @@ def _models(asked: Asked, narrow_sdpa: bool) -> Record:
     run = grid.Bench(device, DTYPES[kind], short if asked.quick else full, peers)
     cells: list[Cell] = []
     start = time.perf_counter()
+
+    def record() -> Record:
+        ended = {"complete": len(cells) == len(tasks), "seconds": time.perf_counter() - start}
+        return Record({**about, **ended}, cells)
+
     with Screen(len(tasks) + 1, sys.stderr) as screen:
         try:
             screen.step("ceilings of this machine")
@@ -156,15 +170,17 @@ def _models(asked: Asked, narrow_sdpa: bool) -> Record:
             if device.type == "cuda":
                 screen.print("compiles what is not yet kept")
                 precompile.precompile(tasks, device, run.dtype, peers, asked.jobs or precompile.default_jobs(device))
+            begun = time.perf_counter()
             for number, task in enumerate(tasks, 1):
                 screen.step(f"{task.suite}: {task.group}, {task.case.name}")
                 cell = _measured(task, run)
                 cells.append(cell)
-                screen.print(f"[{number}/{len(tasks)}] {cell.group}, {cell.name}: {_result(cell)}")
+                left = report.left_text(number, len(tasks), time.perf_counter() - begun)
+                screen.print(f"[{number}/{len(tasks)}] {cell.group}, {cell.name}: {_result(cell)}{left}")
+                keep(record().as_data())
         except KeyboardInterrupt:
             about["notes"].append(f"interrupted: {len(cells)} of {len(tasks)} cases done")
-    about |= {"complete": len(cells) == len(tasks), "seconds": time.perf_counter() - start}
-    return Record(about, cells)
+    return record()
 
 
 def _measured(task: Task, run: grid.Bench) -> Cell:
@@ -182,7 +198,9 @@ def _measured(task: Task, run: grid.Bench) -> Cell:
 def _result(cell: Cell) -> str:
     if cell.ours is None:
         return f"FAILED: {cell.refused.get(OURS, '')}"
-    beside = "no peer" if cell.ratio is None else f"{cell.ratio:.3g} of {cell.peers[0].name}"
+    beside = (
+        "no peer" if cell.ratio is None else f"{report.ratio_text(cell.ratio, False)} as fast as {cell.peers[0].name}"
+    )
     return f"{report.time_text(cell.ours.timing.seconds)}, {beside}, error {cell.ours.error:.1e}"
 
 

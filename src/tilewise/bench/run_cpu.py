@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ BUDGET, QUICK_BUDGET = 4.0, 0.5  # seconds of timing for each case
 FULL_MEMORY = 4 * 1024**2  # bytes of workspace that a thread may take
 
 
-def run_cpu(words: Sequence[str], quick: bool, narrow_sdpa: bool) -> tuple[Record, dict[str, Any], list[list[str]]]:
-    """The suite with bars: its record, that as plain data, and its tables."""
+def run_cpu(
+    words: Sequence[str], quick: bool, narrow_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]
+) -> tuple[Record, dict[str, Any], list[list[str]]]:
+    """The suite with bars: its record, that as plain data, and its tables; `keep` is given the data after each case."""
     sizes, notes = cpu_suite.sizes_here()
     if os.environ.items() >= machine.SAFE_ISA.items():
         notes.append(
@@ -34,37 +36,56 @@ def run_cpu(words: Sequence[str], quick: bool, narrow_sdpa: bool) -> tuple[Recor
         notes.append("SDPA in bf16 and f16 ends the process here, also without AMX: those cases are left out")
     cases = [c for c in cpu_suite.cases(sizes, quick) if narrow_sdpa or not c.needs_narrow_sdpa]
     command = f"tilewise {shlex.join(words)}"
-    about = {"suite": "cpu", "quick": quick, **machine.describe(command), "notes": notes}
+    about: dict[str, Any] = {"suite": "cpu", "quick": quick, **machine.describe(command), "notes": notes, "failed": []}
     budget = QUICK_BUDGET if quick else BUDGET
     results: list[Measured] = []
     start = time.perf_counter()
+
+    def data() -> dict[str, Any]:
+        done = len(results) + len(about["failed"])
+        ended = {"complete": done == len(cases), "seconds": time.perf_counter() - start}
+        return report.as_data({**about, **ended}, report.outcomes(cpu_suite.ROWS, results))
+
     try:
         with Screen(len(cases) + 1, sys.stderr) as screen:
             screen.step("ceilings of this machine")
             with torch.no_grad():
                 about["ceilings"] = machine.ceilings(sizes.read, sizes.matrix, budget)
-            measure_all(cases, budget, results, screen)
+            for _ in measure_all(cases, budget, results, about["failed"], screen):
+                keep(data())
     except KeyboardInterrupt:
         notes.append(f"interrupted: {len(results)} of {len(cases)} cases done")
-    about |= {"complete": len(results) == len(cases), "seconds": time.perf_counter() - start}
+    notes += [f"failed: {reason}" for reason in about["failed"]]
     found = report.outcomes(cpu_suite.ROWS, results)
-    data = report.as_data(about, found)
     shown = [report.heading(about), report.cell_table(found), report.row_table(found), workspace_line(results)]
-    return Record.from_data(data), data, shown
+    last = data()
+    return Record.from_data(last), last, shown
 
 
-def measure_all(cases: Sequence[Case], budget: float, results: list[Measured], screen: Screen) -> None:
-    """Appends each case's result to `results` as soon as it is there."""
+def measure_all(
+    cases: Sequence[Case], budget: float, results: list[Measured], failed: list[str], screen: Screen
+) -> Iterator[None]:
+    """Appends each case's result to `results`, or why it has none to `failed`, and yields after each."""
+    start = time.perf_counter()
     for number, case in enumerate(cases, 1):
         screen.step(f"{case.row}: {case.name}")
-        start = time.perf_counter()
-        result = measure(case, budget)
-        results.append(result)
-        taken = time.perf_counter() - start
-        screen.print(
-            f"[{number}/{len(cases)}] {case.row}: {case.name}: {result.ratio:.3g} of the peer, "
-            f"error {result.error:.1e}, {taken:.1f} s"
-        )
+        try:
+            result = measure(case, budget)
+            results.append(result)
+            said = f"{_against(case.row, result.ratio)}, error {result.error:.1e}"
+        except Exception as error:  # too little memory, for one; the other cases go on
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            failed.append(f"{case.row}: {case.name}: {reason}")
+            said = f"FAILED: {reason}"
+        left = report.left_text(number, len(cases), time.perf_counter() - start)
+        screen.print(f"[{number}/{len(cases)}] {case.row}: {case.name}: {said}{left}")
+        yield
+
+
+def _against(name: str, ratio: float) -> str:
+    """A ratio in words: how many times as fast as the row's peer, or which share of the speed of reading."""
+    row = next(row for row in cpu_suite.ROWS if row.name == name)
+    return f"{report.ratio_text(ratio, row.is_share)} {'of the' if row.is_share else 'as fast as'} {row.against}"
 
 
 @torch.no_grad()

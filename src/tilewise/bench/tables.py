@@ -52,7 +52,7 @@ def summary(record: Record) -> str:
     words = [f"{len(record.cells)} cases, {len(record.wrong)} of ours wrong"]
     if record.mean_ratio is not None:
         low, high = ratio_text(ratios[0], False), ratio_text(ratios[-1], False)
-        words.append(f"{ratio_text(record.mean_ratio, False)} the fastest peer in the mean ({low} to {high})")
+        words.append(f"{ratio_text(record.mean_ratio, False)} as fast as the fastest peer on average ({low} to {high})")
     if record.alone:
         words.append(f"{len(record.alone)} without a peer that can do it")
     return "; ".join(words)

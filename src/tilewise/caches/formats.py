@@ -8,14 +8,14 @@ from typing import Any, get_args
 
 import torch
 
+from ..dtypes import FLOATS, short_name
 from ..errors import InvalidArgument
 from ..options import is_int
 from ..problem import MAX_HEAD_DIM
 from ..quantised import GROUPS, STORAGE, QuantDtype, Quantised
 
-PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+PLAIN = FLOATS
 QUANTISED: tuple[str, ...] = get_args(QuantDtype)
-NAMES = {dtype: name for name, dtype in PLAIN.items()} | {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Format:
     @classmethod
     def of(cls, argument: str, dtype: Any, group: Any, width: int) -> Format:
         """What a user asks for by a name or a torch dtype."""
-        name = NAMES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
+        name = short_name(dtype)
         if name not in PLAIN and name not in QUANTISED:
             raise InvalidArgument(argument, repr(dtype), f"one of {', '.join((*PLAIN, *QUANTISED))} or their dtype")
         if name in PLAIN:

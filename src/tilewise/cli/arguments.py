@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ..dtypes import FLOATS, short_name
+
 BAD_ARGUMENTS = 2
-DTYPES = ("f32", "bf16", "f16")
 Commands = Any  # argparse has no public name for what add_subparsers gives
 
 
@@ -27,6 +28,24 @@ def command(commands: Commands, name: str, run: Any, help: str, description: str
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=device, metavar="cpu|cuda", help="default: cuda where there is one")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        metavar="|".join(FLOATS),
+        help="or float32, float16 ...; default: f32 on a CPU, bf16 on a GPU",
+    )
+
+
+def dtype(text: str) -> str:
+    """Its short name, by any name that torch or others have for it."""
+    name = short_name(text)
+    if name not in FLOATS:
+        known = ", ".join(f"{short} ({str(of).removeprefix('torch.')})" for short, of in FLOATS.items())
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {known}")
+    return str(name)
 
 
 def add_json(parser: argparse.ArgumentParser, help: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..models import MODELS
-from .arguments import DTYPES, Commands, add_device, add_json, command, count, default_device
+from .arguments import Commands, add_device, add_dtype, add_json, command, count, default_device
 
 SUITES = ("cpu", "prefill", "decode", "paged", "mask", "varlen", "dims", "models")
 PEERS = ("sdpa", "flex", "flash-attn", "flashinfer", "xformers")
@@ -21,7 +21,8 @@ def add(commands: Commands) -> None:
         description="Times each case in turns with every peer found here (torch's SDPA by each of its kernels, "
         "FlexAttention, flash-attn, FlashInfer, xFormers), checks all of them against float64, and shows what share "
         "of the machine's own limits each reaches. Shapes are those of known models: "
-        f"{', '.join(MODELS)}. Progress goes to stderr. Ctrl-C ends the measuring and keeps what is done. "
+        f"{', '.join(MODELS)}. Progress goes to stderr. Ratios are speeds. Ctrl-C and SIGTERM end "
+        "the measuring and keep what is done. "
         "Exit status 1 if a result is wrong.",
         example="tilewise bench --suite prefill,decode --json now.json --html now.html",
     )
@@ -37,7 +38,7 @@ def add(commands: Commands) -> None:
         "--scale", action="store_true", help="one shape over lengths: time, memory and tiles, with fitted exponents"
     )
     add_device(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="default: f32 on a CPU, bf16 on a GPU")
+    add_dtype(parser)
     parser.add_argument("--quick", action="store_true", help="fewer cases and shorter: under two minutes")
     parser.add_argument(
         "--peers",

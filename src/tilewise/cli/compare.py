@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
         description="Compares two JSON files of `tilewise bench`, case by case. A change counts if it is larger than "
         "the spread of either run, and than 3%. Where both have peers, what changed for them too is the machine's "
         "doing and is taken out. Exit status 1 if something of ours got slower or wrong, 2 if nothing can be compared.",
-        example="tilewise compare before.json after.json",
+        example="tilewise compare before.json now.json",
     )
     parser.add_argument("before", type=Path, metavar="A.json")
     parser.add_argument("after", type=Path, metavar="B.json")

@@ -17,6 +17,7 @@ def add(commands: Commands) -> None:
         help="run attention in the shapes of known models, timed and checked",
         description="Runs attention in the shapes of known models on the best backend at hand. For each: the plan, the "
         "time beside that of torch's SDPA, and the error against a float64 oracle.",
+        example="tilewise demo --quick",
     )
     parser.add_argument("--quick", action="store_true", help="shorter sequences, fewer repeats")
     add_device(parser)

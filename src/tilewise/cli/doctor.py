@@ -16,6 +16,7 @@ def add(commands: Commands) -> None:
         description="Shows versions, the CPU and its vectors, threads, GPUs and driver, each backend (usable, or why "
         "not and the remedy), other attention libraries and where files are kept. It runs no kernel and never fails. "
         "Put its output into a bug report.",
+        example="tilewise doctor --json",
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..models import MODELS
-from .arguments import DTYPES, Commands, add_device, command, default_device, length
+from .arguments import Commands, add_device, add_dtype, command, default_device, length
 
 
 def add(commands: Commands) -> None:
@@ -25,7 +25,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--batch", type=length, default=1, metavar="N", help="rows (default 1)")
     parser.add_argument("--page-size", type=length, metavar="N", help="the cache is in pages of N tokens")
     add_device(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="default: f32 on a CPU, bf16 on a GPU")
+    add_dtype(parser)
+    parser.add_argument("--all", action="store_true", help="say of every backend why it is not taken")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,4 +41,5 @@ def run(args: argparse.Namespace) -> int:
         page_size=args.page_size or 0,
         device=default_device(args),
         dtype=args.dtype,
+        every_backend=args.all,
     )

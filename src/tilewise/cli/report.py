@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
         help="a record of the bench as tables, a page or a picture",
         description="Reads a JSON file of `tilewise bench` and prints its tables, writes the HTML page, or draws the "
         "charts: for a record that was made elsewhere.",
-        example="tilewise report benchmarks/cpu/models.json --plot benchmarks/cpu/models.svg",
+        example="tilewise report now.json --html now.html --plot now.svg",
     )
     parser.add_argument("record", type=Path, metavar="FILE.json")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that a browser shows")

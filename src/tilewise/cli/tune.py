@@ -18,6 +18,7 @@ def add(commands: Commands) -> None:
         help="find the fastest tiles of the GPU kernels on this GPU",
         description="Times every tile that fits on the shapes of known models and keeps the fastest in a JSON file, "
         "which later calls read. Takes minutes, most of them for compiling. Ctrl-C ends it and keeps what is done.",
+        example="tilewise tune --quick",
     )
     parser.add_argument("--quick", action="store_true", help="the shapes of the demo only")
     add_json(parser, "default: tuned.json in the cache directory")

@@ -17,6 +17,7 @@ def add(commands: Commands) -> None:
         description="Runs the conformance suite on a device: every case and property, and on a GPU large tensors, "
         "repeats and CUDA graphs too. On an Apple GPU it ends with a report to paste into an issue. Exit status 1 if a "
         "check fails.",
+        example="tilewise verify --quick --json checks.json",
     )
     parser.add_argument("--device", type=device_or_mps, metavar="cpu|cuda|mps", help="default: cuda where there is one")
     parser.add_argument("--backend", choices=BACKENDS, help="default: the best for each case")

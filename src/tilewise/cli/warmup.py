@@ -14,6 +14,7 @@ def add(commands: Commands) -> None:
         run,
         help="compile the CPU kernels ahead of first use",
         description="Compiles every CPU kernel for this machine and keeps it on disk, so that no first call waits.",
+        example="tilewise warmup",
     )
 
 

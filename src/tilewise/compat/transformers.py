@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..api import attention, varlen_attention
 from ..errors import InvalidArgument
-from .mask_patterns import Pattern, make_mask
+from ..extras import need
+
+need("hf", "transformers", by="tilewise.compat.transformers")
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+
+from .mask_patterns import Pattern, make_mask  # noqa: E402
 
 # transformers looks for these in a name, and treats what has them in ways of its own.
 RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged|", "/")

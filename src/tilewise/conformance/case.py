@@ -17,11 +17,12 @@ import torch
 from .. import api, checks
 from ..alibi import alibi_slopes
 from ..checks import Call
+from ..dtypes import FLOATS
 from ..options import Options
 from ..quantised import Quantised
 from ..tiles import TileMap
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = FLOATS
 PEAK = 3.0
 Shape = tuple[int, ...]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from ...plan import Plan
+from ...plan import OtherDevice, Plan
 from ...problem import Problem
 from ...tensors import Shared, Tensors
 
 
 def supports(problem: Problem) -> str | None:
     if problem.device.type != "cpu":
-        return f"the tensors are on {problem.device.type}"
+        return OtherDevice(f"the tensors are on {problem.device.type}")
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed (pip install numba)"
     from .host import missing

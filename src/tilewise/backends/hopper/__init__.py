@@ -7,7 +7,7 @@ import importlib.util
 from functools import cache
 from typing import Any
 
-from ...plan import Plan
+from ...plan import OtherDevice, Plan
 from ...problem import Problem
 from ...tensors import Tensors
 from ..triton.device import arch_of
@@ -19,7 +19,7 @@ TESTED = "3.6."
 def supports(problem: Problem) -> str | None:
     p = problem
     if p.device.type != "cuda" or arch_of(p.device) != 90:
-        return "runs on Hopper GPUs"
+        return OtherDevice("runs on Hopper GPUs")
     if not _triton_version().startswith(TESTED):
         return f"needs Triton {TESTED}x: Gluon changes from version to version"
     return heuristics.refusal(p)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
+from ...plan import OtherDevice
 
 TYPICAL_CORES = 10  # where torch does not say
 
@@ -63,7 +64,7 @@ def why_not(kind: str) -> str | None:
     if _stand_in is not None:
         return None if kind == _stand_in.kind else f"runs on {_stand_in.kind} tensors here"
     if kind != "mps":
-        return "runs on Apple GPUs"
+        return OtherDevice("runs on Apple GPUs")
     if not hasattr(torch.mps, "compile_shader"):
         return "needs torch 2.7 or newer, which has torch.mps.compile_shader"
     return None

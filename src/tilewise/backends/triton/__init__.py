@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...plan import Plan
+from ...plan import OtherDevice, Plan
 from ...problem import Problem
 from ...tensors import Tensors
 from . import heuristics, tuned
@@ -19,7 +19,7 @@ from .device import arch_of, processors
 def supports(problem: Problem) -> str | None:
     if problem.device.type != "cuda":
         if problem.device.type != "cpu" or not _interpreted():
-            return "runs on GPUs"
+            return OtherDevice("runs on GPUs")
         if torch.bfloat16 in (problem.q_dtype, problem.k_dtype, problem.v_dtype):
             return "Triton's interpreter has no bfloat16 products"
     if importlib.util.find_spec("triton") is None:

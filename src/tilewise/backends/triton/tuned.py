@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
+from ...outputs import write_whole
 from ...places import cache_home
 from ...problem import Problem, QuantSpec
 from . import heuristics
@@ -101,9 +102,7 @@ def read(file: Path) -> dict[str, Config]:
 def write(file: Path, table: Table) -> None:
     tiles = {key: {n: x for n, x in asdict(c).items() if n in CHOICES} for key, c in sorted(table.items())}
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".part")
-    partial.write_text(json.dumps({"format": FORMAT, "tiles": tiles}, indent=1) + "\n")
-    partial.replace(file)  # whole or not at all
+    write_whole(file, json.dumps({"format": FORMAT, "tiles": tiles}, indent=1) + "\n")
 
 
 @cache
