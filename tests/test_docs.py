@@ -6,6 +6,7 @@ import contextlib
 import doctest
 import importlib
 import io
+import json
 import pkgutil
 import re
 import sys
@@ -106,9 +107,22 @@ def test_python_blocks_run_and_print_what_is_shown(document: Path, new_backends:
                     printed[block] = run(document, block, namespace)
             elif block.language == "text" and block.follows in printed:
                 got = printed.pop(block.follows)
-                assert got == block.text, f"{by_name(document)}:{block.line} shows\n{block.text}\nbut got\n{got}"
+                assert for_any_machine(got) == for_any_machine(block.text), (
+                    f"{by_name(document)}:{block.line} shows\n{block.text}\nbut got\n{got}"
+                )
     for block, text in printed.items():
         assert not text, f"{by_name(document)}:{block.line} prints, but no output is shown:\n{text}"
+
+
+# Of a plan by the backend `cpu`: lanes, threads and tiles are the machine's.
+OF_THE_MACHINE = re.compile(r"(?m)^  (?:backend    cpu|tile  |workspace|tiles).*$")
+
+
+def for_any_machine(text: str) -> str:
+    """Printed text without the numbers that another machine has others of."""
+    if "\n  backend    cpu, " not in text:
+        return text
+    return OF_THE_MACHINE.sub(lambda line: re.sub(r"\d[\d,.]*", "N", re.sub(r"s\b|[KM]iB", "", line[0])), text)
 
 
 def commands(document: Path) -> Iterator[list[str]]:
@@ -169,6 +183,31 @@ def test_doctests(name: str) -> None:
     with torch.random.fork_rng(), contextlib.redirect_stdout(report):
         result = doctest.testmod(module, extraglobs={"torch": torch})
     assert result.failed == 0, report.getvalue()
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/guide.md"])
+def test_first_compiles_take_what_their_record_says(name: str) -> None:
+    rows = json.loads((ROOT / "benchmarks/cpu/first_call.json").read_text(encoding="utf-8"))["rows"]
+    cold = [row["cold"]["seconds"] for row in rows]
+    text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+    assert f"compiles its kernels, in {min(cold):.0f} to {max(cold):.0f} s on a 2-core Xeon" in text
+    assert max(row["kept"]["seconds"] for row in rows) < 1 or "under a second" not in text
+    others = [
+        d for d in DOCS if re.search(r"compiles? .{0,60}(twelve|fifteen|twenty|\d+ s\b|\d+ seconds)", d.read_text())
+    ]
+    assert {by_name(d) for d in others} <= {"README.md", "docs/guide.md", "docs/performance.md"}, (
+        "said in another place"
+    )
+
+
+def test_no_install_line_asks_pypi_for_what_is_not_there() -> None:
+    """Until tilewise is on PyPI, `pip install tilewise` fails."""
+    for document in DOCS:
+        for words in commands(document):
+            wanted = [word.strip("\"'") for word in words[2:]] if words[:2] == ["pip", "install"] else []
+            assert not [word for word in wanted if word.startswith("tilewise")], (
+                f"{by_name(document)}: {' '.join(words)}"
+            )
 
 
 def test_public_names_have_docstrings() -> None:
