@@ -29,19 +29,32 @@ def formula(*tensors, **options):
     """One sequence: q [Lq, H, D], k and v [Lk, Hkv, D] to out [Lq, H, D] and lse [H, Lq], bottom-right aligned."""
     exact = attend(*(x.double() for x in tensors), **options)
     narrow = tensors[-1].dtype  # of the weights, as of the values
-    plain = attend(*(x.float() for x in tensors), **options, narrow=None if narrow == torch.float32 else narrow)
-    out, lse, scores = (largest_error(a, b) for a, b in zip(plain, exact, strict=True))
+    q, *others = tensors
+    errors = []
+    # Few numbers may be right by chance in torch's arithmetic: queries of the same elements in other places count too.
+    for shift in range(0, q.shape[-1], max(1, q.shape[-1] // 8)):
+        sets = q.roll(shift, -1), *others
+        best = attend(*(x.double() for x in sets), **options) if shift else exact
+        plain = attend(*(x.float() for x in sets), **options, narrow=None if narrow == torch.float32 else narrow)
+        errors.append([largest_error(a, b) for a, b in zip(plain, best, strict=True)])
+    out, lse, scores = map(max, zip(*errors, strict=True))
     factor = 1.5 if options.get("softcap") else 1.0  # 3x instead of 2x
     return Expected(exact[0], factor * out, "out"), Expected(exact[1], factor * max(lse, scores), "lse")
 
 
 def attend(
-    q, k, v, scale=None, causal=False, window_size=(-1, -1), softcap=0.0, slopes=None, chunk=0, sinks=None, narrow=None
-):
+    q, k, v, scale=None, causal=False, window_size=(-1, -1), softcap=0.0, slopes=None, chunk=0, sinks=None, narrow=None,
+    qv=None,
+):  # fmt: skip
     """The formula in the type of its inputs; with `narrow`, weights and output are rounded to it. Also the scores."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = torch.einsum("ihd,jhd->hij", q, k)
+    width = q.shape[-1]
+    if qv is not None:
+        s = s + torch.einsum("ihd,jhd->hij", qv.to(s.dtype), v)
+        width += v.shape[-1]
+    s = s * (width**-0.5 if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     i = torch.arange(len(q))[:, None] + len(k) - len(q)
@@ -390,7 +403,7 @@ def test_signatures_are_those_of_flash_attention_2():
     }
     defaults = {"dropout_p": 0.0, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True, "num_splits": 0}
     flags = ("causal", "deterministic", "return_attn_probs", "return_softmax_lse")
-    assert set(documented) == set(fa.__all__)
+    assert set(documented) | {"get_scheduler_metadata", "install", "uninstall"} == set(fa.__all__)
     for name, words in documented.items():
         parameters = inspect.signature(getattr(fa, name)).parameters.values()
         by_place = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -406,9 +419,10 @@ def test_refusals():
         ({"dropout_p": 0.1}, "dropout_p: got 0.1"),
         ({"window_size": 4}, "window_size: got 4"),
         ({"softcap": -1.0}, "softcap"),
-        ({"qv": q}, "qv: got a value"),
-        ({"q_descale": q}, "q_descale"),
-        ({"k_descale": q}, "Quantised"),
+        ({"window_size": torch.tensor([1, 2, 3])}, "window_size: got"),
+        ({"qv": q[..., :4]}, "qv: got"),
+        ({"qv": q.half()}, "qv: got"),
+        ({"qv": q, "q_v": q}, "q_v: got"),
         ({"num_splits": -1}, "num_splits"),
         ({"attention_chunk": -1}, "attention_chunk"),
     ]:
@@ -420,7 +434,13 @@ def test_refusals():
         with pytest.raises(InvalidArgument, match=r"kv: got shape \(1, 4, 4, 2, 8\)"):
             call(peaked(1, 4, 4, 2, 8))
     packed = [q[0]] * 3
-    for options, words in [({"seqused_q": cu}, "seqused_q"), ({"block_table": cu, "page_table": cu}, "page_table")]:
+    for options, words in [
+        ({"seqused_q": cu}, "seqused_q"),
+        ({"seqused_q": cu[1:] + 1}, r"seqused_q\[0\]: got 5"),
+        ({"block_table": cu, "page_table": cu}, "page_table"),
+        ({"out": q[0, :3]}, "out"),
+        ({"out": q[0, :3], "qv": q[0]}, "out"),
+    ]:
         with pytest.raises(InvalidArgument, match=words):
             fa.flash_attn_varlen_func(*packed, cu, cu, 4, 4, **options)
     with pytest.raises(InvalidArgument, match="cu_seqlens_k"):
@@ -445,16 +465,21 @@ def test_what_is_refused_leaves_the_cache_as_it_was():
         ((k, k), {**good, "softcap": -1.0}, "softcap"),
         ((k, k), {**good, "alibi_slopes": torch.rand(3)}, "alibi_slopes"),
         ((k, k), {**good, "block_table": table + 1}, r"block_table\[1, 0\]"),
-        ((k, k), {**good, "block_table": table, "cache_batch_idx": table[:, 0]}, "cache_batch_idx"),
+        ((k, k), {**good, "block_table": table, "cache_batch_idx": table[:, 0] + 1}, r"cache_batch_idx\[1\]: got 2"),
+        ((k, k), {**good, "cache_seqlens": torch.tensor([2**32, 3])}, r"cache_seqlens\[0\]"),
+        ((k, k), {"cache_seqlens": 2**40}, r"cache_seqlens\[0\]"),
         ((k, k), {**good, "cache_leftpad": torch.tensor([4, 0])}, r"cache_leftpad\[0\]"),
-        ((k, k), {**good, "cache_leftpad": torch.tensor([1, 0]), "attention_chunk": 4}, "cache_leftpad"),
         ((k, k, cos), good, "rotary_cos"),
         ((k, k, cos[:7], cos[:7]), good, "rotary_cos: got 7 positions"),
         ((k, k, torch.rand(8, 9), torch.rand(8, 9)), good, "rotary_cos: got 9 angles"),
         ((None, None, cos, cos), good, "new keys"),
-        ((k, k), {**good, "rotary_seqlens": table}, "rotary_seqlens"),
-        ((k, k), {**good, "cu_seqlens_q": offsets((1, 1))}, "packed"),
-        ((k, k), {**good, "scheduler_metadata": table}, "scheduler_metadata"),
+        ((k, k, cos, cos), {**good, "rotary_seqlens": table}, "rotary_seqlens"),
+        ((k, k), {**good, "cu_seqlens_q": offsets((1, 1))}, "q: got shape"),
+        ((k, k), {**good, "cu_seqlens_k_new": offsets((1, 1))}, "k: got"),
+        ((k[:, 0], k[:, 0]), {**good, "cu_seqlens_k_new": offsets((1, 2))}, r"cu_seqlens_k_new\[-1\]: got 3"),
+        ((None, None), {**good, "cu_seqlens_k_new": offsets((1, 1))}, "new keys"),
+        ((k, k, cos, cos), {**good, "rotary_seqlens": torch.tensor([8, 0])}, "rotary_cos: got 8 positions"),
+        ((k, k), {**good, "qv": q[..., :8]}, "qv"),
     ]:
         k_cache, v_cache = cache.clone(), cache.clone()
         with pytest.raises(InvalidArgument, match=words):

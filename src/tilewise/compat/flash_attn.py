@@ -1,7 +1,8 @@
 """The functions of the flash-attn package, served by tilewise: FlashAttention 2's signatures, on any device.
 
-What FlashAttention 3 renamed or added is taken by keyword; `flash_options.Later` lists it. Causal and windows are
-aligned to the bottom right, a row that sees no key gives 0. There is no dropout and no backward pass.
+What FlashAttention 3 and vLLM's copy renamed or added is taken by keyword; `flash_options.Later` lists it, and
+`flash_attn_3` has FlashAttention 3's own signatures. Causal and windows are aligned to the bottom right, a row that
+sees no key gives 0. There is no dropout and no backward pass. `install()` lets others import it all as `flash_attn`.
 
 >>> q, k, v = (torch.randn(2, 10, heads, 64) for heads in (8, 2, 2))
 >>> flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
@@ -15,8 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import values
 from ..api import attention, paged_attention, varlen_attention
 from ..errors import InvalidArgument
+from ..state import AttentionState
+from .flash_inputs import Rows, inputs, special
+from .flash_install import install, uninstall
 from .flash_kvcache import flash_attn_with_kvcache
 from .flash_options import Later, WindowSize, one_table, translate
 
@@ -31,9 +36,12 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+    "install",
+    "uninstall",
 ]
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def flash_attn_func(
@@ -67,7 +75,13 @@ def flash_attn_func(
         sees no key) and `S_dmask`, which is empty, as it is in FlashAttention without dropout.
     """
     options = translate(k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, later)
-    result = attention(q, k, v, layout="blhd", return_lse=return_attn_probs, **options)
+    if special(q, k, later):
+        call = inputs(q, k, v, options, later, q.shape[0])
+        result = call.result(
+            attention(call.q, call.k, call.v, layout="blhd", return_lse=return_attn_probs, **call.options)
+        )
+    else:
+        result = attention(q, k, v, layout="blhd", return_lse=return_attn_probs, **options)
     return _result(q, result, return_attn_probs)
 
 
@@ -117,9 +131,9 @@ def flash_attn_varlen_func(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -130,9 +144,11 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
     *,
-    seqused_q: None = None,
+    seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
     **later: Unpack[Later],
 ) -> Result:
     """`flash_attn_func` within packed sequences: `q` `[Tq, H, D]`, `k` and `v` `[Tk, Hkv, D]`.
@@ -143,30 +159,55 @@ def flash_attn_varlen_func(
         max_seqlen_q: the longest sequence of queries, or more.
         max_seqlen_k: the longest sequence of keys, or more.
         block_table: int32 `[B, pages]`; `k` and `v` are then pages `[num_pages, page_size, Hkv, D]` of any size.
+        seqused_q: int32 `[B]`: queries in use of each sequence; the rows after them give 0, and lse `-inf`.
         seqused_k: int32 `[B]`: keys in use of each sequence.
         page_table: another name of `block_table`.
+        out: where to write the output.
+        return_softmax_lse: return `(out, softmax_lse)`.
 
     Returns:
         `out` `[Tq, H, D]`; with `return_attn_probs` also `softmax_lse` `[H, Tq]` and an empty tensor.
     """
-    if seqused_q is not None:
-        raise InvalidArgument("seqused_q", "a tensor", "None", "leave unused rows out of cu_seqlens_q")
     table = one_table(block_table, page_table)
-    longest_q, longest_k = index(max_seqlen_q), index(max_seqlen_k)
-    options: dict[str, Any] = translate(
-        longest_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, later
-    )
-    options.update(max_q=longest_q, return_lse=return_attn_probs)
-    if table is not None:
-        if seqused_k is None and cu_seqlens_k is None:
+    lengths = seqused_k
+    if lengths is None and (table is not None or seqused_q is not None):
+        if cu_seqlens_k is None:
             raise InvalidArgument("cu_seqlens_k", None, "the lengths of the keys, in it or in seqused_k")
-        lengths = cu_seqlens_k.diff() if seqused_k is None and cu_seqlens_k is not None else seqused_k
+        lengths = cu_seqlens_k.diff()
+    longest_q, longest_k = (None if n is None else index(n) for n in (max_seqlen_q, max_seqlen_k))
+    keys = k.shape[0] if longest_k is None else longest_k
+    if table is not None and longest_k is None:
+        keys = table.shape[-1] * k.shape[1]
+    options: dict[str, Any] = translate(
+        keys, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, later
+    )
+    options["return_lse"] = return_attn_probs or return_softmax_lse
+    if seqused_q is not None:
         assert lengths is not None
-        result = paged_attention(q, k, v, table, lengths, cu_seqlens_q=cu_seqlens_q, **options)
+        options["q_offset"] = _first_positions(seqused_q, lengths, cu_seqlens_q)
+    call = None
+    if special(q, k, later):
+        call = inputs(q, k, v, options, later, len(cu_seqlens_q) - 1, cu_seqlens_q)
+        q, k, v, options = call.q, call.k, call.v, call.options
+    target = out if call is None else None
+    if table is not None:
+        assert lengths is not None
+        result = paged_attention(
+            q, k, v, table, lengths, cu_seqlens_q=cu_seqlens_q, max_q=longest_q, out=target, **options
+        )
     elif cu_seqlens_k is None:
         raise InvalidArgument("cu_seqlens_k", None, "int32 [B + 1]", "only keys in pages can do without")
     else:
-        result = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_k=longest_k, kv_lengths=seqused_k, **options)
+        result = varlen_attention(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_q=longest_q, max_k=longest_k, kv_lengths=seqused_k, out=target,
+            **options,
+        )  # fmt: skip
+    if call is not None:
+        result = call.result(result, out)
+    if seqused_q is not None:
+        _clear_unused(result, seqused_q, cu_seqlens_q)
+    if return_softmax_lse and not return_attn_probs:
+        return result.out, result.lse.transpose(-1, -2).contiguous()
     return _result(q, result, return_attn_probs)
 
 
@@ -223,6 +264,29 @@ def _parts(name: str, x: torch.Tensor, form: str) -> tuple[torch.Tensor, ...]:
     if x.ndim != form.count(",") + 1 or x.shape[-3] != count:
         raise InvalidArgument(name, f"shape {tuple(x.shape)}", form)
     return x.unbind(-3)
+
+
+def get_scheduler_metadata(*_: Any, **__: Any) -> None:
+    """Nothing: tilewise plans each call by itself. What FlashAttention 3 plans ahead is taken and not used."""
+
+
+def _first_positions(used_q: torch.Tensor, lengths: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
+    """The position of each sequence's first query, if only `used_q` of them are in use, the last of them at its end."""
+    for name, x in (("seqused_q", used_q), ("seqused_k", lengths)):
+        if x.shape != (len(cu_seqlens_q) - 1,) or x.dtype not in (torch.int32, torch.int64):
+            raise InvalidArgument(name, f"{tuple(x.shape)} {x.dtype}", f"int32 ({len(cu_seqlens_q) - 1},)")
+    values.check_lengths("seqused_q", used_q, cu_seqlens_q.diff(), "queries in the sequence", None)
+    return lengths - used_q
+
+
+def _clear_unused(result: Any, used_q: torch.Tensor, cu_seqlens_q: torch.Tensor) -> None:
+    """The rows past those in use, as rows that see no key."""
+    out, lse = result if isinstance(result, AttentionState) else (result, None)
+    rows = Rows.of(cu_seqlens_q, out.shape[0])
+    unused = rows.place >= used_q[rows.sequence]
+    out.masked_fill_(unused[:, None, None], 0.0)
+    if lse is not None:
+        lse.masked_fill_(unused[:, None], -torch.inf)
 
 
 def _result(q: torch.Tensor, result: Any, return_attn_probs: bool) -> Result:

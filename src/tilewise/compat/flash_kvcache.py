@@ -12,7 +12,8 @@ from .. import bound, checks, values
 from ..api import attention, paged_attention
 from ..errors import InvalidArgument
 from ..options import Options
-from . import rotary
+from .flash_append import check_new, tables, turn, write
+from .flash_inputs import FP8, Rows, inputs, second_query, special, stored
 from .flash_options import CacheLater, Later, WindowSize, one_table, translate
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def flash_attn_with_kvcache(
     page_table: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
-    cu_seqlens_k_new: None = None,
-    rotary_seqlens: None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
     **later: Unpack[CacheLater],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of `q` `[B, Lq, H, D]` over a cache; `k` and `v`, if given, are first written to its end.
@@ -58,82 +59,120 @@ def flash_attn_with_kvcache(
             positions. Queries count from `cache_seqlens` on if causal, windowed or chunked, else all are at it.
         rotary_sin: likewise.
         cache_seqlens: int32 `[B]` or an int: tokens in the cache before this call. Default: it is full.
-        cache_batch_idx: int `[B]`: the row of the cache that each row of `q` uses. Not with `block_table`.
+        cache_batch_idx: int `[B]`: the row of the cache, or of `block_table`, that each row of `q` uses.
         cache_leftpad: int `[B]`: the first slot in use of each row.
         block_table: int32 `[B, pages]`; pages may have any size.
         rotary_interleaved: pairs are neighbours; else elements `r` and `r + R / 2`.
         num_splits: keys are split into this many parts; 0 leaves it to tilewise.
         return_softmax_lse: return `(out, softmax_lse)`, the latter `[B, H, Lq]`, float32.
         page_table: another name of `block_table`.
-        cu_seqlens_q: int32 `[B + 1]` for packed queries `[T, H, D]`; not with `k`. `softmax_lse` is then `[H, T]`.
+        cu_seqlens_q: int32 `[B + 1]` for packed queries `[T, H, D]`. `softmax_lse` is then `[H, T]`.
         max_seqlen_q: the longest sequence of packed queries.
+        cu_seqlens_k_new: int32 `[B + 1]` for packed `k` and `v` `[T, Hkv, D]`.
+        rotary_seqlens: int32 `[B]`: the positions that rotation counts from, in the place of `cache_seqlens`.
 
     Everything is checked before the cache is written. The other options are those of `flash_attn_func`.
     """
-    if cu_seqlens_k_new is not None or (cu_seqlens_q is not None and k is not None):
-        remedy = "append first, then call with cu_seqlens_q alone"
-        raise InvalidArgument("k", "new keys with packed sequences", "queries of one length", remedy)
-    if k is None and not (v is rotary_cos is rotary_sin is None):
-        raise InvalidArgument("k", None, "new keys", "v, rotary_cos and rotary_sin come with k")
+    if k is None and not (v is rotary_cos is rotary_sin is cu_seqlens_k_new is None):
+        raise InvalidArgument("k", None, "new keys", "v, rotary_cos, rotary_sin and cu_seqlens_k_new come with k")
     if (rotary_cos is None) != (rotary_sin is None):
         raise InvalidArgument("rotary_cos", "one table of two", "rotary_cos and rotary_sin")
-    if rotary_seqlens is not None:
-        raise InvalidArgument("rotary_seqlens", "a tensor", "None: positions follow cache_seqlens")
-    table = one_table(block_table, page_table)
-    if table is not None and cache_batch_idx is not None:
-        raise InvalidArgument("cache_batch_idx", "a tensor with block_table", "one of the two")
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    if cache_batch_idx is not None:
-        table = cache_batch_idx.to(torch.int32)[:, None]  # a row of the cache is a page
-    elif table is None and cu_seqlens_q is not None:
-        table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+    table = _table(one_table(block_table, page_table), cache_batch_idx, batch, cu_seqlens_q is not None, q.device)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    lengths = _lengths(cache_seqlens, batch, capacity, q.device)
+    lengths = _lengths("cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, batch, q.device)
     rest: Later = {**later, "num_splits": num_splits}
     options: dict[str, Any] = translate(capacity, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, rest)
     options["return_lse"] = return_softmax_lse
-    if cache_leftpad is not None:
-        options["mask"] = _after(cache_leftpad, lengths, capacity, options["chunk"])
+    moving = causal or options["window"] is not None or options["chunk"] is not None
 
-    new = 0 if k is None else k.shape[1]
-    total = lengths + new if new else lengths
+    new: torch.Tensor | int = 0 if k is None else k.shape[1]
+    if k is not None and cu_seqlens_k_new is not None:
+        _lengths("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, q.device)
+        values.check_cu_seqlens("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], None, "", Options())
+        new = cu_seqlens_k_new.to(torch.int32).diff()
+    total = lengths if k is None else lengths + new
     # All values are checked here, before anything is written; the call need not check them again.
     values.check_lengths("cache_seqlens", lengths, capacity - new, "tokens that leave room for k", None)
     if table is not None:
         values.check_block_table(table, total, k_cache.shape[1], k_cache.shape[0], None)
+    if cache_leftpad is not None:
+        values.check_lengths(
+            "cache_leftpad",
+            _lengths("cache_leftpad", cache_leftpad, batch, q.device),
+            lengths,
+            "tokens in the row",
+            None,
+        )
+        options["mask"] = _after(cache_leftpad, total, capacity, options, q, cu_seqlens_q, max_seqlen_q)
     options["validate"] = False if cu_seqlens_q is None and not is_compiling() else None
     options["layout"] = "blhd" if cu_seqlens_q is None else "bhld"
     longest = None if max_seqlen_q is None else index(max_seqlen_q)
+    unusual = special(q, k_cache, rest)
+    if unusual:
+        second_query(q, v_cache, rest)
     if k is not None:
         if v is None or cache_seqlens is None:
             raise InvalidArgument("k", "new keys alone", "k with v and cache_seqlens")
-        known = _known(q, k_cache, v_cache, k, v, table, total, options)
+        packed = cu_seqlens_q is not None or cu_seqlens_k_new is not None
+        known = None if packed or unusual else _known(q, k_cache, v_cache, k, v, table, total, options)
         if known is None or known not in _checked:
-            _check_new(k, v, k_cache, v_cache, batch)
+            check_new(k, v, k_cache, v_cache, None if cu_seqlens_k_new is not None else batch)
             if not is_compiling():  # else the operator makes the other checks, when it runs
+                wide, keys, vals = q.float() if q.dtype == FP8 else q, stored(k_cache), stored(v_cache)
                 if table is None:
-                    checks.dense(q, k_cache, v_cache, Options(kv_lengths=total, **options))
+                    checks.dense(wide, keys, vals, Options(kv_lengths=total, **options))
                 else:
-                    checks.paged(q, k_cache, v_cache, table, total, None, longest, Options(**options))
+                    checks.paged(wide, keys, vals, table, total, cu_seqlens_q, longest, Options(**options))
             _remember(known)
-        most = max(new, q.shape[1])
-        where = lengths[:, None]  # [B, n or Lq]
-        if most > 1:
-            where = where + torch.arange(most, device=q.device)
+        rows_k = None if cu_seqlens_k_new is None else Rows.of(cu_seqlens_k_new, k.shape[0])
         if rotary_cos is not None and rotary_sin is not None:
-            rotary.check(rotary_cos, rotary_sin, q.shape[3], capacity + max(0, q.shape[1] - new))
-            k = rotary.rotate(k, rotary_cos, rotary_sin, where[:, :new], rotary_interleaved)
-            moving = causal or options["window"] is not None or options["chunk"] is not None
-            at = where[:, : q.shape[1]] if moving else lengths[:, None].expand(-1, q.shape[1])
-            q = rotary.rotate(q, rotary_cos, rotary_sin, at, rotary_interleaved)
-        _write(k_cache, v_cache, k, v, where[:, :new], table)
+            start = lengths if rotary_seqlens is None else _lengths("rotary_seqlens", rotary_seqlens, batch, q.device)
+            rows_q = None if cu_seqlens_q is None else Rows.of(cu_seqlens_q, q.shape[0])
+            reach = _longer(new, (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if moving else 1)
+            angles = tables(rotary_cos, rotary_sin, start, rotary_interleaved, q.shape[-1], capacity, reach)
+            k = turn(k, angles, rows_k, True)
+            q = turn(q, angles, rows_q, moving)
+        write(k_cache, v_cache, k, v, lengths, table, rows_k)
+    call = inputs(q, k_cache, v_cache, options, rest, batch, cu_seqlens_q) if unusual else None
+    keys, vals = k_cache, v_cache
+    if call is not None:
+        q, keys, vals, options = call.q, call.k, call.v, call.options
     if table is None:
-        result: Any = attention(q, k_cache, v_cache, kv_lengths=total, **options)
+        result: Any = attention(q, keys, vals, kv_lengths=total, **options)
     else:
-        result = paged_attention(q, k_cache, v_cache, table, total, cu_seqlens_q=cu_seqlens_q, max_q=longest, **options)
+        result = paged_attention(q, keys, vals, table, total, cu_seqlens_q=cu_seqlens_q, max_q=longest, **options)
+    if call is not None:
+        result = call.result(result)
     return (result.out, result.lse.transpose(-1, -2).contiguous()) if return_softmax_lse else result
 
 
+def _table(
+    table: torch.Tensor | None, rows: torch.Tensor | None, batch: int, packed: bool, device: torch.device
+) -> torch.Tensor | None:
+    """The pages of each sequence: as given, those of the rows that it uses, or rows of the cache as pages."""
+    if rows is not None:
+        rows = _lengths("cache_batch_idx", rows, batch, device)
+        if table is None:
+            return rows[:, None]
+        values.check_lengths("cache_batch_idx", rows, table.shape[0] - 1, "last row of block_table", None)
+        return table[rows.long()]
+    if table is None and packed:
+        return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    return table
+
+
+def _longer(a: torch.Tensor | int, b: torch.Tensor | int) -> torch.Tensor | int:
+    """The larger of two lengths, or of two sets of them."""
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    if isinstance(a, int):
+        a, b = b, a
+    assert isinstance(a, torch.Tensor)
+    return a.clamp_min(b) if isinstance(b, int) else torch.maximum(a, b)
+
+
+LONGEST = 2**31 - 1
 _checked: set[bound.Key] = set()
 
 
@@ -168,50 +207,43 @@ def _remember(key: bound.Key | None) -> None:
         _checked.add(key)
 
 
-def _lengths(cache_seqlens: torch.Tensor | int | None, batch: int, capacity: int, device: torch.device) -> torch.Tensor:
-    """Tokens in each row before the call, int32 `[B]`."""
-    if isinstance(cache_seqlens, torch.Tensor):
-        if cache_seqlens.shape != (batch,) or cache_seqlens.dtype not in (torch.int32, torch.int64):
-            given = f"{tuple(cache_seqlens.shape)} {cache_seqlens.dtype}"
-            raise InvalidArgument("cache_seqlens", given, f"an int or int32 ({batch},)")
-        return cache_seqlens.to(torch.int32)
-    length = capacity if cache_seqlens is None else index(cache_seqlens)
-    return torch.full((batch,), length, dtype=torch.int32, device=device)
+def _lengths(name: str, lengths: torch.Tensor | int, batch: int, device: torch.device) -> torch.Tensor:
+    """An int for all rows or a tensor of ints, as int32 `[B]`."""
+    if isinstance(lengths, torch.Tensor):
+        if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64) or lengths.device != device:
+            given = f"{tuple(lengths.shape)} {lengths.dtype} on {lengths.device}"
+            raise InvalidArgument(name, given, f"an int or int32 ({batch},) on {device}")
+        if lengths.dtype == torch.int64:  # what is too long stays so
+            lengths = lengths.clamp(-LONGEST, LONGEST)
+        return lengths.to(torch.int32)
+    return torch.full((batch,), max(-LONGEST, min(index(lengths), LONGEST)), dtype=torch.int32, device=device)
 
 
-def _after(leftpad: torch.Tensor, lengths: torch.Tensor, capacity: int, chunk: int | None) -> torch.Tensor:
-    """A mask `[B, 1, 1, S]` of the slots that are no padding. Positions may count it: only distances matter."""
-    if chunk is not None:
-        raise InvalidArgument("cache_leftpad", "padding with attention_chunk", "one of the two")
-    if leftpad.shape != lengths.shape or leftpad.dtype not in (torch.int32, torch.int64):
-        given = f"{tuple(leftpad.shape)} {leftpad.dtype}"
-        raise InvalidArgument("cache_leftpad", given, f"int32 {tuple(lengths.shape)}")
-    values.check_lengths("cache_leftpad", leftpad, lengths, "tokens in the row", None)
-    return (torch.arange(capacity, device=leftpad.device) >= leftpad[:, None])[:, None, None]
+def _after(
+    leftpad: torch.Tensor,
+    total: torch.Tensor,
+    capacity: int,
+    options: dict[str, Any],
+    q: torch.Tensor,
+    offsets: torch.Tensor | None,
+    longest: int | None,
+) -> torch.Tensor:
+    """A mask `[B, 1, 1, S]` of the slots that are no padding. Positions may count it: only distances matter.
 
-
-def _check_new(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: int) -> None:
-    """New keys and values that fit their caches."""
-    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        want = (batch, k.shape[1], *cache.shape[2:])
-        if tuple(x.shape) != want or x.dtype != cache.dtype or x.device != cache.device:
-            given = f"{tuple(x.shape)} {x.dtype} on {x.device}"
-            raise InvalidArgument(name, given, f"{want} {cache.dtype} on {cache.device}, as {name}_cache")
-
-
-def _write(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    where: torch.Tensor,
-    table: torch.Tensor | None,
-) -> None:
-    """Rows `[B, n, Hkv, D]` to positions `where` `[B, n]` of their rows or pages."""
-    if table is None:
-        rows, slots = torch.arange(len(where), device=where.device)[:, None], where
-    else:
-        size = k_cache.shape[1]
-        rows, slots = table.gather(1, where // size), where % size
-    k_cache.index_put_((rows, slots), k)
-    v_cache.index_put_((rows, slots), v)
+    But to chunks: they start after the padding, and with them the mask is `[B, 1, Lq, S]`.
+    """
+    pad = leftpad[:, None].long()
+    slots = torch.arange(capacity, device=leftpad.device) - pad  # [B, S], from the first one in use
+    seen = slots >= 0
+    size = options["chunk"]
+    if size is None:
+        return seen[:, None, None]
+    options["chunk"] = None
+    rows, used = q.shape[1], torch.full_like(total, q.shape[1])
+    if offsets is not None:
+        used = offsets.diff()
+        rows = int(used.max()) if longest is None else index(longest)
+    first = (total - used)[:, None].long() - pad  # [B, 1]: the position of the first query
+    at = first + torch.arange(rows, device=q.device)  # [B, Lq]
+    same = at.div(size, rounding_mode="floor")[:, :, None] == slots.div(size, rounding_mode="floor")[:, None]
+    return (same & seen[:, None])[:, None]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
+
+import torch
 
 from ..errors import InvalidArgument
 
-if TYPE_CHECKING:
-    import torch
-
 Side = int | None
-WindowSize = tuple[Side, Side]
+WindowSize = tuple[Side, Side] | Sequence[Side] | torch.Tensor | None
 
 
 class CacheLater(TypedDict, total=False):
@@ -19,19 +19,25 @@ class CacheLater(TypedDict, total=False):
 
     attention_chunk: a query sees keys of its own chunk of so many positions; 0 is off.
     s_aux: `[H]`, sinks.
-    pack_gqa, sm_margin: how FlashAttention uses a GPU. They never change a result and have no counterpart here.
-    qv, q_descale, k_descale, v_descale, scheduler_metadata: refused unless None.
+    qv: as q with the width of V: `qv v` is added to `q k` before the scale, which is `(D + Dv) ** -0.5` by default.
+    q_v: another name of `qv`.
+    q_descale, k_descale, v_descale: a number or `[B, Hkv]`: what float8 values of q, k and v are multiplied by. Those
+        of wider values are not used, as in FlashAttention 3.
+    pack_gqa, sm_margin, scheduler_metadata, fa_version: how FlashAttention uses a GPU. They never change a result and
+        have no counterpart here.
     """
 
     attention_chunk: int
     s_aux: torch.Tensor | None
+    qv: torch.Tensor | None
+    q_v: torch.Tensor | None
+    q_descale: torch.Tensor | float | None
+    k_descale: torch.Tensor | float | None
+    v_descale: torch.Tensor | float | None
     pack_gqa: bool | None
     sm_margin: int
-    qv: None
-    q_descale: None
-    k_descale: None
-    v_descale: None
-    scheduler_metadata: None
+    scheduler_metadata: Any
+    fa_version: int
 
 
 class Later(CacheLater, total=False):
@@ -41,15 +47,6 @@ class Later(CacheLater, total=False):
     """
 
     num_splits: int
-
-
-WITHOUT = {
-    "qv": "tilewise takes one query",
-    "q_descale": "tilewise takes q in 16 or 32 bits",
-    "k_descale": "k in 8 bits goes into tilewise.Quantised with its scales, and into tilewise.attention",
-    "v_descale": "v in 8 bits goes into tilewise.Quantised with its scales, and into tilewise.attention",
-    "scheduler_metadata": "tilewise plans each call by itself",
-}
 
 
 def translate(
@@ -66,11 +63,9 @@ def translate(
     if dropout_p != 0.0:
         raise InvalidArgument("dropout_p", dropout_p, "0.0", "tilewise has no dropout: pass 0.0 outside of training")
     known = Later.__annotations__
-    for name, value in later.items():
+    for name in later:
         if name not in known:
             raise TypeError(f"got an unexpected keyword argument {name!r}")
-        if name in WITHOUT and value is not None:
-            raise InvalidArgument(name, "a value", "None", WITHOUT[name])
     return {
         "scale": softmax_scale,
         "causal": causal,
@@ -92,9 +87,12 @@ def one_table(block_table: torch.Tensor | None, page_table: torch.Tensor | None)
 
 def window(window_size: WindowSize) -> tuple[int | None, int | None] | None:
     """FlashAttention's pair, in which a negative side is unlimited."""
-    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
+    if window_size is None:
+        return None
+    sides = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
+    if not (isinstance(sides, (tuple, list)) and len(sides) == 2):
         raise InvalidArgument("window_size", repr(window_size), "a pair (left, right); -1 is unlimited")
-    left, right = (None if side is None or index(side) < 0 else index(side) for side in window_size)
+    left, right = (None if side is None or index(side) < 0 else index(side) for side in sides)
     return None if left is None and right is None else (left, right)
 
 

@@ -1,0 +1,159 @@
+"""What FlashAttention 3 lets a call bring beside q, k and v: a second query, and float8 with its scales.
+
+Both become a plain call. `qv` is a part of q that meets V: `q k + qv v = [q, qv] [k, v]`. The scales of float8 are one
+number for each sequence and KV head, so they leave the sums: those of q and k go into q, that of v into the output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.compiler import is_compiling
+
+from ..errors import InvalidArgument
+from ..problem import MAX_HEAD_DIM
+from ..quantised import Quantised
+from ..state import AttentionState
+
+if TYPE_CHECKING:
+    from .flash_options import Later
+
+FP8 = torch.float8_e4m3fn
+
+
+class Rows(NamedTuple):
+    """Where the rows of a packed tensor belong: sequence, place in it, and whether they belong to one at all."""
+
+    sequence: torch.Tensor
+    place: torch.Tensor
+    valid: torch.Tensor
+
+    @classmethod
+    def of(cls, offsets: torch.Tensor, rows: int) -> Rows:
+        """Of `rows` rows by their offsets `[B + 1]`; read on the device."""
+        at = torch.arange(rows, dtype=torch.int64, device=offsets.device)
+        ends = offsets[1:].to(torch.int64)
+        sequence = torch.searchsorted(ends, at, right=True).clamp(max=max(len(ends) - 1, 0))
+        return cls(sequence, at - offsets[sequence], at < offsets[-1])
+
+
+class Inputs(NamedTuple):
+    """q, k and v of a tilewise call, and what its output has to be multiplied by and turned into."""
+
+    q: torch.Tensor
+    k: Any
+    v: Any
+    options: dict[str, Any]
+    factor: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+
+    def result(self, result: Any, out: torch.Tensor | None = None) -> Any:
+        """The output of FlashAttention, from that of the call; written to `out` if there is one."""
+        values, lse = result if isinstance(result, AttentionState) else (result, None)
+        if self.factor is not None:
+            values = values * self.factor
+        if self.dtype is not None:
+            values = values.to(self.dtype)
+        if out is not None and values is not out:
+            if out.shape != values.shape or out.dtype != values.dtype or out.device != values.device:
+                given, want = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (out, values))
+                raise InvalidArgument("out", given, want)
+            values = out.copy_(values)
+        return values if lse is None else AttentionState(values, lse)
+
+
+def stored(x: torch.Tensor) -> Any:
+    """K or V in float8 as `Quantised` with a scale of 1, over the same memory; else as it is."""
+    if x.dtype != FP8:
+        return x
+    ones = torch.ones(-(-x.shape[-1] // 128), dtype=torch.float32, device=x.device)
+    return Quantised(x, ones.expand(*x.shape[:-1], -1), "fp8_e4m3", 128)
+
+
+def special(q: torch.Tensor, k: torch.Tensor, later: Later) -> bool:
+    """Whether a call needs `inputs`."""
+    return q.dtype is FP8 or k.dtype is FP8 or later.get("qv") is not None or later.get("q_v") is not None
+
+
+def second_query(q: torch.Tensor, v: torch.Tensor, later: Later) -> torch.Tensor | None:
+    """`qv` or `q_v`, if it fits."""
+    qv, other = later.get("qv"), later.get("q_v")
+    if qv is not None and other is not None:
+        raise InvalidArgument("q_v", "a tensor beside qv", "one of the two: they are the same")
+    qv = other if qv is None else qv
+    if qv is not None and (tuple(qv.shape) != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype):
+        given, want = f"{tuple(qv.shape)} {qv.dtype}", f"{(*q.shape[:-1], v.shape[-1])} {q.dtype}, as q and v"
+        raise InvalidArgument("qv", given, want)
+    if qv is not None and FP8 in (q.dtype, v.dtype):
+        raise InvalidArgument("qv", "a second query in float8", "float16, bfloat16 or float32", "widen q, k and v")
+    return qv
+
+
+def inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: dict[str, Any],
+    later: Later,
+    batch: int,
+    offsets: torch.Tensor | None = None,
+) -> Inputs:
+    """The call that stands for one with `qv` or float8; `offsets` are those of packed queries."""
+    qv = second_query(q, v, later)
+    if qv is not None:
+        width = q.shape[-1] + v.shape[-1]
+        if width > MAX_HEAD_DIM:
+            raise InvalidArgument("qv", f"head dims {q.shape[-1]} + {v.shape[-1]}", f"at most {MAX_HEAD_DIM} in all")
+        if options["scale"] is None:
+            options = {**options, "scale": width**-0.5}
+        if (both := _beside(v, k)) is not None:
+            return Inputs(torch.cat((qv, q), -1), both, v, options)
+        return Inputs(torch.cat((q, qv), -1), torch.cat((k, v), -1), v, options)
+    if FP8 not in (q.dtype, k.dtype, v.dtype):
+        return Inputs(q, k, v, options)
+    rows = None if offsets is None else Rows.of(offsets, q.shape[0])
+    kv_heads = k.shape[-2]
+
+    def factor(*names: str) -> torch.Tensor | None:
+        """The product of some scales for each row and head of q, or None if all are 1."""
+        product: Any = None
+        for name in names:
+            x: Any = later.get(f"{name}_descale")
+            if x is None or {"q": q, "k": k, "v": v}[name].dtype != FP8:
+                continue
+            x = _descale(f"{name}_descale", x, batch, kv_heads, q.device)
+            product = x if product is None else product * x
+        if product is None:
+            return None
+        product = product.repeat_interleave(q.shape[-2] // kv_heads, 1)  # [B, H]
+        return product[:, None, :, None] if rows is None else product[rows.sequence][..., None]
+
+    dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
+    of_scores, of_values = factor("q", "k"), factor("v")
+    wide = q.float() if q.dtype == FP8 or of_scores is not None else q
+    if of_scores is not None:
+        wide = wide * of_scores
+    return Inputs(wide, stored(k), stored(v), options, of_values, dtype)
+
+
+def _descale(name: str, x: Any, batch: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    """A number, or `[B, Hkv]`, as float32 `[B, Hkv]`."""
+    scale = torch.as_tensor(x, dtype=torch.float32, device=device)
+    if scale.numel() != 1 and tuple(scale.shape) != (batch, kv_heads):
+        raise InvalidArgument(name, f"shape {tuple(scale.shape)}", f"a number or {(batch, kv_heads)}")
+    return scale.reshape(1, 1).expand(batch, kv_heads) if scale.numel() == 1 else scale
+
+
+def _beside(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+    """`[first, second]` without a copy, if their rows already lie so in memory."""
+    if is_compiling() or first.stride() != second.stride() or first.stride(-1) != 1:
+        return None
+    if first.dtype != second.dtype or first.shape[:-1] != second.shape[:-1]:
+        return None
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return None
+    if first.data_ptr() + first.shape[-1] * first.element_size() != second.data_ptr():
+        return None
+    width = first.shape[-1] + second.shape[-1]
+    return first.as_strided((*first.shape[:-1], width), first.stride())

@@ -1,0 +1,84 @@
+"""tilewise under flash-attn's names, so that code which imports flash_attn runs on it unchanged."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from ..errors import InvalidArgument
+
+VERSION = "2.8.3+tilewise"  # of the interface; what asks for a version wants to know that
+PACKAGES = ("flash_attn", "flash_attn.layers")
+
+_before: dict[str, ModuleType | None] = {}  # what was under these names, while tilewise is
+
+
+def install(*, replace: bool = False) -> None:
+    """Makes tilewise importable as flash-attn: `flash_attn`, `flash_attn.flash_attn_interface`,
+    `flash_attn.bert_padding`, `flash_attn.layers.rotary` and FlashAttention 3's `flash_attn_interface`.
+
+    Args:
+        replace: where flash-attn is installed, take its place in this process. Else that is an error. Code that has
+            already imported flash-attn's functions keeps them.
+
+    >>> install()
+    >>> from flash_attn import flash_attn_func
+    >>> from flash_attn.bert_padding import unpad_input
+    >>> uninstall()
+    """
+    if _before:
+        return
+    modules = _modules()
+    for name in ("flash_attn", "flash_attn_interface"):
+        if not replace and (name in sys.modules or find_spec(name) is not None):
+            raise InvalidArgument("replace", "False, and flash-attn is installed", "True to take its place")
+    for name in (*modules, *(other for other in sys.modules if other.startswith("flash_attn."))):
+        _before[name] = sys.modules.pop(name, None)
+    sys.modules.update(modules)
+
+
+def uninstall() -> None:
+    """Puts back what was importable before `install()`."""
+    for name, module in _before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+    _before.clear()
+
+
+def _modules() -> dict[str, ModuleType]:
+    from . import bert_padding, flash_attn, flash_attn_3, rotary
+
+    functions = {name: getattr(flash_attn, name) for name in flash_attn.__all__ if name.startswith("flash_attn")}
+    modules = {
+        "flash_attn": _module("flash_attn", {**functions, "__version__": VERSION}),
+        "flash_attn.flash_attn_interface": _module("flash_attn.flash_attn_interface", functions),
+        "flash_attn.bert_padding": _module("flash_attn.bert_padding", _public(bert_padding)),
+        "flash_attn.layers": _module("flash_attn.layers", {}),
+        "flash_attn.layers.rotary": _module("flash_attn.layers.rotary", _public(rotary)),
+        "flash_attn_interface": _module("flash_attn_interface", _public(flash_attn_3)),
+    }
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+    return modules
+
+
+def _public(module: ModuleType) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+def _module(name: str, content: Mapping[str, Any]) -> ModuleType:
+    """A module with a spec, as `importlib.util.find_spec` expects of what is in `sys.modules`."""
+    module = ModuleType(name, "flash-attn's functions, served by tilewise.")
+    module.__spec__ = ModuleSpec(name, None, is_package=name in PACKAGES)
+    if name in PACKAGES:
+        module.__path__ = []
+    module.__dict__.update(content)
+    module.__dict__["__all__"] = [word for word in content if not word.startswith("_")]
+    return module
