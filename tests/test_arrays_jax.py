@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise import Quantised, attention, checks, paged_attention, varlen_attention
+from tilewise import InvalidArgument, Quantised, attention, checks, paged_attention, varlen_attention
 from tilewise.arrays import to_tensor
 from tilewise.conformance.check import check_call
 from tilewise.options import Options
@@ -69,3 +69,10 @@ def test_inside_jit():
     q, k, v = (normal(1, 4, 6, 16, seed=i) for i in range(3))
     got = jax.jit(lambda q, k, v: [x * 2 for x in attend(q * 2, k, v)])(q, k, v)
     check(checks.dense(q * 2, k, v, Options(causal=True)), *(x / 2 for x in got))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda *x: f(*x).sum())])
+def test_tracers_are_refused_with_the_recipe(transform):
+    q = normal(2, 1, 4, 6, 16)
+    with pytest.raises(InvalidArgument, match=r"^q: got a JAX tracer.*jax\.pure_callback"):
+        transform(lambda q, k, v: attention(q, k, v))(q, q, q)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tilewise import (
+    AttentionState,
     InvalidArgument,
     Quantised,
     TileMap,
@@ -51,6 +52,7 @@ def causal_map(**rules):
 ints = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
 bools = lambda *shape: torch.ones(shape, dtype=torch.bool)  # noqa: E731
 randn = torch.randn
+STATES = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
 
 DENSE = [
     # (argument that the message names, changed arguments, a part of the message)
@@ -128,8 +130,22 @@ DENSE = [
     ("out", {"out": torch.empty(B, H, Lq, D).half()}, "float32"),
     ("out", {"out": torch.empty(B, H, Lq, 2 * D)[..., ::2]}, "stride 1"),
     ("out", {"out": torch.empty(1, H, Lq, D).expand(B, -1, -1, -1)}, "broadcast"),
+    ("out", {"out": torch.empty(B * H * Lq * D).as_strided((B, H, Lq, D), (H * Lq * D, 4, D, 1))}, "share memory"),
+    ("out", {"out": torch.empty(B, H, 1, D).expand(B, H, Lq, D)}, "broadcast"),
+    ("k", {"k": np.zeros((B, Hkv, Lk, D))}, "k.astype(np.float32)"),
+    ("q", {"q": np.array([["a"]])}, "torch can read"),
     ("validate", {"validate": "yes"}, "None, True or False"),
     ("backend", {"backend": "cuda"}, "one of"),
+    ("is_causal", {"is_causal": True}, "did you mean causal?"),
+    ("attn_mask", {"attn_mask": None}, "did you mean mask?"),
+    ("sliding_window", {"sliding_window": 4}, "did you mean window? window=W is W keys with the query's own"),
+    ("window_size", {"window_size": (-1, -1)}, "None, not -1, is unlimited"),
+    ("dropout_p", {"dropout_p": 0.0}, "there is no dropout: leave it out"),
+    ("enable_gqa", {"enable_gqa": True}, "leave it out"),
+    ("softmax_scale", {"softmax_scale": 1.0}, "did you mean scale?"),
+    ("cache_seqlens", {"cache_seqlens": None}, "did you mean kv_lengths?"),
+    ("casual", {"casual": True}, "did you mean causal?"),
+    ("colour", {"colour": 1}, "one of q, k, v, scale,"),
     ("return_lse", {"return_lse": None}, "True or False"),
 ]
 
@@ -147,6 +163,7 @@ VARLEN = [
     ("max_k", {"max_k": -1}, "0 or more"),
     ("kv_lengths[0]", {"kv_lengths": ints(4, 1)}, "0 to 3"),
     ("mask", {"mask": bools(5, 7)}, "(2, 4, 3, 4)"),
+    ("max_seqlen_q", {"max_seqlen_q": 4}, "did you mean max_q?"),
 ]
 
 PAGED = [
@@ -165,6 +182,8 @@ PAGED = [
     ("layout", {"cu_seqlens_q": ints(0, 1, 2), "q": randn(2, H, D), "layout": "blhd"}, "[T, H, D]"),
     ("mask", {"mask": bools(1, 13)}, "up to 12"),
     ("context_lens[0]", {"mask": bools(1, 8)}, "0 to 8"),
+    ("cache_seqlens", {"cache_seqlens": ints(1, 2)}, "did you mean context_lens?"),
+    ("block_tables", {"block_tables": ints(1, 2)}, "did you mean block_table?"),
 ]
 
 ALL = [(attention, dense_args, *row) for row in DENSE]
@@ -201,6 +220,51 @@ def test_out_may_not_be_an_input(which):
     args = dense_args() | {"q": randn(B, H, Lq, D), "k": randn(B, H, Lq, D), "v": randn(B, H, Lq, D)}
     with pytest.raises(InvalidArgument, match=f"memory that {which} is in"):
         attention(**args, out=args[which])
+
+
+OVERLAPS = {
+    "sinks": (attention, lambda memory: {"sinks": memory[:H]}),
+    "alibi_slopes": (attention, lambda memory: {"alibi_slopes": memory[: B * H].view(B, H)}),
+    "mask": (attention, lambda memory: {"mask": memory[: Lq * Lk].view(Lq, Lk)}),
+    "kv_lengths": (attention, lambda memory: {"kv_lengths": memory[:B].view(torch.int32)}),
+    "q_offset": (attention, lambda memory: {"q_offset": memory[:B].view(torch.int32)}),
+    "k_scales": (
+        attention,
+        lambda memory: {
+            "k": Quantised(torch.zeros(B, Hkv, Lk, D, dtype=torch.int8), memory[:28].view(B, Hkv, Lk, 1), "int8", 32)
+        },
+    ),
+    "cu_seqlens_q": (varlen_attention, lambda memory: {"cu_seqlens_q": memory[:3].view(torch.int32)}),
+    "cu_seqlens_k": (varlen_attention, lambda memory: {"cu_seqlens_k": memory[:3].view(torch.int32)}),
+    "block_table": (paged_attention, lambda memory: {"block_table": memory[:6].view(torch.int32).view(2, 3)}),
+    "context_lens": (paged_attention, lambda memory: {"context_lens": memory[:2].view(torch.int32)}),
+}
+
+
+@pytest.mark.parametrize("which", OVERLAPS)
+def test_out_may_not_be_another_input(which):
+    entry, change = OVERLAPS[which]
+    args = {attention: dense_args, varlen_attention: varlen_args, paged_attention: paged_args}[entry]()
+    memory = torch.zeros(args["q"].numel())
+    name = "kv_lengths" if which == "context_lens" else which
+    with pytest.raises(InvalidArgument, match=f"memory that {name} is in"):
+        entry(**args | change(memory), out=memory.view(args["q"].shape))
+    assert bool((memory == 0).all())
+
+
+def test_strided_outputs_are_not_taken_for_overlapping():
+    args = dense_args()
+    wide = torch.empty(H, Lq + 1, B, D + 3)
+    out = wide.permute(2, 0, 1, 3)[:, :, :Lq, :D]
+    assert attention(**args, out=out).equal(attention(**args))
+
+
+def test_unknown_keywords_are_type_errors_too():
+    for entry, args in ((attention, dense_args), (varlen_attention, varlen_args), (paged_attention, paged_args)):
+        with pytest.raises(TypeError, match="did you mean causal"):
+            entry(**args(), is_causal=True)
+    with pytest.raises(TypeError, match="did you mean causal"):
+        plan(**dense_args(), is_causal=True)
 
 
 def test_grad_is_refused_only_where_it_matters():
@@ -257,7 +321,16 @@ def test_named_backend_never_falls_back(monkeypatch):
         ("group", lambda: Quantised.from_float(randn(2, 5), "int8", 48)),
         ("heads", lambda: alibi_slopes(0)),
         ("heads", lambda: alibi_slopes(2.0)),
+        ("heads", lambda: alibi_slopes(2**40)),
         ("states", lambda: merge([])),
+        ("states", lambda: merge(None)),
+        ("states", lambda: merge(randn(2, 3))),
+        ("states", lambda: merge(AttentionState(randn(2, 3), randn(2)))),
+        ("states[0]", lambda: merge([1, 2])),
+        ("states[0]", lambda: merge("ab")),
+        ("states[1]", lambda: merge([(randn(2, 3), randn(2)), (randn(2, 3),)])),
+        ("states[0]", lambda: merge([("a", "b")])),
+        ("states[0]", lambda: merge([(torch.tensor(1.0), torch.tensor(1.0))])),
         ("mask", lambda: TileMap.from_mask(ints(1, 2)[None])),
         ("mask", lambda: TileMap.from_mask(bools(3))),
         ("tile", lambda: TileMap.from_mask(bools(3, 3), (0, 4))),
@@ -268,6 +341,21 @@ def test_named_backend_never_falls_back(monkeypatch):
         ("q_offset", lambda: TileMap.from_spec(4, 4, kv_lengths=ints(1, 2), q_offset=ints(1, 2, 3))),
         ("states", lambda: TileMap(torch.zeros(1, 1, 2, 2), (4, 4), (8, 8))),
         ("states", lambda: TileMap(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), (4, 4), (9, 8))),
+        ("states", lambda: TileMap(STATES + 3, (4, 4), (8, 8))),
+        ("states", lambda: TileMap(STATES.to_sparse(), (4, 4), (8, 8))),
+        ("shape", lambda: TileMap(STATES, (4, 4), 8)),
+        ("shape", lambda: TileMap(STATES, (4, 4), (8,))),
+        ("shape", lambda: TileMap(STATES, (4, 4), (-8, 8))),
+        ("shape", lambda: TileMap(STATES, (4, 4), (8.0, 8))),
+        ("tile", lambda: TileMap(STATES, None, (8, 8))),
+        ("mask_kind", lambda: TileMap(STATES, (4, 4), (8, 8), mask_kind="int")),
+        ("spec", lambda: TileMap(STATES, (4, 4), (8, 8), spec=3)),
+        ("window", lambda: TileMap.from_spec(8, 8, window="a")),
+        ("Lq", lambda: TileMap.from_spec(2**40, 8)),
+        ("q_offset", lambda: TileMap.from_spec(8, 8, q_offset=2**40)),
+        ("q_offset", lambda: TileMap.from_spec(8, 8, q_offset=True)),
+        ("q_offset[1]", lambda: TileMap.from_spec(8, 8, q_offset=torch.tensor([0, 2**40]))),
+        ("kv_lengths[0]", lambda: TileMap.from_spec(8, 8, kv_lengths=ints(9))),
         ("speed", lambda: plan(**dense_args(), speed=1)),
         ("max_q", lambda: plan(**dense_args(), max_q=1)),
         ("block_table", lambda: plan(**dense_args(), block_table=ints(1)[None], max_k=1)),

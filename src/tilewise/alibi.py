@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from .errors import InvalidArgument
+from .options import is_int
+
+MOST_HEADS = 65536
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -16,8 +19,8 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
-    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-        raise InvalidArgument("heads", repr(heads), "an int of 1 or more")
+    if not is_int(heads) or not 1 <= heads <= MOST_HEADS:
+        raise InvalidArgument("heads", repr(heads), f"an int of 1 to {MOST_HEADS}")
     power = 1 << (heads.bit_length() - 1)
     exponents = [8 / power * (h + 1) for h in range(power)]
     exponents += [4 / power * (2 * h + 1) for h in range(heads - power)]

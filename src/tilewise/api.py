@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch.compiler import is_compiling
 
-from . import bound, checks, cost, ops, planner
+from . import bound, checks, cost, keywords, ops, planner
 from .arrays import returner
 from .checks import Call
 from .errors import InvalidArgument
@@ -17,6 +16,7 @@ from .plan import Plan
 from .state import AttentionState
 from .tensors import Tensors
 from .tiles import TileMap
+from .tracing import is_traced, is_wrapper
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,6 +65,7 @@ def attention(
     allow_tf32: bool = False,
     validate: bool | None = None,
     backend: str | None = None,
+    **unknown: Any,
 ) -> Array | AttentionState:
     """Attention of queries over keys and values: prefill, decode, and anything between.
 
@@ -102,21 +103,24 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
+    if unknown:
+        keywords.refuse(unknown, keywords.of(attention))
     key = tables_key = None
-    traced = is_compiling()
+    traced = is_traced()
     plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
+    plain = plain and bound.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
     if plain and validate is False and kv_lengths is not None:
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
         tables = (None, kv_lengths, None, None, row_offsets)
         tables_key = bound.tables_key(
-            q, k, v, tables, scale, causal, type(causal), q_offset if row_offsets is None else "rows", window,
-            type(window), chunk, softcap, layout, split_size, return_lse, allow_tf32, backend,
+            q, k, v, tables, scale, causal, q_offset if row_offsets is None else "rows", window,
+            chunk, softcap, layout, split_size, return_lse, allow_tf32, backend,
         )  # fmt: skip
         if (again := bound.find_again(tables_key)) is not None:
             return again(q, k, v, tables)
     elif plain and kv_lengths is None and (q_offset is None or is_int(q_offset)):
         how = (
-            scale, causal, type(causal), q_offset, window, type(window), chunk, softcap, layout, split_size, return_lse,
+            scale, causal, q_offset, window, chunk, softcap, layout, split_size, return_lse,
             allow_tf32, backend,
         )  # fmt: skip
         key = bound.key_of(q, k, v, how)
@@ -132,8 +136,8 @@ def attention(
         "tile_map": tile_map, "split_size": split_size, "return_lse": return_lse, "out": out,
         "allow_tf32": allow_tf32, "validate": validate,
     }  # fmt: skip
-    if traced:
-        return ops.traced("attention", q, k, v, (), options | {"backend": backend})
+    if traced or ops.needs_operator((q, k, v, *options.values())):
+        return ops.call("attention", q, k, v, (), options | {"backend": backend})
     return _run(q, checks.dense(q, k, v, Options(**options)), backend, key, tables_key, layout)
 
 
@@ -202,6 +206,7 @@ def varlen_attention(
     allow_tf32: bool = False,
     validate: bool | None = None,
     backend: str | None = None,
+    **unknown: Any,
 ) -> Array | AttentionState:
     """Attention within packed sequences: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q`.
 
@@ -226,15 +231,18 @@ def varlen_attention(
     >>> varlen_attention(q, k, v, cu, cu, causal=True).shape
     torch.Size([10, 4, 32])
     """
+    if unknown:
+        keywords.refuse(unknown, keywords.of(varlen_attention))
     tables_key = None
-    traced = is_compiling()
+    traced = is_traced()
     plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
-    if plain and validate is False and max_q is not None and max_k is not None:
+    plain = plain and bound.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
+    if plain and validate is False and type(max_q) is int is type(max_k):
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
         tables = (None, kv_lengths, cu_seqlens_q, cu_seqlens_k, row_offsets)
         tables_key = bound.tables_key(
-            q, k, v, tables, max_q, max_k, scale, causal, type(causal), q_offset if row_offsets is None else "rows",
-            window, type(window), chunk, softcap, split_size, return_lse, allow_tf32, backend,
+            q, k, v, tables, max_q, max_k, scale, causal, q_offset if row_offsets is None else "rows",
+            window, chunk, softcap, split_size, return_lse, allow_tf32, backend,
         )  # fmt: skip
         if (again := bound.find_again(tables_key)) is not None:
             return again(q, k, v, tables)
@@ -244,9 +252,9 @@ def varlen_attention(
         "tile_map": tile_map, "split_size": split_size, "return_lse": return_lse, "out": out,
         "allow_tf32": allow_tf32, "validate": validate,
     }  # fmt: skip
-    if traced:
+    if traced or ops.needs_operator((q, k, v, cu_seqlens_q, cu_seqlens_k, *options.values())):
         options |= {"max_q": max_q, "max_k": max_k, "backend": backend}
-        return ops.traced("varlen_attention", q, k, v, (cu_seqlens_q, cu_seqlens_k), options)
+        return ops.call("varlen_attention", q, k, v, (cu_seqlens_q, cu_seqlens_k), options)
     call = checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
     return _run(q, call, backend, None, tables_key)
 
@@ -316,6 +324,7 @@ def paged_attention(
     allow_tf32: bool = False,
     validate: bool | None = None,
     backend: str | None = None,
+    **unknown: Any,
 ) -> Array | AttentionState:
     """Attention over keys and values that lie in pages: key `j` of row `b` is slot `j % page_size` of page
     `block_table[b, j // page_size]`.
@@ -342,15 +351,18 @@ def paged_attention(
     >>> paged_attention(torch.randn(2, 8, 1, 32), *pages, table, lengths).shape
     torch.Size([2, 8, 1, 32])
     """
+    if unknown:
+        keywords.refuse(unknown, keywords.of(paged_attention))
     tables_key = None
-    traced = is_compiling()
+    traced = is_traced()
     plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
-    if plain and validate is False:
+    plain = plain and bound.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
+    if plain and validate is False and (max_q is None or type(max_q) is int):
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
         tables = (block_table, context_lens, cu_seqlens_q, None, row_offsets)
         tables_key = bound.tables_key(
-            q, k_pages, v_pages, tables, max_q, scale, causal, type(causal),
-            q_offset if row_offsets is None else "rows", window, type(window), chunk, softcap, layout, split_size,
+            q, k_pages, v_pages, tables, max_q, scale, causal,
+            q_offset if row_offsets is None else "rows", window, chunk, softcap, layout, split_size,
             return_lse, allow_tf32, backend,
         )  # fmt: skip
         if (again := bound.find_again(tables_key)) is not None:
@@ -361,9 +373,9 @@ def paged_attention(
         "split_size": split_size, "return_lse": return_lse, "out": out, "allow_tf32": allow_tf32,
         "validate": validate,
     }  # fmt: skip
-    if traced:
+    if traced or ops.needs_operator((q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, *options.values())):
         options |= {"cu_seqlens_q": cu_seqlens_q, "max_q": max_q, "backend": backend}
-        return ops.traced("paged_attention", q, k_pages, v_pages, (block_table, context_lens), options)
+        return ops.call("paged_attention", q, k_pages, v_pages, (block_table, context_lens), options)
     call = checks.paged(q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, max_q, Options(**options))
     return _run(q, call, backend, None, tables_key, layout)
 
@@ -392,9 +404,11 @@ def plan(
     True
     """
     known = Options.__dataclass_fields__
-    for name in options:
-        if name not in known:
-            raise InvalidArgument(name, "an unknown option", f"one of {', '.join(known)}")
+    if unknown := [name for name in options if name not in known]:
+        keywords.refuse(unknown, known)
+    for x in (q, k, v):
+        if isinstance(x, torch.Tensor) and is_wrapper(x):
+            raise InvalidArgument("q, k or v", f"a {type(x).__name__}", "tensors with memory, or on the meta device")
     if block_table is not None:
         if "kv_lengths" in options or cu_seqlens_k is not None or max_k is not None:
             raise InvalidArgument("block_table", "pages with kv_lengths, cu_seqlens_k or max_k", "context_lens alone")

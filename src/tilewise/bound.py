@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from . import planner
+from .arrays import to_tensor
 from .checks import Call
 from .plan import Plan
 from .quantised import Quantised
 from .state import AttentionState
 from .tensors import Tensors
+from .tracing import is_forward_mode
 
 MOST = 4096  # remembered calls
 Key = tuple[Any, ...]
@@ -44,13 +46,45 @@ class Bound:
         self.like_q = like_q  # the output has q's shape and strides
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | AttentionState:
-        out = torch.empty_like(q) if self.like_q else q.new_empty(self.shape)  # 0.9 and 1.5 us
-        if self.lse_shape is None:
-            self.launch(q, k, v, out, None)
-            return out
-        lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-        self.launch(q, k, v, out, lse)
-        return AttentionState(out, lse)
+        try:
+            out = torch.empty_like(q) if self.like_q else q.new_empty(self.shape)  # 0.9 and 1.5 us
+            if self.lse_shape is None:
+                self.launch(q, k, v, out, None)
+                return out
+            lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+            self.launch(q, k, v, out, lse)
+            return AttentionState(out, lse)
+        except RuntimeError:
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                to_tensor(name, x)  # a tensor without strided memory (mkldnn) may have the key of one with it
+            raise
+
+
+def is_exact(
+    scale: Any,
+    causal: Any,
+    window: Any,
+    chunk: Any,
+    softcap: Any,
+    split_size: Any,
+    return_lse: Any,
+    allow_tf32: Any,
+) -> bool:
+    """Whether the options have the types that the checks ask for: 1, 1.0 and True are one key, but not one option."""
+    return (
+        (causal is False or causal is True)
+        and (return_lse is False or return_lse is True)
+        and (allow_tf32 is False or allow_tf32 is True)
+        and (scale is None or isinstance(scale, float) or type(scale) is int)
+        and (softcap is None or isinstance(softcap, float) or type(softcap) is int)
+        and (chunk is None or type(chunk) is int)
+        and (split_size is None or type(split_size) is int)
+        and (window is None or type(window) is int or _is_pair(window))
+    )
+
+
+def _is_pair(window: Any) -> bool:
+    return type(window) is tuple and all(side is None or type(side) is int for side in window)
 
 
 def key_of(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Key | None:
@@ -59,16 +93,19 @@ def key_of(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Key | None:
     Strides follow from the shape of a contiguous tensor (but those of dims of size 1, which nobody steps along), and
     that it is one is asked for and hashed in half the time.
     """
-    if not (type(q) is type(k) is type(v) is torch.Tensor):
+    if not (type(q) is type(k) is type(v) is torch.Tensor) or is_forward_mode():
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    return (
-        q.shape, q.is_contiguous() or q.stride(), q.dtype, q.is_cpu or q.device,
-        k.shape, k.is_contiguous() or k.stride(), k.dtype, k.is_cpu or k.device,
-        v.shape, v.is_contiguous() or v.stride(), v.dtype, v.is_cpu or v.device,
-        torch.get_num_threads(), options,
-    )  # fmt: skip
+    try:
+        return (
+            q.shape, q.is_contiguous() or q.stride(), q.dtype, q.is_cpu or q.device,
+            k.shape, k.is_contiguous() or k.stride(), k.dtype, k.is_cpu or k.device,
+            v.shape, v.is_contiguous() or v.stride(), v.dtype, v.is_cpu or v.device,
+            torch.get_num_threads(), options,
+        )  # fmt: skip
+    except RuntimeError:  # a nested or compressed sparse tensor has no shape or strides: the checks will say so
+        return None
 
 
 def find(key: Key | None) -> Bound | None:
@@ -83,6 +120,8 @@ def remember(key: Key | None, call: Call, plan: Plan) -> None:
     bind = getattr(planner.load(plan.backend), "bind", None)
     if key is None or bind is None or call.problem.is_empty or call.problem.copies:
         return
+    if 1 in (call.problem.head_dim, call.problem.value_dim):
+        return  # any stride is a unit stride there, so that the key would also be that of `(z.conj()).imag`
     if len(_known) >= MOST:
         _known.clear()
     like_q = key[0] == call.out.shape and key[1] == (call.out.is_contiguous() or call.out.stride())
@@ -145,7 +184,7 @@ def _parts(x: Any) -> tuple[Any, Any]:
 
 def tables_key(q: Any, k: Any, v: Any, tables: Tables, *options: Any) -> Key | None:
     """What a call with tables is remembered by; None if it has to be checked each time."""
-    if type(q) is not torch.Tensor:
+    if type(q) is not torch.Tensor or is_forward_mode():
         return None
     key: list[Any] = [options, torch.get_num_threads()]
     either = 0
@@ -155,15 +194,18 @@ def tables_key(q: Any, k: Any, v: Any, tables: Tables, *options: Any) -> Key | N
             parts = (x.data, x.scales)
             key.append((x.dtype, x.group))
         for part in parts:
-            if type(part) is not torch.Tensor or (part.requires_grad and torch.is_grad_enabled()):
+            if type(part) is not torch.Tensor or (part.requires_grad and torch.is_grad_enabled()) or part.is_neg():
                 return None
-            key.append((part.shape, part.stride(), part.dtype, part.device))
-            either |= part.data_ptr()
+            try:
+                key.append((part.shape, part.stride(), part.dtype, part.device))
+                either |= part.data_ptr()
+            except RuntimeError:  # it has no shape, strides or address: the checks will say so
+                return None
     key.append(either % 16)
     for x in tables:
         if x is None:
             key.append(None)
-        elif type(x) is torch.Tensor and x.dtype is torch.int32:
+        elif type(x) is torch.Tensor and x.dtype is torch.int32 and x.layout is torch.strided:
             key.append((x.shape, x.stride(), x.device))
         else:
             return None

@@ -18,6 +18,13 @@ from .quantised import Quantised
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def cast_to_float32(name: str, x: Any) -> str:
+    """The remedy for float64, which NumPy makes unless told otherwise."""
+    if str(getattr(x, "dtype", "")).rpartition(".")[2] != "float64":
+        return ""
+    return f"{name}.float()" if isinstance(x, torch.Tensor) else f"{name}.astype(np.float32)"
+
+
 @dataclass(slots=True)
 class Operand:
     """K or V in the common form."""
@@ -39,11 +46,11 @@ class Checker:
         self.seq_major = layout == "blhd"
         if packed and self.seq_major:
             raise InvalidArgument("layout", "'blhd' with packed queries", "no layout: packed tensors are [T, H, D]")
-        q = to_tensor("q", q)
+        given, q = q, to_tensor("q", q)
         self.device = q.device
         self.q = self.unit_stride("q", self.common(self.plain("q", q, self.form_of_q())))
         if self.q.dtype not in FLOATS:
-            raise InvalidArgument("q", q.dtype, "float32, float16 or bfloat16")
+            raise InvalidArgument("q", q.dtype, "float32, float16 or bfloat16", cast_to_float32("q", given))
         self.head_width("q", self.q.shape[-1])
         if self.q.shape[1] == 0:
             raise InvalidArgument("q", "0 heads", "1 or more")
@@ -92,7 +99,7 @@ class Checker:
             data, scales, quant = self.plain(name, x, form), None, None
             width = data.shape[-1]
             if data.dtype not in FLOATS:
-                remedy = "narrower types go into tilewise.Quantised with their scales"
+                remedy = cast_to_float32(name, x) or "narrower types go into tilewise.Quantised with their scales"
                 raise InvalidArgument(name, data.dtype, "float32, float16 or bfloat16", remedy)
             if data.dtype.itemsize > self.q.dtype.itemsize:
                 raise InvalidArgument(
@@ -107,7 +114,7 @@ class Checker:
         return x if form.startswith("[B, H") else x.transpose(1, 2)
 
     def ints(self, name: str, x: Any, shape: tuple[int | None, ...]) -> torch.Tensor:
-        """An int32 tensor of lengths, offsets or pages; None in `shape` is any size."""
+        """A tensor of lengths, offsets or pages, int32 or int64; None in `shape` is any size."""
         x = to_tensor(name, x)
         if x.dtype not in (torch.int32, torch.int64):
             raise InvalidArgument(name, x.dtype, "int32 (or int64)")
@@ -116,7 +123,7 @@ class Checker:
             raise InvalidArgument(name, f"shape {tuple(x.shape)}", words)
         if x.device != self.device:
             raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
-        return x.to(torch.int32)
+        return x
 
     def per_head(self, name: str, x: Any, heads: int, batch: int | None = None) -> torch.Tensor:
         """Float32 `[H]` or, with `batch`, `[B, H]`: one number for each head (and row)."""

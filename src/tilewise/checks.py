@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,10 +14,24 @@ from . import values
 from .arrays import to_tensor
 from .checker import Checker, Operand
 from .errors import InvalidArgument
-from .options import Options, as_chunk, as_flag, as_scale, as_softcap, as_split_size, as_window, is_int
+from .options import (
+    LIMIT,
+    Options,
+    as_chunk,
+    as_flag,
+    as_offset,
+    as_scale,
+    as_size,
+    as_softcap,
+    as_split_size,
+    as_window,
+    is_int,
+)
 from .problem import Form, Offset, Problem
 from .tensors import Tensors
 from .tile_checks import as_tile_map, check_tile_map
+
+INPUTS = tuple(f.name for f in fields(Tensors) if f.name not in ("out", "lse", "tile_map"))
 
 
 @dataclass(slots=True)
@@ -41,6 +55,7 @@ def dense(q: Any, k: Any, v: Any, o: Options) -> Call:
     if o.kv_lengths is not None:
         lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
         values.check_lengths("kv_lengths", lengths, ck.data.shape[2], "keys in k", o.validate)
+        lengths = values.as_int32(lengths)
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths)
     return _finish(c, "dense", ck, cv, t, o, batch=B, q_len=Lq, kv_len=ck.data.shape[2])
 
@@ -58,6 +73,8 @@ def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_q: 
     if o.kv_lengths is not None:
         lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
         values.check_lengths("kv_lengths", lengths, cu_k.diff(), "keys in the sequence", o.validate)
+        lengths = values.as_int32(lengths)
+    cu_q, cu_k = values.as_int32(cu_q), values.as_int32(cu_k)
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     return _finish(c, "varlen", ck, cv, t, o, batch=B, q_len=q_len, kv_len=kv_len)
 
@@ -75,11 +92,12 @@ def paged(
     lengths = c.ints("context_lens", context_lens, (None,))
     B = len(lengths)
     table = c.ints("block_table", block_table, (B, None))
-    capacity = table.shape[1] * page_size
+    capacity = min(LIMIT, table.shape[1] * page_size)
     cu_q = None
     if cu_seqlens_q is not None:
         cu_q = c.ints("cu_seqlens_q", cu_seqlens_q, (B + 1,))
         q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o)
+        cu_q = values.as_int32(cu_q)
     elif c.q.shape[0] != B:
         raise InvalidArgument("context_lens", f"{B} lengths", f"{c.q.shape[0]}, the batch of q")
     elif max_q is not None:
@@ -90,6 +108,7 @@ def paged(
         q_len = c.q.shape[2]
     values.check_lengths("context_lens", lengths, capacity, "tokens in block_table's pages", o.validate)
     values.check_block_table(table, lengths, page_size, pages, o.validate)
+    lengths, table = values.as_int32(lengths), values.as_int32(table)
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, block_table=table)
     return _finish(c, "paged", ck, cv, t, o, batch=B, q_len=q_len, kv_len=capacity, page_size=page_size)
 
@@ -117,12 +136,14 @@ def _finish(
         raise InvalidArgument(names[1], f"(batch or pages, heads, rows) = {given}", f"{want}, as {names[0]}")
     if Hkv == 0 or H % Hkv:
         raise InvalidArgument(names[0], f"{Hkv} heads", f"a divisor of q's {H}")
+    as_size("the length of q", q_len)
+    as_size(f"the length of {names[0]}", kv_len)
     if o.validate not in (None, True, False):
         raise InvalidArgument("validate", repr(o.validate), "None, True or False")
     if o.q_offset is not None and not is_int(o.q_offset):
         if isinstance(o.q_offset, (bool, float, str)):
             raise InvalidArgument("q_offset", repr(o.q_offset), "None, an int or an int tensor [B]")
-        t.q_offset = c.ints("q_offset", o.q_offset, (batch,))
+        t.q_offset = values.row_offsets(c.ints("q_offset", o.q_offset, (batch,)), q_len, kv_len, o.validate)
     spec = None
     if o.mask is not None:
         t.mask, spec = c.mask(o.mask, (batch, H, q_len, kv_len), any_keys=form == "paged")
@@ -144,7 +165,7 @@ def _finish(
     if t.q_offset is not None:
         offset = "rows"
     elif o.q_offset is not None:
-        offset = o.q_offset
+        offset = as_offset(o.q_offset, q_len, kv_len)
     else:
         offset = "end" if t.kv_lengths is not None or form != "dense" else kv_len - q_len
     t.tile_map = as_tile_map(o.tile_map)
@@ -195,20 +216,35 @@ def _output(c: Checker, width: int, out: Any, t: Tensors) -> torch.Tensor:
         return c.q.new_empty(shape)
     if getattr(getattr(out, "flags", None), "writeable", True) is False:
         raise InvalidArgument("out", "a read-only array", "one that can be written")
-    out = to_tensor("out", out)
+    given, out = out, to_tensor("out", out)
+    if isinstance(given, torch.Tensor) and given is not out:
+        raise InvalidArgument("out", "a tensor of negated numbers", "one to write to", "out.resolve_neg()")
     if tuple(out.shape) != shape or out.dtype != c.q.dtype or out.device != c.device:
         given = f"{tuple(out.shape)} {out.dtype} on {out.device}"
         raise InvalidArgument("out", given, f"{shape} {c.q.dtype} on {c.device}")
     if out.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument("out", "a tensor that requires grad", "one that does not", "tilewise is forward only")
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise InvalidArgument("out", "a broadcast tensor", "one with memory for each element")
+    if _overlaps_itself(out):
+        given = f"a broadcast tensor, or one whose elements share memory (strides {out.stride()})"
+        raise InvalidArgument("out", given, "one with memory for each element")
     if out.stride(-1) != 1 and width > 1:
         raise InvalidArgument("out", f"a last dim of stride {out.stride(-1)}", "stride 1")
-    for name, x in (("q", t.q), ("k", t.k), ("v", t.v), ("mask", t.mask)):
+    for name in INPUTS:
+        x = getattr(t, name)
         if x is not None and _overlap(out, x):
             raise InvalidArgument("out", f"memory that {name} is in", "memory of its own")
     return out
+
+
+def _overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether two elements may have one address: from the least stride up, a step must be longer than all below it."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def _aligned(x: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     cells = keys = mask_cells = 0
     tiles = [0, 0, 0]
     for seq in sequences(p, tensors):
-        positions = seq.q_offset + torch.arange(seq.q_len)
+        positions = seq.q_offset + torch.arange(seq.q_len, device="cpu")
         lo, hi = key_spans(rules(p), positions, seq.kv_len)  # [Lq]
         widths = (hi - lo).clamp_min(0)
         cells += _masked_cells(seq, lo, hi) if p.mask is not None else int(widths.sum()) * p.heads
@@ -52,7 +52,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
 
 def _sizes(length: int, tile: int) -> torch.Tensor:
     """The sizes of the tiles that cover `length`."""
-    starts = torch.arange(0, length, tile)
+    starts = torch.arange(0, length, tile, device="cpu")
     return (length - starts).clamp_max(tile)
 
 
@@ -70,7 +70,7 @@ def _masked_cells(seq: Sequence, lo: torch.Tensor, hi: torch.Tensor, rows: int =
     assert p.mask is not None
     heads = 1 if p.mask.broadcast[1] else p.heads
     count = 0
-    kpos = torch.arange(seq.kv_len)
+    kpos = torch.arange(seq.kv_len, device="cpu")
     for top in range(0, seq.q_len, rows):
         part = slice(top, min(top + rows, seq.q_len))
         mask = seq.mask(part, slice(0, seq.kv_len))

@@ -11,6 +11,10 @@ class InvalidArgument(ValueError):
         super().__init__(f"{argument}: got {given}, expected {expected}" + (f"; {remedy}" if remedy else ""))
 
 
+class UnknownKeyword(InvalidArgument, TypeError):
+    """A keyword that a function does not have; the message says which was probably meant."""
+
+
 class Unsupported(NotImplementedError):
     """A backend that was asked for by name cannot serve this call; nothing else was tried."""
 

@@ -1,21 +1,26 @@
-"""The entry points as torch operators, for `torch.compile` and `torch.export`.
+"""The entry points as torch operators, for `torch.compile`, `torch.export` and every other way to trace or transform.
 
 `torch.ops.tilewise` has `attention`, `varlen_attention` and `paged_attention`, and each again with `_lse`, which gives
-`(out, lse)`: an operator's number of outputs is fixed. While torch traces, the entry points of `api.py` call these; an
-eager call never comes here. To a compiler an operator is opaque: it knows the output's shape, and nothing inside.
+`(out, lse)`: an operator's number of outputs is fixed. While torch traces (`tracing.py`), and for tensors without
+memory, the entry points of `api.py` call these; any other call never comes here. To a compiler an operator is opaque:
+it knows the output's shape, and nothing inside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
+from .arrays import returner, to_tensor
 from .errors import InvalidArgument
-from .options import as_window
+from .options import as_chunk, as_split_size, as_window
 from .quantised import Quantised
 from .state import AttentionState
+from .tracing import is_wrapper
 
 # `left` and `right` are the window. Quantised K and V are their data, with their scales and "dtype/group" beside it.
 OPTIONS = """float? scale=None, bool causal=False, SymInt? q_offset=None, Tensor? q_offsets=None, SymInt? left=None,
@@ -34,13 +39,57 @@ DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `planner.py`
 _library = torch.library.Library("tilewise", "DEF")  # lives as long as the operators
 
 
+TABLES = {
+    "attention": (),
+    "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k"),
+    "paged_attention": ("block_table", "context_lens"),
+}
+TENSORS = ("mask", "alibi_slopes", "sinks", "kv_lengths", "cu_seqlens_q", "q_offset", "out")  # options that may be one
+
+
+def needs_operator(arguments: Iterable[Any]) -> bool:
+    """Whether a tensor among them has no memory: one is a FakeTensor or another wrapper, or all are on meta."""
+    parts = [p for x in arguments for p in ((x.data, x.scales) if type(x) is Quantised else (x,))]
+    tensors = [x for x in parts if isinstance(x, torch.Tensor)]
+    return any(map(is_wrapper, tensors)) or (bool(tensors) and all(x.is_meta for x in tensors))
+
+
+def call(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A call of an entry point as an operator."""
+    if is_compiling():
+        return traced(name, q, k, v, tables, options)
+    back = returner(q)
+    q, k, v = (x if isinstance(x, Quantised) else _input(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
+    tables = tuple(_input(n, x) for n, x in zip(TABLES[name], tables, strict=True))
+    for option in TENSORS:
+        if options.get(option) is not None and not isinstance(options[option], int):
+            options[option] = _input(option, options[option])
+    result = traced(name, q, k, v, tables, options)
+    return AttentionState(*map(back, result)) if isinstance(result, AttentionState) else back(result)
+
+
+def _input(name: str, x: Any) -> torch.Tensor:
+    x = to_tensor(name, x)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise _forward_only(name)
+    return x
+
+
+def _forward_only(name: str) -> InvalidArgument:
+    remedy = "tilewise is forward only: call it under torch.no_grad(), or detach"
+    return InvalidArgument(name, "a tensor that requires grad", "one that does not", remedy)
+
+
 def traced(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """A call of an entry point while torch traces it, as an operator in the graph."""
+    """A call over torch tensors, as an operator in the graph."""
     return_lse, out = options.pop("return_lse"), options.pop("out")
     if options.pop("tile_map") is not None:
         raise InvalidArgument("tile_map", "a TileMap in traced code", "None: the result is the same without")
     window, offset = options.pop("window"), options.pop("q_offset")
     options["left"], options["right"] = as_window(window)
+    options["chunk"], options["split_size"] = as_chunk(options["chunk"]) or None, as_split_size(options["split_size"])
+    if isinstance(offset, torch.Tensor) and offset.ndim == 0:  # torch.jit.trace makes tensors of sizes
+        offset = int(offset)
     options["q_offsets" if isinstance(offset, torch.Tensor) else "q_offset"] = offset
     if isinstance(k, Quantised):
         options["k_scales"], options["k_stored"], k = k.scales, f"{k.dtype}/{k.group}", k.data
@@ -93,8 +142,7 @@ def _shapes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`out` and `lse` of a call, with nothing in them; a tracer asks for this."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        remedy = "tilewise is forward only: call it under torch.no_grad(), or detach"
-        raise InvalidArgument("q, k or v", "a tensor that requires grad", "one that does not", remedy)
+        raise _forward_only("q, k or v")
     width = v.shape[-1] * 2 if v_stored is not None and v_stored.startswith("int4") else v.shape[-1]
     return q.new_empty((*q.shape[:-1], width)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 

@@ -17,28 +17,28 @@ def window(Lq: int, Lk: int) -> torch.Tensor:
 
 def documents(Lq: int, Lk: int) -> torch.Tensor:
     """Packed documents of many lengths; causal in each."""
-    ends = torch.tensor([0.05, 0.07, 0.2, 0.22, 0.3, 0.55, 0.6, 0.85, 0.9]) * Lk
-    of = torch.bucketize(torch.arange(Lk).float(), ends, right=True)
+    ends = torch.tensor([0.05, 0.07, 0.2, 0.22, 0.3, 0.55, 0.6, 0.85, 0.9], dtype=torch.float32, device="cpu") * Lk
+    of = torch.bucketize(torch.arange(Lk, device="cpu").float(), ends, right=True)
     return _between(Lq, Lk) & (of[Lk - Lq :, None] == of[None, :])
 
 
 def prefix(Lq: int, Lk: int) -> torch.Tensor:
     """A prefix (an image, a question) that sees itself both ways; causal after it."""
-    return _between(Lq, Lk) | (torch.arange(Lk) < min(LOCAL, Lk // 4))
+    return _between(Lq, Lk) | (torch.arange(Lk, device="cpu") < min(LOCAL, Lk // 4))
 
 
 def tree(Lq: int, Lk: int) -> torch.Tensor:
     """Speculative decoding: all of the cache, and of the last `Lq` tokens each one's ancestors in a binary tree."""
-    own = torch.eye(Lq, dtype=torch.bool)
+    own = torch.eye(Lq, dtype=torch.bool, device="cpu")
     for i in range(1, Lq):
         own[i] |= own[(i - 1) // 2]
-    return torch.cat([torch.ones(Lq, Lk - Lq, dtype=torch.bool), own], dim=1)
+    return torch.cat([torch.ones(Lq, Lk - Lq, dtype=torch.bool, device="cpu"), own], dim=1)
 
 
 def blocks(Lq: int, Lk: int) -> torch.Tensor:
     """Block-sparse: each block of 128 queries sees the first block of keys, its own, two before it and one far away."""
     nq, nk = -(-Lq // BLOCK), -(-Lk // BLOCK)
-    i, j = torch.arange(nq)[:, None] + nk - nq, torch.arange(nk)
+    i, j = torch.arange(nq, device="cpu")[:, None] + nk - nq, torch.arange(nk, device="cpu")
     near = (j <= i) & (i - j <= 2)
     far = (i * 7 + 3) % nk
     states = near | (j == 0) | (j == far)
@@ -47,7 +47,7 @@ def blocks(Lq: int, Lk: int) -> torch.Tensor:
 
 def _between(Lq: int, Lk: int, width: int | None = None) -> torch.Tensor:
     """Causal, aligned to the bottom right, with at most `width` keys."""
-    back = torch.arange(Lk - Lq, Lk)[:, None] - torch.arange(Lk)
+    back = torch.arange(Lk - Lq, Lk, device="cpu")[:, None] - torch.arange(Lk, device="cpu")
     return (back >= 0) if width is None else (back >= 0) & (back < width)
 
 

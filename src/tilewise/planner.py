@@ -53,15 +53,22 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
         reason = load(backend).supports(problem)
         if reason is not None:
             raise Unsupported(backend, reason, "leave out backend= to take one that can")
-        return load(backend).plan(problem)
+        return _plan(backend, problem)
     passed_over: list[tuple[str, str]] = []
     for name in BACKENDS:
         backend_module = load(name)
         reason = backend_module.supports(problem)
-        if reason is None and hasattr(backend_module, "declines"):
+        if reason is None and hasattr(backend_module, "declines") and not problem.is_empty:
             reason = backend_module.declines(problem)
         if reason is None:
-            return replace(load(name).plan(problem), passed_over=tuple(passed_over))
+            return replace(_plan(name, problem), passed_over=tuple(passed_over))
         passed_over.append((name, reason))
     listing = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise Unsupported("any", listing, "move the tensors to the CPU")
+
+
+def _plan(name: str, problem: Problem) -> Plan:
+    """A backend's plan; it is not asked about a problem with nothing to compute, which is never launched."""
+    if problem.is_empty:
+        return Plan(problem, name, "nothing to compute", tile=(64, 64))
+    return load(name).plan(problem)

@@ -87,9 +87,9 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute: no output element, or no key at all."""
+        """Nothing to compute: no output element, no query in any sequence, or no key at all."""
         rows = self.total_q if self.packed_q else self.q_len
-        return 0 in (self.batch, rows, self.kv_len)
+        return 0 in (self.batch, rows, self.q_len, self.kv_len)
 
     @property
     def has_spans(self) -> bool:

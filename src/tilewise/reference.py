@@ -6,7 +6,8 @@ For one sequence, head h, query i at position `qpos`, key j at position j:
     p = softmax(s), with one more logit, the sink, that has no value
     out = p v;  lse = log(sum exp(s))
 
-A row that sees no key gives 0 and -inf (or its sink). A value under an invisible cell is never touched.
+A row that sees no key gives 0 and -inf (or its sink). A value under an invisible cell is never touched. A sink of -inf
+is none, one of +inf takes all weight: 0 and +inf.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
         logits = torch.cat([s, sink], -1)
     lse = torch.logsumexp(logits, -1)
     probs = torch.where(visible, torch.softmax(logits, -1)[..., : seq.kv_len], 0.0)
+    if t.sinks is not None:
+        probs = torch.where(sink == torch.inf, 0.0, probs)
     finite = v.isfinite()
     out = probs @ torch.where(finite, v, 0.0)
     if not bool(finite.all()):  # 0 * inf is NaN: such values reach only the rows that see them

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,31 +35,46 @@ def merge(states: Sequence[AttentionState]) -> AttentionState:
     >>> torch.allclose(tilewise.merge(halves).out, tilewise.attention(q, k, v), atol=1e-6)
     True
     """
-    states = list(states)
-    if not states:
-        raise InvalidArgument("states", "an empty sequence", "at least one AttentionState")
-    back = returner(states[0].out)
-    states = [AttentionState(*(to_tensor(f"states[{i}]", x) for x in state)) for i, state in enumerate(states)]
+    states, back = _checked(states)
     shape, device = states[0].out.shape, states[0].out.device
-    for i, (out, lse) in enumerate(states):
-        if out.shape != shape or lse.shape != shape[:-1]:
-            given = f"out {tuple(out.shape)} with lse {tuple(lse.shape)}"
-            raise InvalidArgument(f"states[{i}]", given, f"out {tuple(shape)} with lse {tuple(shape[:-1])}")
-        if not (out.is_floating_point() and lse.is_floating_point()):
-            raise InvalidArgument(f"states[{i}]", f"out {out.dtype} and lse {lse.dtype}", "floating point tensors")
-        if out.device != device or lse.device != device:
-            raise InvalidArgument(f"states[{i}]", f"device {out.device} and {lse.device}", f"{device}")
-
     top = states[0].lse.float()
     for _, lse in states[1:]:
         top = torch.maximum(top, lse.float())
     base = torch.where(top == -torch.inf, 0.0, top)  # where every state is empty, -inf - -inf would be NaN
+    taken = base == torch.inf  # a sink of +inf has taken all weight
     total = torch.zeros_like(base)
     mixed = torch.zeros(shape, dtype=torch.float32, device=device)
     for out, lse in states:
-        weight = (lse.float() - base).exp()  # [...], 1 for the largest
+        weight = torch.where(taken & (lse == torch.inf), 1.0, (lse.float() - base).exp())  # [...], 1 for the largest
         total += weight
         mixed += torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])
     mixed /= torch.where(total == 0, 1.0, total)[..., None]
     lse = top + torch.where(total == 0, 1.0, total).log()
     return AttentionState(back(mixed.to(states[0].out.dtype)), back(lse))
+
+
+def _checked(states: Any) -> tuple[list[AttentionState], Callable[[torch.Tensor], Any]]:
+    """The states as tensors of one shape on one device, and what turns a result into the caller's kind of array."""
+    want = "a sequence of AttentionState"
+    if isinstance(states, AttentionState) or not isinstance(states, Iterable) or isinstance(states, torch.Tensor):
+        raise InvalidArgument("states", f"one {type(states).__name__}", want, "give a list: merge([a, b])")
+    found = []
+    for i, state in enumerate(states):
+        if not isinstance(state, (tuple, list)) or len(state) != 2:
+            raise InvalidArgument(f"states[{i}]", f"a {type(state).__name__}", "an AttentionState (out, lse)")
+        found.append(state)
+    if not found:
+        raise InvalidArgument("states", "an empty sequence", "at least one AttentionState")
+    tensors = [AttentionState(*(to_tensor(f"states[{i}]", x) for x in state)) for i, state in enumerate(found)]
+    back = returner(found[0][0])
+    shape, device = tensors[0].out.shape, tensors[0].out.device
+    for i, (out, lse) in enumerate(tensors):
+        if out.ndim == 0 or out.shape != shape or lse.shape != shape[:-1]:
+            given = f"out {tuple(out.shape)} with lse {tuple(lse.shape)}"
+            want = f"out {tuple(shape)} with lse {tuple(shape[:-1])}" if shape else "out [..., Dv] with lse [...]"
+            raise InvalidArgument(f"states[{i}]", given, want)
+        if not (out.is_floating_point() and lse.is_floating_point()):
+            raise InvalidArgument(f"states[{i}]", f"out {out.dtype} and lse {lse.dtype}", "floating point tensors")
+        if out.device != device or lse.device != device:
+            raise InvalidArgument(f"states[{i}]", f"device {out.device} and {lse.device}", f"{device}")
+    return tensors, back

@@ -25,6 +25,8 @@ def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
         return
     if tile_map.states.device != p.device:
         raise InvalidArgument("tile_map", f"device {tile_map.states.device}", f"{p.device}, as q")
+    if validate is True:
+        tile_map.check_states()
     planes, sizes = tuple(tile_map.states.shape[:2]), (p.batch, p.heads)
     if any(n not in (1, size) for n, size in zip(planes, sizes, strict=True)):
         raise InvalidArgument("tile_map", f"{planes} planes", f"{sizes}, each size or 1")

@@ -10,7 +10,7 @@ import torch
 from .arrays import to_tensor
 from .errors import InvalidArgument
 from .extras import need
-from .options import as_chunk, as_flag, as_tile, as_window, is_int
+from .options import LIMIT, as_chunk, as_flag, as_offset, as_size, as_tile, as_window, is_int
 from .spans import Rules, key_spans, span_tiles
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ class TileMap:
 
     def __post_init__(self) -> None:
         as_tile("tile", self.tile)
+        pair = isinstance(self.shape, (tuple, list)) and len(self.shape) == 2
+        if not pair or not all(is_int(n) and 0 <= n <= LIMIT for n in self.shape):
+            raise InvalidArgument("shape", repr(self.shape), "a pair (Lq, Lk) of ints of 0 or more")
         if not isinstance(self.states, torch.Tensor) or self.states.dtype != torch.uint8 or self.states.ndim != 4:
             given = (
                 f"{self.states.dtype} of rank {self.states.ndim}"
@@ -68,11 +71,23 @@ class TileMap:
                 else "no tensor"
             )
             raise InvalidArgument("states", given, "a uint8 tensor [1 or B, 1 or H, ceil(Lq / BQ), ceil(Lk / BK)]")
+        to_tensor("states", self.states)
         want = tuple(-(-n // t) for n, t in zip(self.shape, self.tile, strict=True))
         if tuple(self.states.shape[2:]) != want:
             raise InvalidArgument(
                 "states", f"{tuple(self.states.shape[2:])} tiles", f"{want} for {self.shape} in {self.tile}"
             )
+        if self.mask_kind not in (None, "bool", "float"):
+            raise InvalidArgument("mask_kind", repr(self.mask_kind), "None, 'bool' or 'float'")
+        if self.spec is not None and not isinstance(self.spec, Spec):
+            raise InvalidArgument("spec", type(self.spec).__name__, "None or what TileMap.from_spec makes")
+        if self.states.is_cpu:
+            self.check_states()
+
+    def check_states(self) -> None:
+        """Every tile is skip, mixed or full. On a GPU this waits for the map: a call does it with `validate=True`."""
+        if self.states.numel() and int(self.states.max()) > FULL:
+            raise InvalidArgument("states", int(self.states.max()), "0 (skip), 1 (mixed) or 2 (full) in every tile")
 
     @classmethod
     def from_mask(cls, mask: Any, tile: tuple[int, int] = (64, 64)) -> TileMap:
@@ -122,20 +137,28 @@ class TileMap:
         0.146484375
         """
         tile = as_tile("tile", tile)
-        for name, size in (("Lq", Lq), ("Lk", Lk)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-                raise InvalidArgument(name, repr(size), "an int of 0 or more")
+        Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
         rules = Rules(as_flag("causal", causal), as_window(window), as_chunk(chunk))
-        q_offset = q_offset if q_offset is None or is_int(q_offset) else to_tensor("q_offset", q_offset)
+        if q_offset is not None and is_int(q_offset):
+            as_offset(q_offset, Lq, Lk)
+        elif q_offset is not None:
+            q_offset = to_tensor("q_offset", q_offset)
         kv_lengths = None if kv_lengths is None else to_tensor("kv_lengths", kv_lengths)
         rows = [x for x in (q_offset, kv_lengths) if isinstance(x, torch.Tensor)]
         for name, x in (("q_offset", q_offset), ("kv_lengths", kv_lengths)):
             if isinstance(x, torch.Tensor) and (x.ndim != 1 or x.dtype not in (torch.int32, torch.int64)):
                 raise InvalidArgument(name, f"{x.dtype} of rank {x.ndim}", "an int32 or int64 tensor [B]")
+            if isinstance(x, torch.Tensor) and x.is_cpu:
+                low, high = (0, Lk) if name == "kv_lengths" else (Lk - LIMIT, LIMIT - Lq)
+                for b, value in enumerate(x.tolist()):
+                    if not low <= value <= high:
+                        raise InvalidArgument(f"{name}[{b}]", value, f"{low} to {high}")
         if len({x.shape for x in rows}) > 1:
             raise InvalidArgument("q_offset", f"{len(rows[0])} rows", f"{len(rows[1])}, as kv_lengths")
         device = torch.device(device) if device is not None else rows[0].device if rows else torch.device("cpu")
-        lengths = torch.tensor([Lk], device=device) if kv_lengths is None else kv_lengths.long().to(device)
+        lengths = torch.tensor([Lk], dtype=torch.int64, device=device)
+        if kv_lengths is not None:
+            lengths = kv_lengths.long().to(device)
         offset = lengths - Lq if q_offset is None else torch.as_tensor(q_offset, device=device).long().reshape(-1)
         positions = offset[:, None] + torch.arange(Lq, device=device)  # [1 or B, Lq]
         positions = positions.expand(max(len(positions), len(lengths)), -1)
@@ -223,7 +246,8 @@ class TileMap:
 
 def _any_in_tiles(cells: torch.Tensor, BQ: int, BK: int) -> torch.Tensor:
     """Whether a tile of bool `cells` `[B, H, Lq, Lk]` holds a True one: `[B, H, nq, nk]`."""
-    for dim, size in ((3, BK), (2, BQ)):
+    for dim, tile in ((3, BK), (2, BQ)):
+        size = min(tile, max(1, cells.shape[dim]))  # what lies past the edges need not be made
         tail = -cells.shape[dim] % size
         pad = (0, tail) if dim == 3 else (0, 0, 0, tail)
         cells = torch.nn.functional.pad(cells, pad, value=False).unflatten(dim, (-1, size)).any(dim + 1)

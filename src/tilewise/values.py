@@ -12,7 +12,7 @@ import torch
 from torch.compiler import is_compiling
 
 from .errors import InvalidArgument
-from .options import Options, is_int
+from .options import LIMIT, Options, as_offset, is_int
 
 
 def readable(x: torch.Tensor, validate: Any) -> bool:
@@ -28,6 +28,21 @@ def check_lengths(name: str, lengths: torch.Tensor, limit: torch.Tensor | int, w
     for b, (length, most) in enumerate(zip(lengths.tolist(), limits, strict=True)):
         if not 0 <= length <= most:
             raise InvalidArgument(f"{name}[{b}]", length, f"0 to {most}, the {what}")
+
+
+def as_int32(x: torch.Tensor) -> torch.Tensor:
+    """Checked lengths, offsets or pages as kernels read them; entries that are never read may not fit."""
+    return x.to(torch.int32)
+
+
+def row_offsets(offsets: torch.Tensor, q_len: int, kv_len: int, validate: Any) -> torch.Tensor:
+    """`q_offset` of each row as int32, each in the range of positions."""
+    if readable(offsets, validate):
+        for b, offset in enumerate(offsets.tolist()):
+            as_offset(offset, q_len, kv_len, f"q_offset[{b}]")
+    elif offsets.dtype != torch.int32:
+        offsets = offsets.clamp(-LIMIT, LIMIT)  # a position that is far away stays far away
+    return as_int32(offsets)
 
 
 def check_cu_seqlens(name: str, cu: torch.Tensor, rows: int, longest: Any, longest_name: str, o: Options) -> int:

@@ -215,7 +215,8 @@ def normal(
     if isinstance(numbers, int):
         numbers = torch.Generator().manual_seed(numbers)
     count = torch.Size(shape).numel()
-    some = torch.randn(min(count, FEW), generator=numbers).mul_(std).to(device, dtype)
+    some = torch.randn(min(count, FEW), generator=numbers, dtype=torch.float32, device="cpu")
+    some = some.mul_(std).to(device, dtype)
     full = torch.empty(count, dtype=dtype, device=device)
     for part in full.split(max(1, len(some))):
         part.copy_(some[: len(part)])
@@ -229,7 +230,7 @@ def _options(case: Workload, device: torch.device, dtype: torch.dtype, numbers: 
         if getattr(case, name) is not None:
             options[name] = getattr(case, name)
     if case.sinks:
-        options["sinks"] = torch.randn(case.heads, generator=numbers).to(device)
+        options["sinks"] = torch.randn(case.heads, generator=numbers, dtype=torch.float32, device="cpu").to(device)
     if case.alibi:
         options["alibi_slopes"] = alibi_slopes(case.heads, device)
     if case.mask:

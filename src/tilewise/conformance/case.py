@@ -129,7 +129,7 @@ def make(case: Case, device: str = "cpu", slack: float = float("nan"), draw: int
 class _Maker:
     def __init__(self, case: Case, device: str, slack: float, draw: int) -> None:
         self.case, self.device, self.slack = case, device, slack
-        self.random = torch.Generator().manual_seed(zlib.crc32(str(case).encode()) + draw)
+        self.random = torch.Generator("cpu").manual_seed(zlib.crc32(str(case).encode()) + draw)
 
     def inputs(self) -> Inputs:
         c = self.case
@@ -165,11 +165,11 @@ class _Maker:
             rows = [0, 3, 17, -2, 40]
             options["q_offset"] = self.ints([rows[b % 5] for b in range(batch)]) if c.offset == "rows" else c.offset
         if c.alibi:
-            slopes = alibi_slopes(c.H).to(self.device)
+            slopes = alibi_slopes(c.H, self.device)
             steps = torch.arange(1, batch + 1, device=self.device)[:, None]
             options["alibi_slopes"] = slopes * steps if c.alibi == "bh" else slopes
         if c.sinks:
-            options["sinks"] = (2 * torch.randn(c.H, generator=self.random)).to(self.device)
+            options["sinks"] = (2 * self.normal(c.H)).to(self.device)
         if c.mask:
             options["mask"] = self.mask(batch)
         if c.tile:
@@ -190,9 +190,12 @@ class _Maker:
 
     # Tensors. Each is drawn in float32 on the CPU, so that every device and dtype sees the same numbers.
 
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random, dtype=torch.float32, device="cpu")
+
     def values(self, name: str, *shape: int) -> torch.Tensor:
         c = self.case
-        x = torch.randn(shape, generator=self.random)
+        x = self.normal(*shape)
         if name == "q":
             scale = c.D**-0.5 if c.scale is None else abs(c.scale)
             x *= PEAK / (scale * c.D**0.5)
@@ -222,7 +225,8 @@ class _Maker:
         x = self.values(name, batch, heads, rows, self.width(name))
         slack = None
         if name != "q" and c.lengths and c.form == "dense":
-            slack = (torch.arange(rows) >= torch.tensor(c.lengths)[:, None])[:, None].expand(batch, heads, rows)
+            used = torch.tensor(c.lengths, device="cpu")[:, None, None]
+            slack = (torch.arange(rows, device="cpu") >= used).expand(batch, heads, rows)
         x = self.stored(name, x, slack)
         if isinstance(x, Quantised):
             return x
@@ -241,7 +245,7 @@ class _Maker:
         c = self.case
         heads, spare = (c.H, 0) if name == "q" else (c.kv_heads, 3)
         x = self.values(name, sum(lengths) + spare, heads, self.width(name))
-        slack = torch.arange(len(x)) >= sum(lengths)
+        slack = torch.arange(len(x), device="cpu") >= sum(lengths)
         if c.used and name != "q":
             start = 0
             for length, used in zip(lengths, c.used, strict=True):
@@ -253,17 +257,17 @@ class _Maker:
         """Shuffled pages; entries past a row's length are no page at all."""
         c = self.case
         counts = [-(-n // c.page) for n in c.lengths]
-        order = torch.randperm(sum(counts) + 2, generator=self.random).tolist()
-        table = torch.full((len(counts), max(counts) + 1), 2**30, dtype=torch.int32)
+        order = torch.randperm(sum(counts) + 2, generator=self.random, device="cpu").tolist()
+        table = torch.full((len(counts), max(counts) + 1), 2**30, dtype=torch.int32, device="cpu")
         for b, count in enumerate(counts):
-            table[b, :count] = torch.tensor([order.pop() for _ in range(count)])
+            table[b, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32, device="cpu")
         return table
 
     def pages(self, name: str, table: torch.Tensor) -> Any:
         c = self.case
         count = sum(-(-n // c.page) for n in c.lengths) + 2
         x = self.values(name, count, c.page, c.kv_heads, self.width(name))
-        slack = torch.ones(count, c.page, dtype=torch.bool)
+        slack = torch.ones(count, c.page, dtype=torch.bool, device="cpu")
         for b, length in enumerate(c.lengths):
             for j in range(length):
                 slack[table[b, j // c.page], j % c.page] = False
@@ -273,9 +277,9 @@ class _Maker:
         c = self.case
         sizes = {"b": batch, "h": c.H, "q": c.queries, "k": c.keys, "1": 1}
         full = [sizes[dim] for dim in c.mask]
-        seen = torch.rand(full, generator=self.random) < 0.6
+        seen = torch.rand(full, generator=self.random, dtype=torch.float32, device="cpu") < 0.6
         rows, keys = full[-2:]
-        i, j = torch.arange(rows)[:, None], torch.arange(keys)[None, :]
+        i, j = torch.arange(rows, device="cpu")[:, None], torch.arange(keys, device="cpu")[None, :]
         if c.pattern == "blocks":
             seen = ((i // 24 + j // 40) % 3 == 0).expand(full).clone()
         elif c.pattern == "tree":  # each query sees the whole past, itself and its parent's line
@@ -289,15 +293,15 @@ class _Maker:
         if c.mask_kind == "bool":
             return seen.to(self.device)
         dtype = DTYPES[c.mask_kind]
-        bias = torch.randn(full, generator=self.random)
+        bias = self.normal(*full)
         if c.pattern == "blocks":
-            bias = torch.zeros(full)  # full tiles are exactly 0
-        hidden = torch.full((), torch.finfo(dtype).min if c.pattern == "least" else -torch.inf)
+            bias = torch.zeros_like(bias)  # full tiles are exactly 0
+        hidden = torch.finfo(dtype).min if c.pattern == "least" else -torch.inf
         return torch.where(seen, bias, hidden).to(dtype).to(self.device)
 
     def ints(self, numbers: Any) -> torch.Tensor:
         return torch.tensor(list(numbers), dtype=torch.int32, device=self.device)
 
     def offsets(self, lengths: Shape) -> torch.Tensor:
-        ends = torch.tensor([0, *lengths]).cumsum(0)
+        ends = torch.tensor([0, *lengths], device="cpu").cumsum(0)
         return ends.to(torch.int32).to(self.device)

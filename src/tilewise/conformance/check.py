@@ -71,7 +71,7 @@ def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[f
     p = call.problem
     factor = 3.0 if p.softcap else 2.0
     out_error, lse_error = errors or torch_errors(call)
-    covered = torch.zeros(out.shape[2], dtype=torch.bool)
+    covered = torch.zeros(out.shape[2], dtype=torch.bool, device="cpu")
     verdicts = [Verdict(0.0, 0.0)]
     for seq in sequences(p, call.tensors):
         exact = attend(seq)

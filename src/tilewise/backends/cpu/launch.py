@@ -246,7 +246,7 @@ def run(plan: Plan, t: Tensors) -> None:
     count = int(block[COUNTER + 1])
     partials = None
     if launch.partial_bytes:
-        partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8)
+        partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8, device="cpu")
         block[INDEX["partials"]] = partials.data_ptr()
     work_on(launch, address, count)
     if t.cu_seqlens_q is not None:

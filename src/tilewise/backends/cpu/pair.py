@@ -167,7 +167,7 @@ def _prepare(block: Any, plan: Plan) -> Any:
     items = list_items_of(block, launch)
     Dv = -(-p.value_dim // W) * W
     size = 4 * p.group * min(int(block[INDEX["tile_rows"]]), p.q_len) * (Dv + 2)
-    parts = torch.empty(int(block[COUNT]) * size, dtype=torch.uint8)
+    parts = torch.empty(int(block[COUNT]) * size, dtype=torch.uint8, device="cpu")
     block[INDEX["partials"]], block[INDEX["partial_bytes"]] = parts.data_ptr(), size
     block[INDEX["work"]], block[INDEX["keep_parts"]] = compiled.function("work"), 1
     return items, parts

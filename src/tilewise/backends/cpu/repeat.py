@@ -79,7 +79,7 @@ def _by_steps(launch: Launch, template: Any, count: int) -> Any:
             block[at] = 0 if x is None else x.data_ptr()
         block[counter_at] = address + 8 * COUNTER
         if launch.partial_bytes:
-            partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8)
+            partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8, device="cpu")
             block[partials_at] = partials.data_ptr()
         work_on(launch, address, count)
 

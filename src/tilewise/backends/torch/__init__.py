@@ -6,6 +6,8 @@ hold a visible cell, with the online softmax: running maximum m, sum l and outpu
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from ...plan import Plan
@@ -38,10 +40,18 @@ def run(plan: Plan, tensors: Tensors) -> None:
         tensors.out.zero_()
         if tensors.lse is not None:
             tensors.lse.fill_(-torch.inf)
-    for seq in sequences(p, tensors):
-        for top in range(0, seq.q_len, plan.tile[0]):
-            rows = slice(top, min(top + plan.tile[0], seq.q_len))
-            _attend_rows(plan, seq, rows, None if states is None else states[seq.b][top // plan.tile[0]])
+    with _no_autocast(p.device.type):
+        for seq in sequences(p, tensors):
+            for top in range(0, seq.q_len, plan.tile[0]):
+                rows = slice(top, min(top + plan.tile[0], seq.q_len))
+                _attend_rows(plan, seq, rows, None if states is None else states[seq.b][top // plan.tile[0]])
+
+
+def _no_autocast(device: str) -> AbstractContextManager[object]:
+    """Autocast would run float32 products in bfloat16."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def _tile_states(plan: Plan, tensors: Tensors) -> list[list[list[int]]] | None:
@@ -96,8 +106,10 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
     if t.sinks is not None:
         sink = t.sinks.to(work)[:, None]
         top = torch.maximum(m, sink)
-        shrink = (m - top).exp()
-        l, acc, m = l * shrink + (sink - top).exp(), acc * shrink[..., None], top
+        base = torch.where(top == -torch.inf, 0.0, top)
+        shrink = (m - base).exp()
+        weight = torch.where(sink == torch.inf, 1.0, (sink - base).exp())  # of a sink of +inf all, of one of -inf none
+        l, acc, m = l * shrink + weight, acc * shrink[..., None], top
     total = torch.where(l == 0, 1.0, l)
     seq.out[:, rows] = (acc / total[..., None]).to(p.q_dtype)
     if seq.lse is not None:
@@ -142,7 +154,7 @@ def _adjust(
 def _weigh(prob: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """`prob [H, BQ, BK] @ v [Hkv, BK, Dv]`; a value under an invisible cell cannot matter, not even as 0 * inf."""
     H, n, cols = prob.shape
-    grouped = prob.view(v.shape[0], -1, cols)  # [Hkv, G * BQ, BK]
+    grouped = prob.reshape(v.shape[0], -1, cols)  # [Hkv, G * BQ, BK]; a mask's strides may have come into prob
     finite = v.isfinite()
     if visible is None or bool(finite.all()):
         return (grouped @ v).view(H, n, -1)
