@@ -42,6 +42,7 @@ format: $(VENV)/.installed-dev ## let ruff rewrite what it can
 docs: $(VENV)/.installed-dev ## build the site of the documents into site/html; fails if a link leads nowhere
 	rm -rf site && mkdir -p site/pages
 	cp -R README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs benchmarks examples site/pages/
+	$(BIN)/python docs/reference.py site/pages/docs/reference
 	$(BIN)/zensical build --strict
 
 clean: ## remove .venv and every cache

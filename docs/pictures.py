@@ -1,7 +1,8 @@
 """Draws the pictures of masks in these documents: `python docs/pictures.py` writes docs/pictures/*.svg.
 
-A square is a cell (query, key); filled ones are visible. Rules are asked of tilewise itself, so that a picture shows
-what it does; `tests/test_docs.py` compares the files with what this makes.
+A square is a cell (query, key); filled ones are visible. In pictures of tile maps it is a tile: skipped, mixed
+(lighter) or full. Rules are asked of tilewise itself, so that a picture shows what it does; `tests/test_site.py`
+compares the files with what this makes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,40 @@ def prefix(length: int, first: int) -> torch.Tensor:
     return rule(length, length, causal=True) | (torch.arange(length) < first)
 
 
+def streaming(length: int, first: int, window: int) -> torch.Tensor:
+    """A window, and the first tokens for everyone."""
+    return rule(length, length, causal=True, window=window) | (
+        rule(length, length, causal=True) & (torch.arange(length) < first)
+    )
+
+
+def strided(length: int, step: int) -> torch.Tensor:
+    """Every `step`-th key."""
+    i = torch.arange(length)
+    return rule(length, length, causal=True) & ((i[:, None] - i) % step == 0)
+
+
+def global_and_local(length: int, first: int, window: int) -> torch.Tensor:
+    """Some tokens see all and are seen by all, the others their neighbours."""
+    i = torch.arange(length)
+    return rule(length, length, window=(window, window)) | (i < first) | (i[:, None] < first)
+
+
+def blocks(length: int, size: int) -> torch.Tensor:
+    """Some blocks of a causal mask: the diagonal, and about half of the others."""
+    n = length // size
+    kept = (torch.arange(n)[:, None] * 7 + torch.arange(n) * 3) % 4 < 2
+    kept |= torch.eye(n, dtype=torch.bool)
+    return kept.repeat_interleave(size, 0).repeat_interleave(size, 1) & rule(length, length, causal=True)
+
+
+def tiles(mask: torch.Tensor | None = None, **rules: object) -> torch.Tensor:
+    """The states of 1024 x 1024 cells in tiles of 64 x 64: uint8 `[16, 16]`."""
+    if mask is None:
+        return TileMap.from_spec(1024, 1024, (64, 64), **rules).states[0, 0]  # type: ignore[arg-type]
+    return TileMap.from_mask(mask, (64, 64)).states[0, 0]
+
+
 PICTURES: dict[str, list[tuple[str, torch.Tensor]]] = {
     "rules": [
         ("causal", rule(16, 16, causal=True)),
@@ -51,6 +86,18 @@ PICTURES: dict[str, list[tuple[str, torch.Tensor]]] = {
         ("tree of 8 drafts", tree(8, 16)),
         ("padding", torch.arange(16).expand(16, 16) < 11),
     ],
+    "sparse": [
+        ("first 2, window 4", streaming(16, 2, 4)),
+        ("every third", strided(16, 3)),
+        ("global and local", global_and_local(16, 2, 2)),
+        ("blocks of 4", blocks(16, 4)),
+    ],
+    "tiles": [
+        ("causal", tiles(causal=True)),
+        ("causal, window=256", tiles(causal=True, window=256)),
+        ("causal, chunk=320", tiles(causal=True, chunk=320)),
+        ("blocks of 256", tiles(blocks(1024, 256))),
+    ],
 }
 
 
@@ -59,7 +106,11 @@ def picture(name: str) -> str:
     parts, x, most = [], 0, 0
     for title, cells in PICTURES[name]:
         rows, columns = cells.shape
-        for kind, shown in (("on", cells), ("off", ~cells)):
+        states = 2 * cells.to(torch.uint8) if cells.dtype == torch.bool else cells
+        for state, kind in ((2, "on"), (1, "half"), (0, "off")):
+            shown = states == state
+            if not shown.any():
+                continue
             squares = (f"M{x + STEP * j} {22 + STEP * i}h{SIZE}v{SIZE}h-{SIZE}z" for i, j in shown.nonzero().tolist())
             parts.append(f'<path class="{kind}" d="{"".join(squares)}"/>')
         parts.append(f'<text x="{x}" y="12">{title}</text>')
@@ -75,7 +126,7 @@ def picture(name: str) -> str:
 def _colours(of: dict[str, object]) -> str:
     series = of["series"]
     assert isinstance(series, tuple)
-    return f"text{{fill:{of['text']}}}.on{{fill:{series[0]}}}.off{{fill:{of['grid']}}}"
+    return f"text{{fill:{of['text']}}}.on,.half{{fill:{series[0]}}}.half{{opacity:.45}}.off{{fill:{of['grid']}}}"
 
 
 if __name__ == "__main__":

@@ -80,6 +80,14 @@ class Engine:
         self.computed = self.found = self.put_off = 0  # tokens computed, tokens found in the cache, requests put off
 
     def add(self, prompt, new):
+        if not prompt or new < 1:
+            raise ValueError(f"a prompt of {len(prompt)} tokens and {new} new ones: both must be 1 or more")
+        need = -(-(len(prompt) + new - 1) // self.cache.page_size)  # the last token is not written
+        if need > self.cache.num_pages:
+            raise ValueError(
+                f"{len(prompt)} tokens and {new} new ones need {need} pages of {self.cache.page_size}, of "
+                f"{self.cache.num_pages} in all: give more pages, or ask for less"
+            )
         request = Request(list(prompt), new, list(prompt))
         self.waiting.append(request)
         return request
@@ -149,20 +157,30 @@ def prompts_of(count, shared=100, vocabulary=512, seed=1):
     return [start + torch.randint(vocabulary, (n,), generator=g).tolist() for n in lengths]
 
 
+def positive(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
+    return int(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--new", type=int, default=32, help="tokens to generate for each")
-    parser.add_argument("--pages", type=int, default=160, help="pages of 16 tokens")
+    parser.add_argument("--prompts", type=positive, default=24)
+    parser.add_argument("--new", type=positive, default=32, help="tokens to generate for each")
+    parser.add_argument("--pages", type=positive, default=160, help="pages of 16 tokens")
     parser.add_argument("--check", action="store_true", help="compare with one-by-one generation, which is slow")
     options = parser.parse_args()
     model = Model()
     engine = Engine(model, pages=options.pages)
     prompts = prompts_of(options.prompts)
-    requests = [engine.add(prompts[0], options.new)]
+    try:  # all of them, so that what cannot fit is told before anything is computed
+        requests = [engine.add(prompt, options.new) for prompt in prompts]
+    except ValueError as error:
+        parser.error(f"--pages {options.pages}: {error}")
+    engine.waiting = deque(requests[:1])
     start = time.perf_counter()
     engine.step()  # the others find the beginning that they share with the first
-    requests += [engine.add(prompt, options.new) for prompt in prompts[1:]]
+    engine.waiting += requests[1:]
     engine.run()
     seconds = time.perf_counter() - start
     made = options.prompts * options.new

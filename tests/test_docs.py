@@ -19,6 +19,7 @@ import torch
 
 import tilewise
 import tilewise.backends
+from printed import for_any_machine
 from tilewise import planner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,17 +113,6 @@ def test_python_blocks_run_and_print_what_is_shown(document: Path, new_backends:
                 )
     for block, text in printed.items():
         assert not text, f"{by_name(document)}:{block.line} prints, but no output is shown:\n{text}"
-
-
-# Of a plan by the backend `cpu`: lanes, threads and tiles are the machine's.
-OF_THE_MACHINE = re.compile(r"(?m)^  (?:backend    cpu|tile  |workspace|tiles).*$")
-
-
-def for_any_machine(text: str) -> str:
-    """Printed text without the numbers that another machine has others of."""
-    if "\n  backend    cpu, " not in text:
-        return text
-    return OF_THE_MACHINE.sub(lambda line: re.sub(r"\d[\d,.]*", "N", re.sub(r"s\b|[KM]iB", "", line[0])), text)
 
 
 def commands(document: Path) -> Iterator[list[str]]:
