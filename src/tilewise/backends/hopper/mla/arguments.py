@@ -1,0 +1,50 @@
+"""The arguments of the latent kernel as one value, which its partitions share."""
+
+from triton.experimental import gluon
+from triton.language.core import _aggregate as aggregate
+
+from ..arguments import held
+
+
+@aggregate
+class Arguments:
+    """`object` where there may be nothing (None), or a number that is known at compile time."""
+
+    q: object  # descriptor of tiles [1, queries, head_rows, width] of q as [B, Lq, H, 576]
+    q_rope: object  # the same with 64 columns
+    k: object  # [1, page_rows, width] of the pages
+    k_rope: object
+    OUT: object
+    LSE: object
+    PARTS: object  # float32 [slots, tiles, 64, 512]: outputs of sequences that several programs share
+    PART_LSE: object  # float32 [slots, tiles, 64], in base 2
+    LENGTHS: object
+    TABLE: object
+    SINKS: object
+    o_b: object
+    o_h: object
+    o_l: object
+    lse_b: object
+    lse_h: object
+    lse_l: object
+    table_b: object
+    batch: object
+    heads: object
+    q_len: object
+    kv_len: object
+    page_size: object
+    tiles: object  # of query rows
+    parts: object  # into which the keys of all sequences are cut
+    factor: object  # scale * log2(e)
+    S: object
+
+    @gluon.constexpr_function
+    def __init__(self, *values):
+        for name, value in zip(NAMES, values, strict=True):
+            setattr(self, name, held(value))
+
+
+NAMES = (
+    "q q_rope k k_rope OUT LSE PARTS PART_LSE LENGTHS TABLE SINKS o_b o_h o_l lse_b lse_h lse_l table_b "
+    "batch heads q_len kv_len page_size tiles parts factor S"
+).split()

@@ -1,0 +1,47 @@
+"""The latent decode kernel: a producer warp and two consumer warpgroups for each program."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from .arguments import Arguments
+from .consumer import consume
+from .pipeline import new_shared
+from .producer import produce
+from .schedule import Run, run_of
+
+PLAIN_INTS = [
+    "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "table_b", "batch", "heads", "q_len", "kv_len", "page_size",
+    "tiles", "parts",
+]  # fmt: skip
+
+
+@gluon.jit
+def consumer0(a, run, sh):
+    consume(a, run, sh, 0)
+
+
+@gluon.jit
+def consumer1(a, run, sh):
+    consume(a, run, sh, 1)
+
+
+@gluon.jit(do_not_specialize=PLAIN_INTS)
+def latent_decode(
+    q, q_rope, k, k_rope, OUT, LSE, PARTS, PART_LSE, LENGTHS, TABLE, SINKS, o_b, o_h, o_l, lse_b, lse_h, lse_l, table_b,
+    batch, heads, q_len, kv_len, page_size, tiles, parts, factor,
+    S: gl.constexpr,
+):  # fmt: skip
+    a = Arguments(
+        q, q_rope, k, k_rope, OUT, LSE, PARTS, PART_LSE, LENGTHS, TABLE, SINKS, o_b, o_h, o_l, lse_b, lse_h, lse_l,
+        table_b, batch, heads, q_len, kv_len, page_size, tiles, parts, factor, S,
+    )  # fmt: skip
+    part = gl.program_id(0) // tiles
+    seq, first, left = run_of(a, part)
+    run = Run(seq, first, left, part, gl.program_id(0) % tiles)
+    sh = new_shared(a)
+    fence_async_shared()
+    given = (a, run, sh)
+    gl.warp_specialize(
+        [(consumer0, given), (consumer1, given), (produce, given)], [4, 1], [S.consumer_regs, S.producer_regs]
+    )

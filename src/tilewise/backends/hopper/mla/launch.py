@@ -1,0 +1,94 @@
+"""Launches of latent decode. Nothing here reads a value on the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ....errors import Unsupported
+from ..kernel import OPTIONS, TYPES, strides_of
+from .combine import combine
+from .entry import latent_decode
+from .spec import LATENT, ROPE, ROWS, Spec
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+GROUPS = 1024  # programs that combine, at least, where there are as many rows
+
+
+def spec_of(
+    q: torch.Tensor, page_size: int, *, paged: bool, causal: bool, lengths: bool, lse: bool, **ways: Any
+) -> Spec:
+    """`q` is [B, H, Lq, 576]; `page_size` the rows of a page, or of a contiguous cache."""
+    heads = q.shape[1]
+    if paged and (page_size % 64 if page_size > 64 else 64 % page_size):
+        remedy = "use pages of a divisor or a multiple of 64 rows, or another backend"
+        raise Unsupported("hopper", f"page_size is {page_size}", remedy)
+    page_rows = min(64, page_size) if paged else 64
+    head_rows = min(ROWS, 1 << (heads - 1).bit_length())
+    s = Spec(NAMES[q.dtype], page_rows, paged, head_rows, causal, lengths, lse, False)
+    s = replace(s, **ways)
+    return replace(s, width=64) if page_rows < 64 else s
+
+
+def block_of(x: torch.Tensor, block: list[int], dtype: str) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, TYPES[dtype])
+    return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
+
+
+class Latent:
+    """Calls of one form: `q` [B, H, Lq, 576], `cache` [pages, page_size, 576] or [B, L, 576], `table` int32 [B, n]."""
+
+    def __init__(self, spec: Spec, batch: int, heads: int, q_len: int, kv_len: int, processors: int = 132) -> None:
+        self.spec, self.batch = spec, batch
+        self.tiles = -(-heads // spec.head_rows) * -(-q_len // spec.queries)
+        self.parts = max(1, processors // self.tiles)
+        self.programs = self.parts * self.tiles
+        rows = min(8, max(1, batch * self.tiles * ROWS // GROUPS))
+        self.rows = 1 << (rows.bit_length() - 1)
+        self.sizes = {
+            "batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len, "tiles": self.tiles, "parts": self.parts,
+            "head_rows": spec.head_rows,
+        }  # fmt: skip
+        self.most = 1 << (processors - 1).bit_length()
+        self.combines = True
+
+    def workspace(self, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = 2 * self.parts * self.tiles * ROWS
+        return torch.empty(slots * LATENT, device=device), torch.empty(slots, device=device)
+
+    def arguments(
+        self, q: Any, cache: Any, out: Any, lse: Any, lengths: Any, table: Any, scale: float, work: Any
+    ) -> dict[str, Any]:
+        s = self.spec
+        rows = q.transpose(1, 2)  # [B, Lq, H, 576]
+        q_block, k_block = [1, s.queries, s.head_rows], [1, s.page_rows]
+        given: dict[str, Any] = {
+            "q": block_of(rows, [*q_block, s.width], s.dtype),
+            "q_rope": block_of(rows, [*q_block, ROPE], s.dtype),
+            "k": block_of(cache, [*k_block, s.width], s.dtype),
+            "k_rope": block_of(cache, [*k_block, ROPE], s.dtype),
+            "OUT": out, "LSE": lse, "PARTS": work[0], "PART_LSE": work[1], "LENGTHS": lengths, "TABLE": table,
+            "SINKS": None, "page_size": cache.shape[1], "table_b": 0 if table is None else table.stride(0),
+            "factor": scale * math.log2(math.e), "S": s,
+        }  # fmt: skip
+        given |= dict(zip(("o_b", "o_h", "o_l"), out.stride(), strict=False))
+        given |= dict(zip(("lse_b", "lse_h", "lse_l"), (0, 0, 0) if lse is None else lse.stride(), strict=True))
+        return given | self.sizes
+
+    def combining(self, given: dict[str, Any]) -> dict[str, Any]:
+        given = given | {"ROWS": self.rows, "AT_ONCE": 16 // self.rows, "MOST": self.most}
+        return {name: given[name] for name in combine.arg_names}
+
+    def __call__(
+        self, q: Any, cache: Any, out: Any, lse: Any, lengths: Any, table: Any, scale: float, work: Any
+    ) -> None:
+        given = self.arguments(q, cache, out, lse, lengths, table, scale, work)
+        taken = {name: given[name] for name in latent_decode.arg_names}
+        latent_decode[(self.programs,)](**taken, **OPTIONS)
+        if self.parts > 1 and self.combines:
+            combine[(self.batch * self.tiles * (ROWS // self.rows),)](**self.combining(given), num_warps=4)

@@ -1,0 +1,42 @@
+"""From O in registers to the output, or to what is combined later."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def places(a, seq, query, head, row, stride_b, stride_h, stride_l):
+    """Where rows of a tile lie in a tensor [B, H, Lq, ...], and which there are."""
+    l = query + row // a.S.head_rows
+    h = head + row % a.S.head_rows
+    at = seq.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h + l.to(gl.int64) * stride_l
+    return at, (l < a.q_len) & (h < a.heads)
+
+
+@gluon.jit
+def store(a, w, o, m, l, slot, tile, query, head, C: gl.constexpr):
+    """Half C of a fragment's output, and with the first half the logarithms of sums."""
+    ROW: gl.constexpr = m.type.layout
+    HALF: gl.constexpr = o.type.layout
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, HALF)
+    row = gl.arange(0, 64, ROW)
+    empty = l == 0
+    lse = gl.where(empty, float("-inf"), m * a.factor + gl.log2(gl.where(empty, 1.0, l)))
+    share = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
+    o = o * gl.convert_layout(share, OUT_ROW, assert_trivial=True)[:, None]
+    out_row = gl.arange(0, 64, OUT_ROW)
+    column = C * 256 + gl.arange(0, 256, gl.SliceLayout(0, HALF))
+    if w.alone:
+        rows, ok = places(a, w.seq, query, head, out_row, a.o_b, a.o_h, a.o_l)
+        gl.store(a.OUT + rows[:, None] + column[None, :], o.to(a.k.dtype), mask=ok[:, None])
+        if a.S.lse and C == 0:
+            at, there = places(a, w.seq, query, head, row, a.lse_b, a.lse_h, a.lse_l)
+            gl.store(a.LSE + at, lse * LN2, mask=there)
+    else:
+        base = (slot * a.tiles + tile) * 64
+        begin = (base + out_row).to(gl.int64) * 512
+        gl.store(a.PARTS + begin[:, None] + column[None, :], o)
+        if C == 0:
+            gl.store(a.PART_LSE + base + row, lse)

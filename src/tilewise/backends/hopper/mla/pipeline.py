@@ -1,0 +1,102 @@
+"""What lies between the producer and the two consumers: shared memory and its barriers.
+
+There is room for one pair of blocks. Pair number u (counted over all fragments of a program) goes through it:
+
+    part of a block          scored by     read as values by     released by
+    block b, left half       consumer b    consumer 0            consumer 0
+    block b, right half      consumer b    consumer 1            consumer 1
+    block 0, rope columns    consumer 0    nobody                consumer 0, when it has scored the block
+    block 1, rope columns    consumer 1    nobody                with the right half of block 0, which is later
+
+    weights of block b       written by consumer b, read by the other one; no barrier says that they may be written
+                             again, since each consumer writes after it has had the other's answer
+
+Every barrier is passed once for each pair, so its parity is that of u. tests/mla_machine.py plays this through.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from ..arguments import held
+
+
+@aggregate
+class Shared:
+    q: gl.shared_memory_descriptor  # [pieces, 64, width]
+    q_rope: gl.shared_memory_descriptor  # [1, 64, 64]
+    k: gl.shared_memory_descriptor  # [4, 64, 256]: halves of blocks
+    k_rope: gl.shared_memory_descriptor  # [2, 64, 64]
+    p: gl.shared_memory_descriptor  # [1, 64, 64]
+    m: gl.shared_memory_descriptor  # [2, 64]: running maxima, by their writers
+    l: gl.shared_memory_descriptor  # [2, 64]: sums at the end of a fragment
+    q_full: gl.shared_memory_descriptor  # [1, 1]
+    q_free: gl.shared_memory_descriptor  # [1, 1]
+    full: gl.shared_memory_descriptor  # [2 pieces, 1]
+    free: gl.shared_memory_descriptor  # [4, 1]
+    rope_full: gl.shared_memory_descriptor  # [2, 1]
+    scored: gl.shared_memory_descriptor  # [1, 1]: block 0
+    ready: gl.shared_memory_descriptor  # [2, 1]: weights and maxima
+    done: gl.shared_memory_descriptor  # [1, 1]: both sums of a fragment
+    S: object
+
+    @gluon.constexpr_function
+    def __init__(self, *values):
+        for name, value in zip(SHARED, values, strict=True):
+            setattr(self, name, held(value))
+
+    @gluon.jit
+    def piece(self, i):
+        """Piece i of the pair's latent columns, [64, width]: those of block 0, then those of block 1."""
+        WIDTH: gl.constexpr = self.S.width
+        LAYOUT: gl.constexpr = self.q.layout
+        return self.k._reinterpret(self.k.dtype, [1024 // WIDTH, 64, WIDTH], LAYOUT).index(i)
+
+    @gluon.jit
+    def wait_half(self, u, b: gl.constexpr, half: gl.constexpr):
+        """Until half a block of pair u is there."""
+        EACH: gl.constexpr = self.S.pieces // 2
+        for i in gl.static_range(EACH):
+            mbarrier.wait(self.full.index((2 * b + half) * EACH + i), u & 1)
+
+    @gluon.jit
+    def weights(self, b: gl.constexpr):
+        """Where the weights of block b travel."""
+        tile = self.p.index(0)
+        if self.S.p_buffers == 2 and b == 1:
+            tile = self.q_rope.index(0)
+        return tile
+
+
+SHARED = "q q_rope k k_rope p m l q_full q_free full free rope_full scored ready done S".split()
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(made.index(i), count=COUNT)
+    return made
+
+
+@gluon.jit
+def new_shared(a):
+    DTYPE: gl.constexpr = a.k.dtype
+    WIDTH: gl.constexpr = a.S.width
+    PIECE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], DTYPE)
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
+    SMALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(DTYPE, [a.S.pieces, 64, WIDTH], PIECE)
+    q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL)
+    k = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
+    k_rope = gl.allocate_shared_memory(DTYPE, [2, 64, 64], SMALL)
+    p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL)
+    m = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    l = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    return Shared(
+        q, q_rope, k, k_rope, p, m, l,
+        barriers(1, 1), barriers(1, 2), barriers(2 * a.S.pieces, 1), barriers(4, 1), barriers(2, 1), barriers(1, 1),
+        barriers(2, 1), barriers(1, 2), a.S,
+    )  # fmt: skip

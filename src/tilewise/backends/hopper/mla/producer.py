@@ -1,0 +1,113 @@
+"""The producer: one warp that looks pages up and brings them by TMA."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .schedule import fragment
+
+
+@gluon.jit
+def tile_at(a, tile):
+    """The first query and the first head of a tile of rows."""
+    across = gl.cdiv(a.heads, a.S.head_rows)
+    return tile // across * a.S.queries, tile % across * a.S.head_rows
+
+
+@gluon.jit
+def pages_of(a, seq, block, n):
+    """The pages that hold a block of 64 keys (of a small page size several), and the row to begin at."""
+    block = gl.minimum(block, gl.maximum(n - 1, 0) // 64)  # a pair's second block may be past the end
+    COPIES: gl.constexpr = 64 // a.S.page_rows
+    row = block * 64
+    pages = ()
+    for i in gl.static_range(COPIES):
+        if a.S.paged:
+            # Pages past the last one have no place in the table; what is read instead of them is hidden.
+            at = gl.minimum(row + i * a.S.page_rows, gl.maximum(n - 1, 0)) // a.page_size
+            page = gl.load(a.TABLE + seq.to(gl.int64) * a.table_b + at)
+        else:
+            page = seq
+        pages = pages + (page,)
+    if a.S.paged:
+        row = row % a.page_size
+    return pages, row
+
+
+@gluon.jit
+def copy(a, desc, tile, full, pages, row, column, WIDTH: gl.constexpr):
+    """64 keys of WIDTH columns."""
+    COPIES: gl.constexpr = 64 // a.S.page_rows
+    ROWS: gl.constexpr = a.S.page_rows
+    if COPIES == 1:
+        there = tile._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+        tma.async_copy_global_to_shared(desc, [pages[0], row, column], full, there)
+    else:
+        gl.static_assert(WIDTH == 64)  # wider pieces do not keep the rows of a page together
+        for i in gl.static_range(COPIES):
+            rows = tile._reinterpret(desc.dtype, [COPIES, 1, ROWS, WIDTH], desc.layout).index(i)
+            tma.async_copy_global_to_shared(desc, [pages[i], 0, column], full, rows)
+
+
+@gluon.jit
+def fill_block(a, sh, u, pages, row, b: gl.constexpr):
+    """Block b of pair u. The rope columns of block 1 are free: the right half of block 0, filled by now, was later."""
+    EACH: gl.constexpr = a.S.pieces // 2
+    WIDTH: gl.constexpr = a.S.width
+    phase = (u & 1) ^ 1
+    if b == 0:
+        mbarrier.wait(sh.scored.index(0), phase)
+    full = sh.rope_full.index(b)
+    mbarrier.expect(full, 64 * 64 * 2)
+    copy(a, a.k_rope, sh.k_rope.index(b), full, pages, row, 512, 64)
+    for half in gl.static_range(2):
+        mbarrier.wait(sh.free.index(2 * b + half), phase)
+        for i in gl.static_range(EACH):
+            piece = (2 * b + half) * EACH + i
+            full = sh.full.index(piece)
+            mbarrier.expect(full, 64 * WIDTH * 2)
+            copy(a, a.k, sh.piece(piece), full, pages, row, (half * EACH + i) * WIDTH, WIDTH)
+
+
+@gluon.jit
+def fill_queries(a, sh, f, seq, tile):
+    """Query rows of fragment number f."""
+    PIECES: gl.constexpr = a.S.pieces
+    query, head = tile_at(a, tile)
+    mbarrier.wait(sh.q_free.index(0), (f & 1) ^ 1)
+    full = sh.q_full.index(0)
+    mbarrier.expect(full, 64 * 576 * 2)
+    there = sh.q_rope.index(0)._reinterpret(a.q_rope.dtype, a.q_rope.block_type.shape, a.q_rope.layout)
+    tma.async_copy_global_to_shared(a.q_rope, [seq, query, head, 512], full, there)
+    for i in gl.static_range(PIECES):
+        there = sh.q.index(i)._reinterpret(a.q.dtype, a.q.block_type.shape, a.q.layout)
+        tma.async_copy_global_to_shared(a.q, [seq, query, head, i * a.S.width], full, there)
+
+
+@gluon.jit
+def produce(a, run, sh):
+    u = 0  # pairs so far
+    f = 0  # fragments so far
+    seq = run.seq
+    first = run.first
+    left = run.left
+    while left > 0:
+        w = fragment(a, seq, first, left)
+        pages0, row0 = pages_of(a, seq, first * 2, w.n)
+        pages1, row1 = pages_of(a, seq, first * 2 + 1, w.n)
+        fill_queries(a, sh, f, seq, run.tile)
+        for i in range(first, w.last):
+            # The next pair's pages are looked up before this one's places are free.
+            later0, next0 = pages_of(a, seq, i * 2 + 2, w.n)
+            later1, next1 = pages_of(a, seq, i * 2 + 3, w.n)
+            fill_block(a, sh, u, pages0, row0, 0)
+            fill_block(a, sh, u, pages1, row1, 1)
+            pages0 = later0
+            row0 = next0
+            pages1 = later1
+            row1 = next1
+            u += 1
+        left -= w.last - first
+        seq += 1
+        first = first * 0
+        f += 1
