@@ -13,8 +13,10 @@ import argparse
 import itertools
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from copy import copy
@@ -32,6 +34,7 @@ from tilewise.backends.hopper.mla.launch import Latent, spec_of
 
 BF16 = torch.bfloat16
 SCALE = 576**-0.5
+MARK = "REPORT "
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "gate1": {"gate": 1},
@@ -264,18 +267,55 @@ def time_row(name: str, variants: list[str], peers: str, budget: float) -> dict[
     }  # fmt: skip
 
 
-def child(args: list[str], limit: float) -> tuple[int, str]:
-    """This file in another process; a kernel that hangs costs `limit` seconds."""
+def listen(args: list[str], names: list[str], limit: float) -> tuple[list[tuple[str, str]], str]:
+    """This file in another process, which reports on `names` one by one: its reports, and what it said otherwise.
+
+    If `limit` seconds pass without a report, a kernel hangs: the process is ended, and the next name has failed.
+    """
     process = subprocess.Popen(
-        [sys.executable, __file__, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-u", __file__, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    try:
-        text, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        text, _ = process.communicate()
-        return 1, text + f"\nno end after {limit:.0f} s"
-    return process.returncode, text
+    assert process.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read(stream: Any = process.stdout) -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    found: list[tuple[str, str]] = []
+    rest: list[str] = []
+    end = time.perf_counter() + limit
+    while True:
+        try:
+            line = lines.get(timeout=max(0.1, end - time.perf_counter()))
+        except queue.Empty:
+            rest.append(f"nothing for {limit:.0f} s")
+            break
+        if line is None:
+            break
+        if line.startswith(MARK):
+            found.append((names[len(found)], line[len(MARK) :].strip()))
+            end = time.perf_counter() + limit
+        else:
+            rest.append(line.rstrip())
+    process.kill()
+    process.wait()
+    return found, "\n".join(rest)[-2000:]
+
+
+def in_turn(flag: str, names: list[str], limit: float, *more: str) -> dict[str, str]:
+    """Reports on all names; after one that hangs or ends its process, the others go on in a new one."""
+    reports: dict[str, str] = {}
+    while left := [name for name in names if name not in reports]:
+        found, rest = listen([flag, ";".join(left), *more], left, limit)
+        reports |= dict(found)
+        if rest:
+            print(rest, flush=True)
+        if len(found) < len(left):
+            reports[left[len(found)]] = "failed: " + rest[-300:]
+    return reports
 
 
 def main() -> None:
@@ -289,11 +329,13 @@ def main() -> None:
     parser.add_argument("--time", default="")
     args = parser.parse_args()
     if args.check:
-        wrong = check(VARIANTS[args.check], args.check == "base")
-        sys.exit(f"{len(wrong)} wrong" if wrong else 0)
+        for name in args.check.split(";"):
+            wrong = check(VARIANTS[name], name == "base")
+            print(MARK + (f"{len(wrong)} wrong: {wrong[0]}" if wrong else "right"), flush=True)
+        return
     if args.time:
-        row, *variants = args.time.split(";")
-        print("JSON" + json.dumps(time_row(row, variants, args.peers, args.budget)), flush=True)
+        for name in args.time.split(";"):
+            print(MARK + json.dumps(time_row(name, args.only.split(";"), args.peers, args.budget)), flush=True)
         return
     start = time.perf_counter()
     names = args.only.split(",") if args.only else list(VARIANTS)
@@ -306,27 +348,28 @@ def main() -> None:
                 print("not compiled:", text, flush=True)
     report: dict[str, Any] = {"torch": torch.__version__, "compiled_s": round(time.perf_counter() - start, 1)}
     print(f"compiled after {report['compiled_s']} s", flush=True)
-    good, found = [], {}
-    for name in names:
-        code, text = child(["--check", name], 60 if name == "base" else 40)
-        found[name] = "right" if code == 0 else text.strip()[-1500:]
-        print(f"{name}: {found[name]}", flush=True)
-        if code == 0:
-            good.append(name)
-    report["checks"] = found
+    report["checks"] = in_turn("--check", names, 40)
+    for name, text in report["checks"].items():
+        print(f"{name}: {text}", flush=True)
+    good = [
+        name for name, text in report["checks"].items() if not text.startswith("failed")
+    ]  # wrong ones are timed too
     print(f"checked after {time.perf_counter() - start:.0f} s", flush=True)
-    rows = report["rows"] = []
-    for row in ROWS:
-        given = ["--time", ";".join([row, *good]), "--budget", str(args.budget)]
-        code, text = child([*given, *(["--peers", args.peers] if args.peers else [])], 40)
-        lines = text.splitlines()
-        rows += [json.loads(line[4:]) for line in lines if line.startswith("JSON")]
-        rest = "\n".join(line for line in lines if not line.startswith("JSON"))
-        if rest.strip():
-            print(f"{row}: {rest[-800:]}", flush=True)
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "latent.json").write_text(json.dumps(report, indent=1) + "\n")
+    rows: list[dict[str, Any]] = []
+    if good:
+        more = [
+            "--only",
+            ";".join(good),
+            "--budget",
+            str(args.budget),
+            *(["--peers", args.peers] if args.peers else []),
+        ]
+        for name, text in in_turn("--time", list(ROWS), 40, *more).items():
+            if text.startswith("{"):
+                rows.append(json.loads(text))
+            else:
+                print(f"{name}: {text}", flush=True)
+    report["rows"] = rows
     clocks = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
     report["clocks"] = subprocess.run(
         ["nvidia-smi", clocks, "--format=csv,noheader"], capture_output=True, text=True
@@ -337,6 +380,7 @@ def main() -> None:
         unit = "TB/s" if "16 heads" in r["row"] else "TFLOPS"
         print(r["row"].ljust(30), *(f"{way} {r['us'][way]}us {rate}," for way, rate in r[unit].items()))
     if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "latent.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
