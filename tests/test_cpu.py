@@ -209,12 +209,12 @@ q, k, v = torch.randn(3, 1, 4, 300, 64)
 want = attention(q, k, v, causal=True, backend="cpu")
 child = os.fork()
 if child == 0:  # NumPy compares: torch's own threads do not outlive a fork
-    signal.alarm(40)  # ends a child that hangs
+    signal.alarm(600)  # ends a child that hangs
     same = (attention(q, k, v, causal=True, backend="cpu").numpy() == want.numpy()).all()
     os._exit(0 if same else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-        subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", script], check=True, timeout=900)
 
     def test_decode_splits_and_merges(self):
         q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 20_000, 64), torch.randn(1, 2, 20_000, 64)

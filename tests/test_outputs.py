@@ -71,6 +71,21 @@ def test_other_commands_ask_first_too(monkeypatch, tmp_path):
         tune.tune(None, to=tmp_path / "no" / "file.json", timer=never)
 
 
+def test_verify_keeps_what_is_done(monkeypatch, tmp_path, capsys):
+    def stopped(names, device, backend, jobs):
+        yield verify.Result("case:0", "ok", 0.1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "_all", stopped)
+    file = tmp_path / "checks.json"
+    assert main(["verify", "--device", "cpu", "--json", str(file)]) == 130
+    report = json.loads(file.read_text())
+    assert (report["complete"], report["ok"], [check["name"] for check in report["checks"]]) == (False, 1, ["case:0"])
+    shown = capsys.readouterr()
+    assert "1 checks passed, 0 failed" in shown.out
+    assert "Interrupted. 1 of " in shown.err
+
+
 @pytest.mark.parametrize(("stop", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_keeps_what_is_done(stop, status, suite, tmp_path, capsys):
     number = getattr(signal, stop)

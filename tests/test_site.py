@@ -104,7 +104,7 @@ def contrast(a, b):
 @pytest.mark.parametrize("scheme", GROUNDS)
 def test_links_can_be_read(scheme):
     assert contrast("#ffffff", "#000000") == pytest.approx(21)
-    (rules,) = re.findall(rf'\[data-md-color-scheme="{scheme}"\] {{([^}}]+)}}', STYLE)
+    (rules,) = re.findall(rf'\[data-md-color-scheme="{scheme}"\]\[data-md-color-primary\] {{([^}}]+)}}', STYLE)
     colours = dict(re.findall(r"--(md-[\w-]+): (#\w{6});", rules))
     assert set(colours) == {"md-typeset-a-color", "md-accent-fg-color"}
     assert all(contrast(colour, GROUNDS[scheme]) >= 4.5 for colour in colours.values())
