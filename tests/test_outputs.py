@@ -172,6 +172,7 @@ def test_ratios_are_called_speeds_and_the_rest_of_the_time_is_told(suite, tmp_pa
     assert bench(tmp_path / "found.json") == 0
     shown = capsys.readouterr()
     assert "ratios are speeds: 2x is twice as fast as the peer" in shown.out
+    assert "2 cases, 0 s at least" in shown.err
     first, second = (line for line in shown.err.splitlines() if line.startswith("["))
     assert "x as fast as SDPA" in first
     assert first.endswith(" left")

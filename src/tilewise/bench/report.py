@@ -130,9 +130,11 @@ def left_text(done: int, of: int, seconds: float) -> str:
     (', about 90 s left', ', about 7 min left', '')
     """
     left = seconds / done * (of - done) if done else 0.0
-    if not left:
-        return ""
-    return f", about {left:.0f} s left" if left < 120 else f", about {left / 60:.0f} min left"
+    return f", about {rough_time(left)} left" if left else ""
+
+
+def rough_time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def time_text(seconds: float) -> str:

@@ -165,6 +165,7 @@ def _models(asked: Asked, narrow_sdpa: bool, keep: Callable[[Mapping[str, Any]],
 
     with Screen(len(tasks) + 1, sys.stderr) as screen:
         try:
+            screen.print(f"{len(tasks)} cases, {report.rough_time(run.budget * len(tasks))} at least")
             screen.step("ceilings of this machine")
             about["ceilings"] = _ceilings(run, asked.quick)
             if device.type == "cuda":

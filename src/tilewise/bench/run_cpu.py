@@ -48,6 +48,7 @@ def run_cpu(
 
     try:
         with Screen(len(cases) + 1, sys.stderr) as screen:
+            screen.print(f"{len(cases)} cases, {report.rough_time(budget * (len(cases) + 1))} at least")
             screen.step("ceilings of this machine")
             with torch.no_grad():
                 about["ceilings"] = machine.ceilings(sizes.read, sizes.matrix, budget)
