@@ -1,5 +1,8 @@
 """torch's `scaled_dot_product_attention`, served by tilewise.
 
+What tilewise has no kernel for and torch computes as well, float64 and head dims over 576, is handed to torch's own
+function; `why_torch` says so. What else tilewise cannot do is refused or, with `install(fallback=True)`, left to torch.
+
 >>> import torch.nn.functional as F
 >>> from tilewise.compat import sdpa
 >>> q = torch.randn(1, 4, 10, 32)
@@ -11,16 +14,26 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from ..api import attention
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, Unsupported
+from ..problem import MAX_HEAD_DIM
+from . import sdpa_kernel
+from .sdpa_inputs import as_causal, is_causal_bias, jagged_attention
 
 _torchs = torch.nn.functional.scaled_dot_product_attention
+
+fallbacks: Counter[str] = Counter()  # calls that torch served under `install(fallback=True)`, by what was refused
 
 
 def scaled_dot_product_attention(
@@ -37,10 +50,12 @@ def scaled_dot_product_attention(
     """As `torch.nn.functional.scaled_dot_product_attention`, forward only.
 
     Args:
-        query: `[..., H, L, E]`, rank 2 or more; leading dims of the three broadcast, as in a matrix product.
+        query: `[..., H, L, E]`, rank 2 or more; leading dims of the three broadcast, as in a matrix product. Or all
+            three are nested tensors `[B, H, L, E]` of layout `torch.jagged`: sequences of `varlen_attention`.
         key: `[..., Hkv, S, E]`.
         value: `[..., Hkv, S, Ev]`.
-        attn_mask: broadcasts to `[..., H, L, S]`: bool (True = attend) or float (added). Not with `is_causal`.
+        attn_mask: broadcasts to `[..., H, L, S]`: bool (True = attend) or float (added), or a `CausalBias` of
+            `torch.nn.attention.bias`. Not with `is_causal`.
         dropout_p: 0.0; anything else is refused.
         is_causal: row `i` sees keys 0 to `i`, also where `L != S` (top left).
         scale: default `E ** -0.5`.
@@ -56,6 +71,8 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         remedy = "tilewise.attention(..., mask=..., causal=True, q_offset=0) takes both"
         raise InvalidArgument("attn_mask", "a mask with is_causal=True", "one of the two, as in torch", remedy)
+    if query.is_nested or key.is_nested or value.is_nested:
+        return jagged_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if not (query.dtype == key.dtype == value.dtype):
         raise InvalidArgument("key", f"{key.dtype}, value {value.dtype}", f"query's {query.dtype} for both")
     if query.ndim == key.ndim == value.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
@@ -63,7 +80,15 @@ def scaled_dot_product_attention(
     else:
         query, key, value, attn_mask, shape = _of_rank_4(query, key, value, attn_mask, enable_gqa)
     offset = 0 if is_causal else None
-    out = attention(query, key, value, mask=attn_mask, causal=is_causal, q_offset=offset, scale=scale)
+    if attn_mask is not None and type(attn_mask) is not torch.Tensor:
+        attn_mask, is_causal, offset = as_causal(attn_mask, query.shape[2], key.shape[2])
+    if query.dtype is torch.float64 or query.shape[3] > MAX_HEAD_DIM or value.shape[3] > MAX_HEAD_DIM:
+        if is_causal and offset != 0:  # torch's flag means the top left
+            attn_mask, is_causal = _lower_right(query, key), False
+        grouped = query.shape[1] != key.shape[1]
+        out = _torchs(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+    else:
+        out = attention(query, key, value, mask=attn_mask, causal=is_causal, q_offset=offset, scale=scale)
     return out if shape is None else out.reshape(shape)
 
 
@@ -103,26 +128,113 @@ def _heads(q: int, k: int, v: int, enable_gqa: bool) -> tuple[int, int]:
     return most, 1 if k == v == 1 else most
 
 
-def install() -> None:
-    """Puts tilewise's function in the place of torch's, for all that calls it as `torch.nn.functional`'s."""
-    _put(scaled_dot_product_attention)
+def why_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str | None:
+    """Why torch's own function would serve this call, in a few words; None if tilewise does, or refuses it.
+
+    >>> why_torch(*[torch.zeros(1, 1, 2, 8, dtype=torch.float64)] * 3)
+    'float64: tilewise computes in float32'
+    """
+    if query.dtype is torch.float64:
+        return "float64: tilewise computes in float32"
+    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
+        return f"head dims over {MAX_HEAD_DIM}"
+    return None
+
+
+def install(*, fallback: bool = False) -> None:
+    """Puts tilewise's function in the place of torch's.
+
+    In `torch.nn.functional` and in every module that has taken it from there. On the CPU, where this torch has a
+    registry of flash kernels, torch's own function too calls tilewise in the place of that kernel: for code that holds
+    the function in other ways, and for torch's C++ modules. What tilewise cannot serve there, torch serves.
+
+    Args:
+        fallback: what tilewise refuses is left to torch, with a warning the first time; `fallbacks` counts all.
+    """
+    _put(_or_torch if fallback else scaled_dot_product_attention)
+    sdpa_kernel.activate()
 
 
 def uninstall() -> None:
     """Puts torch's own function back."""
     _put(_torchs)
+    sdpa_kernel.restore()
 
 
 @contextmanager
-def installed() -> Iterator[None]:
+def installed(*, fallback: bool = False) -> Iterator[None]:
     """`install()` for a block of code; afterwards what was there before is back."""
     before = torch.nn.functional.scaled_dot_product_attention
-    install()
+    active = sdpa_kernel.active()
+    install(fallback=fallback)
     try:
         yield
     finally:
         _put(before)
+        if not active:
+            sdpa_kernel.restore()
 
 
-def _put(function: Any) -> None:
+def _or_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention`, and torch's where it refuses."""
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    try:
+        if not is_compiling():
+            return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):  # refused later, there
+            return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    except (InvalidArgument, Unsupported) as refusal:
+        if not is_compiling():
+            _count(refusal)
+    if attn_mask is not None and type(attn_mask) is not torch.Tensor and is_causal_bias(attn_mask):
+        _, _, offset = as_causal(attn_mask, query.shape[-2], key.shape[-2])
+        attn_mask, is_causal = (None, True) if offset == 0 else (_lower_right(query, key), False)
+    return _torchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _count(refusal: Exception) -> None:
+    """Counts a call that torch serves; the first one is told."""
+    if not fallbacks:
+        warnings.warn(f"torch serves what tilewise cannot, from here on unsaid: {refusal}", stacklevel=3)
+    fallbacks[getattr(refusal, "argument", type(refusal).__name__)] += 1
+
+
+def _lower_right(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    rows, keys = query.shape[-2], key.shape[-2]
+    return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
+
+
+_holders: list[tuple[ModuleType, str]] = []  # where else torch's function was found
+
+
+def _put(function: Callable[..., torch.Tensor]) -> None:
+    """The function in torch.nn.functional, and in the modules that have taken torch's from there."""
     torch.nn.functional.scaled_dot_product_attention = function
+    if function is not _torchs:
+        for module in list(sys.modules.values()):
+            if isinstance(module, ModuleType) and module.__name__.partition(".")[0] not in ("torch", "tilewise"):
+                _holders.extend((module, name) for name, x in list(vars(module).items()) if x is _torchs)
+    for module, name in _holders:
+        setattr(module, name, function)
+    if function is _torchs:
+        _holders.clear()

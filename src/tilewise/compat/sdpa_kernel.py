@@ -1,0 +1,86 @@
+"""tilewise in the place of torch's flash kernel on the CPU, below `scaled_dot_product_attention`.
+
+torch keeps a registry of flash implementations (`torch.nn.attention.list_flash_attention_impls`). Importing this adds
+"tilewise" to it; `activate` turns it on, and code that calls torch's own function then runs on tilewise wherever torch
+would have taken its flash kernel. That kernel stays at hand for what tilewise cannot serve, and for gradients.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.attention
+
+from ..api import attention
+from ..errors import InvalidArgument, Unsupported
+
+NAME = "tilewise"
+OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class _Handle:
+    """The kernel, as long as it is there; torch's registry calls `remove`."""
+
+    def __init__(self) -> None:
+        self.before: Any = torch.library.get_kernel(f"aten::{OPERATOR}", "CPU")
+        self.keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+        self.library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is replaced, which is what was asked for
+            self.library.impl(OPERATOR, self.run, "CPU", allow_override=True)
+
+    def remove(self) -> None:
+        self.library._destroy()
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        attn_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`out` and `lse` of `[B, H, L, E]`; causal is aligned to the top left, as in torch's kernel."""
+        tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        if dropout_p == 0.0 and not any(x.requires_grad for x in tensors):
+            offset = 0 if is_causal else None
+            try:
+                out, lse = attention(
+                    query, key, value, causal=is_causal, q_offset=offset, mask=attn_mask, scale=scale, return_lse=True
+                )
+            except (InvalidArgument, Unsupported):
+                pass  # torch chooses among its kernels too
+            else:
+                return out, lse
+        options = {"attn_mask": attn_mask, "scale": scale}
+        return self.before.call_boxed(self.keys, query, key, value, dropout_p, is_causal, **options)
+
+
+def registers() -> bool:
+    """Whether this torch has a registry, and gives away the kernel that is replaced."""
+    return hasattr(torch.nn.attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")
+
+
+def active() -> bool:
+    return registers() and torch.nn.attention.current_flash_attention_impl() == NAME
+
+
+def activate() -> None:
+    """Turns the kernel on, unless another implementation is."""
+    if registers() and torch.nn.attention.current_flash_attention_impl() is None:
+        torch.nn.attention.activate_flash_attention_impl(NAME)
+
+
+def restore() -> None:
+    """Puts torch's kernel back."""
+    if active():
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+if registers():
+    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_Handle)
