@@ -32,6 +32,7 @@ class Machine:
     gate: int
     p_buffers: int
     wait_values: bool
+    ahead: bool = True
 
     def __post_init__(self):
         self.holds, self.readers = {}, {}
@@ -123,12 +124,16 @@ class Machine:
             for i in self.half(b, c):
                 yield self.full[i], u & 1
 
-    def step0(self, f, u):
+    def scores0(self, f, u):
         yield from self.scores(0, f, u, 0, (0, 1))
         yield None, 0
         self.end((0, "S"))
         self.scored.arrive()
         yield None, 0
+
+    def step0(self, f, u, more):
+        if not self.ahead:
+            yield from self.scores0(f, u)
         yield from self.send(0, u)
         self.add(0, u, 0, own=True)
         yield self.ready[1], u & 1
@@ -138,11 +143,21 @@ class Machine:
         self.free[0].arrive()
         yield None, 0
         self.add(0, u, 1, own=False)
-        yield None, 0
-        self.end((0, "O"))
-        self.free[2].arrive()
+        if self.ahead and more:
+            yield from self.scores(0, f, u + 1, 0, (0,))
+            yield None, 0
+            self.end((0, "O"))
+            self.free[2].arrive()
+            yield from self.scores(0, f, u + 1, 0, (1,))
+            yield None, 0
+            self.end((0, "S"))
+            self.scored.arrive()
+        else:
+            yield None, 0
+            self.end((0, "O"))
+            self.free[2].arrive()
 
-    def step1(self, f, u):
+    def step1(self, f, u, more):
         if self.gate == 2:
             yield self.scored, u & 1
         yield from self.scores(1, f, u, 1, (0,))
@@ -174,8 +189,10 @@ class Machine:
         for f, pairs in enumerate(self.fragments):
             yield self.q_full, f & 1
             self.load((QUERIES, "rope"), f)
-            for _ in range(pairs):
-                yield from (self.step0, self.step1)[c](f, u)
+            if self.ahead and c == 0:
+                yield from self.scores0(f, u)
+            for i in range(pairs):
+                yield from (self.step0, self.step1)[c](f, u, i + 1 < pairs)
                 u += 1
                 yield None, 0
             self.q_free.arrive()

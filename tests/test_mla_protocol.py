@@ -7,14 +7,15 @@ import pytest
 
 from mla_machine import Barrier, Machine
 
-WAYS = list(itertools.product((2, 4, 8), (0, 1, 2), (1, 2), (False, True)))
+WAYS = list(itertools.product((2, 4, 8), (0, 1, 2), (1, 2), (False, True), (False, True)))
 
 
-def play(kind, pieces, gate, p_buffers, wait_values, seeds):
+def play(kind, pieces, gate, p_buffers, wait_values, ahead, seeds):
+    """`kind` with random fragments, in random order."""
     for seed in range(seeds):
         chance = random.Random(seed)
         fragments = [chance.randint(1, 5) for _ in range(chance.randint(1, 4))]
-        machine = kind(fragments, pieces, gate, p_buffers, wait_values)
+        machine = kind(fragments, pieces, gate, p_buffers, wait_values, ahead)
         machine.run(chance)
         want = [(u, b) for u in range(sum(fragments)) for b in (0, 1)]
         assert machine.products == [want, want]
@@ -22,7 +23,7 @@ def play(kind, pieces, gate, p_buffers, wait_values, seeds):
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_no_interleaving_deadlocks_or_overwrites(way):
-    play(Machine, *way, seeds=150)
+    play(Machine, *way, seeds=80)
 
 
 class Open(Barrier):
@@ -49,7 +50,7 @@ def test_no_barrier_can_be_left_out(name):
 
     # With one place for weights, the right half of block 0 is free when the weights of block 1 are there.
     with pytest.raises(AssertionError):
-        play(Without, 2, 2, 2 if name == "free 1" else 1, False, seeds=300)
+        play(Without, 2, 2, 2 if name == "free 1" else 1, False, True, seeds=300)
 
 
 def test_one_place_for_weights_is_written_after_it_was_read():
@@ -59,4 +60,4 @@ def test_one_place_for_weights_is_written_after_it_was_read():
             self.sends_early = True
 
     with pytest.raises(AssertionError):
-        play(Hasty, 2, 2, 1, False, seeds=100)
+        play(Hasty, 2, 2, 1, False, True, seeds=100)

@@ -37,6 +37,7 @@ SCALE = 576**-0.5
 MARK = "REPORT "
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
+    "not ahead": {"ahead": False},
     "gate1": {"gate": 1},
     "gate0": {"gate": 0},
     "two P": {"p_buffers": 2},

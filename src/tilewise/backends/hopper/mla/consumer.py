@@ -3,15 +3,15 @@
 For each pair of blocks, with m the running maximum, which travels from one to the other:
 
     consumer 0                                      consumer 1
-    start S = Q K0'                                 wait for its last P V, release the values
-    wait for its last P V, release the values       wait until S of consumer 0 is done (`gate`), start S = Q K1'
-    wait for S; P0 = softmax S with m; send P0, m   wait for P0 and m; O = shrink O; start O += P0 V0
-    O = shrink O; start O += P0 V0                  wait for S; P1 = softmax S with m
-    wait for P1 and m, wait for O                   wait for O; send P1, m
-    O = shrink O; start O += P1 V1                  O = shrink O; start O += P1 V1
+    wait for S; P0 = softmax S with m; send P0, m   wait until S of consumer 0 is done (`gate`), start S = Q K1'
+    O = shrink O; start O += P0 V0                  wait for P0 and m; O = shrink O; start O += P0 V0
+    wait for P1 and m, wait for O                   wait for S; P1 = softmax S with m
+    O = shrink O; start O += P1 V1                  wait for O; send P1, m
+    start S = Q K0' of the next pair (`ahead`)      O = shrink O; start O += P1 V1
+    wait for O                                      wait for O
 
-So exponentials of consumer 0 stand beside products S of consumer 1, and those of consumer 1 beside both P0 V0. Blocks
-are added in the order of their keys to both halves of the output.
+Values are released as soon as they have been added. Exponentials of consumer 0 stand beside products S of consumer 1,
+those of consumer 1 beside both P0 V0. Blocks are added to both halves of the output in the order of their keys.
 """
 
 from triton.experimental import gluon
@@ -125,14 +125,31 @@ def send(a, sh, p, m, b: gl.constexpr):
 
 
 @gluon.jit
-def step0(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
-    """Pair number u, pair i of its sequence."""
+def scores0(a, sh, q_rope, u):
+    """S of block 0 of pair u, complete."""
     s = start_rope(a, sh, q_rope, u, 0)
     s = start_half(a, sh, s, u, 0, 0)
     s = start_half(a, sh, s, u, 0, 1)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(sh.scored.index(0), count=1)
+    return s
 
+
+@gluon.jit
+def add_last(sh, o):
+    """P1 V1 of consumer 0, complete."""
+    o = warpgroup_mma(sh.weights(1), sh.k.index(2), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=(o,))
+    mbarrier.arrive(sh.free.index(2), count=1)
+    return o
+
+
+@gluon.jit
+def step0(a, sh, q_rope, w, u, i, s, o, m, l, hi, MASKED: gl.constexpr):
+    """Pair number u, pair i of its sequence, with S of its block 0; returns S of the next pair."""
+    EACH: gl.constexpr = a.S.pieces // 2
+    if not a.S.ahead:
+        s = scores0(a, sh, q_rope, u)
     if MASKED:
         s = hide(s, i * 128, hi)
     p, top = to_weights(a, s, m)
@@ -156,10 +173,21 @@ def step0(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
     o = rescaled(o, shrink)
     if MASKED:
         clear_hidden(a, sh, w.n, i * 128 + 64, 1, 0)
-    o = warpgroup_mma(sh.weights(1), sh.k.index(2), o, is_async=True)
-    o = warpgroup_mma_wait(0, deps=(o,))
-    mbarrier.arrive(sh.free.index(2), count=1)
-    return o, m, l
+    if a.S.ahead:
+        if i + 1 < w.last:  # S of the next pair right behind P1 V1
+            o = warpgroup_mma(sh.weights(1), sh.k.index(2), o, is_async=True)
+            s = start_rope(a, sh, q_rope, u + 1, 0)
+            s = start_half(a, sh, s, u + 1, 0, 0)
+            o = warpgroup_mma_wait(1 + EACH, deps=(o,))
+            mbarrier.arrive(sh.free.index(2), count=1)
+            s = start_half(a, sh, s, u + 1, 0, 1)
+            o, s = warpgroup_mma_wait(0, deps=(o, s))
+            mbarrier.arrive(sh.scored.index(0), count=1)
+        else:
+            o = add_last(sh, o)
+    else:
+        o = add_last(sh, o)
+    return s, o, m, l
 
 
 @gluon.jit
@@ -211,12 +239,12 @@ def step1(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def step(a, sh, q_rope, w, u, i, o, m, l, hi, C: gl.constexpr, MASKED: gl.constexpr):
+def step(a, sh, q_rope, w, u, i, s, o, m, l, hi, C: gl.constexpr, MASKED: gl.constexpr):
     if C == 0:
-        o, m, l = step0(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED)
+        s, o, m, l = step0(a, sh, q_rope, w, u, i, s, o, m, l, hi, MASKED)
     else:
         o, m, l = step1(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED)
-    return o, m, l
+    return s, o, m, l
 
 
 @gluon.jit
@@ -240,11 +268,14 @@ def consume(a, run, sh, C: gl.constexpr):
         l = gl.zeros([64], gl.float32, ROW)
         mbarrier.wait(sh.q_full.index(0), f & 1)
         q_rope = held_queries(a, sh)
+        s = gl.zeros([64, 64], gl.float32, SCORE)
+        if a.S.ahead and C == 0:
+            s = scores0(a, sh, q_rope, u)
         for i in range(first, w.whole):
-            o, m, l = step(a, sh, q_rope, w, u, i, o, m, l, hi, C, False)
+            s, o, m, l = step(a, sh, q_rope, w, u, i, s, o, m, l, hi, C, False)
             u += 1
         for i in range(w.whole, w.last):
-            o, m, l = step(a, sh, q_rope, w, u, i, o, m, l, hi, C, True)
+            s, o, m, l = step(a, sh, q_rope, w, u, i, s, o, m, l, hi, C, True)
             u += 1
         mbarrier.arrive(sh.q_free.index(0), count=1)
 
