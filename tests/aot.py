@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_options
 from triton.compiler import ASTSource
 
-from tilewise.backends.triton import heuristics
+from tilewise.backends.triton import heuristics, shared
 from tilewise.backends.triton.kernel import OPTIONS, Kernel
 from tilewise.backends.triton.launch import Bound
 from tilewise.plan import Plan
@@ -26,7 +28,7 @@ TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32",
     torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
 }  # fmt: skip
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory that a program may have
+SHARED = {arch: shared.limit(arch) for arch in (80, 86, 89, 90, 100, 120)}  # bytes that a program may have
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -113,6 +115,29 @@ class Signature:
         made = source(fn=function, signature=self.types, constexprs=self.constants, attrs=self.attributes)
         return triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
 
+    def shared(self, function: Any, arch: int, options: Any) -> int:
+        """Bytes of shared memory, as the compiler allocates them half-way: a second where a whole build takes ten."""
+        made = ASTSource(fn=function, signature=self.types, constexprs=self.constants, attrs=self.attributes)
+        target = GPUTarget("cuda", arch, 32)
+        backend = CUDABackend(target)
+        given = backend.parse_options(options | made.parse_options())
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        implementation = backend.get_codegen_implementation(given)
+        module = made.make_ir(target, given, implementation, backend.get_module_map(), context)
+        found: dict[str, Any] = {}
+        module = backend.make_ttgir(backend.make_ttir(module, found, given, arch), found, given, arch)
+        manager = ir.pass_manager(module.context)
+        passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+        passes.ttgpuir.add_allocate_warp_groups(manager)
+        passes.convert.add_scf_to_cf(manager)
+        passes.gluon.add_inliner(manager)
+        version = get_ptx_version_from_options(given, arch)
+        nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, arch, version)
+        manager.run(module, "shared memory")
+        return int(module.get_int_attr("ttg.shared"))
+
 
 def compile_kernel(kernel: Kernel, arguments: dict[str, Any], arch: int) -> Compiled:
     signature = Signature.of(kernel.function, arguments | kernel.constants, kernel.constants)
@@ -141,6 +166,20 @@ def memory_of(bound: Bound, ints: torch.Tensor, floats: torch.Tensor, inside: bo
     used = (spec.split, spec.split, inside, spec.guard == "flag", spec.ordered)
     memory = tuple(x if there else None for x, there in zip((floats, floats, ints, ints, ints), used, strict=True))
     return memory, (ints, ints, (0, 0, 1, 64)) if spec.listed else (None, None, (0, 0, 0, 0))
+
+
+def shared_of(problem: Problem, arch: int) -> int:
+    """Bytes of shared memory that the attention kernels of a problem take, the repairing one included."""
+    c = heuristics.config(problem, 132, arch)
+    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, arch)
+    ints = torch.empty(1, dtype=torch.int32, device="meta")
+    floats = torch.empty(1, dtype=torch.float32, device="meta")
+    kernel, repairer, given = bound.attention(tensors_of(problem), *memory_of(bound, ints, floats))
+    most = 0
+    for each in (kernel, repairer) if repairer is not None else (kernel,):
+        signature = Signature.of(each.function, given | each.constants, each.constants)
+        most = max(most, signature.shared(each.function, arch, OPTIONS | each.options))
+    return most
 
 
 def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:

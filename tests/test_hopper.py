@@ -1,6 +1,7 @@
 """What the Hopper backend serves and how it cuts a problem, as plain functions. Its kernels: test_hopper_aot.py."""
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hopper_fits import check_hopper
+from problem_space import draw
 from tilewise import planner
 from tilewise.backends import hopper
 from tilewise.backends.hopper import heuristics, launch
@@ -130,6 +133,22 @@ def test_tiles_cover_the_heads_and_fit(D, Dv, masked):
         assert s.BM & (s.BM - 1) == 0
     registers = 128 * (s.consumers * c.consumer_regs + c.producer_regs)
     assert registers <= 65536
+
+
+def test_every_plan_fits():
+    """A sample; benchmarks/h200/fits.py goes through 100,000 problems."""
+    chance = random.Random(0)
+    served = [p for p in (draw(chance) for _ in range(20000)) if heuristics.refusal(p) is None]
+    assert len(served) > 1000
+    assert max(check_hopper(p) for p in served) > 0.9, "the sample does not come near the limit"
+
+
+def test_calls_of_no_query_are_planned():
+    for changes in ({}, {"causal": True}, {"kv_lengths": True, "q_offset": "end"}, {"softcap": 5.0}):
+        p = problem(q_len=0, **changes)
+        c = heuristics.config(p)
+        assert heuristics.section(p, c, 132) >= 1
+        assert hopper.plan(p).backend == "hopper"
 
 
 def test_hidden_values_are_looked_for_where_there_can_be_any():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise import tune
-from tilewise.backends.triton import heuristics, tuned
+from tilewise.backends.triton import heuristics, shared, tuned
 from tilewise.backends.triton.spec import Config
 from tilewise.cli import main
 from tilewise.models import MODELS
@@ -110,7 +110,7 @@ def test_candidates_fit_and_begin_with_the_heuristics_own():
         found = tuned.candidates(p, 90)
         assert found[0] == heuristics.tile(p, 90)
         assert len(set(found)) == len(found) > 10
-        assert all(c.stages * c.BK * 2 * 2 * p.head_dim <= heuristics.SHARED_BYTES for c in found[1:])
+        assert all(shared.needed(p, c, heuristics.spec(p, c, 90), 90) <= shared.limit(90) for c in found)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..problem import Problem
+
+# tanh(x) = x + x^3 (c3 + x^2 (c5 + x^2 c7)) for |x| < 1/4: the best such polynomial, to 3e-9 of tanh(x).
+TANH_3, TANH_5, TANH_7 = -0.3333324065, 0.1332426632, -0.0514335043
+NEAR_CAP = 64.0  # softcaps up to here turn tanh's absolute error of 1e-7 into a small one of the logits
+LEAST_CAP, MOST_CAP = 1e-30, 1e30  # float32 holds s / softcap and its inverse for softcaps between these
+
+MOST_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,7 @@ class Flags:
     right: bool
     chunk: bool
     softcap: bool
+    exact_tanh: bool  # the error of tanh is relative near 0 too, not only absolute
     alibi: bool
     sinks: bool
     mask: str  # "", "bool" or "float"
@@ -47,12 +57,36 @@ def flags_of(problem: Problem, tile_keys: int) -> dict[str, Any]:
         "right": right is not None,
         "chunk": p.chunk > 0,
         "softcap": p.softcap > 0,
+        "exact_tanh": needs_exact_tanh(p),
         "alibi": p.alibi,
         "sinks": p.sinks,
         "mask": mask,
         "linear": not p.softcap and not p.alibi and mask != "float" and p.scale != 0,
         "tail": p.kv_lengths or p.form != "dense" or p.kv_len % tile_keys != 0,
         "lse": p.return_lse,
+    }
+
+
+def needs_exact_tanh(problem: Problem) -> bool:
+    """Whether `softcap * tanh(s / softcap)` must be `s` to the last bits where `s` is far below `softcap`.
+
+    It takes seven more instructions for each cell, which 16-bit kernels of usual softcaps (30 to 50) do without.
+    """
+    return problem.softcap > NEAR_CAP or (problem.softcap > 0 and problem.q_dtype == torch.float32)
+
+
+def softcap_of(problem: Problem) -> float:
+    """The softcap as float32 can use it: beyond these ends no finite score is told from an unbounded or capped one."""
+    return min(max(problem.softcap, LEAST_CAP), MOST_CAP) if problem.softcap else 0.0
+
+
+def rules_of(problem: Problem) -> dict[str, int]:
+    """The sides of the window and the chunk as kernels take them: int32, the largest of which hides nothing."""
+    left, right = problem.window
+    return {
+        "left": min(left or 0, MOST_INT),
+        "right": min(right or 0, MOST_INT),
+        "chunk": min(problem.chunk, MOST_INT),
     }
 
 

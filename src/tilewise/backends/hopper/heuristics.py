@@ -189,7 +189,7 @@ def section(problem: Problem, c: Config, programs: int) -> int:
     p = problem
     if p.packed_q or not uneven(p):
         return 1
-    tiles = -(-p.q_len // (64 * c.consumers))
+    tiles = max(1, -(-p.q_len // (64 * c.consumers)))  # calls of no query are planned too
     return max(1, min(p.batch * p.heads, programs // min(c.share, tiles)))
 
 

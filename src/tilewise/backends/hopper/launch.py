@@ -16,6 +16,7 @@ import torch
 
 from ...plan import ByPlan, Plan
 from ...tensors import Tensors
+from ..flags import rules_of, softcap_of
 from ..triton.device import processors
 from ..triton.heuristics import Config as TileConfig
 from ..triton.kernel import as_bytes
@@ -79,7 +80,6 @@ class Bound:
         self.present: Any = None
         self.names: list[str] = []
         self.ready: dict[Any, Launches] = {}
-        left, right = p.window
         self.sizes: Given = {
             "batch": p.batch,
             "heads": p.heads,
@@ -90,10 +90,8 @@ class Bound:
             "value_dim": p.value_dim,
             "q_offset": p.q_offset if isinstance(p.q_offset, int) else 0,
             "scale": p.scale,
-            "softcap": p.softcap,
-            "left": left or 0,
-            "right": right or 0,
-            "chunk": p.chunk,
+            "softcap": softcap_of(p),
+            **rules_of(p),
             "section": heuristics.section(p, c, places),
             "slots": self.slots,
             "S": s,

@@ -55,21 +55,26 @@ class Work:
 
 @gluon.jit
 def key_span(a, position, n_keys):
-    """`[lo, hi)`: the keys that queries at `position` see; a scalar or a vector."""
+    """`[lo, hi)`: the keys that queries at `position` see, both within `0 .. n_keys`; a scalar or a vector.
+
+    No sum overflows, whatever int32 position, side or chunk is given: numbers of one sign are first made small.
+    """
+    ahead = gl.maximum(position, 0)  # `lo` is the same for all positions before the first key
+    near = gl.minimum(position, n_keys)  # and `hi` for all past the last
     lo = position * 0
     hi = position * 0 + n_keys
     if a.S.causal:
-        hi = gl.minimum(hi, position + 1)
+        hi = gl.minimum(hi, near + 1)
     if a.S.left:
-        lo = gl.maximum(lo, position - a.left)
+        lo = gl.maximum(lo, ahead - a.left)
     if a.S.right:
-        hi = gl.minimum(hi, position + a.right + 1)
+        reach = gl.where(near < 0, a.right, gl.minimum(a.right, n_keys - near))
+        hi = gl.minimum(hi, reach + (near + 1))
     if a.S.chunk:
-        rest = position % a.chunk  # of the sign of `position`
-        start = position - gl.where(rest < 0, rest + a.chunk, rest)
+        start = ahead - ahead % a.chunk
         lo = gl.maximum(lo, start)
-        hi = gl.minimum(hi, start + a.chunk)
-    return lo, hi
+        hi = gl.where(position < 0, 0, gl.minimum(hi, start + gl.minimum(a.chunk, n_keys - start)))
+    return gl.minimum(lo, n_keys), gl.maximum(hi, 0)
 
 
 @gluon.jit

@@ -14,9 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from ..flags import TANH_3, TANH_5, TANH_7
 from .arguments import held
 
 LOG2E = gl.constexpr(1.4426950408889634)
+C3 = gl.constexpr(TANH_3)
+C5 = gl.constexpr(TANH_5)
+C7 = gl.constexpr(TANH_7)
 
 
 @aggregate
@@ -43,22 +47,27 @@ class Rows:
 
 
 @gluon.jit
-def tanh(x):
-    """`(1 - t) / (1 + t)` with `t = exp(-2 |x|)`: no overflow, absolute error of about 1e-7.
+def tanh(x, EXACT: gl.constexpr):
+    """`(1 - t) / (1 + t)` with `t = exp(-2 |x|)`: no overflow, absolute error of about 1e-7. EXACT: near 0, where
+    `1 - t` cancels, a polynomial, with a relative error of 1e-7.
 
     The reciprocal of a number from 1 to 2 is good to one ulp in one instruction.
     """
     t = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
     r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], gl.float32, is_pure=True, pack=1)
     y = (1.0 - t) * r
-    return gl.inline_asm_elementwise("copysign.f32 $0, $1, $2;", "=f,f,f", [x, y], gl.float32, is_pure=True, pack=1)
+    y = gl.inline_asm_elementwise("copysign.f32 $0, $1, $2;", "=f,f,f", [x, y], gl.float32, is_pure=True, pack=1)
+    if EXACT:
+        u = x * x
+        y = gl.where(u < 0.0625, x + x * u * (C3 + u * (C5 + u * C7)), y)
+    return y
 
 
 @gluon.jit
 def logits(a, s, rows, columns):
     """Dot products [64, BN] to logits: scale, softcap, ALiBi, in this order."""
     if a.S.softcap:
-        s = a.softcap * tanh(s * (a.scale / a.softcap))
+        s = a.softcap * tanh(s * (a.scale / a.softcap), a.S.exact_tanh)
     else:
         s = s * a.scale
     if a.S.alibi:
@@ -132,7 +141,7 @@ def finish(a, m, l, head, owned):
         top = gl.maximum(m, sink)
         base = gl.where(top == float("-inf"), 0.0, top)
         shrink = gl.exp2((m - base) * LOG2E)
-        l = l * shrink + gl.exp2((sink - base) * LOG2E)
+        l = l * shrink + gl.where(sink == float("inf"), 1.0, gl.exp2((sink - base) * LOG2E))  # inf - inf would be NaN
         m = top
     l = gl.where(l == 0, 1.0, l)
     return m + gl.log(l), shrink / l

@@ -12,6 +12,7 @@ import torch
 
 from ...problem import Problem
 from ...tensors import Tensors
+from ..flags import rules_of, softcap_of
 from .spec import BK, Config
 
 INTS = (
@@ -27,8 +28,8 @@ STRIDES = (
 )  # fmt: skip
 FLOATS = ("scale", "softcap", "unused_2", "unused_3", "unused_4", "unused_5", "unused_6", "unused_7")  # MLX wants 8
 OFFSET_KINDS = {"rows": 1, "end": 2}
+MOST = 2**30 - 1  # of a position: the distance of two stays within 31 bits
 MASK_KINDS = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
-MOST = 2**30 - 1  # of a position or a window's side: sums of two stay within 31 bits
 
 
 class Numbers(NamedTuple):
@@ -59,10 +60,8 @@ def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[tuple[int, ...
         "has_lengths": p.kv_lengths,
         "causal": p.causal,
         "has_left": left is not None,
-        "left": min(left or 0, MOST),
         "has_right": right is not None,
-        "right": min(right or 0, MOST),
-        "chunk": min(p.chunk, MOST),
+        **rules_of(p),
         "page_size": p.page_size,
         "head_dim": p.head_dim,
         "value_dim": p.value_dim,
@@ -82,7 +81,7 @@ def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[tuple[int, ...
         "plane_rows": 1 if mask[2] else p.q_len,
         "plane_keys": 1 if mask[3] else p.kv_len,
     }
-    floats = {"scale": p.scale, "softcap": p.softcap}
+    floats = {"scale": p.scale, "softcap": softcap_of(p)}
     return tuple(int(values[name]) for name in INTS), tuple(float(floats.get(name, 0.0)) for name in FLOATS)
 
 

@@ -24,7 +24,7 @@ def finish(m, l, acc, sink, SINKS: tl.constexpr):
         top = tl.maximum(m, sink)
         base = tl.where(top == float("-inf"), 0.0, top)
         shrink = tl.exp2((m - base) * LOG2E)
-        l = l * shrink + tl.exp2((sink - base) * LOG2E)
+        l = l * shrink + tl.where(sink == float("inf"), 1.0, tl.exp2((sink - base) * LOG2E))  # inf - inf would be NaN
         m = top
     l = tl.where(l == 0, 1.0, l)
     result = ()

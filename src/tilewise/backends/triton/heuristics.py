@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ...problem import Problem
 from ..flags import flags_of
+from . import shared
 from .narrow import flipped_columns, flips, hides, is_int4, is_narrow, pack_of, spread
 from .operands import NAMES, ceil_pow2, operand
 from .spec import Config as Config
@@ -17,7 +18,6 @@ from .splits import MOST_SPLITS, split_count
 
 DECODE_ROWS = 16  # queries up to here are decoded: heads of a group share a tile and the keys are split
 MERGE_BLOCK = 16  # partial results of a row that are loaded at once
-SHARED_BYTES = 227 << 10  # of shared memory that a program of Hopper can have
 SHORT_KEYS = 1 << 16  # keys of all heads up to which splits are short, and tiles are to be
 MOST_ORDERED = 1024  # sequences that one program ranks
 L2_SECTION = 32 << 20  # bytes of K and V that a section of planes may hold; the H200's L2 has 50 MiB
@@ -79,8 +79,9 @@ def decode_tile(problem: Problem, arch: int) -> Config:
     Two queries, causal, 16x32 and 16x64: fp8 in pages of 16 195 and 251, int4 143 and 158.
     """
     p = problem
-    pack = pack_of(p.group)
-    BM = min(64, max(16, ceil_pow2(pack * p.q_len)))
+    most = 32 if 100 <= arch < 120 else 64  # as in prefill: Triton 3.6 cannot compile every loop over 64 rows there
+    pack = pack_of(p.group, most)
+    BM = min(most, max(16, ceil_pow2(pack * p.q_len)))
     wide = max(p.head_dim, p.value_dim)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
@@ -132,6 +133,7 @@ def config(problem: Problem, processors: int, arch: int, known: Config | None = 
     p, c = problem, known or tile(problem, arch)
     if c.BM == 8 and not flips(p):
         c = tile(p, arch)
+    c = fitted(p, c, arch)
     if not is_decode(p):
         return c
     tiles = -(-p.kv_len // c.BK)
@@ -141,6 +143,26 @@ def config(problem: Problem, processors: int, arch: int, known: Config | None = 
     programs = query_tiles(p, c) * (p.heads // c.pack)
     most = MOST_SPLITS if c.warps > 1 else MOST_SPLITS // 2  # 1 x 32k, int4: 26 us with 64, 31 with 128
     return replace(c, splits=split_count(programs, tiles, processors * programs_at_once(p, c), most))
+
+
+def fitted(problem: Problem, c: Config, arch: int) -> Config:
+    """The tile with eight warps where four would spill, made smaller until the device's shared memory holds it: fewer
+    stages, but two, then fewer rows or keys.
+
+    It must not depend on the batch: with `split_size` the bits of a sequence do not.
+    """
+    s = spec(problem, c, arch)
+    if c.warps == 4 and shared.registers(c, s) > shared.most_registers(s):
+        c = replace(c, warps=8)
+    while shared.needed(problem, c, spec(problem, c, arch), arch) > shared.limit(arch):
+        if c.stages > 2 or (c.stages == 2 and c.BM <= 16 and c.BK <= 16):
+            c = replace(c, stages=c.stages - 1)
+        elif max(16, c.BK) < c.BM:
+            c = replace(c, BM=c.BM // 2, pack=pack_of(problem.group, c.BM // 2) if c.pack > 1 else 1)
+        else:
+            assert c.BK > 16, f"no tile fits sm_{arch}: {problem}"
+            c = replace(c, BK=c.BK // 2)
+    return c
 
 
 def programs_at_once(problem: Problem, c: Config) -> int:

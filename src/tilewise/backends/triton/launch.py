@@ -17,6 +17,7 @@ import torch
 
 from ...plan import ByPlan, Plan
 from ...tensors import Tensors
+from ..flags import rules_of, softcap_of
 from . import heuristics, tuned
 from .attend import attend
 from .device import arch_of, processors
@@ -67,7 +68,6 @@ class Bound:
         # The workspace: m and l of every split of every row, then acc. Both begin at multiples of 16 bytes.
         self.part_at = -(-self.rows * c.splits * 2 // 4) * 4
         self.part_end = self.part_at + self.rows * c.splits * p.value_dim
-        left, right = p.window
         self.sizes: Arguments = {
             "batch": p.batch,
             "head_blocks": head_blocks,
@@ -76,10 +76,8 @@ class Bound:
             "total_q": p.total_q,
             "q_offset": p.q_offset if isinstance(p.q_offset, int) else 0,
             "scale": abs(p.scale) if spec.linear else p.scale,
-            "softcap": p.softcap,
-            "left": left or 0,
-            "right": right or 0,
-            "chunk": p.chunk,
+            "softcap": softcap_of(p),
+            **rules_of(p),
             "section": heuristics.section(p, c),
             "splits": c.splits,
             "split_tiles": c.split_tiles,

@@ -66,21 +66,26 @@ def key_span(
     position, n_keys, left, right, chunk,
     CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`[lo, hi)` of queries at `position`: a scalar or a vector."""
+    """`[lo, hi)` of queries at `position`, both within `0 .. n_keys`: a scalar or a vector.
+
+    No sum overflows, whatever int32 position, side or chunk is given: numbers of one sign are first made small.
+    """
+    ahead = tl.maximum(position, 0)  # `lo` is the same for all positions before the first key
+    near = tl.minimum(position, n_keys)  # and `hi` for all past the last
     lo = position * 0
     hi = position * 0 + n_keys
     if CAUSAL:
-        hi = tl.minimum(hi, position + 1)
+        hi = tl.minimum(hi, near + 1)
     if LEFT:
-        lo = tl.maximum(lo, position - left)
+        lo = tl.maximum(lo, ahead - left)
     if RIGHT:
-        hi = tl.minimum(hi, position + right + 1)
+        reach = tl.where(near < 0, right, tl.minimum(right, n_keys - near))
+        hi = tl.minimum(hi, reach + (near + 1))
     if CHUNK:
-        rest = position % chunk  # of the sign of `position`
-        start = position - tl.where(rest < 0, rest + chunk, rest)
+        start = ahead - ahead % chunk
         lo = tl.maximum(lo, start)
-        hi = tl.minimum(hi, start + chunk)
-    return lo, hi
+        hi = tl.where(position < 0, 0, tl.minimum(hi, start + tl.minimum(chunk, n_keys - start)))
+    return tl.minimum(lo, n_keys), tl.maximum(hi, 0)
 
 
 @triton.jit

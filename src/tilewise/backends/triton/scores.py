@@ -7,23 +7,36 @@ tile read through a mask of zeros. Kernels are compiled without fused multiply-a
 import triton
 import triton.language as tl
 
+from ..flags import TANH_3, TANH_5, TANH_7
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+C3: tl.constexpr = tl.constexpr(TANH_3)
+C5: tl.constexpr = tl.constexpr(TANH_5)
+C7: tl.constexpr = tl.constexpr(TANH_7)
 
 
 @triton.jit
-def tanh(x):
-    """`(1 - t) / (1 + t)` with `t = exp(-2 |x|)`: no overflow, absolute error of about 1e-7."""
+def tanh(x, EXACT: tl.constexpr):
+    """`(1 - t) / (1 + t)` with `t = exp(-2 |x|)`: no overflow, absolute error of about 1e-7. EXACT: near 0, where
+    `1 - t` cancels, a polynomial, with a relative error of 1e-7.
+    """
     t = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     y = (1.0 - t) / (1.0 + t)
-    return tl.where(x < 0, -y, y)
+    y = tl.where(x < 0, -y, y)
+    if EXACT:
+        u = x * x
+        y = tl.where(u < 0.0625, x + x * u * (C3 + u * (C5 + u * C7)), y)
+    return y
 
 
 @triton.jit
-def logits(s, scale, softcap, qpos, n, slope, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+def logits(
+    s, scale, softcap, qpos, n, slope, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr
+):  # fmt: skip
     """`s` [BM, BK] of dot products to logits; `qpos`, `slope` [BM, 1], `n` [1, BK]."""
     s = s * scale
     if SOFTCAP:
-        s = softcap * tanh(s / softcap)
+        s = softcap * tanh(s / softcap, EXACT)
     if ALIBI:
         s = s - slope * tl.abs(qpos - n).to(tl.float32)
     return s

@@ -223,7 +223,7 @@ def step(
     if not S.linear:
         if S.keys.rescaled:
             s = s * factor[:, None]
-        s = logits(s, scale, softcap, qpos[:, None], n[None, :], slope, S.softcap, S.alibi)
+        s = logits(s, scale, softcap, qpos[:, None], n[None, :], slope, S.softcap, S.exact_tanh, S.alibi)
     visible = ok[None, :]
     if MASKED:
         if S.listed and not CLEAN:

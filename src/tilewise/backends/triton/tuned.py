@@ -68,12 +68,10 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
     else:
         slices = own.slices
         shapes = [(BM, BK, w, s, slices) for BM, w in ((64, 4), (128, 8)) for BK in (32, 64, 128) for s in (1, 2, 3, 4)]
-    size = problem.head_dim * problem.k_dtype.itemsize + problem.value_dim // own.slices * problem.v_dtype.itemsize
-    found = [own]
+    found = [heuristics.fitted(problem, own, arch)]
     for BM, BK, w, s, slices in shapes:
         c = Config(BM, BK, w, s, own.pack, slices=slices)
-        q = 0 if heuristics.is_decode(problem) else BM * problem.head_dim * problem.q_dtype.itemsize
-        if c != own and q + s * BK * size <= heuristics.SHARED_BYTES:
+        if c not in found and heuristics.fitted(problem, c, arch) == c:
             found.append(c)
     return found
 
@@ -115,5 +113,5 @@ def config(problem: Problem, processors: int, arch: int, table: Table | None = N
     """The launch of a problem: by a kept tile if there is one, else by the heuristics."""
     tile = (kept() if table is None else table).get(key_of(problem, processors, arch))
     if tile is not None and heuristics.is_decode(problem):
-        tile = replace(tile, pack=pack_of(problem.group))
+        tile = replace(tile, pack=pack_of(problem.group, tile.BM))
     return heuristics.config(problem, processors, arch, tile)

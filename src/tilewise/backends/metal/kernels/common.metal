@@ -8,6 +8,9 @@
 #define SIMDGROUPS 4
 #define BK 32 // keys of a tile, and the unit in which keys are split
 #define LOG2E 1.4426950408889634f
+#define TANH_3 (-0.33333241f) // tanh(x) = x + x^3 (TANH_3 + x^2 (TANH_5 + x^2 TANH_7)) up to |x| = 1/4
+#define TANH_5 0.13324266f
+#define TANH_7 (-0.051433504f)
 #define LOWEST (-3.402823466e38f) // the maximum of a row that has seen nothing yet; not a sign of it, see `l`
 
 // Loops over arrays in registers: an index that is not known when compiled would put the array into memory.
@@ -140,20 +143,27 @@ inline Sequence sequence_of_tile(thread const Tensors& t, thread const Params& p
   return s;
 }
 
-// The keys that a query at `position` sees: causal, window and chunk each leave an interval (spans.py).
+// The keys that a query at `position` sees: causal, window and chunk each leave an interval (spans.py), within
+// 0 .. keys. No sum overflows, whatever position, side or chunk is given: numbers of one sign are first made small.
 inline Span key_span(thread const Params& p, int position, int keys) {
   Span s;
   s.lo = 0;
   s.hi = keys;
-  if (p.causal) s.hi = min(s.hi, position + 1);
-  if (p.has_left) s.lo = max(s.lo, position - p.left);
-  if (p.has_right) s.hi = min(s.hi, position + p.right + 1);
-  if (p.chunk > 0) {
-    const int rest = position % p.chunk; // of the sign of `position`
-    const int start = position - (rest < 0 ? rest + p.chunk : rest);
-    s.lo = max(s.lo, start);
-    s.hi = min(s.hi, start + p.chunk);
+  const int ahead = max(position, 0); // `lo` is the same for all positions before the first key
+  const int near = min(position, keys); // and `hi` for all past the last
+  if (p.causal) s.hi = min(s.hi, near + 1);
+  if (p.has_left) s.lo = max(s.lo, ahead - p.left);
+  if (p.has_right) {
+    const int reach = near < 0 ? p.right : min(p.right, keys - near);
+    s.hi = min(s.hi, reach + (near + 1));
   }
+  if (p.chunk > 0) {
+    const int start = ahead - ahead % p.chunk;
+    s.lo = max(s.lo, start);
+    s.hi = position < 0 ? 0 : min(s.hi, start + min(p.chunk, keys - start));
+  }
+  s.lo = min(s.lo, keys);
+  s.hi = max(s.hi, 0);
   return s;
 }
 
@@ -202,7 +212,10 @@ inline long mask_row(thread const Params& p, thread const Sequence& s, Row row) 
   return s.b * p.mask_b + row.head * p.mask_h + row.query * p.mask_q;
 }
 
-inline float soft_tanh(float x) { // (1 - t) / (1 + t), t = exp(-2 |x|): no overflow
+// (1 - t) / (1 + t), t = exp(-2 |x|): no overflow. Near 0, where 1 - t would cancel, a polynomial.
+inline float soft_tanh(float x) {
+  const float u = x * x;
+  if (u < 0.0625f) return x + x * u * (TANH_3 + u * (TANH_5 + u * TANH_7));
   const float t = exp2(fabs(x) * (-2.0f * LOG2E));
   const float y = (1.0f - t) / (1.0f + t);
   return x < 0.0f ? -y : y;
@@ -233,7 +246,14 @@ inline Finish finish(float m, float l, bool has_sink, float sink) {
   Finish f;
   f.factor = 1.0f;
   float top = m;
-  if (has_sink) {
+  const uint bits = as_type<uint>(sink); // compilers may assume that no number is infinite
+  if (has_sink && bits == 0x7f800000u) { // +inf takes all weight
+    f.factor = 0.0f;
+    f.sum = 1.0f;
+    f.lse = INFINITY;
+    return f;
+  }
+  if (has_sink && bits != 0xff800000u) { // -inf is no sink
     top = max(m, sink);
     f.factor = exp(m - top);
     l = l * f.factor + exp(sink - top);

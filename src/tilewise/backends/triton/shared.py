@@ -1,0 +1,84 @@
+"""What a launch takes of a processor: shared memory, at most, and registers; and what a device has.
+
+The bound is calibrated against Triton 3.6, which allocates it without a GPU (`benchmarks/h200/fits.py`):
+
+    q        all of a tile's rows, in the type of the products with K
+    buffers  K, V, their scales and pages, once for each stage; of plain 16-bit numbers that are not multiplied by
+             Hopper's own products, one less, for the last one is on its way to registers
+    operands K and V of one step where products take another type than memory holds, and the weights
+    scratch  what reductions and changes of layout pass between warps
+"""
+
+from __future__ import annotations
+
+from ...problem import Problem
+from .spec import Config, Operand, Spec
+
+# KiB that a program may have, by compute capability; GPUs that are not listed have what consumer GPUs have.
+KIB = {0: 227, 80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
+LEAST_KIB = 99
+SCRATCH = 1024  # and so many bytes for each warp:
+WARP_SCRATCH = 256
+
+
+def limit(arch: int) -> int:
+    """Bytes of shared memory that a program may have."""
+    return KIB.get(arch, LEAST_KIB) << 10
+
+
+def needed(problem: Problem, c: Config, s: Spec, arch: int) -> int:
+    """An upper bound on the bytes that the kernels of a launch take, the repairing one (of one stage) included."""
+    k, v = s.keys, s.values
+    q = c.BM * _elements(k) * _size(k)
+    step = [c.BK * _elements(op) * _size(op) for op in (k, v)]
+    widest = [c.BK * max(op.widths) * _size(op) for op in (k, v)]
+    weights = 4 * c.BM * c.BK
+    scratch = SCRATCH + WARP_SCRATCH * c.warps
+    plain = all(op.kind == "plain" and op.work != "f32" for op in (k, v))
+    one_stage = q + max(step) + widest[0] + weights + scratch
+    epilogue = 4 * c.BM * max(v.widths) + scratch
+    bytes_of_stage = _loaded(k, c, problem.k_dtype.itemsize) + _loaded(v, c, problem.v_dtype.itemsize)
+    bytes_of_stage += {"": 0, "tile": 16, "pages": 4 * c.BK // max(1, s.page), "rows": 4 * c.BK}[s.lookup]
+    own_products = arch // 10 == 9 and c.BM >= 64  # of Hopper, which read shared memory
+    if plain and own_products:
+        loop = q + c.stages * bytes_of_stage
+    elif plain:
+        loop = q + (c.stages - 1) * bytes_of_stage + weights + scratch
+    else:
+        loop = q + c.stages * bytes_of_stage + weights + step[0] + widest[1] + scratch
+    return max(loop if c.stages > 1 else 0, one_stage if c.stages == 1 or s.guard == "flag" else 0, epilogue)
+
+
+def registers(c: Config, s: Spec) -> int:
+    """Registers of a thread that the output and the scores of a tile take, in float32."""
+    columns = sum(s.values.widths) * s.values.parts + c.BK
+    return c.BM * columns // (32 * c.warps)
+
+
+def most_registers(s: Spec) -> int:
+    """How many of them leave room for the rest of a step: products of float32 need more of it.
+
+    Compiled for sm_90, spills in a step of 64 rows with four warps and with eight: bf16, D=576 326 and 0, int8, D=512
+    164 and 0, float32, D=256 84 and 2.
+    """
+    return 128 if "f32" in (s.keys.work, s.values.work) else 176
+
+
+def _size(op: Operand) -> int:
+    """Bytes of an operand of products."""
+    return 4 if op.work == "f32" else 2
+
+
+def _elements(op: Operand) -> int:
+    """Columns of a row, padding included."""
+    return sum(op.widths) * op.parts
+
+
+def _loaded(op: Operand, c: Config, itemsize: int) -> int:
+    """Bytes of a tile as memory holds it, with its scales: for each row and group or, where chunks cross groups, for
+    each element.
+    """
+    rows = c.BK * sum(op.widths) * (itemsize if op.kind == "plain" else op.unit)
+    if op.kind == "plain":
+        return rows
+    return rows + 4 * c.BK * (max(op.groups, op.spread) if op.factored else _elements(op))

@@ -1,0 +1,535 @@
+"""Gluon kernels of the Hopper backend run as plain Python: their own text over NumPy, with a stand-in for `gl`.
+
+Partitions are threads of which one runs at a time; a random one that can goes on at each barrier. What is asynchronous
+is as late as it may be: a copy by TMA lands at some later step, a product reads shared memory when it is waited for, a
+store leaves when it is waited for. So a wrong phase, a stage released too soon or a work left out gives a deadlock, an
+error or a wrong result. Shared memory begins as NaN. Layouts, registers and the order of sums are not modelled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+HOPPER = Path(__file__).parents[1] / "src/tilewise/backends/hopper"
+FILES = ("arguments", "layouts", "schedule", "pipeline", "tiles", "softmax", "steps", "output", "producer", "consumer",
+         "repair", "prefill")  # fmt: skip
+
+
+class SimError(AssertionError):
+    """A deadlock, a barrier or a value that is used wrongly."""
+
+
+# ---- values
+
+
+def raw(x: Any) -> Any:
+    return x.value() if isinstance(x, Tensor) else x
+
+
+class Tensor:
+    """A scalar or a block of numbers; int32 wraps as on the device."""
+
+    def __init__(self, a: Any) -> None:
+        self.a = np.asarray(a)
+
+    def value(self) -> np.ndarray:
+        return self.a
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value().shape
+
+    def to(self, dtype: Any) -> Tensor:
+        return Tensor(self.value().astype(dtype))
+
+    def __getitem__(self, at: Any) -> Tensor:
+        return Tensor(self.value()[at])
+
+    def __bool__(self) -> bool:
+        return bool(self.value())
+
+    def __index__(self) -> int:
+        return int(self.value())
+
+    def __neg__(self) -> Tensor:
+        return Tensor(-self.value())
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """As in C: towards zero."""
+    a, b = np.asarray(a), np.asarray(b)
+    q = np.abs(a) // np.abs(b)
+    return np.where((a < 0) != (b < 0), -q, q).astype(np.result_type(a, b))
+
+
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "truediv": lambda a, b: a / b,
+    "floordiv": _quotient, "mod": lambda a, b: a - _quotient(a, b) * b, "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "lshift": lambda a, b: a << b, "rshift": lambda a, b: a >> b,
+    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
+}  # fmt: skip
+
+
+def _typed(x: Any, other: Any) -> np.ndarray:
+    """A Python number takes the other's type, as a constant does on the device."""
+    if isinstance(x, (int, float)) and isinstance(other, np.ndarray) and not isinstance(x, bool):
+        kind = other.dtype if other.dtype.kind in "iu" and isinstance(x, int) else np.float32
+        return np.asarray(x, dtype=kind if other.dtype != bool else np.int32)
+    return np.asarray(x)
+
+
+def _operate(name: str, a: Any, b: Any) -> Any:
+    a, b = raw(a), raw(b)
+    with np.errstate(all="ignore"):
+        return Tensor(OPERATIONS[name](_typed(a, b), _typed(b, a)))
+
+
+for _name in OPERATIONS:
+    setattr(Tensor, f"__{_name}__", lambda a, b, name=_name: _pointed(name, a, b))
+    if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(Tensor, f"__r{_name}__", lambda a, b, name=_name: _pointed(name, b, a))
+
+
+def _pointed(name: str, a: Any, b: Any) -> Any:
+    return b + a if isinstance(b, Pointer) else _operate(name, a, b)
+
+
+class Pointer:
+    """Elements of a flat array, from an offset on."""
+
+    def __init__(self, array: np.ndarray, at: Any = 0) -> None:
+        self.array, self.at = array, at
+
+    def __add__(self, n: Any) -> Pointer:
+        return Pointer(self.array, raw(self.at) + np.asarray(raw(n)).astype(np.int64))
+
+    __radd__ = __add__
+
+    def __sub__(self, n: Any) -> Pointer:
+        return self + -np.asarray(raw(n)).astype(np.int64)
+
+    def load(self, mask: Any = None, other: Any = 0) -> Tensor:
+        at = np.asarray(self.at)
+        ok = np.broadcast_to(True if mask is None else raw(mask), np.broadcast_shapes(at.shape, np.shape(raw(mask))))
+        at = np.broadcast_to(at, ok.shape)
+        if ((at[ok] < 0) | (at[ok] >= self.array.size)).any():
+            raise SimError("a load outside of its tensor")
+        found = self.array[np.where(ok, at, 0)]
+        return Tensor(np.where(ok, found, np.asarray(other, dtype=self.array.dtype)))
+
+    def store(self, x: Any, mask: Any = None) -> None:
+        shape = np.broadcast_shapes(np.shape(self.at), np.shape(raw(x)), np.shape(raw(mask)))
+        ok = np.broadcast_to(True if mask is None else raw(mask), shape)
+        at = np.broadcast_to(self.at, shape)[ok]
+        if ((at < 0) | (at >= self.array.size)).any():
+            raise SimError("a store outside of its tensor")
+        self.array[at] = np.broadcast_to(raw(x), shape)[ok]
+
+
+# ---- shared memory, barriers, copies
+
+
+class Shared:
+    """A piece of shared memory; views share it."""
+
+    def __init__(self, a: np.ndarray) -> None:
+        self.a = a
+
+    def index(self, i: Any) -> Shared:
+        i = int(raw(i))
+        if not 0 <= i < len(self.a):
+            raise SimError(f"piece {i} of {len(self.a)} in shared memory")
+        return Shared(self.a[i])
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.a.reshape(shape))
+
+    def permute(self, dims: Sequence[int]) -> Shared:
+        return Shared(self.a.transpose(dims))
+
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
+        return Shared(self.a.reshape(shape))
+
+    def load(self, layout: Any) -> Tensor:
+        return Tensor(self.a.copy())
+
+    def store(self, x: Any) -> None:
+        self.a[...] = raw(x)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes have come."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def arrive(self, n: int = 1) -> None:
+        if self.pending < n:
+            raise SimError("more arrivals than the barrier counts")
+        self.pending -= n
+        self.settle()
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+
+
+class Barriers:
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.all = [Barrier() for _ in range(shape[0])]
+
+    def index(self, i: Any) -> Barrier:
+        i = int(raw(i))
+        if not 0 <= i < len(self.all):
+            raise SimError(f"barrier {i} of {len(self.all)}")
+        return self.all[i]
+
+
+class Descriptor:
+    """A tensor as TMA sees it: tiles of it, zeros past its ends, where nothing is written."""
+
+    def __init__(self, array: np.ndarray, block: Sequence[int]) -> None:
+        self.array, self.layout, self.dtype = array, None, array.dtype.type
+        self.block_type = SimpleNamespace(shape=list(block), nbytes=int(np.prod(block)) * array.itemsize)
+
+    def _span(self, at: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        inside, outside = [], []
+        for start, size, limit in zip([int(raw(n)) for n in at], self.block_type.shape, self.array.shape, strict=True):
+            low, high = min(max(start, 0), limit), min(max(start + size, 0), limit)
+            outside.append(slice(low, max(low, high)))
+            inside.append(slice(low - start, low - start + max(0, high - low)))
+        return tuple(outside), tuple(inside)
+
+    def read(self, at: Sequence[Any], to: Shared) -> None:
+        outside, inside = self._span(at)
+        to.a[...] = 0
+        to.a[inside] = self.array[outside]
+
+    def write(self, at: Sequence[Any], source: np.ndarray) -> None:
+        outside, inside = self._span(at)
+        self.array[outside] = source[inside]
+
+
+class Product(Tensor):
+    """A product under way: it reads its operands when it is waited for."""
+
+    def __init__(self, compute: Callable[[], np.ndarray]) -> None:
+        self.compute, self.a = compute, None  # type: ignore[assignment]
+
+    def value(self) -> np.ndarray:
+        if self.a is None:
+            raise SimError("a product is used before it is waited for")
+        return self.a
+
+    def finish(self) -> None:
+        self.a = self.compute()
+
+
+# ---- actors
+
+
+class Actor:
+    """A partition of a program: a thread that runs only when it is told to."""
+
+    def __init__(self, machine: Machine, program: int, body: Callable[[], None]) -> None:
+        self.machine, self.program, self.body = machine, program, body
+        self.go, self.condition, self.done = threading.Semaphore(0), None, False
+        self.error: BaseException | None = None
+        self.products: list[Product] = []
+        self.stores: list[Callable[[], None]] = []
+        self.thread = threading.Thread(target=self.work, daemon=True)
+
+    def work(self) -> None:
+        self.go.acquire()
+        try:
+            if not self.machine.stopped:
+                self.body()
+        except BaseException as error:  # handed to the scheduler
+            self.error = error
+        self.done = True
+        self.machine.back.release()
+
+    def pause(self, condition: Any = None) -> None:
+        self.condition = condition
+        self.machine.back.release()
+        self.go.acquire()
+        if self.machine.stopped:
+            raise SystemExit
+
+
+class Machine:
+    """Programs whose actors and copies take random turns."""
+
+    def __init__(self, programs: int, seed: int) -> None:
+        self.programs, self.chance = programs, random.Random(seed)
+        self.back, self.stopped = threading.Semaphore(0), False
+        self.actors: list[Actor] = []
+        self.copies: list[Callable[[], None]] = []
+        self.current: Any = None
+        self.program = 0
+
+    def run(self, kernel: Callable[[], None]) -> None:
+        """Sets up each program (it may be all there is), then lets their partitions run."""
+        for self.program in range(self.programs):
+            self.current = SimpleNamespace(products=[], stores=[], pause=self.settle, program=self.program)
+            kernel()
+        for actor in self.actors:
+            actor.thread.start()
+        waiting = list(self.actors)
+        try:
+            while waiting:
+                ready = [x for x in waiting if x.condition is None or x.condition()]
+                if self.copies and (not ready or self.chance.random() < 0.4):
+                    self.copies.pop(self.chance.randrange(len(self.copies)))()
+                    continue
+                if not ready:
+                    raise SimError(f"deadlock of {len(waiting)} partitions")
+                self.current = self.chance.choice(ready)
+                self.current.go.release()
+                self.back.acquire()
+                if self.current.error is not None:
+                    raise self.current.error
+                if self.current.done:
+                    waiting.remove(self.current)
+            if self.copies:
+                raise SimError("tiles that nobody waits for")
+        finally:
+            self.stopped = True
+            for actor in waiting:
+                if not actor.done:
+                    actor.go.release()
+
+    def settle(self, condition: Any = None) -> None:
+        """For a program without partitions: copies land at once."""
+        while self.copies:
+            self.copies.pop()()
+        if condition is not None and not condition():
+            raise SimError("waits for ever")
+
+
+MACHINE: Any = None
+
+
+# ---- the stand-ins for `gl`, `tma`, `mbarrier` and the products
+
+
+def _wait(bar: Barrier, phase: Any, pred: Any = True, deps: Any = ()) -> None:
+    parity = int(raw(phase))
+    if bool(raw(pred)):
+        MACHINE.current.pause(lambda: bar.phase & 1 != parity)
+
+
+def _arrive(bar: Barrier, count: int = 1) -> None:
+    bar.arrive(count)
+    MACHINE.current.pause()
+
+
+def _expect(bar: Barrier, size: int) -> None:
+    bar.bytes += size
+    bar.arrive()
+
+
+def _init(bar: Barrier, count: int) -> None:
+    bar.count = bar.pending = count
+
+
+def _copy_in(desc: Descriptor, at: Sequence[Any], bar: Barrier, to: Shared) -> None:
+    def land() -> None:
+        desc.read(at, to)
+        bar.bytes -= desc.block_type.nbytes
+        bar.settle()
+
+    MACHINE.copies.append(land)
+
+
+def _copy_out(desc: Descriptor, at: Sequence[Any], source: Shared) -> None:
+    MACHINE.current.stores.append(lambda: desc.write(at, source.a))
+
+
+def _store_wait(n: int) -> None:
+    stores = MACHINE.current.stores
+    while len(stores) > n:
+        stores.pop(0)()
+
+
+def _mma(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False) -> Tensor:
+    def compute() -> np.ndarray:
+        left = a.a if isinstance(a, Shared) else raw(a)
+        with np.errstate(all="ignore"):
+            c = left.astype(np.float32) @ b.a.astype(np.float32)
+            return c + raw(acc) if bool(raw(use_acc)) else c
+
+    product = Product(compute)
+    MACHINE.current.products.append(product)
+    if not is_async:
+        _mma_wait(0, (product,))
+    return product
+
+
+def _mma_wait(outstanding: int, deps: tuple[Any, ...]) -> Any:
+    products = MACHINE.current.products
+    while len(products) > outstanding:
+        products.pop(0).finish()
+    return deps[0] if len(deps) == 1 else deps
+
+
+def _partitions(functions: Sequence[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any) -> None:
+    program = MACHINE.program
+    for function, given in functions:
+        MACHINE.actors.append(Actor(MACHINE, program, lambda f=function, g=given: f(*g)))
+
+
+def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
+    if layout == "mbarrier":
+        return Barriers(shape) if len(shape) > 1 else Barrier()
+    poison = np.nan if np.dtype(dtype).kind == "f" else 0x7FFFFFF
+    return Shared(np.full(shape, poison, dtype=dtype))
+
+
+def _asm(text: str, constraints: str, given: Sequence[Any], *rest: Any, **options: Any) -> Tensor:
+    numbers = [raw(x) for x in given]
+    with np.errstate(all="ignore"):
+        if text.startswith("rcp"):
+            return Tensor(np.float32(1.0) / numbers[0])
+        if text.startswith("copysign"):
+            return Tensor(np.copysign(numbers[1], numbers[0]))
+    raise SimError(f"no such instruction here: {text}")
+
+
+def _elementwise(f: Callable[..., Any]) -> Callable[..., Tensor]:
+    def call(*given: Any) -> Tensor:
+        values = [raw(x) for x in given]
+        like = next((x for x in values if isinstance(x, np.ndarray)), np.asarray(0, np.int32))
+        with np.errstate(all="ignore"):
+            return Tensor(f(*(_typed(x, like) for x in values)))
+
+    return call
+
+
+def _where(c: Any, a: Any, b: Any) -> Tensor:
+    a, b = raw(a), raw(b)
+    return Tensor(np.where(raw(c), _typed(a, b), _typed(b, a)))
+
+
+def _full(shape: Sequence[int], value: Any, dtype: Any, layout: Any = None) -> Tensor:
+    return Tensor(np.full(shape, raw(value), dtype=dtype))
+
+
+def _same(x: Any, *rest: Any, **options: Any) -> Any:
+    return x
+
+
+def _jit(f: Any = None, **options: Any) -> Any:
+    return _same if f is None else f
+
+
+def _cdiv(a: Any, b: Any) -> Any:
+    return (a + (b - 1)) // b
+
+
+def stand_in() -> Any:
+    """The module `gl`."""
+    gl = SimpleNamespace(
+        float16=np.float16, float32=np.float32, int32=np.int32, int64=np.int64, bfloat16=np.float16,
+        constexpr=lambda x=None: x, tensor=Tensor, shared_memory_descriptor=Shared,
+        static_range=range, static_assert=lambda ok: None, cdiv=_cdiv, num_warps=lambda: 4,
+        program_id=lambda axis: Tensor(np.int32(MACHINE.current.program)),
+        num_programs=lambda axis: Tensor(np.int32(MACHINE.programs)),
+        minimum=_elementwise(np.minimum), maximum=_elementwise(np.maximum), exp2=_elementwise(np.exp2),
+        log=_elementwise(np.log), abs=_elementwise(np.abs), fma=_elementwise(lambda a, b, c: a * b + c), where=_where,
+        arange=lambda a, b, layout=None: Tensor(np.arange(a, b, dtype=np.int32)), full=_full,
+        zeros=lambda shape, dtype, layout=None: _full(shape, 0, dtype),
+        full_like=lambda x, value: _full(x.shape, value, raw(x).dtype), zeros_like=lambda x: Tensor(np.zeros_like(raw(x))),
+        max=lambda x, axis: Tensor(np.max(raw(x), axis)), sum=lambda x, axis: Tensor(np.sum(raw(x), axis, dtype=raw(x).dtype)),
+        reshape=lambda x, shape: Tensor(raw(x).reshape(shape)), permute=lambda x, dims: Tensor(raw(x).transpose(dims)),
+        split=lambda x: (Tensor(raw(x)[..., 0]), Tensor(raw(x)[..., 1])), convert_layout=_same, to_tensor=_same,
+        load=lambda at, mask=None, other=0: at.load(mask, other), store=lambda at, x, mask=None: at.store(x, mask),
+        inline_asm_elementwise=_asm, allocate_shared_memory=_allocate, thread_barrier=lambda: None,
+        warp_specialize=_partitions,
+    )  # fmt: skip
+    for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout"):
+        setattr(gl, name, lambda *given, **options: None)
+    gl.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *given: None)
+
+    def atomic_add(at: Pointer, n: int, sem: str = "") -> Tensor:
+        old = at.load()
+        at.store(old + n)
+        return old
+
+    gl.atomic_add = atomic_add
+    return gl
+
+
+def modules() -> dict[str, Any]:
+    """What the kernels import of Triton."""
+
+    def module(**names: Any) -> ModuleType:
+        made = ModuleType("stand-in")
+        made.__path__ = []  # a package
+        made.__dict__.update(names)
+        return made
+
+    gl = stand_in()
+    gluon = module(jit=_jit, constexpr_function=_same, language=gl)
+    mbarrier = SimpleNamespace(wait=_wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=lambda: "mbarrier")
+    tma = SimpleNamespace(
+        async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
+    )
+    hopper = module(mbarrier=mbarrier, tma=tma, fence_async_shared=lambda: None, warpgroup_mma=_mma, warpgroup_mma_wait=_mma_wait)
+    core = module(_aggregate=_same, base_value=Tensor)
+    return {
+        "triton": module(), "triton.experimental": module(gluon=gluon), "triton.experimental.gluon": gluon,
+        "triton.experimental.gluon.language": module(), "triton.experimental.gluon.language.nvidia": module(),
+        "triton.experimental.gluon.language.nvidia.hopper": hopper, "triton.language": module(),
+        "triton.language.core": core,
+    }  # fmt: skip
+
+
+def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
+    """The kernels' modules by name, over the stand-ins; `changes` of a file's text make a mutant."""
+    fakes = modules()
+    kept = {name: sys.modules.get(name) for name in (*fakes, "plain", "plain.flags", "plain.hopper")}
+    made = {}
+    try:
+        from tilewise.backends import flags
+
+        for name in ("plain", "plain.hopper"):
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = []  # type: ignore[attr-defined]
+        sys.modules["plain.flags"] = flags
+        sys.modules.update(fakes)
+        for name in FILES:
+            text = (HOPPER / f"{name}.py").read_text()
+            for old, new in (changes or {}).get(name, ()):
+                if text.count(old) < 1:
+                    raise ValueError(f"{name}.py has no {old!r}")
+                text = text.replace(old, new)
+            spec = importlib.util.spec_from_loader(f"plain.hopper.{name}", loader=None)
+            assert spec is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[f"plain.hopper.{name}"] = made[name] = module
+            exec(compile(text, str(HOPPER / f"{name}.py"), "exec"), module.__dict__)
+    finally:
+        for name, old in kept.items():
+            if old is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = old
+        for name in FILES:
+            sys.modules.pop(f"plain.hopper.{name}", None)
+    return SimpleNamespace(**made)

@@ -1,0 +1,114 @@
+"""Calls of the Hopper backend run by `gluon_sim`: arguments as a launch would give them, over NumPy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+import gluon_sim
+from gluon_sim import Descriptor, Machine, Pointer
+from tilewise.backends.hopper import heuristics
+from tilewise.backends.hopper.launch import NOTES_AT, Bound
+from tilewise.checks import Call
+from tilewise.plan import Plan
+from tilewise.problem import Problem
+
+
+def flat(x: torch.Tensor | None) -> Pointer | None:
+    """A pointer to the first element of a tensor, over all of its memory."""
+    if x is None:
+        return None
+    memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    memory = memory.view(torch.uint8) if x.dtype == torch.bool else memory
+    return Pointer(memory.numpy(), x.storage_offset())
+
+
+def tiles(x: torch.Tensor, rows: int, columns: int) -> Descriptor:
+    return Descriptor(x.numpy(), (1, 1, rows, columns))
+
+
+def ranks(problem: Problem, t: Any, BM: int) -> dict[str, Any]:
+    """What `order.py` writes."""
+    cu_q, cu_k = t.cu_seqlens_q.tolist(), t.cu_seqlens_k.tolist()
+    B = problem.batch
+    keys = [cu_k[b + 1] - cu_k[b] for b in range(B)] + [0]
+    rows = [cu_q[b + 1] - cu_q[b] for b in range(B)] + [problem.total_q - cu_q[B]]
+    order = sorted(range(B + 1), key=lambda b: (-keys[b], b))
+    starts = np.cumsum([0] + [-(-rows[b] // BM) for b in order])
+    return {"ORDER": Pointer(np.array(order, np.int32)), "START": Pointer(starts.astype(np.int32))}
+
+
+def listed(mask: torch.Tensor, BM: int, BN: int) -> tuple[Pointer, Pointer, tuple[int, int, int, int]]:
+    """What `classify.py` leaves of a mask [B, H, Lq, Lk]: every tile, all of them mixed."""
+    B, H, Lq, Lk = mask.shape
+    nq, nk = -(-Lq // BM), -(-Lk // BN)
+    lists = np.tile(2 * np.arange(nk) + 1, (B, H, nq, 1)).astype(np.int32)
+    rank = np.tile(np.arange(nk + 1), (B, H, nq, 1)).astype(np.int32)
+    return Pointer(lists.reshape(-1)), Pointer(rank.reshape(-1)), (H * nq, nq, 1, nk)
+
+
+class Launch:
+    """One call, checked and planned; `run` executes its kernels."""
+
+    def __init__(self, call: Call, processors: int = 3, config: Any = None) -> None:
+        self.call, self.t = call, call.tensors
+        p = self.problem = call.problem
+        c = config or heuristics.config(p)
+        self.bound = Bound(Plan(p, "hopper", "", (64 * c.consumers, c.BN)), c, processors)
+        self.done: Counter[tuple[int, ...]] = Counter()
+
+    def arguments(self, kernels: Any, spec: Any, counter: Any, notes: Any) -> Any:
+        p, t = self.problem, self.t
+        given: dict[str, Any] = dict.fromkeys(kernels.arguments.NAMES)
+        given |= self.bound.sizes | {"S": spec}
+        given |= {
+            "q": tiles(t.q, 64, spec.chunk_d), "k": tiles(t.k, spec.BN, spec.chunk_d),
+            "v": tiles(t.v, spec.BN // spec.pieces, spec.DV),
+            "o": tiles(t.out, 64, self.bound.spec.out_columns),
+            "OUT": flat(t.out), "LSE": flat(t.lse), "MASK": flat(t.mask), "KV_LENGTHS": flat(t.kv_lengths),
+            "Q_OFFSET": flat(t.q_offset), "CU_Q": flat(t.cu_seqlens_q), "CU_K": flat(t.cu_seqlens_k),
+            "SLOPES": flat(t.alibi_slopes), "SINKS": flat(t.sinks), "COUNTER": counter, "FLAGS": notes,
+        }  # fmt: skip
+        for name, x, dims in (("o", t.out, "bhl"), ("lse", t.lse, "bhl"), ("mask", t.mask, "bhqk")):
+            given |= {f"{name}_{dim}": 0 if x is None else x.stride(i) for i, dim in enumerate(dims)}
+        given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
+        if p.packed_q:
+            given |= ranks(p, t, self.bound.spec.BM)
+        if t.mask is not None:
+            lists, rank, strides = listed(t.mask, self.bound.spec.BM, spec.BN)
+            given |= {"LIST": lists, "RANK": rank}
+            given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), strides, strict=True))
+        return kernels.arguments.Arguments(*(given[name] for name in kernels.arguments.NAMES))
+
+    def count_tiles(self, kernels: Any) -> None:
+        """Notes each tile of rows that a consumer stores: one that is done twice has the right result too."""
+        store = kernels.output.store
+
+        def counting(a: Any, w: Any, o: Any, lse: Any, rows: Any, outs: Any, C: int) -> None:
+            self.done[(*(int(n) for n in (w.row_b, w.head, w.part, w.q_start, w.top)), C)] += 1
+            store(a, w, o, lse, rows, outs, C)
+
+        kernels.consumer.store = counting
+
+    def run(self, kernels: Any, seed: int = 0) -> None:
+        """Prefill, then repair where hidden values may matter, as a launch does."""
+        bound, spec = self.bound, self.bound.spec
+        numbers = np.zeros(NOTES_AT + bound.slots * spec.consumers, np.int32)
+        counter = Pointer(numbers) if bound.dynamic else None
+        notes = Pointer(numbers, NOTES_AT)
+        a = self.arguments(kernels, spec, counter, notes)
+        gluon_sim.MACHINE = Machine(bound.programs, seed)
+        self.count_tiles(kernels)
+        gluon_sim.MACHINE.run(lambda: kernels.prefill.prefill(a))
+        again = [tile for tile, times in self.done.items() if times > 1]
+        if again:
+            raise gluon_sim.SimError(f"{len(again)} tiles are done more than once, {again[0]} for one")
+        if spec.guard:
+            a = self.arguments(kernels, bound.repair_spec, counter, notes)
+            gluon_sim.MACHINE = Machine(1, seed)
+            gluon_sim.MACHINE.run(lambda: kernels.repair.repair(a))
+            if numbers.any():
+                raise gluon_sim.SimError("the counter and the notes must be zero for the next call")

@@ -1,0 +1,190 @@
+"""The Hopper kernels' own text, run as plain Python (`gluon_sim.py`): schedule, rings, softmax and repair, against the
+oracle and in random order. Wrong versions of them must be noticed.
+"""
+
+import random
+import sys
+
+import pytest
+import torch
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
+import gluon_sim
+from gluon_sim import SimError
+from hopper_sim import Launch
+from tilewise import checks
+from tilewise.conformance.check import Mismatch, check_call
+from tilewise.options import Options
+from tilewise.reference import attend
+from tilewise.tensors import sequences
+
+KERNELS = gluon_sim.load()
+
+
+def dense(D=64, Dv=0, Lq=200, Lk=300, B=1, H=2, Hkv=1, **options):
+    """A checked call into a poisoned output."""
+    g = torch.Generator().manual_seed(D + Lq)
+    q = (3 * torch.randn(B, H, Lq, D, generator=g)).half()
+    k, v = (torch.randn(B, Hkv, Lk, d, generator=g).half() for d in (D, Dv or D))
+    for name in ("sinks", "alibi_slopes"):
+        if options.get(name) is True:
+            options[name] = torch.linspace(0.1, 1.0, H)
+    if options.get("mask") == "bool":
+        options["mask"] = torch.rand(Lq, Lk, generator=g) < 0.4
+    if options.get("mask") == "float":
+        options["mask"] = torch.where(torch.rand(H, Lq, Lk, generator=g) < 0.6, 0.5, -torch.inf)
+    out = torch.full((B, H, Lq, Dv or D), float("nan"), dtype=torch.float16)
+    return checks.dense(q, k, v, Options(out=out, return_lse=True, **options))
+
+
+def packed(q_lengths, k_lengths, D=64, spare=3, **options):
+    g = torch.Generator().manual_seed(len(q_lengths))
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in (q_lengths, k_lengths))
+    q = (3 * torch.randn(int(cu_q[-1]) + spare, 2, D, generator=g)).half()
+    k, v = (torch.randn(int(cu_k[-1]) + spare, 1, D, generator=g).half() for _ in range(2))
+    out = torch.full_like(q, float("nan"))
+    return checks.varlen(q, k, v, cu_q, cu_k, None, None, Options(out=out, return_lse=True, **options))
+
+
+LENGTHS = torch.tensor([250, 3, 0])
+CASES = {
+    "D64": lambda: dense(),
+    "D64 long": lambda: dense(Lq=250, Lk=2100, H=1),  # three consumers
+    "D64 causal": lambda: dense(causal=True, Lq=300),  # two programs a processor
+    "D128 causal": lambda: dense(128, causal=True, Lq=500),
+    "D128 tail": lambda: dense(128, Lq=130, Lk=257, B=2),
+    "D192/128": lambda: dense(192, 128, causal=True),
+    "D256": lambda: dense(256, causal=True),
+    "D320": lambda: dense(320, Lk=400),
+    "D512": lambda: dense(512, causal=True, Lq=300, Lk=200),
+    "D512/64": lambda: dense(512, 64, Lq=140),
+    "D40/96": lambda: dense(40, 96, Lq=70),
+    "window": lambda: dense(128, Lq=400, Lk=400, causal=True, window=70),
+    "two sides": lambda: dense(128, Lq=300, Lk=500, window=(30, 150)),
+    "chunk": lambda: dense(128, Lq=400, Lk=400, chunk=130, causal=True),
+    "lengths": lambda: dense(128, B=3, Lk=300, causal=True, kv_lengths=LENGTHS),
+    "offsets": lambda: dense(B=3, Lk=300, causal=True, q_offset=torch.tensor([-50, 0, 1000])),
+    "before the first key": lambda: dense(128, Lq=300, Lk=100, causal=True, sinks=True),
+    "softcap, ALiBi, sinks": lambda: dense(128, softcap=5.0, alibi_slopes=True, sinks=True, causal=True),
+    "bool mask": lambda: dense(mask="bool", Lq=150),
+    "float mask": lambda: dense(128, mask="float", Lq=150, causal=True),
+    "packed": lambda: packed([5, 200, 0, 129], [9, 260, 7, 0], causal=True),
+    "packed, lengths": lambda: packed([130, 1], [140, 300], D=128, kv_lengths=torch.tensor([100, 300]), sinks=None),
+}
+
+
+def run(call, kernels=KERNELS, seed=0, processors=3):
+    """Runs and judges a call."""
+    launch = Launch(call, processors)
+    launch.run(kernels, seed)
+    if bool(call.tensors.v.isfinite().all()):
+        check_call(call, call.tensors.out, call.tensors.lse)
+    else:
+        check_strays(call, call.tensors.out)
+    return launch
+
+
+def check_strays(call, out):
+    """Values that are not finite reach the rows that see them, and no other."""
+    for seq in sequences(call.problem, call.tensors):
+        exact = attend(seq).out
+        got = out[seq.row].double()
+        near = (got - exact).abs() < 0.02
+        if not bool((near | (got == exact) | (got.isnan() & exact.isnan())).all()):
+            raise Mismatch("rows that do not see a NaN differ")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_give_what_the_oracle_does(name):
+    call = CASES[name]()
+    launch = run(call)
+    if not call.problem.packed_q:
+        assert sum(launch.done.values()) == launch.bound.slots * launch.bound.spec.consumers
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_the_order(seed):
+    """Programs that take slots when they are ready, and such as have theirs dealt out; many rounds of work."""
+    chance = random.Random(seed)
+    for options in ({}, {"causal": True}, {"window": (chance.randint(0, 200), 3)}):
+        run(dense(128, Lq=600, H=chance.choice((1, 3)), **options), seed=seed, processors=chance.choice((1, 2, 5)))
+
+
+def test_hidden_values_that_are_not_finite_do_not_matter():
+    """They are noticed and the tile is repaired."""
+    for options in ({"causal": True}, {"mask": "bool"}, {"window": (9, 0)}):
+        call = dense(Lq=200, Lk=200, H=1, **options)
+        call.tensors.v[:, :, 150, ::3] = float("nan")
+        call.tensors.v[:, :, 77] = float("inf")
+        run(call)
+
+
+WRONG = {
+    "the last slot left out": ("schedule", "slots = a.slots\n", "slots = a.slots - 1\n"),
+    "the last slot of packed sequences left out": (
+        "schedule", "* a.heads * a.S.parts\n", "* a.heads * a.S.parts - 1\n",
+    ),
+    "the last tile of keys left out": (
+        "schedule", "last = gl.maximum(gl.cdiv(hi, BN), first + 1)", "last = gl.maximum(hi // BN, first + 1)",
+    ),
+    "the first tile of keys left out": ("schedule", "first = gl.minimum(lo // BN", "first = gl.minimum(lo // BN + 1"),
+    "slots dealt out twice": ("schedule", "return round * count + ", "return round * (count - 1) + "),
+    "slots drawn twice": (
+        "schedule", "gl.num_programs(0) + gl.atomic_add", "gl.num_programs(0) - 1 + gl.atomic_add",
+    ),
+    "slots dealt out with gaps": ("schedule", "return round * count + ", "return round * (count + 1) + "),
+    "tiles of rows counted from one": ("schedule", "tile = tiles - 1 - rank // width", "tile = tiles - rank // width"),
+    "the ring's wait for free stages flipped": (
+        "pipeline", "self.released.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1",
+        "self.released.index(n % self.STAGES), (n // self.STAGES) & 1",
+    ),
+    "the ring's wait for full stages flipped": (
+        "pipeline", "self.full.index(n % self.STAGES), (n // self.STAGES) & 1",
+        "self.full.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1",
+    ),
+    "phases that do not alternate": ("pipeline", "(n // self.STAGES) & 1)", "0)"),
+    "the queries' phase flipped": (
+        "pipeline", "self.full.index(self.barrier(n, c, part)), (n // self.STAGES) & 1",
+        "self.full.index(self.barrier(n, c, part)), ((n // self.STAGES) & 1) ^ 1",
+    ),
+    "the slots' phase flipped": ("schedule", "self.full.index(n & 1), (n >> 1) & 1", "self.full.index(n & 1), ((n >> 1) & 1) ^ 1"),
+    "keys released before they are multiplied": (
+        "steps", "        s = warpgroup_mma_wait(1, deps=(s,))\n    else:", "        release_scores(a, keys, n)\n    else:",
+    ),
+    "a product not waited for": ("steps", "        s = warpgroup_mma_wait(0, deps=(s,))\n", ""),
+    "values of another tile": ("producer", "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row",
+                               "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row + 1"),
+    "the window one key too wide": ("schedule", "ahead - a.left", "ahead - a.left - 1"),
+    "a rescale left out": ("steps", "return p, o * shrink[:, None], m, l", "return p, o, m, l"),
+    "strays not noted": ("output", "stray = (total != total) & rows.ok", "stray = (total != total) & (rows.row < 0)"),
+    "the counter left as it is": ("repair", "gl.store(a.COUNTER, 0)", "gl.store(a.COUNTER, 1)"),
+}  # fmt: skip
+
+
+def stray():
+    call = dense(Lq=200, Lk=200, H=1, causal=True)
+    call.tensors.v[:, :, 150] = float("nan")
+    return call
+
+
+PROBES = (
+    (lambda: dense(128, Lq=600, H=2, Lk=600), 3), (lambda: dense(128, Lq=600, H=3, Lk=600, causal=True), 2),
+    (lambda: dense(128, Lq=300, H=1, Lk=300, window=(70, 0)), 2), (lambda: packed([5, 200, 129], [9, 260, 7]), 2),
+    (stray, 2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_noticed(name):
+    file, old, new = WRONG[name]
+    kernels = gluon_sim.load({file: [(old, new)]})
+    with pytest.raises((SimError, Mismatch)):
+        for make, processors in PROBES:
+            run(make(), kernels, processors=processors)
+
+
+def test_the_probes_pass_as_they_are():
+    for make, processors in PROBES:
+        run(make(), processors=processors)
