@@ -19,125 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from gluon_values import Pointer, SimError, Tensor, raw, typed
+
 HOPPER = Path(__file__).parents[1] / "src/tilewise/backends/hopper"
 FILES = ("arguments", "layouts", "schedule", "pipeline", "tiles", "softmax", "steps", "output", "producer", "consumer",
          "repair", "prefill")  # fmt: skip
-
-
-class SimError(AssertionError):
-    """A deadlock, a barrier or a value that is used wrongly."""
-
-
-# ---- values
-
-
-def raw(x: Any) -> Any:
-    return x.value() if isinstance(x, Tensor) else x
-
-
-class Tensor:
-    """A scalar or a block of numbers; int32 wraps as on the device."""
-
-    def __init__(self, a: Any) -> None:
-        self.a = np.asarray(a)
-
-    def value(self) -> np.ndarray:
-        return self.a
-
-    @property
-    def type(self) -> Any:
-        return SimpleNamespace(layout=None)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value().shape
-
-    def to(self, dtype: Any) -> Tensor:
-        return Tensor(self.value().astype(dtype))
-
-    def __getitem__(self, at: Any) -> Tensor:
-        return Tensor(self.value()[at])
-
-    def __bool__(self) -> bool:
-        return bool(self.value())
-
-    def __index__(self) -> int:
-        return int(self.value())
-
-    def __neg__(self) -> Tensor:
-        return Tensor(-self.value())
-
-
-def _quotient(a: Any, b: Any) -> Any:
-    """As in C: towards zero."""
-    a, b = np.asarray(a), np.asarray(b)
-    q = np.abs(a) // np.abs(b)
-    return np.where((a < 0) != (b < 0), -q, q).astype(np.result_type(a, b))
-
-
-OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "truediv": lambda a, b: a / b,
-    "floordiv": _quotient, "mod": lambda a, b: a - _quotient(a, b) * b, "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "lshift": lambda a, b: a << b, "rshift": lambda a, b: a >> b,
-    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
-}  # fmt: skip
-
-
-def _typed(x: Any, other: Any) -> np.ndarray:
-    """A Python number takes the other's type, as a constant does on the device."""
-    if isinstance(x, (int, float)) and isinstance(other, np.ndarray) and not isinstance(x, bool):
-        kind = other.dtype if other.dtype.kind in "iu" and isinstance(x, int) else np.float32
-        return np.asarray(x, dtype=kind if other.dtype != bool else np.int32)
-    return np.asarray(x)
-
-
-def _operate(name: str, a: Any, b: Any) -> Any:
-    a, b = raw(a), raw(b)
-    with np.errstate(all="ignore"):
-        return Tensor(OPERATIONS[name](_typed(a, b), _typed(b, a)))
-
-
-for _name in OPERATIONS:
-    setattr(Tensor, f"__{_name}__", lambda a, b, name=_name: _pointed(name, a, b))
-    if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(Tensor, f"__r{_name}__", lambda a, b, name=_name: _pointed(name, b, a))
-
-
-def _pointed(name: str, a: Any, b: Any) -> Any:
-    return b + a if isinstance(b, Pointer) else _operate(name, a, b)
-
-
-class Pointer:
-    """Elements of a flat array, from an offset on."""
-
-    def __init__(self, array: np.ndarray, at: Any = 0) -> None:
-        self.array, self.at = array, at
-
-    def __add__(self, n: Any) -> Pointer:
-        return Pointer(self.array, raw(self.at) + np.asarray(raw(n)).astype(np.int64))
-
-    __radd__ = __add__
-
-    def __sub__(self, n: Any) -> Pointer:
-        return self + -np.asarray(raw(n)).astype(np.int64)
-
-    def load(self, mask: Any = None, other: Any = 0) -> Tensor:
-        at = np.asarray(self.at)
-        ok = np.broadcast_to(True if mask is None else raw(mask), np.broadcast_shapes(at.shape, np.shape(raw(mask))))
-        at = np.broadcast_to(at, ok.shape)
-        if ((at[ok] < 0) | (at[ok] >= self.array.size)).any():
-            raise SimError("a load outside of its tensor")
-        found = self.array[np.where(ok, at, 0)]
-        return Tensor(np.where(ok, found, np.asarray(other, dtype=self.array.dtype)))
-
-    def store(self, x: Any, mask: Any = None) -> None:
-        shape = np.broadcast_shapes(np.shape(self.at), np.shape(raw(x)), np.shape(raw(mask)))
-        ok = np.broadcast_to(True if mask is None else raw(mask), shape)
-        at = np.broadcast_to(self.at, shape)[ok]
-        if ((at < 0) | (at >= self.array.size)).any():
-            raise SimError("a store outside of its tensor")
-        self.array[at] = np.broadcast_to(raw(x), shape)[ok]
 
 
 # ---- shared memory, barriers, copies
@@ -285,8 +171,9 @@ class Machine:
 
     def run(self, kernel: Callable[[], None]) -> None:
         """Sets up each program (it may be all there is), then lets their partitions run."""
-        for self.program in range(self.programs):
-            self.current = SimpleNamespace(products=[], stores=[], pause=self.settle, program=self.program)
+        for program in range(self.programs):
+            self.program = program
+            self.current = SimpleNamespace(products=[], stores=[], pause=self.settle, program=program)
             kernel()
         for actor in self.actors:
             actor.thread.start()
@@ -416,14 +303,14 @@ def _elementwise(f: Callable[..., Any]) -> Callable[..., Tensor]:
         values = [raw(x) for x in given]
         like = next((x for x in values if isinstance(x, np.ndarray)), np.asarray(0, np.int32))
         with np.errstate(all="ignore"):
-            return Tensor(f(*(_typed(x, like) for x in values)))
+            return Tensor(f(*(typed(x, like) for x in values)))
 
     return call
 
 
 def _where(c: Any, a: Any, b: Any) -> Tensor:
     a, b = raw(a), raw(b)
-    return Tensor(np.where(raw(c), _typed(a, b), _typed(b, a)))
+    return Tensor(np.where(raw(c), typed(a, b), typed(b, a)))
 
 
 def _full(shape: Sequence[int], value: Any, dtype: Any, layout: Any = None) -> Tensor:
@@ -454,8 +341,9 @@ def stand_in() -> Any:
         log=_elementwise(np.log), abs=_elementwise(np.abs), fma=_elementwise(lambda a, b, c: a * b + c), where=_where,
         arange=lambda a, b, layout=None: Tensor(np.arange(a, b, dtype=np.int32)), full=_full,
         zeros=lambda shape, dtype, layout=None: _full(shape, 0, dtype),
-        full_like=lambda x, value: _full(x.shape, value, raw(x).dtype), zeros_like=lambda x: Tensor(np.zeros_like(raw(x))),
-        max=lambda x, axis: Tensor(np.max(raw(x), axis)), sum=lambda x, axis: Tensor(np.sum(raw(x), axis, dtype=raw(x).dtype)),
+        full_like=lambda x, value: _full(x.shape, value, raw(x).dtype),
+        zeros_like=lambda x: Tensor(np.zeros_like(raw(x))), max=lambda x, axis: Tensor(np.max(raw(x), axis)),
+        sum=lambda x, axis: Tensor(np.sum(raw(x), axis, dtype=raw(x).dtype)),
         reshape=lambda x, shape: Tensor(raw(x).reshape(shape)), permute=lambda x, dims: Tensor(raw(x).transpose(dims)),
         split=lambda x: (Tensor(raw(x)[..., 0]), Tensor(raw(x)[..., 1])), convert_layout=_same, to_tensor=_same,
         load=lambda at, mask=None, other=0: at.load(mask, other), store=lambda at, x, mask=None: at.store(x, mask),
@@ -486,11 +374,15 @@ def modules() -> dict[str, Any]:
 
     gl = stand_in()
     gluon = module(jit=_jit, constexpr_function=_same, language=gl)
-    mbarrier = SimpleNamespace(wait=_wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=lambda: "mbarrier")
+    mbarrier = SimpleNamespace(
+        wait=_wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=lambda: "mbarrier"
+    )
     tma = SimpleNamespace(
         async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
     )
-    hopper = module(mbarrier=mbarrier, tma=tma, fence_async_shared=lambda: None, warpgroup_mma=_mma, warpgroup_mma_wait=_mma_wait)
+    hopper = module(
+        mbarrier=mbarrier, tma=tma, fence_async_shared=lambda: None, warpgroup_mma=_mma, warpgroup_mma_wait=_mma_wait
+    )
     core = module(_aggregate=_same, base_value=Tensor)
     return {
         "triton": module(), "triton.experimental": module(gluon=gluon), "triton.experimental.gluon": gluon,

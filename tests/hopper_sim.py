@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 import gluon_sim
-from gluon_sim import Descriptor, Machine, Pointer
+from gluon_sim import Descriptor, Machine
+from gluon_values import Pointer, SimError
 from tilewise.backends.hopper import heuristics
 from tilewise.backends.hopper.launch import NOTES_AT, Bound
 from tilewise.checks import Call
@@ -105,10 +106,10 @@ class Launch:
         gluon_sim.MACHINE.run(lambda: kernels.prefill.prefill(a))
         again = [tile for tile, times in self.done.items() if times > 1]
         if again:
-            raise gluon_sim.SimError(f"{len(again)} tiles are done more than once, {again[0]} for one")
+            raise SimError(f"{len(again)} tiles are done more than once, {again[0]} for one")
         if spec.guard:
             a = self.arguments(kernels, bound.repair_spec, counter, notes)
             gluon_sim.MACHINE = Machine(1, seed)
             gluon_sim.MACHINE.run(lambda: kernels.repair.repair(a))
             if numbers.any():
-                raise gluon_sim.SimError("the counter and the notes must be zero for the next call")
+                raise SimError("the counter and the notes must be zero for the next call")
