@@ -1,4 +1,4 @@
-"""Runs tasks: every way of a case in turns, each checked by the oracle."""
+"""Runs tasks: every way of a case interleaved, each checked by the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times several calls in one loop, in turns, so that a change in the machine's speed meets them all."""
+"""Times several calls in one loop, interleaved, so that a change in the machine's speed meets them all."""
 
 from __future__ import annotations
 

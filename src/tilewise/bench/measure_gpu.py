@@ -1,4 +1,4 @@
-"""Times several calls on a GPU, in turns, by events on its own clock.
+"""Times several calls on a GPU, interleaved, by events on its own clock.
 
 Short calls are captured in a CUDA graph, so that it is kernels that are timed and not Python; the host's share of a
 call is another number. Each call may come with several sets of inputs, which it goes through in turn: a cache that is

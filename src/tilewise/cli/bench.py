@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
         "bench",
         run,
         help="measure the kernels beside other libraries and the machine's own limits",
-        description="Times each case in turns with every peer found here (torch's SDPA by each of its kernels, "
+        description="Times each case interleaved with every peer found here (torch's SDPA by each of its kernels, "
         "FlexAttention, flash-attn, FlashInfer, xFormers), checks all of them against float64, and shows what share "
         "of the machine's own limits each reaches. Shapes are those of known models: "
         f"{', '.join(MODELS)}. Progress goes to stderr. Ratios are speeds. Ctrl-C and SIGTERM end "
