@@ -1,7 +1,7 @@
 """`tilewise tune`: finds the fastest tiles of the Triton kernels on this GPU, for the shapes of known models.
 
-Every tile that fits is timed on every shape, interleaved, so that a card that slows down slows them all. The best are kept
-in a JSON file, which later calls read (`backends/triton/tuned.py`). After each shape the file is written anew.
+Every tile that fits is timed on every shape, interleaved, so that a card that slows down slows them all. The best are
+kept in a JSON file, which later calls read (`backends/triton/tuned.py`). After each shape the file is written anew.
 """
 
 from __future__ import annotations
