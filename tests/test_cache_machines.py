@@ -1,5 +1,8 @@
 """Random operations on the caches beside plain lists: contents, sharing, reference counts, attention."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,17 @@ from tilewise import CacheFull, InvalidArgument, KVCache, PagedKVCache
 
 D, HEADS = 8, 2
 few = st.integers(0, 7)
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+
+
+def replaced(cache, way):
+    """A copy, after the memory of what it was made of is overwritten."""
+    other = COPIES[way](cache)
+    for store in (cache._k, cache._v):
+        for x in (store.data, store.scales):
+            if x is not None:
+                x.view(torch.uint8).fill_(0x7F)
+    return other
 
 
 def content(ids):
@@ -26,6 +40,7 @@ class Sequence:
     def __init__(self, dtype):
         self.ids, self.row, self.pages = [], Row(dtype, group=32), []
         self.known = 0  # leading tokens whose ids the cache was told
+        self.version = 0  # changes, for handles
 
     def fork(self):
         other = Sequence(self.row.dtype)
@@ -37,6 +52,7 @@ class Sequence:
     def append(self, new, page_size, told):
         if told and self.known == len(self.ids):
             self.known += len(new)
+        self.version += bool(new)
         for token in new:
             slot = len(self.ids) % page_size
             if slot == 0:
@@ -49,6 +65,7 @@ class Sequence:
             self.row.append(k[:, None], v[:, None])
 
     def truncate(self, length, page_size):
+        self.version += length < len(self.ids)
         del self.ids[length:]
         self.row.truncate(length)
         self.known = min(self.known, length)
@@ -61,6 +78,7 @@ class PagedMachine(RuleBasedStateMachine):
         super().__init__()
         self.sequences = {}
         self.dead = []
+        self.handle = None
 
     @initialize(page_size=st.integers(1, 4), pages=st.integers(4, 24), dtype=st.sampled_from(["f32", "int8", "int4"]))
     def start(self, page_size, pages, dtype):
@@ -76,9 +94,8 @@ class PagedMachine(RuleBasedStateMachine):
     def create(self):
         self.sequences[self.cache.create()] = Sequence(self.dtype)
 
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), told=st.booleans(), packed=st.booleans())
-    def append(self, data, told, packed):
+    def draw(self, data, told, packed):
+        """New tokens for some sequences: ids, arguments of a call, and the pages that they need."""
         numbers = self.pick(data)
         counts = data.draw(st.lists(few, min_size=len(numbers), max_size=len(numbers)))
         new = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in counts]
@@ -101,6 +118,12 @@ class PagedMachine(RuleBasedStateMachine):
                 for i, (key, value) in enumerate(row):
                     k[b, :, i], v[b, :, i] = key, value
         arguments = {"counts": counts, "tokens": [t for tokens in new for t in tokens] if told else None}
+        return numbers, new, k, v, arguments, needed
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), told=st.booleans(), packed=st.booleans())
+    def append(self, data, told, packed):
+        numbers, new, k, v, arguments, needed = self.draw(data, told, packed)
         stats = self.cache.stats()
         if needed > stats.free + stats.kept:
             before = self.state()
@@ -113,6 +136,94 @@ class PagedMachine(RuleBasedStateMachine):
             self.sequences[number].append(tokens, self.P, told)
         used = len({id(p) for s in self.sequences.values() for p in s.pages})
         assert self.cache.stats().used == used  # copies were made where needed, and nowhere else
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), told=st.booleans(), how=st.sampled_from(["write", "truncate", "free", "extend", "lose"]))
+    def step(self, data, told, how):
+        """`extend`, then `write`; or something in between, after which the batch must be refused."""
+        numbers, new, k, v, arguments, needed = self.draw(data, told, packed=True)
+        if needed > self.cache.stats().free + self.cache.stats().kept:
+            return
+        old = {n: len(self.sequences[n].ids) for n in numbers}
+        batch = self.cache.extend(numbers, **arguments)
+        for number, tokens in zip(numbers, new, strict=True):
+            self.sequences[number].append(tokens, self.P, told)
+        if how == "write":
+            batch.write(k, v)
+            return
+        changed = [n for n, tokens in zip(numbers, new, strict=True) if tokens][:1]
+        for n in changed:
+            if how == "truncate":
+                self.cache.truncate(n, old[n])
+            elif how == "free":
+                self.cache.free(n)
+                self.sequences.pop(n).truncate(0, self.P)
+                self.dead.append(n)
+            elif how == "extend":
+                try:
+                    self.cache.extend(n)
+                except CacheFull:
+                    changed = []
+        if changed and how != "lose":
+            before = self.state()
+            for use in (lambda: batch.write(k, v), lambda: batch.attend(torch.zeros(len(k), HEADS, D))):
+                with pytest.raises(InvalidArgument, match=f"made before sequence {changed[0]} was"):
+                    use()
+            assert before == self.state()
+        for n in numbers:  # what was never written is taken back
+            if n in self.sequences:
+                if self.cache.length(n) > old[n]:
+                    with pytest.raises(InvalidArgument, match="not all written"):
+                        self.cache.fork(n)
+                self.cache.truncate(n, old[n])
+                self.sequences[n].truncate(old[n], self.P)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), told=st.booleans())
+    def failing_append(self, data, told):
+        numbers, _, k, v, arguments, needed = self.draw(data, told, packed=True)
+        if needed > self.cache.stats().free or not len(k):  # prefixes that are given up do not come back
+            return
+        kept = self.cache._writer(0)
+
+        def partly(*arguments):
+            kept(*arguments)
+            raise RuntimeError("no kernel")
+
+        self.cache._writers[0] = partly
+        s = self.cache._sequences
+        before = [s.length.tolist(), s.known.tolist(), s.pool.refs.tolist(), [self.pages_of(n) for n in self.sequences]]
+        with pytest.raises(RuntimeError, match="no kernel"):
+            self.cache.append(numbers, k, v, **arguments)
+        self.cache._writers[0] = kept
+        after = [s.length.tolist(), s.known.tolist(), s.pool.refs.tolist(), [self.pages_of(n) for n in self.sequences]]
+        assert after == before
+
+    @rule(way=st.sampled_from(sorted(COPIES)))
+    def replace(self, way):
+        self.cache = replaced(self.cache, way)
+        self.handle = None
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def look(self, data):
+        """Takes a view, to be used later."""
+        numbers = self.pick(data)
+        self.handle = self.cache.view(numbers), [(n, self.sequences[n], self.sequences[n].version) for n in numbers]
+
+    @precondition(lambda self: self.handle)
+    @rule()
+    def use_handle(self):
+        view, seen = self.handle
+        q = torch.randn(len(seen), HEADS, 1, D, generator=torch.Generator().manual_seed(3)) * 2
+        if any(self.sequences.get(n) is not s or s.version != version for n, s, version in seen):
+            with pytest.raises(InvalidArgument, match="batch: got one made before sequence"):
+                view.attend(q)
+            return
+        out = view.attend(q)
+        for b, (_, s, _) in enumerate(seen):
+            want = s.row.attend(q[b], causal=True)
+            assert not out[b].any() if want is None else assert_close(out[b], want[0]) is None
 
     def state(self):
         """All bookkeeping and all bytes."""
@@ -196,7 +307,7 @@ class PagedMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def wrong_ids(self, data):
-        wrong = data.draw(st.sampled_from([*self.dead[-3:], 10**6, -1, "a", None, 1.0]))
+        wrong = data.draw(st.sampled_from([*self.dead[-3:], 10**6, -1, "a", None, 1.0, True, False]))
         before = self.state()
         live = sorted(self.sequences)[:2]
         message = "a live sequence; create, fork and prefix_match give ids" if type(wrong) is int else "expected"
@@ -227,6 +338,9 @@ class PagedMachine(RuleBasedStateMachine):
             assert [pool.refs[page] for page in pages] == [obj["users"] for obj in sequence.pages]
             for page in pages:
                 refs[page] += 1
+            # Ids that count as known are those of these tokens, wherever the pages came from.
+            assert s.known[s.slot_of[number]] == sequence.known
+            assert s.ids[pages].reshape(-1)[: sequence.known].tolist() == sequence.ids[: sequence.known]
         assert refs.tolist() == pool.refs.tolist()
         # Every page is used, kept or free, and one of them only.
         free = set(pool._stack[: pool.free].tolist())
@@ -290,6 +404,10 @@ class RowsMachine(RuleBasedStateMachine):
         length = data.draw(st.integers(row.first, len(row.tokens)))
         self.cache.truncate(b, length)
         row.truncate(length)
+
+    @rule(way=st.sampled_from(sorted(COPIES)))
+    def replace(self, way):
+        self.cache = replaced(self.cache, way)
 
     @rule(b=st.integers(0, 1))
     def reset(self, b):

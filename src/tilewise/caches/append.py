@@ -55,9 +55,11 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
 def writer(k: Store, v: Store, wrap: int) -> Writer:
     """What writes into `k` and `v`, each `[B or pages, Hkv, slots, columns]`: position p into slot `p % wrap`."""
     device = k.data.device.type
-    if device == "cpu" and importlib.util.find_spec("numba") is not None:
-        from ..backends.cpu.host import missing
-
+    if device == "cpu":
+        try:
+            from ..backends.cpu.host import missing
+        except Exception:  # no Numba, or one that cannot be imported
+            return InTorch(k, v, wrap)
         if missing() is None:
             from ..backends.cpu.append import Append
 

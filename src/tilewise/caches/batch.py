@@ -13,14 +13,19 @@ from . import checks, hadamard
 from .append import Places, pieces
 from .attending import attend, refuse
 from .cascade import AGAINST, Group, Shape, Split, gain, run, shared
+from .eager import eager
 
 if TYPE_CHECKING:
     from .paged import PagedKVCache
     from .sequences import Growth
 
 
+@eager
 class Batch:
     """What `PagedKVCache.extend` and `view` give: tables of these sequences, the same for all layers.
+
+    It is for its sequences as they were when it was made. Once one of them is freed, truncated or has got more tokens,
+    it is refused; so are copies of it.
 
     Attributes:
         block_table: int32 `[B, pages]` on the device.
@@ -40,8 +45,10 @@ class Batch:
         is_new: bool,
     ) -> None:
         self.cache, self.sequences, self.counts, self.starts = cache, sequences, counts, growth.starts
-        self._slots, self._full = slots[0], growth.full
+        self._slots, self._growth = slots[0], growth
         self._left = set(range(cache.layers)) if is_new else set()
+        self._written = set[int]()  # layers whose tokens are known to be there
+        self._changes, self._versions = cache._sequences.changes, cache._sequences.version[slots[0]]
         B = len(counts)
         self.tokens = int(growth.cu[-1])
         self.longest = int(counts.max(initial=0))
@@ -59,6 +66,7 @@ class Batch:
         """
         cache = self.cache
         layer = checks.index("layer", layer, cache.layers, "layer")
+        self._check()
         if layer not in self._left:
             remedy = "extend makes room for tokens, each layer is written once"
             raise InvalidArgument("layer", f"{layer}, which has no new tokens to write", "one that has", remedy)
@@ -70,15 +78,37 @@ class Batch:
             k, v = hadamard.rotate(k), hadamard.rotate(v)
         if self.tokens:
             cache._writer(layer)(k, v, Places(self._starts, self.cu_seqlens, self.tokens, packed, self.block_table))
-        self._left.remove(layer)
-        if not self._left:
-            self._written()
+        with cache._lock:
+            sequences = cache._sequences
+            if sequences.wrote(layer, self._slots, self.starts, self._growth.lengths) == len(self._slots):
+                self._written.add(layer)
+            self._left.remove(layer)
+            if not self._left and self._growth.full is not None:  # full pages can be found by their ids
+                sequences.commit(self.sequences, self._growth.full)
 
-    def _written(self) -> None:
-        """Every layer is there: full pages can be found by their ids."""
-        if self._full is not None:
+    def _check(self, layer: int | None = None) -> None:
+        """Refuses a batch of sequences that have changed, and a layer with tokens that were never written."""
+        sequences = self.cache._sequences
+        if self._changes != sequences.changes:
             with self.cache._lock:
-                self.cache._sequences.commit(self.sequences, self._full)
+                changed = np.flatnonzero(sequences.version[self._slots] != self._versions)
+                if len(changed):
+                    number = self.sequences[changed[0]]
+                    how = "changed" if number in sequences.slot_of else "freed"
+                    given, remedy = f"one made before sequence {number} was {how}", "call extend or view again"
+                    raise InvalidArgument("batch", given, "one of its sequences as they are now", remedy)
+                self._changes = sequences.changes
+        if layer is not None and layer not in self._written:
+            with self.cache._lock:
+                b = sequences.wrote(layer, self._slots, self._growth.lengths, self._growth.lengths)  # nothing new
+                if b < len(self._slots):
+                    sequences.check_written(f"sequences[{b}]", self.sequences[b], int(self._slots[b]), layer)
+                self._written.add(layer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidArgument(
+            "batch", "a copy or a pickle", "the batch itself", "copy the cache, and take a view of it"
+        )
 
     def attend(
         self, q: Any, layer: int = 0, *, causal: bool = True, cascade: bool | None = None, **options: Any
@@ -98,7 +128,9 @@ class Batch:
         """
         cache = self.cache
         refuse(options, dict.fromkeys(("cu_seqlens_q", "max_q", "kv_lengths"), "leave it out"))
-        operands = cache._operands(checks.index("layer", layer, cache.layers, "layer"))
+        layer = checks.index("layer", layer, cache.layers, "layer")
+        self._check(layer)
+        operands = cache._operands(layer)
         packed = len(getattr(q, "shape", ())) == 3
         options["causal"] = causal
 
@@ -121,6 +153,7 @@ class Batch:
 
         Those for which it pays, or all that share a page.
         """
+        self._check()
         cache = self.cache
         fmt = (cache.k_format, cache.v_format)
         shape = Shape(

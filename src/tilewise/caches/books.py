@@ -6,7 +6,6 @@ calls; without it they are slow and do the same.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from functools import cache
@@ -16,11 +15,14 @@ from typing import Any
 @cache
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A loop of this file, compiled if it can be, and kept on disk."""
-    if importlib.util.find_spec("numba") is None:
+    try:
+        import numba
+    except Exception:  # not there, or it cannot be imported: the loops are the same without it
         return loop
-    import numba
-
-    return numba.njit(nogil=True, cache=True)(loop)
+    try:
+        return numba.njit(nogil=True, cache=True)(loop)
+    except RuntimeError:  # no place to keep it
+        return numba.njit(nogil=True)(loop)
 
 
 def count_pages(slots: Any, new: Any, length: Any, table: Any, refs: Any, node_of: Any, page_size: Any, copied: Any):  # type: ignore[no-untyped-def]
@@ -52,12 +54,13 @@ def count_pages(slots: Any, new: Any, length: Any, table: Any, refs: Any, node_o
 
 def give_pages(  # type: ignore[no-untyped-def]
     slots: Any, new: Any, length: Any, table: Any, refs: Any, page_size: Any, copied: Any, fresh: Any, changes: Any,
-    starts: Any, cu: Any, lengths: Any,
+    starts: Any, cu: Any, lengths: Any, version: Any,
 ):  # fmt: skip
     """Hands `fresh` pages out, as `count_pages` has found: new ones, and copies, which come first in `changes`.
 
     `changes[i]` is a table's row and column, the page that is there now, and the page that a copy is made of. Returns
     the number of copies; writes where each sequence's tokens start, sums of their counts, and the lengths after them.
+    A sequence that has new tokens is of another version.
     """
     taken = 0
     for b in range(len(slots)):
@@ -80,6 +83,8 @@ def give_pages(  # type: ignore[no-untyped-def]
             changes[taken, 0], changes[taken, 1], changes[taken, 2] = slot, column, fresh[taken]
             taken += 1
         length[slot] = after
+        if new[b]:
+            version[slot] += 1
         starts[b], cu[b], lengths[b] = old, total, after
         total += new[b]
     cu[len(slots)] = total
@@ -101,6 +106,20 @@ def note_ids(  # type: ignore[no-untyped-def]
             known[slot] = starts[b] + new[b]
         pages = known[slot] // page_size
         full[b] = pages if pages > depth[slot] else 0
+
+
+def mark_written(written: Any, slots: Any, starts: Any, lengths: Any):  # type: ignore[no-untyped-def]
+    """Notes that tokens from `starts` to `lengths` are written, unless some before them are not.
+
+    Returns the first sequence of which some are not, or the number of sequences.
+    """
+    first = len(slots)
+    for b in range(len(slots) - 1, -1, -1):
+        if written[slots[b]] == starts[b]:
+            written[slots[b]] = lengths[b]
+        if written[slots[b]] < lengths[b]:
+            first = b
+    return first
 
 
 def copy_rows(table: Any, slots: Any, to: Any):  # type: ignore[no-untyped-def]

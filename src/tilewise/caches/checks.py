@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import index as as_int
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,10 @@ import torch
 from ..arrays import to_tensor
 from ..checker import FLOATS
 from ..errors import InvalidArgument
-from ..options import is_int
 from .formats import Format
+from .integers import integer
+
+MOST = 2**31 - 1  # tokens of a sequence, and new ones of a call: kernels count in int32
 
 
 def rows(name: str, x: Any, heads: int, fmt: Format, device: torch.device, packed: bool) -> torch.Tensor:
@@ -40,29 +41,44 @@ def same_rows(k: torch.Tensor, v: torch.Tensor) -> None:
         raise InvalidArgument("v", f"(batch, heads, rows) = {given}", f"{want}, as k")
 
 
-def counts(name: str, given: Any, batch: int, most: int | None = None) -> np.ndarray:
-    """New tokens of each sequence, or one number for all, as int64 `[batch]`."""
-    if is_int(given) and given >= 0 and (most is None or given <= most):
-        return np.full(batch, given, dtype=np.int64)
-    if is_int(given):
-        given = [given] * batch
-    if isinstance(given, torch.Tensor):
-        given = given.cpu().numpy()
-    values = np.asarray(given)
-    if values.shape != (batch,) or (values.size and values.dtype.kind not in "iu"):
-        raise InvalidArgument(name, f"{values.dtype} of shape {values.shape}", f"ints, one for each of {batch} rows")
-    values = values.astype(np.int64)
-    if batch and (values.min() < 0 or (most is not None and values.max() > most)):
-        bad = int(np.argmax((values < 0) | (values > (most if most is not None else values.max()))))
-        limit = "0 or more" if most is None else f"0 to {most}, the rows that were given"
-        raise InvalidArgument(f"{name}[{bad}]", int(values[bad]), limit)
+def ints(name: str, given: Any, expected: str) -> np.ndarray:
+    """What a caller gives for a list of ints, as an array of ints; bools are none, also not among ints."""
+    try:
+        if isinstance(given, torch.Tensor):
+            given = given.cpu().numpy()
+        values = np.asarray(given)
+    except (ValueError, TypeError, RuntimeError):
+        raise InvalidArgument(name, repr(given), expected) from None
+    if values.size and values.dtype.kind not in "iu":
+        raise InvalidArgument(name, f"{values.dtype} of shape {values.shape}", expected)
+    if isinstance(given, (list, tuple)) and bool in set(map(type, given)):
+        raise InvalidArgument(name, "a bool among ints", expected)
     return values
 
 
+def counts(name: str, given: Any, batch: int, most: int | None = None) -> np.ndarray:
+    """New tokens of each sequence, or one number for all, as int64 `[batch]`."""
+    limit = MOST if most is None else most
+    number = None if getattr(given, "shape", ()) else integer(given)
+    if number is not None and 0 <= number <= limit:
+        return np.full(batch, number, dtype=np.int64)
+    expected = f"ints, one for each of {batch} rows"
+    values = ints(name, given if number is None else [number] * batch, expected)
+    if values.shape != (batch,):
+        raise InvalidArgument(name, f"{values.dtype} of shape {values.shape}", expected)
+    wrong = (values < 0) | (values > limit)
+    if wrong.any():
+        bad = int(np.argmax(wrong))
+        wanted = f"0 to {limit}" + ("" if most is None else ", the rows that were given")
+        raise InvalidArgument(f"{name}[{bad}]", int(values[bad]), wanted)
+    return values.astype(np.int64)
+
+
 def index(name: str, value: Any, size: int, what: str) -> int:
-    if not is_int(value) or not 0 <= value < size:
+    number = integer(value)
+    if number is None or not 0 <= number < size:
         raise InvalidArgument(name, repr(value), f"a {what}, 0 to {size - 1}")
-    return int(value)
+    return number
 
 
 def evenly(name: str, x: Any, batch: int, dim: int = 2) -> int:
@@ -80,19 +96,23 @@ def evenly(name: str, x: Any, batch: int, dim: int = 2) -> int:
 
 def token_ids(tokens: Any) -> np.ndarray:
     """Token ids as int64 `[n]`."""
-    if isinstance(tokens, torch.Tensor):
-        tokens = tokens.cpu().numpy()
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidArgument("tokens", f"{ids.dtype} of shape {ids.shape}", "token ids, ints in one dim")
+    expected = "token ids, ints in one dim"
+    ids = ints("tokens", tokens, expected)
+    if ids.ndim != 1:
+        raise InvalidArgument("tokens", f"{ids.dtype} of shape {ids.shape}", expected)
+    if ids.dtype == np.uint64 and ids.size and ids.max() >= 2**63:
+        raise InvalidArgument("tokens", f"an id of {ids.max()}", "ids below 2**63")
     return ids.astype(np.int64)
 
 
 def sequence_ids(sequences: Any) -> list[int]:
     """An id or several, as a list."""
     try:
-        if hasattr(sequences, "tolist"):
-            sequences = sequences.tolist()
-        return [as_int(sequences)] if hasattr(sequences, "__index__") else [as_int(number) for number in sequences]
-    except TypeError:
-        raise InvalidArgument("sequences", repr(sequences), "an id or a list of ids") from None
+        given = sequences.tolist() if hasattr(sequences, "tolist") else sequences
+        several = [given] if hasattr(given, "__index__") else list(given)
+    except (TypeError, RuntimeError):
+        several = [None]
+    numbers = several if set(map(type, several)) <= {int} else [integer(number) for number in several]
+    if None in numbers:
+        raise InvalidArgument("sequences", repr(sequences), "an id or a list of ids")
+    return numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -10,15 +11,18 @@ import torch
 
 from ..api import attention
 from ..errors import CacheFull, InvalidArgument
-from ..options import is_int
 from ..state import AttentionState, merge
-from . import checks, hadamard, ring
+from . import checks, copies, hadamard, ring
 from .append import Places, upload, writer
 from .attending import attend, into, refuse, rounded
-from .formats import formats_of, size
-from .save import load_rows, save_rows
+from .eager import eager
+from .formats import Store, described, formats_of, size
+from .integers import integer
+from .load import load_rows
+from .save import save_rows
 
 
+@eager
 class KVCache:
     """Keys and values of a batch, `capacity` slots a row; each row has its own length.
 
@@ -28,13 +32,14 @@ class KVCache:
         capacity: tokens that a row can hold.
         head_dim: D, of K.
         dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, or a torch dtype.
+            Default: torch's default dtype, or float32 where that is float64.
         v_dtype: how V is stored, if not as K.
         value_dim: Dv, if not D.
         group: elements that share a scale in quantised storage: 32, 64 or 128.
         rotate: store K and V rotated by a Hadamard matrix, which spreads outliers before they are quantised. Results
             are those of the cache without it, up to rounding.
         ring: keep the last `capacity` tokens of a row instead of running full. Positions stay true.
-        device: where it lies.
+        device: where it lies. Default: torch's default device.
 
     >>> cache = KVCache(2, 4, 100, 64, "int8")
     >>> k, v = torch.randn(2, 2, 4, 30, 64)
@@ -51,7 +56,7 @@ class KVCache:
         kv_heads: int,
         capacity: int,
         head_dim: int,
-        dtype: torch.dtype | str,
+        dtype: torch.dtype | str | None = None,
         *,
         v_dtype: torch.dtype | str | None = None,
         value_dim: int | None = None,
@@ -68,12 +73,38 @@ class KVCache:
             hadamard.check("head_dim", self.k_format.width)
             hadamard.check("value_dim", self.v_format.width)
         self.device = torch.empty(0, device=device).device
-        rows = (self.batch, self.kv_heads, self.capacity)
-        self._k, self._v = (fmt.empty(*rows, device=self.device) for fmt in (self.k_format, self.v_format))
-        self._write = writer(self._k, self._v, self.capacity)
+        self._k, self._v = self._stores()
         self._length = np.zeros(self.batch, dtype=np.int32)
         self._first = np.zeros(self.batch, dtype=np.int32)  # the oldest position held; 0 unless it is a ring
+        self._set_up()
+
+    def _stores(self) -> tuple[Store, Store]:
+        """Room for K and V."""
+        rows = (self.batch, self.kv_heads, self.capacity)
+        k, v = (fmt.empty(*rows, device=self.device) for fmt in (self.k_format, self.v_format))
+        return k, v
+
+    def _set_up(self) -> None:
+        """What is made of the rest, and not copied: it holds addresses."""
+        self._write = writer(self._k, self._v, self.capacity)
         self._on_device = torch.from_numpy(self._length).to(self.device)  # on the CPU the same memory
+
+    def __copy__(self) -> KVCache:
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        return copies.deep(self, memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return copies.rows_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copies.set_rows(self, state)
+
+    def __repr__(self) -> str:
+        shown = self._length[:8].tolist()
+        lengths = f"[{', '.join(map(str, shown))}{', ...' if self.batch > 8 else ''}]"
+        return described(self, batch=self.batch, capacity=self.capacity, ring=self.ring, lengths=lengths)
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -109,6 +140,10 @@ class KVCache:
         L = k.shape[2]
         new = np.full(self.batch, L) if counts is None else checks.counts("counts", counts, self.batch, L)
         length = self._length + new
+        if self.batch and length.max() > checks.MOST:
+            raise CacheFull(
+                f"a row would have {int(length.max())} tokens; positions end at {checks.MOST}: reset the row"
+            )
         if not self.ring and self.batch and length.max() > self.capacity:
             b = int(length.argmax())
             raise CacheFull(
@@ -152,10 +187,11 @@ class KVCache:
         """Shortens a row to `length` tokens: rejects tokens that were only a guess."""
         row = checks.index("row", row, self.batch, "row")
         least, most = int(self._first[row]), int(self._length[row])
-        if not is_int(length) or not least <= length <= most:
+        number = integer(length)
+        if number is None or not least <= number <= most:
             raise InvalidArgument("length", repr(length), f"{least} to {most}, what row {row} holds")
         lengths = self._length.copy()
-        lengths[row] = length
+        lengths[row] = number
         self._set(lengths, self._first)
 
     def reset(self, row: int | None = None) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from ..dtypes import FLOATS, short_name
 from ..errors import InvalidArgument
-from ..options import is_int
 from ..problem import MAX_HEAD_DIM
 from ..quantised import GROUPS, STORAGE, QuantDtype, Quantised
+from .integers import integer
 
 PLAIN = FLOATS
 QUANTISED: tuple[str, ...] = get_args(QuantDtype)
@@ -32,7 +32,10 @@ class Format:
 
     @classmethod
     def of(cls, argument: str, dtype: Any, group: Any, width: int) -> Format:
-        """What a user asks for by a name or a torch dtype."""
+        """What a user asks for by a name or a torch dtype; None is torch's default."""
+        if dtype is None:
+            dtype = torch.get_default_dtype()
+            dtype = torch.float32 if dtype == torch.float64 else dtype
         name = short_name(dtype)
         if name not in PLAIN and name not in QUANTISED:
             raise InvalidArgument(argument, repr(dtype), f"one of {', '.join((*PLAIN, *QUANTISED))} or their dtype")
@@ -71,7 +74,7 @@ class Format:
     def empty(self, *rows: int, device: torch.device) -> Store:
         """Room for `rows` of rows. Quantised data is not touched: its pages of memory come with its use."""
         data = torch.empty(*rows, self.columns, dtype=self.dtype, device=device)
-        scales = torch.empty(*rows, self.scales, device=device) if self.is_quantised else None
+        scales = torch.empty(*rows, self.scales, dtype=torch.float32, device=device) if self.is_quantised else None
         return Store(self, data, scales)
 
 
@@ -120,10 +123,23 @@ class Store:
 
 def size(argument: str, value: Any, least: int = 1, most: int | None = None) -> int:
     """A whole number from `least` on."""
-    if not is_int(value) or value < least or (most is not None and value > most):
+    number = integer(value)
+    if number is None or number < least or (most is not None and number > most):
         limit = f"{least} or more" if most is None else f"{least} to {most}"
         raise InvalidArgument(argument, repr(value), f"an int, {limit}")
-    return int(value)
+    return number
+
+
+def described(cache: Any, **facts: Any) -> str:
+    """What `repr` of a cache says: its sizes, how it stores, what it holds."""
+    k, v = cache.k_format, cache.v_format
+    facts |= {"kv_heads": cache.kv_heads, "head_dim": k.width}
+    facts |= {"value_dim": v.width} if v.width != k.width else {}
+    facts |= {"dtype": repr(k.name)} | ({"v_dtype": repr(v.name)} if v.name != k.name else {})
+    facts |= {"group": k.group or v.group} if k.group or v.group else {}
+    facts |= {"rotate": True} if cache.rotate else {}
+    facts |= {"device": repr(str(cache.device)), "nbytes": cache.nbytes}
+    return f"{type(cache).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
 
 
 def head_width(argument: str, value: Any) -> int:

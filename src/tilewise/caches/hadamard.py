@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from ..errors import InvalidArgument
@@ -35,12 +36,13 @@ def matrix(width: int, device: torch.device) -> torch.Tensor:
     True
     """
     block = block_of(width)
-    H = torch.ones(1, 1, dtype=torch.float64)
+    H = np.ones((1, 1))
     while len(H) < block:
-        H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
-    H = torch.block_diag(*[H / block**0.5] * (width // block))
-    signs = torch.tensor([_sign(i) for i in range(width)], dtype=torch.float64)
-    return (signs[:, None] * H).float().to(device)
+        H = np.block([[H, H], [H, -H]])
+    R = np.kron(np.eye(width // block), H / block**0.5)
+    signs = np.array([_sign(i) for i in range(width)])
+    with torch.inference_mode(False):  # it is kept, and may be used outside
+        return torch.from_numpy((signs[:, None] * R).astype(np.float32)).to(device)
 
 
 def _sign(i: int) -> float:
@@ -53,9 +55,16 @@ def _sign(i: int) -> float:
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """`x R` over the last dim, multiplied in float32, in x's dtype."""
-    return (x.float() @ matrix(x.shape[-1], x.device)).to(x.dtype)
+    return _times(x, matrix(x.shape[-1], x.device))
 
 
 def rotate_back(x: torch.Tensor) -> torch.Tensor:
     """`x R^T`."""
-    return (x.float() @ matrix(x.shape[-1], x.device).T).to(x.dtype)
+    return _times(x, matrix(x.shape[-1], x.device).T)
+
+
+def _times(x: torch.Tensor, R: torch.Tensor) -> torch.Tensor:
+    if not torch.is_autocast_enabled(x.device.type):
+        return (x.float() @ R).to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):  # it would multiply in 16 bits
+        return (x.float() @ R).to(x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Sequence
@@ -11,17 +12,20 @@ import numpy as np
 import torch
 
 from ..errors import InvalidArgument
-from ..options import is_int
-from . import checks, hadamard
+from . import checks, copies, hadamard
 from .append import Writer, writer
 from .batch import Batch
 from .cascade import Split
-from .formats import Store, formats_of, size
-from .save import load_pages, load_prefix, save_pages, save_prefix
+from .eager import eager
+from .formats import Store, described, formats_of, size
+from .integers import integer
+from .load import load_pages, load_prefix
+from .save import save_pages, save_prefix
 from .sequences import Sequences
 from .stats import PoolStats, stats_of
 
 
+@eager
 class PagedKVCache:
     """Keys and values of many sequences in one pool of pages, for one or more layers.
 
@@ -34,12 +38,13 @@ class PagedKVCache:
         kv_heads: heads of K and V.
         head_dim: D, of K.
         dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, or a torch dtype.
+            Default: torch's default dtype, or float32 where that is float64.
         layers: layers that share the tables, each with keys and values of its own.
         v_dtype: how V is stored, if not as K.
         value_dim: Dv, if not D.
         group: elements that share a scale in quantised storage: 32, 64 or 128.
         rotate: store K and V rotated by a Hadamard matrix; see `KVCache`.
-        device: where it lies.
+        device: where it lies. Default: torch's default device.
 
     >>> cache = PagedKVCache(100, 16, kv_heads=4, head_dim=64, dtype="f16")
     >>> first = cache.create()
@@ -59,7 +64,7 @@ class PagedKVCache:
         page_size: int,
         kv_heads: int,
         head_dim: int,
-        dtype: torch.dtype | str,
+        dtype: torch.dtype | str | None = None,
         *,
         layers: int = 1,
         v_dtype: torch.dtype | str | None = None,
@@ -76,14 +81,44 @@ class PagedKVCache:
             hadamard.check("head_dim", self.k_format.width)
             hadamard.check("value_dim", self.v_format.width)
         self.device = torch.empty(0, device=device).device
+        self._k, self._v = self._stores()
+        self._sequences = Sequences(self.num_pages, self.page_size, self.layers, self.device)
+        self._set_up()
+
+    def _stores(self) -> tuple[Store, Store]:
+        """Room for K and V."""
         rows = (self.layers, self.num_pages, self.page_size, self.kv_heads)
-        self._k, self._v = (fmt.empty(*rows, device=self.device) for fmt in (self.k_format, self.v_format))
+        k, v = (fmt.empty(*rows, device=self.device) for fmt in (self.k_format, self.v_format))
+        return k, v
+
+    def _set_up(self) -> None:
+        """What is made of the rest, and not copied."""
         self._writers: dict[int, Writer] = {}
         self._lock = threading.RLock()
-        self._sequences = Sequences(self.num_pages, self.page_size, self.device)
         self._latest: Batch | None = None  # of `extend`, while it shows its sequences as they are
         self._splits: dict[Any, Split | None] = {}  # prefixes that batches share, until a sequence is shortened
         self._pages: dict[int, tuple[Any, Any]] = {}
+
+    def __copy__(self) -> PagedKVCache:
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        with self._lock:
+            return copies.deep(self, memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return copies.pages_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copies.set_pages(self, state)
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return described(
+            self, num_pages=self.num_pages, page_size=self.page_size, layers=self.layers, sequences=stats.sequences,
+            tokens=stats.tokens, used=stats.used, kept=stats.kept, free=stats.free,
+        )  # fmt: skip
 
     # Sequences
 
@@ -95,7 +130,7 @@ class PagedKVCache:
     def fork(self, sequence: int) -> int:
         """A new sequence that shares all pages of another. Whoever writes into a shared page first gets a copy."""
         with self._lock:
-            return self._sequences.fork(self._sequences.slot("sequence", sequence))
+            return self._sequences.fork("sequence", sequence)
 
     def prefix_match(self, tokens: Any) -> tuple[int, int]:
         """A new sequence that begins with the pages of the longest known prefix of `tokens`.
@@ -118,9 +153,10 @@ class PagedKVCache:
         with self._lock:
             slot = self._sequences.slot("sequence", sequence)
             most = int(self._sequences.length[slot])
-            if not is_int(length) or not 0 <= length <= most:
+            number = integer(length)
+            if number is None or not 0 <= number <= most:
                 raise InvalidArgument("length", repr(length), f"0 to {most}, what the sequence holds")
-            self._sequences.truncate(slot, length)
+            self._sequences.truncate(slot, number)
             self._splits.clear()
             self._latest = None
 
@@ -173,11 +209,15 @@ class PagedKVCache:
         with self._lock:
             slots = self._sequences.slots(numbers)
             growth = self._sequences.extend(slots[0], new, ids)
-            if len(growth.copied):
-                to, source = (torch.from_numpy(x).to(self.device, torch.int64) for x in (growth.copies, growth.copied))
-                for store in (self._k, self._v):
-                    store.copy((slice(None), to), (slice(None), source))
-            self._latest = Batch(self, numbers, slots, new, growth, is_new=True)
+            try:
+                if growth.copies:
+                    pages = torch.from_numpy(growth.changes[: growth.copies, 2:]).to(self.device, torch.int64)
+                    for store in (self._k, self._v):
+                        store.copy((slice(None), pages[:, 0]), (slice(None), pages[:, 1]))
+                self._latest = Batch(self, numbers, slots, new, growth, is_new=True)
+            except BaseException:
+                self._sequences.undo(slots[0], growth)
+                raise
             return self._latest
 
     def append(self, sequences: int | Sequence[int], k: Any, v: Any, *, counts: Any = None, tokens: Any = None) -> None:
@@ -198,7 +238,14 @@ class PagedKVCache:
         numbers = checks.sequence_ids(sequences)
         new = checks.counts("counts", checks.evenly("k", k, len(numbers)) if counts is None else counts, len(numbers))
         rows = self._new_rows(k, v, new)  # wrong rows are refused before there is room for them
-        self._extend(numbers, new, tokens)._write(*rows, layer=0)
+        batch = self._extend(numbers, new, tokens)
+        try:
+            batch._write(*rows, layer=0)
+        except BaseException:
+            with self._lock:
+                self._sequences.undo(batch._slots, batch._growth)
+                self._latest = None
+            raise
 
     def view(self, sequences: int | Sequence[int], counts: Any = 1) -> Batch:
         """Sequences as they are, to attend to; `counts` are the queries of each, its last tokens."""
@@ -257,6 +304,7 @@ class PagedKVCache:
         layer = checks.index("layer", layer, self.layers, "layer")
         with self._lock:
             slot = self._sequences.slot("sequence", sequence)
+            self._sequences.check_written("sequence", sequence, slot, layer)
             pages = torch.from_numpy(self._sequences.pages(slot)).to(self.device, torch.int64)
             length = int(self._sequences.length[slot])
         x = store.map(lambda x: x[layer][pages].flatten(0, 1)[:length].transpose(0, 1)).floats()

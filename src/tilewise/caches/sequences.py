@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import InvalidArgument
-from ..options import is_int
 from .append import blocks
-from .books import compiled, count_pages, give_pages, note_ids
+from .books import compiled, count_pages, give_pages, mark_written, note_ids
+from .integers import integer
 from .pool import Pool
 from .prefix import LOST, ROOT
+from .stats import tokens_of_pages
 from .table import Table
 
 NONE = np.zeros(0, dtype=np.int32)
@@ -27,9 +29,11 @@ class Growth:
     cu: np.ndarray  # [B + 1], sums of their counts
     lengths: np.ndarray  # tokens of each, the new ones included
     pages: int  # of the longest
-    copied: np.ndarray  # pages that were shared, and were written
-    copies: np.ndarray  # what their writers have instead
-    full: np.ndarray | None  # pages of each that the prefix index is to know when all is written
+    changes: np.ndarray  # [pages, 4]: rows and columns of the table, the pages there now, and what copies are made of
+    copies: int  # leading rows of `changes`: pages that were shared, and are written
+    stamp: int  # of this change: the last one if it is that of `Sequences.changes`
+    known: np.ndarray | None = None  # leading tokens of each whose ids were known before
+    full: np.ndarray | None = None  # pages of each that the prefix index is to know when all is written
 
 
 class Sequences:
@@ -39,7 +43,7 @@ class Sequences:
     never. Nothing changes if a method raises.
     """
 
-    def __init__(self, pages: int, page_size: int, device: torch.device) -> None:
+    def __init__(self, pages: int, page_size: int, layers: int, device: torch.device) -> None:
         self.pool, self.page_size, self.device = Pool(pages), page_size, device
         self.table = Table(device)
         self.slot_of: dict[int, int] = {}
@@ -48,15 +52,28 @@ class Sequences:
         # One number for each slot: tokens, leading tokens whose ids are known, the last node of the prefix index that
         # the sequence stands at, and how many pages that is from the root
         self.length, self.known, self.node, self.depth = (np.zeros(0, dtype=np.int64) for _ in range(4))
+        self.written = np.zeros((layers, 0), dtype=np.int64)  # leading tokens whose keys and values are there
+        # Handles remember the version of their sequences. It counts changes of a slot and never starts again, so that
+        # a handle of a freed sequence is not taken for one of the next in its slot. `changes` counts those of all.
+        self.version, self.changes = np.zeros(0, dtype=np.int64), 0
         self.ids = np.zeros((pages, page_size), dtype=np.int64)  # token ids of each page, where they are known
         self._recent: dict[tuple[int, ...], tuple[np.ndarray, torch.Tensor]] = {}
 
-    def slot(self, argument: str, number: object) -> int:
-        slot = self.slot_of.get(number) if is_int(number) else None  # type: ignore[call-overload]
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_recent": {}, "ids": self.known_ids()}
+
+    def known_ids(self) -> np.ndarray:
+        """The token ids of each page, 0 where they are not known: nothing of who used it before."""
+        known = np.arange(self.page_size) < tokens_of_pages(self, self.known)[:, None]
+        return np.where(known, self.ids, 0)
+
+    def slot(self, argument: str, given: object) -> int:
+        number = integer(given)
+        slot = None if number is None else self.slot_of.get(number)
         if slot is None:
-            was = is_int(number) and 0 <= number < self.created  # type: ignore[operator]
+            was = number is not None and 0 <= number < self.created
             remedy = "it was freed" if was else "create, fork and prefix_match give ids"
-            raise InvalidArgument(argument, repr(number), "a live sequence", remedy)
+            raise InvalidArgument(argument, repr(given), "a live sequence", remedy)
         return int(slot)
 
     def slots(self, numbers: list[int]) -> tuple[np.ndarray, torch.Tensor]:
@@ -83,23 +100,26 @@ class Sequences:
             have = len(self.length)
             more = max(16, have)
             self._unused = list(range(have + more - 1, have - 1, -1))
-            self.length, self.known, self.node, self.depth = (
+            self.length, self.known, self.node, self.depth, self.version = (
                 np.concatenate([x, np.zeros(more, dtype=np.int64)])
-                for x in (self.length, self.known, self.node, self.depth)
+                for x in (self.length, self.known, self.node, self.depth, self.version)
             )
+            self.written = np.pad(self.written, ((0, 0), (0, more)))
         self.table.grow(len(self.length), len(pages))
         slot, number = self._unused.pop(), self.created
         self.created += 1
         self.slot_of[number] = slot
-        self.length[slot] = self.known[slot] = self.depth[slot] = 0
+        self.length[slot] = self.known[slot] = self.depth[slot] = self.written[:, slot] = 0
         self.node[slot] = ROOT
         self.pool.share(pages)
         self.table.set_row(slot, pages)
         return number, slot
 
-    def fork(self, source: int) -> int:
+    def fork(self, argument: str, given: object) -> int:
+        source = self.slot(argument, given)
+        self.check_written(argument, given, source)
         number, slot = self.create(self.pages(source).copy())
-        for x in (self.length, self.known, self.node, self.depth):
+        for x in (self.length, self.known, self.node, self.depth, *self.written):
             x[slot] = x[source]
         return number
 
@@ -114,23 +134,32 @@ class Sequences:
             node = found
             pages.append(index.nodes[node].page)
         number, slot = self.create(np.array(pages, dtype=np.int32))
-        self.length[slot] = self.known[slot] = P * len(pages)
+        self.length[slot] = self.known[slot] = self.written[:, slot] = P * len(pages)
         self.node[slot], self.depth[slot] = node, len(pages)
         return number, P * len(pages)
 
     def truncate(self, slot: int, length: int) -> None:
+        if length == self.length[slot]:
+            return
         P = self.page_size
         self.pool.release(self.pages(slot)[-(-length // P) :])
         self.length[slot], self.known[slot] = length, min(length, int(self.known[slot]))
         depth = min(int(self.depth[slot]), length // P)
         self.node[slot] = self.pool.index.above(int(self.node[slot]), int(self.depth[slot]) - depth)
         self.depth[slot] = depth
+        self.written[:, slot] = np.minimum(self.written[:, slot], length)
+        self._changed(slot)
+
+    def _changed(self, slot: int) -> None:
+        self.version[slot] += 1
+        self.changes += 1
 
     def free(self, numbers: list[int]) -> None:
         slots = self.slots(numbers)[0]
         for number, slot in zip(numbers, slots.tolist(), strict=True):
             self.pool.release(self.pages(slot))
             del self.slot_of[number]
+            self._changed(slot)
             self._unused.append(slot)
         self._recent.clear()
 
@@ -145,23 +174,51 @@ class Sequences:
         if known:
             self._forget_written(slots[(new > 0) & ~copied])
         fresh = pool.take(wanted)
-        self.table.grow(0, longest)
-        changes = np.empty((wanted, 4), dtype=np.int32)
-        block, (starts, cu, lengths) = blocks(B, B + 1, B)
-        copies = compiled(give_pages)(
-            slots, new, self.length, self.table.host, pool.refs, self.page_size, copied, fresh, changes, starts, cu,
-            lengths,
-        )  # fmt: skip
-        self.table.sent(changes)
-        full = None
-        if ids is not None:
-            full = np.empty(B, dtype=np.int64)
-            if copies:
-                self.ids[changes[:copies, 2]] = self.ids[changes[:copies, 3]]
-            compiled(note_ids)(
-                slots, starts, new, self.table.host, self.known, self.depth, ids, self.ids, self.page_size, full
-            )
-        return Growth(block, starts, cu, lengths, longest, changes[:copies, 3], changes[:copies, 2], full)
+        try:
+            self.table.grow(0, longest)
+            changes = np.empty((wanted, 4), dtype=np.int32)
+            block, (starts, cu, lengths) = blocks(B, B + 1, B)
+            copies = compiled(give_pages)(
+                slots, new, self.length, self.table.host, pool.refs, self.page_size, copied, fresh, changes, starts, cu,
+                lengths, self.version,
+            )  # fmt: skip
+        except BaseException:
+            pool.release(fresh)
+            raise
+        self.changes += 1
+        known, full = (None, None) if ids is None else (self.known[slots], np.empty(B, dtype=np.int64))
+        growth = Growth(block, starts, cu, lengths, longest, changes, copies, self.changes, known, full)
+        try:
+            self.table.sent(changes)
+            # Ids that are not given now may be known all the same: those of the copied page's first tokens.
+            self.ids[changes[:copies, 2]] = self.ids[changes[:copies, 3]]
+            if ids is not None:
+                compiled(note_ids)(
+                    slots, starts, new, self.table.host, self.known, self.depth, ids, self.ids, self.page_size, full
+                )
+        except BaseException:
+            self.undo(slots, growth)
+            raise
+        return growth
+
+    def undo(self, slots: np.ndarray, growth: Growth) -> None:
+        """Takes new tokens back. Prefixes that were given up for them do not come back.
+
+        Copies of shared pages go back too, unless others have changed since: they may have freed what was shared.
+        """
+        last = growth.stamp == self.changes
+        copied = growth.changes[: growth.copies if last else 0].copy()
+        copied[:, 2] = copied[:, 3]
+        self.table.host[copied[:, 0], copied[:, 1]] = copied[:, 2]
+        np.add.at(self.pool.refs, copied[:, 2], 1)  # several may be copies of one page
+        self.pool.release(growth.changes[0 if last else growth.copies :, 2])
+        self.length[slots] = growth.starts
+        self.written[:, slots] = np.minimum(self.written[:, slots], growth.starts)
+        if growth.known is not None:
+            self.known[slots] = growth.known
+        self.version[slots] += 1
+        self.changes += 1
+        self.table.sent(copied)
 
     def as_they_are(self, slots: np.ndarray, queries: np.ndarray) -> Growth:
         """The same for no new tokens; `queries` of each sequence's last ones are looked at."""
@@ -171,7 +228,7 @@ class Sequences:
         starts[:] = lengths - queries
         np.cumsum(queries, out=cu[1:])
         pages = -(-int(lengths.max(initial=0)) // self.page_size)
-        return Growth(block, starts, cu, lengths, pages, NONE, NONE, None)
+        return Growth(block, starts, cu, lengths, pages, NONE.reshape(0, 4), 0, self.changes)
 
     def _forget_written(self, slots: np.ndarray) -> None:
         """Half filled pages that will be written in place: what they were known for is gone."""
@@ -186,13 +243,31 @@ class Sequences:
         index = self.pool.index
         for i in np.flatnonzero(full):
             slot = self.slot_of.get(numbers[i])
-            if slot is None or full[i] <= self.depth[slot]:  # freed meanwhile
+            if slot is None:  # freed meanwhile
+                continue
+            pages = min(int(full[i]), int(self.written[:, slot].min()) // self.page_size)
+            if pages <= self.depth[slot]:
                 continue
             node = int(self.node[slot])
-            for page in self.table.host[slot, self.depth[slot] : full[i]].tolist():
+            for page in self.table.host[slot, self.depth[slot] : pages].tolist():
                 # Another page may have been known for the same ids, and gone: then nothing follows it.
                 node = index.add(node, self.ids[page].tobytes(), page) if index.holds(node) else LOST
-            self.node[slot], self.depth[slot] = node, full[i]
+            self.node[slot], self.depth[slot] = node, pages
+
+    def wrote(self, layer: int, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
+        """New tokens of a layer are there. The first sequence that lacks some before them, or how many there are."""
+        return int(compiled(mark_written)(self.written[layer], slots, starts, lengths))
+
+    def check_written(self, argument: str, number: object, slot: int, layer: int | None = None) -> None:
+        """Refuses a sequence with tokens that `extend` made room for and nobody wrote: its memory is another's."""
+        written = int(self.written[:, slot].min() if layer is None else self.written[layer, slot])
+        if written < self.length[slot]:
+            missing = int(self.length[slot]) - written
+            where = "" if layer is None else f" in layer {layer}"
+            raise InvalidArgument(
+                argument, f"{number}, of whose tokens the last {missing} are not all written{where}", "a written one",
+                f"write them by the batch of extend, or truncate the sequence to {written}",
+            )  # fmt: skip
 
     def restore(self, lists: dict[str, np.ndarray], created: int, kept: int) -> None:
         """Sets up an empty cache from what `save.py` has written; pages are the first ones, kept ones last."""
@@ -206,7 +281,7 @@ class Sequences:
             length = int(lists["length"][i])
             self.created = number
             _, slot = self.create(lists["table"][i, : -(-length // self.page_size)].copy())
-            self.length[slot] = length
+            self.length[slot] = self.written[:, slot] = length
             for name in ("known", "node", "depth"):
                 getattr(self, name)[slot] = lists[name][i]
         self.created = created

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .sequences import Sequences
+if TYPE_CHECKING:
+    from .sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +26,27 @@ class PoolStats:
     nbytes: int
 
 
-def stats_of(sequences: Sequences, nbytes: int) -> PoolStats:
-    pool, size = sequences.pool, sequences.page_size
-    filled = np.zeros(pool.pages, dtype=np.int64)  # tokens of each page
+def tokens_of_pages(sequences: Sequences, lengths: np.ndarray, indexed: bool = True) -> np.ndarray:
+    """Tokens of each page, int64 `[pages]`, if sequences have `lengths` (one for each slot).
+
+    Pages of the prefix index are full, also if the sequences that use them are shorter, unless `indexed` is False.
+    """
+    size = sequences.page_size
+    filled = np.zeros(sequences.pool.pages, dtype=np.int64)
+    if indexed:
+        filled[sequences.pool.index.node_of > 0] = size
     for slot in sequences.slot_of.values():
-        pages = sequences.pages(slot)
+        length = int(lengths[slot])
+        pages = sequences.table.host[slot, : -(-length // size)]
         if len(pages):
             filled[pages[:-1]] = size
-            last = int(sequences.length[slot]) - (len(pages) - 1) * size
-            filled[pages[-1]] = max(filled[pages[-1]], last)
+            filled[pages[-1]] = max(filled[pages[-1]], length - (len(pages) - 1) * size)
+    return filled
+
+
+def stats_of(sequences: Sequences, nbytes: int) -> PoolStats:
+    pool, size = sequences.pool, sequences.page_size
+    filled = tokens_of_pages(sequences, sequences.length, indexed=False)
     used, tokens = int((pool.refs > 0).sum()), int(filled.sum())
     return PoolStats(
         pages=pool.pages,

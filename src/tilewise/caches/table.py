@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -20,6 +22,13 @@ class Table:
     def _make(self, host: np.ndarray) -> None:
         self.host = host
         self.on_device = torch.from_numpy(host).to(self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"device": self.device, "host": self.host}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.device = state["device"]
+        self._make(state["host"])
 
     def grow(self, rows: int, columns: int) -> None:
         """Makes room for at least this much."""

@@ -1,0 +1,32 @@
+"""Methods that `torch.compile` leaves as they are: it breaks its graph there, and they run as in eager code.
+
+A cache keeps its lengths and tables in NumPy and changes them at every step. Traced, each length would be another
+graph, and the first use of a Numba loop would be traced too. `torch.compiler.disable` says the same, but importing what
+it needs takes a second, which a program that never compiles should not wait for.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any, TypeVar
+
+from torch._C._dynamo import eval_frame
+
+Class = TypeVar("Class", bound=type)
+REASON = "a tilewise cache keeps its lengths in Python: its methods run outside graphs, and not with fullgraph=True"
+
+
+def eager(cls: Class) -> Class:
+    """All methods and properties of a class that have no leading underscore, and all that they call."""
+    for name, value in vars(cls).items():
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if not name.startswith("_") and isinstance(function, FunctionType):
+            _leave(function)
+    return cls
+
+
+def _leave(function: Any) -> None:
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, REASON  # not traced as part of a caller
+    if hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.7: nor by itself, when the caller's graph has ended
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
