@@ -164,7 +164,7 @@ def test_a_batch_is_neither_copied_nor_pickled():
     for batch in (cache.extend(a), cache.view(fork)):
         for way in WAYS.values():
             with pytest.raises(
-                InvalidArgument, match="batch: got a copy or a pickle, .* copy the cache, and take a view"
+                InvalidArgument, match=r"batch: got a copy or a pickle, .* copy the cache, and take a view"
             ):
                 way(batch)
 

@@ -200,7 +200,7 @@ class TestUnwrittenTokens:
         put(cache, a, 3)
         cache.extend(a, 2)
         put(cache, a, 1, seed=1)
-        with pytest.raises(InvalidArgument, match="the last 3 are not all written.* truncate the sequence to 3"):
+        with pytest.raises(InvalidArgument, match=r"the last 3 are not all written.* truncate the sequence to 3"):
             cache.attend(a, rows(1, 4, 1, 32))
         cache.truncate(a, 3)
         cache.attend(a, rows(1, 4, 1, 32))
@@ -233,7 +233,7 @@ class TestWrongIds:
             cache.free, cache.extend, cache.view, lambda x: cache.append(x, *k),
             lambda x: cache.attend(x, rows(1, 4, 1, 32)),
         ):  # fmt: skip
-            with pytest.raises(InvalidArgument, match="sequences: got .*, expected an id or a list of ids"):
+            with pytest.raises(InvalidArgument, match=r"sequences: got .*, expected an id or a list of ids"):
                 call(wrong)
         for call in (
             cache.fork, cache.length, cache.keys, lambda x: cache.truncate(x, 0), lambda x: cache.truncate(0, x),

@@ -110,6 +110,18 @@ def test_ring_across_many_wraps(capacity, dtype):
     assert cache._first.min() > 20 or capacity == 16  # many wraps
 
 
+@pytest.mark.parametrize("capacity", [2, 3, 6])
+def test_a_ring_sees_as_many_keys_as_the_window(capacity):
+    """Not one more, and not one less: every window that it can serve, wherever the ring begins."""
+    cache, models = KVCache(2, 1, capacity, 8, "f32", ring=True), [Row(), Row()]
+    for step in range(2 * capacity + 2):
+        fill(cache, models, (1, 1), step, capacity)
+        for queries in range(1, min(4, capacity + 1)):
+            for window in range(1, capacity - queries + 2):
+                compare(cache, models, queries, window=window)
+                compare(cache, models, queries, window=(window - 1, 0), causal=False)
+
+
 def test_ring_after_truncation():
     capacity = 8
     cache, models = KVCache(2, 2, capacity, 64, "f32", ring=True), [Row(), Row()]
@@ -345,3 +357,25 @@ def test_large_appends_are_shared_by_threads():
     packed = Quantised.from_float(x, "int4", 64)
     assert caches[0]._k.data.equal(packed.data)
     assert caches[0]._k.scales.equal(packed.scales)
+
+
+def test_repr_and_default_dtype():
+    cache = KVCache(2, 4, 100, 64)
+    assert cache.k_format.dtype == torch.float32
+    cache.append(*torch.zeros(2, 2, 4, 30, 64), [30, 7])
+    assert repr(cache) == (
+        "KVCache(batch=2, capacity=100, ring=False, lengths=[30, 7], kv_heads=4, head_dim=64, dtype='f32', "
+        "device='cpu', nbytes=409600)"
+    )
+    assert "lengths=[0, 0, 0, 0, 0, 0, 0, 0, ...]" in repr(KVCache(9, 1, 1, 8))
+    narrow = repr(KVCache(1, 1, 1, 8, "int8", v_dtype="f16", value_dim=16, group=32, rotate=True))
+    assert "head_dim=8, value_dim=16, dtype='int8', v_dtype='f16', group=32, rotate=True" in narrow
+    for given, name in (("float16", "f16"), ("bfloat16", "bf16"), ("float32", "f32"), ("float8_e4m3fn", "fp8_e4m3")):
+        assert Format.of("dtype", given, 32, 8).name == Format.of("dtype", getattr(torch, given), 32, 8).name == name
+    before = torch.get_default_dtype()
+    try:
+        for default, name in ((torch.float16, "f16"), (torch.bfloat16, "bf16"), (torch.float64, "f32")):
+            torch.set_default_dtype(default)
+            assert KVCache(1, 1, 1, 8).k_format.name == name
+    finally:
+        torch.set_default_dtype(before)

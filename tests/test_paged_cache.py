@@ -304,6 +304,18 @@ def test_stats():
     assert stats.nbytes == 40 * 4 * cache.bytes_per_token == 40 * 4 * 2 * 2 * (64 + 4)
 
 
+def test_repr():
+    cache = cache_of(layers=3)
+    assert repr(cache) == (
+        "PagedKVCache(num_pages=40, page_size=4, layers=3, sequences=0, tokens=0, used=0, kept=0, free=40, kv_heads=2, "
+        "head_dim=64, dtype='f32', device='cpu', nbytes=491520)"
+    )
+    cache = PagedKVCache(40, 4, 2, 64)
+    cache.append(cache.create(), *rows(2, 9, 2, 64), tokens=range(9))
+    cache.free(0)
+    assert "sequences=0, tokens=0, used=0, kept=2, free=38, kv_heads=2" in repr(cache)
+
+
 def test_the_kernel_stores_the_same_bytes_as_torch():
     for dtype in ("f16", "int8", "int4", "fp8_e4m3"):
         caches = [cache_of(dtype=dtype, layers=2, group=32) for _ in range(2)]

@@ -112,7 +112,9 @@ def sequence_ids(sequences: Any) -> list[int]:
         several = [given] if hasattr(given, "__index__") else list(given)
     except (TypeError, RuntimeError):
         several = [None]
-    numbers = several if set(map(type, several)) <= {int} else [integer(number) for number in several]
-    if None in numbers:
+    if set(map(type, several)) <= {int}:
+        return several
+    numbers = [number for number in map(integer, several) if number is not None]
+    if len(numbers) < len(several):
         raise InvalidArgument("sequences", repr(sequences), "an id or a list of ids")
     return numbers

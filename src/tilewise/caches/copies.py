@@ -45,7 +45,7 @@ def _begin(cache: Any, state: dict[str, Any]) -> dict[str, torch.Tensor]:
     held = state.pop("held")
     vars(cache).update(state | {"device": torch.device(state["device"])})
     cache._k, cache._v = cache._stores()
-    return held  # type: ignore[no-any-return]
+    return held
 
 
 def rows_state(cache: KVCache) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def read(
         digest, tensors = _digest({name: text for name, text in meta.items() if name != "digest"}, entries), {}
         for name, (shape, dtype) in said.items():
             x = tensors[name] = room(path, lambda s=shape, d=dtype: torch.empty(s, dtype=d, device="cpu"))  # type: ignore[misc]
-            if x.numel() and file.readinto(_bytes(x)) != x.nbytes:  # type: ignore[attr-defined]
+            if x.numel() and file.readinto(_bytes(x)) != x.nbytes:
                 raise refused(path, "a file that became shorter meanwhile", "one that stays as it is")
             digest.update(_bytes(x))
         if digest.hexdigest() != meta.get("digest"):
