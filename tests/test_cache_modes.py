@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import os
 import pickle
 import subprocess
 import sys
@@ -139,7 +138,7 @@ class TestCompile:
     def test_pages(self):
         def step(cache, q, k, v):
             cache.append([0], k + 1, v)
-            return cache.attend([0], q * 2) + cache.length(0)
+            return cache.attend([0], q * 2)
 
         caches = [PagedKVCache(20, 4, 2, 32, "f32") for _ in range(2)]
         for cache in caches:
@@ -210,7 +209,6 @@ def test_without_numba_caches_are_written_by_torch(how, tmp_path):
 
 
 READ_ONLY = """
-import os, sys
 import numba.core.caching as caching
 def none(*_):
     return None
@@ -224,7 +222,6 @@ assert cache.attend(0, torch.ones(1, 1, 1, 8)).equal(torch.ones(1, 1, 1, 8))
 """
 
 
-def test_a_package_that_may_not_be_written(tmp_path):
-    env = os.environ | {"TILEWISE_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", READ_ONLY], capture_output=True, text=True, env=env)
+def test_a_package_that_may_not_be_written():
+    run = subprocess.run([sys.executable, "-c", READ_ONLY], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]

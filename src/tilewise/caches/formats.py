@@ -37,7 +37,7 @@ class Format:
             dtype = torch.get_default_dtype()
             dtype = torch.float32 if dtype == torch.float64 else dtype
         name = short_name(dtype)
-        if name not in PLAIN and name not in QUANTISED:
+        if not isinstance(name, str) or (name not in PLAIN and name not in QUANTISED):
             raise InvalidArgument(argument, repr(dtype), f"one of {', '.join((*PLAIN, *QUANTISED))} or their dtype")
         if name in PLAIN:
             return cls(name, width)
