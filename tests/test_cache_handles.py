@@ -384,3 +384,20 @@ def test_positions_do_not_wrap():
         ring.append(*torch.zeros(2, 1, 1, 4, 8))
     ring.append(*torch.zeros(2, 1, 1, 2, 8))
     assert ring.lengths.tolist() == [2**31 - 1]
+
+
+def test_a_view_outlives_an_append_that_failed():
+    cache = cache_of()
+    a = cache.create()
+    put(cache, a, 5)
+    b = cache.fork(a)
+    view, q = cache.view([a, b]), rows(2, 4, 1, 32)
+    want = view.attend(q)
+    kept, cache._writers[0] = cache._writer(0), TestFailingWriters().fail
+    with pytest.raises(RuntimeError, match="no kernel"):
+        put(cache, a, 3, seed=1)
+    assert view.attend(q).equal(want)
+    cache._writers[0] = kept
+    put(cache, a, 3, seed=1)
+    with pytest.raises(InvalidArgument, match="one made before sequence 0 was changed"):
+        view.attend(q)

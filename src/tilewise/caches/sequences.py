@@ -217,7 +217,7 @@ class Sequences:
         self.written[:, slots] = np.minimum(self.written[:, slots], growth.starts)
         if growth.known is not None:
             self.known[slots] = growth.known
-        self.version[slots] += 1
+        self.version[slots] += np.where(last, -(growth.lengths > growth.starts).astype(np.int64), 1)
         self.changes += 1
         self.table.sent(copied)
 
