@@ -187,8 +187,8 @@ class Sequences:
             pool.release(fresh)
             raise
         self.changes += 1
-        known, full = (None, None) if ids is None else (self.known[slots], np.empty(B, dtype=np.int64))
-        growth = Growth(block, starts, cu, lengths, longest, changes, copies, self.changes, known, full)
+        before, full = (None, None) if ids is None else (self.known[slots], np.empty(B, dtype=np.int64))
+        growth = Growth(block, starts, cu, lengths, longest, changes, copies, self.changes, before, full)
         try:
             self.table.sent(changes)
             # Ids that are not given now may be known all the same: those of the copied page's first tokens.
