@@ -21,9 +21,10 @@ import numpy as np
 
 from gluon_values import Pointer, SimError, Tensor, raw, typed
 
-HOPPER = Path(__file__).parents[1] / "src/tilewise/backends/hopper"
+BACKENDS = Path(__file__).parents[1] / "src/tilewise/backends"
 FILES = ("arguments", "layouts", "schedule", "pipeline", "tiles", "softmax", "steps", "output", "producer", "consumer",
          "repair", "prefill")  # fmt: skip
+PLACES = dict.fromkeys(FILES, "hopper") | {"masks": "triton"}  # and of Triton's kernels, plain functions
 
 
 # ---- shared memory, barriers, copies
@@ -385,9 +386,10 @@ def modules() -> dict[str, Any]:
     )
     core = module(_aggregate=_same, base_value=Tensor)
     return {
-        "triton": module(), "triton.experimental": module(gluon=gluon), "triton.experimental.gluon": gluon,
+        "triton": module(jit=_jit, constexpr_function=_same, language=gl),
+        "triton.experimental": module(gluon=gluon), "triton.experimental.gluon": gluon,
         "triton.experimental.gluon.language": module(), "triton.experimental.gluon.language.nvidia": module(),
-        "triton.experimental.gluon.language.nvidia.hopper": hopper, "triton.language": module(),
+        "triton.experimental.gluon.language.nvidia.hopper": hopper, "triton.language": module(**vars(gl)),
         "triton.language.core": core,
     }  # fmt: skip
 
@@ -405,8 +407,9 @@ def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
             sys.modules[name].__path__ = []  # type: ignore[attr-defined]
         sys.modules["plain.flags"] = flags
         sys.modules.update(fakes)
-        for name in FILES:
-            text = (HOPPER / f"{name}.py").read_text()
+        for name, folder in PLACES.items():
+            file = BACKENDS / folder / f"{name}.py"
+            text = file.read_text()
             for old, new in (changes or {}).get(name, ()):
                 if text.count(old) < 1:
                     raise ValueError(f"{name}.py has no {old!r}")
@@ -415,13 +418,13 @@ def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
             assert spec is not None
             module = importlib.util.module_from_spec(spec)
             sys.modules[f"plain.hopper.{name}"] = made[name] = module
-            exec(compile(text, str(HOPPER / f"{name}.py"), "exec"), module.__dict__)
+            exec(compile(text, str(file), "exec"), module.__dict__)
     finally:
         for name, old in kept.items():
             if old is None:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = old
-        for name in FILES:
+        for name in PLACES:
             sys.modules.pop(f"plain.hopper.{name}", None)
     return SimpleNamespace(**made)
