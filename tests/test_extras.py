@@ -35,7 +35,7 @@ def test_commands_of_real_models_name_the_packages(command, missing, without, mo
         monkeypatch.setitem(sys.modules, name, sys)  # here, whether or not it is
     without(missing)
     assert main(command) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"tilewise {command[0]}: error: this model needs {missing} ")
     assert "pip install 'transformers>=5.22'" in error or "pip install 'gguf" in error
     assert "pip install --no-deps " in error

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .pretrained import END, SYSTEM, smollm2
+from .pretrained import END, SYSTEM, smollm2, smollm2_file
 
 SUM_OF_POSITIONS = 8192  # of the model
 
@@ -50,6 +50,7 @@ def answer(
 
 def chat(question: str | None, most: int, compare: bool) -> int:
     """Answers one question, or those that are typed until an empty line; returns the exit status."""
+    smollm2_file()  # what is missing is told first
     print("loading SmolLM2-135M-Instruct", file=sys.stderr)
     model, tokenizer = smollm2()
     for name in ("sdpa", "tilewise") if compare else ("tilewise",):  # what is done once for each is not the answer's

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .pretrained import minilm
+from .pretrained import minilm, minilm_folder
 
 EXAMPLES = (
     "A man is eating food.",
@@ -38,6 +38,7 @@ def embed(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def show(sentences: Sequence[str]) -> int:
     """Prints how alike sentences are, by the cosine of their vectors; returns the exit status."""
+    minilm_folder()  # what is missing is told first
     print("loading all-MiniLM-L6-v2", file=sys.stderr)
     model, tokenizer = minilm()
     sentences = sentences or EXAMPLES

@@ -100,7 +100,7 @@ def as_data(about: Mapping[str, Any], found: Sequence[Outcome]) -> dict[str, Any
     }
 
 
-def write_json(path: Path, data: Mapping[str, Any], rescue: bool = False) -> None:
+def write_json(path: Path, data: Mapping[str, Any], rescue: bool = True) -> None:
     """Writes all of it or nothing; to `rescue` what was measured, to a temporary file if need be."""
     (write_or_rescue if rescue else write_whole)(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 

@@ -61,7 +61,7 @@ def bench(asked: Asked) -> int:
         """Called after each case, so that a process that is killed has lost only the last."""
         if asked.json is not None:
             with suppress(OSError):  # the end tries again
-                report.write_json(asked.json, data)
+                report.write_json(asked.json, data, rescue=False)
 
     if "cpu" in asked.suites:
         record, data, shown = run_cpu.run_cpu(asked.words, asked.quick, narrow_sdpa, keep)
@@ -69,7 +69,7 @@ def bench(asked: Asked) -> int:
         record = _models(asked, narrow_sdpa, keep)
         data, shown = record.as_data(), None
     if asked.json is not None:
-        report.write_json(asked.json, data, rescue=True)
+        report.write_json(asked.json, data)
     _print(shown or _tables(record))
     _write(record, asked.html, asked.plot)
     if not record.about["complete"]:
