@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from naive import Row, assert_as_torch, assert_close
-from tilewise import CacheFull, InvalidArgument, KVCache, Quantised, alibi_slopes, attention
+from tilewise import CacheFull, InvalidArgument, KVCache, PagedKVCache, Quantised, alibi_slopes, attention
 from tilewise.caches import hadamard
 from tilewise.caches.append import InTorch
 from tilewise.caches.formats import Format
@@ -380,3 +380,13 @@ def test_repr_and_default_dtype():
             assert KVCache(1, 1, 1, 8).k_format.name == name
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("wrong", [1, 0, "no", None])
+def test_flags_are_bools(wrong):
+    for name in ("ring", "rotate"):
+        with pytest.raises(InvalidArgument, match=f"{name}: got {wrong!r}, expected True or False"):
+            KVCache(1, 1, 8, 8, "f32", **{name: wrong})
+    with pytest.raises(InvalidArgument, match="rotate"):
+        PagedKVCache(1, 1, 1, 8, "f32", rotate=wrong)
+    assert KVCache(1, 1, 8, 8, "f32", ring=np.True_).ring is True

@@ -47,7 +47,7 @@ class Batch:
         self.cache, self.sequences, self.counts, self.starts = cache, sequences, counts, growth.starts
         self._slots, self._growth = slots[0], growth
         self._left = set(range(cache.layers)) if is_new else set()
-        self._written = set[int]()  # layers whose tokens are known to be there
+        self._written: set[int] = set()  # layers whose tokens are known to be there
         self._changes, self._versions = cache._sequences.changes, cache._sequences.version[slots[0]]
         B = len(counts)
         self.tokens = int(growth.cu[-1])

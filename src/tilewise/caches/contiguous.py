@@ -16,7 +16,7 @@ from . import checks, copies, hadamard, ring
 from .append import Places, upload, writer
 from .attending import attend, into, refuse, rounded
 from .eager import eager
-from .formats import Store, described, formats_of, size
+from .formats import Store, described, flag, formats_of, size
 from .integers import integer
 from .load import load_rows
 from .save import save_rows
@@ -68,7 +68,7 @@ class KVCache:
         self.batch, self.kv_heads = size("batch", batch, 0), size("kv_heads", kv_heads)
         self.capacity = size("capacity", capacity, 1, 2**31 - 1)
         self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group)
-        self.rotate, self.ring = bool(rotate), bool(ring)
+        self.rotate, self.ring = flag("rotate", rotate), flag("ring", ring)
         if self.rotate:
             hadamard.check("head_dim", self.k_format.width)
             hadamard.check("value_dim", self.v_format.width)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import numpy as np
 import torch
 
 from ..dtypes import FLOATS, short_name
@@ -128,6 +129,13 @@ def size(argument: str, value: Any, least: int = 1, most: int | None = None) -> 
         limit = f"{least} or more" if most is None else f"{least} to {most}"
         raise InvalidArgument(argument, repr(value), f"an int, {limit}")
     return number
+
+
+def flag(argument: str, value: Any) -> bool:
+    """True or False: a text or a number is more likely a mistake."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidArgument(argument, repr(value), "True or False")
+    return bool(value)
 
 
 def described(cache: Any, **facts: Any) -> str:

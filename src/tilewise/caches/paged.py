@@ -17,7 +17,7 @@ from .append import Writer, writer
 from .batch import Batch
 from .cascade import Split
 from .eager import eager
-from .formats import Store, described, formats_of, size
+from .formats import Store, described, flag, formats_of, size
 from .integers import integer
 from .load import load_pages, load_prefix
 from .save import save_pages, save_prefix
@@ -76,7 +76,7 @@ class PagedKVCache:
         self.num_pages, self.page_size = size("num_pages", num_pages, 0, 2**31 - 1), size("page_size", page_size)
         self.kv_heads, self.layers = size("kv_heads", kv_heads), size("layers", layers)
         self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group)
-        self.rotate = bool(rotate)
+        self.rotate = flag("rotate", rotate)
         if self.rotate:
             hadamard.check("head_dim", self.k_format.width)
             hadamard.check("value_dim", self.v_format.width)

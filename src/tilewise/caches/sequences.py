@@ -20,7 +20,7 @@ from .table import Table
 NONE = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Growth:
     """What new tokens have changed, and where they go; arrays are int32 `[B]`, in `block` one after the other."""
 
@@ -191,8 +191,8 @@ class Sequences:
         growth = Growth(block, starts, cu, lengths, longest, changes, copies, self.changes, before, full)
         try:
             self.table.sent(changes)
-            # Ids that are not given now may be known all the same: those of the copied page's first tokens.
-            self.ids[changes[:copies, 2]] = self.ids[changes[:copies, 3]]
+            if copies:  # also where no ids are given: those of the copied pages' first tokens may be known
+                self.ids[changes[:copies, 2]] = self.ids[changes[:copies, 3]]
             if ids is not None:
                 compiled(note_ids)(
                     slots, starts, new, self.table.host, self.known, self.depth, ids, self.ids, self.page_size, full
@@ -246,7 +246,7 @@ class Sequences:
             slot = self.slot_of.get(numbers[i])
             if slot is None:  # freed meanwhile
                 continue
-            pages = min(int(full[i]), int(self.written[:, slot].min()) // self.page_size)
+            pages = min(int(full[i]), min(self.written[:, slot].tolist()) // self.page_size)
             if pages <= self.depth[slot]:
                 continue
             node = int(self.node[slot])
