@@ -39,13 +39,14 @@ def needed(problem: Problem, c: Config, s: Spec, arch: int) -> int:
     epilogue = 4 * c.BM * max(v.widths) + scratch
     bytes_of_stage = _loaded(k, c, problem.k_dtype.itemsize) + _loaded(v, c, problem.v_dtype.itemsize)
     bytes_of_stage += {"": 0, "tile": 16, "pages": 4 * c.BK // max(1, s.page), "rows": 4 * c.BK}[s.lookup]
-    own_products = arch // 10 == 9 and c.BM >= 64  # of Hopper, which read shared memory
+    own_products = 90 <= arch < 120 and c.BM >= 64  # of Hopper and Blackwell, which read shared memory
     if plain and own_products:
-        loop = q + c.stages * bytes_of_stage
+        loop = q + c.stages * bytes_of_stage + scratch
     elif plain:
         loop = q + (c.stages - 1) * bytes_of_stage + weights + scratch
     else:
-        loop = q + c.stages * bytes_of_stage + weights + step[0] + widest[1] + scratch
+        q_chunk = c.BM * max(k.widths) * _size(k)  # on its way to the layout of the products
+        loop = q + q_chunk + c.stages * bytes_of_stage + weights + step[0] + widest[1] + scratch
     return max(loop if c.stages > 1 else 0, one_stage if c.stages == 1 or s.guard == "flag" else 0, epilogue)
 
 
