@@ -71,7 +71,7 @@ def test_the_kernel_compiles_without_spills_in_its_loops():
     "given",
     [
         {"heads": 16}, {"q_len": 4, "heads": 16}, {"page": 16}, {"page": 256}, {"paged": False, "lengths": False},
-        {"dtype": F16, "lse": False}, {"p_buffers": 2}, {"width": 64}, {"width": 256}, {"gate": 0},
+        {"dependent": True}, {"dtype": F16, "lse": False}, {"p_buffers": 2}, {"width": 64}, {"width": 256}, {"gate": 0},
     ],
     ids=str,
 )  # fmt: skip
@@ -80,10 +80,10 @@ def test_other_kernels_compile_without_spills_in_their_loops(given):
 
 
 def test_combining_compiles():
-    latent, made = arguments()
+    latent, made = arguments(dependent=True)
     for latent.rows in (1, 8):
         given = latent.combining(made)
-        build(combine, given, ("ROWS", "AT_ONCE", "MOST"), options={"num_warps": 4})
+        build(combine, given, ("ROWS", "AT_ONCE", "MOST", "DEPENDENT"), options=latent.combine_options)
 
 
 @pytest.mark.parametrize("page", [48, 96, 1000])
@@ -151,7 +151,7 @@ for lengths, heads, q_len, head_rows, parts, ROWS in (
                     out[seq, h, l], lse[seq, h, l] = want[seq, h, l], sums[seq, h, l]
     combine[(batch * tiles * (64 // ROWS),)](
         out, lse, part_out, part_lse, torch.tensor(lengths, dtype=torch.int32), *out.stride()[:3], *lse.stride(),
-        batch, heads, q_len, 0, head_rows, tiles, parts, ROWS=ROWS, AT_ONCE=16 // ROWS, MOST=128,
+        batch, heads, q_len, 0, head_rows, tiles, parts, ROWS=ROWS, AT_ONCE=16 // ROWS, MOST=128, DEPENDENT=False,
     )
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, sums, rtol=1e-5, atol=1e-5)

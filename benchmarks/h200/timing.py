@@ -55,7 +55,7 @@ def make_calls(work: Work) -> dict[str, list[Way]]:
 
 
 def graphed(ways: list[Way]) -> Way:
-    """All calls of a way in one CUDA graph."""
+    """All calls of a way in one CUDA graph, held with it: the graph has the addresses of their tensors, and no more."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for way in ways:
@@ -65,7 +65,11 @@ def graphed(ways: list[Way]) -> Way:
     with torch.cuda.graph(graph):
         for way in ways:
             way()
-    return graph.replay
+
+    def replay(held: list[Way] = ways) -> None:
+        graph.replay()
+
+    return replay
 
 
 def seconds(runs: dict[str, Way], rounds: int, budget: float) -> dict[str, float]:

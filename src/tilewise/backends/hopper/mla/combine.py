@@ -6,6 +6,7 @@ rows by the same sums. Sequences that one program had alone are complete already
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 LN2 = tl.constexpr(0.6931471805599453)
 RUN = tl.constexpr(256)
@@ -30,7 +31,7 @@ PLAIN_INTS = [
 def combine(
     OUT, LSE, PARTS, PART_LSE, LENGTHS, o_b, o_h, o_l, lse_b, lse_h, lse_l, batch, heads, q_len, kv_len,
     head_rows, tiles, parts,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of one tile of a sequence, AT_ONCE parts at a time; there are no more than MOST."""
     GROUPS: tl.constexpr = 64 // ROWS
@@ -51,6 +52,8 @@ def combine(
     begins = (part.to(tl.int64) * total // parts).to(tl.int32)
     ends = ((part + 1).to(tl.int64) * total // parts).to(tl.int32)
     shares = (part < parts) & (begins < end) & (ends > start) & (ends > begins)
+    if DEPENDENT:
+        gdc_wait()  # for the outputs of parts
     if tl.sum(shares.to(tl.int32), 0) > 1:
         low = tl.min(tl.where(shares, part, MOST), 0)
         high = tl.max(tl.where(shares, part, -1), 0)

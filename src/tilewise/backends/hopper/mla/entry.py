@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .arguments import Arguments
 from .consumer import consume
@@ -36,6 +37,8 @@ def latent_decode(
         q, q_rope, k, k_rope, OUT, LSE, PARTS, PART_LSE, LENGTHS, TABLE, SINKS, o_b, o_h, o_l, lse_b, lse_h, lse_l,
         table_b, batch, heads, q_len, kv_len, page_size, tiles, parts, factor, S,
     )  # fmt: skip
+    if S.dependent:
+        gdc_launch_dependents()
     part = gl.program_id(0) // tiles
     seq, first, left = run_of(a, part)
     run = Run(seq, first, left, part, gl.program_id(0) % tiles)

@@ -56,6 +56,7 @@ class Latent:
         }  # fmt: skip
         self.most = 1 << (processors - 1).bit_length()
         self.combines = True
+        self.combine_options = {"num_warps": 4, "launch_pdl": spec.dependent}
 
     def workspace(self, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
         slots = 2 * self.parts * self.tiles * ROWS
@@ -81,7 +82,8 @@ class Latent:
         return given | self.sizes
 
     def combining(self, given: dict[str, Any]) -> dict[str, Any]:
-        given = given | {"ROWS": self.rows, "AT_ONCE": 16 // self.rows, "MOST": self.most}
+        sizes = {"ROWS": self.rows, "AT_ONCE": 16 // self.rows, "MOST": self.most, "DEPENDENT": self.spec.dependent}
+        given = given | sizes
         return {name: given[name] for name in combine.arg_names}
 
     def __call__(
@@ -91,4 +93,4 @@ class Latent:
         taken = {name: given[name] for name in latent_decode.arg_names}
         latent_decode[(self.programs,)](**taken, **OPTIONS)
         if self.parts > 1 and self.combines:
-            combine[(self.batch * self.tiles * (ROWS // self.rows),)](**self.combining(given), num_warps=4)
+            combine[(self.batch * self.tiles * (ROWS // self.rows),)](**self.combining(given), **self.combine_options)

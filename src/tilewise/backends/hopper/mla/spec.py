@@ -27,6 +27,7 @@ class Spec:
     touch: bool = True  # consumer 1 rewrites its output, so that products S need not be over before it is rescaled
     late_wait: bool = True  # consumer 1 waits for P0 V0 after its exponentials, not where the compiler would
     wait_values: bool = True  # warpgroups wait for the values of a block that the other one has scored
+    dependent: bool = False  # the combining kernel may start before this one has ended, and waits
     consumer_regs: int = 240
     producer_regs: int = 24
 

@@ -1,0 +1,213 @@
+"""Calls of the Hopper latent decode kernel with known results, and its variants (latent.py checks and times them)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tilewise.backends.hopper.mla.launch import Latent, spec_of
+
+BF16 = torch.bfloat16
+SCALE = 576**-0.5
+VARIANTS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "dependent": {"dependent": True},
+    "not ahead": {"ahead": False},
+    "gate1": {"gate": 1},
+    "gate0": {"gate": 0},
+    "two P": {"p_buffers": 2},
+    "two P gate1": {"p_buffers": 2, "gate": 1},
+    "width 64": {"width": 64},
+    "width 256": {"width": 256},
+    "early wait": {"late_wait": False},
+    "no touch": {"touch": False},
+    "one wait": {"wait_values": False},
+}
+STAGE = "STAGE "
+LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 130, 1000, 4097)
+Result = tuple[torch.Tensor, torch.Tensor]  # out [B, H, Lq, 512], lse [B, H, Lq]
+
+
+def stage(text: str) -> None:
+    """What this process does next: if it ends, its parent knows at what."""
+    print(STAGE + text, flush=True)
+
+
+def oracle_of(q: torch.Tensor, keys: torch.Tensor) -> Result:
+    """One sequence in float64: `q` [H, Lq, 576], `keys` [n, 576]; the last query sees all keys."""
+    q_len, n, k = q.shape[1], len(keys), keys.double()
+    s = q.double() @ k.T * SCALE  # [H, Lq, n]
+    last = n - q_len + torch.arange(q_len, device=q.device)
+    s.masked_fill_(torch.arange(n, device=q.device) > last[:, None], float("-inf"))
+    lse = torch.logsumexp(s, -1) if n else torch.full(s.shape[:2], float("-inf"), device=q.device).double()
+    p = torch.exp(s - torch.where(lse.isinf(), 0.0, lse)[..., None])
+    return p @ k[:, :512], lse
+
+
+class Case:
+    """Inputs of a call; slots past the lengths, and pages of nobody, hold NaN."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: int,
+        q_len: int,
+        page: int = 64,
+        paged: bool = True,
+        spread: float = 1.0,
+        spare: int = 3,
+    ) -> None:
+        self.lengths, self.heads, self.q_len, self.page, self.paged = lengths, heads, q_len, page, paged
+        batch, most = len(lengths), max(*lengths, 1)
+        self.q = torch.randn(batch, q_len, heads, 576, device="cuda", dtype=BF16).transpose(1, 2)
+        self.q *= spread
+        self.n = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        columns = -(-most // page)
+        if paged:
+            order = torch.randperm(batch * columns + spare, device="cuda", dtype=torch.int32)
+            self.table: torch.Tensor | None = order[: batch * columns].view(batch, columns).contiguous()
+            self.cache = torch.full((batch * columns + spare, page, 576), float("nan"), device="cuda", dtype=BF16)
+        else:
+            self.table = None
+            self.cache = torch.full((batch, most + 5, 576), float("nan"), device="cuda", dtype=BF16)
+        self.keys = []
+        for b, n in enumerate(lengths):
+            keys = torch.randn(n, 576, device="cuda", dtype=BF16)
+            keys[:, :64] += torch.linspace(0, 1, max(n, 1), device="cuda", dtype=BF16)[:n, None]  # maxima that rise
+            self.keys.append(keys)
+            if self.table is None:
+                self.cache[b, :n] = keys
+            elif n:
+                full = torch.full((-(-n // page) * page, 576), float("nan"), device="cuda", dtype=BF16)
+                full[:n] = keys
+                self.cache[self.table[b, : -(-n // page)].long()] = full.view(-1, page, 576)
+                self.table[b, -(-n // page) :] = -7  # never looked up
+
+    def latent(self, **ways: Any) -> Latent:
+        spec = spec_of(self.q, self.page, paged=self.paged, causal=True, lengths=True, lse=True, **ways)
+        batch, heads, q_len = self.q.shape[:3]
+        return Latent(spec, batch, heads, q_len, self.cache.shape[1])
+
+    def call(self, latent: Latent, work: Any) -> Result:
+        out = torch.full((*self.q.shape[:3], 512), float("nan"), device="cuda", dtype=BF16)
+        lse = torch.full(self.q.shape[:3], float("nan"), device="cuda")
+        latent(self.q, self.cache, out, lse, self.n, self.table, SCALE, work)
+        return out, lse
+
+    def oracle(self) -> Result:
+        found = [oracle_of(q, keys) for q, keys in zip(self.q, self.keys, strict=True)]
+        return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
+
+
+def judge(name: str, got: Result, want: Result) -> str:
+    """What is wrong, if anything is."""
+    out, lse = got[0].double(), got[1].double()
+    seen = ~want[1].isinf()
+    if not torch.equal(lse.isinf(), ~seen) or lse.isnan().any():
+        return f"{name}: lse is not finite where it should be, or the other way round"
+    off = float((lse - want[1])[seen].abs().max()) if seen.any() else 0.0
+    if off > 1e-4:
+        return f"{name}: lse off by {off:.2e}"
+    if out.isnan().any():
+        return f"{name}: {int(out.isnan().any(-1).sum())} rows of {out[..., 0].numel()} have NaN"
+    if (out[~seen] != 0).any():
+        return f"{name}: rows without keys are not 0"
+    worst = 0.0
+    for b in range(len(out)):
+        size = want[0][b].square().mean().sqrt()
+        if size > 0:
+            worst = max(worst, float((out[b] - want[0][b]).square().mean().sqrt() / size))
+    return f"{name}: error {worst:.2e} of the output" if worst > 4e-3 else ""
+
+
+def cases(full: bool) -> Iterator[tuple[str, Case]]:
+    """Small and awkward ones."""
+    yield "batch of all lengths, 128 heads", Case(list(LENGTHS), 128, 1)
+    yield "all lengths, 16 heads", Case(list(LENGTHS), 16, 1)
+    yield "2 queries, 128 heads", Case(list(LENGTHS), 128, 2, spread=3.0)
+    yield "4 queries, 16 heads", Case(list(LENGTHS), 16, 4, spread=3.0)
+    if not full:
+        return
+    for batch, heads, q_len in itertools.product((1, 2, 5), (16, 64, 128), (1, 2, 3, 4)):
+        lengths = [LENGTHS[(3 * batch + 5 * q_len + 7 * i + heads) % len(LENGTHS)] for i in range(batch)]
+        yield f"lengths {lengths}, {heads} heads, {q_len} queries", Case(lengths, heads, q_len)
+    for n in LENGTHS:
+        yield f"1 x {n}", Case([n], 128, 1)
+    yield "300 sequences", Case([(37 * i) % 700 for i in range(300)], 16, 1)
+    yield "pages of 256", Case([1000, 4097, 3], 128, 1, page=256)
+    yield "pages of 16", Case([1000, 4097, 3, 17], 128, 1, page=16)
+    yield "contiguous", Case([1000, 4097, 3], 128, 2, paged=False)
+    yield "96 heads", Case([1000, 300], 96, 2)
+    yield "5 heads", Case([1000, 300], 5, 3)
+    yield from large()
+
+
+def large() -> Iterator[tuple[str, Case]]:
+    """As large as the rows that are timed, with lengths of all kinds."""
+    lengths = [4096 - (97 * i) % 1500 for i in range(128)]
+    yield "128 x up to 4k, 128 heads", Case(lengths, 128, 1)
+    yield "128 x up to 4k, 16 heads", Case(lengths, 16, 1)
+    yield "16 x up to 32k, 16 heads, 2 queries", Case([32768 - 1001 * i for i in range(16)], 16, 2)
+    yield "1 x 64k, 128 heads", Case([65536], 128, 1)
+    yield "a pool of more than 2^31 numbers", Case([4097, 1000, 3], 128, 1, spare=60_000)
+
+
+def small() -> Iterator[tuple[str, Case]]:
+    """For a checker of memory accesses, under which everything is slow; the last is larger."""
+    yield "lengths around a block, 128 heads", Case([0, 1, 65, 130, 300], 128, 1)
+    yield "4 queries, 16 heads", Case([130, 64, 700], 16, 4)
+    yield "pages of 16", Case([100, 17, 257], 128, 1, page=16)
+    yield "pages of 256", Case([1000, 3], 128, 1, page=256)
+    yield "contiguous", Case([300, 65], 128, 2, paged=False)
+    yield "96 heads", Case([300, 65], 96, 2)
+    yield "5 heads", Case([300, 65], 5, 3)
+    yield "one sequence, shared by all programs", Case([8192], 128, 1)
+    yield "40 x 2k", Case([2048 - 31 * i for i in range(40)], 128, 1)
+
+
+def sanitize(names: list[str]) -> int:
+    """Each small call twice, compared; how many are wrong."""
+    torch.manual_seed(0)
+    wrong = 0
+    for name, case in small():
+        want = case.oracle()
+        for variant in names:
+            latent = case.latent(**VARIANTS[variant])
+            work = latent.workspace("cuda")
+            for _ in range(2):
+                got = case.call(latent, work)
+                torch.cuda.synchronize()
+            text = judge(name, got, want)
+            wrong += bool(text)
+            print(f"{variant}: {text or name + ': right'}", flush=True)
+    return wrong
+
+
+def check(ways: dict[str, Any], full: bool) -> list[str]:
+    torch.manual_seed(0)
+    wrong = []
+    for name, case in cases(full):
+        stage(name)
+        latent = case.latent(**ways)
+        work = latent.workspace("cuda")
+        for x in work:
+            x.fill_(float("nan"))
+        text = judge(name, case.call(latent, work), case.oracle())
+        if text:
+            wrong.append(text)
+            print(text, flush=True)
+        if len(wrong) > 12:
+            break
+    case = Case([4097, 1000, 65, 2048, 3000], 128, 2)
+    latent = case.latent(**ways)
+    work = latent.workspace("cuda")
+    first = case.call(latent, work)
+    for i in range(50):
+        again = case.call(latent, work)
+        if not (torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])):
+            wrong.append(f"repeat {i} differs")
+            break
+    return wrong
