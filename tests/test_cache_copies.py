@@ -200,3 +200,31 @@ def test_another_process_goes_on_with_it(tmp_path):
             want = cache.attend(*which, q)
         assert out.equal(want)
         assert back.attend(*which, q).equal(want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", [*WAYS, "file"])
+def test_on_a_gpu(way, kind, tmp_path):
+    """Copies, files, forks and an append that fails: tables on the device follow those on the host."""
+    gpu = torch.device("cuda")
+    cache, twin = (PagedKVCache(20, 4, 2, 64, device=gpu, **KINDS[kind]) for _ in range(2))
+    for one in (cache, twin):
+        one.append(one.create(), *rows(2, 6, 2, 64).to(gpu), tokens=range(6))
+        one.fork(0)
+    if way == "file":
+        cache.save(tmp_path / "cache")
+        other = PagedKVCache.load(tmp_path / "cache", device=gpu)
+    else:
+        other = WAYS[way](cache)
+    kept, other._writers[0] = other._writer(0), lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        other.append([0, 1], *rows(2, 2, 2, 3, 64).to(gpu))
+    other._writers[0] = kept
+    for step in range(6):
+        for one in (other, twin):
+            one.append([0, 1], *rows(2, 2, 2, 1, 64, seed=step).to(gpu))
+        q = rows(2, 4, 1, 64, seed=step).to(gpu)
+        assert other.attend([0, 1], q).equal(twin.attend([0, 1], q))
+        assert other.keys(1).equal(twin.keys(1))
+    assert cache.length(0) == 6

@@ -7,10 +7,11 @@ it needs takes a second, which a program that never compiles should not wait for
 
 from __future__ import annotations
 
-from types import FunctionType
+from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-from torch._C._dynamo import eval_frame
+import torch
 
 Class = TypeVar("Class", bound=type)
 REASON = "a tilewise cache keeps its lengths in Python: its methods run outside graphs, and not with fullgraph=True"
@@ -27,6 +28,18 @@ def eager(cls: Class) -> Class:
 
 def _leave(function: Any) -> None:
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, REASON  # not traced as part of a caller
-    if hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.7: nor by itself, when the caller's graph has ended
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    if _skip is not None:  # nor by itself, when the caller's graph has ended
+        _skip(function.__code__)
+
+
+def _skipper() -> Callable[[CodeType], None] | None:
+    """What tells torch to run a function and all that it calls as they are; None if this torch has no such thing."""
+    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    parts = [getattr(frames, name, None) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")]
+    if None in parts:
+        return None
+    tell, strategy, action = parts
+    return lambda code: tell(code, strategy(action.SKIP, action.SKIP))
+
+
+_skip = _skipper()
