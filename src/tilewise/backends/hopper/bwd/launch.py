@@ -1,0 +1,95 @@
+"""From tensors to the three launches of a backward pass on Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..kernel import descriptor
+from .kernel import backward
+from .prepost import postprocess, preprocess
+from .spec import BackwardSpec
+
+BN = 128  # keys of a program
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def flat_descriptor(x: torch.Tensor, rows: int, columns: int, swizzled: bool) -> TensorDescriptor:
+    """Float32 tiles [rows, columns] of a matrix."""
+    if swizzled:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.float32)
+    else:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+
+
+def arguments(
+    q: Any, k: Any, v: Any, dout: Any, dk: Any, dv: Any, acc: Any, stats: Any, semaphores: Any, counter: Any,
+    q_offset: int, scale: float, s: BackwardSpec,
+) -> dict[str, Any]:  # fmt: skip
+    """The kernel's arguments. q, dout [B, H, Lq, D], k, v, dk, dv [B, Hkv, Lk, D]."""
+    B, H, Lq, D = q.shape
+    Hkv, Lk = k.shape[1:3]
+    columns = D // 2 if s.BM == 64 else D
+    return {
+        "q": descriptor(q, s.BM, D, s.dtype),
+        "k": descriptor(k, 64, D, s.dtype),
+        "v": descriptor(v, 64, D, s.dtype),
+        "do": descriptor(dout, s.BM, D, s.dtype),
+        "dk": descriptor(dk, 64, D, s.dtype),
+        "dv": descriptor(dv, 64, D, s.dtype),
+        "dq": flat_descriptor(acc, 64, columns, True),
+        "stats": flat_descriptor(stats, 1, 2 * s.BM, False),
+        "SEMAPHORES": semaphores,
+        "COUNTER": counter,
+        "heads": H,
+        "group": H // Hkv,
+        "q_len": Lq,
+        "kv_len": Lk,
+        "q_blocks": -(-Lq // s.BM),
+        "k_blocks": -(-Lk // BN),
+        "q_offset": q_offset,
+        "scale": scale,
+        "S": s,
+    }
+
+
+def workspaces(q: Any, s: BackwardSpec) -> tuple[torch.Tensor, ...]:
+    B, H, Lq, D = q.shape
+    blocks = B * H * -(-Lq // s.BM)
+    floats, ints = {"dtype": torch.float32, "device": q.device}, {"dtype": torch.int32, "device": q.device}
+    return (
+        torch.empty(blocks * s.BM, D, **floats), torch.empty(blocks, 2 * s.BM, **floats),
+        torch.empty(blocks, **ints), torch.empty(1, **ints),
+    )  # fmt: skip
+
+
+def before(out: Any, dout: Any, lse: Any, spaces: Any, s: BackwardSpec) -> None:
+    B, H, Lq, D = out.shape
+    acc, stats, semaphores, counter = spaces
+    q_blocks = -(-Lq // s.BM)
+    preprocess[(q_blocks, B * H)](
+        out, dout, lse, None, stats, acc, semaphores, counter, *out.stride()[:3], *dout.stride()[:3], *lse.stride(),
+        H, Lq, q_blocks, D, BM=s.BM, DV=D, D=D, HAS_DLSE=False, num_warps=4,
+    )  # fmt: skip
+
+
+def after(spaces: Any, dq: Any, scale: float, s: BackwardSpec) -> None:
+    B, H, Lq, D = dq.shape
+    q_blocks = -(-Lq // s.BM)
+    postprocess[(q_blocks, B * H)](
+        spaces[0], dq, *dq.stride()[:3], H, Lq, q_blocks, D, scale, BM=s.BM, D=D, num_warps=4
+    )
+
+
+def run(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, scale: float, q_offset: int, s: BackwardSpec) -> Any:
+    spaces = workspaces(q, s)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    before(out, dout, lse, spaces, s)
+    given = arguments(q, k, v, dout, dk, dv, *spaces, q_offset, scale, s)
+    backward[(given["k_blocks"] * q.shape[0] * k.shape[1],)](**given, **OPTIONS)
+    after(spaces, dq, scale, s)
+    return dq, dk, dv
