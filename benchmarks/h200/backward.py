@@ -38,15 +38,18 @@ def variants() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for det in (True, False):
         word = "det" if det else "free"
-        for name, more in {
-            "late": {"ds_regs": False}, "late early": {"ds_regs": False, "early_dv": True},
-            "regs": {"late_dk": False}, "late sw4": {"ds_regs": False, "swizzle": 4},
-        }.items():  # fmt: skip
-            more = more | {"deterministic": det}
-            found[f"d128 {word} {name}"] = {"D": 128, "BM": 64} | more
-            found[f"m128 {word} {name}"] = {"D": 64, "BM": 128} | more
-        found[f"m64 {word} late"] = {"D": 64, "BM": 64, "ds_regs": False, "deterministic": det}
+        for late in (True, False):
+            more = {"deterministic": det, "overlap": False, "late_wait": late}
+            found[f"d128 {word}{' late' * late}"] = {"D": 128, "BM": 64} | more
+            found[f"m128 {word}{' late' * late}"] = {"D": 64, "BM": 128} | more
     return found
+
+
+SECTIONS = (1.0, 2.0, 4.0)  # of the planes that the heuristic would interleave
+
+
+def tuned(name: str) -> tuple[float, ...]:
+    return SECTIONS if "det" in name else (1.0,)
 
 
 def spec(name: str, causal: bool, tail: bool = False) -> Any:
@@ -194,9 +197,13 @@ def main() -> None:
                 heads = [x.transpose(1, 2) for x in (q, k, v, out)]
                 for name in names:
                     if found[name].startswith("ok") and variants()[name]["D"] == D:
-                        ways[name] = lambda s=spec(name, causal): launch.run(
-                            *heads, lse, dout.transpose(1, 2), D**-0.5, 0, s
-                        )
+                        s1 = spec(name, causal)
+                        for share in tuned(name):
+                            planes = launch.planes_at_once(heads[0], heads[1], s1)
+                            planes = max(1, min(B * Hkv, round(planes * share)))
+                            ways[f"{name} x{share:g}={planes}"] = lambda s=s1, n=planes: launch.run(
+                                *heads, lse, dout.transpose(1, 2), D**-0.5, 0, s, n
+                            )
                 s0 = spec(next(n for n in names if variants()[n]["D"] == D), causal)
                 spaces = launch.workspaces(heads[0], s0)
                 ways["pre"] = lambda: launch.before(heads[3], dout.transpose(1, 2), lse, spaces, s0)

@@ -28,7 +28,7 @@ def flat_descriptor(x: torch.Tensor, rows: int, columns: int, swizzled: bool) ->
 
 def arguments(
     q: Any, k: Any, v: Any, dout: Any, dk: Any, dv: Any, acc: Any, stats: Any, semaphores: Any, counter: Any,
-    q_offset: int, scale: float, s: BackwardSpec,
+    q_offset: int, scale: float, section: int, s: BackwardSpec,
 ) -> dict[str, Any]:  # fmt: skip
     """The kernel's arguments. q, dout [B, H, Lq, D], k, v, dk, dv [B, Hkv, Lk, D]."""
     B, H, Lq, D = q.shape
@@ -52,9 +52,23 @@ def arguments(
         "q_blocks": -(-Lq // s.BM),
         "k_blocks": -(-Lk // BN),
         "q_offset": q_offset,
+        "section": section,
         "scale": scale,
         "S": s,
     }
+
+
+HOP = 3.0  # microseconds from one program's reduction of a block to the next one's
+PROCESSORS = 132
+
+
+def planes_at_once(q: Any, k: Any, s: BackwardSpec) -> int:
+    """How many planes are interleaved: programs start one after the other, those of one plane at least HOP apart."""
+    B, H, Lq, D = q.shape
+    Hkv, Lk = k.shape[1:3]
+    steps = -(-Lq // s.BM) * (H // Hkv) * (0.5 if s.causal else 1)
+    work = steps * s.BM * BN * D * 10 / 4.9e6  # microseconds at 650 TFLOPS
+    return max(1, min(B * Hkv, round(HOP * PROCESSORS / work + 0.5)))
 
 
 def workspaces(q: Any, s: BackwardSpec) -> tuple[torch.Tensor, ...]:
@@ -73,7 +87,8 @@ def before(out: Any, dout: Any, lse: Any, spaces: Any, s: BackwardSpec) -> None:
     q_blocks = -(-Lq // s.BM)
     preprocess[(q_blocks, B * H)](
         out, dout, lse, None, stats, acc, semaphores, counter, *out.stride()[:3], *dout.stride()[:3], *lse.stride(),
-        H, Lq, q_blocks, D, BM=s.BM, DV=D, D=D, HAS_DLSE=False, num_warps=4,
+        H, Lq, q_blocks, D, BM=s.BM, DV=D, D=D, HAS_DLSE=False,
+        CLEARS=not s.deterministic, num_warps=4,
     )  # fmt: skip
 
 
@@ -81,15 +96,19 @@ def after(spaces: Any, dq: Any, scale: float, s: BackwardSpec) -> None:
     B, H, Lq, D = dq.shape
     q_blocks = -(-Lq // s.BM)
     postprocess[(q_blocks, B * H)](
-        spaces[0], dq, *dq.stride()[:3], H, Lq, q_blocks, D, scale, BM=s.BM, D=D, num_warps=4
-    )
+        spaces[0], spaces[2], dq, *dq.stride()[:3], H, Lq, q_blocks, D, scale, BM=s.BM, D=D,
+        ORDERED=s.deterministic, num_warps=4,
+    )  # fmt: skip
 
 
-def run(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, scale: float, q_offset: int, s: BackwardSpec) -> Any:
+def run(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, scale: float, q_offset: int, s: BackwardSpec,
+    section: int = 0,
+) -> Any:  # fmt: skip
     spaces = workspaces(q, s)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     before(out, dout, lse, spaces, s)
-    given = arguments(q, k, v, dout, dk, dv, *spaces, q_offset, scale, s)
+    given = arguments(q, k, v, dout, dk, dv, *spaces, q_offset, scale, section or planes_at_once(q, k, s), s)
     backward[(given["k_blocks"] * q.shape[0] * k.shape[1],)](**given, **OPTIONS)
     after(spaces, dq, scale, s)
     return dq, dk, dv

@@ -11,6 +11,7 @@ def preprocess(
     OUT, DOUT, LSE, DLSE, STATS, DQ, SEMAPHORES, COUNTER,
     o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l, heads, q_len, q_blocks, value_dim,
     BM: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, HAS_DLSE: tl.constexpr,
+    CLEARS: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dlse; rows that see nothing, and rows past the end, get -lse = -inf: their P is 0."""
     block = tl.program_id(0)
@@ -34,8 +35,9 @@ def preprocess(
     entry = plane.to(tl.int64) * q_blocks + block
     tl.store(STATS + entry * (2 * BM) + tl.arange(0, BM), minus)
     tl.store(STATS + entry * (2 * BM) + BM + tl.arange(0, BM), delta)
-    wide = tl.arange(0, D)
-    tl.store(DQ + (entry * BM + tl.arange(0, BM))[:, None] * D + wide[None, :], tl.zeros([BM, D], tl.float32))
+    if CLEARS:
+        wide = tl.arange(0, D)
+        tl.store(DQ + (entry * BM + tl.arange(0, BM))[:, None] * D + wide[None, :], tl.zeros([BM, D], tl.float32))
     tl.store(SEMAPHORES + entry, 0)
     if (block == 0) & (plane == 0):
         tl.store(COUNTER, 0)
@@ -43,7 +45,8 @@ def preprocess(
 
 @triton.jit
 def postprocess(
-    ACC, DQ, dq_b, dq_h, dq_l, heads, q_len, q_blocks, head_dim, scale, BM: tl.constexpr, D: tl.constexpr
+    ACC, SEMAPHORES, DQ, dq_b, dq_h, dq_l, heads, q_len, q_blocks, head_dim, scale,
+    BM: tl.constexpr, D: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     plane = tl.program_id(1)
@@ -52,7 +55,10 @@ def postprocess(
     row = block * BM + tl.arange(0, BM)
     column = tl.arange(0, D)
     entry = plane.to(tl.int64) * q_blocks + block
-    x = tl.load(ACC + (entry * BM + tl.arange(0, BM))[:, None] * D + column[None, :])
+    there = True
+    if ORDERED:  # without a first addition there is nothing
+        there = tl.load(SEMAPHORES + entry) > 0
+    x = tl.load(ACC + (entry * BM + tl.arange(0, BM))[:, None] * D + column[None, :], mask=there, other=0.0)
     inside = (row < q_len)[:, None] & (column < head_dim)[None, :]
     at = DQ + b * dq_b + h * dq_h + row.to(tl.int64)[:, None] * dq_l + column[None, :]
     tl.store(at, (x * scale).to(DQ.dtype.element_ty), mask=inside)

@@ -1,0 +1,130 @@
+"""The arguments of the backward kernel as one value, its buffers in shared memory, and its register layouts."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from ..arguments import held
+
+
+@aggregate
+class BackwardArguments:
+    q: object  # descriptors: q and do [1, 1, BM, D], k, v, dk, dv [1, 1, 64, D]
+    k: object
+    v: object
+    do: object
+    dk: object
+    dv: object
+    dq: object  # float32 [64, DQC] of [B * H * q_blocks * BM, D]
+    stats: object  # float32 [1, 2 * BM] of [B * H * q_blocks, 2 * BM]: -lse * log2(e), delta
+    SEMAPHORES: object  # int32 [B * H * q_blocks]
+    COUNTER: object
+    heads: object
+    group: object
+    q_len: object
+    kv_len: object
+    q_blocks: object
+    k_blocks: object
+    q_offset: object
+    section: object
+    scale: object
+    S: object
+
+    @gluon.constexpr_function
+    def __init__(self, *values):
+        for name, value in zip(NAMES, values, strict=True):
+            setattr(self, name, held(value))
+
+
+NAMES = (
+    "q k v do dk dv dq stats SEMAPHORES COUNTER heads group q_len kv_len q_blocks k_blocks q_offset section scale S"
+).split()
+
+
+@aggregate
+class Buffers:
+    k: gl.shared_memory_descriptor  # [2, 1, 1, 64, D]
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor  # [q_stages, 1, 1, BM, D]
+    do: gl.shared_memory_descriptor  # [do_stages, 1, 1, BM, D]
+    stats: gl.shared_memory_descriptor  # [q_stages, 1, 2 * BM]
+    ds: gl.shared_memory_descriptor  # [2 * ds_stages, 64, BM]
+    dq: gl.shared_memory_descriptor  # [2 * dq_stages, 64, DQC]
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    do_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, k, v, q, do, stats, ds, dq, k_full, v_full, q_full, do_full, dq_empty
+    ):  # fmt: skip
+        self.k = k
+        self.v = v
+        self.q = q
+        self.do = do
+        self.stats = stats
+        self.ds = ds
+        self.dq = dq
+        self.k_full = k_full
+        self.v_full = v_full
+        self.q_full = q_full
+        self.do_full = do_full
+        self.dq_empty = dq_empty
+
+
+@gluon.jit
+def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(made.index(i), count=arrivals)
+    return made
+
+
+@gluon.constexpr_function
+def dq_split(S):
+    """(rows, columns) of the part of dQ [BM, D] that one consumer computes."""
+    return (64, S.D // 2) if S.BM == 64 else (64, S.D)
+
+
+@gluon.jit
+def new_buffers(a):
+    D: gl.constexpr = a.S.D
+    BM: gl.constexpr = a.S.BM
+    DTYPE: gl.constexpr = a.q.dtype
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BM], DTYPE)
+    k = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], a.k.layout)
+    v = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], a.v.layout)
+    q = gl.allocate_shared_memory(DTYPE, [a.S.q_stages, 1, 1, BM, D], a.q.layout)
+    do = gl.allocate_shared_memory(DTYPE, [a.S.do_stages, 1, 1, BM, D], a.do.layout)
+    stats = gl.allocate_shared_memory(gl.float32, [a.S.q_stages, 1, 2 * BM], a.stats.layout)
+    ds = gl.allocate_shared_memory(DTYPE, [2 * a.S.ds_stages, 64, BM], DS_LAYOUT)
+    dq = gl.allocate_shared_memory(gl.float32, [2 * a.S.dq_stages, 64, dq_split(a.S)[1]], a.dq.layout)
+    return Buffers(
+        k, v, q, do, stats, ds, dq, barriers(1, 1), barriers(1, 1), barriers(a.S.q_stages, 1),
+        barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1),
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def score_layout(S):
+    """S^T and dP^T [64, BM] of a warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BM, 16])
+
+
+@gluon.constexpr_function
+def grad_layout(S):
+    """dK and dV [64, D] of a warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.D, 16])
+
+
+@gluon.constexpr_function
+def dq_layout(S):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dq_split(S)[1], 16])
+
+
+@gluon.jit
+def tile(buffer, n, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    return buffer.index(n % STAGES).reshape([ROWS, COLUMNS])

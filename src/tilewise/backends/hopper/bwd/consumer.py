@@ -1,0 +1,134 @@
+"""A consumer: one warpgroup with 64 keys, whose dK and dV stay in its registers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .arguments import dq_layout, dq_split, grad_layout, score_layout, tile
+from .sync import DO_EMPTY, DQ_FULL, DS_READY, Q_EMPTY, named_barrier
+from .tile_scheduler import next_block, work_of
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def start_scores(a, buf, u, s, C: gl.constexpr):
+    """Starts S^T = K Q^T in the registers of `s`, whose values do not count."""
+    BM: gl.constexpr = a.S.BM
+    D: gl.constexpr = a.S.D
+    q = tile(buf.q, u, a.S.q_stages, BM, D)
+    mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
+    return warpgroup_mma(buf.k.index(C).reshape([64, D]), q.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def hide(a, p, i, lo):
+    """P^T [64, BM] of query block i, 0 where a row does not see a key: key j is seen by rows from lo[j] on.
+
+    A thread's columns are 8 m + j with few j, which the compiler does not know, and many m, which it does: each cell
+    costs one comparison with a constant.
+    """
+    BM: gl.constexpr = a.S.BM
+    column = gl.arange(0, BM, gl.SliceLayout(0, score_layout(a.S)))
+    m8 = column & -8
+    j = column & 7
+    return gl.where(m8[None, :] >= (lo - i * BM)[:, None] - j[None, :], p, 0.0)
+
+
+@gluon.jit
+def step(a, buf, u, i, dk, dv, lo, C: gl.constexpr, MASKED: gl.constexpr):
+    """Query block i, use u of the rings."""
+    BM: gl.constexpr = a.S.BM
+    D: gl.constexpr = a.S.D
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, grad_layout(a.S), 2)
+    DQC: gl.constexpr = dq_split(a.S)[1]
+    BY_ROWS: gl.constexpr = a.S.BM == 128
+    DS_STAGES: gl.constexpr = a.S.ds_stages
+    zeros = gl.zeros([64, BM], gl.float32, score_layout(a.S))
+    s = start_scores(a, buf, u, zeros, C)
+    do = tile(buf.do, u, a.S.do_stages, BM, D)
+    mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
+    dp = warpgroup_mma(buf.v.index(C).reshape([64, D]), do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    stats = buf.stats.index(u % a.S.q_stages)  # [1, 2 * BM]
+    x = warpgroup_mma_wait(1, deps=(s,))
+    minus_lse = stats.slice(0, BM, 1).load(score_layout(a.S))  # [1, BM]
+    c = a.scale * LOG2E
+    p = gl.exp2(gl.fma(x, gl.full_like(x, c), minus_lse))
+    if MASKED:
+        p = hide(a, p, i, lo)
+    p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
+    dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
+    delta = stats.slice(BM, BM, 1).load(score_layout(a.S))
+    ds = p * (dp - delta)
+    ds16 = ds.to(a.q.dtype)
+    buf.ds.index(u % DS_STAGES * 2 + C).store(ds16)
+    ds16 = gl.convert_layout(ds16, OPERAND)
+    dv = warpgroup_mma(p16, do, dv, is_async=True)
+    fence_async_shared()
+    named_barrier("bar.sync", DS_READY, 256)
+    dq = gl.zeros([64, DQC], gl.float32, dq_layout(a.S))
+    for h in gl.static_range(2):
+        half = buf.ds.index(u % DS_STAGES * 2 + h)  # [64, BM]
+        k = buf.k.index(h).reshape([64, D])
+        if BY_ROWS:
+            dq = warpgroup_mma(half.slice(C * 64, 64, 1).permute((1, 0)), k, dq, use_acc=h > 0, is_async=True)
+        else:
+            dq = warpgroup_mma(half.permute((1, 0)), k.slice(C * DQC, DQC, 1), dq, use_acc=h > 0, is_async=True)
+    q = tile(buf.q, u, a.S.q_stages, BM, D)
+    dk = warpgroup_mma(ds16, q, dk, is_async=True)
+    dv, dq, p16 = warpgroup_mma_wait(1, deps=(dv, dq, p16))
+    named_barrier("bar.arrive", DO_EMPTY + u % a.S.do_stages, 288)
+    z = u % a.S.dq_stages
+    mbarrier.wait(buf.dq_empty.index(z), ((u // a.S.dq_stages) & 1) ^ 1)
+    buf.dq.index(z * 2 + C).store(dq)
+    fence_async_shared()
+    named_barrier("bar.arrive", DQ_FULL + z, 288)
+    dk, ds16 = warpgroup_mma_wait(0, deps=(dk, ds16))
+    named_barrier("bar.arrive", Q_EMPTY + u % a.S.q_stages, 288)
+    return dk, dv
+
+
+@gluon.jit
+def consume(a, buf, ticket, C: gl.constexpr):
+    w = work_of(a, ticket)
+    D: gl.constexpr = a.S.D
+    BM: gl.constexpr = a.S.BM
+    ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
+    key = w.n * 128 + C * 64 + gl.arange(0, 64, ROW)
+    # The rows that see each key.
+    lo = key * 0
+    if a.S.causal:
+        lo = key - a.q_offset
+    lo = gl.where(key < a.kv_len, lo, 0x7FFFFFF)
+    dk = gl.zeros([64, D], gl.float32, grad_layout(a.S))
+    dv = gl.zeros([64, D], gl.float32, grad_layout(a.S))
+    mbarrier.wait(buf.k_full.index(0), 0)
+    mbarrier.wait(buf.v_full.index(0), 0)
+    i = w.last - 1
+    g = 0
+    whole = (w.last - w.inner) * a.group
+    for u in range(0, whole):
+        dk, dv = step(a, buf, u, i, dk, dv, lo, C, False)
+        i, g = next_block(a, i, g)
+    if a.S.masked:
+        for u in range(whole, (w.last - w.first) * a.group):
+            dk, dv = step(a, buf, u, i, dk, dv, lo, C, True)
+            i, g = next_block(a, i, g)
+    # V is this consumer's alone by rows; both gradients leave through it.
+    out = buf.v.index(C)
+    flat = out.reshape([64, D])
+    flat.store(dv.to(a.q.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(a.dv, [w.b, w.kv_head, w.n * 128 + C * 64, 0], out)
+    tma.store_wait(0)
+    gl.thread_barrier()
+    flat.store((dk * a.scale).to(a.q.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(a.dk, [w.b, w.kv_head, w.n * 128 + C * 64, 0], out)
+    tma.store_wait(0)

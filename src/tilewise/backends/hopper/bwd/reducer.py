@@ -1,0 +1,54 @@
+"""The reducers: two warps that add dQ to global memory by TMA."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .arguments import dq_split
+from .sync import DQ_FULL, add_release, bulk_writes_done, load_acquire, named_barrier, tma_add
+from .tile_scheduler import next_block, work_of
+
+
+@gluon.jit
+def reduce(a, buf, ticket, R: gl.constexpr):
+    """Adds dQ of every second query block to global memory; deterministic: after the key blocks before this one.
+
+    A reduction and its release take longer than a step, so two warps share them, each with a buffer of its own.
+    """
+    gl.static_assert(a.S.dq_stages == 2)
+    w = work_of(a, ticket)
+    BM: gl.constexpr = a.S.BM
+    DQC: gl.constexpr = dq_split(a.S)[1]
+    BY_ROWS: gl.constexpr = a.S.BM == 128
+    i = w.last - 1
+    g = 0
+    if R == 1:
+        i, g = next_block(a, i, g)
+    for u in range(R, (w.last - w.first) * a.group, 2):
+        plane = w.b * a.heads + w.kv_head * a.group + g
+        block = plane * a.q_blocks + i
+        s = R
+        named_barrier("bar.sync", DQ_FULL + R, 288)
+        at = a.SEMAPHORES + block
+        if a.S.deterministic:
+            while load_acquire(at) < w.n:
+                pass
+        first = w.n == 0
+        for c in gl.static_range(2):
+            row = block * BM
+            column = 0
+            if BY_ROWS:
+                row += c * 64
+            else:
+                column += c * DQC
+            if a.S.deterministic and first:
+                tma.async_copy_shared_to_global(a.dq, [row, column], buf.dq.index(s * 2 + c))
+            else:
+                tma_add(a.dq, [row, column], buf.dq.index(s * 2 + c))
+        tma.store_wait(0)
+        mbarrier.arrive(buf.dq_empty.index(s), count=1)
+        if a.S.deterministic:
+            bulk_writes_done()
+            add_release(at)
+        i, g = next_block(a, i, g)
+        i, g = next_block(a, i, g)

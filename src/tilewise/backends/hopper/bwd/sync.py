@@ -1,0 +1,57 @@
+"""Synchronisation that Gluon has no words for: hardware barriers, reductions by TMA, semaphores in global memory."""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core as core
+
+# Hardware barriers; warp_specialize takes those below 8.
+DS_READY = gl.constexpr(8)  # both consumers have stored dS
+Q_EMPTY = gl.constexpr(9)  # and 10: by stage
+DO_EMPTY = gl.constexpr(11)  # and 12
+DQ_FULL = gl.constexpr(13)  # and 14
+
+
+@core.builtin
+def tma_add(desc, coord, src, _semantic=None):
+    """Adds a float32 tile in shared memory to global memory, as part of the current bulk group."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.constexpr_function
+def barrier_text(op, threads):
+    return f"{op} $1, {threads}; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def named_barrier(OP: gl.constexpr, number, THREADS: gl.constexpr):
+    """`bar.sync` or `bar.arrive` by every thread of the partition; control flow must be uniform."""
+    TEXT: gl.constexpr = barrier_text(OP, THREADS)
+    gl.inline_asm_elementwise(TEXT, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def bulk_writes_done():
+    """Waits until this warp's bulk reductions are complete in global memory (`tma.store_wait` waits for reads only)."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.b32 $0, 0;",
+        "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_release(pointer):
+    """Adds 1, after all that this warp has written."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; "
+        "@p red.release.gpu.global.add.s32 [$1], 1; mov.b32 $0, 0; }",
+        "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_acquire(pointer):
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
+    )
