@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from timing import ceilings, seconds
 
-sys.path.insert(0, str(Path(__file__).parent))
 BF16 = torch.bfloat16
 CELLS = [(64, 32, 32), (128, 16, 16), (128, 32, 8)]
 LENGTHS = (1024, 4096, 16384)
@@ -38,18 +37,12 @@ def variants() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for det in (True, False):
         word = "det" if det else "free"
-        for late in (True, False):
-            more = {"deterministic": det, "overlap": False, "late_wait": late}
-            found[f"d128 {word}{' late' * late}"] = {"D": 128, "BM": 64} | more
-            found[f"m128 {word}{' late' * late}"] = {"D": 64, "BM": 128} | more
+        found[f"d128 {word}"] = {"D": 128, "BM": 64, "deterministic": det}
+        found[f"d64 {word}"] = {"D": 64, "BM": 128, "deterministic": det}
     return found
 
 
-SECTIONS = (1.0, 2.0, 4.0)  # of the planes that the heuristic would interleave
-
-
-def tuned(name: str) -> tuple[float, ...]:
-    return SECTIONS if "det" in name else (1.0,)
+SHARES = (1.0, 0.5, 2.0)  # of the planes that the heuristic would interleave
 
 
 def spec(name: str, causal: bool, tail: bool = False) -> Any:
@@ -159,6 +152,48 @@ def peers(folder: str | None, q: Any, k: Any, v: Any, dout: Any, causal: bool) -
     return found
 
 
+def cell(args: Any, names: list[str], found: dict[str, str], D: int, H: int, Hkv: int, L: int, causal: bool) -> Any:
+    """One row of the table: all ways interleaved."""
+    import tilewise
+    from tilewise.backends.hopper.bwd import launch
+
+    B, scale = 16384 // L, D**-0.5
+    q, k, v, dout = (torch.randn(B, L, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
+    ways = peers(args.peers, q, k, v, dout, causal)
+    state = tilewise.attention(q, k, v, causal=causal, layout="blhd", return_lse=True, backend="hopper")
+    lse, dout = state.lse.transpose(1, 2), dout.transpose(1, 2)
+    heads = [x.transpose(1, 2) for x in (q, k, v, state.out)]
+    for name in names:
+        if found[name].startswith("ok") and variants()[name]["D"] == D:
+            s1 = spec(name, causal)
+            for share in SHARES if args.sections else SHARES[:1]:
+                planes = max(1, min(B * Hkv, round(launch.planes_at_once(heads[0], heads[1], s1) * share)))
+                word = f"{name} x{share:g}={planes}" if args.sections else name
+                ways[word] = lambda s=s1, n=planes: launch.run(*heads, lse, dout, scale, 0, s, n)
+    s0 = spec(next(n for n in names if variants()[n]["D"] == D), causal)
+    spaces = launch.workspaces(heads[0], s0)
+    ways["pre"] = lambda: launch.before(heads[3], dout, lse, spaces, s0)
+    ways["post"] = lambda: launch.after(spaces, torch.empty_like(heads[0]), scale, s0)
+    runs = {}
+    for name, way in ways.items():
+        try:
+            way()
+            torch.cuda.synchronize()
+            runs[name] = way
+        except Exception as error:
+            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}")
+    times = seconds(runs, args.rounds, args.budget)
+    flops = 10 * D * B * H * (L * (L + 1) / 2 if causal else L * L)
+    small = {n: round(times.pop(n) * 1e6, 1) for n in ("pre", "post") if n in times}
+    rates = {n: round(flops / t / 1e12, 1) for n, t in times.items()}
+    best = max([r for n, r in rates.items() if n in ("fa3", "fa4", "cudnn")], default=math.nan)
+    row = {"work": f"D{D} {H}/{Hkv} {L // 1024}k {'causal' if causal else 'full'}", "TFLOPS": rates}
+    row |= {"best peer": best, "us": small | {"best": round(min(times.values()) * 1e6, 1)}}
+    row["of the best"] = {n: round(r / best, 3) for n, r in rates.items() if n.startswith("d")}
+    print(row["work"].ljust(22), *(f"{n} {r:.0f}," for n, r in rates.items()), row["of the best"], flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", help="check one variant and exit")
@@ -167,13 +202,12 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,4096,16384")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a cell")
+    parser.add_argument("--sections", action="store_true", help="other numbers of interleaved planes too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.check:
         print(check(args.check))
         return
-    from tilewise.backends.hopper.bwd import launch
-
     start = time.perf_counter()
     names = [name for name in variants() if args.only in name]
     found = checks(names, min(8, os.cpu_count() or 1), 150)
@@ -186,51 +220,18 @@ def main() -> None:
     for D, H, Hkv in CELLS:
         for L in map(int, args.lengths.split(",")):
             for causal in (False, True):
-                B = 16384 // L
-                q, k, v, dout = (torch.randn(B, L, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
-                ways = peers(args.peers, q, k, v, dout, causal)
-                out, lse = torch.empty_like(q), torch.empty(B, H, L, device="cuda")
-                import tilewise
-
-                state = tilewise.attention(q, k, v, causal=causal, layout="blhd", return_lse=True, backend="hopper")
-                out, lse = state.out, state.lse.transpose(1, 2)
-                heads = [x.transpose(1, 2) for x in (q, k, v, out)]
-                for name in names:
-                    if found[name].startswith("ok") and variants()[name]["D"] == D:
-                        s1 = spec(name, causal)
-                        for share in tuned(name):
-                            planes = launch.planes_at_once(heads[0], heads[1], s1)
-                            planes = max(1, min(B * Hkv, round(planes * share)))
-                            ways[f"{name} x{share:g}={planes}"] = lambda s=s1, n=planes: launch.run(
-                                *heads, lse, dout.transpose(1, 2), D**-0.5, 0, s, n
-                            )
-                s0 = spec(next(n for n in names if variants()[n]["D"] == D), causal)
-                spaces = launch.workspaces(heads[0], s0)
-                ways["pre"] = lambda: launch.before(heads[3], dout.transpose(1, 2), lse, spaces, s0)
-                ways["post"] = lambda: launch.after(spaces, heads[0], D**-0.5, s0)
-                runs = {}
-                for name, way in ways.items():
-                    try:
-                        way()
-                        torch.cuda.synchronize()
-                        runs[name] = way
-                    except Exception as error:
-                        print(f"  {name}: {type(error).__name__}: {str(error)[:200]}")
-                times = seconds(runs, args.rounds, args.budget)
-                flops = 10 * D * B * H * (L * (L + 1) / 2 if causal else L * L)
-                small = {n: round(times.pop(n) * 1e6, 1) for n in ("pre", "post") if n in times}
-                rates = {n: round(flops / t / 1e12, 1) for n, t in times.items()}
-                best = max([r for n, r in rates.items() if n in ("fa3", "fa4", "cudnn")], default=math.nan)
-                row = {"work": f"D{D} {H}/{Hkv} {L // 1024}k {'causal' if causal else 'full'}", "TFLOPS": rates}
-                row |= {"best peer": best, "us": small | {"best": round(min(times.values()) * 1e6, 1)}}
-                report["rows"].append(row)
-                print(row["work"].ljust(22), *(f"{n} {r:.0f}," for n, r in rates.items()), row["us"], flush=True)
+                report["rows"].append(cell(args, names, found, D, H, Hkv, L, causal))
                 if args.json:
                     args.json.write_text(json.dumps(report, indent=1) + "\n")
     report["clocks"] = subprocess.run(
         ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"],
         capture_output=True, text=True,
     ).stdout.strip()  # fmt: skip
+    for word in ("det", "free"):
+        shares = [x for row in report["rows"] for n, x in row["of the best"].items() if n.endswith(word)]
+        if shares:
+            mean = math.exp(sum(map(math.log, shares)) / len(shares))
+            print(f"{word}: {mean:.3f} of the best peer on average, lowest {min(shares):.3f}, {len(shares)} cells")
     print(report["clocks"], f"{time.perf_counter() - start:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

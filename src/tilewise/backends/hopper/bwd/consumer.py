@@ -98,7 +98,6 @@ def step(a, buf, u, i, dk, dv, lo, C: gl.constexpr, MASKED: gl.constexpr):
 def consume(a, buf, ticket, C: gl.constexpr):
     w = work_of(a, ticket)
     D: gl.constexpr = a.S.D
-    BM: gl.constexpr = a.S.BM
     ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
     key = w.n * 128 + C * 64 + gl.arange(0, 64, ROW)
     # The rows that see each key.
@@ -113,7 +112,7 @@ def consume(a, buf, ticket, C: gl.constexpr):
     i = w.last - 1
     g = 0
     whole = (w.last - w.inner) * a.group
-    for u in range(0, whole):
+    for u in range(whole):
         dk, dv = step(a, buf, u, i, dk, dv, lo, C, False)
         i, g = next_block(a, i, g)
     if a.S.masked:

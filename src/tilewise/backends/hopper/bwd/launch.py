@@ -31,7 +31,7 @@ def arguments(
     q_offset: int, scale: float, section: int, s: BackwardSpec,
 ) -> dict[str, Any]:  # fmt: skip
     """The kernel's arguments. q, dout [B, H, Lq, D], k, v, dk, dv [B, Hkv, Lk, D]."""
-    B, H, Lq, D = q.shape
+    _, H, Lq, D = q.shape
     Hkv, Lk = k.shape[1:3]
     columns = D // 2 if s.BM == 64 else D
     return {
@@ -60,18 +60,23 @@ def arguments(
 
 HOP = 3.0  # microseconds from one program's reduction of a block to the next one's
 PROCESSORS = 132
+STEP_FLOPS = 4.9e6  # of a processor in a microsecond, at 650 TFLOPS
 
 
 def planes_at_once(q: Any, k: Any, s: BackwardSpec) -> int:
-    """How many planes are interleaved: programs start one after the other, those of one plane at least HOP apart."""
+    """How many planes are interleaved: programs start one after the other, those of one plane at least HOP apart.
+
+    Long causal calls take four times as many: their programs differ in length (h200/LOG.md, backward #4).
+    """
     B, H, Lq, D = q.shape
     Hkv, Lk = k.shape[1:3]
     steps = -(-Lq // s.BM) * (H // Hkv) * (0.5 if s.causal else 1)
-    work = steps * s.BM * BN * D * 10 / 4.9e6  # microseconds at 650 TFLOPS
-    return max(1, min(B * Hkv, round(HOP * PROCESSORS / work + 0.5)))
+    work = steps * s.BM * BN * D * 10 / STEP_FLOPS
+    more = 1 if Lk <= 1024 else 4 if s.causal else 2
+    return max(1, min(B * Hkv, round(HOP * PROCESSORS / work + 0.5) * more))
 
 
-def workspaces(q: Any, s: BackwardSpec) -> tuple[torch.Tensor, ...]:
+def workspaces(q: Any, s: BackwardSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     B, H, Lq, D = q.shape
     blocks = B * H * -(-Lq // s.BM)
     floats, ints = {"dtype": torch.float32, "device": q.device}, {"dtype": torch.int32, "device": q.device}

@@ -23,7 +23,9 @@ def preprocess(
     column = tl.arange(0, DV)
     inside = ok[:, None] & (column < value_dim)[None, :]
     o = tl.load(OUT + b * o_b + h * o_h + row.to(tl.int64)[:, None] * o_l + column[None, :], mask=inside, other=0.0)
-    do = tl.load(DOUT + b * do_b + h * do_h + row.to(tl.int64)[:, None] * do_l + column[None, :], mask=inside, other=0.0)
+    do = tl.load(
+        DOUT + b * do_b + h * do_h + row.to(tl.int64)[:, None] * do_l + column[None, :], mask=inside, other=0.0
+    )
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     at = b * lse_b + h * lse_h + row.to(tl.int64) * lse_l
     lse = tl.load(LSE + at, mask=ok, other=float("inf"))

@@ -19,7 +19,7 @@ def produce(a, buf, ticket):
         )
     i = w.last - 1
     g = 0
-    for u in range(0, (w.last - w.first) * a.group):
+    for u in range((w.last - w.first) * a.group):
         head = w.kv_head * a.group + g
         plane = w.b * a.heads + head
         s = u % a.S.q_stages

@@ -24,7 +24,7 @@ def reduce(a, buf, ticket, R: gl.constexpr):
     g = 0
     if R == 1:
         i, g = next_block(a, i, g)
-    for u in range(R, (w.last - w.first) * a.group, 2):
+    for _ in range(R, (w.last - w.first) * a.group, 2):
         plane = w.b * a.heads + w.kv_head * a.group + g
         block = plane * a.q_blocks + i
         s = R
