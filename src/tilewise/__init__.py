@@ -1,5 +1,6 @@
 """Flash attention for PyTorch in which every kernel is Python."""
 
+from . import forks  # noqa: F401  (before torch is imported)
 from .alibi import alibi_slopes
 from .api import attention, paged_attention, plan, varlen_attention
 from .caches import KVCache, PagedKVCache

@@ -203,9 +203,9 @@ def remedy(name: str) -> str:
 
 def _kept_kernels() -> str:
     """How many of the CPU kernels are compiled and on disk."""
-    from .backends.cpu import compiled
+    from .backends.cpu import compiled, kernel_cache
 
-    kept = {path.name.split(".")[0] for path in compiled.cache_directory().glob("*.nbc")}
+    kept = {path.name.split(".")[0] for path in kernel_cache.cache_directory().glob("*.nbc")}
     names = [name.replace(" ", "_") for name in compiled.ALL]
     done = sum(name in kept for name in names)
     return f"{done} of {len(names)} compiled" + ("" if done == len(names) else "; `tilewise warmup` compiles the rest")

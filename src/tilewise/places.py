@@ -1,21 +1,43 @@
-"""Where files are kept between runs."""
+"""Where files are kept between runs, and whether they can be trusted."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 
 def cache_home() -> Path:
-    """TILEWISE_CACHE_DIR, else a folder in the user's cache directory."""
+    """TILEWISE_CACHE_DIR, else a folder in the user's cache directory, else one of the user's in the temporary one."""
     base = os.environ.get("TILEWISE_CACHE_DIR")
     if base:
         return Path(base)
-    if sys.platform == "darwin":
-        home = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        home = Path(os.environ.get("LOCALAPPDATA") or Path.home())
-    else:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        if sys.platform == "darwin":
+            home = Path.home() / "Library" / "Caches"
+        elif sys.platform == "win32":
+            home = Path(os.environ.get("LOCALAPPDATA") or Path.home())
+        else:
+            home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME, and a user of no name, as in containers
+        return _temporary() / f"tilewise-{os.getuid()}"
     return home / "tilewise"
+
+
+def _temporary() -> Path:
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:  # nothing can be written anywhere: who tries it is told
+        return Path("/tmp")
+
+
+def others_may_change(status: os.stat_result) -> str | None:
+    """Why a file or folder may be someone else's work, if so: its owner, or who may write to it."""
+    if not hasattr(os, "getuid"):
+        return None
+    if status.st_uid not in (os.getuid(), 0):
+        return f"belongs to user {status.st_uid}, not to user {os.getuid()}"
+    if status.st_mode & 0o022:
+        return f"may be written to by others (mode {status.st_mode & 0o777:o})"
+    return None

@@ -9,15 +9,23 @@ from . import planner
 
 def warmup() -> int:
     """Compiles the CPU kernels and keeps them on disk; returns the exit status."""
-    try:
-        from .backends.cpu import compiled
-    except ImportError as error:
-        print(f"the CPU kernels need numba, which cannot be imported: {error}")
+    from .backends.cpu import unusable
+
+    reason = unusable()
+    if reason is not None:
+        print(f"the CPU kernels cannot be compiled: {reason}")
         return 1
+    from .backends.cpu import compiled, kernel_cache
+
     assert "cpu" in planner.BACKENDS
     start = time.perf_counter()
     for done, name in enumerate(compiled.ALL, start=1):
         compiled.function(name)
         print(f"{done:2} of {len(compiled.ALL)}  {name:14} {time.perf_counter() - start:6.1f} s", flush=True)
-    print(f"kept in {compiled.cache_directory()}")
+    folder = kernel_cache.cache_directory()
+    kept = {file.name.split(".")[0] for file in folder.glob("*.nbc")}
+    if len(kept & {name.replace(" ", "_") for name in compiled.ALL}) < len(compiled.ALL):
+        print(f"not all could be kept in {folder}")
+        return 1
+    print(f"kept in {folder}")
     return 0

@@ -6,23 +6,29 @@ calls; without it they are slow and do the same.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+from ..backends import cpu
 
 
 @cache
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A loop of this file, compiled if it can be, and kept on disk."""
-    try:
-        import numba
-    except Exception:  # not there, or it cannot be imported: the loops are the same without it
+    if cpu.unusable() is not None:
         return loop
-    try:
-        return numba.njit(nogil=True, cache=True)(loop)
-    except RuntimeError:  # no place to keep it
-        return numba.njit(nogil=True)(loop)
+    import numba
+
+    from ..backends.cpu.kernel_cache import KernelCache
+
+    stamp = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    function: Any = numba.njit(nogil=True)(loop)
+    function._cache = KernelCache(loop.__name__, stamp)  # Numba's own wants a place in the package or at home
+    return function
 
 
 def count_pages(slots: Any, new: Any, length: Any, table: Any, refs: Any, node_of: Any, page_size: Any, copied: Any):  # type: ignore[no-untyped-def]
@@ -49,7 +55,7 @@ def count_pages(slots: Any, new: Any, length: Any, table: Any, refs: Any, node_o
     for b in range(len(slots)):
         if copied[b]:
             refs[table[slots[b], (length[slots[b]] - 1) // page_size]] += 1
-    return wanted, longest, known
+    return int(wanted), int(longest), int(known)  # also where NumPy counts
 
 
 def give_pages(  # type: ignore[no-untyped-def]

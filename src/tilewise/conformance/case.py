@@ -57,7 +57,9 @@ class Case:
     mask: str = ""  # its dims, each full or 1: "qk", "1qk", "hqk", "bhqk", "b11k", ...
     mask_kind: str = "bool"  # or "f32", "f16", "bf16": added
     pattern: str = (
-        "random"  # random, blocks, rows (some see nothing), least (some hold only the least finite number), tree
+        # random, blocks, rows (some see nothing), least (some hold only the least finite number), tree, near (0, but
+        # not 0)
+        "random"
     )
     tile: tuple[int, int] | None = None  # hand in a tile map of these tiles
     layout: str = "bhld"
@@ -290,12 +292,16 @@ class _Maker:
             )
         elif c.pattern in ("rows", "least"):
             seen[..., ::3, :] = False
+        elif c.pattern == "near":
+            seen[:] = True
         if c.mask_kind == "bool":
             return seen.to(self.device)
         dtype = DTYPES[c.mask_kind]
         bias = self.normal(*full)
         if c.pattern == "blocks":
             bias = torch.zeros_like(bias)  # full tiles are exactly 0
+        elif c.pattern == "near":
+            bias = bias.sign() * 2e-3
         hidden = torch.finfo(dtype).min if c.pattern == "least" else -torch.inf
         return torch.where(seen, bias, hidden).to(dtype).to(self.device)
 

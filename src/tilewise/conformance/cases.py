@@ -69,6 +69,8 @@ MASKS = [
     *(Case(Lq=50, Lk=70, mask="hqk", mask_kind=kind, pattern="least") for kind in ("f32", "bf16", "f16")),
     Case(Lq=50, Lk=70, mask="hqk", mask_kind="f32", pattern="least", causal=True, alibi="h"),
     *(Case(Lq=150, Lk=300, mask="1hqk", mask_kind=kind, pattern="blocks") for kind in ("bool", "f32")),
+    *(Case(Lq=n, Lk=130, mask="hqk", mask_kind="f32", pattern="near") for n in (1, 50)),
+    Case(Lq=50, Lk=130, mask="hqk", mask_kind="f32", pattern="near", tile=(16, 32)),
     *(
         Case(Lq=150, Lk=300, mask=dims, mask_kind=kind, pattern="blocks", tile=tile)
         for dims, tile in (

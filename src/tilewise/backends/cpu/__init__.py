@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from typing import Any
 
 from ...plan import OtherDevice, Plan
@@ -13,10 +14,20 @@ from ...tensors import Shared, Tensors
 def supports(problem: Problem) -> str | None:
     if problem.device.type != "cpu":
         return OtherDevice(f"the tensors are on {problem.device.type}")
+    return unusable()
+
+
+@cache
+def unusable() -> str | None:
+    """Why the kernels cannot be compiled or run here, if they cannot."""
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed (pip install numba)"
-    from .host import missing
+    try:
+        import numba  # noqa: F401
 
+        from .host import missing
+    except Exception as error:  # a NumPy or LLVM that does not fit: ImportError, OSError, SystemError, ...
+        return f"numba cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     return missing()
 
 

@@ -25,9 +25,9 @@ from .access import (
     unit,
     up,
 )
-from .micro import get_f32, get_i64, next_item, put_f32, put_i64, widen_f32
+from .micro import check_finite, get_f32, get_i64, get_one, next_item, put_f32, put_i64, widen_f32
 from .params import BLOCK_BYTES, COUNTER, ITEM, NUMBERS, TASK_BYTES
-from .rows import finish
+from .rows import SHRUNK, finish, out_row
 from .scratch import DIRECT_ROWS, cut
 from .simd import W
 
@@ -48,26 +48,38 @@ def work(params, scratch):
         q_start, q_len, _, _, _ = sequence(p, item.b)
         few = group * q_len <= DIRECT_ROWS  # of the sequence: a row must not depend on how it is cut
         put_i64(t.done, 0)
+        put_i64(t.done + 8, 0)
         if p.walk_tiles and not few:
             call_walk(p.walk_tiles, params, scratch, address)
         walk = p.walk_direct if few else p.walk_packed
         if get_i64(t.done) == 0 and walk:
             call_walk(walk, params, scratch, address)
-        elif get_i64(t.done) == 0:
-            put_i64(p.counter + 16, 1)  # undone: `launch.py` compiles what it takes and begins anew
+            put_i64(t.done, 1)
+        bad = F(0)
         for n in range(p.bunch):
-            hand_over(p, t, index + n, n * R, R, q_start)
+            bad += hand_over(p, t, index + n, n * R, R, q_start)
+        if get_i64(t.done) == 0 or (bad != F(0) and not walk):
+            put_i64(p.counter + 16, 1)  # undone: `launch.py` compiles what it takes and begins anew
+        elif bad != F(0):  # sums past float32's range, if values were all finite
+            put_i64(t.done + 8, 1)
+            call_walk(walk, params, scratch, address)
+            for n in range(p.bunch):
+                replace_rows(p, t, index + n, n * R, R, q_start)
+        for _ in range(p.bunch):
+            next_item(p.counter + 24)  # done
         index = next_item(p.counter) * p.bunch
 
 
 @jit
 def hand_over(p, t, index, first, R, q_start):
-    """The result of an item whose R rows are in m, l and acc from row `first` on: finished, or kept as a part."""
+    """The result of an item whose R rows are in m, l and acc from row `first` on: finished, or kept as a part.
+
+    Returns NaN if a sum is not finite, else 0.
+    """
     item, Dv = item_at(p.items + index * ITEM_BYTES), up(p.value_dim, W)
     slot, acc = p.partials + index * p.partial_bytes, t.acc + 4 * first * Dv
     part = item.splits > 1 or p.keep_parts != 0
-    if part:
-        widen_f32(slot, acc, R * Dv)
+    bad = widen_f32(slot, acc, R * Dv) if part else check_finite(acc, R * Dv)
     for r in range(R):
         m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
         if part:
@@ -75,7 +87,30 @@ def hand_over(p, t, index, first, R, q_start):
             put_f32(slot + 4 * (R * Dv + 2 * r + 1), l)
         else:
             finish(p, item, r // item.rows, r % item.rows, q_start, acc + 4 * r * Dv, m, l)
-    next_item(p.counter + 24)  # done
+    return bad
+
+
+@jit
+def replace_rows(p, t, index, first, R, q_start):
+    """Rows that `hand_over` has found not finite, from sums of shrunk weights: those of which a cell now is."""
+    item, Dv = item_at(p.items + index * ITEM_BYTES), up(p.value_dim, W)
+    slot, part = p.partials + index * p.partial_bytes, item.splits > 1 or p.keep_parts != 0
+    for r in range(R):
+        acc, g, i = t.acc + 4 * (first + r) * Dv, r // item.rows, r % item.rows
+        before, code = (slot + 4 * r * Dv, ZERO) if part else (out_row(p, item, g, i, q_start), p.q_code)
+        gained = False
+        for d in range(p.value_dim):
+            old, new = get_one(before, code, d), get_f32(acc + 4 * d)
+            gained |= old - old != F(0) and new - new == F(0)
+        if not gained:
+            continue
+        m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
+        if part:
+            widen_f32(before, acc, Dv)
+            put_f32(slot + 4 * (R * Dv + 2 * r), m)
+            put_f32(slot + 4 * (R * Dv + 2 * r + 1), -l)
+        else:
+            finish(p, item, g, i, q_start, acc, m, -l)
 
 
 def begin(template, scratch, memories, q, k, v, out, lse, k_scales, v_scales):
@@ -124,22 +159,35 @@ def merge(params, scratch):
         R = p.heads // p.kv_heads * item.rows
         q_start = sequence(p, item.b)[0]
         for r in range(R):
-            m, l = -INF, F(0)
+            m, shrunk = -INF, False
             for part in range(item.splits):
                 slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
                 m = max(m, get_f32(slot + 4 * (R * Dv + 2 * r)))
-            fill(scratch, ZERO, Dv, F(0))
-            for part in range(item.splits):
-                slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
-                top = get_f32(slot + 4 * (R * Dv + 2 * r))
-                if top == -INF:
-                    continue
-                weight = F(math.exp((top - m) * unit(p)))
-                l += weight * get_f32(slot + 4 * (R * Dv + 2 * r + 1))
-                for d in range(Dv):
-                    x = get_f32(slot + 4 * (r * Dv + d))
-                    put_f32(scratch + 4 * d, get_f32(scratch + 4 * d) + weight * x)
-            finish(p, item, r // item.rows, r % item.rows, q_start, scratch, m, l)
+                shrunk |= get_f32(slot + 4 * (R * Dv + 2 * r + 1)) < F(0)
+            l = merge_row(p, index, item.splits, R, r, Dv, m, scratch, shrunk)
+            if not shrunk and check_finite(scratch, Dv) != F(0):
+                l = -merge_row(p, index, item.splits, R, r, Dv, m, scratch, True)
+            finish(p, item, r // item.rows, r % item.rows, q_start, scratch, m, -l if shrunk else l)
+
+
+@jit
+def merge_row(p, index, parts, R, r, Dv, m, to, shrunk):
+    """The sums of row r over an item's parts; returns the softmax's. `shrunk`: those of values times SHRUNK."""
+    l = F(0)
+    fill(to, ZERO, Dv, F(0))
+    for part in range(parts):
+        slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
+        top = get_f32(slot + 4 * (R * Dv + 2 * r))
+        if top == -INF:
+            continue
+        weight, own = F(math.exp((top - m) * unit(p))), get_f32(slot + 4 * (R * Dv + 2 * r + 1))
+        l += weight * abs(own)
+        if shrunk and not own < F(0):
+            weight *= SHRUNK
+        for d in range(Dv):
+            x = get_f32(slot + 4 * (r * Dv + d))
+            put_f32(to + 4 * d, get_f32(to + 4 * d) + weight * x)
+    return l
 
 
 def list_items(params, order):

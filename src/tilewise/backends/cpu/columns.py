@@ -9,8 +9,9 @@ from .access import INF, ZERO, F, fill, is_plain, jit, up
 from .gemm import ROWS
 from .masks import FULL, SKIP, list_mask, mask_row
 from .micro import get_i32, get_i64, put_i32, transpose
+from .rows import is_shrunk, scale_scores
 from .simd import W
-from .softmax import MOST, NEVER, alibi_column, bias_cells, hide_column, scale_cells, softcap_cells
+from .softmax import MOST, NEVER, alibi_column, bias_cells, hide_column
 
 NO_KEY = 2**31 - 1
 LEAST_KEYS = 16
@@ -62,13 +63,13 @@ def seen_by_some(t, first, end):
 
 
 @jit
-def calm_bound(p, kv_len):
+def calm_bound(p, t, kv_len):
     """How large scores may be for nothing to be subtracted from them (`calm.py`), below 0 for never.
 
     Only of plain dot products: others have a maximum subtracted, which rounds less. And not of a few keys: of one, the
     maximum is the lse, and the weight is 1.
     """
-    return F(MOST) if is_plain(p) and kv_len >= LEAST_KEYS else F(NEVER)
+    return F(MOST) if is_plain(p) and kv_len >= LEAST_KEYS and not is_shrunk(t) else F(NEVER)
 
 
 @jit
@@ -102,11 +103,7 @@ def shape_scores(p, t, item, s, step, first, R, key, count):
 
     From key to key it is `step` floats.
     """
-    scale = F(p.scale)
-    if p.softcap > 0:
-        softcap_cells(s, step, count, scale / F(p.softcap), F(p.softcap))
-    elif not is_plain(p):
-        scale_cells(s, step, count, scale)
+    scale_scores(p, s, step, count)
     if p.slopes:
         alibi_column(s, step, count, t.slopes + 4 * first, t.positions + 4 * first, key)
     if p.mask and mask_columns(p, t, item, first, R, key, count):

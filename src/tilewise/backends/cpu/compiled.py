@@ -1,93 +1,31 @@
 """Compiles the kernels on first use and keeps them on disk; what comes out are addresses of C functions, and functions
-for Python.
-
-The kept code is found by a fingerprint of these sources and of the versions of Numba and LLVM, so it is never stale;
-Numba adds the host's CPU to it. Several processes may compile at once: files are put in place whole.
+for Python. `kernel_cache.py` is the disk.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import llvmlite
-import numba
 from numba import types
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache, _CacheLocator
 from numba.core.codegen import CPUCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import _FunctionCompiler
 from numba.core.registry import cpu_target
-from numba.core.runtime import rtsys
 
-from ...places import cache_home
 from .amx import PARTS, usable
+from .kernel_cache import KernelCache
 from .simd import CODES
 from .whole import PARTS as WHOLE
 from .whole import has_vnni
 
 _lock = threading.RLock()
 OPTIONS = {"error_model": "numpy", "nogil": True}
-
-
-def cache_directory() -> Path:
-    """Where compiled kernels are kept."""
-    return cache_home() / f"cpu-{fingerprint()}"
-
-
-@cache
-def fingerprint() -> str:
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-class _Locator(_CacheLocator):
-    """Tells Numba to keep our code where we say, valid for as long as it is there."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def get_cache_path(self) -> str:
-        return str(cache_directory())
-
-    def get_source_stamp(self) -> str:
-        return fingerprint()
-
-    def get_disambiguator(self) -> str:
-        return self.name
-
-    def ensure_cache_path(self) -> None:
-        cache_directory().mkdir(parents=True, exist_ok=True)
-
-
-def _cache_of(fn, name: str):
-    class Impl(CompileResultCacheImpl):
-        def __init__(self, py_func) -> None:
-            self._locator = _Locator(name)
-            self._lineno = 0
-            self._filename_base = name
-
-    class Cache(FunctionCache):
-        _impl_class = Impl
-
-        def _index_key(self, sig, codegen):
-            return sig, codegen.magic_tuple()  # a closure's contents are in the name and the fingerprint
-
-        def load_overload(self, sig, target_context):
-            """As Numba's, without importing what it compiles with, SciPy among it, which takes a third of a second."""
-            with self._guard_against_spurious_io_errors():
-                return self._load_overload(sig, target_context)
-
-    return Cache(fn)
 
 
 class Kernel(NamedTuple):
@@ -104,16 +42,12 @@ class Kernel(NamedTuple):
 def compile_function(fn, name: str, arguments: int) -> Kernel:
     """`void fn(int64, ...)`, compiled or taken from disk."""
     fn.__qualname__ = name  # the linker knows functions by it: code kept by several processes may not share one
-    if not any(cache_directory().glob(f"{name}.*.nbc")):
-        _announce()
-    signature, kept = types.void(*[types.int64] * arguments), _cache_of(fn, name)
-    try:
-        kept._impl.locator.ensure_cache_path()
-    except OSError:
-        kept = NullCache()  # no place to keep it: compile every time
+    signature, kept = types.void(*[types.int64] * arguments), KernelCache(name)
     with optimised_once(name):
+        # Without `refresh` of the context, which imports what Numba compiles with, SciPy among it: a third of a second.
         result = kept.load_overload(signature, cpu_target.target_context)
         if result is None:
+            _announce()
             compiler = _FunctionCompiler(fn, cpu_target, OPTIONS, {}, Compiler)
             result = compiler.compile(signature.args, signature.return_type)
             kept.save_overload(signature, result)
@@ -128,7 +62,6 @@ def optimised_once(name: str):
     Numba optimises every function together with all that it calls: one that is called through five others six times.
     """
     with global_compiler_lock:  # no other thread compiles meanwhile
-        rtsys.initialize(cpu_target.target_context)  # functions of Numba's that kept code is linked with
         optimise = CPUCodeLibrary._optimize_final_module
 
         def optimise_kernel(library) -> None:

@@ -22,7 +22,6 @@ from .access import (
     call_dots,
     call_tiles,
     fill,
-    is_plain,
     item_at,
     jit,
     key_source,
@@ -43,10 +42,10 @@ from .heuristics import FEW_KEYS
 from .masks import FULL, SKIP, list_mask, mask_row, read_states
 from .micro import clear, fetch, get_f32, get_i32, get_i64, put_f32, row_scale, row_times, transpose, widen_f32
 from .params import ITEM
-from .rows import add_strays, set_up, take_out_strays
+from .rows import SHRUNK, add_strays, is_shrunk, scale_scores, set_up, take_out_strays
 from .scratch import CHUNK, PAD, SCORES, TAIL, Scratch, cut, table_size
 from .simd import W
-from .softmax import LOG2E, alibi_row, bias_cells, exp_row, max_row, scale_cells, softcap_cells
+from .softmax import LOG2E, alibi_row, bias_cells, exp_row, max_row
 
 W_, FOUR = np.int64(W), np.int64(4)
 TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # of matrix tiles
@@ -76,11 +75,7 @@ def soften(p, t, item, r, origin, count, Dv):
         fill(row, ZERO, count, F(0))
         return
     vectors = up(count, W) // W
-    scale = F(p.scale)
-    if p.softcap > 0:
-        softcap_cells(row, W, vectors, scale / F(p.softcap), F(p.softcap))
-    elif not is_plain(p):
-        scale_cells(row, W, vectors, scale)
+    scale_scores(p, row, W_, vectors)
     if p.slopes:
         alibi_row(row, vectors, get_f32(t.slopes + 4 * r), get_i32(t.positions + 4 * r) - origin)
     if p.mask and state != FULL:
@@ -104,6 +99,8 @@ def soften(p, t, item, r, origin, count, Dv):
     put_f32(l, get_f32(l) * shrink + total)
     if shrink != F(1) and old != -INF:
         row_scale(t.acc + 4 * r * Dv, Dv, shrink)
+    if is_shrunk(t):
+        row_scale(row, vectors * W, SHRUNK)
 
 
 @jit

@@ -52,7 +52,7 @@ def tile_keys(parts: int) -> int:
 
 def split_size(tasks: int, keys: int, threads: int, tile: int, each: int = 4) -> int:
     """Keys of a split, 0 for no splitting: about `each` pieces for a thread, none under 512 keys, in whole tiles."""
-    if threads < 2 or tasks >= each * threads or keys < 1024:
+    if threads < 2 or not 0 < tasks < each * threads or keys < 1024:
         return 0
     pieces = -(-each * threads // tasks)
     return max(512 // tile * tile, -(-keys // pieces // tile) * tile)

@@ -139,6 +139,15 @@ def clear(e: Emit, to: Value, count: Value) -> None:
         e.store(e.zeros, to, i)
 
 
+@microkernel("ii>f")
+def check_finite(e: Emit, row: Value, count: Value) -> Value:
+    """NaN if one of `count` floats, a multiple of W, is not finite, else 0."""
+    check = e.var(e.zeros)
+    with e.loop(count, W) as i:
+        check.set(e.fma(e.load(row, i), e.zeros, check.get()))
+    return e.reduce(check.get(), e.builder.fadd)
+
+
 @microkernel("iif")
 def row_scale(e: Emit, row: Value, count: Value, factor: Value) -> None:
     factor = e.splat(factor)

@@ -51,10 +51,10 @@ from .gemm import (
 )
 from .masks import read_states
 from .micro import clear, transpose
-from .rows import add_strays, set_up, take_out_strays
+from .rows import SHRUNK, add_strays, is_shrunk, set_up, take_out_strays
 from .scratch import PAD, PANEL_, cut
 from .simd import W
-from .softmax import LOG2E, soften_column
+from .softmax import LOG2E, scale_cells, soften_column
 
 DOT = 128  # elements of a dot product that are summed in one go: longer sums round more
 
@@ -126,6 +126,8 @@ def soften(p, t, item, s, first, R, key, count, most):
     shape_scores(p, t, item, s, PANEL_, first, R, key, count)
     m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
     soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E), most)
+    if is_shrunk(t):
+        scale_cells(s, PANEL_, count, SHRUNK)
 
 
 @jit
@@ -228,7 +230,7 @@ def walk_packed(params, scratch, address):
     first, last = set_up(p, t, item, up(R, PANEL), Dv)
     list_spans(t, up(R, PANEL))
     all_lo, all_hi = seen_by_all(t, R)
-    most = calm_bound(p, kv_len)
+    most = calm_bound(p, t, kv_len)
     tile = item.start + max(0, first - item.start) // BK * BK
     while tile < last:
         end = min(tile + BK, last)

@@ -20,9 +20,9 @@ from ...tensors import Shared, Tensors
 from . import compiled
 from .access import INF, F, call_work, item_at, jit, params_at, pointer, sequence, unit, up
 from .launch import block_of, list_items_of, zero_spare_rows
-from .micro import clear, get_f32, get_i64, next_item, put_i64
+from .micro import check_finite, clear, get_f32, get_i64, next_item, put_i64
 from .params import COUNT, COUNTER, DONE, INDEX, ITEM, PER_CALL, UNDONE
-from .rows import finish
+from .rows import SHRUNK, finish
 from .simd import I64, Emit, Value, W, microkernel
 from .threads import pool
 
@@ -54,21 +54,30 @@ def all_done(p):
 
 @jit
 def top_of(p, index, parts, R, r, Dv, m):
+    """The largest of m and the maxima of an item's parts, and whether one of them is shrunk (`rows.SHRUNK`)."""
+    shrunk = False
     for part in range(parts):
-        m = max(m, get_f32(p.partials + (index + part * p.kv_heads) * p.partial_bytes + 4 * (R * Dv + 2 * r)))
-    return m
+        slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
+        m = max(m, get_f32(slot + 4 * (R * Dv + 2 * r)))
+        shrunk |= get_f32(slot + 4 * (R * Dv + 2 * r + 1)) < F(0)
+    return m, shrunk
 
 
 @jit
-def add_parts(p, index, parts, R, r, Dv, m, to):
-    """Adds row r of an item's parts, weighed by their maxima; returns their share of the softmax's sum."""
+def add_parts(p, index, parts, R, r, Dv, m, to, shrunk):
+    """Adds row r of an item's parts, weighed by their maxima; returns their share of the softmax's sum.
+
+    `shrunk`: all of them times SHRUNK.
+    """
     l = F(0)
     for part in range(parts):
         slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
         top = get_f32(slot + 4 * (R * Dv + 2 * r))
         if top != -INF:
-            weight = F(math.exp((top - m) * unit(p)))
-            l += weight * get_f32(slot + 4 * (R * Dv + 2 * r + 1))
+            weight, own = F(math.exp((top - m) * unit(p))), get_f32(slot + 4 * (R * Dv + 2 * r + 1))
+            l += weight * abs(own)
+            if shrunk and not own < F(0):
+                weight *= SHRUNK
             row_add(to, slot + 4 * r * Dv, Dv, weight)
     return l
 
@@ -96,12 +105,17 @@ def pair(task, scratch):
                 first += item.head
                 for g in range(group):
                     r, its = g * item.rows + i, g * other.rows + get_i64(place + 8)
-                    m = top_of(b, index, item.splits, R, r, Dv, -INF)
-                    m = top_of(a, first, other.splits, group * other.rows, its, Dv, m)
-                    clear(scratch, Dv)
-                    l = add_parts(b, index, item.splits, R, r, Dv, m, scratch)
-                    l += add_parts(a, first, other.splits, group * other.rows, its, Dv, m, scratch)
-                    finish(b, item, g, i, q_start, scratch, m, l)
+                    m, some = top_of(b, index, item.splits, R, r, Dv, -INF)
+                    m, more = top_of(a, first, other.splits, group * other.rows, its, Dv, m)
+                    shrunk = some or more
+                    for _ in range(2):
+                        clear(scratch, Dv)
+                        l = add_parts(b, index, item.splits, R, r, Dv, m, scratch, shrunk)
+                        l += add_parts(a, first, other.splits, group * other.rows, its, Dv, m, scratch, shrunk)
+                        if shrunk or check_finite(scratch, Dv) == F(0):
+                            break
+                        shrunk = True
+                    finish(b, item, g, i, q_start, scratch, m, -l if shrunk else l)
         index = next_item(task + 24)
 
 

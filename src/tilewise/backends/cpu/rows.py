@@ -5,11 +5,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from numba import types
 
-from .access import INF, F, jit, key_span, sequence, store_row, unit
+from .access import INF, F, is_plain, jit, key_span, sequence, store_row, unit, up
 from .masks import FULL, SKIP, mask_cell, mask_row
 from .micro import clear, get_f32, get_i32, get_i64, put_f32, put_i32
+from .simd import W
+from .softmax import large_softcap_cells, scale_cells, softcap_cells
+
+# Sums of large values may pass float32's range where their mean does not: they are then made again of weights times
+# SHRUNK. A row's l is stored below 0 if its acc is of such weights.
+SHRUNK, GROWN = F(2.0**-32), F(2.0**32)
+LEAST_FACTOR, LARGEST = F(1e-20), float(np.finfo(np.float32).max)
 
 
 @jit
@@ -89,19 +97,55 @@ def add_strays(p, t, item, first_row, rows, count, width, origin, key_step, row_
 
 
 @jit
+def is_shrunk(t):
+    """Whether weights are to be times SHRUNK, see there."""
+    return get_i64(t.done + 8) != 0
+
+
+@jit
+def scale_scores(p, s, step, count):
+    """Dot products to scores: scale and softcap, of `count` vectors `step` floats apart."""
+    scale = F(p.scale)
+    if p.softcap > 0:
+        cap = F(min(p.softcap, LARGEST))
+        factor = scale / cap
+        if abs(factor) == INF:  # times a dot product of 0 it would be NaN
+            factor = F(math.copysign(LARGEST, factor))
+        if abs(factor) >= LEAST_FACTOR:
+            softcap_cells(s, step, count, factor, cap)
+        else:  # times dot products it may leave float32's range
+            scale_cells(s, step, count, scale)
+            large_softcap_cells(s, step, count, F(1) / cap, cap)
+    elif not is_plain(p):
+        scale_cells(s, step, count, scale)
+
+
+@jit
+def out_row(p, item, g, i, q_start):
+    """Where the output of query i of an item's rows is, for head g of the group."""
+    head, b = item.head * (p.heads // p.kv_heads) + g, types.int64(0) if p.cu_q else item.b
+    return p.out + b * p.out_b + head * p.out_h + (q_start + item.row + i) * p.out_l
+
+
+@jit
 def finish(p, item, g, i, q_start, acc, m, l):
     """A finished row, query i of head g of the group: the sink, the division, `out` and `lse`."""
     m *= unit(p)
     head, b = item.head * (p.heads // p.kv_heads) + g, types.int64(0) if p.cu_q else item.b
     line = q_start + item.row + i
     factor = F(1)
-    if p.sinks:
-        sink = get_f32(p.sinks + 4 * head)
+    if l < F(0):
+        l, factor = -l, GROWN
+    sink = get_f32(p.sinks + 4 * head) if p.sinks else -INF
+    if sink == INF:  # it takes all weight
+        clear(acc, up(p.value_dim, W))
+        m, l = INF, F(1)
+    elif sink != -INF:
         top = max(m, sink)
-        factor = F(math.exp(m - top))
-        l = l * factor + F(math.exp(sink - top))
-        m = top
+        less = F(math.exp(m - top))
+        l = l * less + F(math.exp(sink - top))
+        m, factor = top, factor * less
     total = F(1) if l == F(0) else l
-    store_row(p.out + b * p.out_b + head * p.out_h + line * p.out_l, p.q_code, acc, p.value_dim, factor / total)
+    store_row(out_row(p, item, g, i, q_start), p.q_code, acc, p.value_dim, factor / total)
     if p.lse:
         put_f32(p.lse + b * p.lse_b + head * p.lse_h + line * p.lse_l, m + F(math.log(total)))

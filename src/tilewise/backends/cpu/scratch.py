@@ -62,7 +62,7 @@ def shared_sizes(heads, kv_heads, value_dim, tile_rows, tile_keys, bunch):
         4 * W * keys,  # a mask's rows for one vector of query rows
         4 * W * keys,  # the same by columns
         8 * heads,  # the mask's state for each head
-        8,  # done: whether the walk by matrix tiles could do the item
+        16,  # done: whether the walk by matrix tiles could do the item; whether weights are shrunk (`rows.SHRUNK`)
         4 * PANEL,  # totals: of a tile's weights, one a row of a panel
     )  # fmt: skip
 

@@ -44,6 +44,22 @@ def softcap_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value, c
         e.store(b.fmul(_tanh(e, b.fmul(e.load(s, at), factor)), cap), s, at)
 
 
+@microkernel("iiiff")
+def large_softcap_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value, cap: Value) -> None:
+    """The same of scores that are scaled already; factor is 1 / cap, which may have lost its digits.
+
+    What is far below the cap stays as it is, whatever its quotient by the cap has lost.
+    """
+    b = e.builder
+    factor, cap = e.splat(factor), e.splat(cap)
+    with e.loop(count) as i:
+        at = b.mul(i, step)
+        score = e.load(s, at)
+        x = b.fmul(score, factor)
+        small = b.fcmp_ordered("<", e.call("fabs", x), e.f32s(2.0**-13))  # tanh x is x to the last digit
+        e.store(b.select(small, score, b.fmul(_tanh(e, x), cap)), s, at)
+
+
 @microkernel("iiif")
 def scale_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value) -> None:
     b = e.builder

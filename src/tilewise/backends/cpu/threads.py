@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ... import forks
 from . import compiled
 from .openmp import find_parallel
 
@@ -69,7 +70,8 @@ class Pool:
 
     def __init__(self) -> None:
         self._reset()
-        self.parallel = find_parallel()
+        if not forks.forked:
+            self.parallel = find_parallel()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._reset)
 

@@ -169,7 +169,7 @@ def walk_function(parts):
         first, last = set_up(p, t, item, up(R, BLOCK), up(p.value_dim, W))
         list_spans(t, up(R, BLOCK))
         all_lo, all_hi = seen_by_all(t, R)
-        most = calm_bound(p, kv_len)
+        most = calm_bound(p, t, kv_len)
         clear(w.acc, up(R, BLOCK) * Dv)
         clear(w.v, PARTS_ * Dv * BK // 2)  # columns that are not there
         configure(p.configuration)

@@ -1,0 +1,339 @@
+"""Kept kernels: files that are damaged, of another kernel, of another user; disks that are full; processes that die."""
+
+import errno
+import os
+import pickle
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tilewise import places
+from tilewise.backends.cpu import compiled, kernel_cache
+from tilewise.backends.cpu.micro import get_i64, put_i64
+from tilewise.caches import books
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners and modes of POSIX")
+KEY = bytes(range(32))
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    """An empty place, and nothing said yet."""
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(kernel_cache, "_said", set())
+    return tmp_path / "kept"
+
+
+def compile_tiny(name="tiny", adds=1):
+    """A kernel that takes no time to compile; what it makes of 41."""
+
+    def tiny(address):
+        put_i64(address, get_i64(address) + adds)
+
+    number = np.array([41])
+    compiled.compile_function(tiny, name, 1).entry(number.ctypes.data)
+    return int(number[0])
+
+
+def no_compiler(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiled, "_FunctionCompiler", refuse)
+
+
+def kept():
+    (file,) = kernel_cache.cache_directory().glob("*.nbc")
+    return file
+
+
+def said():
+    """The warnings of this package that a block raises."""
+    return pytest.warns(RuntimeWarning, match="tilewise: ")
+
+
+@pytest.fixture
+def silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_kernel_is_compiled_once(monkeypatch):
+    assert compile_tiny() == 42
+    file = kept()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    no_compiler(monkeypatch)
+    assert compile_tiny() == 42
+
+
+@pytest.mark.usefixtures("silent")
+def test_every_truncation_and_every_flipped_byte_is_seen():
+    contents = os.urandom(500)
+    kernel_cache.write("x.nbc", KEY, contents)
+    assert kernel_cache.read("x.nbc", KEY) == contents
+    file = kernel_cache.cache_directory() / "x.nbc"
+    whole = file.read_bytes()
+    for size in range(len(whole)):
+        file.write_bytes(whole[:size])
+        with pytest.raises(kernel_cache.Damaged):
+            kernel_cache.read("x.nbc", KEY)
+    for at in range(len(whole)):
+        for bit in (1, 128):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+            with pytest.raises(kernel_cache.Damaged):
+                kernel_cache.read("x.nbc", KEY)
+    file.write_bytes(whole + b"\0")
+    with pytest.raises(kernel_cache.Damaged):
+        kernel_cache.read("x.nbc", KEY)
+    file.write_bytes(whole)
+    with pytest.raises(kernel_cache.Damaged):
+        kernel_cache.read("x.nbc", KEY[::-1])  # of another kernel
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 4096, None, "flip"], ids=["empty", "zeros", "truncated", "flipped"])
+def test_a_damaged_file_is_compiled_again_and_said_once(damage, monkeypatch):
+    for name in ("tiny", "second"):
+        compile_tiny(name)
+    files = sorted(kernel_cache.cache_directory().glob("*.nbc"))
+    for file in files:
+        whole = file.read_bytes()
+        flipped = whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:]
+        file.write_bytes(whole[: len(whole) // 2] if damage is None else flipped if damage == "flip" else damage)
+    with said() as warned:
+        assert [compile_tiny(name) for name in ("tiny", "second")] == [42, 42]
+    assert len(warned) == 1
+    assert "cannot be read (its digest is wrong): its kernel is compiled again" in str(warned[0].message)
+    no_compiler(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(kernel_cache, "_said", set())
+        assert [compile_tiny(name) for name in ("tiny", "second")] == [42, 42]
+
+
+def test_code_of_another_kernel_is_not_loaded():
+    """Not under its name, nor after a change of what it was made of, however well its file is written."""
+    assert compile_tiny("tiny", adds=1) == 42
+    mine = kept()
+    code = mine.read_bytes()
+    mine.unlink()
+    assert compile_tiny("other", adds=2) == 43
+    kept().write_bytes(code)
+    with said():
+        assert compile_tiny("other", adds=2) == 43
+    assert kernel_cache.KernelCache("a", "1").name == kernel_cache.KernelCache("a", "2").name
+    codegen = compiled.cpu_target.target_context.codegen()
+    keys = {kernel_cache.KernelCache(n, s).key(sig, codegen) for n in "ab" for s in "12" for sig in ("()", "(int64)")}
+    assert len(keys) == 8
+
+
+def test_what_cannot_be_unpickled_is_compiled_again():
+    compile_tiny()
+    codegen, signature = compiled.cpu_target.target_context.codegen(), compiled.types.void(compiled.types.int64)
+    kernel_cache.write(kept().name, kernel_cache.KernelCache("tiny").key(signature, codegen), b"no pickle")
+    with said() as warned:
+        assert compile_tiny() == 42
+    assert "UnpicklingError" in str(warned[0].message)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["TILEWISE_CACHE_DIR"] + "/executed",)
+
+
+def evil(home):
+    """A file with the right digest, as anybody can write it."""
+    compile_tiny()
+    codegen, signature = compiled.cpu_target.target_context.codegen(), compiled.types.void(compiled.types.int64)
+    kernel_cache.write(kept().name, kernel_cache.KernelCache("tiny").key(signature, codegen), pickle.dumps(Evil()))
+    return home / "executed"
+
+
+def test_the_planted_file_would_do_harm(home):
+    mark = evil(home)
+    with said():
+        assert compile_tiny() == 42
+    assert mark.exists()
+
+
+def plant(what, folder):
+    file = next(folder.glob("*.nbc"))
+    if what == "folder of all":
+        folder.chmod(0o777)
+    elif what == "folder of a group":
+        folder.chmod(0o770)
+    elif what == "folder by a link":
+        folder.rename(folder.parent / "elsewhere")
+        folder.symlink_to(folder.parent / "elsewhere")
+    elif what == "file of all":
+        file.chmod(0o666)
+    elif what == "file by a link":
+        file.rename(folder.parent / "elsewhere")
+        file.symlink_to(folder.parent / "elsewhere")
+    elif what == "file that is none":
+        file.unlink()
+        file.mkdir()
+    else:
+        target = folder if "folder" in what else file
+        if os.getuid() == 0:
+            os.chown(target, 4242, -1)
+        return target
+    return None
+
+
+PLANTS = ["folder of all", "folder of a group", "folder by a link", "file of all", "file by a link"]
+
+
+@pytest.mark.parametrize("what", [*PLANTS, "file that is none", "another's folder", "another's file"])
+def test_what_others_can_write_to_is_never_loaded(what, home, monkeypatch):
+    mark = evil(home)
+    if plant(what, kernel_cache.cache_directory()) is not None and os.getuid() != 0:
+        monkeypatch.setattr(os, "getuid", lambda: 4242)
+    with said() as warned:
+        assert compile_tiny() == 42
+    assert not mark.exists()
+    assert len({str(w.message) for w in warned}) == len(warned) <= 2  # reading and, if that fails too, keeping
+    if "folder" in what:
+        assert "TILEWISE_CACHE_DIR" in str(warned[0].message)
+
+
+def test_root_does_not_load_what_a_user_owns(monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    status = os.stat_result((0o100644, 0, 0, 1, 1000, 1000, 0, 0, 0, 0))
+    assert "belongs to user 1000" in places.others_may_change(status)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert places.others_may_change(status) is None
+    roots = os.stat_result((0o100644, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+    assert places.others_may_change(roots) is None
+
+
+def test_a_full_disk_is_no_reason_to_fail(home):
+    """Files of at most 1000 bytes: the write fails as on a disk without room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with said() as warned:
+            assert compile_tiny() == 42
+            assert compile_tiny("second") == 42
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(warned) == 1
+    assert "every process compiles them" in str(warned[0].message)
+    assert not any(kernel_cache.cache_directory().iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", ["open", "makedirs", "mkdir", "replace"])
+def test_no_error_of_the_system_fails_a_call(number, call, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fail)
+    with said() as warned:
+        assert compile_tiny() == 42
+    monkeypatch.undo()
+    assert os.strerror(number) in str(warned[-1].message)
+
+
+def test_a_place_that_is_a_file(home):
+    home.write_text("")
+    with said():
+        assert compile_tiny() == 42
+
+
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from test_kernel_cache import compile_tiny, kernel_cache
+die = {die!r}
+if die == "before the name":
+    os.replace = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+elif die == "half written":
+    class Half:
+        def __init__(self, handle): self.handle = handle
+        def __enter__(self): return self
+        def __exit__(self, *_): pass
+        def write(self, data):
+            os.write(self.handle, data[: len(data) // 2])
+            if len(data) > 100: os.kill(os.getpid(), signal.SIGKILL)
+    kernel_cache.open = lambda handle, mode: (Half if mode == "wb" else lambda x: open(x, mode))(handle)
+assert compile_tiny() == 42
+"""
+
+
+def start(die=None):
+    code = SCRIPT.format(tests=str(Path(__file__).parent), die=die)
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("die", ["before the name", "half written"])
+def test_a_process_that_is_killed_at_writing_leaves_nothing_to_load(die):
+    process = start(die)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    (left,) = kernel_cache.cache_directory().iterdir()
+    assert left.suffix == ".tmp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compile_tiny() == 42
+    assert left.exists()  # its process may yet live
+    os.utime(left, (0, 0))
+    kept().unlink()
+    assert compile_tiny() == 42
+    assert [file.suffix for file in kernel_cache.cache_directory().iterdir()] == [".nbc"]
+
+
+def test_processes_at_once_leave_one_whole_file(monkeypatch):
+    for process in [start() for _ in range(2)]:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+        assert b"Warning" not in errors
+    assert len(list(kernel_cache.cache_directory().iterdir())) == 1
+    no_compiler(monkeypatch)
+    assert compile_tiny() == 42
+
+
+def test_a_user_without_home_or_name(monkeypatch, tmp_path):
+    monkeypatch.delenv("TILEWISE_CACHE_DIR")
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path))
+    assert places.cache_home() == tmp_path / f"tilewise-{os.getuid()}"
+    assert compile_tiny() == 42
+    assert stat.S_IMODE(places.cache_home().stat().st_mode) == 0o700
+    monkeypatch.setattr(places.tempfile, "gettempdir", lambda: (_ for _ in ()).throw(FileNotFoundError()))
+    assert places.cache_home().parent == Path("/tmp")
+
+
+def test_loops_of_caches_are_kept_in_the_same_place(monkeypatch, home):
+    """And not in the package or at home, which may not be written to."""
+
+    def call():
+        table, to = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros((2, 4), dtype=np.int32)
+        books.compiled.__wrapped__(books.copy_rows)(table, np.array([2, 0]), to)
+        assert to.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+
+    package = Path(books.__file__).parent
+    before = set(package.rglob("*.nb?"))  # of an older version
+    call()
+    assert kept().name.startswith("copy_rows.")
+    assert set(package.rglob("*.nb?")) == before
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", "/proc/nothing")
+    with said():
+        call()

@@ -1,0 +1,138 @@
+"""Odd processes: forked ones, and those in which Numba is missing or broken."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tilewise import forks
+
+DEADLINE = 300  # seconds for what takes two: a hang must end the test
+
+
+def run(code):
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+FORK = """
+    import os, signal, sys, torch
+    {early}
+    torch.set_num_threads(2)
+    a = torch.randn(700, 700)
+    a @ a  # torch's threads are there now
+    q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 4000, 64)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+    child = os.fork()
+    if child == 0:
+        signal.alarm({deadline})  # torch would wait for ever
+        import tilewise
+        from tilewise.backends.cpu.threads import pool
+        plan = tilewise.plan(q, k, k, backend="cpu")
+        assert "2 threads" in plan.kernel, plan.kernel
+        for _ in range(3):
+            got = tilewise.attention(q, k, k, backend="cpu")
+        assert pool.parallel is None
+        torch.set_num_threads(1)  # torch's own operations would wait too
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    print("fine")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
+@pytest.mark.parametrize("early", ["import tilewise", ""], ids=["tilewise before the fork", "tilewise after the fork"])
+def test_the_first_call_of_a_forked_child(early):
+    if not early and not Path("/proc/self/stat").exists():
+        pytest.skip("only Linux tells that a process was forked")
+    assert "fine" in run(FORK.format(early=early, deadline=DEADLINE - 60))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
+def test_a_fork_before_torch_costs_nothing():
+    """torch's threads begin in the child: they may be used there."""
+    code = """
+        import os
+        child = os.fork()
+        if child == 0:
+            import tilewise
+            from tilewise import forks
+            os._exit(5 if forks.forked else 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """
+    run(code)
+    assert not forks.forked
+
+
+SERVED = """
+    import sys, warnings
+    {breaks}
+    import torch, tilewise
+    from tilewise import KVCache, PagedKVCache, Quantised, Unsupported, attention, plan, varlen_attention
+
+    q, k, v = torch.randn(1, 4, 3, 64), *torch.randn(2, 1, 2, 50, 64)
+    chosen = plan(q, k, v)
+    assert chosen.backend == "torch", chosen
+    assert {reason!r} in dict(chosen.passed_over)["cpu"], chosen.passed_over
+    assert {reason!r} in str(chosen)
+
+    def right(got, *args, **options):
+        want = attention(*args, backend="reference", **options)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+    for _ in range(2):
+        right(attention(q, k, v, causal=True), q, k, v, causal=True)
+    few = [Quantised.from_float(x, "int8") for x in (k, v)]
+    right(attention(q, *few), q, *few)
+    cu = [torch.tensor([0, n], dtype=torch.int32) for n in (3, 50)]
+    packed = varlen_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), *cu)
+    right(packed.transpose(0, 1)[None], q, k, v)
+    try:
+        attention(q, k, v, backend="cpu")
+    except Unsupported as error:
+        assert {reason!r} in str(error), error
+    else:
+        raise AssertionError
+
+    for dtype in ("f32", "int8", "int4"):
+        cache = KVCache(1, 2, 64, 64, dtype)
+        cache.append(k, v)
+        assert cache.attend(q).isfinite().all()
+        pool = PagedKVCache(20, 4, 2, 64, dtype)
+        a = pool.create()
+        pool.append(a, k[0].transpose(0, 1), v[0].transpose(0, 1), tokens=list(range(50)))
+        b = pool.fork(a)
+        for s in (a, b):
+            pool.append(s, *torch.randn(2, 1, 2, 64))
+        two = torch.randn(2, 4, 1, 64)
+        together = pool.attend([a, b], two, cascade=True)
+        torch.testing.assert_close(together, pool.attend([a, b], two, cascade=False), rtol=1e-4, atol=1e-5)
+        if dtype == "f32":
+            keys, values = pool.keys(a)[None], pool.values(a)[None]
+            right(together[:1], two[:1], keys, values)
+    from tilewise.cli import main
+    assert main(["warmup"]) == 1
+    print("fine")
+"""
+
+
+def test_without_numba():
+    text = run(SERVED.format(breaks='sys.modules["numba"] = None', reason="numba is not installed"))
+    assert "the CPU kernels cannot be compiled: numba is not installed" in text
+    assert "fine" in text
+
+
+@pytest.mark.parametrize(
+    "error", ["ImportError('Numba needs NumPy 2.3 or less')", "OSError('no LLVM')", "SystemError('bad')"]
+)
+def test_with_a_numba_that_cannot_be_imported(tmp_path, error):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text(f"raise {error}")
+    reason = f"numba cannot be imported ({error.partition('(')[0]}: "
+    assert "fine" in run(SERVED.format(breaks=f"sys.path.insert(0, {str(tmp_path)!r})", reason=reason))
