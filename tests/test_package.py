@@ -1,7 +1,9 @@
 """The package as it is imported and used."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,3 +69,14 @@ def test_offsets_past_2_31():
         want = tilewise.attention(q, k[:, :, -20:], k[:, :, -20:], backend="reference", **options)
         torch.testing.assert_close(got.float(), want.float(), rtol=2e-3, atol=2e-3)
         assert got.abs().amax() > 1
+
+
+def test_every_environment_variable_is_documented():
+    """Names that the package takes from the environment stand on one page."""
+    root = Path(tilewise.__file__).parent
+    found = set()
+    for file in root.rglob("*.py"):
+        found |= set(re.findall(r"""environ(?:\.get\(|\[)["'](\w+)""", file.read_text(encoding="utf-8")))
+    assert {"TILEWISE_CACHE_DIR", "TRITON_INTERPRET"} <= found
+    page = (root.parent.parent / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert {name for name in found if f"`{name}`" not in page} == set()
