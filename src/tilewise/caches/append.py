@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..backends import cpu
 from .formats import Store
 
 
@@ -56,10 +55,13 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
 def writer(k: Store, v: Store, wrap: int) -> Writer:
     """What writes into `k` and `v`, each `[B or pages, Hkv, slots, columns]`: position p into slot `p % wrap`."""
     device = k.data.device.type
-    if device == "cpu" and cpu.unusable() is None:
-        from ..backends.cpu.append import Append
+    if device == "cpu":
+        from ..backends import cpu
 
-        return Append(k, v, wrap)
+        if cpu.unusable() is None:
+            from ..backends.cpu.append import Append
+
+            return Append(k, v, wrap)
     if device == "cuda" and importlib.util.find_spec("triton") is not None:
         from ..backends.triton.append import Append as OnGpu
 

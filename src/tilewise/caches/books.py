@@ -13,12 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..backends import cpu
-
 
 @cache
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A loop of this file, compiled if it can be, and kept on disk."""
+    from ..backends import cpu
+
     if cpu.unusable() is not None:
         return loop
     import numba
