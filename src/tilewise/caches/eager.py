@@ -34,12 +34,11 @@ def _leave(function: Any) -> None:
 
 def _skipper() -> Callable[[CodeType], None] | None:
     """What tells torch to run a function and all that it calls as they are; None if this torch has no such thing."""
-    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    parts = [getattr(frames, name, None) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")]
-    if None in parts:
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if not all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
         return None
-    tell, strategy, action = parts
-    return lambda code: tell(code, strategy(action.SKIP, action.SKIP))
+    skip = frames._FrameAction.SKIP
+    return lambda code: frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 _skip = _skipper()
