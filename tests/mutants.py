@@ -230,6 +230,16 @@ def _(p, t):
     return t if t.block_table is None else replace(t, block_table=t.block_table.sort(1).values.clamp_max(len(t.k) - 1))
 
 
+@reads("pages read one entry late", "lengths")
+def _(p, t):
+    return t if t.block_table is None else replace(t, block_table=t.block_table.roll(-1, 1))
+
+
+@reads("the first row's pages for all rows", "lengths")
+def _(p, t):
+    return t if t.block_table is None else replace(t, block_table=t.block_table[:1].expand_as(t.block_table))
+
+
 @reads("q_offset of the first row for all", "offset")
 def _(p, t):
     return replace(t, q_offset=None if t.q_offset is None else t.q_offset[:1].expand(p.batch))
@@ -289,6 +299,28 @@ def _(seq, r: Scores):
         return r.out, r.lse
     lse = torch.logaddexp(r.lse, seq.tensors.sinks.double()[:, None].expand_as(r.lse))
     return r.out * (r.lse - lse).exp()[..., None], lse
+
+
+@softmaxes("the sink counted in every split", "sinks", "split_size")
+def _(seq, r: Scores):
+    splits = -(-seq.kv_len // (seq.problem.split_size or max(1, seq.kv_len)))
+    if seq.tensors.sinks is None or splits < 2:
+        return r.out, r.lse
+    sinks = seq.tensors.sinks.double()[:, None] + math.log(splits)
+    lse = torch.logaddexp(torch.logsumexp(r.scores, -1), sinks.expand_as(r.lse))
+    return torch.where(lse[..., None].isfinite(), r.out * (r.lse - lse).exp()[..., None], r.out), lse
+
+
+@softmaxes("a sink of -inf is NaN in rows that see nothing", "sinks")
+def _(seq, r: Scores):
+    return torch.where((r.lse == -math.inf)[..., None], math.nan, r.out), r.lse
+
+
+@softmaxes("a sink of +inf is taken for none", "sinks")
+def _(seq, r: Scores):
+    out, lse = rescored(replace(seq, tensors=replace(seq.tensors, sinks=None)), r.scores, r.visible)
+    taken = r.lse == math.inf
+    return torch.where(taken[..., None], out, r.out), torch.where(taken, lse, r.lse)
 
 
 @softmaxes("a stale maximum: the output is not rescaled when it grows")

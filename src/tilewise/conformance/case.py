@@ -2,7 +2,7 @@
 
 Inputs are peaked (logits of standard deviation 3), or a kernel that averages `v` would pass. Whatever must not matter
 holds NaN: keys past a length, the slack of pages, pages of nobody, rows past the last sequence. Table entries past a
-length name no page.
+length name a page of nobody.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Case:
     softcap: float | None = None
     scale: float | None = None
     alibi: str = ""  # "h" or "bh"
-    sinks: bool = False
+    sinks: bool | str = False  # or "none" (each -inf), or "mixed" (of -inf, +inf and numbers)
     offset: Any = None  # an int, or "rows" for a tensor
     lengths: Shape = ()  # kv_lengths or, for pages, context_lens; for varlen the keys of each sequence
     q_lengths: Shape = ()  # packed queries of these lengths
@@ -63,7 +63,7 @@ class Case:
     )
     tile: tuple[int, int] | None = None  # hand in a tile map of these tiles
     layout: str = "bhld"
-    strides: str = ""  # "sliced", "last" (a last dim of stride 2), "shared" (k and v broadcast over the batch)
+    strides: str = ""  # sliced, last (a last dim of stride 2), shared (k and v broadcast over the batch), permuted
     split_size: int | None = None
     note: str = ""
 
@@ -116,6 +116,13 @@ class Inputs:
         extra = [options.pop(name, None) for name in extra]
         return check(*self.args, *extra, Options(**options))
 
+    def common_state(self, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`out` and `lse` in the caller's layout as `[B, H, Lq, ...]`, or `[1, H, T, ...]` if they are packed."""
+        out, lse = state
+        if lse.ndim == 2:
+            return out.transpose(0, 1)[None], lse.transpose(0, 1)[None]
+        return (out.transpose(1, 2), lse.transpose(1, 2)) if self.options.get("layout") == "blhd" else (out, lse)
+
     def common(self, rows: torch.Tensor) -> torch.Tensor:
         """An `lse` in the caller's layout as `[B, H, Lq]`, or `[1, H, T]` if it is packed."""
         if rows.ndim == 2:
@@ -149,6 +156,8 @@ class _Maker:
             k, v = self.pages("k", table), self.pages("v", table)
             if c.q_lengths:
                 options["cu_seqlens_q"] = self.offsets(c.q_lengths)
+                if c.mask:  # its size cannot be read from offsets on a GPU
+                    options["max_q"] = c.queries
             else:
                 options["layout"] = c.layout
             q = self.packed(c.q_lengths, "q") if c.q_lengths else self.dense("q")
@@ -171,12 +180,20 @@ class _Maker:
             steps = torch.arange(1, batch + 1, device=self.device)[:, None]
             options["alibi_slopes"] = slopes * steps if c.alibi == "bh" else slopes
         if c.sinks:
-            options["sinks"] = (2 * self.normal(c.H)).to(self.device)
+            options["sinks"] = self.sinks().to(self.device)
         if c.mask:
             options["mask"] = self.mask(batch)
         if c.tile:
             options["tile_map"] = self.tile_map(options)
         return options
+
+    def sinks(self) -> torch.Tensor:
+        sinks = 2 * self.normal(self.case.H)
+        if self.case.sinks == "none":
+            sinks.fill_(-torch.inf)
+        elif self.case.sinks == "mixed":
+            sinks[0::3], sinks[1::3] = -torch.inf, torch.inf
+        return sinks
 
     def tile_map(self, options: dict[str, Any]) -> TileMap:
         c = self.case
@@ -240,6 +257,8 @@ class _Maker:
             x = wide[1:-2, 2:-1, 1:-2, 2:-3]
         elif c.strides == "last":
             x = torch.stack([x, torch.full_like(x, self.slack)], -1).flatten(-2)[..., ::2]
+        elif c.strides == "permuted":
+            x = _permuted(x)
         return x.expand(c.B, -1, -1, -1) if c.strides == "shared" else x
 
     def packed(self, lengths: Shape, name: str) -> Any:
@@ -256,11 +275,14 @@ class _Maker:
         return self.stored(name, x, slack[:, None].expand(-1, heads))
 
     def block_table(self) -> torch.Tensor:
-        """Shuffled pages; entries past a row's length are no page at all."""
+        """Shuffled pages; entries past a row's length name one that is nobody's, with slack in it.
+
+        A kernel that reads them then gives a wrong result; one that reads a page far away may end the process.
+        """
         c = self.case
         counts = [-(-n // c.page) for n in c.lengths]
         order = torch.randperm(sum(counts) + 2, generator=self.random, device="cpu").tolist()
-        table = torch.full((len(counts), max(counts) + 1), 2**30, dtype=torch.int32, device="cpu")
+        table = torch.full((len(counts), max(counts) + 1), order.pop(), dtype=torch.int32, device="cpu")
         for b, count in enumerate(counts):
             table[b, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32, device="cpu")
         return table
@@ -295,7 +317,7 @@ class _Maker:
         elif c.pattern == "near":
             seen[:] = True
         if c.mask_kind == "bool":
-            return seen.to(self.device)
+            return (_permuted(seen) if c.strides == "permuted" else seen).to(self.device)
         dtype = DTYPES[c.mask_kind]
         bias = self.normal(*full)
         if c.pattern == "blocks":
@@ -303,7 +325,8 @@ class _Maker:
         elif c.pattern == "near":
             bias = bias.sign() * 2e-3
         hidden = torch.finfo(dtype).min if c.pattern == "least" else -torch.inf
-        return torch.where(seen, bias, hidden).to(dtype).to(self.device)
+        bias = torch.where(seen, bias, hidden).to(dtype)
+        return (_permuted(bias) if c.strides == "permuted" else bias).to(self.device)
 
     def ints(self, numbers: Any) -> torch.Tensor:
         return torch.tensor(list(numbers), dtype=torch.int32, device=self.device)
@@ -311,3 +334,10 @@ class _Maker:
     def offsets(self, lengths: Shape) -> torch.Tensor:
         ends = torch.tensor([0, *lengths], device="cpu").cumsum(0)
         return ends.to(torch.int32).to(self.device)
+
+
+def _permuted(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers with the outer dims in another order in memory; the last dim keeps its unit stride."""
+    order = [*range(x.ndim - 1)][::-1]
+    back = [*order, x.ndim - 1]  # a reversal is its own inverse
+    return x.permute(back).contiguous().permute(back)

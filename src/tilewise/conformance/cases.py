@@ -46,6 +46,15 @@ POSITIONS = [
     *(Case(Lq=90, chunk=16, causal=c) for c in (False, True)),
     Case(Lq=50, Lk=90, chunk=37, causal=True, window=20),
     Case(Lq=50, Lk=90, chunk=32, offset=-40),
+    # People write sys.maxsize for "none"; rows before the first key must not see others for it.
+    *(
+        Case(Lq=40, Lk=23, window=w, causal=c)
+        for w in (2**31 - 1, 2**63 - 1, (1, 2**31 - 2), (2**31, 4))
+        for c in (False, True)
+    ),
+    *(Case(Lq=40, Lk=23, chunk=n, offset=-7) for n in (2**31 - 1, 2**63 - 1)),
+    *(Case(Lq=40, Lk=23, window=w, offset=n) for w in (2**29 - 1, (3, 2**29 - 2)) for n in (2**29 - 40, 23 - 2**29)),
+    *(Case(Lq=1, Lk=300, D=64, window=w, causal=True) for w in (2**31 - 1, 2**63 - 1)),
     *(Case(B=4, Lq=20, Lk=64, lengths=(0, 1, 37, 64), causal=c) for c in (False, True)),
     Case(B=4, Lq=40, Lk=64, lengths=(0, 1, 37, 64), causal=True, window=9),
     Case(B=4, Lq=40, Lk=64, lengths=(0, 1, 37, 64), causal=True, offset="rows"),
@@ -58,6 +67,10 @@ SCORES = [
     Case(H=6, Lq=30, Lk=60, alibi="h", offset=0),
     *(Case(Lq=60, sinks=True, causal=c) for c in (False, True)),
     Case(B=3, Lq=20, Lk=40, sinks=True, lengths=(0, 5, 40)),
+    *(Case(Lq=60, sinks=s, causal=True, dtype=t) for s in ("none", "mixed") for t in ("f32", "f16")),
+    *(Case(B=3, Lq=20, Lk=40, sinks=s, lengths=(0, 5, 40)) for s in ("none", "mixed")),
+    Case(Lq=50, Lk=70, mask="qk", pattern="rows", sinks="mixed"),
+    Case(Lq=50, Lk=70, mask="hqk", mask_kind="f32", pattern="rows", sinks="none"),
     Case(Lq=60, softcap=4.0, alibi="h", sinks=True, mask="bhqk", mask_kind="f32"),
 ]
 
@@ -97,6 +110,11 @@ DECODE = [
     *(Case(Hkv=1, Lq=n, Lk=700, D=64, causal=True) for n in (2, 5, 16)),
     Case(B=4, Hkv=2, Lq=1, Lk=600, D=64, lengths=(0, 1, 300, 600), sinks=True),
     Case(B=4, Hkv=2, Lq=1, Lk=600, D=64, lengths=(0, 1, 300, 600), window=100),
+    *(
+        Case(B=4, Hkv=2, Lq=1, Lk=600, D=64, lengths=(0, 1, 300, 600), sinks=s, split_size=64)
+        for s in (True, "none", "mixed")
+    ),
+    Case(Hkv=2, Lq=3, Lk=500, D=64, sinks=True, split_size=100, causal=True),
     Case(B=1, Hkv=1, Lq=8, Lk=520, D=64, mask="qk", pattern="tree"),
     Case(Hkv=2, Lq=6, Lk=333, D=80, mask="bhqk", mask_kind="f32", softcap=8.0, alibi="bh"),
     *(Case(B=3, Hkv=2, Lq=1, Lk=900, D=64, lengths=(900, 128, 451), split_size=n) for n in (1, 64, 100, 1000)),
@@ -115,6 +133,8 @@ VARLEN = [
     Case(form="varlen", q_lengths=(33, 65), lengths=(33, 65), chunk=16, causal=True, dtype="bf16"),
     Case(form="varlen", q_lengths=(257,), lengths=(300,), D=128, causal=True, dtype="f16"),
     Case(form="varlen", H=6, Hkv=2, q_lengths=(1, 1, 1, 1), lengths=(900, 3, 0, 257), D=64),
+    Case(form="varlen", q_lengths=(70, 1, 33), lengths=(70, 0, 33), causal=True, sinks="mixed"),
+    Case(form="varlen", q_lengths=(0, 0), lengths=(40, 7), sinks=True),
 ]
 
 _PAGED = Case(form="paged", B=4, Hkv=2, Lq=1, lengths=(1, 16, 70, 133), D=64)
@@ -133,6 +153,8 @@ PAGED = [
     replace(_PAGED, q_lengths=(1, 5, 0, 20), causal=True, window=(6, 0), alibi="h"),
     replace(_PAGED, q_lengths=(1, 1, 40, 2), chunk=32, causal=True, page=5),
     replace(_PAGED, lengths=(700, 33, 1025, 512), split_size=128, page=16),
+    *(replace(_PAGED, lengths=(700, 33, 0, 512), split_size=64, sinks=s) for s in (True, "mixed")),
+    replace(_PAGED, q_lengths=(0, 0, 0, 0)),
     replace(_PAGED, D=512, lengths=(70, 200), B=2, H=8),
 ]
 
@@ -161,6 +183,9 @@ QUANTISED = [
 STRIDES = [
     *(Case(Hkv=2, Lq=50, layout="blhd", causal=True, dtype=t) for t in ("f32", "f16")),
     *(Case(Hkv=2, Lq=50, strides=s, layout=o) for s in ("sliced", "last") for o in ("bhld", "blhd")),
+    *(Case(Hkv=2, Lq=50, strides="permuted", layout=o, causal=True) for o in ("bhld", "blhd")),
+    *(Case(Lq=50, Lk=70, strides="permuted", mask="bhqk", mask_kind=t) for t in ("bool", "f32", "bf16")),
+    Case(Lq=3, Lk=300, strides="permuted", mask="hqk", mask_kind="f32"),
     Case(B=3, Hkv=2, Lq=1, Lk=300, strides="shared"),
     Case(B=3, Hkv=2, Lq=40, Lk=90, strides="shared", causal=True),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -91,15 +93,52 @@ def check_case(case: Case, backend: str | None, device: str = "cpu", draws: int 
     random, where an output may be two numbers that torch happens to get exactly right. The named cases are judged on
     their own inputs alone.
     """
+    return _poisoned(case, backend, device, worst_errors(case, device, draws))[0]
+
+
+def _poisoned(
+    case: Case, backend: str | None, device: str, errors: tuple[float, float]
+) -> tuple[Verdict, tuple[torch.Tensor, torch.Tensor]]:
     inputs = make(case, device)
     poison = torch.full_like(inputs.checked().out, float("nan"))
     call = inputs.checked(out=poison)
     result = inputs.call(backend, out=poison, return_lse=True)
     if result.out.data_ptr() != poison.data_ptr():
         raise Mismatch("out= was not the tensor that came back")
+    state = call.tensors.out, inputs.common(result.lse)
+    return check_call(call, *state, errors), state
+
+
+def worst_errors(case: Case, device: str, draws: int) -> tuple[float, float]:
+    """The largest of `torch_errors` on so many inputs of a case."""
     errors = [torch_errors(make(case, device, draw=n).checked()) for n in range(draws)]
-    worst = max(e[0] for e in errors), max(e[1] for e in errors)
-    return check_call(call, call.tensors.out, inputs.common(result.lse), worst)
+    return max(e[0] for e in errors), max(e[1] for e in errors)
+
+
+def check_repeats(
+    case: Case,
+    change: Case,
+    backend: str | None,
+    device: str = "cpu",
+    draws: int = 1,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Verdict:
+    """A case, then one of the same shapes with another option, each as in `check_case`; then calls of the first, of the
+    other and of the first again, `around` each. These are made twice and without checks of values, so that they are
+    remembered: they must give the bits of the judged ones.
+    """
+    judged = {each: _poisoned(each, backend, device, worst_errors(each, device, draws)) for each in (case, change)}
+    for each in (case, change, case):
+        inputs = make(each, device)
+        extra: dict[str, Any] = {"max_q": each.queries} if each.q_lengths else {}
+        extra |= {"max_k": each.keys} if each.form == "varlen" else {}
+        with around():
+            states = [inputs.call(backend, **{"return_lse": True, "validate": False} | extra) for _ in range(2)]
+        for state in states:
+            for got, want in zip(inputs.common_state(state), judged[each][1], strict=True):
+                if not bool(((got == want) | (got.isnan() & want.isnan())).all()):
+                    raise Mismatch(f"{each}: a call that was remembered gave other bits than the first")
+    return max((verdict for verdict, _ in judged.values()), key=lambda v: v.error / max(v.bound, 1e-300))
 
 
 def largest_error(got: torch.Tensor, exact: torch.Tensor) -> float:

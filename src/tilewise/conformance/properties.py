@@ -75,6 +75,21 @@ def slack_does_not_matter(backend: str | None, device: str) -> None:
 
 
 @prop
+def unused_table_entries_do_not_matter(backend: str | None, device: str) -> None:
+    """Table entries past a length need not be pages."""
+    for case in (c for c in SOME if c.form == "paged"):
+        inputs = make(case, device)
+        want = inputs.call(backend, return_lse=True)
+        table = inputs.args[3]
+        used = torch.arange(table.shape[1], device=device) * case.page < inputs.args[4][:, None]
+        for entry in (-1, 2**30, 2**31 - 1):
+            args = list(inputs.args)
+            args[3] = torch.where(used, table, entry).to(torch.int32)
+            got = inputs.entry(*args, backend=backend, return_lse=True, **inputs.options)
+            same(f"{case} with entries of {entry}", want, got)
+
+
+@prop
 def hidden_keys_do_not_matter(backend: str | None, device: str) -> None:
     """What a row cannot see does not reach it, even where other rows of its tile do see it."""
     q, k, v = (torch.randn(1, h, 70, 32, generator=torch.Generator().manual_seed(1)).to(device) for h in (4, 2, 2))
@@ -242,7 +257,7 @@ def forms_agree(backend: str | None, device: str) -> None:
 def empty_sizes(backend: str | None, device: str) -> None:
     """No query, no key, no batch, no sequence."""
     sinks = torch.randn(4).to(device)
-    for B, Lq, Lk in ((0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)):
+    for B, Lq, Lk in ((0, 3, 5), (2, 0, 5), (2, 0, 9000), (2, 3, 0), (0, 0, 0)):
         q, k, v = (torch.randn(B, h, n, 16, device=device) for h, n in ((4, Lq), (2, Lk), (2, Lk)))
         for options in ({}, {"sinks": sinks}, {"causal": True}):
             state = attention(q, k, v, return_lse=True, backend=backend, **options)
@@ -251,3 +266,6 @@ def empty_sizes(backend: str | None, device: str) -> None:
     for q_lengths, lengths in (((), ()), ((0, 0), (0, 0)), ((3, 0), (0, 0)), ((0, 0), (3, 2))):
         case = Case(form="varlen", q_lengths=q_lengths or (0,), lengths=lengths or (0,))
         check_case(case, backend, device)
+    check_case(Case(form="varlen", q_lengths=(0, 0), lengths=(5000, 3)), backend, device)
+    for lengths in ((0, 0), (3, 0), (5000, 70)):
+        check_case(Case(form="paged", Lq=0, lengths=lengths), backend, device)

@@ -16,6 +16,8 @@ from ...spans import key_span
 from ...tensors import Sequence, Tensors, rules, sequences
 from ...tiles import FULL, MIXED, SKIP, TileMap
 
+FEW = 16  # query rows of a KV head
+
 
 def supports(problem: Problem) -> str | None:
     return None
@@ -73,8 +75,10 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
     """One tile of query rows over all its keys."""
     p, t = seq.problem, seq.tensors
     H, n, device = p.heads, rows.stop - rows.start, t.q.device
-    # torch may be set to run float32 products in fewer bits; float64 ones it leaves alone.
-    work = torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
+    # torch may be set to run float32 products in fewer bits; float64 ones it leaves alone. Products of a few rows have
+    # on some CPUs more than twice the error of those of one row.
+    few = p.q_dtype == torch.float32 and seq.q_len * p.group <= FEW and p.device.type == "cpu"
+    work = torch.float64 if few or torch.get_float32_matmul_precision() != "highest" else torch.float32
     q = seq.q[:, rows].to(work).reshape(p.kv_heads, p.group * n, p.head_dim)  # [Hkv, G * BQ, D]
     m = torch.full((H, n), -torch.inf, dtype=work, device=device)
     l = torch.zeros_like(m)

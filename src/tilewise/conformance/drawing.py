@@ -1,0 +1,121 @@
+"""Whole calls drawn at random: sizes, dtypes and options in any combination, the ends of their ranges among them.
+
+One drawing for hypothesis (`tests/strategies.py`), which shrinks what fails, and for long runs by seed
+(`benchmarks/cpu/random_calls.py`): each hands in its own `Chooser`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from .case import Case
+
+STORED = ("", "f16", "bf16", "int8/32", "int8/128", "int4/32", "int4/64", "fp8_e4m3/64")
+HUGE = (2**29 - 1, 2**31 - 1, 2**31, sys.maxsize, 10**20)
+SOFTCAPS = (None, 0.5, 5.0, 50.0, 1e6, 1e30)
+SCALES = (None, 1.0, -0.2, 0.01)
+MASKS = ("qk", "1k", "hqk", "bhqk", "b11k", "1hq1")
+CHANGES = ("causal", "window", "chunk", "offset", "softcap", "scale", "sinks", "split_size", "alibi")
+
+
+class Chooser(Protocol):
+    """Where the choices come from. The plainest value comes first."""
+
+    def pick(self, values: Sequence[Any]) -> Any: ...
+
+    def number(self, low: int, high: int) -> int: ...
+
+
+class Seeded:
+    """Choices by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def pick(self, values: Sequence[Any]) -> Any:
+        return self.random.choice(values)
+
+    def number(self, low: int, high: int) -> int:
+        return self.random.randint(low, high)
+
+
+def draw_case(
+    c: Chooser,
+    most: int = 70,
+    forms: Sequence[str] = ("dense", "varlen", "paged"),
+    dtypes: Sequence[str] = ("f32", "f16", "bf16"),
+    head_dims: Sequence[int] = range(1, 97),
+) -> Case:
+    """A `Case` with up to `most` queries and keys a sequence; sizes of 0 among them."""
+    form = c.pick(forms)
+    batch = c.pick((1, 2, 3, 4))
+    lengths = tuple(c.number(0, most) for _ in range(batch))
+    queries = tuple(c.pick((0, c.number(1, most), 1)) for _ in range(batch))
+    rows = c.pick((c.number(1, most), 1, 0))
+    kv_heads = c.pick((1, 2, 3))
+    fields: dict[str, Any] = {"form": form, "B": batch, "H": kv_heads * c.pick((1, 2, 5)), "Hkv": kv_heads, "Lq": rows}
+    fields |= {name: draw_option(c, name) for name in CHANGES if c.pick((False, True))}
+    fields["D"], fields["Dv"] = c.pick(head_dims), c.pick(head_dims)
+    fields["dtype"] = c.pick(dtypes)
+    for name, width in (("k", "D"), ("v", "Dv")):
+        fits = [s for s in STORED if not (s.startswith("int4") and fields[width] % 2)]
+        fields[name] = c.pick(("", c.pick(fits)))
+    if form == "dense":
+        keys = fields["Lk"] = c.number(max(1, *lengths), most + 1)
+        fields["lengths"] = c.pick(((), lengths))
+        if not (fields["k"] + fields["v"]):  # quantised tensors are made in one layout
+            fields["layout"] = c.pick(("bhld", "blhd"))
+            strides = c.pick(("", "sliced", "last", "permuted", "shared"))
+            fields["strides"] = "" if fields["lengths"] and strides == "shared" else strides
+    else:
+        keys, fields["lengths"] = max(lengths), lengths
+        if form == "varlen" or c.pick((False, True)):
+            fields["q_lengths"] = queries
+        if form == "paged":
+            fields["page"] = c.pick((16, 1, 3, 64))
+        elif c.pick((False, True)):
+            fields["used"] = tuple(c.number(0, n) for n in lengths)
+    count = max(queries) if fields.get("q_lengths") else rows
+    if min(keys, count) > 1 and c.pick((False, True)):  # a mask of one key or row would read as broadcast
+        fields |= {"mask": c.pick(MASKS), "mask_kind": c.pick(("bool", "f32", "f16", "bf16"))}
+        fields["pattern"] = c.pick(("random", "blocks", "rows", "least"))
+        if c.pick((False, True)):
+            fields["tile"] = (c.pick((c.number(1, 80), 2**29)), c.number(1, 80))
+    return consistent(Case(**fields))
+
+
+def draw_option(c: Chooser, name: str) -> Any:
+    """A value of one of `CHANGES`."""
+    if name == "causal":
+        return c.pick((False, True))
+    if name == "window":
+        side = lambda: c.pick((None, c.number(0, 40), c.pick(HUGE)))  # noqa: E731
+        return c.pick((None, c.number(1, 60), (side(), side()), c.pick(HUGE)))
+    if name == "chunk":
+        return c.pick((None, None, c.number(1, 40), c.pick(HUGE)))
+    if name == "offset":
+        return c.pick((None, c.number(-20, 60), "rows", c.pick((2**29 - 200, 200 - 2**29))))
+    if name == "split_size":
+        return c.pick((None, c.number(1, 100), c.pick(HUGE)))
+    if name == "sinks":
+        return c.pick((False, True, "mixed", "none"))
+    return c.pick({"softcap": SOFTCAPS, "scale": SCALES, "alibi": ("", "h", "bh")}[name])
+
+
+def draw_change(c: Chooser, case: Case) -> Case:
+    """The same shapes and tensors with another value of one option, perhaps the same."""
+    name = c.pick(CHANGES)
+    return consistent(replace(case, **{name: draw_option(c, name)}))
+
+
+def consistent(case: Case) -> Case:
+    """Without what no bound on rounding can judge, or what the inputs of a case cannot say."""
+    if case.alibi and isinstance(case.offset, int) and abs(case.offset) > 1000:
+        case = replace(case, offset=7)  # biases of 10**8 leave no bits to the scores
+    if case.tile and not case.mask:
+        case = replace(case, tile=None)
+    return case
