@@ -4,10 +4,10 @@
     python benchmarks/cpu/random_calls.py --device cuda --backend triton --cases 500 --json random_calls_triton.json
 
 Case `n` is drawn by seed `n` (`tilewise.conformance.drawing`): form, sizes (0 among them), dtypes, strides and options,
-the ends of their ranges among them; then the same shapes with one option changed; and what is around the calls: a default
-device, a default dtype, autocast. Both are called with a poisoned output and judged, then twice each and the first
-twice again, as a program would, by which they are remembered: the bits must be the same. A case that a backend named
-cannot serve is not counted.
+the ends of their ranges among them; then the same shapes with one option changed; and what is around the calls: a
+default device, a default dtype, autocast. Both are called with a poisoned output and judged, then twice each and the
+first twice again, as a program would, by which they are remembered: the bits must be the same. A case that a backend
+named cannot serve is not counted.
 
 An error is given as a share of its bound, which is 2 (with softcap 3) times that of torch's own arithmetic and an ulp;
 the largest error of a case is divided by its least bound. The record is written every 50 cases, and a run that is
