@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import planner
 from .arrays import to_tensor
@@ -20,7 +21,6 @@ from .plan import Plan
 from .quantised import Quantised
 from .state import AttentionState
 from .tensors import Tensors
-from .tracing import is_forward_mode
 
 MOST = 4096  # remembered calls
 Key = tuple[Any, ...]
@@ -84,7 +84,10 @@ def is_exact(
 
 
 def _is_pair(window: Any) -> bool:
-    return type(window) is tuple and all(side is None or type(side) is int for side in window)
+    if type(window) is not tuple or len(window) != 2:
+        return False
+    left, right = window
+    return (left is None or type(left) is int) and (right is None or type(right) is int)
 
 
 def key_of(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Key | None:
@@ -93,7 +96,7 @@ def key_of(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Key | None:
     Strides follow from the shape of a contiguous tensor (but those of dims of size 1, which nobody steps along), and
     that it is one is asked for and hashed in half the time.
     """
-    if not (type(q) is type(k) is type(v) is torch.Tensor) or is_forward_mode():
+    if not (type(q) is type(k) is type(v) is torch.Tensor) or forward_ad._current_level >= 0:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
@@ -184,7 +187,7 @@ def _parts(x: Any) -> tuple[Any, Any]:
 
 def tables_key(q: Any, k: Any, v: Any, tables: Tables, *options: Any) -> Key | None:
     """What a call with tables is remembered by; None if it has to be checked each time."""
-    if type(q) is not torch.Tensor or is_forward_mode():
+    if type(q) is not torch.Tensor or forward_ad._current_level >= 0:
         return None
     key: list[Any] = [options, torch.get_num_threads()]
     either = 0

@@ -32,12 +32,7 @@ def is_wrapper(x: torch.Tensor) -> bool:
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def is_forward_mode() -> bool:
-    """Whether tensors may carry forward-mode tangents."""
-    return forward_ad._current_level >= 0
-
-
 def refuse_tangent(name: str, x: torch.Tensor) -> None:
-    if is_forward_mode() and forward_ad.unpack_dual(x).tangent is not None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         remedy = "tilewise has no forward-mode derivatives: detach it, or take torch's own attention there"
         raise InvalidArgument(name, "a tensor with a forward-mode tangent", "one without", remedy)

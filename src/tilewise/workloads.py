@@ -242,7 +242,7 @@ def _options(case: Workload, device: torch.device, dtype: torch.dtype, numbers: 
 def _shuffled_pages(case: Workload, numbers: torch.Generator) -> torch.Tensor:
     """A block table whose sequences lie in random pages; -1 past a sequence's last one: it is never read."""
     counts = [-(-n // case.page_size) for n in case.lengths]
-    order = torch.randperm(sum(counts), generator=numbers, dtype=torch.int32).split(counts)
+    order = torch.randperm(sum(counts), generator=numbers, dtype=torch.int32, device="cpu").split(counts)
     return torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True, padding_value=-1)
 
 

@@ -113,8 +113,8 @@ def _held(function: Callable[..., Any]) -> dict[str, Any]:
 _BOTH = hf.and_masks(hf.causal_mask_function).__code__
 _WINDOW = hf.sliding_window_overlay(1).__code__
 _TWO_SIDED = hf.sliding_window_bidirectional_overlay(1).__code__
-_CHUNK = hf.chunked_overlay(1, torch.zeros(1)).__code__
-_PACKED = hf.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+_CHUNK = hf.chunked_overlay(1, torch.zeros(1, device="cpu")).__code__
+_PACKED = hf.packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")).__code__
 
 
 def read(function: Callable[..., Any]) -> Rules | None:
@@ -186,7 +186,8 @@ def _pattern(
     if rules.chunk is not None:
         # tilewise counts chunks from the first key, or from that of a sequence; transformers from where it says.
         from_here = 0 if rules.padding is None else rules.padding
-        only = bool(torch.as_tensor((from_here - kv_offset) % rules.chunk).any())
+        away = (from_here - kv_offset) % rules.chunk
+        only = bool(away.any()) if isinstance(away, torch.Tensor) else away != 0
         if padded is not None and bool(((padded[1] - from_here) % rules.chunk).any()):
             padded = None
         if rules.segments is not None or (only and padded is None):

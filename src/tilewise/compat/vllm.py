@@ -133,7 +133,7 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         self.options: dict[str, Any] = {"scale": float(scale), "softcap": logits_soft_cap, "sinks": sinks}
         if sliding_window is not None:  # counts the query's own key
             right = sliding_window - 1 if attn_type in ENCODERS else None
