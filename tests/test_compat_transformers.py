@@ -3,6 +3,9 @@
 import copy
 import functools
 import os
+import subprocess
+import sys
+import types
 
 import pytest
 import torch
@@ -10,11 +13,12 @@ from transformers import AttentionInterface, ContinuousBatchingConfig, Generatio
 from transformers import masking_utils as hf
 
 from hf_models import DECODERS, ENCODERS, VOCABULARY, build
-from tilewise import InvalidArgument, varlen_attention
-from tilewise.compat import flash_attn, mask_patterns
+from tilewise import InvalidArgument, attention, varlen_attention
+from tilewise.compat import discovery, flash_attn, mask_patterns, with_gradients
 from tilewise.compat import transformers as ours
 from tilewise.compat.mask_patterns import Pattern, make_mask
 from tilewise.conformance.check import Mismatch, judge, largest_error
+from tilewise.extras import install_line
 
 ours.register()
 LENGTH = 14
@@ -362,12 +366,165 @@ def test_torch_compile():
     compare("gemma2", *(x[mask.bool()] for x in (got, plain, exact)))
 
 
-def test_refusals():
-    tokens, _ = inputs("no")
-    model = model_of("gpt2")
+@pytest.fixture
+def _told(monkeypatch):
+    """The warning of a missing backward pass has been seen, for this test."""
+    monkeypatch.setattr(with_gradients, "_told", [True])
+
+
+@pytest.mark.usefixtures("_told")
+@pytest.mark.parametrize("padding", ["no", "left", "right"])
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_with_gradients(name, padding):
+    """A plain forward pass with grad mode on: by torch, as right as eager's, and so are its gradients."""
+    tokens, mask = inputs(padding)
+    results = []
+    for model, implementation in ((model_of(name), "tilewise"), (model_of(name), "eager"), (exact_of(name), "exact")):
+        model.set_attn_implementation(implementation)
+        result = model(tokens, attention_mask=mask)
+        logits = (result.logits if "logits" in result else result.last_hidden_state)[mask.bool()]
+        assert logits.requires_grad
+        weights = [p for p in model.parameters() if p.requires_grad and p.ndim == 2]
+        grads = torch.autograd.grad((logits * logits.detach().sin()).sum(), weights, allow_unused=True)
+        results.append((logits.detach(), [g for g in grads if g is not None]))
+    compare(name, *(logits for logits, _ in results))
+    ours_, plain, exact = (torch.cat([g.double().flatten() for g in grads]) for _, grads in results)
+    assert largest_error(ours_, exact) <= 4 * largest_error(plain, exact) + 1e-5 * float(exact.abs().max())
+    assert exact.abs().max() > 0
+
+
+@pytest.mark.usefixtures("_told")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_packed_sequences_with_gradients(name):
+    tokens, _ = inputs("one")
+    cu = torch.tensor([0, 5, 14], dtype=torch.int32)
+    positions = torch.tensor([[*range(5), *range(9)]])
+    offsets = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 9, "max_length_k": 9}
+    model = model_of(name)
     model.set_attn_implementation("tilewise")
-    with pytest.raises(InvalidArgument, match="forward only"):
+    packed = model(tokens, position_ids=positions, use_cache=False, **offsets).logits
+    assert packed.requires_grad
+    alone = [
+        torch.cat([run(*how, tokens[:, a:b]) for a, b in ((0, 5), (5, 14))], 1)
+        for how in ((model_of(name), "eager"), (exact_of(name), "exact"))
+    ]
+    compare(name, packed.detach(), *alone)
+
+
+def test_a_missing_backward_is_told_once(monkeypatch):
+    monkeypatch.setattr(with_gradients, "_told", [])
+    model = model_of("llama")
+    model.set_attn_implementation("tilewise")
+    tokens, _ = inputs("no")
+    with torch.no_grad():
         model(tokens)
+    with pytest.warns(UserWarning, match=r"no backward pass.*torch\.no_grad\(\)") as told:
+        model(tokens)
+    assert len(told) == 1
+    model(tokens)  # a warning would be an error here
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    monkeypatch.setattr(with_gradients, "_told", [])
+    frozen(tokens)  # nothing requires a gradient: tilewise serves it
+
+
+def test_rules_with_gradients_are_those_of_the_reference():
+    """Every option that a model may hand over, against `tilewise.attention`, and with a row that sees nothing."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 9, 16) * 1.7 for heads in (4, 2, 2))
+    k, v = torch.cat((k, k), 2)[:, :, :13], torch.cat((v, v), 2)[:, :, :13]
+    bias = torch.randn(2, 1, 9, 13).masked_fill(torch.rand(2, 1, 9, 13) < 0.3, -torch.inf)
+    for options in [
+        {},
+        {"causal": True},
+        {"causal": True, "q_offset": -3},
+        {"window": (3, 1)},
+        {"window": (None, 2), "q_offset": torch.tensor([0, 5])},
+        {"causal": True, "chunk": 4},
+        {"causal": True, "kv_lengths": torch.tensor([13, 5])},
+        {"mask": bias},
+        {"mask": bias > 0, "causal": True},
+        {"mask": bias, "causal": True, "softcap": 4.0},
+        {"sinks": torch.randn(4), "causal": True, "q_offset": -2},
+        {"softcap": 5.0, "scale": 0.4, "window": (3, 0)},
+    ]:
+        got, want = with_gradients.attention(q, k, v, **options), attention(q, k, v, backend="reference", **options)
+        assert torch.allclose(got, want, atol=2e-5), options
+        assert with_gradients.attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), layout="blhd", **options
+        ).transpose(1, 2).equal(got)  # fmt: skip
+
+
+def in_a_process(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.stdout.strip() or done.stderr
+
+
+NAMES = """
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+print("tilewise" in ALL_ATTENTION_FUNCTIONS)
+"""
+
+
+def test_it_registers_itself_before_transformers_and_imports_nothing():
+    """tilewise brings no transformers, and transformers brings none of its models, for its sake."""
+    code = f"""
+import sys, tilewise
+print("transformers" in sys.modules, "tilewise.compat.transformers" in sys.modules)
+import transformers
+print("transformers.modeling_utils" in sys.modules)
+{NAMES}
+from tilewise.compat.discovery import Finder, Loader
+module = sys.modules["transformers.modeling_utils"]
+print(any(isinstance(x, Finder) for x in sys.meta_path), isinstance(module.__loader__, Loader))
+"""
+    assert in_a_process(code).splitlines() == ["False False", "False", "True", "False False"]
+
+
+def test_it_registers_itself_after_transformers():
+    assert in_a_process(f"import transformers.modeling_utils\nimport tilewise\n{NAMES}") == "True"
+
+
+def test_an_old_transformers():
+    """It is named with the remedy where tilewise is asked for it, and is left alone where it is not."""
+    code = f"""
+import transformers, sys
+transformers.__version__ = "5.21.3"
+import tilewise
+{NAMES}
+for module in (transformers, None):
+    sys.modules["transformers"] = module
+    try:
+        import tilewise.compat.transformers
+    except ImportError as error:
+        print(type(error).__name__, error)
+"""
+    known, old, missing = in_a_process(code).splitlines()
+    assert known == "False"
+    assert old.startswith("MissingPackage tilewise.compat.transformers needs transformers 5.22 or newer, not 5.21.3: ")
+    assert missing.startswith("MissingPackage tilewise.compat.transformers needs transformers ")
+    assert old.endswith(install_line("hf"))
+    assert missing.endswith(install_line("hf"))
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("5.22.0", True), ("6.0.0.dev0", True), ("5.9", False), ("4.57.1", False)]
+)
+def test_versions_of_transformers(version, fits, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(__version__=version))
+    assert (discovery.too_old() == "") == fits
+
+
+def test_a_later_transformers_can_be_imported_whatever_it_has_changed(monkeypatch):
+    def changed():
+        raise AttributeError("gone")
+
+    monkeypatch.setattr(ours, "register", changed)
+    with pytest.warns(UserWarning, match=r"no attention implementation of this transformers: AttributeError"):
+        discovery.register()
+
+
+def test_refusals():
+    model = model_of("gpt2")
     q = torch.randn(1, 2, 3, 8)
     for options, words in [
         ({"dropout": 0.1}, r"dropout: got 0\.1"),

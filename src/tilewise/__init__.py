@@ -4,6 +4,7 @@ from . import forks  # noqa: F401  (before torch is imported)
 from .alibi import alibi_slopes
 from .api import attention, paged_attention, plan, varlen_attention
 from .caches import KVCache, PagedKVCache
+from .compat import discovery
 from .errors import CacheFull, InvalidArgument, Unsupported
 from .plan import Plan
 from .quantised import Quantised
@@ -30,3 +31,5 @@ __all__ = [
     "plan",
     "varlen_attention",
 ]
+
+discovery.watch()

@@ -1,0 +1,82 @@
+"""Registers tilewise with transformers, whichever of the two is imported first.
+
+`import tilewise` imports nothing of transformers. If its models' base module is there, tilewise registers at once; else
+a finder waits for that module at the cost of one comparison for each import, and leaves when it has come.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+OLDEST = (5, 22)  # older ones describe their masks in other ways
+MODELS = "transformers.modeling_utils"  # where implementations of attention are kept
+
+
+def watch() -> None:
+    """Registers now, or when transformers' models are imported."""
+    if MODELS in sys.modules:
+        register()
+    elif not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+
+
+def register() -> None:
+    """Registers tilewise, unless this transformers is too old: `import tilewise.compat.transformers` then says so."""
+    try:
+        from . import transformers
+
+        transformers.register()
+    except ImportError:
+        return
+    except Exception as error:  # a later transformers must be importable whatever it has changed
+        warnings.warn(f"tilewise is no attention implementation of this transformers: {error!r}", stacklevel=2)
+
+
+class Finder:
+    """Finds one module as the others would, with a loader that registers tilewise after it; then it is gone."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != MODELS:
+            return None
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = Loader(spec.loader)  # type: ignore[assignment]
+        return spec
+
+
+class Loader:
+    """Another loader; after its module has run, tilewise registers."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        register()
+
+
+def too_old() -> str:
+    """What is wrong with the version of transformers that is imported; nothing if it will do."""
+    version = sys.modules["transformers"].__version__
+    numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    wanted = ".".join(map(str, OLDEST))
+    return f"tilewise.compat.transformers needs transformers {wanted} or newer, not {version}" * (numbers < OLDEST)
