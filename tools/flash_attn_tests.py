@@ -148,19 +148,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the outcomes here")
     given = parser.parse_args()
     pretend(given.device)
-    record: dict[str, Any] = {
-        "tilewise": tilewise.__version__,
-        "torch": torch.__version__,
-        "device": platform.machine() if given.device == "cpu" else torch.cuda.get_device_name(),
-        "sample": "all cases" if given.sample is None else f"{given.sample} of each test, seed {given.seed}",
-        "longest": given.longest if given.longest < 2**40 else None,
-        "compared": "forward only: every gradient in the tests is zero",
-        "tests": {},
-    }
+    record: dict[str, Any] = {"compared": "forward only: every gradient in the tests is zero", "files": {}}
+    if given.json and given.json.exists():  # the other file's outcomes stay
+        record = json.loads(given.json.read_text(encoding="utf-8"))
     for name in given.only or FILES:
         outcomes = Outcomes(given.sample, given.longest, given.seed)
         run(given.repository, name, outcomes, given.device)
-        record["tests"][name] = outcomes.tests
+        record["files"][name] = {
+            "tilewise": tilewise.__version__,
+            "torch": torch.__version__,
+            "device": platform.machine() if given.device == "cpu" else torch.cuda.get_device_name(),
+            "sample": "all cases" if given.sample is None else f"{given.sample} of each test, seed {given.seed}",
+            "longest sequence": given.longest if given.longest < 2**40 else None,
+            "tests": outcomes.tests,
+        }
         for test, found in outcomes.tests.items():
             print(f"{name}: {test}: {found.get('outcomes', found.get('left out'))}", flush=True)
         if given.json:

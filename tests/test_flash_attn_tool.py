@@ -1,0 +1,73 @@
+"""tools/flash_attn_tests.py, on a small test file in the place of FlashAttention's."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / "benchmarks/cpu/flash_attn_tests.json"
+FILE = """
+import pytest
+import torch
+from flash_attn import flash_attn_func
+from flash_attn.flash_attn_interface import _get_block_size_n
+
+assert torch.cuda.get_device_capability("cuda")[0] >= 8
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.17])
+@pytest.mark.parametrize("seqlen", [5, 9, 500])
+def test_output(seqlen, dropout_p):
+    if seqlen == 9:
+        pytest.skip("as told")
+    q = torch.randn(1, seqlen, 2, 16, device="cuda", requires_grad=True)
+    out = flash_attn_func(q, q, q, dropout_p)
+    (grad,) = torch.autograd.grad(out, q, out)
+    assert grad.eq(0).all()
+    x = q.transpose(1, 2)
+    want = torch.nn.functional.scaled_dot_product_attention(x, x, x).transpose(1, 2)
+    assert torch.allclose(out, want, atol=1e-5)
+
+def test_wrong():
+    q = torch.randn(1, 3, 2, 16, device="cuda")
+    assert flash_attn_func(q, q, q).equal(q + 1)
+
+def test_refused():
+    q = torch.randn(1, 3, 2, 16, device="cuda")
+    flash_attn_func(q, q, q, softcap=-1.0)
+
+def test_bwd():
+    raise RuntimeError
+"""
+
+
+def test_cases_are_listed_by_outcome(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_flash_attn.py").write_text(FILE)
+    record = tmp_path / "record.json"
+    command = [sys.executable, str(ROOT / "tools" / "flash_attn_tests.py"), str(tmp_path), "--longest", "300"]
+    command += ["--only", "FlashAttention 2", "--json", str(record)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tests = json.loads(record.read_text())["files"]["FlashAttention 2"]["tests"]
+    assert tests["test_output"] == {
+        "cases": 6,
+        "with dropout, not run": 3,
+        "too long, not run": 1,
+        "drawn": 2,
+        "outcomes": {"passed": 1, "skipped": 1},
+    }
+    assert tests["test_wrong"]["outcomes"] == {"failed": 1}
+    assert tests["test_wrong"]["failures"] == ["test_wrong"]
+    assert tests["test_refused"]["outcomes"] == {"refused: softcap": 1}
+    assert tests["test_bwd"] == {"cases": 1, "left out": "backward"}
+
+
+def test_the_record_is_what_the_page_says():
+    page = (ROOT / "docs/integrations/flash-attn.md").read_text(encoding="utf-8")
+    for name, found in json.loads(RECORD.read_text(encoding="utf-8"))["files"].items():
+        outcomes = [test["outcomes"] for test in found["tests"].values() if "outcomes" in test]
+        passed, skipped = (sum(x.get(word, 0) for x in outcomes) for word in ("passed", "skipped"))
+        refused = sum(n for x in outcomes for word, n in x.items() if word.startswith("refused"))
+        assert not any("failed" in x for x in outcomes)
+        assert f"| {name} | {passed + skipped + refused} | {passed} | {skipped} | {refused} | 0 |" in page
