@@ -167,10 +167,9 @@ class Sequences:
         """Makes room for `new` tokens of each."""
         pool, B = self.pool, len(slots)
         copied = np.empty(B, dtype=np.bool_)
-        found = compiled(count_pages)(
+        wanted, longest, known = compiled(count_pages)(
             slots, new, self.length, self.table.host, pool.refs, pool.index.node_of, self.page_size, copied
         )
-        wanted, longest, known = map(int, found)  # without Numba they are NumPy's
         pool.check(wanted)
         if known:
             self._forget_written(slots[(new > 0) & ~copied])
