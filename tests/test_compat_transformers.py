@@ -354,6 +354,30 @@ def test_an_unknown_transformers_is_read_as_arbitrary(monkeypatch):
     assert isinstance(make_mask(1, 9, 9, mask_function=hf.sliding_window_causal_mask_function(3)), torch.Tensor)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and its tracer warns of constants
+def test_jit_trace():
+    """A model traced without padding computes with it: no choice was made by the values of the mask."""
+    model = model_of("llama")
+    model.set_attn_implementation("tilewise")
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens, mask):
+            return self.model(tokens, attention_mask=mask, use_cache=False).logits
+
+    with torch.no_grad():
+        traced = torch.jit.trace(Logits(), inputs("no"), check_trace=False)
+        for padding in ("no", "left", "right"):
+            tokens, mask = inputs(padding)
+            got, plain = traced(tokens, mask), run(model, "eager", tokens, attention_mask=mask)
+            exact = run(exact_of("llama"), "exact", tokens, attention_mask=mask)
+            compare("llama", *(x[mask.bool()] for x in (got, plain, exact)))
+            model.set_attn_implementation("tilewise")
+
+
 def test_torch_compile():
     """One graph, padding and all."""
     tokens, mask = inputs("left")

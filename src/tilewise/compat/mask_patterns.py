@@ -15,6 +15,8 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils as hf
 
+from ..tracing import is_traced
+
 Length = int | torch.Tensor
 
 
@@ -174,12 +176,12 @@ def _pattern(
     """A `Pattern`, None where it says nothing that the module does not, or NotImplemented."""
     _, _, rows, keys = shape
     values_matter = isinstance(q_offset, torch.Tensor) or rules.chunk is not None or rules.segments is not None
-    if values_matter and is_compiling():  # a graph cannot depend on them
+    if values_matter and is_traced():  # a graph cannot depend on them
         return NotImplemented
     shift = int(q_offset) - kv_offset  # of the first query, counted from the first key
     furthest = shift + rows - 1  # the largest distance of a query from a key on its left
     padded = None
-    if seen is not None and shift == 0 and rows == keys and not is_compiling():
+    if seen is not None and shift == 0 and rows == keys and not is_traced():
         # Under a causal rule, padding behind the tokens sees them, and `generate` goes on from what it makes of that.
         padded = _padded(seen) if not rules.causal or bool(seen[:, -1].all()) else None
     only = False
@@ -222,7 +224,7 @@ def _limits(seen: torch.Tensor | None, kv_offset: int, keys: int) -> dict[str, A
     seen = seen[:, kv_offset : kv_offset + keys]
     if seen.shape[1] < keys:  # a static cache: what is not yet written
         seen = torch.nn.functional.pad(seen, (0, keys - seen.shape[1]))
-    if is_compiling():
+    if is_traced():
         return {"mask": seen[:, None, None]}
     lengths = seen.sum(1, dtype=torch.int32)
     if bool((lengths == keys).all()):
