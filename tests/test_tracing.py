@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from tilewise import InvalidArgument, Quantised, attention, bound, paged_attention, plan, varlen_attention
+from tilewise.compat import flash_attn
 
 CU = torch.tensor([0, 3, 7], dtype=torch.int32)
 TABLE, LENGTHS = torch.tensor([[5, 2, 0], [4, 1, 3]], dtype=torch.int32), torch.tensor([10, 5], dtype=torch.int32)
@@ -300,3 +301,26 @@ def test_a_plain_call_is_still_remembered():
     with Watching():
         dense(q, k, v)
     assert len(bound._known) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["make_fx", "jit"])
+def test_a_step_of_a_drop_in_over_a_cache(way):
+    """Lengths are read when the graph runs, not while it is made."""
+
+    def step(q, cache, new, lengths, table):
+        return flash_attn.flash_attn_with_kvcache(
+            q, cache, cache, new, new, cache_seqlens=lengths, block_table=table, causal=True
+        )
+
+    first, second = (
+        (draw(2, 1, 4, 16, seed=seed), draw(6, 4, 2, 16, seed=seed + 1), draw(2, 1, 2, 16, seed=seed + 2), lengths)
+        for seed, lengths in ((0, torch.tensor([4, 9]).int()), (10, torch.tensor([11, 2]).int()))
+    )
+    table = TABLE
+    trace = make_fx(step) if way == "make_fx" else lambda *x: torch.jit.trace(step, x, check_trace=False)
+    graph = trace(*(x.clone() for x in first), table)
+    caches = second[1].clone(), second[1].clone()
+    results = [f(second[0], cache, *second[2:], table) for f, cache in zip((graph, step), caches, strict=True)]
+    assert torch.equal(*results)
+    assert torch.equal(*caches)

@@ -9,15 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from .errors import InvalidArgument
 from .options import LIMIT, Options, as_offset, is_int
+from .tracing import is_traced
 
 
 def readable(x: torch.Tensor, validate: Any) -> bool:
     """Whether the values are to be checked; a tensor that is traced has none yet."""
-    return (validate is True or (validate is None and x.device.type == "cpu")) and not is_compiling()
+    return (validate is True or (validate is None and x.device.type == "cpu")) and not is_traced()
 
 
 def check_lengths(name: str, lengths: torch.Tensor, limit: torch.Tensor | int, what: str, validate: Any) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
 from ..errors import InvalidArgument
 from ..problem import MAX_HEAD_DIM
 from ..quantised import Quantised
 from ..state import AttentionState
+from ..tracing import is_traced
 
 if TYPE_CHECKING:
     from .flash_options import Later
@@ -147,7 +147,7 @@ def _descale(name: str, x: Any, batch: int, kv_heads: int, device: torch.device)
 
 def _beside(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
     """`[first, second]` without a copy, if their rows already lie so in memory."""
-    if is_compiling() or first.stride() != second.stride() or first.stride(-1) != 1:
+    if is_traced() or first.stride() != second.stride() or first.stride(-1) != 1:
         return None
     if first.dtype != second.dtype or first.shape[:-1] != second.shape[:-1]:
         return None

@@ -6,12 +6,12 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.compiler import is_compiling
 
 from .. import bound, checks, values
 from ..api import attention, paged_attention
 from ..errors import InvalidArgument
 from ..options import Options
+from ..tracing import is_traced
 from .flash_append import check_new, tables, turn, write
 from .flash_inputs import FP8, Rows, inputs, second_query, special, stored
 from .flash_options import CacheLater, Later, WindowSize, one_table, translate
@@ -105,7 +105,7 @@ def flash_attn_with_kvcache(
             None,
         )
         options["mask"] = _after(cache_leftpad, total, capacity, options, q, cu_seqlens_q, max_seqlen_q)
-    options["validate"] = False if cu_seqlens_q is None and not is_compiling() else None
+    options["validate"] = False if cu_seqlens_q is None and not is_traced() else None
     options["layout"] = "blhd" if cu_seqlens_q is None else "bhld"
     longest = None if max_seqlen_q is None else index(max_seqlen_q)
     unusual = special(q, k_cache, rest)
@@ -118,7 +118,7 @@ def flash_attn_with_kvcache(
         known = None if packed or unusual else _known(q, k_cache, v_cache, k, v, table, total, options)
         if known is None or known not in _checked:
             check_new(k, v, k_cache, v_cache, None if cu_seqlens_k_new is not None else batch)
-            if not is_compiling():  # else the operator makes the other checks, when it runs
+            if not is_traced():  # else the operator makes the other checks, when it runs
                 wide, keys, vals = q.float() if q.dtype == FP8 else q, stored(k_cache), stored(v_cache)
                 if table is None:
                     checks.dense(wide, keys, vals, Options(kv_lengths=total, **options))
@@ -189,7 +189,7 @@ def _known(
     """All that the checks of a step look at but the values in tables, which are checked each time; None with tensors
     among the options, or while torch traces. A step of decoding comes again and again, and its checks take 40 us.
     """
-    if is_compiling() or options["alibi_slopes"] is not None or options["sinks"] is not None or "mask" in options:
+    if is_traced() or options["alibi_slopes"] is not None or options["sinks"] is not None or "mask" in options:
         return None
     new = (k.shape, k.dtype, k.device, v.shape, v.dtype, v.device)
     key = bound.tables_key(q, k_cache, v_cache, (table, total, None, None, None), *new, *options.values())
