@@ -24,7 +24,9 @@ def start_scores(a, buf, u, s, C: gl.constexpr):
     D: gl.constexpr = a.S.D
     q = tile(buf.q, u, a.S.q_stages, BM, D)
     mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
-    return warpgroup_mma(buf.k.index(C).reshape([64, D]), q.permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(
+        buf.k.index(C + (u >> 31)).reshape([64, D]), q.permute((1, 0)), s, use_acc=False, is_async=True
+    )
 
 
 @gluon.jit
@@ -43,7 +45,10 @@ def hide(a, p, i, lo):
 
 @gluon.jit
 def step(a, buf, u, i, dk, dv, lo, C: gl.constexpr, MASKED: gl.constexpr):
-    """Query block i, use u of the rings."""
+    """Query block i, use u of the rings.
+
+    `u >> 31` is 0, which the compiler does not know: it would keep registers for every place in K and V.
+    """
     BM: gl.constexpr = a.S.BM
     D: gl.constexpr = a.S.D
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, grad_layout(a.S), 2)
@@ -54,7 +59,9 @@ def step(a, buf, u, i, dk, dv, lo, C: gl.constexpr, MASKED: gl.constexpr):
     s = start_scores(a, buf, u, zeros, C)
     do = tile(buf.do, u, a.S.do_stages, BM, D)
     mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
-    dp = warpgroup_mma(buf.v.index(C).reshape([64, D]), do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = warpgroup_mma(
+        buf.v.index(C + (u >> 31)).reshape([64, D]), do.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
     stats = buf.stats.index(u % a.S.q_stages)  # [1, 2 * BM]
     x = warpgroup_mma_wait(1, deps=(s,))
     minus_lse = stats.slice(0, BM, 1).load(score_layout(a.S))  # [1, BM]
@@ -75,7 +82,7 @@ def step(a, buf, u, i, dk, dv, lo, C: gl.constexpr, MASKED: gl.constexpr):
     dq = gl.zeros([64, DQC], gl.float32, dq_layout(a.S))
     for h in gl.static_range(2):
         half = buf.ds.index(u % DS_STAGES * 2 + h)  # [64, BM]
-        k = buf.k.index(h).reshape([64, D])
+        k = buf.k.index(h + (u >> 31)).reshape([64, D])
         if BY_ROWS:
             dq = warpgroup_mma(half.slice(C * 64, 64, 1).permute((1, 0)), k, dq, use_acc=h > 0, is_async=True)
         else:
