@@ -42,8 +42,9 @@ def test_kernels_fit_and_keep_their_products_in_flight(s):
         assert sum("HGMMA" in x for x in loop) == 32  # of one step: all five products, none of them twice
         # A wait for each of: S, dP, dV with dQ, dK. More would be the compiler's own.
         assert sum("WARPGROUP.DEPBAR" in x for x in loop) == 4
-    whole = built.loops[:: 2 if s.masked else 1]  # blocks that are seen whole: a few reloads of addresses at most
-    assert all(sum("STL" in x or "LDL" in x for x in loop) <= 8 for loop in whole)
+    for loop in built.loops[:: 2 if s.masked else 1]:  # of blocks that are seen whole
+        assert not any("STL" in x for x in loop)  # nothing is spilled there; a few invariants may be read again
+        assert sum("LDL" in x for x in loop) <= 12
 
 
 def test_planes_at_once_are_planes_that_there_are():
