@@ -38,6 +38,25 @@ def key_span(rules: Rules, position: int, kv_len: int) -> tuple[int, int]:
     return lo, hi
 
 
+def query_span(rules: Rules, key: int, offset: int, q_len: int) -> tuple[int, int]:
+    """`[lo, hi)`: the query rows that see `key`, of rows at positions `offset` on; empty when `hi <= lo`.
+
+    The inverse of `key_span`: a window's sides change places. Neither end moves left from one key to the next.
+    """
+    left, right = rules.window
+    lo, hi = offset, offset + q_len  # positions
+    if rules.causal:
+        lo = max(lo, key)
+    if left is not None:
+        hi = min(hi, key + left + 1)
+    if right is not None:
+        lo = max(lo, key - right)
+    if rules.chunk:
+        start = key // rules.chunk * rules.chunk
+        lo, hi = max(lo, start), min(hi, start + rules.chunk)
+    return lo - offset, hi - offset
+
+
 def key_spans(rules: Rules, positions: torch.Tensor, kv_len: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
     """`key_span` of many rows: `lo`, `hi` int64, shaped as `positions`; `kv_len` broadcasts against them."""
     left, right = rules.window

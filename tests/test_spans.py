@@ -1,0 +1,34 @@
+"""Spans of keys and of queries: each is the other's inverse."""
+
+import itertools
+
+import pytest
+
+from tilewise.spans import Rules, key_span, query_span
+
+WINDOWS = [(None, None), (0, None), (3, None), (None, 0), (None, 2), (4, 1), (0, 0), (100, 100)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("chunk", [0, 1, 4, 50])
+def test_a_query_sees_a_key_iff_the_key_is_seen_by_the_query(causal, window, chunk):
+    rules = Rules(causal, window, chunk)
+    for offset, q_len, kv_len in itertools.product((-5, 0, 3, 20), (1, 9), (1, 13)):
+        seen = set()
+        for i in range(q_len):
+            lo, hi = key_span(rules, offset + i, kv_len)
+            seen |= {(i, j) for j in range(lo, hi)}
+        inverse = set()
+        for j in range(kv_len):
+            lo, hi = query_span(rules, j, offset, q_len)
+            assert lo >= hi or 0 <= lo < hi <= q_len
+            inverse |= {(i, j) for i in range(lo, hi)}
+        assert seen == inverse
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_neither_end_moves_left(window, chunk):
+    spans = [query_span(Rules(True, window, chunk), j, 2, 30) for j in range(40)]
+    assert all(a <= b and c <= d for (a, c), (b, d) in itertools.pairwise(spans))
