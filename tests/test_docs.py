@@ -24,6 +24,8 @@ from tilewise import planner
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# What was tried. These name files as they were then, so only their links are checked.
+LOGS = sorted((ROOT / "benchmarks").rglob("LOG.md"))
 # These two import servers that are not installed; `test_compat_serving.py` has stand-ins.
 ELSEWHERE = ("tilewise.__main__", "tilewise.compat.sglang", "tilewise.compat.vllm")
 MODULES = sorted(m.name for m in pkgutil.walk_packages(tilewise.__path__, "tilewise.") if m.name not in ELSEWHERE)
@@ -147,7 +149,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", DOCS, ids=by_name)
+@pytest.mark.parametrize("document", [*DOCS, *LOGS], ids=by_name)
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
         if re.match(r"\w+:", target):
@@ -188,6 +190,35 @@ def test_first_compiles_take_what_their_record_says(name: str) -> None:
     assert {by_name(d) for d in others} <= {"README.md", "docs/guide.md", "docs/performance.md"}, (
         "said in another place"
     )
+
+
+def test_a_missed_bar_names_its_entry_in_a_log() -> None:
+    """A row that misses its bar says so, and what limits it stands under an id."""
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    table = text.partition("## What is missed")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith(("| H200", "| Xeon"))]
+    assert len(rows) >= 10
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert len(cells) == 6, row
+        assert all(cells), row
+        assert re.search(r"\d", cells[3]), row
+        assert "missed" in cells[4], row
+        assert re.fullmatch(r"\[(h200|cpu) \d+\]\(\.\./benchmarks/\1/LOG\.md#\1-\d+-[\w-]+\)", cells[5]), row
+    for line in text.replace(table, "").splitlines():
+        assert not re.match(r"\|.*\bmissed\b", line), f"in the wrong table: {line}"
+    assert len(text.splitlines()) <= 140, "one page for users; what was tried goes to a log"
+
+
+def test_the_readmes_speeds_are_those_of_the_performance_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## How fast")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    table = [line for line in readme.splitlines() if line.startswith("|")]
+    speeds = re.findall(r"[\d.]+(?=x)|\d+(?= TFLOPS)|[\d.]+(?= ms)", "\n".join(row.split("|")[-2] for row in table))
+    assert len(speeds) >= 10
+    for speed in speeds:
+        rounds_to = [n for n in re.findall(r"\d+\.?\d*", page) if n == speed or f"{float(n):.1f}" == speed]
+        assert rounds_to, f"README.md says {speed}"
 
 
 def test_no_install_line_asks_pypi_for_what_is_not_there() -> None:

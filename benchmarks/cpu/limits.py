@@ -1,4 +1,4 @@
-"""What this machine allows, beside what the CPU kernels reach: the limits that docs/performance.md speaks of.
+"""What this machine allows, beside what the CPU kernels reach: the limits that LOG.md speaks of.
 
     python benchmarks/cpu/limits.py --json benchmarks/cpu/limits.json
 

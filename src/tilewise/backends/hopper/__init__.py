@@ -26,7 +26,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def declines(problem: Problem) -> str | None:
-    """Why the Triton backend is the better choice, if it is: by measurement, see docs/performance.md."""
+    """Why the Triton backend is the better choice, if it is: by measurement, see benchmarks/h200/LOG.md, h200 20."""
     return heuristics.slower(problem)
 
 

@@ -1,6 +1,6 @@
 """How a problem is cut for the GPU: chunks of head dims, tiles, warps, stages, splits. Plain functions of a `Problem`.
 
-Where a number comes from a measurement, the measurement is named beside it (all on one H200, see docs/performance.md).
+Where a number comes from a measurement, it is named beside it (all on one H200, see benchmarks/h200/LOG.md).
 """
 
 from __future__ import annotations
