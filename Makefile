@@ -2,14 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+CONSTRAINTS ?= -c constraints.txt # empty: the newest of everything
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(CONSTRAINTS)
 # Each pytest worker is one process; more threads inside it would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
 WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed test test-slow lint format docs clean
+.PHONY: help run chat embed test unit test-slow lint format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +24,9 @@ chat: $(VENV)/.installed-weights ## talk to SmolLM2-135M on the CPU
 embed: $(VENV)/.installed-weights ## compare sentences by all-MiniLM-L6-v2
 	$(BIN)/tilewise embed
 
-test: lint ## lint, types and every test but the slow ones
+test: lint unit ## lint, types and every test but the slow ones
+
+unit: $(VENV)/.installed-dev ## every test but the slow ones, without lint
 	$(PYTEST) -m "not slow"
 
 test-slow: lint $(VENV)/.installed-weights ## lint, types and every test

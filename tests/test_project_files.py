@@ -1,0 +1,140 @@
+"""Files for those who come to the project: workflows, hooks and templates parse, and what they run exists."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAKE = (ROOT / "Makefile").read_text(encoding="utf-8")
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+YAML = [
+    *WORKFLOWS,
+    *sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")),
+    ROOT / ".pre-commit-config.yaml",
+    ROOT / "CITATION.cff",
+]
+
+
+def parsed(file):
+    return pytest.importorskip("yaml").safe_load(file.read_text(encoding="utf-8"))
+
+
+def name_of(file):
+    return file.name
+
+
+def jobs():
+    return [(file.stem, name, job) for file in WORKFLOWS for name, job in parsed(file)["jobs"].items()]
+
+
+def commands():
+    """Every line that a workflow runs, with the name of its job."""
+    for workflow, name, job in jobs():
+        for step in job["steps"]:
+            for line in step.get("run", "").splitlines():
+                yield f"{workflow}/{name}", line
+
+
+@pytest.mark.parametrize("file", YAML, ids=name_of)
+def test_files_are_yaml(file):
+    """By structure where PyYAML is not here: two spaces a level, no tabs."""
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        indent = len(line) - len(line.lstrip(" "))
+        assert "\t" not in line, f"{file.name}:{number}"
+        assert indent % 2 == 0, f"{file.name}:{number}"
+    assert isinstance(parsed(file), dict)
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=name_of)
+def test_workflows_are_whole(file):
+    workflow = parsed(file)
+    assert workflow["name"] == file.stem
+    assert workflow[True], "`on`, which YAML 1.1 reads as a bool"
+    assert workflow["permissions"] == {"contents": "read"}, "a job that needs more says so itself"
+    for job in workflow["jobs"].values():
+        assert job["runs-on"]
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step)
+            assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)", step.get("uses", "actions/checkout@v4"))
+
+
+def test_what_workflows_run_exists(capsys):
+    from tilewise.cli import main
+
+    seen = list(commands())
+    assert len(seen) >= 10
+    targets = re.findall(r"(?m)^([a-z][\w-]*):", MAKE)
+    for where, line in seen:
+        words = shlex.split(line)
+        if words[0] == "make":
+            wanted = [word for word in words[1:] if "=" not in word]
+            assert wanted, f"{where}: {line}"
+            assert set(wanted) <= set(targets), f"{where}: {line}"
+            assert all(re.search(rf"(?m)^{w.partition('=')[0]} \?=", MAKE) for w in words[1:] if "=" in w), line
+        elif words[0] == "tilewise":
+            with pytest.raises(SystemExit) as stop:
+                main([words[1], "--help"])
+            assert stop.value.code in (0, None), f"{where}: {line}"
+            shown = capsys.readouterr().out
+            assert all(word in shown for word in words if word.startswith("--")), f"{where}: {line}"
+        elif words[0] == "python":
+            assert words[1:3] in (["-m", "pip"], ["-m", "build"]), f"{where}: {line}"
+        else:
+            assert words[0] == "grep", f"{where}: {line}"
+            assert (ROOT / words[-1]).exists(), f"{where}: {line}"
+
+
+def test_every_python_is_tested_and_declared():
+    declared = re.findall(r"Python :: (3\.\d+)\"", PROJECT)
+    (matrix,) = [job["strategy"]["matrix"]["python"] for _, name, job in jobs() if name == "tests"]
+    assert declared == matrix
+    assert f'requires-python = ">={declared[0]}"' in PROJECT
+
+
+def test_the_lowest_versions_are_those_of_the_package():
+    (line,) = [line for where, line in commands() if where == "tests/lowest" and " install " in line]
+    pinned = dict(re.findall(r'"([\w-]+)==([\d.]+)\.\*"', line))
+    (required,) = re.findall(r"(?m)^dependencies = (\[.+\])", PROJECT)
+    assert pinned == dict(re.findall(r'"([\w-]+)>=([\d.]+)"', required))
+
+
+def test_a_tag_that_is_not_the_version_is_refused():
+    """The release asks for this very line."""
+    from tilewise import __version__
+
+    text = (ROOT / "src/tilewise/__init__.py").read_text(encoding="utf-8").splitlines()
+    assert f'__version__ = "{__version__}"' in text
+    (line,) = [line for where, line in commands() if line.startswith("grep")]
+    assert shlex.split(line)[2].startswith('__version__ = "')
+
+
+def test_only_the_release_may_ask_for_an_identity():
+    allowed = {(workflow, name): job.get("permissions") for workflow, name, job in jobs() if job.get("permissions")}
+    assert allowed == {("release", "publish"): {"id-token": "write"}}
+    assert not [file.name for file in WORKFLOWS if "secrets." in file.read_text(encoding="utf-8")]
+
+
+def test_a_bug_report_asks_for_doctor():
+    report = parsed(ROOT / ".github/ISSUE_TEMPLATE/bug_report.yml")
+    asked = {item["id"]: item for item in report["body"]}
+    assert "tilewise doctor" in asked["doctor"]["attributes"]["label"]
+    assert asked["doctor"]["validations"] == {"required": True}
+
+
+def test_hooks_run_what_make_lint_runs():
+    hooks = [hook for repo in parsed(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    entries = {hook["entry"].removesuffix(" --force-exclude") for hook in hooks}
+    lint = MAKE.partition("\nlint:")[2].partition("\n\n")[0]
+    assert entries == {line.strip().replace("$(BIN)", ".venv/bin") for line in lint.splitlines()[1:]}
+
+
+def test_no_address_is_invented():
+    """There is no home on the web yet: no link leads to one, and nobody's mail address is named."""
+    files = [*YAML, *(ROOT / name for name in ("SECURITY.md", "CODE_OF_CONDUCT.md", "pyproject.toml"))]
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"github\.com|gitlab\.com|[\w.]+@\w+\.\w+", text), file.name
+    assert "[project.urls]" not in PROJECT
