@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from tilewise import TileMap
-from tilewise.bench.svg import DARK, LIGHT
-from tilewise.patterns import tree
+from tilewise.tools.bench.svg import DARK, LIGHT
+from tilewise.tools.patterns import tree
 
 SIZE, STEP = 10, 11  # pixels of a square, and from one to the next
 HERE = Path(__file__).parent / "pictures"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import tilewise
-from tilewise import cli
+from tilewise.tools import cli
 
 WIDTH = 88  # of a signature's lines
 SECTION = re.compile(r"(Args|Returns|Raises|Yields):$")
@@ -51,7 +51,7 @@ def page_of(thing: Any) -> str:
         return "calls"
     if issubclass(thing, Exception):
         return "errors"
-    return "caches" if thing.__module__.startswith("tilewise.caches") else "values"
+    return "caches" if thing.__module__.startswith("tilewise.kv_cache") else "values"
 
 
 def functions(module: Any) -> list[Any]:

@@ -20,9 +20,9 @@ from triton.compiler import ASTSource
 from tilewise.backends.triton import heuristics, shared
 from tilewise.backends.triton.kernel import OPTIONS, Kernel
 from tilewise.backends.triton.launch import Bound
-from tilewise.plan import Plan
-from tilewise.problem import Problem
-from tilewise.tensors import Tensors
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
+from tilewise.core.tensors import Tensors
 
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32",

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tilewise.conformance.cases import CASES
-from tilewise.conformance.check import check_case
-from tilewise.conformance.properties import PROPERTIES
+from tilewise.testing.cases import CASES
+from tilewise.testing.check import check_case
+from tilewise.testing.properties import PROPERTIES
 
 
 class Conformance:

@@ -18,8 +18,8 @@ from tilewise.backends.hopper.entry import attend
 from tilewise.backends.hopper.kernel import OPTIONS
 from tilewise.backends.hopper.launch import ORDER_RUN, Bound
 from tilewise.backends.hopper.order import order
-from tilewise.plan import Plan
-from tilewise.problem import Problem
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
 
 PROCESSORS = 132
 

@@ -13,9 +13,9 @@ from gluon_sim import Descriptor, Machine
 from gluon_values import Pointer, SimError
 from tilewise.backends.hopper import heuristics
 from tilewise.backends.hopper.launch import NOTES_AT, Bound
-from tilewise.checks import Call
-from tilewise.plan import Plan
-from tilewise.problem import Problem
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
+from tilewise.validation.calls import Call
 
 
 def flat(x: torch.Tensor | None) -> Pointer | None:

@@ -7,7 +7,7 @@ import torch
 
 import mslsim
 from tilewise.backends.metal import device, launch
-from tilewise.problem import Problem
+from tilewise.core.problem import Problem
 
 why_not = mslsim.why_not()
 needs_simulator = pytest.mark.skipif(why_not is not None, reason=f"Metal kernels are not executed here: {why_not}")

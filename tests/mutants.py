@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewise.backends import reference as honest
-from tilewise.problem import Problem
+from tilewise.core.problem import Problem
+from tilewise.core.tensors import Sequence, Tensors, sequences
 from tilewise.reference import Scores, attend
-from tilewise.tensors import Sequence, Tensors, sequences
 
 MUTANTS: list["Mutant"] = []
 

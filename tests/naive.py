@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise import Quantised, checks
-from tilewise.caches import hadamard
-from tilewise.caches.formats import PLAIN
-from tilewise.conformance.check import Mismatch, judge, largest_error, torch_errors, torch_math
-from tilewise.options import Options
+from tilewise import Quantised
+from tilewise.core.options import Options
+from tilewise.core.tensors import sequences
+from tilewise.kv_cache import hadamard
+from tilewise.kv_cache.formats import PLAIN
 from tilewise.reference import attend
-from tilewise.tensors import sequences
+from tilewise.testing.check import Mismatch, judge, largest_error, torch_errors, torch_math
+from tilewise.validation import calls
 
 # Sets of queries that torch's own error is taken from before a result is called wrong. Sixteen are too few where some
 # 40000 results are judged: one was 1.41 times as far off as those allowed (an int4 ring of 8 keys of 8). Over 300 sets
@@ -85,7 +86,7 @@ class Row:
         def errors(sets):
             """What torch's errors on these sets allow in out and in lse, and the exact result of the first set."""
             keys, values = (x.expand(len(sets), *x.shape) for x in (k, v))
-            call = checks.dense(
+            call = calls.dense(
                 torch.stack(sets).to(dtype), keys, values, Options(q_offset=offset, mask=mask, **options)
             )
             factor = 3 if call.problem.softcap else 2

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from tilewise.problem import MAX_HEAD_DIM, MaskSpec, Problem, QuantSpec
+from tilewise.core.problem import MAX_HEAD_DIM, MaskSpec, Problem, QuantSpec
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 WIDTHS = (1, 16, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512, 576)

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from tilewise.conformance.drawing import draw_case, draw_change
+from tilewise.testing.drawing import draw_case, draw_change
 
 
 class Drawn:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tilewise import InvalidArgument, Quantised, attention, bound, paged_attention, varlen_attention
+from tilewise import InvalidArgument, Quantised, attention, paged_attention, varlen_attention
 from tilewise.backends.cpu.threads import pool
+from tilewise.dispatch import call_cache
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -13,9 +14,9 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 @pytest.fixture(autouse=True)
 def _forget():
-    bound.forget()
+    call_cache.forget()
     yield
-    bound.forget()
+    call_cache.forget()
 
 
 def ints(*values):
@@ -42,10 +43,10 @@ def test_paged_calls(form, stored):
         elif form == "blhd":
             q, extra = q.transpose(1, 2).contiguous(), {"layout": "blhd"}
         got = paged_attention(q, *pages, table, lengths, validate=False, **extra, **options)
-        remembered.append(len(bound._again))
-        bound._again, kept = {}, bound._again
+        remembered.append(len(call_cache._again))
+        call_cache._again, kept = {}, call_cache._again
         want = paged_attention(q, *pages, table, lengths, **extra, **options)
-        bound._again = kept
+        call_cache._again = kept
         assert got.out.equal(want.out)
         assert got.lse.equal(want.lse)
     assert remembered == [1, 1, 1]
@@ -59,9 +60,9 @@ def test_dense_calls():
             want = attention(q, k, v, kv_lengths=lengths, causal=True, **extra)
             got = attention(q, k, v, kv_lengths=lengths, causal=True, validate=False, **extra)
             assert got.equal(want)
-    assert len(bound._again) == 3
+    assert len(call_cache._again) == 3
     assert attention(q, k, v, kv_lengths=lengths, validate=False).shape == q.shape
-    assert len(bound._again) == 4  # not causal: another call
+    assert len(call_cache._again) == 4  # not causal: another call
 
 
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
@@ -73,14 +74,14 @@ def test_quantised_calls_without_tables(stored, layout):
         got = [attention(q, k, v, layout=layout, causal=True, q_offset=7, return_lse=True) for _ in range(2)]
         assert got[1].out.equal(got[0].out)
         assert got[1].lse.equal(got[0].lse)
-        bound._again, kept = {}, bound._again
+        call_cache._again, kept = {}, call_cache._again
         want = attention(q, k, v, layout=layout, causal=True, q_offset=7, return_lse=True)
-        bound._again = kept
+        call_cache._again = kept
         assert got[1].out.equal(want.out)
         assert got[1].lse.equal(want.lse)
-    assert len(bound._again) == 1
+    assert len(call_cache._again) == 1
     attention(q, k, v, layout=layout, causal=True, q_offset=8)
-    assert len(bound._again) == 2
+    assert len(call_cache._again) == 2
     with pytest.raises(InvalidArgument, match="q_offset"):
         attention(q, k, v, layout=layout, causal=True, q_offset="end")
 
@@ -97,9 +98,9 @@ def test_quantised_calls_are_launched_by_addresses(keys, layout):
         calls.append((q, Quantised.from_float(k, "int8", 64), Quantised.from_float(v, "int4", 64)))
     options = {"layout": layout, "return_lse": True, "backend": "cpu"}
     want = [attention(*x, **options, out=torch.empty_like(x[0])) for x in calls]  # which is not remembered
-    assert not bound._again
+    assert not call_cache._again
     got = [attention(*x, **options) for x in (*calls, *calls)]
-    [again] = bound._again.values()
+    [again] = call_cache._again.values()
     assert again.launch is not None
     with pool.busy:
         got += [attention(*x, **options) for x in calls]
@@ -121,9 +122,9 @@ def test_packed_calls(stored):
             got = varlen_attention(q, k, v, cu_q, cu_k, kv_lengths=lengths, validate=False, **options)
             assert got.out.equal(want.out)
             assert got.lse.equal(want.lse)
-    assert len(bound._again) == 2
+    assert len(call_cache._again) == 2
     varlen_attention(q, k, v, cu_q, cu_k, validate=False)  # how long the sequences are is not said
-    assert len(bound._again) == 2
+    assert len(call_cache._again) == 2
 
 
 def test_values_are_checked_unless_they_are_not_to_be():
@@ -144,7 +145,7 @@ def test_what_needs_a_check_is_checked():
     assert paged_attention(q, pages, pages, table.long(), lengths, validate=False).equal(want)
     shifted = torch.zeros(2 * 4 * 32 + 1)[1:].view(2, 4, 1, 32).copy_(q)  # not aligned: another plan
     assert paged_attention(shifted, pages, pages, table, lengths, validate=False).equal(want)
-    assert len(bound._again) == 2
+    assert len(call_cache._again) == 2
     for wrong in ({"scale": "a"}, {"window": 0}, {"causal": 1}, {"softcap": -1.0}, {"layout": "lbhd"}, {"max_q": 3}):
         with pytest.raises(InvalidArgument):
             paged_attention(q, pages, pages, table, lengths, validate=False, **wrong)

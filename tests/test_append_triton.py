@@ -12,14 +12,14 @@ if sys.platform != "linux":
 
 from aot import SHARED, compile_kernel
 from tilewise.backends.triton.append import Append
-from tilewise.caches.append import Places
-from tilewise.caches.formats import Format, Store
+from tilewise.kv_cache.append import Places
+from tilewise.kv_cache.formats import Format, Store
 
 RUN = """
 import sys, torch
 from tilewise.backends.triton.append import Append
-from tilewise.caches.append import InTorch, Places
-from tilewise.caches.formats import Format
+from tilewise.kv_cache.append import InTorch, Places
+from tilewise.kv_cache.formats import Format
 torch.manual_seed(0)
 wrong = "wrong" in sys.argv
 done = 0

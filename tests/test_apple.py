@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from metal_sim import needs_simulator, simulator
-from tilewise import apple, doctor, verify
-from tilewise.cli import main
-from tilewise.conformance import check
-from tilewise.conformance.case import Case, make
-from tilewise.conformance.check import Mismatch
+from tilewise.testing import check
+from tilewise.testing.case import Case, make
+from tilewise.testing.check import Mismatch
+from tilewise.tools import apple, doctor, verify
+from tilewise.tools.cli import main
 
 TINY = (apple.Shape("prefill", 2, 1, 40, 40, 32), apple.Shape("decode", 2, 2, 1, 50, 32))
 

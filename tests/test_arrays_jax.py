@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise import InvalidArgument, Quantised, attention, checks, paged_attention, varlen_attention
-from tilewise.arrays import to_tensor
-from tilewise.conformance.check import check_call
-from tilewise.options import Options
+from tilewise import InvalidArgument, Quantised, attention, paged_attention, varlen_attention
+from tilewise.core.options import Options
+from tilewise.testing.check import check_call
+from tilewise.validation import calls
+from tilewise.validation.arrays import to_tensor
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
@@ -45,14 +46,14 @@ def test_other_entry_points():
     q, k, v = (normal(7, 2, 8, seed=i) for i in range(3))
     cu = jnp.array([0, 3, 7], dtype=jnp.int32)
     out, lse = varlen_attention(q, k, v, cu, cu, causal=True, return_lse=True)
-    call = checks.varlen(q, k, v, cu, cu, None, None, Options(causal=True))
+    call = calls.varlen(q, k, v, cu, cu, None, None, Options(causal=True))
     check(call, out.swapaxes(0, 1)[None], lse.swapaxes(0, 1)[None])
     pages = normal(2, 3, 4, 2, 8, seed=4)
     table, lengths = jnp.array([[2, 0]], dtype=jnp.int32), jnp.array([7], dtype=jnp.int32)
     q = q[None, :1].swapaxes(1, 2)
     step = paged_attention(q, pages[0], pages[1], table, lengths, return_lse=True)
     rows = [x[jnp.array([2, 0])].reshape(8, 2, 8)[:7].swapaxes(0, 1)[None] for x in pages]
-    check(checks.dense(q, *rows, Options()), *step)
+    check(calls.dense(q, *rows, Options()), *step)
     packed = Quantised.from_float(normal(1, 2, 9, 64), "int8")
     assert isinstance(attention(normal(1, 2, 3, 64), packed, packed), jax.Array)
 
@@ -68,7 +69,7 @@ def test_inside_jit():
 
     q, k, v = (normal(1, 4, 6, 16, seed=i) for i in range(3))
     got = jax.jit(lambda q, k, v: [x * 2 for x in attend(q * 2, k, v)])(q, k, v)
-    check(checks.dense(q * 2, k, v, Options(causal=True)), *(x / 2 for x in got))
+    check(calls.dense(q * 2, k, v, Options(causal=True)), *(x / 2 for x in got))
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda *x: f(*x).sum())])

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from tilewise import workloads
-from tilewise.bench import cpu_suite, machine, measure, report, run, run_cpu
-from tilewise.bench.case import Case, Measured, Outcome, Row
-from tilewise.bench.measure import Timing, blocks, summary, take_turns
-from tilewise.cli import main
+from tilewise.tools import workloads
+from tilewise.tools.bench import cpu_suite, machine, measure, report, run, run_cpu
+from tilewise.tools.bench.case import Case, Measured, Outcome, Row
+from tilewise.tools.bench.measure import Timing, blocks, summary, take_turns
+from tilewise.tools.cli import main
 
 TINY = cpu_suite.Sizes(shrink=128, cache=1 << 16, narrow=1 << 16, read=1 << 16, matrix=16)
 ALL = cpu_suite.cases(TINY)

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from tilewise import InvalidArgument, KVCache, PagedKVCache
-from tilewise.caches import files, formats
+from tilewise.kv_cache import formats
+from tilewise.kv_cache.serialization import files
 
 
 def rows(*shape, seed=0):
@@ -366,7 +367,7 @@ def test_forged_pages(tmp_path, monkeypatch, name, value):
     forged(path, path.read_bytes(), about_(name, value))
     monkeypatch.setattr(formats.Format, "empty", lambda *_, **__: pytest.fail("memory was taken"))
     if name == "num_pages" and value > 0:  # as little as can be: of the machine's memory
-        monkeypatch.setattr("tilewise.caches.load._memory", lambda _: 1 << 30)
+        monkeypatch.setattr("tilewise.kv_cache.serialization.load._memory", lambda _: 1 << 30)
     with pytest.raises(InvalidArgument, match="path: got"):
         PagedKVCache.load(path)
 
@@ -501,7 +502,7 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[3])
 from test_cache_faults import a_cache
-from tilewise.caches import files
+from tilewise.kv_cache.serialization import files
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tilewise import CacheFull, InvalidArgument, KVCache, PagedKVCache
-from tilewise.caches import files
+from tilewise.kv_cache.serialization import files
 
 TYPES = ["f32", "f16", "bf16", "fp8_e4m3", "int8", "int4"]
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise import KVCache, __version__, cli, demo, plan, show_plan, workloads
-from tilewise.bench import machine, oracle
-from tilewise.bench.peers.sdpa import sdpa
-from tilewise.bench.record import Record
-from tilewise.cli import main
-from tilewise.models import MODELS
-from tilewise.workloads import WORKLOADS, Workload, make_inputs
+from tilewise import KVCache, __version__, plan
+from tilewise.tools import cli, demo, show_plan, workloads
+from tilewise.tools.bench import machine, oracle
+from tilewise.tools.bench.peers.sdpa import sdpa
+from tilewise.tools.bench.record import Record
+from tilewise.tools.cli import main
+from tilewise.tools.models import MODELS
+from tilewise.tools.workloads import WORKLOADS, Workload, make_inputs
 
 CPU = torch.device("cpu")
 TINY = Workload("tiny", "a small case", heads=4, kv_heads=2, head_dim=8, q_len=10, kv_len=10, causal=True)
@@ -50,7 +51,7 @@ def test_runs_as_a_module():
 
 
 def test_importing_the_package_loads_neither_the_command_nor_what_it_may_use():
-    code = "import sys, tilewise; print([m for m in ('tilewise.cli', 'tilewise.demo', 'rich') if m in sys.modules])"
+    code = "import sys, tilewise; print([m for m in ('tilewise.tools', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -10,7 +10,7 @@ import torch
 
 from tilewise import InvalidArgument, alibi_slopes
 from tilewise.compat import flash_attn as fa
-from tilewise.conformance.check import judge, largest_error
+from tilewise.testing.check import judge, largest_error
 
 
 def peaked(*shape, dtype=torch.float32):

@@ -21,7 +21,7 @@ from tilewise import InvalidArgument, varlen_attention
 from tilewise.compat import flash_attn as fa
 from tilewise.compat import flash_attn_3 as fa3
 from tilewise.compat import flash_inputs
-from tilewise.conformance.check import judge, largest_error
+from tilewise.testing.check import judge, largest_error
 
 FP8 = torch.float8_e4m3fn
 

@@ -10,7 +10,7 @@ import torch
 from test_compat_flash_attn import offsets, peaked, turn
 from tilewise import InvalidArgument
 from tilewise.compat import bert_padding, flash_attn, flash_attn_3, rotary
-from tilewise.conformance.check import judge, largest_error
+from tilewise.testing.check import judge, largest_error
 
 NAMES = (
     "flash_attn",

@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import tilewise.compat.sdpa as sdpa
 from tilewise import InvalidArgument, attention
 from tilewise.compat import sdpa_kernel
-from tilewise.conformance.check import judge, largest_error
+from tilewise.testing.check import judge, largest_error
 
 ours = sdpa.scaled_dot_product_attention
 torchs = F.scaled_dot_product_attention

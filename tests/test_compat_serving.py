@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tilewise import InvalidArgument, alibi_slopes, attention
-from tilewise.conformance.check import judge, largest_error
+from tilewise.testing.check import judge, largest_error
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
 LENGTHS = [9, 1, 20, 13]  # keys of each request, its queries included

@@ -17,8 +17,8 @@ from tilewise import InvalidArgument, attention, varlen_attention
 from tilewise.compat import discovery, flash_attn, mask_patterns, with_gradients
 from tilewise.compat import transformers as ours
 from tilewise.compat.mask_patterns import Pattern, make_mask
-from tilewise.conformance.check import Mismatch, judge, largest_error
-from tilewise.extras import install_line
+from tilewise.core.extras import install_line
+from tilewise.testing.check import Mismatch, judge, largest_error
 
 ours.register()
 LENGTH = 14

@@ -5,10 +5,11 @@ import contextlib
 import pytest
 import torch
 
-from tilewise import AttentionState, TileMap, alibi_slopes, bound, merge, plan, planner
+from tilewise import AttentionState, TileMap, alibi_slopes, merge, plan
 from tilewise.backends.torch import _no_autocast
-from tilewise.conformance.case import Case, make
-from tilewise.conformance.check import check_case
+from tilewise.dispatch import call_cache, planner
+from tilewise.testing.case import Case, make
+from tilewise.testing.check import check_case
 
 CASES = [
     Case(Hkv=2, Lq=40, causal=True, alibi="h"),
@@ -53,7 +54,7 @@ CONTEXTS = {
 
 
 def forget():
-    bound.forget()
+    call_cache.forget()
     planner.choose.cache_clear()
 
 

@@ -14,16 +14,17 @@ from numba import njit
 
 from conformance import Conformance
 from strategies import cases
-from tilewise import InvalidArgument, attention, bound, paged_attention, plan
+from tilewise import InvalidArgument, attention, paged_attention, plan
 from tilewise.backends.cpu import access
 from tilewise.backends.cpu.micro import transpose
 from tilewise.backends.cpu.params import INDEX
 from tilewise.backends.cpu.simd import CODES, W, microkernel
 from tilewise.backends.cpu.softmax import softcap_cells
 from tilewise.backends.cpu.threads import pool
-from tilewise.conformance.case import Case, make
-from tilewise.conformance.check import check_case
-from tilewise.planner import choose
+from tilewise.dispatch import call_cache
+from tilewise.dispatch.planner import choose
+from tilewise.testing.case import Case, make
+from tilewise.testing.check import check_case
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +203,8 @@ class TestThreads:
         """A forked child has no threads of its parent's; it starts its own."""
         script = """
 import os, signal, torch
-from tilewise import attention, bound
+from tilewise import attention
+from tilewise.dispatch import call_cache
 
 torch.set_num_threads(2)
 q, k, v = torch.randn(3, 1, 4, 300, 64)
@@ -229,12 +231,12 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     def test_a_call_that_comes_again_is_the_first_one(self, rows, keys, threads):
         """One compiled function does all of it; alone while the threads are busy with another call."""
         torch.set_num_threads(threads)
-        bound.forget()
+        call_cache.forget()
         first, other = ([torch.randn(1, 6, rows, 64), *torch.randn(2, 1, 2, keys, 64)] for _ in range(2))
         want = [attention(*x, causal=True, return_lse=True, backend="cpu") for x in (first, other)]
-        bound.forget()
+        call_cache.forget()
         got = [attention(*x, causal=True, return_lse=True, backend="cpu") for x in (other, first, other)][1:]
-        assert len(bound._known) == 1
+        assert len(call_cache._known) == 1
         with pool.busy:
             got.append(attention(*first, causal=True, return_lse=True, backend="cpu"))
         for a, b in zip(got, [*want, want[0]], strict=True):
@@ -296,7 +298,7 @@ def test_memory_does_not_grow_with_length():
 
 def test_bound_calls_are_the_same_to_the_bit():
     """The second of equal calls takes the short way; so do other tensors of the same kind, and none other."""
-    bound.forget()
+    call_cache.forget()
     for options in ({}, {"causal": True}, {"return_lse": True}, {"layout": "blhd"}):
         q, k, v = (torch.randn(2, 6, 6, 32) for _ in range(3))
         first = attention(q, k, v, **options)
@@ -316,15 +318,15 @@ def test_bound_calls_are_the_same_to_the_bit():
 @pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
 def test_bound_calls_tell_strides_apart(which):
     """Tensors of one shape whose rows lie otherwise are another call; strides of dims of size 1 make no difference."""
-    bound.forget()
+    call_cache.forget()
     x = [torch.randn(1, 4, 1, 32), *torch.randn(2, 1, 4, 50, 32)]
     want = attention(*x, backend="cpu")
     turned = [t.transpose(1, 2).contiguous().transpose(1, 2) if i == which else t for i, t in enumerate(x)]
     odd = [t.as_strided(t.shape, (7, *t.stride()[1:])) if i == which else t for i, t in enumerate(x)]
     assert attention(*turned, backend="cpu").equal(want)
-    assert len(bound._known) == (1 if which == 0 else 2)  # one row of a head: q is contiguous either way
+    assert len(call_cache._known) == (1 if which == 0 else 2)  # one row of a head: q is contiguous either way
     assert attention(*odd, backend="cpu").equal(want)
-    assert len(bound._known) == (1 if which == 0 else 2)
+    assert len(call_cache._known) == (1 if which == 0 else 2)
 
 
 @pytest.mark.slow
@@ -340,7 +342,7 @@ def test_kept_code_of_several_processes_fits_together(tmp_path):
     for names in orders:
         subprocess.run([sys.executable, "-c", code, *names], env=environment, check=True)
     check = (
-        "import torch; from tilewise.conformance.case import Case; from tilewise.conformance.check import check_case\n"
+        "import torch; from tilewise.testing.case import Case; from tilewise.testing.check import check_case\n"
         "for t in ('f32', 'f16', 'bf16'):\n"
         "    for n in (1, 70):\n"
         "        check_case(Case(Hkv=1, Lq=n, Lk=300, D=128, dtype=t), 'cpu')"
@@ -353,7 +355,7 @@ def test_kept_code_of_several_processes_fits_together(tmp_path):
 
 
 def test_warmup_compiles_everything(capsys):
-    from tilewise.cli import main
+    from tilewise.tools.cli import main
 
     assert main(["warmup"]) == 0
     text = capsys.readouterr().out
@@ -381,9 +383,9 @@ def test_other_vector_widths(width, features, peers, tmp_path):
     }
     code = (
         "from tilewise.backends.cpu.simd import W\n"
-        "from tilewise.conformance.cases import CASES\n"
-        "from tilewise.conformance.check import check_case\n"
-        "from tilewise.conformance.properties import PROPERTIES\n"
+        "from tilewise.testing.cases import CASES\n"
+        "from tilewise.testing.check import check_case\n"
+        "from tilewise.testing.properties import PROPERTIES\n"
         f"assert W == {width}, W\n"
         "for case in CASES: check_case(case, 'cpu')\n"
         "for check in PROPERTIES.values(): check('cpu', 'cpu')\n"

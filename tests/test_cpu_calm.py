@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tilewise import attention
-from tilewise.conformance.case import Inputs
-from tilewise.conformance.check import check_call
+from tilewise.testing.case import Inputs
+from tilewise.testing.check import check_call
 
 ROWS, KEYS, D = 192, 300, 64  # 300 keys: tiles of 96, and one whose last block is not full
 

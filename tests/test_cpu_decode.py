@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from naive import assert_as_torch
-from tilewise import Quantised, attention, bound, paged_attention, planner, varlen_attention
+from tilewise import Quantised, attention, paged_attention, varlen_attention
 from tilewise.backends.cpu import amx, compiled, heuristics, whole
-from tilewise.conformance.case import Case, Inputs
-from tilewise.conformance.check import check_call, check_case
+from tilewise.dispatch import call_cache, planner
+from tilewise.testing.case import Case, Inputs
+from tilewise.testing.check import check_call, check_case
 
 
 @pytest.fixture
@@ -19,14 +20,14 @@ def cache_of(monkeypatch):
 
     def set_size(size):
         monkeypatch.setattr(heuristics, "second_level_cache", lambda: size)
-        bound.forget()
+        call_cache.forget()
         planner.choose.cache_clear()
 
     yield set_size
     monkeypatch.undo()
-    bound.forget()
+    call_cache.forget()
     planner.choose.cache_clear()
-    bound.forget()
+    call_cache.forget()
 
 
 def call(kind, keys, rows=1):
@@ -78,7 +79,7 @@ def test_many_rows_in_bf16_go_by_matrix_tiles(monkeypatch, case):
     function = compiled.function
     monkeypatch.setattr(compiled, "function", lambda name: used.append(name) or function(name))
     planner.choose.cache_clear()
-    bound.forget()
+    call_cache.forget()
     check_case(case, "cpu")
     assert {"tile_dots", "tile_adds"} <= set(used)
 
@@ -163,7 +164,7 @@ def compiled_by(monkeypatch, ask):
     function = compiled.function
     monkeypatch.setattr(compiled, "function", lambda name: used.append(name) or function(name))
     planner.choose.cache_clear()
-    bound.forget()
+    call_cache.forget()
     ask(backend="cpu")
     return set(used)
 

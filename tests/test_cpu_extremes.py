@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tilewise import PagedKVCache, Quantised, attention, paged_attention, plan, varlen_attention
-from tilewise.conformance.case import Inputs
-from tilewise.conformance.check import check_call
+from tilewise.testing.case import Inputs
+from tilewise.testing.check import check_call
 
 INF = float("inf")
 # Query rows, keys and threads: decode, decode of several rows, split decode, prefill, split prefill

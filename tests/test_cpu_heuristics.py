@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise import Quantised, checks
+from tilewise import Quantised
 from tilewise.backends.cpu import heuristics
 from tilewise.backends.cpu.heuristics import bunch, even_rows, keys_ahead, split_size, tile_rows
-from tilewise.options import Options
+from tilewise.core.options import Options
+from tilewise.validation import calls
 
 MIB = 2**20
 
@@ -77,7 +78,7 @@ def test_a_bunch_of_heads_stays_in_the_cache(kv_heads, row_bytes, splits, thread
 def test_short_rows_are_asked_for_further_ahead(kind, keys, monkeypatch):
     k = torch.randn(1, 1, 512, 64, dtype=torch.float16)
     stored = k if kind == "float16" else Quantised.from_float(k, kind)
-    problem = checks.dense(k[:, :, :1], stored, stored, Options()).problem
+    problem = calls.dense(k[:, :, :1], stored, stored, Options()).problem
     monkeypatch.setattr(heuristics, "second_level_cache", lambda: 1)
     assert keys_ahead(problem) == keys
     assert keys_ahead(replace(problem, page_size=16)) == (48 if keys == 48 else 8)

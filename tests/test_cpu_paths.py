@@ -8,9 +8,9 @@ import torch
 from tilewise import attention
 from tilewise.backends.cpu import amx, compiled, whole
 from tilewise.backends.cpu.params import INDEX
-from tilewise.conformance.case import Case, Inputs, make
-from tilewise.conformance.check import check_call, check_case
-from tilewise.planner import choose
+from tilewise.dispatch.planner import choose
+from tilewise.testing.case import Case, Inputs, make
+from tilewise.testing.check import check_call, check_case
 
 KEYS = 150  # more than a tile: the first is whole for most rows
 PATHS = {

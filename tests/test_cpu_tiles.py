@@ -7,11 +7,12 @@ import pytest
 import torch
 from numba import njit
 
-from tilewise import attention, bound, plan, planner
+from tilewise import attention, plan
 from tilewise.backends.cpu import amx, amx_parts
 from tilewise.backends.cpu.simd import W
-from tilewise.conformance.cases import CASES
-from tilewise.conformance.check import check_case
+from tilewise.dispatch import call_cache, planner
+from tilewise.testing.cases import CASES
+from tilewise.testing.check import check_case
 
 PREFILL = [c for c in CASES if c.dtype == "f32" and not c.k and not c.v and c.Lq > 16 and c.mask_kind in ("", "bool")]
 
@@ -21,7 +22,7 @@ def by_vectors(monkeypatch):
     """As on a processor without matrix tiles."""
 
     def forget():
-        bound.forget()
+        call_cache.forget()
         planner.choose.cache_clear()
 
     monkeypatch.setattr(amx, "usable", lambda: False)

@@ -20,7 +20,7 @@ import torch
 import tilewise
 import tilewise.backends
 from printed import for_any_machine
-from tilewise import planner
+from tilewise.dispatch import planner
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -137,7 +137,7 @@ def test_commands_exist(document: Path) -> None:
 
 
 def assert_subcommand(name: str) -> None:
-    cli = importlib.import_module("tilewise.cli")
+    cli = importlib.import_module("tilewise.tools.cli")
     with pytest.raises(SystemExit) as stop, contextlib.redirect_stdout(io.StringIO()):
         cli.main([name, "--help"])
     assert stop.value.code in (0, None), f"`tilewise {name}` is no command"

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise import doctor, planner
-from tilewise.cli import main
+from tilewise.dispatch import planner
+from tilewise.tools import doctor
+from tilewise.tools.cli import main
 
 SECTIONS = ["versions", "system", "cpu", "gpus", "backends", "libraries", "files"]
 

@@ -14,13 +14,12 @@ from tilewise import (
     Unsupported,
     alibi_slopes,
     attention,
-    bound,
     merge,
     paged_attention,
     plan,
-    planner,
     varlen_attention,
 )
+from tilewise.dispatch import call_cache, planner
 
 B, H, Hkv, Lq, Lk, D = 2, 4, 2, 5, 7, 8
 
@@ -291,7 +290,7 @@ def test_read_only_out_is_refused():
 
 
 def test_named_backend_never_falls_back(monkeypatch):
-    bound.forget()
+    call_cache.forget()
     monkeypatch.setattr(planner, "BACKENDS", ("torch", "reference"))
     monkeypatch.setattr(planner.load("torch"), "supports", lambda problem: "it is Sunday")
     planner.choose.cache_clear()

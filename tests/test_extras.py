@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tilewise import TileMap, extras, pretrained
-from tilewise.cli import main
+from tilewise import TileMap
+from tilewise.core import extras
+from tilewise.tools import pretrained
+from tilewise.tools.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DECLARED = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

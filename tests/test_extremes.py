@@ -23,9 +23,10 @@ import gluon_sim
 from gluon_values import Tensor
 from hopper_sim import Launch
 from metal_sim import needs_simulator, simulator
-from tilewise import AttentionState, checks
-from tilewise.options import Options
-from tilewise.spans import Rules, key_span
+from tilewise import AttentionState
+from tilewise.core.mask_rules import Rules, key_span
+from tilewise.core.options import Options
+from tilewise.validation import calls
 
 TRUST = Path(__file__).parents[1] / "benchmarks/h200/trust.py"
 spec = importlib.util.spec_from_file_location("trust", TRUST)
@@ -120,7 +121,7 @@ def test_hopper_as_plain_python(call, monkeypatch):
     """By the kernels' own text (`gluon_sim.py`)."""
 
     def run(q, k, v, *, backend, **options):
-        checked = checks.dense(q, k, v, Options(**options))
+        checked = calls.dense(q, k, v, Options(**options))
         Launch(checked).run(KERNELS)
         return AttentionState(checked.out, checked.lse)
 

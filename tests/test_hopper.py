@@ -11,12 +11,12 @@ import torch
 
 from hopper_fits import check_hopper
 from problem_space import draw
-from tilewise import planner
 from tilewise.backends import hopper
 from tilewise.backends.hopper import heuristics, launch
-from tilewise.plan import Plan
-from tilewise.problem import MaskSpec, Problem, QuantSpec
-from tilewise.tensors import Tensors
+from tilewise.core.plan import Plan
+from tilewise.core.problem import MaskSpec, Problem, QuantSpec
+from tilewise.core.tensors import Tensors
+from tilewise.dispatch import planner
 
 SHARED = 227 << 10
 

@@ -11,7 +11,7 @@ import torch
 
 from aot import SHARED
 from hopper_aot import kernels_of
-from tilewise.problem import MaskSpec, Problem
+from tilewise.core.problem import MaskSpec, Problem
 
 F16, BF16 = torch.float16, torch.bfloat16
 

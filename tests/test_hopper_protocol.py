@@ -7,7 +7,7 @@ import torch
 
 from hopper_machine import Machine, random_works
 from tilewise.backends.hopper import heuristics
-from tilewise.problem import Problem
+from tilewise.core.problem import Problem
 
 
 def launch(D, Dv=0, length=4096, causal=False):

@@ -14,11 +14,11 @@ if sys.platform != "linux":
 import gluon_sim
 from gluon_values import SimError
 from hopper_sim import Launch
-from tilewise import checks
-from tilewise.conformance.check import Mismatch, check_call
-from tilewise.options import Options
+from tilewise.core.options import Options
+from tilewise.core.tensors import sequences
 from tilewise.reference import attend
-from tilewise.tensors import sequences
+from tilewise.testing.check import Mismatch, check_call
+from tilewise.validation import calls
 
 KERNELS = gluon_sim.load()
 
@@ -36,7 +36,7 @@ def dense(D=64, Dv=0, Lq=200, Lk=300, B=1, H=2, Hkv=1, **options):
     if options.get("mask") == "float":
         options["mask"] = torch.where(torch.rand(H, Lq, Lk, generator=g) < 0.6, 0.5, -torch.inf)
     out = torch.full((B, H, Lq, Dv or D), float("nan"), dtype=torch.float16)
-    return checks.dense(q, k, v, Options(out=out, return_lse=True, **options))
+    return calls.dense(q, k, v, Options(out=out, return_lse=True, **options))
 
 
 def packed(q_lengths, k_lengths, D=64, spare=3, **options):
@@ -45,7 +45,7 @@ def packed(q_lengths, k_lengths, D=64, spare=3, **options):
     q = (3 * torch.randn(int(cu_q[-1]) + spare, 2, D, generator=g)).half()
     k, v = (torch.randn(int(cu_k[-1]) + spare, 1, D, generator=g).half() for _ in range(2))
     out = torch.full_like(q, float("nan"))
-    return checks.varlen(q, k, v, cu_q, cu_k, None, None, Options(out=out, return_lse=True, **options))
+    return calls.varlen(q, k, v, cu_q, cu_k, None, None, Options(out=out, return_lse=True, **options))
 
 
 LENGTHS = torch.tensor([250, 3, 0])

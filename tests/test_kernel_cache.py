@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tilewise import places
 from tilewise.backends.cpu import compiled, kernel_cache
 from tilewise.backends.cpu.micro import get_i64, put_i64
-from tilewise.caches import books
+from tilewise.core import places
+from tilewise.kv_cache import block_loops
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners and modes of POSIX")
 KEY = bytes(range(32))
@@ -326,10 +326,10 @@ def test_loops_of_caches_are_kept_in_the_same_place(monkeypatch, home):
 
     def call():
         table, to = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros((2, 4), dtype=np.int32)
-        books.compiled.__wrapped__(books.copy_rows)(table, np.array([2, 0]), to)
+        block_loops.compiled.__wrapped__(block_loops.copy_rows)(table, np.array([2, 0]), to)
         assert to.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
 
-    package = Path(books.__file__).parent
+    package = Path(block_loops.__file__).parent
     before = set(package.rglob("*.nb?"))  # of an older version
     call()
     assert kept().name.startswith("copy_rows.")

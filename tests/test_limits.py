@@ -5,19 +5,20 @@ import sys
 import pytest
 import torch
 
-from tilewise import (
-    InvalidArgument,
-    TileMap,
-    alibi_slopes,
-    attention,
-    checks,
-    merge,
-    paged_attention,
-    plan,
-    varlen_attention,
+from tilewise import InvalidArgument, TileMap, alibi_slopes, attention, merge, paged_attention, plan, varlen_attention
+from tilewise.core.options import (
+    LARGEST,
+    LEAST,
+    LIMIT,
+    Options,
+    as_chunk,
+    as_offset,
+    as_softcap,
+    as_split_size,
+    as_window,
 )
-from tilewise.conformance.check import check_call
-from tilewise.options import LARGEST, LEAST, LIMIT, Options, as_chunk, as_offset, as_softcap, as_split_size, as_window
+from tilewise.testing.check import check_call
+from tilewise.validation import calls
 
 HUGE = (LIMIT - 1, LIMIT, 2**31 - 2, 2**31 - 1, 2**31, 2**32 + 1, sys.maxsize, 10**30)
 BACKENDS = ("cpu", "torch", "reference")
@@ -51,7 +52,7 @@ def test_a_window_wider_than_any_distance_is_none(wide, backend):
 def test_the_widest_window_is_kept(backend):
     q, k, v = dense()
     for options in ({"window": (LIMIT - 2, 2)}, {"window": (2, LIMIT - 2)}, {"window": LIMIT - 1, "q_offset": 400}):
-        call = checks.dense(q, k, v, Options(return_lse=True, **options))
+        call = calls.dense(q, k, v, Options(return_lse=True, **options))
         assert LIMIT - 2 in call.problem.window
         check_call(call, *attention(q, k, v, backend=backend, return_lse=True, **options))
 
@@ -60,7 +61,7 @@ def test_the_widest_window_is_kept(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_large_chunk_still_ends_at_position_0(large, backend):
     q, k, v = dense()
-    call = checks.dense(q, k, v, Options(chunk=10**6, q_offset=-4, return_lse=True))
+    call = calls.dense(q, k, v, Options(chunk=10**6, q_offset=-4, return_lse=True))
     got = attention(q, k, v, chunk=large, q_offset=-4, backend=backend, return_lse=True)
     check_call(call, *got)
     assert bool((got.lse[:, :, :4] == -torch.inf).all())
@@ -73,7 +74,7 @@ def test_far_offsets(backend, offset, rows):
     q, k, v = dense()
     for options in ({"causal": True}, {"window": (4, 4)}, {"window": (LIMIT - 2, 0)}, {"chunk": 8}, {"chunk": 2**40}):
         options["q_offset"] = ints(offset) if rows else offset
-        call = checks.dense(q, k, v, Options(return_lse=True, **options))
+        call = calls.dense(q, k, v, Options(return_lse=True, **options))
         check_call(call, *attention(q, k, v, backend=backend, return_lse=True, **options))
 
 

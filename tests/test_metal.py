@@ -16,12 +16,12 @@ from mslsim.lint import lint
 from strategies import cases
 from tilewise.backends.metal import heuristics, launch, text
 from tilewise.backends.metal.spec import KINDS
-from tilewise.conformance.case import Case, Inputs, make
-from tilewise.conformance.check import check_call, check_case
-from tilewise.conformance.properties import SOME, same
+from tilewise.core.problem import QuantSpec
+from tilewise.core.tensors import Tensors
 from tilewise.errors import Unsupported
-from tilewise.problem import QuantSpec
-from tilewise.tensors import Tensors
+from tilewise.testing.case import Case, Inputs, make
+from tilewise.testing.check import check_call, check_case
+from tilewise.testing.properties import SOME, same
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from metal_sim import problem
-from tilewise import planner
 from tilewise.backends import metal as backend
 from tilewise.backends.metal import device, heuristics, launch, params
 from tilewise.backends.metal.spec import Config, Operand, operand, padded
-from tilewise.problem import MaskSpec, QuantSpec
+from tilewise.core.problem import MaskSpec, QuantSpec
+from tilewise.dispatch import planner
 
 
 def test_parameters_are_enough_for_mlx_and_few_enough_for_metal():

@@ -12,9 +12,9 @@ from metal_sim import needs_simulator
 from mslsim.lint import lint
 from mslsim.mlx_text import traced
 from tilewise import InvalidArgument, Unsupported
-from tilewise.apple import check_mlx, to_torch
 from tilewise.backends.metal import text
-from tilewise.conformance.case import Case
+from tilewise.testing.case import Case
+from tilewise.tools.apple import check_mlx, to_torch
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 from tilewise.backends.metal import mlx  # noqa: E402

@@ -13,8 +13,8 @@ from mslsim import Fault
 from mslsim.mutants import barriers, mutate
 from tilewise.backends.metal import text
 from tilewise.backends.metal.spec import Operand, Spec
-from tilewise.conformance.case import Case
-from tilewise.conformance.check import Mismatch, check_case
+from tilewise.testing.case import Case
+from tilewise.testing.check import Mismatch, check_case
 
 pytestmark = needs_simulator
 

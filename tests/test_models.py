@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from tilewise import InvalidArgument, TileMap, models, patterns
-from tilewise.bench.oracle import MOST_ERROR, oracle_errors
-from tilewise.models import MODELS
-from tilewise.workloads import Workload, make_inputs, of_layer
+from tilewise import InvalidArgument, TileMap
+from tilewise.tools import models, patterns
+from tilewise.tools.bench.oracle import MOST_ERROR, oracle_errors
+from tilewise.tools.models import MODELS
+from tilewise.tools.workloads import Workload, make_inputs, of_layer
 
 CPU = torch.device("cpu")
 LAYERS = [(model, layer) for model in MODELS.values() for layer in model.layers]

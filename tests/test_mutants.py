@@ -5,10 +5,10 @@ from dataclasses import fields
 import pytest
 
 from mutants import MUTANTS
-from tilewise import planner
-from tilewise.conformance.case import Case
-from tilewise.conformance.cases import CASES
-from tilewise.conformance.check import Mismatch, check_case
+from tilewise.dispatch import planner
+from tilewise.testing.case import Case
+from tilewise.testing.cases import CASES
+from tilewise.testing.check import Mismatch, check_case
 
 DEFAULTS = {f.name: f.default for f in fields(Case)}
 

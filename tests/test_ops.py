@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 import tilewise
 from tilewise import InvalidArgument, Quantised, TileMap, attention, paged_attention, varlen_attention
 from tilewise.compat import flash_attn, sdpa
-from tilewise.conformance.check import judge, largest_error
+from tilewise.testing.check import judge, largest_error
 
 
 @pytest.fixture(autouse=True)

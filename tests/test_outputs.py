@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tilewise import outputs, tune, verify
-from tilewise.bench import cpu_suite, machine, run_cpu, svg
-from tilewise.bench.case import Case
-from tilewise.bench.record import Record
-from tilewise.cli import main
+from tilewise.core import outputs
 from tilewise.errors import InvalidArgument
+from tilewise.tools import tune, verify
+from tilewise.tools.bench import cpu_suite, machine, run_cpu, svg
+from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.record import Record
+from tilewise.tools.cli import main
 
 TINY = cpu_suite.Sizes(shrink=128, cache=1 << 16, narrow=1 << 16, read=1 << 16, matrix=16)
 FIRST = cpu_suite.cases(TINY)[0]

@@ -10,9 +10,9 @@ import torch
 
 from naive import Row, assert_as_torch, assert_close
 from tilewise import AttentionState, CacheFull, InvalidArgument, PagedKVCache, merge, paged_attention
-from tilewise.caches import hadamard
-from tilewise.caches.append import InTorch
-from tilewise.caches.cascade import Shape, _merged, gain, key_time, shared
+from tilewise.kv_cache import hadamard
+from tilewise.kv_cache.append import InTorch
+from tilewise.kv_cache.cascade import Shape, _merged, gain, key_time, shared
 
 
 def rows(*shape, seed=0):

@@ -8,11 +8,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise import attention, paged_attention, varlen_attention
-from tilewise.bench import peers
-from tilewise.bench.oracle import oracle_errors
-from tilewise.bench.peers import Way
 from tilewise.compat import flash_attn
-from tilewise.workloads import Workload, make_inputs
+from tilewise.tools.bench import peers
+from tilewise.tools.bench.oracle import oracle_errors
+from tilewise.tools.bench.peers import Way
+from tilewise.tools.workloads import Workload, make_inputs
 
 CPU = torch.device("cpu")
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "q_len": 40, "kv_len": 40}

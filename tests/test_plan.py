@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from tilewise import Quantised, attention, bound, plan, planner
-from tilewise.checks import dense
-from tilewise.options import Options
+from tilewise import Quantised, attention, plan
+from tilewise.core.mask_rules import Rules, key_spans, span_counts, span_tiles
+from tilewise.core.options import Options
+from tilewise.core.tensors import sequences
+from tilewise.dispatch import call_cache, planner
 from tilewise.reference import visible_cells
-from tilewise.spans import Rules, key_spans, span_counts, span_tiles
-from tilewise.tensors import sequences
+from tilewise.validation.calls import dense
 
 
 def test_counts_are_exact():
@@ -102,7 +103,7 @@ def test_other_forms(form):
 
 def test_plans_are_kept_by_problem():
     planner.choose.cache_clear()
-    bound.forget()  # a call that another test has made would not ask the planner
+    call_cache.forget()  # a call that another test has made would not ask the planner
     q = torch.randn(1, 2, 8, 16)
     for _ in range(3):
         attention(q, q, q, causal=True)

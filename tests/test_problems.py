@@ -1,4 +1,4 @@
-"""Whole calls, drawn at random. What this finds becomes a named case in `tilewise.conformance.cases`."""
+"""Whole calls, drawn at random. What this finds becomes a named case in `tilewise.testing.cases`."""
 
 import contextlib
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from strategies import cases, changes
 from tilewise import AttentionState
-from tilewise.conformance.case import Case
-from tilewise.conformance.check import Mismatch, check_case, check_repeats
-from tilewise.conformance.drawing import CHANGES, Seeded, draw_case, draw_change
+from tilewise.testing.case import Case
+from tilewise.testing.check import Mismatch, check_case, check_repeats
+from tilewise.testing.drawing import CHANGES, Seeded, draw_case, draw_change
 
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 AROUND = {
@@ -57,7 +57,7 @@ def test_seeds_draw_every_kind_of_call():
 
 def test_repeats_are_judged(monkeypatch):
     """A backend that gives other bits once a call is remembered is rejected."""
-    from tilewise.conformance import check
+    from tilewise.testing import check
 
     case = Case(Lq=5, causal=True)
     made = check.make

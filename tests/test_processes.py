@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise import forks
+from tilewise.core import forks
 
 DEADLINE = 300  # seconds for what takes two: a hang must end the test
 
@@ -62,7 +62,7 @@ def test_a_fork_before_torch_costs_nothing():
         child = os.fork()
         if child == 0:
             import tilewise
-            from tilewise import forks
+            from tilewise.core import forks
             os._exit(5 if forks.forked else 0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     """
@@ -116,7 +116,7 @@ SERVED = """
         if dtype == "f32":
             keys, values = pool.keys(a)[None], pool.values(a)[None]
             right(together[:1], two[:1], keys, values)
-    from tilewise.cli import main
+    from tilewise.tools.cli import main
     assert main(["warmup"]) == 1
     print("fine")
 """

@@ -62,7 +62,7 @@ def test_workflows_are_whole(file):
 
 
 def test_what_workflows_run_exists(capsys):
-    from tilewise.cli import main
+    from tilewise.tools.cli import main
 
     seen = list(commands())
     assert len(seen) >= 10

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from tilewise import chat, pretrained
-from tilewise.embed import EXAMPLES, batch, embed
+from tilewise.core.extras import MissingPackage
 from tilewise.errors import InvalidArgument
-from tilewise.extras import MissingPackage
+from tilewise.tools import chat, pretrained
+from tilewise.tools.embed import EXAMPLES, batch, embed
 
 QUESTIONS = {
     "What is the capital of France?": "The capital of France is Paris.",
@@ -66,7 +66,7 @@ def test_a_padded_batch_of_questions(smollm2):
 NARROW = """
 import sys
 import torch
-from tilewise import pretrained
+from tilewise.tools import pretrained
 
 dtype = getattr(torch, sys.argv[1])
 prompt = "<|im_start|>user\\nWhat is the capital of France?<|im_end|>\\n<|im_start|>assistant\\n"

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.checks import dense
-from tilewise.options import Options
+from tilewise.core.options import Options
 from tilewise.reference import reference
+from tilewise.validation.calls import dense
 
 
 def cell_by_cell(q, k, v, *, scale, causal=False, window=None, chunk=None, softcap=None, slope=None, bias=None,

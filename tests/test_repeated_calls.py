@@ -6,9 +6,10 @@ Keys with a mistake are planted in the call cache; these tests must reject each.
 import pytest
 import torch
 
-from tilewise import InvalidArgument, Quantised, attention, bound, paged_attention, varlen_attention
-from tilewise.conformance.case import Inputs
-from tilewise.conformance.check import Mismatch, check_call
+from tilewise import InvalidArgument, Quantised, attention, paged_attention, varlen_attention
+from tilewise.dispatch import call_cache
+from tilewise.testing.case import Inputs
+from tilewise.testing.check import Mismatch, check_call
 
 
 def draw(*shape, seed=0):
@@ -21,9 +22,9 @@ def ints(*values):
 
 @pytest.fixture(autouse=True)
 def _forget():
-    bound.forget()
+    call_cache.forget()
     yield
-    bound.forget()
+    call_cache.forget()
 
 
 # As many heads as rows: both layouts are legal.
@@ -133,8 +134,8 @@ def test_numbers_next_to_each_other(number):
         for name in ("dense", "paged"):
             CALLS[name].call("cpu", **{option: number})
             CALLS[name].call("cpu", **{option: near})
-    assert len(bound._known) == 4
-    assert len(bound._again) == 4
+    assert len(call_cache._known) == 4
+    assert len(call_cache._again) == 4
 
 
 class Blind:
@@ -159,8 +160,8 @@ REMEMBERED = [name for name in CALLS if "checked" not in name]
 
 @pytest.mark.parametrize(("name", "option"), [(n, o) for n in REMEMBERED for o in PLANTED if can(n, o)])
 def test_keys_without_an_option_are_rejected(monkeypatch, name, option):
-    monkeypatch.setattr(bound, "key_of", Blind(bound.key_of, OPTIONS[option]).of)
-    monkeypatch.setattr(bound, "tables_key", Blind(bound.tables_key, OPTIONS[option]).of_tables)
+    monkeypatch.setattr(call_cache, "key_of", Blind(call_cache.key_of, OPTIONS[option]).of)
+    monkeypatch.setattr(call_cache, "tables_key", Blind(call_cache.tables_key, OPTIONS[option]).of_tables)
     with pytest.raises(Mismatch):
         check_values(name, option, OPTIONS[option])
 
@@ -208,7 +209,7 @@ def test_longest_sequences_are_ints(name):
 
 @pytest.mark.parametrize(("option", "good", "wrong"), TYPES[:-2])
 def test_keys_without_types_are_rejected(monkeypatch, option, good, wrong):
-    monkeypatch.setattr(bound, "is_exact", lambda *options: True)
+    monkeypatch.setattr(call_cache, "is_exact", lambda *options: True)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         check_types("dense", option, good, wrong)
 
@@ -217,4 +218,4 @@ def test_keys_without_types_are_rejected(monkeypatch, option, good, wrong):
 def test_numbers_of_both_types_are_remembered(good):
     for _ in range(2):
         attention(*SQUARE, scale=good, softcap=good)
-    assert len(bound._known) == 1
+    assert len(call_cache._known) == 1

@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 import pytest
 
 from tilewise import InvalidArgument
-from tilewise.bench import charts, page, plot, scaling, svg, tables
-from tilewise.bench.compare import changes, compare
-from tilewise.bench.measure import Timing
-from tilewise.bench.record import Cell, Record, Taken
-from tilewise.cli import main
+from tilewise.tools.bench import charts, page, plot, scaling, svg, tables
+from tilewise.tools.bench.compare import changes, compare
+from tilewise.tools.bench.measure import Timing
+from tilewise.tools.bench.record import Cell, Record, Taken
+from tilewise.tools.cli import main
 
 KEPT = Path(__file__).parent.parent / "benchmarks" / "cpu" / "xeon-avx512-2-core.json"
 ABOUT = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import tilewise
-from tilewise.bench import charts, plot, svg
-from tilewise.bench.record import Record
+from tilewise.tools.bench import charts, plot, svg
+from tilewise.tools.bench.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))

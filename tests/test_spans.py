@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tilewise.spans import Rules, key_span, query_span
+from tilewise.core.mask_rules import Rules, key_span, query_span
 
 WINDOWS = [(None, None), (0, None), (3, None), (None, 0), (None, 2), (4, 1), (0, 0), (100, 100)]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tilewise import AttentionState, InvalidArgument, attention, merge
-from tilewise.checks import dense
-from tilewise.conformance.check import check_call, judge, largest_error
-from tilewise.options import Options
+from tilewise.core.options import Options
+from tilewise.testing.check import check_call, judge, largest_error
+from tilewise.validation.calls import dense
 
 
 def parts(q, k, v, edges, **options):

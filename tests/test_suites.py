@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.bench import cpu_suite, grid, machine, measure_gpu, plot, precompile, run, run_cpu, suites
-from tilewise.bench.measure import Timing
-from tilewise.bench.record import Record
-from tilewise.cli import main
-from tilewise.models import MODELS
+from tilewise.tools.bench import cpu_suite, grid, machine, measure_gpu, plot, precompile, run, run_cpu, suites
+from tilewise.tools.bench.measure import Timing
+from tilewise.tools.bench.record import Record
+from tilewise.tools.cli import main
+from tilewise.tools.models import MODELS
 
 CPU = torch.device("cpu")
 TINY = suites.Scope(on_gpu=False, shrink=64)
@@ -26,7 +26,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(run_cpu, "QUICK_BUDGET", 0.0)
     sizes = cpu_suite.Sizes(read=1 << 16, matrix=16)
     monkeypatch.setattr(cpu_suite, "sizes_here", lambda: (sizes, []))
-    monkeypatch.setattr("tilewise.bench.measure.LEAST_TURN", 0.0)
+    monkeypatch.setattr("tilewise.tools.bench.measure.LEAST_TURN", 0.0)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -171,7 +171,7 @@ def test_interrupt_keeps_what_is_done(tiny, monkeypatch, tmp_path, capsys):
 
 
 def test_a_wrong_result_fails_the_command(tiny, monkeypatch, capsys):
-    from tilewise import workloads
+    from tilewise.tools import workloads
 
     right = workloads.Inputs.attend
     monkeypatch.setattr(

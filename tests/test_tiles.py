@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise import InvalidArgument, TileMap
-from tilewise.checks import dense
-from tilewise.options import Options
+from tilewise.core.options import Options
+from tilewise.core.tensors import sequences
 from tilewise.reference import visible_cells
-from tilewise.tensors import sequences
+from tilewise.validation.calls import dense
 
 
 def brute_force(visible, zero, tile):

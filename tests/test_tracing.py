@@ -8,8 +8,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tilewise import InvalidArgument, Quantised, attention, bound, paged_attention, plan, varlen_attention
+from tilewise import InvalidArgument, Quantised, attention, paged_attention, plan, varlen_attention
 from tilewise.compat import flash_attn
+from tilewise.dispatch import call_cache
 
 CU = torch.tensor([0, 3, 7], dtype=torch.int32)
 TABLE, LENGTHS = torch.tensor([[5, 2, 0], [4, 1, 3]], dtype=torch.int32), torch.tensor([10, 5], dtype=torch.int32)
@@ -294,13 +295,13 @@ def test_symbolic_trace_is_refused_with_the_remedy():
 
 
 def test_a_plain_call_is_still_remembered():
-    bound.forget()
+    call_cache.forget()
     q, k, v = (draw(*shape) for shape in CALLS["dense"][1])
     dense(q, k, v)
-    assert len(bound._known) == 1
+    assert len(call_cache._known) == 1
     with Watching():
         dense(q, k, v)
-    assert len(bound._known) == 1
+    assert len(call_cache._known) == 1
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tilewise.backends import triton as backend
-from tilewise.problem import MaskSpec, Problem, QuantSpec
+from tilewise.core.problem import MaskSpec, Problem, QuantSpec
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
@@ -25,9 +25,9 @@ SHARES = 8  # about a minute each; two of them run in `make test`
 LONG = ("L1023", "Lk5000", "Lk1000-D576", "L255")
 RUN = """
 import sys, torch
-from tilewise.conformance.cases import CASES
-from tilewise.conformance.check import check_case
-from tilewise.conformance.properties import PROPERTIES
+from tilewise.testing.cases import CASES
+from tilewise.testing.check import check_case
+from tilewise.testing.properties import PROPERTIES
 torch.set_num_threads(1)
 share, shares, long = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 names = [c for c in CASES if "bf16" not in str(c) and not any(word in str(c) for word in long)]
@@ -132,8 +132,8 @@ def test_pieces_in_the_interpreter():
 
 SPREAD = """
 import sys, torch
-from tilewise.conformance.case import Case
-from tilewise.conformance.check import check_case
+from tilewise.testing.case import Case
+from tilewise.testing.check import check_case
 from tilewise.backends.triton import heuristics, launch
 torch.set_num_threads(1)
 paged = dict(form="paged", B=3, Lq=1, lengths=(1, 40, 77), dtype="f16")

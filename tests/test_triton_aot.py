@@ -15,7 +15,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from aot import SHARED, TOOLS, attend_of, helpers_of
-from tilewise.problem import MaskSpec, Problem, QuantSpec
+from tilewise.core.problem import MaskSpec, Problem, QuantSpec
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

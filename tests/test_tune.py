@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from tilewise import tune
 from tilewise.backends.triton import heuristics, shared, tuned
 from tilewise.backends.triton.spec import Config
-from tilewise.cli import main
-from tilewise.models import MODELS
-from tilewise.workloads import Workload
+from tilewise.tools import tune
+from tilewise.tools.cli import main
+from tilewise.tools.models import MODELS
+from tilewise.tools.workloads import Workload
 
 CPU = torch.device("cpu")
 CASES = (

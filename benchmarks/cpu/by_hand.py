@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from tilewise.bench import cpu_suite
-from tilewise.bench.machine import describe
-from tilewise.bench.measure import take_turns
-from tilewise.bench.report import aligned, time_text, write_json
+from tilewise.tools.bench import cpu_suite
+from tilewise.tools.bench.machine import describe
+from tilewise.tools.bench.measure import take_turns
+from tilewise.tools.bench.report import aligned, time_text, write_json
 
 MOST = 0.05
 ROWS = ("prefill f32", "prefill D 512", "padding mask, half hidden", "decode GQA 32/8 8k f32", "decode int8 cache")

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from tilewise import KVCache, PagedKVCache, attention, bound
+from tilewise import KVCache, PagedKVCache, attention
 from tilewise.backends.cpu import compiled
 from tilewise.backends.cpu.threads import pool
-from tilewise.bench.machine import describe
-from tilewise.bench.measure import take_turns
-from tilewise.bench.report import aligned, write_json
+from tilewise.dispatch import call_cache
+from tilewise.tools.bench.machine import describe
+from tilewise.tools.bench.measure import take_turns
+from tilewise.tools.bench.report import aligned, write_json
 
 STEPS, BLOCK = 400, 50
 SHAPES = {"32/32 heads of 128": (32, 32, 128), "12/12 heads of 64": (12, 12, 64), "32/8 heads of 128": (32, 8, 128),
@@ -50,7 +51,7 @@ def overhead(sequences: int = 64) -> list[dict[str, Any]]:
                 batch.write(k, v)
                 batch.attend(q)
             times.append(clock() - start)
-        # As in `tilewise.bench`: the best of the medians of blocks, for others may take the cores meanwhile.
+        # As in `tilewise.tools.bench`: the best of the medians of blocks, for others may take the cores meanwhile.
         return min(statistics.median(times[i : i + BLOCK]) for i in range(0, STEPS, BLOCK))
 
     ways = ("extend, write, attend", "extend with token ids, write, attend", "append, attend")
@@ -59,7 +60,7 @@ def overhead(sequences: int = 64) -> list[dict[str, Any]]:
     whole = {way: run(way) for way in ways}
     kept = compiled.entry, pool.run_kernel
     compiled.entry, pool.run_kernel = lambda name: _nothing, _nothing
-    bound.forget()  # calls that come again hold on to their kernel
+    call_cache.forget()  # calls that come again hold on to their kernel
     try:
         # Nothing is left for other threads: the time of this one's own is all of it, whoever else uses the core.
         # In turns, the best of five: a shared core makes it up to 1.6 times as long.
@@ -67,7 +68,7 @@ def overhead(sequences: int = 64) -> list[dict[str, Any]]:
         python = {way: min(times[way] for times in rounds) for way in ways}
     finally:
         compiled.entry, pool.run_kernel = kept
-        bound.forget()
+        call_cache.forget()
     return [{"way": way, "python_us": python[way] * 1e6, "whole_us": whole[way] * 1e6} for way in ways]
 
 

@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tilewise.bench.machine import describe
-from tilewise.bench.report import write_json
+from tilewise.tools.bench.machine import describe
+from tilewise.tools.bench.report import write_json
 
 CALLS = {
     "prefill f32": ("float32", 512),

@@ -17,10 +17,10 @@ import torch
 from smollm2 import PROMPTS, SmolLM, generate
 
 from tilewise import attention
-from tilewise.bench.machine import describe
-from tilewise.bench.report import aligned, write_json
-from tilewise.caches.hadamard import rotate, rotate_back
-from tilewise.pretrained import SYSTEM, smollm2_file
+from tilewise.kv_cache.hadamard import rotate, rotate_back
+from tilewise.tools.bench.machine import describe
+from tilewise.tools.bench.report import aligned, write_json
+from tilewise.tools.pretrained import SYSTEM, smollm2_file
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # of K or V, [T, heads, D]
 

@@ -27,10 +27,10 @@ from tilewise import Quantised, attention, paged_attention
 from tilewise.backends.cpu import amx
 from tilewise.backends.cpu.gemm import KEYS, PANEL, gemm_keys_all
 from tilewise.backends.cpu.simd import Emit, Value, microkernel
-from tilewise.bench.machine import describe
-from tilewise.bench.measure import take_turns
-from tilewise.bench.report import write_json
 from tilewise.quantised import QuantDtype
+from tilewise.tools.bench.machine import describe
+from tilewise.tools.bench.measure import take_turns
+from tilewise.tools.bench.report import write_json
 
 KEYS_OF_TILE = 96
 SIX = [(2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0)]  # of nine products of three parts, those that float32 can hold

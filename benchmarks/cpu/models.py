@@ -24,13 +24,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from tilewise.bench.machine import describe
-from tilewise.bench.report import write_json
-from tilewise.chat import answer
 from tilewise.compat.mask_patterns import make_mask
 from tilewise.compat.transformers import attention_forward
-from tilewise.embed import batch, embed
-from tilewise.pretrained import minilm, smollm2
+from tilewise.tools.bench.machine import describe
+from tilewise.tools.bench.report import write_json
+from tilewise.tools.chat import answer
+from tilewise.tools.embed import batch, embed
+from tilewise.tools.pretrained import minilm, smollm2
 
 PROMPT, NEW = 1500, 64
 PROFILED = 4  # new tokens while the profiler looks on

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tilewise import attention, bound
-from tilewise.bench.machine import describe
-from tilewise.bench.measure import take_turns
-from tilewise.bench.report import write_json
+from tilewise import attention
 from tilewise.compat import flash_attn, sdpa
+from tilewise.dispatch import call_cache
+from tilewise.tools.bench.machine import describe
+from tilewise.tools.bench.measure import take_turns
+from tilewise.tools.bench.report import write_json
 
 HEADS, KV_HEADS, KEYS, WIDTH = 4, 4, 16, 64
 
@@ -37,7 +38,7 @@ def main() -> None:
         k_cache, v_cache = torch.zeros(2, 1, 64, KV_HEADS, WIDTH)
         lengths = torch.tensor([KEYS - 1], dtype=torch.int32)
         out = attention(q, k, v)
-        kernel = next(reversed(bound._known.values())).launch
+        kernel = next(reversed(call_cache._known.values())).launch
         operator = torch.ops.tilewise.attention.default
         calls = {
             "kernel": lambda: kernel(q, k, v, out, None),

@@ -3,7 +3,7 @@
     python benchmarks/cpu/random_calls.py --cases 10000 --json benchmarks/cpu/random_calls.json
     python benchmarks/cpu/random_calls.py --device cuda --backend triton --cases 500 --json random_calls_triton.json
 
-Case `n` is drawn by seed `n` (`tilewise.conformance.drawing`): form, sizes (0 among them), dtypes, strides and options,
+Case `n` is drawn by seed `n` (`tilewise.testing.drawing`): form, sizes (0 among them), dtypes, strides and options,
 the ends of their ranges among them; then the same shapes with one option changed; and what is around the calls: a
 default device, a default dtype, autocast. Both are called with a poisoned output and judged, then twice each and the
 first twice again, as a program would, by which they are remembered: the bits must be the same. A case that a backend
@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from tilewise import Unsupported
-from tilewise.bench.machine import describe
-from tilewise.conformance.check import Mismatch, check_repeats
-from tilewise.conformance.drawing import Seeded, draw_case, draw_change
+from tilewise.testing.check import Mismatch, check_repeats
+from tilewise.testing.drawing import Seeded, draw_case, draw_change
+from tilewise.tools.bench.machine import describe
 
 DRAWS = 4  # inputs on which torch's own error is taken, as in the random tests
 LIMITS: dict[str, dict[str, Any]] = {  # what a backend is for, so that few cases are drawn in vain

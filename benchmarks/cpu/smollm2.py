@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from tilewise import PagedKVCache
-from tilewise.bench.machine import describe
-from tilewise.bench.report import write_json
-from tilewise.pretrained import END, SYSTEM, read_gguf, smollm2_file
+from tilewise.tools.bench.machine import describe
+from tilewise.tools.bench.report import write_json
+from tilewise.tools.pretrained import END, SYSTEM, read_gguf, smollm2_file
 
 PROMPTS = [
     "What is the capital of France?",

@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise import attention
 from tilewise.backends.cpu.threads import pool
-from tilewise.bench.machine import describe
-from tilewise.bench.report import aligned, write_json
+from tilewise.tools.bench.machine import describe
+from tilewise.tools.bench.report import aligned, write_json
 
 # B, heads, KV heads, queries, keys, head dim
 SHAPES = {

@@ -24,8 +24,8 @@ import torch
 
 from tilewise import KVCache, PagedKVCache, attention
 from tilewise.backends.triton.append import Append
-from tilewise.caches.append import InTorch, Places
-from tilewise.caches.formats import Format
+from tilewise.kv_cache.append import InTorch, Places
+from tilewise.kv_cache.formats import Format
 
 DEVICE = torch.device("cuda")
 TYPES = ("f32", "f16", "bf16", "fp8_e4m3", "int8", "int4")

@@ -25,8 +25,8 @@ from timing import ceilings, graphed, seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
-from tilewise import checks
-from tilewise.options import Options
+from tilewise.core.options import Options
+from tilewise.validation import calls
 
 # FlashAttention-4 is not on the machine. It and cuDNN were measured on such a card in one run (TFLOPS full / causal at
 # 1k, 4k, 16k): cuDNN's speed of this run times their ratio of that one stands for it.
@@ -187,7 +187,7 @@ def varlen() -> Made:
     q, k, v = (torch.randn(sum(lengths), H, D, device="cuda", dtype=BF16) for _ in range(3))
     options = {"causal": True, "max_q": 4096, "max_k": 4096}
     return sum(4 * D * H * n * (n + 1) / 2 for n in lengths), {
-        "hopper": bound_to(checks.varlen(q, k, v, cu, cu, 4096, 4096, Options(causal=True))),
+        "hopper": bound_to(calls.varlen(q, k, v, cu, cu, 4096, 4096, Options(causal=True))),
         "triton": lambda: tilewise.varlen_attention(q, k, v, cu, cu, backend="triton", **options),
     }
 

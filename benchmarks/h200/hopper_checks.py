@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from tilewise import checks
 from tilewise.backends.hopper import heuristics
 from tilewise.backends.triton.device import processors
-from tilewise.options import Options
-from tilewise.plan import Plan
+from tilewise.core.options import Options
+from tilewise.core.plan import Plan
+from tilewise.validation import calls
 
 BF16 = torch.bfloat16
 Way = Callable[[], torch.Tensor]
@@ -29,7 +29,7 @@ Way = Callable[[], torch.Tensor]
 
 def bound_call(*args: Any, **options: Any) -> Way:
     """A call of the Hopper kernels, checked and planned beforehand."""
-    return bound_to(checks.dense(*args, Options(**options)))
+    return bound_to(calls.dense(*args, Options(**options)))
 
 
 def bound_to(call: Any) -> Way:
@@ -94,7 +94,7 @@ def repeats(which: str) -> str:
         lengths = torch.tensor([0, 5, 700, 0, 1300, 64, 129, 999])
         cu = lengths.cumsum(0).to(torch.int32).cuda()
         q, k, v = randn(cu[-1] + 3, 16), randn(cu[-1] + 3, 4), randn(cu[-1] + 3, 4)
-        run = bound_to(checks.varlen(q, k, v, cu, cu, 1300, 1300, Options(causal=True)))
+        run = bound_to(calls.varlen(q, k, v, cu, cu, 1300, 1300, Options(causal=True)))
     else:
         keys = 4400 if "long" in option else 999
         q, k, v = randn(5, 16, 777), randn(5, 4, keys), randn(5, 4, keys)
@@ -122,9 +122,9 @@ REPEATS += ["320 full", "320 causal", "448 window"]  # an odd number of chunks
 
 def conformance(index: int) -> tuple[str, str, float]:
     """Case number `index` of the suite, as near as these kernels come to it: 16 bits, more than a few queries."""
-    from tilewise.conformance.cases import CASES
-    from tilewise.conformance.check import check_case
     from tilewise.errors import Unsupported
+    from tilewise.testing.cases import CASES
+    from tilewise.testing.check import check_case
 
     start = time.perf_counter()
     case = fitted(CASES[index], index)
@@ -153,7 +153,7 @@ def fitted(case: Any, index: int) -> Any:
 
 def conforming() -> list[int]:
     """The cases that could be for these kernels."""
-    from tilewise.conformance.cases import CASES
+    from tilewise.testing.cases import CASES
 
     found, seen = [], set()
     for i, case in enumerate(CASES):
@@ -166,15 +166,15 @@ def conforming() -> list[int]:
 
 def prop(name: str) -> tuple[str, str, float]:
     """A property of the suite, with bfloat16 in place of float32."""
-    from tilewise.conformance import properties
     from tilewise.errors import Unsupported
+    from tilewise.testing import properties
 
     start = time.perf_counter()
     torch.set_default_dtype(BF16)
     plain = properties.Case
     properties.Case = lambda **given: plain(**({"dtype": "bf16"} | given))  # type: ignore[assignment,misc]
     properties.SOME[:] = [fitted(case, 0) for case in properties.SOME if case.form != "paged"]
-    from tilewise import verify
+    from tilewise.tools import verify
 
     try:
         (properties.PROPERTIES | verify.GPU_CHECKS)[name]("hopper", "cuda")
@@ -199,7 +199,7 @@ def prepare(
     verify: int, jobs: int, seconds: float, extra: list[str], compile_extra: Callable[[str], str]
 ) -> list[tuple[str, str, float]]:
     """Compiles and checks every launch that is timed, and runs the conformance suite, within so many seconds."""
-    from tilewise.conformance.properties import PROPERTIES
+    from tilewise.testing.properties import PROPERTIES
 
     todo = [(D, causal) for D in (64, 128, 256, 512) for causal in (False, True)]
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))

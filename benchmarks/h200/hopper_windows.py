@@ -17,12 +17,12 @@ import torch
 from hopper import inputs, public
 from timing import ceilings, graphed, seconds
 
-from tilewise import checks
 from tilewise.backends.hopper import heuristics
 from tilewise.backends.hopper.launch import Bound
 from tilewise.backends.triton.device import processors
-from tilewise.options import Options
-from tilewise.plan import Plan
+from tilewise.core.options import Options
+from tilewise.core.plan import Plan
+from tilewise.validation import calls
 
 WORKS: dict[str, tuple[int, dict[str, Any]]] = {
     "1k, window 256": (1024, {"causal": True, "window": 256}),
@@ -37,7 +37,7 @@ WORKS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def bound(late: bool, *given: torch.Tensor, **options: Any) -> Any:
-    call = checks.dense(*given, Options(**options))
+    call = calls.dense(*given, Options(**options))
     c = replace(heuristics.config(call.problem), late_wait=late)
     made = Bound(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, processors(call.problem.device))
 

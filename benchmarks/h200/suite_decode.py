@@ -15,9 +15,10 @@ from torch.nn.attention import SDPBackend
 from ways import bound_call, pages, sdpa, tag
 
 import tilewise
-from tilewise import checks, planner
 from tilewise.backends.triton.spec import Config
-from tilewise.options import Options
+from tilewise.core.options import Options
+from tilewise.dispatch import planner
+from tilewise.validation import calls
 
 
 def decode_configs(D: int, group: int) -> list[Config]:
@@ -105,7 +106,7 @@ def host_cost(rounds: int = 30) -> dict[str, float]:
     """
     q, k, v = randn(1, 32, 1, 128), randn(1, 8, 4096, 128), randn(1, 8, 4096, 128)
     paged = (q, *pages(k, v, 16))
-    call = checks.dense(q, k, v, Options())
+    call = calls.dense(q, k, v, Options())
     plan = planner.choose(call.problem, "triton")
     backend = planner.load("triton")
     one = torch.zeros(1, device="cuda")

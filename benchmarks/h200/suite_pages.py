@@ -12,10 +12,11 @@ import torch
 from timing import Way, Work, randn
 from ways import bound_way
 
-from tilewise import Quantised, checks
+from tilewise import Quantised
 from tilewise.backends.triton import heuristics, tuned
 from tilewise.backends.triton.spec import Config
-from tilewise.options import Options
+from tilewise.core.options import Options
+from tilewise.validation import calls
 
 KINDS = ("bf16", "fp8_e4m3", "int8", "int4")
 # Rows x keys, warps, stages, splits of launches to try; 8 rows are flipped products. What follows is told in `spec`.
@@ -134,9 +135,9 @@ def cache_work(name: str, kind: str, group: int, page: int, shape: tuple[int, ..
             for length, right in ((keys - 21, short), (keys, want)):
                 if page:
                     lengths = torch.full((rows_of,), length, dtype=torch.int32, device="cuda")
-                    call = checks.paged(q, k, v, table, lengths, None, None, Options(causal=queries > 1))
+                    call = calls.paged(q, k, v, table, lengths, None, None, Options(causal=queries > 1))
                 elif length == keys:
-                    call = checks.dense(
+                    call = calls.dense(
                         q, k, v, Options(causal=queries > 1, q_offset=keys - queries if queries > 1 else None)
                     )
                 else:

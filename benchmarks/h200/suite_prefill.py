@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend
 from ways import bound_call, bound_way, causal_mod, config, flex, sdpa, tag
 
 import tilewise
-from tilewise import checks
 from tilewise.backends.triton import heuristics
 from tilewise.backends.triton.spec import Config
-from tilewise.options import Options
+from tilewise.core.options import Options
+from tilewise.validation import calls
 
 BF16 = torch.bfloat16
 
@@ -135,7 +135,7 @@ def ranked_call(most: int, q: Any, k: Any, v: Any, cu: Any, causal: bool) -> Way
     """A packed call whose sequences are ranked if there are fewer than `most`."""
     usual, heuristics.MOST_ORDERED = heuristics.MOST_ORDERED, most
     try:
-        call = checks.varlen(q, k, v, cu, cu, 8192, 8192, Options(causal=causal))
+        call = calls.varlen(q, k, v, cu, cu, 8192, 8192, Options(causal=causal))
         return bound_way(heuristics.config(call.problem, 132, 90), call)
     finally:
         heuristics.MOST_ORDERED = usual

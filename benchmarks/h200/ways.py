@@ -10,10 +10,10 @@ import torch
 from timing import Way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewise import checks
 from tilewise.backends.triton.spec import Config
-from tilewise.options import Options
-from tilewise.plan import Plan
+from tilewise.core.options import Options
+from tilewise.core.plan import Plan
+from tilewise.validation import calls
 
 
 def config(shape: str) -> Config:
@@ -30,11 +30,11 @@ def tag(c: Config) -> str:
 def bound_call(c: Config, *args: Any, entry: str = "dense", **options: Any) -> Way:
     """A call with a launch of our own choice."""
     if entry == "paged":
-        return bound_way(c, checks.paged(*args, None, None, Options(**options)))
-    return bound_way(c, checks.dense(*args, Options(**options)))
+        return bound_way(c, calls.paged(*args, None, None, Options(**options)))
+    return bound_way(c, calls.dense(*args, Options(**options)))
 
 
-def bound_way(c: Config, call: checks.Call, **spec: Any) -> Way:
+def bound_way(c: Config, call: calls.Call, **spec: Any) -> Way:
     """`spec`: what the kernel is compiled for, where the heuristics would say otherwise."""
     from tilewise.backends.triton.device import arch_of
     from tilewise.backends.triton.launch import Bound

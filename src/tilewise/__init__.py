@@ -1,15 +1,15 @@
 """Flash attention for PyTorch in which every kernel is Python."""
 
-from . import forks  # noqa: F401  (before torch is imported)
 from .alibi import alibi_slopes
 from .api import attention, paged_attention, plan, varlen_attention
-from .caches import KVCache, PagedKVCache
 from .compat import discovery
+from .core import forks  # noqa: F401  (before torch is imported)
+from .core.plan import Plan
+from .core.tile_map import TileMap
 from .errors import CacheFull, InvalidArgument, Unsupported
-from .plan import Plan
+from .kv_cache import KVCache, PagedKVCache
 from .quantised import Quantised
 from .state import AttentionState, merge
-from .tiles import TileMap
 
 __version__ = "0.1.0"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .core.options import is_int
 from .errors import InvalidArgument
-from .options import is_int
 
 MOST_HEADS = 65536
 

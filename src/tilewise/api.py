@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from . import bound, checks, cost, keywords, ops, planner
-from .arrays import returner
-from .checks import Call
+from . import ops
+from .core import cost
+from .core.options import Options, is_int
+from .core.plan import Plan
+from .core.tensors import Tensors
+from .core.tile_map import TileMap
+from .core.tracing import is_traced, is_wrapper
+from .dispatch import call_cache, planner
 from .errors import InvalidArgument
-from .options import Options, is_int
-from .plan import Plan
 from .state import AttentionState
-from .tensors import Tensors
-from .tiles import TileMap
-from .tracing import is_traced, is_wrapper
+from .validation import calls, keywords
+from .validation.arrays import returner
+from .validation.calls import Call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -108,28 +111,28 @@ def attention(
     key = tables_key = None
     traced = is_traced()
     plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
-    plain = plain and bound.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
+    plain = plain and call_cache.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
     if plain and validate is False and kv_lengths is not None:
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
         tables = (None, kv_lengths, None, None, row_offsets)
-        tables_key = bound.tables_key(
+        tables_key = call_cache.tables_key(
             q, k, v, tables, scale, causal, q_offset if row_offsets is None else "rows", window,
             chunk, softcap, layout, split_size, return_lse, allow_tf32, backend,
         )  # fmt: skip
-        if (again := bound.find_again(tables_key)) is not None:
+        if (again := call_cache.find_again(tables_key)) is not None:
             return again(q, k, v, tables)
     elif plain and kv_lengths is None and (q_offset is None or is_int(q_offset)):
         how = (
             scale, causal, q_offset, window, chunk, softcap, layout, split_size, return_lse,
             allow_tf32, backend,
         )  # fmt: skip
-        key = bound.key_of(q, k, v, how)
-        if (known := bound.find(key)) is not None:
+        key = call_cache.key_of(q, k, v, how)
+        if (known := call_cache.find(key)) is not None:
             return known(q, k, v)
         if key is None:  # quantised keys or values; what else may stand here has no key either
-            tables_key = bound.tables_key(q, k, v, bound.NO_TABLES, *how)
-            if (again := bound.find_again(tables_key)) is not None:
-                return again(q, k, v, bound.NO_TABLES)
+            tables_key = call_cache.tables_key(q, k, v, call_cache.NO_TABLES, *how)
+            if (again := call_cache.find_again(tables_key)) is not None:
+                return again(q, k, v, call_cache.NO_TABLES)
     options = {
         "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "kv_lengths": kv_lengths, "layout": layout,
@@ -138,7 +141,7 @@ def attention(
     }  # fmt: skip
     if traced or ops.needs_operator((q, k, v, *options.values())):
         return ops.call("attention", q, k, v, (), options | {"backend": backend})
-    return _run(q, checks.dense(q, k, v, Options(**options)), backend, key, tables_key, layout)
+    return _run(q, calls.dense(q, k, v, Options(**options)), backend, key, tables_key, layout)
 
 
 @overload
@@ -236,15 +239,15 @@ def varlen_attention(
     tables_key = None
     traced = is_traced()
     plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
-    plain = plain and bound.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
+    plain = plain and call_cache.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
     if plain and validate is False and type(max_q) is int is type(max_k):
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
         tables = (None, kv_lengths, cu_seqlens_q, cu_seqlens_k, row_offsets)
-        tables_key = bound.tables_key(
+        tables_key = call_cache.tables_key(
             q, k, v, tables, max_q, max_k, scale, causal, q_offset if row_offsets is None else "rows",
             window, chunk, softcap, split_size, return_lse, allow_tf32, backend,
         )  # fmt: skip
-        if (again := bound.find_again(tables_key)) is not None:
+        if (again := call_cache.find_again(tables_key)) is not None:
             return again(q, k, v, tables)
     options = {
         "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
@@ -255,7 +258,7 @@ def varlen_attention(
     if traced or ops.needs_operator((q, k, v, cu_seqlens_q, cu_seqlens_k, *options.values())):
         options |= {"max_q": max_q, "max_k": max_k, "backend": backend}
         return ops.call("varlen_attention", q, k, v, (cu_seqlens_q, cu_seqlens_k), options)
-    call = checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
+    call = calls.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
     return _run(q, call, backend, None, tables_key)
 
 
@@ -356,16 +359,16 @@ def paged_attention(
     tables_key = None
     traced = is_traced()
     plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
-    plain = plain and bound.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
+    plain = plain and call_cache.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
     if plain and validate is False and (max_q is None or type(max_q) is int):
         row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
         tables = (block_table, context_lens, cu_seqlens_q, None, row_offsets)
-        tables_key = bound.tables_key(
+        tables_key = call_cache.tables_key(
             q, k_pages, v_pages, tables, max_q, scale, causal,
             q_offset if row_offsets is None else "rows", window, chunk, softcap, layout, split_size,
             return_lse, allow_tf32, backend,
         )  # fmt: skip
-        if (again := bound.find_again(tables_key)) is not None:
+        if (again := call_cache.find_again(tables_key)) is not None:
             return again(q, k_pages, v_pages, tables)
     options = {
         "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
@@ -376,7 +379,7 @@ def paged_attention(
     if traced or ops.needs_operator((q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, *options.values())):
         options |= {"cu_seqlens_q": cu_seqlens_q, "max_q": max_q, "backend": backend}
         return ops.call("paged_attention", q, k_pages, v_pages, (block_table, context_lens), options)
-    call = checks.paged(q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, max_q, Options(**options))
+    call = calls.paged(q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, max_q, Options(**options))
     return _run(q, call, backend, None, tables_key, layout)
 
 
@@ -412,9 +415,9 @@ def plan(
     if block_table is not None:
         if "kv_lengths" in options or cu_seqlens_k is not None or max_k is not None:
             raise InvalidArgument("block_table", "pages with kv_lengths, cu_seqlens_k or max_k", "context_lens alone")
-        call = checks.paged(q, k, v, block_table, context_lens, cu_seqlens_q, max_q, Options(**options))
+        call = calls.paged(q, k, v, block_table, context_lens, cu_seqlens_q, max_q, Options(**options))
     elif cu_seqlens_k is not None:
-        call = checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
+        call = calls.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
     else:
         for name, given in (
             ("cu_seqlens_q", cu_seqlens_q),
@@ -426,7 +429,7 @@ def plan(
                 raise InvalidArgument(
                     name, "given alone", "cu_seqlens_q with cu_seqlens_k, or block_table with context_lens"
                 )
-        call = checks.dense(q, k, v, Options(**options))
+        call = calls.dense(q, k, v, Options(**options))
     chosen = planner.choose(call.problem, backend, torch.get_num_threads())
     return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
 
@@ -435,8 +438,8 @@ def _run(
     q: Array,
     call: Call,
     backend: str | None,
-    key: bound.Key | None = None,
-    tables_key: bound.Key | None = None,
+    key: call_cache.Key | None = None,
+    tables_key: call_cache.Key | None = None,
     layout: str = "bhld",
 ) -> Array | AttentionState:
     back = returner(q)
@@ -445,8 +448,8 @@ def _run(
         _write_unseen(call.tensors)
     else:
         planner.load(chosen.backend).run(chosen, call.tensors)
-        bound.remember(key, call, chosen)
-        bound.remember_again(tables_key, call, chosen, layout)
+        call_cache.remember(key, call, chosen)
+        call_cache.remember_again(tables_key, call, chosen, layout)
     return back(call.out) if call.lse is None else AttentionState(back(call.out), back(call.lse))
 
 

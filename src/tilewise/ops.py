@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from .arrays import returner, to_tensor
+from .core.options import as_chunk, as_split_size, as_window
+from .core.tracing import is_wrapper
 from .errors import InvalidArgument
-from .options import as_chunk, as_split_size, as_window
 from .quantised import Quantised
 from .state import AttentionState
-from .tracing import is_wrapper
+from .validation.arrays import returner, to_tensor
 
 # `left` and `right` are the window. Quantised K and V are their data, with their scales and "dtype/group" beside it.
 OPTIONS = """float? scale=None, bool causal=False, SymInt? q_offset=None, Tensor? q_offsets=None, SymInt? left=None,

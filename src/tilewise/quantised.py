@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .arrays import to_tensor
 from .errors import InvalidArgument
+from .validation.arrays import to_tensor
 
 QuantDtype = Literal["int8", "int4", "fp8_e4m3"]
 GROUPS = (32, 64, 128)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .problem import Problem
-from .tensors import Sequence, Tensors, sequences
+from .core.problem import Problem
+from .core.tensors import Sequence, Tensors, sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from .tiles import TileMap
+from .core.tile_map import TileMap
 
 Array = Any  # a torch tensor, a NumPy array, or anything with __dlpack__; results are of q's kind
 Keys = Any  # an Array or a Quantised

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arrays import returner, to_tensor
 from .errors import InvalidArgument
+from .validation.arrays import returner, to_tensor
 
 
 class AttentionState(NamedTuple):

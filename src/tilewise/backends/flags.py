@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..problem import Problem
+from ..core.problem import Problem
 
 # tanh(x) = x + x^3 (c3 + x^2 (c5 + x^2 c7)) for |x| < 1/4: the best such polynomial, to 3e-9 of tanh(x).
 TANH_3, TANH_5, TANH_7 = -0.3333324065, 0.1332426632, -0.0514335043

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from .. import values
 from ..errors import InvalidArgument
+from ..validation import values
 from . import rotary
 from .flash_inputs import FP8, Rows
 

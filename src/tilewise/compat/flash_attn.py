@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import values
 from ..api import attention, paged_attention, varlen_attention
 from ..errors import InvalidArgument
 from ..state import AttentionState
+from ..validation import values
 from .flash_inputs import Rows, inputs, special
 from .flash_install import install, uninstall
 from .flash_kvcache import flash_attn_with_kvcache

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..core.problem import MAX_HEAD_DIM
+from ..core.tracing import is_traced
 from ..errors import InvalidArgument
-from ..problem import MAX_HEAD_DIM
 from ..quantised import Quantised
 from ..state import AttentionState
-from ..tracing import is_traced
 
 if TYPE_CHECKING:
     from .flash_options import Later

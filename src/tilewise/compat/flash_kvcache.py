@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import bound, checks, values
 from ..api import attention, paged_attention
+from ..core.options import Options
+from ..core.tracing import is_traced
+from ..dispatch import call_cache
 from ..errors import InvalidArgument
-from ..options import Options
-from ..tracing import is_traced
+from ..validation import calls, values
 from .flash_append import check_new, tables, turn, write
 from .flash_inputs import FP8, Rows, inputs, second_query, special, stored
 from .flash_options import CacheLater, Later, WindowSize, one_table, translate
@@ -121,9 +122,9 @@ def flash_attn_with_kvcache(
             if not is_traced():  # else the operator makes the other checks, when it runs
                 wide, keys, vals = q.float() if q.dtype == FP8 else q, stored(k_cache), stored(v_cache)
                 if table is None:
-                    checks.dense(wide, keys, vals, Options(kv_lengths=total, **options))
+                    calls.dense(wide, keys, vals, Options(kv_lengths=total, **options))
                 else:
-                    checks.paged(wide, keys, vals, table, total, cu_seqlens_q, longest, Options(**options))
+                    calls.paged(wide, keys, vals, table, total, cu_seqlens_q, longest, Options(**options))
             _remember(known)
         rows_k = None if cu_seqlens_k_new is None else Rows.of(cu_seqlens_k_new, k.shape[0])
         if rotary_cos is not None and rotary_sin is not None:
@@ -173,7 +174,7 @@ def _longer(a: torch.Tensor | int, b: torch.Tensor | int) -> torch.Tensor | int:
 
 
 LONGEST = 2**31 - 1
-_checked: set[bound.Key] = set()
+_checked: set[call_cache.Key] = set()
 
 
 def _known(
@@ -185,14 +186,14 @@ def _known(
     table: torch.Tensor | None,
     total: torch.Tensor,
     options: dict[str, Any],
-) -> bound.Key | None:
+) -> call_cache.Key | None:
     """All that the checks of a step look at but the values in tables, which are checked each time; None with tensors
     among the options, or while torch traces. A step of decoding comes again and again, and its checks take 40 us.
     """
     if is_traced() or options["alibi_slopes"] is not None or options["sinks"] is not None or "mask" in options:
         return None
     new = (k.shape, k.dtype, k.device, v.shape, v.dtype, v.device)
-    key = bound.tables_key(q, k_cache, v_cache, (table, total, None, None, None), *new, *options.values())
+    key = call_cache.tables_key(q, k_cache, v_cache, (table, total, None, None, None), *new, *options.values())
     try:
         hash(key)
     except TypeError:  # an option that the checks will refuse
@@ -200,9 +201,9 @@ def _known(
     return key
 
 
-def _remember(key: bound.Key | None) -> None:
+def _remember(key: call_cache.Key | None) -> None:
     if key is not None:
-        if len(_checked) >= bound.MOST:
+        if len(_checked) >= call_cache.MOST:
             _checked.clear()
         _checked.add(key)
 

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils as hf
 
-from ..tracing import is_traced
+from ..core.tracing import is_traced
 
 Length = int | torch.Tensor
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import values
 from ..errors import InvalidArgument
+from ..validation import values
 
 __all__ = [
     "RotaryEmbedding",

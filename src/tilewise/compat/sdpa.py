@@ -26,8 +26,8 @@ import torch
 from torch.compiler import is_compiling
 
 from ..api import attention
+from ..core.problem import MAX_HEAD_DIM
 from ..errors import InvalidArgument, Unsupported
-from ..problem import MAX_HEAD_DIM
 from . import sdpa_kernel
 from .sdpa_inputs import as_causal, is_causal_bias, jagged_attention
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ..api import attention, varlen_attention
+from ..core.extras import MissingPackage, install_line, need
 from ..errors import InvalidArgument
-from ..extras import MissingPackage, install_line, need
 from . import with_gradients
 from .discovery import too_old
 

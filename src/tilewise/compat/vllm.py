@@ -21,8 +21,8 @@ from vllm.v1.attention.backend import (
 )
 
 from ..api import paged_attention, varlen_attention
+from ..core.problem import MAX_HEAD_DIM
 from ..errors import InvalidArgument
-from ..problem import MAX_HEAD_DIM
 
 NAME = "TILEWISE"
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)

@@ -6,9 +6,9 @@ import importlib.util
 from functools import cache
 from typing import Any
 
-from ...plan import OtherDevice, Plan
-from ...problem import Problem
-from ...tensors import Shared, Tensors
+from ...core.plan import OtherDevice, Plan
+from ...core.problem import Problem
+from ...core.tensors import Shared, Tensors
 
 
 def supports(problem: Problem) -> str | None:

@@ -197,7 +197,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 class Append:
-    """The call for one cache; only its sources and places change. See `tilewise.caches.append`."""
+    """The call for one cache; only its sources and places change. See `tilewise.kv_cache.append`."""
 
     def __init__(self, k: Any, v: Any, wrap: int) -> None:
         block = np.zeros(len(AT), dtype=np.int64)

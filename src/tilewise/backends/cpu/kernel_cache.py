@@ -31,7 +31,7 @@ from numba.core.compiler import CompileResult
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
-from ...places import cache_home, others_may_change
+from ...core.places import cache_home, others_may_change
 
 FORMAT = b"tilewise kernel 1\n"
 STALE = 3600  # seconds after which a file that was never put in place is removed

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...plan import Plan
-from ...problem import Problem
-from ...tensors import Tensors
+from ...core.plan import Plan
+from ...core.problem import Problem
+from ...core.tensors import Tensors
 from . import amx, compiled, heuristics, whole
 from .gemm import PANEL
 from .params import COUNTER, END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, NUMBERS, PER_CALL, UNDONE

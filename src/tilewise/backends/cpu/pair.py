@@ -15,8 +15,8 @@ import torch
 from numba import carray, types
 from numba.extending import intrinsic
 
-from ...plan import Plan
-from ...tensors import Shared, Tensors
+from ...core.plan import Plan
+from ...core.tensors import Shared, Tensors
 from . import compiled
 from .access import INF, F, call_work, item_at, jit, params_at, pointer, sequence, unit, up
 from .launch import block_of, list_items_of, zero_spare_rows

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...plan import Plan
-from ...tensors import Tensors
+from ...core.plan import Plan
+from ...core.tensors import Tensors
 from . import compiled
 from .launch import Launch, block_of, work_on
 from .params import BLOCK_BYTES, COUNTER, INDEX, TASK_BYTES

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ... import forks
+from ...core import forks
 from . import compiled
 from .openmp import find_parallel
 

@@ -7,9 +7,9 @@ import importlib.util
 from functools import cache
 from typing import Any
 
-from ...plan import OtherDevice, Plan
-from ...problem import Problem
-from ...tensors import Tensors
+from ...core.plan import OtherDevice, Plan
+from ...core.problem import Problem
+from ...core.tensors import Tensors
 from ..triton.device import arch_of
 from . import heuristics
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...problem import Problem
+from ...core.problem import Problem
 from ..flags import flags_of, is_ruled
 from .spec import Spec
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...plan import ByPlan, Plan
-from ...tensors import Tensors
+from ...core.plan import ByPlan, Plan
+from ...core.tensors import Tensors
 from ..flags import rules_of, softcap_of
 from ..triton.device import processors
 from ..triton.heuristics import Config as TileConfig

@@ -5,9 +5,9 @@ Executed in a simulator of Metal so far, not on Apple hardware (docs/metal.md).
 
 from __future__ import annotations
 
-from ...plan import Plan
-from ...problem import Problem
-from ...tensors import Tensors
+from ...core.plan import Plan
+from ...core.problem import Problem
+from ...core.tensors import Tensors
 from . import device, heuristics
 from .params import MOST
 from .spec import BK

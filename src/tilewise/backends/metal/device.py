@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ...core.plan import OtherDevice
 from ...errors import Unsupported
-from ...plan import OtherDevice
 
 TYPICAL_CORES = 10  # where torch does not say
 
@@ -74,15 +74,15 @@ def why_not(kind: str) -> str | None:
 def stand_in(compile_shader: Callable[[str], Any], cores: int = TYPICAL_CORES, kind: str = "cpu") -> Iterator[Device]:
     """Runs kernels by another compiler of texts, over tensors of another device. Plans are forgotten on both sides."""
     global _stand_in
-    from ... import bound, planner
+    from ...dispatch import call_cache, planner
 
     before = _stand_in
     try:
         _stand_in = Device(compile_shader, cores, kind)
         planner.choose.cache_clear()
-        bound.forget()
+        call_cache.forget()
         yield _stand_in
     finally:
         _stand_in = before
         planner.choose.cache_clear()
-        bound.forget()
+        call_cache.forget()

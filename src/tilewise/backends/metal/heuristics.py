@@ -6,7 +6,7 @@ kernel needs. Nothing here has been measured on an Apple GPU yet.
 
 from __future__ import annotations
 
-from ...problem import Problem
+from ...core.problem import Problem
 from .spec import BK, Config, padded
 
 GROUPS_A_CORE = 4  # threadgroups that are to be in flight for each core

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ...plan import Plan
-from ...problem import Problem
-from ...tensors import Tensors
+from ...core.plan import Plan
+from ...core.problem import Problem
+from ...core.tensors import Tensors
 from . import device, heuristics, params, text
 from .spec import BK, THREADS, TYPES, Config, Spec, operand
 

@@ -21,11 +21,11 @@ from typing import Any
 import mlx.core as mx
 import torch
 
-from ... import checks
-from ...checks import Call
+from ...core.options import Options
 from ...errors import InvalidArgument, Unsupported
-from ...options import Options
 from ...state import AttentionState
+from ...validation import calls
+from ...validation.calls import Call
 from . import heuristics, params, text
 from .device import TYPICAL_CORES
 from .launch import LANES, SOURCES, spec, state_shape
@@ -49,7 +49,7 @@ make_kernel: Callable[..., Any] = mx.fast.metal_kernel  # the tests put another 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> Any:
     """`tilewise.attention` of MLX arrays: an array, or an `AttentionState` of two with `return_lse`."""
-    return _run(lambda a, o: checks.dense(a["q"], a["k"], a["v"], o), {"q": q, "k": k, "v": v}, options)
+    return _run(lambda a, o: calls.dense(a["q"], a["k"], a["v"], o), {"q": q, "k": k, "v": v}, options)
 
 
 def varlen_attention(
@@ -66,7 +66,7 @@ def varlen_attention(
     """`tilewise.varlen_attention` of MLX arrays."""
 
     def check(a: dict[str, Any], o: Options) -> Call:
-        return checks.varlen(a["q"], a["k"], a["v"], a["cu_seqlens_q"], a["cu_seqlens_k"], max_q, max_k, o)
+        return calls.varlen(a["q"], a["k"], a["v"], a["cu_seqlens_q"], a["cu_seqlens_k"], max_q, max_k, o)
 
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     return _run(check, given, options)
@@ -87,7 +87,7 @@ def paged_attention(
 
     def check(a: dict[str, Any], o: Options) -> Call:
         tables = (a["block_table"], a["kv_lengths"], a.get("cu_seqlens_q"))
-        return checks.paged(a["q"], a["k"], a["v"], *tables, max_q, o)
+        return calls.paged(a["q"], a["k"], a["v"], *tables, max_q, o)
 
     given = {"q": q, "k": k_pages, "v": v_pages, "block_table": block_table, "kv_lengths": context_lens}
     if cu_seqlens_q is not None:

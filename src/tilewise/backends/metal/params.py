@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...problem import Problem
-from ...tensors import Tensors
+from ...core.problem import Problem
+from ...core.tensors import Tensors
 from ..flags import rules_of, softcap_of
 from .spec import BK, Config
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...problem import QuantSpec
+from ...core.problem import QuantSpec
 
 THREADS = 128  # of a threadgroup, in every attention kernel; registers may allow less than Metal's 1024
 SIMDGROUPS = 4

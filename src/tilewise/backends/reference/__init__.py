@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...plan import Plan
-from ...problem import Problem
+from ...core.plan import Plan
+from ...core.problem import Problem
+from ...core.tensors import Tensors, sequences
 from ...reference import attend
-from ...tensors import Tensors, sequences
 
 
 def supports(problem: Problem) -> str | None:

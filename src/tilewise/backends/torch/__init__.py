@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ...plan import Plan
-from ...problem import Problem
-from ...spans import key_span
-from ...tensors import Sequence, Tensors, rules, sequences
-from ...tiles import FULL, MIXED, SKIP, TileMap
+from ...core.mask_rules import key_span
+from ...core.plan import Plan
+from ...core.problem import Problem
+from ...core.tensors import Sequence, Tensors, rules, sequences
+from ...core.tile_map import FULL, MIXED, SKIP, TileMap
 
 FEW = 16  # query rows of a KV head
 

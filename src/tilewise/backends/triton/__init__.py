@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ...plan import OtherDevice, Plan
-from ...problem import Problem
-from ...tensors import Tensors
+from ...core.plan import OtherDevice, Plan
+from ...core.problem import Problem
+from ...core.tensors import Tensors
 from . import heuristics, tuned
 from .device import arch_of, processors
 

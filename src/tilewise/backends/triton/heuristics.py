@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...problem import Problem
+from ...core.problem import Problem
 from ..flags import flags_of
 from . import shared
 from .narrow import flipped_columns, flips, hides, is_int4, is_narrow, pack_of, spread

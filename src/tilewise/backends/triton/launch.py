@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...plan import ByPlan, Plan
-from ...tensors import Tensors
+from ...core.plan import ByPlan, Plan
+from ...core.tensors import Tensors
 from ..flags import rules_of, softcap_of
 from . import heuristics, tuned
 from .attend import attend

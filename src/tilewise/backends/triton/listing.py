@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ...problem import Problem
-from ...tensors import Tensors
-from ...tiles import TileMap
+from ...core.problem import Problem
+from ...core.tensors import Tensors
+from ...core.tile_map import TileMap
 from . import heuristics, operands
 from .classify import classify, compact
 from .kernel import Arguments, Kernel, Ready, as_bytes

@@ -1,7 +1,7 @@
 """Which keys a query row sees, on the device: by rules and by a dense mask.
 
-Causal, window, chunk and length rules leave one interval of keys to each row (see `tilewise/spans.py`), so two vectors
-`row_lo`, `row_hi` `[BM]` hold all of them, and a cell is visible when `row_lo <= n < row_hi`.
+Causal, window, chunk and length rules leave one interval of keys to each row (see `tilewise/core/mask_rules.py`),
+so two vectors `row_lo`, `row_hi` `[BM]` hold all of them, and a cell is visible when `row_lo <= n < row_hi`.
 """
 
 import triton

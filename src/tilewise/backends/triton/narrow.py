@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...problem import Problem
+from ...core.problem import Problem
 from ..flags import is_ruled
 from .operands import ceil_pow2, operand
 from .spec import Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...problem import Problem, QuantSpec
+from ...core.problem import Problem, QuantSpec
 from .spec import Operand
 
 NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}

@@ -11,7 +11,7 @@ The bound is calibrated against Triton 3.6, which allocates it without a GPU (`b
 
 from __future__ import annotations
 
-from ...problem import Problem
+from ...core.problem import Problem
 from .spec import Config, Operand, Spec
 
 # KiB that a program may have, by compute capability; GPUs that are not listed have what consumer GPUs have.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...problem import Problem
+from ...core.problem import Problem
 from .spec import Config
 
 SHORT_CALL = 64 << 20  # bytes of K and V that are read while a call is being launched, about 15 us

@@ -13,9 +13,9 @@ from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
-from ...outputs import write_whole
-from ...places import cache_home
-from ...problem import Problem, QuantSpec
+from ...core.outputs import write_whole
+from ...core.places import cache_home
+from ...core.problem import Problem, QuantSpec
 from . import heuristics
 from .narrow import pack_of
 from .operands import ceil_pow2

@@ -1,0 +1,1 @@
+"""What a call is: its problem, tensors, options, mask rules and plan."""

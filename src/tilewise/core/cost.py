@@ -1,0 +1,81 @@
+"""What a call costs: visible cells, FLOPs, bytes, tiles. Exact for lengths and masks, which it reads."""
+
+from __future__ import annotations
+
+import torch
+
+from .mask_rules import key_spans, span_counts, span_tiles
+from .plan import Cost
+from .problem import Problem
+from .tensors import Sequence, Tensors, rules, sequences
+from .tile_map import TileCounts, TileMap
+
+
+def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
+    """The cost of a call cut into tiles of `tile`."""
+    p = problem
+    mask_map = _mask_map(p, tensors, tile)
+    cells = keys = mask_cells = 0
+    tiles = [0, 0, 0]
+    for seq in sequences(p, tensors):
+        positions = seq.q_offset + torch.arange(seq.q_len, device="cpu")
+        lo, hi = key_spans(rules(p), positions, seq.kv_len)  # [Lq]
+        widths = (hi - lo).clamp_min(0)
+        cells += _masked_cells(seq, lo, hi) if p.mask is not None else int(widths.sum()) * p.heads
+        seen = widths > 0
+        if bool(seen.any()):
+            keys += int(hi[seen].max() - lo[seen].min())
+        if mask_map is None:
+            for kind, count in enumerate(span_counts(lo, hi, seq.kv_len, tile)):
+                tiles[kind] += count * p.heads
+        else:
+            states = span_tiles(lo[None], hi[None], seq.kv_len, tile)  # [1, nq, nk]
+            plane = mask_map[seq.b % len(mask_map)]  # [1 or H, 1 or nq, 1 or nk]
+            nq, nk = states.shape[1:]
+            states = torch.minimum(states, plane[:, :nq, :nk])  # [1 or H, nq, nk]
+            read = ((states > 0) & (plane[:, :nq, :nk] == 1)).long()
+            mask_cells += int(_sizes(seq.q_len, tile[0]) @ read.sum(0) @ _sizes(seq.kv_len, tile[1]))
+            for kind in range(3):
+                tiles[kind] += int((states == kind).sum()) * (p.heads // len(states))
+
+    rows = tensors.q[..., 0].numel()  # B * Lq * H
+    moved = rows * (p.head_dim + p.value_dim) * p.q_dtype.itemsize + (4 * rows if p.return_lse else 0)
+    for data, scales in ((tensors.k, tensors.k_scales), (tensors.v, tensors.v_scales)):
+        width = data.shape[-1] * data.element_size()
+        if scales is not None:
+            width += scales.shape[-1] * scales.element_size()
+        moved += keys * p.kv_heads * width
+    if p.mask is not None:
+        moved += mask_cells * p.mask.dtype.itemsize
+    return Cost(cells, 2 * cells * (p.head_dim + p.value_dim), moved, TileCounts(*tiles))
+
+
+def _sizes(length: int, tile: int) -> torch.Tensor:
+    """The sizes of the tiles that cover `length`."""
+    starts = torch.arange(0, length, tile, device="cpu")
+    return (length - starts).clamp_max(tile)
+
+
+def _mask_map(p: Problem, tensors: Tensors, tile: tuple[int, int]) -> torch.Tensor | None:
+    """The states of the mask's tiles, on the CPU: `[1 or B, 1 or H, 1 or nq, 1 or nk]`."""
+    if p.mask is None or tensors.mask is None:
+        return None
+    kept = tuple(slice(0, 1) if broadcast else slice(None) for broadcast in p.mask.broadcast)
+    return TileMap.from_mask(tensors.mask[kept], tile).states.cpu()
+
+
+def _masked_cells(seq: Sequence, lo: torch.Tensor, hi: torch.Tensor, rows: int = 256) -> int:
+    """Cells that both the spans and the mask leave visible, counted some rows at a time."""
+    p = seq.problem
+    assert p.mask is not None
+    heads = 1 if p.mask.broadcast[1] else p.heads
+    count = 0
+    kpos = torch.arange(seq.kv_len, device="cpu")
+    for top in range(0, seq.q_len, rows):
+        part = slice(top, min(top + rows, seq.q_len))
+        mask = seq.mask(part, slice(0, seq.kv_len))
+        assert mask is not None
+        mask = mask[:heads].cpu()
+        seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+        count += int((seen & (lo[part, None] <= kpos) & (kpos < hi[part, None])).sum())
+    return count * (p.heads // heads)

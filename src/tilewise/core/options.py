@@ -1,0 +1,143 @@
+"""Options brought into one form, with their errors. Each function takes what a user may write.
+
+**Positions fit in 32 bits, with room.** With `LIMIT` = 2**29, whatever passes the checks obeys:
+
+    Lq, Lk <= LIMIT                                        of each sequence
+    q_offset + Lq <= LIMIT and Lk - q_offset <= LIMIT      so that |qpos - kpos| < LIMIT for every pair, -LIMIT < qpos
+    0 <= left, right < LIMIT - 1, or None                  a wider side hides nothing: it becomes None
+    1 <= chunk <= 2 * LIMIT                                a larger one means the same: negative positions are apart
+    1 <= split_size <= LIMIT
+
+A kernel may therefore compute `qpos - left`, `qpos + right + 1`, `qpos // chunk * chunk + chunk` and `qpos - kpos` in
+int32, also for the rows that pad a tile. What lies in a tensor of offsets or lengths on a GPU is not read unless
+`validate=True`; out of these ranges it gives no meaningful result.
+
+`scale` and `softcap` are finite in float32; a softcap is at least the least normal number and at most the largest one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from ..errors import InvalidArgument
+from .problem import Window
+
+LIMIT = 2**29  # of positions and lengths: see the module's text
+LARGEST, LEAST = 3.4028234663852886e38, 1.1754943508222875e-38  # of normal float32 numbers
+
+
+@dataclass(slots=True)
+class Options:
+    """The options that all entry points share, as the caller gave them."""
+
+    scale: Any = None
+    causal: Any = False
+    q_offset: Any = None
+    window: Any = None
+    chunk: Any = None
+    mask: Any = None
+    softcap: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    kv_lengths: Any = None
+    layout: Any = "bhld"
+    tile_map: Any = None
+    split_size: Any = None
+    return_lse: Any = False
+    out: Any = None
+    allow_tf32: Any = False
+    validate: Any = None
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def as_window(window: Any) -> Window:
+    """`W` means W keys with the query's own, `(left, right)` counts keys beside it, None is unlimited."""
+    remedy = "window=W is W keys with the query's own; None, not -1, is unlimited"
+    if window is None:
+        return (None, None)
+    if is_int(window):
+        if window < 1:
+            raise InvalidArgument("window", window, "1 or more keys", remedy)
+        return (_side(window - 1), None)
+    if not (isinstance(window, (tuple, list)) and len(window) == 2):
+        raise InvalidArgument("window", repr(window), "an int or a pair (left, right)", remedy)
+    for side in window:
+        if side is not None and (not is_int(side) or side < 0):
+            raise InvalidArgument("window", repr(window), "sides that are None or an int of 0 or more", remedy)
+    return (_side(window[0]), _side(window[1]))
+
+
+def _side(keys: int | None) -> int | None:
+    return None if keys is None or keys >= LIMIT - 1 else keys
+
+
+def as_offset(offset: int, q_len: int, kv_len: int, name: str = "q_offset") -> int:
+    """The position of the first query, near enough to the keys for positions to fit in 32 bits."""
+    if not kv_len - LIMIT <= offset <= LIMIT - q_len:
+        raise InvalidArgument(name, offset, f"{kv_len - LIMIT} to {LIMIT - q_len}: Lk - {LIMIT} to {LIMIT} - Lq")
+    return offset
+
+
+def as_chunk(chunk: Any) -> int:
+    if chunk is None:
+        return 0
+    if not is_int(chunk) or chunk < 1:
+        raise InvalidArgument("chunk", repr(chunk), "None or an int of 1 or more")
+    return min(int(chunk), 2 * LIMIT)
+
+
+def as_split_size(split_size: Any) -> int | None:
+    if split_size is not None and (not is_int(split_size) or split_size < 1):
+        raise InvalidArgument("split_size", repr(split_size), "None or an int of 1 or more keys")
+    return None if split_size is None else min(split_size, LIMIT)
+
+
+def as_scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return float(head_dim**-0.5)
+    return _finite("scale", scale)
+
+
+def as_softcap(softcap: Any) -> float:
+    if softcap is None:
+        return 0.0
+    value = _finite("softcap", softcap, math.inf)
+    if value < 0:
+        raise InvalidArgument("softcap", softcap, "a positive number", "None or 0.0 turns it off")
+    return min(max(value, LEAST), LARGEST) if value else 0.0  # far above every score it changes nothing
+
+
+def as_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgument(name, repr(value), "True or False")
+    return value
+
+
+def as_tile(name: str, tile: Any) -> tuple[int, int]:
+    if not (isinstance(tile, (tuple, list)) and len(tile) == 2 and all(is_int(t) and 1 <= t <= LIMIT for t in tile)):
+        raise InvalidArgument(name, repr(tile), f"a pair (BQ, BK) of ints of 1 to {LIMIT}")
+    return (tile[0], tile[1])
+
+
+def _finite(name: str, value: Any, below: float = math.nextafter(LARGEST, math.inf)) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):  # a tensor could hide a wait for its device
+        raise InvalidArgument(name, repr(value), "a finite number")
+    try:
+        number = float(value)
+    except OverflowError:  # of a huge int
+        number = math.inf
+    if not abs(number) < below:
+        raise InvalidArgument(name, number, "a finite number" + " of float32" * (below < math.inf))
+    return number
+
+
+def as_size(name: str, size: Any) -> int:
+    if not is_int(size) or not 0 <= size <= LIMIT:
+        raise InvalidArgument(name, repr(size), f"an int of 0 to {LIMIT}")
+    return int(size)

@@ -1,0 +1,120 @@
+"""What a call will run, why, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from .problem import Problem
+from .tile_map import TileCounts
+
+Made = TypeVar("Made")
+MOST_KEPT = 4096
+
+
+class OtherDevice(str):
+    """A backend's reason to refuse a call that says nothing of it: the backend is made for another kind of device."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The work of a call: only visible cells count, and each byte is counted once."""
+
+    cells: int  # visible (query, key) pairs, over all heads
+    flops: int  # 2 * D + 2 * Dv for each of them
+    bytes_moved: int  # q, visible k and v, their scales, the mask's mixed tiles, out and lse
+    tiles: TileCounts  # of the plan's tile, over batch rows and heads
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The choice made for a `Problem`. `str(plan)` is for people.
+
+    `plan()` fills in `cost`, which may have to read lengths and masks; a call does not.
+    """
+
+    problem: Problem
+    backend: str
+    kernel: str
+    tile: tuple[int, int]  # (BQ, BK)
+    splits: int = 1
+    workspace_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    passed_over: tuple[tuple[str, str], ...] = ()  # (backend, reason), best first
+    cost: Cost | None = None
+    detail: Any = field(default=None, compare=False, repr=False)  # what the backend keeps for its launches
+
+    def summary(self) -> str:
+        """The plan in a line."""
+        words = [f"{self.backend}: {self.kernel}", f"tile {self.tile[0]} x {self.tile[1]}"]
+        if self.splits > 1:
+            words.append(f"{self.splits} splits")
+        return ", ".join([*words, *self.problem.options()])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, every_backend: bool = False) -> str:
+        """The plan in lines. Backends for another kind of device are left out unless `every_backend`."""
+        p = self.problem
+        kv = p.kv_heads if p.kv_heads != p.heads else p.heads
+        width = f"{p.head_dim}" if p.head_dim == p.value_dim else f"{p.head_dim}/{p.value_dim}"
+        rows = f"{p.total_q} packed rows" if p.packed_q else f"Lq {p.q_len}"
+        pages = f", pages of {p.page_size}" if p.page_size else ""
+        stored = [_dtype(p.q_dtype)]
+        for name, dtype, quant in (("k", p.k_dtype, p.k_quant), ("v", p.v_dtype, p.v_quant)):
+            word = _dtype(dtype) if quant is None else f"{quant.dtype}/{quant.group}"
+            if word != stored[0]:
+                stored.append(f"{name} {word}")
+        lines = [
+            f"{p.form} attention on {p.device}: batch {p.batch}, heads {p.heads}/{kv}, {rows}, Lk {p.kv_len}{pages}, "
+            f"D {width}, {', '.join(stored)}",
+            f"  options    {', '.join(p.options()) or 'none'}",
+            f"  backend    {self.backend}, {self.kernel}",
+            f"  tile       {self.tile[0]} x {self.tile[1]}, {self.splits} split{'s' * (self.splits != 1)}",
+            f"  workspace  {_size(self.workspace_bytes)}",
+        ]
+        if self.cost is not None:
+            c = self.cost
+            lines += [
+                f"  work       {c.flops / 1e9:.3g} GFLOP over {c.cells:,} visible cells, {_size(c.bytes_moved)} moved",
+                f"  tiles      {c.tiles.skip:,} skipped, {c.tiles.full:,} full, {c.tiles.mixed:,} mixed",
+            ]
+        lines += [f"  copied     {copy}" for copy in p.copies]
+        lines += [f"  note       {note}" for note in self.notes]
+        for name, reason in self.passed_over:
+            if every_backend or not isinstance(reason, OtherDevice):
+                lines.append(f"  not {name}: {reason}")
+        return "\n".join(lines)
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+class ByPlan(Generic[Made]):
+    """What `make` makes of a plan, made once: kept by the plan's identity, for the planner keeps plans."""
+
+    def __init__(self, make: Callable[[Plan], Made]) -> None:
+        self.make = make
+        self.kept: dict[int, tuple[Plan, Made]] = {}
+
+    def __call__(self, plan: Plan) -> Made:
+        found = self.kept.get(id(plan))
+        if found is None or found[0] is not plan:  # an id comes again once its plan is gone
+            if len(self.kept) >= MOST_KEPT:
+                self.kept.clear()
+            found = self.kept[id(plan)] = (plan, self.make(plan))
+        return found[1]

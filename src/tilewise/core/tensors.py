@@ -1,0 +1,152 @@
+"""The tensors of a call, in the form that `problem.py` describes, and the view of one sequence in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..quantised import dequantise
+from .mask_rules import Rules
+from .problem import Problem, QuantSpec
+from .tile_map import TileMap
+
+
+@dataclass(slots=True)
+class Tensors:
+    """What a backend reads and writes: strided views with a unit stride in the last dim, none expanded in memory."""
+
+    q: torch.Tensor  # [B, H, Lq, D] or, packed, [1, H, T, D]
+    k: torch.Tensor  # [B, Hkv, Lk, D], [1, Hkv, T, D] or pages [P, Hkv, page_size, D]; int4: D // 2 bytes
+    v: torch.Tensor  # likewise with Dv
+    out: torch.Tensor  # as q, with Dv
+    lse: torch.Tensor | None = None  # float32, as q without its last dim
+    k_scales: torch.Tensor | None = None  # as k, one for each group of the last dim
+    v_scales: torch.Tensor | None = None
+    mask: torch.Tensor | None = None  # [B, H, Lq, Lk], stride 0 where broadcast; bool or float
+    tile_map: TileMap | None = None
+    alibi_slopes: torch.Tensor | None = None  # float32 [B, H]
+    sinks: torch.Tensor | None = None  # float32 [H]
+    kv_lengths: torch.Tensor | None = None  # int32 [B]; the context lengths of a paged call
+    q_offset: torch.Tensor | None = None  # int32 [B]
+    cu_seqlens_q: torch.Tensor | None = None  # int32 [B + 1]
+    cu_seqlens_k: torch.Tensor | None = None  # int32 [B + 1]
+    block_table: torch.Tensor | None = None  # int32 [B, max_pages]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Keys that several sequences of a paged call begin with: a call of its own, in which each set of them is one.
+
+    Its queries are those of the call, packed `[T, H, D]`, perhaps in another order.
+    """
+
+    q: torch.Tensor
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_q: int
+    back: torch.Tensor | None  # int64 [T]: where the call's rows are in `q`; None if in the same place
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.block_table, self.lengths, self.cu_seqlens
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Batch row `b` of a call: its own rows, its length, its place; keys and values of any range, at full width."""
+
+    problem: Problem
+    tensors: Tensors
+    b: int
+    q_start: int  # its first row in q and out
+    q_len: int
+    kv_start: int  # its first row in k and v, if they are packed
+    kv_len: int
+    q_offset: int  # the position of its first query
+
+    @property
+    def row(self) -> int:
+        """Its row in the first dim of q and out."""
+        return 0 if self.problem.packed_q else self.b
+
+    @property
+    def q(self) -> torch.Tensor:  # [H, Lq, D]
+        return self.tensors.q[self.row, :, self.q_start : self.q_start + self.q_len]
+
+    @property
+    def out(self) -> torch.Tensor:  # [H, Lq, Dv]
+        return self.tensors.out[self.row, :, self.q_start : self.q_start + self.q_len]
+
+    @property
+    def lse(self) -> torch.Tensor | None:  # [H, Lq]
+        lse = self.tensors.lse
+        return None if lse is None else lse[self.row, :, self.q_start : self.q_start + self.q_len]
+
+    @property
+    def slopes(self) -> torch.Tensor | None:  # [H]
+        slopes = self.tensors.alibi_slopes
+        return None if slopes is None else slopes[self.b]
+
+    def keys(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:  # [Hkv, n, D]
+        t = self.tensors
+        return self._widened(t.k, t.k_scales, self.problem.k_quant, start, end, dtype)
+
+    def values(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:  # [Hkv, n, Dv]
+        t = self.tensors
+        return self._widened(t.v, t.v_scales, self.problem.v_quant, start, end, dtype)
+
+    def mask(self, rows: slice, cols: slice) -> torch.Tensor | None:  # [H, n, m]
+        mask = self.tensors.mask
+        return None if mask is None else mask[self.b, :, rows, cols]
+
+    def _widened(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        quant: QuantSpec | None,
+        start: int,
+        end: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        data = self._rows(x, start, end)
+        if quant is None or scales is None:
+            return data.to(dtype)
+        return dequantise(data, self._rows(scales, start, end), quant.dtype, quant.group, dtype)
+
+    def _rows(self, x: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """Rows `start..end` of this sequence's K or V (or their scales): `[Hkv, n, ...]`."""
+        p, table = self.problem, self.tensors.block_table
+        if table is None:
+            row = 0 if p.form == "varlen" else self.b
+            return x[row, :, self.kv_start + start : self.kv_start + end]
+        first, last = start // p.page_size, -(-end // p.page_size)
+        pages = x[table[self.b, first:last].long()]  # [pages, Hkv, page_size, D]
+        skip = start - first * p.page_size
+        return pages.transpose(0, 1).flatten(1, 2)[:, skip : skip + end - start]
+
+
+def sequences(problem: Problem, tensors: Tensors) -> Iterator[Sequence]:
+    """The sequences of a call, one for each batch row. Reads lengths and offsets on the host."""
+
+    def on_host(x: torch.Tensor | None) -> list[int] | None:
+        return None if x is None else x.tolist()
+
+    lengths, offsets = on_host(tensors.kv_lengths), on_host(tensors.q_offset)
+    cu_q, cu_k = on_host(tensors.cu_seqlens_q), on_host(tensors.cu_seqlens_k)
+    for b in range(problem.batch):
+        q_start, q_len = (cu_q[b], cu_q[b + 1] - cu_q[b]) if cu_q else (0, problem.q_len)
+        kv_start, kv_len = (cu_k[b], cu_k[b + 1] - cu_k[b]) if cu_k else (0, problem.kv_len)
+        if lengths is not None:
+            kv_len = lengths[b]
+        if isinstance(problem.q_offset, int):
+            offset = problem.q_offset
+        else:
+            offset = kv_len - q_len if offsets is None else offsets[b]
+        yield Sequence(problem, tensors, b, q_start, q_len, kv_start, kv_len, offset)
+
+
+def rules(problem: Problem) -> Rules:
+    return Rules(problem.causal, problem.window, problem.chunk)

@@ -1,0 +1,268 @@
+"""Tile maps: which tiles of a score matrix hold no visible cell, and which need no mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..errors import InvalidArgument
+from ..validation.arrays import to_tensor
+from .extras import need
+from .mask_rules import Rules, key_spans, span_tiles
+from .options import LIMIT, as_chunk, as_flag, as_offset, as_size, as_tile, as_window, is_int
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SKIP, MIXED, FULL = 0, 1, 2
+_PICTURE = ".▒█"  # skip, mixed, full
+_PICTURE_SIZE = 64
+
+
+class TileCounts(NamedTuple):
+    """How many tiles of each kind, over all planes."""
+
+    skip: int
+    mixed: int
+    full: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The position rules that a map was made from; a call that uses the map must ask for the same."""
+
+    rules: Rules
+    q_offset: torch.Tensor | int | None
+    kv_lengths: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileMap:
+    """A score matrix `[Lq, Lk]` cut into tiles `(BQ, BK)`, each 0 skip, 1 mixed or 2 full.
+
+    Make one with `from_mask` or `from_spec`, combine them with `&`, hand it to a call as `tile_map=`. The output is the
+    same, bit for bit, with and without it.
+
+    Args:
+        states: uint8 `[1 or B, 1 or H, nq, nk]`; `nq = ceil(Lq / BQ)`, or 1 where the mask is broadcast, `nk` likewise.
+        tile: `(BQ, BK)`.
+        shape: `(Lq, Lk)` of what was classified; 1 where a mask is broadcast.
+        mask_kind: `"bool"` or `"float"` if it classifies a dense mask.
+        spec: the rules, if it classifies position rules.
+    """
+
+    states: torch.Tensor
+    tile: tuple[int, int]
+    shape: tuple[int, int]
+    mask_kind: str | None = None
+    spec: Spec | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        as_tile("tile", self.tile)
+        pair = isinstance(self.shape, (tuple, list)) and len(self.shape) == 2
+        if not pair or not all(is_int(n) and 0 <= n <= LIMIT for n in self.shape):
+            raise InvalidArgument("shape", repr(self.shape), "a pair (Lq, Lk) of ints of 0 or more")
+        if not isinstance(self.states, torch.Tensor) or self.states.dtype != torch.uint8 or self.states.ndim != 4:
+            given = (
+                f"{self.states.dtype} of rank {self.states.ndim}"
+                if isinstance(self.states, torch.Tensor)
+                else "no tensor"
+            )
+            raise InvalidArgument("states", given, "a uint8 tensor [1 or B, 1 or H, ceil(Lq / BQ), ceil(Lk / BK)]")
+        to_tensor("states", self.states)
+        want = tuple(-(-n // t) for n, t in zip(self.shape, self.tile, strict=True))
+        if tuple(self.states.shape[2:]) != want:
+            raise InvalidArgument(
+                "states", f"{tuple(self.states.shape[2:])} tiles", f"{want} for {self.shape} in {self.tile}"
+            )
+        if self.mask_kind not in (None, "bool", "float"):
+            raise InvalidArgument("mask_kind", repr(self.mask_kind), "None, 'bool' or 'float'")
+        if self.spec is not None and not isinstance(self.spec, Spec):
+            raise InvalidArgument("spec", type(self.spec).__name__, "None or what TileMap.from_spec makes")
+        if self.states.is_cpu:
+            self.check_states()
+
+    def check_states(self) -> None:
+        """Every tile is skip, mixed or full. On a GPU this waits for the map: a call does it with `validate=True`."""
+        if self.states.numel() and int(self.states.max()) > FULL:
+            raise InvalidArgument("states", int(self.states.max()), "0 (skip), 1 (mixed) or 2 (full) in every tile")
+
+    @classmethod
+    def from_mask(cls, mask: Any, tile: tuple[int, int] = (64, 64)) -> TileMap:
+        """Classifies a dense bool or float mask of rank 2, 3 or 4, on the mask's device.
+
+        Only False or `-inf` hides a cell. A tile is full when every cell is visible and, in a float mask, exactly 0.
+        Cells past the edges count as neither.
+
+        >>> print(TileMap.from_mask(torch.ones(8, 8).tril().bool(), (2, 2)))
+        TileMap 8 x 8 in tiles of 2 x 2: 6 skip, 4 mixed, 6 full
+        ▒...
+        █▒..
+        ██▒.
+        ███▒
+        """
+        BQ, BK = as_tile("tile", tile)
+        mask = to_tensor("mask", mask)
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise InvalidArgument("mask", mask.dtype, "a bool or floating point tensor")
+        if mask.ndim not in (2, 3, 4):
+            raise InvalidArgument("mask", f"rank {mask.ndim}", "rank 2 [Lq, Lk], 3 [H, Lq, Lk] or 4 [B, H, Lq, Lk]")
+        planes = mask[(None,) * (4 - mask.ndim)]  # [B, H, Lq, Lk]
+        is_bool = mask.dtype == torch.bool
+        seen = _any_in_tiles(planes if is_bool else planes != -torch.inf, BQ, BK)
+        partial = _any_in_tiles(~planes if is_bool else planes != 0, BQ, BK)
+        states = seen.to(torch.uint8) + (seen & ~partial).to(torch.uint8)
+        shape = (planes.shape[2], planes.shape[3])
+        return cls(states, (BQ, BK), shape, mask_kind="bool" if is_bool else "float")
+
+    @classmethod
+    def from_spec(
+        cls,
+        Lq: int,
+        Lk: int,
+        tile: tuple[int, int] = (64, 64),
+        *,
+        causal: bool = False,
+        window: int | tuple[int | None, int | None] | None = None,
+        chunk: int | None = None,
+        q_offset: Any | int | None = None,
+        kv_lengths: Any | None = None,
+        device: torch.device | str | None = None,
+    ) -> TileMap:
+        """Classifies what position rules hide, by arithmetic: no mask is built. The rules are those of `attention`.
+
+        >>> TileMap.from_spec(4096, 4096, (128, 128), causal=True, window=512).density
+        0.146484375
+        """
+        tile = as_tile("tile", tile)
+        Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
+        rules = Rules(as_flag("causal", causal), as_window(window), as_chunk(chunk))
+        if q_offset is not None and is_int(q_offset):
+            as_offset(q_offset, Lq, Lk)
+        elif q_offset is not None:
+            q_offset = to_tensor("q_offset", q_offset)
+        kv_lengths = None if kv_lengths is None else to_tensor("kv_lengths", kv_lengths)
+        rows = [x for x in (q_offset, kv_lengths) if isinstance(x, torch.Tensor)]
+        for name, x in (("q_offset", q_offset), ("kv_lengths", kv_lengths)):
+            if isinstance(x, torch.Tensor) and (x.ndim != 1 or x.dtype not in (torch.int32, torch.int64)):
+                raise InvalidArgument(name, f"{x.dtype} of rank {x.ndim}", "an int32 or int64 tensor [B]")
+            if isinstance(x, torch.Tensor) and x.is_cpu:
+                low, high = (0, Lk) if name == "kv_lengths" else (Lk - LIMIT, LIMIT - Lq)
+                for b, value in enumerate(x.tolist()):
+                    if not low <= value <= high:
+                        raise InvalidArgument(f"{name}[{b}]", value, f"{low} to {high}")
+        if len({x.shape for x in rows}) > 1:
+            raise InvalidArgument("q_offset", f"{len(rows[0])} rows", f"{len(rows[1])}, as kv_lengths")
+        device = torch.device(device) if device is not None else rows[0].device if rows else torch.device("cpu")
+        lengths = torch.tensor([Lk], dtype=torch.int64, device=device)
+        if kv_lengths is not None:
+            lengths = kv_lengths.long().to(device)
+        offset = lengths - Lq if q_offset is None else torch.as_tensor(q_offset, device=device).long().reshape(-1)
+        positions = offset[:, None] + torch.arange(Lq, device=device)  # [1 or B, Lq]
+        positions = positions.expand(max(len(positions), len(lengths)), -1)
+        states = span_tiles(*key_spans(rules, positions, lengths[:, None]), Lk, tile)
+        return cls(states[:, None], tile, (Lq, Lk), spec=Spec(rules, q_offset, kv_lengths))
+
+    def __and__(self, other: TileMap) -> TileMap:
+        """The map of both: a tile is skipped where either skips it and full where both are full."""
+        if not isinstance(other, TileMap):
+            return NotImplemented
+        if self.tile != other.tile:
+            raise InvalidArgument("other", f"tiles of {other.tile}", f"{self.tile}", "use other.retile")
+        if self.spec is not None and other.spec is not None:
+            raise InvalidArgument("other", "a second map of position rules", "one made with all rules in one from_spec")
+        shapes = list(zip(self.shape, other.shape, strict=True))
+        if any(a != b and 1 not in (a, b) for a, b in shapes):
+            raise InvalidArgument("other", f"a map of {other.shape}", f"{self.shape}, or 1 where broadcast")
+        states = torch.minimum(self.states, other.states)
+        kinds = {self.mask_kind, other.mask_kind} - {None}
+        kind = None if not kinds else "float" if "float" in kinds else "bool"
+        shape = (max(shapes[0]), max(shapes[1]))
+        return TileMap(states, self.tile, shape, mask_kind=kind, spec=self.spec or other.spec)
+
+    def retile(self, tile: tuple[int, int]) -> TileMap:
+        """The same map in other tiles; a tile that crosses tiles of several kinds becomes mixed."""
+        tile = as_tile("tile", tile)
+        if tile == self.tile:
+            return self
+        states = self.states
+        for dim, (size, old, new) in enumerate(zip(self.shape, self.tile, tile, strict=True), start=2):
+            states = _retile(states, dim, size, old, new)
+        return TileMap(states, tile, self.shape, self.mask_kind, self.spec)
+
+    def counts(self) -> TileCounts:
+        """Tiles of each kind, over all planes (on a GPU this waits for the map)."""
+        skip, mixed, full = torch.bincount(self.states.flatten().long(), minlength=3).tolist()
+        return TileCounts(skip, mixed, full)
+
+    @property
+    def density(self) -> float:
+        """The share of tiles that are not skipped."""
+        skip, mixed, full = self.counts()
+        return (mixed + full) / max(1, skip + mixed + full)
+
+    def __str__(self) -> str:
+        """A picture of the first plane: `.` skip, `▒` mixed, `█` full; large maps are shown at lower resolution."""
+        Lq, Lk = self.shape
+        counts = self.counts()
+        lines = [
+            f"TileMap {Lq} x {Lk} in tiles of {self.tile[0]} x {self.tile[1]}: "
+            f"{counts.skip} skip, {counts.mixed} mixed, {counts.full} full"
+        ]
+        if planes := self.states.shape[0] * self.states.shape[1] - 1:
+            lines[0] += f" ({planes} more planes)"
+        plane = self.states[:1, :1]
+        for dim in (2, 3):
+            size = plane.shape[dim]
+            plane = _retile(plane, dim, size, 1, -(-size // _PICTURE_SIZE))
+        lines += ["".join(_PICTURE[state] for state in row) for row in plane[0, 0].tolist()]
+        return "\n".join(lines)
+
+    def plot(self, ax: Axes | None = None, plane: tuple[int, int] = (0, 0)) -> Axes:
+        """Draws one plane with matplotlib and returns the axes."""
+        need("plot", "matplotlib", by="TileMap.plot")
+        import matplotlib.pyplot as plt
+        from matplotlib.colors import ListedColormap
+        from matplotlib.patches import Patch
+
+        if ax is None:
+            _, ax = plt.subplots()
+        colours = ["#f2f2f2", "#f4a259", "#2e6f95"]
+        extent: Any = (0, self.shape[1], self.shape[0], 0)
+        cells = self.states[plane].cpu().numpy()
+        ax.imshow(
+            cells, cmap=ListedColormap(colours), vmin=0, vmax=2, extent=extent, aspect="auto", interpolation="nearest"
+        )
+        ax.set(xlabel="key", ylabel="query", title=f"{self.density:.1%} of tiles visited")
+        ax.legend(
+            handles=[Patch(color=c, label=name) for c, name in zip(colours, ("skip", "mixed", "full"), strict=True)],
+            loc="upper left",
+            bbox_to_anchor=(1, 1),
+        )
+        return ax
+
+
+def _any_in_tiles(cells: torch.Tensor, BQ: int, BK: int) -> torch.Tensor:
+    """Whether a tile of bool `cells` `[B, H, Lq, Lk]` holds a True one: `[B, H, nq, nk]`."""
+    for dim, tile in ((3, BK), (2, BQ)):
+        size = min(tile, max(1, cells.shape[dim]))  # what lies past the edges need not be made
+        tail = -cells.shape[dim] % size
+        pad = (0, tail) if dim == 3 else (0, 0, 0, tail)
+        cells = torch.nn.functional.pad(cells, pad, value=False).unflatten(dim, (-1, size)).any(dim + 1)
+    return cells
+
+
+def _retile(states: torch.Tensor, dim: int, size: int, old: int, new: int) -> torch.Tensor:
+    """Regroups one dim of `states` from tiles of `old` to tiles of `new` cells, `size` cells in all."""
+    if old == new or size == 0:
+        return states
+    tops = torch.arange(0, size, new, device=states.device)
+    first = tops // old
+    last = ((tops + new).clamp_max(size) - 1) // old
+    index = first[:, None] + torch.arange(int(new // old + 2), device=states.device)  # [n, reach]
+    index = torch.minimum(index, last[:, None])  # repeats the last tile: neither min nor max minds
+    parts = states.index_select(dim, index.flatten()).unflatten(dim, index.shape)
+    low, high = parts.amin(dim + 1), parts.amax(dim + 1)
+    return torch.where(low == high, low, MIXED).to(torch.uint8)

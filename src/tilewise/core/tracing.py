@@ -1,0 +1,38 @@
+"""Whether torch traces or transforms the code that calls tilewise; the entry points are operators then.
+
+A tracer that meets an eager call records what torch was asked for (an empty output), not what the kernels write.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from ..errors import InvalidArgument
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # make_fx, FakeTensorMode, FlopCounterMode, ...
+_jit_tracing = torch._C._is_tracing
+_transform = torch._C._functorch.peek_interpreter_stack  # torch.vmap, torch.func.jvp, functionalize, ...
+
+
+def is_traced() -> bool:
+    """Whether a call has to be an operator. Dynamo takes `is_compiling` for True and reads no further."""
+    return is_compiling() or _dispatch_modes() > 0 or _jit_tracing() or _transform() is not None
+
+
+def is_wrapper(x: torch.Tensor) -> bool:
+    """Whether it is of a subclass that handles operators itself, as FakeTensor does.
+
+    So do DTensor and nested tensors, but they would not know ours.
+    """
+    kind = type(x)
+    if kind is torch.Tensor or kind is torch.nn.Parameter or x.is_nested or kind.__name__ == "DTensor":
+        return False
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def refuse_tangent(name: str, x: torch.Tensor) -> None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        remedy = "tilewise has no forward-mode derivatives: detach it, or take torch's own attention there"
+        raise InvalidArgument(name, "a tensor with a forward-mode tangent", "one without", remedy)

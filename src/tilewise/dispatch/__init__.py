@@ -1,0 +1,1 @@
+"""Who serves a call: the planner, and the cache of calls that were planned before."""

@@ -1,0 +1,74 @@
+"""Which backend serves a call: the first, best first, that can. Plans are kept by `Problem`."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Protocol, cast
+
+from ..core.plan import Plan
+from ..core.problem import Problem
+from ..core.tensors import Tensors
+from ..errors import InvalidArgument, Unsupported
+
+# Best first; each is a module of tilewise.backends.
+BACKENDS = ("hopper", "triton", "metal", "cpu", "torch", "reference")
+
+
+class Backend(Protocol):
+    """What a module of `tilewise.backends` offers."""
+
+    def supports(self, problem: Problem) -> str | None:
+        """None if it can serve the problem, else why not, in a few words."""
+
+    def plan(self, problem: Problem) -> Plan:
+        """How it would serve a problem that it supports."""
+
+    def run(self, plan: Plan, tensors: Tensors) -> None:
+        """Writes `tensors.out` and, if it is there, `tensors.lse`; every row of both.
+
+        A backend may also have `bind(plan, tensors)`, which gives a function of q, k, v, out and lse that runs the same
+        call on other tensors; they differ from these in their addresses only, and `bound.py` calls it. And
+        `declines(problem)`, which says why one that comes later is the better choice for a problem that it supports.
+        And `run_pair(shared_plan, plan, tensors, shared)`, which merges attention over keys that sequences share into
+        that over their own, in one launch: `pairs.py`.
+        """
+
+
+@cache
+def load(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(f"tilewise.backends.{name}"))
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, backend: str | None = None, threads: int | None = None) -> Plan:
+    """The plan for `problem`: by the best backend that can, or by the named one or not at all.
+
+    `threads` is torch's number of them. Backends ask torch; here it keeps plans for other numbers apart.
+    """
+    if backend is not None:
+        if backend not in BACKENDS:
+            raise InvalidArgument("backend", repr(backend), f"None or one of {', '.join(BACKENDS)}")
+        reason = load(backend).supports(problem)
+        if reason is not None:
+            raise Unsupported(backend, reason, "leave out backend= to take one that can")
+        return _plan(backend, problem)
+    passed_over: list[tuple[str, str]] = []
+    for name in BACKENDS:
+        backend_module = load(name)
+        reason = backend_module.supports(problem)
+        if reason is None and hasattr(backend_module, "declines") and not problem.is_empty:
+            reason = backend_module.declines(problem)
+        if reason is None:
+            return replace(_plan(name, problem), passed_over=tuple(passed_over))
+        passed_over.append((name, reason))
+    listing = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+    raise Unsupported("any", listing, "move the tensors to the CPU")
+
+
+def _plan(name: str, problem: Problem) -> Plan:
+    """A backend's plan; it is not asked about a problem with nothing to compute, which is never launched."""
+    if problem.is_empty:
+        return Plan(problem, name, "nothing to compute", tile=(64, 64))
+    return load(name).plan(problem)

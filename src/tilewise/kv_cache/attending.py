@@ -1,0 +1,54 @@
+"""What both caches do around a call of the attention functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgument
+from ..state import AttentionState
+from ..validation.arrays import returner, to_tensor
+from . import hadamard
+
+
+def rounded(n: int) -> int:
+    """`n` or a little more: sizes that grow token by token would each need a plan of their own.
+
+    >>> [rounded(n) for n in (0, 7, 8, 9, 15, 17, 100, 129)]
+    [0, 7, 8, 10, 16, 20, 112, 160]
+    """
+    step = max(1, 1 << n.bit_length() - 1 >> 2) if n else 1
+    return -(-n // step) * step
+
+
+def refuse(options: dict[str, Any], names: dict[str, str]) -> None:
+    """Options of `attention` that the cache sets itself, with what to do instead."""
+    for name, remedy in names.items():
+        if options.get(name) is not None:
+            raise InvalidArgument(name, "an option of attend", "none: the cache knows it", remedy)
+
+
+def attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, Any]) -> Any:
+    """`call(q, **options)`; with `rotate` over a rotated cache: q turned as its keys are, the output turned back."""
+    if options.get("tile_map") is None:
+        options.setdefault("validate", False)  # lengths and tables are the cache's own
+    if not rotate:
+        return call(q, **options)
+    back, out = returner(q), options.pop("out", None)
+    result = call(hadamard.rotate(to_tensor("q", q)), **options)
+    state = isinstance(result, AttentionState)
+    x = hadamard.rotate_back(result.out if state else result)
+    if out is not None:
+        x = into(out, x)
+    return AttentionState(back(x), back(result.lse)) if state else back(x)
+
+
+def into(out: Any, x: torch.Tensor) -> torch.Tensor:
+    """Hands a result over in the caller's memory."""
+    to = to_tensor("out", out)
+    if to.shape != x.shape or to.dtype != x.dtype or to.device != x.device:
+        given = f"{tuple(to.shape)} {to.dtype} on {to.device}"
+        raise InvalidArgument("out", given, f"{tuple(x.shape)} {x.dtype} on {x.device}")
+    return to.copy_(x)

@@ -1,0 +1,196 @@
+"""Some sequences of a `PagedKVCache` at one step: where their new tokens go, and attention over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..api import paged_attention
+from ..errors import InvalidArgument
+from . import checks, hadamard
+from .append import Places, pieces
+from .attending import attend, refuse
+from .cascade import AGAINST, Group, Shape, Split, gain, run, shared
+from .eager import eager
+
+if TYPE_CHECKING:
+    from .block_manager import Growth
+    from .paged import PagedKVCache
+
+
+@eager
+class Batch:
+    """What `PagedKVCache.extend` and `view` give: tables of these sequences, the same for all layers.
+
+    It is for its sequences as they were when it was made. Once one of them is freed, truncated or has got more tokens,
+    it is refused; so are copies of it.
+
+    Attributes:
+        block_table: int32 `[B, pages]` on the device.
+        context_lens: int32 `[B]` on the device: tokens of each sequence, the new ones included.
+        cu_seqlens: int32 `[B + 1]` on the device: sums of `counts`.
+        counts: int64 `[B]`, NumPy: new tokens (of `view`: queries) of each.
+        starts: int32 `[B]`, NumPy: the position of each one's first.
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        sequences: list[int],
+        slots: tuple[np.ndarray, torch.Tensor],
+        counts: np.ndarray,
+        growth: Growth,
+        is_new: bool,
+    ) -> None:
+        self.cache, self.sequences, self.counts, self.starts = cache, sequences, counts, growth.starts
+        self._slots, self._growth = slots[0], growth
+        self._left = set(range(cache.layers)) if is_new else set()
+        self._written: set[int] = set()  # layers whose tokens are known to be there
+        self._changes, self._versions = cache._sequences.changes, cache._sequences.version[slots[0]]
+        B = len(counts)
+        self.tokens = int(growth.cu[-1])
+        self.longest = int(counts.max(initial=0))
+        self._even = self.tokens == B * self.longest  # all have as many
+        on_device = torch.from_numpy(growth.block).to(cache.device, non_blocking=True)
+        self._starts, self.cu_seqlens, self.context_lens = pieces(on_device, B, B + 1, B)
+        self.block_table = cache._sequences.table.of(*slots, growth.pages)
+
+    def write(self, k: Any, v: Any, layer: int = 0) -> None:
+        """Stores the new tokens of a layer, once.
+
+        Args:
+            k: packed `[T, Hkv, D]`, or `[B, Hkv, L, D]` of which sequence `b` takes its first `counts[b]`.
+            v: likewise, with Dv.
+        """
+        cache = self.cache
+        layer = checks.index("layer", layer, cache.layers, "layer")
+        self._check()
+        if layer not in self._left:
+            remedy = "extend makes room for tokens, each layer is written once"
+            raise InvalidArgument("layer", f"{layer}, which has no new tokens to write", "one that has", remedy)
+        self._write(*cache._new_rows(k, v, self.counts), layer)
+
+    def _write(self, k: torch.Tensor, v: torch.Tensor, packed: bool, layer: int) -> None:
+        cache = self.cache
+        if cache.rotate:
+            k, v = hadamard.rotate(k), hadamard.rotate(v)
+        if self.tokens:
+            cache._writer(layer)(k, v, Places(self._starts, self.cu_seqlens, self.tokens, packed, self.block_table))
+        with cache._lock:
+            sequences = cache._sequences
+            if sequences.wrote(layer, self._slots, self.starts, self._growth.lengths) == len(self._slots):
+                self._written.add(layer)
+            self._left.remove(layer)
+            if not self._left and self._growth.full is not None:  # full pages can be found by their ids
+                sequences.commit(self.sequences, self._growth.full)
+
+    def _check(self, layer: int | None = None) -> None:
+        """Refuses a batch of sequences that have changed, and a layer with tokens that were never written."""
+        sequences = self.cache._sequences
+        if self._changes != sequences.changes:
+            with self.cache._lock:
+                changed = np.flatnonzero(sequences.version[self._slots] != self._versions)
+                if len(changed):
+                    number = self.sequences[changed[0]]
+                    how = "changed" if number in sequences.slot_of else "freed"
+                    given, remedy = f"one made before sequence {number} was {how}", "call extend or view again"
+                    raise InvalidArgument("batch", given, "one of its sequences as they are now", remedy)
+                self._changes = sequences.changes
+        if layer is not None and layer not in self._written:
+            with self.cache._lock:
+                b = sequences.wrote(layer, self._slots, self._growth.lengths, self._growth.lengths)  # nothing new
+                if b < len(self._slots):
+                    sequences.check_written(f"sequences[{b}]", self.sequences[b], int(self._slots[b]), layer)
+                self._written.add(layer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidArgument(
+            "batch", "a copy or a pickle", "the batch itself", "copy the cache, and take a view of it"
+        )
+
+    def attend(
+        self, q: Any, layer: int = 0, *, causal: bool = True, cascade: bool | None = None, **options: Any
+    ) -> Any:
+        """Attention of the new tokens' queries over their sequences.
+
+        Args:
+            q: packed `[T, H, D]`, or `[B, H, Lq, D]` (or as `layout` says) of which sequence `b` has its first
+                `counts[b]`; what comes out for the others is of no use.
+            layer: which layer's keys and values.
+            causal: a query sees keys up to its own position.
+            cascade: compute the attention over a prefix that sequences share once for all of them, and merge it with
+                that over the rest. None: where it pays. It needs a call without window, chunk, mask, ALiBi, offset and
+                `split_size`. The result is the same up to rounding.
+
+        All other options as in `tilewise.paged_attention`.
+        """
+        cache = self.cache
+        refuse(options, dict.fromkeys(("cu_seqlens_q", "max_q", "kv_lengths"), "leave it out"))
+        layer = checks.index("layer", layer, cache.layers, "layer")
+        self._check(layer)
+        operands = cache._operands(layer)
+        packed = len(getattr(q, "shape", ())) == 3
+        options["causal"] = causal
+
+        def call(q: Any, **options: Any) -> Any:
+            even = packed or (self._even and self._q_rows(q, options) == self.longest)
+            split = self._split(q, even, cascade, options)
+            if split is not None:
+                tables = (self.block_table, self.context_lens)
+                return run(split, q, len(self.counts), self.longest, self.cu_seqlens, operands, *tables, options)
+            if packed:
+                options |= {"cu_seqlens_q": self.cu_seqlens, "max_q": self.longest}
+            elif options.get("q_offset") is None and not even:
+                options["q_offset"] = self._starts
+            return paged_attention(q, *operands, self.block_table, self.context_lens, **options)
+
+        return attend(q, call, cache.rotate, options)
+
+    def shared_prefixes(self, heads: int, always: bool = False) -> list[Group]:
+        """Sequences (by their place in the batch) that a cascade would serve together, for `heads` query heads.
+
+        Those for which it pays, or all that share a page.
+        """
+        self._check()
+        cache = self.cache
+        fmt = (cache.k_format, cache.v_format)
+        shape = Shape(
+            cache.device.type, cache.kv_heads, max(1, heads // cache.kv_heads), sum(f.width for f in fmt),
+            sum(f.bytes for f in fmt), torch.get_num_threads(),
+        )  # fmt: skip
+
+        def worth(members: np.ndarray, pages: int) -> float:
+            tokens = pages * cache.page_size
+            return float((len(members) - 1) * tokens) if always else gain(shape, self.counts[members], tokens)
+
+        full = np.maximum(self.starts, 0) // cache.page_size  # every query comes after them
+        return shared(cache._sequences.table.host[self._slots], full, worth)
+
+    def _split(self, q: Any, even: bool, wanted: bool | None, options: dict[str, Any]) -> Split | None:
+        """How to share prefixes, if at all."""
+        against = [name for name in AGAINST if options.get(name) is not None]
+        possible = even and not against and self.tokens > 0 and len(self.counts) > 1
+        if wanted and not possible:
+            given = ", ".join(against) or ("queries that not all sequences have" if not even else "a lone sequence")
+            raise InvalidArgument("cascade", f"True with {given}", "None or False there")
+        if wanted is False or not possible:
+            return None
+        cache = self.cache
+        heads = q.shape[1 if q.ndim == 3 or options.get("layout") != "blhd" else 2]
+        key = (tuple(self.sequences), self.counts.tobytes(), heads, bool(wanted))
+        with cache._lock:
+            if key not in cache._splits:
+                groups = self.shared_prefixes(heads, always=bool(wanted))
+                table = cache._sequences.table.host[self._slots]
+                if len(cache._splits) >= 64:
+                    cache._splits.clear()
+                cache._splits[key] = (
+                    Split.of(groups, table, self.counts, cache.page_size, cache.device) if groups else None
+                )
+            return cache._splits[key]
+
+    def _q_rows(self, q: Any, options: dict[str, Any]) -> int:
+        shape = getattr(q, "shape", ())
+        return int(shape[1 if options.get("layout") == "blhd" else 2]) if len(shape) == 4 else 0

@@ -1,0 +1,288 @@
+"""Which sequence holds which pages: all bookkeeping of `PagedKVCache`, none of its keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import InvalidArgument
+from .append import blocks
+from .block_loops import compiled, count_pages, give_pages, mark_written, note_ids
+from .block_pool import Pool
+from .block_table import Table
+from .integers import integer
+from .prefix_cache import LOST, ROOT
+from .stats import tokens_of_pages
+
+NONE = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(slots=True)
+class Growth:
+    """What new tokens have changed, and where they go; arrays are int32 `[B]`, in `block` one after the other."""
+
+    block: np.ndarray
+    starts: np.ndarray  # the position of each sequence's first new token
+    cu: np.ndarray  # [B + 1], sums of their counts
+    lengths: np.ndarray  # tokens of each, the new ones included
+    pages: int  # of the longest
+    changes: np.ndarray  # [pages, 4]: rows and columns of the table, the pages there now, and what copies are made of
+    copies: int  # leading rows of `changes`: pages that were shared, and are written
+    stamp: int  # of this change: the last one if it is that of `Sequences.changes`
+    known: np.ndarray | None = None  # leading tokens of each whose ids were known before
+    full: np.ndarray | None = None  # pages of each that the prefix index is to know when all is written
+
+
+class Sequences:
+    """Sequences by id, their lengths, block tables and places in the prefix index.
+
+    Per-sequence numbers lie in arrays; a sequence's row in them (its slot) is used again after it is freed, its id
+    never. Nothing changes if a method raises.
+    """
+
+    def __init__(self, pages: int, page_size: int, layers: int, device: torch.device) -> None:
+        self.pool, self.page_size, self.device = Pool(pages), page_size, device
+        self.table = Table(device)
+        self.slot_of: dict[int, int] = {}
+        self.created = 0
+        self._unused: list[int] = []
+        # One number for each slot: tokens, leading tokens whose ids are known, the last node of the prefix index that
+        # the sequence stands at, and how many pages that is from the root
+        self.length, self.known, self.node, self.depth = (np.zeros(0, dtype=np.int64) for _ in range(4))
+        self.written = np.zeros((layers, 0), dtype=np.int64)  # leading tokens whose keys and values are there
+        # Handles remember the version of their sequences. It counts changes of a slot and never starts again, so that
+        # a handle of a freed sequence is not taken for one of the next in its slot. `changes` counts those of all.
+        self.version, self.changes = np.zeros(0, dtype=np.int64), 0
+        self.ids = np.zeros((pages, page_size), dtype=np.int64)  # token ids of each page, where they are known
+        self._recent: dict[tuple[int, ...], tuple[np.ndarray, torch.Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_recent": {}, "ids": self.known_ids()}
+
+    def known_ids(self) -> np.ndarray:
+        """The token ids of each page, 0 where they are not known: nothing of who used it before."""
+        known = np.arange(self.page_size) < tokens_of_pages(self, self.known)[:, None]
+        return np.where(known, self.ids, 0)
+
+    def slot(self, argument: str, given: object) -> int:
+        number = integer(given)
+        slot = None if number is None else self.slot_of.get(number)
+        if slot is None:
+            was = number is not None and 0 <= number < self.created
+            remedy = "it was freed" if was else "create, fork and prefix_match give ids"
+            raise InvalidArgument(argument, repr(given), "a live sequence", remedy)
+        return int(slot)
+
+    def slots(self, numbers: list[int]) -> tuple[np.ndarray, torch.Tensor]:
+        """The slots of different sequences, on the host and on the device."""
+        key = tuple(numbers)
+        if (known := self._recent.get(key)) is not None:
+            return known
+        slots = np.array([self.slot(f"sequences[{i}]", number) for i, number in enumerate(numbers)], dtype=np.int64)
+        if len(set(numbers)) < len(numbers):
+            twice = next(n for i, n in enumerate(numbers) if n in numbers[:i])
+            raise InvalidArgument("sequences", f"{twice} twice", "each sequence once")
+        if len(self._recent) >= 64:
+            self._recent.clear()
+        self._recent[key] = slots, torch.from_numpy(slots).to(self.device)
+        return self._recent[key]
+
+    def pages(self, slot: int) -> np.ndarray:
+        """The pages of a sequence, in order."""
+        return self.table.host[slot, : -(-int(self.length[slot]) // self.page_size)]
+
+    def create(self, pages: np.ndarray = NONE) -> tuple[int, int]:
+        """A new sequence that begins with pages that are in use or kept; its id and slot."""
+        if not self._unused:
+            have = len(self.length)
+            more = max(16, have)
+            self._unused = list(range(have + more - 1, have - 1, -1))
+            self.length, self.known, self.node, self.depth, self.version = (
+                np.concatenate([x, np.zeros(more, dtype=np.int64)])
+                for x in (self.length, self.known, self.node, self.depth, self.version)
+            )
+            self.written = np.pad(self.written, ((0, 0), (0, more)))
+        self.table.grow(len(self.length), len(pages))
+        slot, number = self._unused.pop(), self.created
+        self.created += 1
+        self.slot_of[number] = slot
+        self.length[slot] = self.known[slot] = self.depth[slot] = self.written[:, slot] = 0
+        self.node[slot] = ROOT
+        self.pool.share(pages)
+        self.table.set_row(slot, pages)
+        return number, slot
+
+    def fork(self, argument: str, given: object) -> int:
+        source = self.slot(argument, given)
+        self.check_written(argument, given, source)
+        number, slot = self.create(self.pages(source).copy())
+        for x in (self.length, self.known, self.node, self.depth, *self.written):
+            x[slot] = x[source]
+        return number
+
+    def match(self, ids: np.ndarray) -> tuple[int, int]:
+        """A new sequence of the pages that are known to hold the first of `ids`; its id and length."""
+        P, index = self.page_size, self.pool.index
+        node, pages = ROOT, []
+        for start in range(0, len(ids) - P + 1, P):
+            found = index.find(node, ids[start : start + P].tobytes())
+            if found is None:
+                break
+            node = found
+            pages.append(index.nodes[node].page)
+        number, slot = self.create(np.array(pages, dtype=np.int32))
+        self.length[slot] = self.known[slot] = self.written[:, slot] = P * len(pages)
+        self.node[slot], self.depth[slot] = node, len(pages)
+        return number, P * len(pages)
+
+    def truncate(self, slot: int, length: int) -> None:
+        if length == self.length[slot]:
+            return
+        P = self.page_size
+        self.pool.release(self.pages(slot)[-(-length // P) :])
+        self.length[slot], self.known[slot] = length, min(length, int(self.known[slot]))
+        depth = min(int(self.depth[slot]), length // P)
+        self.node[slot] = self.pool.index.above(int(self.node[slot]), int(self.depth[slot]) - depth)
+        self.depth[slot] = depth
+        self.written[:, slot] = np.minimum(self.written[:, slot], length)
+        self._changed(slot)
+
+    def _changed(self, slot: int) -> None:
+        self.version[slot] += 1
+        self.changes += 1
+
+    def free(self, numbers: list[int]) -> None:
+        slots = self.slots(numbers)[0]
+        for number, slot in zip(numbers, slots.tolist(), strict=True):
+            self.pool.release(self.pages(slot))
+            del self.slot_of[number]
+            self._changed(slot)
+            self._unused.append(slot)
+        self._recent.clear()
+
+    def extend(self, slots: np.ndarray, new: np.ndarray, ids: np.ndarray | None) -> Growth:
+        """Makes room for `new` tokens of each."""
+        pool, B = self.pool, len(slots)
+        copied = np.empty(B, dtype=np.bool_)
+        wanted, longest, known = compiled(count_pages)(
+            slots, new, self.length, self.table.host, pool.refs, pool.index.node_of, self.page_size, copied
+        )
+        pool.check(wanted)
+        if known:
+            self._forget_written(slots[(new > 0) & ~copied])
+        fresh = pool.take(wanted)
+        try:
+            self.table.grow(0, longest)
+            changes = np.empty((wanted, 4), dtype=np.int32)
+            block, (starts, cu, lengths) = blocks(B, B + 1, B)
+            copies = compiled(give_pages)(
+                slots, new, self.length, self.table.host, pool.refs, self.page_size, copied, fresh, changes, starts, cu,
+                lengths, self.version,
+            )  # fmt: skip
+        except BaseException:
+            pool.release(fresh)
+            raise
+        self.changes += 1
+        before, full = (None, None) if ids is None else (self.known[slots], np.empty(B, dtype=np.int64))
+        growth = Growth(block, starts, cu, lengths, longest, changes, copies, self.changes, before, full)
+        try:
+            self.table.sent(changes)
+            if copies:  # also where no ids are given: those of the copied pages' first tokens may be known
+                self.ids[changes[:copies, 2]] = self.ids[changes[:copies, 3]]
+            if ids is not None:
+                compiled(note_ids)(
+                    slots, starts, new, self.table.host, self.known, self.depth, ids, self.ids, self.page_size, full
+                )
+        except BaseException:
+            self.undo(slots, growth)
+            raise
+        return growth
+
+    def undo(self, slots: np.ndarray, growth: Growth) -> None:
+        """Takes new tokens back. Prefixes that were given up for them do not come back.
+
+        Copies of shared pages go back too, unless others have changed since: they may have freed what was shared.
+        """
+        last = growth.stamp == self.changes
+        copied = growth.changes[: growth.copies if last else 0].copy()
+        copied[:, 2] = copied[:, 3]
+        self.table.host[copied[:, 0], copied[:, 1]] = copied[:, 2]
+        np.add.at(self.pool.refs, copied[:, 2], 1)  # several may be copies of one page
+        self.pool.release(growth.changes[0 if last else growth.copies :, 2])
+        self.length[slots] = growth.starts
+        self.written[:, slots] = np.minimum(self.written[:, slots], growth.starts)
+        if growth.known is not None:
+            self.known[slots] = growth.known
+        self.version[slots] += np.where(last, -(growth.lengths > growth.starts).astype(np.int64), 1)
+        self.changes += 1
+        self.table.sent(copied)
+
+    def as_they_are(self, slots: np.ndarray, queries: np.ndarray) -> Growth:
+        """The same for no new tokens; `queries` of each sequence's last ones are looked at."""
+        B = len(slots)
+        block, (starts, cu, lengths) = blocks(B, B + 1, B)
+        lengths[:] = self.length[slots]
+        starts[:] = lengths - queries
+        np.cumsum(queries, out=cu[1:])
+        pages = -(-int(lengths.max(initial=0)) // self.page_size)
+        return Growth(block, starts, cu, lengths, pages, NONE.reshape(0, 4), 0, self.changes)
+
+    def _forget_written(self, slots: np.ndarray) -> None:
+        """Half filled pages that will be written in place: what they were known for is gone."""
+        index = self.pool.index
+        for slot in slots[self.length[slots] % self.page_size > 0]:
+            node = int(index.node_of[self.pages(slot)[-1]])
+            if node:
+                self.pool.forget(node)
+
+    def commit(self, numbers: list[int], full: np.ndarray) -> None:
+        """The first `full[i]` pages of sequences hold known ids and are written: from now on they can be found."""
+        index = self.pool.index
+        for i in np.flatnonzero(full):
+            slot = self.slot_of.get(numbers[i])
+            if slot is None:  # freed meanwhile
+                continue
+            pages = min(int(full[i]), min(self.written[:, slot].tolist()) // self.page_size)
+            if pages <= self.depth[slot]:
+                continue
+            node = int(self.node[slot])
+            for page in self.table.host[slot, self.depth[slot] : pages].tolist():
+                # Another page may have been known for the same ids, and gone: then nothing follows it.
+                node = index.add(node, self.ids[page].tobytes(), page) if index.holds(node) else LOST
+            self.node[slot], self.depth[slot] = node, pages
+
+    def wrote(self, layer: int, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
+        """New tokens of a layer are there. The first sequence that lacks some before them, or how many there are."""
+        return int(compiled(mark_written)(self.written[layer], slots, starts, lengths))
+
+    def check_written(self, argument: str, number: object, slot: int, layer: int | None = None) -> None:
+        """Refuses a sequence with tokens that `extend` made room for and nobody wrote: its memory is another's."""
+        written = int(self.written[:, slot].min() if layer is None else self.written[layer, slot])
+        if written < self.length[slot]:
+            missing = int(self.length[slot]) - written
+            where = "" if layer is None else f" in layer {layer}"
+            raise InvalidArgument(
+                argument, f"{number}, of whose tokens the last {missing} are not all written{where}", "a written one",
+                f"write them by the batch of extend, or truncate the sequence to {written}",
+            )  # fmt: skip
+
+    def restore(self, lists: dict[str, np.ndarray], created: int, kept: int) -> None:
+        """Sets up an empty cache from what `save.py` has written; pages are the first ones, kept ones last."""
+        pool, U = self.pool, len(lists["ids"])
+        self.ids[:U] = lists["ids"]
+        assert (np.sort(pool.take(U)) == np.arange(U)).all()  # an empty pool gives its first pages
+        for number, parent, page in lists["nodes"].tolist():
+            pool.index.restore(number, parent, self.ids[page].tobytes(), page)
+        pool.refs[:U] = 0
+        for i, number in enumerate(lists["sequences"].tolist()):
+            length = int(lists["length"][i])
+            self.created = number
+            _, slot = self.create(lists["table"][i, : -(-length // self.page_size)].copy())
+            self.length[slot] = self.written[:, slot] = length
+            for name in ("known", "node", "depth"):
+                getattr(self, name)[slot] = lists[name][i]
+        self.created = created
+        pool.kept = dict.fromkeys(range(U - kept, U))

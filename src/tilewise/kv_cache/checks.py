@@ -1,0 +1,120 @@
+"""What both caches check alike: new rows, counts, queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import InvalidArgument
+from ..validation.arguments import FLOATS
+from ..validation.arrays import to_tensor
+from .formats import Format
+from .integers import integer
+
+MOST = 2**31 - 1  # tokens of a sequence, and new ones of a call: kernels count in int32
+
+
+def rows(name: str, x: Any, heads: int, fmt: Format, device: torch.device, packed: bool) -> torch.Tensor:
+    """New keys or values in the form `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` of packed ones."""
+    x = to_tensor(name, x)
+    form = "[T, Hkv, D]" if packed else "[B, Hkv, L, D]"
+    if x.ndim != (3 if packed else 4):
+        raise InvalidArgument(name, f"shape {tuple(x.shape)}", form)
+    if packed:
+        x = x.transpose(0, 1)[None]
+    if x.shape[1] != heads or x.shape[3] != fmt.width:
+        given = f"{x.shape[1]} heads of {x.shape[3]}"
+        raise InvalidArgument(name, given, f"{heads} heads of {fmt.width}, in the form {form}")
+    if x.dtype not in FLOATS:
+        raise InvalidArgument(name, x.dtype, "float32, float16 or bfloat16")
+    if x.device != device:
+        raise InvalidArgument(name, f"device {x.device}", f"{device}, where the cache is")
+    x = x.detach()
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def same_rows(k: torch.Tensor, v: torch.Tensor) -> None:
+    if k.shape[:3] != v.shape[:3]:
+        given, want = (tuple(x.shape[:3]) for x in (v, k))
+        raise InvalidArgument("v", f"(batch, heads, rows) = {given}", f"{want}, as k")
+
+
+def ints(name: str, given: Any, expected: str) -> np.ndarray:
+    """What a caller gives for a list of ints, as an array of ints; bools are none, also not among ints."""
+    try:
+        if isinstance(given, torch.Tensor):
+            given = given.cpu().numpy()
+        values = np.asarray(given)
+    except (ValueError, TypeError, RuntimeError):
+        raise InvalidArgument(name, repr(given), expected) from None
+    if values.size and values.dtype.kind not in "iu":
+        raise InvalidArgument(name, f"{values.dtype} of shape {values.shape}", expected)
+    if isinstance(given, (list, tuple)) and bool in set(map(type, given)):
+        raise InvalidArgument(name, "a bool among ints", expected)
+    return values
+
+
+def counts(name: str, given: Any, batch: int, most: int | None = None) -> np.ndarray:
+    """New tokens of each sequence, or one number for all, as int64 `[batch]`."""
+    limit = MOST if most is None else most
+    number = None if getattr(given, "shape", ()) else integer(given)
+    if number is not None and 0 <= number <= limit:
+        return np.full(batch, number, dtype=np.int64)
+    expected = f"ints, one for each of {batch} rows"
+    values = ints(name, given if number is None else [number] * batch, expected)
+    if values.shape != (batch,):
+        raise InvalidArgument(name, f"{values.dtype} of shape {values.shape}", expected)
+    wrong = (values < 0) | (values > limit)
+    if wrong.any():
+        bad = int(np.argmax(wrong))
+        wanted = f"0 to {limit}" + ("" if most is None else ", the rows that were given")
+        raise InvalidArgument(f"{name}[{bad}]", int(values[bad]), wanted)
+    return values.astype(np.int64)
+
+
+def index(name: str, value: Any, size: int, what: str) -> int:
+    number = integer(value)
+    if number is None or not 0 <= number < size:
+        raise InvalidArgument(name, repr(value), f"a {what}, 0 to {size - 1}")
+    return number
+
+
+def evenly(name: str, x: Any, batch: int, dim: int = 2) -> int:
+    """Tokens of each sequence if they all have as many: `[B, Hkv, L, D]` or packed `[T, Hkv, D]`."""
+    shape = tuple(getattr(x, "shape", ()))
+    if len(shape) == 3:
+        if batch == 0 or shape[0] % batch:
+            remedy = "give counts"
+            raise InvalidArgument(name, f"{shape[0]} packed rows", f"as many for each of {batch} sequences", remedy)
+        return int(shape[0]) // batch
+    if len(shape) != 4 or shape[0] != batch:
+        raise InvalidArgument(name, f"shape {shape}", f"rank 4 with {batch} rows, one for each sequence, or packed")
+    return int(shape[dim])
+
+
+def token_ids(tokens: Any) -> np.ndarray:
+    """Token ids as int64 `[n]`."""
+    expected = "token ids, ints in one dim"
+    ids = ints("tokens", tokens, expected)
+    if ids.ndim != 1:
+        raise InvalidArgument("tokens", f"{ids.dtype} of shape {ids.shape}", expected)
+    if ids.dtype == np.uint64 and ids.size and ids.max() >= 2**63:
+        raise InvalidArgument("tokens", f"an id of {ids.max()}", "ids below 2**63")
+    return ids.astype(np.int64)
+
+
+def sequence_ids(sequences: Any) -> list[int]:
+    """An id or several, as a list."""
+    try:
+        given = sequences.tolist() if hasattr(sequences, "tolist") else sequences
+        several = [given] if hasattr(given, "__index__") else list(given)
+    except (TypeError, RuntimeError):
+        several = [None]
+    if set(map(type, several)) <= {int}:
+        return several
+    numbers = [number for number in map(integer, several) if number is not None]
+    if len(numbers) < len(several):
+        raise InvalidArgument("sequences", repr(sequences), "an id or a list of ids")
+    return numbers

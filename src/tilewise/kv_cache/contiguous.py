@@ -1,0 +1,285 @@
+"""`KVCache`: a row of slots for each sequence of a batch."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..api import attention
+from ..errors import CacheFull, InvalidArgument
+from ..state import AttentionState, merge
+from . import checks, copies, hadamard, ring
+from .append import Places, upload, writer
+from .attending import attend, into, refuse, rounded
+from .eager import eager
+from .formats import Store, described, flag, formats_of, size
+from .integers import integer
+from .serialization.load import load_rows
+from .serialization.save import save_rows
+
+
+@eager
+class KVCache:
+    """Keys and values of a batch, `capacity` slots a row; each row has its own length.
+
+    Args:
+        batch: rows.
+        kv_heads: heads of K and V.
+        capacity: tokens that a row can hold.
+        head_dim: D, of K.
+        dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, or a torch dtype.
+            Default: torch's default dtype, or float32 where that is float64.
+        v_dtype: how V is stored, if not as K.
+        value_dim: Dv, if not D.
+        group: elements that share a scale in quantised storage: 32, 64 or 128.
+        rotate: store K and V rotated by a Hadamard matrix, which spreads outliers before they are quantised. Results
+            are those of the cache without it, up to rounding.
+        ring: keep the last `capacity` tokens of a row instead of running full. Positions stay true.
+        device: where it lies. Default: torch's default device.
+
+    >>> cache = KVCache(2, 4, 100, 64, "int8")
+    >>> k, v = torch.randn(2, 2, 4, 30, 64)
+    >>> cache.append(k, v)
+    >>> cache.attend(torch.randn(2, 8, 30, 64)).shape
+    torch.Size([2, 8, 30, 64])
+    >>> cache.lengths.tolist()
+    [30, 30]
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype | str | None = None,
+        *,
+        v_dtype: torch.dtype | str | None = None,
+        value_dim: int | None = None,
+        group: int = 64,
+        rotate: bool = False,
+        ring: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.batch, self.kv_heads = size("batch", batch, 0), size("kv_heads", kv_heads)
+        self.capacity = size("capacity", capacity, 1, 2**31 - 1)
+        self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group)
+        self.rotate, self.ring = flag("rotate", rotate), flag("ring", ring)
+        if self.rotate:
+            hadamard.check("head_dim", self.k_format.width)
+            hadamard.check("value_dim", self.v_format.width)
+        self.device = torch.empty(0, device=device).device
+        self._k, self._v = self._stores()
+        self._length = np.zeros(self.batch, dtype=np.int32)
+        self._first = np.zeros(self.batch, dtype=np.int32)  # the oldest position held; 0 unless it is a ring
+        self._set_up()
+
+    def _stores(self) -> tuple[Store, Store]:
+        """Room for K and V."""
+        rows = (self.batch, self.kv_heads, self.capacity)
+        k, v = (fmt.empty(*rows, device=self.device) for fmt in (self.k_format, self.v_format))
+        return k, v
+
+    def _set_up(self) -> None:
+        """What is made of the rest, and not copied: it holds addresses."""
+        self._write = writer(self._k, self._v, self.capacity)
+        self._on_device = torch.from_numpy(self._length).to(self.device)  # on the CPU the same memory
+
+    def __copy__(self) -> KVCache:
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        return copies.deep(self, memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return copies.rows_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copies.set_rows(self, state)
+
+    def __repr__(self) -> str:
+        shown = self._length[:8].tolist()
+        lengths = f"[{', '.join(map(str, shown))}{', ...' if self.batch > 8 else ''}]"
+        return described(self, batch=self.batch, capacity=self.capacity, ring=self.ring, lengths=lengths)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int32 `[batch]`: tokens that were appended to each row. A ring may hold fewer."""
+        return self._on_device.clone()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one row, K and V, scales included."""
+        return self.kv_heads * (self.k_format.bytes + self.v_format.bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return self._k.nbytes + self._v.nbytes
+
+    def append(self, k: Any, v: Any, counts: Any = None) -> None:
+        """Adds tokens to every row.
+
+        Args:
+            k: `[B, Hkv, L, D]`, float32, float16 or bfloat16.
+            v: `[B, Hkv, L, Dv]`.
+            counts: ints `[B]`: row `b` takes its first `counts[b]` tokens only. Default: all L.
+
+        Raises:
+            CacheFull: a row cannot hold its tokens; no row has changed.
+        """
+        k = checks.rows("k", k, self.kv_heads, self.k_format, self.device, packed=False)
+        v = checks.rows("v", v, self.kv_heads, self.v_format, self.device, packed=False)
+        checks.same_rows(k, v)
+        if k.shape[0] != self.batch:
+            raise InvalidArgument("k", f"a batch of {k.shape[0]}", f"{self.batch}, as the cache")
+        L = k.shape[2]
+        new = np.full(self.batch, L) if counts is None else checks.counts("counts", counts, self.batch, L)
+        length = self._length + new
+        if self.batch and length.max() > checks.MOST:
+            raise CacheFull(
+                f"a row would have {int(length.max())} tokens; positions end at {checks.MOST}: reset the row"
+            )
+        if not self.ring and self.batch and length.max() > self.capacity:
+            b = int(length.argmax())
+            raise CacheFull(
+                f"row {b} holds {self._length[b]} of {self.capacity} tokens and cannot take {new[b]} more; make the "
+                f"cache larger, truncate or reset the row, or use ring=True for a sliding window"
+            )
+        if self.rotate:
+            k, v = hadamard.rotate(k), hadamard.rotate(v)
+        cu = np.zeros(self.batch + 1, dtype=np.int32)
+        np.cumsum(new, out=cu[1:])
+        if tokens := int(cu[-1]):
+            starts, cu_on_device = upload(self.device, self._length, cu)
+            self._write(k, v, Places(starts, cu_on_device, tokens, packed=False))
+        self._set(length, np.maximum(self._first, length - self.capacity) if self.ring else self._first)
+
+    def attend(self, q: Any, *, counts: Any = None, causal: bool = True, **options: Any) -> Any:
+        """Attention of queries over each row's tokens. The queries are the last ones appended: append first.
+
+        Args:
+            q: `[B, H, Lq, D]` (or as `layout` says).
+            counts: ints `[B]`: row `b` has `counts[b]` queries, its first ones; what comes out for the others is of no
+                use. Give what `append` was given.
+            causal: a query sees keys up to its own position.
+
+        All other options as in `tilewise.attention`, but for `kv_lengths`. A mask's last dim is as long as the longest
+        row, or longer. A ring takes no mask; without a window, its queries see all that it holds.
+        """
+        refuse(options, {"kv_lengths": "leave it out"})
+        options["causal"] = causal
+        seq_major = options.get("layout") == "blhd"
+        shape = getattr(q, "shape", ())
+        q_rows = shape[1 if seq_major else 2] if len(shape) == 4 else 0
+        if counts is not None:
+            if options.get("q_offset") is not None:
+                raise InvalidArgument("counts", "counts and q_offset", "one of them")
+            options["q_offset"] = self._length - checks.counts("counts", counts, self.batch, q_rows)
+        call = self._attend_ring if self.ring and self._first.any() else self._attend
+        return attend(q, lambda q, **options: call(q, q_rows, seq_major, **options), self.rotate, options)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Shortens a row to `length` tokens: rejects tokens that were only a guess."""
+        row = checks.index("row", row, self.batch, "row")
+        least, most = int(self._first[row]), int(self._length[row])
+        number = integer(length)
+        if number is None or not least <= number <= most:
+            raise InvalidArgument("length", repr(length), f"{least} to {most}, what row {row} holds")
+        lengths = self._length.copy()
+        lengths[row] = number
+        self._set(lengths, self._first)
+
+    def reset(self, row: int | None = None) -> None:
+        """Empties a row, or all."""
+        which = slice(None) if row is None else checks.index("row", row, self.batch, "row")
+        lengths, first = self._length.copy(), self._first.copy()
+        lengths[which] = first[which] = 0
+        self._set(lengths, first)
+
+    def keys(self, row: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The keys that a row holds, oldest first, `[Hkv, n, D]`: for looking at them."""
+        return self._held(self._k, row, dtype)
+
+    def values(self, row: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, likewise."""
+        return self._held(self._v, row, dtype)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all rows to a safetensors file, as they are stored."""
+        save_rows(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> KVCache:
+        """A cache as it was saved. A file that is cut off or altered is refused."""
+        return load_rows(cls, path, device)
+
+    def _held(self, store: Any, row: int, dtype: torch.dtype) -> torch.Tensor:
+        row = checks.index("row", row, self.batch, "row")
+        slots = torch.arange(int(self._first[row]), int(self._length[row]), device=self.device) % self.capacity
+        x = store.map(lambda x: x[row][:, slots]).floats()
+        return (hadamard.rotate_back(x) if self.rotate else x).to(dtype)
+
+    def _set(self, lengths: np.ndarray, first: np.ndarray) -> None:
+        self._length[:] = lengths
+        self._first = first.astype(np.int32)
+        if self.device.type != "cpu":
+            self._on_device.copy_(torch.from_numpy(self._length), non_blocking=True)
+
+    def _operands(self, slots: int, seq_major: bool) -> tuple[Any, Any]:
+        def part(x: torch.Tensor) -> torch.Tensor:
+            x = x[:, :, :slots]
+            return x.transpose(1, 2) if seq_major else x
+
+        return self._k.map(part).operand(), self._v.map(part).operand()
+
+    def _slots(self, longest: int, mask: Any) -> int:
+        """How many slots a call is given: those of a mask, or the longest row's and a few more."""
+        width = mask.shape[-1] if len(getattr(mask, "shape", ())) else 1
+        if width == 1:
+            return min(self.capacity, rounded(longest))
+        if not longest <= width <= self.capacity:
+            limit = f"{longest} to {self.capacity}: the longest row, up to the capacity"
+            raise InvalidArgument("mask", f"a last dim of {width}", limit)
+        return int(width)
+
+    def _attend(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
+        slots = self._slots(int(self._length.max(initial=0)), options.get("mask"))
+        offset = options.get("q_offset")
+        if isinstance(offset, np.ndarray):
+            options["q_offset"] = torch.from_numpy(offset).to(self.device)
+        return attention(q, *self._operands(slots, seq_major), kv_lengths=self._on_device, **options)
+
+    def _attend_ring(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
+        first, length = self._first.astype(np.int64), self._length.astype(np.int64)
+        offset = options.get("q_offset")
+        if offset is None:
+            offset = length - q_rows
+        elif isinstance(offset, torch.Tensor):
+            offset = offset.cpu().numpy()
+        q_first = np.broadcast_to(np.asarray(offset, dtype=np.int64), (self.batch,))
+        ring.check(first, q_first, self.capacity, options)
+        if ring.order_is_nothing(first, length, self.capacity, q_rows, options):
+            held = torch.from_numpy((length - first).astype(np.int32)).to(self.device)
+            operands = self._operands(min(self.capacity, rounded(int((length - first).max(initial=0)))), seq_major)
+            return attention(q, *operands, kv_lengths=held, **options | {"causal": False, "window": None})
+        options.pop("q_offset", None)
+        lse, out = options.pop("return_lse", False), options.pop("out", None)
+        states = []
+        for run in ring.runs(first, length, q_first, self.capacity, options.get("window")):
+            lengths, offsets = (torch.from_numpy(x).to(self.device, torch.int32) for x in (run.lengths, run.offsets))
+            slots = min(self.capacity, rounded(int(run.lengths.max(initial=0))))
+            mask = None if run.hidden is None else ring.mask_below(run.hidden, slots, self.device)
+            states.append(attention(
+                q, *self._operands(slots, seq_major), kv_lengths=lengths, q_offset=offsets, mask=mask, return_lse=True,
+                **options,
+            ))  # fmt: skip
+            options["sinks"] = None  # once
+        state = states[0] if len(states) == 1 else merge(states)
+        if out is not None:
+            state = AttentionState(into(out, state.out), state.lse)
+        return state if lse else state.out

@@ -1,0 +1,162 @@
+"""How a cache stores rows of K or V: plain floats, or few bits with scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from ..core.dtypes import FLOATS, short_name
+from ..core.problem import MAX_HEAD_DIM
+from ..errors import InvalidArgument
+from ..quantised import GROUPS, STORAGE, QuantDtype, Quantised
+from .integers import integer
+
+PLAIN = FLOATS
+QUANTISED: tuple[str, ...] = get_args(QuantDtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The storage of a row of `width` elements: `name` is a plain type or one of `Quantised`, in groups of `group`.
+
+    >>> Format.of("dtype", "int4", 32, 128).bytes
+    80
+    """
+
+    name: str
+    width: int
+    group: int = 0
+
+    @classmethod
+    def of(cls, argument: str, dtype: Any, group: Any, width: int) -> Format:
+        """What a user asks for by a name or a torch dtype; None is torch's default."""
+        if dtype is None:
+            dtype = torch.get_default_dtype()
+            dtype = torch.float32 if dtype == torch.float64 else dtype
+        name = short_name(dtype)
+        if not isinstance(name, str) or (name not in PLAIN and name not in QUANTISED):
+            raise InvalidArgument(argument, repr(dtype), f"one of {', '.join((*PLAIN, *QUANTISED))} or their dtype")
+        if name in PLAIN:
+            return cls(name, width)
+        if group not in GROUPS:
+            raise InvalidArgument("group", repr(group), "32, 64 or 128")
+        if name == "int4" and width % 2:
+            raise InvalidArgument(argument, f"'int4' of {width} elements", "an even head dim for int4", "use 'int8'")
+        return cls(name, width, group)
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.group > 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the data."""
+        return STORAGE[self.name] if self.is_quantised else PLAIN[self.name]
+
+    @property
+    def columns(self) -> int:
+        """Elements of data in a row."""
+        return self.width // 2 if self.name == "int4" else self.width
+
+    @property
+    def scales(self) -> int:
+        """Scales of a row."""
+        return -(-self.width // self.group) if self.is_quantised else 0
+
+    @property
+    def bytes(self) -> int:
+        """Of a row, scales included."""
+        return self.columns * self.dtype.itemsize + 4 * self.scales
+
+    def empty(self, *rows: int, device: torch.device) -> Store:
+        """Room for `rows` of rows. Quantised data is not touched: its pages of memory come with its use."""
+        data = torch.empty(*rows, self.columns, dtype=self.dtype, device=device)
+        scales = torch.empty(*rows, self.scales, dtype=torch.float32, device=device) if self.is_quantised else None
+        return Store(self, data, scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Rows in a format: `data` and, if it is quantised, `scales`, alike in all dims but the last."""
+
+    format: Format
+    data: torch.Tensor
+    scales: torch.Tensor | None
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Store:
+        """A view (or a copy) of both, by a function that leaves their last dim alone."""
+        return Store(self.format, change(self.data), None if self.scales is None else change(self.scales))
+
+    def operand(self) -> torch.Tensor | Quantised:
+        """What stands for K, V or pages in a call of `attention`."""
+        if self.scales is None:
+            return self.data
+        return Quantised(self.data, self.scales, self.format.name, self.format.group)  # type: ignore[arg-type]
+
+    def floats(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """All of it at full width: for looking at it."""
+        operand = self.operand()
+        return operand.dequantise(dtype) if isinstance(operand, Quantised) else operand.to(dtype)
+
+    def assign(self, index: Any, x: torch.Tensor) -> None:
+        """Stores `x` `[..., width]` where `index` says, in plain torch: for devices that have no kernel."""
+        if self.scales is None:
+            self.data[index] = x.to(self.data.dtype)
+            return
+        rows = Quantised.from_float(x, self.format.name, self.format.group)  # type: ignore[arg-type]
+        self.data[index], self.scales[index] = rows.data, rows.scales
+
+    def copy(self, index: Any, source: Any) -> None:
+        """Rows `source` to `index`, as they are stored."""
+        for x in (self.data, self.scales):
+            if x is not None:
+                bits = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x  # torch indexes few float8 ops
+                bits[index] = bits[source]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+def size(argument: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """A whole number from `least` on."""
+    number = integer(value)
+    if number is None or number < least or (most is not None and number > most):
+        limit = f"{least} or more" if most is None else f"{least} to {most}"
+        raise InvalidArgument(argument, repr(value), f"an int, {limit}")
+    return number
+
+
+def flag(argument: str, value: Any) -> bool:
+    """True or False: a text or a number is more likely a mistake."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidArgument(argument, repr(value), "True or False")
+    return bool(value)
+
+
+def described(cache: Any, **facts: Any) -> str:
+    """What `repr` of a cache says: its sizes, how it stores, what it holds."""
+    k, v = cache.k_format, cache.v_format
+    facts |= {"kv_heads": cache.kv_heads, "head_dim": k.width}
+    facts |= {"value_dim": v.width} if v.width != k.width else {}
+    facts |= {"dtype": repr(k.name)} | ({"v_dtype": repr(v.name)} if v.name != k.name else {})
+    facts |= {"group": k.group or v.group} if k.group or v.group else {}
+    facts |= {"rotate": True} if cache.rotate else {}
+    facts |= {"device": repr(str(cache.device)), "nbytes": cache.nbytes}
+    return f"{type(cache).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
+
+
+def head_width(argument: str, value: Any) -> int:
+    return size(argument, value, 1, MAX_HEAD_DIM)
+
+
+def formats_of(head_dim: Any, value_dim: Any, dtype: Any, v_dtype: Any, group: Any) -> tuple[Format, Format]:
+    """K's and V's, from the arguments that both caches have."""
+    width = head_width("head_dim", head_dim)
+    value_width = width if value_dim is None else head_width("value_dim", value_dim)
+    k = Format.of("dtype", dtype, group, width)
+    return k, Format.of("v_dtype", dtype if v_dtype is None else v_dtype, group, value_width)

@@ -1,0 +1,339 @@
+"""`PagedKVCache`: sequences in pages of a common pool, with shared prefixes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import InvalidArgument
+from . import checks, copies, hadamard
+from .append import Writer, writer
+from .batch import Batch
+from .block_manager import Sequences
+from .cascade import Split
+from .eager import eager
+from .formats import Store, described, flag, formats_of, size
+from .integers import integer
+from .serialization.load import load_pages, load_prefix
+from .serialization.save import save_pages, save_prefix
+from .stats import PoolStats, stats_of
+
+
+@eager
+class PagedKVCache:
+    """Keys and values of many sequences in one pool of pages, for one or more layers.
+
+    Sequences have ids. They are created, extended, forked (sharing all pages until one of them writes), truncated and
+    freed in any order. All methods may be called from several threads; a sequence is one thread's at a time.
+
+    Args:
+        num_pages: pages in the pool.
+        page_size: tokens in a page.
+        kv_heads: heads of K and V.
+        head_dim: D, of K.
+        dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, or a torch dtype.
+            Default: torch's default dtype, or float32 where that is float64.
+        layers: layers that share the tables, each with keys and values of its own.
+        v_dtype: how V is stored, if not as K.
+        value_dim: Dv, if not D.
+        group: elements that share a scale in quantised storage: 32, 64 or 128.
+        rotate: store K and V rotated by a Hadamard matrix; see `KVCache`.
+        device: where it lies. Default: torch's default device.
+
+    >>> cache = PagedKVCache(100, 16, kv_heads=4, head_dim=64, dtype="f16")
+    >>> first = cache.create()
+    >>> cache.append([first], *torch.randn(2, 1, 4, 50, 64))
+    >>> second = cache.fork(first)  # no page is copied
+    >>> cache.append([first, second], *torch.randn(2, 2, 4, 1, 64))  # one is: the last, half filled
+    >>> cache.attend([first, second], torch.randn(2, 8, 1, 64)).shape
+    torch.Size([2, 8, 1, 64])
+    >>> stats = cache.stats()
+    >>> stats.used, stats.shared, stats.free
+    (5, 3, 95)
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype | str | None = None,
+        *,
+        layers: int = 1,
+        v_dtype: torch.dtype | str | None = None,
+        value_dim: int | None = None,
+        group: int = 64,
+        rotate: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.num_pages, self.page_size = size("num_pages", num_pages, 0, 2**31 - 1), size("page_size", page_size)
+        self.kv_heads, self.layers = size("kv_heads", kv_heads), size("layers", layers)
+        self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group)
+        self.rotate = flag("rotate", rotate)
+        if self.rotate:
+            hadamard.check("head_dim", self.k_format.width)
+            hadamard.check("value_dim", self.v_format.width)
+        self.device = torch.empty(0, device=device).device
+        self._k, self._v = self._stores()
+        self._sequences = Sequences(self.num_pages, self.page_size, self.layers, self.device)
+        self._set_up()
+
+    def _stores(self) -> tuple[Store, Store]:
+        """Room for K and V."""
+        rows = (self.layers, self.num_pages, self.page_size, self.kv_heads)
+        k, v = (fmt.empty(*rows, device=self.device) for fmt in (self.k_format, self.v_format))
+        return k, v
+
+    def _set_up(self) -> None:
+        """What is made of the rest, and not copied."""
+        self._writers: dict[int, Writer] = {}
+        self._lock = threading.RLock()
+        self._latest: Batch | None = None  # of `extend`, while it shows its sequences as they are
+        self._splits: dict[Any, Split | None] = {}  # prefixes that batches share, until a sequence is shortened
+        self._pages: dict[int, tuple[Any, Any]] = {}
+
+    def __copy__(self) -> PagedKVCache:
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        with self._lock:
+            return copies.deep(self, memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return copies.pages_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copies.set_pages(self, state)
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return described(
+            self, num_pages=self.num_pages, page_size=self.page_size, layers=self.layers, sequences=stats.sequences,
+            tokens=stats.tokens, used=stats.used, kept=stats.kept, free=stats.free,
+        )  # fmt: skip
+
+    # Sequences
+
+    def create(self) -> int:
+        """A new sequence of no tokens; its id."""
+        with self._lock:
+            return self._sequences.create()[0]
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence that shares all pages of another. Whoever writes into a shared page first gets a copy."""
+        with self._lock:
+            return self._sequences.fork("sequence", sequence)
+
+    def prefix_match(self, tokens: Any) -> tuple[int, int]:
+        """A new sequence that begins with the pages of the longest known prefix of `tokens`.
+
+        A page is known once it is full and was written with its token ids (`tokens=` of `append` or `extend`). It stays
+        known after its sequences are freed, until its room is needed. Only whole pages are shared.
+
+        Args:
+            tokens: the token ids of a prompt. Leave out its last one: it has to be computed to go on from it.
+
+        Returns:
+            The sequence's id, and how many of the tokens it holds.
+        """
+        ids = checks.token_ids(tokens)
+        with self._lock:
+            return self._sequences.match(ids)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Shortens a sequence to `length` tokens: rejects tokens that were only a guess."""
+        with self._lock:
+            slot = self._sequences.slot("sequence", sequence)
+            most = int(self._sequences.length[slot])
+            number = integer(length)
+            if number is None or not 0 <= number <= most:
+                raise InvalidArgument("length", repr(length), f"0 to {most}, what the sequence holds")
+            self._sequences.truncate(slot, number)
+            self._splits.clear()
+            self._latest = None
+
+    def free(self, sequences: int | Sequence[int]) -> None:
+        """Ends sequences: their pages are free, unless others use them or they are kept for prompts to come."""
+        with self._lock:
+            self._sequences.free(checks.sequence_ids(sequences))
+            self._latest = None
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        with self._lock:
+            return int(self._sequences.length[self._sequences.slot("sequence", sequence)])
+
+    def stats(self) -> PoolStats:
+        with self._lock:
+            return stats_of(self._sequences, self.nbytes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of all layers, scales included."""
+        return self.layers * self.kv_heads * (self.k_format.bytes + self.v_format.bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages."""
+        return self._k.nbytes + self._v.nbytes
+
+    # Tokens
+
+    def extend(self, sequences: int | Sequence[int], counts: Any = 1, tokens: Any = None) -> Batch:
+        """Makes room for new tokens, once for all layers; the result's `write` and `attend` serve each layer.
+
+        Args:
+            sequences: ids, each once.
+            counts: new tokens of each, or one number for all.
+            tokens: the new tokens' ids, packed: those of the first sequence, then those of the next. With them, full
+                pages can be found by `prefix_match` as soon as every layer has been written.
+
+        Raises:
+            CacheFull: there are too few pages; nothing has changed.
+        """
+        numbers = checks.sequence_ids(sequences)
+        return self._extend(numbers, checks.counts("counts", counts, len(numbers)), tokens)
+
+    def _extend(self, numbers: list[int], new: np.ndarray, tokens: Any) -> Batch:
+        ids = None if tokens is None else checks.token_ids(tokens)
+        if ids is not None and len(ids) != new.sum():
+            raise InvalidArgument("tokens", f"{len(ids)} ids", f"{int(new.sum())}, one for each new token")
+        with self._lock:
+            slots = self._sequences.slots(numbers)
+            growth = self._sequences.extend(slots[0], new, ids)
+            try:
+                if growth.copies:
+                    pages = torch.from_numpy(growth.changes[: growth.copies, 2:]).to(self.device, torch.int64)
+                    for store in (self._k, self._v):
+                        store.copy((slice(None), pages[:, 0]), (slice(None), pages[:, 1]))
+                self._latest = Batch(self, numbers, slots, new, growth, is_new=True)
+            except BaseException:
+                self._sequences.undo(slots[0], growth)
+                raise
+            return self._latest
+
+    def append(self, sequences: int | Sequence[int], k: Any, v: Any, *, counts: Any = None, tokens: Any = None) -> None:
+        """Adds tokens to sequences of a cache of one layer.
+
+        Args:
+            sequences: ids `[B]`, each once.
+            k: `[B, Hkv, L, D]`, or packed `[T, Hkv, D]`.
+            v: `[B, Hkv, L, Dv]` or `[T, Hkv, Dv]`.
+            counts: ints `[B]`: new tokens of each sequence. Default: L, or T / B of packed rows.
+            tokens: their ids, packed; see `extend`.
+
+        Raises:
+            CacheFull: there are too few pages; nothing has changed.
+        """
+        if self.layers > 1:
+            raise InvalidArgument("layers", f"{self.layers} layers", "one, to append", "extend, then write each layer")
+        numbers = checks.sequence_ids(sequences)
+        new = checks.counts("counts", checks.evenly("k", k, len(numbers)) if counts is None else counts, len(numbers))
+        rows = self._new_rows(k, v, new)  # wrong rows are refused before there is room for them
+        batch = self._extend(numbers, new, tokens)
+        try:
+            batch._write(*rows, layer=0)
+        except BaseException:
+            with self._lock:
+                self._sequences.undo(batch._slots, batch._growth)
+                self._latest = None
+            raise
+
+    def view(self, sequences: int | Sequence[int], counts: Any = 1) -> Batch:
+        """Sequences as they are, to attend to; `counts` are the queries of each, its last tokens."""
+        numbers = checks.sequence_ids(sequences)
+        queries = checks.counts("counts", counts, len(numbers))
+        with self._lock:
+            latest = self._latest
+            if latest is not None and latest.sequences == numbers and np.array_equal(latest.counts, queries):
+                return latest  # what was appended last
+            slots = self._sequences.slots(numbers)
+            return Batch(self, numbers, slots, queries, self._sequences.as_they_are(slots[0], queries), is_new=False)
+
+    def attend(
+        self, sequences: int | Sequence[int], q: Any, *, layer: int = 0, counts: Any = None, **options: Any
+    ) -> Any:
+        """Attention of queries over each sequence's tokens. The queries are the last ones appended.
+
+        Args:
+            sequences: ids `[B]`.
+            q: `[B, H, Lq, D]` (or as `layout` says), or packed `[T, H, D]`.
+            counts: ints `[B]`: queries of each sequence. Default: Lq, or T / B of packed ones.
+
+        All other options as in `Batch.attend`.
+        """
+        numbers = checks.sequence_ids(sequences)
+        if counts is None:
+            counts = checks.evenly("q", q, len(numbers), 1 if options.get("layout") == "blhd" else 2)
+        return self.view(numbers, counts).attend(q, layer=layer, **options)
+
+    def keys(self, sequence: int, layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The keys of a sequence, `[Hkv, n, D]`: for looking at them."""
+        return self._held(self._k, sequence, layer, dtype)
+
+    def values(self, sequence: int, layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, likewise."""
+        return self._held(self._v, sequence, layer, dtype)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all sequences, with what they share and what is kept, to a safetensors file."""
+        save_pages(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> PagedKVCache:
+        """A cache as it was saved, ids of sequences included. A file that is cut off or altered is refused."""
+        return load_pages(cls, path, device)
+
+    def save_prefix(self, path: str | os.PathLike[str], sequence: int) -> None:
+        """Writes one sequence to a safetensors file, to be loaded into any cache of the same storage."""
+        save_prefix(self, path, sequence)
+
+    def load_prefix(self, path: str | os.PathLike[str]) -> int:
+        """A new sequence from a file of `save_prefix`; `prefix_match` finds it. The page sizes may differ."""
+        return load_prefix(self, path)
+
+    def _held(self, store: Store, sequence: int, layer: int, dtype: torch.dtype) -> torch.Tensor:
+        layer = checks.index("layer", layer, self.layers, "layer")
+        with self._lock:
+            slot = self._sequences.slot("sequence", sequence)
+            self._sequences.check_written("sequence", sequence, slot, layer)
+            pages = torch.from_numpy(self._sequences.pages(slot)).to(self.device, torch.int64)
+            length = int(self._sequences.length[slot])
+        x = store.map(lambda x: x[layer][pages].flatten(0, 1)[:length].transpose(0, 1)).floats()
+        return (hadamard.rotate_back(x) if self.rotate else x).to(dtype)
+
+    def _new_rows(self, k: Any, v: Any, counts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """New keys and values in the form `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` and True; enough for `counts`."""
+        packed = len(getattr(k, "shape", ())) == 3
+        k = checks.rows("k", k, self.kv_heads, self.k_format, self.device, packed)
+        v = checks.rows("v", v, self.kv_heads, self.v_format, self.device, packed)
+        checks.same_rows(k, v)
+        if packed and k.shape[2] != counts.sum():
+            raise InvalidArgument("k", f"{k.shape[2]} packed rows", f"{int(counts.sum())}, one for each new token")
+        if not packed and (k.shape[0] != len(counts) or k.shape[2] < counts.max(initial=0)):
+            want = f"{len(counts)} rows of {int(counts.max(initial=0))} or more, one for each sequence"
+            raise InvalidArgument("k", f"{k.shape[0]} rows of {k.shape[2]} tokens", want)
+        return k, v, packed
+
+    def _operands(self, layer: int) -> tuple[Any, Any]:
+        """K and V pages as the attention functions take them."""
+        if layer not in self._pages:
+            self._pages[layer] = tuple(  # type: ignore[assignment]
+                store.map(lambda x: x[layer]).operand() for store in (self._k, self._v)
+            )
+        return self._pages[layer]
+
+    def _writer(self, layer: int) -> Writer:
+        if layer not in self._writers:
+            # [pages, Hkv, slots, columns]
+            k, v = (store.map(lambda x: x[layer].transpose(1, 2)) for store in (self._k, self._v))
+            self._writers[layer] = writer(k, v, self.page_size)
+        return self._writers[layer]

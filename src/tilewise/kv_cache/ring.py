@@ -1,0 +1,81 @@
+"""Attention over a ring: slots hold positions modulo the capacity, so a row's tokens may lie in two runs.
+
+The upper run starts at the slot of the oldest token held, the lower one at slot 0. In each of them positions and slots
+differ by a number that is the row's own and a multiple of the capacity. So causal, windows, ALiBi and chunks (that
+divide the capacity) hold their meaning if the queries' offset is moved by it. Two calls, merged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.options import as_window
+from ..errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Slots `0` to `lengths[b]` of each row, with the queries' offset among them."""
+
+    lengths: np.ndarray  # int64 [B]
+    offsets: np.ndarray  # int64 [B]
+    hidden: np.ndarray | None = None  # int64 [B]: slots below are not the run's, and no window hides them
+
+
+def check(first: np.ndarray, q_first: np.ndarray, capacity: int, options: dict[str, Any]) -> None:
+    """Refuses what a ring cannot do, for queries from position `q_first[b]` on."""
+    chunk, window = options.get("chunk"), options.get("window")
+    if isinstance(chunk, int) and chunk > 0 and capacity % chunk:
+        raise InvalidArgument("chunk", chunk, f"a divisor of the ring's capacity of {capacity}")
+    if options.get("mask") is not None:
+        remedy = "a cache without ring takes masks"
+        raise InvalidArgument("mask", "a mask over a ring", "none: its columns would not be positions", remedy)
+    left = as_window(window)[0]
+    if left is not None and bool((short := np.maximum(q_first - left, 0) < first).any()):
+        b = int(np.argmax(short))
+        raise InvalidArgument(
+            "window", f"{window!r}, which reaches back to position {max(0, int(q_first[b]) - left)} in row {b}",
+            f"one that ends at {int(first[b])} or later, the oldest token that the ring of {capacity} holds",
+            "give the ring window + queries - 1 slots, or append and attend in smaller chunks",
+        )  # fmt: skip
+
+
+def runs(first: np.ndarray, length: np.ndarray, q_first: np.ndarray, capacity: int, window: Any) -> list[Run]:
+    """Where positions `first[b]` to `length[b]` lie."""
+    start = first % capacity
+    shift = first - start
+    end = start + length - first
+    below = start if as_window(window)[0] is None and bool(start.any()) else None
+    upper = Run(np.minimum(end, capacity), q_first - shift, below)
+    if not bool((end > capacity).any()):
+        return [upper]
+    return [upper, Run(np.maximum(end - capacity, 0), q_first - shift - capacity)]
+
+
+def order_is_nothing(
+    first: np.ndarray, length: np.ndarray, capacity: int, q_rows: int, options: dict[str, Any]
+) -> bool:
+    """Whether every query sees every slot that is filled, whatever its position: then one call does.
+
+    It is so when rows are full (or lie from slot 0 on) and no rule tells positions apart.
+    """
+    if options.get("chunk") is not None or options.get("alibi_slopes") is not None:
+        return False
+    if not bool(((length - first == capacity) | (first % capacity == 0)).all()):
+        return False
+    if options.get("q_offset") is not None or (options["causal"] and q_rows > 1):
+        return False
+    left, right = as_window(options.get("window"))
+    if right is not None and not options["causal"]:
+        return False
+    return left is None or (q_rows == 1 and bool((length - 1 - left <= first).all()))
+
+
+def mask_below(hidden: np.ndarray, slots: int, device: torch.device) -> torch.Tensor:
+    """True from slot `hidden[b]` on: `[B, 1, 1, slots]`."""
+    starts = torch.from_numpy(hidden).to(device)
+    return (torch.arange(slots, device=device) >= starts[:, None])[:, None, None]

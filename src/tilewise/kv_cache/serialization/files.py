@@ -1,0 +1,211 @@
+"""Tensors in a safetensors file, with a digest of all of it: a file that is cut off or altered is refused.
+
+The format: 8 bytes, the length of the header; the header, JSON; then the tensors' bytes, one after the other. It is
+data and never code. Whoever made a file may have made its digest too, so all that it says is checked, and before memory
+is taken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ...errors import InvalidArgument
+
+VERSION = "1"
+NAMES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+LONGEST_HEADER = 1 << 20  # ours have a few KB
+
+About = dict[str, Any]
+Shape = tuple[int, ...]
+Shapes = dict[str, tuple[Shape, torch.dtype]]
+
+
+def write(path: str | os.PathLike[str], kind: str, about: About, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes all of it or nothing: an earlier file stays until the new one is whole, and on the disk."""
+    entries, end = {}, 0
+    for name, x in tensors.items():
+        size = x.numel() * x.element_size()
+        entries[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [end, end + size]}
+        end += size
+    meta = {"kind": kind, "version": VERSION, "about": json.dumps(about, sort_keys=True)}
+    digest = _digest(meta, entries)
+    for x in tensors.values():
+        digest.update(_bytes(x))
+    header = json.dumps({"__metadata__": {**meta, "digest": digest.hexdigest()}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    path = Path(path)
+    # A name that nobody can guess, and that may not be there: no link that waits at it is followed, and no two threads
+    # or processes write into one draft.
+    draft = path.with_name(f".{secrets.token_hex(12)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    number = os.open(draft, flags, 0o666)
+    try:
+        with open(number, "wb") as file:
+            file.write(len(header).to_bytes(8, "little"))
+            file.write(header)
+            for x in tensors.values():
+                file.write(_bytes(x))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name is on the disk too, where folders can be synced."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def read(
+    path: str | os.PathLike[str],
+    kind: str,
+    fields: dict[str, type],
+    declare: Callable[[About, dict[str, Shape]], Shapes],
+) -> tuple[About, dict[str, torch.Tensor]]:
+    """What was written, on the CPU.
+
+    Args:
+        fields: the names and types of its description.
+        declare: the tensors that a file of this description has, given the shapes that it says they have. It is called
+            before any of them is read, and refuses a description that makes no sense.
+    """
+    path = Path(path)
+    with open(path, "rb", opener=_without_waiting) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise refused(path, "no plain file", "a file that tilewise has saved")
+        meta, entries = _header(path, file, found.st_size)
+        if meta.get("kind") != kind:
+            raise refused(path, f"a file of kind {meta.get('kind')!r}", f"kind {kind!r}")
+        if meta.get("version") != VERSION:
+            raise refused(path, f"version {meta.get('version')!r}", f"version {VERSION!r}, which this tilewise writes")
+        about = _about(path, meta, fields)
+        said = {name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+        try:
+            wanted = declare(about, {name: shape for name, (shape, _) in said.items()})
+        except InvalidArgument as error:
+            if error.argument == "path":
+                raise
+            raise refused(path, f"a description that makes no sense ({error})", "one of a cache") from None
+        _expect(path, said, wanted)
+        digest, tensors = _digest({name: text for name, text in meta.items() if name != "digest"}, entries), {}
+        for name, (shape, dtype) in said.items():
+            x = tensors[name] = room(path, lambda s=shape, d=dtype: torch.empty(s, dtype=d, device="cpu"))  # type: ignore[misc]
+            if x.numel() and file.readinto(_bytes(x)) != x.nbytes:
+                raise refused(path, "a file that became shorter meanwhile", "one that stays as it is")
+            digest.update(_bytes(x))
+        if digest.hexdigest() != meta.get("digest"):
+            raise refused(path, "contents that do not agree with their digest", "the file as it was saved")
+    return about, tensors
+
+
+def room(path: Any, make: Callable[[], Any]) -> Any:
+    """What `make` allocates, if there is memory for it."""
+    try:
+        return make()
+    except (MemoryError, RuntimeError) as error:
+        raise refused(path, f"more than memory can be had for ({error})", "a cache that fits") from None
+
+
+def refused(path: Any, given: str, expected: str) -> InvalidArgument:
+    return InvalidArgument("path", f"{path}: {given}", expected)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a pipe that nobody writes to as well; then it can be refused."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _about(path: Path, meta: dict[str, str], fields: dict[str, type]) -> About:
+    """The description: these fields with values of these types."""
+    try:
+        about = _parse(meta.get("about", ""))
+    except (ValueError, RecursionError) as error:
+        raise refused(path, f"a description that cannot be read ({error})", "JSON") from None
+    if not isinstance(about, dict) or about.keys() != fields.keys():
+        given = sorted(about) if isinstance(about, dict) else type(about).__name__
+        raise refused(path, f"a description of {given}", f"{sorted(fields)}")
+    for name, kind in fields.items():
+        if type(about[name]) is not kind:
+            raise refused(path, f"{name} {str(about[name])[:80]!r}", f"a value of type {kind.__name__}")
+    return about
+
+
+def _expect(path: Path, said: Shapes, wanted: Shapes) -> None:
+    """Refuses a file whose tensors are not those of its description."""
+    if said.keys() != wanted.keys():
+        raise refused(path, f"tensors {sorted(said)}", f"{sorted(wanted)}")
+    for name, (shape, dtype) in wanted.items():
+        if said[name] != (shape, dtype):
+            raise refused(path, f"{name} {said[name][0]} {said[name][1]}", f"{shape} {dtype}")
+
+
+def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """The description and the tensors' places, which together make up the file to its last byte."""
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > min(size - 8, LONGEST_HEADER):
+        raise refused(path, f"{size} bytes, which end within the header", "a whole file")
+    try:
+        entries = _parse(file.read(length).decode())
+        meta, end = entries.pop("__metadata__"), 0
+        if not all(isinstance(text, str) for text in meta.values()):
+            raise ValueError("metadata that are no texts")
+        for entry in entries.values():
+            if entry.keys() != {"dtype", "shape", "data_offsets"}:
+                raise ValueError("a tensor with other fields")
+            if not all(type(n) is int and 0 <= n <= 2**62 for n in (*entry["shape"], *entry["data_offsets"])):
+                raise ValueError("sizes that are none")
+            begin, end_of_it = entry["data_offsets"]
+            bytes_of_it = DTYPES[entry["dtype"]].itemsize
+            for n in entry["shape"]:
+                bytes_of_it *= n
+            if begin != end or end_of_it - begin != bytes_of_it:
+                raise ValueError("tensors that overlap")
+            end = end_of_it
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise refused(path, f"a header that makes no sense ({error})", "a file that tilewise has saved") from None
+    if size != 8 + length + end:
+        raise refused(path, f"{size} bytes", f"{8 + length + end}, as its header says")
+    return meta, entries
+
+
+def _parse(text: str) -> Any:
+    """JSON in which no name is there twice: readers differ in which of them they take."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name that is there twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+def _digest(meta: dict[str, str], entries: dict[str, Any]) -> Any:
+    return hashlib.sha256(json.dumps([meta, entries], sort_keys=True).encode())
+
+
+def _bytes(x: torch.Tensor) -> memoryview:
+    return x.view(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")

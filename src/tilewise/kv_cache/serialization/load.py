@@ -1,0 +1,219 @@
+"""Caches and prefixes from files of `save.py`. What a file says is checked before memory is taken, and before use."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .. import hadamard
+from ..checks import MOST
+from ..formats import Format, formats_of, size
+from ..prefix_cache import LOST, ROOT
+from . import files
+from .save import Path, as_bits, formats, stores
+
+if TYPE_CHECKING:
+    from ..contiguous import KVCache
+    from ..paged import PagedKVCache
+
+FORMATS = {
+    "kv_heads": int, "head_dim": int, "value_dim": int, "dtype": str, "v_dtype": str, "group": int, "rotate": bool,
+}  # fmt: skip
+ROWS = FORMATS | {"batch": int, "capacity": int, "ring": bool, "slots": int}
+PREFIX = FORMATS | {"layers": int, "tokens": int, "known": int}
+PAGES = FORMATS | {"layers": int, "num_pages": int, "page_size": int, "created": int, "kept": int}
+LARGEST = 2**62  # of ids and numbers of nodes: more can be given after them
+
+
+def _formats(about: files.About) -> tuple[Format, Format]:
+    size("kv_heads", about["kv_heads"])
+    k, v = formats_of(*(about[name] for name in ("head_dim", "value_dim", "dtype", "v_dtype", "group")))
+    if about["rotate"]:
+        hadamard.check("head_dim", k.width)
+        hadamard.check("value_dim", v.width)
+    return k, v
+
+
+def _stores(k: Format, v: Format, *rows: int) -> files.Shapes:
+    """The tensors of K and V with so many rows of rows."""
+    shapes: files.Shapes = {}
+    for name, fmt in (("k", k), ("v", v)):
+        shapes[name] = ((*rows, fmt.columns), fmt.dtype)
+        if fmt.is_quantised:
+            shapes[f"{name}_scales"] = ((*rows, fmt.scales), torch.float32)
+    return shapes
+
+
+def _memory(device: torch.device) -> int | None:
+    """Bytes that a device has, free or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _check_memory(path: Path, bytes_: int, device: Any) -> None:
+    """A small file may declare a large cache: refused if no machine like this could hold it."""
+    there = _memory(torch.empty(0, device=device).device)
+    if there is not None and bytes_ > there:
+        raise files.refused(path, f"a cache of {bytes_} bytes", f"at most {there}, what the device has")
+
+
+# KVCache
+
+
+def load_rows(kind: type[KVCache], path: Path, device: Any) -> KVCache:
+    def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
+        k, v = _formats(about)
+        batch, capacity = size("batch", about["batch"], 0), size("capacity", about["capacity"], 1, MOST)
+        slots = size("slots", about["slots"], 0, capacity)
+        _check_memory(path, batch * about["kv_heads"] * capacity * (k.bytes + v.bytes), device)
+        numbers = ((batch,), torch.int32)
+        return _stores(k, v, batch, about["kv_heads"], slots) | {"lengths": numbers, "first": numbers}
+
+    about, tensors = files.read(path, "KVCache", ROWS, declare)
+    slots, capacity = about.pop("slots"), about["capacity"]
+    length, first = (tensors[name].numpy().astype(np.int64) for name in ("lengths", "first"))
+    held = length - first
+    wrong = (first < 0) | (held < 0) | (held > capacity) | (first > 0 if not about["ring"] else False)
+    if wrong.any():
+        b = int(np.argmax(wrong))
+        given = f"row {b} with tokens {first[b]} to {length[b]}"
+        raise files.refused(path, given, f"0 to {capacity} tokens" + (" from 0 on" if not about["ring"] else ""))
+    if slots != min(capacity, int(length.max(initial=0))):
+        raise files.refused(
+            path, f"{slots} slots", f"{min(capacity, int(length.max(initial=0)))}, as the rows' lengths"
+        )
+    cache: KVCache = files.room(path, lambda: kind(**about, device=device))
+    for name, x in stores(cache):
+        as_bits(x)[:, :, :slots] = as_bits(tensors[name]).to(cache.device)
+    cache._set(length, first)
+    return cache
+
+
+# PagedKVCache: one sequence
+
+
+def load_prefix(cache: PagedKVCache, path: Path) -> int:
+    mine = formats(cache) | {"layers": cache.layers}
+
+    def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
+        for name, value in mine.items():
+            if about[name] != value:
+                raise files.refused(path, f"{name} {about[name]!r}", f"{value!r}, as the cache has")
+        length = size("tokens", about["tokens"], 0, MOST)
+        known = size("known", about["known"], 0, length)
+        return _stores(*_formats(about), cache.layers, length, cache.kv_heads) | {"ids": ((known,), torch.int64)}
+
+    about, tensors = files.read(path, "prefix", PREFIX, declare)
+    length, known = about["tokens"], about["known"]
+    with cache._lock:
+        sequence = cache.create()
+        try:
+            first = cache.extend(sequence, known, tokens=tensors["ids"])
+            cache.extend(sequence, length - known)
+            sequences = cache._sequences
+            own = sequences.slot_of[sequence]
+            slots, pages = np.arange(length), sequences.pages(own)
+            page, slot = (torch.from_numpy(x).to(cache.device, torch.int64)
+                          for x in (pages[slots // cache.page_size], slots % cache.page_size))  # fmt: skip
+            for name, x in stores(cache):
+                as_bits(x)[:, page, slot] = as_bits(tensors[name]).to(cache.device)
+        except BaseException:
+            cache.free(sequence)
+            raise
+        sequences.written[:, own] = length
+        if first._growth.full is not None:
+            sequences.commit([sequence], first._growth.full)
+    return sequence
+
+
+# PagedKVCache: all of it
+
+
+def load_pages(kind: type[PagedKVCache], path: Path, device: Any) -> PagedKVCache:
+    def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
+        k, v = _formats(about)
+        layers, P = size("layers", about["layers"]), size("page_size", about["page_size"])
+        pages = size("num_pages", about["num_pages"], 0, MOST)
+        size("created", about["created"], 0, LARGEST)
+        U, S, N, width = (
+            said.get(name, (0, 0))[dim] if len(said.get(name, (0, 0))) > dim else 0
+            for name, dim in (("ids", 0), ("sequences", 0), ("nodes", 0), ("table", 1))
+        )
+        size("ids", U, 0, pages)
+        size("kept", about["kept"], 0, U)
+        size("nodes", N, 0, U)
+        size("table", width, 0, U)
+        rows = layers * P * about["kv_heads"]
+        _check_memory(path, pages * (rows * (k.bytes + v.bytes) + 8 * P), device)
+        shapes = _stores(k, v, layers, U, P, about["kv_heads"])
+        shapes |= dict.fromkeys(("sequences", "length", "known", "node", "depth"), ((S,), torch.int64))
+        return shapes | {
+            "ids": ((U, P), torch.int64), "table": ((S, width), torch.int32), "nodes": ((N, 3), torch.int64),
+        }  # fmt: skip
+
+    about, tensors = files.read(path, "PagedKVCache", PAGES, declare)
+    lists = {name: x.numpy() for name, x in tensors.items() if name.split("_")[0] not in ("k", "v")}
+    if (problem := _problem(lists, about)) is not None:
+        raise files.refused(path, problem, "sequences and pages that agree")
+    created, kept = about.pop("created"), about.pop("kept")
+    cache: PagedKVCache = files.room(path, lambda: kind(**about, device=device))
+    for name, x in stores(cache):
+        as_bits(x)[:, : len(lists["ids"])] = as_bits(tensors[name]).to(cache.device)
+    cache._sequences.restore(lists, created, kept)
+    return cache
+
+
+def _problem(lists: dict[str, np.ndarray], about: files.About) -> str | None:
+    """What would make a cache of these lists read or write where it may not, or find what is not there."""
+    P, U, kept = about["page_size"], len(lists["ids"]), about["kept"]
+    numbers, length, known, depth = (lists[name] for name in ("sequences", "length", "known", "depth"))
+    if len(numbers) and not (numbers[0] >= 0 and numbers[-1] < about["created"] and (np.diff(numbers) > 0).all()):
+        return f"ids of sequences that are not ascending, 0 to {about['created'] - 1}"
+    if ((length < 0) | (length > min(MOST, lists["table"].shape[1] * P))).any():
+        return "a length beyond its pages"
+    if ((known < 0) | (known > length) | (depth < 0) | (depth > known // P)).any():
+        return "more known tokens than a sequence has"
+    refs = np.zeros(U, dtype=np.int64)
+    held = []
+    for row, n in zip(lists["table"], -(-length // P), strict=True):
+        pages = row[:n]
+        if n and (pages.min() < 0 or pages.max() >= U):
+            return "a page that is not there"
+        refs[pages] += 1
+        if len(np.unique(pages)) < n:
+            return "a page that is twice in a sequence"
+        held.append(pages)
+    if (refs[: U - kept] == 0).any() or refs[U - kept :].any():
+        return "kept pages that are used, or used ones that are not"
+    nodes: dict[int, tuple[int, int]] = {}
+    found: set[tuple[int, bytes]] = set()
+    for number, parent, page in lists["nodes"].tolist():
+        if (
+            not 0 < number <= LARGEST
+            or number in nodes
+            or (parent != ROOT and parent not in nodes)
+            or not 0 <= page < U
+        ):
+            return "a prefix that does not follow another"
+        nodes[number] = (parent, page)
+        found.add((parent, lists["ids"][page].tobytes()))
+    pages_of_nodes = {page for _, page in nodes.values()}
+    if len(found) < len(nodes) or len(pages_of_nodes) < len(nodes) or not pages_of_nodes.issuperset(range(U - kept, U)):
+        return "prefixes that are known twice, or not at all"
+    for i, (pages, node, steps) in enumerate(zip(held, lists["node"].tolist(), depth.tolist(), strict=True)):
+        if node != ROOT and node not in nodes:
+            lists["node"][i] = LOST  # it has left; its number would be given again
+            continue
+        for page in pages[:steps][::-1].tolist():
+            if node == ROOT or (lists["ids"][nodes[node][1]] != lists["ids"][page]).any():
+                return "a sequence at a prefix that is not its own"
+            node = nodes[node][0]
+        if node != ROOT:
+            return "a sequence at a prefix that is not its own"
+    return None

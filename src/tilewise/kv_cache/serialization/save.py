@@ -1,0 +1,130 @@
+"""Caches and prefixes to files, as they are stored: nothing is quantised again. `load.py` reads them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..prefix_cache import LOST
+from ..stats import tokens_of_pages
+from . import files
+
+if TYPE_CHECKING:
+    from ..contiguous import KVCache
+    from ..paged import PagedKVCache
+
+Path = str | os.PathLike[str]
+
+
+def formats(cache: Any) -> dict[str, Any]:
+    """How a cache stores, as a file describes it."""
+    k, v = cache.k_format, cache.v_format
+    return {
+        "kv_heads": cache.kv_heads, "head_dim": k.width, "value_dim": v.width, "dtype": k.name, "v_dtype": v.name,
+        "group": k.group or v.group or 64, "rotate": cache.rotate,
+    }  # fmt: skip
+
+
+def stores(cache: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of K and V, with their names."""
+    pairs = (("k", cache._k), ("v", cache._v))
+    parts = [(f"{name}{end}", x) for name, store in pairs for end, x in (("", store.data), ("_scales", store.scales))]
+    return [(name, x) for name, x in parts if x is not None]
+
+
+def as_bits(x: torch.Tensor) -> torch.Tensor:
+    """float8 as bytes: torch cannot index it everywhere."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+# KVCache
+
+
+def held_rows(cache: KVCache) -> dict[str, torch.Tensor]:
+    """All rows up to the longest, on the CPU; slots that hold no token are zeros."""
+    slots = min(cache.capacity, int(cache._length.max(initial=0)))
+    held = cache._length if not cache.ring else np.minimum(cache._length, cache.capacity)
+    tensors = {}
+    for name, x in stores(cache):
+        kept = as_bits(x)[:, :, :slots].cpu().clone(memory_format=torch.contiguous_format)
+        for b, n in enumerate(held.tolist()):
+            kept[b, :, n:] = 0
+        tensors[name] = kept.view(x.dtype)
+    return tensors
+
+
+def save_rows(cache: KVCache, path: Path) -> None:
+    tensors = held_rows(cache)
+    slots = tensors["k"].shape[2]
+    about = formats(cache) | {"batch": cache.batch, "capacity": cache.capacity, "ring": cache.ring, "slots": slots}
+    tensors["lengths"], tensors["first"] = torch.from_numpy(cache._length.copy()), torch.from_numpy(cache._first.copy())
+    files.write(path, "KVCache", about, tensors)
+
+
+# PagedKVCache
+
+
+def save_prefix(cache: PagedKVCache, path: Path, sequence: int) -> None:
+    """The rows of a sequence, one after the other, and its token ids as far as they are known."""
+    with cache._lock:
+        sequences = cache._sequences
+        slot = sequences.slot("sequence", sequence)
+        sequences.check_written("sequence", sequence, slot)
+        pages, length = sequences.pages(slot).copy(), int(sequences.length[slot])
+        known = int(sequences.known[slot])
+        ids = sequences.ids[pages].reshape(-1)[:known].copy()
+        at = torch.from_numpy(pages).to(cache.device, torch.int64)
+        tensors = {
+            name: as_bits(x)[:, at].flatten(1, 2)[:, :length].cpu().contiguous().view(x.dtype)
+            for name, x in stores(cache)
+        }
+    tensors["ids"] = torch.from_numpy(ids)
+    files.write(path, "prefix", formats(cache) | {"layers": cache.layers, "tokens": length, "known": known}, tensors)
+
+
+def held_pages(cache: PagedKVCache) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    """The pages that are used, then those that are kept, on the CPU; slots that hold no token are zeros."""
+    sequences, pool = cache._sequences, cache._sequences.pool
+    pages = np.concatenate([np.flatnonzero(pool.refs), np.fromiter(pool.kept, np.int64, len(pool.kept))])
+    tokens = tokens_of_pages(sequences, np.minimum(sequences.length, sequences.written.max(0, initial=0)))
+    empty = torch.from_numpy(np.arange(cache.page_size) >= tokens[pages][:, None])  # [U, page_size]
+    at, tensors = torch.from_numpy(pages).to(cache.device), {}
+    for name, x in stores(cache):
+        kept = as_bits(x)[:, at].cpu().contiguous()
+        kept[:, empty] = 0
+        tensors[name] = kept.view(x.dtype)
+    return pages, tensors
+
+
+def save_pages(cache: PagedKVCache, path: Path) -> None:
+    """Every page that is used or kept, the sequences and the prefix index."""
+    with cache._lock:
+        books, pool = cache._sequences, cache._sequences.pool
+        live = list(books.slot_of.items())
+        for number, slot in live:
+            books.check_written("sequence", number, slot)
+        pages, tensors = held_pages(cache)
+        place = np.zeros(cache.num_pages, dtype=np.int32)
+        place[pages] = np.arange(len(pages))
+        slots = np.array([slot for _, slot in live], dtype=np.int64)
+        width = max((len(books.pages(slot)) for slot in slots), default=0)
+        table = np.zeros((len(live), width), dtype=np.int32)
+        for i, slot in enumerate(slots):
+            table[i, : len(books.pages(slot))] = place[books.pages(slot)]
+        # A node that has left has a number that a cache made of the file would give again.
+        at = [node if pool.index.holds(node) else LOST for node in books.node[slots].tolist()]
+        nodes = [(n, node.parent, place[node.page]) for n, node in pool.index.nodes.items()]
+        lists = {
+            "ids": books.known_ids()[pages], "table": table,
+            "sequences": np.array([n for n, _ in live], dtype=np.int64),
+            "length": books.length[slots], "known": books.known[slots], "node": np.array(at, dtype=np.int64),
+            "depth": books.depth[slots], "nodes": np.array(nodes, dtype=np.int64).reshape(-1, 3),
+        }  # fmt: skip
+        about = formats(cache) | {
+            "layers": cache.layers, "num_pages": cache.num_pages, "page_size": cache.page_size,
+            "created": books.created, "kept": len(pool.kept),
+        }  # fmt: skip
+    files.write(path, "PagedKVCache", about, tensors | {name: torch.from_numpy(x) for name, x in lists.items()})

@@ -1,0 +1,169 @@
+"""How a result is judged: against the float64 oracle, by the error of torch's own arithmetic on the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from ..core.tensors import Sequence, Tensors, sequences
+from ..reference import Scores, attend
+from ..validation.calls import Call
+from .case import Case, make
+
+
+class Mismatch(AssertionError):
+    """A result that is not what the contract says."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst error of a result and the bound that it kept."""
+
+    error: float
+    bound: float
+
+
+def torch_math(seq: Sequence) -> tuple[torch.Tensor, Scores]:
+    """Plain torch on the same inputs: scores and softmax in float32, weights and values in q's dtype."""
+    p = seq.problem
+    result = attend(seq, torch.float32)
+    values = seq.values(0, seq.kv_len, torch.float32).repeat_interleave(p.group, 0)
+    if p.q_dtype != torch.float32:
+        values = values.to(p.q_dtype).float()
+    out = result.probs.to(p.q_dtype).float() @ values
+    return out.to(p.q_dtype), result
+
+
+def on_host(call: Call) -> Call:
+    """The call where float64 is: an Apple GPU has none."""
+    if call.problem.device.type != "mps":
+        return call
+    held: dict[str, Any] = {f.name: getattr(call.tensors, f.name) for f in fields(call.tensors)}
+    moved: dict[str, Any] = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in held.items()}
+    tensors = Tensors(**moved)
+    return replace(call, problem=replace(call.problem, device=torch.device("cpu")), tensors=tensors)
+
+
+def torch_errors(call: Call) -> tuple[float, float]:
+    """The largest error that torch's own arithmetic makes in `out` and in `lse`.
+
+    An lse moves as much as its scores do, so their errors count for it: they are many, where an lse may be one number.
+    """
+    call = on_host(call)
+    out = lse = 0.0
+    for seq in sequences(call.problem, call.tensors):
+        exact, (plain_out, plain) = attend(seq), torch_math(seq)
+        out = max(out, largest_error(plain_out, exact.out))
+        lse = max(lse, largest_error(plain.scores, exact.scores), largest_error(plain.lse, exact.lse))
+    return out, lse
+
+
+def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[float, float] | None = None) -> Verdict:
+    """Raises `Mismatch` unless `out` and `lse` are right.
+
+    Each element may be off by 2 (with softcap 3) times the largest error of torch's own arithmetic on the same inputs,
+    and one ulp of the largest output of its row.
+    """
+    if call.problem.device.type == "mps":
+        call, out, lse = on_host(call), out.cpu(), lse.cpu()
+    p = call.problem
+    factor = 3.0 if p.softcap else 2.0
+    out_error, lse_error = errors or torch_errors(call)
+    covered = torch.zeros(out.shape[2], dtype=torch.bool, device="cpu")
+    verdicts = [Verdict(0.0, 0.0)]
+    for seq in sequences(p, call.tensors):
+        exact = attend(seq)
+        rows = slice(seq.q_start, seq.q_start + seq.q_len)
+        covered[rows] = True
+        verdicts.append(judge("out", out[seq.row, :, rows], exact.out, factor * out_error, p.q_dtype))
+        verdicts.append(judge("lse", lse[seq.row, :, rows], exact.lse, factor * lse_error, torch.float32))
+    if bool((out[:, :, ~covered] != 0).any()) or bool((lse[:, :, ~covered] != -torch.inf).any()):
+        raise Mismatch("rows that belong to no sequence must give 0 and -inf")
+    return max(verdicts, key=lambda v: v.error / max(v.bound, 1e-300))
+
+
+def check_case(case: Case, backend: str | None, device: str = "cpu", draws: int = 1) -> Verdict:
+    """Runs a case into a poisoned output and judges it.
+
+    With `draws` above 1 torch's error is the largest on that many inputs. That is a looser bound, for sizes drawn at
+    random, where an output may be two numbers that torch happens to get exactly right. The named cases are judged on
+    their own inputs alone.
+    """
+    return _poisoned(case, backend, device, worst_errors(case, device, draws))[0]
+
+
+def _poisoned(
+    case: Case, backend: str | None, device: str, errors: tuple[float, float]
+) -> tuple[Verdict, tuple[torch.Tensor, torch.Tensor]]:
+    inputs = make(case, device)
+    poison = torch.full_like(inputs.checked().out, float("nan"))
+    call = inputs.checked(out=poison)
+    result = inputs.call(backend, out=poison, return_lse=True)
+    if result.out.data_ptr() != poison.data_ptr():
+        raise Mismatch("out= was not the tensor that came back")
+    state = call.tensors.out, inputs.common(result.lse)
+    return check_call(call, *state, errors), state
+
+
+def worst_errors(case: Case, device: str, draws: int) -> tuple[float, float]:
+    """The largest of `torch_errors` on so many inputs of a case."""
+    errors = [torch_errors(make(case, device, draw=n).checked()) for n in range(draws)]
+    return max(e[0] for e in errors), max(e[1] for e in errors)
+
+
+def check_repeats(
+    case: Case,
+    change: Case,
+    backend: str | None,
+    device: str = "cpu",
+    draws: int = 1,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Verdict:
+    """A case, then one of the same shapes with another option, each as in `check_case`; then calls of the first, of the
+    other and of the first again, `around` each. These are made twice and without checks of values, so that they are
+    remembered: they must give the bits of the judged ones.
+    """
+    judged = {each: _poisoned(each, backend, device, worst_errors(each, device, draws)) for each in (case, change)}
+    for each in (case, change, case):
+        inputs = make(each, device)
+        extra: dict[str, Any] = {"max_q": each.queries} if each.q_lengths else {}
+        extra |= {"max_k": each.keys} if each.form == "varlen" else {}
+        with around():
+            states = [inputs.call(backend, **{"return_lse": True, "validate": False} | extra) for _ in range(2)]
+        for state in states:
+            for got, want in zip(inputs.common_state(state), judged[each][1], strict=True):
+                if not bool(((got == want) | (got.isnan() & want.isnan())).all()):
+                    raise Mismatch(f"{each}: a call that was remembered gave other bits than the first")
+    return max((verdict for verdict, _ in judged.values()), key=lambda v: v.error / max(v.bound, 1e-300))
+
+
+def largest_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest error where the exact result is finite."""
+    finite = exact.isfinite()
+    return float((got.double() - exact)[finite].abs().max()) if bool(finite.any()) else 0.0
+
+
+def judge(name: str, got: torch.Tensor, exact: torch.Tensor, allowed: float, dtype: torch.dtype) -> Verdict:
+    """Raises `Mismatch` unless each element is within `allowed` and one ulp of `dtype` (for `out`, of its row)."""
+    if got.numel() == 0:
+        return Verdict(0.0, 0.0)
+    got = got.double()
+    finite = exact.isfinite()
+    if bool((got[~finite] != exact[~finite]).any()):
+        raise Mismatch(f"{name}: {got[~finite][:4].tolist()} where the oracle has {exact[~finite][:4].tolist()}")
+    sizes = torch.where(finite, exact.abs(), 0.0)
+    largest = sizes.amax(-1, keepdim=True) if name == "out" else sizes
+    bound = (allowed + largest * torch.finfo(dtype).eps).expand_as(exact)
+    error = torch.where(finite, (got - exact).abs(), 0.0)
+    wrong = ~(error <= bound)  # NaN is never within a bound
+    if bool(wrong.any()):
+        where = tuple(wrong.nonzero()[0].tolist())
+        raise Mismatch(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are off; at [head, row, ...] = {where} "
+            f"got {float(got[where])}, the oracle has {float(exact[where])}, the bound is {float(bound[where]):.3g}"
+        )
+    return Verdict(float(error.max()), float(bound.min()))

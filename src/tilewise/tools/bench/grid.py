@@ -1,0 +1,142 @@
+"""Runs tasks: every way of a case interleaved, each checked by the oracle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ... import TileMap
+from ..workloads import Inputs, make_inputs
+from . import machine
+from .measure import Call, Timing, take_turns
+from .measure_gpu import take_turns_on_gpu
+from .oracle import MOST_ERROR, oracle_errors
+from .peers import OURS, Way, find, tried
+from .record import Cell, Taken
+from .suites import Task
+
+SLOW = 1.5  # seconds: a peer that takes longer is timed by one call
+PAST_L2 = 256 * 2**20  # bytes of K and V that no GPU's cache holds
+MOST_SETS = 8
+MAP_TILE = (128, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where and how long cases are timed, and beside whom."""
+
+    device: torch.device
+    dtype: torch.dtype
+    budget: float  # seconds for each way of a case
+    peers: Sequence[str]
+
+    def time(self, ways: Sequence[Sequence[Call]]) -> list[tuple[Timing, str]]:
+        """Each way's time and a note."""
+        budget = self.budget * len(ways)
+        if self.device.type == "cuda":
+            return [(timing, "" if is_graph else "eager") for timing, is_graph in take_turns_on_gpu(ways, budget)]
+        return [(timing, "") for timing in take_turns([calls[0] for calls in ways], budget)]
+
+
+@torch.no_grad()
+def measure(task: Task, bench: Bench) -> Cell:
+    """One case by every way that can do it."""
+    case = task.case
+    sets = [make_inputs(case, bench.device, bench.dtype, seed) for seed in range(_sets(task, bench.device))]
+    x = sets[0]
+    if task.tile_map:
+        sets = [_mapped(x) for x in sets]
+    plan = sets[0].plan()
+    assert plan.cost is not None
+    ways = [_ways(task, x, bench.peers) for x in sets]
+    memory = machine.taken_by(ways[0][0].call, bench.device) if task.memory and ways[0][0].call else None
+    refused: dict[str, str] = {}
+    kept: list[int] = []
+    outputs = []
+    slow: dict[int, float] = {}  # ways that are not called again
+    for number, way in enumerate(ways[0]):
+        start = time.perf_counter()
+        out, reason = tried(way)
+        if out is not None and _is_slow(way, start, bench):
+            start = time.perf_counter()
+            _called(way)()  # the first call may have compiled
+            if _is_slow(way, start, bench):
+                slow[number] = time.perf_counter() - start
+        if out is None:
+            if way.name == OURS:
+                raise RuntimeError(reason)
+            refused[way.name] = reason
+        else:
+            kept.append(number)
+            outputs.append(out)
+    errors = oracle_errors(x, outputs)
+    del outputs
+    again = [number for number in kept if number not in slow]
+    timed = dict(zip(again, bench.time([[_called(of_set[n]) for of_set in ways] for n in again]), strict=True))
+    timed |= {number: (Timing(took, took, 0.0, 1), "once") for number, took in slow.items()}
+    taken = tuple(
+        Taken(ways[0][number].name, timed[number][0], error, timed[number][1])
+        for number, error in zip(kept, errors, strict=True)
+    )
+    return Cell(
+        group=group_of(task),
+        name=case.name,
+        metric=task.metric,
+        ways=taken,
+        refused=refused,
+        x=task.x,
+        allowed=MOST_ERROR[bench.dtype],
+        flops=plan.cost.flops,
+        bytes=plan.cost.bytes_moved,
+        workspace=int(plan.workspace_bytes),
+        plan=plan.summary(),
+        cells=plan.cost.cells,
+        tiles=plan.cost.tiles.mixed + plan.cost.tiles.full,
+        memory=None if memory is None else max(memory, int(plan.workspace_bytes)),  # what is kept is not taken anew
+    )
+
+
+def group_of(task: Task) -> str:
+    return task.group if task.suite == "scale" else f"{task.suite}: {task.group}"
+
+
+def _ways(task: Task, x: Inputs, peers: Sequence[str]) -> list[Way]:
+    """Ours, our other forms, then the peers'."""
+    found = [Way(OURS, x.attend)]
+    if x.block_table is not None:
+        found.append(Way(f"{OURS}, contiguous", _contiguous(x).attend))
+    return [*found, *find(task.case, x, peers)]
+
+
+def _is_slow(way: Way, start: float, bench: Bench) -> bool:
+    return bench.device.type == "cpu" and way.name != OURS and time.perf_counter() - start > SLOW
+
+
+def _called(way: Way) -> Callable[[], torch.Tensor]:
+    assert way.call is not None
+    return way.call
+
+
+def _contiguous(x: Inputs) -> Inputs:
+    """The same cache in rows."""
+    assert x.block_table is not None
+    table = x.block_table.clamp_min(0).long()
+    k, v = (pages[table].flatten(1, 2).transpose(1, 2).contiguous() for pages in (x.k, x.v))
+    return replace(x, k=k, v=v, block_table=None)
+
+
+def _mapped(x: Inputs) -> Inputs:
+    return replace(x, options={**x.options, "tile_map": TileMap.from_mask(x.options["mask"], MAP_TILE)})
+
+
+def _sets(task: Task, device: torch.device) -> int:
+    """Sets of inputs, for a GPU whose cache would hold one."""
+    if device.type != "cuda" or task.metric != "bytes":
+        return 1
+    case = task.case
+    keys = sum(case.lengths) or case.kv_len * case.batch
+    size = 2 * keys * case.kv_heads * (case.head_dim + (case.value_dim or case.head_dim))
+    return max(1, min(MOST_SETS, -(-PAST_L2 // size)))

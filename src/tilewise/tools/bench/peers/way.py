@@ -1,0 +1,75 @@
+"""A way to compute a call, and what its makers share."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ....core.options import as_window
+from ...workloads import Inputs, Workload
+
+OURS = "tilewise"
+MOST_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # of a mask or of all scores; more is not tried
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A library's call that gives the same output, or why it has none."""
+
+    name: str
+    call: Callable[[], torch.Tensor] | None = None
+    refusal: str = ""
+
+
+class Refused(Exception):
+    """A library has no way to say what the call asks for."""
+
+    def __init__(self, way: str, reason: str) -> None:
+        self.way = way
+        super().__init__(reason)
+
+
+def not_installed(module: str) -> str | None:
+    """Why a module cannot be used, by a look that does not import it."""
+    try:
+        return None if importlib.util.find_spec(module) else "not installed"
+    except (ImportError, ValueError):
+        return "not installed"
+
+
+def refuse(way: str, **asked: object) -> None:
+    """Raises `Refused` if the call asks for one of these; names are what the library lacks."""
+    for what, value in asked.items():
+        if value:
+            raise Refused(way, f"it has no {what.replace('_', ' ')}")
+
+
+def limit(way: str, what: str, size: int, device: torch.device) -> None:
+    """Raises `Refused` if `size` bytes are more than a machine should be asked for."""
+    if size > MOST_BYTES.get(device.type, 2**31):
+        raise Refused(way, f"{what} would take {size / 2**30:.0f} GiB")
+
+
+def dense_mask(case: Workload, x: Inputs) -> torch.Tensor:
+    """The case's visible cells: bool, `[B, 1, 1 or Lq, Lk]`."""
+    device = x.q.device
+    lengths = torch.tensor([case.kv_len], device=device) if x.lengths is None else x.lengths
+    lengths = lengths[:, None, None, None]
+    kpos = torch.arange(case.kv_len, device=device)
+    qpos = lengths - case.q_len + torch.arange(case.q_len, device=device)[:, None]  # [B, 1, Lq, 1]
+    seen = kpos < lengths
+    if case.causal:
+        seen = seen & (kpos <= qpos)
+    if case.window is not None:
+        left, right = as_window(case.window)
+        seen = seen if left is None else seen & (qpos - kpos <= left)
+        seen = seen if right is None else seen & (kpos - qpos <= right)
+    if case.chunk is not None:
+        seen = seen & (kpos // case.chunk == qpos // case.chunk)
+    mask = x.options.get("mask")
+    if mask is not None:
+        seen = seen & (mask if mask.dtype == torch.bool else mask != -torch.inf)
+    return seen

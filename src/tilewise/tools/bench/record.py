@@ -1,0 +1,182 @@
+"""A run of the bench as it is kept in a file: what it ran on, and every case with the ways that it was computed.
+
+Two forms exist. Suites of models hold `cells`, each with any number of ways. The suite `cpu` holds `rows` with bars,
+each with cells of ours and one peer. `Record.read` takes both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import InvalidArgument
+from .measure import Timing, geometric_mean
+from .peers.way import OURS
+
+FORMAT = 2
+NO_PEERS = (OURS, "our ", "read speed")  # other forms of ours, and the machine itself
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One way's result: its time and its largest error against float64."""
+
+    name: str
+    timing: Timing
+    error: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One case, by every way that could do it."""
+
+    group: str  # cases that are shown together, as of one model
+    name: str
+    metric: str  # what bounds it: "flops" or "bytes"
+    ways: tuple[Taken, ...]  # ours first
+    refused: Mapping[str, str] = field(default_factory=dict)  # a way and why it has no time
+    x: float | None = None  # its place on an axis, as its length
+    allowed: float = 0.0  # of the error
+    flops: int = 0
+    bytes: int = 0
+    workspace: int = 0
+    plan: str = ""
+    cells: int = 0  # visible (query, key) pairs
+    tiles: int = 0  # that are visited
+    memory: int | None = None  # bytes that ours takes beside its inputs and its output, as measured
+
+    @property
+    def ours(self) -> Taken | None:
+        return next((way for way in self.ways if way.name == OURS), None)
+
+    @property
+    def peers(self) -> list[Taken]:
+        """The others that compute the same, the fastest first; wrong ones are no peers."""
+        others = [way for way in self.ways if not way.name.startswith(NO_PEERS) and self.is_right(way)]
+        return sorted(others, key=lambda way: way.timing.seconds)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as the fastest peer ours is."""
+        if self.ours is None or not self.peers:
+            return None
+        return self.peers[0].timing.seconds / self.ours.timing.seconds
+
+    def is_right(self, way: Taken) -> bool:
+        """False for NaN, and for a way that was not checked against anything only if it is ours."""
+        return way.error <= self.allowed if way.error is not None else way.name != OURS
+
+    def rate(self, way: Taken) -> float:
+        """GFLOP/s or GB/s."""
+        return (self.flops if self.metric == "flops" else self.bytes) / way.timing.seconds / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A run: `about` has device, versions, date, command, ceilings, notes."""
+
+    about: Mapping[str, Any]
+    cells: Sequence[Cell]
+    rows: Sequence[Mapping[str, Any]] = ()  # of the suite `cpu`: what each bar asks for
+
+    @property
+    def groups(self) -> dict[str, list[Cell]]:
+        found: dict[str, list[Cell]] = {}
+        for cell in self.cells:
+            found.setdefault(cell.group, []).append(cell)
+        return found
+
+    @property
+    def mean_ratio(self) -> float | None:
+        """The geometric mean of the ratios to the fastest peer."""
+        ratios = [cell.ratio for cell in self.cells if cell.ratio is not None]
+        return geometric_mean(ratios) if ratios else None
+
+    @property
+    def alone(self) -> list[Cell]:
+        """The cases that peers were asked for and none could do."""
+        return [cell for cell in self.cells if cell.ratio is None and cell.refused]
+
+    @property
+    def wrong(self) -> list[Cell]:
+        return [cell for cell in self.cells if cell.ours is None or not cell.is_right(cell.ours)]
+
+    def share(self, cell: Cell, way: Taken) -> float | None:
+        """The time that the machine's own limits allow at best, as a share of the time taken."""
+        limits = self.about.get("ceilings") or {}
+        products = limits.get("matmul_gflop_per_s") or limits.get("sgemm_gflop_per_s")
+        reading = limits.get("read_gb_per_s")
+        if not products or not reading:
+            return None
+        return max(cell.flops / products, cell.bytes / reading) / 1e9 / way.timing.seconds
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"format": FORMAT, **self.about, "cells": [_plain(asdict(cell)) for cell in self.cells]}
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """The record in a file."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidArgument("record", str(path), "a file that can be read", error.strerror or "") from error
+        except ValueError as error:
+            raise InvalidArgument("record", str(path), "a JSON file of `tilewise bench`", str(error)) from error
+        if not isinstance(data, dict) or not ("cells" in data or "rows" in data):
+            raise InvalidArgument("record", str(path), "a JSON file of `tilewise bench`")
+        return cls.from_data(data)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Record:
+        about = {key: value for key, value in data.items() if key not in ("cells", "rows", "format")}
+        if "cells" in data:
+            return cls(about, [_cell(cell) for cell in data["cells"]])
+        cells = [_barred(row, cell) for row in data["rows"] for cell in row["cells"]]
+        return cls(about, cells, [{k: v for k, v in row.items() if k != "cells"} for row in data["rows"]])
+
+
+def _cell(data: Mapping[str, Any]) -> Cell:
+    ways = [
+        Taken(way["name"], Timing(**way["timing"]), _number(way["error"]), way.get("note", "")) for way in data["ways"]
+    ]
+    return Cell(**{**data, "ways": tuple(ways)})
+
+
+def _barred(row: Mapping[str, Any], cell: Mapping[str, Any]) -> Cell:
+    """A case of the suite `cpu`: ours and one peer, which need not compute the same."""
+    seconds = cell["ours"]["seconds"]
+    peer = Taken(row["against"], Timing(**cell["peer"]), _number(cell["peer_error"]))
+    if row["is_share"]:  # the peer reads other bytes: the time in which it would read ours
+        factor = seconds * cell["ratio"] / cell["peer"]["seconds"]
+        scaled = {name: cell["peer"][name] * factor for name in ("seconds", "median")}
+        peer = Taken(row["against"], Timing(**{**cell["peer"], **scaled}))
+    return Cell(
+        group=row["name"],
+        name=cell["name"],
+        metric="bytes" if row["name"].startswith(("decode", "smallest")) else "flops",
+        ways=(Taken(OURS, Timing(**cell["ours"]), _number(cell["error"])), peer),
+        allowed=cell["allowed"],
+        flops=round(cell["gflops"] * seconds * 1e9),
+        bytes=round(cell["gbytes"] * seconds * 1e9),
+        workspace=cell["workspace"],
+    )
+
+
+def _number(value: float | str | None) -> float | None:
+    """JSON has no NaN: it is kept as a word."""
+    return None if value is None else float(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return str(value)
+    return value

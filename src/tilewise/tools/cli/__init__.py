@@ -1,0 +1,88 @@
+"""The `tilewise` command: a file for each of its commands, with `add`, which describes it, and `run`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from ... import InvalidArgument, Unsupported, __version__
+from ...core.extras import MissingPackage
+from . import bench, chat, compare, demo, doctor, embed, plan, report, tune, verify, warmup
+from .arguments import BAD_ARGUMENTS
+
+COMMANDS = (doctor, demo, chat, embed, plan, bench, report, compare, verify, tune, warmup)
+AFTERWORD = """\
+exit status: 0 if all is well, 1 if a result is wrong or (compare) slower, 2 for bad arguments, 130 after Ctrl-C,
+143 if it was told to stop (SIGTERM); what is done by then is kept as after Ctrl-C
+"""
+INTERRUPTED = 130
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; bad arguments leave through argparse with status 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(words)
+    args.words = words
+    with _stoppable() as stopped:
+        status = _run(args)
+    return 128 + stopped[0] if stopped and status == INTERRUPTED else status
+
+
+def _run(args: argparse.Namespace) -> int:
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except (InvalidArgument, MissingPackage, Unsupported) as error:
+        print(f"tilewise {args.command}: error: {error}", file=sys.stderr)
+        return BAD_ARGUMENTS
+    except KeyboardInterrupt:
+        print(f"tilewise {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        # Python flushes stdout once more as it ends; that would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+@contextmanager
+def _stoppable() -> Iterator[list[int]]:
+    """SIGTERM and SIGHUP end a command as Ctrl-C does, with what is done kept; gives the signals that came."""
+    came: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    taken = []
+    try:
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+                signal.signal(number, stop)
+                taken.append(number)
+    except ValueError:  # not in the main thread, where signals do not arrive
+        pass
+    try:
+        yield came
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilewise",
+        description="Flash attention in which every kernel is Python.",
+        epilog=AFTERWORD,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tilewise {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(commands)
+    return parser

@@ -1,0 +1,94 @@
+"""What several commands share: their options' types, and status 2."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.dtypes import FLOATS, short_name
+
+BAD_ARGUMENTS = 2
+Commands = Any  # argparse has no public name for what add_subparsers gives
+
+
+def command(commands: Commands, name: str, run: Any, help: str, description: str, example: str = "") -> Any:
+    """A parser for one command."""
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=f"example: {example}" if example else None,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", type=device, metavar="cpu|cuda", help="default: cuda where there is one")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        metavar="|".join(FLOATS),
+        help="or float32, float16 ...; default: f32 on a CPU, bf16 on a GPU",
+    )
+
+
+def dtype(text: str) -> str:
+    """Its short name, by any name that torch or others have for it."""
+    name = short_name(text)
+    if name not in FLOATS:
+        known = ", ".join(f"{short} ({str(of).removeprefix('torch.')})" for short, of in FLOATS.items())
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {known}")
+    return str(name)
+
+
+def add_json(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help=help)
+
+
+def default_device(args: argparse.Namespace) -> str:
+    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device(text: str) -> str:
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu or cuda")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no CUDA device here; use cpu, and `tilewise doctor` to see why")
+    return text
+
+
+def device_or_mps(text: str) -> str:
+    """Also Apple's GPUs."""
+    if text != "mps":
+        return device(text)
+    if not torch.backends.mps.is_available():
+        raise argparse.ArgumentTypeError("torch sees no Apple GPU here; `tilewise doctor` says more")
+    return text
+
+
+def count(text: str) -> int:
+    """Of processes."""
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of processes, 1 to 1024")
+    return int(text)
+
+
+def length(text: str) -> int:
+    """Of a sequence: 8192, or 8k."""
+    digits = text[:-1] if text[-1:] in ("k", "K") else text
+    if not digits.isdecimal() or not 1 <= int(digits) <= 2**24:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a length such as 8192 or 8k")
+    return int(digits) * (1 if digits == text else 1024)
+
+
+def seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 0 or more, below 2**63")
+    return int(text)

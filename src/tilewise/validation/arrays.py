@@ -1,0 +1,103 @@
+"""NumPy, JAX and other DLPack arrays in, the same kind out; torch tensors pass untouched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from ..core.tracing import is_traced, is_wrapper, refuse_tangent
+from ..errors import InvalidArgument
+
+_BITS = {"bfloat16": ("int16", torch.bfloat16), "float8_e4m3fn": ("int8", torch.float8_e4m3fn)}
+
+
+def to_tensor(name: str, x: Any) -> torch.Tensor:
+    """`x` as a torch tensor over the same memory (a new one if torch holds the negative of its numbers)."""
+    if isinstance(x, torch.Tensor):
+        return x if is_compiling() or is_wrapper(x) else _strided(name, x)
+    if _is_numpy(x):
+        return _from_numpy(name, x)
+    library = _library(x)
+    if library == "jax" and isinstance(x, sys.modules["jax"].core.Tracer):
+        remedy = "inside jax.jit call tilewise through jax.pure_callback (docs/integrations/arrays.md); jax.grad cannot"
+        raise InvalidArgument(name, "a JAX tracer", "an array with numbers in it", remedy)
+    if library == "torch":  # torch.fx.Proxy
+        remedy = "torch.fx.wrap the function that calls tilewise, or trace by make_fx or torch.export"
+        raise InvalidArgument(name, type(x).__name__, "a torch tensor", remedy)
+    if hasattr(x, "__dlpack__"):
+        return torch.utils.dlpack.from_dlpack(x)
+    raise InvalidArgument(name, type(x).__name__, "a torch tensor, a NumPy array or an object with __dlpack__")
+
+
+def _strided(name: str, x: torch.Tensor) -> torch.Tensor:
+    """A tensor whose numbers are where its address and strides say; any other is refused."""
+    kind = type(x)
+    if x.is_nested:
+        remedy = "varlen_attention takes x.values() and x.offsets() of a jagged one"
+        raise InvalidArgument(name, "a nested tensor", "a strided one", remedy)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        remedy = "hand in x.as_subclass(torch.Tensor), if it holds plain numbers"
+        if kind.__name__ == "DTensor":
+            remedy = "hand in x.to_local()"
+        raise InvalidArgument(name, f"a {kind.__name__}", "a plain torch.Tensor", remedy)
+    if x.layout is not torch.strided:
+        raise InvalidArgument(name, f"a tensor of layout {x.layout}", "a strided one", "hand in x.to_dense()")
+    if torch._is_functional_tensor(x) and not is_traced():
+        raise InvalidArgument(name, "a functional tensor outside of its transform", "a tensor with memory")
+    refuse_tangent(name, x)
+    return x.resolve_neg() if x.is_neg() else x
+
+
+def returner(like: Any) -> Callable[[torch.Tensor], Any]:
+    """What turns a result into an array of the kind of `like`."""
+    if isinstance(like, torch.Tensor):
+        return lambda x: x
+    if _is_numpy(like):
+        return _to_numpy
+    library = like.__array_namespace__() if hasattr(like, "__array_namespace__") else sys.modules[_library(like)]
+    if not hasattr(library, "from_dlpack"):
+        remedy = "hand in torch.from_dlpack(q) instead"
+        raise InvalidArgument("q", f"a {type(like).__name__}", "an array whose library has from_dlpack", remedy)
+    return lambda x: library.from_dlpack(x.contiguous())
+
+
+def _library(x: Any) -> str:
+    return type(x).__module__.partition(".")[0]
+
+
+def _is_numpy(x: Any) -> bool:
+    return type(x).__module__ == "numpy" and hasattr(x, "ndim")
+
+
+def _from_numpy(name: str, x: Any) -> torch.Tensor:
+    import numpy as np
+
+    if x.dtype.name in _BITS:  # of ml_dtypes: torch knows the bits, not the name
+        as_bits, dtype = _BITS[x.dtype.name]
+        return _from_numpy(name, x.view(as_bits)).view(dtype)
+    if any(stride < 0 for stride in x.strides):
+        x = np.ascontiguousarray(x)  # torch has no negative strides
+    try:
+        return torch.from_numpy(x if x.flags.writeable else np.asarray(_Writable(x)))
+    except (TypeError, ValueError) as error:  # objects, text, longdouble, another machine's byte order
+        raise InvalidArgument(name, f"a NumPy array of {x.dtype!r}", "one that torch can read", str(error)) from error
+
+
+class _Writable:
+    """A read-only array that does not say so: torch warns of those, but inputs are only read."""
+
+    def __init__(self, x: Any) -> None:
+        self.kept = x
+        self.__array_interface__ = {**x.__array_interface__, "data": (x.ctypes.data, False)}
+
+
+def _to_numpy(x: torch.Tensor) -> Any:
+    if x.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()

@@ -1,0 +1,265 @@
+"""Arguments to `Problem` and `Tensors`: every check that needs no tensor's values, each in one place.
+
+`checker.py` has those of one argument alone, `values.py` those that read lengths, offsets and tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ..core.options import (
+    LIMIT,
+    Options,
+    as_chunk,
+    as_flag,
+    as_offset,
+    as_scale,
+    as_size,
+    as_softcap,
+    as_split_size,
+    as_window,
+    is_int,
+)
+from ..core.problem import Form, Offset, Problem
+from ..core.tensors import Tensors
+from ..errors import InvalidArgument
+from . import values
+from .arguments import Checker, Operand
+from .arrays import to_tensor
+from .tile_checks import as_tile_map, check_tile_map
+
+INPUTS = tuple(f.name for f in fields(Tensors) if f.name not in ("out", "lse", "tile_map"))
+
+
+@dataclass(slots=True)
+class Call:
+    """A checked call: what is asked, over which tensors, and what to hand back in the caller's layout."""
+
+    problem: Problem
+    tensors: Tensors
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+def dense(q: Any, k: Any, v: Any, o: Options) -> Call:
+    """Checks a call of `attention`."""
+    c = Checker(q, o.layout, packed=False)
+    ck, cv = (c.operand(name, x, c.form_of_q()) for name, x in (("k", k), ("v", v)))
+    B, _, Lq, _ = c.q.shape
+    if ck.data.shape[0] != B:
+        raise InvalidArgument("k", f"a batch of {ck.data.shape[0]}", f"{B}, as q")
+    lengths = None
+    if o.kv_lengths is not None:
+        lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
+        values.check_lengths("kv_lengths", lengths, ck.data.shape[2], "keys in k", o.validate)
+        lengths = values.as_int32(lengths)
+    t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths)
+    return _finish(c, "dense", ck, cv, t, o, batch=B, q_len=Lq, kv_len=ck.data.shape[2])
+
+
+def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_q: Any, max_k: Any, o: Options) -> Call:
+    """Checks a call of `varlen_attention`."""
+    c = Checker(q, o.layout, packed=True)
+    ck, cv = (c.operand(name, x, "[T, H, D]") for name, x in (("k", k), ("v", v)))
+    cu_q = c.ints("cu_seqlens_q", cu_seqlens_q, (None,))
+    cu_k = c.ints("cu_seqlens_k", cu_seqlens_k, (len(cu_q),))
+    B = len(cu_q) - 1
+    q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o)
+    kv_len = values.check_cu_seqlens("cu_seqlens_k", cu_k, ck.data.shape[2], max_k, "max_k", o)
+    lengths = None
+    if o.kv_lengths is not None:
+        lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
+        values.check_lengths("kv_lengths", lengths, cu_k.diff(), "keys in the sequence", o.validate)
+        lengths = values.as_int32(lengths)
+    cu_q, cu_k = values.as_int32(cu_q), values.as_int32(cu_k)
+    t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return _finish(c, "varlen", ck, cv, t, o, batch=B, q_len=q_len, kv_len=kv_len)
+
+
+def paged(
+    q: Any, k: Any, v: Any, block_table: Any, context_lens: Any, cu_seqlens_q: Any, max_q: Any, o: Options
+) -> Call:
+    """Checks a call of `paged_attention`."""
+    c = Checker(q, o.layout, packed=cu_seqlens_q is not None)
+    form = "[num_pages, page_size, Hkv, D]"
+    ck, cv = (c.operand(name, x, form) for name, x in (("k_pages", k), ("v_pages", v)))
+    pages, _, page_size, _ = ck.data.shape
+    if page_size == 0:
+        raise InvalidArgument("k_pages", "pages of 0 tokens", "1 or more")
+    lengths = c.ints("context_lens", context_lens, (None,))
+    B = len(lengths)
+    table = c.ints("block_table", block_table, (B, None))
+    capacity = min(LIMIT, table.shape[1] * page_size)
+    cu_q = None
+    if cu_seqlens_q is not None:
+        cu_q = c.ints("cu_seqlens_q", cu_seqlens_q, (B + 1,))
+        q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o)
+        cu_q = values.as_int32(cu_q)
+    elif c.q.shape[0] != B:
+        raise InvalidArgument("context_lens", f"{B} lengths", f"{c.q.shape[0]}, the batch of q")
+    elif max_q is not None:
+        raise InvalidArgument(
+            "max_q", max_q, "None: it belongs to packed queries", "give cu_seqlens_q too, or leave it out"
+        )
+    else:
+        q_len = c.q.shape[2]
+    values.check_lengths("context_lens", lengths, capacity, "tokens in block_table's pages", o.validate)
+    values.check_block_table(table, lengths, page_size, pages, o.validate)
+    lengths, table = values.as_int32(lengths), values.as_int32(table)
+    t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, block_table=table)
+    return _finish(c, "paged", ck, cv, t, o, batch=B, q_len=q_len, kv_len=capacity, page_size=page_size)
+
+
+def _finish(
+    c: Checker,
+    form: Form,
+    ck: Operand,
+    cv: Operand,
+    t: Tensors,
+    o: Options,
+    *,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    page_size: int = 0,
+) -> Call:
+    """What all entry points check alike, then the `Problem`."""
+    names = ("k_pages", "v_pages") if form == "paged" else ("k", "v")
+    H, Hkv, D = c.q.shape[1], ck.data.shape[1], c.q.shape[3]
+    if ck.width != D:
+        raise InvalidArgument(names[0], f"a last dim of {ck.width}", f"{D}, as q")
+    if cv.data.shape[:3] != ck.data.shape[:3]:
+        given, want = (tuple(x.data.shape[:3]) for x in (cv, ck))
+        raise InvalidArgument(names[1], f"(batch or pages, heads, rows) = {given}", f"{want}, as {names[0]}")
+    if Hkv == 0 or H % Hkv:
+        raise InvalidArgument(names[0], f"{Hkv} heads", f"a divisor of q's {H}")
+    as_size("the length of q", q_len)
+    as_size(f"the length of {names[0]}", kv_len)
+    if o.validate not in (None, True, False):
+        raise InvalidArgument("validate", repr(o.validate), "None, True or False")
+    if o.q_offset is not None and not is_int(o.q_offset):
+        if isinstance(o.q_offset, (bool, float, str)):
+            raise InvalidArgument("q_offset", repr(o.q_offset), "None, an int or an int tensor [B]")
+        t.q_offset = values.row_offsets(c.ints("q_offset", o.q_offset, (batch,)), q_len, kv_len, o.validate)
+    spec = None
+    if o.mask is not None:
+        t.mask, spec = c.mask(o.mask, (batch, H, q_len, kv_len), any_keys=form == "paged")
+        if form == "paged" and t.mask.shape[3] != kv_len:
+            kv_len = t.mask.shape[3]
+            assert t.kv_lengths is not None
+            values.check_lengths("context_lens", t.kv_lengths, kv_len, "keys in mask", o.validate)
+    t.alibi_slopes = None if o.alibi_slopes is None else c.per_head("alibi_slopes", o.alibi_slopes, H, batch)
+    t.sinks = None if o.sinks is None else c.per_head("sinks", o.sinks, H)
+    t.k_scales, t.v_scales = ck.scales, cv.scales
+    out = _output(c, cv.width, o.out, t)
+    return_lse = as_flag("return_lse", o.return_lse)
+    lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if return_lse else None
+    t.out = c.common(out)
+    if lse is not None:
+        t.lse = c.common(lse[..., None])[..., 0]
+
+    offset: Offset
+    if t.q_offset is not None:
+        offset = "rows"
+    elif o.q_offset is not None:
+        offset = as_offset(o.q_offset, q_len, kv_len)
+    else:
+        offset = "end" if t.kv_lengths is not None or form != "dense" else kv_len - q_len
+    t.tile_map = as_tile_map(o.tile_map)
+    problem = Problem(
+        form=form,
+        device=c.device,
+        batch=batch,
+        heads=H,
+        kv_heads=Hkv,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=D,
+        value_dim=cv.width,
+        q_dtype=c.q.dtype,
+        k_dtype=ck.data.dtype,
+        v_dtype=cv.data.dtype,
+        scale=as_scale(o.scale, D),
+        k_quant=ck.quant,
+        v_quant=cv.quant,
+        packed_q=c.packed,
+        total_q=c.q.shape[2] if c.packed else 0,
+        page_size=page_size,
+        causal=as_flag("causal", o.causal),
+        window=as_window(o.window),
+        chunk=as_chunk(o.chunk),
+        softcap=as_softcap(o.softcap),
+        q_offset=offset,
+        kv_lengths=t.kv_lengths is not None,
+        alibi=t.alibi_slopes is not None,
+        sinks=t.sinks is not None,
+        mask=spec,
+        tile_map=None if t.tile_map is None else t.tile_map.tile,
+        split_size=as_split_size(o.split_size),
+        return_lse=return_lse,
+        allow_tf32=as_flag("allow_tf32", o.allow_tf32),
+        aligned=all(_aligned(x) for x in (t.q, t.k, t.v, t.out)),
+        copies=tuple(c.copies),
+    )
+    check_tile_map(problem, t, o.validate)
+    return Call(problem, t, out, lse)
+
+
+def _output(c: Checker, width: int, out: Any, t: Tensors) -> torch.Tensor:
+    """The tensor to write, in the caller's layout."""
+    B, H, L, _ = c.q.shape
+    shape = (L, H, width) if c.packed else (B, L, H, width) if c.seq_major else (B, H, L, width)
+    if out is None:
+        return c.q.new_empty(shape)
+    if getattr(getattr(out, "flags", None), "writeable", True) is False:
+        raise InvalidArgument("out", "a read-only array", "one that can be written")
+    given, out = out, to_tensor("out", out)
+    if isinstance(given, torch.Tensor) and given is not out:
+        raise InvalidArgument("out", "a tensor of negated numbers", "one to write to", "out.resolve_neg()")
+    if tuple(out.shape) != shape or out.dtype != c.q.dtype or out.device != c.device:
+        given = f"{tuple(out.shape)} {out.dtype} on {out.device}"
+        raise InvalidArgument("out", given, f"{shape} {c.q.dtype} on {c.device}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument("out", "a tensor that requires grad", "one that does not", "tilewise is forward only")
+    if _overlaps_itself(out):
+        given = f"a broadcast tensor, or one whose elements share memory (strides {out.stride()})"
+        raise InvalidArgument("out", given, "one with memory for each element")
+    if out.stride(-1) != 1 and width > 1:
+        raise InvalidArgument("out", f"a last dim of stride {out.stride(-1)}", "stride 1")
+    for name in INPUTS:
+        x = getattr(t, name)
+        if x is not None and _overlap(out, x):
+            raise InvalidArgument("out", f"memory that {name} is in", "memory of its own")
+    return out
+
+
+def _overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether two elements may have one address: from the least stride up, a step must be longer than all below it."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether bulk copies can read it: rows begin at multiples of 16 bytes, and no dim is broadcast."""
+    strides = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (a0, a1), (b0, b1) = _extent(a), _extent(b)
+    return a0 < b1 and b0 < a1
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()

@@ -1,0 +1,69 @@
+"""Whether a tile map belongs to a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.problem import Problem
+from ..core.tensors import Tensors, rules, sequences
+from ..core.tile_map import Spec, TileMap
+from ..errors import InvalidArgument
+from .values import readable
+
+
+def as_tile_map(tile_map: Any) -> TileMap | None:
+    if tile_map is not None and not isinstance(tile_map, TileMap):
+        remedy = "make one with TileMap.from_mask or TileMap.from_spec"
+        raise InvalidArgument("tile_map", type(tile_map).__name__, "None or a TileMap", remedy)
+    return tile_map
+
+
+def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
+    """A map must cover the call's matrix and classify its own mask and rules, or it would hide or show too much."""
+    p, tile_map = problem, tensors.tile_map
+    if tile_map is None:
+        return
+    if tile_map.states.device != p.device:
+        raise InvalidArgument("tile_map", f"device {tile_map.states.device}", f"{p.device}, as q")
+    if validate is True:
+        tile_map.check_states()
+    planes, sizes = tuple(tile_map.states.shape[:2]), (p.batch, p.heads)
+    if any(n not in (1, size) for n, size in zip(planes, sizes, strict=True)):
+        raise InvalidArgument("tile_map", f"{planes} planes", f"{sizes}, each size or 1")
+    kind = None if p.mask is None else "bool" if p.mask.is_bool else "float"
+    if tile_map.mask_kind is not None and kind is None:
+        raise InvalidArgument("tile_map", "a map of a dense mask, without that mask", "mask= beside it")
+    if tile_map.mask_kind != kind:
+        given = "no mask" if tile_map.mask_kind is None else f"a {tile_map.mask_kind} mask"
+        remedy = "combine them: TileMap.from_mask(mask, tile) & TileMap.from_spec(...)"
+        raise InvalidArgument("tile_map", f"a map of {given}", f"one that classifies the call's {kind} mask", remedy)
+    broadcast = (False, False) if p.mask is None or tile_map.spec is not None else p.mask.broadcast[2:]
+    for covered, size, free in zip(tile_map.shape, (p.q_len, p.kv_len), broadcast, strict=True):
+        if covered != (1 if free else size):
+            raise InvalidArgument("tile_map", f"a map of {tile_map.shape}", f"{(p.q_len, p.kv_len)}: (Lq, Lk)")
+    if tile_map.spec is not None:
+        _check_spec(tile_map.spec, p, tensors, validate)
+
+
+def _check_spec(spec: Spec, p: Problem, tensors: Tensors, validate: Any) -> None:
+    """A map of position rules must come from the rules, offsets and lengths of this call."""
+    if spec.rules != rules(p):
+        raise InvalidArgument("tile_map", f"a map of {spec.rules}", f"the call's {rules(p)}")
+    held = (
+        spec.q_offset,
+        spec.kv_lengths,
+        tensors.q_offset,
+        tensors.kv_lengths,
+        tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k,
+    )
+    if not all(readable(x, validate) for x in held if hasattr(x, "device")):  # type: ignore[arg-type]
+        return
+    lengths = [p.kv_len] * p.batch if spec.kv_lengths is None else spec.kv_lengths.tolist()
+    if spec.q_offset is None:
+        offsets = [length - p.q_len for length in lengths]
+    else:
+        offsets = [spec.q_offset] * p.batch if isinstance(spec.q_offset, int) else spec.q_offset.tolist()
+    mine = [(seq.q_offset, seq.kv_len) for seq in sequences(p, tensors)]
+    if mine != list(zip(offsets, lengths, strict=False)):
+        raise InvalidArgument("tile_map", "a map of other offsets or lengths", "the call's q_offset and kv_lengths")
