@@ -508,6 +508,12 @@ def test_it_registers_itself_after_transformers():
     assert in_a_process(f"import transformers.modeling_utils\nimport tilewise\n{NAMES}") == "True"
 
 
+def test_it_registers_itself_where_its_own_module_imports_transformers():
+    """That import runs `discovery` while the module has no `register` yet; it is no warning, and not forgotten."""
+    code = f"import warnings; warnings.simplefilter('error', UserWarning)\nimport tilewise.compat.transformers\n{NAMES}"
+    assert in_a_process(code) == "True"
+
+
 def test_an_old_transformers():
     """It is named with the remedy where tilewise is asked for it, and is left alone where it is not."""
     code = f"""

@@ -31,7 +31,9 @@ def register() -> None:
     try:
         from . import transformers
 
-        transformers.register()
+        # Not there while that module is being imported itself, which imports these models; it registers at its end.
+        if hasattr(transformers, "register"):
+            transformers.register()
     except ImportError:
         return
     except Exception as error:  # a later transformers must be importable whatever it has changed

@@ -173,3 +173,6 @@ def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     if mask is None:
         return bias
     return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+register()  # `discovery` cannot, where this module is what imports transformers
