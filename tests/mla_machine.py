@@ -24,6 +24,23 @@ class Barrier:
     def passed(self, parity):
         return self.phase & 1 != parity
 
+    def take(self):
+        """Somebody goes on who waited."""
+
+
+class Named(Barrier):
+    """A hardware barrier between two: one arrives, one waits."""
+
+    def arrive(self):
+        assert self.missing, "arrived twice for one wait"
+        self.missing = 0
+
+    def passed(self, parity):
+        return not self.missing
+
+    def take(self):
+        self.missing = 1
+
 
 @dataclass
 class Machine:
@@ -32,7 +49,8 @@ class Machine:
     gate: int
     p_buffers: int
     wait_values: bool
-    ahead: bool = True
+    ahead: bool = False
+    named: bool = False
 
     def __post_init__(self):
         self.holds, self.readers = {}, {}
@@ -40,9 +58,12 @@ class Machine:
         self.copies = []
         self.q_full, self.q_free = Barrier(), Barrier(2)
         self.full = [Barrier() for _ in range(2 * self.pieces)]
-        self.free = [Barrier() for _ in range(4)]
-        self.rope_full, self.ready = ([Barrier(), Barrier()] for _ in range(2))
-        self.scored, self.done = Barrier(), Barrier(2)
+        kind = Named if self.named else Barrier
+        self.free = [kind() for _ in range(4)]
+        self.ready = [kind(), kind()]
+        self.rope_full = [Barrier(), Barrier()]
+        self.scored, self.done = kind(), Barrier(2)
+        self.rope = kind() if self.named else self.scored  # consumer 0 to the producer
         self.products = [[], []]  # blocks of keys in the order in which they are added to each half of the output
 
     def write(self, place, value):
@@ -88,13 +109,27 @@ class Machine:
             for _ in range(pairs):
                 for b in (0, 1):
                     if b == 0:
-                        yield self.scored, (u & 1) ^ 1
+                        yield from self.wait_last(self.rope, u)
                     self.copy(self.rope_full[b], {(ROPE, b): u})
                     for half in (0, 1):
-                        yield self.free[2 * b + half], (u & 1) ^ 1
+                        yield from self.wait_last(self.free[2 * b + half], u)
                         for i in self.half(b, half):
                             self.copy(self.full[i], {(LATENT, i): u})
                 u += 1
+        if self.named:
+            for barrier in (self.rope, *self.free):
+                yield from self.wait_last(barrier, u)
+
+    def wait_last(self, barrier, u):
+        """For what a consumer says of pair u - 1."""
+        if u or not self.named:
+            yield barrier, (u & 1) ^ 1
+
+    def tell_scored(self):
+        if self.named:
+            self.rope.arrive()
+        if self.gate or not self.named:
+            self.scored.arrive()
 
     def scores(self, c, f, u, b, halves):
         """Products of the halves of a block, and of the rope columns with the first."""
@@ -128,7 +163,7 @@ class Machine:
         yield from self.scores(0, f, u, 0, (0, 1))
         yield None, 0
         self.end((0, "S"))
-        self.scored.arrive()
+        self.tell_scored()
         yield None, 0
 
     def step0(self, f, u, more):
@@ -151,7 +186,7 @@ class Machine:
             yield from self.scores(0, f, u + 1, 0, (1,))
             yield None, 0
             self.end((0, "S"))
-            self.scored.arrive()
+            self.tell_scored()
         else:
             yield None, 0
             self.end((0, "O"))
@@ -215,8 +250,12 @@ class Machine:
                 continue
             assert ready, "deadlock"
             j = chance.choices(ready, [1 / pace[j] for j in ready])[0]
+            if waiting[j][0] is not None:
+                waiting[j][0].take()
             try:
                 waiting[j] = next(actors[j])
             except StopIteration:
                 for line in (actors, waiting, pace):
                     del line[j]
+        if self.named:
+            assert all(bar.missing for bar in (self.rope, self.scored, *self.free, *self.ready)), "left for nobody"

@@ -56,6 +56,14 @@ def check(**given):
     for text in late:
         between = text.split("gsb0, 0x1")[1].split("gsb0, 0x0")[0]
         assert between.count("MUFU.EX2") >= 32
+    # One thread arrives at an mbarrier for all of its warpgroup: after they have met.
+    for loop in built.loops:
+        last = ""
+        for line in loop:
+            if "SYNCS.ARRIVE" in line:
+                assert last == "BAR"
+            if met := re.search(r"BAR\.SYNC|HGMMA|DEPBAR|\bLDS|\bSTS", line):
+                last = "BAR" if met[0] == "BAR.SYNC" else met[0]
     # Barriers lie beyond the tiles, and each is one that somebody waits at.
     places = built.barrier_places
     assert len(places) == 2 + 2 * latent.spec.pieces + 4 + 2 + 1 + 2 + 1
@@ -72,6 +80,8 @@ def test_the_kernel_compiles_without_spills_in_its_loops():
     [
         {"heads": 16}, {"q_len": 4, "heads": 16}, {"page": 16}, {"page": 256}, {"paged": False, "lengths": False},
         {"dependent": True}, {"dtype": F16, "lse": False}, {"p_buffers": 2}, {"width": 64}, {"width": 256}, {"gate": 0},
+        {"ahead": True}, {"named": True}, {"named": True, "p_buffers": 2, "prefetch": True},
+        {"prefetch": True, "page": 16}, {"prefetch": True, "paged": False},
     ],
     ids=str,
 )  # fmt: skip
@@ -79,11 +89,29 @@ def test_other_kernels_compile_without_spills_in_their_loops(given):
     check(**given)
 
 
-def test_combining_compiles():
+@pytest.mark.parametrize("at_once", [2, 32])
+def test_combining_compiles(at_once):
     latent, made = arguments(dependent=True)
-    for latent.rows in (1, 8):
-        given = latent.combining(made)
-        build(combine, given, ("ROWS", "AT_ONCE", "MOST", "DEPENDENT"), options=latent.combine_options)
+    latent.at_once = at_once
+    given = latent.combining(made) | {"ROWS": 8 // at_once or 1, "COLUMNS": min(512, 4096 // at_once)}
+    built = build(combine, given, ("ROWS", "COLUMNS", "AT_ONCE", "DEPENDENT"), options=latent.combine_options)
+    assert len(re.findall(r"LDG\.E\.128", built.sass)) >= 8  # all of a program's numbers are under way together
+
+
+@pytest.mark.parametrize(("batch", "heads", "fragments"), [(128, 128, 2), (16, 16, 16), (1, 128, 32)])
+def test_combining_programs_cover_every_number_once(batch, heads, fragments):
+    latent = Latent(arguments(heads=heads)[0].spec, batch, heads, 1, 4096)
+    assert latent.at_once == fragments
+    assert latent.at_once * latent.rows * latent.columns == 4096
+    assert latent.combiners * latent.rows * latent.columns == batch * heads * 512
+
+
+def test_rows_that_lie_apart_are_not_prefetched():
+    latent, _ = arguments(prefetch=True)
+    q = torch.empty(4, 128, 1, 576, dtype=BF16, device="meta")
+    cache = torch.empty(100, 64, 640, dtype=BF16, device="meta")[..., :576]
+    with pytest.raises(Unsupported, match="640 apart"):
+        latent.arguments(q, cache, q[..., :512], None, None, None, 1.0, latent.workspace("meta"))
 
 
 @pytest.mark.parametrize("page", [48, 96, 1000])
@@ -98,25 +126,43 @@ from tilewise.backends.hopper.mla.combine import combine
 torch.manual_seed(0)
 
 
+def size_of(pairs, parts):
+    "Pairs of a run, as schedule.py has it."
+    size, longest = -(-sum(pairs) // parts), max(pairs)
+    other = -(-longest // (longest // size)) if size < longest else -(-size // longest) * longest
+
+    def cuts(size):
+        ends = [sum(pairs[: i + 1]) for i in range(len(pairs))]
+        return sum((end - 1) // size - (end - n) // size for end, n in zip(ends, pairs, strict=True))
+
+    return other if (other - size) * parts * 2 <= 7 * (cuts(size) - cuts(other)) else size
+
+
 def runs(pairs, parts):
-    "Of each part: (sequence, first pair, last pair), as schedule.py has it."
-    total = sum(pairs)
+    "Of each part: (sequence, first pair, last pair)."
+    size = size_of(pairs, parts)
     found = []
     for part in range(parts):
-        at, end, mine = part * total // parts, (part + 1) * total // parts, []
-        begin = 0
+        at, mine, begin = part * size, [], 0
         for seq, n in enumerate(pairs):
-            first, last = max(at, begin) - begin, min(end, begin + n) - begin
+            first, last = max(at, begin) - begin, min(at + size, begin + n) - begin
             if first < last:
                 mine.append((seq, first, last))
             begin += n
         found.append(mine)
+    assert sum(last - first for mine in found for _, first, last in mine) == sum(pairs)
     return found
 
 
-for lengths, heads, q_len, head_rows, parts, ROWS in (
-    ([300, 0, 4000, 129], 5, 3, 8, 9, 2), ([20000], 64, 1, 64, 66, 1), ([1, 2, 3], 16, 1, 16, 2, 8),
-    ([700] * 300, 2, 1, 2, 7, 8), ([5000, 10], 96, 2, 64, 3, 4),
+# Sequences of one length are not cut where that costs little; others are.
+assert size_of([32] * 128, 66) == 64 and size_of([64] * 64, 66) == 64 and size_of([32] * 32, 33) == 32
+assert size_of([256] * 16, 132) == 32 and size_of([512], 66) == 8
+assert size_of([20 + i % 9 for i in range(128)], 66) == -(-sum(20 + i % 9 for i in range(128)) // 66)
+
+
+for lengths, heads, q_len, head_rows, parts, AT_ONCE, ROWS, COLUMNS in (
+    ([300, 0, 4000, 129], 5, 3, 8, 9, 2, 4, 512), ([20000], 64, 1, 64, 66, 32, 1, 128),
+    ([1, 2, 3], 16, 1, 16, 2, 4, 2, 512), ([700] * 300, 2, 1, 2, 7, 2, 4, 512), ([5000, 10], 96, 2, 64, 3, 16, 1, 256),
 ):
     batch, queries = len(lengths), 64 // head_rows
     across = -(-heads // head_rows)
@@ -128,6 +174,7 @@ for lengths, heads, q_len, head_rows, parts, ROWS in (
     lse = torch.full((batch, heads, q_len), float("nan"))
     want, sums = out.clone(), lse.clone()
     pieces = {}
+    places = torch.zeros(batch, dtype=torch.int32)
     for part, run in enumerate(runs(pairs, parts)):
         for i, (seq, first, last) in enumerate(run):
             alone = first == 0 and last == pairs[seq]
@@ -135,6 +182,7 @@ for lengths, heads, q_len, head_rows, parts, ROWS in (
             if lengths[seq] == 0 or last == 2:
                 x, w = x * 0, w * 0 - float("inf")  # rows that see none of these keys
             pieces.setdefault(seq, []).append((x, w, alone))
+            places[seq] += (1 << 16) + (2 * part + (i > 0) if first == 0 else 0)
             if not alone:
                 part_out[2 * part + (i > 0)], part_lse[2 * part + (i > 0)] = x, w
     for seq, found in pieces.items():
@@ -149,9 +197,9 @@ for lengths, heads, q_len, head_rows, parts, ROWS in (
                 want[seq, h, l], sums[seq, h, l] = o[tile, row].float(), top[tile, row].float()
                 if found[0][2]:  # one program had it all
                     out[seq, h, l], lse[seq, h, l] = want[seq, h, l], sums[seq, h, l]
-    combine[(batch * tiles * (64 // ROWS),)](
-        out, lse, part_out, part_lse, torch.tensor(lengths, dtype=torch.int32), *out.stride()[:3], *lse.stride(),
-        batch, heads, q_len, 0, head_rows, tiles, parts, ROWS=ROWS, AT_ONCE=16 // ROWS, MOST=128, DEPENDENT=False,
+    combine[(batch * -(-heads * q_len // ROWS) * (512 // COLUMNS),)](
+        out, lse, part_out, part_lse, places, *out.stride()[:3], *lse.stride(), heads, q_len, head_rows, tiles,
+        ROWS=ROWS, COLUMNS=COLUMNS, AT_ONCE=AT_ONCE, DEPENDENT=False,
     )
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, sums, rtol=1e-5, atol=1e-5)

@@ -32,6 +32,7 @@ from latent_rows import APART, IN_TURNS, PEER, ROWS, time_row
 from tilewise.backends.hopper.kernel import OPTIONS
 from tilewise.backends.hopper.mla.combine import combine
 from tilewise.backends.hopper.mla.entry import latent_decode
+from tilewise.backends.hopper.mla.launch import Latent
 
 MARK = "REPORT "
 LIMIT = 60.0  # seconds without a word
@@ -52,8 +53,9 @@ def warm(given: Form) -> str:
         made = latent.arguments(case.q, case.cache, out, lse, case.n, case.table, SCALE, work)
         taken = {name: made[name] for name in latent_decode.arg_names}
         latent_decode.warmup(grid=(latent.programs,), **taken, **OPTIONS)
-        for latent.rows in (1, 2, 4, 8) if not ways.keys() - {"dependent"} and heads == 128 and paged else ():
-            combine.warmup(grid=(1,), **latent.combining(made), **latent.combine_options)
+        for batch in (1, 5, 16, 32, 128) if not ways.keys() - {"dependent"} and paged else ():
+            other = Latent(latent.spec, batch, heads, q_len, 64)
+            combine.warmup(grid=(1,), **other.combining(made), **latent.combine_options)
     except Exception as error:
         return f"{given}: {type(error).__name__}: {str(error)[:300]}"
     return ""

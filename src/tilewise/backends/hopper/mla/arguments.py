@@ -14,10 +14,12 @@ class Arguments:
     q_rope: object  # the same with 64 columns
     k: object  # [1, page_rows, width] of the pages
     k_rope: object
+    CACHE: object  # the pages themselves
     OUT: object
     LSE: object
     PARTS: object  # float32 [slots, tiles, 64, 512]: outputs of sequences that several programs share
     PART_LSE: object  # float32 [slots, tiles, 64], in base 2
+    PLACES: object  # int32 [B]: slot of a sequence's first fragment, and from bit 16 on how many it has
     LENGTHS: object
     TABLE: object
     SINKS: object
@@ -28,6 +30,7 @@ class Arguments:
     lse_h: object
     lse_l: object
     table_b: object
+    page_b: object
     batch: object
     heads: object
     q_len: object
@@ -45,6 +48,6 @@ class Arguments:
 
 
 NAMES = (
-    "q q_rope k k_rope OUT LSE PARTS PART_LSE LENGTHS TABLE SINKS o_b o_h o_l lse_b lse_h lse_l table_b "
-    "batch heads q_len kv_len page_size tiles parts factor S"
+    "q q_rope k k_rope CACHE OUT LSE PARTS PART_LSE PLACES LENGTHS TABLE SINKS o_b o_h o_l lse_b lse_h lse_l "
+    "table_b page_b batch heads q_len kv_len page_size tiles parts factor S"
 ).split()

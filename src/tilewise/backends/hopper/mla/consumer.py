@@ -7,8 +7,8 @@ For each pair of blocks, with m the running maximum, which travels from one to t
     O = shrink O; start O += P0 V0                  wait for P0 and m; O = shrink O; start O += P0 V0
     wait for P1 and m, wait for O                   wait for S; P1 = softmax S with m
     O = shrink O; start O += P1 V1                  wait for O; send P1, m
-    start S = Q K0' of the next pair (`ahead`)      O = shrink O; start O += P1 V1
-    wait for O                                      wait for O
+    wait for O; start S = Q K0' of the next pair    O = shrink O; start O += P1 V1
+                                                    wait for O
 
 Values are released as soon as they have been added. Exponentials of consumer 0 stand beside products S of consumer 1,
 those of consumer 1 beside both P0 V0. Blocks are added to both halves of the output in the order of their keys.
@@ -23,9 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .output import store
+from .output import store, tell_places
 from .producer import tile_at
 from .schedule import fragment
+from .sync import stay, tell_free, tell_ready, tell_scored, wait_ready, wait_scored
 
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -45,7 +46,7 @@ def held_queries(a, sh):
 @gluon.jit
 def start_rope(a, sh, q_rope, u, b: gl.constexpr):
     s = gl.zeros([64, 64], gl.float32, SCORE)
-    mbarrier.wait(sh.rope_full.index(b), u & 1)
+    mbarrier.wait(sh.rope_full[b], u & 1)
     return warpgroup_mma(q_rope, sh.k_rope.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
 
 
@@ -55,7 +56,7 @@ def start_half(a, sh, s, u, b: gl.constexpr, half: gl.constexpr):
     EACH: gl.constexpr = a.S.pieces // 2
     none = u >> 31  # 0, which the compiler does not know: it would keep registers for the place of each operand
     for i in gl.static_range(EACH):
-        mbarrier.wait(sh.full.index((2 * b + half) * EACH + i), u & 1)
+        mbarrier.wait(sh.full[(2 * b + half) * EACH + i], u & 1)
         k = sh.piece((2 * b + half) * EACH + i + none).permute((1, 0))
         s = warpgroup_mma(sh.q.index(half * EACH + i + none), k, s, is_async=True)
     return s
@@ -119,9 +120,9 @@ def clear_hidden(a, sh, n, base, b: gl.constexpr, half: gl.constexpr):
 def send(a, sh, p, m, b: gl.constexpr):
     """Weights and the maximum to the other consumer."""
     sh.weights(b).store(p)
-    sh.m.index(b).store(m)
+    sh.maximum(b).store(m)
     fence_async_shared()
-    mbarrier.arrive(sh.ready.index(b), count=1)
+    tell_ready(sh, b)
 
 
 @gluon.jit
@@ -131,7 +132,7 @@ def scores0(a, sh, q_rope, u):
     s = start_half(a, sh, s, u, 0, 0)
     s = start_half(a, sh, s, u, 0, 1)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(sh.scored.index(0), count=1)
+    tell_scored(sh)
     return s
 
 
@@ -140,7 +141,7 @@ def add_last(sh, o):
     """P1 V1 of consumer 0, complete."""
     o = warpgroup_mma(sh.weights(1), sh.k.index(2), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    mbarrier.arrive(sh.free.index(2), count=1)
+    tell_free(sh, 2)
     return o
 
 
@@ -162,13 +163,15 @@ def step0(a, sh, q_rope, w, u, i, s, o, m, l, hi, MASKED: gl.constexpr):
     if MASKED:
         clear_hidden(a, sh, w.n, i * 128, 0, 0)
     o = warpgroup_mma(as_operand(p), sh.k.index(0), o, is_async=True)
-    mbarrier.wait(sh.ready.index(1), u & 1)
-    m = sh.m.index(1).load(ROW)
+    wait_ready(sh, 1, u)
+    m = sh.maximum(1).load(ROW)
     shrink = shrink_of(a, top, m)
     if a.S.wait_values:
         sh.wait_half(u, 1, 0)
     o = warpgroup_mma_wait(0, deps=(o,))
-    mbarrier.arrive(sh.free.index(0), count=1)
+    tell_free(sh, 0)
+    if a.S.named:
+        stay(sh, u, 2)  # the producer does not wait for the rescaling
     l = l * shrink
     o = rescaled(o, shrink)
     if MASKED:
@@ -179,10 +182,10 @@ def step0(a, sh, q_rope, w, u, i, s, o, m, l, hi, MASKED: gl.constexpr):
             s = start_rope(a, sh, q_rope, u + 1, 0)
             s = start_half(a, sh, s, u + 1, 0, 0)
             o = warpgroup_mma_wait(1 + EACH, deps=(o,))
-            mbarrier.arrive(sh.free.index(2), count=1)
+            tell_free(sh, 2)
             s = start_half(a, sh, s, u + 1, 0, 1)
             o, s = warpgroup_mma_wait(0, deps=(o, s))
-            mbarrier.arrive(sh.scored.index(0), count=1)
+            tell_scored(sh)
         else:
             o = add_last(sh, o)
     else:
@@ -193,15 +196,15 @@ def step0(a, sh, q_rope, w, u, i, s, o, m, l, hi, MASKED: gl.constexpr):
 @gluon.jit
 def step1(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
     if a.S.gate == 2:
-        mbarrier.wait(sh.scored.index(0), u & 1)
+        wait_scored(sh, u)
     s = start_rope(a, sh, q_rope, u, 1)
     s = start_half(a, sh, s, u, 1, 0)
     if a.S.gate == 1:
-        mbarrier.wait(sh.scored.index(0), u & 1)
+        wait_scored(sh, u)
     s = start_half(a, sh, s, u, 1, 1)
 
-    mbarrier.wait(sh.ready.index(0), u & 1)
-    top = sh.m.index(0).load(ROW)
+    wait_ready(sh, 0, u)
+    top = sh.maximum(0).load(ROW)
     shrink = shrink_of(a, m, top)
     l = l * shrink
     o = rescaled(o, shrink)
@@ -221,17 +224,19 @@ def step1(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
     if a.S.p_buffers == 2:
         send(a, sh, p, m, 1)
     if a.S.late_wait:
-        mbarrier.wait(sh.ready.index(0), u & 1)  # it has been: this is a branch, and no wait is moved above it
+        stay(sh, u, 3)  # no wait is moved above it
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     if a.S.p_buffers == 1:
         send(a, sh, p, m, 1)
-    mbarrier.arrive(sh.free.index(1), count=1)
+    tell_free(sh, 1)
+    if a.S.named:
+        stay(sh, u, 3)
     o = rescaled(o, shrink)
     if MASKED:
         clear_hidden(a, sh, w.n, i * 128 + 64, 1, 1)
     o = warpgroup_mma(as_operand(p), sh.k.index(3), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    mbarrier.arrive(sh.free.index(3), count=1)
+    tell_free(sh, 3)
     if a.S.touch:
         # Times 1, while there is nothing to do: what is left by a product cannot be read while others are under way.
         o = o * (1 + (u >> 31)).to(gl.float32)
@@ -284,6 +289,8 @@ def consume(a, run, sh, C: gl.constexpr):
         mbarrier.wait(sh.done.index(0), f & 1)
         l = l + sh.l.index(1 - C).load(ROW)
         store(a, w, o, m, l, slot, run.tile, query, head, C)
+        if C == 0:
+            tell_places(a, w, slot, run.size, run.tile)
         left -= w.last - first
         seq += 1
         first = first * 0

@@ -12,8 +12,8 @@ from .producer import produce
 from .schedule import Run, run_of
 
 PLAIN_INTS = [
-    "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "table_b", "batch", "heads", "q_len", "kv_len", "page_size",
-    "tiles", "parts",
+    "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "table_b", "page_b", "batch", "heads", "q_len", "kv_len",
+    "page_size", "tiles", "parts",
 ]  # fmt: skip
 
 
@@ -29,19 +29,19 @@ def consumer1(a, run, sh):
 
 @gluon.jit(do_not_specialize=PLAIN_INTS)
 def latent_decode(
-    q, q_rope, k, k_rope, OUT, LSE, PARTS, PART_LSE, LENGTHS, TABLE, SINKS, o_b, o_h, o_l, lse_b, lse_h, lse_l, table_b,
-    batch, heads, q_len, kv_len, page_size, tiles, parts, factor,
+    q, q_rope, k, k_rope, CACHE, OUT, LSE, PARTS, PART_LSE, PLACES, LENGTHS, TABLE, SINKS, o_b, o_h, o_l, lse_b, lse_h,
+    lse_l, table_b, page_b, batch, heads, q_len, kv_len, page_size, tiles, parts, factor,
     S: gl.constexpr,
 ):  # fmt: skip
     a = Arguments(
-        q, q_rope, k, k_rope, OUT, LSE, PARTS, PART_LSE, LENGTHS, TABLE, SINKS, o_b, o_h, o_l, lse_b, lse_h, lse_l,
-        table_b, batch, heads, q_len, kv_len, page_size, tiles, parts, factor, S,
+        q, q_rope, k, k_rope, CACHE, OUT, LSE, PARTS, PART_LSE, PLACES, LENGTHS, TABLE, SINKS, o_b, o_h, o_l, lse_b,
+        lse_h, lse_l, table_b, page_b, batch, heads, q_len, kv_len, page_size, tiles, parts, factor, S,
     )  # fmt: skip
     if S.dependent:
         gdc_launch_dependents()
     part = gl.program_id(0) // tiles
-    seq, first, left = run_of(a, part)
-    run = Run(seq, first, left, part, gl.program_id(0) % tiles)
+    seq, first, left, size = run_of(a, part)
+    run = Run(seq, first, left, size, part, gl.program_id(0) % tiles)
     sh = new_shared(a)
     fence_async_shared()
     given = (a, run, sh)

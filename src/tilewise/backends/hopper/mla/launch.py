@@ -17,7 +17,7 @@ from .entry import latent_decode
 from .spec import LATENT, ROPE, ROWS, Spec
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-GROUPS = 1024  # programs that combine, at least, where there are as many rows
+COMBINED = 4096  # numbers that a combining program has at a time
 
 
 def spec_of(
@@ -48,24 +48,28 @@ class Latent:
         self.tiles = -(-heads // spec.head_rows) * -(-q_len // spec.queries)
         self.parts = max(1, processors // self.tiles)
         self.programs = self.parts * self.tiles
-        rows = min(8, max(1, batch * self.tiles * ROWS // GROUPS))
-        self.rows = 1 << (rows.bit_length() - 1)
+        self.at_once = min(32, 1 << (self.parts // batch + 1).bit_length())  # about as many fragments as sequences have
+        self.columns = min(LATENT, COMBINED // self.at_once)
+        self.rows = COMBINED // self.at_once // self.columns
         self.sizes = {
             "batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len, "tiles": self.tiles, "parts": self.parts,
             "head_rows": spec.head_rows,
         }  # fmt: skip
-        self.most = 1 << (processors - 1).bit_length()
+        self.combiners = batch * -(-heads * q_len // self.rows) * (LATENT // self.columns)
         self.combines = True
         self.combine_options = {"num_warps": 4, "launch_pdl": spec.dependent}
 
-    def workspace(self, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def workspace(self, device: Any) -> tuple[torch.Tensor, ...]:
         slots = 2 * self.parts * self.tiles * ROWS
-        return torch.empty(slots * LATENT, device=device), torch.empty(slots, device=device)
+        places = torch.empty(self.batch, dtype=torch.int32, device=device)
+        return torch.empty(slots * LATENT, device=device), torch.empty(slots, device=device), places
 
     def arguments(
         self, q: Any, cache: Any, out: Any, lse: Any, lengths: Any, table: Any, scale: float, work: Any
     ) -> dict[str, Any]:
         s = self.spec
+        if s.prefetch and cache.stride(1) != LATENT + ROPE:
+            raise Unsupported("hopper", f"rows of the cache are {cache.stride(1)} apart", "use prefetch=False")
         rows = q.transpose(1, 2)  # [B, Lq, H, 576]
         q_block, k_block = [1, s.queries, s.head_rows], [1, s.page_rows]
         given: dict[str, Any] = {
@@ -73,7 +77,9 @@ class Latent:
             "q_rope": block_of(rows, [*q_block, ROPE], s.dtype),
             "k": block_of(cache, [*k_block, s.width], s.dtype),
             "k_rope": block_of(cache, [*k_block, ROPE], s.dtype),
-            "OUT": out, "LSE": lse, "PARTS": work[0], "PART_LSE": work[1], "LENGTHS": lengths, "TABLE": table,
+            "CACHE": cache, "page_b": cache.stride(0),
+            "OUT": out, "LSE": lse, "PARTS": work[0], "PART_LSE": work[1], "PLACES": work[2],
+            "LENGTHS": lengths, "TABLE": table,
             "SINKS": None, "page_size": cache.shape[1], "table_b": 0 if table is None else table.stride(0),
             "factor": scale * math.log2(math.e), "S": s,
         }  # fmt: skip
@@ -82,7 +88,7 @@ class Latent:
         return given | self.sizes
 
     def combining(self, given: dict[str, Any]) -> dict[str, Any]:
-        sizes = {"ROWS": self.rows, "AT_ONCE": 16 // self.rows, "MOST": self.most, "DEPENDENT": self.spec.dependent}
+        sizes = {"ROWS": self.rows, "COLUMNS": self.columns, "AT_ONCE": self.at_once, "DEPENDENT": self.spec.dependent}
         given = given | sizes
         return {name: given[name] for name in combine.arg_names}
 
@@ -93,4 +99,4 @@ class Latent:
         taken = {name: given[name] for name in latent_decode.arg_names}
         latent_decode[(self.programs,)](**taken, **OPTIONS)
         if self.parts > 1 and self.combines:
-            combine[(self.batch * self.tiles * (ROWS // self.rows),)](**self.combining(given), **self.combine_options)
+            combine[(self.combiners,)](**self.combining(given), **self.combine_options)

@@ -28,7 +28,7 @@ def store(a, w, o, m, l, slot, tile, query, head, C: gl.constexpr):
     o = o * gl.convert_layout(share, OUT_ROW, assert_trivial=True)[:, None]
     out_row = gl.arange(0, 64, OUT_ROW)
     column = C * 256 + gl.arange(0, 256, gl.SliceLayout(0, HALF))
-    if w.alone:
+    if w.alone():
         rows, ok = places(a, w.seq, query, head, out_row, a.o_b, a.o_h, a.o_l)
         gl.store(a.OUT + rows[:, None] + column[None, :], o.to(a.k.dtype), mask=ok[:, None])
         if a.S.lse and C == 0:
@@ -37,6 +37,15 @@ def store(a, w, o, m, l, slot, tile, query, head, C: gl.constexpr):
     else:
         base = (slot * a.tiles + tile) * 64
         begin = (base + out_row).to(gl.int64) * 512
-        gl.store(a.PARTS + begin[:, None] + column[None, :], o)
+        _, ok = places(a, w.seq, query, head, out_row, a.o_b, a.o_h, a.o_l)
+        gl.store(a.PARTS + begin[:, None] + column[None, :], o, mask=ok[:, None])
         if C == 0:
             gl.store(a.PART_LSE + base + row, lse)
+
+
+@gluon.jit
+def tell_places(a, w, slot, size, tile):
+    """Where the fragments of a sequence will be, from the program that has its first pair."""
+    if w.first == 0:
+        fragments = 1 + gl.cdiv(w.pairs - w.last, size)
+        gl.store(a.PLACES + w.seq, slot + (fragments << 16), mask=tile == 0)

@@ -11,7 +11,8 @@ There is room for one pair of blocks. Pair number u (counted over all fragments 
     weights of block b       written by consumer b, read by the other one; no barrier says that they may be written
                              again, since each consumer writes after it has had the other's answer
 
-Every barrier is passed once for each pair, so its parity is that of u. tests/mla_machine.py plays this through.
+Every barrier is passed once for each pair, so its parity is that of u (sync.py).
+tests/mla_machine.py plays this through.
 """
 
 from triton.experimental import gluon
@@ -29,15 +30,16 @@ class Shared:
     k: gl.shared_memory_descriptor  # [4, 64, 256]: halves of blocks
     k_rope: gl.shared_memory_descriptor  # [2, 64, 64]
     p: gl.shared_memory_descriptor  # [1, 64, 64]
-    m: gl.shared_memory_descriptor  # [2, 64]: running maxima, by their writers
+    m0: gl.shared_memory_descriptor  # [1, 64]: running maxima, by their writers
+    m1: gl.shared_memory_descriptor
     l: gl.shared_memory_descriptor  # [2, 64]: sums at the end of a fragment
     q_full: gl.shared_memory_descriptor  # [1, 1]
     q_free: gl.shared_memory_descriptor  # [1, 1]
-    full: gl.shared_memory_descriptor  # [2 pieces, 1]
-    free: gl.shared_memory_descriptor  # [4, 1]
-    rope_full: gl.shared_memory_descriptor  # [2, 1]
+    full: gl.tuple  # of 2 pieces; each barrier has memory of its own, or the compiler guards one wait from the next
+    free: gl.tuple  # of 4
+    rope_full: gl.tuple  # of 2
     scored: gl.shared_memory_descriptor  # [1, 1]: block 0
-    ready: gl.shared_memory_descriptor  # [2, 1]: weights and maxima
+    ready: gl.tuple  # of 2: weights and maxima
     done: gl.shared_memory_descriptor  # [1, 1]: both sums of a fragment
     S: object
 
@@ -58,7 +60,7 @@ class Shared:
         """Until half a block of pair u is there."""
         EACH: gl.constexpr = self.S.pieces // 2
         for i in gl.static_range(EACH):
-            mbarrier.wait(self.full.index((2 * b + half) * EACH + i), u & 1)
+            mbarrier.wait(self.full[(2 * b + half) * EACH + i], u & 1)
 
     @gluon.jit
     def weights(self, b: gl.constexpr):
@@ -68,8 +70,16 @@ class Shared:
             tile = self.q_rope.index(0)
         return tile
 
+    @gluon.jit
+    def maximum(self, b: gl.constexpr):
+        """Where the maximum of consumer b travels."""
+        line = self.m0.index(0)
+        if b == 1:
+            line = self.m1.index(0)
+        return line
 
-SHARED = "q q_rope k k_rope p m l q_full q_free full free rope_full scored ready done S".split()
+
+SHARED = "q q_rope k k_rope p m0 m1 l q_full q_free full free rope_full scored ready done S".split()
 
 
 @gluon.jit
@@ -77,6 +87,15 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
     made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(made.index(i), count=COUNT)
+    return made
+
+
+@gluon.jit
+def apart(N: gl.constexpr):
+    """Barriers for one arrival, as a tuple."""
+    made = ()
+    for _ in gl.static_range(N):
+        made = made + (barriers(1, 1).index(0),)
     return made
 
 
@@ -93,10 +112,11 @@ def new_shared(a):
     k = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
     k_rope = gl.allocate_shared_memory(DTYPE, [2, 64, 64], SMALL)
     p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL)
-    m = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    m0 = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
+    m1 = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
     l = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     return Shared(
-        q, q_rope, k, k_rope, p, m, l,
-        barriers(1, 1), barriers(1, 2), barriers(2 * a.S.pieces, 1), barriers(4, 1), barriers(2, 1), barriers(1, 1),
-        barriers(2, 1), barriers(1, 2), a.S,
+        q, q_rope, k, k_rope, p, m0, m1, l,
+        barriers(1, 1), barriers(1, 2), apart(2 * a.S.pieces), apart(4), apart(2), barriers(1, 1), apart(2),
+        barriers(1, 2), a.S,
     )  # fmt: skip

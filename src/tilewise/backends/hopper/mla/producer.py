@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .schedule import fragment
+from .sync import prefetch_bytes, wait_free, wait_last, wait_rope
 
 
 @gluon.jit
@@ -50,23 +51,37 @@ def copy(a, desc, tile, full, pages, row, column, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def fill_piece(a, sh, pages, row, place: gl.constexpr, piece: gl.constexpr):
+    """A piece of the latent columns, to one of the places of a pair."""
+    WIDTH: gl.constexpr = a.S.width
+    full = sh.full[place]
+    mbarrier.expect(full, 64 * WIDTH * 2)
+    copy(a, a.k, sh.piece(place), full, pages, row, piece * WIDTH, WIDTH)
+
+
+@gluon.jit
 def fill_block(a, sh, u, pages, row, b: gl.constexpr):
     """Block b of pair u. The rope columns of block 1 are free: the right half of block 0, filled by now, was later."""
     EACH: gl.constexpr = a.S.pieces // 2
-    WIDTH: gl.constexpr = a.S.width
-    phase = (u & 1) ^ 1
     if b == 0:
-        mbarrier.wait(sh.scored.index(0), phase)
-    full = sh.rope_full.index(b)
+        wait_rope(sh, u)
+    full = sh.rope_full[b]
     mbarrier.expect(full, 64 * 64 * 2)
     copy(a, a.k_rope, sh.k_rope.index(b), full, pages, row, 512, 64)
     for half in gl.static_range(2):
-        mbarrier.wait(sh.free.index(2 * b + half), phase)
+        wait_free(sh, 2 * b + half, u)
         for i in gl.static_range(EACH):
-            piece = (2 * b + half) * EACH + i
-            full = sh.full.index(piece)
-            mbarrier.expect(full, 64 * WIDTH * 2)
-            copy(a, a.k, sh.piece(piece), full, pages, row, (half * EACH + i) * WIDTH, WIDTH)
+            fill_piece(a, sh, pages, row, (2 * b + half) * EACH + i, half * EACH + i)
+
+
+@gluon.jit
+def prefetch(a, tile, pages, row, more, b: gl.constexpr):
+    """Brings block b of the next pair to L2. Tiles of the same keys take turns: neighbours run side by side."""
+    if a.S.prefetch:
+        COPIES: gl.constexpr = 64 // a.S.page_rows
+        if more & ((a.tiles == 1) | (tile % 2 == b)) & (row + a.S.page_rows <= a.page_size):
+            for i in gl.static_range(COPIES):
+                prefetch_bytes(a.CACHE + pages[i].to(gl.int64) * a.page_b + row * 576, a.S.page_rows * 1152)
 
 
 @gluon.jit
@@ -100,8 +115,11 @@ def produce(a, run, sh):
             # The next pair's pages are looked up before this one's places are free.
             later0, next0 = pages_of(a, seq, i * 2 + 2, w.n)
             later1, next1 = pages_of(a, seq, i * 2 + 3, w.n)
+            more = i + 1 < w.last
             fill_block(a, sh, u, pages0, row0, 0)
+            prefetch(a, run.tile, later0, next0, more, 0)
             fill_block(a, sh, u, pages1, row1, 1)
+            prefetch(a, run.tile, later1, next1, more, 1)
             pages0 = later0
             row0 = next0
             pages1 = later1
@@ -111,3 +129,4 @@ def produce(a, run, sh):
         seq += 1
         first = first * 0
         f += 1
+    wait_last(sh, u)

@@ -1,11 +1,15 @@
 """Which keys belong to which program.
 
 Keys are counted in pairs of blocks (128 keys); a sequence has at least one pair. The pairs of all sequences, one after
-the other, are cut into `parts` runs of equal length (but for one pair). Each tile of query rows has a program for each
+the other, are cut into runs of `size` pairs, at most `parts` of them. Each tile of query rows has a program for each
 run, and programs of a run are neighbours, so that its keys are read from HBM once and from L2 for the other tiles.
 
+The size is the smallest that will do, or the next one that fits the longest sequence (a multiple of its pairs, or an
+equal share of them) where that leaves so many fewer sequences cut that the longer runs cost less than combining them.
+
 A run is cut at the ends of sequences into fragments. A fragment that is not a whole sequence leaves its output to be
-combined, in slot 2 part if the part begins inside or at the start of the sequence, else in slot 2 part + 1.
+combined, in slot 2 part if it is the first of its run, else in slot 2 part + 1. Of each sequence the kernel writes the
+slot of its first fragment and the number of fragments; others than the first are the first ones of their runs.
 """
 
 from triton.experimental import gluon
@@ -13,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 RUN = gl.constexpr(256)  # sequences that are looked at together
+CUT = gl.constexpr(7)  # half pairs by which each program is longer when all runs cut a sequence
 
 
 @gluon.jit
@@ -36,29 +41,55 @@ def add(x, y):
 
 
 @gluon.jit
+def fitting(least, longest):
+    """The smallest size from `least` on that fits sequences of `longest` pairs."""
+    share = gl.cdiv(longest, gl.maximum(longest // least, 1))
+    return gl.where(least < longest, share, gl.cdiv(least, longest) * longest)
+
+
+@gluon.jit
 def run_of(a, part):
-    """A part's run: its first sequence, the first pair there, and the number of pairs."""
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    """A part's run: its first sequence, the first pair there, the number of pairs, and the size of all runs."""
+    # Every warp looks at all of them: sums within a warp need no barrier.
+    EACH: gl.constexpr = gl.BlockedLayout([RUN // 32], [32], [gl.num_warps()], [0])
     total = 0
+    longest = 1
     for first in range(0, a.batch, RUN):
         at = first + gl.arange(0, RUN, EACH)
-        inside = at < a.batch
-        total += gl.sum(gl.where(inside, pairs_of(keys_of(a, gl.minimum(at, a.batch - 1))), 0), 0)
-    begin = (part.to(gl.int64) * total // a.parts).to(gl.int32)
-    end = ((part + 1).to(gl.int64) * total // a.parts).to(gl.int32)
+        pairs = gl.where(at < a.batch, pairs_of(keys_of(a, gl.minimum(at, a.batch - 1))), 0)
+        total += gl.sum(pairs, 0)
+        longest = gl.maximum(longest, gl.max(pairs, 0))
+    size = gl.cdiv(total, a.parts)
+    other = fitting(size, longest)
+    gain = 0  # sequences cut with `size`, less those with `other`
     seq = 0
     start = 0  # of the sequence
+    other_seq = 0
+    other_start = 0
     before = 0
     for first in range(0, a.batch, RUN):
         at = first + gl.arange(0, RUN, EACH)
         inside = at < a.batch
         pairs = gl.where(inside, pairs_of(keys_of(a, gl.minimum(at, a.batch - 1))), 0)
         ends = before + gl.associative_scan(pairs, 0, add)
-        passed = inside & (ends <= begin)
+        begins = ends - pairs
+        last = gl.maximum(ends - 1, begins)
+        cuts = last // size - begins // size - (last // other - begins // other)
+        gain += gl.sum(gl.where(inside, cuts, 0), 0)
+        passed = inside & (ends <= part * size)
         seq += gl.sum(passed.to(gl.int32), 0)
-        start = gl.maximum(start, gl.max(gl.where(passed, ends, 0), 0))
+        start += gl.sum(gl.where(passed, pairs, 0), 0)
+        passed = inside & (ends <= part * other)
+        other_seq += gl.sum(passed.to(gl.int32), 0)
+        other_start += gl.sum(gl.where(passed, pairs, 0), 0)
         before += gl.sum(pairs, 0)
-    return seq, begin - start, end - begin
+    if (other - size) * a.parts * 2 <= gain * CUT:
+        size = other
+        seq = other_seq
+        start = other_start
+    begin = gl.minimum(part * size, total)
+    end = gl.minimum(begin + size, total)
+    return seq, begin - start, end - begin, size
 
 
 @aggregate
@@ -68,14 +99,16 @@ class Run:
     seq: gl.tensor
     first: gl.tensor  # pair of that sequence
     left: gl.tensor  # pairs
+    size: gl.tensor  # of all runs
     part: gl.tensor
     tile: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, seq, first, left, part, tile):
+    def __init__(self, seq, first, left, size, part, tile):
         self.seq = seq
         self.first = first
         self.left = left
+        self.size = size
         self.part = part
         self.tile = tile
 
@@ -89,16 +122,21 @@ class Fragment:
     first: gl.tensor
     last: gl.tensor
     whole: gl.tensor
-    alone: gl.tensor  # the fragment is the whole sequence
+    pairs: gl.tensor  # of the sequence
 
     @gluon.constexpr_function
-    def __init__(self, seq, n, first, last, whole, alone):
+    def __init__(self, seq, n, first, last, whole, pairs):
         self.seq = seq
         self.n = n
         self.first = first
         self.last = last
         self.whole = whole
-        self.alone = alone
+        self.pairs = pairs
+
+    @gluon.jit
+    def alone(self):
+        """Whether the fragment is the whole sequence."""
+        return (self.first == 0) & (self.last == self.pairs)
 
 
 @gluon.jit
@@ -110,4 +148,4 @@ def fragment(a, seq, first, left):
     if a.S.causal:
         seen = gl.maximum(n - (a.q_len - 1), 0)
     whole = gl.minimum(gl.maximum(seen // 128, first), last)
-    return Fragment(seq, n, first, last, whole, (first == 0) & (last == pairs))
+    return Fragment(seq, n, first, last, whole, pairs)

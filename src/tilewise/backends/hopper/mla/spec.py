@@ -23,10 +23,12 @@ class Spec:
     width: int = 128  # columns of the keys that are waited for at a time: 64, 128 or 256
     gate: int = 2  # how much of the second block's scores waits for the first one's: 0 none, 1 half, 2 all
     p_buffers: int = 1  # 2: q's last columns are held in registers, and weights take their memory
-    ahead: bool = True  # consumer 0 starts S of the next pair behind its last P V, not after it
+    ahead: bool = False  # consumer 0 starts S of the next pair behind its last P V, not after it
     touch: bool = True  # consumer 1 rewrites its output, so that products S need not be over before it is rescaled
     late_wait: bool = True  # consumer 1 waits for P0 V0 after its exponentials, not where the compiler would
     wait_values: bool = True  # warpgroups wait for the values of a block that the other one has scored
+    named: bool = False  # hardware barriers where there is a choice, not mbarriers
+    prefetch: bool = False  # the next pair is brought to L2; rows of the cache lie one behind the other
     dependent: bool = False  # the combining kernel may start before this one has ended, and waits
     consumer_regs: int = 240
     producer_regs: int = 24
