@@ -117,3 +117,9 @@ def test_one_cell_that_is_not_0_makes_a_tile_mixed():
         got = attention(q, k, v * 1.0, mask=mask, backend="cpu")
         assert not got[:, 2, 69].equal(plain[:, 2, 69])
         assert got[:, :2].equal(plain[:, :2])
+
+
+@pytest.mark.parametrize(("keys", "head_dim"), [(7, 88), (7, 128), (4, 96)])
+def test_few_keys_are_as_exact_as_torch(keys, head_dim):
+    """Torch's dot products with few keys are summed in lanes: one run of 128 elements rounds twice as much."""
+    check_case(Case(B=2 if keys == 4 else 1, H=8, Lq=200, Lk=keys, D=head_dim), "cpu")
