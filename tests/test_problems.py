@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from strategies import cases, changes
 from tilewise import AttentionState
-from tilewise.testing.case import Case
+from tilewise.testing.case import Case, make
 from tilewise.testing.check import Mismatch, check_case, check_repeats
 from tilewise.testing.drawing import CHANGES, Seeded, draw_case, draw_change
 
@@ -53,6 +53,65 @@ def test_seeds_draw_every_kind_of_call():
     assert {f for f in CHANGES for a, b in zip(drawn, changed, strict=True) if getattr(a, f) != getattr(b, f)} == set(
         CHANGES
     )
+
+
+def test_drawn_offsets_are_in_range_on_a_gpu():
+    """Where no length is read, as on the meta device, the sizes that a call names count."""
+    extreme = 0
+    for seed in range(3000):
+        chooser = Seeded(seed)
+        case = draw_case(chooser, most=300)
+        for each in (case, draw_change(chooser, case)):
+            if isinstance(each.offset, int) and abs(each.offset) > 1000:
+                make(each, "meta", sized=True).checked()
+                extreme += 1
+    assert extreme > 100
+
+
+def test_all_calls_of_a_case_have_the_same_arguments(monkeypatch):
+    """On a GPU the plan depends on `max_q` and `max_k`, and the bits on the plan."""
+    from tilewise.testing import check
+
+    made, sizes = check.make, []
+
+    class Noted:
+        def __init__(self, inputs):
+            self.inputs = inputs
+
+        def __getattr__(self, name):
+            return getattr(self.inputs, name)
+
+        def call(self, *args, **options):
+            all_options = self.inputs.options | options
+            sizes.append((all_options.get("max_q"), all_options.get("max_k")))
+            return self.inputs.call(*args, **options)
+
+    monkeypatch.setattr(check, "make", lambda *args, **options: Noted(made(*args, **options)))
+    case = Case(form="varlen", q_lengths=(3, 1), lengths=(4, 9))
+    check_repeats(case, case, "torch")
+    assert len(sizes) > 6
+    assert set(sizes) == {(3, 9)}
+
+
+def test_few_rows_are_judged_by_many(monkeypatch):
+    """Torch's error on few rows may be small by chance: no result is called wrong by it."""
+    from tilewise.testing import check
+
+    usual, taken = check.worst_errors, []
+
+    def first_is_too_small(case, device, draws, **options):
+        taken.append(draws)
+        return (-1.0, -1.0) if len(taken) == 1 else usual(case, device, draws, **options)
+
+    monkeypatch.setattr(check, "worst_errors", first_is_too_small)
+    few = Case(B=1, H=3, Lq=1, Lk=9, D=24)
+    check_case(few, "torch", draws=4)
+    assert taken == [4, 86]  # of 3 rows each
+    for case, draws in ((few, 1), (Case(B=1, H=4, Lq=20), 4)):  # a named case, and one of many rows
+        taken.clear()
+        with pytest.raises(Mismatch):
+            check_case(case, "torch", draws=draws)
+        assert taken == [draws]
 
 
 def test_repeats_are_judged(monkeypatch):

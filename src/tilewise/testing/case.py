@@ -131,14 +131,18 @@ class Inputs:
         return rows.transpose(1, 2) if self.options.get("layout") == "blhd" else rows
 
 
-def make(case: Case, device: str = "cpu", slack: float = float("nan"), draw: int = 0) -> Inputs:
-    """The inputs of a case: the same for the same case and draw, `slack` in every place that must not matter."""
-    return _Maker(case, device, slack, draw).inputs()
+def make(case: Case, device: str = "cpu", slack: float = float("nan"), draw: int = 0, *, sized: bool = False) -> Inputs:
+    """The inputs of a case: the same for the same case and draw, `slack` in every place that must not matter.
+
+    With `sized`, packed queries and keys come with `max_q` and `max_k`, which a GPU's plan depends on.
+    """
+    return _Maker(case, device, slack, draw, sized).inputs()
 
 
 class _Maker:
-    def __init__(self, case: Case, device: str, slack: float, draw: int) -> None:
+    def __init__(self, case: Case, device: str, slack: float, draw: int, sized: bool) -> None:
         self.case, self.device, self.slack = case, device, slack
+        self.sized = sized or bool(case.mask)  # a mask's size cannot be read from offsets on a GPU
         self.random = torch.Generator("cpu").manual_seed(zlib.crc32(str(case).encode()) + draw)
 
     def inputs(self) -> Inputs:
@@ -149,7 +153,7 @@ class _Maker:
             args = (q, k, v, self.offsets(c.q_lengths), self.offsets(c.lengths))
             if c.used:
                 options["kv_lengths"] = self.ints(c.used)
-            if c.mask:  # its size cannot be read from offsets on a GPU
+            if self.sized:
                 options |= {"max_q": c.queries, "max_k": c.keys}
             return Inputs(api.varlen_attention, args, options)
         if c.form == "paged":
@@ -157,7 +161,7 @@ class _Maker:
             k, v = self.pages("k", table), self.pages("v", table)
             if c.q_lengths:
                 options["cu_seqlens_q"] = self.offsets(c.q_lengths)
-                if c.mask:  # its size cannot be read from offsets on a GPU
+                if self.sized:
                     options["max_q"] = c.queries
             else:
                 options["layout"] = c.layout

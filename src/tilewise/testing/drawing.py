@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ..core.options import LIMIT
 from .case import Case
 
 STORED = ("", "f16", "bf16", "int8/32", "int8/128", "int4/32", "int4/64", "fp8_e4m3/64")
@@ -98,7 +99,7 @@ def draw_option(c: Chooser, name: str) -> Any:
     if name == "chunk":
         return c.pick((None, None, c.number(1, 40), c.pick(HUGE)))
     if name == "offset":
-        return c.pick((None, c.number(-20, 60), "rows", c.pick((2**29 - 200, 200 - 2**29))))
+        return c.pick((None, c.number(-20, 60), "rows", c.pick((LIMIT - 200, 200 - LIMIT))))
     if name == "split_size":
         return c.pick((None, c.number(1, 100), c.pick(HUGE)))
     if name == "sinks":
@@ -116,6 +117,9 @@ def consistent(case: Case) -> Case:
     """Without what no bound on rounding can judge, or what the inputs of a case cannot say."""
     if case.alibi and isinstance(case.offset, int) and abs(case.offset) > 1000:
         case = replace(case, offset=7)  # biases of 10**8 leave no bits to the scores
+    if isinstance(case.offset, int):  # in the range of positions, for which all keys of a page table count on a GPU
+        room = case.keys + (2 * case.page if case.form == "paged" else 0)
+        case = replace(case, offset=min(max(case.offset, room - LIMIT), LIMIT - case.queries))
     if case.tile and not case.mask:
         case = replace(case, tile=None)
     return case
