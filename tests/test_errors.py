@@ -113,6 +113,7 @@ DENSE = [
     ("alibi_slopes", {"alibi_slopes": randn(3)}, "(4,) or (2, 4)"),
     ("alibi_slopes", {"alibi_slopes": ints(1, 2, 3, 4)}, "float32"),
     ("sinks", {"sinks": randn(B, H)}, "(4,)"),
+    ("sinks", {"sinks": 4}, "a learned logit for each head; for first tokens that every query sees, a mask"),
     ("sinks", {"sinks": randn(H, requires_grad=True)}, "forward only"),
     ("tile_map", {"tile_map": bools(2, 2)}, "TileMap"),
     ("tile_map", {"tile_map": TileMap.from_mask(bools(Lq, Lk), (4, 4))}, "without that mask"),

@@ -158,6 +158,19 @@ def test_a_ring_says_what_it_has_forgotten():
         cache.attend(rows(1, 1, 1, 16), chunk=3)
 
 
+@pytest.mark.parametrize("tokens", [0, 3, 12])
+def test_a_ring_refuses_from_the_first_call_what_it_cannot_do_later(tokens):
+    cache = KVCache(1, 1, 8, 16, "f32", ring=True)
+    x = rows(1, 1, tokens, 16)
+    cache.append(x, x)
+    q = rows(1, 1, 1, 16)
+    with pytest.raises(InvalidArgument, match="mask over a ring"):
+        cache.attend(q, mask=torch.ones(1, 8, dtype=torch.bool))
+    with pytest.raises(InvalidArgument, match="chunk: got 3, expected a divisor"):
+        cache.attend(q, chunk=3)
+    assert cache.attend(q, chunk=4).isfinite().all()
+
+
 def snapshot(cache):
     parts = (cache._k.data, cache._k.scales, cache._v.data, cache._v.scales, cache._on_device)
     return [x.view(torch.uint8).clone() for x in parts if x is not None]

@@ -151,6 +151,19 @@ def test_plot():
     assert ax.images[0].get_array().shape == (8, 8)
 
 
+def test_a_plot_that_is_saved_has_its_whole_legend(tmp_path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    ax = TileMap.from_spec(64, 64, (8, 8), causal=True).plot()
+    ax.figure.savefig(tmp_path / "tiles.png")
+    legend, page = ax.get_legend().get_window_extent(), ax.figure.bbox
+    assert page.x0 <= legend.x0
+    assert legend.x1 <= page.x1
+    assert page.y0 <= legend.y0
+    assert legend.y1 <= page.y1
+
+
 @pytest.mark.parametrize(("Lq", "Lk"), [(0, 5), (5, 0), (0, 0)])
 def test_empty(Lq, Lk):
     for tile_map in (

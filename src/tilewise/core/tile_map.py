@@ -221,14 +221,18 @@ class TileMap:
         return "\n".join(lines)
 
     def plot(self, ax: Axes | None = None, plane: tuple[int, int] = (0, 0)) -> Axes:
-        """Draws one plane with matplotlib and returns the axes."""
+        """Draws one plane with matplotlib and returns its `Axes`, of a new figure unless `ax` is given.
+
+        `ax.figure.savefig("tiles.png")` saves it. The legend lies beside the axes: a new figure makes room for it, one
+        of your own does with `layout="constrained"`, or is saved whole with `bbox_inches="tight"`.
+        """
         need("plot", "matplotlib", by="TileMap.plot")
         import matplotlib.pyplot as plt
         from matplotlib.colors import ListedColormap
         from matplotlib.patches import Patch
 
         if ax is None:
-            _, ax = plt.subplots()
+            _, ax = plt.subplots(layout="constrained")  # with room for the legend
         colours = ["#f2f2f2", "#f4a259", "#2e6f95"]
         extent: Any = (0, self.shape[1], self.shape[0], 0)
         cells = self.states[plane].cpu().numpy()

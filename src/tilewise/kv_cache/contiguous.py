@@ -169,7 +169,8 @@ class KVCache:
             causal: a query sees keys up to its own position.
 
         All other options as in `tilewise.attention`, but for `kv_lengths`. A mask's last dim is as long as the longest
-        row, or longer. A ring takes no mask; without a window, its queries see all that it holds.
+        row, or longer. A ring takes no mask, and of chunks those that divide its capacity; without a window, its
+        queries see all that it holds.
         """
         refuse(options, {"kv_lengths": "leave it out"})
         options["causal"] = causal
@@ -180,6 +181,8 @@ class KVCache:
             if options.get("q_offset") is not None:
                 raise InvalidArgument("counts", "counts and q_offset", "one of them")
             options["q_offset"] = self._length - checks.counts("counts", counts, self.batch, q_rows)
+        if self.ring:
+            ring.check_options(self.capacity, options)
         call = self._attend_ring if self.ring and self._first.any() else self._attend
         return attend(q, lambda q, **options: call(q, q_rows, seq_major, **options), self.rotate, options)
 

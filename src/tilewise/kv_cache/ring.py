@@ -26,14 +26,19 @@ class Run:
     hidden: np.ndarray | None = None  # int64 [B]: slots below are not the run's, and no window hides them
 
 
-def check(first: np.ndarray, q_first: np.ndarray, capacity: int, options: dict[str, Any]) -> None:
-    """Refuses what a ring cannot do, for queries from position `q_first[b]` on."""
-    chunk, window = options.get("chunk"), options.get("window")
+def check_options(capacity: int, options: dict[str, Any]) -> None:
+    """Refuses options that a ring cannot take once it has wrapped; before that too, so that no call fails late."""
+    chunk = options.get("chunk")
     if isinstance(chunk, int) and chunk > 0 and capacity % chunk:
         raise InvalidArgument("chunk", chunk, f"a divisor of the ring's capacity of {capacity}")
     if options.get("mask") is not None:
         remedy = "a cache without ring takes masks"
         raise InvalidArgument("mask", "a mask over a ring", "none: its columns would not be positions", remedy)
+
+
+def check(first: np.ndarray, q_first: np.ndarray, capacity: int, options: dict[str, Any]) -> None:
+    """Refuses a window that reaches back to what a ring has forgotten, for queries from position `q_first[b]` on."""
+    window = options.get("window")
     left = as_window(window)[0]
     if left is not None and bool((short := np.maximum(q_first - left, 0) < first).any()):
         b = int(np.argmax(short))

@@ -136,6 +136,14 @@ class Checker:
         x = self.plain(name, x, "[" + ", ".join("n" * x.ndim) + "]").float()
         return x if batch is None else x.expand(batch, heads)
 
+    def sinks(self, x: Any, heads: int) -> torch.Tensor:
+        """Float32 `[H]`; a number is taken for a count of tokens, which others call sinks, and is told the mask."""
+        if isinstance(x, (int, float)):
+            want = f"a float tensor ({heads},), a learned logit for each head"
+            remedy = "for first tokens that every query sees, a mask (docs/masks.md, Sparse patterns)"
+            raise InvalidArgument("sinks", repr(x), want, remedy)
+        return self.per_head("sinks", x, heads)
+
     def mask(self, x: Any, sizes: tuple[int, int, int, int], any_keys: bool) -> tuple[torch.Tensor, MaskSpec]:
         """A mask as `[B, H, Lq, Lk]` with stride 0 where it is broadcast.
 

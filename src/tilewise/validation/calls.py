@@ -152,7 +152,7 @@ def _finish(
             assert t.kv_lengths is not None
             values.check_lengths("context_lens", t.kv_lengths, kv_len, "keys in mask", o.validate)
     t.alibi_slopes = None if o.alibi_slopes is None else c.per_head("alibi_slopes", o.alibi_slopes, H, batch)
-    t.sinks = None if o.sinks is None else c.per_head("sinks", o.sinks, H)
+    t.sinks = None if o.sinks is None else c.sinks(o.sinks, H)
     t.k_scales, t.v_scales = ck.scales, cv.scales
     out = _output(c, cv.width, o.out, t)
     return_lse = as_flag("return_lse", o.return_lse)
