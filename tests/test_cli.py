@@ -99,7 +99,7 @@ def test_examples_of_the_help_run(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND"),
+        ([], "what a model's layers would run here"),
         (["dance"], "'dance'"),
         (["demo", "--fast"], "--fast"),
         (["demo", "--device", "tpu"], "expected cpu or cuda"),
@@ -203,6 +203,8 @@ def test_plan_shows_every_kind_of_layer_with_its_tiles(capsys):
     assert rows
     assert rows[0][0] in "▒█"
     assert rows[0][-1] == ".", "causal"
+    assert text.count("; each mark is ") == 2
+    assert "are merged here" not in text
 
 
 def test_plan_of_a_decode_step_over_pages(capsys):
@@ -235,6 +237,7 @@ def test_a_plan_takes_no_memory_for_its_tensors(words, capsys):
     assert largest.bytes <= 2**25
     text = capsys.readouterr().out
     assert "Lk 2000000" in text
+    assert ("are merged here" in text) == (not words)
     assert max(map(len, text.splitlines())) < 200
 
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,19 @@ def test_json_holds_the_same(capsys):
     assert "compiled" in found["backends"]["cpu"]["kernels"]
     assert found["cpu"]["threads"] == torch.get_num_threads()
     assert found["files"]["writable"] is True
+
+
+def test_it_says_which_python_runs_and_what_fills_the_cache(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    for name, mib in (("cpu-1/a.nbc", 2), ("cpu-2/a.nbc", 3), ("models/a/b", 4), ("tuned.json", 1)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(mib * 2**20))
+    assert main(["doctor"]) == 0
+    facts = dict(line.strip().split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if " " in line.strip())
+    found = doctor.examine()
+    assert facts["executable"] == found["system"]["executable"] == sys.executable
+    files = found["files"]
+    assert (files["size_mib"], files["of_it_cpu_kernels_mib"], files["of_it_models_mib"]) == (10, 5, 4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

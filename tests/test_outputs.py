@@ -216,7 +216,7 @@ def test_pipes_and_devices_are_written_to(tmp_path):
 def test_the_mode_is_what_the_umask_says(tmp_path):
     before = os.umask(0o027)
     try:
-        outputs.write_whole(tmp_path / "a", svg.picture({}, "t", "n"))
+        outputs.write_whole(tmp_path / "a", svg.picture({}, "t", ["n"]))
     finally:
         os.umask(before)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640

@@ -114,6 +114,18 @@ def test_the_conversion_keeps_the_model(smollm2):
     assert w[32:64].equal(theirs[1:64:2])
 
 
+def test_the_first_run_says_what_it_writes(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"weights")
+    monkeypatch.setattr(pretrained, "smollm2_file", lambda: file)
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    said = []
+    monkeypatch.setattr(pretrained, "_convert", lambda source, folder: said.append(capsys.readouterr().err) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pretrained.smollm2()
+    assert said == [f"converting its weights, once: 540 MB go into {tmp_path / 'cache' / 'models' / 'a-7'}\n"]
+
+
 @pytest.mark.slow
 def test_chat(smollm2, capsys, monkeypatch):
     monkeypatch.setattr(chat, "smollm2", lambda: smollm2)

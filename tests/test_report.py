@@ -252,7 +252,7 @@ def test_pages_are_whole_and_need_nothing_from_elsewhere(name):
     if name == "models":
         assert "it has no <softcap>" in checker.text
         assert "A <CPU>" in checker.text
-        assert "loud & clear" in checker.text
+        assert "Note: loud & clear" in checker.text.partition("Charts")[0]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -265,6 +265,19 @@ def test_pictures_are_svg_that_stands_alone(name, tmp_path):
     assert width in (svg.WIDTH + 32, 2 * svg.WIDTH + 64)
     assert "var(" not in file.read_text()
     assert height > 0
+
+
+def test_a_picture_says_what_the_record_notes(tmp_path):
+    """Above the charts, in lines that fit: a picture is shown without the page and the tables."""
+    notes = ["the machine was not quiet: load 1.5 at the start", "a word " * 30]
+    plot.draw(record(cell(), notes=notes), tmp_path / "a.svg")
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    top = [(float(x.get("y")), x.text) for x in root if x.tag.endswith("text")]
+    assert "note: the machine was not quiet: load 1.5 at the start" in [text for _, text in top]
+    assert "a word a word" in top[-1][1]
+    assert all(len(text) <= svg.LETTERS for _, text in top[1:])
+    first = next(x for x in root if x.tag.endswith("}g"))
+    assert float(first.get("transform").strip(")").split()[1]) > top[-1][0]
 
 
 def test_png(tmp_path):

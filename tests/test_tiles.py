@@ -137,6 +137,8 @@ def test_picture_and_counts():
     assert tile_map.density == 5 / 9
     large = str(TileMap.from_spec(16384, 16384, (64, 64), causal=True)).splitlines()
     assert len(large) == 65
+    assert large[0].endswith("full; each mark is 4 x 4 of them")
+    assert str(TileMap.from_spec(1, 16384, (1, 64))).splitlines()[0].endswith("full; each mark is 1 x 4 of them")
     assert all(len(line) == 64 for line in large[1:])
     planes = TileMap.from_mask(torch.ones(2, 3, 4, 4).bool(), (2, 2))
     assert "5 more planes" in str(planes)

@@ -21,6 +21,16 @@ class Rules:
     window: Window = (None, None)
     chunk: int = 0
 
+    def __str__(self) -> str:
+        """In words, as options are written.
+
+        >>> print(Rules(causal=True, window=(255, None)), Rules(), sep=" | ")
+        causal, window (255, None) | none
+        """
+        window, chunk = f"window {self.window}", f"chunk {self.chunk}"
+        words = ["causal" * self.causal, window * (self.window != (None, None)), chunk * bool(self.chunk)]
+        return ", ".join(word for word in words if word) or "none"
+
 
 def key_span(rules: Rules, position: int, kv_len: int) -> tuple[int, int]:
     """`[lo, hi)`: the keys that a query at `position` sees; empty when `hi <= lo`."""

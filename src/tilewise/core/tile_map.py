@@ -204,7 +204,7 @@ class TileMap:
         return (mixed + full) / max(1, skip + mixed + full)
 
     def __str__(self) -> str:
-        """A picture of the first plane: `.` skip, `▒` mixed, `█` full; large maps are shown at lower resolution."""
+        """A picture of the first plane: `.` skip, `▒` mixed, `█` full; in large maps a mark is several tiles."""
         Lq, Lk = self.shape
         counts = self.counts()
         lines = [
@@ -214,9 +214,11 @@ class TileMap:
         if planes := self.states.shape[0] * self.states.shape[1] - 1:
             lines[0] += f" ({planes} more planes)"
         plane = self.states[:1, :1]
-        for dim in (2, 3):
-            size = plane.shape[dim]
-            plane = _retile(plane, dim, size, 1, -(-size // _PICTURE_SIZE))
+        merged = [max(1, -(-size // _PICTURE_SIZE)) for size in plane.shape[2:]]
+        for dim, several in enumerate(merged, start=2):
+            plane = _retile(plane, dim, plane.shape[dim], 1, several)
+        if max(merged) > 1:
+            lines[0] += f"; each mark is {merged[0]} x {merged[1]} of them"
         lines += ["".join(_PICTURE[state] for state in row) for row in plane[0, 0].tolist()]
         return "\n".join(lines)
 

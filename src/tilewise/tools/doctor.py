@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from .bench import machine
@@ -81,7 +80,7 @@ def _version(name: str) -> str:
 
 
 def _system() -> dict[str, str]:
-    return {"system": platform.platform(), "machine": platform.machine(), "executable": Path(sys.executable).name}
+    return {"system": platform.platform(), "machine": platform.machine(), "executable": sys.executable}
 
 
 def _cpu() -> dict[str, Any]:
@@ -224,11 +223,19 @@ def _files() -> dict[str, Any]:
 
     home = cache_home()
     parent = next(folder for folder in (home, *home.parents) if folder.exists())
-    kept = sum(file.stat().st_size for file in home.rglob("*") if file.is_file()) if home.exists() else 0
+    files = {file: file.stat().st_size for file in home.rglob("*") if file.is_file()}
+
+    def mib(*starts: str) -> float:
+        return round(
+            sum(n for file, n in files.items() if file.relative_to(home).parts[0].startswith(starts)) / 2**20, 1
+        )
+
     return {
         "cache": str(home),
         "writable": os.access(parent, os.W_OK),
-        "size_mib": round(kept / 2**20, 1),
+        "size_mib": mib(""),
+        "of_it_cpu_kernels_mib": mib("cpu-"),
+        "of_it_models_mib": mib("models"),
         "tuned_tiles": (home / "tuned.json").exists(),
     }
 

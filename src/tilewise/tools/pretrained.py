@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from ..errors import InvalidArgument
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 END = 2  # <|im_end|>
+CONVERTED = "540 MB"  # 135M parameters in float32
 # GGUF's names of the parts of a block, and transformers'.
 PARTS = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -98,6 +100,7 @@ def smollm2(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
     folder = cache_home() / "models" / f"{source.stem}-{source.stat().st_size}"
     if not folder.exists():
+        print(f"converting its weights, once: {CONVERTED} go into {folder}", file=sys.stderr)
         _convert(source, folder)
     with _no_bars():
         model = LlamaForCausalLM.from_pretrained(

@@ -77,9 +77,11 @@ def plan_of(
 def picture(layer: Layer, chosen: Plan, queries: int, keys: int) -> str:
     """The tiles of one head; of a long call some at a time, as larger ones."""
     rows, columns = min(chosen.tile[0], queries), min(chosen.tile[1], keys)
+    tile = rows, columns
     while -(-queries // rows) * -(-keys // columns) > MOST_TILES:
         rows, columns = 2 * rows, 2 * columns
     found = TileMap.from_spec(
         queries, keys, (rows, columns), causal=layer.causal, window=layer.window, chunk=layer.chunk
     )
-    return f"{found}\n. skipped  ▒ some cells hidden  █ whole"
+    larger = "" if (rows, columns) == tile else f"\nthe plan's tiles of {tile[0]} x {tile[1]} are merged here"
+    return f"{found}\n. skipped  ▒ some cells hidden  █ whole{larger}"

@@ -48,7 +48,7 @@ def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
 def _check_spec(spec: Spec, p: Problem, tensors: Tensors, validate: Any) -> None:
     """A map of position rules must come from the rules, offsets and lengths of this call."""
     if spec.rules != rules(p):
-        raise InvalidArgument("tile_map", f"a map of {spec.rules}", f"the call's {rules(p)}")
+        raise InvalidArgument("tile_map", f"a map of the rules: {spec.rules}", f"the call's: {rules(p)}")
     held = (
         spec.q_offset,
         spec.kv_lengths,

@@ -31,6 +31,7 @@ def page(record: Record) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="muted">{escape(str(about.get("date", "")))} · ',
         f"<code>{escape(str(about.get('command', '')))}</code></p>",
+        *(f"<p>Note: {escape(str(note))}</p>" for note in about.get("notes", [])),
         '<div class="cards">' + "".join(_cards(record)) + "</div>",
         *_charts(record),
         "<h2>Every number</h2>",
@@ -168,4 +169,3 @@ def _method(record: Record) -> Iterator[str]:
         if value not in (None, ""):
             yield f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>"
     yield "</dl>"
-    yield from (f"<p>Note: {escape(str(note))}</p>" for note in about.get("notes", []))

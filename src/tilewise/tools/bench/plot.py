@@ -28,18 +28,19 @@ def check_name(path: Path) -> None:
 
 def draw(record: Record, path: Path) -> None:
     """Writes the charts of a record to a file."""
-    title, note = title_of(record)
+    title, notes = title_of(record)
     if path.suffix == ".svg":
-        write_whole(path, picture(charts(record), title, note))
+        write_whole(path, picture(charts(record), title, notes))
     else:
-        write_whole(path, png(picture(charts(record), title, note, theme="light")))
+        write_whole(path, png(picture(charts(record), title, notes, theme="light")))
 
 
-def title_of(record: Record) -> tuple[str, str]:
-    """What stands above the charts."""
+def title_of(record: Record) -> tuple[str, list[str]]:
+    """What stands above the charts: the title, the machine, and what a reader must know of the run."""
     about = record.about
     facts = [device_name(about), about.get("dtype"), str(about.get("date", ""))[:10]]
-    return f"tilewise bench: {suite_name(about)}", ", ".join(fact for fact in facts if fact)
+    notes = [f"note: {note}" for note in about.get("notes", [])]
+    return f"tilewise bench: {suite_name(about)}", [", ".join(fact for fact in facts if fact), *notes]
 
 
 def png(svg: str) -> bytes:

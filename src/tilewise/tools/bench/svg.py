@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import wrap
 
 WIDTH = 420  # no more, or a phone would show small print
 NAMES = 122  # pixels for names at the left of bars
 VALUES = 78  # pixels for values at the right of bars
 MARGIN = 16  # of a picture, and half of what lies between its columns
-BAR, GAP, HEAD = 13, 4, 22
+BAR, GAP, HEAD, NOTE = 13, 4, 22, 16
+LETTERS = 66  # of a note in the width of a chart
 LEAST_APART = 24  # pixels between numbers below an axis
 SERIES = 7
 
@@ -134,10 +136,12 @@ def lines(
     return Chart("".join(parts), height)
 
 
-def picture(charts: Mapping[str, Chart], title: str, note: str, theme: str = "auto") -> str:
+def picture(charts: Mapping[str, Chart], title: str, notes: Sequence[str], theme: str = "auto") -> str:
     """Charts in one file that stands alone, in two columns. `theme` "light" has fixed colours, for a PNG."""
-    columns = [52.0] * max(1, min(2, len(charts)))  # how far down each is filled
-    parts = [_text(0, 14, title, "title"), _text(0, 34, note, "axis")]
+    count = max(1, min(2, len(charts)))
+    rows = [row for note in notes for row in wrap(note, count * LETTERS)]
+    columns = [36.0 + NOTE * len(rows)] * count  # how far down each is filled
+    parts = [_text(0, 14, title, "title"), *(_text(0, 34 + NOTE * i, row, "axis") for i, row in enumerate(rows))]
     for heading, chart in charts.items():
         column = columns.index(min(columns))
         body = f'<g transform="translate(0 24)">{chart.body}</g>'

@@ -27,7 +27,11 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status; bad arguments leave through argparse with status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_args(words)
+    parser = _parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        parser.exit(BAD_ARGUMENTS)
+    args = parser.parse_args(words)
     args.words = words
     with _stoppable() as stopped:
         status = _run(args)

