@@ -1,8 +1,8 @@
 """Draws the pictures of masks in these documents: `python docs/pictures.py` writes docs/pictures/*.svg.
 
 A square is a cell (query, key); filled ones are visible. In pictures of tile maps it is a tile: skipped, mixed
-(lighter) or full. Rules are asked of tilewise itself, so that a picture shows what it does; `tests/test_site.py`
-compares the files with what this makes.
+(lighter) or full. Rules are asked of tilewise itself, so that a picture shows what it does;
+`tests/project/test_site.py` compares the files with what this makes.
 """
 
 from __future__ import annotations

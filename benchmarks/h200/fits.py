@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests/helpers"))
 
 from aot import SHARED, shared_of  # noqa: E402
 from hopper_fits import check_hopper  # noqa: E402

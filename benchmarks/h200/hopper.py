@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from hopper_checks import BF16, Way, bound_to, prepare
 from timing import ceilings, graphed, seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
+import triton
 from tilewise.core.options import Options
 from tilewise.validation import calls
 

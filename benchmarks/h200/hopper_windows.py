@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hopper import inputs, public
 from timing import ceilings, graphed, seconds
 
+from hopper import inputs, public
 from tilewise.backends.hopper import heuristics
 from tilewise.backends.hopper.launch import Bound
 from tilewise.backends.triton.device import processors

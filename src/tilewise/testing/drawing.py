@@ -1,6 +1,6 @@
 """Whole calls drawn at random: sizes, dtypes and options in any combination, the ends of their ranges among them.
 
-One drawing for hypothesis (`tests/strategies.py`), which shrinks what fails, and for long runs by seed
+One drawing for hypothesis (`tests/helpers/strategies.py`), which shrinks what fails, and for long runs by seed
 (`benchmarks/cpu/random_calls.py`): each hands in its own `Chooser`.
 """
 

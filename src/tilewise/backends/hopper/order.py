@@ -4,8 +4,9 @@ ORDER[r] is the sequence of rank r, START[r] the tiles of query rows before its 
 all tiles. Sequence number `batch` stands for the rows past the last one, which belong to nobody.
 """
 
-import triton
 import triton.language as tl
+
+import triton
 
 
 @triton.jit

@@ -12,7 +12,7 @@ of values, then the next tile's: the order in which they are multiplied.
 
 "Full" is an mbarrier that counts the bytes which TMA brings, "released" one that every consumer arrives at; an mbarrier
 that goes round and round is told apart by its parity. Every use is released by every consumer, used or not.
-tests/test_hopper_protocol.py plays this through in random order.
+tests/backends/hopper/test_hopper_protocol.py plays this through in random order.
 """
 
 from triton.experimental import gluon

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
+
+import triton
 
 from .kernel import INTERPRETED, Kernel, Ready
 from .operands import ceil_pow2

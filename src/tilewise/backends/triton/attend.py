@@ -14,9 +14,10 @@ Decode does so in the same kernel ("inside"). In prefill that loop would take re
 program leaves a note ("flag") and a second launch of the same tiles, most of which end at once, does it ("repair").
 """
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
+
+import triton
 
 from .finish import empty_acc, finish, merge_parts, store_acc
 from .lift import LEAST_SCALE, lowered

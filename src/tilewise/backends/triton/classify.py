@@ -6,8 +6,9 @@ list of tiles to visit, `LIST[i] = 2 * tile + mixed`, and `RANK[t]`, the number 
 finds the entries of any range of tiles. `compact` does so with states from a `TileMap`, or calls all tiles mixed.
 """
 
-import triton
 import triton.language as tl
+
+import triton
 
 # For each type of cells, in words of 32 bits: a word of hidden cells only, and the bits that are 0 in a word of zeros.
 HIDDEN = {"bool": 0, "f16": 0xFC00FC00, "bf16": 0xFF80FF80, "f32": 0xFF800000}

@@ -1,7 +1,8 @@
 """From running states (m, l, acc) to an output row."""
 
-import triton
 import triton.language as tl
+
+import triton
 
 from .load import first_of, parts_of, start_of, unit_of, width_of
 from .scores import LOG2E

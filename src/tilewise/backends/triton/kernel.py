@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+
 import triton
 
 Arguments = dict[str, Any]

@@ -7,8 +7,9 @@ under 2**-27 of that. Exact but for that: units are powers of two.
 Only where no key is hidden, for a hidden key's scale must not touch a row (`Spec.lifted`).
 """
 
-import triton
 import triton.language as tl
+
+import triton
 
 from .load import groups_of, is_interpreted, power_of_two, row_scales
 from .spread import group_scales

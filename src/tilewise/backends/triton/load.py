@@ -6,8 +6,9 @@ chunks of elements: the low halves and, D / 2 further on, the high ones. Where b
 (`widen.py`), a chunk gives two chunks of elements: every second column.
 """
 
-import triton
 import triton.language as tl
+
+import triton
 
 INTERPRETED = triton.knobs.runtime.interpret
 UNIT = tl.constexpr(16777216.0)  # biased keys are multiples of 1 / UNIT (`widen.py`)

@@ -4,8 +4,9 @@ Causal, window, chunk and length rules leave one interval of keys to each row (s
 so two vectors `row_lo`, `row_hi` `[BM]` hold all of them, and a cell is visible when `row_lo <= n < row_hi`.
 """
 
-import triton
 import triton.language as tl
+
+import triton
 
 # One cell of a mask, read by the thread that needs it. A load of Triton's own would bring the layout of coalesced loads
 # with it: the whole softmax is then done in that layout and, for the products, in theirs too (1220 instructions a tile

@@ -4,8 +4,9 @@
 query rows before it. The rows past the last sequence count as a sequence, number `batch`, without keys.
 """
 
-import triton
 import triton.language as tl
+
+import triton
 
 
 @triton.jit(do_not_specialize=["batch", "total_q"])

@@ -1,7 +1,8 @@
 """Rows of q as the products with K want them."""
 
-import triton
 import triton.language as tl
+
+import triton
 
 from .load import (
     UNIT,

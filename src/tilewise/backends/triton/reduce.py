@@ -3,9 +3,10 @@
 The arithmetic is that of a program that merges its own row's splits (`finish.py`).
 """
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
+
+import triton
 
 from .finish import empty_acc, finish, merge_parts, store_acc
 from .load import values_of

@@ -4,8 +4,9 @@ Nothing here may depend on whether a tile is masked: a tile that a map calls ful
 tile read through a mask of zeros. Kernels are compiled without fused multiply-adds for this reason.
 """
 
-import triton
 import triton.language as tl
+
+import triton
 
 from ..flags import TANH_3, TANH_5, TANH_7
 

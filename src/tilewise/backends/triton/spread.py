@@ -8,8 +8,9 @@ groups. They are multiplied by their scales and added up, G neighbours that one 
 same in all G rows; in p v each has its own group's scales in the weights, and of its output that group's columns count.
 """
 
-import triton
 import triton.language as tl
+
+import triton
 
 from .load import spread_of, start_of, unit_of, width_of
 

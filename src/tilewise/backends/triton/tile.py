@@ -10,8 +10,9 @@ Linear kernels (no softcap, ALiBi or additive mask) keep m in units of the dot p
 one multiply-add for each cell; the others keep logits in natural units, where the least finite bias stays finite.
 """
 
-import triton
 import triton.language as tl
+
+import triton
 
 from .lift import raised, tops, value_scales
 from .load import (

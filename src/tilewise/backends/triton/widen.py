@@ -12,8 +12,9 @@ with q, 8 times the sum of q, is where the sum starts (`load.py: key_bias`). int
 tile of 256 keys, 1251 without. Only where no tile is ever done again in another loop, which would give other bits.
 """
 
-import triton
 import triton.language as tl
+
+import triton
 
 # Sign bits to flip and high bits to set, of the halves of a register; what is then to be subtracted.
 CODES = {"int8": ("FF", "6480"), "int4": ("0F", "6408")}

@@ -1,7 +1,8 @@
 """Before and after the backward kernel: row statistics, a cleared dQ; dQ to its own type."""
 
-import triton
 import triton.language as tl
+
+import triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -1,8 +1,9 @@
 """Sequences whose keys several programs share: their outputs to one. Those that one program had alone are complete."""
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
+
+import triton
 
 LN2 = tl.constexpr(0.6931471805599453)
 PLAIN_INTS = ["o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "heads", "q_len", "head_rows", "tiles"]

@@ -12,7 +12,7 @@ There is room for one pair of blocks. Pair number u (counted over all fragments 
                              again, since each consumer writes after it has had the other's answer
 
 Every barrier is passed once for each pair, so its parity is that of u (sync.py).
-tests/mla_machine.py plays this through.
+tests/helpers/mla_machine.py plays this through.
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,7 @@
 """What passes between the warps of a latent decode program, by mbarriers or by hardware barriers (`named`).
 
-Hardware barriers have no parity: nobody arrives twice before the other side has waited once (tests/mla_machine.py). The
-producer waits for the last arrivals before it ends.
+Hardware barriers have no parity: nobody arrives twice before the other side has waited once
+(tests/helpers/mla_machine.py). The producer waits for the last arrivals before it ends.
 """
 
 from triton.experimental import gluon

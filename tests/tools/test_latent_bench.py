@@ -14,7 +14,7 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-FOLDER = Path(__file__).parents[1] / "benchmarks/h200"
+FOLDER = Path(__file__).parents[2] / "benchmarks/h200"
 
 
 @pytest.fixture

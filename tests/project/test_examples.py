@@ -12,7 +12,7 @@ import torch
 import notebook
 from printed import for_any_machine
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

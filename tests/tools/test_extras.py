@@ -13,7 +13,7 @@ from tilewise.core import extras
 from tilewise.tools import pretrained
 from tilewise.tools.cli import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DECLARED = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 

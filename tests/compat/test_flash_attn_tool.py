@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks/cpu/flash_attn_tests.json"
 FILE = """
 import pytest

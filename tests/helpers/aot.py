@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_options
 from triton.compiler import ASTSource
 
+import triton
 from tilewise.backends.triton import heuristics, shared
 from tilewise.backends.triton.kernel import OPTIONS, Kernel
 from tilewise.backends.triton.launch import Bound

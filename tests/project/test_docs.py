@@ -22,7 +22,7 @@ import tilewise.backends
 from printed import for_any_machine
 from tilewise.dispatch import planner
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # What was tried. These name files as they were then, so only their links are checked.
 LOGS = sorted((ROOT / "benchmarks").rglob("LOG.md"))

@@ -13,7 +13,7 @@ import tilewise
 from tilewise.tools.bench import charts, plot, svg
 from tilewise.tools.bench.record import Record
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 import pictures  # noqa: E402
 import reference  # noqa: E402

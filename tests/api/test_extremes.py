@@ -28,7 +28,7 @@ from tilewise.core.mask_rules import Rules, key_span
 from tilewise.core.options import Options
 from tilewise.validation import calls
 
-TRUST = Path(__file__).parents[1] / "benchmarks/h200/trust.py"
+TRUST = Path(__file__).parents[2] / "benchmarks/h200/trust.py"
 spec = importlib.util.spec_from_file_location("trust", TRUST)
 trust = sys.modules["trust"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(trust)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks/cpu/random_calls.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks/cpu/random_calls.py"
 SOURCE = SCRIPT.parents[2] / "src"
 
 
