@@ -1,6 +1,6 @@
 """Does the bench agree with a timing loop that one writes by hand?
 
-    python benchmarks/cpu/by_hand.py --json benchmarks/cpu/by_hand.json
+    python benchmarks/cpu/by_hand.py --json benchmarks/records/cpu/by_hand.json
 
 For some cases of `tilewise bench --suite cpu --quick` the bench's own time of ours and of the peer is compared with the
 median of a plain loop over the same calls. The two take short turns, many of them, since a machine's speed drifts, and

@@ -1,6 +1,6 @@
 """The caches on the CPU: what a step costs in Python, what a shared prefix saves, how fast tokens are stored.
 
-    python benchmarks/cpu/caches.py --json benchmarks/cpu/caches.json
+    python benchmarks/cpu/caches.py --json benchmarks/records/cpu/caches.json
 
 Overhead: append and attend for 64 sequences, as they are and with kernels that do nothing: what is left is Python.
 Cascade: a decode step of 32 sequences that share 2048 tokens and have 16 of their own, with and without; in turns.

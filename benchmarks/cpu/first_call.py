@@ -1,6 +1,6 @@
 """Seconds of a first call: with no kernels kept, then in a new process that finds them.
 
-    python benchmarks/cpu/first_call.py --json benchmarks/cpu/first_call.json
+    python benchmarks/cpu/first_call.py --json benchmarks/records/cpu/first_call.json
 
 Each call runs in a process of its own, the cold ones with an empty cache directory. The time is that of the call alone,
 without importing torch, which a program does anyway; processor time is what it would take on a core that is free.
@@ -62,7 +62,7 @@ def main() -> None:
             f"{name:14}{cold['seconds']:10.1f}{cold['processor']:12.1f}{warm['seconds']:10.2f}{warm['processor']:12.2f}"
         )
     if options.json:
-        command = "python benchmarks/cpu/first_call.py --json benchmarks/cpu/first_call.json"
+        command = "python benchmarks/cpu/first_call.py --json benchmarks/records/cpu/first_call.json"
         write_json(options.json, describe(command) | {"rows": rows})
 
 

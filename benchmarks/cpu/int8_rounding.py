@@ -1,6 +1,6 @@
 """How keys and values may be rounded to int8, on a real model: SmolLM2-135M, the texts of `smollm2.py`.
 
-    python benchmarks/cpu/int8_rounding.py --json benchmarks/cpu/int8_rounding.json
+    python benchmarks/cpu/int8_rounding.py --json benchmarks/records/cpu/int8_rounding.json
 
 For each way: the mean KL divergence of the next-token distributions from those without rounding, and how often the
 likeliest token is the same. K and V are rounded and widened again inside the model, so that ways can be tried that no

@@ -1,6 +1,6 @@
 """What this machine allows, beside what the CPU kernels reach: the limits that LOG.md speaks of.
 
-    python benchmarks/cpu/limits.py --json benchmarks/cpu/limits.json
+    python benchmarks/cpu/limits.py --json benchmarks/records/cpu/limits.json
 
 reading     a cache of 8k keys (32/8 heads, D 128) that stays in the last-level cache: sums over as many bytes by the
             same threads, and decode
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--budget", type=float, default=3.0, help="seconds for each pair")
     told = parser.parse_args()
-    about = describe("python benchmarks/cpu/limits.py --json benchmarks/cpu/limits.json")
+    about = describe("python benchmarks/cpu/limits.py --json benchmarks/records/cpu/limits.json")
     with torch.no_grad():
         about |= {part.__name__: part(told.budget) for part in (reading, pages, narrow, products)}
         about["tiles"] = tiles(400)

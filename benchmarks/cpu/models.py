@@ -1,7 +1,7 @@
 """Two real models with their attention by tilewise and by torch's SDPA, in turns: all of it, and the attention alone.
 
     make chat embed  # once, for the weights
-    python benchmarks/cpu/models.py --json benchmarks/cpu/models.json
+    python benchmarks/cpu/models.py --json benchmarks/records/cpu/models.json
 
 SmolLM2-135M-Instruct reads a prompt of 1,500 tokens and makes 64 more; all-MiniLM-L6-v2 embeds 32 sentences in one
 batch, padded to the longest. Whole runs are timed as they are; in runs of their own the attention function of all

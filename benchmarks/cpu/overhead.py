@@ -1,6 +1,6 @@
 """What a call costs beside its kernel, on the CPU: the entry points, torch's operators and the drop-ins.
 
-    python benchmarks/cpu/overhead.py --json benchmarks/cpu/overhead.json
+    python benchmarks/cpu/overhead.py --json benchmarks/records/cpu/overhead.json
 
 Each is a call so small that its kernel takes microseconds, made again and again in one thread, in turns with the kernel
 alone: the compiled function, called by the addresses of tensors that are there already.

@@ -1,6 +1,6 @@
 """Random calls against the float64 oracle: how many, by which seeds, and the largest error for each dtype.
 
-    python benchmarks/cpu/random_calls.py --cases 10000 --jobs 2 --json benchmarks/cpu/random_calls.json
+    python benchmarks/cpu/random_calls.py --cases 10000 --jobs 2 --json benchmarks/records/cpu/random_calls.json
     python benchmarks/cpu/random_calls.py --device cuda --backend triton --cases 500 --jobs 12 --seconds 500 --json FILE
 
 Case `n` is drawn by seed `n` (`tilewise.testing.drawing`): form, sizes (0 among them), dtypes, strides and options,

@@ -1,7 +1,7 @@
 """What quantised caches do to a real model: SmolLM2-135M, ten prompts, up to 64 greedy tokens each.
 
     make chat  # once, for the weights
-    python benchmarks/cpu/smollm2.py --json benchmarks/cpu/smollm2.json
+    python benchmarks/cpu/smollm2.py --json benchmarks/records/cpu/smollm2.json
 
 For each storage type: how many of the ten texts are those of the float32 cache, token by token, up to their end; and,
 over the float32 texts, the mean KL divergence of its next-token distributions from those of float32 and how often the

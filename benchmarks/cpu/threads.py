@@ -1,6 +1,6 @@
 """Kernels in torch's own threads, in threads of tilewise's, and SDPA: in turns, float32.
 
-    python benchmarks/cpu/threads.py --json benchmarks/cpu/threads.json
+    python benchmarks/cpu/threads.py --json benchmarks/records/cpu/threads.json
 
 Each call is timed alone and right after a product of torch, as it comes in a model: torch's threads wait for the next
 product for a while, and hold the cores meanwhile.

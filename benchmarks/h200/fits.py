@@ -1,6 +1,6 @@
 """Every plan fits: problems of the whole space, planned for each architecture, without a GPU.
 
-    python benchmarks/h200/fits.py --problems 100000 --compile 200 --json benchmarks/h200/fits.json
+    python benchmarks/h200/fits.py --problems 100000 --compile 200 --json benchmarks/records/h200/fits.json
 
 Each problem is planned for Triton on sm_90, every fifth on the other architectures too, and where Hopper's kernels
 serve it, for those. The plan's shared memory, by the bound that the planner uses, and its registers must be within the

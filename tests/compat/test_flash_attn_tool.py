@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "benchmarks/cpu/flash_attn_tests.json"
+RECORD = ROOT / "benchmarks/records/cpu/flash_attn_tests.json"
 FILE = """
 import pytest
 import torch

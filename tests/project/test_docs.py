@@ -179,7 +179,7 @@ def test_doctests(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/guide.md"])
 def test_first_compiles_take_what_their_record_says(name: str) -> None:
-    rows = json.loads((ROOT / "benchmarks/cpu/first_call.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((ROOT / "benchmarks/records/cpu/first_call.json").read_text(encoding="utf-8"))["rows"]
     cold = [row["cold"]["seconds"] for row in rows]
     text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
     assert f"compiles its kernels, in {min(cold):.0f} to {max(cold):.0f} s on a 2-core Xeon" in text

@@ -17,7 +17,7 @@ from tilewise.tools.bench.measure import Timing
 from tilewise.tools.bench.record import Cell, Record, Taken
 from tilewise.tools.cli import main
 
-KEPT = Path(__file__).parents[2] / "benchmarks" / "cpu" / "xeon-avx512-2-core.json"
+KEPT = Path(__file__).parents[2] / "benchmarks/records/cpu/xeon-avx512-2-core.json"
 ABOUT = {
     "suite": "prefill",
     "quick": False,
