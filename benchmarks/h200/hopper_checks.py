@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from tilewise.backends.gpu.target import target_of
 from tilewise.backends.hopper import heuristics
-from tilewise.backends.triton.device import processors
 from tilewise.core.options import Options
 from tilewise.core.plan import Plan
 from tilewise.validation import calls
@@ -36,7 +36,7 @@ def bound_to(call: Any) -> Way:
     from tilewise.backends.hopper.launch import Bound
 
     c = heuristics.config(call.problem)
-    bound = Bound(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, processors(call.problem.device))
+    bound = Bound(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, target_of(call.problem.device))
 
     def run() -> torch.Tensor:
         bound(call.tensors)

@@ -17,9 +17,9 @@ import torch
 from timing import ceilings, graphed, seconds
 
 from hopper import inputs, public
+from tilewise.backends.gpu.target import target_of
 from tilewise.backends.hopper import heuristics
 from tilewise.backends.hopper.launch import Bound
-from tilewise.backends.triton.device import processors
 from tilewise.core.options import Options
 from tilewise.core.plan import Plan
 from tilewise.validation import calls
@@ -39,7 +39,7 @@ WORKS: dict[str, tuple[int, dict[str, Any]]] = {
 def bound(late: bool, *given: torch.Tensor, **options: Any) -> Any:
     call = calls.dense(*given, Options(**options))
     c = replace(heuristics.config(call.problem), late_wait=late)
-    made = Bound(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, processors(call.problem.device))
+    made = Bound(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, target_of(call.problem.device))
 
     def run() -> torch.Tensor:
         made(call.tensors)

@@ -29,7 +29,7 @@ import torch
 from latent_cases import BF16, SCALE, STAGE, VARIANTS, Case, check, sanitize
 from latent_rows import APART, IN_TURNS, PEER, ROWS, time_row
 
-from tilewise.backends.hopper.kernel import OPTIONS
+from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.hopper.mla.combine import combine
 from tilewise.backends.hopper.mla.entry import latent_decode
 from tilewise.backends.hopper.mla.launch import Latent

@@ -13,6 +13,7 @@ from timing import Way, Work, randn
 from ways import bound_way
 
 from tilewise import Quantised
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.triton import heuristics, tuned
 from tilewise.backends.triton.spec import Config
 from tilewise.core.options import Options
@@ -142,7 +143,7 @@ def cache_work(name: str, kind: str, group: int, page: int, shape: tuple[int, ..
                     )
                 else:
                     continue
-                own = c or tuned.config(replace(call.problem, batch=B, kv_len=L), 132, 90)
+                own = c or tuned.config(replace(call.problem, batch=B, kv_len=L), nvidia(90))
                 way = checked(bound_way(own, call, **how), right, rows, call.out)
             ways.append(way)
         return ways

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 from ways import bound_call, bound_way, causal_mod, config, flex, sdpa, tag
 
 import tilewise
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.triton import heuristics
 from tilewise.backends.triton.spec import Config
 from tilewise.core.options import Options
@@ -136,6 +137,6 @@ def ranked_call(most: int, q: Any, k: Any, v: Any, cu: Any, causal: bool) -> Way
     usual, heuristics.MOST_ORDERED = heuristics.MOST_ORDERED, most
     try:
         call = calls.varlen(q, k, v, cu, cu, 8192, 8192, Options(causal=causal))
-        return bound_way(heuristics.config(call.problem, 132, 90), call)
+        return bound_way(heuristics.config(call.problem, nvidia(90)), call)
     finally:
         heuristics.MOST_ORDERED = usual

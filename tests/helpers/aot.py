@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton._C.libtriton import ir, nvidia, passes
+from triton._C.libtriton import ir, passes
+from triton._C.libtriton import nvidia as nvidia_passes
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_options
 from triton.compiler import ASTSource
 
 import triton
-from tilewise.backends.triton import heuristics, shared
-from tilewise.backends.triton.kernel import OPTIONS, Kernel
+from tilewise.backends.gpu.kernel import OPTIONS, Kernel
+from tilewise.backends.gpu.target import nvidia
+from tilewise.backends.triton import heuristics
 from tilewise.backends.triton.launch import Bound
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
@@ -28,7 +30,7 @@ TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32",
     torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
 }  # fmt: skip
-SHARED = {arch: shared.limit(arch) for arch in (80, 86, 89, 90, 100, 120)}  # bytes that a program may have
+SHARED = {arch: nvidia(arch).shared_memory for arch in (80, 86, 89, 90, 100, 120)}  # bytes that a program may have
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -134,7 +136,7 @@ class Signature:
         passes.convert.add_scf_to_cf(manager)
         passes.gluon.add_inliner(manager)
         version = get_ptx_version_from_options(given, arch)
-        nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, arch, version)
+        nvidia_passes.passes.ttgpuir.add_allocate_shared_memory_nv(manager, arch, version)
         manager.run(module, "shared memory")
         return int(module.get_int_attr("ttg.shared"))
 
@@ -170,8 +172,8 @@ def memory_of(bound: Bound, ints: torch.Tensor, floats: torch.Tensor, inside: bo
 
 def shared_of(problem: Problem, arch: int) -> int:
     """Bytes of shared memory that the attention kernels of a problem take, the repairing one included."""
-    c = heuristics.config(problem, 132, arch)
-    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, arch)
+    c = heuristics.config(problem, nvidia(arch))
+    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
     kernel, repairer, given = bound.attention(tensors_of(problem), *memory_of(bound, ints, floats))
@@ -184,8 +186,8 @@ def shared_of(problem: Problem, arch: int) -> int:
 
 def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
     """The attention kernel of a problem, with the launch that the heuristics choose or with another."""
-    c = config or heuristics.config(problem, 132, arch)
-    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, arch)
+    c = config or heuristics.config(problem, nvidia(arch))
+    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
@@ -195,8 +197,8 @@ def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
 
 def helpers_of(problem: Problem, arch: int) -> Iterator[Compiled]:
     """The kernels beside the attention kernel: repair, and those of a mask or of splits."""
-    c = heuristics.config(problem, 132, arch)
-    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, arch)
+    c = heuristics.config(problem, nvidia(arch))
+    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")

@@ -397,15 +397,15 @@ def modules() -> dict[str, Any]:
 def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
     """The kernels' modules by name, over the stand-ins; `changes` of a file's text make a mutant."""
     fakes = modules()
-    kept = {name: sys.modules.get(name) for name in (*fakes, "plain", "plain.flags", "plain.hopper")}
+    kept = {name: sys.modules.get(name) for name in (*fakes, "plain", "plain.gpu", "plain.gpu.flags", "plain.hopper")}
     made = {}
     try:
-        from tilewise.backends import flags
+        from tilewise.backends.gpu import flags
 
-        for name in ("plain", "plain.hopper"):
+        for name in ("plain", "plain.gpu", "plain.hopper"):
             sys.modules[name] = ModuleType(name)
             sys.modules[name].__path__ = []  # type: ignore[attr-defined]
-        sys.modules["plain.flags"] = flags
+        sys.modules["plain.gpu.flags"] = flags
         sys.modules.update(fakes)
         for name, folder in PLACES.items():
             file = BACKENDS / folder / f"{name}.py"

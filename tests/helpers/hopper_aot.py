@@ -13,15 +13,14 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from aot import TOOLS, Signature, tensors_of
+from tilewise.backends.gpu.kernel import OPTIONS
+from tilewise.backends.gpu.target import nvidia
+from tilewise.backends.gpu.varlen_order import rank_sequences
 from tilewise.backends.hopper import heuristics
 from tilewise.backends.hopper.entry import attend
-from tilewise.backends.hopper.kernel import OPTIONS
 from tilewise.backends.hopper.launch import ORDER_RUN, Bound
-from tilewise.backends.hopper.order import order
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
-
-PROCESSORS = 132
 
 
 @dataclass
@@ -75,7 +74,7 @@ def build(
 def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:
     """Every kernel of a problem: prefill, and where it needs them repair and order."""
     c = heuristics.config(problem)
-    bound = Bound(Plan(problem, "hopper", "", (64 * c.consumers, c.BN)), c, PROCESSORS)
+    bound = Bound(Plan(problem, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.mask else (None, None, (0, 0, 0, 0))
     tensors = tensors_of(problem)
@@ -85,5 +84,5 @@ def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:
     if bound.spec.guard:
         found["repair"] = build(attend, bound.repair_arguments(tensors, given), ("S",), ptxas)
     if problem.packed_q:
-        found["order"] = build(order, given | {"BM": bound.spec.BM, "RUN": ORDER_RUN}, ("BM", "RUN"), ptxas)
+        found["order"] = build(rank_sequences, given | {"BM": bound.spec.BM, "RUN": ORDER_RUN}, ("BM", "RUN"), ptxas)
     return found

@@ -11,6 +11,7 @@ import torch
 import gluon_sim
 from gluon_sim import Descriptor, Machine
 from gluon_values import Pointer, SimError
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper import heuristics
 from tilewise.backends.hopper.launch import NOTES_AT, Bound
 from tilewise.core.plan import Plan
@@ -43,7 +44,7 @@ def ranks(problem: Problem, t: Any, BM: int) -> dict[str, Any]:
 
 
 def listed(mask: torch.Tensor, BM: int, BN: int) -> tuple[Pointer, Pointer, tuple[int, int, int, int]]:
-    """What `classify.py` leaves of a mask [B, H, Lq, Lk]: every tile, all of them mixed."""
+    """What `block_sparsity.py` leaves of a mask [B, H, Lq, Lk]: every tile, all of them mixed."""
     B, H, Lq, Lk = mask.shape
     nq, nk = -(-Lq // BM), -(-Lk // BN)
     lists = np.tile(2 * np.arange(nk) + 1, (B, H, nq, 1)).astype(np.int32)
@@ -58,7 +59,7 @@ class Launch:
         self.call, self.t = call, call.tensors
         p = self.problem = call.problem
         c = config or heuristics.config(p)
-        self.bound = Bound(Plan(p, "hopper", "", (64 * c.consumers, c.BN)), c, processors)
+        self.bound = Bound(Plan(p, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90, processors))
         self.done: Counter[tuple[int, ...]] = Counter()
 
     def arguments(self, kernels: Any, spec: Any, counter: Any, notes: Any) -> Any:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from ..backends.gpu.target import target_of
 from ..backends.triton import heuristics, tuned
-from ..backends.triton.device import arch_of, processors
 from ..backends.triton.spec import Config
 from ..core.options import Options
 from ..core.outputs import check_target
@@ -61,7 +61,7 @@ def tune(device: torch.device, quick: bool = False, to: Path | None = None, time
     try:
         for case in todo:
             call = _checked(make_inputs(case, device, torch.bfloat16))
-            key = tuned.key_of(call.problem, processors(device), arch_of(device))
+            key = tuned.key_of(call.problem, target_of(device))
             if key in seen:  # of a shape before it, as of Qwen3 after Llama
                 done += 1
                 continue
@@ -105,8 +105,8 @@ def name_of(c: Config) -> str:
 def search(call: Call, timer: Timer) -> Found:
     """The best of all tiles for a call. Of equal ones the first, and the heuristics' own is the first of all."""
     device = call.problem.device
-    tiles = tuned.candidates(call.problem, arch_of(device))
-    launches = [heuristics.config(call.problem, processors(device), arch_of(device), c) for c in tiles]
+    tiles = tuned.candidates(call.problem, target_of(device))
+    launches = [heuristics.config(call.problem, target_of(device), c) for c in tiles]
     timed = [(s, c) for s, c in zip(timer(call, launches), tiles, strict=True) if s is not None]
     own_seconds = next((s for s, c in timed if c is tiles[0]), float("inf"))
     seconds, best = min(timed, key=lambda pair: pair[0])
@@ -129,7 +129,7 @@ def time_on_gpu(call: Call, launches: Sequence[Config]) -> list[float | None]:
     runs: list[Bound | None] = []
     for c in launches:
         plan = Plan(call.problem, "triton", "", (c.BM // c.pack, c.BK))
-        bound: Bound | None = Bound(plan, c, arch_of(call.problem.device))
+        bound: Bound | None = Bound(plan, c, target_of(call.problem.device))
         try:
             assert bound is not None
             bound(call.tensors)

@@ -12,6 +12,8 @@ import torch
 from hopper_fits import check_hopper
 from problem_space import draw
 from tilewise.backends import hopper
+from tilewise.backends.gpu import target
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper import heuristics, launch
 from tilewise.core.plan import Plan
 from tilewise.core.problem import MaskSpec, Problem, QuantSpec
@@ -35,11 +37,11 @@ def test_a_machine_without_a_hopper_gpu_is_told_so():
 
 
 def test_only_a_tested_triton_will_do(monkeypatch):
-    monkeypatch.setattr(hopper, "arch_of", lambda device: 90)
+    monkeypatch.setattr(hopper, "target_of", lambda device: nvidia(90))
     for version, served in (("3.6.0", True), ("3.6.1", True), ("3.5.1", False), ("3.7.0", False), ("none", False)):
-        monkeypatch.setattr(hopper, "_triton_version", lambda version=version: version)
+        monkeypatch.setattr(target, "triton_version", lambda version=version: version)
         assert (hopper.supports(problem()) is None) == served
-    monkeypatch.setattr(hopper, "arch_of", lambda device: 100)
+    monkeypatch.setattr(hopper, "target_of", lambda device: nvidia(100))
     assert hopper.supports(problem()) == "runs on Hopper GPUs"
 
 
@@ -213,7 +215,7 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     s = heuristics.spec(p, c)
     elements = s.BM * 64 * s.q_stages + 64 * 64 * (s.k_stages + s.v_stages) + s.BM * s.out_columns
     assert 2 * (2 * elements + 2048) <= SHARED
-    bound = launch.Bound(Plan(p, "hopper", "", (128, 64)), c, 132)
+    bound = launch.Bound(Plan(p, "hopper", "", (128, 64)), c, nvidia(90))
     assert bound.programs == 264
     assert bound.attend.options["maxnreg"] == 80  # of 384 threads twice: 61440 of 65536
     assert 128 * (c.consumer_regs + c.producer_regs) < 80 * 384 - 128 * 96  # what is left is the other consumer's
@@ -225,7 +227,7 @@ def test_calls_that_come_again_may_be_unaligned(monkeypatch):
     seen = []
 
     class Bound:
-        def __init__(self, plan, c, processors):
+        def __init__(self, plan, c, target):
             self.ready = {}
 
         def __call__(self, t):
@@ -235,7 +237,7 @@ def test_calls_that_come_again_may_be_unaligned(monkeypatch):
             t.lse.fill_(5)
 
     monkeypatch.setattr(launch, "Bound", Bound)
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(launch, "target_of", lambda device: nvidia(90))
 
     def tensors(shift):
         memory = torch.arange(4 * 512 + 64, dtype=torch.float32).to(torch.bfloat16)
@@ -257,7 +259,7 @@ def test_calls_that_come_again_may_be_unaligned(monkeypatch):
 ORDER = """
 import random
 import torch
-from tilewise.backends.hopper.order import order
+from tilewise.backends.gpu.varlen_order import rank_sequences as order
 
 for seed in range(12):
     chance = random.Random(seed)

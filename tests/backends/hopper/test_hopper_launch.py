@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.backends.hopper import kernel
-from tilewise.backends.triton.kernel import Launch
+from tilewise.backends.gpu import kernel, tensor_map
+from tilewise.backends.gpu.driver import NO_CONTEXT, Launch
+from tilewise.backends.hopper.descriptors import descriptor
 
 
 class TileDriver:
@@ -53,7 +54,7 @@ def ready_kernel(driver, tiles=None):
         function = 5
         metadata = SimpleNamespace(
             num_ctas=1, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, num_warps=12,
-            shared=1000, tensordesc_meta=(
+            launch_pdl=False, shared=1000, tensordesc_meta=(
                 {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False},
             ),
         )  # fmt: skip
@@ -68,26 +69,26 @@ def ready_kernel(driver, tiles=None):
         arg_names = ("q", "OUT", "LSE", "n", "scale", "S")
 
         def __getitem__(self, grid):
-            assert grid == (7,)
+            assert grid == (7, 1)
             return lambda **given: Compiled
 
     q = torch.empty(1, 5, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
-    given = {"q": kernel.descriptor(q, 64, 64, "bf16"), "OUT": q, "LSE": None, "n": 9, "scale": 0.5, "S": "spec"}
-    return kernel.Kernel(Function(), driver).first(7, given | {"other": 1}, tiles), q
+    given = {"q": descriptor(q, 64, 64, "bf16"), "OUT": q, "LSE": None, "n": 9, "scale": 0.5, "S": "spec"}
+    return kernel.Kernel(Function(), cuda=driver).first((7, 1), given | {"other": 1}, tiles), q
 
 
 def test_later_launches_hand_over_addresses_and_tiles():
     driver, tiles = TileDriver(), {}
     ready, q = ready_kernel(driver, tiles)
     assert driver.launched == []
-    bf16 = kernel.TMA_DTYPE_DEVICE_TO_HOST[10]
+    bf16 = tensor_map.TMA_DTYPE_DEVICE_TO_HOST[10]
     assert driver.encoded == [
-        (bf16, q.data_ptr(), [64, 5, 3, 1], [192 * 2, 64 * 2, 8 * 2], [64, 64, 1, 1], (0, 3, kernel.L2_128B, 0))
+        (bf16, q.data_ptr(), [64, 5, 3, 1], [192 * 2, 64 * 2, 8 * 2], [64, 64, 1, 1], (0, 3, tensor_map.L2_128B, 0))
     ]
     for address in (4096, 4096, 6144):
         for tile in tiles.values():
             tile.move({"q": address}[tile.name])
-        ready({"OUT": address + 16, "other": 3}, 21)
+        ready([{"OUT": address + 16, "other": 3}[name] for name in ready.pointers], 21)
     assert driver.moved == [4096, 6144]  # only where it changes
     numbers = [1, 3, 5, 64, 8, 64, 192, 1]
     for launched, address in zip(driver.launched, (4096, 4096, 6144), strict=True):
@@ -104,10 +105,10 @@ def test_kernels_that_are_launched_together_share_tiles():
 def test_a_launch_that_fails_is_an_error_and_a_new_thread_is_given_a_context():
     driver = TileDriver()
     ready, _ = ready_kernel(driver)
-    driver.errors = [kernel.NO_CONTEXT]
-    ready({"OUT": 16}, 1)
+    driver.errors = [NO_CONTEXT]
+    ready([16], 1)
     assert driver.contexts == [77]
     assert len(driver.launched) == 1
     driver.errors = [701]
     with pytest.raises(RuntimeError, match="701"):
-        ready({"OUT": 16}, 1)
+        ready([16], 1)

@@ -18,6 +18,8 @@ from tilewise.core.problem import MaskSpec, Problem, QuantSpec
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
+from tilewise.backends.gpu.block_lists import classifies
+from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.triton import heuristics, launch, narrow, operands, splits
 
 SHARES = 8  # about a minute each; two of them run in `make test`
@@ -61,7 +63,7 @@ def test_interpreted_kernels_notice_a_wrong_result():
     """The runs above can fail: a window one key too wide is caught."""
     code = RUN.replace("torch.set_num_threads(1)", "import tilewise.backends.triton.launch as launch\n"
         "init = launch.Bound.__init__\n"
-        "def wide(self, plan, c, arch):\n    init(self, plan, c, arch)\n    self.sizes['left'] += 1\n"
+        "def wide(self, plan, c, target):\n    init(self, plan, c, target)\n    self.sizes['left'] += 1\n"
         "launch.Bound.__init__ = wide\nCASES = [c for c in CASES if 'window7' in str(c)]\nPROPERTIES = {}")  # fmt: skip
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
@@ -74,7 +76,8 @@ def test_interpreted_kernels_notice_a_wrong_result():
 PIECES = """
 import torch
 from tilewise import Quantised, attention, paged_attention
-from tilewise.backends.triton import launch, order, splits
+from tilewise.backends.gpu import varlen_order
+from tilewise.backends.triton import launch, splits
 torch.manual_seed(0)
 
 # Splits merged by the last program and by a launch of their own, which is what a CUDA graph holds: the same bits.
@@ -98,7 +101,7 @@ def ranked(q_lengths, k_lengths, total, BQ):
     cu = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (q_lengths, k_lengths)]
     ranks = torch.full((2 * len(q_lengths) + 2,), -1, dtype=torch.int32)
     N = 1 << len(q_lengths).bit_length()
-    order.order[(1,)](cu[0], cu[1], None, ranks, len(q_lengths), total, VARLEN=True, BQ=BQ, N=N)
+    varlen_order.sort_sequences[(1,)](cu[0], cu[1], None, ranks, len(q_lengths), total, VARLEN=True, BQ=BQ, N=N)
     return ranks.tolist()
 assert ranked([5, 70, 0, 33], [9, 90, 1, 90], 120, 16) == [1, 3, 0, 2, 4, 0, 5, 8, 9, 9]
 assert ranked([3], [3], 3, 16) == [0, 1, 0, 1]
@@ -226,10 +229,10 @@ def test_splits_fill_the_processors(programs, tiles, places, want):
 
 def test_split_size_fixes_the_splits_whatever_the_batch():
     for batch in (1, 7, 64):
-        c = heuristics.config(problem(batch=batch, q_len=1, kv_len=1000, split_size=100), 132, 90)
+        c = heuristics.config(problem(batch=batch, q_len=1, kv_len=1000, split_size=100), nvidia(90))
         assert (c.splits, c.split_tiles) == (-(-1000 // c.BK), 1)
     long = problem(form="varlen", packed_q=True, total_q=100, q_len=1, split_size=100)
-    assert heuristics.config(long, 132, 90).splits == 1
+    assert heuristics.config(long, nvidia(90)).splits == 1
 
 
 @pytest.mark.parametrize("quant", [None, QuantSpec("int8", 64), QuantSpec("int4", 64)])
@@ -241,13 +244,13 @@ def test_split_size_fixes_the_tiles_whatever_the_batch(quant, page_size, q_offse
     form = {"form": "paged", "page_size": page_size} if page_size else {}
     alone = problem(batch=1, q_len=1, kv_len=100, q_offset=q_offset, causal=True, split_size=512, **kind, **form)
     beside = replace(alone, batch=64, kv_len=4096)
-    first, second = (heuristics.config(p, 132, 90) for p in (alone, beside))
+    first, second = (heuristics.config(p, nvidia(90)) for p in (alone, beside))
     assert replace(first, splits=second.splits) == second
 
 
 def test_a_groups_heads_share_a_tile():
     assert [narrow.pack_of(n) for n in (1, 4, 3, 12, 128, 127)] == [1, 4, 3, 12, 64, 1]
-    c = heuristics.config(problem(q_len=1, heads=16, kv_heads=2), 132, 90)
+    c = heuristics.config(problem(q_len=1, heads=16, kv_heads=2), nvidia(90))
     assert (c.pack, c.BM) == (8, 16)
 
 
@@ -256,13 +259,13 @@ def test_masks_are_classified_unless_each_head_has_its_own_bias():
         (torch.bool, (False,) * 4, True), (torch.float16, (True, False, False, False), True),
         (torch.float16, (False,) * 4, False),
     ):  # fmt: skip
-        assert heuristics.classifies(problem(mask=MaskSpec(dtype, broadcast))) is want
+        assert classifies(problem(mask=MaskSpec(dtype, broadcast))) is want
     assert not heuristics.lists_tiles(problem(q_len=4, mask=MaskSpec(torch.bool, (False,) * 4)))
 
 
 def test_planes_of_a_section_fit_the_cache():
     p = problem(causal=True, batch=8, heads=32, kv_heads=32, kv_len=16384, head_dim=128, value_dim=128)
-    c = heuristics.config(p, 132, 90)
+    c = heuristics.config(p, nvidia(90))
     assert heuristics.section(p, c) == (32 << 20) // (16384 * 512)
     assert heuristics.section(problem(), c) == 1
 
@@ -270,21 +273,21 @@ def test_planes_of_a_section_fit_the_cache():
 def test_short_calls_merge_their_splits_themselves():
     short = problem(batch=1, heads=32, kv_heads=8, q_len=1, kv_len=4096, head_dim=128, value_dim=128)
     for p, want in ((short, True), (replace(short, kv_len=65536), False), (replace(short, batch=64), False)):
-        c = heuristics.config(p, 132, 90)
+        c = heuristics.config(p, nvidia(90))
         assert splits.merges_inside(p, c) is (want and c.splits > 1)
     wide = problem(batch=1, heads=64, kv_heads=1, q_len=16, kv_len=4096, head_dim=512, value_dim=512)
-    assert not splits.merges_inside(wide, heuristics.config(wide, 132, 90)), "too much for one program"
+    assert not splits.merges_inside(wide, heuristics.config(wide, nvidia(90))), "too much for one program"
 
 
 def test_narrow_caches_are_read_in_pairs_where_that_can_be():
     int4, int8 = QuantSpec("int4", 128), QuantSpec("int8", 32)
     one = problem(q_len=1, head_dim=128, value_dim=128, k_dtype=torch.uint8, k_quant=int4)
     for p, BM, pairs, want in ((one, 16, True, 2), (one, 64, True, 1), (one, 16, False, 1)):
-        op = operands.operand(p, 128, torch.uint8, int4, True, BM, 90, pairs)
+        op = operands.operand(p, 128, torch.uint8, int4, True, BM, nvidia(90), pairs)
         assert (op.unit, op.columns, op.widths) == (want, 64 // want, (64 // want,))
         columns = sorted(op.start(0, part) + op.unit * n for part in range(op.parts) for n in range(op.widths[0]))
         assert columns == list(range(128)), "every column once"
-    assert operands.operand(one, 64, torch.int8, int8, True, 16, 90, True).unit == 1, "groups of 32"
+    assert operands.operand(one, 64, torch.int8, int8, True, 16, nvidia(90), True).unit == 1, "groups of 32"
 
 
 def paged(page, **changes):
@@ -304,27 +307,29 @@ def stored(kind, group=64, **changes):
 def test_whole_tiles_or_pages_are_read_like_a_contiguous_cache(D, page, lookup):
     sizes = {"q_len": 1, "head_dim": D, "value_dim": D}
     p, one = paged(page, **sizes), problem(kv_len=4096, **sizes)
-    c = heuristics.config(p, 132, 90)
-    spec = heuristics.spec(p, c, 90)
+    c = heuristics.config(p, nvidia(90))
+    spec = heuristics.spec(p, c, nvidia(90))
     assert (spec.lookup, spec.ahead) == (lookup, lookup != "rows")
     assert heuristics.looks_ahead(p, c) is spec.ahead
-    like = heuristics.config(one, 132, 90)
+    like = heuristics.config(one, nvidia(90))
     assert ((c.BM, c.BK, c.splits) == (like.BM, like.BK, like.splits)) is (lookup != "rows")
 
 
 def test_where_pages_are_not_looked_up_ahead():
     wide = paged(16, q_len=1, head_dim=512, value_dim=512)
-    spec = heuristics.spec(wide, heuristics.config(wide, 132, 90), 90)
+    spec = heuristics.spec(wide, heuristics.config(wide, nvidia(90)), nvidia(90))
     assert (spec.lookup, spec.ahead) == ("tile", False)
-    assert heuristics.config(replace(wide, heads=16, kv_heads=2, batch=16), 132, 90).splits == 8, "two a processor"
+    assert heuristics.config(replace(wide, heads=16, kv_heads=2, batch=16), nvidia(90)).splits == 8, "two a processor"
     many = paged(64)
-    assert heuristics.spec(many, heuristics.config(many, 132, 90), 90).ahead, "prefill"
-    small = heuristics.spec(paged(16), heuristics.config(paged(16), 132, 90), 90)
+    assert heuristics.spec(many, heuristics.config(many, nvidia(90)), nvidia(90)).ahead, "prefill"
+    small = heuristics.spec(paged(16), heuristics.config(paged(16), nvidia(90)), nvidia(90))
     assert (small.lookup, small.ahead) == ("rows", False), "prefill"
     masked = replace(many, mask=MaskSpec(torch.bool, (False,) * 4))
-    assert not heuristics.spec(masked, heuristics.config(masked, 132, 90), 90).ahead, "a list does not go tile by tile"
+    assert not heuristics.spec(masked, heuristics.config(masked, nvidia(90)), nvidia(90)).ahead, (
+        "a list does not go tile by tile"
+    )
     one = problem(q_len=1)
-    assert heuristics.spec(one, heuristics.config(one, 132, 90), 90).lookup == "", "no pages"
+    assert heuristics.spec(one, heuristics.config(one, nvidia(90)), nvidia(90)).lookup == "", "no pages"
 
 
 @pytest.mark.parametrize(
@@ -341,9 +346,9 @@ def test_quantised_caches_are_read_by_programs_of_one_warp(page, kind, changes, 
     sizes = stored(kind, **({"heads": 32, "head_dim": 128} | changes))
     sizes["value_dim"] = sizes["head_dim"]
     p = paged(page, **sizes) if page else problem(kv_len=4096, **sizes)
-    c = heuristics.config(p, 132, 90)
+    c = heuristics.config(p, nvidia(90))
     assert (c.BM, c.BK, c.warps) == want
-    spec = heuristics.spec(p, c, 90)
+    spec = heuristics.spec(p, c, nvidia(90))
     assert spec.flip is (c.BM == 8)
     assert spec.flip <= spec.lifted
     assert spec.lifted is (not sizes.get("causal") and "q_dtype" not in sizes), "hidden keys must not set a unit"
@@ -360,8 +365,8 @@ def test_quantised_caches_are_read_by_programs_of_one_warp(page, kind, changes, 
 def test_scale_groups_that_cut_rows_have_columns_of_their_own(kind, group, changes, want):
     sizes = stored(kind, group, **({"heads": 32, "head_dim": 128} | changes))
     p = paged(16, **({"value_dim": sizes["head_dim"]} | sizes))
-    c = heuristics.config(p, 132, 90)
-    spec = heuristics.spec(p, c, 90)
+    c = heuristics.config(p, nvidia(90))
+    spec = heuristics.spec(p, c, nvidia(90))
     assert (c.BM, spec.spread) == want
     assert spec.flip
     assert spec.spread * c.pack * p.q_len <= c.BM or spec.spread == 1
@@ -375,16 +380,16 @@ def test_programs_of_one_warp_fill_the_processors():
     for batch, kv_heads, kind, want in ((64, 8, "int8", 1), (64, 8, "int4", 2), (16, 8, "int8", 4), (16, 8, "int4", 8),
                                         (16, 32, "int8", 2), (1, 8, "int4", 32)):  # fmt: skip
         p = paged(16, **stored(kind, batch=batch, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128))
-        assert heuristics.config(p, 132, 90).splits == want
-    assert heuristics.config(replace(p, kv_len=1 << 20), 132, 90).splits == 64, "merging takes time too"
+        assert heuristics.config(p, nvidia(90)).splits == want
+    assert heuristics.config(replace(p, kv_len=1 << 20), nvidia(90)).splits == 64, "merging takes time too"
 
 
 def test_a_kept_tile_of_flipped_products_is_not_used_where_keys_are_hidden():
     p = paged(16, **stored("int8", head_dim=128, value_dim=128))
-    flipped = heuristics.tile(p, 90)
+    flipped = heuristics.tile(p, nvidia(90))
     assert flipped.BM == 8
-    assert heuristics.config(p, 132, 90, flipped).BM == 8
-    assert heuristics.config(replace(p, q_len=3, causal=True), 132, 90, flipped).BM == 16
+    assert heuristics.config(p, nvidia(90), flipped).BM == 8
+    assert heuristics.config(replace(p, q_len=3, causal=True), nvidia(90), flipped).BM == 16
 
 
 def test_one_query_behind_all_keys_needs_no_causal_rule():
@@ -394,16 +399,16 @@ def test_one_query_behind_all_keys_needs_no_causal_rule():
                     (problem(**one, q_offset=99), False), (problem(**one, q_offset=98), True),
                     (problem(**one, q_offset="rows"), True),
                     (problem(**one, q_offset="end", kv_lengths=True), False)):  # fmt: skip
-        spec = heuristics.spec(p, heuristics.config(p, 132, 90), 90)
+        spec = heuristics.spec(p, heuristics.config(p, nvidia(90)), nvidia(90))
         assert spec.causal is want
-        assert spec == heuristics.spec(replace(p, causal=False), heuristics.config(p, 132, 90), 90) or want
+        assert spec == heuristics.spec(replace(p, causal=False), heuristics.config(p, nvidia(90)), nvidia(90)) or want
 
 
 def test_sums_wait_for_the_end_where_no_tile_is_done_twice():
     for p, want in ((problem(q_len=1), 32), (problem(q_len=1, causal=True), 32), (problem(), 0),
                     (problem(q_len=3, causal=True), 0), (problem(q_len=1, head_dim=512, value_dim=512), 32),
                     (problem(q_len=1, q_dtype=torch.float32, head_dim=576, value_dim=576), 16)):  # fmt: skip
-        assert heuristics.spec(p, heuristics.config(p, 132, 90), 90).late == want
+        assert heuristics.spec(p, heuristics.config(p, nvidia(90)), nvidia(90)).late == want
 
 
 def test_int4_keys_are_biased_where_no_tile_is_done_twice_and_sums_are_short():
@@ -415,7 +420,7 @@ def test_int4_keys_are_biased_where_no_tile_is_done_twice_and_sums_are_short():
                                  (replace(one, q_len=3, causal=True), 90, True, False),
                                  (replace(one, head_dim=256), 90, True, False),
                                  (replace(one, q_dtype=torch.float32), 90, True, False)):  # fmt: skip
-        spec = heuristics.spec(p, heuristics.config(p, 132, arch), arch, pairs)
+        spec = heuristics.spec(p, heuristics.config(p, nvidia(arch)), nvidia(arch), pairs)
         assert spec.keys.biased is want
         assert spec.keys.rescaled or not want
         assert not spec.values.biased
@@ -424,11 +429,11 @@ def test_int4_keys_are_biased_where_no_tile_is_done_twice_and_sums_are_short():
 def test_d512_is_shared_by_two_programs():
     for causal in (False, True):
         p = problem(head_dim=512, value_dim=512, causal=causal)
-        c = heuristics.config(p, 132, 90)
+        c = heuristics.config(p, nvidia(90))
         assert c.slices == 2
-        assert heuristics.spec(p, c, 90).values.widths == (256,)
-    assert heuristics.config(problem(head_dim=576, value_dim=512), 132, 90).slices == 1
-    assert heuristics.config(problem(head_dim=512, value_dim=512), 132, 80).slices == 1, "too little shared memory"
+        assert heuristics.spec(p, c, nvidia(90)).values.widths == (256,)
+    assert heuristics.config(problem(head_dim=576, value_dim=512), nvidia(90)).slices == 1
+    assert heuristics.config(problem(head_dim=512, value_dim=512), nvidia(80)).slices == 1, "too little shared memory"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from tilewise.backends.triton import kernel, listing, tickets
+from tilewise.backends.gpu import block_lists, kernel, semaphores
+from tilewise.backends.gpu.driver import NO_CONTEXT, Attribute, Launch
 
 SIGNATURE = {
     "Q": "*bf16", "n": "i32", "S": "constexpr", "stride": "i64", "scale": "fp32", "OUT": "*fp32", "one": "constexpr",
@@ -45,7 +46,7 @@ class Driver:
         at = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         kinds = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float] + [ctypes.c_uint64] * 3
         values = [kind.from_address(at[i]).value for i, kind in enumerate(kinds)]
-        copy = kernel.Launch.from_buffer_copy(ctypes.string_at(how, ctypes.sizeof(kernel.Launch)))
+        copy = Launch.from_buffer_copy(ctypes.string_at(how, ctypes.sizeof(Launch)))
         self.calls.append((copy, function, values, extra))
         return self.errors.pop(0) if self.errors else 0
 
@@ -82,9 +83,9 @@ def test_a_kernel_that_may_start_early_says_so():
 
 def test_sizes_of_the_drivers_structures():
     """As `cuda.h` has them on 64-bit machines."""
-    assert ctypes.sizeof(kernel.Launch) == 56
-    assert ctypes.sizeof(kernel.Attribute) == 72
-    assert kernel.Attribute.value.offset == 8
+    assert ctypes.sizeof(Launch) == 56
+    assert ctypes.sizeof(Attribute) == 72
+    assert Attribute.value.offset == 8
 
 
 def test_a_launch_that_fails_is_an_error():
@@ -94,11 +95,11 @@ def test_a_launch_that_fails_is_an_error():
 
 
 def test_a_thread_without_a_context_is_given_one():
-    driver = Driver(kernel.NO_CONTEXT)
+    driver = Driver(NO_CONTEXT)
     kernel.Ready(compiled(), (1, 1), GIVEN, driver)([16, 32], 7)
     assert driver.contexts == [42]
     assert len(driver.calls) == 2
-    again = kernel.Ready(compiled(), (1, 1), GIVEN, Driver(kernel.NO_CONTEXT, kernel.NO_CONTEXT))
+    again = kernel.Ready(compiled(), (1, 1), GIVEN, Driver(NO_CONTEXT, NO_CONTEXT))
     with pytest.raises(RuntimeError, match="CUDA error 201"):
         again([16, 32], 7)
 
@@ -117,11 +118,11 @@ def test_what_stays_is_made_by_another_thread(monkeypatch):
         makers.append(threading.get_ident())
         return [torch.zeros(self.count, dtype=torch.int32) for _ in range(sets)]
 
-    monkeypatch.setattr(tickets.Tickets, "zeros", zeros)
+    monkeypatch.setattr(semaphores.Semaphores, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
-    kept = tickets.Tickets(8, spare=2)
+    kept = semaphores.Semaphores(8, spare=2)
     device = torch.device("cuda", 0)
     assert kept.address(5, device) == kept.take(device).data_ptr() == kept.by_stream[5].data_ptr()
     assert len(makers) == 1
@@ -133,20 +134,20 @@ def test_no_memory_for_what_stays_is_an_error(monkeypatch):
     def zeros(self, sets, device):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(tickets.Tickets, "zeros", zeros)
+    monkeypatch.setattr(semaphores.Semaphores, "zeros", zeros)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     with pytest.raises(torch.OutOfMemoryError, match="counters"):
-        tickets.Tickets(8).lasting(torch.device("cuda", 0))
+        semaphores.Semaphores(8).lasting(torch.device("cuda", 0))
 
 
 def test_a_tile_map_that_comes_again_is_cut_once(monkeypatch):
     """Until its states change, another stream asks, or a graph is captured."""
     made, stream, captured = [], [7], [False]
-    lister = listing.Lister.__new__(listing.Lister)
+    lister = block_lists.Lister.__new__(block_lists.Lister)
     lister.kept = ()
     monkeypatch.setattr(lister, "retiled", lambda tile_map: made.append(tile_map) or f"cut {len(made)}")
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
-    monkeypatch.setattr(listing, "capturing", lambda: captured[0])
+    monkeypatch.setattr(block_lists, "capturing", lambda: captured[0])
 
     def tile_map():
         states = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0), _version=0)

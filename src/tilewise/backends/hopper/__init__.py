@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from functools import cache
 from typing import Any
 
 from ...core.plan import OtherDevice, Plan
 from ...core.problem import Problem
 from ...core.tensors import Tensors
-from ..triton.device import arch_of
+from ..gpu.target import target_of, triton_refusal
 from . import heuristics
 
-TESTED = "3.6."
+TESTED_TRITON = (3, 6)  # Gluon changes from version to version
 
 
 def supports(problem: Problem) -> str | None:
     p = problem
-    if p.device.type != "cuda" or arch_of(p.device) != 90:
+    if p.device.type != "cuda" or target_of(p.device).arch != 90:
         return OtherDevice("runs on Hopper GPUs")
-    if not _triton_version().startswith(TESTED):
-        return f"needs Triton {TESTED}x: Gluon changes from version to version"
-    return heuristics.refusal(p)
+    return triton_refusal(TESTED_TRITON, TESTED_TRITON) or heuristics.refusal(p)
 
 
 def declines(problem: Problem) -> str | None:
@@ -47,13 +43,6 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
     return _launch().bind(plan, tensors)
-
-
-@cache
-def _triton_version() -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "none"
-    return str(importlib.import_module("triton").__version__)
 
 
 @cache

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from ...core.problem import Problem
-from ..flags import flags_of, is_ruled
+from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of, is_ruled
 from .spec import Spec
 
-NAMES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+TYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ LITTLE = 1.5e10  # operations; see `slower`
 def refusal(problem: Problem) -> str | None:
     """Why a problem is not for these kernels, in a few words; None if it is."""
     p = problem
-    if p.q_dtype not in NAMES or not p.q_dtype == p.k_dtype == p.v_dtype:
+    if p.q_dtype not in TYPES or not p.q_dtype == p.k_dtype == p.v_dtype:
         return "takes q, k and v in float16 or bfloat16, all alike"
     if p.form == "paged":
         return "has no kernel for pages"
@@ -101,10 +101,6 @@ def notes(problem: Problem, c: Config) -> tuple[str, ...]:
     if problem.split_size:
         found.append("split_size: keys are walked in one pass, which is batch-invariant already")
     return tuple(found)
-
-
-def ceil_pow2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def chunk_widths(columns: int) -> tuple[int, int]:
@@ -200,7 +196,7 @@ def spec(problem: Problem, c: Config) -> Spec:
     DV, parts = value_parts(p)
     return Spec(
         **flags_of(p, c.BN),
-        dtype=NAMES[p.q_dtype],
+        dtype=DTYPE_NAMES[p.q_dtype],
         chunk_d=width,
         chunks=chunks,
         DV=DV,

@@ -16,21 +16,20 @@ import torch
 
 from ...core.plan import ByPlan, Plan
 from ...core.tensors import Tensors
-from ..flags import rules_of, softcap_of
-from ..triton.device import processors
-from ..triton.heuristics import Config as TileConfig
-from ..triton.kernel import as_bytes
-from ..triton.listing import NO_LISTS, Lister, Listing, Lists
-from ..triton.tickets import SPARE, Tickets
+from ..gpu.block_lists import NO_LISTS, Lister, Listing, Lists
+from ..gpu.flags import rules_of, softcap_of
+from ..gpu.kernel import Arguments, Kernel, Ready, as_bytes, is_aligned
+from ..gpu.semaphores import SPARE, Semaphores
+from ..gpu.target import Target, target_of
+from ..gpu.tensor_map import TensorMap
+from ..gpu.varlen_order import rank_sequences
 from . import heuristics
+from .descriptors import descriptor
 from .entry import attend
 from .heuristics import Config
-from .kernel import Given, Kernel, Ready, Tiles, descriptor
-from .order import order
 
 REPAIR_COLUMNS = 128  # of the output that are repaired at a time; more would not fit the registers of a warpgroup
-REGISTERS = 1 << 16  # of a processor
-ORDER_RUN = 64  # sequences that one program of `order` ranks
+ORDER_RUN = 64  # sequences that one program of `rank_sequences` ranks
 NOTES_AT = 4  # where notes of strays begin, behind the counter: at a multiple of 16 bytes
 SPARE_BYTES = 4 << 20  # of counters and notes for captured calls
 # The tensors of the kernels, and where they come from.
@@ -47,31 +46,31 @@ class Launches(NamedTuple):
     prefill: Ready
     repairing: Ready | None
     listing: Listing | None
-    tiles: list[Tiles]  # of all of these
+    maps: list[TensorMap]  # of all of these
 
 
 class Bound:
     """All that a plan's calls have in common."""
 
-    def __init__(self, plan: Plan, c: Config, processors: int) -> None:
+    def __init__(self, plan: Plan, c: Config, target: Target) -> None:
         p = self.problem = plan.problem
         s = heuristics.spec(p, c)
         tiles = p.total_q // s.BM + p.batch + 1 if p.packed_q else p.batch * -(-p.q_len // s.BM)
         self.slots = tiles * p.heads * s.parts  # of packed sequences the most that there can be
-        places = processors * c.per_processor
+        places = target.processors * c.per_processor
         self.programs = min(self.slots, places) if c.persistent else self.slots
         self.dynamic = c.dynamic and self.programs < self.slots and heuristics.uneven(p)
         s = self.spec = replace(s, ahead=self.dynamic and heuristics.draws_ahead(p, c, self.slots / self.programs))
-        self.repairs = min(processors, self.slots * s.consumers)
+        self.repairs = min(target.processors, self.slots * s.consumers)
         # The counter of slots and the notes of strays: zero before a call and, by the repairing launch, after it.
         notes = NOTES_AT + self.slots * s.consumers
-        self.tickets = Tickets(notes, spare=max(1, min(SPARE, SPARE_BYTES // (4 * notes))))
+        self.semaphores = Semaphores(notes, spare=max(1, min(SPARE, SPARE_BYTES // (4 * notes))))
         # Programs that share a processor share its registers.
-        limit = {"maxnreg": REGISTERS // (c.per_processor * 32 * 4 * (s.consumers + 1)) // 8 * 8}
-        self.order, self.repair = Kernel(order), Kernel(attend)
+        limit = {"maxnreg": target.registers // (c.per_processor * 32 * 4 * (s.consumers + 1)) // 8 * 8}
+        self.order, self.repair = Kernel(rank_sequences), Kernel(attend)
         self.attend = Kernel(attend, **(limit if c.per_processor > 1 else {}))
         self.lock = Lock()  # what is launched lies in memory that all threads share
-        self.lister = Lister(p, TileConfig(s.BM, s.BN, 4, 1)) if s.mask else None
+        self.lister = Lister(p, s.BM, s.BN) if s.mask else None
         # What only prefill makes use of is the same for all, so that fewer kernels are compiled.
         self.repair_spec = replace(
             s, DV=min(s.DV, REPAIR_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1,
@@ -80,7 +79,7 @@ class Bound:
         self.present: Any = None
         self.names: list[str] = []
         self.ready: dict[Any, Launches] = {}
-        self.sizes: Given = {
+        self.sizes: Arguments = {
             "batch": p.batch,
             "heads": p.heads,
             "group": p.group,
@@ -105,7 +104,7 @@ class Bound:
                 self.present = attrgetter(*[SOURCES[name] for name in self.names])
             given = self.present(t)
             addresses = [x.data_ptr() for x in given]
-            if is_plain(addresses, t.q.device):
+            if is_aligned(addresses, t.q.device):
                 key = tuple([x.stride() for x in given])
                 ready = self.ready.get(key)
                 if ready is not None:
@@ -119,23 +118,23 @@ class Bound:
         lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.first(t)
         given = self.arguments(t, self.memory(t.q.device), lists)
         ordering = repairing = None
-        tiles: dict[Any, Tiles] = {}
+        maps: dict[Any, TensorMap] = {}
         if self.spec.packed_q:
             runs = -(-(self.problem.batch + 1) // ORDER_RUN)
-            ordering = self.order.first(runs, given | {"BM": self.spec.BM, "RUN": ORDER_RUN})
-        attention = self.attend.first(self.programs, given, tiles)
+            ordering = self.order.first((runs, 1), given | {"BM": self.spec.BM, "RUN": ORDER_RUN})
+        attention = self.attend.first((self.programs, 1), given, maps)
         if self.spec.guard:
-            repairing = self.repair.first(self.repairs, self.repair_arguments(t, given), tiles)
-        if key is not None:
-            self.ready[key] = Launches(ordering, attention, repairing, listing, list(tiles.values()))
+            repairing = self.repair.first((self.repairs, 1), self.repair_arguments(t, given), maps)
+        if key is not None and attention is not None:
+            self.ready[key] = Launches(ordering, attention, repairing, listing, list(maps.values()))
 
-    def again(self, ready: Launches, at: Given, device: torch.device) -> None:
+    def again(self, ready: Launches, at: Arguments, device: torch.device) -> None:
         """A call like an earlier one, with tensors at these addresses."""
-        ordering, attention, repairing, listing, tiles = ready
+        ordering, attention, repairing, listing, maps = ready
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         at["o"] = at["OUT"]
         if self.spec.guard:
-            at["COUNTER"] = self.tickets.take(device).data_ptr()
+            at["COUNTER"] = self.semaphores.take(device).data_ptr()
             at["FLAGS"] = at["COUNTER"] + 4 * NOTES_AT
         if listing is not None:
             lists = listing(at["MASK"], device, stream)  # kept until the kernels have been queued
@@ -144,18 +143,18 @@ class Bound:
         ranks = self.ranks(device)
         at |= {name: x.data_ptr() for name, x in ranks.items()}
         with self.lock:
-            for tile in tiles:
-                tile.move(at[tile.name])
+            for tensor_map in maps:
+                tensor_map.move(at[tensor_map.name])
             if ordering is not None:
-                ordering(at, stream)
-            attention(at, stream)
+                ordering([at[name] for name in ordering.pointers], stream)
+            attention([at[name] for name in attention.pointers], stream)
             if repairing is not None:
-                repairing(at, stream)
+                repairing([at[name] for name in repairing.pointers], stream)
 
-    def arguments(self, t: Tensors, memory: Given, lists: Lists) -> Given:
+    def arguments(self, t: Tensors, memory: Arguments, lists: Lists) -> Arguments:
         """The arguments of the kernels."""
         s = self.spec
-        given: Given = {name: getattr(t, source) for name, source in SOURCES.items()} | memory
+        given: Arguments = {name: getattr(t, source) for name, source in SOURCES.items()} | memory
         given |= {
             "q": descriptor(t.q, 64, s.chunk_d, s.dtype),
             "k": descriptor(t.k, s.BN, s.chunk_d, s.dtype),
@@ -173,39 +172,31 @@ class Bound:
         given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
         return given | self.sizes
 
-    def repair_arguments(self, t: Tensors, given: Given) -> Given:
+    def repair_arguments(self, t: Tensors, given: Arguments) -> Arguments:
         s = self.repair_spec
         return given | {"v": descriptor(t.v, s.BN, s.DV, s.dtype), "S": s}
 
-    def memory(self, device: torch.device) -> Given:
+    def memory(self, device: torch.device) -> Arguments:
         """Memory of a call's own."""
-        made: Given = dict.fromkeys(("FLAGS", "COUNTER", "ORDER", "START")) | self.ranks(device)
+        made: Arguments = dict.fromkeys(("FLAGS", "COUNTER", "ORDER", "START")) | self.ranks(device)
         if self.spec.guard:
-            tickets = self.tickets.take(device)
-            made["FLAGS"] = tickets[NOTES_AT:]
-            made["COUNTER"] = tickets[:1] if self.dynamic else None
+            semaphores = self.semaphores.take(device)
+            made["FLAGS"] = semaphores[NOTES_AT:]
+            made["COUNTER"] = semaphores[:1] if self.dynamic else None
         return made
 
-    def ranks(self, device: torch.device) -> Given:
-        """What `order` writes."""
+    def ranks(self, device: torch.device) -> Arguments:
+        """What `rank_sequences` writes."""
         if not self.spec.packed_q:
             return {}
         made = torch.empty(2, -(-(self.problem.batch + 2) // 4) * 4, dtype=torch.int32, device=device)
         return {"ORDER": made[0], "START": made[1]}
 
 
-def is_plain(addresses: list[int], device: torch.device) -> bool:
-    """Whether kernels that were compiled for aligned tensors can be launched for these on the current device."""
-    either = 0
-    for address in addresses:
-        either |= address
-    return either & 15 == 0 and torch._C._cuda_getDevice() == device.index
-
-
 @ByPlan
 def bound_to(plan: Plan) -> Bound:
     """The plan's launches."""
-    return Bound(plan, heuristics.config(plan.problem), processors(plan.problem.device))
+    return Bound(plan, heuristics.config(plan.problem), target_of(plan.problem.device))
 
 
 def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
@@ -220,7 +211,7 @@ def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
         there = [x for x in given if x is not None]
         addresses = [x.data_ptr() for x in there]
         ready = bound.ready.get(key)
-        if ready is not None and is_plain(addresses, device):
+        if ready is not None and is_aligned(addresses, device):
             bound.again(ready, dict(zip(names, addresses, strict=True)), device)
             return
         q, k, v, out, *lse = (x.as_strided(*form) for x, form in zip(there, forms, strict=True))

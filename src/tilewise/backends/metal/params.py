@@ -12,7 +12,7 @@ import torch
 
 from ...core.problem import Problem
 from ...core.tensors import Tensors
-from ..flags import rules_of, softcap_of
+from ..gpu.flags import rules_of, softcap_of
 from .spec import BK, Config
 
 INTS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from functools import cache
 from typing import Any
@@ -12,8 +11,10 @@ import torch
 from ...core.plan import OtherDevice, Plan
 from ...core.problem import Problem
 from ...core.tensors import Tensors
+from ..gpu.target import target_of, triton_refusal
 from . import heuristics, tuned
-from .device import arch_of, processors
+
+LEAST_TRITON = (3, 6)  # older versions cannot compile every kernel
 
 
 def supports(problem: Problem) -> str | None:
@@ -22,15 +23,16 @@ def supports(problem: Problem) -> str | None:
             return OtherDevice("runs on GPUs")
         if torch.bfloat16 in (problem.q_dtype, problem.k_dtype, problem.v_dtype):
             return "Triton's interpreter has no bfloat16 products"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if 0 < arch_of(problem.device) < 80:
+    if refusal := triton_refusal(LEAST_TRITON):
+        return refusal
+    target = target_of(problem.device)
+    if target.ptx and target.arch < 80:
         return "needs compute capability 8.0 (Ampere) or newer"
     return None
 
 
 def plan(problem: Problem) -> Plan:
-    c = tuned.config(problem, processors(problem.device), arch_of(problem.device))
+    c = tuned.config(problem, target_of(problem.device))
     rows = problem.total_q if problem.packed_q else problem.batch * problem.q_len
     notes = []
     if problem.split_size and c.split_tiles == 0:

@@ -15,8 +15,8 @@ import triton.language as tl
 
 import triton
 
-from .kernel import INTERPRETED, Kernel, Ready
-from .operands import ceil_pow2
+from ..gpu.flags import ceil_pow2
+from ..gpu.kernel import INTERPRETED, Kernel, Ready
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no fraction, so adding it rounds to even

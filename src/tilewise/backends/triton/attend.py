@@ -57,7 +57,7 @@ def has_strays(acc):
 @triton.jit(do_not_specialize=PLAIN_INTS)
 def attend(
     Q, K, V, OUT, LSE, K_SCALES, V_SCALES, MASK, SLOPES, SINKS, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, TABLE,
-    PART, PART_ML, TICKETS, FLAGS, LIST, RANK, ORDER,
+    PART, PART_ML, SEMAPHORES, FLAGS, LIST, RANK, ORDER,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, lse_b, lse_h, lse_l,
     ks_b, ks_h, ks_l, vs_b, vs_h, vs_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n, slopes_b,
     table_b, batch, head_blocks, q_len, kv_len, total_q, q_offset, scale, softcap, left, right, chunk, section, splits,
@@ -259,10 +259,10 @@ def attend(
         if S.merge == "inside":
             # The program that is done last merges what all have written, and leaves a zero for the next call.
             tl.debug_barrier()
-            done = tl.atomic_add(TICKETS + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+            done = tl.atomic_add(SEMAPHORES + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
             if done != splits - 1:
                 return
-            tl.store(TICKETS + tl.program_id(0), 0)
+            tl.store(SEMAPHORES + tl.program_id(0), 0)
             zeros = empty_acc(values_of(S), BM)
             m, l, acc = merge_parts(PART, PART_ML, part, splits, row_ok, zeros, S.block, values_of(S))
     if S.merge != "after":

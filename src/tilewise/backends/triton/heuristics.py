@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...core.problem import Problem
-from ..flags import flags_of
+from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
+from ..gpu.target import Target
 from . import shared
 from .narrow import flipped_columns, flips, hides, is_int4, is_narrow, pack_of, spread
-from .operands import NAMES, ceil_pow2, operand
+from .operands import operand
 from .spec import Config as Config
 from .spec import Spec
 from .splits import MOST_SPLITS, split_count
@@ -23,7 +24,7 @@ MOST_ORDERED = 1024  # sequences that one program ranks
 L2_SECTION = 32 << 20  # bytes of K and V that a section of planes may hold; the H200's L2 has 50 MiB
 
 
-def prefill_tile(problem: Problem, arch: int) -> Config:
+def prefill_tile(problem: Problem, target: Target) -> Config:
     """The fastest of those tried, at 16k tokens (TFLOPS full / causal).
 
     D=64: 64x64 445 / 375, 128x64 402 / 373. D=128: 64x64 497 / 441, 128x64 with 8 warps 466 / 404 and, in a window of
@@ -34,20 +35,20 @@ def prefill_tile(problem: Problem, arch: int) -> Config:
     """
     wide = max(problem.head_dim, problem.value_dim)
     if "f32" in (_work(problem, True), _work(problem, False)):
-        rows = 32 if arch >= 100 else 64
+        rows = 32 if target.at_least(100) else 64
         if wide <= 64:
             return Config(rows, 64, 4, 2)
         if wide <= 128:
             return Config(rows, 32, 4, 1)
         return Config(32, 32, 8, 1) if wide <= 256 else Config(32, 16, 8, 1)
-    if arch >= 100:  # Triton 3.6 cannot compile every masked loop over 64 rows and more for Blackwell
+    if target.at_least(100):  # Triton 3.6 cannot compile every masked loop over 64 rows and more for Blackwell
         return Config(32, 64, 4, 3) if wide <= 128 else Config(32, 32, 4, 2)
     if wide <= 128:
         return Config(64, 64, 4, 3)
     if wide <= 256:
         return Config(128, 64, 8, 2)
     plain = problem.k_quant is problem.v_quant is None
-    if plain and problem.head_dim <= 512 and problem.value_dim == 512 and (arch >= 90 or arch == 0):
+    if plain and problem.head_dim <= 512 and problem.value_dim == 512 and (target.at_least(90) or not target.ptx):
         ruled = problem.causal or problem.chunk > 0 or problem.window != (None, None)
         return Config(128, 32, 8, 2, slices=2) if ruled else Config(64, 32, 4, 3, slices=2)
     return Config(64, 64, 8, 1)
@@ -60,7 +61,7 @@ def _work(problem: Problem, is_key: bool) -> str:
     return operand(p, p.value_dim, p.v_dtype, p.v_quant, False).work
 
 
-def decode_tile(problem: Problem, arch: int) -> Config:
+def decode_tile(problem: Problem, target: Target) -> Config:
     """Tiles that fill the shared memory of a processor with keys on their way.
 
     Measured (bf16, caches of 0.5 to 2 GB): contiguous, where one program runs on a processor at a time, D=64 16x128
@@ -79,7 +80,9 @@ def decode_tile(problem: Problem, arch: int) -> Config:
     Two queries, causal, 16x32 and 16x64: fp8 in pages of 16 195 and 251, int4 143 and 158.
     """
     p = problem
-    most = 32 if 100 <= arch < 120 else 64  # as in prefill: Triton 3.6 cannot compile every loop over 64 rows there
+    most = (
+        32 if 100 <= target.arch < 120 else 64
+    )  # as in prefill: Triton 3.6 cannot compile every loop over 64 rows there
     pack = pack_of(p.group, most)
     BM = min(most, max(16, ceil_pow2(pack * p.q_len)))
     wide = max(p.head_dim, p.value_dim)
@@ -99,7 +102,7 @@ def decode_tile(problem: Problem, arch: int) -> Config:
     if wide > 256:
         return Config(BM, 16, 4, 6, pack)
     if BK % p.page_size == 0:
-        return Config(BM, BK, 4, 4 if wide > 128 and arch >= 90 else 3, pack)  # 202 KiB of shared memory
+        return Config(BM, BK, 4, 4 if wide > 128 and target.at_least(90) else 3, pack)  # 202 KiB of shared memory
     return Config(BM, 128 if wide <= 64 else 64, 4, 6 if wide <= 128 else 4, pack)
 
 
@@ -123,17 +126,17 @@ def is_decode(problem: Problem) -> bool:
     return problem.q_len <= DECODE_ROWS and not (problem.packed_q and problem.split_size)
 
 
-def tile(problem: Problem, arch: int) -> Config:
+def tile(problem: Problem, target: Target) -> Config:
     """The tile of a problem, not yet split."""
-    return decode_tile(problem, arch) if is_decode(problem) else prefill_tile(problem, arch)
+    return decode_tile(problem, target) if is_decode(problem) else prefill_tile(problem, target)
 
 
-def config(problem: Problem, processors: int, arch: int, known: Config | None = None) -> Config:
-    """The launch of a problem on a device of this architecture with so many processors; by a `known` tile, if any."""
-    p, c = problem, known or tile(problem, arch)
+def config(problem: Problem, target: Target, known: Config | None = None) -> Config:
+    """The launch of a problem on a device; by a `known` tile, if any."""
+    p, c = problem, known or tile(problem, target)
     if c.BM == 8 and not flips(p):
-        c = tile(p, arch)
-    c = fitted(p, c, arch)
+        c = tile(p, target)
+    c = fitted(p, c, target)
     if not is_decode(p):
         return c
     tiles = -(-p.kv_len // c.BK)
@@ -142,25 +145,25 @@ def config(problem: Problem, processors: int, arch: int, known: Config | None = 
         return replace(c, splits=max(1, -(-tiles // split_tiles)), split_tiles=split_tiles)
     programs = query_tiles(p, c) * (p.heads // c.pack)
     most = MOST_SPLITS if c.warps > 1 else MOST_SPLITS // 2  # 1 x 32k, int4: 26 us with 64, 31 with 128
-    return replace(c, splits=split_count(programs, tiles, processors * programs_at_once(p, c), most))
+    return replace(c, splits=split_count(programs, tiles, target.processors * programs_at_once(p, c), most))
 
 
-def fitted(problem: Problem, c: Config, arch: int) -> Config:
+def fitted(problem: Problem, c: Config, target: Target) -> Config:
     """The tile with eight warps where four would spill, made smaller until the device's shared memory holds it: fewer
     stages, but two, then fewer rows or keys.
 
     It must not depend on the batch: with `split_size` the bits of a sequence do not.
     """
-    s = spec(problem, c, arch)
+    s = spec(problem, c, target)
     if c.warps == 4 and shared.registers(c, s) > shared.most_registers(s):
         c = replace(c, warps=8)
-    while shared.needed(problem, c, spec(problem, c, arch), arch) > shared.limit(arch):
+    while shared.needed(problem, c, spec(problem, c, target), target) > target.shared_memory:
         if c.stages > 2 or (c.stages == 2 and c.BM <= 16 and c.BK <= 16):
             c = replace(c, stages=c.stages - 1)
         elif max(16, c.BK) < c.BM:
             c = replace(c, BM=c.BM // 2, pack=pack_of(problem.group, c.BM // 2) if c.pack > 1 else 1)
         else:
-            assert c.BK > 16, f"no tile fits sm_{arch}: {problem}"
+            assert c.BK > 16, f"no tile fits {target}: {problem}"
             c = replace(c, BK=c.BK // 2)
     return c
 
@@ -219,16 +222,6 @@ def lists_tiles(problem: Problem) -> bool:
     return problem.mask is not None and not is_decode(problem)
 
 
-def classifies(problem: Problem) -> bool:
-    """Whether the mask's cells are looked at first, so that tiles can be skipped.
-
-    Not an additive mask with a plane of its own for each head of each row: it is dense as a rule, and reading it twice
-    costs more than the tiles that could be skipped.
-    """
-    p = problem
-    return p.mask is not None and (p.mask.is_bool or p.mask.broadcast[0] or p.mask.broadcast[1])
-
-
 def section(problem: Problem, c: Config) -> int:
     """Planes whose tiles are mixed: those whose keys fit the L2 cache together, if some tiles have more to do."""
     p = problem
@@ -239,14 +232,14 @@ def section(problem: Problem, c: Config) -> int:
     return max(1, min(planes, L2_SECTION // max(1, size)))
 
 
-def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
+def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spec:
     """What the kernel is compiled for. `pairs`: bytes of K and V can be read two at a time."""
     p = problem
     flags = flags_of(p, c.BK)
     if sees_all(p):
         flags |= {"causal": False}
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
-    keys = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, arch, pairs, spread(p, c))
+    keys = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, target, pairs, spread(p, c))
     # Biased sums are larger, and so are their errors: 2.3e-6 to 3.3e-6 of lse with D=128, where 2.6e-6 to 3.8e-6 are
     # allowed (int8, which is not biased, 0.7e-6 to 1.4e-6), and 4.5e-6 to 7e-6 with D=256, which is too much.
     if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
@@ -254,8 +247,8 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
     return Spec(
         **flags,
         keys=keys,
-        values=operand(p, p.value_dim // c.slices, p.v_dtype, p.v_quant, False, c.BM, arch, pairs, spread(p, c)),
-        round=NAMES[p.q_dtype],
+        values=operand(p, p.value_dim // c.slices, p.v_dtype, p.v_quant, False, c.BM, target, pairs, spread(p, c)),
+        round=DTYPE_NAMES[p.q_dtype],
         BM=c.BM,
         BK=c.BK,
         pack=c.pack,
@@ -271,13 +264,13 @@ def spec(problem: Problem, c: Config, arch: int, pairs: bool = True) -> Spec:
         split=c.splits > 1,
         merge="after" if c.splits > 1 else "",
         block=min(MERGE_BLOCK, ceil_pow2(c.splits)),
-        ptx=arch >= 80,
+        ptx=target.ptx,
         grain=1,
         align=1,
         scale_grain=1,
         scale_align=1,
         flip=c.BM == 8 or spread(p, c) > 1,
-        pdl=c.splits > 1 and arch >= 90,
+        pdl=c.splits > 1 and target.at_least(90),
         ahead=looks_ahead(p, c),
         late=min(8 * c.warps, c.BK) if guard == "" and c.BM < 64 else 0,
     )

@@ -17,16 +17,17 @@ import torch
 
 from ...core.plan import ByPlan, Plan
 from ...core.tensors import Tensors
-from ..flags import rules_of, softcap_of
+from ..gpu.block_lists import NO_LISTS, Lister, Listing, Lists
+from ..gpu.flags import rules_of, softcap_of
+from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, as_bytes, is_aligned
+from ..gpu.orderer import Orderer
+from ..gpu.semaphores import Semaphores, capturing
+from ..gpu.target import INTERPRETER, Target, target_of
 from . import heuristics, tuned
 from .attend import attend
-from .device import arch_of, processors
-from .kernel import INTERPRETED, Arguments, Kernel, Ready, as_bytes, in_pairs
-from .listing import NO_LISTS, Lister, Listing, Lists, Orderer
 from .reduce import reduce
 from .spec import Config
 from .splits import merges_inside
-from .tickets import Tickets, capturing
 
 REDUCE_WARPS = 4
 
@@ -53,14 +54,14 @@ class Launches(NamedTuple):
 class Bound:
     """All that a plan's calls have in common."""
 
-    def __init__(self, plan: Plan, c: Config, arch: int) -> None:
+    def __init__(self, plan: Plan, c: Config, target: Target) -> None:
         p = self.problem = plan.problem
         self.config = c
-        self.arch = arch
-        spec = self.spec = heuristics.spec(p, c, arch)
+        self.target = target
+        spec = self.spec = heuristics.spec(p, c, target)
         self.reducer = Kernel(reduce, {"S": spec}, num_warps=REDUCE_WARPS, launch_pdl=spec.pdl)
-        self.lister = Lister(p, c) if spec.listed else None
-        self.orderer = Orderer(p, c) if spec.ordered else None
+        self.lister = Lister(p, c.BM, c.BK) if spec.listed else None
+        self.orderer = Orderer(p, c.BM // c.pack) if spec.ordered else None
         head_blocks = p.heads // c.pack
         self.grid = (heuristics.query_tiles(p, c) * head_blocks * c.slices, c.splits)
         rows = p.total_q if p.packed_q else p.batch * p.q_len
@@ -82,10 +83,11 @@ class Bound:
             "splits": c.splits,
             "split_tiles": c.split_tiles,
         }
-        # Programs that merge have a workspace that stays, for each stream: tickets, then what `memory` gives to others.
+        # Programs that combine splits have a workspace that stays, one a stream: semaphores, then what `memory` gives
+        # to others.
         self.merges_inside = merges_inside(p, c)
-        self.tickets_end = -(-self.grid[0] // 4) * 4
-        self.tickets = Tickets(self.tickets_end + self.part_end, spare=0)
+        self.semaphores_end = -(-self.grid[0] // 4) * 4
+        self.semaphores = Semaphores(self.semaphores_end + self.part_end, spare=0)
         self.present: Any = None
         self.mask_at = 0  # where the mask's address is among those of a call
         self.order_at: list[int] = []  # and those that the orderer reads
@@ -107,7 +109,7 @@ class Bound:
             if t.tile_map is not None and self.lister is not None:
                 states = self.lister.states(t.tile_map)
                 key = (*key, states.shape, states.data_ptr() & 15)
-            if not _plain(addresses, t.q.device):
+            if not is_aligned(addresses, t.q.device):
                 key = None
             elif (ready := self.ready.get(key)) is not None:
                 self.again(ready, addresses, self.merged_at, t.q.device, states)
@@ -127,9 +129,9 @@ class Bound:
         attention = inside = repairing = merging = None
         alone = self.merges_inside and not captured
         if alone:
-            tickets = self.tickets.take(device)
-            kept = tickets[self.tickets_end :].view(torch.float32)
-            memory = (kept[self.part_at :], kept[: self.part_at], tickets, flags, ranks)
+            semaphores = self.semaphores.take(device)
+            kept = semaphores[self.semaphores_end :].view(torch.float32)
+            memory = (kept[self.part_at :], kept[: self.part_at], semaphores, flags, ranks)
             kernel_inside, _, given = self.attention(t, memory, lists)
             inside = kernel_inside.first(self.grid, given)
         if not alone or key is not None:  # the second time only so that it is ready for a capture
@@ -150,9 +152,9 @@ class Bound:
         workspace = flags = None
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         if inside is not None and not torch._C._cuda_isCurrentStreamCapturing():
-            tickets = self.tickets.address(stream, device)
-            part_ml = tickets + 4 * self.tickets_end
-            addresses += [part_ml + 4 * self.part_at, part_ml, tickets]
+            semaphores = self.semaphores.address(stream, device)
+            part_ml = semaphores + 4 * self.semaphores_end
+            addresses += [part_ml + 4 * self.part_at, part_ml, semaphores]
             attention, merging = inside, None
         else:
             workspace, flags = self.memory(device)
@@ -189,13 +191,13 @@ class Bound:
     ) -> tuple[Kernel, Kernel | None, Arguments]:
         """`attend` and its repair as compiled for tensors of these strides, and their arguments.
 
-        `memory` holds partial results (acc, then m and l), tickets, flags and the order of sequences. With tickets, the
-        kernel merges splits itself.
+        `memory` holds split-KV partials (acc, then m and l), semaphores, flags and the varlen order. With semaphores,
+        the kernel combines splits itself.
         """
         c = self.config
         narrow = [x for x, scales in ((t.k, t.k_scales), (t.v, t.v_scales)) if scales is not None]
         pairs = all(in_pairs(x) for x in narrow)
-        spec = self.spec if pairs else heuristics.spec(self.problem, c, self.arch, pairs=False)
+        spec = self.spec if pairs else heuristics.spec(self.problem, c, self.target, pairs=False)
         k, v = (_stored(x, op.unit) for x, op in ((t.k, spec.keys), (t.v, spec.values)))
         align = _align(k, v)
         grain = align if align < 16 else 1
@@ -207,7 +209,7 @@ class Bound:
         LIST, RANK, list_strides = lists
         given: Arguments = {name: _stored(getattr(t, source)) for name, source in POINTERS.items()}
         given |= {"K": k, "V": v, "LIST": LIST, "RANK": RANK}
-        given |= dict(zip(("PART", "PART_ML", "TICKETS", "FLAGS", "ORDER"), memory, strict=True))
+        given |= dict(zip(("PART", "PART_ML", "SEMAPHORES", "FLAGS", "ORDER"), memory, strict=True))
         given |= _strides("q", t.q) | _strides("k", k, grain) | _strides("v", v, grain) | _strides("o", t.out)
         given |= (
             _strides("lse", t.lse) | _strides("ks", t.k_scales, scale_grain) | _strides("vs", t.v_scales, scale_grain)
@@ -245,7 +247,7 @@ def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
         nonlocal ready
         there = [x for x in given if x is not None]
         addresses = [x.data_ptr() for x in there]
-        if ready is None or not _plain(addresses, device):
+        if ready is None or not is_aligned(addresses, device):
             q, k, v, out, *lse = (x.as_strided(*form) for x, form in zip(there, forms, strict=True))
             bound(Tensors(q, k, v, out, lse[0] if lse else None))
             ready = bound.ready.get(key)
@@ -255,12 +257,9 @@ def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
     return run
 
 
-def _plain(addresses: list[int], device: torch.device) -> bool:
-    """Whether a kernel that was compiled for aligned tensors can be launched for these on the current device."""
-    either = 0
-    for address in addresses:
-        either |= address
-    return either & 15 == 0 and torch._C._cuda_getDevice() == device.index
+def in_pairs(x: torch.Tensor) -> bool:
+    """Whether a tensor of bytes can be read in units of two."""
+    return x.shape[-1] % 2 == 0 and not any(n % 2 for n in (x.data_ptr(), *x.stride()[:-1]))
 
 
 def _strides(name: str, x: torch.Tensor | None, grain: int = 1) -> Arguments:
@@ -290,5 +289,5 @@ def _align(*tensors: torch.Tensor | None) -> int:
 def bound_to(plan: Plan) -> Bound:
     """The plan's launches."""
     device = plan.problem.device
-    arch = 0 if INTERPRETED else arch_of(device)
-    return Bound(plan, tuned.config(plan.problem, processors(device), arch_of(device)), arch)
+    target = INTERPRETER if INTERPRETED else target_of(device)
+    return Bound(plan, tuned.config(plan.problem, target_of(device)), target)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...core.problem import Problem
-from ..flags import is_ruled
-from .operands import ceil_pow2, operand
+from ..gpu.flags import ceil_pow2, is_ruled
+from .operands import operand
 from .spec import Config
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 
 from ...core.problem import Problem, QuantSpec
+from ..gpu.flags import DTYPE_NAMES, ceil_pow2
+from ..gpu.target import INTERPRETER, Target
 from .spec import Operand
 
-NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 KINDS = {"int8": "int8", "int4": "int4", "fp8_e4m3": "fp8"}
-
-
-def ceil_pow2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def chunks(columns: int, least: int) -> tuple[int, ...]:
@@ -35,7 +32,7 @@ def least_chunk(BM: int) -> int:
 
 def operand(
     problem: Problem, width: int, dtype: torch.dtype, quant: QuantSpec | None, is_key: bool, BM: int = 64,
-    arch: int = 0, pairs: bool = False, spread: int = 1,
+    target: Target = INTERPRETER, pairs: bool = False, spread: int = 1,
 ) -> Operand:  # fmt: skip
     """How K or V is loaded and multiplied. `pairs`: its bytes can be read two at a time; `spread`: scale groups that
     rows of q are spread over.
@@ -43,11 +40,11 @@ def operand(
     float32 numbers are cut into three bfloat16 ones and multiplied in six products: as exact as float32, where three
     TF32 products lose two bits. Two 16-bit types meet in TF32, which holds both exactly.
     """
-    q = NAMES[problem.q_dtype]
+    q = DTYPE_NAMES[problem.q_dtype]
     exact = "tf32" if problem.allow_tf32 else "bf16x6"
     least = least_chunk(BM)
     if quant is None:
-        same = q == NAMES[dtype]
+        same = q == DTYPE_NAMES[dtype]
         work, precision = (q, exact) if same or q == "f32" else ("f32", "tf32")
         if work == "f32" and width > 128:  # a product of six needs many registers for each column
             return Operand((64,) * -(-width // 64), width, "plain", 0, False, work, precision, False, False)
@@ -63,7 +60,7 @@ def operand(
     work = q if not is_key else "f32"
     if factored and q != "f32":
         work = "f16"  # holds every stored number exactly
-    fast = work == "f16" and arch >= (89 if quant.dtype == "fp8_e4m3" else 80)
+    fast = work == "f16" and target.at_least(89 if quant.dtype == "fp8_e4m3" else 80)
     rescaled = is_key and work == "f16" and q == "bf16"
     # Four warps share 32 units or more in a product; Hopper's own products want 64 columns, see least_chunk.
     unit = 2 if pairs and factored and BM < 64 and columns == sum(widths) and min(widths) >= 64 else 1

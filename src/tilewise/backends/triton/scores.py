@@ -8,7 +8,7 @@ import triton.language as tl
 
 import triton
 
-from ..flags import TANH_3, TANH_5, TANH_7
+from ..gpu.flags import TANH_3, TANH_5, TANH_7
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 C3: tl.constexpr = tl.constexpr(TANH_3)

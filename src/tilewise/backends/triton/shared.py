@@ -1,4 +1,4 @@
-"""What a launch takes of a processor: shared memory, at most, and registers; and what a device has.
+"""What a launch takes of a processor: shared memory, at most, and registers.
 
 The bound is calibrated against Triton 3.6, which allocates it without a GPU (`benchmarks/h200/fits.py`):
 
@@ -12,21 +12,14 @@ The bound is calibrated against Triton 3.6, which allocates it without a GPU (`b
 from __future__ import annotations
 
 from ...core.problem import Problem
+from ..gpu.target import Target
 from .spec import Config, Operand, Spec
 
-# KiB that a program may have, by compute capability; GPUs that are not listed have what consumer GPUs have.
-KIB = {0: 227, 80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
-LEAST_KIB = 99
 SCRATCH = 1024  # and so many bytes for each warp:
 WARP_SCRATCH = 256
 
 
-def limit(arch: int) -> int:
-    """Bytes of shared memory that a program may have."""
-    return KIB.get(arch, LEAST_KIB) << 10
-
-
-def needed(problem: Problem, c: Config, s: Spec, arch: int) -> int:
+def needed(problem: Problem, c: Config, s: Spec, target: Target) -> int:
     """An upper bound on the bytes that the kernels of a launch take, the repairing one (of one stage) included."""
     k, v = s.keys, s.values
     q = c.BM * _elements(k) * _size(k)
@@ -39,7 +32,7 @@ def needed(problem: Problem, c: Config, s: Spec, arch: int) -> int:
     epilogue = 4 * c.BM * max(v.widths) + scratch
     bytes_of_stage = _loaded(k, c, problem.k_dtype.itemsize) + _loaded(v, c, problem.v_dtype.itemsize)
     bytes_of_stage += {"": 0, "tile": 16, "pages": 4 * c.BK // max(1, s.page), "rows": 4 * c.BK}[s.lookup]
-    own_products = 90 <= arch < 120 and c.BM >= 64  # of Hopper and Blackwell, which read shared memory
+    own_products = 90 <= target.arch < 120 and c.BM >= 64  # of Hopper and Blackwell, which read shared memory
     if plain and own_products:
         loop = q + c.stages * bytes_of_stage + scratch
     elif plain:

@@ -16,9 +16,10 @@ from pathlib import Path
 from ...core.outputs import write_whole
 from ...core.places import cache_home
 from ...core.problem import Problem, QuantSpec
+from ..gpu.flags import ceil_pow2
+from ..gpu.target import Target
 from . import heuristics
 from .narrow import pack_of
-from .operands import ceil_pow2
 from .spec import Config
 
 FORMAT = 1
@@ -31,11 +32,11 @@ def path() -> Path:
     return cache_home() / "tuned.json"
 
 
-def key_of(problem: Problem, processors: int, arch: int) -> str:
+def key_of(problem: Problem, target: Target) -> str:
     """What a tile is kept by: the device, and all that the time of a tile depends on; not how many there are."""
     p = problem
     what = "decode" if heuristics.is_decode(p) else "prefill"
-    words = [f"sm{arch}x{processors}", what, f"D{p.head_dim}", f"Dv{p.value_dim}"]
+    words = [target.name, what, f"D{p.head_dim}", f"Dv{p.value_dim}"]
     words += [
         _type(p.q_dtype.itemsize, None),
         _type(p.k_dtype.itemsize, p.k_quant),
@@ -55,9 +56,9 @@ def _type(size: int, quant: QuantSpec | None) -> str:
     return f"{8 * size}bit" if quant is None else f"{quant.dtype}/{quant.group}"
 
 
-def candidates(problem: Problem, arch: int) -> list[Config]:
+def candidates(problem: Problem, target: Target) -> list[Config]:
     """Tiles worth trying, the heuristics' own first."""
-    own = heuristics.tile(problem, arch)
+    own = heuristics.tile(problem, target)
     if heuristics.is_decode(problem):
         shapes = [
             (own.BM, BK, w, s, 1)
@@ -68,10 +69,10 @@ def candidates(problem: Problem, arch: int) -> list[Config]:
     else:
         slices = own.slices
         shapes = [(BM, BK, w, s, slices) for BM, w in ((64, 4), (128, 8)) for BK in (32, 64, 128) for s in (1, 2, 3, 4)]
-    found = [heuristics.fitted(problem, own, arch)]
+    found = [heuristics.fitted(problem, own, target)]
     for BM, BK, w, s, slices in shapes:
         c = Config(BM, BK, w, s, own.pack, slices=slices)
-        if c not in found and heuristics.fitted(problem, c, arch) == c:
+        if c not in found and heuristics.fitted(problem, c, target) == c:
             found.append(c)
     return found
 
@@ -109,9 +110,9 @@ def kept() -> dict[str, Config]:
     return read(path())
 
 
-def config(problem: Problem, processors: int, arch: int, table: Table | None = None) -> Config:
+def config(problem: Problem, target: Target, table: Table | None = None) -> Config:
     """The launch of a problem: by a kept tile if there is one, else by the heuristics."""
-    tile = (kept() if table is None else table).get(key_of(problem, processors, arch))
+    tile = (kept() if table is None else table).get(key_of(problem, target))
     if tile is not None and heuristics.is_decode(problem):
         tile = replace(tile, pack=pack_of(problem.group, tile.BM))
-    return heuristics.config(problem, processors, arch, tile)
+    return heuristics.config(problem, target, tile)

@@ -8,13 +8,13 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..kernel import descriptor
+from ...gpu.kernel import OPTIONS as OPTIONS
+from ..descriptors import descriptor
 from .kernel import backward
 from .prepost import postprocess, preprocess
 from .spec import BackwardSpec
 
 BN = 128  # keys of a program
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def flat_descriptor(x: torch.Tensor, rows: int, columns: int, swizzled: bool) -> TensorDescriptor:

@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....errors import Unsupported
-from ..kernel import OPTIONS, TYPES, strides_of
+from ...gpu.flags import DTYPE_NAMES
+from ...gpu.kernel import OPTIONS
+from ..descriptors import block_descriptor
 from .combine import combine
 from .entry import latent_decode
 from .spec import LATENT, ROPE, ROWS, Spec
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 COMBINED = 4096  # numbers that a combining program has at a time
 
 
@@ -30,14 +29,9 @@ def spec_of(
         raise Unsupported("hopper", f"page_size is {page_size}", remedy)
     page_rows = min(64, page_size) if paged else 64
     head_rows = min(ROWS, 1 << (heads - 1).bit_length())
-    s = Spec(NAMES[q.dtype], page_rows, paged, head_rows, causal, lengths, lse, False)
+    s = Spec(DTYPE_NAMES[q.dtype], page_rows, paged, head_rows, causal, lengths, lse, False)
     s = replace(s, **ways)
     return replace(s, width=64) if page_rows < 64 else s
-
-
-def block_of(x: torch.Tensor, block: list[int], dtype: str) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, TYPES[dtype])
-    return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
 
 
 class Latent:
@@ -73,10 +67,10 @@ class Latent:
         rows = q.transpose(1, 2)  # [B, Lq, H, 576]
         q_block, k_block = [1, s.queries, s.head_rows], [1, s.page_rows]
         given: dict[str, Any] = {
-            "q": block_of(rows, [*q_block, s.width], s.dtype),
-            "q_rope": block_of(rows, [*q_block, ROPE], s.dtype),
-            "k": block_of(cache, [*k_block, s.width], s.dtype),
-            "k_rope": block_of(cache, [*k_block, ROPE], s.dtype),
+            "q": block_descriptor(rows, [*q_block, s.width], s.dtype),
+            "q_rope": block_descriptor(rows, [*q_block, ROPE], s.dtype),
+            "k": block_descriptor(cache, [*k_block, s.width], s.dtype),
+            "k_rope": block_descriptor(cache, [*k_block, ROPE], s.dtype),
             "CACHE": cache, "page_b": cache.stride(0),
             "OUT": out, "LSE": lse, "PARTS": work[0], "PART_LSE": work[1], "PLACES": work[2],
             "LENGTHS": lengths, "TABLE": table,

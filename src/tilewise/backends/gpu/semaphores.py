@@ -1,4 +1,4 @@
-"""Counters by which the programs of a call find out who is last: zero before a call and after it.
+"""Semaphores by which the programs of a call find the last arriver: counters, zero before a call and after it.
 
 Calls that may run at the same time must not share them. Those of one stream run one after the other and do. A captured
 call may be replayed at any time, so it gets counters for itself; they are set aside beforehand, for inside a capture
@@ -15,7 +15,7 @@ SPARE = 64  # captured calls for which counters are set aside at once
 _kept: list[torch.Tensor] = []  # counters of captured calls: a graph may outlive all else that knows of it
 
 
-class Tickets:
+class Semaphores:
     """The counters of all calls of a plan; `spare` sets are for captured calls."""
 
     def __init__(self, count: int, spare: int = SPARE) -> None:

@@ -1,6 +1,6 @@
-"""What is made before attention: the tiles that a mask leaves (`classify.py`) and the order of sequences (`order.py`).
+"""Block sparsity: launches that make the list of key tiles which a dense mask leaves (`block_sparsity.py`).
 
-Each is made through Triton once, then again by address.
+Lists are made through Triton once, then again by address.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import torch
 from ...core.problem import Problem
 from ...core.tensors import Tensors
 from ...core.tile_map import TileMap
-from . import heuristics, operands
-from .classify import classify, compact
+from .block_sparsity import classify, compact
+from .flags import DTYPE_NAMES
 from .kernel import Arguments, Kernel, Ready, as_bytes
-from .order import order
-from .spec import Config
-from .tickets import capturing
+from .semaphores import capturing
 
 COMPACT_RUN = 256
 # Tiles of a mask that a program of `classify` looks at in a step, and their bytes at most: enough on their way to keep
-# memory busy. bfloat16, 8k x 8k: 4 tiles 0.324 ms for the whole call, 8 tiles 0.302, 16 tiles 0.282.
+# memory busy (h200/masks #1).
 CLASSIFY_TILES = 16
 CLASSIFY_STEP = 1 << 17
 CLASSIFY_WARPS = 16
@@ -32,11 +30,11 @@ NO_LISTS: Lists = (None, None, (0, 0, 0, 0))
 
 
 class Lister:
-    """Makes the lists of a problem's masks."""
+    """Makes the lists of a problem's masks, in tiles of BM queries and BK keys."""
 
-    def __init__(self, problem: Problem, c: Config) -> None:
-        self.problem, self.config = problem, c
-        self.classified = problem.tile_map is None and heuristics.classifies(problem)
+    def __init__(self, problem: Problem, BM: int, BK: int) -> None:
+        self.problem, self.BM, self.BK = problem, BM, BK
+        self.classified = problem.tile_map is None and classifies(problem)
         all_mixed = problem.tile_map is None and not self.classified
         self.compact = Kernel(compact, {"ALL": all_mixed, "RUN": COMPACT_RUN}, num_warps=4)
         self.kept: tuple[Any, ...] = ()
@@ -56,17 +54,16 @@ class Lister:
         return made
 
     def retiled(self, tile_map: TileMap) -> torch.Tensor:
-        c = self.config
-        states = tile_map.retile((c.BM, c.BK)).states
-        return states.expand(*states.shape[:3], -(-self.problem.kv_len // c.BK)).contiguous()
+        states = tile_map.retile((self.BM, self.BK)).states
+        return states.expand(*states.shape[:3], -(-self.problem.kv_len // self.BK)).contiguous()
 
     def first(self, t: Tensors) -> tuple[Lists, Listing | None]:
         """The lists of a call's mask, and what later calls need to make theirs."""
-        p, c, device = self.problem, self.config, t.q.device
+        p, device = self.problem, t.q.device
         assert t.mask is not None
         assert p.mask is not None
-        n = -(-p.kv_len // c.BK)
-        full = (p.batch, p.heads, -(-p.q_len // c.BM))
+        n = -(-p.kv_len // self.BK)
+        full = (p.batch, p.heads, -(-p.q_len // self.BM))
         B, H, tiles = (1 if free else size for size, free in zip(full, p.mask.broadcast, strict=False))
         states = None
         if t.tile_map is not None:
@@ -88,17 +85,17 @@ class Lister:
 
     def classifier(self, mask: torch.Tensor) -> tuple[Kernel, Arguments]:
         """`classify` for a mask, in words where rows of cells consist of those; and what it is given of the mask."""
-        p, c = self.problem, self.config
+        p = self.problem
         each = 4 // mask.element_size()
         *strides, last = mask.stride()
         if last == 1 and not (mask.data_ptr() % 4 or p.kv_len % each or any(stride % each for stride in strides)):
-            kind, source = "bool" if mask.dtype == torch.bool else operands.NAMES[mask.dtype], mask.view(torch.int32)
+            kind, source = "bool" if mask.dtype == torch.bool else DTYPE_NAMES[mask.dtype], mask.view(torch.int32)
         else:
             kind, source, each = "flags" if mask.dtype == torch.bool else "cells", as_bytes(mask), 1
         given: Arguments = {"MASK": source, "q_len": p.q_len, "kv_len": p.kv_len}
         given |= dict(zip(STRIDES, source.stride(), strict=True))
-        run = max(1, min(CLASSIFY_TILES, CLASSIFY_STEP // (c.BM * c.BK * mask.element_size())))
-        constants = {"BQ": c.BM, "BK": c.BK, "KIND": kind, "EACH": each, "RUN": run}
+        run = max(1, min(CLASSIFY_TILES, CLASSIFY_STEP // (self.BM * self.BK * mask.element_size())))
+        constants = {"BQ": self.BM, "BK": self.BK, "KIND": kind, "EACH": each, "RUN": run}
         return Kernel(classify, constants, num_warps=CLASSIFY_WARPS), given
 
 
@@ -119,28 +116,11 @@ class Listing:
         return lists
 
 
-class Orderer:
-    """Ranks the sequences of a problem's packed batches."""
+def classifies(problem: Problem) -> bool:
+    """Whether the mask's cells are looked at first, so that tiles can be skipped.
 
-    def __init__(self, problem: Problem, c: Config) -> None:
-        p = self.problem = problem
-        self.varlen = p.form == "varlen"
-        constants = {"VARLEN": self.varlen, "BQ": c.BM // c.pack, "N": operands.ceil_pow2(p.batch + 1)}
-        self.kernel = Kernel(order, constants, num_warps=4)
-
-    def names(self) -> tuple[str, str]:
-        """The tensors that it reads."""
-        return "cu_seqlens_q", "cu_seqlens_k" if self.varlen else "kv_lengths"
-
-    def arguments(self, t: Tensors, ranks: torch.Tensor) -> Arguments:
-        lengths = {"CU_Q": t.cu_seqlens_q, "CU_K": t.cu_seqlens_k if self.varlen else None}
-        lengths["KV_LENGTHS"] = None if self.varlen else t.kv_lengths
-        return {**lengths, "ORDER": ranks, "batch": self.problem.batch, "total_q": self.problem.total_q}
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(2 * self.problem.batch + 2, dtype=torch.int32, device=device)
-
-    def first(self, t: Tensors) -> tuple[torch.Tensor, Ready | None]:
-        """The ranks of a call's sequences, and the launch that makes those of later calls."""
-        ranks = self.empty(t.q.device)
-        return ranks, self.kernel.first((1, 1), self.arguments(t, ranks))
+    Not an additive mask with a plane of its own for each head of each row: it is dense as a rule, and reading it twice
+    costs more than the tiles that could be skipped.
+    """
+    p = problem
+    return p.mask is not None and (p.mask.is_bool or p.mask.broadcast[0] or p.mask.broadcast[1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..core.problem import Problem
+from ...core.problem import Problem
 
 # tanh(x) = x + x^3 (c3 + x^2 (c5 + x^2 c7)) for |x| < 1/4: the best such polynomial, to 3e-9 of tanh(x).
 TANH_3, TANH_5, TANH_7 = -0.3333324065, 0.1332426632, -0.0514335043
@@ -15,6 +15,7 @@ NEAR_CAP = 64.0  # softcaps up to here turn tanh's absolute error of 1e-7 into a
 LEAST_CAP, MOST_CAP = 1e-30, 1e30  # float32 holds s / softcap and its inverse for softcaps between these
 
 MOST_INT = 2**31 - 1
+DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -93,3 +94,7 @@ def rules_of(problem: Problem) -> dict[str, int]:
 def is_ruled(problem: Problem) -> bool:
     """Whether rules of position hide keys."""
     return problem.causal or problem.chunk > 0 or problem.window != (None, None)
+
+
+def ceil_pow2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

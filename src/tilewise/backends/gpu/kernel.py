@@ -1,0 +1,136 @@
+"""A Triton or Gluon kernel, launched through Triton once and by addresses from then on.
+
+The way through Triton takes tens of microseconds (hundreds with TMA descriptors), the direct one a few.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import triton
+
+from .driver import CELLS, EARLY, NO_CONTEXT, Attribute, Launch, check, driver, tensor_map_driver
+
+if TYPE_CHECKING:
+    from .tensor_map import TensorMap
+
+Arguments = dict[str, Any]
+INTERPRETED = triton.knobs.runtime.interpret
+# Without fused multiply-adds the same expression gives the same bits in every loop of a kernel.
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Triton has no bool in memory, and not every GPU has float8: both are read as bytes."""
+    return x.view(torch.uint8) if x.dtype in (torch.bool, torch.float8_e4m3fn) else x
+
+
+def is_aligned(addresses: Sequence[int], device: torch.device) -> bool:
+    """Whether kernels that were compiled for aligned tensors can be launched for these on the current device."""
+    either = 0
+    for address in addresses:
+        either |= address
+    return either & 15 == 0 and torch._C._cuda_getDevice() == device.index
+
+
+class Kernel:
+    """A kernel with its compile-time arguments and options."""
+
+    def __init__(self, function: Any, constants: Arguments | None = None, cuda: Any = None, **options: Any) -> None:
+        self.function, self.constants, self.cuda = function, constants or {}, cuda
+        self.options = OPTIONS | options
+
+    def first(self, grid: tuple[int, int], given: Arguments, maps: dict[Any, TensorMap] | None = None) -> Ready | None:
+        """Launches through Triton, which compiles if it must, with what the kernel takes of `given`; returns what later
+        launches need, if they can do without Triton.
+
+        `maps` are the tensor maps of kernels that are launched together, by name and block; this one's are added.
+        """
+        given = given | self.constants
+        taken = {name: given[name] for name in self.function.arg_names}
+        if INTERPRETED:
+            self.function[grid](**taken)
+            return None
+        compiled = self.function[grid](**taken, **self.options)
+        if torch.version.cuda is None and self.cuda is None:
+            return None
+        return Ready(compiled, grid, taken, self.cuda, {} if maps is None else maps)
+
+
+class Ready:
+    """A compiled kernel with all arguments in place but for its stream and its pointers.
+
+    It is handed to the driver as Triton does it, less a look at each argument, most of which are compile-time ones.
+    Tensor maps are the caller's to move, one call at a time.
+    """
+
+    def __init__(
+        self, compiled: Any, grid: tuple[int, int], given: Arguments, cuda: Any = None,
+        maps: dict[Any, TensorMap] | None = None,
+    ) -> None:  # fmt: skip
+        meta = compiled.metadata
+        assert meta.num_ctas == 1
+        assert meta.global_scratch_size == meta.profile_scratch_size == 0
+        assert not meta.launch_cooperative_grid
+        kinds = {name: kind for name, kind in compiled.src.signature.items() if kind != "constexpr"}
+        self.pointers = [name for name, kind in kinds.items() if kind[0] == "*"]
+        self.pack = struct.Struct(f"={len(self.pointers)}Q").pack_into
+        self.addresses = (ctypes.c_uint64 * len(self.pointers))()
+        pointer_at = {name: ctypes.addressof(self.addresses) + 8 * i for i, name in enumerate(self.pointers)}
+        described = any(kind.startswith("tensordesc") for kind in kinds.values())
+        self.driver = cuda or (tensor_map_driver() if described else driver())
+        self.cells: list[Any] = [ctypes.c_uint64(0)]  # the first for two more arguments of every kernel, not in use
+        self.maps = {} if maps is None else maps
+        forms = iter(getattr(meta, "tensordesc_meta", None) or ())
+        places: list[int] = []
+        for name, kind in kinds.items():
+            if kind[0] == "*":
+                places.append(pointer_at[name])
+                continue
+            if kind.startswith("tensordesc"):
+                like = given[name]
+                places.append(self.map_of(name, like, next(forms)).at)
+                cells = [*map(ctypes.c_int32, like.shape), *map(ctypes.c_int64, like.strides)]
+            else:
+                cells = [CELLS[kind](given[name])]
+            places += [ctypes.addressof(cell) for cell in cells]
+            self.cells += cells
+        nothing = ctypes.addressof(self.cells[0])
+        self.parameters = (ctypes.c_void_p * (len(places) + 2))(*places, nothing, nothing)
+        self.early = Attribute(EARLY, 0, 1)
+        early = (ctypes.addressof(self.early), 1) if meta.launch_pdl else (None, 0)
+        self.how = Launch(*grid, 1, 32 * meta.num_warps, 1, 1, meta.shared, None, *early)
+        self.compiled = compiled  # whose code is to be launched
+        self.arguments = (ctypes.addressof(self.how), compiled.function, ctypes.addressof(self.parameters), None)
+        self.launch = self.driver.launch
+        self.context = self.driver.context()
+        self.lock = Lock()
+
+    def map_of(self, name: str, like: Any, form: dict[str, Any]) -> TensorMap:
+        """The tensor map of an argument."""
+        from .tensor_map import TensorMap
+
+        key = (name, tuple(form["block_size"]))
+        if key not in self.maps:
+            self.maps[key] = TensorMap(name, like, form, self.driver)
+        return self.maps[key]
+
+    def __call__(self, addresses: Sequence[int], stream: int | None = None) -> None:
+        """Launches with these addresses, in the order of `pointers`."""
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        with self.lock:  # what is launched lies in memory that all threads share
+            self.pack(self.addresses, 0, *addresses)
+            self.how.stream = stream
+            error = self.launch(*self.arguments)
+            if error == NO_CONTEXT:  # the first launch of a new thread
+                self.driver.set_context(self.context)
+                error = self.launch(*self.arguments)
+        if error:
+            check(error, "launched")

@@ -1,0 +1,38 @@
+"""Tensor maps: what TMA needs to know about a tensor, kept from call to call."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+from .driver import check
+
+MAP_BYTES = 128  # of the driver's `CUtensorMap`, which begins at a multiple of 64 bytes
+L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+
+
+class TensorMap:
+    """A tensor's map. All but the tensor's address is the same from call to call."""
+
+    def __init__(self, name: str, like: Any, meta: dict[str, Any], cuda: Any) -> None:
+        self.name, self.replace = name, cuda.move
+        self.memory = ctypes.create_string_buffer(MAP_BYTES + 64)
+        start = ctypes.addressof(self.memory)
+        self.at = start + -start % 64
+        self.address = like.base.data_ptr()
+        rank = len(like.shape)
+        dims = (ctypes.c_uint64 * rank)(*reversed(like.shape))
+        strides = (ctypes.c_uint64 * (rank - 1))(*(n * meta["elem_size"] for n in reversed(like.strides[:-1])))
+        box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
+        steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+        arrays = (ctypes.addressof(x) for x in (dims, strides, box, steps))
+        element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+        check(cuda.encode(self.at, element, rank, self.address, *arrays, 0, meta["swizzle"], L2_128B, 0), "described")
+
+    def move(self, address: int) -> None:
+        """The tensor is there now."""
+        if address != self.address:
+            check(self.replace(self.at, address), "moved")
+            self.address = address
