@@ -66,7 +66,7 @@ class Bound:
         notes = NOTES_AT + self.slots * s.consumers
         self.semaphores = Semaphores(notes, spare=max(1, min(SPARE, SPARE_BYTES // (4 * notes))))
         # Programs that share a processor share its registers.
-        limit = {"maxnreg": target.registers // (c.per_processor * 32 * 4 * (s.consumers + 1)) // 8 * 8}
+        limit: Arguments = {"maxnreg": target.registers // (c.per_processor * 32 * 4 * (s.consumers + 1)) // 8 * 8}
         self.order, self.repair = Kernel(rank_sequences), Kernel(attend)
         self.attend = Kernel(attend, **(limit if c.per_processor > 1 else {}))
         self.lock = Lock()  # what is launched lies in memory that all threads share

@@ -204,7 +204,7 @@ def dealt(round):
 
 @gluon.jit
 def slots_of(a):
-    """The number of slots; of packed sequences it is known on the device alone (order.py)."""
+    """The number of slots; of packed sequences it is known on the device alone (gpu/varlen_order.py)."""
     if a.S.packed_q:
         slots = gl.load(a.START + a.batch + 1) * a.heads * a.S.parts
     else:

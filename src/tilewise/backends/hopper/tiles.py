@@ -1,8 +1,8 @@
 """The tiles of keys that a tile of query rows visits, from the last to the first.
 
 Without a mask they are a range. Where every row sees every key, each tile of rows begins with another tile of keys, so
-that not all programs ask for the same memory at once. With a mask they are the list that `classify.py` of the Triton
-backend leaves: entries 2 * tile + mixed, in order; RANK tells where the entries of a range begin. A range without an
+that not all programs ask for the same memory at once. With a mask they are the list that `gpu/block_sparsity.py`
+leaves: entries 2 * tile + mixed, in order; RANK tells where the entries of a range begin. A range without an
 entry is given its last tile all the same, so that there always is one.
 """
 

@@ -108,7 +108,7 @@ def find_sequence(CU, tile, batch, BQ: tl.constexpr):
 
 @triton.jit
 def find_ordered(ORDER, tile, batch):
-    """The same by the ranks of `order.py`: the sequence, and the tiles before its first."""
+    """The same by the ranks of `gpu/varlen_order.py`: the sequence, and the tiles before its first."""
     low, high = 0, batch + 1
     while high - low > 1:
         middle = (low + high) // 2
