@@ -56,6 +56,43 @@ def test_flash_attn_can_be_imported():
     assert sys.modules["flash_attn"].flash_attn_func is flash_attn_func
 
 
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        ("import flash_attn.modules.mha", "flash_attn.modules"),
+        ("from flash_attn.ops.triton.rotary import apply_rotary", "flash_attn.ops"),
+        ("from flash_attn.losses.cross_entropy import CrossEntropyLoss", "flash_attn.losses"),
+        ("from flash_attn import _flash_attn_forward", "flash_attn._flash_attn_forward"),
+        (
+            "from flash_attn.flash_attn_interface import _flash_attn_forward",
+            "flash_attn.flash_attn_interface._flash_attn_forward",
+        ),
+        ("from flash_attn.layers import patch_embed", "flash_attn.layers.patch_embed"),
+        ("from flash_attn_interface import _flash_attn_forward", "flash_attn_interface._flash_attn_forward"),
+    ],
+)
+@pytest.mark.usefixtures("_installed")
+def test_what_is_not_there_is_told_by_tilewise(code, missing):
+    with pytest.raises(ModuleNotFoundError) as caught:
+        exec(code, {})
+    text = str(caught.value)
+    assert text.startswith(f"{missing} is not there: tilewise is installed as flash_attn")
+    assert all(name in text for name in NAMES)
+
+
+@pytest.mark.usefixtures("_installed")
+def test_whoever_only_asks_is_told_no():
+    import flash_attn as installed
+
+    assert importlib.util.find_spec("flash_attn.modules") is None
+    assert not hasattr(installed, "_flash_attn_forward")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'nothing_of_this_name'"):
+        importlib.import_module("nothing_of_this_name")
+    flash_attn.uninstall()
+    with pytest.raises(ModuleNotFoundError, match="No module named 'flash_attn'"):
+        importlib.import_module("flash_attn.modules")
+
+
 def test_it_is_undone():
     flash_attn.install()
     flash_attn.uninstall()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -12,7 +12,6 @@ from typing import Any
 from ..errors import InvalidArgument
 
 VERSION = "2.8.3+tilewise"  # of the interface; what asks for a version wants to know that
-PACKAGES = ("flash_attn", "flash_attn.layers")
 
 _before: dict[str, ModuleType | None] = {}  # what was under these names, while tilewise is
 
@@ -39,15 +38,42 @@ def install(*, replace: bool = False) -> None:
     for name in (*modules, *(other for other in sys.modules if other.startswith("flash_attn."))):
         _before[name] = sys.modules.pop(name, None)
     sys.modules.update(modules)
+    sys.meta_path.append(_MISSING)
 
 
 def uninstall() -> None:
     """Puts back what was importable before `install()`."""
+    if _MISSING in sys.meta_path:
+        sys.meta_path.remove(_MISSING)
     for name, module in _before.items():
         sys.modules.pop(name, None)
         if module is not None:
             sys.modules[name] = module
     _before.clear()
+
+
+class _Missing:
+    """Finds nothing: the last to be asked for a module or name of flash-attn's, it says whose modules these are.
+
+    `from flash_attn import x` comes here too, for Python looks for a module `flash_attn.x` if the package has no x.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        parent = name.rpartition(".")[0]
+        asks_only = sys._getframe(2).f_globals.get("__name__") == "importlib.util"  # find_spec: None is its answer
+        if asks_only or not isinstance(module := sys.modules.get(parent), ModuleType) or parent not in _before:
+            return None
+        there = ", ".join(other for other in _before if other in sys.modules)
+        # Without `name=`: Python would take it for a name that the package lacks, and say no more than that.
+        raise ModuleNotFoundError(
+            f"{name} is not there: tilewise is installed as flash_attn, by tilewise.compat.flash_attn.install(). "
+            f"It has the modules {there}; {parent} has {', '.join(module.__dict__['__all__'])}"
+        )
+
+
+_MISSING = _Missing()
 
 
 def _modules() -> dict[str, ModuleType]:
@@ -74,11 +100,13 @@ def _public(module: ModuleType) -> dict[str, Any]:
 
 
 def _module(name: str, content: Mapping[str, Any]) -> ModuleType:
-    """A module with a spec, as `importlib.util.find_spec` expects of what is in `sys.modules`."""
+    """A module with a spec, as `importlib.util.find_spec` expects of what is in `sys.modules`.
+
+    Each is a package, with no folder: then what it lacks is asked of `_Missing`.
+    """
     module = ModuleType(name, "flash-attn's functions, served by tilewise.")
-    module.__spec__ = ModuleSpec(name, None, is_package=name in PACKAGES)
-    if name in PACKAGES:
-        module.__path__ = []
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
     module.__dict__.update(content)
     module.__dict__["__all__"] = [word for word in content if not word.startswith("_")]
     return module
