@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tilewise import KVCache, PagedKVCache, attention
-from tilewise.backends.cpu import compiled
+from tilewise.backends.cpu import compiler
 from tilewise.backends.cpu.threads import pool
 from tilewise.dispatch import call_cache
 from tilewise.tools.bench.machine import describe
@@ -58,8 +58,8 @@ def overhead(sequences: int = 64) -> list[dict[str, Any]]:
     for way in ways:
         run(way)
     whole = {way: run(way) for way in ways}
-    kept = compiled.entry, pool.run_kernel
-    compiled.entry, pool.run_kernel = lambda name: _nothing, _nothing
+    kept = compiler.entry, pool.run_kernel
+    compiler.entry, pool.run_kernel = lambda name: _nothing, _nothing
     call_cache.forget()  # calls that come again hold on to their kernel
     try:
         # Nothing is left for other threads: the time of this one's own is all of it, whoever else uses the core.
@@ -67,7 +67,7 @@ def overhead(sequences: int = 64) -> list[dict[str, Any]]:
         rounds = [{way: run(way, time.thread_time) for way in ways} for _ in range(5)]
         python = {way: min(times[way] for times in rounds) for way in ways}
     finally:
-        compiled.entry, pool.run_kernel = kept
+        compiler.entry, pool.run_kernel = kept
         call_cache.forget()
     return [{"way": way, "python_us": python[way] * 1e6, "whole_us": whole[way] * 1e6} for way in ways]
 

@@ -24,9 +24,9 @@ import torch
 from numba import njit
 
 from tilewise import Quantised, attention, paged_attention
-from tilewise.backends.cpu import amx
-from tilewise.backends.cpu.gemm import KEYS, PANEL, gemm_keys_all
-from tilewise.backends.cpu.simd import Emit, Value, microkernel
+from tilewise.backends.cpu.codegen.vector import Emit, Value, microkernel
+from tilewise.backends.cpu.gemm import amx
+from tilewise.backends.cpu.gemm.fp32 import KEYS, PANEL, gemm_keys_all
 from tilewise.quantised import QuantDtype
 from tilewise.tools.bench.machine import describe
 from tilewise.tools.bench.measure import take_turns

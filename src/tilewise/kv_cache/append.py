@@ -59,7 +59,7 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
         from ..backends import cpu
 
         if cpu.unusable() is None:
-            from ..backends.cpu.append import Append
+            from ..backends.cpu.kv_write import Append
 
             return Append(k, v, wrap)
     if device == "cuda" and importlib.util.find_spec("triton") is not None:

@@ -202,10 +202,10 @@ def remedy(name: str) -> str:
 
 def _kept_kernels() -> str:
     """How many of the CPU kernels are compiled and on disk."""
-    from ..backends.cpu import compiled, kernel_cache
+    from ..backends.cpu import compiler, kernel_cache
 
     kept = {path.name.split(".")[0] for path in kernel_cache.cache_directory().glob("*.nbc")}
-    names = [name.replace(" ", "_") for name in compiled.ALL]
+    names = [name.replace(" ", "_") for name in compiler.ALL]
     done = sum(name in kept for name in names)
     return f"{done} of {len(names)} compiled" + ("" if done == len(names) else "; `tilewise warmup` compiles the rest")
 

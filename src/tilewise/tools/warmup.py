@@ -15,16 +15,16 @@ def warmup() -> int:
     if reason is not None:
         print(f"the CPU kernels cannot be compiled: {reason}")
         return 1
-    from ..backends.cpu import compiled, kernel_cache
+    from ..backends.cpu import compiler, kernel_cache
 
     assert "cpu" in planner.BACKENDS
     start = time.perf_counter()
-    for done, name in enumerate(compiled.ALL, start=1):
-        compiled.function(name)
-        print(f"{done:2} of {len(compiled.ALL)}  {name:14} {time.perf_counter() - start:6.1f} s", flush=True)
+    for done, name in enumerate(compiler.ALL, start=1):
+        compiler.function(name)
+        print(f"{done:2} of {len(compiler.ALL)}  {name:14} {time.perf_counter() - start:6.1f} s", flush=True)
     folder = kernel_cache.cache_directory()
     kept = {file.name.split(".")[0] for file in folder.glob("*.nbc")}
-    if len(kept & {name.replace(" ", "_") for name in compiled.ALL}) < len(compiled.ALL):
+    if len(kept & {name.replace(" ", "_") for name in compiler.ALL}) < len(compiler.ALL):
         print(f"not all could be kept in {folder}")
         return 1
     print(f"kept in {folder}")

@@ -15,11 +15,11 @@ from numba import njit
 from conformance import Conformance
 from strategies import cases
 from tilewise import InvalidArgument, attention, paged_attention, plan
-from tilewise.backends.cpu import access
-from tilewise.backends.cpu.micro import transpose
+from tilewise.backends.cpu.codegen import numba_ops
+from tilewise.backends.cpu.codegen.load_store import transpose
+from tilewise.backends.cpu.codegen.vector import CODES, W, microkernel
+from tilewise.backends.cpu.mainloop.score_mod import softcap_cells
 from tilewise.backends.cpu.params import INDEX
-from tilewise.backends.cpu.simd import CODES, W, microkernel
-from tilewise.backends.cpu.softmax import softcap_cells
 from tilewise.backends.cpu.threads import pool
 from tilewise.dispatch import call_cache
 from tilewise.dispatch.planner import choose
@@ -149,7 +149,7 @@ def up_to(width):
 
 @njit
 def call_widen(to, source, code, width, padded, scales):
-    access.widen_row(to, source, code, width, padded, scales, 0, 128)
+    numba_ops.widen_row(to, source, code, width, padded, scales, 0, 128)
 
 
 class TestThreads:
@@ -338,7 +338,7 @@ def test_kept_code_of_several_processes_fits_together(tmp_path):
         ["adds f16", "dots bf16", "adds f32"],
         ["adds bf16", "merge", "dots f32", "list_items"],
     ]
-    code = "import sys; from tilewise.backends.cpu import compiled; [compiled.function(name) for name in sys.argv[1:]]"
+    code = "import sys; from tilewise.backends.cpu import compiler; [compiler.function(name) for name in sys.argv[1:]]"
     for names in orders:
         subprocess.run([sys.executable, "-c", code, *names], env=environment, check=True)
     check = (
@@ -382,7 +382,7 @@ def test_other_vector_widths(width, features, peers, tmp_path):
         "TILEWISE_CACHE_DIR": str(tmp_path),
     }
     code = (
-        "from tilewise.backends.cpu.simd import W\n"
+        "from tilewise.backends.cpu.codegen.vector import W\n"
         "from tilewise.testing.cases import CASES\n"
         "from tilewise.testing.check import check_case\n"
         "from tilewise.testing.properties import PROPERTIES\n"

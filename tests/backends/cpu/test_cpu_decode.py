@@ -8,7 +8,8 @@ import torch
 
 from naive import assert_as_torch
 from tilewise import Quantised, attention, paged_attention, varlen_attention
-from tilewise.backends.cpu import amx, compiled, heuristics, whole
+from tilewise.backends.cpu import compiler, config
+from tilewise.backends.cpu.gemm import amx, gemv_vnni
 from tilewise.dispatch import call_cache, planner
 from tilewise.testing.case import Case, Inputs
 from tilewise.testing.check import check_call, check_case
@@ -19,7 +20,7 @@ def cache_of(monkeypatch):
     """Sets the size of the second-level cache, past which rows are asked for ahead."""
 
     def set_size(size):
-        monkeypatch.setattr(heuristics, "second_level_cache", lambda: size)
+        monkeypatch.setattr(config, "second_level_cache", lambda: size)
         call_cache.forget()
         planner.choose.cache_clear()
 
@@ -76,8 +77,8 @@ TILES = [
 def test_many_rows_in_bf16_go_by_matrix_tiles(monkeypatch, case):
     case = replace(case, dtype="bf16")
     used = []
-    function = compiled.function
-    monkeypatch.setattr(compiled, "function", lambda name: used.append(name) or function(name))
+    function = compiler.function
+    monkeypatch.setattr(compiler, "function", lambda name: used.append(name) or function(name))
     planner.choose.cache_clear()
     call_cache.forget()
     check_case(case, "cpu")
@@ -122,7 +123,7 @@ NOT_FINITE = {
 def test_whole_numbers_tell_what_float32_does(monkeypatch, kind, odd, rows):
     """int8 and int4 by products of bytes: as near to the oracle as float32, and float32 where they cannot be told."""
     ask = quantised_call(kind, rows, **ODD[odd])
-    assert ({f"whole_dots {kind}", f"whole_adds {kind}"} <= compiled_by(monkeypatch, ask)) == whole.has_vnni()
+    assert ({f"whole_dots {kind}", f"whole_adds {kind}"} <= compiled_by(monkeypatch, ask)) == gemv_vnni.has_vnni()
     check_call(Inputs(ask.func, ask.args, {}).checked(), *ask(backend="cpu", return_lse=True))
 
 
@@ -161,8 +162,8 @@ def test_other_rows_are_widened(monkeypatch, kind, head_dim, group):
 def compiled_by(monkeypatch, ask):
     """Names of the kernels that a call asks for."""
     used = []
-    function = compiled.function
-    monkeypatch.setattr(compiled, "function", lambda name: used.append(name) or function(name))
+    function = compiler.function
+    monkeypatch.setattr(compiler, "function", lambda name: used.append(name) or function(name))
     planner.choose.cache_clear()
     call_cache.forget()
     ask(backend="cpu")

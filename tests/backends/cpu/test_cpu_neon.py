@@ -17,19 +17,21 @@ CODE = r"""
 import json, sys
 import llvmlite.binding as llvm
 from llvmlite import ir
-from tilewise.backends.cpu import gemm, micro, simd, softmax, straight
+from tilewise.backends.cpu.gemm import fp32, gemv_fp32
+from tilewise.backends.cpu.codegen import load_store, vector
+from tilewise.backends.cpu.mainloop import score_mod, softmax
 
-assert simd.W == 4, simd.W
+assert vector.W == 4, vector.W
 KERNELS = {
-    "gemm_keys_all": (gemm.gemm_keys_all, "iiiii"), "gemm_values_3": (gemm.gemm_values_3, "iiiiii"),
-    "pack_3": (gemm.pack_3, "iiii"), "transpose": (micro.transpose, "iiii"),
-    "soften_column": (softmax.soften_column, "iiiiiiff"), "softcap_cells": (softmax.softcap_cells, "iiiff"),
-    "exp_row": (softmax.exp_row, "iiff"), "store_f16": (micro.store_f16, "iiif"),
-    "store_bf16": (micro.store_bf16, "iiif"),
+    "gemm_keys_all": (fp32.gemm_keys_all, "iiiii"), "gemm_values_3": (fp32.gemm_values_3, "iiiiii"),
+    "pack_3": (fp32.pack_3, "iiii"), "transpose": (load_store.transpose, "iiii"),
+    "soften_column": (softmax.soften_column, "iiiiiiff"), "softcap_cells": (score_mod.softcap_cells, "iiiff"),
+    "exp_row": (softmax.exp_row, "iiff"), "store_f16": (load_store.store_f16, "iiif"),
+    "store_bf16": (load_store.store_bf16, "iiif"),
 }
-for kind in simd.CODES:
-    KERNELS[f"dots {kind}"] = straight.make_dots(kind, 4, 4), "i" * 11
-    KERNELS[f"adds {kind}"] = straight.make_adds(kind, 4, 4), "i" * 11
+for kind in vector.CODES:
+    KERNELS[f"dots {kind}"] = gemv_fp32.make_dots(kind, 4, 4), "i" * 11
+    KERNELS[f"adds {kind}"] = gemv_fp32.make_adds(kind, 4, 4), "i" * 11
 
 
 class Context:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tilewise import attention
-from tilewise.backends.cpu import amx, compiled, whole
+from tilewise.backends.cpu import compiler
+from tilewise.backends.cpu.gemm import amx, gemv_vnni
 from tilewise.backends.cpu.params import INDEX
 from tilewise.dispatch.planner import choose
 from tilewise.testing.case import Case, Inputs, make
@@ -86,10 +87,10 @@ def test_the_paths_are_those_of_the_backend():
         assert (k["split_size"] > 0) == ("splits" in path)
         assert (k["dots"] != 0) == (decode and "widened" not in path)
         few_bits = path.startswith(("decode int", "pages int")) and "widened" not in path
-        assert (k["whole_dots"] != 0) == (k["whole_adds"] != 0) == (few_bits and whole.has_vnni())
+        assert (k["whole_dots"] != 0) == (k["whole_adds"] != 0) == (few_bits and gemv_vnni.has_vnni())
         assert (k["tile_dots"] != 0) == (path == "decode bf16" and amx.usable())
     assert kernels("pages")["bunch"] == 2
-    assert compiled.ALL
+    assert compiler.ALL
 
 
 @pytest.mark.parametrize("rows", [1, 3, 70])

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tilewise.backends.cpu import compiled, kernel_cache
-from tilewise.backends.cpu.micro import get_i64, put_i64
+from tilewise.backends.cpu import compiler, kernel_cache
+from tilewise.backends.cpu.codegen.load_store import get_i64, put_i64
 from tilewise.core import places
 from tilewise.kv_cache import block_loops
 
@@ -38,7 +38,7 @@ def compile_tiny(name="tiny", adds=1):
         put_i64(address, get_i64(address) + adds)
 
     number = np.array([41])
-    compiled.compile_function(tiny, name, 1).entry(number.ctypes.data)
+    compiler.compile_function(tiny, name, 1).entry(number.ctypes.data)
     return int(number[0])
 
 
@@ -46,7 +46,7 @@ def no_compiler(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(compiled, "_FunctionCompiler", refuse)
+    monkeypatch.setattr(compiler, "_FunctionCompiler", refuse)
 
 
 def kept():
@@ -131,14 +131,14 @@ def test_code_of_another_kernel_is_not_loaded():
     with said():
         assert compile_tiny("other", adds=2) == 43
     assert kernel_cache.KernelCache("a", "1").name == kernel_cache.KernelCache("a", "2").name
-    codegen = compiled.cpu_target.target_context.codegen()
+    codegen = compiler.cpu_target.target_context.codegen()
     keys = {kernel_cache.KernelCache(n, s).key(sig, codegen) for n in "ab" for s in "12" for sig in ("()", "(int64)")}
     assert len(keys) == 8
 
 
 def test_what_cannot_be_unpickled_is_compiled_again():
     compile_tiny()
-    codegen, signature = compiled.cpu_target.target_context.codegen(), compiled.types.void(compiled.types.int64)
+    codegen, signature = compiler.cpu_target.target_context.codegen(), compiler.types.void(compiler.types.int64)
     kernel_cache.write(kept().name, kernel_cache.KernelCache("tiny").key(signature, codegen), b"no pickle")
     with said() as warned:
         assert compile_tiny() == 42
@@ -153,7 +153,7 @@ class Evil:
 def evil(home):
     """A file with the right digest, as anybody can write it."""
     compile_tiny()
-    codegen, signature = compiled.cpu_target.target_context.codegen(), compiled.types.void(compiled.types.int64)
+    codegen, signature = compiler.cpu_target.target_context.codegen(), compiler.types.void(compiler.types.int64)
     kernel_cache.write(kept().name, kernel_cache.KernelCache("tiny").key(signature, codegen), pickle.dumps(Evil()))
     return home / "executed"
 

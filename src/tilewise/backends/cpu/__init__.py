@@ -25,7 +25,7 @@ def unusable() -> str | None:
     try:
         import numba  # noqa: F401
 
-        from .host import missing
+        from .isa import missing
     except Exception as error:  # a NumPy or LLVM that does not fit: ImportError, OSError, SystemError, ...
         return f"numba cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     return missing()
@@ -44,15 +44,15 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def run_pair(shared_plan: Plan, plan: Plan, tensors: Tensors, shared: Shared) -> None:
-    from . import pair
+    from . import cascade
 
-    pair.run(shared_plan, plan, tensors, shared)
+    cascade.run(shared_plan, plan, tensors, shared)
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
-    from . import repeat
+    from . import cached_launch
 
-    return repeat.bind(plan, tensors)
+    return cached_launch.bind(plan, tensors)
 
 
 bind_quantised = bind  # which takes scales too

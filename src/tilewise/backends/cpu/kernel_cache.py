@@ -55,7 +55,7 @@ def cache_directory() -> Path:
 def fingerprint() -> str:
     """Of these sources and of what compiles them: kept code is never stale."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -12,11 +12,12 @@ import torch
 from ...core.plan import Plan
 from ...core.problem import Problem
 from ...core.tensors import Tensors
-from . import amx, compiled, heuristics, whole
-from .gemm import PANEL
+from . import compiler, config
+from .codegen.vector import CODES, W
+from .gemm import amx, gemv_vnni
+from .gemm.fp32 import PANEL
 from .params import COUNTER, END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, NUMBERS, PER_CALL, UNDONE
 from .scratch import DIRECT_ROWS, total
-from .simd import CODES, W
 from .threads import pool
 
 FLOATS = {torch.float32: CODES["f32"], torch.float16: CODES["f16"], torch.bfloat16: CODES["bf16"]}
@@ -60,26 +61,26 @@ def make_launch(p: Problem, threads: int) -> Launch:
     k_code, v_code = (CODES[quant.dtype] if quant else FLOATS[dtype] for dtype, quant in _stored(p))
     parts = _parts(p, k_code, v_code)
     most = 768 if parts else 384  # laying K and V into tiles takes more than packing V
-    rows = heuristics.tile_rows(p.group, p.head_dim, p.value_dim, heuristics.second_level_cache(), most)
+    rows = config.tile_rows(p.group, p.head_dim, p.value_dim, config.second_level_cache(), most)
     if not p.packed_q:
         step = max(1, PANEL // p.group)
-        rows = heuristics.even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
-    keys = heuristics.tile_keys(parts)
+        rows = config.even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
+    keys = config.tile_keys(parts)
     tiles = -(-p.q_len // rows) * p.batch
     if p.packed_q:
         tiles = min(tiles, -(-p.total_q // rows) + p.batch)
-    threads = heuristics.threads_for(p, threads)
+    threads = config.threads_for(p, threads)
     Dv = -(-p.value_dim // W) * W
     direct = p.group * p.q_len <= DIRECT_ROWS
     bunch = 1
     if direct and p.page_size and p.mask is None:
         row_bytes, splits = 4 * p.group * p.q_len * (p.head_dim + p.value_dim), tiles * max(1, p.kv_len // 512)
-        bunch = heuristics.bunch(p.kv_heads, row_bytes, splits, threads)
+        bunch = config.bunch(p.kv_heads, row_bytes, splits, threads)
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
     split = p.split_size or 0 if direct or p.packed_q else 0  # of sequences of few rows, in any batch
     if not p.split_size and (direct or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
-        each = heuristics.BUNCH_PIECES if bunch > 1 else 4
-        split = heuristics.split_size(tiles * p.kv_heads // bunch, p.kv_len, threads, keys, each)
+        each = config.BUNCH_PIECES if bunch > 1 else 4
+        split = config.split_size(tiles * p.kv_heads // bunch, p.kv_len, threads, keys, each)
     if split >= p.kv_len:
         split = 0
     pieces = -(-p.kv_len // split) + 1 if split else 1
@@ -113,12 +114,12 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "split_few": p.split_size is not None,
         "partial_bytes": 4 * part_rows * (Dv + 2) if split else 0,
         "bunch": bunch,
-        "ahead": heuristics.keys_ahead(p),
+        "ahead": config.keys_ahead(p),
     }
     if not direct and not parts:
-        numbers["walk_packed"] = compiled.function("walk_packed")
+        numbers["walk_packed"] = compiler.function("walk_packed")
     if parts:
-        numbers["walk_tiles"] = compiled.function(f"walk_tiles {KINDS[k_code]}")
+        numbers["walk_tiles"] = compiler.function(f"walk_tiles {KINDS[k_code]}")
         numbers["configuration"] = amx.CONFIGURATION.ctypes.data
     if p.packed_q or direct:
         names = {"walk_direct": "walk_direct", "dots_f32": "dots f32", "adds_f32": "adds f32"}
@@ -129,11 +130,11 @@ def make_launch(p: Problem, threads: int) -> Launch:
             names["adds"] = f"adds {KINDS[v_code]}"
         if _tiles_serve(p, k_code, v_code):
             names |= {"tile_dots": "tile_dots", "tile_adds": "tile_adds"}
-        if whole.serves(KINDS[k_code], p.head_dim, numbers["k_group"]):
+        if gemv_vnni.serves(KINDS[k_code], p.head_dim, numbers["k_group"]):
             names["whole_dots"] = f"whole_dots {KINDS[k_code]}"
-        if whole.serves(KINDS[v_code], p.value_dim, numbers["v_group"]):
+        if gemv_vnni.serves(KINDS[v_code], p.value_dim, numbers["v_group"]):
             names["whole_adds"] = f"whole_adds {KINDS[v_code]}"
-        numbers |= {name: compiled.function(what) for name, what in names.items()}
+        numbers |= {name: compiler.function(what) for name, what in names.items()}
     block = np.zeros(NUMBERS, dtype=np.int64)
     for name, value in numbers.items():
         block[INDEX[name]] = value
@@ -174,7 +175,7 @@ def list_items_of(block: Any, launch: Launch) -> Any:
     items = np.empty(max(1, launch.most_items), dtype=ITEM)
     order = np.empty(max(1, int(block[INDEX["batch"]])), dtype=np.int64)
     block[INDEX["items"]], block[INDEX["counter"]] = items.ctypes.data, block.ctypes.data + 8 * COUNTER
-    compiled.entry("list_items")(block.ctypes.data, order.ctypes.data)
+    compiler.entry("list_items")(block.ctypes.data, order.ctypes.data)
     return items
 
 
@@ -267,13 +268,13 @@ def zero_spare_rows(t: Tensors) -> int:
 def work_on(launch: Launch, address: int, count: int) -> None:
     threads = min(launch.threads, count)
     if threads < 2:
-        compiled.entry("work")(address, pool.scratch(launch.scratch))
+        compiler.entry("work")(address, pool.scratch(launch.scratch))
     else:
         pool.run_kernel("work", address, threads, launch.scratch)
     if launch.partial_bytes:
-        compiled.entry("merge")(address, pool.scratch(launch.scratch))
+        compiler.entry("merge")(address, pool.scratch(launch.scratch))
     if launch.by_tiles and _number(address, UNDONE).value:  # an infinity: that item is for vectors, which are not here
-        _number(address, INDEX["walk_packed"]).value = compiled.function("walk_packed")
+        _number(address, INDEX["walk_packed"]).value = compiler.function("walk_packed")
         _number(address, COUNTER).value = _number(address, UNDONE).value = 0
         work_on(launch, address, count)
 

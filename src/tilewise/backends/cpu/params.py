@@ -33,7 +33,6 @@ dots dots_f32 adds adds_f32 tile_dots tile_adds whole_dots whole_adds
 items counter partials
 """.split()
 REAL = ["scale", "softcap"]
-
 PARAMS = np.dtype([(name, "i8") for name in PER_CALL + PER_PROBLEM] + [(name, "f8") for name in REAL])
 INDEX = {name: i for i, name in enumerate(PARAMS.names or ())}
 # Four more numbers behind the block: the next item, how many there are, whether one was left undone by matrix tiles,
@@ -42,11 +41,9 @@ COUNTER = len(INDEX)
 COUNT, UNDONE, DONE, NUMBERS = COUNTER + 1, COUNTER + 2, COUNTER + 3, COUNTER + 4
 BLOCK_BYTES = -(-8 * NUMBERS // 64) * 64
 TASK_BYTES = 64  # of what `team` is told
-
 NO_LIMIT = 1 << 40  # a window side without a limit
 END = 1 << 41  # an offset that stands for "the queries are the last positions"
 MASK_BOOL = 8  # a mask's code; float masks have the code of their dtype
-
 # A piece of work: `rows` query rows from `row` on, of one batch row and KV head, over keys `start` to `end`. With
 # `splits` above 1 its result is a part, to be merged with those of the other parts, each `kv_heads` items
 # after the one before.

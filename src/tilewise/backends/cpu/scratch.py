@@ -8,11 +8,11 @@ from collections import namedtuple
 import numpy as np
 from numba.extending import register_jitable
 
-from .access import jit
-from .amx import BLOCK
-from .gemm import KEYS, PANEL
-from .heuristics import BUNCH_BYTES, BYTE_KEYS_AHEAD, FEW_KEYS
-from .simd import W
+from .codegen.numba_ops import jit
+from .codegen.vector import W
+from .config import BUNCH_BYTES, BYTE_KEYS_AHEAD, FEW_KEYS
+from .gemm.amx import BLOCK
+from .gemm.fp32 import KEYS, PANEL
 
 DIRECT_ROWS = 16  # up to this many query rows (of all heads of a group), products come straight from the cache
 # np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
@@ -24,7 +24,6 @@ PANEL_ = np.int64(PANEL)
 GROUPS = 18  # scales of a row, at most
 LINE = 64  # bytes of a cache line, on which every part starts
 BUNCH = np.int64(BUNCH_BYTES)
-
 Scratch = namedtuple(
     "Scratch",
     "acc k_table v_table k_ahead v_ahead k_scales v_scales m l shrink slopes lo hi positions "

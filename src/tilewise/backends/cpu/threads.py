@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ...core import forks
-from . import compiled
+from . import compiler
 from .openmp import find_parallel
 
 
@@ -114,14 +114,14 @@ class Pool:
     def run_kernel(self, name: str, block: int, threads: int, scratch: int) -> None:
         """Runs the kernel `name` on a block of numbers in up to `threads` threads, each with scratch memory."""
         if self.parallel is None:
-            kernel = compiled.entry(name)
+            kernel = compiler.entry(name)
             self.run(lambda memory: kernel(block, memory), threads, scratch)
         elif not self.busy.acquire(blocking=False):
-            compiled.entry(name)(block, self.scratch(scratch))
+            compiler.entry(name)(block, self.scratch(scratch))
         else:
             try:
-                task = (ctypes.c_int64 * 4)(0, compiled.function(name), block, self.memories(threads, scratch))
-                self.parallel(compiled.function("team"), ctypes.addressof(task), threads, 0)
+                task = (ctypes.c_int64 * 4)(0, compiler.function(name), block, self.memories(threads, scratch))
+                self.parallel(compiler.function("team"), ctypes.addressof(task), threads, 0)
             finally:
                 self.busy.release()
 

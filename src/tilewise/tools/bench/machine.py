@@ -103,10 +103,10 @@ def cpu_name() -> str:
 def vector_width() -> int | None:
     """Floats in a vector register, as the CPU kernels see it; None without numba."""
     try:
-        from ...backends.cpu import simd
+        from ...backends.cpu.codegen import vector
     except ImportError:
         return None
-    return simd.W
+    return vector.W
 
 
 def last_cache() -> int:

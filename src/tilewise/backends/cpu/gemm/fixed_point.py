@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from .access import F, jit
-from .micro import get_f32, put_f32
-from .simd import F32, I8, I32, Emit, Value, W, microkernel
+from ..codegen.load_store import get_f32, put_f32
+from ..codegen.numba_ops import F, jit
+from ..codegen.vector import F32, I8, I32, Emit, Value, W, microkernel
 
 DIGITS = 3
 LINE = 64  # elements that share what their sum starts with

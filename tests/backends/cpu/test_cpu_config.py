@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tilewise import Quantised
-from tilewise.backends.cpu import heuristics
-from tilewise.backends.cpu.heuristics import bunch, even_rows, keys_ahead, split_size, tile_rows
+from tilewise.backends.cpu import config
+from tilewise.backends.cpu.config import bunch, even_rows, keys_ahead, split_size, tile_rows
 from tilewise.core.options import Options
 from tilewise.validation import calls
 
@@ -79,8 +79,8 @@ def test_short_rows_are_asked_for_further_ahead(kind, keys, monkeypatch):
     k = torch.randn(1, 1, 512, 64, dtype=torch.float16)
     stored = k if kind == "float16" else Quantised.from_float(k, kind)
     problem = calls.dense(k[:, :, :1], stored, stored, Options()).problem
-    monkeypatch.setattr(heuristics, "second_level_cache", lambda: 1)
+    monkeypatch.setattr(config, "second_level_cache", lambda: 1)
     assert keys_ahead(problem) == keys
     assert keys_ahead(replace(problem, page_size=16)) == (48 if keys == 48 else 8)
-    monkeypatch.setattr(heuristics, "second_level_cache", lambda: MIB)
+    monkeypatch.setattr(config, "second_level_cache", lambda: MIB)
     assert keys_ahead(problem) == 0

@@ -6,97 +6,19 @@ from __future__ import annotations
 from collections import namedtuple
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import types
 
-from .micro import (
-    get_f32,
-    get_fp8,
-    get_i32,
-    get_i64,
-    get_one,
-    get_u8,
-    put_f32,
-    put_i64,
-    put_one,
-    row_scale,
-    store_bf16,
-    store_f16,
-    store_f32,
-    widen_bf16,
-    widen_f16,
-    widen_f32,
-    widen_fp8,
-    widen_int4,
-    widen_int4_high,
-    widen_int8,
-)  # fmt: skip
-from .params import END, ITEM, MASK_BOOL, NO_LIMIT, PARAMS
-from .simd import W
+from .codegen.load_store import get_i32, get_i64, get_one, put_f32, put_i64
+from .codegen.numba_ops import ONE, F, fill, jit, up, widen_row
+from .codegen.vector import W
+from .params import END, NO_LIMIT
 
-F = np.float32
-INF = np.float32(np.inf)
-ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba compiles a function anew for every literal it is called with
-# None of these is called from Python: without the wrappers for that, kernels are compiled in 3/4 of the time.
-OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-jit = njit(**OPTIONS)
 KEY_PAD = np.int64(8)  # keys that `dots` takes at once
 LIST_PAD = np.int64(16)  # those of whole numbers
-
 # K or V: base, strides over the batch (or pages), heads and rows, storage code, width; its scales likewise, their group
 Source = namedtuple("Source", "base b h l code width scales scales_b scales_h scales_l scales_code group")
 # The sequence and KV head that rows come from
 Place = namedtuple("Place", "b head kv_start")
-
-
-@intrinsic
-def pointer(typingctx, address):
-    def codegen(context, builder, sig, args):
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), codegen
-
-
-@jit
-def params_at(address):
-    return carray(pointer(address), 1, dtype=PARAMS)[0]
-
-
-@jit
-def item_at(address):
-    return carray(pointer(address), 1, dtype=ITEM)[0]
-
-
-def _caller(count):
-    """Calls a compiled function of `count` int64 by its address, the first argument."""
-    names = ", ".join(f"a{i}" for i in range(count))
-
-    def typed(fn, *args):
-        def codegen(context, builder, sig, values):
-            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * count)
-            builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * (count + 1)), codegen
-
-    scope = {"typed": typed}
-    exec(f"def call(typingctx, fn, {names}):\n    return typed(fn, {names})", scope)  # Numba counts arguments
-    return intrinsic(scope["call"])
-
-
-call_work, call_walk, call_parallel, call_tiles, call_adds, call_dots = map(_caller, (2, 3, 4, 10, 11, 12))
-
-
-@njit(**OPTIONS, inline="always")
-def up(n, to):
-    return (n + to - 1) // to * to
-
-
-@jit
-def fill(address, start, end, value):
-    for j in range(start, end):
-        put_f32(address + 4 * j, value)
 
 
 @jit
@@ -227,74 +149,3 @@ def widen_rows(p, x, at, table, to, first, count, pad):
     for j in range(up(count, pad)):
         put_i64(table + 8 * j, to + 4 * min(j, count - 1) * padded)
     return bad
-
-
-@jit
-def widen_row(to, source, code, width, padded, scales, scales_code, group):
-    """A row of `width` elements to float32, with zeros up to `padded`; returns NaN if an element is not finite."""
-    bad = F(0)
-    if code == 4:
-        half = width // 2
-        whole = half // W * W
-        bad += widen_int4(to, source, whole) + widen_int4_high(to + 4 * half, source, whole)
-        for i in range(whole, half):
-            byte = types.int64(get_u8(source + i))
-            low, high = byte & 15, byte >> 4
-            put_f32(to + 4 * i, F(low - 16 if low > 7 else low))
-            put_f32(to + 4 * (half + i), F(high - 16 if high > 7 else high))
-    else:
-        whole = width // W * W
-        if code == 0:
-            bad += widen_f32(to, source, whole)
-        elif code == 1:
-            bad += widen_f16(to, source, whole)
-        elif code == 2:
-            bad += widen_bf16(to, source, whole)
-        elif code == 3:
-            bad += widen_int8(to, source, whole)
-        else:
-            bad += widen_fp8(to, source, whole)
-        for i in range(whole, width):
-            if code <= 2:
-                x = get_one(source, code, i)
-            elif code == 3:
-                byte = types.int64(get_u8(source + i))
-                x = F(byte - 256 if byte > 127 else byte)
-            else:
-                x = get_fp8(source, i)
-            put_f32(to + 4 * i, x)
-            bad += x * F(0)
-    fill(to, width, padded, F(0))
-    if code >= 3:
-        for g in range((width + group - 1) // group):
-            scale = get_one(scales, scales_code, g)
-            bad += scale * F(0)
-            row_scale(to + 4 * g * group, up(min(group, padded - g * group), W), scale)
-    return bad
-
-
-@jit
-def store_row(to, code, source, width, factor):
-    """out = source * factor in the output's dtype."""
-    whole = width // W * W
-    if code == 0:
-        store_f32(to, source, whole, factor)
-    elif code == 1:
-        store_f16(to, source, whole, factor)
-    else:
-        store_bf16(to, source, whole, factor)
-    for d in range(whole, width):
-        put_one(to, code, d, get_f32(source + 4 * d) * factor)
-
-
-@jit
-def is_plain(p):
-    """Whether scores are dot products until the softmax, scaled only there."""
-    biased = p.mask != 0 and p.mask_code != MASK_BOOL
-    return not (p.softcap > 0 or p.slopes != 0 or p.scale <= 0 or biased)
-
-
-@jit
-def unit(p):
-    """What scores and their maximum m are multiplied by in the softmax."""
-    return F(p.scale) if is_plain(p) else F(1)

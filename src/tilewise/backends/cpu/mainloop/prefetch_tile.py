@@ -7,10 +7,11 @@ D 128 took 0.96 of the time, D 256 and L 2048 0.99; contiguous rows a panel's sh
 # mypy: ignore-errors
 from __future__ import annotations
 
-from .access import jit, list_rows
-from .gemm import KEYS
-from .micro import fetch_part
-from .scratch import PAD
+from ..codegen.numba_ops import jit
+from ..codegen.prefetch import fetch_part
+from ..gemm.fp32 import KEYS
+from ..kv_access import list_rows
+from ..scratch import PAD
 
 LEAST = 1 << 20  # bytes of a head's K and V: fewer stay in the second-level cache
 MOST_ROW = 2048  # bytes of a row of K and one of V: longer ones push queries and sums out of it (0.96x at D 512)

@@ -18,11 +18,11 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import _FunctionCompiler
 from numba.core.registry import cpu_target
 
-from .amx import PARTS, usable
+from .codegen.vector import CODES
+from .gemm.amx import PARTS, usable
+from .gemm.gemv_vnni import PARTS as WHOLE
+from .gemm.gemv_vnni import has_vnni
 from .kernel_cache import KernelCache
-from .simd import CODES
-from .whole import PARTS as WHOLE
-from .whole import has_vnni
 
 _lock = threading.RLock()
 OPTIONS = {"error_model": "numpy", "nogil": True}
@@ -86,18 +86,26 @@ def _announce() -> None:
 def kernel(name: str) -> Kernel:
     """A kernel: `work`, `walk_direct`, `merge`, `dots f16`, `adds int8`, ..."""
     with _lock:
-        from . import append, attend, direct, packed, pair, straight, straight_tiles, tiled, whole
+        from . import cascade, kv_write, scheduler
+        from .gemm import gemv_amx, gemv_fp32, gemv_vnni
+        from .mainloop import decode, epilogue, prefill, prefill_amx
 
         what, _, kind = name.partition(" ")
         if what == "walk_tiles":
-            return compile_function(tiled.walk_function(PARTS[kind]), f"{what}_{kind}", 3)
+            return compile_function(prefill_amx.walk_function(PARTS[kind]), f"{what}_{kind}", 3)
         if kind:
-            home = whole if what.startswith("whole") else straight
+            home = gemv_vnni if what.startswith("whole") else gemv_fp32
             make, arguments = (home.dots_function, 12) if what.endswith("dots") else (home.adds_function, 11)
             return compile_function(make(kind), f"{what}_{kind}", arguments)
-        homes = {"append": append, "walk_direct": direct, "walk_packed": packed, "pair": pair, "list_places": pair}
-        homes |= {"tile_dots": straight_tiles, "tile_adds": straight_tiles}
-        home = homes.get(name, attend)
+        homes = {
+            "append": kv_write,
+            "walk_direct": decode,
+            "walk_packed": prefill,
+            "pair": cascade,
+            "list_places": cascade,
+        }
+        homes |= {"tile_dots": gemv_amx, "tile_adds": gemv_amx, "merge": epilogue}
+        home = homes.get(name, scheduler)
         return compile_function(getattr(home, name), name, ARGUMENTS.get(name, 2))
 
 

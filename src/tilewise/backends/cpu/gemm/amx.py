@@ -18,8 +18,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from .host import cpu_features
-from .simd import I8, Emit, Value, W, microkernel
+from ..codegen.vector import I8, Emit, Value, W, microkernel
+from ..isa import cpu_features
 
 TILE = 1024  # bytes
 # Rows and columns of a product: four tiles of sums, two of each operand. All tiles lie in memory as they are, 16 rows

@@ -9,9 +9,9 @@ keys of V, which are put side by side as they are read.
 
 from __future__ import annotations
 
+from ..codegen.prefetch import ask
+from ..codegen.vector import I16, I64, Emit, Value, W, microkernel
 from .amx import TILE, _at, _tile, release
-from .micro import ask
-from .simd import I16, I64, Emit, Value, W, microkernel
 
 ROWS = 16  # query rows, at most
 BLOCK = 32  # keys; elements of K and V come in as many

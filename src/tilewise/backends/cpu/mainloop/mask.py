@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from numba import types
 
-from .access import INF, ZERO, F, fill, jit
-from .micro import get_one, get_u8, put_f32, put_i64, widen_bf16, widen_f16, widen_f32
-from .params import MASK_BOOL
-from .simd import W
+from ..codegen.load_store import get_one, get_u8, put_f32, put_i64, widen_bf16, widen_f16, widen_f32
+from ..codegen.numba_ops import INF, ZERO, F, fill, jit
+from ..codegen.vector import W
+from ..params import MASK_BOOL
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
 

@@ -3,63 +3,54 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
-from numba import types
+import math
 
-from .access import INF, ZERO, F, fill, is_plain, jit, up
-from .gemm import ROWS
-from .masks import FULL, SKIP, list_mask, mask_row
-from .micro import get_i32, get_i64, put_i32, transpose
-from .rows import is_shrunk, scale_scores
-from .simd import W
-from .softmax import MOST, NEVER, alibi_column, bias_cells, hide_column
+import numpy as np
 
-NO_KEY = 2**31 - 1
+from ..codegen.load_store import get_i32, get_i64, transpose
+from ..codegen.numba_ops import INF, ZERO, F, fill, jit, up
+from ..codegen.vector import W
+from ..params import MASK_BOOL
+from .mask import FULL, SKIP, list_mask, mask_row
+from .nonfinite import is_shrunk
+from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
+from .softmax import MOST, NEVER
+
+LEAST_FACTOR, LARGEST = F(1e-20), float(np.finfo(np.float32).max)
+
+
+@jit
+def scale_scores(p, s, step, count):
+    """Dot products to scores: scale and softcap, of `count` vectors `step` floats apart."""
+    scale = F(p.scale)
+    if p.softcap > 0:
+        cap = F(min(p.softcap, LARGEST))
+        factor = scale / cap
+        if abs(factor) == INF:  # times a dot product of 0 it would be NaN
+            factor = F(math.copysign(LARGEST, factor))
+        if abs(factor) >= LEAST_FACTOR:
+            softcap_cells(s, step, count, factor, cap)
+        else:  # times dot products it may leave float32's range
+            scale_cells(s, step, count, scale)
+            large_softcap_cells(s, step, count, F(1) / cap, cap)
+    elif not is_plain(p):
+        scale_cells(s, step, count, scale)
+
+
+@jit
+def is_plain(p):
+    """Whether scores are dot products until the softmax, scaled only there."""
+    biased = p.mask != 0 and p.mask_code != MASK_BOOL
+    return not (p.softcap > 0 or p.slopes != 0 or p.scale <= 0 or biased)
+
+
+@jit
+def unit(p):
+    """What scores and their maximum m are multiplied by in the softmax."""
+    return F(p.scale) if is_plain(p) else F(1)
+
+
 LEAST_KEYS = 16
-
-
-@jit
-def list_spans(t, rows):
-    """Keys that some row of each block of ROWS sees, and that all rows of each vector see: the same for every tile."""
-    for i in range(0, rows, ROWS):
-        lo, hi = types.int32(NO_KEY), types.int32(0)
-        for r in range(i, i + ROWS):
-            if get_i32(t.lo + 4 * r) < get_i32(t.hi + 4 * r):
-                lo, hi = min(lo, get_i32(t.lo + 4 * r)), max(hi, get_i32(t.hi + 4 * r))
-        put_i32(t.some_lo + 4 * (i // ROWS), lo)
-        put_i32(t.some_hi + 4 * (i // ROWS), hi)
-    for i in range(0, rows, W):
-        lo, hi = types.int32(0), types.int32(NO_KEY)
-        for r in range(i, i + W):
-            lo, hi = max(lo, get_i32(t.lo + 4 * r)), min(hi, get_i32(t.hi + 4 * r))
-        put_i32(t.all_lo + 4 * (i // W), lo)
-        put_i32(t.all_hi + 4 * (i // W), hi)
-
-
-@jit
-def seen_by_all(t, R):
-    """The keys that every one of R rows sees."""
-    lo, hi = types.int32(0), types.int32(NO_KEY)
-    for r in range(R):
-        lo, hi = max(lo, get_i32(t.lo + 4 * r)), min(hi, get_i32(t.hi + 4 * r))
-    return lo, hi
-
-
-@jit
-def sees_all(t, first, end, start, stop):
-    """Whether all rows from `first` to `end`, multiples of W, see all keys from `start` to `stop`."""
-    for i in range(first // W, end // W):
-        if get_i32(t.all_lo + 4 * i) > start or get_i32(t.all_hi + 4 * i) < stop:
-            return False
-    return True
-
-
-@jit
-def seen_by_some(t, first, end):
-    """The keys that some row from `first` to `end` sees; both are multiples of ROWS."""
-    lo, hi = types.int32(NO_KEY), types.int32(0)
-    for i in range(first // ROWS, end // ROWS):
-        lo, hi = min(lo, get_i32(t.some_lo + 4 * i)), max(hi, get_i32(t.some_hi + 4 * i))
-    return lo, hi
 
 
 @jit

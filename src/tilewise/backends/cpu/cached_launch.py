@@ -9,7 +9,7 @@ import torch
 
 from ...core.plan import Plan
 from ...core.tensors import Tensors
-from . import compiled
+from . import compiler
 from .launch import Launch, block_of, work_on
 from .params import BLOCK_BYTES, COUNTER, INDEX, TASK_BYTES
 from .threads import address_of, pool
@@ -36,13 +36,13 @@ def _whole(launch: Launch, template: Any, count: int, threads: int, by_steps: An
     """
     wanted = ["work", *["merge"] * bool(launch.partial_bytes), *["team"] * (threads > 1)]
     for name in wanted:
-        template[INDEX[name]] = compiled.function(name)
+        template[INDEX[name]] = compiler.function(name)
     template[INDEX["threads"]] = threads
     if threads > 1:
         template[INDEX["parallel"]] = address_of(pool.parallel)
     parts = -(-count * launch.partial_bytes // 64) * 64
     size = BLOCK_BYTES + TASK_BYTES + parts + launch.scratch
-    begin, scratch, start = compiled.entry("begin"), pool.scratch, template.ctypes.data
+    begin, scratch, start = compiler.entry("begin"), pool.scratch, template.ctypes.data
 
     def call(memories: int, q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any, v_scales: Any) -> None:
         begin(start, scratch(size), memories, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),

@@ -9,13 +9,14 @@ with the maximum always subtracted.)
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from llvmlite import ir
 
-from .gemm import KEYS, PANEL, dot_products
-from .simd import I64, Emit, Value, W, microkernel
-from .softmax import INF, MOST, add_up
+from ..codegen.vector import I64, Emit, Value, W, microkernel
+from ..gemm.fp32 import KEYS, PANEL, dot_products
+from .softmax import MOST, add_up
 
 VECTORS = PANEL // W
 LEAST_TOTAL = 2.0 ** (8 - MOST)  # of up to 2 ** 8 weights: one of them is at least 2 ** -MOST
@@ -69,7 +70,7 @@ def _checks(vectors: int) -> tuple[Any, Any]:
         """Whether nothing is subtracted from the scores of these rows, or nothing is seen yet."""
         b = e.builder
         tops = [e.load(m, j * W) for j in range(vectors)]
-        lanes = [b.or_(b.fcmp_ordered("==", x, e.zeros), b.fcmp_ordered("==", x, e.f32s(-INF))) for x in tops]
+        lanes = [b.or_(b.fcmp_ordered("==", x, e.zeros), b.fcmp_ordered("==", x, e.f32s(-math.inf))) for x in tops]
         return _in_all(e, lanes)
 
     @microkernel("iiii>i")

@@ -18,10 +18,11 @@ from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
 
-from . import compiled
-from .access import F, fill, get_i32, jit, pointer, store_row, up, widen_row
-from .micro import next_item, put_f32
-from .simd import CODES, F32, I8, I32, Emit, Value, W, microkernel
+from . import compiler
+from .codegen.load_store import next_item, put_f32
+from .codegen.numba_ops import F, fill, jit, pointer, store_row, up, widen_row
+from .codegen.vector import CODES, F32, I8, I32, Emit, Value, W, microkernel
+from .kv_access import get_i32
 from .threads import pool
 
 # Per call
@@ -224,6 +225,6 @@ class Append:
         threads = min(torch.get_num_threads(), 1 + places.tokens * self.elements // TOKENS_OF_A_THREAD)
         block[AT["parts"]] = threads
         if threads < 2:
-            compiled.entry("append")(block.ctypes.data, pool.scratch(SCRATCH))
+            compiler.entry("append")(block.ctypes.data, pool.scratch(SCRATCH))
         else:
             pool.run_kernel("append", block.ctypes.data, threads, SCRATCH)

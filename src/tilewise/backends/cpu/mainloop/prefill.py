@@ -13,28 +13,10 @@ the first two are one (`calm.py`). Panels and row-blocks are left out where none
 # mypy: ignore-errors
 from __future__ import annotations
 
-from .access import (
-    ONE,
-    ZERO,
-    F,
-    item_at,
-    jit,
-    key_source,
-    list_rows,
-    params_at,
-    place,
-    query_row,
-    sequence,
-    unit,
-    up,
-    value_source,
-    widen_row,
-    widen_rows,
-)  # fmt: skip
-from .ahead import ask_share, list_next
-from .calm import gemm_weights, is_calm, take_totals, weigh_rest
-from .columns import calm_bound, list_spans, seen_by_all, seen_by_some, sees_all, shape_scores
-from .gemm import (
+from ..codegen.load_store import clear, transpose
+from ..codegen.numba_ops import ONE, ZERO, F, item_at, jit, params_at, up, widen_row
+from ..codegen.vector import W
+from ..gemm.fp32 import (
     KEYS,
     PANEL,
     ROWS,
@@ -49,12 +31,16 @@ from .gemm import (
     pack_2,
     pack_3,
 )
-from .masks import read_states
-from .micro import clear, transpose
-from .rows import SHRUNK, add_strays, is_shrunk, set_up, take_out_strays
-from .scratch import PAD, PANEL_, cut
-from .simd import W
-from .softmax import LOG2E, scale_cells, soften_column
+from ..kv_access import key_source, list_rows, place, query_row, sequence, value_source, widen_rows
+from ..scratch import PAD, PANEL_, cut
+from .mask import read_states
+from .max_free import gemm_weights, is_calm, take_totals, weigh_rest
+from .nonfinite import SHRUNK, add_strays, is_shrunk, take_out_strays
+from .prefetch_tile import ask_share, list_next
+from .rows import list_spans, seen_by_all, seen_by_some, sees_all, set_up
+from .score_mod import scale_cells
+from .scores import calm_bound, shape_scores, unit
+from .softmax import LOG2E, soften_column
 
 DOT = 128  # elements of a dot product that are summed in one go: longer sums round more
 # Over up to 11 keys torch sums in lanes and rounds half as much (D 88, root mean square of scores: 2.8e-7, and 5.1e-7

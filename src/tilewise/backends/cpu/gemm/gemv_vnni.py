@@ -17,11 +17,11 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from .digits import DIGITS, LINE
-from .host import cpu_features
-from .micro import ask
-from .simd import F32, I8, I16, I32, I64, Emit, Value, W, microkernel
-from .straight import adds_by_rows, dots_by_rows
+from ..codegen.prefetch import ask
+from ..codegen.vector import F32, I8, I16, I32, I64, Emit, Value, W, microkernel
+from ..isa import cpu_features
+from .fixed_point import DIGITS, LINE
+from .gemv_fp32 import adds_by_rows, dots_by_rows
 
 KEYS = 16  # of dots
 PARTS = {"int8": 1, "int4": 2}  # elements of a byte

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .simd import F32, I64, REGISTERS, Emit, Value, Var, W, microkernel
+from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, Var, W, microkernel
 
 KEYS = 6  # keys of a gemm_keys block
 PANEL = (4 if REGISTERS == 32 else 2) * W  # query rows side by side: KEYS * PANEL / W accumulators
 ROWS = 8 if REGISTERS == 32 else 4  # query rows of a gemm_values block, over up to 3 vectors of columns
+
 
 # Products from scratch memory. What was in C is added last: short sums of short sums round less than one long one.
 

@@ -14,35 +14,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from .access import (
-    INF,
-    ONE,
-    ZERO,
-    F,
-    fill,
-    item_at,
-    jit,
-    key_source,
-    params_at,
-    place,
-    row_address,
-    sequence,
-    unit,
-    up,
-    value_source,
-    widen_row,
-)  # fmt: skip
-from .amx import BLOCK, TILE, configure, make_products, release
-from .amx_weights import fade_columns, make_calm_products, make_soften
-from .calm import is_calm_2, take_totals_2
-from .columns import calm_bound, list_spans, seen_by_all, seen_by_some, shape_scores
-from .lay import BF16, STEP, W_, for_parts, lay_functions
-from .masks import read_states
-from .micro import clear, get_f32, get_i32, get_i64, get_one, put_f32, put_i64, transpose
-from .rows import sees, set_up
-from .scratch import cut, cut_tiles
-from .simd import W
-from .softmax import LOG2E, hide_column
+from ..codegen.load_store import clear, get_f32, get_i32, get_i64, get_one, put_f32, put_i64, transpose
+from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, item_at, jit, params_at, up, widen_row
+from ..codegen.vector import W
+from ..gemm.amx import BLOCK, TILE, configure, make_products, release
+from ..gemm.amx_pack import BF16, STEP, W_, for_parts, lay_functions
+from ..kv_access import key_source, place, row_address, sequence, value_source
+from ..scratch import cut, cut_tiles
+from .mask import read_states
+from .max_free import is_calm_2, take_totals_2
+from .nonfinite import sees
+from .rows import list_spans, seen_by_all, seen_by_some, set_up
+from .score_mod import hide_column
+from .scores import calm_bound, shape_scores, unit
+from .softmax import LOG2E
+from .softmax_amx import fade_columns, make_calm_products, make_soften
 
 
 @jit

@@ -3,33 +3,15 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numba import carray
 
-from .access import (
-    INF,
-    ZERO,
-    F,
-    call_parallel,
-    call_walk,
-    call_work,
-    fill,
-    item_at,
-    jit,
-    key_span,
-    params_at,
-    pointer,
-    sequence,
-    unit,
-    up,
-)
-from .micro import check_finite, get_f32, get_i64, get_one, next_item, put_f32, put_i64, widen_f32
+from .codegen.load_store import get_i64, next_item, put_i64
+from .codegen.numba_ops import F, call_parallel, call_walk, call_work, item_at, jit, params_at, pointer, up
+from .kv_access import key_span, sequence
+from .mainloop.epilogue import hand_over, replace_rows
 from .params import BLOCK_BYTES, COUNTER, ITEM, NUMBERS, TASK_BYTES
-from .rows import SHRUNK, finish, out_row
 from .scratch import DIRECT_ROWS, cut
-from .simd import W
 
 ITEM_BYTES = ITEM.itemsize
 
@@ -70,49 +52,6 @@ def work(params, scratch):
         index = next_item(p.counter) * p.bunch
 
 
-@jit
-def hand_over(p, t, index, first, R, q_start):
-    """The result of an item whose R rows are in m, l and acc from row `first` on: finished, or kept as a part.
-
-    Returns NaN if a sum is not finite, else 0.
-    """
-    item, Dv = item_at(p.items + index * ITEM_BYTES), up(p.value_dim, W)
-    slot, acc = p.partials + index * p.partial_bytes, t.acc + 4 * first * Dv
-    part = item.splits > 1 or p.keep_parts != 0
-    bad = widen_f32(slot, acc, R * Dv) if part else check_finite(acc, R * Dv)
-    for r in range(R):
-        m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
-        if part:
-            put_f32(slot + 4 * (R * Dv + 2 * r), m)
-            put_f32(slot + 4 * (R * Dv + 2 * r + 1), l)
-        else:
-            finish(p, item, r // item.rows, r % item.rows, q_start, acc + 4 * r * Dv, m, l)
-    return bad
-
-
-@jit
-def replace_rows(p, t, index, first, R, q_start):
-    """Rows that `hand_over` has found not finite, from sums of shrunk weights: those of which a cell now is."""
-    item, Dv = item_at(p.items + index * ITEM_BYTES), up(p.value_dim, W)
-    slot, part = p.partials + index * p.partial_bytes, item.splits > 1 or p.keep_parts != 0
-    for r in range(R):
-        acc, g, i = t.acc + 4 * (first + r) * Dv, r // item.rows, r % item.rows
-        before, code = (slot + 4 * r * Dv, ZERO) if part else (out_row(p, item, g, i, q_start), p.q_code)
-        gained = False
-        for d in range(p.value_dim):
-            old, new = get_one(before, code, d), get_f32(acc + 4 * d)
-            gained |= old - old != F(0) and new - new == F(0)
-        if not gained:
-            continue
-        m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
-        if part:
-            widen_f32(before, acc, Dv)
-            put_f32(slot + 4 * (R * Dv + 2 * r), m)
-            put_f32(slot + 4 * (R * Dv + 2 * r + 1), -l)
-        else:
-            finish(p, item, g, i, q_start, acc, m, -l)
-
-
 def begin(template, scratch, memories, q, k, v, out, lse, k_scales, v_scales):
     """A whole call that comes again, on a block of numbers that is made of `template` in `scratch`.
 
@@ -144,50 +83,6 @@ def team(task):
     numbers, and where the addresses of the threads' memories are."""
     slot = next_item(task)
     call_work(get_i64(task + 8), get_i64(task + 16), get_i64(get_i64(task + 24) + 8 * slot))
-
-
-def merge(params, scratch):
-    """Combines the parts of split items; run by one thread when all are there."""
-    p = params_at(params)
-    count = get_i64(p.counter + 8)
-    items = carray(pointer(p.items), count, dtype=ITEM)
-    Dv = up(p.value_dim, W)
-    for index in range(count):
-        item = items[index]
-        if item.splits < 2 or item.split:
-            continue
-        R = p.heads // p.kv_heads * item.rows
-        q_start = sequence(p, item.b)[0]
-        for r in range(R):
-            m, shrunk = -INF, False
-            for part in range(item.splits):
-                slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
-                m = max(m, get_f32(slot + 4 * (R * Dv + 2 * r)))
-                shrunk |= get_f32(slot + 4 * (R * Dv + 2 * r + 1)) < F(0)
-            l = merge_row(p, index, item.splits, R, r, Dv, m, scratch, shrunk)
-            if not shrunk and check_finite(scratch, Dv) != F(0):
-                l = -merge_row(p, index, item.splits, R, r, Dv, m, scratch, True)
-            finish(p, item, r // item.rows, r % item.rows, q_start, scratch, m, -l if shrunk else l)
-
-
-@jit
-def merge_row(p, index, parts, R, r, Dv, m, to, shrunk):
-    """The sums of row r over an item's parts; returns the softmax's. `shrunk`: those of values times SHRUNK."""
-    l = F(0)
-    fill(to, ZERO, Dv, F(0))
-    for part in range(parts):
-        slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
-        top = get_f32(slot + 4 * (R * Dv + 2 * r))
-        if top == -INF:
-            continue
-        weight, own = F(math.exp((top - m) * unit(p))), get_f32(slot + 4 * (R * Dv + 2 * r + 1))
-        l += weight * abs(own)
-        if shrunk and not own < F(0):
-            weight *= SHRUNK
-        for d in range(Dv):
-            x = get_f32(slot + 4 * (r * Dv + d))
-            put_f32(to + 4 * d, get_f32(to + 4 * d) + weight * x)
-    return l
 
 
 def list_items(params, order):

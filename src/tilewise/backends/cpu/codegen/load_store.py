@@ -1,15 +1,15 @@
 """Micro-kernels for memory: scalars by address; rows of any storage type to float32 and back; asking ahead."""
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .simd import F16, F32, I8, I16, I32, I64, Emit, Value, W, microkernel
+from .vector import F16, F32, I8, I16, I32, I64, Emit, Value, W, microkernel
 
 # Scalars in memory, by address
 
@@ -170,30 +170,19 @@ def transpose(e: Emit, to: Value, to_width: Value, source: Value, width: Value) 
         e.store(column, to, b.mul(to_width, e.whole(j)))
 
 
-def ask(e: Emit, address: Value, near: bool = True) -> None:
-    """Asks for a line of memory, to be there when it is read: `near`, in the first-level cache, or in the second."""
-    pointer = I8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-    prefetch = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.prefetch.p0")
-    reading, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3 if near else 2), ir.Constant(I32, 1)
-    e.builder.call(prefetch, [e.builder.inttoptr(address, pointer), reading, keep, data])
+@microkernel("iiif")
+def row_add(e: Emit, to: Value, source: Value, count: Value, factor: Value) -> None:
+    """to += factor * source, of `count` floats, a multiple of W."""
+    factor = e.splat(factor)
+    with e.loop(count, W) as i:
+        e.store(e.fma(e.load(source, i), factor, e.load(to, i)), to, i)
 
 
-@microkernel("iiii")
-def fetch_part(e: Emit, rows: Value, count: Value, start: Value, size: Value) -> None:
-    """Asks for `size` bytes from `start` on of each listed row, into the second-level cache."""
-    b = e.builder
-    with e.loop(count) as j:
-        row = b.add(e.load_scalar(rows, j, I64), start)
-        with e.loop(size, 64) as i:
-            ask(e, b.add(row, i), near=False)
+@intrinsic
+def look(typingctx: Any, address: Any) -> Any:
+    """A number that other threads change."""
 
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
 
-@microkernel("iii")
-def fetch(e: Emit, rows: Value, count: Value, size: Value) -> None:
-    """Asks for `size` bytes of each listed row."""
-    b = e.builder
-    with e.loop(count) as j:
-        row = e.load_scalar(rows, j, I64)
-        with e.loop(size, 64) as i:
-            ask(e, b.add(row, i))
+    return types.int64(types.int64), codegen

@@ -10,9 +10,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from .access import ZERO, jit
-from .micro import ask
-from .simd import F32, I64, REGISTERS, Emit, Value, W, microkernel
+from ..codegen.numba_ops import ZERO, jit
+from ..codegen.prefetch import ask
+from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, W, microkernel
 
 QUANTISED = ("int8", "int4", "fp8_e4m3")
 PARTS = {"int4": ("int4", "int4 high")}  # what a load of W bytes holds

@@ -12,9 +12,9 @@ import math
 
 import numpy as np
 
-from .access import (
+from ..codegen.load_store import clear, get_f32, get_i32, get_i64, put_f32, row_scale, row_times, transpose, widen_f32
+from ..codegen.numba_ops import (
     INF,
-    KEY_PAD,
     ONE,
     ZERO,
     F,
@@ -24,28 +24,33 @@ from .access import (
     fill,
     item_at,
     jit,
+    params_at,
+    up,
+    widen_row,
+)
+from ..codegen.prefetch import fetch
+from ..codegen.vector import W
+from ..config import FEW_KEYS
+from ..gemm.fixed_point import are_finite, are_told, lay_weights, query_words, tell_queries
+from ..kv_access import (
+    KEY_PAD,
     key_source,
     list_ahead,
     list_scales,
-    params_at,
     place,
     query_row,
     sequence,
-    unit,
-    up,
     value_source,
-    widen_row,
     widen_rows,
-)  # fmt: skip
-from .digits import are_finite, are_told, lay_weights, query_words, tell_queries
-from .heuristics import FEW_KEYS
-from .masks import FULL, SKIP, list_mask, mask_row, read_states
-from .micro import clear, fetch, get_f32, get_i32, get_i64, put_f32, row_scale, row_times, transpose, widen_f32
-from .params import ITEM
-from .rows import SHRUNK, add_strays, is_shrunk, scale_scores, set_up, take_out_strays
-from .scratch import CHUNK, PAD, SCORES, TAIL, Scratch, cut, table_size
-from .simd import W
-from .softmax import LOG2E, alibi_row, bias_cells, exp_row, max_row
+)
+from ..params import ITEM
+from ..scratch import CHUNK, PAD, SCORES, TAIL, Scratch, cut, table_size
+from .mask import FULL, SKIP, list_mask, mask_row, read_states
+from .nonfinite import SHRUNK, add_strays, is_shrunk, take_out_strays
+from .rows import set_up
+from .score_mod import alibi_row, bias_cells
+from .scores import scale_scores, unit
+from .softmax import LOG2E, exp_row, max_row
 
 W_, FOUR = np.int64(W), np.int64(4)
 TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # of matrix tiles

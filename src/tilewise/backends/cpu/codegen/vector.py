@@ -16,16 +16,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .host import cpu_features, host_width
+from ..isa import cpu_features, host_width
 
 Value = Any  # of LLVM
 F32, F16, I8, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
 TYPES = {"i": types.int64, "f": types.float32, "": types.void}
-
 # Storage codes of K and V elements; a run-time value in the kernels.
 CODES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "int4": 4, "fp8_e4m3": 5}
-
-
 W = host_width()
 REGISTERS = 32 if W == 16 or W == 4 else 16  # AVX-512 and NEON have 32
 HAS_SCALE = W == 16 and "avx512dq" in cpu_features()  # `reduce` and `scalef` of AVX-512

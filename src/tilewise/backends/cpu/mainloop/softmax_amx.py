@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .amx import BLOCK, KEY_PRODUCTS, TILE, make_scores
-from .amx_parts import pair, split
-from .simd import F32, Emit, Value, W, microkernel
+from ..codegen.vector import F32, Emit, Value, W, microkernel
+from ..gemm.amx import BLOCK, KEY_PRODUCTS, TILE, make_scores
+from ..gemm.amx_pack import pair, split
 from .softmax import fade_and_store, lazy_top
 
 

@@ -12,39 +12,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 
 from ...core.plan import Plan
 from ...core.tensors import Shared, Tensors
-from . import compiled
-from .access import INF, F, call_work, item_at, jit, params_at, pointer, sequence, unit, up
+from . import compiler
+from .codegen.load_store import check_finite, clear, get_f32, get_i64, look, next_item, put_i64, row_add
+from .codegen.numba_ops import INF, F, call_work, item_at, jit, params_at, pointer, up
+from .codegen.vector import W
+from .kv_access import sequence
 from .launch import block_of, list_items_of, zero_spare_rows
-from .micro import check_finite, clear, get_f32, get_i64, next_item, put_i64
+from .mainloop.epilogue import finish
+from .mainloop.nonfinite import SHRUNK
+from .mainloop.scores import unit
 from .params import COUNT, COUNTER, DONE, INDEX, ITEM, PER_CALL, UNDONE
-from .rows import SHRUNK, finish
-from .simd import I64, Emit, Value, W, microkernel
 from .threads import pool
 
 ITEM_BYTES = ITEM.itemsize
-
-
-@microkernel("iiif")
-def row_add(e: Emit, to: Value, source: Value, count: Value, factor: Value) -> None:
-    """to += factor * source, of `count` floats, a multiple of W."""
-    factor = e.splat(factor)
-    with e.loop(count, W) as i:
-        e.store(e.fma(e.load(source, i), factor, e.load(to, i)), to, i)
-
-
-@intrinsic
-def look(typingctx: Any, address: Any) -> Any:
-    """A number that other threads change."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), codegen
 
 
 @jit
@@ -158,19 +142,19 @@ def run(shared_plan: Plan, plan: Plan, t: Tensors, shared: Shared) -> None:
     rows = zero_spare_rows(t)
     places = np.empty((2 * rows, 2), dtype=np.int64)
     task = np.array([first.ctypes.data, own.ctypes.data, places.ctypes.data, 0, rows], dtype=np.int64)
-    compiled.entry("list_places")(task.ctypes.data, 0 if shared.back is None else shared.back.data_ptr())
+    compiler.entry("list_places")(task.ctypes.data, 0 if shared.back is None else shared.back.data_ptr())
     launches = shared_plan.detail, plan.detail
     threads = min(max(x.threads for x in launches), int(first[COUNT] + own[COUNT]))
     scratch = max(x.scratch for x in launches)
     while True:
         if threads < 2:
-            compiled.entry("pair")(task.ctypes.data, pool.scratch(scratch))
+            compiler.entry("pair")(task.ctypes.data, pool.scratch(scratch))
         else:
             pool.run_kernel("pair", task.ctypes.data, threads, scratch)
         if not (first[UNDONE] or own[UNDONE]):
             return
         for block in (first, own):  # an infinity, as in `launch.work_on`
-            block[INDEX["walk_packed"]] = compiled.function("walk_packed")
+            block[INDEX["walk_packed"]] = compiler.function("walk_packed")
             block[[COUNTER, UNDONE, DONE]] = 0
         task[3] = 0
 
@@ -183,5 +167,5 @@ def _prepare(block: Any, plan: Plan) -> Any:
     size = 4 * p.group * min(int(block[INDEX["tile_rows"]]), p.q_len) * (Dv + 2)
     parts = torch.empty(int(block[COUNT]) * size, dtype=torch.uint8, device="cpu")
     block[INDEX["partials"]], block[INDEX["partial_bytes"]] = parts.data_ptr(), size
-    block[INDEX["work"]], block[INDEX["keep_parts"]] = compiled.function("work"), 1
+    block[INDEX["work"]], block[INDEX["keep_parts"]] = compiler.function("work"), 1
     return items, parts

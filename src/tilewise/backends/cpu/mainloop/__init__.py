@@ -1,0 +1,1 @@
+"""The loops over keys (prefill, decode) and their parts: masks, scores, softmax, epilogue, non-finite fix-up."""

@@ -1,0 +1,56 @@
+"""Non-finite fix-up: values that are not finite reach only rows that see their key; sums past float32's range."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from ..codegen.load_store import get_f32, get_i32, get_i64, put_f32
+from ..codegen.numba_ops import INF, F, jit
+from .mask import FULL, SKIP, mask_cell, mask_row
+
+# Sums of large values may pass float32's range where their mean does not: they are then made again of weights times
+# SHRUNK. A row's l is stored below 0 if its acc is of such weights.
+SHRUNK, GROWN = F(2.0**-32), F(2.0**32)
+
+
+@jit
+def take_out_strays(t, count, width):
+    """Moves every value that is not finite from `values` to the same place in `strays`, which else holds zeros."""
+    for at in range(0, 4 * count * width, 4):
+        x = get_f32(t.values + at)
+        finite = x - x == F(0)
+        put_f32(t.strays + at, F(0) if finite else x)
+        if not finite:
+            put_f32(t.values + at, F(0))
+
+
+@jit
+def sees(p, t, item, r, key):
+    """Whether row r of the item sees a key of the tile whose mask states are in `states`."""
+    if not get_i32(t.lo + 4 * r) <= key < get_i32(t.hi + 4 * r):
+        return False
+    state = get_i64(t.states + 8 * (r // item.rows))
+    if p.mask == 0 or state == FULL:
+        return True
+    head = item.head * (p.heads // p.kv_heads) + r // item.rows
+    return state != SKIP and mask_cell(p, mask_row(p, item.b, head, item.row + r % item.rows), key) != -INF
+
+
+@jit
+def add_strays(p, t, item, first_row, rows, count, width, origin, key_step, row_step):
+    """acc += p * stray, in those of `rows` rows from `first_row` on that see it; steps are those of p, in floats."""
+    for r in range(first_row, first_row + rows):
+        for j in range(count):
+            if not sees(p, t, item, r, origin + j):
+                continue
+            weight = get_f32(t.s + 4 * (j * key_step + (r - first_row) * row_step))
+            for d in range(width):
+                stray = get_f32(t.strays + 4 * (j * width + d))
+                if stray != F(0):
+                    at = t.acc + 4 * (r * width + d)
+                    put_f32(at, get_f32(at) + weight * stray)
+
+
+@jit
+def is_shrunk(t):
+    """Whether weights are to be times SHRUNK, see there."""
+    return get_i64(t.done + 8) != 0

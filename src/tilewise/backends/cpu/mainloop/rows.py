@@ -1,0 +1,98 @@
+"""What both ways of walking the keys share: setting up an item's rows, values that are not finite, finished rows."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from numba import types
+
+from ..codegen.load_store import clear, get_f32, get_i32, put_f32, put_i32
+from ..codegen.numba_ops import INF, F, jit
+from ..codegen.vector import W
+from ..gemm.fp32 import ROWS
+from ..kv_access import key_span, sequence
+
+
+@jit
+def set_up(p, t, item, count, Dv):
+    """m, l, acc, spans, positions and slopes of the item's rows, then of rows up to `count`, which see nothing.
+
+    Returns the first and last key that any row sees (first >= last if none does).
+    """
+    _, _, _, kv_len, offset = sequence(p, item.b)
+    group, n = p.heads // p.kv_heads, item.rows
+    first, last = item.end, item.start
+    for g in range(group):
+        slope = F(0)
+        if p.slopes:
+            slope = get_f32(p.slopes + item.b * p.slopes_b + (item.head * group + g) * p.slopes_h)
+        for i in range(n):
+            position = offset + item.row + i
+            lo, hi = key_span(p, position, kv_len)
+            lo, hi = max(lo, item.start), min(hi, item.end)
+            if lo < hi:
+                first, last = min(first, lo), max(last, hi)
+            else:
+                lo, hi = types.int64(0), types.int64(0)
+            set_row(t, g * n + i, lo, hi, position, slope)
+    for r in range(group * n, count):
+        set_row(t, r, types.int64(0), types.int64(0), types.int64(0), F(0))
+    clear(t.acc, count * Dv)
+    return first, last
+
+
+@jit
+def set_row(t, r, lo, hi, position, slope):
+    put_i32(t.lo + 4 * r, types.int32(lo))
+    put_i32(t.hi + 4 * r, types.int32(hi))
+    put_i32(t.positions + 4 * r, types.int32(position))
+    put_f32(t.slopes + 4 * r, slope)
+    put_f32(t.m + 4 * r, -INF)
+    put_f32(t.l + 4 * r, F(0))
+
+
+NO_KEY = 2**31 - 1
+
+
+@jit
+def list_spans(t, rows):
+    """Keys that some row of each block of ROWS sees, and that all rows of each vector see: the same for every tile."""
+    for i in range(0, rows, ROWS):
+        lo, hi = types.int32(NO_KEY), types.int32(0)
+        for r in range(i, i + ROWS):
+            if get_i32(t.lo + 4 * r) < get_i32(t.hi + 4 * r):
+                lo, hi = min(lo, get_i32(t.lo + 4 * r)), max(hi, get_i32(t.hi + 4 * r))
+        put_i32(t.some_lo + 4 * (i // ROWS), lo)
+        put_i32(t.some_hi + 4 * (i // ROWS), hi)
+    for i in range(0, rows, W):
+        lo, hi = types.int32(0), types.int32(NO_KEY)
+        for r in range(i, i + W):
+            lo, hi = max(lo, get_i32(t.lo + 4 * r)), min(hi, get_i32(t.hi + 4 * r))
+        put_i32(t.all_lo + 4 * (i // W), lo)
+        put_i32(t.all_hi + 4 * (i // W), hi)
+
+
+@jit
+def seen_by_all(t, R):
+    """The keys that every one of R rows sees."""
+    lo, hi = types.int32(0), types.int32(NO_KEY)
+    for r in range(R):
+        lo, hi = max(lo, get_i32(t.lo + 4 * r)), min(hi, get_i32(t.hi + 4 * r))
+    return lo, hi
+
+
+@jit
+def sees_all(t, first, end, start, stop):
+    """Whether all rows from `first` to `end`, multiples of W, see all keys from `start` to `stop`."""
+    for i in range(first // W, end // W):
+        if get_i32(t.all_lo + 4 * i) > start or get_i32(t.all_hi + 4 * i) < stop:
+            return False
+    return True
+
+
+@jit
+def seen_by_some(t, first, end):
+    """The keys that some row from `first` to `end` sees; both are multiples of ROWS."""
+    lo, hi = types.int32(NO_KEY), types.int32(0)
+    for i in range(first // ROWS, end // ROWS):
+        lo, hi = min(lo, get_i32(t.some_lo + 4 * i)), max(hi, get_i32(t.some_hi + 4 * i))
+    return lo, hi

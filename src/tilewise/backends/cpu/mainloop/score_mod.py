@@ -1,0 +1,115 @@
+"""Micro-kernels that change scores: scale, softcap, bias, ALiBi, hidden keys.
+
+One vector holds W cells: W keys of one query row (decode), or W query rows of one key (prefill).
+"""
+
+from __future__ import annotations
+
+import math
+
+from llvmlite import ir
+
+from ..codegen.vector import F32, I32, Emit, Value, W, microkernel
+from .softmax import LOG2E
+
+# tanh x = x + x^3 P(x^2) up to 0.625, to a relative 4e-9; highest power first.
+TANH = (-5.704985e-3, 2.0639086e-2, -5.3739715e-2, 1.3331442e-1, -3.3333281e-1)
+
+
+def _tanh(e: Emit, x: Value) -> Value:
+    """Near 0 a polynomial, further out 1 - 2 / (e^2x + 1), which loses nothing there."""
+    b = e.builder
+    square = b.fmul(x, x)
+    near = e.fma(b.fmul(e.polynomial(TANH, square), square), x, x)
+    size = e.call("fabs", x)
+    grown = e.exp2(b.fmul(e.call("minnum", size, e.f32s(10.0)), e.f32s(2 * LOG2E)))
+    far = b.fsub(e.f32s(1.0), b.fdiv(e.f32s(2.0), b.fadd(grown, e.f32s(1.0))))
+    value = b.select(b.fcmp_ordered("<", size, e.f32s(0.625)), near, e.call("copysign", far, x))
+    return b.select(b.fcmp_unordered("uno", x, x), x, value)
+
+
+@microkernel("iiiff")
+def softcap_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value, cap: Value) -> None:
+    """s = cap * tanh(s * factor) of `count` vectors, `step` floats apart; factor is scale / cap."""
+    b = e.builder
+    factor, cap = e.splat(factor), e.splat(cap)
+    with e.loop(count) as i:
+        at = b.mul(i, step)
+        e.store(b.fmul(_tanh(e, b.fmul(e.load(s, at), factor)), cap), s, at)
+
+
+@microkernel("iiiff")
+def large_softcap_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value, cap: Value) -> None:
+    """The same of scores that are scaled already; factor is 1 / cap, which may have lost its digits.
+
+    What is far below the cap stays as it is, whatever its quotient by the cap has lost.
+    """
+    b = e.builder
+    factor, cap = e.splat(factor), e.splat(cap)
+    with e.loop(count) as i:
+        at = b.mul(i, step)
+        score = e.load(s, at)
+        x = b.fmul(score, factor)
+        small = b.fcmp_ordered("<", e.call("fabs", x), e.f32s(2.0**-13))  # tanh x is x to the last digit
+        e.store(b.select(small, score, b.fmul(_tanh(e, x), cap)), s, at)
+
+
+@microkernel("iiif")
+def scale_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value) -> None:
+    b = e.builder
+    factor = e.splat(factor)
+    with e.loop(count) as i:
+        at = b.mul(i, step)
+        e.store(b.fmul(e.load(s, at), factor), s, at)
+
+
+@microkernel("iiii")
+def bias_cells(e: Emit, s: Value, step: Value, count: Value, bias: Value) -> None:
+    """s += bias, and -inf where bias is, also over a NaN; vectors of `bias` stand side by side."""
+    b = e.builder
+    with e.loop(count) as i:
+        at = b.mul(i, step)
+        x = e.load(bias, b.mul(i, e.whole(W)))
+        hidden = b.fcmp_ordered("==", x, e.f32s(-math.inf))
+        e.store(b.select(hidden, e.f32s(-math.inf), b.fadd(e.load(s, at), x)), s, at)
+
+
+# By rows
+
+
+@microkernel("iifi")
+def alibi_row(e: Emit, s: Value, count: Value, slope: Value, distance: Value) -> None:
+    """s[j] -= slope * |distance - j| over `count` vectors of keys."""
+    b = e.builder
+    slope = e.splat(b.fneg(slope))
+    lanes = ir.Constant(e.vector(F32), [float(i) for i in range(W)])
+    with e.loop(count) as i:
+        at = b.mul(i, e.whole(W))
+        start = e.splat(b.sitofp(b.sub(distance, at), F32))
+        e.store(e.fma(slope, e.call("fabs", b.fsub(start, lanes)), e.load(s, at)), s, at)
+
+
+# By columns: W query rows, `count` keys, `step` floats from key to key
+
+
+@microkernel("iiiiii")
+def alibi_column(e: Emit, s: Value, step: Value, count: Value, slopes: Value, positions: Value, key: Value) -> None:
+    """s[j, r] -= slopes[r] * |positions[r] - key - j|; positions are int32."""
+    b = e.builder
+    slope, position = b.fneg(e.load(slopes)), e.load_i32(positions)
+    with e.loop(count) as j:
+        at = b.mul(j, step)
+        away = b.sub(position, e.splat_i32(b.trunc(b.add(key, j), I32)))
+        e.store(e.fma(slope, e.call("fabs", b.sitofp(away, e.vector(F32))), e.load(s, at)), s, at)
+
+
+@microkernel("iiiiii")
+def hide_column(e: Emit, s: Value, step: Value, count: Value, lo: Value, hi: Value, key: Value) -> None:
+    """s[j, r] = -inf unless lo[r] <= key + j < hi[r]; lo and hi are int32."""
+    b = e.builder
+    first, end = e.load_i32(lo), e.load_i32(hi)
+    with e.loop(count) as j:
+        at = b.mul(j, step)
+        here = e.splat_i32(b.trunc(b.add(key, j), I32))
+        seen = b.and_(b.icmp_signed("<=", first, here), b.icmp_signed("<", here, end))
+        e.store(b.select(seen, e.load(s, at), e.f32s(-math.inf)), s, at)
