@@ -9,7 +9,7 @@ import torch
 
 from . import ops
 from .core import cost
-from .core.options import Options, is_int
+from .core.options import Options, is_int, is_validate
 from .core.plan import Plan
 from .core.tensors import Tensors
 from .core.tile_map import TileMap
@@ -121,7 +121,7 @@ def attention(
         )  # fmt: skip
         if (again := call_cache.find_again(tables_key)) is not None:
             return again(q, k, v, tables)
-    elif plain and kv_lengths is None and (q_offset is None or is_int(q_offset)):
+    elif plain and kv_lengths is None and (q_offset is None or is_int(q_offset)) and is_validate(validate):
         how = (
             scale, causal, q_offset, window, chunk, softcap, layout, split_size, return_lse,
             allow_tf32, backend,

@@ -13,6 +13,7 @@ from tilewise.core.options import (
     Options,
     as_chunk,
     as_offset,
+    as_scale,
     as_softcap,
     as_split_size,
     as_window,
@@ -136,6 +137,32 @@ def test_numbers_that_are_not_finite(name, value):
 def test_scales_outside_of_float32_are_refused():
     with pytest.raises(InvalidArgument, match="finite number of float32"):
         attention(*dense(), scale=1e39)
+
+
+@pytest.mark.parametrize("scale", [7e-46, 1e-46, 1e-60, 5e-324])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scale_that_is_0_in_float32_is_0(backend, dtype, scale):
+    """And not a positive number to the plan: every weight is the same, and finite."""
+    q, k, v = (x.to(dtype) for x in dense())
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    cu = [ints(0, n, dtype=torch.int32) for n in (9, 7)]
+    pages, table = [x[:, None] for x in packed[1:]], torch.arange(7)[None].int()
+    calls_ = [
+        lambda s: attention(q, k, v, scale=s, backend=backend),
+        lambda s: attention(q[:, :, :1], k, v, scale=s, backend=backend),
+        lambda s: varlen_attention(*packed, *cu, scale=s, backend=backend),
+        lambda s: paged_attention(q, *pages, table, ints(7), scale=s, backend=backend),
+    ]
+    assert as_scale(scale, 16) == as_scale(-scale, 16) == 0.0
+    for call in calls_:
+        assert torch.equal(call(scale), call(0.0))
+
+
+def test_scales_are_float32_numbers():
+    for scale in (None, 96**-0.5, 0.1, 1e-45, LARGEST, -0.3):
+        number = as_scale(scale, 96)
+        assert number == float(torch.tensor(96**-0.5 if scale is None else scale, dtype=torch.float32))
 
 
 def test_softcaps_stay_inside_of_float32():

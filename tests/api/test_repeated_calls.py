@@ -186,7 +186,11 @@ TYPES = [
     ("softcap", 1.0, True),
     ("q_offset", 1, True),
     ("q_offset", 2, 2.0),
+    ("validate", None, "no"),
+    ("validate", True, 1),
+    ("validate", False, 0),
 ]
+OTHERS = ("q_offset", "validate")  # not of `is_exact`
 
 
 def check_types(name, option, good, wrong):
@@ -207,7 +211,7 @@ def test_longest_sequences_are_ints(name):
     check_types(name, "max_q", 5, 5.0)
 
 
-@pytest.mark.parametrize(("option", "good", "wrong"), TYPES[:-2])
+@pytest.mark.parametrize(("option", "good", "wrong"), [row for row in TYPES if row[0] not in OTHERS])
 def test_keys_without_types_are_rejected(monkeypatch, option, good, wrong):
     monkeypatch.setattr(call_cache, "is_exact", lambda *options: True)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):

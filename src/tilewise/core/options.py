@@ -12,12 +12,14 @@ A kernel may therefore compute `qpos - left`, `qpos + right + 1`, `qpos // chunk
 int32, also for the rows that pad a tile. What lies in a tensor of offsets or lengths on a GPU is not read unless
 `validate=True`; out of these ranges it gives no meaningful result.
 
-`scale` and `softcap` are finite in float32; a softcap is at least the least normal number and at most the largest one.
+`scale` is a float32 number, rounded here once: kernels compute with it, and a plan must not take for positive what is 0
+to them. A softcap is 0 or from the least normal float32 number to the largest one.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -54,6 +56,10 @@ class Options:
 
 def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_validate(value: Any) -> bool:
+    return value is None or value is True or value is False
 
 
 def as_window(window: Any) -> Window:
@@ -99,9 +105,8 @@ def as_split_size(split_size: Any) -> int | None:
 
 
 def as_scale(scale: Any, head_dim: int) -> float:
-    if scale is None:
-        return float(head_dim**-0.5)
-    return _finite("scale", scale)
+    number = head_dim**-0.5 if scale is None else _finite("scale", scale)
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def as_softcap(softcap: Any) -> float:

@@ -22,6 +22,7 @@ from ..core.options import (
     as_split_size,
     as_window,
     is_int,
+    is_validate,
 )
 from ..core.problem import Form, Offset, Problem
 from ..core.tensors import Tensors
@@ -138,7 +139,7 @@ def _finish(
         raise InvalidArgument(names[0], f"{Hkv} heads", f"a divisor of q's {H}")
     as_size("the length of q", q_len)
     as_size(f"the length of {names[0]}", kv_len)
-    if o.validate not in (None, True, False):
+    if not is_validate(o.validate):
         raise InvalidArgument("validate", repr(o.validate), "None, True or False")
     if o.q_offset is not None and not is_int(o.q_offset):
         if isinstance(o.q_offset, (bool, float, str)):
