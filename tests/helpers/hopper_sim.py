@@ -64,7 +64,7 @@ class Launch:
 
     def arguments(self, kernels: Any, spec: Any, counter: Any, notes: Any) -> Any:
         p, t = self.problem, self.t
-        given: dict[str, Any] = dict.fromkeys(kernels.arguments.NAMES)
+        given: dict[str, Any] = dict.fromkeys(kernels.arguments.Arguments.NAMES)
         given |= self.bound.sizes | {"S": spec}
         given |= {
             "q": tiles(t.q, 64, spec.chunk_d), "k": tiles(t.k, spec.BN, spec.chunk_d),
@@ -83,7 +83,7 @@ class Launch:
             lists, rank, strides = listed(t.mask, self.bound.spec.BM, spec.BN)
             given |= {"LIST": lists, "RANK": rank}
             given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), strides, strict=True))
-        return kernels.arguments.Arguments(*(given[name] for name in kernels.arguments.NAMES))
+        return kernels.arguments.Arguments(*(given[name] for name in kernels.arguments.Arguments.NAMES))
 
     def count_tiles(self, kernels: Any) -> None:
         """Notes each tile of rows that a consumer stores: one that is done twice has the right result too."""

@@ -124,7 +124,7 @@ def digests(quick: bool) -> dict[str, str]:
     recorder.name = "mla"
     latent, made = test_mla.arguments()
     recorder.build(test_mla.latent_decode, made, ("S",))
-    constants = ("ROWS", "AT_ONCE", "MOST", "DEPENDENT")
+    constants = ("ROWS", "COLUMNS", "AT_ONCE", "DEPENDENT")
     recorder.build(test_mla.combine, latent.combining(made), constants, options=latent.combine_options)
     return recorder.digests
 

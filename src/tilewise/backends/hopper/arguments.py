@@ -12,7 +12,15 @@ def held(value):
     return value if isinstance(value, base_value) else gl.constexpr(value)
 
 
-@aggregate
+def declared(cls):
+    """An aggregate that knows the names of its fields, in order: the one list of a kernel's arguments."""
+    names = tuple(cls.__annotations__)
+    made = aggregate(cls)
+    made.NAMES = names
+    return made
+
+
+@declared
 class Arguments:
     """`object` where there may be nothing (None), or a number that is known at compile time."""
 
@@ -69,12 +77,5 @@ class Arguments:
 
     @gluon.constexpr_function
     def __init__(self, *values):
-        for name, value in zip(NAMES, values, strict=True):
+        for name, value in zip(self.NAMES, values, strict=True):
             setattr(self, name, held(value))
-
-
-NAMES = (
-    "q k v o OUT LSE FLAGS COUNTER KV_LENGTHS Q_OFFSET CU_Q CU_K ORDER START SLOPES SINKS MASK LIST RANK "
-    "o_b o_h o_l lse_b lse_h lse_l mask_b mask_h mask_q mask_k list_b list_h list_q list_n slopes_b "
-    "batch heads group q_len kv_len total_q value_dim q_offset scale softcap left right chunk section slots S"
-).split()

@@ -5,10 +5,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ..arguments import held
+from ..arguments import declared, held
 
 
-@aggregate
+@declared
 class BackwardArguments:
     q: object  # descriptors: q and do [1, 1, BM, D], k, v, dk, dv [1, 1, 64, D]
     k: object
@@ -33,13 +33,8 @@ class BackwardArguments:
 
     @gluon.constexpr_function
     def __init__(self, *values):
-        for name, value in zip(NAMES, values, strict=True):
+        for name, value in zip(self.NAMES, values, strict=True):
             setattr(self, name, held(value))
-
-
-NAMES = (
-    "q k v do dk dv dq stats SEMAPHORES COUNTER heads group q_len kv_len q_blocks k_blocks q_offset section scale S"
-).split()
 
 
 @aggregate

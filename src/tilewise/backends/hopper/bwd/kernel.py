@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ..signature import kernel_of
 from .arguments import BackwardArguments, new_buffers
 from .consumer import consume
 from .producer import produce
@@ -40,24 +41,21 @@ def consumer1(a, buf, ticket):
     consume(a, buf, ticket, 1)
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "k_blocks", "q_offset", "section"])
-def backward(
-    q, k, v, do, dk, dv, dq, stats, SEMAPHORES, COUNTER, heads, group, q_len, kv_len, q_blocks, k_blocks, q_offset,
-    section, scale, S: gl.constexpr,
-):  # fmt: skip
-    a = BackwardArguments(
-        q, k, v, do, dk, dv, dq, stats, SEMAPHORES, COUNTER, heads, group, q_len, kv_len, q_blocks, k_blocks, q_offset,
-        section, scale, S,
-    )  # fmt: skip
+@gluon.jit
+def body(a):
     ticket = gl.program_id(0)
-    if S.deterministic:
+    if a.S.deterministic:
         # Programs that wait for others must have started after them.
-        ticket = gl.atomic_add(COUNTER, 1, sem="relaxed")
+        ticket = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
     buf = new_buffers(a)
     fence_async_shared()
     gl.warp_specialize(
         [(consumer0, (a, buf, ticket)), (consumer1, (a, buf, ticket)), (produce, (a, buf, ticket)),
          (reducer0, (a, buf, ticket)), (reducer1, (a, buf, ticket))],
         [4, 1, 1, 1],
-        [S.consumer_regs, S.producer_regs, S.producer_regs, S.producer_regs],
+        [a.S.consumer_regs, a.S.producer_regs, a.S.producer_regs, a.S.producer_regs],
     )  # fmt: skip
+
+
+PLAIN_INTS = ("heads", "group", "q_len", "kv_len", "q_blocks", "k_blocks", "q_offset", "section")
+backward = kernel_of("backward", BackwardArguments, body, PLAIN_INTS)

@@ -1,12 +1,11 @@
 """The arguments of the latent kernel as one value, which its partitions share."""
 
 from triton.experimental import gluon
-from triton.language.core import _aggregate as aggregate
 
-from ..arguments import held
+from ..arguments import declared, held
 
 
-@aggregate
+@declared
 class Arguments:
     """`object` where there may be nothing (None), or a number that is known at compile time."""
 
@@ -43,11 +42,5 @@ class Arguments:
 
     @gluon.constexpr_function
     def __init__(self, *values):
-        for name, value in zip(NAMES, values, strict=True):
+        for name, value in zip(self.NAMES, values, strict=True):
             setattr(self, name, held(value))
-
-
-NAMES = (
-    "q q_rope k k_rope CACHE OUT LSE PARTS PART_LSE PLACES LENGTHS TABLE SINKS o_b o_h o_l lse_b lse_h lse_l "
-    "table_b page_b batch heads q_len kv_len page_size tiles parts factor S"
-).split()

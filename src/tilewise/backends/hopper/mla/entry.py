@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from ..signature import kernel_of
 from .arguments import Arguments
 from .consumer import consume
 from .pipeline import new_shared
@@ -27,24 +28,19 @@ def consumer1(a, run, sh):
     consume(a, run, sh, 1)
 
 
-@gluon.jit(do_not_specialize=PLAIN_INTS)
-def latent_decode(
-    q, q_rope, k, k_rope, CACHE, OUT, LSE, PARTS, PART_LSE, PLACES, LENGTHS, TABLE, SINKS, o_b, o_h, o_l, lse_b, lse_h,
-    lse_l, table_b, page_b, batch, heads, q_len, kv_len, page_size, tiles, parts, factor,
-    S: gl.constexpr,
-):  # fmt: skip
-    a = Arguments(
-        q, q_rope, k, k_rope, CACHE, OUT, LSE, PARTS, PART_LSE, PLACES, LENGTHS, TABLE, SINKS, o_b, o_h, o_l, lse_b,
-        lse_h, lse_l, table_b, page_b, batch, heads, q_len, kv_len, page_size, tiles, parts, factor, S,
-    )  # fmt: skip
-    if S.dependent:
+@gluon.jit
+def body(a):
+    if a.S.dependent:
         gdc_launch_dependents()
-    part = gl.program_id(0) // tiles
+    part = gl.program_id(0) // a.tiles
     seq, first, left, size = run_of(a, part)
-    run = Run(seq, first, left, size, part, gl.program_id(0) % tiles)
+    run = Run(seq, first, left, size, part, gl.program_id(0) % a.tiles)
     sh = new_shared(a)
     fence_async_shared()
     given = (a, run, sh)
     gl.warp_specialize(
-        [(consumer0, given), (consumer1, given), (produce, given)], [4, 1], [S.consumer_regs, S.producer_regs]
+        [(consumer0, given), (consumer1, given), (produce, given)], [4, 1], [a.S.consumer_regs, a.S.producer_regs]
     )
+
+
+latent_decode = kernel_of("latent_decode", Arguments, body, PLAIN_INTS)
