@@ -1,9 +1,12 @@
 """Flash attention for PyTorch in which every kernel is Python."""
 
+from .core import forks  # noqa: F401  (before torch is imported)
+
+# isort: split
+
 from .alibi import alibi_slopes
 from .api import attention, paged_attention, plan, varlen_attention
 from .compat import discovery
-from .core import forks  # noqa: F401  (before torch is imported)
 from .core.plan import Plan
 from .core.tile_map import TileMap
 from .errors import CacheFull, InvalidArgument, Unsupported

@@ -34,7 +34,7 @@ SCHEMAS = {
     "paged_attention": f"""(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor context_lens, *,
         Tensor? cu_seqlens_q=None, SymInt? max_q=None, str layout='bhld', {OPTIONS})""",
 }
-DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `planner.py` says what it can do there
+DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/planner.py` says what it can do there
 
 _library = torch.library.Library("tilewise", "DEF")  # lives as long as the operators
 

@@ -1,6 +1,6 @@
 """Two paged calls over the same queries, merged: keys that sequences share, and each one's own.
 
-A backend that has `run_pair` does both in one launch. What comes again is checked and planned once, as in `bound.py`.
+A backend that has `run_pair` does both in one launch. A repeated one is checked and planned once (`call_cache.py`).
 """
 
 from __future__ import annotations

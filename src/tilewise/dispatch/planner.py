@@ -29,7 +29,7 @@ class Backend(Protocol):
         """Writes `tensors.out` and, if it is there, `tensors.lse`; every row of both.
 
         A backend may also have `bind(plan, tensors)`, which gives a function of q, k, v, out and lse that runs the same
-        call on other tensors; they differ from these in their addresses only, and `bound.py` calls it. And
+        call on other tensors; they differ from these in their addresses only, and `call_cache.py` calls it. And
         `declines(problem)`, which says why one that comes later is the better choice for a problem that it supports.
         And `run_pair(shared_plan, plan, tensors, shared)`, which merges attention over keys that sequences share into
         that over their own, in one launch: `pairs.py`.

@@ -1,6 +1,6 @@
 """What a check of one argument finds out: its form, its device, its type, and whether it had to be copied.
 
-`checks.py` puts them together, for each entry point.
+`calls.py` puts them together, for each entry point.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Arguments to `Problem` and `Tensors`: every check that needs no tensor's values, each in one place.
 
-`checker.py` has those of one argument alone, `values.py` those that read lengths, offsets and tables.
+`arguments.py` has those of one argument alone, `values.py` those that read lengths, offsets and tables.
 """
 
 from __future__ import annotations
