@@ -64,7 +64,7 @@ def spans(kernels, causal, left, right, chunk, n_keys):
     yield kernels.masks.key_span(positions, n, *given, causal, *flags)
     S = SimpleNamespace(causal=causal, **dict(zip(("left", "right", "chunk"), flags, strict=True)))
     a = SimpleNamespace(S=S, **dict(zip(("left", "right", "chunk"), given, strict=True)))
-    yield kernels.schedule.key_span(a, positions, n)
+    yield kernels.tile_scheduler.key_span(a, positions, n)
 
 
 def wrong_spans(kernels):
@@ -91,7 +91,7 @@ def test_no_position_side_or_chunk_overflows():
      ("reach = {}.where(near < 0, ", "reach = {}.where(near < 1 << 30, ")],
 )  # fmt: skip
 def test_sums_that_overflow_are_noticed(old, new):
-    for file, name in (("masks", "tl"), ("schedule", "gl")):
+    for file, name in (("masks", "tl"), ("tile_scheduler", "gl")):
         assert wrong_spans(gluon_sim.load({file: [(old.format(name), new.format(name))]})) > 0
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from gluon_values import Pointer, SimError, Tensor, raw, typed
 
 BACKENDS = Path(__file__).parents[2] / "src/tilewise/backends"
-FILES = ("arguments", "layouts", "schedule", "pipeline", "tiles", "softmax", "steps", "output", "producer", "consumer",
-         "repair", "prefill")  # fmt: skip
+FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "steps", "epilogue", "producer",
+         "consumer", "nonfinite", "prefill")  # fmt: skip
 PLACES = dict.fromkeys(FILES, "hopper") | {"masks": "triton"}  # and of Triton's kernels, plain functions
 
 

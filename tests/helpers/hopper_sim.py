@@ -87,7 +87,7 @@ class Launch:
 
     def count_tiles(self, kernels: Any) -> None:
         """Notes each tile of rows that a consumer stores: one that is done twice has the right result too."""
-        store = kernels.output.store
+        store = kernels.epilogue.store
 
         def counting(a: Any, w: Any, o: Any, lse: Any, rows: Any, outs: Any, C: int) -> None:
             self.done[(*(int(n) for n in (w.row_b, w.head, w.part, w.q_start, w.top)), C)] += 1
@@ -111,6 +111,6 @@ class Launch:
         if spec.guard:
             a = self.arguments(kernels, bound.repair_spec, counter, notes)
             gluon_sim.MACHINE = Machine(1, seed)
-            gluon_sim.MACHINE.run(lambda: kernels.repair.repair(a))
+            gluon_sim.MACHINE.run(lambda: kernels.nonfinite.repair(a))
             if numbers.any():
                 raise SimError("the counter and the notes must be zero for the next call")

@@ -122,20 +122,24 @@ def test_hidden_values_that_are_not_finite_do_not_matter():
 
 
 WRONG = {
-    "the last slot left out": ("schedule", "slots = a.slots\n", "slots = a.slots - 1\n"),
+    "the last slot left out": ("tile_scheduler", "slots = a.slots\n", "slots = a.slots - 1\n"),
     "the last slot of packed sequences left out": (
-        "schedule", "* a.heads * a.S.parts\n", "* a.heads * a.S.parts - 1\n",
+        "tile_scheduler", "* a.heads * a.S.parts\n", "* a.heads * a.S.parts - 1\n",
     ),
     "the last tile of keys left out": (
-        "schedule", "last = gl.maximum(gl.cdiv(hi, BN), first + 1)", "last = gl.maximum(hi // BN, first + 1)",
+        "tile_scheduler", "last = gl.maximum(gl.cdiv(hi, BN), first + 1)", "last = gl.maximum(hi // BN, first + 1)",
     ),
-    "the first tile of keys left out": ("schedule", "first = gl.minimum(lo // BN", "first = gl.minimum(lo // BN + 1"),
-    "slots dealt out twice": ("schedule", "return round * count + ", "return round * (count - 1) + "),
+    "the first tile of keys left out": (
+        "tile_scheduler", "first = gl.minimum(lo // BN", "first = gl.minimum(lo // BN + 1",
+    ),
+    "slots dealt out twice": ("tile_scheduler", "return round * count + ", "return round * (count - 1) + "),
     "slots drawn twice": (
-        "schedule", "gl.num_programs(0) + gl.atomic_add", "gl.num_programs(0) - 1 + gl.atomic_add",
+        "tile_scheduler", "gl.num_programs(0) + gl.atomic_add", "gl.num_programs(0) - 1 + gl.atomic_add",
     ),
-    "slots dealt out with gaps": ("schedule", "return round * count + ", "return round * (count + 1) + "),
-    "tiles of rows counted from one": ("schedule", "tile = tiles - 1 - rank // width", "tile = tiles - rank // width"),
+    "slots dealt out with gaps": ("tile_scheduler", "return round * count + ", "return round * (count + 1) + "),
+    "tiles of rows counted from one": (
+        "tile_scheduler", "tile = tiles - 1 - rank // width", "tile = tiles - rank // width",
+    ),
     "the ring's wait for free stages flipped": (
         "pipeline", "self.released.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1",
         "self.released.index(n % self.STAGES), (n // self.STAGES) & 1",
@@ -150,7 +154,7 @@ WRONG = {
         "self.full.index(self.barrier(n, c, part)), ((n // self.STAGES) & 1) ^ 1",
     ),
     "the slots' phase flipped": (
-        "schedule", "self.full.index(n & 1), (n >> 1) & 1", "self.full.index(n & 1), ((n >> 1) & 1) ^ 1",
+        "tile_scheduler", "self.full.index(n & 1), (n >> 1) & 1", "self.full.index(n & 1), ((n >> 1) & 1) ^ 1",
     ),
     "keys released before they are multiplied": (
         "steps", "        s = warpgroup_mma_wait(1, deps=(s,))\n    else:",
@@ -159,10 +163,10 @@ WRONG = {
     "a product not waited for": ("steps", "        s = warpgroup_mma_wait(0, deps=(s,))\n", ""),
     "values of another tile": ("producer", "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row",
                                "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row + 1"),
-    "the window one key too wide": ("schedule", "ahead - a.left", "ahead - a.left - 1"),
+    "the window one key too wide": ("tile_scheduler", "ahead - a.left", "ahead - a.left - 1"),
     "a rescale left out": ("steps", "return p, o * shrink[:, None], m, l", "return p, o, m, l"),
-    "strays not noted": ("output", "stray = (total != total) & rows.ok", "stray = (total != total) & (rows.row < 0)"),
-    "the counter left as it is": ("repair", "gl.store(a.COUNTER, 0)", "gl.store(a.COUNTER, 1)"),
+    "strays not noted": ("epilogue", "stray = (total != total) & rows.ok", "stray = (total != total) & (rows.row < 0)"),
+    "the counter left as it is": ("nonfinite", "gl.store(a.COUNTER, 0)", "gl.store(a.COUNTER, 1)"),
 }  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 
 from .arguments import Arguments
+from .nonfinite import repair
 from .prefill import prefill
-from .repair import repair
 from .signature import kernel_of
 
 # Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.

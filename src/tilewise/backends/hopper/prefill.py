@@ -2,7 +2,7 @@
 
     HBM/L2 --TMA--> rings of K and V tiles in shared memory --wgmma--> S, P, O in registers --TMA--> HBM
 
-The pieces: schedule.py (which tile next), producer.py, consumer.py, pipeline.py (what lies between those two),
+The pieces: tile_scheduler.py (which tile next), producer.py, consumer.py, pipeline.py (what lies between those two),
 softmax.py (from S to P).
 """
 
@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from .consumer import consume
 from .pipeline import new_queries, new_ring
 from .producer import produce
-from .schedule import new_slots
+from .tile_scheduler import new_slots
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .pipeline import key_use, value_use
-from .schedule import slots_of, work_at
+from .tile_scheduler import slots_of, work_at
 from .tiles import tile_list
 
 

@@ -27,7 +27,7 @@ class Spec(Flags):
     late_wait: bool  # P V is waited for after the exponentials, not where the compiler would
     consumer_regs: int
     producer_regs: int
-    guard: bool  # hidden keys may lie under visible ones: strays are looked for (see repair.py)
+    guard: bool  # hidden keys may lie under visible ones: strays are looked for (see nonfinite.py)
     repairs: bool  # does again what a launch before it has noted
     ahead: bool  # a slot is drawn before the tiles of the work before it are loaded, not after
 
