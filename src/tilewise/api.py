@@ -430,6 +430,7 @@ def plan(
                     name, "given alone", "cu_seqlens_q with cu_seqlens_k, or block_table with context_lens"
                 )
         call = calls.dense(q, k, v, Options(**options))
+    planner.check_name(backend)
     chosen = planner.choose(call.problem, backend, torch.get_num_threads())
     return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
 
@@ -443,6 +444,7 @@ def _run(
     layout: str = "bhld",
 ) -> Array | AttentionState:
     back = returner(q)
+    planner.check_name(backend)
     chosen = planner.choose(call.problem, backend, torch.get_num_threads())
     if call.problem.is_empty:
         _write_unseen(call.tensors)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from .core.options import as_chunk, as_split_size, as_window
+from .core.options import as_chunk, as_split_size, as_window, to_int
 from .core.tracing import is_wrapper
 from .errors import InvalidArgument
 from .quantised import Quantised
@@ -61,6 +61,7 @@ def call(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: di
     back = returner(q)
     q, k, v = (x if isinstance(x, Quantised) else _input(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
     tables = tuple(_input(n, x) for n, x in zip(TABLES[name], tables, strict=True))
+    options["q_offset"] = to_int(options["q_offset"])
     for option in TENSORS:
         if options.get(option) is not None and not isinstance(options[option], int):
             options[option] = _input(option, options[option])

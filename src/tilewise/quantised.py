@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from .core.options import is_int, to_int
 from .errors import InvalidArgument
 from .validation.arrays import to_tensor
 
@@ -14,6 +15,13 @@ QuantDtype = Literal["int8", "int4", "fp8_e4m3"]
 GROUPS = (32, 64, 128)
 STORAGE = {"int8": torch.int8, "int4": torch.uint8, "fp8_e4m3": torch.float8_e4m3fn}
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0}
+
+
+def as_group(group: Any) -> int:
+    number = to_int(group)
+    if not is_int(number) or number not in GROUPS:
+        raise InvalidArgument("group", repr(group), "32, 64 or 128")
+    return int(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +51,12 @@ class Quantised:
     def __post_init__(self) -> None:
         for name in ("data", "scales"):
             object.__setattr__(self, name, to_tensor(name, getattr(self, name)))
-        if self.dtype not in get_args(QuantDtype):
+        if not isinstance(self.dtype, str) or self.dtype not in get_args(QuantDtype):
             raise InvalidArgument("dtype", repr(self.dtype), f"one of {', '.join(get_args(QuantDtype))}")
-        if self.group not in GROUPS:
-            raise InvalidArgument("group", repr(self.group), "32, 64 or 128")
+        object.__setattr__(self, "group", as_group(self.group))
+        for name in ("data", "scales"):
+            if not getattr(self, name).ndim:
+                raise InvalidArgument(name, "shape ()", "[..., D] and its scales, rank 1 or more")
         if self.data.dtype != STORAGE[self.dtype]:
             raise InvalidArgument("data", self.data.dtype, f"{STORAGE[self.dtype]} for {self.dtype}")
         if self.scales.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -68,11 +78,11 @@ class Quantised:
     @classmethod
     def from_float(cls, x: Any, dtype: QuantDtype, group: int = 64) -> Quantised:
         """Quantises `x` `[..., D]`: symmetric, round to nearest, the scale set by each group's largest magnitude."""
-        if dtype not in LARGEST:
+        if not isinstance(dtype, str) or dtype not in LARGEST:
             raise InvalidArgument("dtype", repr(dtype), f"one of {', '.join(LARGEST)}")
-        if group not in GROUPS:
-            raise InvalidArgument("group", repr(group), "32, 64 or 128")
-        x = to_tensor("x", x)
+        group, x = as_group(group), to_tensor("x", x)
+        if not x.ndim:
+            raise InvalidArgument("x", "shape ()", "[..., D], rank 1 or more")
         width = x.shape[-1]
         if dtype == "int4" and width % 2:
             raise InvalidArgument("x", f"last dim {width}", "an even size for int4", "use int8")

@@ -115,6 +115,17 @@ DENSE = [
     ("sinks", {"sinks": randn(B, H)}, "(4,)"),
     ("sinks", {"sinks": 4}, "a learned logit for each head; for first tokens that every query sees, a mask"),
     ("sinks", {"sinks": randn(H, requires_grad=True)}, "forward only"),
+    *(
+        (name, {name: number}, "")
+        for name in ("q", "k", "mask", "alibi_slopes", "sinks", "kv_lengths")
+        for number in (np.int64(0), np.float32(1))
+    ),
+    ("q_offset", {"q_offset": np.float32(1)}, "torch tensor"),
+    ("q_offset", {"q_offset": np.True_}, "torch tensor"),
+    ("q_offset", {"q_offset": np.array(1)}, "[2]"),
+    ("layout", {"layout": np.array([1, 2])}, "'bhld' or 'blhd'"),
+    ("layout", {"layout": []}, "'bhld' or 'blhd'"),
+    *(("backend", {"backend": wrong}, "one of") for wrong in ([], {}, 3, np.array([1, 2]))),
     ("tile_map", {"tile_map": bools(2, 2)}, "TileMap"),
     ("tile_map", {"tile_map": TileMap.from_mask(bools(Lq, Lk), (4, 4))}, "without that mask"),
     (
@@ -168,6 +179,7 @@ VARLEN = [
     ("kv_lengths[0]", {"kv_lengths": ints(4, 1)}, "0 to 3"),
     ("mask", {"mask": bools(5, 7)}, "(2, 4, 3, 4)"),
     ("max_seqlen_q", {"max_seqlen_q": 4}, "did you mean max_q?"),
+    ("backend", {"backend": []}, "one of"),
 ]
 
 PAGED = [
@@ -186,6 +198,7 @@ PAGED = [
     ("layout", {"cu_seqlens_q": ints(0, 1, 2), "q": randn(2, H, D), "layout": "blhd"}, "[T, H, D]"),
     ("mask", {"mask": bools(1, 13)}, "up to 12"),
     ("context_lens[0]", {"mask": bools(1, 8)}, "0 to 8"),
+    ("backend", {"backend": {}}, "one of"),
     ("cache_seqlens", {"cache_seqlens": ints(1, 2)}, "did you mean context_lens?"),
     ("block_tables", {"block_tables": ints(1, 2)}, "did you mean block_table?"),
 ]
@@ -271,6 +284,16 @@ def test_unknown_keywords_are_type_errors_too():
         plan(**dense_args(), is_causal=True)
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_an_offset_may_be_a_numpy_integer(kind):
+    args = dense_args()
+    want = attention(**args, causal=True, q_offset=1)
+    assert torch.equal(attention(**args, causal=True, q_offset=kind(1)), want)
+    assert plan(**args, causal=True, q_offset=kind(1)) == plan(**args, causal=True, q_offset=1)
+    tiles = TileMap.from_spec(Lq, Lk, (4, 4), causal=True, q_offset=kind(1))
+    assert torch.equal(attention(**args, causal=True, q_offset=1, tile_map=tiles), want)
+
+
 def test_grad_is_refused_only_where_it_matters():
     q = randn(1, 1, 2, 4, requires_grad=True)
     with torch.no_grad():
@@ -323,6 +346,20 @@ def test_named_backend_never_falls_back(monkeypatch):
         ("x", lambda: Quantised.from_float(randn(2, 5), "int4")),
         ("dtype", lambda: Quantised.from_float(randn(2, 5), "f16")),
         ("group", lambda: Quantised.from_float(randn(2, 5), "int8", 48)),
+        ("dtype", lambda: Quantised.from_float(randn(2, 5), [])),
+        ("dtype", lambda: Quantised(torch.zeros(2, 4).to(torch.int8), randn(2, 1), np.array([1, 2]), 64)),
+        ("group", lambda: Quantised.from_float(randn(2, 5), "int8", 64.0)),
+        ("group", lambda: Quantised.from_float(randn(2, 5), "int8", np.array([1, 2]))),
+        ("x", lambda: Quantised.from_float(torch.tensor(1.0), "int8")),
+        ("x", lambda: Quantised.from_float(np.float32(1), "int8")),
+        ("data", lambda: Quantised(torch.tensor(1).to(torch.int8), randn(1), "int8", 64)),
+        ("backend", lambda: plan(**dense_args(), backend=[])),
+        ("q_offset", lambda: plan(**dense_args(), q_offset=np.float64(1))),
+        ("device", lambda: TileMap.from_spec(4, 4, device="x")),
+        ("device", lambda: TileMap.from_spec(4, 4, device=[])),
+        ("q_offset", lambda: TileMap.from_spec(4, 4, q_offset=np.float32(1))),
+        ("kv_lengths", lambda: TileMap.from_spec(4, 4, kv_lengths=np.int64(1))),
+        ("out", lambda: attention(**dense_args(), out=np.float32(1))),
         ("heads", lambda: alibi_slopes(0)),
         ("heads", lambda: alibi_slopes(2.0)),
         ("heads", lambda: alibi_slopes(2**40)),

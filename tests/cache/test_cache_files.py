@@ -1,6 +1,7 @@
 """Saved caches: what comes back, and what is refused."""
 
 import json
+import os
 import random
 
 import pytest
@@ -210,3 +211,49 @@ def test_an_earlier_file_stays_if_writing_fails(saved, monkeypatch):
         KVCache.load(saved).save(saved)
     assert saved.read_bytes() == whole
     assert list(saved.parent.iterdir()) == [saved]
+
+
+WRONG_PATHS = [None, 3, [], b"ab", "", "a\0b", "\ud800"]
+
+
+@pytest.mark.parametrize("path", WRONG_PATHS, ids=repr)
+def test_what_is_no_path_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows_, pages = KVCache(1, 1, 4, 8), PagedKVCache(2, 4, 1, 8)
+    sequence = pages.create()
+    for call in (
+        rows_.save, KVCache.load, pages.save, PagedKVCache.load, pages.load_prefix,
+        lambda path: pages.save_prefix(path, sequence),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=r"^path: got"):
+            call(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_only_plain_files_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache, pipe, link, folder = KVCache(1, 1, 4, 8), tmp_path / "pipe", tmp_path / "link", tmp_path / "folder"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    folder.mkdir()
+    for path in (pipe, link, folder, ".", ".."):
+        with pytest.raises(InvalidArgument, match=r"^path: got .*plain file, which is replaced"):
+            cache.save(path)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert len(list(tmp_path.iterdir())) == 3
+    with pytest.raises(InvalidArgument, match="no plain file"):
+        KVCache.load(pipe)
+    with pytest.raises(IsADirectoryError):
+        KVCache.load(folder)
+
+
+def test_a_missing_folder_is_told_by_the_path_that_was_given(tmp_path):
+    path = tmp_path / "missing" / "cache"
+    with pytest.raises(FileNotFoundError) as caught:
+        KVCache(1, 1, 4, 8).save(path)
+    assert caught.value.filename == str(path)
+    assert ".part" not in str(caught.value)
+    with pytest.raises(FileNotFoundError):
+        KVCache.load(path)

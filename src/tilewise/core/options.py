@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from ..errors import InvalidArgument
@@ -56,6 +56,13 @@ class Options:
 
 def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def to_int(value: Any) -> Any:
+    """A NumPy integer as an int; all else as it is."""
+    if type(value) is int or isinstance(value, bool) or not isinstance(value, Integral):
+        return value
+    return int(value)
 
 
 def is_validate(value: Any) -> bool:

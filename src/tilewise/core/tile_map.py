@@ -9,9 +9,10 @@ import torch
 
 from ..errors import InvalidArgument
 from ..validation.arrays import to_tensor
+from .devices import as_device
 from .extras import need
 from .mask_rules import Rules, key_spans, span_tiles
-from .options import LIMIT, as_chunk, as_flag, as_offset, as_size, as_tile, as_window, is_int
+from .options import LIMIT, as_chunk, as_flag, as_offset, as_size, as_tile, as_window, is_int, to_int
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,6 +140,7 @@ class TileMap:
         tile = as_tile("tile", tile)
         Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
         rules = Rules(as_flag("causal", causal), as_window(window), as_chunk(chunk))
+        q_offset = to_int(q_offset)
         if q_offset is not None and is_int(q_offset):
             as_offset(q_offset, Lq, Lk)
         elif q_offset is not None:
@@ -155,7 +157,7 @@ class TileMap:
                         raise InvalidArgument(f"{name}[{b}]", value, f"{low} to {high}")
         if len({x.shape for x in rows}) > 1:
             raise InvalidArgument("q_offset", f"{len(rows[0])} rows", f"{len(rows[1])}, as kv_lengths")
-        device = torch.device(device) if device is not None else rows[0].device if rows else torch.device("cpu")
+        device = as_device(device) if device is not None else rows[0].device if rows else torch.device("cpu")
         lengths = torch.tensor([Lk], dtype=torch.int64, device=device)
         if kv_lengths is not None:
             lengths = kv_lengths.long().to(device)

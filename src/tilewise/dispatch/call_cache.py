@@ -215,6 +215,15 @@ def tables_key(q: Any, k: Any, v: Any, tables: Tables, *options: Any) -> Key | N
     return tuple(key)
 
 
+def is_hashable(key: Key | None) -> bool:
+    """Whether it can be looked up: the checks will say what they think of an option that cannot."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
+
+
 def find_again(key: Key | None) -> Again | None:
     try:
         return _again.get(key) if key is not None else None

@@ -32,10 +32,12 @@ def attend(
     """
     if q.device.type != "cpu":
         return None
+    planner.check_name(options.get("backend"))
     key = None
     if options.get("sinks") is None:
         of_shared = (shared.q.stride(), shared.block_table.shape, shared.cu_seqlens.shape, shared.max_q)
         key = call_cache.tables_key(q, k, v, tables, max_q, *of_shared, *options.items())
+        key = key if call_cache.is_hashable(key) else None
     if key is not None and key in _known:
         if (known := _known[key]) is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from ..core.plan import Plan
 from ..core.problem import Problem
@@ -41,15 +41,20 @@ def load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(f"tilewise.backends.{name}"))
 
 
+def check_name(backend: Any) -> None:
+    """Refuses what no backend is called, also what `choose` could not look up."""
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise InvalidArgument("backend", repr(backend), f"None or one of {', '.join(BACKENDS)}")
+
+
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, backend: str | None = None, threads: int | None = None) -> Plan:
     """The plan for `problem`: by the best backend that can, or by the named one or not at all.
 
     `threads` is torch's number of them. Backends ask torch; here it keeps plans for other numbers apart.
     """
+    check_name(backend)
     if backend is not None:
-        if backend not in BACKENDS:
-            raise InvalidArgument("backend", repr(backend), f"None or one of {', '.join(BACKENDS)}")
         reason = load(backend).supports(problem)
         if reason is not None:
             raise Unsupported(backend, reason, "leave out backend= to take one that can")

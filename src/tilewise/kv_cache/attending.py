@@ -23,6 +23,12 @@ def rounded(n: int) -> int:
     return -(-n // step) * step
 
 
+def is_seq_major(options: dict[str, Any]) -> bool:
+    """Of any `layout`; the checks of the call have yet to say what they think of it."""
+    layout = options.get("layout")
+    return isinstance(layout, str) and layout == "blhd"
+
+
 def refuse(options: dict[str, Any], names: dict[str, str]) -> None:
     """Options of `attention` that the cache sets itself, with what to do instead."""
     for name, remedy in names.items():

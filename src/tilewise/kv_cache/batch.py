@@ -11,9 +11,10 @@ from ..api import paged_attention
 from ..errors import InvalidArgument
 from . import checks, hadamard
 from .append import Places, pieces
-from .attending import attend, refuse
+from .attending import attend, is_seq_major, refuse
 from .cascade import AGAINST, Group, Shape, Split, gain, run, shared
 from .eager import eager
+from .formats import flag
 
 if TYPE_CHECKING:
     from .block_manager import Growth
@@ -129,6 +130,8 @@ class Batch:
         cache = self.cache
         refuse(options, dict.fromkeys(("cu_seqlens_q", "max_q", "kv_lengths"), "leave it out"))
         layer = checks.index("layer", layer, cache.layers, "layer")
+        if cascade is not None:
+            cascade = flag("cascade", cascade)
         self._check(layer)
         operands = cache._operands(layer)
         packed = len(getattr(q, "shape", ())) == 3
@@ -178,7 +181,7 @@ class Batch:
         if wanted is False or not possible:
             return None
         cache = self.cache
-        heads = q.shape[1 if q.ndim == 3 or options.get("layout") != "blhd" else 2]
+        heads = q.shape[1 if q.ndim == 3 or not is_seq_major(options) else 2]
         key = (tuple(self.sequences), self.counts.tobytes(), heads, bool(wanted))
         with cache._lock:
             if key not in cache._splits:
@@ -193,4 +196,4 @@ class Batch:
 
     def _q_rows(self, q: Any, options: dict[str, Any]) -> int:
         shape = getattr(q, "shape", ())
-        return int(shape[1 if options.get("layout") == "blhd" else 2]) if len(shape) == 4 else 0
+        return int(shape[1 if is_seq_major(options) else 2]) if len(shape) == 4 else 0

@@ -74,6 +74,22 @@ def counts(name: str, given: Any, batch: int, most: int | None = None) -> np.nda
     return values.astype(np.int64)
 
 
+def offsets(given: Any, batch: int) -> np.ndarray:
+    """`q_offset` of each row, as int64 `[batch]`."""
+    expected = f"None, an int or ints, one for each of {batch} rows"
+    number = None if getattr(given, "shape", ()) else integer(given)
+    values = ints("q_offset", given if number is None else [number] * batch, expected)
+    if values.shape != (batch,):
+        raise InvalidArgument("q_offset", f"{values.dtype} of shape {values.shape}", expected)
+    return values.astype(np.int64)
+
+
+def dtype(given: Any) -> torch.dtype:
+    if not isinstance(given, torch.dtype):
+        raise InvalidArgument("dtype", repr(given), "a torch.dtype")
+    return given
+
+
 def index(name: str, value: Any, size: int, what: str) -> int:
     number = integer(value)
     if number is None or not 0 <= number < size:

@@ -10,13 +10,15 @@ import numpy as np
 import torch
 
 from ..api import attention
+from ..core.devices import as_device
 from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, merge
+from ..validation.arrays import to_tensor
 from . import checks, copies, hadamard, ring
 from .append import Places, upload, writer
-from .attending import attend, into, refuse, rounded
+from .attending import attend, into, is_seq_major, refuse, rounded
 from .eager import eager
-from .formats import Store, described, flag, formats_of, size
+from .formats import Store, described, flag, formats_of, room, size
 from .integers import integer
 from .serialization.load import load_rows
 from .serialization.save import save_rows
@@ -66,14 +68,15 @@ class KVCache:
         device: torch.device | str | None = None,
     ) -> None:
         self.batch, self.kv_heads = size("batch", batch, 0), size("kv_heads", kv_heads)
-        self.capacity = size("capacity", capacity, 1, 2**31 - 1)
+        self.capacity = size("capacity", capacity)
         self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group)
         self.rotate, self.ring = flag("rotate", rotate), flag("ring", ring)
         if self.rotate:
             hadamard.check("head_dim", self.k_format.width)
             hadamard.check("value_dim", self.v_format.width)
-        self.device = torch.empty(0, device=device).device
-        self._k, self._v = self._stores()
+        self.device = as_device(device)
+        sizes = {"batch": self.batch, "kv_heads": self.kv_heads, "capacity": self.capacity}
+        self._k, self._v = room(self._stores, **sizes)
         self._length = np.zeros(self.batch, dtype=np.int32)
         self._first = np.zeros(self.batch, dtype=np.int32)  # the oldest position held; 0 unless it is a ring
         self._set_up()
@@ -174,7 +177,7 @@ class KVCache:
         """
         refuse(options, {"kv_lengths": "leave it out"})
         options["causal"] = causal
-        seq_major = options.get("layout") == "blhd"
+        seq_major = is_seq_major(options)
         shape = getattr(q, "shape", ())
         q_rows = shape[1 if seq_major else 2] if len(shape) == 4 else 0
         if counts is not None:
@@ -222,7 +225,7 @@ class KVCache:
         return load_rows(cls, path, device)
 
     def _held(self, store: Any, row: int, dtype: torch.dtype) -> torch.Tensor:
-        row = checks.index("row", row, self.batch, "row")
+        row, dtype = checks.index("row", row, self.batch, "row"), checks.dtype(dtype)
         slots = torch.arange(int(self._first[row]), int(self._length[row]), device=self.device) % self.capacity
         x = store.map(lambda x: x[row][:, slots]).floats()
         return (hadamard.rotate_back(x) if self.rotate else x).to(dtype)
@@ -254,7 +257,7 @@ class KVCache:
         slots = self._slots(int(self._length.max(initial=0)), options.get("mask"))
         offset = options.get("q_offset")
         if isinstance(offset, np.ndarray):
-            options["q_offset"] = torch.from_numpy(offset).to(self.device)
+            options["q_offset"] = to_tensor("q_offset", offset).to(self.device)
         return attention(q, *self._operands(slots, seq_major), kv_lengths=self._on_device, **options)
 
     def _attend_ring(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
@@ -262,9 +265,7 @@ class KVCache:
         offset = options.get("q_offset")
         if offset is None:
             offset = length - q_rows
-        elif isinstance(offset, torch.Tensor):
-            offset = offset.cpu().numpy()
-        q_first = np.broadcast_to(np.asarray(offset, dtype=np.int64), (self.batch,))
+        q_first = checks.offsets(offset, self.batch)
         ring.check(first, q_first, self.capacity, options)
         if ring.order_is_nothing(first, length, self.capacity, q_rows, options):
             held = torch.from_numpy((length - first).astype(np.int32)).to(self.device)

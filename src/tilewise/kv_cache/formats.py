@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -12,11 +12,12 @@ import torch
 from ..core.dtypes import FLOATS, short_name
 from ..core.problem import MAX_HEAD_DIM
 from ..errors import InvalidArgument
-from ..quantised import GROUPS, STORAGE, QuantDtype, Quantised
+from ..quantised import STORAGE, QuantDtype, Quantised, as_group
 from .integers import integer
 
 PLAIN = FLOATS
 QUANTISED: tuple[str, ...] = get_args(QuantDtype)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,9 @@ class Format:
         name = short_name(dtype)
         if not isinstance(name, str) or (name not in PLAIN and name not in QUANTISED):
             raise InvalidArgument(argument, repr(dtype), f"one of {', '.join((*PLAIN, *QUANTISED))} or their dtype")
+        group = as_group(group)
         if name in PLAIN:
             return cls(name, width)
-        if group not in GROUPS:
-            raise InvalidArgument("group", repr(group), "32, 64 or 128")
         if name == "int4" and width % 2:
             raise InvalidArgument(argument, f"'int4' of {width} elements", "an even head dim for int4", "use 'int8'")
         return cls(name, width, group)
@@ -122,13 +122,25 @@ class Store:
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
-def size(argument: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """A whole number from `least` on."""
+def size(argument: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
+    """A whole number from `least` on; kernels count in int32."""
     number = integer(value)
-    if number is None or number < least or (most is not None and number > most):
-        limit = f"{least} or more" if most is None else f"{least} to {most}"
-        raise InvalidArgument(argument, repr(value), f"an int, {limit}")
+    if number is None or not least <= number <= most:
+        # Python writes no int of thousands of digits.
+        given = repr(value) if number is None or number.bit_length() <= 64 else f"an int of {number.bit_length()} bits"
+        raise InvalidArgument(argument, given, f"an int, {least} to {most}")
     return number
+
+
+def room(make: Callable[[], Made], **sizes: int) -> Made:
+    """What `make` allocates in the host's memory, if there is any; a GPU's own error passes."""
+    try:
+        return make()
+    except torch.OutOfMemoryError:
+        raise
+    except (MemoryError, RuntimeError, OverflowError, ValueError) as error:
+        given = " x ".join(map(str, sizes.values()))
+        raise InvalidArgument(" x ".join(sizes), given, "sizes that memory can be had for", str(error)) from None
 
 
 def flag(argument: str, value: Any) -> bool:

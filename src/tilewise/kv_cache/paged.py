@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.devices import as_device
 from ..errors import InvalidArgument
 from . import checks, copies, hadamard
 from .append import Writer, writer
+from .attending import is_seq_major
 from .batch import Batch
 from .block_manager import Sequences
 from .cascade import Split
 from .eager import eager
-from .formats import Store, described, flag, formats_of, size
+from .formats import Store, described, flag, formats_of, room, size
 from .integers import integer
 from .serialization.load import load_pages, load_prefix
 from .serialization.save import save_pages, save_prefix
@@ -73,16 +75,17 @@ class PagedKVCache:
         rotate: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        self.num_pages, self.page_size = size("num_pages", num_pages, 0, 2**31 - 1), size("page_size", page_size)
+        self.num_pages, self.page_size = size("num_pages", num_pages, 0), size("page_size", page_size)
         self.kv_heads, self.layers = size("kv_heads", kv_heads), size("layers", layers)
         self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group)
         self.rotate = flag("rotate", rotate)
         if self.rotate:
             hadamard.check("head_dim", self.k_format.width)
             hadamard.check("value_dim", self.v_format.width)
-        self.device = torch.empty(0, device=device).device
-        self._k, self._v = self._stores()
-        self._sequences = Sequences(self.num_pages, self.page_size, self.layers, self.device)
+        self.device = as_device(device)
+        sizes = {name: getattr(self, name) for name in ("num_pages", "page_size", "kv_heads", "layers")}
+        self._k, self._v = room(self._stores, **sizes)
+        self._sequences = room(lambda: Sequences(self.num_pages, self.page_size, self.layers, self.device), **sizes)
         self._set_up()
 
     def _stores(self) -> tuple[Store, Store]:
@@ -272,7 +275,7 @@ class PagedKVCache:
         """
         numbers = checks.sequence_ids(sequences)
         if counts is None:
-            counts = checks.evenly("q", q, len(numbers), 1 if options.get("layout") == "blhd" else 2)
+            counts = checks.evenly("q", q, len(numbers), 1 if is_seq_major(options) else 2)
         return self.view(numbers, counts).attend(q, layer=layer, **options)
 
     def keys(self, sequence: int, layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -301,7 +304,7 @@ class PagedKVCache:
         return load_prefix(self, path)
 
     def _held(self, store: Store, sequence: int, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        layer = checks.index("layer", layer, self.layers, "layer")
+        layer, dtype = checks.index("layer", layer, self.layers, "layer"), checks.dtype(dtype)
         with self._lock:
             slot = self._sequences.slot("sequence", sequence)
             self._sequences.check_written("sequence", sequence, slot, layer)

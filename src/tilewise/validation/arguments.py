@@ -41,7 +41,7 @@ class Checker:
     def __init__(self, q: Any, layout: Any, packed: bool) -> None:
         self.copies: list[str] = []
         self.packed = packed
-        if layout not in ("bhld", "blhd"):
+        if not isinstance(layout, str) or layout not in ("bhld", "blhd"):
             raise InvalidArgument("layout", repr(layout), "'bhld' or 'blhd'")
         self.seq_major = layout == "blhd"
         if packed and self.seq_major:

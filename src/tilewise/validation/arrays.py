@@ -76,6 +76,8 @@ def _is_numpy(x: Any) -> bool:
 def _from_numpy(name: str, x: Any) -> torch.Tensor:
     import numpy as np
 
+    if not isinstance(x, np.ndarray):  # one number, of a type of its own
+        raise InvalidArgument(name, repr(x), "a torch tensor, a NumPy array or an object with __dlpack__")
     if x.dtype.name in _BITS:  # of ml_dtypes: torch knows the bits, not the name
         as_bits, dtype = _BITS[x.dtype.name]
         return _from_numpy(name, x.view(as_bits)).view(dtype)

@@ -23,6 +23,7 @@ from ..core.options import (
     as_window,
     is_int,
     is_validate,
+    to_int,
 )
 from ..core.problem import Form, Offset, Problem
 from ..core.tensors import Tensors
@@ -141,6 +142,7 @@ def _finish(
     as_size(f"the length of {names[0]}", kv_len)
     if not is_validate(o.validate):
         raise InvalidArgument("validate", repr(o.validate), "None, True or False")
+    o.q_offset = to_int(o.q_offset)
     if o.q_offset is not None and not is_int(o.q_offset):
         if isinstance(o.q_offset, (bool, float, str)):
             raise InvalidArgument("q_offset", repr(o.q_offset), "None, an int or an int tensor [B]")

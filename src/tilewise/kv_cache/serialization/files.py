@@ -34,8 +34,22 @@ Shape = tuple[int, ...]
 Shapes = dict[str, tuple[Shape, torch.dtype]]
 
 
+def as_path(path: Any) -> Path:
+    """A name that a file can have."""
+    try:
+        text = os.fspath(path)
+        if isinstance(text, str) and text and "\0" not in text:
+            os.fsencode(text)
+            return Path(text)
+    except (TypeError, UnicodeEncodeError):
+        pass
+    raise InvalidArgument("path", repr(path), "the name of a file, a str or a pathlib.Path")
+
+
 def write(path: str | os.PathLike[str], kind: str, about: About, tensors: dict[str, torch.Tensor]) -> None:
     """Writes all of it or nothing: an earlier file stays until the new one is whole, and on the disk."""
+    path = as_path(path)
+    _check_target(path)
     entries, end = {}, 0
     for name, x in tensors.items():
         size = x.numel() * x.element_size()
@@ -47,12 +61,14 @@ def write(path: str | os.PathLike[str], kind: str, about: About, tensors: dict[s
         digest.update(_bytes(x))
     header = json.dumps({"__metadata__": {**meta, "digest": digest.hexdigest()}, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    path = Path(path)
     # A name that nobody can guess, and that may not be there: no link that waits at it is followed, and no two threads
     # or processes write into one draft.
     draft = path.with_name(f".{secrets.token_hex(12)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    number = os.open(draft, flags, 0o666)
+    try:
+        number = os.open(draft, flags, 0o666)
+    except OSError as error:  # of the folder: nobody has heard of the draft
+        raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with open(number, "wb") as file:
             file.write(len(header).to_bytes(8, "little"))
@@ -65,6 +81,17 @@ def write(path: str | os.PathLike[str], kind: str, about: About, tensors: dict[s
     finally:
         draft.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def _check_target(path: Path) -> None:
+    """A rename would put a file in the place of a device or a pipe, also of one that a link leads to."""
+    try:
+        there = os.stat(path).st_mode
+    except OSError:  # nothing is there, or no folder for it: then the draft cannot be made either
+        return
+    if not stat.S_ISREG(there):
+        kind = "a folder" if stat.S_ISDIR(there) else "no plain file"
+        raise refused(path, kind, "a plain file, which is replaced, or a name that is free")
 
 
 def _sync_folder(folder: Path) -> None:
@@ -90,7 +117,7 @@ def read(
         declare: the tensors that a file of this description has, given the shapes that it says they have. It is called
             before any of them is read, and refuses a description that makes no sense.
     """
-    path = Path(path)
+    path = as_path(path)
     with open(path, "rb", opener=_without_waiting) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -124,7 +151,7 @@ def room(path: Any, make: Callable[[], Any]) -> Any:
     """What `make` allocates, if there is memory for it."""
     try:
         return make()
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, InvalidArgument) as error:
         raise refused(path, f"more than memory can be had for ({error})", "a cache that fits") from None
 
 

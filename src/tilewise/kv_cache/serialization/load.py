@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...core.devices import as_device
 from .. import hadamard
 from ..checks import MOST
 from ..formats import Format, formats_of, size
@@ -56,9 +57,9 @@ def _memory(device: torch.device) -> int | None:
     return None
 
 
-def _check_memory(path: Path, bytes_: int, device: Any) -> None:
+def _check_memory(path: Path, bytes_: int, device: torch.device) -> None:
     """A small file may declare a large cache: refused if no machine like this could hold it."""
-    there = _memory(torch.empty(0, device=device).device)
+    there = _memory(device)
     if there is not None and bytes_ > there:
         raise files.refused(path, f"a cache of {bytes_} bytes", f"at most {there}, what the device has")
 
@@ -67,6 +68,8 @@ def _check_memory(path: Path, bytes_: int, device: Any) -> None:
 
 
 def load_rows(kind: type[KVCache], path: Path, device: Any) -> KVCache:
+    device = as_device(device)
+
     def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
         k, v = _formats(about)
         batch, capacity = size("batch", about["batch"], 0), size("capacity", about["capacity"], 1, MOST)
@@ -136,6 +139,8 @@ def load_prefix(cache: PagedKVCache, path: Path) -> int:
 
 
 def load_pages(kind: type[PagedKVCache], path: Path, device: Any) -> PagedKVCache:
+    device = as_device(device)
+
     def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
         k, v = _formats(about)
         layers, P = size("layers", about["layers"]), size("page_size", about["page_size"])
