@@ -107,12 +107,12 @@ def scores_by_tiles(e: Emit, k: Value, k_part: Value, q: Value, q_part: Value, s
     amx.multiply(e, SIX, k, k_part, q, q_part, steps, amx.nothing)
     for tile in range(4):
         corner = tile // 2 * 16 * 4 * PANEL + tile % 2 * 64
-        amx._tile(e, "tilestored64", tile, amx._at(e, s, corner), e.whole(4 * PANEL))
+        amx._tile(e, "tilestored64", tile, amx._at(e, s, corner), e.i64(4 * PANEL))
 
 
 @njit(nogil=True)
 def by_tiles(configuration, k, q, s, head_dim, panels, times):
-    amx.configure(configuration)
+    amx.load_tile_config(configuration)
     steps = head_dim // 32
     for _ in range(times):
         for half in range(2 * panels):
@@ -148,7 +148,7 @@ def tiles(rounds: int) -> dict[str, float]:
     s = numbers(2 * KEYS_OF_TILE * PANEL, False)
     table = np.array([k32.ctypes.data + 4 * i * head_dim for i in range(KEYS_OF_TILE)])
     flops = 2 * KEYS_OF_TILE * PANEL * panels * head_dim * times / 1e9
-    tiles_at = (amx.CONFIGURATION.ctypes.data, k.ctypes.data, q.ctypes.data, s.ctypes.data)
+    tiles_at = (amx.TILE_CONFIG.ctypes.data, k.ctypes.data, q.ctypes.data, s.ctypes.data)
     vectors_at = (table.ctypes.data, q32.ctypes.data, s.ctypes.data)
     ways = {
         "tiles": lambda: by_tiles(*tiles_at, head_dim, panels, times),

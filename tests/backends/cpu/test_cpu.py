@@ -267,7 +267,7 @@ def test_heads_of_pages_are_read_together():
     for heads in (1, 8):
         q, pages = torch.randn(1, 8, 1, 64), torch.randn(125, 16, heads, 64)
         chosen = plan(q, pages, pages, block_table=table, context_lens=lengths, backend="cpu")
-        bunches[heads] = int(chosen.detail.block[INDEX["bunch"]])
+        bunches[heads] = int(chosen.detail.params[INDEX["head_batch"]])
         rows = pages.flatten(0, 1).transpose(0, 1)[None]
         want = attention(q, rows, rows, backend="cpu", return_lse=True)
         got = paged_attention(q, pages, pages, table, lengths, backend="cpu", return_lse=True)
@@ -334,9 +334,9 @@ def test_kept_code_of_several_processes_fits_together(tmp_path):
     """Kernels compiled by different processes, in different orders, are found and linked by a third."""
     environment = {**os.environ, "TILEWISE_CACHE_DIR": str(tmp_path)}
     orders = [
-        ["work", "dots f16"],
-        ["adds f16", "dots bf16", "adds f32"],
-        ["adds bf16", "merge", "dots f32", "list_items"],
+        ["worker", "qk f16"],
+        ["pv f16", "qk bf16", "pv f32"],
+        ["pv bf16", "combine", "qk f32", "schedule"],
     ]
     code = "import sys; from tilewise.backends.cpu import compiler; [compiler.function(name) for name in sys.argv[1:]]"
     for names in orders:
@@ -359,8 +359,8 @@ def test_warmup_compiles_everything(capsys):
 
     assert main(["warmup"]) == 0
     text = capsys.readouterr().out
-    assert "walk_packed" in text
-    assert "adds int4" in text
+    assert "prefill" in text
+    assert "pv int4" in text
     assert "append" in text
     assert "kept in" in text
 

@@ -7,7 +7,7 @@ import torch
 
 from tilewise import Quantised
 from tilewise.backends.cpu import config
-from tilewise.backends.cpu.config import bunch, even_rows, keys_ahead, split_size, tile_rows
+from tilewise.backends.cpu.config import even_rows, head_batch, prefetch_distance, split_size, tile_rows
 from tilewise.core.options import Options
 from tilewise.validation import calls
 
@@ -71,7 +71,7 @@ def test_splits_give_each_thread_four_pieces(tasks, keys, threads, size):
     ],
 )
 def test_a_bunch_of_heads_stays_in_the_cache(kv_heads, row_bytes, splits, threads, heads):
-    assert bunch(kv_heads, row_bytes, splits, threads) == heads
+    assert head_batch(kv_heads, row_bytes, splits, threads) == heads
 
 
 @pytest.mark.parametrize(("kind", "keys"), [("float16", 16), ("fp8_e4m3", 16), ("int8", 48), ("int4", 48)])
@@ -80,7 +80,7 @@ def test_short_rows_are_asked_for_further_ahead(kind, keys, monkeypatch):
     stored = k if kind == "float16" else Quantised.from_float(k, kind)
     problem = calls.dense(k[:, :, :1], stored, stored, Options()).problem
     monkeypatch.setattr(config, "second_level_cache", lambda: 1)
-    assert keys_ahead(problem) == keys
-    assert keys_ahead(replace(problem, page_size=16)) == (48 if keys == 48 else 8)
+    assert prefetch_distance(problem) == keys
+    assert prefetch_distance(replace(problem, page_size=16)) == (48 if keys == 48 else 8)
     monkeypatch.setattr(config, "second_level_cache", lambda: MIB)
-    assert keys_ahead(problem) == 0
+    assert prefetch_distance(problem) == 0

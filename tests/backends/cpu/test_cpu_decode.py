@@ -82,7 +82,7 @@ def test_many_rows_in_bf16_go_by_matrix_tiles(monkeypatch, case):
     planner.choose.cache_clear()
     call_cache.forget()
     check_case(case, "cpu")
-    assert {"tile_dots", "tile_adds"} <= set(used)
+    assert {"amx_qk", "amx_pv"} <= set(used)
 
 
 def quantised_call(kind, rows=1, **changes):
@@ -123,7 +123,7 @@ NOT_FINITE = {
 def test_whole_numbers_tell_what_float32_does(monkeypatch, kind, odd, rows):
     """int8 and int4 by products of bytes: as near to the oracle as float32, and float32 where they cannot be told."""
     ask = quantised_call(kind, rows, **ODD[odd])
-    assert ({f"whole_dots {kind}", f"whole_adds {kind}"} <= compiled_by(monkeypatch, ask)) == gemv_vnni.has_vnni()
+    assert ({f"vnni_qk {kind}", f"vnni_pv {kind}"} <= compiled_by(monkeypatch, ask)) == gemv_vnni.has_vnni()
     check_call(Inputs(ask.func, ask.args, {}).checked(), *ask(backend="cpu", return_lse=True))
 
 

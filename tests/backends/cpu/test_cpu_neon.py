@@ -25,13 +25,14 @@ assert vector.W == 4, vector.W
 KERNELS = {
     "gemm_keys_all": (fp32.gemm_keys_all, "iiiii"), "gemm_values_3": (fp32.gemm_values_3, "iiiiii"),
     "pack_3": (fp32.pack_3, "iiii"), "transpose": (load_store.transpose, "iiii"),
-    "soften_column": (softmax.soften_column, "iiiiiiff"), "softcap_cells": (score_mod.softcap_cells, "iiiff"),
+    "online_softmax_columns": (softmax.online_softmax_columns, "iiiiiiff"),
+    "softcap_cells": (score_mod.softcap_cells, "iiiff"),
     "exp_row": (softmax.exp_row, "iiff"), "store_f16": (load_store.store_f16, "iiif"),
     "store_bf16": (load_store.store_bf16, "iiif"),
 }
 for kind in vector.CODES:
-    KERNELS[f"dots {kind}"] = gemv_fp32.make_dots(kind, 4, 4), "i" * 11
-    KERNELS[f"adds {kind}"] = gemv_fp32.make_adds(kind, 4, 4), "i" * 11
+    KERNELS[f"qk {kind}"] = gemv_fp32.make_qk(kind, 4, 4), "i" * 11
+    KERNELS[f"pv {kind}"] = gemv_fp32.make_pv(kind, 4, 4), "i" * 11
 
 
 class Context:
@@ -78,7 +79,7 @@ def test_nothing_is_called(assembly):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemm_keys_all", "gemm_values_3", "soften_column", "dots f16", "adds int4", "dots int8"]
+    "name", ["gemm_keys_all", "gemm_values_3", "online_softmax_columns", "qk f16", "pv int4", "qk int8"]
 )
 def test_products_are_of_four_lanes(assembly, name):
     assert re.search(r"\bfmla\s+v\d+\.4s", assembly[name])
@@ -87,8 +88,8 @@ def test_products_are_of_four_lanes(assembly, name):
 
 @pytest.mark.parametrize(
     ("name", "instruction"),
-    [("dots f16", "fcvtl"), ("dots bf16", "shll|ushll"), ("dots int8", "scvtf"), ("dots int4", "scvtf"),
-     ("dots fp8_e4m3", "fcvtl"), ("store_f16", "fcvtn"), ("transpose", r"zip1|trn1|mov\s+v")],
+    [("qk f16", "fcvtl"), ("qk bf16", "shll|ushll"), ("qk int8", "scvtf"), ("qk int4", "scvtf"),
+     ("qk fp8_e4m3", "fcvtl"), ("store_f16", "fcvtn"), ("transpose", r"zip1|trn1|mov\s+v")],
 )  # fmt: skip
 def test_narrow_types_are_widened_by_vectors(assembly, name, instruction):
     assert re.search(rf"\b({instruction})", assembly[name])

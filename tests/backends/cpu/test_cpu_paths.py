@@ -76,20 +76,20 @@ def test_the_paths_are_those_of_the_backend():
     """Each case takes the kernels that it is here for."""
 
     def kernels(path):
-        block = choose(make(PATHS[path]).checked().problem, "cpu").detail.block
+        block = choose(make(PATHS[path]).checked().problem, "cpu").detail.params
         return {name: int(block[at]) for name, at in INDEX.items()}
 
     for path in PATHS:
         k = kernels(path)
-        decode, prefill = k["walk_direct"] != 0, (k["walk_packed"] or k["walk_tiles"]) != 0
+        decode, prefill = k["decode"] != 0, (k["prefill"] or k["prefill_amx"]) != 0
         assert decode == ("prefill" not in path)
         assert prefill == ("prefill" in path or "packed" in path)
         assert (k["split_size"] > 0) == ("splits" in path)
-        assert (k["dots"] != 0) == (decode and "widened" not in path)
+        assert (k["qk"] != 0) == (decode and "widened" not in path)
         few_bits = path.startswith(("decode int", "pages int")) and "widened" not in path
-        assert (k["whole_dots"] != 0) == (k["whole_adds"] != 0) == (few_bits and gemv_vnni.has_vnni())
-        assert (k["tile_dots"] != 0) == (path == "decode bf16" and amx.usable())
-    assert kernels("pages")["bunch"] == 2
+        assert (k["vnni_qk"] != 0) == (k["vnni_pv"] != 0) == (few_bits and gemv_vnni.has_vnni())
+        assert (k["amx_qk"] != 0) == (path == "decode bf16" and amx.usable())
+    assert kernels("pages")["head_batch"] == 2
     assert compiler.ALL
 
 

@@ -31,7 +31,7 @@ OPTIONS = {"error_model": "numpy", "nogil": True}
 class Kernel(NamedTuple):
     """A compiled function: the address of a C function, and one that Python calls.
 
-    That one takes its numbers from Python itself. (`begin` of 8 numbers and 8 keys took 1.9 us so, by ctypes 3.0.)
+    That one takes its numbers from Python itself. (`relaunch` of 8 numbers and 8 keys took 1.9 us so, by ctypes 3.0.)
     """
 
     address: int
@@ -84,27 +84,27 @@ def _announce() -> None:
 
 @cache
 def kernel(name: str) -> Kernel:
-    """A kernel: `work`, `walk_direct`, `merge`, `dots f16`, `adds int8`, ..."""
+    """A kernel: `worker`, `decode`, `combine`, `qk f16`, `pv int8`, ..."""
     with _lock:
         from . import cascade, kv_write, scheduler
         from .gemm import gemv_amx, gemv_fp32, gemv_vnni
         from .mainloop import decode, epilogue, prefill, prefill_amx
 
         what, _, kind = name.partition(" ")
-        if what == "walk_tiles":
-            return compile_function(prefill_amx.walk_function(PARTS[kind]), f"{what}_{kind}", 3)
+        if what == "prefill_amx":
+            return compile_function(prefill_amx.prefill_function(PARTS[kind]), f"{what}_{kind}", 3)
         if kind:
-            home = gemv_vnni if what.startswith("whole") else gemv_fp32
-            make, arguments = (home.dots_function, 12) if what.endswith("dots") else (home.adds_function, 11)
+            home = gemv_vnni if what.startswith("vnni") else gemv_fp32
+            make, arguments = (home.qk_function, 12) if what.endswith("qk") else (home.pv_function, 11)
             return compile_function(make(kind), f"{what}_{kind}", arguments)
         homes = {
             "append": kv_write,
-            "walk_direct": decode,
-            "walk_packed": prefill,
-            "pair": cascade,
-            "list_places": cascade,
+            "decode": decode,
+            "prefill": prefill,
+            "cascade": cascade,
+            "map_rows": cascade,
         }
-        homes |= {"tile_dots": gemv_amx, "tile_adds": gemv_amx, "merge": epilogue}
+        homes |= {"amx_qk": gemv_amx, "amx_pv": gemv_amx, "combine": epilogue}
         home = homes.get(name, scheduler)
         return compile_function(getattr(home, name), name, ARGUMENTS.get(name, 2))
 
@@ -119,12 +119,12 @@ def entry(name: str):
     return kernel(name).entry
 
 
-ARGUMENTS = {"team": 1, "walk_direct": 3, "walk_packed": 3, "begin": 10, "tile_dots": 10, "tile_adds": 10}
+ARGUMENTS = {"thread_main": 1, "decode": 3, "prefill": 3, "relaunch": 10, "amx_qk": 10, "amx_pv": 10}
 # Everything that a call can need.
 ALL = [
-    *("list_items", "begin", "work", "team", "merge", "walk_direct", "walk_packed"),
-    *(f"{what} {kind}" for kind in CODES for what in ("dots", "adds")),
-    *(f"{what} {kind}" for kind in WHOLE if has_vnni() for what in ("whole_dots", "whole_adds")),
-    *(("tile_dots", "tile_adds", *(f"walk_tiles {kind}" for kind in PARTS)) if usable() else ()),
-    *("append", "pair", "list_places"),
+    *("schedule", "relaunch", "worker", "thread_main", "combine", "decode", "prefill"),
+    *(f"{what} {kind}" for kind in CODES for what in ("qk", "pv")),
+    *(f"{what} {kind}" for kind in WHOLE if has_vnni() for what in ("vnni_qk", "vnni_pv")),
+    *(("amx_qk", "amx_pv", *(f"prefill_amx {kind}" for kind in PARTS)) if usable() else ()),
+    *("append", "cascade", "map_rows"),
 ]

@@ -1,4 +1,4 @@
-"""Tile shapes and splits: plain functions of sizes."""
+"""Tile shapes, splits, prefetch distances and threads: plain functions of sizes."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ def split_size(tasks: int, keys: int, threads: int, tile: int, each: int = 4) ->
     return max(512 // tile * tile, -(-keys // pieces // tile) * tile)
 
 
-BUNCH_BYTES = 256 * 1024  # of queries and sums
+HEAD_BATCH_BYTES = 256 * 1024  # of queries and sums
 # For a thread: no core waits long for one that is slower. (As below, medians: 8 pieces took 1.02 of the time in f32.)
-BUNCH_PIECES = 16
+HEAD_BATCH_PIECES = 16
 
 
-def bunch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
+def head_batch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
     """KV heads that one thread takes together from pages, tile by tile; they divide all of them.
 
     A page holds all heads of a token, so what the processor reads ahead of one head's rows is the next head's, and of
     no use to another thread. (Heads of a split of 192 keys shared by two threads took 1.13 of the time in f32 and 1.40
     in f16: 4 x 8192 keys of 32/8 heads of 128.)
-    `row_bytes` is what the queries and sums of a head take; those of a bunch stay in the second-level cache. `splits`
+    `row_bytes` is what the queries and sums of a head take; those of a head batch stay in L2. `splits`
     is how many pieces all keys can be cut into: there is work for every thread.
     """
-    fits = [n for n in range(2, kv_heads + 1) if kv_heads % n == 0 and n * row_bytes <= BUNCH_BYTES]
+    fits = [n for n in range(2, kv_heads + 1) if kv_heads % n == 0 and n * row_bytes <= HEAD_BATCH_BYTES]
     return max([1, *(n for n in fits if kv_heads // n * splits >= 2 * threads)])
 
 
@@ -84,22 +84,22 @@ def bytes_read(p: Problem) -> int:
 # Keys between the row that decode multiplies and the one that it asks for, into the second-level cache. (One core, f32,
 # 4 x 8192 keys of 32/8 heads of 128: into the first-level cache 8 keys ahead it took 1.05 of the time, in pages 1.10;
 # 48 keys in one go, half of that cache, 1.1 to 1.5.)
-KEYS_AHEAD = 16
+PREFETCH_KEYS = 16
 # Rows of int8 and int4 are a half and a quarter as long. (Two cores, 8192 keys of 32/8 heads of 128, best of many in
 # turns: int8 1.05 and 1.07 ms for 1.09 and 1.08, int4 0.89 for 0.91 and 0.90; f16 1.10 and 1.06.)
-BYTE_KEYS_AHEAD = 48
+PREFETCH_BYTE_KEYS = 48
 # From pages all heads of a key are read before the next ones. (Two cores, 4 x 8192 keys, medians: 12 keys took 1.00 of
 # the time in f32 and 1.01 in f16, and in pieces twice as long 16 keys 1.01 of that and 24 keys 1.02 and 1.03.)
-PAGED_KEYS_AHEAD = 8
+PREFETCH_PAGED_KEYS = 8
 
 
-def keys_ahead(p: Problem) -> int:
+def prefetch_distance(p: Problem) -> int:
     """0 if all that is read stays in the second-level cache."""
     if bytes_read(p) <= second_level_cache():
         return 0
     if p.k_quant is not None and p.k_quant.dtype in ("int8", "int4"):
-        return BYTE_KEYS_AHEAD
-    return PAGED_KEYS_AHEAD if p.page_size else KEYS_AHEAD
+        return PREFETCH_BYTE_KEYS
+    return PREFETCH_PAGED_KEYS if p.page_size else PREFETCH_KEYS
 
 
 def threads_for(p: Problem, threads: int) -> int:

@@ -1,4 +1,4 @@
-"""Where things are: a sequence's place, a key's row. Numba code, called by the kernels."""
+"""Addresses: a sequence's place, a key's row in a tensor or in pages, its scales. Numba code, called by the kernels."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .codegen.numba_ops import ONE, F, fill, jit, up, widen_row
 from .codegen.vector import W
 from .params import END, NO_LIMIT
 
-KEY_PAD = np.int64(8)  # keys that `dots` takes at once
+KEY_PAD = np.int64(8)  # keys that `qk` takes at once
 LIST_PAD = np.int64(16)  # those of whole numbers
 # K or V: base, strides over the batch (or pages), heads and rows, storage code, width; its scales likewise, their group
 Source = namedtuple("Source", "base b h l code width scales scales_b scales_h scales_l scales_code group")
@@ -111,9 +111,9 @@ def list_rows(p, x, at, table, first, count, pad):
 
 
 @jit
-def list_ahead(p, x, at, table, first, count, end, ahead):
-    """Addresses of `count` rows up to a multiple of 16, and `ahead` more; the last before `end` stands for others."""
-    there, wanted = min(count + ahead, end - first), up(count, LIST_PAD) + ahead
+def list_ahead(p, x, at, table, first, count, end, distance):
+    """Addresses of `count` rows, padded to a multiple of 16, and `distance` more; the last before `end` is repeated."""
+    there, wanted = min(count + distance, end - first), up(count, LIST_PAD) + distance
     list_rows(p, x, at, table, first, there, ONE)
     for j in range(there, wanted):
         put_i64(table + 8 * j, get_i64(table + 8 * (there - 1)))

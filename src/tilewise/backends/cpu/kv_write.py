@@ -1,4 +1,4 @@
-"""Stores rows of K and V into a cache: converted, or quantised, where they are to lie, in one pass.
+"""Cache writes: stores rows of K and V into a cache, converted or quantised, in one pass.
 
 A token's row of a head is widened to float32 in scratch memory; for few bits each group's largest magnitude gives its
 scale, the row is divided by it, rounded, and written with its scales. Rows of the cache's own type are only copied.
@@ -19,7 +19,7 @@ from numba import carray, types
 from numba.core import cgutils
 
 from . import compiler
-from .codegen.load_store import next_item, put_f32
+from .codegen.load_store import fetch_add, put_f32
 from .codegen.numba_ops import F, fill, jit, pointer, store_row, up, widen_row
 from .codegen.vector import CODES, F32, I8, I32, Emit, Value, W, microkernel
 from .kv_access import get_i32
@@ -32,8 +32,10 @@ SIDE = (
     "source source_b source_h source_l source_code to to_b to_h to_l code width scales scales_b scales_h scales_l group"
 )
 SHARED = "parts next".split()  # in how many parts tokens are stored, and which one is the next
-BLOCK = np.dtype([(name, "i8") for name in PLACES + [f"{x}_{name}" for x in "kv" for name in SIDE.split()] + SHARED])
-AT = {name: i for i, name in enumerate(BLOCK.names)}
+WRITE_PARAMS = np.dtype(
+    [(name, "i8") for name in PLACES + [f"{x}_{name}" for x in "kv" for name in SIDE.split()] + SHARED]
+)
+AT = {name: i for i, name in enumerate(WRITE_PARAMS.names)}
 NEXT = AT["next"]
 SCRATCH = 4 * 1024 + 1024  # a row of up to 576 floats with room behind it, then its bytes
 TINY = F(np.finfo(np.float32).tiny)
@@ -149,13 +151,13 @@ def put_row(source, source_code, to, code, width, scales, group, row):
         copy_bytes(to, packed, width)
 
 
-def append(block, scratch):
+def append(params, scratch):
     """What a thread runs: parts of a call's tokens until there are none."""
-    p = carray(pointer(block), 1, dtype=BLOCK)[0]
-    part = next_item(block + 8 * NEXT)
+    p = carray(pointer(params), 1, dtype=WRITE_PARAMS)[0]
+    part = fetch_add(params + 8 * NEXT)
     while part < p.parts:
         append_part(p, scratch, part, p.parts)
-        part = next_item(block + 8 * NEXT)
+        part = fetch_add(params + 8 * NEXT)
 
 
 @jit
@@ -166,10 +168,10 @@ def append_part(p, scratch, part, parts):
         first = types.int64(get_i32(p.cu + 4 * b))
         new = types.int64(get_i32(p.cu + 4 * b + 4)) - first
         start = types.int64(get_i32(p.starts + 4 * b))
-        begin = max(types.int64(0), low - first)
+        relaunch = max(types.int64(0), low - first)
         if not p.table:
-            begin = max(begin, new - p.wrap)  # a ring keeps the last ones
-        for i in range(begin, min(new, high - first)):
+            relaunch = max(relaunch, new - p.wrap)  # a ring keeps the last ones
+        for i in range(relaunch, min(new, high - first)):
             position = start + i
             slot, outer = position % p.wrap, b
             if p.table:
@@ -201,30 +203,30 @@ class Append:
     """The call for one cache; only its sources and places change. See `tilewise.kv_cache.append`."""
 
     def __init__(self, k: Any, v: Any, wrap: int) -> None:
-        block = np.zeros(len(AT), dtype=np.int64)
-        block[AT["wrap"]], block[AT["heads"]] = wrap, k.data.shape[1]
+        params = np.zeros(len(AT), dtype=np.int64)
+        params[AT["wrap"]], params[AT["heads"]] = wrap, k.data.shape[1]
         for name, store in (("k", k), ("v", v)):
             fmt = store.format
             numbers = [store.data.data_ptr(), *_strides(store.data), CODES[fmt.name], fmt.width]
             if store.scales is not None:
                 numbers += [store.scales.data_ptr(), *_strides(store.scales), fmt.group]
             start = AT[f"{name}_to"]
-            block[start : start + len(numbers)] = numbers
-        self.block, self.kept = block, (k, v)
+            params[start : start + len(numbers)] = numbers
+        self.params, self.kept = params, (k, v)
         self.elements = k.data.shape[1] * (k.format.width + v.format.width)  # of a token
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> None:
-        block = self.block.copy()
+        params = self.params.copy()
         table = places.table
-        block[:7] = (
-            len(places.starts), block[1], places.starts.data_ptr(), places.cu.data_ptr(), places.packed,
+        params[:7] = (
+            len(places.starts), params[1], places.starts.data_ptr(), places.cu.data_ptr(), places.packed,
             0 if table is None else table.data_ptr(), 0 if table is None else 4 * table.stride(0),
         )  # fmt: skip
         for at, x in ((AT["k_source"], k), (AT["v_source"], v)):
-            block[at : at + 5] = (x.data_ptr(), *_strides(x), FLOATS[x.dtype])
+            params[at : at + 5] = (x.data_ptr(), *_strides(x), FLOATS[x.dtype])
         threads = min(torch.get_num_threads(), 1 + places.tokens * self.elements // TOKENS_OF_A_THREAD)
-        block[AT["parts"]] = threads
+        params[AT["parts"]] = threads
         if threads < 2:
-            compiler.entry("append")(block.ctypes.data, pool.scratch(SCRATCH))
+            compiler.entry("append")(params.ctypes.data, pool.scratch(SCRATCH))
         else:
-            pool.run_kernel("append", block.ctypes.data, threads, SCRATCH)
+            pool.run_kernel("append", params.ctypes.data, threads, SCRATCH)

@@ -1,4 +1,4 @@
-"""From a plan and its tensors to a block of numbers, and threads that work on it."""
+"""From a plan and its tensors to a parameter struct, and threads that work on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import compiler, config
 from .codegen.vector import CODES, W
 from .gemm import amx, gemv_vnni
 from .gemm.fp32 import PANEL
-from .params import COUNTER, END, INDEX, ITEM, MASK_BOOL, NO_LIMIT, NUMBERS, PER_CALL, UNDONE
+from .params import COUNTER, END, INDEX, MASK_BOOL, NO_LIMIT, NUMBERS, PER_CALL, UNDONE, WORK_ITEM
 from .scratch import DIRECT_ROWS, total
 from .threads import pool
 
@@ -29,21 +29,21 @@ SPLIT_BYTES = 256 * 1024  # of all rows of a KV head: four parts for each thread
 class Launch:
     """What all calls of a problem share."""
 
-    block: Any  # int64, in the order of PARAMS; the tensors are each call's own
+    params: Any  # int64, in the order of PARAMS; the tensors are each call's own
     threads: int
     scratch: int  # bytes for each thread
-    most_items: int
+    max_work_items: int
     partial_bytes: int  # of an item's result, if items are split
-    by_tiles: bool
-    items: Any = field(default=None)  # the list of items, if it is the same for every call
+    by_amx: bool
+    work_items: Any = field(default=None)  # the list of items, if it is the same for every call
 
 
 def prepare(problem: Problem) -> Plan:
     p = problem
     launch = make_launch(p, torch.get_num_threads())
-    tile = (min(int(launch.block[INDEX["tile_rows"]]), max(1, p.q_len)), int(launch.block[INDEX["tile_keys"]]))
-    split = int(launch.block[INDEX["split_size"]])
-    how = "matrix tiles" if launch.block[INDEX["walk_tiles"]] else "packed tiles"
+    tile = (min(int(launch.params[INDEX["tile_rows"]]), max(1, p.q_len)), int(launch.params[INDEX["tile_keys"]]))
+    split = int(launch.params[INDEX["split_size"]])
+    how = "matrix tiles" if launch.params[INDEX["prefill_amx"]] else "packed tiles"
     words = ["straight from the cache" if p.group * p.q_len <= DIRECT_ROWS else how, f"{W} lanes"]
     words.append(f"{launch.threads} thread{'s' * (launch.threads > 1)}")
     return Plan(
@@ -52,7 +52,7 @@ def prepare(problem: Problem) -> Plan:
         ", ".join(words),
         tile,
         splits=-(-p.kv_len // split) if split else 1,
-        workspace_bytes=launch.scratch * launch.threads + launch.most_items * launch.partial_bytes,
+        workspace_bytes=launch.scratch * launch.threads + launch.max_work_items * launch.partial_bytes,
         detail=launch,
     )
 
@@ -72,15 +72,15 @@ def make_launch(p: Problem, threads: int) -> Launch:
     threads = config.threads_for(p, threads)
     Dv = -(-p.value_dim // W) * W
     direct = p.group * p.q_len <= DIRECT_ROWS
-    bunch = 1
+    head_batch = 1
     if direct and p.page_size and p.mask is None:
         row_bytes, splits = 4 * p.group * p.q_len * (p.head_dim + p.value_dim), tiles * max(1, p.kv_len // 512)
-        bunch = config.bunch(p.kv_heads, row_bytes, splits, threads)
+        head_batch = config.head_batch(p.kv_heads, row_bytes, splits, threads)
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
     split = p.split_size or 0 if direct or p.packed_q else 0  # of sequences of few rows, in any batch
     if not p.split_size and (direct or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
-        each = config.BUNCH_PIECES if bunch > 1 else 4
-        split = config.split_size(tiles * p.kv_heads // bunch, p.kv_len, threads, keys, each)
+        each = config.HEAD_BATCH_PIECES if head_batch > 1 else 4
+        split = config.split_size(tiles * p.kv_heads // head_batch, p.kv_len, threads, keys, each)
     if split >= p.kv_len:
         split = 0
     pieces = -(-p.kv_len // split) + 1 if split else 1
@@ -108,45 +108,45 @@ def make_launch(p: Problem, threads: int) -> Launch:
         "right": NO_LIMIT if right is None else right,
         "chunk": p.chunk,
         "offset": p.q_offset if isinstance(p.q_offset, int) else END,
-        "tile_rows": rows if bunch == 1 else max(rows, bunch * p.q_len),  # room for all of them
+        "tile_rows": rows if head_batch == 1 else max(rows, head_batch * p.q_len),  # room for all of them
         "tile_keys": keys,
         "split_size": split,
         "split_few": p.split_size is not None,
         "partial_bytes": 4 * part_rows * (Dv + 2) if split else 0,
-        "bunch": bunch,
-        "ahead": config.keys_ahead(p),
+        "head_batch": head_batch,
+        "prefetch_distance": config.prefetch_distance(p),
     }
     if not direct and not parts:
-        numbers["walk_packed"] = compiler.function("walk_packed")
+        numbers["prefill"] = compiler.function("prefill")
     if parts:
-        numbers["walk_tiles"] = compiler.function(f"walk_tiles {KINDS[k_code]}")
-        numbers["configuration"] = amx.CONFIGURATION.ctypes.data
+        numbers["prefill_amx"] = compiler.function(f"prefill_amx {KINDS[k_code]}")
+        numbers["tile_config"] = amx.TILE_CONFIG.ctypes.data
     if p.packed_q or direct:
-        names = {"walk_direct": "walk_direct", "dots_f32": "dots f32", "adds_f32": "adds f32"}
+        names = {"decode": "decode", "qk_f32": "qk f32", "pv_f32": "pv f32"}
         # Rows are read straight from the cache if they are whole vectors.
         if p.head_dim % (W * (2 if k_code == CODES["int4"] else 1)) == 0:
-            names["dots"] = f"dots {KINDS[k_code]}"
+            names["qk"] = f"qk {KINDS[k_code]}"
         if p.value_dim % (W * (2 if v_code == CODES["int4"] else 1)) == 0:
-            names["adds"] = f"adds {KINDS[v_code]}"
+            names["pv"] = f"pv {KINDS[v_code]}"
         if _tiles_serve(p, k_code, v_code):
-            names |= {"tile_dots": "tile_dots", "tile_adds": "tile_adds"}
+            names |= {"amx_qk": "amx_qk", "amx_pv": "amx_pv"}
         if gemv_vnni.serves(KINDS[k_code], p.head_dim, numbers["k_group"]):
-            names["whole_dots"] = f"whole_dots {KINDS[k_code]}"
+            names["vnni_qk"] = f"vnni_qk {KINDS[k_code]}"
         if gemv_vnni.serves(KINDS[v_code], p.value_dim, numbers["v_group"]):
-            names["whole_adds"] = f"whole_adds {KINDS[v_code]}"
+            names["vnni_pv"] = f"vnni_pv {KINDS[v_code]}"
         numbers |= {name: compiler.function(what) for name, what in names.items()}
-    block = np.zeros(NUMBERS, dtype=np.int64)
+    params = np.zeros(NUMBERS, dtype=np.int64)
     for name, value in numbers.items():
-        block[INDEX[name]] = value
-    block.view(np.float64)[[INDEX["scale"], INDEX["softcap"]]] = p.scale, p.softcap
-    scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, numbers["tile_rows"], keys, bunch, parts)
+        params[INDEX[name]] = value
+    params.view(np.float64)[[INDEX["scale"], INDEX["softcap"]]] = p.scale, p.softcap
+    scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, numbers["tile_rows"], keys, head_batch, parts)
     most = tiles * p.kv_heads * pieces
-    launch = Launch(block, threads, scratch, most, numbers["partial_bytes"], bool(parts))
+    launch = Launch(params, threads, scratch, most, numbers["partial_bytes"], bool(parts))
     if p.form != "dense" or p.kv_lengths or p.q_offset == "rows":
         return launch
-    own = block.copy()
-    items = list_items_of(own, launch)
-    return Launch(own, threads, scratch, most, numbers["partial_bytes"], bool(parts), items)
+    own = params.copy()
+    work_items = schedule_items(own, launch)
+    return Launch(own, threads, scratch, most, numbers["partial_bytes"], bool(parts), work_items)
 
 
 def _parts(p: Problem, k_code: int, v_code: int) -> int:
@@ -171,12 +171,12 @@ def _stored(p: Problem) -> tuple[Any, Any]:
     return (p.k_dtype, p.k_quant), (p.v_dtype, p.v_quant)
 
 
-def list_items_of(block: Any, launch: Launch) -> Any:
-    items = np.empty(max(1, launch.most_items), dtype=ITEM)
-    order = np.empty(max(1, int(block[INDEX["batch"]])), dtype=np.int64)
-    block[INDEX["items"]], block[INDEX["counter"]] = items.ctypes.data, block.ctypes.data + 8 * COUNTER
-    compiler.entry("list_items")(block.ctypes.data, order.ctypes.data)
-    return items
+def schedule_items(params: Any, launch: Launch) -> Any:
+    work_items = np.empty(max(1, launch.max_work_items), dtype=WORK_ITEM)
+    order = np.empty(max(1, int(params[INDEX["batch"]])), dtype=np.int64)
+    params[INDEX["work_items"]], params[INDEX["counter"]] = work_items.ctypes.data, params.ctypes.data + 8 * COUNTER
+    compiler.entry("schedule")(params.ctypes.data, order.ctypes.data)
+    return work_items
 
 
 def _tensor(x: torch.Tensor | None) -> tuple[int, int, int, int]:
@@ -197,14 +197,14 @@ def _flat(x: torch.Tensor | None, kept: list[Any]) -> int:
     return x.data_ptr()
 
 
-def block_of(plan: Plan, t: Tensors) -> tuple[Any, list[Any]]:
-    """The numbers of a call, and what must live as long as they are in use."""
+def make_params(plan: Plan, t: Tensors) -> tuple[Any, list[Any]]:
+    """The parameter struct of a call, and what must live as long as it is in use."""
     p, launch = plan.problem, plan.detail
-    block = launch.block.copy()
+    params = launch.params.copy()
     kept: list[Any] = [launch]
     states = None
     if t.tile_map is not None and t.mask is not None:
-        tile = int(block[INDEX["tile_rows"]]), int(block[INDEX["tile_keys"]])
+        tile = int(params[INDEX["tile_rows"]]), int(params[INDEX["tile_keys"]])
         states = t.tile_map.retile(tile).states
         states = states.expand(p.batch, p.heads, *(-(-n // s) for n, s in zip((p.q_len, p.kv_len), tile, strict=True)))
         kept.append(states)
@@ -212,7 +212,7 @@ def block_of(plan: Plan, t: Tensors) -> tuple[Any, list[Any]]:
     if table is not None:
         table = table.contiguous()
         kept.append(table)
-    block[: len(PER_CALL)] = (
+    params[: len(PER_CALL)] = (
         *_tensor(t.q),
         *_tensor(t.k),
         *_tensor(t.v),
@@ -234,22 +234,22 @@ def block_of(plan: Plan, t: Tensors) -> tuple[Any, list[Any]]:
         _flat(t.cu_seqlens_k, kept),
         *((0, 0) if table is None else (table.data_ptr(), 4 * table.stride(0))),
     )
-    return block, kept
+    return params, kept
 
 
 def run(plan: Plan, t: Tensors) -> None:
     launch = plan.detail
-    block, kept = block_of(plan, t)
-    address = block.ctypes.data
-    block[INDEX["counter"]] = address + 8 * COUNTER
-    if launch.items is None:
-        kept.append(list_items_of(block, launch))
-    count = int(block[COUNTER + 1])
+    params, kept = make_params(plan, t)
+    address = params.ctypes.data
+    params[INDEX["counter"]] = address + 8 * COUNTER
+    if launch.work_items is None:
+        kept.append(schedule_items(params, launch))
+    count = int(params[COUNTER + 1])
     partials = None
     if launch.partial_bytes:
         partials = torch.empty(count * launch.partial_bytes, dtype=torch.uint8, device="cpu")
-        block[INDEX["partials"]] = partials.data_ptr()
-    work_on(launch, address, count)
+        params[INDEX["partials"]] = partials.data_ptr()
+    run_items(launch, address, count)
     if t.cu_seqlens_q is not None:
         zero_spare_rows(t)
 
@@ -265,18 +265,18 @@ def zero_spare_rows(t: Tensors) -> int:
     return count
 
 
-def work_on(launch: Launch, address: int, count: int) -> None:
+def run_items(launch: Launch, address: int, count: int) -> None:
     threads = min(launch.threads, count)
     if threads < 2:
-        compiler.entry("work")(address, pool.scratch(launch.scratch))
+        compiler.entry("worker")(address, pool.scratch(launch.scratch))
     else:
-        pool.run_kernel("work", address, threads, launch.scratch)
+        pool.run_kernel("worker", address, threads, launch.scratch)
     if launch.partial_bytes:
-        compiler.entry("merge")(address, pool.scratch(launch.scratch))
-    if launch.by_tiles and _number(address, UNDONE).value:  # an infinity: that item is for vectors, which are not here
-        _number(address, INDEX["walk_packed"]).value = compiler.function("walk_packed")
+        compiler.entry("combine")(address, pool.scratch(launch.scratch))
+    if launch.by_amx and _number(address, UNDONE).value:  # an infinity: that item is for vectors, which are not here
+        _number(address, INDEX["prefill"]).value = compiler.function("prefill")
         _number(address, COUNTER).value = _number(address, UNDONE).value = 0
-        work_on(launch, address, count)
+        run_items(launch, address, count)
 
 
 def _number(address: int, index: int) -> ctypes.c_int64:

@@ -1,4 +1,4 @@
-"""The kernels that are called from Python: the list of items, the work on them, the merging of split ones."""
+"""The tile scheduler: lists the work items, the most work first; threads take them by an atomic counter."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -6,24 +6,24 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from .codegen.load_store import get_i64, next_item, put_i64
-from .codegen.numba_ops import F, call_parallel, call_walk, call_work, item_at, jit, params_at, pointer, up
+from .codegen.load_store import fetch_add, get_i64, put_i64
+from .codegen.numba_ops import F, call_kernel, call_mainloop, call_parallel, item_at, jit, params_at, pointer, up
 from .kv_access import key_span, sequence
-from .mainloop.epilogue import hand_over, replace_rows
-from .params import BLOCK_BYTES, COUNTER, ITEM, NUMBERS, TASK_BYTES
-from .scratch import DIRECT_ROWS, cut
+from .mainloop.epilogue import epilogue_rows, replace_overflowed_rows
+from .params import BLOCK_BYTES, COUNTER, NUMBERS, TASK_BYTES, WORK_ITEM
+from .scratch import DIRECT_ROWS, partition
 
-ITEM_BYTES = ITEM.itemsize
+WORK_ITEM_BYTES = WORK_ITEM.itemsize
 
 
-def work(params, scratch):
-    """What a thread runs: bunches of items until there are none."""
+def worker(params, scratch):
+    """What a thread runs: head batches of work items until there are none."""
     p = params_at(params)
     count = get_i64(p.counter + 8)
-    t = cut(p, scratch)
-    index = next_item(p.counter) * p.bunch
+    t = partition(p, scratch)
+    index = fetch_add(p.counter) * p.head_batch
     while index < count:
-        address = p.items + index * ITEM_BYTES
+        address = p.work_items + index * WORK_ITEM_BYTES
         item = item_at(address)
         group = p.heads // p.kv_heads
         R = group * item.rows
@@ -31,32 +31,32 @@ def work(params, scratch):
         few = group * q_len <= DIRECT_ROWS  # of the sequence: a row must not depend on how it is cut
         put_i64(t.done, 0)
         put_i64(t.done + 8, 0)
-        if p.walk_tiles and not few:
-            call_walk(p.walk_tiles, params, scratch, address)
-        walk = p.walk_direct if few else p.walk_packed
-        if get_i64(t.done) == 0 and walk:
-            call_walk(walk, params, scratch, address)
+        if p.prefill_amx and not few:
+            call_mainloop(p.prefill_amx, params, scratch, address)
+        mainloop = p.decode if few else p.prefill
+        if get_i64(t.done) == 0 and mainloop:
+            call_mainloop(mainloop, params, scratch, address)
             put_i64(t.done, 1)
         bad = F(0)
-        for n in range(p.bunch):
-            bad += hand_over(p, t, index + n, n * R, R, q_start)
-        if get_i64(t.done) == 0 or (bad != F(0) and not walk):
+        for n in range(p.head_batch):
+            bad += epilogue_rows(p, t, index + n, n * R, R, q_start)
+        if get_i64(t.done) == 0 or (bad != F(0) and not mainloop):
             put_i64(p.counter + 16, 1)  # undone: `launch.py` compiles what it takes and begins anew
         elif bad != F(0):  # sums past float32's range, if values were all finite
             put_i64(t.done + 8, 1)
-            call_walk(walk, params, scratch, address)
-            for n in range(p.bunch):
-                replace_rows(p, t, index + n, n * R, R, q_start)
-        for _ in range(p.bunch):
-            next_item(p.counter + 24)  # done
-        index = next_item(p.counter) * p.bunch
+            call_mainloop(mainloop, params, scratch, address)
+            for n in range(p.head_batch):
+                replace_overflowed_rows(p, t, index + n, n * R, R, q_start)
+        for _ in range(p.head_batch):
+            fetch_add(p.counter + 24)  # done
+        index = fetch_add(p.counter) * p.head_batch
 
 
-def begin(template, scratch, memories, q, k, v, out, lse, k_scales, v_scales):
-    """A whole call that comes again, on a block of numbers that is made of `template` in `scratch`.
+def relaunch(template, scratch, memories, q, k, v, out, lse, k_scales, v_scales):
+    """A repeated call, on a parameter struct that is copied from `template` into `scratch`.
 
-    In torch's threads if there are `memories` for them, else in this one. Behind the block lie the threads' task, the
-    parts of split items, and this thread's own memory.
+    In torch's threads if there are `memories` for them, else in this one. Behind the struct lie the threads' task, the
+    split-KV partials, and this thread's own memory.
     """
     for i in range(NUMBERS):
         put_i64(scratch + 8 * i, get_i64(template + 8 * i))
@@ -68,27 +68,27 @@ def begin(template, scratch, memories, q, k, v, out, lse, k_scales, v_scales):
     own = p.partials + up(get_i64(p.counter + 8) * p.partial_bytes, 64)
     if memories:
         put_i64(task, 0)
-        put_i64(task + 8, p.work)
+        put_i64(task + 8, p.worker)
         put_i64(task + 16, scratch)
         put_i64(task + 24, memories)
-        call_parallel(p.parallel, p.team, task, p.threads, 0)
+        call_parallel(p.parallel, p.thread_main, task, p.threads, 0)
     else:
-        call_work(p.work, scratch, own)
+        call_kernel(p.worker, scratch, own)
     if p.partial_bytes:
-        call_work(p.merge, scratch, own)
+        call_kernel(p.combine, scratch, own)
 
 
-def team(task):
-    """What each of torch's threads runs, a kernel. `task` is the number of the next thread, the kernel, its block of
-    numbers, and where the addresses of the threads' memories are."""
-    slot = next_item(task)
-    call_work(get_i64(task + 8), get_i64(task + 16), get_i64(get_i64(task + 24) + 8 * slot))
+def thread_main(task):
+    """What each of torch's threads runs, a kernel. `task` is the number of the next thread, the kernel, its parameter
+    struct, and where the addresses of the threads' memories are."""
+    slot = fetch_add(task)
+    call_kernel(get_i64(task + 8), get_i64(task + 16), get_i64(get_i64(task + 24) + 8 * slot))
 
 
-def list_items(params, order):
-    """Writes the items, the most work first, and their number. `order` has room for an int64 for each batch row."""
+def schedule(params, order):
+    """Writes the work items, the most work first, and their number. `order` holds an int64 for each batch row."""
     p = params_at(params)
-    items = carray(pointer(p.items), 1 << 40, dtype=ITEM)
+    work_items = carray(pointer(p.work_items), 1 << 40, dtype=WORK_ITEM)
     rows = carray(pointer(order), p.batch, dtype=np.int64)
     for b in range(p.batch):
         rows[b] = b
@@ -96,8 +96,8 @@ def list_items(params, order):
     while gap:
         for i in range(gap, p.batch):
             b, j = rows[i], i
-            size = weigh(p, b)
-            while j >= gap and weigh(p, rows[j - gap]) < size:
+            size = cost(p, b)
+            while j >= gap and cost(p, rows[j - gap]) < size:
                 rows[j] = rows[j - gap]
                 j -= gap
             rows[j] = b
@@ -119,7 +119,7 @@ def list_items(params, order):
                 parts = (hi + size - 1) // size - start
             for part in range(parts):  # outside: what heads of a page share is then found in the caches of addresses
                 for head in range(p.kv_heads):
-                    item = items[count]
+                    item = work_items[count]
                     item.b, item.head, item.row, item.rows = b, head, row, n
                     item.start = (start + part) * size
                     item.end = min(kv_len, item.start + size) if size else kv_len
@@ -131,6 +131,6 @@ def list_items(params, order):
 
 
 @jit
-def weigh(p, b):
+def cost(p, b):
     _, q_len, _, kv_len, _ = sequence(p, b)
     return q_len * kv_len

@@ -111,17 +111,17 @@ class Pool:
         finally:
             self.busy.release()
 
-    def run_kernel(self, name: str, block: int, threads: int, scratch: int) -> None:
-        """Runs the kernel `name` on a block of numbers in up to `threads` threads, each with scratch memory."""
+    def run_kernel(self, name: str, params: int, threads: int, scratch: int) -> None:
+        """Runs the kernel `name` on a parameter struct in up to `threads` threads, each with scratch memory."""
         if self.parallel is None:
             kernel = compiler.entry(name)
-            self.run(lambda memory: kernel(block, memory), threads, scratch)
+            self.run(lambda memory: kernel(params, memory), threads, scratch)
         elif not self.busy.acquire(blocking=False):
-            compiler.entry(name)(block, self.scratch(scratch))
+            compiler.entry(name)(params, self.scratch(scratch))
         else:
             try:
-                task = (ctypes.c_int64 * 4)(0, compiler.function(name), block, self.memories(threads, scratch))
-                self.parallel(compiler.function("team"), ctypes.addressof(task), threads, 0)
+                task = (ctypes.c_int64 * 4)(0, compiler.function(name), params, self.memories(threads, scratch))
+                self.parallel(compiler.function("thread_main"), ctypes.addressof(task), threads, 0)
             finally:
                 self.busy.release()
 

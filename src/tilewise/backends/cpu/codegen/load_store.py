@@ -1,4 +1,4 @@
-"""Micro-kernels for memory: scalars by address; rows of any storage type to float32 and back; asking ahead."""
+"""Micro-kernels for memory: scalars by address; rows of any storage type to float32 and back."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -40,8 +40,8 @@ get_u8, _ = _scalar(I8, types.uint8)
 
 
 @intrinsic
-def next_item(typingctx: Any, address: Any) -> Any:
-    """Takes the next number from a counter that threads share."""
+def fetch_add(typingctx: Any, address: Any) -> Any:
+    """Atomic fetch-and-add of 1, by which threads take work items."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], I64.as_pointer())
@@ -55,10 +55,10 @@ def get_one(e: Emit, address: Value, code: Value, index: Value) -> Value:
     """One element of a row of floats: storage code 0 (f32), 1 (f16) or 2 (bf16)."""
     b = e.builder
     result = e.var(ir.Constant(F32, 0.0))
-    with b.if_else(b.icmp_signed("==", code, e.whole(0))) as (wide, narrow):
+    with b.if_else(b.icmp_signed("==", code, e.i64(0))) as (wide, narrow):
         with wide:
             result.set(e.load_scalar(address, index, F32))
-        with narrow, b.if_else(b.icmp_signed("==", code, e.whole(1))) as (half, brain):
+        with narrow, b.if_else(b.icmp_signed("==", code, e.i64(1))) as (half, brain):
             with half:
                 result.set(b.fpext(e.load_scalar(address, index, F16), F32))
             with brain:
@@ -71,10 +71,10 @@ def get_one(e: Emit, address: Value, code: Value, index: Value) -> Value:
 def put_one(e: Emit, address: Value, code: Value, index: Value, value: Value) -> None:
     """The other way round, rounding to nearest even."""
     b = e.builder
-    with b.if_else(b.icmp_signed("==", code, e.whole(0))) as (wide, narrow):
+    with b.if_else(b.icmp_signed("==", code, e.i64(0))) as (wide, narrow):
         with wide:
             b.store(value, e.pointer(address, index, F32, F32))
-        with narrow, b.if_else(b.icmp_signed("==", code, e.whole(1))) as (half, brain):
+        with narrow, b.if_else(b.icmp_signed("==", code, e.i64(1))) as (half, brain):
             with half:
                 b.store(b.fptrunc(value, F16), e.pointer(address, index, F16, F16))
             with brain:
@@ -157,7 +157,7 @@ def row_scale(e: Emit, row: Value, count: Value, factor: Value) -> None:
 
 @microkernel("iiii")
 def row_times(e: Emit, to: Value, x: Value, y: Value, vectors: Value) -> None:
-    with e.loop(e.builder.mul(vectors, e.whole(W)), W) as i:
+    with e.loop(e.builder.mul(vectors, e.i64(W)), W) as i:
         e.store(e.builder.fmul(e.load(x, i), e.load(y, i)), to, i)
 
 
@@ -165,9 +165,9 @@ def row_times(e: Emit, to: Value, x: Value, y: Value, vectors: Value) -> None:
 def transpose(e: Emit, to: Value, to_width: Value, source: Value, width: Value) -> None:
     """to[j, i] = source[i, j] of W rows and columns; rows are `to_width` and `width` floats apart."""
     b = e.builder
-    rows = [e.load(source, b.mul(width, e.whole(i))) for i in range(W)]
+    rows = [e.load(source, b.mul(width, e.i64(i))) for i in range(W)]
     for j, column in enumerate(e.transpose(rows)):
-        e.store(column, to, b.mul(to_width, e.whole(j)))
+        e.store(column, to, b.mul(to_width, e.i64(j)))
 
 
 @microkernel("iiif")
@@ -179,8 +179,8 @@ def row_add(e: Emit, to: Value, source: Value, count: Value, factor: Value) -> N
 
 
 @intrinsic
-def look(typingctx: Any, address: Any) -> Any:
-    """A number that other threads change."""
+def load_acquire(typingctx: Any, address: Any) -> Any:
+    """An atomic load (acquire) of a number that other threads change."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)

@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from ..params import ITEM, PARAMS
+from ..params import PARAMS, WORK_ITEM
 from .load_store import (
     get_f32,
     get_fp8,
@@ -53,7 +53,7 @@ def params_at(address):
 
 @jit
 def item_at(address):
-    return carray(pointer(address), 1, dtype=ITEM)[0]
+    return carray(pointer(address), 1, dtype=WORK_ITEM)[0]
 
 
 def _caller(count):
@@ -73,7 +73,7 @@ def _caller(count):
     return intrinsic(scope["call"])
 
 
-call_work, call_walk, call_parallel, call_tiles, call_adds, call_dots = map(_caller, (2, 3, 4, 10, 11, 12))
+call_kernel, call_mainloop, call_parallel, call_amx, call_pv, call_qk = map(_caller, (2, 3, 4, 10, 11, 12))
 
 
 @njit(**OPTIONS, inline="always")

@@ -8,30 +8,30 @@ from numba.core import cgutils
 from .vector import I8, I32, I64, Emit, Value, microkernel
 
 
-def ask(e: Emit, address: Value, near: bool = True) -> None:
-    """Asks for a line of memory, to be there when it is read: `near`, in the first-level cache, or in the second."""
+def prefetch_line(e: Emit, address: Value, level: int = 1) -> None:
+    """Prefetches a cache line into L1 or L2."""
     pointer = I8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     prefetch = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.prefetch.p0")
-    reading, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3 if near else 2), ir.Constant(I32, 1)
+    reading, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3 if level == 1 else 2), ir.Constant(I32, 1)
     e.builder.call(prefetch, [e.builder.inttoptr(address, pointer), reading, keep, data])
 
 
 @microkernel("iiii")
-def fetch_part(e: Emit, rows: Value, count: Value, start: Value, size: Value) -> None:
-    """Asks for `size` bytes from `start` on of each listed row, into the second-level cache."""
+def prefetch_row_spans(e: Emit, rows: Value, count: Value, start: Value, size: Value) -> None:
+    """Prefetches `size` bytes from `start` on of each listed row into L2."""
     b = e.builder
     with e.loop(count) as j:
         row = b.add(e.load_scalar(rows, j, I64), start)
         with e.loop(size, 64) as i:
-            ask(e, b.add(row, i), near=False)
+            prefetch_line(e, b.add(row, i), level=2)
 
 
 @microkernel("iii")
-def fetch(e: Emit, rows: Value, count: Value, size: Value) -> None:
-    """Asks for `size` bytes of each listed row."""
+def prefetch_rows(e: Emit, rows: Value, count: Value, size: Value) -> None:
+    """Prefetches `size` bytes of each listed row into L1."""
     b = e.builder
     with e.loop(count) as j:
         row = e.load_scalar(rows, j, I64)
         with e.loop(size, 64) as i:
-            ask(e, b.add(row, i))
+            prefetch_line(e, b.add(row, i))

@@ -60,7 +60,7 @@ class Emit:
     def i32s(self, value: int) -> ir.Constant:
         return ir.Constant(self.vector(I32), [value] * W)
 
-    def whole(self, value: int) -> Value:
+    def i64(self, value: int) -> Value:
         return ir.Constant(I64, value)
 
     @property
@@ -71,7 +71,7 @@ class Emit:
 
     def pointer(self, address: Value, offset: Any, element: ir.Type, kind: ir.Type) -> Value:
         b = self.builder
-        offset = self.whole(offset) if isinstance(offset, int) else offset
+        offset = self.i64(offset) if isinstance(offset, int) else offset
         base = b.inttoptr(address, element.as_pointer())
         return b.bitcast(b.gep(base, [offset]), kind.as_pointer())
 
@@ -264,7 +264,7 @@ class Emit:
     @contextmanager
     def loop(self, count: Value, step: int = 1) -> Iterator[Value]:
         """Runs its body for 0, step, ... below `count`."""
-        with cgutils.for_range_slice(self.builder, self.whole(0), count, self.whole(step), I64) as (index, _):
+        with cgutils.for_range_slice(self.builder, self.i64(0), count, self.i64(step), I64) as (index, _):
             yield index
 
 

@@ -47,7 +47,7 @@ def usable() -> bool:
         return False
 
 
-def _configuration() -> Any:
+def _tile_config() -> Any:
     """Eight tiles of 16 rows of 64 bytes, as the processor wants it."""
     bytes_ = np.zeros(64, dtype=np.uint8)
     bytes_[0] = 1
@@ -56,7 +56,7 @@ def _configuration() -> Any:
     return bytes_
 
 
-CONFIGURATION = _configuration()
+TILE_CONFIG = _tile_config()
 
 
 def _tile(e: Emit, name: str, *args: Any) -> None:
@@ -67,13 +67,13 @@ def _tile(e: Emit, name: str, *args: Any) -> None:
 
 
 def _at(e: Emit, address: Value, offset: Any = 0) -> Value:
-    offset = e.whole(offset) if isinstance(offset, int) else offset
+    offset = e.i64(offset) if isinstance(offset, int) else offset
     return e.builder.inttoptr(e.builder.add(address, offset), I8.as_pointer())
 
 
 @microkernel("i")
-def configure(e: Emit, configuration: Value) -> None:
-    _tile(e, "ldtilecfg", _at(e, configuration))
+def load_tile_config(e: Emit, tile_config: Value) -> None:
+    _tile(e, "ldtilecfg", _at(e, tile_config))
 
 
 @microkernel("")
@@ -90,13 +90,13 @@ def multiply(
     `beside(g)` is what vectors do meanwhile, after group g of n times `products`.
     """
     c = e.builder
-    width = e.whole(64)
+    width = e.i64(64)
     with e.loop(n) as step:
-        down = c.mul(step, e.whole(2 * TILE))
+        down = c.mul(step, e.i64(2 * TILE))
         held_a = held_b = None
         for group, (i, j) in enumerate(products):
-            left = c.add(c.add(a, c.mul(a_part, e.whole(i))), down)
-            right = c.add(c.add(b, c.mul(b_part, e.whole(j))), down)
+            left = c.add(c.add(a, c.mul(a_part, e.i64(i))), down)
+            right = c.add(c.add(b, c.mul(b_part, e.i64(j))), down)
             if i != held_a:
                 _tile(e, "tileloadd64", 4, _at(e, left), width)
             if j != held_b:
@@ -110,13 +110,13 @@ def multiply(
             _tile(e, "tdpbf16ps", 2, 5, 6)
             _tile(e, "tdpbf16ps", 3, 5, 7)
             held_a, held_b = i, j
-            beside(c.add(c.mul(step, e.whole(len(products))), e.whole(group)))
+            beside(c.add(c.mul(step, e.i64(len(products))), e.i64(group)))
 
 
 def _corners(e: Emit, c: Value, half: Value) -> list[Value]:
     """Where the tiles 0 to 3 of a product lie: [2 halves of the columns, rows, 16], the halves `half` bytes apart."""
     right = e.builder.add(c, half)
-    return [c, right, e.builder.add(c, e.whole(TILE)), e.builder.add(right, e.whole(TILE))]
+    return [c, right, e.builder.add(c, e.i64(TILE)), e.builder.add(right, e.i64(TILE))]
 
 
 def nothing(group: Value) -> None:
@@ -132,7 +132,7 @@ def make_scores(
         _tile(e, "tilezero", tile)
     multiply(e, KEY_PRODUCTS[parts], k, k_part, q, q_part, n, beside)
     for tile, corner in enumerate(_corners(e, s, half)):
-        _tile(e, "tilestored64", tile, _at(e, corner), e.whole(64))
+        _tile(e, "tilestored64", tile, _at(e, corner), e.i64(64))
 
 
 def make_products(parts: int) -> tuple[Any, Any]:
@@ -153,17 +153,17 @@ def make_products(parts: int) -> tuple[Any, Any]:
         corners = _corners(e, acc, half)
         for tile, corner in enumerate(corners):
             if parts == 1:
-                _tile(e, "tileloadd64", tile, _at(e, corner), e.whole(64))
+                _tile(e, "tileloadd64", tile, _at(e, corner), e.i64(64))
             else:
                 _tile(e, "tilezero", tile)
         multiply(e, VALUE_PRODUCTS[parts], v, v_part, p, p_part, n, nothing)
         for tile, corner in enumerate(corners):
-            to = corner if parts == 1 else b.add(sums, e.whole(tile * TILE))
-            _tile(e, "tilestored64", tile, _at(e, to), e.whole(64))
+            to = corner if parts == 1 else b.add(sums, e.i64(tile * TILE))
+            _tile(e, "tilestored64", tile, _at(e, to), e.i64(64))
         if parts > 1:  # short sums of short sums round less than one long one
             for tile, corner in enumerate(corners):
-                with e.loop(e.whole(TILE // 4), W) as i:
-                    more = e.load(sums, b.add(i, e.whole(tile * TILE // 4)))
+                with e.loop(e.i64(TILE // 4), W) as i:
+                    more = e.load(sums, b.add(i, e.i64(tile * TILE // 4)))
                     e.store(b.fadd(e.load(corner, i), more), corner, i)
 
     return keys, values

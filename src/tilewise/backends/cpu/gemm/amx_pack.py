@@ -1,4 +1,4 @@
-"""Numbers as sums of bf16 ones, and blocks of them as matrix tiles (`amx.py`)."""
+"""Packed layout of AMX operands: q, k and v as blocks of bf16 parts (`amx.py`), numbers as sums of bf16 ones."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -43,13 +43,13 @@ def make_split_row(parts: int, kind: str = "f32") -> Any:
     def split_row(e: Emit, to: Value, part: Value, jump: Value, source: Value, count: Value) -> Value:
         b = e.builder
         check = e.var(e.zeros)
-        with e.loop(b.sdiv(count, e.whole(BLOCK))) as step:
+        with e.loop(b.sdiv(count, e.i64(BLOCK))) as step:
             for half in range(0, BLOCK, W):
-                x = e.load(source, b.add(b.mul(step, e.whole(BLOCK)), e.whole(half)), kind)
+                x = e.load(source, b.add(b.mul(step, e.i64(BLOCK)), e.i64(half)), kind)
                 check.set(e.fma(x, e.zeros, check.get()))
                 for n, top in enumerate(split(e, x, parts)):
                     short = b.trunc(b.lshr(b.bitcast(top, e.vector(I32)), e.i32s(16)), e.vector(I16))
-                    at = b.add(b.add(to, b.mul(part, e.whole(n))), b.mul(step, jump))
+                    at = b.add(b.add(to, b.mul(part, e.i64(n))), b.mul(step, jump))
                     b.store(short, e.pointer(at, half, I16, short.type)).align = 2
         return e.reduce(check.get(), b.fadd)
 
@@ -60,23 +60,23 @@ def make_split_row(parts: int, kind: str = "f32") -> Any:
 def copy_row(e: Emit, to: Value, jump: Value, source: Value, count: Value) -> None:
     """`count` bf16 numbers, 32 of them `jump` bytes from the next 32."""
     b = e.builder
-    with e.loop(b.sdiv(count, e.whole(BLOCK))) as step:
-        e.store(e.load(source, b.mul(step, e.whole(W))), b.add(to, b.mul(step, jump)))
+    with e.loop(b.sdiv(count, e.i64(BLOCK))) as step:
+        e.store(e.load(source, b.mul(step, e.i64(W))), b.add(to, b.mul(step, jump)))
 
 
-def make_turn(parts: int, kind: str) -> Any:
+def make_transpose_pairs(parts: int, kind: str) -> Any:
     """`fn(to, part, source, step)`: 16 columns of 32 rows become the rows of a tile; NaN if a number is not finite.
 
     The rows are `step` bytes apart, the tiles of their parts `part` bytes.
     """
 
     @microkernel("iiii>f")
-    def turn(e: Emit, to: Value, part: Value, source: Value, step: Value) -> Value:
+    def transpose_pairs(e: Emit, to: Value, part: Value, source: Value, step: Value) -> Value:
         b = e.builder
         check = e.var(e.zeros)
         pairs: list[list[Value]] = [[] for _ in range(parts)]
         for i in range(0, BLOCK, 2):
-            rows = [e.load(b.add(source, b.mul(step, e.whole(i + n))), 0, kind) for n in (0, 1)]
+            rows = [e.load(b.add(source, b.mul(step, e.i64(i + n))), 0, kind) for n in (0, 1)]
             for x in rows:
                 check.set(e.fma(x, e.zeros, check.get()))
             even, odd = ([x] if kind == "bf16" else split(e, x, parts) for x in rows)
@@ -84,10 +84,10 @@ def make_turn(parts: int, kind: str) -> Any:
                 pairs[n].append(b.bitcast(pair(e, even[n], odd[n]), e.vector(F32)))
         for n in range(parts):
             for i, row in enumerate(e.transpose(pairs[n])):
-                e.store(row, b.add(to, b.mul(part, e.whole(n))), i * W)
+                e.store(row, b.add(to, b.mul(part, e.i64(n))), i * W)
         return e.reduce(check.get(), b.fadd)
 
-    return turn
+    return transpose_pairs
 
 
 # np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
@@ -112,14 +112,14 @@ def for_parts(parts):
     return piece
 
 
-def lay_functions(parts):
-    """`lay_queries`, `lay_keys` and `lay_values`."""
+def pack_functions(parts):
+    """`pack_queries`, `pack_keys` and `pack_values`."""
     piece = for_parts(parts)
     split_row, split_half_row = make_split_row(parts), make_split_row(parts, "f16")
-    turn, turn_halves = make_turn(1, "bf16"), make_turn(parts, "f16")
+    transpose_pairs, transpose_pairs_f16 = make_transpose_pairs(1, "bf16"), make_transpose_pairs(parts, "f16")
 
     @piece
-    def lay_row(w, code, width, to, part, jump, source, padded, keep):
+    def pack_row(w, code, width, to, part, jump, source, padded, keep):
         """A row as bf16 rows, `part` bytes apart, with zeros up to `padded`. Was a number not finite, or infinite?
 
         Such a number is its own first part, or 0 if it is not to be kept.
@@ -144,13 +144,13 @@ def lay_functions(parts):
         return True, infinite
 
     @piece
-    def lay_key(p, w, x, at, to, part, jump, key, padded, keep):
+    def pack_key_row(p, w, x, at, to, part, jump, key, padded, keep):
         """The row of a key in K or V."""
         source = row_address(p, x.base, x.b, x.h, x.l, at, key)
-        return lay_row(w, x.code, x.width, to, part, jump, source, padded, keep)
+        return pack_row(w, x.code, x.width, to, part, jump, source, padded, keep)
 
     @piece
-    def lay_queries(p, w, item, q_start, R, D, spare):
+    def pack_queries(p, w, item, q_start, R, D, spare):
         """Q^T, an operand of 32 columns for each panel. Is a number infinite?"""
         bad, n = False, item.rows
         rows, part, q_part = w.rows + 4 * spare, 2 * W * D, 2 * up(R, BLOCK) * D  # rows: [parts, W, D]
@@ -159,7 +159,7 @@ def lay_functions(parts):
                 row = rows + 2 * (r - first) * D
                 if r < R:
                     at = query_row(p, item, q_start, r // n, r % n)
-                    bad |= lay_row(w, p.q_code, p.head_dim, row, part, ROW, at, D, True)[1]
+                    bad |= pack_row(w, p.q_code, p.head_dim, row, part, ROW, at, D, True)[1]
                 else:
                     for i in range(parts):
                         clear(row + i * part, D // 2)
@@ -170,15 +170,15 @@ def lay_functions(parts):
         return bad and parts > 1
 
     @piece
-    def lay_keys(p, w, x, at, tile, count, D, part):
+    def pack_keys(p, w, x, at, tile, count, D, part):
         """K, an operand of `count` rows and some more, which do not matter. Is a number infinite?"""
         bad = False
         for j in range(count):
-            bad |= lay_key(p, w, x, at, w.k + tile_row(j, D // BLOCK), part, STEP, tile + j, D, True)[1]
+            bad |= pack_key_row(p, w, x, at, w.k + tile_row(j, D // BLOCK), part, STEP, tile + j, D, True)[1]
         return bad and parts > 1
 
     @piece
-    def lay_values(p, t, w, x, at, tile, count, Dv, BK, spare, keep):
+    def pack_values(p, t, w, x, at, tile, count, Dv, BK, spare, keep):
         """V^T, an operand of Dv rows; keys up to the next multiple of 32 are zeros. Is a number not finite?
 
         Numbers that are not are taken out if they are not to be kept; `v_table` says which keys have one.
@@ -195,19 +195,19 @@ def lay_functions(parts):
                 in_place = False
                 for i in range(BLOCK):
                     if j + i < count:
-                        stray, _ = lay_key(p, w, x, at, rows + 2 * i * Dv, part, ROW, tile + j + i, Dv, keep)
-                        put_i64(t.v_table + 8 * (j + i), ONE if stray else ZERO)
-                        bad |= stray
+                        value, _ = pack_key_row(p, w, x, at, rows + 2 * i * Dv, part, ROW, tile + j + i, Dv, keep)
+                        put_i64(t.v_table + 8 * (j + i), ONE if value else ZERO)
+                        bad |= value
                     else:
                         for n in range(parts):
                             clear(rows + 2 * i * Dv + n * part, Dv // 2)
             for c in range(0, up(x.width, W), W):
                 to = w.v + tile_row(c, BK // BLOCK) + j // BLOCK * STEP
                 if in_place and parts > 1:
-                    bad |= turn_halves(to, v_part, base + 2 * c, step) != F(0)
+                    bad |= transpose_pairs_f16(to, v_part, base + 2 * c, step) != F(0)
                 else:
                     for n in range(parts):
-                        bad |= turn(to + n * v_part, ZERO, base + n * part + 2 * c, step) != F(0)
+                        bad |= transpose_pairs(to + n * v_part, ZERO, base + n * part + 2 * c, step) != F(0)
         return bad
 
-    return lay_queries, lay_keys, lay_values
+    return pack_queries, pack_keys, pack_values

@@ -1,6 +1,6 @@
-"""Float32 as whole numbers of 24 bits: three digits of a byte, one factor for a row. `whole.py` multiplies them.
+"""Float32 rows as 24-bit fixed point: three 8-bit limbs and one factor for a row, for integer dots (`gemv_vnni.py`).
 
-They are as exact as float32 is next to the largest number of a row. Rows that they cannot tell are for float32.
+As exact as float32 is next to the largest number of a row. Rows out of range are left to fp32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..codegen.load_store import get_f32, put_f32
 from ..codegen.numba_ops import F, jit
 from ..codegen.vector import F32, I8, I32, Emit, Value, W, microkernel
 
-DIGITS = 3
+LIMBS = 3
 LINE = 64  # elements that share what their sum starts with
 LINE_ = np.int64(LINE)
 MOST = F(127 * 65536)  # of a number of three digits with a sign
@@ -24,7 +24,7 @@ OFFSET_INT8, OFFSET_INT4 = np.int64(128), np.int64(8)  # what is added to K
 
 
 def _products(weights: bool) -> tuple[Any, Any]:
-    """`top` and `lay` of x, or of x times y for weights, which have no sign."""
+    """`top` and `pack_limbs` of x, or of x times y for weights, which have no sign."""
 
     def value(e: Emit, x: Value, y: Value, at: Value) -> Value:
         return e.builder.fmul(e.load(x, at), e.load(y, at)) if weights else e.load(x, at)
@@ -46,33 +46,33 @@ def _products(weights: bool) -> tuple[Any, Any]:
         return b.bitcast(e.reduce(largest.get(), larger), F32)
 
     @microkernel("iiiifi")
-    def lay(e: Emit, to: Value, x: Value, y: Value, count: Value, factor: Value, room: Value) -> None:
+    def pack_limbs(e: Emit, to: Value, x: Value, y: Value, count: Value, factor: Value, room: Value) -> None:
         """`count` numbers times `factor` as three digits, the lowest first, `room` bytes for each."""
         b = e.builder
         factor = e.splat(factor)
         with e.loop(count, W) as i:
             number = b.fptosi(e.call("nearbyint", b.fmul(value(e, x, y, i), factor)), e.vector(I32))
-            for m in range(DIGITS):
-                digit = b.trunc(number, e.vector(I8))
-                at = b.add(b.mul(room, e.whole(m)), i)
-                b.store(digit, e.pointer(to, at, I8, digit.type)).align = 1
+            for m in range(LIMBS):
+                limb = b.trunc(number, e.vector(I8))
+                at = b.add(b.mul(room, e.i64(m)), i)
+                b.store(limb, e.pointer(to, at, I8, limb.type)).align = 1
                 if not weights:
-                    number = b.sub(number, b.sext(digit, e.vector(I32)))
+                    number = b.sub(number, b.sext(limb, e.vector(I32)))
                 number = b.ashr(number, e.i32s(8))
 
-    return top, lay
+    return top, pack_limbs
 
 
-(top_query, lay_signed), (top_weight, lay_plain) = _products(False), _products(True)
+(max_query, pack_signed), (max_weight, pack_unsigned) = _products(False), _products(True)
 
 
 @microkernel("iii")
-def lay_start(e: Emit, to: Value, digits: Value, offset: Value) -> None:
+def pack_offset(e: Emit, to: Value, limbs: Value, offset: Value) -> None:
     """What a sum starts with: minus `offset` times the sum of its 64 digits."""
     b = e.builder
     total = e.i32s(0)
     for n in range(4):
-        total = b.add(total, b.sext(e._load(digits, n * W, I8, W), e.vector(I32)))
+        total = b.add(total, b.sext(e._load(limbs, n * W, I8, W), e.vector(I32)))
     start = b.mul(e.reduce(total, b.add), b.sub(ir.Constant(I32, 0), b.trunc(offset, I32)))
     b.store(start, e.pointer(to, 0, I32, I32))
 
@@ -80,30 +80,30 @@ def lay_start(e: Emit, to: Value, digits: Value, offset: Value) -> None:
 @jit
 def query_words(width):  # type: ignore[no-untyped-def]
     """Words of a query row: digits, what sums of 64 elements start with, the factor."""
-    return DIGITS * (width // 4 + width // LINE_) + 1
+    return LIMBS * (width // 4 + width // LINE_) + 1
 
 
 @jit
-def tell_queries(to, q, rows, width, code):  # type: ignore[no-untyped-def]
-    """Rows of float32 as `make_dots` reads them, or a first factor below 0 if whole numbers cannot tell them."""
+def quantise_queries(to, q, rows, width, code):  # type: ignore[no-untyped-def]
+    """Rows of float32 as `make_qk` reads them, or a first factor below 0 if they are out of range."""
     words, spans, size = width // 4, width // LINE_, 4 * query_words(width)
     for r in range(rows):
         row, factor_at = to + r * size, size - 4
         x = q + 4 * r * width
-        top = top_query(x, x, width)
+        top = max_query(x, x, width)
         if top != F(0) and not LEAST_TOP <= top <= MOST_TOP:
             put_f32(to + factor_at, F(-1))
             return
-        lay_signed(row, x, x, width, F(0) if top == F(0) else MOST / top, width)
-        for n in range(DIGITS):
+        pack_signed(row, x, x, width, F(0) if top == F(0) else MOST / top, width)
+        for n in range(LIMBS):
             for span in range(spans):
-                start = row + 4 * (DIGITS * words + n * spans + span)
-                lay_start(start, row + n * width + span * LINE_, OFFSET_INT8 if code == 3 else OFFSET_INT4)
+                start = row + 4 * (LIMBS * words + n * spans + span)
+                pack_offset(start, row + n * width + span * LINE_, OFFSET_INT8 if code == 3 else OFFSET_INT4)
         put_f32(row + factor_at, top / MOST)
 
 
 @jit
-def are_told(queries, width):  # type: ignore[no-untyped-def]
+def are_quantised(queries, width):  # type: ignore[no-untyped-def]
     return get_f32(queries + 4 * query_words(width) - 4) >= F(0)
 
 
@@ -112,20 +112,20 @@ def are_finite(scales, line, count, groups):  # type: ignore[no-untyped-def]
     """Whether `count` scales of each group are: a sum of whole numbers hides what an infinite one makes of each."""
     for g in range(groups):
         row = scales + 4 * g * line
-        if not top_query(row, row, (count + W - 1) // W * W) <= MOST_TOP:
+        if not max_query(row, row, (count + W - 1) // W * W) <= MOST_TOP:
             return False
     return True
 
 
 @jit
-def lay_weights(to, p, scales, count, room):  # type: ignore[no-untyped-def]
-    """`count` weights, p times V's scales, as `make_adds` reads them; False if whole numbers cannot tell them.
+def pack_weights(to, p, scales, count, room):  # type: ignore[no-untyped-def]
+    """`count` weights, p times V's scales, as `make_pv` reads them; False if they are out of range.
 
     `count` is a multiple of W; there are `room` bytes for a digit.
     """
-    top = top_weight(p, scales, count)
+    top = max_weight(p, scales, count)
     if top != F(0) and not LEAST_TOP <= top <= MOST_TOP:
         return False
-    lay_plain(to, p, scales, count, F(0) if top == F(0) else MOST_WEIGHT / top, room)
-    put_f32(to + DIGITS * room, top / MOST_WEIGHT)
+    pack_unsigned(to, p, scales, count, F(0) if top == F(0) else MOST_WEIGHT / top, room)
+    put_f32(to + LIMBS * room, top / MOST_WEIGHT)
     return True

@@ -1,6 +1,6 @@
 """Micro-kernels for prefill: blocked products, in vector registers.
 
-gemm_keys    s[keys, rows]  = K Q^T      a block of keys over a panel of query rows (`calm.py` has it with the softmax)
+gemm_keys    s[keys, rows]  = K Q^T      a block of keys over a panel of query rows (`max_free.py`: with softmax)
 gemm_values  acc[rows, Dv] += P V        a block of query rows over a panel of V's columns
 pack         those columns of V's rows, side by side
 """
@@ -31,10 +31,10 @@ def by_fours(e: Emit, count: Value, step: Callable[[Value], None]) -> None:
         with e.loop(count) as i:
             step(i)
         return
-    whole = b.mul(b.sdiv(count, e.whole(4)), e.whole(4))
+    whole = b.mul(b.sdiv(count, e.i64(4)), e.i64(4))
     with e.loop(whole, 4) as i:
         for n in range(4):
-            step(b.add(i, e.whole(n)))
+            step(b.add(i, e.i64(n)))
     with e.loop(b.sub(count, whole)) as i:
         step(b.add(i, whole))
 
@@ -46,8 +46,8 @@ def dot_products(e: Emit, keys: Value, offset: Value, q: Value, depth: Value, ve
     sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(KEYS)]
 
     def step(d: Value) -> None:
-        start = b.mul(d, e.whole(PANEL))
-        columns = [e.load(q, b.add(start, e.whole(j * W))) for j in range(vectors)]
+        start = b.mul(d, e.i64(PANEL))
+        columns = [e.load(q, b.add(start, e.i64(j * W))) for j in range(vectors)]
         for i in range(KEYS):
             value = e.splat(e.load_scalar(rows[i], d, F32))
             for j in range(vectors):
@@ -63,7 +63,7 @@ def _gemm_keys(vectors: int) -> Any:
         """s[KEYS, rows] = K[KEYS, depth] Q^T[depth, PANEL], or += if `offset`, the bytes into K's rows, is not 0."""
         b = e.builder
         sums = dot_products(e, keys, offset, q, depth, vectors)
-        first = b.icmp_signed("==", offset, e.whole(0))
+        first = b.icmp_signed("==", offset, e.i64(0))
         for i in range(KEYS):
             for j in range(vectors):
                 at = i * PANEL + j * W
@@ -75,7 +75,7 @@ def _gemm_keys(vectors: int) -> Any:
 
 def _gemm_values(vectors: int) -> Any:
     @microkernel("iiiiii")
-    def gemm(e: Emit, p: Value, v: Value, acc: Value, width: Value, fades: Value, depth: Value) -> None:
+    def gemm(e: Emit, p: Value, v: Value, acc: Value, width: Value, alphas: Value, depth: Value) -> None:
         """acc[ROWS, vectors * W] = fades[ROWS] * acc + P^T[depth, ROWS]^T V[depth, vectors * W].
 
         A row of acc has `width` floats.
@@ -84,19 +84,19 @@ def _gemm_values(vectors: int) -> Any:
         sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(ROWS)]
 
         def step(k: Value) -> None:
-            start, weights = b.mul(k, e.whole(vectors * W)), b.mul(k, e.whole(PANEL))
-            columns = [e.load(v, b.add(start, e.whole(j * W))) for j in range(vectors)]
+            start, weights = b.mul(k, e.i64(vectors * W)), b.mul(k, e.i64(PANEL))
+            columns = [e.load(v, b.add(start, e.i64(j * W))) for j in range(vectors)]
             for i in range(ROWS):
-                value = e.splat(e.load_scalar(p, b.add(weights, e.whole(i)), F32))
+                value = e.splat(e.load_scalar(p, b.add(weights, e.i64(i)), F32))
                 for j in range(vectors):
                     sums[i][j].set(e.fma(value, columns[j], sums[i][j].get()))
 
         by_fours(e, depth, step)
         for i in range(ROWS):
-            fade = e.splat(e.load_scalar(fades, i, F32))
+            rescale = e.splat(e.load_scalar(alphas, i, F32))
             for j in range(vectors):
-                at = b.add(b.mul(width, e.whole(i)), e.whole(j * W))
-                e.store(e.fma(e.load(acc, at), fade, sums[i][j].get()), acc, at)
+                at = b.add(b.mul(width, e.i64(i)), e.i64(j * W))
+                e.store(e.fma(e.load(acc, at), rescale, sums[i][j].get()), acc, at)
 
     return gemm
 
@@ -114,8 +114,8 @@ def _pack(vectors: int) -> Any:
         with e.loop(count) as k:
             source = e.load_scalar(rows, k, I64)
             for j in range(vectors):
-                x = e.load(source, b.add(start, e.whole(j * W)))
-                e.store(x, to, b.add(b.mul(k, e.whole(vectors * W)), e.whole(j * W)))
+                x = e.load(source, b.add(start, e.i64(j * W)))
+                e.store(x, to, b.add(b.mul(k, e.i64(vectors * W)), e.i64(j * W)))
                 check.set(e.fma(x, e.zeros, check.get()))
         return e.reduce(check.get(), b.fadd)
 

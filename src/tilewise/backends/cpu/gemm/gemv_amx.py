@@ -1,15 +1,15 @@
-"""Decode by matrix tiles, bf16: 32 keys at a time for up to 16 query rows, whose products then cost next to nothing.
+"""Decode by AMX tiles, bf16: 32 keys at a time for up to 16 query rows.
 
 A tile register holds 16 rows of 64 bytes. Scores take K as it lies, [16 keys, 32 elements] a tile, and pairs of
-elements of Q^T, which are laid out once for each item. Sums of values take the weights, [rows, 32 keys], and pairs of
-keys of V, which are put side by side as they are read.
+elements of Q^T, packed once for each work item. P V takes the weights, [rows, 32 keys], and pairs of keys of V, which
+are interleaved as they are read.
 
     s [keys, rows] = K Q^T          acc [rows, Dv] += p V
 """
 
 from __future__ import annotations
 
-from ..codegen.prefetch import ask
+from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import I16, I64, Emit, Value, W, microkernel
 from .amx import TILE, _at, _tile, release
 
@@ -24,97 +24,95 @@ def set_tiles(e: Emit, at: Value, rows: Value) -> None:
     """Sets the registers up: `rows` rows of weights and of their sums, 16 of the others. `at` is memory for it."""
     b = e.builder
     sixteen = sum(16 << 8 * tile for tile in range(8) if tile not in (ACC, WEIGHTS))
-    lines = b.or_(e.whole(sixteen), b.mul(rows, e.whole(sum(1 << 8 * tile for tile in (ACC, WEIGHTS)))))
+    lines = b.or_(e.i64(sixteen), b.mul(rows, e.i64(sum(1 << 8 * tile for tile in (ACC, WEIGHTS)))))
     widths = 0x0040004000400040  # of four tiles
     for i, number in enumerate((1, 0, widths, widths, 0, 0, lines, 0)):
-        b.store(e.whole(number) if isinstance(number, int) else number, e.pointer(at, i, I64, I64))
+        b.store(e.i64(number) if isinstance(number, int) else number, e.pointer(at, i, I64, I64))
     _tile(e, "ldtilecfg", _at(e, at))
 
 
 @microkernel("iiiiiiiii")
-def tile_scores(
+def amx_qk_block(
     e: Emit, s: Value, line: Value, many: Value, rows: Value, q: Value, steps: Value, copy: Value, sums: Value,
-    ahead: Value,
+    distance: Value,
 ) -> None:  # fmt: skip
     """s[r, 32 keys] = q[r] . k over 32 * steps elements; 4 rows, or 16 if `many`. `q` is [steps, 16 pairs, 16 rows]."""
     b = e.builder
-    with e.loop(e.whole(BLOCK)) as j:
-        source, later = (e.load_scalar(rows, n, I64) for n in (j, b.add(j, ahead)))
-        to = b.add(copy, b.add(b.mul(b.lshr(j, e.whole(4)), e.whole(TILE)), b.mul(b.and_(j, e.whole(15)), e.whole(64))))
+    with e.loop(e.i64(BLOCK)) as j:
+        source, later = (e.load_scalar(rows, n, I64) for n in (j, b.add(j, distance)))
+        to = b.add(copy, b.add(b.mul(b.lshr(j, e.i64(4)), e.i64(TILE)), b.mul(b.and_(j, e.i64(15)), e.i64(64))))
         with e.loop(steps) as d:
-            ask(e, b.add(later, b.mul(d, e.whole(64))))
-            e.store(e.load(source, b.mul(d, e.whole(W))), to, b.mul(d, e.whole(2 * TILE // 4)))
+            prefetch_line(e, b.add(later, b.mul(d, e.i64(64))))
+            e.store(e.load(source, b.mul(d, e.i64(W))), to, b.mul(d, e.i64(2 * TILE // 4)))
     for tile in SUMS:
         _tile(e, "tilezero", tile)
     with e.loop(steps) as d:
-        _tile(e, "tileloadd64", QUERIES, _at(e, q, b.mul(d, e.whole(TILE))), e.whole(64))
+        _tile(e, "tileloadd64", QUERIES, _at(e, q, b.mul(d, e.i64(TILE))), e.i64(64))
         for half, (total, keys) in enumerate(zip(SUMS, KEYS, strict=True)):
             _tile(
                 e,
                 "tileloadd64",
                 keys,
-                _at(e, copy, b.mul(b.add(b.mul(d, e.whole(2)), e.whole(half)), e.whole(TILE))),
-                e.whole(64),
+                _at(e, copy, b.mul(b.add(b.mul(d, e.i64(2)), e.i64(half)), e.i64(TILE))),
+                e.i64(64),
             )
             _tile(e, "tdpbf16ps", total, keys, QUERIES)
     for half, total in enumerate(SUMS):
-        _tile(e, "tilestored64", total, _at(e, sums, half * TILE), e.whole(64))
+        _tile(e, "tilestored64", total, _at(e, sums, half * TILE), e.i64(64))
     for half in range(2):
         columns = e.transpose([e.load(sums, half * TILE // 4 + j * W) for j in range(W)])
         for r in range(4):
-            e.store(columns[r], s, b.add(b.mul(line, e.whole(r)), e.whole(half * W)))
-        with b.if_then(b.icmp_signed("!=", many, e.whole(0))):
+            e.store(columns[r], s, b.add(b.mul(line, e.i64(r)), e.i64(half * W)))
+        with b.if_then(b.icmp_signed("!=", many, e.i64(0))):
             for r in range(4, ROWS):
-                e.store(columns[r], s, b.add(b.mul(line, e.whole(r)), e.whole(half * W)))
+                e.store(columns[r], s, b.add(b.mul(line, e.i64(r)), e.i64(half * W)))
 
 
 @microkernel("iiiiiiiii")
-def tile_values(
+def amx_pv_block(
     e: Emit, acc: Value, columns: Value, s: Value, line: Value, count: Value, rows: Value, pairs: Value,
-    weights: Value, ahead: Value,
+    weights: Value, distance: Value,
 ) -> None:  # fmt: skip
     """acc[r] += p[r, 32 keys] v for `count` rows of `columns` floats."""
     b = e.builder
     with e.loop(count) as r:
         for half in range(2):
-            p = e.load(s, b.add(b.mul(r, line), e.whole(half * W)))
+            p = e.load(s, b.add(b.mul(r, line), e.i64(half * W)))
             short = b.trunc(e.bf16_bits(p, e.i32s), e.vector(I16))
-            at = b.add(b.mul(r, e.whole(BLOCK)), e.whole(half * W))
+            at = b.add(b.mul(r, e.i64(BLOCK)), e.i64(half * W))
             b.store(short, e.pointer(weights, at, I16, short.type)).align = 2
     wide = e.vector(I16, 2 * W)
-    with e.loop(e.whole(BLOCK // 2)) as i:
-        numbers = [b.add(b.mul(i, e.whole(2)), e.whole(n)) for n in (0, 1)]
+    with e.loop(e.i64(BLOCK // 2)) as i:
+        numbers = [b.add(b.mul(i, e.i64(2)), e.i64(n)) for n in (0, 1)]
         sources = [e.load_scalar(rows, n, I64) for n in numbers]
-        later = [e.load_scalar(rows, b.add(n, ahead), I64) for n in numbers]
+        later = [e.load_scalar(rows, b.add(n, distance), I64) for n in numbers]
         with e.loop(columns, BLOCK) as c:
             for row in later:
-                ask(e, b.add(row, b.mul(c, e.whole(2))))
+                prefetch_line(e, b.add(row, b.mul(c, e.i64(2))))
             even, odd = (e._load(source, c, I16, 2 * W) for source in sources)
             for half in range(2):
                 lanes = [lane for n in range(half * W, half * W + W) for lane in (n, n + 2 * W)]
-                to = b.add(
-                    b.add(b.mul(c, e.whole(TILE // 2 // 16)), e.whole(half * TILE // 2)), b.mul(i, e.whole(BLOCK))
-                )
+                to = b.add(b.add(b.mul(c, e.i64(TILE // 2 // 16)), e.i64(half * TILE // 2)), b.mul(i, e.i64(BLOCK)))
                 b.store(e.shuffle(even, odd, lanes), e.pointer(pairs, to, I16, wide)).align = 64
-    _tile(e, "tileloadd64", WEIGHTS, _at(e, weights), e.whole(64))
-    stride = b.mul(columns, e.whole(4))
+    _tile(e, "tileloadd64", WEIGHTS, _at(e, weights), e.i64(64))
+    stride = b.mul(columns, e.i64(4))
     with e.loop(columns, W) as c:
-        at = _at(e, acc, b.mul(c, e.whole(4)))
+        at = _at(e, acc, b.mul(c, e.i64(4)))
         _tile(e, "tileloadd64", ACC, at, stride)
-        _tile(e, "tileloadd64", VALUES, _at(e, pairs, b.mul(c, e.whole(TILE // W))), e.whole(64))
+        _tile(e, "tileloadd64", VALUES, _at(e, pairs, b.mul(c, e.i64(TILE // W))), e.i64(64))
         _tile(e, "tdpbf16ps", ACC, WEIGHTS, VALUES)
         _tile(e, "tilestored64", ACC, at, stride)
 
 
-def tile_dots(s, line, R, rows, count, q, steps, copy, sums, ahead):  # type: ignore[no-untyped-def]
+def amx_qk(s, line, R, rows, count, q, steps, copy, sums, distance):  # type: ignore[no-untyped-def]
     """s [R, count] = q k^T; `count` is a multiple of 32."""
     set_tiles(sums, R)
     for j in range(0, count, BLOCK):
-        tile_scores(s + 4 * j, line, R > 4, rows + 8 * j, q, steps, copy, sums, ahead)
+        amx_qk_block(s + 4 * j, line, R > 4, rows + 8 * j, q, steps, copy, sums, distance)
 
 
-def tile_adds(acc, columns, s, line, R, rows, count, pairs, weights, ahead):  # type: ignore[no-untyped-def]
-    """acc [R, columns] += p v; `count` is a multiple of 32. Frees the registers that `tile_dots` has set up."""
+def amx_pv(acc, columns, s, line, R, rows, count, pairs, weights, distance):  # type: ignore[no-untyped-def]
+    """acc [R, columns] += p v; `count` is a multiple of 32. Frees the registers that `amx_qk` has set up."""
     for j in range(0, count, BLOCK):
-        tile_values(acc, columns, s + 4 * j, line, R, rows + 8 * j, pairs, weights, ahead)
+        amx_pv_block(acc, columns, s + 4 * j, line, R, rows + 8 * j, pairs, weights, distance)
     release()

@@ -1,7 +1,7 @@
-"""Micro-kernels for decode: K Q^T and P V straight from K and V rows, for few query rows, at the speed of memory.
+"""GEMV for decode: Q K^T and P V for few query rows, K and V read in place at the speed of memory.
 
 `rows` is a table of addresses, so that pages are read in place. It goes on past the rows of a product: while a row is
-multiplied, the one `ahead` keys further on is asked for, line by line.
+multiplied, the one `distance` keys further on is prefetched, line by line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from ..codegen.numba_ops import ZERO, jit
-from ..codegen.prefetch import ask
+from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, W, microkernel
 
 QUANTISED = ("int8", "int4", "fp8_e4m3")
@@ -23,7 +23,7 @@ I1 = ir.IntType(1)
 KEYS = {4: 4, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 2: 4, 1: 8}
 
 
-def make_dots(kind: str, queries: int, keys: int) -> Any:
+def make_qk(kind: str, queries: int, keys: int) -> Any:
     """s[i, j] = q[i] . k[j] of `queries` rows and `count` keys (a multiple of `keys`), K loaded once.
 
     `scales` has a float for each key, then those of the next group of elements `line` floats on.
@@ -32,46 +32,48 @@ def make_dots(kind: str, queries: int, keys: int) -> Any:
     size = BYTES.get(kind, 1)
 
     @microkernel("iiiiiiiiiii")
-    def dots(
+    def qk(
         e: Emit, q: Value, ldq: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value, scales: Value,
-        line: Value, group: Value, ahead: Value,
+        line: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
-        span = b.sdiv(width, e.whole(len(parts)))  # elements of a row that a part holds
+        span = b.sdiv(width, e.i64(len(parts)))  # elements of a row that a part holds
         bits = b.cttz(group, ir.Constant(I1, 1))  # groups are powers of two
         with e.loop(count, keys) as key:
             sums = [[e.var(e.zeros) for _ in range(keys)] for _ in range(queries)]
-            numbers = [b.add(key, e.whole(j)) for j in range(keys)]
+            numbers = [b.add(key, e.i64(j)) for j in range(keys)]
             sources = [e.load_scalar(rows, n, I64) for n in numbers]
-            later = [e.load_scalar(rows, b.add(n, ahead), I64) for n in numbers]
+            later = [e.load_scalar(rows, b.add(n, distance), I64) for n in numbers]
             with e.loop(span, W) as d:
                 for row in later:
-                    ask(e, b.add(row, b.mul(d, e.whole(size))), near=False)
+                    prefetch_line(e, b.add(row, b.mul(d, e.i64(size))), level=2)
                 for part, name in enumerate(parts):
-                    element = b.add(d, b.mul(span, e.whole(part)))
+                    element = b.add(d, b.mul(span, e.i64(part)))
                     ks = [e.load(source, d, name) for source in sources]
                     if kind in QUANTISED:
                         first = b.mul(b.lshr(element, bits), line)
                         factors = [e.splat(e.load_scalar(scales, b.add(first, n), F32)) for n in numbers]
                         ks = [b.fmul(x, factor) for x, factor in zip(ks, factors, strict=True)]
                     for i in range(queries):
-                        x = e.load(q, b.add(b.mul(ldq, e.whole(i)), element))
+                        x = e.load(q, b.add(b.mul(ldq, e.i64(i)), element))
                         for j in range(keys):
                             sums[i][j].set(e.fma(x, ks[j], sums[i][j].get()))
-            totals = [x.get() for row in sums for x in row]
-            step = min(W, len(totals))
-            folded = [e.sums(totals[n : n + step]) for n in range(0, len(totals), step)]  # all at once: fewer shuffles
+            row_sums = [x.get() for row in sums for x in row]
+            step = min(W, len(row_sums))
+            folded = [
+                e.sums(row_sums[n : n + step]) for n in range(0, len(row_sums), step)
+            ]  # all at once: fewer shuffles
             run = min(step, keys)  # both are powers of two
-            for first in range(0, len(totals), run):
+            for first in range(0, len(row_sums), run):
                 part, lane = divmod(first, step)
                 i, j = divmod(first, keys)
                 scores = e.shuffle(folded[part], folded[part], range(lane, lane + run))
-                e.store(scores, s, b.add(b.mul(lds, e.whole(i)), b.add(key, e.whole(j))))
+                e.store(scores, s, b.add(b.mul(lds, e.i64(i)), b.add(key, e.i64(j))))
 
-    return dots
+    return qk
 
 
-def make_adds(kind: str, queries: int, vectors: int) -> Any:
+def make_pv(kind: str, queries: int, vectors: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys, for `vectors` vectors of V's columns from element `start` on.
 
     Weights of the next group of elements, with its scales in them, are `line` floats on.
@@ -81,103 +83,103 @@ def make_adds(kind: str, queries: int, vectors: int) -> Any:
     size = BYTES.get(kind, 1)
 
     @microkernel("iiiiiiiiiii")
-    def adds(
+    def pv(
         e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value, line: Value,
-        group: Value, start: Value, ahead: Value,
+        group: Value, start: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
-        span = b.sdiv(width, e.whole(len(parts)))
+        span = b.sdiv(width, e.i64(len(parts)))
         places = [(part, n) for part in range(len(parts)) for n in range(vectors)]
-        elements = {(m, n): b.add(b.add(start, e.whole(n * W)), b.mul(span, e.whole(m))) for m, n in places}
+        elements = {(m, n): b.add(b.add(start, e.i64(n * W)), b.mul(span, e.i64(m))) for m, n in places}
         cells = [(i, place) for i in range(queries) for place in places]
-        at = {(i, place): b.add(b.mul(lda, e.whole(i)), elements[place]) for i, place in cells}
-        groups = dict.fromkeys(places, e.whole(0))
+        at = {(i, place): b.add(b.mul(lda, e.i64(i)), elements[place]) for i, place in cells}
+        groups = dict.fromkeys(places, e.i64(0))
         if kind in QUANTISED:
             bits = b.cttz(group, ir.Constant(I1, 1))
             groups = {place: b.mul(b.lshr(elements[place], bits), line) for place in places}
-        weights_at = {(i, place): b.add(b.mul(ldp, e.whole(i)), groups[place]) for i, place in cells}
+        weights_at = {(i, place): b.add(b.mul(ldp, e.i64(i)), groups[place]) for i, place in cells}
         sums = {cell: e.var(e.zeros) for cell in cells}
         with e.loop(count) as key:
             source = e.load_scalar(rows, key, I64)
-            later = b.add(e.load_scalar(rows, b.add(key, ahead), I64), b.mul(start, e.whole(size)))
+            later = b.add(e.load_scalar(rows, b.add(key, distance), I64), b.mul(start, e.i64(size)))
             for byte in range(0, vectors * W * size, CACHE_LINE):
-                ask(e, b.add(later, e.whole(byte)), near=False)
+                prefetch_line(e, b.add(later, e.i64(byte)), level=2)
             for place in places:
                 part, n = place
-                x = e.load(source, b.add(start, e.whole(n * W)), parts[part])
+                x = e.load(source, b.add(start, e.i64(n * W)), parts[part])
                 for i in range(queries):
                     weight = e.splat(e.load_scalar(p, b.add(weights_at[i, place], key), F32))
                     sums[i, place].set(e.fma(weight, x, sums[i, place].get()))
         for cell in cells:  # what was there is added last, as in the gemms
             e.store(b.fadd(e.load(acc, at[cell]), sums[cell].get()), acc, at[cell])
 
-    return adds
+    return pv
 
 
-def dots_function(kind: str) -> Any:
-    """`fn(q, ldq, R, rows, count, width, s, lds, scales, line, group, ahead)`: s [R, count] = q k^T.
+def qk_function(kind: str) -> Any:
+    """`fn(q, ldq, R, rows, count, width, s, lds, scales, line, group, distance)`: s [R, count] = q k^T.
 
     `count` is a multiple of 8.
     """
-    return dots_by_rows(*(make_dots(kind, n, KEYS[n]) for n in (4, 2, 1)))
+    return qk_by_rows(*(make_qk(kind, n, KEYS[n]) for n in (4, 2, 1)))
 
 
-def dots_by_rows(dots_4: Any, dots_2: Any, dots_1: Any) -> Any:
+def qk_by_rows(qk_4: Any, qk_2: Any, qk_1: Any) -> Any:
     """Rows in fours, then two, then one."""
 
-    def dots(q, ldq, R, rows, count, width, s, lds, scales, line, group, ahead):  # type: ignore[no-untyped-def]
+    def qk(q, ldq, R, rows, count, width, s, lds, scales, line, group, distance):  # type: ignore[no-untyped-def]
         i = 0
         while i + 4 <= R:
-            dots_4(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
+            qk_4(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, distance)
             i += 4
-            ahead = ZERO  # asked for
+            distance = ZERO  # prefetched already
         if i + 2 <= R:
-            dots_2(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
+            qk_2(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, distance)
             i += 2
-            ahead = ZERO
+            distance = ZERO
         if i < R:
-            dots_1(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, ahead)
+            qk_1(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, distance)
 
-    return dots
+    return qk
 
 
-def adds_by_rows(name: str, adds_4: Any, adds_2: Any, adds_1: Any) -> Any:
+def pv_by_rows(name: str, pv_4: Any, pv_2: Any, pv_1: Any) -> Any:
     """The same for a strip of V's columns from `start` on, compiled as `name`."""
 
-    def strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead):  # type: ignore[no-untyped-def]
+    def strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance):  # type: ignore[no-untyped-def]
         i = 0
         while i + 4 <= R:
-            adds_4(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
+            pv_4(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, distance)
             i += 4
-            ahead = ZERO
+            distance = ZERO
         if i + 2 <= R:
-            adds_2(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
+            pv_2(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, distance)
             i += 2
-            ahead = ZERO
+            distance = ZERO
         if i < R:
-            adds_1(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, ahead)
+            pv_1(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, distance)
 
     strip.__qualname__ = name  # kept code is found by name: no two functions may share one
     return jit(strip)
 
 
-def adds_function(kind: str) -> Any:
-    """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, ahead)`: acc [R, width] += p v."""
+def pv_function(kind: str) -> Any:
+    """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, distance)`: acc [R, width] += p v."""
     parts = 2 if kind == "int4" else 1  # a step of int4 is a vector in each half of a row
-    wide = [make_adds(kind, n, 4) for n in (4, 2, 1)]
-    thin = [make_adds(kind, n, parts) for n in (4, 2, 1)]
+    wide = [make_pv(kind, n, 4) for n in (4, 2, 1)]
+    thin = [make_pv(kind, n, parts) for n in (4, 2, 1)]
 
-    wide_strip, thin_strip = adds_by_rows(f"wide_{kind}", *wide), adds_by_rows(f"thin_{kind}", *thin)
+    wide_strip, thin_strip = pv_by_rows(f"wide_{kind}", *wide), pv_by_rows(f"thin_{kind}", *thin)
     step = 4 // parts * W
 
-    def adds(acc, lda, R, rows, count, width, p, ldp, line, group, ahead):  # type: ignore[no-untyped-def]
+    def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]
         span = width // parts
         start = 0
         while start + step <= span:
-            wide_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead)
+            wide_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
             start += step
         while start < span:
-            thin_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead)
+            thin_strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
             start += W
 
-    return adds
+    return pv

@@ -1,13 +1,11 @@
-"""Decode of int8 and int4 caches by products of whole numbers, four to a lane, exact sums (AVX-512 VNNI).
+"""GEMV for decode of int8 and int4 caches by integer dot products (AVX-512 VNNI), exact sums.
 
-Queries and weights become whole numbers of 24 bits with one factor for each row, as exact as float32 is next to the
-largest of them: three digits of a byte. K and V stay bytes. A product of one digit takes 64 elements of a row, where
-one in float32 takes 16, and no element is widened.
+Queries and weights become fixed-point numbers of 24 bits, one factor a row: three 8-bit limbs (`fixed_point.py`). K and
+V stay bytes. One instruction takes 64 elements of a row, where fp32 takes 16, and no element is widened.
 
-    dots    16 keys in the lanes, 4 elements of each: K's rows are turned, so that no sum goes across lanes and a scale
-            is a vector. K is taken as K + 128 (8 of int4), since one side of a product has no sign; sums start with
-            what that adds.
-    adds    16 columns in the lanes, 4 keys of each: bytes of four rows of V are put side by side. Weights have no sign.
+    qk      16 keys in the lanes, 4 elements of each: K is transposed, so that no sum goes across lanes and a scale is a
+            vector. K is taken as K + 128 (8 of int4), since one side is unsigned; sums start with what that adds.
+    pv      16 columns in the lanes, 4 keys of each: bytes of four rows of V are interleaved. Weights are unsigned.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..codegen.prefetch import ask
+from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I8, I16, I32, I64, Emit, Value, W, microkernel
 from ..isa import cpu_features
-from .fixed_point import DIGITS, LINE
-from .gemv_fp32 import adds_by_rows, dots_by_rows
+from .fixed_point import LIMBS, LINE
+from .gemv_fp32 import pv_by_rows, qk_by_rows
 
 KEYS = 16  # of dots
 PARTS = {"int8": 1, "int4": 2}  # elements of a byte
@@ -43,125 +41,125 @@ def _product(e: Emit, total: Value, plain: Value, signed: Value) -> Value:
     return e.builder.call(function, [total, plain, signed])
 
 
-def _joined(e: Emit, digits: list[Value]) -> Value:
+def _join_limbs(e: Emit, limbs: list[Value]) -> Value:
     """Sums of three digits, the lowest first, as float32."""
     b, f32 = e.builder, e.vector(F32)
-    low = b.sitofp(b.add(digits[0], b.shl(digits[1], e.i32s(8))), f32)
-    return e.fma(b.sitofp(digits[2], f32), e.f32s(65536.0), low)
+    low = b.sitofp(b.add(limbs[0], b.shl(limbs[1], e.i32s(8))), f32)
+    return e.fma(b.sitofp(limbs[2], f32), e.f32s(65536.0), low)
 
 
-def _word(e: Emit, address: Value, offset: Value) -> Value:
+def _splat_word(e: Emit, address: Value, offset: Value) -> Value:
     return e.splat_i32(e.load_scalar(address, offset, I32))
 
 
-def make_dots(kind: str, queries: int) -> Any:
-    """s[i, j] = q[i] . k[j], scaled, of `queries` rows that `tell_queries` has laid; `count` is a multiple of 16."""
+def make_qk(kind: str, queries: int) -> Any:
+    """s[i, j] = q[i] . k[j], scaled, of `queries` rows packed by `quantise_queries`; `count` is a multiple of 16."""
     parts = PARTS[kind]
 
     @microkernel("iiiiiiiiiii")
-    def dots(
+    def qk(
         e: Emit, q: Value, ldq: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value, scales: Value,
-        line: Value, group: Value, ahead: Value,
+        line: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
-        size = b.sdiv(width, e.whole(parts))  # bytes of a row
-        words, spans = b.sdiv(width, e.whole(4)), b.sdiv(width, e.whole(LINE))
+        size = b.sdiv(width, e.i64(parts))  # bytes of a row
+        words, spans = b.sdiv(width, e.i64(4)), b.sdiv(width, e.i64(LINE))
         bits = b.cttz(group, ir.Constant(ir.IntType(1), 1))
-        starts = [b.mul(ldq, e.whole(i)) for i in range(queries)]
-        digits_at = [[b.add(start, b.mul(words, e.whole(n))) for n in range(DIGITS)] for start in starts]
+        starts = [b.mul(ldq, e.i64(i)) for i in range(queries)]
+        limbs_at = [[b.add(start, b.mul(words, e.i64(n))) for n in range(LIMBS)] for start in starts]
         sums_at = [
-            [b.add(start, b.add(b.mul(words, e.whole(DIGITS)), b.mul(spans, e.whole(n)))) for n in range(DIGITS)]
+            [b.add(start, b.add(b.mul(words, e.i64(LIMBS)), b.mul(spans, e.i64(n)))) for n in range(LIMBS)]
             for start in starts
         ]
-        factors_at = [b.add(start, b.mul(b.add(words, spans), e.whole(DIGITS))) for start in starts]
+        factors_at = [b.add(start, b.mul(b.add(words, spans), e.i64(LIMBS))) for start in starts]
         with e.loop(count, KEYS) as key:
             scores = [e.var(e.zeros) for _ in range(queries)]
             with e.loop(size, LINE) as byte:
                 lines = []
                 for j in range(KEYS):
-                    number = b.add(key, e.whole(j))
-                    ask(e, b.add(e.load_scalar(rows, b.add(number, ahead), I64), byte), near=False)
+                    number = b.add(key, e.i64(j))
+                    prefetch_line(e, b.add(e.load_scalar(rows, b.add(number, distance), I64), byte), level=2)
                     lines.append(e.load_i32(b.add(e.load_scalar(rows, number, I64), byte)))
-                turned = e.transpose(lines)  # [16 words, 16 keys]
+                transposed = e.transpose(lines)  # [16 words, 16 keys]
                 flip = e.i32s(-0x7F7F7F80 if kind == "int8" else -0x77777778)  # the highest bit of each element
-                turned = [b.xor(x, flip) for x in turned]
+                transposed = [b.xor(x, flip) for x in transposed]
                 for part in range(parts):
-                    element = b.add(byte, b.mul(size, e.whole(part)))
-                    word, span = b.lshr(element, e.whole(2)), b.lshr(element, e.whole(6))
-                    sums = [[_word(e, q, b.add(at, span)) for at in row] for row in sums_at]
-                    for n, x in enumerate(turned):
+                    element = b.add(byte, b.mul(size, e.i64(part)))
+                    word, span = b.lshr(element, e.i64(2)), b.lshr(element, e.i64(6))
+                    sums = [[_splat_word(e, q, b.add(at, span)) for at in row] for row in sums_at]
+                    for n, x in enumerate(transposed):
                         if kind == "int4":
                             x = b.and_(b.lshr(x, e.i32s(4)) if part else x, e.i32s(0x0F0F0F0F))
-                        place = b.add(word, e.whole(n))
-                        for row, at in zip(sums, digits_at, strict=True):
-                            for m in range(DIGITS):
-                                row[m] = _product(e, row[m], x, _word(e, q, b.add(at[m], place)))
+                        place = b.add(word, e.i64(n))
+                        for row, at in zip(sums, limbs_at, strict=True):
+                            for m in range(LIMBS):
+                                row[m] = _product(e, row[m], x, _splat_word(e, q, b.add(at[m], place)))
                     factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), line), key))
                     for score, row in zip(scores, sums, strict=True):
-                        score.set(e.fma(_joined(e, row), factor, score.get()))
+                        score.set(e.fma(_join_limbs(e, row), factor, score.get()))
             for i, score in enumerate(scores):
                 factor = e.splat(e.load_scalar(q, factors_at[i], F32))
-                e.store(b.fmul(score.get(), factor), s, b.add(b.mul(lds, e.whole(i)), key))
+                e.store(b.fmul(score.get(), factor), s, b.add(b.mul(lds, e.i64(i)), key))
 
-    return dots
+    return qk
 
 
-def make_adds(kind: str, queries: int) -> Any:
+def make_pv(kind: str, queries: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys, for a line of V's bytes from `start` on.
 
-    Weights are laid by `lay_weights`, a row every `ldp` words, those of the next group `line` words on.
+    Weights are packed by `pack_weights`, a row every `ldp` words, those of the next group `line` words on.
     """
     parts = PARTS[kind]
 
     @microkernel("iiiiiiiiiii")
-    def adds(
+    def pv(
         e: Emit, acc: Value, lda: Value, rows: Value, count: Value, width: Value, p: Value, ldp: Value, line: Value,
-        group: Value, start: Value, ahead: Value,
+        group: Value, start: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         bits = b.cttz(group, ir.Constant(ir.IntType(1), 1))
-        room = b.lshr(ldp, e.whole(2))  # words of a digit
+        room = b.lshr(ldp, e.i64(2))  # words of a digit
         i16, i32 = e.vector(I16, 2 * W), e.vector(I32)
         for part in range(parts):
-            element = b.add(start, b.mul(b.sdiv(width, e.whole(parts)), e.whole(part)))
+            element = b.add(start, b.mul(b.sdiv(width, e.i64(parts)), e.i64(part)))
             group_at = b.mul(b.lshr(element, bits), line)
-            weights_at = [b.add(group_at, b.mul(ldp, e.whole(i))) for i in range(queries)]
+            weights_at = [b.add(group_at, b.mul(ldp, e.i64(i))) for i in range(queries)]
             halves: list[list[list[Value]]] = []  # [half, query, 2]: 16 sums each
             for half in range(2):
-                sums = [[[e.var(e.i32s(0)) for _ in range(DIGITS)] for _ in range(2)] for _ in range(queries)]
+                sums = [[[e.var(e.i32s(0)) for _ in range(LIMBS)] for _ in range(2)] for _ in range(queries)]
                 with e.loop(count, 4) as key:
                     lines = []
                     for j in range(4):
-                        number = b.add(key, e.whole(j))
+                        number = b.add(key, e.i64(j))
                         if not half and not part:
-                            ask(e, b.add(e.load_scalar(rows, b.add(number, ahead), I64), start), near=False)
+                            prefetch_line(e, b.add(e.load_scalar(rows, b.add(number, distance), I64), start), level=2)
                         lines.append(e._load(b.add(e.load_scalar(rows, number, I64), start), 0, I8, 4 * W))
-                    pairs = [b.bitcast(_woven(e, x, y, 16, half), i16) for x, y in (lines[:2], lines[2:])]
-                    fours = [b.bitcast(_woven(e, pairs[0], pairs[1], 8, n), i32) for n in range(2)]
+                    pairs = [b.bitcast(_interleave(e, x, y, 16, half), i16) for x, y in (lines[:2], lines[2:])]
+                    fours = [b.bitcast(_interleave(e, pairs[0], pairs[1], 8, n), i32) for n in range(2)]
                     if kind == "int4":  # in the upper half of a byte: 16 times as large
                         fours = [b.and_(x if part else b.shl(x, e.i32s(4)), e.i32s(-0x0F0F0F10)) for x in fours]
-                    word = b.lshr(key, e.whole(2))
+                    word = b.lshr(key, e.i64(2))
                     for i in range(queries):
-                        for m in range(DIGITS):
-                            at = b.add(b.add(weights_at[i], b.mul(room, e.whole(m))), word)
-                            weight = _word(e, p, at)
+                        for m in range(LIMBS):
+                            at = b.add(b.add(weights_at[i], b.mul(room, e.i64(m))), word)
+                            weight = _splat_word(e, p, at)
                             for n, x in enumerate(fours):
                                 sums[i][n][m].set(_product(e, sums[i][n][m].get(), weight, x))
-                halves.append([[_joined(e, [x.get() for x in two]) for two in row] for row in sums])
+                halves.append([[_join_limbs(e, [x.get() for x in two]) for two in row] for row in sums])
             for i in range(queries):
-                factor = e.load_scalar(p, b.add(weights_at[i], b.mul(room, e.whole(DIGITS))), F32)
+                factor = e.load_scalar(p, b.add(weights_at[i], b.mul(room, e.i64(LIMBS))), F32)
                 if kind == "int4":
                     factor = b.fmul(factor, ir.Constant(F32, 1 / 16))
                 factor = e.splat(factor)
                 four = halves[0][i] + halves[1][i]  # in quarter L of the n-th: columns 16 L + 4 n and three more
-                for n, x in enumerate(_quarters_turned(e, four)):
-                    at = b.add(b.mul(lda, e.whole(i)), b.add(element, e.whole(W * n)))
+                for n, x in enumerate(_transpose_quarters(e, four)):
+                    at = b.add(b.mul(lda, e.i64(i)), b.add(element, e.i64(W * n)))
                     e.store(e.fma(x, factor, e.load(acc, at)), acc, at)
 
-    return adds
+    return pv
 
 
-def _woven(e: Emit, x: Value, y: Value, quarter: int, half: int) -> Value:
+def _interleave(e: Emit, x: Value, y: Value, quarter: int, half: int) -> Value:
     """Elements of x and y in turns, of the lower or upper half of each quarter of `quarter` elements."""
     lanes = []
     for first in range(0, 4 * quarter, quarter):
@@ -171,7 +169,7 @@ def _woven(e: Emit, x: Value, y: Value, quarter: int, half: int) -> Value:
     return e.shuffle(x, y, lanes)
 
 
-def _quarters_turned(e: Emit, four: list[Value]) -> list[Value]:
+def _transpose_quarters(e: Emit, four: list[Value]) -> list[Value]:
     """Four vectors as a matrix of 4 x 4 quarters; its columns."""
     quarter = W // 4
     pairs = []
@@ -190,17 +188,17 @@ def _quarters_turned(e: Emit, four: list[Value]) -> list[Value]:
     return found
 
 
-def dots_function(kind: str) -> Any:
-    """As `straight.dots_function`: `q` is what `tell_queries` has laid, `count` a multiple of 16."""
-    return dots_by_rows(*(make_dots(kind, n) for n in (4, 2, 1)))
+def qk_function(kind: str) -> Any:
+    """As `gemv_fp32.qk_function`: `q` is packed by `quantise_queries`, `count` a multiple of 16."""
+    return qk_by_rows(*(make_qk(kind, n) for n in (4, 2, 1)))
 
 
-def adds_function(kind: str) -> Any:
-    """As `straight.adds_function`, with weights that `lay_weights` has laid; `count` is a multiple of 4."""
-    strip, parts = adds_by_rows(f"whole_{kind}", *(make_adds(kind, n) for n in (4, 2, 1))), PARTS[kind]
+def pv_function(kind: str) -> Any:
+    """As `gemv_fp32.pv_function`, with weights packed by `pack_weights`; `count` is a multiple of 4."""
+    strip, parts = pv_by_rows(f"vnni_{kind}", *(make_pv(kind, n) for n in (4, 2, 1))), PARTS[kind]
 
-    def adds(acc, lda, R, rows, count, width, p, ldp, line, group, ahead):  # type: ignore[no-untyped-def]
+    def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]
         for start in range(0, width // parts, LINE):
-            strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, ahead)
+            strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance)
 
-    return adds
+    return pv

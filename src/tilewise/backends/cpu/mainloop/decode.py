@@ -1,8 +1,7 @@
-"""Decode: few query rows, products straight from K and V rows, so that memory is read once and at its own speed.
+"""Decode mainloop: few query rows, scores [rows, keys], K and V read once and in place.
 
-All rows of a group go over a tile of keys while it is in the first-level cache; in bf16 many rows do so by matrix
-tiles. Tiles that some row sees only in part are widened into scratch first, where values that are not finite can be
-taken out.
+All rows of a group use a tile of keys while it is in the L1 cache; in bf16 many rows do so by AMX tiles. Tiles that
+some row sees only in part are widened into scratch first, where non-finite values can be extracted.
 """
 
 # mypy: ignore-errors
@@ -18,9 +17,9 @@ from ..codegen.numba_ops import (
     ONE,
     ZERO,
     F,
-    call_adds,
-    call_dots,
-    call_tiles,
+    call_amx,
+    call_pv,
+    call_qk,
     fill,
     item_at,
     jit,
@@ -28,10 +27,10 @@ from ..codegen.numba_ops import (
     up,
     widen_row,
 )
-from ..codegen.prefetch import fetch
+from ..codegen.prefetch import prefetch_rows
 from ..codegen.vector import W
 from ..config import FEW_KEYS
-from ..gemm.fixed_point import are_finite, are_told, lay_weights, query_words, tell_queries
+from ..gemm.fixed_point import are_finite, are_quantised, pack_weights, quantise_queries, query_words
 from ..kv_access import (
     KEY_PAD,
     key_source,
@@ -43,10 +42,10 @@ from ..kv_access import (
     value_source,
     widen_rows,
 )
-from ..params import ITEM
-from ..scratch import CHUNK, PAD, SCORES, TAIL, Scratch, cut, table_size
+from ..params import WORK_ITEM
+from ..scratch import CHUNK, PAD, SCORES, TAIL, Scratch, partition, table_size
 from .mask import FULL, SKIP, list_mask, mask_row, read_states
-from .nonfinite import SHRUNK, add_strays, is_shrunk, take_out_strays
+from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
 from .rows import set_up
 from .score_mod import alibi_row, bias_cells
 from .scores import scale_scores, unit
@@ -56,7 +55,7 @@ W_, FOUR = np.int64(W), np.int64(4)
 TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # of matrix tiles
 # Query rows from which on they are faster: 2.3x with 16, 1.3x with 8, 0.91x with 4 (32 heads of 128, 8k keys).
 LEAST_TILE_ROWS = 8
-ITEM_BYTES = np.int64(ITEM.itemsize)
+WORK_ITEM_BYTES = np.int64(WORK_ITEM.itemsize)
 TILE = np.int64(FEW_KEYS)
 
 
@@ -70,8 +69,8 @@ def has_nan(row, lo, hi):
 
 
 @jit
-def soften(p, t, item, r, origin, count, Dv):
-    """One row of scores over `count` keys from `origin` on becomes weights; older sums fade."""
+def online_softmax(p, t, item, r, origin, count, Dv):
+    """One row of scores over `count` keys from `origin` on becomes softmax weights; the accumulator is rescaled."""
     row, m, l = t.s + 4 * r * SCORES, t.m + 4 * r, t.l + 4 * r
     lo, hi = max(get_i32(t.lo + 4 * r) - origin, 0), min(get_i32(t.hi + 4 * r) - origin, count)
     g = r // item.rows
@@ -99,17 +98,17 @@ def soften(p, t, item, r, origin, count, Dv):
         fill(row, ZERO, count, F(0))
         return
     total = exp_row(row, vectors, unit(p) * F(LOG2E), new)
-    shrink = F(math.exp((old - new) * unit(p)))
+    alpha = F(math.exp((old - new) * unit(p)))
     put_f32(m, new)
-    put_f32(l, get_f32(l) * shrink + total)
-    if shrink != F(1) and old != -INF:
-        row_scale(t.acc + 4 * r * Dv, Dv, shrink)
-    if is_shrunk(t):
-        row_scale(row, vectors * W, SHRUNK)
+    put_f32(l, get_f32(l) * alpha + total)
+    if alpha != F(1) and old != -INF:
+        row_scale(t.acc + 4 * r * Dv, Dv, alpha)
+    if is_downscaled(t):
+        row_scale(row, vectors * W, DOWNSCALE)
 
 
 @jit
-def lay_queries(p, t, item, q_start, R):
+def pack_queries(p, t, item, q_start, R):
     """Pairs of elements of bf16 queries as matrix tiles want them: [D / 32, 16 pairs, 16 rows]."""
     words = p.head_dim // 2
     clear(t.keys, TILE_ROWS * words)
@@ -120,19 +119,19 @@ def lay_queries(p, t, item, q_start, R):
 
 
 @jit
-def multiply_keys(p, t, dots, q, ldq, R, count, pad, width, keys, ahead, tiled):
-    """s = q k^T; V's first rows are asked for before. The first `tiled` keys go through matrix tiles."""
-    fetch(t.v_table, min(p.ahead, count), p.v_row)
+def multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, distance, tiled):
+    """s = q k^T; V's first rows are prefetched. The first `tiled` keys go through matrix tiles."""
+    prefetch_rows(t.v_table, min(p.prefetch_distance, count), p.v_row)
     if tiled:
         steps = p.head_dim // TILE_KEYS
-        call_tiles(p.tile_dots, t.s, SCORES, R, t.k_table, tiled, t.packed, steps, t.keys, t.strays, ahead)
+        call_amx(p.amx_qk, t.s, SCORES, R, t.k_table, tiled, t.packed, steps, t.keys, t.nonfinite, distance)
     if tiled < count:
         n, rows, s, scales = up(count - tiled, pad), t.k_table + 8 * tiled, t.s + 4 * tiled, t.k_scales
-        call_dots(dots, q, ldq, R, rows, n, width, s, SCORES, scales, keys, p.k_group, ahead)
+        call_qk(qk, q, ldq, R, rows, n, width, s, SCORES, scales, keys, p.k_group, distance)
 
 
 @jit
-def weigh(p, t, R, j, n, keys):
+def scale_weights(p, t, R, j, n, keys):
     """Weights of `n` keys from j on with V's scales in them: [groups, R, CHUNK]."""
     groups = (p.value_dim + p.v_group - 1) // p.v_group
     vectors = up(n, W) // W
@@ -143,80 +142,80 @@ def weigh(p, t, R, j, n, keys):
 
 
 @jit
-def tell_weights(p, t, R, count, keys):
-    """Weights with V's scales in them in whole numbers, [groups, R, SCORES]; False if those cannot tell them."""
+def quantise_weights(p, t, R, count, keys):
+    """Weights with V's scales folded in, as fixed-point limbs [groups, R, SCORES]; False if out of range."""
     for g in range((p.value_dim + p.v_group - 1) // p.v_group):
         for r in range(R):
             to, scales = t.weights + 4 * (g * R + r) * SCORES, t.v_scales + 4 * g * keys
-            if not lay_weights(to, t.s + 4 * r * SCORES, scales, up(count, W), SCORES):
+            if not pack_weights(to, t.s + 4 * r * SCORES, scales, up(count, W), SCORES):
                 return False
     return True
 
 
 @jit
-def add_values(p, t, adds, R, count, width, Dv, keys, scaled, ahead, tiled):
+def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
     """acc += p v, in chunks: short sums round less."""
     if tiled:
-        call_tiles(p.tile_adds, t.acc, Dv, t.s, SCORES, R, t.v_table, tiled, t.values, t.strays, ahead)
-    if scaled and p.whole_adds and tell_weights(p, t, R, count, keys):  # exact sums
+        call_amx(p.amx_pv, t.acc, Dv, t.s, SCORES, R, t.v_table, tiled, t.values, t.nonfinite, distance)
+    if scaled and p.vnni_pv and quantise_weights(p, t, R, count, keys):  # exact sums
         fours = up(count, FOUR)
         weights = t.weights
-        call_adds(p.whole_adds, t.acc, Dv, R, t.v_table, fours, width, weights, SCORES, R * SCORES, p.v_group, ahead)
+        call_pv(p.vnni_pv, t.acc, Dv, R, t.v_table, fours, width, weights, SCORES, R * SCORES, p.v_group, distance)
         return
-    step = KEY_PAD if p.table and not scaled else CHUNK  # as in `walk_together`
+    step = KEY_PAD if p.table and not scaled else CHUNK  # as in `decode_head_batch`
     for j in range(tiled, count, step):
         n = min(step, count - j)
         if scaled:
-            weigh(p, t, R, j, n, keys)
-            call_adds(adds, t.acc, Dv, R, t.v_table + 8 * j, n, width, t.weights, CHUNK, R * CHUNK, p.v_group, ahead)
+            scale_weights(p, t, R, j, n, keys)
+            call_pv(pv, t.acc, Dv, R, t.v_table + 8 * j, n, width, t.weights, CHUNK, R * CHUNK, p.v_group, distance)
         else:
-            call_adds(adds, t.acc, Dv, R, t.v_table + 8 * j, n, width, t.s + 4 * j, SCORES, ZERO, ONE, ahead)
+            call_pv(pv, t.acc, Dv, R, t.v_table + 8 * j, n, width, t.s + 4 * j, SCORES, ZERO, ONE, distance)
 
 
 @jit
 def of_item(p, t, n, R, D, Dv):
-    """The scratch memory of the n-th item of a bunch: rows, scores and addresses of its own, all else shared."""
+    """The scratch memory of the n-th item of a head batch: rows, scores and addresses of its own, all else shared."""
     first, table = 4 * n * R, n * table_size(p.tile_keys)
-    return Scratch(t.acc + first * Dv, t.k_table + table, t.v_table + table, t.k_ahead, t.v_ahead, t.k_scales,
-                   t.v_scales, t.m + first, t.l + first, t.shrink, t.slopes + first, t.lo + first, t.hi + first,
+    return Scratch(t.acc + first * Dv, t.k_table + table, t.v_table + table, t.k_next, t.v_next, t.k_scales,
+                   t.v_scales, t.m + first, t.l + first, t.alpha, t.slopes + first, t.lo + first, t.hi + first,
                    t.positions + first, t.some_lo, t.some_hi, t.all_lo, t.all_hi, t.mask_rows, t.mask_columns, t.states,
-                   t.done, t.totals, t.q + first * D, t.s + first * SCORES, t.keys, t.values, t.packed + first * D,
-                   t.strays, t.weights)  # fmt: skip
+                   t.done, t.row_sums, t.q + first * D, t.s + first * SCORES, t.keys, t.values, t.packed + first * D,
+                   t.nonfinite, t.weights)  # fmt: skip
 
 
-def walk_direct(params, scratch, address):
-    """All keys of a bunch of items from `address` on, heads of the same keys; m, l and acc hold the results."""
+def decode(params, scratch, address):
+    """Decode mainloop: all keys of a head batch of work items at `address`; m, l and acc hold the results."""
     p, item = params_at(params), item_at(address)
-    shared = cut(p, scratch)
+    shared = partition(p, scratch)
     q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
-    by_tiles = p.tile_dots != 0 and R >= LEAST_TILE_ROWS
-    together = p.bunch > 1 and p.dots != 0 and p.adds != 0 and max(p.k_code, p.v_code) < 3 and not by_tiles
+    by_amx = p.amx_qk != 0 and R >= LEAST_TILE_ROWS
+    together = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and max(p.k_code, p.v_code) < 3 and not by_amx
     first, last = ZERO, ZERO
-    for n in range(p.bunch):
-        item, t = item_at(address + n * ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
+    for n in range(p.head_batch):
+        item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         for r in range(R):
             row = query_row(p, item, q_start, r // item.rows, r % item.rows)
             widen_row(t.q + 4 * r * D, row, p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
-        if by_tiles:
-            lay_queries(p, t, item, q_start, R)
-        if p.whole_dots:
-            tell_queries(t.packed, t.q, R, D, p.k_code)
+        if by_amx:
+            pack_queries(p, t, item, q_start, R)
+        if p.vnni_qk:
+            quantise_queries(t.packed, t.q, R, D, p.k_code)
         first, last = set_up(p, t, item, R, Dv)  # the same for all of them
     tile = item.start + max(0, first - item.start) // TILE * TILE
     while tile < last:
         size = TILE if p.mask or last - tile > TILE + TAIL else TILE + TAIL
         origin, end = max(tile, first), min(tile + size, last)
         if together and all_see(shared, R, origin, end):
-            walk_together(p, shared, address, kv_start, R, origin, end, last)
+            decode_head_batch(p, shared, address, kv_start, R, origin, end, last)
         else:
-            for n in range(p.bunch):
-                item, t = item_at(address + n * ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
-                whole, nothing = read_states(p, item, t.states, tile, min(tile + TILE, kv_len))
+            for n in range(p.head_batch):
+                item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
+                unmasked, nothing = read_states(p, item, t.states, tile, min(tile + TILE, kv_len))
                 if not nothing:
-                    whole &= all_see(t, R, origin, end)
-                    walk_tile(p, t, item, place(p, item, kv_start), R, origin, end, last, whole, by_tiles)
+                    unmasked &= all_see(t, R, origin, end)
+                    decode_tile(p, t, item, place(p, item, kv_start), R, origin, end, last, unmasked, by_amx)
         tile += size
 
 
@@ -230,70 +229,69 @@ def all_see(t, R, origin, end):
 
 
 @jit
-def walk_together(p, shared, address, kv_start, R, origin, end, last):
-    """A tile of pages for all heads of a bunch, in the order of memory: eight keys of one head, then of the next.
+def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
+    """A tile of pages for all heads of a batch, in the order of memory: eight keys of one head, then of the next.
 
-    A page has a token's heads side by side. (Two cores, 4 x 8192 keys of 32/8 heads of 128: one head after the other,
-    in longer pieces, it took 1.06 of the time in f32, 1.11 in f16.)
+    A page has a token's heads side by side. Gain: cpu/head-batch in benchmarks/cpu/LOG.md.
     """
     D, Dv, count = up(p.head_dim, W), up(p.value_dim, W), end - origin
     k, v = key_source(p), value_source(p)
-    for n in range(p.bunch):
-        item, t = item_at(address + n * ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
+    for n in range(p.head_batch):
+        item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         read_states(p, item, t.states, origin, end)  # there is no mask
         at = place(p, item, kv_start)
-        list_ahead(p, k, at, t.k_table, origin, count, last, p.ahead)
-        list_ahead(p, v, at, t.v_table, origin, count, last, p.ahead)
+        list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
+        list_ahead(p, v, at, t.v_table, origin, count, last, p.prefetch_distance)
     for j in range(0, count, KEY_PAD):
-        for n in range(p.bunch):
+        for n in range(p.head_batch):
             t = of_item(p, shared, n, R, D, Dv)
             rows, s = t.k_table + 8 * j, t.s + 4 * j
-            call_dots(p.dots, t.q, D, R, rows, KEY_PAD, p.head_dim, s, SCORES, t.k_scales, ZERO, ONE, p.ahead)
-    for n in range(p.bunch):
-        item, t = item_at(address + n * ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
+            call_qk(p.qk, t.q, D, R, rows, KEY_PAD, p.head_dim, s, SCORES, t.k_scales, ZERO, ONE, p.prefetch_distance)
+    for n in range(p.head_batch):
+        item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         for r in range(R):
-            soften(p, t, item, r, origin, count, Dv)
+            online_softmax(p, t, item, r, origin, count, Dv)
     for j in range(0, count, KEY_PAD):
-        for n in range(p.bunch):
+        for n in range(p.head_batch):
             t = of_item(p, shared, n, R, D, Dv)
             rows, weights, m = t.v_table + 8 * j, t.s + 4 * j, min(KEY_PAD, count - j)
-            call_adds(p.adds, t.acc, Dv, R, rows, m, p.value_dim, weights, SCORES, ZERO, ONE, p.ahead)
+            call_pv(p.pv, t.acc, Dv, R, rows, m, p.value_dim, weights, SCORES, ZERO, ONE, p.prefetch_distance)
 
 
 @jit
-def walk_tile(p, t, item, at, R, origin, end, last, whole, by_tiles):
-    """Keys `origin` to `end` of an item that goes on to `last`; `whole`: all rows see all of them."""
+def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
+    """Keys `origin` to `end` of an item that goes on to `last`; `unmasked`: all rows see all of them."""
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
     keys, count = SCORES + PAD, end - origin
     k, v = key_source(p), value_source(p)
-    list_ahead(p, k, at, t.k_table, origin, count, last, p.ahead)
-    dots, q, ldq, width, k_ahead, pad = p.dots, t.q, D, p.head_dim, p.ahead, KEY_PAD
-    tiled = count // TILE_KEYS * TILE_KEYS if by_tiles and whole else ZERO
-    if not whole or p.dots == 0:
+    list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
+    qk, q, ldq, width, k_distance, pad = p.qk, t.q, D, p.head_dim, p.prefetch_distance, KEY_PAD
+    tiled = count // TILE_KEYS * TILE_KEYS if by_amx and unmasked else ZERO
+    if not unmasked or p.qk == 0:
         widen_rows(p, k, at, t.k_table, t.keys, origin, count, PAD)
-        dots, width, k_ahead = p.dots_f32, D, ZERO
+        qk, width, k_distance = p.qk_f32, D, ZERO
     elif k.code >= 3:
         list_scales(p, k, at, t.k_scales, origin, count, W_, keys)
         if (
-            p.whole_dots
-            and are_told(t.packed, D)
+            p.vnni_qk
+            and are_quantised(t.packed, D)
             and are_finite(t.k_scales, keys, count, (D + p.k_group - 1) // p.k_group)
         ):
-            dots, q, ldq, pad = p.whole_dots, t.packed, query_words(D), W_
-    list_ahead(p, v, at, t.v_table, origin, count, last, p.ahead)
-    multiply_keys(p, t, dots, q, ldq, R, count, pad, width, keys, k_ahead, tiled)
+            qk, q, ldq, pad = p.vnni_qk, t.packed, query_words(D), W_
+    list_ahead(p, v, at, t.v_table, origin, count, last, p.prefetch_distance)
+    multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, k_distance, tiled)
 
     for r in range(R):
-        soften(p, t, item, r, origin, count, Dv)
+        online_softmax(p, t, item, r, origin, count, Dv)
 
-    adds, width, v_ahead, scaled, strays = p.adds, p.value_dim, p.ahead, v.code >= 3, False
-    if not whole or p.adds == 0:
+    pv, width, v_distance, scaled, nonfinite = p.pv, p.value_dim, p.prefetch_distance, v.code >= 3, False
+    if not unmasked or p.pv == 0:
         bad = widen_rows(p, v, at, t.v_table, t.values, origin, count, ONE)
-        adds, width, v_ahead, scaled, strays = p.adds_f32, Dv, ZERO, False, bad != F(0) and not whole
-        if strays:
-            take_out_strays(t, count, Dv)
+        pv, width, v_distance, scaled, nonfinite = p.pv_f32, Dv, ZERO, False, bad != F(0) and not unmasked
+        if nonfinite:
+            extract_nonfinite(t, count, Dv)
     elif scaled:
         list_scales(p, v, at, t.v_scales, origin, count, W_, keys)
-    add_values(p, t, adds, R, count, width, Dv, keys, scaled, v_ahead, tiled)
-    if strays:
-        add_strays(p, t, item, ZERO, R, count, Dv, origin, ONE, SCORES)
+    add_values(p, t, pv, R, count, width, Dv, keys, scaled, v_distance, tiled)
+    if nonfinite:
+        add_nonfinite(p, t, item, ZERO, R, count, Dv, origin, ONE, SCORES)

@@ -8,17 +8,17 @@ from ..codegen.numba_ops import INF, F, jit
 from .mask import FULL, SKIP, mask_cell, mask_row
 
 # Sums of large values may pass float32's range where their mean does not: they are then made again of weights times
-# SHRUNK. A row's l is stored below 0 if its acc is of such weights.
-SHRUNK, GROWN = F(2.0**-32), F(2.0**32)
+# DOWNSCALE. A row's l is stored below 0 if its acc is of such weights.
+DOWNSCALE, UPSCALE = F(2.0**-32), F(2.0**32)
 
 
 @jit
-def take_out_strays(t, count, width):
-    """Moves every value that is not finite from `values` to the same place in `strays`, which else holds zeros."""
+def extract_nonfinite(t, count, width):
+    """Moves every non-finite value from `values` to the same place in `nonfinite`, which else holds zeros."""
     for at in range(0, 4 * count * width, 4):
         x = get_f32(t.values + at)
         finite = x - x == F(0)
-        put_f32(t.strays + at, F(0) if finite else x)
+        put_f32(t.nonfinite + at, F(0) if finite else x)
         if not finite:
             put_f32(t.values + at, F(0))
 
@@ -36,21 +36,24 @@ def sees(p, t, item, r, key):
 
 
 @jit
-def add_strays(p, t, item, first_row, rows, count, width, origin, key_step, row_step):
-    """acc += p * stray, in those of `rows` rows from `first_row` on that see it; steps are those of p, in floats."""
+def add_nonfinite(p, t, item, first_row, rows, count, width, origin, key_step, row_step):
+    """acc += p * value, for non-finite values, in those of `rows` rows from `first_row` on that see it.
+
+    Steps are those of p, in floats.
+    """
     for r in range(first_row, first_row + rows):
         for j in range(count):
             if not sees(p, t, item, r, origin + j):
                 continue
             weight = get_f32(t.s + 4 * (j * key_step + (r - first_row) * row_step))
             for d in range(width):
-                stray = get_f32(t.strays + 4 * (j * width + d))
-                if stray != F(0):
+                value = get_f32(t.nonfinite + 4 * (j * width + d))
+                if value != F(0):
                     at = t.acc + 4 * (r * width + d)
-                    put_f32(at, get_f32(at) + weight * stray)
+                    put_f32(at, get_f32(at) + weight * value)
 
 
 @jit
-def is_shrunk(t):
-    """Whether weights are to be times SHRUNK, see there."""
+def is_downscaled(t):
+    """Whether weights are to be times DOWNSCALE, see there."""
     return get_i64(t.done + 8) != 0

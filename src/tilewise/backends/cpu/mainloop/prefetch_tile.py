@@ -1,14 +1,13 @@
-"""Prefill asks for the next tile's rows while this one's are multiplied: a few lines with each block of keys.
+"""Prefetch of the next tile's K and V rows during prefill: a few lines with each block of keys.
 
-Asked for in one go, they would wait for each other, and the products for them. (One core, float32: a window of 512 with
-D 128 took 0.96 of the time, D 256 and L 2048 0.99; contiguous rows a panel's share at a time gained nothing.)
+In one go they would wait for each other, and the products for them. Gain: cpu/prefetch-tile in benchmarks/cpu/LOG.md.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
 
 from ..codegen.numba_ops import jit
-from ..codegen.prefetch import fetch_part
+from ..codegen.prefetch import prefetch_row_spans
 from ..gemm.fp32 import KEYS
 from ..kv_access import list_rows
 from ..scratch import PAD
@@ -19,13 +18,13 @@ LINE = 64
 
 
 @jit
-def list_next(p, t, k, v, at, first, count):
-    """Lists the rows of the next tile, `count` from `first` on, and says how many are to be asked for."""
+def list_next_tile(p, t, k, v, at, first, count):
+    """Lists the rows of the next tile, `count` from `first` on, and says how many are to be prefetched."""
     row = p.k_row + p.v_row
     if count <= 0 or (p.table == 0 and (row > MOST_ROW or p.kv_len * row < LEAST)):
         return 0
-    list_rows(p, k, at, t.k_ahead, first, count, PAD)
-    list_rows(p, v, at, t.v_ahead, first, count, PAD)
+    list_rows(p, k, at, t.k_next, first, count, PAD)
+    list_rows(p, v, at, t.v_next, first, count, PAD)
     return count
 
 
@@ -38,10 +37,10 @@ def share_of(size, part, parts):
 
 
 @jit
-def ask_share(p, t, key, count, part, parts):
-    """Asks for a share of KEYS of the next tile's `count` rows, from `key` on."""
+def prefetch_share(p, t, key, count, part, parts):
+    """Prefetches a share of KEYS of the next tile's `count` rows, from `key` on."""
     if key < count:
         start, size = share_of(p.k_row, part, parts)
-        fetch_part(t.k_ahead + 8 * key, KEYS, start, size)
+        prefetch_row_spans(t.k_next + 8 * key, KEYS, start, size)
         start, size = share_of(p.v_row, part, parts)
-        fetch_part(t.v_ahead + 8 * key, KEYS, start, size)
+        prefetch_row_spans(t.v_next + 8 * key, KEYS, start, size)

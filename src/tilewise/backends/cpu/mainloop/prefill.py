@@ -7,7 +7,7 @@ Query rows stand in panels, transposed once: Q^T [D, PANEL]. For each tile of ke
     acc [ROWS, Dv] += p^T V         V copied once for each tile into panels of columns
 
 A panel's scores stay in the first- or second-level cache between the three steps; where it sees all keys of the tile,
-the first two are one (`calm.py`). Panels and row-blocks are left out where none of their rows sees a key.
+the first two are fused (`max_free.py`). Panels and row-blocks are left out where none of their rows sees a key.
 """
 
 # mypy: ignore-errors
@@ -32,20 +32,20 @@ from ..gemm.fp32 import (
     pack_3,
 )
 from ..kv_access import key_source, list_rows, place, query_row, sequence, value_source, widen_rows
-from ..scratch import PAD, PANEL_, cut
+from ..scratch import PAD, PANEL_, partition
 from .mask import read_states
-from .max_free import gemm_weights, is_calm, take_totals, weigh_rest
-from .nonfinite import SHRUNK, add_strays, is_shrunk, take_out_strays
-from .prefetch_tile import ask_share, list_next
+from .max_free import commit_row_sums, exp2_rest, gemm_keys_exp2, is_max_free
+from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
+from .prefetch_tile import list_next_tile, prefetch_share
 from .rows import list_spans, seen_by_all, seen_by_some, sees_all, set_up
 from .score_mod import scale_cells
-from .scores import calm_bound, shape_scores, unit
-from .softmax import LOG2E, soften_column
+from .scores import max_free_bound, shape_scores, unit
+from .softmax import LOG2E, online_softmax_columns
 
-DOT = 128  # elements of a dot product that are summed in one go: longer sums round more
+DOT_LENGTH = 128  # elements of a dot product that are summed in one go: longer sums round more
 # Over up to 11 keys torch sums in lanes and rounds half as much (D 88, root mean square of scores: 2.8e-7, and 5.1e-7
 # with one run of FMAs, as here and as torch does over more keys). So few keys cost little, and are summed as exactly.
-SHORT_KEYS, SHORT_DOT = 12, 16
+SHORT_KEYS, SHORT_DOT_LENGTH = 12, 16
 
 
 @jit
@@ -79,15 +79,15 @@ def vector_span(t, first, tile, end):
 
 
 @jit
-def scores(p, t, panel, panels, coming, vectors, D, dot, tile, end, k0, k1):
+def scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k1):
     """s[k0..k1] of one panel, without vectors of rows at its edges that see none of a block's keys."""
     q = t.q + 4 * panel * PANEL * D
-    dots = (p.head_dim + dot - 1) // dot
-    for n in range(dots):  # outside: this much of the panel stays in the first-level cache
-        d = n * dot
-        depth = min(dot, p.head_dim - d)
+    passes = (p.head_dim + dot_length - 1) // dot_length
+    for n in range(passes):  # outside: this much of the panel stays in the first-level cache
+        d = n * dot_length
+        depth = min(dot_length, p.head_dim - d)
         for key in range(k0, k1, KEYS):
-            ask_share(p, t, key, coming, panel * dots + n, panels * dots)
+            prefetch_share(p, t, key, coming, panel * passes + n, panels * passes)
             v0, v1 = 0, vectors
             while v0 < v1 and not overlaps(vector_span(t, panel * PANEL + v0 * W, tile, end), key):
                 v0 += 1
@@ -110,36 +110,36 @@ def overlaps(span, key):
 
 
 @jit
-def soften(p, t, item, s, first, R, key, count, most):
+def online_softmax(p, t, item, s, first, R, key, count, bound):
     """Scores of W query rows from `first` on over `count` keys from `key` on become weights."""
     shape_scores(p, t, item, s, PANEL_, first, R, key, count)
-    m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
-    soften_column(s, PANEL, count, m, l, shrink, unit(p) * F(LOG2E), most)
-    if is_shrunk(t):
-        scale_cells(s, PANEL_, count, SHRUNK)
+    m, l, alpha = t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first
+    online_softmax_columns(s, PANEL, count, m, l, alpha, unit(p) * F(LOG2E), bound)
+    if is_downscaled(t):
+        scale_cells(s, PANEL_, count, DOWNSCALE)
 
 
 @jit
-def calm_weights(p, t, panel, panels, coming, D, dot, count):
-    """s [count, PANEL] of a panel that sees all keys of a tile becomes weights. False if its rows are not calm."""
+def max_free_softmax(p, t, panel, panels, coming, D, dot_length, count):
+    """s [count, PANEL] of a panel that sees all keys of a tile becomes weights, max-free. False if out of bound."""
     row = panel * PANEL
-    if not is_calm(t.m + 4 * row):
+    if not is_max_free(t.m + 4 * row):
         return False
     q, blocks, factor = t.q + 4 * row * D, count // KEYS * KEYS, unit(p) * F(LOG2E)
-    clear(t.totals, PANEL)
-    dots = (p.head_dim + dot - 1) // dot
-    for n in range(dots):
-        d = n * dot
-        depth = min(dot, p.head_dim - d)
+    clear(t.row_sums, PANEL)
+    passes = (p.head_dim + dot_length - 1) // dot_length
+    for n in range(passes):
+        d = n * dot_length
+        depth = min(dot_length, p.head_dim - d)
         for key in range(0, count, KEYS):
-            ask_share(p, t, key, coming, panel * dots + n, panels * dots)
+            prefetch_share(p, t, key, coming, panel * passes + n, panels * passes)
             a, rows, s = q + 4 * d * PANEL, t.k_table + 8 * key, t.s + 4 * key * PANEL
-            if n == dots - 1 and key < blocks:
-                gemm_weights(rows, 4 * d, a, s, depth, factor, t.totals)
+            if n == passes - 1 and key < blocks:
+                gemm_keys_exp2(rows, 4 * d, a, s, depth, factor, t.row_sums)
             else:
                 gemm_keys_all(rows, 4 * d, a, s, depth)
-    weigh_rest(t.s + 4 * blocks * PANEL, count - blocks, factor, t.totals)
-    return take_totals(t.totals, t.m + 4 * row, t.l + 4 * row, t.shrink + 4 * row) != 0
+    exp2_rest(t.s + 4 * blocks * PANEL, count - blocks, factor, t.row_sums)
+    return commit_row_sums(t.row_sums, t.m + 4 * row, t.l + 4 * row, t.alpha + 4 * row) != 0
 
 
 @jit
@@ -177,14 +177,14 @@ def pack_values(p, t, x, at, first, count, Dv, BK, whole):
         return False
     list_rows(p, x, at, t.v_table, first, count, ONE)  # once more, from a copy without them
     widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
-    take_out_strays(t, count, Dv)
+    extract_nonfinite(t, count, Dv)
     pack_columns(t, count, Dv, BK)
     return True
 
 
 @jit
 def add_values(t, first_row, tile, k0, k1, Dv, BK):
-    """acc of one panel = shrink * acc + p v, by blocks of ROWS rows, over the keys that one of them sees.
+    """acc of one panel = alpha * acc + p v, by blocks of ROWS rows, over the keys that one of them sees.
 
     A panel of V's columns is used by all row-blocks before the next one is: it stays in the first-level cache.
     """
@@ -197,30 +197,30 @@ def add_values(t, first_row, tile, k0, k1, Dv, BK):
             if depth <= 0:
                 continue
             weights, acc = t.s + 4 * (start * PANEL + i), t.acc + 4 * ((first_row + i) * Dv + c)
-            v, fades = t.packed + 4 * (c * BK + start * n * W), t.shrink + 4 * (first_row + i)
+            v, alphas = t.packed + 4 * (c * BK + start * n * W), t.alpha + 4 * (first_row + i)
             if n == 1:
-                gemm_values_1(weights, v, acc, Dv, fades, depth)
+                gemm_values_1(weights, v, acc, Dv, alphas, depth)
             elif n == 2:
-                gemm_values_2(weights, v, acc, Dv, fades, depth)
+                gemm_values_2(weights, v, acc, Dv, alphas, depth)
             else:
-                gemm_values_3(weights, v, acc, Dv, fades, depth)
+                gemm_values_3(weights, v, acc, Dv, alphas, depth)
         c += n * W
 
 
-def walk_packed(params, scratch, address):
+def prefill(params, scratch, address):
     """All keys of the item at `address`; m, l and acc hold the result."""
     p, item = params_at(params), item_at(address)
-    t = cut(p, scratch)
+    t = partition(p, scratch)
     q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
     D, Dv, BK = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys
-    dot = DOT if kv_len > SHORT_KEYS else SHORT_DOT
+    dot_length = DOT_LENGTH if kv_len > SHORT_KEYS else SHORT_DOT_LENGTH
     k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
     load_queries(p, t, item, q_start, R, D)
     first, last = set_up(p, t, item, up(R, PANEL), Dv)
     list_spans(t, up(R, PANEL))
     all_lo, all_hi = seen_by_all(t, R)
-    most = calm_bound(p, t, kv_len)
+    bound = max_free_bound(p, t, kv_len)
     tile = item.start + max(0, first - item.start) // BK * BK
     while tile < last:
         end = min(tile + BK, last)
@@ -230,28 +230,30 @@ def walk_packed(params, scratch, address):
             tile += BK
             continue
         whole = unmasked and all_lo <= tile and all_hi >= end
-        calm = unmasked and most > F(0)
+        max_free = unmasked and bound > F(0)
         list_rows(p, k, at, t.k_table, tile, count, PAD)
         if k.code:
             widen_rows(p, k, at, t.k_table, t.keys, tile, count, PAD)
-        strays = pack_values(p, t, v, at, tile, count, Dv, BK, whole)
+        nonfinite = pack_values(p, t, v, at, tile, count, Dv, BK, whole)
         panels = (R + PANEL - 1) // PANEL
-        coming = list_next(p, t, k, v, at, end, min(BK, last - end))
+        coming = list_next_tile(p, t, k, v, at, end, min(BK, last - end))
         for panel in range(panels):
             row = panel * PANEL
             lo, hi = seen_by_some(t, row, row + PANEL)
             k0, k1 = (max(lo, tile) - tile) // KEYS * KEYS, min(hi, end) - tile  # a block of keys is listed whole
             if k0 >= k1:
                 continue
-            full = calm and row + PANEL <= R and sees_all(t, row, row + PANEL, tile, end)
-            if not (full and calm_weights(p, t, panel, panels, coming, D, dot, count)):
+            full = max_free and row + PANEL <= R and sees_all(t, row, row + PANEL, tile, end)
+            if not (full and max_free_softmax(p, t, panel, panels, coming, D, dot_length, count)):
                 vectors = min(PANEL, up(R - row, W)) // W
-                scores(p, t, panel, panels, coming, vectors, D, dot, tile, end, k0, k1)
+                scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k1)
                 for c in range(vectors):
                     lo, hi = vector_span(t, row + c * W, tile, end)
                     if lo < hi:
-                        soften(p, t, item, t.s + 4 * (lo * PANEL + c * W), row + c * W, R, tile + lo, hi - lo, most)
+                        online_softmax(
+                            p, t, item, t.s + 4 * (lo * PANEL + c * W), row + c * W, R, tile + lo, hi - lo, bound
+                        )
             add_values(t, row, tile, k0, k1, Dv, BK)
-            if strays:
-                add_strays(p, t, item, row, min(PANEL, R - row), count, Dv, tile, PANEL_, ONE)
+            if nonfinite:
+                add_nonfinite(p, t, item, row, min(PANEL, R - row), count, Dv, tile, PANEL_, ONE)
         tile += BK

@@ -1,12 +1,12 @@
 """Prefill by matrix tiles: query rows in panels of 32, keys and columns of V in blocks of 32.
 
     s [keys, 32] = K Q^T            K and Q^T copied into tiles, in parts if they are not bf16 (`amx.py`)
-    s -> P                          16 rows side by side; written as the tiles that the next product reads. Calm rows
-                                    (`calm.py`) have it block by block, beside the next block's scores
+    s -> P                          16 rows side by side; written as the tiles that P V reads. Max-free rows
+                                    (`max_free.py`) have it block by block, beside the next block's scores
     acc [Dv, 32] += V^T P           V turned once for each tile of keys
 
 A number that is not finite has no parts, and in V it may not meet the weight of a row that does not see it: there it is
-taken out and added where it is seen. An item with an infinity in q or k is left to the walk by vectors.
+taken out and added where it is seen. An item with an infinity in q or k is left to the fp32 mainloop.
 """
 
 # mypy: ignore-errors
@@ -17,18 +17,18 @@ import numpy as np
 from ..codegen.load_store import clear, get_f32, get_i32, get_i64, get_one, put_f32, put_i64, transpose
 from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, item_at, jit, params_at, up, widen_row
 from ..codegen.vector import W
-from ..gemm.amx import BLOCK, TILE, configure, make_products, release
-from ..gemm.amx_pack import BF16, STEP, W_, for_parts, lay_functions
+from ..gemm.amx import BLOCK, TILE, load_tile_config, make_products, release
+from ..gemm.amx_pack import BF16, STEP, W_, for_parts, pack_functions
 from ..kv_access import key_source, place, row_address, sequence, value_source
-from ..scratch import cut, cut_tiles
+from ..scratch import partition, partition_amx
 from .mask import read_states
-from .max_free import is_calm_2, take_totals_2
+from .max_free import commit_row_sums_2, is_max_free_2
 from .nonfinite import sees
 from .rows import list_spans, seen_by_all, seen_by_some, set_up
 from .score_mod import hide_column
-from .scores import calm_bound, shape_scores, unit
+from .scores import max_free_bound, shape_scores, unit
 from .softmax import LOG2E
-from .softmax_amx import fade_columns, make_calm_products, make_soften
+from .softmax_amx import make_max_free_products, make_online_softmax, rescale_columns
 
 
 @jit
@@ -42,7 +42,7 @@ def panel_span(t, row, R, tile, end):
 
 
 @jit
-def turn_back(t, w, R, Dv, padded):
+def unpack_acc(t, w, R, Dv, padded):
     """acc [panels, 2, Dv, 16] as the rows that the rest of the backend knows."""
     for row in range(0, up(R, BLOCK), W):
         for d in range(0, Dv, W):
@@ -50,19 +50,19 @@ def turn_back(t, w, R, Dv, padded):
 
 
 @jit
-def may_be_calm(t, first, tile, end):
-    """Whether the rows of a panel are calm (`calm.py`), and all see some key of a tile: other sums say little."""
+def may_be_max_free(t, first, tile, end):
+    """Whether a panel's rows are max-free so far (`max_free.py`), and all see some key of a tile."""
     for half in range(2):
         v = 4 * (first // W + half)
         if get_i32(t.all_lo + v) >= end or get_i32(t.all_hi + v) <= tile:
             return False
-    return is_calm_2(t.m + 4 * first) != 0
+    return is_max_free_2(t.m + 4 * first) != 0
 
 
 @jit
-def take_panel(t, row, u):
+def commit_panel(t, row, u):
     first = row + u * BLOCK
-    return take_totals_2(t.totals + 4 * u * BLOCK, t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first) != 0
+    return commit_row_sums_2(t.row_sums + 4 * u * BLOCK, t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first) != 0
 
 
 @jit
@@ -74,17 +74,17 @@ def hide_block(t, s, first, key):
             hide_column(s + 2 * TILE * half, W, BLOCK, t.lo + 4 * v, t.hi + 4 * v, key)
 
 
-def walk_function(parts):
+def prefill_function(parts):
     """`fn(params, scratch, item)`: all keys of the item; m, l and acc hold the result if `done` does not hold 0."""
     multiply_keys, multiply_values = make_products(parts)
-    soften = make_soften(parts)
-    calm_keys, weigh_rest = make_calm_products(parts)
-    lay_queries, lay_keys, lay_values = lay_functions(parts)
+    online_softmax = make_online_softmax(parts)
+    gemm_keys_beside, exp2_rest = make_max_free_products(parts)
+    pack_queries, pack_keys, pack_values = pack_functions(parts)
     PARTS_, piece = np.int64(parts), for_parts(parts)
 
     @piece
-    def add_back(p, t, w, item, x, at, row, u, R, tile, k0, k1, Dv, BK):
-        """acc += weight * stray in the rows of panel u that see it."""
+    def add_nonfinite(p, t, w, item, x, at, row, u, R, tile, k0, k1, Dv, BK):
+        """acc += weight * value, for non-finite values, in the rows of panel u that see it."""
         row += u * BLOCK
         for j in range(k0, k1):
             if get_i64(t.v_table + 8 * j) == 0:
@@ -98,14 +98,14 @@ def walk_function(parts):
                 for n in range(parts):
                     weight += get_one(pair + 4 * n * BK * BLOCK + r // W * TILE + r % W * 4, BF16, ZERO)
                 for d in range(x.width):
-                    stray = get_f32(w.rows + 4 * d)
-                    if stray - stray != F(0):
+                    value = get_f32(w.rows + 4 * d)
+                    if value - value != F(0):
                         cell = w.acc + 4 * (row * Dv + r // W * W * Dv + d * W + r % W)
-                        put_f32(cell, get_f32(cell) + weight * stray)
+                        put_f32(cell, get_f32(cell) + weight * value)
 
     @piece
-    def weights(p, t, w, item, row, u, R, tile, k0, k1, count, Dv, BK, most):
-        """The scores of panel u become weights; older sums fade."""
+    def weights(p, t, w, item, row, u, R, tile, k0, k1, count, Dv, BK, bound):
+        """Online softmax of panel u; the accumulator is rescaled."""
         if k0 >= k1:
             return
         there = min(k1, count) - k0
@@ -114,35 +114,37 @@ def walk_function(parts):
             fill(s, there * W, (k1 - k0) * W, -INF)
             shape_scores(p, t, item, s, W_, first, R, tile + k0, there)
             pairs = w.p + 2 * u * BK * BLOCK + k0 // BLOCK * STEP + half * TILE
-            m, l, shrink = t.m + 4 * first, t.l + 4 * first, t.shrink + 4 * first
-            if soften(s, k1 - k0, m, l, shrink, unit(p) * F(LOG2E), pairs, 4 * BK * BLOCK, most) != F(0):
-                fade_columns(w.acc + 4 * first * Dv, Dv, shrink)
+            m, l, alpha = t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first
+            if online_softmax(s, k1 - k0, m, l, alpha, unit(p) * F(LOG2E), pairs, 4 * BK * BLOCK, bound) != F(0):
+                rescale_columns(w.acc + 4 * first * Dv, Dv, alpha)
 
     @piece
-    def calm_weights(p, t, w, row, a0, a1, b0, b1, tile, end, D, BK, q_part):
-        """Weights of two panels over their keys of a tile. Was the first calm (`calm.py`), was the second?"""
-        a = a0 < a1 and may_be_calm(t, row, tile, end)
-        b = b0 < b1 and may_be_calm(t, row + BLOCK, tile, end)
-        clear(t.totals, 2 * BLOCK)
+    def max_free_softmax(p, t, w, row, a0, a1, b0, b1, tile, end, D, BK, q_part):
+        """Weights of two panels over their keys of a tile. Returns for each whether it was max-free (`max_free.py`)."""
+        a = a0 < a1 and may_be_max_free(t, row, tile, end)
+        b = b0 < b1 and may_be_max_free(t, row + BLOCK, tile, end)
+        clear(t.row_sums, 2 * BLOCK)
         factor, part, k_part = unit(p) * F(LOG2E), 4 * BK * BLOCK, 2 * BK * D
-        before, pairs, totals = ZERO, ZERO, ZERO
+        before, pairs, row_sums = ZERO, ZERO, ZERO
         for j in range(0, end - tile, BLOCK):
             for u in range(2):
                 if not (b and b0 <= j < b1 if u else a and a0 <= j < a1):
                     continue
                 first, keys = row + u * BLOCK, w.k + j // BLOCK * (D // BLOCK) * STEP
                 s = w.s if before != w.s else w.s + 4 * TILE
-                calm_keys(keys, k_part, w.q + 2 * first * D, q_part, s, D // BLOCK, before, factor, pairs, part, totals)
+                gemm_keys_beside(
+                    keys, k_part, w.q + 2 * first * D, q_part, s, D // BLOCK, before, factor, pairs, part, row_sums
+                )
                 hide_block(t, s, first, tile + j)
-                before, pairs, totals = s, w.p + 2 * u * BK * BLOCK + j // BLOCK * STEP, t.totals + 4 * u * BLOCK
+                before, pairs, row_sums = s, w.p + 2 * u * BK * BLOCK + j // BLOCK * STEP, t.row_sums + 4 * u * BLOCK
         if before:
-            weigh_rest(before, factor, pairs, part, totals)
-        return a and take_panel(t, row, 0), b and take_panel(t, row, 1)
+            exp2_rest(before, factor, pairs, part, row_sums)
+        return a and commit_panel(t, row, 0), b and commit_panel(t, row, 1)
 
-    def walk_tiles(params, scratch, address):
+    def prefill_amx(params, scratch, address):
         p, item = params_at(params), item_at(address)
-        t = cut(p, scratch)
-        w = cut_tiles(p, t, PARTS_)
+        t = partition(p, scratch)
+        w = partition_amx(p, t, PARTS_)
         q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
         R = p.heads // p.kv_heads * item.rows
         D, Dv, BK = up(p.head_dim, BLOCK), up(p.value_dim, BLOCK), up(p.tile_keys, BLOCK)
@@ -150,15 +152,15 @@ def walk_function(parts):
         put_i64(t.done, ZERO)
         spare, k_part, q_part = max(D, Dv), 2 * BK * D, 2 * up(R, BLOCK) * D
         v_part, p_panel = 2 * Dv * BK, 2 * BK * BLOCK
-        if lay_queries(p, w, item, q_start, R, D, spare):
+        if pack_queries(p, w, item, q_start, R, D, spare):
             return
         first, last = set_up(p, t, item, up(R, BLOCK), up(p.value_dim, W))
         list_spans(t, up(R, BLOCK))
         all_lo, all_hi = seen_by_all(t, R)
-        most = calm_bound(p, t, kv_len)
+        bound = max_free_bound(p, t, kv_len)
         clear(w.acc, up(R, BLOCK) * Dv)
         clear(w.v, PARTS_ * Dv * BK // 2)  # columns that are not there
-        configure(p.configuration)
+        load_tile_config(p.tile_config)
         tile = item.start + max(0, first - item.start) // BK * BK
         while tile < last:
             end = min(tile + BK, last)
@@ -167,21 +169,21 @@ def walk_function(parts):
             if nothing:
                 tile += BK
                 continue
-            calm = whole and most > F(0)
+            max_free = whole and bound > F(0)
             whole &= all_lo <= tile and all_hi >= end
-            if lay_keys(p, w, k, at, tile, count, D, k_part):
+            if pack_keys(p, w, k, at, tile, count, D, k_part):
                 release()
                 return
-            strays = lay_values(p, t, w, v, at, tile, count, Dv, BK, spare, True)
-            strays &= parts > 1 or not whole
-            if strays:
-                lay_values(p, t, w, v, at, tile, count, Dv, BK, spare, False)
+            nonfinite = pack_values(p, t, w, v, at, tile, count, Dv, BK, spare, True)
+            nonfinite &= parts > 1 or not whole
+            if nonfinite:
+                pack_values(p, t, w, v, at, tile, count, Dv, BK, spare, False)
             for row in range(0, R, 2 * BLOCK):  # two panels at a time: a block of K or V is used twice where it is
                 a0, a1 = panel_span(t, row, R, tile, end)
                 b0, b1 = panel_span(t, row + BLOCK, R, tile, end)
                 a_done = b_done = False
-                if calm:
-                    a_done, b_done = calm_weights(p, t, w, row, a0, a1, b0, b1, tile, end, D, BK, q_part)
+                if max_free:
+                    a_done, b_done = max_free_softmax(p, t, w, row, a0, a1, b0, b1, tile, end, D, BK, q_part)
                 for j in range(min(a0, b0), max(a1, b1), BLOCK):
                     keys = w.k + j // BLOCK * (D // BLOCK) * STEP
                     for u in range(2):
@@ -190,7 +192,7 @@ def walk_function(parts):
                             multiply_keys(keys, k_part, q, q_part, s, 4 * W * BK, D // BLOCK)
                 for u in range(2):
                     if not (b_done if u else a_done):
-                        weights(p, t, w, item, row, u, R, tile, b0 if u else a0, b1 if u else a1, count, Dv, BK, most)
+                        weights(p, t, w, item, row, u, R, tile, b0 if u else a0, b1 if u else a1, count, Dv, BK, bound)
                 for c in range(0, Dv, BLOCK):
                     for u in range(2):
                         k0, k1 = b0 if u else a0, b1 if u else a1
@@ -199,12 +201,12 @@ def walk_function(parts):
                             values, pairs = w.v + 2 * c * BK + along, w.p + u * p_panel + along
                             acc = w.acc + 4 * ((row + u * BLOCK) * Dv + c * W)
                             multiply_values(values, v_part, pairs, 2 * p_panel, acc, 4 * W * Dv, steps, w.sums)
-                if strays:
-                    add_back(p, t, w, item, v, at, row, 0, R, tile, a0, min(a1, count), Dv, BK)
-                    add_back(p, t, w, item, v, at, row, 1, R, tile, b0, min(b1, count), Dv, BK)
+                if nonfinite:
+                    add_nonfinite(p, t, w, item, v, at, row, 0, R, tile, a0, min(a1, count), Dv, BK)
+                    add_nonfinite(p, t, w, item, v, at, row, 1, R, tile, b0, min(b1, count), Dv, BK)
             tile += BK
         release()
-        turn_back(t, w, R, up(p.value_dim, W), Dv)
+        unpack_acc(t, w, R, up(p.value_dim, W), Dv)
         put_i64(t.done, ONE)
 
-    return walk_tiles
+    return prefill_amx

@@ -1,4 +1,4 @@
-"""What both ways of walking the keys share: setting up an item's rows, values that are not finite, finished rows."""
+"""Rows of a work item: running max m, row sums l, accumulators, and the spans of keys that they see."""
 
 # mypy: ignore-errors
 from __future__ import annotations

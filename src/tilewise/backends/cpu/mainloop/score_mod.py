@@ -69,7 +69,7 @@ def bias_cells(e: Emit, s: Value, step: Value, count: Value, bias: Value) -> Non
     b = e.builder
     with e.loop(count) as i:
         at = b.mul(i, step)
-        x = e.load(bias, b.mul(i, e.whole(W)))
+        x = e.load(bias, b.mul(i, e.i64(W)))
         hidden = b.fcmp_ordered("==", x, e.f32s(-math.inf))
         e.store(b.select(hidden, e.f32s(-math.inf), b.fadd(e.load(s, at), x)), s, at)
 
@@ -84,7 +84,7 @@ def alibi_row(e: Emit, s: Value, count: Value, slope: Value, distance: Value) ->
     slope = e.splat(b.fneg(slope))
     lanes = ir.Constant(e.vector(F32), [float(i) for i in range(W)])
     with e.loop(count) as i:
-        at = b.mul(i, e.whole(W))
+        at = b.mul(i, e.i64(W))
         start = e.splat(b.sitofp(b.sub(distance, at), F32))
         e.store(e.fma(slope, e.call("fabs", b.fsub(start, lanes)), e.load(s, at)), s, at)
 

@@ -1,4 +1,4 @@
-"""Scores by columns: W query rows side by side, one key under the other. What the blocked and tiled walks share."""
+"""Scores between Q K^T and the softmax: scale, softcap, ALiBi, masks and hidden keys, for W query rows side by side."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -12,9 +12,9 @@ from ..codegen.numba_ops import INF, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..params import MASK_BOOL
 from .mask import FULL, SKIP, list_mask, mask_row
-from .nonfinite import is_shrunk
+from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
-from .softmax import MOST, NEVER
+from .softmax import MAX_FREE_LIMIT, NEVER_MAX_FREE
 
 LEAST_FACTOR, LARGEST = F(1e-20), float(np.finfo(np.float32).max)
 
@@ -50,17 +50,19 @@ def unit(p):
     return F(p.scale) if is_plain(p) else F(1)
 
 
-LEAST_KEYS = 16
+MAX_FREE_MIN_KEYS = 16
 
 
 @jit
-def calm_bound(p, t, kv_len):
-    """How large scores may be for nothing to be subtracted from them (`calm.py`), below 0 for never.
+def max_free_bound(p, t, kv_len):
+    """The bound on logits under which a row needs no running max (`max_free.py`); below 0 for never.
 
     Only of plain dot products: others have a maximum subtracted, which rounds less. And not of a few keys: of one, the
     maximum is the lse, and the weight is 1.
     """
-    return F(MOST) if is_plain(p) and kv_len >= LEAST_KEYS and not is_shrunk(t) else F(NEVER)
+    return (
+        F(MAX_FREE_LIMIT) if is_plain(p) and kv_len >= MAX_FREE_MIN_KEYS and not is_downscaled(t) else F(NEVER_MAX_FREE)
+    )
 
 
 @jit

@@ -1,6 +1,6 @@
-"""Micro-kernels for scores. One vector holds W cells: W keys of one query row, or W query rows and one key.
+"""Micro-kernels of the softmax. One vector holds W cells: W keys of one query row, or W query rows of one key.
 
-Decode keeps its scores by rows, prefill by columns; `per_row` and `per_column` functions do the same to either.
+Decode keeps scores by rows (`max_row`, `exp_row`), prefill by columns (`online_softmax_columns`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from ..codegen.vector import Emit, Value, W, microkernel
 from ..gemm.fp32 import KEYS
 
 LOG2E = math.log2(math.e)
-# Rows whose scores are this small, as powers of two, may have nothing subtracted from them: see `columns.calm_bound`.
-MOST, NEVER = 30.0, -1.0
+# Logits in log2 up to which a row needs no running max: see `scores.max_free_bound`.
+MAX_FREE_LIMIT, NEVER_MAX_FREE = 30.0, -1.0
 
 
 @microkernel("ii>f")
 def max_row(e: Emit, s: Value, count: Value) -> Value:
     top = e.var(e.f32s(-math.inf))
     with e.loop(count) as i:
-        top.set(e.max(e.load(s, e.builder.mul(i, e.whole(W))), top.get()))
+        top.set(e.max(e.load(s, e.builder.mul(i, e.i64(W))), top.get()))
     return e.reduce(top.get(), e.max)
 
 
@@ -34,7 +34,7 @@ def exp_row(e: Emit, s: Value, count: Value, factor: Value, top: Value) -> Value
     b = e.builder
     total, factor, top = e.var(e.zeros), e.splat(factor), e.splat(top)
     with e.loop(count) as i:
-        at = b.mul(i, e.whole(W))
+        at = b.mul(i, e.i64(W))
         p = e.exp2(b.fmul(b.fsub(e.load(s, at), top), factor))
         e.store(p, s, at)
         total.set(b.fadd(total.get(), p))
@@ -44,42 +44,44 @@ def exp_row(e: Emit, s: Value, count: Value, factor: Value, top: Value) -> Value
 def column_max(e: Emit, s: Value, step: Value, count: Value) -> Value:
     """The largest of `count` scores of W rows."""
     b = e.builder
-    tops = [e.var(e.f32s(-math.inf)) for _ in range(8)]  # eight, since one would wait for itself
-    whole = b.mul(b.sdiv(count, e.whole(8)), e.whole(8))
+    maxima = [e.var(e.f32s(-math.inf)) for _ in range(8)]  # eight, since one would wait for itself
+    whole = b.mul(b.sdiv(count, e.i64(8)), e.i64(8))
     with e.loop(whole, 8) as j:
-        for n, top in enumerate(tops):
-            top.set(e.max(e.load(s, b.mul(b.add(j, e.whole(n)), step)), top.get()))
+        for n, top in enumerate(maxima):
+            top.set(e.max(e.load(s, b.mul(b.add(j, e.i64(n)), step)), top.get()))
     with e.loop(b.sub(count, whole)) as j:
-        tops[0].set(e.max(e.load(s, b.mul(b.add(j, whole), step)), tops[0].get()))
-    most = tops[0].get()
-    for top in tops[1:]:
-        most = e.max(most, top.get())
-    return most
+        maxima[0].set(e.max(e.load(s, b.mul(b.add(j, whole), step)), maxima[0].get()))
+    bound = maxima[0].get()
+    for top in maxima[1:]:
+        bound = e.max(bound, top.get())
+    return bound
 
 
 def take_base(e: Emit, m: Value, old: Value, new: Value, factor: Value) -> tuple[Value, Value]:
-    """Stores the new m of W rows: what to subtract from their scores, and what older weights fade by."""
+    """Stores the new m of W rows: what to subtract from their scores, and the rescale of older sums."""
     b = e.builder
     base = b.select(b.fcmp_ordered("==", new, e.f32s(-math.inf)), e.zeros, new)  # nothing seen yet
     e.store(new, m)
     return base, e.exp2(b.fmul(b.fsub(old, base), factor))
 
 
-def lazy_top(e: Emit, s: Value, step: Value, count: Value, m: Value, factor: Value, most: Value) -> tuple[Value, Value]:
-    """m is 0 as long as all scores are small (`most`, none if below 0), then the running maximum; see `take_base`.
+def lazy_max(
+    e: Emit, s: Value, step: Value, count: Value, m: Value, factor: Value, bound: Value
+) -> tuple[Value, Value]:
+    """m is 0 as long as all scores are small (`bound`, none if below 0), then the running maximum; see `take_base`.
 
     It depends on a row's own scores alone, not on those of its neighbours.
     """
     b = e.builder
     old, top = e.load(m), column_max(e, s, step, count)
-    near = b.fcmp_ordered("<=", e.call("fabs", b.fmul(top, factor)), most)
-    below = b.fcmp_ordered("<=", b.fmul(top, factor), most)
-    first, calm = b.fcmp_ordered("==", old, e.f32s(-math.inf)), b.fcmp_ordered("==", old, e.zeros)
-    still = b.or_(b.and_(first, near), b.and_(calm, below))
+    near = b.fcmp_ordered("<=", e.call("fabs", b.fmul(top, factor)), bound)
+    below = b.fcmp_ordered("<=", b.fmul(top, factor), bound)
+    first, max_free = b.fcmp_ordered("==", old, e.f32s(-math.inf)), b.fcmp_ordered("==", old, e.zeros)
+    still = b.or_(b.and_(first, near), b.and_(max_free, below))
     return take_base(e, m, old, b.select(still, e.zeros, e.max(old, top)), factor)
 
 
-def add_up(e: Emit, values: Sequence[Value]) -> Value:
+def pairwise_sum(e: Emit, values: Sequence[Value]) -> Value:
     """Their sum, by pairs: short sums of short sums round less than a long one."""
     while len(values) > 1:
         pairs = [e.builder.fadd(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
@@ -87,34 +89,34 @@ def add_up(e: Emit, values: Sequence[Value]) -> Value:
     return values[0]
 
 
-def fade_and_store(e: Emit, l: Value, shrink: Value, fade: Value, total: Value) -> None:
-    """The running sum l of W rows with `total` added, and `fade` for whoever holds older weights."""
-    e.store(e.fma(e.load(l), fade, total), l)
-    e.store(fade, shrink)
+def update_row_sums(e: Emit, l: Value, alpha: Value, rescale: Value, total: Value) -> None:
+    """The running sum l of W rows with `total` added, and `rescale` for the accumulator."""
+    e.store(e.fma(e.load(l), rescale, total), l)
+    e.store(rescale, alpha)
 
 
 @microkernel("iiiiiiff")
-def soften_column(
-    e: Emit, s: Value, step: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value, most: Value
+def online_softmax_columns(
+    e: Emit, s: Value, step: Value, count: Value, m: Value, l: Value, alpha: Value, factor: Value, bound: Value
 ) -> None:
-    """Scores to weights, with m by `lazy_top` and the sum l of each row; `shrink` is what older weights fade by.
+    """Online softmax of W rows: scores to weights, m by `lazy_max`, row sums l, rescale factors `alpha`.
 
-    p = 2 ** ((s - m) * factor), subtracted first as in `exp_row`; they are summed as in `calm.py`.
+    p = 2 ** ((s - m) * factor), subtracted first as in `exp_row`; they are summed as in `max_free.py`.
     """
     b = e.builder
     factor = e.splat(factor)
-    base, fade = lazy_top(e, s, step, count, m, factor, e.splat(most))
+    base, rescale = lazy_max(e, s, step, count, m, factor, e.splat(bound))
     total = e.var(e.zeros)
-    whole = b.mul(b.sdiv(count, e.whole(KEYS)), e.whole(KEYS))
+    whole = b.mul(b.sdiv(count, e.i64(KEYS)), e.i64(KEYS))
 
-    def weigh(j: Value) -> Value:
+    def exp2_at(j: Value) -> Value:
         at = b.mul(j, step)
         p = e.exp2_of_product(b.fsub(e.load(s, at), base), factor)
         e.store(p, s, at)
         return p
 
     with e.loop(whole, KEYS) as j:
-        total.set(b.fadd(total.get(), add_up(e, [weigh(b.add(j, e.whole(n))) for n in range(KEYS)])))
+        total.set(b.fadd(total.get(), pairwise_sum(e, [exp2_at(b.add(j, e.i64(n))) for n in range(KEYS)])))
     with e.loop(b.sub(count, whole)) as j:
-        total.set(b.fadd(total.get(), weigh(b.add(j, whole))))
-    fade_and_store(e, l, shrink, fade, total.get())
+        total.set(b.fadd(total.get(), exp2_at(b.add(j, whole))))
+    update_row_sums(e, l, alpha, rescale, total.get())

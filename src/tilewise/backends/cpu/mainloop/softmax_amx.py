@@ -1,8 +1,7 @@
-"""Micro-kernels for weights that are written as the matrix tiles which the product with V reads (`amx.py`).
+"""Softmax whose weights are written as the AMX tiles that P V reads.
 
-Weights of calm rows (`calm.py`) are made beside the next block's scores: nothing has to be known of all keys before,
-and tiles and vectors work at the same time. (One core, f16, L 512, in turns with scores of all keys of a tile before
-their weights: 1.26x at D 64, 1.22x at D 128, 1.19x at D 256.)
+Max-free rows (`max_free.py`) have their weights made beside the next block's scores, so that tiles and vectors work at
+the same time. Gain: cpu/amx-overlap in benchmarks/cpu/LOG.md.
 """
 
 from __future__ import annotations
@@ -13,91 +12,91 @@ from typing import Any
 from ..codegen.vector import F32, Emit, Value, W, microkernel
 from ..gemm.amx import BLOCK, KEY_PRODUCTS, TILE, make_scores
 from ..gemm.amx_pack import pair, split
-from .softmax import fade_and_store, lazy_top
+from .softmax import lazy_max, update_row_sums
 
 
-def weigh_pair(e: Emit, parts: int, x: Sequence[Value], base: Value, factor: Value, p: Value, part: Value) -> Value:
+def exp2_pair(e: Emit, parts: int, x: Sequence[Value], base: Value, factor: Value, p: Value, part: Value) -> Value:
     """Scores of two neighbouring keys as a row of a tile of weights, in parts `part` bytes apart. Returns their sum."""
     b = e.builder
     weights = [e.exp2_of_product(b.fsub(score, base), factor) for score in x]
     for n, (even, odd) in enumerate(zip(*(split(e, weight, parts) for weight in weights), strict=True)):
-        e.store(b.bitcast(pair(e, even, odd), e.vector(F32)), b.add(p, b.mul(part, e.whole(n))))
+        e.store(b.bitcast(pair(e, even, odd), e.vector(F32)), b.add(p, b.mul(part, e.i64(n))))
     return b.fadd(*weights)
 
 
-def make_soften(parts: int) -> Any:
-    """`fn(s, count, m, l, shrink, factor, p, part, most)`: as `softmax.soften_column`, but weights go to `p` as tiles.
+def make_online_softmax(parts: int) -> Any:
+    """`fn(s, count, m, l, alpha, factor, p, part, bound)`: `online_softmax_columns`, but weights go to `p` as tiles.
 
-    `count` is a multiple of 32. Returns 1 if older weights fade.
+    `count` is a multiple of 32. Returns 1 if the accumulator is to be rescaled.
     """
 
     @microkernel("iiiiifiif>f")
-    def soften(
-        e: Emit, s: Value, count: Value, m: Value, l: Value, shrink: Value, factor: Value, p: Value, part: Value,
-        most: Value,
+    def online_softmax(
+        e: Emit, s: Value, count: Value, m: Value, l: Value, alpha: Value, factor: Value, p: Value, part: Value,
+        bound: Value,
     ) -> Value:  # fmt: skip
         b = e.builder
         factor = e.splat(factor)
-        base, fade = lazy_top(e, s, e.whole(W), count, m, factor, e.splat(most))
+        base, rescale = lazy_max(e, s, e.i64(W), count, m, factor, e.splat(bound))
         total = e.var(e.zeros)
-        with e.loop(b.sdiv(count, e.whole(BLOCK))) as step, e.loop(e.whole(16)) as j:
-            row = b.mul(b.add(b.mul(step, e.whole(16)), j), e.whole(2 * W))
-            scores = [e.load(s, row), e.load(s, b.add(row, e.whole(W)))]
-            at = b.add(p, b.add(b.mul(step, e.whole(2 * TILE)), b.mul(j, e.whole(64))))
-            total.set(b.fadd(total.get(), weigh_pair(e, parts, scores, base, factor, at, part)))
-        fade_and_store(e, l, shrink, fade, total.get())
-        fades = b.fcmp_unordered("!=", fade, e.f32s(1.0))
-        return e.reduce(b.uitofp(fades, e.vector(F32)), e.max)
+        with e.loop(b.sdiv(count, e.i64(BLOCK))) as step, e.loop(e.i64(16)) as j:
+            row = b.mul(b.add(b.mul(step, e.i64(16)), j), e.i64(2 * W))
+            scores = [e.load(s, row), e.load(s, b.add(row, e.i64(W)))]
+            at = b.add(p, b.add(b.mul(step, e.i64(2 * TILE)), b.mul(j, e.i64(64))))
+            total.set(b.fadd(total.get(), exp2_pair(e, parts, scores, base, factor, at, part)))
+        update_row_sums(e, l, alpha, rescale, total.get())
+        changed = b.fcmp_unordered("!=", rescale, e.f32s(1.0))
+        return e.reduce(b.uitofp(changed, e.vector(F32)), e.max)
 
-    return soften
+    return online_softmax
 
 
-def make_calm_products(parts: int) -> tuple[Any, Any]:
+def make_max_free_products(parts: int) -> tuple[Any, Any]:
     """Scores of a block of 32 keys and 32 rows beside the weights of the block before: tiles and vectors work at once.
 
-    `keys(k, k_part, q, q_part, s, n, before, factor, p, part, totals)`: s [2, 32, 16] = K Q^T, while the scores
-    at `before`, if that is not 0, become weights at `p`, their sums added to `totals` as in `calm.py`.
-    `weigh(before, factor, p, part, totals)`: the latter alone.
+    `keys(k, k_part, q, q_part, s, n, before, factor, p, part, row_sums)`: s [2, 32, 16] = K Q^T, while the scores
+    at `before`, if that is not 0, become weights at `p`, their sums added to `row_sums` as in `max_free.py`.
+    `exp2_last(before, factor, p, part, row_sums)`: the latter alone.
     """
     UNITS = 32  # pairs of keys of 16 rows
 
-    def weigh_units(
-        e: Emit, first: Value, end: Value, before: Value, factor: Value, p: Value, part: Value, totals: Value
+    def exp2_units(
+        e: Emit, first: Value, end: Value, before: Value, factor: Value, p: Value, part: Value, row_sums: Value
     ) -> None:
         b = e.builder
         with e.loop(b.sub(end, first)) as i:
             unit = b.add(first, i)
-            scores = [e.load(before, b.add(b.mul(unit, e.whole(2 * W)), e.whole(n * W))) for n in (0, 1)]
-            more = weigh_pair(e, parts, scores, e.zeros, factor, b.add(p, b.mul(unit, e.whole(64))), part)
-            to = b.mul(b.lshr(unit, e.whole(4)), e.whole(W))
-            e.store(b.fadd(e.load(totals, to), more), totals, to)
+            scores = [e.load(before, b.add(b.mul(unit, e.i64(2 * W)), e.i64(n * W))) for n in (0, 1)]
+            more = exp2_pair(e, parts, scores, e.zeros, factor, b.add(p, b.mul(unit, e.i64(64))), part)
+            to = b.mul(b.lshr(unit, e.i64(4)), e.i64(W))
+            e.store(b.fadd(e.load(row_sums, to), more), row_sums, to)
 
     @microkernel("iiiiiiifiii")
     def keys(
         e: Emit, k: Value, k_part: Value, q: Value, q_part: Value, s: Value, n: Value, before: Value, factor: Value,
-        p: Value, part: Value, totals: Value,
+        p: Value, part: Value, row_sums: Value,
     ) -> None:  # fmt: skip
         b = e.builder
         factor = e.splat(factor)
-        groups = b.mul(n, e.whole(len(KEY_PRODUCTS[parts])))
-        units = b.select(b.icmp_signed("==", before, e.whole(0)), e.whole(0), e.whole(UNITS))
+        groups = b.mul(n, e.i64(len(KEY_PRODUCTS[parts])))
+        units = b.select(b.icmp_signed("==", before, e.i64(0)), e.i64(0), e.i64(UNITS))
 
         def beside(group: Value) -> None:
-            first, end = (b.sdiv(b.mul(units, b.add(group, e.whole(more))), groups) for more in (0, 1))
-            weigh_units(e, first, end, before, factor, p, part, totals)
+            first, end = (b.sdiv(b.mul(units, b.add(group, e.i64(more))), groups) for more in (0, 1))
+            exp2_units(e, first, end, before, factor, p, part, row_sums)
 
-        make_scores(e, parts, k, k_part, q, q_part, s, e.whole(2 * TILE), n, beside)
+        make_scores(e, parts, k, k_part, q, q_part, s, e.i64(2 * TILE), n, beside)
 
     @microkernel("ifiii")
-    def weigh(e: Emit, before: Value, factor: Value, p: Value, part: Value, totals: Value) -> None:
-        weigh_units(e, e.whole(0), e.whole(UNITS), before, e.splat(factor), p, part, totals)
+    def exp2_last(e: Emit, before: Value, factor: Value, p: Value, part: Value, row_sums: Value) -> None:
+        exp2_units(e, e.i64(0), e.i64(UNITS), before, e.splat(factor), p, part, row_sums)
 
-    return keys, weigh
+    return keys, exp2_last
 
 
 @microkernel("iii")
-def fade_columns(e: Emit, acc: Value, count: Value, shrink: Value) -> None:
-    """`count` vectors times that of `shrink`."""
-    fade = e.load(shrink)
-    with e.loop(e.builder.mul(count, e.whole(W)), W) as i:
-        e.store(e.builder.fmul(e.load(acc, i), fade), acc, i)
+def rescale_columns(e: Emit, acc: Value, count: Value, alpha: Value) -> None:
+    """`count` vectors times that of `alpha`."""
+    rescale = e.load(alpha)
+    with e.loop(e.builder.mul(count, e.i64(W)), W) as i:
+        e.store(e.builder.fmul(e.load(acc, i), rescale), acc, i)
