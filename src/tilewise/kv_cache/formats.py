@@ -140,7 +140,7 @@ def room(make: Callable[[], Made], **sizes: int) -> Made:
         raise
     except (MemoryError, RuntimeError, OverflowError, ValueError) as error:
         given = " x ".join(map(str, sizes.values()))
-        raise InvalidArgument(" x ".join(sizes), given, "sizes that memory can be had for", str(error)) from None
+        raise InvalidArgument(" x ".join(sizes), given, "sizes that memory can be had for", str(error)) from error
 
 
 def flag(argument: str, value: Any) -> bool:

@@ -152,7 +152,8 @@ def room(path: Any, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except (MemoryError, RuntimeError, InvalidArgument) as error:
-        raise refused(path, f"more than memory can be had for ({error})", "a cache that fits") from None
+        reason = error.__cause__ or error  # what the allocator said
+        raise refused(path, f"more than memory can be had for ({reason})", "a cache that fits") from None
 
 
 def refused(path: Any, given: str, expected: str) -> InvalidArgument:
