@@ -12,8 +12,8 @@ A kernel may therefore compute `qpos - left`, `qpos + right + 1`, `qpos // chunk
 int32, also for the rows that pad a tile. What lies in a tensor of offsets or lengths on a GPU is not read unless
 `validate=True`; out of these ranges it gives no meaningful result.
 
-`scale` is a float32 number, rounded here once: kernels compute with it, and a plan must not take for positive what is 0
-to them. A softcap is 0 or from the least normal float32 number to the largest one.
+`scale` is 0 where float32 rounds it to 0: a plan must not take for positive what is 0 to its kernels. A softcap is 0 or
+from the least normal float32 number to the largest one.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def as_split_size(split_size: Any) -> int | None:
 
 def as_scale(scale: Any, head_dim: int) -> float:
     number = head_dim**-0.5 if scale is None else _finite("scale", scale)
-    return float(struct.unpack("f", struct.pack("f", number))[0])
+    return float(number) if struct.unpack("f", struct.pack("f", number))[0] else 0.0
 
 
 def as_softcap(softcap: Any) -> float:
