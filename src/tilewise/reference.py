@@ -37,16 +37,17 @@ def visible_cells(seq: Sequence) -> torch.Tensor:
     i = torch.arange(seq.q_len, device=device)[:, None]
     kpos = torch.arange(seq.kv_len, device=device)[None, :]
     qpos = seq.q_offset + i
-    left, right = p.window
+    rules = p.rules
+    left, right = rules.window
     seen = torch.ones(seq.q_len, seq.kv_len, dtype=torch.bool, device=device)
-    if p.causal:
+    if rules.causal:
         seen &= kpos <= qpos
     if left is not None:
         seen &= qpos - kpos <= left
     if right is not None:
         seen &= kpos - qpos <= right
-    if p.chunk:
-        seen &= kpos // p.chunk == torch.div(qpos, p.chunk, rounding_mode="floor")
+    if rules.chunk:
+        seen &= kpos // rules.chunk == torch.div(qpos, rules.chunk, rounding_mode="floor")
     seen = seen.expand(p.heads, -1, -1)
     mask = seq.mask(slice(0, seq.q_len), slice(0, seq.kv_len))
     if mask is not None:

@@ -24,7 +24,7 @@ from gluon_values import Tensor
 from hopper_sim import Launch
 from metal_sim import needs_simulator, simulator
 from tilewise import AttentionState
-from tilewise.core.mask_rules import Rules, key_span
+from tilewise.core.mask_rules import MaskRules, key_span
 from tilewise.core.options import Options
 from tilewise.validation import calls
 
@@ -51,7 +51,7 @@ SIDES = (None, 0, 1, 5, 24, 2**30, 2**31 - 41, 2**31 - 2, 2**31 - 1)
 
 def exact_span(position, n_keys, causal, left, right, chunk):
     """In Python's integers; ends are brought into `0 .. n_keys`, where they mean the same."""
-    lo, hi = key_span(Rules(causal, (left, right), chunk or 0), position, n_keys)
+    lo, hi = key_span(MaskRules(causal, (left, right), chunk or 0), position, n_keys)
     lo, hi = min(max(lo, 0), n_keys), min(max(hi, 0), n_keys)
     return (lo, hi) if lo < hi else None
 

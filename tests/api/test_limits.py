@@ -54,7 +54,7 @@ def test_the_widest_window_is_kept(backend):
     q, k, v = dense()
     for options in ({"window": (LIMIT - 2, 2)}, {"window": (2, LIMIT - 2)}, {"window": LIMIT - 1, "q_offset": 400}):
         call = calls.dense(q, k, v, Options(return_lse=True, **options))
-        assert LIMIT - 2 in call.problem.window
+        assert LIMIT - 2 in call.problem.rules.window
         check_call(call, *attention(q, k, v, backend=backend, return_lse=True, **options))
 
 

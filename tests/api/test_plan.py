@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise import Quantised, attention, plan
-from tilewise.core.mask_rules import Rules, key_spans, span_counts, span_tiles
+from tilewise.core.mask_rules import MaskRules, key_spans, span_counts, span_tiles
 from tilewise.core.options import Options
 from tilewise.core.tensors import sequences
 from tilewise.dispatch import call_cache, planner
@@ -48,7 +48,7 @@ def test_tiles_are_counted_as_they_are_marked():
 
     for _ in range(2000):
         left, right = (draw(0, 9) if draw(0, 1) else None for _ in range(2))
-        rules = Rules(bool(draw(0, 1)), (left, right), draw(0, 1) * draw(1, 12))
+        rules = MaskRules(bool(draw(0, 1)), (left, right), draw(0, 1) * draw(1, 12))
         Lk, tile = draw(0, 40), (draw(1, 9), draw(1, 9))
         lo, hi = key_spans(rules, draw(-20, 30) + torch.arange(draw(0, 40)), draw(0, Lk))
         marked = span_tiles(lo[None], hi[None], Lk, tile)

@@ -75,8 +75,8 @@ def tensors_of(p: Problem) -> Tensors:
         t.mask = empty(*own, dtype=p.mask.dtype).expand(sizes)
     t.alibi_slopes = empty(p.batch, p.heads, dtype=torch.float32) if p.alibi else None
     t.sinks = empty(p.heads, dtype=torch.float32) if p.sinks else None
-    t.kv_lengths = empty(p.batch) if p.kv_lengths else None
-    t.q_offset = empty(p.batch) if p.q_offset == "rows" else None
+    t.kv_lengths = empty(p.batch) if p.rules.kv_lengths else None
+    t.q_offset = empty(p.batch) if p.rules.q_offset == "rows" else None
     t.cu_seqlens_q = empty(p.batch + 1) if p.packed_q else None
     t.cu_seqlens_k = empty(p.batch + 1) if p.form == "varlen" else None
     t.block_table = empty(p.batch, max(1, p.kv_len // max(1, p.page_size))) if p.form == "paged" else None

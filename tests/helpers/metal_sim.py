@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mslsim
+from problem_space import problem_of
 from tilewise.backends.metal import device, launch
-from tilewise.core.problem import Problem
 
 why_not = mslsim.why_not()
 needs_simulator = pytest.mark.skipif(why_not is not None, reason=f"Metal kernels are not executed here: {why_not}")
@@ -37,4 +37,4 @@ def problem(**changes):
         "kv_len": 512, "head_dim": 64, "value_dim": 64, "q_dtype": torch.float16, "k_dtype": torch.float16,
         "v_dtype": torch.float16, "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
-    return Problem(**(sizes | changes))
+    return problem_of(**(sizes | changes))

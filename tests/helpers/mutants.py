@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from problem_space import changed
 from tilewise.backends import reference as honest
 from tilewise.core.problem import Problem
 from tilewise.core.tensors import Sequence, Tensors, sequences
@@ -119,23 +120,24 @@ def _(p):
 
 @asks("window of W + 1", "window")
 def _(p):
-    left, right = p.window
-    return replace(p, window=(left if left is None else left + 1, right))
+    left, right = p.rules.window
+    return changed(p, window=(left if left is None else left + 1, right))
 
 
 @asks("right side of the window ignored", "window")
 def _(p):
-    return replace(p, window=(p.window[0], None))
+    return changed(p, window=(p.rules.window[0], None))
 
 
 @asks("causal aligned to the top left", "causal")
 def _(p):
-    return replace(p, q_offset=0)
+    return changed(p, q_offset=0)
 
 
 @asks("causal that hides the query's own key", "causal")
 def _(p):
-    return replace(p, q_offset=p.q_offset - 1) if isinstance(p.q_offset, int) else p
+    offset = p.rules.q_offset
+    return changed(p, q_offset=offset - 1) if isinstance(offset, int) else p
 
 
 @asks("softcap dropped", "softcap")
@@ -145,7 +147,7 @@ def _(p):
 
 @asks("chunk ignored", "chunk")
 def _(p):
-    return replace(p, chunk=0)
+    return changed(p, chunk=0)
 
 
 # What is read

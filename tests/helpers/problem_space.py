@@ -1,15 +1,30 @@
 """Problems drawn from the whole space that the GPU backends serve: every form, dtype, head dim and option."""
 
 import random
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
+from tilewise.core.mask_rules import MaskRules
 from tilewise.core.problem import MAX_HEAD_DIM, MaskSpec, Problem, QuantSpec
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 WIDTHS = (1, 16, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512, 576)
 GROUPS = (1, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 24, 28, 32, 40, 48, 64, 71, 96, 128)
 LENGTHS = (1, 2, 7, 16, 17, 64, 100, 1000, 4096, 16384, 131072)
+
+
+def problem_of(**options: Any) -> Problem:
+    """A problem whose rules are given beside its other fields."""
+    rules = {f.name: options.pop(f.name) for f in fields(MaskRules) if f.name in options}
+    return Problem(**options, rules=MaskRules(**rules))
+
+
+def changed(p: Problem, **options: Any) -> Problem:
+    """The problem with other fields or rules."""
+    rules = {f.name: options.pop(f.name) for f in fields(MaskRules) if f.name in options}
+    return replace(p, **options, rules=replace(p.rules, **rules))
 
 
 def draw(chance: random.Random) -> Problem:
@@ -36,7 +51,7 @@ def draw(chance: random.Random) -> Problem:
         broadcast = tuple(maybe(0.5) for _ in range(4))
         mask = MaskSpec(chance.choice((torch.bool, F32, F16, BF16)), broadcast)  # type: ignore[arg-type]
     lengths = form == "paged" or maybe(0.3)
-    return Problem(
+    return problem_of(
         form=form,  # type: ignore[arg-type]
         device=torch.device("cuda"),
         batch=batch,

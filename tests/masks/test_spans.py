@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tilewise.core.mask_rules import Rules, key_span, query_span
+from tilewise.core.mask_rules import MaskRules, key_span, query_span
 
 WINDOWS = [(None, None), (0, None), (3, None), (None, 0), (None, 2), (4, 1), (0, 0), (100, 100)]
 
@@ -13,7 +13,7 @@ WINDOWS = [(None, None), (0, None), (3, None), (None, 0), (None, 2), (4, 1), (0,
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("chunk", [0, 1, 4, 50])
 def test_a_query_sees_a_key_iff_the_key_is_seen_by_the_query(causal, window, chunk):
-    rules = Rules(causal, window, chunk)
+    rules = MaskRules(causal, window, chunk)
     for offset, q_len, kv_len in itertools.product((-5, 0, 3, 20), (1, 9), (1, 13)):
         seen = set()
         for i in range(q_len):
@@ -30,5 +30,5 @@ def test_a_query_sees_a_key_iff_the_key_is_seen_by_the_query(causal, window, chu
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("chunk", [0, 4])
 def test_neither_end_moves_left(window, chunk):
-    spans = [query_span(Rules(True, window, chunk), j, 2, 30) for j in range(40)]
+    spans = [query_span(MaskRules(True, window, chunk), j, 2, 30) for j in range(40)]
     assert all(a <= b and c <= d for (a, c), (b, d) in itertools.pairwise(spans))

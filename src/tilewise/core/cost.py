@@ -7,7 +7,7 @@ import torch
 from .mask_rules import key_spans, span_counts, span_tiles
 from .plan import Cost
 from .problem import Problem
-from .tensors import Sequence, Tensors, rules, sequences
+from .tensors import Sequence, Tensors, sequences
 from .tile_map import TileCounts, TileMap
 
 
@@ -19,7 +19,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     tiles = [0, 0, 0]
     for seq in sequences(p, tensors):
         positions = seq.q_offset + torch.arange(seq.q_len, device="cpu")
-        lo, hi = key_spans(rules(p), positions, seq.kv_len)  # [Lq]
+        lo, hi = key_spans(p.rules, positions, seq.kv_len)  # [Lq]
         widths = (hi - lo).clamp_min(0)
         cells += _masked_cells(seq, lo, hi) if p.mask is not None else int(widths.sum()) * p.heads
         seen = widths > 0

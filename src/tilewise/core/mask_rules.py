@@ -6,33 +6,103 @@ end ever moves left from one row to the next. Tile maps, cost and tile loops res
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from .problem import Window
+Window = tuple[int | None, int | None]
+# A number for all rows, "rows" for a tensor [B], "end" for "each sequence's queries are its last positions".
+Offset = int | Literal["rows", "end"]
+OFFSET_KINDS = {"int": 0, "rows": 1, "end": 2}  # as a kernel's struct holds them
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """The rules on positions, as a `Problem` holds them."""
+class MaskRules:
+    """Which keys a query sees by its position and by its sequence's length; a new rule is a field of this.
+
+    It is all that `Problem` holds of them, and what backends are given. What a tensor says for each sequence (offsets,
+    lengths) is in `Tensors`; here is only that there is one.
+    """
 
     causal: bool = False
-    window: Window = (None, None)
-    chunk: int = 0
+    window: Window = (None, None)  # keys to the left and right of the query's own; None = unlimited
+    chunk: int = 0  # positions of a chunk; 0: none
+    q_offset: Offset = "end"  # the position of the first query
+    kv_lengths: bool = False  # sequences have their own numbers of keys
+
+    @property
+    def by_position(self) -> bool:
+        """Whether keys are hidden by their positions; lengths alone hide none of a sequence's own."""
+        return self.relative() != NO_RULES
+
+    @property
+    def flags(self) -> RuleFlags:
+        """Which rules there are, without their numbers."""
+        left, right = (side is not None for side in self.window)
+        offset = self.q_offset if isinstance(self.q_offset, str) else "int"
+        return RuleFlags(self.causal, left, right, self.chunk > 0, offset, self.kv_lengths)
+
+    def relative(self) -> MaskRules:
+        """The rules without where queries stand and how many keys there are."""
+        return replace(self, q_offset="end", kv_lengths=False)
+
+    def numbers(self) -> dict[str, int]:
+        """The rules as a kernel's struct holds them: int32, 0 for what is not there."""
+        flags, (left, right) = self.flags, self.window
+        return {
+            "causal": self.causal,
+            "has_left": flags.left,
+            "left": left or 0,
+            "has_right": flags.right,
+            "right": right or 0,
+            "chunk": self.chunk,
+            "q_offset": self.q_offset if isinstance(self.q_offset, int) else 0,
+            "offset_kind": OFFSET_KINDS[flags.offset],
+            "has_lengths": self.kv_lengths,
+        }
+
+    def words(self) -> list[str]:
+        """The rules on positions as options are written."""
+        left, right = self.window
+        words = ["causal" * self.causal, f"window ({left}, {right})" * (self.window != (None, None))]
+        return [word for word in (*words, f"chunk {self.chunk}" * bool(self.chunk)) if word]
 
     def __str__(self) -> str:
-        """In words, as options are written.
+        """In words.
 
-        >>> print(Rules(causal=True, window=(255, None)), Rules(), sep=" | ")
+        >>> print(MaskRules(causal=True, window=(255, None)), MaskRules(), sep=" | ")
         causal, window (255, None) | none
         """
-        window, chunk = f"window {self.window}", f"chunk {self.chunk}"
-        words = ["causal" * self.causal, window * (self.window != (None, None)), chunk * bool(self.chunk)]
-        return ", ".join(word for word in words if word) or "none"
+        return ", ".join(self.words()) or "none"
 
 
-def key_span(rules: Rules, position: int, kv_len: int) -> tuple[int, int]:
+NO_RULES = MaskRules()
+
+
+@dataclass(frozen=True, slots=True)
+class RuleFlags:
+    """Which rules there are: what a kernel may be compiled for, its numbers being arguments."""
+
+    causal: bool
+    left: bool
+    right: bool
+    chunk: bool
+    offset: str  # "int", "rows" or "end"
+    lengths: bool
+
+    @property
+    def hides_left(self) -> bool:
+        """Whether keys to the left of a row may be hidden."""
+        return self.left or self.chunk
+
+    @property
+    def hides_right(self) -> bool:
+        """Whether keys to the right of a row may be hidden."""
+        return self.causal or self.right or self.chunk
+
+
+def key_span(rules: MaskRules, position: int, kv_len: int) -> tuple[int, int]:
     """`[lo, hi)`: the keys that a query at `position` sees; empty when `hi <= lo`."""
     left, right = rules.window
     lo, hi = 0, kv_len
@@ -48,7 +118,7 @@ def key_span(rules: Rules, position: int, kv_len: int) -> tuple[int, int]:
     return lo, hi
 
 
-def query_span(rules: Rules, key: int, offset: int, q_len: int) -> tuple[int, int]:
+def query_span(rules: MaskRules, key: int, offset: int, q_len: int) -> tuple[int, int]:
     """`[lo, hi)`: the query rows that see `key`, of rows at positions `offset` on; empty when `hi <= lo`.
 
     The inverse of `key_span`: a window's sides change places. Neither end moves left from one key to the next.
@@ -67,7 +137,9 @@ def query_span(rules: Rules, key: int, offset: int, q_len: int) -> tuple[int, in
     return lo - offset, hi - offset
 
 
-def key_spans(rules: Rules, positions: torch.Tensor, kv_len: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+def key_spans(
+    rules: MaskRules, positions: torch.Tensor, kv_len: torch.Tensor | int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`key_span` of many rows: `lo`, `hi` int64, shaped as `positions`; `kv_len` broadcasts against them."""
     left, right = rules.window
     lo = torch.zeros_like(positions)

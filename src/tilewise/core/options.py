@@ -25,7 +25,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from ..errors import InvalidArgument
-from .problem import Window
+from .mask_rules import MaskRules, Offset, Window
 
 LIMIT = 2**29  # of positions and lengths: see the module's text
 LARGEST, LEAST = 3.4028234663852886e38, 1.1754943508222875e-38  # of normal float32 numbers
@@ -103,6 +103,11 @@ def as_chunk(chunk: Any) -> int:
     if not is_int(chunk) or chunk < 1:
         raise InvalidArgument("chunk", repr(chunk), "None or an int of 1 or more")
     return min(int(chunk), 2 * LIMIT)
+
+
+def as_rules(o: Options, q_offset: Offset = "end", kv_lengths: bool = False) -> MaskRules:
+    """The options that hide keys by position, with where queries stand and whether sequences have lengths."""
+    return MaskRules(as_flag("causal", o.causal), as_window(o.window), as_chunk(o.chunk), q_offset, kv_lengths)
 
 
 def as_split_size(split_size: Any) -> int | None:

@@ -15,10 +15,9 @@ from typing import Literal
 
 import torch
 
+from .mask_rules import NO_RULES, MaskRules, Offset, Window
+
 Form = Literal["dense", "varlen", "paged"]
-# A number for all rows, "rows" for a tensor [B], "end" for "each sequence's queries are its last positions".
-Offset = int | Literal["rows", "end"]
-Window = tuple[int | None, int | None]
 MAX_HEAD_DIM = 576
 
 
@@ -64,12 +63,8 @@ class Problem:
     packed_q: bool = False
     total_q: int = 0  # rows of a packed q
     page_size: int = 0
-    causal: bool = False
-    window: Window = (None, None)  # keys to the left and right of the query's own; None = unlimited
-    chunk: int = 0
+    rules: MaskRules = NO_RULES
     softcap: float = 0.0
-    q_offset: Offset = "end"
-    kv_lengths: bool = False
     alibi: bool = False
     sinks: bool = False
     mask: MaskSpec | None = None
@@ -92,24 +87,42 @@ class Problem:
         return 0 in (self.batch, rows, self.q_len, self.kv_len)
 
     @property
-    def has_spans(self) -> bool:
-        """Whether position or length rules (rather than a dense mask) hide keys."""
-        return self.causal or self.window != (None, None) or bool(self.chunk) or self.form != "dense" or self.kv_lengths
+    def has_lengths(self) -> bool:
+        """Whether sequences may have fewer keys than `kv_len`."""
+        return self.rules.kv_lengths or self.form != "dense"
+
+    # Read by backends that do not take the rules whole yet.
+    @property
+    def causal(self) -> bool:
+        return self.rules.causal
+
+    @property
+    def window(self) -> Window:
+        return self.rules.window
+
+    @property
+    def chunk(self) -> int:
+        return self.rules.chunk
+
+    @property
+    def q_offset(self) -> Offset:
+        return self.rules.q_offset
+
+    @property
+    def kv_lengths(self) -> bool:
+        return self.rules.kv_lengths
 
     def options(self) -> tuple[str, ...]:
         """The options that are on, in words; what a kernel is specialised on."""
-        left, right = self.window
         words = [
             f"gqa {self.group}" * (self.group > 1),
-            "causal" * self.causal,
-            f"window ({left}, {right})" * (self.window != (None, None)),
-            f"chunk {self.chunk}" * bool(self.chunk),
+            *self.rules.words(),
             f"softcap {self.softcap:g}" * bool(self.softcap),
             "alibi" * self.alibi,
             "sinks" * self.sinks,
             "" if self.mask is None else f"{'bool' if self.mask.is_bool else 'additive'} mask",
             "tile map" * (self.tile_map is not None),
-            "lengths" * (self.kv_lengths or self.form != "dense"),
+            "lengths" * self.has_lengths,
             "lse" * self.return_lse,
         ]
         return tuple(word for word in words if word)

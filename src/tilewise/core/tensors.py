@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from ..quantised import dequantise
-from .mask_rules import Rules
 from .problem import Problem, QuantSpec
 from .tile_map import TileMap
 
@@ -141,12 +140,7 @@ def sequences(problem: Problem, tensors: Tensors) -> Iterator[Sequence]:
         kv_start, kv_len = (cu_k[b], cu_k[b + 1] - cu_k[b]) if cu_k else (0, problem.kv_len)
         if lengths is not None:
             kv_len = lengths[b]
-        if isinstance(problem.q_offset, int):
-            offset = problem.q_offset
-        else:
+        offset = problem.rules.q_offset
+        if not isinstance(offset, int):
             offset = kv_len - q_len if offsets is None else offsets[b]
         yield Sequence(problem, tensors, b, q_start, q_len, kv_start, kv_len, offset)
-
-
-def rules(problem: Problem) -> Rules:
-    return Rules(problem.causal, problem.window, problem.chunk)

@@ -11,8 +11,8 @@ from ..errors import InvalidArgument
 from ..validation.arrays import to_tensor
 from .devices import as_device
 from .extras import need
-from .mask_rules import Rules, key_spans, span_tiles
-from .options import LIMIT, as_chunk, as_flag, as_offset, as_size, as_tile, as_window, is_int, to_int
+from .mask_rules import MaskRules, key_spans, span_tiles
+from .options import LIMIT, Options, as_offset, as_rules, as_size, as_tile, is_int, to_int
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ class TileCounts(NamedTuple):
 class Spec:
     """The position rules that a map was made from; a call that uses the map must ask for the same."""
 
-    rules: Rules
+    rules: MaskRules  # relative: where queries stand is below
     q_offset: torch.Tensor | int | None
     kv_lengths: torch.Tensor | None
 
@@ -139,7 +139,7 @@ class TileMap:
         """
         tile = as_tile("tile", tile)
         Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
-        rules = Rules(as_flag("causal", causal), as_window(window), as_chunk(chunk))
+        rules = as_rules(Options(causal=causal, window=window, chunk=chunk))
         q_offset = to_int(q_offset)
         if q_offset is not None and is_int(q_offset):
             as_offset(q_offset, Lq, Lk)

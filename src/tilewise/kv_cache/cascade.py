@@ -8,13 +8,14 @@ share come from the block tables; a cost function says where it pays.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..api import paged_attention
+from ..core.mask_rules import MaskRules
 from ..core.tensors import Shared
 from ..dispatch import pairs
 from ..state import AttentionState, merge
@@ -25,7 +26,10 @@ from .block_loops import compiled, merge_rows
 
 # What tells positions apart (a prefix has one set of queries, whose positions differ) or asks for the same bits in
 # every batch
-AGAINST = ("window", "chunk", "mask", "tile_map", "alibi_slopes", "q_offset", "split_size")
+AGAINST = (
+    *(f.name for f in fields(MaskRules) if f.name not in ("causal", "kv_lengths")),
+    *("mask", "tile_map", "alibi_slopes", "split_size"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
+from ..core.mask_rules import Offset
 from ..core.options import (
     LIMIT,
     Options,
-    as_chunk,
     as_flag,
     as_offset,
+    as_rules,
     as_scale,
     as_size,
     as_softcap,
     as_split_size,
-    as_window,
     is_int,
     is_validate,
     to_int,
 )
-from ..core.problem import Form, Offset, Problem
+from ..core.problem import Form, Problem
 from ..core.tensors import Tensors
 from ..errors import InvalidArgument
 from . import values
@@ -191,12 +191,8 @@ def _finish(
         packed_q=c.packed,
         total_q=c.q.shape[2] if c.packed else 0,
         page_size=page_size,
-        causal=as_flag("causal", o.causal),
-        window=as_window(o.window),
-        chunk=as_chunk(o.chunk),
+        rules=as_rules(o, offset, t.kv_lengths is not None),
         softcap=as_softcap(o.softcap),
-        q_offset=offset,
-        kv_lengths=t.kv_lengths is not None,
         alibi=t.alibi_slopes is not None,
         sinks=t.sinks is not None,
         mask=spec,

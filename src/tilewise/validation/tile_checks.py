@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.problem import Problem
-from ..core.tensors import Tensors, rules, sequences
+from ..core.tensors import Tensors, sequences
 from ..core.tile_map import Spec, TileMap
 from ..errors import InvalidArgument
 from .values import readable
@@ -47,8 +47,8 @@ def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
 
 def _check_spec(spec: Spec, p: Problem, tensors: Tensors, validate: Any) -> None:
     """A map of position rules must come from the rules, offsets and lengths of this call."""
-    if spec.rules != rules(p):
-        raise InvalidArgument("tile_map", f"a map of the rules: {spec.rules}", f"the call's: {rules(p)}")
+    if spec.rules != p.rules.relative():
+        raise InvalidArgument("tile_map", f"a map of the rules: {spec.rules}", f"the call's: {p.rules}")
     held = (
         spec.q_offset,
         spec.kv_lengths,

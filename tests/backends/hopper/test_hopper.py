@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hopper_fits import check_hopper
-from problem_space import draw
+from problem_space import changed, draw, problem_of
 from tilewise.backends import hopper
 from tilewise.backends.gpu import target
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper import heuristics, launch
 from tilewise.core.plan import Plan
-from tilewise.core.problem import MaskSpec, Problem, QuantSpec
+from tilewise.core.problem import MaskSpec, QuantSpec
 from tilewise.core.tensors import Tensors
 from tilewise.dispatch import planner
 
@@ -29,7 +29,7 @@ def problem(D=128, Dv=0, **changes):
         "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": torch.bfloat16, "k_dtype": torch.bfloat16,
         "v_dtype": torch.bfloat16, "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
-    return Problem(**(sizes | changes))
+    return problem_of(**(sizes | changes))
 
 
 def test_a_machine_without_a_hopper_gpu_is_told_so():
@@ -211,7 +211,7 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
         {"chunk": 64},
         {"split_size": 99},
     ):
-        assert heuristics.config(replace(p, **changes)).per_processor == 1
+        assert heuristics.config(changed(p, **changes)).per_processor == 1
     s = heuristics.spec(p, c)
     elements = s.BM * 64 * s.q_stages + 64 * 64 * (s.k_stages + s.v_stages) + s.BM * s.out_columns
     assert 2 * (2 * elements + 2048) <= SHARED

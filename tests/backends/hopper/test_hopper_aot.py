@@ -11,7 +11,8 @@ import torch
 
 from aot import SHARED
 from hopper_aot import kernels_of
-from tilewise.core.problem import MaskSpec, Problem
+from problem_space import problem_of
+from tilewise.core.problem import MaskSpec
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -22,7 +23,7 @@ def problem(D=128, Dv=0, dtype=BF16, **changes):
         "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": dtype, "k_dtype": dtype, "v_dtype": dtype,
         "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
-    return Problem(**(sizes | changes))
+    return problem_of(**(sizes | changes))
 
 
 def mask(dtype, *broadcast):

@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from problem_space import changed, problem_of
 from tilewise.backends import triton as backend
-from tilewise.core.problem import MaskSpec, Problem, QuantSpec
+from tilewise.core.problem import MaskSpec, QuantSpec
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
@@ -170,7 +171,7 @@ def problem(**changes):
         "kv_len": 512, "head_dim": 64, "value_dim": 64, "q_dtype": torch.float16, "k_dtype": torch.float16,
         "v_dtype": torch.float16, "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
-    return Problem(**(sizes | changes))
+    return problem_of(**(sizes | changes))
 
 
 def test_it_refuses_the_cpu_without_the_interpreter():
@@ -389,7 +390,7 @@ def test_a_kept_tile_of_flipped_products_is_not_used_where_keys_are_hidden():
     flipped = heuristics.tile(p, nvidia(90))
     assert flipped.BM == 8
     assert heuristics.config(p, nvidia(90), flipped).BM == 8
-    assert heuristics.config(replace(p, q_len=3, causal=True), nvidia(90), flipped).BM == 16
+    assert heuristics.config(changed(p, q_len=3, causal=True), nvidia(90), flipped).BM == 16
 
 
 def test_one_query_behind_all_keys_needs_no_causal_rule():
@@ -401,7 +402,8 @@ def test_one_query_behind_all_keys_needs_no_causal_rule():
                     (problem(**one, q_offset="end", kv_lengths=True), False)):  # fmt: skip
         spec = heuristics.spec(p, heuristics.config(p, nvidia(90)), nvidia(90))
         assert spec.causal is want
-        assert spec == heuristics.spec(replace(p, causal=False), heuristics.config(p, nvidia(90)), nvidia(90)) or want
+        free = changed(p, causal=False)
+        assert spec == heuristics.spec(free, heuristics.config(p, nvidia(90)), nvidia(90)) or want
 
 
 def test_sums_wait_for_the_end_where_no_tile_is_done_twice():
@@ -417,7 +419,7 @@ def test_int4_keys_are_biased_where_no_tile_is_done_twice_and_sums_are_short():
         q_len=1, head_dim=128, value_dim=128, k_dtype=torch.uint8, k_quant=int4, v_dtype=torch.uint8, v_quant=int4
     )
     for p, arch, pairs, want in ((one, 90, True, True), (one, 0, True, True), (one, 90, False, False),
-                                 (replace(one, q_len=3, causal=True), 90, True, False),
+                                 (changed(one, q_len=3, causal=True), 90, True, False),
                                  (replace(one, head_dim=256), 90, True, False),
                                  (replace(one, q_dtype=torch.float32), 90, True, False)):  # fmt: skip
         spec = heuristics.spec(p, heuristics.config(p, nvidia(arch)), nvidia(arch), pairs)

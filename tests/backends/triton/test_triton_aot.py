@@ -15,7 +15,8 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from aot import SHARED, TOOLS, attend_of, helpers_of
-from tilewise.core.problem import MaskSpec, Problem, QuantSpec
+from problem_space import problem_of
+from tilewise.core.problem import MaskSpec, QuantSpec
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -26,7 +27,7 @@ def problem(D=128, Dv=0, dtype=BF16, kv=None, **changes):
         "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": dtype, "k_dtype": kv or dtype,
         "v_dtype": kv or dtype, "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
-    return Problem(**(sizes | changes))
+    return problem_of(**(sizes | changes))
 
 
 DECODE = {"q_len": 1, "q_offset": 4095}

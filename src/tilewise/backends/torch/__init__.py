@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ...core.mask_rules import key_span
+from ...core.mask_rules import key_span, key_spans
 from ...core.plan import Plan
 from ...core.problem import Problem
-from ...core.tensors import Sequence, Tensors, rules, sequences
+from ...core.tensors import Sequence, Tensors, sequences
 from ...core.tile_map import FULL, MIXED, SKIP, TileMap
 
 FEW = 16  # query rows of a KV head
@@ -30,7 +30,7 @@ def plan(problem: Problem) -> Plan:
     notes = ["plain torch in tiles: right on any device, not fast"]
     if problem.split_size:
         notes.append("split_size: keys are walked in one pass, which is batch-invariant already")
-    if problem.device.type != "cpu" and (problem.kv_lengths or problem.form != "dense"):
+    if problem.device.type != "cpu" and problem.has_lengths:
         notes.append("lengths are read on the host: the call waits for the device")
     return Plan(problem, "torch", "tiled online softmax", tile, workspace_bytes=4 * 3 * cells, notes=tuple(notes))
 
@@ -85,8 +85,8 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
     acc = torch.zeros(H, n, p.value_dim, dtype=work, device=device)
 
     # Spans move right as rows go down, so the first row has the leftmost start and the last row the rightmost end.
-    first = key_span(rules(p), seq.q_offset + rows.start, seq.kv_len)
-    last = key_span(rules(p), seq.q_offset + rows.stop - 1, seq.kv_len)
+    first = key_span(p.rules, seq.q_offset + rows.start, seq.kv_len)
+    last = key_span(p.rules, seq.q_offset + rows.stop - 1, seq.kv_len)
     BK = plan.tile[1]
     for tile in range(first[0] // BK, -(-last[1] // BK)):
         cols = slice(tile * BK, min((tile + 1) * BK, seq.kv_len))
@@ -133,17 +133,8 @@ def _adjust(
         s = s - seq.slopes.to(s.dtype)[:, None, None] * (qpos - kpos).abs()
     visible: torch.Tensor | None = None
     if edge:
-        left, right = p.window
-        visible = torch.ones(qpos.shape[0], kpos.shape[1], dtype=torch.bool, device=device)
-        if p.causal:
-            visible &= kpos <= qpos
-        if left is not None:
-            visible &= qpos - kpos <= left
-        if right is not None:
-            visible &= kpos - qpos <= right
-        if p.chunk:
-            visible &= kpos // p.chunk == qpos.div(p.chunk, rounding_mode="floor")
-        visible = visible.expand_as(s)
+        lo, hi = key_spans(p.rules, qpos, seq.kv_len)  # [BQ, 1]
+        visible = ((lo <= kpos) & (kpos < hi)).expand_as(s)
     mask = seq.mask(rows, cols) if masked else None
     if mask is not None:
         if mask.dtype == torch.bool:
