@@ -20,7 +20,7 @@ def supports(problem: Problem) -> str | None:
     reason = device.why_not(p.device.type)
     if reason is not None:
         return reason
-    reach = p.q_len + p.kv_len + (abs(p.q_offset) if isinstance(p.q_offset, int) else 0)
+    reach = p.q_len + p.kv_len + abs(p.rules.numbers()["q_offset"])
     return "positions past 2**30" if reach > MOST else None
 
 

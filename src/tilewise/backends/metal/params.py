@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.mask_rules import NO_RULES
 from ...core.problem import Problem
 from ...core.tensors import Tensors
-from ..gpu.flags import rules_of, softcap_of
+from ..gpu.flags import softcap_of
 from .spec import BK, Config
 
 INTS = (
-    "batch", "heads", "group", "q_len", "kv_len", "total_q", "q_offset", "offset_kind", "packed", "varlen",
-    "has_lengths", "causal", "has_left", "left", "has_right", "right", "chunk", "page_size", "head_dim", "value_dim",
-    "pack", "splits", "split_tiles", "mask_kind", "k_group", "v_group", "has_states", "has_slopes", "has_sinks",
-    "has_lse", "tile_q", "tile_k", "plane_heads", "plane_rows", "plane_keys",
+    "batch", "heads", "group", "q_len", "kv_len", "total_q", "packed", "varlen", *NO_RULES.numbers(), "page_size",
+    "head_dim", "value_dim", "pack", "splits", "split_tiles", "mask_kind", "k_group", "v_group", "has_states",
+    "has_slopes", "has_sinks", "has_lse", "tile_q", "tile_k", "plane_heads", "plane_rows", "plane_keys",
 )  # fmt: skip
 STRIDES = (
     "q_b", "q_h", "q_l", "k_b", "k_h", "k_l", "v_b", "v_h", "v_l", "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l",
@@ -27,7 +27,6 @@ STRIDES = (
     "states_q", "states_k", "slopes_b", "table_b",
 )  # fmt: skip
 FLOATS = ("scale", "softcap", "unused_2", "unused_3", "unused_4", "unused_5", "unused_6", "unused_7")  # MLX wants 8
-OFFSET_KINDS = {"rows": 1, "end": 2}
 MOST = 2**30 - 1  # of a position: the distance of two stays within 31 bits
 MASK_KINDS = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 
@@ -44,7 +43,6 @@ class Numbers(NamedTuple):
 def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """What does not depend on the tensors."""
     p = problem
-    left, right = p.window
     mask = (False,) * 4 if p.mask is None else p.mask.broadcast
     values: dict[str, int] = {
         "batch": p.batch,
@@ -53,15 +51,9 @@ def sizes(problem: Problem, c: Config, has_states: bool) -> tuple[tuple[int, ...
         "q_len": p.q_len,
         "kv_len": p.kv_len,
         "total_q": p.total_q,
-        "q_offset": p.q_offset if isinstance(p.q_offset, int) else 0,
-        "offset_kind": OFFSET_KINDS.get(p.q_offset, 0) if isinstance(p.q_offset, str) else 0,
         "packed": p.packed_q,
         "varlen": p.form == "varlen",
-        "has_lengths": p.kv_lengths,
-        "causal": p.causal,
-        "has_left": left is not None,
-        "has_right": right is not None,
-        **rules_of(p),
+        **p.rules.numbers(),
         "page_size": p.page_size,
         "head_dim": p.head_dim,
         "value_dim": p.value_dim,

@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ...core.mask_rules import OFFSET_KINDS
 from .params import FLOATS, INTS, STRIDES
 from .spec import SIMDGROUPS, Spec
 
@@ -131,8 +132,9 @@ def _params() -> str:
     kinds = (("int", INTS, "ints"), ("long", STRIDES, "strides"), ("float", FLOATS, "floats"))
     members = "".join(f"  {kind} {name};\n" for kind, names, _ in kinds for name in names)
     reads = "".join(f"  p.{name} = {source}[{i}];\n" for _, names, source in kinds for i, name in enumerate(names))
+    offsets = "".join(f"#define OFFSET_{kind.upper()} {number}\n" for kind, number in OFFSET_KINDS.items())
     return (
-        f"struct Params {{\n{members}}};\n"
+        f"{offsets}struct Params {{\n{members}}};\n"
         "template <class I, class L, class F> inline Params read_params(I ints, L strides, F floats) {\n"
         f"  Params p;\n{reads}  return p;\n}}\n"
     )

@@ -27,10 +27,6 @@
 #define MASK_F16 3
 #define MASK_BF16 4
 
-#define OFFSET_INT 0
-#define OFFSET_ROWS 1
-#define OFFSET_END 2
-
 struct Tensors {
   device const TQ* q;
   device const TK* k;
@@ -143,7 +139,7 @@ inline Sequence sequence_of_tile(thread const Tensors& t, thread const Params& p
   return s;
 }
 
-// The keys that a query at `position` sees: causal, window and chunk each leave an interval (spans.py), within
+// The keys that a query at `position` sees: causal, window and chunk each leave an interval (core/mask_rules.py), within
 // 0 .. keys. No sum overflows, whatever position, side or chunk is given: numbers of one sign are first made small.
 inline Span key_span(thread const Params& p, int position, int keys) {
   Span s;

@@ -1,0 +1,73 @@
+"""Every backend's own `key_span` against the one in `core/mask_rules.py`."""
+
+from itertools import product
+
+import torch
+
+import mslsim
+from metal_sim import needs_simulator
+from tilewise.backends.metal import params, text
+from tilewise.core.mask_rules import MaskRules, key_span, key_spans
+
+SIDES = (None, 0, 1, 5, 40)
+RULES = [
+    MaskRules(causal, (left, right), chunk)
+    for causal, left, right, chunk in product((False, True), SIDES, SIDES, (0, 1, 7, 50))
+]
+LENGTHS = (0, 1, 24)
+POSITIONS = range(-30, 60)
+CELLS = list(product(POSITIONS, LENGTHS))
+
+
+def seen(lo, hi, kv_len):
+    """The keys of a span: ends that are past the first or the last key mean the same; None if there are none."""
+    lo, hi = max(lo, 0), min(hi, kv_len)
+    return (lo, hi) if lo < hi else None
+
+
+def wanted(rules):
+    return [seen(*key_span(rules, position, kv_len), kv_len) for position, kv_len in CELLS]
+
+
+def given(lo, hi):
+    return [seen(a, b, kv_len) for a, b, (_, kv_len) in zip(lo.tolist(), hi.tolist(), CELLS, strict=True)]
+
+
+def test_many_rows_at_once():
+    positions, lengths = (torch.tensor(x) for x in zip(*CELLS, strict=True))
+    for rules in RULES:
+        assert given(*key_spans(rules, positions, lengths)) == wanted(rules), rules
+
+
+SPANS = """
+kernel void spans(device const int* positions [[buffer(0)]], device const int* lengths [[buffer(1)]],
+                  constant int* ints [[buffer(2)]], constant long* strides [[buffer(3)]],
+                  constant float* floats [[buffer(4)]], device int* lo [[buffer(5)]], device int* hi [[buffer(6)]],
+                  uint i [[thread_position_in_grid]]) {
+  const Params p = read_params(ints, strides, floats);
+  const Span s = key_span(p, positions[i], lengths[i]);
+  lo[i] = s.lo;
+  hi[i] = s.hi;
+}
+"""
+
+
+def wrong_by_metal(source):
+    """The rules for which the text leaves other keys to a query."""
+    kernel = mslsim.compile_shader(source + SPANS).spans
+    positions, lengths = (torch.tensor(x, dtype=torch.int32) for x in zip(*CELLS, strict=True))
+    lo, hi = torch.zeros_like(positions), torch.zeros_like(positions)
+    numbers = (0,) * len(params.STRIDES), (0.0,) * len(params.FLOATS)
+    size, wrong = [len(CELLS), 1, 1], []
+    for rules in RULES:
+        ints = [int(rules.numbers().get(name, 0)) for name in params.INTS]
+        kernel(positions, lengths, ints, *numbers, lo, hi, threads=size, group_size=size, arg_casts={2: "int32"})
+        wrong += [rules] * (given(lo, hi) != wanted(rules))
+    return wrong
+
+
+@needs_simulator
+def test_metal():
+    source = text.classification_header()
+    assert wrong_by_metal(source) == []
+    assert wrong_by_metal(source.replace("ahead - p.left", "ahead - p.left - 1"))
