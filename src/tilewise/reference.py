@@ -8,11 +8,14 @@ For one sequence, head h, query i at position `qpos`, key j at position j:
 
 A row that sees no key gives 0 and -inf (or its sink). A value under an invisible cell is never touched. A sink of -inf
 is none, one of +inf takes all weight: 0 and +inf.
+
+Its gradients are torch's own, by autograd, in float64: `gradients`. A row with an infinite lse gives none.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -64,7 +67,7 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
     v = seq.values(0, seq.kv_len, compute).repeat_interleave(p.group, 0)  # [H, Lk, Dv]
     visible = visible_cells(seq)
 
-    s = p.scale * (q @ k.mT)
+    s = p.scale * _Product.apply(q, k, visible)
     if p.softcap:
         s = p.softcap * torch.tanh(s / p.softcap)
     if seq.slopes is not None:
@@ -76,22 +79,93 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
         s = s + mask.to(compute)
     s = torch.where(visible, s, -torch.inf)
 
-    logits = s
+    logits, blank = s, ~visible.any(-1, keepdim=True)
+    taken = torch.zeros_like(blank)
     if t.sinks is not None:
         sink = t.sinks.to(compute)[:, None, None].expand(-1, seq.q_len, 1)
-        logits = torch.cat([s, sink], -1)
+        logits, blank, taken = torch.cat([s, sink], -1), blank & (sink == -torch.inf), sink == torch.inf
+    constant = blank | taken  # no weight at all, or all to the sink: such a row has no gradient
+    logits = torch.where(constant, 0.0, logits)
     lse = torch.logsumexp(logits, -1)
-    probs = torch.where(visible, torch.softmax(logits, -1)[..., : seq.kv_len], 0.0)
-    if t.sinks is not None:
-        probs = torch.where(sink == torch.inf, 0.0, probs)
-    finite = v.isfinite()
-    out = probs @ torch.where(finite, v, 0.0)
-    if not bool(finite.all()):  # 0 * inf is NaN: such values reach only the rows that see them
-        stray = torch.where(finite, 0.0, v)[:, None]  # [H, 1, Lk, Dv]
-        out = out + torch.where(visible[..., None], probs[..., None] * stray, 0.0).sum(-2)
+    lse = torch.where(constant[..., 0], torch.where(taken[..., 0], torch.inf, -torch.inf), lse)
+    probs = torch.where(visible & ~constant, torch.softmax(logits, -1)[..., : seq.kv_len], 0.0)
+    out = _Weighted.apply(probs, v, visible)
     return Scores(s, probs, visible, out, lse)
+
+
+def selected(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """`weights @ x` over visible cells alone: 0 * inf is NaN, so what is not finite reaches only rows that see it."""
+    finite = x.isfinite()
+    total = weights @ torch.where(finite, x, 0.0)
+    if bool(finite.all()):
+        return total
+    stray = torch.where(finite, 0.0, x)[:, None]  # [H, 1, n, D]
+    return total + torch.where(visible[..., None], weights[..., None] * stray, 0.0).sum(-2)
+
+
+class _Product(torch.autograd.Function):
+    """`q @ k.mT`, with the gradients of a product over visible cells."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, visible)
+        return q @ k.mT
+
+    @staticmethod
+    def backward(ctx: Any, ds: torch.Tensor) -> Any:
+        q, k, visible = ctx.saved_tensors
+        ds = torch.where(visible, ds, 0.0)  # a softcap has made NaN of a hidden NaN again
+        return selected(ds, k, visible), selected(ds.mT, q, visible.mT), None
+
+
+class _Weighted(torch.autograd.Function):
+    """`probs @ v` over visible cells."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(probs, v, visible)
+        return selected(probs, v, visible)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        probs, v, visible = ctx.saved_tensors
+        return torch.where(visible, dout @ v.mT, 0.0), selected(probs.mT, dout, visible.mT), None
 
 
 def reference(problem: Problem, tensors: Tensors, compute: torch.dtype = torch.float64) -> list[Scores]:
     """Attention of every sequence of a call."""
     return [attend(seq, compute) for seq in sequences(problem, tensors)]
+
+
+def gradients(
+    problem: Problem,
+    tensors: Tensors,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    compute: torch.dtype = torch.float64,
+) -> dict[str, torch.Tensor]:
+    """The gradients that `problem.grads` names, in `compute`, in the form of `BackwardTensors`.
+
+    `tensors.out` and `tensors.lse` are not read: the function is evaluated again.
+    """
+    held = {name: getattr(tensors, name) for name in problem.grads}
+    if problem.mask is not None and "mask" in held:
+        held["mask"] = held["mask"][tuple(slice(0, 1) if one else slice(None) for one in problem.mask.broadcast)]
+    with torch.enable_grad():
+        leaves = {name: x.detach().to(compute, copy=True).requires_grad_() for name, x in held.items()}
+        given: dict[str, Any] = dict(leaves)
+        if "mask" in given:
+            given["mask"] = given["mask"].expand(tensors.mask.shape)  # type: ignore[union-attr]
+        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for seq in sequences(problem, replace(tensors, **given)):
+            rows = slice(seq.q_start, seq.q_start + seq.q_len)
+            result = attend(seq, compute)
+            outputs.append((result.out, dout[seq.row, :, rows].to(compute)))
+            if dlse is not None:
+                outputs.append((result.lse, dlse[seq.row, :, rows].to(compute)))
+        reached = [pair for pair in outputs if pair[0].requires_grad]  # lse does not depend on v
+        if not reached:
+            return {name: torch.zeros_like(x) for name, x in leaves.items()}
+        results, incoming = zip(*reached, strict=True)
+        found = torch.autograd.grad(results, list(leaves.values()), incoming, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))

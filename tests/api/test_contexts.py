@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise import AttentionState, TileMap, alibi_slopes, merge, plan
-from tilewise.backends.torch import _no_autocast
+from tilewise.backends.torch.tiles import no_autocast
 from tilewise.dispatch import call_cache, planner
 from tilewise.testing.case import Case, make
 from tilewise.testing.check import check_case
@@ -97,5 +97,5 @@ def test_tools_in_a_context():
 
 
 def test_devices_without_autocast():
-    with _no_autocast("meta"):
+    with no_autocast("meta"):
         pass

@@ -1,6 +1,6 @@
 """Each backend against the conformance suite."""
 
-from conformance import Conformance
+from conformance import BackwardConformance, Conformance
 
 
 class TestReference(Conformance):
@@ -8,4 +8,12 @@ class TestReference(Conformance):
 
 
 class TestTorch(Conformance):
+    backend = "torch"
+
+
+class TestReferenceBackward(BackwardConformance):
+    backend = "reference"
+
+
+class TestTorchBackward(BackwardConformance):
     backend = "torch"

@@ -1,9 +1,13 @@
-"""The suite that every backend inherits: `class TestX(Conformance): backend = "x"`."""
+"""The suite that every backend inherits: `class TestX(Conformance): backend = "x"`, and for its backward pass
+`class TestXBackward(BackwardConformance): backend = "x"`.
+"""
 
 import pytest
 
-from tilewise.testing.cases import CASES
+from tilewise.testing.cases import CASES, GRADIENTS
 from tilewise.testing.check import check_case
+from tilewise.testing.gradient_properties import GRADIENT_PROPERTIES
+from tilewise.testing.gradients import check_gradients
 from tilewise.testing.properties import PROPERTIES
 
 
@@ -18,3 +22,16 @@ class Conformance:
     @pytest.mark.parametrize("name", PROPERTIES)
     def test_property(self, name):
         PROPERTIES[name](self.backend, self.device)
+
+
+class BackwardConformance:
+    backend: str
+    device = "cpu"
+
+    @pytest.mark.parametrize("case", GRADIENTS, ids=str)
+    def test_gradients(self, case):
+        check_gradients(case, self.backend, self.device)
+
+    @pytest.mark.parametrize("name", GRADIENT_PROPERTIES)
+    def test_gradient_property(self, name):
+        GRADIENT_PROPERTIES[name](self.backend, self.device)

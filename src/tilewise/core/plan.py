@@ -45,6 +45,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     passed_over: tuple[tuple[str, str], ...] = ()  # (backend, reason), best first
     cost: Cost | None = None
+    backward: Plan | None = None  # of a call whose inputs require grad
     detail: Any = field(default=None, compare=False, repr=False)  # what the backend keeps for its launches
 
     def summary(self) -> str:
@@ -85,10 +86,20 @@ class Plan:
             ]
         lines += [f"  copied     {copy}" for copy in p.copies]
         lines += [f"  note       {note}" for note in self.notes]
-        for name, reason in self.passed_over:
-            if every_backend or not isinstance(reason, OtherDevice):
-                lines.append(f"  not {name}: {reason}")
+        lines += self._not_taken("not", every_backend)
+        if (b := self.backward) is not None:
+            lines += [
+                f"  backward   {b.backend}, {b.kernel}, tile {b.tile[0]} x {b.tile[1]}, "
+                f"workspace {_size(b.workspace_bytes)}",
+                f"             {', '.join(word for word in b.problem.options() if word not in p.options())}",
+            ]
+            lines += [f"  note       {note}" for note in b.notes]
+            lines += b._not_taken("backward not", every_backend)
         return "\n".join(lines)
+
+    def _not_taken(self, how: str, every_backend: bool) -> list[str]:
+        shown = (x for x in self.passed_over if every_backend or not isinstance(x[1], OtherDevice))
+        return [f"  {how} {name}: {reason}" for name, reason in shown]
 
 
 def _dtype(dtype: object) -> str:

@@ -6,6 +6,7 @@ The three entry points are brought into one form before anything else looks at t
     k, v     [B, Hkv, Lk, D], packed [1, Hkv, T, D] with `cu_seqlens_k`, or pages [P, Hkv, page_size, D]
 
 All are strided views of what the caller gave. A `Problem` is frozen and hashable: equal problems get the same plan.
+One with `grads` is the backward pass of the call that it else describes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .mask_rules import NO_RULES, MaskRules, Offset, Window
 
 Form = Literal["dense", "varlen", "paged"]
 MAX_HEAD_DIM = 576
+GRADS = ("q", "k", "v", "mask", "sinks", "alibi_slopes")  # what may have a gradient, in this order in `Problem.grads`
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,9 @@ class Problem:
     allow_tf32: bool = False
     aligned: bool = True  # rows of q, k, v and out begin at multiples of 16 bytes, and none is broadcast
     copies: tuple[str, ...] = field(default=())  # arguments that had to be copied, and why
+    grads: tuple[str, ...] = ()  # the gradients that are asked for, of `GRADS`; none: a forward call
+    dlse: bool = False  # backward: a gradient of `lse` comes in too
+    deterministic: bool = True  # backward: the same bits each time
 
     @property
     def group(self) -> int:
@@ -124,5 +129,8 @@ class Problem:
             "tile map" * (self.tile_map is not None),
             "lengths" * self.has_lengths,
             "lse" * self.return_lse,
+            "" if not self.grads else f"gradients of {', '.join(self.grads)}",
+            "dlse" * self.dlse,
+            "not deterministic" * (not self.deterministic),
         ]
         return tuple(word for word in words if word)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..quantised import dequantise
-from .problem import Problem, QuantSpec
+from .problem import GRADS, Problem, QuantSpec
 from .tile_map import TileMap
 
 
@@ -32,6 +32,30 @@ class Tensors:
     cu_seqlens_q: torch.Tensor | None = None  # int32 [B + 1]
     cu_seqlens_k: torch.Tensor | None = None  # int32 [B + 1]
     block_table: torch.Tensor | None = None  # int32 [B, max_pages]
+
+
+@dataclass(slots=True)
+class BackwardTensors:
+    """What a backend's backward pass reads and writes: all of `forward`, its `out` and `lse` included, is read.
+
+    Of the gradients those are there that `Problem.grads` names. Their memory holds anything; every element is written.
+    """
+
+    forward: Tensors
+    dout: torch.Tensor  # as out; perhaps with strides of 0
+    dlse: torch.Tensor | None = None  # float32, as lse; perhaps with strides of 0
+    dq: torch.Tensor | None = None  # as q, and in its dtype
+    dk: torch.Tensor | None = None  # likewise; no two elements share memory, also where those of k do
+    dv: torch.Tensor | None = None
+    dmask: torch.Tensor | None = None  # [1 or B, 1 or H, 1 or Lq, 1 or Lk], 1 where the mask is broadcast: a sum there,
+    # in float32; without a broadcast dim in the mask's dtype
+    dsinks: torch.Tensor | None = None  # float32 [H]
+    dalibi_slopes: torch.Tensor | None = None  # float32 [B, H]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that are there, by the names of `GRADS`."""
+        found = {name: getattr(self, f"d{name}") for name in GRADS}
+        return {name: x for name, x in found.items() if x is not None}
 
 
 @dataclass(frozen=True, slots=True)

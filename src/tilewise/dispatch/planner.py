@@ -1,4 +1,4 @@
-"""Which backend serves a call: the first, best first, that can. Plans are kept by `Problem`."""
+"""Which backend serves a call or its backward pass: the first, best first, that can. Plans are kept by `Problem`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, Protocol, cast
 
-from ..core.plan import Plan
+from ..core.plan import OtherDevice, Plan
 from ..core.problem import Problem
-from ..core.tensors import Tensors
+from ..core.tensors import BackwardTensors, Tensors
 from ..errors import InvalidArgument, Unsupported
 
 # Best first; each is a module of tilewise.backends.
@@ -33,7 +33,23 @@ class Backend(Protocol):
         `declines(problem)`, which says why one that comes later is the better choice for a problem that it supports.
         And `run_pair(shared_plan, plan, tensors, shared)`, which merges attention over keys that sequences share into
         that over their own, in one launch: `pairs.py`.
+
+        One with a backward pass has `supports_backward(problem)`, `plan_backward(problem)` and `run_backward(plan,
+        tensors)` beside these, all three as in `Backward`.
         """
+
+
+class Backward(Protocol):
+    """What a module of `tilewise.backends` with a backward pass offers beside `Backend`. Each problem has `grads`."""
+
+    def supports_backward(self, problem: Problem) -> str | None:
+        """None if it can give the gradients that the problem asks for, else why not, in a few words."""
+
+    def plan_backward(self, problem: Problem) -> Plan:
+        """How it would give the gradients of a problem that it supports."""
+
+    def run_backward(self, plan: Plan, tensors: BackwardTensors) -> None:
+        """Writes every element of the gradients that are in `tensors`; reads the rest."""
 
 
 @cache
@@ -51,19 +67,20 @@ def check_name(backend: Any) -> None:
 def choose(problem: Problem, backend: str | None = None, threads: int | None = None) -> Plan:
     """The plan for `problem`: by the best backend that can, or by the named one or not at all.
 
-    `threads` is torch's number of them. Backends ask torch; here it keeps plans for other numbers apart.
+    `threads` is torch's number of them. Backends ask torch; here it keeps plans for other numbers apart. A problem with
+    `grads` is a backward pass.
     """
     check_name(backend)
     if backend is not None:
-        reason = load(backend).supports(problem)
+        reason = _supports(backend, problem)
         if reason is not None:
             raise Unsupported(backend, reason, "leave out backend= to take one that can")
         return _plan(backend, problem)
     passed_over: list[tuple[str, str]] = []
     for name in BACKENDS:
         backend_module = load(name)
-        reason = backend_module.supports(problem)
-        if reason is None and hasattr(backend_module, "declines") and not problem.is_empty:
+        reason = _supports(name, problem)
+        if reason is None and not problem.grads and hasattr(backend_module, "declines") and not problem.is_empty:
             reason = backend_module.declines(problem)
         if reason is None:
             return replace(_plan(name, problem), passed_over=tuple(passed_over))
@@ -72,8 +89,19 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
     raise Unsupported("any", listing, "move the tensors to the CPU")
 
 
+def _supports(name: str, problem: Problem) -> str | None:
+    module: Any = load(name)
+    if not problem.grads:
+        return module.supports(problem)
+    if hasattr(module, "supports_backward"):
+        return module.supports_backward(problem)
+    reason = module.supports(problem)
+    return reason if isinstance(reason, OtherDevice) else "no backward pass"
+
+
 def _plan(name: str, problem: Problem) -> Plan:
     """A backend's plan; it is not asked about a problem with nothing to compute, which is never launched."""
     if problem.is_empty:
         return Plan(problem, name, "nothing to compute", tile=(64, 64))
-    return load(name).plan(problem)
+    module: Any = load(name)
+    return module.plan_backward(problem) if problem.grads else module.plan(problem)

@@ -199,3 +199,8 @@ CASES += [
     )
     for t in ("f32", "f16", "bf16")
 ]  # fmt: skip
+
+# Calls that have gradients, of the sizes that a float64 oracle can differentiate.
+GRADIENTS = [
+    c for c in CASES if c.form != "paged" and "/" not in c.k + c.v and not c.split_size and max(c.keys, c.Lq) <= 1100
+]

@@ -200,7 +200,7 @@ def _finish(
         split_size=as_split_size(o.split_size),
         return_lse=return_lse,
         allow_tf32=as_flag("allow_tf32", o.allow_tf32),
-        aligned=all(_aligned(x) for x in (t.q, t.k, t.v, t.out)),
+        aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
         copies=tuple(c.copies),
     )
     check_tile_map(problem, t, o.validate)
@@ -246,7 +246,7 @@ def _overlaps_itself(x: torch.Tensor) -> bool:
     return False
 
 
-def _aligned(x: torch.Tensor) -> bool:
+def is_aligned(x: torch.Tensor) -> bool:
     """Whether bulk copies can read it: rows begin at multiples of 16 bytes, and no dim is broadcast."""
     strides = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...core.plan import Plan
 from ...core.problem import Problem
-from ...core.tensors import Tensors, sequences
-from ...reference import attend
+from ...core.tensors import BackwardTensors, Tensors, sequences
+from ...reference import attend, gradients
 
 
 def supports(problem: Problem) -> str | None:
@@ -33,3 +33,12 @@ def run(plan: Plan, tensors: Tensors) -> None:
         seq.out.copy_(result.out)
         if seq.lse is not None:
             seq.lse.copy_(result.lse)
+
+
+supports_backward, plan_backward = supports, plan
+
+
+def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
+    found = gradients(plan.problem, tensors.forward, tensors.dout, tensors.dlse)
+    for name, gradient in tensors.gradients().items():
+        gradient.copy_(found[name])

@@ -1,0 +1,162 @@
+"""Gradients in plain torch, tile by tile: any call on any device, deterministic, memory that does not grow as Lq * Lk.
+
+For each sequence and each tile of BK keys it walks the tiles of BQ rows that see some of them, and computes again what
+the forward pass did not keep:
+
+    P = exp(s - lse)                     dV += P^T dout
+    dS = P * (dout V^T - delta)          dK += scale dS^T Q        dQ += scale dS K
+
+with delta = rowsum(dout * out) - dlse, and dS through the softcap's derivative before the last two. The gradient of a
+mask is dS, that of a sink -exp(sink - lse) delta, that of a slope -dS |qpos - kpos|, each summed. Sums are float32 or
+wider; dQ of one sequence is kept in float32 until all its keys are done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...core.mask_rules import key_span, query_span
+from ...core.plan import Plan
+from ...core.problem import Problem
+from ...core.tensors import BackwardTensors, Sequence, sequences
+from ...core.tile_map import FULL, MIXED, SKIP
+from .tiles import adjust, no_autocast, tile_states, work_dtype
+
+
+def supports_backward(problem: Problem) -> str | None:
+    return None
+
+
+def plan_backward(problem: Problem) -> Plan:
+    tile = (128 if problem.heads <= 16 else 64, 512)
+    cells = problem.heads * tile[0] * tile[1]
+    rows = problem.heads * problem.q_len
+    workspace = 4 * (5 * cells + rows * (problem.head_dim + 3))
+    return Plan(problem, "torch", "tiled gradients", tile, workspace_bytes=workspace)
+
+
+def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
+    p = plan.problem
+    states = tile_states(plan, tensors.forward)
+    for gradient in tensors.gradients().values():  # rows of no sequence, keys past a length, what nobody sees
+        gradient.zero_()
+    with no_autocast(p.device.type):
+        for seq in sequences(p, tensors.forward):
+            if seq.q_len:
+                _Rows.of(seq, tensors).run(plan, None if states is None else states[seq.b])
+
+
+@dataclass(slots=True)
+class _Rows:
+    """One sequence: its rows in the dtype that it is computed in, and the sums over keys."""
+
+    seq: Sequence
+    tensors: BackwardTensors
+    q: torch.Tensor  # [H, Lq, D]
+    dout: torch.Tensor  # [H, Lq, Dv]; 0 in rows that are not live
+    lse: torch.Tensor  # [H, Lq]; likewise
+    delta: torch.Tensor  # [H, Lq]; likewise
+    live: torch.Tensor  # bool [H, Lq]: the lse is finite
+    dq: torch.Tensor  # [H, Lq, D]
+
+    @classmethod
+    def of(cls, seq: Sequence, tensors: BackwardTensors) -> _Rows:
+        work = work_dtype(seq)
+        rows = slice(seq.q_start, seq.q_start + seq.q_len)
+        assert seq.lse is not None
+        live = seq.lse.isfinite()
+        lse = torch.where(live, seq.lse, 0.0).to(work)
+        dout = torch.where(live[..., None], tensors.dout[seq.row, :, rows].to(work), 0.0)
+        delta = (dout * seq.out.to(work)).sum(-1)
+        if tensors.dlse is not None:
+            delta = delta - torch.where(live, tensors.dlse[seq.row, :, rows].to(work), 0.0)
+        if tensors.dsinks is not None:
+            assert seq.tensors.sinks is not None
+            weight = torch.where(live, (seq.tensors.sinks.to(work)[:, None] - lse).exp(), 0.0)
+            tensors.dsinks -= (weight * delta).sum(-1)
+        q = seq.q.to(work)
+        return cls(seq, tensors, q, dout, lse, delta, live, torch.zeros_like(q))
+
+    def run(self, plan: Plan, states: list[list[int]] | None) -> None:
+        """All tiles of keys, and of each the tiles of rows that see some of it."""
+        seq, b, (BQ, BK) = self.seq, self.tensors, plan.tile
+        p, position = seq.problem, plan.problem.rules
+        kv_row = 0 if p.form == "varlen" else seq.b
+        for left in range(0, seq.kv_len, BK):
+            cols = slice(left, min(left + BK, seq.kv_len))
+            # Spans move right as keys do: the first key has the topmost first row, the last key the last one.
+            above = query_span(position, cols.start, seq.q_offset, seq.q_len)[0]
+            below = query_span(position, cols.stop - 1, seq.q_offset, seq.q_len)[1]
+            k, v = (x(cols.start, cols.stop, self.q.dtype) for x in (seq.keys, seq.values))  # [Hkv, BK, D]
+            dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+            for top in range(max(0, above) // BQ * BQ, below, BQ):
+                state = MIXED if states is None else states[top // BQ][left // BK]
+                if state != SKIP:
+                    masked = p.mask is not None and state != FULL
+                    self.add_tile(slice(top, min(top + BQ, seq.q_len)), cols, k, v, dk, dv, masked)
+            keys = slice(seq.kv_start + cols.start, seq.kv_start + cols.stop)
+            if b.dk is not None:
+                b.dk[kv_row, :, keys] = (dk * p.scale).to(b.dk.dtype)
+            if b.dv is not None:
+                b.dv[kv_row, :, keys] = dv.to(b.dv.dtype)
+        if b.dq is not None:
+            b.dq[seq.row, :, seq.q_start : seq.q_start + seq.q_len] = (self.dq * p.scale).to(b.dq.dtype)
+
+    def add_tile(
+        self,
+        rows: slice,
+        cols: slice,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        masked: bool,
+    ) -> None:
+        seq, b = self.seq, self.tensors
+        p, n = seq.problem, rows.stop - rows.start
+
+        def grouped(x: torch.Tensor) -> torch.Tensor:  # [H, BQ, n] to [Hkv, G * BQ, n]
+            return x.reshape(p.kv_heads, p.group * n, -1)
+
+        first, last = (key_span(p.rules, seq.q_offset + row, seq.kv_len) for row in (rows.start, rows.stop - 1))
+        inside = last[0] <= cols.start and first[1] >= cols.stop
+        q, dout, live = grouped(self.q[:, rows]), grouped(self.dout[:, rows]), self.live[:, rows, None]
+        s = (q @ k.mT).view(p.heads, n, -1) * p.scale  # [H, BQ, BK]
+        fading = 1 - torch.tanh(s / p.softcap).square() if p.softcap else None
+        s, visible = adjust(seq, s, rows, cols, masked, not inside)
+        probs = torch.where(live if visible is None else visible & live, (s - self.lse[:, rows, None]).exp(), 0.0)
+        if b.dv is not None:
+            dv += grouped(probs).mT @ dout
+        if set(p.grads) <= {"v", "sinks"}:
+            return
+        ds = probs * ((dout @ v.mT).view(p.heads, n, -1) - self.delta[:, rows, None])
+        ds = ds if visible is None else torch.where(visible, ds, 0.0)  # v may hold anything under a hidden cell
+        if b.dmask is not None and p.mask is not None:
+            _add_mask(b.dmask, p.mask.broadcast, ds, seq.b, rows, cols)
+        if b.dalibi_slopes is not None:
+            qpos = seq.q_offset + torch.arange(rows.start, rows.stop, device=ds.device)[:, None]
+            distance = (qpos - torch.arange(cols.start, cols.stop, device=ds.device)).abs()
+            b.dalibi_slopes[seq.b] -= (ds * distance).sum((-1, -2))
+        if fading is not None:
+            ds = torch.where(visible, ds * fading, 0.0) if visible is not None else ds * fading
+        if b.dk is not None:
+            dk += grouped(ds).mT @ _finite(q, visible)
+        if b.dq is not None:
+            self.dq[:, rows] += (grouped(ds) @ _finite(k, visible)).view(p.heads, n, -1)
+
+
+def _finite(x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """0 for what is not finite: under a hidden cell it cannot matter, and a row that sees it has NaN for its lse."""
+    return x if visible is None else torch.nan_to_num(x, 0.0, 0.0, 0.0)
+
+
+def _add_mask(
+    dmask: torch.Tensor, broadcast: tuple[bool, ...], ds: torch.Tensor, b: int, rows: slice, cols: slice
+) -> None:
+    """Adds a tile `[H, BQ, BK]` to the mask's gradient, summed over the dims that the mask is broadcast over."""
+    one_row, one_head, one_query, one_key = broadcast
+    summed = [dim for dim, one in enumerate((one_head, one_query, one_key)) if one]
+    where = (0 if one_row else b, slice(None), slice(None) if one_query else rows, slice(None) if one_key else cols)
+    dmask[where] += (ds.sum(summed, keepdim=True) if summed else ds).to(dmask.dtype)

@@ -1,0 +1,84 @@
+"""What the tiles of the forward and of the backward pass share."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ...core.mask_rules import key_spans
+from ...core.plan import Plan
+from ...core.tensors import Sequence, Tensors
+from ...core.tile_map import MIXED, TileMap
+
+FEW = 16  # query rows of a KV head
+
+
+def work_dtype(seq: Sequence) -> torch.dtype:
+    """What a sequence is computed in. torch may be set to run float32 products in fewer bits; float64 ones it leaves
+    alone. Products of a few rows have on some CPUs more than twice the error of those of one row.
+    """
+    p = seq.problem
+    few = p.q_dtype == torch.float32 and seq.q_len * p.group <= FEW and p.device.type == "cpu"
+    wide = few or p.q_dtype == torch.float64 or torch.get_float32_matmul_precision() != "highest"
+    return torch.float64 if wide else torch.float32
+
+
+def no_autocast(device: str) -> AbstractContextManager[object]:
+    """Autocast would run float32 products in bfloat16."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def tile_states(plan: Plan, tensors: Tensors) -> list[list[list[int]]] | None:
+    """The map's state of each of the plan's tiles, `[B][nq][nk]`; a tile is computed for all heads at once."""
+    p, tile_map = plan.problem, tensors.tile_map
+    if tile_map is None:
+        if p.mask is None or tensors.mask is None:
+            return None
+        kept = tuple(slice(0, 1) if broadcast else slice(None) for broadcast in p.mask.broadcast)
+        tile_map = TileMap.from_mask(tensors.mask[kept], plan.tile)
+    states = tile_map.retile(plan.tile).states
+    low, high = states.amin(1), states.amax(1)
+    nq, nk = (-(-n // t) for n, t in zip((p.q_len, p.kv_len), plan.tile, strict=True))
+    merged = torch.where(low == high, low, MIXED).expand(p.batch, nq, nk)
+    return merged.tolist()
+
+
+def adjust(
+    seq: Sequence, s: torch.Tensor, rows: slice, cols: slice, masked: bool, edge: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Softcap, biases, then -inf where a cell is not visible; the visible cells, or None if all are."""
+    p, device = seq.problem, s.device
+    if p.softcap:
+        s = p.softcap * torch.tanh(s / p.softcap)
+    qpos = (seq.q_offset + torch.arange(rows.start, rows.stop, device=device))[:, None]
+    kpos = torch.arange(cols.start, cols.stop, device=device)[None, :]
+    if seq.slopes is not None:
+        s = s - seq.slopes.to(s.dtype)[:, None, None] * (qpos - kpos).abs()
+    visible: torch.Tensor | None = None
+    if edge:
+        lo, hi = key_spans(p.rules, qpos, seq.kv_len)  # [BQ, 1]
+        visible = ((lo <= kpos) & (kpos < hi)).expand_as(s)
+    mask = seq.mask(rows, cols) if masked else None
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            visible = mask if visible is None else visible & mask
+        else:
+            s = s + mask.to(s.dtype)
+            seen = mask != -torch.inf
+            visible = seen if visible is None else visible & seen
+    return (s, None) if visible is None else (torch.where(visible, s, -torch.inf), visible)
+
+
+def weigh(prob: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """`prob [H, BQ, BK] @ v [Hkv, BK, Dv]`; a value under an invisible cell cannot matter, not even as 0 * inf."""
+    H, n, cols = prob.shape
+    grouped = prob.reshape(v.shape[0], -1, cols)  # [Hkv, G * BQ, BK]; a mask's strides may have come into prob
+    finite = v.isfinite()
+    if visible is None or bool(finite.all()):
+        return (grouped @ v).view(H, n, -1)
+    out = (grouped @ torch.where(finite, v, 0.0)).view(H, n, -1)
+    stray = torch.where(finite, 0.0, v).repeat_interleave(H // v.shape[0], 0)  # [H, BK, Dv]
+    return out + torch.where(visible[..., None], prob[..., None] * stray[:, None], 0.0).sum(-2)

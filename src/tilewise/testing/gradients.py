@@ -1,0 +1,209 @@
+"""The backward half of the suite: gradients against those of the float64 oracle, by the error of torch's arithmetic.
+
+A backend is handed the oracle's own `out` and `lse`, rounded, and gradients that hold NaN. Its error in each gradient,
+as a relative RMS and at its largest, may be at most twice (with softcap three times) that of the same formula in torch,
+in the same dtype and from the same `out` and `lse`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence as Names
+from dataclasses import dataclass
+
+import torch
+
+from ..backends import reference as oracle
+from ..core.problem import Problem
+from ..core.tensors import BackwardTensors, Sequence, sequences
+from ..dispatch import planner
+from ..reference import attend, gradients, visible_cells
+from ..validation.backward import BackwardCall, backward, differentiable
+from ..validation.calls import Call
+from .case import Case, make
+from .check import Mismatch, Verdict
+
+FEW = 64  # elements of a gradient; of fewer an RMS says little, and their largest error is judged alone
+
+
+@dataclass
+class Gradients:
+    """The backward pass of a case: its call over spoilt inputs, and the same over clean ones, for the oracle."""
+
+    case: Case
+    call: BackwardCall
+    clean: BackwardCall
+
+    def run(self, backend: str | None) -> dict[str, torch.Tensor]:
+        """The gradients by a backend, in the common form; their memory holds NaN before."""
+        for gradient in self.call.tensors.gradients().values():
+            gradient.fill_(float("nan"))
+        plan = planner.choose(self.call.problem, backend, torch.get_num_threads())
+        planner.load(plan.backend).run_backward(plan, self.call.tensors)  # type: ignore[attr-defined]
+        return self.call.tensors.gradients()
+
+
+def make_gradients(
+    case: Case,
+    device: str = "cpu",
+    slack: float = float("nan"),
+    grads: Names[str] | None = None,
+    dlse: bool = True,
+    dout: str = "",
+    deterministic: bool = True,
+) -> Gradients:
+    """The backward pass of a case, with every gradient that it has unless `grads` says which.
+
+    `dout` is how the incoming gradient lies in memory: "" contiguous, "expanded", "last" (a last dim of stride 2),
+    "permuted".
+    """
+    found = []
+    for filler in (slack, 0.0):
+        inputs = make(case, device, filler, sized=True)
+        call = inputs.checked(return_lse=True)
+        oracle.run(oracle.plan(call.problem), call.tensors)
+        random = torch.Generator("cpu").manual_seed(zlib.crc32(str(case).encode()) + 1)
+        incoming = torch.randn(call.out.shape, generator=random, dtype=torch.float32, device="cpu")
+        incoming_lse = torch.randn(call.out.shape[:-1], generator=random, dtype=torch.float32, device="cpu").to(device)
+        incoming = _laid_out(incoming.to(call.out.dtype).to(device), dout)
+        if not dout:
+            _spoil(call, incoming, incoming_lse, filler)
+        names = grads or differentiable(call.problem)
+        layout = inputs.options.get("layout", "bhld")
+        made = backward(call, layout, call.lse, incoming, incoming_lse if dlse else None, names, deterministic)
+        found.append(made)
+    return Gradients(case, *found)
+
+
+def _laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "expanded":
+        return x[:1, :1, :1].expand(x.shape)
+    if how == "last":
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2]
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if how == "permuted" else x
+
+
+def _spoil(call: Call, dout: torch.Tensor, dlse: torch.Tensor, filler: float) -> None:
+    """What a row with `lse = -inf` holds cannot matter: it sees nothing."""
+    assert call.lse is not None
+    blind = call.lse == -torch.inf
+    dout[blind] = filler
+    dlse[blind] = filler
+
+
+def check_gradients(case: Case, backend: str | None, device: str = "cpu", **how: object) -> Verdict:
+    """Runs the backward pass of a case by a backend and judges each gradient."""
+    made = make_gradients(case, device, **how)  # type: ignore[arg-type]
+    return judge_gradients(made, made.run(backend))
+
+
+def judge_gradients(made: Gradients, got: dict[str, torch.Tensor]) -> Verdict:
+    """Raises `Mismatch` unless each gradient is right."""
+    p, b = made.clean.problem, made.clean.tensors
+    _check_zeros(p, b, got)
+    exact = gradients(p, b.forward, b.dout, b.dlse)
+    plain = same_formula(p, b)
+    factor = 3.0 if p.softcap else 2.0
+    verdicts = [Verdict(0.0, 0.0)]
+    for name in p.grads:
+        dtype = got[name].dtype
+        verdicts.append(_judge(f"d{name}", got[name], plain[name].to(dtype), exact[name], factor))
+    return max(verdicts, key=lambda v: v.error / max(v.bound, 1e-300))
+
+
+def _check_zeros(p: Problem, b: BackwardTensors, got: dict[str, torch.Tensor]) -> None:
+    """Rows that see no key, keys that no row sees and cells of a mask that hide all they stand for get exactly 0."""
+    seen = {name: torch.zeros(x.shape, dtype=torch.bool, device=x.device) for name, x in got.items()}
+    for seq in sequences(p, b.forward):
+        cells = visible_cells(seq)
+        kv_row = 0 if p.form == "varlen" else seq.b
+        for name in set(got) & {"k", "v"}:
+            keys = seen[name][kv_row, :, seq.kv_start : seq.kv_start + seq.kv_len]
+            keys |= cells.any(1).unflatten(0, (p.kv_heads, p.group)).any(1)[..., None]
+        if "q" in got:
+            seen["q"][seq.row, :, seq.q_start : seq.q_start + seq.q_len] |= cells.any(-1)[..., None]
+        if "mask" in got and p.mask is not None:
+            for dim, one in enumerate(p.mask.broadcast[1:]):
+                cells = cells.any(dim, keepdim=True) if one else cells
+            seen["mask"][0 if p.mask.broadcast[0] else seq.b, :, : seq.q_len, : seq.kv_len] |= cells
+    for name in set(got) & {"q", "k", "v", "mask"}:
+        if bool((got[name][~seen[name]] != 0).any()):
+            raise Mismatch(f"d{name}: what is hidden must get exactly 0")
+
+
+def _judge(name: str, got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, factor: float) -> Verdict:
+    if got.numel() == 0:
+        return Verdict(0.0, 0.0)
+    ulp = torch.finfo(got.dtype).eps
+    error, allowed = (got.double() - exact).abs(), (plain.double() - exact).abs()
+    sizes = exact.abs().amax(-1, keepdim=True) if exact.ndim == 4 else exact.abs().amax()
+    bound = (factor * allowed.max() + ulp * sizes).expand_as(exact)
+    wrong = ~(error <= bound)  # NaN is never within a bound
+    if bool(wrong.any()):
+        where = tuple(wrong.nonzero()[0].tolist())
+        raise Mismatch(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are off; at {where} got {float(got[where])}, the "
+            f"oracle has {float(exact[where])}, the bound is {float(bound[where]):.3g}"
+        )
+    rms, torch_rms, size = (float(x.square().mean().sqrt()) for x in (error, allowed, exact))
+    most = factor * torch_rms + torch.finfo(torch.float32).eps * size
+    if not rms <= most and got.numel() >= FEW:
+        raise Mismatch(f"{name}: an error of {rms / size:.3g} (relative RMS) where torch's is {torch_rms / size:.3g}")
+    return Verdict(float(error.max()), float(bound.min()))
+
+
+def same_formula(problem: Problem, tensors: BackwardTensors) -> dict[str, torch.Tensor]:
+    """The gradients as torch computes them in q's dtype: scores and sums in float32, the weights P and dS rounded.
+
+    P = exp(s - lse);  dP = dout v;  dS = P (dP - delta), delta = dout.out - dlse;  through softcap and scale:
+    dQ = dS K, dK = dS Q, dV = P dout;  sinks: -exp(sink - lse) delta;  mask: dS;  slopes: -dS |qpos - kpos|
+    """
+    p, t = problem, tensors.forward
+    wide = torch.float32
+    total = {name: torch.zeros(x.shape, dtype=wide, device=x.device) for name, x in tensors.gradients().items()}
+    for seq in sequences(p, t):
+        _add_sequence(seq, tensors, total)
+    return total
+
+
+def _add_sequence(seq: Sequence, tensors: BackwardTensors, total: dict[str, torch.Tensor]) -> None:
+    p, wide = seq.problem, torch.float32
+    rows = slice(seq.q_start, seq.q_start + seq.q_len)
+    keys = slice(seq.kv_start, seq.kv_start + seq.kv_len)
+    kv_row = 0 if p.form == "varlen" else seq.b
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(p.q_dtype).to(wide)
+
+    r = attend(seq, wide)
+    q, dout, out = seq.q.to(wide), tensors.dout[seq.row, :, rows].to(wide), seq.out.to(wide)
+    k, v = (x(0, seq.kv_len, wide).repeat_interleave(p.group, 0) for x in (seq.keys, seq.values))  # [H, Lk, D]
+    assert seq.lse is not None
+    live = seq.lse.isfinite()
+    lse, dout = torch.where(live, seq.lse, 0.0), torch.where(live[..., None], dout, 0.0)
+    delta = (dout * out).sum(-1)
+    if tensors.dlse is not None:
+        delta = delta - torch.where(live, tensors.dlse[seq.row, :, rows], 0.0)
+    probs = torch.where(r.visible & live[..., None], (r.scores - lse[..., None]).exp(), 0.0)
+    ds = probs * (dout @ v.mT - delta[..., None])  # [H, Lq, Lk]
+    if "sinks" in total:
+        assert seq.tensors.sinks is not None
+        total["sinks"] -= torch.where(live, (seq.tensors.sinks[:, None] - lse).exp() * delta, 0.0).sum(-1)
+    if "mask" in total and p.mask is not None:
+        summed = [dim for dim, one in zip((0, 1, 2), p.mask.broadcast[1:], strict=True) if one]
+        part = ds.sum(summed, keepdim=True) if summed else ds
+        total["mask"][0 if p.mask.broadcast[0] else seq.b, :, : seq.q_len, : seq.kv_len] += part
+    if "alibi_slopes" in total:
+        qpos = seq.q_offset + torch.arange(seq.q_len, device=ds.device)[:, None]
+        distance = (qpos - torch.arange(seq.kv_len, device=ds.device)).abs()
+        total["alibi_slopes"][seq.b] -= (ds * distance).sum((-1, -2))
+    if p.softcap:
+        capped = p.softcap * torch.tanh(p.scale * (q @ k.mT) / p.softcap)
+        ds = ds * (1 - (capped / p.softcap).square())
+    if "q" in total:
+        total["q"][seq.row, :, rows] += p.scale * (rounded(ds) @ k)
+    group = (p.kv_heads, p.group)
+    if "k" in total:
+        total["k"][kv_row, :, keys] += p.scale * (rounded(ds).mT @ q).unflatten(0, group).sum(1)
+    if "v" in total:
+        total["v"][kv_row, :, keys] += (rounded(probs).mT @ dout).unflatten(0, group).sum(1)

@@ -1,0 +1,107 @@
+"""A checked call and what its forward pass gave, to a backward pass: its `Problem` and `BackwardTensors`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..core.options import as_flag
+from ..core.problem import GRADS, Problem
+from ..core.tensors import BackwardTensors
+from ..errors import InvalidArgument
+from .arrays import to_tensor
+from .calls import Call, is_aligned
+
+
+@dataclass(slots=True)
+class BackwardCall:
+    """A checked backward pass."""
+
+    problem: Problem
+    tensors: BackwardTensors
+    layout: str  # of the caller
+
+    def result(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """A gradient in the shape and dtype of the argument that it belongs to."""
+        gradient = self.tensors.gradients()[name]
+        if name in ("q", "k", "v"):
+            return in_layout(gradient, self.problem.packed_q, self.layout)
+        if name == "alibi_slopes" and like.ndim == 1:
+            gradient = gradient.sum(0)
+        return gradient.reshape(like.shape).to(like.dtype)
+
+
+def backward(
+    call: Call, layout: str, lse: Any, dout: Any, dlse: Any, grads: Sequence[str], deterministic: Any
+) -> BackwardCall:
+    """Checks the backward pass of `call`, whose `out` holds what the forward pass gave."""
+    p, t, out = call.problem, call.tensors, call.out
+    names = as_grads(grads, p)
+    lse, dout = to_tensor("lse", lse).detach(), to_tensor("dout", dout).detach()
+    _check_like("lse", lse, out.shape[:-1], torch.float32, p.device)
+    _check_like("dout", dout, out.shape, out.dtype, p.device)
+    if dlse is not None:
+        dlse = to_tensor("dlse", dlse).detach()
+        _check_like("dlse", dlse, out.shape[:-1], torch.float32, p.device)
+        dlse = in_layout(dlse, p.packed_q, layout, common=True)
+    copies = p.copies
+    dout = in_layout(dout, p.packed_q, layout, common=True)
+    if dout.stride(-1) != 1 and dout.shape[-1] != 1:
+        copies, dout = (*copies, f"dout: its last dim has stride {dout.stride(-1)}, not 1"), dout.contiguous()
+    b = BackwardTensors(replace(t, lse=in_layout(lse, p.packed_q, layout, common=True)), dout, dlse)
+    for name in ("q", "k", "v"):
+        if name in names:
+            x = in_layout(getattr(t, name), p.packed_q, layout)
+            new = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            setattr(b, f"d{name}", in_layout(new, p.packed_q, layout, common=True))
+    if p.mask is not None and t.mask is not None and "mask" in names:
+        shape = [1 if one else n for n, one in zip(t.mask.shape, p.mask.broadcast, strict=True)]
+        dtype = torch.float32 if any(p.mask.broadcast) else p.mask.dtype
+        b.dmask = torch.empty(shape, dtype=dtype, device=p.device)
+    if t.sinks is not None and "sinks" in names:
+        b.dsinks = torch.empty_like(t.sinks)
+    if t.alibi_slopes is not None and "alibi_slopes" in names:
+        b.dalibi_slopes = torch.empty(t.alibi_slopes.shape, dtype=torch.float32, device=p.device)
+    problem = replace(
+        p,
+        return_lse=True,
+        aligned=p.aligned and all(is_aligned(x) for x in (dout, b.dq, b.dk, b.dv) if x is not None),
+        copies=copies,
+        grads=names,
+        dlse=dlse is not None,
+        deterministic=as_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
+    )
+    return BackwardCall(problem, b, layout)
+
+
+def differentiable(p: Problem) -> tuple[str, ...]:
+    """What of a call has gradients."""
+    there = {"mask": p.mask is not None and not p.mask.is_bool, "sinks": p.sinks, "alibi_slopes": p.alibi}
+    return tuple(name for name in GRADS if there.get(name, True))
+
+
+def as_grads(grads: Any, p: Problem) -> tuple[str, ...]:
+    """The names in the order of `GRADS`; each is of something that this call can differentiate."""
+    if isinstance(grads, str) or not isinstance(grads, Sequence) or not grads or not set(grads) <= set(GRADS):
+        raise InvalidArgument("grads", repr(grads), f"some of {', '.join(map(repr, GRADS))}, as a tuple")
+    for name in grads:
+        if name not in differentiable(p):
+            what = "a call without a float mask" if name == "mask" else f"a call without {name}"
+            raise InvalidArgument("grads", f"{name!r} of {what}", "what is there to differentiate")
+    return tuple(name for name in GRADS if name in grads)
+
+
+def in_layout(x: torch.Tensor, packed: bool, layout: str, *, common: bool = False) -> torch.Tensor:
+    """q, k, v, out or lse from `[B, H, L, ...]` to the caller's layout; with `common`, the way back."""
+    if packed:
+        return x.transpose(0, 1)[None] if common else x[0].transpose(0, 1)
+    return x if layout == "bhld" else x.transpose(1, 2)
+
+
+def _check_like(name: str, x: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    if x.shape != shape or x.dtype != dtype or x.device != device:
+        given = f"{tuple(x.shape)} {x.dtype} on {x.device}"
+        raise InvalidArgument(name, given, f"{tuple(shape)} {dtype} on {device}, as the forward pass gave it")
