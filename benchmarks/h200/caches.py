@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tilewise import KVCache, PagedKVCache, attention
-from tilewise.backends.triton.append import Append
+from tilewise.backends.triton.kv_write import Append
 from tilewise.kv_cache.append import InTorch, Places
 from tilewise.kv_cache.formats import Format
 

@@ -26,8 +26,8 @@ from hopper_fits import check_hopper  # noqa: E402
 from problem_space import draw  # noqa: E402
 from test_triton_fits import check  # noqa: E402
 from tilewise.backends.gpu.target import nvidia  # noqa: E402
-from tilewise.backends.hopper import heuristics as hopper  # noqa: E402
-from tilewise.backends.triton import heuristics, shared  # noqa: E402
+from tilewise.backends.hopper.fwd import config as hopper  # noqa: E402
+from tilewise.backends.triton import config, shared_memory  # noqa: E402
 
 
 def plans(first: int, count: int) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def compiled(count: int) -> dict[str, Any]:
     for seed in range(count):
         chance = random.Random(seed)
         p, arch = draw(chance), chance.choice(sorted(SHARED))
-        c = heuristics.config(p, nvidia(arch))
-        bound, taken = shared.needed(p, c, heuristics.spec(p, c, nvidia(arch)), nvidia(arch)), shared_of(p, arch)
+        c = config.config_of(p, nvidia(arch))
+        bound, taken = shared_memory.needed(p, c, config.spec(p, c, nvidia(arch)), nvidia(arch)), shared_of(p, arch)
         print(f"{seed}: sm_{arch} {c.BM}x{c.BK} {c.warps} warps {c.stages} stages: {taken} of {bound}", flush=True)
         if taken > bound:
             raise AssertionError(f"the bound is too low: {taken} > {bound} for {p}")

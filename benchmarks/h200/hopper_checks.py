@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tilewise.backends.gpu.target import target_of
-from tilewise.backends.hopper import heuristics
+from tilewise.backends.hopper.fwd import config
 from tilewise.core.options import Options
 from tilewise.core.plan import Plan
 from tilewise.validation import calls
@@ -33,9 +33,9 @@ def bound_call(*args: Any, **options: Any) -> Way:
 
 
 def bound_to(call: Any) -> Way:
-    from tilewise.backends.hopper.launch import Bound
+    from tilewise.backends.hopper.fwd.launch import Bound
 
-    c = heuristics.config(call.problem)
+    c = config.config_of(call.problem)
     bound = Bound(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, target_of(call.problem.device))
 
     def run() -> torch.Tensor:

@@ -31,7 +31,7 @@ from latent_rows import APART, IN_TURNS, PEER, ROWS, time_row
 
 from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.hopper.mla.combine import combine
-from tilewise.backends.hopper.mla.entry import latent_decode
+from tilewise.backends.hopper.mla.kernel import latent_decode
 from tilewise.backends.hopper.mla.launch import Latent
 
 MARK = "REPORT "

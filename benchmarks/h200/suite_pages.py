@@ -14,7 +14,7 @@ from ways import bound_way
 
 from tilewise import Quantised
 from tilewise.backends.gpu.target import nvidia
-from tilewise.backends.triton import heuristics, tuned
+from tilewise.backends.triton import config, tuned
 from tilewise.backends.triton.spec import Config
 from tilewise.core.options import Options
 from tilewise.validation import calls
@@ -66,13 +66,13 @@ def spec(shape: str) -> dict[str, Any]:
 @contextmanager
 def ways_of(shape: str) -> Iterator[None]:
     """With "cut", a launch's scale groups are multiplied one after the other and not beside one another."""
-    kept = heuristics.spread
+    kept = config.spread
     if shape.endswith("cut"):
-        heuristics.spread = lambda problem, c: 1
+        config.spread = lambda problem, c: 1
     try:
         yield
     finally:
-        heuristics.spread = kept
+        config.spread = kept
 
 
 def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[int], length: int) -> torch.Tensor:
@@ -143,7 +143,7 @@ def cache_work(name: str, kind: str, group: int, page: int, shape: tuple[int, ..
                     )
                 else:
                     continue
-                own = c or tuned.config(replace(call.problem, batch=B, kv_len=L), nvidia(90))
+                own = c or tuned.config_of(replace(call.problem, batch=B, kv_len=L), nvidia(90))
                 way = checked(bound_way(own, call, **how), right, rows, call.out)
             ways.append(way)
         return ways

@@ -12,7 +12,7 @@ from ways import bound_call, bound_way, causal_mod, config, flex, sdpa, tag
 
 import tilewise
 from tilewise.backends.gpu.target import nvidia
-from tilewise.backends.triton import heuristics
+from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.spec import Config
 from tilewise.core.options import Options
 from tilewise.validation import calls
@@ -127,16 +127,16 @@ def packed(sweep: bool) -> Iterator[Work]:
     for causal in (False, True):
         cells = sum(n * (n + 1) / 2 if causal else n * n for n in lengths)
         work = Work(f"varlen {'causal' if causal else 'full'}, one of 8k last", 4 * D * H * cells)
-        for name, most in (("tilewise", heuristics.MOST_ORDERED), ("as they come", 0)):
+        for name, most in (("tilewise", configs.MOST_ORDERED), ("as they come", 0)):
             work.ways[name] = lambda most=most, causal=causal: [ranked_call(most, q, k, v, cu, causal)]
         yield work
 
 
 def ranked_call(most: int, q: Any, k: Any, v: Any, cu: Any, causal: bool) -> Way:
     """A packed call whose sequences are ranked if there are fewer than `most`."""
-    usual, heuristics.MOST_ORDERED = heuristics.MOST_ORDERED, most
+    usual, configs.MOST_ORDERED = configs.MOST_ORDERED, most
     try:
         call = calls.varlen(q, k, v, cu, cu, 8192, 8192, Options(causal=causal))
-        return bound_way(heuristics.config(call.problem, nvidia(90)), call)
+        return bound_way(configs.config_of(call.problem, nvidia(90)), call)
     finally:
-        heuristics.MOST_ORDERED = usual
+        configs.MOST_ORDERED = usual

@@ -91,7 +91,7 @@ def test_no_position_side_or_chunk_overflows():
      ("reach = {}.where(near < 0, ", "reach = {}.where(near < 1 << 30, ")],
 )  # fmt: skip
 def test_sums_that_overflow_are_noticed(old, new):
-    for file, name in (("masks", "tl"), ("tile_scheduler", "gl")):
+    for file, name in (("mask", "tl"), ("tile_scheduler", "gl")):
         assert wrong_spans(gluon_sim.load({file: [(old.format(name), new.format(name))]})) > 0
 
 

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 import triton
 from tilewise.backends.gpu.kernel import OPTIONS, Kernel
 from tilewise.backends.gpu.target import nvidia
-from tilewise.backends.triton import heuristics
+from tilewise.backends.triton.config import config_of
 from tilewise.backends.triton.launch import Bound
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
@@ -172,7 +172,7 @@ def memory_of(bound: Bound, ints: torch.Tensor, floats: torch.Tensor, inside: bo
 
 def shared_of(problem: Problem, arch: int) -> int:
     """Bytes of shared memory that the attention kernels of a problem take, the repairing one included."""
-    c = heuristics.config(problem, nvidia(arch))
+    c = config_of(problem, nvidia(arch))
     bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
@@ -186,7 +186,7 @@ def shared_of(problem: Problem, arch: int) -> int:
 
 def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
     """The attention kernel of a problem, with the launch that the heuristics choose or with another."""
-    c = config or heuristics.config(problem, nvidia(arch))
+    c = config or config_of(problem, nvidia(arch))
     bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
@@ -197,7 +197,7 @@ def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
 
 def helpers_of(problem: Problem, arch: int) -> Iterator[Compiled]:
     """The kernels beside the attention kernel: repair, and those of a mask or of splits."""
-    c = heuristics.config(problem, nvidia(arch))
+    c = config_of(problem, nvidia(arch))
     bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")

@@ -22,9 +22,11 @@ import numpy as np
 from gluon_values import Pointer, SimError, Tensor, raw, typed
 
 BACKENDS = Path(__file__).parents[2] / "src/tilewise/backends"
-FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "steps", "epilogue", "producer",
-         "consumer", "nonfinite", "prefill")  # fmt: skip
-PLACES = dict.fromkeys(FILES, "hopper") | {"masks": "triton"}  # and of Triton's kernels, plain functions
+FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "mma", "epilogue", "producer",
+         "consumer", "nonfinite", "kernel")  # fmt: skip
+# And of Triton's kernels, plain functions.
+PLACES = {"signature": "hopper"} | dict.fromkeys(FILES, "hopper.fwd") | {"mask": "triton"}
+PACKAGES = ("plain", "plain.gpu", "plain.hopper", "plain.hopper.fwd", "plain.triton")
 
 
 # ---- shared memory, barriers, copies
@@ -397,27 +399,27 @@ def modules() -> dict[str, Any]:
 def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
     """The kernels' modules by name, over the stand-ins; `changes` of a file's text make a mutant."""
     fakes = modules()
-    kept = {name: sys.modules.get(name) for name in (*fakes, "plain", "plain.gpu", "plain.gpu.flags", "plain.hopper")}
+    kept = {name: sys.modules.get(name) for name in (*fakes, *PACKAGES, "plain.gpu.flags")}
     made = {}
     try:
         from tilewise.backends.gpu import flags
 
-        for name in ("plain", "plain.gpu", "plain.hopper"):
+        for name in PACKAGES:
             sys.modules[name] = ModuleType(name)
             sys.modules[name].__path__ = []  # type: ignore[attr-defined]
         sys.modules["plain.gpu.flags"] = flags
         sys.modules.update(fakes)
         for name, folder in PLACES.items():
-            file = BACKENDS / folder / f"{name}.py"
+            file = BACKENDS / folder.replace(".", "/") / f"{name}.py"
             text = file.read_text()
             for old, new in (changes or {}).get(name, ()):
                 if text.count(old) < 1:
                     raise ValueError(f"{name}.py has no {old!r}")
                 text = text.replace(old, new)
-            spec = importlib.util.spec_from_loader(f"plain.hopper.{name}", loader=None)
+            spec = importlib.util.spec_from_loader(f"plain.{folder}.{name}", loader=None)
             assert spec is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[f"plain.hopper.{name}"] = made[name] = module
+            sys.modules[f"plain.{folder}.{name}"] = made[name] = module
             exec(compile(text, str(file), "exec"), module.__dict__)
     finally:
         for name, old in kept.items():
@@ -425,6 +427,6 @@ def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = old
-        for name in PLACES:
-            sys.modules.pop(f"plain.hopper.{name}", None)
+        for name, folder in PLACES.items():
+            sys.modules.pop(f"plain.{folder}.{name}", None)
     return SimpleNamespace(**made)

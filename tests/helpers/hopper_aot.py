@@ -16,9 +16,9 @@ from aot import TOOLS, Signature, tensors_of
 from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.gpu.varlen_order import rank_sequences
-from tilewise.backends.hopper import heuristics
-from tilewise.backends.hopper.entry import attend
-from tilewise.backends.hopper.launch import ORDER_RUN, Bound
+from tilewise.backends.hopper.fwd import config
+from tilewise.backends.hopper.fwd.kernel import attend
+from tilewise.backends.hopper.fwd.launch import ORDER_RUN, Bound
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 
@@ -73,7 +73,7 @@ def build(
 
 def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:
     """Every kernel of a problem: prefill, and where it needs them repair and order."""
-    c = heuristics.config(problem)
+    c = config.config_of(problem)
     bound = Bound(Plan(problem, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.mask else (None, None, (0, 0, 0, 0))

@@ -1,7 +1,7 @@
 """What a plan of the Hopper backend takes of a processor, counted from what its kernel allocates."""
 
-from tilewise.backends.hopper import heuristics
-from tilewise.backends.hopper.launch import REPAIR_COLUMNS
+from tilewise.backends.hopper.fwd import config
+from tilewise.backends.hopper.fwd.launch import REPAIR_COLUMNS
 
 SHARED = 227 << 10
 REGISTERS = 1 << 16
@@ -11,8 +11,8 @@ SLACK = 2048  # tiles begin at multiples of 1024 bytes, barriers and the scratch
 
 def check_hopper(p):
     """Raises unless the launch of `p` fits; the share of the shared memory that it takes."""
-    c = heuristics.config(p)
-    s = heuristics.spec(p, c)
+    c = config.config_of(p)
+    s = config.spec(p, c)
     assert s.chunk_d * s.chunks >= p.head_dim
     assert s.DV * s.parts >= p.value_dim
     queries = s.BM * s.chunks * s.chunk_d * s.q_stages

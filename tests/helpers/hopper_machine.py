@@ -1,8 +1,8 @@
 """The barriers of the Hopper kernels as a machine on the host.
 
 Producer and consumers are generators that say what they wait for and what they do, in the order of
-`backends/hopper/producer.py` and `consumer.py`. A scheduler lets a random one go on that can. Shared memory remembers
-which use of a ring lies in each stage and who has still to read it.
+`backends/hopper/fwd/producer.py` and `consumer.py`. A scheduler lets a random one go on that can. Shared memory
+remembers which use of a ring lies in each stage and who has still to read it.
 """
 
 import random

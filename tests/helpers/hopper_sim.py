@@ -12,8 +12,8 @@ import gluon_sim
 from gluon_sim import Descriptor, Machine
 from gluon_values import Pointer, SimError
 from tilewise.backends.gpu.target import nvidia
-from tilewise.backends.hopper import heuristics
-from tilewise.backends.hopper.launch import NOTES_AT, Bound
+from tilewise.backends.hopper.fwd.config import config_of
+from tilewise.backends.hopper.fwd.launch import NOTES_AT, Bound
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.validation.calls import Call
@@ -58,7 +58,7 @@ class Launch:
     def __init__(self, call: Call, processors: int = 3, config: Any = None) -> None:
         self.call, self.t = call, call.tensors
         p = self.problem = call.problem
-        c = config or heuristics.config(p)
+        c = config or config_of(p)
         self.bound = Bound(Plan(p, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90, processors))
         self.done: Counter[tuple[int, ...]] = Counter()
 
@@ -104,7 +104,7 @@ class Launch:
         a = self.arguments(kernels, spec, counter, notes)
         gluon_sim.MACHINE = Machine(bound.programs, seed)
         self.count_tiles(kernels)
-        gluon_sim.MACHINE.run(lambda: kernels.prefill.prefill(a))
+        gluon_sim.MACHINE.run(lambda: kernels.kernel.prefill(a))
         again = [tile for tile, times in self.done.items() if times > 1]
         if again:
             raise SimError(f"{len(again)} tiles are done more than once, {again[0]} for one")

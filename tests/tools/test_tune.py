@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise.backends.gpu.target import INTERPRETER, nvidia
-from tilewise.backends.triton import heuristics, shared, tuned
+from tilewise.backends.triton import config, shared_memory, tuned
 from tilewise.backends.triton.spec import Config
 from tilewise.tools import tune
 from tilewise.tools.cli import main
@@ -45,12 +45,12 @@ def test_the_fastest_tile_is_kept_and_used(tmp_path, capsys):
         p = problem_of(case)
         fits = [c for c in tuned.candidates(p, INTERPRETER) if c.warps != 8]
         want = min(fits, key=lambda c: 1.0 / c.BK + 1e-3 * c.stages)
-        got = tuned.config(p, INTERPRETER, table)
+        got = tuned.config_of(p, INTERPRETER, table)
         assert (got.BM, got.BK, got.warps, got.stages) == (want.BM, want.BK, want.warps, want.stages)
-        assert got.pack == heuristics.tile(p, INTERPRETER).pack
-        assert tuned.config(p, INTERPRETER, {}) == heuristics.config(p, INTERPRETER)
+        assert got.pack == config.tile(p, INTERPRETER).pack
+        assert tuned.config_of(p, INTERPRETER, {}) == config.config_of(p, INTERPRETER)
         other = replace(INTERPRETER, processors=100)
-        assert tuned.config(p, other, table) == heuristics.config(p, other), "kept for another device"
+        assert tuned.config_of(p, other, table) == config.config_of(p, other), "kept for another device"
     text = capsys.readouterr().out
     assert [line.split()[3] for line in text.splitlines()[:3]] == ["prompt", "token", "pages"]
     assert text.splitlines()[-1] == f"kept in {file}"
@@ -111,10 +111,10 @@ def test_candidates_fit_and_begin_with_the_heuristics_own():
     for case in CASES:
         p = problem_of(case)
         found = tuned.candidates(p, nvidia(90))
-        assert found[0] == heuristics.tile(p, nvidia(90))
+        assert found[0] == config.tile(p, nvidia(90))
         assert len(set(found)) == len(found) > 10
         assert all(
-            shared.needed(p, c, heuristics.spec(p, c, nvidia(90)), nvidia(90)) <= nvidia(90).shared_memory
+            shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90)) <= nvidia(90).shared_memory
             for c in found
         )
 
@@ -141,11 +141,11 @@ def test_the_file_of_this_machine_is_read_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
     tuned.kept.cache_clear()
     p = problem_of(CASES[0])
-    assert tuned.config(p, nvidia(90)) == heuristics.config(p, nvidia(90))
+    assert tuned.config_of(p, nvidia(90)) == config.config_of(p, nvidia(90))
     tuned.write(tuned.path(), {tuned.key_of(p, nvidia(90)): Config(128, 32, 8, 2)})
-    assert tuned.config(p, nvidia(90)) == heuristics.config(p, nvidia(90))
+    assert tuned.config_of(p, nvidia(90)) == config.config_of(p, nvidia(90))
     tuned.kept.cache_clear()
-    assert tuned.config(p, nvidia(90)) == Config(128, 32, 8, 2)
+    assert tuned.config_of(p, nvidia(90)) == Config(128, 32, 8, 2)
     tuned.kept.cache_clear()
 
 

@@ -63,7 +63,7 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
 
             return Append(k, v, wrap)
     if device == "cuda" and importlib.util.find_spec("triton") is not None:
-        from ..backends.triton.append import Append as OnGpu
+        from ..backends.triton.kv_write import Append as OnGpu
 
         return OnGpu(k, v, wrap)
     return InTorch(k, v, wrap)

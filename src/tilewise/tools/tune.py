@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..backends.gpu.target import target_of
-from ..backends.triton import heuristics, tuned
+from ..backends.triton import config, tuned
 from ..backends.triton.spec import Config
 from ..core.options import Options
 from ..core.outputs import check_target
@@ -106,7 +106,7 @@ def search(call: Call, timer: Timer) -> Found:
     """The best of all tiles for a call. Of equal ones the first, and the heuristics' own is the first of all."""
     device = call.problem.device
     tiles = tuned.candidates(call.problem, target_of(device))
-    launches = [heuristics.config(call.problem, target_of(device), c) for c in tiles]
+    launches = [config.config_of(call.problem, target_of(device), c) for c in tiles]
     timed = [(s, c) for s, c in zip(timer(call, launches), tiles, strict=True) if s is not None]
     own_seconds = next((s for s, c in timed if c is tiles[0]), float("inf"))
     seconds, best = min(timed, key=lambda pair: pair[0])

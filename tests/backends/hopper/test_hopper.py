@@ -14,7 +14,7 @@ from problem_space import changed, draw, problem_of
 from tilewise.backends import hopper
 from tilewise.backends.gpu import target
 from tilewise.backends.gpu.target import nvidia
-from tilewise.backends.hopper import heuristics, launch
+from tilewise.backends.hopper.fwd import config, launch
 from tilewise.core.plan import Plan
 from tilewise.core.problem import MaskSpec, QuantSpec
 from tilewise.core.tensors import Tensors
@@ -59,7 +59,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("word", REFUSED)
 def test_refusals_name_what_is_missing(word):
-    assert word in (heuristics.refusal(problem(**REFUSED[word])) or "")
+    assert word in (config.refusal(problem(**REFUSED[word])) or "")
 
 
 SLOWER = {
@@ -75,27 +75,27 @@ SLOWER = {
 def test_what_triton_does_faster_is_left_to_it(word, monkeypatch):
     """The planner passes over a backend that declines, and says why; a call that names it is served."""
     p = problem(**SLOWER[word])
-    assert word in (heuristics.slower(p) or "")
-    assert heuristics.slower(problem()) is None
+    assert word in (config.slower(p) or "")
+    assert config.slower(problem()) is None
     monkeypatch.setattr(hopper, "supports", lambda problem: None)
     monkeypatch.setattr(planner.load("triton"), "supports", lambda problem: None)
     monkeypatch.setattr(planner.load("triton"), "plan", lambda problem: Plan(problem, "triton", "", (64, 64)))
     planner.choose.cache_clear()
     chosen = planner.choose(p)
     assert chosen.backend == "triton"
-    assert chosen.passed_over == (("hopper", heuristics.slower(p)),)
+    assert chosen.passed_over == (("hopper", config.slower(p)),)
     assert planner.choose(p, "hopper").backend == "hopper"
     assert planner.choose(problem()).backend == "hopper"
     planner.choose.cache_clear()
 
 
 def test_operations_count_what_rules_leave():
-    whole = heuristics.operations(problem())
+    whole = config.operations(problem())
     assert whole == 4 * 128 * 4 * 16 * 4096 * 4096
-    assert heuristics.operations(problem(causal=True)) == whole / 2
-    assert heuristics.operations(problem(causal=True, window=(1023, None))) == whole / 4
-    assert heuristics.operations(problem(window=(511, 512))) == whole / 4
-    assert heuristics.operations(problem(chunk=512)) == whole / 8
+    assert config.operations(problem(causal=True)) == whole / 2
+    assert config.operations(problem(causal=True, window=(1023, None))) == whole / 4
+    assert config.operations(problem(window=(511, 512))) == whole / 4
+    assert config.operations(problem(chunk=512)) == whole / 8
 
 
 def test_what_is_served():
@@ -104,7 +104,7 @@ def test_what_is_served():
         {"mask": MaskSpec(torch.bool, (True, True, False, False))}, {"kv_lengths": True, "q_offset": "end"},
         {"form": "varlen", "packed_q": True, "total_q": 99, "q_len": 50}, {"head_dim": 512, "value_dim": 512},
     ):  # fmt: skip
-        assert heuristics.refusal(problem(**changes)) is None
+        assert config.refusal(problem(**changes)) is None
 
 
 @pytest.mark.parametrize("D", [16, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512])
@@ -112,8 +112,8 @@ def test_what_is_served():
 @pytest.mark.parametrize("masked", [False, True])
 def test_tiles_cover_the_heads_and_fit(D, Dv, masked):
     p = problem(D, Dv, mask=MaskSpec(torch.bool, (True, True, False, False)) if masked else None)
-    c = heuristics.config(p)
-    s = heuristics.spec(p, c)
+    c = config.config_of(p)
+    s = config.spec(p, c)
     assert s.chunk_d * s.chunks >= D
     assert s.DV * s.parts >= Dv
     assert s.k_stages >= s.chunks or s.lent
@@ -140,7 +140,7 @@ def test_tiles_cover_the_heads_and_fit(D, Dv, masked):
 def test_every_plan_fits():
     """A sample; benchmarks/h200/fits.py goes through 100,000 problems."""
     chance = random.Random(0)
-    served = [p for p in (draw(chance) for _ in range(20000)) if heuristics.refusal(p) is None]
+    served = [p for p in (draw(chance) for _ in range(20000)) if config.refusal(p) is None]
     assert len(served) > 1000
     assert max(check_hopper(p) for p in served) > 0.9, "the sample does not come near the limit"
 
@@ -148,8 +148,8 @@ def test_every_plan_fits():
 def test_calls_of_no_query_are_planned():
     for changes in ({}, {"causal": True}, {"kv_lengths": True, "q_offset": "end"}, {"softcap": 5.0}):
         p = problem(q_len=0, **changes)
-        c = heuristics.config(p)
-        assert heuristics.section(p, c, 132) >= 1
+        c = config.config_of(p)
+        assert config.section(p, c, 132) >= 1
         assert hopper.plan(p).backend == "hopper"
 
 
@@ -162,27 +162,27 @@ def test_hidden_values_are_looked_for_where_there_can_be_any():
         ({"form": "varlen", "packed_q": True, "total_q": 99, "q_len": 50}, True),
     ):  # fmt: skip
         p = problem(**changes)
-        assert heuristics.spec(p, heuristics.config(p)).guard == guard
+        assert config.spec(p, config.config_of(p)).guard == guard
         # Programs that take slots in turn leave their counter to the repairing kernel.
-        assert guard or not heuristics.uneven(p)
+        assert guard or not config.uneven(p)
 
 
 def test_sections_let_programs_share_keys():
-    c = heuristics.config(problem(causal=True))
-    assert heuristics.section(problem(), c, 132) == 1
-    assert heuristics.section(problem(causal=True), c, 132) == 16  # 8 programs each
-    assert heuristics.section(problem(causal=True, q_len=256, kv_len=256), c, 132) == 64  # two tiles, all planes
-    assert heuristics.section(problem(causal=True, batch=1, heads=2, kv_heads=1), c, 132) == 2
+    c = config.config_of(problem(causal=True))
+    assert config.section(problem(), c, 132) == 1
+    assert config.section(problem(causal=True), c, 132) == 16  # 8 programs each
+    assert config.section(problem(causal=True, q_len=256, kv_len=256), c, 132) == 64  # two tiles, all planes
+    assert config.section(problem(causal=True, batch=1, heads=2, kv_heads=1), c, 132) == 2
 
 
 def test_slots_are_drawn_late_where_the_end_counts():
     """With few rounds; and only where a consumer never has more tiles to pass over than there is room for."""
     p = problem(causal=True)
-    c = heuristics.config(p)
-    assert not heuristics.draws_ahead(p, c, 15.5)
-    assert heuristics.draws_ahead(p, c, 130)
-    assert heuristics.draws_ahead(problem(causal=True, chunk=512), c, 15.5)
-    assert heuristics.draws_ahead(problem(512, causal=True), heuristics.config(problem(512, causal=True)), 15.5)
+    c = config.config_of(p)
+    assert not config.draws_ahead(p, c, 15.5)
+    assert config.draws_ahead(p, c, 130)
+    assert config.draws_ahead(problem(causal=True, chunk=512), c, 15.5)
+    assert config.draws_ahead(problem(512, causal=True), config.config_of(problem(512, causal=True)), 15.5)
 
 
 def test_head_dim_64_has_registers_for_a_late_wait_with_few_rules():
@@ -191,18 +191,18 @@ def test_head_dim_64_has_registers_for_a_late_wait_with_few_rules():
         ({}, True), ({"causal": True}, True), ({"kv_lengths": True}, True), ({"softcap": 5.0}, False),
         ({"alibi": True}, False), ({"window": (99, None)}, False), ({"chunk": 99}, False),
     ):  # fmt: skip
-        c = heuristics.config(problem(64, **long, **changes))
+        c = config.config_of(problem(64, **long, **changes))
         assert (c.consumers, c.k_stages, c.late_wait) == (3, 4, late)
-    short = heuristics.config(problem(64, q_len=1024, kv_len=1024))
+    short = config.config_of(problem(64, q_len=1024, kv_len=1024))
     assert (short.consumers, short.k_stages, short.late_wait) == (2, 4, True)
 
 
 def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     p = problem(64, causal=True, q_len=1024, kv_len=1024)
-    c = heuristics.config(p)
+    c = config.config_of(p)
     assert (c.per_processor, c.BN, c.overlaps) == (2, 64, False)
-    assert "2 programs share a processor" in heuristics.notes(p, c)
-    assert heuristics.config(replace(p, q_len=4096, kv_len=4096)).per_processor == 2
+    assert "2 programs share a processor" in config.notes(p, c)
+    assert config.config_of(replace(p, q_len=4096, kv_len=4096)).per_processor == 2
     for changes in (
         {"kv_len": 4097},
         {"softcap": 5.0},
@@ -211,8 +211,8 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
         {"chunk": 64},
         {"split_size": 99},
     ):
-        assert heuristics.config(changed(p, **changes)).per_processor == 1
-    s = heuristics.spec(p, c)
+        assert config.config_of(changed(p, **changes)).per_processor == 1
+    s = config.spec(p, c)
     elements = s.BM * 64 * s.q_stages + 64 * 64 * (s.k_stages + s.v_stages) + s.BM * s.out_columns
     assert 2 * (2 * elements + 2048) <= SHARED
     bound = launch.Bound(Plan(p, "hopper", "", (128, 64)), c, nvidia(90))

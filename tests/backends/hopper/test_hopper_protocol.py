@@ -7,7 +7,7 @@ import torch
 
 from hopper_machine import Machine, random_works
 from problem_space import problem_of
-from tilewise.backends.hopper import heuristics
+from tilewise.backends.hopper.fwd import config
 
 
 def launch(D, Dv=0, length=4096, causal=False):
@@ -17,8 +17,8 @@ def launch(D, Dv=0, length=4096, causal=False):
         head_dim=D, value_dim=Dv or D, q_dtype=torch.bfloat16, k_dtype=torch.bfloat16, v_dtype=torch.bfloat16,
         scale=1.0, causal=causal,
     )  # fmt: skip
-    c = heuristics.config(p)
-    s = heuristics.spec(p, c)
+    c = config.config_of(p)
+    s = config.spec(p, c)
     return c.consumers, s.chunks, s.pieces, s.q_stages, s.k_stages, s.v_stages, s.lent, s.overlaps
 
 

@@ -157,14 +157,14 @@ WRONG = {
         "tile_scheduler", "self.full.index(n & 1), (n >> 1) & 1", "self.full.index(n & 1), ((n >> 1) & 1) ^ 1",
     ),
     "keys released before they are multiplied": (
-        "steps", "        s = warpgroup_mma_wait(1, deps=(s,))\n    else:",
+        "mma", "        s = warpgroup_mma_wait(1, deps=(s,))\n    else:",
         "        release_scores(a, keys, n)\n    else:",
     ),
-    "a product not waited for": ("steps", "        s = warpgroup_mma_wait(0, deps=(s,))\n", ""),
+    "a product not waited for": ("mma", "        s = warpgroup_mma_wait(0, deps=(s,))\n", ""),
     "values of another tile": ("producer", "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row",
                                "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row + 1"),
     "the window one key too wide": ("tile_scheduler", "ahead - a.left", "ahead - a.left - 1"),
-    "a rescale left out": ("steps", "return p, o * shrink[:, None], m, l", "return p, o, m, l"),
+    "a rescale left out": ("mma", "return p, o * shrink[:, None], m, l", "return p, o, m, l"),
     "strays not noted": ("epilogue", "stray = (total != total) & rows.ok", "stray = (total != total) & (rows.row < 0)"),
     "the counter left as it is": ("nonfinite", "gl.store(a.COUNTER, 0)", "gl.store(a.COUNTER, 1)"),
 }  # fmt: skip

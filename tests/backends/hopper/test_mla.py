@@ -14,7 +14,7 @@ if sys.platform != "linux":
 from aot import SHARED
 from hopper_aot import build
 from tilewise.backends.hopper.mla.combine import combine
-from tilewise.backends.hopper.mla.entry import latent_decode
+from tilewise.backends.hopper.mla.kernel import latent_decode
 from tilewise.backends.hopper.mla.launch import Latent, spec_of
 from tilewise.errors import Unsupported
 
@@ -127,7 +127,7 @@ torch.manual_seed(0)
 
 
 def size_of(pairs, parts):
-    "Pairs of a run, as schedule.py has it."
+    "Pairs of a run, as tile_scheduler.py has it."
     size, longest = -(-sum(pairs) // parts), max(pairs)
     other = -(-longest // (longest // size)) if size < longest else -(-size // longest) * longest
 

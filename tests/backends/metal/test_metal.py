@@ -14,7 +14,7 @@ from conformance import Conformance
 from metal_sim import needs_simulator, problem, simulator
 from mslsim.lint import lint
 from strategies import cases
-from tilewise.backends.metal import heuristics, launch, text
+from tilewise.backends.metal import config, launch, text
 from tilewise.backends.metal.spec import KINDS
 from tilewise.core.problem import QuantSpec
 from tilewise.core.tensors import Tensors
@@ -78,7 +78,7 @@ def test_the_number_of_cores_changes_the_splits_alone():
         with simulator(cores=cores):
             inputs = make(case)
             plan = tilewise.plan(*inputs.args, backend="metal")
-            assert plan.splits == heuristics.split_count(2, -(-1500 // 32), cores)
+            assert plan.splits == config.split_count(2, -(-1500 // 32), cores)
             check_case(case, "metal")
 
 
@@ -87,11 +87,11 @@ def every_text():
     for width in (1, 33, 64, 72, 96, 128, 129, 192, 256, 320, 512, 576):
         for q_len in (1, 8, 64):
             p = problem(head_dim=width, value_dim=width, q_len=q_len, heads=8, kv_heads=2)
-            yield p, heuristics.config(p, 10)
+            yield p, config.config_of(p, 10)
     for dtype, kind, q_len in product(FLOATS, (None, *KINDS), (1, 64)):
         quant = None if kind is None else QuantSpec(kind, 32)
         p = problem(q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, k_quant=quant, v_quant=quant, q_len=q_len)
-        yield p, heuristics.config(p, 10)
+        yield p, config.config_of(p, 10)
 
 
 def texts():

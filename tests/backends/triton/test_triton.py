@@ -21,7 +21,7 @@ if sys.platform != "linux":
 
 from tilewise.backends.gpu.block_lists import classifies
 from tilewise.backends.gpu.target import nvidia
-from tilewise.backends.triton import heuristics, launch, narrow, operands, splits
+from tilewise.backends.triton import config, launch, operands, quantised, split_kv
 
 SHARES = 8  # about a minute each; two of them run in `make test`
 # Slow in the interpreter, and like others but longer.
@@ -78,7 +78,7 @@ PIECES = """
 import torch
 from tilewise import Quantised, attention, paged_attention
 from tilewise.backends.gpu import varlen_order
-from tilewise.backends.triton import launch, splits
+from tilewise.backends.triton import launch, split_kv
 torch.manual_seed(0)
 
 # Splits merged by the last program and by a launch of their own, which is what a CUDA graph holds: the same bits.
@@ -90,8 +90,8 @@ def watched(self, t, key):
 launch.Bound.first = watched
 q, k, v = torch.randn(2, 6, 1, 64), torch.randn(2, 2, 900, 64), torch.randn(2, 2, 900, 64)
 results = []
-for most in (splits.MERGE_BYTES, 0):
-    splits.MERGE_BYTES = most
+for most in (split_kv.MERGE_BYTES, 0):
+    split_kv.MERGE_BYTES = most
     launch.bound_to.kept.clear()
     results.append(attention(q, k, v, return_lse=True, sinks=torch.randn(6).mul(0).add(1), backend="triton"))
 assert inside == [True, False], inside
@@ -138,7 +138,7 @@ SPREAD = """
 import sys, torch
 from tilewise.testing.case import Case
 from tilewise.testing.check import check_case
-from tilewise.backends.triton import heuristics, launch
+from tilewise.backends.triton import config, launch
 torch.set_num_threads(1)
 paged = dict(form="paged", B=3, Lq=1, lengths=(1, 40, 77), dtype="f16")
 for case in (
@@ -151,7 +151,7 @@ for case in (
 ):
     check_case(case, "triton")
     if case.D == 64:  # and in tiles of 64 keys
-        heuristics.SHORT_KEYS = 0
+        config.SHORT_KEYS = 0
         launch.bound_to.kept.clear()
         check_case(case, "triton")
 print("fine")
@@ -225,15 +225,15 @@ def test_types_that_meet_lose_nothing():
      (32, 256, 132, 4), (0, 5, 132, 1), (100, 64, 132, 9)],
 )  # fmt: skip
 def test_splits_fill_the_processors(programs, tiles, places, want):
-    assert heuristics.split_count(programs, tiles, places) == want
+    assert config.split_count(programs, tiles, places) == want
 
 
 def test_split_size_fixes_the_splits_whatever_the_batch():
     for batch in (1, 7, 64):
-        c = heuristics.config(problem(batch=batch, q_len=1, kv_len=1000, split_size=100), nvidia(90))
+        c = config.config_of(problem(batch=batch, q_len=1, kv_len=1000, split_size=100), nvidia(90))
         assert (c.splits, c.split_tiles) == (-(-1000 // c.BK), 1)
     long = problem(form="varlen", packed_q=True, total_q=100, q_len=1, split_size=100)
-    assert heuristics.config(long, nvidia(90)).splits == 1
+    assert config.config_of(long, nvidia(90)).splits == 1
 
 
 @pytest.mark.parametrize("quant", [None, QuantSpec("int8", 64), QuantSpec("int4", 64)])
@@ -245,13 +245,13 @@ def test_split_size_fixes_the_tiles_whatever_the_batch(quant, page_size, q_offse
     form = {"form": "paged", "page_size": page_size} if page_size else {}
     alone = problem(batch=1, q_len=1, kv_len=100, q_offset=q_offset, causal=True, split_size=512, **kind, **form)
     beside = replace(alone, batch=64, kv_len=4096)
-    first, second = (heuristics.config(p, nvidia(90)) for p in (alone, beside))
+    first, second = (config.config_of(p, nvidia(90)) for p in (alone, beside))
     assert replace(first, splits=second.splits) == second
 
 
 def test_a_groups_heads_share_a_tile():
-    assert [narrow.pack_of(n) for n in (1, 4, 3, 12, 128, 127)] == [1, 4, 3, 12, 64, 1]
-    c = heuristics.config(problem(q_len=1, heads=16, kv_heads=2), nvidia(90))
+    assert [quantised.pack_of(n) for n in (1, 4, 3, 12, 128, 127)] == [1, 4, 3, 12, 64, 1]
+    c = config.config_of(problem(q_len=1, heads=16, kv_heads=2), nvidia(90))
     assert (c.pack, c.BM) == (8, 16)
 
 
@@ -261,23 +261,23 @@ def test_masks_are_classified_unless_each_head_has_its_own_bias():
         (torch.float16, (False,) * 4, False),
     ):  # fmt: skip
         assert classifies(problem(mask=MaskSpec(dtype, broadcast))) is want
-    assert not heuristics.lists_tiles(problem(q_len=4, mask=MaskSpec(torch.bool, (False,) * 4)))
+    assert not config.lists_tiles(problem(q_len=4, mask=MaskSpec(torch.bool, (False,) * 4)))
 
 
 def test_planes_of_a_section_fit_the_cache():
     p = problem(causal=True, batch=8, heads=32, kv_heads=32, kv_len=16384, head_dim=128, value_dim=128)
-    c = heuristics.config(p, nvidia(90))
-    assert heuristics.section(p, c) == (32 << 20) // (16384 * 512)
-    assert heuristics.section(problem(), c) == 1
+    c = config.config_of(p, nvidia(90))
+    assert config.section(p, c) == (32 << 20) // (16384 * 512)
+    assert config.section(problem(), c) == 1
 
 
 def test_short_calls_merge_their_splits_themselves():
     short = problem(batch=1, heads=32, kv_heads=8, q_len=1, kv_len=4096, head_dim=128, value_dim=128)
     for p, want in ((short, True), (replace(short, kv_len=65536), False), (replace(short, batch=64), False)):
-        c = heuristics.config(p, nvidia(90))
-        assert splits.merges_inside(p, c) is (want and c.splits > 1)
+        c = config.config_of(p, nvidia(90))
+        assert split_kv.merges_inside(p, c) is (want and c.splits > 1)
     wide = problem(batch=1, heads=64, kv_heads=1, q_len=16, kv_len=4096, head_dim=512, value_dim=512)
-    assert not splits.merges_inside(wide, heuristics.config(wide, nvidia(90))), "too much for one program"
+    assert not split_kv.merges_inside(wide, config.config_of(wide, nvidia(90))), "too much for one program"
 
 
 def test_narrow_caches_are_read_in_pairs_where_that_can_be():
@@ -308,29 +308,29 @@ def stored(kind, group=64, **changes):
 def test_whole_tiles_or_pages_are_read_like_a_contiguous_cache(D, page, lookup):
     sizes = {"q_len": 1, "head_dim": D, "value_dim": D}
     p, one = paged(page, **sizes), problem(kv_len=4096, **sizes)
-    c = heuristics.config(p, nvidia(90))
-    spec = heuristics.spec(p, c, nvidia(90))
+    c = config.config_of(p, nvidia(90))
+    spec = config.spec(p, c, nvidia(90))
     assert (spec.lookup, spec.ahead) == (lookup, lookup != "rows")
-    assert heuristics.looks_ahead(p, c) is spec.ahead
-    like = heuristics.config(one, nvidia(90))
+    assert config.looks_ahead(p, c) is spec.ahead
+    like = config.config_of(one, nvidia(90))
     assert ((c.BM, c.BK, c.splits) == (like.BM, like.BK, like.splits)) is (lookup != "rows")
 
 
 def test_where_pages_are_not_looked_up_ahead():
     wide = paged(16, q_len=1, head_dim=512, value_dim=512)
-    spec = heuristics.spec(wide, heuristics.config(wide, nvidia(90)), nvidia(90))
+    spec = config.spec(wide, config.config_of(wide, nvidia(90)), nvidia(90))
     assert (spec.lookup, spec.ahead) == ("tile", False)
-    assert heuristics.config(replace(wide, heads=16, kv_heads=2, batch=16), nvidia(90)).splits == 8, "two a processor"
+    assert config.config_of(replace(wide, heads=16, kv_heads=2, batch=16), nvidia(90)).splits == 8, "two a processor"
     many = paged(64)
-    assert heuristics.spec(many, heuristics.config(many, nvidia(90)), nvidia(90)).ahead, "prefill"
-    small = heuristics.spec(paged(16), heuristics.config(paged(16), nvidia(90)), nvidia(90))
+    assert config.spec(many, config.config_of(many, nvidia(90)), nvidia(90)).ahead, "prefill"
+    small = config.spec(paged(16), config.config_of(paged(16), nvidia(90)), nvidia(90))
     assert (small.lookup, small.ahead) == ("rows", False), "prefill"
     masked = replace(many, mask=MaskSpec(torch.bool, (False,) * 4))
-    assert not heuristics.spec(masked, heuristics.config(masked, nvidia(90)), nvidia(90)).ahead, (
+    assert not config.spec(masked, config.config_of(masked, nvidia(90)), nvidia(90)).ahead, (
         "a list does not go tile by tile"
     )
     one = problem(q_len=1)
-    assert heuristics.spec(one, heuristics.config(one, nvidia(90)), nvidia(90)).lookup == "", "no pages"
+    assert config.spec(one, config.config_of(one, nvidia(90)), nvidia(90)).lookup == "", "no pages"
 
 
 @pytest.mark.parametrize(
@@ -347,9 +347,9 @@ def test_quantised_caches_are_read_by_programs_of_one_warp(page, kind, changes, 
     sizes = stored(kind, **({"heads": 32, "head_dim": 128} | changes))
     sizes["value_dim"] = sizes["head_dim"]
     p = paged(page, **sizes) if page else problem(kv_len=4096, **sizes)
-    c = heuristics.config(p, nvidia(90))
+    c = config.config_of(p, nvidia(90))
     assert (c.BM, c.BK, c.warps) == want
-    spec = heuristics.spec(p, c, nvidia(90))
+    spec = config.spec(p, c, nvidia(90))
     assert spec.flip is (c.BM == 8)
     assert spec.flip <= spec.lifted
     assert spec.lifted is (not sizes.get("causal") and "q_dtype" not in sizes), "hidden keys must not set a unit"
@@ -366,12 +366,12 @@ def test_quantised_caches_are_read_by_programs_of_one_warp(page, kind, changes, 
 def test_scale_groups_that_cut_rows_have_columns_of_their_own(kind, group, changes, want):
     sizes = stored(kind, group, **({"heads": 32, "head_dim": 128} | changes))
     p = paged(16, **({"value_dim": sizes["head_dim"]} | sizes))
-    c = heuristics.config(p, nvidia(90))
-    spec = heuristics.spec(p, c, nvidia(90))
+    c = config.config_of(p, nvidia(90))
+    spec = config.spec(p, c, nvidia(90))
     assert (c.BM, spec.spread) == want
     assert spec.flip
     assert spec.spread * c.pack * p.q_len <= c.BM or spec.spread == 1
-    assert heuristics.query_tiles(p, c) == p.batch * -(-p.q_len // (c.BM // spec.spread // c.pack))
+    assert config.query_tiles(p, c) == p.batch * -(-p.q_len // (c.BM // spec.spread // c.pack))
     for op in (spec.keys, spec.values):
         if spec.spread > 1:
             assert (len(op.widths), op.groups, op.unit) == (1, 1, 2), "rows are read whole and in pairs"
@@ -381,16 +381,16 @@ def test_programs_of_one_warp_fill_the_processors():
     for batch, kv_heads, kind, want in ((64, 8, "int8", 1), (64, 8, "int4", 2), (16, 8, "int8", 4), (16, 8, "int4", 8),
                                         (16, 32, "int8", 2), (1, 8, "int4", 32)):  # fmt: skip
         p = paged(16, **stored(kind, batch=batch, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128))
-        assert heuristics.config(p, nvidia(90)).splits == want
-    assert heuristics.config(replace(p, kv_len=1 << 20), nvidia(90)).splits == 64, "merging takes time too"
+        assert config.config_of(p, nvidia(90)).splits == want
+    assert config.config_of(replace(p, kv_len=1 << 20), nvidia(90)).splits == 64, "merging takes time too"
 
 
 def test_a_kept_tile_of_flipped_products_is_not_used_where_keys_are_hidden():
     p = paged(16, **stored("int8", head_dim=128, value_dim=128))
-    flipped = heuristics.tile(p, nvidia(90))
+    flipped = config.tile(p, nvidia(90))
     assert flipped.BM == 8
-    assert heuristics.config(p, nvidia(90), flipped).BM == 8
-    assert heuristics.config(changed(p, q_len=3, causal=True), nvidia(90), flipped).BM == 16
+    assert config.config_of(p, nvidia(90), flipped).BM == 8
+    assert config.config_of(changed(p, q_len=3, causal=True), nvidia(90), flipped).BM == 16
 
 
 def test_one_query_behind_all_keys_needs_no_causal_rule():
@@ -400,17 +400,17 @@ def test_one_query_behind_all_keys_needs_no_causal_rule():
                     (problem(**one, q_offset=99), False), (problem(**one, q_offset=98), True),
                     (problem(**one, q_offset="rows"), True),
                     (problem(**one, q_offset="end", kv_lengths=True), False)):  # fmt: skip
-        spec = heuristics.spec(p, heuristics.config(p, nvidia(90)), nvidia(90))
+        spec = config.spec(p, config.config_of(p, nvidia(90)), nvidia(90))
         assert spec.causal is want
         free = changed(p, causal=False)
-        assert spec == heuristics.spec(free, heuristics.config(p, nvidia(90)), nvidia(90)) or want
+        assert spec == config.spec(free, config.config_of(p, nvidia(90)), nvidia(90)) or want
 
 
 def test_sums_wait_for_the_end_where_no_tile_is_done_twice():
     for p, want in ((problem(q_len=1), 32), (problem(q_len=1, causal=True), 32), (problem(), 0),
                     (problem(q_len=3, causal=True), 0), (problem(q_len=1, head_dim=512, value_dim=512), 32),
                     (problem(q_len=1, q_dtype=torch.float32, head_dim=576, value_dim=576), 16)):  # fmt: skip
-        assert heuristics.spec(p, heuristics.config(p, nvidia(90)), nvidia(90)).late == want
+        assert config.spec(p, config.config_of(p, nvidia(90)), nvidia(90)).late == want
 
 
 def test_int4_keys_are_biased_where_no_tile_is_done_twice_and_sums_are_short():
@@ -422,7 +422,7 @@ def test_int4_keys_are_biased_where_no_tile_is_done_twice_and_sums_are_short():
                                  (changed(one, q_len=3, causal=True), 90, True, False),
                                  (replace(one, head_dim=256), 90, True, False),
                                  (replace(one, q_dtype=torch.float32), 90, True, False)):  # fmt: skip
-        spec = heuristics.spec(p, heuristics.config(p, nvidia(arch)), nvidia(arch), pairs)
+        spec = config.spec(p, config.config_of(p, nvidia(arch)), nvidia(arch), pairs)
         assert spec.keys.biased is want
         assert spec.keys.rescaled or not want
         assert not spec.values.biased
@@ -431,11 +431,11 @@ def test_int4_keys_are_biased_where_no_tile_is_done_twice_and_sums_are_short():
 def test_d512_is_shared_by_two_programs():
     for causal in (False, True):
         p = problem(head_dim=512, value_dim=512, causal=causal)
-        c = heuristics.config(p, nvidia(90))
+        c = config.config_of(p, nvidia(90))
         assert c.slices == 2
-        assert heuristics.spec(p, c, nvidia(90)).values.widths == (256,)
-    assert heuristics.config(problem(head_dim=576, value_dim=512), nvidia(90)).slices == 1
-    assert heuristics.config(problem(head_dim=512, value_dim=512), nvidia(80)).slices == 1, "too little shared memory"
+        assert config.spec(p, c, nvidia(90)).values.widths == (256,)
+    assert config.config_of(problem(head_dim=576, value_dim=512), nvidia(90)).slices == 1
+    assert config.config_of(problem(head_dim=512, value_dim=512), nvidia(80)).slices == 1, "too little shared memory"
 
 
 @pytest.mark.parametrize(

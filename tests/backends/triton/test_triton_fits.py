@@ -13,23 +13,23 @@ from aot import SHARED, attend_of, shared_of
 from problem_space import BF16, F16, F32, draw
 from test_triton_aot import DECODE, HOT, PAGED, count, loops, problem, quantised
 from tilewise.backends.gpu.target import nvidia
-from tilewise.backends.triton import heuristics, shared
+from tilewise.backends.triton import config, shared_memory
 
 MOST_REGISTERS = 176  # of 255 for a tile's output and scores; the rest is for q, keys and addresses
 
 
 def check(p, arch, processors=132):
     """What a plan of `p` takes of a GPU of this architecture; the share of its shared memory."""
-    c = heuristics.config(p, nvidia(arch, processors))
-    s = heuristics.spec(p, c, nvidia(arch))
-    bytes_needed = shared.needed(p, c, s, nvidia(arch))
+    c = config.config_of(p, nvidia(arch, processors))
+    s = config.spec(p, c, nvidia(arch))
+    bytes_needed = shared_memory.needed(p, c, s, nvidia(arch))
     assert bytes_needed <= nvidia(arch).shared_memory, (p, arch, c)
-    assert shared.registers(c, s) <= MOST_REGISTERS, (p, arch, c)
+    assert shared_memory.registers(c, s) <= MOST_REGISTERS, (p, arch, c)
     assert c.pack * s.spread <= c.BM
     assert p.heads % c.pack == 0
     assert c.splits >= 1
-    assert heuristics.section(p, c) >= 1
-    assert heuristics.query_tiles(p, c) * (c.BM // s.spread // c.pack) >= p.batch * p.q_len or p.packed_q
+    assert config.section(p, c) >= 1
+    assert config.query_tiles(p, c) * (c.BM // s.spread // c.pack) >= p.batch * p.q_len or p.packed_q
     return bytes_needed / nvidia(arch).shared_memory
 
 
@@ -53,8 +53,8 @@ def test_wide_float32_heads_that_share_keys_fit(heads, arch):
 def test_the_bound_can_fail():
     """What was planned before there was a bound."""
     p = problem(576, dtype=F32, heads=64, kv_heads=1, **DECODE)
-    c = replace(heuristics.config(p, nvidia(90)), BM=64, BK=16, warps=4, stages=2, pack=64)
-    assert shared.needed(p, c, heuristics.spec(p, c, nvidia(90)), nvidia(90)) > nvidia(90).shared_memory
+    c = replace(config.config_of(p, nvidia(90)), BM=64, BK=16, warps=4, stages=2, pack=64)
+    assert shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90)) > nvidia(90).shared_memory
 
 
 COMPILED = {
@@ -75,9 +75,11 @@ COMPILED = {
 def test_the_compiler_takes_no_more_than_the_bound(name):
     p, archs = COMPILED[name]
     for arch in archs:
-        c = heuristics.config(p, nvidia(arch))
+        c = config.config_of(p, nvidia(arch))
         assert (
-            shared_of(p, arch) <= shared.needed(p, c, heuristics.spec(p, c, nvidia(arch)), nvidia(arch)) <= SHARED[arch]
+            shared_of(p, arch)
+            <= shared_memory.needed(p, c, config.spec(p, c, nvidia(arch)), nvidia(arch))
+            <= SHARED[arch]
         )
 
 
@@ -86,15 +88,15 @@ def test_the_compiler_takes_no_more_than_the_bound(name):
 def test_the_compiler_takes_no_more_than_the_bound_of_any_problem(seed):
     chance = random.Random(seed)
     p, arch = draw(chance), chance.choice(sorted(SHARED))
-    c = heuristics.config(p, nvidia(arch))
-    assert shared_of(p, arch) <= shared.needed(p, c, heuristics.spec(p, c, nvidia(arch)), nvidia(arch))
+    c = config.config_of(p, nvidia(arch))
+    assert shared_of(p, arch) <= shared_memory.needed(p, c, config.spec(p, c, nvidia(arch)), nvidia(arch))
 
 
 @pytest.mark.parametrize("name", HOT)
 def test_measured_tiles_are_left_as_they_are(name):
     """The bound is not so loose that tiles which were measured on an H200 lose stages or rows."""
     p = HOT[name]
-    own, c = heuristics.tile(p, nvidia(90)), heuristics.config(p, nvidia(90))
+    own, c = config.tile(p, nvidia(90)), config.config_of(p, nvidia(90))
     assert (c.BM, c.BK, c.warps, c.stages, c.pack) == (own.BM, own.BK, own.warps, own.stages, own.pack)
 
 
@@ -113,7 +115,7 @@ def test_tiles_do_not_depend_on_the_batch():
     for heads in (17, 64):
         p = problem(576, dtype=F32, heads=heads, kv_heads=1, **DECODE, split_size=64, batch=1)
         batches = [replace(p, batch=b, kv_len=n) for b in (1, 7, 64) for n in (64, 4096)]
-        configs = [heuristics.config(x, nvidia(90)) for x in batches]
+        configs = [config.config_of(x, nvidia(90)) for x in batches]
         assert len({(c.BM, c.BK, c.warps, c.stages, c.split_tiles) for c in configs}) == 1
 
 
@@ -122,5 +124,5 @@ def test_a_launch_of_no_query_is_planned():
     for changes in ({}, {"causal": True}, {"form": "paged", "page_size": 16, "kv_lengths": True, "q_offset": "end"},
                     {"split_size": 64}, {"window": (5, None)}):  # fmt: skip
         for kv_len in (1, 100000):
-            c = heuristics.config(problem(q_len=0, kv_len=kv_len, **changes), nvidia(90))
+            c = config.config_of(problem(q_len=0, kv_len=kv_len, **changes), nvidia(90))
             assert c.splits == 1 or changes.get("split_size")

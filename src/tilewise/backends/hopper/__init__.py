@@ -9,7 +9,7 @@ from ...core.plan import OtherDevice, Plan
 from ...core.problem import Problem
 from ...core.tensors import Tensors
 from ..gpu.target import target_of, triton_refusal
-from . import heuristics
+from .fwd import config
 
 TESTED_TRITON = (3, 6)  # Gluon changes from version to version
 
@@ -18,22 +18,22 @@ def supports(problem: Problem) -> str | None:
     p = problem
     if p.device.type != "cuda" or target_of(p.device).arch != 90:
         return OtherDevice("runs on Hopper GPUs")
-    return triton_refusal(TESTED_TRITON, TESTED_TRITON) or heuristics.refusal(p)
+    return triton_refusal(TESTED_TRITON, TESTED_TRITON) or config.refusal(p)
 
 
 def declines(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice, if it is: by measurement, see benchmarks/h200/LOG.md, h200 20."""
-    return heuristics.slower(problem)
+    return config.slower(problem)
 
 
 def plan(problem: Problem) -> Plan:
-    c = heuristics.config(problem)
+    c = config.config_of(problem)
     return Plan(
         problem,
         backend="hopper",
         kernel="prefill, warp-specialised",
         tile=(64 * c.consumers, c.BN),
-        notes=heuristics.notes(problem, c),
+        notes=config.notes(problem, c),
     )
 
 
@@ -48,6 +48,6 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
 @cache
 def _launch() -> Any:
     """The launches, imported with the first call, and Triton with them."""
-    from . import launch
+    from .fwd import launch
 
     return launch

@@ -8,6 +8,22 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+from triton.language.core import base_value
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def held(value: Any) -> Any:
+    """A value that an aggregate can hold: what is known at compile time, None too, is wrapped."""
+    return value if isinstance(value, base_value) else gl.constexpr(value)
+
+
+def declared(cls: Any) -> Any:
+    """An aggregate that knows the names of its fields, in order: the one list of a kernel's arguments."""
+    names = tuple(cls.__annotations__)
+    made = aggregate(cls)
+    made.NAMES = names
+    return made
 
 
 def kernel_of(name: str, arguments: Any, body: Any, plain_ints: Sequence[str]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ...core.plan import Plan
 from ...core.problem import Problem
 from ...core.tensors import Tensors
-from . import device, heuristics
+from . import config, device
 from .params import MOST
 from .spec import BK
 
@@ -26,14 +26,14 @@ def supports(problem: Problem) -> str | None:
 
 def plan(problem: Problem) -> Plan:
     p = problem
-    c = heuristics.config(p, device.current().cores)
+    c = config.config_of(p, device.current().cores)
     rows = p.total_q if p.packed_q else p.batch * p.q_len
     notes = [UNMEASURED]
     if p.split_size and c.split_tiles == 0:
         notes.append("split_size: keys are walked in one pass, which is batch-invariant already")
     if c.pack > 1:
         notes.append(f"{c.pack} query heads of a KV head share a tile")
-    kernel = "prefill" if not heuristics.is_decode(p) else "split-KV decode" if c.splits > 1 else "decode"
+    kernel = "prefill" if not config.is_decode(p) else "split-KV decode" if c.splits > 1 else "decode"
     return Plan(
         p,
         backend="metal",

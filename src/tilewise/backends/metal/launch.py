@@ -10,7 +10,7 @@ import torch
 from ...core.plan import Plan
 from ...core.problem import Problem
 from ...core.tensors import Tensors
-from . import device, heuristics, params, text
+from . import config, device, params, text
 from .spec import BK, THREADS, TYPES, Config, Spec, operand
 
 LANES = 32
@@ -34,7 +34,7 @@ def run(plan: Plan, tensors: Tensors) -> None:
         given["part"] = workspace(tensors.q, rows * c.splits * p.value_dim)
         given["part_ml"] = workspace(tensors.q, rows * c.splits * 2)
     made = spec(p, c, tensors)
-    grid = (heuristics.query_tiles(p, c), p.heads // c.pack, c.splits)
+    grid = (config.query_tiles(p, c), p.heads // c.pack, c.splits)
     launch(gpu, c.kernel, text.attention(made), given, numbers, grid, THREADS)
     if c.splits > 1:
         launch(gpu, "reduce", text.reduction(made.q_type), given, numbers, (rows // p.heads, p.heads, 1), LANES)
@@ -53,9 +53,9 @@ def spec(problem: Problem, c: Config, t: Tensors) -> Spec:
 
 def tile_states(p: Problem, c: Config, t: Tensors, gpu: device.Device) -> torch.Tensor | None:
     """The states of the launch's own tiles, uint8 [1 or B, 1 or H, 1 or nq, 1 or nk]: of the map or of the mask."""
-    if t.tile_map is not None and heuristics.uses_states(p, c):
+    if t.tile_map is not None and config.uses_states(p, c):
         return t.tile_map.retile((c.queries, BK)).states.contiguous()
-    if not heuristics.classifies(p, c):
+    if not config.classifies(p, c):
         return None
     assert t.mask is not None
     shape = state_shape(p, c)

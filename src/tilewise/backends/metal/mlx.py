@@ -26,7 +26,7 @@ from ...errors import InvalidArgument, Unsupported
 from ...state import AttentionState
 from ...validation import calls
 from ...validation.calls import Call
-from . import heuristics, params, text
+from . import config, params, text
 from .device import TYPICAL_CORES
 from .launch import LANES, SOURCES, spec, state_shape
 from .spec import THREADS
@@ -128,10 +128,10 @@ def _described(name: str, x: mx.array) -> torch.Tensor:
 
 def _launch(call: Call, arrays: dict[str, Any]) -> Any:
     p, t = call.problem, call.tensors
-    c = heuristics.config(p, TYPICAL_CORES)
+    c = config.config_of(p, TYPICAL_CORES)
     given: dict[str, Any] = {name: _as_stored(name, arrays.get(field)) for name, field in SOURCES.items()}
     states = None
-    if heuristics.classifies(p, c):
+    if config.classifies(p, c):
         shape = state_shape(p, c)
         states = torch.empty(shape, dtype=torch.uint8, device="meta")
         numbers = _numbers(*params.sizes(p, c, False), params.strides(t, None))
@@ -151,7 +151,7 @@ def _launch(call: Call, arrays: dict[str, Any]) -> Any:
         outputs = {"out": ((FEWEST,), MLX[p.q_dtype]), "lse": unused}
         outputs["part"] = ((rows * c.splits * p.value_dim,), mx.float32)
         outputs["part_ml"] = ((rows * c.splits * 2,), mx.float32)
-    grid = (heuristics.query_tiles(p, c), p.heads // c.pack, c.splits)
+    grid = (config.query_tiles(p, c), p.heads // c.pack, c.splits)
     given |= _call(c.kernel, text.header(made), given | numbers, outputs, grid, THREADS)
     if c.splits > 1:
         grid = (rows // p.heads, p.heads, 1)

@@ -12,7 +12,7 @@ from ...core.plan import OtherDevice, Plan
 from ...core.problem import Problem
 from ...core.tensors import Tensors
 from ..gpu.target import target_of, triton_refusal
-from . import heuristics, tuned
+from . import config, tuned
 
 LEAST_TRITON = (3, 6)  # older versions cannot compile every kernel
 
@@ -32,7 +32,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def plan(problem: Problem) -> Plan:
-    c = tuned.config(problem, target_of(problem.device))
+    c = tuned.config_of(problem, target_of(problem.device))
     rows = problem.total_q if problem.packed_q else problem.batch * problem.q_len
     notes = []
     if problem.split_size and c.split_tiles == 0:
@@ -44,7 +44,7 @@ def plan(problem: Problem) -> Plan:
     return Plan(
         problem,
         backend="triton",
-        kernel="split-KV decode" if c.splits > 1 else "decode" if heuristics.is_decode(problem) else "prefill",
+        kernel="split-KV decode" if c.splits > 1 else "decode" if config.is_decode(problem) else "prefill",
         tile=(c.BM // c.pack, c.BK),
         splits=c.splits,
         workspace_bytes=4 * rows * problem.heads * c.splits * (problem.value_dim + 2) if c.splits > 1 else 0,

@@ -23,11 +23,11 @@ from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, as_bytes, is_ali
 from ..gpu.orderer import Orderer
 from ..gpu.semaphores import Semaphores, capturing
 from ..gpu.target import INTERPRETER, Target, target_of
-from . import heuristics, tuned
-from .attend import attend
-from .reduce import reduce
+from . import config, tuned
+from .combine import reduce
+from .fwd_kernel import attend
 from .spec import Config
-from .splits import merges_inside
+from .split_kv import merges_inside
 
 REDUCE_WARPS = 4
 
@@ -58,12 +58,12 @@ class Bound:
         p = self.problem = plan.problem
         self.config = c
         self.target = target
-        spec = self.spec = heuristics.spec(p, c, target)
+        spec = self.spec = config.spec(p, c, target)
         self.reducer = Kernel(reduce, {"S": spec}, num_warps=REDUCE_WARPS, launch_pdl=spec.pdl)
         self.lister = Lister(p, c.BM, c.BK) if spec.listed else None
         self.orderer = Orderer(p, c.BM // c.pack) if spec.ordered else None
         head_blocks = p.heads // c.pack
-        self.grid = (heuristics.query_tiles(p, c) * head_blocks * c.slices, c.splits)
+        self.grid = (config.query_tiles(p, c) * head_blocks * c.slices, c.splits)
         rows = p.total_q if p.packed_q else p.batch * p.q_len
         self.rows = rows * p.heads
         # The workspace: m and l of every split of every row, then acc. Both begin at multiples of 16 bytes.
@@ -79,7 +79,7 @@ class Bound:
             "scale": abs(p.scale) if spec.linear else p.scale,
             "softcap": softcap_of(p),
             **rules_of(p),
-            "section": heuristics.section(p, c),
+            "section": config.section(p, c),
             "splits": c.splits,
             "split_tiles": c.split_tiles,
         }
@@ -197,7 +197,7 @@ class Bound:
         c = self.config
         narrow = [x for x, scales in ((t.k, t.k_scales), (t.v, t.v_scales)) if scales is not None]
         pairs = all(in_pairs(x) for x in narrow)
-        spec = self.spec if pairs else heuristics.spec(self.problem, c, self.target, pairs=False)
+        spec = self.spec if pairs else config.spec(self.problem, c, self.target, pairs=False)
         k, v = (_stored(x, op.unit) for x, op in ((t.k, spec.keys), (t.v, spec.values)))
         align = _align(k, v)
         grain = align if align < 16 else 1
@@ -290,4 +290,4 @@ def bound_to(plan: Plan) -> Bound:
     """The plan's launches."""
     device = plan.problem.device
     target = INTERPRETER if INTERPRETED else target_of(device)
-    return Bound(plan, tuned.config(plan.problem, target_of(device)), target)
+    return Bound(plan, tuned.config_of(plan.problem, target_of(device)), target)

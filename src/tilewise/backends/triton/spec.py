@@ -35,8 +35,8 @@ class Operand:
     rescaled: bool  # q's rows are multiplied by powers of two, so that float16 holds them
     fast: bool  # stored numbers are widened by PTX instructions
     unit: int = 1  # bytes that are read together; of plain numbers one number
-    biased: bool = False  # int4 is multiplied as x + 8 and what the 8 adds is taken off the sum (`widen.py`)
-    spread: int = 1  # scale groups that lie beside one another in the rows of q (`spread.py`)
+    biased: bool = False  # int4 is multiplied as x + 8 and what the 8 adds is taken off the sum (`dequant.py`)
+    spread: int = 1  # scale groups that lie beside one another in the rows of q (`scale_groups.py`)
 
     @property
     def parts(self) -> int:
@@ -75,9 +75,9 @@ class Spec(Flags):
     page: int  # slots of a page, 0 for no pages
     listed: bool  # walk the list of tiles that a mask leaves, rather than a range
     negate: bool  # a negative scale: q is negated instead
-    guard: str  # what is done about NaN and Inf under hidden cells: "", "inside", "flag" or "repair" (attend.py)
+    guard: str  # what is done about NaN and Inf under hidden cells: "", "inside", "flag" or "repair" (fwd_kernel.py)
     split: bool
-    merge: str  # who merges splits: "inside" the last program, "after" it `reduce.py`, "" there are none
+    merge: str  # who merges splits: "inside" the last program, "after" it `combine.py`, "" there are none
     block: int  # splits that a merge loads at once
     ptx: bool  # the GPU takes NVIDIA's assembly
     lookup: str  # of the page of each "tile", all "pages" of a tile or those of its "rows"; "" without pages
@@ -92,12 +92,12 @@ class Spec(Flags):
 
     @property
     def lifted(self) -> bool:
-        """Whether the values' scales go into the weights, and acc has a unit (`lift.py`)."""
+        """Whether the values' scales go into the weights, and acc has a unit (`scale_folding.py`)."""
         return self.values.factored and self.round != "f32" and self.guard == ""
 
     @property
     def spread(self) -> int:
-        """Rows of a tile that stand for one row of q: one for each scale group (`spread.py`)."""
+        """Rows of a tile that stand for one row of q: one for each scale group (`scale_groups.py`)."""
         return self.keys.spread
 
     @property

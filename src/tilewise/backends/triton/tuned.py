@@ -1,7 +1,7 @@
 """Tiles that `tilewise tune` found to be the fastest on a device, kept in a JSON file, by the shape of the work.
 
 The file is read once, when a GPU call is first planned. Without it, or for shapes that it does not hold,
-`heuristics.py` decides alone.
+`config.py` decides alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ...core.places import cache_home
 from ...core.problem import Problem, QuantSpec
 from ..gpu.flags import ceil_pow2
 from ..gpu.target import Target
-from . import heuristics
-from .narrow import pack_of
+from . import config
+from .quantised import pack_of
 from .spec import Config
 
 FORMAT = 1
@@ -35,7 +35,7 @@ def path() -> Path:
 def key_of(problem: Problem, target: Target) -> str:
     """What a tile is kept by: the device, and all that the time of a tile depends on; not how many there are."""
     p = problem
-    what = "decode" if heuristics.is_decode(p) else "prefill"
+    what = "decode" if config.is_decode(p) else "prefill"
     words = [target.name, what, f"D{p.head_dim}", f"Dv{p.value_dim}"]
     words += [
         _type(p.q_dtype.itemsize, None),
@@ -58,8 +58,8 @@ def _type(size: int, quant: QuantSpec | None) -> str:
 
 def candidates(problem: Problem, target: Target) -> list[Config]:
     """Tiles worth trying, the heuristics' own first."""
-    own = heuristics.tile(problem, target)
-    if heuristics.is_decode(problem):
+    own = config.tile(problem, target)
+    if config.is_decode(problem):
         shapes = [
             (own.BM, BK, w, s, 1)
             for BK in (32, 64, 128, 256)
@@ -69,10 +69,10 @@ def candidates(problem: Problem, target: Target) -> list[Config]:
     else:
         slices = own.slices
         shapes = [(BM, BK, w, s, slices) for BM, w in ((64, 4), (128, 8)) for BK in (32, 64, 128) for s in (1, 2, 3, 4)]
-    found = [heuristics.fitted(problem, own, target)]
+    found = [config.fitted(problem, own, target)]
     for BM, BK, w, s, slices in shapes:
         c = Config(BM, BK, w, s, own.pack, slices=slices)
-        if c not in found and heuristics.fitted(problem, c, target) == c:
+        if c not in found and config.fitted(problem, c, target) == c:
             found.append(c)
     return found
 
@@ -110,9 +110,9 @@ def kept() -> dict[str, Config]:
     return read(path())
 
 
-def config(problem: Problem, target: Target, table: Table | None = None) -> Config:
-    """The launch of a problem: by a kept tile if there is one, else by the heuristics."""
+def config_of(problem: Problem, target: Target, table: Table | None = None) -> Config:
+    """The launch of a problem: by a kept tile if there is one, else by `config.py`."""
     tile = (kept() if table is None else table).get(key_of(problem, target))
-    if tile is not None and heuristics.is_decode(problem):
+    if tile is not None and config.is_decode(problem):
         tile = replace(tile, pack=pack_of(problem.group, tile.BM))
-    return heuristics.config(problem, target, tile)
+    return config.config_of(problem, target, tile)

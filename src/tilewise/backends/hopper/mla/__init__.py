@@ -3,8 +3,8 @@
     HBM/L2 --TMA--> two blocks of 64 keys in shared memory --wgmma--> S, P, O in registers --> HBM
 
 A tile is 64 query rows (heads, then queries). Its output of 512 columns is held by two warpgroups, 256 each. They take
-pairs of blocks: warpgroup 0 scores the first block of a pair, warpgroup 1 the second, and each hands its weights to the
-other through shared memory, since both halves of the output need both. The parts: schedule.py (which keys belong to
-which program), producer.py, consumer.py, pipeline.py (what lies between those two), combine.py (sequences that several
-programs share), launch.py.
+pairs of blocks: warpgroup 0 scores the first block of a pair, warpgroup 1 the second, and each sends its weights to the
+other through shared memory, since both halves of the output need both. Files: tile_scheduler.py (which keys belong to
+which program), producer.py, consumer.py, pipeline.py (what lies between those two), epilogue.py, combine.py (sequences
+that several programs share), kernel.py, launch.py.
 """

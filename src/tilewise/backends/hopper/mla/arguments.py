@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 
-from ..arguments import declared, held
+from ..signature import declared, held
 
 
 @declared

@@ -23,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .output import store, tell_places
+from .epilogue import store, tell_places
 from .producer import tile_at
-from .schedule import fragment
 from .sync import stay, tell_free, tell_ready, tell_scored, wait_ready, wait_scored
+from .tile_scheduler import fragment
 
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))

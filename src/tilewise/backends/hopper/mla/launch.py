@@ -13,7 +13,7 @@ from ...gpu.flags import DTYPE_NAMES
 from ...gpu.kernel import OPTIONS
 from ..descriptors import block_descriptor
 from .combine import combine
-from .entry import latent_decode
+from .kernel import latent_decode
 from .spec import LATENT, ROPE, ROWS, Spec
 
 COMBINED = 4096  # numbers that a combining program has at a time

@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .schedule import fragment
 from .sync import prefetch_bytes, wait_free, wait_last, wait_rope
+from .tile_scheduler import fragment
 
 
 @gluon.jit

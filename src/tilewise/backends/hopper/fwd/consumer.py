@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_
 
 from .epilogue import note_strays, store
 from .layouts import out_layout, score_layout
+from .mma import as_operand, next_tile, release_output, release_scores, start_output, start_scores, step, to_weights
 from .pipeline import key_use, value_use
 from .softmax import Rows, finish, own_sums
-from .steps import as_operand, next_tile, release_output, release_scores, start_output, start_scores, step, to_weights
 from .tile_scheduler import key_span, key_tiles, slots_of, work_at
 from .tiles import tile_list
 

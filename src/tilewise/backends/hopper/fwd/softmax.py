@@ -14,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from ..gpu.flags import TANH_3, TANH_5, TANH_7
-from .arguments import held
+from ...gpu.flags import TANH_3, TANH_5, TANH_7
+from ..signature import held
 
 LOG2E = gl.constexpr(1.4426950408889634)
 C3 = gl.constexpr(TANH_3)

@@ -10,12 +10,12 @@ from dataclasses import replace
 from ...core.problem import Problem
 from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from ..gpu.target import Target
-from . import shared
-from .narrow import flipped_columns, flips, hides, is_int4, is_narrow, pack_of, spread
+from . import shared_memory
 from .operands import operand
+from .quantised import flipped_columns, flips, hides, is_int4, is_narrow, pack_of, spread
 from .spec import Config as Config
 from .spec import Spec
-from .splits import MOST_SPLITS, split_count
+from .split_kv import MOST_SPLITS, split_count
 
 DECODE_ROWS = 16  # queries up to here are decoded: heads of a group share a tile and the keys are split
 MERGE_BLOCK = 16  # partial results of a row that are loaded at once
@@ -131,7 +131,7 @@ def tile(problem: Problem, target: Target) -> Config:
     return decode_tile(problem, target) if is_decode(problem) else prefill_tile(problem, target)
 
 
-def config(problem: Problem, target: Target, known: Config | None = None) -> Config:
+def config_of(problem: Problem, target: Target, known: Config | None = None) -> Config:
     """The launch of a problem on a device; by a `known` tile, if any."""
     p, c = problem, known or tile(problem, target)
     if c.BM == 8 and not flips(p):
@@ -155,9 +155,9 @@ def fitted(problem: Problem, c: Config, target: Target) -> Config:
     It must not depend on the batch: with `split_size` the bits of a sequence do not.
     """
     s = spec(problem, c, target)
-    if c.warps == 4 and shared.registers(c, s) > shared.most_registers(s):
+    if c.warps == 4 and shared_memory.registers(c, s) > shared_memory.most_registers(s):
         c = replace(c, warps=8)
-    while shared.needed(problem, c, spec(problem, c, target), target) > target.shared_memory:
+    while shared_memory.needed(problem, c, spec(problem, c, target), target) > target.shared_memory:
         if c.stages > 2 or (c.stages == 2 and c.BM <= 16 and c.BK <= 16):
             c = replace(c, stages=c.stages - 1)
         elif max(16, c.BK) < c.BM:

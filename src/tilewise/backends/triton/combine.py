@@ -1,6 +1,6 @@
 """Merges the partial results of splits in a launch of its own: one program for each row of the output and head.
 
-The arithmetic is that of a program that merges its own row's splits (`finish.py`).
+The arithmetic is that of a program that merges its own row's splits (`epilogue.py`).
 """
 
 import triton.language as tl
@@ -8,8 +8,8 @@ from triton.language.extra.cuda import gdc_wait
 
 import triton
 
-from .finish import empty_acc, finish, merge_parts, store_acc
-from .load import values_of
+from .epilogue import empty_acc, finish, merge_parts, store_acc
+from .kv_load import values_of
 
 
 @triton.jit(do_not_specialize=["q_len", "heads", "splits", "batch"])

@@ -63,7 +63,7 @@ def flipped_columns(problem: Problem) -> int:
 
 
 def spread(problem: Problem, c: Config) -> int:
-    """Scale groups that have columns of their own in flipped products, 1 for none (`spread.py`).
+    """Scale groups that have columns of their own in flipped products, 1 for none (`scale_groups.py`).
 
     Pages of 16, 64 x 4k, us, with and without: fp8 142 and 151 (contiguous 135 and 160), D=256 146 and 156. Not where
     rows are not cut: int4, groups of 64, 106 and 102, contiguous 90 and 91.

@@ -10,10 +10,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ..signature import kernel_of
+from .arguments import Arguments
 from .consumer import consume
+from .nonfinite import repair
 from .pipeline import new_queries, new_ring
 from .producer import produce
 from .tile_scheduler import new_slots
+
+# Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
+PLAIN_INTS = [
+    "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "list_b", "list_h", "list_q", "list_n", "slopes_b",
+    "batch", "heads", "group", "q_len", "kv_len", "total_q", "value_dim", "q_offset", "left", "right", "chunk",
+    "section", "slots",
+]  # fmt: skip
 
 
 @gluon.jit
@@ -59,3 +69,14 @@ def prefill(a):
             [4, 4, 1],
             [a.S.consumer_regs, a.S.consumer_regs, a.S.producer_regs],
         )
+
+
+@gluon.jit
+def body(a):
+    if a.S.repairs:
+        repair(a)
+    else:
+        prefill(a)
+
+
+attend = kernel_of("attend", Arguments, body, PLAIN_INTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..gpu.flags import Flags
+from ...gpu.flags import Flags
 
 
 @dataclass(frozen=True)

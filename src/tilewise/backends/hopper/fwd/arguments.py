@@ -1,23 +1,8 @@
-"""The arguments of a kernel as one value, which its partitions share."""
+"""The arguments of the forward kernel as one value, which its partitions share."""
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
-from triton.language.core import base_value
 
-
-@gluon.constexpr_function
-def held(value):
-    """A value that an aggregate can hold: what is known at compile time, None too, is wrapped."""
-    return value if isinstance(value, base_value) else gl.constexpr(value)
-
-
-def declared(cls):
-    """An aggregate that knows the names of its fields, in order: the one list of a kernel's arguments."""
-    names = tuple(cls.__annotations__)
-    made = aggregate(cls)
-    made.NAMES = names
-    return made
+from ..signature import declared, held
 
 
 @declared

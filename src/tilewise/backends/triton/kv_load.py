@@ -3,7 +3,7 @@
 A head dim is cut into chunks whose widths are powers of two (576 = 512 + 64, 72 padded to 128); quantised tensors are
 cut where their scale groups end, so that one scale belongs to each row of a chunk. A chunk of int4 bytes gives two
 chunks of elements: the low halves and, D / 2 further on, the high ones. Where bytes are read two at a time
-(`widen.py`), a chunk gives two chunks of elements: every second column.
+(`dequant.py`), a chunk gives two chunks of elements: every second column.
 """
 
 import triton.language as tl
@@ -11,7 +11,7 @@ import triton.language as tl
 import triton
 
 INTERPRETED = triton.knobs.runtime.interpret
-UNIT = tl.constexpr(16777216.0)  # biased keys are multiples of 1 / UNIT (`widen.py`)
+UNIT = tl.constexpr(16777216.0)  # biased keys are multiples of 1 / UNIT (`dequant.py`)
 TYPES = {"f32": tl.float32, "f16": tl.float16, "bf16": tl.bfloat16}
 
 

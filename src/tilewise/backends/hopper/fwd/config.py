@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core.problem import Problem
-from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of, is_ruled
+from ....core.problem import Problem
+from ...gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of, is_ruled
 from .spec import Spec
 
 TYPES = (torch.float16, torch.bfloat16)
@@ -117,7 +117,7 @@ def value_parts(problem: Problem) -> tuple[int, int]:
     return width, -(-problem.value_dim // width)
 
 
-def config(problem: Problem) -> Config:
+def config_of(problem: Problem) -> Config:
     """What fits the shared memory (227 KiB) and the registers, and was the fastest there.
 
     Measured (TFLOPS, 16k tokens). D=64, full, three consumers and two: 1k 414 and 412, 4k 498 and 436, 16k 531 and 438.

@@ -12,7 +12,7 @@ import triton.language as tl
 
 import triton
 
-from .load import spread_of, start_of, unit_of, width_of
+from .kv_load import spread_of, start_of, unit_of, width_of
 
 
 @triton.jit

@@ -11,13 +11,13 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from aot import SHARED, compile_kernel
-from tilewise.backends.triton.append import Append
+from tilewise.backends.triton.kv_write import Append
 from tilewise.kv_cache.append import Places
 from tilewise.kv_cache.formats import Format, Store
 
 RUN = """
 import sys, torch
-from tilewise.backends.triton.append import Append
+from tilewise.backends.triton.kv_write import Append
 from tilewise.kv_cache.append import InTorch, Places
 from tilewise.kv_cache.formats import Format
 torch.manual_seed(0)

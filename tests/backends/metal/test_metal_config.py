@@ -5,7 +5,7 @@ import torch
 
 from metal_sim import problem
 from tilewise.backends import metal as backend
-from tilewise.backends.metal import device, heuristics, launch, params
+from tilewise.backends.metal import config, device, launch, params
 from tilewise.backends.metal.spec import Config, Operand, operand, padded
 from tilewise.core.problem import MaskSpec, QuantSpec
 from tilewise.dispatch import planner
@@ -51,12 +51,12 @@ def test_a_torch_without_compile_shader_is_named(monkeypatch):
     [(8, 64, 10, 5), (1, 1000, 10, 40), (1, 1000, 80, 64), (40, 64, 10, 1), (8, 3, 10, 1), (8, 12, 10, 3)],
 )  # fmt: skip
 def test_splits_fill_the_cores(groups, tiles, cores, want):
-    assert heuristics.split_count(groups, tiles, cores) == want
+    assert config.split_count(groups, tiles, cores) == want
 
 
 def test_split_size_fixes_the_splits_whatever_the_batch():
     for batch in (1, 7, 64):
-        c = heuristics.config(problem(batch=batch, q_len=1, kv_len=1000, split_size=100), 10)
+        c = config.config_of(problem(batch=batch, q_len=1, kv_len=1000, split_size=100), 10)
         assert (c.splits, c.split_tiles) == (8, 4)
 
 
@@ -67,7 +67,7 @@ def test_split_size_fixes_the_tiles_of_packed_sequences(head_dim):
         problem(form="varlen", packed_q=True, total_q=n, q_len=n, split_size=64, head_dim=head_dim, value_dim=head_dim)
         for n in (1, 100)
     )
-    assert heuristics.config(alone, 10) == heuristics.config(beside, 10)
+    assert config.config_of(alone, 10) == config.config_of(beside, 10)
 
 
 def test_few_rows_of_a_kv_head_read_it_once():
@@ -75,16 +75,16 @@ def test_few_rows_of_a_kv_head_read_it_once():
     for width in (64, 128, 256, 512, 576):
         for group in (1, 2, 4, 8):
             p = problem(q_len=1, heads=16, kv_heads=16 // group, head_dim=width, value_dim=width)
-            c = heuristics.config(p, 10)
+            c = config.config_of(p, 10)
             assert c.pack == group
-            assert c.kernel == ("vector" if group <= heuristics.vector_rows(width) else "tiled")
+            assert c.kernel == ("vector" if group <= config.vector_rows(width) else "tiled")
             assert c.rows >= c.pack * c.queries
             assert c.queries >= 1
 
 
 def test_registers_bound_the_rows():
-    assert [heuristics.vector_rows(w) for w in (32, 128, 192, 256, 512, 576)] == [8, 8, 4, 4, 2, 1]
-    assert [heuristics.tile_rows(w) for w in (64, 128, 192, 256, 320, 576)] == [32, 32, 16, 16, 8, 8]
+    assert [config.vector_rows(w) for w in (32, 128, 192, 256, 512, 576)] == [8, 8, 4, 4, 2, 1]
+    assert [config.tile_rows(w) for w in (64, 128, 192, 256, 320, 576)] == [32, 32, 16, 16, 8, 8]
 
 
 def test_large_groups_share_tiles_by_their_divisors():
@@ -97,25 +97,25 @@ def test_large_groups_share_tiles_by_their_divisors():
         (64, 32, 32),
         (37, 32, 1),
     ):
-        c = heuristics.config(problem(q_len=1, heads=group, kv_heads=1, head_dim=128, value_dim=128), 10)
+        c = config.config_of(problem(q_len=1, heads=group, kv_heads=1, head_dim=128, value_dim=128), 10)
         assert (c.rows, c.pack) == (rows, pack) or c.kernel == "vector"
 
 
 def test_packed_rows_have_tiles_enough():
     p = problem(form="varlen", packed_q=True, total_q=100, q_len=64, batch=5)
-    c = heuristics.config(p, 10)
-    assert heuristics.query_tiles(p, c) == 100 // 32 + 6
+    c = config.config_of(p, 10)
+    assert config.query_tiles(p, c) == 100 // 32 + 6
 
 
 def test_masks_are_classified_unless_each_head_has_its_own_bias():
     c = Config("tiled", 32)
     own, shared = (False,) * 4, (True, False, False, False)
     for dtype, broadcast, want in ((torch.bool, own, True), (torch.float16, shared, True), (torch.float16, own, False)):
-        assert heuristics.classifies(problem(mask=MaskSpec(dtype, broadcast)), c) is want
+        assert config.classifies(problem(mask=MaskSpec(dtype, broadcast)), c) is want
     bools = MaskSpec(torch.bool, own)
-    assert not heuristics.classifies(problem(q_len=2, mask=bools), c), "few queries read all of it"
-    assert not heuristics.classifies(problem(mask=bools, tile_map=(8, 8)), c), "there is a map"
-    assert not heuristics.uses_states(problem(mask=bools), Config("tiled", 32, 4)), "rows of several heads"
+    assert not config.classifies(problem(q_len=2, mask=bools), c), "few queries read all of it"
+    assert not config.classifies(problem(mask=bools, tile_map=(8, 8)), c), "there is a map"
+    assert not config.uses_states(problem(mask=bools), Config("tiled", 32, 4)), "rows of several heads"
 
 
 def test_columns_are_filled_up_to_few_sizes():

@@ -15,7 +15,7 @@ MOST_SPLITS = 64
 DECODE_ROWS = 32  # queries times heads of a KV head, up to which heads share a tile and keys are split
 
 
-def config(problem: Problem, cores: int) -> Config:
+def config_of(problem: Problem, cores: int) -> Config:
     """The launch of a problem."""
     c = rows_of(problem)
     tiles = -(-problem.kv_len // BK)

@@ -14,8 +14,8 @@ import triton.language as tl
 
 import triton
 
-from .lift import raised, tops, value_scales
-from .load import (
+from .dequant import widened
+from .kv_load import (
     element_scales,
     ends,
     find_pages,
@@ -33,10 +33,10 @@ from .load import (
     values_of,
     work_type,
 )
-from .masks import hide
-from .scores import LOG2E, logits
-from .spread import group_scales, group_sums
-from .widen import widened
+from .mask import hide
+from .scale_folding import raised, tops, value_scales
+from .scale_groups import group_scales, group_sums
+from .score_mod import LOG2E, logits
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def step(
     S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Key tile `t` into `state` = (m, l, acc, power, pages). MASKED: not every cell is visible; in a list of tiles,
-    as `mixed` says. `power`: the unit of acc (`lift.py`).
+    as `mixed` says. `power`: the unit of acc (`scale_folding.py`).
 
     `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM]; `keys`, `values` = base, scales and strides. Of the
     keys only `lo .. hi` are loaded, those that any row sees. `pages` are those of tile `t`, if looked up ahead.

@@ -4,7 +4,7 @@ import triton.language as tl
 
 import triton
 
-from .load import (
+from .kv_load import (
     UNIT,
     first_of,
     group_of,
@@ -18,7 +18,7 @@ from .load import (
     width_of,
     work_type,
 )
-from .spread import own_group
+from .scale_groups import own_group
 
 
 @triton.jit

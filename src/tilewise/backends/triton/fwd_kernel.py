@@ -5,7 +5,7 @@ decode, so that each key is read once for all heads that share it). It walks the
 its rows sees to the last, in order: a masked range at either end, an unmasked one between them, or the list of tiles
 that a dense mask leaves. K and V go from global to shared memory by pipelined copies; q, m, l and acc stay in
 registers. With `split` the keys are cut over programs and each writes its (m, l, acc); the last of them to end merges
-all ("inside"), or `reduce.py` does ("after"). With `slices` the value columns are cut: programs that share rows each
+all ("inside"), or `combine.py` does ("after"). With `slices` the value columns are cut: programs that share rows each
 compute all scores and a part of the output.
 
 The products p v of the fast loops also multiply values under hidden cells, by zero. If such a value was not finite,
@@ -19,12 +19,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 import triton
 
-from .finish import empty_acc, finish, merge_parts, store_acc
-from .lift import LEAST_SCALE, lowered
-from .load import find_pages, values_of
-from .masks import find_ordered, find_sequence, key_span
-from .queries import key_bias, load_rows
-from .tile import step, unit_of_m
+from .epilogue import empty_acc, finish, merge_parts, store_acc
+from .kv_load import find_pages, values_of
+from .mainloop import step, unit_of_m
+from .mask import find_ordered, find_sequence, key_span
+from .q_load import key_bias, load_rows
+from .scale_folding import LEAST_SCALE, lowered
 
 # Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
 PLAIN_INTS = [

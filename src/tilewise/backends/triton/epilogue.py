@@ -4,9 +4,9 @@ import triton.language as tl
 
 import triton
 
-from .load import first_of, parts_of, start_of, unit_of, width_of
-from .scores import LOG2E
-from .spread import own_group
+from .kv_load import first_of, parts_of, start_of, unit_of, width_of
+from .scale_groups import own_group
+from .score_mod import LOG2E
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from .arguments import Arguments
 from .consumer import consume
 from .pipeline import new_shared
 from .producer import produce
-from .schedule import Run, run_of
+from .tile_scheduler import Run, run_of
 
 PLAIN_INTS = [
     "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "table_b", "page_b", "batch", "heads", "q_len", "kv_len",

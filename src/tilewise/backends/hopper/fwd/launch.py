@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.plan import ByPlan, Plan
-from ...core.tensors import Tensors
-from ..gpu.block_lists import NO_LISTS, Lister, Listing, Lists
-from ..gpu.flags import rules_of, softcap_of
-from ..gpu.kernel import Arguments, Kernel, Ready, as_bytes, is_aligned
-from ..gpu.semaphores import SPARE, Semaphores
-from ..gpu.target import Target, target_of
-from ..gpu.tensor_map import TensorMap
-from ..gpu.varlen_order import rank_sequences
-from . import heuristics
-from .descriptors import descriptor
-from .entry import attend
-from .heuristics import Config
+from ....core.plan import ByPlan, Plan
+from ....core.tensors import Tensors
+from ...gpu.block_lists import NO_LISTS, Lister, Listing, Lists
+from ...gpu.flags import rules_of, softcap_of
+from ...gpu.kernel import Arguments, Kernel, Ready, as_bytes, is_aligned
+from ...gpu.semaphores import SPARE, Semaphores
+from ...gpu.target import Target, target_of
+from ...gpu.tensor_map import TensorMap
+from ...gpu.varlen_order import rank_sequences
+from ..descriptors import descriptor
+from . import config
+from .config import Config
+from .kernel import attend
 
 REPAIR_COLUMNS = 128  # of the output that are repaired at a time; more would not fit the registers of a warpgroup
 ORDER_RUN = 64  # sequences that one program of `rank_sequences` ranks
@@ -54,13 +54,13 @@ class Bound:
 
     def __init__(self, plan: Plan, c: Config, target: Target) -> None:
         p = self.problem = plan.problem
-        s = heuristics.spec(p, c)
+        s = config.spec(p, c)
         tiles = p.total_q // s.BM + p.batch + 1 if p.packed_q else p.batch * -(-p.q_len // s.BM)
         self.slots = tiles * p.heads * s.parts  # of packed sequences the most that there can be
         places = target.processors * c.per_processor
         self.programs = min(self.slots, places) if c.persistent else self.slots
-        self.dynamic = c.dynamic and self.programs < self.slots and heuristics.uneven(p)
-        s = self.spec = replace(s, ahead=self.dynamic and heuristics.draws_ahead(p, c, self.slots / self.programs))
+        self.dynamic = c.dynamic and self.programs < self.slots and config.uneven(p)
+        s = self.spec = replace(s, ahead=self.dynamic and config.draws_ahead(p, c, self.slots / self.programs))
         self.repairs = min(target.processors, self.slots * s.consumers)
         # The counter of slots and the notes of strays: zero before a call and, by the repairing launch, after it.
         notes = NOTES_AT + self.slots * s.consumers
@@ -91,7 +91,7 @@ class Bound:
             "scale": p.scale,
             "softcap": softcap_of(p),
             **rules_of(p),
-            "section": heuristics.section(p, c, places),
+            "section": config.section(p, c, places),
             "slots": self.slots,
             "S": s,
         }
@@ -196,7 +196,7 @@ class Bound:
 @ByPlan
 def bound_to(plan: Plan) -> Bound:
     """The plan's launches."""
-    return Bound(plan, heuristics.config(plan.problem), target_of(plan.problem.device))
+    return Bound(plan, config.config_of(plan.problem), target_of(plan.problem.device))
 
 
 def bind(plan: Plan, t: Tensors) -> Callable[..., None]:

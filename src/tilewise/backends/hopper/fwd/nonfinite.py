@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .consumer import no_sums, own_tiles, rows_of
 from .epilogue import store_lse, store_rows
 from .layouts import out_layout, score_layout, wide_layout
+from .mma import as_operand
 from .softmax import finish, hide, logits, weights
-from .steps import as_operand
 from .tile_scheduler import locate, slots_of, work_at
 from .tiles import tile_list
 

@@ -11,8 +11,8 @@ import triton.language as tl
 
 import triton
 
-from .load import groups_of, is_interpreted, power_of_two, row_scales
-from .spread import group_scales
+from .kv_load import groups_of, is_interpreted, power_of_two, row_scales
+from .scale_groups import group_scales
 
 LEAST_SCALE = tl.constexpr(2.0**-100)  # so that the unit and its inverse are normal numbers
 

@@ -1,0 +1,1 @@
+"""Prefill on Hopper: the forward kernel and its launches."""
