@@ -172,7 +172,7 @@ def cell(args: Any, names: list[str], found: dict[str, str], D: int, H: int, Hkv
                 ways[word] = lambda s=s1, n=planes: launch.run(*heads, lse, dout, scale, 0, s, n)
     s0 = spec(next(n for n in names if variants()[n]["D"] == D), causal)
     spaces = launch.workspaces(heads[0], s0)
-    ways["pre"] = lambda: launch.before(heads[3], dout, lse, spaces, s0)
+    ways["pre"] = lambda: launch.before(heads[3], dout, lse, scale, spaces, s0)
     ways["post"] = lambda: launch.after(spaces, torch.empty_like(heads[0]), scale, s0)
     runs = {}
     for name, way in ways.items():

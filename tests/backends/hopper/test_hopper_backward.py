@@ -39,7 +39,9 @@ def test_kernels_fit_and_keep_their_products_in_flight(s):
     assert built.shared <= SHARED[90]
     assert "serialized" not in built.report
     for loop in built.loops:
-        assert sum("HGMMA" in x for x in loop) == 32  # of one step: all five products, none of them twice
+        # Of one step: all five products, none of them twice, and one for each row statistic.
+        assert sum("HGMMA" in x for x in loop) == 34
+        assert not any("STS.64" in x for x in loop)  # dQ is stored 16 bytes at a time, without bank conflicts
         # A wait for each of: S, dP, dV with dQ, dK. More would be the compiler's own.
         assert sum("WARPGROUP.DEPBAR" in x for x in loop) == 4
     for loop in built.loops[:: 2 if s.masked else 1]:  # of blocks that are seen whole

@@ -16,8 +16,8 @@ class BackwardArguments:
     do: object
     dk: object
     dv: object
-    dq: object  # float32 [64, DQC] of [B * H * q_blocks * BM, D]
-    stats: object  # float32 [1, 2 * BM] of [B * H * q_blocks, 2 * BM]: -lse * log2(e), delta
+    dq: object  # float32 [128, 32] of [B * H * q_blocks * 2 * 128, 32]: a consumer's part, packed (`pack_dq`)
+    stats: object  # [BM, 32] of [B * H * q_blocks * BM, 32], in q's dtype: -lse / scale and -delta, 16 parts each
     SEMAPHORES: object  # int32 [B * H * q_blocks]
     COUNTER: object
     heads: object
@@ -43,9 +43,9 @@ class Buffers:
     v: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor  # [q_stages, 1, 1, BM, D]
     do: gl.shared_memory_descriptor  # [do_stages, 1, 1, BM, D]
-    stats: gl.shared_memory_descriptor  # [q_stages, 1, 2 * BM]
-    ds: gl.shared_memory_descriptor  # [2 * ds_stages, 64, BM]
-    dq: gl.shared_memory_descriptor  # [2 * dq_stages, 64, DQC]
+    stats: gl.shared_memory_descriptor  # [q_stages, BM, 32]
+    ds: gl.shared_memory_descriptor  # [2, 64, BM]: a consumer's part each
+    dq: gl.shared_memory_descriptor  # [2 * dq_stages, 128, 32]
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -94,9 +94,9 @@ def new_buffers(a):
     v = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], a.v.layout)
     q = gl.allocate_shared_memory(DTYPE, [a.S.q_stages, 1, 1, BM, D], a.q.layout)
     do = gl.allocate_shared_memory(DTYPE, [a.S.do_stages, 1, 1, BM, D], a.do.layout)
-    stats = gl.allocate_shared_memory(gl.float32, [a.S.q_stages, 1, 2 * BM], a.stats.layout)
-    ds = gl.allocate_shared_memory(DTYPE, [2 * a.S.ds_stages, 64, BM], DS_LAYOUT)
-    dq = gl.allocate_shared_memory(gl.float32, [2 * a.S.dq_stages, 64, dq_split(a.S)[1]], a.dq.layout)
+    stats = gl.allocate_shared_memory(DTYPE, [a.S.q_stages, BM, 32], a.stats.layout)
+    ds = gl.allocate_shared_memory(DTYPE, [2, 64, BM], DS_LAYOUT)
+    dq = gl.allocate_shared_memory(gl.float32, [2 * a.S.dq_stages, 128, 32], a.dq.layout)
     return Buffers(
         k, v, q, do, stats, ds, dq, barriers(1, 1), barriers(1, 1), barriers(a.S.q_stages, 1),
         barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1),

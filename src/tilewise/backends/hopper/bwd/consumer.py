@@ -11,22 +11,51 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .arguments import dq_layout, dq_split, grad_layout, score_layout, tile
-from .sync import DO_EMPTY, DQ_FULL, DS_READY, Q_EMPTY, named_barrier
+from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, Q_EMPTY, named_barrier
 from .tile_scheduler import next_block, work_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def start_scores(a, buf, u, s, C: gl.constexpr):
+def start_scores(a, buf, u, s, factors, C: gl.constexpr):
     """Starts S^T = K Q^T in the registers of `s`, whose values do not count."""
     BM: gl.constexpr = a.S.BM
     D: gl.constexpr = a.S.D
     q = tile(buf.q, u, a.S.q_stages, BM, D)
     mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
-    return warpgroup_mma(
-        buf.k.index(C + (u >> 31)).reshape([64, D]), q.permute((1, 0)), s, use_acc=False, is_async=True
-    )
+    s = warpgroup_mma(buf.k.index(C + (u >> 30)).reshape([64, D]), q.permute((1, 0)), s, use_acc=False, is_async=True)
+    lse = buf.stats.index(u % a.S.q_stages).slice(0, 16, 1)  # [BM, 16]
+    return warpgroup_mma(factors, lse.permute((1, 0)), s, is_async=True)
+
+
+@gluon.constexpr_function
+def part_factors():
+    """What the parts of a float16 statistic count: float16 has not the range of float32."""
+    return (2.0**10, 1.0, 2.0**-10, 2.0**-20)
+
+
+@gluon.jit
+def stat_factors(a):
+    """A left operand [64, 16] that adds up the parts of a statistic, the same for each key."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, score_layout(a.S), 2)
+    if a.q.dtype == gl.bfloat16:
+        return gl.full([64, 16], 1.0, a.q.dtype, LAYOUT)
+    PARTS: gl.constexpr = part_factors()
+    column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+    x = gl.zeros([64, 16], gl.float32, LAYOUT)
+    for n in gl.static_range(4):
+        x = gl.where(column == n, PARTS[n], x)
+    return x.to(a.q.dtype)
+
+
+@gluon.jit
+def pack_dq(dq):
+    """[64, 64] as [128, 32] in the order of a warpgroup's registers: 16 bytes of a thread lie together, so that they
+    are stored without bank conflicts. `postprocess` brings them back.
+    """
+    warp_lane_pairs = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, row half, lane // 4, column // 8, lane % 4, column % 2
+    return warp_lane_pairs.permute([0, 3, 2, 4, 1, 5]).reshape([128, 32])
 
 
 @gluon.jit
@@ -44,45 +73,42 @@ def hide(a, p, i, lo):
 
 
 @gluon.jit
-def step(a, buf, u, i, dk, dv, lo, C: gl.constexpr, MASKED: gl.constexpr):
+def step(a, buf, u, i, dk, dv, lo, factors, C: gl.constexpr, MASKED: gl.constexpr):
     """Query block i, use u of the rings.
 
-    `u >> 31` is 0, which the compiler does not know: it would keep registers for every place in K and V.
+    `u >> 30` is 0, which the compiler does not know: it would keep registers for every place in K and V.
     """
     BM: gl.constexpr = a.S.BM
     D: gl.constexpr = a.S.D
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, grad_layout(a.S), 2)
     DQC: gl.constexpr = dq_split(a.S)[1]
     BY_ROWS: gl.constexpr = a.S.BM == 128
-    DS_STAGES: gl.constexpr = a.S.ds_stages
     zeros = gl.zeros([64, BM], gl.float32, score_layout(a.S))
-    s = start_scores(a, buf, u, zeros, C)
+    s = start_scores(a, buf, u, zeros, factors, C)
     do = tile(buf.do, u, a.S.do_stages, BM, D)
     mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
     dp = warpgroup_mma(
-        buf.v.index(C + (u >> 31)).reshape([64, D]), do.permute((1, 0)), zeros, use_acc=False, is_async=True
+        buf.v.index(C + (u >> 30)).reshape([64, D]), do.permute((1, 0)), zeros, use_acc=False, is_async=True
     )
-    stats = buf.stats.index(u % a.S.q_stages)  # [1, 2 * BM]
-    x = warpgroup_mma_wait(1, deps=(s,))
-    minus_lse = stats.slice(0, BM, 1).load(score_layout(a.S))  # [1, BM]
-    c = a.scale * LOG2E
-    p = gl.exp2(gl.fma(x, gl.full_like(x, c), minus_lse))
+    delta = buf.stats.index(u % a.S.q_stages).slice(16, 16, 1)  # [BM, 16]
+    dp = warpgroup_mma(factors, delta.permute((1, 0)), dp, is_async=True)
+    x = warpgroup_mma_wait(2, deps=(s,))  # q k - lse / scale
+    p = gl.exp2(x * (a.scale * LOG2E))
     if MASKED:
         p = hide(a, p, i, lo)
     p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
     dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
-    delta = stats.slice(BM, BM, 1).load(score_layout(a.S))
-    ds = p * (dp - delta)
-    ds16 = ds.to(a.q.dtype)
-    buf.ds.index(u % DS_STAGES * 2 + C).store(ds16)
+    ds16 = (p * dp).to(a.q.dtype)
+    named_barrier("bar.sync", DS_EMPTY + C, 256)
+    buf.ds.index(C + (u >> 30)).store(ds16)
     ds16 = gl.convert_layout(ds16, OPERAND)
     dv = warpgroup_mma(p16, do, dv, is_async=True)
     fence_async_shared()
     named_barrier("bar.sync", DS_READY, 256)
     dq = gl.zeros([64, DQC], gl.float32, dq_layout(a.S))
     for h in gl.static_range(2):
-        half = buf.ds.index(u % DS_STAGES * 2 + h)  # [64, BM]
-        k = buf.k.index(h + (u >> 31)).reshape([64, D])
+        half = buf.ds.index(h + (u >> 30))  # [64, BM]
+        k = buf.k.index(h + (u >> 30)).reshape([64, D])
         if BY_ROWS:
             dq = warpgroup_mma(half.slice(C * 64, 64, 1).permute((1, 0)), k, dq, use_acc=h > 0, is_async=True)
         else:
@@ -90,10 +116,11 @@ def step(a, buf, u, i, dk, dv, lo, C: gl.constexpr, MASKED: gl.constexpr):
     q = tile(buf.q, u, a.S.q_stages, BM, D)
     dk = warpgroup_mma(ds16, q, dk, is_async=True)
     dv, dq, p16 = warpgroup_mma_wait(1, deps=(dv, dq, p16))
+    named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
     named_barrier("bar.arrive", DO_EMPTY + u % a.S.do_stages, 288)
     z = u % a.S.dq_stages
     mbarrier.wait(buf.dq_empty.index(z), ((u // a.S.dq_stages) & 1) ^ 1)
-    buf.dq.index(z * 2 + C).store(dq)
+    buf.dq.index(z * 2 + C).store(pack_dq(dq))
     fence_async_shared()
     named_barrier("bar.arrive", DQ_FULL + z, 288)
     dk, ds16 = warpgroup_mma_wait(0, deps=(dk, ds16))
@@ -116,15 +143,17 @@ def consume(a, buf, ticket, C: gl.constexpr):
     dv = gl.zeros([64, D], gl.float32, grad_layout(a.S))
     mbarrier.wait(buf.k_full.index(0), 0)
     mbarrier.wait(buf.v_full.index(0), 0)
+    factors = stat_factors(a)
+    named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
     i = w.last - 1
     g = 0
     whole = (w.last - w.inner) * a.group
     for u in range(whole):
-        dk, dv = step(a, buf, u, i, dk, dv, lo, C, False)
+        dk, dv = step(a, buf, u, i, dk, dv, lo, factors, C, False)
         i, g = next_block(a, i, g)
     if a.S.masked:
         for u in range(whole, (w.last - w.first) * a.group):
-            dk, dv = step(a, buf, u, i, dk, dv, lo, C, True)
+            dk, dv = step(a, buf, u, i, dk, dv, lo, factors, C, True)
             i, g = next_block(a, i, g)
     # V is this consumer's alone by rows; both gradients leave through it.
     out = buf.v.index(C)

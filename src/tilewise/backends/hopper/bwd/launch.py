@@ -17,12 +17,12 @@ from .spec import BackwardSpec
 BN = 128  # keys of a program
 
 
-def flat_descriptor(x: torch.Tensor, rows: int, columns: int, swizzled: bool) -> TensorDescriptor:
-    """Float32 tiles [rows, columns] of a matrix."""
-    if swizzled:
-        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.float32)
-    else:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+GLUON = {torch.float32: gl.float32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+def flat_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles [rows, columns] of a matrix."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], GLUON[x.dtype])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
 
 
@@ -33,7 +33,6 @@ def arguments(
     """The kernel's arguments. q, dout [B, H, Lq, D], k, v, dk, dv [B, Hkv, Lk, D]."""
     _, H, Lq, D = q.shape
     Hkv, Lk = k.shape[1:3]
-    columns = D // 2 if s.BM == 64 else D
     return {
         "q": descriptor(q, s.BM, D, s.dtype),
         "k": descriptor(k, 64, D, s.dtype),
@@ -41,8 +40,8 @@ def arguments(
         "do": descriptor(dout, s.BM, D, s.dtype),
         "dk": descriptor(dk, 64, D, s.dtype),
         "dv": descriptor(dv, 64, D, s.dtype),
-        "dq": flat_descriptor(acc, 64, columns, True),
-        "stats": flat_descriptor(stats, 1, 2 * s.BM, False),
+        "dq": flat_descriptor(acc, 128, 32),
+        "stats": flat_descriptor(stats, s.BM, 32),
         "SEMAPHORES": semaphores,
         "COUNTER": counter,
         "heads": H,
@@ -81,18 +80,19 @@ def workspaces(q: Any, s: BackwardSpec) -> tuple[torch.Tensor, torch.Tensor, tor
     blocks = B * H * -(-Lq // s.BM)
     floats, ints = {"dtype": torch.float32, "device": q.device}, {"dtype": torch.int32, "device": q.device}
     return (
-        torch.empty(blocks * s.BM, D, **floats), torch.empty(blocks, 2 * s.BM, **floats),
+        torch.empty(blocks * s.BM * D // 32, 32, **floats),
+        torch.empty(blocks * s.BM, 32, dtype=q.dtype, device=q.device),
         torch.empty(blocks, **ints), torch.empty(1, **ints),
     )  # fmt: skip
 
 
-def before(out: Any, dout: Any, lse: Any, spaces: Any, s: BackwardSpec) -> None:
+def before(out: Any, dout: Any, lse: Any, scale: float, spaces: Any, s: BackwardSpec) -> None:
     B, H, Lq, D = out.shape
     acc, stats, semaphores, counter = spaces
     q_blocks = -(-Lq // s.BM)
     preprocess[(q_blocks, B * H)](
         out, dout, lse, None, stats, acc, semaphores, counter, *out.stride()[:3], *dout.stride()[:3], *lse.stride(),
-        H, Lq, q_blocks, D, BM=s.BM, DV=D, D=D, HAS_DLSE=False,
+        H, Lq, q_blocks, D, scale, BM=s.BM, DV=D, D=D, HAS_DLSE=False,
         CLEARS=not s.deterministic, num_warps=4,
     )  # fmt: skip
 
@@ -112,7 +112,7 @@ def run(
 ) -> Any:  # fmt: skip
     spaces = workspaces(q, s)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    before(out, dout, lse, spaces, s)
+    before(out, dout, lse, scale, spaces, s)
     given = arguments(q, k, v, dout, dk, dv, *spaces, q_offset, scale, section or planes_at_once(q, k, s), s)
     backward[(given["k_blocks"] * q.shape[0] * k.shape[1],)](**given, **OPTIONS)
     after(spaces, dq, scale, s)

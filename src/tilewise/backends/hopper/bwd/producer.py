@@ -28,7 +28,7 @@ def produce(a, buf, ticket):
         full = buf.q_full.index(s)
         mbarrier.expect(full, a.q.block_type.nbytes + a.stats.block_type.nbytes)
         tma.async_copy_global_to_shared(a.q, [w.b, head, i * BM, 0], full, buf.q.index(s))
-        tma.async_copy_global_to_shared(a.stats, [plane * a.q_blocks + i, 0], full, buf.stats.index(s))
+        tma.async_copy_global_to_shared(a.stats, [(plane * a.q_blocks + i) * BM, 0], full, buf.stats.index(s))
         if u == 0:
             mbarrier.expect(buf.v_full.index(0), 2 * a.v.block_type.nbytes)
             for c in gl.static_range(2):

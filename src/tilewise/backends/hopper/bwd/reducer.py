@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .arguments import dq_split
 from .sync import DQ_FULL, add_release, bulk_writes_done, load_acquire, named_barrier, tma_add
 from .tile_scheduler import next_block, work_of
 
@@ -17,9 +16,6 @@ def reduce(a, buf, ticket, R: gl.constexpr):
     """
     gl.static_assert(a.S.dq_stages == 2)
     w = work_of(a, ticket)
-    BM: gl.constexpr = a.S.BM
-    DQC: gl.constexpr = dq_split(a.S)[1]
-    BY_ROWS: gl.constexpr = a.S.BM == 128
     i = w.last - 1
     g = 0
     if R == 1:
@@ -35,16 +31,11 @@ def reduce(a, buf, ticket, R: gl.constexpr):
                 pass
         first = w.n == 0
         for c in gl.static_range(2):
-            row = block * BM
-            column = 0
-            if BY_ROWS:
-                row += c * 64
-            else:
-                column += c * DQC
+            row = block * 256 + c * 128
             if a.S.deterministic and first:
-                tma.async_copy_shared_to_global(a.dq, [row, column], buf.dq.index(s * 2 + c))
+                tma.async_copy_shared_to_global(a.dq, [row, 0], buf.dq.index(s * 2 + c))
             else:
-                tma_add(a.dq, [row, column], buf.dq.index(s * 2 + c))
+                tma_add(a.dq, [row, 0], buf.dq.index(s * 2 + c))
         tma.store_wait(0)
         mbarrier.arrive(buf.dq_empty.index(s), count=1)
         if a.S.deterministic:

@@ -12,7 +12,6 @@ class BackwardSpec:
     BM: int
     q_stages: int = 2
     do_stages: int = 2
-    ds_stages: int = 2
     dq_stages: int = 2
     causal: bool = False
     masked: bool = False  # some tiles are seen in part

@@ -5,11 +5,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as core
 
-# Hardware barriers; warp_specialize takes those below 8.
+# Hardware barriers; warp_specialize takes those below 6.
 DS_READY = gl.constexpr(8)  # both consumers have stored dS
 Q_EMPTY = gl.constexpr(9)  # and 10: by stage
 DO_EMPTY = gl.constexpr(11)  # and 12
 DQ_FULL = gl.constexpr(13)  # and 14
+DS_EMPTY = gl.constexpr(6)  # and 7: by consumer, the other one has read dS
 
 
 @core.builtin
