@@ -27,7 +27,7 @@ from tilewise import Quantised, attention, paged_attention
 from tilewise.backends.cpu.codegen.vector import Emit, Value, microkernel
 from tilewise.backends.cpu.gemm import amx
 from tilewise.backends.cpu.gemm.fp32 import KEYS, PANEL, gemm_keys_all
-from tilewise.quantised import QuantDtype
+from tilewise.core.storage import QuantDtype
 from tilewise.tools.bench.machine import describe
 from tilewise.tools.bench.measure import take_turns
 from tilewise.tools.bench.report import write_json

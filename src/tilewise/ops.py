@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from .core import storage
 from .core.options import as_chunk, as_split_size, as_window, to_int
 from .core.tracing import is_wrapper
 from .errors import InvalidArgument
@@ -22,7 +23,7 @@ from .quantised import Quantised
 from .state import AttentionState
 from .validation.arrays import returner, to_tensor
 
-# `left` and `right` are the window. Quantised K and V are their data, with their scales and "dtype/group" beside it.
+# `left` and `right` are the window. Quantised K and V are their data, with their scales and format beside it.
 OPTIONS = """float? scale=None, bool causal=False, SymInt? q_offset=None, Tensor? q_offsets=None, SymInt? left=None,
     SymInt? right=None, SymInt? chunk=None, Tensor? mask=None, float? softcap=None, Tensor? alibi_slopes=None,
     Tensor? sinks=None, SymInt? split_size=None, bool allow_tf32=False, bool? validate=None, str? backend=None,
@@ -134,8 +135,8 @@ def _entry(name: str) -> Any:
 def _stored(data: torch.Tensor, scales: torch.Tensor | None, stored: str | None) -> Any:
     if scales is None or stored is None:
         return data
-    dtype, _, group = stored.partition("/")
-    return Quantised(data, scales, dtype, int(group))  # type: ignore[arg-type]
+    fmt = storage.parse(stored)
+    return Quantised(data, scales, fmt.name, fmt.group)  # type: ignore[arg-type]
 
 
 def _shapes(
@@ -144,7 +145,7 @@ def _shapes(
     """`out` and `lse` of a call, with nothing in them; a tracer asks for this."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise _forward_only("q, k or v")
-    width = v.shape[-1] * 2 if v_stored is not None and v_stored.startswith("int4") else v.shape[-1]
+    width = v.shape[-1] if v_stored is None else storage.parse(v_stored).width(v.shape[-1])
     return q.new_empty((*q.shape[:-1], width)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 

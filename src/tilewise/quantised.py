@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from .core.options import is_int, to_int
+from .core.storage import GROUPS, QuantDtype, StorageFormat, quantised_names, stored_as
 from .errors import InvalidArgument
 from .validation.arrays import to_tensor
-
-QuantDtype = Literal["int8", "int4", "fp8_e4m3"]
-GROUPS = (32, 64, 128)
-STORAGE = {"int8": torch.int8, "int4": torch.uint8, "fp8_e4m3": torch.float8_e4m3fn}
-LARGEST = {"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0}
 
 
 def as_group(group: Any) -> int:
@@ -51,17 +47,16 @@ class Quantised:
     def __post_init__(self) -> None:
         for name in ("data", "scales"):
             object.__setattr__(self, name, to_tensor(name, getattr(self, name)))
-        if not isinstance(self.dtype, str) or self.dtype not in get_args(QuantDtype):
-            raise InvalidArgument("dtype", repr(self.dtype), f"one of {', '.join(get_args(QuantDtype))}")
+        _check_name(self.dtype)
         object.__setattr__(self, "group", as_group(self.group))
         for name in ("data", "scales"):
             if not getattr(self, name).ndim:
                 raise InvalidArgument(name, "shape ()", "[..., D] and its scales, rank 1 or more")
-        if self.data.dtype != STORAGE[self.dtype]:
-            raise InvalidArgument("data", self.data.dtype, f"{STORAGE[self.dtype]} for {self.dtype}")
+        if self.data.dtype != self.format.dtype:
+            raise InvalidArgument("data", self.data.dtype, f"{self.format.dtype} for {self.dtype}")
         if self.scales.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise InvalidArgument("scales", self.scales.dtype, "float32, float16 or bfloat16")
-        want = (*self.data.shape[:-1], -(-self.shape[-1] // self.group))
+        want = (*self.data.shape[:-1], self.format.scales(self.shape[-1]))
         if tuple(self.scales.shape) != want:
             raise InvalidArgument(
                 "scales", f"shape {tuple(self.scales.shape)}", f"{want}, one for each group of each row"
@@ -70,45 +65,35 @@ class Quantised:
             raise InvalidArgument("scales", f"device {self.scales.device}", f"{self.data.device}, as data")
 
     @property
+    def format(self) -> StorageFormat:
+        """Its name and group with all that follows from them."""
+        return stored_as(self.dtype, self.group)
+
+    @property
     def shape(self) -> torch.Size:
         """The shape of the tensor that this stands for."""
         *rows, width = self.data.shape
-        return torch.Size((*rows, width * 2 if self.dtype == "int4" else width))
+        return torch.Size((*rows, self.format.width(width)))
 
     @classmethod
     def from_float(cls, x: Any, dtype: QuantDtype, group: int = 64) -> Quantised:
         """Quantises `x` `[..., D]`: symmetric, round to nearest, the scale set by each group's largest magnitude."""
-        if not isinstance(dtype, str) or dtype not in LARGEST:
-            raise InvalidArgument("dtype", repr(dtype), f"one of {', '.join(LARGEST)}")
+        _check_name(dtype)
         group, x = as_group(group), to_tensor("x", x)
         if not x.ndim:
             raise InvalidArgument("x", "shape ()", "[..., D], rank 1 or more")
-        width = x.shape[-1]
-        if dtype == "int4" and width % 2:
-            raise InvalidArgument("x", f"last dim {width}", "an even size for int4", "use int8")
-        groups = -(-width // group)
-        padded = torch.nn.functional.pad(x.float(), (0, groups * group - width)).unflatten(-1, (groups, group))
-        largest = padded.abs().amax(-1)  # [..., groups]
-        scales = largest / largest.new_full((), LARGEST[dtype])  # by a plain number, torch on a GPU is off by a bit
-        steps = (padded / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).flatten(-2)[..., :width]
-        if dtype == "fp8_e4m3":
-            return cls(steps.to(torch.float8_e4m3fn), scales, dtype, group)
-        whole = steps.round().to(torch.int8)
-        if dtype == "int8":
-            return cls(whole, scales, dtype, group)
-        low, high = whole.view(torch.uint8).chunk(2, -1)
-        return cls((low & 15) | (high << 4), scales, dtype, group)
+        stored = stored_as(dtype, group)
+        if x.shape[-1] % stored.packing:
+            raise InvalidArgument("x", f"last dim {x.shape[-1]}", f"an even size for {dtype}", "use int8")
+        data, scales = stored.quantise(x)
+        assert scales is not None
+        return cls(data, scales, dtype, group)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The whole tensor at full width: for tests and for looking at it; kernels do this tile by tile."""
-        return dequantise(self.data, self.scales, self.dtype, self.group, dtype)
+        return self.format.dequantise(self.data, self.scales, dtype)
 
 
-def dequantise(
-    data: torch.Tensor, scales: torch.Tensor, dtype: str, group: int, to: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """`data * scales` of any slice of rows, in `to`."""
-    if dtype == "int4":
-        signed = data.view(torch.int8)
-        data = torch.cat([(signed << 4) >> 4, signed >> 4], -1)  # both shifts extend the sign
-    return data.to(to) * scales.to(to).repeat_interleave(group, -1)[..., : data.shape[-1]]
+def _check_name(dtype: Any) -> None:
+    if not isinstance(dtype, str) or dtype not in quantised_names():
+        raise InvalidArgument("dtype", repr(dtype), f"one of {', '.join(quantised_names())}")

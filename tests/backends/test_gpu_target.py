@@ -11,15 +11,16 @@ from problem_space import problem_of
 from tilewise.backends import hopper, triton
 from tilewise.backends.gpu import target
 from tilewise.backends.gpu.target import INTERPRETER, Target, nvidia, triton_refusal
+from tilewise.core.storage import FORMATS
 
 BACKENDS = Path(tilewise.__file__).parent / "backends"
 
 
 def problem():
-    dtypes = dict.fromkeys(("q_dtype", "k_dtype", "v_dtype"), torch.bfloat16)
+    formats = dict.fromkeys(("k_format", "v_format"), FORMATS["bf16"])
     return problem_of(
         form="dense", device=torch.device("cuda"), batch=2, heads=4, kv_heads=4, q_len=4096, kv_len=4096, head_dim=128,
-        value_dim=128, scale=0.1, q_offset=0, **dtypes,
+        value_dim=128, scale=0.1, q_offset=0, q_dtype=torch.bfloat16, **formats,
     )  # fmt: skip
 
 

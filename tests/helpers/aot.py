@@ -24,6 +24,7 @@ from tilewise.backends.triton.config import config_of
 from tilewise.backends.triton.launch import Bound
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
+from tilewise.core.storage import StorageFormat
 from tilewise.core.tensors import Tensors
 
 TYPES = {
@@ -50,22 +51,21 @@ def tensors_of(p: Problem) -> Tensors:
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def stored(width: int, dtype: torch.dtype, quant: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def stored(width: int, fmt: StorageFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
         if p.form == "paged":
             rows = (4096, p.page_size, p.kv_heads)
         else:
             rows = (1 if p.form == "varlen" else p.batch, p.kv_len, p.kv_heads)
-        columns = width if quant is None or quant.dtype != "int4" else width // 2
-        data = empty(*rows, columns, dtype=dtype).transpose(1, 2)
-        if quant is None:
+        data = empty(*rows, fmt.columns(width), dtype=fmt.dtype).transpose(1, 2)
+        if not fmt.is_quantised:
             return data, None
-        return data, empty(*rows, -(-width // quant.group), dtype=torch.float32).transpose(1, 2)
+        return data, empty(*rows, fmt.scales(width), dtype=torch.float32).transpose(1, 2)
 
     q_rows = (1, p.total_q) if p.packed_q else (p.batch, p.q_len)
     q = empty(*q_rows, p.heads, p.head_dim, dtype=p.q_dtype).transpose(1, 2)
     out = empty(*q_rows, p.heads, p.value_dim, dtype=p.q_dtype).transpose(1, 2)
-    k, k_scales = stored(p.head_dim, p.k_dtype, p.k_quant)
-    v, v_scales = stored(p.value_dim, p.v_dtype, p.v_quant)
+    k, k_scales = stored(p.head_dim, p.k_format)
+    v, v_scales = stored(p.value_dim, p.v_format)
     t = Tensors(q, k, v, out, k_scales=k_scales, v_scales=v_scales)
     if p.return_lse:
         t.lse = empty(q_rows[0], p.heads, q_rows[1], dtype=torch.float32)

@@ -8,6 +8,7 @@ import torch
 import mslsim
 from problem_space import problem_of
 from tilewise.backends.metal import device, launch
+from tilewise.core.storage import PLAIN
 
 why_not = mslsim.why_not()
 needs_simulator = pytest.mark.skipif(why_not is not None, reason=f"Metal kernels are not executed here: {why_not}")
@@ -34,7 +35,7 @@ def simulator(cores=10, change=lambda text: text, **options):
 def problem(**changes):
     sizes = {
         "form": "dense", "device": torch.device("mps"), "batch": 2, "heads": 8, "kv_heads": 8, "q_len": 512,
-        "kv_len": 512, "head_dim": 64, "value_dim": 64, "q_dtype": torch.float16, "k_dtype": torch.float16,
-        "v_dtype": torch.float16, "scale": 0.1, "q_offset": 0,
+        "kv_len": 512, "head_dim": 64, "value_dim": 64, "q_dtype": torch.float16, "k_format": PLAIN[torch.float16],
+        "v_format": PLAIN[torch.float16], "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
     return problem_of(**(sizes | changes))

@@ -254,7 +254,7 @@ def _(p, t):
 
 @reads("int4 halves swapped", "v")
 def _(p, t):
-    return replace(t, v=(t.v >> 4) | (t.v << 4)) if p.v_quant is not None and p.v_quant.dtype == "int4" else t
+    return replace(t, v=(t.v >> 4) | (t.v << 4)) if p.v_format.packing == 2 else t
 
 
 @reads("keys of the previous sequence", "q_lengths", "lengths")

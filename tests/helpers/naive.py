@@ -11,9 +11,9 @@ import torch
 
 from tilewise import Quantised
 from tilewise.core.options import Options
+from tilewise.core.storage import FLOATS
 from tilewise.core.tensors import sequences
 from tilewise.kv_cache import hadamard
-from tilewise.kv_cache.formats import PLAIN
 from tilewise.reference import attend
 from tilewise.testing.check import Mismatch, judge, largest_error, torch_errors, torch_math
 from tilewise.validation import calls
@@ -26,7 +26,7 @@ MANY = 256
 
 def stored(x, name, group=64):
     """What a cache of this type makes of rows."""
-    return x.float().to(PLAIN[name]).float() if name in PLAIN else Quantised.from_float(x, name, group).dequantise()
+    return x.float().to(FLOATS[name]).float() if name in FLOATS else Quantised.from_float(x, name, group).dequantise()
 
 
 class Row:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tilewise.core.mask_rules import MaskRules
-from tilewise.core.problem import MAX_HEAD_DIM, MaskSpec, Problem, QuantSpec
+from tilewise.core.problem import MAX_HEAD_DIM, MaskSpec, Problem
+from tilewise.core.storage import PLAIN, StorageFormat, stored_as
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 WIDTHS = (1, 16, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512, 576)
@@ -37,8 +38,8 @@ def draw(chance: random.Random) -> Problem:
     D = chance.choice((*WIDTHS, chance.randint(1, MAX_HEAD_DIM)))
     Dv = D if maybe(0.7) else chance.choice((*WIDTHS, chance.randint(1, MAX_HEAD_DIM)))
     q_dtype = chance.choice((F32, F16, BF16, BF16))
-    k_dtype, k_quant = _stored(chance, q_dtype, D)
-    v_dtype, v_quant = (k_dtype, k_quant) if maybe(0.7) and Dv % 2 == D % 2 else _stored(chance, q_dtype, Dv)
+    k_format = _stored(chance, q_dtype, D)
+    v_format = k_format if maybe(0.7) and Dv % 2 == D % 2 else _stored(chance, q_dtype, Dv)
     batch, kv_heads = chance.choice((1, 2, 5, 64)), chance.choice((1, 2, 4, 8))
     heads = kv_heads * chance.choice(GROUPS)
     q_len = chance.choice((1, 1, 1, 2, 3, 4, 5, 8, 12, 16, 17, 33, 512, 4096))
@@ -62,11 +63,9 @@ def draw(chance: random.Random) -> Problem:
         head_dim=D,
         value_dim=Dv,
         q_dtype=q_dtype,
-        k_dtype=k_dtype,
-        v_dtype=v_dtype,
+        k_format=k_format,
+        v_format=v_format,
         scale=chance.choice((0.1, 0.1, 1.0, -0.5)),
-        k_quant=k_quant,
-        v_quant=v_quant,
         packed_q=packed,
         total_q=batch * q_len if packed else 0,
         page_size=page_size,
@@ -86,14 +85,13 @@ def draw(chance: random.Random) -> Problem:
     )
 
 
-def _stored(chance: random.Random, q_dtype: torch.dtype, width: int) -> tuple[torch.dtype, QuantSpec | None]:
-    """The dtype of K or V, as memory holds it, and its quantisation."""
+def _stored(chance: random.Random, q_dtype: torch.dtype, width: int) -> StorageFormat:
+    """How K or V is stored."""
     kind = chance.choice(("same", "same", "same", "f16", "bf16", "int8", "fp8_e4m3", "int4"))
     if kind == "int4" and width % 2:
         kind = "int8"
     if kind == "same":
-        return q_dtype, None
+        return PLAIN[q_dtype]
     if kind in ("f16", "bf16"):
-        return {"f16": F16, "bf16": BF16}[kind], None
-    dtype = torch.int8 if kind == "int8" else torch.uint8
-    return dtype, QuantSpec(kind, chance.choice((32, 64, 128)))
+        return stored_as(kind)
+    return stored_as(kind, chance.choice((32, 64, 128)))

@@ -66,8 +66,8 @@ class Plan:
         rows = f"{p.total_q} packed rows" if p.packed_q else f"Lq {p.q_len}"
         pages = f", pages of {p.page_size}" if p.page_size else ""
         stored = [_dtype(p.q_dtype)]
-        for name, dtype, quant in (("k", p.k_dtype, p.k_quant), ("v", p.v_dtype, p.v_quant)):
-            word = _dtype(dtype) if quant is None else f"{quant.dtype}/{quant.group}"
+        for name, fmt in (("k", p.k_format), ("v", p.v_format)):
+            word = str(fmt) if fmt.is_quantised else _dtype(fmt.dtype)
             if word != stored[0]:
                 stored.append(f"{name} {word}")
         lines = [

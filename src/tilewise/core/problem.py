@@ -11,12 +11,14 @@ One with `grads` is the backward pass of the call that it else describes.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from .mask_rules import NO_RULES, MaskRules, Offset, Window
+from .storage import StorageFormat
 
 Form = Literal["dense", "varlen", "paged"]
 MAX_HEAD_DIM = 576
@@ -36,14 +38,6 @@ class MaskSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantSpec:
-    """How a K or V tensor is stored: `int8`, `int4` or `fp8_e4m3`, one scale for every `group` elements of a row."""
-
-    dtype: str
-    group: int
-
-
-@dataclass(frozen=True, slots=True)
 class Problem:
     """One attention call: sizes, dtypes and options. See the module's text for the form of the tensors."""
 
@@ -57,11 +51,9 @@ class Problem:
     head_dim: int
     value_dim: int
     q_dtype: torch.dtype
-    k_dtype: torch.dtype
-    v_dtype: torch.dtype
+    k_format: StorageFormat
+    v_format: StorageFormat
     scale: float
-    k_quant: QuantSpec | None = None
-    v_quant: QuantSpec | None = None
     packed_q: bool = False
     total_q: int = 0  # rows of a packed q
     page_size: int = 0
@@ -79,6 +71,20 @@ class Problem:
     grads: tuple[str, ...] = ()  # the gradients that are asked for, of `GRADS`; none: a forward call
     dlse: bool = False  # backward: a gradient of `lse` comes in too
     deterministic: bool = True  # backward: the same bits each time
+
+    @property
+    def k_dtype(self) -> torch.dtype:
+        """Of K's stored numbers."""
+        return self.k_format.dtype
+
+    @property
+    def v_dtype(self) -> torch.dtype:
+        return self.v_format.dtype
+
+    def unread(self, names: Collection[str]) -> str | None:
+        """Why a backend that reads the formats `names` cannot serve K or V; None if it can."""
+        other = [f"{x} in {fmt}" for x, fmt in (("k", self.k_format), ("v", self.v_format)) if fmt.name not in names]
+        return f"it cannot read {' and '.join(other)}" if other else None
 
     @property
     def group(self) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quantised import dequantise
-from .problem import GRADS, Problem, QuantSpec
+from .problem import GRADS, Problem
+from .storage import StorageFormat
 from .tile_map import TileMap
 
 
@@ -17,7 +17,7 @@ class Tensors:
     """What a backend reads and writes: strided views with a unit stride in the last dim, none expanded in memory."""
 
     q: torch.Tensor  # [B, H, Lq, D] or, packed, [1, H, T, D]
-    k: torch.Tensor  # [B, Hkv, Lk, D], [1, Hkv, T, D] or pages [P, Hkv, page_size, D]; int4: D // 2 bytes
+    k: torch.Tensor  # [B, Hkv, Lk, D], [1, Hkv, T, D] or pages [P, Hkv, page_size, D]; packed: fewer columns
     v: torch.Tensor  # likewise with Dv
     out: torch.Tensor  # as q, with Dv
     lse: torch.Tensor | None = None  # float32, as q without its last dim
@@ -115,11 +115,11 @@ class Sequence:
 
     def keys(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:  # [Hkv, n, D]
         t = self.tensors
-        return self._widened(t.k, t.k_scales, self.problem.k_quant, start, end, dtype)
+        return self._widened(t.k, t.k_scales, self.problem.k_format, start, end, dtype)
 
     def values(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:  # [Hkv, n, Dv]
         t = self.tensors
-        return self._widened(t.v, t.v_scales, self.problem.v_quant, start, end, dtype)
+        return self._widened(t.v, t.v_scales, self.problem.v_format, start, end, dtype)
 
     def mask(self, rows: slice, cols: slice) -> torch.Tensor | None:  # [H, n, m]
         mask = self.tensors.mask
@@ -129,15 +129,13 @@ class Sequence:
         self,
         x: torch.Tensor,
         scales: torch.Tensor | None,
-        quant: QuantSpec | None,
+        stored: StorageFormat,
         start: int,
         end: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        data = self._rows(x, start, end)
-        if quant is None or scales is None:
-            return data.to(dtype)
-        return dequantise(data, self._rows(scales, start, end), quant.dtype, quant.group, dtype)
+        own = None if scales is None else self._rows(scales, start, end)
+        return stored.dequantise(self._rows(x, start, end), own, dtype)
 
     def _rows(self, x: torch.Tensor, start: int, end: int) -> torch.Tensor:
         """Rows `start..end` of this sequence's K or V (or their scales): `[Hkv, n, ...]`."""

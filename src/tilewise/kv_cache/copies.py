@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from .serialization.save import as_bits, held_pages, held_rows, stores
+from ..core.storage import as_bytes
+from .serialization.save import held_pages, held_rows, stores
 
 if TYPE_CHECKING:
     from .contiguous import KVCache
@@ -36,7 +37,7 @@ def deep(cache: Cache, memo: dict[int, Any]) -> Cache:
 
 def _state(cache: Any, held: dict[str, torch.Tensor]) -> dict[str, Any]:
     state = {name: value for name, value in _own(cache).items() if name not in ("_k", "_v")}
-    bits = {name: as_bits(x) for name, x in held.items()}  # torch cannot unpickle float8
+    bits = {name: as_bytes(x) for name, x in held.items()}  # torch cannot unpickle float8
     return state | {"device": str(cache.device), "held": bits}
 
 
@@ -58,7 +59,7 @@ def set_rows(cache: KVCache, state: dict[str, Any]) -> None:
     cache._length, cache._first = cache._length.copy(), cache._first.copy()
     for name, x in stores(cache):
         part = held[name].to(cache.device)
-        as_bits(x)[:, :, : part.shape[2]] = part
+        as_bytes(x)[:, :, : part.shape[2]] = part
     cache._set_up()
 
 
@@ -72,5 +73,5 @@ def set_pages(cache: PagedKVCache, state: dict[str, Any]) -> None:
     at = torch.from_numpy(state["pages"])
     held = _begin(cache, {name: value for name, value in state.items() if name != "pages"})
     for name, x in stores(cache):
-        as_bits(x)[:, at.to(cache.device)] = held[name].to(cache.device)
+        as_bytes(x)[:, at.to(cache.device)] = held[name].to(cache.device)
     cache._set_up()

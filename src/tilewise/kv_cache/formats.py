@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from ..core.dtypes import FLOATS, short_name
 from ..core.problem import MAX_HEAD_DIM
+from ..core.storage import FORMATS, StorageFormat, as_bytes, short_name, stored_as
 from ..errors import InvalidArgument
-from ..quantised import STORAGE, QuantDtype, Quantised, as_group
+from ..quantised import Quantised, as_group
 from .integers import integer
 
-PLAIN = FLOATS
-QUANTISED: tuple[str, ...] = get_args(QuantDtype)
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The storage of a row of `width` elements: `name` is a plain type or one of `Quantised`, in groups of `group`.
+    """A row of `width` elements in the storage format `name`, in groups of `group` if it is a quantised one.
 
     >>> Format.of("dtype", "int4", 32, 128).bytes
     80
@@ -39,14 +37,17 @@ class Format:
             dtype = torch.get_default_dtype()
             dtype = torch.float32 if dtype == torch.float64 else dtype
         name = short_name(dtype)
-        if not isinstance(name, str) or (name not in PLAIN and name not in QUANTISED):
-            raise InvalidArgument(argument, repr(dtype), f"one of {', '.join((*PLAIN, *QUANTISED))} or their dtype")
-        group = as_group(group)
-        if name in PLAIN:
-            return cls(name, width)
-        if name == "int4" and width % 2:
-            raise InvalidArgument(argument, f"'int4' of {width} elements", "an even head dim for int4", "use 'int8'")
-        return cls(name, width, group)
+        if not isinstance(name, str) or name not in FORMATS:
+            raise InvalidArgument(argument, repr(dtype), f"one of {', '.join(FORMATS)} or their dtype")
+        stored = stored_as(name, as_group(group))
+        if width % stored.packing:
+            given, remedy = f"{name!r} of {width} elements", "use 'int8'"
+            raise InvalidArgument(argument, given, f"an even head dim for {name}", remedy)
+        return cls(name, width, stored.group)
+
+    @property
+    def storage(self) -> StorageFormat:
+        return stored_as(self.name, self.group)
 
     @property
     def is_quantised(self) -> bool:
@@ -55,17 +56,17 @@ class Format:
     @property
     def dtype(self) -> torch.dtype:
         """Of the data."""
-        return STORAGE[self.name] if self.is_quantised else PLAIN[self.name]
+        return self.storage.dtype
 
     @property
     def columns(self) -> int:
         """Elements of data in a row."""
-        return self.width // 2 if self.name == "int4" else self.width
+        return self.storage.columns(self.width)
 
     @property
     def scales(self) -> int:
         """Scales of a row."""
-        return -(-self.width // self.group) if self.is_quantised else 0
+        return self.storage.scales(self.width)
 
     @property
     def bytes(self) -> int:
@@ -99,22 +100,19 @@ class Store:
 
     def floats(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """All of it at full width: for looking at it."""
-        operand = self.operand()
-        return operand.dequantise(dtype) if isinstance(operand, Quantised) else operand.to(dtype)
+        return self.format.storage.dequantise(self.data, self.scales, dtype)
 
     def assign(self, index: Any, x: torch.Tensor) -> None:
         """Stores `x` `[..., width]` where `index` says, in plain torch: for devices that have no kernel."""
-        if self.scales is None:
-            self.data[index] = x.to(self.data.dtype)
-            return
-        rows = Quantised.from_float(x, self.format.name, self.format.group)  # type: ignore[arg-type]
-        self.data[index], self.scales[index] = rows.data, rows.scales
+        self.data[index], scales = self.format.storage.quantise(x)
+        if self.scales is not None and scales is not None:
+            self.scales[index] = scales
 
     def copy(self, index: Any, source: Any) -> None:
         """Rows `source` to `index`, as they are stored."""
         for x in (self.data, self.scales):
             if x is not None:
-                bits = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x  # torch indexes few float8 ops
+                bits = as_bytes(x)
                 bits[index] = bits[source]
 
     @property

@@ -16,8 +16,8 @@ import torch
 
 from .. import api
 from ..alibi import alibi_slopes
-from ..core.dtypes import FLOATS
 from ..core.options import Options
+from ..core.storage import FLOATS, parse
 from ..core.tile_map import TileMap
 from ..quantised import Quantised
 from ..validation import calls
@@ -233,8 +233,8 @@ class _Maker:
             if slack is not None:
                 x[slack] = self.slack
             return x.to(self.device)
-        dtype, group = kind.split("/")
-        packed = Quantised.from_float(x, dtype, int(group))  # type: ignore[arg-type]
+        fmt = parse(kind)
+        packed = Quantised.from_float(x, fmt.name, fmt.group)  # type: ignore[arg-type]
         if slack is not None:
             packed.scales[slack] = self.slack
         return Quantised(packed.data.to(self.device), packed.scales.to(self.device), packed.dtype, packed.group)

@@ -9,8 +9,8 @@ import torch
 
 from .. import Plan, TileMap
 from ..core import cost
-from ..core.dtypes import FLOATS
 from ..core.options import Options
+from ..core.storage import FLOATS
 from ..dispatch import planner
 from ..errors import InvalidArgument
 from ..validation import calls

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from ..core.problem import MAX_HEAD_DIM, MaskSpec, QuantSpec
+from ..core.problem import MAX_HEAD_DIM, MaskSpec
+from ..core.storage import PLAIN, StorageFormat
 from ..errors import InvalidArgument
 from ..quantised import Quantised
 from .arrays import to_tensor
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = tuple(PLAIN)
 
 
 def cast_to_float32(name: str, x: Any) -> str:
@@ -31,7 +32,7 @@ class Operand:
 
     data: torch.Tensor
     scales: torch.Tensor | None
-    quant: QuantSpec | None
+    format: StorageFormat
     width: int  # D or Dv
 
 
@@ -94,9 +95,9 @@ class Checker:
             scales = self.unit_stride(
                 f"{name}.scales", self.view_of(self.plain(f"{name}.scales", x.scales, form), form)
             )
-            quant, width = QuantSpec(x.dtype, x.group), x.shape[-1]
+            stored, width = x.format, x.shape[-1]
         else:
-            data, scales, quant = self.plain(name, x, form), None, None
+            data, scales = self.plain(name, x, form), None
             width = data.shape[-1]
             if data.dtype not in FLOATS:
                 remedy = cast_to_float32(name, x) or "narrower types go into tilewise.Quantised with their scales"
@@ -105,8 +106,9 @@ class Checker:
                 raise InvalidArgument(
                     name, data.dtype, f"no wider than q's {self.q.dtype}", f"convert q to {data.dtype}"
                 )
+            stored = PLAIN[data.dtype]
         self.head_width(name, width)
-        return Operand(self.unit_stride(name, self.view_of(data, form)), scales, quant, width)
+        return Operand(self.unit_stride(name, self.view_of(data, form)), scales, stored, width)
 
     def view_of(self, x: torch.Tensor, form: str) -> torch.Tensor:
         if form.startswith("[T,"):

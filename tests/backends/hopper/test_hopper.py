@@ -16,7 +16,8 @@ from tilewise.backends.gpu import target
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd import config, launch
 from tilewise.core.plan import Plan
-from tilewise.core.problem import MaskSpec, QuantSpec
+from tilewise.core.problem import MaskSpec
+from tilewise.core.storage import FORMATS
 from tilewise.core.tensors import Tensors
 from tilewise.dispatch import planner
 
@@ -26,8 +27,8 @@ SHARED = 227 << 10
 def problem(D=128, Dv=0, **changes):
     sizes = {
         "form": "dense", "device": torch.device("cuda"), "batch": 4, "heads": 16, "kv_heads": 4, "q_len": 4096,
-        "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": torch.bfloat16, "k_dtype": torch.bfloat16,
-        "v_dtype": torch.bfloat16, "scale": 0.1, "q_offset": 0,
+        "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": torch.bfloat16, "k_format": FORMATS["bf16"],
+        "v_format": FORMATS["bf16"], "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
     return problem_of(**(sizes | changes))
 
@@ -45,15 +46,14 @@ def test_only_a_tested_triton_will_do(monkeypatch):
     assert hopper.supports(problem()) == "runs on Hopper GPUs"
 
 
-INT8 = QuantSpec("int8", 64)
 REFUSED = {
-    "float": {"q_dtype": torch.float32, "k_dtype": torch.float32, "v_dtype": torch.float32},
-    "alike": {"v_dtype": torch.float16},
+    "float": {"q_dtype": torch.float32, "k_format": FORMATS["f32"], "v_format": FORMATS["f32"]},
+    "alike": {"v_format": FORMATS["f16"]},
     "pages": {"form": "paged", "page_size": 16},
     "16 bytes": {"aligned": False},
     "positive": {"scale": -0.5},
     "512": {"head_dim": 576},
-    "all alike": {"k_dtype": torch.int8, "v_dtype": torch.int8, "k_quant": INT8, "v_quant": INT8},
+    "all alike": {"k_format": FORMATS["int8"], "v_format": FORMATS["int8"]},
 }
 
 

@@ -13,6 +13,7 @@ from aot import SHARED
 from hopper_aot import kernels_of
 from problem_space import problem_of
 from tilewise.core.problem import MaskSpec
+from tilewise.core.storage import PLAIN
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -20,8 +21,8 @@ F16, BF16 = torch.float16, torch.bfloat16
 def problem(D=128, Dv=0, dtype=BF16, **changes):
     sizes = {
         "form": "dense", "device": torch.device("cuda"), "batch": 4, "heads": 16, "kv_heads": 4, "q_len": 4096,
-        "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": dtype, "k_dtype": dtype, "v_dtype": dtype,
-        "scale": 0.1, "q_offset": 0,
+        "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": dtype, "k_format": PLAIN[dtype],
+        "v_format": PLAIN[dtype], "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
     return problem_of(**(sizes | changes))
 

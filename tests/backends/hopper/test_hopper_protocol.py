@@ -8,14 +8,15 @@ import torch
 from hopper_machine import Machine, random_works
 from problem_space import problem_of
 from tilewise.backends.hopper.fwd import config
+from tilewise.core.storage import FORMATS
 
 
 def launch(D, Dv=0, length=4096, causal=False):
     """The launch that the heuristics choose, as arguments of a `Machine`."""
     p = problem_of(
         form="dense", device=torch.device("cuda"), batch=1, heads=1, kv_heads=1, q_len=length, kv_len=length,
-        head_dim=D, value_dim=Dv or D, q_dtype=torch.bfloat16, k_dtype=torch.bfloat16, v_dtype=torch.bfloat16,
-        scale=1.0, causal=causal,
+        head_dim=D, value_dim=Dv or D, q_dtype=torch.bfloat16, k_format=FORMATS["bf16"],
+        v_format=FORMATS["bf16"], scale=1.0, causal=causal,
     )  # fmt: skip
     c = config.config_of(p)
     s = config.spec(p, c)

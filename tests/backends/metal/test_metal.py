@@ -15,8 +15,7 @@ from metal_sim import needs_simulator, problem, simulator
 from mslsim.lint import lint
 from strategies import cases
 from tilewise.backends.metal import config, launch, text
-from tilewise.backends.metal.spec import KINDS
-from tilewise.core.problem import QuantSpec
+from tilewise.core.storage import PLAIN, quantised_names, stored_as
 from tilewise.core.tensors import Tensors
 from tilewise.errors import Unsupported
 from tilewise.testing.case import Case, Inputs, make
@@ -88,9 +87,9 @@ def every_text():
         for q_len in (1, 8, 64):
             p = problem(head_dim=width, value_dim=width, q_len=q_len, heads=8, kv_heads=2)
             yield p, config.config_of(p, 10)
-    for dtype, kind, q_len in product(FLOATS, (None, *KINDS), (1, 64)):
-        quant = None if kind is None else QuantSpec(kind, 32)
-        p = problem(q_dtype=dtype, k_dtype=dtype, v_dtype=dtype, k_quant=quant, v_quant=quant, q_len=q_len)
+    for dtype, kind, q_len in product(FLOATS, (None, *quantised_names()), (1, 64)):
+        fmt = PLAIN[dtype] if kind is None else stored_as(kind, 32)
+        p = problem(q_dtype=dtype, k_format=fmt, v_format=fmt, q_len=q_len)
         yield p, config.config_of(p, 10)
 
 

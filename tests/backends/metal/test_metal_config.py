@@ -7,7 +7,8 @@ from metal_sim import problem
 from tilewise.backends import metal as backend
 from tilewise.backends.metal import config, device, launch, params
 from tilewise.backends.metal.spec import Config, Operand, operand, padded
-from tilewise.core.problem import MaskSpec, QuantSpec
+from tilewise.core.problem import MaskSpec
+from tilewise.core.storage import stored_as
 from tilewise.dispatch import planner
 
 
@@ -131,9 +132,9 @@ def test_columns_are_filled_up_to_few_sizes():
         256,
         576,
     ]
-    assert operand(96, torch.float16, None, None).slice == 32
-    assert operand(80, torch.int8, QuantSpec("int8", 32), torch.bfloat16) == Operand("int8_t", "INT8", "bfloat", 96)
-    assert operand(64, torch.uint8, QuantSpec("fp8_e4m3", 32), None).type == "uint8_t"
+    assert operand(96, stored_as("f16"), None).slice == 32
+    assert operand(80, stored_as("int8", 32), torch.bfloat16) == Operand("int8_t", "INT8", "bfloat", 96)
+    assert operand(64, stored_as("fp8_e4m3", 32), None).type == "uint8_t"
 
 
 def test_workspace_is_what_the_plan_says():

@@ -14,7 +14,8 @@ import torch
 
 from problem_space import changed, problem_of
 from tilewise.backends import triton as backend
-from tilewise.core.problem import MaskSpec, QuantSpec
+from tilewise.core.problem import MaskSpec
+from tilewise.core.storage import PLAIN, stored_as
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
@@ -168,8 +169,8 @@ def test_scale_groups_beside_one_another_in_the_interpreter():
 def problem(**changes):
     sizes = {
         "form": "dense", "device": torch.device("cuda"), "batch": 2, "heads": 8, "kv_heads": 8, "q_len": 512,
-        "kv_len": 512, "head_dim": 64, "value_dim": 64, "q_dtype": torch.float16, "k_dtype": torch.float16,
-        "v_dtype": torch.float16, "scale": 0.1, "q_offset": 0,
+        "kv_len": 512, "head_dim": 64, "value_dim": 64, "q_dtype": torch.float16, "k_format": PLAIN[torch.float16],
+        "v_format": PLAIN[torch.float16], "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
     return problem_of(**(sizes | changes))
 
@@ -193,8 +194,7 @@ def test_chunks_cover_with_little_padding(columns, least, want):
 def test_every_chunk_of_a_quantised_head_lies_in_one_group():
     for kind, width in (("int8", 72), ("int8", 128), ("int4", 128), ("int4", 256), ("fp8_e4m3", 576)):
         for group in (32, 64, 128):
-            quant = QuantSpec(kind, group)
-            op = operands.operand(problem(), width, torch.int8, quant, True, BM=16)
+            op = operands.operand(problem(), width, stored_as(kind, group), True, BM=16)
             if not op.factored:
                 continue
             for part in range(op.parts):
@@ -214,9 +214,9 @@ def test_types_that_meet_lose_nothing():
         (f32, f16, "f32"),
         (bf16, bf16, "bf16"),
     ):
-        assert operands.operand(problem(q_dtype=q), 64, k, None, True).work == want
-    assert operands.operand(problem(q_dtype=f32), 64, f32, None, True).precision == "bf16x6"
-    assert operands.operand(problem(q_dtype=f32, allow_tf32=True), 64, f32, None, True).precision == "tf32"
+        assert operands.operand(problem(q_dtype=q), 64, PLAIN[k], True).work == want
+    assert operands.operand(problem(q_dtype=f32), 64, PLAIN[f32], True).precision == "bf16x6"
+    assert operands.operand(problem(q_dtype=f32, allow_tf32=True), 64, PLAIN[f32], True).precision == "tf32"
 
 
 @pytest.mark.parametrize(
@@ -236,12 +236,12 @@ def test_split_size_fixes_the_splits_whatever_the_batch():
     assert config.config_of(long, nvidia(90)).splits == 1
 
 
-@pytest.mark.parametrize("quant", [None, QuantSpec("int8", 64), QuantSpec("int4", 64)])
+@pytest.mark.parametrize("stored", ["f16", "int8", "int4"])
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("q_offset", ["end", 99])
-def test_split_size_fixes_the_tiles_whatever_the_batch(quant, page_size, q_offset):
+def test_split_size_fixes_the_tiles_whatever_the_batch(stored, page_size, q_offset):
     """Alone, where the query stands behind all keys, and in a large batch with a longer sequence."""
-    kind = {} if quant is None else {"k_dtype": torch.int8, "v_dtype": torch.int8, "k_quant": quant, "v_quant": quant}
+    kind = dict.fromkeys(("k_format", "v_format"), stored_as(stored, 64))
     form = {"form": "paged", "page_size": page_size} if page_size else {}
     alone = problem(batch=1, q_len=1, kv_len=100, q_offset=q_offset, causal=True, split_size=512, **kind, **form)
     beside = replace(alone, batch=64, kv_len=4096)
@@ -281,14 +281,14 @@ def test_short_calls_merge_their_splits_themselves():
 
 
 def test_narrow_caches_are_read_in_pairs_where_that_can_be():
-    int4, int8 = QuantSpec("int4", 128), QuantSpec("int8", 32)
-    one = problem(q_len=1, head_dim=128, value_dim=128, k_dtype=torch.uint8, k_quant=int4)
+    int4, int8 = stored_as("int4", 128), stored_as("int8", 32)
+    one = problem(q_len=1, head_dim=128, value_dim=128, k_format=int4)
     for p, BM, pairs, want in ((one, 16, True, 2), (one, 64, True, 1), (one, 16, False, 1)):
-        op = operands.operand(p, 128, torch.uint8, int4, True, BM, nvidia(90), pairs)
+        op = operands.operand(p, 128, int4, True, BM, nvidia(90), pairs)
         assert (op.unit, op.columns, op.widths) == (want, 64 // want, (64 // want,))
         columns = sorted(op.start(0, part) + op.unit * n for part in range(op.parts) for n in range(op.widths[0]))
         assert columns == list(range(128)), "every column once"
-    assert operands.operand(one, 64, torch.int8, int8, True, 16, nvidia(90), True).unit == 1, "groups of 32"
+    assert operands.operand(one, 64, int8, True, 16, nvidia(90), True).unit == 1, "groups of 32"
 
 
 def paged(page, **changes):
@@ -296,8 +296,7 @@ def paged(page, **changes):
 
 
 def stored(kind, group=64, **changes):
-    dtype, quant = torch.int8 if kind == "int8" else torch.uint8, QuantSpec(kind, group)
-    return {"k_dtype": dtype, "v_dtype": dtype, "k_quant": quant, "v_quant": quant, "q_len": 1} | changes
+    return dict.fromkeys(("k_format", "v_format"), stored_as(kind, group)) | {"q_len": 1} | changes
 
 
 @pytest.mark.parametrize(
@@ -414,10 +413,8 @@ def test_sums_wait_for_the_end_where_no_tile_is_done_twice():
 
 
 def test_int4_keys_are_biased_where_no_tile_is_done_twice_and_sums_are_short():
-    int4 = QuantSpec("int4", 128)
-    one = problem(
-        q_len=1, head_dim=128, value_dim=128, k_dtype=torch.uint8, k_quant=int4, v_dtype=torch.uint8, v_quant=int4
-    )
+    int4 = stored_as("int4", 128)
+    one = problem(q_len=1, head_dim=128, value_dim=128, k_format=int4, v_format=int4)
     for p, arch, pairs, want in ((one, 90, True, True), (one, 0, True, True), (one, 90, False, False),
                                  (changed(one, q_len=3, causal=True), 90, True, False),
                                  (replace(one, head_dim=256), 90, True, False),

@@ -16,7 +16,8 @@ if sys.platform != "linux":
 
 from aot import SHARED, TOOLS, attend_of, helpers_of
 from problem_space import problem_of
-from tilewise.core.problem import MaskSpec, QuantSpec
+from tilewise.core.problem import MaskSpec
+from tilewise.core.storage import PLAIN, stored_as
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -24,8 +25,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 def problem(D=128, Dv=0, dtype=BF16, kv=None, **changes):
     sizes = {
         "form": "dense", "device": torch.device("cuda"), "batch": 4, "heads": 16, "kv_heads": 4, "q_len": 4096,
-        "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": dtype, "k_dtype": kv or dtype,
-        "v_dtype": kv or dtype, "scale": 0.1, "q_offset": 0,
+        "kv_len": 4096, "head_dim": D, "value_dim": Dv or D, "q_dtype": dtype, "k_format": PLAIN[kv or dtype],
+        "v_format": PLAIN[kv or dtype], "scale": 0.1, "q_offset": 0,
     }  # fmt: skip
     return problem_of(**(sizes | changes))
 
@@ -45,8 +46,7 @@ ALL = {
 
 
 def quantised(kind, group):
-    dtype = torch.int8 if kind == "int8" else torch.uint8
-    return {"k_dtype": dtype, "v_dtype": dtype, "k_quant": QuantSpec(kind, group), "v_quant": QuantSpec(kind, group)}
+    return dict.fromkeys(("k_format", "v_format"), stored_as(kind, group))
 
 
 NARROW = ("fp8_e4m3", "int8", "int4")

@@ -14,7 +14,11 @@ from ...core.tensors import Shared, Tensors
 def supports(problem: Problem) -> str | None:
     if problem.device.type != "cpu":
         return OtherDevice(f"the tensors are on {problem.device.type}")
-    return unusable()
+    if (reason := unusable()) is not None:
+        return reason
+    from .codegen.vector import CODES
+
+    return problem.unread(CODES)
 
 
 @cache

@@ -97,7 +97,7 @@ def prefetch_distance(p: Problem) -> int:
     """0 if all that is read stays in the second-level cache."""
     if bytes_read(p) <= second_level_cache():
         return 0
-    if p.k_quant is not None and p.k_quant.dtype in ("int8", "int4"):
+    if p.k_format.is_integer:
         return PREFETCH_BYTE_KEYS
     return PREFETCH_PAGED_KEYS if p.page_size else PREFETCH_KEYS
 

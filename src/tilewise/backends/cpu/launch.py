@@ -11,6 +11,7 @@ import torch
 
 from ...core.plan import Plan
 from ...core.problem import Problem
+from ...core.storage import PLAIN
 from ...core.tensors import Tensors
 from . import compiler, config
 from .codegen.vector import CODES, W
@@ -21,7 +22,6 @@ from .scratch import DIRECT_ROWS, total
 from .threads import pool
 
 FLOATS = {torch.float32: CODES["f32"], torch.float16: CODES["f16"], torch.bfloat16: CODES["bf16"]}
-KINDS = {code: kind for kind, code in CODES.items()}
 SPLIT_BYTES = 256 * 1024  # of all rows of a KV head: four parts for each thread take a MiB of it
 
 
@@ -58,8 +58,7 @@ def prepare(problem: Problem) -> Plan:
 
 
 def make_launch(p: Problem, threads: int) -> Launch:
-    k_code, v_code = (CODES[quant.dtype] if quant else FLOATS[dtype] for dtype, quant in _stored(p))
-    parts = _parts(p, k_code, v_code)
+    parts = _parts(p)
     most = 768 if parts else 384  # laying K and V into tiles takes more than packing V
     rows = config.tile_rows(p.group, p.head_dim, p.value_dim, config.second_level_cache(), most)
     if not p.packed_q:
@@ -88,12 +87,12 @@ def make_launch(p: Problem, threads: int) -> Launch:
     left, right = p.window
     numbers = {
         "q_code": FLOATS[p.q_dtype],
-        "k_code": k_code,
-        "v_code": v_code,
-        "k_group": p.k_quant.group if p.k_quant else 1,
-        "v_group": p.v_quant.group if p.v_quant else 1,
-        "k_row": _bytes(p.head_dim, k_code),
-        "v_row": _bytes(p.value_dim, v_code),
+        "k_code": CODES[p.k_format.name],
+        "v_code": CODES[p.v_format.name],
+        "k_group": p.k_format.group or 1,
+        "v_group": p.v_format.group or 1,
+        "k_row": p.k_format.columns(p.head_dim) * p.k_dtype.itemsize,
+        "v_row": p.v_format.columns(p.value_dim) * p.v_dtype.itemsize,
         "mask_code": 0 if p.mask is None else MASK_BOOL if p.mask.is_bool else FLOATS[p.mask.dtype],
         "page": p.page_size,
         "batch": p.batch,
@@ -119,21 +118,21 @@ def make_launch(p: Problem, threads: int) -> Launch:
     if not direct and not parts:
         numbers["prefill"] = compiler.function("prefill")
     if parts:
-        numbers["prefill_amx"] = compiler.function(f"prefill_amx {KINDS[k_code]}")
+        numbers["prefill_amx"] = compiler.function(f"prefill_amx {p.k_format.name}")
         numbers["tile_config"] = amx.TILE_CONFIG.ctypes.data
     if p.packed_q or direct:
         names = {"decode": "decode", "qk_f32": "qk f32", "pv_f32": "pv f32"}
         # Rows are read straight from the cache if they are whole vectors.
-        if p.head_dim % (W * (2 if k_code == CODES["int4"] else 1)) == 0:
-            names["qk"] = f"qk {KINDS[k_code]}"
-        if p.value_dim % (W * (2 if v_code == CODES["int4"] else 1)) == 0:
-            names["pv"] = f"pv {KINDS[v_code]}"
-        if _tiles_serve(p, k_code, v_code):
+        if p.head_dim % (W * p.k_format.packing) == 0:
+            names["qk"] = f"qk {p.k_format.name}"
+        if p.value_dim % (W * p.v_format.packing) == 0:
+            names["pv"] = f"pv {p.v_format.name}"
+        if _tiles_serve(p):
             names |= {"amx_qk": "amx_qk", "amx_pv": "amx_pv"}
-        if gemv_vnni.serves(KINDS[k_code], p.head_dim, numbers["k_group"]):
-            names["vnni_qk"] = f"vnni_qk {KINDS[k_code]}"
-        if gemv_vnni.serves(KINDS[v_code], p.value_dim, numbers["v_group"]):
-            names["vnni_pv"] = f"vnni_pv {KINDS[v_code]}"
+        if gemv_vnni.serves(p.k_format.name, p.head_dim, numbers["k_group"]):
+            names["vnni_qk"] = f"vnni_qk {p.k_format.name}"
+        if gemv_vnni.serves(p.v_format.name, p.value_dim, numbers["v_group"]):
+            names["vnni_pv"] = f"vnni_pv {p.v_format.name}"
         numbers |= {name: compiler.function(what) for name, what in names.items()}
     params = np.zeros(NUMBERS, dtype=np.int64)
     for name, value in numbers.items():
@@ -149,26 +148,17 @@ def make_launch(p: Problem, threads: int) -> Launch:
     return Launch(own, threads, scratch, most, numbers["partial_bytes"], bool(parts), work_items)
 
 
-def _parts(p: Problem, k_code: int, v_code: int) -> int:
+def _parts(p: Problem) -> int:
     """bf16 parts of a number, if matrix tiles are used, else 0."""
-    if p.group * p.q_len <= DIRECT_ROWS or not FLOATS[p.q_dtype] == k_code == v_code or not amx.usable():
+    if p.group * p.q_len <= DIRECT_ROWS or not PLAIN[p.q_dtype] == p.k_format == p.v_format or not amx.usable():
         return 0
-    return amx.PARTS.get(KINDS[k_code], 0)
+    return amx.PARTS.get(p.k_format.name, 0)
 
 
-def _tiles_serve(p: Problem, k_code: int, v_code: int) -> bool:
+def _tiles_serve(p: Problem) -> bool:
     """Whether decode goes through matrix tiles: all bf16, rows of whole tiles."""
     whole = p.head_dim % amx.BLOCK == 0 and p.value_dim % amx.BLOCK == 0
-    return whole and FLOATS[p.q_dtype] == k_code == v_code == CODES["bf16"] and amx.usable()
-
-
-def _bytes(width: int, code: int) -> int:
-    """Bytes of a row of K or V."""
-    return width * {"f32": 8, "f16": 4, "bf16": 4, "int4": 1}.get(KINDS[code], 2) // 2
-
-
-def _stored(p: Problem) -> tuple[Any, Any]:
-    return (p.k_dtype, p.k_quant), (p.v_dtype, p.v_quant)
+    return whole and p.q_dtype == p.k_dtype == p.v_dtype == torch.bfloat16 and amx.usable()
 
 
 def schedule_items(params: Any, launch: Launch) -> Any:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from ...core.problem import Problem
+from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ...core.tile_map import TileMap
 from .block_sparsity import classify, compact
 from .flags import DTYPE_NAMES
-from .kernel import Arguments, Kernel, Ready, as_bytes
+from .kernel import Arguments, Kernel, Ready
 from .semaphores import capturing
 
 COMPACT_RUN = 256

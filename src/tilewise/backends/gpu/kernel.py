@@ -26,11 +26,6 @@ INTERPRETED = triton.knobs.runtime.interpret
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Triton has no bool in memory, and not every GPU has float8: both are read as bytes."""
-    return x.view(torch.uint8) if x.dtype in (torch.bool, torch.float8_e4m3fn) else x
-
-
 def is_aligned(addresses: Sequence[int], device: torch.device) -> bool:
     """Whether kernels that were compiled for aligned tensors can be launched for these on the current device."""
     either = 0

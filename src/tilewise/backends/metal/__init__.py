@@ -10,7 +10,7 @@ from ...core.problem import Problem
 from ...core.tensors import Tensors
 from . import config, device
 from .params import MOST
-from .spec import BK
+from .spec import BK, KINDS
 
 UNMEASURED = "this backend has run in a simulator only, not on an Apple GPU: `tilewise verify --device mps` checks it"
 
@@ -21,7 +21,7 @@ def supports(problem: Problem) -> str | None:
     if reason is not None:
         return reason
     reach = p.q_len + p.kv_len + abs(p.rules.numbers()["q_offset"])
-    return "positions past 2**30" if reach > MOST else None
+    return "positions past 2**30" if reach > MOST else p.unread(KINDS)
 
 
 def plan(problem: Problem) -> Plan:

@@ -9,6 +9,7 @@ import torch
 
 from ...core.plan import Plan
 from ...core.problem import Problem
+from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from . import config, device, params, text
 from .spec import BK, THREADS, TYPES, Config, Spec, operand
@@ -44,8 +45,8 @@ def spec(problem: Problem, c: Config, t: Tensors) -> Spec:
     """What the attention kernel's text is made for."""
     p = problem
     scales = [None if x is None else x.dtype for x in (t.k_scales, t.v_scales)]
-    keys = operand(p.head_dim, p.k_dtype, p.k_quant, scales[0])
-    values = operand(p.value_dim, p.v_dtype, p.v_quant, scales[1])
+    keys = operand(p.head_dim, p.k_format, scales[0])
+    values = operand(p.value_dim, p.v_format, scales[1])
     if c.kernel == "vector":
         return Spec("vector", TYPES[p.q_dtype], keys, values, rows=c.rows)
     return Spec("tiled", TYPES[p.q_dtype], keys, values, sg_rows=c.rows // 8)
@@ -111,4 +112,4 @@ def nothing(on: torch.device) -> torch.Tensor:
 
 def stored(x: torch.Tensor | None) -> torch.Tensor | None:
     """A tensor as a kernel reads it: bytes where Metal has no such type."""
-    return x.view(torch.uint8) if x is not None and x.dtype == torch.float8_e4m3fn else x
+    return None if x is None else as_bytes(x)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core.problem import QuantSpec
+from ...core.storage import StorageFormat
 
 THREADS = 128  # of a threadgroup, in every attention kernel; registers may allow less than Metal's 1024
 SIMDGROUPS = 4
@@ -20,7 +20,8 @@ TYPES = {
     torch.int8: "int8_t",
     torch.uint8: "uint8_t",
 }
-KINDS = {"int8": "INT8", "int4": "INT4", "fp8_e4m3": "FP8"}
+# Storage formats that can be read, and what the text calls them
+KINDS = {"f32": "PLAIN", "f16": "PLAIN", "bf16": "PLAIN", "int8": "INT8", "int4": "INT4", "fp8_e4m3": "FP8"}
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,10 @@ class Config:
         return self.rows // self.pack
 
 
-def operand(width: int, dtype: torch.dtype, quant: QuantSpec | None, scales: torch.dtype | None) -> Operand:
-    columns = padded(width)
-    if quant is None:
-        return Operand(TYPES[dtype], "PLAIN", "float", columns)
-    stored = torch.int8 if quant.dtype == "int8" else torch.uint8
-    return Operand(TYPES[stored], KINDS[quant.dtype], TYPES[scales or torch.float32], columns)
+def operand(width: int, fmt: StorageFormat, scales: torch.dtype | None) -> Operand:
+    type_ = TYPES.get(fmt.dtype, "uint8_t")  # bytes where Metal has no such type
+    scale_type = TYPES[scales or torch.float32] if fmt.is_quantised else "float"
+    return Operand(type_, KINDS[fmt.name], scale_type, padded(width))
 
 
 def padded(width: int) -> int:

@@ -28,7 +28,9 @@ def supports(problem: Problem) -> str | None:
     target = target_of(problem.device)
     if target.ptx and target.arch < 80:
         return "needs compute capability 8.0 (Ampere) or newer"
-    return None
+    from .dequant import KINDS
+
+    return problem.unread(KINDS)
 
 
 def plan(problem: Problem) -> Plan:

@@ -12,7 +12,7 @@ from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from ..gpu.target import Target
 from . import shared_memory
 from .operands import operand
-from .quantised import flipped_columns, flips, hides, is_int4, is_narrow, pack_of, spread
+from .quantised import flipped_columns, flips, hides, is_narrow, is_packed, pack_of, spread
 from .spec import Config as Config
 from .spec import Spec
 from .split_kv import MOST_SPLITS, split_count
@@ -47,7 +47,7 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         return Config(64, 64, 4, 3)
     if wide <= 256:
         return Config(128, 64, 8, 2)
-    plain = problem.k_quant is problem.v_quant is None
+    plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
     if plain and problem.head_dim <= 512 and problem.value_dim == 512 and (target.at_least(90) or not target.ptx):
         ruled = problem.causal or problem.chunk > 0 or problem.window != (None, None)
         return Config(128, 32, 8, 2, slices=2) if ruled else Config(64, 32, 4, 3, slices=2)
@@ -57,8 +57,8 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
 def _work(problem: Problem, is_key: bool) -> str:
     p = problem
     if is_key:
-        return operand(p, p.head_dim, p.k_dtype, p.k_quant, True).work
-    return operand(p, p.value_dim, p.v_dtype, p.v_quant, False).work
+        return operand(p, p.head_dim, p.k_format, True).work
+    return operand(p, p.value_dim, p.v_format, False).work
 
 
 def decode_tile(problem: Problem, target: Target) -> Config:
@@ -94,7 +94,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     if BM > 16:  # more rows, fewer registers for keys
         BK = 64 if wide <= 128 else 32 if wide <= 256 else 16
         return Config(BM, BK, 4, 3, pack)
-    if is_narrow(p) and wide <= 256 and (p.page_size > 0 or is_int4(p) or hides(p)):
+    if is_narrow(p) and wide <= 256 and (p.page_size > 0 or is_packed(p) or hides(p)):
         return Config(BM, 32, 1, 3, pack)
     BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
     if p.page_size % BK == 0:
@@ -176,7 +176,7 @@ def programs_at_once(problem: Problem, c: Config) -> int:
     163 and 132, 129, 129; D=256 146, 160 and 96, 92; with 32 KV heads of one query head each int4 259, 247, 300.
     """
     if c.warps == 1:
-        return 4 if flips(problem) and problem.group > 1 and not is_int4(problem) else 8
+        return 4 if flips(problem) and problem.group > 1 and not is_packed(problem) else 8
     return 2 if problem.form == "paged" and not looks_ahead(problem, c) else 1
 
 
@@ -239,15 +239,15 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
     if sees_all(p):
         flags |= {"causal": False}
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
-    keys = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, c.BM, target, pairs, spread(p, c))
+    keys = operand(p, p.head_dim, p.k_format, True, c.BM, target, pairs, spread(p, c))
     # Biased sums are larger, and so are their errors: 2.3e-6 to 3.3e-6 of lse with D=128, where 2.6e-6 to 3.8e-6 are
     # allowed (int8, which is not biased, 0.7e-6 to 1.4e-6), and 4.5e-6 to 7e-6 with D=256, which is too much.
-    if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
+    if guard == "" and keys.packing == 2 and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
         keys = replace(keys, biased=True, rescaled=True)
     return Spec(
         **flags,
         keys=keys,
-        values=operand(p, p.value_dim // c.slices, p.v_dtype, p.v_quant, False, c.BM, target, pairs, spread(p, c)),
+        values=operand(p, p.value_dim // c.slices, p.v_format, False, c.BM, target, pairs, spread(p, c)),
         round=DTYPE_NAMES[p.q_dtype],
         BM=c.BM,
         BK=c.BK,

@@ -16,6 +16,7 @@ import triton.language as tl
 
 import triton
 
+KINDS = ("f32", "f16", "bf16", "int8", "int4", "fp8_e4m3")  # storage formats that can be read
 # Sign bits to flip and high bits to set, of the halves of a register; what is then to be subtracted.
 CODES = {"int8": ("FF", "6480"), "int4": ("0F", "6408")}
 
@@ -23,7 +24,7 @@ CODES = {"int8": ("FF", "6480"), "int4": ("0F", "6408")}
 @triton.constexpr_function
 def bytes_ptx(kind, half):
     """Four bytes to four halves; of int4 their low or high four bits."""
-    if kind == "fp8":
+    if kind == "fp8_e4m3":
         return "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
     mask, code = CODES[kind]
     flip = code[2:] * 4
@@ -38,7 +39,7 @@ def bytes_ptx(kind, half):
 @triton.constexpr_function
 def pairs_ptx(kind, byte, half, biased):
     """Byte `byte` of two units of two bytes to two halves; of int4 its low or high four bits."""
-    if kind == "fp8":
+    if kind == "fp8_e4m3":
         return (
             "{ .reg .b32 x; .reg .b16 a, b; prmt.b32 x, $1, 0, 0x3120; mov.b32 {a, b}, x;"
             f" cvt.rn.f16x2.e4m3x2 $0, {'ab'[byte]}; }}"
@@ -83,7 +84,7 @@ def widened(raw, part: tl.constexpr, OP: tl.constexpr, TYPE: tl.constexpr):
                 raw = raw.to(tl.int8, bitcast=True)
         if OP.kind == "int4":
             x = ((((raw >> (4 * half)) & 15) ^ 8).to(tl.int16) - 8).to(tl.float32).to(TYPE)
-        elif OP.kind == "fp8":
+        elif OP.kind == "fp8_e4m3":
             # float8_e4m3 is a half with a short exponent: 2**8 makes up for the difference of the two biases.
             low = (raw & 127).to(tl.uint16) << 7
             sign = (raw & 128).to(tl.uint16) << 8

@@ -15,6 +15,7 @@ import triton.language as tl
 
 import triton
 
+from ...core.storage import as_bytes
 from ..gpu.flags import ceil_pow2
 from ..gpu.kernel import INTERPRETED, Kernel, Ready
 
@@ -136,9 +137,7 @@ class Append:
         self.k, self.v, self.wrap = k, v, wrap
         self.heads = k.data.shape[1]
         # Not every GPU has float8: it is written as bytes.
-        self.k_to, self.v_to = (
-            x.data.view(torch.uint8) if x.data.dtype == torch.float8_e4m3fn else x.data for x in (k, v)
-        )
+        self.k_to, self.v_to = as_bytes(k.data), as_bytes(v.data)
         self.sizes = {
             **_strides("kt", self.k_to), **_strides("vt", self.v_to), **_strides("ks", k.scales),
             **_strides("vs", v.scales), "wrap": wrap,

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.plan import ByPlan, Plan
+from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ..gpu.block_lists import NO_LISTS, Lister, Listing, Lists
 from ..gpu.flags import rules_of, softcap_of
-from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, as_bytes, is_aligned
+from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, is_aligned
 from ..gpu.orderer import Orderer
 from ..gpu.semaphores import Semaphores, capturing
 from ..gpu.target import INTERPRETER, Target, target_of

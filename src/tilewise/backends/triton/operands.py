@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
-from ...core.problem import Problem, QuantSpec
+from ...core.problem import Problem
+from ...core.storage import StorageFormat
 from ..gpu.flags import DTYPE_NAMES, ceil_pow2
 from ..gpu.target import INTERPRETER, Target
 from .spec import Operand
-
-KINDS = {"int8": "int8", "int4": "int4", "fp8_e4m3": "fp8"}
 
 
 def chunks(columns: int, least: int) -> tuple[int, ...]:
@@ -31,7 +28,7 @@ def least_chunk(BM: int) -> int:
 
 
 def operand(
-    problem: Problem, width: int, dtype: torch.dtype, quant: QuantSpec | None, is_key: bool, BM: int = 64,
+    problem: Problem, width: int, fmt: StorageFormat, is_key: bool, BM: int = 64,
     target: Target = INTERPRETER, pairs: bool = False, spread: int = 1,
 ) -> Operand:  # fmt: skip
     """How K or V is loaded and multiplied. `pairs`: its bytes can be read two at a time; `spread`: scale groups that
@@ -43,28 +40,28 @@ def operand(
     q = DTYPE_NAMES[problem.q_dtype]
     exact = "tf32" if problem.allow_tf32 else "bf16x6"
     least = least_chunk(BM)
-    if quant is None:
-        same = q == DTYPE_NAMES[dtype]
+    if not fmt.is_quantised:
+        same = q == fmt.name
         work, precision = (q, exact) if same or q == "f32" else ("f32", "tf32")
         if work == "f32" and width > 128:  # a product of six needs many registers for each column
             return Operand((64,) * -(-width // 64), width, "plain", 0, False, work, precision, False, False)
         return Operand(chunks(width, least), width, "plain", 0, False, work, precision, False, False)
-    columns = width // 2 if quant.dtype == "int4" else width
-    whole = quant.group >= width
-    factored = whole or (quant.group >= least and (quant.dtype != "int4" or columns % quant.group == 0))
+    columns = fmt.columns(width)
+    whole = fmt.group >= width
+    factored = whole or (fmt.group >= least and (fmt.packing == 1 or columns % fmt.group == 0))
     if whole or not factored or spread > 1:
         widths = chunks(columns, least)
     else:
-        rest = columns % quant.group
-        widths = (quant.group,) * (columns // quant.group) + ((max(least, ceil_pow2(rest)),) if rest else ())
+        rest = columns % fmt.group
+        widths = (fmt.group,) * (columns // fmt.group) + ((max(least, ceil_pow2(rest)),) if rest else ())
     work = q if not is_key else "f32"
     if factored and q != "f32":
         work = "f16"  # holds every stored number exactly
-    fast = work == "f16" and target.at_least(89 if quant.dtype == "fp8_e4m3" else 80)
+    fast = work == "f16" and target.at_least(80 if fmt.is_integer else 89)
     rescaled = is_key and work == "f16" and q == "bf16"
     # Four warps share 32 units or more in a product; Hopper's own products want 64 columns, see least_chunk.
     unit = 2 if pairs and factored and BM < 64 and columns == sum(widths) and min(widths) >= 64 else 1
     return Operand(
-        tuple(width // unit for width in widths), columns // unit, KINDS[quant.dtype], quant.group, factored, work,
-        exact, rescaled, fast, unit, spread=spread,
+        tuple(width // unit for width in widths), columns // unit, fmt.name, fmt.group, factored, work,
+        exact, rescaled, fast, unit, packing=fmt.packing, spread=spread,
     )  # fmt: skip

@@ -21,13 +21,14 @@ def hides(problem: Problem) -> bool:
 def is_narrow(problem: Problem) -> bool:
     """Whether K and V are quantised and meet q in float16, their scales outside of the products."""
     p = problem
-    k = operand(p, p.head_dim, p.k_dtype, p.k_quant, True, 16)
-    v = operand(p, p.value_dim, p.v_dtype, p.v_quant, False, 16)
+    k = operand(p, p.head_dim, p.k_format, True, 16)
+    v = operand(p, p.value_dim, p.v_format, False, 16)
     return k.factored and v.factored and k.work == v.work == "f16"
 
 
-def is_int4(problem: Problem) -> bool:
-    return all(x is not None and x.dtype == "int4" for x in (problem.k_quant, problem.v_quant))
+def is_packed(problem: Problem) -> bool:
+    """Whether a byte of K and of V holds more than one element."""
+    return problem.k_format.packing > 1 < problem.v_format.packing
 
 
 def flips(problem: Problem) -> bool:
@@ -45,10 +46,10 @@ def pieces(problem: Problem) -> int:
     int4 bytes are half a row apart, so that two groups have the same bytes.
     """
     p = problem
-    if p.k_quant is None or p.v_quant is None or p.k_quant != p.v_quant or p.head_dim != p.value_dim:
+    if not p.k_format.is_quantised or p.k_format != p.v_format or p.head_dim != p.value_dim:
         return 1
-    width, group = p.head_dim, p.k_quant.group
-    stored = width // 2 if p.k_quant.dtype == "int4" else width
+    width, group = p.head_dim, p.k_format.group
+    stored = p.k_format.columns(width)
     return width // group if width == ceil_pow2(width) and stored > group else 1
 
 
@@ -58,7 +59,7 @@ def flipped_columns(problem: Problem) -> int:
     with 8 query heads to a KV head, fp8 148 and 147, int4 112 and 100.
     """
     p = problem
-    small = p.k_quant is not None and p.k_quant.group == 32
+    small = p.k_format.group == 32
     return 16 if small and 8 < pack_of(p.group) * p.q_len * pieces(p) <= 16 else 8
 
 

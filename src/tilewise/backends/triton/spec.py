@@ -27,7 +27,7 @@ class Operand:
 
     widths: tuple[int, ...]  # units of each chunk in storage, powers of two
     columns: int  # units in storage; the last chunk may reach further and is padded with zeros
-    kind: str  # "plain", "int8", "fp8" or "int4"
+    kind: str  # "plain", or the name of a quantised format
     group: int  # elements that share a scale; 0 for plain
     factored: bool  # each chunk lies in one group, so its scale can leave the dot product
     work: str  # the type of the dot product's operands: "f32", "f16" or "bf16"
@@ -36,12 +36,13 @@ class Operand:
     fast: bool  # stored numbers are widened by PTX instructions
     unit: int = 1  # bytes that are read together; of plain numbers one number
     biased: bool = False  # int4 is multiplied as x + 8 and what the 8 adds is taken off the sum (`dequant.py`)
+    packing: int = 1  # elements of a byte
     spread: int = 1  # scale groups that lie beside one another in the rows of q (`scale_groups.py`)
 
     @property
     def parts(self) -> int:
-        """Chunks of elements in a chunk of storage: an int4 byte holds two elements, half a head apart."""
-        return self.unit * (2 if self.kind == "int4" else 1)
+        """Chunks of elements in a chunk of storage; elements that share a byte are half a head apart."""
+        return self.unit * self.packing
 
     def start(self, chunk: int, part: int) -> int:
         """The first column of a chunk of elements; the others follow `unit` columns apart."""

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from ...core.outputs import write_whole
 from ...core.places import cache_home
-from ...core.problem import Problem, QuantSpec
+from ...core.problem import Problem
+from ...core.storage import PLAIN, StorageFormat
 from ..gpu.flags import ceil_pow2
 from ..gpu.target import Target
 from . import config
@@ -38,9 +39,9 @@ def key_of(problem: Problem, target: Target) -> str:
     what = "decode" if config.is_decode(p) else "prefill"
     words = [target.name, what, f"D{p.head_dim}", f"Dv{p.value_dim}"]
     words += [
-        _type(p.q_dtype.itemsize, None),
-        _type(p.k_dtype.itemsize, p.k_quant),
-        _type(p.v_dtype.itemsize, p.v_quant),
+        _type(PLAIN[p.q_dtype]),
+        _type(p.k_format),
+        _type(p.v_format),
     ]
     if what == "decode":
         words.append(f"rows{ceil_pow2(pack_of(p.group) * p.q_len)}")
@@ -52,8 +53,8 @@ def key_of(problem: Problem, target: Target) -> str:
     return " ".join(words + ["rules"] * ruled + ["curved"] * (p.softcap > 0 or p.alibi) + ["tf32"] * p.allow_tf32)
 
 
-def _type(size: int, quant: QuantSpec | None) -> str:
-    return f"{8 * size}bit" if quant is None else f"{quant.dtype}/{quant.group}"
+def _type(fmt: StorageFormat) -> str:
+    return str(fmt) if fmt.is_quantised else f"{fmt.bits}bit"
 
 
 def candidates(problem: Problem, target: Target) -> list[Config]:

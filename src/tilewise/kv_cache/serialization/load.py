@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from ...core.devices import as_device
+from ...core.storage import as_bytes
 from .. import hadamard
 from ..checks import MOST
 from ..formats import Format, formats_of, size
 from ..prefix_cache import LOST, ROOT
 from . import files
-from .save import Path, as_bits, formats, stores
+from .save import Path, formats, stores
 
 if TYPE_CHECKING:
     from ..contiguous import KVCache
@@ -93,7 +94,7 @@ def load_rows(kind: type[KVCache], path: Path, device: Any) -> KVCache:
         )
     cache: KVCache = files.room(path, lambda: kind(**about, device=device))
     for name, x in stores(cache):
-        as_bits(x)[:, :, :slots] = as_bits(tensors[name]).to(cache.device)
+        as_bytes(x)[:, :, :slots] = as_bytes(tensors[name]).to(cache.device)
     cache._set(length, first)
     return cache
 
@@ -125,7 +126,7 @@ def load_prefix(cache: PagedKVCache, path: Path) -> int:
             page, slot = (torch.from_numpy(x).to(cache.device, torch.int64)
                           for x in (pages[slots // cache.page_size], slots % cache.page_size))  # fmt: skip
             for name, x in stores(cache):
-                as_bits(x)[:, page, slot] = as_bits(tensors[name]).to(cache.device)
+                as_bytes(x)[:, page, slot] = as_bytes(tensors[name]).to(cache.device)
         except BaseException:
             cache.free(sequence)
             raise
@@ -169,7 +170,7 @@ def load_pages(kind: type[PagedKVCache], path: Path, device: Any) -> PagedKVCach
     created, kept = about.pop("created"), about.pop("kept")
     cache: PagedKVCache = files.room(path, lambda: kind(**about, device=device))
     for name, x in stores(cache):
-        as_bits(x)[:, : len(lists["ids"])] = as_bits(tensors[name]).to(cache.device)
+        as_bytes(x)[:, : len(lists["ids"])] = as_bytes(tensors[name]).to(cache.device)
     cache._sequences.restore(lists, created, kept)
     return cache
 

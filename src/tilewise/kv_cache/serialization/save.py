@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...core.storage import as_bytes
 from ..prefix_cache import LOST
 from ..stats import tokens_of_pages
 from . import files
@@ -35,11 +36,6 @@ def stores(cache: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, x) for name, x in parts if x is not None]
 
 
-def as_bits(x: torch.Tensor) -> torch.Tensor:
-    """float8 as bytes: torch cannot index it everywhere."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-
-
 # KVCache
 
 
@@ -49,7 +45,7 @@ def held_rows(cache: KVCache) -> dict[str, torch.Tensor]:
     held = cache._length if not cache.ring else np.minimum(cache._length, cache.capacity)
     tensors = {}
     for name, x in stores(cache):
-        kept = as_bits(x)[:, :, :slots].cpu().clone(memory_format=torch.contiguous_format)
+        kept = as_bytes(x)[:, :, :slots].cpu().clone(memory_format=torch.contiguous_format)
         for b, n in enumerate(held.tolist()):
             kept[b, :, n:] = 0
         tensors[name] = kept.view(x.dtype)
@@ -78,7 +74,7 @@ def save_prefix(cache: PagedKVCache, path: Path, sequence: int) -> None:
         ids = sequences.ids[pages].reshape(-1)[:known].copy()
         at = torch.from_numpy(pages).to(cache.device, torch.int64)
         tensors = {
-            name: as_bits(x)[:, at].flatten(1, 2)[:, :length].cpu().contiguous().view(x.dtype)
+            name: as_bytes(x)[:, at].flatten(1, 2)[:, :length].cpu().contiguous().view(x.dtype)
             for name, x in stores(cache)
         }
     tensors["ids"] = torch.from_numpy(ids)
@@ -93,7 +89,7 @@ def held_pages(cache: PagedKVCache) -> tuple[np.ndarray, dict[str, torch.Tensor]
     empty = torch.from_numpy(np.arange(cache.page_size) >= tokens[pages][:, None])  # [U, page_size]
     at, tensors = torch.from_numpy(pages).to(cache.device), {}
     for name, x in stores(cache):
-        kept = as_bits(x)[:, at].cpu().contiguous()
+        kept = as_bytes(x)[:, at].cpu().contiguous()
         kept[:, empty] = 0
         tensors[name] = kept.view(x.dtype)
     return pages, tensors

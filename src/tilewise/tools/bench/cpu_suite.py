@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ... import Plan, Quantised, attention, paged_attention, plan
-from ...core.dtypes import FLOATS
-from ...quantised import QuantDtype
+from ...core.storage import FLOATS, QuantDtype
 from ..workloads import LOGIT_STD, Inputs, Workload, make_inputs, normal
 from . import machine
 from .case import Case, Prepared, Row

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...core.dtypes import FLOATS, short_name
+from ...core.storage import FLOATS, short_name
 
 BAD_ARGUMENTS = 2
 Commands = Any  # argparse has no public name for what add_subparsers gives

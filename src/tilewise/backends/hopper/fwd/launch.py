@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ....core.plan import ByPlan, Plan
+from ....core.storage import as_bytes
 from ....core.tensors import Tensors
 from ...gpu.block_lists import NO_LISTS, Lister, Listing, Lists
 from ...gpu.flags import rules_of, softcap_of
-from ...gpu.kernel import Arguments, Kernel, Ready, as_bytes, is_aligned
+from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned
 from ...gpu.semaphores import SPARE, Semaphores
 from ...gpu.target import Target, target_of
 from ...gpu.tensor_map import TensorMap
