@@ -69,7 +69,12 @@ def dot_keys(
     for i in tl.static_range(len(OP.widths)):
         raw = load_chunk(K, rows, ok, i, OP, MASKED, False)  # [BK, W]
         for part in tl.static_range(parts_of(OP)):
-            if OP.kind == "plain":
+            if OP.kind == "plain" and OP.work == "f32" and OP.precision == "tf32" and i > 0:
+                # Tensor cores cut off what they add up, so a long sum is made of rounded ones.
+                s += product(
+                    q[i], turned(raw.to(work_type(OP)), FLIP), tl.zeros([BM, BK], tl.float32), precision_of(OP), FLIP
+                )
+            elif OP.kind == "plain":
                 s = product(q[i], turned(raw.to(work_type(OP)), FLIP), s, precision_of(OP), FLIP)
             elif OP.factored:
                 k = widened(raw, part, OP, work_type(OP))
