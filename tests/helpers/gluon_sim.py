@@ -21,12 +21,11 @@ import numpy as np
 
 from gluon_values import Pointer, SimError, Tensor, raw, typed
 
-BACKENDS = Path(__file__).parents[2] / "src/tilewise/backends"
+SOURCE = Path(__file__).parents[2] / "src/tilewise"
 FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "mma", "epilogue", "producer",
          "consumer", "nonfinite", "kernel")  # fmt: skip
-# And of Triton's kernels, plain functions.
-PLACES = {"signature": "hopper"} | dict.fromkeys(FILES, "hopper.fwd") | {"mask": "triton"}
-PACKAGES = ("plain", "plain.gpu", "plain.hopper", "plain.hopper.fwd", "plain.triton")
+PLACES = {"key_span": "backends.gpu", "signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.fwd")
+PACKAGES = ("plain", "plain.core", *(f"plain.backends{name}" for name in ("", ".gpu", ".hopper", ".hopper.fwd")))
 
 
 # ---- shared memory, barriers, copies
@@ -398,19 +397,20 @@ def modules() -> dict[str, Any]:
 
 def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
     """The kernels' modules by name, over the stand-ins; `changes` of a file's text make a mutant."""
-    fakes = modules()
-    kept = {name: sys.modules.get(name) for name in (*fakes, *PACKAGES, "plain.gpu.flags")}
+    from tilewise.backends.gpu import flags
+    from tilewise.core import mask_rules
+
+    fakes, real = modules(), {"plain.backends.gpu.flags": flags, "plain.core.mask_rules": mask_rules}
+    kept = {name: sys.modules.get(name) for name in (*fakes, *PACKAGES, *real)}
     made = {}
     try:
-        from tilewise.backends.gpu import flags
-
         for name in PACKAGES:
             sys.modules[name] = ModuleType(name)
             sys.modules[name].__path__ = []  # type: ignore[attr-defined]
-        sys.modules["plain.gpu.flags"] = flags
+        sys.modules.update(real)
         sys.modules.update(fakes)
         for name, folder in PLACES.items():
-            file = BACKENDS / folder.replace(".", "/") / f"{name}.py"
+            file = SOURCE / folder.replace(".", "/") / f"{name}.py"
             text = file.read_text()
             for old, new in (changes or {}).get(name, ()):
                 if text.count(old) < 1:

@@ -14,6 +14,7 @@ from gluon_values import Pointer, SimError
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd.config import config_of
 from tilewise.backends.hopper.fwd.launch import NOTES_AT, Bound
+from tilewise.core.mask_rules import RULE_NUMBERS
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.validation.calls import Call
@@ -65,7 +66,7 @@ class Launch:
     def arguments(self, kernels: Any, spec: Any, counter: Any, notes: Any) -> Any:
         p, t = self.problem, self.t
         given: dict[str, Any] = dict.fromkeys(kernels.arguments.Arguments.NAMES)
-        given |= self.bound.sizes | {"S": spec}
+        given |= self.bound.sizes | {"S": spec, "rules": tuple(self.bound.sizes[name] for name in RULE_NUMBERS)}
         given |= {
             "q": tiles(t.q, 64, spec.chunk_d), "k": tiles(t.k, spec.BN, spec.chunk_d),
             "v": tiles(t.v, spec.BN // spec.pieces, spec.DV),

@@ -62,6 +62,17 @@ class MaskRules:
             "has_lengths": self.kv_lengths,
         }
 
+    def keys_per_query(self, q_len: int, kv_len: int) -> float:
+        """About how many keys a query sees, for guesses at the cost of a call."""
+        left, right = self.window
+        keys = float(kv_len)
+        if self.causal:
+            keys /= 2 if q_len == kv_len else 1
+            right = 0
+        if left is not None:
+            keys = min(keys, left + 1 + (kv_len if right is None else right))
+        return min(keys, self.chunk) if self.chunk else keys
+
     def words(self) -> list[str]:
         """The rules on positions as options are written."""
         left, right = self.window
@@ -100,6 +111,14 @@ class RuleFlags:
     def hides_right(self) -> bool:
         """Whether keys to the right of a row may be hidden."""
         return self.causal or self.right or self.chunk
+
+    @property
+    def jumps(self) -> bool:
+        """Whether the first key of a row may be any number of keys after that of the row before."""
+        return self.chunk
+
+
+RULE_NUMBERS = ("left", "right", "chunk")  # of `MaskRules.numbers`, those that a compiled-in rule still needs
 
 
 def key_span(rules: MaskRules, position: int, kv_len: int) -> tuple[int, int]:

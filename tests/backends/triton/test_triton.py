@@ -400,7 +400,7 @@ def test_one_query_behind_all_keys_needs_no_causal_rule():
                     (problem(**one, q_offset="rows"), True),
                     (problem(**one, q_offset="end", kv_lengths=True), False)):  # fmt: skip
         spec = config.spec(p, config.config_of(p, nvidia(90)), nvidia(90))
-        assert spec.causal is want
+        assert spec.rules.causal is want
         free = changed(p, causal=False)
         assert spec == config.spec(free, config.config_of(p, nvidia(90)), nvidia(90)) or want
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...core.mask_rules import RULE_NUMBERS, RuleFlags
 from ...core.problem import Problem
 
 # tanh(x) = x + x^3 (c3 + x^2 (c5 + x^2 c7)) for |x| < 1/4: the best such polynomial, to 3e-9 of tanh(x).
@@ -14,7 +15,6 @@ TANH_3, TANH_5, TANH_7 = -0.3333324065, 0.1332426632, -0.0514335043
 NEAR_CAP = 64.0  # softcaps up to here turn tanh's absolute error of 1e-7 into a small one of the logits
 LEAST_CAP, MOST_CAP = 1e-30, 1e30  # float32 holds s / softcap and its inverse for softcaps between these
 
-MOST_INT = 2**31 - 1
 DTYPE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -23,12 +23,7 @@ class Flags:
     """Options that are known at compile time; the kernel of a call has code for its own options and no others."""
 
     packed_q: bool
-    lengths: bool
-    offset: str  # "int", "rows" or "end"
-    causal: bool
-    left: bool
-    right: bool
-    chunk: bool
+    rules: RuleFlags
     softcap: bool
     exact_tanh: bool  # the error of tanh is relative near 0 too, not only absolute
     alibi: bool
@@ -38,32 +33,21 @@ class Flags:
     tail: bool  # the keys may end inside a tile
     lse: bool
 
-    @property
-    def moves(self) -> bool:
-        """Whether rules hide keys to the left of a row."""
-        return self.left or self.chunk
-
 
 def flags_of(problem: Problem, tile_keys: int) -> dict[str, Any]:
     """The fields of `Flags` for a problem whose keys are cut into tiles of so many."""
     p = problem
-    left, right = p.window
     mask = "" if p.mask is None else "bool" if p.mask.is_bool else "float"
     return {
         "packed_q": p.packed_q,
-        "lengths": p.kv_lengths,
-        "offset": p.q_offset if isinstance(p.q_offset, str) else "int",
-        "causal": p.causal,
-        "left": left is not None,
-        "right": right is not None,
-        "chunk": p.chunk > 0,
+        "rules": p.rules.flags,
         "softcap": p.softcap > 0,
         "exact_tanh": needs_exact_tanh(p),
         "alibi": p.alibi,
         "sinks": p.sinks,
         "mask": mask,
         "linear": not p.softcap and not p.alibi and mask != "float" and p.scale != 0,
-        "tail": p.kv_lengths or p.form != "dense" or p.kv_len % tile_keys != 0,
+        "tail": p.has_lengths or p.kv_len % tile_keys != 0,
         "lse": p.return_lse,
     }
 
@@ -82,18 +66,9 @@ def softcap_of(problem: Problem) -> float:
 
 
 def rules_of(problem: Problem) -> dict[str, int]:
-    """The sides of the window and the chunk as kernels take them: int32, the largest of which hides nothing."""
-    left, right = problem.window
-    return {
-        "left": min(left or 0, MOST_INT),
-        "right": min(right or 0, MOST_INT),
-        "chunk": min(problem.chunk, MOST_INT),
-    }
-
-
-def is_ruled(problem: Problem) -> bool:
-    """Whether rules of position hide keys."""
-    return problem.causal or problem.chunk > 0 or problem.window != (None, None)
+    """The numbers of the rules, as kernels take them."""
+    numbers = problem.rules.numbers()
+    return {name: numbers[name] for name in ("q_offset", *RULE_NUMBERS)}
 
 
 def ceil_pow2(n: int) -> int:

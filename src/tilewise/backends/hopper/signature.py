@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 from triton.language.core import base_value
 
+from ...core.mask_rules import RULE_NUMBERS
+
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def held(value: Any) -> Any:
@@ -29,15 +31,19 @@ def declared(cls: Any) -> Any:
 def kernel_of(name: str, arguments: Any, body: Any, plain_ints: Sequence[str]) -> Any:
     """The kernel that packs its arguments into one value for `body`, which its partitions share.
 
-    The last argument, S, is known at compile time. Kernels are not compiled anew for `plain_ints` that are 1 or
-    multiples of 16. Triton compiles from source text, which is registered where `inspect` looks for it.
+    The last argument, S, is known at compile time; `rules`, if there is one, is made of RULE_NUMBERS. Kernels
+    are not compiled anew for `plain_ints` that are 1 or multiples of 16. Triton compiles from source text, which is
+    registered where `inspect` looks for it.
     """
     names = arguments.NAMES
     assert names[-1] == "S"
     assert set(plain_ints) <= set(names)
-    text = f"def {name}({', '.join(names[:-1])}, S: gl.constexpr):\n    body(Arguments({', '.join(names)}))\n"
+    numbers = ", ".join(RULE_NUMBERS)
+    taken = ", ".join(numbers if name == "rules" else name for name in names[:-1])
+    packed = ", ".join(f"({numbers})" if name == "rules" else name for name in names)
+    text = f"def {name}({taken}, S: gl.constexpr):\n    body(Arguments({packed}))\n"
     file = f"<{body.__module__}.{name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     space = {"gl": gl, "body": body, "Arguments": arguments, "__name__": body.__module__}
     exec(compile(text, file, "exec"), space)
-    return gluon.jit(space[name], do_not_specialize=list(plain_ints))
+    return gluon.jit(space[name], do_not_specialize=[*plain_ints, *(RULE_NUMBERS if "rules" in names else ())])

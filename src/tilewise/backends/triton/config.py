@@ -49,8 +49,7 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         return Config(128, 64, 8, 2)
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
     if plain and problem.head_dim <= 512 and problem.value_dim == 512 and (target.at_least(90) or not target.ptx):
-        ruled = problem.causal or problem.chunk > 0 or problem.window != (None, None)
-        return Config(128, 32, 8, 2, slices=2) if ruled else Config(64, 32, 4, 3, slices=2)
+        return Config(128, 32, 8, 2, slices=2) if problem.rules.by_position else Config(64, 32, 4, 3, slices=2)
     return Config(64, 64, 8, 1)
 
 
@@ -113,7 +112,8 @@ def sees_all(problem: Problem) -> bool:
     that differ in one instruction of 524. With `split_size` the longest sequence of a batch has no say.
     """
     p = problem
-    behind = p.q_offset == "end" or (isinstance(p.q_offset, int) and p.q_offset >= p.kv_len - 1 and not p.split_size)
+    offset = p.rules.q_offset
+    behind = offset == "end" or (isinstance(offset, int) and offset >= p.kv_len - 1 and not p.split_size)
     return p.q_len == 1 and not p.packed_q and behind
 
 
@@ -194,7 +194,7 @@ def orders(problem: Problem) -> bool:
     Not causal ones: the last rows of a sequence come first, so that a long one that comes last ends in short pieces
     anyway (30 short ones and one of 8k: 363 TFLOPS ranked, 367 as they come).
     """
-    return problem.packed_q and not (problem.causal or is_decode(problem)) and 1 < problem.batch < MOST_ORDERED
+    return problem.packed_q and not (problem.rules.causal or is_decode(problem)) and 1 < problem.batch < MOST_ORDERED
 
 
 def lookup(problem: Problem, c: Config) -> str:
@@ -225,7 +225,7 @@ def lists_tiles(problem: Problem) -> bool:
 def section(problem: Problem, c: Config) -> int:
     """Planes whose tiles are mixed: those whose keys fit the L2 cache together, if some tiles have more to do."""
     p = problem
-    if not (p.causal or p.chunk or p.window != (None, None)) or p.packed_q:
+    if not p.rules.by_position or p.packed_q:
         return 1
     size = p.kv_len * (p.head_dim * p.k_dtype.itemsize + p.value_dim * p.v_dtype.itemsize) * c.pack // p.group
     planes = p.batch * (p.heads // c.pack)
@@ -237,7 +237,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
     p = problem
     flags = flags_of(p, c.BK)
     if sees_all(p):
-        flags |= {"causal": False}
+        flags["rules"] = replace(flags["rules"], causal=False)
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
     keys = operand(p, p.head_dim, p.k_format, True, c.BM, target, pairs, spread(p, c))
     # Biased sums are larger, and so are their errors: 2.3e-6 to 3.3e-6 of lse with D=128, where 2.6e-6 to 3.8e-6 are

@@ -19,17 +19,18 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 import triton
 
+from ...core.mask_rules import RULE_NUMBERS
+from ..gpu.key_span import key_span
 from .epilogue import empty_acc, finish, merge_parts, store_acc
 from .kv_load import find_pages, values_of
 from .mainloop import step, unit_of_m
-from .mask import find_ordered, find_sequence, key_span
+from .mask import find_ordered, find_sequence
 from .q_load import key_bias, load_rows
 from .scale_folding import LEAST_SCALE, lowered
 
 # Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
 PLAIN_INTS = [
-    "batch", "head_blocks", "q_len", "kv_len", "total_q", "q_offset", "left", "right", "chunk", "section", "splits",
-    "split_tiles",
+    "batch", "head_blocks", "q_len", "kv_len", "total_q", "q_offset", *RULE_NUMBERS, "section", "splits", "split_tiles",
 ]  # fmt: skip
 
 
@@ -128,12 +129,12 @@ def attend(
     if S.varlen:
         kv_start = tl.load(CU_K + b)
         n_keys = tl.load(CU_K + b + 1) - kv_start
-    if S.lengths:
+    if S.rules.lengths:
         n_keys = tl.load(KV_LENGTHS + b)
     offset = q_offset
-    if S.offset == "rows":
+    if S.rules.offset == "rows":
         offset = tl.load(Q_OFFSET + b)
-    if S.offset == "end":
+    if S.rules.offset == "end":
         offset = n_keys - q_len
     if S.packed_q:
         n_keys = tl.where(owned, n_keys, 0)
@@ -146,11 +147,12 @@ def attend(
         row_ok = row_ok & (r // PACK < BQ)
     kv_head = (hb * PACK // S.group).to(tl.int64)
     qpos = offset + row
-    row_lo, row_hi = key_span(qpos, n_keys, left, right, chunk, S.causal, S.left, S.right, S.chunk)  # [BM]
+    numbers = (left, right, chunk)
+    row_lo, row_hi = key_span(qpos, n_keys, numbers, S)  # [BM]
     top = offset + tile * BQ
     bottom = offset + tl.minimum(tile * BQ + BQ, q_len) - 1
-    lo, full_hi = key_span(top, n_keys, left, right, chunk, S.causal, S.left, S.right, S.chunk)
-    full_lo, hi = key_span(bottom, n_keys, left, right, chunk, S.causal, S.left, S.right, S.chunk)
+    lo, full_hi = key_span(top, n_keys, numbers, S)
+    full_lo, hi = key_span(bottom, n_keys, numbers, S)
 
     # Tiles first_t .. last_t hold what any row sees; those of inner .. outer are seen whole by every row.
     first_t = lo // BK
@@ -223,12 +225,12 @@ def attend(
         for t in tl.range(first_t, last_t):
             state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
     else:
-        if S.moves:
+        if S.rules.hides_left:
             for t in tl.range(first_t, inner):
                 state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
         for t in tl.range(inner, outer):
             state = step(state, q, t, False, rows, keys, values, mask, scale, softcap, lo, hi, S, False, False)
-        if S.ruled or S.tail:
+        if S.rules.hides_right or S.tail:
             for t in tl.range(outer, last_t):
                 state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
     if S.guard == "flag":

@@ -76,7 +76,6 @@ class Bound:
             "q_len": p.q_len,
             "kv_len": p.kv_len,
             "total_q": p.total_q,
-            "q_offset": p.q_offset if isinstance(p.q_offset, int) else 0,
             "scale": abs(p.scale) if spec.linear else p.scale,
             "softcap": softcap_of(p),
             **rules_of(p),

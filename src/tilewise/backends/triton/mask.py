@@ -1,6 +1,6 @@
 """Which keys a query row sees, on the device: by rules and by a dense mask.
 
-Causal, window, chunk and length rules leave one interval of keys to each row (see `tilewise/core/mask_rules.py`),
+Causal, window, chunk and length rules leave one interval of keys to each row (see `gpu/key_span.py`),
 so two vectors `row_lo`, `row_hi` `[BM]` hold all of them, and a cell is visible when `row_lo <= n < row_hi`.
 """
 
@@ -47,7 +47,7 @@ def load_cells(at, read, S: tl.constexpr):
 def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
     """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [BM, BK]."""
     visible = ok[None, :] & (n[None, :] < row_hi[:, None])
-    if S.moves:
+    if S.rules.hides_left:
         visible = visible & (n[None, :] >= row_lo[:, None])
     if S.mask != "":
         at, row_ok, stride_k = mask  # [BM] pointers to each row's first cell
@@ -60,33 +60,6 @@ def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
             s = s + bias
             visible = visible & (bias != float("-inf"))
     return tl.where(visible, s, float("-inf")), visible
-
-
-@triton.jit
-def key_span(
-    position, n_keys, left, right, chunk,
-    CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """`[lo, hi)` of queries at `position`, both within `0 .. n_keys`: a scalar or a vector.
-
-    No sum overflows, whatever int32 position, side or chunk is given: numbers of one sign are first made small.
-    """
-    ahead = tl.maximum(position, 0)  # `lo` is the same for all positions before the first key
-    near = tl.minimum(position, n_keys)  # and `hi` for all past the last
-    lo = position * 0
-    hi = position * 0 + n_keys
-    if CAUSAL:
-        hi = tl.minimum(hi, near + 1)
-    if LEFT:
-        lo = tl.maximum(lo, ahead - left)
-    if RIGHT:
-        reach = tl.where(near < 0, right, tl.minimum(right, n_keys - near))
-        hi = tl.minimum(hi, reach + (near + 1))
-    if CHUNK:
-        start = ahead - ahead % chunk
-        lo = tl.maximum(lo, start)
-        hi = tl.where(position < 0, 0, tl.minimum(hi, start + tl.minimum(chunk, n_keys - start)))
-    return tl.minimum(lo, n_keys), tl.maximum(hi, 0)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.problem import Problem
-from ..gpu.flags import ceil_pow2, is_ruled
+from ..gpu.flags import ceil_pow2
 from .operands import operand
 from .spec import Config
 
@@ -15,7 +15,7 @@ def pack_of(group: int, limit: int = 64) -> int:
 
 def hides(problem: Problem) -> bool:
     """Whether a query may not see a key of its tiles: then a value there must not touch it, whatever it is."""
-    return problem.mask is not None or (is_ruled(problem) and problem.q_len > 1)
+    return problem.mask is not None or (problem.rules.by_position and problem.q_len > 1)
 
 
 def is_narrow(problem: Problem) -> bool:

@@ -100,8 +100,3 @@ class Spec(Flags):
     def spread(self) -> int:
         """Rows of a tile that stand for one row of q: one for each scale group (`scale_groups.py`)."""
         return self.keys.spread
-
-    @property
-    def ruled(self) -> bool:
-        """Whether rules hide keys to the right of a row."""
-        return self.causal or self.right or self.chunk

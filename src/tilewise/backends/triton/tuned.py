@@ -49,8 +49,8 @@ def key_of(problem: Problem, target: Target) -> str:
         words.append(f"page{p.page_size}")
     if p.mask is not None:
         words.append("mask")
-    ruled = p.causal or p.chunk > 0 or p.window != (None, None)
-    return " ".join(words + ["rules"] * ruled + ["curved"] * (p.softcap > 0 or p.alibi) + ["tf32"] * p.allow_tf32)
+    words += ["rules"] * p.rules.by_position + ["curved"] * (p.softcap > 0 or p.alibi) + ["tf32"] * p.allow_tf32
+    return " ".join(words)
 
 
 def _type(fmt: StorageFormat) -> str:

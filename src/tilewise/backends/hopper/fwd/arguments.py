@@ -53,9 +53,7 @@ class Arguments:
     q_offset: object
     scale: object
     softcap: object
-    left: object
-    right: object
-    chunk: object
+    rules: object  # RULE_NUMBERS
     section: object
     slots: object
     S: object

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ....core.mask_rules import MaskRules
 from ....core.problem import Problem
-from ...gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of, is_ruled
+from ...gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from .spec import Spec
 
 TYPES = (torch.float16, torch.bfloat16)
@@ -80,17 +81,8 @@ def slower(problem: Problem) -> str | None:
 def operations(problem: Problem) -> float:
     """About how many there are, by the longest sequence."""
     p = problem
-    left, right = p.window
-    keys = float(p.kv_len)
-    if p.causal:
-        keys /= 2 if p.q_len == p.kv_len else 1
-        right = 0
-    if left is not None:
-        keys = min(keys, left + 1 + (p.kv_len if right is None else right))
-    if p.chunk:
-        keys = min(keys, p.chunk)
     rows = p.total_q if p.packed_q else p.batch * p.q_len
-    return 2.0 * rows * p.heads * keys * (p.head_dim + p.value_dim)
+    return 2.0 * rows * p.heads * p.rules.keys_per_query(p.q_len, p.kv_len) * (p.head_dim + p.value_dim)
 
 
 def notes(problem: Problem, c: Config) -> tuple[str, ...]:
@@ -137,8 +129,7 @@ def config_of(problem: Problem) -> Config:
     if width * chunks <= 64 and DV <= 64:
         if plainly_causal(problem) and problem.kv_len <= SHORT_CAUSAL and not problem.split_size:
             return Config(64, 2, 3, 3, share=2, overlaps=False, per_processor=2, consumer_regs=112)
-        left, _ = problem.window
-        late = not (problem.softcap or problem.alibi or problem.chunk or left is not None)  # else it would spill
+        late = not (problem.softcap or problem.alibi or problem.rules.flags.hides_left)  # else it would spill
         if problem.mask is None and problem.kv_len > SHORT:
             return Config(128, 3, 4, 4, late_wait=late, consumer_regs=160, producer_regs=32)
         return Config(128, 2, 4, 4, share=2, late_wait=late)
@@ -154,14 +145,14 @@ def config_of(problem: Problem) -> Config:
 def plainly_causal(problem: Problem) -> bool:
     """Causal, and nothing else that would take registers."""
     p = problem
-    others = p.chunk or p.softcap or p.alibi or p.kv_lengths or p.packed_q or p.window != (None, None)
-    return p.causal and p.mask is None and not others
+    others = p.softcap or p.alibi or p.rules.kv_lengths or p.packed_q or p.mask is not None
+    return p.rules.relative() == MaskRules(causal=True) and not others
 
 
 def uneven(problem: Problem) -> bool:
     """Whether some tiles of rows have more keys than others."""
     p = problem
-    return is_ruled(p) or p.packed_q or p.kv_lengths or p.mask is not None
+    return p.rules.by_position or p.packed_q or p.rules.kv_lengths or p.mask is not None
 
 
 def draws_ahead(problem: Problem, c: Config, rounds: float) -> bool:
@@ -174,7 +165,7 @@ def draws_ahead(problem: Problem, c: Config, rounds: float) -> bool:
     A consumer takes the next slot before it passes over tiles that only the rows of others see. If those are loaded
     first, there must be room for them: one tile to the left of a window, but any number between chunks.
     """
-    return rounds > MANY_ROUNDS or problem.chunk > 0 or c.v_stages < 2
+    return rounds > MANY_ROUNDS or problem.rules.flags.jumps or c.v_stages < 2
 
 
 def section(problem: Problem, c: Config, programs: int) -> int:
@@ -213,7 +204,7 @@ def spec(problem: Problem, c: Config) -> Spec:
         consumer_regs=c.consumer_regs,
         producer_regs=c.producer_regs,
         # Past the end of a dense tensor TMA reads zeros; anything else that is hidden may be NaN.
-        guard=p.mask is not None or is_ruled(p) or p.kv_lengths or p.form != "dense",
+        guard=p.mask is not None or p.rules.by_position or p.has_lengths,
         repairs=False,
         ahead=False,
     )

@@ -18,12 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
+from ...gpu.key_span import key_span
 from .epilogue import note_strays, store
 from .layouts import out_layout, score_layout
 from .mma import as_operand, next_tile, release_output, release_scores, start_output, start_scores, step, to_weights
 from .pipeline import key_use, value_use
 from .softmax import Rows, finish, own_sums
-from .tile_scheduler import key_span, key_tiles, slots_of, work_at
+from .tile_scheduler import key_tiles, slots_of, work_at
 from .tiles import tile_list
 
 
@@ -33,7 +34,7 @@ def rows_of(a, w, C):
     LAYOUT: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
     row = w.top + C * 64 + gl.arange(0, 64, LAYOUT)
     qpos = w.offset + row
-    lo, hi = key_span(a, qpos, w.n_keys)
+    lo, hi = key_span(qpos, w.n_keys, a.rules, a.S)
     slope = None
     if a.S.alibi:
         slope = gl.load(a.SLOPES + w.b * a.slopes_b + w.head)
@@ -65,7 +66,7 @@ def other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, r
             p, o, m, l = next_tile(
                 a, queries, keys, values, i, n, tiles.tile(n - begin), w.n_keys, True, p, o, m, l, rows, C, 0
             )
-        if a.S.moves:
+        if a.S.rules.hides_left:
             for n in range(left, end):
                 p, o, m, l = next_tile(
                     a, queries, keys, values, i, n, tiles.tile(n - begin), w.n_keys, True, p, o, m, l, rows, C, 1
@@ -87,7 +88,7 @@ def own_tiles(a, w, tiles, begin, C):
         end = begin + (w.last - first)
         right = gl.maximum(begin + (w.last - outer), start + 1)
         left = gl.minimum(gl.maximum(begin + (w.last - inner), right), end)
-        if not a.S.moves:
+        if not a.S.rules.hides_left:
             left = end
         right = gl.minimum(right, left)
     else:

@@ -21,8 +21,8 @@ from .tile_scheduler import new_slots
 # Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
 PLAIN_INTS = [
     "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "list_b", "list_h", "list_q", "list_n", "slopes_b",
-    "batch", "heads", "group", "q_len", "kv_len", "total_q", "value_dim", "q_offset", "left", "right", "chunk",
-    "section", "slots",
+    "batch", "heads", "group", "q_len", "kv_len", "total_q", "value_dim", "q_offset", "section",
+    "slots",
 ]  # fmt: skip
 
 

@@ -88,7 +88,6 @@ class Bound:
             "kv_len": p.kv_len,
             "total_q": p.total_q,
             "value_dim": p.value_dim,
-            "q_offset": p.q_offset if isinstance(p.q_offset, int) else 0,
             "scale": p.scale,
             "softcap": softcap_of(p),
             **rules_of(p),

@@ -88,7 +88,7 @@ def hide(a, s, rows, tile, columns, n_keys):
     i8 = column & -8
     j = column & 7
     visible = i8[None, :] < (rows.hi - tile * BN)[:, None] - j[None, :]
-    if a.S.moves:
+    if a.S.rules.hides_left:
         visible = visible & (i8[None, :] >= (rows.lo - tile * BN)[:, None] - j[None, :])
     if a.S.mask != "":
         at = rows.mask[:, None] + (columns * a.mask_k)[None, :]

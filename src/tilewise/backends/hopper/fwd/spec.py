@@ -44,4 +44,4 @@ class Spec(Flags):
     @property
     def masked(self) -> bool:
         """Whether any tile may hold a hidden cell."""
-        return self.tail or self.causal or self.left or self.right or self.chunk or self.mask != ""
+        return self.tail or self.rules.hides_left or self.rules.hides_right or self.mask != ""

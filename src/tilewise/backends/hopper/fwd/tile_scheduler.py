@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from ...gpu.key_span import key_span
 from ..signature import held
 
 
@@ -54,35 +55,11 @@ class Work:
 
 
 @gluon.jit
-def key_span(a, position, n_keys):
-    """`[lo, hi)`: the keys that queries at `position` see, both within `0 .. n_keys`; a scalar or a vector.
-
-    No sum overflows, whatever int32 position, side or chunk is given: numbers of one sign are first made small.
-    """
-    ahead = gl.maximum(position, 0)  # `lo` is the same for all positions before the first key
-    near = gl.minimum(position, n_keys)  # and `hi` for all past the last
-    lo = position * 0
-    hi = position * 0 + n_keys
-    if a.S.causal:
-        hi = gl.minimum(hi, near + 1)
-    if a.S.left:
-        lo = gl.maximum(lo, ahead - a.left)
-    if a.S.right:
-        reach = gl.where(near < 0, a.right, gl.minimum(a.right, n_keys - near))
-        hi = gl.minimum(hi, reach + (near + 1))
-    if a.S.chunk:
-        start = ahead - ahead % a.chunk
-        lo = gl.maximum(lo, start)
-        hi = gl.where(position < 0, 0, gl.minimum(hi, start + gl.minimum(a.chunk, n_keys - start)))
-    return gl.minimum(lo, n_keys), gl.maximum(hi, 0)
-
-
-@gluon.jit
 def key_tiles(a, offset, top, rows, n_keys):
     """Tiles of keys for query rows `top .. top + rows`: first and last that any row sees, and the run that all see."""
     BN: gl.constexpr = a.S.BN
-    lo, full_hi = key_span(a, offset + top, n_keys)
-    full_lo, hi = key_span(a, offset + top + rows - 1, n_keys)
+    lo, full_hi = key_span(offset + top, n_keys, a.rules, a.S)
+    full_lo, hi = key_span(offset + top + rows - 1, n_keys, a.rules, a.S)
     end = gl.maximum(gl.cdiv(n_keys, BN), 1)
     first = gl.minimum(lo // BN, end - 1)
     last = gl.maximum(gl.cdiv(hi, BN), first + 1)
@@ -274,12 +251,12 @@ def work_at(a, place):
         kv_start = b * 0
         n_keys = b * 0 + a.kv_len
         owned = b < a.batch
-    if a.S.lengths:
+    if a.S.rules.lengths:
         n_keys = gl.load(a.KV_LENGTHS + b)
     offset = b * 0 + a.q_offset
-    if a.S.offset == "rows":
+    if a.S.rules.offset == "rows":
         offset = gl.load(a.Q_OFFSET + b)
-    if a.S.offset == "end":
+    if a.S.rules.offset == "end":
         offset = n_keys - q_len
     if a.S.packed_q:
         n_keys = gl.where(owned, n_keys, 0)
