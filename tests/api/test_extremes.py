@@ -60,7 +60,7 @@ def spans(kernels, rules, n_keys):
     """`lo`, `hi` at all of ENDS by the text of the GPU kernels, in int32 that wraps."""
     positions, n = Tensor(np.array(ENDS, np.int32)), Tensor(np.int32(n_keys))
     numbers = [Tensor(np.int32(rules.numbers()[name])) for name in RULE_NUMBERS]
-    return kernels.key_span.key_span(positions, n, numbers, SimpleNamespace(rules=rules.flags))
+    return kernels.mask_rules.key_span(positions, n, numbers, SimpleNamespace(rules=rules.flags))
 
 
 def wrong_spans(kernels):
@@ -87,7 +87,7 @@ def test_no_position_side_or_chunk_overflows():
      ("reach = tl.where(near < 0, ", "reach = tl.where(near < 1 << 30, ")],
 )  # fmt: skip
 def test_sums_that_overflow_are_noticed(old, new):
-    assert wrong_spans(gluon_sim.load({"key_span": [(old, new)]})) > 0
+    assert wrong_spans(gluon_sim.load({"mask_rules": [(old, new)]})) > 0
 
 
 @pytest.mark.parametrize("cap", [1e3, 1e6, 1e12, 1e30])

@@ -24,7 +24,7 @@ from gluon_values import Pointer, SimError, Tensor, raw, typed
 SOURCE = Path(__file__).parents[2] / "src/tilewise"
 FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "mma", "epilogue", "producer",
          "consumer", "nonfinite", "kernel")  # fmt: skip
-PLACES = {"key_span": "backends.gpu", "signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.fwd")
+PLACES = {"mask_rules": "backends.gpu", "signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.fwd")
 PACKAGES = ("plain", "plain.core", *(f"plain.backends{name}" for name in ("", ".gpu", ".hopper", ".hopper.fwd")))
 
 

@@ -1,13 +1,18 @@
 """Every backend's own `key_span` against the one in `core/mask_rules.py`."""
 
 from itertools import product
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 
+import gluon_sim
 import mslsim
+from gluon_values import Tensor
 from metal_sim import needs_simulator
 from tilewise.backends.metal import params, text
-from tilewise.core.mask_rules import MaskRules, key_span, key_spans
+from tilewise.core.mask_rules import RULE_NUMBERS, MaskRules, key_span, key_spans, query_span
 
 SIDES = (None, 0, 1, 5, 40)
 RULES = [
@@ -37,6 +42,42 @@ def test_many_rows_at_once():
     positions, lengths = (torch.tensor(x) for x in zip(*CELLS, strict=True))
     for rules in RULES:
         assert given(*key_spans(rules, positions, lengths)) == wanted(rules), rules
+
+
+def by_gpu(function, rules, *given):
+    """A function of `gpu/mask_rules.py` as plain Python over int32, for all of `given` at once."""
+    numbers = [Tensor(np.int32(rules.numbers()[name])) for name in RULE_NUMBERS]
+    given = [Tensor(np.array(x, np.int32)) for x in given]
+    return [x.a + np.zeros_like(given[0].a) for x in function(*given, numbers, SimpleNamespace(rules=rules.flags))]
+
+
+def test_triton_and_hopper():
+    kernels = gluon_sim.load().mask_rules
+    for rules in RULES:
+        assert given(*by_gpu(kernels.key_span, rules, *zip(*CELLS, strict=True))) == wanted(rules), rules
+
+
+QUERIES = list(product(range(30), (-40, -1, 0, 13), (1, 24)))
+
+
+def wrong_queries(kernels):
+    """The rules for which a key is seen by other queries than those that see it."""
+    wrong = []
+    for rules in RULES:
+        lo, hi = by_gpu(kernels.query_span, rules, *zip(*QUERIES, strict=True))
+        got = [seen(*ends, q_len) for *ends, (_, _, q_len) in zip(lo, hi, QUERIES, strict=True)]
+        want = [seen(*query_span(rules, key, offset, q_len), q_len) for key, offset, q_len in QUERIES]
+        wrong += [rules] * (got != want)
+    return wrong
+
+
+def test_the_queries_of_a_key():
+    assert wrong_queries(gluon_sim.load().mask_rules) == []
+
+
+@pytest.mark.parametrize(("old", "new"), [("key + left + 1", "key + left"), ("key - right", "key + right")])
+def test_a_wrong_side_of_queries_is_noticed(old, new):
+    assert wrong_queries(gluon_sim.load({"mask_rules": [(old, new)]}).mask_rules)
 
 
 SPANS = """

@@ -163,7 +163,7 @@ WRONG = {
     "a product not waited for": ("mma", "        s = warpgroup_mma_wait(0, deps=(s,))\n", ""),
     "values of another tile": ("producer", "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row",
                                "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row + 1"),
-    "the window one key too wide": ("key_span", "ahead - left", "ahead - left - 1"),
+    "the window one key too wide": ("mask_rules", "ahead - left", "ahead - left - 1"),
     "a rescale left out": ("mma", "return p, o * shrink[:, None], m, l", "return p, o, m, l"),
     "strays not noted": ("epilogue", "stray = (total != total) & rows.ok", "stray = (total != total) & (rows.row < 0)"),
     "the counter left as it is": ("nonfinite", "gl.store(a.COUNTER, 0)", "gl.store(a.COUNTER, 1)"),

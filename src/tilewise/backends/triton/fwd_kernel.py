@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 import triton
 
 from ...core.mask_rules import RULE_NUMBERS
-from ..gpu.key_span import key_span
+from ..gpu.mask_rules import key_span
 from .epilogue import empty_acc, finish, merge_parts, store_acc
 from .kv_load import find_pages, values_of
 from .mainloop import step, unit_of_m

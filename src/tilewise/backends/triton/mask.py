@@ -1,6 +1,6 @@
 """Which keys a query row sees, on the device: by rules and by a dense mask.
 
-Causal, window, chunk and length rules leave one interval of keys to each row (see `gpu/key_span.py`),
+Causal, window, chunk and length rules leave one interval of keys to each row (see `gpu/mask_rules.py`),
 so two vectors `row_lo`, `row_hi` `[BM]` hold all of them, and a cell is visible when `row_lo <= n < row_hi`.
 """
 

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
-from ...gpu.key_span import key_span
+from ...gpu.mask_rules import key_span
 from .epilogue import note_strays, store
 from .layouts import out_layout, score_layout
 from .mma import as_operand, next_tile, release_output, release_scores, start_output, start_scores, step, to_weights

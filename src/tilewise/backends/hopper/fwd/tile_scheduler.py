@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ...gpu.key_span import key_span
+from ...gpu.mask_rules import key_span
 from ..signature import held
 
 
