@@ -115,7 +115,7 @@ def key_time(shape: Shape, rows: int) -> float:
     1080 and 487).
     """
     width = shape.width / 128
-    if rows <= 16:  # straight from the cache
+    if rows <= 16:  # decode mainloop
         return 6 + width * (7 + 4 * rows)
     return 60 + width * (25 + 1.6 * rows)
 

@@ -1,10 +1,9 @@
-"""The CPU backend: conformance, random problems, its vector layer, its threads."""
+"""The CPU backend: conformance, random problems, its vector layer."""
 
 import os
 import platform
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,16 +13,12 @@ from numba import njit
 
 from conformance import Conformance
 from strategies import cases
-from tilewise import InvalidArgument, attention, paged_attention, plan
+from tilewise import attention, paged_attention, plan
 from tilewise.backends.cpu.codegen import numba_ops
+from tilewise.backends.cpu.codegen.dtypes import CODES
 from tilewise.backends.cpu.codegen.load_store import transpose
-from tilewise.backends.cpu.codegen.vector import CODES, W, microkernel
+from tilewise.backends.cpu.codegen.vector import W, microkernel
 from tilewise.backends.cpu.mainloop.score_mod import softcap_cells
-from tilewise.backends.cpu.params import INDEX
-from tilewise.backends.cpu.threads import pool
-from tilewise.dispatch import call_cache
-from tilewise.dispatch.planner import choose
-from tilewise.testing.case import Case, make
 from tilewise.testing.check import check_case
 
 
@@ -148,132 +143,24 @@ def up_to(width):
 
 
 @njit
-def call_widen(to, source, code, width, padded, scales):
-    numba_ops.widen_row(to, source, code, width, padded, scales, 0, 128)
-
-
-class TestThreads:
-    def inputs(self, length=600):
-        generator = torch.Generator().manual_seed(0)
-        return [torch.randn(2, h, length, 64, generator=generator) for h in (4, 2, 2)]
-
-    def test_several_callers_at_once(self):
-        """Ten Python threads make different calls at the same time; each gets its own result."""
-        torch.set_num_threads(4)
-        q, k, v = self.inputs()
-        calls = [
-            {"causal": True},
-            {"window": 50},
-            {"softcap": 5.0},
-            {"q_offset": 0, "causal": True},
-            {"scale": 0.3},
-        ] * 2
-        want = [attention(q, k, v, backend="cpu", **options) for options in calls]
-        with ThreadPoolExecutor(len(calls)) as pool:
-            for _ in range(10):
-                got = list(pool.map(lambda options: attention(q, k, v, backend="cpu", **options), calls))
-                assert all(a.equal(b) for a, b in zip(got, want, strict=True))
-
-    def test_any_number_of_threads_gives_the_same_rows(self):
-        q, k, v = self.inputs()
-        threads = torch.get_num_threads()
-        try:
-            results = []
-            for n in (1, 2, 3, 8):
-                torch.set_num_threads(n)
-                assert f"{n} thread" in plan(q, k, v, causal=True, backend="cpu").kernel  # kept plans are of one number
-                results.append(attention(q, k, v, causal=True, backend="cpu"))
-        finally:
-            torch.set_num_threads(threads)
-        assert all(r.equal(results[0]) for r in results)
-
-    def test_torchs_threads_and_workers_give_the_same_bits(self, monkeypatch):
-        torch.set_num_threads(3)
-        q, k, v = self.inputs()
-        results = [attention(q, k, v, causal=True, backend="cpu")]
-        if platform.system() == "Linux":
-            assert pool.parallel is not None, "torch's OpenMP runtime was not found"
-        monkeypatch.setattr(pool, "parallel", None)
-        before = len(pool.workers)
-        results.append(attention(q, k, v, causal=True, backend="cpu"))
-        assert len(pool.workers) >= max(before, 2)
-        assert results[0].equal(results[1])
-
-    def test_after_a_fork(self):
-        """A forked child has no threads of its parent's; it starts its own."""
-        script = """
-import os, signal, torch
-from tilewise import attention
-from tilewise.dispatch import call_cache
-
-torch.set_num_threads(2)
-q, k, v = torch.randn(3, 1, 4, 300, 64)
-want = attention(q, k, v, causal=True, backend="cpu")
-child = os.fork()
-if child == 0:  # NumPy compares: torch's own threads do not outlive a fork
-    signal.alarm(600)  # ends a child that hangs
-    same = (attention(q, k, v, causal=True, backend="cpu").numpy() == want.numpy()).all()
-    os._exit(0 if same else 1)
-raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-        subprocess.run([sys.executable, "-c", script], check=True, timeout=900)
-
-    def test_decode_splits_and_merges(self):
-        q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 20_000, 64), torch.randn(1, 2, 20_000, 64)
-        torch.set_num_threads(4)
-        plan_ = plan(q, k, v, backend="cpu")
-        assert plan_.splits > 1
-        want = attention(q, k, v, backend="reference")
-        torch.testing.assert_close(attention(q, k, v, backend="cpu"), want, rtol=1e-5, atol=1e-6)
-
-    @pytest.mark.parametrize("threads", [1, 2, 4])
-    @pytest.mark.parametrize(("rows", "keys"), [(1, 40), (1, 5000), (70, 700)])
-    def test_a_call_that_comes_again_is_the_first_one(self, rows, keys, threads):
-        """One compiled function does all of it; alone while the threads are busy with another call."""
-        torch.set_num_threads(threads)
-        call_cache.forget()
-        first, other = ([torch.randn(1, 6, rows, 64), *torch.randn(2, 1, 2, keys, 64)] for _ in range(2))
-        want = [attention(*x, causal=True, return_lse=True, backend="cpu") for x in (first, other)]
-        call_cache.forget()
-        got = [attention(*x, causal=True, return_lse=True, backend="cpu") for x in (other, first, other)][1:]
-        assert len(call_cache._known) == 1
-        with pool.busy:
-            got.append(attention(*first, causal=True, return_lse=True, backend="cpu"))
-        for a, b in zip(got, [*want, want[0]], strict=True):
-            assert a.out.equal(b.out)
-            assert a.lse.equal(b.lse)
-
-    @pytest.mark.parametrize(
-        "case",
-        [
-            Case(B=1, H=9, Hkv=3, Lq=32, Lk=2100, D=64, causal=True),
-            Case(B=1, H=3, Lq=70, Lk=2100, D=64, dtype="bf16", window=(900, 0), sinks=True),
-            Case(B=1, H=3, Lq=70, Lk=2100, D=64, dtype="f16", softcap=20.0),
-            Case(B=1, H=3, Lq=40, Lk=2100, D=40, mask="hqk", pattern="blocks", tile=(16, 64)),
-            Case(form="paged", B=2, H=6, Hkv=1, lengths=(2050, 300), q_lengths=(30, 7), D=64, causal=True),
-        ],
-        ids=str,
-    )
-    def test_few_items_of_many_rows_are_split(self, case):
-        torch.set_num_threads(2)
-        assert choose(make(case).checked().problem, "cpu").splits > 1
-        check_case(case, "cpu")
+def call_widen(to, source, dtype, width, padded, scales):
+    numba_ops.widen_row(to, source, dtype, width, padded, scales, 0, 128)
 
 
 def test_heads_of_pages_are_read_together():
     """Eight keys of a head, then of the next; with one head there is nothing to share."""
     lengths, table = torch.tensor([2000], dtype=torch.int32), torch.arange(125, dtype=torch.int32)[None]
-    bunches = {}
+    batches = {}
     for heads in (1, 8):
         q, pages = torch.randn(1, 8, 1, 64), torch.randn(125, 16, heads, 64)
         chosen = plan(q, pages, pages, block_table=table, context_lens=lengths, backend="cpu")
-        bunches[heads] = int(chosen.detail.params[INDEX["head_batch"]])
+        batches[heads] = chosen.detail.params.head_batch
         rows = pages.flatten(0, 1).transpose(0, 1)[None]
         want = attention(q, rows, rows, backend="cpu", return_lse=True)
         got = paged_attention(q, pages, pages, table, lengths, backend="cpu", return_lse=True)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert bunches == {1: 1, 8: 4 if torch.get_num_threads() > 1 else 8}
+    assert batches == {1: 1, 8: 4 if torch.get_num_threads() > 1 else 8}
 
 
 @pytest.mark.parametrize("keys", [1, 95, 96, 97, 127, 128, 129, 224, 225])
@@ -294,39 +181,6 @@ def test_memory_does_not_grow_with_length():
         assert scratch < 4 * 2**20
     wide = torch.randn(1, 16, 5000, 576)
     assert plan(wide, wide, wide, backend="cpu").workspace_bytes / torch.get_num_threads() < 4 * 2**20
-
-
-def test_bound_calls_are_the_same_to_the_bit():
-    """The second of equal calls takes the short way; so do other tensors of the same kind, and none other."""
-    call_cache.forget()
-    for options in ({}, {"causal": True}, {"return_lse": True}, {"layout": "blhd"}):
-        q, k, v = (torch.randn(2, 6, 6, 32) for _ in range(3))
-        first = attention(q, k, v, **options)
-        again = attention(q, k, v, **options)
-        other = attention(q + 1, k, v, **options)
-        fresh = attention(q + 1, k, v, out=torch.empty_like(q), **options)
-        for a, b in ((first, again), (other, fresh)):
-            pairs = zip(a, b, strict=True) if options.get("return_lse") else [(a, b)]
-            assert all(x.equal(y) for x, y in pairs)
-    assert attention(q, k, v, causal=True).ne(attention(q, k, v)).any()
-    with pytest.raises(InvalidArgument):
-        attention(q, k, v, causal=1)
-    with pytest.raises(InvalidArgument):
-        attention(q.requires_grad_(), k, v)
-
-
-@pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
-def test_bound_calls_tell_strides_apart(which):
-    """Tensors of one shape whose rows lie otherwise are another call; strides of dims of size 1 make no difference."""
-    call_cache.forget()
-    x = [torch.randn(1, 4, 1, 32), *torch.randn(2, 1, 4, 50, 32)]
-    want = attention(*x, backend="cpu")
-    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) if i == which else t for i, t in enumerate(x)]
-    odd = [t.as_strided(t.shape, (7, *t.stride()[1:])) if i == which else t for i, t in enumerate(x)]
-    assert attention(*turned, backend="cpu").equal(want)
-    assert len(call_cache._known) == (1 if which == 0 else 2)  # one row of a head: q is contiguous either way
-    assert attention(*odd, backend="cpu").equal(want)
-    assert len(call_cache._known) == (1 if which == 0 else 2)
 
 
 @pytest.mark.slow

@@ -70,12 +70,12 @@ def test_splits_give_each_thread_four_pieces(tasks, keys, threads, size):
         (8, 4096, 1, 1, 4),
     ],
 )
-def test_a_bunch_of_heads_stays_in_the_cache(kv_heads, row_bytes, splits, threads, heads):
+def test_a_head_batch_stays_in_the_cache(kv_heads, row_bytes, splits, threads, heads):
     assert head_batch(kv_heads, row_bytes, splits, threads) == heads
 
 
 @pytest.mark.parametrize(("kind", "keys"), [("float16", 16), ("fp8_e4m3", 16), ("int8", 48), ("int4", 48)])
-def test_short_rows_are_asked_for_further_ahead(kind, keys, monkeypatch):
+def test_short_rows_are_prefetched_further_ahead(kind, keys, monkeypatch):
     k = torch.randn(1, 1, 512, 64, dtype=torch.float16)
     stored = k if kind == "float16" else Quantised.from_float(k, kind)
     problem = calls.dense(k[:, :, :1], stored, stored, Options()).problem

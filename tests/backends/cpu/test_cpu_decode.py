@@ -1,4 +1,4 @@
-"""Decode on the CPU: rows that are asked for ahead, scales, pages."""
+"""Decode on the CPU: prefetch, scales, pages."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from tilewise.testing.check import check_call, check_case
 
 @pytest.fixture
 def cache_of(monkeypatch):
-    """Sets the size of the second-level cache, past which rows are asked for ahead."""
+    """Sets the size of the L2 cache, past which rows are prefetched."""
 
     def set_size(size):
         monkeypatch.setattr(config, "second_level_cache", lambda: size)
@@ -49,17 +49,17 @@ def call(kind, keys, rows=1):
 
 @pytest.mark.parametrize("keys", [1, 7, 96, 129, 1000])
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "pages", "int8 64", "int8 32", "int4 64", "fp8_e4m3 32"])
-def test_asking_ahead_changes_no_bit(cache_of, kind, keys):
+def test_prefetch_changes_no_bit(cache_of, kind, keys):
     """And a call gives what the oracle does, whichever groups share a scale."""
-    ask = call(kind, keys)
+    attend = call(kind, keys)
     cache_of(1 << 40)
-    without = ask(backend="cpu")
+    without = attend(backend="cpu")
     cache_of(0)
-    assert ask(backend="cpu").equal(without)
-    check_call(Inputs(ask.func, ask.args, {}).checked(), *ask(backend="cpu", return_lse=True))
+    assert attend(backend="cpu").equal(without)
+    check_call(Inputs(attend.func, attend.args, {}).checked(), *attend(backend="cpu", return_lse=True))
 
 
-TILES = [
+AMX = [
     Case(B=1, H=8, Hkv=1, Lq=1, Lk=1000, D=128),
     Case(B=2, H=32, Hkv=2, Lq=1, Lk=333, D=64),
     Case(B=1, H=18, Hkv=2, Lq=1, Lk=97, D=96, Dv=32, sinks=True),
@@ -72,9 +72,9 @@ TILES = [
 ]
 
 
-@pytest.mark.skipif(not amx.usable(), reason="no matrix tiles here")
-@pytest.mark.parametrize("case", TILES, ids=str)
-def test_many_rows_in_bf16_go_by_matrix_tiles(monkeypatch, case):
+@pytest.mark.skipif(not amx.usable(), reason="no AMX here")
+@pytest.mark.parametrize("case", AMX, ids=str)
+def test_many_rows_in_bf16_take_amx(monkeypatch, case):
     case = replace(case, dtype="bf16")
     used = []
     function = compiler.function
@@ -100,8 +100,8 @@ ODD = {
     "plain": {},
     "zero queries": {"q": (..., 0.0)},
     "one large": {"q": ((0, 3, 0, 5), 1e4)},
-    "large for whole numbers": {"q": (slice(None), 3e30)},
-    "small for whole numbers": {"q": (slice(None), 3e-31)},
+    "too large for fixed point": {"q": (slice(None), 3e30)},
+    "too small for fixed point": {"q": (slice(None), 3e-31)},
     "negative scale of a key": {"k": ((0, 1, 9), -0.02)},
     "scales of keys are 0": {"k": (..., 0.0)},
     "negative scale of a value": {"v": ((0, 0, 7, 0), -0.02)},
@@ -120,20 +120,20 @@ NOT_FINITE = {
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("odd", ODD)
-def test_whole_numbers_tell_what_float32_does(monkeypatch, kind, odd, rows):
-    """int8 and int4 by products of bytes: as near to the oracle as float32, and float32 where they cannot be told."""
-    ask = quantised_call(kind, rows, **ODD[odd])
-    assert ({f"vnni_qk {kind}", f"vnni_pv {kind}"} <= compiled_by(monkeypatch, ask)) == gemv_vnni.has_vnni()
-    check_call(Inputs(ask.func, ask.args, {}).checked(), *ask(backend="cpu", return_lse=True))
+def test_integer_dots_are_as_exact_as_float32(monkeypatch, kind, odd, rows):
+    """int8 and int4 by VNNI: as near to the oracle as float32, and by float32 where limbs are out of range."""
+    attend = quantised_call(kind, rows, **ODD[odd])
+    assert ({f"vnni_qk {kind}", f"vnni_pv {kind}"} <= compiled_by(monkeypatch, attend)) == gemv_vnni.has_vnni()
+    check_call(Inputs(attend.func, attend.args, {}).checked(), *attend(backend="cpu", return_lse=True))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("odd", NOT_FINITE)
 def test_what_is_not_finite_shows_where_torch_shows_it(kind, odd):
-    ask = quantised_call(kind, **NOT_FINITE[odd])
-    q, *narrow = ask.args
+    attend = quantised_call(kind, **NOT_FINITE[odd])
+    q, *narrow = attend.args
     k, v = (x.dequantise(torch.float32).repeat_interleave(4, 1) for x in narrow)
-    got, want = ask(backend="cpu"), torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    got, want = attend(backend="cpu"), torch.nn.functional.scaled_dot_product_attention(q, k, v)
     exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
     finite = want.isfinite()
     assert not finite.all()
@@ -153,35 +153,35 @@ def test_a_query_that_is_not_a_number_gives_none():
 
 
 @pytest.mark.parametrize(("kind", "head_dim", "group"), [("int8", 96, 64), ("int4", 64, 64), ("int8", 128, 32)])
-def test_other_rows_are_widened(monkeypatch, kind, head_dim, group):
+def test_other_rows_take_fp32(monkeypatch, kind, head_dim, group):
     q, k, v = torch.randn(1, 2, 1, head_dim), *torch.randn(2, 1, 2, 40, head_dim)
-    ask = partial(attention, q, *(Quantised.from_float(x, kind, group=group) for x in (k, v)))
-    assert not {name for name in compiled_by(monkeypatch, ask) if name.startswith("whole")}
+    attend = partial(attention, q, *(Quantised.from_float(x, kind, group=group) for x in (k, v)))
+    assert not {name for name in compiled_by(monkeypatch, attend) if name.startswith("vnni")}
 
 
-def compiled_by(monkeypatch, ask):
+def compiled_by(monkeypatch, attend):
     """Names of the kernels that a call asks for."""
     used = []
     function = compiler.function
     monkeypatch.setattr(compiler, "function", lambda name: used.append(name) or function(name))
     planner.choose.cache_clear()
     call_cache.forget()
-    ask(backend="cpu")
+    attend(backend="cpu")
     return set(used)
 
 
-BUNCHES = [
+HEAD_BATCHES = [
     Case(form="paged", H=8, Hkv=8, Lq=1, D=64, lengths=(31, 700), page=16),
     Case(form="paged", H=12, Hkv=3, B=3, Lq=2, D=80, lengths=(49, 300, 1), page=5, causal=True, alibi="h", sinks=True),
-    Case(form="paged", H=32, Hkv=32, B=1, Lq=16, D=128, lengths=(130,), page=16, causal=True),  # two bunches
+    Case(form="paged", H=32, Hkv=32, B=1, Lq=16, D=128, lengths=(130,), page=16, causal=True),  # two head batches
     Case(form="paged", H=16, Hkv=4, B=3, q_lengths=(1, 4, 0), D=64, lengths=(700, 300, 5), page=16, window=(100, 0)),
     Case(form="paged", H=16, Hkv=2, B=1, Lq=1, D=128, lengths=(2111,), page=16, dtype="bf16"),
 ]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("case", BUNCHES, ids=str)
-def test_heads_of_a_page_go_together(case, threads):
+@pytest.mark.parametrize("case", HEAD_BATCHES, ids=str)
+def test_head_batches(case, threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)

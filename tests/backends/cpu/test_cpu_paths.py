@@ -8,7 +8,7 @@ import torch
 from tilewise import attention
 from tilewise.backends.cpu import compiler
 from tilewise.backends.cpu.gemm import amx, gemv_vnni
-from tilewise.backends.cpu.params import INDEX
+from tilewise.backends.cpu.params import Params
 from tilewise.dispatch.planner import choose
 from tilewise.testing.case import Case, Inputs, make
 from tilewise.testing.check import check_call, check_case
@@ -17,15 +17,15 @@ KEYS = 150  # more than a tile: the first is whole for most rows
 PATHS = {
     "decode f32": Case(Hkv=2, Lq=2, Lk=KEYS, D=64),
     "decode f16": Case(Hkv=2, Lq=2, Lk=KEYS, D=64, dtype="f16"),
-    "decode bf16": Case(Hkv=1, Lq=2, Lk=KEYS, D=64, dtype="bf16"),  # by matrix tiles where there are any
+    "decode bf16": Case(Hkv=1, Lq=2, Lk=KEYS, D=64, dtype="bf16"),  # by AMX where there is
     "decode, widened": Case(Hkv=2, Lq=2, Lk=KEYS, D=20),
-    "decode int8": Case(Hkv=2, Lq=2, Lk=KEYS, D=128, k="int8/64", v="int8/64"),  # products of bytes
+    "decode int8": Case(Hkv=2, Lq=2, Lk=KEYS, D=128, k="int8/64", v="int8/64"),  # integer dots (VNNI)
     "decode int4": Case(Hkv=2, Lq=2, Lk=KEYS, D=128, k="int4/64", v="int4/64"),
     "decode int8, widened": Case(Hkv=2, Lq=2, Lk=KEYS, D=72, k="int8/32", v="int8/32"),
     "decode fp8": Case(Hkv=2, Lq=2, Lk=KEYS, D=64, k="fp8_e4m3/32", v="fp8_e4m3/32"),
     "decode in splits": Case(Hkv=2, Lq=2, Lk=KEYS, D=64, split_size=64),
     "decode int8 in splits": Case(Hkv=2, Lq=2, Lk=KEYS, D=128, k="int8/64", v="int8/64", split_size=64),
-    "pages": Case(form="paged", Hkv=2, Lq=2, D=64, lengths=(KEYS, 97)),  # heads together
+    "pages": Case(form="paged", Hkv=2, Lq=2, D=64, lengths=(KEYS, 97)),  # head batches
     "pages int8": Case(form="paged", Hkv=2, Lq=2, D=128, lengths=(KEYS, 97), k="int8/64", v="int8/64"),
     "pages, packed": Case(form="paged", Hkv=2, D=64, q_lengths=(2, 40), lengths=(KEYS, 97)),
     "packed": Case(form="varlen", Hkv=2, D=64, q_lengths=(2, 40), lengths=(KEYS, 97)),
@@ -60,7 +60,7 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("path", PATHS)
 def test_each_option_on_each_path(path, option):
-    """Twice: a call that comes again goes another way."""
+    """Twice: a repeated call takes the call cache."""
     case = replace(PATHS[path], **OPTIONS[option])
     if case.form == "varlen" and "lengths" in OPTIONS[option]:
         case = replace(PATHS[path], used=(101, 64), **{k: v for k, v in OPTIONS[option].items() if k != "lengths"})
@@ -76,8 +76,8 @@ def test_the_paths_are_those_of_the_backend():
     """Each case takes the kernels that it is here for."""
 
     def kernels(path):
-        block = choose(make(PATHS[path]).checked().problem, "cpu").detail.params
-        return {name: int(block[at]) for name, at in INDEX.items()}
+        params = choose(make(PATHS[path]).checked().problem, "cpu").detail.params
+        return {name: getattr(params, name) for name, _ in Params._fields_}
 
     for path in PATHS:
         k = kernels(path)

@@ -38,7 +38,7 @@ def compile_tiny(name="tiny", adds=1):
         put_i64(address, get_i64(address) + adds)
 
     number = np.array([41])
-    compiler.compile_function(tiny, name, 1).entry(number.ctypes.data)
+    compiler.compile_function(tiny, name).entry(number.ctypes.data)
     return int(number[0])
 
 

@@ -16,9 +16,9 @@ def supports(problem: Problem) -> str | None:
         return OtherDevice(f"the tensors are on {problem.device.type}")
     if (reason := unusable()) is not None:
         return reason
-    from .codegen.vector import CODES
+    from .codegen.dtypes import STORED
 
-    return problem.unread(CODES)
+    return problem.unread(STORED)
 
 
 @cache
@@ -54,9 +54,9 @@ def run_pair(shared_plan: Plan, plan: Plan, tensors: Tensors, shared: Shared) ->
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
-    from . import cached_launch
+    from . import launch
 
-    return cached_launch.bind(plan, tensors)
+    return launch.bind(plan, tensors)
 
 
 bind_quantised = bind  # which takes scales too

@@ -5,10 +5,12 @@ for Python. `kernel_cache.py` is the disk.
 # mypy: ignore-errors
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from numba import types
@@ -18,9 +20,9 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import _FunctionCompiler
 from numba.core.registry import cpu_target
 
-from .codegen.vector import CODES
+from .codegen.dtypes import STORED
 from .gemm.amx import PARTS, usable
-from .gemm.gemv_vnni import PARTS as WHOLE
+from .gemm.gemv_vnni import PARTS as BYTE_PARTS
 from .gemm.gemv_vnni import has_vnni
 from .kernel_cache import KernelCache
 
@@ -29,9 +31,9 @@ OPTIONS = {"error_model": "numpy", "nogil": True}
 
 
 class Kernel(NamedTuple):
-    """A compiled function: the address of a C function, and one that Python calls.
+    """A compiled function: the address of a C function, and one that Python calls, which takes its numbers itself.
 
-    That one takes its numbers from Python itself. (`relaunch` of 8 numbers and 8 keys took 1.9 us so, by ctypes 3.0.)
+    ctypes would convert them one by one: see cpu 14 in benchmarks/cpu/LOG.md.
     """
 
     address: int
@@ -39,20 +41,20 @@ class Kernel(NamedTuple):
     library: Any  # the code is freed with the object
 
 
-def compile_function(fn, name: str, arguments: int) -> Kernel:
-    """`void fn(int64, ...)`, compiled or taken from disk."""
+def compile_function(fn, name: str, result: Any = types.void) -> Kernel:
+    """`result fn(int64, ...)`, compiled or taken from disk."""
     fn.__qualname__ = name  # the linker knows functions by it: code kept by several processes may not share one
-    signature, kept = types.void(*[types.int64] * arguments), KernelCache(name)
+    signature, kept = result(*[types.int64] * len(inspect.signature(fn).parameters)), KernelCache(name)
     with optimised_once(name):
         # Without `refresh` of the context, which imports what Numba compiles with, SciPy among it: a third of a second.
-        result = kept.load_overload(signature, cpu_target.target_context)
-        if result is None:
+        compiled = kept.load_overload(signature, cpu_target.target_context)
+        if compiled is None:
             _announce()
             compiler = _FunctionCompiler(fn, cpu_target, OPTIONS, {}, Compiler)
-            result = compiler.compile(signature.args, signature.return_type)
-            kept.save_overload(signature, result)
-    address = result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
-    return Kernel(address, result.entry_point, result.library)
+            compiled = compiler.compile(signature.args, signature.return_type)
+            kept.save_overload(signature, compiled)
+    address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
+    return Kernel(address, compiled.entry_point, compiled.library)
 
 
 @contextmanager
@@ -82,31 +84,29 @@ def _announce() -> None:
     )
 
 
+# Where each kernel is written. One of a storage type ("qk f16") is what its module's `<name>_function(type)` returns.
+HOMES = {
+    **dict.fromkeys(("schedule", "launch", "worker", "thread_main"), "scheduler"),
+    **dict.fromkeys(("cascade", "map_rows"), "cascade"),
+    **dict.fromkeys(("qk", "pv"), "gemm.gemv_fp32"),
+    **dict.fromkeys(("amx_qk", "amx_pv"), "gemm.gemv_amx"),
+    **dict.fromkeys(("vnni_qk", "vnni_pv"), "gemm.gemv_vnni"),
+    "append": "kv_write",
+    "combine": "mainloop.epilogue",
+    "decode": "mainloop.decode",
+    "prefill": "mainloop.prefill",
+    "prefill_amx": "mainloop.prefill_amx",
+}
+
+
 @cache
 def kernel(name: str) -> Kernel:
     """A kernel: `worker`, `decode`, `combine`, `qk f16`, `pv int8`, ..."""
     with _lock:
-        from . import cascade, kv_write, scheduler
-        from .gemm import gemv_amx, gemv_fp32, gemv_vnni
-        from .mainloop import decode, epilogue, prefill, prefill_amx
-
-        what, _, kind = name.partition(" ")
-        if what == "prefill_amx":
-            return compile_function(prefill_amx.prefill_function(PARTS[kind]), f"{what}_{kind}", 3)
-        if kind:
-            home = gemv_vnni if what.startswith("vnni") else gemv_fp32
-            make, arguments = (home.qk_function, 12) if what.endswith("qk") else (home.pv_function, 11)
-            return compile_function(make(kind), f"{what}_{kind}", arguments)
-        homes = {
-            "append": kv_write,
-            "decode": decode,
-            "prefill": prefill,
-            "cascade": cascade,
-            "map_rows": cascade,
-        }
-        homes |= {"amx_qk": gemv_amx, "amx_pv": gemv_amx, "combine": epilogue}
-        home = homes.get(name, scheduler)
-        return compile_function(getattr(home, name), name, ARGUMENTS.get(name, 2))
+        what, _, dtype = name.partition(" ")
+        home = import_module(f".{HOMES[what]}", __package__)
+        fn = getattr(home, f"{what}_function")(dtype) if dtype else getattr(home, what)
+        return compile_function(fn, name.replace(" ", "_"), types.int64 if name == "launch" else types.void)
 
 
 def function(name: str) -> int:
@@ -119,12 +119,11 @@ def entry(name: str):
     return kernel(name).entry
 
 
-ARGUMENTS = {"thread_main": 1, "decode": 3, "prefill": 3, "relaunch": 10, "amx_qk": 10, "amx_pv": 10}
 # Everything that a call can need.
 ALL = [
-    *("schedule", "relaunch", "worker", "thread_main", "combine", "decode", "prefill"),
-    *(f"{what} {kind}" for kind in CODES for what in ("qk", "pv")),
-    *(f"{what} {kind}" for kind in WHOLE if has_vnni() for what in ("vnni_qk", "vnni_pv")),
-    *(("amx_qk", "amx_pv", *(f"prefill_amx {kind}" for kind in PARTS)) if usable() else ()),
+    *("schedule", "launch", "worker", "thread_main", "combine", "decode", "prefill"),
+    *(f"{what} {dtype}" for dtype in STORED for what in ("qk", "pv")),
+    *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_vnni() for what in ("vnni_qk", "vnni_pv")),
+    *(("amx_qk", "amx_pv", *(f"prefill_amx {dtype}" for dtype in PARTS)) if usable() else ()),
     *("append", "cascade", "map_rows"),
 ]

@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from ...core.problem import Problem
+from .codegen.vector import W
+from .gemm.fp32 import PANEL
+
+DECODE_ROWS = 16  # up to this many query rows (of all heads of a group) take the decode mainloop
+SPLIT_BYTES = 256 * 1024  # of split-KV partials of all rows of a KV head: four pieces for each thread take a MiB
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a call is cut into work items."""
+
+    threads: int
+    tile_rows: int
+    tile_keys: int
+    split_size: int  # keys, 0 for no splits
+    head_batch: int  # KV heads that a thread takes together
+    partial_bytes: int  # of an item's split-KV partial
+    max_work_items: int
+
+
+def is_decode(p: Problem) -> bool:
+    return p.group * p.q_len <= DECODE_ROWS
+
+
+def configure(p: Problem, threads: int, parts: int) -> Config:
+    """`parts`: bf16 parts of a number if AMX is used, else 0."""
+    most = 768 if parts else 384  # packing K and V for AMX takes more than packing V
+    rows = tile_rows(p.group, p.head_dim, p.value_dim, second_level_cache(), most)
+    if not p.packed_q:
+        step = max(1, PANEL // p.group)
+        rows = even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
+    keys = tile_keys(parts)
+    tiles = -(-p.q_len // rows) * p.batch
+    if p.packed_q:
+        tiles = min(tiles, -(-p.total_q // rows) + p.batch)
+    threads = threads_for(p, threads)
+    Dv = -(-p.value_dim // W) * W
+    batched = 1
+    if is_decode(p) and p.page_size and p.mask is None:
+        row_bytes, splits = 4 * p.group * p.q_len * (p.head_dim + p.value_dim), tiles * max(1, p.kv_len // 512)
+        batched = head_batch(p.kv_heads, row_bytes, splits, threads)
+    every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
+    split = p.split_size or 0 if is_decode(p) or p.packed_q else 0  # of sequences of few rows, in any batch
+    if not p.split_size and (is_decode(p) or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
+        each = HEAD_BATCH_PIECES if batched > 1 else 4
+        split = split_size(tiles * p.kv_heads // batched, p.kv_len, threads, keys, each)
+    if split >= p.kv_len:
+        split = 0
+    pieces = -(-p.kv_len // split) + 1 if split else 1
+    part_rows = min(p.group * min(rows, p.q_len), DECODE_ROWS if p.split_size else 1 << 30)
+    return Config(
+        threads,
+        rows if batched == 1 else max(rows, batched * p.q_len),  # room for all heads
+        keys,
+        split,
+        batched,
+        4 * part_rows * (Dv + 2) if split else 0,
+        tiles * p.kv_heads * pieces,
+    )
 
 
 @cache
 def second_level_cache() -> int:
-    """Bytes of a core's second-level cache; half a MiB if the system does not say."""
+    """Bytes of a core's L2 cache; half a MiB if the system does not say."""
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
         return int(text[:-1]) * {"K": 1024, "M": 1024**2}[text[-1]]
@@ -22,8 +82,7 @@ def tile_rows(group: int, head_dim: int, value_dim: int, cache_bytes: int, most:
     """Query rows of each head in a tile.
 
     All rows of the group share a packed tile of V, so the more of them the less packing weighs, as long as q and the
-    accumulator stay in the second-level cache beside it: half of it, 64 to `most` rows. (384 rows against 192, one core
-    with 2 MiB, float32, L 2048: 134 and 119 GFLOP/s at D 128, 126 and 113 at D 256.)
+    accumulator stay in the L2 cache beside it: half of it, 64 to `most` rows (cpu/tile-rows in benchmarks/cpu/LOG.md).
     """
     rows = cache_bytes // 2 // (4 * (head_dim + value_dim)) // 64 * 64
     return max(1, min(most, max(64, rows)) // group)
@@ -32,20 +91,20 @@ def tile_rows(group: int, head_dim: int, value_dim: int, cache_bytes: int, most:
 def even_rows(most: int, q_len: int, tasks: int, threads: int, step: int) -> int:
     """Query rows of a tile such that tiles are of one size, and two of them for each thread if the rows allow it.
 
-    `tasks` is the number of sequences and KV heads; a tile is a multiple of `step` rows. (512 rows in tiles of 384 and
-    128 left one of two threads without work for a fifth of the time.) What a row gives does not depend on its tile.
+    `tasks` is the number of sequences and KV heads; a tile is a multiple of `step` rows. What a row gives does not
+    depend on its tile. Gain: cpu/even-rows in benchmarks/cpu/LOG.md.
     """
     tiles = max(-(-q_len // most), min(-(-2 * threads // max(1, tasks)), q_len // 64))
     return max(1, min(most, -(-q_len // max(1, tiles) // step) * step))
 
 
-FEW_KEYS = 96  # of a tile of decode: in any batch, beside matrix tiles too, for a row's bits depend on it
+FEW_KEYS = 96  # of a tile of decode: in any batch, beside AMX prefill too, for a row's bits depend on it
 
 
 def tile_keys(parts: int) -> int:
-    """Keys of a tile: 96 rows of scores and of a panel of V's columns fit the ways of a first-level cache.
+    """Keys of a tile: 96 rows of scores and of a panel of V's columns fit the ways of an L1 cache.
 
-    Matrix tiles (`parts` above 0) load and store their sums for each tile of keys, so that more of them are better.
+    AMX (`parts` above 0) loads and stores its sums for each tile of keys, so that more of them are better.
     """
     return 256 if parts else FEW_KEYS
 
@@ -59,18 +118,16 @@ def split_size(tasks: int, keys: int, threads: int, tile: int, each: int = 4) ->
 
 
 HEAD_BATCH_BYTES = 256 * 1024  # of queries and sums
-# For a thread: no core waits long for one that is slower. (As below, medians: 8 pieces took 1.02 of the time in f32.)
-HEAD_BATCH_PIECES = 16
+HEAD_BATCH_PIECES = 16  # for a thread: no core waits long for one that is slower
 
 
 def head_batch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
     """KV heads that one thread takes together from pages, tile by tile; they divide all of them.
 
-    A page holds all heads of a token, so what the processor reads ahead of one head's rows is the next head's, and of
-    no use to another thread. (Heads of a split of 192 keys shared by two threads took 1.13 of the time in f32 and 1.40
-    in f16: 4 x 8192 keys of 32/8 heads of 128.)
-    `row_bytes` is what the queries and sums of a head take; those of a head batch stay in L2. `splits`
-    is how many pieces all keys can be cut into: there is work for every thread.
+    A page holds all heads of a token, so what the processor prefetches behind one head's rows is the next head's, and
+    of no use to another thread (cpu/head-batch in benchmarks/cpu/LOG.md). `row_bytes` is what the queries and sums of a
+    head take; those of a head batch stay in L2. `splits` is how many pieces all keys can be cut into: there is work for
+    every thread.
     """
     fits = [n for n in range(2, kv_heads + 1) if kv_heads % n == 0 and n * row_bytes <= HEAD_BATCH_BYTES]
     return max([1, *(n for n in fits if kv_heads // n * splits >= 2 * threads)])
@@ -81,20 +138,15 @@ def bytes_read(p: Problem) -> int:
     return p.batch * p.kv_heads * p.kv_len * (p.head_dim * p.k_dtype.itemsize + p.value_dim * p.v_dtype.itemsize)
 
 
-# Keys between the row that decode multiplies and the one that it asks for, into the second-level cache. (One core, f32,
-# 4 x 8192 keys of 32/8 heads of 128: into the first-level cache 8 keys ahead it took 1.05 of the time, in pages 1.10;
-# 48 keys in one go, half of that cache, 1.1 to 1.5.)
+# Keys between the row that decode multiplies and the one that it prefetches into L2: cpu/prefetch-distance in
+# benchmarks/cpu/LOG.md.
 PREFETCH_KEYS = 16
-# Rows of int8 and int4 are a half and a quarter as long. (Two cores, 8192 keys of 32/8 heads of 128, best of many in
-# turns: int8 1.05 and 1.07 ms for 1.09 and 1.08, int4 0.89 for 0.91 and 0.90; f16 1.10 and 1.06.)
-PREFETCH_BYTE_KEYS = 48
-# From pages all heads of a key are read before the next ones. (Two cores, 4 x 8192 keys, medians: 12 keys took 1.00 of
-# the time in f32 and 1.01 in f16, and in pieces twice as long 16 keys 1.01 of that and 24 keys 1.02 and 1.03.)
-PREFETCH_PAGED_KEYS = 8
+PREFETCH_BYTE_KEYS = 48  # rows of int8 and int4 are a half and a quarter as long
+PREFETCH_PAGED_KEYS = 8  # from pages all heads of a key are read before the next ones
 
 
 def prefetch_distance(p: Problem) -> int:
-    """0 if all that is read stays in the second-level cache."""
+    """0 if all that is read stays in the L2 cache."""
     if bytes_read(p) <= second_level_cache():
         return 0
     if p.k_format.is_integer:

@@ -10,10 +10,10 @@ from numba import config
 
 def cpu_features() -> set[str]:
     """What this machine's CPU has, or the one that Numba is set to compile for."""
-    told = getattr(config, "CPU_FEATURES", None)
-    if told is None:
+    given = getattr(config, "CPU_FEATURES", None)
+    if given is None:
         return {name for name, there in llvm.get_host_cpu_features().items() if there}
-    return {name[1:] for name in told.split(",") if name.startswith("+")}
+    return {name[1:] for name in given.split(",") if name.startswith("+")}
 
 
 def missing() -> str | None:

@@ -8,15 +8,16 @@ from collections import namedtuple
 import numpy as np
 from numba import types
 
+from .codegen import dtypes
 from .codegen.load_store import get_i32, get_i64, get_one, put_f32, put_i64
 from .codegen.numba_ops import ONE, F, fill, jit, up, widen_row
 from .codegen.vector import W
 from .params import END, NO_LIMIT
 
 KEY_PAD = np.int64(8)  # keys that `qk` takes at once
-LIST_PAD = np.int64(16)  # those of whole numbers
-# K or V: base, strides over the batch (or pages), heads and rows, storage code, width; its scales likewise, their group
-Source = namedtuple("Source", "base b h l code width scales scales_b scales_h scales_l scales_code group")
+LIST_PAD = np.int64(16)  # those that integer dots take
+# K or V: base, strides over the batch (or pages), heads and rows, dtype, width; its scales likewise, their group
+Source = namedtuple("Source", "base b h l dtype width scales scales_b scales_h scales_l scales_dtype group")
 # The sequence and KV head that rows come from
 Place = namedtuple("Place", "b head kv_start")
 
@@ -67,14 +68,14 @@ def query_row(p, item, q_start, g, i):
 
 @jit
 def key_source(p):
-    return Source(p.k, p.k_b, p.k_h, p.k_l, p.k_code, p.head_dim,
-                  p.k_scales, p.k_scales_b, p.k_scales_h, p.k_scales_l, p.k_scales_code, p.k_group)  # fmt: skip
+    return Source(p.k, p.k_b, p.k_h, p.k_l, p.k_dtype, p.head_dim,
+                  p.k_scales, p.k_scales_b, p.k_scales_h, p.k_scales_l, p.k_scales_dtype, p.k_group)  # fmt: skip
 
 
 @jit
 def value_source(p):
-    return Source(p.v, p.v_b, p.v_h, p.v_l, p.v_code, p.value_dim,
-                  p.v_scales, p.v_scales_b, p.v_scales_h, p.v_scales_l, p.v_scales_code, p.v_group)  # fmt: skip
+    return Source(p.v, p.v_b, p.v_h, p.v_l, p.v_dtype, p.value_dim,
+                  p.v_scales, p.v_scales_b, p.v_scales_h, p.v_scales_l, p.v_scales_dtype, p.v_group)  # fmt: skip
 
 
 @jit
@@ -129,7 +130,7 @@ def list_scales(p, x, at, table, first, count, pad, line):
         run = min(p.page - (first + j) % p.page, count - j) if p.table else count
         for g in range(groups):
             for i in range(run):
-                put_f32(table + 4 * (g * line + j + i), get_one(start + i * x.scales_l, x.scales_code, g))
+                put_f32(table + 4 * (g * line + j + i), get_one(start + i * x.scales_l, x.scales_dtype, g))
         j += run
     for g in range(groups):
         fill(table + 4 * g * line, count, up(count, pad), F(0))
@@ -142,10 +143,10 @@ def widen_rows(p, x, at, table, to, first, count, pad):
     bad = F(0)
     for j in range(count):
         scales = types.int64(0)
-        if x.code >= 3:
+        if dtypes.is_quantised(x.dtype):
             scales = row_address(p, x.scales, x.scales_b, x.scales_h, x.scales_l, at, first + j)
         row = to + 4 * j * padded
-        bad += widen_row(row, get_i64(table + 8 * j), x.code, x.width, padded, scales, x.scales_code, x.group)
+        bad += widen_row(row, get_i64(table + 8 * j), x.dtype, x.width, padded, scales, x.scales_dtype, x.group)
     for j in range(up(count, pad)):
         put_i64(table + 8 * j, to + 4 * min(j, count - 1) * padded)
     return bad

@@ -10,33 +10,40 @@ scale, the row is divided by it, rounded, and written with its scales. Rows of t
 # mypy: ignore-errors
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 
-from . import compiler
+from .codegen import dtypes
+from .codegen.dtypes import CODES, NAMES
 from .codegen.load_store import fetch_add, put_f32
-from .codegen.numba_ops import F, fill, jit, pointer, store_row, up, widen_row
-from .codegen.vector import CODES, F32, I8, I32, Emit, Value, W, microkernel
+from .codegen.numba_ops import ONE, ZERO, F, fill, jit, store_row, struct_at, up, widen_row
+from .codegen.vector import F32, I8, I32, Emit, Value, W, microkernel
 from .kv_access import get_i32
+from .params import fields, offset, put_tensor, record, tensor
 from .threads import pool
 
-# Per call
-PLACES = "batch heads starts cu packed table table_b wrap".split()
-# K, then V: where rows come from and where they go; strides in bytes
-SIDE = (
-    "source source_b source_h source_l source_code to to_b to_h to_l code width scales scales_b scales_h scales_l group"
-)
-SHARED = "parts next".split()  # in how many parts tokens are stored, and which one is the next
-WRITE_PARAMS = np.dtype(
-    [(name, "i8") for name in PLACES + [f"{x}_{name}" for x in "kv" for name in SIDE.split()] + SHARED]
-)
-AT = {name: i for i, name in enumerate(WRITE_PARAMS.names)}
-NEXT = AT["next"]
+
+def side(x: str) -> str:
+    """K or V: where rows come from and where they go, with their types."""
+    source, to, scales = (tensor(f"{x}_{name}") for name in ("source", "to", "scales"))
+    return f"{source} {x}_source_dtype {to} {x}_dtype {x}_width {scales} {x}_group"
+
+
+class WriteParams(ctypes.Structure):
+    """What a write is: whose rows go where, in how many parts, and which of these is the next."""
+
+    _fields_ = fields(
+        f"batch heads starts cu packed {tensor('table', 'b')} wrap {side('k')} {side('v')} parts next_part"
+    )
+
+
+write_params_at, NEXT_PART = struct_at("write_params", record(WriteParams)), offset(WriteParams, "next_part")
 SCRATCH = 4 * 1024 + 1024  # a row of up to 576 floats with room behind it, then its bytes
 TINY = F(np.finfo(np.float32).tiny)
 TOKENS_OF_A_THREAD = 1 << 18  # elements that a thread should have, or waking it takes longer than it saves
@@ -116,33 +123,33 @@ def copy_bytes(e: Emit, to: Value, source: Value, count: Value) -> None:
 
 
 @jit
-def steps_of(code):
+def steps_of(dtype):
     """The largest whole step (or float8) of a type."""
-    return F(127) if code == 3 else F(7) if code == 4 else F(448)
+    return F(127) if dtype == dtypes.INT8 else F(7) if dtype == dtypes.INT4 else F(448)
 
 
 @jit
-def put_row(source, source_code, to, code, width, scales, group, row):
+def put_row(source, source_dtype, to, dtype, width, scales, group, row):
     """One row of a head; `row` is scratch memory."""
-    if code == source_code:
-        copy_bytes(to, source, width * (4 if code == 0 else 2))
+    if dtype == source_dtype:
+        copy_bytes(to, source, width * (4 if dtype == dtypes.F32 else 2))
         return
     padded = up(width, W)
-    widen_row(row, source, source_code, width, padded, types.int64(0), types.int64(0), types.int64(1))
-    if code <= 2:
-        store_row(to, code, row, width, F(1))
+    widen_row(row, source, source_dtype, width, padded, ZERO, ZERO, ONE)
+    if not dtypes.is_quantised(dtype):
+        store_row(to, dtype, row, width, F(1))
         return
     fill(row, padded, up(width, group) + W, F(0))  # the last group is full, and int4's upper half may be read past
     for g in range((width + group - 1) // group):
         at = row + 4 * g * group
-        scale = largest(at, group) / steps_of(code)
+        scale = largest(at, group) / steps_of(dtype)
         put_f32(scales + 4 * g, scale)
         divide(at, group, TINY if scale < TINY else scale)
     packed = row + 4096
-    if code == 3:
+    if dtype == dtypes.INT8:
         bytes_int8(packed, row, padded)
         copy_bytes(to, packed, width)
-    elif code == 4:
+    elif dtype == dtypes.INT4:
         half = width // 2
         bytes_int4(packed, row, row + 4 * half, up(half, W))
         copy_bytes(to, packed, half)
@@ -153,11 +160,11 @@ def put_row(source, source_code, to, code, width, scales, group, row):
 
 def append(params, scratch):
     """What a thread runs: parts of a call's tokens until there are none."""
-    p = carray(pointer(params), 1, dtype=WRITE_PARAMS)[0]
-    part = fetch_add(params + 8 * NEXT)
+    p = write_params_at(params)
+    part = fetch_add(params + NEXT_PART)
     while part < p.parts:
         append_part(p, scratch, part, p.parts)
-        part = fetch_add(params + 8 * NEXT)
+        part = fetch_add(params + NEXT_PART)
 
 
 @jit
@@ -168,10 +175,10 @@ def append_part(p, scratch, part, parts):
         first = types.int64(get_i32(p.cu + 4 * b))
         new = types.int64(get_i32(p.cu + 4 * b + 4)) - first
         start = types.int64(get_i32(p.starts + 4 * b))
-        relaunch = max(types.int64(0), low - first)
+        begin = max(types.int64(0), low - first)
         if not p.table:
-            relaunch = max(relaunch, new - p.wrap)  # a ring keeps the last ones
-        for i in range(relaunch, min(new, high - first)):
+            begin = max(begin, new - p.wrap)  # a ring keeps the last ones
+        for i in range(begin, min(new, high - first)):
             position = start + i
             slot, outer = position % p.wrap, b
             if p.table:
@@ -179,54 +186,40 @@ def append_part(p, scratch, part, parts):
             line, token = (types.int64(0), first + i) if p.packed else (b, i)
             for h in range(p.heads):
                 put_row(
-                    p.k_source + line * p.k_source_b + h * p.k_source_h + token * p.k_source_l, p.k_source_code,
-                    p.k_to + outer * p.k_to_b + h * p.k_to_h + slot * p.k_to_l, p.k_code, p.k_width,
+                    p.k_source + line * p.k_source_b + h * p.k_source_h + token * p.k_source_l, p.k_source_dtype,
+                    p.k_to + outer * p.k_to_b + h * p.k_to_h + slot * p.k_to_l, p.k_dtype, p.k_width,
                     p.k_scales + outer * p.k_scales_b + h * p.k_scales_h + slot * p.k_scales_l, p.k_group, scratch,
                 )  # fmt: skip
                 put_row(
-                    p.v_source + line * p.v_source_b + h * p.v_source_h + token * p.v_source_l, p.v_source_code,
-                    p.v_to + outer * p.v_to_b + h * p.v_to_h + slot * p.v_to_l, p.v_code, p.v_width,
+                    p.v_source + line * p.v_source_b + h * p.v_source_h + token * p.v_source_l, p.v_source_dtype,
+                    p.v_to + outer * p.v_to_b + h * p.v_to_h + slot * p.v_to_l, p.v_dtype, p.v_width,
                     p.v_scales + outer * p.v_scales_b + h * p.v_scales_h + slot * p.v_scales_l, p.v_group, scratch,
                 )  # fmt: skip
-
-
-FLOATS = {torch.float32: CODES["f32"], torch.float16: CODES["f16"], torch.bfloat16: CODES["bf16"]}
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    size = x.element_size()
-    b, h, l, _ = x.stride()
-    return b * size, h * size, l * size
 
 
 class Append:
     """The call for one cache; only its sources and places change. See `tilewise.kv_cache.append`."""
 
     def __init__(self, k: Any, v: Any, wrap: int) -> None:
-        params = np.zeros(len(AT), dtype=np.int64)
-        params[AT["wrap"]], params[AT["heads"]] = wrap, k.data.shape[1]
-        for name, store in (("k", k), ("v", v)):
-            fmt = store.format
-            numbers = [store.data.data_ptr(), *_strides(store.data), CODES[fmt.name], fmt.width]
+        params = WriteParams(wrap=wrap, heads=k.data.shape[1])
+        for x, store in (("k", k), ("v", v)):
+            put_tensor(params, f"{x}_to", store.data)
+            setattr(params, f"{x}_dtype", CODES[store.format.name])
+            setattr(params, f"{x}_width", store.format.width)
             if store.scales is not None:
-                numbers += [store.scales.data_ptr(), *_strides(store.scales), fmt.group]
-            start = AT[f"{name}_to"]
-            params[start : start + len(numbers)] = numbers
+                put_tensor(params, f"{x}_scales", store.scales)
+                setattr(params, f"{x}_group", store.format.group)
         self.params, self.kept = params, (k, v)
         self.elements = k.data.shape[1] * (k.format.width + v.format.width)  # of a token
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> None:
-        params = self.params.copy()
-        table = places.table
-        params[:7] = (
-            len(places.starts), params[1], places.starts.data_ptr(), places.cu.data_ptr(), places.packed,
-            0 if table is None else table.data_ptr(), 0 if table is None else 4 * table.stride(0),
-        )  # fmt: skip
-        for at, x in ((AT["k_source"], k), (AT["v_source"], v)):
-            params[at : at + 5] = (x.data_ptr(), *_strides(x), FLOATS[x.dtype])
-        threads = min(torch.get_num_threads(), 1 + places.tokens * self.elements // TOKENS_OF_A_THREAD)
-        params[AT["parts"]] = threads
-        if threads < 2:
-            compiler.entry("append")(params.ctypes.data, pool.scratch(SCRATCH))
-        else:
-            pool.run_kernel("append", params.ctypes.data, threads, SCRATCH)
+        params = WriteParams.from_buffer_copy(self.params)
+        params.batch, params.packed = len(places.starts), places.packed
+        params.starts, params.cu = places.starts.data_ptr(), places.cu.data_ptr()
+        if places.table is not None:
+            put_tensor(params, "table", places.table)
+        put_tensor(params, "k_source", k)
+        put_tensor(params, "v_source", v)
+        params.k_source_dtype, params.v_source_dtype = CODES[NAMES[k.dtype]], CODES[NAMES[v.dtype]]
+        params.parts = min(torch.get_num_threads(), 1 + places.tokens * self.elements // TOKENS_OF_A_THREAD)
+        pool.run_kernel("append", ctypes.addressof(params), params.parts, SCRATCH)

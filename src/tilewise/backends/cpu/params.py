@@ -1,50 +1,112 @@
-"""The parameter struct of a kernel: 64-bit numbers, whose address it gets beside that of its scratch memory.
+"""The structs that Python and the kernels share. Each is declared once, as a ctypes structure of 64-bit fields.
 
-Strides are in bytes. An address of 0 means that the tensor is not there.
+Python sets fields by name. Kernels read the same memory as a Numba record (`record`) and take the places of atomics
+from `offset`. Strides are in bytes. An address of 0 means that the tensor is not there.
 """
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
+from typing import Any
+
 import numpy as np
 
-# The tensors of a call: address, strides over the batch (or pages), heads and rows
-PER_CALL = """
-q q_b q_h q_l
-k k_b k_h k_l
-v v_b v_h v_l
-out out_b out_h out_l
-lse lse_b lse_h lse_l
-k_scales k_scales_b k_scales_h k_scales_l
-v_scales v_scales_b v_scales_h v_scales_l
-k_scales_code v_scales_code
-mask mask_b mask_h mask_q mask_k
-states states_b states_h states_q states_k
-slopes slopes_b slopes_h
-sinks kv_lengths q_offsets cu_q cu_k
-table table_b
-""".split()
-PER_PROBLEM = """
-q_code k_code v_code k_group v_group k_row v_row mask_code page
-batch heads kv_heads q_len kv_len head_dim value_dim
-causal left right chunk offset
-tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance
-worker combine parallel thread_main threads decode prefill prefill_amx tile_config
-qk qk_f32 pv pv_f32 amx_qk amx_pv vnni_qk vnni_pv
-work_items counter partials
-""".split()
-REAL = ["scale", "softcap"]
-PARAMS = np.dtype([(name, "i8") for name in PER_CALL + PER_PROBLEM] + [(name, "f8") for name in REAL])
-INDEX = {name: i for i, name in enumerate(PARAMS.names or ())}
-# Four more numbers behind the struct: the next work item, how many there are, whether one was left undone by AMX,
-# how many are done.
-COUNTER = len(INDEX)
-COUNT, UNDONE, DONE, NUMBERS = COUNTER + 1, COUNTER + 2, COUNTER + 3, COUNTER + 4
-BLOCK_BYTES = -(-8 * NUMBERS // 64) * 64
-TASK_BYTES = 64  # of `thread_main`'s argument
+LINE = 64  # bytes of a cache line
+
+
+def fields(names: str, kind: Any = ctypes.c_int64) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+def tensor(name: str, strides: str = "bhl") -> str:
+    """The fields of a strided tensor: its address, its strides over the batch (or pages), heads and rows."""
+    return " ".join([name, *(f"{name}_{dim}" for dim in strides)])
+
+
+@cache
+def strides(struct: type[ctypes.Structure], name: str) -> list[str]:
+    """The fields of a tensor's strides."""
+    return [field for field, *_ in struct._fields_ if field[:-1] == f"{name}_"]
+
+
+def put_tensor(struct: ctypes.Structure, name: str, x: Any) -> None:
+    """Sets a tensor's address and its strides."""
+    size = x.element_size()
+    setattr(struct, name, x.data_ptr())
+    for field, stride in zip(strides(type(struct), name), x.stride(), strict=False):  # rows have a unit stride
+        setattr(struct, field, stride * size)
+
+
+def record(struct: type[ctypes.Structure]) -> np.dtype[Any]:
+    """What Numba reads a struct as."""
+    return np.dtype(struct)
+
+
+def offset(struct: type[ctypes.Structure], name: str) -> np.int64:
+    """Bytes from a struct's address to a field. Not int: Numba compiles a function anew for every literal."""
+    return np.int64(getattr(struct, name).offset)
+
+
+class Params(ctypes.Structure):
+    """What a call is: the parameter struct of every attention kernel."""
+
+    _fields_ = [
+        # The tensors, each call's own
+        *fields(" ".join(tensor(name) for name in ("q", "k", "v", "out", "lse", "k_scales", "v_scales"))),
+        *fields(tensor("mask", "bhqk")),
+        *fields(tensor("states", "bhqk")),  # of tiles of the mask
+        *fields(tensor("slopes", "bh")),
+        *fields("sinks kv_lengths q_offsets cu_q cu_k"),
+        *fields(tensor("table", "b")),
+        # Storage types, see `codegen/dtypes.py`; scale groups in elements, rows in bytes
+        *fields("q_dtype k_dtype v_dtype mask_dtype k_scales_dtype v_scales_dtype k_group v_group k_row v_row page"),
+        # Sizes and position rules
+        *fields("batch heads kv_heads q_len kv_len head_dim value_dim causal left right chunk offset"),
+        *fields("scale softcap", ctypes.c_double),
+        # Tiles and work items
+        *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
+        *fields("work_items partials threads"),
+        # Kernels, by address
+        *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 amx_qk amx_pv"),
+        *fields("vnni_qk vnni_pv"),
+        # A cascade: the parameter struct of the shared keys, the places of rows in it, the next item to merge
+        *fields("shared places next_merge"),
+        # Work items: the next one, how many there are, how many are done, whether AMX left one undone
+        *fields("next_item items done undone"),
+    ]
+
+
+class WorkItem(ctypes.Structure):
+    """`rows` query rows from `row` on, of one batch row and KV head, over keys `start` to `end`.
+
+    With `splits` above 1 its result is a split-KV partial, to be combined with those of the other splits, each
+    `kv_heads` items after the one before.
+    """
+
+    _fields_ = fields("b head row rows start end split splits")
+
+
+class Task(ctypes.Structure):
+    """What the threads of a launch share: the next thread's number, a kernel, its struct, their scratch memories."""
+
+    _fields_ = fields("next_thread kernel params memories")
+
+
+class Team(ctypes.Structure):
+    """The threads of this process: who starts them, what each runs. The addresses of their memories follow."""
+
+    _fields_ = fields("parallel thread_main")
+
+
+class LaunchBlock(ctypes.Structure):
+    """What one launch has at the start of its scratch memory; its split-KV partials follow."""
+
+    _fields_ = [("params", Params), ("task", Task)]
+
+
+PARAMS, WORK_ITEM, TASK, TEAM = map(record, (Params, WorkItem, Task, Team))
+WORK_ITEM_BYTES, TEAM_BYTES = np.int64(WORK_ITEM.itemsize), np.int64(TEAM.itemsize)
+LAUNCH_BYTES = -(-ctypes.sizeof(LaunchBlock) // LINE) * LINE
 NO_LIMIT = 1 << 40  # a window side without a limit
 END = 1 << 41  # an offset that stands for "the queries are the last positions"
-MASK_BOOL = 8  # a mask's code; float masks have the code of their dtype
-# A work item: `rows` query rows from `row` on, of one batch row and KV head, over keys `start` to `end`. With
-# `splits` above 1 its result is a split-KV partial, to be combined with those of the other splits, each
-# `kv_heads` items after the one before.
-WORK_ITEM = np.dtype([(name, "i8") for name in ("b", "head", "row", "rows", "start", "end", "split", "splits")])

@@ -1,36 +1,55 @@
-"""The tile scheduler: lists the work items, the most work first; threads take them by an atomic counter."""
+"""The tile scheduler: lists the work items, the most work first; threads take them by an atomic counter.
+
+`launch` is one call, first or repeated: Python hands it addresses, it starts the threads and combines what they leave.
+"""
 
 # mypy: ignore-errors
 from __future__ import annotations
+
+import ctypes
 
 import numpy as np
 from numba import carray
 
 from .codegen.load_store import fetch_add, get_i64, put_i64
-from .codegen.numba_ops import F, call_kernel, call_mainloop, call_parallel, item_at, jit, params_at, pointer, up
+from .codegen.numba_ops import (
+    F,
+    call_kernel,
+    call_mainloop,
+    call_parallel,
+    item_at,
+    jit,
+    params_at,
+    pointer,
+    task_at,
+    team_at,
+    up,
+)
+from .config import DECODE_ROWS
 from .kv_access import key_span, sequence
 from .mainloop.epilogue import epilogue_rows, replace_overflowed_rows
-from .params import BLOCK_BYTES, COUNTER, NUMBERS, TASK_BYTES, WORK_ITEM
-from .scratch import DIRECT_ROWS, partition
+from .params import LAUNCH_BYTES, LINE, TEAM_BYTES, WORK_ITEM, WORK_ITEM_BYTES, LaunchBlock, Params, Task, offset
+from .scratch import partition
 
-WORK_ITEM_BYTES = WORK_ITEM.itemsize
+NEXT_ITEM, DONE, UNDONE = (offset(Params, name) for name in ("next_item", "done", "undone"))
+NEXT_THREAD, TASK_AT = offset(Task, "next_thread"), offset(LaunchBlock, "task")
+PARAM_WORDS = ctypes.sizeof(Params) // 8
 
 
 def worker(params, scratch):
     """What a thread runs: head batches of work items until there are none."""
     p = params_at(params)
-    count = get_i64(p.counter + 8)
-    t = partition(p, scratch)
-    index = fetch_add(p.counter) * p.head_batch
+    t, count = partition(p, scratch), p.items
+    index = fetch_add(params + NEXT_ITEM) * p.head_batch
     while index < count:
         address = p.work_items + index * WORK_ITEM_BYTES
         item = item_at(address)
         group = p.heads // p.kv_heads
         R = group * item.rows
         q_start, q_len, _, _, _ = sequence(p, item.b)
-        few = group * q_len <= DIRECT_ROWS  # of the sequence: a row must not depend on how it is cut
+        few = group * q_len <= DECODE_ROWS  # of the sequence: a row must not depend on how it is cut
         put_i64(t.done, 0)
-        put_i64(t.done + 8, 0)
+        put_i64(t.downscaled, 0)
         if p.prefill_amx and not few:
             call_mainloop(p.prefill_amx, params, scratch, address)
         mainloop = p.decode if few else p.prefill
@@ -41,48 +60,48 @@ def worker(params, scratch):
         for n in range(p.head_batch):
             bad += epilogue_rows(p, t, index + n, n * R, R, q_start)
         if get_i64(t.done) == 0 or (bad != F(0) and not mainloop):
-            put_i64(p.counter + 16, 1)  # undone: `launch.py` compiles what it takes and begins anew
+            put_i64(params + UNDONE, 1)  # `launch.py` compiles what it takes and begins anew
         elif bad != F(0):  # sums past float32's range, if values were all finite
-            put_i64(t.done + 8, 1)
+            put_i64(t.downscaled, 1)
             call_mainloop(mainloop, params, scratch, address)
             for n in range(p.head_batch):
                 replace_overflowed_rows(p, t, index + n, n * R, R, q_start)
         for _ in range(p.head_batch):
-            fetch_add(p.counter + 24)  # done
-        index = fetch_add(p.counter) * p.head_batch
+            fetch_add(params + DONE)
+        index = fetch_add(params + NEXT_ITEM) * p.head_batch
 
 
-def relaunch(template, scratch, memories, q, k, v, out, lse, k_scales, v_scales):
-    """A repeated call, on a parameter struct that is copied from `template` into `scratch`.
+def launch(template, scratch, team, q, k, v, out, lse, k_scales, v_scales):
+    """A call, on a parameter struct that is copied from `template` into `scratch`. Was an item left undone by AMX?
 
-    In torch's threads if there are `memories` for them, else in this one. Behind the struct lie the threads' task, the
-    split-KV partials, and this thread's own memory.
+    In the threads of `team`, or in this one if it is 0. Behind the struct lie the threads' task, the split-KV partials,
+    and this thread's own memory.
     """
-    for i in range(NUMBERS):
+    for i in range(PARAM_WORDS):
         put_i64(scratch + 8 * i, get_i64(template + 8 * i))
     p = params_at(scratch)
     p.q, p.k, p.v, p.out, p.lse, p.k_scales, p.v_scales = q, k, v, out, lse, k_scales, v_scales
-    p.counter = scratch + 8 * COUNTER
-    task = scratch + BLOCK_BYTES
-    p.partials = task + TASK_BYTES
-    own = p.partials + up(get_i64(p.counter + 8) * p.partial_bytes, 64)
-    if memories:
-        put_i64(task, 0)
-        put_i64(task + 8, p.worker)
-        put_i64(task + 16, scratch)
-        put_i64(task + 24, memories)
-        call_parallel(p.parallel, p.thread_main, task, p.threads, 0)
+    p.partials = scratch + LAUNCH_BYTES
+    own = p.partials + up(p.items * p.partial_bytes, LINE)
+    if p.shared:  # not a copy: an attempt before this one may have used it
+        shared = params_at(p.shared)
+        shared.next_item, shared.done, shared.undone = 0, 0, 0
+    if team:
+        task, threads = task_at(scratch + TASK_AT), team_at(team)
+        task.next_thread, task.kernel, task.params, task.memories = 0, p.worker, scratch, team + TEAM_BYTES
+        call_parallel(threads.parallel, threads.thread_main, scratch + TASK_AT, p.threads, 0)
     else:
         call_kernel(p.worker, scratch, own)
-    if p.partial_bytes:
+    if p.combine:
         call_kernel(p.combine, scratch, own)
+    return p.undone
 
 
 def thread_main(task):
-    """What each of torch's threads runs, a kernel. `task` is the number of the next thread, the kernel, its parameter
-    struct, and where the addresses of the threads' memories are."""
-    slot = fetch_add(task)
-    call_kernel(get_i64(task + 8), get_i64(task + 16), get_i64(get_i64(task + 24) + 8 * slot))
+    """What each thread of a team runs: a kernel, with scratch memory of its own."""
+    t = task_at(task)
+    slot = fetch_add(task + NEXT_THREAD)
+    call_kernel(t.kernel, t.params, get_i64(t.memories + 8 * slot))
 
 
 def schedule(params, order):
@@ -112,7 +131,7 @@ def schedule(params, order):
             n = min(p.tile_rows, q_len - row)
             lo, hi = key_span(p, offset + row, kv_len)[0], key_span(p, offset + row + n - 1, kv_len)[1]
             start, parts, size = 0, 1, p.split_size
-            if p.split_few and group * q_len > DIRECT_ROWS:
+            if p.split_few and group * q_len > DECODE_ROWS:
                 size = 0
             if size and lo < hi:
                 start = lo // size
@@ -125,9 +144,7 @@ def schedule(params, order):
                     item.end = min(kv_len, item.start + size) if size else kv_len
                     item.split, item.splits = part, parts
                     count += 1
-    put_i64(p.counter, 0)
-    put_i64(p.counter + 8, count)
-    put_i64(p.counter + 24, 0)
+    p.next_item, p.items, p.done, p.undone = 0, count, 0, 0
 
 
 @jit

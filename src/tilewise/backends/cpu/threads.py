@@ -1,9 +1,8 @@
 """Threads that run compiled kernels, which hold no interpreter lock.
 
-Kernels run in torch's own threads where they can be had (`openmp.py`), else in workers. Each worker sleeps on a lock of
-its own; the caller wakes as many as it wants, works itself, then waits for them. Work is shared out by the kernels,
-which take items from a common counter. A call that finds the threads busy with another call goes on alone: there are
-never more threads at work than `torch.get_num_threads()`.
+Kernels run in torch's own threads where they can be had (`openmp.py`), else in workers, which are started the same way
+(`Pool.by_workers`). Work is shared out by the kernels, which take items from a common counter. A call that finds the
+threads busy with another call goes on alone: there are never more threads at work than `torch.get_num_threads()`.
 """
 
 from __future__ import annotations
@@ -11,43 +10,38 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ...core import forks
 from . import compiler
-from .openmp import find_parallel
+from .openmp import PARALLEL, find_parallel
+from .params import LINE, Task, Team
 
-
-def address_of(function: Callable[..., None] | None) -> int:
-    """Where the code of a C function is."""
-    return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+MOST_KEPT = 64 * 2**20  # bytes of scratch memory: more is given back by the thread's next call
 
 
 class Worker:
-    """A sleeping thread and its scratch memory."""
+    """A thread that sleeps on a lock of its own."""
 
     def __init__(self) -> None:
         self.awake, self.done = threading.Lock(), threading.Lock()
         self.awake.acquire()
         self.done.acquire()
-        self.task: Callable[[int], None] | None = None
-        self.scratch = Scratch()
+        self.task = 0
         threading.Thread(target=self._run, name="tilewise", daemon=True).start()
 
-    def start(self, task: Callable[[int], None], scratch: int) -> None:
-        self.task, self.address = task, self.scratch.address(scratch)
+    def start(self, task: int) -> None:
+        self.task = task
         self.awake.release()
 
     def _run(self) -> None:
         while True:
             self.awake.acquire()
-            assert self.task is not None
             try:
-                self.task(self.address)
+                compiler.entry("thread_main")(self.task)
             finally:
-                self.task = None
                 self.done.release()
 
 
@@ -60,13 +54,16 @@ class Scratch:
 
     def address(self, size: int) -> int:
         if self.size < size:
-            self.memory = np.empty(size + 64, dtype=np.uint8)
-            self.size, self.start = size, (self.memory.ctypes.data + 63) // 64 * 64
+            self.memory = np.empty(size + LINE, dtype=np.uint8)
+            self.size = size if size <= MOST_KEPT else 0
+            self.start = (self.memory.ctypes.data + LINE - 1) // LINE * LINE
         return self.start
 
 
 class Pool:
-    """The workers of this process. Forked children start their own."""
+    """The threads of this process. Forked children start their own."""
+
+    parallel: Any  # of torch's threads
 
     def __init__(self) -> None:
         self._reset()
@@ -77,11 +74,14 @@ class Pool:
 
     def _reset(self) -> None:
         self.parallel = None  # torch's threads do not outlive a fork, and their runtime would wait for them
-        self.scratches: list[Scratch] = []
-        self.addresses = (ctypes.c_int64 * 0)()  # of those memories
-        self.address = self.room = 0
         self.workers: list[Worker] = []
+        self.by_workers = PARALLEL(self._run_workers)  # what serves where torch's cannot be had
+        self.starter: Any = None  # one of the two
+        self.scratches: list[Scratch] = []
+        self.team: Any = None  # a `Team` and the addresses of those memories
+        self.address = self.room = 0
         self.busy = threading.Lock()
+        self.error: BaseException | None = None
         self.own = threading.local()
 
     def scratch(self, size: int) -> int:
@@ -92,48 +92,69 @@ class Pool:
             own = self.own.scratch = Scratch()
         return own.start if own.size >= size else own.address(size)
 
-    def run(self, task: Callable[[int], None], threads: int, scratch: int) -> None:
-        """Runs `task(address of scratch memory)` in up to `threads` threads, this one among them."""
-        if threads < 2 or not self.busy.acquire(blocking=False):
-            task(self.scratch(scratch))
+    def acquire(self, threads: int, scratch: int) -> int:
+        """Takes the threads, each with so much memory: the address of a `Team`, or 0 if another call has them."""
+        if not self.busy.acquire(blocking=False):
+            return 0
+        starter = self.parallel or self.by_workers
+        if self.starter is not starter or self.room < scratch or len(self.scratches) < threads:
+            try:
+                self._gather(threads, scratch)
+            except BaseException:
+                self.busy.release()
+                raise
+        return self.address
+
+    def release(self) -> None:
+        """Gives them back."""
+        error, self.error = self.error, None
+        self.busy.release()
+        if error is not None:
+            raise error
+
+    def run_kernel(self, name: str, params: int, threads: int, scratch: int) -> None:
+        """Runs the kernel `name` on a struct in up to `threads` threads, each with scratch memory."""
+        team = self.acquire(threads, scratch) if threads > 1 else 0
+        if not team:
+            compiler.entry(name)(params, self.scratch(scratch))
             return
+        try:
+            task = Task(0, compiler.function(name), params, team + ctypes.sizeof(Team))
+            self.starter(compiler.function("thread_main"), ctypes.addressof(task), threads, 0)
+        finally:
+            self.release()
+
+    def _gather(self, threads: int, scratch: int) -> None:
+        self.scratches += [Scratch() for _ in range(threads - len(self.scratches))]
+        self.room = max(self.room, scratch)
+        self.starter = self.parallel or self.by_workers
+        places = [s.address(self.room) for s in self.scratches]
+        self.team = ctypes.create_string_buffer(ctypes.sizeof(Team) + 8 * len(places))
+        team = Team.from_buffer(self.team)
+        team.parallel = ctypes.cast(self.starter, ctypes.c_void_p).value or 0
+        team.thread_main = compiler.function("thread_main")
+        memories: Any = (ctypes.c_int64 * len(places)).from_buffer(self.team, ctypes.sizeof(Team))
+        memories[:] = places
+        self.address = ctypes.addressof(team)
+
+    def _run_workers(self, function: int, task: int, threads: int, flags: int) -> None:
+        """As `GOMP_parallel`, by workers and this thread. A callback cannot raise: `release` does it."""
+        started: list[Worker] = []
         try:
             while len(self.workers) < threads - 1:
                 self.workers.append(Worker())
-            helpers = self.workers[: threads - 1]
-            for worker in helpers:
-                worker.start(task, scratch)
+            for worker in self.workers[: threads - 1]:
+                worker.start(task)
+                started.append(worker)
+            compiler.entry("thread_main")(task)
+        except BaseException as error:
+            self.error = error
+        while started:  # they use the caller's memory: Ctrl-C is seen when the current items are done
             try:
-                task(self.scratch(scratch))
-            finally:
-                for worker in helpers:
-                    worker.done.acquire()  # items are short: Ctrl-C is seen when the current ones are done
-        finally:
-            self.busy.release()
-
-    def run_kernel(self, name: str, params: int, threads: int, scratch: int) -> None:
-        """Runs the kernel `name` on a parameter struct in up to `threads` threads, each with scratch memory."""
-        if self.parallel is None:
-            kernel = compiler.entry(name)
-            self.run(lambda memory: kernel(params, memory), threads, scratch)
-        elif not self.busy.acquire(blocking=False):
-            compiler.entry(name)(params, self.scratch(scratch))
-        else:
-            try:
-                task = (ctypes.c_int64 * 4)(0, compiler.function(name), params, self.memories(threads, scratch))
-                self.parallel(compiler.function("thread_main"), ctypes.addressof(task), threads, 0)
-            finally:
-                self.busy.release()
-
-    def memories(self, threads: int, scratch: int) -> int:
-        """Where the addresses of the memories of torch's threads are. For who holds `busy`."""
-        if len(self.scratches) < threads or self.room < scratch:
-            self.scratches += [Scratch() for _ in range(threads - len(self.scratches))]
-            self.room = max(self.room, scratch)
-            places = [s.address(self.room) for s in self.scratches]
-            self.addresses = (ctypes.c_int64 * len(places))(*places)
-            self.address = ctypes.addressof(self.addresses)
-        return self.address
+                started[-1].done.acquire()
+                started.pop()
+            except KeyboardInterrupt as error:
+                self.error = error
 
 
 pool = Pool()

@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from . import dtypes
 from .vector import F16, F32, I8, I16, I32, I64, Emit, Value, W, microkernel
 
 # Scalars in memory, by address
@@ -51,14 +52,14 @@ def fetch_add(typingctx: Any, address: Any) -> Any:
 
 
 @microkernel("iii>f")
-def get_one(e: Emit, address: Value, code: Value, index: Value) -> Value:
-    """One element of a row of floats: storage code 0 (f32), 1 (f16) or 2 (bf16)."""
+def get_one(e: Emit, address: Value, dtype: Value, index: Value) -> Value:
+    """One element of a row of floats (f32, f16 or bf16)."""
     b = e.builder
     result = e.var(ir.Constant(F32, 0.0))
-    with b.if_else(b.icmp_signed("==", code, e.i64(0))) as (wide, narrow):
+    with b.if_else(b.icmp_signed("==", dtype, e.i64(dtypes.F32))) as (wide, narrow):
         with wide:
             result.set(e.load_scalar(address, index, F32))
-        with narrow, b.if_else(b.icmp_signed("==", code, e.i64(1))) as (half, brain):
+        with narrow, b.if_else(b.icmp_signed("==", dtype, e.i64(dtypes.F16))) as (half, brain):
             with half:
                 result.set(b.fpext(e.load_scalar(address, index, F16), F32))
             with brain:
@@ -68,13 +69,13 @@ def get_one(e: Emit, address: Value, code: Value, index: Value) -> Value:
 
 
 @microkernel("iiif")
-def put_one(e: Emit, address: Value, code: Value, index: Value, value: Value) -> None:
+def put_one(e: Emit, address: Value, dtype: Value, index: Value, value: Value) -> None:
     """The other way round, rounding to nearest even."""
     b = e.builder
-    with b.if_else(b.icmp_signed("==", code, e.i64(0))) as (wide, narrow):
+    with b.if_else(b.icmp_signed("==", dtype, e.i64(dtypes.F32))) as (wide, narrow):
         with wide:
             b.store(value, e.pointer(address, index, F32, F32))
-        with narrow, b.if_else(b.icmp_signed("==", code, e.i64(1))) as (half, brain):
+        with narrow, b.if_else(b.icmp_signed("==", dtype, e.i64(dtypes.F16))) as (half, brain):
             with half:
                 b.store(b.fptrunc(value, F16), e.pointer(address, index, F16, F16))
             with brain:
@@ -170,12 +171,19 @@ def transpose(e: Emit, to: Value, to_width: Value, source: Value, width: Value) 
         e.store(column, to, b.mul(to_width, e.i64(j)))
 
 
-@microkernel("iiif")
-def row_add(e: Emit, to: Value, source: Value, count: Value, factor: Value) -> None:
-    """to += factor * source, of `count` floats, a multiple of W."""
-    factor = e.splat(factor)
-    with e.loop(count, W) as i:
-        e.store(e.fma(e.load(source, i), factor, e.load(to, i)), to, i)
+def _row_add(fused: bool) -> Any:
+    @microkernel("iiif")
+    def row_add(e: Emit, to: Value, source: Value, count: Value, factor: Value) -> None:
+        """to += factor * source, of `count` floats, a multiple of W."""
+        factor = e.splat(factor)
+        with e.loop(count, W) as i:
+            x, y = e.load(source, i), e.load(to, i)
+            e.store(e.fma(x, factor, y) if fused else e.builder.fadd(y, e.builder.fmul(factor, x)), to, i)
+
+    return row_add
+
+
+row_fma, row_add = _row_add(True), _row_add(False)
 
 
 @intrinsic

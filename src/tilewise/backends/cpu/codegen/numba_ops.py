@@ -8,7 +8,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from ..params import PARAMS, WORK_ITEM
+from ..params import PARAMS, TASK, TEAM, WORK_ITEM
+from . import dtypes
 from .load_store import (
     get_f32,
     get_fp8,
@@ -46,14 +47,18 @@ def pointer(typingctx, address):
     return types.voidptr(types.int64), codegen
 
 
-@jit
-def params_at(address):
-    return carray(pointer(address), 1, dtype=PARAMS)[0]
+def struct_at(name, record):
+    """`fn(address)`: the struct there, whose fields can be read and set."""
+
+    def at(address):
+        return carray(pointer(address), 1, dtype=record)[0]
+
+    at.__qualname__ = f"{name}_at"  # kept code is found by name: no two functions may share one
+    return jit(at)
 
 
-@jit
-def item_at(address):
-    return carray(pointer(address), 1, dtype=WORK_ITEM)[0]
+params_at, item_at = struct_at("params", PARAMS), struct_at("item", WORK_ITEM)
+task_at, team_at = struct_at("task", TASK), struct_at("team", TEAM)
 
 
 def _caller(count):
@@ -88,10 +93,10 @@ def fill(address, start, end, value):
 
 
 @jit
-def widen_row(to, source, code, width, padded, scales, scales_code, group):
+def widen_row(to, source, dtype, width, padded, scales, scales_dtype, group):
     """A row of `width` elements to float32, with zeros up to `padded`; returns NaN if an element is not finite."""
     bad = F(0)
-    if code == 4:
+    if dtype == dtypes.INT4:
         half = width // 2
         whole = half // W * W
         bad += widen_int4(to, source, whole) + widen_int4_high(to + 4 * half, source, whole)
@@ -102,20 +107,20 @@ def widen_row(to, source, code, width, padded, scales, scales_code, group):
             put_f32(to + 4 * (half + i), F(high - 16 if high > 7 else high))
     else:
         whole = width // W * W
-        if code == 0:
+        if dtype == dtypes.F32:
             bad += widen_f32(to, source, whole)
-        elif code == 1:
+        elif dtype == dtypes.F16:
             bad += widen_f16(to, source, whole)
-        elif code == 2:
+        elif dtype == dtypes.BF16:
             bad += widen_bf16(to, source, whole)
-        elif code == 3:
+        elif dtype == dtypes.INT8:
             bad += widen_int8(to, source, whole)
         else:
             bad += widen_fp8(to, source, whole)
         for i in range(whole, width):
-            if code <= 2:
-                x = get_one(source, code, i)
-            elif code == 3:
+            if not dtypes.is_quantised(dtype):
+                x = get_one(source, dtype, i)
+            elif dtype == dtypes.INT8:
                 byte = types.int64(get_u8(source + i))
                 x = F(byte - 256 if byte > 127 else byte)
             else:
@@ -123,23 +128,23 @@ def widen_row(to, source, code, width, padded, scales, scales_code, group):
             put_f32(to + 4 * i, x)
             bad += x * F(0)
     fill(to, width, padded, F(0))
-    if code >= 3:
+    if dtypes.is_quantised(dtype):
         for g in range((width + group - 1) // group):
-            scale = get_one(scales, scales_code, g)
+            scale = get_one(scales, scales_dtype, g)
             bad += scale * F(0)
             row_scale(to + 4 * g * group, up(min(group, padded - g * group), W), scale)
     return bad
 
 
 @jit
-def store_row(to, code, source, width, factor):
+def store_row(to, dtype, source, width, factor):
     """out = source * factor in the output's dtype."""
     whole = width // W * W
-    if code == 0:
+    if dtype == dtypes.F32:
         store_f32(to, source, whole, factor)
-    elif code == 1:
+    elif dtype == dtypes.F16:
         store_f16(to, source, whole, factor)
     else:
         store_bf16(to, source, whole, factor)
     for d in range(whole, width):
-        put_one(to, code, d, get_f32(source + 4 * d) * factor)
+        put_one(to, dtype, d, get_f32(source + 4 * d) * factor)

@@ -21,8 +21,6 @@ from ..isa import cpu_features, host_width
 Value = Any  # of LLVM
 F32, F16, I8, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
 TYPES = {"i": types.int64, "f": types.float32, "": types.void}
-# Storage codes of K and V elements; a run-time value in the kernels.
-CODES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "int4": 4, "fp8_e4m3": 5}
 W = host_width()
 REGISTERS = 32 if W == 16 or W == 4 else 16  # AVX-512 and NEON have 32
 HAS_SCALE = W == 16 and "avx512dq" in cpu_features()  # `reduce` and `scalef` of AVX-512
@@ -220,7 +218,7 @@ class Emit:
         b = self.builder
         if not HAS_SCALE:
             return self.exp2_of_product(x, self.f32s(1.0))
-        # 9 instructions for 12: 2.1 ns for 3.0 for 16 weights. A result that is no normal number would take 90 ns.
+        # 9 instructions for 12; a subnormal result would take many times as long (cpu/exp2 in benchmarks/cpu/LOG.md).
         there = b.bitcast(b.fcmp_unordered(">=", x, self.f32s(-126.5)), I16)  # NaN stays
         rest = self.avx512("reduce", x, ir.Constant(I32, 1), ir.Constant(I16, -1))  # x - floor(x); 0 of -inf
         return self.avx512("scalef", self.polynomial(EXP2_ABOVE, rest), x, there)  # times 2 ** floor(x)

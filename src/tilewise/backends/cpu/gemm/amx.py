@@ -1,4 +1,4 @@
-"""Matrix tiles (Intel AMX): micro-kernels whose products are bf16 tiles with float32 sums.
+"""GEMM by Intel AMX: micro-kernels whose products are bf16 tiles with float32 sums.
 
 A tile register holds 16 rows of 64 bytes. One instruction adds A [16, 32] B [32, 16] to C [16, 16]; the rows of B hold
 pairs of numbers, element 2i and 2i + 1 of each column side by side. It does the work of 256 vector products in the time
@@ -23,10 +23,10 @@ from ..isa import cpu_features
 
 TILE = 1024  # bytes
 # Rows and columns of a product: four tiles of sums, two of each operand. All tiles lie in memory as they are, 16 rows
-# of 64 bytes under each other: loaded from rows 128 or 256 bytes apart, products took twice to three times as long.
+# of 64 bytes under each other: loads from rows further apart are slower (cpu/amx-tiles in benchmarks/cpu/LOG.md).
 # Operands are [blocks of 32, steps of 32, 2 halves, 16, 64 bytes]: see `tile_row`.
 BLOCK = 32
-PARTS = {"bf16": 1, "f16": 2}  # bf16 numbers that make up one. (float32 as three took 1.5 times as long as by vectors.)
+PARTS = {"bf16": 1, "f16": 2}  # bf16 numbers that make up one; float32, of three, is faster by vectors
 # Which parts are multiplied. Neighbours share an operand, which stays in its registers. Scores want all of them, since
 # an lse is float32; in the other product the smallest is far below the last bit of a float16.
 KEY_PRODUCTS = {1: [(0, 0)], 2: [(0, 1), (1, 1), (1, 0), (0, 0)]}

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, put_i64, put_one, transpose
 from ..codegen.numba_ops import ONE, ZERO, F, jit, up, widen_row
-from ..codegen.vector import CODES, F32, I16, I32, Emit, Value, W, microkernel
+from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
 from ..kv_access import query_row, row_address
 from .amx import BLOCK, TILE
 
@@ -93,7 +94,6 @@ def make_transpose_pairs(parts: int, kind: str) -> Any:
 # np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
 W_ = np.int64(W)
 ROW, STEP = np.int64(2 * BLOCK), np.int64(2 * TILE)  # bytes from 32 elements to the next: of a row, of an operand
-F16, BF16 = CODES["f16"], CODES["bf16"]
 
 
 @jit
@@ -119,17 +119,22 @@ def pack_functions(parts):
     transpose_pairs, transpose_pairs_f16 = make_transpose_pairs(1, "bf16"), make_transpose_pairs(parts, "f16")
 
     @piece
-    def pack_row(w, code, width, to, part, jump, source, padded, keep):
+    def pack_row(w, dtype, width, to, part, jump, source, padded, keep):
         """A row as bf16 rows, `part` bytes apart, with zeros up to `padded`. Was a number not finite, or infinite?
 
         Such a number is its own first part, or 0 if it is not to be kept.
         """
-        if parts == 1 and code == BF16 and width == padded and keep:
+        if parts == 1 and dtype == dtypes.BF16 and width == padded and keep:
             copy_row(to, jump, source, padded)
             return False, False
-        if parts > 1 and code == F16 and width == padded and split_half_row(to, part, jump, source, padded) == F(0):
+        if (
+            parts > 1
+            and dtype == dtypes.F16
+            and width == padded
+            and split_half_row(to, part, jump, source, padded) == F(0)
+        ):
             return False, False
-        widen_row(w.rows, source, code, width, padded, ZERO, ZERO, ONE)
+        widen_row(w.rows, source, dtype, width, padded, ZERO, ZERO, ONE)
         if split_row(to, part, jump, w.rows, padded) == F(0):
             return False, False
         infinite = False
@@ -138,16 +143,16 @@ def pack_functions(parts):
             if x - x != F(0):
                 infinite |= x == x
                 at = to + i // BLOCK * jump + 2 * (i % BLOCK)
-                put_one(at, BF16, ZERO, x if keep else F(0))
+                put_one(at, dtypes.BF16, ZERO, x if keep else F(0))
                 for n in range(1, parts):
-                    put_one(at + n * part, BF16, ZERO, F(0))
+                    put_one(at + n * part, dtypes.BF16, ZERO, F(0))
         return True, infinite
 
     @piece
     def pack_key_row(p, w, x, at, to, part, jump, key, padded, keep):
         """The row of a key in K or V."""
         source = row_address(p, x.base, x.b, x.h, x.l, at, key)
-        return pack_row(w, x.code, x.width, to, part, jump, source, padded, keep)
+        return pack_row(w, x.dtype, x.width, to, part, jump, source, padded, keep)
 
     @piece
     def pack_queries(p, w, item, q_start, R, D, spare):
@@ -159,7 +164,7 @@ def pack_functions(parts):
                 row = rows + 2 * (r - first) * D
                 if r < R:
                     at = query_row(p, item, q_start, r // n, r % n)
-                    bad |= pack_row(w, p.q_code, p.head_dim, row, part, ROW, at, D, True)[1]
+                    bad |= pack_row(w, p.q_dtype, p.head_dim, row, part, ROW, at, D, True)[1]
                 else:
                     for i in range(parts):
                         clear(row + i * part, D // 2)
@@ -189,7 +194,7 @@ def pack_functions(parts):
             base, step = rows, 2 * Dv
             evenly = p.table == 0 or p.page % BLOCK == 0
             in_place = keep and x.width % W == 0 and j + BLOCK <= count and evenly
-            if in_place and (parts == 1 or x.code == F16):
+            if in_place and (parts == 1 or x.dtype == dtypes.F16):
                 base, step = row_address(p, x.base, x.b, x.h, x.l, at, tile + j), x.l
             else:
                 in_place = False

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from ..codegen import dtypes
 from ..codegen.load_store import get_f32, put_f32
 from ..codegen.numba_ops import F, jit
 from ..codegen.vector import F32, I8, I32, Emit, Value, W, microkernel
@@ -17,7 +18,7 @@ from ..codegen.vector import F32, I8, I32, Emit, Value, W, microkernel
 LIMBS = 3
 LINE = 64  # elements that share what their sum starts with
 LINE_ = np.int64(LINE)
-MOST = F(127 * 65536)  # of a number of three digits with a sign
+MOST = F(127 * 65536)  # of a number of three limbs with a sign
 MOST_WEIGHT = F(2**24 - 256)  # without one
 LEAST_TOP, MOST_TOP = F(1e-30), F(1e30)  # of the largest number of a row
 OFFSET_INT8, OFFSET_INT4 = np.int64(128), np.int64(8)  # what is added to K
@@ -47,7 +48,7 @@ def _products(weights: bool) -> tuple[Any, Any]:
 
     @microkernel("iiiifi")
     def pack_limbs(e: Emit, to: Value, x: Value, y: Value, count: Value, factor: Value, room: Value) -> None:
-        """`count` numbers times `factor` as three digits, the lowest first, `room` bytes for each."""
+        """`count` numbers times `factor` as three limbs, the lowest first, `room` bytes for each."""
         b = e.builder
         factor = e.splat(factor)
         with e.loop(count, W) as i:
@@ -68,7 +69,7 @@ def _products(weights: bool) -> tuple[Any, Any]:
 
 @microkernel("iii")
 def pack_offset(e: Emit, to: Value, limbs: Value, offset: Value) -> None:
-    """What a sum starts with: minus `offset` times the sum of its 64 digits."""
+    """What a sum starts with: minus `offset` times the sum of its 64 limbs."""
     b = e.builder
     total = e.i32s(0)
     for n in range(4):
@@ -79,12 +80,12 @@ def pack_offset(e: Emit, to: Value, limbs: Value, offset: Value) -> None:
 
 @jit
 def query_words(width):  # type: ignore[no-untyped-def]
-    """Words of a query row: digits, what sums of 64 elements start with, the factor."""
+    """Words of a query row: limbs, what sums of 64 elements start with, the factor."""
     return LIMBS * (width // 4 + width // LINE_) + 1
 
 
 @jit
-def quantise_queries(to, q, rows, width, code):  # type: ignore[no-untyped-def]
+def quantise_queries(to, q, rows, width, dtype):  # type: ignore[no-untyped-def]
     """Rows of float32 as `make_qk` reads them, or a first factor below 0 if they are out of range."""
     words, spans, size = width // 4, width // LINE_, 4 * query_words(width)
     for r in range(rows):
@@ -98,7 +99,7 @@ def quantise_queries(to, q, rows, width, code):  # type: ignore[no-untyped-def]
         for n in range(LIMBS):
             for span in range(spans):
                 start = row + 4 * (LIMBS * words + n * spans + span)
-                pack_offset(start, row + n * width + span * LINE_, OFFSET_INT8 if code == 3 else OFFSET_INT4)
+                pack_offset(start, row + n * width + span * LINE_, OFFSET_INT8 if dtype == dtypes.INT8 else OFFSET_INT4)
         put_f32(row + factor_at, top / MOST)
 
 
@@ -109,7 +110,7 @@ def are_quantised(queries, width):  # type: ignore[no-untyped-def]
 
 @jit
 def are_finite(scales, line, count, groups):  # type: ignore[no-untyped-def]
-    """Whether `count` scales of each group are: a sum of whole numbers hides what an infinite one makes of each."""
+    """Whether `count` scales of each group are: an integer sum hides what an infinite one makes of each."""
     for g in range(groups):
         row = scales + 4 * g * line
         if not max_query(row, row, (count + W - 1) // W * W) <= MOST_TOP:
@@ -121,7 +122,7 @@ def are_finite(scales, line, count, groups):  # type: ignore[no-untyped-def]
 def pack_weights(to, p, scales, count, room):  # type: ignore[no-untyped-def]
     """`count` weights, p times V's scales, as `make_pv` reads them; False if they are out of range.
 
-    `count` is a multiple of W; there are `room` bytes for a digit.
+    `count` is a multiple of W; there are `room` bytes for a limb.
     """
     top = max_weight(p, scales, count)
     if top != F(0) and not LEAST_TOP <= top <= MOST_TOP:

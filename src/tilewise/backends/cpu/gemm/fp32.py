@@ -21,10 +21,10 @@ ROWS = 8 if REGISTERS == 32 else 4  # query rows of a gemm_values block, over up
 
 
 def by_fours(e: Emit, count: Value, step: Callable[[Value], None]) -> None:
-    """`step(i)` for all i below `count`, four in a turn of the loop with AVX-512.
+    """`step(i)` for all i below `count`, unrolled by four with AVX-512; NEON would spill.
 
-    The processor foresees the end of a loop of 24 or 32 turns, not of 96 or 128. (One core, 4 or 8 at once against 1:
-    scores 1.18x at D 32, 1.19x at D 128, 1.04x at D 512; values 1.16x at D 32, 1.02x at D 480.) NEON would spill.
+    The processor predicts the end of a loop of 24 or 32 iterations, not of 96 or 128. Gain: cpu/unroll in
+    benchmarks/cpu/LOG.md.
     """
     b = e.builder
     if W != 16:
@@ -76,7 +76,7 @@ def _gemm_keys(vectors: int) -> Any:
 def _gemm_values(vectors: int) -> Any:
     @microkernel("iiiiii")
     def gemm(e: Emit, p: Value, v: Value, acc: Value, width: Value, alphas: Value, depth: Value) -> None:
-        """acc[ROWS, vectors * W] = fades[ROWS] * acc + P^T[depth, ROWS]^T V[depth, vectors * W].
+        """acc[ROWS, vectors * W] = alphas[ROWS] * acc + P^T[depth, ROWS]^T V[depth, vectors * W].
 
         A row of acc has `width` floats.
         """

@@ -9,14 +9,25 @@ are interleaved as they are read.
 
 from __future__ import annotations
 
+import torch
+
+from ....core.problem import Problem
+from ....core.storage import PLAIN
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import I16, I64, Emit, Value, W, microkernel
+from . import amx
 from .amx import TILE, _at, _tile, release
 
 ROWS = 16  # query rows, at most
 BLOCK = 32  # keys; elements of K and V come in as many
 # Tile registers: sums of scores, keys of both, queries; sums of values, pairs of V, weights
 SUMS, KEYS, QUERIES, ACC, VALUES, WEIGHTS = (0, 1), (2, 3), 4, 5, 6, 7
+
+
+def serves(p: Problem) -> bool:
+    """Whether all is bf16, in rows of whole tiles."""
+    tiles = p.head_dim % BLOCK == 0 and p.value_dim % BLOCK == 0
+    return tiles and PLAIN[torch.bfloat16] == PLAIN[p.q_dtype] == p.k_format == p.v_format and amx.usable()
 
 
 @microkernel("ii")

@@ -15,6 +15,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from ....core.storage import StorageFormat
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I8, I16, I32, I64, Emit, Value, W, microkernel
 from ..isa import cpu_features
@@ -25,9 +26,9 @@ KEYS = 16  # of dots
 PARTS = {"int8": 1, "int4": 2}  # elements of a byte
 
 
-def serves(kind: str, width: int, group: int) -> bool:
+def serves(stored: StorageFormat, width: int) -> bool:
     """Whether rows of `width` elements are whole lines, none of them of two scales."""
-    return has_vnni() and kind in PARTS and width % (LINE * PARTS[kind]) == 0 and group >= LINE
+    return has_vnni() and stored.name in PARTS and width % (LINE * stored.packing) == 0 and stored.group >= LINE
 
 
 def has_vnni() -> bool:
@@ -42,7 +43,7 @@ def _product(e: Emit, total: Value, plain: Value, signed: Value) -> Value:
 
 
 def _join_limbs(e: Emit, limbs: list[Value]) -> Value:
-    """Sums of three digits, the lowest first, as float32."""
+    """Sums of three limbs, the lowest first, as float32."""
     b, f32 = e.builder, e.vector(F32)
     low = b.sitofp(b.add(limbs[0], b.shl(limbs[1], e.i32s(8))), f32)
     return e.fma(b.sitofp(limbs[2], f32), e.f32s(65536.0), low)
@@ -118,7 +119,7 @@ def make_pv(kind: str, queries: int) -> Any:
     ) -> None:  # fmt: skip
         b = e.builder
         bits = b.cttz(group, ir.Constant(ir.IntType(1), 1))
-        room = b.lshr(ldp, e.i64(2))  # words of a digit
+        room = b.lshr(ldp, e.i64(2))  # words of a limb
         i16, i32 = e.vector(I16, 2 * W), e.vector(I32)
         for part in range(parts):
             element = b.add(start, b.mul(b.sdiv(width, e.i64(parts)), e.i64(part)))
@@ -160,7 +161,7 @@ def make_pv(kind: str, queries: int) -> Any:
 
 
 def _interleave(e: Emit, x: Value, y: Value, quarter: int, half: int) -> Value:
-    """Elements of x and y in turns, of the lower or upper half of each quarter of `quarter` elements."""
+    """Elements of x and y interleaved, of the lower or upper half of each quarter of `quarter` elements."""
     lanes = []
     for first in range(0, 4 * quarter, quarter):
         for i in range(quarter // 2):
@@ -188,12 +189,12 @@ def _transpose_quarters(e: Emit, four: list[Value]) -> list[Value]:
     return found
 
 
-def qk_function(kind: str) -> Any:
+def vnni_qk_function(kind: str) -> Any:
     """As `gemv_fp32.qk_function`: `q` is packed by `quantise_queries`, `count` a multiple of 16."""
     return qk_by_rows(*(make_qk(kind, n) for n in (4, 2, 1)))
 
 
-def pv_function(kind: str) -> Any:
+def vnni_pv_function(kind: str) -> Any:
     """As `gemv_fp32.pv_function`, with weights packed by `pack_weights`; `count` is a multiple of 4."""
     strip, parts = pv_by_rows(f"vnni_{kind}", *(make_pv(kind, n) for n in (4, 2, 1))), PARTS[kind]
 

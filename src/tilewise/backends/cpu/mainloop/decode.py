@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, get_i32, get_i64, put_f32, row_scale, row_times, transpose, widen_f32
 from ..codegen.numba_ops import (
     INF,
@@ -42,8 +43,8 @@ from ..kv_access import (
     value_source,
     widen_rows,
 )
-from ..params import WORK_ITEM
-from ..scratch import CHUNK, PAD, SCORES, TAIL, Scratch, partition, table_size
+from ..params import WORK_ITEM_BYTES
+from ..scratch import CHUNK, PAD, SCORES, TAIL, partition, replacing, table_size
 from .mask import FULL, SKIP, list_mask, mask_row, read_states
 from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
 from .rows import set_up
@@ -52,10 +53,8 @@ from .scores import scale_scores, unit
 from .softmax import LOG2E, exp_row, max_row
 
 W_, FOUR = np.int64(W), np.int64(4)
-TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # of matrix tiles
-# Query rows from which on they are faster: 2.3x with 16, 1.3x with 8, 0.91x with 4 (32 heads of 128, 8k keys).
-LEAST_TILE_ROWS = 8
-WORK_ITEM_BYTES = np.int64(WORK_ITEM.itemsize)
+TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # of AMX
+LEAST_TILE_ROWS = 8  # query rows from which on it is faster: cpu/amx-rows in benchmarks/cpu/LOG.md
 TILE = np.int64(FEW_KEYS)
 
 
@@ -109,7 +108,7 @@ def online_softmax(p, t, item, r, origin, count, Dv):
 
 @jit
 def pack_queries(p, t, item, q_start, R):
-    """Pairs of elements of bf16 queries as matrix tiles want them: [D / 32, 16 pairs, 16 rows]."""
+    """Pairs of elements of bf16 queries as AMX wants them: [D / 32, 16 pairs, 16 rows]."""
     words = p.head_dim // 2
     clear(t.keys, TILE_ROWS * words)
     for r in range(R):
@@ -120,7 +119,7 @@ def pack_queries(p, t, item, q_start, R):
 
 @jit
 def multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, distance, tiled):
-    """s = q k^T; V's first rows are prefetched. The first `tiled` keys go through matrix tiles."""
+    """s = q k^T; V's first rows are prefetched. The first `tiled` keys go through AMX."""
     prefetch_rows(t.v_table, min(p.prefetch_distance, count), p.v_row)
     if tiled:
         steps = p.head_dim // TILE_KEYS
@@ -172,15 +171,16 @@ def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
             call_pv(pv, t.acc, Dv, R, t.v_table + 8 * j, n, width, t.s + 4 * j, SCORES, ZERO, ONE, distance)
 
 
+item_scratch = replacing("acc k_table v_table m l slopes lo hi positions q s packed")
+
+
 @jit
 def of_item(p, t, n, R, D, Dv):
     """The scratch memory of the n-th item of a head batch: rows, scores and addresses of its own, all else shared."""
     first, table = 4 * n * R, n * table_size(p.tile_keys)
-    return Scratch(t.acc + first * Dv, t.k_table + table, t.v_table + table, t.k_next, t.v_next, t.k_scales,
-                   t.v_scales, t.m + first, t.l + first, t.alpha, t.slopes + first, t.lo + first, t.hi + first,
-                   t.positions + first, t.some_lo, t.some_hi, t.all_lo, t.all_hi, t.mask_rows, t.mask_columns, t.states,
-                   t.done, t.row_sums, t.q + first * D, t.s + first * SCORES, t.keys, t.values, t.packed + first * D,
-                   t.nonfinite, t.weights)  # fmt: skip
+    return item_scratch(t, t.acc + first * Dv, t.k_table + table, t.v_table + table, t.m + first, t.l + first,
+                        t.slopes + first, t.lo + first, t.hi + first, t.positions + first, t.q + first * D,
+                        t.s + first * SCORES, t.packed + first * D)  # fmt: skip
 
 
 def decode(params, scratch, address):
@@ -191,17 +191,18 @@ def decode(params, scratch, address):
     R = p.heads // p.kv_heads * item.rows
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
     by_amx = p.amx_qk != 0 and R >= LEAST_TILE_ROWS
-    together = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and max(p.k_code, p.v_code) < 3 and not by_amx
+    quantised = dtypes.is_quantised(p.k_dtype) or dtypes.is_quantised(p.v_dtype)
+    together = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_amx or quantised)
     first, last = ZERO, ZERO
     for n in range(p.head_batch):
         item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         for r in range(R):
             row = query_row(p, item, q_start, r // item.rows, r % item.rows)
-            widen_row(t.q + 4 * r * D, row, p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
+            widen_row(t.q + 4 * r * D, row, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
         if by_amx:
             pack_queries(p, t, item, q_start, R)
         if p.vnni_qk:
-            quantise_queries(t.packed, t.q, R, D, p.k_code)
+            quantise_queries(t.packed, t.q, R, D, p.k_dtype)
         first, last = set_up(p, t, item, R, Dv)  # the same for all of them
     tile = item.start + max(0, first - item.start) // TILE * TILE
     while tile < last:
@@ -270,7 +271,7 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
     if not unmasked or p.qk == 0:
         widen_rows(p, k, at, t.k_table, t.keys, origin, count, PAD)
         qk, width, k_distance = p.qk_f32, D, ZERO
-    elif k.code >= 3:
+    elif dtypes.is_quantised(k.dtype):
         list_scales(p, k, at, t.k_scales, origin, count, W_, keys)
         if (
             p.vnni_qk
@@ -284,7 +285,13 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
     for r in range(R):
         online_softmax(p, t, item, r, origin, count, Dv)
 
-    pv, width, v_distance, scaled, nonfinite = p.pv, p.value_dim, p.prefetch_distance, v.code >= 3, False
+    pv, width, v_distance, scaled, nonfinite = (
+        p.pv,
+        p.value_dim,
+        p.prefetch_distance,
+        dtypes.is_quantised(v.dtype),
+        False,
+    )
     if not unmasked or p.pv == 0:
         bad = widen_rows(p, v, at, t.v_table, t.values, origin, count, ONE)
         pv, width, v_distance, scaled, nonfinite = p.pv_f32, Dv, ZERO, False, bad != F(0) and not unmasked

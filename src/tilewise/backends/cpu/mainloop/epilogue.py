@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 
-from numba import carray, types
+from numba import types
 
-from ..codegen.load_store import check_finite, clear, get_f32, get_i64, get_one, put_f32, widen_f32
-from ..codegen.numba_ops import INF, ZERO, F, fill, item_at, jit, params_at, pointer, store_row, up
+from ..codegen import dtypes
+from ..codegen.load_store import check_finite, clear, get_f32, get_one, put_f32, row_add, row_fma, widen_f32
+from ..codegen.numba_ops import INF, ZERO, F, item_at, jit, params_at, store_row, up
 from ..codegen.vector import W
 from ..kv_access import sequence
-from ..params import WORK_ITEM
+from ..params import WORK_ITEM_BYTES
 from .nonfinite import DOWNSCALE, UPSCALE
 from .scores import unit
-
-WORK_ITEM_BYTES = WORK_ITEM.itemsize
 
 
 @jit
@@ -44,9 +44,15 @@ def finalize_row(p, item, g, i, q_start, acc, m, l):
         l = l * less + F(math.exp(sink - top))
         m, factor = top, factor * less
     total = F(1) if l == F(0) else l
-    store_row(out_row(p, item, g, i, q_start), p.q_code, acc, p.value_dim, factor / total)
+    store_row(out_row(p, item, g, i, q_start), p.q_dtype, acc, p.value_dim, factor / total)
     if p.lse:
         put_f32(p.lse + b * p.lse_b + head * p.lse_h + line * p.lse_l, m + F(math.log(total)))
+
+
+@jit
+def stats_at(slot, R, Dv, r):
+    """Where m of row r of a partial is; l is behind it."""
+    return slot + 4 * (R * Dv + 2 * r)
 
 
 @jit
@@ -62,8 +68,8 @@ def epilogue_rows(p, t, index, first, R, q_start):
     for r in range(R):
         m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
         if part:
-            put_f32(slot + 4 * (R * Dv + 2 * r), m)
-            put_f32(slot + 4 * (R * Dv + 2 * r + 1), l)
+            put_f32(stats_at(slot, R, Dv, r), m)
+            put_f32(stats_at(slot, R, Dv, r) + 4, l)
         else:
             finalize_row(p, item, r // item.rows, r % item.rows, q_start, acc + 4 * r * Dv, m, l)
     return bad
@@ -76,61 +82,93 @@ def replace_overflowed_rows(p, t, index, first, R, q_start):
     slot, part = p.partials + index * p.partial_bytes, item.splits > 1 or p.keep_partials != 0
     for r in range(R):
         acc, g, i = t.acc + 4 * (first + r) * Dv, r // item.rows, r % item.rows
-        before, code = (slot + 4 * r * Dv, ZERO) if part else (out_row(p, item, g, i, q_start), p.q_code)
+        before, dtype = (slot + 4 * r * Dv, dtypes.F32) if part else (out_row(p, item, g, i, q_start), p.q_dtype)
         gained = False
         for d in range(p.value_dim):
-            old, new = get_one(before, code, d), get_f32(acc + 4 * d)
+            old, new = get_one(before, dtype, d), get_f32(acc + 4 * d)
             gained |= old - old != F(0) and new - new == F(0)
         if not gained:
             continue
         m, l = get_f32(t.m + 4 * (first + r)), get_f32(t.l + 4 * (first + r))
         if part:
             widen_f32(before, acc, Dv)
-            put_f32(slot + 4 * (R * Dv + 2 * r), m)
-            put_f32(slot + 4 * (R * Dv + 2 * r + 1), -l)
+            put_f32(stats_at(slot, R, Dv, r), m)
+            put_f32(stats_at(slot, R, Dv, r) + 4, -l)
         else:
             finalize_row(p, item, g, i, q_start, acc, m, -l)
+
+
+# An item's split-KV partials: the index of its first one, how many there are, their rows, and which of them is meant
+Partials = namedtuple("Partials", "index splits rows row")
+
+
+@jit
+def slot_of(p, partials, split):
+    """Where a split's partial is: acc [rows, Dv], then m and l of each row."""
+    return p.partials + (partials.index + split * p.kv_heads) * p.partial_bytes
+
+
+@jit
+def max_of_partials(p, partials, Dv, m):
+    """The largest of m and the maxima of a row's partials, and whether one of them is downscaled."""
+    downscaled = False
+    for split in range(partials.splits):
+        stats = stats_at(slot_of(p, partials, split), partials.rows, Dv, partials.row)
+        m = max(m, get_f32(stats))
+        downscaled |= get_f32(stats + 4) < F(0)
+    return m, downscaled
+
+
+@jit
+def add_partials(p, partials, Dv, m, to, downscaled, fused):
+    """Adds a row's partials, rescaled by their maxima; returns their share of the row sum.
+
+    `downscaled`: all of them times DOWNSCALE. `fused`: by one rounding for a product and its sum.
+    """
+    l = F(0)
+    for split in range(partials.splits):
+        slot = slot_of(p, partials, split)
+        stats = stats_at(slot, partials.rows, Dv, partials.row)
+        top = get_f32(stats)
+        if top != -INF:
+            weight, own = F(math.exp((top - m) * unit(p))), get_f32(stats + 4)
+            l += weight * abs(own)
+            if downscaled and not own < F(0):
+                weight *= DOWNSCALE
+            if fused:
+                row_fma(to, slot + 4 * partials.row * Dv, Dv, weight)
+            else:
+                row_add(to, slot + 4 * partials.row * Dv, Dv, weight)
+    return l
+
+
+@jit
+def combine_row(p, own, shared_p, shared, Dv, to, fused):
+    """A row's partials, and those over shared keys, combined in `to`. Returns m, and l, below 0 if downscaled."""
+    m, downscaled = max_of_partials(p, own, Dv, -INF)
+    m, more = max_of_partials(shared_p, shared, Dv, m)
+    downscaled |= more
+    l = F(0)
+    for _ in range(2):
+        clear(to, Dv)
+        l = add_partials(p, own, Dv, m, to, downscaled, fused)
+        l += add_partials(shared_p, shared, Dv, m, to, downscaled, fused)
+        if downscaled or check_finite(to, Dv) == F(0):
+            break
+        downscaled = True
+    return m, -l if downscaled else l
 
 
 def combine(params, scratch):
     """Combines the split-KV partials; run by one thread when all are there."""
     p = params_at(params)
-    count = get_i64(p.counter + 8)
-    work_items = carray(pointer(p.work_items), count, dtype=WORK_ITEM)
-    Dv = up(p.value_dim, W)
-    for index in range(count):
-        item = work_items[index]
+    nothing = Partials(ZERO, ZERO, ZERO, ZERO)
+    for index in range(p.items):
+        item = item_at(p.work_items + index * WORK_ITEM_BYTES)
         if item.splits < 2 or item.split:
             continue
         R = p.heads // p.kv_heads * item.rows
         q_start = sequence(p, item.b)[0]
         for r in range(R):
-            m, downscaled = -INF, False
-            for part in range(item.splits):
-                slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
-                m = max(m, get_f32(slot + 4 * (R * Dv + 2 * r)))
-                downscaled |= get_f32(slot + 4 * (R * Dv + 2 * r + 1)) < F(0)
-            l = combine_row(p, index, item.splits, R, r, Dv, m, scratch, downscaled)
-            if not downscaled and check_finite(scratch, Dv) != F(0):
-                l = -combine_row(p, index, item.splits, R, r, Dv, m, scratch, True)
-            finalize_row(p, item, r // item.rows, r % item.rows, q_start, scratch, m, -l if downscaled else l)
-
-
-@jit
-def combine_row(p, index, parts, R, r, Dv, m, to, downscaled):
-    """Row r combined over an item's splits; returns its row sum. `downscaled`: of weights times DOWNSCALE."""
-    l = F(0)
-    fill(to, ZERO, Dv, F(0))
-    for part in range(parts):
-        slot = p.partials + (index + part * p.kv_heads) * p.partial_bytes
-        top = get_f32(slot + 4 * (R * Dv + 2 * r))
-        if top == -INF:
-            continue
-        weight, own = F(math.exp((top - m) * unit(p))), get_f32(slot + 4 * (R * Dv + 2 * r + 1))
-        l += weight * abs(own)
-        if downscaled and not own < F(0):
-            weight *= DOWNSCALE
-        for d in range(Dv):
-            x = get_f32(slot + 4 * (r * Dv + d))
-            put_f32(to + 4 * d, get_f32(to + 4 * d) + weight * x)
-    return l
+            m, l = combine_row(p, Partials(index, item.splits, R, r), p, nothing, up(p.value_dim, W), scratch, False)
+            finalize_row(p, item, r // item.rows, r % item.rows, q_start, scratch, m, l)

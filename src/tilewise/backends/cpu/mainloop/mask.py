@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from numba import types
 
+from ..codegen import dtypes
 from ..codegen.load_store import get_one, get_u8, put_f32, put_i64, widen_bf16, widen_f16, widen_f32
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
-from ..params import MASK_BOOL
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
 
@@ -22,9 +22,9 @@ def mask_row(p, b, head, i):
 def mask_cell(p, row, j):
     """What a mask's cell adds to a score: 0 or -inf, or the cell."""
     at = row + j * p.mask_k
-    if p.mask_code == MASK_BOOL:
+    if p.mask_dtype == dtypes.BOOL:
         return F(0) if get_u8(at) != 0 else -INF
-    return get_one(at, p.mask_code, 0)
+    return get_one(at, p.mask_dtype, 0)
 
 
 @jit
@@ -33,14 +33,14 @@ def list_mask(p, row, to, first, count, padded):
     whole = count // W * W
     if p.mask_k == 0:
         fill(to, ZERO, count, mask_cell(p, row, 0))
-    elif p.mask_code == MASK_BOOL:
+    elif p.mask_dtype == dtypes.BOOL:
         for j in range(count):
             put_f32(to + 4 * j, F(0) if get_u8(row + first + j) != 0 else -INF)
     else:
         at = row + first * p.mask_k
-        if p.mask_code == 0:
+        if p.mask_dtype == dtypes.F32:
             widen_f32(to, at, whole)
-        elif p.mask_code == 1:
+        elif p.mask_dtype == dtypes.F16:
             widen_f16(to, at, whole)
         else:
             widen_bf16(to, at, whole)
@@ -59,14 +59,14 @@ def classify(p, b, head, row, rows, start, end):
     some, all_plain = False, True
     for i in range(row, row + rows):
         line = mask_row(p, b, head, i)
-        if p.mask_code == MASK_BOOL:
+        if p.mask_dtype == dtypes.BOOL:
             for j in range(start, end):
                 seen = get_u8(line + j * p.mask_k) != 0
                 some |= seen
                 all_plain &= seen
         else:
             for j in range(start, end):
-                x = get_one(line + j * p.mask_k, p.mask_code, 0)
+                x = get_one(line + j * p.mask_k, p.mask_dtype, 0)
                 some |= x != -INF
                 all_plain &= x == F(0)
         if some and not all_plain:

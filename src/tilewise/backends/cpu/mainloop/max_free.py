@@ -17,7 +17,7 @@ from ..gemm.fp32 import KEYS, PANEL, dot_products
 from .softmax import MAX_FREE_LIMIT, pairwise_sum
 
 VECTORS = PANEL // W
-MIN_ROW_SUM = 2.0 ** (8 - MAX_FREE_LIMIT)  # of up to 2 ** 8 weights: one of them is at least 2 ** -MOST
+MIN_ROW_SUM = 2.0 ** (8 - MAX_FREE_LIMIT)  # of up to 2 ** 8 weights: one of them is at least 2 ** -MAX_FREE_LIMIT
 
 
 def _in_all(e: Emit, lanes: list[Value]) -> Value:
@@ -94,4 +94,4 @@ def _checks(vectors: int) -> tuple[Any, Any]:
 
 
 is_max_free, commit_row_sums = _checks(VECTORS)
-is_max_free_2, commit_row_sums_2 = _checks(2)  # for the panels of matrix tiles
+is_max_free_2, commit_row_sums_2 = _checks(2)  # for the panels of AMX

@@ -56,4 +56,4 @@ def add_nonfinite(p, t, item, first_row, rows, count, width, origin, key_step, r
 @jit
 def is_downscaled(t):
     """Whether weights are to be times DOWNSCALE, see there."""
-    return get_i64(t.done + 8) != 0
+    return get_i64(t.downscaled) != 0

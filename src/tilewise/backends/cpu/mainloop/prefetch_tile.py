@@ -12,8 +12,8 @@ from ..gemm.fp32 import KEYS
 from ..kv_access import list_rows
 from ..scratch import PAD
 
-LEAST = 1 << 20  # bytes of a head's K and V: fewer stay in the second-level cache
-MOST_ROW = 2048  # bytes of a row of K and one of V: longer ones push queries and sums out of it (0.96x at D 512)
+LEAST = 1 << 20  # bytes of a head's K and V: fewer stay in the L2 cache
+MOST_ROW = 2048  # bytes of a row of K and one of V: longer ones push queries and sums out of it
 LINE = 64
 
 

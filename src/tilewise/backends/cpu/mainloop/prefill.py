@@ -2,17 +2,18 @@
 
 Query rows stand in panels, transposed once: Q^T [D, PANEL]. For each tile of keys and each panel:
 
-    s [keys, PANEL] = K Q^T         K read row by row where it lies (narrow types are widened into scratch first)
+    s [keys, PANEL] = K Q^T         K read row by row in place (16-bit and quantised rows are widened first)
     s -> p                          PANEL / W columns of rows at once; maximum and sum run down the keys
     acc [ROWS, Dv] += p^T V         V copied once for each tile into panels of columns
 
-A panel's scores stay in the first- or second-level cache between the three steps; where it sees all keys of the tile,
+A panel's scores stay in the L1 or L2 cache between the three steps; where it sees all keys of the tile,
 the first two are fused (`max_free.py`). Panels and row-blocks are left out where none of their rows sees a key.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
 
+from ..codegen import dtypes
 from ..codegen.load_store import clear, transpose
 from ..codegen.numba_ops import ONE, ZERO, F, item_at, jit, params_at, up, widen_row
 from ..codegen.vector import W
@@ -43,29 +44,16 @@ from .scores import max_free_bound, shape_scores, unit
 from .softmax import LOG2E, online_softmax_columns
 
 DOT_LENGTH = 128  # elements of a dot product that are summed in one go: longer sums round more
-# Over up to 11 keys torch sums in lanes and rounds half as much (D 88, root mean square of scores: 2.8e-7, and 5.1e-7
-# with one run of FMAs, as here and as torch does over more keys). So few keys cost little, and are summed as exactly.
+# Over up to 11 keys torch sums in lanes and rounds half as much as one run of FMAs (cpu/short-dots in
+# benchmarks/cpu/LOG.md). So few keys cost little, and are summed as exactly.
 SHORT_KEYS, SHORT_DOT_LENGTH = 12, 16
-# So it does for up to 3 rows of a head, over any keys; here the rows of a group are multiplied together. Over more keys
-# the sums of values round more, and in wide heads runs are a small part of a dot product: neither needs runs so short.
-SHORT_ROWS = 3
-
-
-@jit
-def dot_length_of(p, q_len, kv_len):
-    """Elements of a dot product that are summed in one go, of float32 as exactly as torch does it."""
-    if kv_len <= SHORT_KEYS:
-        return SHORT_DOT_LENGTH
-    if q_len <= SHORT_ROWS and p.q_code == 0 and p.head_dim <= 2 * DOT_LENGTH:
-        return DOT_LENGTH // 4 if kv_len <= 512 else DOT_LENGTH // 2
-    return DOT_LENGTH
 
 
 @jit
 def load_queries(p, t, item, q_start, R, D):
     """Q^T in panels. W float32 rows of one head are transposed where they lie, others are copied to `acc` before."""
     n = item.rows
-    in_place = p.q_code == 0 and p.head_dim == D and p.q_l % 4 == 0
+    in_place = p.q_dtype == dtypes.F32 and p.head_dim == D and p.q_l % 4 == 0
     for first in range(0, up(R, W), W):
         rows, width = t.acc, D
         i = first % n
@@ -76,7 +64,7 @@ def load_queries(p, t, item, q_start, R, D):
                 row = t.acc + 4 * (r - first) * D
                 if r < R:
                     at = query_row(p, item, q_start, r // n, r % n)
-                    widen_row(row, at, p.q_code, p.head_dim, D, ZERO, ZERO, ONE)
+                    widen_row(row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
                 else:
                     clear(row, D)
         panel = t.q + 4 * (first // PANEL * PANEL * D + first % PANEL)
@@ -96,7 +84,7 @@ def scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k
     """s[k0..k1] of one panel, without vectors of rows at its edges that see none of a block's keys."""
     q = t.q + 4 * panel * PANEL * D
     passes = (p.head_dim + dot_length - 1) // dot_length
-    for n in range(passes):  # outside: this much of the panel stays in the first-level cache
+    for n in range(passes):  # outside: this much of the panel stays in the L1 cache
         d = n * dot_length
         depth = min(dot_length, p.head_dim - d)
         for key in range(k0, k1, KEYS):
@@ -183,7 +171,7 @@ def pack_columns(t, count, Dv, BK):
 def pack_values(p, t, x, at, first, count, Dv, BK, whole):
     """A tile of V into panels. Values that are not finite are taken out if a row may not see them; were there any?"""
     list_rows(p, x, at, t.v_table, first, count, ONE)
-    if x.code or x.width % W:
+    if x.dtype != dtypes.F32 or x.width % W:
         widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
     bad = pack_columns(t, count, Dv, BK)
     if bad == F(0) or whole:
@@ -199,7 +187,7 @@ def pack_values(p, t, x, at, first, count, Dv, BK, whole):
 def add_values(t, first_row, tile, k0, k1, Dv, BK):
     """acc of one panel = alpha * acc + p v, by blocks of ROWS rows, over the keys that one of them sees.
 
-    A panel of V's columns is used by all row-blocks before the next one is: it stays in the first-level cache.
+    A panel of V's columns is used by all row-blocks before the next one is: it stays in the L1 cache.
     """
     c = 0
     while c < Dv:
@@ -224,10 +212,10 @@ def prefill(params, scratch, address):
     """All keys of the item at `address`; m, l and acc hold the result."""
     p, item = params_at(params), item_at(address)
     t = partition(p, scratch)
-    q_start, q_len, kv_start, kv_len, _ = sequence(p, item.b)
+    q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
     D, Dv, BK = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys
-    dot_length = dot_length_of(p, q_len, kv_len)
+    dot_length = DOT_LENGTH if kv_len > SHORT_KEYS else SHORT_DOT_LENGTH
     k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
     load_queries(p, t, item, q_start, R, D)
     first, last = set_up(p, t, item, up(R, PANEL), Dv)
@@ -245,7 +233,7 @@ def prefill(params, scratch, address):
         whole = unmasked and all_lo <= tile and all_hi >= end
         max_free = unmasked and bound > F(0)
         list_rows(p, k, at, t.k_table, tile, count, PAD)
-        if k.code:
+        if k.dtype != dtypes.F32:
             widen_rows(p, k, at, t.k_table, t.keys, tile, count, PAD)
         nonfinite = pack_values(p, t, v, at, tile, count, Dv, BK, whole)
         panels = (R + PANEL - 1) // PANEL

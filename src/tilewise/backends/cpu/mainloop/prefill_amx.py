@@ -1,4 +1,4 @@
-"""Prefill by matrix tiles: query rows in panels of 32, keys and columns of V in blocks of 32.
+"""Prefill by AMX: query rows in panels of 32, keys and columns of V in blocks of 32.
 
     s [keys, 32] = K Q^T            K and Q^T copied into tiles, in parts if they are not bf16 (`amx.py`)
     s -> P                          16 rows side by side; written as the tiles that P V reads. Max-free rows
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, get_i32, get_i64, get_one, put_f32, put_i64, transpose
 from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, item_at, jit, params_at, up, widen_row
 from ..codegen.vector import W
-from ..gemm.amx import BLOCK, TILE, load_tile_config, make_products, release
-from ..gemm.amx_pack import BF16, STEP, W_, for_parts, pack_functions
+from ..gemm.amx import BLOCK, PARTS, TILE, load_tile_config, make_products, release
+from ..gemm.amx_pack import STEP, W_, for_parts, pack_functions
 from ..kv_access import key_source, place, row_address, sequence, value_source
 from ..scratch import partition, partition_amx
 from .mask import read_states
@@ -74,8 +75,9 @@ def hide_block(t, s, first, key):
             hide_column(s + 2 * TILE * half, W, BLOCK, t.lo + 4 * v, t.hi + 4 * v, key)
 
 
-def prefill_function(parts):
+def prefill_amx_function(dtype):
     """`fn(params, scratch, item)`: all keys of the item; m, l and acc hold the result if `done` does not hold 0."""
+    parts = PARTS[dtype]
     multiply_keys, multiply_values = make_products(parts)
     online_softmax = make_online_softmax(parts)
     gemm_keys_beside, exp2_rest = make_max_free_products(parts)
@@ -89,14 +91,16 @@ def prefill_function(parts):
         for j in range(k0, k1):
             if get_i64(t.v_table + 8 * j) == 0:
                 continue
-            widen_row(w.rows, row_address(p, x.base, x.b, x.h, x.l, at, tile + j), x.code, x.width, Dv, ZERO, ZERO, ONE)
+            widen_row(
+                w.rows, row_address(p, x.base, x.b, x.h, x.l, at, tile + j), x.dtype, x.width, Dv, ZERO, ZERO, ONE
+            )
             pair = w.p + 2 * u * BK * BLOCK + j // BLOCK * STEP + j % BLOCK // 2 * 64 + j % 2 * 2
             for r in range(min(BLOCK, R - row)):
                 if not sees(p, t, item, row + r, tile + j):
                     continue
                 weight = F(0)
                 for n in range(parts):
-                    weight += get_one(pair + 4 * n * BK * BLOCK + r // W * TILE + r % W * 4, BF16, ZERO)
+                    weight += get_one(pair + 4 * n * BK * BLOCK + r // W * TILE + r % W * 4, dtypes.BF16, ZERO)
                 for d in range(x.width):
                     value = get_f32(w.rows + 4 * d)
                     if value - value != F(0):

@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 
+from ..codegen import dtypes
 from ..codegen.load_store import get_i32, get_i64, transpose
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit, up
 from ..codegen.vector import W
-from ..params import MASK_BOOL
 from .mask import FULL, SKIP, list_mask, mask_row
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
@@ -40,7 +40,7 @@ def scale_scores(p, s, step, count):
 @jit
 def is_plain(p):
     """Whether scores are dot products until the softmax, scaled only there."""
-    biased = p.mask != 0 and p.mask_code != MASK_BOOL
+    biased = p.mask != 0 and p.mask_dtype != dtypes.BOOL
     return not (p.softcap > 0 or p.slopes != 0 or p.scale <= 0 or biased)
 
 

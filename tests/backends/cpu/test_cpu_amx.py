@@ -1,4 +1,4 @@
-"""Prefill in 16 bits on the CPU: by matrix tiles where the processor has them, by vectors elsewhere."""
+"""Prefill in 16 bits on the CPU: by AMX where the processor has it, by fp32 vectors elsewhere."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ PREFILL = [c for c in CASES if c.dtype == "f32" and not c.k and not c.v and c.Lq
 
 
 @pytest.fixture
-def by_vectors(monkeypatch):
-    """As on a processor without matrix tiles."""
+def without_amx(monkeypatch):
+    """As on a processor without AMX."""
 
     def forget():
         call_cache.forget()
@@ -38,13 +38,13 @@ def test_prefill_in_16_bits(case, dtype):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.dtype != "f32"], ids=str)
-def test_the_same_by_vectors(by_vectors, case):
+def test_the_same_without_amx(without_amx, case):
     check_case(case, "cpu")
 
 
-def test_the_plan_says_which(by_vectors):
+def test_the_plan_says_which(without_amx):
     q = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
-    assert "packed tiles" in str(plan(q, q, q, backend="cpu"))
+    assert plan(q, q, q, backend="cpu").kernel.startswith("prefill, ")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -59,7 +59,7 @@ def test_numbers_that_are_not_finite(dtype, where, value):
     result = attention(**tensors, causal=True, backend="cpu")
     wide = attention(**{name: x.float() for name, x in tensors.items()}, causal=True, backend="reference")
     assert result[:, 0].equal(clean[:, 0])  # the other head
-    if where == "v" or value != value:  # an infinity in q or k sends a tile's rows another way, which rounds otherwise
+    if where == "v" or value != value:  # an infinity in q or k sends its rows to fp32, which rounds otherwise
         assert result[:, 1, :150].equal(clean[:, 1, :150])
     finite = wide.isfinite()
     assert finite.equal(result.isfinite())
@@ -73,7 +73,7 @@ def test_memory_of_a_thread():
         assert plan(wide, wide, wide, backend="cpu").workspace_bytes / torch.get_num_threads() < 4 * 2**20
 
 
-@pytest.mark.skipif(W != 16, reason="tiles are for processors with 16 lanes")
+@pytest.mark.skipif(W != 16, reason="AMX is for processors with 16 lanes")
 @pytest.mark.parametrize("parts", [1, 2])
 def test_parts_add_up(parts):
     """Numbers of 8 bits have one part, those of 11 bits (float16) two."""

@@ -1,4 +1,4 @@
-"""Prefill without a maximum: rows from whose scores nothing is subtracted, and how they stop being that."""
+"""Max-free softmax of bounded logits in prefill, and rows that leave the bound."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ def inputs(seed=0, dtype=torch.float32):
     return [torch.randn(1, 2, n, D, generator=generator).to(dtype) for n in (ROWS, KEYS, KEYS)]
 
 
-def ask(q, k, v, **options):
+def attend(q, k, v, **options):
     return attention(q, k, v, return_lse=True, backend="cpu", **options)
 
 
 def check(q, k, v, **options):
     """Against the oracle, with twice torch's own error."""
-    check_call(Inputs(attention, (q, k, v), options).checked(), *ask(q, k, v, **options))
+    check_call(Inputs(attention, (q, k, v), options).checked(), *attend(q, k, v, **options))
 
 
 @DTYPES
@@ -39,26 +39,26 @@ def test_scores_of_any_size(factor, dtype):
 @pytest.mark.parametrize("start", [-2000.0, -90.0, -25.0, 0.0, 25.0, 90.0])
 @pytest.mark.parametrize("step", [-1.0, -0.1, 0.1, 1.0])
 def test_scores_that_rise_or_fall_from_tile_to_tile(start, step, dtype):
-    """Rows become too large, or are too small from the first key on; the last keys weigh most, or least."""
+    """Logits leave the bound upwards, or are below it from the first key on; the last keys weigh most, or least."""
     q, k, v = inputs(1, dtype)
     q[..., 0] = 1.0
     k[..., 0] = start + step * torch.arange(KEYS)
     check(q, k, v, scale=1.0)
 
 
-# An infinite query has no parts: float16 rows beside it go by vectors, which round otherwise.
+# An infinite query has no bf16 parts: float16 rows beside it take the fp32 mainloop, which rounds otherwise.
 @pytest.mark.parametrize(
     ("dtype", "wild"),
     [(dtype, wild) for dtype in KINDS for wild in (1e3, INF, float("nan")) if (dtype, wild) != (torch.float16, INF)],
 )
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20)}])
 def test_a_row_does_not_depend_on_its_neighbours(wild, options, dtype):
-    """One row of each panel takes the other way; to the bit, the others get what they would have got without it."""
+    """One row of each panel takes the online softmax; the bits of the others stay as without it."""
     q, k, v = inputs(2, dtype)
-    want = ask(q, k, v, **options)
+    want = attend(q, k, v, **options)
     others = torch.arange(ROWS) % 64 != 17
     q[:, :, ~others] *= wild
-    got = ask(q, k, v, **options)
+    got = attend(q, k, v, **options)
     assert got.out[:, :, others].equal(want.out[:, :, others])
     assert got.lse[:, :, others].equal(want.lse[:, :, others])
     assert not got.out[:, :, ~others].equal(want.out[:, :, ~others])
