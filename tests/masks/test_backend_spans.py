@@ -1,16 +1,21 @@
 """Every backend's own `key_span` against the one in `core/mask_rules.py`."""
 
+from ctypes import addressof
 from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from numba import njit
 
 import gluon_sim
 import mslsim
 from gluon_values import Tensor
 from metal_sim import needs_simulator
+from tilewise.backends.cpu.codegen.numba_ops import params_at
+from tilewise.backends.cpu.kv_access import key_span as cpu_key_span
+from tilewise.backends.cpu.params import Params, Rules
 from tilewise.backends.metal import params, text
 from tilewise.core.mask_rules import RULE_NUMBERS, MaskRules, key_span, key_spans, query_span
 
@@ -42,6 +47,23 @@ def test_many_rows_at_once():
     positions, lengths = (torch.tensor(x) for x in zip(*CELLS, strict=True))
     for rules in RULES:
         assert given(*key_spans(rules, positions, lengths)) == wanted(rules), rules
+
+
+@njit
+def cpu_spans(address, positions, lengths, lo, hi):
+    p = params_at(address)
+    for i in range(len(positions)):
+        lo[i], hi[i] = cpu_key_span(p, positions[i], lengths[i])
+
+
+def test_cpu():
+    """Compiled, over the struct that kernels are given."""
+    positions, lengths = (np.array(x) for x in zip(*CELLS, strict=True))
+    lo, hi = np.zeros_like(positions), np.zeros_like(positions)
+    for rules in RULES:
+        params = Params(rules=Rules(**rules.numbers()))
+        cpu_spans(addressof(params), positions, lengths, lo, hi)
+        assert given(lo, hi) == wanted(rules), rules
 
 
 def by_gpu(function, rules, *given):

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from .mask_rules import NO_RULES, MaskRules, Offset, Window
+from .mask_rules import NO_RULES, MaskRules
 from .storage import StorageFormat
 
 Form = Literal["dense", "varlen", "paged"]
@@ -101,27 +101,6 @@ class Problem:
     def has_lengths(self) -> bool:
         """Whether sequences may have fewer keys than `kv_len`."""
         return self.rules.kv_lengths or self.form != "dense"
-
-    # Read by backends that do not take the rules whole yet.
-    @property
-    def causal(self) -> bool:
-        return self.rules.causal
-
-    @property
-    def window(self) -> Window:
-        return self.rules.window
-
-    @property
-    def chunk(self) -> int:
-        return self.rules.chunk
-
-    @property
-    def q_offset(self) -> Offset:
-        return self.rules.q_offset
-
-    @property
-    def kv_lengths(self) -> bool:
-        return self.rules.kv_lengths
 
     def options(self) -> tuple[str, ...]:
         """The options that are on, in words; what a kernel is specialised on."""

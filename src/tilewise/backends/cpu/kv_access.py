@@ -8,12 +8,13 @@ from collections import namedtuple
 import numpy as np
 from numba import types
 
+from ...core.mask_rules import OFFSET_KINDS
 from .codegen import dtypes
 from .codegen.load_store import get_i32, get_i64, get_one, put_f32, put_i64
 from .codegen.numba_ops import ONE, F, fill, jit, up, widen_row
 from .codegen.vector import W
-from .params import END, NO_LIMIT
 
+END = OFFSET_KINDS["end"]
 KEY_PAD = np.int64(8)  # keys that `qk` takes at once
 LIST_PAD = np.int64(16)  # those that integer dots take
 # K or V: base, strides over the batch (or pages), heads and rows, dtype, width; its scales likewise, their group
@@ -34,27 +35,28 @@ def sequence(p, b):
         kv_len = types.int64(get_i32(p.cu_k + 4 * b + 4)) - kv_start
     if p.kv_lengths:
         kv_len = types.int64(get_i32(p.kv_lengths + 4 * b))
-    offset = p.offset
+    offset = p.rules.q_offset
     if p.q_offsets:
         offset = types.int64(get_i32(p.q_offsets + 4 * b))
-    elif offset == END:
+    elif p.rules.offset_kind == END:
         offset = kv_len - q_len
     return q_start, q_len, kv_start, kv_len, offset
 
 
 @jit
 def key_span(p, position, kv_len):
-    """Keys [lo, hi) that position and length rules leave to a query; hi <= lo if none."""
+    """Keys [lo, hi) that position and length rules leave to a query; hi <= lo if none. See `core/mask_rules.py`."""
+    rules = p.rules
     lo, hi = 0, kv_len
-    if p.causal:
+    if rules.causal:
         hi = min(hi, position + 1)
-    if p.left != NO_LIMIT:
-        lo = max(lo, position - p.left)
-    if p.right != NO_LIMIT:
-        hi = min(hi, position + p.right + 1)
-    if p.chunk:
-        start = position // p.chunk * p.chunk
-        lo, hi = max(lo, start), min(hi, start + p.chunk)
+    if rules.has_left:
+        lo = max(lo, position - rules.left)
+    if rules.has_right:
+        hi = min(hi, position + rules.right + 1)
+    if rules.chunk:
+        start = position // rules.chunk * rules.chunk
+        lo, hi = max(lo, start), min(hi, start + rules.chunk)
     return lo, hi
 
 

@@ -23,7 +23,7 @@ from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm import amx, gemv_amx, gemv_vnni
-from .params import END, LAUNCH_BYTES, LINE, NO_LIMIT, WORK_ITEM, Params, put_tensor
+from .params import LAUNCH_BYTES, LINE, WORK_ITEM, Params, Rules, put_tensor
 from .scratch import total
 from .threads import pool
 
@@ -58,7 +58,6 @@ def make_launch(p: Problem, threads: int) -> Launch:
     one_format = PLAIN[p.q_dtype] == p.k_format == p.v_format
     parts = amx.PARTS.get(p.k_format.name, 0) if one_format and amx.usable() and not config.is_decode(p) else 0
     c = config.configure(p, threads, parts)
-    left, right = p.window
     params = Params(
         q_dtype=CODES[NAMES[p.q_dtype]],
         k_dtype=CODES[p.k_format.name],
@@ -76,11 +75,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
         kv_len=p.kv_len,
         head_dim=p.head_dim,
         value_dim=p.value_dim,
-        causal=p.causal,
-        left=NO_LIMIT if left is None else left,
-        right=NO_LIMIT if right is None else right,
-        chunk=p.chunk,
-        offset=p.q_offset if isinstance(p.q_offset, int) else END,
+        rules=Rules(**p.rules.numbers()),
         scale=p.scale,
         softcap=p.softcap,
         tile_rows=c.tile_rows,
@@ -97,7 +92,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
     if parts:
         params.tile_config = amx.TILE_CONFIG.ctypes.data
     scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, c.tile_rows, c.tile_keys, c.head_batch, parts)
-    same = p.form == "dense" and not p.kv_lengths and p.q_offset != "rows"
+    same = not p.has_lengths and p.rules.q_offset != "rows"
     return Launch(params, scratch, c.max_work_items, schedule_items(params, c.max_work_items) if same else None)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ...core.mask_rules import NO_RULES
+
 LINE = 64  # bytes of a cache line
 
 
@@ -48,6 +50,12 @@ def offset(struct: type[ctypes.Structure], name: str) -> np.int64:
     return np.int64(getattr(struct, name).offset)
 
 
+class Rules(ctypes.Structure):
+    """The numbers of `MaskRules`."""
+
+    _fields_ = fields(" ".join(NO_RULES.numbers()))
+
+
 class Params(ctypes.Structure):
     """What a call is: the parameter struct of every attention kernel."""
 
@@ -61,8 +69,8 @@ class Params(ctypes.Structure):
         *fields(tensor("table", "b")),
         # Storage types, see `codegen/dtypes.py`; scale groups in elements, rows in bytes
         *fields("q_dtype k_dtype v_dtype mask_dtype k_scales_dtype v_scales_dtype k_group v_group k_row v_row page"),
-        # Sizes and position rules
-        *fields("batch heads kv_heads q_len kv_len head_dim value_dim causal left right chunk offset"),
+        *fields("batch heads kv_heads q_len kv_len head_dim value_dim"),
+        ("rules", Rules),
         *fields("scale softcap", ctypes.c_double),
         # Tiles and work items
         *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
@@ -108,5 +116,3 @@ class LaunchBlock(ctypes.Structure):
 PARAMS, WORK_ITEM, TASK, TEAM = map(record, (Params, WorkItem, Task, Team))
 WORK_ITEM_BYTES, TEAM_BYTES = np.int64(WORK_ITEM.itemsize), np.int64(TEAM.itemsize)
 LAUNCH_BYTES = -(-ctypes.sizeof(LaunchBlock) // LINE) * LINE
-NO_LIMIT = 1 << 40  # a window side without a limit
-END = 1 << 41  # an offset that stands for "the queries are the last positions"
