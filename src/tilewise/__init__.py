@@ -6,6 +6,7 @@ from .core import forks  # noqa: F401  (before torch is imported)
 
 from .alibi import alibi_slopes
 from .api import attention, paged_attention, plan, varlen_attention
+from .autograd import AttentionGradients, attention_backward
 from .compat import discovery
 from .core.plan import Plan
 from .core.tile_map import TileMap
@@ -17,6 +18,7 @@ from .state import AttentionState, merge
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionGradients",
     "AttentionState",
     "CacheFull",
     "InvalidArgument",
@@ -29,6 +31,7 @@ __all__ = [
     "__version__",
     "alibi_slopes",
     "attention",
+    "attention_backward",
     "merge",
     "paged_attention",
     "plan",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from . import ops
+from . import autograd, ops
 from .core import cost
 from .core.options import Options, is_int, is_validate
 from .core.plan import Plan
@@ -141,6 +141,8 @@ def attention(
     }  # fmt: skip
     if traced or ops.needs_operator((q, k, v, *options.values())):
         return ops.call("attention", q, k, v, (), options | {"backend": backend})
+    if autograd.needed({"q": q, "k": k, "v": v, **options}):
+        return autograd.call("attention", q, k, v, (), options | {"backend": backend})
     return _run(q, calls.dense(q, k, v, Options(**options)), backend, key, tables_key, layout)
 
 
@@ -258,6 +260,9 @@ def varlen_attention(
     if traced or ops.needs_operator((q, k, v, cu_seqlens_q, cu_seqlens_k, *options.values())):
         options |= {"max_q": max_q, "max_k": max_k, "backend": backend}
         return ops.call("varlen_attention", q, k, v, (cu_seqlens_q, cu_seqlens_k), options)
+    if autograd.needed({"q": q, "k": k, "v": v, **options}):
+        options |= {"max_q": max_q, "max_k": max_k, "backend": backend}
+        return autograd.call("varlen_attention", q, k, v, (cu_seqlens_q, cu_seqlens_k), options)
     call = calls.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
     return _run(q, call, backend, None, tables_key)
 
@@ -400,7 +405,8 @@ def plan(
     """What a call with these arguments would run, and what it would cost, without running it.
 
     Takes the arguments of `attention`, of `varlen_attention` (with `cu_seqlens_k`) or of `paged_attention` (with
-    `block_table`), the tables by name. Reads lengths and masks to count the work; on a GPU that waits.
+    `block_table`), the tables by name. Reads lengths and masks to count the work; on a GPU that waits. Where inputs
+    require grad, `backward` is the plan of their gradients.
 
     >>> q = torch.randn(1, 8, 1024, 64)
     >>> plan(q, q, q, causal=True).cost.flops == 2 * (64 + 64) * 8 * 1024 * 1025 // 2
@@ -412,12 +418,14 @@ def plan(
     for x in (q, k, v):
         if isinstance(x, torch.Tensor) and is_wrapper(x):
             raise InvalidArgument("q, k or v", f"a {type(x).__name__}", "tensors with memory, or on the meta device")
+    needed = autograd.needed({"q": q, "k": k, "v": v, **options})
     if block_table is not None:
         if "kv_lengths" in options or cu_seqlens_k is not None or max_k is not None:
             raise InvalidArgument("block_table", "pages with kv_lengths, cu_seqlens_k or max_k", "context_lens alone")
         call = calls.paged(q, k, v, block_table, context_lens, cu_seqlens_q, max_q, Options(**options))
     elif cu_seqlens_k is not None:
-        call = calls.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
+        with autograd.set_aside(needed):
+            call = calls.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
     else:
         for name, given in (
             ("cu_seqlens_q", cu_seqlens_q),
@@ -429,9 +437,15 @@ def plan(
                 raise InvalidArgument(
                     name, "given alone", "cu_seqlens_q with cu_seqlens_k, or block_table with context_lens"
                 )
-        call = calls.dense(q, k, v, Options(**options))
+        with autograd.set_aside(needed):
+            call = calls.dense(q, k, v, Options(**options))
     planner.check_name(backend)
-    chosen = planner.choose(call.problem, backend, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    if needed:
+        call.problem = replace(call.problem, return_lse=True)
+    chosen = planner.choose(call.problem, backend, threads)
+    if needed:
+        chosen = replace(chosen, backward=autograd.plan(call.problem, needed, backend))
     return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
 
 

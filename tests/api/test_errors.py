@@ -62,7 +62,6 @@ DENSE = [
     ("q", {"q": randn(B, H, Lq, 0)}, "1 to 576"),
     ("q", {"q": randn(B, 0, Lq, D)}, "0 heads"),
     ("q", {"q": "queries"}, "torch tensor"),
-    ("q", {"q": randn(B, H, Lq, D).requires_grad_()}, "forward only"),
     ("q", {"q": randn(B, H, Lq, D, device="meta")}, ""),
     ("k", {"k": randn(B, Hkv, Lk)}, "rank 4"),
     ("k", {"k": randn(B + 1, Hkv, Lk, D)}, "batch of 3"),
@@ -71,7 +70,6 @@ DENSE = [
     ("k", {"k": randn(B, 0, Lk, D), "v": randn(B, 0, Lk, D)}, "divisor"),
     ("k", {"q": randn(B, H, Lq, D).half()}, "no wider than q"),
     ("k", {"k": randn(B, Hkv, Lk, D).to(torch.float8_e4m3fn)}, "Quantised"),
-    ("k", {"k": randn(B, Hkv, Lk, D).requires_grad_()}, "forward only"),
     ("k", {"k": randn(B, Hkv, Lk, D, device="meta")}, "device meta"),
     ("v", {"v": randn(B, Hkv, Lk + 1, D)}, "as k"),
     ("v", {"v": randn(B, H, Lk, D)}, "as k"),
@@ -109,12 +107,10 @@ DENSE = [
     ("mask", {"mask": torch.ones(Lq, Lk, dtype=torch.uint8)}, "bool"),
     ("mask", {"mask": torch.zeros(Lq, Lk, dtype=torch.float64)}, "float32"),
     ("mask", {"mask": bools(Lq, Lk).to("meta")}, "device meta"),
-    ("mask", {"mask": torch.zeros(Lq, Lk, requires_grad=True)}, "forward only"),
     ("alibi_slopes", {"alibi_slopes": randn(3)}, "(4,) or (2, 4)"),
     ("alibi_slopes", {"alibi_slopes": ints(1, 2, 3, 4)}, "float32"),
     ("sinks", {"sinks": randn(B, H)}, "(4,)"),
     ("sinks", {"sinks": 4}, "a learned logit for each head; for first tokens that every query sees, a mask"),
-    ("sinks", {"sinks": randn(H, requires_grad=True)}, "forward only"),
     *(
         (name, {name: number}, "")
         for name in ("q", "k", "mask", "alibi_slopes", "sinks", "kv_lengths")
@@ -292,13 +288,6 @@ def test_an_offset_may_be_a_numpy_integer(kind):
     assert plan(**args, causal=True, q_offset=kind(1)) == plan(**args, causal=True, q_offset=1)
     tiles = TileMap.from_spec(Lq, Lk, (4, 4), causal=True, q_offset=kind(1))
     assert torch.equal(attention(**args, causal=True, q_offset=1, tile_map=tiles), want)
-
-
-def test_grad_is_refused_only_where_it_matters():
-    q = randn(1, 1, 2, 4, requires_grad=True)
-    with torch.no_grad():
-        assert not attention(q, q, q).requires_grad
-    attention(q.detach(), q.detach(), q.detach())
 
 
 def test_validate_false_does_not_read_values():

@@ -513,7 +513,7 @@ def test_what_was_right_once_is_not_right_for_ever():
         ({"table": cache.table + 99}, "block_table"),
         ({"softcap": -1.0}, "softcap"),
         ({"softmax_scale": [1.0]}, "scale"),
-        ({"q": q.clone().requires_grad_()}, "forward only"),
+        ({"q": q.clone().requires_grad_()}, "requires grad"),
     ]:
         for _ in range(2):
             with pytest.raises(InvalidArgument, match=words):

@@ -157,8 +157,6 @@ def test_refusals():
         ours(*itertools.repeat(torch.zeros(()), 3))
     with pytest.raises(InvalidArgument, match="broadcast"):
         ours(q, peaked(3, 2, 4, 8), peaked(2, 2, 4, 8))
-    with pytest.raises(InvalidArgument, match="forward only"):
-        ours(q.requires_grad_(), q, q)
 
 
 def test_swapping_in(monkeypatch):
@@ -313,11 +311,10 @@ def test_fallback():
         assert not sdpa.fallbacks
         with pytest.warns(UserWarning, match="torch serves what tilewise cannot.*dropout_p: got 0.5"):
             F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-        for _ in range(2):
-            out = F.scaled_dot_product_attention(trained, q, q, is_causal=True)  # a warning would be an error here
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # a warning would be an error here
+        out = F.scaled_dot_product_attention(trained, q, q, is_causal=True)
         out.sum().backward()
-        assert sum(sdpa.fallbacks.values()) == 3
-        assert sdpa.fallbacks["dropout_p"] == 1
+        assert sdpa.fallbacks == {"dropout_p": 2}
         with pytest.raises(RuntimeError):  # what torch refuses too
             F.scaled_dot_product_attention(q, q[..., :4], q)
     assert served.equal(ours(q, q, q, is_causal=True))

@@ -57,6 +57,11 @@ def load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(f"tilewise.backends.{name}"))
 
 
+def load_backward(name: str) -> Backward:
+    """A backend that has a backward pass."""
+    return cast(Backward, load(name))
+
+
 def check_name(backend: Any) -> None:
     """Refuses what no backend is called, also what `choose` could not look up."""
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
@@ -72,14 +77,14 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
     """
     check_name(backend)
     if backend is not None:
-        reason = _supports(backend, problem)
+        reason = supports(backend, problem)
         if reason is not None:
             raise Unsupported(backend, reason, "leave out backend= to take one that can")
         return _plan(backend, problem)
     passed_over: list[tuple[str, str]] = []
     for name in BACKENDS:
         backend_module = load(name)
-        reason = _supports(name, problem)
+        reason = supports(name, problem)
         if reason is None and not problem.grads and hasattr(backend_module, "declines") and not problem.is_empty:
             reason = backend_module.declines(problem)
         if reason is None:
@@ -89,7 +94,8 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
     raise Unsupported("any", listing, "move the tensors to the CPU")
 
 
-def _supports(name: str, problem: Problem) -> str | None:
+def supports(name: str, problem: Problem) -> str | None:
+    """None if the backend can serve the problem, forward or backward, else why not."""
     module: Any = load(name)
     if not problem.grads:
         return module.supports(problem)

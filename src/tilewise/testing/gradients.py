@@ -39,7 +39,7 @@ class Gradients:
         for gradient in self.call.tensors.gradients().values():
             gradient.fill_(float("nan"))
         plan = planner.choose(self.call.problem, backend, torch.get_num_threads())
-        planner.load(plan.backend).run_backward(plan, self.call.tensors)  # type: ignore[attr-defined]
+        planner.load_backward(plan.backend).run_backward(plan, self.call.tensors)
         return self.call.tensors.gradients()
 
 

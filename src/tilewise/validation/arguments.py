@@ -68,7 +68,7 @@ class Checker:
         if x.device != self.device:
             raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
         if x.requires_grad and torch.is_grad_enabled():
-            remedy = "tilewise is forward only: call it under torch.no_grad(), or detach"
+            remedy = "paged keys and arrays that are no tensors have no gradients: torch.no_grad(), or detach"
             raise InvalidArgument(name, "a tensor that requires grad", "one that does not", remedy)
         return x
 

@@ -220,7 +220,7 @@ def _output(c: Checker, width: int, out: Any, t: Tensors) -> torch.Tensor:
         given = f"{tuple(out.shape)} {out.dtype} on {out.device}"
         raise InvalidArgument("out", given, f"{shape} {c.q.dtype} on {c.device}")
     if out.requires_grad and torch.is_grad_enabled():
-        raise InvalidArgument("out", "a tensor that requires grad", "one that does not", "tilewise is forward only")
+        raise InvalidArgument("out", "a tensor that requires grad", "one that does not", "detach it")
     if _overlaps_itself(out):
         given = f"a broadcast tensor, or one whose elements share memory (strides {out.stride()})"
         raise InvalidArgument("out", given, "one with memory for each element")

@@ -1,0 +1,251 @@
+"""Gradients: `attention_backward`, and the entry points for inputs that require them.
+
+A call whose inputs require grad is one `torch.autograd.Function` around the same entry point, which it calls with
+`return_lse`. It keeps its inputs, `out` and `lse`, and nothing that grows as Lq * Lk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .core.options import Options
+from .core.plan import Plan
+from .core.problem import GRADS, Problem
+from .core.tensors import BackwardTensors
+from .dispatch import planner
+from .errors import InvalidArgument, Unsupported
+from .quantised import Quantised
+from .state import AttentionState
+from .validation import calls, keywords
+from .validation.arrays import returner, to_tensor
+from .validation.backward import BackwardCall, backward
+
+TABLES = {"attention": (), "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k")}
+FORWARD_ONLY = ("return_lse", "out", "split_size")  # options that mean nothing to a backward pass
+
+
+class AttentionGradients(NamedTuple):
+    """Gradients of a call's inputs, each in its input's shape, layout and dtype; None where none was asked for."""
+
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+    dmask: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
+    dalibi_slopes: torch.Tensor | None = None
+
+
+def attention_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    *,
+    dlse: Any = None,
+    grads: Sequence[str] = ("q", "k", "v"),
+    deterministic: bool = True,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> AttentionGradients:
+    """The gradients of `attention`, or with `cu_seqlens_q` and `cu_seqlens_k` of `varlen_attention`.
+
+    Args:
+        q: as in the forward call, and so are `k`, `v` and all options that are not named here.
+        out: what the forward call gave.
+        lse: what it gave with `return_lse=True`.
+        dout: the gradient of the loss by `out`, in its shape and dtype, with any strides.
+        dlse: the gradient by `lse`, float32; None if `lse` was not used.
+        grads: which gradients to compute: some of `"q"`, `"k"`, `"v"`, `"mask"` (a float one), `"sinks"`,
+            `"alibi_slopes"`.
+        deterministic: the same bits each time. False allows reductions whose order is left to chance, where that is
+            faster; `torch.use_deterministic_algorithms(True)` forbids them all the same.
+        cu_seqlens_q: as in `varlen_attention`, and so are `cu_seqlens_k`, `max_q` and `max_k`.
+        backend: compute them by this backend or raise `Unsupported`; None takes the best that can.
+
+    Returns:
+        `AttentionGradients`: `dq`, `dk`, `dv`, `dmask`, `dsinks`, `dalibi_slopes`, each in the shape and dtype of its
+        input, None where none was asked for. A mask's gradient is summed over the dims that it is broadcast over.
+
+    >>> import tilewise
+    >>> q, k, v = (torch.randn(1, heads, 100, 64) for heads in (8, 2, 2))
+    >>> out, lse = tilewise.attention(q, k, v, causal=True, return_lse=True)
+    >>> tilewise.attention_backward(q, k, v, out, lse, torch.ones_like(out), causal=True).dk.shape
+    torch.Size([1, 2, 100, 64])
+    """
+    for name in ("block_table", "context_lens"):
+        if name in options:
+            raise InvalidArgument(name, "pages", "dense or packed keys", "paged keys and values have no gradients")
+    if unknown := [name for name in options if name not in Options.__dataclass_fields__ or name in FORWARD_ONLY]:
+        keywords.refuse(unknown, [*keywords.of(attention_backward), *Options.__dataclass_fields__])
+    planner.check_name(backend)
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
+    back = returner(q)
+    with torch.no_grad():
+        call = _checked(q, k, v, out, lse, dout, dlse, grads, deterministic, options)
+        _run(call, backend)
+    found = _results(call, {"q": q, "k": k, "v": v, **options})
+    return AttentionGradients(*(x if x is None else back(x) for x in found))
+
+
+def _checked(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, grads: Any, deterministic: Any, options: Any
+) -> BackwardCall:
+    for name, x in (("k", k), ("v", v)):
+        if isinstance(x, Quantised):
+            raise InvalidArgument(name, "Quantised", "a float tensor", f"{name}.dequantise() has gradients")
+    options = dict(options)
+    cu_q, cu_k, max_q, max_k = (options.pop(x, None) for x in ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k"))
+    out = to_tensor("out", out).detach()
+    o = Options(**options, out=out.contiguous() if out.ndim and out.stride(-1) != 1 else out)
+    if cu_q is not None or cu_k is not None:
+        call = calls.varlen(q, k, v, cu_q, cu_k, max_q, max_k, o)
+    elif max_q is not None or max_k is not None:
+        raise InvalidArgument("max_q or max_k", "given alone", "cu_seqlens_q and cu_seqlens_k with them")
+    else:
+        call = calls.dense(q, k, v, o)
+    return backward(call, o.layout, lse, dout, dlse, grads, deterministic)
+
+
+def _results(call: BackwardCall, given: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of `GRADS`, each as its argument is."""
+    asked = call.problem.grads
+    return tuple(call.result(name, to_tensor(name, given[name])) if name in asked else None for name in GRADS)
+
+
+def _run(call: BackwardCall, backend: str | None) -> None:
+    """Computes the gradients of a checked call."""
+    chosen = planner.choose(call.problem, backend, torch.get_num_threads())
+    if call.problem.is_empty:
+        _write_unseen(call.tensors)
+    else:
+        planner.load_backward(chosen.backend).run_backward(chosen, call.tensors)
+
+
+def _write_unseen(b: BackwardTensors) -> None:
+    """The gradients of a call in which no row sees a key: 0, but through lse to a sink."""
+    for gradient in b.gradients().values():
+        gradient.zero_()
+    if b.dsinks is not None and b.dlse is not None:
+        assert b.forward.lse is not None
+        b.dsinks += torch.where(b.forward.lse.isfinite(), b.dlse, 0.0).sum((0, 2))
+
+
+# Calls whose inputs require grad
+
+
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the arguments whose gradients may be asked for. Arrays that are no tensors have none."""
+    if not torch.is_grad_enabled() or not isinstance(given["q"], torch.Tensor):
+        return ()
+    return tuple(x for x in GRADS if isinstance(given.get(x), torch.Tensor) and given[x].requires_grad)
+
+
+def set_aside(names: tuple[str, ...]) -> AbstractContextManager[object]:
+    """Checks of a call whose gradients are taken care of; without any, tensors that require grad are refused there."""
+    return torch.no_grad() if names else nullcontext()
+
+
+def plan(problem: Problem, names: tuple[str, ...], backend: str | None) -> Plan:
+    """The plan of a call's gradients: by its backend if that has a backward pass, else by the best."""
+    problem = replace(problem, grads=names)
+    return planner.choose(problem, _preferred(problem, backend), torch.get_num_threads())
+
+
+def _preferred(problem: Problem, backend: str | None) -> str | None:
+    return backend if backend is not None and planner.supports(backend, problem) is None else None
+
+
+def call(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A call of an entry point by name, its result with gradients."""
+    return_lse = options.pop("return_lse")
+    if options.pop("out") is not None:
+        remedy = "leave out= out, or call under torch.no_grad()"
+        raise InvalidArgument("out", "a tensor to write to in a call that needs gradients", "None", remedy)
+    for which, x in (("k", k), ("v", v)):
+        if isinstance(x, Quantised):
+            remedy = f"call under torch.no_grad(), or hand in {which}.dequantise()"
+            raise InvalidArgument(which, "Quantised in a call that needs gradients", "a float tensor", remedy)
+    options |= dict(zip(TABLES[name], tables, strict=True))
+    held = {which: x for which, x in options.items() if isinstance(x, torch.Tensor)}
+    rest = {which: x for which, x in options.items() if which not in held}
+    q, k, v = (to_tensor(which, x) for which, x in (("q", q), ("k", k), ("v", v)))
+    out, lse = _Attention.apply(name, rest, tuple(held), q, k, v, *held.values())
+    return AttentionState(out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    """An entry point; `held` are the names of the options that are tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str,
+        options: dict[str, Any],
+        held: tuple[str, ...],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from . import api  # which needs this module
+
+        given = options | dict(zip(held, tensors, strict=True))
+        deterministic = given.pop("deterministic", True)
+        tables = [given.pop(table) for table in TABLES[name]]
+        out, lse = getattr(api, name)(q, k, v, *tables, return_lse=True, **given)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.options, ctx.held, ctx.deterministic = options, held, deterministic
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        names = ("q", "k", "v", *ctx.held)
+        wanted = [name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed]
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        options = {name: x for name, x in ctx.options.items() if name not in FORWARD_ONLY}
+        how = (options | {"deterministic": ctx.deterministic}, ctx.held, tuple(wanted))
+        if torch.is_grad_enabled():  # create_graph=True
+            found = _Gradients.apply(how, q, k, v, out, lse, dout, dlse, *tensors)
+        else:
+            found = _gradients(how, q, k, v, out, lse, dout, dlse, *tensors)
+        by_name = dict(zip(GRADS, found, strict=True))
+        return (None, None, None, *(by_name.get(name) for name in names))
+
+
+class _Gradients(torch.autograd.Function):
+    """A backward pass in a graph of its own: only to say that it has no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, how: Any, *tensors: Any) -> tuple[torch.Tensor | None, ...]:
+        return _gradients(how, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        remedy = "leave out create_graph=True, or take torch's own attention (its math backend) there"
+        raise Unsupported("any", "there are no gradients of gradients (double backward)", remedy)
+
+
+def _gradients(how: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
+    """The gradients of a call that has run: by its backend if that has a backward pass, else by the best."""
+    options, held, wanted = how
+    given = options | dict(zip(held, tensors, strict=True))
+    backend, deterministic = given.pop("backend"), given.pop("deterministic")
+    with torch.no_grad():
+        call = _checked(q, k, v, out, lse, dout, dlse, wanted, deterministic, given)
+        _run(call, _preferred(call.problem, backend))
+        return _results(call, {"q": q, "k": k, "v": v, **given})
