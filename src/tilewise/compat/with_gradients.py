@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from ..core.mask_rules import NO_RULES, key_spans
+from ..core.options import Options, as_rules
+
 _told: list[bool] = []
 
 
@@ -86,32 +89,21 @@ def visible(
     keys: int,
     device: torch.device,
     *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    chunk: int | None = None,
     q_offset: torch.Tensor | int | None = None,
     kv_lengths: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor | None:
     """The cells that rules of positions leave, bool `[1 or B, 1, Lq, Lk]`; None if they leave all."""
-    left, right = window or (None, None)
-    if not causal and left is right is chunk is None and kv_lengths is None:
+    rules = as_rules(Options(**options))
+    if rules == NO_RULES and kv_lengths is None:
         return None
     j = torch.arange(keys, device=device)
     if q_offset is None:
         q_offset = (keys if kv_lengths is None else kv_lengths) - rows
-    first = q_offset[:, None, None] if isinstance(q_offset, torch.Tensor) else q_offset
-    i = torch.arange(rows, device=device)[:, None] + first  # [Lq, 1] or [B, Lq, 1]
-    seen = (j == j).expand(*i.shape[:-1], keys)
-    if causal:
-        seen = seen & (j <= i)
-    if left is not None:
-        seen = seen & (i - j <= left)
-    if right is not None:
-        seen = seen & (j - i <= right)
-    if chunk is not None:
-        seen = seen & (i.div(chunk, rounding_mode="floor") == j // chunk)
-    if kv_lengths is not None:
-        seen = seen & (j < kv_lengths[:, None, None])
+    first = q_offset[:, None] if isinstance(q_offset, torch.Tensor) else q_offset
+    positions = torch.arange(rows, device=device) + first  # [Lq] or [B, Lq]
+    lo, hi = key_spans(rules, positions, keys if kv_lengths is None else kv_lengths[:, None])
+    seen = (lo[..., None] <= j) & (j < hi[..., None])  # [Lq, Lk] or [B, Lq, Lk]
     return seen[:, None] if seen.ndim == 3 else seen[None, None]
 
 
