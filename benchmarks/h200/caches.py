@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from tilewise import KVCache, PagedKVCache, attention
+from tilewise.backends.torch.kv_write import Append as InTorch
 from tilewise.backends.triton.kv_write import Append
-from tilewise.kv_cache.append import InTorch, Places
-from tilewise.kv_cache.formats import Format
+from tilewise.core.kv_store import Format, Places
 
 DEVICE = torch.device("cuda")
 TYPES = ("f32", "f16", "bf16", "fp8_e4m3", "int8", "int4")

@@ -7,17 +7,9 @@ from typing import Any
 
 import torch
 
-from .core.options import is_int, to_int
-from .core.storage import GROUPS, QuantDtype, StorageFormat, quantised_names, stored_as
+from .core.storage import QuantDtype, StorageFormat, as_group, quantised_names, stored_as
 from .errors import InvalidArgument
 from .validation.arrays import to_tensor
-
-
-def as_group(group: Any) -> int:
-    number = to_int(group)
-    if not is_int(number) or number not in GROUPS:
-        raise InvalidArgument("group", repr(group), "32, 64 or 128")
-    return int(number)
 
 
 @dataclass(frozen=True, slots=True)

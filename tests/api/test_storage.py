@@ -8,10 +8,12 @@ from itertools import product
 import pytest
 import torch
 
-from tilewise import Quantised, Unsupported, attention, plan
+from tilewise import KVCache, Quantised, Unsupported, attention, plan
 from tilewise.core import storage
+from tilewise.core.kv_store import Format
+from tilewise.core.problem import WriteProblem
 from tilewise.core.storage import FORMATS, StorageFormat, as_bytes, parse, stored_as
-from tilewise.kv_cache.formats import Format
+from tilewise.dispatch import planner
 
 SIZES = [(name, group, width) for name, group, width in product(FORMATS, (32, 128), (2, 64, 72, 576))]
 
@@ -96,8 +98,8 @@ def codebook(monkeypatch):
     return "codebook4"
 
 
-def test_a_new_format_is_an_entry(codebook):
-    """Arguments, plans and the backends in plain torch take it from `FORMATS`; kernels refuse it by name."""
+def test_a_new_format_is_an_entry(codebook, tmp_path):
+    """Arguments, plans, caches, files and plain torch take it from `FORMATS`; kernels refuse it by name."""
     k, v = torch.randn(2, 1, 2, 50, 64)
     q = torch.randn(1, 4, 3, 64)
     stored = [Quantised.from_float(x, codebook, 32) for x in (k, v)]
@@ -107,8 +109,16 @@ def test_a_new_format_is_an_entry(codebook):
         assert torch.allclose(found, want, atol=1e-5)
     assert "k codebook4/32" in str(plan(q, *stored))
     assert plan(q, *stored).backend == "torch"
-    with pytest.raises(Unsupported, match="cannot read k in codebook4/32 and v in codebook4/32"):
+    with pytest.raises(Unsupported, match="it has no k in codebook4/32 and no v in codebook4/32"):
         attention(q, *stored, backend="cpu")
+    cache = KVCache(1, 2, 64, 64, codebook, v_dtype="int8", group=32)
+    cache.append(k, v)
+    assert torch.equal(cache.keys(0), stored[0].dequantise()[0])
+    cache.save(tmp_path / "cache")
+    again = KVCache.load(tmp_path / "cache")
+    assert torch.equal(again.keys(0), cache.keys(0))
+    assert torch.allclose(again.attend(q), cache.attend(q))
+    assert again.nbytes == 2 * 64 * (32 + 8 + 64 + 8)
 
 
 def test_a_row_may_hold_its_scales_and_numbers_of_two_types():
@@ -126,3 +136,11 @@ def test_a_row_may_hold_its_scales_and_numbers_of_two_types():
 
 def test_a_cache_row_is_as_long_as_its_format_says():
     assert [Format.of("dtype", name, 64, 128).bytes for name in FORMATS] == [512, 256, 256, 136, 72, 136]
+
+
+def test_the_planner_chooses_who_writes(codebook):
+    def chosen(device, k="int4", v="bf16"):
+        return planner.choose_writer(WriteProblem(torch.device(device), stored_as(k, 64), stored_as(v, 64)))
+
+    assert [chosen("cpu"), chosen("cpu", v=codebook)] == ["cpu", "torch"]
+    assert [chosen("meta"), chosen("xpu")] == ["torch", "torch"]

@@ -80,3 +80,12 @@ def test_backends_import_nothing_of_each_other(name):
         for line in file.read_text().splitlines():
             found = re.match(r"\s*from (\.{2,3})(\w+)[\w.]* import", line)
             assert not (found and found[2] in others), f"{file}: {line}"
+
+
+@pytest.mark.parametrize("name", ["core", "validation", "dispatch", "kv_cache"])
+def test_generic_code_names_no_backend(name):
+    """It asks the planner, whose list is the one place that does."""
+    for file in (BACKENDS.parent / name).rglob("*.py"):
+        for line in file.read_text().splitlines():
+            assert not re.match(r"\s*(from|import) .*\bbackends\b", line), f"{file}: {line}"
+            assert not re.search(r"\"(hopper|triton|metal)\"", line) or line.startswith("BACKENDS ="), f"{file}: {line}"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tilewise import KVCache, PagedKVCache
+from tilewise.backends.torch.kv_write import Append as InTorch
 from tilewise.kv_cache import hadamard
-from tilewise.kv_cache.append import InTorch
 
 
 def rows(*shape, seed=0):

@@ -6,9 +6,9 @@ import torch
 
 from naive import Row, assert_as_torch, assert_close
 from tilewise import CacheFull, InvalidArgument, KVCache, PagedKVCache, Quantised, alibi_slopes, attention
+from tilewise.backends.torch.kv_write import Append as InTorch
+from tilewise.core.kv_store import Format
 from tilewise.kv_cache import hadamard
-from tilewise.kv_cache.append import InTorch
-from tilewise.kv_cache.formats import Format
 
 TYPES = ["f32", "f16", "bf16", "fp8_e4m3", "int8", "int4"]
 

@@ -3,6 +3,7 @@
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,15 @@ import torch
 
 from naive import Row, assert_as_torch, assert_close
 from tilewise import AttentionState, CacheFull, InvalidArgument, PagedKVCache, merge, paged_attention
+from tilewise.backends import cpu, triton
+from tilewise.backends.cpu.config import key_time
+from tilewise.backends.torch.kv_write import Append as InTorch
+from tilewise.core.problem import CascadeProblem
+from tilewise.dispatch import planner
 from tilewise.kv_cache import hadamard
-from tilewise.kv_cache.append import InTorch
-from tilewise.kv_cache.cascade import Shape, _merged, gain, key_time, shared
+from tilewise.kv_cache.cascade import _merged, shared
+
+CPU = torch.device("cpu")
 
 
 def rows(*shape, seed=0):
@@ -635,20 +642,23 @@ class TestCascade:
         assert pick(0) == [([0, 1], 30)]
 
     def test_it_is_chosen_where_it_pays(self):
-        shape = Shape("cpu", kv_heads=8, group=4, width=256, bytes=1024, threads=2)
+        shape = CascadeProblem(CPU, kv_heads=8, group=4, width=256, bytes=1024, threads=2)
         ones = np.ones(32, dtype=np.int64)
-        assert gain(shape, ones, 2048) > 5e-3
-        assert gain(shape, ones[:2], 16) < 0  # less than what merging takes
-        assert gain(shape, ones[:1], 100_000) < 0
-        gains = [gain(shape, ones[:n], 2048) for n in (2, 4, 8, 16, 32)]
+        assert planner.cascade_gain(shape, ones, 2048) == cpu.cascade_gain(shape, ones, 2048) > 5e-3
+        assert cpu.cascade_gain(shape, ones[:2], 16) < 0  # less than what merging takes
+        assert cpu.cascade_gain(shape, ones[:1], 100_000) < 0
+        gains = [cpu.cascade_gain(shape, ones[:n], 2048) for n in (2, 4, 8, 16, 32)]
         assert gains == sorted(gains)
-        assert (
-            gain(Shape("cuda", 8, 4, 256, 512, 1), ones, 65536) > 0 > gain(Shape("cuda", 8, 4, 256, 512, 1), ones, 4096)
-        )
+        on_gpu = CascadeProblem(torch.device("cuda"), 8, 4, 256, 512, 1)
+        assert triton.cascade_gain(on_gpu, ones, 65536) > 0 > triton.cascade_gain(on_gpu, ones, 4096)
+        nowhere = replace(shape, device=torch.device("meta"))
+        assert planner.cascade_gain(nowhere, ones, 1 << 20) == 0, "no backend that knows, no cascade by itself"
 
     def test_the_cost_of_a_key_is_what_was_measured(self):
         """Within a factor of 1.5 of the measurements named in `key_time`."""
-        large, small, odd = (Shape("cpu", *x, 2) for x in ((8, 4, 256, 1024), (12, 1, 128, 512), (3, 3, 128, 512)))
+        large, small, odd = (
+            CascadeProblem(CPU, *x, 2) for x in ((8, 4, 256, 1024), (12, 1, 128, 512), (3, 3, 128, 512))
+        )
         times = [(large, 4, 43), (large, 8, 82), (large, 32, 210), (large, 128, 518), (small, 1, 21), (small, 8, 52)]
         for shape, rows_, measured in (*times, (small, 32, 138), (odd, 3, 28), (odd, 24, 164), (odd, 96, 305)):
             assert 1 / 1.5 < key_time(shape, rows_) / measured < 1.5
@@ -664,5 +674,5 @@ class TestCascade:
     )  # fmt: skip
     def test_it_is_chosen_where_it_was_faster(self, heads, kv_heads, width, sequences, tokens, saved):
         """Microseconds that a step of float32 took less with a cascade, on two cores."""
-        shape = Shape("cpu", kv_heads, heads // kv_heads, 2 * width, 8 * width, 2)
-        assert (gain(shape, np.ones(sequences, dtype=np.int64), tokens) > 0) == (saved > 0)
+        shape = CascadeProblem(CPU, kv_heads, heads // kv_heads, 2 * width, 8 * width, 2)
+        assert (cpu.cascade_gain(shape, np.ones(sequences, dtype=np.int64), tokens) > 0) == (saved > 0)

@@ -37,6 +37,34 @@ class MaskSpec:
         return self.dtype == torch.bool
 
 
+def other_formats(problem: Problem | WriteProblem, served: Collection[str]) -> str | None:
+    """Why a backend that serves these formats cannot serve K or V; None if it can."""
+    stored = (("k", problem.k_format), ("v", problem.v_format))
+    other = [f"{name} in {fmt}" for name, fmt in stored if fmt.name not in served]
+    return f"it has no {' and no '.join(other)}" if other else None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteProblem:
+    """Storing new rows of K and V in a cache."""
+
+    device: torch.device
+    k_format: StorageFormat
+    v_format: StorageFormat
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeProblem:
+    """Attention over keys that sequences share: what its cost by the key depends on."""
+
+    device: torch.device
+    kv_heads: int
+    group: int  # query heads of a KV head
+    width: int  # D + Dv
+    bytes: int  # of a key and its value, one head
+    threads: int
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One attention call: sizes, dtypes and options. See the module's text for the form of the tensors."""
@@ -80,11 +108,6 @@ class Problem:
     @property
     def v_dtype(self) -> torch.dtype:
         return self.v_format.dtype
-
-    def unread(self, names: Collection[str]) -> str | None:
-        """Why a backend that reads the formats `names` cannot serve K or V; None if it can."""
-        other = [f"{x} in {fmt}" for x, fmt in (("k", self.k_format), ("v", self.v_format)) if fmt.name not in names]
-        return f"it cannot read {' and '.join(other)}" if other else None
 
     @property
     def group(self) -> int:

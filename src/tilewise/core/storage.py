@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 import torch
 
+from ..errors import InvalidArgument
+from .options import is_int, to_int
+
 QuantDtype = Literal["int8", "int4", "fp8_e4m3"]  # what a type checker knows of `FORMATS`
 GROUPS = (32, 64, 128)
 TINY = torch.finfo(torch.float32).tiny
@@ -139,6 +142,13 @@ def quantised_names() -> tuple[str, ...]:
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """float8 and bool as bytes: torch indexes and Triton loads neither everywhere. Anything else as it is."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.dtype not in (torch.int8, torch.uint8) else x
+
+
+def as_group(group: Any) -> int:
+    number = to_int(group)
+    if not is_int(number) or number not in GROUPS:
+        raise InvalidArgument("group", repr(group), "32, 64 or 128")
+    return int(number)
 
 
 def short_name(name: Any) -> Any:

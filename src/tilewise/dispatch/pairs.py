@@ -30,7 +30,7 @@ def attend(
         tables: of each sequence's own keys, as in `paged_attention`.
         options: of `paged_attention`; `causal` and `sinks` do not concern the shared keys.
     """
-    if q.device.type != "cpu":
+    if not planner.runs_pairs(q.device):
         return None
     planner.check_name(options.get("backend"))
     key = None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, Protocol, cast
 
+import numpy as np
+import torch
+
+from ..core.kv_store import Store, Writer
 from ..core.plan import OtherDevice, Plan
-from ..core.problem import Problem
+from ..core.problem import CascadeProblem, Problem, WriteProblem
 from ..core.tensors import BackwardTensors, Tensors
 from ..errors import InvalidArgument, Unsupported
 
@@ -32,7 +37,11 @@ class Backend(Protocol):
         call on other tensors; they differ from these in their addresses only, and `call_cache.py` calls it. And
         `declines(problem)`, which says why one that comes later is the better choice for a problem that it supports.
         And `run_pair(shared_plan, plan, tensors, shared)`, which merges attention over keys that sequences share into
-        that over their own, in one launch: `pairs.py`.
+        that over their own, in one launch: `pairs.py`. And `cascade_gain(problem, rows, tokens)`, which says what that
+        saves. And `compile_loop(loop)`, for plain loops over the host's arrays. With one of these three it has
+        `serves(device)`, which gives None or why it cannot run there.
+
+        One that stores rows in caches has `supports_write(problem)` and `writer(k, v, wrap)`.
 
         One with a backward pass has `supports_backward(problem)`, `plan_backward(problem)` and `run_backward(plan,
         tensors)` beside these, all three as in `Backward`.
@@ -92,6 +101,49 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
         passed_over.append((name, reason))
     listing = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise Unsupported("any", listing, "move the tensors to the CPU")
+
+
+def writer(k: Store, v: Store, wrap: int) -> Writer:
+    """What stores new rows in `k` and `v`, each `[B or pages, Hkv, slots, columns]`: position p in slot `p % wrap`."""
+    module: Any = load(choose_writer(WriteProblem(k.data.device, k.format.storage, v.format.storage)))
+    return module.writer(k, v, wrap)
+
+
+@lru_cache(maxsize=256)
+def choose_writer(problem: WriteProblem) -> str:
+    """The backend that stores a cache's rows: the best that can."""
+    for name in BACKENDS:
+        module: Any = load(name)
+        if hasattr(module, "writer") and module.supports_write(problem) is None:
+            return name
+    raise Unsupported("any", f"no backend writes on {problem.device}", "keep the cache on the CPU")
+
+
+def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:
+    """Seconds saved if sequences with `rows` queries each share one pass over a prefix of `tokens`; 0 if unknown."""
+    name = _first_with("cascade_gain", problem.device)
+    return 0.0 if name is None else cast(Any, load(name)).cascade_gain(problem, rows, tokens)
+
+
+def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain loop over the host's arrays, compiled if a backend can, else as it is: the same, and slow."""
+    name = _first_with("compile_loop", torch.device("cpu"))
+    return loop if name is None else cast(Any, load(name)).compile_loop(loop)
+
+
+def runs_pairs(device: torch.device) -> bool:
+    """Whether a backend can run two calls over the same queries in one launch."""
+    return _first_with("run_pair", device) is not None
+
+
+@cache
+def _first_with(function: str, device: torch.device) -> str | None:
+    """The best backend that has an optional function for a device."""
+    for name in BACKENDS:
+        module: Any = load(name)
+        if hasattr(module, function) and module.serves(device) is None:
+            return name
+    return None
 
 
 def supports(name: str, problem: Problem) -> str | None:

@@ -8,13 +8,16 @@ import numpy as np
 import torch
 
 from ..api import paged_attention
+from ..core.kv_store import Places
+from ..core.problem import CascadeProblem
+from ..dispatch import planner
 from ..errors import InvalidArgument
 from . import checks, hadamard
-from .append import Places, pieces
 from .attending import attend, is_seq_major, refuse
-from .cascade import AGAINST, Group, Shape, Split, gain, run, shared
+from .cascade import AGAINST, Group, Split, run, shared
 from .eager import eager
 from .formats import flag
+from .upload import pieces
 
 if TYPE_CHECKING:
     from .block_manager import Growth
@@ -159,14 +162,16 @@ class Batch:
         self._check()
         cache = self.cache
         fmt = (cache.k_format, cache.v_format)
-        shape = Shape(
-            cache.device.type, cache.kv_heads, max(1, heads // cache.kv_heads), sum(f.width for f in fmt),
+        problem = CascadeProblem(
+            cache.device, cache.kv_heads, max(1, heads // cache.kv_heads), sum(f.width for f in fmt),
             sum(f.bytes for f in fmt), torch.get_num_threads(),
         )  # fmt: skip
 
         def worth(members: np.ndarray, pages: int) -> float:
             tokens = pages * cache.page_size
-            return float((len(members) - 1) * tokens) if always else gain(shape, self.counts[members], tokens)
+            if always:
+                return float((len(members) - 1) * tokens)
+            return planner.cascade_gain(problem, self.counts[members], tokens)
 
         full = np.maximum(self.starts, 0) // cache.page_size  # every query comes after them
         return shared(cache._sequences.table.host[self._slots], full, worth)

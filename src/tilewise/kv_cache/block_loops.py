@@ -1,34 +1,23 @@
 """The small loops: pages for new tokens, the tables of a step, the merging of a cascade.
 
-Plain loops over arrays. Numba compiles them if it is there, for a step of 64 sequences has no time for a hundred NumPy
-calls; without it they are slow and do the same.
+Plain loops over arrays. A backend compiles them if there is one that can, for a step of 64 sequences has no time for a
+hundred NumPy calls; without it they are slow and do the same.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
+
+from ..dispatch import planner
 
 
 @cache
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """A loop of this file, compiled if it can be, and kept on disk."""
-    from ..backends import cpu
-
-    if cpu.unusable() is not None:
-        return loop
-    import numba
-
-    from ..backends.cpu.kernel_cache import KernelCache
-
-    stamp = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    function: Any = numba.njit(nogil=True)(loop)
-    function._cache = KernelCache(loop.__name__, stamp)  # Numba's own wants a place in the package or at home
-    return function
+    """A loop of this file, compiled if it can be."""
+    return planner.compile_loop(loop)
 
 
 def count_pages(slots: Any, new: Any, length: Any, table: Any, refs: Any, node_of: Any, page_size: Any, copied: Any):  # type: ignore[no-untyped-def]

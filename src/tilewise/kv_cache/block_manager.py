@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from ..errors import InvalidArgument
-from .append import blocks
 from .block_loops import compiled, count_pages, give_pages, mark_written, note_ids
 from .block_pool import Pool
 from .block_table import Table
 from .integers import integer
 from .prefix_cache import LOST, ROOT
 from .stats import tokens_of_pages
+from .upload import blocks
 
 NONE = np.zeros(0, dtype=np.int32)
 

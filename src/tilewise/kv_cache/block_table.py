@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .append import upload
 from .attending import rounded
 from .block_loops import compiled, copy_rows
+from .upload import upload
 
 
 class Table:

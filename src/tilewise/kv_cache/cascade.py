@@ -2,7 +2,7 @@
 
 Pages that begin several sequences are one set of keys for all their queries: many rows over the same keys, which is a
 matrix product, where each sequence by itself would read them again. Groups of sequences and the length of what they
-share come from the block tables; a cost function says where it pays.
+share come from the block tables; the backend says where it pays.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..core.tensors import Shared
 from ..dispatch import pairs
 from ..state import AttentionState, merge
 from ..validation.arrays import returner, to_tensor
-from .append import upload
 from .attending import into
 from .block_loops import compiled, merge_rows
+from .upload import upload
 
 # What tells positions apart (a prefix has one set of queries, whose positions differ) or asks for the same bits in
 # every batch
@@ -38,18 +38,6 @@ class Group:
 
     members: np.ndarray
     pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What the cost of attention over one key depends on."""
-
-    device: str
-    kv_heads: int
-    group: int  # query heads of a KV head
-    width: int  # D + Dv
-    bytes: int  # of a key and its value, one head
-    threads: int
 
 
 def shared(table: np.ndarray, full: np.ndarray, gain: Callable[[np.ndarray, int], float]) -> list[Group]:
@@ -91,33 +79,6 @@ def shared(table: np.ndarray, full: np.ndarray, gain: Callable[[np.ndarray, int]
         return total, found
 
     return split(np.arange(len(full)), 0)[1]
-
-
-def gain(shape: Shape, rows: np.ndarray, tokens: int) -> float:
-    """Seconds saved if sequences with `rows` queries each share one pass over a prefix of `tokens`."""
-    if shape.device != "cpu":
-        # On an H200 decode reads a shared prefix at about 4.5 TB/s, and the host takes 0.6 ms for a cascade's calls:
-        # 32 sequences, 4k shared, 32/8 heads 0.12 ms by themselves; 64 sequences, 16k shared 0.87 and 0.63 ms together.
-        return (len(rows) - 1) * tokens * shape.kv_heads * shape.bytes / 4.5e12 - 600e-6
-    apart = sum(key_time(shape, shape.group * int(n)) for n in rows)
-    together = key_time(shape, shape.group * int(rows.sum()))
-    # Two sets of tables and the merge of two states: 32 sequences of 32 heads took 500 us more than by themselves where
-    # they share next to nothing, 32 of 12 heads 320, 8 of 32 heads 210, 2 of 12 heads 95.
-    fixed = 90e-6 + 0.4e-6 * shape.kv_heads * shape.group * int(rows.sum())
-    return tokens * shape.kv_heads * (apart - together) * 1e-9 / shape.threads - fixed
-
-
-def key_time(shape: Shape, rows: int) -> float:
-    """Nanoseconds of a core for one key of one KV head and `rows` query rows.
-
-    Fitted to 64 to 1024 keys in pages of 16, 2 to 32 sequences, heads 32/8 of 128, 12/12 of 64 and 9/3 of 64, float32
-    and int8, on a 2-core Xeon with AVX-512: 32 sequences of 4 rows took 1370 ns by themselves and 518 together (in int8
-    1080 and 487).
-    """
-    width = shape.width / 128
-    if rows <= 16:  # decode mainloop
-        return 6 + width * (7 + 4 * rows)
-    return 60 + width * (25 + 1.6 * rows)
 
 
 @dataclass(frozen=True, slots=True)

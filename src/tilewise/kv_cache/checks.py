@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.kv_store import Format
 from ..errors import InvalidArgument
 from ..validation.arguments import FLOATS
 from ..validation.arrays import to_tensor
-from .formats import Format
 from .integers import integer
 
 MOST = 2**31 - 1  # tokens of a sequence, and new ones of a call: kernels count in int32

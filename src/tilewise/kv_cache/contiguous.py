@@ -11,17 +11,19 @@ import torch
 
 from ..api import attention
 from ..core.devices import as_device
+from ..core.kv_store import Places, Store
+from ..dispatch import planner
 from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, merge
 from ..validation.arrays import to_tensor
 from . import checks, copies, hadamard, ring
-from .append import Places, upload, writer
 from .attending import attend, into, is_seq_major, refuse, rounded
 from .eager import eager
-from .formats import Store, described, flag, formats_of, room, size
+from .formats import described, flag, formats_of, operand, room, size
 from .integers import integer
 from .serialization.load import load_rows
 from .serialization.save import save_rows
+from .upload import upload
 
 
 @eager
@@ -89,7 +91,7 @@ class KVCache:
 
     def _set_up(self) -> None:
         """What is made of the rest, and not copied: it holds addresses."""
-        self._write = writer(self._k, self._v, self.capacity)
+        self._write = planner.writer(self._k, self._v, self.capacity)
         self._on_device = torch.from_numpy(self._length).to(self.device)  # on the CPU the same memory
 
     def __copy__(self) -> KVCache:
@@ -241,7 +243,7 @@ class KVCache:
             x = x[:, :, :slots]
             return x.transpose(1, 2) if seq_major else x
 
-        return self._k.map(part).operand(), self._v.map(part).operand()
+        return operand(self._k.map(part)), operand(self._v.map(part))
 
     def _slots(self, longest: int, mask: Any) -> int:
         """How many slots a call is given: those of a mask, or the longest row's and a few more."""

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 
 from ..core.devices import as_device
+from ..core.kv_store import Store, Writer
+from ..dispatch import planner
 from ..errors import InvalidArgument
 from . import checks, copies, hadamard
-from .append import Writer, writer
 from .attending import is_seq_major
 from .batch import Batch
 from .block_manager import Sequences
 from .cascade import Split
 from .eager import eager
-from .formats import Store, described, flag, formats_of, room, size
+from .formats import described, flag, formats_of, operand, room, size
 from .integers import integer
 from .serialization.load import load_pages, load_prefix
 from .serialization.save import save_pages, save_prefix
@@ -330,7 +331,7 @@ class PagedKVCache:
         """K and V pages as the attention functions take them."""
         if layer not in self._pages:
             self._pages[layer] = tuple(  # type: ignore[assignment]
-                store.map(lambda x: x[layer]).operand() for store in (self._k, self._v)
+                operand(store.map(lambda x: x[layer])) for store in (self._k, self._v)
             )
         return self._pages[layer]
 
@@ -338,5 +339,5 @@ class PagedKVCache:
         if layer not in self._writers:
             # [pages, Hkv, slots, columns]
             k, v = (store.map(lambda x: x[layer].transpose(1, 2)) for store in (self._k, self._v))
-            self._writers[layer] = writer(k, v, self.page_size)
+            self._writers[layer] = planner.writer(k, v, self.page_size)
         return self._writers[layer]

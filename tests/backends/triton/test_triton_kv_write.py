@@ -12,14 +12,14 @@ if sys.platform != "linux":
 
 from aot import SHARED, compile_kernel
 from tilewise.backends.triton.kv_write import Append
-from tilewise.kv_cache.append import Places
-from tilewise.kv_cache.formats import Format, Store
+from tilewise.core.kv_store import Format, Places, Store
 
 RUN = """
 import sys, torch
 from tilewise.backends.triton.kv_write import Append
-from tilewise.kv_cache.append import InTorch, Places
-from tilewise.kv_cache.formats import Format
+from tilewise.backends.torch.kv_write import Append as InTorch
+from tilewise.core.kv_store import Places
+from tilewise.core.kv_store import Format
 torch.manual_seed(0)
 wrong = "wrong" in sys.argv
 done = 0

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from ...core.kv_store import Store, Writer
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import Problem
+from ...core.problem import CascadeProblem, Problem, WriteProblem, other_formats
 from ...core.tensors import Shared, Tensors
 
 
-def supports(problem: Problem) -> str | None:
-    if problem.device.type != "cpu":
-        return OtherDevice(f"the tensors are on {problem.device.type}")
-    if (reason := unusable()) is not None:
+def supports(problem: Problem | WriteProblem) -> str | None:
+    if (reason := serves(problem.device)) is not None:
         return reason
     from .codegen.dtypes import STORED
 
-    return problem.unread(STORED)
+    return other_formats(problem, STORED)
+
+
+supports_write = supports
+
+
+def serves(device: torch.device) -> str | None:
+    return unusable() if device.type == "cpu" else OtherDevice(f"the tensors are on {device.type}")
 
 
 @cache
@@ -51,6 +63,30 @@ def run_pair(shared_plan: Plan, plan: Plan, tensors: Tensors, shared: Shared) ->
     from . import cascade
 
     cascade.run(shared_plan, plan, tensors, shared)
+
+
+def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:
+    from . import config
+
+    return config.cascade_gain(problem, rows, tokens)
+
+
+def writer(k: Store, v: Store, wrap: int) -> Writer:
+    from .kv_write import Append
+
+    return Append(k, v, wrap)
+
+
+def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain loop over NumPy arrays, compiled and kept on disk by what its file holds."""
+    import numba
+
+    from .kernel_cache import KernelCache
+
+    stamp = hashlib.sha256(Path(loop.__code__.co_filename).read_bytes()).hexdigest()
+    function: Any = numba.njit(nogil=True)(loop)
+    function._cache = KernelCache(loop.__name__, stamp)  # Numba's own wants a place in the package or at home
+    return function
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:

@@ -198,7 +198,7 @@ def append_part(p, scratch, part, parts):
 
 
 class Append:
-    """The call for one cache; only its sources and places change. See `tilewise.kv_cache.append`."""
+    """The call for one cache; only its sources and places change. See `core/kv_store.py`."""
 
     def __init__(self, k: Any, v: Any, wrap: int) -> None:
         params = WriteParams(wrap=wrap, heads=k.data.shape[1])

@@ -11,17 +11,22 @@ import torch
 
 from ...core.mask_rules import key_span
 from ...core.plan import Plan
-from ...core.problem import Problem
+from ...core.problem import Problem, WriteProblem
 from ...core.tensors import Sequence, Tensors, sequences
 from ...core.tile_map import FULL, MIXED, SKIP
 from .backward import plan_backward as plan_backward
 from .backward import run_backward as run_backward
 from .backward import supports_backward as supports_backward
+from .kv_write import Append
 from .tiles import adjust, no_autocast, tile_states, weigh, work_dtype
 
 
-def supports(problem: Problem) -> str | None:
+def supports(problem: Problem | WriteProblem) -> str | None:
     return None
+
+
+supports_write = supports
+writer = Append
 
 
 def plan(problem: Problem) -> Plan:

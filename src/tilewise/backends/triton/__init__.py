@@ -6,10 +6,12 @@ import os
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
+from ...core.kv_store import Store, Writer
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import Problem
+from ...core.problem import CascadeProblem, Problem, WriteProblem, other_formats
 from ...core.tensors import Tensors
 from ..gpu.target import target_of, triton_refusal
 from . import config, tuned
@@ -18,19 +20,30 @@ LEAST_TRITON = (3, 6)  # older versions cannot compile every kernel
 
 
 def supports(problem: Problem) -> str | None:
-    if problem.device.type != "cuda":
-        if problem.device.type != "cpu" or not _interpreted():
-            return OtherDevice("runs on GPUs")
+    if problem.device.type == "cpu" and _interpreted():
         if torch.bfloat16 in (problem.q_dtype, problem.k_dtype, problem.v_dtype):
             return "Triton's interpreter has no bfloat16 products"
+        return triton_refusal(LEAST_TRITON) or _other_formats(problem)
+    return serves(problem.device) or _other_formats(problem)
+
+
+def supports_write(problem: WriteProblem) -> str | None:
+    return serves(problem.device) or _other_formats(problem)
+
+
+def serves(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return OtherDevice("runs on GPUs")
     if refusal := triton_refusal(LEAST_TRITON):
         return refusal
-    target = target_of(problem.device)
-    if target.ptx and target.arch < 80:
-        return "needs compute capability 8.0 (Ampere) or newer"
+    target = target_of(device)
+    return "needs compute capability 8.0 (Ampere) or newer" if target.ptx and target.arch < 80 else None
+
+
+def _other_formats(problem: Problem | WriteProblem) -> str | None:
     from .dequant import KINDS
 
-    return problem.unread(KINDS)
+    return other_formats(problem, KINDS)
 
 
 def plan(problem: Problem) -> Plan:
@@ -60,6 +73,16 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
     return _launch().bind(plan, tensors)
+
+
+def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:
+    return config.cascade_gain(problem, rows, tokens)
+
+
+def writer(k: Store, v: Store, wrap: int) -> Writer:
+    from .kv_write import Append
+
+    return Append(k, v, wrap)
 
 
 @cache

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...core.problem import Problem
+import numpy as np
+
+from ...core.problem import CascadeProblem, Problem
 from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from ..gpu.target import Target
 from . import shared_memory
@@ -274,3 +276,12 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
         ahead=looks_ahead(p, c),
         late=min(8 * c.warps, c.BK) if guard == "" and c.BM < 64 else 0,
     )
+
+
+def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:
+    """Seconds saved if sequences share one pass over a prefix of `tokens`.
+
+    On an H200 decode reads a shared prefix at about 4.5 TB/s, and the host takes 0.6 ms for a cascade's calls: 32
+    sequences, 4k shared, 32/8 heads 0.12 ms by themselves; 64 sequences, 16k shared 0.87 and 0.63 ms together.
+    """
+    return (len(rows) - 1) * tokens * problem.kv_heads * problem.bytes / 4.5e12 - 600e-6

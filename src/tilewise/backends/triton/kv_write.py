@@ -131,7 +131,7 @@ def _strides(name: str, x: Any) -> dict[str, int]:
 
 
 class Append:
-    """The call for one cache; only its sources and places change. See `tilewise.kv_cache.append`."""
+    """The call for one cache; only its sources and places change. See `core/kv_store.py`."""
 
     def __init__(self, k: Any, v: Any, wrap: int) -> None:
         self.k, self.v, self.wrap = k, v, wrap

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from ...core.devices import as_device
+from ...core.kv_store import Format
 from ...core.storage import as_bytes
 from .. import hadamard
 from ..checks import MOST
-from ..formats import Format, formats_of, size
+from ..formats import formats_of, size
 from ..prefix_cache import LOST, ROOT
 from . import files
 from .save import Path, formats, stores

@@ -1,0 +1,30 @@
+"""Cache writes in plain torch, on any device; it says what the kernels must do."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.kv_store import Places, Store
+
+
+class Append:
+    """Stores rows of K and V, each `[B or pages, Hkv, slots, columns]`: position p into slot `p % wrap`."""
+
+    def __init__(self, k: Store, v: Store, wrap: int) -> None:
+        self.k, self.v, self.wrap = k, v, wrap
+
+    def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Places) -> None:
+        counts = places.cu.diff()  # [B]
+        rows = torch.repeat_interleave(counts, output_size=places.tokens)  # [T], the sequence of each token
+        step = torch.arange(places.tokens, device=rows.device) - places.cu[rows]
+        position = places.starts[rows] + step
+        if places.table is None:
+            kept = (step >= counts[rows] - self.wrap).nonzero()[:, 0]  # of a chunk longer than a ring, its end
+            rows, step, position = rows[kept], step[kept], position[kept]
+            outer = rows
+        else:
+            kept = torch.arange(places.tokens, device=rows.device)
+            outer = places.table[rows, position // self.wrap].long()
+        for store, x in ((self.k, k), (self.v, v)):
+            new = x[0, :, kept].transpose(0, 1) if places.packed else x[rows, :, step]  # [T, Hkv, D]
+            store.assign((outer, slice(None), position % self.wrap), new)
