@@ -1,10 +1,11 @@
-"""Spans of keys and of queries: each is the other's inverse."""
+"""Spans of keys and of queries: each is the other's inverse. What `MaskRules` says of itself is true of them."""
 
 import itertools
+from dataclasses import astuple, fields, replace
 
 import pytest
 
-from tilewise.core.mask_rules import MaskRules, key_span, query_span
+from tilewise.core.mask_rules import RULE_NUMBERS, MaskRules, key_span, query_span
 
 WINDOWS = [(None, None), (0, None), (3, None), (None, 0), (None, 2), (4, 1), (0, 0), (100, 100)]
 
@@ -32,3 +33,29 @@ def test_a_query_sees_a_key_iff_the_key_is_seen_by_the_query(causal, window, chu
 def test_neither_end_moves_left(window, chunk):
     spans = [query_span(MaskRules(True, window, chunk), j, 2, 30) for j in range(40)]
     assert all(a <= b and c <= d for (a, c), (b, d) in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("chunk", [0, 1, 4, 50])
+def test_what_rules_say_they_hide(causal, window, chunk):
+    """Far enough to the left and right of the keys, a rule hides some."""
+    rules, keys = MaskRules(causal, window, chunk), 13
+    spans = [key_span(rules, position, keys) for position in range(-150, 160)]
+    spans = [(min(max(lo, 0), keys), max(min(hi, keys), 0)) for lo, hi in spans]
+    assert rules.flags.hides_left == any(lo > 0 for lo, _ in spans)
+    assert rules.flags.hides_right == any(hi < keys for _, hi in spans)
+    assert rules.by_position == any(span != (0, keys) for span in spans)
+    assert rules.flags.jumps or all(b - a <= 1 for (a, _), (b, _) in itertools.pairwise(spans))
+
+
+OTHERS = {"causal": True, "window": (5, None), "chunk": 7, "q_offset": 3, "kv_lengths": True}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_rule_reaches_the_backends(name):
+    assert set(OTHERS) == {f.name for f in fields(MaskRules)}
+    rules = replace(MaskRules(), **{name: OTHERS[name]})
+    assert rules.numbers() != MaskRules().numbers()
+    assert astuple(rules.flags) != astuple(MaskRules().flags)
+    assert set(RULE_NUMBERS) <= set(rules.numbers())
