@@ -26,8 +26,7 @@ FORK = """
     torch.set_num_threads(2)
     a = torch.randn(700, 700)
     a @ a  # torch's threads are there now
-    q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 4000, 64)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+    q, k = 3 * torch.randn(1, 8, 1, 64), torch.randn(1, 8, 4000, 64)
     child = os.fork()
     if child == 0:
         signal.alarm({deadline})  # torch would wait for ever
@@ -36,10 +35,12 @@ FORK = """
         plan = tilewise.plan(q, k, k, backend="cpu")
         assert "2 threads" in plan.kernel, plan.kernel
         for _ in range(3):
-            got = tilewise.attention(q, k, k, backend="cpu")
+            got = tilewise.attention(q, k, k, backend="cpu", return_lse=True)
         assert pool.parallel is None
         torch.set_num_threads(1)  # torch's own operations would wait too
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        from tilewise.testing.case import Inputs
+        from tilewise.testing.check import check_call
+        check_call(Inputs(tilewise.attention, (q, k, k), {{}}).checked(), *got)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     print("fine")
@@ -75,24 +76,25 @@ SERVED = """
     {breaks}
     import torch, tilewise
     from tilewise import KVCache, PagedKVCache, Quantised, Unsupported, attention, plan, varlen_attention
+    from tilewise.testing.case import Inputs
+    from tilewise.testing.check import check_call
 
-    q, k, v = torch.randn(1, 4, 3, 64), *torch.randn(2, 1, 2, 50, 64)
+    torch.manual_seed(0)
+    q, k, v = 3 * torch.randn(1, 4, 3, 64), *torch.randn(2, 1, 2, 50, 64)
     chosen = plan(q, k, v)
     assert chosen.backend == "torch", chosen
     assert {reason!r} in dict(chosen.passed_over)["cpu"], chosen.passed_over
     assert {reason!r} in str(chosen)
 
-    def right(got, *args, **options):
-        want = attention(*args, backend="reference", **options)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    def right(entry, *args, state=None, **options):
+        inputs = Inputs(entry, args, options)
+        check_call(inputs.checked(), *inputs.common_state(state or entry(*args, return_lse=True, **options)))
 
     for _ in range(2):
-        right(attention(q, k, v, causal=True), q, k, v, causal=True)
-    few = [Quantised.from_float(x, "int8") for x in (k, v)]
-    right(attention(q, *few), q, *few)
+        right(attention, q, k, v, causal=True)
+    right(attention, q, *(Quantised.from_float(x, "int8") for x in (k, v)))
     cu = [torch.tensor([0, n], dtype=torch.int32) for n in (3, 50)]
-    packed = varlen_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), *cu)
-    right(packed.transpose(0, 1)[None], q, k, v)
+    right(varlen_attention, *(x[0].transpose(0, 1) for x in (q, k, v)), *cu)
     try:
         attention(q, k, v, backend="cpu")
     except Unsupported as error:
@@ -110,12 +112,12 @@ SERVED = """
         b = pool.fork(a)
         for s in (a, b):
             pool.append(s, *torch.randn(2, 1, 2, 64))
-        two = torch.randn(2, 4, 1, 64)
-        together = pool.attend([a, b], two, cascade=True)
-        torch.testing.assert_close(together, pool.attend([a, b], two, cascade=False), rtol=1e-4, atol=1e-5)
-        if dtype == "f32":
-            keys, values = pool.keys(a)[None], pool.values(a)[None]
-            right(together[:1], two[:1], keys, values)
+        two = 3 * torch.randn(2, 4, 1, 64)
+        for cascade in (True, False):
+            state = pool.attend([a, b], two, cascade=cascade, return_lse=True)
+            for i, s in enumerate((a, b)):
+                keys, values, own = pool.keys(s)[None], pool.values(s)[None], slice(i, i + 1)
+                right(attention, two[own], keys, values, state=(state.out[own], state.lse[own]))
     from tilewise.tools.cli import main
     assert main(["warmup"]) == 1
     print("fine")

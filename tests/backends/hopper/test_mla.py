@@ -123,6 +123,7 @@ def test_pages_that_no_copy_fits_are_refused(page):
 COMBINE = """
 import sys, torch
 from tilewise.backends.hopper.mla.combine import combine
+from tilewise.testing.check import judge, largest_error
 torch.manual_seed(0)
 
 
@@ -154,6 +155,13 @@ def runs(pairs, parts):
     return found
 
 
+def combined(x, w):
+    "Parts [n, tiles, 64, 512] with lse [n, tiles, 64], of base 2, put together in their type; lse of base e."
+    top = torch.logsumexp(w * 0.6931471805599453, 0)
+    share = torch.exp2(w - torch.where(top.isinf(), 0, top / 0.6931471805599453))
+    return (share[..., None] * x).sum(0), top
+
+
 # Sequences of one length are not cut where that costs little; others are.
 assert size_of([32] * 128, 66) == 64 and size_of([64] * 64, 66) == 64 and size_of([32] * 32, 33) == 32
 assert size_of([256] * 16, 132) == 32 and size_of([512], 66) == 8
@@ -172,7 +180,7 @@ for lengths, heads, q_len, head_rows, parts, AT_ONCE, ROWS, COLUMNS in (
     part_lse = torch.full((2 * parts, tiles, 64), float("nan"))
     out = torch.full((batch, heads, q_len, 512), float("nan"))
     lse = torch.full((batch, heads, q_len), float("nan"))
-    want, sums = out.clone(), lse.clone()
+    want, sums, plain, plain_sums = out.double(), lse.double(), out.clone(), lse.clone()
     pieces = {}
     places = torch.zeros(batch, dtype=torch.int32)
     for part, run in enumerate(runs(pairs, parts)):
@@ -186,23 +194,23 @@ for lengths, heads, q_len, head_rows, parts, AT_ONCE, ROWS, COLUMNS in (
             if not alone:
                 part_out[2 * part + (i > 0)], part_lse[2 * part + (i > 0)] = x, w
     for seq, found in pieces.items():
-        w = torch.stack([w for _, w, _ in found])
-        top = torch.logsumexp(w.double() * 0.6931471805599453, 0)
-        share = torch.exp2(w.double() - torch.where(top.isinf(), 0, top / 0.6931471805599453))
-        o = (share[..., None] * torch.stack([x for x, _, _ in found]).double()).sum(0)
+        x, w = (torch.stack([piece[i] for piece in found]) for i in (0, 1))
+        o, top = combined(x.double(), w.double())
+        plain_o, plain_top = combined(x, w)
         for h in range(heads):
             for l in range(q_len):
                 tile = l // queries * across + h // head_rows
                 row = l % queries * head_rows + h % head_rows
-                want[seq, h, l], sums[seq, h, l] = o[tile, row].float(), top[tile, row].float()
+                want[seq, h, l], sums[seq, h, l] = o[tile, row], top[tile, row]
+                plain[seq, h, l], plain_sums[seq, h, l] = plain_o[tile, row], plain_top[tile, row]
                 if found[0][2]:  # one program had it all
                     out[seq, h, l], lse[seq, h, l] = want[seq, h, l], sums[seq, h, l]
     combine[(batch * -(-heads * q_len // ROWS) * (512 // COLUMNS),)](
         out, lse, part_out, part_lse, places, *out.stride()[:3], *lse.stride(), heads, q_len, head_rows, tiles,
         ROWS=ROWS, COLUMNS=COLUMNS, AT_ONCE=AT_ONCE, DEPENDENT=False,
     )
-    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse, sums, rtol=1e-5, atol=1e-5)
+    judge("out", out, want, 2 * largest_error(plain, want), out.dtype)
+    judge("lse", lse, sums, 2 * largest_error(plain_sums, sums), lse.dtype)
 print("right")
 """
 
