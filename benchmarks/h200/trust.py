@@ -95,6 +95,14 @@ def caps() -> list[Call]:
     return found
 
 
+def scales() -> list[Call]:
+    """Scales below the least normal float32 number: of dot products that are large, and that are not."""
+    found = [Call(f"scale {scale:g}", Lk=40, options={"scale": scale, "causal": True}) for scale in (1e-45, 3e-39)]
+    for scale in (1e-38, -1e-38):
+        found.append(Call(f"scale {scale:g}, large", Lk=40, peak=5e36, dtype=F32, options={"scale": scale}))
+    return found
+
+
 def sizes() -> list[Call]:
     """Wide float32 heads that share keys; many rows of wide heads; no query at all."""
     found = []
@@ -111,7 +119,7 @@ def sizes() -> list[Call]:
     return found
 
 
-CALLS = [*windows(), *sinks(), *caps(), *sizes()]
+CALLS = [*windows(), *sinks(), *caps(), *scales(), *sizes()]
 
 
 def inputs(call: Call, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -146,7 +154,7 @@ def oracle(call: Call, q: Any, k: Any, v: Any, compute: torch.dtype) -> tuple[to
     """out, lse, and the largest score, all of `compute`; weights are rounded to v's dtype where that is narrower."""
     dtype = v.dtype
     q, k, v = q.to(compute), *(x.to(compute).repeat_interleave(call.H // call.Hkv, 1) for x in (k, v))
-    s = q @ k.mT * call.D**-0.5
+    s = q @ k.mT * call.options.get("scale", call.D**-0.5)
     cap = call.options.get("softcap")
     if cap is not None:
         exact = cap * torch.tanh(s.double() / cap)

@@ -71,6 +71,7 @@ def attend(
     BQ: tl.constexpr = S.BM // S.spread // S.pack
     if S.pdl:
         gdc_launch_dependents()
+    scale = tl.cast(scale, tl.float32)  # float32 it is, but to the interpreter, which takes a subnormal for float64
     pid = tl.program_id(0)
     split = tl.program_id(1)
     flag = FLAGS
