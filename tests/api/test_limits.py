@@ -127,6 +127,33 @@ def test_int64_values_do_not_wrap(value):
     assert torch.equal(paged_attention(q, pages, pages, ints(2, value)[None], ints(4)), want)  # an entry never read
 
 
+@pytest.mark.parametrize("value", [2**32 + 2, 2**31, -(2**32) + 2, -(2**62), 2**62])
+def test_int64_values_that_are_not_read_do_not_wrap(value):
+    """`validate=False` is what a GPU does by default. Too long is all there is, below 0 is nothing."""
+    q, k, v = dense()
+    o = {"validate": False}
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    pages, table = draw(4, 4, 2, 16), ints(2, 0)[None]
+
+    def end(length):
+        return length if value > 0 else 0
+
+    made = calls.dense(q, k, v, Options(kv_lengths=ints(value), **o)).tensors
+    assert made.kv_lengths.tolist() == [end(7)]
+    packed = (ints(0, value), ints(0, value), 9, 7)
+    made = calls.varlen(*rows, *packed, Options(kv_lengths=ints(value), **o)).tensors
+    assert made.cu_seqlens_q.tolist() == [0, end(9)]
+    assert made.cu_seqlens_k.tolist() == [0, end(7)]
+    assert made.kv_lengths.tolist() == [end(7)]
+    made = calls.paged(rows[0], pages, pages, table, ints(value), ints(0, value), 9, Options(**o)).tensors
+    assert made.cu_seqlens_q.tolist() == [0, end(9)]
+    assert made.kv_lengths.tolist() == [end(8)]
+    made = calls.paged(q, pages, pages, ints(2, value)[None], ints(8), None, None, Options(**o)).tensors
+    assert made.block_table.tolist() == [[2, 2**31 - 1 if value > 0 else -(2**31)]]  # no page, and not another one
+    got = attention(q, k, v, kv_lengths=ints(value), q_offset=ints(0), **o)
+    assert torch.equal(got, attention(q, k, v, kv_lengths=ints(end(7)), q_offset=ints(0)))
+
+
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 @pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), -(10**400)])
 def test_numbers_that_are_not_finite(name, value):

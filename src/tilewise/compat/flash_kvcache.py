@@ -91,7 +91,7 @@ def flash_attn_with_kvcache(
     if k is not None and cu_seqlens_k_new is not None:
         _lengths("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, q.device)
         values.check_cu_seqlens("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], None, "", Options())
-        new = cu_seqlens_k_new.to(torch.int32).diff()
+        new = values.as_int32(cu_seqlens_k_new, 0, k.shape[0]).diff()
     total = lengths if k is None else lengths + new
     # All values are checked here, before anything is written; the call need not check them again.
     values.check_lengths("cache_seqlens", lengths, capacity - new, "tokens that leave room for k", None)
@@ -214,9 +214,7 @@ def _lengths(name: str, lengths: torch.Tensor | int, batch: int, device: torch.d
         if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64) or lengths.device != device:
             given = f"{tuple(lengths.shape)} {lengths.dtype} on {lengths.device}"
             raise InvalidArgument(name, given, f"an int or int32 ({batch},) on {device}")
-        if lengths.dtype == torch.int64:  # what is too long stays so
-            lengths = lengths.clamp(-LONGEST, LONGEST)
-        return lengths.to(torch.int32)
+        return values.as_int32(lengths, -LONGEST, LONGEST)  # what is too long stays so
     return torch.full((batch,), max(-LONGEST, min(index(lengths), LONGEST)), dtype=torch.int32, device=device)
 
 

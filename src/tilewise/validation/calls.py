@@ -57,7 +57,7 @@ def dense(q: Any, k: Any, v: Any, o: Options) -> Call:
     if o.kv_lengths is not None:
         lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
         values.check_lengths("kv_lengths", lengths, ck.data.shape[2], "keys in k", o.validate)
-        lengths = values.as_int32(lengths)
+        lengths = values.as_int32(lengths, 0, ck.data.shape[2])
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths)
     return _finish(c, "dense", ck, cv, t, o, batch=B, q_len=Lq, kv_len=ck.data.shape[2])
 
@@ -75,8 +75,8 @@ def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_q: 
     if o.kv_lengths is not None:
         lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
         values.check_lengths("kv_lengths", lengths, cu_k.diff(), "keys in the sequence", o.validate)
-        lengths = values.as_int32(lengths)
-    cu_q, cu_k = values.as_int32(cu_q), values.as_int32(cu_k)
+        lengths = values.as_int32(lengths, 0, kv_len)
+    cu_q, cu_k = values.as_int32(cu_q, 0, c.q.shape[2]), values.as_int32(cu_k, 0, ck.data.shape[2])
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     return _finish(c, "varlen", ck, cv, t, o, batch=B, q_len=q_len, kv_len=kv_len)
 
@@ -99,7 +99,7 @@ def paged(
     if cu_seqlens_q is not None:
         cu_q = c.ints("cu_seqlens_q", cu_seqlens_q, (B + 1,))
         q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o)
-        cu_q = values.as_int32(cu_q)
+        cu_q = values.as_int32(cu_q, 0, c.q.shape[2])
     elif c.q.shape[0] != B:
         raise InvalidArgument("context_lens", f"{B} lengths", f"{c.q.shape[0]}, the batch of q")
     elif max_q is not None:
@@ -110,7 +110,7 @@ def paged(
         q_len = c.q.shape[2]
     values.check_lengths("context_lens", lengths, capacity, "tokens in block_table's pages", o.validate)
     values.check_block_table(table, lengths, page_size, pages, o.validate)
-    lengths, table = values.as_int32(lengths), values.as_int32(table)
+    lengths, table = values.as_int32(lengths, 0, capacity), values.as_int32(table)
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, block_table=table)
     return _finish(c, "paged", ck, cv, t, o, batch=B, q_len=q_len, kv_len=capacity, page_size=page_size)
 

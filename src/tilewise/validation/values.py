@@ -30,9 +30,11 @@ def check_lengths(name: str, lengths: torch.Tensor, limit: torch.Tensor | int, w
             raise InvalidArgument(f"{name}[{b}]", length, f"0 to {most}, the {what}")
 
 
-def as_int32(x: torch.Tensor) -> torch.Tensor:
-    """Checked lengths, offsets or pages as kernels read them; entries that are never read may not fit."""
-    return x.to(torch.int32)
+def as_int32(x: torch.Tensor, least: int = -(2**31), most: int = 2**31 - 1) -> torch.Tensor:
+    """Lengths, offsets or pages as kernels read them. What does not fit was not checked, or is never read: it goes to
+    the end of its range, which no device waits for, and does not wrap to a number that looks right.
+    """
+    return x if x.dtype == torch.int32 else x.clamp(least, most).to(torch.int32)
 
 
 def row_offsets(offsets: torch.Tensor, q_len: int, kv_len: int, validate: Any) -> torch.Tensor:
@@ -40,9 +42,7 @@ def row_offsets(offsets: torch.Tensor, q_len: int, kv_len: int, validate: Any) -
     if readable(offsets, validate):
         for b, offset in enumerate(offsets.tolist()):
             as_offset(offset, q_len, kv_len, f"q_offset[{b}]")
-    elif offsets.dtype != torch.int32:
-        offsets = offsets.clamp(-LIMIT, LIMIT)  # a position that is far away stays far away
-    return as_int32(offsets)
+    return as_int32(offsets, -LIMIT, LIMIT)
 
 
 def check_cu_seqlens(name: str, cu: torch.Tensor, rows: int, longest: Any, longest_name: str, o: Options) -> int:
