@@ -1,6 +1,10 @@
 """Each backend against the conformance suite."""
 
+import pytest
+
 from conformance import BackwardConformance, Conformance
+from tilewise.testing.case import Case
+from tilewise.testing.check import check_case
 
 
 class TestReference(Conformance):
@@ -17,3 +21,10 @@ class TestReferenceBackward(BackwardConformance):
 
 class TestTorchBackward(BackwardConformance):
     backend = "torch"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize(("kv_heads", "rows", "width"), [(1, 1, 128), (2, 2, 128), (2, 3, 128), (1, 1, 64), (1, 2, 96)])
+def test_heads_of_a_group_round_as_each_alone(backend, kv_heads, rows, width):
+    """Many rows in one product, where torch multiplies up to 3 of a head: BLAS sums those in lanes, and rounds less."""
+    check_case(Case(H=24, Hkv=kv_heads, Lq=rows, Lk=70, D=width), backend)

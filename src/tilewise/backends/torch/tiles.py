@@ -11,15 +11,17 @@ from ...core.plan import Plan
 from ...core.tensors import Sequence, Tensors
 from ...core.tile_map import MIXED, TileMap
 
-FEW = 16  # query rows of a KV head
+FEW = 16  # query rows of a head
 
 
 def work_dtype(seq: Sequence) -> torch.dtype:
     """What a sequence is computed in. torch may be set to run float32 products in fewer bits; float64 ones it leaves
-    alone. Products of a few rows have on some CPUs more than twice the error of those of one row.
+    alone.
     """
     p = seq.problem
-    few = p.q_dtype == torch.float32 and seq.q_len * p.group <= FEW and p.device.type == "cpu"
+    # BLAS sums the products of one to three rows in the lanes of a vector, those of more rows term after term, with
+    # about twice the error: the rows of a group, multiplied together, would round more than those of each head alone.
+    few = p.q_dtype == torch.float32 and seq.q_len <= FEW and p.device.type == "cpu"
     wide = few or p.q_dtype == torch.float64 or torch.get_float32_matmul_precision() != "highest"
     return torch.float64 if wide else torch.float32
 

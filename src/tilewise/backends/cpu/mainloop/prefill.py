@@ -47,6 +47,19 @@ DOT_LENGTH = 128  # elements of a dot product that are summed in one go: longer 
 # Over up to 11 keys torch sums in lanes and rounds half as much as one run of FMAs (cpu/short-dots in
 # benchmarks/cpu/LOG.md). So few keys cost little, and are summed as exactly.
 SHORT_KEYS, SHORT_DOT_LENGTH = 12, 16
+# So it does for up to 3 rows of a head, over any keys; here the rows of a group are multiplied together. Over more keys
+# the sums of values round more, and in wide heads runs are a small part of a dot product: neither needs runs so short.
+SHORT_ROWS = 3
+
+
+@jit
+def dot_length_of(p, q_len, kv_len):
+    """Elements of a dot product that are summed in one go, of float32 as exactly as torch does it."""
+    if kv_len <= SHORT_KEYS:
+        return SHORT_DOT_LENGTH
+    if q_len <= SHORT_ROWS and p.q_dtype == dtypes.F32 and p.head_dim <= 2 * DOT_LENGTH:
+        return DOT_LENGTH // 4 if kv_len <= 512 else DOT_LENGTH // 2
+    return DOT_LENGTH
 
 
 @jit
@@ -212,10 +225,10 @@ def prefill(params, scratch, address):
     """All keys of the item at `address`; m, l and acc hold the result."""
     p, item = params_at(params), item_at(address)
     t = partition(p, scratch)
-    q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
+    q_start, q_len, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
     D, Dv, BK = up(p.head_dim, W), up(p.value_dim, W), p.tile_keys
-    dot_length = DOT_LENGTH if kv_len > SHORT_KEYS else SHORT_DOT_LENGTH
+    dot_length = dot_length_of(p, q_len, kv_len)
     k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
     load_queries(p, t, item, q_start, R, D)
     first, last = set_up(p, t, item, up(R, PANEL), Dv)
