@@ -60,19 +60,19 @@ def spec(shape: str) -> dict[str, Any]:
     one = "tile" if "x16 " in shape else "pages"
     words = {"pages": ("pages", True), "tile": (one, True), "late": (one, False), "rows": ("rows", False)}
     found = words.get(shape.split()[-1])
-    return {} if found is None else dict(zip(("lookup", "ahead"), found, strict=True))
+    return {} if found is None else dict(zip(("lookup", "prefetch"), found, strict=True))
 
 
 @contextmanager
 def ways_of(shape: str) -> Iterator[None]:
     """With "cut", a launch's scale groups are multiplied one after the other and not beside one another."""
-    kept = config.spread
+    kept = config.row_groups
     if shape.endswith("cut"):
-        config.spread = lambda problem, c: 1
+        config.row_groups = lambda problem, c: 1
     try:
         yield
     finally:
-        config.spread = kept
+        config.row_groups = kept
 
 
 def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[int], length: int) -> torch.Tensor:

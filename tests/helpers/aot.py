@@ -163,7 +163,7 @@ def resources(ptx: str, arch: int) -> tuple[int, int]:
 
 
 def memory_of(bound: Bound, ints: torch.Tensor, floats: torch.Tensor, inside: bool = False) -> tuple[Any, Any]:
-    """What a call would set aside for a kernel: workspaces, and the lists of a mask. `inside`: it merges splits too."""
+    """What a call would set aside for a kernel: workspaces, and a mask's lists. `inside`: it combines splits too."""
     spec = bound.spec
     used = (spec.split, spec.split, inside, spec.guard == "flag", spec.ordered)
     memory = tuple(x if there else None for x, there in zip((floats, floats, ints, ints, ints), used, strict=True))
@@ -171,14 +171,14 @@ def memory_of(bound: Bound, ints: torch.Tensor, floats: torch.Tensor, inside: bo
 
 
 def shared_of(problem: Problem, arch: int) -> int:
-    """Bytes of shared memory that the attention kernels of a problem take, the repairing one included."""
+    """Bytes of shared memory that the attention kernels of a problem take, the fix-up included."""
     c = config_of(problem, nvidia(arch))
     bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
-    kernel, repairer, given = bound.attention(tensors_of(problem), *memory_of(bound, ints, floats))
+    kernel, fixup_kernel, given = bound.attention(tensors_of(problem), *memory_of(bound, ints, floats))
     most = 0
-    for each in (kernel, repairer) if repairer is not None else (kernel,):
+    for each in (kernel, fixup_kernel) if fixup_kernel is not None else (kernel,):
         signature = Signature.of(each.function, given | each.constants, each.constants)
         most = max(most, signature.shared(each.function, arch, OPTIONS | each.options))
     return most
@@ -196,19 +196,19 @@ def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
 
 
 def helpers_of(problem: Problem, arch: int) -> Iterator[Compiled]:
-    """The kernels beside the attention kernel: repair, and those of a mask or of splits."""
+    """The kernels beside the attention kernel: the fix-up, and those of a mask or of splits."""
     c = config_of(problem, nvidia(arch))
     bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
     if bound.spec.guard == "flag":
-        _, repairer, arguments = bound.attention(t, *memory_of(bound, ints, floats))
-        assert repairer is not None
-        yield compile_kernel(repairer, arguments, arch)
+        _, fixup_kernel, arguments = bound.attention(t, *memory_of(bound, ints, floats))
+        assert fixup_kernel is not None
+        yield compile_kernel(fixup_kernel, arguments, arch)
     if bound.spec.split:
-        yield compile_kernel(bound.reducer, bound.merge_arguments(t, floats, floats), arch)
-    if bound.merges_inside:
+        yield compile_kernel(bound.combiner, bound.combine_arguments(t, floats, floats), arch)
+    if bound.combines_inside:
         kernel, _, arguments = bound.attention(t, *memory_of(bound, ints, floats, inside=True))
         yield compile_kernel(kernel, arguments, arch)
     if bound.orderer is not None:

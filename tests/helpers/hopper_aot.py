@@ -17,7 +17,7 @@ from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.gpu.varlen_order import rank_sequences
 from tilewise.backends.hopper.fwd import config
-from tilewise.backends.hopper.fwd.kernel import attend
+from tilewise.backends.hopper.fwd.kernel import fwd_kernel
 from tilewise.backends.hopper.fwd.launch import ORDER_RUN, Bound
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
@@ -35,7 +35,7 @@ class Built:
     def barrier_places(self) -> list[int]:
         """Where in shared memory mbarriers are set up."""
         found = re.findall(r"SYNCS\.EXCH\.64 URZ, \[UR\d+(?:\+0x([0-9a-f]+))?\]", self.sass)
-        return sorted(int(place or "0", 16) for place in found)
+        return sorted(int(coord or "0", 16) for coord in found)
 
     @property
     def loops(self) -> list[list[str]]:
@@ -72,17 +72,17 @@ def build(
 
 
 def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:
-    """Every kernel of a problem: prefill, and where it needs them repair and order."""
+    """Every kernel of a problem: prefill, and where it needs them fix-up and order."""
     c = config.config_of(problem)
     bound = Bound(Plan(problem, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = (ints, ints, (0, 0, 1, 64)) if bound.spec.mask else (None, None, (0, 0, 0, 0))
     tensors = tensors_of(problem)
     given = bound.arguments(tensors, bound.memory(torch.device("meta")), lists)
-    found = {"prefill": build(attend, given, ("S",), ptxas, bound.attend.options)}
+    found = {"prefill": build(fwd_kernel, given, ("S",), ptxas, bound.attention.options)}
     found["prefill"].spec, found["prefill"].dynamic = bound.spec, bound.dynamic
     if bound.spec.guard:
-        found["repair"] = build(attend, bound.repair_arguments(tensors, given), ("S",), ptxas)
+        found["fixup"] = build(fwd_kernel, bound.fixup_arguments(tensors, given), ("S",), ptxas)
     if problem.packed_q:
         found["order"] = build(rank_sequences, given | {"BM": bound.spec.BM, "RUN": ORDER_RUN}, ("BM", "RUN"), ptxas)
     return found

@@ -1,7 +1,7 @@
 """What a plan of the Hopper backend takes of a processor, counted from what its kernel allocates."""
 
 from tilewise.backends.hopper.fwd import config
-from tilewise.backends.hopper.fwd.launch import REPAIR_COLUMNS
+from tilewise.backends.hopper.fwd.launch import FIXUP_COLUMNS
 
 SHARED = 227 << 10
 REGISTERS = 1 << 16
@@ -14,7 +14,7 @@ def check_hopper(p):
     c = config.config_of(p)
     s = config.spec(p, c)
     assert s.chunk_d * s.chunks >= p.head_dim
-    assert s.DV * s.parts >= p.value_dim
+    assert s.DV * s.value_tiles >= p.value_dim
     queries = s.BM * s.chunks * s.chunk_d * s.q_stages
     ring = s.BN * (s.k_stages * s.chunk_d + s.v_stages * s.DV)
     output = 0 if s.lent else s.BM * s.out_columns
@@ -22,8 +22,8 @@ def check_hopper(p):
     needed = 2 * (queries + ring + output) + BARRIER_BYTES * barriers + SLACK
     assert needed * c.per_processor <= SHARED, (p, c)
     assert s.k_stages >= s.chunks or s.lent, "a tile's chunks are all needed before the first is released"
-    repair = 2 * (64 * s.chunks * s.chunk_d + s.BN * s.chunk_d + 2 * s.BN * min(s.DV, REPAIR_COLUMNS)) + SLACK
-    assert repair <= SHARED, (p, c)
+    fixup = 2 * (64 * s.chunks * s.chunk_d + s.BN * s.chunk_d + 2 * s.BN * min(s.DV, FIXUP_COLUMNS)) + SLACK
+    assert fixup <= SHARED, (p, c)
     threads = 128 * (s.consumers * c.consumer_regs + c.producer_regs)
     assert threads * c.per_processor <= REGISTERS, (p, c)
     # S and O in float32 and P in 16 bits, of one warpgroup; what is left is for addresses and rows.

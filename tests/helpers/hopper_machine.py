@@ -42,7 +42,7 @@ class Ring:
 
 @dataclass
 class Machine:
-    works: list  # of each work, for each consumer: (tiles passed over, own tiles, tiles passed over)
+    work_tiles: list  # of each, for each consumer: (tiles passed over, own tiles, tiles passed over)
     consumers: int
     chunks: int
     pieces: int
@@ -52,7 +52,7 @@ class Machine:
     lent: int  # chunks of q that lend the output their memory
     overlaps: bool
     dynamic: bool
-    ahead: bool = True  # slots are drawn before the tiles of the work before are loaded
+    ahead: bool = True  # the next work tile is fetched before the keys of this one are loaded
     chance: random.Random | None = None  # which tiles are masked
 
     def __post_init__(self):
@@ -60,11 +60,11 @@ class Machine:
         self.keys = Ring(self.k_stages, everyone)
         self.values = Ring(self.v_stages, everyone) if self.v_stages else self.keys
         self.queries = [[Ring(self.q_stages, [c]) for _ in range(2 if self.lent else 1)] for c in everyone]
-        self.slots = Ring(2, everyone)
+        self.scheduler = Ring(2, everyone)
         self.products = [[] for _ in everyone]
 
     def count(self, i):
-        return sum(self.works[i][0])
+        return sum(self.work_tiles[i][0])
 
     def key_use(self, n, i):
         return n * (self.chunks + (0 if self.v_stages else self.pieces)) + i
@@ -75,7 +75,7 @@ class Machine:
     def producer(self):
         n = 0
         yield from self.hand_out(0)
-        for i in range(len(self.works)):
+        for i in range(len(self.work_tiles)):
             if self.ahead:
                 yield from self.hand_out(i + 1)
             for t in range(self.count(i)):
@@ -115,13 +115,13 @@ class Machine:
 
     def hand_out(self, j):
         if self.dynamic:
-            yield self.slots.can_fill, j
-            self.slots.fill(j)
+            yield self.scheduler.can_fill, j
+            self.scheduler.fill(j)
 
     def take(self, c, j):
         if self.dynamic:
-            yield self.slots.is_full, j
-            self.slots.release(j, c)
+            yield self.scheduler.is_full, j
+            self.scheduler.release(j, c)
 
     def pass_keys(self, c, begin, end):
         for use in [self.key_use(n, k) for n in range(begin, end) for k in range(self.chunks)]:
@@ -184,21 +184,21 @@ class Machine:
 
     def consumer(self, c):
         begin, i = 0, 0
-        before, own, after = self.works[0][c]
+        before, own, after = self.work_tiles[0][c]
         yield from self.take(c, 0)
         yield from self.pass_over(c, 0, before)
         yield from self.first_tile(c, 0, before)
         start = before
         while True:
-            before, own, after = self.works[i][c]
+            before, own, after = self.work_tiles[i][c]
             end = begin + before + own
             for n in range(start + 1, end):
                 yield from self.step(c, i, n, n - 1)
             self.queries[c][0].release(i, c)
             yield from self.take(c, i + 1)
-            more = i + 1 < len(self.works)
+            more = i + 1 < len(self.work_tiles)
             next_begin = begin + before + own + after
-            start = next_begin + (self.works[i + 1][c][0] if more else 0)
+            start = next_begin + (self.work_tiles[i + 1][c][0] if more else 0)
             joined = more and start - end < self.v_stages and not self.lent
             if joined:
                 yield from self.pass_keys(c, end, start)
@@ -234,8 +234,8 @@ class Machine:
                     del line[j]
 
 
-def random_works(chance, consumers, most, most_after=9):
-    works = []
+def random_work_tiles(chance, consumers, most, most_after=9):
+    work_tiles = []
     for _ in range(chance.randint(1, 6)):
         count = chance.randint(1, 7)
         work = []
@@ -243,5 +243,5 @@ def random_works(chance, consumers, most, most_after=9):
             before = chance.randint(0, min(most, count - 1))
             after = chance.randint(0, min(most, most_after, count - 1 - before))
             work.append((before, count - before - after, after))
-        works.append(work)
-    return works
+        work_tiles.append(work)
+    return work_tiles

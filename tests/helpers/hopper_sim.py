@@ -13,7 +13,7 @@ from gluon_sim import Descriptor, Machine
 from gluon_values import Pointer, SimError
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd.config import config_of
-from tilewise.backends.hopper.fwd.launch import NOTES_AT, Bound
+from tilewise.backends.hopper.fwd.launch import FLAGS_AT, Bound
 from tilewise.core.mask_rules import RULE_NUMBERS
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
@@ -63,7 +63,7 @@ class Launch:
         self.bound = Bound(Plan(p, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90, processors))
         self.done: Counter[tuple[int, ...]] = Counter()
 
-    def arguments(self, kernels: Any, spec: Any, counter: Any, notes: Any) -> Any:
+    def arguments(self, kernels: Any, spec: Any, counter: Any, flags: Any) -> Any:
         p, t = self.problem, self.t
         given: dict[str, Any] = dict.fromkeys(kernels.arguments.Arguments.NAMES)
         given |= self.bound.sizes | {"S": spec, "rules": tuple(self.bound.sizes[name] for name in RULE_NUMBERS)}
@@ -73,7 +73,7 @@ class Launch:
             "o": tiles(t.out, 64, self.bound.spec.out_columns),
             "OUT": flat(t.out), "LSE": flat(t.lse), "MASK": flat(t.mask), "KV_LENGTHS": flat(t.kv_lengths),
             "Q_OFFSET": flat(t.q_offset), "CU_Q": flat(t.cu_seqlens_q), "CU_K": flat(t.cu_seqlens_k),
-            "SLOPES": flat(t.alibi_slopes), "SINKS": flat(t.sinks), "COUNTER": counter, "FLAGS": notes,
+            "SLOPES": flat(t.alibi_slopes), "SINKS": flat(t.sinks), "COUNTER": counter, "FLAGS": flags,
         }  # fmt: skip
         for name, x, dims in (("o", t.out, "bhl"), ("lse", t.lse, "bhl"), ("mask", t.mask, "bhqk")):
             given |= {f"{name}_{dim}": 0 if x is None else x.stride(i) for i, dim in enumerate(dims)}
@@ -91,18 +91,18 @@ class Launch:
         store = kernels.epilogue.store
 
         def counting(a: Any, w: Any, o: Any, lse: Any, rows: Any, outs: Any, C: int) -> None:
-            self.done[(*(int(n) for n in (w.row_b, w.head, w.part, w.q_start, w.top)), C)] += 1
+            self.done[(*(int(n) for n in (w.row_b, w.head, w.value_tile, w.q_start, w.top)), C)] += 1
             store(a, w, o, lse, rows, outs, C)
 
         kernels.consumer.store = counting
 
     def run(self, kernels: Any, seed: int = 0) -> None:
-        """Prefill, then repair where hidden values may matter, as a launch does."""
+        """Prefill, then fixup where hidden values may matter, as a launch does."""
         bound, spec = self.bound, self.bound.spec
-        numbers = np.zeros(NOTES_AT + bound.slots * spec.consumers, np.int32)
+        numbers = np.zeros(FLAGS_AT + bound.work_tiles * spec.consumers, np.int32)
         counter = Pointer(numbers) if bound.dynamic else None
-        notes = Pointer(numbers, NOTES_AT)
-        a = self.arguments(kernels, spec, counter, notes)
+        flags = Pointer(numbers, FLAGS_AT)
+        a = self.arguments(kernels, spec, counter, flags)
         gluon_sim.MACHINE = Machine(bound.programs, seed)
         self.count_tiles(kernels)
         gluon_sim.MACHINE.run(lambda: kernels.kernel.prefill(a))
@@ -110,8 +110,8 @@ class Launch:
         if again:
             raise SimError(f"{len(again)} tiles are done more than once, {again[0]} for one")
         if spec.guard:
-            a = self.arguments(kernels, bound.repair_spec, counter, notes)
+            a = self.arguments(kernels, bound.fixup_spec, counter, flags)
             gluon_sim.MACHINE = Machine(1, seed)
-            gluon_sim.MACHINE.run(lambda: kernels.nonfinite.repair(a))
+            gluon_sim.MACHINE.run(lambda: kernels.nonfinite.fixup(a))
             if numbers.any():
-                raise SimError("the counter and the notes must be zero for the next call")
+                raise SimError("the counter and the flags must be zero for the next call")

@@ -125,7 +125,7 @@ class Machine:
         if u or not self.named:
             yield barrier, (u & 1) ^ 1
 
-    def tell_scored(self):
+    def arrive_scored(self):
         if self.named:
             self.rope.arrive()
         if self.gate or not self.named:
@@ -163,7 +163,7 @@ class Machine:
         yield from self.scores(0, f, u, 0, (0, 1))
         yield None, 0
         self.end((0, "S"))
-        self.tell_scored()
+        self.arrive_scored()
         yield None, 0
 
     def step0(self, f, u, more):
@@ -186,7 +186,7 @@ class Machine:
             yield from self.scores(0, f, u + 1, 0, (1,))
             yield None, 0
             self.end((0, "S"))
-            self.tell_scored()
+            self.arrive_scored()
         else:
             yield None, 0
             self.end((0, "O"))

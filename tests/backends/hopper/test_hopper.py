@@ -115,7 +115,7 @@ def test_tiles_cover_the_heads_and_fit(D, Dv, masked):
     c = config.config_of(p)
     s = config.spec(p, c)
     assert s.chunk_d * s.chunks >= D
-    assert s.DV * s.parts >= Dv
+    assert s.DV * s.value_tiles >= Dv
     assert s.k_stages >= s.chunks or s.lent
     assert s.out_columns in (s.DV, s.DV // 2) or s.lent
     rows = s.consumers * s.chunks * 64 * s.q_stages
@@ -149,7 +149,7 @@ def test_calls_of_no_query_are_planned():
     for changes in ({}, {"causal": True}, {"kv_lengths": True, "q_offset": "end"}, {"softcap": 5.0}):
         p = problem(q_len=0, **changes)
         c = config.config_of(p)
-        assert config.section(p, c, 132) >= 1
+        assert config.swizzle(p, c, 132) >= 1
         assert hopper.plan(p).backend == "hopper"
 
 
@@ -163,26 +163,26 @@ def test_hidden_values_are_looked_for_where_there_can_be_any():
     ):  # fmt: skip
         p = problem(**changes)
         assert config.spec(p, config.config_of(p)).guard == guard
-        # Programs that take slots in turn leave their counter to the repairing kernel.
+        # Programs that fetch work tiles leave their counter to the fix-up kernel.
         assert guard or not config.uneven(p)
 
 
 def test_sections_let_programs_share_keys():
     c = config.config_of(problem(causal=True))
-    assert config.section(problem(), c, 132) == 1
-    assert config.section(problem(causal=True), c, 132) == 16  # 8 programs each
-    assert config.section(problem(causal=True, q_len=256, kv_len=256), c, 132) == 64  # two tiles, all planes
-    assert config.section(problem(causal=True, batch=1, heads=2, kv_heads=1), c, 132) == 2
+    assert config.swizzle(problem(), c, 132) == 1
+    assert config.swizzle(problem(causal=True), c, 132) == 16  # 8 programs each
+    assert config.swizzle(problem(causal=True, q_len=256, kv_len=256), c, 132) == 64  # two tiles, all planes
+    assert config.swizzle(problem(causal=True, batch=1, heads=2, kv_heads=1), c, 132) == 2
 
 
 def test_slots_are_drawn_late_where_the_end_counts():
     """With few rounds; and only where a consumer never has more tiles to pass over than there is room for."""
     p = problem(causal=True)
     c = config.config_of(p)
-    assert not config.draws_ahead(p, c, 15.5)
-    assert config.draws_ahead(p, c, 130)
-    assert config.draws_ahead(problem(causal=True, chunk=512), c, 15.5)
-    assert config.draws_ahead(problem(512, causal=True), config.config_of(problem(512, causal=True)), 15.5)
+    assert not config.prefetches_tile(p, c, 15.5)
+    assert config.prefetches_tile(p, c, 130)
+    assert config.prefetches_tile(problem(causal=True, chunk=512), c, 15.5)
+    assert config.prefetches_tile(problem(512, causal=True), config.config_of(problem(512, causal=True)), 15.5)
 
 
 def test_head_dim_64_has_registers_for_a_late_wait_with_few_rules():
@@ -217,9 +217,9 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     assert 2 * (2 * elements + 2048) <= SHARED
     bound = launch.Bound(Plan(p, "hopper", "", (128, 64)), c, nvidia(90))
     assert bound.programs == 264
-    assert bound.attend.options["maxnreg"] == 80  # of 384 threads twice: 61440 of 65536
+    assert bound.attention.options["maxnreg"] == 80  # of 384 threads twice: 61440 of 65536
     assert 128 * (c.consumer_regs + c.producer_regs) < 80 * 384 - 128 * 96  # what is left is the other consumer's
-    assert "maxnreg" not in bound.repair.options
+    assert "maxnreg" not in bound.fixup.options
 
 
 def test_calls_that_come_again_may_be_unaligned(monkeypatch):

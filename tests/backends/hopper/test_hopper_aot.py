@@ -62,7 +62,7 @@ OTHERS = {
 def check_barriers(main):
     """Every mbarrier is one that somebody waits at, and lies beyond the tiles.
 
-    The memory of one that nobody waits at would be given to a tile as well (see `new_slots`).
+    The memory of one that nobody waits at would be given to a tile as well (see `new_scheduler`).
     """
     s = main.spec
     query_parts = 2 if s.lent else 1
@@ -112,7 +112,7 @@ def test_other_kernels(name):
 
 def test_masks_and_packed_sequences_compile():
     built = kernels_of(problem(**VARLEN, **mask(torch.bool), sinks=True))
-    assert set(built) == {"prefill", "repair", "order"}
+    assert set(built) == {"prefill", "fixup", "order"}
     for kernel in built.values():
         assert kernel.shared <= SHARED[90]
         assert "serialized" not in kernel.report

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hopper_machine import Machine, random_works
+from hopper_machine import Machine, random_work_tiles
 from problem_space import problem_of
 from tilewise.backends.hopper.fwd import config
 from tilewise.core.storage import FORMATS
@@ -40,14 +40,14 @@ def test_no_interleaving_deadlocks_or_overwrites(name):
     consumers, *sizes = launch(*LAUNCHES[name])
     for seed in range(300):
         chance = random.Random(seed)
-        # Slots are drawn late only where at most one tile at the end is another consumer's alone: `draws_ahead`.
+        # WorkTile tiles are fetched late only where at most one key tile at the end is another's: `prefetches_tile`.
         ahead = sizes[4] < 2 or seed % 4 != 0
-        works = random_works(chance, consumers, chance.choice((0, 1, 3)), 9 if ahead else 1)
-        machine = Machine(works, consumers, *sizes, dynamic=seed % 2 == 0, ahead=ahead, chance=random.Random(seed))
+        work_tiles = random_work_tiles(chance, consumers, chance.choice((0, 1, 3)), 9 if ahead else 1)
+        machine = Machine(work_tiles, consumers, *sizes, dynamic=seed % 2 == 0, ahead=ahead, chance=random.Random(seed))
         machine.run(chance)
         for c in range(consumers):  # every own tile was multiplied, in order
             want, begin = [], 0
-            for i, work in enumerate(works):
+            for i, work in enumerate(work_tiles):
                 before, own, after = work[c]
                 want += [(i, begin + before + n) for n in range(own)]
                 begin += before + own + after
@@ -55,7 +55,7 @@ def test_no_interleaving_deadlocks_or_overwrites(name):
 
 
 def test_the_simulation_can_fail():
-    """Joining works across more tiles than there are stages for values, or waiting for values too soon."""
+    """Joining work tiles across more tiles than there are stages for values, or waiting for values too soon."""
 
     class Eager(Machine):
         def step(self, c, i, n, last):
@@ -69,15 +69,15 @@ def test_the_simulation_can_fail():
     def play(kind, **changes):
         for seed in range(50):
             chance = random.Random(seed)
-            works = random_works(chance, 2, 2)
-            kind(works, 2, 1, 1, 2, 2, 1, 0, True, **({"dynamic": False} | changes)).run(chance)
+            work_tiles = random_work_tiles(chance, 2, 2)
+            kind(work_tiles, 2, 1, 1, 2, 2, 1, 0, True, **({"dynamic": False} | changes)).run(chance)
 
     play(Machine)
     for kind in (Eager, Careless):
         with pytest.raises(AssertionError):
             play(kind)
     play(Machine, dynamic=True)
-    with pytest.raises(AssertionError, match="deadlock"):  # a slot that is drawn late waits for tiles that wait for it
+    with pytest.raises(AssertionError, match="deadlock"):  # a late fetch waits for tiles that wait for it
         play(Machine, dynamic=True, ahead=False)
 
 
@@ -92,7 +92,7 @@ def test_a_ring_that_values_share_needs_the_queries_early():
 
     consumers, *sizes = launch(512)
     chance = random.Random(0)
-    works = random_works(chance, consumers, 0)
-    Machine(works, consumers, *sizes, dynamic=False).run(chance)
+    work_tiles = random_work_tiles(chance, consumers, 0)
+    Machine(work_tiles, consumers, *sizes, dynamic=False).run(chance)
     with pytest.raises(AssertionError, match="deadlock"):
-        Greedy(works, consumers, *sizes, dynamic=False).run(chance)
+        Greedy(work_tiles, consumers, *sizes, dynamic=False).run(chance)

@@ -1,4 +1,4 @@
-"""The Hopper kernels' own text, run as plain Python (`gluon_sim.py`): schedule, rings, softmax and repair, against the
+"""The Hopper kernels' own text, run as plain Python (`gluon_sim.py`): schedule, rings, softmax and fix-up, against the
 oracle and in random order. Wrong versions of them must be noticed.
 """
 
@@ -82,11 +82,11 @@ def run(call, kernels=KERNELS, seed=0, processors=3):
     if bool(call.tensors.v.isfinite().all()):
         check_call(call, call.tensors.out, call.tensors.lse)
     else:
-        check_strays(call, call.tensors.out)
+        check_nonfinite(call, call.tensors.out)
     return launch
 
 
-def check_strays(call, out):
+def check_nonfinite(call, out):
     """Values that are not finite reach the rows that see them, and no other."""
     for seq in sequences(call.problem, call.tensors):
         exact = attend(seq).out
@@ -101,19 +101,19 @@ def test_the_kernels_give_what_the_oracle_does(name):
     call = CASES[name]()
     launch = run(call)
     if not call.problem.packed_q:
-        assert sum(launch.done.values()) == launch.bound.slots * launch.bound.spec.consumers
+        assert sum(launch.done.values()) == launch.bound.work_tiles * launch.bound.spec.consumers
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_the_order(seed):
-    """Programs that take slots when they are ready, and such as have theirs dealt out; many rounds of work."""
+    """Programs that fetch work tiles when they are ready, and static schedules; many rounds."""
     chance = random.Random(seed)
     for options in ({}, {"causal": True}, {"window": (chance.randint(0, 200), 3)}):
         run(dense(128, Lq=600, H=chance.choice((1, 3)), **options), seed=seed, processors=chance.choice((1, 2, 5)))
 
 
 def test_hidden_values_that_are_not_finite_do_not_matter():
-    """They are noticed and the tile is repaired."""
+    """They are noticed and the tile is computed again."""
     for options in ({"causal": True}, {"mask": "bool"}, {"window": (9, 0)}):
         call = dense(Lq=200, Lk=200, H=1, **options)
         call.tensors.v[:, :, 150, ::3] = float("nan")
@@ -122,9 +122,9 @@ def test_hidden_values_that_are_not_finite_do_not_matter():
 
 
 WRONG = {
-    "the last slot left out": ("tile_scheduler", "slots = a.slots\n", "slots = a.slots - 1\n"),
-    "the last slot of packed sequences left out": (
-        "tile_scheduler", "* a.heads * a.S.parts\n", "* a.heads * a.S.parts - 1\n",
+    "the last work tile left out": ("tile_scheduler", "count = a.work_tiles\n", "count = a.work_tiles - 1\n"),
+    "the last work tile of packed sequences left out": (
+        "tile_scheduler", "* a.heads * a.S.value_tiles\n", "* a.heads * a.S.value_tiles - 1\n",
     ),
     "the last tile of keys left out": (
         "tile_scheduler", "last = gl.maximum(gl.cdiv(hi, BN), first + 1)", "last = gl.maximum(hi // BN, first + 1)",
@@ -132,11 +132,11 @@ WRONG = {
     "the first tile of keys left out": (
         "tile_scheduler", "first = gl.minimum(lo // BN", "first = gl.minimum(lo // BN + 1",
     ),
-    "slots dealt out twice": ("tile_scheduler", "return round * count + ", "return round * (count - 1) + "),
-    "slots drawn twice": (
+    "a static schedule with repeats": ("tile_scheduler", "return round * count + ", "return round * (count - 1) + "),
+    "work tiles fetched twice": (
         "tile_scheduler", "gl.num_programs(0) + gl.atomic_add", "gl.num_programs(0) - 1 + gl.atomic_add",
     ),
-    "slots dealt out with gaps": ("tile_scheduler", "return round * count + ", "return round * (count + 1) + "),
+    "a static schedule with gaps": ("tile_scheduler", "return round * count + ", "return round * (count + 1) + "),
     "tiles of rows counted from one": (
         "tile_scheduler", "tile = tiles - 1 - rank // width", "tile = tiles - rank // width",
     ),
@@ -153,7 +153,7 @@ WRONG = {
         "pipeline", "self.full.index(self.barrier(n, c, part)), (n // self.STAGES) & 1",
         "self.full.index(self.barrier(n, c, part)), ((n // self.STAGES) & 1) ^ 1",
     ),
-    "the slots' phase flipped": (
+    "the scheduler's phase flipped": (
         "tile_scheduler", "self.full.index(n & 1), (n >> 1) & 1", "self.full.index(n & 1), ((n >> 1) & 1) ^ 1",
     ),
     "keys released before they are multiplied": (
@@ -164,13 +164,15 @@ WRONG = {
     "values of another tile": ("producer", "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row",
                                "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row + 1"),
     "the window one key too wide": ("mask_rules", "ahead - left", "ahead - left - 1"),
-    "a rescale left out": ("mma", "return p, o * shrink[:, None], m, l", "return p, o, m, l"),
-    "strays not noted": ("epilogue", "stray = (total != total) & rows.ok", "stray = (total != total) & (rows.row < 0)"),
+    "a rescale left out": ("mma", "return p, o * alpha[:, None], m, l", "return p, o, m, l"),
+    "non-finite tiles not flagged": (
+        "epilogue", "nonfinite = (total != total) & rows.ok", "nonfinite = (total != total) & (rows.row < 0)",
+    ),
     "the counter left as it is": ("nonfinite", "gl.store(a.COUNTER, 0)", "gl.store(a.COUNTER, 1)"),
 }  # fmt: skip
 
 
-def stray():
+def nonfinite():
     call = dense(Lq=200, Lk=200, H=1, causal=True)
     call.tensors.v[:, :, 150] = float("nan")
     return call
@@ -179,7 +181,7 @@ def stray():
 PROBES = (
     (lambda: dense(128, Lq=600, H=2, Lk=600), 3), (lambda: dense(128, Lq=600, H=3, Lk=600, causal=True), 2),
     (lambda: dense(128, Lq=300, H=1, Lk=300, window=(70, 0)), 2), (lambda: packed([5, 200, 129], [9, 260, 7]), 2),
-    (stray, 2),
+    (nonfinite, 2),
 )  # fmt: skip
 
 

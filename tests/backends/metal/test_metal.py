@@ -114,7 +114,7 @@ def test_every_kernel_stays_within_its_limits():
 
 def test_the_lint_has_no_complaint():
     """C++14, address spaces, functions that Metal has for these types; ASCII; no headers but Metal's, types after."""
-    sources = [*texts().values(), *map(text.reduction, ("float", "half", "bfloat")), text.classification()]
+    sources = [*texts().values(), *map(text.combine, ("float", "half", "bfloat")), text.classification()]
     assert len(sources) > 30
     for source in sources:
         assert lint(source) == []

@@ -49,7 +49,7 @@ def test_a_barrier_that_is_taken_out_is_missed(kernel, number):
 
 def test_no_barrier_was_overlooked():
     assert {name: len(barriers(source)) for name, source in TEXTS.items()} == {"tiled": 11, "vector": 1}
-    assert not barriers(text.reduction("float"))
+    assert not barriers(text.combine("float"))
     assert not barriers(text.classification())
 
 
@@ -104,7 +104,7 @@ MUTANTS = [
     mutant("a mask's bias of -65504 taken for hidden",
            ("cell.bias) != 0xff800000u", "cell.bias) != 0xff800000u && cell.bias > -65504.0f"),
            cases=[replace(c, mask="hqk", mask_kind="f32", pattern="least") for c in BOTH]),
-    mutant("a stale maximum", ("scale_by(o[i], by);", ";"), ("o[r][i] * shrink", "o[r][i]"), cases=BOTH),
+    mutant("a stale maximum", ("scale_by(o[i], by);", ";"), ("o[r][i] * alpha", "o[r][i]"), cases=BOTH),
     mutant("sinks dropped", ("bool has_sink, float sink) {", "bool has_sink, float sink) {\n  has_sink = false;"),
            cases=[replace(c, sinks=True) for c in BOTH]),
     mutant("KV head h % Hkv", ("head / p.group;", "head % (p.heads / p.group);"),
@@ -134,7 +134,7 @@ def test_the_suite_rejects(found, case):
 
 def test_every_edit_is_one():
     """A replacement of what is not there would prove nothing."""
-    every = [*TEXTS.values(), text.reduction("float"), text.classification()]
+    every = [*TEXTS.values(), text.combine("float"), text.classification()]
     for found in MUTANTS:
         for old, new in found.edits:
             assert any(old in source for source in every), (found.name, old)

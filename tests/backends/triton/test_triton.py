@@ -82,17 +82,17 @@ from tilewise.backends.gpu import varlen_order
 from tilewise.backends.triton import launch, split_kv
 torch.manual_seed(0)
 
-# Splits merged by the last program and by a launch of their own, which is what a CUDA graph holds: the same bits.
+# Splits combined by the last program and by a launch of their own, which is what a CUDA graph holds: the same bits.
 inside = []
 first = launch.Bound.first
 def watched(self, t, key):
-    inside.append(self.merges_inside)
+    inside.append(self.combines_inside)
     first(self, t, key)
 launch.Bound.first = watched
 q, k, v = torch.randn(2, 6, 1, 64), torch.randn(2, 2, 900, 64), torch.randn(2, 2, 900, 64)
 results = []
-for most in (split_kv.MERGE_BYTES, 0):
-    split_kv.MERGE_BYTES = most
+for most in (split_kv.COMBINE_BYTES, 0):
+    split_kv.COMBINE_BYTES = most
     launch.bound_to.kept.clear()
     results.append(attention(q, k, v, return_lse=True, sinks=torch.randn(6).mul(0).add(1), backend="triton"))
 assert inside == [True, False], inside
@@ -135,7 +135,7 @@ def test_pieces_in_the_interpreter():
     assert run.stdout == "fine\n", run.stdout + run.stderr[-2000:]
 
 
-SPREAD = """
+ROW_GROUPS = """
 import sys, torch
 from tilewise.testing.case import Case
 from tilewise.testing.check import check_case
@@ -162,7 +162,7 @@ print("fine")
 def test_scale_groups_beside_one_another_in_the_interpreter():
     """With the case's own bound: twice torch's error."""
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", SPREAD], env=env, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", ROW_GROUPS], env=env, capture_output=True, text=True)
     assert run.stdout == "fine\n", run.stdout + run.stderr[-2000:]
 
 
@@ -267,17 +267,17 @@ def test_masks_are_classified_unless_each_head_has_its_own_bias():
 def test_planes_of_a_section_fit_the_cache():
     p = problem(causal=True, batch=8, heads=32, kv_heads=32, kv_len=16384, head_dim=128, value_dim=128)
     c = config.config_of(p, nvidia(90))
-    assert config.section(p, c) == (32 << 20) // (16384 * 512)
-    assert config.section(problem(), c) == 1
+    assert config.swizzle(p, c) == (32 << 20) // (16384 * 512)
+    assert config.swizzle(problem(), c) == 1
 
 
 def test_short_calls_merge_their_splits_themselves():
     short = problem(batch=1, heads=32, kv_heads=8, q_len=1, kv_len=4096, head_dim=128, value_dim=128)
     for p, want in ((short, True), (replace(short, kv_len=65536), False), (replace(short, batch=64), False)):
         c = config.config_of(p, nvidia(90))
-        assert split_kv.merges_inside(p, c) is (want and c.splits > 1)
+        assert split_kv.combines_inside(p, c) is (want and c.splits > 1)
     wide = problem(batch=1, heads=64, kv_heads=1, q_len=16, kv_len=4096, head_dim=512, value_dim=512)
-    assert not split_kv.merges_inside(wide, config.config_of(wide, nvidia(90))), "too much for one program"
+    assert not split_kv.combines_inside(wide, config.config_of(wide, nvidia(90))), "too much for one program"
 
 
 def test_narrow_caches_are_read_in_pairs_where_that_can_be():
@@ -309,8 +309,8 @@ def test_whole_tiles_or_pages_are_read_like_a_contiguous_cache(D, page, lookup):
     p, one = paged(page, **sizes), problem(kv_len=4096, **sizes)
     c = config.config_of(p, nvidia(90))
     spec = config.spec(p, c, nvidia(90))
-    assert (spec.lookup, spec.ahead) == (lookup, lookup != "rows")
-    assert config.looks_ahead(p, c) is spec.ahead
+    assert (spec.lookup, spec.prefetch) == (lookup, lookup != "rows")
+    assert config.prefetches_pages(p, c) is spec.prefetch
     like = config.config_of(one, nvidia(90))
     assert ((c.BM, c.BK, c.splits) == (like.BM, like.BK, like.splits)) is (lookup != "rows")
 
@@ -318,14 +318,14 @@ def test_whole_tiles_or_pages_are_read_like_a_contiguous_cache(D, page, lookup):
 def test_where_pages_are_not_looked_up_ahead():
     wide = paged(16, q_len=1, head_dim=512, value_dim=512)
     spec = config.spec(wide, config.config_of(wide, nvidia(90)), nvidia(90))
-    assert (spec.lookup, spec.ahead) == ("tile", False)
+    assert (spec.lookup, spec.prefetch) == ("tile", False)
     assert config.config_of(replace(wide, heads=16, kv_heads=2, batch=16), nvidia(90)).splits == 8, "two a processor"
     many = paged(64)
-    assert config.spec(many, config.config_of(many, nvidia(90)), nvidia(90)).ahead, "prefill"
+    assert config.spec(many, config.config_of(many, nvidia(90)), nvidia(90)).prefetch, "prefill"
     small = config.spec(paged(16), config.config_of(paged(16), nvidia(90)), nvidia(90))
-    assert (small.lookup, small.ahead) == ("rows", False), "prefill"
+    assert (small.lookup, small.prefetch) == ("rows", False), "prefill"
     masked = replace(many, mask=MaskSpec(torch.bool, (False,) * 4))
-    assert not config.spec(masked, config.config_of(masked, nvidia(90)), nvidia(90)).ahead, (
+    assert not config.spec(masked, config.config_of(masked, nvidia(90)), nvidia(90)).prefetch, (
         "a list does not go tile by tile"
     )
     one = problem(q_len=1)
@@ -350,8 +350,8 @@ def test_quantised_caches_are_read_by_programs_of_one_warp(page, kind, changes, 
     assert (c.BM, c.BK, c.warps) == want
     spec = config.spec(p, c, nvidia(90))
     assert spec.flip is (c.BM == 8)
-    assert spec.flip <= spec.lifted
-    assert spec.lifted is (not sizes.get("causal") and "q_dtype" not in sizes), "hidden keys must not set a unit"
+    assert spec.flip <= spec.folded
+    assert spec.folded is (not sizes.get("causal") and "q_dtype" not in sizes), "hidden keys must not set a unit"
 
 
 @pytest.mark.parametrize(
@@ -367,12 +367,12 @@ def test_scale_groups_that_cut_rows_have_columns_of_their_own(kind, group, chang
     p = paged(16, **({"value_dim": sizes["head_dim"]} | sizes))
     c = config.config_of(p, nvidia(90))
     spec = config.spec(p, c, nvidia(90))
-    assert (c.BM, spec.spread) == want
+    assert (c.BM, spec.row_groups) == want
     assert spec.flip
-    assert spec.spread * c.pack * p.q_len <= c.BM or spec.spread == 1
-    assert config.query_tiles(p, c) == p.batch * -(-p.q_len // (c.BM // spec.spread // c.pack))
+    assert spec.row_groups * c.pack * p.q_len <= c.BM or spec.row_groups == 1
+    assert config.query_tiles(p, c) == p.batch * -(-p.q_len // (c.BM // spec.row_groups // c.pack))
     for op in (spec.keys, spec.values):
-        if spec.spread > 1:
+        if spec.row_groups > 1:
             assert (len(op.widths), op.groups, op.unit) == (1, 1, 2), "rows are read whole and in pairs"
 
 
@@ -381,7 +381,7 @@ def test_programs_of_one_warp_fill_the_processors():
                                         (16, 32, "int8", 2), (1, 8, "int4", 32)):  # fmt: skip
         p = paged(16, **stored(kind, batch=batch, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128))
         assert config.config_of(p, nvidia(90)).splits == want
-    assert config.config_of(replace(p, kv_len=1 << 20), nvidia(90)).splits == 64, "merging takes time too"
+    assert config.config_of(replace(p, kv_len=1 << 20), nvidia(90)).splits == 64, "combining takes time too"
 
 
 def test_a_kept_tile_of_flipped_products_is_not_used_where_keys_are_hidden():
@@ -409,7 +409,7 @@ def test_sums_wait_for_the_end_where_no_tile_is_done_twice():
     for p, want in ((problem(q_len=1), 32), (problem(q_len=1, causal=True), 32), (problem(), 0),
                     (problem(q_len=3, causal=True), 0), (problem(q_len=1, head_dim=512, value_dim=512), 32),
                     (problem(q_len=1, q_dtype=torch.float32, head_dim=576, value_dim=576), 16)):  # fmt: skip
-        assert config.spec(p, config.config_of(p, nvidia(90)), nvidia(90)).late == want
+        assert config.spec(p, config.config_of(p, nvidia(90)), nvidia(90)).sum_columns == want
 
 
 def test_int4_keys_are_biased_where_no_tile_is_done_twice_and_sums_are_short():

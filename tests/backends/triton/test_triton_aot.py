@@ -182,7 +182,7 @@ def sums(ttgir):
 
 
 def products(ttgir):
-    """Shapes and precision of a kernel's float32 and 16-bit products, without the counts of strays."""
+    """Shapes and precision of a kernel's float32 and 16-bit products, without the counts of non-finite values."""
     found = set()
     for line in ttgir.splitlines():
         if " warp_group_dot " in line or "tt.dot " in line or "ttng.warp_group_dot " in line:
@@ -196,7 +196,7 @@ def products(ttgir):
     [("causal", F32), ("window", BF16), ("bool mask", F32), ("bool mask", BF16), ("additive mask", F16)],
 )
 def test_a_tile_has_the_same_bits_in_every_loop(name, dtype):
-    """Tiles are done masked or unmasked, in the fast kernel or in its repair. Sums of more than two numbers would
+    """Tiles are done masked or unmasked, in the fast kernel or in its fix-up. Sums of more than two numbers would
     follow the layout that the compiler chose for a loop.
     """
     rules = {
@@ -204,12 +204,12 @@ def test_a_tile_has_the_same_bits_in_every_loop(name, dtype):
         "bool mask": mask(torch.bool), "additive mask": mask(dtype),
     }[name]  # fmt: skip
     p = problem(64, dtype=dtype, **rules)
-    fast, repair = attend_of(p, 90), next(helpers_of(p, 90))
-    for built in (fast, repair):
+    fast, fixup = attend_of(p, 90), next(helpers_of(p, 90))
+    for built in (fast, fixup):
         adds = list(sums(built.ttgir))
         assert adds
         assert max(adds) == 2
-    assert products(fast.ttgir) <= products(repair.ttgir)
+    assert products(fast.ttgir) <= products(fixup.ttgir)
     assert products(fast.ttgir)
 
 
@@ -220,7 +220,7 @@ def test_plain_sums_would_be_noticed():
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_the_small_kernels(arch):
-    """Repair, merging, classifying, listing, ranking."""
+    """Repair, combining, classifying, listing, ranking."""
     for name in ("bool mask", "additive mask", "decode-D128", "varlen-full"):
         built = list(helpers_of(HOT[name], arch))
         assert built

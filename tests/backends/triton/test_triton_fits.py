@@ -25,11 +25,11 @@ def check(p, arch, processors=132):
     bytes_needed = shared_memory.needed(p, c, s, nvidia(arch))
     assert bytes_needed <= nvidia(arch).shared_memory, (p, arch, c)
     assert shared_memory.registers(c, s) <= MOST_REGISTERS, (p, arch, c)
-    assert c.pack * s.spread <= c.BM
+    assert c.pack * s.row_groups <= c.BM
     assert p.heads % c.pack == 0
     assert c.splits >= 1
-    assert config.section(p, c) >= 1
-    assert config.query_tiles(p, c) * (c.BM // s.spread // c.pack) >= p.batch * p.q_len or p.packed_q
+    assert config.swizzle(p, c) >= 1
+    assert config.query_tiles(p, c) * (c.BM // s.row_groups // c.pack) >= p.batch * p.q_len or p.packed_q
     return bytes_needed / nvidia(arch).shared_memory
 
 

@@ -30,7 +30,7 @@ def plan(problem: Problem) -> Plan:
     rows = p.total_q if p.packed_q else p.batch * p.q_len
     notes = [UNMEASURED]
     if p.split_size and c.split_tiles == 0:
-        notes.append("split_size: keys are walked in one pass, which is batch-invariant already")
+        notes.append("split_size: keys are read in one pass, which is batch-invariant already")
     if c.pack > 1:
         notes.append(f"{c.pack} query heads of a KV head share a tile")
     kernel = "prefill" if not config.is_decode(p) else "split-KV decode" if c.splits > 1 else "decode"

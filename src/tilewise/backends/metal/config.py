@@ -10,7 +10,7 @@ from ...core.problem import Problem
 from .spec import BK, Config, padded
 
 GROUPS_A_CORE = 4  # threadgroups that are to be in flight for each core
-LEAST_TILES = 4  # key tiles of a split: shorter ones cost more to merge than they save
+LEAST_TILES = 4  # key tiles of a split: shorter ones cost more to combine than they save
 MOST_SPLITS = 64
 DECODE_ROWS = 32  # queries times heads of a KV head, up to which heads share a tile and keys are split
 

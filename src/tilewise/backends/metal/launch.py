@@ -30,15 +30,15 @@ def run(plan: Plan, tensors: Tensors) -> None:
     numbers = params.Numbers(ints, params.strides(tensors, states), floats)
     rows = (p.total_q if p.packed_q else p.batch * p.q_len) * p.heads
     given: dict[str, Any] = {name: stored(getattr(tensors, field)) for name, field in SOURCES.items()}
-    given |= {"states": states, "part": None, "part_ml": None}
+    given |= {"states": states, "partial": None, "partial_ml": None}
     if c.splits > 1:
-        given["part"] = workspace(tensors.q, rows * c.splits * p.value_dim)
-        given["part_ml"] = workspace(tensors.q, rows * c.splits * 2)
+        given["partial"] = workspace(tensors.q, rows * c.splits * p.value_dim)
+        given["partial_ml"] = workspace(tensors.q, rows * c.splits * 2)
     made = spec(p, c, tensors)
     grid = (config.query_tiles(p, c), p.heads // c.pack, c.splits)
     launch(gpu, c.kernel, text.attention(made), given, numbers, grid, THREADS)
     if c.splits > 1:
-        launch(gpu, "reduce", text.reduction(made.q_type), given, numbers, (rows // p.heads, p.heads, 1), LANES)
+        launch(gpu, "combine", text.combine(made.q_type), given, numbers, (rows // p.heads, p.heads, 1), LANES)
 
 
 def spec(problem: Problem, c: Config, t: Tensors) -> Spec:

@@ -146,16 +146,16 @@ def _launch(call: Call, arrays: dict[str, Any]) -> Any:
     results: Outputs = {"out": (tuple(call.out.shape), MLX[p.q_dtype]), "lse": unused}
     if call.lse is not None:
         results["lse"] = (tuple(call.lse.shape), mx.float32)
-    outputs = results | {"part": unused, "part_ml": unused}
-    if c.splits > 1:  # then the results are the reduction's
+    outputs = results | {"partial": unused, "partial_ml": unused}
+    if c.splits > 1:  # then the results are the combine's
         outputs = {"out": ((FEWEST,), MLX[p.q_dtype]), "lse": unused}
-        outputs["part"] = ((rows * c.splits * p.value_dim,), mx.float32)
-        outputs["part_ml"] = ((rows * c.splits * 2,), mx.float32)
+        outputs["partial"] = ((rows * c.splits * p.value_dim,), mx.float32)
+        outputs["partial_ml"] = ((rows * c.splits * 2,), mx.float32)
     grid = (config.query_tiles(p, c), p.heads // c.pack, c.splits)
     given |= _call(c.kernel, text.header(made), given | numbers, outputs, grid, THREADS)
     if c.splits > 1:
         grid = (rows // p.heads, p.heads, 1)
-        given |= _call("reduce", text.reduction_header(made.q_type), given | numbers, results, grid, LANES)
+        given |= _call("combine", text.combine_header(made.q_type), given | numbers, results, grid, LANES)
     return given["out"] if call.lse is None else _state(given["out"], given["lse"])
 
 

@@ -43,13 +43,13 @@ _ATTEND = Buffers(
         "slopes": "float", "sinks": "float", "lengths": "int", "offsets": "int", "cu_q": "int", "cu_k": "int",
         "table": "int",
     },
-    {"out": "TQ", "lse": "float", "part": "float", "part_ml": "float"},
+    {"out": "TQ", "lse": "float", "partial": "float", "partial_ml": "float"},
 )  # fmt: skip
 BUFFERS = {
     "tiled": _ATTEND,
     "vector": _ATTEND,
-    "reduce": Buffers(
-        {"part": "float", "part_ml": "float", "sinks": "float", "cu_q": "int"}, {"out": "TQ", "lse": "float"}
+    "combine": Buffers(
+        {"partial": "float", "partial_ml": "float", "sinks": "float", "cu_q": "int"}, {"out": "TQ", "lse": "float"}
     ),
     "classify": Buffers({"mask": "uint8_t"}, {"states": "uint8_t"}),
 }
@@ -70,9 +70,9 @@ def attention(spec: Spec) -> str:
 
 
 @lru_cache(maxsize=64)
-def reduction(q_type: str) -> str:
-    """The text of the kernel that merges splits."""
-    return _for_torch("reduce", reduction_header(q_type))
+def combine(q_type: str) -> str:
+    """The text of the kernel that combines splits."""
+    return _for_torch("combine", combine_header(q_type))
 
 
 @cache
@@ -97,8 +97,8 @@ def header(spec: Spec) -> str:
     return _header(spec.kernel, types, constants)
 
 
-def reduction_header(q_type: str) -> str:
-    return _header("reduce", {"TQ": q_type} | dict.fromkeys(("TK", "TV", "TKS", "TVS"), "float"), _PLAIN)
+def combine_header(q_type: str) -> str:
+    return _header("combine", {"TQ": q_type} | dict.fromkeys(("TK", "TV", "TKS", "TVS"), "float"), _PLAIN)
 
 
 def classification_header() -> str:

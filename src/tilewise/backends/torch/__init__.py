@@ -35,7 +35,7 @@ def plan(problem: Problem) -> Plan:
     cells = problem.heads * tile[0] * tile[1]
     notes = ["plain torch in tiles: right on any device, not fast"]
     if problem.split_size:
-        notes.append("split_size: keys are walked in one pass, which is batch-invariant already")
+        notes.append("split_size: keys are read in one pass, which is batch-invariant already")
     if problem.device.type != "cpu" and problem.has_lengths:
         notes.append("lengths are read on the host: the call waits for the device")
     return Plan(problem, "torch", "tiled online softmax", tile, workspace_bytes=4 * 3 * cells, notes=tuple(notes))

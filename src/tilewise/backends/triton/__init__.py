@@ -51,7 +51,7 @@ def plan(problem: Problem) -> Plan:
     rows = problem.total_q if problem.packed_q else problem.batch * problem.q_len
     notes = []
     if problem.split_size and c.split_tiles == 0:
-        notes.append("split_size: keys are walked in one pass, which is batch-invariant already")
+        notes.append("split_size: keys are read in one pass, which is batch-invariant already")
     if c.slices > 1:
         notes.append(f"{c.slices} programs share the value columns of a tile")
     if c.pack > 1:

@@ -1,6 +1,6 @@
-"""Merges the partial results of splits in a launch of its own: one program for each row of the output and head.
+"""Combines the partial results of splits in a launch of its own: one program for each row of the output and head.
 
-The arithmetic is that of a program that merges its own row's splits (`epilogue.py`).
+The arithmetic is that of a program that combines its own row's splits (`epilogue.py`).
 """
 
 import triton.language as tl
@@ -8,13 +8,13 @@ from triton.language.extra.cuda import gdc_wait
 
 import triton
 
-from .epilogue import empty_acc, finish, merge_parts, store_acc
+from .epilogue import combine_splits, empty_acc, normalise, store_acc
 from .kv_load import values_of
 
 
 @triton.jit(do_not_specialize=["q_len", "heads", "splits", "batch"])
-def reduce(
-    PART, PART_ML, OUT, LSE, SINKS, CU_Q, o_b, o_h, o_l, lse_b, lse_h, lse_l, q_len, heads, splits, batch,
+def combine(
+    PARTIAL, PARTIAL_ML, OUT, LSE, SINKS, CU_Q, o_b, o_h, o_l, lse_b, lse_h, lse_l, q_len, heads, splits, batch,
     S: tl.constexpr,
 ):  # fmt: skip
     if S.pdl:
@@ -30,14 +30,14 @@ def reduce(
     one = tl.arange(0, 1)  # [1]
     ok = one == 0
     acc = empty_acc(values_of(S), 1)
-    m, l, acc = merge_parts(PART, PART_ML, one + pid * splits, splits, ok, acc, S.block, values_of(S))
+    m, l, acc = combine_splits(PARTIAL, PARTIAL_ML, one + pid * splits, splits, ok, acc, S.block, values_of(S))
     if S.sinks:
         sink = tl.load(SINKS + head + one)
         if S.packed_q:
             sink = tl.where(token < tl.load(CU_Q + batch), sink, float("-inf"))
-        m, l, acc = finish(m, l, acc, sink, True)
+        m, l, acc = normalise(m, l, acc, sink, True)
     else:
-        m, l, acc = finish(m, l, acc, m, False)
+        m, l, acc = normalise(m, l, acc, m, False)
     store_acc(OUT + b * o_b + row * o_l + head * o_h + one, acc, ok, values_of(S), False)
     if S.lse:
         tl.store(LSE + b * lse_b + row * lse_l + head * lse_h + one, m + tl.log(l))

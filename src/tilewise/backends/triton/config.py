@@ -14,16 +14,16 @@ from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from ..gpu.target import Target
 from . import shared_memory
 from .operands import operand
-from .quantised import flipped_columns, flips, hides, is_narrow, is_packed, pack_of, spread
+from .quantised import flipped_columns, flips, hides, is_f16_quantised, is_packed, pack_of, row_groups
 from .spec import Config as Config
 from .spec import Spec
 from .split_kv import MOST_SPLITS, split_count
 
 DECODE_ROWS = 16  # queries up to here are decoded: heads of a group share a tile and the keys are split
-MERGE_BLOCK = 16  # partial results of a row that are loaded at once
+COMBINE_BLOCK = 16  # partial results of a row that are loaded at once
 SHORT_KEYS = 1 << 16  # keys of all heads up to which splits are short, and tiles are to be
 MOST_ORDERED = 1024  # sequences that one program ranks
-L2_SECTION = 32 << 20  # bytes of K and V that a section of planes may hold; the H200's L2 has 50 MiB
+L2_SWIZZLE = 32 << 20  # bytes of K and V that an L2 swizzle group may hold; the H200's L2 has 50 MiB
 
 
 def prefill_tile(problem: Problem, target: Target) -> Config:
@@ -95,7 +95,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     if BM > 16:  # more rows, fewer registers for keys
         BK = 64 if wide <= 128 else 32 if wide <= 256 else 16
         return Config(BM, BK, 4, 3, pack)
-    if is_narrow(p) and wide <= 256 and (p.page_size > 0 or is_packed(p) or hides(p)):
+    if is_f16_quantised(p) and wide <= 256 and (p.page_size > 0 or is_packed(p) or hides(p)):
         return Config(BM, 32, 1, 3, pack)
     BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
     if p.page_size % BK == 0:
@@ -179,12 +179,12 @@ def programs_at_once(problem: Problem, c: Config) -> int:
     """
     if c.warps == 1:
         return 4 if flips(problem) and problem.group > 1 and not is_packed(problem) else 8
-    return 2 if problem.form == "paged" and not looks_ahead(problem, c) else 1
+    return 2 if problem.form == "paged" and not prefetches_pages(problem, c) else 1
 
 
 def query_tiles(problem: Problem, c: Config) -> int:
     """Tiles of query rows in all sequences; of packed ones the most that there can be."""
-    BQ = c.BM // spread(problem, c) // c.pack
+    BQ = c.BM // row_groups(problem, c) // c.pack
     if problem.packed_q:
         return problem.total_q // BQ + problem.batch + 1
     return problem.batch * -(-problem.q_len // BQ)
@@ -210,7 +210,7 @@ def lookup(problem: Problem, c: Config) -> str:
     return "pages" if c.BK % problem.page_size == 0 and is_decode(problem) else "rows"
 
 
-def looks_ahead(problem: Problem, c: Config) -> bool:
+def prefetches_pages(problem: Problem, c: Config) -> bool:
     """Whether a tile's pages are looked up while the tile before it is done: where they are not looked up row by row.
 
     Else the lookup is a step of the pipeline. Pages of 128, D=128: 4.31 TB/s in decode for 3.76, 436 TFLOPS in prefill
@@ -220,18 +220,18 @@ def looks_ahead(problem: Problem, c: Config) -> bool:
 
 
 def lists_tiles(problem: Problem) -> bool:
-    """Whether a dense mask's tiles are walked by a list; few queries read all of it."""
+    """Whether a dense mask's tiles come from a list; few queries read all of it."""
     return problem.mask is not None and not is_decode(problem)
 
 
-def section(problem: Problem, c: Config) -> int:
+def swizzle(problem: Problem, c: Config) -> int:
     """Planes whose tiles are mixed: those whose keys fit the L2 cache together, if some tiles have more to do."""
     p = problem
     if not p.rules.by_position or p.packed_q:
         return 1
     size = p.kv_len * (p.head_dim * p.k_dtype.itemsize + p.value_dim * p.v_dtype.itemsize) * c.pack // p.group
     planes = p.batch * (p.heads // c.pack)
-    return max(1, min(planes, L2_SECTION // max(1, size)))
+    return max(1, min(planes, L2_SWIZZLE // max(1, size)))
 
 
 def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spec:
@@ -241,7 +241,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
     if sees_all(p):
         flags["rules"] = replace(flags["rules"], causal=False)
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
-    keys = operand(p, p.head_dim, p.k_format, True, c.BM, target, pairs, spread(p, c))
+    keys = operand(p, p.head_dim, p.k_format, True, c.BM, target, pairs, row_groups(p, c))
     # Biased sums are larger, and so are their errors: 2.3e-6 to 3.3e-6 of lse with D=128, where 2.6e-6 to 3.8e-6 are
     # allowed (int8, which is not biased, 0.7e-6 to 1.4e-6), and 4.5e-6 to 7e-6 with D=256, which is too much.
     if guard == "" and keys.packing == 2 and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
@@ -249,7 +249,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
     return Spec(
         **flags,
         keys=keys,
-        values=operand(p, p.value_dim // c.slices, p.v_format, False, c.BM, target, pairs, spread(p, c)),
+        values=operand(p, p.value_dim // c.slices, p.v_format, False, c.BM, target, pairs, row_groups(p, c)),
         round=DTYPE_NAMES[p.q_dtype],
         BM=c.BM,
         BK=c.BK,
@@ -264,17 +264,17 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
         negate=flags["linear"] and p.scale < 0,
         guard=guard,
         split=c.splits > 1,
-        merge="after" if c.splits > 1 else "",
-        block=min(MERGE_BLOCK, ceil_pow2(c.splits)),
+        combine="after" if c.splits > 1 else "",
+        block=min(COMBINE_BLOCK, ceil_pow2(c.splits)),
         ptx=target.ptx,
         grain=1,
         align=1,
         scale_grain=1,
         scale_align=1,
-        flip=c.BM == 8 or spread(p, c) > 1,
+        flip=c.BM == 8 or row_groups(p, c) > 1,
         pdl=c.splits > 1 and target.at_least(90),
-        ahead=looks_ahead(p, c),
-        late=min(8 * c.warps, c.BK) if guard == "" and c.BM < 64 else 0,
+        prefetch=prefetches_pages(p, c),
+        sum_columns=min(8 * c.warps, c.BK) if guard == "" and c.BM < 64 else 0,
     )
 
 

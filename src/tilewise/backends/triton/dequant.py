@@ -28,10 +28,10 @@ def bytes_ptx(kind, half):
         return "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
     mask, code = CODES[kind]
     flip = code[2:] * 4
-    spread = "".join(f"prmt.b32 ${i}, x, 0x64646464, 0x{order};" for i, order in enumerate(("4140", "4342")))
+    unpack = "".join(f"prmt.b32 ${i}, x, 0x64646464, 0x{order};" for i, order in enumerate(("4140", "4342")))
     less = "".join(f"sub.rn.f16x2 ${i}, ${i}, x;" for i in range(2))
     return (
-        f"{{ .reg .b32 x; shr.b32 x, $2, {4 * half}; lop3.b32 x, x, 0x{mask * 4}, 0x{flip}, 0x6A; {spread}"
+        f"{{ .reg .b32 x; shr.b32 x, $2, {4 * half}; lop3.b32 x, x, 0x{mask * 4}, 0x{flip}, 0x6A; {unpack}"
         f" mov.b32 x, 0x{code * 2}; {less} }}"
     )
 

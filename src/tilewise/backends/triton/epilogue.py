@@ -19,32 +19,32 @@ def empty_acc(OP: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def finish(m, l, acc, sink, SINKS: tl.constexpr):
+def normalise(m, l, acc, sink, SINKS: tl.constexpr):
     """The state with its sink, normalised; m in natural units. A row that saw nothing has l = 1, m = -inf, acc = 0."""
     if SINKS:
-        top = tl.maximum(m, sink)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        shrink = tl.exp2((m - base) * LOG2E)
-        l = l * shrink + tl.where(sink == float("inf"), 1.0, tl.exp2((sink - base) * LOG2E))  # inf - inf would be NaN
-        m = top
+        m_new = tl.maximum(m, sink)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2((m - base) * LOG2E)
+        l = l * alpha + tl.where(sink == float("inf"), 1.0, tl.exp2((sink - base) * LOG2E))  # inf - inf would be NaN
+        m = m_new
     l = tl.where(l == 0, 1.0, l)
     result = ()
     for i in tl.static_range(len(acc)):
         x = acc[i]
         if SINKS:
-            x = x * shrink[:, None]
+            x = x * alpha[:, None]
         result = result + (x / l[:, None],)
     return m, l, result
 
 
 @triton.jit
-def store_acc(at, acc, ok, OP: tl.constexpr, SPREAD: tl.constexpr):
-    """Rows `at` [BM] from chunks [BM, W], converted to the type of the memory; SPREAD, of each row its own group."""
+def store_acc(at, acc, ok, OP: tl.constexpr, ROW_GROUPS: tl.constexpr):
+    """Rows `at` [BM] from chunks [BM, W], converted to the memory's type; ROW_GROUPS: of each row its own group."""
     for i in tl.static_range(len(OP.widths)):
         for part in tl.static_range(parts_of(OP)):
             d = tl.arange(0, width_of(OP, i))
             inside = ok[:, None] & (d < OP.columns - first_of(OP, i))[None, :]
-            if SPREAD:
+            if ROW_GROUPS:
                 inside = inside & own_group(ok.shape[0], i, part, OP)
             x = acc[i * OP.parts + part]
             to = at[:, None] + start_of(OP, i, part) + d[None, :] * unit_of(OP)
@@ -52,7 +52,7 @@ def store_acc(at, acc, ok, OP: tl.constexpr, SPREAD: tl.constexpr):
 
 
 @triton.constexpr_function
-def merge_block(op, most):
+def splits_at_once(op, most):
     """Splits whose results are on their way at once: as many as registers hold."""
     return max(1, min(most, 1024 // (op.columns * op.parts)))
 
@@ -74,44 +74,44 @@ def load_acc(at, ok, OP: tl.constexpr):
 
 
 @triton.jit
-def merge_parts(PART, PART_ML, first, splits, ok, acc, MOST: tl.constexpr, OP: tl.constexpr):
-    """The states of `splits` splits merged into one: m, l, acc. `first` [BM] numbers the first split of each row, `acc`
-    is all zeros.
+def combine_splits(PARTIAL, PARTIAL_ML, first, splits, ok, acc, MOST: tl.constexpr, OP: tl.constexpr):
+    """The states of `splits` splits as one: m, l, acc. `first` [BM] numbers the first split of each row, `acc` is all
+    zeros.
 
     MOST splits are loaded at once, for the time goes into waiting; they are added one by one and in order, so that more
-    (empty) ones do not change a bit, nor the number of rows that a program merges.
+    (empty) ones do not change a bit, nor the number of rows that a program combines.
     """
-    BS: tl.constexpr = merge_block(OP, MOST)
+    BS: tl.constexpr = splits_at_once(OP, MOST)
     N: tl.constexpr = len(acc)
     m = tl.full(ok.shape, float("-inf"), tl.float32)
     l = tl.zeros(ok.shape, tl.float32)
     for s0 in range(0, splits, BS):
         ms = ()
         ls = ()
-        parts = ()
+        partials = ()
         for j in tl.static_range(BS):
             here = ok & (s0 + j < splits)
-            at = PART_ML + (first + s0 + j) * 2
+            at = PARTIAL_ML + (first + s0 + j) * 2
             ms = ms + (tl.load(at, mask=here, other=float("-inf"), cache_modifier=".cg"),)
             ls = ls + (tl.load(at + 1, mask=here, other=0.0, cache_modifier=".cg"),)
-            parts = parts + load_acc(PART + (first + s0 + j) * (OP.columns * OP.parts), here, OP)
-        top = m
+            partials = partials + load_acc(PARTIAL + (first + s0 + j) * (OP.columns * OP.parts), here, OP)
+        m_new = m
         for j in tl.static_range(BS):
-            top = tl.maximum(top, ms[j])
-        base = tl.where(top == float("-inf"), 0.0, top)
-        shrink = tl.exp2((m - base) * LOG2E)
-        l = l * shrink
+            m_new = tl.maximum(m_new, ms[j])
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2((m - base) * LOG2E)
+        l = l * alpha
         sums = ()
         for i in tl.static_range(N):
-            sums = sums + (acc[i] * shrink[:, None],)
+            sums = sums + (acc[i] * alpha[:, None],)
         for j in tl.static_range(BS):
             weight = tl.exp2((ms[j] - base) * LOG2E)  # [BM]
             l += weight * ls[j]
             added = ()
             for i in tl.static_range(N):
                 # An empty split has written zeros, so that no weight meets an old NaN.
-                added = added + (sums[i] + parts[j * N + i] * weight[:, None],)
+                added = added + (sums[i] + partials[j * N + i] * weight[:, None],)
             sums = added
-        m = top
+        m = m_new
         acc = sums
     return m, l, acc

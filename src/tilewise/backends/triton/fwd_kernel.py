@@ -1,17 +1,18 @@
 """Attention of one tile of query rows over the keys that it can see: prefill and decode.
 
 A program owns BM rows: BM // pack queries times `pack` query heads of one KV head (pack is 1 in prefill, the group in
-decode, so that each key is read once for all heads that share it). It walks the key tiles from the first that any of
-its rows sees to the last, in order: a masked range at either end, an unmasked one between them, or the list of tiles
+decode, so that each key is read once for all heads that share it). Its mainloop takes key tiles from the first that any
+of its rows sees to the last, in order: a masked range at either end, an unmasked one between them, or the list of tiles
 that a dense mask leaves. K and V go from global to shared memory by pipelined copies; q, m, l and acc stay in
-registers. With `split` the keys are cut over programs and each writes its (m, l, acc); the last of them to end merges
+registers. With `split` the keys are cut over programs and each writes its (m, l, acc); the last of them to end combines
 all ("inside"), or `combine.py` does ("after"). With `slices` the value columns are cut: programs that share rows each
-compute all scores and a part of the output.
+compute all scores and a slice of the output.
 
 The products p v of the fast loops also multiply values under hidden cells, by zero. If such a value was not finite,
-acc has become NaN; then, and only then, the tile is done again with a slower loop that keeps strays from blind rows.
-Decode does so in the same kernel ("inside"). In prefill that loop would take registers from the fast ones, so there a
-program leaves a note ("flag") and a second launch of the same tiles, most of which end at once, does it ("repair").
+acc has become NaN; then, and only then, the tile is computed again by a slower loop that keeps non-finite values from
+rows that do not see them (non-finite fix-up). Decode does so in the same kernel ("inside"). In prefill that loop would
+take registers from the fast ones, so there a program sets a flag ("flag") and a second launch of the same tiles, most
+of which end at once, does it ("fixup").
 """
 
 import triton.language as tl
@@ -21,33 +22,33 @@ import triton
 
 from ...core.mask_rules import RULE_NUMBERS
 from ..gpu.mask_rules import key_span
-from .epilogue import empty_acc, finish, merge_parts, store_acc
+from .epilogue import combine_splits, empty_acc, normalise, store_acc
 from .kv_load import find_pages, values_of
 from .mainloop import step, unit_of_m
 from .mask import find_ordered, find_sequence
 from .q_load import key_bias, load_rows
-from .scale_folding import LEAST_SCALE, lowered
+from .scale_folding import LEAST_SCALE, unfolded
 
 # Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
 PLAIN_INTS = [
-    "batch", "head_blocks", "q_len", "kv_len", "total_q", "q_offset", *RULE_NUMBERS, "section", "splits", "split_tiles",
+    "batch", "head_blocks", "q_len", "kv_len", "total_q", "q_offset", *RULE_NUMBERS, "swizzle", "splits", "split_tiles",
 ]  # fmt: skip
 
 
 @triton.jit
-def empty_state(ahead, S: tl.constexpr):
+def empty_state(pages, S: tl.constexpr):
     BM: tl.constexpr = S.BM
-    LATE: tl.constexpr = S.late
+    SUM_COLUMNS: tl.constexpr = S.sum_columns
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
-    if S.late > 0:
-        l = tl.zeros([BM, LATE], tl.float32)
+    if S.sum_columns > 0:
+        l = tl.zeros([BM, SUM_COLUMNS], tl.float32)
     power = tl.full([BM], LEAST_SCALE / 4096, tl.float32)
-    return m, l, empty_acc(values_of(S), BM), power, ahead
+    return m, l, empty_acc(values_of(S), BM), power, pages
 
 
 @triton.jit
-def has_strays(acc):
+def has_nonfinite(acc):
     """Whether any element is NaN or infinite (0 * x is then NaN)."""
     found = 0
     for i in tl.static_range(len(acc)):
@@ -56,28 +57,28 @@ def has_strays(acc):
 
 
 @triton.jit(do_not_specialize=PLAIN_INTS)
-def attend(
+def fwd_kernel(
     Q, K, V, OUT, LSE, K_SCALES, V_SCALES, MASK, SLOPES, SINKS, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, TABLE,
-    PART, PART_ML, SEMAPHORES, FLAGS, LIST, RANK, ORDER,
+    PARTIAL, PARTIAL_ML, SEMAPHORES, FLAGS, LIST, RANK, ORDER,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, lse_b, lse_h, lse_l,
     ks_b, ks_h, ks_l, vs_b, vs_h, vs_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n, slopes_b,
-    table_b, batch, head_blocks, q_len, kv_len, total_q, q_offset, scale, softcap, left, right, chunk, section, splits,
+    table_b, batch, head_blocks, q_len, kv_len, total_q, q_offset, scale, softcap, left, right, chunk, swizzle, splits,
     split_tiles,
     S: tl.constexpr,
 ):  # fmt: skip
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
     PACK: tl.constexpr = S.pack
-    BQ: tl.constexpr = S.BM // S.spread // S.pack
+    BQ: tl.constexpr = S.BM // S.row_groups // S.pack
     if S.pdl:
         gdc_launch_dependents()
     scale = tl.cast(scale, tl.float32)  # float32 it is, but to the interpreter, which takes a subnormal for float64
     pid = tl.program_id(0)
     split = tl.program_id(1)
     flag = FLAGS
-    if S.guard == "flag" or S.guard == "repair":
+    if S.guard == "flag" or S.guard == "fixup":
         flag = FLAGS + pid * splits + split
-    if S.guard == "repair":
+    if S.guard == "fixup":
         if tl.load(flag) == 0:
             return
     if S.grain > 1:
@@ -112,11 +113,11 @@ def attend(
         row_b = b * 0
         b = tl.minimum(b, batch - 1)
     else:
-        # Sections of planes whose keys fit the L2 cache; inside one, the last tiles of all its planes come first.
+        # L2 swizzle groups: planes whose keys fit the L2 cache; in one, the last tiles of all its planes come first.
         tiles = tl.cdiv(q_len, BQ)
-        first = pid // (section * tiles) * section
-        width = tl.minimum(section, batch * head_blocks - first)
-        rank = pid % (section * tiles)
+        first = pid // (swizzle * tiles) * swizzle
+        width = tl.minimum(swizzle, batch * head_blocks - first)
+        rank = pid % (swizzle * tiles)
         plane = first + rank % width
         tile = tiles - 1 - rank // width
         b = plane // head_blocks
@@ -140,11 +141,11 @@ def attend(
     if S.packed_q:
         n_keys = tl.where(owned, n_keys, 0)
 
-    r = tl.arange(0, BM) // S.spread
+    r = tl.arange(0, BM) // S.row_groups
     row = tile * BQ + r // PACK  # [BM]
     head = hb * PACK + r % PACK  # [BM]
     row_ok = row < q_len
-    if BM // S.spread % PACK != 0:
+    if BM // S.row_groups % PACK != 0:
         row_ok = row_ok & (r // PACK < BQ)
     kv_head = (hb * PACK // S.group).to(tl.int64)
     qpos = offset + row
@@ -206,11 +207,11 @@ def attend(
     if S.mask != "":
         mask = (MASK + wide_b * mask_b + wide_head * mask_h + wide_row * mask_q, row_ok, mask_k)
 
-    ahead = ()
-    if S.ahead:
-        ahead = find_pages(first_t * BK, hi, table, S, True)
-    state = empty_state(ahead, S)
-    if S.guard == "repair":
+    pages = ()
+    if S.prefetch:
+        pages = find_pages(first_t * BK, hi, table, S, True)
+    state = empty_state(pages, S)
+    if S.guard == "fixup":
         for t in tl.range(first_t, last_t, num_stages=1):
             state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, True)
     elif S.listed:
@@ -235,47 +236,47 @@ def attend(
             for t in tl.range(outer, last_t):
                 state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
     if S.guard == "flag":
-        tl.store(flag, has_strays(state[2]).to(tl.int32))
+        tl.store(flag, has_nonfinite(state[2]).to(tl.int32))
     if S.guard == "inside":
-        if has_strays(state[2]):
+        if has_nonfinite(state[2]):
             state = empty_state(state[4], S)
             for t in tl.range(first_t, last_t, num_stages=1):
                 state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, True)
 
     m, l, acc, power, _ = state
     first_ok = row_ok  # of rows that stand for one, the first
-    if S.spread > 1:
-        first_ok = row_ok & (tl.arange(0, BM) % S.spread == 0)
-    if S.lifted:
-        acc = lowered(acc, power)
-    if S.late > 0:
+    if S.row_groups > 1:
+        first_ok = row_ok & (tl.arange(0, BM) % S.row_groups == 0)
+    if S.folded:
+        acc = unfolded(acc, power)
+    if S.sum_columns > 0:
         l = tl.sum(l, 1)
     if S.linear:
         m = tl.where(m == float("-inf"), m, m * unit_of_m(scale, factor, S))
     if S.split:
         # Rows in the order of the output's rows, then heads, then splits.
-        part = ((row_b.to(tl.int64) * q_len + q_start + wide_row) * (head_blocks * PACK) + head) * splits
-        tl.store(PART_ML + (part + split) * 2, m, mask=first_ok)
-        tl.store(PART_ML + (part + split) * 2 + 1, l, mask=first_ok)
+        partial = ((row_b.to(tl.int64) * q_len + q_start + wide_row) * (head_blocks * PACK) + head) * splits
+        tl.store(PARTIAL_ML + (partial + split) * 2, m, mask=first_ok)
+        tl.store(PARTIAL_ML + (partial + split) * 2 + 1, l, mask=first_ok)
         columns: tl.constexpr = S.values.columns * S.values.parts
-        store_acc(PART + (part + split) * columns, acc, row_ok, values_of(S), S.spread > 1)
-        if S.merge == "inside":
-            # The program that is done last merges what all have written, and leaves a zero for the next call.
+        store_acc(PARTIAL + (partial + split) * columns, acc, row_ok, values_of(S), S.row_groups > 1)
+        if S.combine == "inside":
+            # The program that is done last combines what all have written, and leaves a zero for the next call.
             tl.debug_barrier()
             done = tl.atomic_add(SEMAPHORES + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
             if done != splits - 1:
                 return
             tl.store(SEMAPHORES + tl.program_id(0), 0)
             zeros = empty_acc(values_of(S), BM)
-            m, l, acc = merge_parts(PART, PART_ML, part, splits, row_ok, zeros, S.block, values_of(S))
-    if S.merge != "after":
+            m, l, acc = combine_splits(PARTIAL, PARTIAL_ML, partial, splits, row_ok, zeros, S.block, values_of(S))
+    if S.combine != "after":
         if S.sinks:
             sink = tl.where(row_ok & owned, tl.load(SINKS + head, mask=row_ok, other=0.0), float("-inf"))
-            m, l, acc = finish(m, l, acc, sink, True)
+            m, l, acc = normalise(m, l, acc, sink, True)
         else:
-            m, l, acc = finish(m, l, acc, m, False)
+            m, l, acc = normalise(m, l, acc, m, False)
         out_at = OUT + row_b.to(tl.int64) * o_b + (q_start + wide_row) * o_l + wide_head * o_h + column
-        store_acc(out_at, acc, row_ok, values_of(S), S.spread > 1)
+        store_acc(out_at, acc, row_ok, values_of(S), S.row_groups > 1)
         if S.lse:
             lse_at = LSE + row_b.to(tl.int64) * lse_b + (q_start + wide_row) * lse_l + wide_head * lse_h
             tl.store(lse_at, m + tl.log(l), mask=first_ok & (column == 0))

@@ -94,8 +94,8 @@ def group_of(op, i, part):
 
 
 @triton.constexpr_function
-def spread_of(op):
-    return op.spread
+def row_groups_of(op):
+    return op.row_groups
 
 
 @triton.constexpr_function

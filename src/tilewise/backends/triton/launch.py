@@ -1,7 +1,7 @@
 """From a plan and its tensors to kernel launches.
 
 The first call of a plan with given strides goes through Triton, which compiles. The compiled kernel is kept, and later
-calls with the same strides and aligned pointers hand their addresses straight to it: that is a few microseconds where
+calls with the same strides and aligned pointers pass their addresses straight to it: that is a few microseconds where
 the way through Triton is tens. Nothing here reads a value on the device.
 """
 
@@ -25,29 +25,29 @@ from ..gpu.orderer import Orderer
 from ..gpu.semaphores import Semaphores, capturing
 from ..gpu.target import INTERPRETER, Target, target_of
 from . import config, tuned
-from .combine import reduce
-from .fwd_kernel import attend
+from .combine import combine
+from .fwd_kernel import fwd_kernel
 from .spec import Config
-from .split_kv import merges_inside
+from .split_kv import combines_inside
 
-REDUCE_WARPS = 4
+COMBINE_WARPS = 4
 
-# The pointers of `attend`, and where they come from.
+# The pointers of `fwd_kernel`, and where they come from.
 POINTERS = {
     "Q": "q", "K": "k", "V": "v", "OUT": "out", "LSE": "lse", "K_SCALES": "k_scales", "V_SCALES": "v_scales",
     "MASK": "mask", "SLOPES": "alibi_slopes", "SINKS": "sinks", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
     "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "TABLE": "block_table",
 }  # fmt: skip
-MERGED = ("out", "lse", "sinks", "cu_seqlens_q")  # what `reduce` is given of them
+COMBINED = ("out", "lse", "sinks", "cu_seqlens_q")  # what `combine` is given of them
 
 
 class Launches(NamedTuple):
     """What a call like an earlier one launches."""
 
     attention: Ready
-    inside: Ready | None  # attention that merges its splits itself
-    repairing: Ready | None
-    merging: Ready | None
+    inside: Ready | None  # attention that combines its splits itself
+    fixup: Ready | None
+    combining: Ready | None
     listing: Listing | None
     ordering: Ready | None
 
@@ -60,7 +60,7 @@ class Bound:
         self.config = c
         self.target = target
         spec = self.spec = config.spec(p, c, target)
-        self.reducer = Kernel(reduce, {"S": spec}, num_warps=REDUCE_WARPS, launch_pdl=spec.pdl)
+        self.combiner = Kernel(combine, {"S": spec}, num_warps=COMBINE_WARPS, launch_pdl=spec.pdl)
         self.lister = Lister(p, c.BM, c.BK) if spec.listed else None
         self.orderer = Orderer(p, c.BM // c.pack) if spec.ordered else None
         head_blocks = p.heads // c.pack
@@ -68,8 +68,8 @@ class Bound:
         rows = p.total_q if p.packed_q else p.batch * p.q_len
         self.rows = rows * p.heads
         # The workspace: m and l of every split of every row, then acc. Both begin at multiples of 16 bytes.
-        self.part_at = -(-self.rows * c.splits * 2 // 4) * 4
-        self.part_end = self.part_at + self.rows * c.splits * p.value_dim
+        self.partial_at = -(-self.rows * c.splits * 2 // 4) * 4
+        self.partial_end = self.partial_at + self.rows * c.splits * p.value_dim
         self.sizes: Arguments = {
             "batch": p.batch,
             "head_blocks": head_blocks,
@@ -79,19 +79,19 @@ class Bound:
             "scale": abs(p.scale) if spec.linear else p.scale,
             "softcap": softcap_of(p),
             **rules_of(p),
-            "section": config.section(p, c),
+            "swizzle": config.swizzle(p, c),
             "splits": c.splits,
             "split_tiles": c.split_tiles,
         }
         # Programs that combine splits have a workspace that stays, one a stream: semaphores, then what `memory` gives
         # to others.
-        self.merges_inside = merges_inside(p, c)
+        self.combines_inside = combines_inside(p, c)
         self.semaphores_end = -(-self.grid[0] // 4) * 4
-        self.semaphores = Semaphores(self.semaphores_end + self.part_end, spare=0)
+        self.semaphores = Semaphores(self.semaphores_end + self.partial_end, spare=0)
         self.present: Any = None
         self.mask_at = 0  # where the mask's address is among those of a call
         self.order_at: list[int] = []  # and those that the orderer reads
-        self.merged_at: list[int] = []  # and the merging kernel
+        self.combined_at: list[int] = []  # and the combining kernel
         self.ready: dict[Any, Launches] = {}
 
     def __call__(self, t: Tensors) -> None:
@@ -101,7 +101,7 @@ class Bound:
                 names = [name for name in POINTERS.values() if getattr(t, name) is not None]
                 self.present, self.mask_at = attrgetter(*names), names.index("mask") if "mask" in names else 0
                 self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
-                self.merged_at = [names.index(name) for name in MERGED if name in names]
+                self.combined_at = [names.index(name) for name in COMBINED if name in names]
             given = self.present(t)
             key = tuple([x.stride() for x in given])
             addresses = [x.data_ptr() for x in given]
@@ -112,7 +112,7 @@ class Bound:
             if not is_aligned(addresses, t.q.device):
                 key = None
             elif (ready := self.ready.get(key)) is not None:
-                self.again(ready, addresses, self.merged_at, t.q.device, states)
+                self.again(ready, addresses, self.combined_at, t.q.device, states)
                 return
         with torch.cuda.device(t.q.device) if not INTERPRETED else nullcontext():
             self.first(t, key)
@@ -121,47 +121,47 @@ class Bound:
         """A call through Triton; with `key`, later ones like it are launched by address."""
         device, captured = t.q.device, not INTERPRETED and capturing()
         workspace, flags = self.memory(device)
-        part = None if workspace is None else workspace[self.part_at :]
-        part_ml = None if workspace is None else workspace[: self.part_at]
+        partial = None if workspace is None else workspace[self.partial_at :]
+        partial_ml = None if workspace is None else workspace[: self.partial_at]
         lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.first(t)
         ranks, ordering = (None, None) if self.orderer is None else self.orderer.first(t)
-        kernel, repairer, arguments = self.attention(t, (part, part_ml, None, flags, ranks), lists)
-        attention = inside = repairing = merging = None
-        alone = self.merges_inside and not captured
+        kernel, fixup_kernel, arguments = self.attention(t, (partial, partial_ml, None, flags, ranks), lists)
+        attention = inside = fixup = combining = None
+        alone = self.combines_inside and not captured
         if alone:
             semaphores = self.semaphores.take(device)
             kept = semaphores[self.semaphores_end :].view(torch.float32)
-            memory = (kept[self.part_at :], kept[: self.part_at], semaphores, flags, ranks)
+            memory = (kept[self.partial_at :], kept[: self.partial_at], semaphores, flags, ranks)
             kernel_inside, _, given = self.attention(t, memory, lists)
             inside = kernel_inside.first(self.grid, given)
         if not alone or key is not None:  # the second time only so that it is ready for a capture
             attention = kernel.first(self.grid, arguments)
             if self.spec.split:
-                merging = self.reducer.first((self.rows, 1), self.merge_arguments(t, part, part_ml))
-        if repairer is not None:
-            repairing = repairer.first(self.grid, arguments)
+                combining = self.combiner.first((self.rows, 1), self.combine_arguments(t, partial, partial_ml))
+        if fixup_kernel is not None:
+            fixup = fixup_kernel.first(self.grid, arguments)
         if key is not None and attention is not None and not captured:
-            self.ready[key] = Launches(attention, inside, repairing, merging, listing, ordering)
+            self.ready[key] = Launches(attention, inside, fixup, combining, listing, ordering)
 
     def again(
-        self, ready: Launches, addresses: list[int], merged_at: list[int], device: torch.device, states: Any = None
+        self, ready: Launches, addresses: list[int], combined_at: list[int], device: torch.device, states: Any = None
     ) -> None:
         """A call like an earlier one. Addresses are in the order of the kernels' arguments; `states` are of its map."""
-        attention, inside, repairing, merging, listing, ordering = ready
-        part = part_ml = 0
+        attention, inside, fixup, combining, listing, ordering = ready
+        partial = partial_ml = 0
         workspace = flags = None
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         if inside is not None and not torch._C._cuda_isCurrentStreamCapturing():
             semaphores = self.semaphores.address(stream, device)
-            part_ml = semaphores + 4 * self.semaphores_end
-            addresses += [part_ml + 4 * self.part_at, part_ml, semaphores]
-            attention, merging = inside, None
+            partial_ml = semaphores + 4 * self.semaphores_end
+            addresses += [partial_ml + 4 * self.partial_at, partial_ml, semaphores]
+            attention, combining = inside, None
         else:
             workspace, flags = self.memory(device)
         if workspace is not None:
-            part_ml = workspace.data_ptr()
-            part = part_ml + 4 * self.part_at
-            addresses += [part, part_ml]
+            partial_ml = workspace.data_ptr()
+            partial = partial_ml + 4 * self.partial_at
+            addresses += [partial, partial_ml]
         if flags is not None:
             addresses.append(flags.data_ptr())
         if listing is not None:
@@ -174,14 +174,14 @@ class Bound:
             ordering([*(addresses[i] for i in self.order_at), ranks.data_ptr()], stream)
             addresses.append(ranks.data_ptr())
         attention(addresses, stream)
-        if repairing is not None:
-            repairing(addresses, stream)
-        if merging is not None:
-            merging([part, part_ml, *(addresses[i] for i in merged_at)], stream)
+        if fixup is not None:
+            fixup(addresses, stream)
+        if combining is not None:
+            combining([partial, partial_ml, *(addresses[i] for i in combined_at)], stream)
 
     def memory(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The workspace of splits and the flags of programs that met strays."""
-        workspace = torch.empty(self.part_end, dtype=torch.float32, device=device) if self.spec.split else None
+        """The workspace of splits and the flags of tiles that are not finite."""
+        workspace = torch.empty(self.partial_end, dtype=torch.float32, device=device) if self.spec.split else None
         if self.spec.guard != "flag":
             return workspace, None
         return workspace, torch.empty(self.grid[0] * self.grid[1], dtype=torch.int32, device=device)
@@ -189,14 +189,14 @@ class Bound:
     def attention(
         self, t: Tensors, memory: tuple[Any, ...] = (None,) * 5, lists: Lists = NO_LISTS
     ) -> tuple[Kernel, Kernel | None, Arguments]:
-        """`attend` and its repair as compiled for tensors of these strides, and their arguments.
+        """`fwd_kernel` and its non-finite fix-up as compiled for tensors of these strides, and their arguments.
 
         `memory` holds split-KV partials (acc, then m and l), semaphores, flags and the varlen order. With semaphores,
         the kernel combines splits itself.
         """
         c = self.config
-        narrow = [x for x, scales in ((t.k, t.k_scales), (t.v, t.v_scales)) if scales is not None]
-        pairs = all(in_pairs(x) for x in narrow)
+        quantised = [x for x, scales in ((t.k, t.k_scales), (t.v, t.v_scales)) if scales is not None]
+        pairs = all(in_pairs(x) for x in quantised)
         spec = self.spec if pairs else config.spec(self.problem, c, self.target, pairs=False)
         k, v = (_stored(x, op.unit) for x, op in ((t.k, spec.keys), (t.v, spec.values)))
         align = _align(k, v)
@@ -205,11 +205,11 @@ class Bound:
         scale_grain = scale_align if scale_align < 16 else 1
         spec = replace(spec, grain=grain, align=align, scale_grain=scale_grain, scale_align=scale_align)
         if memory[2] is not None:
-            spec = replace(spec, merge="inside", pdl=False)
+            spec = replace(spec, combine="inside", pdl=False)
         LIST, RANK, list_strides = lists
         given: Arguments = {name: _stored(getattr(t, source)) for name, source in POINTERS.items()}
         given |= {"K": k, "V": v, "LIST": LIST, "RANK": RANK}
-        given |= dict(zip(("PART", "PART_ML", "SEMAPHORES", "FLAGS", "ORDER"), memory, strict=True))
+        given |= dict(zip(("PARTIAL", "PARTIAL_ML", "SEMAPHORES", "FLAGS", "ORDER"), memory, strict=True))
         given |= _strides("q", t.q) | _strides("k", k, grain) | _strides("v", v, grain) | _strides("o", t.out)
         given |= (
             _strides("lse", t.lse) | _strides("ks", t.k_scales, scale_grain) | _strides("vs", t.v_scales, scale_grain)
@@ -219,16 +219,16 @@ class Bound:
         given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), list_strides, strict=True))
         given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
         given["table_b"] = 0 if t.block_table is None else t.block_table.stride(0)
-        kernel = Kernel(attend, {"S": spec}, num_warps=c.warps, num_stages=c.stages)
-        repairer = None
+        kernel = Kernel(fwd_kernel, {"S": spec}, num_warps=c.warps, num_stages=c.stages)
+        fixup_kernel = None
         if spec.guard == "flag":
-            repairer = Kernel(attend, {"S": replace(spec, guard="repair")}, num_warps=c.warps, num_stages=1)
-        return kernel, repairer, given | self.sizes
+            fixup_kernel = Kernel(fwd_kernel, {"S": replace(spec, guard="fixup")}, num_warps=c.warps, num_stages=1)
+        return kernel, fixup_kernel, given | self.sizes
 
-    def merge_arguments(self, t: Tensors, part: Any, part_ml: Any) -> Arguments:
-        """The arguments of `reduce`."""
+    def combine_arguments(self, t: Tensors, partial: Any, partial_ml: Any) -> Arguments:
+        """The arguments of `combine`."""
         p = self.problem
-        given: Arguments = {"PART": part, "PART_ML": part_ml, "OUT": t.out, "LSE": t.lse}
+        given: Arguments = {"PARTIAL": partial, "PARTIAL_ML": partial_ml, "OUT": t.out, "LSE": t.lse}
         given |= {"SINKS": t.sinks, "CU_Q": t.cu_seqlens_q}
         given |= _strides("o", t.out) | _strides("lse", t.lse)
         return given | {"q_len": p.q_len, "heads": p.heads, "splits": self.config.splits, "batch": p.batch}
@@ -241,7 +241,7 @@ def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
     key = tuple([stride for _, stride in forms])
 
     ready = bound.ready.get(key)
-    merged_at = [3] if t.lse is None else [3, 4]
+    combined_at = [3] if t.lse is None else [3, 4]
 
     def run(*given: torch.Tensor | None) -> None:
         nonlocal ready
@@ -252,7 +252,7 @@ def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
             bound(Tensors(q, k, v, out, lse[0] if lse else None))
             ready = bound.ready.get(key)
         else:
-            bound.again(ready, addresses, merged_at, device)
+            bound.again(ready, addresses, combined_at, device)
 
     return run
 

@@ -34,7 +34,7 @@ from .kv_load import (
     work_type,
 )
 from .mask import hide
-from .scale_folding import raised, tops, value_scales
+from .scale_folding import raised_unit, row_maxima, value_scales
 from .scale_groups import group_scales, group_sums
 from .score_mod import LOG2E, logits
 
@@ -83,8 +83,8 @@ def dot_keys(
                     if OP.biased:
                         d += bias[group_of(OP, i, part)][:, None]
                 d = product(q[i * OP.parts + part], turned(k, FLIP), d, precision_of(OP), FLIP)
-                if ends(OP, i, part) and OP.spread > 1:
-                    s = group_sums(d * group_scales(KS, scale_rows, ok, BM, OP, MASKED), BM, BK, OP.spread)
+                if ends(OP, i, part) and OP.row_groups > 1:
+                    s = group_sums(d * group_scales(KS, scale_rows, ok, BM, OP, MASKED), BM, BK, OP.row_groups)
                 elif ends(OP, i, part):
                     scale = row_scales(KS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
                     if group_of(OP, i, part) == 0:
@@ -99,7 +99,7 @@ def dot_keys(
 
 
 @triton.jit
-def strays(value, visible):
+def nonfinite_terms(value, visible):
     """What NaN and infinite values add to the rows that see them: [BM, W] of 0, +-inf or NaN.
 
     One dot product counts the values that push a row up (1 each) and down (256 each); NaN does both.
@@ -113,10 +113,10 @@ def strays(value, visible):
 
 @triton.jit
 def add_values(
-    acc, p, shrink, visible, V, VS, rows, scale_rows, ok, scales,
+    acc, p, alpha, visible, V, VS, rows, scale_rows, ok, scales,
     S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """acc * shrink + p v, chunk by chunk. CLEAN keeps NaN and Inf from rows that do not see them.
+    """acc * alpha + p v, chunk by chunk. CLEAN keeps NaN and Inf from rows that do not see them.
 
     Weights are rounded to q's type and multiplied in a type that holds both them and the values.
     """
@@ -125,13 +125,13 @@ def add_values(
     for i in tl.static_range(len(OP.widths)):
         raw = load_chunk(V, rows, ok, i, OP, MASKED, S.flip)  # [BK, W], flipped [W, BK]
         for part in tl.static_range(parts_of(OP)):
-            old = acc[i * OP.parts + part] * shrink[:, None]
+            old = acc[i * OP.parts + part] * alpha[:, None]
             if OP.kind == "plain":
                 v = raw.to(work_type(OP))
                 weights = p.to(round_type(S)).to(work_type(OP))
                 if CLEAN:
                     value = raw.to(tl.float32)
-            elif S.lifted:
+            elif S.folded:
                 # Scales go into the weights: fewer numbers than the values.
                 if leads(OP, i, part):
                     weights = (p * scales[group_of(OP, i, part)]).to(work_type(OP))
@@ -158,12 +158,12 @@ def add_values(
                 weights = p.to(round_type(S)).to(work_type(OP))
             if CLEAN:
                 v = tl.where(value - value == 0, v, 0.0).to(work_type(OP))
-            if OP.kind != "plain" and OP.factored and S.round != "f32" and not S.lifted:
+            if OP.kind != "plain" and OP.factored and S.round != "f32" and not S.folded:
                 new = old + tl.dot(weights, v) * power
             else:
                 new = product(weights, v, old, precision_of(OP), S.flip)
             if CLEAN:
-                new += strays(value, visible)
+                new += nonfinite_terms(value, visible)
             result = result + (new,)
     return result
 
@@ -179,7 +179,7 @@ def row_sum(x, BM: tl.constexpr, BK: tl.constexpr):
     """The sum of each row of x [BM, BK]: halves are added, never more than two numbers at once.
 
     A plain sum follows the order in which threads hold the cells, which differs from loop to loop. A tile that is done
-    in another loop (mixed or full, repaired) would then differ in the last bit. The column bits that a product leaves
+    in another loop (mixed or full, fix-up) would then differ in the last bit. The column bits that a product leaves
     in one thread come first: all but bits 1 and 2.
     """
     for _ in tl.static_range(halvings(BK)):
@@ -206,20 +206,20 @@ def step(
     as `mixed` says. `power`: the unit of acc (`scale_folding.py`).
 
     `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM]; `keys`, `values` = base, scales and strides. Of the
-    keys only `lo .. hi` are loaded, those that any row sees. `pages` are those of tile `t`, if looked up ahead.
+    keys only `lo .. hi` are loaded, those that any row sees. `pages` are those of tile `t`, if prefetched.
     """
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
-    m, l, acc, power, ahead = state
+    m, l, acc, power, pages = state
     K, KS, k_b, k_l, ks_b, ks_l, TABLE = keys
     V, VS, v_b, v_l, vs_b, vs_l = values
     row_lo, row_hi, qpos, slope, factor, bias = rows
     n0 = t * BK
     n = n0 + tl.arange(0, BK)
     ok = (n >= lo) & (n < hi)  # [BK]
-    if S.ahead and not CLEAN:
-        found = ahead
-        ahead = find_pages(n0 + BK, hi, TABLE, S, True)
+    if S.prefetch and not CLEAN:
+        found = pages
+        pages = find_pages(n0 + BK, hi, TABLE, S, True)
     else:
         found = find_pages(n0, hi, TABLE, S, MASKED)
     where = tile_rows(n0, found, S)
@@ -240,35 +240,35 @@ def step(
 
     vs_rows = row_offsets(where, vs_b, vs_l, S.scale_align, S)
     scales = ()
-    if S.lifted:
+    if S.folded:
         scales, size = value_scales(VS, vs_rows, ok, values_of(S), BM, MASKED)
-        top, size = tops(s, size, BM, BK)
-        power, inverse, change = raised(power, size)
+        m_new, size = row_maxima(s, size, BM, BK)
+        power, inverse, change = raised_unit(power, size)
     else:
-        top = tl.max(s, 1)
-    top = tl.maximum(m, top)  # [BM]
-    base = tl.where(top == float("-inf"), 0.0, top)  # nothing seen yet: -inf - -inf would be NaN
+        m_new = tl.max(s, 1)
+    m_new = tl.maximum(m, m_new)  # [BM]
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: -inf - -inf would be NaN
     if S.linear:
         c = unit_of_m(scale, factor, S) * LOG2E
         p = tl.exp2(tl.fma(s, column(c, S), (-(base * c))[:, None]))
-        shrink = tl.exp2((m - base) * c)
+        alpha = tl.exp2((m - base) * c)
     else:
         p = tl.exp2((s - base[:, None]) * LOG2E)
-        shrink = tl.exp2((m - base) * LOG2E)
+        alpha = tl.exp2((m - base) * LOG2E)
     if S.guard == "":  # no tile is ever done in another loop
-        if S.late > 0:
-            l = l * shrink[:, None] + column_sums(p, BM, BK, S.late)
+        if S.sum_columns > 0:
+            l = l * alpha[:, None] + column_sums(p, BM, BK, S.sum_columns)
         else:
-            l = l * shrink + tl.sum(p, 1)
+            l = l * alpha + tl.sum(p, 1)
     else:
-        l = l * shrink + row_sum(p, BM, BK)
+        l = l * alpha + row_sum(p, BM, BK)
     v_rows = row_offsets(where, v_b, v_l, S.align, S)
     weights = p
-    if S.lifted:
+    if S.folded:
         weights = p * inverse[:, None]
-        shrink = shrink * change
-    acc = add_values(acc, weights, shrink, visible, V, VS, v_rows, vs_rows, ok, scales, S, MASKED, CLEAN)
-    return top, l, acc, power, ahead
+        alpha = alpha * change
+    acc = add_values(acc, weights, alpha, visible, V, VS, v_rows, vs_rows, ok, scales, S, MASKED, CLEAN)
+    return m_new, l, acc, power, pages
 
 
 @triton.jit

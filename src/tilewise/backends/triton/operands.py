@@ -29,10 +29,10 @@ def least_chunk(BM: int) -> int:
 
 def operand(
     problem: Problem, width: int, fmt: StorageFormat, is_key: bool, BM: int = 64,
-    target: Target = INTERPRETER, pairs: bool = False, spread: int = 1,
+    target: Target = INTERPRETER, pairs: bool = False, row_groups: int = 1,
 ) -> Operand:  # fmt: skip
-    """How K or V is loaded and multiplied. `pairs`: its bytes can be read two at a time; `spread`: scale groups that
-    rows of q are spread over.
+    """How K or V is loaded and multiplied. `pairs`: its bytes can be read two at a time; `row_groups`: scale
+    groups that have rows of q of their own.
 
     float32 numbers are cut into three bfloat16 ones and multiplied in six products: as exact as float32, where three
     TF32 products lose two bits. Two 16-bit types meet in TF32, which holds both exactly.
@@ -49,7 +49,7 @@ def operand(
     columns = fmt.columns(width)
     whole = fmt.group >= width
     factored = whole or (fmt.group >= least and (fmt.packing == 1 or columns % fmt.group == 0))
-    if whole or not factored or spread > 1:
+    if whole or not factored or row_groups > 1:
         widths = chunks(columns, least)
     else:
         rest = columns % fmt.group
@@ -63,5 +63,5 @@ def operand(
     unit = 2 if pairs and factored and BM < 64 and columns == sum(widths) and min(widths) >= 64 else 1
     return Operand(
         tuple(width // unit for width in widths), columns // unit, fmt.name, fmt.group, factored, work,
-        exact, rescaled, fast, unit, packing=fmt.packing, spread=spread,
+        exact, rescaled, fast, unit, packing=fmt.packing, row_groups=row_groups,
     )  # fmt: skip

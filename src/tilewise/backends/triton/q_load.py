@@ -43,7 +43,7 @@ def load_rows(base, ok, S: tl.constexpr):
     chunks = ()
     for i in tl.static_range(len(OP.widths) * parts_of(OP)):
         x = raw[i]
-        if OP.spread > 1:
+        if OP.row_groups > 1:
             x = tl.where(own_group(S.BM, i // OP.parts, i % OP.parts, OP), x, 0.0)
         if OP.rescaled:
             x = x.to(tl.float32) / factor[:, None]

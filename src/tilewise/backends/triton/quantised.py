@@ -18,7 +18,7 @@ def hides(problem: Problem) -> bool:
     return problem.mask is not None or (problem.rules.by_position and problem.q_len > 1)
 
 
-def is_narrow(problem: Problem) -> bool:
+def is_f16_quantised(problem: Problem) -> bool:
     """Whether K and V are quantised and meet q in float16, their scales outside of the products."""
     p = problem
     k = operand(p, p.head_dim, p.k_format, True, 16)
@@ -33,12 +33,12 @@ def is_packed(problem: Problem) -> bool:
 
 def flips(problem: Problem) -> bool:
     """Whether keys are the rows of the products and up to 8 rows of q the columns. No key may be hidden, for what keeps
-    values from blind rows is not written for it.
+    values from rows that do not see them is not written for it.
     """
     p = problem
     wide = max(p.head_dim, p.value_dim)
     few = pack_of(p.group) * p.q_len <= 8 and wide <= 256
-    return few and is_narrow(p) and not hides(p)
+    return few and is_f16_quantised(p) and not hides(p)
 
 
 def pieces(problem: Problem) -> int:
@@ -63,7 +63,7 @@ def flipped_columns(problem: Problem) -> int:
     return 16 if small and 8 < pack_of(p.group) * p.q_len * pieces(p) <= 16 else 8
 
 
-def spread(problem: Problem, c: Config) -> int:
+def row_groups(problem: Problem, c: Config) -> int:
     """Scale groups that have columns of their own in flipped products, 1 for none (`scale_groups.py`).
 
     Pages of 16, 64 x 4k, us, with and without: fp8 142 and 151 (contiguous 135 and 160), D=256 146 and 156. Not where

@@ -4,7 +4,7 @@ Weights are float16 then, and a scale may be any float32. So acc is kept in unit
 follows the largest scale so far: weights are at most 8192 of those, and what falls below float16's normal numbers is
 under 2**-27 of that. Exact but for that: units are powers of two.
 
-Only where no key is hidden, for a hidden key's scale must not touch a row (`Spec.lifted`).
+Only where no key is hidden, for a hidden key's scale must not touch a row (`Spec.folded`).
 """
 
 import triton.language as tl
@@ -30,27 +30,27 @@ def larger(a, b, c, d):
 
 
 @triton.jit
-def tops(s, size, BM: tl.constexpr, BK: tl.constexpr):
+def row_maxima(s, size, BM: tl.constexpr, BK: tl.constexpr):
     """The largest of each row of `s` and of `size` [1 or BM, BK], both [BM]: one reduction, whose barriers are shared.
 
     The interpreter would take a second for each.
     """
     if is_interpreted():
-        top = tl.max(s, 1)
+        row_max = tl.max(s, 1)
         most = tl.max(tl.broadcast_to(size, [BM, BK]), 1)
     else:
-        top, most = tl.reduce((s, tl.broadcast_to(size, [BM, BK])), 1, larger)
-    return top, most
+        row_max, most = tl.reduce((s, tl.broadcast_to(size, [BM, BK])), 1, larger)
+    return row_max, most
 
 
 @triton.jit
 def value_scales(VS, rows, ok, OP: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr):
     """The scales of a tile's values, [1, BK] for each group, and the largest of each row [1, BK]; [BM, BK] where groups
-    are spread over rows.
+    have rows of their own.
     """
     scales = ()
     for g in tl.static_range(groups_of(OP)):
-        if OP.spread > 1:
+        if OP.row_groups > 1:
             scale = group_scales(VS, rows, ok, BM, OP, MASKED)
         else:
             scale = row_scales(VS, rows, ok, g, MASKED)[None, :]
@@ -63,7 +63,7 @@ def value_scales(VS, rows, ok, OP: tl.constexpr, BM: tl.constexpr, MASKED: tl.co
 
 
 @triton.jit
-def raised(power, size):
+def raised_unit(power, size):
     """The new unit of acc where `power` was the old one: a 4096th of `size` or more. Also its inverse, and what acc is
     to be multiplied by. All [BM].
     """
@@ -73,7 +73,7 @@ def raised(power, size):
 
 
 @triton.jit
-def lowered(acc, power):
+def unfolded(acc, power):
     """acc in units of 1."""
     result = ()
     for i in tl.static_range(len(acc)):

@@ -12,20 +12,20 @@ import triton.language as tl
 
 import triton
 
-from .kv_load import spread_of, start_of, unit_of, width_of
+from .kv_load import row_groups_of, start_of, unit_of, width_of
 
 
 @triton.jit
 def own_group(BM: tl.constexpr, i: tl.constexpr, part: tl.constexpr, OP: tl.constexpr):
     """Which elements of a chunk are of the scale group that a row stands for: [BM, W]."""
     column = start_of(OP, i, part) + tl.arange(0, width_of(OP, i)) * unit_of(OP)
-    return column[None, :] // OP.group == (tl.arange(0, BM) % OP.spread)[:, None]
+    return column[None, :] // OP.group == (tl.arange(0, BM) % OP.row_groups)[:, None]
 
 
 @triton.jit
 def group_scales(base, rows, ok, BM: tl.constexpr, OP: tl.constexpr, MASKED: tl.constexpr):
     """The scale of each key in each row's own group: float32 [BM, BK]."""
-    G: tl.constexpr = spread_of(OP)
+    G: tl.constexpr = row_groups_of(OP)
     first, each = rows
     at = (base + first) + (each[None, :] + tl.arange(0, G)[:, None])  # [G, BK]
     if MASKED:

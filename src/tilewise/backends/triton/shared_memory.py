@@ -20,7 +20,7 @@ WARP_SCRATCH = 256
 
 
 def needed(problem: Problem, c: Config, s: Spec, target: Target) -> int:
-    """An upper bound on the bytes that the kernels of a launch take, the repairing one (of one stage) included."""
+    """An upper bound on the bytes that the kernels of a launch take, the fix-up (of one stage) included."""
     k, v = s.keys, s.values
     q = c.BM * _elements(k) * _size(k)
     step = [c.BK * _elements(op) * _size(op) for op in (k, v)]
@@ -75,4 +75,4 @@ def _loaded(op: Operand, c: Config, itemsize: int) -> int:
     rows = c.BK * sum(op.widths) * (itemsize if op.kind == "plain" else op.unit)
     if op.kind == "plain":
         return rows
-    return rows + 4 * c.BK * (max(op.groups, op.spread) if op.factored else _elements(op))
+    return rows + 4 * c.BK * (max(op.groups, op.row_groups) if op.factored else _elements(op))

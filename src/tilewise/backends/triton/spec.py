@@ -1,4 +1,4 @@
-"""How a kernel is launched, and what it is compiled for: one hashable value, `attend`'s only compile-time argument."""
+"""How a kernel is launched, and what it is compiled for: one hashable value, its only compile-time argument."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Operand:
     unit: int = 1  # bytes that are read together; of plain numbers one number
     biased: bool = False  # int4 is multiplied as x + 8 and what the 8 adds is taken off the sum (`dequant.py`)
     packing: int = 1  # elements of a byte
-    spread: int = 1  # scale groups that lie beside one another in the rows of q (`scale_groups.py`)
+    row_groups: int = 1  # scale groups that have rows of q of their own (`scale_groups.py`)
 
     @property
     def parts(self) -> int:
@@ -55,8 +55,8 @@ class Operand:
         return self.group_at(len(self.widths) - 1, self.parts - 1) + 1
 
     def group_at(self, chunk: int, part: int) -> int:
-        """The scale group of a chunk of elements that lies in one; 0 where groups are spread over rows."""
-        return 0 if self.spread > 1 else self.start(chunk, part) // self.group
+        """The scale group of a chunk of elements that lies in one; 0 where groups have rows of their own."""
+        return 0 if self.row_groups > 1 else self.start(chunk, part) // self.group
 
 
 @dataclass(frozen=True)
@@ -74,29 +74,29 @@ class Spec(Flags):
     ordered: bool  # sequences of a packed batch come longest first
     varlen: bool
     page: int  # slots of a page, 0 for no pages
-    listed: bool  # walk the list of tiles that a mask leaves, rather than a range
+    listed: bool  # tiles come from the list that a mask leaves, not from a range
     negate: bool  # a negative scale: q is negated instead
-    guard: str  # what is done about NaN and Inf under hidden cells: "", "inside", "flag" or "repair" (fwd_kernel.py)
+    guard: str  # what is done about NaN and Inf under hidden cells: "", "inside", "flag" or "fixup" (fwd_kernel.py)
     split: bool
-    merge: str  # who merges splits: "inside" the last program, "after" it `combine.py`, "" there are none
-    block: int  # splits that a merge loads at once
+    combine: str  # who combines splits: "inside" the last program, "after" it `combine.py`, "" there are none
+    block: int  # splits that a combine loads at once
     ptx: bool  # the GPU takes NVIDIA's assembly
     lookup: str  # of the page of each "tile", all "pages" of a tile or those of its "rows"; "" without pages
-    ahead: bool  # a tile's pages are looked up while the tile before it is done
-    late: int  # each row's sum is kept in so many parts until the end; 0: it is one number
+    prefetch: bool  # a tile's pages are looked up while the tile before it is done
+    sum_columns: int  # each row's sum is kept in so many columns until the end; 0: it is one number
     grain: int  # what the strides of K and V are given in
     flip: bool  # products are transposed: keys or value columns are their rows
     align: int  # what all strides of K and V are multiples of, 16 at most
     scale_grain: int  # the same two of their scales
     scale_align: int
-    pdl: bool  # the merging kernel may start before this one has ended, and waits
+    pdl: bool  # the combining kernel may start before this one has ended, and waits
 
     @property
-    def lifted(self) -> bool:
+    def folded(self) -> bool:
         """Whether the values' scales go into the weights, and acc has a unit (`scale_folding.py`)."""
         return self.values.factored and self.round != "f32" and self.guard == ""
 
     @property
-    def spread(self) -> int:
+    def row_groups(self) -> int:
         """Rows of a tile that stand for one row of q: one for each scale group (`scale_groups.py`)."""
-        return self.keys.spread
+        return self.keys.row_groups

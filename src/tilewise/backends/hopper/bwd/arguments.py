@@ -27,7 +27,7 @@ class BackwardArguments:
     q_blocks: object
     k_blocks: object
     q_offset: object
-    section: object
+    swizzle: object
     scale: object
     S: object
 

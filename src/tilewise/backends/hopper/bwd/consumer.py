@@ -129,8 +129,8 @@ def step(a, buf, u, i, dk, dv, lo, factors, C: gl.constexpr, MASKED: gl.constexp
 
 
 @gluon.jit
-def consume(a, buf, ticket, C: gl.constexpr):
-    w = work_of(a, ticket)
+def consume(a, buf, tile_index, C: gl.constexpr):
+    w = work_of(a, tile_index)
     D: gl.constexpr = a.S.D
     ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
     key = w.n * 128 + C * 64 + gl.arange(0, 64, ROW)

@@ -22,40 +22,40 @@ from .reducer import reduce
 
 
 @gluon.jit
-def reducer0(a, buf, ticket):
-    reduce(a, buf, ticket, 0)
+def reducer0(a, buf, tile_index):
+    reduce(a, buf, tile_index, 0)
 
 
 @gluon.jit
-def reducer1(a, buf, ticket):
-    reduce(a, buf, ticket, 1)
+def reducer1(a, buf, tile_index):
+    reduce(a, buf, tile_index, 1)
 
 
 @gluon.jit
-def consumer0(a, buf, ticket):
-    consume(a, buf, ticket, 0)
+def consumer0(a, buf, tile_index):
+    consume(a, buf, tile_index, 0)
 
 
 @gluon.jit
-def consumer1(a, buf, ticket):
-    consume(a, buf, ticket, 1)
+def consumer1(a, buf, tile_index):
+    consume(a, buf, tile_index, 1)
 
 
 @gluon.jit
 def body(a):
-    ticket = gl.program_id(0)
+    tile_index = gl.program_id(0)
     if a.S.deterministic:
         # Programs that wait for others must have started after them.
-        ticket = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
+        tile_index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
     buf = new_buffers(a)
     fence_async_shared()
     gl.warp_specialize(
-        [(consumer0, (a, buf, ticket)), (consumer1, (a, buf, ticket)), (produce, (a, buf, ticket)),
-         (reducer0, (a, buf, ticket)), (reducer1, (a, buf, ticket))],
+        [(consumer0, (a, buf, tile_index)), (consumer1, (a, buf, tile_index)), (produce, (a, buf, tile_index)),
+         (reducer0, (a, buf, tile_index)), (reducer1, (a, buf, tile_index))],
         [4, 1, 1, 1],
         [a.S.consumer_regs, a.S.producer_regs, a.S.producer_regs, a.S.producer_regs],
     )  # fmt: skip
 
 
-PLAIN_INTS = ("heads", "group", "q_len", "kv_len", "q_blocks", "k_blocks", "q_offset", "section")
+PLAIN_INTS = ("heads", "group", "q_len", "kv_len", "q_blocks", "k_blocks", "q_offset", "swizzle")
 backward = kernel_of("backward", BackwardArguments, body, PLAIN_INTS)

@@ -28,7 +28,7 @@ def flat_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescripto
 
 def arguments(
     q: Any, k: Any, v: Any, dout: Any, dk: Any, dv: Any, acc: Any, stats: Any, semaphores: Any, counter: Any,
-    q_offset: int, scale: float, section: int, s: BackwardSpec,
+    q_offset: int, scale: float, swizzle: int, s: BackwardSpec,
 ) -> dict[str, Any]:  # fmt: skip
     """The kernel's arguments. q, dout [B, H, Lq, D], k, v, dk, dv [B, Hkv, Lk, D]."""
     _, H, Lq, D = q.shape
@@ -51,7 +51,7 @@ def arguments(
         "q_blocks": -(-Lq // s.BM),
         "k_blocks": -(-Lk // BN),
         "q_offset": q_offset,
-        "section": section,
+        "swizzle": swizzle,
         "scale": scale,
         "S": s,
     }
@@ -108,12 +108,12 @@ def after(spaces: Any, dq: Any, scale: float, s: BackwardSpec) -> None:
 
 def run(
     q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, scale: float, q_offset: int, s: BackwardSpec,
-    section: int = 0,
+    swizzle: int = 0,
 ) -> Any:  # fmt: skip
     spaces = workspaces(q, s)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     before(out, dout, lse, scale, spaces, s)
-    given = arguments(q, k, v, dout, dk, dv, *spaces, q_offset, scale, section or planes_at_once(q, k, s), s)
+    given = arguments(q, k, v, dout, dk, dv, *spaces, q_offset, scale, swizzle or planes_at_once(q, k, s), s)
     backward[(given["k_blocks"] * q.shape[0] * k.shape[1],)](**given, **OPTIONS)
     after(spaces, dq, scale, s)
     return dq, dk, dv

@@ -9,8 +9,8 @@ from .tile_scheduler import next_block, work_of
 
 
 @gluon.jit
-def produce(a, buf, ticket):
-    w = work_of(a, ticket)
+def produce(a, buf, tile_index):
+    w = work_of(a, tile_index)
     BM: gl.constexpr = a.S.BM
     mbarrier.expect(buf.k_full.index(0), 2 * a.k.block_type.nbytes)
     for c in gl.static_range(2):

@@ -9,13 +9,13 @@ from .tile_scheduler import next_block, work_of
 
 
 @gluon.jit
-def reduce(a, buf, ticket, R: gl.constexpr):
+def reduce(a, buf, tile_index, R: gl.constexpr):
     """Adds dQ of every second query block to global memory; deterministic: after the key blocks before this one.
 
     A reduction and its release take longer than a step, so two warps share them, each with a buffer of its own.
     """
     gl.static_assert(a.S.dq_stages == 2)
-    w = work_of(a, ticket)
+    w = work_of(a, tile_index)
     i = w.last - 1
     g = 0
     if R == 1:

@@ -1,7 +1,7 @@
 """Which key block a program takes, and which query blocks see it.
 
 A program has 128 keys of one KV head (a plane). dQ of a query block is added up in the order of key blocks; a program
-may wait only for programs that have started before it, so tickets are drawn in that order.
+may wait only for programs that have started before it, so tile indices are drawn in that order.
 """
 
 from triton.experimental import gluon
@@ -29,15 +29,15 @@ class Work:
 
 
 @gluon.jit
-def work_of(a, ticket):
-    """Key blocks ascending, of a causal call the longest first, interleaved over `section` planes (heads of a batch
+def work_of(a, tile_index):
+    """Key blocks ascending, of a causal call the longest first, interleaved over `swizzle` planes (heads of a batch
     row): programs add to dQ of a plane one after the other, so those of one plane must not all start together.
     """
     BM: gl.constexpr = a.S.BM
-    width = a.section * a.k_blocks
-    begin = ticket // width * a.section
-    count = gl.minimum(a.section, gl.num_programs(0) // a.k_blocks - begin)
-    rest = ticket % width
+    width = a.swizzle * a.k_blocks
+    begin = tile_index // width * a.swizzle
+    count = gl.minimum(a.swizzle, gl.num_programs(0) // a.k_blocks - begin)
+    rest = tile_index % width
     n = rest // count
     plane = begin + rest % count
     kv_heads = a.heads // a.group

@@ -54,8 +54,8 @@ class Arguments:
     scale: object
     softcap: object
     rules: object  # RULE_NUMBERS
-    section: object
-    slots: object
+    swizzle: object
+    work_tiles: object
     S: object
 
     @gluon.constexpr_function

@@ -23,7 +23,7 @@ class Config:
     k_stages: int
     v_stages: int
     persistent: bool = True
-    dynamic: bool = True  # where slots differ: programs take the next slot when they are ready
+    dynamic: bool = True  # where work tiles differ: programs take the next when they are ready
     share: int = 8  # programs that are to work on the same keys at a time
     lends: bool = False  # q lends the output its memory
     out_columns: int = 0  # 0: all
@@ -36,7 +36,7 @@ class Config:
 
 
 FEW_QUERIES = 16  # queries up to here are decoded: they wait for memory, not for products
-MANY_ROUNDS = 64  # works of a program after which its last one counts for little
+MANY_ROUNDS = 64  # work tiles of a program after which its last one counts for little
 SHORT = 2048  # keys up to which two consumers are as fast as three at D=64; see `config`
 SHORT_CAUSAL = 4096  # keys up to which two programs a processor are faster there
 LITTLE = 1.5e10  # operations; see `slower`
@@ -91,7 +91,7 @@ def notes(problem: Problem, c: Config) -> tuple[str, ...]:
     if c.per_processor > 1:
         found.append(f"{c.per_processor} programs share a processor")
     if problem.split_size:
-        found.append("split_size: keys are walked in one pass, which is batch-invariant already")
+        found.append("split_size: keys are read in one pass, which is batch-invariant already")
     return tuple(found)
 
 
@@ -102,7 +102,7 @@ def chunk_widths(columns: int) -> tuple[int, int]:
     return 64, -(-columns // 64)
 
 
-def value_parts(problem: Problem) -> tuple[int, int]:
+def value_tiling(problem: Problem) -> tuple[int, int]:
     """(width, count) of the tiles of the value dim; over wide heads they wait in chunks of 128 (see `config`)."""
     least = 64 if problem.head_dim <= 256 else 128
     width = min(256, max(least, ceil_pow2(problem.value_dim)))
@@ -124,7 +124,7 @@ def config_of(problem: Problem) -> Config:
     403 / 390; rings of their own, products beside the softmax, 354 / 318 and 364 / 350.
     """
     width, chunks = chunk_widths(problem.head_dim)
-    DV, _ = value_parts(problem)
+    DV, _ = value_tiling(problem)
     # Tiles of a mask have a power of two of rows.
     if width * chunks <= 64 and DV <= 64:
         if plainly_causal(problem) and problem.kv_len <= SHORT_CAUSAL and not problem.split_size:
@@ -155,20 +155,20 @@ def uneven(problem: Problem) -> bool:
     return p.rules.by_position or p.packed_q or p.rules.kv_lengths or p.mask is not None
 
 
-def draws_ahead(problem: Problem, c: Config, rounds: float) -> bool:
-    """Whether programs draw a slot before they load the tiles of the one before it, not after; of `rounds` each.
+def prefetches_tile(problem: Problem, c: Config, rounds: float) -> bool:
+    """Whether a program fetches its next work tile before it loads the keys of this one, not after; of `rounds` each.
 
-    What a program has drawn waits for it at the end, while others have nothing to do; what it draws later comes later.
+    What a program has fetched waits for it at the end, while others are idle; what it fetches later comes later.
     Measured (causal, TFLOPS ahead / not): 15 rounds, L 1k, D=128 406 / 416, D=256 452 / 482; L 4k, D=128 591 / 588,
     D=256 658 / 669; 31 rounds, L 1k, D=64 301 / 308. 130 rounds: 64 sequences of 2080 487 / 476, packed ones 450 / 435.
 
-    A consumer takes the next slot before it passes over tiles that only the rows of others see. If those are loaded
-    first, there must be room for them: one tile to the left of a window, but any number between chunks.
+    A consumer receives the next work tile before it passes over keys that only the rows of others see. If those are
+    loaded first, there must be room for them: one tile to the left of a window, but any number between chunks.
     """
     return rounds > MANY_ROUNDS or problem.rules.flags.jumps or c.v_stages < 2
 
 
-def section(problem: Problem, c: Config, programs: int) -> int:
+def swizzle(problem: Problem, c: Config, programs: int) -> int:
     """Planes whose tiles are mixed, the longest first, if some have more to do.
 
     Few enough that several programs read the same keys at about the same time: then most reads come from the L2 cache.
@@ -181,17 +181,17 @@ def section(problem: Problem, c: Config, programs: int) -> int:
 
 
 def spec(problem: Problem, c: Config) -> Spec:
-    """What the kernel is compiled for; `ahead` is for the launch to say."""
+    """What the kernel is compiled for; `prefetch_tile` is for the launch to say."""
     p = problem
     width, chunks = chunk_widths(p.head_dim)
-    DV, parts = value_parts(p)
+    DV, value_tiles = value_tiling(p)
     return Spec(
         **flags_of(p, c.BN),
         dtype=DTYPE_NAMES[p.q_dtype],
         chunk_d=width,
         chunks=chunks,
         DV=DV,
-        parts=parts,
+        value_tiles=value_tiles,
         BN=c.BN,
         consumers=c.consumers,
         q_stages=c.q_stages,
@@ -205,6 +205,6 @@ def spec(problem: Problem, c: Config) -> Spec:
         producer_regs=c.producer_regs,
         # Past the end of a dense tensor TMA reads zeros; anything else that is hidden may be NaN.
         guard=p.mask is not None or p.rules.by_position or p.has_lengths,
-        repairs=False,
-        ahead=False,
+        fixup=False,
+        prefetch_tile=False,
     )

@@ -3,7 +3,7 @@
     first tile    S = Q K'; P = softmax S
     each other    start S = Q K'; start O += P V of the tile before; wait for S; P' = softmax S; wait for O; rescale O
     masked ones   O += P V of the tile before; S = Q K'; P' = softmax S; rescale O
-    at the end    O += P V; S of the next work's first tile; O / l to global memory
+    at the end    O += P V; S of the next work tile's first keys; O / l to global memory
 
 so the tensor cores have P V to do while this warpgroup's other units take exponentials, and all consumers do so beside
 each other. Where registers are short (masked tiles; all tiles, if `overlaps` is off) one product comes after the other
@@ -19,18 +19,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from ...gpu.mask_rules import key_span
-from .epilogue import note_strays, store
+from .epilogue import flag_nonfinite, store
 from .layouts import out_layout, score_layout
 from .mma import as_operand, next_tile, release_output, release_scores, start_output, start_scores, step, to_weights
 from .pipeline import key_use, value_use
-from .softmax import Rows, finish, own_sums
-from .tile_scheduler import key_tiles, slots_of, work_at
+from .softmax import Rows, finalise, own_sums
+from .tile_scheduler import key_tiles, tile_count, work_tile_at
 from .tiles import tile_list
 
 
 @gluon.jit
 def rows_of(a, w, C):
-    """This consumer's rows of the work's tile."""
+    """This consumer's rows of the work tile."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
     row = w.top + C * 64 + gl.arange(0, 64, LAYOUT)
     qpos = w.offset + row
@@ -46,7 +46,7 @@ def rows_of(a, w, C):
 
 @gluon.jit
 def other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, rows, C: gl.constexpr):
-    """All tiles of a work but the first."""
+    """All key tiles of a work tile but the first."""
     start, right, left, end = own
     if a.S.mask != "":
         entry = tiles.entry(1)
@@ -76,8 +76,8 @@ def other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, r
 
 @gluon.jit
 def own_tiles(a, w, tiles, begin, C):
-    """This consumer's part of the work's tiles, by number of use: where it begins and ends, and between these where
-    tiles are seen whole. Other consumers' rows may see more; tiles beyond one's own are passed over.
+    """This consumer's key tiles of the work tile, by number of use: where they begin and end, and between these where
+    they are seen whole. Other consumers' rows may see more; tiles beyond one's own are passed over.
     """
     rows = gl.minimum(gl.maximum(w.q_len - w.top - C * 64, 1), 64)
     first, last, inner, outer = key_tiles(a, w.offset, w.top + C * 64, rows, w.n_keys)
@@ -127,7 +127,7 @@ def pass_over(a, keys, values, begin, end):
 
 @gluon.jit
 def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
-    """The first tile of work i, when there is no P V to go with it."""
+    """The first keys of work tile i, when there is no P V to go with it."""
     MASKED: gl.constexpr = 1 if a.S.masked else 0
     queries.wait_full(i, C, 0)
     keys.wait_full(key_use(a, n, 0))
@@ -141,7 +141,7 @@ def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
 
 @gluon.jit
 def last_tile(a, keys, values, end, next_begin, p, o):
-    """P V of a work's last tile with nothing beside it; then tiles up to the next work are passed over."""
+    """P V of a work tile's last keys with nothing beside it; then key tiles up to the next are passed over."""
     o = start_output(a, values, end - 1, p, o)
     o = warpgroup_mma_wait(0, deps=(o,))
     release_output(a, values, end - 1)
@@ -159,15 +159,15 @@ def no_sums(a):
 
 
 @gluon.jit
-def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
+def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
     DV: gl.constexpr = a.S.DV
     OUT: gl.constexpr = out_layout(a.S)
     MASKED: gl.constexpr = 1 if a.S.masked else 0
-    total = slots_of(a)
-    i = 0  # works so far
+    total = tile_count(a)
+    i = 0  # work tiles so far
     begin = 0  # tiles of keys so far
-    place = slots.take(a, 0)
-    w = work_at(a, place)
+    coord = scheduler.receive(a, 0)
+    w = work_tile_at(a, coord)
     rows = rows_of(a, w, C)
     tiles = tile_list(a, w)
     own = own_tiles(a, w, tiles, begin, C)
@@ -179,11 +179,11 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
         p, o, m, l = other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, rows, C)
         queries.release(i, C, 0)
 
-        # The first scores of the next work are computed before this one's output leaves.
-        next_place = slots.take(a, i + 1)
-        more = next_place.slot < total
+        # The first scores of the next work tile are computed before this one's output leaves.
+        next_coord = scheduler.receive(a, i + 1)
+        more = next_coord.index < total
         next_begin = begin + tiles.count
-        next_w = work_at(a, next_place)
+        next_w = work_tile_at(a, next_coord)
         next_rows = rows_of(a, next_w, C)
         next_tiles = tile_list(a, next_w)
         next_own = own_tiles(a, next_w, next_tiles, next_begin, C)
@@ -193,7 +193,7 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
         last_m = m
         last_l = l
         m, l = no_sums(a)
-        apart = more  # the first scores of the next work are still to be computed
+        apart = more  # the first scores of the next work tile are still to be computed
         if a.S.lent > 0:
             o = last_tile(a, keys, values, end, next_begin, p, o)
         else:
@@ -211,9 +211,9 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
             else:
                 o = last_tile(a, keys, values, end, next_begin, p, o)
 
-        lse, share = finish(a, last_m, last_l, w.head, w.owned)
+        lse, share = finalise(a, last_m, last_l, w.head, w.owned)
         if a.S.guard:
-            note_strays(a, o, rows, place.slot, C)
+            flag_nonfinite(a, o, rows, coord.index, C)
         o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
         store(a, w, o, lse, rows, outs, C)
         if a.S.lent > 0:
@@ -223,7 +223,7 @@ def consume(a, slots, queries, keys, values, outs, C: gl.constexpr):
             pass_over(a, keys, values, next_begin, start)
             p, m, l = first_tile(a, queries, keys, i + 1, start, tile, next_w.n_keys, next_rows, C)
         i += 1
-        place = next_place
+        coord = next_coord
         begin = next_begin
         w = next_w
         rows = next_rows

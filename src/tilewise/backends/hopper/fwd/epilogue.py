@@ -8,14 +8,14 @@ from .layouts import halves, wide_layout
 
 
 @gluon.jit
-def note_strays(a, o, rows, slot, C: gl.constexpr):
+def flag_nonfinite(a, o, rows, index, C: gl.constexpr):
     """Whether any element is NaN or infinite (0 * x is then NaN): a hidden value may have done that.
 
-    Rows that have one say so; the note is zero before a call, so nothing is gathered from other rows.
+    Rows that have one set the flag; it is zero before a call, so nothing is gathered from other rows.
     """
     total = gl.convert_layout(gl.sum(o * 0.0, 1), rows.row.type.layout)
-    stray = (total != total) & rows.ok
-    gl.store(a.FLAGS + slot * a.S.consumers + C + rows.row * 0, 1, mask=stray)
+    nonfinite = (total != total) & rows.ok
+    gl.store(a.FLAGS + index * a.S.consumers + C + rows.row * 0, 1, mask=nonfinite)
 
 
 @gluon.jit
@@ -45,14 +45,14 @@ def store(a, w, o, lse, rows, outs, C):
 def store_lse(a, w, lse, rows):
     if a.S.lse:
         at = a.LSE + w.row_b.to(gl.int64) * a.lse_b + w.head.to(gl.int64) * a.lse_h
-        gl.store(at + (w.q_start + rows.row).to(gl.int64) * a.lse_l, lse, mask=rows.ok & (w.part == 0))
+        gl.store(at + (w.q_start + rows.row).to(gl.int64) * a.lse_l, lse, mask=rows.ok & (w.value_tile == 0))
 
 
 @gluon.jit
 def send(a, w, o, outs, C, PART: gl.constexpr):
     """Columns of O, number PART of as many, by way of shared memory."""
     COLUMNS: gl.constexpr = a.S.out_columns
-    column = w.part * a.S.DV + PART * COLUMNS
+    column = w.value_tile * a.S.DV + PART * COLUMNS
     if a.S.lent == 0:
         tile = outs.index(C)
         tma.store_wait(0)  # what was there before has left

@@ -13,38 +13,38 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..signature import kernel_of
 from .arguments import Arguments
 from .consumer import consume
-from .nonfinite import repair
+from .nonfinite import fixup
 from .pipeline import new_queries, new_ring
 from .producer import produce
-from .tile_scheduler import new_slots
+from .tile_scheduler import new_scheduler
 
 # Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
 PLAIN_INTS = [
     "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "list_b", "list_h", "list_q", "list_n", "slopes_b",
-    "batch", "heads", "group", "q_len", "kv_len", "total_q", "value_dim", "q_offset", "section",
-    "slots",
+    "batch", "heads", "group", "q_len", "kv_len", "total_q", "value_dim", "q_offset", "swizzle",
+    "work_tiles",
 ]  # fmt: skip
 
 
 @gluon.jit
-def consumer0(a, slots, queries, keys, values, outs):
-    consume(a, slots, queries, keys, values, outs, 0)
+def consumer0(a, scheduler, queries, keys, values, outs):
+    consume(a, scheduler, queries, keys, values, outs, 0)
 
 
 @gluon.jit
-def consumer1(a, slots, queries, keys, values, outs):
-    consume(a, slots, queries, keys, values, outs, 1)
+def consumer1(a, scheduler, queries, keys, values, outs):
+    consume(a, scheduler, queries, keys, values, outs, 1)
 
 
 @gluon.jit
-def consumer2(a, slots, queries, keys, values, outs):
-    consume(a, slots, queries, keys, values, outs, 2)
+def consumer2(a, scheduler, queries, keys, values, outs):
+    consume(a, scheduler, queries, keys, values, outs, 2)
 
 
 @gluon.jit
 def prefill(a):
     CONSUMERS: gl.constexpr = a.S.consumers
-    slots = new_slots(a.COUNTER, CONSUMERS)
+    scheduler = new_scheduler(a.COUNTER, CONSUMERS)
     queries = new_queries(a.q, a.S.q_stages, CONSUMERS, a.S.chunks, a.S.lent)
     keys = new_ring(a.k, a.S.k_stages, CONSUMERS)
     values = keys
@@ -55,8 +55,8 @@ def prefill(a):
     else:
         outs = queries.tiles
     fence_async_shared()
-    shared = (a, slots, queries, keys, values, outs)
-    producing = (a, slots, queries, keys, values)
+    shared = (a, scheduler, queries, keys, values, outs)
+    producing = (a, scheduler, queries, keys, values)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(consumer0, shared), (consumer1, shared), (produce, producing)],
@@ -73,10 +73,10 @@ def prefill(a):
 
 @gluon.jit
 def body(a):
-    if a.S.repairs:
-        repair(a)
+    if a.S.fixup:
+        fixup(a)
     else:
         prefill(a)
 
 
-attend = kernel_of("attend", Arguments, body, PLAIN_INTS)
+fwd_kernel = kernel_of("fwd_kernel", Arguments, body, PLAIN_INTS)

@@ -1,7 +1,7 @@
 """From a plan and its tensors to kernel launches. Nothing here reads a value on the device.
 
 The first call of a plan with given strides goes through Triton, which compiles. Later calls with the same strides and
-aligned pointers hand their addresses straight to the compiled kernels.
+aligned pointers pass their addresses straight to the compiled kernels.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ...gpu.varlen_order import rank_sequences
 from ..descriptors import descriptor
 from . import config
 from .config import Config
-from .kernel import attend
+from .kernel import fwd_kernel
 
-REPAIR_COLUMNS = 128  # of the output that are repaired at a time; more would not fit the registers of a warpgroup
+FIXUP_COLUMNS = 128  # of the output that the fix-up computes at a time; more would not fit the registers of a warpgroup
 ORDER_RUN = 64  # sequences that one program of `rank_sequences` ranks
-NOTES_AT = 4  # where notes of strays begin, behind the counter: at a multiple of 16 bytes
-SPARE_BYTES = 4 << 20  # of counters and notes for captured calls
+FLAGS_AT = 4  # where flags of non-finite tiles begin, behind the counter: at a multiple of 16 bytes
+SPARE_BYTES = 4 << 20  # of counters and flags for captured calls
 # The tensors of the kernels, and where they come from.
 SOURCES = {
     "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "KV_LENGTHS": "kv_lengths",
@@ -45,7 +45,7 @@ class Launches(NamedTuple):
 
     ordering: Ready | None
     prefill: Ready
-    repairing: Ready | None
+    fixup: Ready | None
     listing: Listing | None
     maps: list[TensorMap]  # of all of these
 
@@ -57,25 +57,27 @@ class Bound:
         p = self.problem = plan.problem
         s = config.spec(p, c)
         tiles = p.total_q // s.BM + p.batch + 1 if p.packed_q else p.batch * -(-p.q_len // s.BM)
-        self.slots = tiles * p.heads * s.parts  # of packed sequences the most that there can be
+        self.work_tiles = tiles * p.heads * s.value_tiles  # of packed sequences the most that there can be
         places = target.processors * c.per_processor
-        self.programs = min(self.slots, places) if c.persistent else self.slots
-        self.dynamic = c.dynamic and self.programs < self.slots and config.uneven(p)
-        s = self.spec = replace(s, ahead=self.dynamic and config.draws_ahead(p, c, self.slots / self.programs))
-        self.repairs = min(target.processors, self.slots * s.consumers)
-        # The counter of slots and the notes of strays: zero before a call and, by the repairing launch, after it.
-        notes = NOTES_AT + self.slots * s.consumers
-        self.semaphores = Semaphores(notes, spare=max(1, min(SPARE, SPARE_BYTES // (4 * notes))))
+        self.programs = min(self.work_tiles, places) if c.persistent else self.work_tiles
+        self.dynamic = c.dynamic and self.programs < self.work_tiles and config.uneven(p)
+        s = self.spec = replace(
+            s, prefetch_tile=self.dynamic and config.prefetches_tile(p, c, self.work_tiles / self.programs)
+        )
+        self.fixup_programs = min(target.processors, self.work_tiles * s.consumers)
+        # The counter of work tiles and the non-finite flags: zero before a call and, by the fix-up, after it.
+        flags = FLAGS_AT + self.work_tiles * s.consumers
+        self.semaphores = Semaphores(flags, spare=max(1, min(SPARE, SPARE_BYTES // (4 * flags))))
         # Programs that share a processor share its registers.
         limit: Arguments = {"maxnreg": target.registers // (c.per_processor * 32 * 4 * (s.consumers + 1)) // 8 * 8}
-        self.order, self.repair = Kernel(rank_sequences), Kernel(attend)
-        self.attend = Kernel(attend, **(limit if c.per_processor > 1 else {}))
+        self.order, self.fixup = Kernel(rank_sequences), Kernel(fwd_kernel)
+        self.attention = Kernel(fwd_kernel, **(limit if c.per_processor > 1 else {}))
         self.lock = Lock()  # what is launched lies in memory that all threads share
         self.lister = Lister(p, s.BM, s.BN) if s.mask else None
         # What only prefill makes use of is the same for all, so that fewer kernels are compiled.
-        self.repair_spec = replace(
-            s, DV=min(s.DV, REPAIR_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1,
-            late_wait=False, overlaps=True, consumer_regs=0, producer_regs=0, ahead=False, repairs=True,
+        self.fixup_spec = replace(
+            s, DV=min(s.DV, FIXUP_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1,
+            late_wait=False, overlaps=True, consumer_regs=0, producer_regs=0, prefetch_tile=False, fixup=True,
         )  # fmt: skip
         self.present: Any = None
         self.names: list[str] = []
@@ -91,8 +93,8 @@ class Bound:
             "scale": p.scale,
             "softcap": softcap_of(p),
             **rules_of(p),
-            "section": config.section(p, c, places),
-            "slots": self.slots,
+            "swizzle": config.swizzle(p, c, places),
+            "work_tiles": self.work_tiles,
             "S": s,
         }
 
@@ -117,25 +119,25 @@ class Bound:
         """A call through Triton; with `key`, later ones like it are launched by address."""
         lists, listing = (NO_LISTS, None) if self.lister is None else self.lister.first(t)
         given = self.arguments(t, self.memory(t.q.device), lists)
-        ordering = repairing = None
+        ordering = fixup = None
         maps: dict[Any, TensorMap] = {}
         if self.spec.packed_q:
             runs = -(-(self.problem.batch + 1) // ORDER_RUN)
             ordering = self.order.first((runs, 1), given | {"BM": self.spec.BM, "RUN": ORDER_RUN})
-        attention = self.attend.first((self.programs, 1), given, maps)
+        attention = self.attention.first((self.programs, 1), given, maps)
         if self.spec.guard:
-            repairing = self.repair.first((self.repairs, 1), self.repair_arguments(t, given), maps)
+            fixup = self.fixup.first((self.fixup_programs, 1), self.fixup_arguments(t, given), maps)
         if key is not None and attention is not None:
-            self.ready[key] = Launches(ordering, attention, repairing, listing, list(maps.values()))
+            self.ready[key] = Launches(ordering, attention, fixup, listing, list(maps.values()))
 
     def again(self, ready: Launches, at: Arguments, device: torch.device) -> None:
         """A call like an earlier one, with tensors at these addresses."""
-        ordering, attention, repairing, listing, maps = ready
+        ordering, attention, fixup, listing, maps = ready
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         at["o"] = at["OUT"]
         if self.spec.guard:
             at["COUNTER"] = self.semaphores.take(device).data_ptr()
-            at["FLAGS"] = at["COUNTER"] + 4 * NOTES_AT
+            at["FLAGS"] = at["COUNTER"] + 4 * FLAGS_AT
         if listing is not None:
             lists = listing(at["MASK"], device, stream)  # kept until the kernels have been queued
             at["LIST"] = lists.data_ptr()
@@ -148,8 +150,8 @@ class Bound:
             if ordering is not None:
                 ordering([at[name] for name in ordering.pointers], stream)
             attention([at[name] for name in attention.pointers], stream)
-            if repairing is not None:
-                repairing([at[name] for name in repairing.pointers], stream)
+            if fixup is not None:
+                fixup([at[name] for name in fixup.pointers], stream)
 
     def arguments(self, t: Tensors, memory: Arguments, lists: Lists) -> Arguments:
         """The arguments of the kernels."""
@@ -172,8 +174,8 @@ class Bound:
         given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
         return given | self.sizes
 
-    def repair_arguments(self, t: Tensors, given: Arguments) -> Arguments:
-        s = self.repair_spec
+    def fixup_arguments(self, t: Tensors, given: Arguments) -> Arguments:
+        s = self.fixup_spec
         return given | {"v": descriptor(t.v, s.BN, s.DV, s.dtype), "S": s}
 
     def memory(self, device: torch.device) -> Arguments:
@@ -181,7 +183,7 @@ class Bound:
         made: Arguments = dict.fromkeys(("FLAGS", "COUNTER", "ORDER", "START")) | self.ranks(device)
         if self.spec.guard:
             semaphores = self.semaphores.take(device)
-            made["FLAGS"] = semaphores[NOTES_AT:]
+            made["FLAGS"] = semaphores[FLAGS_AT:]
             made["COUNTER"] = semaphores[:1] if self.dynamic else None
         return made
 

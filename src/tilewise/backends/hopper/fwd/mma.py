@@ -13,7 +13,7 @@ from .softmax import hide, logits, weights
 def start_scores(a, queries, keys, i_work, n, C: gl.constexpr, FIRST: gl.constexpr):
     """Starts S = Q K' with tile n of the keys [64, BN]; of several chunks, all but the last are done and released.
 
-    Chunks of q that lend their memory come last: in a work's FIRST tile they may still be on their way.
+    Chunks of q that lend their memory come last: in a work tile's FIRST step they may still be on their way.
     """
     CHUNKS: gl.constexpr = a.S.chunks
     BN: gl.constexpr = a.S.BN
@@ -51,8 +51,8 @@ def to_weights(a, s, m, l, rows, tile, n_keys, mixed, MASKED: gl.constexpr):
     if MASKED == 2:
         if mixed:
             s, _ = hide(a, s, rows, tile, columns, n_keys)
-    p, m, l, shrink = weights(a, s, m, l, MASKED > 0)
-    return p, m, l, gl.convert_layout(shrink, gl.SliceLayout(1, out_layout(a.S)))
+    p, m, l, alpha = weights(a, s, m, l, MASKED > 0)
+    return p, m, l, gl.convert_layout(alpha, gl.SliceLayout(1, out_layout(a.S)))
 
 
 @gluon.jit
@@ -101,7 +101,7 @@ def step(
     a, queries, keys, values, i, n, last, tile, tile_keys, mixed, p, o, m, l, rows,
     C: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Tile n of the keys (number `tile` of work i) into the sums, and P V of tile `last`, the one before it.
+    """Tile n of the keys (number `tile` of work tile i) into the sums, and P V of tile `last`, the one before it.
 
     One after the other, P is gone before S comes, which leaves registers for the rules of a masked tile.
     """
@@ -120,7 +120,7 @@ def step(
         s = start_scores(a, queries, keys, i, n, C, False)
         s = warpgroup_mma_wait(0, deps=(s,))
     release_scores(a, keys, n)
-    p, m, l, shrink = to_weights(a, s, m, l, rows, tile, tile_keys, mixed, MASKED)
+    p, m, l, alpha = to_weights(a, s, m, l, rows, tile, tile_keys, mixed, MASKED)
     p = as_operand(a, p)
     if OVERLAPS:
         if a.S.late_wait:
@@ -128,7 +128,7 @@ def step(
         o, whole = warpgroup_mma_wait(0, deps=(o, p[0]))  # P goes through the wait: else it is moved to other registers
         p = (whole,)
         release_output(a, values, last)
-    return p, o, m, l, shrink
+    return p, o, m, l, alpha
 
 
 @gluon.jit
@@ -136,8 +136,6 @@ def next_tile(
     a, queries, keys, values, i, n, tile, tile_keys, mixed, p, o, m, l, rows,
     C: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """`step` inside a work."""
-    p, o, m, l, shrink = step(
-        a, queries, keys, values, i, n, n - 1, tile, tile_keys, mixed, p, o, m, l, rows, C, MASKED
-    )
-    return p, o * shrink[:, None], m, l
+    """`step` inside a work tile."""
+    p, o, m, l, alpha = step(a, queries, keys, values, i, n, n - 1, tile, tile_keys, mixed, p, o, m, l, rows, C, MASKED)
+    return p, o * alpha[:, None], m, l

@@ -1,10 +1,10 @@
 """Tiles of rows whose output is not finite, done again so that hidden values cannot have caused it.
 
 P V also multiplies values under hidden cells, by zero; if such a value was NaN or infinite, so is the output now. The
-consumers leave a note for each of their tiles (`note_strays`). Those noted, if any, are computed once more here, with
-the same arithmetic in the same order, but with zeros for all values that are not finite. What those add to the rows
-that do see them is counted by a product of its own. One warpgroup does it all, step by step, in PIECES of the output's
-columns where they are many: this is rare.
+consumers flag such tiles (`flag_nonfinite`). Those flagged, if any, are computed once more here, with the same
+arithmetic in the same order, but with zeros for all values that are not finite. What those add to the rows that do see
+them is counted by a product of its own. One warpgroup does it all, step by step, in PIECES of the output's columns
+where they are many: this is rare.
 """
 
 from triton.experimental import gluon
@@ -15,8 +15,8 @@ from .consumer import no_sums, own_tiles, rows_of
 from .epilogue import store_lse, store_rows
 from .layouts import out_layout, score_layout, wide_layout
 from .mma import as_operand
-from .softmax import finish, hide, logits, weights
-from .tile_scheduler import locate, slots_of, work_at
+from .softmax import finalise, hide, logits, weights
+from .tile_scheduler import locate, tile_count, work_tile_at
 from .tiles import tile_list
 
 
@@ -30,22 +30,22 @@ def bring(desc, at, tile, full, turn):
 
 
 @gluon.jit
-def stray_codes(value):
+def nonfinite_codes(value):
     """1 for what pushes a sum up, 256 for what pushes it down, both for NaN, 0 for finite numbers."""
     code = gl.where(value > 0, 1.0, gl.where(value < 0, 256.0, 257.0))
     return gl.where(value - value == 0, 0.0, code)
 
 
 @gluon.jit
-def redo(a, slot, c, piece, q_s, k_s, v_s, code_s, full, turn):
-    """The rows of consumer c in a slot, and one piece of their columns."""
+def recompute(a, index, c, piece, q_s, k_s, v_s, code_s, full, turn):
+    """The rows of consumer c in a work tile, and one piece of their columns."""
     BN: gl.constexpr = a.S.BN
     DV: gl.constexpr = a.S.DV
     CHUNKS: gl.constexpr = a.S.chunks
     WIDTH: gl.constexpr = a.S.chunk_d
     OUT: gl.constexpr = out_layout(a.S)
-    w = work_at(a, locate(a, slot))
-    column = (w.part * (a.S.out_columns // DV) + piece) * DV
+    w = work_tile_at(a, locate(a, index))
+    column = (w.value_tile * (a.S.out_columns // DV) + piece) * DV
     rows = rows_of(a, w, c)
     tiles = tile_list(a, w)
     start, _, _, end = own_tiles(a, w, tiles, 0, c)
@@ -67,21 +67,21 @@ def redo(a, slot, c, piece, q_s, k_s, v_s, code_s, full, turn):
         v = values.load(wide_layout(DV))
         value = v.to(gl.float32)
         values.store(gl.where(value - value == 0, v, gl.zeros_like(v)))
-        code_s.store(stray_codes(value).to(gl.float16))
+        code_s.store(nonfinite_codes(value).to(gl.float16))
         fence_async_shared()
 
         columns = tile * BN + gl.arange(0, BN, gl.SliceLayout(0, score_layout(a.S)))
         if not a.S.linear:
             s = logits(a, s, rows, columns)
         s, visible = hide(a, s, rows, tile, columns, w.n_keys)
-        p, m, l, shrink = weights(a, s, m, l, True)
-        o = o * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+        p, m, l, alpha = weights(a, s, m, l, True)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
         o = warpgroup_mma(as_operand(a, p)[0], values, o)
         seen = gl.convert_layout(visible.to(gl.float16), gl.DotOperandLayout(0, OUT, 2))
         hits = warpgroup_mma(seen, code_s, gl.zeros([64, DV], gl.float32, OUT), use_acc=False).to(gl.int32)
         up = gl.where(hits % 256 > 0, float("inf"), 0.0)
         o = o + (up + gl.where(hits >= 256, float("-inf"), 0.0))
-    lse, share = finish(a, m, l, w.head, w.owned)
+    lse, share = finalise(a, m, l, w.head, w.owned)
     o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
     store_rows(a, w, o.to(a.q.dtype), column, c, DV, OUT)
     store_lse(a, w, lse, rows)
@@ -89,7 +89,7 @@ def redo(a, slot, c, piece, q_s, k_s, v_s, code_s, full, turn):
 
 
 @gluon.jit
-def repair(a):
+def fixup(a):
     DV: gl.constexpr = a.S.DV
     q_s = gl.allocate_shared_memory(a.q.dtype, [a.S.chunks, 1, 1, 64, a.S.chunk_d], a.q.layout)
     k_s = gl.allocate_shared_memory(a.k.dtype, [1, 1, a.S.BN, a.S.chunk_d], a.k.layout)
@@ -102,9 +102,9 @@ def repair(a):
     if a.COUNTER is not None:
         if gl.program_id(0) == 0:
             gl.store(a.COUNTER, 0)  # for the next call
-    # Each program looks at a run of notes, many at a time: as a rule there are none.
+    # Each program looks at a run of flags, many at a time: as a rule there are none.
     RUN: gl.constexpr = 128
-    units = slots_of(a) * a.S.consumers
+    units = tile_count(a) * a.S.consumers
     each = gl.cdiv(gl.cdiv(units, RUN), gl.num_programs(0)) * RUN
     begin = gl.program_id(0) * each
     turn = 0
@@ -114,6 +114,6 @@ def repair(a):
             for unit in range(first, gl.minimum(first + RUN, units)):
                 if gl.load(a.FLAGS + unit) != 0:
                     for piece in range(a.S.out_columns // DV):
-                        slot = unit // a.S.consumers
-                        turn = redo(a, slot, unit % a.S.consumers, piece, q_s, k_s, v_s, code_s, full, turn)
+                        index = unit // a.S.consumers
+                        turn = recompute(a, index, unit % a.S.consumers, piece, q_s, k_s, v_s, code_s, full, turn)
                     gl.store(a.FLAGS + unit, 0)  # for the next call

@@ -1,6 +1,6 @@
 """How tiles travel from the producer to the consumers.
 
-A ring holds STAGES tiles. Use n of a ring lies in stage n % STAGES; counts run on from one piece of work to the next.
+A ring holds STAGES tiles. Use n of a ring lies in stage n % STAGES; counts run on from one work tile to the next.
 
     producer                                 each consumer
     wait until use n - STAGES is released    wait until use n is full
@@ -107,10 +107,10 @@ def new_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @aggregate
 class Queries:
-    """The query rows of STAGES works: for each consumer its own tile in CHUNKS pieces, and its own barriers.
+    """The query rows of STAGES work tiles: for each consumer its own tile in CHUNKS pieces, and its own barriers.
 
     Where LENT chunks, the first ones, lend their memory to the output, there are two parts with barriers of their own:
-    part 0 are the others, which are released before the last P V of a work, part 1 those lent.
+    part 0 are the others, which are released before the last P V of a work tile, part 1 those lent.
     """
 
     tiles: gl.shared_memory_descriptor  # [STAGES * CONSUMERS * CHUNKS, 1, 1, 64, COLUMNS]
@@ -134,23 +134,23 @@ class Queries:
         self.LENT = gl.constexpr(LENT)
 
     @gluon.jit
-    def place(self, n, c: gl.constexpr):
+    def stage(self, n, c: gl.constexpr):
         return n % self.STAGES * self.CONSUMERS + c
 
     @gluon.jit
     def barrier(self, n, c: gl.constexpr, part: gl.constexpr):
-        return self.place(n, c) * (2 if self.LENT > 0 else 1) + part
+        return self.stage(n, c) * (2 if self.LENT > 0 else 1) + part
 
     @gluon.jit
     def fill_part(self, n, c: gl.constexpr, part: gl.constexpr, desc, b, head, row):
-        """The producer's: a part of consumer c's rows in work n, which begin at `row`."""
+        """The producer's: a part of consumer c's rows in work tile n, which begin at `row`."""
         BEGIN: gl.constexpr = self.LENT if part == 0 else 0
         END: gl.constexpr = self.CHUNKS if part == 0 else self.LENT
         full = self.full.index(self.barrier(n, c, part))
         mbarrier.wait(self.released.index(self.barrier(n, c, part)), ((n // self.STAGES) & 1) ^ 1)
         mbarrier.expect(full, desc.block_type.nbytes * (END - BEGIN))
         for i in gl.static_range(BEGIN, END):
-            tile = self.tiles.index(self.place(n, c) * self.CHUNKS + i)
+            tile = self.tiles.index(self.stage(n, c) * self.CHUNKS + i)
             tma.async_copy_global_to_shared(desc, [b, head, row, i * self.COLUMNS], full, tile)
 
     @gluon.jit
@@ -163,7 +163,7 @@ class Queries:
 
     @gluon.jit
     def chunk(self, n, c: gl.constexpr, i):
-        return self.tiles.index(self.place(n, c) * self.CHUNKS + i).reshape([64, self.COLUMNS])
+        return self.tiles.index(self.stage(n, c) * self.CHUNKS + i).reshape([64, self.COLUMNS])
 
 
 @gluon.jit

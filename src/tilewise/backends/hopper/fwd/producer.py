@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .pipeline import key_use, value_use
-from .tile_scheduler import slots_of, work_at
+from .tile_scheduler import tile_count, work_tile_at
 from .tiles import tile_list
 
 
@@ -21,7 +21,7 @@ def fill_values(a, w, values, n, tile):
     PIECES: gl.constexpr = a.S.pieces
     for j in gl.static_range(PIECES):
         row = w.kv_start + tile * a.S.BN + j * (a.S.BN // PIECES)
-        values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row, w.part * a.S.DV])
+        values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row, w.value_tile * a.S.DV])
 
 
 @gluon.jit
@@ -35,7 +35,7 @@ def fill_queries(a, w, queries, n, part: gl.constexpr):
 def fill_first(a, w, queries, keys, i, n, tile):
     """Query rows and the first tile of keys.
 
-    As many keys as have room come first: the queries wait until a place of theirs is free, those of the part that is
+    As many keys as have room come first: the queries wait until a stage of theirs is free, those of the part that is
     lent to the output until that has left. In a ring that V shares, room is what the last tile's V leaves.
     """
     CHUNKS: gl.constexpr = a.S.chunks
@@ -53,17 +53,17 @@ def fill_first(a, w, queries, keys, i, n, tile):
 
 
 @gluon.jit
-def produce(a, slots, queries, keys, values):
+def produce(a, scheduler, queries, keys, values):
     CHUNKS: gl.constexpr = a.S.chunks
-    total = slots_of(a)
+    total = tile_count(a)
     n = 0  # tiles of keys so far
-    i = 0  # works so far
-    place = slots.hand_out(a, 0)
+    i = 0  # work tiles so far
+    coord = scheduler.fetch(a, 0)
     more = True
     while more:
-        w = work_at(a, place)
-        if a.S.ahead:
-            place = slots.hand_out(a, i + 1)
+        w = work_tile_at(a, coord)
+        if a.S.prefetch_tile:
+            coord = scheduler.fetch(a, i + 1)
         tiles = tile_list(a, w)
         last = tiles.tile(0)
         fill_first(a, w, queries, keys, i, n, last)
@@ -72,8 +72,8 @@ def produce(a, slots, queries, keys, values):
             tile = tiles.tile(j)
             fill_keys(a, w, keys, n + j, tile, 0, CHUNKS)
             fill_values(a, w, values, n + j, tile)
-        if not a.S.ahead:
-            place = slots.hand_out(a, i + 1)
-        more = place.slot < total
+        if not a.S.prefetch_tile:
+            coord = scheduler.fetch(a, i + 1)
+        more = coord.index < total
         n += tiles.count
         i += 1

@@ -80,7 +80,7 @@ def logits(a, s, rows, columns):
 def hide(a, s, rows, tile, columns, n_keys):
     """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [64, BN].
 
-    A thread's columns are 8 i + j: for few j (its place among four threads, which the compiler does not know) and many
+    A thread's columns are 8 i + j: for few j (its coord among four threads, which the compiler does not know) and many
     i (which it does). So i is compared with row and j, and each cell costs one comparison with a constant.
     """
     BN: gl.constexpr = a.S.BN
@@ -106,20 +106,20 @@ def hide(a, s, rows, tile, columns, n_keys):
 @gluon.jit
 def weights(a, s, m, l, MASKED: gl.constexpr):
     """p [64, BN] in float32, the new m and l, and what the output so far is multiplied by [64]."""
-    top = gl.maximum(m, gl.max(s, 1))
-    base = top
+    m_new = gl.maximum(m, gl.max(s, 1))
+    base = m_new
     if MASKED:
-        base = gl.where(top == float("-inf"), 0.0, top)  # nothing seen yet: -inf - -inf would be NaN
+        base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: -inf - -inf would be NaN
     if a.S.linear:
         c = a.scale * LOG2E
         p = gl.exp2(gl.fma(s, gl.full_like(s, c), gl.zeros_like(s) - (base * c)[:, None]))
-        shrink = gl.exp2((m - base) * c)
+        alpha = gl.exp2((m - base) * c)
     else:
         p = gl.exp2((s - base[:, None]) * LOG2E)
-        shrink = gl.exp2((m - base) * LOG2E)
+        alpha = gl.exp2((m - base) * LOG2E)
     each = own_sums(a, p)
-    l = l * gl.convert_layout(shrink[:, None], each.type.layout, assert_trivial=True) + each
-    return p, top, l, shrink
+    l = l * gl.convert_layout(alpha[:, None], each.type.layout, assert_trivial=True) + each
+    return p, m_new, l, alpha
 
 
 @gluon.jit
@@ -130,18 +130,18 @@ def own_sums(a, p):
 
 
 @gluon.jit
-def finish(a, m, l, head, owned):
+def finalise(a, m, l, head, owned):
     """The logarithm of the sum, and what the output is multiplied by; sinks count here. [64] each."""
     if a.S.linear:
         m = gl.where(m == float("-inf"), m, m * a.scale)
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-    shrink = gl.full_like(m, 1.0)
+    alpha = gl.full_like(m, 1.0)
     if a.S.sinks:
         sink = gl.where(owned, gl.load(a.SINKS + head), float("-inf"))
-        top = gl.maximum(m, sink)
-        base = gl.where(top == float("-inf"), 0.0, top)
-        shrink = gl.exp2((m - base) * LOG2E)
-        l = l * shrink + gl.where(sink == float("inf"), 1.0, gl.exp2((sink - base) * LOG2E))  # inf - inf would be NaN
-        m = top
+        m_new = gl.maximum(m, sink)
+        base = gl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = gl.exp2((m - base) * LOG2E)
+        l = l * alpha + gl.where(sink == float("inf"), 1.0, gl.exp2((sink - base) * LOG2E))  # inf - inf would be NaN
+        m = m_new
     l = gl.where(l == 0, 1.0, l)
-    return m + gl.log(l), shrink / l
+    return m + gl.log(l), alpha / l

@@ -15,10 +15,10 @@ class Spec(Flags):
     chunk_d: int  # columns of a chunk of q and k in shared memory, a power of two
     chunks: int  # chunks that cover the head dim; columns past it are zeros, by TMA
     DV: int  # columns of a tile of v and of the output, a power of two
-    parts: int  # tiles of columns that cover the value dim, each a piece of work of its own
+    value_tiles: int  # tiles of columns that cover the value dim, each a work tile of its own
     BN: int  # keys of a tile
     consumers: int  # warpgroups of 64 query rows each
-    q_stages: int  # works whose query rows are in shared memory
+    q_stages: int  # work tiles whose query rows are in shared memory
     k_stages: int  # chunks of keys in shared memory
     v_stages: int  # tiles of values in a ring of their own; 0: they lie in the ring of the keys, in pieces
     lent: int  # chunks of q, the first ones, in whose memory the output waits for TMA; 0: in memory of its own
@@ -27,9 +27,9 @@ class Spec(Flags):
     late_wait: bool  # P V is waited for after the exponentials, not where the compiler would
     consumer_regs: int
     producer_regs: int
-    guard: bool  # hidden keys may lie under visible ones: strays are looked for (see nonfinite.py)
-    repairs: bool  # does again what a launch before it has noted
-    ahead: bool  # a slot is drawn before the tiles of the work before it are loaded, not after
+    guard: bool  # hidden keys may lie under visible ones: tiles are flagged if not finite (see nonfinite.py)
+    fixup: bool  # computes again what a launch before it has flagged
+    prefetch_tile: bool  # the next work tile is fetched before the keys of this one are loaded, not after
 
     @property
     def BM(self) -> int:

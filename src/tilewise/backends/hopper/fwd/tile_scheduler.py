@@ -1,8 +1,8 @@
-"""Which work a program does, in what order, and which keys belong to it.
+"""Which work tiles a program computes, in what order, and which keys belong to them.
 
-A slot is one tile of BM query rows of one head (and, of wide values, one part of their columns). Each program does
-work after work, one slot each. Where slots are alike, they are dealt out beforehand; where some are longer they come
-longest first, and each program takes the next when it is ready.
+A work tile is BM query rows of one head (and, of wide values, one tile of their columns). Each program is persistent.
+Where work tiles are alike, their schedule is static; where some are longer, the longest come first and each program
+takes the next index when it is ready.
 
 Rows and keys of a tile: `top` and `q_len` count from the sequence's first row, key tiles from its first key. Tiles
 `first .. last` hold what any row of the tile sees, at least one, though it may turn out to be hidden altogether.
@@ -18,12 +18,12 @@ from ..signature import held
 
 
 @aggregate
-class Work:
+class WorkTile:
     row_b: gl.tensor  # batch row of q, out and lse
     kv_b: gl.tensor  # batch row of k and v
     b: gl.tensor  # batch row of lengths, slopes, mask
     head: gl.tensor
-    part: gl.tensor
+    value_tile: gl.tensor
     top: gl.tensor  # the tile's first query row
     q_start: gl.tensor
     q_len: gl.tensor
@@ -36,13 +36,13 @@ class Work:
 
     @gluon.constexpr_function
     def __init__(
-        self, row_b, kv_b, b, head, part, top, q_start, q_len, kv_start, n_keys, offset, owned, first, last
+        self, row_b, kv_b, b, head, value_tile, top, q_start, q_len, kv_start, n_keys, offset, owned, first, last
     ):  # fmt: skip
         self.row_b = row_b
         self.kv_b = kv_b
         self.b = b
         self.head = head
-        self.part = part
+        self.value_tile = value_tile
         self.top = top
         self.q_start = q_start
         self.q_len = q_len
@@ -69,33 +69,33 @@ def key_tiles(a, offset, top, rows, n_keys):
 
 
 @aggregate
-class Place:
-    """A slot, looked up: the tile of query rows of one head of one sequence."""
+class TileCoord:
+    """A work tile's index, looked up: the tile of query rows of one head of one sequence."""
 
-    slot: gl.tensor
-    seq: gl.tensor  # past `batch` where there is no such slot
+    index: gl.tensor
+    seq: gl.tensor  # past `batch` where there is no such work tile
     head: gl.tensor
     tile: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, slot, seq, head, tile):
-        self.slot = slot
+    def __init__(self, index, seq, head, tile):
+        self.index = index
         self.seq = seq
         self.head = head
         self.tile = tile
 
 
 @aggregate
-class Slots:
-    """Which slot is work number n of this program.
+class TileScheduler:
+    """Which work tile is number n of this program.
 
-    Without COUNTER, slots are dealt out in rounds, forwards and backwards in turn. With it, whoever is ready takes the
-    next: the producer draws numbers, one work ahead, looks their places up and hands those to the consumers by a ring
-    of two. The look-up (divisions, or a search in packed sequences) then costs the consumers nothing between two works.
+    Without COUNTER the schedule is static: rounds over the programs, forwards and backwards in turn. With it, whoever
+    is ready takes the next index: the producer fetches it, looks up its coordinates and passes those to the consumers
+    by a ring of two. The look-up (divisions, or a search in packed sequences) then costs the consumers nothing.
     """
 
     counter: object
-    numbers: object  # [8, 1] in shared memory: two places; this and the barriers are there only if the counter is
+    numbers: object  # [8, 1] in shared memory: two coordinates; this and the barriers are there only if the counter is
     full: object
     released: object
 
@@ -107,15 +107,15 @@ class Slots:
         self.released = held(released)
 
     @gluon.jit
-    def draw(self, n):
-        """The producer's: the slot of work n."""
+    def next_index(self, n):
+        """The producer's: the index of its work tile n."""
         if self.counter is None:
-            slot = dealt(n)
+            index = static_tile(n)
         else:
-            slot = gl.program_id(0)
+            index = gl.program_id(0)
             if n > 0:
-                slot = gl.num_programs(0) + gl.atomic_add(self.counter, 1, sem="relaxed")
-        return slot
+                index = gl.num_programs(0) + gl.atomic_add(self.counter, 1, sem="relaxed")
+        return index
 
     @gluon.jit
     def put(self, i, number):
@@ -128,39 +128,39 @@ class Slots:
         return gl.max(self.numbers.index(i).load(EACH), 0)
 
     @gluon.jit
-    def hand_out(self, a, n):
-        """The producer's: draws the slot of work n and tells the consumers its place."""
-        place = locate(a, self.draw(n))
+    def fetch(self, a, n):
+        """The producer's: the coordinates of work tile n, passed to the consumers too."""
+        coord = locate(a, self.next_index(n))
         if self.counter is not None:
             mbarrier.wait(self.released.index(n & 1), ((n >> 1) & 1) ^ 1)
             at = (n & 1) * 4
-            self.put(at, place.slot)
-            self.put(at + 1, place.seq)
-            self.put(at + 2, place.head)
-            self.put(at + 3, place.tile)
+            self.put(at, coord.index)
+            self.put(at + 1, coord.seq)
+            self.put(at + 2, coord.head)
+            self.put(at + 3, coord.tile)
             mbarrier.arrive(self.full.index(n & 1), count=1)
-        return place
+        return coord
 
     @gluon.jit
-    def take(self, a, n):
-        """A consumer's: the place of work n; past the last slot there is no more work."""
+    def receive(self, a, n):
+        """A consumer's: the coordinates of work tile n; past the last index there is none."""
         if self.counter is None:
-            place = locate(a, dealt(n))
+            coord = locate(a, static_tile(n))
         else:
             mbarrier.wait(self.full.index(n & 1), (n >> 1) & 1)
             at = (n & 1) * 4
-            place = Place(self.get(at), self.get(at + 1), self.get(at + 2), self.get(at + 3))
+            coord = TileCoord(self.get(at), self.get(at + 1), self.get(at + 2), self.get(at + 3))
             mbarrier.arrive(self.released.index(n & 1), count=1)
-        return place
+        return coord
 
 
 @gluon.jit
-def new_slots(counter, CONSUMERS: gl.constexpr):
+def new_scheduler(counter, CONSUMERS: gl.constexpr):
     """Barriers that nobody waits at must not exist: the compiler gives their memory to tiles, and what TMA writes over
     an mbarrier may be lost (seen: a wrong row of q in one of a thousand launches).
     """
     if counter is None:
-        slots = Slots(None, None, None, None)
+        scheduler = TileScheduler(None, None, None, None)
     else:
         numbers = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
         full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -168,32 +168,32 @@ def new_slots(counter, CONSUMERS: gl.constexpr):
         for i in gl.static_range(2):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(released.index(i), count=CONSUMERS)
-        slots = Slots(counter, numbers, full, released)
-    return slots
+        scheduler = TileScheduler(counter, numbers, full, released)
+    return scheduler
 
 
 @gluon.jit
-def dealt(round):
+def static_tile(round):
     count = gl.num_programs(0)
     me = gl.program_id(0)
     return round * count + gl.where(round % 2 == 0, me, count - 1 - me)
 
 
 @gluon.jit
-def slots_of(a):
-    """The number of slots; of packed sequences it is known on the device alone (gpu/varlen_order.py)."""
+def tile_count(a):
+    """The number of work tiles; of packed sequences it is known on the device alone (gpu/varlen_order.py)."""
     if a.S.packed_q:
-        slots = gl.load(a.START + a.batch + 1) * a.heads * a.S.parts
+        count = gl.load(a.START + a.batch + 1) * a.heads * a.S.value_tiles
     else:
-        slots = a.slots
-    return slots
+        count = a.work_tiles
+    return count
 
 
 @gluon.jit
-def locate(a, slot):
-    """Where a slot is. Past the last one nobody does the work, but it is looked up: it has a tile without rows."""
+def locate(a, index):
+    """The coordinates of a work tile. Past the last one they are looked up too: a tile without rows."""
     BM: gl.constexpr = a.S.BM
-    unit = slot // a.S.parts
+    unit = index // a.S.value_tiles
     if a.S.packed_q:
         # Longest sequences first; of one sequence the last tiles first, all heads of a tile together.
         head = unit % a.heads
@@ -213,37 +213,37 @@ def locate(a, slot):
         seq = gl.where(beyond, a.batch + 1, seq)
         tile = gl.where(beyond, 0, tile)
     else:
-        # Sections of planes whose keys fit the L2 cache; inside one, the last tiles of all its planes come first.
-        unit = gl.minimum(unit, a.slots // a.S.parts - 1)
+        # L2 swizzle groups: planes whose keys fit the L2 cache; in one, the last tiles of all its planes come first.
+        unit = gl.minimum(unit, a.work_tiles // a.S.value_tiles - 1)
         tiles = gl.cdiv(a.q_len, BM)
-        begin = unit // (a.section * tiles) * a.section
-        width = gl.minimum(a.section, a.batch * a.heads - begin)
-        rank = unit % (a.section * tiles)
+        begin = unit // (a.swizzle * tiles) * a.swizzle
+        width = gl.minimum(a.swizzle, a.batch * a.heads - begin)
+        rank = unit % (a.swizzle * tiles)
         plane = begin + rank % width
         tile = tiles - 1 - rank // width
         seq = plane // a.heads
         head = plane % a.heads
-    return Place(slot, seq, head, tile)
+    return TileCoord(index, seq, head, tile)
 
 
 @gluon.jit
-def work_at(a, place):
-    """The work of a place."""
+def work_tile_at(a, coord):
+    """The work tile at these coordinates."""
     BM: gl.constexpr = a.S.BM
-    tile = place.tile
+    tile = coord.tile
     if a.S.packed_q:
-        owned = place.seq < a.batch
-        seq = gl.minimum(place.seq, a.batch)
+        owned = coord.seq < a.batch
+        seq = gl.minimum(coord.seq, a.batch)
         q_start = gl.load(a.CU_Q + seq)
         q_end = gl.where(owned, gl.load(a.CU_Q + gl.minimum(seq + 1, a.batch)), a.total_q)
-        q_len = gl.where(place.seq > a.batch, 0, q_end - q_start)
+        q_len = gl.where(coord.seq > a.batch, 0, q_end - q_start)
         b = gl.minimum(seq, a.batch - 1)
         row_b = b * 0
         kv_b = b * 0
         kv_start = gl.load(a.CU_K + b)
         n_keys = gl.load(a.CU_K + b + 1) - kv_start
     else:
-        b = place.seq
+        b = coord.seq
         q_start = b * 0
         q_len = b * 0 + a.q_len
         row_b = b
@@ -261,6 +261,8 @@ def work_at(a, place):
     if a.S.packed_q:
         n_keys = gl.where(owned, n_keys, 0)
     top = tile * BM
-    part = place.slot % a.S.parts
+    value_tile = coord.index % a.S.value_tiles
     first, last, _, _ = key_tiles(a, offset, top, gl.minimum(BM, q_len - top), n_keys)
-    return Work(row_b, kv_b, b, place.head, part, top, q_start, q_len, kv_start, n_keys, offset, owned, first, last)
+    return WorkTile(
+        row_b, kv_b, b, coord.head, value_tile, top, q_start, q_len, kv_start, n_keys, offset, owned, first, last
+    )

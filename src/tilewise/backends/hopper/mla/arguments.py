@@ -16,9 +16,9 @@ class Arguments:
     CACHE: object  # the pages themselves
     OUT: object
     LSE: object
-    PARTS: object  # float32 [slots, tiles, 64, 512]: outputs of sequences that several programs share
-    PART_LSE: object  # float32 [slots, tiles, 64], in base 2
-    PLACES: object  # int32 [B]: slot of a sequence's first fragment, and from bit 16 on how many it has
+    PARTIAL: object  # float32 [2 splits, tiles, 64, 512]: outputs of sequences that several programs share
+    PARTIAL_LSE: object  # float32 [2 splits, tiles, 64], in base 2
+    FRAGMENTS: object  # int32 [B]: partial of a sequence's first fragment, and from bit 16 on how many it has
     LENGTHS: object
     TABLE: object
     SINKS: object
@@ -36,7 +36,7 @@ class Arguments:
     kv_len: object
     page_size: object
     tiles: object  # of query rows
-    parts: object  # into which the keys of all sequences are cut
+    splits: object  # into which the keys of all sequences are cut
     factor: object  # scale * log2(e)
     S: object
 

@@ -11,7 +11,7 @@ PLAIN_INTS = ["o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "heads", "q_len", 
 
 @triton.jit(do_not_specialize=PLAIN_INTS)
 def combine(
-    OUT, LSE, PARTS, PART_LSE, PLACES, o_b, o_h, o_l, lse_b, lse_h, lse_l, heads, q_len, head_rows, tiles,
+    OUT, LSE, PARTIAL, PARTIAL_LSE, FRAGMENTS, o_b, o_h, o_l, lse_b, lse_h, lse_l, heads, q_len, head_rows, tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns of ROWS rows (heads, then queries) of a sequence, AT_ONCE fragments at a time."""
@@ -22,10 +22,10 @@ def combine(
     seq = tl.program_id(0) // CHUNKS // groups
     if DEPENDENT:
         gdc_wait()  # for the outputs of fragments
-    place = tl.load(PLACES + seq)
-    fragments = place >> 16
+    entry = tl.load(FRAGMENTS + seq)
+    fragments = entry >> 16
     if fragments > 1:
-        slot = place & 65535
+        partial = entry & 65535
         row = group * ROWS + tl.arange(0, ROWS)
         ok = row < heads * q_len
         l = row // heads
@@ -34,25 +34,25 @@ def combine(
         tile = l // queries * tl.cdiv(heads, head_rows) + h // head_rows
         in_tile = tile * 64 + l % queries * head_rows + h % head_rows
         column = chunk * COLUMNS + tl.arange(0, COLUMNS)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         o = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in range(0, fragments, AT_ONCE):
             f = first + tl.arange(0, AT_ONCE)
             # The first fragment may be the last one of its run; the others begin the runs that follow.
-            at = tl.where(f == 0, slot, (slot // 2 + f) * 2)[:, None] * tiles * 64 + in_tile[None, :]
+            at = tl.where(f == 0, partial, (partial // 2 + f) * 2)[:, None] * tiles * 64 + in_tile[None, :]
             there = (f < fragments)[:, None] & ok[None, :]
             x = tl.load(
-                PARTS + at.to(tl.int64)[:, :, None] * 512 + column[None, None, :], mask=there[:, :, None], other=0.0
+                PARTIAL + at.to(tl.int64)[:, :, None] * 512 + column[None, None, :], mask=there[:, :, None], other=0.0
             )
-            lse = tl.load(PART_LSE + at, mask=there, other=float("-inf"))  # [AT_ONCE, ROWS]
-            new = tl.maximum(top, tl.max(lse, 0))
+            lse = tl.load(PARTIAL_LSE + at, mask=there, other=float("-inf"))  # [AT_ONCE, ROWS]
+            new = tl.maximum(m, tl.max(lse, 0))
             base = tl.where(new == float("-inf"), 0.0, new)
-            shrink = tl.exp2(top - base)
+            alpha = tl.exp2(m - base)
             weight = tl.exp2(lse - base[None, :])
-            total = total * shrink + tl.sum(weight, 0)
-            o = o * shrink[:, None] + tl.sum(x * weight[:, :, None], 0)
-            top = new
+            total = total * alpha + tl.sum(weight, 0)
+            o = o * alpha[:, None] + tl.sum(x * weight[:, :, None], 0)
+            m = new
         empty = total == 0
         one = tl.where(empty, 1.0, total)
         o = tl.where(empty[:, None], 0.0, o / one[:, None])
@@ -60,5 +60,5 @@ def combine(
         tl.store(OUT + at[:, None] + column[None, :], o.to(OUT.dtype.element_ty), mask=ok[:, None])
         if LSE is not None:
             at = seq.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + l.to(tl.int64) * lse_l
-            whole = tl.where(empty, float("-inf"), (top + tl.log2(one)) * LN2)
+            whole = tl.where(empty, float("-inf"), (m + tl.log2(one)) * LN2)
             tl.store(LSE + at, whole, mask=ok & (chunk == 0))

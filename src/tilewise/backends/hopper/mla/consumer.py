@@ -4,10 +4,10 @@ For each pair of blocks, with m the running maximum, which travels from one to t
 
     consumer 0                                      consumer 1
     wait for S; P0 = softmax S with m; send P0, m   wait until S of consumer 0 is done (`gate`), start S = Q K1'
-    O = shrink O; start O += P0 V0                  wait for P0 and m; O = shrink O; start O += P0 V0
+    O = alpha O; start O += P0 V0                  wait for P0 and m; O = alpha O; start O += P0 V0
     wait for P1 and m, wait for O                   wait for S; P1 = softmax S with m
-    O = shrink O; start O += P1 V1                  wait for O; send P1, m
-    wait for O; start S = Q K0' of the next pair    O = shrink O; start O += P1 V1
+    O = alpha O; start O += P1 V1                  wait for O; send P1, m
+    wait for O; start S = Q K0' of the next pair    O = alpha O; start O += P1 V1
                                                     wait for O
 
 Values are released as soon as they have been added. Exponentials of consumer 0 stand beside products S of consumer 1,
@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .epilogue import store, tell_places
+from .epilogue import store, store_fragments
 from .producer import tile_at
-from .sync import stay, tell_free, tell_ready, tell_scored, wait_ready, wait_scored
+from .sync import arrive_free, arrive_ready, arrive_scored, stay, wait_ready, wait_scored
 from .tile_scheduler import fragment
 
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -78,23 +78,23 @@ def finite(m):
 
 
 @gluon.jit
-def shrink_of(a, m, top):
-    """What sums so far are multiplied by when the maximum becomes `top`."""
-    return gl.exp2((m - finite(top)) * a.factor)
+def alpha_of(a, m, m_new):
+    """What sums so far are multiplied by when the maximum becomes `m_new`."""
+    return gl.exp2((m - finite(m_new)) * a.factor)
 
 
 @gluon.jit
 def to_weights(a, s, m):
     """P [64, 64] in float32 and the new maximum."""
-    top = gl.maximum(m, gl.max(s, 1))
-    shift = finite(top) * a.factor
+    m_new = gl.maximum(m, gl.max(s, 1))
+    shift = finite(m_new) * a.factor
     p = gl.exp2(gl.fma(s, gl.full_like(s, a.factor), gl.zeros_like(s) - shift[:, None]))
-    return p, top
+    return p, m_new
 
 
 @gluon.jit
-def rescaled(o, shrink):
-    return o * gl.convert_layout(shrink, OUT_ROW, assert_trivial=True)[:, None]
+def rescaled(o, alpha):
+    return o * gl.convert_layout(alpha, OUT_ROW, assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -104,7 +104,7 @@ def as_operand(p):
 
 @gluon.jit
 def clear_hidden(a, sh, n, base, b: gl.constexpr, half: gl.constexpr):
-    """Zeros for the values of slots past the last key: weights of 0 do not hide what is not finite."""
+    """Zeros for the values past the last key: weights of 0 do not hide what is not finite."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SMALL: gl.constexpr = sh.p.layout
     if base + 64 > n:
@@ -122,7 +122,7 @@ def send(a, sh, p, m, b: gl.constexpr):
     sh.weights(b).store(p)
     sh.maximum(b).store(m)
     fence_async_shared()
-    tell_ready(sh, b)
+    arrive_ready(sh, b)
 
 
 @gluon.jit
@@ -132,7 +132,7 @@ def scores0(a, sh, q_rope, u):
     s = start_half(a, sh, s, u, 0, 0)
     s = start_half(a, sh, s, u, 0, 1)
     s = warpgroup_mma_wait(0, deps=(s,))
-    tell_scored(sh)
+    arrive_scored(sh)
     return s
 
 
@@ -141,7 +141,7 @@ def add_last(sh, o):
     """P1 V1 of consumer 0, complete."""
     o = warpgroup_mma(sh.weights(1), sh.k.index(2), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    tell_free(sh, 2)
+    arrive_free(sh, 2)
     return o
 
 
@@ -153,27 +153,27 @@ def step0(a, sh, q_rope, w, u, i, s, o, m, l, hi, MASKED: gl.constexpr):
         s = scores0(a, sh, q_rope, u)
     if MASKED:
         s = hide(s, i * 128, hi)
-    p, top = to_weights(a, s, m)
-    shrink = shrink_of(a, m, top)
-    l = l * shrink + gl.sum(p, 1)
+    p, m_new = to_weights(a, s, m)
+    alpha = alpha_of(a, m, m_new)
+    l = l * alpha + gl.sum(p, 1)
     p = p.to(a.k.dtype)
-    send(a, sh, p, top, 0)
+    send(a, sh, p, m_new, 0)
 
-    o = rescaled(o, shrink)
+    o = rescaled(o, alpha)
     if MASKED:
         clear_hidden(a, sh, w.n, i * 128, 0, 0)
     o = warpgroup_mma(as_operand(p), sh.k.index(0), o, is_async=True)
     wait_ready(sh, 1, u)
     m = sh.maximum(1).load(ROW)
-    shrink = shrink_of(a, top, m)
+    alpha = alpha_of(a, m_new, m)
     if a.S.wait_values:
         sh.wait_half(u, 1, 0)
     o = warpgroup_mma_wait(0, deps=(o,))
-    tell_free(sh, 0)
+    arrive_free(sh, 0)
     if a.S.named:
         stay(sh, u, 2)  # the producer does not wait for the rescaling
-    l = l * shrink
-    o = rescaled(o, shrink)
+    l = l * alpha
+    o = rescaled(o, alpha)
     if MASKED:
         clear_hidden(a, sh, w.n, i * 128 + 64, 1, 0)
     if a.S.ahead:
@@ -182,10 +182,10 @@ def step0(a, sh, q_rope, w, u, i, s, o, m, l, hi, MASKED: gl.constexpr):
             s = start_rope(a, sh, q_rope, u + 1, 0)
             s = start_half(a, sh, s, u + 1, 0, 0)
             o = warpgroup_mma_wait(1 + EACH, deps=(o,))
-            tell_free(sh, 2)
+            arrive_free(sh, 2)
             s = start_half(a, sh, s, u + 1, 0, 1)
             o, s = warpgroup_mma_wait(0, deps=(o, s))
-            tell_scored(sh)
+            arrive_scored(sh)
         else:
             o = add_last(sh, o)
     else:
@@ -204,10 +204,10 @@ def step1(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
     s = start_half(a, sh, s, u, 1, 1)
 
     wait_ready(sh, 0, u)
-    top = sh.maximum(0).load(ROW)
-    shrink = shrink_of(a, m, top)
-    l = l * shrink
-    o = rescaled(o, shrink)
+    m_new = sh.maximum(0).load(ROW)
+    alpha = alpha_of(a, m, m_new)
+    l = l * alpha
+    o = rescaled(o, alpha)
     if a.S.wait_values:
         sh.wait_half(u, 0, 1)
     if MASKED:
@@ -217,9 +217,9 @@ def step1(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
 
     if MASKED:
         s = hide(s, i * 128 + 64, hi)
-    p, m = to_weights(a, s, top)
-    shrink = shrink_of(a, top, m)
-    l = l * shrink + gl.sum(p, 1)
+    p, m = to_weights(a, s, m_new)
+    alpha = alpha_of(a, m_new, m)
+    l = l * alpha + gl.sum(p, 1)
     p = p.to(a.k.dtype)
     if a.S.p_buffers == 2:
         send(a, sh, p, m, 1)
@@ -228,15 +228,15 @@ def step1(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     if a.S.p_buffers == 1:
         send(a, sh, p, m, 1)
-    tell_free(sh, 1)
+    arrive_free(sh, 1)
     if a.S.named:
         stay(sh, u, 3)
-    o = rescaled(o, shrink)
+    o = rescaled(o, alpha)
     if MASKED:
         clear_hidden(a, sh, w.n, i * 128 + 64, 1, 1)
     o = warpgroup_mma(as_operand(p), sh.k.index(3), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    tell_free(sh, 3)
+    arrive_free(sh, 3)
     if a.S.touch:
         # Times 1, while there is nothing to do: what is left by a product cannot be read while others are under way.
         o = o * (1 + (u >> 31)).to(gl.float32)
@@ -259,7 +259,7 @@ def consume(a, run, sh, C: gl.constexpr):
     own_query = query + row // a.S.head_rows
     u = 0
     f = 0
-    slot = run.part * 2
+    partial = run.split * 2
     seq = run.seq
     first = run.first
     left = run.left
@@ -288,11 +288,11 @@ def consume(a, run, sh, C: gl.constexpr):
         mbarrier.arrive(sh.done.index(0), count=1)
         mbarrier.wait(sh.done.index(0), f & 1)
         l = l + sh.l.index(1 - C).load(ROW)
-        store(a, w, o, m, l, slot, run.tile, query, head, C)
+        store(a, w, o, m, l, partial, run.tile, query, head, C)
         if C == 0:
-            tell_places(a, w, slot, run.size, run.tile)
+            store_fragments(a, w, partial, run.size, run.tile)
         left -= w.last - first
         seq += 1
         first = first * 0
-        slot = run.part * 2 + 1
+        partial = run.split * 2 + 1
         f += 1

@@ -7,7 +7,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def places(a, seq, query, head, row, stride_b, stride_h, stride_l):
+def row_offsets(a, seq, query, head, row, stride_b, stride_h, stride_l):
     """Where rows of a tile lie in a tensor [B, H, Lq, ...], and which there are."""
     l = query + row // a.S.head_rows
     h = head + row % a.S.head_rows
@@ -16,7 +16,7 @@ def places(a, seq, query, head, row, stride_b, stride_h, stride_l):
 
 
 @gluon.jit
-def store(a, w, o, m, l, slot, tile, query, head, C: gl.constexpr):
+def store(a, w, o, m, l, partial, tile, query, head, C: gl.constexpr):
     """Half C of a fragment's output, and with the first half the logarithms of sums."""
     ROW: gl.constexpr = m.type.layout
     HALF: gl.constexpr = o.type.layout
@@ -29,23 +29,23 @@ def store(a, w, o, m, l, slot, tile, query, head, C: gl.constexpr):
     out_row = gl.arange(0, 64, OUT_ROW)
     column = C * 256 + gl.arange(0, 256, gl.SliceLayout(0, HALF))
     if w.alone():
-        rows, ok = places(a, w.seq, query, head, out_row, a.o_b, a.o_h, a.o_l)
+        rows, ok = row_offsets(a, w.seq, query, head, out_row, a.o_b, a.o_h, a.o_l)
         gl.store(a.OUT + rows[:, None] + column[None, :], o.to(a.k.dtype), mask=ok[:, None])
         if a.S.lse and C == 0:
-            at, there = places(a, w.seq, query, head, row, a.lse_b, a.lse_h, a.lse_l)
+            at, there = row_offsets(a, w.seq, query, head, row, a.lse_b, a.lse_h, a.lse_l)
             gl.store(a.LSE + at, lse * LN2, mask=there)
     else:
-        base = (slot * a.tiles + tile) * 64
+        base = (partial * a.tiles + tile) * 64
         begin = (base + out_row).to(gl.int64) * 512
-        _, ok = places(a, w.seq, query, head, out_row, a.o_b, a.o_h, a.o_l)
-        gl.store(a.PARTS + begin[:, None] + column[None, :], o, mask=ok[:, None])
+        _, ok = row_offsets(a, w.seq, query, head, out_row, a.o_b, a.o_h, a.o_l)
+        gl.store(a.PARTIAL + begin[:, None] + column[None, :], o, mask=ok[:, None])
         if C == 0:
-            gl.store(a.PART_LSE + base + row, lse)
+            gl.store(a.PARTIAL_LSE + base + row, lse)
 
 
 @gluon.jit
-def tell_places(a, w, slot, size, tile):
+def store_fragments(a, w, partial, size, tile):
     """Where the fragments of a sequence will be, from the program that has its first pair."""
     if w.first == 0:
         fragments = 1 + gl.cdiv(w.pairs - w.last, size)
-        gl.store(a.PLACES + w.seq, slot + (fragments << 16), mask=tile == 0)
+        gl.store(a.FRAGMENTS + w.seq, partial + (fragments << 16), mask=tile == 0)

@@ -14,7 +14,7 @@ from .tile_scheduler import Run, run_of
 
 PLAIN_INTS = [
     "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "table_b", "page_b", "batch", "heads", "q_len", "kv_len",
-    "page_size", "tiles", "parts",
+    "page_size", "tiles", "splits",
 ]  # fmt: skip
 
 
@@ -32,9 +32,9 @@ def consumer1(a, run, sh):
 def body(a):
     if a.S.dependent:
         gdc_launch_dependents()
-    part = gl.program_id(0) // a.tiles
-    seq, first, left, size = run_of(a, part)
-    run = Run(seq, first, left, size, part, gl.program_id(0) % a.tiles)
+    split = gl.program_id(0) // a.tiles
+    seq, first, left, size = run_of(a, split)
+    run = Run(seq, first, left, size, split, gl.program_id(0) % a.tiles)
     sh = new_shared(a)
     fence_async_shared()
     given = (a, run, sh)

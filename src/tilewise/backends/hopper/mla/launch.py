@@ -40,23 +40,25 @@ class Latent:
     def __init__(self, spec: Spec, batch: int, heads: int, q_len: int, kv_len: int, processors: int = 132) -> None:
         self.spec, self.batch = spec, batch
         self.tiles = -(-heads // spec.head_rows) * -(-q_len // spec.queries)
-        self.parts = max(1, processors // self.tiles)
-        self.programs = self.parts * self.tiles
-        self.at_once = min(32, 1 << (self.parts // batch + 1).bit_length())  # about as many fragments as sequences have
+        self.splits = max(1, processors // self.tiles)
+        self.programs = self.splits * self.tiles
+        self.at_once = min(
+            32, 1 << (self.splits // batch + 1).bit_length()
+        )  # about as many fragments as sequences have
         self.columns = min(LATENT, COMBINED // self.at_once)
         self.rows = COMBINED // self.at_once // self.columns
         self.sizes = {
-            "batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len, "tiles": self.tiles, "parts": self.parts,
-            "head_rows": spec.head_rows,
+            "batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len, "tiles": self.tiles,
+            "splits": self.splits, "head_rows": spec.head_rows,
         }  # fmt: skip
         self.combiners = batch * -(-heads * q_len // self.rows) * (LATENT // self.columns)
         self.combines = True
         self.combine_options = {"num_warps": 4, "launch_pdl": spec.dependent}
 
     def workspace(self, device: Any) -> tuple[torch.Tensor, ...]:
-        slots = 2 * self.parts * self.tiles * ROWS
-        places = torch.empty(self.batch, dtype=torch.int32, device=device)
-        return torch.empty(slots * LATENT, device=device), torch.empty(slots, device=device), places
+        rows = 2 * self.splits * self.tiles * ROWS
+        fragments = torch.empty(self.batch, dtype=torch.int32, device=device)
+        return torch.empty(rows * LATENT, device=device), torch.empty(rows, device=device), fragments
 
     def arguments(
         self, q: Any, cache: Any, out: Any, lse: Any, lengths: Any, table: Any, scale: float, work: Any
@@ -72,7 +74,7 @@ class Latent:
             "k": block_descriptor(cache, [*k_block, s.width], s.dtype),
             "k_rope": block_descriptor(cache, [*k_block, ROPE], s.dtype),
             "CACHE": cache, "page_b": cache.stride(0),
-            "OUT": out, "LSE": lse, "PARTS": work[0], "PART_LSE": work[1], "PLACES": work[2],
+            "OUT": out, "LSE": lse, "PARTIAL": work[0], "PARTIAL_LSE": work[1], "FRAGMENTS": work[2],
             "LENGTHS": lengths, "TABLE": table,
             "SINKS": None, "page_size": cache.shape[1], "table_b": 0 if table is None else table.stride(0),
             "factor": scale * math.log2(math.e), "S": s,
@@ -92,5 +94,5 @@ class Latent:
         given = self.arguments(q, cache, out, lse, lengths, table, scale, work)
         taken = {name: given[name] for name in latent_decode.arg_names}
         latent_decode[(self.programs,)](**taken, **OPTIONS)
-        if self.parts > 1 and self.combines:
+        if self.splits > 1 and self.combines:
             combine[(self.combiners,)](**self.combining(given), **self.combine_options)

@@ -27,7 +27,7 @@ def stay(sh, u, half: gl.constexpr):
 
 
 @gluon.jit
-def tell_free(sh, half: gl.constexpr):
+def arrive_free(sh, half: gl.constexpr):
     if sh.S.named:
         named_barrier("bar.arrive", FREE + half, FILL)
     else:
@@ -45,7 +45,7 @@ def wait_free(sh, half: gl.constexpr, u):
 
 
 @gluon.jit
-def tell_scored(sh):
+def arrive_scored(sh):
     if sh.S.named:
         named_barrier("bar.arrive", ROPE, FILL)
         if sh.S.gate > 0:
@@ -74,7 +74,7 @@ def wait_rope(sh, u):
 
 
 @gluon.jit
-def tell_ready(sh, b: gl.constexpr):
+def arrive_ready(sh, b: gl.constexpr):
     if sh.S.named:
         named_barrier("bar.arrive", READY + b, TWO)
     else:

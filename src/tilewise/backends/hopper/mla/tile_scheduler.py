@@ -1,15 +1,15 @@
 """Which keys belong to which program.
 
 Keys are counted in pairs of blocks (128 keys); a sequence has at least one pair. The pairs of all sequences, one after
-the other, are cut into runs of `size` pairs, at most `parts` of them. Each tile of query rows has a program for each
+the other, are cut into runs of `size` pairs, at most `splits` of them. Each tile of query rows has a program for each
 run, and programs of a run are neighbours, so that its keys are read from HBM once and from L2 for the other tiles.
 
 The size is the smallest that will do, or the next one that fits the longest sequence (a multiple of its pairs, or an
 equal share of them) where that leaves so many fewer sequences cut that the longer runs cost less than combining them.
 
 A run is cut at the ends of sequences into fragments. A fragment that is not a whole sequence leaves its output to be
-combined, in slot 2 part if it is the first of its run, else in slot 2 part + 1. Of each sequence the kernel writes the
-slot of its first fragment and the number of fragments; others than the first are the first ones of their runs.
+combined, as partial 2 split if it is the first of its run, else as partial 2 split + 1. Of each sequence the kernel
+writes the partial of its first fragment and the number of fragments; the others are the first ones of their runs.
 """
 
 from triton.experimental import gluon
@@ -48,8 +48,8 @@ def fitting(least, longest):
 
 
 @gluon.jit
-def run_of(a, part):
-    """A part's run: its first sequence, the first pair there, the number of pairs, and the size of all runs."""
+def run_of(a, split):
+    """The run of a split: its first sequence, the first pair there, the number of pairs, and the size of all runs."""
     # Every warp looks at all of them: sums within a warp need no barrier.
     EACH: gl.constexpr = gl.BlockedLayout([RUN // 32], [32], [gl.num_warps()], [0])
     total = 0
@@ -59,7 +59,7 @@ def run_of(a, part):
         pairs = gl.where(at < a.batch, pairs_of(keys_of(a, gl.minimum(at, a.batch - 1))), 0)
         total += gl.sum(pairs, 0)
         longest = gl.maximum(longest, gl.max(pairs, 0))
-    size = gl.cdiv(total, a.parts)
+    size = gl.cdiv(total, a.splits)
     other = fitting(size, longest)
     gain = 0  # sequences cut with `size`, less those with `other`
     seq = 0
@@ -76,18 +76,18 @@ def run_of(a, part):
         last = gl.maximum(ends - 1, begins)
         cuts = last // size - begins // size - (last // other - begins // other)
         gain += gl.sum(gl.where(inside, cuts, 0), 0)
-        passed = inside & (ends <= part * size)
+        passed = inside & (ends <= split * size)
         seq += gl.sum(passed.to(gl.int32), 0)
         start += gl.sum(gl.where(passed, pairs, 0), 0)
-        passed = inside & (ends <= part * other)
+        passed = inside & (ends <= split * other)
         other_seq += gl.sum(passed.to(gl.int32), 0)
         other_start += gl.sum(gl.where(passed, pairs, 0), 0)
         before += gl.sum(pairs, 0)
-    if (other - size) * a.parts * 2 <= gain * CUT:
+    if (other - size) * a.splits * 2 <= gain * CUT:
         size = other
         seq = other_seq
         start = other_start
-    begin = gl.minimum(part * size, total)
+    begin = gl.minimum(split * size, total)
     end = gl.minimum(begin + size, total)
     return seq, begin - start, end - begin, size
 
@@ -100,16 +100,16 @@ class Run:
     first: gl.tensor  # pair of that sequence
     left: gl.tensor  # pairs
     size: gl.tensor  # of all runs
-    part: gl.tensor
+    split: gl.tensor
     tile: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, seq, first, left, size, part, tile):
+    def __init__(self, seq, first, left, size, split, tile):
         self.seq = seq
         self.first = first
         self.left = left
         self.size = size
-        self.part = part
+        self.split = split
         self.tile = tile
 
 

@@ -44,12 +44,12 @@ struct Tensors {
   device const int* table;
 };
 
-// What is written: the output, or, where keys are split, a part of it with its maximum and sum.
+// What is written: the output, or, where keys are split, a partial with its maximum and sum.
 struct Results {
   device TQ* out;
   device float* lse;
-  device float* part;
-  device float* part_ml;
+  device float* partial;
+  device float* partial_ml;
 };
 
 struct Sequence {
@@ -232,14 +232,14 @@ inline float slope_of(thread const Tensors& t, thread const Params& p, thread co
 // ---- results
 
 // A row's running state with its sink: what the output is multiplied and divided by, and its lse.
-struct Finish {
+struct Normalised {
   float factor;
   float sum;
   float lse;
 };
 
-inline Finish finish(float m, float l, bool has_sink, float sink) {
-  Finish f;
+inline Normalised normalise(float m, float l, bool has_sink, float sink) {
+  Normalised f;
   f.factor = 1.0f;
   float top = m;
   const uint bits = as_type<uint>(sink); // compilers may assume that no number is infinite
@@ -275,8 +275,8 @@ inline long lse_row(thread const Params& p, thread const Sequence& s, Row row) {
   return (p.packed ? 0 : s.b) * p.lse_b + row.head * p.lse_h + (s.q_first + row.query) * p.lse_l;
 }
 
-// The place of a row's part in the workspace: [tokens, heads, splits].
-inline long part_row(thread const Params& p, thread const Sequence& s, Row row, int split) {
+// The place of a row's partial in the workspace: [tokens, heads, splits].
+inline long partial_row(thread const Params& p, thread const Sequence& s, Row row, int split) {
   const long token = p.packed ? s.q_first + row.query : long(s.b) * p.q_len + row.query;
   return (token * p.heads + row.head) * p.splits + split;
 }

@@ -2,7 +2,7 @@
 //
 //   s = q k^T    [BM, BK]   K goes through threadgroup memory, DC of its DP columns at a time
 //   p = exp(s - m)          online softmax, THREADS / BM threads a row; m and l in their registers
-//   o = o * shrink + p v    [BM, DVP]  V likewise, DVC columns at a time; o stays in registers
+//   o = o * alpha + p v    [BM, DVP]  V likewise, DVC columns at a time; o stays in registers
 //
 // A threadgroup is SG_ROWS x SG_COLS simdgroups: each owns 8 rows and every SG_COLS-th block of 8 columns of s and o.
 // All matrices are of floats. They are loaded, stored and multiplied whole, or combined element by element with others
@@ -11,7 +11,7 @@
 // A value under a hidden cell must not reach a row, not even as 0 * NaN. Values that are not finite are left out of the
 // products; where a tile held one, the rows that see it get it added afterwards (add_strays).
 //
-// The grid is (tiles of queries, heads / pack, splits). With splits, (m, l, o) goes to the workspace, for reduce.metal.
+// The grid is (tiles of queries, heads / pack, splits). With splits, (m, l, o) goes to the workspace, for combine.metal.
 
 #define BM (8 * SG_ROWS)
 #define EACH_ROW (THREADS / BM) // threads that share a row's softmax, all in one simdgroup
@@ -29,7 +29,7 @@ struct Shared {
   threadgroup float* s;      // [BM, BK]: scores, then weights
   threadgroup float* rows;   // [BM, 8]: a number for each row, in every column of a matrix
   threadgroup float* block;  // [SIMDGROUPS, 8, 8]: for each simdgroup's own use
-  threadgroup int* strays;   // [SIMDGROUPS]: whether a simdgroup has met values that are not finite
+  threadgroup int* nonfinite;   // [SIMDGROUPS]: whether a simdgroup has met values that are not finite
 };
 
 inline void scale_by(thread Matrix& x, thread Matrix& by) {
@@ -69,18 +69,18 @@ inline void stage_keys(thread const Tensors& t, thread const Params& p, thread c
 inline bool stage_values(thread const Tensors& t, thread const Params& p, thread const Sequence& s,
                          threadgroup float* to, int kv_head, int n0, int lo, int hi, int c0, int thread_id) {
   const int c = c0 + thread_id % DVC;
-  bool stray = false;
+  bool nonfinite = false;
   for (int r = thread_id / DVC; r < BK; r += THREADS / DVC) {
     const int n = n0 + r;
     float x = 0.0f;
     if (n >= lo && n < hi && c < p.value_dim) x = value_element(t, p, place_of(t, p, s, n), kv_head, c);
     if (!is_finite(x)) {
-      stray = true;
+      nonfinite = true;
       x = 0.0f;
     }
     to[r * DVC + thread_id % DVC] = x;
   }
-  return stray;
+  return nonfinite;
 }
 
 // Adds to an 8x8 block of o, at row r0 of the tile and column c0 of the values, the values that were left out.
@@ -202,13 +202,13 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
       sum += weight;
     }
     for (ushort step = EACH_ROW / 2; step > 0; step /= 2) sum += simd_shuffle_xor(sum, step);
-    const float shrink = exp(top - highest);
-    l = l * shrink + sum;
+    const float alpha = exp(top - highest);
+    l = l * alpha + sum;
     top = highest;
-    for (int i = part; i < 8; i += EACH_ROW) mem.rows[r * 8 + i] = shrink;
+    for (int i = part; i < 8; i += EACH_ROW) mem.rows[r * 8 + i] = alpha;
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    // o = o * shrink + p v
+    // o = o * alpha + p v
     Matrix by;
     simdgroup_load(by, mem.rows + r0 * 8, 8);
     UNROLL
@@ -221,7 +221,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
       if (slice > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool mine = stage_values(t, p, s, mem.kv, kv_head, n0, lo, hi, slice * DVC, thread_id);
       const bool any = simd_any(mine);
-      if (lane == 0) mem.strays[sg] = any;
+      if (lane == 0) mem.nonfinite[sg] = any;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       UNROLL
       for (int i = 0; i < SLICE_BLOCKS; i++) {
@@ -232,7 +232,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
           simdgroup_multiply_accumulate(o[slice * SLICE_BLOCKS + i], weights[j], b, o[slice * SLICE_BLOCKS + i]);
         }
       }
-      if (mem.strays[0] + mem.strays[1] + mem.strays[2] + mem.strays[3] > 0) {
+      if (mem.nonfinite[0] + mem.nonfinite[1] + mem.nonfinite[2] + mem.nonfinite[3] > 0) {
         UNROLL
         for (int i = 0; i < SLICE_BLOCKS; i++) {
           const int c0 = slice * DVC + (i * SG_COLS + column) * 8;
@@ -245,13 +245,13 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
   // Rows: with splits as they are, else with their sink and divided by their sum.
   const bool divides = p.splits == 1;
   const bool sinks = p.has_sinks && divides && s.real && row.there;
-  const Finish f = finish(top, l, sinks, sinks ? t.sinks[row.head] : 0.0f);
+  const Normalised f = normalise(top, l, sinks, sinks ? t.sinks[row.head] : 0.0f);
   if (part == 0) {
     mem.rows[r * 8] = f.factor;
     mem.rows[r * 8 + 1] = f.sum;
     if (row.there && !divides) {
-      to.part_ml[part_row(p, s, row, split) * 2] = top;
-      to.part_ml[part_row(p, s, row, split) * 2 + 1] = l;
+      to.partial_ml[partial_row(p, s, row, split) * 2] = top;
+      to.partial_ml[partial_row(p, s, row, split) * 2 + 1] = l;
     }
     if (row.there && divides && p.has_lse) to.lse[lse_row(p, s, row)] = f.lse;
   }
@@ -270,7 +270,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
       if (divides) {
         to.out[out_row(p, s, to_row) + c] = TQ(x * mem.rows[at * 8] / mem.rows[at * 8 + 1]);
       } else {
-        to.part[part_row(p, s, to_row, split) * p.value_dim + c] = x;
+        to.partial[partial_row(p, s, to_row, split) * p.value_dim + c] = x;
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -286,7 +286,7 @@ threadgroup float shared_block[SIMDGROUPS * 64];
 threadgroup int shared_strays[SIMDGROUPS];
 const Params p = read_params(ints, strides, floats);
 const Tensors t = {q, k, v, k_scales, v_scales, mask, states, slopes, sinks, lengths, offsets, cu_q, cu_k, table};
-const Results to = {out, lse, part, part_ml};
+const Results to = {out, lse, partial, partial_ml};
 const Shared mem = {shared_q, shared_kv, shared_s, shared_rows, shared_block, shared_strays};
 attend_tile(t, to, p, mem, int(threadgroup_position_in_grid.x), int(threadgroup_position_in_grid.y),
             int(threadgroup_position_in_grid.z), int(thread_index_in_threadgroup), int(thread_index_in_simdgroup),

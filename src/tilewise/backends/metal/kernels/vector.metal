@@ -2,7 +2,7 @@
 //
 // Each simdgroup takes every SIMDGROUPS-th key. Its 32 lanes share the columns of a row (lane, lane + 32, ...): K and V
 // go from device memory to registers, a dot product is a sum over the lanes, and no barrier stands in the loop. At the
-// end the simdgroups' states (m, l, o) are merged through threadgroup memory. A row skips the keys that are hidden from
+// end the simdgroups' states (m, l, o) are combined through threadgroup memory. A row skips the keys that are hidden from
 // it, so that nothing of them reaches it.
 //
 // The grid is (tiles of queries, KV heads, splits); tiles of ROWS / pack queries, pack being the whole group.
@@ -79,12 +79,12 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
       for (int i = 0; i < COLUMNS; i++) dot += q[r][i] * key[i];
       const float x = logit(p, simd_sum(dot), slope[r], s.offset + row.query - n) + cell.bias;
       const float highest = max(top[r], x);
-      const float shrink = exp(top[r] - highest);
+      const float alpha = exp(top[r] - highest);
       const float weight = exp(x - highest);
       top[r] = highest;
-      l[r] = l[r] * shrink + weight;
+      l[r] = l[r] * alpha + weight;
       UNROLL
-      for (int i = 0; i < V_COLUMNS; i++) o[r][i] = o[r][i] * shrink + weight * value[i];
+      for (int i = 0; i < V_COLUMNS; i++) o[r][i] = o[r][i] * alpha + weight * value[i];
     }
   }
 
@@ -113,7 +113,7 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
       sum += weight[g] * mem.ml[(g * ROWS + r) * 2 + 1];
     }
     const bool divides = p.splits == 1;
-    const Finish f = finish(highest, sum, p.has_sinks && s.real && divides, p.has_sinks ? t.sinks[row.head] : 0.0f);
+    const Normalised f = normalise(highest, sum, p.has_sinks && s.real && divides, p.has_sinks ? t.sinks[row.head] : 0.0f);
     for (int c = thread_id; c < p.value_dim; c += THREADS) {
       float x = 0.0f;
       UNROLL
@@ -121,13 +121,13 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
       if (divides) {
         to.out[out_row(p, s, row) + c] = TQ(x * f.factor / f.sum);
       } else {
-        to.part[part_row(p, s, row, split) * p.value_dim + c] = x;
+        to.partial[partial_row(p, s, row, split) * p.value_dim + c] = x;
       }
     }
     if (thread_id == 0 && divides && p.has_lse) to.lse[lse_row(p, s, row)] = f.lse;
     if (thread_id == 0 && !divides) {
-      to.part_ml[part_row(p, s, row, split) * 2] = highest;
-      to.part_ml[part_row(p, s, row, split) * 2 + 1] = sum;
+      to.partial_ml[partial_row(p, s, row, split) * 2] = highest;
+      to.partial_ml[partial_row(p, s, row, split) * 2 + 1] = sum;
     }
   }
 }
@@ -137,7 +137,7 @@ threadgroup float shared_o[SIMDGROUPS * ROWS * DVP];
 threadgroup float shared_ml[SIMDGROUPS * ROWS * 2];
 const Params p = read_params(ints, strides, floats);
 const Tensors t = {q, k, v, k_scales, v_scales, mask, states, slopes, sinks, lengths, offsets, cu_q, cu_k, table};
-const Results to = {out, lse, part, part_ml};
+const Results to = {out, lse, partial, partial_ml};
 const Shared mem = {shared_o, shared_ml};
 attend_rows(t, to, p, mem, int(threadgroup_position_in_grid.x), int(threadgroup_position_in_grid.y),
             int(threadgroup_position_in_grid.z), int(thread_index_in_threadgroup), int(thread_index_in_simdgroup),
