@@ -397,10 +397,11 @@ def modules() -> dict[str, Any]:
 
 def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
     """The kernels' modules by name, over the stand-ins; `changes` of a file's text make a mutant."""
-    from tilewise.backends.gpu import flags
+    from tilewise.backends.gpu import flags, signature
     from tilewise.core import mask_rules
 
-    fakes, real = modules(), {"plain.backends.gpu.flags": flags, "plain.core.mask_rules": mask_rules}
+    fakes, real = modules(), {"plain.backends.gpu.flags": flags, "plain.core.mask_rules": mask_rules,
+             "plain.backends.gpu.signature": signature}  # fmt: skip
     kept = {name: sys.modules.get(name) for name in (*fakes, *PACKAGES, *real)}
     made = {}
     try:

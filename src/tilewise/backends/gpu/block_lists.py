@@ -15,7 +15,7 @@ from ...core.tensors import Tensors
 from ...core.tile_map import TileMap
 from .block_sparsity import classify, compact
 from .flags import DTYPE_NAMES
-from .kernel import Arguments, Kernel, Ready
+from .kernel import Arguments, Kernel, Ready, stride_arguments
 from .semaphores import capturing
 
 COMPACT_RUN = 256
@@ -24,7 +24,6 @@ COMPACT_RUN = 256
 CLASSIFY_TILES = 16
 CLASSIFY_STEP = 1 << 17
 CLASSIFY_WARPS = 16
-STRIDES = ("mask_b", "mask_h", "mask_q", "mask_k")
 # LIST, RANK, and the strides that lead to a plane's: batch, head, row of tiles; and the tiles of a row.
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, tuple[int, int, int, int]]
 NO_LISTS: Lists = (None, None, (0, 0, 0, 0))
@@ -94,7 +93,7 @@ class Lister:
         else:
             kind, source, each = "flags" if mask.dtype == torch.bool else "cells", as_bytes(mask), 1
         given: Arguments = {"MASK": source, "q_len": p.q_len, "kv_len": p.kv_len}
-        given |= dict(zip(STRIDES, source.stride(), strict=True))
+        given |= stride_arguments("mask", "bhqk", source)
         run = max(1, min(CLASSIFY_TILES, CLASSIFY_STEP // (self.BM * self.BK * mask.element_size())))
         constants = {"BQ": self.BM, "BK": self.BK, "KIND": kind, "EACH": each, "RUN": run}
         return Kernel(classify, constants, num_warps=CLASSIFY_WARPS), given

@@ -26,6 +26,12 @@ INTERPRETED = triton.knobs.runtime.interpret
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
+def stride_arguments(name: str, dims: str, x: torch.Tensor | None, grain: int = 1) -> Arguments:
+    """`q_b`, `q_h` and so on: strides of a tensor's first dims in units of `grain`; 0 for one that is not there."""
+    strides = (0,) * len(dims) if x is None else x.stride()
+    return {f"{name}_{dim}": stride // grain for dim, stride in zip(dims, strides, strict=False)}
+
+
 def is_aligned(addresses: Sequence[int], device: torch.device) -> bool:
     """Whether kernels that were compiled for aligned tensors can be launched for these on the current device."""
     either = 0

@@ -1,9 +1,7 @@
-"""Kernels whose signature is made from the aggregate of their arguments, so that arguments are listed once."""
+"""Arguments of Gluon kernels, declared once as an aggregate, from which signatures are made."""
 
 from __future__ import annotations
 
-import linecache
-from collections.abc import Sequence
 from typing import Any
 
 from triton.experimental import gluon
@@ -11,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 from triton.language.core import base_value
 
-from ...core.mask_rules import RULE_NUMBERS
+from ..gpu.signature import RULES, kernel_from, listed
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -20,30 +18,39 @@ def held(value: Any) -> Any:
     return value if isinstance(value, base_value) else gl.constexpr(value)
 
 
+class Size:
+    """The annotation of integers for whose values kernels are not compiled anew."""
+
+
 def declared(cls: Any) -> Any:
-    """An aggregate that knows the names of its fields, in order: the one list of a kernel's arguments."""
-    names = tuple(cls.__annotations__)
+    """An aggregate of these fields, in order: the one list of a kernel's arguments. Any may be None (there is nothing),
+    or a number that is known at compile time; the last is S, which always is.
+    """
+    kinds = dict(cls.__annotations__)
+    names = tuple(kinds)
+    assert names[-1] == "S"
+
+    @gluon.constexpr_function  # type: ignore[untyped-decorator]
+    def init(self: Any, *values: Any) -> None:
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, held(value))
+
+    cls.__annotations__ = dict.fromkeys(names, object)
+    cls.__init__ = init
     made = aggregate(cls)
     made.NAMES = names
+    made.SIZES = tuple(name for name, kind in kinds.items() if kind is Size)
     return made
 
 
-def kernel_of(name: str, arguments: Any, body: Any, plain_ints: Sequence[str]) -> Any:
-    """The kernel that packs its arguments into one value for `body`, which its partitions share.
+def gluon_kernel(arguments: Any) -> Any:
+    """Makes a kernel of declared `arguments` of a function that takes them as one value, which its partitions share."""
+    packed = ", ".join(RULES if name == "rules" else name for name in arguments.NAMES)
 
-    The last argument, S, is known at compile time; `rules`, if there is one, is made of RULE_NUMBERS. Kernels
-    are not compiled anew for `plain_ints` that are 1 or multiples of 16. Triton compiles from source text, which is
-    registered where `inspect` looks for it.
-    """
-    names = arguments.NAMES
-    assert names[-1] == "S"
-    assert set(plain_ints) <= set(names)
-    numbers = ", ".join(RULE_NUMBERS)
-    taken = ", ".join(numbers if name == "rules" else name for name in names[:-1])
-    packed = ", ".join(f"({numbers})" if name == "rules" else name for name in names)
-    text = f"def {name}({taken}, S: gl.constexpr):\n    body(Arguments({packed}))\n"
-    file = f"<{body.__module__}.{name}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    space = {"gl": gl, "body": body, "Arguments": arguments, "__name__": body.__module__}
-    exec(compile(text, file, "exec"), space)
-    return gluon.jit(space[name], do_not_specialize=[*plain_ints, *(RULE_NUMBERS if "rules" in names else ())])
+    def made(function: Any) -> Any:
+        head = f'def {function.__name__}({listed(arguments.NAMES)}: "constexpr"):\n'
+        space = {"body": gluon.jit(function), "Arguments": arguments, "__name__": function.__module__}
+        body = f"    body(Arguments({packed}))\n"
+        return kernel_from(head, body, function.__name__, arguments.SIZES, gluon.jit, space)
+
+    return made

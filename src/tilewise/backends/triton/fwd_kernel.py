@@ -20,19 +20,15 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 import triton
 
-from ...core.mask_rules import RULE_NUMBERS
 from ..gpu.mask_rules import key_span
+from ..gpu.signature import kernel_of
+from .arguments import NAMES, SIZES
 from .epilogue import combine_splits, empty_acc, normalise, store_acc
 from .kv_load import find_pages, values_of
 from .mainloop import step, unit_of_m
 from .mask import find_ordered, find_sequence
 from .q_load import key_bias, load_rows
 from .scale_folding import LEAST_SCALE, unfolded
-
-# Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
-PLAIN_INTS = [
-    "batch", "head_blocks", "q_len", "kv_len", "total_q", "q_offset", *RULE_NUMBERS, "swizzle", "splits", "split_tiles",
-]  # fmt: skip
 
 
 @triton.jit
@@ -56,16 +52,8 @@ def has_nonfinite(acc):
     return found != 0
 
 
-@triton.jit(do_not_specialize=PLAIN_INTS)
-def fwd_kernel(
-    Q, K, V, OUT, LSE, K_SCALES, V_SCALES, MASK, SLOPES, SINKS, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, TABLE,
-    PARTIAL, PARTIAL_ML, SEMAPHORES, FLAGS, LIST, RANK, ORDER,
-    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, lse_b, lse_h, lse_l,
-    ks_b, ks_h, ks_l, vs_b, vs_h, vs_l, mask_b, mask_h, mask_q, mask_k, list_b, list_h, list_q, list_n, slopes_b,
-    table_b, batch, head_blocks, q_len, kv_len, total_q, q_offset, scale, softcap, left, right, chunk, swizzle, splits,
-    split_tiles,
-    S: tl.constexpr,
-):  # fmt: skip
+@kernel_of(NAMES, SIZES, triton.jit)
+def fwd_kernel(a, S):
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
     PACK: tl.constexpr = S.pack
@@ -75,12 +63,15 @@ def fwd_kernel(
     scale = tl.cast(scale, tl.float32)  # float32 it is, but to the interpreter, which takes a subnormal for float64
     pid = tl.program_id(0)
     split = tl.program_id(1)
-    flag = FLAGS
+    flag = a.FLAGS
     if S.guard == "flag" or S.guard == "fixup":
-        flag = FLAGS + pid * splits + split
+        flag = a.FLAGS + pid * a.splits + split
     if S.guard == "fixup":
         if tl.load(flag) == 0:
             return
+    q_len = a.q_len
+    k_b, k_h, k_l, v_b, v_h, v_l = a.k_b, a.k_h, a.k_l, a.v_b, a.v_h, a.v_l
+    ks_b, ks_h, ks_l, vs_b, vs_h, vs_l = a.ks_b, a.ks_h, a.ks_l, a.vs_b, a.vs_h, a.vs_l
     if S.grain > 1:
         k_b, k_h, k_l = k_b * S.grain, k_h * S.grain, k_l * S.grain
         v_b, v_h, v_l = v_b * S.grain, v_h * S.grain, v_l * S.grain
@@ -94,48 +85,48 @@ def fwd_kernel(
 
     # Which tile of which sequence, and which heads.
     if S.packed_q:
-        hb = pid % head_blocks
-        tile = pid // head_blocks
+        hb = pid % a.head_blocks
+        tile = pid // a.head_blocks
         if S.ordered:
-            b, before = find_ordered(ORDER, tile, batch)
-            q_start = tl.load(CU_Q + b)
+            b, before = find_ordered(a.ORDER, tile, a.batch)
+            q_start = tl.load(a.CU_Q + b)
             tile -= before
         else:
-            b = find_sequence(CU_Q, tile, batch, BQ)
-            q_start = tl.load(CU_Q + b)
+            b = find_sequence(a.CU_Q, tile, a.batch, BQ)
+            q_start = tl.load(a.CU_Q + b)
             tile -= q_start // BQ + b
-        owned = b < batch
-        q_len = tl.load(CU_Q + b + 1, mask=owned, other=0)
-        q_len = tl.where(owned, q_len, total_q) - q_start
+        owned = b < a.batch
+        q_len = tl.load(a.CU_Q + b + 1, mask=owned, other=0)
+        q_len = tl.where(owned, q_len, a.total_q) - q_start
         if tile * BQ >= q_len:
             return
         tile = tl.cdiv(q_len, BQ) - 1 - tile  # the last rows of a causal sequence have the most to do
         row_b = b * 0
-        b = tl.minimum(b, batch - 1)
+        b = tl.minimum(b, a.batch - 1)
     else:
         # L2 swizzle groups: planes whose keys fit the L2 cache; in one, the last tiles of all its planes come first.
         tiles = tl.cdiv(q_len, BQ)
-        first = pid // (swizzle * tiles) * swizzle
-        width = tl.minimum(swizzle, batch * head_blocks - first)
-        rank = pid % (swizzle * tiles)
+        first = pid // (a.swizzle * tiles) * a.swizzle
+        width = tl.minimum(a.swizzle, a.batch * a.head_blocks - first)
+        rank = pid % (a.swizzle * tiles)
         plane = first + rank % width
         tile = tiles - 1 - rank // width
-        b = plane // head_blocks
-        hb = plane % head_blocks
+        b = plane // a.head_blocks
+        hb = plane % a.head_blocks
         q_start = b * 0
         row_b = b
-        owned = b < batch
+        owned = b < a.batch
 
     # Its keys and positions.
-    n_keys = kv_len
+    n_keys = a.kv_len
     if S.varlen:
-        kv_start = tl.load(CU_K + b)
-        n_keys = tl.load(CU_K + b + 1) - kv_start
+        kv_start = tl.load(a.CU_K + b)
+        n_keys = tl.load(a.CU_K + b + 1) - kv_start
     if S.rules.lengths:
-        n_keys = tl.load(KV_LENGTHS + b)
-    offset = q_offset
+        n_keys = tl.load(a.KV_LENGTHS + b)
+    offset = a.q_offset
     if S.rules.offset == "rows":
-        offset = tl.load(Q_OFFSET + b)
+        offset = tl.load(a.Q_OFFSET + b)
     if S.rules.offset == "end":
         offset = n_keys - q_len
     if S.packed_q:
@@ -149,22 +140,21 @@ def fwd_kernel(
         row_ok = row_ok & (r // PACK < BQ)
     kv_head = (hb * PACK // S.group).to(tl.int64)
     qpos = offset + row
-    numbers = (left, right, chunk)
-    row_lo, row_hi = key_span(qpos, n_keys, numbers, S)  # [BM]
+    row_lo, row_hi = key_span(qpos, n_keys, a.rules, S)  # [BM]
     top = offset + tile * BQ
     bottom = offset + tl.minimum(tile * BQ + BQ, q_len) - 1
-    lo, full_hi = key_span(top, n_keys, numbers, S)
-    full_lo, hi = key_span(bottom, n_keys, numbers, S)
+    lo, full_hi = key_span(top, n_keys, a.rules, S)
+    full_lo, hi = key_span(bottom, n_keys, a.rules, S)
 
     # Tiles first_t .. last_t hold what any row sees; those of inner .. outer are seen whole by every row.
     first_t = lo // BK
     last_t = tl.maximum(tl.cdiv(hi, BK), first_t)
     if S.split:
-        if split_tiles > 0:  # fixed, whatever the batch
-            first_t = tl.maximum(first_t, split * split_tiles)
-            last_t = tl.minimum(last_t, (split + 1) * split_tiles)
+        if a.split_tiles > 0:  # fixed, whatever the batch
+            first_t = tl.maximum(first_t, split * a.split_tiles)
+            last_t = tl.minimum(last_t, (split + 1) * a.split_tiles)
         else:
-            share = tl.cdiv(last_t - first_t, splits)
+            share = tl.cdiv(last_t - first_t, a.splits)
             last_t = tl.minimum(last_t, first_t + (split + 1) * share)
             first_t += split * share
         last_t = tl.maximum(first_t, last_t)
@@ -174,22 +164,22 @@ def fwd_kernel(
     wide_b = b.to(tl.int64)
     wide_row = row.to(tl.int64)
     wide_head = head.to(tl.int64)
-    q_at = Q + row_b.to(tl.int64) * q_b + (q_start + wide_row) * q_l + wide_head * q_h  # [BM]
+    q_at = a.Q + row_b.to(tl.int64) * a.q_b + (q_start + wide_row) * a.q_l + wide_head * a.q_h  # [BM]
     q, factor = load_rows(q_at, row_ok, S)
     slope = 0.0
     if S.alibi:
-        slope = tl.load(SLOPES + b * slopes_b + head)[:, None]  # [BM, 1]
-    k_base = K + kv_head * k_h
-    v_base = V + kv_head * v_h + column
+        slope = tl.load(a.SLOPES + b * a.slopes_b + head)[:, None]  # [BM, 1]
+    k_base = a.K + kv_head * k_h
+    v_base = a.V + kv_head * v_h + column
     ks_base = k_base
     vs_base = v_base
     table = k_base
     if S.keys.kind != "plain":
-        ks_base = K_SCALES + kv_head * ks_h
+        ks_base = a.K_SCALES + kv_head * ks_h
     if S.values.kind != "plain":
-        vs_base = V_SCALES + kv_head * vs_h
+        vs_base = a.V_SCALES + kv_head * vs_h
     if S.page > 0:
-        table = TABLE + wide_b * table_b
+        table = a.TABLE + wide_b * a.table_b
     elif S.varlen:
         k_base += kv_start.to(tl.int64) * k_l
         v_base += kv_start.to(tl.int64) * v_l
@@ -203,9 +193,9 @@ def fwd_kernel(
     rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S))
     keys = (k_base, ks_base, k_b, k_l, ks_b, ks_l, table)
     values = (v_base, vs_base, v_b, v_l, vs_b, vs_l)
-    mask = (row, row_ok, mask_k)
+    mask = (row, row_ok, a.mask_k)
     if S.mask != "":
-        mask = (MASK + wide_b * mask_b + wide_head * mask_h + wide_row * mask_q, row_ok, mask_k)
+        mask = (a.MASK + wide_b * a.mask_b + wide_head * a.mask_h + wide_row * a.mask_q, row_ok, a.mask_k)
 
     pages = ()
     if S.prefetch:
@@ -213,35 +203,35 @@ def fwd_kernel(
     state = empty_state(pages, S)
     if S.guard == "fixup":
         for t in tl.range(first_t, last_t, num_stages=1):
-            state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, True)
+            state = step(state, q, t, True, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, True)
     elif S.listed:
-        plane_at = wide_b * list_b + hb.to(tl.int64) * list_h + tile.to(tl.int64) * list_q
-        ranks = RANK + plane_at * (list_n + 1)
-        lists = LIST + plane_at * list_n
+        plane_at = wide_b * a.list_b + hb.to(tl.int64) * a.list_h + tile.to(tl.int64) * a.list_q
+        ranks = a.RANK + plane_at * (a.list_n + 1)
+        lists = a.LIST + plane_at * a.list_n
         for i in tl.range(tl.load(ranks + first_t), tl.load(ranks + last_t)):
             entry = tl.load(lists + i)
             t = entry >> 1
             mixed = ((entry & 1) != 0) | (t < inner) | (t >= outer)
-            state = step(state, q, t, mixed, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
+            state = step(state, q, t, mixed, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, False)
     elif S.mask != "":
         for t in tl.range(first_t, last_t):
-            state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
+            state = step(state, q, t, True, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, False)
     else:
         if S.rules.hides_left:
             for t in tl.range(first_t, inner):
-                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
+                state = step(state, q, t, True, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, False)
         for t in tl.range(inner, outer):
-            state = step(state, q, t, False, rows, keys, values, mask, scale, softcap, lo, hi, S, False, False)
+            state = step(state, q, t, False, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, False, False)
         if S.rules.hides_right or S.tail:
             for t in tl.range(outer, last_t):
-                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, False)
+                state = step(state, q, t, True, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, False)
     if S.guard == "flag":
         tl.store(flag, has_nonfinite(state[2]).to(tl.int32))
     if S.guard == "inside":
         if has_nonfinite(state[2]):
             state = empty_state(state[4], S)
             for t in tl.range(first_t, last_t, num_stages=1):
-                state = step(state, q, t, True, rows, keys, values, mask, scale, softcap, lo, hi, S, True, True)
+                state = step(state, q, t, True, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, True)
 
     m, l, acc, power, _ = state
     first_ok = row_ok  # of rows that stand for one, the first
@@ -252,31 +242,31 @@ def fwd_kernel(
     if S.sum_columns > 0:
         l = tl.sum(l, 1)
     if S.linear:
-        m = tl.where(m == float("-inf"), m, m * unit_of_m(scale, factor, S))
+        m = tl.where(m == float("-inf"), m, m * unit_of_m(a.scale, factor, S))
     if S.split:
         # Rows in the order of the output's rows, then heads, then splits.
-        partial = ((row_b.to(tl.int64) * q_len + q_start + wide_row) * (head_blocks * PACK) + head) * splits
-        tl.store(PARTIAL_ML + (partial + split) * 2, m, mask=first_ok)
-        tl.store(PARTIAL_ML + (partial + split) * 2 + 1, l, mask=first_ok)
+        partial = ((row_b.to(tl.int64) * q_len + q_start + wide_row) * (a.head_blocks * PACK) + head) * a.splits
+        tl.store(a.PARTIAL_ML + (partial + split) * 2, m, mask=first_ok)
+        tl.store(a.PARTIAL_ML + (partial + split) * 2 + 1, l, mask=first_ok)
         columns: tl.constexpr = S.values.columns * S.values.parts
-        store_acc(PARTIAL + (partial + split) * columns, acc, row_ok, values_of(S), S.row_groups > 1)
+        store_acc(a.PARTIAL + (partial + split) * columns, acc, row_ok, values_of(S), S.row_groups > 1)
         if S.combine == "inside":
             # The program that is done last combines what all have written, and leaves a zero for the next call.
             tl.debug_barrier()
-            done = tl.atomic_add(SEMAPHORES + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-            if done != splits - 1:
+            done = tl.atomic_add(a.SEMAPHORES + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+            if done != a.splits - 1:
                 return
-            tl.store(SEMAPHORES + tl.program_id(0), 0)
+            tl.store(a.SEMAPHORES + tl.program_id(0), 0)
             zeros = empty_acc(values_of(S), BM)
-            m, l, acc = combine_splits(PARTIAL, PARTIAL_ML, partial, splits, row_ok, zeros, S.block, values_of(S))
+            m, l, acc = combine_splits(a.PARTIAL, a.PARTIAL_ML, partial, a.splits, row_ok, zeros, S.block, values_of(S))
     if S.combine != "after":
         if S.sinks:
-            sink = tl.where(row_ok & owned, tl.load(SINKS + head, mask=row_ok, other=0.0), float("-inf"))
+            sink = tl.where(row_ok & owned, tl.load(a.SINKS + head, mask=row_ok, other=0.0), float("-inf"))
             m, l, acc = normalise(m, l, acc, sink, True)
         else:
             m, l, acc = normalise(m, l, acc, m, False)
-        out_at = OUT + row_b.to(tl.int64) * o_b + (q_start + wide_row) * o_l + wide_head * o_h + column
+        out_at = a.OUT + row_b.to(tl.int64) * a.o_b + (q_start + wide_row) * a.o_l + wide_head * a.o_h + column
         store_acc(out_at, acc, row_ok, values_of(S), S.row_groups > 1)
         if S.lse:
-            lse_at = LSE + row_b.to(tl.int64) * lse_b + (q_start + wide_row) * lse_l + wide_head * lse_h
+            lse_at = a.LSE + row_b.to(tl.int64) * a.lse_b + (q_start + wide_row) * a.lse_l + wide_head * a.lse_h
             tl.store(lse_at, m + tl.log(l), mask=first_ok & (column == 0))

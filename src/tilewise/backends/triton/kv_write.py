@@ -17,7 +17,7 @@ import triton
 
 from ...core.storage import as_bytes
 from ..gpu.flags import ceil_pow2
-from ..gpu.kernel import INTERPRETED, Kernel, Ready
+from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, stride_arguments
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no fraction, so adding it rounds to even
@@ -125,11 +125,6 @@ def append(
         )  # fmt: skip
 
 
-def _strides(name: str, x: Any) -> dict[str, int]:
-    strides = (0, 0, 0) if x is None else x.stride()[:3]
-    return {f"{name}_{dim}": stride for dim, stride in zip("bhl", strides, strict=True)}
-
-
 class Append:
     """The call for one cache; only its sources and places change. See `core/kv_store.py`."""
 
@@ -138,10 +133,9 @@ class Append:
         self.heads = k.data.shape[1]
         # Not every GPU has float8: it is written as bytes.
         self.k_to, self.v_to = as_bytes(k.data), as_bytes(v.data)
-        self.sizes = {
-            **_strides("kt", self.k_to), **_strides("vt", self.v_to), **_strides("ks", k.scales),
-            **_strides("vs", v.scales), "wrap": wrap,
-        }  # fmt: skip
+        self.sizes: Arguments = {"wrap": wrap}
+        for name, x in {"kt": self.k_to, "vt": self.v_to, "ks": k.scales, "vs": v.scales}.items():
+            self.sizes |= stride_arguments(name, "bhl", x)
         self.constants: dict[str, Any] = {
             "D": k.format.width, "DV": v.format.width, "W": ceil_pow2(k.format.width), "WV": ceil_pow2(v.format.width),
             "K_KIND": k.format.name if k.format.is_quantised else "plain", "K_GROUP": k.format.group or 1,
@@ -192,7 +186,8 @@ class Append:
         )  # fmt: skip
         names = ("K", "V", "K_TO", "V_TO", "K_SCALES", "V_SCALES", "STARTS", "CU", "TABLE")
         tensors = (k, v, self.k_to, self.v_to, self.k.scales, self.v.scales, places.starts, places.cu, places.table)
-        arguments = dict(zip(names, tensors, strict=True)) | _strides("k", k) | _strides("v", v) | self.sizes
+        arguments = dict(zip(names, tensors, strict=True)) | self.sizes
+        arguments |= stride_arguments("k", "bhl", k) | stride_arguments("v", "bhl", v)
         arguments["batch"] = batch
         arguments["table_b"] = 0 if places.table is None else places.table.stride(0)
         return kernel, arguments

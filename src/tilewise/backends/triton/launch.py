@@ -20,11 +20,12 @@ from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ..gpu.block_lists import NO_LISTS, Lister, Listing, Lists
 from ..gpu.flags import rules_of, softcap_of
-from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, is_aligned
+from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, is_aligned, stride_arguments
 from ..gpu.orderer import Orderer
 from ..gpu.semaphores import Semaphores, capturing
 from ..gpu.target import INTERPRETER, Target, target_of
 from . import config, tuned
+from .arguments import STRIDES, TENSORS
 from .combine import combine
 from .fwd_kernel import fwd_kernel
 from .spec import Config
@@ -32,12 +33,6 @@ from .split_kv import combines_inside
 
 COMBINE_WARPS = 4
 
-# The pointers of `fwd_kernel`, and where they come from.
-POINTERS = {
-    "Q": "q", "K": "k", "V": "v", "OUT": "out", "LSE": "lse", "K_SCALES": "k_scales", "V_SCALES": "v_scales",
-    "MASK": "mask", "SLOPES": "alibi_slopes", "SINKS": "sinks", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
-    "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "TABLE": "block_table",
-}  # fmt: skip
 COMBINED = ("out", "lse", "sinks", "cu_seqlens_q")  # what `combine` is given of them
 
 
@@ -98,7 +93,7 @@ class Bound:
         key: tuple[Any, ...] | None = None
         if not INTERPRETED:
             if self.present is None:
-                names = [name for name in POINTERS.values() if getattr(t, name) is not None]
+                names = [name for name in TENSORS.values() if getattr(t, name) is not None]
                 self.present, self.mask_at = attrgetter(*names), names.index("mask") if "mask" in names else 0
                 self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
                 self.combined_at = [names.index(name) for name in COMBINED if name in names]
@@ -207,18 +202,15 @@ class Bound:
         if memory[2] is not None:
             spec = replace(spec, combine="inside", pdl=False)
         LIST, RANK, list_strides = lists
-        given: Arguments = {name: _stored(getattr(t, source)) for name, source in POINTERS.items()}
+        given: Arguments = {name: _stored(getattr(t, source)) for name, source in TENSORS.items()}
         given |= {"K": k, "V": v, "LIST": LIST, "RANK": RANK}
         given |= dict(zip(("PARTIAL", "PARTIAL_ML", "SEMAPHORES", "FLAGS", "ORDER"), memory, strict=True))
-        given |= _strides("q", t.q) | _strides("k", k, grain) | _strides("v", v, grain) | _strides("o", t.out)
-        given |= (
-            _strides("lse", t.lse) | _strides("ks", t.k_scales, scale_grain) | _strides("vs", t.v_scales, scale_grain)
-        )
-        mask = (0, 0, 0, 0) if t.mask is None else t.mask.stride()
-        given |= dict(zip(("mask_b", "mask_h", "mask_q", "mask_k"), mask, strict=True))
+        strided = {"q": t.q, "k": k, "v": v, "o": t.out, "lse": t.lse, "ks": t.k_scales, "vs": t.v_scales}
+        strided |= {"mask": t.mask, "slopes": t.alibi_slopes, "table": t.block_table}
+        grains = {"k": grain, "v": grain, "ks": scale_grain, "vs": scale_grain}
+        for name, x in strided.items():
+            given |= stride_arguments(name, STRIDES[name], x, grains.get(name, 1))
         given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), list_strides, strict=True))
-        given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
-        given["table_b"] = 0 if t.block_table is None else t.block_table.stride(0)
         kernel = Kernel(fwd_kernel, {"S": spec}, num_warps=c.warps, num_stages=c.stages)
         fixup_kernel = None
         if spec.guard == "flag":
@@ -230,7 +222,7 @@ class Bound:
         p = self.problem
         given: Arguments = {"PARTIAL": partial, "PARTIAL_ML": partial_ml, "OUT": t.out, "LSE": t.lse}
         given |= {"SINKS": t.sinks, "CU_Q": t.cu_seqlens_q}
-        given |= _strides("o", t.out) | _strides("lse", t.lse)
+        given |= stride_arguments("o", "bhl", t.out) | stride_arguments("lse", "bhl", t.lse)
         return given | {"q_len": p.q_len, "heads": p.heads, "splits": self.config.splits, "batch": p.batch}
 
 
@@ -260,11 +252,6 @@ def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
 def in_pairs(x: torch.Tensor) -> bool:
     """Whether a tensor of bytes can be read in units of two."""
     return x.shape[-1] % 2 == 0 and not any(n % 2 for n in (x.data_ptr(), *x.stride()[:-1]))
-
-
-def _strides(name: str, x: torch.Tensor | None, grain: int = 1) -> Arguments:
-    strides = (0, 0, 0) if x is None else x.stride()[:3]
-    return {f"{name}_{dim}": stride // grain for dim, stride in zip("bhl", strides, strict=True)}
 
 
 def _stored(x: torch.Tensor | None, unit: int = 1) -> torch.Tensor | None:

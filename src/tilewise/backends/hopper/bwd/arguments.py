@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ..signature import declared, held
+from ..signature import Size, declared
 
 
 @declared
@@ -20,21 +20,16 @@ class BackwardArguments:
     stats: object  # [BM, 32] of [B * H * q_blocks * BM, 32], in q's dtype: -lse / scale and -delta, 16 parts each
     SEMAPHORES: object  # int32 [B * H * q_blocks]
     COUNTER: object
-    heads: object
-    group: object
-    q_len: object
-    kv_len: object
-    q_blocks: object
-    k_blocks: object
-    q_offset: object
-    swizzle: object
+    heads: Size
+    group: Size
+    q_len: Size
+    kv_len: Size
+    q_blocks: Size
+    k_blocks: Size
+    q_offset: Size
+    swizzle: Size
     scale: object
     S: object
-
-    @gluon.constexpr_function
-    def __init__(self, *values):
-        for name, value in zip(self.NAMES, values, strict=True):
-            setattr(self, name, held(value))
 
 
 @aggregate

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..signature import kernel_of
+from ..signature import gluon_kernel
 from .arguments import BackwardArguments, new_buffers
 from .consumer import consume
 from .producer import produce
@@ -41,8 +41,8 @@ def consumer1(a, buf, tile_index):
     consume(a, buf, tile_index, 1)
 
 
-@gluon.jit
-def body(a):
+@gluon_kernel(BackwardArguments)
+def backward(a):
     tile_index = gl.program_id(0)
     if a.S.deterministic:
         # Programs that wait for others must have started after them.
@@ -55,7 +55,3 @@ def body(a):
         [4, 1, 1, 1],
         [a.S.consumer_regs, a.S.producer_regs, a.S.producer_regs, a.S.producer_regs],
     )  # fmt: skip
-
-
-PLAIN_INTS = ("heads", "group", "q_len", "kv_len", "q_blocks", "k_blocks", "q_offset", "swizzle")
-backward = kernel_of("backward", BackwardArguments, body, PLAIN_INTS)

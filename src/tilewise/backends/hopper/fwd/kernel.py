@@ -10,20 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..signature import kernel_of
+from ..signature import gluon_kernel
 from .arguments import Arguments
 from .consumer import consume
 from .nonfinite import fixup
 from .pipeline import new_queries, new_ring
 from .producer import produce
 from .tile_scheduler import new_scheduler
-
-# Sizes change from call to call; kernels are not compiled anew for those that are 1 or multiples of 16.
-PLAIN_INTS = [
-    "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "list_b", "list_h", "list_q", "list_n", "slopes_b",
-    "batch", "heads", "group", "q_len", "kv_len", "total_q", "value_dim", "q_offset", "swizzle",
-    "work_tiles",
-]  # fmt: skip
 
 
 @gluon.jit
@@ -71,12 +64,9 @@ def prefill(a):
         )
 
 
-@gluon.jit
-def body(a):
+@gluon_kernel(Arguments)
+def fwd_kernel(a):
     if a.S.fixup:
         fixup(a)
     else:
         prefill(a)
-
-
-fwd_kernel = kernel_of("fwd_kernel", Arguments, body, PLAIN_INTS)

@@ -19,7 +19,7 @@ from ....core.storage import as_bytes
 from ....core.tensors import Tensors
 from ...gpu.block_lists import NO_LISTS, Lister, Listing, Lists
 from ...gpu.flags import rules_of, softcap_of
-from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned
+from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned, stride_arguments
 from ...gpu.semaphores import SPARE, Semaphores
 from ...gpu.target import Target, target_of
 from ...gpu.tensor_map import TensorMap
@@ -165,13 +165,9 @@ class Bound:
         }
         LIST, RANK, list_strides = lists
         given |= {"MASK": None if t.mask is None else as_bytes(t.mask), "LIST": LIST, "RANK": RANK}
-        lse = (0, 0, 0) if t.lse is None else t.lse.stride()
-        mask = (0, 0, 0, 0) if t.mask is None else t.mask.stride()
-        given |= dict(zip(("o_b", "o_h", "o_l"), t.out.stride(), strict=False))
-        given |= dict(zip(("lse_b", "lse_h", "lse_l"), lse, strict=True))
-        given |= dict(zip(("mask_b", "mask_h", "mask_q", "mask_k"), mask, strict=True))
+        given |= stride_arguments("o", "bhl", t.out) | stride_arguments("lse", "bhl", t.lse)
+        given |= stride_arguments("mask", "bhqk", t.mask) | stride_arguments("slopes", "b", t.alibi_slopes)
         given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), list_strides, strict=True))
-        given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
         return given | self.sizes
 
     def fixup_arguments(self, t: Tensors, given: Arguments) -> Arguments:

@@ -5,17 +5,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ..signature import kernel_of
+from ..signature import gluon_kernel
 from .arguments import Arguments
 from .consumer import consume
 from .pipeline import new_shared
 from .producer import produce
 from .tile_scheduler import Run, run_of
-
-PLAIN_INTS = [
-    "o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "table_b", "page_b", "batch", "heads", "q_len", "kv_len",
-    "page_size", "tiles", "splits",
-]  # fmt: skip
 
 
 @gluon.jit
@@ -28,8 +23,8 @@ def consumer1(a, run, sh):
     consume(a, run, sh, 1)
 
 
-@gluon.jit
-def body(a):
+@gluon_kernel(Arguments)
+def latent_decode(a):
     if a.S.dependent:
         gdc_launch_dependents()
     split = gl.program_id(0) // a.tiles
@@ -41,6 +36,3 @@ def body(a):
     gl.warp_specialize(
         [(consumer0, given), (consumer1, given), (produce, given)], [4, 1], [a.S.consumer_regs, a.S.producer_regs]
     )
-
-
-latent_decode = kernel_of("latent_decode", Arguments, body, PLAIN_INTS)

@@ -10,7 +10,7 @@ import torch
 
 from ....errors import Unsupported
 from ...gpu.flags import DTYPE_NAMES
-from ...gpu.kernel import OPTIONS
+from ...gpu.kernel import OPTIONS, stride_arguments
 from ..descriptors import block_descriptor
 from .combine import combine
 from .kernel import latent_decode
@@ -79,9 +79,7 @@ class Latent:
             "SINKS": None, "page_size": cache.shape[1], "table_b": 0 if table is None else table.stride(0),
             "factor": scale * math.log2(math.e), "S": s,
         }  # fmt: skip
-        given |= dict(zip(("o_b", "o_h", "o_l"), out.stride(), strict=False))
-        given |= dict(zip(("lse_b", "lse_h", "lse_l"), (0, 0, 0) if lse is None else lse.stride(), strict=True))
-        return given | self.sizes
+        return given | self.sizes | stride_arguments("o", "bhl", out) | stride_arguments("lse", "bhl", lse)
 
     def combining(self, given: dict[str, Any]) -> dict[str, Any]:
         sizes = {"ROWS": self.rows, "COLUMNS": self.columns, "AT_ONCE": self.at_once, "DEPENDENT": self.spec.dependent}
