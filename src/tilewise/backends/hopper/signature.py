@@ -1,4 +1,4 @@
-"""Arguments of Gluon kernels, declared once as an aggregate, from which signatures are made."""
+"""Structs of Gluon kernels; of their arguments, from which signatures are made."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ class Size:
     """The annotation of integers for whose values kernels are not compiled anew."""
 
 
-def declared(cls: Any) -> Any:
-    """An aggregate of these fields, in order: the one list of a kernel's arguments. Any may be None (there is nothing),
-    or a number that is known at compile time; the last is S, which always is.
+def struct(cls: Any) -> Any:
+    """An aggregate whose values are given in the order of its fields. Of a kernel's arguments, it is their one list.
+
+    A field `object` may be None (there is nothing), or a number that is known at compile time.
     """
     kinds = dict(cls.__annotations__)
-    names = tuple(kinds)
-    assert names[-1] == "S"
 
     @gluon.constexpr_function  # type: ignore[untyped-decorator]
     def init(self: Any, *values: Any) -> None:
-        for name, value in zip(names, values, strict=True):
+        for name, value in zip(kinds, values, strict=True):
             setattr(self, name, held(value))
 
-    cls.__annotations__ = dict.fromkeys(names, object)
+    cls.__annotations__ = {name: object if kind is Size else kind for name, kind in kinds.items()}
     cls.__init__ = init
     made = aggregate(cls)
-    made.NAMES = names
+    made.NAMES = tuple(kinds)
     made.SIZES = tuple(name for name, kind in kinds.items() if kind is Size)
     return made
 
 
 def gluon_kernel(arguments: Any) -> Any:
-    """Makes a kernel of declared `arguments` of a function that takes them as one value, which its partitions share."""
+    """Makes a kernel of declared `arguments` of a function that takes them as one value, which its partitions share.
+
+    The last, S, is known at compile time.
+    """
+    assert arguments.NAMES[-1] == "S"
     packed = ", ".join(RULES if name == "rules" else name for name in arguments.NAMES)
 
     def made(function: Any) -> Any:

@@ -3,12 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
-from ..signature import Size, declared
+from ..signature import Size, struct
 
 
-@declared
+@struct
 class BackwardArguments:
     q: object  # descriptors: q and do [1, 1, BM, D], k, v, dk, dv [1, 1, 64, D]
     k: object
@@ -32,7 +31,7 @@ class BackwardArguments:
     S: object
 
 
-@aggregate
+@struct
 class Buffers:
     k: gl.shared_memory_descriptor  # [2, 1, 1, 64, D]
     v: gl.shared_memory_descriptor
@@ -46,23 +45,6 @@ class Buffers:
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, k, v, q, do, stats, ds, dq, k_full, v_full, q_full, do_full, dq_empty
-    ):  # fmt: skip
-        self.k = k
-        self.v = v
-        self.q = q
-        self.do = do
-        self.stats = stats
-        self.ds = ds
-        self.dq = dq
-        self.k_full = k_full
-        self.v_full = v_full
-        self.q_full = q_full
-        self.do_full = do_full
-        self.dq_empty = dq_empty
 
 
 @gluon.jit

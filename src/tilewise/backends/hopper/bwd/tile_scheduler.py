@@ -6,10 +6,11 @@ may wait only for programs that have started before it, so tile indices are draw
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from ..signature import struct
 
 
-@aggregate
+@struct
 class Work:
     b: gl.tensor
     kv_head: gl.tensor
@@ -17,15 +18,6 @@ class Work:
     first: gl.tensor  # query blocks first .. last - 1
     last: gl.tensor
     inner: gl.tensor  # of those, inner .. last - 1 are seen whole
-
-    @gluon.constexpr_function
-    def __init__(self, b, kv_head, n, first, last, inner):
-        self.b = b
-        self.kv_head = kv_head
-        self.n = n
-        self.first = first
-        self.last = last
-        self.inner = inner
 
 
 @gluon.jit

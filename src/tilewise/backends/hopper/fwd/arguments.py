@@ -1,9 +1,9 @@
 """The arguments of the forward kernel as one value, which its partitions share."""
 
-from ..signature import Size, declared
+from ..signature import Size, struct
 
 
-@declared
+@struct
 class Arguments:
     q: object  # descriptors of tiles: q and out [1, 1, 64, columns], k and v [1, 1, BN, columns]
     k: object

@@ -18,10 +18,11 @@ tests/backends/hopper/test_hopper_protocol.py plays this through in random order
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate
+
+from ..signature import struct
 
 
-@aggregate
+@struct
 class Ring:
     tiles: gl.shared_memory_descriptor  # [STAGES, 1, 1, ROWS, COLUMNS]
     full: gl.shared_memory_descriptor
@@ -29,15 +30,6 @@ class Ring:
     STAGES: gl.constexpr
     ROWS: gl.constexpr
     COLUMNS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, released, STAGES, ROWS, COLUMNS):
-        self.tiles = tiles
-        self.full = full
-        self.released = released
-        self.STAGES = gl.constexpr(STAGES)
-        self.ROWS = gl.constexpr(ROWS)
-        self.COLUMNS = gl.constexpr(COLUMNS)
 
     @gluon.jit
     def tile(self, n):
@@ -105,7 +97,7 @@ def new_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     return Ring(tiles, full, released, STAGES, ROWS, COLUMNS)
 
 
-@aggregate
+@struct
 class Queries:
     """The query rows of STAGES work tiles: for each consumer its own tile in CHUNKS pieces, and its own barriers.
 
@@ -121,17 +113,6 @@ class Queries:
     CHUNKS: gl.constexpr
     COLUMNS: gl.constexpr
     LENT: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, released, STAGES, CONSUMERS, CHUNKS, COLUMNS, LENT):
-        self.tiles = tiles
-        self.full = full
-        self.released = released
-        self.STAGES = gl.constexpr(STAGES)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.CHUNKS = gl.constexpr(CHUNKS)
-        self.COLUMNS = gl.constexpr(COLUMNS)
-        self.LENT = gl.constexpr(LENT)
 
     @gluon.jit
     def stage(self, n, c: gl.constexpr):

@@ -12,10 +12,9 @@ multiply-adds are written out and the compiler makes no others, so a tile gives 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
 from ...gpu.flags import TANH_3, TANH_5, TANH_7
-from ..signature import held
+from ..signature import struct
 
 LOG2E = gl.constexpr(1.4426950408889634)
 C3 = gl.constexpr(TANH_3)
@@ -23,7 +22,7 @@ C5 = gl.constexpr(TANH_5)
 C7 = gl.constexpr(TANH_7)
 
 
-@aggregate
+@struct
 class Rows:
     """What the rows of a consumer are: [64] each, in the layout of the scores' rows."""
 
@@ -34,16 +33,6 @@ class Rows:
     qpos: gl.tensor
     slope: object
     mask: object  # each row's first cell of the mask
-
-    @gluon.constexpr_function
-    def __init__(self, row, ok, lo, hi, qpos, slope, mask):
-        self.row = row
-        self.ok = ok
-        self.lo = lo
-        self.hi = hi
-        self.qpos = qpos
-        self.slope = held(slope)
-        self.mask = held(mask)
 
 
 @gluon.jit

@@ -11,13 +11,12 @@ Rows and keys of a tile: `top` and `q_len` count from the sequence's first row, 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
 from ...gpu.mask_rules import key_span
-from ..signature import held
+from ..signature import struct
 
 
-@aggregate
+@struct
 class WorkTile:
     row_b: gl.tensor  # batch row of q, out and lse
     kv_b: gl.tensor  # batch row of k and v
@@ -34,25 +33,6 @@ class WorkTile:
     first: gl.tensor
     last: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(
-        self, row_b, kv_b, b, head, value_tile, top, q_start, q_len, kv_start, n_keys, offset, owned, first, last
-    ):  # fmt: skip
-        self.row_b = row_b
-        self.kv_b = kv_b
-        self.b = b
-        self.head = head
-        self.value_tile = value_tile
-        self.top = top
-        self.q_start = q_start
-        self.q_len = q_len
-        self.kv_start = kv_start
-        self.n_keys = n_keys
-        self.offset = offset
-        self.owned = owned
-        self.first = first
-        self.last = last
-
 
 @gluon.jit
 def key_tiles(a, offset, top, rows, n_keys):
@@ -68,7 +48,7 @@ def key_tiles(a, offset, top, rows, n_keys):
     return first, last, inner, outer
 
 
-@aggregate
+@struct
 class TileCoord:
     """A work tile's index, looked up: the tile of query rows of one head of one sequence."""
 
@@ -77,15 +57,8 @@ class TileCoord:
     head: gl.tensor
     tile: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, index, seq, head, tile):
-        self.index = index
-        self.seq = seq
-        self.head = head
-        self.tile = tile
 
-
-@aggregate
+@struct
 class TileScheduler:
     """Which work tile is number n of this program.
 
@@ -98,13 +71,6 @@ class TileScheduler:
     numbers: object  # [8, 1] in shared memory: two coordinates; this and the barriers are there only if the counter is
     full: object
     released: object
-
-    @gluon.constexpr_function
-    def __init__(self, counter, numbers, full, released):
-        self.counter = held(counter)
-        self.numbers = held(numbers)
-        self.full = held(full)
-        self.released = held(released)
 
     @gluon.jit
     def next_index(self, n):

@@ -8,26 +8,17 @@ entry is given its last tile all the same, so that there always is one.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
-from ..signature import held
+from ..signature import struct
 
 
-@aggregate
+@struct
 class Tiles:
     last: gl.tensor
     count: gl.tensor
     shift: object  # where the range begins: so many tiles from the last
     at: object  # the last entry
     entries: gl.tensor  # how many there are; 0: the one tile has no entry
-
-    @gluon.constexpr_function
-    def __init__(self, last, count, shift, at, entries):
-        self.last = last
-        self.count = count
-        self.shift = held(shift)
-        self.at = held(at)
-        self.entries = entries
 
     @gluon.jit
     def entry(self, i):

@@ -1,9 +1,9 @@
 """The arguments of the latent kernel as one value, which its partitions share."""
 
-from ..signature import Size, declared
+from ..signature import Size, struct
 
 
-@declared
+@struct
 class Arguments:
     q: object  # descriptor of tiles [1, queries, head_rows, width] of q as [B, Lq, H, 576]
     q_rope: object  # the same with 64 columns

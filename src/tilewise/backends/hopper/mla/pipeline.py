@@ -18,12 +18,11 @@ tests/helpers/mla_machine.py plays this through.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
-from ..signature import held
+from ..signature import struct
 
 
-@aggregate
+@struct
 class Shared:
     q: gl.shared_memory_descriptor  # [pieces, 64, width]
     q_rope: gl.shared_memory_descriptor  # [1, 64, 64]
@@ -42,11 +41,6 @@ class Shared:
     ready: gl.tuple  # of 2: weights and maxima
     done: gl.shared_memory_descriptor  # [1, 1]: both sums of a fragment
     S: object
-
-    @gluon.constexpr_function
-    def __init__(self, *values):
-        for name, value in zip(SHARED, values, strict=True):
-            setattr(self, name, held(value))
 
     @gluon.jit
     def piece(self, i):
@@ -77,9 +71,6 @@ class Shared:
         if b == 1:
             line = self.m1.index(0)
         return line
-
-
-SHARED = "q q_rope k k_rope p m0 m1 l q_full q_free full free rope_full scored ready done S".split()
 
 
 @gluon.jit

@@ -14,7 +14,8 @@ writes the partial of its first fragment and the number of fragments; the others
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from ..signature import struct
 
 RUN = gl.constexpr(256)  # sequences that are looked at together
 CUT = gl.constexpr(7)  # half pairs by which each program is longer when all runs cut a sequence
@@ -92,7 +93,7 @@ def run_of(a, split):
     return seq, begin - start, end - begin, size
 
 
-@aggregate
+@struct
 class Run:
     """What is left of a program's run, and its tile of query rows."""
 
@@ -103,17 +104,8 @@ class Run:
     split: gl.tensor
     tile: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, seq, first, left, size, split, tile):
-        self.seq = seq
-        self.first = first
-        self.left = left
-        self.size = size
-        self.split = split
-        self.tile = tile
 
-
-@aggregate
+@struct
 class Fragment:
     """Pairs first .. last of a sequence; those from `whole` on may hold hidden cells."""
 
@@ -123,15 +115,6 @@ class Fragment:
     last: gl.tensor
     whole: gl.tensor
     pairs: gl.tensor  # of the sequence
-
-    @gluon.constexpr_function
-    def __init__(self, seq, n, first, last, whole, pairs):
-        self.seq = seq
-        self.n = n
-        self.first = first
-        self.last = last
-        self.whole = whole
-        self.pairs = pairs
 
     @gluon.jit
     def alone(self):
