@@ -60,7 +60,7 @@ def fwd_kernel(a, S):
     BQ: tl.constexpr = S.BM // S.row_groups // S.pack
     if S.pdl:
         gdc_launch_dependents()
-    scale = tl.cast(scale, tl.float32)  # float32 it is, but to the interpreter, which takes a subnormal for float64
+    scale = tl.cast(a.scale, tl.float32)  # float32 it is, but to the interpreter, which takes a subnormal for float64
     pid = tl.program_id(0)
     split = tl.program_id(1)
     flag = a.FLAGS
@@ -203,7 +203,7 @@ def fwd_kernel(a, S):
     state = empty_state(pages, S)
     if S.guard == "fixup":
         for t in tl.range(first_t, last_t, num_stages=1):
-            state = step(state, q, t, True, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, True)
+            state = step(state, q, t, True, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, True)
     elif S.listed:
         plane_at = wide_b * a.list_b + hb.to(tl.int64) * a.list_h + tile.to(tl.int64) * a.list_q
         ranks = a.RANK + plane_at * (a.list_n + 1)
@@ -212,26 +212,26 @@ def fwd_kernel(a, S):
             entry = tl.load(lists + i)
             t = entry >> 1
             mixed = ((entry & 1) != 0) | (t < inner) | (t >= outer)
-            state = step(state, q, t, mixed, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, False)
+            state = step(state, q, t, mixed, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, False)
     elif S.mask != "":
         for t in tl.range(first_t, last_t):
-            state = step(state, q, t, True, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, False)
+            state = step(state, q, t, True, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, False)
     else:
         if S.rules.hides_left:
             for t in tl.range(first_t, inner):
-                state = step(state, q, t, True, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, False)
+                state = step(state, q, t, True, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, False)
         for t in tl.range(inner, outer):
-            state = step(state, q, t, False, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, False, False)
+            state = step(state, q, t, False, rows, keys, values, mask, scale, a.softcap, lo, hi, S, False, False)
         if S.rules.hides_right or S.tail:
             for t in tl.range(outer, last_t):
-                state = step(state, q, t, True, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, False)
+                state = step(state, q, t, True, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, False)
     if S.guard == "flag":
         tl.store(flag, has_nonfinite(state[2]).to(tl.int32))
     if S.guard == "inside":
         if has_nonfinite(state[2]):
             state = empty_state(state[4], S)
             for t in tl.range(first_t, last_t, num_stages=1):
-                state = step(state, q, t, True, rows, keys, values, mask, a.scale, a.softcap, lo, hi, S, True, True)
+                state = step(state, q, t, True, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, True)
 
     m, l, acc, power, _ = state
     first_ok = row_ok  # of rows that stand for one, the first
@@ -242,7 +242,7 @@ def fwd_kernel(a, S):
     if S.sum_columns > 0:
         l = tl.sum(l, 1)
     if S.linear:
-        m = tl.where(m == float("-inf"), m, m * unit_of_m(a.scale, factor, S))
+        m = tl.where(m == float("-inf"), m, m * unit_of_m(scale, factor, S))
     if S.split:
         # Rows in the order of the output's rows, then heads, then splits.
         partial = ((row_b.to(tl.int64) * q_len + q_start + wide_row) * (a.head_blocks * PACK) + head) * a.splits
