@@ -107,11 +107,12 @@ def test_few_rows_are_judged_by_many(monkeypatch):
     few = Case(B=1, H=3, Lq=1, Lk=9, D=24)
     check_case(few, "torch", draws=4)
     assert taken == [4, 86]  # of 3 rows each
-    for case, draws in ((few, 1), (Case(B=1, H=4, Lq=20), 4)):  # a named case, and one of many rows
+    # A named case, one of many rows together, and one that has as many by itself.
+    for case, draws, used in ((few, 1, 1), (Case(B=1, H=4, Lq=20), 4, 4), (Case(B=2, H=4, Lq=32), 4, 1)):
         taken.clear()
         with pytest.raises(Mismatch):
             check_case(case, "torch", draws=draws)
-        assert taken == [draws]
+        assert taken == [used]
 
 
 def test_repeats_are_judged(monkeypatch):

@@ -15,6 +15,7 @@ from tilewise.core.storage import FLOATS
 from tilewise.core.tensors import sequences
 from tilewise.kv_cache import hadamard
 from tilewise.reference import attend
+from tilewise.testing import check
 from tilewise.testing.check import Mismatch, judge, largest_error, torch_errors, torch_math
 from tilewise.validation import calls
 
@@ -128,6 +129,16 @@ def assert_close(got, want):
         judge(want.name, got, want.values, want.allowed, got.dtype)
     except Mismatch:
         judge(want.name, got, want.values, want.allowed_by_many(), got.dtype)
+
+
+def query_sets(q):
+    """The queries and up to 7 sets of the same elements in other places, as many as have `check.MANY` rows together.
+
+    Torch's arithmetic may get a few numbers right by chance; that of many tells how exact it is.
+    """
+    width = q.shape[-1]
+    sets = min(8, width, -(-check.MANY * width // max(1, q.numel())))
+    return [q.roll(i * (width // sets), -1) for i in range(sets)]
 
 
 def assert_as_torch(got, exact, plain, name="rows"):

@@ -91,9 +91,10 @@ def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[f
 def check_case(case: Case, backend: str | None, device: str = "cpu", draws: int = 1) -> Verdict:
     """Runs a case into a poisoned output and judges it.
 
-    With `draws` above 1 torch's error is the largest on that many inputs, and on as many as have `MANY` rows before a
-    result is called wrong. That is a looser bound, for sizes drawn at random, where an output may be two numbers that
-    torch happens to get exactly right. The named cases are judged on their own inputs alone.
+    With `draws` above 1 torch's error is the largest on that many inputs, or on fewer that have `MANY` rows together,
+    and on as many as have `MANY` rows before a result is called wrong. That is a looser bound, for sizes drawn at
+    random, where an output may be two numbers that torch happens to get exactly right. The named cases are judged on
+    their own inputs alone.
     """
     return _poisoned(case, backend, device, draws)[0]
 
@@ -108,10 +109,10 @@ def _poisoned(
     if result.out.data_ptr() != poison.data_ptr():
         raise Mismatch("out= was not the tensor that came back")
     state = call.tensors.out, inputs.common(result.lse)
+    many = draws_of_many_rows(case)
     try:
-        verdict = check_call(call, *state, worst_errors(case, device, draws, sized=sized))
+        verdict = check_call(call, *state, worst_errors(case, device, min(draws, many), sized=sized))
     except Mismatch:
-        many = draws_of_many_rows(case)
         if draws == 1 or many <= draws:
             raise
         verdict = check_call(call, *state, worst_errors(case, device, many, sized=sized))
