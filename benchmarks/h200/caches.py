@@ -120,7 +120,7 @@ def times() -> list[dict[str, Any]]:
             batch = cache.extend(ids, tokens)
             k, v = torch.randn(2, 1, 8, sequences * tokens, 128, device=DEVICE, dtype=torch.bfloat16)
             places = Places(batch._starts, batch.cu_seqlens, batch.tokens, True, batch.block_table)
-            write, to = cache._writer(0), torch.empty_like(k)
+            write, to = cache.store.writer(0), torch.empty_like(k)
             results.append({
                 "dtype": dtype, "sequences": sequences, "tokens": tokens,
                 "append_us": microseconds(lambda w=write, k=k, v=v, p=places: w(k, v, p)),

@@ -160,7 +160,7 @@ def cache() -> tuple[Call, Change]:
     q = randn(4, 8, 1, 128)
     table = torch.zeros(4, 40, dtype=torch.int32, device="cuda")
     counts = torch.zeros(4, dtype=torch.int32, device="cuda")
-    k, v = cache._operands(0)
+    k, v = cache.store.operands(0)
 
     def change() -> tuple[Any, ...]:
         renew(q)

@@ -89,3 +89,10 @@ def test_generic_code_names_no_backend(name):
         for line in file.read_text().splitlines():
             assert not re.match(r"\s*(from|import) .*\bbackends\b", line), f"{file}: {line}"
             assert not re.search(r"\"(hopper|triton|metal)\"", line) or line.startswith("BACKENDS ="), f"{file}: {line}"
+
+
+def test_caches_share_no_private_names():
+    """Batches, copies and files work on a cache's `store`."""
+    for file in (BACKENDS.parent / "kv_cache").rglob("*.py"):
+        for line in file.read_text().splitlines():
+            assert not re.search(r"\b(cache|batch|store|sequences|first)\._[a-z]", line), f"{file}: {line}"

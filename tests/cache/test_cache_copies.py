@@ -26,7 +26,7 @@ def rows(*shape, seed=0):
 
 def poison(cache):
     """Overwrites all memory of a cache's keys and values."""
-    for store in (cache._k, cache._v):
+    for store in (cache.store.k, cache.store.v):
         for x in (store.data, store.scales):
             if x is not None:
                 x.view(torch.uint8).fill_(0x7F)
@@ -146,13 +146,13 @@ def test_memory_that_holds_no_token_is_not_pickled():
     caches = KVCache(2, 1, 8, 8, "f32"), PagedKVCache(4, 4, 1, 8, "f32")
     secret = torch.tensor(7.25)
     for cache in caches:
-        cache._k.data.fill_(secret)
-        cache._v.data.fill_(secret)
+        cache.store.k.data.fill_(secret)
+        cache.store.v.data.fill_(secret)
     caches[0].append(*torch.zeros(2, 2, 1, 5, 8), [5, 2])
     freed, a = caches[1].create(), caches[1].create()
     caches[1].append([freed, a], *torch.zeros(2, 2, 1, 5, 8), tokens=[*[123456789] * 5, *range(5)])
     caches[1].truncate(freed, 0)
-    caches[1]._sequences.pool.forget(1)  # what is kept for others may be pickled; here nothing is
+    caches[1].store.sequences.pool.forget(1)  # what is kept for others may be pickled; here nothing is
     for cache in caches:
         data = pickle.dumps(cache)
         assert secret.numpy().tobytes() * 2 not in data
@@ -217,10 +217,10 @@ def test_on_a_gpu(way, kind, tmp_path):
         other = PagedKVCache.load(tmp_path / "cache", device=gpu)
     else:
         other = WAYS[way](cache)
-    kept, other._writers[0] = other._writer(0), lambda *_: 1 / 0
+    kept, other.store.writers[0] = other.store.writer(0), lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         other.append([0, 1], *rows(2, 2, 2, 3, 64).to(gpu))
-    other._writers[0] = kept
+    other.store.writers[0] = kept
     for step in range(6):
         for one in (other, twin):
             one.append([0, 1], *rows(2, 2, 2, 1, 64, seed=step).to(gpu))

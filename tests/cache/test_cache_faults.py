@@ -249,7 +249,7 @@ for name, size in sizes.items():
                     cache.append(*(torch.zeros(cache.batch, 1, 1, n) for n in (8, cache.v_format.width)))
                 else:
                     cache = PagedKVCache.load(path)
-                    live = list(cache._sequences.slot_of)
+                    live = list(cache.store.sequences.slot_of)
                     cache.attend(live, torch.zeros(len(live), 2, 1, 8))
                     cache.prefix_match(range(4))
                     cache.free(live)
@@ -424,7 +424,7 @@ def test_sequences_without_ids_come_back(tmp_path):
 
 def test_slots_of_pages_that_hold_nothing_are_not_written(tmp_path):
     cache = PagedKVCache(4, 4, 1, 8, "f32")
-    cache._k.data.fill_(7.25)
+    cache.store.k.data.fill_(7.25)
     freed, a = cache.create(), cache.create()
     cache.append([freed, a], *torch.zeros(2, 2, 1, 3, 8), tokens=[123456789] * 6)
     cache.free(freed)

@@ -190,14 +190,14 @@ def test_shape_dtype_version_and_kind_are_checked(saved):
 def test_any_reader_of_safetensors_reads_it(saved):
     tensors = load_file(saved)
     cache = KVCache.load(saved)
-    assert tensors["k"].equal(cache._k.data[:, :, :5])
+    assert tensors["k"].equal(cache.store.k.data[:, :, :5])
     assert tensors["lengths"].tolist() == [5, 5]
 
 
 def test_slots_that_hold_nothing_are_not_written(tmp_path):
     """Memory that was never a token's does not get into a file."""
     cache = KVCache(2, 1, 8, 8, "f32")
-    cache._k.data.fill_(7.25)
+    cache.store.k.data.fill_(7.25)
     x = torch.zeros(2, 1, 5, 8)
     cache.append(x, x, [5, 2])
     cache.save(tmp_path / "x")

@@ -21,7 +21,7 @@ def put(cache, sequence, count, seed=0, tokens=None):
 
 def everything(cache):
     """All bookkeeping, and what every sequence holds."""
-    s = cache._sequences
+    s = cache.store.sequences
     numbers = [
         s.length.tolist(),
         s.known.tolist(),
@@ -32,7 +32,7 @@ def everything(cache):
     ]
     pages = [s.pages(slot).tolist() for slot in s.slot_of.values()]
     free = s.pool._stack[: s.pool.free].tolist()
-    return [*numbers, pages, free, cache._k.data.numpy().tobytes(), cache._v.data.numpy().tobytes()]
+    return [*numbers, pages, free, cache.store.k.data.numpy().tobytes(), cache.store.v.data.numpy().tobytes()]
 
 
 class TestPrefixes:
@@ -135,7 +135,7 @@ class TestStaleHandles:
         found, held = cache.prefix_match(range(50, 54))
         assert held == 4
         assert cache.keys(found).equal(cache.keys(b))
-        assert len(set(cache._sequences.pool._stack[: cache.stats().free].tolist())) == cache.stats().free
+        assert len(set(cache.store.sequences.pool._stack[: cache.stats().free].tolist())) == cache.stats().free
 
     def test_others_may_change(self):
         cache = cache_of()
@@ -293,7 +293,7 @@ class TestFailingWriters:
         put(cache, a, 6, tokens=range(6))
         b, c = cache.fork(a), cache.create()
         put(cache, c, 2, seed=1)
-        before, kept = everything(cache), cache._writer(0)
+        before, kept = everything(cache), cache.store.writer(0)
         k, v = rows(2, 6, 2, 32, seed=2)
 
         def partly(k, v, places):
@@ -301,13 +301,13 @@ class TestFailingWriters:
             self.fail()
 
         for broken in (self.fail, partly):
-            cache._writers[0] = broken
+            cache.store.writers[0] = broken
             with pytest.raises(RuntimeError, match="no kernel"):
                 cache.append([a, b, c], k, v, tokens=tokens)
             assert everything(cache)[:8] == before[:8]
             assert [cache.keys(s).shape[1] for s in (a, b, c)] == [6, 6, 2]
             assert cache.keys(a).equal(rows(2, 6, 2, 32)[0].transpose(0, 1))
-        cache._writers[0] = kept
+        cache.store.writers[0] = kept
         cache.append([a, b, c], k, v, tokens=tokens)
         for i, s in enumerate((a, b, c)):
             assert cache.keys(s)[:, -2:].equal(k[2 * i : 2 * i + 2].transpose(0, 1))
@@ -323,17 +323,17 @@ class TestFailingWriters:
 
         def meanwhile(*_):
             cache.free(b)
-            put_writer, cache._writers[0] = cache._writers[0], kept
+            put_writer, cache.store.writers[0] = cache.store.writers[0], kept
             put(cache, cache.create(), 4, seed=5)
-            cache._writers[0] = put_writer
+            cache.store.writers[0] = put_writer
             self.fail()
 
-        kept, cache._writers[0] = cache._writer(0), meanwhile
+        kept, cache.store.writers[0] = cache.store.writer(0), meanwhile
         with pytest.raises(RuntimeError, match="no kernel"):
             put(cache, a, 3, seed=4)
         assert cache.keys(a).equal(rows(2, 6, 2, 32)[0].transpose(0, 1))
         assert (cache.stats().used, cache.stats().shared) == (3, 0)
-        assert sorted(np.flatnonzero(cache._sequences.pool.refs)) != []
+        assert sorted(np.flatnonzero(cache.store.sequences.pool.refs)) != []
         cache.free([a, 2])
         assert cache.stats().free == 4
 
@@ -344,13 +344,13 @@ class TestFailingWriters:
         put(cache, a, 6, tokens=range(6))
         b = cache.fork(a)
         before = everything(cache)
-        kept, failed = getattr(cache._sequences.table, where), []
+        kept, failed = getattr(cache.store.sequences.table, where), []
 
         def once(*arguments):
             failed.append(1)
             return self.fail() if len(failed) == 1 else kept(*arguments)
 
-        monkeypatch.setattr(cache._sequences.table, where, once)
+        monkeypatch.setattr(cache.store.sequences.table, where, once)
         with pytest.raises(RuntimeError, match="no kernel"):
             cache.extend([a, b], 5, tokens=range(10))
         monkeypatch.undo()
@@ -359,18 +359,18 @@ class TestFailingWriters:
     def test_write_may_be_tried_again(self):
         cache = cache_of()
         a = cache.create()
-        batch, kept = cache.extend(a, 3), cache._writer(0)
-        cache._writers[0] = self.fail
+        batch, kept = cache.extend(a, 3), cache.store.writer(0)
+        cache.store.writers[0] = self.fail
         with pytest.raises(RuntimeError, match="no kernel"):
             batch.write(*rows(2, 3, 2, 32))
-        cache._writers[0] = kept
+        cache.store.writers[0] = kept
         batch.write(*rows(2, 3, 2, 32))
         assert cache.keys(a).equal(rows(2, 3, 2, 32)[0].transpose(0, 1))
 
     def test_rows(self, monkeypatch):
         cache = KVCache(2, 1, 8, 8, "f32")
         cache.append(*torch.ones(2, 2, 1, 3, 8))
-        monkeypatch.setattr(cache, "_write", self.fail)
+        monkeypatch.setattr(cache.store, "write", self.fail)
         with pytest.raises(RuntimeError, match="no kernel"):
             cache.append(*torch.zeros(2, 2, 1, 3, 8))
         assert cache.lengths.tolist() == [3, 3]
@@ -379,7 +379,7 @@ class TestFailingWriters:
 
 def test_positions_do_not_wrap():
     ring = KVCache(1, 1, 4, 8, "f32", ring=True)
-    ring._set(np.array([2**31 - 3]), np.array([2**31 - 7]))
+    ring.store.set(np.array([2**31 - 3]), np.array([2**31 - 7]))
     with pytest.raises(CacheFull, match="positions end at 2147483647"):
         ring.append(*torch.zeros(2, 1, 1, 4, 8))
     ring.append(*torch.zeros(2, 1, 1, 2, 8))
@@ -393,11 +393,11 @@ def test_a_view_outlives_an_append_that_failed():
     b = cache.fork(a)
     view, q = cache.view([a, b]), rows(2, 4, 1, 32)
     want = view.attend(q)
-    kept, cache._writers[0] = cache._writer(0), TestFailingWriters().fail
+    kept, cache.store.writers[0] = cache.store.writer(0), TestFailingWriters().fail
     with pytest.raises(RuntimeError, match="no kernel"):
         put(cache, a, 3, seed=1)
     assert view.attend(q).equal(want)
-    cache._writers[0] = kept
+    cache.store.writers[0] = kept
     put(cache, a, 3, seed=1)
     with pytest.raises(InvalidArgument, match="one made before sequence 0 was changed"):
         view.attend(q)

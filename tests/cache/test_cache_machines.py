@@ -21,7 +21,7 @@ COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pick
 def replaced(cache, way):
     """A copy, after the memory of what it was made of is overwritten."""
     other = COPIES[way](cache)
-    for store in (cache._k, cache._v):
+    for store in (cache.store.k, cache.store.v):
         for x in (store.data, store.scales):
             if x is not None:
                 x.view(torch.uint8).fill_(0x7F)
@@ -184,18 +184,18 @@ class PagedMachine(RuleBasedStateMachine):
         numbers, _, k, v, arguments, needed = self.draw(data, told, packed=True)
         if needed > self.cache.stats().free or not len(k):  # prefixes that are given up do not come back
             return
-        kept = self.cache._writer(0)
+        kept = self.cache.store.writer(0)
 
         def partly(*arguments):
             kept(*arguments)
             raise RuntimeError("no kernel")
 
-        self.cache._writers[0] = partly
-        s = self.cache._sequences
+        self.cache.store.writers[0] = partly
+        s = self.cache.store.sequences
         before = [s.length.tolist(), s.known.tolist(), s.pool.refs.tolist(), [self.pages_of(n) for n in self.sequences]]
         with pytest.raises(RuntimeError, match="no kernel"):
             self.cache.append(numbers, k, v, **arguments)
-        self.cache._writers[0] = kept
+        self.cache.store.writers[0] = kept
         after = [s.length.tolist(), s.known.tolist(), s.pool.refs.tolist(), [self.pages_of(n) for n in self.sequences]]
         assert after == before
 
@@ -227,9 +227,11 @@ class PagedMachine(RuleBasedStateMachine):
 
     def state(self):
         """All bookkeeping and all bytes."""
-        s = self.cache._sequences
+        s = self.cache.store.sequences
         numbers = [s.length.tolist(), s.pool.refs.tolist(), s.pool.free, list(s.pool.kept), dict(s.slot_of)]
-        parts = (x for store in (self.cache._k, self.cache._v) for x in (store.data, store.scales) if x is not None)
+        parts = (
+            x for store in (self.cache.store.k, self.cache.store.v) for x in (store.data, store.scales) if x is not None
+        )
         return [*numbers, s.table.host.tobytes(), *(x.view(torch.uint8).numpy().tobytes() for x in parts)]
 
     @precondition(lambda self: self.sequences)
@@ -277,7 +279,7 @@ class PagedMachine(RuleBasedStateMachine):
             obj["users"] += 1
             s.pages.append(obj)
         # A sequence that told all its ids from the start and never lost its place can be found by them.
-        sequences = self.cache._sequences
+        sequences = self.cache.store.sequences
         for n, other in self.sequences.items():
             slot = sequences.slot_of[n]
             if n != number and sequences.node[slot] > 0 and sequences.pool.index.holds(int(sequences.node[slot])):
@@ -287,7 +289,7 @@ class PagedMachine(RuleBasedStateMachine):
                     assert held >= common
 
     def pages_of(self, number):
-        s = self.cache._sequences
+        s = self.cache.store.sequences
         return s.pages(s.slot_of[number]).tolist()
 
     @precondition(lambda self: self.sequences)
@@ -328,7 +330,7 @@ class PagedMachine(RuleBasedStateMachine):
     def books_agree(self):
         if not hasattr(self, "cache"):
             return
-        s = self.cache._sequences
+        s = self.cache.store.sequences
         pool, stats = s.pool, self.cache.stats()
         assert set(s.slot_of) == set(self.sequences)
         refs = np.zeros(pool.pages, dtype=int)

@@ -49,7 +49,7 @@ def use_rows(options, path, ring=False, in_torch=False):
     """All that a cache gives, after all that can be done to it."""
     cache = KVCache(2, 2, 12, 64, ring=ring, device="cpu", **options)
     if in_torch:
-        cache._write = InTorch(cache._k, cache._v, cache.capacity)
+        cache.store.write = InTorch(cache.store.k, cache.store.v, cache.capacity)
     cache.append(rows(2, 2, 9, 64), rows(2, 2, 9, 64, seed=1), [9, 4])
     if ring:
         cache.append(rows(2, 2, 9, 64, seed=2), rows(2, 2, 9, 64, seed=3))

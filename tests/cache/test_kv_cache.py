@@ -107,7 +107,7 @@ def test_ring_across_many_wraps(capacity, dtype):
             compare(cache, models, 2, q_offset=40, causal=False, alibi_slopes=alibi_slopes(4))
     for b, model in enumerate(models):
         assert cache.keys(b).equal(model.held(0))
-    assert cache._first.min() > 20 or capacity == 16  # many wraps
+    assert cache.store.first.min() > 20 or capacity == 16  # many wraps
 
 
 @pytest.mark.parametrize("capacity", [2, 3, 5])
@@ -172,7 +172,7 @@ def test_a_ring_refuses_from_the_first_call_what_it_cannot_do_later(tokens):
 
 
 def snapshot(cache):
-    parts = (cache._k.data, cache._k.scales, cache._v.data, cache._v.scales, cache._on_device)
+    parts = (cache.store.k.data, cache.store.k.scales, cache.store.v.data, cache.store.v.scales, cache.store.on_device)
     return [x.view(torch.uint8).clone() for x in parts if x is not None]
 
 
@@ -244,7 +244,7 @@ def test_the_kernel_stores_the_same_bits_as_torch(dtype, source):
     """And nothing else: slots that are not written keep their bytes."""
     for D, Dv, group in ((64, 64, 32), (80, 48, 128), (96, 40, 64), (128, 576, 32), (2, 6, 64)):
         caches = [KVCache(3, 2, 20, D, dtype, value_dim=Dv, group=group, ring=True) for _ in range(2)]
-        caches[1]._write = InTorch(caches[1]._k, caches[1]._v, 20)
+        caches[1].store.write = InTorch(caches[1].store.k, caches[1].store.v, 20)
         for cache in caches:
             for part in snapshot_views(cache):
                 part.fill_(77)
@@ -259,7 +259,7 @@ def test_the_kernel_stores_the_same_bits_as_torch(dtype, source):
 
 
 def snapshot_views(cache):
-    parts = (cache._k.data, cache._k.scales, cache._v.data, cache._v.scales)
+    parts = (cache.store.k.data, cache.store.k.scales, cache.store.v.data, cache.store.v.scales)
     return [x.view(torch.uint8) for x in parts if x is not None]
 
 
@@ -275,9 +275,9 @@ def test_every_float8_is_stored_as_it_is():
         row[0, 0, :, 1:], row[..., 0] = flat, 448.0  # so that the scale is 1
         cache = KVCache(1, 1, 8, 128, "fp8_e4m3", group=128)
         cache.append(row, row)
-        assert cache._k.scales[0, 0, : row.shape[2]].eq(1).all()
+        assert cache.store.k.scales[0, 0, : row.shape[2]].eq(1).all()
         want = row.to(torch.float8_e4m3fn).view(torch.uint8)
-        assert cache._k.data[:, :, : row.shape[2]].view(torch.uint8).equal(want)
+        assert cache.store.k.data[:, :, : row.shape[2]].view(torch.uint8).equal(want)
 
 
 def test_nan_stays_nan_and_infinity_is_not_hidden():
@@ -350,7 +350,9 @@ def test_bytes_per_token(dtype, group, want):
     cache = KVCache(3, 5, 7, 128, dtype, group=group)
     assert Format.of("dtype", dtype, group, 128).bytes == want
     assert cache.bytes_per_token == 2 * 5 * want
-    parts = [x for x in (cache._k.data, cache._k.scales, cache._v.data, cache._v.scales) if x is not None]
+    parts = [
+        x for x in (cache.store.k.data, cache.store.k.scales, cache.store.v.data, cache.store.v.scales) if x is not None
+    ]
     assert cache.nbytes == sum(x.untyped_storage().nbytes() for x in parts) == 3 * 7 * cache.bytes_per_token
 
 
@@ -366,11 +368,11 @@ def test_large_appends_are_shared_by_threads():
         finally:
             torch.set_num_threads(threads)
         caches.append(cache)
-    assert caches[0]._k.data.equal(caches[1]._k.data)
-    assert caches[0]._v.data.equal(caches[1]._v.data)
+    assert caches[0].store.k.data.equal(caches[1].store.k.data)
+    assert caches[0].store.v.data.equal(caches[1].store.v.data)
     packed = Quantised.from_float(x, "int4", 64)
-    assert caches[0]._k.data.equal(packed.data)
-    assert caches[0]._k.scales.equal(packed.scales)
+    assert caches[0].store.k.data.equal(packed.data)
+    assert caches[0].store.k.scales.equal(packed.scales)
 
 
 def test_repr_and_default_dtype():

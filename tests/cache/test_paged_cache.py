@@ -101,7 +101,7 @@ def test_tables_are_the_device_tensors_of_paged_attention():
     assert batch.block_table.dtype == batch.context_lens.dtype == torch.int32
     assert batch.context_lens.tolist() == [7, 7, 7]
     q = rows(3, 4, 1, 64, seed=1)
-    k, v = cache._k.data[0], cache._v.data[0]
+    k, v = cache.store.k.data[0], cache.store.v.data[0]
     assert paged_attention(q, k, v, batch.block_table, batch.context_lens).equal(batch.attend(q))
 
 
@@ -111,15 +111,15 @@ def test_copy_on_write_is_exact():
     cache.append(first, *rows(2, 6, 2, 64))  # a full page and a half
     forks = [cache.fork(first) for _ in range(3)]
     assert (cache.stats().used, cache.stats().shared) == (2, 2)
-    half = cache._sequences.pages(cache._sequences.slot_of[first])[1]
-    before = cache._k.data[0, half].view(torch.uint8).clone()
+    half = cache.store.sequences.pages(cache.store.sequences.slot_of[first])[1]
+    before = cache.store.k.data[0, half].view(torch.uint8).clone()
     cache.append(forks[:2], *rows(2, 2, 2, 1, 64, seed=1))  # two of four write: both get a copy
     assert cache.stats().used == 4
-    assert cache._sequences.pool.refs[half] == 2
-    assert cache._k.data[0, half].view(torch.uint8).equal(before)
+    assert cache.store.sequences.pool.refs[half] == 2
+    assert cache.store.k.data[0, half].view(torch.uint8).equal(before)
     cache.append([first, forks[2]], *rows(2, 2, 2, 1, 64, seed=2))  # the last two: one copy, one in place
     assert cache.stats().used == 5
-    assert cache._sequences.pool.refs[half] == 1
+    assert cache.store.sequences.pool.refs[half] == 1
     cache.append(forks[0], *rows(2, 1, 2, 64, seed=3))  # its own: in place
     assert cache.stats().used == 5
     for number in (first, *forks):
@@ -210,7 +210,7 @@ class TestPrefixes:
                 return 1
 
         cache = cache_of()
-        index = cache._sequences.pool.index
+        index = cache.store.sequences.pool.index
         find, add = index.find, index.add
         monkeypatch.setattr(index, "find", lambda parent, ids: find(parent, Same(ids)))
         monkeypatch.setattr(index, "add", lambda parent, ids, page: add(parent, Same(ids), page))
@@ -281,8 +281,8 @@ class TestPrefixes:
         c, held = cache.prefix_match([1, 2, 3, 4, 5, 6, 7, 8])
         assert held == 8
         assert (
-            cache._sequences.pages(cache._sequences.slot_of[c])[0]
-            == cache._sequences.pages(cache._sequences.slot_of[a])[0]
+            cache.store.sequences.pages(cache.store.sequences.slot_of[c])[0]
+            == cache.store.sequences.pages(cache.store.sequences.slot_of[a])[0]
         )
         cache.free([a, c])
         assert cache.stats().kept == 1
@@ -327,14 +327,16 @@ def test_the_kernel_stores_the_same_bytes_as_torch():
     for dtype in ("f16", "int8", "int4", "fp8_e4m3"):
         caches = [cache_of(dtype=dtype, layers=2, group=32) for _ in range(2)]
         for cache in caches:
-            for x in (cache._k, cache._v):
+            for x in (cache.store.k, cache.store.v):
                 for part in (x.data, x.scales):
                     if part is not None:
                         part.view(torch.uint8).fill_(77)
         plain = caches[1]
         for layer in range(2):
-            k, v = (store.map(lambda x, layer=layer: x[layer].transpose(1, 2)) for store in (plain._k, plain._v))
-            plain._writers[layer] = InTorch(k, v, 4)
+            k, v = (
+                store.map(lambda x, layer=layer: x[layer].transpose(1, 2)) for store in (plain.store.k, plain.store.v)
+            )
+            plain.store.writers[layer] = InTorch(k, v, 4)
         for cache in caches:
             ids = [cache.create() for _ in range(3)]
             for step, counts in enumerate([(9, 0, 3), (1, 1, 1)]):
@@ -342,8 +344,8 @@ def test_the_kernel_stores_the_same_bytes_as_torch():
                 for layer in range(2):
                     batch.write(*rows(2, sum(counts), 2, 64, seed=step + layer), layer=layer)
         for kernel, plain_part in (
-            (caches[0]._k.data, caches[1]._k.data), (caches[0]._v.data, caches[1]._v.data),
-            (caches[0]._k.scales, caches[1]._k.scales), (caches[0]._v.scales, caches[1]._v.scales),
+            (caches[0].store.k.data, caches[1].store.k.data), (caches[0].store.v.data, caches[1].store.v.data),
+            (caches[0].store.k.scales, caches[1].store.k.scales), (caches[0].store.v.scales, caches[1].store.v.scales),
         ):  # fmt: skip
             if kernel is not None:
                 assert kernel.view(torch.uint8).equal(plain_part.view(torch.uint8))
@@ -458,9 +460,9 @@ class TestThreads:
             list(pool.map(work, range(8)))
         assert len(full) == 300
         assert cache.stats().sequences == 800
-        pages = [cache._sequences.pages(slot).tolist() for slot in cache._sequences.slot_of.values()]
+        pages = [cache.store.sequences.pages(slot).tolist() for slot in cache.store.sequences.slot_of.values()]
         assert sorted(page for row in pages for page in row) == list(range(500))
-        assert len(set(cache._sequences.slot_of.values())) == 800
+        assert len(set(cache.store.sequences.slot_of.values())) == 800
 
 
 class TestCascade:

@@ -49,17 +49,17 @@ class Batch:
         is_new: bool,
     ) -> None:
         self.cache, self.sequences, self.counts, self.starts = cache, sequences, counts, growth.starts
-        self._slots, self._growth = slots[0], growth
+        self.slots, self.growth = slots[0], growth
         self._left = set(range(cache.layers)) if is_new else set()
         self._written: set[int] = set()  # layers whose tokens are known to be there
-        self._changes, self._versions = cache._sequences.changes, cache._sequences.version[slots[0]]
+        self._changes, self._versions = cache.store.sequences.changes, cache.store.sequences.version[slots[0]]
         B = len(counts)
         self.tokens = int(growth.cu[-1])
         self.longest = int(counts.max(initial=0))
         self._even = self.tokens == B * self.longest  # all have as many
         on_device = torch.from_numpy(growth.block).to(cache.device, non_blocking=True)
         self._starts, self.cu_seqlens, self.context_lens = pieces(on_device, B, B + 1, B)
-        self.block_table = cache._sequences.table.of(*slots, growth.pages)
+        self.block_table = cache.store.sequences.table.of(*slots, growth.pages)
 
     def write(self, k: Any, v: Any, layer: int = 0) -> None:
         """Stores the new tokens of a layer, once.
@@ -74,28 +74,30 @@ class Batch:
         if layer not in self._left:
             remedy = "extend makes room for tokens, each layer is written once"
             raise InvalidArgument("layer", f"{layer}, which has no new tokens to write", "one that has", remedy)
-        self._write(*cache._new_rows(k, v, self.counts), layer)
+        self.put(*checks.new_rows(cache, k, v, self.counts), layer)
 
-    def _write(self, k: torch.Tensor, v: torch.Tensor, packed: bool, layer: int) -> None:
+    def put(self, k: torch.Tensor, v: torch.Tensor, packed: bool, layer: int) -> None:
+        """`write` of rows that have been checked, in the form of `Places`."""
         cache = self.cache
         if cache.rotate:
             k, v = hadamard.rotate(k), hadamard.rotate(v)
         if self.tokens:
-            cache._writer(layer)(k, v, Places(self._starts, self.cu_seqlens, self.tokens, packed, self.block_table))
-        with cache._lock:
-            sequences = cache._sequences
-            if sequences.wrote(layer, self._slots, self.starts, self._growth.lengths) == len(self._slots):
+            places = Places(self._starts, self.cu_seqlens, self.tokens, packed, self.block_table)
+            cache.store.writer(layer)(k, v, places)
+        with cache.store.lock:
+            sequences = cache.store.sequences
+            if sequences.wrote(layer, self.slots, self.starts, self.growth.lengths) == len(self.slots):
                 self._written.add(layer)
             self._left.remove(layer)
-            if not self._left and self._growth.full is not None:  # full pages can be found by their ids
-                sequences.commit(self.sequences, self._growth.full)
+            if not self._left and self.growth.full is not None:  # full pages can be found by their ids
+                sequences.commit(self.sequences, self.growth.full)
 
     def _check(self, layer: int | None = None) -> None:
         """Refuses a batch of sequences that have changed, and a layer with tokens that were never written."""
-        sequences = self.cache._sequences
+        sequences = self.cache.store.sequences
         if self._changes != sequences.changes:
-            with self.cache._lock:
-                changed = np.flatnonzero(sequences.version[self._slots] != self._versions)
+            with self.cache.store.lock:
+                changed = np.flatnonzero(sequences.version[self.slots] != self._versions)
                 if len(changed):
                     number = self.sequences[changed[0]]
                     how = "changed" if number in sequences.slot_of else "freed"
@@ -103,10 +105,10 @@ class Batch:
                     raise InvalidArgument("batch", given, "one of its sequences as they are now", remedy)
                 self._changes = sequences.changes
         if layer is not None and layer not in self._written:
-            with self.cache._lock:
-                b = sequences.wrote(layer, self._slots, self._growth.lengths, self._growth.lengths)  # nothing new
-                if b < len(self._slots):
-                    sequences.check_written(f"sequences[{b}]", self.sequences[b], int(self._slots[b]), layer)
+            with self.cache.store.lock:
+                b = sequences.wrote(layer, self.slots, self.growth.lengths, self.growth.lengths)  # nothing new
+                if b < len(self.slots):
+                    sequences.check_written(f"sequences[{b}]", self.sequences[b], int(self.slots[b]), layer)
                 self._written.add(layer)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -136,7 +138,7 @@ class Batch:
         if cascade is not None:
             cascade = flag("cascade", cascade)
         self._check(layer)
-        operands = cache._operands(layer)
+        operands = cache.store.operands(layer)
         packed = len(getattr(q, "shape", ())) == 3
         options["causal"] = causal
 
@@ -174,7 +176,7 @@ class Batch:
             return planner.cascade_gain(problem, self.counts[members], tokens)
 
         full = np.maximum(self.starts, 0) // cache.page_size  # every query comes after them
-        return shared(cache._sequences.table.host[self._slots], full, worth)
+        return shared(cache.store.sequences.table.host[self.slots], full, worth)
 
     def _split(self, q: Any, even: bool, wanted: bool | None, options: dict[str, Any]) -> Split | None:
         """How to share prefixes, if at all."""
@@ -188,16 +190,16 @@ class Batch:
         cache = self.cache
         heads = q.shape[1 if q.ndim == 3 or not is_seq_major(options) else 2]
         key = (tuple(self.sequences), self.counts.tobytes(), heads, bool(wanted))
-        with cache._lock:
-            if key not in cache._splits:
+        with cache.store.lock:
+            if key not in cache.store.splits:
                 groups = self.shared_prefixes(heads, always=bool(wanted))
-                table = cache._sequences.table.host[self._slots]
-                if len(cache._splits) >= 64:
-                    cache._splits.clear()
-                cache._splits[key] = (
+                table = cache.store.sequences.table.host[self.slots]
+                if len(cache.store.splits) >= 64:
+                    cache.store.splits.clear()
+                cache.store.splits[key] = (
                     Split.of(groups, table, self.counts, cache.page_size, cache.device) if groups else None
                 )
-            return cache._splits[key]
+            return cache.store.splits[key]
 
     def _q_rows(self, q: Any, options: dict[str, Any]) -> int:
         shape = getattr(q, "shape", ())

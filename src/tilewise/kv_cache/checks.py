@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from ..errors import InvalidArgument
 from ..validation.arguments import FLOATS
 from ..validation.arrays import to_tensor
 from .integers import integer
+
+if TYPE_CHECKING:
+    from .paged import PagedKVCache
 
 MOST = 2**31 - 1  # tokens of a sequence, and new ones of a call: kernels count in int32
 
@@ -39,6 +42,20 @@ def same_rows(k: torch.Tensor, v: torch.Tensor) -> None:
     if k.shape[:3] != v.shape[:3]:
         given, want = (tuple(x.shape[:3]) for x in (v, k))
         raise InvalidArgument("v", f"(batch, heads, rows) = {given}", f"{want}, as k")
+
+
+def new_rows(cache: PagedKVCache, k: Any, v: Any, counts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """New keys and values in the form `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` and True; enough for `counts`."""
+    packed = len(getattr(k, "shape", ())) == 3
+    k = rows("k", k, cache.kv_heads, cache.k_format, cache.device, packed)
+    v = rows("v", v, cache.kv_heads, cache.v_format, cache.device, packed)
+    same_rows(k, v)
+    if packed and k.shape[2] != counts.sum():
+        raise InvalidArgument("k", f"{k.shape[2]} packed rows", f"{int(counts.sum())}, one for each new token")
+    if not packed and (k.shape[0] != len(counts) or k.shape[2] < counts.max(initial=0)):
+        want = f"{len(counts)} rows of {int(counts.max(initial=0))} or more, one for each sequence"
+        raise InvalidArgument("k", f"{k.shape[0]} rows of {k.shape[2]} tokens", want)
+    return k, v, packed
 
 
 def ints(name: str, given: Any, expected: str) -> np.ndarray:

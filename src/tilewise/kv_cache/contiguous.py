@@ -11,18 +11,18 @@ import torch
 
 from ..api import attention
 from ..core.devices import as_device
-from ..core.kv_store import Places, Store
-from ..dispatch import planner
+from ..core.kv_store import Places
 from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, merge
 from ..validation.arrays import to_tensor
 from . import checks, copies, hadamard, ring
 from .attending import attend, into, is_seq_major, refuse, rounded
 from .eager import eager
-from .formats import described, flag, formats_of, operand, room, size
+from .formats import described, flag, formats_of, room, size
 from .integers import integer
 from .serialization.load import load_rows
 from .serialization.save import save_rows
+from .stores import RowStore, empty_rows
 from .upload import upload
 
 
@@ -78,21 +78,8 @@ class KVCache:
             hadamard.check("value_dim", self.v_format.width)
         self.device = as_device(device)
         sizes = {"batch": self.batch, "kv_heads": self.kv_heads, "capacity": self.capacity}
-        self._k, self._v = room(self._stores, **sizes)
-        self._length = np.zeros(self.batch, dtype=np.int32)
-        self._first = np.zeros(self.batch, dtype=np.int32)  # the oldest position held; 0 unless it is a ring
-        self._set_up()
-
-    def _stores(self) -> tuple[Store, Store]:
-        """Room for K and V."""
-        rows = (self.batch, self.kv_heads, self.capacity)
-        k, v = (fmt.empty(*rows, device=self.device) for fmt in (self.k_format, self.v_format))
-        return k, v
-
-    def _set_up(self) -> None:
-        """What is made of the rest, and not copied: it holds addresses."""
-        self._write = planner.writer(self._k, self._v, self.capacity)
-        self._on_device = torch.from_numpy(self._length).to(self.device)  # on the CPU the same memory
+        none = np.zeros((2, self.batch), dtype=np.int32)
+        self.store = RowStore(*room(lambda: empty_rows(self), **sizes), *none)  # what batches, copies and files work on
 
     def __copy__(self) -> KVCache:
         return copy.deepcopy(self)
@@ -107,14 +94,14 @@ class KVCache:
         copies.set_rows(self, state)
 
     def __repr__(self) -> str:
-        shown = self._length[:8].tolist()
+        shown = self.store.length[:8].tolist()
         lengths = f"[{', '.join(map(str, shown))}{', ...' if self.batch > 8 else ''}]"
         return described(self, batch=self.batch, capacity=self.capacity, ring=self.ring, lengths=lengths)
 
     @property
     def lengths(self) -> torch.Tensor:
         """int32 `[batch]`: tokens that were appended to each row. A ring may hold fewer."""
-        return self._on_device.clone()
+        return self.store.on_device.clone()
 
     @property
     def bytes_per_token(self) -> int:
@@ -124,7 +111,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Of all slots."""
-        return self._k.nbytes + self._v.nbytes
+        return self.store.k.nbytes + self.store.v.nbytes
 
     def append(self, k: Any, v: Any, counts: Any = None) -> None:
         """Adds tokens to every row.
@@ -144,7 +131,7 @@ class KVCache:
             raise InvalidArgument("k", f"a batch of {k.shape[0]}", f"{self.batch}, as the cache")
         L = k.shape[2]
         new = np.full(self.batch, L) if counts is None else checks.counts("counts", counts, self.batch, L)
-        length = self._length + new
+        length = self.store.length + new
         if self.batch and length.max() > checks.MOST:
             raise CacheFull(
                 f"a row would have {int(length.max())} tokens; positions end at {checks.MOST}: reset the row"
@@ -152,17 +139,17 @@ class KVCache:
         if not self.ring and self.batch and length.max() > self.capacity:
             b = int(length.argmax())
             raise CacheFull(
-                f"row {b} holds {self._length[b]} of {self.capacity} tokens and cannot take {new[b]} more; make the "
-                f"cache larger, truncate or reset the row, or use ring=True for a sliding window"
+                f"row {b} holds {self.store.length[b]} of {self.capacity} tokens and cannot take {new[b]} more; make "
+                f"the cache larger, truncate or reset the row, or use ring=True for a sliding window"
             )
         if self.rotate:
             k, v = hadamard.rotate(k), hadamard.rotate(v)
         cu = np.zeros(self.batch + 1, dtype=np.int32)
         np.cumsum(new, out=cu[1:])
         if tokens := int(cu[-1]):
-            starts, cu_on_device = upload(self.device, self._length, cu)
-            self._write(k, v, Places(starts, cu_on_device, tokens, packed=False))
-        self._set(length, np.maximum(self._first, length - self.capacity) if self.ring else self._first)
+            starts, cu_on_device = upload(self.device, self.store.length, cu)
+            self.store.write(k, v, Places(starts, cu_on_device, tokens, packed=False))
+        self.store.set(length, np.maximum(self.store.first, length - self.capacity) if self.ring else self.store.first)
 
     def attend(self, q: Any, *, counts: Any = None, causal: bool = True, **options: Any) -> Any:
         """Attention of queries over each row's tokens. The queries are the last ones appended: append first.
@@ -185,37 +172,37 @@ class KVCache:
         if counts is not None:
             if options.get("q_offset") is not None:
                 raise InvalidArgument("counts", "counts and q_offset", "one of them")
-            options["q_offset"] = self._length - checks.counts("counts", counts, self.batch, q_rows)
+            options["q_offset"] = self.store.length - checks.counts("counts", counts, self.batch, q_rows)
         if self.ring:
             ring.check_options(self.capacity, options)
-        call = self._attend_ring if self.ring and self._first.any() else self._attend
+        call = self._attend_ring if self.ring and self.store.first.any() else self._attend
         return attend(q, lambda q, **options: call(q, q_rows, seq_major, **options), self.rotate, options)
 
     def truncate(self, row: int, length: int) -> None:
         """Shortens a row to `length` tokens: rejects tokens that were only a guess."""
         row = checks.index("row", row, self.batch, "row")
-        least, most = int(self._first[row]), int(self._length[row])
+        least, most = int(self.store.first[row]), int(self.store.length[row])
         number = integer(length)
         if number is None or not least <= number <= most:
             raise InvalidArgument("length", repr(length), f"{least} to {most}, what row {row} holds")
-        lengths = self._length.copy()
+        lengths = self.store.length.copy()
         lengths[row] = number
-        self._set(lengths, self._first)
+        self.store.set(lengths, self.store.first)
 
     def reset(self, row: int | None = None) -> None:
         """Empties a row, or all."""
         which = slice(None) if row is None else checks.index("row", row, self.batch, "row")
-        lengths, first = self._length.copy(), self._first.copy()
+        lengths, first = self.store.length.copy(), self.store.first.copy()
         lengths[which] = first[which] = 0
-        self._set(lengths, first)
+        self.store.set(lengths, first)
 
     def keys(self, row: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The keys that a row holds, oldest first, `[Hkv, n, D]`: for looking at them."""
-        return self._held(self._k, row, dtype)
+        return self._held(self.store.k, row, dtype)
 
     def values(self, row: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, likewise."""
-        return self._held(self._v, row, dtype)
+        return self._held(self.store.v, row, dtype)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all rows to a safetensors file, as they are stored."""
@@ -228,22 +215,10 @@ class KVCache:
 
     def _held(self, store: Any, row: int, dtype: torch.dtype) -> torch.Tensor:
         row, dtype = checks.index("row", row, self.batch, "row"), checks.dtype(dtype)
-        slots = torch.arange(int(self._first[row]), int(self._length[row]), device=self.device) % self.capacity
+        first, last = int(self.store.first[row]), int(self.store.length[row])
+        slots = torch.arange(first, last, device=self.device) % self.capacity
         x = store.map(lambda x: x[row][:, slots]).floats()
         return (hadamard.rotate_back(x) if self.rotate else x).to(dtype)
-
-    def _set(self, lengths: np.ndarray, first: np.ndarray) -> None:
-        self._length[:] = lengths
-        self._first = first.astype(np.int32)
-        if self.device.type != "cpu":
-            self._on_device.copy_(torch.from_numpy(self._length), non_blocking=True)
-
-    def _operands(self, slots: int, seq_major: bool) -> tuple[Any, Any]:
-        def part(x: torch.Tensor) -> torch.Tensor:
-            x = x[:, :, :slots]
-            return x.transpose(1, 2) if seq_major else x
-
-        return operand(self._k.map(part)), operand(self._v.map(part))
 
     def _slots(self, longest: int, mask: Any) -> int:
         """How many slots a call is given: those of a mask, or the longest row's and a few more."""
@@ -256,14 +231,14 @@ class KVCache:
         return int(width)
 
     def _attend(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
-        slots = self._slots(int(self._length.max(initial=0)), options.get("mask"))
+        slots = self._slots(int(self.store.length.max(initial=0)), options.get("mask"))
         offset = options.get("q_offset")
         if isinstance(offset, np.ndarray):
             options["q_offset"] = to_tensor("q_offset", offset).to(self.device)
-        return attention(q, *self._operands(slots, seq_major), kv_lengths=self._on_device, **options)
+        return attention(q, *self.store.operands(slots, seq_major), kv_lengths=self.store.on_device, **options)
 
     def _attend_ring(self, q: Any, q_rows: int, seq_major: bool, **options: Any) -> Any:
-        first, length = self._first.astype(np.int64), self._length.astype(np.int64)
+        first, length = self.store.first.astype(np.int64), self.store.length.astype(np.int64)
         offset = options.get("q_offset")
         if offset is None:
             offset = length - q_rows
@@ -271,7 +246,7 @@ class KVCache:
         ring.check(first, q_first, self.capacity, options)
         if ring.order_is_nothing(first, length, self.capacity, q_rows, options):
             held = torch.from_numpy((length - first).astype(np.int32)).to(self.device)
-            operands = self._operands(min(self.capacity, rounded(int((length - first).max(initial=0)))), seq_major)
+            operands = self.store.operands(min(self.capacity, rounded(int((length - first).max(initial=0)))), seq_major)
             return attention(q, *operands, kv_lengths=held, **options | {"causal": False, "window": None})
         options.pop("q_offset", None)
         lse, out = options.pop("return_lse", False), options.pop("out", None)
@@ -281,8 +256,8 @@ class KVCache:
             slots = min(self.capacity, rounded(int(run.lengths.max(initial=0))))
             mask = None if run.hidden is None else ring.mask_below(run.hidden, slots, self.device)
             states.append(attention(
-                q, *self._operands(slots, seq_major), kv_lengths=lengths, q_offset=offsets, mask=mask, return_lse=True,
-                **options,
+                q, *self.store.operands(slots, seq_major), kv_lengths=lengths, q_offset=offsets, mask=mask,
+                return_lse=True, **options,
             ))  # fmt: skip
             options["sinks"] = None  # once
         state = states[0] if len(states) == 1 else merge(states)

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..core.storage import as_bytes
-from .serialization.save import held_pages, held_rows, stores
+from .serialization.save import held_pages, held_rows
+from .stores import PageStore, RowStore, empty_pages, empty_rows, named_tensors
 
 if TYPE_CHECKING:
     from .contiguous import KVCache
     from .paged import PagedKVCache
 
-DERIVED = ("_write", "_on_device", "_writers", "_lock", "_latest", "_splits", "_pages")  # by `_set_up`
 Cache = TypeVar("Cache", "KVCache", "PagedKVCache")
 
 
 def _own(cache: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(cache).items() if name not in DERIVED}
+    """Sizes and formats."""
+    return {name: value for name, value in vars(cache).items() if name not in ("store", "_latest")}
 
 
 def deep(cache: Cache, memo: dict[int, Any]) -> Cache:
@@ -31,47 +32,41 @@ def deep(cache: Cache, memo: dict[int, Any]) -> Cache:
     new = object.__new__(type(cache))
     memo[id(cache)] = new
     vars(new).update({name: copy.deepcopy(value, memo) for name, value in _own(cache).items()})
-    new._set_up()
+    new.store = cache.store.copy(memo)
     return new
 
 
 def _state(cache: Any, held: dict[str, torch.Tensor]) -> dict[str, Any]:
-    state = {name: value for name, value in _own(cache).items() if name not in ("_k", "_v")}
     bits = {name: as_bytes(x) for name, x in held.items()}  # torch cannot unpickle float8
-    return state | {"device": str(cache.device), "held": bits}
-
-
-def _begin(cache: Any, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    state = dict(state)
-    held = state.pop("held")
-    vars(cache).update(state | {"device": torch.device(state["device"])})
-    cache._k, cache._v = cache._stores()
-    return held
+    return _own(cache) | {"device": str(cache.device), "held": bits}
 
 
 def rows_state(cache: KVCache) -> dict[str, Any]:
     """What a pickle of a `KVCache` holds."""
-    return _state(cache, held_rows(cache))
+    return _state(cache, held_rows(cache)) | {"_length": cache.store.length, "_first": cache.store.first}
 
 
 def set_rows(cache: KVCache, state: dict[str, Any]) -> None:
-    held = _begin(cache, state)
-    cache._length, cache._first = cache._length.copy(), cache._first.copy()
-    for name, x in stores(cache):
+    state = dict(state)
+    held, length, first = (state.pop(name) for name in ("held", "_length", "_first"))
+    vars(cache).update(state | {"device": torch.device(state["device"])})
+    cache.store = RowStore(*empty_rows(cache), length.copy(), first.copy())
+    for name, x in named_tensors(cache.store.k, cache.store.v):
         part = held[name].to(cache.device)
         as_bytes(x)[:, :, : part.shape[2]] = part
-    cache._set_up()
 
 
 def pages_state(cache: PagedKVCache) -> dict[str, Any]:
     """What a pickle of a `PagedKVCache` holds."""
     pages, held = held_pages(cache)
-    return _state(cache, held) | {"pages": pages}
+    return _state(cache, held) | {"_sequences": cache.store.sequences, "pages": pages}
 
 
 def set_pages(cache: PagedKVCache, state: dict[str, Any]) -> None:
-    at = torch.from_numpy(state["pages"])
-    held = _begin(cache, {name: value for name, value in state.items() if name != "pages"})
-    for name, x in stores(cache):
-        as_bytes(x)[:, at.to(cache.device)] = held[name].to(cache.device)
-    cache._set_up()
+    state = dict(state)
+    held, sequences, pages = (state.pop(name) for name in ("held", "_sequences", "pages"))
+    vars(cache).update(state | {"device": torch.device(state["device"])})
+    cache.store = PageStore(*empty_pages(cache), sequences)
+    at = torch.from_numpy(pages).to(cache.device)
+    for name, x in named_tensors(cache.store.k, cache.store.v):
+        as_bytes(x)[:, at] = held[name].to(cache.device)

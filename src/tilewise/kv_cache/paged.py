@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,20 +11,19 @@ import numpy as np
 import torch
 
 from ..core.devices import as_device
-from ..core.kv_store import Store, Writer
-from ..dispatch import planner
+from ..core.kv_store import Store
 from ..errors import InvalidArgument
 from . import checks, copies, hadamard
 from .attending import is_seq_major
 from .batch import Batch
 from .block_manager import Sequences
-from .cascade import Split
 from .eager import eager
-from .formats import described, flag, formats_of, operand, room, size
+from .formats import described, flag, formats_of, room, size
 from .integers import integer
 from .serialization.load import load_pages, load_prefix
 from .serialization.save import save_pages, save_prefix
 from .stats import PoolStats, stats_of
+from .stores import PageStore, empty_pages
 
 
 @eager
@@ -61,6 +59,8 @@ class PagedKVCache:
     (5, 3, 95)
     """
 
+    _latest: Batch | None = None  # of `extend`, while it shows its sequences as they are
+
     def __init__(
         self,
         num_pages: int,
@@ -85,33 +85,19 @@ class PagedKVCache:
             hadamard.check("value_dim", self.v_format.width)
         self.device = as_device(device)
         sizes = {name: getattr(self, name) for name in ("num_pages", "page_size", "kv_heads", "layers")}
-        self._k, self._v = room(self._stores, **sizes)
-        self._sequences = room(lambda: Sequences(self.num_pages, self.page_size, self.layers, self.device), **sizes)
-        self._set_up()
-
-    def _stores(self) -> tuple[Store, Store]:
-        """Room for K and V."""
-        rows = (self.layers, self.num_pages, self.page_size, self.kv_heads)
-        k, v = (fmt.empty(*rows, device=self.device) for fmt in (self.k_format, self.v_format))
-        return k, v
-
-    def _set_up(self) -> None:
-        """What is made of the rest, and not copied."""
-        self._writers: dict[int, Writer] = {}
-        self._lock = threading.RLock()
-        self._latest: Batch | None = None  # of `extend`, while it shows its sequences as they are
-        self._splits: dict[Any, Split | None] = {}  # prefixes that batches share, until a sequence is shortened
-        self._pages: dict[int, tuple[Any, Any]] = {}
+        k, v = room(lambda: empty_pages(self), **sizes)
+        sequences = room(lambda: Sequences(self.num_pages, self.page_size, self.layers, self.device), **sizes)
+        self.store = PageStore(k, v, sequences)  # what batches, copies and files work on
 
     def __copy__(self) -> PagedKVCache:
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
-        with self._lock:
+        with self.store.lock:
             return copies.deep(self, memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
+        with self.store.lock:
             return copies.pages_state(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,13 +114,13 @@ class PagedKVCache:
 
     def create(self) -> int:
         """A new sequence of no tokens; its id."""
-        with self._lock:
-            return self._sequences.create()[0]
+        with self.store.lock:
+            return self.store.sequences.create()[0]
 
     def fork(self, sequence: int) -> int:
         """A new sequence that shares all pages of another. Whoever writes into a shared page first gets a copy."""
-        with self._lock:
-            return self._sequences.fork("sequence", sequence)
+        with self.store.lock:
+            return self.store.sequences.fork("sequence", sequence)
 
     def prefix_match(self, tokens: Any) -> tuple[int, int]:
         """A new sequence that begins with the pages of the longest known prefix of `tokens`.
@@ -149,35 +135,35 @@ class PagedKVCache:
             The sequence's id, and how many of the tokens it holds.
         """
         ids = checks.token_ids(tokens)
-        with self._lock:
-            return self._sequences.match(ids)
+        with self.store.lock:
+            return self.store.sequences.match(ids)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Shortens a sequence to `length` tokens: rejects tokens that were only a guess."""
-        with self._lock:
-            slot = self._sequences.slot("sequence", sequence)
-            most = int(self._sequences.length[slot])
+        with self.store.lock:
+            slot = self.store.sequences.slot("sequence", sequence)
+            most = int(self.store.sequences.length[slot])
             number = integer(length)
             if number is None or not 0 <= number <= most:
                 raise InvalidArgument("length", repr(length), f"0 to {most}, what the sequence holds")
-            self._sequences.truncate(slot, number)
-            self._splits.clear()
+            self.store.sequences.truncate(slot, number)
+            self.store.splits.clear()
             self._latest = None
 
     def free(self, sequences: int | Sequence[int]) -> None:
         """Ends sequences: their pages are free, unless others use them or they are kept for prompts to come."""
-        with self._lock:
-            self._sequences.free(checks.sequence_ids(sequences))
+        with self.store.lock:
+            self.store.sequences.free(checks.sequence_ids(sequences))
             self._latest = None
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
-        with self._lock:
-            return int(self._sequences.length[self._sequences.slot("sequence", sequence)])
+        with self.store.lock:
+            return int(self.store.sequences.length[self.store.sequences.slot("sequence", sequence)])
 
     def stats(self) -> PoolStats:
-        with self._lock:
-            return stats_of(self._sequences, self.nbytes)
+        with self.store.lock:
+            return stats_of(self.store.sequences, self.nbytes)
 
     @property
     def bytes_per_token(self) -> int:
@@ -187,7 +173,7 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Of all pages."""
-        return self._k.nbytes + self._v.nbytes
+        return self.store.k.nbytes + self.store.v.nbytes
 
     # Tokens
 
@@ -210,17 +196,17 @@ class PagedKVCache:
         ids = None if tokens is None else checks.token_ids(tokens)
         if ids is not None and len(ids) != new.sum():
             raise InvalidArgument("tokens", f"{len(ids)} ids", f"{int(new.sum())}, one for each new token")
-        with self._lock:
-            slots = self._sequences.slots(numbers)
-            growth = self._sequences.extend(slots[0], new, ids)
+        with self.store.lock:
+            slots = self.store.sequences.slots(numbers)
+            growth = self.store.sequences.extend(slots[0], new, ids)
             try:
                 if growth.copies:
                     pages = torch.from_numpy(growth.changes[: growth.copies, 2:]).to(self.device, torch.int64)
-                    for store in (self._k, self._v):
+                    for store in (self.store.k, self.store.v):
                         store.copy((slice(None), pages[:, 0]), (slice(None), pages[:, 1]))
                 self._latest = Batch(self, numbers, slots, new, growth, is_new=True)
             except BaseException:
-                self._sequences.undo(slots[0], growth)
+                self.store.sequences.undo(slots[0], growth)
                 raise
             return self._latest
 
@@ -241,13 +227,13 @@ class PagedKVCache:
             raise InvalidArgument("layers", f"{self.layers} layers", "one, to append", "extend, then write each layer")
         numbers = checks.sequence_ids(sequences)
         new = checks.counts("counts", checks.evenly("k", k, len(numbers)) if counts is None else counts, len(numbers))
-        rows = self._new_rows(k, v, new)  # wrong rows are refused before there is room for them
+        rows = checks.new_rows(self, k, v, new)  # wrong rows are refused before there is room for them
         batch = self._extend(numbers, new, tokens)
         try:
-            batch._write(*rows, layer=0)
+            batch.put(*rows, layer=0)
         except BaseException:
-            with self._lock:
-                self._sequences.undo(batch._slots, batch._growth)
+            with self.store.lock:
+                self.store.sequences.undo(batch.slots, batch.growth)
                 self._latest = None
             raise
 
@@ -255,12 +241,13 @@ class PagedKVCache:
         """Sequences as they are, to attend to; `counts` are the queries of each, its last tokens."""
         numbers = checks.sequence_ids(sequences)
         queries = checks.counts("counts", counts, len(numbers))
-        with self._lock:
+        with self.store.lock:
             latest = self._latest
             if latest is not None and latest.sequences == numbers and np.array_equal(latest.counts, queries):
                 return latest  # what was appended last
-            slots = self._sequences.slots(numbers)
-            return Batch(self, numbers, slots, queries, self._sequences.as_they_are(slots[0], queries), is_new=False)
+            slots = self.store.sequences.slots(numbers)
+            now = self.store.sequences.as_they_are(slots[0], queries)
+            return Batch(self, numbers, slots, queries, now, is_new=False)
 
     def attend(
         self, sequences: int | Sequence[int], q: Any, *, layer: int = 0, counts: Any = None, **options: Any
@@ -281,11 +268,11 @@ class PagedKVCache:
 
     def keys(self, sequence: int, layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The keys of a sequence, `[Hkv, n, D]`: for looking at them."""
-        return self._held(self._k, sequence, layer, dtype)
+        return self._held(self.store.k, sequence, layer, dtype)
 
     def values(self, sequence: int, layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, likewise."""
-        return self._held(self._v, sequence, layer, dtype)
+        return self._held(self.store.v, sequence, layer, dtype)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all sequences, with what they share and what is kept, to a safetensors file."""
@@ -306,38 +293,10 @@ class PagedKVCache:
 
     def _held(self, store: Store, sequence: int, layer: int, dtype: torch.dtype) -> torch.Tensor:
         layer, dtype = checks.index("layer", layer, self.layers, "layer"), checks.dtype(dtype)
-        with self._lock:
-            slot = self._sequences.slot("sequence", sequence)
-            self._sequences.check_written("sequence", sequence, slot, layer)
-            pages = torch.from_numpy(self._sequences.pages(slot)).to(self.device, torch.int64)
-            length = int(self._sequences.length[slot])
+        with self.store.lock:
+            slot = self.store.sequences.slot("sequence", sequence)
+            self.store.sequences.check_written("sequence", sequence, slot, layer)
+            pages = torch.from_numpy(self.store.sequences.pages(slot)).to(self.device, torch.int64)
+            length = int(self.store.sequences.length[slot])
         x = store.map(lambda x: x[layer][pages].flatten(0, 1)[:length].transpose(0, 1)).floats()
         return (hadamard.rotate_back(x) if self.rotate else x).to(dtype)
-
-    def _new_rows(self, k: Any, v: Any, counts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """New keys and values in the form `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` and True; enough for `counts`."""
-        packed = len(getattr(k, "shape", ())) == 3
-        k = checks.rows("k", k, self.kv_heads, self.k_format, self.device, packed)
-        v = checks.rows("v", v, self.kv_heads, self.v_format, self.device, packed)
-        checks.same_rows(k, v)
-        if packed and k.shape[2] != counts.sum():
-            raise InvalidArgument("k", f"{k.shape[2]} packed rows", f"{int(counts.sum())}, one for each new token")
-        if not packed and (k.shape[0] != len(counts) or k.shape[2] < counts.max(initial=0)):
-            want = f"{len(counts)} rows of {int(counts.max(initial=0))} or more, one for each sequence"
-            raise InvalidArgument("k", f"{k.shape[0]} rows of {k.shape[2]} tokens", want)
-        return k, v, packed
-
-    def _operands(self, layer: int) -> tuple[Any, Any]:
-        """K and V pages as the attention functions take them."""
-        if layer not in self._pages:
-            self._pages[layer] = tuple(  # type: ignore[assignment]
-                operand(store.map(lambda x: x[layer])) for store in (self._k, self._v)
-            )
-        return self._pages[layer]
-
-    def _writer(self, layer: int) -> Writer:
-        if layer not in self._writers:
-            # [pages, Hkv, slots, columns]
-            k, v = (store.map(lambda x: x[layer].transpose(1, 2)) for store in (self._k, self._v))
-            self._writers[layer] = planner.writer(k, v, self.page_size)
-        return self._writers[layer]

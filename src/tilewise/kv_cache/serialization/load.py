@@ -15,8 +15,9 @@ from .. import hadamard
 from ..checks import MOST
 from ..formats import formats_of, size
 from ..prefix_cache import LOST, ROOT
+from ..stores import named_tensors
 from . import files
-from .save import Path, formats, stores
+from .save import Path, formats
 
 if TYPE_CHECKING:
     from ..contiguous import KVCache
@@ -94,9 +95,9 @@ def load_rows(kind: type[KVCache], path: Path, device: Any) -> KVCache:
             path, f"{slots} slots", f"{min(capacity, int(length.max(initial=0)))}, as the rows' lengths"
         )
     cache: KVCache = files.room(path, lambda: kind(**about, device=device))
-    for name, x in stores(cache):
+    for name, x in named_tensors(cache.store.k, cache.store.v):
         as_bytes(x)[:, :, :slots] = as_bytes(tensors[name]).to(cache.device)
-    cache._set(length, first)
+    cache.store.set(length, first)
     return cache
 
 
@@ -116,24 +117,24 @@ def load_prefix(cache: PagedKVCache, path: Path) -> int:
 
     about, tensors = files.read(path, "prefix", PREFIX, declare)
     length, known = about["tokens"], about["known"]
-    with cache._lock:
+    with cache.store.lock:
         sequence = cache.create()
         try:
             first = cache.extend(sequence, known, tokens=tensors["ids"])
             cache.extend(sequence, length - known)
-            sequences = cache._sequences
+            sequences = cache.store.sequences
             own = sequences.slot_of[sequence]
             slots, pages = np.arange(length), sequences.pages(own)
             page, slot = (torch.from_numpy(x).to(cache.device, torch.int64)
                           for x in (pages[slots // cache.page_size], slots % cache.page_size))  # fmt: skip
-            for name, x in stores(cache):
+            for name, x in named_tensors(cache.store.k, cache.store.v):
                 as_bytes(x)[:, page, slot] = as_bytes(tensors[name]).to(cache.device)
         except BaseException:
             cache.free(sequence)
             raise
         sequences.written[:, own] = length
-        if first._growth.full is not None:
-            sequences.commit([sequence], first._growth.full)
+        if first.growth.full is not None:
+            sequences.commit([sequence], first.growth.full)
     return sequence
 
 
@@ -170,9 +171,9 @@ def load_pages(kind: type[PagedKVCache], path: Path, device: Any) -> PagedKVCach
         raise files.refused(path, problem, "sequences and pages that agree")
     created, kept = about.pop("created"), about.pop("kept")
     cache: PagedKVCache = files.room(path, lambda: kind(**about, device=device))
-    for name, x in stores(cache):
+    for name, x in named_tensors(cache.store.k, cache.store.v):
         as_bytes(x)[:, : len(lists["ids"])] = as_bytes(tensors[name]).to(cache.device)
-    cache._sequences.restore(lists, created, kept)
+    cache.store.sequences.restore(lists, created, kept)
     return cache
 
 

@@ -11,6 +11,7 @@ import torch
 from ...core.storage import as_bytes
 from ..prefix_cache import LOST
 from ..stats import tokens_of_pages
+from ..stores import named_tensors
 from . import files
 
 if TYPE_CHECKING:
@@ -29,22 +30,15 @@ def formats(cache: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stores(cache: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of K and V, with their names."""
-    pairs = (("k", cache._k), ("v", cache._v))
-    parts = [(f"{name}{end}", x) for name, store in pairs for end, x in (("", store.data), ("_scales", store.scales))]
-    return [(name, x) for name, x in parts if x is not None]
-
-
 # KVCache
 
 
 def held_rows(cache: KVCache) -> dict[str, torch.Tensor]:
     """All rows up to the longest, on the CPU; slots that hold no token are zeros."""
-    slots = min(cache.capacity, int(cache._length.max(initial=0)))
-    held = cache._length if not cache.ring else np.minimum(cache._length, cache.capacity)
+    slots = min(cache.capacity, int(cache.store.length.max(initial=0)))
+    held = cache.store.length if not cache.ring else np.minimum(cache.store.length, cache.capacity)
     tensors = {}
-    for name, x in stores(cache):
+    for name, x in named_tensors(cache.store.k, cache.store.v):
         kept = as_bytes(x)[:, :, :slots].cpu().clone(memory_format=torch.contiguous_format)
         for b, n in enumerate(held.tolist()):
             kept[b, :, n:] = 0
@@ -56,7 +50,10 @@ def save_rows(cache: KVCache, path: Path) -> None:
     tensors = held_rows(cache)
     slots = tensors["k"].shape[2]
     about = formats(cache) | {"batch": cache.batch, "capacity": cache.capacity, "ring": cache.ring, "slots": slots}
-    tensors["lengths"], tensors["first"] = torch.from_numpy(cache._length.copy()), torch.from_numpy(cache._first.copy())
+    tensors["lengths"], tensors["first"] = (
+        torch.from_numpy(cache.store.length.copy()),
+        torch.from_numpy(cache.store.first.copy()),
+    )
     files.write(path, "KVCache", about, tensors)
 
 
@@ -65,8 +62,8 @@ def save_rows(cache: KVCache, path: Path) -> None:
 
 def save_prefix(cache: PagedKVCache, path: Path, sequence: int) -> None:
     """The rows of a sequence, one after the other, and its token ids as far as they are known."""
-    with cache._lock:
-        sequences = cache._sequences
+    with cache.store.lock:
+        sequences = cache.store.sequences
         slot = sequences.slot("sequence", sequence)
         sequences.check_written("sequence", sequence, slot)
         pages, length = sequences.pages(slot).copy(), int(sequences.length[slot])
@@ -75,7 +72,7 @@ def save_prefix(cache: PagedKVCache, path: Path, sequence: int) -> None:
         at = torch.from_numpy(pages).to(cache.device, torch.int64)
         tensors = {
             name: as_bytes(x)[:, at].flatten(1, 2)[:, :length].cpu().contiguous().view(x.dtype)
-            for name, x in stores(cache)
+            for name, x in named_tensors(cache.store.k, cache.store.v)
         }
     tensors["ids"] = torch.from_numpy(ids)
     files.write(path, "prefix", formats(cache) | {"layers": cache.layers, "tokens": length, "known": known}, tensors)
@@ -83,12 +80,12 @@ def save_prefix(cache: PagedKVCache, path: Path, sequence: int) -> None:
 
 def held_pages(cache: PagedKVCache) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     """The pages that are used, then those that are kept, on the CPU; slots that hold no token are zeros."""
-    sequences, pool = cache._sequences, cache._sequences.pool
+    sequences, pool = cache.store.sequences, cache.store.sequences.pool
     pages = np.concatenate([np.flatnonzero(pool.refs), np.fromiter(pool.kept, np.int64, len(pool.kept))])
     tokens = tokens_of_pages(sequences, np.minimum(sequences.length, sequences.written.max(0, initial=0)))
     empty = torch.from_numpy(np.arange(cache.page_size) >= tokens[pages][:, None])  # [U, page_size]
     at, tensors = torch.from_numpy(pages).to(cache.device), {}
-    for name, x in stores(cache):
+    for name, x in named_tensors(cache.store.k, cache.store.v):
         kept = as_bytes(x)[:, at].cpu().contiguous()
         kept[:, empty] = 0
         tensors[name] = kept.view(x.dtype)
@@ -97,8 +94,8 @@ def held_pages(cache: PagedKVCache) -> tuple[np.ndarray, dict[str, torch.Tensor]
 
 def save_pages(cache: PagedKVCache, path: Path) -> None:
     """Every page that is used or kept, the sequences and the prefix index."""
-    with cache._lock:
-        books, pool = cache._sequences, cache._sequences.pool
+    with cache.store.lock:
+        books, pool = cache.store.sequences, cache.store.sequences.pool
         live = list(books.slot_of.items())
         for number, slot in live:
             books.check_written("sequence", number, slot)
