@@ -18,7 +18,7 @@ from .core.plan import Plan
 from .core.problem import GRADS, Problem
 from .core.tensors import BackwardTensors
 from .dispatch import planner
-from .errors import InvalidArgument, Unsupported
+from .errors import InvalidArgument, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
 from .validation import calls, keywords
@@ -222,7 +222,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             found = _Gradients.apply(how, q, k, v, out, lse, dout, dlse, *tensors)
         else:
-            found = _gradients(how, q, k, v, out, lse, dout, dlse, *tensors)
+            found = gradients(how, q, k, v, out, lse, dout, dlse, *tensors)
         by_name = dict(zip(GRADS, found, strict=True))
         return (None, None, None, *(by_name.get(name) for name in names))
 
@@ -232,15 +232,14 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, how: Any, *tensors: Any) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(how, *tensors)
+        return gradients(how, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
-        remedy = "leave out create_graph=True, or take torch's own attention (its math backend) there"
-        raise Unsupported("any", "there are no gradients of gradients (double backward)", remedy)
+        raise no_double_backward()
 
 
-def _gradients(how: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
+def gradients(how: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
     """The gradients of a call that has run: by its backend if that has a backward pass, else by the best."""
     options, held, wanted = how
     given = options | dict(zip(held, tensors, strict=True))

@@ -25,3 +25,8 @@ class Unsupported(NotImplementedError):
 
 class CacheFull(RuntimeError):
     """A cache has no room for what was to be appended; nothing has been written."""
+
+
+def no_double_backward() -> Unsupported:
+    remedy = "leave out create_graph=True, or take torch's own attention (its math backend) there"
+    return Unsupported("any", "there are no gradients of gradients (double backward)", remedy)

@@ -4,47 +4,58 @@
 `(out, lse)`: an operator's number of outputs is fixed. While torch traces (`tracing.py`), and for tensors without
 memory, the entry points of `api.py` call these; any other call never comes here. To a compiler an operator is opaque:
 it knows the output's shape, and nothing inside.
+
+Where a gradient is needed an operator is the one with `_lse`, whose gradients are the operator `attention_backward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
+from . import autograd
 from .core import storage
 from .core.options import as_chunk, as_split_size, as_window, to_int
+from .core.problem import GRADS
 from .core.tracing import is_wrapper
-from .errors import InvalidArgument
+from .errors import InvalidArgument, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
 from .validation.arrays import returner, to_tensor
 
-# `left` and `right` are the window. Quantised K and V are their data, with their scales and format beside it.
-OPTIONS = """float? scale=None, bool causal=False, SymInt? q_offset=None, Tensor? q_offsets=None, SymInt? left=None,
-    SymInt? right=None, SymInt? chunk=None, Tensor? mask=None, float? softcap=None, Tensor? alibi_slopes=None,
-    Tensor? sinks=None, SymInt? split_size=None, bool allow_tf32=False, bool? validate=None, str? backend=None,
-    Tensor? k_scales=None, Tensor? v_scales=None, str? k_stored=None, str? v_stored=None"""
-SCHEMAS = {
-    "attention": f"(Tensor q, Tensor k, Tensor v, *, Tensor? kv_lengths=None, str layout='bhld', {OPTIONS})",
-    "varlen_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *,
-        SymInt? max_q=None, SymInt? max_k=None, Tensor? kv_lengths=None, {OPTIONS})""",
-    "paged_attention": f"""(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor context_lens, *,
-        Tensor? cu_seqlens_q=None, SymInt? max_q=None, str layout='bhld', {OPTIONS})""",
-}
-DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/planner.py` says what it can do there
-
-_library = torch.library.Library("tilewise", "DEF")  # lives as long as the operators
-
-
+# `left` and `right` are the window. Quantised K and V are their data, with their scales and "dtype/group" beside it.
+# Tensors stand before the star: torch differentiates by those alone.
+TENSOR_OPTIONS = ("q_offsets", "mask", "alibi_slopes", "sinks", "k_scales", "v_scales")
+RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? left=None, SymInt? right=None,
+    SymInt? chunk=None, float? softcap=None, bool allow_tf32=False, bool? validate=None, str? backend=None"""
+OPTIONS = f"{RULES}, SymInt? split_size=None, str? k_stored=None, str? v_stored=None"
 TABLES = {
     "attention": (),
     "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k"),
     "paged_attention": ("block_table", "context_lens"),
 }
+OTHER_TENSORS = {  # that may be left out
+    "attention": ("kv_lengths", *TENSOR_OPTIONS),
+    "varlen_attention": ("kv_lengths", *TENSOR_OPTIONS),
+    "paged_attention": ("cu_seqlens_q", *TENSOR_OPTIONS),
+}
+SIZES = {
+    "attention": "str layout='bhld'",
+    "varlen_attention": "SymInt? max_q=None, SymInt? max_k=None",
+    "paged_attention": "SymInt? max_q=None, str layout='bhld'",
+}
+# What an operator takes before the star, in order.
+NAMES = {name: ("q", "k", "v", *TABLES[name], *OTHER_TENSORS[name]) for name in TABLES}
+BACKWARD = ("out", "lse", "dout", "dlse", "cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *TENSOR_OPTIONS[:4])
+DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/planner.py` says what it can do there
+
+_library = torch.library.Library("tilewise", "DEF")  # lives as long as the operators
+
+
 TENSORS = ("mask", "alibi_slopes", "sinks", "kv_lengths", "cu_seqlens_q", "q_offset", "out")  # options that may be one
 
 
@@ -59,27 +70,20 @@ def call(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: di
     """A call of an entry point as an operator."""
     if is_compiling():
         return traced(name, q, k, v, tables, options)
+    if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled():
+        for which, x in {"q": q, "k": k, "v": v, **options}.items():
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                remedy = "take torch.autograd.grad or .backward(), without torch.func around the call"
+                raise InvalidArgument(which, "a tensor that requires grad in torch.func", "one that does not", remedy)
     back = returner(q)
-    q, k, v = (x if isinstance(x, Quantised) else _input(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
-    tables = tuple(_input(n, x) for n, x in zip(TABLES[name], tables, strict=True))
+    q, k, v = (x if isinstance(x, Quantised) else to_tensor(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
+    tables = tuple(to_tensor(n, x) for n, x in zip(TABLES[name], tables, strict=True))
     options["q_offset"] = to_int(options["q_offset"])
     for option in TENSORS:
         if options.get(option) is not None and not isinstance(options[option], int):
-            options[option] = _input(option, options[option])
+            options[option] = to_tensor(option, options[option])
     result = traced(name, q, k, v, tables, options)
     return AttentionState(*map(back, result)) if isinstance(result, AttentionState) else back(result)
-
-
-def _input(name: str, x: Any) -> torch.Tensor:
-    x = to_tensor(name, x)
-    if x.requires_grad and torch.is_grad_enabled():
-        raise _forward_only(name)
-    return x
-
-
-def _forward_only(name: str) -> InvalidArgument:
-    remedy = "tilewise is forward only: call it under torch.no_grad(), or detach"
-    return InvalidArgument(name, "a tensor that requires grad", "one that does not", remedy)
 
 
 def traced(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -110,19 +114,24 @@ def traced(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: 
     return result if lse is None else AttentionState(result, lse)
 
 
-def _run(name: str, q: torch.Tensor, k: Any, v: Any, *tables: torch.Tensor, **options: Any) -> Any:
-    """An operator at work: the entry point, with its arguments put together again."""
-    if not options:  # torch leaves out what has its default value
-        return _entry(name)(q, k, v, *tables)
-    left, right = options.pop("left", None), options.pop("right", None)
-    if left is not None or right is not None:
-        options["window"] = (left, right)
-    offsets = options.pop("q_offsets", None)
-    if offsets is not None:
-        options["q_offset"] = offsets
-    k = _stored(k, options.pop("k_scales", None), options.pop("k_stored", None))
-    v = _stored(v, options.pop("v_scales", None), options.pop("v_stored", None))
-    return _entry(name)(q, k, v, *tables, **options)
+def _run(name: str, *tensors: Any, **options: Any) -> Any:
+    """An operator at work: the entry point, with its arguments put together again. Gradients are torch's to ask for."""
+    with torch.no_grad():
+        if len(tensors) == 3 + len(TABLES[name]) and not options:  # torch leaves out what has its default value
+            return _entry(name)(*tensors)
+        given = _given(NAMES[name], tensors, options)
+        k = _stored(given.pop("k"), given.pop("k_scales", None), given.pop("k_stored", None))
+        v = _stored(given.pop("v"), given.pop("v_scales", None), given.pop("v_stored", None))
+        return _entry(name)(given.pop("q"), k, v, *(given.pop(table) for table in TABLES[name]), **given)
+
+
+def _given(names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """An operator's arguments by the names of the entry points; those that were left out or are None are not there."""
+    given = dict(zip(names, tensors, strict=False)) | options
+    window = given.pop("left", None), given.pop("right", None)
+    given["window"] = None if window == (None, None) else window
+    given["q_offset"] = given.pop("q_offsets", None) if given.get("q_offset") is None else given["q_offset"]
+    return {name: x for name, x in given.items() if x is not None}
 
 
 @cache
@@ -140,16 +149,14 @@ def _stored(data: torch.Tensor, scales: torch.Tensor | None, stored: str | None)
 
 
 def _shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: torch.Tensor, v_stored: str | None = None, **__: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, v_stored: str | None = None, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`out` and `lse` of a call, with nothing in them; a tracer asks for this."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise _forward_only("q, k or v")
     width = v.shape[-1] if v_stored is None else storage.parse(v_stored).width(v.shape[-1])
     return q.new_empty((*q.shape[:-1], width)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _define(name: str, schema: str) -> None:
+def _define(name: str) -> None:
     """The two operators of an entry point."""
 
     def run(*tensors: Any, **options: Any) -> torch.Tensor:
@@ -162,15 +169,93 @@ def _define(name: str, schema: str) -> None:
     def shapes(*tensors: Any, **options: Any) -> torch.Tensor:
         return _shapes(*tensors, **options)[0]
 
-    for full_name, returns, kernel, fake in (
-        (name, "Tensor", run, shapes),
-        (f"{name}_lse", "(Tensor, Tensor)", run_lse, _shapes),
-    ):
-        _library.define(f"{full_name}{schema} -> {returns}")
-        for device in DEVICES:
-            _library.impl(full_name, kernel, device)
-        torch.library.register_fake(f"tilewise::{full_name}", fake, lib=_library)
+    def with_gradients(*tensors: Any, **options: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+            return getattr(torch.ops.tilewise, f"{name}_lse").default(*tensors, **options)[0]
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.tilewise, name).default(*tensors, **options)
+
+    first = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *TABLES[name]))
+    rest = ", ".join(f"Tensor? {x}=None" for x in OTHER_TENSORS[name])
+    schema = f"({first}, {rest}, *, {SIZES[name]}, {OPTIONS})"
+    _add(name, f"{schema} -> Tensor", run, shapes)
+    _add(f"{name}_lse", f"{schema} -> (Tensor, Tensor)", run_lse, _shapes)
+    _library.impl(name, with_gradients, "Autograd")
+    setup, backward = partial(_keep, name), partial(_backward, NAMES[name])
+    torch.library.register_autograd(f"tilewise::{name}_lse", backward, setup_context=setup, lib=_library)
 
 
-for _name, _schema in SCHEMAS.items():
-    _define(_name, " ".join(_schema.split()))
+def _add(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _library.define(f"{name}{' '.join(schema.split())}")
+    for device in DEVICES:
+        _library.impl(name, kernel, device)
+    torch.library.register_fake(f"tilewise::{name}", fake, lib=_library)
+
+
+# Gradients
+
+
+def _keep(name: str, ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    """What the backward pass of an operator needs: its tensors, `out` and `lse`."""
+    if name == "paged_attention":
+        raise _no_gradients("paged")
+    options = dict(keyword_only_inputs)
+    stored = options.pop("k_stored"), options.pop("v_stored")
+    if stored != (None, None):
+        raise _no_gradients("quantised")
+    options.pop("split_size")
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _no_gradients(what: str) -> InvalidArgument:
+    remedy = "call under torch.no_grad(), or detach"
+    return InvalidArgument("q, k or v", "a tensor that requires grad", f"none: {what} keys have no gradients", remedy)
+
+
+def _backward(names: tuple[str, ...], ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    # Of what stands last and was left out torch asks nothing.
+    needed = dict(zip(names, ctx.needs_input_grad, strict=False))
+    if dout is None and dlse is None:
+        return (None,) * len(needed)
+    *inputs, out, lse = ctx.saved_tensors
+    given = dict(zip(names, inputs, strict=True))
+    grads = [name for name in GRADS if needed.get(name)]
+    tensors = given | {"out": out, "lse": lse, "dout": torch.zeros_like(out) if dout is None else dout, "dlse": dlse}
+    found = torch.ops.tilewise.attention_backward.default(
+        *(tensors.get(name) for name in ("q", "k", "v", *BACKWARD)), ",".join(grads), **ctx.options
+    )
+    by_name = dict(zip(grads, found, strict=True))
+    return tuple(by_name.get(name) for name in needed)
+
+
+def _run_backward(*tensors: Any, **options: Any) -> list[torch.Tensor]:
+    given = _given(("q", "k", "v", *BACKWARD, "grads"), tensors, options)
+    grads = tuple(given.pop("grads").split(","))
+    first = [given.pop(name, None) for name in ("q", "k", "v", "out", "lse", "dout", "dlse")]
+    found = autograd.gradients(({"backend": None, "deterministic": True} | given, (), grads), *first)
+    return [x for x in found if x is not None]
+
+
+def _backward_shapes(q: Any, k: Any, v: Any, *tensors: Any, **_: Any) -> list[torch.Tensor]:
+    given = {"q": q, "k": k, "v": v} | dict(zip((*BACKWARD, "grads"), tensors, strict=True))
+    return [torch.empty(given[x].shape, dtype=given[x].dtype, device=q.device) for x in given["grads"].split(",")]
+
+
+def _no_double_backward(ctx: Any, *_: Any) -> None:
+    raise no_double_backward()
+
+
+def _define_backward() -> None:
+    first = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *BACKWARD[:3]))
+    rest = ", ".join(f"Tensor? {x}" for x in BACKWARD[3:])
+    sizes = "str layout='bhld', SymInt? max_q=None, SymInt? max_k=None"
+    schema = f"({first}, {rest}, str grads, *, {sizes}, {RULES}) -> Tensor[]"
+    _add("attention_backward", schema, _run_backward, _backward_shapes)
+    torch.library.register_autograd("tilewise::attention_backward", _no_double_backward, lib=_library)
+
+
+for _name in TABLES:
+    _define(_name)
+_define_backward()

@@ -194,15 +194,147 @@ def test_export():
     assert torch.equal(program.module()(q, k, v), attention(q, k, v, causal=True))
 
 
-def test_gradients_are_refused():
+GRADIENTS = {
+    "plain": {},
+    "causal": {"causal": True, "q_offset": 1, "left": 3, "scale": 0.3, "softcap": 5.0},
+    "mask": {"mask": torch.rand(4, 1, 9), "kv_lengths": torch.tensor([9, 4]), "sinks": torch.rand(4)},
+    "rows": {"q_offsets": torch.tensor([1, 4]), "causal": True, "alibi_slopes": torch.rand(4), "chunk": 4},
+}
+
+
+def trained(*tensors):
+    return tuple(x.clone().requires_grad_() for x in tensors)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_opcheck_gradients(name):
+    options = {
+        n: x.requires_grad_(x.is_floating_point()) if torch.is_tensor(x) else x for n, x in GRADIENTS[name].items()
+    }
+    opcheck("attention", trained(*dense()), options)
+    packed = peaked(7, 4, 16), peaked(7, 2, 16), peaked(7, 2, 8)
+    if name in ("plain", "causal"):
+        opcheck("varlen_attention", (*trained(*packed), CU, CU), options | {"max_q": 4, "max_k": 4})
+
+
+def test_opcheck_of_the_backward_operator():
+    q, k, v = dense()
+    out, lse = attention(q, k, v, causal=True, sinks=torch.ones(4), return_lse=True)
+    given = (q, k, v, out, lse, torch.randn_like(out), torch.randn_like(lse), None, None, None, None, None, None)
+    operator = torch.ops.tilewise.attention_backward.default
+    torch.library.opcheck(operator, (*given, torch.ones(4), "q,k,v,sinks"), {"causal": True})
+
+
+def same_gradients(function, compiled, *arguments):
+    inputs = [x for x in arguments if x.requires_grad]
+    results = []
+    for f in (function, compiled):
+        out = f(*arguments)
+        out = out[0].sum() + 2 * out[1].sum() if isinstance(out, tuple) else out.sin().sum()
+        results.append((out.detach(), torch.autograd.grad(out, inputs)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_forward_and_backward(backend):
+    """In one graph, with dynamic lengths, every tensor that may require grad among them."""
+
+    def all_options(q, k, v, mask, sinks, slopes):
+        return attention(q * 2, k, v, mask=mask, sinks=sinks, alibi_slopes=slopes, causal=True, softcap=5.0) * 3
+
+    compiled = torch.compile(all_options, fullgraph=True, backend=backend)
+    for rows in (5, 7, 8):
+        given = *dense(rows, 9), torch.randn(4, 1, 9), torch.randn(4), torch.rand(4)
+        same_gradients(all_options, compiled, *trained(*given))
+    same_gradients(all_options, compiled, given[0].requires_grad_(), *given[1:])
+
+    def both(q, k, v):
+        return tuple(attention(q, k, v, window=4, return_lse=True))
+
+    same_gradients(both, torch.compile(both, fullgraph=True, backend=backend), *trained(*dense()))
+
+    def packed(q, k, v):
+        return varlen_attention(q, k, v, CU, CU, causal=True, max_q=4, max_k=4)
+
+    given = trained(peaked(7, 4, 16), peaked(7, 2, 16), peaked(7, 2, 8))
+    same_gradients(packed, torch.compile(packed, fullgraph=True, backend=backend), *given)
+
+
+def test_one_graph_forward_and_one_backward():
+    """The compiler sees one operator forward, the one with lse, and one backward."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen = []
+
+    def record(graph, _):
+        seen.append([str(n.target) for n in graph.graph.nodes if "tilewise" in str(n.target)])
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(
+        lambda *x: attention(*x, causal=True), fullgraph=True, backend=aot_autograd(fw_compiler=record)
+    )
+    compiled(*trained(*dense())).sum().backward()
+    assert seen == [["tilewise.attention_lse.default"], ["tilewise.attention_backward.default"]]
+
+
+def test_operators_called_by_name_have_gradients():
+    q, k, v = trained(*dense())
+    want = torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
+    for out in (
+        torch.ops.tilewise.attention(q, k, v, causal=True),
+        torch.ops.tilewise.attention_lse(q, k, v, causal=True)[0],
+    ):
+        got = torch.autograd.grad(out.sum(), (q, k, v))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    with torch.no_grad():
+        assert not torch.ops.tilewise.attention(q, k, v).requires_grad
+        assert torch.equal(torch.compile(attention, fullgraph=True, backend="eager")(q, k, v), attention(q, k, v))
+
+
+def test_what_has_no_gradients_is_refused():
     q, k, v = dense()
     q.requires_grad_()
-    with pytest.raises(InvalidArgument, match="forward only"):
-        torch.ops.tilewise.attention(q, k, v)
-    with pytest.raises(Exception, match="forward only"):
-        torch.compile(attention, fullgraph=True, backend="eager")(q, k, v)
-    with torch.no_grad():
-        assert torch.equal(torch.compile(attention, fullgraph=True, backend="eager")(q, k, v), attention(q, k, v))
+    pages = peaked(6, 4, 2, 16), peaked(6, 4, 2, 8)
+    with pytest.raises(InvalidArgument, match="paged keys have no gradients"):
+        torch.ops.tilewise.paged_attention(q, *pages, TABLE, LENGTHS)
+    stored = {"k_scales": INT8.scales, "k_stored": "int8/32"}
+    with pytest.raises(InvalidArgument, match="quantised keys have no gradients"):
+        torch.ops.tilewise.attention(q, INT8.data, v, **stored)
+    with pytest.raises(Exception, match="paged keys have no gradients"):
+        torch.compile(paged_attention, fullgraph=True, backend="aot_eager")(q, *pages, TABLE, LENGTHS)
+    (dq,) = torch.autograd.grad(torch.ops.tilewise.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(tilewise.Unsupported, match="double backward"):
+        dq.sum().backward()
+
+
+def test_selective_checkpointing_by_the_operators_name():
+    """The operator's outputs are saved, the rest is computed again."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    ran = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def policy(ctx, op, *args, **kwargs):
+        kept = op is torch.ops.tilewise.attention_lse.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    q, k, v = trained(*dense())
+    block = lambda q, k, v: attention(q.sigmoid(), k, v, causal=True).cos()  # noqa: E731
+    want = torch.autograd.grad(block(q, k, v).sum(), (q, k, v))
+    with Count():
+        out = checkpoint(
+            block, q, k, v, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+        )
+        got = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert ran.count("tilewise.attention_lse.default") == 1
+    assert ran.count("aten.sigmoid.default") == 2
 
 
 def test_tile_maps_are_refused_in_traced_code():

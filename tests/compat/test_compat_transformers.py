@@ -13,8 +13,8 @@ from transformers import AttentionInterface, ContinuousBatchingConfig, Generatio
 from transformers import masking_utils as hf
 
 from hf_models import DECODERS, ENCODERS, VOCABULARY, build
-from tilewise import InvalidArgument, attention, varlen_attention
-from tilewise.compat import discovery, flash_attn, mask_patterns, with_gradients
+from tilewise import InvalidArgument, varlen_attention
+from tilewise.compat import discovery, flash_attn, mask_patterns
 from tilewise.compat import transformers as ours
 from tilewise.compat.mask_patterns import Pattern, make_mask
 from tilewise.core.extras import install_line
@@ -390,17 +390,10 @@ def test_torch_compile():
     compare("gemma2", *(x[mask.bool()] for x in (got, plain, exact)))
 
 
-@pytest.fixture
-def _told(monkeypatch):
-    """The warning of a missing backward pass has been seen, for this test."""
-    monkeypatch.setattr(with_gradients, "_told", [True])
-
-
-@pytest.mark.usefixtures("_told")
 @pytest.mark.parametrize("padding", ["no", "left", "right"])
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_with_gradients(name, padding):
-    """A plain forward pass with grad mode on: by torch, as right as eager's, and so are its gradients."""
+    """A plain forward pass with grad mode on: as right as eager's, and so are its gradients."""
     tokens, mask = inputs(padding)
     results = []
     for model, implementation in ((model_of(name), "tilewise"), (model_of(name), "eager"), (exact_of(name), "exact")):
@@ -417,7 +410,6 @@ def test_with_gradients(name, padding):
     assert exact.abs().max() > 0
 
 
-@pytest.mark.usefixtures("_told")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_packed_sequences_with_gradients(name):
     tokens, _ = inputs("one")
@@ -433,49 +425,6 @@ def test_packed_sequences_with_gradients(name):
         for how in ((model_of(name), "eager"), (exact_of(name), "exact"))
     ]
     compare(name, packed.detach(), *alone)
-
-
-def test_a_missing_backward_is_told_once(monkeypatch):
-    monkeypatch.setattr(with_gradients, "_told", [])
-    model = model_of("llama")
-    model.set_attn_implementation("tilewise")
-    tokens, _ = inputs("no")
-    with torch.no_grad():
-        model(tokens)
-    with pytest.warns(UserWarning, match=r"no backward pass.*torch\.no_grad\(\)") as told:
-        model(tokens)
-    assert len(told) == 1
-    model(tokens)  # a warning would be an error here
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    monkeypatch.setattr(with_gradients, "_told", [])
-    frozen(tokens)  # nothing requires a gradient: tilewise serves it
-
-
-def test_rules_with_gradients_are_those_of_the_reference():
-    """Every option that a model may hand over, against `tilewise.attention`, and with a row that sees nothing."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 9, 16) * 1.7 for heads in (4, 2, 2))
-    k, v = torch.cat((k, k), 2)[:, :, :13], torch.cat((v, v), 2)[:, :, :13]
-    bias = torch.randn(2, 1, 9, 13).masked_fill(torch.rand(2, 1, 9, 13) < 0.3, -torch.inf)
-    for options in [
-        {},
-        {"causal": True},
-        {"causal": True, "q_offset": -3},
-        {"window": (3, 1)},
-        {"window": (None, 2), "q_offset": torch.tensor([0, 5])},
-        {"causal": True, "chunk": 4},
-        {"causal": True, "kv_lengths": torch.tensor([13, 5])},
-        {"mask": bias},
-        {"mask": bias > 0, "causal": True},
-        {"mask": bias, "causal": True, "softcap": 4.0},
-        {"sinks": torch.randn(4), "causal": True, "q_offset": -2},
-        {"softcap": 5.0, "scale": 0.4, "window": (3, 0)},
-    ]:
-        got, want = with_gradients.attention(q, k, v, **options), attention(q, k, v, backend="reference", **options)
-        assert torch.allclose(got, want, atol=2e-5), options
-        assert with_gradients.attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), layout="blhd", **options
-        ).transpose(1, 2).equal(got)  # fmt: skip
 
 
 def in_a_process(code):
@@ -590,3 +539,50 @@ def test_continuous_batching(name, monkeypatch):
     assert len(calls) >= 2 * 9
     assert any(calls) == (name != "llama")
     assert os.environ["LOCAL_KERNELS"].startswith("someone/else=/nowhere:tilewise/flash-attn2=")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_gradient_checkpointing(name):
+    """Layers that are computed again in the backward pass give the gradients of those that are not."""
+    tokens, mask = inputs("left")
+    model = copy.deepcopy(model_of(name)).train()
+    model.set_attn_implementation("tilewise")
+    found = []
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = model(tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
+        found.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True))
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+def test_training_lowers_the_loss():
+    """A few steps on one batch, as a trainer takes them; the same curve as eager's."""
+    tokens, _ = inputs("no")
+    curves = []
+    for implementation in ("tilewise", "eager"):
+        model = copy.deepcopy(model_of("llama")).train()
+        model.set_attn_implementation(implementation)
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        curve = []
+        for _ in range(6):
+            loss = model(tokens, labels=tokens).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0][-1] < curves[0][0] - 0.05
+    assert torch.allclose(*map(torch.tensor, curves), atol=1e-3)
+
+
+def test_under_autocast():
+    """Keys that rotary embeddings have left in float32 beside values in bfloat16."""
+    q, k, v = (torch.randn(1, h, 5, 16, requires_grad=True) for h in (4, 2, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = ours.attention_forward(torch.nn.Module(), q.bfloat16(), k, v, None)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert k.grad.dtype == torch.float32

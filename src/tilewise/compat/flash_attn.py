@@ -2,7 +2,7 @@
 
 What FlashAttention 3 and vLLM's copy renamed or added is taken by keyword; `flash_options.Later` lists it, and
 `flash_attn_3` has FlashAttention 3's own signatures. Causal and windows are aligned to the bottom right, a row that
-sees no key gives 0. There is no dropout and no backward pass. `install()` lets others import it all as `flash_attn`.
+sees no key gives 0. There are gradients, and no dropout. `install()` lets others import it all as `flash_attn`.
 
 >>> q, k, v = (torch.randn(2, 10, heads, 64) for heads in (8, 2, 2))
 >>> flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
@@ -205,7 +205,7 @@ def flash_attn_varlen_func(
     if call is not None:
         result = call.result(result, out)
     if seqused_q is not None:
-        _clear_unused(result, seqused_q, cu_seqlens_q)
+        result = _clear_unused(result, seqused_q, cu_seqlens_q)
     if return_softmax_lse and not return_attn_probs:
         return result.out, result.lse.transpose(-1, -2).contiguous()
     return _result(q, result, return_attn_probs)
@@ -279,14 +279,15 @@ def _first_positions(used_q: torch.Tensor, lengths: torch.Tensor, cu_seqlens_q: 
     return lengths - used_q
 
 
-def _clear_unused(result: Any, used_q: torch.Tensor, cu_seqlens_q: torch.Tensor) -> None:
+def _clear_unused(result: Any, used_q: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Any:
     """The rows past those in use, as rows that see no key."""
     out, lse = result if isinstance(result, AttentionState) else (result, None)
     rows = Rows.of(cu_seqlens_q, out.shape[0])
     unused = rows.place >= used_q[rows.sequence]
-    out.masked_fill_(unused[:, None, None], 0.0)
-    if lse is not None:
-        lse.masked_fill_(unused[:, None], -torch.inf)
+    # What the backward pass has kept is not written to; without one the output may be the caller's own.
+    fill = torch.Tensor.masked_fill if out.requires_grad else torch.Tensor.masked_fill_
+    out = fill(out, unused[:, None, None], 0.0)
+    return out if lse is None else AttentionState(out, fill(lse, unused[:, None], -torch.inf))
 
 
 def _result(q: torch.Tensor, result: Any, return_attn_probs: bool) -> Result:

@@ -149,6 +149,8 @@ def _beside(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
     """`[first, second]` without a copy, if their rows already lie so in memory."""
     if is_traced() or first.stride() != second.stride() or first.stride(-1) != 1:
         return None
+    if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
+        return None  # a view by strides has gradients to the first alone
     if first.dtype != second.dtype or first.shape[:-1] != second.shape[:-1]:
         return None
     if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():

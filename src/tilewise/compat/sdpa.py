@@ -29,6 +29,7 @@ from ..api import attention
 from ..core.problem import MAX_HEAD_DIM
 from ..errors import InvalidArgument, Unsupported
 from . import sdpa_kernel
+from .autocast import lowered
 from .sdpa_inputs import as_causal, is_causal_bias, jagged_attention
 
 _torchs = torch.nn.functional.scaled_dot_product_attention
@@ -47,7 +48,9 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As `torch.nn.functional.scaled_dot_product_attention`, forward only.
+    """As `torch.nn.functional.scaled_dot_product_attention`, with its gradients, also that of a float `attn_mask`.
+
+    Under autocast tensors are taken in its dtype, as torch's function takes them.
 
     Args:
         query: `[..., H, L, E]`, rank 2 or more; leading dims of the three broadcast, as in a matrix product. Or all
@@ -73,6 +76,8 @@ def scaled_dot_product_attention(
         raise InvalidArgument("attn_mask", "a mask with is_causal=True", "one of the two, as in torch", remedy)
     if query.is_nested or key.is_nested or value.is_nested:
         return jagged_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    query, key, value = lowered(query, query, key, value)
+    (attn_mask,) = lowered(query, attn_mask)
     if not (query.dtype == key.dtype == value.dtype):
         raise InvalidArgument("key", f"{key.dtype}, value {value.dtype}", f"query's {query.dtype} for both")
     if query.ndim == key.ndim == value.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
@@ -199,10 +204,7 @@ def _or_torch(
     """`scaled_dot_product_attention`, and torch's where it refuses."""
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     try:
-        if not is_compiling():
-            return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):  # refused later, there
-            return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     except (InvalidArgument, Unsupported) as refusal:
         if not is_compiling():
             _count(refusal)

@@ -11,7 +11,6 @@ before transformers or after it: `discovery` calls `register`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from ..api import attention, varlen_attention
 from ..core.extras import MissingPackage, install_line, need
 from ..errors import InvalidArgument
-from . import with_gradients
+from .autocast import lowered
 from .discovery import too_old
 
 need("hf", "transformers", by="tilewise.compat.transformers")
@@ -97,7 +96,7 @@ def attention_forward(
         cu_seq_lens_q, cu_seq_lens_k: offsets of sequences that are packed in one row.
         max_length_q, max_length_k: the longest of them.
 
-    A tensor that requires grad, while grad mode is on, is served by torch: tilewise has no backward pass.
+    Under autocast query, key and value are taken in its dtype, as torch's function takes them.
 
     A window needs no argument: it is part of the mask. What else transformers hands over (positions, flags of the
     model) does not change attention.
@@ -106,7 +105,9 @@ def attention_forward(
         `[B, Lq, H, Dv]`, and None in the place of attention weights.
     """
     if dropout != 0.0:
-        raise InvalidArgument("dropout", dropout, "0.0", "tilewise has no dropout: call model.eval()")
+        raise InvalidArgument(
+            "dropout", dropout, "0.0", "tilewise has no dropout: set the config's attention_dropout to 0"
+        )
     if output_attentions:
         remedy = "attn_implementation='eager' has attention weights"
         raise InvalidArgument("output_attentions", output_attentions, "False", remedy)
@@ -114,12 +115,10 @@ def attention_forward(
         remedy = "use the name that tilewise.compat.transformers.register_flash() returns"
         raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    attend, attend_packed = attention, varlen_attention
-    if with_gradients.needed(query, key, value):
-        attend, attend_packed = with_gradients.attention, with_gradients.varlen_attention  # type: ignore[assignment]
+    query, key, value = lowered(query, query, key, value)
     if attention_mask is position_bias is cu_seq_lens_q is None and query.shape[2] == 1:
         # A step over a cache sees all of it, and its output is the same in either layout: two views less.
-        return attend(query, key, value, **options).transpose(1, 2), None
+        return attention(query, key, value, **options).transpose(1, 2), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, L, H, D]
     packed: Any = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, None)
     if isinstance(attention_mask, Pattern):
@@ -136,14 +135,13 @@ def attention_forward(
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
             options |= {"causal": True, "q_offset": 0}
     if packed is not None:
-        return _in_sequences(attend_packed, q, k, v, packed, position_bias, options), None
+        return _in_sequences(q, k, v, packed, position_bias, options), None
     if position_bias is not None:
         options["mask"] = _with_bias(position_bias[..., : k.shape[1]], options.get("mask"))
-    return attend(q, k, v, layout="blhd", **options), None
+    return attention(q, k, v, layout="blhd", **options), None
 
 
 def _in_sequences(
-    attend: Callable[..., torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -160,7 +158,7 @@ def _in_sequences(
     options.pop("mask", None)  # of padding, which is no part of a sequence
     shape = q.shape[:2]
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    return attend(q, k, v, cu_q, cu_k, **options).unflatten(0, shape)
+    return varlen_attention(q, k, v, cu_q, cu_k, **options).unflatten(0, shape)
 
 
 def _end_to_end(x: torch.Tensor) -> bool:

@@ -1,0 +1,19 @@
+"""Autocast, for functions that stand in the place of torch's own: those are called with its dtype."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def lowered(like: torch.Tensor, *tensors: MaybeTensor) -> tuple[MaybeTensor, ...]:
+    """The tensors in autocast's dtype while it is on for the device of `like`; float64 and bool stay as they are."""
+    device = like.device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x is None or x.dtype not in FLOATS else x.to(dtype) for x in tensors)  # type: ignore[misc]

@@ -1,0 +1,152 @@
+"""Gradients through the functions that stand in the place of others', against torch's own in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from tilewise import InvalidArgument
+from tilewise.compat import flash_attn as fa
+from tilewise.compat import flash_attn_3 as fa3
+from tilewise.compat import sdpa
+
+torchs = sdpa._torchs
+
+
+def peaked(*shape, dtype=torch.float32):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 1.7).to(dtype)
+
+
+def plain(q, k, v, causal=False, scale=None):
+    """`[B, L, H, D]` by torch, causal to the bottom right."""
+    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    seen = seen.tril(k.shape[1] - q.shape[1]) if causal else seen
+    args = (x.transpose(1, 2) for x in (q, k, v))
+    return torchs(*args, seen, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+def same(ours, exact, *inputs):
+    """Outputs and gradients of two functions: the first of float32, the second of float64."""
+    trained = [x.clone().requires_grad_() for x in inputs]
+    double = [x.double().requires_grad_() for x in inputs]
+    outs = ours(*trained), exact(*double)
+    assert outs[0].shape == outs[1].shape
+    dout = torch.randn_like(outs[1])
+    got = torch.autograd.grad(outs[0], trained, dout.to(outs[0].dtype))
+    for a, b in zip(got, torch.autograd.grad(outs[1], double, dout), strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max() + 1e-6
+        assert b.abs().max() > 0
+
+
+Q, K, V = peaked(2, 9, 4, 16), peaked(2, 13, 2, 16), peaked(2, 13, 2, 16)
+CU = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("module", [fa, fa3], ids=["2", "3"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attn(module, causal):
+    same(lambda *x: module.flash_attn_func(*x, causal=causal), lambda *x: plain(*x, causal), Q, K, V)
+    qkv = peaked(2, 9, 3, 4, 16)
+    same(lambda x: module.flash_attn_qkvpacked_func(x, causal=causal), lambda x: plain(*x.unbind(2), causal), qkv)
+    if module is fa:
+        kv = peaked(2, 13, 2, 2, 16)
+        same(
+            lambda q, x: fa.flash_attn_kvpacked_func(q, x, causal=causal),
+            lambda q, x: plain(q, *x.unbind(2), causal),
+            Q,
+            kv,
+        )
+
+
+def packed(q, k, v, causal=True):
+    parts = zip((0, 4), (4, 9), strict=True)
+    return torch.cat([plain(*(x[None, a:b] for x in (q, k, v)), causal)[0] for a, b in parts])
+
+
+@pytest.mark.parametrize("module", [fa, fa3], ids=["2", "3"])
+def test_flash_attn_varlen(module):
+    given = peaked(9, 4, 16), peaked(9, 2, 16), peaked(9, 2, 16)
+    same(lambda *x: module.flash_attn_varlen_func(*x, CU, CU, 5, 5, causal=True), packed, *given)
+    qkv = peaked(9, 3, 4, 16)
+    same(lambda x: fa.flash_attn_varlen_qkvpacked_func(x, CU, 5, causal=True), lambda x: packed(*x.unbind(1)), qkv)
+
+
+def test_lse_of_flash_attn_has_gradients():
+    q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
+    out, lse, _ = fa.flash_attn_func(q, k, v, return_attn_probs=True)
+    scores = torch.einsum("blhd,bmhd->bhlm", q, k.repeat_interleave(2, 2)) / 4
+    for a, b in zip(*(torch.autograd.grad(x.sum(), (q, k)) for x in (lse, torch.logsumexp(scores, -1))), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    assert out.requires_grad
+
+
+def test_rows_that_are_not_used_have_no_gradients():
+    q, k, v = (peaked(9, h, 16).requires_grad_() for h in (4, 2, 2))
+    used = torch.tensor([3, 2], dtype=torch.int32)
+    out = fa.flash_attn_varlen_func(q, k, v, CU, CU, 5, 5, seqused_q=used, causal=True)
+    out.sum().backward()
+    assert q.grad[[3, 6, 7, 8]].eq(0).all()
+    assert q.grad[[1, 2, 4, 5]].ne(0).any(-1).any(-1).all()
+
+
+def test_a_second_query_whose_keys_lie_beside_the_values():
+    """MLA: v and k are parts of one row; a gradient reaches both."""
+    row = peaked(2, 13, 1, 24)
+    q, qv = peaked(2, 9, 4, 8), peaked(2, 9, 4, 16)
+
+    def ours(q, qv, row):
+        v, k = row.split((16, 8), -1)
+        return fa3.flash_attn_func(q, k, v, causal=True, qv=qv)
+
+    def exact(q, qv, row):
+        v, _ = row.split((16, 8), -1)
+        return plain(torch.cat((qv, q), -1), row, v, True)
+
+    same(ours, exact, q, qv, row)
+
+
+def test_dropout_is_refused():
+    with pytest.raises(InvalidArgument, match="no dropout"):
+        fa.flash_attn_func(Q.clone().requires_grad_(), K, V, dropout_p=0.1)
+
+
+def test_sdpa():
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (Q, K.repeat_interleave(2, 2), V.repeat_interleave(2, 2)))
+    ours = sdpa.scaled_dot_product_attention
+    same(lambda *x: ours(*x, is_causal=True), lambda *x: torchs(*x, is_causal=True), q, k, v)
+    same(ours, torchs, q, k, v, peaked(2, 1, 9, 13))
+    same(ours, torchs, q, k, v, peaked(9, 13))
+    same(lambda *x: ours(*x), lambda *x: torchs(*x), q[0], k[0], v[0])
+    with sdpa.installed(fallback=True):
+        same(F.scaled_dot_product_attention, torchs, q, k, v)
+    assert not sdpa.fallbacks
+
+
+def test_sdpa_in_a_module():
+    module = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = peaked(2, 9, 16)
+    want = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    with sdpa.installed():
+        got = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(got, want, strict=True))
+
+
+def test_sdpa_under_autocast_has_torchs_dtype():
+    q, k, v = (peaked(2, 4, 9, 16).requires_grad_() for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, want = (f(q, k.bfloat16(), v, peaked(9, 9)) for f in (sdpa.scaled_dot_product_attention, torchs))
+        double = sdpa.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
+    assert out.dtype == want.dtype == torch.bfloat16
+    assert double.dtype == torch.float64
+    (dq,) = torch.autograd.grad(out.float().sum(), q)
+    assert dq.dtype == torch.float32
+
+
+def test_jagged_tensors():
+    rows = [peaked(n, 2, 16) for n in (4, 9)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+    out = sdpa.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3, is_causal=True)
+    out.values().sum().backward()
+    for i, row in enumerate(rows):
+        leaf = row.double().requires_grad_()
+        plain(*[leaf[None]] * 3, causal=True).sum().backward()
+        assert torch.allclose(x.grad[i].double(), leaf.grad, atol=1e-4)
