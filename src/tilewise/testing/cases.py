@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..core.storage import quantised_names
 from .case import Case
 
 LENGTHS = (1, 2, 31, 33, 63, 97, 113, 255, 1023)
@@ -159,7 +160,10 @@ PAGED = [
 ]
 
 QUANTISED = [
-    *(Case(Hkv=2, Lq=9, Lk=90, D=64, k=t, v=t, causal=True) for t in ("int8/64", "int4/32", "fp8_e4m3/64")),
+    *(
+        Case(Hkv=2, Lq=9, Lk=90, D=64, k=t, v=t, causal=True)
+        for t in ("int4/32", *(f"{name}/64" for name in quantised_names()))
+    ),
     *(
         Case(Hkv=1, Lq=1, Lk=400, D=128, dtype=q, k=t, v=t)
         for q in ("bf16", "f16")

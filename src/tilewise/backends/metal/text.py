@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...core.mask_rules import OFFSET_KINDS
 from .params import FLOATS, INTS, STRIDES
-from .spec import SIMDGROUPS, Spec
+from .spec import KINDS, SIMDGROUPS, Spec
 
 ENTRY = "//: entry\n"
 INCLUDES = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n"
@@ -116,7 +116,8 @@ _PLAIN: dict[str, object] = {"K_KIND": "PLAIN", "V_KIND": "PLAIN"}
 def _header(kernel: str, types: dict[str, str], constants: dict[str, object]) -> str:
     # After the includes: a macro of one letter before them would break Metal's own headers.
     lines = [f"typedef {of} {name};" for name, of in types.items()]
-    lines += [f"#define {name} {value}" for name, value in constants.items()]
+    kinds = {name: number for number, name in enumerate(dict.fromkeys(KINDS.values()))}
+    lines += [f"#define {name} {value}" for name, value in (kinds | constants).items()]
     return (
         INCLUDES
         + "\n".join(lines)

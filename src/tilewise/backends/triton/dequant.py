@@ -1,4 +1,4 @@
-"""Stored numbers of quantised caches to numbers that can be multiplied, in registers.
+"""Stored numbers of quantised caches to numbers that can be multiplied, in registers; and the other way, for writes.
 
 From shared memory to where the tensor cores want them, bytes go one by one and 16-bit numbers eight at a time. So bytes
 are read in units of two where a chunk holds enough of them, and each byte of a unit gives a chunk of its own: every
@@ -16,6 +16,9 @@ import triton.language as tl
 
 import triton
 
+from ...core.storage import FORMATS
+
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no fraction, so adding it rounds to even
 KINDS = ("f32", "f16", "bf16", "int8", "int4", "fp8_e4m3")  # storage formats that can be read
 # Sign bits to flip and high bits to set, of the halves of a register; what is then to be subtracted.
 CODES = {"int8": ("FF", "6480"), "int4": ("0F", "6408")}
@@ -93,3 +96,52 @@ def widened(raw, part: tl.constexpr, OP: tl.constexpr, TYPE: tl.constexpr):
         else:
             x = raw.to(tl.float32).to(TYPE)
     return x
+
+
+@triton.constexpr_function
+def largest_of(kind):
+    return FORMATS[kind].largest
+
+
+@triton.constexpr_function
+def is_packed(kind):
+    """Whether a byte holds two elements."""
+    return FORMATS[kind].packing == 2
+
+
+@triton.jit
+def whole(x):
+    """To the nearest whole number, to even in the middle; NaN to 0."""
+    return tl.where(x == x, (x + ROUND) - ROUND, 0.0).to(tl.int32)
+
+
+@triton.jit
+def float8_bits(x):
+    """float32 to float8_e4m3fn, to nearest even, as int32; what does not fit becomes NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    # Normal numbers: the exponent's bias changes from 127 to 7, and 20 bits are rounded off.
+    normal = (magnitude + ((magnitude >> 20) & 1) + (0x7FFFF - (120 << 23))) >> 20
+    # Below 2^-6: added to 2^14, a float32 has its last bit at 2^-9, which is this type's.
+    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    value = tl.where(magnitude < (121 << 23), small, normal)
+    return tl.where(magnitude >= (1087 << 20), 0x7F, value) | sign
+
+
+@triton.jit
+def stored(steps, KIND: tl.constexpr):
+    """Elements in units of their scales as they are stored."""
+    if KIND == "int8":
+        x = whole(steps).to(tl.int8)
+    else:
+        tl.static_assert(KIND == "fp8_e4m3")
+        x = float8_bits(steps).to(tl.uint8)
+    return x
+
+
+@triton.jit
+def stored_pair(low, high, KIND: tl.constexpr):
+    """The same of elements that share a byte."""
+    tl.static_assert(KIND == "int4")
+    return ((whole(low) & 15) | (whole(high) << 4)).to(tl.uint8)

@@ -18,29 +18,9 @@ import triton
 from ...core.storage import as_bytes
 from ..gpu.flags import ceil_pow2
 from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, stride_arguments
+from .dequant import is_packed, largest_of, stored, stored_pair
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no fraction, so adding it rounds to even
-
-
-@triton.jit
-def whole(x):
-    """To the nearest whole number, to even in the middle; NaN to 0."""
-    return tl.where(x == x, (x + ROUND) - ROUND, 0.0).to(tl.int32)
-
-
-@triton.jit
-def float8_bits(x):
-    """float32 to float8_e4m3fn, to nearest even, as int32; what does not fit becomes NaN."""
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    magnitude = bits & 0x7FFFFFFF
-    # Normal numbers: the exponent's bias changes from 127 to 7, and 20 bits are rounded off.
-    normal = (magnitude + ((magnitude >> 20) & 1) + (0x7FFFF - (120 << 23))) >> 20
-    # Below 2^-6: added to 2^14, a float32 has its last bit at 2^-9, which is this type's.
-    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
-    value = tl.where(magnitude < (121 << 23), small, normal)
-    return tl.where(magnitude >= (1087 << 20), 0x7F, value) | sign
 
 
 @triton.jit
@@ -53,8 +33,9 @@ def put_row(SOURCE, TO, SCALES, D: tl.constexpr, W: tl.constexpr, KIND: tl.const
     else:
         x = x.to(tl.float32)
         HALF: tl.constexpr = D // 2
-        LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 7.0 if KIND == "int4" else 448.0
-        if KIND == "int4":
+        LARGEST: tl.constexpr = largest_of(KIND)
+        PACKED: tl.constexpr = is_packed(KIND)
+        if PACKED:
             high = tl.load(SOURCE + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
         low_by = tl.full([W], 1.0, tl.float32)
         high_by = tl.full([W], 1.0, tl.float32)
@@ -69,13 +50,10 @@ def put_row(SOURCE, TO, SCALES, D: tl.constexpr, W: tl.constexpr, KIND: tl.const
             low_by = tl.where(mine, by, low_by)
             high_by = tl.where((d + HALF) // GROUP == g, by, high_by)
         steps = tl.div_rn(x, low_by)
-        if KIND == "int8":
-            tl.store(TO + d, whole(steps).to(tl.int8), mask=d < D)
-        elif KIND == "int4":
-            both = (whole(steps) & 15) | (whole(tl.div_rn(high, high_by)) << 4)
-            tl.store(TO + d, both.to(tl.uint8), mask=d < HALF)
+        if PACKED:
+            tl.store(TO + d, stored_pair(steps, tl.div_rn(high, high_by), KIND), mask=d < HALF)
         else:
-            tl.store(TO + d, float8_bits(steps).to(tl.uint8), mask=d < D)
+            tl.store(TO + d, stored(steps, KIND), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["batch"])

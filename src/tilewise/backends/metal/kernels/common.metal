@@ -16,11 +16,6 @@
 // Loops over arrays in registers: an index that is not known when compiled would put the array into memory.
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-#define PLAIN 0
-#define INT8 1
-#define INT4 2
-#define FP8 3
-
 #define MASK_NONE 0
 #define MASK_BOOL 1
 #define MASK_F32 2
