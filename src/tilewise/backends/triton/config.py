@@ -1,6 +1,6 @@
 """How a problem is cut for the GPU: chunks of head dims, tiles, warps, stages, splits. Plain functions of a `Problem`.
 
-Where a number comes from a measurement, it is named beside it (all on one H200, see benchmarks/h200/LOG.md).
+The measurements behind them are in benchmarks/h200/LOG.md, h200 24, by the names of these functions.
 """
 
 from __future__ import annotations
@@ -27,14 +27,7 @@ L2_SWIZZLE = 32 << 20  # bytes of K and V that an L2 swizzle group may hold; the
 
 
 def prefill_tile(problem: Problem, target: Target) -> Config:
-    """The fastest of those tried, at 16k tokens (TFLOPS full / causal).
-
-    D=64: 64x64 445 / 375, 128x64 402 / 373. D=128: 64x64 497 / 441, 128x64 with 8 warps 466 / 404 and, in a window of
-    1024, 207 us for 185. D=256: 128x64 504 / 486, 128x32 472 / 432. D=512, where a tile's output does not fit the
-    registers: 64x64 201 / 195, 64x32 183 / 181; two programs for the halves of the output, 128x32 239 / 244, 64x32 with
-    4 warps 256 / 222, 128x16 213 / 202.
-    float32: D=64, 64x64 55 / 54, 64x32 52 / 44; D=128, 64x32 56 / 54, 128x32 with 8 warps 54 / 53.
-    """
+    """The fastest of those tried. With D=512 a tile's output does not fit the registers: two programs share it."""
     wide = max(problem.head_dim, problem.value_dim)
     if "f32" in (_work(problem, True), _work(problem, False)):
         rows = 32 if target.at_least(100) else 64
@@ -65,20 +58,9 @@ def _work(problem: Problem, is_key: bool) -> str:
 def decode_tile(problem: Problem, target: Target) -> Config:
     """Tiles that fill the shared memory of a processor with keys on their way.
 
-    Measured (bf16, caches of 0.5 to 2 GB): contiguous, where one program runs on a processor at a time, D=64 16x128
-    4.43 TB/s, D=128 16x128 4.34 to 4.50 (16x64 4.04), D=256 16x64 4.42, D=512 16x32 4.16. The same tiles for pages that
-    hold whole ones (128): 4.33, 4.28 to 4.46, 4.43, 4.10, and for tiles of whole pages (16): D=64 4.27, D=128 4.20 to
-    4.38, D=256 in 4 stages 4.37 (in 3 stages 4.14; row by row 4.20, 4.12 and 4.18). D=512, pages of 16: 16x16 in 6
-    stages and two programs a processor 4.05 (one with 7 stages 4.09, but sequences of 57 to 100% of the longest take
-    157 us for 123; with 8 stages 4.07, 16x32 of two pages 4.04, flipped 4.07).
-    Other pages are looked up row by row in the pipeline, which takes half of its stages; 6 of them leave room for two
-    programs and not for three, of which 512 would make a round and a third (306 us for 261).
-    Quantised, D=128, groups of 64, 64 x 4k tokens, us, programs of one warp with flipped products (8x32): pages of 16
-    fp8 142, int8 145, int4 102, contiguous 135, 137 and 90; four warps (16x128) 186, 187 and 164, contiguous 150, 150
-    and 112. 64 keys: 151, 149 and 119 (int4 in 4 programs a processor 96; with 8 there is no room for that). D=64 has
-    half the bytes: pages of 16, 32 x 16k, 8x64 155 (fp8) and 136 (int4), 8x32 167 and 149; contiguous, 32 x 8k, 8x64
-    73 and 53, 8x32 76 and 57, 16x128 74 and 89; but 1 x 4k 10.1 and 10.7, in 32 splits of 8x32 8.9 and 9.1.
-    Two queries, causal, 16x32 and 16x64: fp8 in pages of 16 195 and 251, int4 143 and 158.
+    Pages that are neither whole tiles nor parts of one are looked up row by row in the pipeline, which takes half of
+    its stages; 6 of them leave room for two programs and not for three. Quantised keys are taken by programs of one
+    warp with flipped products; of D=64, whose rows have half the bytes, in longer tiles where there are enough of them.
     """
     p = problem
     most = (
@@ -110,8 +92,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
 def sees_all(problem: Problem) -> bool:
     """Whether the one query of a sequence stands behind all of its keys, so that `causal` hides none.
 
-    The rule costs more than its comparisons: bf16 in pages of 16, 64 x 4k, 287 us with it and 255 without, for loops
-    that differ in one instruction of 524. With `split_size` the longest sequence of a batch has no say.
+    The rule costs more than its comparisons. With `split_size` the longest sequence of a batch has no say.
     """
     p = problem
     offset = p.rules.q_offset
@@ -146,7 +127,7 @@ def config_of(problem: Problem, target: Target, known: Config | None = None) -> 
         split_tiles = -(-p.split_size // c.BK)
         return replace(c, splits=max(1, -(-tiles // split_tiles)), split_tiles=split_tiles)
     programs = query_tiles(p, c) * (p.heads // c.pack)
-    most = MOST_SPLITS if c.warps > 1 else MOST_SPLITS // 2  # 1 x 32k, int4: 26 us with 64, 31 with 128
+    most = MOST_SPLITS if c.warps > 1 else MOST_SPLITS // 2  # combining takes time too
     return replace(c, splits=split_count(programs, tiles, target.processors * programs_at_once(p, c), most))
 
 
@@ -173,9 +154,7 @@ def fitted(problem: Problem, c: Config, target: Target) -> Config:
 def programs_at_once(problem: Problem, c: Config) -> int:
     """Programs that are to run on a processor at the same time.
 
-    Of one warp there is room for 8 to 12, but fewer read memory better. fp8 and int4 in pages of 16, us, by programs on
-    a processor (4, 8, 16): 64 x 4k 142, 149, 152 and 119, 102, 140; 16 x 8k 77, 81 and 62, 54; groups of 32 155, 162,
-    163 and 132, 129, 129; D=256 146, 160 and 96, 92; with 32 KV heads of one query head each int4 259, 247, 300.
+    Of one warp there is room for 8 to 12, but fewer read memory better.
     """
     if c.warps == 1:
         return 4 if flips(problem) and problem.group > 1 and not is_packed(problem) else 8
@@ -194,7 +173,7 @@ def orders(problem: Problem) -> bool:
     """Whether the sequences of a packed batch are ranked first; one program sorts them, so there is a limit.
 
     Not causal ones: the last rows of a sequence come first, so that a long one that comes last ends in short pieces
-    anyway (30 short ones and one of 8k: 363 TFLOPS ranked, 367 as they come).
+    anyway.
     """
     return problem.packed_q and not (problem.rules.causal or is_decode(problem)) and 1 < problem.batch < MOST_ORDERED
 
@@ -202,8 +181,7 @@ def orders(problem: Problem) -> bool:
 def lookup(problem: Problem, c: Config) -> str:
     """How a tile's pages are looked up: one for the tile, all that it is made of, or row by row.
 
-    Row by row, a thread loads and multiplies a page's number for each row that it copies, and quantised rows are short:
-    fp8 in pages of 16, 875 instructions for 64 keys row by row, 912 for 128 with all pages at once.
+    Row by row, a thread loads and multiplies a page's number for each row that it copies, and quantised rows are short.
     """
     if not problem.page_size or problem.page_size % c.BK == 0:
         return "tile" if problem.page_size else ""
@@ -213,8 +191,7 @@ def lookup(problem: Problem, c: Config) -> str:
 def prefetches_pages(problem: Problem, c: Config) -> bool:
     """Whether a tile's pages are looked up while the tile before it is done: where they are not looked up row by row.
 
-    Else the lookup is a step of the pipeline. Pages of 128, D=128: 4.31 TB/s in decode for 3.76, 436 TFLOPS in prefill
-    for 374. Not where a tile is a page of 16: D=512 3.96 TB/s for 3.99.
+    Else the lookup is a step of the pipeline. Not where a tile is a page of 16.
     """
     return lookup(problem, c) in ("tile", "pages") and c.BK > 16 and not lists_tiles(problem)
 
@@ -242,8 +219,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
         flags["rules"] = replace(flags["rules"], causal=False)
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
     keys = operand(p, p.head_dim, p.k_format, True, c.BM, target, pairs, row_groups(p, c))
-    # Biased sums are larger, and so are their errors: 2.3e-6 to 3.3e-6 of lse with D=128, where 2.6e-6 to 3.8e-6 are
-    # allowed (int8, which is not biased, 0.7e-6 to 1.4e-6), and 4.5e-6 to 7e-6 with D=256, which is too much.
+    # Biased sums are larger, and so are their errors: within what is allowed up to D=128, too large with D=256.
     if guard == "" and keys.packing == 2 and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
         keys = replace(keys, biased=True, rescaled=True)
     return Spec(
@@ -281,7 +257,6 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
 def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:
     """Seconds saved if sequences share one pass over a prefix of `tokens`.
 
-    On an H200 decode reads a shared prefix at about 4.5 TB/s, and the host takes 0.6 ms for a cascade's calls: 32
-    sequences, 4k shared, 32/8 heads 0.12 ms by themselves; 64 sequences, 16k shared 0.87 and 0.63 ms together.
+    By the time that decode takes for a shared prefix and the host for a cascade's calls (h200 23).
     """
     return (len(rows) - 1) * tokens * problem.kv_heads * problem.bytes / 4.5e12 - 600e-6

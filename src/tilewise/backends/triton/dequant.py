@@ -2,14 +2,13 @@
 
 From shared memory to where the tensor cores want them, bytes go one by one and 16-bit numbers eight at a time. So bytes
 are read in units of two where a chunk holds enough of them, and each byte of a unit gives a chunk of its own: every
-second column of K, which meets every second column of q, or every second column of the output. fp8, 128 columns: 835
-instructions for a tile of 128 keys, 1102 with bytes.
+second column of K, which meets every second column of q, or every second column of the output.
 
 A half whose low bits hold u and whose high bits are those of 1024 is 1024 + u: one instruction puts u = x + bias there
 (two's complement with its sign bit flipped), another subtracts. Biased keys do without the second: with no high bits
 set the half is u / 2**24, a small number that tensor cores multiply exactly, and what the bias adds to a dot product
-with q, 8 times the sum of q, is where the sum starts (`q_load.py: key_bias`). int4, 128 columns: 1135 instructions for
-a tile of 256 keys, 1251 without. Only where no tile is ever done again in another loop, which would give other bits.
+with q, 8 times the sum of q, is where the sum starts (`q_load.py: key_bias`). Only where no tile is ever done again in
+another loop, which would give other bits.
 """
 
 import triton.language as tl

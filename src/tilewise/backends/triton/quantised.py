@@ -55,8 +55,7 @@ def pieces(problem: Problem) -> int:
 
 def flipped_columns(problem: Problem) -> int:
     """Columns of flipped products: 8, or 16 where groups of 32 need as many, for pieces of 32 bytes are not read in
-    pairs. Pages of 16, 64 x 4k, us, 16 columns and 8: groups of 32 fp8 155 and 286, int4 129 and 190; groups of 64
-    with 8 query heads to a KV head, fp8 148 and 147, int4 112 and 100.
+    pairs.
     """
     p = problem
     small = p.k_format.group == 32
@@ -66,8 +65,7 @@ def flipped_columns(problem: Problem) -> int:
 def row_groups(problem: Problem, c: Config) -> int:
     """Scale groups that have columns of their own in flipped products, 1 for none (`scale_groups.py`).
 
-    Pages of 16, 64 x 4k, us, with and without: fp8 142 and 151 (contiguous 135 and 160), D=256 146 and 156. Not where
-    rows are not cut: int4, groups of 64, 106 and 102, contiguous 90 and 91.
+    Not where rows are not cut, as int4 in groups of 64.
     """
     p = problem
     groups = pieces(p)

@@ -1,11 +1,11 @@
 """Scale groups of a row beside one another: each has a row of q of its own, and their products are added up.
 
-Cut where its groups end, a row of K or V is read in pieces: fp8 with D=128 in groups of 64 asks L2 for 10.0 million
-pieces of 64 bytes where whole rows are 5.5 million of 128 (64 x 4k tokens), and waits for them. Flipped products have 8
-columns or 16, and a KV head often has only 4 queries. So row `r` of a tile stands for query `r // G` in group `r % G`:
-of q it holds that group alone and zeros elsewhere, so that one product over whole rows gives the dot products of all
-groups. They are multiplied by their scales and added up, G neighbours that one thread holds. The softmax is then the
-same in all G rows; in p v each has its own group's scales in the weights, and of its output that group's columns count.
+Cut where its groups end, a row of K or V is read in pieces: twice as many requests to L2 of half the bytes (h200 24,
+row_groups). Flipped products have 8 columns or 16, and a KV head often has only 4 queries. So row `r` of a tile stands
+for query `r // G` in group `r % G`: of q it holds that group alone and zeros elsewhere, so that one product over whole
+rows gives the dot products of all groups. They are multiplied by their scales and added up, G neighbours that one
+thread holds. The softmax is then the same in all G rows; in p v each has its own group's scales in the weights, and of
+its output that group's columns count.
 """
 
 import triton.language as tl

@@ -1,4 +1,7 @@
-"""How a problem is cut for Hopper's prefill kernel. Plain functions of a `Problem`."""
+"""How a problem is cut for Hopper's prefill kernel. Plain functions of a `Problem`.
+
+The measurements behind them are in benchmarks/h200/LOG.md, h200 25, by the names of these functions.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +62,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def slower(problem: Problem) -> str | None:
-    """Why the Triton backend is the better choice, if it is: as a rule, because it takes less time.
-
-    Measured: masks of a window of 1024 in 8k keys, D=128, bool / additive: 0.268 / 0.327 ms; Triton's 0.263 / 0.282.
-    Small calls, us in a graph, here and there: 8.6 GFLOP (8 heads, 2k, full) D=64 27 and 28, causal D=128 34 and 36;
-    4.3 GFLOP D=64 (causal) 35 and 28, D=128 (1k, full) 17 and 16. Eager: 8.6 GFLOP 37 and 35, 39 and 40, 17 GFLOP D=64
-    (32 heads, 2k, causal) 67 and 60, D=128 (32 heads, 1k, full) 35 and 42.
-    """
+    """Why the Triton backend is the better choice, if it is: as a rule, because it takes less time."""
     p = problem
     if p.q_len <= FEW_QUERIES:
         return f"leaves {FEW_QUERIES} queries and fewer to the Triton backend, which is faster there"
@@ -110,19 +107,7 @@ def value_tiling(problem: Problem) -> tuple[int, int]:
 
 
 def config_of(problem: Problem) -> Config:
-    """What fits the shared memory (227 KiB) and the registers, and was the fastest there.
-
-    Measured (TFLOPS, 16k tokens). D=64, full, three consumers and two: 1k 414 and 412, 4k 498 and 436, 16k 531 and 438.
-    D=64, causal, two programs a processor (64 keys a tile, half the registers, one product after the other), three
-    consumers, two: 1k 373, 276, 314; 2k 408, 379, 367; 4k 438 and 428; 16k 462 and 500. Four consumers in one program:
-    340, 388, 432, 464. Two programs with stages of q / k for 2 / 3: 1 / 4 356 for 373; on the same keys 8 for 2: 354.
-    The wait for P V late and early: D=64 16k full 524 and 508, causal 500 and 490; D=128 593 and 630.
-    16k causal, P V beside the softmax in all tiles, in unmasked ones, in none: D=64 470 (with spills), 490, 489; D=128
-    612, 630, 580; D=256 678, 710, 561.
-    D=256, the output in memory of its own and in q's: 1k 663 / 458 and 647 / 461, 16k 751 / 762 and 741 / 733.
-    D=512, full / causal: 128 keys a tile, K and V in one ring 410 / 362 at 4k, 428 / 403 at 16k; 64 keys 401 / 357 and
-    403 / 390; rings of their own, products beside the softmax, 354 / 318 and 364 / 350.
-    """
+    """What fits the shared memory (227 KiB) and the registers, and was the fastest there."""
     width, chunks = chunk_widths(problem.head_dim)
     DV, _ = value_tiling(problem)
     # Tiles of a mask have a power of two of rows.
@@ -159,8 +144,6 @@ def prefetches_tile(problem: Problem, c: Config, rounds: float) -> bool:
     """Whether a program fetches its next work tile before it loads the keys of this one, not after; of `rounds` each.
 
     What a program has fetched waits for it at the end, while others are idle; what it fetches later comes later.
-    Measured (causal, TFLOPS ahead / not): 15 rounds, L 1k, D=128 406 / 416, D=256 452 / 482; L 4k, D=128 591 / 588,
-    D=256 658 / 669; 31 rounds, L 1k, D=64 301 / 308. 130 rounds: 64 sequences of 2080 487 / 476, packed ones 450 / 435.
 
     A consumer receives the next work tile before it passes over keys that only the rows of others see. If those are
     loaded first, there must be room for them: one tile to the left of a window, but any number between chunks.
