@@ -6,7 +6,7 @@ import torch
 from metal_sim import problem
 from tilewise.backends import metal as backend
 from tilewise.backends.metal import config, device, launch, params
-from tilewise.backends.metal.spec import Config, Operand, operand, padded
+from tilewise.backends.metal.spec import BK, Config, Operand, operand, padded
 from tilewise.core.problem import MaskSpec
 from tilewise.core.storage import stored_as
 from tilewise.dispatch import planner
@@ -47,18 +47,23 @@ def test_a_torch_without_compile_shader_is_named(monkeypatch):
     assert "2.7" in backend.supports(problem())
 
 
-@pytest.mark.parametrize(
-    ("groups", "tiles", "cores", "want"),
-    [(8, 64, 10, 5), (1, 1000, 10, 40), (1, 1000, 80, 64), (40, 64, 10, 1), (8, 3, 10, 1), (8, 12, 10, 3)],
-)  # fmt: skip
-def test_splits_fill_the_cores(groups, tiles, cores, want):
-    assert config.split_count(groups, tiles, cores) == want
+@pytest.mark.parametrize("groups", [1, 8, 40])
+@pytest.mark.parametrize("tiles", [3, 12, 64, 1000])
+@pytest.mark.parametrize("cores", [10, 80])
+def test_splits_fill_the_cores(groups, tiles, cores):
+    splits = config.split_count(groups, tiles, cores)
+    wanted = config.GROUPS_A_CORE * cores
+    most = max(1, min(tiles // config.LEAST_TILES, config.MOST_SPLITS))
+    assert 1 <= splits <= most
+    assert groups * splits >= wanted or splits == most
+    assert splits == 1 or groups * (splits - 1) < wanted, "no more than are needed"
 
 
 def test_split_size_fixes_the_splits_whatever_the_batch():
     for batch in (1, 7, 64):
         c = config.config_of(problem(batch=batch, q_len=1, kv_len=1000, split_size=100), 10)
-        assert (c.splits, c.split_tiles) == (8, 4)
+        assert c.split_tiles == -(-100 // BK)
+        assert c.splits == -(-1000 // (c.split_tiles * BK))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -84,28 +89,25 @@ def test_few_rows_of_a_kv_head_read_it_once():
 
 
 def test_registers_bound_the_rows():
-    assert [config.vector_rows(w) for w in (32, 128, 192, 256, 512, 576)] == [8, 8, 4, 4, 2, 1]
-    assert [config.tile_rows(w) for w in (64, 128, 192, 256, 320, 576)] == [32, 32, 16, 16, 8, 8]
+    for wide in (32, 64, 128, 192, 256, 320, 512, 576):
+        assert config.vector_rows(wide) >= 1
+        assert config.vector_rows(wide) * 2 * wide // 32 <= 64, "floats of a lane: q and the output"
+        assert config.tile_rows(wide) % 8 == 0
+        assert config.tile_rows(wide) * wide * 4 <= 18 << 10, "bytes of q in threadgroup memory"
 
 
 def test_large_groups_share_tiles_by_their_divisors():
-    for group, rows, pack in (
-        (16, 16, 16),
-        (12, 16, 12),
-        (7, 8, 7),
-        (24, 32, 24),
-        (31, 32, 31),
-        (64, 32, 32),
-        (37, 32, 1),
-    ):
+    for group in (16, 12, 7, 24, 31, 64, 37):
         c = config.config_of(problem(q_len=1, heads=group, kv_heads=1, head_dim=128, value_dim=128), 10)
-        assert (c.rows, c.pack) == (rows, pack) or c.kernel == "vector"
+        assert c.pack == max(n for n in range(1, c.rows + 1) if group % n == 0)
+        assert c.kernel == "vector" or c.rows <= config.tile_rows(128)
 
 
 def test_packed_rows_have_tiles_enough():
     p = problem(form="varlen", packed_q=True, total_q=100, q_len=64, batch=5)
     c = config.config_of(p, 10)
-    assert config.query_tiles(p, c) == 100 // 32 + 6
+    for lengths in ((100, 0, 0, 0, 0), (1, 1, 1, 1, 96), (33, 33, 33, 1, 0), (20,) * 5):
+        assert config.query_tiles(p, c) >= sum(-(-n // c.queries) for n in lengths)
 
 
 def test_masks_are_classified_unless_each_head_has_its_own_bias():
