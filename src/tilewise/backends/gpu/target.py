@@ -36,9 +36,50 @@ class Target:
         """Whether kernels may use NVIDIA's assembly."""
         return self.vendor == "nvidia"
 
+    # What architectures differ in. No other file compares their numbers, but for a backend of one alone (hopper).
+
     def at_least(self, arch: int) -> bool:
         """Whether this is a GPU of NVIDIA's of this compute capability or a newer one."""
         return self.ptx and self.arch >= arch
+
+    @property
+    def refusal(self) -> str | None:
+        """Why Triton's kernels do not run here, if they do not."""
+        return "needs compute capability 8.0 (Ampere) or newer" if self.ptx and not self.at_least(80) else None
+
+    @property
+    def converts_int8(self) -> bool:
+        """Whether PTX converts bytes to float16 in pairs."""
+        return self.at_least(80)
+
+    @property
+    def converts_fp8(self) -> bool:
+        return self.at_least(89)
+
+    @property
+    def warpgroup_mma(self) -> bool:
+        """Whether products of 64 rows or more read both operands from shared memory: Hopper and Blackwell."""
+        return 90 <= self.arch < 120
+
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether a kernel may start before the one that it waits for has ended."""
+        return self.at_least(90)
+
+    @property
+    def shares_wide_values(self) -> bool:
+        """Whether two programs share the value columns of D=512."""
+        return self.at_least(90) or not self.ptx
+
+    @property
+    def prefill_rows(self) -> int:
+        """Rows of a tile at most: Triton 3.6 cannot compile every masked loop over 64 and more for Blackwell."""
+        return 32 if self.at_least(100) else 128
+
+    @property
+    def decode_rows(self) -> int:
+        """The same in decode, whose loops compile for sm_120."""
+        return 32 if 100 <= self.arch < 120 else 64
 
 
 def nvidia(arch: int, processors: int = PROCESSORS) -> Target:

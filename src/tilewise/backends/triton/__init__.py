@@ -36,8 +36,7 @@ def serves(device: torch.device) -> str | None:
         return OtherDevice("runs on GPUs")
     if refusal := triton_refusal(LEAST_TRITON):
         return refusal
-    target = target_of(device)
-    return "needs compute capability 8.0 (Ampere) or newer" if target.ptx and target.arch < 80 else None
+    return target_of(device).refusal
 
 
 def _other_formats(problem: Problem | WriteProblem) -> str | None:

@@ -22,6 +22,7 @@ from .split_kv import MOST_SPLITS, split_count
 DECODE_ROWS = 16  # queries up to here are decoded: heads of a group share a tile and the keys are split
 COMBINE_BLOCK = 16  # partial results of a row that are loaded at once
 SHORT_KEYS = 1 << 16  # keys of all heads up to which splits are short, and tiles are to be
+FOUR_STAGES = 202 << 10  # bytes of shared memory that four of D=256 take, in pages of 16
 MOST_ORDERED = 1024  # sequences that one program ranks
 L2_SWIZZLE = 32 << 20  # bytes of K and V that an L2 swizzle group may hold; the H200's L2 has 50 MiB
 
@@ -30,20 +31,20 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
     """The fastest of those tried. With D=512 a tile's output does not fit the registers: two programs share it."""
     wide = max(problem.head_dim, problem.value_dim)
     if "f32" in (_work(problem, True), _work(problem, False)):
-        rows = 32 if target.at_least(100) else 64
+        rows = min(64, target.prefill_rows)
         if wide <= 64:
             return Config(rows, 64, 4, 2)
         if wide <= 128:
             return Config(rows, 32, 4, 1)
         return Config(32, 32, 8, 1) if wide <= 256 else Config(32, 16, 8, 1)
-    if target.at_least(100):  # Triton 3.6 cannot compile every masked loop over 64 rows and more for Blackwell
+    if target.prefill_rows == 32:
         return Config(32, 64, 4, 3) if wide <= 128 else Config(32, 32, 4, 2)
     if wide <= 128:
         return Config(64, 64, 4, 3)
     if wide <= 256:
         return Config(128, 64, 8, 2)
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
-    if plain and problem.head_dim <= 512 and problem.value_dim == 512 and (target.at_least(90) or not target.ptx):
+    if plain and problem.head_dim <= 512 and problem.value_dim == 512 and target.shares_wide_values:
         return Config(128, 32, 8, 2, slices=2) if problem.rules.by_position else Config(64, 32, 4, 3, slices=2)
     return Config(64, 64, 8, 1)
 
@@ -63,11 +64,8 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     warp with flipped products; of D=64, whose rows have half the bytes, in longer tiles where there are enough of them.
     """
     p = problem
-    most = (
-        32 if 100 <= target.arch < 120 else 64
-    )  # as in prefill: Triton 3.6 cannot compile every loop over 64 rows there
-    pack = pack_of(p.group, most)
-    BM = min(most, max(16, ceil_pow2(pack * p.q_len)))
+    pack = pack_of(p.group, target.decode_rows)
+    BM = min(target.decode_rows, max(16, ceil_pow2(pack * p.q_len)))
     wide = max(p.head_dim, p.value_dim)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
@@ -85,7 +83,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     if wide > 256:
         return Config(BM, 16, 4, 6, pack)
     if BK % p.page_size == 0:
-        return Config(BM, BK, 4, 4 if wide > 128 and target.at_least(90) else 3, pack)  # 202 KiB of shared memory
+        return Config(BM, BK, 4, 4 if wide > 128 and target.shared_memory >= FOUR_STAGES else 3, pack)
     return Config(BM, 128 if wide <= 64 else 64, 4, 6 if wide <= 128 else 4, pack)
 
 
@@ -248,7 +246,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
         scale_grain=1,
         scale_align=1,
         flip=c.BM == 8 or row_groups(p, c) > 1,
-        pdl=c.splits > 1 and target.at_least(90),
+        pdl=c.splits > 1 and target.dependent_launch,
         prefetch=prefetches_pages(p, c),
         sum_columns=min(8 * c.warps, c.BK) if guard == "" and c.BM < 64 else 0,
     )

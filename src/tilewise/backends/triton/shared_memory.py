@@ -32,7 +32,7 @@ def needed(problem: Problem, c: Config, s: Spec, target: Target) -> int:
     epilogue = 4 * c.BM * max(v.widths) + scratch
     bytes_of_stage = _loaded(k, c, problem.k_dtype.itemsize) + _loaded(v, c, problem.v_dtype.itemsize)
     bytes_of_stage += {"": 0, "tile": 16, "pages": 4 * c.BK // max(1, s.page), "rows": 4 * c.BK}[s.lookup]
-    own_products = 90 <= target.arch < 120 and c.BM >= 64  # of Hopper and Blackwell, which read shared memory
+    own_products = target.warpgroup_mma and c.BM >= 64  # of Hopper and Blackwell, which read shared memory
     if plain and own_products:
         loop = q + c.stages * bytes_of_stage + scratch
     elif plain:
