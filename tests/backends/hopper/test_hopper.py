@@ -226,7 +226,7 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     assert "maxnreg" not in bound.fixup.options
 
 
-def test_calls_that_come_again_may_be_unaligned(monkeypatch):
+def test_repeated_calls_may_be_unaligned(monkeypatch):
     """TMA needs 16 bytes: q, k and v are copied, the output is written elsewhere first."""
     seen = []
 

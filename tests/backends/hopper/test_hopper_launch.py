@@ -77,7 +77,7 @@ def ready_kernel(driver, tiles=None):
     return kernel.Kernel(Function(), cuda=driver).first((7, 1), given | {"other": 1}, tiles), q
 
 
-def test_later_launches_hand_over_addresses_and_tiles():
+def test_later_launches_pass_addresses_and_tiles():
     driver, tiles = TileDriver(), {}
     ready, q = ready_kernel(driver, tiles)
     assert driver.launched == []
