@@ -20,12 +20,14 @@ from triton.compiler import ASTSource
 import triton
 from tilewise.backends.gpu.kernel import OPTIONS, Kernel
 from tilewise.backends.gpu.target import nvidia
+from tilewise.backends.triton.bwd import config as bwd_config
+from tilewise.backends.triton.bwd.launch import Backward, fixup_of
 from tilewise.backends.triton.config import config_of
 from tilewise.backends.triton.launch import Bound
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.core.storage import StorageFormat
-from tilewise.core.tensors import Tensors
+from tilewise.core.tensors import BackwardTensors, Tensors
 
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32",
@@ -221,3 +223,51 @@ def helpers_of(problem: Problem, arch: int) -> Iterator[Compiled]:
         states = torch.empty(1, dtype=torch.uint8, device="meta")
         given = {"STATES": states, "LIST": ints, "RANK": ints, "n": 64}
         yield compile_kernel(bound.lister.compact, given, arch)
+
+
+def backward_tensors_of(p: Problem) -> BackwardTensors:
+    """Tensors of a backward pass without memory."""
+
+    def like(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device="meta")
+
+    t = tensors_of(p)
+    b = BackwardTensors(t, like(t.out), floats(*t.out.shape[:-1]) if p.dlse else None)
+    for name in {"q", "k", "v"} & set(p.grads):
+        setattr(b, f"d{name}", like(getattr(t, name)))
+    if "mask" in p.grads:
+        b.dmask = floats(*(1 if one else n for n, one in zip(t.mask.shape, p.mask.broadcast, strict=True)))
+    b.dsinks = floats(p.heads) if "sinks" in p.grads else None
+    b.dalibi_slopes = floats(p.batch, p.heads) if "alibi_slopes" in p.grads else None
+    return b
+
+
+def backward_kernels(p: Problem, arch: int, config: Any = None) -> Iterator[tuple[str, Kernel, dict[str, Any]]]:
+    """The kernels of a backward pass, each followed by its fix-up, with their arguments."""
+    target = nvidia(arch)
+    backward = Backward(Plan(p, "triton", "", (64, 64)), config or bwd_config.config(p, target), target)
+    t = backward_tensors_of(p)
+    ints = torch.empty(1, dtype=torch.int32, device="meta")
+    lists = dict.fromkeys(backward.listers, (ints, ints, (0, 0, 1, 64)))
+    for kernel, _, given in backward.launches(t, backward.memory(t), lists):
+        name = kernel.function.__name__
+        yield name, kernel, given
+        if (fixup := fixup_of(kernel)) is not None:
+            yield f"{name} fixup", fixup, given
+
+
+def backward_of(p: Problem, arch: int, config: Any = None) -> dict[str, Compiled]:
+    """The kernels of a backward pass, compiled; dK and dV, if apart, under one name."""
+    return {name: compile_kernel(kernel, given, arch) for name, kernel, given in backward_kernels(p, arch, config)}
+
+
+def backward_shared(p: Problem, arch: int) -> int:
+    """Bytes of shared memory that the largest kernel of a backward pass takes."""
+    most = 0
+    for _, kernel, given in backward_kernels(p, arch):
+        signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
+        most = max(most, signature.shared(kernel.function, arch, OPTIONS | kernel.options))
+    return most

@@ -12,7 +12,7 @@ import torch
 from ...core.kv_store import Store, Writer
 from ...core.plan import OtherDevice, Plan
 from ...core.problem import CascadeProblem, Problem, WriteProblem, other_formats
-from ...core.tensors import Tensors
+from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import target_of, triton_refusal
 from . import config, tuned
 
@@ -82,6 +82,27 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
     from .kv_write import Append
 
     return Append(k, v, wrap)
+
+
+def supports_backward(problem: Problem) -> str | None:
+    return supports(problem)
+
+
+def plan_backward(problem: Problem) -> Plan:
+    from .bwd import config as bwd_config
+
+    p, c = problem, bwd_config.config(problem, target_of(problem.device))
+    rows = (p.total_q if p.packed_q else p.batch * p.q_len) * p.heads
+    return Plan(
+        p, backend="triton", kernel="dK and dV apart, dQ" if c.apart else "dK and dV, dQ",
+        tile=(c.queries.BQ, c.queries.BK), workspace_bytes=4 * rows * (2 if "alibi_slopes" in p.grads else 1),
+    )  # fmt: skip
+
+
+def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
+    from .bwd import launch as bwd_launch
+
+    bwd_launch.backward_of(plan)(tensors)
 
 
 @cache

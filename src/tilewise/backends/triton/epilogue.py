@@ -38,6 +38,15 @@ def normalise(m, l, acc, sink, SINKS: tl.constexpr):
 
 
 @triton.jit
+def has_nonfinite(acc):
+    """Whether any element is NaN or infinite (0 * x is then NaN)."""
+    found = 0
+    for i in tl.static_range(len(acc)):
+        found = tl.maximum(found, tl.max(tl.max((acc[i] * 0.0 != 0.0).to(tl.int32), 1), 0))
+    return found != 0
+
+
+@triton.jit
 def store_acc(at, acc, ok, OP: tl.constexpr, ROW_GROUPS: tl.constexpr):
     """Rows `at` [BM] from chunks [BM, W], converted to the memory's type; ROW_GROUPS: of each row its own group."""
     for i in tl.static_range(len(OP.widths)):

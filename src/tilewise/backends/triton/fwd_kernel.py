@@ -23,7 +23,7 @@ import triton
 from ..gpu.mask_rules import key_span
 from ..gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
-from .epilogue import combine_splits, empty_acc, normalise, store_acc
+from .epilogue import combine_splits, empty_acc, has_nonfinite, normalise, store_acc
 from .kv_load import find_pages, values_of
 from .mainloop import step, unit_of_m
 from .mask import find_ordered, find_sequence
@@ -41,15 +41,6 @@ def empty_state(pages, S: tl.constexpr):
         l = tl.zeros([BM, SUM_COLUMNS], tl.float32)
     power = tl.full([BM], LEAST_SCALE / 4096, tl.float32)
     return m, l, empty_acc(values_of(S), BM), power, pages
-
-
-@triton.jit
-def has_nonfinite(acc):
-    """Whether any element is NaN or infinite (0 * x is then NaN)."""
-    found = 0
-    for i in tl.static_range(len(acc)):
-        found = tl.maximum(found, tl.max(tl.max((acc[i] * 0.0 != 0.0).to(tl.int32), 1), 0))
-    return found != 0
 
 
 @kernel_of(NAMES, SIZES, triton.jit)

@@ -194,9 +194,9 @@ class Bound:
         pairs = all(in_pairs(x) for x in quantised)
         spec = self.spec if pairs else config.spec(self.problem, c, self.target, pairs=False)
         k, v = (_stored(x, op.unit) for x, op in ((t.k, spec.keys), (t.v, spec.values)))
-        align = _align(k, v)
+        align = alignment(k, v)
         grain = align if align < 16 else 1
-        scale_align = _align(t.k_scales, t.v_scales)
+        scale_align = alignment(t.k_scales, t.v_scales)
         scale_grain = scale_align if scale_align < 16 else 1
         spec = replace(spec, grain=grain, align=align, scale_grain=scale_grain, scale_align=scale_align)
         if memory[2] is not None:
@@ -261,7 +261,7 @@ def _stored(x: torch.Tensor | None, unit: int = 1) -> torch.Tensor | None:
     return x.view(torch.int16)
 
 
-def _align(*tensors: torch.Tensor | None) -> int:
+def alignment(*tensors: torch.Tensor | None) -> int:
     """What all strides are multiples of, 16 at most, which Triton sees itself; rows of D = 72 are multiples of 8.
     Without that a kernel would load single elements, and not in advance.
     """

@@ -44,21 +44,33 @@ def load_cells(at, read, S: tl.constexpr):
 
 
 @triton.jit
-def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
-    """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [BM, BK]."""
-    visible = ok[None, :] & (n[None, :] < row_hi[:, None])
+def visible_cells(s, n, ok, read, lo, hi, at, stride_k, S: tl.constexpr):
+    """Scores with a float mask added, and which cells are visible. Rows and keys `n` are shaped as a column and a row,
+    or as a row and a column: `lo`, `hi` are each row's span, `at` points to its first cell in a mask, of which the
+    cells to `read` are read.
+    """
+    visible = ok & (n < hi)
     if S.rules.hides_left:
-        visible = visible & (n[None, :] >= row_lo[:, None])
+        visible = visible & (n >= lo)
     if S.mask != "":
-        at, row_ok, stride_k = mask  # [BM] pointers to each row's first cell
-        cells = at[:, None] + n[None, :].to(tl.int64) * stride_k
-        cell = load_cells(cells, row_ok[:, None] & ok[None, :], S)
+        cell = load_cells(at + n.to(tl.int64) * stride_k, read, S)
         if S.mask == "bool":
             visible = visible & (cell != 0)
         else:
             bias = cell.to(tl.float32)
             s = s + bias
             visible = visible & (bias != float("-inf"))
+    return s, visible
+
+
+@triton.jit
+def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
+    """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [BM, BK]."""
+    at, row_ok, stride_k = mask  # [BM] pointers to each row's first cell
+    ok = ok[None, :]
+    s, visible = visible_cells(
+        s, n[None, :], ok, row_ok[:, None] & ok, row_lo[:, None], row_hi[:, None], at[:, None], stride_k, S
+    )
     return tl.where(visible, s, float("-inf")), visible
 
 

@@ -1,0 +1,27 @@
+"""The backward kernels' arguments, declared once: signatures are made from these names, and a launch fills them."""
+
+from __future__ import annotations
+
+# Pointers, and the fields of `BackwardTensors` or of its forward `Tensors` that they are.
+TENSORS = {
+    "Q": "q", "K": "k", "V": "v", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes", "KV_LENGTHS": "kv_lengths",
+    "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "OUT": "out", "SINKS": "sinks",
+}  # fmt: skip
+GRADIENTS = {
+    "DOUT": "dout", "DQ": "dq", "DK": "dk", "DV": "dv", "DMASK": "dmask", "DLSE": "dlse", "DSLOPES": "dalibi_slopes",
+}  # fmt: skip
+ROWS_ONLY = ("OUT", "SINKS", "DLSE", "DSLOPES")  # read or written by the kernels of `rows.py` alone
+WORKSPACES = ("DELTA", "DROWS", "FLAGS", "LIST", "RANK")
+STRIDES = {  # of a tensor, the dims that are strided over
+    "q": "bhl", "k": "bhl", "v": "bhl", "do": "bhl", "lse": "bhl", "dq": "bhl", "dk": "bhl", "dv": "bhl",
+    "mask": "bhqk", "dmask": "bhqk", "list": "bhqn", "slopes": "b",
+}  # fmt: skip
+SCALARS = (
+    "batch", "heads", "rows", "q_len", "kv_len", "total_q", "total_k", "q_offset", "scale", "softcap", "rules",
+    "swizzle", "mask_heads", "tiles_q", "tiles_k",
+)  # fmt: skip
+SIZES = [name for name in SCALARS if name not in ("scale", "softcap")]  # 1 and multiples of 16 are no special cases
+NAMES = [
+    *(name for name in (*TENSORS, *GRADIENTS) if name not in ROWS_ONLY), *WORKSPACES,
+    *(f"{name}_{dim}" for name, dims in STRIDES.items() for dim in dims), *SCALARS,
+]  # fmt: skip

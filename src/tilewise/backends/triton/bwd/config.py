@@ -1,0 +1,161 @@
+"""How a backward pass is cut for the GPU: plain functions of a `Problem`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ....core.problem import Problem
+from ...gpu.block_lists import classifies
+from ...gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
+from ...gpu.target import Target
+from ..operands import operand
+from .spec import BackwardConfig, BackwardSpec, Tile
+
+L2_SWIZZLE = 32 << 20  # bytes of the rows that a swizzle group may hold
+DELTA_ROWS = 32  # rows of a program that sums delta
+SUMMED_ROWS = 1024  # rows that a program which adds up rows loads at once
+CHUNK = 64  # columns that a product loads at once where tiles are not kept
+SCRATCH = 2048  # bytes of shared memory for reductions and changes of layout, and so many for each warp:
+WARP_SCRATCH = 256
+
+
+def config(problem: Problem, target: Target) -> BackwardConfig:
+    """The launches of a problem on a device, made to fit its shared memory."""
+    c = _tiles(problem, target)
+    return BackwardConfig(
+        keys=fitted(problem, c.keys, target, "keys"),
+        queries=fitted(problem, c.queries, target, "queries"),
+        mask=fitted(problem, c.mask, target, "queries"),
+        apart=c.apart,
+    )
+
+
+def _tiles(problem: Problem, target: Target) -> BackwardConfig:
+    wide = max(problem.head_dim, problem.value_dim)
+    if target.vendor == "interpreter":  # where a step takes the same time whatever its size
+        tile = Tile(64, 64, 4, 1)
+        return BackwardConfig(tile, tile, tile, apart=wide > 256)
+    if is_float32(problem):
+        tile = Tile(32, 32, 4, 1) if wide <= 128 else Tile(32, 32, 8, 1, reload=True)
+        return BackwardConfig(tile, tile, tile, apart=wide > 256)
+    if target.at_least(100):  # Triton 3.6 cannot compile every masked loop over 64 rows and more for Blackwell
+        tile = Tile(32, 32, 4, 2 if wide <= 128 else 1)
+        return BackwardConfig(tile, tile, tile, apart=wide > 256)
+    if wide <= 128:
+        return BackwardConfig(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
+    if wide <= 256:
+        return BackwardConfig(Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 8, 1))
+    return BackwardConfig(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), apart=True)
+
+
+def fitted(problem: Problem, tile: Tile, target: Target, side: str) -> Tile:
+    """The tile, no larger than its call, made smaller until the device's shared memory holds it: fewer stages, then
+    less of what a step loads, then less of what a program keeps.
+    """
+    p = problem
+    tile = replace(tile, BQ=min(tile.BQ, _least(p.q_len)), BK=min(tile.BK, _least(p.kv_len)))
+    while target.vendor != "interpreter" and needed(p, tile, side) > target.shared_memory:
+        kept, step = ("BK", "BQ") if side == "keys" else ("BQ", "BK")
+        if tile.stages > 1:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif getattr(tile, step) > 16 and getattr(tile, step) >= getattr(tile, kept):
+            tile = replace(tile, **{step: getattr(tile, step) // 2})
+        else:
+            smaller = getattr(tile, kept) > 16
+            assert smaller or not tile.reload, f"no tile fits {target}: {problem}"
+            tile = replace(tile, **{kept: getattr(tile, kept) // 2}) if smaller else replace(tile, reload=True)
+    return tile
+
+
+def needed(problem: Problem, tile: Tile, side: str) -> int:
+    """An upper bound on the bytes of shared memory of a launch: what a program keeps, what its steps load, weights on
+    their way between layouts and scratch.
+    """
+    p = problem
+    s = spec(p, tile, target=None)
+    columns = max(s.k.widths + s.v.widths) if tile.reload else sum(s.k.widths) + sum(s.v.widths)
+    kept, step = (tile.BK, tile.BQ) if side == "keys" else (tile.BQ, tile.BK)
+    size = 4 if is_float32(p) else 2
+    total = (kept + tile.stages * step) * columns * size
+    return total + size * tile.BQ * tile.BK + SCRATCH + WARP_SCRATCH * tile.warps
+
+
+def is_float32(problem: Problem) -> bool:
+    """Whether any product is one of float32 numbers."""
+    p = problem
+    return len({p.q_dtype, p.k_dtype, p.v_dtype}) > 1 or DTYPE_NAMES[p.q_dtype] == "f32"
+
+
+def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> BackwardSpec:
+    """What a kernel is compiled for; `what` it computes of the gradients."""
+    p = problem
+    most = max(tile.BQ, tile.BK)
+    k = operand(p, p.head_dim, p.k_format, True, most)
+    v = operand(p, p.value_dim, p.v_format, False, most)
+    if tile.reload:
+        k, v = (replace(op, widths=(CHUNK,) * -(-op.columns // CHUNK)) for op in (k, v))
+    own: dict[str, Any] = {
+        "work": DTYPE_NAMES[p.q_dtype],
+        "precision": "tf32" if p.allow_tf32 else "bf16x6",
+    }  # of q's type alone
+    flags = flags_of(p, tile.BK)
+    if p.q_dtype == torch.float32:  # one multiply-add for a logit less its lse rounds more than float32 allows
+        flags |= {"linear": False}
+    tail_q = p.packed_q or p.q_len % tile.BQ != 0
+    none: dict[str, Any] = {
+        "dq": False, "dk": False, "dv": False, "dmask": "", "dsinks": False, "dslopes": False, "dlse": False,
+    }  # fmt: skip
+    return BackwardSpec(
+        **flags,
+        q=replace(k, **own),
+        k=k,
+        v=v,
+        dout=replace(v, **own),
+        round=DTYPE_NAMES[p.q_dtype],
+        BQ=tile.BQ,
+        BK=tile.BK,
+        reload=tile.reload,
+        group=p.group,
+        varlen=p.form == "varlen",
+        listed=lists_tiles(p),
+        partial=hides(p) or tail_q or flags["tail"],
+        tail_q=tail_q,
+        guard="flag" if hides(p) else "",
+        ptx=target is not None and target.ptx,
+        grain=1,
+        summed=(False,) * 4 if p.mask is None else p.mask.broadcast,
+        **(none | what),
+    )
+
+
+def hides(problem: Problem) -> bool:
+    """Whether a query may not see a key of its tiles."""
+    return problem.mask is not None or problem.rules.by_position
+
+
+def lists_tiles(problem: Problem) -> bool:
+    """Whether the tiles that a mask leaves are listed first. Without a tile map, of masks that are looked at."""
+    p = problem
+    return p.mask is not None and (p.tile_map is not None or classifies(p))
+
+
+def swizzle(problem: Problem, of_keys: bool) -> int:
+    """Planes whose tiles are mixed: those whose rows fit the L2 cache together, if some tiles have more to do.
+
+    A plane is a KV head, whose programs read its group's queries, or a query head, whose programs read its keys.
+    """
+    p = problem
+    if not p.rules.by_position or p.packed_q:
+        return 1
+    if of_keys:
+        size, planes = p.q_len * p.group * p.q_dtype.itemsize * (p.head_dim + p.value_dim), p.batch * p.kv_heads
+    else:
+        size, planes = p.kv_len * p.k_dtype.itemsize * (p.head_dim + p.value_dim) // p.group, p.batch * p.heads
+    return max(1, min(planes, L2_SWIZZLE // max(1, size)))
+
+
+def _least(length: int) -> int:
+    return max(16, ceil_pow2(length))

@@ -1,0 +1,165 @@
+"""dK and dV: a program for each BK keys of a KV head, over the queries of its group that see them."""
+
+import triton.language as tl
+
+import triton
+
+from ...gpu.mask_rules import query_span
+from ...gpu.signature import kernel_of
+from ..epilogue import empty_acc, has_nonfinite
+from ..mask import find_sequence
+from .arguments import NAMES, SIZES
+from .places import (
+    listed_tiles,
+    mask_plane,
+    plane,
+    row_plane,
+    sequence,
+    tile_of,
+    wide_strides,
+)
+from .tile import (
+    add_product,
+    dout_of,
+    k_of,
+    load_rows,
+    load_tile,
+    outer_product,
+    q_of,
+    store_tile,
+    tile_gradients,
+    v_of,
+)
+
+
+@triton.jit
+def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
+    """Tile `t` of a head's queries into `state` = (dk, dv) of BK keys; tiles are [BK, BQ]."""
+    dk, dv = state
+    Q, q_l, DOUT, do_l, LSE, lse_l, DELTA, MASK, mask_q, mask_k, slope, offset, q_len = rows
+    BQ: tl.constexpr = S.BQ
+    row = t * BQ + tl.arange(0, BQ)
+    row_ok = row < q_len
+    q = load_tile(Q, t * BQ, q_l, row_ok, q_of(S), S, S.tail_q)
+    dout = load_tile(DOUT, t * BQ, do_l, row_ok, dout_of(S), S, S.tail_q)
+    lse, delta, at = load_rows(row, row_ok, LSE, lse_l, DELTA, MASK, mask_q, S, S.tail_q)
+    s = outer_product(k, q, S.BK, BQ, k_of(S), S)  # [BK, BQ]
+    dp = s
+    if S.dk:
+        dp = outer_product(v, dout, S.BK, BQ, v_of(S), S)
+    p, _, ds = tile_gradients(
+        s, dp, mixed, lse[None, :], delta[None, :], (offset + row)[None, :], n[:, None],
+        key_ok[:, None] & row_ok[None, :], slope, at[None, :], mask_k, rules, S,
+    )  # fmt: skip
+    if S.dv:
+        dv = add_product(dv, p, dout, dout_of(S), S)
+    if S.dk:
+        dk = add_product(dk, ds, q, q_of(S), S)
+    return dk, dv
+
+
+@kernel_of(NAMES, SIZES, triton.jit)
+def key_gradients(a, S):
+    BQ: tl.constexpr = S.BQ
+    BK: tl.constexpr = S.BK
+    q_b, q_h, q_l = wide_strides(a.q_b, a.q_h, a.q_l, S)
+    k_b, k_h, k_l = wide_strides(a.k_b, a.k_h, a.k_l, S)
+    v_b, v_h, v_l = wide_strides(a.v_b, a.v_h, a.v_l, S)
+    do_b, do_h, do_l = wide_strides(a.do_b, a.do_h, a.do_l, S)
+    numbers = a.rules
+    pid = tl.program_id(0)
+    if S.guard == "fixup":
+        if tl.load(a.FLAGS + pid) == 0:
+            return
+    kv_heads = a.heads // S.group
+    slots = a.kv_len  # rows of K that the sequence has; more than its keys, perhaps
+    if S.varlen:
+        kv_head = pid % kv_heads
+        tile = pid // kv_heads
+        b = find_sequence(a.CU_K, tile, a.batch, BK)
+        first = tl.load(a.CU_K + b)
+        tile -= first // BK + b
+        owned = b < a.batch
+        slots = tl.where(owned, tl.load(a.CU_K + b + 1, mask=owned, other=0), a.total_k) - first
+        if tile * BK >= slots:
+            return
+        b = tl.minimum(b, a.batch - 1)
+    else:
+        at, tile = tile_of(pid, tl.cdiv(a.kv_len, BK), a.batch * kv_heads, a.swizzle)
+        b = at // kv_heads
+        kv_head = at % kv_heads
+    q_start, q_len, kv_start, n_keys, offset = sequence(
+        b, a.CU_Q, a.CU_K, a.KV_LENGTHS, a.Q_OFFSET, a.q_len, a.kv_len, a.q_offset, S
+    )
+    if S.varlen:  # rows of K past the last sequence are nobody's
+        kv_start = tl.cast(first, tl.int64)
+        n_keys = tl.where(owned, n_keys, 0)
+
+    # Rows lo .. hi see any of these keys, rows full_lo .. full_hi all of them.
+    n0 = tile * BK
+    n = n0 + tl.arange(0, BK)
+    key_ok = n < n_keys
+    last_key = tl.minimum(n0 + BK, n_keys) - 1
+    lo, full_hi = query_span(n0, offset, q_len, numbers, S)
+    full_lo, hi = query_span(last_key, offset, q_len, numbers, S)
+    first_t = lo // BQ
+    last_t = tl.maximum(tl.cdiv(hi, BQ), first_t)
+    if n0 >= n_keys:
+        last_t = first_t
+    inner = tl.minimum(tl.maximum(tl.cdiv(full_lo, BQ), first_t), last_t)
+    if n0 + BK > n_keys:
+        inner = last_t
+    outer = tl.maximum(tl.minimum(full_hi // BQ, last_t), inner)
+    if S.mask != "" and not S.listed:
+        outer = inner
+
+    k = load_tile(plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S), n0, k_l, key_ok, k_of(S), S, True)
+    v = k
+    if S.dk:
+        v = load_tile(plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), n0, v_l, key_ok, v_of(S), S, True)
+    scale = tl.cast(a.scale, tl.float32)  # to the interpreter a subnormal one is float64
+    rules = (scale, a.softcap, n_keys, numbers)
+    dk = ()
+    dv = ()
+    if S.dk:
+        dk = empty_acc(q_of(S), BK)
+    if S.dv:
+        dv = empty_acc(dout_of(S), BK)
+    state = (dk, dv)
+    for i in range(S.group):
+        head = kv_head * S.group + i
+        slope = 0.0
+        if S.alibi:
+            slope = tl.load(a.SLOPES + b * a.slopes_b + head)
+        mask = a.LSE
+        if S.mask != "":
+            mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h)
+        head_rows = (
+            plane(a.Q, b, head, q_start, q_b, q_h, q_l, S), q_l,
+            plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S), do_l,
+            plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
+            row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S), mask, a.mask_q, a.mask_k, slope, offset, q_len,
+        )  # fmt: skip
+        if S.listed:
+            tiles, first, last = listed_tiles(
+                a.LIST, a.RANK, b, head, tile, a.list_b, a.list_h, a.list_q, a.list_n, first_t, last_t
+            )
+            for j in tl.range(first, last):
+                entry = tl.load(tiles + j)
+                t = entry >> 1
+                mixed = ((entry & 1) != 0) | (t < inner) | (t >= outer)
+                state = key_step(state, t, mixed, k, v, n, key_ok, head_rows, rules, S)
+        else:
+            for t in tl.range(first_t, last_t):
+                mixed = (t < inner) | (t >= outer)
+                state = key_step(state, t, mixed, k, v, n, key_ok, head_rows, rules, S)
+    dk, dv = state
+    if S.guard == "flag":
+        tl.store(a.FLAGS + pid, (has_nonfinite(dk) | has_nonfinite(dv)).to(tl.int32))
+    inside = n < slots
+    if S.dv:
+        store_tile(
+            plane(a.DV, b, kv_head, kv_start, a.dv_b, a.dv_h, a.dv_l, S), n0, a.dv_l, inside, dv, 1.0, dout_of(S)
+        )
+    if S.dk:
+        store_tile(plane(a.DK, b, kv_head, kv_start, a.dk_b, a.dk_h, a.dk_l, S), n0, a.dk_l, inside, dk, scale, q_of(S))

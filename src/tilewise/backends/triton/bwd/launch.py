@@ -1,0 +1,238 @@
+"""From a plan of a backward pass and its tensors to kernel launches, in this order:
+
+    sum_delta         delta = rowsum(dout out) - dlse, for each row and head
+    key_gradients     dK and dV
+    query_gradients   dQ, each row's share of the slopes' gradient, the gradient of a mask with no broadcast dim
+    mask_gradients    the gradient of a broadcast mask
+    row_sums          gradients of sinks and slopes
+
+Every sum has one order, so that the same call gives the same bits.
+
+Where cells are hidden, products also multiply what lies under them, by zero. If that was not finite, a gradient has
+become NaN; then a program leaves a flag, and a second launch of the same programs, most of which end at once, does the
+work again with operands in which NaN and Inf count as 0 (`fixup_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ....core.plan import ByPlan, Plan
+from ....core.problem import MaskSpec, Problem
+from ....core.storage import as_bytes
+from ....core.tensors import BackwardTensors, Tensors
+from ....core.tile_map import TileMap
+from ...gpu.block_lists import NO_LISTS, Lister, Lists
+from ...gpu.flags import rules_of, softcap_of
+from ...gpu.kernel import INTERPRETED, Arguments, Kernel, is_aligned, stride_arguments
+from ...gpu.semaphores import capturing
+from ...gpu.target import INTERPRETER, Target, target_of
+from ..launch import alignment
+from . import config
+from .arguments import GRADIENTS, STRIDES, TENSORS
+from .keys import key_gradients
+from .mask import mask_gradients
+from .queries import query_gradients
+from .rows import row_sums, sum_delta
+from .spec import BackwardConfig, Tile
+
+Launch = tuple[Kernel, tuple[int, int], Arguments]
+
+
+class Backward:
+    """All that a plan's backward passes have in common."""
+
+    def __init__(self, plan: Plan, c: BackwardConfig, target: Target) -> None:
+        p = self.problem = plan.problem
+        self.config, self.target = c, target
+        self.rows = p.total_q if p.packed_q else p.q_len
+        self.sizes: Arguments = {
+            "batch": p.batch, "heads": p.heads, "rows": self.rows, "q_len": p.q_len, "kv_len": p.kv_len,
+            "total_q": p.total_q, "scale": p.scale, "softcap": softcap_of(p), **rules_of(p),
+            "total_k": 0, "swizzle": 1, "mask_heads": 1, "tiles_q": 1, "tiles_k": 1,
+        }  # fmt: skip
+        self.cells = "mask" in p.grads and p.mask is not None and not any(p.mask.broadcast)
+        self.guarded = config.hides(p)
+        self.ready: dict[Any, tuple[list[Any], dict[str, Any]]] = {}
+        self.listers: dict[str, Lister] = {}
+        if config.lists_tiles(p):
+            self.listers["queries"] = Lister(p, c.queries.BQ, c.queries.BK)
+            self.listers["keys"] = Lister(transposed(p), c.keys.BK, c.keys.BQ)
+
+    def __call__(self, t: BackwardTensors) -> None:
+        device = t.dout.device
+        with torch.cuda.device(device) if not INTERPRETED else nullcontext():
+            if self.cells and t.dmask is not None:
+                t.dmask.zero_()  # tiles that nobody sees are not visited
+            memory = self.memory(t)
+            given = {name: x for name, x in (pointers(t) | memory).items() if x is not None}
+            key: Any = None
+            if not INTERPRETED and is_aligned([x.data_ptr() for x in given.values()], device):
+                key = (t.forward.k.shape[2], *(x.stride() for x in given.values()))
+                if t.forward.tile_map is not None:
+                    key = (*key, t.forward.tile_map.states.shape)
+            ready = self.ready.get(key)
+            if ready is None:
+                self.first(t, memory, key)
+            else:
+                self.again(t, given, ready)
+            if t.dsinks is not None:
+                torch.sum(memory["DSINKS"], 0, out=t.dsinks)
+
+    def first(self, t: BackwardTensors, memory: Arguments, key: Any) -> None:
+        """A call through Triton; with `key`, later ones like it are launched by address."""
+        lists, listings = {}, {}
+        for side, lister in self.listers.items():
+            lists[side], listings[side] = lister.first(of_side(t.forward, side))
+        ready = []
+        for kernel, grid, given in self.launches(t, memory, lists):
+            side = "keys" if kernel.function is key_gradients else "queries"
+            ready.append((side, kernel.first(grid, given)))
+            if (fixup := fixup_of(kernel)) is not None:
+                ready.append((side, fixup.first(grid, given)))
+        if key is not None and all(launch for _, launch in ready) and not capturing():
+            self.ready[key] = ready, listings
+
+    def again(self, t: BackwardTensors, given: Arguments, ready: tuple[list[Any], dict[str, Any]]) -> None:
+        """A call like an earlier one."""
+        launches, listings = ready
+        device = t.dout.device
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        addresses = {name: x.data_ptr() for name, x in given.items()}
+        kept = []  # until the kernels have been queued
+        lists = {}
+        for side, listing in listings.items():
+            f = of_side(t.forward, side)
+            source = addresses["MASK"]
+            if f.tile_map is not None:
+                kept.append(self.listers[side].states(f.tile_map))
+                source = kept[-1].data_ptr()
+            kept.append(listing(source, device, stream))
+            at = kept[-1].data_ptr()
+            lists[side] = {"LIST": at, "RANK": at + 4 * listing.rank_at}
+        for side, launch in launches:
+            own = addresses | lists.get(side, {})
+            launch([own[name] for name in launch.pointers], stream)
+
+    def memory(self, t: BackwardTensors) -> Arguments:
+        """The workspaces of a call, float32 and int32."""
+        p, device = self.problem, t.dout.device
+        planes = (1 if p.packed_q else p.batch, p.heads, self.rows)
+
+        def empty(wanted: bool, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+            return torch.empty(shape, dtype=dtype, device=device) if wanted else None
+
+        return {
+            "DELTA": empty(True, *planes),
+            "DROWS": empty("alibi_slopes" in p.grads, *planes),
+            "DSINKS": empty("sinks" in p.grads, p.batch, p.heads),
+            "FLAGS": empty(self.guarded, max(self.programs(t)), dtype=torch.int32),
+        }
+
+    def programs(self, t: BackwardTensors) -> tuple[int, int]:
+        """Programs of dK and dV and of dQ; of packed sequences the most that there can be."""
+        p, BK, BQ = self.problem, self.config.keys.BK, self.config.queries.BQ
+        if p.packed_q:
+            return (t.forward.k.shape[2] // BK + p.batch + 1) * p.kv_heads, (p.total_q // BQ + p.batch + 1) * p.heads
+        return p.batch * -(-p.kv_len // BK) * p.kv_heads, p.batch * -(-p.q_len // BQ) * p.heads
+
+    def launches(self, t: BackwardTensors, memory: Arguments, lists: dict[str, Lists]) -> Iterator[Launch]:
+        """Kernels in their order, with grids and arguments."""
+        p, c, grads = self.problem, self.config, self.problem.grads
+        given = self.arguments(t) | memory | _listed(NO_LISTS)
+        grain = given.pop("grain")
+
+        def kernel(function: Any, tile: Tile, **what: Any) -> Kernel:
+            constants: Arguments = {"S": replace(config.spec(p, tile, self.target, **what), grain=grain)}
+            if function is row_sums:
+                constants["BLOCK"] = config.SUMMED_ROWS
+            return Kernel(function, constants, num_warps=tile.warps, num_stages=tile.stages)
+
+        planes, programs = 1 if p.packed_q else p.batch, self.programs(t)
+        small = Tile(config.DELTA_ROWS, 16, 4, 1)
+        yield kernel(sum_delta, small, dlse=p.dlse), (-(-self.rows // small.BQ), planes * p.heads), given
+        wanted = [name for name in ("k", "v") if name in grads]
+        for names in [[name] for name in wanted] if c.apart else [wanted] if wanted else []:
+            sizes = {"total_k": t.forward.k.shape[2], "swizzle": config.swizzle(p, True)}
+            made = kernel(key_gradients, c.keys, dk="k" in names, dv="v" in names)
+            yield made, (programs[0], 1), given | sizes | _listed(lists.get("keys", NO_LISTS))
+        slopes = "alibi_slopes" in grads
+        if "q" in grads or slopes or self.cells:
+            cells = "cells" if self.cells else ""
+            made = kernel(query_gradients, c.queries, dq="q" in grads, dslopes=slopes, dmask=cells)
+            sizes = {"swizzle": config.swizzle(p, False)}
+            yield made, (programs[1], 1), given | sizes | _listed(lists.get("queries", NO_LISTS))
+        if "mask" in grads and not self.cells:
+            assert p.mask is not None
+            own = (p.batch, p.heads, -(-p.q_len // c.mask.BQ), -(-p.kv_len // c.mask.BK))
+            B, H, nq, nk = (1 if free else n for n, free in zip(own, p.mask.broadcast, strict=True))
+            sizes = {"mask_heads": H, "tiles_q": nq, "tiles_k": nk}
+            yield kernel(mask_gradients, c.mask, dmask="sums"), (B * H * nq * nk, 1), given | sizes
+        if "sinks" in grads or slopes:
+            made = kernel(row_sums, small, dsinks="sinks" in grads, dslopes=slopes)
+            yield made, (p.batch * p.heads, 1), given
+
+    def arguments(self, t: BackwardTensors) -> Arguments:
+        """What all kernels are given, and `grain`, the unit of the strides of q, k, v and dout."""
+        f, given = t.forward, pointers(t)
+        align = alignment(f.q, f.k, f.v, t.dout)
+        grain = align if align < 16 else 1
+        strided: dict[str, torch.Tensor | None] = {
+            "q": f.q, "k": f.k, "v": f.v, "do": t.dout, "lse": f.lse, "dq": t.dq, "dk": t.dk, "dv": t.dv,
+            "mask": f.mask, "dmask": t.dmask, "slopes": f.alibi_slopes, "o": f.out, "dlse": t.dlse,
+        }  # fmt: skip
+        for name, x in strided.items():
+            given |= stride_arguments(name, STRIDES.get(name, "bhl"), x, grain if name in ("q", "k", "v", "do") else 1)
+        return given | self.sizes | {"grain": grain}
+
+
+def pointers(t: BackwardTensors) -> Arguments:
+    """The tensors of a call by the names that kernels have for them."""
+    found = {name: getattr(t.forward, source) for name, source in TENSORS.items()}
+    found |= {name: getattr(t, source) for name, source in GRADIENTS.items()}
+    return found | {"MASK": None if t.forward.mask is None else as_bytes(t.forward.mask)}
+
+
+def fixup_of(kernel: Kernel) -> Kernel | None:
+    """The same kernel for programs that left a flag: it keeps NaN and Inf from products with hidden cells."""
+    spec = kernel.constants["S"]
+    if spec.guard != "flag" or kernel.function not in (key_gradients, query_gradients):
+        return None
+    constants = {"S": replace(spec, guard="fixup")}
+    return Kernel(kernel.function, constants, num_warps=kernel.options["num_warps"], num_stages=1)
+
+
+def transposed(problem: Problem) -> Problem:
+    """The mask and sizes of a problem with queries and keys in each other's place."""
+    p = problem
+    assert p.mask is not None
+    b, h, q, k = p.mask.broadcast
+    return replace(p, q_len=p.kv_len, kv_len=p.q_len, mask=MaskSpec(p.mask.dtype, (b, h, k, q)))
+
+
+def of_side(t: Tensors, side: str) -> Tensors:
+    """The tensors that a lister reads, for the side of the keys transposed."""
+    if side == "queries":
+        return t
+    assert t.mask is not None
+    m = t.tile_map
+    if m is not None:
+        m = TileMap(m.states.transpose(2, 3), (m.tile[1], m.tile[0]), (m.shape[1], m.shape[0]), m.mask_kind, None)
+    return replace(t, mask=t.mask.transpose(2, 3), tile_map=m)
+
+
+def _listed(lists: Lists) -> Arguments:
+    LIST, RANK, strides = lists
+    return {"LIST": LIST, "RANK": RANK} | dict(zip(("list_b", "list_h", "list_q", "list_n"), strides, strict=True))
+
+
+@ByPlan
+def backward_of(plan: Plan) -> Backward:
+    """The plan's launches."""
+    target = INTERPRETER if INTERPRETED else target_of(plan.problem.device)
+    return Backward(plan, config.config(plan.problem, target), target)

@@ -1,0 +1,90 @@
+"""The gradient of a broadcast mask: a program for each tile of it, over all that share it, in order."""
+
+import triton.language as tl
+
+import triton
+
+from ...gpu.mask_rules import key_span
+from ...gpu.signature import kernel_of
+from .arguments import NAMES, SIZES
+from .places import mask_plane, plane, row_plane, sequence, wide_strides
+from .tile import dout_of, load_rows, load_tile, q_of, query_tile
+
+
+@triton.constexpr_function
+def is_summed(spec, dim):
+    return spec.summed[dim]
+
+
+@kernel_of(NAMES, SIZES, triton.jit)
+def mask_gradients(a, S):
+    BQ: tl.constexpr = S.BQ
+    BK: tl.constexpr = S.BK
+    q_b, q_h, q_l = wide_strides(a.q_b, a.q_h, a.q_l, S)
+    k_b, k_h, k_l = wide_strides(a.k_b, a.k_h, a.k_l, S)
+    v_b, v_h, v_l = wide_strides(a.v_b, a.v_h, a.v_l, S)
+    do_b, do_h, do_l = wide_strides(a.do_b, a.do_h, a.do_l, S)
+    numbers = a.rules
+    pid = tl.program_id(0)
+    own_k = pid % a.tiles_k
+    own_q = pid // a.tiles_k % a.tiles_q
+    own_head = pid // a.tiles_k // a.tiles_q % a.mask_heads
+    own_b = pid // a.tiles_k // a.tiles_q // a.mask_heads
+    first_b, last_b = own_b, own_b + 1
+    if is_summed(S, 0):
+        first_b, last_b = own_b * 0, a.batch
+    first_head, last_head = own_head, own_head + 1
+    if is_summed(S, 1):
+        first_head, last_head = own_head * 0, a.heads
+    acc = tl.zeros([BQ, BK], tl.float32)
+    for b in tl.range(first_b, last_b, num_stages=1):
+        q_start, n_rows, kv_start, n_keys, offset = sequence(
+            b, a.CU_Q, a.CU_K, a.KV_LENGTHS, a.Q_OFFSET, a.q_len, a.kv_len, a.q_offset, S
+        )
+        first_q, last_q = own_q, tl.minimum(own_q + 1, tl.cdiv(n_rows, BQ))
+        if is_summed(S, 2):
+            first_q, last_q = own_q * 0, tl.cdiv(n_rows, BQ)
+        rules = (tl.cast(a.scale, tl.float32), a.softcap, n_keys, numbers)
+        for tile in tl.range(first_q, last_q, num_stages=1):
+            row = tile * BQ + tl.arange(0, BQ)
+            row_ok = row < n_rows
+            top = offset + tile * BQ
+            bottom = offset + tl.minimum(tile * BQ + BQ, n_rows) - 1
+            lo = key_span(top, n_keys, numbers, S)[0]
+            hi = key_span(bottom, n_keys, numbers, S)[1]
+            first_t, last_t = lo // BK, tl.cdiv(hi, BK)
+            if not is_summed(S, 3):
+                first_t, last_t = tl.maximum(first_t, own_k), tl.minimum(last_t, own_k + 1)
+            if first_t < last_t:
+                for head in tl.range(first_head, last_head, num_stages=1):
+                    kv_head = head // S.group
+                    slope = 0.0
+                    if S.alibi:
+                        slope = tl.load(a.SLOPES + b * a.slopes_b + head)
+                    q = load_tile(
+                        plane(a.Q, b, head, q_start, q_b, q_h, q_l, S), tile * BQ, q_l, row_ok, q_of(S), S, True
+                    )
+                    at = plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S)
+                    dout = load_tile(at, tile * BQ, do_l, row_ok, dout_of(S), S, True)
+                    lse, delta, at = load_rows(
+                        row, row_ok, plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
+                        row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S),
+                        mask_plane(a.MASK, b, head, a.mask_b, a.mask_h), a.mask_q, S, True,
+                    )  # fmt: skip
+                    k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
+                    keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
+                    given = (q, dout, lse, delta, row, row_ok, at, slope, offset, a.mask_k)
+                    for t in tl.range(first_t, last_t):
+                        acc += query_tile(t, True, given, keys, rules, S)[2]
+
+    row = own_q * BQ + tl.arange(0, BQ)[:, None]
+    n = own_k * BK + tl.arange(0, BK)[None, :]
+    if is_summed(S, 2):
+        acc = tl.sum(acc, 0, keep_dims=True)
+        row = own_q + tl.zeros([1, 1], tl.int32)
+    if is_summed(S, 3):
+        acc = tl.sum(acc, 1, keep_dims=True)
+        n = own_k + tl.zeros([1, 1], tl.int32)
+    to = mask_plane(a.DMASK, own_b, own_head, a.dmask_b, a.dmask_h)
+    to += row.to(tl.int64) * a.dmask_q + n.to(tl.int64) * a.dmask_k
+    tl.store(to, acc.to(a.DMASK.dtype.element_ty), mask=(row < a.q_len) & (n < a.kv_len))

@@ -1,0 +1,155 @@
+"""dQ: a program for each BQ queries of a head, over the keys that they see."""
+
+import triton.language as tl
+
+import triton
+
+from ...gpu.mask_rules import key_span
+from ...gpu.signature import kernel_of
+from ..epilogue import empty_acc, has_nonfinite
+from ..kv_load import round_type
+from ..mask import find_sequence
+from .arguments import NAMES, SIZES
+from .places import (
+    listed_tiles,
+    mask_plane,
+    plane,
+    row_plane,
+    sequence,
+    tile_of,
+    wide_strides,
+)
+from .tile import add_product, dout_of, k_of, load_rows, load_tile, q_of, query_tile, store_tile
+
+
+@triton.jit
+def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constexpr):
+    """Key tile `t` into `state` = (dq, sums for the slopes) of BQ queries; tiles are [BQ, BK]."""
+    dq, slopes = state
+    _, _, _, _, row, row_ok, _, _, offset, _ = rows
+    k, n, dl, ds = query_tile(t, mixed, rows, keys, rules, S)
+    if S.dq:
+        dq = add_product(dq, ds.to(round_type(S)), k, k_of(S), S)
+    if S.dslopes:
+        slopes -= tl.sum(dl * tl.abs((offset + row)[:, None] - n[None, :]).to(tl.float32), 1)
+    if S.dmask == "cells":
+        inside = row_ok[:, None] & (n < rules[2])[None, :]
+        tl.store(cells[:, None] + n[None, :].to(tl.int64) * dmask_k, dl.to(cells.dtype.element_ty), mask=inside)
+    return dq, slopes
+
+
+@kernel_of(NAMES, SIZES, triton.jit)
+def query_gradients(a, S):
+    BQ: tl.constexpr = S.BQ
+    BK: tl.constexpr = S.BK
+    q_b, q_h, q_l = wide_strides(a.q_b, a.q_h, a.q_l, S)
+    k_b, k_h, k_l = wide_strides(a.k_b, a.k_h, a.k_l, S)
+    v_b, v_h, v_l = wide_strides(a.v_b, a.v_h, a.v_l, S)
+    do_b, do_h, do_l = wide_strides(a.do_b, a.do_h, a.do_l, S)
+    numbers = a.rules
+    pid = tl.program_id(0)
+    if S.guard == "fixup":
+        if tl.load(a.FLAGS + pid) == 0:
+            return
+    if S.varlen:
+        head = pid % a.heads
+        tile = pid // a.heads
+        b = find_sequence(a.CU_Q, tile, a.batch, BQ)
+        first = tl.load(a.CU_Q + b)
+        tile -= first // BQ + b
+        owned = b < a.batch
+        slots = tl.where(owned, tl.load(a.CU_Q + b + 1, mask=owned, other=0), a.total_q) - first
+        if tile * BQ >= slots:
+            return
+        tile = tl.cdiv(slots, BQ) - 1 - tile  # the last a.rows of a causal sequence have the most to do
+        b = tl.minimum(b, a.batch - 1)
+    else:
+        tiles = tl.cdiv(a.q_len, BQ)
+        at, tile = tile_of(pid, tiles, a.batch * a.heads, a.swizzle)
+        tile = tiles - 1 - tile
+        b = at // a.heads
+        head = at % a.heads
+    q_start, q_len, kv_start, n_keys, offset = sequence(
+        b, a.CU_Q, a.CU_K, a.KV_LENGTHS, a.Q_OFFSET, a.q_len, a.kv_len, a.q_offset, S
+    )
+    if S.varlen:  # rows past the last sequence are nobody's
+        q_start = tl.cast(first, tl.int64)
+        q_len = slots
+        n_keys = tl.where(owned, n_keys, 0)
+    kv_head = head // S.group
+
+    top = offset + tile * BQ
+    bottom = offset + tl.minimum(tile * BQ + BQ, q_len) - 1
+    lo, full_hi = key_span(top, n_keys, numbers, S)
+    full_lo, hi = key_span(bottom, n_keys, numbers, S)
+    first_t = lo // BK
+    last_t = tl.maximum(tl.cdiv(hi, BK), first_t)
+    inner = tl.minimum(tl.maximum(tl.cdiv(full_lo, BK), first_t), last_t)
+    if tile * BQ + BQ > q_len:
+        inner = last_t
+    outer = tl.maximum(tl.minimum(full_hi // BK, last_t), inner)
+    if S.mask != "" and not S.listed:
+        outer = inner
+
+    row = tile * BQ + tl.arange(0, BQ)
+    row_ok = row < q_len
+    q = load_tile(plane(a.Q, b, head, q_start, q_b, q_h, q_l, S), tile * BQ, q_l, row_ok, q_of(S), S, True)
+    dout = load_tile(plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S), tile * BQ, do_l, row_ok, dout_of(S), S, True)
+    slope = 0.0
+    if S.alibi:
+        slope = tl.load(a.SLOPES + b * a.slopes_b + head)
+    mask = a.LSE
+    if S.mask != "":
+        mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h)
+    row_delta = row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S)
+    lse, delta, at = load_rows(
+        row,
+        row_ok,
+        plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S),
+        a.lse_l,
+        row_delta,
+        mask,
+        a.mask_q,
+        S,
+        True,
+    )
+    keys = (
+        plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S),
+        k_l,
+        plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S),
+        v_l,
+    )
+    scale = tl.cast(a.scale, tl.float32)  # to the interpreter a subnormal one is float64
+    rules = (scale, a.softcap, n_keys, numbers)
+    cells = row
+    if S.dmask == "cells":
+        cells = (
+            a.DMASK
+            + tl.cast(b, tl.int64) * a.dmask_b
+            + tl.cast(head, tl.int64) * a.dmask_h
+            + row.to(tl.int64) * a.dmask_q
+        )  # [BQ]
+    given = (q, dout, lse, delta, row, row_ok, at, slope, offset, a.mask_k)
+    state = (empty_acc(k_of(S), BQ), tl.zeros([BQ], tl.float32))
+    if S.listed:
+        tiles, first, last = listed_tiles(
+            a.LIST, a.RANK, b, head, tile, a.list_b, a.list_h, a.list_q, a.list_n, first_t, last_t
+        )
+        for j in tl.range(first, last):
+            entry = tl.load(tiles + j)
+            t = entry >> 1
+            mixed = ((entry & 1) != 0) | (t < inner) | (t >= outer)
+            state = query_step(state, t, mixed, given, keys, cells, a.dmask_k, rules, S)
+    else:
+        for t in tl.range(first_t, last_t):
+            mixed = (t < inner) | (t >= outer)
+            state = query_step(state, t, mixed, given, keys, cells, a.dmask_k, rules, S)
+    if S.guard == "flag":
+        tl.store(a.FLAGS + pid, has_nonfinite(state[0]).to(tl.int32))
+    dq, slopes = state
+    if S.dq:
+        store_tile(
+            plane(a.DQ, b, head, q_start, a.dq_b, a.dq_h, a.dq_l, S), tile * BQ, a.dq_l, row_ok, dq, scale, q_of(S)
+        )
+    if S.dslopes:
+        tl.store(row_plane(a.DROWS, b, head, q_start, a.heads, a.rows, S) + row, slopes, mask=row_ok)

@@ -1,0 +1,59 @@
+"""How a backward pass is cut for the GPU, and what its kernels are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...gpu.flags import Flags
+from ..spec import Operand
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of one launch: BQ queries by BK keys in each step."""
+
+    BQ: int
+    BK: int
+    warps: int
+    stages: int
+    reload: bool = False  # tiles are not kept: every product loads what it multiplies, a chunk of columns at a time
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """The launches of a backward pass. `apart`: dK and dV are computed by a launch each."""
+
+    keys: Tile  # of dK and dV: a program for each BK keys
+    queries: Tile  # of dQ: a program for each BQ queries
+    mask: Tile  # of the gradient of a broadcast mask: a program for each BQ x BK of its cells
+    apart: bool = False
+
+
+@dataclass(frozen=True)
+class BackwardSpec(Flags):
+    """One kernel. Sizes, strides, windows and lengths are arguments at run time; these are not."""
+
+    q: Operand  # and its chunks of columns, which are also those of K
+    k: Operand
+    v: Operand
+    dout: Operand
+    round: str  # q's type, in which weights and gradients of scores are rounded before they are multiplied
+    BQ: int
+    BK: int
+    group: int  # query heads of one KV head
+    reload: bool
+    varlen: bool
+    listed: bool  # iterate over the list of tiles that a mask leaves, rather than over a range
+    partial: bool  # some cells of tiles may not be visible
+    tail_q: bool  # the queries may end inside a tile
+    guard: str  # what is done about NaN and Inf under hidden cells: "", "flag" or "fixup" (`launch.py`)
+    ptx: bool  # the GPU takes NVIDIA's assembly
+    grain: int  # what the strides of q, k, v, dout and their gradients are given in
+    dq: bool  # what is computed: of the gradients
+    dk: bool
+    dv: bool
+    dmask: str  # "cells": a gradient for each cell, "sums": over the dims that are `summed`, or ""
+    summed: tuple[bool, bool, bool, bool]  # broadcast dims of the mask [B, H, Lq, Lk]
+    dsinks: bool
+    dslopes: bool
+    dlse: bool

@@ -1,0 +1,195 @@
+"""One tile of a backward pass: the weights of BQ queries over BK keys again, and the gradients of their logits.
+
+    p  = exp(logits - lse)
+    dl = p (dout v^T - delta)              of the logits, which additive masks and ALiBi slopes share
+    ds = dl (1 - tanh^2)                   of the scaled scores, under a softcap
+
+Tiles are [BQ, BK] for dQ and transposed, [BK, BQ], for dK and dV, so that the operand which is summed over lies in
+registers in both. The functions take rows and keys in either shape: one of them as a column, the other as a row.
+"""
+
+import triton.language as tl
+
+import triton
+
+from ...gpu.mask_rules import key_span
+from ..epilogue import store_acc
+from ..kv_load import first_of, load_chunk, precision_of, width_of, work_type
+from ..mask import visible_cells
+from ..score_mod import LOG2E, tanh
+
+
+@triton.constexpr_function
+def q_of(spec):
+    return spec.q
+
+
+@triton.constexpr_function
+def k_of(spec):
+    return spec.k
+
+
+@triton.constexpr_function
+def v_of(spec):
+    return spec.v
+
+
+@triton.constexpr_function
+def dout_of(spec):
+    return spec.dout
+
+
+@triton.jit
+def load_tile(base, start, stride, ok, OP: tl.constexpr, S: tl.constexpr, MASKED: tl.constexpr):
+    """Rows `start` on of a tensor, as many as `ok` has, as chunks [N, W]; rows that are not `ok` give 0.
+
+    With `S.reload` it is only said where they are: each product loads its chunks, one at a time.
+    """
+    N: tl.constexpr = ok.shape[0]
+    rows = (tl.cast(start, tl.int64) * stride, tl.arange(0, N).to(tl.int64) * stride)
+    if S.reload:
+        tile = (base, rows, ok)
+    else:
+        tile = ()
+        for i in tl.static_range(len(OP.widths)):
+            tile = tile + (load_chunk(base, rows, ok, i, OP, MASKED, False),)
+    return tile
+
+
+@triton.jit
+def store_tile(base, start, stride, ok, acc, scale, OP: tl.constexpr):
+    """Chunks [N, W] times a scale to rows `start` on, those that are `ok`, in the type of the memory."""
+    at = base + (tl.cast(start, tl.int64) + tl.arange(0, ok.shape[0])) * stride  # [N]
+    scaled = ()
+    for i in tl.static_range(len(acc)):
+        scaled = scaled + (acc[i] * scale,)
+    store_acc(at, scaled, ok, OP, False)
+
+
+@triton.jit
+def load_columns(tile, column, W: tl.constexpr, OP: tl.constexpr):
+    """W columns of a tile that is not kept."""
+    base, rows, ok = tile
+    first, each = rows
+    d = column + tl.arange(0, W)
+    inside = ok[:, None] & (d < OP.columns)[None, :]
+    return tl.load((base + first) + (each[:, None] + d[None, :]), mask=inside, other=0.0).to(work_type(OP))
+
+
+@triton.jit
+def outer_product(a, b, M: tl.constexpr, N: tl.constexpr, OP: tl.constexpr, S: tl.constexpr):
+    """a b^T, [M, N], over the columns of all chunks."""
+    s = tl.zeros([M, N], tl.float32)
+    if S.reload:
+        W: tl.constexpr = width_of(OP, 0)
+        for column in tl.range(0, OP.columns, W, num_stages=1):  # at run time, or all loads would be done at once
+            x = load_columns(a, column, W, OP)
+            s = tl.dot(x, tl.trans(load_columns(b, column, W, OP)), s, input_precision=precision_of(OP))
+    else:
+        for i in tl.static_range(len(OP.widths)):
+            y = tl.trans(b[i].to(work_type(OP)))
+            s = tl.dot(a[i].to(work_type(OP)), y, s, input_precision=precision_of(OP))
+    return s
+
+
+@triton.jit
+def add_product(acc, a, b, OP: tl.constexpr, S: tl.constexpr):
+    """acc + a b, chunk by chunk. In a fix-up, NaN and Inf in b count as 0: where they are seen, `a` is NaN already."""
+    result = ()
+    for i in tl.static_range(len(acc)):
+        if S.reload:
+            x = load_columns(b, first_of(OP, i), width_of(OP, i), OP)
+        else:
+            x = b[i]
+        if S.guard == "fixup":
+            x = tl.where(x.to(tl.float32) * 0.0 == 0.0, x, 0.0)
+        x = x.to(work_type(OP))
+        result = result + (tl.dot(a.to(work_type(OP)), x, acc[i], input_precision=precision_of(OP)),)
+    return result
+
+
+@triton.jit
+def hide_cells(s, hidden, qpos, n, ok, at, mask_k, rules, S: tl.constexpr):
+    """Adds a float mask, then `hidden` where a cell is not visible. `ok`: rows and keys that exist."""
+    _, _, n_keys, numbers = rules
+    lo, hi = key_span(qpos, n_keys, numbers, S)
+    s, seen = visible_cells(s, n, ok, ok, lo, hi, at, mask_k, S)
+    return tl.where(seen, s, hidden)
+
+
+@triton.jit
+def tile_gradients(s, dp, mixed, lse, delta, qpos, n, ok, slope, at, mask_k, rules, S: tl.constexpr):
+    """Of the products `s` = q k^T and `dp` = dout v^T of a tile: weights for dV, gradients of logits and of scores.
+
+    `ok`: rows and keys that exist; `mixed`: not every cell is visible. A hidden cell has a weight of 0 and, unless what
+    it hides is not finite, gradients of 0. Where that is made good they are 0 in any case, and in the weights for dV a
+    row whose dout is not finite is NaN: `add_product` does not see it then.
+    """
+    scale, softcap, _, _ = rules
+    bent = 1.0
+    hidden = float("-inf")
+    if S.linear:
+        hidden = tl.where(scale < 0, float("inf"), float("-inf"))
+    else:
+        s = s * scale
+    if S.softcap:
+        y = tanh(s / softcap, S.exact_tanh)
+        s = softcap * y
+        bent = 1.0 - y * y
+    if S.alibi:
+        s = s - slope * tl.abs(qpos - n).to(tl.float32)
+    if S.partial:
+        if mixed:
+            s = hide_cells(s, hidden, qpos, n, ok, at, mask_k, rules, S)
+    if S.linear:
+        p = tl.exp2(tl.fma(s, scale * LOG2E, -(lse * LOG2E)))
+    else:
+        p = tl.exp2((s - lse) * LOG2E)
+    dl = p * (dp - delta)
+    if S.partial and (S.guard == "fixup" or S.dmask != "" or S.dslopes):
+        dl = tl.where(s == hidden, 0.0, dl)
+    ds = dl
+    if S.softcap:
+        ds = dl * bent
+    if S.guard == "fixup":
+        p = tl.where(s == hidden, 0.0, p + delta * 0.0)
+        if S.softcap:
+            ds = tl.where(s == hidden, 0.0, ds)
+    return p, dl, ds
+
+
+@triton.jit
+def load_rows(row, ok, LSE, lse_l, DELTA, MASK, mask_q, S: tl.constexpr, MASKED: tl.constexpr):
+    """lse, delta and the pointers to the mask's rows of queries `row` [BQ]."""
+    wide = row.to(tl.int64)
+    if MASKED:
+        lse = tl.load(LSE + wide * lse_l, mask=ok, other=0.0)
+        delta = tl.load(DELTA + wide, mask=ok, other=0.0)
+    else:
+        lse = tl.load(LSE + wide * lse_l)
+        delta = tl.load(DELTA + wide)
+    if S.partial:
+        lse = tl.where(lse == float("-inf"), 0.0, lse)  # nothing seen: -inf - -inf would be NaN
+    at = row
+    if S.mask != "":
+        at = MASK + wide * mask_q
+    return lse, delta, at
+
+
+@triton.jit
+def query_tile(t, mixed, rows, keys, rules, S: tl.constexpr):
+    """Keys of tile `t`, their numbers, and gradients of logits and scores [BQ, BK]."""
+    q, dout, lse, delta, row, row_ok, at, slope, offset, mask_k = rows
+    K, k_l, V, v_l = keys
+    BK: tl.constexpr = S.BK
+    n = t * BK + tl.arange(0, BK)
+    key_ok = n < rules[2]
+    k = load_tile(K, t * BK, k_l, key_ok, k_of(S), S, S.tail)
+    v = load_tile(V, t * BK, v_l, key_ok, v_of(S), S, S.tail)
+    s = outer_product(q, k, S.BQ, BK, k_of(S), S)  # [BQ, BK]
+    dp = outer_product(dout, v, S.BQ, BK, v_of(S), S)
+    _, dl, ds = tile_gradients(
+        s, dp, mixed, lse[:, None], delta[:, None], (offset + row)[:, None], n[None, :],
+        row_ok[:, None] & key_ok[None, :], slope, at[:, None], mask_k, rules, S,
+    )  # fmt: skip
+    return k, n, dl, ds

@@ -1,0 +1,216 @@
+"""The Triton backend's backward pass without a GPU: the suite in Triton's interpreter, kernels compiled ahead of time.
+
+The interpreter takes over the whole process, so the suite runs in processes of its own. It has no bfloat16 products:
+float16 stands for it, and bfloat16 is left to a GPU.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
+from aot import SHARED, backward_kernels, backward_of, backward_shared
+from problem_space import draw
+from test_triton_aot import ALL, BF16, F16, F32, VARLEN, count, loops, mask, problem
+from tilewise.backends.gpu.target import Target, nvidia
+from tilewise.backends.triton.bwd import config as bwd_config
+from tilewise.core.problem import GRADS
+
+SHARES = 24  # of cases, about a minute each; one of them runs in `make test`
+LONG = ("L1023", "Lk5000", "Lk1000", "L255", "L150", "Lk700", "Lk900")
+RUN = """
+import sys, torch
+from dataclasses import replace
+from tilewise.testing import gradient_properties as properties
+from tilewise.testing.cases import GRADIENTS
+from tilewise.testing.gradients import check_gradients, make_gradients
+torch.set_num_threads(1)
+share, shares, long = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+def half(case):
+    return replace(case, dtype="f16") if case.dtype == "bf16" else case
+properties.make_gradients = lambda case, *given, **options: make_gradients(half(case), *given, **options)
+properties.check_gradients = lambda case, *given, **options: check_gradients(half(case), *given, **options)
+work = {str(c): lambda c=c: check_gradients(c, "triton") for c in GRADIENTS
+        if "bf16" not in str(c) and not any(word in str(c) for word in long)}
+names = list(properties.GRADIENT_PROPERTIES) if share < 0 else list(work)[share::shares]
+if share < 0:
+    names = names[-1 - share :: shares]
+    work = {name: lambda name=name: properties.GRADIENT_PROPERTIES[name]("triton", "cpu") for name in names}
+failed = []
+for name in names:
+    try:
+        work[name]()
+    except Exception as error:
+        failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+print("\\n".join(failed))
+print(f"{len(names)} checked")
+sys.exit(bool(failed))
+"""
+
+
+def interpreted(code, *arguments):
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
+
+
+@pytest.mark.parametrize("share", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(SHARES) if n != 3)])
+def test_gradients_in_the_interpreter(share):
+    run = interpreted(RUN, share, SHARES, *LONG)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    assert int(run.stdout.split()[-2]) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(-8, 0))
+def test_gradient_properties_in_the_interpreter(share):
+    run = interpreted(RUN, share, 8)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+
+
+FIXUP = """
+import torch
+from tilewise.testing.case import Case
+from tilewise.testing.gradients import make_gradients
+from tilewise.testing.gradient_properties import _with_stray
+for rules in ({"causal": True}, {"mask": "qk", "mask_kind": "f32"}):
+    case = Case(B=1, H=2, Hkv=1, Lq=50, Lk=50, D=32, dtype="f16", **rules)
+    clean = {name: x.clone() for name, x in make_gradients(case).run("triton").items()}
+    seen = torch.ones(50, 50).tril().bool()
+    if "mask" in rules:
+        seen = make_gradients(case).call.tensors.forward.mask[0, 0] != -torch.inf
+    for name, unseen, gone in (("k", ~seen[:, 40], "q"), ("q", ~seen[40], "k"), ("q", ~seen[40], "v")):
+        got = _with_stray(make_gradients(case), name, float("nan"), "triton")
+        assert got[gone][:, :, ~unseen].isnan().any(), (rules, name)
+        assert torch.equal(got[gone][:, :, unseen], clean[gone][:, :, unseen]), (rules, name, gone)
+"""
+
+
+def test_nan_reaches_only_what_sees_it():
+    run = interpreted(FIXUP)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_that_needs_the_fixup():
+    """The check above can fail: without the second launch NaN comes through."""
+    without = "import tilewise.backends.triton.bwd.launch as launch\nlaunch.fixup_of = lambda kernel: None\n"
+    run = interpreted(without + FIXUP)
+    assert run.returncode == 1
+    assert "AssertionError" in run.stderr
+
+
+def backward(D=128, Dv=0, grads=("q", "k", "v"), **changes):
+    return problem(D, Dv, **({"return_lse": True} | changes), grads=grads)
+
+
+EVERY = {"grads": GRADS, "dlse": True}
+HOT = {
+    "D64": backward(64), "D64-causal": backward(64, causal=True), "D128": backward(),
+    "D128-causal": backward(causal=True), "D128-window": backward(causal=True, window=(1023, None)),
+    "D128-softcap": backward(causal=True, softcap=50.0), "varlen": backward(**VARLEN, causal=True),
+    "additive mask": backward(64, **mask(BF16), grads=("q", "k", "v", "mask")),
+    "D256-causal": backward(256, causal=True), "D512": backward(512), "D192/128": backward(192, 128, causal=True),
+}  # fmt: skip
+OTHERS = {
+    "everything": backward(64, **ALL, **mask(BF16), **EVERY),
+    "everything, dense mask": backward(72, 40, **ALL, **mask(F32, *(False,) * 4), **EVERY, dtype=F16),
+    "D576-all": backward(576, 512, **ALL), "f32-D64": backward(64, dtype=F32, causal=True),
+    "f32-D576": backward(576, dtype=F32, causal=True), "bf16 over f16": backward(64, kv=F16, causal=True),
+    "few": backward(q_len=3, q_offset=7, causal=True), "bool mask": backward(64, **mask(torch.bool)),
+}  # fmt: skip
+
+
+def check(name, arch, most_waits=8):
+    """Fits the shared memory that was planned for; on Hopper, its own products and few waits in the mainloops."""
+    p = (HOT | OTHERS)[name]
+    for kind, built in backward_of(p, arch).items():
+        assert built.shared <= SHARED[arch], kind
+        if arch == 90 and name in HOT and kind in ("key_gradients", "query_gradients"):
+            assert "wgmma" in built.ptx
+            assert "cp.async" in built.ptx
+            bodies = loops(built.cubin)
+            assert bodies
+            for body in bodies:
+                # A product that waits for the one before it would be followed by a barrier each.
+                assert count(body, "WARPGROUP.DEPBAR") <= most_waits, kind
+
+
+@pytest.mark.parametrize("name", ["D128-causal", "varlen", "everything, dense mask"])
+def test_kernels_on_hopper(name):
+    check(name, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("name", [*HOT, *OTHERS])
+def test_every_kernel_everywhere(name, arch):
+    check(name, arch)
+
+
+def differentiable(p):
+    return p.form != "paged" and not p.k_format.is_quantised and not p.v_format.is_quantised
+
+
+def drawn(seed, count):
+    chance = random.Random(seed)
+    found = (replace(draw(chance), grads=("q", "k", "v"), return_lse=True) for _ in range(40 * count))
+    return [p for p in found if differentiable(p)][:count]
+
+
+AMD = Target("amd", 0, 304, 64 << 10)
+
+
+@pytest.mark.parametrize("target", [AMD, *map(nvidia, sorted(SHARED))], ids=lambda t: t.name)
+def test_every_plan_fits(target):
+    used = []
+    for p in drawn(target.arch, 400):
+        c = bwd_config.config(p, target)
+        for tile, side in ((c.keys, "keys"), (c.queries, "queries"), (c.mask, "queries")):
+            used.append(bwd_config.needed(p, tile, side) / target.shared_memory)
+            assert used[-1] <= 1, (p, tile)
+            assert min(tile.BQ, tile.BK) >= 16
+            s = bwd_config.spec(p, tile, target)
+            assert sum(s.k.widths) >= p.head_dim
+            assert sum(s.v.widths) >= p.value_dim
+            assert s.q.widths == s.k.widths
+            assert s.dout.widths == s.v.widths
+    assert max(used) > 0.6, "the sample does not come near the limit"
+
+
+def test_the_bound_can_fail():
+    tile = bwd_config.Tile(64, 128, 8, 3)
+    assert bwd_config.needed(backward(512), tile, "keys") > nvidia(90).shared_memory
+
+
+@pytest.mark.parametrize("name", ["D128-causal", "few"])
+def test_the_compiler_takes_no_more_than_the_bound(name):
+    check_bound((HOT | OTHERS)[name], 90)
+
+
+def check_bound(p, arch):
+    c = bwd_config.config(p, nvidia(arch))
+    bound = max(bwd_config.needed(p, c.keys, "keys"), bwd_config.needed(p, c.queries, "queries"))
+    assert backward_shared(p, arch) <= bound <= SHARED[arch]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_the_compiler_takes_no_more_than_the_bound_of_any_problem(seed):
+    check_bound(drawn(1000 + seed, 1)[0], random.Random(seed).choice(sorted(SHARED)))
+
+
+def test_launches_of_a_subset_leave_out_what_nobody_asked_for():
+    """A gradient that is not wanted costs no launch and no product."""
+    names = {grads: [name for name, _, _ in backward_kernels(backward(64, grads=grads, **mask(F32)), 90)]
+             for grads in (("q",), ("k",), ("v",), ("mask",))}  # fmt: skip
+    fixed = {grads: [name for name in found if "fixup" not in name] for grads, found in names.items()}
+    assert fixed[("q",)] == ["sum_delta", "query_gradients"]
+    assert fixed[("k",)] == fixed[("v",)] == ["sum_delta", "key_gradients"]
+    assert fixed[("mask",)] == ["sum_delta", "mask_gradients"]
