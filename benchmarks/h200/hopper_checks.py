@@ -94,7 +94,7 @@ def repeats(which: str) -> str:
         lengths = torch.tensor([0, 5, 700, 0, 1300, 64, 129, 999])
         cu = lengths.cumsum(0).to(torch.int32).cuda()
         q, k, v = randn(cu[-1] + 3, 16), randn(cu[-1] + 3, 4), randn(cu[-1] + 3, 4)
-        run = bound_to(calls.varlen(q, k, v, cu, cu, 1300, 1300, Options(causal=True)))
+        run = bound_to(calls.varlen(q, k, v, cu, cu, Options(max_q=1300, max_k=1300, causal=True)))
     else:
         keys = 4400 if "long" in option else 999
         q, k, v = randn(5, 16, 777), randn(5, 4, keys), randn(5, 4, keys)

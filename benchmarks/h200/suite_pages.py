@@ -136,7 +136,7 @@ def cache_work(name: str, kind: str, group: int, page: int, shape: tuple[int, ..
             for length, right in ((keys - 21, short), (keys, want)):
                 if page:
                     lengths = torch.full((rows_of,), length, dtype=torch.int32, device="cuda")
-                    call = calls.paged(q, k, v, table, lengths, None, None, Options(causal=queries > 1))
+                    call = calls.paged(q, k, v, table, lengths, Options(causal=queries > 1))
                 elif length == keys:
                     call = calls.dense(
                         q, k, v, Options(causal=queries > 1, q_offset=keys - queries if queries > 1 else None)

@@ -136,7 +136,7 @@ def ranked_call(most: int, q: Any, k: Any, v: Any, cu: Any, causal: bool) -> Way
     """A packed call whose sequences are ranked if there are fewer than `most`."""
     usual, configs.MOST_ORDERED = configs.MOST_ORDERED, most
     try:
-        call = calls.varlen(q, k, v, cu, cu, 8192, 8192, Options(causal=causal))
+        call = calls.varlen(q, k, v, cu, cu, Options(max_q=8192, max_k=8192, causal=causal))
         return bound_way(configs.config_of(call.problem, nvidia(90)), call)
     finally:
         configs.MOST_ORDERED = usual

@@ -30,7 +30,7 @@ def tag(c: Config) -> str:
 def bound_call(c: Config, *args: Any, entry: str = "dense", **options: Any) -> Way:
     """A call with a launch of our own choice."""
     if entry == "paged":
-        return bound_way(c, calls.paged(*args, None, None, Options(**options)))
+        return bound_way(c, calls.paged(*args, Options(**options)))
     return bound_way(c, calls.dense(*args, Options(**options)))
 
 

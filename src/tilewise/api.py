@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -9,13 +10,13 @@ import torch
 
 from . import autograd, ops
 from .core import cost
-from .core.options import Options, is_int, is_validate
+from .core.options import Options
 from .core.plan import Plan
 from .core.tensors import Tensors
-from .core.tile_map import TileMap
 from .core.tracing import is_traced, is_wrapper
 from .dispatch import call_cache, planner
 from .errors import InvalidArgument
+from .signatures import NAMES, Array, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
 from .state import AttentionState
 from .validation import calls, keywords
 from .validation.arrays import returner
@@ -23,8 +24,6 @@ from .validation.calls import Call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from .signatures import Array, AttentionOptions, Keys, Layout, PagedOptions, VarlenOptions, Width
 
 
 @overload
@@ -45,31 +44,8 @@ def attention(
 ) -> Array | AttentionState: ...
 
 
-def attention(
-    q: Array,
-    k: Keys,
-    v: Keys,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    q_offset: Array | int | None = None,
-    window: Width | None = None,
-    chunk: int | None = None,
-    mask: Array | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    kv_lengths: Array | None = None,
-    layout: Layout = "bhld",
-    tile_map: TileMap | None = None,
-    split_size: int | None = None,
-    return_lse: bool = False,
-    out: Array | None = None,
-    allow_tf32: bool = False,
-    validate: bool | None = None,
-    backend: str | None = None,
-    **unknown: Any,
-) -> Array | AttentionState:
+@shows(AttentionOptions)
+def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionState:
     """Attention of queries over keys and values: prefill, decode, and anything between.
 
     Args:
@@ -106,44 +82,7 @@ def attention(
     >>> attention(q, k, v, causal=True, window=32).shape
     torch.Size([1, 8, 100, 64])
     """
-    if unknown:
-        keywords.refuse(unknown, keywords.of(attention))
-    key = tables_key = None
-    traced = is_traced()
-    plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
-    plain = plain and call_cache.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
-    if plain and validate is False and kv_lengths is not None:
-        row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
-        tables = (None, kv_lengths, None, None, row_offsets)
-        tables_key = call_cache.tables_key(
-            q, k, v, tables, scale, causal, q_offset if row_offsets is None else "rows", window,
-            chunk, softcap, layout, split_size, return_lse, allow_tf32, backend,
-        )  # fmt: skip
-        if (again := call_cache.find_again(tables_key)) is not None:
-            return again(q, k, v, tables)
-    elif plain and kv_lengths is None and (q_offset is None or is_int(q_offset)) and is_validate(validate):
-        how = (
-            scale, causal, q_offset, window, chunk, softcap, layout, split_size, return_lse,
-            allow_tf32, backend,
-        )  # fmt: skip
-        key = call_cache.key_of(q, k, v, how)
-        if (known := call_cache.find(key)) is not None:
-            return known(q, k, v)
-        if key is None:  # quantised keys or values; what else may stand here has no key either
-            tables_key = call_cache.tables_key(q, k, v, call_cache.NO_TABLES, *how)
-            if (again := call_cache.find_again(tables_key)) is not None:
-                return again(q, k, v, call_cache.NO_TABLES)
-    options = {
-        "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "kv_lengths": kv_lengths, "layout": layout,
-        "tile_map": tile_map, "split_size": split_size, "return_lse": return_lse, "out": out,
-        "allow_tf32": allow_tf32, "validate": validate,
-    }  # fmt: skip
-    if traced or ops.needs_operator((q, k, v, *options.values())):
-        return ops.call("attention", q, k, v, (), options | {"backend": backend})
-    if autograd.needed({"q": q, "k": k, "v": v, **options}):
-        return autograd.call("attention", q, k, v, (), options | {"backend": backend})
-    return _run(q, calls.dense(q, k, v, Options(**options)), backend, key, tables_key, layout)
+    return _call("attention", calls.dense, (q, k, v), options)
 
 
 @overload
@@ -185,33 +124,9 @@ def varlen_attention(
 ) -> Array | AttentionState: ...
 
 
+@shows(VarlenOptions)
 def varlen_attention(
-    q: Array,
-    k: Keys,
-    v: Keys,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    *,
-    max_q: int | None = None,
-    max_k: int | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    q_offset: Array | int | None = None,
-    window: Width | None = None,
-    chunk: int | None = None,
-    mask: Array | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    kv_lengths: Array | None = None,
-    tile_map: TileMap | None = None,
-    split_size: int | None = None,
-    return_lse: bool = False,
-    out: Array | None = None,
-    allow_tf32: bool = False,
-    validate: bool | None = None,
-    backend: str | None = None,
-    **unknown: Any,
+    q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array, **options: Any
 ) -> Array | AttentionState:
     """Attention within packed sequences: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q`.
 
@@ -236,35 +151,7 @@ def varlen_attention(
     >>> varlen_attention(q, k, v, cu, cu, causal=True).shape
     torch.Size([10, 4, 32])
     """
-    if unknown:
-        keywords.refuse(unknown, keywords.of(varlen_attention))
-    tables_key = None
-    traced = is_traced()
-    plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
-    plain = plain and call_cache.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
-    if plain and validate is False and type(max_q) is int is type(max_k):
-        row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
-        tables = (None, kv_lengths, cu_seqlens_q, cu_seqlens_k, row_offsets)
-        tables_key = call_cache.tables_key(
-            q, k, v, tables, max_q, max_k, scale, causal, q_offset if row_offsets is None else "rows",
-            window, chunk, softcap, split_size, return_lse, allow_tf32, backend,
-        )  # fmt: skip
-        if (again := call_cache.find_again(tables_key)) is not None:
-            return again(q, k, v, tables)
-    options = {
-        "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "kv_lengths": kv_lengths,
-        "tile_map": tile_map, "split_size": split_size, "return_lse": return_lse, "out": out,
-        "allow_tf32": allow_tf32, "validate": validate,
-    }  # fmt: skip
-    if traced or ops.needs_operator((q, k, v, cu_seqlens_q, cu_seqlens_k, *options.values())):
-        options |= {"max_q": max_q, "max_k": max_k, "backend": backend}
-        return ops.call("varlen_attention", q, k, v, (cu_seqlens_q, cu_seqlens_k), options)
-    if autograd.needed({"q": q, "k": k, "v": v, **options}):
-        options |= {"max_q": max_q, "max_k": max_k, "backend": backend}
-        return autograd.call("varlen_attention", q, k, v, (cu_seqlens_q, cu_seqlens_k), options)
-    call = calls.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
-    return _run(q, call, backend, None, tables_key)
+    return _call("varlen_attention", calls.varlen, (q, k, v, cu_seqlens_q, cu_seqlens_k), options)
 
 
 @overload
@@ -306,33 +193,9 @@ def paged_attention(
 ) -> Array | AttentionState: ...
 
 
+@shows(PagedOptions)
 def paged_attention(
-    q: Array,
-    k_pages: Keys,
-    v_pages: Keys,
-    block_table: Array,
-    context_lens: Array,
-    *,
-    cu_seqlens_q: Array | None = None,
-    max_q: int | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    q_offset: Array | int | None = None,
-    window: Width | None = None,
-    chunk: int | None = None,
-    mask: Array | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Array | None = None,
-    sinks: Array | None = None,
-    layout: Layout = "bhld",
-    tile_map: TileMap | None = None,
-    split_size: int | None = None,
-    return_lse: bool = False,
-    out: Array | None = None,
-    allow_tf32: bool = False,
-    validate: bool | None = None,
-    backend: str | None = None,
-    **unknown: Any,
+    q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array, **options: Any
 ) -> Array | AttentionState:
     """Attention over keys and values that lie in pages: key `j` of row `b` is slot `j % page_size` of page
     `block_table[b, j // page_size]`.
@@ -359,33 +222,7 @@ def paged_attention(
     >>> paged_attention(torch.randn(2, 8, 1, 32), *pages, table, lengths).shape
     torch.Size([2, 8, 1, 32])
     """
-    if unknown:
-        keywords.refuse(unknown, keywords.of(paged_attention))
-    tables_key = None
-    traced = is_traced()
-    plain = mask is alibi_slopes is sinks is tile_map is out is None and not traced
-    plain = plain and call_cache.is_exact(scale, causal, window, chunk, softcap, split_size, return_lse, allow_tf32)
-    if plain and validate is False and (max_q is None or type(max_q) is int):
-        row_offsets = None if q_offset is None or is_int(q_offset) else q_offset
-        tables = (block_table, context_lens, cu_seqlens_q, None, row_offsets)
-        tables_key = call_cache.tables_key(
-            q, k_pages, v_pages, tables, max_q, scale, causal,
-            q_offset if row_offsets is None else "rows", window, chunk, softcap, layout, split_size,
-            return_lse, allow_tf32, backend,
-        )  # fmt: skip
-        if (again := call_cache.find_again(tables_key)) is not None:
-            return again(q, k_pages, v_pages, tables)
-    options = {
-        "scale": scale, "causal": causal, "q_offset": q_offset, "window": window, "chunk": chunk, "mask": mask,
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "layout": layout, "tile_map": tile_map,
-        "split_size": split_size, "return_lse": return_lse, "out": out, "allow_tf32": allow_tf32,
-        "validate": validate,
-    }  # fmt: skip
-    if traced or ops.needs_operator((q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, *options.values())):
-        options |= {"cu_seqlens_q": cu_seqlens_q, "max_q": max_q, "backend": backend}
-        return ops.call("paged_attention", q, k_pages, v_pages, (block_table, context_lens), options)
-    call = calls.paged(q, k_pages, v_pages, block_table, context_lens, cu_seqlens_q, max_q, Options(**options))
-    return _run(q, call, backend, None, tables_key, layout)
+    return _call("paged_attention", calls.paged, (q, k_pages, v_pages, block_table, context_lens), options)
 
 
 def plan(
@@ -422,18 +259,20 @@ def plan(
     if block_table is not None:
         if "kv_lengths" in options or cu_seqlens_k is not None or max_k is not None:
             raise InvalidArgument("block_table", "pages with kv_lengths, cu_seqlens_k or max_k", "context_lens alone")
-        call = calls.paged(q, k, v, block_table, context_lens, cu_seqlens_q, max_q, Options(**options))
+        given = Options(cu_seqlens_q=cu_seqlens_q, max_q=max_q, **options)
+        call = calls.paged(q, k, v, block_table, context_lens, given)
     elif cu_seqlens_k is not None:
+        given = Options(max_q=max_q, max_k=max_k, **options)
         with autograd.set_aside(needed):
-            call = calls.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, Options(**options))
+            call = calls.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, given)
     else:
-        for name, given in (
+        for name, alone in (
             ("cu_seqlens_q", cu_seqlens_q),
             ("max_q", max_q),
             ("max_k", max_k),
             ("context_lens", context_lens),
         ):
-            if given is not None:
+            if alone is not None:
                 raise InvalidArgument(
                     name, "given alone", "cu_seqlens_q with cu_seqlens_k, or block_table with context_lens"
                 )
@@ -449,23 +288,32 @@ def plan(
     return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
 
 
-def _run(
-    q: Array,
-    call: Call,
-    backend: str | None,
-    key: call_cache.Key | None = None,
-    tables_key: call_cache.Key | None = None,
-    layout: str = "bhld",
-) -> Array | AttentionState:
-    back = returner(q)
+def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Every call of an entry point: as an operator, by the call cache, or checked, planned and run."""
+    key, traced = None, is_traced()
+    if not traced:
+        key = call_cache.key_of(name, args, options)
+        if (cached := call_cache.find(key)) is not None:
+            try:
+                return cached(args, options)
+            except RuntimeError:  # a tensor without strided memory (mkldnn) may have the key of one with it
+                check(*args, Options(**options))
+                raise
+    if unknown := [option for option in options if option not in NAMES[name]]:
+        keywords.refuse(unknown, NAMES[name])
+    if traced or ops.needs_operator((*args, *options.values())):
+        return ops.call(name, args, options)
+    if name in autograd.TABLES and autograd.needed({**dict(zip("qkv", args, strict=False)), **options}):
+        return autograd.call(name, args, options)
+    call = check(*args, Options(**options))
+    back, backend = returner(args[0]), options.get("backend")
     planner.check_name(backend)
     chosen = planner.choose(call.problem, backend, torch.get_num_threads())
     if call.problem.is_empty:
         _write_unseen(call.tensors)
     else:
         planner.load(chosen.backend).run(chosen, call.tensors)
-        call_cache.remember(key, call, chosen)
-        call_cache.remember_again(tables_key, call, chosen, layout)
+        call_cache.remember(key, args, options, call, chosen)
     return back(call.out) if call.lse is None else AttentionState(back(call.out), back(call.lse))
 
 

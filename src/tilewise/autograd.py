@@ -87,7 +87,7 @@ def attention_backward(
         if name in options:
             raise InvalidArgument(name, "pages", "dense or packed keys", "paged keys and values have no gradients")
     if unknown := [name for name in options if name not in Options.__dataclass_fields__ or name in FORWARD_ONLY]:
-        keywords.refuse(unknown, [*keywords.of(attention_backward), *Options.__dataclass_fields__])
+        keywords.refuse(unknown, dict.fromkeys([*keywords.of(attention_backward), *Options.__dataclass_fields__]))
     planner.check_name(backend)
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
     back = returner(q)
@@ -105,12 +105,12 @@ def _checked(
         if isinstance(x, Quantised):
             raise InvalidArgument(name, "Quantised", "a float tensor", f"{name}.dequantise() has gradients")
     options = dict(options)
-    cu_q, cu_k, max_q, max_k = (options.pop(x, None) for x in ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k"))
+    cu_q, cu_k = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
     out = to_tensor("out", out).detach()
     o = Options(**options, out=out.contiguous() if out.ndim and out.stride(-1) != 1 else out)
     if cu_q is not None or cu_k is not None:
-        call = calls.varlen(q, k, v, cu_q, cu_k, max_q, max_k, o)
-    elif max_q is not None or max_k is not None:
+        call = calls.varlen(q, k, v, cu_q, cu_k, o)
+    elif o.max_q is not None or o.max_k is not None:
         raise InvalidArgument("max_q or max_k", "given alone", "cu_seqlens_q and cu_seqlens_k with them")
     else:
         call = calls.dense(q, k, v, o)
@@ -166,10 +166,11 @@ def _preferred(problem: Problem, backend: str | None) -> str | None:
     return backend if backend is not None and planner.supports(backend, problem) is None else None
 
 
-def call(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """A call of an entry point by name, its result with gradients."""
-    return_lse = options.pop("return_lse")
-    if options.pop("out") is not None:
+def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A call of an entry point by name, its result with gradients. `options` are those that were given."""
+    q, k, v, *tables = args
+    return_lse = options.pop("return_lse", False)
+    if options.pop("out", None) is not None:
         remedy = "leave out= out, or call under torch.no_grad()"
         raise InvalidArgument("out", "a tensor to write to in a call that needs gradients", "None", remedy)
     for which, x in (("k", k), ("v", v)):
@@ -243,7 +244,7 @@ def gradients(how: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, d
     """The gradients of a call that has run: by its backend if that has a backward pass, else by the best."""
     options, held, wanted = how
     given = options | dict(zip(held, tensors, strict=True))
-    backend, deterministic = given.pop("backend"), given.pop("deterministic")
+    backend, deterministic = given.pop("backend", None), given.pop("deterministic")
     with torch.no_grad():
         call = _checked(q, k, v, out, lse, dout, dlse, wanted, deterministic, given)
         _run(call, _preferred(call.problem, backend))

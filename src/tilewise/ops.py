@@ -66,34 +66,47 @@ def needs_operator(arguments: Iterable[Any]) -> bool:
     return any(map(is_wrapper, tensors)) or (bool(tensors) and all(x.is_meta for x in tensors))
 
 
-def call(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """A call of an entry point as an operator."""
+def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A call of an entry point as an operator. `options` are those that were given; they are changed."""
     if is_compiling():
-        return traced(name, q, k, v, tables, options)
+        return traced(name, *args, **options)
     if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled():
-        for which, x in {"q": q, "k": k, "v": v, **options}.items():
+        for which, x in {**dict(zip("qkv", args, strict=False)), **options}.items():
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 remedy = "take torch.autograd.grad or .backward(), without torch.func around the call"
                 raise InvalidArgument(which, "a tensor that requires grad in torch.func", "one that does not", remedy)
-    back = returner(q)
-    q, k, v = (x if isinstance(x, Quantised) else to_tensor(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
-    tables = tuple(to_tensor(n, x) for n, x in zip(TABLES[name], tables, strict=True))
-    options["q_offset"] = to_int(options["q_offset"])
+    back = returner(args[0])
+    names = ("q", "k", "v", *TABLES[name])
+    args = tuple(x if isinstance(x, Quantised) else to_tensor(n, x) for n, x in zip(names, args, strict=True))
+    options["q_offset"] = to_int(options.get("q_offset"))
     for option in TENSORS:
         if options.get(option) is not None and not isinstance(options[option], int):
             options[option] = to_tensor(option, options[option])
-    result = traced(name, q, k, v, tables, options)
+    result = traced(name, *args, **options)
     return AttentionState(*map(back, result)) if isinstance(result, AttentionState) else back(result)
 
 
-def traced(name: str, q: Any, k: Any, v: Any, tables: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def traced(
+    name: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    *tables: Any,
+    return_lse: bool = False,
+    out: Any = None,
+    tile_map: Any = None,
+    window: Any = None,
+    q_offset: Any = None,
+    chunk: Any = None,
+    split_size: Any = None,
+    **options: Any,
+) -> Any:
     """A call over torch tensors, as an operator in the graph."""
-    return_lse, out = options.pop("return_lse"), options.pop("out")
-    if options.pop("tile_map") is not None:
+    if tile_map is not None:
         raise InvalidArgument("tile_map", "a TileMap in traced code", "None: the result is the same without")
-    window, offset = options.pop("window"), options.pop("q_offset")
     options["left"], options["right"] = as_window(window)
-    options["chunk"], options["split_size"] = as_chunk(options["chunk"]) or None, as_split_size(options["split_size"])
+    options["chunk"], options["split_size"] = as_chunk(chunk) or None, as_split_size(split_size)
+    offset = q_offset
     if isinstance(offset, torch.Tensor) and offset.ndim == 0:  # torch.jit.trace makes tensors of sizes
         offset = int(offset)
     options["q_offsets" if isinstance(offset, torch.Tensor) else "q_offset"] = offset

@@ -1,17 +1,24 @@
-"""The options of the entry points as types, for their overloads."""
+"""The options of the entry points as types: for their overloads, and for the signatures that `help` shows."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Literal, TypeVar
 
 from typing_extensions import TypedDict
 
+from .core.options import Options
 from .core.tile_map import TileMap
 
 Array = Any  # a torch tensor, a NumPy array, or anything with __dlpack__; results are of q's kind
 Keys = Any  # an Array or a Quantised
 Width = int | tuple[int | None, int | None]
 Layout = Literal["bhld", "blhd"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+NAMES: dict[str, tuple[str, ...]] = {}  # of the arguments of each entry point
+UNSET: dict[str, frozenset[str]] = {}  # those that None stands for the absence of
 
 
 class SharedOptions(TypedDict, total=False):
@@ -47,3 +54,24 @@ class PagedOptions(SharedOptions, total=False):
     cu_seqlens_q: Array | None
     max_q: int | None
     layout: Layout
+
+
+def shows(options: Any) -> Callable[[Function], Function]:
+    """Gives a function of `**options` the signature that names them, with the defaults of `Options`."""
+    types = {name: getattr(x, "__forward_arg__", x) for name, x in options.__annotations__.items()}
+    types["return_lse"] = "bool"  # which the overloads have apart
+
+    def show(function: Function) -> Function:
+        found = inspect.signature(function)
+        tensors = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        named = [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name])
+            for f in fields(Options)
+            if f.name in types
+        ]
+        function.__signature__ = found.replace(parameters=[*tensors, *named])  # type: ignore[attr-defined]
+        NAMES[function.__name__] = tuple(p.name for p in (*tensors, *named))
+        UNSET[function.__name__] = frozenset(p.name for p in named if p.default is None)
+        return function
+
+    return show

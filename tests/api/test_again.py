@@ -1,5 +1,7 @@
 """Calls with lengths or tables that come again: the same bits without checks, and never for a call that differs."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -17,6 +19,16 @@ def _forget():
     call_cache.forget()
     yield
     call_cache.forget()
+
+
+@contextmanager
+def unknown():
+    """A call in here is as one that was never made."""
+    kept = dict(call_cache._known)
+    call_cache.forget()
+    yield
+    call_cache.forget()
+    call_cache._known.update(kept)
 
 
 def ints(*values):
@@ -43,10 +55,9 @@ def test_paged_calls(form, stored):
         elif form == "blhd":
             q, extra = q.transpose(1, 2).contiguous(), {"layout": "blhd"}
         got = paged_attention(q, *pages, table, lengths, validate=False, **extra, **options)
-        remembered.append(len(call_cache._again))
-        call_cache._again, kept = {}, call_cache._again
-        want = paged_attention(q, *pages, table, lengths, **extra, **options)
-        call_cache._again = kept
+        remembered.append(len(call_cache._known))
+        with unknown():
+            want = paged_attention(q, *pages, table, lengths, **extra, **options)
         assert got.out.equal(want.out)
         assert got.lse.equal(want.lse)
     assert remembered == [1, 1, 1]
@@ -60,9 +71,9 @@ def test_dense_calls():
             want = attention(q, k, v, kv_lengths=lengths, causal=True, **extra)
             got = attention(q, k, v, kv_lengths=lengths, causal=True, validate=False, **extra)
             assert got.equal(want)
-    assert len(call_cache._again) == 3
+    assert len(call_cache._known) == 6
     assert attention(q, k, v, kv_lengths=lengths, validate=False).shape == q.shape
-    assert len(call_cache._again) == 4  # not causal: another call
+    assert len(call_cache._known) == 7  # not causal: another call
 
 
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
@@ -74,14 +85,13 @@ def test_quantised_calls_without_tables(stored, layout):
         got = [attention(q, k, v, layout=layout, causal=True, q_offset=7, return_lse=True) for _ in range(2)]
         assert got[1].out.equal(got[0].out)
         assert got[1].lse.equal(got[0].lse)
-        call_cache._again, kept = {}, call_cache._again
-        want = attention(q, k, v, layout=layout, causal=True, q_offset=7, return_lse=True)
-        call_cache._again = kept
+        with unknown():
+            want = attention(q, k, v, layout=layout, causal=True, q_offset=7, return_lse=True)
         assert got[1].out.equal(want.out)
         assert got[1].lse.equal(want.lse)
-    assert len(call_cache._again) == 1
+    assert len(call_cache._known) == 1
     attention(q, k, v, layout=layout, causal=True, q_offset=8)
-    assert len(call_cache._again) == 2
+    assert len(call_cache._known) == 2
     with pytest.raises(InvalidArgument, match="q_offset"):
         attention(q, k, v, layout=layout, causal=True, q_offset="end")
 
@@ -98,10 +108,10 @@ def test_quantised_calls_are_launched_by_addresses(keys, layout):
         calls.append((q, Quantised.from_float(k, "int8", 64), Quantised.from_float(v, "int4", 64)))
     options = {"layout": layout, "return_lse": True, "backend": "cpu"}
     want = [attention(*x, **options, out=torch.empty_like(x[0])) for x in calls]  # which is not remembered
-    assert not call_cache._again
+    assert not call_cache._known
     got = [attention(*x, **options) for x in (*calls, *calls)]
-    [again] = call_cache._again.values()
-    assert again.launch is not None
+    [again] = call_cache._known.values()
+    assert "_through_run" not in again.launch.__qualname__
     with pool.busy:
         got += [attention(*x, **options) for x in calls]
     for state, exact in zip(got, want * 3, strict=True):
@@ -122,18 +132,55 @@ def test_packed_calls(stored):
             got = varlen_attention(q, k, v, cu_q, cu_k, kv_lengths=lengths, validate=False, **options)
             assert got.out.equal(want.out)
             assert got.lse.equal(want.lse)
-    assert len(call_cache._again) == 2
-    varlen_attention(q, k, v, cu_q, cu_k, validate=False)  # how long the sequences are is not said
-    assert len(call_cache._again) == 2
+    assert len(call_cache._known) == 4
+    varlen_attention(q, k, v, cu_q, cu_k)  # how long the sequences are is found in the offsets: another plan each time
+    assert len(call_cache._known) == 4
+    varlen_attention(q, k, v, cu_q, cu_k, validate=False)  # planned for all rows in one sequence
+    assert len(call_cache._known) == 5
 
 
-def test_values_are_checked_unless_they_are_not_to_be():
+@pytest.mark.parametrize("validate", [None, True])
+def test_values_are_checked_unless_they_are_not_to_be(validate):
+    """Those of a remembered call too."""
     q, pages = draw(2, 4, 1, 32), draw(8, 4, 2, 32)
-    table, lengths = torch.arange(8, dtype=torch.int32).view(2, 4), ints(5, 9)
-    paged_attention(q, pages, pages, table, lengths, validate=False)
-    paged_attention(q, pages, pages, table, lengths, validate=False)
-    with pytest.raises(InvalidArgument, match="context_lens"):
-        paged_attention(q, pages, pages, table, ints(5, 99))
+    table, lengths, offsets = torch.arange(8, dtype=torch.int32).view(2, 4), ints(5, 9), ints(3, 4)
+    for flag in (False, validate):
+        for _ in range(2):
+            paged_attention(q, pages, pages, table, lengths, validate=flag, q_offset=offsets, causal=True)
+    assert len(call_cache._known) == 2
+
+    def call(table, lengths, offsets):
+        paged_attention(q, pages, pages, table, lengths, validate=validate, q_offset=offsets, causal=True)
+
+    with pytest.raises(InvalidArgument, match=r"context_lens\[1\]"):
+        call(table, ints(5, 99), offsets)
+    with pytest.raises(InvalidArgument, match=r"block_table\[1, 2\]"):
+        call(table + table.eq(6) * 2, lengths, offsets)
+    call(table + table.eq(7) * 9, lengths, offsets)  # past the length: never read
+    with pytest.raises(InvalidArgument, match=r"q_offset\[0\]"):
+        call(table, lengths, ints(2**30, 1))
+
+
+@pytest.mark.parametrize("validate", [None, True])
+def test_offsets_are_checked_in_remembered_calls(validate):
+    q, k = draw(7, 2, 32), draw(9, 2, 32)
+
+    def call(cu_q, cu_k, lengths):
+        options = {"max_q": 4, "max_k": 6, "kv_lengths": lengths, "validate": validate}
+        return varlen_attention(q, k, k, cu_q, cu_k, **options)
+
+    good = ints(0, 3, 7), ints(0, 5, 9), ints(5, 2)
+    assert call(*good).equal(call(*good))
+    assert len(call_cache._known) == 1
+    for place, wrong, match in (
+        (0, ints(1, 3, 7), r"cu_seqlens_q\[0\]"),
+        (0, ints(0, 8, 7), r"cu_seqlens_q\[2\]: got 7"),
+        (0, ints(0, 1, 7), "max_q: got 4"),
+        (1, ints(0, 5, 10), r"cu_seqlens_k\[-1\]: got 10"),
+        (2, ints(5, 5), r"kv_lengths\[1\]"),
+    ):
+        with pytest.raises(InvalidArgument, match=match):
+            call(*(wrong if i == place else x for i, x in enumerate(good)))
 
 
 def test_what_needs_a_check_is_checked():
@@ -143,9 +190,9 @@ def test_what_needs_a_check_is_checked():
     strided = torch.zeros(2, 4, 1, 64)[..., ::2].copy_(q)
     assert paged_attention(strided, pages, pages, table, lengths, validate=False).equal(want)
     assert paged_attention(q, pages, pages, table.long(), lengths, validate=False).equal(want)
-    shifted = torch.zeros(2 * 4 * 32 + 1)[1:].view(2, 4, 1, 32).copy_(q)  # not aligned: another plan
+    shifted = torch.zeros(2 * 4 * 32 + 1)[1:].view(2, 4, 1, 32).copy_(q)  # not aligned: on a CPU the same plan
     assert paged_attention(shifted, pages, pages, table, lengths, validate=False).equal(want)
-    assert len(call_cache._again) == 2
+    assert len(call_cache._known) == 1
     for wrong in ({"scale": "a"}, {"window": 0}, {"causal": 1}, {"softcap": -1.0}, {"layout": "lbhd"}, {"max_q": 3}):
         with pytest.raises(InvalidArgument):
             paged_attention(q, pages, pages, table, lengths, validate=False, **wrong)

@@ -46,7 +46,7 @@ def test_other_entry_points():
     q, k, v = (normal(7, 2, 8, seed=i) for i in range(3))
     cu = jnp.array([0, 3, 7], dtype=jnp.int32)
     out, lse = varlen_attention(q, k, v, cu, cu, causal=True, return_lse=True)
-    call = calls.varlen(q, k, v, cu, cu, None, None, Options(causal=True))
+    call = calls.varlen(q, k, v, cu, cu, Options(causal=True))
     check(call, out.swapaxes(0, 1)[None], lse.swapaxes(0, 1)[None])
     pages = normal(2, 3, 4, 2, 8, seed=4)
     table, lengths = jnp.array([[2, 0]], dtype=jnp.int32), jnp.array([7], dtype=jnp.int32)

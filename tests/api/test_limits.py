@@ -140,15 +140,16 @@ def test_int64_values_that_are_not_read_do_not_wrap(value):
 
     made = calls.dense(q, k, v, Options(kv_lengths=ints(value), **o)).tensors
     assert made.kv_lengths.tolist() == [end(7)]
-    packed = (ints(0, value), ints(0, value), 9, 7)
-    made = calls.varlen(*rows, *packed, Options(kv_lengths=ints(value), **o)).tensors
+    packed = (ints(0, value), ints(0, value), Options(max_q=9, max_k=7, kv_lengths=ints(value), **o))
+    made = calls.varlen(*rows, *packed).tensors
     assert made.cu_seqlens_q.tolist() == [0, end(9)]
     assert made.cu_seqlens_k.tolist() == [0, end(7)]
     assert made.kv_lengths.tolist() == [end(7)]
-    made = calls.paged(rows[0], pages, pages, table, ints(value), ints(0, value), 9, Options(**o)).tensors
+    packed_q = Options(cu_seqlens_q=ints(0, value), max_q=9, **o)
+    made = calls.paged(rows[0], pages, pages, table, ints(value), packed_q).tensors
     assert made.cu_seqlens_q.tolist() == [0, end(9)]
     assert made.kv_lengths.tolist() == [end(8)]
-    made = calls.paged(q, pages, pages, ints(2, value)[None], ints(8), None, None, Options(**o)).tensors
+    made = calls.paged(q, pages, pages, ints(2, value)[None], ints(8), Options(**o)).tensors
     assert made.block_table.tolist() == [[2, 2**31 - 1 if value > 0 else -(2**31)]]  # no page, and not another one
     got = attention(q, k, v, kv_lengths=ints(value), q_offset=ints(0), **o)
     assert torch.equal(got, attention(q, k, v, kv_lengths=ints(end(7)), q_offset=ints(0)))

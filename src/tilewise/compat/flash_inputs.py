@@ -105,7 +105,7 @@ def inputs(
         width = q.shape[-1] + v.shape[-1]
         if width > MAX_HEAD_DIM:
             raise InvalidArgument("qv", f"head dims {q.shape[-1]} + {v.shape[-1]}", f"at most {MAX_HEAD_DIM} in all")
-        if options["scale"] is None:
+        if options.get("scale") is None:
             options = {**options, "scale": width**-0.5}
         if (both := _beside(v, k)) is not None:
             return Inputs(torch.cat((qv, q), -1), both, v, options)

@@ -85,12 +85,12 @@ def flash_attn_with_kvcache(
     rest: Later = {**later, "num_splits": num_splits}
     options: dict[str, Any] = translate(capacity, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, rest)
     options["return_lse"] = return_softmax_lse
-    moving = causal or options["window"] is not None or options["chunk"] is not None
+    moving = causal or options.get("window") is not None or options.get("chunk") is not None
 
     new: torch.Tensor | int = 0 if k is None else k.shape[1]
     if k is not None and cu_seqlens_k_new is not None:
         _lengths("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, q.device)
-        values.check_cu_seqlens("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], None, "", Options())
+        values.check_cu_seqlens("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], "", None, None)
         new = values.as_int32(cu_seqlens_k_new, 0, k.shape[0]).diff()
     total = lengths if k is None else lengths + new
     # All values are checked here, before anything is written; the call need not check them again.
@@ -108,24 +108,27 @@ def flash_attn_with_kvcache(
         options["mask"] = _after(cache_leftpad, total, capacity, options, q, cu_seqlens_q, max_seqlen_q)
     options["validate"] = False if cu_seqlens_q is None and not is_traced() else None
     options["layout"] = "blhd" if cu_seqlens_q is None else "bhld"
-    longest = None if max_seqlen_q is None else index(max_seqlen_q)
+    attend: Any = attention
+    check: Any = calls.dense
+    pages: tuple[torch.Tensor, ...] = ()
+    if table is None:
+        options["kv_lengths"] = total
+    else:
+        attend, check, pages = paged_attention, calls.paged, (table, total)
+        options["cu_seqlens_q"] = cu_seqlens_q
+        options["max_q"] = None if max_seqlen_q is None else index(max_seqlen_q)
     unusual = special(q, k_cache, rest)
     if unusual:
         second_query(q, v_cache, rest)
     if k is not None:
         if v is None or cache_seqlens is None:
             raise InvalidArgument("k", "new keys alone", "k with v and cache_seqlens")
-        packed = cu_seqlens_q is not None or cu_seqlens_k_new is not None
-        known = None if packed or unusual else _known(q, k_cache, v_cache, k, v, table, total, options)
-        if known is None or known not in _checked:
-            check_new(k, v, k_cache, v_cache, None if cu_seqlens_k_new is not None else batch)
-            if not is_traced():  # else the operator makes the other checks, when it runs
+        check_new(k, v, k_cache, v_cache, None if cu_seqlens_k_new is not None else batch)
+        if not is_traced():  # else the operator makes the other checks, when it runs
+            key = call_cache.key_of(attend.__name__, (q, k_cache, v_cache, *pages), options)
+            if unusual or cu_seqlens_q is not None or call_cache.find(key) is None:  # a known call has passed them
                 wide, keys, vals = q.float() if q.dtype == FP8 else q, stored(k_cache), stored(v_cache)
-                if table is None:
-                    calls.dense(wide, keys, vals, Options(kv_lengths=total, **options))
-                else:
-                    calls.paged(wide, keys, vals, table, total, cu_seqlens_q, longest, Options(**options))
-            _remember(known)
+                check(wide, keys, vals, *pages, Options(**options))
         rows_k = None if cu_seqlens_k_new is None else Rows.of(cu_seqlens_k_new, k.shape[0])
         if rotary_cos is not None and rotary_sin is not None:
             start = lengths if rotary_seqlens is None else _lengths("rotary_seqlens", rotary_seqlens, batch, q.device)
@@ -139,10 +142,7 @@ def flash_attn_with_kvcache(
     keys, vals = k_cache, v_cache
     if call is not None:
         q, keys, vals, options = call.q, call.k, call.v, call.options
-    if table is None:
-        result: Any = attention(q, keys, vals, kv_lengths=total, **options)
-    else:
-        result = paged_attention(q, keys, vals, table, total, cu_seqlens_q=cu_seqlens_q, max_q=longest, **options)
+    result = attend(q, keys, vals, *pages, **options)
     if call is not None:
         result = call.result(result)
     return (result.out, result.lse.transpose(-1, -2).contiguous()) if return_softmax_lse else result
@@ -174,38 +174,6 @@ def _longer(a: torch.Tensor | int, b: torch.Tensor | int) -> torch.Tensor | int:
 
 
 LONGEST = 2**31 - 1
-_checked: set[call_cache.Key] = set()
-
-
-def _known(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: torch.Tensor | None,
-    total: torch.Tensor,
-    options: dict[str, Any],
-) -> call_cache.Key | None:
-    """All that the checks of a step look at but the values in tables, which are checked each time; None with tensors
-    among the options, or while torch traces. A step of decoding comes again and again, and its checks take 40 us.
-    """
-    if is_traced() or options["alibi_slopes"] is not None or options["sinks"] is not None or "mask" in options:
-        return None
-    new = (k.shape, k.dtype, k.device, v.shape, v.dtype, v.device)
-    key = call_cache.tables_key(q, k_cache, v_cache, (table, total, None, None, None), *new, *options.values())
-    try:
-        hash(key)
-    except TypeError:  # an option that the checks will refuse
-        return None
-    return key
-
-
-def _remember(key: call_cache.Key | None) -> None:
-    if key is not None:
-        if len(_checked) >= call_cache.MOST:
-            _checked.clear()
-        _checked.add(key)
 
 
 def _lengths(name: str, lengths: torch.Tensor | int, batch: int, device: torch.device) -> torch.Tensor:
@@ -234,7 +202,7 @@ def _after(
     pad = leftpad[:, None].long()
     slots = torch.arange(capacity, device=leftpad.device) - pad  # [B, S], from the first one in use
     seen = slots >= 0
-    size = options["chunk"]
+    size = options.get("chunk")
     if size is None:
         return seen[:, None, None]
     options["chunk"] = None

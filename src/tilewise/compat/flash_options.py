@@ -59,23 +59,27 @@ def translate(
     alibi_slopes: torch.Tensor | None,
     later: Later,
 ) -> dict[str, Any]:
-    """The options of a call as keywords of `tilewise.attention`; `keys` is the most that a sequence has."""
+    """The options of a call that are set as keywords of `tilewise.attention`; `keys` is the most of a sequence."""
     if dropout_p != 0.0:
         raise InvalidArgument("dropout_p", dropout_p, "0.0", "tilewise has no dropout: pass 0.0 outside of training")
-    known = Later.__annotations__
-    for name in later:
-        if name not in known:
-            raise TypeError(f"got an unexpected keyword argument {name!r}")
-    return {
-        "scale": softmax_scale,
-        "causal": causal,
-        "window": window(window_size),
-        "chunk": chunk(later.get("attention_chunk", 0)),
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": later.get("s_aux"),
-        "split_size": split_size(later.get("num_splits", 0), keys),
-    }
+    options: dict[str, Any] = {"causal": causal}
+    if softmax_scale is not None:
+        options["scale"] = softmax_scale
+    if (sides := window(window_size)) is not None:
+        options["window"] = sides
+    if softcap != 0.0:
+        options["softcap"] = softcap
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    if later:
+        known = Later.__annotations__
+        for name in later:
+            if name not in known:
+                raise TypeError(f"got an unexpected keyword argument {name!r}")
+        options["chunk"] = chunk(later.get("attention_chunk", 0))
+        options["sinks"] = later.get("s_aux")
+        options["split_size"] = split_size(later.get("num_splits", 0), keys)
+    return options
 
 
 def one_table(block_table: torch.Tensor | None, page_table: torch.Tensor | None) -> torch.Tensor | None:

@@ -93,7 +93,12 @@ def scaled_dot_product_attention(
         grouped = query.shape[1] != key.shape[1]
         out = _torchs(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
     else:
-        out = attention(query, key, value, mask=attn_mask, causal=is_causal, q_offset=offset, scale=scale)
+        options: dict[str, Any] = {"causal": is_causal, "q_offset": offset} if is_causal else {}
+        if attn_mask is not None:
+            options["mask"] = attn_mask
+        if scale is not None:
+            options["scale"] = scale
+        out = attention(query, key, value, **options)
     return out if shape is None else out.reshape(shape)
 
 

@@ -33,7 +33,11 @@ LARGEST, LEAST = 3.4028234663852886e38, 1.1754943508222875e-38  # of normal floa
 
 @dataclass(slots=True)
 class Options:
-    """The options that all entry points share, as the caller gave them."""
+    """The options of all entry points, as the caller gave them. `signatures.py` says which of them have which."""
+
+    cu_seqlens_q: Any = None  # of packed queries over pages
+    max_q: Any = None
+    max_k: Any = None
 
     scale: Any = None
     causal: Any = False
@@ -52,6 +56,7 @@ class Options:
     out: Any = None
     allow_tf32: Any = False
     validate: Any = None
+    backend: Any = None
 
 
 def is_int(value: Any) -> bool:

@@ -24,7 +24,6 @@ class Tensors:
     k_scales: torch.Tensor | None = None  # as k, one for each group of the last dim
     v_scales: torch.Tensor | None = None
     mask: torch.Tensor | None = None  # [B, H, Lq, Lk], stride 0 where broadcast; bool or float
-    tile_map: TileMap | None = None
     alibi_slopes: torch.Tensor | None = None  # float32 [B, H]
     sinks: torch.Tensor | None = None  # float32 [H]
     kv_lengths: torch.Tensor | None = None  # int32 [B]; the context lengths of a paged call
@@ -32,6 +31,7 @@ class Tensors:
     cu_seqlens_q: torch.Tensor | None = None  # int32 [B + 1]
     cu_seqlens_k: torch.Tensor | None = None  # int32 [B + 1]
     block_table: torch.Tensor | None = None  # int32 [B, max_pages]
+    tile_map: TileMap | None = None
 
 
 @dataclass(slots=True)

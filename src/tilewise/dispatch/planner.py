@@ -33,8 +33,9 @@ class Backend(Protocol):
     def run(self, plan: Plan, tensors: Tensors) -> None:
         """Writes `tensors.out` and, if it is there, `tensors.lse`; every row of both.
 
-        A backend may also have `bind(plan, tensors)`, which gives a function of q, k, v, out and lse that runs the same
-        call on other tensors; they differ from these in their addresses only, and `call_cache.py` calls it. And
+        A backend may also have `bind(plan, tensors)`, which gives a function that runs the same call on other tensors,
+        or None. They differ from these in their addresses only, come in the order of the fields of `Tensors` (None for
+        what a call does not have, nothing after `lse` if it has no more), and `call_cache.py` calls it. And
         `declines(problem)`, which says why one that comes later is the better choice for a problem that it supports.
         And `run_pair(shared_plan, plan, tensors, shared)`, which merges attention over keys that sequences share into
         that over their own, in one launch: `pairs.py`. And `cascade_gain(problem, rows, tokens)`, which says what that

@@ -172,7 +172,7 @@ def run(
     ordered = rows if split.order is None else rows[split.order]
     shared = Shared(ordered, split.table, split.lengths, split.cu, split.longest, split.back)
     tables = (split.rest_of(block_table), context_lens - split.taken, cu_seqlens)
-    state = pairs.attend(rows, *operands, shared, (*tables, None, None), longest, options)
+    state = pairs.attend(rows, *operands, shared, tables, longest, options)
     if state is None:
         head = _call(ordered, operands, shared.tables, shared.max_q, options | pairs.NOT_SHARED)
         if split.back is not None:

@@ -107,15 +107,12 @@ class Inputs:
     def checked(self, **changes: Any) -> Call:
         """The call in the common form, for the oracle."""
         options = self.options | changes
+        check: Callable[..., Call] = calls.dense
         if self.entry is api.varlen_attention:
-            check: Callable[..., Call] = calls.varlen
-            extra: list[Any] = ["max_q", "max_k"]
+            check = calls.varlen
         elif self.entry is api.paged_attention:
-            check, extra = calls.paged, ["cu_seqlens_q", "max_q"]
-        else:
-            check, extra = calls.dense, []
-        extra = [options.pop(name, None) for name in extra]
-        return check(*self.args, *extra, Options(**options))
+            check = calls.paged
+        return check(*self.args, Options(**options))
 
     def common_state(self, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """`out` and `lse` in the caller's layout as `[B, H, Lq, ...]`, or `[1, H, T, ...]` if they are packed."""

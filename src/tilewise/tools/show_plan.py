@@ -64,7 +64,7 @@ def plan_of(
         pages = -(-keys // page_size)
         k, v = (empty(rows * pages, page_size, layer.kv_heads, width) for width in widths)
         table, unread = empty(rows, pages, kind=torch.int32), empty(rows, kind=torch.int32)
-        call = calls.paged(q, k, v, table, unread, None, None, Options(**options))
+        call = calls.paged(q, k, v, table, unread, Options(**options))
         lengths = torch.full((rows,), keys, dtype=torch.int32, device="cpu")  # what the work is counted by
     else:
         k, v = (empty(rows, layer.kv_heads, keys, width) for width in widths)

@@ -118,7 +118,7 @@ def _checked(x: Inputs) -> Call:
     options = Options(**x.options)
     if x.block_table is not None:
         assert x.lengths is not None
-        return calls.paged(x.q, x.k, x.v, x.block_table, x.lengths, None, None, options)
+        return calls.paged(x.q, x.k, x.v, x.block_table, x.lengths, options)
     return calls.dense(x.q, x.k, x.v, replace(options, kv_lengths=x.lengths))
 
 

@@ -53,42 +53,31 @@ def dense(q: Any, k: Any, v: Any, o: Options) -> Call:
     B, _, Lq, _ = c.q.shape
     if ck.data.shape[0] != B:
         raise InvalidArgument("k", f"a batch of {ck.data.shape[0]}", f"{B}, as q")
-    lengths = None
-    if o.kv_lengths is not None:
-        lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
-        values.check_lengths("kv_lengths", lengths, ck.data.shape[2], "keys in k", o.validate)
-        lengths = values.as_int32(lengths, 0, ck.data.shape[2])
+    lengths = None if o.kv_lengths is None else c.ints("kv_lengths", o.kv_lengths, (B,))
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths)
     return _finish(c, "dense", ck, cv, t, o, batch=B, q_len=Lq, kv_len=ck.data.shape[2])
 
 
-def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_q: Any, max_k: Any, o: Options) -> Call:
+def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, o: Options) -> Call:
     """Checks a call of `varlen_attention`."""
     c = Checker(q, o.layout, packed=True)
     ck, cv = (c.operand(name, x, "[T, H, D]") for name, x in (("k", k), ("v", v)))
     cu_q = c.ints("cu_seqlens_q", cu_seqlens_q, (None,))
     cu_k = c.ints("cu_seqlens_k", cu_seqlens_k, (len(cu_q),))
     B = len(cu_q) - 1
-    q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o)
-    kv_len = values.check_cu_seqlens("cu_seqlens_k", cu_k, ck.data.shape[2], max_k, "max_k", o)
-    lengths = None
-    if o.kv_lengths is not None:
-        lengths = c.ints("kv_lengths", o.kv_lengths, (B,))
-        values.check_lengths("kv_lengths", lengths, cu_k.diff(), "keys in the sequence", o.validate)
-        lengths = values.as_int32(lengths, 0, kv_len)
-    cu_q, cu_k = values.as_int32(cu_q, 0, c.q.shape[2]), values.as_int32(cu_k, 0, ck.data.shape[2])
+    q_len = values.longest("max_q", o.max_q, "cu_seqlens_q", cu_q, c.q.shape[2], o)
+    kv_len = values.longest("max_k", o.max_k, "cu_seqlens_k", cu_k, ck.data.shape[2], o)
+    lengths = None if o.kv_lengths is None else c.ints("kv_lengths", o.kv_lengths, (B,))
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     return _finish(c, "varlen", ck, cv, t, o, batch=B, q_len=q_len, kv_len=kv_len)
 
 
-def paged(
-    q: Any, k: Any, v: Any, block_table: Any, context_lens: Any, cu_seqlens_q: Any, max_q: Any, o: Options
-) -> Call:
+def paged(q: Any, k: Any, v: Any, block_table: Any, context_lens: Any, o: Options) -> Call:
     """Checks a call of `paged_attention`."""
-    c = Checker(q, o.layout, packed=cu_seqlens_q is not None)
+    c = Checker(q, o.layout, packed=o.cu_seqlens_q is not None)
     form = "[num_pages, page_size, Hkv, D]"
     ck, cv = (c.operand(name, x, form) for name, x in (("k_pages", k), ("v_pages", v)))
-    pages, _, page_size, _ = ck.data.shape
+    page_size = ck.data.shape[2]
     if page_size == 0:
         raise InvalidArgument("k_pages", "pages of 0 tokens", "1 or more")
     lengths = c.ints("context_lens", context_lens, (None,))
@@ -96,21 +85,17 @@ def paged(
     table = c.ints("block_table", block_table, (B, None))
     capacity = min(LIMIT, table.shape[1] * page_size)
     cu_q = None
-    if cu_seqlens_q is not None:
-        cu_q = c.ints("cu_seqlens_q", cu_seqlens_q, (B + 1,))
-        q_len = values.check_cu_seqlens("cu_seqlens_q", cu_q, c.q.shape[2], max_q, "max_q", o)
-        cu_q = values.as_int32(cu_q, 0, c.q.shape[2])
+    if o.cu_seqlens_q is not None:
+        cu_q = c.ints("cu_seqlens_q", o.cu_seqlens_q, (B + 1,))
+        q_len = values.longest("max_q", o.max_q, "cu_seqlens_q", cu_q, c.q.shape[2], o)
     elif c.q.shape[0] != B:
         raise InvalidArgument("context_lens", f"{B} lengths", f"{c.q.shape[0]}, the batch of q")
-    elif max_q is not None:
+    elif o.max_q is not None:
         raise InvalidArgument(
-            "max_q", max_q, "None: it belongs to packed queries", "give cu_seqlens_q too, or leave it out"
+            "max_q", o.max_q, "None: it belongs to packed queries", "give cu_seqlens_q too, or leave it out"
         )
     else:
         q_len = c.q.shape[2]
-    values.check_lengths("context_lens", lengths, capacity, "tokens in block_table's pages", o.validate)
-    values.check_block_table(table, lengths, page_size, pages, o.validate)
-    lengths, table = values.as_int32(lengths, 0, capacity), values.as_int32(table)
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, block_table=table)
     return _finish(c, "paged", ck, cv, t, o, batch=B, q_len=q_len, kv_len=capacity, page_size=page_size)
 
@@ -146,14 +131,11 @@ def _finish(
     if o.q_offset is not None and not is_int(o.q_offset):
         if isinstance(o.q_offset, (bool, float, str)):
             raise InvalidArgument("q_offset", repr(o.q_offset), "None, an int or an int tensor [B]")
-        t.q_offset = values.row_offsets(c.ints("q_offset", o.q_offset, (batch,)), q_len, kv_len, o.validate)
+        t.q_offset = c.ints("q_offset", o.q_offset, (batch,))
     spec = None
     if o.mask is not None:
         t.mask, spec = c.mask(o.mask, (batch, H, q_len, kv_len), any_keys=form == "paged")
-        if form == "paged" and t.mask.shape[3] != kv_len:
-            kv_len = t.mask.shape[3]
-            assert t.kv_lengths is not None
-            values.check_lengths("context_lens", t.kv_lengths, kv_len, "keys in mask", o.validate)
+        kv_len = t.mask.shape[3]  # of pages perhaps less
     t.alibi_slopes = None if o.alibi_slopes is None else c.per_head("alibi_slopes", o.alibi_slopes, H, batch)
     t.sinks = None if o.sinks is None else c.sinks(o.sinks, H)
     t.k_scales, t.v_scales = ck.scales, cv.scales
@@ -201,6 +183,13 @@ def _finish(
         aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
         copies=tuple(c.copies),
     )
+    tables = (t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
+    values.check_tables(problem, t.k.shape[0 if form == "paged" else 2], o.validate, *tables)
+    ranges: dict[str, tuple[int, ...]] = {"kv_lengths": (0, kv_len), "q_offset": (-LIMIT, LIMIT), "block_table": ()}
+    ranges |= {"cu_seqlens_q": (0, t.q.shape[2]), "cu_seqlens_k": (0, t.k.shape[2])}
+    for name, ends in ranges.items():
+        if (x := getattr(t, name)) is not None:
+            setattr(t, name, values.as_int32(x, *ends))
     check_tile_map(problem, t, o.validate)
     return Call(problem, t, out, lse)
 

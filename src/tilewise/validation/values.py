@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..core.options import LIMIT, Options, as_offset, is_int
+from ..core.options import Options, as_offset, is_int
+from ..core.problem import Problem
 from ..core.tracing import is_traced
 from ..errors import InvalidArgument
 
@@ -30,6 +31,35 @@ def check_lengths(name: str, lengths: torch.Tensor, limit: torch.Tensor | int, w
             raise InvalidArgument(f"{name}[{b}]", length, f"0 to {most}, the {what}")
 
 
+def check_tables(
+    p: Problem,
+    rows: int,
+    validate: Any,
+    kv_lengths: torch.Tensor | None,
+    q_offset: torch.Tensor | None,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> None:
+    """What is inside the lengths, offsets and tables of a call; `rows` are those of a packed k, or its pages."""
+    if cu_q is not None:
+        check_cu_seqlens("cu_seqlens_q", cu_q, p.total_q, "max_q", p.q_len, validate)
+    if cu_k is not None:
+        check_cu_seqlens("cu_seqlens_k", cu_k, rows, "max_k", p.kv_len, validate)
+    if kv_lengths is not None and block_table is not None:
+        by_mask = p.mask is not None and p.kv_len < block_table.shape[1] * p.page_size
+        what = "keys in mask" if by_mask else "tokens in block_table's pages"
+        check_lengths("context_lens", kv_lengths, p.kv_len, what, validate)
+        check_block_table(block_table, kv_lengths, p.page_size, rows, validate)
+    elif kv_lengths is not None and cu_k is not None:
+        check_lengths("kv_lengths", kv_lengths, cu_k.diff(), "keys in the sequence", validate)
+    elif kv_lengths is not None:
+        check_lengths("kv_lengths", kv_lengths, p.kv_len, "keys in k", validate)
+    if q_offset is not None and readable(q_offset, validate):
+        for b, offset in enumerate(q_offset.tolist()):
+            as_offset(offset, p.q_len, p.kv_len, f"q_offset[{b}]")
+
+
 def as_int32(x: torch.Tensor, least: int = -(2**31), most: int = 2**31 - 1) -> torch.Tensor:
     """Lengths, offsets or pages as kernels read them. What does not fit was not checked, or is never read: it goes to
     the end of its range, which no device waits for, and does not wrap to a number that looks right.
@@ -37,25 +67,27 @@ def as_int32(x: torch.Tensor, least: int = -(2**31), most: int = 2**31 - 1) -> t
     return x if x.dtype == torch.int32 else x.clamp(least, most).to(torch.int32)
 
 
-def row_offsets(offsets: torch.Tensor, q_len: int, kv_len: int, validate: Any) -> torch.Tensor:
-    """`q_offset` of each row as int32, each in the range of positions."""
-    if readable(offsets, validate):
-        for b, offset in enumerate(offsets.tolist()):
-            as_offset(offset, q_len, kv_len, f"q_offset[{b}]")
-    return as_int32(offsets, -LIMIT, LIMIT)
-
-
-def check_cu_seqlens(name: str, cu: torch.Tensor, rows: int, longest: Any, longest_name: str, o: Options) -> int:
-    """Offsets that start at 0, never fall and stay within `rows`; returns the longest sequence, or a bound on it."""
+def longest(name: str, given: Any, cu_name: str, cu: torch.Tensor, rows: int, o: Options) -> int:
+    """The longest sequence of packed rows: as given, as the offsets say where they can be read, or a bound on it."""
     if len(cu) == 0:
-        raise InvalidArgument(name, "shape (0,)", "[B + 1]: one more than there are sequences")
-    if longest is not None and (not is_int(longest) or longest < 0):
-        raise InvalidArgument(longest_name, repr(longest), "None or an int of 0 or more")
-    if not readable(cu, o.validate):
-        if longest is None and o.mask is not None:
-            raise InvalidArgument(longest_name, None, "the longest sequence", "a mask of packed rows is of that size")
-        # The longest sequence cannot be known without waiting for the device; all rows are a safe bound.
-        return rows if longest is None else min(rows, longest)
+        raise InvalidArgument(cu_name, "shape (0,)", "[B + 1]: one more than there are sequences")
+    if given is not None:
+        if not is_int(given) or given < 0:
+            raise InvalidArgument(name, repr(given), "None or an int of 0 or more")
+        return min(rows, int(given))
+    if readable(cu, o.validate):
+        return max(0, min(rows, max((end - start for start, end in pairwise(cu.tolist())), default=0)))
+    if o.mask is not None:
+        raise InvalidArgument(name, None, "the longest sequence", "a mask of packed rows is of that size")
+    return rows  # the longest sequence cannot be known without waiting for the device; all rows are a safe bound
+
+
+def check_cu_seqlens(
+    name: str, cu: torch.Tensor, rows: int, longest_name: str, longest: int | None, validate: Any
+) -> None:
+    """Offsets that start at 0, never fall and stay within `rows`, and sequences that are not longer than said."""
+    if not readable(cu, validate):
+        return
     offsets = cu.tolist()
     if offsets[0] != 0:
         raise InvalidArgument(f"{name}[0]", offsets[0], "0")
@@ -68,12 +100,14 @@ def check_cu_seqlens(name: str, cu: torch.Tensor, rows: int, longest: Any, longe
         raise InvalidArgument(f"{name}[-1]", offsets[-1], f"at most {rows}, the packed rows")
     if longest is not None and longest < actual:
         raise InvalidArgument(longest_name, longest, f"at least {actual}, the longest sequence")
-    return actual if longest is None else min(rows, longest)
 
 
 def check_block_table(table: torch.Tensor, lengths: torch.Tensor, page_size: int, pages: int, validate: Any) -> None:
     """Every entry that a length reaches names a page; what lies past it is never read."""
-    if not readable(table, validate):
+    if not readable(table, validate) or not table.numel():
+        return
+    least, most = table.aminmax()
+    if least >= 0 and most < pages:  # what lies past the lengths too: nothing more to ask
         return
     used = torch.arange(table.shape[1], device=table.device)[None, :] * page_size < lengths[:, None]
     bad = used & ((table < 0) | (table >= pages))

@@ -45,7 +45,7 @@ def packed(q_lengths, k_lengths, D=64, spare=3, **options):
     q = (3 * torch.randn(int(cu_q[-1]) + spare, 2, D, generator=g)).half()
     k, v = (torch.randn(int(cu_k[-1]) + spare, 1, D, generator=g).half() for _ in range(2))
     out = torch.full_like(q, float("nan"))
-    return calls.varlen(q, k, v, cu_q, cu_k, None, None, Options(out=out, return_lse=True, **options))
+    return calls.varlen(q, k, v, cu_q, cu_k, Options(out=out, return_lse=True, **options))
 
 
 LENGTHS = torch.tensor([250, 3, 0])

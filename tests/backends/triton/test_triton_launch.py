@@ -3,6 +3,7 @@
 import ctypes
 import sys
 import threading
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,10 @@ if sys.platform != "linux":
 
 from tilewise.backends.gpu import block_lists, kernel, semaphores
 from tilewise.backends.gpu.driver import NO_CONTEXT, Attribute, Launch
+from tilewise.backends.hopper.fwd.launch import SOURCES
+from tilewise.backends.triton.arguments import TENSORS
+from tilewise.core.tensors import Tensors
+from tilewise.dispatch import call_cache
 
 SIGNATURE = {
     "Q": "*bf16", "n": "i32", "S": "constexpr", "stride": "i64", "scale": "fp32", "OUT": "*fp32", "one": "constexpr",
@@ -164,3 +169,44 @@ def test_a_tile_map_that_comes_again_is_cut_once(monkeypatch):
     stream[0] = 8
     assert [lister.states(first) for _ in range(2)] == ["cut 4"] * 2
     assert lister.states(second) == "cut 5"
+
+
+class Recorded:
+    """In the place of a plan's launches: what they are given."""
+
+    def __init__(self):
+        self.ready, self.called, self.launched = {}, [], []
+
+    def __call__(self, t):
+        self.called.append(t)
+        given = [x for x in (getattr(t, f.name) for f in fields(Tensors)) if x is not None]
+        self.ready[tuple(x.stride() for x in given)] = "ready"
+
+    def again(self, ready, addresses, device):
+        self.launched.append((ready, addresses))
+
+
+def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
+    """In the order of the kernels' arguments, whatever the caller's layout is; the first time through the plan."""
+    monkeypatch.setattr(kernel, "is_aligned", lambda addresses, device: all(x % 16 == 0 for x in addresses))
+    q, pages, out = torch.randn(2, 4, 1, 32), torch.randn(8, 16, 2, 32), torch.empty(2, 4, 1, 32)
+    lengths, table = torch.ones(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    rows = pages.transpose(1, 2)
+    bound = Recorded()
+    launch = kernel.by_address(bound, Tensors(q, rows, rows, out, kv_lengths=lengths, block_table=table))
+    given = (q, pages, pages, out, None, None, None, None, None, None, lengths, None, None, None, table)
+    launch(*given)
+    [t] = bound.called
+    assert (t.k.shape, t.k.stride(), t.kv_lengths is not None, t.lse) == (rows.shape, rows.stride(), True, None)
+    launch(*given)
+    there = [x.data_ptr() for x in (q, pages, pages, out, lengths, table)]
+    assert bound.launched == [("ready", there)]
+    shifted = torch.zeros(3, dtype=torch.int32)[1:]
+    launch(*given[:10], shifted, *given[11:])  # not aligned: through the plan, which knows
+    assert len(bound.called) == 2
+    assert bound.called[1].kv_lengths.data_ptr() == shifted.data_ptr()
+
+
+def test_kernels_have_their_tensors_in_the_order_of_the_call_cache():
+    assert tuple(TENSORS.values()) == call_cache.FIELDS
+    assert [name for name in call_cache.FIELDS if name in SOURCES.values()] == list(SOURCES.values())

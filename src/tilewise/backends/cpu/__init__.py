@@ -92,7 +92,7 @@ def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
 def bind(plan: Plan, tensors: Tensors) -> Any:
     from . import launch
 
+    p = plan.problem
+    if plan.detail.work_items is None or p.mask is not None or p.alibi or p.sinks:
+        return None  # the schedule follows the lengths; of the others the kernel is not given new addresses
     return launch.bind(plan, tensors)
-
-
-bind_quantised = bind  # which takes scales too

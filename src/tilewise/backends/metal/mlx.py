@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 
 from ...core.options import Options
 from ...errors import InvalidArgument, Unsupported
+from ...signatures import NAMES
 from ...state import AttentionState
 from ...validation import calls
 from ...validation.calls import Call
@@ -49,7 +49,7 @@ make_kernel: Callable[..., Any] = mx.fast.metal_kernel  # the tests put another 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> Any:
     """`tilewise.attention` of MLX arrays: an array, or an `AttentionState` of two with `return_lse`."""
-    return _run(lambda a, o: calls.dense(a["q"], a["k"], a["v"], o), {"q": q, "k": k, "v": v}, options)
+    return _run("attention", calls.dense, {"q": q, "k": k, "v": v}, options)
 
 
 def varlen_attention(
@@ -58,18 +58,12 @@ def varlen_attention(
     v: mx.array,
     cu_seqlens_q: mx.array,
     cu_seqlens_k: mx.array,
-    *,
-    max_q: int | None = None,
-    max_k: int | None = None,
     **options: Any,
 ) -> Any:
     """`tilewise.varlen_attention` of MLX arrays."""
 
-    def check(a: dict[str, Any], o: Options) -> Call:
-        return calls.varlen(a["q"], a["k"], a["v"], a["cu_seqlens_q"], a["cu_seqlens_k"], max_q, max_k, o)
-
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return _run(check, given, options)
+    return _run("varlen_attention", calls.varlen, given, options)
 
 
 def paged_attention(
@@ -78,25 +72,16 @@ def paged_attention(
     v_pages: mx.array,
     block_table: mx.array,
     context_lens: mx.array,
-    *,
-    cu_seqlens_q: mx.array | None = None,
-    max_q: int | None = None,
     **options: Any,
 ) -> Any:
     """`tilewise.paged_attention` of MLX arrays."""
 
-    def check(a: dict[str, Any], o: Options) -> Call:
-        tables = (a["block_table"], a["kv_lengths"], a.get("cu_seqlens_q"))
-        return calls.paged(a["q"], a["k"], a["v"], *tables, max_q, o)
-
     given = {"q": q, "k": k_pages, "v": v_pages, "block_table": block_table, "kv_lengths": context_lens}
-    if cu_seqlens_q is not None:
-        given["cu_seqlens_q"] = cu_seqlens_q
-    return _run(check, given, options)
+    return _run("paged_attention", calls.paged, given, options)
 
 
-def _run(check: Callable[[dict[str, Any], Options], Call], arrays: dict[str, Any], options: dict[str, Any]) -> Any:
-    known = [f.name for f in fields(Options) if f.name not in REFUSED]
+def _run(entry: str, check: Callable[..., Call], arrays: dict[str, Any], options: dict[str, Any]) -> Any:
+    known = [name for name in NAMES[entry][len(arrays) :] if name not in (*REFUSED, "backend")]
     for name, value in options.items():
         if name in REFUSED and value is not None:
             raise Unsupported("metal", f"{name}= with MLX arrays", REFUSED[name])
@@ -107,7 +92,7 @@ def _run(check: Callable[[dict[str, Any], Options], Call], arrays: dict[str, Any
             raise InvalidArgument(name, type(value).__name__, "an mx.array")
     shown = {name: _described(name, x) for name, x in arrays.items()}
     plain = {name: _described(name, x) if isinstance(x, mx.array) else x for name, x in options.items()}
-    call = check(shown, Options(**plain))
+    call = check(*shown.values(), Options(**plain))
     arrays = arrays | {name: x for name, x in options.items() if isinstance(x, mx.array)}
     if call.problem.is_empty:
         return _unseen(call, arrays.get("sinks"))

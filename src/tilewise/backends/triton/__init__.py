@@ -71,7 +71,9 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
-    return _launch().bind(plan, tensors)
+    from ..gpu.kernel import by_address
+
+    return by_address(_launch().bound_to(plan), tensors)
 
 
 def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:

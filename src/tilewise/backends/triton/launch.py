@@ -7,7 +7,6 @@ the way through Triton is tens. Nothing here reads a value on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -107,7 +106,7 @@ class Bound:
             if not is_aligned(addresses, t.q.device):
                 key = None
             elif (ready := self.ready.get(key)) is not None:
-                self.again(ready, addresses, self.combined_at, t.q.device, states)
+                self.again(ready, addresses, t.q.device, states)
                 return
         with torch.cuda.device(t.q.device) if not INTERPRETED else nullcontext():
             self.first(t, key)
@@ -138,9 +137,7 @@ class Bound:
         if key is not None and attention is not None and not captured:
             self.ready[key] = Launches(attention, inside, fixup, combining, listing, ordering)
 
-    def again(
-        self, ready: Launches, addresses: list[int], combined_at: list[int], device: torch.device, states: Any = None
-    ) -> None:
+    def again(self, ready: Launches, addresses: list[int], device: torch.device, states: Any = None) -> None:
         """A call like an earlier one. Addresses are in the order of the kernels' arguments; `states` are of its map."""
         attention, inside, fixup, combining, listing, ordering = ready
         partial = partial_ml = 0
@@ -172,7 +169,7 @@ class Bound:
         if fixup is not None:
             fixup(addresses, stream)
         if combining is not None:
-            combining([partial, partial_ml, *(addresses[i] for i in combined_at)], stream)
+            combining([partial, partial_ml, *(addresses[i] for i in self.combined_at)], stream)
 
     def memory(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The workspace of splits and the flags of tiles that are not finite."""
@@ -224,29 +221,6 @@ class Bound:
         given |= {"SINKS": t.sinks, "CU_Q": t.cu_seqlens_q}
         given |= stride_arguments("o", "bhl", t.out) | stride_arguments("lse", "bhl", t.lse)
         return given | {"q_len": p.q_len, "heads": p.heads, "splits": self.config.splits, "batch": p.batch}
-
-
-def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
-    """The plan's call on other q, k, v, out and lse, which differ from those in `t` in their addresses only."""
-    bound, device = bound_to(plan), t.q.device
-    forms = [(x.shape, x.stride()) for x in (t.q, t.k, t.v, t.out, t.lse) if x is not None]
-    key = tuple([stride for _, stride in forms])
-
-    ready = bound.ready.get(key)
-    combined_at = [3] if t.lse is None else [3, 4]
-
-    def run(*given: torch.Tensor | None) -> None:
-        nonlocal ready
-        there = [x for x in given if x is not None]
-        addresses = [x.data_ptr() for x in there]
-        if ready is None or not is_aligned(addresses, device):
-            q, k, v, out, *lse = (x.as_strided(*form) for x, form in zip(there, forms, strict=True))
-            bound(Tensors(q, k, v, out, lse[0] if lse else None))
-            ready = bound.ready.get(key)
-        else:
-            bound.again(ready, addresses, combined_at, device)
-
-    return run
 
 
 def in_pairs(x: torch.Tensor) -> bool:

@@ -6,7 +6,6 @@ aligned pointers pass their addresses straight to the compiled kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from threading import Lock
@@ -35,8 +34,9 @@ FLAGS_AT = 4  # where flags of non-finite tiles begin, behind the counter: at a 
 SPARE_BYTES = 4 << 20  # of counters and flags for captured calls
 # The tensors of the kernels, and where they come from.
 SOURCES = {
-    "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "KV_LENGTHS": "kv_lengths",
-    "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "SLOPES": "alibi_slopes", "SINKS": "sinks",
+    "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes",
+    "SINKS": "sinks", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
+    "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",
 }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ class Bound:
                 key = tuple([x.stride() for x in given])
                 ready = self.ready.get(key)
                 if ready is not None:
-                    self.again(ready, dict(zip(self.names, addresses, strict=True)), t.q.device)
+                    self.again(ready, addresses, t.q.device)
                     return
         with torch.cuda.device(t.q.device):
             self.first(t, key)
@@ -130,8 +130,9 @@ class Bound:
         if key is not None and attention is not None:
             self.ready[key] = Launches(ordering, attention, fixup, listing, list(maps.values()))
 
-    def again(self, ready: Launches, at: Arguments, device: torch.device) -> None:
+    def again(self, ready: Launches, addresses: list[int], device: torch.device) -> None:
         """A call like an earlier one, with tensors at these addresses."""
+        at: Arguments = dict(zip(self.names, addresses, strict=True))
         ordering, attention, fixup, listing, maps = ready
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         at["o"] = at["OUT"]
@@ -195,29 +196,3 @@ class Bound:
 def bound_to(plan: Plan) -> Bound:
     """The plan's launches."""
     return Bound(plan, config.config_of(plan.problem), target_of(plan.problem.device))
-
-
-def bind(plan: Plan, t: Tensors) -> Callable[..., None]:
-    """The plan's call on other q, k, v, out and lse, which differ from those in `t` in their addresses only."""
-    bound, device = bound_to(plan), t.q.device
-    forms = [(x.shape, x.stride()) for x in (t.q, t.k, t.v, t.out, t.lse) if x is not None]
-
-    names = ("q", "k", "v", "OUT", "LSE")[: len(forms)]
-    key = tuple([stride for _, stride in forms])
-
-    def run(*given: torch.Tensor | None) -> None:
-        there = [x for x in given if x is not None]
-        addresses = [x.data_ptr() for x in there]
-        ready = bound.ready.get(key)
-        if ready is not None and is_aligned(addresses, device):
-            bound.again(ready, dict(zip(names, addresses, strict=True)), device)
-            return
-        q, k, v, out, *lse = (x.as_strided(*form) for x, form in zip(there, forms, strict=True))
-        # TMA cannot read or write what does not begin at a multiple of 16 bytes.
-        q, k, v = (x.clone() if x.data_ptr() & 15 else x for x in (q, k, v))
-        written = torch.empty_like(out) if out.data_ptr() & 15 else out
-        bound(Tensors(q, k, v, written, lse[0] if lse else None))
-        if written is not out:
-            out.copy_(written)
-
-    return run

@@ -1,0 +1,279 @@
+"""After a remembered call, one thing changes at a time: an option, a property of a tensor, a mode of torch.
+
+Each call gives what it gives in a process that never made another, a result or an error, to the bit.
+"""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from tilewise import Quantised, TileMap, attention, paged_attention, varlen_attention
+from tilewise.dispatch import call_cache
+from tilewise.signatures import NAMES
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1.7
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# As many heads as rows: both layouts are legal.
+DENSE = (draw(2, 6, 6, 16), draw(2, 6, 6, 16, seed=1), draw(2, 6, 6, 16, seed=2))
+PACKED = (draw(7, 6, 16), draw(9, 2, 16, seed=1), draw(9, 2, 16, seed=2), ints(0, 3, 7), ints(0, 5, 9))
+PAGES = (draw(6, 4, 6, 16, seed=1), draw(6, 4, 6, 16, seed=2), torch.tensor([[5, 2, 0], [4, 1, 3]]).int(), ints(10, 9))
+CALLS = {
+    "dense": (attention, DENSE, {}),
+    "dense, every tensor": (
+        attention,
+        DENSE,
+        {"kv_lengths": ints(6, 5), "q_offset": ints(2, 1), "mask": draw(6, 6), "sinks": draw(6), "causal": True}
+        | {"alibi_slopes": draw(6).abs(), "return_lse": True},
+    ),
+    "varlen": (varlen_attention, PACKED, {"max_q": 5, "max_k": 6, "kv_lengths": ints(4, 4), "return_lse": True}),
+    "paged": (paged_attention, (DENSE[0], *PAGES), {}),
+    "paged, packed": (paged_attention, (draw(7, 6, 16), *PAGES), {"cu_seqlens_q": ints(0, 3, 7), "max_q": 5}),
+}
+# Other values for each option, wrong ones too. An option that is not here has no test: see the first one below.
+OPTIONS = {
+    "scale": [0.9, 1, 1.0, True, np.float64(0.9), np.float32(0.9), "1", None],
+    "causal": [True, False, 1, None],
+    "q_offset": [0, 2, False, 2.0, np.int64(2), ints(1, 2), torch.tensor([1, 2]), None],
+    "window": [3, (3, 1), (True, None), (3.0, 1), [3, 1], (None, None), None],
+    "chunk": [1, True, 4, 4.0, None],
+    "mask": [draw(6, 6, seed=3), draw(6, 6, seed=3) > 0, draw(1, 6), draw(6, 12)[:, ::2], None],
+    "softcap": [1.5, 2, 0, 0.0, False, None],
+    "alibi_slopes": [draw(6).abs(), draw(2, 6).abs(), draw(6).abs().double(), None],
+    "sinks": [draw(6), draw(6, seed=4), draw(12)[::2], draw(6).half(), 4, None],
+    "kv_lengths": [ints(4, 3), ints(0, 4), torch.tensor([4, 3]), ints(4, 99), ints(-1, 2), ints(4), None],
+    "layout": ["blhd", "bhld", "bdlh", None],
+    "tile_map": [TileMap.from_mask(draw(6, 6) > 0, (4, 4)), "all", None],
+    "split_size": [3, 3.0, True, None],
+    "return_lse": [True, False, 1, None],
+    "out": [torch.full((2, 6, 6, 16), 7.0), DENSE[0], torch.full((7, 6, 16), 7.0), None],
+    "allow_tf32": [True, False, 0, None],
+    "validate": [True, False, 0, "no", None],
+    "backend": ["cpu", "torch", "reference", "metal", "none", 1, None],
+    "max_q": [4, 7, 2, 5.0, True, None],
+    "max_k": [5, 9, 2, 5.0, None],
+    "cu_seqlens_q": [ints(0, 2, 7), torch.tensor([0, 2, 7]), ints(0, 5, 7), ints(1, 2, 7), ints(0, 7), None],
+}
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    call_cache.forget()
+    yield
+    call_cache.forget()
+
+
+@contextmanager
+def unknown():
+    """A call in here is as one in a process that never made another."""
+    kept = dict(call_cache._known)
+    call_cache.forget()
+    yield
+    call_cache.forget()
+    call_cache._known.update(kept)
+
+
+def outcome(entry, args, options):
+    """What a call gives, as something to compare: arrays and their kind, or an error and its text."""
+    if isinstance(options.get("out"), torch.Tensor):  # of its own each time: one call must not see another's
+        options = options | {"out": options["out"].clone()} if options["out"] is not args[0] else options
+    try:
+        result = entry(*args, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    results = result if isinstance(result, tuple) else (result,)
+    kinds = [(type(x).__name__, tuple(x.shape), str(x.dtype), str(getattr(x, "device", ""))) for x in results]
+    return type(result).__name__, kinds, [bits(x) for x in results]
+
+
+def bits(x):
+    if not isinstance(x, torch.Tensor):
+        return x.tobytes()
+    return b"" if x.is_meta else x.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def check(name, args, options):
+    """The call after a remembered one of `name`, and that one after it."""
+    entry, plain_args, plain = CALLS[name]
+    with unknown():
+        want = outcome(entry, args, options)
+    with unknown():
+        base = outcome(entry, plain_args, plain)
+    for _ in range(2):
+        assert outcome(entry, plain_args, plain) == base
+    assert call_cache.find(call_cache.key_of(entry.__name__, plain_args, plain)) is not None
+    for _ in range(3):
+        assert outcome(entry, args, options) == want
+    assert outcome(entry, plain_args, plain) == base
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_option_is_flipped_here(name):
+    entry, args, _ = CALLS[name]
+    assert set(NAMES[entry.__name__][len(args) :]) <= set(OPTIONS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(name, option):
+    """Options of other entry points too: they are unknown, whatever was remembered."""
+    _, args, options = CALLS[name]
+    for value in OPTIONS[option]:
+        check(name, args, options | {option: value})
+    check(name, args, {n: x for n, x in options.items() if n != option})
+    check(name, args, {**options, "no_option": None})
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def turned(x):
+    """The same numbers with the first two dims of size over 1 the other way in memory."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def padded(x):
+    """The same numbers, not one after the other."""
+    wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + 3))
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def shifted(x):
+    """The same numbers at an address that is no multiple of 16."""
+    flat = x.new_empty(x.numel() + 1)[1:].view(x.shape)
+    return flat.copy_(x)
+
+
+def negated(x):
+    """The same numbers, which torch holds the negative of."""
+    return torch.complex(torch.zeros_like(x), -x).conj().imag
+
+
+PROPERTIES = {
+    "other numbers": lambda x: x.flip(0).contiguous(),
+    "shape, first dim": lambda x: x[:-1],
+    "shape, last dim": lambda x: x[..., :-1],
+    "shape, one dim more": lambda x: x[None],
+    "strides": turned,
+    "contiguity": padded,
+    "last stride": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "broadcast": lambda x: x[:1].expand(x.shape),
+    "alignment": shifted,
+    "dtype": lambda x: x.half() if x.is_floating_point() else x.long(),
+    "another dtype": lambda x: x.bfloat16() if x.is_floating_point() else x.short(),
+    "float64": torch.Tensor.double,
+    "device": lambda x: x.to("meta"),
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "gradient": lambda x: x.clone().requires_grad_() if x.is_floating_point() else x,
+    "subclass": lambda x: x.as_subclass(Subclass),
+    "sparse": torch.Tensor.to_sparse,
+    "mkldnn": lambda x: x.to_mkldnn() if x.is_floating_point() else x,
+    "negated": lambda x: negated(x) if x.dtype == torch.float32 else x,
+    "NumPy": lambda x: x.numpy(),
+    "a number": lambda x: 1,
+    "None": lambda x: None,
+    "int8": lambda x: Quantised.from_float(x, "int8", 32),
+    "int8, other groups": lambda x: Quantised.from_float(x, "int8", 64),
+    "int4": lambda x: Quantised.from_float(x, "int8" if x.shape[-1] % 2 else "int4", 32),
+}
+
+
+def places(name):
+    """Where a call has tensors: positions of arguments, names of options."""
+    _, args, options = CALLS[name]
+    return [*range(len(args)), *(n for n, x in options.items() if isinstance(x, torch.Tensor))]
+
+
+@pytest.mark.parametrize("change", PROPERTIES)
+@pytest.mark.parametrize("name", CALLS)
+def test_properties_of_tensors(name, change):
+    _, args, options = CALLS[name]
+    for place in places(name):
+        x = args[place] if isinstance(place, int) else options[place]
+        if isinstance(place, int):
+            check(name, (*args[:place], PROPERTIES[change](x), *args[place + 1 :]), options)
+        else:
+            check(name, args, options | {place: PROPERTIES[change](x)})
+
+
+@pytest.mark.parametrize("name", ["dense", "varlen", "paged"])
+@pytest.mark.parametrize("change", PROPERTIES)
+def test_properties_of_quantised_tensors(monkeypatch, name, change):
+    """A remembered call of quantised keys, and then one whose data or scales are others, or none."""
+    entry, (q, k, v, *tables), options = CALLS[name]
+    stored = Quantised.from_float(k, "int8", 32)
+    monkeypatch.setitem(CALLS, "quantised", (entry, (q, stored, v, *tables), options))
+    for part in ("data", "scales"):
+        parts = {"data": stored.data, "scales": stored.scales}
+        try:
+            changed = Quantised(**parts | {part: PROPERTIES[change](parts[part])}, dtype="int8", group=32)
+        except Exception:  # refused already
+            changed = k
+        check("quantised", (q, changed, v, *tables), options)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of tangents
+@pytest.mark.parametrize("name", CALLS)
+def test_modes_of_torch(name):
+    entry, args, options = CALLS[name]
+    check(name, args, options)
+    before = outcome(entry, args, options)
+    with torch.inference_mode():
+        check(name, args, options)
+    with torch.no_grad():
+        check(name, (args[0].clone().requires_grad_(), *args[1:]), options)
+    count = len(call_cache._known)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        check(name, args, options)
+        assert len(call_cache._known) == count + 1  # a plan for other threads
+    finally:
+        torch.set_num_threads(threads)
+    with torch.autograd.forward_ad.dual_level():
+        tangent = torch.autograd.forward_ad.make_dual(args[0], torch.ones_like(args[0]))
+        kind, text = outcome(entry, (tangent, *args[1:]), options)
+        assert kind == "InvalidArgument"
+        assert "tangent" in text
+    assert outcome(entry, args, options) == before
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_never_served_by_a_remembered_call(name):
+    entry, args, options = CALLS[name]
+    entry(*args, **options)
+    for place in places(name):
+        x = (args[place] if isinstance(place, int) else options[place]).clone()
+        if not x.is_floating_point():
+            continue
+        x.requires_grad_()
+        changed = (*args[:place], x, *args[place + 1 :]) if isinstance(place, int) else args
+        changed_options = options if isinstance(place, int) else options | {place: x}
+        assert call_cache.key_of(entry.__name__, changed, changed_options) is None
+        with torch.no_grad():
+            assert call_cache.key_of(entry.__name__, changed, changed_options) is not None
+
+
+def test_keys_without_strides_are_rejected(monkeypatch):
+    key_of = call_cache.key_of
+    monkeypatch.setattr(call_cache, "key_of", lambda *call: key_of(*call) and (*key_of(*call)[:3], *key_of(*call)[4:]))
+    with pytest.raises(AssertionError):
+        check("dense", (turned(DENSE[0]), *DENSE[1:]), {})
+
+
+def test_the_cache_has_a_size(monkeypatch):
+    monkeypatch.setattr(call_cache, "MOST", 3)
+    q, k, v = DENSE
+    for keys in range(1, 7):
+        attention(q, k[:, :, :keys], v[:, :, :keys])
+        assert 1 <= len(call_cache._known) <= 3
