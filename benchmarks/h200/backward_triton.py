@@ -147,7 +147,7 @@ def flops(made: Any, share: float) -> float:
 def sdpa(args: Any, dout: Any, made: Any) -> Callable[[], Any] | None:
     """SDPA's backward of the same call, where it has one."""
     p, f = made.problem, made.tensors.forward
-    if p.packed_q or p.softcap or p.window != (None, None) or p.group > 1:
+    if p.packed_q or p.softcap or p.rules.window != (None, None) or p.group > 1:
         return None
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in args)
     inputs = [q, k, v]
@@ -155,7 +155,7 @@ def sdpa(args: Any, dout: Any, made: Any) -> Callable[[], Any] | None:
     if f.mask is not None:
         mask = f.mask.detach().clone().requires_grad_()
         inputs.append(mask)
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=p.causal)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=p.rules.causal)
     return lambda: torch.autograd.grad(out, inputs, dout.transpose(1, 2), retain_graph=True)
 
 
