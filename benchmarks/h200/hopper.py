@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hopper_checks import BF16, Way, bound_to, prepare
+from hopper_checks import BF16, Way, launcher_of, prepare
 from timing import ceilings, graphed, seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -187,7 +187,7 @@ def varlen() -> Made:
     q, k, v = (torch.randn(sum(lengths), H, D, device="cuda", dtype=BF16) for _ in range(3))
     options = {"causal": True, "max_q": 4096, "max_k": 4096}
     return sum(4 * D * H * n * (n + 1) / 2 for n in lengths), {
-        "hopper": bound_to(calls.varlen(q, k, v, cu, cu, Options(max_q=4096, max_k=4096, causal=True))),
+        "hopper": launcher_of(calls.varlen(q, k, v, cu, cu, Options(max_q=4096, max_k=4096, causal=True))),
         "triton": lambda: tilewise.varlen_attention(q, k, v, cu, cu, backend="triton", **options),
     }
 

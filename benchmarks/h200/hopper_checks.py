@@ -29,14 +29,14 @@ Way = Callable[[], torch.Tensor]
 
 def bound_call(*args: Any, **options: Any) -> Way:
     """A call of the Hopper kernels, checked and planned beforehand."""
-    return bound_to(calls.dense(*args, Options(**options)))
+    return launcher_of(calls.dense(*args, Options(**options)))
 
 
-def bound_to(call: Any) -> Way:
-    from tilewise.backends.hopper.fwd.launch import Bound
+def launcher_of(call: Any) -> Way:
+    from tilewise.backends.hopper.fwd.launch import Launcher
 
     c = config.config_of(call.problem)
-    bound = Bound(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, target_of(call.problem.device))
+    bound = Launcher(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, target_of(call.problem.device))
 
     def run() -> torch.Tensor:
         bound(call.tensors)
@@ -94,7 +94,7 @@ def repeats(which: str) -> str:
         lengths = torch.tensor([0, 5, 700, 0, 1300, 64, 129, 999])
         cu = lengths.cumsum(0).to(torch.int32).cuda()
         q, k, v = randn(cu[-1] + 3, 16), randn(cu[-1] + 3, 4), randn(cu[-1] + 3, 4)
-        run = bound_to(calls.varlen(q, k, v, cu, cu, Options(max_q=1300, max_k=1300, causal=True)))
+        run = launcher_of(calls.varlen(q, k, v, cu, cu, Options(max_q=1300, max_k=1300, causal=True)))
     else:
         keys = 4400 if "long" in option else 999
         q, k, v = randn(5, 16, 777), randn(5, 4, keys), randn(5, 4, keys)

@@ -19,7 +19,7 @@ from timing import ceilings, graphed, seconds
 from hopper import inputs, public
 from tilewise.backends.gpu.target import target_of
 from tilewise.backends.hopper.fwd import config
-from tilewise.backends.hopper.fwd.launch import Bound
+from tilewise.backends.hopper.fwd.launch import Launcher
 from tilewise.core.options import Options
 from tilewise.core.plan import Plan
 from tilewise.validation import calls
@@ -39,7 +39,7 @@ WORKS: dict[str, tuple[int, dict[str, Any]]] = {
 def bound(late: bool, *given: torch.Tensor, **options: Any) -> Any:
     call = calls.dense(*given, Options(**options))
     c = replace(config.config_of(call.problem), late_wait=late)
-    made = Bound(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, target_of(call.problem.device))
+    made = Launcher(Plan(call.problem, "hopper", "", (64 * c.consumers, c.BN)), c, target_of(call.problem.device))
 
     def run() -> torch.Tensor:
         made(call.tensors)

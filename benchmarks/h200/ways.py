@@ -37,9 +37,9 @@ def bound_call(c: Config, *args: Any, entry: str = "dense", **options: Any) -> W
 def bound_way(c: Config, call: calls.Call, **spec: Any) -> Way:
     """`spec`: what the kernel is compiled for, where the heuristics would say otherwise."""
     from tilewise.backends.gpu.target import target_of
-    from tilewise.backends.triton.launch import Bound
+    from tilewise.backends.triton.launch import Launcher
 
-    bound = Bound(Plan(call.problem, "triton", "", (c.BM // c.pack, c.BK)), c, target_of(call.problem.device))
+    bound = Launcher(Plan(call.problem, "triton", "", (c.BM // c.pack, c.BK)), c, target_of(call.problem.device))
 
     bound.spec = replace(bound.spec, **spec)
 

@@ -23,7 +23,7 @@ from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
 from tilewise.backends.triton.bwd.launch import Backward, fixup_of
 from tilewise.backends.triton.config import config_of
-from tilewise.backends.triton.launch import Bound
+from tilewise.backends.triton.launch import Launcher
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.core.storage import StorageFormat
@@ -164,7 +164,7 @@ def resources(ptx: str, arch: int) -> tuple[int, int]:
     return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
 
 
-def memory_of(bound: Bound, ints: torch.Tensor, floats: torch.Tensor, inside: bool = False) -> tuple[Any, Any]:
+def memory_of(bound: Launcher, ints: torch.Tensor, floats: torch.Tensor, inside: bool = False) -> tuple[Any, Any]:
     """What a call would set aside for a kernel: workspaces, and a mask's lists. `inside`: it combines splits too."""
     spec = bound.spec
     used = (spec.split, spec.split, inside, spec.guard == "flag", spec.ordered)
@@ -175,7 +175,7 @@ def memory_of(bound: Bound, ints: torch.Tensor, floats: torch.Tensor, inside: bo
 def shared_of(problem: Problem, arch: int) -> int:
     """Bytes of shared memory that the attention kernels of a problem take, the fix-up included."""
     c = config_of(problem, nvidia(arch))
-    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
+    bound = Launcher(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
     kernel, fixup_kernel, given = bound.attention(tensors_of(problem), *memory_of(bound, ints, floats))
@@ -189,7 +189,7 @@ def shared_of(problem: Problem, arch: int) -> int:
 def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
     """The attention kernel of a problem, with the launch that the heuristics choose or with another."""
     c = config or config_of(problem, nvidia(arch))
-    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
+    bound = Launcher(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
@@ -200,7 +200,7 @@ def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
 def helpers_of(problem: Problem, arch: int) -> Iterator[Compiled]:
     """The kernels beside the attention kernel: the fix-up, and those of a mask or of splits."""
     c = config_of(problem, nvidia(arch))
-    bound = Bound(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
+    bound = Launcher(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
     t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")

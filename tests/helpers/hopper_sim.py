@@ -13,7 +13,7 @@ from gluon_sim import Descriptor, Machine
 from gluon_values import Pointer, SimError
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd.config import config_of
-from tilewise.backends.hopper.fwd.launch import FLAGS_AT, Bound
+from tilewise.backends.hopper.fwd.launch import FLAGS_AT, Launcher
 from tilewise.core.mask_rules import RULE_NUMBERS
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
@@ -60,7 +60,7 @@ class Launch:
         self.call, self.t = call, call.tensors
         p = self.problem = call.problem
         c = config or config_of(p)
-        self.bound = Bound(Plan(p, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90, processors))
+        self.bound = Launcher(Plan(p, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90, processors))
         self.done: Counter[tuple[int, ...]] = Counter()
 
     def arguments(self, kernels: Any, spec: Any, counter: Any, flags: Any) -> Any:

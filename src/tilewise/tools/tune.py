@@ -124,12 +124,12 @@ def _checked(x: Inputs) -> Call:
 
 def time_on_gpu(call: Call, launches: Sequence[Config]) -> list[float | None]:
     """The median over rounds in which all take turns, by CUDA events."""
-    from ..backends.triton.launch import Bound
+    from ..backends.triton.launch import Launcher
 
-    runs: list[Bound | None] = []
+    runs: list[Launcher | None] = []
     for c in launches:
         plan = Plan(call.problem, "triton", "", (c.BM // c.pack, c.BK))
-        bound: Bound | None = Bound(plan, c, target_of(call.problem.device))
+        bound: Launcher | None = Launcher(plan, c, target_of(call.problem.device))
         try:
             assert bound is not None
             bound(call.tensors)

@@ -217,7 +217,7 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     s = config.spec(p, c)
     elements = s.BM * 64 * s.q_stages + c.BN * 64 * (s.k_stages + s.v_stages) + s.BM * s.out_columns
     assert 2 * (2 * elements + 2048) <= SHARED
-    bound = launch.Bound(Plan(p, "hopper", "", (128, 64)), c, nvidia(90))
+    bound = launch.Launcher(Plan(p, "hopper", "", (128, 64)), c, nvidia(90))
     assert bound.programs == 2 * 132
     registers, threads = bound.attention.options["maxnreg"], 128 * (s.consumers + 1)
     assert 2 * registers * threads <= 65536 < 2 * (registers + 8) * threads
@@ -230,7 +230,7 @@ def test_repeated_calls_may_be_unaligned(monkeypatch):
     """TMA needs 16 bytes: q, k and v are copied, the output is written elsewhere first."""
     seen = []
 
-    class Bound:
+    class Launcher:
         def __init__(self, plan, c, target):
             self.ready = {}
 
@@ -240,7 +240,7 @@ def test_repeated_calls_may_be_unaligned(monkeypatch):
             t.out.copy_(t.q + t.k + t.v)
             t.lse.fill_(5)
 
-    monkeypatch.setattr(launch, "Bound", Bound)
+    monkeypatch.setattr(launch, "Launcher", Launcher)
     monkeypatch.setattr(launch, "target_of", lambda device: nvidia(90))
 
     def tensors(shift):

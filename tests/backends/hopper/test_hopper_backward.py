@@ -26,7 +26,7 @@ def given(s, B=4, H=16, Hkv=4, L=4096):
     """Arguments without memory."""
     q, dout = (torch.empty(B, L, H, s.D, dtype=torch.bfloat16, device="meta").transpose(1, 2) for _ in range(2))
     k, v, dk, dv = (torch.empty(B, L, Hkv, s.D, dtype=torch.bfloat16, device="meta").transpose(1, 2) for _ in range(4))
-    return launch.arguments(q, k, v, dout, dk, dv, *launch.workspaces(q, s), 0, 0.1, 4, s)
+    return launch.arguments(q, k, v, dout, dk, dv, launch.workspaces(q, s), 0, 0.1, 4, s)
 
 
 @pytest.mark.parametrize(

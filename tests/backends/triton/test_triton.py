@@ -64,9 +64,10 @@ def test_conformance_in_the_interpreter(share):
 def test_interpreted_kernels_notice_a_wrong_result():
     """The runs above can fail: a window one key too wide is caught."""
     code = RUN.replace("torch.set_num_threads(1)", "import tilewise.backends.triton.launch as launch\n"
-        "init = launch.Bound.__init__\n"
+        "init = launch.Launcher.__init__\n"
         "def wide(self, plan, c, target):\n    init(self, plan, c, target)\n    self.sizes['left'] += 1\n"
-        "launch.Bound.__init__ = wide\nCASES = [c for c in CASES if 'window7' in str(c)]\nPROPERTIES = {}")  # fmt: skip
+        "launch.Launcher.__init__ = wide\n"
+        "CASES = [c for c in CASES if 'window7' in str(c)]\nPROPERTIES = {}")  # fmt: skip
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, "0", "1"], env=env, capture_output=True, text=True
@@ -84,16 +85,16 @@ torch.manual_seed(0)
 
 # Splits combined by the last program and by a launch of their own, which is what a CUDA graph holds: the same bits.
 inside = []
-first = launch.Bound.first
+first = launch.Launcher.first
 def watched(self, t, key):
     inside.append(self.combines_inside)
     first(self, t, key)
-launch.Bound.first = watched
+launch.Launcher.first = watched
 q, k, v = torch.randn(2, 6, 1, 64), torch.randn(2, 2, 900, 64), torch.randn(2, 2, 900, 64)
 results = []
 for most in (split_kv.COMBINE_BYTES, 0):
     split_kv.COMBINE_BYTES = most
-    launch.bound_to.kept.clear()
+    launch.launcher_of.kept.clear()
     results.append(attention(q, k, v, return_lse=True, sinks=torch.randn(6).mul(0).add(1), backend="triton"))
 assert inside == [True, False], inside
 assert (results[0].out == results[1].out).all() and (results[0].lse == results[1].lse).all()
@@ -153,7 +154,7 @@ for case in (
     check_case(case, "triton")
     if case.D == 64:  # and in tiles of 64 keys
         config.SHORT_KEYS = 0
-        launch.bound_to.kept.clear()
+        launch.launcher_of.kept.clear()
         check_case(case, "triton")
 print("fine")
 """

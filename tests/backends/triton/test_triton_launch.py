@@ -182,7 +182,7 @@ class Recorded:
         given = [x for x in (getattr(t, f.name) for f in fields(Tensors)) if x is not None]
         self.ready[tuple(x.stride() for x in given)] = "ready"
 
-    def again(self, ready, addresses, device):
+    def relaunch(self, ready, addresses, device):
         self.launched.append((ready, addresses))
 
 

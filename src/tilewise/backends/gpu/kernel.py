@@ -42,8 +42,8 @@ def is_aligned(addresses: Sequence[int], device: torch.device) -> bool:
     return either & 15 == 0 and torch._C._cuda_getDevice() == device.index
 
 
-def by_address(bound: Any, t: Tensors) -> Callable[..., None]:
-    """The launches of a plan (`bound`) for tensors that differ from those in `t` in their addresses only.
+def by_address(launcher: Any, t: Tensors) -> Callable[..., None]:
+    """The launches of a plan (`launcher`) for tensors that differ from those in `t` in their addresses only.
 
     They are given in the order of the fields of `Tensors`; None is left out.
     """
@@ -51,18 +51,18 @@ def by_address(bound: Any, t: Tensors) -> Callable[..., None]:
     there = {f.name: getattr(t, f.name) for f in fields(Tensors)}
     forms = [(name, x.shape, x.stride()) for name, x in there.items() if x is not None]
     key = tuple([stride for _, _, stride in forms])
-    ready = bound.ready.get(key)
+    ready = launcher.ready.get(key)
 
     def launch(*tensors: torch.Tensor | None) -> None:
         nonlocal ready
         given = [x for x in tensors if x is not None]
         addresses = [x.data_ptr() for x in given]
         if ready is not None and is_aligned(addresses, device):
-            bound.again(ready, addresses, device)
+            launcher.relaunch(ready, addresses, device)
             return
         views: Arguments = {form[0]: x.as_strided(*form[1:]) for form, x in zip(forms, given, strict=True)}
-        bound(Tensors(**views))
-        ready = bound.ready.get(key)
+        launcher(Tensors(**views))
+        ready = launcher.ready.get(key)
 
     return launch
 

@@ -38,13 +38,13 @@ def plan(problem: Problem) -> Plan:
 
 
 def run(plan: Plan, tensors: Tensors) -> None:
-    _launch().bound_to(plan)(tensors)
+    _launch().launcher_of(plan)(tensors)
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
     from ..gpu.kernel import by_address
 
-    return by_address(_launch().bound_to(plan), tensors)
+    return by_address(_launch().launcher_of(plan), tensors)
 
 
 @cache

@@ -46,7 +46,7 @@ class Launches(NamedTuple):
     ordering: Ready | None
 
 
-class Bound:
+class Launcher:
     """All that a plan's calls have in common."""
 
     def __init__(self, plan: Plan, c: Config, target: Target) -> None:
@@ -106,7 +106,7 @@ class Bound:
             if not is_aligned(addresses, t.q.device):
                 key = None
             elif (ready := self.ready.get(key)) is not None:
-                self.again(ready, addresses, t.q.device, states)
+                self.relaunch(ready, addresses, t.q.device, states)
                 return
         with torch.cuda.device(t.q.device) if not INTERPRETED else nullcontext():
             self.first(t, key)
@@ -137,7 +137,7 @@ class Bound:
         if key is not None and attention is not None and not captured:
             self.ready[key] = Launches(attention, inside, fixup, combining, listing, ordering)
 
-    def again(self, ready: Launches, addresses: list[int], device: torch.device, states: Any = None) -> None:
+    def relaunch(self, ready: Launches, addresses: list[int], device: torch.device, states: Any = None) -> None:
         """A call like an earlier one. Addresses are in the order of the kernels' arguments; `states` are of its map."""
         attention, inside, fixup, combining, listing, ordering = ready
         partial = partial_ml = 0
@@ -247,8 +247,8 @@ def alignment(*tensors: torch.Tensor | None) -> int:
 
 
 @ByPlan
-def bound_to(plan: Plan) -> Bound:
+def launcher_of(plan: Plan) -> Launcher:
     """The plan's launches."""
     device = plan.problem.device
     target = INTERPRETER if INTERPRETED else target_of(device)
-    return Bound(plan, tuned.config_of(plan.problem, target_of(device)), target)
+    return Launcher(plan, tuned.config_of(plan.problem, target_of(device)), target)

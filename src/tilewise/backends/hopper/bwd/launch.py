@@ -27,10 +27,11 @@ def flat_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescripto
 
 
 def arguments(
-    q: Any, k: Any, v: Any, dout: Any, dk: Any, dv: Any, acc: Any, stats: Any, semaphores: Any, counter: Any,
-    q_offset: int, scale: float, swizzle: int, s: BackwardSpec,
+    q: Any, k: Any, v: Any, dout: Any, dk: Any, dv: Any, spaces: Any, q_offset: int, scale: float, swizzle: int,
+    s: BackwardSpec,
 ) -> dict[str, Any]:  # fmt: skip
-    """The kernel's arguments. q, dout [B, H, Lq, D], k, v, dk, dv [B, Hkv, Lk, D]."""
+    """The kernel's arguments. q, dout [B, H, Lq, D], k, v, dk, dv [B, Hkv, Lk, D]; `spaces` of `workspaces`."""
+    acc, stats, semaphores, counter = spaces
     _, H, Lq, D = q.shape
     Hkv, Lk = k.shape[1:3]
     return {
@@ -113,7 +114,7 @@ def run(
     spaces = workspaces(q, s)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     before(out, dout, lse, scale, spaces, s)
-    given = arguments(q, k, v, dout, dk, dv, *spaces, q_offset, scale, swizzle or planes_at_once(q, k, s), s)
+    given = arguments(q, k, v, dout, dk, dv, spaces, q_offset, scale, swizzle or planes_at_once(q, k, s), s)
     backward[(given["k_blocks"] * q.shape[0] * k.shape[1],)](**given, **OPTIONS)
     after(spaces, dq, scale, s)
     return dq, dk, dv

@@ -50,7 +50,7 @@ class Launches(NamedTuple):
     maps: list[TensorMap]  # of all of these
 
 
-class Bound:
+class Launcher:
     """All that a plan's calls have in common."""
 
     def __init__(self, plan: Plan, c: Config, target: Target) -> None:
@@ -110,7 +110,7 @@ class Bound:
                 key = tuple([x.stride() for x in given])
                 ready = self.ready.get(key)
                 if ready is not None:
-                    self.again(ready, addresses, t.q.device)
+                    self.relaunch(ready, addresses, t.q.device)
                     return
         with torch.cuda.device(t.q.device):
             self.first(t, key)
@@ -130,7 +130,7 @@ class Bound:
         if key is not None and attention is not None:
             self.ready[key] = Launches(ordering, attention, fixup, listing, list(maps.values()))
 
-    def again(self, ready: Launches, addresses: list[int], device: torch.device) -> None:
+    def relaunch(self, ready: Launches, addresses: list[int], device: torch.device) -> None:
         """A call like an earlier one, with tensors at these addresses."""
         at: Arguments = dict(zip(self.names, addresses, strict=True))
         ordering, attention, fixup, listing, maps = ready
@@ -193,6 +193,6 @@ class Bound:
 
 
 @ByPlan
-def bound_to(plan: Plan) -> Bound:
+def launcher_of(plan: Plan) -> Launcher:
     """The plan's launches."""
-    return Bound(plan, config.config_of(plan.problem), target_of(plan.problem.device))
+    return Launcher(plan, config.config_of(plan.problem), target_of(plan.problem.device))

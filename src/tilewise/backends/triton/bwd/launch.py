@@ -80,7 +80,7 @@ class Backward:
             if ready is None:
                 self.first(t, memory, key)
             else:
-                self.again(t, given, ready)
+                self.relaunch(t, given, ready)
             if t.dsinks is not None:
                 torch.sum(memory["DSINKS"], 0, out=t.dsinks)
 
@@ -98,7 +98,7 @@ class Backward:
         if key is not None and all(launch for _, launch in ready) and not capturing():
             self.ready[key] = ready, listings
 
-    def again(self, t: BackwardTensors, given: Arguments, ready: tuple[list[Any], dict[str, Any]]) -> None:
+    def relaunch(self, t: BackwardTensors, given: Arguments, ready: tuple[list[Any], dict[str, Any]]) -> None:
         """A call like an earlier one."""
         launches, listings = ready
         device = t.dout.device
