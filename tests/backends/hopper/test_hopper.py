@@ -18,7 +18,6 @@ from tilewise.backends.hopper.fwd import config, launch
 from tilewise.core.plan import Plan
 from tilewise.core.problem import MaskSpec
 from tilewise.core.storage import FORMATS
-from tilewise.core.tensors import Tensors
 from tilewise.dispatch import planner
 
 SHARED = 227 << 10
@@ -224,40 +223,6 @@ def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     left = registers * threads - 128 * (c.consumer_regs + c.producer_regs)  # the other consumer's
     assert left > 128 * 96
     assert "maxnreg" not in bound.fixup.options
-
-
-def test_repeated_calls_may_be_unaligned(monkeypatch):
-    """TMA needs 16 bytes: q, k and v are copied, the output is written elsewhere first."""
-    seen = []
-
-    class Launcher:
-        def __init__(self, plan, c, target):
-            self.ready = {}
-
-        def __call__(self, t):
-            seen.append(t)
-            assert all(x.data_ptr() % 16 == 0 for x in (t.q, t.k, t.v, t.out))
-            t.out.copy_(t.q + t.k + t.v)
-            t.lse.fill_(5)
-
-    monkeypatch.setattr(launch, "Launcher", Launcher)
-    monkeypatch.setattr(launch, "target_of", lambda device: nvidia(90))
-
-    def tensors(shift):
-        memory = torch.arange(4 * 512 + 64, dtype=torch.float32).to(torch.bfloat16)
-        q, k, v, out = (memory[512 * i + shift :][:512].view(1, 16, 2, 16) for i in range(4))  # [B, L, H, D]
-        return q, k, v, out.clone() if shift == 0 else out, torch.empty(1, 16, 2)
-
-    q, k, v, out, lse = tensors(0)
-    first = Tensors(*(x.transpose(1, 2) for x in (q, k, v, out)), lse.transpose(1, 2))
-    run = launch.bind(Plan(problem(), "hopper", "", (64, 64)), first)
-    for shift in (0, 3):
-        q, k, v, out, lse = tensors(shift)
-        want = q + k + v
-        run(q, k, v, out, lse)
-        assert torch.equal(out, want)
-        assert bool((lse == 5).all())
-        assert seen[-1].q.shape == (1, 2, 16, 16)
 
 
 ORDER = """
