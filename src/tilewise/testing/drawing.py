@@ -89,6 +89,13 @@ def draw_case(
     return consistent(Case(**fields))
 
 
+def draw_trained(c: Chooser, most: int = 70) -> Case:
+    """A `Case` that has gradients."""
+    case = draw_case(c, most, forms=("dense", "varlen"))
+    stored = {name: "" for name in ("k", "v") if "/" in getattr(case, name)}
+    return replace(case, **stored)  # type: ignore[arg-type]
+
+
 def draw_option(c: Chooser, name: str) -> Any:
     """A value of one of `CHANGES`."""
     if name == "causal":
