@@ -1,12 +1,12 @@
-"""Runs FlashAttention's own test files on tilewise, and lists their forward cases by outcome.
+"""Runs FlashAttention's own test files on tilewise, gradients included, and lists their cases by outcome.
 
     git clone https://github.com/Dao-AILab/flash-attention
     pip install einops pytest
     python tools/flash_attn_tests.py flash-attention --sample 50 --json outcome.json
 
 The files are copied to a temporary folder with "cuda" replaced by the device, and run with `tilewise.compat.flash_attn`
-installed as flash-attn. Only the forward pass is compared: every gradient that a test asks for is zero, that of
-FlashAttention as that of its references, so its checks of gradients say nothing. Dropout is refused by tilewise: those
+installed as flash-attn. Their checks are theirs, of outputs and of gradients. Cases of pages and of float8 ask for no gradients,
+but hand in tensors that require them: they run without. Dropout is refused by tilewise: those
 cases are counted and not run. The grids have 700,000 cases in all: `--sample` draws so many of each test at random.
 """
 
@@ -36,8 +36,6 @@ FILES = {
     "FlashAttention 3": ("hopper/test_flash_attn.py", ("hopper/test_util.py", "hopper/padding.py")),
 }
 LEFT_OUT = {  # tests by words in their names
-    "bwd": "backward",
-    "deterministic": "backward",
     "bw_compatibility": "schemas of operators",
     "generator_arg": "an argument of FlashAttention's C++ module",
     "varlen_paged_kv_num_splits": "a private function of FlashAttention",
@@ -47,7 +45,7 @@ SIZES = ("seqlen", "seqlen_q", "seqlen_k")
 
 
 class Outcomes:
-    """A pytest plugin: draws cases, runs them without gradients, and counts how they end."""
+    """A pytest plugin: draws cases, runs them, and counts how they end."""
 
     def __init__(self, sample: int | None, longest: int, seed: int) -> None:
         self.sample, self.longest, self.random = sample, longest, random.Random(seed)
@@ -79,7 +77,9 @@ class Outcomes:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: Any) -> Any:
-        with torch.no_grad():
+        paged = bool(_parameter(item, "paged_kv_block_size") or _parameter(item, "page_size"))
+        float8 = _parameter(item, "dtype") == torch.float8_e4m3fn
+        with torch.set_grad_enabled(not paged and not float8):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -101,18 +101,12 @@ def _parameter(item: Any, name: str) -> Any:
     return item.callspec.params.get(name, 0) if hasattr(item, "callspec") else 0
 
 
-def _no_gradients(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.zeros_like(x) for x in ([inputs] if isinstance(inputs, torch.Tensor) else inputs))
-
-
 class _Properties:
     total_memory = 80 * 2**30
 
 
 def pretend(device: str) -> None:
     """What the files ask of a GPU while they are imported, and what they take from FlashAttention's private parts."""
-    os.environ["FLASH_ATTENTION_DISABLE_BACKWARD"] = "TRUE"
-    torch.autograd.grad = _no_gradients  # type: ignore[assignment]
     flash_attn.install(replace=True)
     interface: Any = sys.modules["flash_attn.flash_attn_interface"]
     interface.USE_TRITON_ROCM = False
@@ -148,7 +142,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the outcomes here")
     given = parser.parse_args()
     pretend(given.device)
-    record: dict[str, Any] = {"compared": "forward only: every gradient in the tests is zero", "files": {}}
+    record: dict[str, Any] = {"compared": "outputs and gradients", "files": {}}
     if given.json and given.json.exists():  # the other file's outcomes stay
         record = json.loads(given.json.read_text(encoding="utf-8"))
     for name in given.only or FILES:
