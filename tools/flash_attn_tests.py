@@ -5,9 +5,9 @@
     python tools/flash_attn_tests.py flash-attention --sample 50 --json outcome.json
 
 The files are copied to a temporary folder with "cuda" replaced by the device, and run with `tilewise.compat.flash_attn`
-installed as flash-attn. Their checks are theirs, of outputs and of gradients. Cases of pages and of float8 ask for no gradients,
-but hand in tensors that require them: they run without. Dropout is refused by tilewise: those
-cases are counted and not run. The grids have 700,000 cases in all: `--sample` draws so many of each test at random.
+installed as flash-attn. The checks are theirs, of outputs and of gradients. Cases of pages and of float8 ask for no
+gradients, but hand in tensors that require them: they run without. Dropout is refused by tilewise: those cases are
+counted and not run. The grids have 700,000 cases in all: `--sample` draws so many of each test at random.
 """
 
 from __future__ import annotations

@@ -70,6 +70,8 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
         return_lse: return an `AttentionState` of `out` and `lse`, the log of the softmax's sum.
         out: where to write, `[B, H, Lq, Dv]` (or as `layout` says) in q's dtype.
         allow_tf32: one TF32 pass for float32 inputs on a GPU.
+        deterministic: of gradients, which are the same to the bit each time. False allows faster reductions where a
+            backend has them. The forward pass always is.
         validate: check the values inside lengths, offsets and tables: None where they are on the CPU, True always (a
             GPU then waits), False never.
         backend: serve the call by this backend or raise `Unsupported`; None takes the best that can.
@@ -284,7 +286,7 @@ def plan(
         call.problem = replace(call.problem, return_lse=True)
     chosen = planner.choose(call.problem, backend, threads)
     if needed:
-        chosen = replace(chosen, backward=autograd.plan(call.problem, needed, backend))
+        chosen = replace(chosen, backward=autograd.plan(call.problem, needed, backend, options))
     return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
 
 

@@ -23,7 +23,7 @@ from .quantised import Quantised
 from .state import AttentionState
 from .validation import calls, keywords
 from .validation.arrays import returner, to_tensor
-from .validation.backward import BackwardCall, backward
+from .validation.backward import BackwardCall, backward, is_deterministic
 
 TABLES = {"attention": (), "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k")}
 FORWARD_ONLY = ("return_lse", "out", "split_size")  # options that mean nothing to a backward pass
@@ -90,16 +90,17 @@ def attention_backward(
         keywords.refuse(unknown, dict.fromkeys([*keywords.of(attention_backward), *Options.__dataclass_fields__]))
     planner.check_name(backend)
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
+    options["deterministic"] = deterministic
     back = returner(q)
     with torch.no_grad():
-        call = _checked(q, k, v, out, lse, dout, dlse, grads, deterministic, options)
+        call = _checked(q, k, v, out, lse, dout, dlse, grads, options)
         _run(call, backend)
     found = _results(call, {"q": q, "k": k, "v": v, **options})
     return AttentionGradients(*(x if x is None else back(x) for x in found))
 
 
 def _checked(
-    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, grads: Any, deterministic: Any, options: Any
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, grads: Any, options: dict[str, Any]
 ) -> BackwardCall:
     for name, x in (("k", k), ("v", v)):
         if isinstance(x, Quantised):
@@ -114,7 +115,7 @@ def _checked(
         raise InvalidArgument("max_q or max_k", "given alone", "cu_seqlens_q and cu_seqlens_k with them")
     else:
         call = calls.dense(q, k, v, o)
-    return backward(call, o.layout, lse, dout, dlse, grads, deterministic)
+    return backward(call, o, lse, dout, dlse, grads)
 
 
 def _results(call: BackwardCall, given: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
@@ -156,9 +157,9 @@ def set_aside(names: tuple[str, ...]) -> AbstractContextManager[object]:
     return torch.no_grad() if names else nullcontext()
 
 
-def plan(problem: Problem, names: tuple[str, ...], backend: str | None) -> Plan:
+def plan(problem: Problem, names: tuple[str, ...], backend: str | None, options: dict[str, Any]) -> Plan:
     """The plan of a call's gradients: by its backend if that has a backward pass, else by the best."""
-    problem = replace(problem, grads=names)
+    problem = replace(problem, grads=names, deterministic=is_deterministic(options.get("deterministic", True)))
     return planner.choose(problem, _preferred(problem, backend), torch.get_num_threads())
 
 
@@ -202,11 +203,10 @@ class _Attention(torch.autograd.Function):
         from . import api  # which needs this module
 
         given = options | dict(zip(held, tensors, strict=True))
-        deterministic = given.pop("deterministic", True)
         tables = [given.pop(table) for table in TABLES[name]]
         out, lse = getattr(api, name)(q, k, v, *tables, return_lse=True, **given)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        ctx.options, ctx.held, ctx.deterministic = options, held, deterministic
+        ctx.options, ctx.held = options, held
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -219,7 +219,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         options = {name: x for name, x in ctx.options.items() if name not in FORWARD_ONLY}
-        how = (options | {"deterministic": ctx.deterministic}, ctx.held, tuple(wanted))
+        how = options, ctx.held, tuple(wanted)
         if torch.is_grad_enabled():  # create_graph=True
             found = _Gradients.apply(how, q, k, v, out, lse, dout, dlse, *tensors)
         else:
@@ -244,8 +244,8 @@ def gradients(how: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, d
     """The gradients of a call that has run: by its backend if that has a backward pass, else by the best."""
     options, held, wanted = how
     given = options | dict(zip(held, tensors, strict=True))
-    backend, deterministic = given.pop("backend", None), given.pop("deterministic")
+    backend = given.pop("backend", None)
     with torch.no_grad():
-        call = _checked(q, k, v, out, lse, dout, dlse, wanted, deterministic, given)
+        call = _checked(q, k, v, out, lse, dout, dlse, wanted, given)
         _run(call, _preferred(call.problem, backend))
         return _results(call, {"q": q, "k": k, "v": v, **given})

@@ -44,8 +44,8 @@ OTHER_TENSORS = {  # that may be left out
     "paged_attention": ("cu_seqlens_q", *TENSOR_OPTIONS),
 }
 SIZES = {
-    "attention": "str layout='bhld'",
-    "varlen_attention": "SymInt? max_q=None, SymInt? max_k=None",
+    "attention": "str layout='bhld', bool deterministic=True",
+    "varlen_attention": "SymInt? max_q=None, SymInt? max_k=None, bool deterministic=True",
     "paged_attention": "SymInt? max_q=None, str layout='bhld'",
 }
 # What an operator takes before the star, in order.
@@ -247,7 +247,7 @@ def _run_backward(*tensors: Any, **options: Any) -> list[torch.Tensor]:
     given = _given(("q", "k", "v", *BACKWARD, "grads"), tensors, options)
     grads = tuple(given.pop("grads").split(","))
     first = [given.pop(name, None) for name in ("q", "k", "v", "out", "lse", "dout", "dlse")]
-    found = autograd.gradients(({"backend": None, "deterministic": True} | given, (), grads), *first)
+    found = autograd.gradients((given, (), grads), *first)
     return [x for x in found if x is not None]
 
 
@@ -263,7 +263,7 @@ def _no_double_backward(ctx: Any, *_: Any) -> None:
 def _define_backward() -> None:
     first = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *BACKWARD[:3]))
     rest = ", ".join(f"Tensor? {x}" for x in BACKWARD[3:])
-    sizes = "str layout='bhld', SymInt? max_q=None, SymInt? max_k=None"
+    sizes = "str layout='bhld', SymInt? max_q=None, SymInt? max_k=None, bool deterministic=True"
     schema = f"({first}, {rest}, str grads, *, {sizes}, {RULES}) -> Tensor[]"
     _add("attention_backward", schema, _run_backward, _backward_shapes)
     torch.library.register_autograd("tilewise::attention_backward", _no_double_backward, lib=_library)

@@ -42,12 +42,14 @@ class SharedOptions(TypedDict, total=False):
 class AttentionOptions(SharedOptions, total=False):
     kv_lengths: Array | None
     layout: Layout
+    deterministic: bool
 
 
 class VarlenOptions(SharedOptions, total=False):
     max_q: int | None
     max_k: int | None
     kv_lengths: Array | None
+    deterministic: bool
 
 
 class PagedOptions(SharedOptions, total=False):

@@ -18,6 +18,7 @@ from tilewise import (
     varlen_attention,
 )
 from tilewise.backends.torch import backward as tiled
+from tilewise.core.options import Options
 from tilewise.dispatch import planner
 from tilewise.reference import gradients
 from tilewise.testing.case import Case, make
@@ -229,6 +230,7 @@ def test_refusals():
         ("grads", "tuple", lambda: attention_backward(q, k, v, out, lse, dout, grads="q")),
         ("grads", "float mask", lambda: attention_backward(q, k, v, out, lse, dout, grads=("mask",))),
         ("grads", "sinks", lambda: attention_backward(q, k, v, out, lse, dout, grads=("sinks",))),
+        ("deterministic", "True or False", lambda: attention(q, k, v, deterministic=1)),
         ("deterministic", "True or False", lambda: attention_backward(q, k, v, out, lse, dout, deterministic=1)),
         ("max_q", "cu_seqlens", lambda: attention_backward(q, k, v, out, lse, dout, max_q=3)),
         ("split_size", "unknown", lambda: attention_backward(q, k, v, out, lse, dout, split_size=3)),
@@ -278,20 +280,50 @@ def test_a_backend_without_a_backward_pass_is_passed_over_with_the_reason():
             assert planner.supports(name, plan.backward.problem)
 
 
-def test_use_deterministic_algorithms_is_obeyed(monkeypatch):
-    seen = []
-    run = tiled.run_backward
+@pytest.fixture
+def problems(monkeypatch):
+    """The problems of the torch backend's backward passes."""
+    seen, run = [], tiled.run_backward
     monkeypatch.setattr(tilewise.backends.torch, "run_backward", lambda p, t: (seen.append(p.problem), run(p, t)))
-    q, k, v = (x.detach() for x in dense())
+    return seen
+
+
+@pytest.fixture
+def _strict():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def backward_of_all(**options):
+    """A backward pass by each way to ask for one."""
+    q, k, v = dense()
     out, lse = attention(q, k, v, return_lse=True)
-    for strict in (False, True):
-        torch.use_deterministic_algorithms(strict)
-        try:
-            for choice in (False, True):
-                attention_backward(q, k, v, out, lse, out, deterministic=choice, backend="torch")
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert [p.deterministic for p in seen] == [False, True, True, True]
+    attention_backward(q, k, v, out, lse, out, backend="torch", **options)
+    attention(q, k, v, backend="torch", **options).sum().backward()
+    packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    cu = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (20, 33)]
+    varlen_attention(*packed, *cu, backend="torch", **options).sum().backward()
+    torch.ops.tilewise.attention(q, k, v, backend="torch", **options).sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"deterministic": False}], ids=str)
+def test_deterministic_is_handed_on(problems, options):
+    backward_of_all(**options)
+    assert [p.deterministic for p in problems] == [options.get("deterministic", True)] * 4
+    q, k, v = dense()
+    plan = tilewise.plan(q, k, v, **options)
+    assert plan.backward.problem.deterministic == options.get("deterministic", True)
+    assert plan.problem.deterministic
+    assert ("not deterministic" in str(plan)) == (options == {"deterministic": False})
+
+
+@pytest.mark.usefixtures("_strict")
+def test_use_deterministic_algorithms_is_obeyed(problems):
+    backward_of_all(deterministic=False)
+    assert [p.deterministic for p in problems] == [True] * 4
+    q, k, v = dense()
+    assert tilewise.plan(q, k, v, deterministic=False).backward.problem.deterministic
 
 
 def test_activation_checkpointing():
@@ -332,7 +364,7 @@ def test_memory_is_flat_in_length():
         call = make(Case(B=1, H=1, Lq=length, D=8, causal=True)).checked(return_lse=True)
         call.tensors.out.fill_(0.5)
         call.tensors.lse.fill_(3.0)
-        made = backward(call, "bhld", call.lse, call.out, None, differentiable(call.problem), True)
+        made = backward(call, Options(), call.lse, call.out, None, differentiable(call.problem))
         Largest.size = 0
         with Largest():
             tiled.run_backward(tiled.plan_backward(made.problem), made.tensors)

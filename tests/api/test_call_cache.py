@@ -56,6 +56,7 @@ OPTIONS = {
     "return_lse": [True, False, 1, None],
     "out": [torch.full((2, 6, 6, 16), 7.0), DENSE[0], torch.full((7, 6, 16), 7.0), None],
     "allow_tf32": [True, False, 0, None],
+    "deterministic": [True, False, 0, None],
     "validate": [True, False, 0, "no", None],
     "backend": ["cpu", "torch", "reference", "metal", "none", 1, None],
     "max_q": [4, 7, 2, 5.0, True, None],

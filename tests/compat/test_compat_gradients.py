@@ -4,10 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+import tilewise
 from tilewise import InvalidArgument
+from tilewise.backends.torch import backward as tiled
 from tilewise.compat import flash_attn as fa
 from tilewise.compat import flash_attn_3 as fa3
 from tilewise.compat import sdpa
+from tilewise.dispatch import planner
 
 torchs = sdpa._torchs
 
@@ -102,6 +105,21 @@ def test_a_second_query_whose_keys_lie_beside_the_values():
         return plain(torch.cat((qv, q), -1), row, v, True)
 
     same(ours, exact, q, qv, row)
+
+
+@pytest.mark.parametrize("module", [fa, fa3], ids=["2", "3"])
+def test_deterministic_is_honoured(module, monkeypatch):
+    seen, run = [], tiled.run_backward
+    monkeypatch.setattr(tilewise.backends.torch, "run_backward", lambda p, t: (seen.append(p.problem), run(p, t)))
+    monkeypatch.setattr(planner, "BACKENDS", ("torch",))
+    planner.choose.cache_clear()
+    q, k, v = (peaked(9, h, 16).requires_grad_() for h in (4, 2, 2))
+    for choice in ({}, {"deterministic": True}, {"deterministic": False}):
+        module.flash_attn_func(q[None], k[None], v[None], **choice).sum().backward()
+        module.flash_attn_varlen_func(q, k, v, CU, CU, 5, 5, **choice).sum().backward()
+        module.flash_attn_qkvpacked_func(torch.stack((q, q, q), 1)[None], **choice).sum().backward()
+    planner.choose.cache_clear()
+    assert [p.deterministic for p in seen] == [False] * 3 + [True] * 3 + [False] * 3
 
 
 def test_dropout_is_refused():

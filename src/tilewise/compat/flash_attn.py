@@ -67,7 +67,7 @@ def flash_attn_func(
         window_size: keys to the left and to the right of the query's own; -1 is unlimited.
         softcap: scores become `softcap * tanh(score / softcap)`; 0.0 is off.
         alibi_slopes: `[H]` or `[B, H]`: scores fall by `slope * abs(i + Lk - Lq - j)`.
-        deterministic: nothing to choose: the forward pass always is.
+        deterministic: the gradients have the same bits each time; the forward pass always does.
         return_attn_probs: return `(out, softmax_lse, S_dmask)`.
 
     Returns:
@@ -75,6 +75,8 @@ def flash_attn_func(
         sees no key) and `S_dmask`, which is empty, as it is in FlashAttention without dropout.
     """
     options = translate(k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, later)
+    if not deterministic and torch.is_grad_enabled():
+        options["deterministic"] = False
     if special(q, k, later):
         call = inputs(q, k, v, options, later, q.shape[0])
         result = call.result(
@@ -198,6 +200,8 @@ def flash_attn_varlen_func(
     elif cu_seqlens_k is None:
         raise InvalidArgument("cu_seqlens_k", None, "int32 [B + 1]", "only keys in pages can do without")
     else:
+        if not deterministic and torch.is_grad_enabled():
+            options["deterministic"] = False
         result = varlen_attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_q=longest_q, max_k=longest_k, kv_lengths=seqused_k, out=target,
             **options,

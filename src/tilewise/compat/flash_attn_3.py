@@ -57,7 +57,8 @@ def flash_attn_func(
     """As `tilewise.compat.flash_attn.flash_attn_func`; with `return_attn_probs`, `(out, softmax_lse)`."""
     result = flash_attn.flash_attn_func(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        return_attn_probs=return_attn_probs, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        deterministic=deterministic, return_attn_probs=return_attn_probs, qv=qv,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         attention_chunk=attention_chunk, num_splits=num_splits,
     )  # fmt: skip
     return result[:2] if return_attn_probs else result  # type: ignore[return-value]
@@ -89,7 +90,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.split((num_heads_q, kv_heads, kv_heads), dim=2)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
-        return_attn_probs=return_attn_probs,
+        deterministic=deterministic, return_attn_probs=return_attn_probs,
     )  # fmt: skip
 
 
@@ -122,7 +123,8 @@ def flash_attn_varlen_func(
     result: Any = flash_attn.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, seqused_q=seqused_q, seqused_k=seqused_k,
-        return_softmax_lse=return_attn_probs, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        deterministic=deterministic, return_softmax_lse=return_attn_probs, qv=qv,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         attention_chunk=attention_chunk, num_splits=num_splits,
     )  # fmt: skip
     return result

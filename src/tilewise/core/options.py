@@ -55,6 +55,7 @@ class Options:
     return_lse: Any = False
     out: Any = None
     allow_tf32: Any = False
+    deterministic: Any = True
     validate: Any = None
     backend: Any = None
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..backends import reference as oracle
+from ..core.options import Options
 from ..core.problem import Problem
 from ..core.tensors import BackwardTensors, Sequence, sequences
 from ..dispatch import planner
@@ -69,8 +70,8 @@ def make_gradients(
         if not dout:
             _spoil(call, incoming, incoming_lse, filler)
         names = grads or differentiable(call.problem)
-        layout = inputs.options.get("layout", "bhld")
-        made = backward(call, layout, call.lse, incoming, incoming_lse if dlse else None, names, deterministic)
+        o = Options(layout=inputs.options.get("layout", "bhld"), deterministic=deterministic)
+        made = backward(call, o, call.lse, incoming, incoming_lse if dlse else None, names)
         found.append(made)
     return Gradients(case, *found)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.options import as_flag
+from ..core.options import Options
 from ..core.problem import GRADS, Problem
 from ..core.tensors import BackwardTensors
 from ..errors import InvalidArgument
@@ -34,10 +34,9 @@ class BackwardCall:
         return gradient.reshape(like.shape).to(like.dtype)
 
 
-def backward(
-    call: Call, layout: str, lse: Any, dout: Any, dlse: Any, grads: Sequence[str], deterministic: Any
-) -> BackwardCall:
+def backward(call: Call, o: Options, lse: Any, dout: Any, dlse: Any, grads: Sequence[str]) -> BackwardCall:
     """Checks the backward pass of `call`, whose `out` holds what the forward pass gave."""
+    layout = o.layout
     p, t, out = call.problem, call.tensors, call.out
     names = as_grads(grads, p)
     lse, dout = to_tensor("lse", lse).detach(), to_tensor("dout", dout).detach()
@@ -72,7 +71,7 @@ def backward(
         copies=copies,
         grads=names,
         dlse=dlse is not None,
-        deterministic=as_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
+        deterministic=is_deterministic(o.deterministic),
     )
     return BackwardCall(problem, b, layout)
 
@@ -81,6 +80,10 @@ def differentiable(p: Problem) -> tuple[str, ...]:
     """What of a call has gradients."""
     there = {"mask": p.mask is not None and not p.mask.is_bool, "sinks": p.sinks, "alibi_slopes": p.alibi}
     return tuple(name for name in GRADS if there.get(name, True))
+
+
+def is_deterministic(option: bool) -> bool:
+    return option or torch.are_deterministic_algorithms_enabled()
 
 
 def as_grads(grads: Any, p: Problem) -> tuple[str, ...]:

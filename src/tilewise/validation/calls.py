@@ -141,6 +141,7 @@ def _finish(
     t.k_scales, t.v_scales = ck.scales, cv.scales
     out = _output(c, cv.width, o.out, t)
     return_lse = as_flag("return_lse", o.return_lse)
+    as_flag("deterministic", o.deterministic)  # of a backward pass, but refused at once
     lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if return_lse else None
     t.out = c.common(out)
     if lse is not None:
