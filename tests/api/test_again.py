@@ -107,8 +107,10 @@ def test_quantised_calls_are_launched_by_addresses(keys, layout):
         q = draw(1, 4, 1, 64, seed=seed) if layout == "bhld" else draw(1, 1, 4, 64, seed=seed)
         calls.append((q, Quantised.from_float(k, "int8", 64), Quantised.from_float(v, "int4", 64)))
     options = {"layout": layout, "return_lse": True, "backend": "cpu"}
-    want = [attention(*x, **options, out=torch.empty_like(x[0])) for x in calls]  # which is not remembered
-    assert not call_cache._known
+    want = []
+    for x in calls:
+        with unknown():
+            want.append(attention(*x, **options))
     got = [attention(*x, **options) for x in (*calls, *calls)]
     [again] = call_cache._known.values()
     assert "_through_run" not in again.launch.__qualname__
@@ -200,3 +202,26 @@ def test_what_needs_a_check_is_checked():
         paged_attention(q.clone().requires_grad_(), pages, pages, table, lengths, validate=False)
     with pytest.raises(InvalidArgument):
         paged_attention(q[:1], pages, pages, table, lengths, validate=False)
+
+
+@pytest.mark.parametrize("form", ["plain", "quantised", "paged"])
+def test_calls_that_write_to_the_callers_memory(form):
+    """Remembered as any other; memory that is read is refused each time."""
+    pool = torch.zeros(3, 2, 4, 6, 32)
+    q, k = pool[0].copy_(draw(2, 4, 6, 32)), draw(2, 2, 6, 32, seed=1)
+    call, rest = attention, (k, k)
+    if form == "quantised":
+        rest = (Quantised.from_float(k, "int8", 32), k)
+    elif form == "paged":
+        table = torch.arange(4, dtype=torch.int32).view(2, 2)
+        call, rest = paged_attention, (draw(4, 4, 2, 32), draw(4, 4, 2, 32, seed=2), table, ints(8, 7))
+    want = call(q, *rest)
+    known = len(call_cache._known)
+    for out in (pool[1], pool[2], pool[1].zero_()):
+        assert call(q, *rest, out=out) is out
+        assert out.equal(want)
+    assert len(call_cache._known) == known + 1
+    near = pool.flatten()[q.numel() - 8 :][: q.numel()].view(q.shape)
+    for wrong in (pool[0], near):
+        with pytest.raises(InvalidArgument, match=r"^out: got memory that q is in"):
+            call(q, *rest, out=wrong)

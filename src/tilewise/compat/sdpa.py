@@ -138,17 +138,7 @@ def _heads(q: int, k: int, v: int, enable_gqa: bool) -> tuple[int, int]:
     return most, 1 if k == v == 1 else most
 
 
-def why_torch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> str | None:
+def why_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> str | None:
     """Why torch's own function would serve this call, in a few words; None if tilewise does, or refuses it.
 
     >>> why_torch(*[torch.zeros(1, 1, 2, 8, dtype=torch.float64)] * 3)
@@ -202,12 +192,9 @@ def _or_torch(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention`, and torch's where it refuses."""
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     try:
         return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     except (InvalidArgument, Unsupported) as refusal:

@@ -20,7 +20,7 @@ from ..core.tensors import Tensors
 from ..quantised import Quantised
 from ..signatures import UNSET
 from ..state import AttentionState
-from ..validation import values
+from ..validation import calls, values
 from ..validation.calls import Call
 from . import planner
 
@@ -86,20 +86,26 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
 class CachedCall:
     """One remembered call."""
 
-    __slots__ = ("launch", "like_q", "lse_shape", "places", "problem", "shape", "stored", "validate")
+    __slots__ = ("launch", "like_q", "lse_shape", "places", "problem", "shape", "sizes", "stored", "validate")
 
-    def __init__(self, call: Call, launch: Launcher, places: list[Any], stored: bool, validate: bool | None) -> None:
+    def __init__(
+        self, call: Call, launch: Launcher, places: list[Any] | None, stored: bool, validate: bool | None
+    ) -> None:
         self.launch, self.problem = launch, call.problem
         self.shape = tuple(call.out.shape)
         self.lse_shape = None if call.lse is None else tuple(call.lse.shape)
         self.like_q = False
-        self.places = places if len(places) > 3 else None  # where each of INPUTS is given
+        self.places = places  # where each of INPUTS is given; None if q, k and v are all there is
+        self.sizes: list[int] | None = None  # of a given out, and of the inputs, in bytes
         self.stored = stored  # whether keys or values are quantised
         self.validate = validate
 
     def __call__(self, args: tuple[Any, ...], options: dict[str, Any], *more: Any) -> torch.Tensor | AttentionState:
         q = args[0]
-        out = torch.empty_like(q) if self.like_q else q.new_empty(self.shape)  # 0.9 and 1.5 us
+        if self.sizes is not None:
+            out = options["out"]
+        else:
+            out = torch.empty_like(q) if self.like_q else q.new_empty(self.shape)  # 0.9 and 1.5 us
         lse = None if self.lse_shape is None else q.new_empty(self.lse_shape, dtype=torch.float32)
         if self.places is None:
             self.launch(*args, out, lse)
@@ -110,8 +116,18 @@ class CachedCall:
             ]
             if self.validate is not False:
                 values.check_tables(self.problem, given[1].shape[0], self.validate, *given[-5:])
+            if self.sizes is not None:
+                self.check_apart(out, given)
             self.launch(*given[:3], out, lse, *given[3:], *more)
         return out if lse is None else AttentionState(out, lse)
+
+    def check_apart(self, out: torch.Tensor, inputs: list[Any]) -> None:
+        """What is written is nothing that is read; the checks of a call say it in words."""
+        assert self.sizes is not None
+        start, (size, *sizes) = out.data_ptr(), self.sizes
+        for x, its in zip(inputs, sizes, strict=True):
+            if x is not None and x.data_ptr() < start + size and start < x.data_ptr() + its:
+                raise RuntimeError("out shares memory with an input")
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -130,7 +146,7 @@ def remember(
     run: Callable[..., None] | None = None,
 ) -> None:
     """Keeps a call that has just run, if nothing in it was copied or converted. `run` is as a backend's."""
-    if key is None or call.problem.is_empty or options.get("out") is not None:
+    if key is None or call.problem.is_empty:
         return
     t, validate, flat = call.tensors, options.get("validate"), _split(args)
     for longest, cu in (("max_q", t.cu_seqlens_q), ("max_k", t.cu_seqlens_k)):
@@ -140,6 +156,8 @@ def remember(
     at |= {name: len(args) + i for i, name in enumerate(("k_scales", "v_scales")) if flat[len(args) + i] is not None}
     at |= {name: name for name in INPUTS if isinstance(options.get(name), torch.Tensor)}
     given = {name: flat[i] if isinstance(i, int) else options[i] for name, i in at.items()}
+    if options.get("out") is not None:
+        given["out"] = options["out"]
     for name, x in given.items():
         used = getattr(t, name)
         if used.dtype != x.dtype or used.data_ptr() != x.data_ptr():
@@ -152,7 +170,7 @@ def remember(
         run = backend.run
         launch = backend.bind(plan, t) if hasattr(backend, "bind") else None
     if launch is None:
-        launch = _through_run(run, plan, t, given | {"out": call.out, "lse": call.lse})
+        launch = _through_run(run, plan, t, {**given, "out": call.out, "lse": call.lse})
     tables = (t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
     if not any(x is not None and values.readable(x, validate) for x in tables):
         validate = False
@@ -160,6 +178,11 @@ def remember(
     while validate is False and places[-1] is None:
         places.pop()  # a launch is not given what comes last and is not there
     cached = CachedCall(call, launch, places, flat[len(args) :] != (None, None), validate)
+    if "out" in given:
+        there = [given.get(name) for name in ("out", *INPUTS[: len(places)])]
+        cached.sizes = [0 if x is None else calls.extent(x)[1] - x.data_ptr() for x in there]
+    elif len(places) == 3:
+        cached.places = None
     cached.like_q = args[0].shape == call.out.shape and args[0].is_contiguous()
     if len(_known) >= MOST:
         _known.clear()

@@ -243,10 +243,11 @@ def is_aligned(x: torch.Tensor) -> bool:
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0:
         return False
-    (a0, a1), (b0, b1) = _extent(a), _extent(b)
+    (a0, a1), (b0, b1) = extent(a), extent(b)
     return a0 < b1 and b0 < a1
 
 
-def _extent(x: torch.Tensor) -> tuple[int, int]:
+def extent(x: torch.Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends."""
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
