@@ -1,6 +1,10 @@
 """Prefill in 16 bits on the CPU: by AMX where the processor has it, by fp32 vectors elsewhere."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +49,46 @@ def test_the_same_without_amx(without_amx, case):
 def test_the_plan_says_which(without_amx):
     q = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
     assert plan(q, q, q, backend="cpu").kernel.startswith("prefill, ")
+
+
+SIMULATED = """
+import sys
+import amx_sim
+amx_sim.install()
+import torch
+torch.set_num_threads(1)  # the registers are one thread's
+from dataclasses import replace
+from tilewise import attention, plan
+from tilewise.testing.case import Case
+from tilewise.testing.cases import CASES
+from tilewise.testing.check import check_case
+dtype = sys.argv[1]
+prefill = [c for c in CASES if c.dtype == "f32" and not c.k and not c.v and c.Lq > 16 and c.mask_kind in ("", "bool")]
+for case in prefill[::2]:
+    check_case(replace(case, dtype=dtype), "cpu")
+if dtype == "bf16":
+    for rows in (8, 16):
+        check_case(Case(B=1, H=rows, Hkv=1, Lq=1, Lk=300, D=64, dtype=dtype), "cpu")
+q, k, v = torch.randn(3, 1, 2, 300, 64).to({"f16": torch.float16, "bf16": torch.bfloat16}[dtype])
+assert plan(q, k, v, backend="cpu").kernel.startswith("AMX prefill")
+clean = attention(q, k, v, causal=True, backend="cpu")
+k[0, 1, 150, 7] = torch.inf  # it has no parts: the retry takes it
+assert attention(q, k, v, causal=True, backend="cpu")[:, 0].equal(clean[:, 0])
+print("fine")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(W != 16, reason="AMX is for processors with 16 lanes")
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_amx_in_software(dtype, tmp_path):
+    """The AMX kernels where there is no AMX: their own text, with the instructions as loops (`amx_sim.py`)."""
+    helpers = str(Path(__file__).parents[2] / "helpers")
+    paths = os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TILEWISE_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    command = [sys.executable, "-c", SIMULATED, dtype]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

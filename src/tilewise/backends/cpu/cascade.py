@@ -17,8 +17,9 @@ from numba import carray
 from ...core.plan import Plan
 from ...core.tensors import Shared, Tensors
 from . import compiler
+from .codegen.calls import call_kernel
 from .codegen.load_store import fetch_add, get_i64, load_acquire, put_i64
-from .codegen.numba_ops import call_kernel, item_at, jit, params_at, pointer, up
+from .codegen.numba_ops import item_at, jit, params_at, pointer, up
 from .codegen.vector import W
 from .kv_access import sequence
 from .launch import launcher, make_params, zero_spare_rows

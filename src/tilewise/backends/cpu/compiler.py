@@ -94,8 +94,7 @@ HOMES = {
     "append": "kv_write",
     "combine": "mainloop.epilogue",
     "decode": "mainloop.decode",
-    "prefill": "mainloop.prefill",
-    "prefill_amx": "mainloop.prefill_amx",
+    **dict.fromkeys(("prefill", "prefill_amx"), "mainloop.prefill"),
 }
 
 

@@ -144,7 +144,6 @@ def bytes_read(p: Problem) -> int:
 # benchmarks/cpu/LOG.md.
 PREFETCH_KEYS = 16
 PREFETCH_BYTE_KEYS = 48  # rows of int8 and int4 are a half and a quarter as long
-PREFETCH_PAGED_KEYS = 8  # from pages all heads of a key are read before the next ones
 
 
 def prefetch_distance(p: Problem) -> int:
@@ -153,7 +152,7 @@ def prefetch_distance(p: Problem) -> int:
         return 0
     if p.k_format.is_integer:
         return PREFETCH_BYTE_KEYS
-    return PREFETCH_PAGED_KEYS if p.page_size else PREFETCH_KEYS
+    return PREFETCH_KEYS
 
 
 def threads_for(p: Problem, threads: int) -> int:

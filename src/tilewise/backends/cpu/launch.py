@@ -58,6 +58,8 @@ def make_launch(p: Problem, threads: int) -> Launch:
     one_format = PLAIN[p.q_dtype] == p.k_format == p.v_format
     parts = amx.PARTS.get(p.k_format.name, 0) if one_format and amx.usable() and not config.is_decode(p) else 0
     c = config.configure(p, threads, parts)
+    same = "batch heads kv_heads q_len kv_len head_dim value_dim scale softcap".split()
+    cut = "threads tile_rows tile_keys split_size head_batch partial_bytes".split()
     params = Params(
         q_dtype=CODES[NAMES[p.q_dtype]],
         k_dtype=CODES[p.k_format.name],
@@ -68,32 +70,19 @@ def make_launch(p: Problem, threads: int) -> Launch:
         k_row=p.k_format.columns(p.head_dim) * p.k_dtype.itemsize,
         v_row=p.v_format.columns(p.value_dim) * p.v_dtype.itemsize,
         page=p.page_size,
-        batch=p.batch,
-        heads=p.heads,
-        kv_heads=p.kv_heads,
-        q_len=p.q_len,
-        kv_len=p.kv_len,
-        head_dim=p.head_dim,
-        value_dim=p.value_dim,
         rules=Rules(**p.rules.numbers()),
-        scale=p.scale,
-        softcap=p.softcap,
-        tile_rows=c.tile_rows,
-        tile_keys=c.tile_keys,
-        split_size=c.split_size,
         split_few=p.split_size is not None,
-        partial_bytes=c.partial_bytes,
-        head_batch=c.head_batch,
         prefetch_distance=config.prefetch_distance(p),
-        threads=c.threads,
+        **{name: getattr(p, name) for name in same},
+        **{name: getattr(c, name) for name in cut},
     )
     for name, kernel in kernels(p, parts, bool(c.split_size)).items():
         setattr(params, name, compiler.function(kernel))
     if parts:
         params.tile_config = amx.TILE_CONFIG.ctypes.data
     scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, c.tile_rows, c.tile_keys, c.head_batch, parts)
-    same = not p.has_lengths and p.rules.q_offset != "rows"
-    return Launch(params, scratch, c.max_work_items, schedule_items(params, c.max_work_items) if same else None)
+    fixed = not p.has_lengths and p.rules.q_offset != "rows"
+    return Launch(params, scratch, c.max_work_items, schedule_items(params, c.max_work_items) if fixed else None)
 
 
 def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
@@ -131,14 +120,23 @@ def schedule_items(params: Params, most: int) -> Any:
     return work_items
 
 
+STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "slopes")
+FLAT = ("sinks", "kv_lengths", "q_offsets", "cu_q", "cu_k", "table")
+# Fields of `Tensors` with other names than those of `Params`
+TENSORS = {"slopes": "alibi_slopes", "q_offsets": "q_offset", "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k",
+           "table": "block_table"}  # fmt: skip
+
+
 def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
     """The parameter struct of a call, and what must live as long as it is in use."""
     p, launch = plan.problem, plan.detail
     params = Params.from_buffer_copy(launch.params)
     kept: list[Any] = [launch]
-    tensors = {"q": t.q, "k": t.k, "v": t.v, "out": t.out, "lse": t.lse, "k_scales": t.k_scales,
-               "v_scales": t.v_scales, "mask": t.mask, "slopes": t.alibi_slopes}  # fmt: skip
-    for name, x in tensors.items():
+    for name in STRIDED + FLAT:
+        x = getattr(t, TENSORS.get(name, name))
+        if x is not None and name in FLAT:
+            x = x.contiguous()
+            kept.append(x)  # not the others: a repeated call has tensors of its own
         if x is not None:
             put_tensor(params, name, x)
     if t.k_scales is not None:
@@ -151,13 +149,6 @@ def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
         states = states.expand(p.batch, p.heads, *(-(-n // s) for n, s in zip((p.q_len, p.kv_len), tile, strict=True)))
         put_tensor(params, "states", states)
         kept.append(states)
-    small = {"sinks": t.sinks, "kv_lengths": t.kv_lengths, "q_offsets": t.q_offset, "cu_q": t.cu_seqlens_q,
-             "cu_k": t.cu_seqlens_k, "table": t.block_table}  # fmt: skip
-    for name, x in small.items():
-        if x is not None:
-            x = x.contiguous()
-            kept.append(x)
-            put_tensor(params, name, x)
     if launch.work_items is None:
         kept.append(schedule_items(params, launch.max_work_items))
     return params, kept

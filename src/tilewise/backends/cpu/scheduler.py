@@ -11,20 +11,9 @@ import ctypes
 import numpy as np
 from numba import carray
 
+from .codegen.calls import call_kernel, call_mainloop, call_parallel
 from .codegen.load_store import fetch_add, get_i64, put_i64
-from .codegen.numba_ops import (
-    F,
-    call_kernel,
-    call_mainloop,
-    call_parallel,
-    item_at,
-    jit,
-    params_at,
-    pointer,
-    task_at,
-    team_at,
-    up,
-)
+from .codegen.numba_ops import F, item_at, jit, params_at, pointer, task_at, team_at, up
 from .config import DECODE_ROWS
 from .kv_access import key_span, sequence
 from .mainloop.epilogue import epilogue_rows, replace_overflowed_rows

@@ -1,34 +1,16 @@
-"""What kernel code in Numba is made of: `jit`, struct views, calls by address, rows to float32 and back."""
+"""What kernel code in Numba is made of: `jit`, struct views, rows to float32 and back."""
 
 # mypy: ignore-errors
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from ..params import PARAMS, TASK, TEAM, WORK_ITEM
 from . import dtypes
-from .load_store import (
-    get_f32,
-    get_fp8,
-    get_one,
-    get_u8,
-    put_f32,
-    put_one,
-    row_scale,
-    store_bf16,
-    store_f16,
-    store_f32,
-    widen_bf16,
-    widen_f16,
-    widen_f32,
-    widen_fp8,
-    widen_int4,
-    widen_int4_high,
-    widen_int8,
-)
+from . import load_store as ls
+from .load_store import get_f32, get_one, get_u8, put_f32, put_one
 from .vector import W
 
 F = np.float32
@@ -61,26 +43,6 @@ params_at, item_at = struct_at("params", PARAMS), struct_at("item", WORK_ITEM)
 task_at, team_at = struct_at("task", TASK), struct_at("team", TEAM)
 
 
-def _caller(count):
-    """Calls a compiled function of `count` int64 by its address, the first argument."""
-    names = ", ".join(f"a{i}" for i in range(count))
-
-    def typed(fn, *args):
-        def codegen(context, builder, sig, values):
-            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * count)
-            builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * (count + 1)), codegen
-
-    scope = {"typed": typed}
-    exec(f"def call(typingctx, fn, {names}):\n    return typed(fn, {names})", scope)  # Numba counts arguments
-    return intrinsic(scope["call"])
-
-
-call_kernel, call_mainloop, call_parallel, call_amx, call_pv, call_qk = map(_caller, (2, 3, 4, 10, 11, 12))
-
-
 @njit(**OPTIONS, inline="always")
 def up(n, to):
     return (n + to - 1) // to * to
@@ -93,13 +55,23 @@ def fill(address, start, end, value):
 
 
 @jit
+def widen_floats(to, source, dtype, count):
+    """`count` floats of any type, a multiple of W, to float32; returns NaN if one is not finite."""
+    if dtype == dtypes.F32:
+        return ls.widen_f32(to, source, count)
+    if dtype == dtypes.F16:
+        return ls.widen_f16(to, source, count)
+    return ls.widen_bf16(to, source, count)
+
+
+@jit
 def widen_row(to, source, dtype, width, padded, scales, scales_dtype, group):
     """A row of `width` elements to float32, with zeros up to `padded`; returns NaN if an element is not finite."""
     bad = F(0)
     if dtype == dtypes.INT4:
         half = width // 2
         whole = half // W * W
-        bad += widen_int4(to, source, whole) + widen_int4_high(to + 4 * half, source, whole)
+        bad += ls.widen_int4(to, source, whole) + ls.widen_int4_high(to + 4 * half, source, whole)
         for i in range(whole, half):
             byte = types.int64(get_u8(source + i))
             low, high = byte & 15, byte >> 4
@@ -107,16 +79,12 @@ def widen_row(to, source, dtype, width, padded, scales, scales_dtype, group):
             put_f32(to + 4 * (half + i), F(high - 16 if high > 7 else high))
     else:
         whole = width // W * W
-        if dtype == dtypes.F32:
-            bad += widen_f32(to, source, whole)
-        elif dtype == dtypes.F16:
-            bad += widen_f16(to, source, whole)
-        elif dtype == dtypes.BF16:
-            bad += widen_bf16(to, source, whole)
-        elif dtype == dtypes.INT8:
-            bad += widen_int8(to, source, whole)
+        if dtype == dtypes.INT8:
+            bad += ls.widen_int8(to, source, whole)
+        elif dtype == dtypes.FP8_E4M3:
+            bad += ls.widen_fp8(to, source, whole)
         else:
-            bad += widen_fp8(to, source, whole)
+            bad += widen_floats(to, source, dtype, whole)
         for i in range(whole, width):
             if not dtypes.is_quantised(dtype):
                 x = get_one(source, dtype, i)
@@ -124,7 +92,7 @@ def widen_row(to, source, dtype, width, padded, scales, scales_dtype, group):
                 byte = types.int64(get_u8(source + i))
                 x = F(byte - 256 if byte > 127 else byte)
             else:
-                x = get_fp8(source, i)
+                x = ls.get_fp8(source, i)
             put_f32(to + 4 * i, x)
             bad += x * F(0)
     fill(to, width, padded, F(0))
@@ -132,7 +100,7 @@ def widen_row(to, source, dtype, width, padded, scales, scales_dtype, group):
         for g in range((width + group - 1) // group):
             scale = get_one(scales, scales_dtype, g)
             bad += scale * F(0)
-            row_scale(to + 4 * g * group, up(min(group, padded - g * group), W), scale)
+            ls.row_scale(to + 4 * g * group, up(min(group, padded - g * group), W), scale)
     return bad
 
 
@@ -141,10 +109,10 @@ def store_row(to, dtype, source, width, factor):
     """out = source * factor in the output's dtype."""
     whole = width // W * W
     if dtype == dtypes.F32:
-        store_f32(to, source, whole, factor)
+        ls.store_f32(to, source, whole, factor)
     elif dtype == dtypes.F16:
-        store_f16(to, source, whole, factor)
+        ls.store_f16(to, source, whole, factor)
     else:
-        store_bf16(to, source, whole, factor)
+        ls.store_bf16(to, source, whole, factor)
     for d in range(whole, width):
         put_one(to, dtype, d, get_f32(source + 4 * d) * factor)

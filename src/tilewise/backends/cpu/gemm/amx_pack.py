@@ -12,7 +12,7 @@ from ..codegen.load_store import clear, get_f32, put_i64, put_one, transpose
 from ..codegen.numba_ops import ONE, ZERO, F, jit, up, widen_row
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
 from ..kv_access import query_row, row_address
-from .amx import BLOCK, TILE
+from .amx import BLOCK, TILE, load_tile_config, release
 
 
 def split(e: Emit, x: Value, parts: int) -> list[Value]:
@@ -113,8 +113,8 @@ def for_parts(parts):
 
 
 def pack_functions(parts):
-    """`pack_queries`, `pack_keys` and `pack_values`."""
-    piece = for_parts(parts)
+    """`pack_queries`, `pack_keys` and `pack_values` of the AMX policy."""
+    piece, PARTS_ = for_parts(parts), np.int64(parts)
     split_row, split_half_row = make_split_row(parts), make_split_row(parts, "f16")
     transpose_pairs, transpose_pairs_f16 = make_transpose_pairs(1, "bf16"), make_transpose_pairs(parts, "f16")
 
@@ -155,10 +155,10 @@ def pack_functions(parts):
         return pack_row(w, x.dtype, x.width, to, part, jump, source, padded, keep)
 
     @piece
-    def pack_queries(p, w, item, q_start, R, D, spare):
-        """Q^T, an operand of 32 columns for each panel. Is a number infinite?"""
-        bad, n = False, item.rows
-        rows, part, q_part = w.rows + 4 * spare, 2 * W * D, 2 * up(R, BLOCK) * D  # rows: [parts, W, D]
+    def pack_queries(p, t, w, item, q_start, R):
+        """Q^T, an operand of 32 columns for each panel; memory for sums is cleared. Is a number infinite?"""
+        bad, n, D, Dv = False, item.rows, up(p.head_dim, BLOCK), up(p.value_dim, BLOCK)
+        rows, part, q_part = w.rows + 4 * max(D, Dv), 2 * W * D, 2 * up(R, BLOCK) * D  # rows: [parts, W, D]
         for first in range(0, up(R, BLOCK), W):
             for r in range(first, first + W):
                 row = rows + 2 * (r - first) * D
@@ -172,24 +172,33 @@ def pack_functions(parts):
                 tile = w.q + i * q_part + first // BLOCK * (D // BLOCK) * STEP + first % BLOCK // W * TILE
                 for d in range(D // BLOCK):
                     transpose(tile + d * STEP, W_, rows + i * part + 4 * d * W, D // 2)
-        return bad and parts > 1
+        if bad and parts > 1:
+            return True
+        clear(w.acc, up(R, BLOCK) * Dv)
+        clear(w.v, PARTS_ * Dv * p.tile_keys // 2)  # columns that are not there
+        load_tile_config(p.tile_config)
+        return False
 
     @piece
-    def pack_keys(p, w, x, at, tile, count, D, part):
+    def pack_keys(p, t, w, x, at, tile, count, last):
         """K, an operand of `count` rows and some more, which do not matter. Is a number infinite?"""
-        bad = False
+        bad, D = False, up(p.head_dim, BLOCK)
+        part = 2 * p.tile_keys * D
         for j in range(count):
             bad |= pack_key_row(p, w, x, at, w.k + tile_row(j, D // BLOCK), part, STEP, tile + j, D, True)[1]
-        return bad and parts > 1
+        if bad and parts > 1:
+            release()
+            return True
+        return False
 
     @piece
-    def pack_values(p, t, w, x, at, tile, count, Dv, BK, spare, keep):
+    def pack_value_tiles(p, t, w, x, at, tile, count, keep):
         """V^T, an operand of Dv rows; keys up to the next multiple of 32 are zeros. Is a number not finite?
 
         Numbers that are not are taken out if they are not to be kept; `v_table` says which keys have one.
         """
-        bad = False
-        rows, part, v_part = w.rows + 4 * spare, 2 * BLOCK * Dv, 2 * Dv * BK  # rows: [parts, 32, Dv]
+        bad, D, Dv, BK = False, up(p.head_dim, BLOCK), up(p.value_dim, BLOCK), p.tile_keys
+        rows, part, v_part = w.rows + 4 * max(D, Dv), 2 * BLOCK * Dv, 2 * Dv * BK  # rows: [parts, 32, Dv]
         for j in range(0, count, BLOCK):
             base, step = rows, 2 * Dv
             evenly = p.table == 0 or p.page % BLOCK == 0
@@ -214,5 +223,13 @@ def pack_functions(parts):
                     for n in range(parts):
                         bad |= transpose_pairs(to + n * v_part, ZERO, base + n * part + 2 * c, step) != F(0)
         return bad
+
+    @piece
+    def pack_values(p, t, w, x, at, tile, count, whole):
+        """V^T; values that are not finite are taken out if a row may not see them, or they have no parts."""
+        nonfinite = pack_value_tiles(p, t, w, x, at, tile, count, True) and (parts > 1 or not whole)
+        if nonfinite:
+            pack_value_tiles(p, t, w, x, at, tile, count, False)
+        return nonfinite
 
     return pack_queries, pack_keys, pack_values

@@ -60,13 +60,8 @@ def amx_qk_block(
     with e.loop(steps) as d:
         _tile(e, "tileloadd64", QUERIES, _at(e, q, b.mul(d, e.i64(TILE))), e.i64(64))
         for half, (total, keys) in enumerate(zip(SUMS, KEYS, strict=True)):
-            _tile(
-                e,
-                "tileloadd64",
-                keys,
-                _at(e, copy, b.mul(b.add(b.mul(d, e.i64(2)), e.i64(half)), e.i64(TILE))),
-                e.i64(64),
-            )
+            at = b.mul(b.add(b.mul(d, e.i64(2)), e.i64(half)), e.i64(TILE))
+            _tile(e, "tileloadd64", keys, _at(e, copy, at), e.i64(64))
             _tile(e, "tdpbf16ps", total, keys, QUERIES)
     for half, total in enumerate(SUMS):
         _tile(e, "tilestored64", total, _at(e, sums, half * TILE), e.i64(64))

@@ -121,46 +121,30 @@ def qk_function(kind: str) -> Any:
 
     `count` is a multiple of 8.
     """
-    return qk_by_rows(*(make_qk(kind, n, KEYS[n]) for n in (4, 2, 1)))
+    return by_rows(f"qk_{kind}", *(make_qk(kind, n, KEYS[n]) for n in (4, 2, 1)))
 
 
-def qk_by_rows(qk_4: Any, qk_2: Any, qk_1: Any) -> Any:
-    """Rows in fours, then two, then one."""
+def by_rows(name: str, four: Any, two: Any, one: Any) -> Any:
+    """A product of R rows, of `qk` or of a strip of `pv`, compiled as `name`: rows in fours, then two, then one.
 
-    def qk(q, ldq, R, rows, count, width, s, lds, scales, line, group, distance):  # type: ignore[no-untyped-def]
+    x and y have rows of ldx and ldy floats; a, b and c are what `make_qk` or `make_pv` takes there.
+    """
+
+    def product(x, ldx, R, rows, count, width, y, ldy, a, b, c, distance):  # type: ignore[no-untyped-def]
         i = 0
         while i + 4 <= R:
-            qk_4(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, distance)
+            four(x + 4 * i * ldx, ldx, rows, count, width, y + 4 * i * ldy, ldy, a, b, c, distance)
             i += 4
             distance = ZERO  # prefetched already
         if i + 2 <= R:
-            qk_2(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, distance)
+            two(x + 4 * i * ldx, ldx, rows, count, width, y + 4 * i * ldy, ldy, a, b, c, distance)
             i += 2
             distance = ZERO
         if i < R:
-            qk_1(q + 4 * i * ldq, ldq, rows, count, width, s + 4 * i * lds, lds, scales, line, group, distance)
+            one(x + 4 * i * ldx, ldx, rows, count, width, y + 4 * i * ldy, ldy, a, b, c, distance)
 
-    return qk
-
-
-def pv_by_rows(name: str, pv_4: Any, pv_2: Any, pv_1: Any) -> Any:
-    """The same for a strip of V's columns from `start` on, compiled as `name`."""
-
-    def strip(acc, lda, R, rows, count, width, p, ldp, line, group, start, distance):  # type: ignore[no-untyped-def]
-        i = 0
-        while i + 4 <= R:
-            pv_4(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, distance)
-            i += 4
-            distance = ZERO
-        if i + 2 <= R:
-            pv_2(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, distance)
-            i += 2
-            distance = ZERO
-        if i < R:
-            pv_1(acc + 4 * i * lda, lda, rows, count, width, p + 4 * i * ldp, ldp, line, group, start, distance)
-
-    strip.__qualname__ = name  # kept code is found by name: no two functions may share one
-    return jit(strip)
+    product.__qualname__ = name  # kept code is found by name: no two functions may share one
+    return product
 
 
 def pv_function(kind: str) -> Any:
@@ -169,7 +153,7 @@ def pv_function(kind: str) -> Any:
     wide = [make_pv(kind, n, 4) for n in (4, 2, 1)]
     thin = [make_pv(kind, n, parts) for n in (4, 2, 1)]
 
-    wide_strip, thin_strip = pv_by_rows(f"wide_{kind}", *wide), pv_by_rows(f"thin_{kind}", *thin)
+    wide_strip, thin_strip = jit(by_rows(f"wide_{kind}", *wide)), jit(by_rows(f"thin_{kind}", *thin))
     step = 4 // parts * W
 
     def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]

@@ -12,22 +12,9 @@ import math
 import numpy as np
 
 from ..codegen import dtypes
+from ..codegen.calls import call_amx, call_pv, call_qk
 from ..codegen.load_store import clear, get_f32, get_i32, get_i64, put_f32, row_scale, row_times, transpose, widen_f32
-from ..codegen.numba_ops import (
-    INF,
-    ONE,
-    ZERO,
-    F,
-    call_amx,
-    call_pv,
-    call_qk,
-    fill,
-    item_at,
-    jit,
-    params_at,
-    up,
-    widen_row,
-)
+from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, item_at, jit, params_at, up, widen_row
 from ..codegen.prefetch import prefetch_rows
 from ..codegen.vector import W
 from ..config import FEW_KEYS

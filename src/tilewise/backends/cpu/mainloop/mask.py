@@ -6,8 +6,8 @@ from __future__ import annotations
 from numba import types
 
 from ..codegen import dtypes
-from ..codegen.load_store import get_one, get_u8, put_f32, put_i64, widen_bf16, widen_f16, widen_f32
-from ..codegen.numba_ops import INF, ZERO, F, fill, jit
+from ..codegen.load_store import get_one, get_u8, put_f32, put_i64
+from ..codegen.numba_ops import INF, ZERO, F, fill, jit, widen_floats
 from ..codegen.vector import W
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
@@ -38,12 +38,7 @@ def list_mask(p, row, to, first, count, padded):
             put_f32(to + 4 * j, F(0) if get_u8(row + first + j) != 0 else -INF)
     else:
         at = row + first * p.mask_k
-        if p.mask_dtype == dtypes.F32:
-            widen_f32(to, at, whole)
-        elif p.mask_dtype == dtypes.F16:
-            widen_f16(to, at, whole)
-        else:
-            widen_bf16(to, at, whole)
+        widen_floats(to, at, p.mask_dtype, whole)
         for j in range(whole, count):
             put_f32(to + 4 * j, mask_cell(p, row, first + j))
     fill(to, count, padded, F(0))

@@ -6,6 +6,7 @@ In one go they would wait for each other, and the products for them. Gain: cpu/p
 # mypy: ignore-errors
 from __future__ import annotations
 
+from ..codegen.load_store import put_i64
 from ..codegen.numba_ops import jit
 from ..codegen.prefetch import prefetch_row_spans
 from ..gemm.fp32 import KEYS
@@ -19,13 +20,14 @@ LINE = 64
 
 @jit
 def list_next_tile(p, t, k, v, at, first, count):
-    """Lists the rows of the next tile, `count` from `first` on, and says how many are to be prefetched."""
+    """Lists the rows of the next tile, `count` from `first` on; `coming` holds how many are to be prefetched."""
     row = p.k_row + p.v_row
     if count <= 0 or (p.table == 0 and (row > MOST_ROW or p.kv_len * row < LEAST)):
-        return 0
+        put_i64(t.coming, 0)
+        return
     list_rows(p, k, at, t.k_next, first, count, PAD)
     list_rows(p, v, at, t.v_next, first, count, PAD)
-    return count
+    put_i64(t.coming, count)
 
 
 @jit

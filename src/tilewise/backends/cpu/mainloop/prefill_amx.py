@@ -1,4 +1,4 @@
-"""Prefill by AMX: query rows in panels of 32, keys and columns of V in blocks of 32.
+"""The AMX policy of prefill: query rows in panels of 32, keys and columns of V in blocks of 32.
 
     s [keys, 32] = K Q^T            K and Q^T copied into tiles, in parts if they are not bf16 (`amx.py`)
     s -> P                          16 rows side by side; written as the tiles that P V reads. Max-free rows
@@ -15,19 +15,19 @@ from __future__ import annotations
 import numpy as np
 
 from ..codegen import dtypes
-from ..codegen.load_store import clear, get_f32, get_i32, get_i64, get_one, put_f32, put_i64, transpose
-from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, item_at, jit, params_at, up, widen_row
+from ..codegen.load_store import clear, get_f32, get_i32, get_i64, get_one, put_f32, transpose
+from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, up, widen_row
 from ..codegen.vector import W
-from ..gemm.amx import BLOCK, PARTS, TILE, load_tile_config, make_products, release
+from ..gemm import Gemm
+from ..gemm.amx import BLOCK, PARTS, TILE, make_products, release
 from ..gemm.amx_pack import STEP, W_, for_parts, pack_functions
-from ..kv_access import key_source, place, row_address, sequence, value_source
-from ..scratch import partition, partition_amx
-from .mask import read_states
+from ..kv_access import row_address
+from ..scratch import partition_amx
 from .max_free import commit_row_sums_2, is_max_free_2
 from .nonfinite import sees
-from .rows import list_spans, seen_by_all, seen_by_some, set_up
+from .rows import seen_by_some
 from .score_mod import hide_column
-from .scores import max_free_bound, shape_scores, unit
+from .scores import shape_scores, unit
 from .softmax import LOG2E
 from .softmax_amx import make_max_free_products, make_online_softmax, rescale_columns
 
@@ -75,14 +75,18 @@ def hide_block(t, s, first, key):
             hide_column(s + 2 * TILE * half, W, BLOCK, t.lo + 4 * v, t.hi + 4 * v, key)
 
 
-def prefill_amx_function(dtype):
-    """`fn(params, scratch, item)`: all keys of the item; m, l and acc hold the result if `done` does not hold 0."""
+def amx_gemm(dtype):
+    """The policy for numbers of bf16 parts, those of a storage type."""
     parts = PARTS[dtype]
     multiply_keys, multiply_values = make_products(parts)
-    online_softmax = make_online_softmax(parts)
+    softmax_to_tiles = make_online_softmax(parts)
     gemm_keys_beside, exp2_rest = make_max_free_products(parts)
     pack_queries, pack_keys, pack_values = pack_functions(parts)
     PARTS_, piece = np.int64(parts), for_parts(parts)
+
+    @piece
+    def memory(p, t):
+        return partition_amx(p, t, PARTS_)
 
     @piece
     def add_nonfinite(p, t, w, item, x, at, row, u, R, tile, k0, k1, Dv, BK):
@@ -108,8 +112,8 @@ def prefill_amx_function(dtype):
                         put_f32(cell, get_f32(cell) + weight * value)
 
     @piece
-    def weights(p, t, w, item, row, u, R, tile, k0, k1, count, Dv, BK, bound):
-        """Online softmax of panel u; the accumulator is rescaled."""
+    def online_softmax(p, t, w, item, row, u, R, tile, k0, k1, count, Dv, BK, bound):
+        """Of panel u; the accumulator is rescaled."""
         if k0 >= k1:
             return
         there = min(k1, count) - k0
@@ -119,7 +123,7 @@ def prefill_amx_function(dtype):
             shape_scores(p, t, item, s, W_, first, R, tile + k0, there)
             pairs = w.p + 2 * u * BK * BLOCK + k0 // BLOCK * STEP + half * TILE
             m, l, alpha = t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first
-            if online_softmax(s, k1 - k0, m, l, alpha, unit(p) * F(LOG2E), pairs, 4 * BK * BLOCK, bound) != F(0):
+            if softmax_to_tiles(s, k1 - k0, m, l, alpha, unit(p) * F(LOG2E), pairs, 4 * BK * BLOCK, bound) != F(0):
                 rescale_columns(w.acc + 4 * first * Dv, Dv, alpha)
 
     @piece
@@ -145,72 +149,48 @@ def prefill_amx_function(dtype):
             exp2_rest(before, factor, pairs, part, row_sums)
         return a and commit_panel(t, row, 0), b and commit_panel(t, row, 1)
 
-    def prefill_amx(params, scratch, address):
-        p, item = params_at(params), item_at(address)
-        t = partition(p, scratch)
-        w = partition_amx(p, t, PARTS_)
-        q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
-        R = p.heads // p.kv_heads * item.rows
-        D, Dv, BK = up(p.head_dim, BLOCK), up(p.value_dim, BLOCK), up(p.tile_keys, BLOCK)
-        k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
-        put_i64(t.done, ZERO)
-        spare, k_part, q_part = max(D, Dv), 2 * BK * D, 2 * up(R, BLOCK) * D
-        v_part, p_panel = 2 * Dv * BK, 2 * BK * BLOCK
-        if pack_queries(p, w, item, q_start, R, D, spare):
-            return
-        first, last = set_up(p, t, item, up(R, BLOCK), up(p.value_dim, W))
-        list_spans(t, up(R, BLOCK))
-        all_lo, all_hi = seen_by_all(t, R)
-        bound = max_free_bound(p, t, kv_len)
-        clear(w.acc, up(R, BLOCK) * Dv)
-        clear(w.v, PARTS_ * Dv * BK // 2)  # columns that are not there
-        load_tile_config(p.tile_config)
-        tile = item.start + max(0, first - item.start) // BK * BK
-        while tile < last:
-            end = min(tile + BK, last)
-            count = end - tile
-            whole, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
-            if nothing:
-                tile += BK
-                continue
-            max_free = whole and bound > F(0)
-            whole &= all_lo <= tile and all_hi >= end
-            if pack_keys(p, w, k, at, tile, count, D, k_part):
-                release()
-                return
-            nonfinite = pack_values(p, t, w, v, at, tile, count, Dv, BK, spare, True)
-            nonfinite &= parts > 1 or not whole
-            if nonfinite:
-                pack_values(p, t, w, v, at, tile, count, Dv, BK, spare, False)
-            for row in range(0, R, 2 * BLOCK):  # two panels at a time: a block of K or V is used twice where it is
-                a0, a1 = panel_span(t, row, R, tile, end)
-                b0, b1 = panel_span(t, row + BLOCK, R, tile, end)
-                a_done = b_done = False
-                if max_free:
-                    a_done, b_done = max_free_softmax(p, t, w, row, a0, a1, b0, b1, tile, end, D, BK, q_part)
-                for j in range(min(a0, b0), max(a1, b1), BLOCK):
-                    keys = w.k + j // BLOCK * (D // BLOCK) * STEP
-                    for u in range(2):
-                        if not (b_done if u else a_done) and (b0 if u else a0) <= j < (b1 if u else a1):
-                            q, s = w.q + 2 * (row + u * BLOCK) * D, w.s + 4 * (u * BK * BLOCK + j * W)
-                            multiply_keys(keys, k_part, q, q_part, s, 4 * W * BK, D // BLOCK)
-                for u in range(2):
-                    if not (b_done if u else a_done):
-                        weights(p, t, w, item, row, u, R, tile, b0 if u else a0, b1 if u else a1, count, Dv, BK, bound)
-                for c in range(0, Dv, BLOCK):
-                    for u in range(2):
-                        k0, k1 = b0 if u else a0, b1 if u else a1
-                        if k0 < k1:
-                            along, steps = k0 // BLOCK * STEP, (k1 - k0) // BLOCK
-                            values, pairs = w.v + 2 * c * BK + along, w.p + u * p_panel + along
-                            acc = w.acc + 4 * ((row + u * BLOCK) * Dv + c * W)
-                            multiply_values(values, v_part, pairs, 2 * p_panel, acc, 4 * W * Dv, steps, w.sums)
-                if nonfinite:
-                    add_nonfinite(p, t, w, item, v, at, row, 0, R, tile, a0, min(a1, count), Dv, BK)
-                    add_nonfinite(p, t, w, item, v, at, row, 1, R, tile, b0, min(b1, count), Dv, BK)
-            tile += BK
-        release()
-        unpack_acc(t, w, R, up(p.value_dim, W), Dv)
-        put_i64(t.done, ONE)
+    @piece
+    def weights(p, t, w, item, row, R, tile, end, unmasked, bound):
+        """Of two panels: a block of K is used twice where it is."""
+        D, Dv, BK = up(p.head_dim, BLOCK), up(p.value_dim, BLOCK), p.tile_keys
+        q_part = 2 * up(R, BLOCK) * D
+        a0, a1 = panel_span(t, row, R, tile, end)
+        b0, b1 = panel_span(t, row + BLOCK, R, tile, end)
+        a_done = b_done = False
+        if unmasked and bound > F(0):
+            a_done, b_done = max_free_softmax(p, t, w, row, a0, a1, b0, b1, tile, end, D, BK, q_part)
+        for j in range(min(a0, b0), max(a1, b1), BLOCK):
+            keys = w.k + j // BLOCK * (D // BLOCK) * STEP
+            for u in range(2):
+                if not (b_done if u else a_done) and (b0 if u else a0) <= j < (b1 if u else a1):
+                    q, s = w.q + 2 * (row + u * BLOCK) * D, w.s + 4 * (u * BK * BLOCK + j * W)
+                    multiply_keys(keys, 2 * BK * D, q, q_part, s, 4 * W * BK, D // BLOCK)
+        for u in range(2):
+            if not (b_done if u else a_done):
+                k0, k1 = b0 if u else a0, b1 if u else a1
+                online_softmax(p, t, w, item, row, u, R, tile, k0, k1, end - tile, Dv, BK, bound)
 
-    return prefill_amx
+    @piece
+    def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
+        Dv, BK = up(p.value_dim, BLOCK), p.tile_keys
+        v_part, p_panel = 2 * Dv * BK, 2 * BK * BLOCK
+        for c in range(0, Dv, BLOCK):
+            for u in range(2):
+                k0, k1 = panel_span(t, row + u * BLOCK, R, tile, end)
+                if k0 < k1:
+                    along, steps = k0 // BLOCK * STEP, (k1 - k0) // BLOCK
+                    values, pairs = w.v + 2 * c * BK + along, w.p + u * p_panel + along
+                    acc = w.acc + 4 * ((row + u * BLOCK) * Dv + c * W)
+                    multiply_values(values, v_part, pairs, 2 * p_panel, acc, 4 * W * Dv, steps, w.sums)
+        if nonfinite:
+            for u in range(2):
+                k0, k1 = panel_span(t, row + u * BLOCK, R, tile, end)
+                add_nonfinite(p, t, w, item, x, at, row, u, R, tile, k0, min(k1, end - tile), Dv, BK)
+
+    @piece
+    def finish(p, t, w, R):
+        release()
+        unpack_acc(t, w, R, up(p.value_dim, W), up(p.value_dim, BLOCK))
+
+    block = np.int64(BLOCK)
+    return Gemm(block, 2 * block, memory, pack_queries, pack_keys, pack_values, weights, add_values, finish)
