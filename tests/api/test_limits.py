@@ -252,3 +252,23 @@ def test_tiles_larger_than_the_mask_need_no_memory():
     assert TileMap.from_spec(8, 9, (2**29, 2**29), window=sys.maxsize).counts() == (0, 0, 1)
     with pytest.raises(InvalidArgument, match=r"^tile: got"):
         TileMap.from_mask(mask, (2**40, 1))
+
+
+def test_small_tensors_reach_a_backend_one_after_the_other():
+    """Kernels know no strides of lengths, offsets, tables, sinks and slopes but those of a table's rows."""
+
+    def spread(x):
+        return torch.stack((x, x + 1), -1)[..., 0]
+
+    q, k, lengths = draw(2, 4, 3, 16), draw(2, 2, 8, 16), torch.tensor([5, 8], dtype=torch.int32)
+    numbers = torch.tensor([0.5, 0.25, 1.0, 2.0])
+    o = {"kv_lengths": lengths, "q_offset": lengths - 3, "sinks": numbers, "alibi_slopes": numbers.expand(2, 4)}
+    t = calls.dense(q, k, k, Options(**{name: spread(x) for name, x in o.items()})).tensors
+    assert {getattr(t, name).stride(-1) for name in o} == {1}
+    for name, x in o.items():
+        assert torch.equal(getattr(t, name), x)
+    pages, table = draw(6, 4, 2, 16), torch.tensor([[5, 2, 0], [4, 1, 3]], dtype=torch.int32)
+    t = calls.paged(q, pages, pages, spread(table), spread(lengths), Options()).tensors
+    assert t.block_table.stride(-1) == t.kv_lengths.stride(-1) == 1
+    part = table[:, :2]
+    assert calls.paged(q, pages, pages, part, lengths, Options()).tensors.block_table is part  # its rows have a stride

@@ -52,18 +52,15 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
         return None
     key = [name, get_num_threads()]
     given = [*args]
-    if options:
-        unset = UNSET.get(name, ())
-        for option, x in options.items():
-            if x is None and option in unset:
-                continue
-            if type(x) in SCALARS or isinstance(x, float):
+    for option, x in options.items():
+        if type(x) in SCALARS or isinstance(x, float):
+            if x is not None or option not in UNSET.get(name, ()):
                 key += option, type(x), x  # 1, 1.0 and True are equal, but not one option
-            elif type(x) is tuple and SCALARS.issuperset(map(type, x)):
-                key += option, (*map(type, x), *x)
-            else:
-                key.append(option)
-                given.append(x)
+        elif type(x) is tuple and SCALARS.issuperset(map(type, x)):
+            key += option, (*map(type, x), *x)
+        else:
+            key.append(option)
+            given.append(x)
     grad = is_grad_enabled()
     try:
         for x in given:

@@ -136,6 +136,7 @@ class Checker:
         if x.dtype not in FLOATS:
             raise InvalidArgument(name, x.dtype, "float32")
         x = self.plain(name, x, "[" + ", ".join("n" * x.ndim) + "]").float()
+        x = x if x.stride(-1) == 1 else x.contiguous()
         return x if batch is None else x.expand(batch, heads)
 
     def sinks(self, x: Any, heads: int) -> torch.Tensor:

@@ -62,9 +62,11 @@ def check_tables(
 
 def as_int32(x: torch.Tensor, least: int = -(2**31), most: int = 2**31 - 1) -> torch.Tensor:
     """Lengths, offsets or pages as kernels read them. What does not fit was not checked, or is never read: it goes to
-    the end of its range, which no device waits for, and does not wrap to a number that looks right.
+    the end of its range, which no device waits for, and does not wrap to a number that looks right. What is not one
+    after the other is copied.
     """
-    return x if x.dtype == torch.int32 else x.clamp(least, most).to(torch.int32)
+    x = x if x.dtype == torch.int32 else x.clamp(least, most).to(torch.int32)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def longest(name: str, given: Any, cu_name: str, cu: torch.Tensor, rows: int, o: Options) -> int:
