@@ -1,4 +1,4 @@
-"""The Hopper backward kernels: compiled ahead of time, and their schedule as plain numbers."""
+"""The Hopper backward kernels: compiled ahead of time, and their choices as plain numbers."""
 
 import sys
 
@@ -10,47 +10,139 @@ if sys.platform != "linux":
 
 from aot import SHARED
 from hopper_aot import build
-from tilewise.backends.hopper.bwd import launch
+from tilewise.backends.gpu.kernel import OPTIONS
+from tilewise.backends.hopper.bwd import config, launch
 from tilewise.backends.hopper.bwd.kernel import backward
-from tilewise.backends.hopper.bwd.spec import BackwardSpec
+from tilewise.backends.hopper.bwd.nonfinite import repair
+from tilewise.backends.hopper.bwd.prepost import clear_rest, list_blocks, postprocess, preprocess
+from tilewise.core.mask_rules import MaskRules, query_span
+from tilewise.core.plan import Plan
+from tilewise.core.problem import Problem
+from tilewise.core.storage import stored_as
+from tilewise.core.tensors import BackwardTensors, Tensors
 
-SPECS = [
-    BackwardSpec("bf16", D, BM, causal=causal, masked=causal, deterministic=deterministic)
-    for D, BM in ((64, 128), (128, 64))
+
+def problem(D=128, B=4, H=16, Hkv=4, L=4096, packed=False, deterministic=True, dtype="bf16", **rules):
+    stored = stored_as(dtype)
+    return Problem(
+        form="varlen" if packed else "dense", device=torch.device("cuda"), batch=B, heads=H, kv_heads=Hkv, q_len=L,
+        kv_len=L, head_dim=D, value_dim=D, q_dtype=stored.dtype, k_format=stored, v_format=stored, scale=0.1,
+        packed_q=packed, total_q=B * L if packed else 0, rules=MaskRules(**rules), grads=("q", "k", "v"),
+        deterministic=deterministic, return_lse=True,
+    )  # fmt: skip
+
+
+def given(p):
+    """A call's launches and their arguments, without memory."""
+    B, L = (1, p.total_q) if p.packed_q else (p.batch, p.q_len)
+
+    def heads(h):
+        return torch.empty(B, L, h, p.head_dim, dtype=p.q_dtype, device="meta").transpose(1, 2)
+
+    def ints(n):
+        return torch.empty(n, dtype=torch.int32, device="meta")
+
+    q, k, v, out = (heads(h) for h in (p.heads, p.kv_heads, p.kv_heads, p.heads))
+    f = Tensors(q, k, v, out, torch.empty(B, p.heads, L, device="meta"))
+    if p.packed_q:
+        f.cu_seqlens_q = f.cu_seqlens_k = ints(p.batch + 1)
+    if p.rules.kv_lengths:
+        f.kv_lengths = ints(p.batch)
+    bound = launch.Bound(Plan(p, "hopper", "", (1, 1)))
+    return bound, bound.arguments(bound.tensors(BackwardTensors(f, heads(p.heads), None, heads(p.heads), *[k, v])))
+
+
+def built(function, arguments, constants=("S",)):
+    return build(function, {name: arguments[name] for name in function.arg_names}, constants, options=OPTIONS)
+
+
+PROBLEMS = [
+    problem(D, deterministic=deterministic, causal=causal)
+    for D in (64, 128)
     for causal in (False, True)
     for deterministic in (True, False)
+] + [
+    problem(64, packed=True, causal=True, window=(1023, None), kv_lengths=True),
+    problem(128, window=(100, 50), dtype="f16"),
 ]
 
 
-def given(s, B=4, H=16, Hkv=4, L=4096):
-    """Arguments without memory."""
-    q, dout = (torch.empty(B, L, H, s.D, dtype=torch.bfloat16, device="meta").transpose(1, 2) for _ in range(2))
-    k, v, dk, dv = (torch.empty(B, L, Hkv, s.D, dtype=torch.bfloat16, device="meta").transpose(1, 2) for _ in range(4))
-    return launch.arguments(q, k, v, dout, dk, dv, launch.workspaces(q, s), 0, 0.1, 4, s)
-
-
 @pytest.mark.parametrize(
-    "s",
-    [pytest.param(s, marks=[pytest.mark.slow] * (s != SPECS[-2])) for s in SPECS],
-    ids=lambda s: f"{s.D}-{s.causal:d}{s.deterministic:d}",
+    "p",
+    [pytest.param(p, marks=[pytest.mark.slow] * (n not in (3, 6))) for n, p in enumerate(PROBLEMS)],
+    ids=lambda p: config.spec_of(p).dtype + "-" + "-".join([f"D{p.head_dim}", *p.options()]).replace(" ", ""),
 )
-def test_kernels_fit_and_keep_their_products_in_flight(s):
-    built = build(backward, given(s), ("S",), options=launch.OPTIONS)
-    assert built.shared <= SHARED[90]
-    assert "serialized" not in built.report
-    for loop in built.loops:
+def test_kernels_fit_and_keep_their_products_in_flight(p):
+    _, arguments = given(p)
+    made = built(backward, arguments)
+    assert made.shared <= SHARED[90]
+    assert "serialized" not in made.report
+    for loop in made.loops:
         # Of one step: all five products, none of them twice, and one for each row statistic.
         assert sum("HGMMA" in x for x in loop) == 34
         assert not any("STS.64" in x for x in loop)  # dQ is stored 16 bytes at a time, without bank conflicts
         # A wait for each of: S, dP, dV with dQ, dK. More would be the compiler's own.
         assert sum("WARPGROUP.DEPBAR" in x for x in loop) == 4
-    for loop in built.loops[:: 2 if s.masked else 1]:  # of blocks that are seen whole
-        assert not any("STL" in x for x in loop)  # nothing is spilled there; a few invariants may be read again
-        assert sum("LDL" in x for x in loop) <= 12
+        if sum("FSEL" in x for x in loop) < 16:  # of blocks that are seen whole
+            assert not any("STL" in x for x in loop)  # nothing is spilled there; a few invariants may be read again
+            assert sum("LDL" in x for x in loop) <= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", PROBLEMS[-2:], ids=("packed", "dense"))
+def test_what_comes_before_and_after_compiles(p):
+    _, arguments = given(p)
+    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "CLEARS", "ORDERED", "GUARDED")
+    for kernel in (preprocess, postprocess):
+        assert built(kernel, arguments, tuple(x for x in flags if x in kernel.arg_names)).sass
+    memory = dict.fromkeys(("q", "k", "v"), arguments["OUT"])
+    fix_up = built(repair, arguments | memory | {"BLOCK": 64}, ("S", "HAS_DLSE", "BLOCK"))
+    assert fix_up.shared <= SHARED[90]
+    if p.packed_q:
+        rest = {"CU": arguments["CU_Q"], "X": arguments["DQ"], "x_h": 64, "x_l": 64, "total": 9, "width": 64}
+        assert built(clear_rest, arguments | rest | {"ROWS": 32}, ("ROWS", "D")).sass
+        assert built(list_blocks, arguments | {"slots": 9} | launch.LISTING, ("BN", "SLOTS", "RUN")).sass
 
 
 def test_planes_at_once_are_planes_that_there_are():
-    for s in SPECS:
+    for D in (64, 128):
         for B, H, Hkv, L in ((1, 1, 1, 1), (16, 32, 32, 1024), (1, 32, 8, 16384), (2, 8, 1, 131072)):
-            q, k = (torch.empty(B, h, L, s.D, device="meta") for h in (H, Hkv))
-            assert 1 <= launch.planes_at_once(q, k, s) <= B * Hkv
+            for rules in ({}, {"causal": True}, {"causal": True, "window": (0, None)}):
+                p = problem(D, B, H, Hkv, L, **rules)
+                assert 1 <= config.planes_at_once(p, config.spec_of(p)) <= B * Hkv
+
+
+@pytest.mark.parametrize("rules", [{"causal": True}, {"window": (70, None)}, {"window": (300, 20)}, {"window": (0, 0)}])
+def test_sides_are_those_of_the_rules(rules):
+    p = problem(**rules)
+    left, right = config.sides(p)
+    for key in (0, 5, 1000, 4095):
+        lo, hi = query_span(p.rules, key, 0, p.q_len)
+        assert max(0, key - right) == max(0, lo)
+        assert min(p.q_len, key + left + 1) == min(p.q_len, hi)
+
+
+def test_what_is_not_served_is_refused_by_name():
+    from dataclasses import replace
+
+    p = problem()
+    assert config.refusal(p) is None
+    assert "softcap" in config.refusal(replace(p, softcap=5.0))
+    assert "ALiBi" in config.refusal(replace(p, alibi=True))
+    assert "chunks" in config.refusal(problem(chunk=7))
+    assert "head dims" in config.refusal(problem(D=136))
+    assert "scales" in config.refusal(replace(p, scale=1e-6))
+    assert "16 bytes" in config.refusal(replace(p, aligned=False))
+
+
+def test_edges_hide_what_a_block_may_have():
+    assert (config.spec_of(problem()).right_edges, config.spec_of(problem()).left_edges) == (0, 0)
+    s = config.spec_of(problem(causal=True, window=(1023, None)))
+    assert (s.right_edges, s.left_edges) == (config.RIGHT, config.LEFT)
+    both = config.RIGHT + config.LEFT
+    for p in (
+        problem(causal=True, window=(100, None)),
+        problem(L=4000, window=(1023, 1023)),
+        problem(window=(1023, 0), kv_lengths=True),
+    ):
+        assert config.spec_of(p).right_edges == config.spec_of(p).left_edges == both

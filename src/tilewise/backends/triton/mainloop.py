@@ -70,10 +70,12 @@ def dot_keys(
         raw = load_chunk(K, rows, ok, i, OP, MASKED, False)  # [BK, W]
         for part in tl.static_range(parts_of(OP)):
             if OP.kind == "plain" and OP.work == "f32" and OP.precision == "tf32" and i > 0:
-                # Tensor cores cut off what they add up, so a long sum is made of rounded ones.
-                s += product(
+                # Tensor cores cut off what they add up, so a long sum is made of rounded ones; by fma, since Triton
+                # makes a sum of products one product.
+                d = product(
                     q[i], turned(raw.to(work_type(OP)), FLIP), tl.zeros([BM, BK], tl.float32), precision_of(OP), FLIP
                 )
+                s = tl.fma(d, tl.full([BM, BK], 1.0, tl.float32), s)
             elif OP.kind == "plain":
                 s = product(q[i], turned(raw.to(work_type(OP)), FLIP), s, precision_of(OP), FLIP)
             elif OP.factored:

@@ -15,17 +15,31 @@ class BackwardArguments:
     do: object
     dk: object
     dv: object
-    dq: object  # float32 [128, 32] of [B * H * q_blocks * 2 * 128, 32]: a consumer's part, packed (`pack_dq`)
-    stats: object  # [BM, 32] of [B * H * q_blocks * BM, 32], in q's dtype: -lse / scale and -delta, 16 parts each
-    SEMAPHORES: object  # int32 [B * H * q_blocks]
+    dq: object  # float32 [128, 32] of [query blocks * 2 * 128, 32]: a consumer's part, packed (`pack_dq`)
+    stats: object  # [BM, 32] of [query blocks * BM, 32], in q's dtype: -lse / scale and -delta, 16 parts each
+    SEMAPHORES: object  # int32, one for each query block of a head
     COUNTER: object
+    FLAG: object  # int32: a gradient is not finite
+    DK: object  # dk and dv once more: tiles that end within a packed sequence are stored by their rows
+    DV: object
+    dk_h: object
+    dk_l: object
+    dv_h: object
+    dv_l: object
+    KV_LENGTHS: object
+    Q_OFFSET: object
+    CU_Q: object
+    CU_K: object
+    TABLE: object  # packed: int32 [k_blocks, 2], each key block's sequence and number there
     heads: Size
     group: Size
     q_len: Size
     kv_len: Size
-    q_blocks: Size
-    k_blocks: Size
+    q_blocks: Size  # of a head of a batch row; packed: of a head, room for all sequences
+    k_blocks: Size  # of a plane; packed: of a head, room for all sequences
     q_offset: Size
+    left: Size  # of a window
+    right: Size  # 0 for causal
     swizzle: Size
     scale: object
     S: object

@@ -58,22 +58,30 @@ def pack_dq(dq):
     return warp_lane_pairs.permute([0, 3, 2, 4, 1, 5]).reshape([128, 32])
 
 
+RIGHT = gl.constexpr(1)  # some rows of the query block come before the first that sees a key
+LEFT = gl.constexpr(2)  # or after the last
+
+
 @gluon.jit
-def hide(a, p, i, lo):
-    """P^T [64, BM] of query block i, 0 where a row does not see a key: key j is seen by rows from lo[j] on.
+def hide(a, p, i, lo, hi, EDGES: gl.constexpr):
+    """P^T [64, BM] of query block i, 0 where a row does not see a key: key j is seen by rows lo[j] .. hi[j] - 1.
 
     A thread's columns are 8 m + j with few j, which the compiler does not know, and many m, which it does: each cell
     costs one comparison with a constant.
     """
     BM: gl.constexpr = a.S.BM
     column = gl.arange(0, BM, gl.SliceLayout(0, score_layout(a.S)))
-    m8 = column & -8
-    j = column & 7
-    return gl.where(m8[None, :] >= (lo - i * BM)[:, None] - j[None, :], p, 0.0)
+    m8 = (column & -8)[None, :]
+    j = (column & 7)[None, :]
+    if EDGES & RIGHT:
+        p = gl.where(m8 >= (lo - i * BM)[:, None] - j, p, 0.0)
+    if EDGES & LEFT:
+        p = gl.where(m8 < (hi - i * BM)[:, None] - j, p, 0.0)
+    return p
 
 
 @gluon.jit
-def step(a, buf, u, i, dk, dv, lo, factors, C: gl.constexpr, MASKED: gl.constexpr):
+def step(a, buf, u, i, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
     """Query block i, use u of the rings.
 
     `u >> 30` is 0, which the compiler does not know: it would keep registers for every place in K and V.
@@ -94,8 +102,7 @@ def step(a, buf, u, i, dk, dv, lo, factors, C: gl.constexpr, MASKED: gl.constexp
     dp = warpgroup_mma(factors, delta.permute((1, 0)), dp, is_async=True)
     x = warpgroup_mma_wait(2, deps=(s,))  # q k - lse / scale
     p = gl.exp2(x * (a.scale * LOG2E))
-    if MASKED:
-        p = hide(a, p, i, lo)
+    p = hide(a, p, i, lo, hi, EDGES)
     p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
     dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
     ds16 = (p * dp).to(a.q.dtype)
@@ -129,6 +136,32 @@ def step(a, buf, u, i, dk, dv, lo, factors, C: gl.constexpr, MASKED: gl.constexp
 
 
 @gluon.jit
+def steps(a, buf, begin, end, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
+    for u in range(begin, end):
+        dk, dv = step(a, buf, u, i, dk, dv, lo, hi, factors, C, EDGES)
+        i, g = next_block(a, i, g)
+    return i, g, dk, dv
+
+
+@gluon.jit
+def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, C: gl.constexpr):
+    """dK or dV [64, D] through the memory of V, which is this consumer's alone by rows."""
+    D: gl.constexpr = a.S.D
+    row = w.n * 128 + C * 64
+    if a.S.packed and row + 64 > w.kv_end:
+        LAYOUT: gl.constexpr = grad_layout(a.S)
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+        columns = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
+        at = POINTER + w.kv_head.to(gl.int64) * head_stride + (w.kv_start + rows).to(gl.int64) * row_stride + columns
+        gl.store(at, x, mask=(rows < w.kv_end) & (columns < desc.shape[3]))
+    else:
+        buffer.reshape([64, D]).store(x)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [w.b, w.kv_head, w.kv_start + row, 0], buffer)
+        tma.store_wait(0)
+
+
+@gluon.jit
 def consume(a, buf, tile_index, C: gl.constexpr):
     w = work_of(a, tile_index)
     D: gl.constexpr = a.S.D
@@ -136,34 +169,33 @@ def consume(a, buf, tile_index, C: gl.constexpr):
     key = w.n * 128 + C * 64 + gl.arange(0, 64, ROW)
     # The rows that see each key.
     lo = key * 0
-    if a.S.causal:
-        lo = key - a.q_offset
-    lo = gl.where(key < a.kv_len, lo, 0x7FFFFFF)
+    hi = key * 0
+    if a.S.hides_right:
+        lo = key - w.shift - a.right
+    if a.S.hides_left:
+        hi = key - w.shift + a.left + 1
+    lo = gl.where(key < w.kv_len, lo, 0x7FFFFFF)
     dk = gl.zeros([64, D], gl.float32, grad_layout(a.S))
     dv = gl.zeros([64, D], gl.float32, grad_layout(a.S))
-    mbarrier.wait(buf.k_full.index(0), 0)
-    mbarrier.wait(buf.v_full.index(0), 0)
-    factors = stat_factors(a)
-    named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
     i = w.last - 1
     g = 0
-    whole = (w.last - w.inner) * a.group
-    for u in range(whole):
-        dk, dv = step(a, buf, u, i, dk, dv, lo, factors, C, False)
-        i, g = next_block(a, i, g)
-    if a.S.masked:
-        for u in range(whole, (w.last - w.first) * a.group):
-            dk, dv = step(a, buf, u, i, dk, dv, lo, factors, C, True)
-            i, g = next_block(a, i, g)
-    # V is this consumer's alone by rows; both gradients leave through it.
-    out = buf.v.index(C)
-    flat = out.reshape([64, D])
-    flat.store(dv.to(a.q.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(a.dv, [w.b, w.kv_head, w.n * 128 + C * 64, 0], out)
-    tma.store_wait(0)
-    gl.thread_barrier()
-    flat.store((dk * a.scale).to(a.q.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(a.dk, [w.b, w.kv_head, w.n * 128 + C * 64, 0], out)
-    tma.store_wait(0)
+    if w.last > w.first:
+        mbarrier.wait(buf.k_full.index(0), 0)
+        mbarrier.wait(buf.v_full.index(0), 0)
+    factors = stat_factors(a)
+    named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
+    begin = 0
+    if a.S.hides_left:
+        begin = (w.last - w.outer) * a.group
+        i, g, dk, dv = steps(a, buf, 0, begin, i, g, dk, dv, lo, hi, factors, C, a.S.left_edges)
+    end = (w.last - w.inner) * a.group
+    i, g, dk, dv = steps(a, buf, begin, end, i, g, dk, dv, lo, hi, factors, C, 0)
+    if a.S.right_edges > 0:
+        i, g, dk, dv = steps(a, buf, end, w.steps(a), i, g, dk, dv, lo, hi, factors, C, a.S.right_edges)
+    if a.S.guarded:
+        nothing = dk * 0.0 + dv * 0.0  # NaN where a gradient is not finite
+        gl.store(a.FLAG + gl.zeros([64, D], gl.int32, grad_layout(a.S)), 1, mask=nothing != 0.0)
+    if w.n * 128 + C * 64 < w.kv_end:
+        store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_h, a.dv_l, buf.v.index(C), C)
+        gl.thread_barrier()
+        store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_h, a.dk_l, buf.v.index(C), C)

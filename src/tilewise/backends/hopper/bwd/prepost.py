@@ -6,6 +6,23 @@ import triton
 
 
 @triton.jit
+def query_block(CU_Q, heads, q_len, q_blocks, BM: tl.constexpr, PACKED: tl.constexpr):
+    """Of this program: batch row, head, the sequence's first row and length, and the block's place (`Work.block`)."""
+    i = tl.program_id(0)
+    plane = tl.program_id(1)
+    b = plane // heads
+    h = plane % heads
+    start = 0
+    entry = plane.to(tl.int64) * q_blocks + i
+    if PACKED:
+        start = tl.load(CU_Q + b)
+        q_len = tl.load(CU_Q + b + 1) - start
+        entry = h.to(tl.int64) * q_blocks + start // BM + b + i
+        b = 0
+    return b.to(tl.int64), h.to(tl.int64), start, q_len, entry
+
+
+@triton.jit
 def in_parts(x, part, LIKE):
     """x [BM] as parts [BM, 32] in a narrower type, whose sum (each by its factor, `consumer.part_factors`) is x."""
     dtype: tl.constexpr = LIKE.dtype.element_ty
@@ -23,62 +40,62 @@ def in_parts(x, part, LIKE):
 
 @triton.jit
 def preprocess(
-    OUT, DOUT, LSE, DLSE, STATS, DQ, SEMAPHORES, COUNTER,
-    o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l, heads, q_len, q_blocks, value_dim,
-    scale, BM: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, HAS_DLSE: tl.constexpr,
+    OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, SHARES, ACC, SEMAPHORES, COUNTER, FLAG,
+    o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l, dlse_b, dlse_h, dlse_l, heads, q_len, q_blocks, value_dim,
+    scale, BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr,
     CLEARS: tl.constexpr,
 ):  # fmt: skip
     """Row statistics in parts that the scores' products add up: -lse / scale, and -delta = dlse - rowsum(dO * O).
 
-    Rows that see nothing, and rows past the end, get so low a -lse that their P is 0.
+    Rows that see nothing, and rows past the end, get so low a -lse that their P is 0. SHARES are a block's part of the
+    sinks' gradient.
     """
-    block = tl.program_id(0)
-    plane = tl.program_id(1)
-    b = (plane // heads).to(tl.int64)
-    h = (plane % heads).to(tl.int64)
-    row = block * BM + tl.arange(0, BM)
+    i = tl.program_id(0)
+    b, h, start, q_len, entry = query_block(CU_Q, heads, q_len, q_blocks, BM, PACKED)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(COUNTER, 0)
+        tl.store(FLAG, 0)
+    if i * BM >= q_len:
+        return
+    row = i * BM + tl.arange(0, BM)
     ok = row < q_len
-    column = tl.arange(0, DV)
+    at = (start + row).to(tl.int64)
+    column = tl.arange(0, D)
     inside = ok[:, None] & (column < value_dim)[None, :]
-    o = tl.load(OUT + b * o_b + h * o_h + row.to(tl.int64)[:, None] * o_l + column[None, :], mask=inside, other=0.0)
-    do = tl.load(
-        DOUT + b * do_b + h * do_h + row.to(tl.int64)[:, None] * do_l + column[None, :], mask=inside, other=0.0
-    )
+    o = tl.load(OUT + b * o_b + h * o_h + at[:, None] * o_l + column[None, :], mask=inside, other=0.0)
+    do = tl.load(DOUT + b * do_b + h * do_h + at[:, None] * do_l + column[None, :], mask=inside, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    at = b * lse_b + h * lse_h + row.to(tl.int64) * lse_l
-    lse = tl.load(LSE + at, mask=ok, other=float("inf"))
+    lse = tl.load(LSE + b * lse_b + h * lse_h + at * lse_l, mask=ok, other=float("-inf"))
     if HAS_DLSE:
-        delta -= tl.load(DLSE + at, mask=ok, other=0.0)
-    seen = ok & (lse != float("-inf"))
+        delta -= tl.load(DLSE + b * dlse_b + h * dlse_h + at * dlse_l, mask=ok, other=0.0)
+    seen = ok & (tl.abs(lse) != float("inf"))
     delta = tl.where(seen, delta, 0.0)
+    if HAS_SINKS:
+        share = tl.where(seen, tl.exp(tl.load(SINKS + h) - lse) * delta, 0.0)
+        tl.store(SHARES + entry, -tl.sum(share, 0))
     # Finite, as a part that is infinite would make the others NaN.
     LOWEST: tl.constexpr = -6e7 if STATS.dtype.element_ty == tl.float16 else -1e30
-    entry = plane.to(tl.int64) * q_blocks + block
     part = tl.arange(0, 32)
     lse_parts = in_parts(tl.where(seen, -lse / scale, tl.where(scale < 0, -LOWEST, LOWEST)), part, STATS)
     delta_parts = in_parts(-delta, part - 16, STATS)
-    at = STATS + (entry * BM + tl.arange(0, BM))[:, None] * 32 + part[None, :]
-    tl.store(at, tl.where(part < 16, lse_parts, delta_parts))
+    rows = entry * BM + tl.arange(0, BM)
+    tl.store(STATS + rows[:, None] * 32 + part[None, :], tl.where(part < 16, lse_parts, delta_parts))
     if CLEARS:
-        wide = tl.arange(0, D)
-        tl.store(DQ + (entry * BM + tl.arange(0, BM))[:, None] * D + wide[None, :], tl.zeros([BM, D], tl.float32))
+        tl.store(ACC + rows[:, None] * D + column[None, :], tl.zeros([BM, D], tl.float32))
     tl.store(SEMAPHORES + entry, 0)
-    if (block == 0) & (plane == 0):
-        tl.store(COUNTER, 0)
 
 
 @triton.jit
 def postprocess(
-    ACC, SEMAPHORES, DQ, dq_b, dq_h, dq_l, heads, q_len, q_blocks, head_dim, scale,
-    BM: tl.constexpr, D: tl.constexpr, ORDERED: tl.constexpr,
+    ACC, SEMAPHORES, FLAG, CU_Q, DQ, dq_b, dq_h, dq_l, heads, q_len, q_blocks, head_dim, scale,
+    BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    plane = tl.program_id(1)
-    b = (plane // heads).to(tl.int64)
-    h = (plane % heads).to(tl.int64)
-    row = block * BM + tl.arange(0, BM)
+    i = tl.program_id(0)
+    b, h, start, q_len, entry = query_block(CU_Q, heads, q_len, q_blocks, BM, PACKED)
+    if i * BM >= q_len:
+        return
+    row = i * BM + tl.arange(0, BM)
     column = tl.arange(0, D)
-    entry = plane.to(tl.int64) * q_blocks + block
     there = True
     if ORDERED:  # without a first addition there is nothing
         there = tl.load(SEMAPHORES + entry) > 0
@@ -88,5 +105,40 @@ def postprocess(
     x = x.permute([1, 5, 3, 0, 2, 4, 6]) if BM == 64 else x.permute([0, 1, 5, 3, 2, 4, 6])
     x = x.reshape([BM, D])
     inside = (row < q_len)[:, None] & (column < head_dim)[None, :]
-    at = DQ + b * dq_b + h * dq_h + row.to(tl.int64)[:, None] * dq_l + column[None, :]
+    if GUARDED:
+        tl.store(FLAG + tl.zeros([BM, D], tl.int32), 1, mask=inside & (x * 0.0 != 0.0))
+    at = DQ + b * dq_b + h * dq_h + (start + row).to(tl.int64)[:, None] * dq_l + column[None, :]
     tl.store(at, (x * scale).to(DQ.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def list_blocks(CU_K, TABLE, batch, slots, BN: tl.constexpr, SLOTS: tl.constexpr, RUN: tl.constexpr):
+    """The sequence of each key block and its number there; past the last block, one that no sequence has."""
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    seq = slot * 0
+    start = slot * 0
+    total = 0
+    for top in range(0, batch, RUN):
+        b = top + tl.arange(0, RUN)
+        here = b < batch
+        length = tl.load(CU_K + b + 1, mask=here, other=0) - tl.load(CU_K + b, mask=here, other=0)
+        ends = total + tl.cumsum(tl.cdiv(length, BN), 0)  # [RUN]
+        before = here[None, :] & (ends[None, :] <= slot[:, None])  # [SLOTS, RUN]
+        seq += tl.sum(before.to(tl.int32), 1)
+        start = tl.maximum(start, tl.max(tl.where(before, ends[None, :], 0), 1))
+        total = tl.max(ends, 0)
+    nobody = slot >= total
+    at = TABLE + 2 * slot
+    tl.store(at, tl.where(nobody, 0, seq), mask=slot < slots)
+    tl.store(at + 1, tl.where(nobody, 1 << 22, slot - start), mask=slot < slots)
+
+
+@triton.jit
+def clear_rest(CU, X, x_h, x_l, batch, total, width, ROWS: tl.constexpr, D: tl.constexpr):
+    """Zeros for the rows past the last packed sequence. A program for each head, and some for its rows."""
+    first = tl.load(CU + batch)
+    column = tl.arange(0, D)
+    for top in range(first + tl.program_id(0) * ROWS, total, tl.num_programs(0) * ROWS):
+        row = top + tl.arange(0, ROWS)
+        at = X + tl.program_id(1).to(tl.int64) * x_h + row.to(tl.int64)[:, None] * x_l + column[None, :]
+        tl.store(at, tl.zeros([ROWS, D], X.dtype.element_ty), mask=(row < total)[:, None] & (column < width)[None, :])

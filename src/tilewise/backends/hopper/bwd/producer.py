@@ -9,36 +9,39 @@ from .tile_scheduler import next_block, work_of
 
 
 @gluon.jit
+def load_keys(a, w, desc, full, buffer):
+    """Both halves of the key block. What is past a sequence's end is another's, or read as 0."""
+    mbarrier.expect(full, 2 * desc.block_type.nbytes)
+    for c in gl.static_range(2):
+        row = w.kv_start + w.n * 128 + c * 64
+        tma.async_copy_global_to_shared(desc, [w.b, w.kv_head, row, 0], full, buffer.index(c))
+
+
+@gluon.jit
 def produce(a, buf, tile_index):
     w = work_of(a, tile_index)
     BM: gl.constexpr = a.S.BM
-    mbarrier.expect(buf.k_full.index(0), 2 * a.k.block_type.nbytes)
-    for c in gl.static_range(2):
-        tma.async_copy_global_to_shared(
-            a.k, [w.b, w.kv_head, w.n * 128 + c * 64, 0], buf.k_full.index(0), buf.k.index(c)
-        )
+    steps = w.steps(a)
+    if steps > 0:
+        load_keys(a, w, a.k, buf.k_full.index(0), buf.k)
     i = w.last - 1
     g = 0
-    for u in range((w.last - w.first) * a.group):
+    for u in range(steps):
         head = w.kv_head * a.group + g
-        plane = w.b * a.heads + head
         s = u % a.S.q_stages
         if u >= a.S.q_stages:
             named_barrier("bar.sync", Q_EMPTY + s, 288)
         full = buf.q_full.index(s)
         mbarrier.expect(full, a.q.block_type.nbytes + a.stats.block_type.nbytes)
-        tma.async_copy_global_to_shared(a.q, [w.b, head, i * BM, 0], full, buf.q.index(s))
-        tma.async_copy_global_to_shared(a.stats, [(plane * a.q_blocks + i) * BM, 0], full, buf.stats.index(s))
+        row = w.q_start + i * BM
+        tma.async_copy_global_to_shared(a.q, [w.b, head, row, 0], full, buf.q.index(s))
+        tma.async_copy_global_to_shared(a.stats, [w.block(a, head, i) * BM, 0], full, buf.stats.index(s))
         if u == 0:
-            mbarrier.expect(buf.v_full.index(0), 2 * a.v.block_type.nbytes)
-            for c in gl.static_range(2):
-                tma.async_copy_global_to_shared(
-                    a.v, [w.b, w.kv_head, w.n * 128 + c * 64, 0], buf.v_full.index(0), buf.v.index(c)
-                )
+            load_keys(a, w, a.v, buf.v_full.index(0), buf.v)
         t = u % a.S.do_stages
         if u >= a.S.do_stages:
             named_barrier("bar.sync", DO_EMPTY + t, 288)
         full = buf.do_full.index(t)
         mbarrier.expect(full, a.do.block_type.nbytes)
-        tma.async_copy_global_to_shared(a.do, [w.b, head, i * BM, 0], full, buf.do.index(t))
+        tma.async_copy_global_to_shared(a.do, [w.b, head, row, 0], full, buf.do.index(t))
         i, g = next_block(a, i, g)

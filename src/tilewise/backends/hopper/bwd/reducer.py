@@ -20,24 +20,22 @@ def reduce(a, buf, tile_index, R: gl.constexpr):
     g = 0
     if R == 1:
         i, g = next_block(a, i, g)
-    for _ in range(R, (w.last - w.first) * a.group, 2):
-        plane = w.b * a.heads + w.kv_head * a.group + g
-        block = plane * a.q_blocks + i
-        s = R
+    for _ in range(R, w.steps(a), 2):
+        block = w.block(a, w.kv_head * a.group + g, i)
         named_barrier("bar.sync", DQ_FULL + R, 288)
         at = a.SEMAPHORES + block
+        turn = w.turn(a, i)
         if a.S.deterministic:
-            while load_acquire(at) < w.n:
+            while load_acquire(at) < turn:
                 pass
-        first = w.n == 0
         for c in gl.static_range(2):
             row = block * 256 + c * 128
-            if a.S.deterministic and first:
-                tma.async_copy_shared_to_global(a.dq, [row, 0], buf.dq.index(s * 2 + c))
+            if a.S.deterministic and turn == 0:
+                tma.async_copy_shared_to_global(a.dq, [row, 0], buf.dq.index(R * 2 + c))
             else:
-                tma_add(a.dq, [row, 0], buf.dq.index(s * 2 + c))
+                tma_add(a.dq, [row, 0], buf.dq.index(R * 2 + c))
         tma.store_wait(0)
-        mbarrier.arrive(buf.dq_empty.index(s), count=1)
+        mbarrier.arrive(buf.dq_empty.index(R), count=1)
         if a.S.deterministic:
             bulk_writes_done()
             add_release(at)

@@ -13,8 +13,14 @@ class BackwardSpec:
     q_stages: int = 2
     do_stages: int = 2
     dq_stages: int = 2
-    causal: bool = False
-    masked: bool = False  # some tiles are seen in part
+    hides_right: bool = False  # causal, or a window's right side
+    hides_left: bool = False
+    packed: bool = False
+    lengths: bool = False
+    offset: str = "int"  # of the queries: "int", "rows" or "end", as in `MaskRules`
+    right_edges: int = 0  # what hides cells of blocks at the right edge, or at the end of the keys (`consumer.hide`)
+    left_edges: int = 0  # and of those at the left edge
     deterministic: bool = True
+    guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
     consumer_regs: int = 240
     producer_regs: int = 24

@@ -1,7 +1,7 @@
 """Which key block a program takes, and which query blocks see it.
 
-A program has 128 keys of one KV head (a plane). dQ of a query block is added up in the order of key blocks; a program
-may wait only for programs that have started before it, so tile indices are drawn in that order.
+A program has 128 keys of one KV head of one sequence (a plane). dQ of a query block is added up in the order of key
+blocks; a program may wait only for programs that have started before it, so tile indices are drawn in that order.
 """
 
 from triton.experimental import gluon
@@ -12,12 +12,40 @@ from ..signature import struct
 
 @struct
 class Work:
-    b: gl.tensor
+    b: gl.tensor  # batch row of q, k, v; packed: 0
+    seq: gl.tensor
     kv_head: gl.tensor
-    n: gl.tensor
-    first: gl.tensor  # query blocks first .. last - 1
+    n: gl.tensor  # the key block
+    q_start: gl.tensor
+    kv_start: gl.tensor
+    kv_len: gl.tensor  # keys in use
+    kv_end: gl.tensor  # rows of k, used or not
+    shift: gl.tensor  # key j is seen by rows j - shift - right .. j - shift + left
+    first: gl.tensor  # query blocks first .. last - 1 see the block, perhaps none
     last: gl.tensor
-    inner: gl.tensor  # of those, inner .. last - 1 are seen whole
+    inner: gl.tensor  # of those, inner .. outer - 1 see all of it
+    outer: gl.tensor
+
+    @gluon.jit
+    def steps(self, a):
+        return (self.last - self.first) * a.group
+
+    @gluon.jit
+    def block(self, a, head, i):
+        """The place of query block i of a head in `stats`, `dq` and the semaphores."""
+        if a.S.packed:
+            at = head * a.q_blocks + self.q_start // a.S.BM + self.seq + i
+        else:
+            at = (self.seq * a.heads + head) * a.q_blocks + i
+        return at
+
+    @gluon.jit
+    def turn(self, a, i):
+        """How many key blocks add to query block i before this one."""
+        turn = self.n
+        if a.S.hides_left:
+            turn -= gl.maximum((i * a.S.BM + self.shift - a.left) >> 7, 0)
+        return turn
 
 
 @gluon.jit
@@ -26,27 +54,59 @@ def work_of(a, tile_index):
     row): programs add to dQ of a plane one after the other, so those of one plane must not all start together.
     """
     BM: gl.constexpr = a.S.BM
+    kv_heads = a.heads // a.group
     width = a.swizzle * a.k_blocks
     begin = tile_index // width * a.swizzle
     count = gl.minimum(a.swizzle, gl.num_programs(0) // a.k_blocks - begin)
     rest = tile_index % width
     n = rest // count
     plane = begin + rest % count
-    kv_heads = a.heads // a.group
-    b = plane // kv_heads
-    kv_head = plane % kv_heads
-    first = n * 0
-    last = n * 0 + a.q_blocks
-    inner = n * 0
-    if a.S.causal:
-        # Key j is seen by rows from j - q_offset on.
-        # Keys that no row sees take the last block, hidden as a whole.
-        first = gl.minimum(gl.maximum(n * 128 - a.q_offset, 0) // BM, last - 1)
-        inner = gl.minimum(gl.maximum(gl.cdiv(n * 128 + 127 - a.q_offset, BM), 0), last)
-    if n * 128 + 128 > a.kv_len:
+    zero = n * 0
+    if a.S.packed:  # planes are heads: blocks of all sequences are one list
+        seq = gl.load(a.TABLE + 2 * n)
+        n = gl.load(a.TABLE + 2 * n + 1)
+        kv_head = plane
+        b = zero
+        q_start = gl.load(a.CU_Q + seq)
+        kv_start = gl.load(a.CU_K + seq)
+        q_len = gl.load(a.CU_Q + seq + 1) - q_start
+        kv_end = gl.load(a.CU_K + seq + 1) - kv_start
+    else:
+        seq = plane // kv_heads
+        kv_head = plane % kv_heads
+        b = seq
+        q_start = zero
+        kv_start = zero
+        q_len = zero + a.q_len
+        kv_end = zero + a.kv_len
+    kv_len = kv_end
+    if a.S.lengths:
+        kv_len = gl.load(a.KV_LENGTHS + seq)
+    if a.S.offset == "int":
+        shift = zero + a.q_offset
+    elif a.S.offset == "rows":
+        shift = gl.load(a.Q_OFFSET + seq)
+    else:
+        shift = kv_len - q_len
+    key = n * 128
+    first = zero
+    last = gl.cdiv(q_len, BM)
+    inner = zero
+    outer = last
+    if a.S.hides_right:
+        first = gl.minimum(gl.maximum(key - shift - a.right, 0) // BM, last)
+        inner = gl.minimum(gl.cdiv(gl.maximum(key + 127 - shift - a.right, 0), BM), last)
+    if a.S.hides_left:
+        outer = gl.minimum(gl.maximum(key - shift + a.left + 1, 0) // BM, last)
+        last = gl.minimum(gl.cdiv(gl.maximum(key + 128 - shift + a.left, 0), BM), last)
+    if key >= kv_len:
+        last = first
+    if key + 128 > kv_len:
         inner = last
-    inner = gl.maximum(inner, first)
-    return Work(b, kv_head, n, first, last, inner)
+    last = gl.maximum(last, first)
+    inner = gl.minimum(gl.maximum(inner, first), last)
+    outer = gl.minimum(gl.maximum(outer, inner), last)
+    return Work(b, seq, kv_head, n, q_start, kv_start, kv_len, kv_end, shift, first, last, inner, outer)
 
 
 @gluon.jit

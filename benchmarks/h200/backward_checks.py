@@ -1,0 +1,134 @@
+"""The Hopper backward kernels on a GPU: conformance, NaN in hidden places, repeats to the bit, CUDA graphs.
+
+    python benchmarks/h200/backward_checks.py --jobs 14 --repeats 1000 --json backward_checks.json
+
+Cases are those of the conformance suite, without the options that the kernels do not serve and in 16-bit types, and
+some of more tiles. They run in `--jobs` processes; a case that dies is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise import Unsupported
+from tilewise.testing.case import Case
+from tilewise.testing.cases import GRADIENTS
+from tilewise.testing.gradient_properties import SOME
+from tilewise.testing.gradients import check_gradients, make_gradients
+from tilewise.tools.bench.machine import describe
+
+LARGE = [
+    Case(B=2, H=4, Hkv=2, Lq=256, D=64), Case(B=1, H=2, Lq=1000, D=128, causal=True),
+    Case(B=1, H=2, Hkv=1, Lq=300, Lk=500, D=128, causal=True), Case(B=1, H=3, Lq=700, Lk=333, D=64, causal=True),
+    Case(B=2, H=8, Lq=1024, D=128), Case(B=2, H=2, Lq=1100, D=64, causal=True, window=(200, None)),
+    Case(B=1, H=4, Hkv=2, Lq=900, D=128, window=(130, 70)), Case(B=1, H=2, Lq=640, D=128, window=(None, 33)),
+    Case(B=1, H=2, Lq=200, Lk=1500, D=64, causal=True, window=(100, None)),
+    Case(B=1, H=2, Lq=1500, Lk=200, D=128, causal=True, window=(100, None)),
+    Case(B=3, H=2, Lq=500, D=128, lengths=(500, 0, 257), causal=True),
+    Case(B=3, H=4, Hkv=1, Lq=500, D=64, lengths=(1, 128, 499)),
+    Case(B=4, H=4, Hkv=2, D=128, form="varlen", q_lengths=(300, 1, 0, 513), lengths=(300, 200, 7, 513), causal=True),
+    Case(B=4, H=2, D=64, form="varlen", q_lengths=(129, 640, 64, 1), lengths=(129, 640, 64, 1), window=(50, 10)),
+    Case(B=2, H=4, Hkv=2, Lq=300, D=64, causal=True, window=(127, None), sinks=True),
+    Case(B=1, H=2, Lq=1000, D=96, causal=True), Case(B=1, H=2, Lq=260, D=40),
+]  # fmt: skip
+
+
+def cases() -> list[Case]:
+    """Each once, in float16 and bfloat16 in turn."""
+    found: dict[str, Case] = {}
+    for n, case in enumerate([*GRADIENTS, *SOME, *LARGE]):
+        width = min(128, -(-case.D // 8) * 8)
+        fitted = replace(
+            case, D=width, Dv=width, dtype=("bf16", "f16")[n % 2], k="", v="", mask="", mask_kind="bool",
+            pattern="random", softcap=None, alibi="", chunk=None, tile=None, scale=None,
+        )  # fmt: skip
+        found.setdefault(str(fitted), fitted)
+    return list(found.values())
+
+
+def check(case: Case) -> dict[str, Any]:
+    outcome: dict[str, Any] = {"case": str(case)}
+    try:
+        for name, how in (("error of bound", {}), ("free", {"deterministic": False})):
+            verdict = check_gradients(case, "hopper", "cuda", **how)
+            outcome[name] = round(verdict.error / max(verdict.bound, 1e-300), 3)
+    except Unsupported as error:
+        outcome["refused"] = str(error)
+    except Exception as error:
+        outcome["failed"] = f"{type(error).__name__}: {error}"
+    return outcome
+
+
+def repeats(case: Case, count: int) -> dict[str, Any]:
+    """The same bits again and again, other work between, and replayed from a CUDA graph."""
+    outcome: dict[str, Any] = {"case": str(case)}
+    try:
+        made = make_gradients(case, "cuda")
+        first = {name: x.clone() for name, x in made.run("hopper").items()}
+        other = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+        differing = torch.zeros((), dtype=torch.int64, device="cuda")
+        for n in range(count):
+            if n % 3 == 0:
+                other = (other @ other).clamp_(-1, 1)
+            for name, x in made.run("hopper").items():
+                differing += (x != first[name]).any()
+        outcome |= {"repeats": count, "differing": int(differing)}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = made.run("hopper")
+        for x in replayed.values():
+            x.fill_(float("nan"))
+        graph.replay()
+        outcome["graph equal"] = all(torch.equal(x, first[name]) for name, x in replayed.items())
+        if outcome["differing"] or not outcome["graph equal"]:
+            outcome["failed"] = "bits differ"
+    except Exception as error:
+        outcome["failed"] = f"{type(error).__name__}: {error}"
+    return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=1000)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--large", action="store_true", help="the cases of more tiles alone")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    start = time.perf_counter()
+    record = describe(f"python benchmarks/h200/backward_checks.py --repeats {args.repeats}", torch.device("cuda"))
+    record |= {"cases": [], "repeats": []}
+    chosen = [case for case in cases() if args.only in str(case)]
+    big = [replace(case, dtype="bf16", mask="") for case in LARGE if case.D % 64 == 0 and args.only in str(case)]
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        jobs = {pool.submit(repeats, case, args.repeats): "repeats" for case in big}
+        jobs |= {pool.submit(check, case): "cases" for case in (chosen[-len(LARGE) :] if args.large else chosen)}
+        for job in as_completed(jobs):
+            try:
+                outcome = job.result()
+            except Exception as error:  # the process died
+                outcome = {"failed": f"{type(error).__name__}: {error}"}
+            record[jobs[job]].append(outcome)
+            if "failed" in outcome:
+                print(outcome, flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
+    failed = [x for x in [*record["cases"], *record["repeats"]] if "failed" in x]
+    refused = sum("refused" in x for x in record["cases"])
+    worst = max((x.get("error of bound", 0.0) for x in record["cases"]), default=0.0)
+    counts = f"{len(record['cases'])} cases, {refused} refused, {len(record['repeats'])} repeated, {len(failed)} failed"
+    print(f"{counts}; worst error {worst} of its bound; {time.perf_counter() - start:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

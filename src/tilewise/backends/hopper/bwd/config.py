@@ -1,0 +1,95 @@
+"""Which backward passes the Hopper kernels serve, and how: plain functions of a problem."""
+
+from __future__ import annotations
+
+from ....core.problem import Problem
+from ...gpu.flags import DTYPE_NAMES
+from .spec import BackwardSpec
+
+BN = 128  # keys of a program
+HOP = 3.0  # microseconds from one program's reduction of a query block to the next one's
+PROCESSORS = 132
+STEP_FLOPS = 4.9e6  # of a processor in a microsecond
+# -lse / scale is kept in q's dtype, in parts: it must not leave their range.
+LEAST_SCALE, MOST_SCALE = 1e-3, 1e3
+RIGHT, LEFT = 1, 2  # edges, as `consumer.hide` has them
+FURTHEST = 1 << 29  # positions, whose sums with sides of windows int32 holds
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why the kernels cannot give the gradients, or None."""
+    p = problem
+    missing = {
+        "a KV cache in pages or quantised": p.form == "paged" or p.k_format.is_quantised or p.v_format.is_quantised,
+        "masks": p.mask is not None,
+        "softcap": p.softcap > 0,
+        "ALiBi": p.alibi,
+        "chunks": p.rules.chunk > 0,
+        "q, k and v of other types than float16 or bfloat16, all the same": not (
+            p.q_dtype == p.k_format.dtype == p.v_format.dtype and DTYPE_NAMES.get(p.q_dtype) in ("f16", "bf16")
+        ),
+        "head dims other than multiples of 8 up to 128, D = Dv": (
+            p.head_dim != p.value_dim or p.head_dim > 128 or p.head_dim % 8 != 0
+        ),
+        f"scales outside {LEAST_SCALE:g} to {MOST_SCALE:g}": not LEAST_SCALE <= abs(p.scale) <= MOST_SCALE,
+        "rows that do not begin at multiples of 16 bytes, or are broadcast": not p.aligned,
+        "offsets past 2**29": isinstance(p.rules.q_offset, int) and abs(p.rules.q_offset) > FURTHEST,
+    }
+    return next((f"no backward pass for {what}" for what, there in missing.items() if there), None)
+
+
+def spec_of(problem: Problem) -> BackwardSpec:
+    p, flags = problem, problem.rules.flags
+    D = 64 if p.head_dim <= 64 else 128
+    BM = 128 if D == 64 else 64
+    ends = p.has_lengths or p.kv_len % BN != 0  # keys may end inside a block
+    both = flags.hides_left and (ends or sum(sides(p)) < BM + BN)
+    return BackwardSpec(
+        DTYPE_NAMES[p.q_dtype],
+        D,
+        BM,
+        hides_right=flags.hides_right,
+        hides_left=flags.hides_left,
+        packed=p.packed_q,
+        lengths=flags.lengths,
+        offset=flags.offset,
+        right_edges=RIGHT * (flags.hides_right or ends or both) + LEFT * both,
+        left_edges=LEFT * flags.hides_left + RIGHT * both,
+        deterministic=p.deterministic,
+        guarded=flags.hides_right or flags.hides_left or p.has_lengths,
+    )
+
+
+def sides(problem: Problem) -> tuple[int, int]:
+    """A window's left and right side, as the kernels take them; causal is a right side of 0."""
+    left, right = (FURTHEST if side is None else min(side, FURTHEST) for side in problem.rules.window)
+    return left, 0 if problem.rules.causal else right
+
+
+def query_blocks(problem: Problem, BM: int) -> tuple[int, int]:
+    """Of the longest sequence, and how many a head of a batch row (packed: a head) has room for."""
+    p = problem
+    longest = -(-p.q_len // BM)
+    return longest, p.total_q // BM + p.batch if p.packed_q else longest
+
+
+def workspace_bytes(problem: Problem, s: BackwardSpec) -> int:
+    """dQ in float32, and 64 bytes of statistics for each row."""
+    p = problem
+    blocks = query_blocks(p, s.BM)[1] * p.heads * (1 if p.packed_q else p.batch)
+    return blocks * (s.BM * (4 * s.D + 64) + 4)
+
+
+def planes_at_once(problem: Problem, s: BackwardSpec) -> int:
+    """How many planes are interleaved: programs start one after the other, those of one plane at least HOP apart.
+
+    Long causal calls take four times as many: their programs differ in length (h200/LOG.md, backward #4).
+    """
+    p = problem
+    planes = p.kv_heads * (1 if p.packed_q else p.batch)
+    rows = p.total_q / p.batch if p.packed_q else p.q_len
+    keys = p.rules.keys_per_query(p.q_len, p.kv_len)
+    steps = max(1.0, rows / s.BM * p.group * keys / p.kv_len)
+    work = steps * s.BM * BN * s.D * 10 / STEP_FLOPS
+    more = 1 if p.kv_len <= 1024 else 4 if s.hides_right else 2
+    return max(1, min(planes, round(HOP * PROCESSORS / work + 0.5) * more))

@@ -1,0 +1,145 @@
+"""The non-finite fix-up of a backward pass: all gradients anew, if one of them is not finite.
+
+Products multiply what lies under hidden cells by zero, and `0 * NaN` is NaN. Here NaN and Inf in q, k, v and dout count
+as 0; a row that sees one has NaN in its lse or its delta, so that its gradients are NaN all the same.
+"""
+
+import triton.language as tl
+
+import triton
+
+
+@triton.jit
+def load_clean(X, start, stride, first, end, width, BLOCK: tl.constexpr, D: tl.constexpr):
+    """Rows `first ..` of X [BLOCK, D], 0 past `end` and for what is not finite."""
+    row = first + tl.arange(0, BLOCK)
+    column = tl.arange(0, D)
+    at = X + (start + row).to(tl.int64)[:, None] * stride + column[None, :]
+    x = tl.load(at, mask=(row < end)[:, None] & (column < width)[None, :], other=0.0)
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(X.dtype.element_ty)
+
+
+@triton.jit
+def store_rows(X, start, stride, first, end, width, value, BLOCK: tl.constexpr, D: tl.constexpr):
+    row = first + tl.arange(0, BLOCK)
+    column = tl.arange(0, D)
+    at = X + (start + row).to(tl.int64)[:, None] * stride + column[None, :]
+    tl.store(at, value.to(X.dtype.element_ty), mask=(row < end)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def cells(q, do, lse, delta, k, v, top, first, q_len, kv_len, shift, left, right, scale, BLOCK: tl.constexpr):
+    """P and dS [BLOCK, BLOCK] of query rows `top ..` and keys `first ..`."""
+    row = top + tl.arange(0, BLOCK)[:, None]
+    key = first + tl.arange(0, BLOCK)[None, :]
+    seen = (key <= row + shift + right) & (key >= row + shift - left) & (key < kv_len) & (row < q_len)
+    seen &= (tl.abs(lse) != float("inf"))[:, None]
+    s = tl.dot(q, tl.trans(k)) * scale
+    p = tl.where(seen, tl.exp(s - lse[:, None]), 0.0)
+    ds = tl.where(seen, p * (tl.dot(do, tl.trans(v)) - delta[:, None]), 0.0)
+    return p.to(q.dtype), ds.to(q.dtype)
+
+
+@triton.jit
+def load_stats(OUT, DOUT, LSE, DLSE, o_l, do_l, lse_l, dlse_l, start, top, q_len, width,
+               BLOCK: tl.constexpr, D: tl.constexpr, HAS_DLSE: tl.constexpr):  # fmt: skip
+    """lse and delta [BLOCK] of query rows `top ..`."""
+    row = top + tl.arange(0, BLOCK)
+    column = tl.arange(0, D)
+    ok = row < q_len
+    inside = ok[:, None] & (column < width)[None, :]
+    at = (start + row).to(tl.int64)
+    out = tl.load(OUT + at[:, None] * o_l + column[None, :], mask=inside, other=0.0)
+    dout = tl.load(DOUT + at[:, None] * do_l + column[None, :], mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + at * dlse_l, mask=ok, other=0.0)
+    return tl.load(LSE + at * lse_l, mask=ok, other=float("inf")), delta
+
+
+@triton.jit
+def repair(
+    FLAG, q, k, v, OUT, DOUT, LSE, DLSE, DQ, DK, DV, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K,
+    q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l,
+    dlse_b, dlse_h, dlse_l, dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
+    batch, heads, group, q_len, kv_len, q_offset, left, right, head_dim, scale,
+    S: tl.constexpr, HAS_DLSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Programs take turns at blocks of keys, for dK and dV, and of queries, for dQ; unless FLAG is set, at none."""
+    if tl.load(FLAG) == 0:
+        return
+    D: tl.constexpr = S.D
+    kv_heads = heads // group
+    of_keys = tl.cdiv(kv_len, BLOCK) * batch * kv_heads
+    of_queries = tl.cdiv(q_len, BLOCK) * batch * heads
+    for item in range(tl.program_id(0), of_keys + of_queries, tl.num_programs(0)):
+        by_keys = item < of_keys
+        rest = tl.where(by_keys, item, item - of_keys)
+        planes = tl.where(by_keys, kv_heads, heads)
+        head = (rest % planes).to(tl.int64)
+        seq = rest // planes % batch
+        first = rest // planes // batch * BLOCK
+        b = seq.to(tl.int64)
+        q_start = 0
+        kv_start = 0
+        rows = q_len
+        extent = kv_len
+        if S.packed:
+            b = b * 0
+            q_start = tl.load(CU_Q + seq)
+            kv_start = tl.load(CU_K + seq)
+            rows = tl.load(CU_Q + seq + 1) - q_start
+            extent = tl.load(CU_K + seq + 1) - kv_start
+        keys = extent
+        if S.lengths:
+            keys = tl.load(KV_LENGTHS + seq)
+        if S.offset == "int":
+            shift = q_offset
+        elif S.offset == "rows":
+            shift = tl.load(Q_OFFSET + seq)
+        else:
+            shift = keys - rows
+        if by_keys & (first < extent):
+            K = k + b * k_b + head * k_h
+            V = v + b * v_b + head * v_h
+            k_tile = load_clean(K, kv_start, k_l, first, keys, head_dim, BLOCK, D)
+            v_tile = load_clean(V, kv_start, v_l, first, keys, head_dim, BLOCK, D)
+            dk = tl.zeros([BLOCK, D], tl.float32)
+            dv = tl.zeros([BLOCK, D], tl.float32)
+            for g in range(group):
+                h = head * group + g
+                for top in range(0, rows, BLOCK):
+                    q_tile = load_clean(q + b * q_b + h * q_h, q_start, q_l, top, rows, head_dim, BLOCK, D)
+                    do_tile = load_clean(DOUT + b * do_b + h * do_h, q_start, do_l, top, rows, head_dim, BLOCK, D)
+                    lse, delta = load_stats(
+                        OUT + b * o_b + h * o_h, DOUT + b * do_b + h * do_h, LSE + b * lse_b + h * lse_h,
+                        DLSE + b * dlse_b + h * dlse_h if HAS_DLSE else DLSE, o_l, do_l, lse_l, dlse_l,
+                        q_start, top, rows, head_dim, BLOCK, D, HAS_DLSE,
+                    )  # fmt: skip
+                    p, ds = cells(
+                        q_tile, do_tile, lse, delta, k_tile, v_tile, top, first, rows, keys, shift, left, right, scale,
+                        BLOCK,
+                    )  # fmt: skip
+                    dv = tl.dot(tl.trans(p), do_tile, dv)
+                    dk = tl.dot(tl.trans(ds), q_tile, dk)
+            store_rows(DK + b * dk_b + head * dk_h, kv_start, dk_l, first, extent, head_dim, dk * scale, BLOCK, D)
+            store_rows(DV + b * dv_b + head * dv_h, kv_start, dv_l, first, extent, head_dim, dv, BLOCK, D)
+        if (item >= of_keys) & (first < rows):
+            q_tile = load_clean(q + b * q_b + head * q_h, q_start, q_l, first, rows, head_dim, BLOCK, D)
+            do_tile = load_clean(DOUT + b * do_b + head * do_h, q_start, do_l, first, rows, head_dim, BLOCK, D)
+            lse, delta = load_stats(
+                OUT + b * o_b + head * o_h, DOUT + b * do_b + head * do_h, LSE + b * lse_b + head * lse_h,
+                DLSE + b * dlse_b + head * dlse_h if HAS_DLSE else DLSE, o_l, do_l, lse_l, dlse_l,
+                q_start, first, rows, head_dim, BLOCK, D, HAS_DLSE,
+            )  # fmt: skip
+            kv_head = head // group
+            dq = tl.zeros([BLOCK, D], tl.float32)
+            for begin in range(0, keys, BLOCK):
+                k_tile = load_clean(k + b * k_b + kv_head * k_h, kv_start, k_l, begin, keys, head_dim, BLOCK, D)
+                v_tile = load_clean(v + b * v_b + kv_head * v_h, kv_start, v_l, begin, keys, head_dim, BLOCK, D)
+                p, ds = cells(
+                    q_tile, do_tile, lse, delta, k_tile, v_tile, first, begin, rows, keys, shift, left, right, scale,
+                    BLOCK,
+                )  # fmt: skip
+                dq = tl.dot(ds, k_tile, dq)
+            store_rows(DQ + b * dq_b + head * dq_h, q_start, dq_l, first, rows, head_dim, dq * scale, BLOCK, D)

@@ -1,0 +1,74 @@
+"""Beside the Hopper backward kernel, in Triton's interpreter: the non-finite fix-up, the list of key blocks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
+
+def test_in_the_interpreter():
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "all right" in done.stdout
+
+
+def repaired(case):
+    """Gradients by the fix-up alone, of inputs with NaN in every hidden place."""
+    import torch
+
+    from tilewise.backends.hopper.bwd.launch import Bound
+    from tilewise.backends.hopper.bwd.nonfinite import repair
+    from tilewise.core.plan import Plan
+    from tilewise.testing.gradients import judge_gradients, make_gradients
+
+    made = make_gradients(case, grads=("q", "k", "v"))
+    t = made.call.tensors
+    for x in t.gradients().values():
+        x.fill_(float("nan"))
+    bound = Bound(Plan(made.call.problem, "hopper", "", (1, 1)))
+    given = bound.tensors(t)
+    given["FLAG"].fill_(0)
+    arguments = bound.arguments(given) | {name: given[name] for name in ("q", "k", "v")} | {"BLOCK": 64}
+    arguments = {name: arguments[name] for name in repair.arg_names}
+    repair[(3,)](**arguments)
+    assert all(x.isnan().all() for x in t.gradients().values())  # nothing was flagged
+    given["FLAG"].fill_(1)
+    repair[(3,)](**arguments)
+    if case.form == "varlen":  # rows of no sequence are cleared by another kernel
+        for name, cu in (("q", given["CU_Q"]), ("k", given["CU_K"]), ("v", given["CU_K"])):
+            t.gradients()[name][:, :, int(cu[-1]) :] = 0
+    assert all(torch.isfinite(x).all() for x in t.gradients().values())
+    judge_gradients(made, t.gradients())
+
+
+def listed():
+    import torch
+
+    from tilewise.backends.hopper.bwd.prepost import list_blocks
+
+    for lengths in ([300, 0, 1, 128, 129], [5], [0, 0, 64], [1] * 300 + [500]):
+        cu = torch.tensor([0, *lengths]).cumsum(0).int()
+        slots = int(cu[-1]) // 128 + len(lengths)
+        table = torch.full((slots, 2), -7, dtype=torch.int32)
+        list_blocks[(-(-slots // 128),)](cu, table, len(lengths), slots, BN=128, SLOTS=128, RUN=256)
+        want = [(b, n) for b, length in enumerate(lengths) for n in range(-(-length // 128))]
+        assert len(want) <= slots
+        assert table[: len(want)].tolist() == [list(x) for x in want]
+        assert (table[len(want) :, 1] * 128 > max(lengths)).all()
+
+
+if __name__ == "__main__":
+    from tilewise.testing.case import Case
+
+    common = {"dtype": "f16", "D": 64}
+    repaired(Case(B=1, Hkv=2, Lq=90, causal=True, **common))
+    repaired(Case(B=1, H=2, Lq=70, Lk=100, window=(20, 5), **common))
+    repaired(Case(B=3, H=2, Lq=40, Lk=90, lengths=(90, 0, 44), causal=True, **common))
+    repaired(Case(B=2, H=2, form="varlen", q_lengths=(70, 33), lengths=(70, 90), causal=True, dtype="f16", D=40))
+    listed()
+    print("all right")
