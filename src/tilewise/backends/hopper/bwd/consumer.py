@@ -145,7 +145,7 @@ def steps(a, buf, begin, end, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, ED
 
 @gluon.jit
 def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, C: gl.constexpr):
-    """dK or dV [64, D] through the memory of V, which is this consumer's alone by rows."""
+    """dK or dV [64, D] through the memory of K or V, where these rows are this consumer's."""
     D: gl.constexpr = a.S.D
     row = w.n * 128 + C * 64
     if a.S.packed and row + 64 > w.kv_end:
@@ -158,7 +158,6 @@ def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, C: gl.constex
         buffer.reshape([64, D]).store(x)
         fence_async_shared()
         tma.async_copy_shared_to_global(desc, [w.b, w.kv_head, w.kv_start + row, 0], buffer)
-        tma.store_wait(0)
 
 
 @gluon.jit
@@ -195,7 +194,8 @@ def consume(a, buf, tile_index, C: gl.constexpr):
     if a.S.guarded:
         nothing = dk * 0.0 + dv * 0.0  # NaN where a gradient is not finite
         gl.store(a.FLAG + gl.zeros([64, D], gl.int32, grad_layout(a.S)), 1, mask=nothing != 0.0)
+    named_barrier("bar.sync", DS_EMPTY + C, 256)  # the other consumer has read K for the last time
     if w.n * 128 + C * 64 < w.kv_end:
         store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_h, a.dv_l, buf.v.index(C), C)
-        gl.thread_barrier()
-        store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_h, a.dk_l, buf.v.index(C), C)
+        store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_h, a.dk_l, buf.k.index(C), C)
+        tma.store_wait(0)
