@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 import triton
 from tilewise.backends.gpu.kernel import OPTIONS, Kernel
-from tilewise.backends.gpu.target import nvidia
+from tilewise.backends.gpu.target import Target, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
 from tilewise.backends.triton.bwd.launch import Backward, fixup_of
 from tilewise.backends.triton.config import config_of
@@ -115,9 +115,10 @@ class Signature:
                     made.attributes[(i,)] = aligned
         return made
 
-    def compiled(self, source: type[ASTSource], function: Any, arch: int, options: Any) -> Any:
+    def compiled(self, source: type[ASTSource], function: Any, arch: int | GPUTarget, options: Any) -> Any:
         made = source(fn=function, signature=self.types, constexprs=self.constants, attrs=self.attributes)
-        return triton.compile(made, target=GPUTarget("cuda", arch, 32), options=options)
+        target = arch if isinstance(arch, GPUTarget) else GPUTarget("cuda", arch, 32)
+        return triton.compile(made, target=target, options=options)
 
     def shared(self, function: Any, arch: int, options: Any) -> int:
         """Bytes of shared memory, as the compiler allocates them half-way: a second where a whole build takes ten."""
@@ -245,18 +246,23 @@ def backward_tensors_of(p: Problem) -> BackwardTensors:
     return b
 
 
-def backward_kernels(p: Problem, arch: int, config: Any = None) -> Iterator[tuple[str, Kernel, dict[str, Any]]]:
-    """The kernels of a backward pass, each followed by its fix-up, with their arguments."""
-    target = nvidia(arch)
+def kernels_for(p: Problem, target: Target, config: Any = None) -> Iterator[tuple[Kernel, dict[str, Any]]]:
+    """The kernels of a backward pass on a device, each followed by its fix-up, with their arguments."""
     backward = Backward(Plan(p, "triton", "", (64, 64)), config or bwd_config.config(p, target), target)
     t = backward_tensors_of(p)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     lists = dict.fromkeys(backward.listers, (ints, ints, (0, 0, 1, 64)))
     for kernel, _, given in backward.launches(t, backward.memory(t), lists):
-        name = kernel.function.__name__
-        yield name, kernel, given
+        yield kernel, given
         if (fixup := fixup_of(kernel)) is not None:
-            yield f"{name} fixup", fixup, given
+            yield fixup, given
+
+
+def backward_kernels(p: Problem, arch: int, config: Any = None) -> Iterator[tuple[str, Kernel, dict[str, Any]]]:
+    """The same by name, on NVIDIA's GPUs."""
+    for kernel, given in kernels_for(p, nvidia(arch), config):
+        fixup = getattr(kernel.constants["S"], "guard", "") == "fixup"
+        yield kernel.function.__name__ + " fixup" * fixup, kernel, given
 
 
 def backward_of(p: Problem, arch: int, config: Any = None) -> dict[str, Compiled]:

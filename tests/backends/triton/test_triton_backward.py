@@ -16,9 +16,13 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from aot import SHARED, backward_kernels, backward_of, backward_shared
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from aot import SHARED, Signature, backward_kernels, backward_of, backward_shared, kernels_for
 from problem_space import draw
 from test_triton_aot import ALL, BF16, F16, F32, VARLEN, count, loops, mask, problem
+from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.gpu.target import Target, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
 from tilewise.core.problem import GRADS
@@ -106,6 +110,57 @@ def test_that_needs_the_fixup():
     assert "AssertionError" in run.stderr
 
 
+MUTANTS = """
+import torch
+from dataclasses import replace
+from tilewise.backends.triton.bwd import config
+from tilewise.backends.triton.bwd.launch import Backward, backward_of
+from tilewise.testing.case import Case
+from tilewise.testing.check import Mismatch
+from tilewise.testing.gradients import check_gradients
+init, launches, memory, spec = Backward.__init__, Backward.launches, Backward.memory, config.spec
+def wide_window(self, *given):
+    init(self, *given)
+    self.sizes["left"] += 1
+def no_delta(self, *given):
+    return (x for x in launches(self, *given) if x[0].function.__name__ != "sum_delta")
+def zeros(self, t):
+    return {name: x if x is None else torch.zeros_like(x) for name, x in memory(self, t).items()}
+def not_summed(*given, **what):
+    made = spec(*given, **what)
+    return replace(made, summed=(False, *made.summed[1:]))
+masked = Case(Lq=20, Lk=30, mask="1k", mask_kind="f32")
+for case, owner, changes in (
+    (Case(H=2, Lq=40, window=7), Backward, {"__init__": wide_window}),
+    (Case(H=2, Lq=40), Backward, {"launches": no_delta, "memory": zeros}),
+    (masked, config, {"spec": not_summed}),
+):
+    check_gradients(case, "triton")
+    kept = {name: getattr(owner, name) for name in changes}
+    backward_of.kept.clear()
+    for name, mutant in changes.items():
+        setattr(owner, name, mutant)
+    try:
+        check_gradients(case, "triton")
+    except Mismatch:
+        pass
+    else:
+        raise AssertionError(f"{list(changes)} passed")
+    for name, own in kept.items():
+        setattr(owner, name, own)
+    backward_of.kept.clear()
+"""
+
+
+def test_mutants_are_rejected():
+    """A window too wide by a key, no delta, a mask's gradient not summed over the batch."""
+    run = interpreted(MUTANTS)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+AMD = Target("amd", 0, 304, 64 << 10)
+
+
 def backward(D=128, Dv=0, grads=("q", "k", "v"), **changes):
     return problem(D, Dv, **({"return_lse": True} | changes), grads=grads)
 
@@ -147,6 +202,15 @@ def test_kernels_on_hopper(name):
     check(name, 90)
 
 
+@pytest.mark.parametrize("name", ["D64-causal", *(pytest.param(n, marks=pytest.mark.slow) for n in (*HOT, *OTHERS))])
+def test_kernels_on_amd(name):
+    for kernel, given in kernels_for((HOT | OTHERS)[name], AMD):
+        signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
+        built = signature.compiled(ASTSource, kernel.function, GPUTarget("hip", "gfx942", 64), OPTIONS | kernel.options)
+        assert built.metadata.shared <= AMD.shared_memory
+        assert "hsaco" in built.asm
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("name", [*HOT, *OTHERS])
@@ -162,9 +226,6 @@ def drawn(seed, count):
     chance = random.Random(seed)
     found = (replace(draw(chance), grads=("q", "k", "v"), return_lse=True) for _ in range(40 * count))
     return [p for p in found if differentiable(p)][:count]
-
-
-AMD = Target("amd", 0, 304, 64 << 10)
 
 
 @pytest.mark.parametrize("target", [AMD, *map(nvidia, sorted(SHARED))], ids=lambda t: t.name)
