@@ -40,14 +40,15 @@ CHECKED = (
     "L97-D64", "D72", "D128", "D256", "D512", "D576", "Dv", "bf16", "f16", "Hkv", "window", "chunk", "softcap", "alibi",
     "sinks", "offset", "lengths", "varlen", "mask_kindf32", "mask_kindbf16", "tile(", "strides", "scale", "everything",
 )  # fmt: skip
-# D: (BQ, BK, warps, stages) of dK and dV, and of dQ
+# D: (BQ, BK, warps, stages) of dK and dV (with 1 more: in a launch each), and of dQ
 TILES: dict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]] = {
     64: ([(64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (64, 128, 4, 2), (128, 128, 8, 2),
           (64, 128, 8, 3)],
          [(128, 64, 8, 2), (64, 64, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2), (64, 128, 4, 2), (128, 64, 8, 3)]),
     128: ([(64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 3), (128, 64, 4, 1)],
           [(128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 128, 4, 2), (128, 128, 8, 1)]),
-    256: ([(64, 64, 8, 1), (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 4, 2), (32, 128, 8, 1)],
+    256: ([(64, 64, 8, 1), (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 4, 2), (64, 128, 8, 1, 1),
+           (32, 128, 8, 2, 1), (64, 64, 4, 2, 1), (64, 64, 4, 1, 1)],
           [(64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 1), (64, 64, 4, 1)]),
     512: ([(32, 64, 8, 1), (16, 64, 8, 2), (16, 64, 4, 1), (32, 32, 4, 1)],
           [(64, 32, 8, 1), (64, 16, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)]),
@@ -111,7 +112,8 @@ def candidates() -> list[tuple[int, bool, str, tuple[int, ...]]]:
 def candidate(D: int, causal: bool, side: str, tile: tuple[int, ...]) -> Callable[[], None]:
     _, made, _ = call(D, 4096, causal=causal, q_offset=0)
     name = "key_gradients" if side == "keys" else "query_gradients"
-    return runner(made, lambda c: replace(c, **{side: Tile(*tile)}), name)
+    apart = D > 256 or len(tile) > 4
+    return runner(made, lambda c: replace(c, **{side: Tile(*tile[:4])}, apart=apart), name)
 
 
 def works() -> dict[str, tuple[Callable[[], Any], float]]:
