@@ -156,30 +156,27 @@ def prefetch_distance(p: Problem) -> int:
 
 
 def threads_for(p: Problem, threads: int) -> int:
-    """Waking a thread takes about 20 us, in which a core computes 2 MFLOP or reads 0.3 MB."""
+    """As many threads as have work for twice the time of waking one: 2 MFLOP or 0.3 MB (cpu/wake in the log)."""
     rows = p.total_q if p.packed_q else p.batch * p.q_len
     flops = 2 * rows * p.heads * p.kv_len * (p.head_dim + p.value_dim)
     return max(1, min(threads, 1 + int(max(flops / 4e6, bytes_read(p) / 6e5))))
 
 
 def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:
-    """Seconds saved if sequences with `rows` queries each share one pass over a prefix of `tokens`."""
+    """Seconds saved if sequences with `rows` queries each share one pass over a prefix of `tokens`.
+
+    Gain: cpu/cascade-gain in benchmarks/cpu/LOG.md.
+    """
     p = problem
     apart = sum(key_time(p, p.group * int(n)) for n in rows)
     together = key_time(p, p.group * int(rows.sum()))
-    # Two sets of tables and the merge of two states: 32 sequences of 32 heads took 500 us more than by themselves where
-    # they share next to nothing, 32 of 12 heads 320, 8 of 32 heads 210, 2 of 12 heads 95.
+    # Two sets of tables and the merge of two states
     fixed = 90e-6 + 0.4e-6 * p.kv_heads * p.group * int(rows.sum())
     return tokens * p.kv_heads * (apart - together) * 1e-9 / p.threads - fixed
 
 
 def key_time(problem: CascadeProblem, rows: int) -> float:
-    """Nanoseconds of a core for one key of one KV head and `rows` query rows.
-
-    Fitted to 64 to 1024 keys in pages of 16, 2 to 32 sequences, heads 32/8 of 128, 12/12 of 64 and 9/3 of 64, float32
-    and int8, on a 2-core Xeon with AVX-512: 32 sequences of 4 rows took 1370 ns by themselves and 518 together (in int8
-    1080 and 487).
-    """
+    """Nanoseconds of a core for one key of one KV head and `rows` query rows; a fit: cpu/cascade-gain in the log."""
     width = problem.width / 128
     if rows <= DECODE_ROWS:
         return 6 + width * (7 + 4 * rows)
