@@ -17,7 +17,7 @@ from .core.options import Options
 from .core.plan import Plan
 from .core.problem import GRADS, Problem
 from .core.tensors import BackwardTensors
-from .dispatch import planner
+from .dispatch import backward_cache, call_cache, planner
 from .errors import InvalidArgument, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
@@ -26,6 +26,7 @@ from .validation.arrays import returner, to_tensor
 from .validation.backward import BackwardCall, backward, is_deterministic
 
 TABLES = {"attention": (), "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k")}
+ARGUMENTS = ("q", "k", "v", "out", "lse", "dout", "dlse", "backend")  # of a backward pass, beside its options
 FORWARD_ONLY = ("return_lse", "out", "split_size")  # options that mean nothing to a backward pass
 
 
@@ -124,13 +125,14 @@ def _results(call: BackwardCall, given: dict[str, Any]) -> tuple[torch.Tensor | 
     return tuple(call.result(name, to_tensor(name, given[name])) if name in asked else None for name in GRADS)
 
 
-def _run(call: BackwardCall, backend: str | None) -> None:
+def _run(call: BackwardCall, backend: str | None) -> Plan:
     """Computes the gradients of a checked call."""
     chosen = planner.choose(call.problem, backend, torch.get_num_threads())
     if call.problem.is_empty:
         _write_unseen(call.tensors)
     else:
         planner.load_backward(chosen.backend).run_backward(chosen, call.tensors)
+    return chosen
 
 
 def _write_unseen(b: BackwardTensors) -> None:
@@ -202,7 +204,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from . import api  # which needs this module
 
-        given = options | dict(zip(held, tensors, strict=True))
+        given = options | dict(zip(held, map(_plain, tensors), strict=True))
         tables = [given.pop(table) for table in TABLES[name]]
         out, lse = getattr(api, name)(q, k, v, *tables, return_lse=True, **given)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
@@ -243,9 +245,19 @@ class _Gradients(torch.autograd.Function):
 def gradients(how: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
     """The gradients of a call that has run: by its backend if that has a backward pass, else by the best."""
     options, held, wanted = how
-    given = options | dict(zip(held, tensors, strict=True))
-    backend = given.pop("backend", None)
+    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, **options}
+    given |= zip(held, map(_plain, tensors), strict=True)
     with torch.no_grad():
-        call = _checked(q, k, v, out, lse, dout, dlse, wanted, given)
-        _run(call, _preferred(call.problem, backend))
-        return _results(call, {"q": q, "k": k, "v": v, **given})
+        key = backward_cache.key_of(given, wanted)
+        if (cached := call_cache.find(key)) is not None:
+            return _results(cached(given), given)
+        rest = {name: x for name, x in given.items() if name not in ARGUMENTS}
+        call = _checked(q, k, v, out, lse, dout, dlse, wanted, rest)
+        chosen = _run(call, _preferred(call.problem, options.get("backend")))
+        backward_cache.remember(key, call, chosen, given)
+        return _results(call, given)
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """A parameter as a tensor: the call cache knows no other kind."""
+    return x.detach() if type(x) is torch.nn.Parameter else x

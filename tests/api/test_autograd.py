@@ -19,7 +19,7 @@ from tilewise import (
 )
 from tilewise.backends.torch import backward as tiled
 from tilewise.core.options import Options
-from tilewise.dispatch import planner
+from tilewise.dispatch import call_cache, planner
 from tilewise.reference import gradients
 from tilewise.testing.case import Case, make
 from tilewise.testing.gradients import judge_gradients, make_gradients, same_formula
@@ -186,6 +186,72 @@ def test_a_remembered_call_without_gradients_does_not_serve_one_with():
     trained = mask.clone().requires_grad_()
     attention(q, k, v, mask=trained).sum().backward()
     assert trained.grad.abs().sum() > 0
+
+
+REPEATED = {
+    "plain": {},
+    "rules": {"causal": True, "window": 9, "softcap": 5.0, "scale": 0.3},
+    "layout": {"layout": "blhd", "causal": True},
+    "tensors": {
+        "mask": peaked(4, 1, 33).requires_grad_(), "sinks": torch.nn.Parameter(peaked(4)),
+        "alibi_slopes": peaked(4).requires_grad_(), "kv_lengths": torch.tensor([33, 20], dtype=torch.int32),
+    },
+}  # fmt: skip
+
+
+def repeated(name):
+    q, k, v = dense()
+    options = REPEATED[name]
+    if "layout" in options:
+        q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v))
+    leaves = [q, k, v, *(x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad)]
+    state = attention(q, k, v, return_lse=True, **options)
+    return leaves, state, torch.randn(state.out.shape), torch.randn(state.lse.shape)
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_repeated_backward_pass_is_not_checked_again(name, monkeypatch):
+    call_cache.forget()
+    leaves, state, dout, dlse = repeated(name)
+    want = [torch.autograd.grad(state, leaves, (scale * dout, dlse), retain_graph=True) for scale in (1, 2)]
+    monkeypatch.setattr(tilewise.autograd, "_checked", None)
+    for _ in range(2):
+        for scale, grads in zip((1, 2), want, strict=True):
+            got = torch.autograd.grad(state, leaves, (scale * dout, dlse), retain_graph=True)
+            assert all(torch.equal(a, b) for a, b in zip(got, grads, strict=True))
+
+
+def test_other_backward_passes_are_told_apart(monkeypatch):
+    """Other gradients, without one of lse, other strides, another mode: each is checked, and right."""
+    call_cache.forget()
+    checked, checks = [], tilewise.autograd._checked
+    monkeypatch.setattr(tilewise.autograd, "_checked", lambda *a: (checked.append(1), checks(*a))[1])
+    leaves, (out, lse), dout, dlse = repeated("tensors")
+    q, k, v = leaves[:3]
+    alone = attention(q, k.detach(), v.detach())
+    fresh = lambda x: call_cache.forget() or x()  # noqa: E731
+    ways = {
+        "all": lambda: torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True),
+        "dq": lambda: torch.autograd.grad(alone, q, dout, retain_graph=True),
+        "no dlse": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+        "strides": lambda: torch.autograd.grad(
+            out, leaves, dout.transpose(1, 2).contiguous().transpose(1, 2), retain_graph=True
+        ),
+        "expanded": lambda: torch.autograd.grad(out.sum(), leaves, retain_graph=True),
+    }
+    want = {name: fresh(way) for name, way in ways.items()}
+    call_cache.forget()
+    checked.clear()
+    for _ in range(2):
+        for name, way in ways.items():
+            assert all(torch.equal(a, b) for a, b in zip(way(), want[name], strict=True))
+    assert len(checked) == len(ways) + 1  # an expanded one is copied each time
+    torch.use_deterministic_algorithms(True)
+    try:
+        ways["all"]()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(checked) == len(ways) + 2
 
 
 def test_in_place_changes_are_seen():

@@ -38,7 +38,7 @@ ARGUMENTS = {  # what the tensors that are no options are in `Tensors`
 }
 SCALARS = frozenset({type(None), bool, int, float, str})
 
-_known: dict[Key | None, CachedCall] = {}
+_known: dict[Key | None, Any] = {}  # a CachedCall, or what else is kept by such a key
 find = _known.get
 
 
@@ -181,6 +181,10 @@ def remember(
     elif len(places) == 3:
         cached.places = None
     cached.like_q = args[0].shape == call.out.shape and args[0].is_contiguous()
+    keep(key, cached)
+
+
+def keep(key: Key, cached: Any) -> None:
     if len(_known) >= MOST:
         _known.clear()
     _known[key] = cached

@@ -38,7 +38,7 @@ def attend(
     options = {**options, "max_q": max_q, "return_lse": True}
     key = call_cache.key_of("pair", (*args, shared.max_q), options)
     if (cached := call_cache.find(key)) is not None:
-        return cached(args, options, shared)  # type: ignore[return-value]
+        return cached(args, options, shared)
     own, first = ({**options, "cu_seqlens_q": cu} for cu in (tables[2], shared.cu_seqlens))
     first |= {"max_q": shared.max_q} | NOT_SHARED
     a = calls.paged(shared.q, k, v, *shared.tables[:2], Options(**first))
