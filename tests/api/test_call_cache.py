@@ -272,6 +272,21 @@ def test_keys_without_strides_are_rejected(monkeypatch):
         check("dense", (turned(DENSE[0]), *DENSE[1:]), {})
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_values_that_lie_in_the_keys_are_another_call(name):
+    entry, (q, k, _, *tables), options = CALLS[name]
+    inside = k[..., :8]  # the first columns of k, in its memory
+    others = [k.clone()[..., :8], k[..., 1:9], inside.contiguous()]
+    for first in (inside, *others):
+        call_cache.forget()
+        for values in (first, *others, inside, first):
+            want = entry(q, k, values.clone(memory_format=torch.contiguous_format), *tables, **options)
+            got = entry(q, k, values, *tables, **options)
+            assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(*map(list, (got, want)), strict=True))
+            known = call_cache.find(call_cache.key_of(entry.__name__, (q, k, values, *tables), options))
+            assert known.problem.v_in_k is (values is inside)
+
+
 def test_the_cache_has_a_size(monkeypatch):
     monkeypatch.setattr(call_cache, "MOST", 3)
     q, k, v = DENSE

@@ -39,6 +39,35 @@ def test_tiles_and_bytes():
     assert plan(q, packed, packed).cost.bytes_moved == 2 * q.numel() * 4 + 2 * (q.numel() // 2 + 4 * q.numel() // 32)
 
 
+def test_values_inside_the_keys_are_read_once():
+    q, k = torch.randn(2, 4, 4, 24), torch.randn(2, 2, 4, 24)
+    inside = plan(q, k, k[..., :16])
+    apart = plan(q, k, k[..., :16].clone())
+    assert inside.problem.v_in_k
+    assert "V in K" in str(inside)
+    assert "V in K" not in str(apart)
+    assert apart.cost.bytes_moved - inside.cost.bytes_moved == 2 * 2 * 4 * 16 * 4
+
+
+def test_values_are_inside_the_keys_by_address_strides_and_width():
+    def inside(k, v):
+        return plan(k, k, v).problem.v_in_k
+
+    k = torch.randn(2, 2, 4, 24)
+    assert inside(k, k[..., :16])
+    assert inside(k.to("meta"), k.to("meta")[..., :16]) is False
+    meta = k.to("meta")
+    assert inside(meta, meta[..., :16])
+    wide = torch.randn(2, 2, 4, 40)
+    assert inside(wide[..., 8:32], wide[..., 8:24])
+    for values in (k, k[..., 8:], k.clone()[..., :16], k[..., :16].clone(), k[..., :16].half(), k[..., :1]):
+        assert inside(k, values) is (values.shape[-1] == 1)
+    assert not inside(k, k.flip(2)[..., :16])
+    assert not inside(k, k[:, :, ::2].repeat_interleave(2, 2)[..., :16])
+    assert not inside(k, k[:, :1].expand(2, 2, 4, 24)[..., :16])
+    assert not inside(k[..., ::2], k[..., ::2][..., :8])  # both are copied
+
+
 def test_tiles_are_counted_as_they_are_marked():
     """`span_counts` is `span_tiles` without its tiles."""
     g = torch.Generator().manual_seed(0)

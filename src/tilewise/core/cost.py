@@ -40,7 +40,8 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
 
     rows = tensors.q[..., 0].numel()  # B * Lq * H
     moved = rows * (p.head_dim + p.value_dim) * p.q_dtype.itemsize + (4 * rows if p.return_lse else 0)
-    for data, scales in ((tensors.k, tensors.k_scales), (tensors.v, tensors.v_scales)):
+    stored = [(tensors.k, tensors.k_scales)] + [(tensors.v, tensors.v_scales)] * (not p.v_in_k)
+    for data, scales in stored:
         width = data.shape[-1] * data.element_size()
         if scales is not None:
             width += scales.shape[-1] * scales.element_size()

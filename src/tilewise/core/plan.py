@@ -25,7 +25,7 @@ class Cost:
 
     cells: int  # visible (query, key) pairs, over all heads
     flops: int  # 2 * D + 2 * Dv for each of them
-    bytes_moved: int  # q, visible k and v, their scales, the mask's mixed tiles, out and lse
+    bytes_moved: int  # q, visible k and v (once if V lies in K), their scales, the mask's mixed tiles, out and lse
     tiles: TileCounts  # of the plan's tile, over batch rows and heads
 
 

@@ -94,6 +94,7 @@ class Problem:
     split_size: int | None = None
     return_lse: bool = False
     allow_tf32: bool = False
+    v_in_k: bool = False  # V is the first columns of K: one row in memory holds both
     aligned: bool = True  # rows of q, k, v and out begin at multiples of 16 bytes, and none is broadcast
     copies: tuple[str, ...] = field(default=())  # arguments that had to be copied, and why
     grads: tuple[str, ...] = ()  # the gradients that are asked for, of `GRADS`; none: a forward call
@@ -129,6 +130,7 @@ class Problem:
         """The options that are on, in words; what a kernel is specialised on."""
         words = [
             f"gqa {self.group}" * (self.group > 1),
+            "V in K" * self.v_in_k,
             *self.rules.words(),
             f"softcap {self.softcap:g}" * bool(self.softcap),
             "alibi" * self.alibi,

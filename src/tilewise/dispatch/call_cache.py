@@ -61,7 +61,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
         else:
             key.append(option)
             given.append(x)
-    grad = is_grad_enabled()
+    grad, first = is_grad_enabled(), len(key)
     try:
         for x in given:
             if type(x) is Tensor:
@@ -75,6 +75,9 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
                 given += x.data, x.scales
             else:
                 return None
+        # Nine further is whether V is contiguous, if nothing is quantised. If not, it may lie in K: `calls.is_v_in_k`.
+        if key[first + 9] is not True and type(args[1]) is type(args[2]) is Tensor:
+            key.append(args[1].data_ptr() == args[2].data_ptr())
     except RuntimeError:  # a nested or sparse tensor has no shape, strides or address: the checks will say so
         return None
     return tuple(key)

@@ -42,6 +42,7 @@ class Case:
     dtype: str = "f32"
     k: str = ""  # "": as q; a float dtype, or a quantised one with its group, "int8/64"
     v: str = ""
+    latent: bool = False  # v is the first Dv columns of k, in the same memory
     form: str = "dense"
     causal: bool = False
     window: Any = None
@@ -146,7 +147,8 @@ class _Maker:
         c = self.case
         options = self.options()
         if c.form == "varlen":
-            q, k, v = self.packed(c.q_lengths, "q"), self.packed(c.lengths, "k"), self.packed(c.lengths, "v")
+            q, k = self.packed(c.q_lengths, "q"), self.packed(c.lengths, "k")
+            v = k[..., : c.Dv] if c.latent else self.packed(c.lengths, "v")
             args = (q, k, v, self.offsets(c.q_lengths), self.offsets(c.lengths))
             if c.used:
                 options["kv_lengths"] = self.ints(c.used)
@@ -155,7 +157,8 @@ class _Maker:
             return Inputs(api.varlen_attention, args, options)
         if c.form == "paged":
             table = self.block_table()
-            k, v = self.pages("k", table), self.pages("v", table)
+            k = self.pages("k", table)
+            v = k[..., : c.Dv] if c.latent else self.pages("v", table)
             if c.q_lengths:
                 options["cu_seqlens_q"] = self.offsets(c.q_lengths)
                 if self.sized:
@@ -167,7 +170,8 @@ class _Maker:
         options["layout"] = c.layout
         if c.lengths:
             options["kv_lengths"] = self.ints(c.lengths)
-        return Inputs(api.attention, (self.dense("q"), self.dense("k"), self.dense("v")), options)
+        q, k = self.dense("q"), self.dense("k")
+        return Inputs(api.attention, (q, k, k[..., : c.Dv] if c.latent else self.dense("v")), options)
 
     def options(self) -> dict[str, Any]:
         c = self.case

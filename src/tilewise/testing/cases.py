@@ -194,7 +194,22 @@ STRIDES = [
     Case(B=3, Hkv=2, Lq=40, Lk=90, strides="shared", causal=True),
 ]
 
-CASES = [*SIZES, *DTYPES, *POSITIONS, *SCORES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED, *STRIDES]
+_LATENT = Case(form="paged", B=3, H=16, Hkv=1, Lq=1, lengths=(1, 200, 333), D=576, Dv=512, page=64, latent=True)
+LATENT = [
+    *(replace(_LATENT, dtype=t) for t in ("f32", "f16", "bf16")),
+    replace(_LATENT, dtype="bf16", Lq=3, causal=True),
+    replace(_LATENT, dtype="bf16", H=5, Lq=2, page=16, lengths=(0, 130, 64), sinks="mixed"),
+    replace(_LATENT, dtype="bf16", H=70, Lq=4, page=128, lengths=(2, 129, 257), causal=True, sinks=True),
+    replace(_LATENT, dtype="bf16", lengths=(700, 33, 0), split_size=128),
+    replace(_LATENT, dtype="f16", q_lengths=(1, 5, 2), causal=True, page=16),
+    replace(_LATENT, D=96, Dv=64, H=4, Hkv=2, dtype="bf16", page=16, Lq=5, causal=True, window=40, softcap=9.0),
+    Case(H=16, Hkv=1, Lq=1, Lk=300, D=576, Dv=512, dtype="bf16", latent=True, lengths=(300, 129)),
+    Case(H=16, Hkv=1, Lq=2, Lk=150, D=576, Dv=512, dtype="f16", latent=True, layout="blhd", causal=True),
+    Case(H=4, Hkv=2, Lq=40, Lk=90, D=72, Dv=64, latent=True, causal=True, strides="sliced"),
+    Case(form="varlen", H=4, Hkv=1, q_lengths=(5, 20), lengths=(40, 77), D=80, Dv=64, dtype="bf16", latent=True),
+]
+
+CASES = [*SIZES, *DTYPES, *POSITIONS, *SCORES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED, *LATENT, *STRIDES]
 CASES += [
     Case(
         B=3, H=6, Hkv=2, Lq=65, Lk=190, D=72, Dv=40, dtype=t, causal=True, window=(90, 2), chunk=128, softcap=9.0,

@@ -86,6 +86,8 @@ def draw_case(
         fields["pattern"] = c.pick(("random", "blocks", "rows", "least"))
         if c.pick((False, True)):
             fields["tile"] = (c.pick((c.number(1, 80), 2**29)), c.number(1, 80))
+    if fields["Dv"] < fields["D"] and not fields["k"] + fields["v"]:
+        fields["latent"] = c.pick((False, True))
     return consistent(Case(**fields))
 
 

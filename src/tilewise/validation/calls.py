@@ -181,6 +181,7 @@ def _finish(
         split_size=as_split_size(o.split_size),
         return_lse=return_lse,
         allow_tf32=as_flag("allow_tf32", o.allow_tf32),
+        v_in_k=is_v_in_k(t.k, t.v) and ck.format == cv.format,
         aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
         copies=tuple(c.copies),
     )
@@ -238,6 +239,18 @@ def is_aligned(x: torch.Tensor) -> bool:
     """Whether bulk copies can read it: rows begin at multiples of 16 bytes, and no dim is broadcast."""
     strides = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+
+def is_v_in_k(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether V is the first columns of K, in the same memory: rows of latent attention hold both.
+
+    A contiguous V has rows of its own (or is one row); that much of this is in the call cache's key (`key_of`).
+    """
+    if v.shape[-1] >= k.shape[-1] or v.is_contiguous() or v.dtype != k.dtype or v.stride() != k.stride():
+        return False
+    if k.is_meta:
+        return k.untyped_storage()._cdata == v.untyped_storage()._cdata and k.storage_offset() == v.storage_offset()
+    return k.data_ptr() == v.data_ptr()
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
