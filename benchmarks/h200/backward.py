@@ -39,7 +39,7 @@ def work(q: Any, k: Any, v: Any, dout: Any, backend: str, deterministic: bool = 
         out, lse = tilewise.attention(q, k, v, return_lse=True, **options)
     else:
         out, lse = tilewise.varlen_attention(q, k, v, return_lse=True, **options)
-    call = _checked(q, k, v, out, lse, dout, None, ("q", "k", "v"), deterministic, options)
+    call = _checked(q, k, v, out, lse, dout, None, ("q", "k", "v"), options | {"deterministic": deterministic})
     return planner.choose(call.problem, backend, torch.get_num_threads()), call.tensors
 
 
