@@ -521,7 +521,7 @@ def test_refusals():
 def test_continuous_batching(name, monkeypatch):
     """Prompts of all lengths in one batch that comes and goes; each text is what eager makes of its prompt alone."""
     calls = []
-    count = lambda *a, **o: calls.append(o["window"]) or varlen_attention(*a, **o)  # noqa: E731
+    count = lambda *a, **o: calls.append(o.get("window")) or varlen_attention(*a, **o)  # noqa: E731
     monkeypatch.setattr(flash_attn, "varlen_attention", count)
     monkeypatch.setenv("LOCAL_KERNELS", "someone/else=/nowhere")
     model = model_of(name)
