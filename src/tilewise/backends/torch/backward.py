@@ -45,39 +45,44 @@ def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
     with no_autocast(p.device.type):
         for seq in sequences(p, tensors.forward):
             if seq.q_len:
-                _Rows.of(seq, tensors).run(plan, None if states is None else states[seq.b])
+                _Rows.of(seq, tensors, plan.tile[0]).run(plan, None if states is None else states[seq.b])
 
 
 @dataclass(slots=True)
 class _Rows:
-    """One sequence: its rows in the dtype that it is computed in, and the sums over keys."""
+    """One sequence: what is known of its rows, and their sums over keys. Tiles of q and dout are widened one by one."""
 
     seq: Sequence
     tensors: BackwardTensors
-    q: torch.Tensor  # [H, Lq, D]
-    dout: torch.Tensor  # [H, Lq, Dv]; 0 in rows that are not live
-    lse: torch.Tensor  # [H, Lq]; likewise
+    dout: torch.Tensor  # [H, Lq, Dv]
+    lse: torch.Tensor  # [H, Lq], in the dtype that the sequence is computed in; 0 in rows that are not live
     delta: torch.Tensor  # [H, Lq]; likewise
     live: torch.Tensor  # bool [H, Lq]: the lse is finite
     dq: torch.Tensor  # [H, Lq, D]
 
     @classmethod
-    def of(cls, seq: Sequence, tensors: BackwardTensors) -> _Rows:
-        work = work_dtype(seq)
+    def of(cls, seq: Sequence, tensors: BackwardTensors, step: int) -> _Rows:
+        p, work = seq.problem, work_dtype(seq)
         rows = slice(seq.q_start, seq.q_start + seq.q_len)
         assert seq.lse is not None
         live = seq.lse.isfinite()
         lse = torch.where(live, seq.lse, 0.0).to(work)
-        dout = torch.where(live[..., None], tensors.dout[seq.row, :, rows].to(work), 0.0)
-        delta = (dout * seq.out.to(work)).sum(-1)
+        dq = torch.zeros(p.heads, seq.q_len, p.head_dim, dtype=work, device=lse.device)
+        self = cls(seq, tensors, tensors.dout[seq.row, :, rows], lse, torch.zeros_like(lse), live, dq)
+        for top in range(0, seq.q_len, step):
+            tile = slice(top, top + step)
+            self.delta[:, tile] = (self.dout_of(tile) * seq.out[:, tile].to(work)).sum(-1)
         if tensors.dlse is not None:
-            delta = delta - torch.where(live, tensors.dlse[seq.row, :, rows].to(work), 0.0)
+            self.delta -= torch.where(live, tensors.dlse[seq.row, :, rows].to(work), 0.0)
         if tensors.dsinks is not None:
             assert seq.tensors.sinks is not None
             weight = torch.where(live, (seq.tensors.sinks.to(work)[:, None] - lse).exp(), 0.0)
-            tensors.dsinks -= (weight * delta).sum(-1)
-        q = seq.q.to(work)
-        return cls(seq, tensors, q, dout, lse, delta, live, torch.zeros_like(q))
+            tensors.dsinks -= (weight * self.delta).sum(-1)
+        return self
+
+    def dout_of(self, rows: slice) -> torch.Tensor:  # [H, BQ, Dv]
+        """0 in rows that are not live, whatever is there."""
+        return torch.where(self.live[:, rows, None], self.dout[:, rows].to(self.lse.dtype), 0.0)
 
     def run(self, plan: Plan, states: list[list[int]] | None) -> None:
         """All tiles of keys, and of each the tiles of rows that see some of it."""
@@ -89,7 +94,7 @@ class _Rows:
             # Spans move right as keys do: the first key has the topmost first row, the last key the last one.
             above = query_span(position, cols.start, seq.q_offset, seq.q_len)[0]
             below = query_span(position, cols.stop - 1, seq.q_offset, seq.q_len)[1]
-            k, v = (x(cols.start, cols.stop, self.q.dtype) for x in (seq.keys, seq.values))  # [Hkv, BK, D]
+            k, v = (x(cols.start, cols.stop, self.lse.dtype) for x in (seq.keys, seq.values))  # [Hkv, BK, D]
             dk, dv = torch.zeros_like(k), torch.zeros_like(v)
             for top in range(max(0, above) // BQ * BQ, below, BQ):
                 state = MIXED if states is None else states[top // BQ][left // BK]
@@ -122,7 +127,8 @@ class _Rows:
 
         first, last = (key_span(p.rules, seq.q_offset + row, seq.kv_len) for row in (rows.start, rows.stop - 1))
         inside = last[0] <= cols.start and first[1] >= cols.stop
-        q, dout, live = grouped(self.q[:, rows]), grouped(self.dout[:, rows]), self.live[:, rows, None]
+        q, dout = grouped(seq.q[:, rows].to(self.lse.dtype)), grouped(self.dout_of(rows))
+        live = self.live[:, rows, None]
         s = (q @ k.mT).view(p.heads, n, -1) * p.scale  # [H, BQ, BK]
         fading = 1 - torch.tanh(s / p.softcap).square() if p.softcap else None
         s, visible = adjust(seq, s, rows, cols, masked, not inside)
