@@ -35,11 +35,11 @@ SOME = [
 ]
 
 
-def _kept(made: Gradients, backend: str | None) -> dict[str, torch.Tensor]:
+def kept(made: Gradients, backend: str | None) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in made.run(backend).items()}
 
 
-def _same(what: str, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+def same(what: str, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     for name, x in a.items():
         if not torch.equal(x, b[name]):  # NaN is equal to nothing
             raise Mismatch(f"{what}: d{name} differs, by up to {float((x - b[name]).abs().max()):.3g}")
@@ -50,9 +50,9 @@ def gradients_repeat(backend: str | None, device: str) -> None:
     """The same call gives the same bits."""
     for case in SOME:
         made = make_gradients(case, device)
-        first = _kept(made, backend)
+        first = kept(made, backend)
         for _ in range(3):
-            _same(str(case), first, _kept(made, backend))
+            same(str(case), first, kept(made, backend))
 
 
 @prop
@@ -64,9 +64,9 @@ def slack_does_not_matter(backend: str | None, device: str) -> None:
         Case(Lq=60, Lk=40, causal=True, dtype="f16"),
         Case(Lq=50, mask="qk", pattern="rows"),
     ):
-        first = _kept(make_gradients(case, device), backend)
+        first = kept(make_gradients(case, device), backend)
         for slack in (float("inf"), -1e30, 0.0):
-            _same(f"{case} with {slack} in the slack", first, _kept(make_gradients(case, device, slack), backend))
+            same(f"{case} with {slack} in the slack", first, kept(make_gradients(case, device, slack), backend))
 
 
 @prop
@@ -107,7 +107,7 @@ def hidden_cells_do_not_matter(backend: str | None, device: str) -> None:
         ):
             case = Case(B=1, Hkv=2, Lq=70, dtype=dtype, **rules)
             made = make_gradients(case, device)
-            clean = _kept(made, backend)
+            clean = kept(made, backend)
             call = made.call
             seen = next(visible_cells(seq) for seq in sequences(call.problem, call.tensors.forward))[0]  # [Lq, Lk]
             for name, unseen, gone in (
@@ -118,7 +118,7 @@ def hidden_cells_do_not_matter(backend: str | None, device: str) -> None:
                 for stray in (float("nan"), float("inf")):
                     got = _with_stray(make_gradients(case, device), name, stray, backend)
                     what = f"{case}: {stray} in {name}[40]"
-                    _same(what, {g: clean[g][:, :, unseen] for g in gone}, {g: got[g][:, :, unseen] for g in gone})
+                    same(what, {g: clean[g][:, :, unseen] for g in gone}, {g: got[g][:, :, unseen] for g in gone})
 
 
 def _with_stray(made: Gradients, name: str, stray: float, backend: str | None) -> dict[str, torch.Tensor]:
@@ -126,7 +126,7 @@ def _with_stray(made: Gradients, name: str, stray: float, backend: str | None) -
     t: Any = made.call.tensors.forward
     getattr(t, name)[:, :, 40] = stray
     oracle.run(oracle.plan(made.call.problem), t)
-    return _kept(made, backend)
+    return kept(made, backend)
 
 
 @prop

@@ -1,8 +1,8 @@
 """The command `tilewise verify`: is what runs here right? The conformance suite on any device and backend.
 
-Cases and properties are those that every backend is tested with. On a GPU there are more: tensors of over 2**31
-elements, a thousand repeats, CUDA graphs, workspaces full of NaN. Work is spread over processes, for on a GPU most of
-the time goes into compiling kernels.
+Cases and properties are those that every backend is tested with, of gradients too where the backend has them. On a GPU
+there are more: tensors of over 2**31 elements, a thousand repeats, CUDA graphs, workspaces full of NaN. Work is spread
+over processes, for on a GPU most of the time goes into compiling kernels.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from ..dispatch import planner
 from ..errors import Unsupported
 from ..state import AttentionState
 from ..testing.case import Case, make
-from ..testing.cases import CASES
+from ..testing.cases import CASES, GRADIENTS
 from ..testing.check import Mismatch, check_case
+from ..testing.gradient_properties import GRADIENT_PROPERTIES
+from ..testing.gradients import check_gradients
 from ..testing.properties import PROPERTIES, SOME, same
-from . import apple
+from . import apple, verify_gradients
 
 Check = Callable[[str | None, str], None]
 GPU_CHECKS: dict[str, Check] = {}
@@ -64,7 +66,7 @@ def verify(
     """
     check_target("--json", to)
     mac = device == "mps" if mac is None else mac
-    names = list(_names(device, quick, mac and apple.has_mlx()))
+    names = [*_names(device, quick, mac and apple.has_mlx()), *_gradient_names(device, backend, quick)]
     jobs = min(len(names), jobs or (min(16, os.cpu_count() or 1) if device == "cuda" else 1))
     start = time.perf_counter()
     results: list[Result] = []
@@ -120,6 +122,16 @@ def _names(device: str, quick: bool, with_mlx: bool = False) -> Iterator[str]:
     yield from (f"mlx:{i}" for i in numbers if with_mlx and apple.for_mlx(CASES[i]))
 
 
+def _gradient_names(device: str, backend: str | None, quick: bool) -> Iterator[str]:
+    """Where float64 is, and if the backend has a backward pass."""
+    if device == "mps" or (backend is not None and not hasattr(planner.load(backend), "supports_backward")):
+        return
+    if device == "cuda" and not quick:
+        yield from (f"gradients_gpu:{name}" for name in verify_gradients.GPU_CHECKS)
+    yield from (f"gradients_property:{name}" for name in GRADIENT_PROPERTIES)
+    yield from (f"gradients:{i}" for i in range(0, len(GRADIENTS), QUICK if quick else 1))
+
+
 def _all(names: list[str], device: str, backend: str | None, jobs: int) -> Iterator[Result]:
     if jobs == 1:
         yield from (_check(name, device, backend) for name in names)
@@ -139,16 +151,19 @@ def _check(name: str, device: str, backend: str | None) -> Result:
     kind, _, which = name.partition(":")
     start = time.perf_counter()
     status, detail = "ok", ""
-    case = CASES[int(which)] if kind in ("case", "mlx") else None
+    case = (GRADIENTS if kind == "gradients" else CASES)[int(which)] if kind in ("case", "mlx", "gradients") else None
     shown = name if case is None else f"{kind}:{case}"
     try:
         if case is not None:
             if device == "mps" and "fp8" in case.k + case.v:
                 raise Unsupported("metal", "torch has no float8 on mps", "use int8")
-            verdict = check_case(case, backend, device) if kind == "case" else apple.check_mlx(case)
+            if kind == "gradients":
+                verdict = check_gradients(case, backend, device)
+            else:
+                verdict = check_case(case, backend, device) if kind == "case" else apple.check_mlx(case)
             detail = f"error {verdict.error:.3g} of {verdict.bound:.3g}"
         else:
-            (PROPERTIES if kind == "property" else GPU_CHECKS)[which](backend, device)
+            CHECKS[kind][which](backend, device)
     except Unsupported as error:
         status, detail = "unsupported", str(error)
     except Exception as error:  # a crash is a failed check, not the end of the report
@@ -250,3 +265,11 @@ def poisoned_memory(backend: str | None, device: str) -> None:
             result = inputs.call(backend, return_lse=True)
             results.append(AttentionState(result.out.clone(), result.lse.clone()))
         same(f"{case} in memory full of NaN", *results)
+
+
+CHECKS: dict[str, dict[str, Check]] = {
+    "property": PROPERTIES,
+    "gpu": GPU_CHECKS,
+    "gradients_property": GRADIENT_PROPERTIES,
+    "gradients_gpu": verify_gradients.GPU_CHECKS,
+}
