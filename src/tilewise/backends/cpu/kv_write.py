@@ -19,11 +19,13 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from ...core.storage import FORMATS
 from .codegen import dtypes
 from .codegen.dtypes import CODES, NAMES
-from .codegen.load_store import fetch_add, put_f32
+from .codegen.formats import DECODE, ENCODE
+from .codegen.load_store import by_dtype, fetch_add, put_f32
 from .codegen.numba_ops import ONE, ZERO, F, fill, jit, store_row, struct_at, up, widen_row
-from .codegen.vector import F32, I8, I32, Emit, Value, W, microkernel
+from .codegen.vector import F32, I8, Emit, Value, W, microkernel
 from .kv_access import get_i32
 from .params import fields, offset, put_tensor, record, tensor
 from .threads import pool
@@ -70,49 +72,25 @@ def divide(e: Emit, row: Value, count: Value, by: Value) -> None:
         e.store(e.builder.fdiv(e.load(row, i), by), row, i)
 
 
-def _rounded(e: Emit, x: Value) -> Value:
-    """To the nearest whole number, as int32; NaN to 0."""
-    b = e.builder
-    x = b.select(b.fcmp_ordered("ord", x, x), x, e.zeros)
-    return b.fptosi(e.call("rint", x), e.vector(I32))
+@microkernel("iiiii")
+def write_bytes(e: Emit, to: Value, low: Value, high: Value, count: Value, dtype: Value) -> None:
+    """Elements in units of their scales as they are stored; `high` are those that share a number with `low`."""
+
+    def loop(name: str) -> None:
+        with e.loop(count, W) as i:
+            rows = (low, high)[: len(DECODE[name][1])]
+            short = e.builder.trunc(ENCODE[name](e, *(e.load(row, i) for row in rows)), e.vector(I8))
+            e.builder.store(short, e.pointer(to, i, I8, short.type)).align = 1
+
+    by_dtype(e, dtype, list(ENCODE), loop)
 
 
-def _put_bytes(e: Emit, value: Value, to: Value, i: Value) -> None:
-    short = e.builder.trunc(value, e.vector(I8))
-    e.builder.store(short, e.pointer(to, i, I8, short.type)).align = 1
-
-
-@microkernel("iii")
-def bytes_int8(e: Emit, to: Value, source: Value, count: Value) -> None:
-    with e.loop(count, W) as i:
-        _put_bytes(e, _rounded(e, e.load(source, i)), to, i)
-
-
-@microkernel("iiii")
-def bytes_int4(e: Emit, to: Value, low: Value, high: Value, count: Value) -> None:
-    b = e.builder
-    with e.loop(count, W) as i:
-        first, second = _rounded(e, e.load(low, i)), _rounded(e, e.load(high, i))
-        _put_bytes(e, b.or_(b.and_(first, e.i32s(15)), b.shl(second, e.i32s(4))), to, i)
-
-
-@microkernel("iii")
-def bytes_fp8(e: Emit, to: Value, source: Value, count: Value) -> None:
-    """float32 to float8_e4m3fn, to nearest even; what does not fit becomes NaN."""
-    b, i32 = e.builder, e.vector(I32)
-    with e.loop(count, W) as i:
-        bits = b.bitcast(e.load(source, i), i32)
-        sign = b.and_(b.lshr(bits, e.i32s(24)), e.i32s(0x80))
-        magnitude = b.and_(bits, e.i32s(0x7FFFFFFF))
-        # Normal numbers: the exponent's bias changes from 127 to 7, and 20 bits are rounded off.
-        odd = b.and_(b.lshr(magnitude, e.i32s(20)), e.i32s(1))
-        normal = b.lshr(b.add(magnitude, b.add(odd, e.i32s(0x7FFFF - (120 << 23)))), e.i32s(20))
-        # Below 2^-6: added to 2^14, a float32 has its last bit at 2^-9, which is this type's.
-        small = b.fadd(b.bitcast(magnitude, e.vector(F32)), e.f32s(2.0**14))
-        small = b.sub(b.bitcast(small, i32), e.i32s(141 << 23))
-        value = b.select(b.icmp_unsigned("<", magnitude, e.i32s(121 << 23)), small, normal)
-        too_large = b.icmp_unsigned(">=", magnitude, e.i32s(1087 << 20))  # 480: past 448, whatever the rounding
-        _put_bytes(e, b.or_(b.select(too_large, e.i32s(0x7F), value), sign), to, i)
+@microkernel("i>f")
+def largest_step(e: Emit, dtype: Value) -> Value:
+    """What the largest magnitude of a group is stored as."""
+    result = e.var(ir.Constant(F32, 0.0))
+    by_dtype(e, dtype, list(ENCODE), lambda name: result.set(ir.Constant(F32, FORMATS[name].largest)))
+    return result.get()
 
 
 @microkernel("iii")
@@ -120,12 +98,6 @@ def copy_bytes(e: Emit, to: Value, source: Value, count: Value) -> None:
     b = e.builder
     kind = I8.as_pointer()
     cgutils.raw_memcpy(b, b.inttoptr(to, kind), b.inttoptr(source, kind), count, 1, align=1)
-
-
-@jit
-def steps_of(dtype):
-    """The largest whole step (or float8) of a type."""
-    return F(127) if dtype == dtypes.INT8 else F(7) if dtype == dtypes.INT4 else F(448)
 
 
 @jit
@@ -142,20 +114,13 @@ def put_row(source, source_dtype, to, dtype, width, scales, group, row):
     fill(row, padded, up(width, group) + W, F(0))  # the last group is full, and int4's upper half may be read past
     for g in range((width + group - 1) // group):
         at = row + 4 * g * group
-        scale = largest(at, group) / steps_of(dtype)
+        scale = largest(at, group) / largest_step(dtype)
         put_f32(scales + 4 * g, scale)
         divide(at, group, TINY if scale < TINY else scale)
     packed = row + 4096
-    if dtype == dtypes.INT8:
-        bytes_int8(packed, row, padded)
-        copy_bytes(to, packed, width)
-    elif dtype == dtypes.INT4:
-        half = width // 2
-        bytes_int4(packed, row, row + 4 * half, up(half, W))
-        copy_bytes(to, packed, half)
-    else:
-        bytes_fp8(packed, row, padded)
-        copy_bytes(to, packed, width)
+    span = width // 2 if dtypes.is_packed(dtype) else width  # stored numbers
+    write_bytes(packed, row, row + 4 * span, up(span, W), dtype)
+    copy_bytes(to, packed, span)
 
 
 def append(params, scratch):

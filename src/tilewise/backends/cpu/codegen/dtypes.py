@@ -8,15 +8,24 @@ import torch
 from numba.extending import register_jitable
 
 from ....core.storage import PLAIN
+from .formats import DECODE, ENCODE
 
-CODES = {name: code for code, name in enumerate(("f32", "f16", "bf16", "int8", "int4", "fp8_e4m3", "bool"))}
+CODES = {name: code for code, name in enumerate((*DECODE, "bool"))}
 # np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
-F32, F16, BF16, INT8, INT4, FP8_E4M3, BOOL = map(np.int64, CODES.values())
-STORED = tuple(CODES)[:-1]  # those of K and V
+F32, F16, BF16, INT8, INT4, BOOL = (np.int64(CODES[name]) for name in ("f32", "f16", "bf16", "int8", "int4", "bool"))
+STORED = tuple(DECODE)  # those of K and V
+PACKED = tuple(np.int64(CODES[name]) for name, (_, parts) in DECODE.items() if len(parts) == 2)
+FIRST_QUANTISED = np.int64(min(CODES[name] for name in ENCODE))
 NAMES = {dtype: stored.name for dtype, stored in PLAIN.items()} | {torch.bool: "bool"}
 
 
 @register_jitable
 def is_quantised(dtype):
     """Whether elements have scales."""
-    return INT8 <= dtype <= FP8_E4M3
+    return FIRST_QUANTISED <= dtype < BOOL
+
+
+@register_jitable
+def is_packed(dtype):
+    """Whether one stored number holds two elements."""
+    return dtype in PACKED

@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -10,6 +11,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import dtypes
+from .formats import DECODE, ENCODE
 from .vector import F16, F32, I8, I16, I32, I64, Emit, Value, W, microkernel
 
 # Scalars in memory, by address
@@ -51,21 +53,34 @@ def fetch_add(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@microkernel("iii>f")
-def get_one(e: Emit, address: Value, dtype: Value, index: Value) -> Value:
-    """One element of a row of floats (f32, f16 or bf16)."""
-    b = e.builder
-    result = e.var(ir.Constant(F32, 0.0))
-    with b.if_else(b.icmp_signed("==", dtype, e.i64(dtypes.F32))) as (wide, narrow):
-        with wide:
-            result.set(e.load_scalar(address, index, F32))
-        with narrow, b.if_else(b.icmp_signed("==", dtype, e.i64(dtypes.F16))) as (half, brain):
-            with half:
-                result.set(b.fpext(e.load_scalar(address, index, F16), F32))
-            with brain:
-                bits = b.shl(b.zext(e.load_scalar(address, index, I16), I32), ir.Constant(I32, 16))
-                result.set(b.bitcast(bits, F32))
-    return result.get()
+def by_dtype(e: Emit, dtype: Value, names: Sequence[str], emit: Callable[[str], None]) -> None:
+    """Code for each of the storage formats `names`, of which the one that `dtype` says is run."""
+    name, *others = names
+    if not others:
+        emit(name)
+        return
+    with e.builder.if_else(e.builder.icmp_signed("==", dtype, e.i64(dtypes.CODES[name]))) as (this, other):
+        with this:
+            emit(name)
+        with other:
+            by_dtype(e, dtype, others, emit)
+
+
+def _get(names: Sequence[str], part: int = 0) -> Any:
+    @microkernel("iii>f")
+    def get(e: Emit, address: Value, dtype: Value, index: Value) -> Value:
+        result = e.var(ir.Constant(F32, 0.0))
+        by_dtype(e, dtype, names, lambda name: result.set(e.load_one(address, index, name, part)))
+        return result.get()
+
+    return get
+
+
+FLOATS = [name for name in DECODE if name not in ENCODE]
+PAIRS = [name for name, (_, parts) in DECODE.items() if len(parts) == 2]
+get_one = _get(FLOATS)  # of a row of floats
+get_element = _get([name for name in DECODE if name not in PAIRS])  # of a row of one element to a stored number
+get_first, get_second = _get(PAIRS), _get(PAIRS, 1)  # of two: the first and the second of stored number `index`
 
 
 @microkernel("iiif")
@@ -83,31 +98,40 @@ def put_one(e: Emit, address: Value, dtype: Value, index: Value, value: Value) -
                 b.store(b.trunc(bits, I16), e.pointer(address, index, I16, I16))
 
 
-@microkernel("ii>f")
-def get_fp8(e: Emit, address: Value, index: Value) -> Value:
-    return e.fp8(e.load_scalar(address, index, I8), lambda n: ir.Constant(I32, n), I16, F16, F32)
-
-
 # Rows to float32 and back
 
 
-def _widen(kind: str) -> Any:
-    @microkernel("iii>f")
-    def widen(e: Emit, to: Value, source: Value, count: Value) -> Value:
-        """`count` elements, a multiple of W. Returns NaN if one is not finite, else 0."""
+def _widen(names: Sequence[str], part: int = 0) -> Any:
+    """`fn(to, source, dtype, count)`: `count` stored numbers, a multiple of W; NaN if one is not finite, else 0."""
+
+    @microkernel("iiii>f")
+    def widen(e: Emit, to: Value, source: Value, dtype: Value, count: Value) -> Value:
         check = e.var(e.zeros)
-        with e.loop(count, W) as i:
-            x = e.load(source, i, kind)
-            e.store(x, to, i)
-            check.set(e.fma(x, e.zeros, check.get()))
+
+        def loop(name: str) -> None:
+            with e.loop(count, W) as i:
+                x = e.load(source, i, name, part)
+                e.store(x, to, i)
+                check.set(e.fma(x, e.zeros, check.get()))
+
+        by_dtype(e, dtype, names, loop)
         return e.reduce(check.get(), e.builder.fadd)
 
     return widen
 
 
-widen_f32, widen_f16, widen_bf16, widen_int8, widen_int4, widen_int4_high, widen_fp8 = map(
-    _widen, ("f32", "f16", "bf16", "int8", "int4", "int4 high", "fp8_e4m3")
-)
+widen_floats, widen_first, widen_second = _widen(FLOATS), _widen(list(DECODE)), _widen(PAIRS, 1)
+
+
+@microkernel("iii>f")
+def widen_f32(e: Emit, to: Value, source: Value, count: Value) -> Value:
+    """A copy of `count` floats, a multiple of W. Returns NaN if one is not finite, else 0."""
+    check = e.var(e.zeros)
+    with e.loop(count, W) as i:
+        x = e.load(source, i)
+        e.store(x, to, i)
+        check.set(e.fma(x, e.zeros, check.get()))
+    return e.reduce(check.get(), e.builder.fadd)
 
 
 def _store(kind: str) -> Any:

@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 from ..params import PARAMS, TASK, TEAM, WORK_ITEM
 from . import dtypes
 from . import load_store as ls
-from .load_store import get_f32, get_one, get_u8, put_f32, put_one
+from .load_store import get_f32, get_one, put_f32, put_one
 from .vector import W
 
 F = np.float32
@@ -55,44 +55,20 @@ def fill(address, start, end, value):
 
 
 @jit
-def widen_floats(to, source, dtype, count):
-    """`count` floats of any type, a multiple of W, to float32; returns NaN if one is not finite."""
-    if dtype == dtypes.F32:
-        return ls.widen_f32(to, source, count)
-    if dtype == dtypes.F16:
-        return ls.widen_f16(to, source, count)
-    return ls.widen_bf16(to, source, count)
-
-
-@jit
 def widen_row(to, source, dtype, width, padded, scales, scales_dtype, group):
     """A row of `width` elements to float32, with zeros up to `padded`; returns NaN if an element is not finite."""
-    bad = F(0)
-    if dtype == dtypes.INT4:
-        half = width // 2
-        whole = half // W * W
-        bad += ls.widen_int4(to, source, whole) + ls.widen_int4_high(to + 4 * half, source, whole)
-        for i in range(whole, half):
-            byte = types.int64(get_u8(source + i))
-            low, high = byte & 15, byte >> 4
-            put_f32(to + 4 * i, F(low - 16 if low > 7 else low))
-            put_f32(to + 4 * (half + i), F(high - 16 if high > 7 else high))
+    span = width // 2 if dtypes.is_packed(dtype) else width  # stored numbers
+    whole = span // W * W
+    bad = ls.widen_first(to, source, dtype, whole)
+    if span < width:
+        half = to + 4 * span
+        bad += ls.widen_second(half, source, dtype, whole)
+        for i in range(whole, span):  # integers: finite
+            put_f32(to + 4 * i, ls.get_first(source, dtype, i))
+            put_f32(half + 4 * i, ls.get_second(source, dtype, i))
     else:
-        whole = width // W * W
-        if dtype == dtypes.INT8:
-            bad += ls.widen_int8(to, source, whole)
-        elif dtype == dtypes.FP8_E4M3:
-            bad += ls.widen_fp8(to, source, whole)
-        else:
-            bad += widen_floats(to, source, dtype, whole)
-        for i in range(whole, width):
-            if not dtypes.is_quantised(dtype):
-                x = get_one(source, dtype, i)
-            elif dtype == dtypes.INT8:
-                byte = types.int64(get_u8(source + i))
-                x = F(byte - 256 if byte > 127 else byte)
-            else:
-                x = ls.get_fp8(source, i)
+        for i in range(whole, span):
+            x = ls.get_element(source, dtype, i)
             put_f32(to + 4 * i, x)
             bad += x * F(0)
     fill(to, width, padded, F(0))

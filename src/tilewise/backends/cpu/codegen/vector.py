@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..isa import cpu_features, host_width
+from .formats import DECODE, Lanes
 
 Value = Any  # of LLVM
 F32, F16, I8, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
@@ -78,40 +79,18 @@ class Emit:
         value.align = element.width // 8 if isinstance(element, ir.IntType) else {F32: 4, F16: 2}[element]
         return value
 
-    def load(self, address: Value, offset: Any = 0, kind: str = "f32") -> Value:
-        """W elements from `offset` on, as float32; of int4 the low half of W bytes, of `int4 high` the other."""
-        b = self.builder
-        f32, i32 = self.vector(F32), self.vector(I32)
-        if kind == "f32":
-            return self._load(address, offset, F32, W)
-        if kind == "f16":
-            return b.fpext(self._load(address, offset, F16, W), f32)
-        if kind == "bf16":
-            return b.bitcast(b.shl(b.zext(self._load(address, offset, I16, W), i32), self.i32s(16)), f32)
-        data = self._load(address, offset, I8, W)
-        if kind == "int8":
-            return b.sitofp(b.sext(data, i32), f32)
-        wide = b.zext(data, i32)
-        if kind == "int4":
-            return b.sitofp(b.ashr(b.shl(wide, self.i32s(28)), self.i32s(28)), f32)
-        if kind == "int4 high":
-            return b.sitofp(b.ashr(b.shl(wide, self.i32s(24)), self.i32s(28)), f32)
-        assert kind == "fp8_e4m3"
-        return self.fp8(data, self.i32s, self.vector(I16), self.vector(F16), f32)
+    def load(self, address: Value, offset: Any = 0, kind: str = "f32", part: int = 0) -> Value:
+        """W elements of storage format `kind` from `offset` on, as float32: the first or the second of each byte."""
+        element, decode = DECODE[kind]
+        return decode[part](self.builder, Lanes(W), self._load(address, offset, element, W))
 
-    def fp8(self, data: Value, whole: Callable[[int], Value], i16: Any, f16: Any, f32: Any) -> Value:
-        """float8_e4m3fn bytes to float32, scalar or vector; `whole(n)` is the int32 constant n of that shape."""
-        # Its bits, moved, are those of a float16 256 times as small; all ones is NaN, which a float16 is not there.
-        b = self.builder
-        wide = b.zext(data, whole(0).type)
-        magnitude = b.and_(wide, whole(0x7F))
-        bits = b.or_(b.shl(b.and_(wide, whole(0x80)), whole(8)), b.shl(magnitude, whole(7)))
-        value = b.fmul(b.fpext(b.bitcast(b.trunc(bits, i16), f16), f32), b.uitofp(whole(256), f32))
-        nan = b.fdiv(b.uitofp(whole(0), f32), b.uitofp(whole(0), f32))
-        return b.select(b.icmp_unsigned("==", magnitude, whole(0x7F)), nan, value)
+    def load_one(self, address: Value, offset: Any, kind: str, part: int = 0) -> Value:
+        """The same of one element."""
+        element, decode = DECODE[kind]
+        return decode[part](self.builder, Lanes(), self.load_scalar(address, offset, element))
 
     def bf16_bits(self, x: Value, whole: Callable[[int], Value]) -> Value:
-        """float32 to bfloat16, to nearest even, in the low half of an int32; `whole` as in `fp8`."""
+        """float32 to bfloat16, to nearest even, in the low half of an int32; `whole(n)` is n of its shape."""
         b = self.builder
         bits = b.bitcast(x, whole(0).type)
         odd = b.and_(b.lshr(bits, whole(16)), whole(1))

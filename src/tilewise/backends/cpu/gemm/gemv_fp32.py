@@ -10,13 +10,11 @@ from typing import Any
 
 from llvmlite import ir
 
+from ....core.storage import FORMATS
 from ..codegen.numba_ops import ZERO, jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, W, microkernel
 
-QUANTISED = ("int8", "int4", "fp8_e4m3")
-PARTS = {"int4": ("int4", "int4 high")}  # what a load of W bytes holds
-BYTES = {"f32": 4, "f16": 2, "bf16": 2}  # of an element, or of two of int4
 CACHE_LINE = 64
 I1 = ir.IntType(1)
 # Keys in flight for 4, 2 or 1 rows: as many accumulators as leave registers for K and q.
@@ -28,8 +26,7 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
 
     `scales` has a float for each key, then those of the next group of elements `line` floats on.
     """
-    parts = PARTS.get(kind, (kind,))
-    size = BYTES.get(kind, 1)
+    parts, size = FORMATS[kind].packing, FORMATS[kind].dtype.itemsize
 
     @microkernel("iiiiiiiiiii")
     def qk(
@@ -37,7 +34,7 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
         line: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
-        span = b.sdiv(width, e.i64(len(parts)))  # elements of a row that a part holds
+        span = b.sdiv(width, e.i64(parts))  # elements of a row that a part holds
         bits = b.cttz(group, ir.Constant(I1, 1))  # groups are powers of two
         with e.loop(count, keys) as key:
             sums = [[e.var(e.zeros) for _ in range(keys)] for _ in range(queries)]
@@ -47,10 +44,10 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
             with e.loop(span, W) as d:
                 for row in later:
                     prefetch_line(e, b.add(row, b.mul(d, e.i64(size))), level=2)
-                for part, name in enumerate(parts):
+                for part in range(parts):
                     element = b.add(d, b.mul(span, e.i64(part)))
-                    ks = [e.load(source, d, name) for source in sources]
-                    if kind in QUANTISED:
+                    ks = [e.load(source, d, kind, part) for source in sources]
+                    if FORMATS[kind].is_quantised:
                         first = b.mul(b.lshr(element, bits), line)
                         factors = [e.splat(e.load_scalar(scales, b.add(first, n), F32)) for n in numbers]
                         ks = [b.fmul(x, factor) for x, factor in zip(ks, factors, strict=True)]
@@ -78,9 +75,8 @@ def make_pv(kind: str, queries: int, vectors: int) -> Any:
 
     Weights of the next group of elements, with its scales in them, are `line` floats on.
     """
-    parts = PARTS.get(kind, (kind,))
-    vectors //= len(parts)
-    size = BYTES.get(kind, 1)
+    parts, size = FORMATS[kind].packing, FORMATS[kind].dtype.itemsize
+    vectors //= parts
 
     @microkernel("iiiiiiiiiii")
     def pv(
@@ -88,13 +84,13 @@ def make_pv(kind: str, queries: int, vectors: int) -> Any:
         group: Value, start: Value, distance: Value,
     ) -> None:  # fmt: skip
         b = e.builder
-        span = b.sdiv(width, e.i64(len(parts)))
-        places = [(part, n) for part in range(len(parts)) for n in range(vectors)]
+        span = b.sdiv(width, e.i64(parts))
+        places = [(part, n) for part in range(parts) for n in range(vectors)]
         elements = {(m, n): b.add(b.add(start, e.i64(n * W)), b.mul(span, e.i64(m))) for m, n in places}
         cells = [(i, place) for i in range(queries) for place in places]
         at = {(i, place): b.add(b.mul(lda, e.i64(i)), elements[place]) for i, place in cells}
         groups = dict.fromkeys(places, e.i64(0))
-        if kind in QUANTISED:
+        if FORMATS[kind].is_quantised:
             bits = b.cttz(group, ir.Constant(I1, 1))
             groups = {place: b.mul(b.lshr(elements[place], bits), line) for place in places}
         weights_at = {(i, place): b.add(b.mul(ldp, e.i64(i)), groups[place]) for i, place in cells}
@@ -106,7 +102,7 @@ def make_pv(kind: str, queries: int, vectors: int) -> Any:
                 prefetch_line(e, b.add(later, e.i64(byte)), level=2)
             for place in places:
                 part, n = place
-                x = e.load(source, b.add(start, e.i64(n * W)), parts[part])
+                x = e.load(source, b.add(start, e.i64(n * W)), kind, part)
                 for i in range(queries):
                     weight = e.splat(e.load_scalar(p, b.add(weights_at[i, place], key), F32))
                     sums[i, place].set(e.fma(weight, x, sums[i, place].get()))
@@ -149,7 +145,7 @@ def by_rows(name: str, four: Any, two: Any, one: Any) -> Any:
 
 def pv_function(kind: str) -> Any:
     """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, distance)`: acc [R, width] += p v."""
-    parts = 2 if kind == "int4" else 1  # a step of int4 is a vector in each half of a row
+    parts = FORMATS[kind].packing  # a step is a vector in each half of a packed row
     wide = [make_pv(kind, n, 4) for n in (4, 2, 1)]
     thin = [make_pv(kind, n, parts) for n in (4, 2, 1)]
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from numba import types
 
 from ..codegen import dtypes
-from ..codegen.load_store import get_one, get_u8, put_f32, put_i64
-from ..codegen.numba_ops import INF, ZERO, F, fill, jit, widen_floats
+from ..codegen.load_store import get_one, get_u8, put_f32, put_i64, widen_floats
+from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile

@@ -1,0 +1,113 @@
+"""Storage formats in vector code: elements to float32 where they are loaded, and back where a cache is written.
+
+A new format is an entry of `DECODE` and, if it is quantised, of `ENCODE`.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+Value = Any  # of LLVM
+F32, F16, I8, I16, I32 = ir.FloatType(), ir.HalfType(), *(ir.IntType(n) for n in (8, 16, 32))
+
+
+class Lanes:
+    """Types and constants of one element, or of vectors of `width`."""
+
+    def __init__(self, width: int = 0) -> None:
+        self.width = width
+        self.f32, self.f16, self.i16, self.i32 = map(self._of, (F32, F16, I16, I32))
+
+    def _of(self, element: ir.Type) -> ir.Type:
+        return ir.VectorType(element, self.width) if self.width else element
+
+    def int(self, n: int) -> ir.Constant:
+        return ir.Constant(self.i32, [n] * self.width if self.width else n)
+
+
+def _f32(b: Any, t: Lanes, data: Value) -> Value:
+    return data
+
+
+def _f16(b: Any, t: Lanes, data: Value) -> Value:
+    return b.fpext(data, t.f32)
+
+
+def _bf16(b: Any, t: Lanes, data: Value) -> Value:
+    return b.bitcast(b.shl(b.zext(data, t.i32), t.int(16)), t.f32)
+
+
+def _int8(b: Any, t: Lanes, data: Value) -> Value:
+    return b.sitofp(b.sext(data, t.i32), t.f32)
+
+
+def _nibble(b: Any, t: Lanes, data: Value, above: int) -> Value:
+    """Four bits with `above` bits of an int32 above them, as two's complement."""
+    return b.sitofp(b.ashr(b.shl(b.zext(data, t.i32), t.int(above)), t.int(28)), t.f32)
+
+
+def _int4_low(b: Any, t: Lanes, data: Value) -> Value:
+    return _nibble(b, t, data, 28)
+
+
+def _int4_high(b: Any, t: Lanes, data: Value) -> Value:
+    return _nibble(b, t, data, 24)
+
+
+def _fp8(b: Any, t: Lanes, data: Value) -> Value:
+    # Its bits, moved, are those of a float16 256 times as small; all ones is NaN, which a float16 is not there.
+    wide = b.zext(data, t.i32)
+    magnitude = b.and_(wide, t.int(0x7F))
+    bits = b.or_(b.shl(b.and_(wide, t.int(0x80)), t.int(8)), b.shl(magnitude, t.int(7)))
+    value = b.fmul(b.fpext(b.bitcast(b.trunc(bits, t.i16), t.f16), t.f32), b.uitofp(t.int(256), t.f32))
+    nan = b.fdiv(b.uitofp(t.int(0), t.f32), b.uitofp(t.int(0), t.f32))
+    return b.select(b.icmp_unsigned("==", magnitude, t.int(0x7F)), nan, value)
+
+
+# What is in memory, and the elements that one of it holds, half a row apart. Plain floats come first.
+DECODE: dict[str, tuple[ir.Type, tuple[Callable[..., Value], ...]]] = {
+    "f32": (F32, (_f32,)),
+    "f16": (F16, (_f16,)),
+    "bf16": (I16, (_bf16,)),
+    "int8": (I8, (_int8,)),
+    "int4": (I8, (_int4_low, _int4_high)),
+    "fp8_e4m3": (I8, (_fp8,)),
+}
+
+
+def _rounded(e: Any, x: Value) -> Value:
+    """To the nearest whole number, as int32; NaN to 0."""
+    b = e.builder
+    x = b.select(b.fcmp_ordered("ord", x, x), x, e.zeros)
+    return b.fptosi(e.call("rint", x), e.vector(I32))
+
+
+def _to_int4(e: Any, low: Value, high: Value) -> Value:
+    b = e.builder
+    first, second = _rounded(e, low), _rounded(e, high)
+    return b.or_(b.and_(first, e.i32s(15)), b.shl(second, e.i32s(4)))
+
+
+def _to_fp8(e: Any, x: Value) -> Value:
+    """float32 to float8_e4m3fn, to nearest even; what does not fit becomes NaN."""
+    b, i32 = e.builder, e.vector(I32)
+    bits = b.bitcast(x, i32)
+    sign = b.and_(b.lshr(bits, e.i32s(24)), e.i32s(0x80))
+    magnitude = b.and_(bits, e.i32s(0x7FFFFFFF))
+    # Normal numbers: the exponent's bias changes from 127 to 7, and 20 bits are rounded off.
+    odd = b.and_(b.lshr(magnitude, e.i32s(20)), e.i32s(1))
+    normal = b.lshr(b.add(magnitude, b.add(odd, e.i32s(0x7FFFF - (120 << 23)))), e.i32s(20))
+    # Below 2^-6: added to 2^14, a float32 has its last bit at 2^-9, which is this type's.
+    small = b.fadd(b.bitcast(magnitude, e.vector(F32)), e.f32s(2.0**14))
+    small = b.sub(b.bitcast(small, i32), e.i32s(141 << 23))
+    value = b.select(b.icmp_unsigned("<", magnitude, e.i32s(121 << 23)), small, normal)
+    too_large = b.icmp_unsigned(">=", magnitude, e.i32s(1087 << 20))  # 480: past 448, whatever the rounding
+    return b.or_(b.select(too_large, e.i32s(0x7F), value), sign)
+
+
+# Vectors of elements in units of their scales to the bytes that hold them, in int32
+ENCODE: dict[str, Callable[..., Value]] = {"int8": _rounded, "int4": _to_int4, "fp8_e4m3": _to_fp8}
