@@ -218,7 +218,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
     guard = ("inside" if is_decode(p) else "flag") if hides(p) else ""
     keys = operand(p, p.head_dim, p.k_format, True, c.BM, target, pairs, row_groups(p, c))
     # Biased sums are larger, and so are their errors: within what is allowed up to D=128, too large with D=256.
-    if guard == "" and keys.packing == 2 and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
+    if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
         keys = replace(keys, biased=True, rescaled=True)
     return Spec(
         **flags,
