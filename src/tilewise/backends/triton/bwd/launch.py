@@ -155,7 +155,7 @@ class Backward:
 
         planes, programs = 1 if p.packed_q else p.batch, self.programs(t)
         small = Tile(config.DELTA_ROWS, 16, 4, 1)
-        yield kernel(sum_delta, small, dlse=p.dlse), (-(-self.rows // small.BQ), planes * p.heads), given
+        yield kernel(sum_delta, small, dlse=p.dlse), (-(-self.rows // small.BQ) * planes * p.heads, 1), given
         wanted = [name for name in ("k", "v") if name in grads]
         for names in [[name] for name in wanted] if c.apart else [wanted] if wanted else []:
             sizes = {"total_k": t.forward.k.shape[2], "swizzle": config.swizzle(p, True)}

@@ -17,10 +17,12 @@ def sum_delta(
     """`delta` [B, H, rows]; 0 - dlse for a row whose output is 0, whatever its dout: it may see nothing."""
     BQ: tl.constexpr = S.BQ
     do_b, do_h, do_l = wide_strides(do_b, do_h, do_l, S)
-    row = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    tiles = tl.cdiv(rows, BQ)
+    row = tl.program_id(0) % tiles * BQ + tl.arange(0, BQ)
     ok = row < rows
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    b = (tl.program_id(1) // heads).to(tl.int64)
+    at = tl.program_id(0) // tiles
+    head = (at % heads).to(tl.int64)
+    b = (at // heads).to(tl.int64)
     wide = row.to(tl.int64)
     total = tl.zeros([BQ], tl.float32)
     any_out = tl.zeros([BQ], tl.int32)
