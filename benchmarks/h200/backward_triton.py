@@ -27,6 +27,7 @@ from tilewise.backends.gpu.target import target_of
 from tilewise.backends.triton.bwd import config as bwd_config
 from tilewise.backends.triton.bwd.launch import Backward
 from tilewise.backends.triton.bwd.spec import Tile
+from tilewise.core.options import Options
 from tilewise.core.plan import Plan
 from tilewise.testing.cases import GRADIENTS
 from tilewise.testing.gradients import check_gradients
@@ -76,7 +77,8 @@ def call(D: int, L: int, H: int = 0, Hkv: int = 0, grads: tuple[str, ...] = ("q"
     state = inputs.call(None, return_lse=True)
     made.out.copy_(state.out)
     dout = torch.randn_like(made.out)
-    return args, backward(made, options.get("layout", "bhld"), state.lse, dout, None, grads, True), dout
+    layout = Options(layout=options.get("layout", "bhld"))
+    return args, backward(made, layout, state.lse, dout, None, grads), dout
 
 
 def runner(made: Any, change: Any = None, only: str = "") -> Callable[[], None]:
@@ -242,7 +244,8 @@ def time_tiles(failed: set[str], record: dict[str, Any]) -> list[str]:
                 for x in candidates():
                     if x[:3] == (D, causal, side) and f"tile {x}" not in failed:
                         runs[str(x[3])] = tried(f"tile {x}", candidate, *x)
-                times = seconds({tile: run for tile, run in runs.items() if run}, 4, 1.0)
+                runs = {tile: run for tile, run in runs.items() if run}
+                times = seconds(runs, 4, 1.0) if runs else {}
                 record[name] = times
                 best = " ".join(f"{tile}:{t * 1e3:.3f}" for tile, t in sorted(times.items(), key=lambda x: x[1]))
                 lines.append(f"{name} ms: {best}")
@@ -260,7 +263,8 @@ def time_work(name: str, make: Callable[[], Any], share: float, record: dict[str
     for peer, function in (("sdpa", sdpa), ("flex", flex)):
         runs[peer] = tried(f"{name} {peer}", function, args, dout, backward)
     bits = tried(f"{name} bits", repeats, backward) if "4k" in name or "bias" in name else ""
-    times = seconds({way: run for way, run in runs.items() if run}, 6, 1.0)
+    runs = {way: run for way, run in runs.items() if run}
+    times = seconds(runs, 6, 1.0) if runs else {}
     rates = {way: flops(backward, share) / s / 1e12 for way, s in times.items()}
     record[name] = {"seconds": times, "tflops": rates, "bits": bits}
     torch.cuda.empty_cache()

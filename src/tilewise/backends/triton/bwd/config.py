@@ -17,7 +17,7 @@ from .spec import BackwardConfig, BackwardSpec, Tile
 L2_SWIZZLE = 32 << 20  # bytes of the rows that a swizzle group may hold
 DELTA_ROWS = 32  # rows of a program that sums delta
 SUMMED_ROWS = 1024  # rows that a program which adds up rows loads at once
-CHUNK = 64  # columns that a product loads at once where tiles are not kept
+CHUNK = 64  # columns of a product where tiles are not kept, and of one of float32 numbers (`add_dot`)
 SCRATCH = 2048  # bytes of shared memory for reductions and changes of layout, and so many for each warp:
 WARP_SCRATCH = 256
 
@@ -39,7 +39,7 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
         tile = Tile(64, 64, 4, 1)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
     if is_float32(problem):
-        tile = Tile(32, 32, 4, 1) if wide <= 128 else Tile(32, 32, 8, 1, reload=True)
+        tile = Tile(32, 32, 4 if wide <= 64 else 8, 1, reload=wide > 128)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
     if target.at_least(100):  # Triton 3.6 cannot compile every masked loop over 64 rows and more for Blackwell
         tile = Tile(32, 32, 4, 2 if wide <= 128 else 1)
@@ -95,8 +95,8 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
     most = max(tile.BQ, tile.BK)
     k = operand(p, p.head_dim, p.k_format, True, most)
     v = operand(p, p.value_dim, p.v_format, False, most)
-    if tile.reload:
-        k, v = (replace(op, widths=(CHUNK,) * -(-op.columns // CHUNK)) for op in (k, v))
+    if tile.reload or is_float32(p):
+        k, v = (replace(op, widths=(CHUNK,) * -(-op.columns // CHUNK)) if op.columns > CHUNK else op for op in (k, v))
     own: dict[str, Any] = {
         "work": DTYPE_NAMES[p.q_dtype],
         "precision": "tf32" if p.allow_tf32 else "bf16x6",

@@ -77,6 +77,19 @@ def load_columns(tile, column, W: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
+def add_dot(s, a, b, OP: tl.constexpr):
+    """s + a b. Tensor cores cut off what they add up, so a sum of float32 products is made of rounded ones; by fma,
+    since Triton makes a sum of products one product.
+    """
+    if OP.work == "f32":
+        d = tl.dot(a, b, input_precision=precision_of(OP))
+        s = tl.fma(d, tl.full(s.shape, 1.0, tl.float32), s)
+    else:
+        s = tl.dot(a, b, s, input_precision=precision_of(OP))
+    return s
+
+
+@triton.jit
 def outer_product(a, b, M: tl.constexpr, N: tl.constexpr, OP: tl.constexpr, S: tl.constexpr):
     """a b^T, [M, N], over the columns of all chunks."""
     s = tl.zeros([M, N], tl.float32)
@@ -84,11 +97,10 @@ def outer_product(a, b, M: tl.constexpr, N: tl.constexpr, OP: tl.constexpr, S: t
         W: tl.constexpr = width_of(OP, 0)
         for column in tl.range(0, OP.columns, W, num_stages=1):  # at run time, or all loads would be done at once
             x = load_columns(a, column, W, OP)
-            s = tl.dot(x, tl.trans(load_columns(b, column, W, OP)), s, input_precision=precision_of(OP))
+            s = add_dot(s, x, tl.trans(load_columns(b, column, W, OP)), OP)
     else:
         for i in tl.static_range(len(OP.widths)):
-            y = tl.trans(b[i].to(work_type(OP)))
-            s = tl.dot(a[i].to(work_type(OP)), y, s, input_precision=precision_of(OP))
+            s = add_dot(s, a[i].to(work_type(OP)), tl.trans(b[i].to(work_type(OP))), OP)
     return s
 
 
@@ -104,7 +116,7 @@ def add_product(acc, a, b, OP: tl.constexpr, S: tl.constexpr):
         if S.guard == "fixup":
             x = tl.where(x.to(tl.float32) * 0.0 == 0.0, x, 0.0)
         x = x.to(work_type(OP))
-        result = result + (tl.dot(a.to(work_type(OP)), x, acc[i], input_precision=precision_of(OP)),)
+        result = result + (add_dot(acc[i], a.to(work_type(OP)), x, OP),)
     return result
 
 
