@@ -254,6 +254,21 @@ def test_other_backward_passes_are_told_apart(monkeypatch):
     assert len(checked) == len(ways) + 2
 
 
+def test_views_of_one_projection():
+    """q, k and v beside each other in memory; and v in k's own memory, which is another call than v elsewhere."""
+    call_cache.forget()
+    qkv = peaked(2, 20, 12, 16).requires_grad_()
+    wide = peaked(2, 20, 4, 24)
+    for q, k, v in [qkv.split(4, 2), (qkv[:, :, :4], wide, wide[..., :16]), (qkv[:, :, :4], wide, wide[..., 8:])] * 2:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q = torch.nn.functional.pad(q, (0, k.shape[-1] - 16))
+        copies = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+        want = torch.autograd.grad(attention(*copies, causal=True).cos().sum(), copies)
+        views = [x.detach().requires_grad_() for x in (q, k, v)]
+        got = torch.autograd.grad(attention(*views, causal=True).cos().sum(), views)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
+
+
 def test_in_place_changes_are_seen():
     q, k, v = dense()
     out = attention(q, k, v)

@@ -52,7 +52,9 @@ class CachedBackward:
 def key_of(given: dict[str, Any], grads: tuple[str, ...]) -> call_cache.Key | None:
     """What a backward pass is remembered by. `given` are its arguments, and options that were given."""
     strict = torch.are_deterministic_algorithms_enabled()
-    return call_cache.key_of("attention_backward", (), given | {"grads": grads, "strict": strict})
+    args = given["q"], given["k"], given["v"]
+    rest = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
+    return call_cache.key_of("attention_backward", args, rest | {"grads": grads, "strict": strict})
 
 
 def remember(key: call_cache.Key | None, call: BackwardCall, plan: Plan, given: dict[str, Any]) -> None:
