@@ -17,6 +17,7 @@ from .core.options import Options
 from .core.plan import Plan
 from .core.problem import GRADS, Problem
 from .core.tensors import BackwardTensors
+from .core.tracing import is_traced
 from .dispatch import backward_cache, call_cache, planner
 from .errors import InvalidArgument, no_double_backward
 from .quantised import Quantised
@@ -92,12 +93,25 @@ def attention_backward(
     planner.check_name(backend)
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
     options["deterministic"] = deterministic
+    if is_traced():
+        return _traced((q, k, v, out, lse, dout, dlse), grads, backend, options)
     back = returner(q)
     with torch.no_grad():
         call = _checked(q, k, v, out, lse, dout, dlse, grads, options)
         _run(call, backend)
     found = _results(call, {"q": q, "k": k, "v": v, **options})
     return AttentionGradients(*(x if x is None else back(x) for x in found))
+
+
+def _traced(tensors: tuple[Any, ...], grads: Sequence[str], backend: Any, options: dict[str, Any]) -> Any:
+    from . import ops  # which needs this module
+
+    if backend is not None:
+        raise InvalidArgument("backend", f"{backend!r} in traced code", "None: the planner chooses when the graph runs")
+    if not grads or not set(grads) <= set(GRADS):
+        raise InvalidArgument("grads", repr(grads), f"some of {', '.join(map(repr, GRADS))}, as a tuple")
+    found = ops.traced_backward(tensors, grads, **options)
+    return AttentionGradients(*(found.get(name) for name in GRADS))
 
 
 def _checked(

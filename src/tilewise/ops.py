@@ -102,14 +102,8 @@ def traced(
     **options: Any,
 ) -> Any:
     """A call over torch tensors, as an operator in the graph."""
-    if tile_map is not None:
-        raise InvalidArgument("tile_map", "a TileMap in traced code", "None: the result is the same without")
-    options["left"], options["right"] = as_window(window)
-    options["chunk"], options["split_size"] = as_chunk(chunk) or None, as_split_size(split_size)
-    offset = q_offset
-    if isinstance(offset, torch.Tensor) and offset.ndim == 0:  # torch.jit.trace makes tensors of sizes
-        offset = int(offset)
-    options["q_offsets" if isinstance(offset, torch.Tensor) else "q_offset"] = offset
+    options |= _rules(tile_map, window, q_offset, chunk)
+    options["split_size"] = as_split_size(split_size)
     if isinstance(k, Quantised):
         options["k_scales"], options["k_stored"], k = k.scales, f"{k.dtype}/{k.group}", k.data
     if isinstance(v, Quantised):
@@ -125,6 +119,34 @@ def traced(
             raise InvalidArgument("out", given, want)
         result = out.copy_(result)
     return result if lse is None else AttentionState(result, lse)
+
+
+def traced_backward(
+    tensors: tuple[Any, ...],
+    grads: Sequence[str],
+    tile_map: Any = None,
+    window: Any = None,
+    q_offset: Any = None,
+    chunk: Any = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """A backward pass as an operator in the graph. `tensors` are q, k, v, out, lse, dout and dlse."""
+    options |= _rules(tile_map, window, q_offset, chunk)
+    names = [name for name in GRADS if name in grads]
+    rest = [options.pop(name, None) for name in BACKWARD[4:]]
+    found = torch.ops.tilewise.attention_backward.default(*tensors, *rest, ",".join(names), **options)
+    return dict(zip(names, found, strict=True))
+
+
+def _rules(tile_map: Any, window: Any, q_offset: Any, chunk: Any) -> dict[str, Any]:
+    """Options of an entry point as those of an operator."""
+    if tile_map is not None:
+        raise InvalidArgument("tile_map", "a TileMap in traced code", "None: the result is the same without")
+    left, right = as_window(window)
+    if isinstance(q_offset, torch.Tensor) and q_offset.ndim == 0:  # torch.jit.trace makes tensors of sizes
+        q_offset = int(q_offset)
+    offset = "q_offsets" if isinstance(q_offset, torch.Tensor) else "q_offset"
+    return {"left": left, "right": right, "chunk": as_chunk(chunk) or None, offset: q_offset}
 
 
 def _run(name: str, *tensors: Any, **options: Any) -> Any:

@@ -4,9 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewise
-from tilewise import InvalidArgument, Quantised, TileMap, attention, paged_attention, varlen_attention
+from tilewise import (
+    InvalidArgument,
+    Quantised,
+    TileMap,
+    attention,
+    attention_backward,
+    paged_attention,
+    varlen_attention,
+)
 from tilewise.compat import flash_attn, sdpa
 from tilewise.testing.check import judge, largest_error
 
@@ -277,6 +286,22 @@ def test_one_graph_forward_and_one_backward():
     )
     compiled(*trained(*dense())).sum().backward()
     assert seen == [["tilewise.attention_lse.default"], ["tilewise.attention_backward.default"]]
+
+
+def test_the_low_level_call_in_a_graph():
+    def step(q, k, v, mask, dout):
+        out, lse = attention(q, k, v, mask=mask, causal=True, window=4, q_offset=1, return_lse=True)
+        names = ("mask", "q", "v")  # in any order
+        found = attention_backward(q, k, v, out, lse, dout, grads=names, mask=mask, causal=True, window=4, q_offset=1)
+        return found.dq, found.dv, found.dmask
+
+    given = *dense(), torch.randn(4, 1, 9), torch.randn(2, 4, 5, 8)
+    check(step, given)
+    traced = make_fx(step)(*given)
+    assert sum("attention_backward" in str(node.target) for node in traced.graph.nodes) == 1
+    assert all(torch.equal(a, b) for a, b in zip(traced(*given), step(*given), strict=True))
+    with pytest.raises(Exception, match=r"backend.*None"):
+        make_fx(lambda q: attention_backward(q, q, q, q, q[..., 0], q, backend="torch"))(torch.randn(1, 1, 3, 4))
 
 
 def test_operators_called_by_name_have_gradients():

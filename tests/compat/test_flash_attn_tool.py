@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "benchmarks/records/cpu/flash_attn_tests.json"
+RECORDS = [ROOT / f"benchmarks/records/cpu/{name}.json" for name in ("flash_attn_tests", "flash_attn_gradients")]
 FILE = """
 import pytest
 import torch
@@ -68,9 +70,10 @@ def test_cases_are_listed_by_outcome(tmp_path):
     assert tests["test_race_condition"] == {"cases": 1, "left out": "repeats one call 250 times"}
 
 
-def test_the_record_is_what_the_page_says():
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_the_record_is_what_the_page_says(record):
     page = (ROOT / "docs/integrations/flash-attn.md").read_text(encoding="utf-8")
-    for name, found in json.loads(RECORD.read_text(encoding="utf-8"))["files"].items():
+    for name, found in json.loads(record.read_text(encoding="utf-8"))["files"].items():
         outcomes = [test["outcomes"] for test in found["tests"].values() if "outcomes" in test]
         passed, skipped = (sum(x.get(word, 0) for x in outcomes) for word in ("passed", "skipped"))
         refused = sum(n for x in outcomes for word, n in x.items() if word.startswith("refused"))
