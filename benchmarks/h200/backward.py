@@ -114,7 +114,7 @@ def timed(args: Any, name: str, ways: dict[str, Callable[[], Any]], flops: float
 
 
 def sparse_rows(args: Any) -> list[dict[str, Any]]:
-    """A window and packed sequences, beside a dense call of as many visible cells a second."""
+    """A window, packed sequences and a softcap, beside dense calls by visible cells a second."""
     rows = []
     for D, H, Hkv in CELLS[:2]:
         L, W = 16384, 1024
@@ -129,7 +129,12 @@ def sparse_rows(args: Any) -> list[dict[str, Any]]:
         ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_q": max(lengths), "max_k": max(lengths)}
         packed = runner(work(q, k, v, dout, "hopper", causal=True, **ends))
         cells["packed"] = sum(n * (n + 1) / 2 for n in lengths)
-        row = timed(args, f"D{D} {H}/{Hkv} causal", {"dense": dense, "window": window, "packed": packed}, 1e12)
+        q, k, v, dout = (torch.randn(4, 4096, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
+        short = runner(work(q, k, v, dout, "hopper", causal=True))
+        capped = runner(work(q, k, v, dout, "hopper", causal=True, softcap=50.0))
+        cells["dense 4k"] = cells["softcap 4k"] = 4 * 4096 * 4097 / 2
+        ways = {"dense": dense, "window": window, "packed": packed, "dense 4k": short, "softcap 4k": capped}
+        row = timed(args, f"D{D} {H}/{Hkv} causal", ways, 1e12)
         rate = {n: cells[n] / t for n, t in row.pop("us").items()}
         row["TFLOPS"] = {n: round(r * 1e6 * 10 * D * H / 1e12, 1) for n, r in rate.items()}
         row["of the dense speed by cells"] = {n: round(r / rate["dense"], 3) for n, r in rate.items()}
@@ -144,7 +149,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,4096,16384")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a cell")
-    parser.add_argument("--sparse", action="store_true", help="windows and packed sequences too")
+    parser.add_argument("--sparse", action="store_true", help="windows, packed sequences and a softcap too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     start = time.perf_counter()

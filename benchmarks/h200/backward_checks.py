@@ -49,7 +49,7 @@ def cases() -> list[Case]:
         width = min(128, -(-case.D // 8) * 8)
         fitted = replace(
             case, D=width, Dv=width, dtype=("bf16", "f16")[n % 2], k="", v="", mask="", mask_kind="bool",
-            pattern="random", softcap=None, alibi="", chunk=None, tile=None, scale=None,
+            pattern="random", alibi="", chunk=None, tile=None, scale=None,
         )  # fmt: skip
         if 0 not in (max(case.q_lengths or (case.Lq,)), max(case.lengths or (1,))):  # else no backend is asked
             found.setdefault(str(fitted), fitted)

@@ -67,6 +67,7 @@ if __name__ == "__main__":
 
     common = {"dtype": "f16", "D": 64}
     repaired(Case(B=1, Hkv=2, Lq=90, causal=True, **common))
+    repaired(Case(B=1, H=2, Lq=50, causal=True, softcap=5.0, **common))
     repaired(Case(B=1, H=2, Lq=70, Lk=100, window=(20, 5), **common))
     repaired(Case(B=3, H=2, Lq=40, Lk=90, lengths=(90, 0, 44), causal=True, **common))
     repaired(Case(B=2, H=2, form="varlen", q_lengths=(70, 33), lengths=(70, 90), causal=True, dtype="f16", D=40))

@@ -17,6 +17,7 @@ class BackwardArguments:
     dv: object
     dq: object  # float32 [128, 32] of [query blocks * 2 * 128, 32]: a consumer's part, packed (`pack_dq`)
     stats: object  # [BM, 32] of [query blocks * BM, 32], in q's dtype: -lse / scale and -delta, 16 parts each
+    lse: object  # with softcap: float32 [1, BM] of [query blocks, BM], -lse * log2(e)
     SEMAPHORES: object  # int32, one for each query block of a head
     COUNTER: object
     FLAG: object  # int32: a gradient is not finite
@@ -42,6 +43,7 @@ class BackwardArguments:
     right: Size  # 0 for causal
     swizzle: Size
     scale: object
+    softcap: object
     S: object
 
 
@@ -52,6 +54,7 @@ class Buffers:
     q: gl.shared_memory_descriptor  # [q_stages, 1, 1, BM, D]
     do: gl.shared_memory_descriptor  # [do_stages, 1, 1, BM, D]
     stats: gl.shared_memory_descriptor  # [q_stages, BM, 32]
+    lse: object  # with softcap: [q_stages, 1, BM]
     ds: gl.shared_memory_descriptor  # [2, 64, BM]: a consumer's part each
     dq: gl.shared_memory_descriptor  # [2 * dq_stages, 128, 32]
     k_full: gl.shared_memory_descriptor
@@ -86,10 +89,13 @@ def new_buffers(a):
     q = gl.allocate_shared_memory(DTYPE, [a.S.q_stages, 1, 1, BM, D], a.q.layout)
     do = gl.allocate_shared_memory(DTYPE, [a.S.do_stages, 1, 1, BM, D], a.do.layout)
     stats = gl.allocate_shared_memory(DTYPE, [a.S.q_stages, BM, 32], a.stats.layout)
+    lse = None
+    if a.S.softcap:
+        lse = gl.allocate_shared_memory(gl.float32, [a.S.q_stages, 1, BM], a.lse.layout)
     ds = gl.allocate_shared_memory(DTYPE, [2, 64, BM], DS_LAYOUT)
     dq = gl.allocate_shared_memory(gl.float32, [2 * a.S.dq_stages, 128, 32], a.dq.layout)
     return Buffers(
-        k, v, q, do, stats, ds, dq, barriers(1, 1), barriers(1, 1), barriers(a.S.q_stages, 1),
+        k, v, q, do, stats, lse, ds, dq, barriers(1, 1), barriers(1, 1), barriers(a.S.q_stages, 1),
         barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1),
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....core.problem import Problem
-from ...gpu.flags import DTYPE_NAMES
+from ...gpu.flags import DTYPE_NAMES, needs_exact_tanh
 from .spec import BackwardSpec
 
 BN = 128  # keys of a program
@@ -22,7 +22,6 @@ def refusal(problem: Problem) -> str | None:
     missing = {
         "a KV cache in pages or quantised": p.form == "paged" or p.k_format.is_quantised or p.v_format.is_quantised,
         "masks": p.mask is not None,
-        "softcap": p.softcap > 0,
         "ALiBi": p.alibi,
         "chunks": p.rules.chunk > 0,
         "q, k and v of other types than float16 or bfloat16, all the same": not (
@@ -55,6 +54,8 @@ def spec_of(problem: Problem) -> BackwardSpec:
         offset=flags.offset,
         right_edges=RIGHT * (flags.hides_right or ends or both) + LEFT * both,
         left_edges=LEFT * flags.hides_left + RIGHT * both,
+        softcap=p.softcap > 0,
+        exact_tanh=needs_exact_tanh(p),
         # Sums in any order are faster in causal calls alone (h200/LOG.md, backward #8).
         deterministic=p.deterministic or not flags.hides_right or p.group > 1,
         guarded=flags.hides_right or flags.hides_left or p.has_lengths,
@@ -78,7 +79,7 @@ def workspace_bytes(problem: Problem, s: BackwardSpec) -> int:
     """dQ in float32, and 64 bytes of statistics for each row."""
     p = problem
     blocks = query_blocks(p, s.BM)[1] * p.heads * (1 if p.packed_q else p.batch)
-    return blocks * (s.BM * (4 * s.D + 64) + 4)
+    return blocks * (s.BM * (4 * s.D + 64 + 4 * s.softcap) + 4)
 
 
 def planes_at_once(problem: Problem, s: BackwardSpec) -> int:

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..fwd.softmax import tanh
 from .arguments import dq_layout, dq_split, grad_layout, score_layout, tile
 from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, Q_EMPTY, named_barrier
 from .tile_scheduler import next_block, work_of
@@ -25,8 +26,10 @@ def start_scores(a, buf, u, s, factors, C: gl.constexpr):
     q = tile(buf.q, u, a.S.q_stages, BM, D)
     mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
     s = warpgroup_mma(buf.k.index(C + (u >> 30)).reshape([64, D]), q.permute((1, 0)), s, use_acc=False, is_async=True)
-    lse = buf.stats.index(u % a.S.q_stages).slice(0, 16, 1)  # [BM, 16]
-    return warpgroup_mma(factors, lse.permute((1, 0)), s, is_async=True)
+    if not a.S.softcap:
+        lse = buf.stats.index(u % a.S.q_stages).slice(0, 16, 1)  # [BM, 16]
+        s = warpgroup_mma(factors, lse.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.constexpr_function
@@ -100,11 +103,19 @@ def step(a, buf, u, i, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.const
     )
     delta = buf.stats.index(u % a.S.q_stages).slice(16, 16, 1)  # [BM, 16]
     dp = warpgroup_mma(factors, delta.permute((1, 0)), dp, is_async=True)
-    x = warpgroup_mma_wait(2, deps=(s,))  # q k - lse / scale
-    p = gl.exp2(x * (a.scale * LOG2E))
+    x = warpgroup_mma_wait(2, deps=(s,))  # q k - lse / scale; with softcap q k
+    if a.S.softcap:
+        t = tanh(x * (a.scale / a.softcap), a.S.exact_tanh)
+        minus_lse = buf.lse.index(u % a.S.q_stages).load(score_layout(a.S))  # [1, BM]
+        p = gl.exp2(t * (a.softcap * LOG2E) + minus_lse)
+        slope = 1.0 - t * t
+    else:
+        p = gl.exp2(x * (a.scale * LOG2E))
     p = hide(a, p, i, lo, hi, EDGES)
     p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
     dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
+    if a.S.softcap:
+        p *= slope
     ds16 = (p * dp).to(a.q.dtype)
     named_barrier("bar.sync", DS_EMPTY + C, 256)
     buf.ds.index(C + (u >> 30)).store(ds16)

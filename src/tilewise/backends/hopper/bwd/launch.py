@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....core.plan import ByPlan, Plan
 from ....core.tensors import BackwardTensors
+from ...gpu.flags import softcap_of
 from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned
 from ...gpu.tensor_map import TensorMap
 from ..descriptors import descriptor
@@ -60,6 +61,8 @@ class Bound:
             "right": right,
             "swizzle": planes or config.planes_at_once(p, s),
             "scale": p.scale,
+            "softcap": softcap_of(p),
+            "SOFTCAP": s.softcap,
             "value_dim": p.value_dim,
             "head_dim": p.head_dim,
             "S": s,
@@ -120,6 +123,7 @@ class Bound:
             "DV": torch.empty_like(f.v) if t.dv is None else t.dv,
             "ACC": torch.empty(room * s.D // 32, 32, dtype=torch.float32, device=device),
             "STATS": torch.empty(room, 32, dtype=f.q.dtype, device=device),
+            "LSE2": torch.empty(self.blocks, s.BM, dtype=torch.float32, device=device) if s.softcap else None,
             "COUNTER": ints[:1],
             "FLAG": ints[4:5],
             "SEMAPHORES": ints[8:],
@@ -163,6 +167,7 @@ class Bound:
         """A call like an earlier one, with tensors at these addresses."""
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         at |= {"do": at["DOUT"], "dk": at["DK"], "dv": at["DV"], "dq": at["ACC"], "stats": at["STATS"]}
+        at["lse"] = at.get("LSE2", 0)
         with self.lock:
             for tensor_map in ready.maps:
                 tensor_map.move(at[tensor_map.name])
@@ -184,6 +189,7 @@ class Bound:
             "dv": descriptor(given["DV"], 64, s.D, s.dtype),
             "dq": flat_descriptor(given["ACC"], 128, 32),
             "stats": flat_descriptor(given["STATS"], s.BM, 32),
+            "lse": row_descriptor(given["LSE2"], s.BM) if s.softcap else None,
         }
         strided = {"q": "q", "k": "k", "v": "v", "o": "OUT", "do": "DOUT", "lse": "LSE", "dlse": "DLSE"}
         for prefix, name in (strided | {"dq": "DQ", "dk": "DK", "dv": "DV"}).items():
@@ -196,6 +202,12 @@ def flat_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescripto
     """Tiles [rows, columns] of a matrix."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], GLUON[x.dtype])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+
+
+def row_descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
+    """Rows of a float32 matrix."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, columns], layout)
 
 
 @ByPlan

@@ -28,15 +28,21 @@ def store_rows(X, start, stride, first, end, width, value, BLOCK: tl.constexpr, 
 
 
 @triton.jit
-def cells(q, do, lse, delta, k, v, top, first, q_len, kv_len, shift, left, right, scale, BLOCK: tl.constexpr):
+def cells(q, do, lse, delta, k, v, top, first, q_len, kv_len, shift, left, right, scale, softcap,
+          SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """P and dS [BLOCK, BLOCK] of query rows `top ..` and keys `first ..`."""
     row = top + tl.arange(0, BLOCK)[:, None]
     key = first + tl.arange(0, BLOCK)[None, :]
     seen = (key <= row + shift + right) & (key >= row + shift - left) & (key < kv_len) & (row < q_len)
     seen &= (tl.abs(lse) != float("inf"))[:, None]
     s = tl.dot(q, tl.trans(k)) * scale
+    slope = 1.0
+    if SOFTCAP:
+        t = 1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0)  # tanh
+        s = softcap * t
+        slope = 1.0 - t * t
     p = tl.where(seen, tl.exp(s - lse[:, None]), 0.0)
-    ds = tl.where(seen, p * (tl.dot(do, tl.trans(v)) - delta[:, None]), 0.0)
+    ds = tl.where(seen, p * slope * (tl.dot(do, tl.trans(v)) - delta[:, None]), 0.0)
     return p.to(q.dtype), ds.to(q.dtype)
 
 
@@ -62,7 +68,7 @@ def repair(
     FLAG, q, k, v, OUT, DOUT, LSE, DLSE, DQ, DK, DV, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l,
     dlse_b, dlse_h, dlse_l, dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    batch, heads, group, q_len, kv_len, q_offset, left, right, head_dim, scale,
+    batch, heads, group, q_len, kv_len, q_offset, left, right, head_dim, scale, softcap,
     S: tl.constexpr, HAS_DLSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Programs take turns at blocks of keys, for dK and dV, and of queries, for dQ; unless FLAG is set, at none."""
@@ -118,7 +124,7 @@ def repair(
                     )  # fmt: skip
                     p, ds = cells(
                         q_tile, do_tile, lse, delta, k_tile, v_tile, top, first, rows, keys, shift, left, right, scale,
-                        BLOCK,
+                        softcap, S.softcap, BLOCK,
                     )  # fmt: skip
                     dv = tl.dot(tl.trans(p), do_tile, dv)
                     dk = tl.dot(tl.trans(ds), q_tile, dk)
@@ -139,7 +145,7 @@ def repair(
                 v_tile = load_clean(v + b * v_b + kv_head * v_h, kv_start, v_l, begin, keys, head_dim, BLOCK, D)
                 p, ds = cells(
                     q_tile, do_tile, lse, delta, k_tile, v_tile, first, begin, rows, keys, shift, left, right, scale,
-                    BLOCK,
+                    softcap, S.softcap, BLOCK,
                 )  # fmt: skip
                 dq = tl.dot(ds, k_tile, dq)
             store_rows(DQ + b * dq_b + head * dq_h, q_start, dq_l, first, rows, head_dim, dq * scale, BLOCK, D)

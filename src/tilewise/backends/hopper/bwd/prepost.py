@@ -4,6 +4,8 @@ import triton.language as tl
 
 import triton
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def query_block(CU_Q, heads, q_len, q_blocks, BM: tl.constexpr, PACKED: tl.constexpr):
@@ -40,15 +42,15 @@ def in_parts(x, part, LIKE):
 
 @triton.jit
 def preprocess(
-    OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, SHARES, ACC, SEMAPHORES, COUNTER, FLAG,
+    OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, LSE2, SHARES, ACC, SEMAPHORES, COUNTER, FLAG,
     o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l, dlse_b, dlse_h, dlse_l, heads, q_len, q_blocks, value_dim,
     scale, BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    CLEARS: tl.constexpr,
+    SOFTCAP: tl.constexpr, CLEARS: tl.constexpr,
 ):  # fmt: skip
     """Row statistics in parts that the scores' products add up: -lse / scale, and -delta = dlse - rowsum(dO * O).
 
     Rows that see nothing, and rows past the end, get so low a -lse that their P is 0. SHARES are a block's part of the
-    sinks' gradient.
+    sinks' gradient. A softcap comes between the product and the lse, so that LSE2 has it as it is.
     """
     i = tl.program_id(0)
     b, h, start, q_len, entry = query_block(CU_Q, heads, q_len, q_blocks, BM, PACKED)
@@ -80,6 +82,8 @@ def preprocess(
     delta_parts = in_parts(-delta, part - 16, STATS)
     rows = entry * BM + tl.arange(0, BM)
     tl.store(STATS + rows[:, None] * 32 + part[None, :], tl.where(part < 16, lse_parts, delta_parts))
+    if SOFTCAP:
+        tl.store(LSE2 + rows, tl.where(seen, -lse * LOG2E, float("-inf")))
     if CLEARS:
         tl.store(ACC + rows[:, None] * D + column[None, :], tl.zeros([BM, D], tl.float32))
     tl.store(SEMAPHORES + entry, 0)

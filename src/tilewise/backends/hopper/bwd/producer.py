@@ -32,10 +32,14 @@ def produce(a, buf, tile_index):
         if u >= a.S.q_stages:
             named_barrier("bar.sync", Q_EMPTY + s, 288)
         full = buf.q_full.index(s)
-        mbarrier.expect(full, a.q.block_type.nbytes + a.stats.block_type.nbytes)
+        LSE_BYTES: gl.constexpr = 4 * BM if a.S.softcap else 0
+        mbarrier.expect(full, a.q.block_type.nbytes + a.stats.block_type.nbytes + LSE_BYTES)
         row = w.q_start + i * BM
+        block = w.block(a, head, i)
         tma.async_copy_global_to_shared(a.q, [w.b, head, row, 0], full, buf.q.index(s))
-        tma.async_copy_global_to_shared(a.stats, [w.block(a, head, i) * BM, 0], full, buf.stats.index(s))
+        tma.async_copy_global_to_shared(a.stats, [block * BM, 0], full, buf.stats.index(s))
+        if a.S.softcap:
+            tma.async_copy_global_to_shared(a.lse, [block, 0], full, buf.lse.index(s))
         if u == 0:
             load_keys(a, w, a.v, buf.v_full.index(0), buf.v)
         t = u % a.S.do_stages

@@ -20,6 +20,8 @@ class BackwardSpec:
     offset: str = "int"  # of the queries: "int", "rows" or "end", as in `MaskRules`
     right_edges: int = 0  # what hides cells of blocks at the right edge, or at the end of the keys (`consumer.hide`)
     left_edges: int = 0  # and of those at the left edge
+    softcap: bool = False
+    exact_tanh: bool = False
     deterministic: bool = True
     guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
     consumer_regs: int = 240
