@@ -450,7 +450,7 @@ def test_memory_is_flat_in_length():
         with Largest():
             tiled.run_backward(tiled.plan_backward(made.problem), made.tensors)
         sizes.append(Largest.size)
-    assert sizes[0] == sizes[1] == 4 * 128 * 512
+    assert sizes[0] == sizes[1] == 4 * 128 * 256
 
 
 def test_the_formula_of_the_suite_is_right():

@@ -30,7 +30,7 @@ def supports_backward(problem: Problem) -> str | None:
 
 
 def plan_backward(problem: Problem) -> Plan:
-    tile = (128 if problem.heads <= 16 else 64, 512)
+    tile = (128 if problem.heads <= 16 else 64, 256)
     cells = problem.heads * tile[0] * tile[1]
     rows = problem.heads * problem.q_len
     workspace = 4 * (5 * cells + rows * (problem.head_dim + 3))
