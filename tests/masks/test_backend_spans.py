@@ -15,6 +15,7 @@ from gluon_values import Tensor
 from metal_sim import needs_simulator
 from tilewise.backends.cpu.codegen.numba_ops import params_at
 from tilewise.backends.cpu.kv_access import key_span as cpu_key_span
+from tilewise.backends.cpu.kv_access import query_span as cpu_query_span
 from tilewise.backends.cpu.params import Params, Rules
 from tilewise.backends.metal import params, text
 from tilewise.core.mask_rules import RULE_NUMBERS, MaskRules, key_span, key_spans, query_span
@@ -64,6 +65,23 @@ def test_cpu():
         params = Params(rules=Rules(**rules.numbers()))
         cpu_spans(addressof(params), positions, lengths, lo, hi)
         assert given(lo, hi) == wanted(rules), rules
+
+
+@njit
+def cpu_query_spans(address, keys, offset, q_len, lo, hi):
+    p = params_at(address)
+    for i in range(len(keys)):
+        lo[i], hi[i] = cpu_query_span(p, keys[i], offset, q_len)
+
+
+def test_cpu_queries():
+    keys = np.arange(60)
+    lo, hi = np.zeros_like(keys), np.zeros_like(keys)
+    for rules, offset in product(RULES, (-7, 0, 20)):
+        params = Params(rules=Rules(**rules.numbers()))
+        cpu_query_spans(addressof(params), keys, offset, 24, lo, hi)
+        got = [seen(a, b, 24) for a, b in zip(lo.tolist(), hi.tolist(), strict=True)]
+        assert got == [seen(*query_span(rules, key, offset, 24), 24) for key in keys.tolist()], (rules, offset)
 
 
 def by_gpu(function, rules, *given):

@@ -15,7 +15,7 @@ import torch
 from ...core.kv_store import Store, Writer
 from ...core.plan import OtherDevice, Plan
 from ...core.problem import CascadeProblem, Problem, WriteProblem, other_formats
-from ...core.tensors import Shared, Tensors
+from ...core.tensors import BackwardTensors, Shared, Tensors
 
 
 def supports(problem: Problem | WriteProblem) -> str | None:
@@ -57,6 +57,21 @@ def run(plan: Plan, tensors: Tensors) -> None:
     from . import launch
 
     launch.run(plan, tensors)
+
+
+supports_backward = supports
+
+
+def plan_backward(problem: Problem) -> Plan:
+    from . import backward
+
+    return backward.prepare(problem)
+
+
+def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
+    from . import backward
+
+    backward.run(plan, tensors)
 
 
 def run_pair(shared_plan: Plan, plan: Plan, tensors: Tensors, shared: Shared) -> None:

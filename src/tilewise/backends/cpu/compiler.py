@@ -91,6 +91,7 @@ HOMES = {
     **dict.fromkeys(("qk", "pv"), "gemm.gemv_fp32"),
     **dict.fromkeys(("amx_qk", "amx_pv"), "gemm.gemv_amx"),
     **dict.fromkeys(("vnni_qk", "vnni_pv"), "gemm.gemv_vnni"),
+    **dict.fromkeys(("backward", "schedule_backward"), "mainloop.backward"),
     "append": "kv_write",
     "combine": "mainloop.epilogue",
     "decode": "mainloop.decode",
@@ -124,5 +125,5 @@ ALL = [
     *(f"{what} {dtype}" for dtype in STORED for what in ("qk", "pv")),
     *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_vnni() for what in ("vnni_qk", "vnni_pv")),
     *(("amx_qk", "amx_pv", *(f"prefill_amx {dtype}" for dtype in PARTS)) if usable() else ()),
-    *("append", "cascade", "map_rows"),
+    *("append", "cascade", "map_rows", "schedule_backward", "backward"),
 ]

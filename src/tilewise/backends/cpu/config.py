@@ -14,6 +14,7 @@ from .gemm.fp32 import PANEL
 
 DECODE_ROWS = 16  # up to this many query rows (of all heads of a group) take the decode mainloop
 SPLIT_BYTES = 256 * 1024  # of split-KV partials of all rows of a KV head: four pieces for each thread take a MiB
+BACKWARD_ROWS, BACKWARD_KEYS, BACKWARD_ITEMS = 128, (192, 96), 6
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,16 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
         4 * part_rows * (Dv + 2) if split else 0,
         tiles * p.kv_heads * pieces,
     )
+
+
+def backward_tile(p: Problem) -> tuple[int, int]:
+    """Query rows of each head and keys of a tile of the backward pass: the same for any number of threads.
+
+    The more keys, the less it costs to load a tile's rows and sums; fewer where there would be too few work items.
+    """
+    most, least = BACKWARD_KEYS
+    keys = most if p.batch * p.kv_heads * -(-p.kv_len // most) >= BACKWARD_ITEMS else least
+    return max(1, BACKWARD_ROWS // p.group), keys
 
 
 @cache

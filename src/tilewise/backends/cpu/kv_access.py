@@ -61,6 +61,23 @@ def key_span(p, position, kv_len):
 
 
 @jit
+def query_span(p, key, offset, q_len):
+    """Query rows [lo, hi) that see a key by position rules, the first row at `offset`: the inverse of `key_span`."""
+    rules = p.rules
+    lo, hi = offset, offset + q_len
+    if rules.causal:
+        lo = max(lo, key)
+    if rules.has_left:
+        hi = min(hi, key + rules.left + 1)
+    if rules.has_right:
+        lo = max(lo, key - rules.right)
+    if rules.chunk:
+        start = key // rules.chunk * rules.chunk
+        lo, hi = max(lo, start), min(hi, start + rules.chunk)
+    return lo - offset, hi - offset
+
+
+@jit
 def query_row(p, item, q_start, g, i):
     """Where query i of an item's rows is in q, for head g of the group."""
     head = item.head * (p.heads // p.kv_heads) + g

@@ -23,7 +23,7 @@ from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm import amx, gemv_amx, gemv_vnni
-from .params import LAUNCH_BYTES, LINE, WORK_ITEM, Params, Rules, put_tensor
+from .params import LAUNCH_BYTES, LINE, WORK_ITEM, Gradients, Params, Rules, put_tensor
 from .scratch import total
 from .threads import pool
 
@@ -36,6 +36,8 @@ class Launch:
     scratch: int  # bytes for each thread
     max_work_items: int
     work_items: Any = None  # the list of items, if it is the same for every call
+    schedule: str = "schedule"  # the kernel that lists them
+    gradients: Gradients | None = None  # of a backward pass, likewise without its tensors
 
 
 def prepare(problem: Problem) -> Plan:
@@ -58,9 +60,31 @@ def make_launch(p: Problem, threads: int) -> Launch:
     one_format = PLAIN[p.q_dtype] == p.k_format == p.v_format
     parts = amx.PARTS.get(p.k_format.name, 0) if one_format and amx.usable() and not config.is_decode(p) else 0
     c = config.configure(p, threads, parts)
-    same = "batch heads kv_heads q_len kv_len head_dim value_dim scale softcap".split()
     cut = "threads tile_rows tile_keys split_size head_batch partial_bytes".split()
-    params = Params(
+    params = problem_params(
+        p,
+        split_few=p.split_size is not None,
+        prefetch_distance=config.prefetch_distance(p),
+        **{name: getattr(c, name) for name in cut},
+    )
+    for name, kernel in kernels(p, parts, bool(c.split_size)).items():
+        setattr(params, name, compiler.function(kernel))
+    if parts:
+        params.tile_config = amx.TILE_CONFIG.ctypes.data
+    scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, c.tile_rows, c.tile_keys, c.head_batch, parts)
+    items = schedule_items(params, c.max_work_items) if same_items(p) else None
+    return Launch(params, scratch, c.max_work_items, items)
+
+
+def same_items(p: Problem) -> bool:
+    """Whether the work items of all calls of a problem are the same."""
+    return not p.has_lengths and p.rules.q_offset != "rows"
+
+
+def problem_params(p: Problem, **tiles: int) -> Params:
+    """The parameter struct of a problem: its sizes, dtypes and options, and how it is cut into tiles."""
+    same = "batch heads kv_heads q_len kv_len head_dim value_dim scale softcap".split()
+    return Params(
         q_dtype=CODES[NAMES[p.q_dtype]],
         k_dtype=CODES[p.k_format.name],
         v_dtype=CODES[p.v_format.name],
@@ -71,18 +95,9 @@ def make_launch(p: Problem, threads: int) -> Launch:
         v_row=p.v_format.columns(p.value_dim) * p.v_dtype.itemsize,
         page=p.page_size,
         rules=Rules(**p.rules.numbers()),
-        split_few=p.split_size is not None,
-        prefetch_distance=config.prefetch_distance(p),
         **{name: getattr(p, name) for name in same},
-        **{name: getattr(c, name) for name in cut},
+        **tiles,
     )
-    for name, kernel in kernels(p, parts, bool(c.split_size)).items():
-        setattr(params, name, compiler.function(kernel))
-    if parts:
-        params.tile_config = amx.TILE_CONFIG.ctypes.data
-    scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, c.tile_rows, c.tile_keys, c.head_batch, parts)
-    fixed = not p.has_lengths and p.rules.q_offset != "rows"
-    return Launch(params, scratch, c.max_work_items, schedule_items(params, c.max_work_items) if fixed else None)
 
 
 def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
@@ -111,12 +126,12 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
     return names
 
 
-def schedule_items(params: Params, most: int) -> Any:
+def schedule_items(params: Params, most: int, schedule: str = "schedule") -> Any:
     """Lists the work items, `most` at most; returns the memory that holds them."""
     work_items = np.empty(max(1, most), dtype=WORK_ITEM)
     order = np.empty(max(1, params.batch), dtype=np.int64)
     params.work_items = work_items.ctypes.data
-    compiler.entry("schedule")(ctypes.addressof(params), order.ctypes.data)
+    compiler.entry(schedule)(ctypes.addressof(params), order.ctypes.data)
     return work_items
 
 
@@ -150,7 +165,7 @@ def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
         put_tensor(params, "states", states)
         kept.append(states)
     if launch.work_items is None:
-        kept.append(schedule_items(params, launch.max_work_items))
+        kept.append(schedule_items(params, launch.max_work_items, launch.schedule))
     return params, kept
 
 

@@ -78,10 +78,26 @@ class Params(ctypes.Structure):
         # Kernels, by address
         *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 amx_qk amx_pv"),
         *fields("vnni_qk vnni_pv"),
+        *fields("gradients"),  # the address of a `Gradients`, for a backward pass
         # A cascade: the parameter struct of the shared keys, the places of rows in it, the next item to merge
         *fields("shared places next_merge"),
         # Work items: the next one, how many there are, how many are done, whether AMX left one undone
         *fields("next_item items done undone"),
+    ]
+
+
+class Gradients(ctypes.Structure):
+    """What a backward pass reads and writes beside `Params`."""
+
+    _fields_ = [
+        *fields(" ".join(tensor(name) for name in ("dout", "delta", "dq", "dk", "dv"))),
+        *fields(tensor("dmask", "bhqk")),  # or, of a mask that is broadcast over keys, a sum for each block of keys
+        *fields("dmask_dtype dmask_block dmask_sum"),
+        # Sums of dq in float32, one slot for each tile of rows and KV head, and the next key block that each waits for
+        *fields("dq_sums turns slots"),
+        *fields(tensor("dslopes", "jbh")),  # a sum for each block of keys
+        # Whether the batch rows or KV heads of a block of keys are one work item; gives way to other threads
+        *fields("every_row every_head give_way"),
     ]
 
 
@@ -113,6 +129,6 @@ class LaunchBlock(ctypes.Structure):
     _fields_ = [("params", Params), ("task", Task)]
 
 
-PARAMS, WORK_ITEM, TASK, TEAM = map(record, (Params, WorkItem, Task, Team))
+PARAMS, GRADIENTS, WORK_ITEM, TASK, TEAM = map(record, (Params, Gradients, WorkItem, Task, Team))
 WORK_ITEM_BYTES, TEAM_BYTES = np.int64(WORK_ITEM.itemsize), np.int64(TEAM.itemsize)
 LAUNCH_BYTES = -(-ctypes.sizeof(LaunchBlock) // LINE) * LINE

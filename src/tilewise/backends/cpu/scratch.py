@@ -31,6 +31,11 @@ Scratch = namedtuple(
     "all_lo all_hi mask_rows mask_columns states done downscaled row_sums q s keys values packed nonfinite weights",
 )
 AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # in the place of Scratch.q and what follows it
+BackwardScratch = namedtuple(
+    "BackwardScratch",
+    "table m l slopes lo hi positions some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns states "
+    "distances slope_sums q_rows dout_rows q dout s ds fade keys clean_keys values dk dv",
+)
 
 
 @register_jitable(error_model="numpy")  # Python calls it too, without compiling it
@@ -86,6 +91,51 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
     )
 
 
+def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
+    """Bytes of each part, for the backward pass."""
+    rows = round_up(heads // kv_heads * tile_rows, PANEL)
+    D, Dv, keys = round_up(head_dim, W), round_up(value_dim, W), round_up(tile_keys, KEYS)
+    each_row, cells = 4 * rows, 4 * keys * rows
+    return BackwardScratch(
+        table=8 * keys,  # addresses of rows
+        m=each_row,  # lse
+        l=each_row,  # delta
+        slopes=each_row,
+        lo=each_row,
+        hi=each_row,
+        positions=each_row,
+        some_lo=each_row,
+        some_hi=each_row,
+        all_lo=each_row,
+        all_hi=each_row,
+        first_row=8 * keys,  # of each block of KEYS keys: rows that see some of them
+        last_row=8 * keys,
+        mask_rows=4 * W * (keys + W),
+        mask_columns=4 * W * (keys + W),
+        states=8 * heads,
+        distances=each_row,  # of each row: its sum of dS |qpos - kpos|
+        slope_sums=4 * heads,
+        q_rows=each_row * D,  # [rows, D]
+        dout_rows=each_row * Dv,
+        q=each_row * D,  # [panels, D, PANEL]
+        dout=each_row * Dv,
+        s=cells,  # [keys, rows]: scores, then P
+        ds=cells,  # dP, then dS
+        fade=cells,  # softcap's derivative
+        keys=4 * keys * D,  # [keys, D]
+        clean_keys=4 * keys * D,  # with 0 for what is not finite
+        values=4 * keys * Dv,
+        dk=4 * keys * D,
+        dv=4 * keys * Dv,
+    )
+
+
+def backward_total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
+    """Bytes of a thread's scratch memory in the backward pass."""
+    sizes = backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys)
+    return int(sum(sizes) + LINE * (len(sizes) + 1))
+
+
 def amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
     """Bytes of what the AMX mainloop uses; numbers are in `parts` parts."""
     rows = round_up(heads // kv_heads * tile_rows, BLOCK)
@@ -129,12 +179,18 @@ def lay_out(typingctx, base, sizes):
     return sizes(types.int64, sizes), codegen
 
 
-sizes_of_scratch, sizes_of_amx = jit(scratch_sizes), jit(amx_sizes)
+sizes_of_scratch, sizes_of_amx, sizes_of_backward = jit(scratch_sizes), jit(amx_sizes), jit(backward_sizes)
 
 
 @jit
 def partition(p, base):
     sizes = sizes_of_scratch(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys, p.head_batch)
+    return lay_out(base, sizes)
+
+
+@jit
+def partition_backward(p, base):
+    sizes = sizes_of_backward(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
     return lay_out(base, sizes)
 
 

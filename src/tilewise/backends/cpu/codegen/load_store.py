@@ -218,3 +218,14 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_release(typingctx: Any, address: Any, value: Any) -> Any:
+    """An atomic store (release) of a number that other threads wait for."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen

@@ -7,7 +7,7 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from ..params import PARAMS, TASK, TEAM, WORK_ITEM
+from ..params import GRADIENTS, PARAMS, TASK, TEAM, WORK_ITEM
 from . import dtypes
 from . import load_store as ls
 from .load_store import get_f32, get_one, put_f32, put_one
@@ -40,6 +40,7 @@ def struct_at(name, record):
 
 
 params_at, item_at = struct_at("params", PARAMS), struct_at("item", WORK_ITEM)
+gradients_at = struct_at("gradients", GRADIENTS)
 task_at, team_at = struct_at("task", TASK), struct_at("team", TEAM)
 
 

@@ -39,22 +39,28 @@ def by_fours(e: Emit, count: Value, step: Callable[[Value], None]) -> None:
         step(b.add(i, whole))
 
 
-def dot_products(e: Emit, keys: Value, offset: Value, q: Value, depth: Value, vectors: int) -> list[list[Var]]:
-    """K[KEYS, depth] Q^T[depth, vectors * W] of listed rows from `offset` bytes on: [key][vector] of sums."""
-    b = e.builder
-    rows = [b.add(e.load_scalar(keys, i, I64), offset) for i in range(KEYS)]
-    sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(KEYS)]
+def products(
+    e: Emit, rows: int, element: Callable[[int, Value], Value], b: Value, width: Value, depth: Value, vectors: int
+) -> list[list[Var]]:
+    """A[rows, depth] B[depth, vectors * W]: sums [row][vector]. A is `element(i, k)`; a row of B is `width` floats."""
+    sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(rows)]
 
-    def step(d: Value) -> None:
-        start = b.mul(d, e.i64(PANEL))
-        columns = [e.load(q, b.add(start, e.i64(j * W))) for j in range(vectors)]
-        for i in range(KEYS):
-            value = e.splat(e.load_scalar(rows[i], d, F32))
+    def step(k: Value) -> None:
+        start = e.builder.mul(k, width)
+        columns = [e.load(b, e.builder.add(start, e.i64(j * W))) for j in range(vectors)]
+        for i in range(rows):
+            value = e.splat(element(i, k))
             for j in range(vectors):
                 sums[i][j].set(e.fma(value, columns[j], sums[i][j].get()))
 
     by_fours(e, depth, step)
     return sums
+
+
+def dot_products(e: Emit, keys: Value, offset: Value, q: Value, depth: Value, vectors: int) -> list[list[Var]]:
+    """K[KEYS, depth] Q^T[depth, vectors * W] of listed rows from `offset` bytes on: [key][vector] of sums."""
+    rows = [e.builder.add(e.load_scalar(keys, i, I64), offset) for i in range(KEYS)]
+    return products(e, KEYS, lambda i, d: e.load_scalar(rows[i], d, F32), q, e.i64(PANEL), depth, vectors)
 
 
 def _gemm_keys(vectors: int) -> Any:
@@ -81,17 +87,11 @@ def _gemm_values(vectors: int) -> Any:
         A row of acc has `width` floats.
         """
         b = e.builder
-        sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(ROWS)]
 
-        def step(k: Value) -> None:
-            start, weights = b.mul(k, e.i64(vectors * W)), b.mul(k, e.i64(PANEL))
-            columns = [e.load(v, b.add(start, e.i64(j * W))) for j in range(vectors)]
-            for i in range(ROWS):
-                value = e.splat(e.load_scalar(p, b.add(weights, e.i64(i)), F32))
-                for j in range(vectors):
-                    sums[i][j].set(e.fma(value, columns[j], sums[i][j].get()))
+        def weight(i: int, k: Value) -> Value:
+            return e.load_scalar(p, b.add(b.mul(k, e.i64(PANEL)), e.i64(i)), F32)
 
-        by_fours(e, depth, step)
+        sums = products(e, ROWS, weight, v, e.i64(vectors * W), depth, vectors)
         for i in range(ROWS):
             rescale = e.splat(e.load_scalar(alphas, i, F32))
             for j in range(vectors):

@@ -97,9 +97,19 @@ def shape_scores(p, t, item, s, step, first, R, key, count):
     From key to key it is `step` floats.
     """
     scale_scores(p, s, step, count)
+    bias_scores(p, t, item, s, step, first, R, key, count)
+
+
+@jit
+def bias_scores(p, t, item, s, step, first, R, key, count):
+    """What comes after scale and softcap: ALiBi, masks, hidden keys. Does it hide a cell, perhaps?"""
+    hiding = False
     if p.slopes:
         alibi_column(s, step, count, t.slopes + 4 * first, t.positions + 4 * first, key)
     if p.mask and mask_columns(p, t, item, first, R, key, count):
         bias_cells(s, step, count, t.mask_columns)
+        hiding = True
     if get_i32(t.all_lo + 4 * (first // W)) > key or get_i32(t.all_hi + 4 * (first // W)) < key + count:
         hide_column(s, step, count, t.lo + 4 * first, t.hi + 4 * first, key)
+        hiding = True
+    return hiding

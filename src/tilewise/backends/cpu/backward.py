@@ -1,0 +1,124 @@
+"""The backward pass: from a plan and its tensors to the structs of the kernel `backward`; `launch.py` launches it."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from ...core.plan import Plan
+from ...core.problem import Problem
+from ...core.tensors import BackwardTensors, Tensors
+from . import compiler, config
+from .codegen.dtypes import CODES, NAMES
+from .codegen.vector import W
+from .gemm.fp32 import ROWS
+from .launch import Launch, launcher, make_params, problem_params, same_items, schedule_items
+from .params import Gradients, put_tensor
+from .scratch import backward_total, round_up
+
+
+def prepare(problem: Problem) -> Plan:
+    p = problem
+    rows, keys = config.backward_tile(p)
+    threads = config.threads_for(p, torch.get_num_threads())
+    shared = p.mask.broadcast if p.mask is not None and "mask" in p.grads else (False, False)
+    gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows), give_way=give_way())
+    params = problem_params(p, tile_rows=rows, tile_keys=keys, head_batch=1, threads=threads)
+    params.gradients = ctypes.addressof(gradients)
+    params.worker = compiler.function("backward")
+    scratch = backward_total(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys)
+    most = p.batch * p.kv_heads * -(-p.kv_len // keys)
+    items = schedule_items(params, most, "schedule_backward") if same_items(p) else None
+    every_row = p.total_q if p.packed_q else p.batch * p.q_len
+    return Plan(
+        p,
+        "cpu",
+        f"backward, {W} lanes, {threads} thread{'s' * (threads > 1)}",
+        (min(rows, max(1, p.q_len)), keys),
+        workspace_bytes=scratch * threads + 4 * p.heads * every_row + 4 * dq_floats(p, rows),
+        detail=Launch(params, scratch, most, items, "schedule_backward", gradients),
+    )
+
+
+def tiles(p: Problem, rows: int) -> int:
+    """Tiles of rows of a KV head, at most: sequences that are packed share none."""
+    return p.total_q // rows + p.batch if p.packed_q else p.batch * -(-p.q_len // rows)
+
+
+def dq_floats(p: Problem, rows: int) -> int:
+    """Of the float32 sums of dq, in slots for whole tiles."""
+    return p.kv_heads * tiles(p, rows) * int(round_up(p.group * rows, ROWS) * round_up(p.head_dim, W))
+
+
+@cache
+def give_way() -> int:
+    """The address of a function that lets other threads run."""
+    library = ctypes.windll.kernel32.SwitchToThread if hasattr(ctypes, "windll") else ctypes.CDLL(None).sched_yield
+    return ctypes.cast(library, ctypes.c_void_p).value or 0
+
+
+def run(plan: Plan, tensors: BackwardTensors) -> None:
+    p, b, t, launch = plan.problem, tensors, tensors.forward, plan.detail
+    if p.is_empty:
+        for gradient in b.gradients().values():
+            gradient.zero_()
+    delta = row_sums(t, b)
+    if b.dsinks is not None:
+        write_sinks(t, b.dsinks, delta)
+    if p.is_empty or p.grads == ("sinks",):
+        return
+    params, kept = make_params(plan, t)
+    g = Gradients.from_buffer_copy(launch.gradients)
+    params.gradients = ctypes.addressof(g)
+    for name, x in {"dout": b.dout, "delta": delta, "dq": b.dq, "dk": b.dk, "dv": b.dv}.items():
+        if x is not None:
+            put_tensor(g, name, x)
+    hidden = p.rules.by_position or p.has_lengths or p.rules.q_offset != "end" or p.packed_q
+    if b.dq is not None:
+        if hidden:  # rows that see no key, rows of no sequence
+            b.dq.zero_()
+        sums, turns = torch.empty(dq_floats(p, params.tile_rows)), torch.zeros(p.kv_heads * g.slots, dtype=torch.int64)
+        g.dq_sums, g.turns = sums.data_ptr(), turns.data_ptr()
+        kept += [sums, turns]
+    for of_keys in (b.dk, b.dv):
+        if of_keys is not None and p.has_lengths:  # keys past a length
+            of_keys.zero_()
+    blocks = -(-p.kv_len // params.tile_keys)
+    slopes = None if b.dalibi_slopes is None else torch.zeros(blocks, p.batch, p.heads)
+    if slopes is not None:
+        put_tensor(g, "dslopes", slopes)
+    mask = None if b.dmask is None else mask_sums(p, g, b.dmask, blocks)
+    launcher((params,), launch.scratch, [kept, g, delta])(t.q, t.k, t.v, t.out, t.lse)
+    if slopes is not None and b.dalibi_slopes is not None:
+        torch.neg(slopes.sum(0), out=b.dalibi_slopes)
+    if b.dmask is not None and mask is not None and mask is not b.dmask:
+        b.dmask.copy_(mask.sum(0))
+
+
+def row_sums(t: Tensors, b: BackwardTensors) -> torch.Tensor:
+    """delta [B, H, Lq] = rowsum(dout * out) - dlse."""
+    delta = (b.dout.float() * t.out).sum(-1)
+    return delta if b.dlse is None else delta.sub_(b.dlse)
+
+
+def write_sinks(t: Tensors, dsinks: torch.Tensor, delta: torch.Tensor) -> None:
+    assert t.sinks is not None
+    assert t.lse is not None
+    share = torch.where(t.lse.isfinite(), (t.sinks[:, None] - t.lse).exp() * delta, 0.0)
+    torch.neg(share.sum((0, 2)), out=dsinks)
+
+
+def mask_sums(p: Problem, g: Gradients, dmask: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Where the kernel adds the gradient of a mask: `dmask` itself, or a sum for each block of keys."""
+    assert p.mask is not None
+    by_block = p.mask.broadcast[3]
+    sums = torch.zeros(blocks, *dmask.shape) if by_block else dmask.zero_()
+    put_tensor(g, "dmask", sums[0] if by_block else sums)
+    for dim, one in zip("bhqk", p.mask.broadcast, strict=True):
+        if one:
+            setattr(g, f"dmask_{dim}", 0)
+    g.dmask_dtype, g.dmask_sum = CODES[NAMES[sums.dtype]], any(p.mask.broadcast)
+    g.dmask_block = sums.stride(0) * 4 if by_block else 0
+    return sums

@@ -1,0 +1,98 @@
+"""Micro-kernels over the cells of a tile in the backward pass: W query rows of one key, keys `step` floats apart."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+
+from ..codegen.vector import F32, I32, Emit, Value, W, microkernel
+from .softmax import LOG2E
+
+
+def _probs(masked: bool) -> Any:
+    @microkernel("iiiiiif")
+    def probs(e: Emit, s: Value, ds: Value, step: Value, count: Value, lse: Value, delta: Value, unit: Value) -> None:
+        """Scores s to P = exp(s * unit - lse), and dP in `ds` to dS = P (dP - delta); both 0 where s is -inf."""
+        b = e.builder
+        minus_lse, delta, unit, log2e = b.fneg(e.load(lse)), e.load(delta), e.splat(unit), e.f32s(LOG2E)
+        with e.loop(count) as j:
+            at = b.mul(j, step)
+            x, dp = e.load(s, at), e.load(ds, at)
+            p = e.exp2_of_product(e.fma(x, unit, minus_lse), log2e)
+            y = b.fmul(p, b.fsub(dp, delta))
+            if masked:  # selected, for V may hold anything there, and the row's lse NaN
+                hidden = b.fcmp_ordered("==", x, e.f32s(-math.inf))
+                p, y = b.select(hidden, e.zeros, p), b.select(hidden, e.zeros, y)
+            e.store(p, s, at)
+            e.store(y, ds, at)
+
+    return probs
+
+
+probs_full, probs_masked = _probs(False), _probs(True)
+
+
+@microkernel("iiiif")
+def fade_cells(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: Value) -> None:
+    """The derivative of a softcap at the capped score s: 1 - (s / cap)^2."""
+    b = e.builder
+    cap = e.splat(cap)
+    with e.loop(count) as j:
+        at = b.mul(j, step)
+        x = b.fdiv(e.load(s, at), cap)
+        e.store(e.fma(b.fneg(x), x, e.f32s(1.0)), to, at)
+
+
+@microkernel("iiii")
+def times_cells(e: Emit, ds: Value, fade: Value, step: Value, count: Value) -> None:
+    """ds *= fade, and 0 where ds is: in a hidden cell fade may be NaN."""
+    b = e.builder
+    with e.loop(count) as j:
+        at = b.mul(j, step)
+        x = e.load(ds, at)
+        e.store(b.select(b.fcmp_ordered("==", x, e.zeros), e.zeros, b.fmul(x, e.load(fade, at))), ds, at)
+
+
+@microkernel("iiiiii")
+def add_distances(e: Emit, ds: Value, step: Value, count: Value, sums: Value, positions: Value, key: Value) -> None:
+    """sums[r] += sum of ds[j, r] |positions[r] - key - j|."""
+    b = e.builder
+    total, position = e.var(e.zeros), e.load_i32(positions)
+    with e.loop(count) as j:
+        away = b.sub(position, e.splat_i32(b.trunc(b.add(key, j), I32)))
+        distance = e.call("fabs", b.sitofp(away, e.vector(F32)))
+        total.set(e.fma(e.load(ds, b.mul(j, step)), distance, total.get()))
+    e.store(b.fadd(e.load(sums), total.get()), sums)
+
+
+@microkernel("iiii")
+def sum_keys(e: Emit, ds: Value, step: Value, count: Value, to: Value) -> None:
+    """to[r] = sum of ds[j, r]."""
+    total = e.var(e.zeros)
+    with e.loop(count) as j:
+        total.set(e.builder.fadd(e.load(ds, e.builder.mul(j, step)), total.get()))
+    e.store(total.get(), to)
+
+
+@microkernel("iii")
+def clean(e: Emit, to: Value, source: Value, count: Value) -> None:
+    """`count` floats, a multiple of W, with 0 for what is not finite."""
+    b = e.builder
+    with e.loop(count, W) as i:
+        x = e.load(source, i)
+        e.store(b.select(b.fcmp_ordered("==", b.fsub(x, x), e.zeros), x, e.zeros), to, i)
+
+
+@microkernel("iiiff>f")
+def dot_less(e: Emit, x: Value, y: Value, count: Value, factor: Value, less: Value) -> Value:
+    """factor * (the dot product of `count` floats, a multiple of W) - less, in float64 and rounded once."""
+    b, f64 = e.builder, ir.DoubleType()
+    wide = ir.VectorType(f64, W)
+    total = e.var(ir.Constant(wide, [0.0] * W))
+    with e.loop(count, W) as i:
+        product = b.fmul(b.fpext(e.load(x, i), wide), b.fpext(e.load(y, i), wide))
+        total.set(b.fadd(total.get(), product))
+    scaled = b.fmul(e.reduce(total.get(), b.fadd), b.fpext(factor, f64))
+    return b.fptrunc(b.fsub(scaled, b.fpext(less, f64)), F32)

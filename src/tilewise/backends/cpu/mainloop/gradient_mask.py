@@ -1,0 +1,40 @@
+"""The gradient of a float mask: dS, summed over the dims that the mask is broadcast over.
+
+What shares a cell of it is in one work item (`Gradients.every_row`, `every_head`), but for the blocks of keys of a mask
+that is broadcast over keys: those have a sum each.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from ..codegen.load_store import get_f32, put_f32, row_add, transpose
+from ..codegen.numba_ops import F, jit, store_row, up
+from ..codegen.vector import W
+from .gradient_cells import sum_keys
+
+
+@jit
+def add_mask(p, g, t, tile, ds, line, first, R, key, count):
+    """Adds dS of W rows from `first` on and `count` keys from `key` on."""
+    n, group = tile.rows, p.heads // p.kv_heads
+    width = up(count, W)
+    if g.dmask_block:
+        sum_keys(ds, line, count, t.mask_columns)
+    else:
+        for j in range(0, width, W):  # what it reads behind the last key is not used
+            transpose(t.mask_rows + 4 * j, width, ds + 4 * j * line, line)
+    for r in range(first, min(first + W, R)):
+        to = g.dmask + tile.b * g.dmask_b + (tile.head * group + r // n) * g.dmask_h + (tile.row + r % n) * g.dmask_q
+        source = t.mask_rows + 4 * (r - first) * width
+        if g.dmask_block:
+            to += tile.block * g.dmask_block
+            put_f32(to, get_f32(to) + get_f32(t.mask_columns + 4 * (r - first)))
+        elif not g.dmask_sum:  # each cell once, rounded
+            store_row(to + key * g.dmask_k, g.dmask_dtype, source, count, F(1))
+        elif g.dmask_q == 0 and r + 1 < min(first + W, R) and (r + 1) % n:
+            row_add(source + 4 * width, source, width, F(1))  # short sums first: the next row has the same cells
+        else:
+            whole = count // W * W
+            row_add(to + 4 * key, source, whole, F(1))
+            for j in range(whole, count):
+                put_f32(to + 4 * (key + j), get_f32(to + 4 * (key + j)) + get_f32(source + 4 * j))

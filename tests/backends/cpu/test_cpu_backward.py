@@ -1,0 +1,53 @@
+"""The CPU's backward pass: the conformance suite, and bits that do not depend on the number of threads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance import BackwardConformance
+from tilewise.backends.cpu import compiler
+from tilewise.backends.cpu.kernel_cache import KernelCache
+from tilewise.testing.case import Case
+from tilewise.testing.gradients import make_gradients
+
+
+class TestCpuBackward(BackwardConformance):
+    backend = "cpu"
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=1, H=1, Lq=500, Lk=700, D=64),  # one chain of key blocks, which wait for each other
+        Case(B=1, H=4, Hkv=2, Lq=400, D=40, causal=True, dtype="bf16"),
+        Case(B=2, H=2, Lq=300, D=32, window=(100, 50), sinks=True, alibi="h"),
+        Case(B=3, Hkv=1, form="varlen", q_lengths=(300, 1, 200), lengths=(300, 290, 200), causal=True, dtype="f16"),
+        *(Case(B=2, H=2, Lq=200, Lk=300, D=32, mask=dims, mask_kind="f32") for dims in ("qk", "bhq1", "h1k")),
+    ],
+    ids=str,
+)
+def test_bits_do_not_depend_on_threads(case, threads):
+    made = make_gradients(case)
+    threads(1)
+    alone = {name: x.clone() for name, x in made.run("cpu").items()}
+    for count in (2, 3, 5):
+        threads(count)
+        for _ in range(3):
+            for name, x in made.run("cpu").items():
+                assert torch.equal(x, alone[name]), (name, count)
+
+
+@pytest.mark.parametrize("name", ["backward", "schedule_backward"])
+def test_kernels_are_kept(name):
+    """`tilewise warmup` compiles them ahead, and they are found on disk then."""
+    assert name in compiler.ALL
+    compiler.kernel(name)
+    assert list(Path(KernelCache(name).cache_path).glob(f"{name}.*.nbc"))
