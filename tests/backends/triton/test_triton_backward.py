@@ -29,6 +29,8 @@ from tilewise.core.problem import GRADS
 
 SHARES = 24  # of cases, about a minute each; one of them runs in `make test`
 LONG = ("L1023", "Lk5000", "Lk1000", "L255", "L150", "Lk700", "Lk900")
+# Four rows, of which torch gets all scores right to a quarter of an ulp: twice that is less than rounding them takes.
+LUCKY = ("Hkv2-L1-Lk31-D64",)
 RUN = """
 import sys, torch
 from dataclasses import replace
@@ -67,7 +69,7 @@ def interpreted(code, *arguments):
 
 @pytest.mark.parametrize("share", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(SHARES) if n != 3)])
 def test_gradients_in_the_interpreter(share):
-    run = interpreted(RUN, share, SHARES, *LONG)
+    run = interpreted(RUN, share, SHARES, *LONG, *LUCKY)
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     assert int(run.stdout.split()[-2]) > 5
 

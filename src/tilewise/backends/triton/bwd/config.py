@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ....core.problem import Problem
 from ...gpu.block_lists import classifies
 from ...gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
@@ -102,8 +100,6 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
         "precision": "tf32" if p.allow_tf32 else "bf16x6",
     }  # of q's type alone
     flags = flags_of(p, tile.BK)
-    if p.q_dtype == torch.float32:  # one multiply-add for a logit less its lse rounds more than float32 allows
-        flags |= {"linear": False}
     tail_q = p.packed_q or p.q_len % tile.BQ != 0
     none: dict[str, Any] = {
         "dq": False, "dk": False, "dv": False, "dmask": "", "dsinks": False, "dslopes": False, "dlse": False,

@@ -153,7 +153,9 @@ def tile_gradients(s, dp, mixed, lse, delta, qpos, n, ok, slope, at, mask_k, rul
     if S.partial:
         if mixed:
             s = hide_cells(s, hidden, qpos, n, ok, at, mask_k, rules, S)
-    if S.linear:
+    if S.linear and S.round == "f32":
+        p = tl.exp2(tl.fma(s, scale, -lse) * LOG2E)  # the difference is small and rounded once
+    elif S.linear:
         p = tl.exp2(tl.fma(s, scale * LOG2E, -(lse * LOG2E)))
     else:
         p = tl.exp2((s - lse) * LOG2E)
