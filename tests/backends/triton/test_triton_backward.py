@@ -191,7 +191,7 @@ def check(name, arch, most_waits=8):
         assert built.shared <= SHARED[arch], kind
         if arch == 90 and name in HOT and kind in ("key_gradients", "query_gradients"):
             assert "wgmma" in built.ptx
-            assert "cp.async" in built.ptx
+            assert "cp.async" in built.ptx or p.head_dim > 256  # where there is no room for what comes next
             bodies = loops(built.cubin)
             assert bodies
             for body in bodies:

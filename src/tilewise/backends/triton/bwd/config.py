@@ -42,10 +42,14 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
     if target.at_least(100):  # Triton 3.6 cannot compile every masked loop over 64 rows and more for Blackwell
         tile = Tile(32, 32, 4, 2 if wide <= 128 else 1)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
-    if wide <= 128:
+    # Hopper's products of 128 rows by two warpgroups: tiles whose mainloops keep all they hold in registers and do not
+    # wait for each product. dK and dV of 128 keys do not fit together where heads are wider than 128.
+    if wide <= 64:
         return BackwardConfig(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
+    if wide <= 128:
+        return BackwardConfig(Tile(32, 128, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
     if wide <= 256:
-        return BackwardConfig(Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 8, 1))
+        return BackwardConfig(Tile(32, 128, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 1), apart=True)
     return BackwardConfig(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), apart=True)
 
 
