@@ -52,6 +52,7 @@ SIZES = {
 NAMES = {name: ("q", "k", "v", *TABLES[name], *OTHER_TENSORS[name]) for name in TABLES}
 BACKWARD = ("out", "lse", "dout", "dlse", "cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *TENSOR_OPTIONS[:4])
 DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/planner.py` says what it can do there
+PLAIN = {torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device)).raw_repr() for device in DEVICES}
 
 _library = torch.library.Library("tilewise", "DEF")  # lives as long as the operators
 
@@ -151,13 +152,15 @@ def _rules(tile_map: Any, window: Any, q_offset: Any, chunk: Any) -> dict[str, A
 
 def _run(name: str, *tensors: Any, **options: Any) -> Any:
     """An operator at work: the entry point, with its arguments put together again. Gradients are torch's to ask for."""
-    with torch.no_grad():
-        if len(tensors) == 3 + len(TABLES[name]) and not options:  # torch leaves out what has its default value
-            return _entry(name)(*tensors)
-        given = _given(NAMES[name], tensors, options)
-        k = _stored(given.pop("k"), given.pop("k_scales", None), given.pop("k_stored", None))
-        v = _stored(given.pop("v"), given.pop("v_scales", None), given.pop("v_stored", None))
-        return _entry(name)(given.pop("q"), k, v, *(given.pop(table) for table in TABLES[name]), **given)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _run(name, *tensors, **options)
+    if len(tensors) == 3 + len(TABLES[name]) and not options:  # torch leaves out what has its default value
+        return _entry(name)(*tensors)
+    given = _given(NAMES[name], tensors, options)
+    k = _stored(given.pop("k"), given.pop("k_scales", None), given.pop("k_stored", None))
+    v = _stored(given.pop("v"), given.pop("v_scales", None), given.pop("v_stored", None))
+    return _entry(name)(given.pop("q"), k, v, *(given.pop(table) for table in TABLES[name]), **given)
 
 
 def _given(names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -204,18 +207,21 @@ def _define(name: str) -> None:
     def shapes(*tensors: Any, **options: Any) -> torch.Tensor:
         return _shapes(*tensors, **options)[0]
 
-    def with_gradients(*tensors: Any, **options: Any) -> torch.Tensor:
+    def with_gradients(keys: torch._C.DispatchKeySet, *tensors: Any, **options: Any) -> torch.Tensor:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-            return getattr(torch.ops.tilewise, f"{name}_lse").default(*tensors, **options)[0]
-        with torch._C._AutoDispatchBelowAutograd():
-            return getattr(torch.ops.tilewise, name).default(*tensors, **options)
+            return with_lse(*tensors, **options)[0]
+        below = keys & torch._C._after_autograd_keyset
+        if below.raw_repr() in PLAIN:  # no mode and no transform waits there: the kernel itself, without a dispatch
+            return run(*tensors, **options)
+        return plain.redispatch(below, *tensors, **options)
 
     first = ", ".join(f"Tensor {x}" for x in ("q", "k", "v", *TABLES[name]))
     rest = ", ".join(f"Tensor? {x}=None" for x in OTHER_TENSORS[name])
     schema = f"({first}, {rest}, *, {SIZES[name]}, {OPTIONS})"
     _add(name, f"{schema} -> Tensor", run, shapes)
     _add(f"{name}_lse", f"{schema} -> (Tensor, Tensor)", run_lse, _shapes)
-    _library.impl(name, with_gradients, "Autograd")
+    plain, with_lse = (getattr(torch.ops.tilewise, x).default for x in (name, f"{name}_lse"))
+    _library.impl(name, with_gradients, "Autograd", with_keyset=True)
     setup, backward = partial(_keep, name), partial(_backward, NAMES[name])
     torch.library.register_autograd(f"tilewise::{name}_lse", backward, setup_context=setup, lib=_library)
 
