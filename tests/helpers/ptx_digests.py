@@ -124,8 +124,10 @@ def digests(quick: bool) -> dict[str, str]:
     recorder.name = "mla"
     latent, made = test_mla.arguments()
     recorder.build(test_mla.latent_decode, made, ("S",))
-    constants = ("ROWS", "COLUMNS", "AT_ONCE", "DEPENDENT")
-    recorder.build(test_mla.combine, latent.combining(made), constants, options=latent.combine_options)
+    constants = latent.combining.constants
+    recorder.build(
+        test_mla.combine, {name: (made | constants)[name] for name in test_mla.combine.arg_names}, tuple(constants)
+    )
     return recorder.digests
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,35 +12,50 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from aot import SHARED
+from aot import SHARED, tensors_of
 from hopper_aot import build
+from problem_space import changed, problem_of
+from tilewise.backends import hopper
+from tilewise.backends.gpu.target import nvidia
+from tilewise.backends.hopper.fwd import config as prefill
+from tilewise.backends.hopper.mla import config
 from tilewise.backends.hopper.mla.combine import combine
 from tilewise.backends.hopper.mla.kernel import latent_decode
-from tilewise.backends.hopper.mla.launch import Latent, spec_of
-from tilewise.errors import Unsupported
+from tilewise.backends.hopper.mla.launch import Launcher
+from tilewise.core.plan import Plan
+from tilewise.core.problem import MaskSpec
+from tilewise.core.storage import PLAIN
+from tilewise.dispatch import planner
 
 BF16, F16 = torch.bfloat16, torch.float16
 
 
-def arguments(heads=128, q_len=1, page=64, paged=True, dtype=BF16, lse=True, lengths=True, **ways):
-    """Arguments of the kernel, on no device."""
-
-    def empty(*shape, dtype=dtype):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    q = empty(4, q_len, heads, 576).transpose(1, 2)
-    cache = empty(100, page, 576) if paged else empty(4, 1000, 576)
-    spec = spec_of(q, page, paged=paged, causal=True, lengths=lengths, lse=lse, **ways)
-    latent = Latent(spec, 4, heads, q_len, 1000)
-    out = empty(4, heads, q_len, 512)
-    sums = empty(4, heads, q_len, dtype=torch.float32) if lse else None
-    n = empty(4, dtype=torch.int32) if lengths else None
-    table = empty(4, 20, dtype=torch.int32) if paged else None
-    return latent, latent.arguments(q, cache, out, sums, n, table, 576**-0.5, latent.workspace("meta"))
+def problem(heads=128, q_len=1, page=64, paged=True, dtype=BF16, lse=True, lengths=True, **changes):
+    sizes = {
+        "form": "paged" if paged else "dense", "device": torch.device("cuda"), "batch": 4, "heads": heads,
+        "kv_heads": 1, "q_len": q_len, "kv_len": 1280, "head_dim": 576, "value_dim": 512, "q_dtype": dtype,
+        "k_format": PLAIN[dtype], "v_format": PLAIN[dtype], "scale": 0.1, "page_size": page if paged else 0,
+        "v_in_k": True, "causal": True, "q_offset": "end", "kv_lengths": paged or lengths, "return_lse": lse,
+    }  # fmt: skip
+    return problem_of(**(sizes | changes))
 
 
-def check(**given):
-    latent, made = arguments(**given)
+def launcher(p, **ways):
+    made = Launcher(Plan(p, "hopper", "", (64, 128)), nvidia(90))
+    made.spec = replace(made.spec, **ways)
+    return made
+
+
+def arguments(ways=None, **given):
+    """Arguments of the kernels, on no device."""
+    p = problem(**given)
+    made, t = launcher(p, **(ways or {})), tensors_of(p)
+    t.v = t.k[..., :512]
+    return made, made.arguments(t, made.workspace("meta"))
+
+
+def check(ways=None, **given):
+    latent, made = arguments(ways, **given)
     built = build(latent_decode, made, ("S",))
     assert built.shared <= SHARED[90]
     assert "serialized" not in built.report
@@ -76,48 +92,122 @@ def test_the_kernel_compiles_without_spills_in_its_loops():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "given",
+    ("given", "ways"),
     [
-        {"heads": 16}, {"q_len": 4, "heads": 16}, {"page": 16}, {"page": 256}, {"paged": False, "lengths": False},
-        {"dependent": True}, {"dtype": F16, "lse": False}, {"p_buffers": 2}, {"width": 64}, {"width": 256}, {"gate": 0},
-        {"ahead": True}, {"named": True}, {"named": True, "p_buffers": 2, "prefetch": True},
-        {"prefetch": True, "page": 16}, {"prefetch": True, "paged": False},
+        ({"heads": 16}, {}), ({"q_len": 4, "heads": 16, "sinks": True}, {}), ({"page": 16}, {}), ({"page": 256}, {}),
+        ({"paged": False, "lengths": False, "q_offset": 1279}, {}), ({"dtype": F16, "lse": False, "q_len": 2}, {}),
+        ({}, {"p_buffers": 2}), ({}, {"width": 64}), ({}, {"width": 256}), ({}, {"gate": 0}), ({}, {"ahead": True}),
+        ({}, {"named": True}), ({}, {"named": True, "p_buffers": 2}), ({}, {"prefetch": False}),
     ],
     ids=str,
 )  # fmt: skip
-def test_other_kernels_compile_without_spills_in_their_loops(given):
-    check(**given)
+def test_other_kernels_compile_without_spills_in_their_loops(given, ways):
+    check(ways, **given)
 
 
-@pytest.mark.parametrize("at_once", [2, 32])
-def test_combining_compiles(at_once):
-    latent, made = arguments(dependent=True)
-    latent.at_once = at_once
-    given = latent.combining(made) | {"ROWS": 8 // at_once or 1, "COLUMNS": min(512, 4096 // at_once)}
-    built = build(combine, given, ("ROWS", "COLUMNS", "AT_ONCE", "DEPENDENT"), options=latent.combine_options)
+@pytest.mark.parametrize("batch", [1, 128])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_combining_compiles(batch, sinks):
+    latent, made = arguments(batch=batch, sinks=sinks)
+    constants = latent.combining.constants
+    built = build(combine, {name: (made | constants)[name] for name in combine.arg_names}, tuple(constants))
     assert len(re.findall(r"LDG\.E\.128", built.sass)) >= 8  # all of a program's numbers are under way together
 
 
-@pytest.mark.parametrize(("batch", "heads", "fragments"), [(128, 128, 2), (16, 16, 16), (1, 128, 32)])
-def test_combining_programs_cover_every_number_once(batch, heads, fragments):
-    latent = Latent(arguments(heads=heads)[0].spec, batch, heads, 1, 4096)
-    assert latent.at_once == fragments
-    assert latent.at_once * latent.rows * latent.columns == 4096
-    assert latent.combiners * latent.rows * latent.columns == batch * heads * 512
+@pytest.mark.parametrize("batch", [1, 2, 16, 128, 500])
+@pytest.mark.parametrize("heads", [1, 5, 16, 96, 128])
+@pytest.mark.parametrize("q_len", [1, 2, 4, 16])
+def test_programs_cover_every_row_and_number(batch, heads, q_len):
+    c = config.config_of(problem(heads, q_len, batch=batch), nvidia(90))
+    assert c.head_rows & (c.head_rows - 1) == 0
+    assert c.tiles * 64 >= heads * q_len
+    assert c.splits * c.tiles <= max(132, c.tiles)
+    assert c.at_once * c.rows * c.columns == config.COMBINED
+    assert c.combiners * c.rows * c.columns >= batch * heads * q_len * 512
+    assert (c.combiners - 1) * c.rows * c.columns < batch * (heads * q_len + c.rows - 1) * 512
+    assert 2 * c.splits < 1 << 16  # a place among partials has 16 bits
+
+
+def test_programs_that_share_keys_prefetch_them():
+    for heads, q_len in ((16, 1), (64, 1), (16, 4), (128, 1), (16, 8)):
+        p = problem(heads, q_len)
+        assert config.spec(p, config.config_of(p, nvidia(90))).prefetch is (heads * q_len > 64)
 
 
 def test_rows_that_lie_apart_are_not_prefetched():
-    latent, _ = arguments(prefetch=True)
-    q = torch.empty(4, 128, 1, 576, dtype=BF16, device="meta")
-    cache = torch.empty(100, 64, 640, dtype=BF16, device="meta")[..., :576]
-    with pytest.raises(Unsupported, match="640 apart"):
-        latent.arguments(q, cache, q[..., :512], None, None, None, 1.0, latent.workspace("meta"))
+    p = problem()
+    t = tensors_of(p)
+    for gap in (0, 64):
+        t.k = torch.empty(100, 64, 1, 576 + gap, dtype=BF16, device="meta").transpose(1, 2)[..., :576]
+        made = launcher(p)
+        assert made.arguments(t, made.workspace("meta"))["S"].prefetch is (gap == 0)
 
 
-@pytest.mark.parametrize("page", [48, 96, 1000])
-def test_pages_that_no_copy_fits_are_refused(page):
-    with pytest.raises(Unsupported, match=f"page_size is {page}"):
-        arguments(page=page)
+REFUSED = {
+    "types": {"dtype": torch.float32},
+    "queries": {"q_len": 17},
+    "packed": {"packed_q": True, "total_q": 4},
+    "windows": {"window": (9, None)},
+    "chunks": {"chunk": 64},
+    "last positions": {"q_offset": 3},
+    "masks": {"mask": MaskSpec(torch.bool, (True, True, False, False))},
+    "softcap": {"softcap": 5.0},
+    "ALiBi": {"alibi": True},
+    "split_size": {"split_size": 64},
+    "positive": {"scale": -0.5},
+    "pages of 48": {"page": 48},
+    "pages of 96": {"page": 96},
+    "16 bytes": {"aligned": False},
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """The planner as on an H200."""
+    for module in (hopper, planner.load("triton")):
+        monkeypatch.setattr(module, "target_of", lambda device: nvidia(90))
+    planner.choose.cache_clear()
+    yield
+    planner.choose.cache_clear()
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_is_refused_goes_to_triton_and_says_why(word, on_hopper):
+    p = problem(**REFUSED[word])
+    assert config.refusal(p).startswith("no latent decode with ")
+    chosen = planner.choose(p)
+    assert chosen.backend == "triton"
+    assert word in chosen.passed_over[0][1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"heads": 16}, {"heads": 1, "q_len": 16}, {"dtype": F16, "lse": False}, {"page": 1}, {"page": 16},
+        {"page": 256}, {"sinks": True}, {"causal": False, "q_offset": 3}, {"causal": False, "q_offset": "rows"},
+        {"paged": False}, {"paged": False, "lengths": False, "q_offset": 1279},
+        {"paged": False, "lengths": False, "q_offset": 1276, "q_len": 4},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_latent_calls_are_decoded(given, on_hopper):
+    plan = planner.choose(problem(**given))
+    assert plan.backend == "hopper"
+    assert plan.kernel.startswith("latent decode")
+    assert "V read as part of K" in plan.notes
+    assert plan.workspace_bytes < 64 << 20
+
+
+def test_other_calls_are_not(on_hopper):
+    for other in ({"v_in_k": False}, {"kv_heads": 2}, {"value_dim": 448}, {"head_dim": 512, "value_dim": 448}):
+        p = problem(**other)
+        assert not config.is_latent(p)
+        chosen = planner.choose(p)
+        assert chosen.backend == "triton"
+        assert "latent" not in chosen.passed_over[0][1]
+    long = changed(problem(paged=False, q_len=4096, kv_len=4096, q_offset=0, lengths=False), head_dim=512)
+    assert prefill.refusal(long) is None
+    assert planner.choose(long).kernel.startswith("prefill")
 
 
 COMBINE = """
@@ -162,17 +252,27 @@ def combined(x, w):
     return (share[..., None] * x).sum(0), top
 
 
+def with_sink(o, top, sink):
+    "A row [512] and its lse with a sink's logit."
+    both = torch.logaddexp(top, sink)
+    return o * torch.exp(top - both) if both > -1e30 else o * 0, both
+
+
 # Sequences of one length are not cut where that costs little; others are.
 assert size_of([32] * 128, 66) == 64 and size_of([64] * 64, 66) == 64 and size_of([32] * 32, 33) == 32
 assert size_of([256] * 16, 132) == 32 and size_of([512], 66) == 8
 assert size_of([20 + i % 9 for i in range(128)], 66) == -(-sum(20 + i % 9 for i in range(128)) // 66)
 
 
-for lengths, heads, q_len, head_rows, parts, AT_ONCE, ROWS, COLUMNS in (
-    ([300, 0, 4000, 129], 5, 3, 8, 9, 2, 4, 512), ([20000], 64, 1, 64, 66, 32, 1, 128),
-    ([1, 2, 3], 16, 1, 16, 2, 4, 2, 512), ([700] * 300, 2, 1, 2, 7, 2, 4, 512), ([5000, 10], 96, 2, 64, 3, 16, 1, 256),
+for sinks, lengths, heads, q_len, head_rows, parts, AT_ONCE, ROWS, COLUMNS in (
+    (True, [300, 0, 4000, 129], 5, 3, 8, 9, 2, 4, 512), (True, [5000, 10], 96, 2, 64, 3, 16, 1, 256),
+    (False, [300, 0, 4000, 129], 5, 3, 8, 9, 2, 4, 512), (False, [20000], 64, 1, 64, 66, 32, 1, 128),
+    (False, [1, 2, 3], 16, 1, 16, 2, 4, 2, 512), (False, [700] * 300, 2, 1, 2, 7, 2, 4, 512), (False, [5000, 10], 96, 2, 64, 3, 16, 1, 256),
 ):
     batch, queries = len(lengths), 64 // head_rows
+    logits = torch.randn(heads) * 20 if sinks else None
+    if sinks:
+        logits[0], logits[1] = float("inf"), -float("inf")
     across = -(-heads // head_rows)
     tiles = across * -(-q_len // queries)
     pairs = [max(1, -(-n // 128)) for n in lengths]
@@ -201,13 +301,16 @@ for lengths, heads, q_len, head_rows, parts, AT_ONCE, ROWS, COLUMNS in (
             for l in range(q_len):
                 tile = l // queries * across + h // head_rows
                 row = l % queries * head_rows + h % head_rows
-                want[seq, h, l], sums[seq, h, l] = o[tile, row], top[tile, row]
-                plain[seq, h, l], plain_sums[seq, h, l] = plain_o[tile, row], plain_top[tile, row]
+                exact, rough = (o[tile, row], top[tile, row]), (plain_o[tile, row], plain_top[tile, row])
+                if sinks:
+                    exact, rough = with_sink(*exact, logits[h].double()), with_sink(*rough, logits[h])
+                want[seq, h, l], sums[seq, h, l] = exact
+                plain[seq, h, l], plain_sums[seq, h, l] = rough
                 if found[0][2]:  # one program had it all
                     out[seq, h, l], lse[seq, h, l] = want[seq, h, l], sums[seq, h, l]
     combine[(batch * -(-heads * q_len // ROWS) * (512 // COLUMNS),)](
-        out, lse, part_out, part_lse, places, *out.stride()[:3], *lse.stride(), heads, q_len, head_rows, tiles,
-        ROWS=ROWS, COLUMNS=COLUMNS, AT_ONCE=AT_ONCE, DEPENDENT=False,
+        out, lse, logits, part_out, part_lse, places, *out.stride()[:3], *lse.stride(), heads, q_len, head_rows, tiles,
+        ROWS=ROWS, COLUMNS=COLUMNS, AT_ONCE=AT_ONCE,
     )
     judge("out", out, want, 2 * largest_error(plain, want), out.dtype)
     judge("lse", lse, sums, 2 * largest_error(plain_sums, sums), lse.dtype)

@@ -9,8 +9,9 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -42,6 +43,47 @@ def is_aligned(addresses: Sequence[int], device: torch.device) -> bool:
     return either & 15 == 0 and torch._C._cuda_getDevice() == device.index
 
 
+def key_of(k: torch.Tensor, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What launches of a plan differ in beside addresses: strides, and how many rows or pages of keys there are."""
+    return (k.shape, *[x.stride() for x in given])
+
+
+class ByAddress:
+    """Launches of a plan: a call whose strides are new goes through Triton, others by address.
+
+    A subclass has SOURCES, the names of its kernels' tensors with the fields of `Tensors` in their order, and two
+    methods. `first(t, key)` goes through Triton and, with a key, leaves in `ready` what later calls need.
+    `relaunch(ready, addresses, device)` is given the addresses of what `names` names.
+    """
+
+    SOURCES: ClassVar[dict[str, str]]
+    first: Callable[[Tensors, Any], None]
+    relaunch: Callable[[Any, list[int], torch.device], None]
+
+    def __init__(self) -> None:
+        self.present: Any = None
+        self.names: list[str] = []
+        self.ready: dict[Any, Any] = {}
+        self.lock = Lock()  # what is launched lies in memory that all threads share
+
+    def __call__(self, t: Tensors) -> None:
+        key = None
+        if t.tile_map is None:
+            if self.present is None:
+                self.names = [name for name, source in self.SOURCES.items() if getattr(t, source) is not None]
+                self.present = attrgetter(*[self.SOURCES[name] for name in self.names])
+            given = self.present(t)
+            addresses = [x.data_ptr() for x in given]
+            if is_aligned(addresses, t.q.device):
+                key = key_of(t.k, given)
+                ready = self.ready.get(key)
+                if ready is not None:
+                    self.relaunch(ready, addresses, t.q.device)
+                    return
+        with torch.cuda.device(t.q.device):
+            self.first(t, key)
+
+
 def by_address(launcher: Any, t: Tensors) -> Callable[..., None]:
     """The launches of a plan (`launcher`) for tensors that differ from those in `t` in their addresses only.
 
@@ -50,7 +92,7 @@ def by_address(launcher: Any, t: Tensors) -> Callable[..., None]:
     device = t.q.device
     there = {f.name: getattr(t, f.name) for f in fields(Tensors)}
     forms = [(name, x.shape, x.stride()) for name, x in there.items() if x is not None]
-    key = tuple([stride for _, _, stride in forms])
+    key = key_of(t.k, [x for x in there.values() if x is not None])
     ready = launcher.ready.get(key)
 
     def launch(*tensors: torch.Tensor | None) -> None:

@@ -1,5 +1,6 @@
-"""Gluon kernels for Hopper GPUs (H100, H200), 16-bit tensors: prefill with every option of position and score, and a
-backward pass."""
+"""Gluon kernels for Hopper GPUs (H100, H200), 16-bit tensors: prefill with every option of position and score, a
+backward pass, and decode over a latent cache.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,20 @@ from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import target_of, triton_refusal
 from .bwd import config as bwd_config
 from .fwd import config
+from .mla import config as latent
 
 TESTED_TRITON = (3, 6)  # Gluon changes from version to version
 
 
 def supports(problem: Problem) -> str | None:
-    return _machine_refusal(problem) or config.refusal(problem)
+    if (reason := _machine_refusal(problem)) is not None or _decodes_latent(problem):
+        return reason
+    reason = config.refusal(problem)
+    return f"{reason}, and {latent.refusal(problem)}" if reason is not None and latent.is_latent(problem) else reason
+
+
+def _decodes_latent(problem: Problem) -> bool:
+    return latent.is_latent(problem) and latent.refusal(problem) is None
 
 
 def supports_backward(problem: Problem) -> str | None:
@@ -32,10 +41,21 @@ def _machine_refusal(problem: Problem) -> str | None:
 
 def declines(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice, if it is: by measurement, see benchmarks/h200/LOG.md, h200 20."""
-    return config.slower(problem)
+    return None if _decodes_latent(problem) else config.slower(problem)
 
 
 def plan(problem: Problem) -> Plan:
+    if _decodes_latent(problem):
+        cut = latent.config_of(problem, target_of(problem.device))
+        return Plan(
+            problem,
+            backend="hopper",
+            kernel="latent decode, warp-specialised",
+            tile=(latent.ROWS, 2 * latent.KEYS),
+            splits=cut.splits,
+            workspace_bytes=latent.workspace_bytes(problem, cut),
+            notes=latent.notes(cut),
+        )
     c = config.config_of(problem)
     return Plan(
         problem,
@@ -59,13 +79,13 @@ def plan_backward(problem: Problem) -> Plan:
 
 
 def run(plan: Plan, tensors: Tensors) -> None:
-    _launch().launcher_of(plan)(tensors)
+    _launch(_decodes_latent(plan.problem)).launcher_of(plan)(tensors)
 
 
 def bind(plan: Plan, tensors: Tensors) -> Any:
     from ..gpu.kernel import by_address
 
-    return by_address(_launch().launcher_of(plan), tensors)
+    return by_address(_launch(_decodes_latent(plan.problem)).launcher_of(plan), tensors)
 
 
 def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
@@ -73,8 +93,12 @@ def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
 
 
 @cache
-def _launch() -> Any:
+def _launch(latent: bool) -> Any:
     """The launches, imported with the first call, and Triton with them."""
+    if latent:
+        from .mla import launch as decode
+
+        return decode
     from .fwd import launch
 
     return launch

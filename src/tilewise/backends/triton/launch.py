@@ -19,7 +19,7 @@ from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ..gpu.block_lists import NO_LISTS, Lister, Listing, Lists
 from ..gpu.flags import rules_of, softcap_of
-from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, is_aligned, stride_arguments
+from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, is_aligned, key_of, stride_arguments
 from ..gpu.orderer import Orderer
 from ..gpu.semaphores import Semaphores, capturing
 from ..gpu.target import INTERPRETER, Target, target_of
@@ -97,7 +97,7 @@ class Launcher:
                 self.order_at = [names.index(name) for name in (self.orderer.names() if self.orderer else ())]
                 self.combined_at = [names.index(name) for name in COMBINED if name in names]
             given = self.present(t)
-            key = tuple([x.stride() for x in given])
+            key = key_of(t.k, given)
             addresses = [x.data_ptr() for x in given]
             states = None
             if t.tile_map is not None and self.lister is not None:

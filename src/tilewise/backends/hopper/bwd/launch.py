@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....core.plan import ByPlan, Plan
 from ....core.tensors import BackwardTensors
 from ...gpu.flags import softcap_of
-from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned
+from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned, key_of
 from ...gpu.tensor_map import TensorMap
 from ..descriptors import descriptor
 from . import config
@@ -86,7 +86,7 @@ class Bound:
         given = self.tensors(t)
         there = {name: x for name, x in given.items() if x is not None}
         at = {name: x.data_ptr() for name, x in there.items()}
-        key = tuple([x.stride() for x in there.values()])
+        key = key_of(t.forward.k, [*there.values()])
         ready = self.ready.get(key)
         if ready is not None and is_aligned(list(at.values()), t.dout.device):
             self.again(ready, at, t.dout.device)

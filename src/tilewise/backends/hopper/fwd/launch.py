@@ -7,8 +7,6 @@ aligned pointers pass their addresses straight to the compiled kernels.
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from ....core.storage import as_bytes
 from ....core.tensors import Tensors
 from ...gpu.block_lists import NO_LISTS, Lister, Listing, Lists
 from ...gpu.flags import rules_of, softcap_of
-from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned, stride_arguments
+from ...gpu.kernel import Arguments, ByAddress, Kernel, Ready, stride_arguments
 from ...gpu.semaphores import SPARE, Semaphores
 from ...gpu.target import Target, target_of
 from ...gpu.tensor_map import TensorMap
@@ -32,12 +30,6 @@ FIXUP_COLUMNS = 128  # of the output that the fix-up computes at a time; more wo
 ORDER_RUN = 64  # sequences that one program of `rank_sequences` ranks
 FLAGS_AT = 4  # where flags of non-finite tiles begin, behind the counter: at a multiple of 16 bytes
 SPARE_BYTES = 4 << 20  # of counters and flags for captured calls
-# The tensors of the kernels, and where they come from.
-SOURCES = {
-    "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes",
-    "SINKS": "sinks", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
-    "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",
-}  # fmt: skip
 
 
 class Launches(NamedTuple):
@@ -50,10 +42,17 @@ class Launches(NamedTuple):
     maps: list[TensorMap]  # of all of these
 
 
-class Launcher:
+class Launcher(ByAddress):
     """All that a plan's calls have in common."""
 
+    SOURCES = {
+        "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes",
+        "SINKS": "sinks", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
+        "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",
+    }  # fmt: skip
+
     def __init__(self, plan: Plan, c: Config, target: Target) -> None:
+        super().__init__()
         p = self.problem = plan.problem
         s = config.spec(p, c)
         tiles = p.total_q // s.BM + p.batch + 1 if p.packed_q else p.batch * -(-p.q_len // s.BM)
@@ -72,16 +71,12 @@ class Launcher:
         limit: Arguments = {"maxnreg": target.registers // (c.per_processor * 32 * 4 * (s.consumers + 1)) // 8 * 8}
         self.order, self.fixup = Kernel(rank_sequences), Kernel(fwd_kernel)
         self.attention = Kernel(fwd_kernel, **(limit if c.per_processor > 1 else {}))
-        self.lock = Lock()  # what is launched lies in memory that all threads share
         self.lister = Lister(p, s.BM, s.BN) if s.mask else None
         # What only prefill makes use of is the same for all, so that fewer kernels are compiled.
         self.fixup_spec = replace(
             s, DV=min(s.DV, FIXUP_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1,
             late_wait=False, overlaps=True, consumer_regs=0, producer_regs=0, prefetch_tile=False, fixup=True,
         )  # fmt: skip
-        self.present: Any = None
-        self.names: list[str] = []
-        self.ready: dict[Any, Launches] = {}
         self.sizes: Arguments = {
             "batch": p.batch,
             "heads": p.heads,
@@ -97,23 +92,6 @@ class Launcher:
             "work_tiles": self.work_tiles,
             "S": s,
         }
-
-    def __call__(self, t: Tensors) -> None:
-        key = None
-        if t.tile_map is None:
-            if self.present is None:
-                self.names = [name for name, source in SOURCES.items() if getattr(t, source) is not None]
-                self.present = attrgetter(*[SOURCES[name] for name in self.names])
-            given = self.present(t)
-            addresses = [x.data_ptr() for x in given]
-            if is_aligned(addresses, t.q.device):
-                key = tuple([x.stride() for x in given])
-                ready = self.ready.get(key)
-                if ready is not None:
-                    self.relaunch(ready, addresses, t.q.device)
-                    return
-        with torch.cuda.device(t.q.device):
-            self.first(t, key)
 
     def first(self, t: Tensors, key: Any) -> None:
         """A call through Triton; with `key`, later ones like it are launched by address."""
@@ -157,7 +135,7 @@ class Launcher:
     def arguments(self, t: Tensors, memory: Arguments, lists: Lists) -> Arguments:
         """The arguments of the kernels."""
         s = self.spec
-        given: Arguments = {name: getattr(t, source) for name, source in SOURCES.items()} | memory
+        given: Arguments = {name: getattr(t, source) for name, source in self.SOURCES.items()} | memory
         given |= {
             "q": descriptor(t.q, 64, s.chunk_d, s.dtype),
             "k": descriptor(t.k, s.BN, s.chunk_d, s.dtype),

@@ -1,18 +1,18 @@
 """Sequences whose keys several programs share: their outputs to one. Those that one program had alone are complete."""
 
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 import triton
 
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 PLAIN_INTS = ["o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "heads", "q_len", "head_rows", "tiles"]
 
 
 @triton.jit(do_not_specialize=PLAIN_INTS)
 def combine(
-    OUT, LSE, PARTIAL, PARTIAL_LSE, FRAGMENTS, o_b, o_h, o_l, lse_b, lse_h, lse_l, heads, q_len, head_rows, tiles,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
+    OUT, LSE, SINKS, PARTIAL, PARTIAL_LSE, FRAGMENTS, o_b, o_h, o_l, lse_b, lse_h, lse_l, heads, q_len, head_rows, tiles,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns of ROWS rows (heads, then queries) of a sequence, AT_ONCE fragments at a time."""
     CHUNKS: tl.constexpr = 512 // COLUMNS
@@ -20,8 +20,6 @@ def combine(
     chunk = tl.program_id(0) % CHUNKS
     group = tl.program_id(0) // CHUNKS % groups
     seq = tl.program_id(0) // CHUNKS // groups
-    if DEPENDENT:
-        gdc_wait()  # for the outputs of fragments
     entry = tl.load(FRAGMENTS + seq)
     fragments = entry >> 16
     if fragments > 1:
@@ -52,6 +50,14 @@ def combine(
             weight = tl.exp2(lse - base[None, :])
             total = total * alpha + tl.sum(weight, 0)
             o = o * alpha[:, None] + tl.sum(x * weight[:, :, None], 0)
+            m = new
+        if SINKS is not None:
+            sink = tl.load(SINKS + h, mask=ok, other=float("-inf")) * LOG2E
+            new = tl.maximum(m, sink)
+            base = tl.where(new == float("-inf"), 0.0, new)
+            alpha = tl.exp2(m - base)
+            total = total * alpha + tl.where(sink == float("inf"), 1.0, tl.exp2(sink - base))  # inf - inf would be NaN
+            o = o * alpha[:, None]
             m = new
         empty = total == 0
         one = tl.where(empty, 1.0, total)

@@ -104,15 +104,23 @@ def as_operand(p):
 
 @gluon.jit
 def clear_hidden(a, sh, n, base, b: gl.constexpr, half: gl.constexpr):
-    """Zeros for the values past the last key: weights of 0 do not hide what is not finite."""
+    """Zeros for values that weights of 0 would not hide: those past the last key, and what is not finite in keys that
+    some queries do not see. Those that see such a key have NaN in their scores, for values are columns of keys.
+    """
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SMALL: gl.constexpr = sh.p.layout
-    if base + 64 > n:
+    first = n  # key that is not seen by all
+    if a.S.causal:
+        first = n - (a.q_len - 1)
+    if base + 64 > first:
         row = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
         for i in gl.static_range(4):
             tile = sh.k._reinterpret(sh.k.dtype, [16, 64, 64], SMALL).index((2 * b + half) * 4 + i)
             v = tile.load(WIDE)
-            tile.store(gl.where((base + row < n)[:, None], v, gl.zeros_like(v)))
+            ok = (base + row < first)[:, None]
+            if a.S.causal:
+                ok = ok | ((base + row < n)[:, None] & (gl.abs(v.to(gl.float32)) < float("inf")))
+            tile.store(gl.where(ok, v, gl.zeros_like(v)))
         fence_async_shared()
 
 

@@ -3,7 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..signature import gluon_kernel
 from .arguments import Arguments
@@ -25,8 +24,6 @@ def consumer1(a, run, sh):
 
 @gluon_kernel(Arguments)
 def latent_decode(a):
-    if a.S.dependent:
-        gdc_launch_dependents()
     split = gl.program_id(0) // a.tiles
     seq, first, left, size = run_of(a, split)
     run = Run(seq, first, left, size, split, gl.program_id(0) % a.tiles)

@@ -29,7 +29,6 @@ class Spec:
     wait_values: bool = True  # warpgroups wait for the values of a block that the other one has scored
     named: bool = False  # hardware barriers where there is a choice, not mbarriers
     prefetch: bool = False  # the next pair is brought to L2; rows of the cache lie one behind the other
-    dependent: bool = False  # the combining kernel may start before this one has ended, and waits
     consumer_regs: int = 240
     producer_regs: int = 24
 
