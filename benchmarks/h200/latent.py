@@ -1,13 +1,13 @@
-"""Checks and times the Hopper latent decode kernel (576 columns, values in the keys) beside FlashMLA.
+"""Checks and times latent decode on Hopper (576 columns, values in the keys) beside FlashMLA, by `paged_attention`.
 
     PYTHONPATH=src python benchmarks/h200/latent.py --out results --peers DIR
     PYTHONPATH=src compute-sanitizer --tool memcheck python benchmarks/h200/latent.py --sanitize
 
-Kernels are compiled in parallel, then each variant is checked against float64 (latent_cases.py), then the variants are
-timed in turns (latent_rows.py), each checked on the row's own inputs before. All of it runs in other processes with a
-time limit: one that hangs or faults is reported, and the others go on without it. `--peers` is a folder with
-`peers_load.py`; without it FlashMLA is left out. `--only a,b` names variants; `--eager` times without CUDA graphs;
-`--sanitize` runs a few calls in this process, of the variants named (base and dependent if none are).
+Kernels are compiled in parallel, then calls are checked against float64 and by the conformance suite (latent_cases.py),
+then rows are timed in turns (latent_rows.py), each checked on its own inputs before. All of it runs in other processes
+with a time limit: one that hangs or faults is reported, and the others go on without it. `--peers` is a folder with
+`peers_load.py`; without it FlashMLA is left out. `--eager` times without CUDA graphs; `--sanitize` runs a few calls in
+this process.
 """
 
 from __future__ import annotations
@@ -26,39 +26,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from latent_cases import BF16, SCALE, STAGE, VARIANTS, Case, check, sanitize
-from latent_rows import APART, IN_TURNS, PEER, ROWS, time_row
+from latent_cases import STAGE, Case, check, conforming, sanitize
+from latent_rows import IN_TURNS, OWN, PEER, ROWS, time_row
 
-from tilewise.backends.gpu.kernel import OPTIONS
-from tilewise.backends.hopper.mla.combine import combine
-from tilewise.backends.hopper.mla.kernel import latent_decode
-from tilewise.backends.hopper.mla.launch import Latent
+from tilewise.backends.gpu.kernel import Kernel
+from tilewise.backends.hopper.mla.launch import launcher_of
+from tilewise.dispatch import planner
+from tilewise.testing.case import make
 
 MARK = "REPORT "
 LIMIT = 60.0  # seconds without a word
-Form = tuple[dict[str, Any], int, int, int, bool]  # ways, heads, queries, page size, paged
 
 
-def warm(given: Form) -> str:
-    """Compiles one kernel into Triton's cache, without a launch."""
-    ways, heads, q_len, page, paged = given
+def forms() -> list[tuple[bool, Any]]:
+    """What kernels are compiled for: arguments of `Case`, or a case of the suite. Some only where rows are combined."""
+    made: list[Any] = [([64], 128, 1), ([64], 16, 1), ([64] * 11, 128, 2), ([64] * 11, 16, 4), ([64] * 3, 16, 12)]
+    made += [([64] * 2, 64, 1), ([64] * 2, 5, 3), ([64] * 4, 128, 1, 16)]
+    made += [([64] * 3, heads, q_len, 64, False) for heads, q_len in ((128, 2), (16, 4))]
+    others = [([64] * batch, heads, 1) for heads in (16, 128) for batch in (2, 5, 11, 16, 32, 64, 128)]
+    return [(True, form) for form in [*made, *conforming()]] + [(False, form) for form in others]
+
+
+def warm(given: tuple[bool, Any]) -> str:
+    """Compiles the kernels of a call into Triton's cache, without a launch."""
+    whole, form = given
     try:
-        case = Case([64], heads, q_len, page, paged)
-        latent = case.latent(**ways)
-        out, lse = (
-            torch.empty(1, heads, q_len, 512, device="cuda", dtype=BF16),
-            torch.empty(1, heads, q_len, device="cuda"),
-        )
-        work = latent.workspace("cuda")
-        made = latent.arguments(case.q, case.cache, out, lse, case.n, case.table, SCALE, work)
-        taken = {name: made[name] for name in latent_decode.arg_names}
-        latent_decode.warmup(grid=(latent.programs,), **taken, **OPTIONS)
-        for batch in (1, 5, 16, 32, 128) if not ways.keys() - {"dependent"} and paged else ():
-            other = Latent(latent.spec, batch, heads, q_len, 64)
-            combine.warmup(grid=(1,), **other.combining(made), **latent.combine_options)
+        call = Case(*form).checked() if isinstance(form, tuple) else make(form, "cuda").checked(return_lse=True)
+        made = launcher_of(planner.choose(call.problem, "hopper"))
+        arguments = made.arguments(call.tensors, made.workspace(call.out.device))
+        for kernel in [made.decode] * whole + [made.combining]:
+            compile_alone(kernel, arguments)
     except Exception as error:
         return f"{given}: {type(error).__name__}: {str(error)[:300]}"
     return ""
+
+
+def compile_alone(kernel: Kernel, arguments: dict[str, Any]) -> None:
+    given = arguments | kernel.constants
+    taken = {name: given[name] for name in kernel.function.arg_names}
+    kernel.function.warmup(grid=(1,), **taken, **kernel.options)
 
 
 def listen(args: list[str]) -> tuple[list[str], str, str]:
@@ -104,17 +110,12 @@ def listen(args: list[str]) -> tuple[list[str], str, str]:
     return reports, stage, "\n".join(rest)[-2000:]
 
 
-def check_all(names: list[str]) -> dict[str, str]:
-    """Reports on all variants; after one that hangs or ends its process, the others go on in a new one."""
-    reports: dict[str, str] = {}
-    while left := [name for name in names if name not in reports]:
-        found, stage, rest = listen(["--check", json.dumps(left)])
-        reports |= dict(zip(left, found, strict=False))
-        if rest:
-            print(rest, flush=True)
-        if len(found) < len(left):
-            reports[left[len(found)]] = f"failed at {stage or 'start'}: {rest[-300:]}"
-    return reports
+def check_all() -> str:
+    """What the checks say, in a process of their own."""
+    found, stage, rest = listen(["--check"])
+    if rest:
+        print(rest, flush=True)
+    return found[0] if found else f"failed at {stage or 'start'}: {rest[-300:]}"
 
 
 def time_all(ways: list[str], more: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -144,48 +145,38 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peers", default="")
-    parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--budget", type=float, default=3.0, help="seconds for each row")
     parser.add_argument("--eager", action="store_true", help="time calls, not CUDA graphs of them")
     parser.add_argument("--sanitize", action="store_true", help="a few calls in this process")
     parser.add_argument("--unchecked", action="store_true", help="time without the checks of small cases")
-    parser.add_argument("--check", help=argparse.SUPPRESS)
+    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--time", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    names = args.only.split(",") if args.only else list(VARIANTS)
     if args.sanitize:
-        sys.exit(bool(sanitize(names if args.only else ["base", "dependent"])))
+        sys.exit(bool(sanitize()))
     if args.check:
-        for name in json.loads(args.check):
-            wrong = check(VARIANTS[name], name == "base")
-            print(MARK + (f"{len(wrong)} wrong: {wrong[0]}" if wrong else "right"), flush=True)
+        wrong = check()
+        print(MARK + (f"{len(wrong)} wrong: {wrong[0]}" if wrong else "right"), flush=True)
         return
     if args.time:
         for name, ways in json.loads(args.time):
             print(MARK + json.dumps(time_row(name, ways, args.peers, args.budget, args.eager)), flush=True)
         return
     start = time.perf_counter()
-    kernels: list[Form] = [(VARIANTS[name], heads, 1, 64, True) for name in names for heads in (128, 16)]
-    if "base" in names:
-        kernels += [({}, 128, 1, 16, True), ({}, 128, 2, 64, False), ({}, 5, 3, 64, True)]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        for text in pool.map(warm, kernels):
+        for text in pool.map(warm, forms()):
             if text:
                 print("not compiled:", text, flush=True)
     report: dict[str, Any] = {"torch": torch.__version__, "compiled_s": round(time.perf_counter() - start, 1)}
     print(f"compiled after {report['compiled_s']} s", flush=True)
-    report["checks"] = {} if args.unchecked else check_all(names)
-    for name, text in report["checks"].items():
-        print(f"{name}: {text}", flush=True)
-    print(f"checked after {time.perf_counter() - start:.0f} s", flush=True)
-    # Wrong ones are timed too.
-    ways = [name for name in names if not report["checks"].get(name, "").startswith("failed")]
-    ways += [APART] * ("base" in ways) + [PEER] * bool(args.peers)
+    report["checks"] = "" if args.unchecked else check_all()
+    print(f"{report['checks'] or 'not checked'} after {time.perf_counter() - start:.0f} s", flush=True)
+    ways = [OWN] + [PEER] * bool(args.peers)
     more = ["--budget", str(args.budget), *["--peers", args.peers] * bool(args.peers), *["--eager"] * args.eager]
     report["eager"] = args.eager
     report["rows"], report["failed"] = time_all(ways, more)

@@ -1,4 +1,4 @@
-"""Calls of the Hopper latent decode kernel with known results, and its variants (latent.py checks and times them)."""
+"""Calls of latent decode with known results, by the public functions; latent.py checks them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.hopper.mla.launch import Latent, spec_of
+from tilewise import Unsupported, attention, paged_attention
+from tilewise.core.options import Options
+from tilewise.testing import case as conformance
+from tilewise.testing.cases import LATENT
+from tilewise.testing.check import Mismatch, check_case
+from tilewise.validation import calls
 
 BF16 = torch.bfloat16
 SCALE = 576**-0.5
-VARIANTS: dict[str, dict[str, Any]] = {
-    "base": {},
-    "prefetch": {"prefetch": True},
-    "named": {"named": True},
-    "named prefetch": {"named": True, "prefetch": True},
-    "named two P prefetch": {"named": True, "p_buffers": 2, "prefetch": True},
-    "dependent": {"dependent": True},
-}
 STAGE = "STAGE "
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 130, 1000, 4097)
 Result = tuple[torch.Tensor, torch.Tensor]  # out [B, H, Lq, 512], lse [B, H, Lq]
@@ -80,16 +77,24 @@ class Case:
                 self.cache[self.table[b, : -(-n // page)].long()] = full.view(-1, page, 576)
                 self.table[b, -(-n // page) :] = -7  # never looked up
 
-    def latent(self, **ways: Any) -> Latent:
-        spec = spec_of(self.q, self.page, paged=self.paged, causal=True, lengths=True, lse=True, **ways)
-        batch, heads, q_len = self.q.shape[:3]
-        return Latent(spec, batch, heads, q_len, self.cache.shape[1])
+    def arguments(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The function, what it is given, and its options."""
+        options: dict[str, Any] = {"causal": True, "scale": SCALE, "return_lse": True}
+        if self.table is None:
+            keys = self.cache[:, None]  # [B, 1, L, 576]
+            return attention, (self.q, keys, keys[..., :512]), options | {"kv_lengths": self.n}
+        pages = self.cache[:, :, None]  # [pages, page_size, 1, 576]
+        return paged_attention, (self.q, pages, pages[..., :512], self.table, self.n), options
 
-    def call(self, latent: Latent, work: Any) -> Result:
-        out = torch.full((*self.q.shape[:3], 512), float("nan"), device="cuda", dtype=BF16)
-        lse = torch.full(self.q.shape[:3], float("nan"), device="cuda")
-        latent(self.q, self.cache, out, lse, self.n, self.table, SCALE, work)
-        return out, lse
+    def call(self) -> Result:
+        function, args, options = self.arguments()
+        state = function(*args, backend="hopper", **options)
+        return state.out, state.lse
+
+    def checked(self) -> calls.Call:
+        """The call as a backend sees it."""
+        function, args, options = self.arguments()
+        return (calls.dense if function is attention else calls.paged)(*args, Options(**options))
 
     def oracle(self) -> Result:
         found = [oracle_of(q, keys) for q, keys in zip(self.q, self.keys, strict=True)]
@@ -117,14 +122,12 @@ def judge(name: str, got: Result, want: Result) -> str:
     return f"{name}: error {worst:.2e} of the output" if worst > 4e-3 else ""
 
 
-def cases(full: bool) -> Iterator[tuple[str, Case]]:
+def cases() -> Iterator[tuple[str, Case]]:
     """Small and awkward ones."""
     yield "batch of all lengths, 128 heads", Case(list(LENGTHS), 128, 1)
     yield "all lengths, 16 heads", Case(list(LENGTHS), 16, 1)
     yield "2 queries, 128 heads", Case(list(LENGTHS), 128, 2, spread=3.0)
     yield "4 queries, 16 heads", Case(list(LENGTHS), 16, 4, spread=3.0)
-    if not full:
-        return
     for batch, heads, q_len in itertools.product((1, 2, 5), (16, 64, 128), (1, 2, 3, 4)):
         lengths = [LENGTHS[(3 * batch + 5 * q_len + 7 * i + heads) % len(LENGTHS)] for i in range(batch)]
         yield f"lengths {lengths}, {heads} heads, {q_len} queries", Case(lengths, heads, q_len)
@@ -136,6 +139,7 @@ def cases(full: bool) -> Iterator[tuple[str, Case]]:
     yield "contiguous", Case([1000, 4097, 3], 128, 2, paged=False)
     yield "96 heads", Case([1000, 300], 96, 2)
     yield "5 heads", Case([1000, 300], 5, 3)
+    yield "12 queries", Case([1000, 5, 700], 16, 12)
     yield from large()
 
 
@@ -162,46 +166,75 @@ def small() -> Iterator[tuple[str, Case]]:
     yield "40 x 2k", Case([2048 - 31 * i for i in range(40)], 128, 1)
 
 
-def sanitize(names: list[str]) -> int:
+def conforming() -> Iterator[conformance.Case]:
+    """Cases of the conformance suite that latent decode serves."""
+    for case in LATENT:
+        if case.D == 576 and case.dtype != "f32" and not case.split_size and not case.q_lengths:
+            yield case
+
+
+def sanitize() -> int:
     """Each small call twice, compared; how many are wrong."""
     torch.manual_seed(0)
     wrong = 0
     for name, case in small():
         want = case.oracle()
-        for variant in names:
-            latent = case.latent(**VARIANTS[variant])
-            work = latent.workspace("cuda")
-            for _ in range(2):
-                got = case.call(latent, work)
-                torch.cuda.synchronize()
-            text = judge(name, got, want)
-            wrong += bool(text)
-            print(f"{variant}: {text or name + ': right'}", flush=True)
+        for _ in range(2):
+            got = case.call()
+            torch.cuda.synchronize()
+        text = judge(name, got, want)
+        wrong += bool(text)
+        print(text or name + ": right", flush=True)
     return wrong
 
 
-def check(ways: dict[str, Any], full: bool) -> list[str]:
+def hidden_nan() -> str:
+    """NaN in keys that only later queries see: what is wrong, if anything is."""
+    for paged in (True, False):
+        case = Case([300, 129, 66], 16, 4, paged=paged)
+        clean = case.call()
+        for b, n in enumerate(case.lengths):
+            at = (b, n - 2) if case.table is None else (int(case.table[b, (n - 2) // 64]), (n - 2) % 64)
+            case.cache[at][3] = float("nan")
+        out, lse = case.call()
+        if not (torch.equal(out[:, :, :2], clean[0][:, :, :2]) and torch.equal(lse[:, :, :2], clean[1][:, :, :2])):
+            return "NaN in a hidden key reaches queries before it"
+        if not bool(out[:, :, 2:].isnan().all() and lse[:, :, 2:].isnan().all()):
+            return "queries that see a NaN are not NaN"
+    return ""
+
+
+def check() -> list[str]:
+    """What is wrong, if anything is."""
     torch.manual_seed(0)
     wrong = []
-    for name, case in cases(full):
-        stage(name)
-        latent = case.latent(**ways)
-        work = latent.workspace("cuda")
-        for x in work[:2]:
-            x.fill_(float("nan"))
-        text = judge(name, case.call(latent, work), case.oracle())
+
+    def found(text: str) -> None:
         if text:
             wrong.append(text)
             print(text, flush=True)
+
+    for each in conforming():
+        stage(str(each))
+        try:
+            check_case(each, "hopper", "cuda")
+        except (Mismatch, Unsupported) as error:
+            found(f"{each}: {error}")
+    stage("hidden NaN")
+    found(hidden_nan())
+    for name, case in cases():
+        stage(name)
+        want = case.oracle()
+        found(judge(name, case.call(), want))
+        found(judge(f"{name}, remembered", case.call(), want))
         if len(wrong) > 12:
             break
+    stage("repeats")
     case = Case([4097, 1000, 65, 2048, 3000], 128, 2)
-    latent = case.latent(**ways)
-    work = latent.workspace("cuda")
-    first = case.call(latent, work)
+    first = case.call()
     for i in range(50):
-        again = case.call(latent, work)
+        again = case.call()
         if not (torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])):
-            wrong.append(f"repeat {i} differs")
+            found(f"repeat {i} differs")
             break
     return wrong

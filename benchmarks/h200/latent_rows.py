@@ -1,19 +1,18 @@
-"""Rows of latent decode as they are timed: the kernel's variants and FlashMLA, each checked before it is timed."""
+"""Rows of latent decode as they are timed: `paged_attention` and FlashMLA, each checked before it is timed."""
 
 from __future__ import annotations
 
 import sys
-from copy import copy
 from typing import Any
 
 import torch
-from latent_cases import BF16, SCALE, VARIANTS, Result, judge, oracle_of, stage
+from latent_cases import BF16, SCALE, Result, judge, oracle_of, stage
 from timing import Way, graphed, seconds
 
-from tilewise.backends.hopper.mla.launch import Latent, spec_of
+from tilewise import paged_attention
 
 IN_TURNS = "all in turns"
-APART, PEER = "not combined", "FlashMLA"
+OWN, PEER = "tilewise", "FlashMLA"
 # name: batch, keys, heads, queries
 ROWS = {
     "128 x 4k, 128 heads": (128, 4096, 128, 1),
@@ -47,20 +46,15 @@ class Row:
         ]
         return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
 
-    def own(self, way: str) -> list[Way]:
-        """Calls of a variant, each of which returns its output and lse."""
+    def own(self) -> list[Way]:
+        """Calls that return their output and lse."""
         q = self.q.transpose(1, 2)
-        given = VARIANTS["base" if way == APART else way]
-        spec = spec_of(q, 64, paged=True, causal=True, lengths=True, lse=True, **given)
-        latent = copy(Latent(spec, self.batch, self.heads, self.q_len, self.table.shape[1] * 64))
-        latent.combines = way != APART
-        work = latent.workspace("cuda")
-        out = torch.empty(self.batch, self.heads, self.q_len, 512, device="cuda", dtype=BF16)
-        lse = torch.empty(self.batch, self.heads, self.q_len, device="cuda")
 
         def call(cache: torch.Tensor) -> Result:
-            latent(q, cache, out, lse, self.lengths, self.table, SCALE, work)
-            return out, lse
+            pages = cache[:, :, None]
+            tables = self.table, self.lengths
+            state = paged_attention(q, pages, pages[..., :512], *tables, scale=SCALE, causal=True, return_lse=True)
+            return state.out, state.lse
 
         return [lambda cache=cache: call(cache) for cache in self.caches]
 
@@ -80,22 +74,19 @@ class Row:
 
     def run_of(self, way: str, eager: bool) -> tuple[Way, str]:
         """What is timed, run a few times already, and what is wrong with its results."""
-        calls = self.peer() if way == PEER else self.own(way)
-
-        def right(when: str, got: Result) -> str:
-            return "" if way == APART else judge(f"{way}, {when}", got, self.want)
-
+        calls = self.peer() if way == PEER else self.own()
         for call in calls:
             got = call()
         torch.cuda.synchronize()
-        text = right("eager", got)
+        text = judge(f"{way}, eager", got, self.want)
         if eager:
             return lambda: [call() for call in calls], text
-        replay = graphed(calls)
+        captured: list[Result] = []
+        replay = graphed([*calls[:-1], lambda: captured.append(calls[-1]())])
         for _ in range(3):
             replay()
         torch.cuda.synchronize()
-        return replay, text or ("" if way == PEER else right("in a graph", got))
+        return replay, text or judge(f"{way}, in a graph", captured[-1], self.want)
 
 
 def time_row(name: str, ways: list[str], peers: str, budget: float, eager: bool) -> dict[str, Any]:

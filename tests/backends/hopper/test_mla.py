@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from aot import SHARED, tensors_of
+from aot import SHARED, Signature, tensors_of
 from hopper_aot import build
 from problem_space import changed, problem_of
 from tilewise.backends import hopper
@@ -21,13 +22,14 @@ from tilewise.backends.hopper.fwd import config as prefill
 from tilewise.backends.hopper.mla import config
 from tilewise.backends.hopper.mla.combine import combine
 from tilewise.backends.hopper.mla.kernel import latent_decode
-from tilewise.backends.hopper.mla.launch import Launcher
+from tilewise.backends.hopper.mla.launch import Launcher, Launches
 from tilewise.core.plan import Plan
 from tilewise.core.problem import MaskSpec
 from tilewise.core.storage import PLAIN
 from tilewise.dispatch import planner
 
 BF16, F16 = torch.bfloat16, torch.float16
+DESCRIBED = ("q", "q_rope", "k", "k_rope")  # to TMA
 
 
 def problem(heads=128, q_len=1, page=64, paged=True, dtype=BF16, lse=True, lengths=True, **changes):
@@ -141,6 +143,39 @@ def test_rows_that_lie_apart_are_not_prefetched():
         t.k = torch.empty(100, 64, 1, 576 + gap, dtype=BF16, device="meta").transpose(1, 2)[..., :576]
         made = launcher(p)
         assert made.arguments(t, made.workspace("meta"))["S"].prefetch is (gap == 0)
+
+
+@pytest.mark.parametrize("given", [{}, {"sinks": True, "q_len": 2}, {"paged": False, "lse": False}], ids=str)
+def test_a_repeated_call_has_the_addresses_of_its_tensors(given, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    latent, made = arguments(**given)
+    launched = []
+
+    def ready(function, constants):
+        types = Signature.of(function, made | latent.combining.constants, constants).types
+        pointers = [name for name, kind in types.items() if kind.startswith("*")]
+
+        def run(addresses, stream):
+            launched.append((dict(zip(pointers, addresses, strict=True)), stream))
+
+        run.pointers = pointers
+        return run
+
+    maps = [SimpleNamespace(name=name, move=lambda at, name=name: moved.__setitem__(name, at)) for name in DESCRIBED]
+    moved = {}
+    latent.names = ["q", "k", "v", *(n for n in ("OUT", "LSE", "SINKS", "LENGTHS", "TABLE") if made[n] is not None)]
+    addresses = [1000 * i for i in range(1, len(latent.names) + 1)]
+    workspace = torch.empty(latent.fragments_at + 4)
+    monkeypatch.setattr(latent, "workspace", lambda device: workspace)
+    combined = {name for name in combine.arg_names if name.isupper()} - set(latent.combining.constants)
+    kernels = ready(latent_decode, ("S",)), ready(combine, tuple(latent.combining.constants))
+    latent.relaunch(Launches(*kernels, maps), addresses, torch.device("cpu"))
+    at = dict(zip(latent.names, addresses, strict=True)) | {"CACHE": 2000, "PARTIAL": workspace.data_ptr()}
+    at |= {name: workspace.data_ptr() + made[name].storage_offset() * 4 for name in ("PARTIAL_LSE", "FRAGMENTS")}
+    assert moved == {"q": 1000, "q_rope": 1000, "k": 2000, "k_rope": 2000}
+    for (found, stream), names in zip(launched, (at.keys() - {"q", "k", "v"}, combined & at.keys()), strict=True):
+        assert stream == 5
+        assert found == {name: at[name] for name in names}
 
 
 REFUSED = {
@@ -267,7 +302,8 @@ assert size_of([20 + i % 9 for i in range(128)], 66) == -(-sum(20 + i % 9 for i 
 for sinks, lengths, heads, q_len, head_rows, parts, AT_ONCE, ROWS, COLUMNS in (
     (True, [300, 0, 4000, 129], 5, 3, 8, 9, 2, 4, 512), (True, [5000, 10], 96, 2, 64, 3, 16, 1, 256),
     (False, [300, 0, 4000, 129], 5, 3, 8, 9, 2, 4, 512), (False, [20000], 64, 1, 64, 66, 32, 1, 128),
-    (False, [1, 2, 3], 16, 1, 16, 2, 4, 2, 512), (False, [700] * 300, 2, 1, 2, 7, 2, 4, 512), (False, [5000, 10], 96, 2, 64, 3, 16, 1, 256),
+    (False, [1, 2, 3], 16, 1, 16, 2, 4, 2, 512), (False, [700] * 300, 2, 1, 2, 7, 2, 4, 512),
+    (False, [5000, 10], 96, 2, 64, 3, 16, 1, 256),
 ):
     batch, queries = len(lengths), 64 // head_rows
     logits = torch.randn(heads) * 20 if sinks else None

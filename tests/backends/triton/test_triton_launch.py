@@ -3,6 +3,7 @@
 import ctypes
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ if sys.platform != "linux":
 
 from tilewise.backends.gpu import block_lists, kernel, semaphores
 from tilewise.backends.gpu.driver import NO_CONTEXT, Attribute, Launch
-from tilewise.backends.hopper.fwd.launch import SOURCES
+from tilewise.backends.hopper.fwd import launch as prefill
+from tilewise.backends.hopper.mla import launch as latent
 from tilewise.backends.triton.arguments import TENSORS
 from tilewise.core.tensors import Tensors
 from tilewise.dispatch import call_cache
@@ -180,7 +182,7 @@ class Recorded:
     def __call__(self, t):
         self.called.append(t)
         given = [x for x in (getattr(t, f.name) for f in fields(Tensors)) if x is not None]
-        self.ready[tuple(x.stride() for x in given)] = "ready"
+        self.ready[kernel.key_of(t.k, given)] = "ready"
 
     def relaunch(self, ready, addresses, device):
         self.launched.append((ready, addresses))
@@ -209,4 +211,31 @@ def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
 
 def test_kernels_have_their_tensors_in_the_order_of_the_call_cache():
     assert tuple(TENSORS.values()) == call_cache.FIELDS
-    assert [name for name in call_cache.FIELDS if name in SOURCES.values()] == list(SOURCES.values())
+    for launcher in (prefill.Launcher, latent.Launcher):
+        names = list(launcher.SOURCES.values())
+        assert [name for name in call_cache.FIELDS if name in names] == names
+
+
+class Described(kernel.ByAddress):
+    """A plan's launches, which describe k to TMA: by its shape."""
+
+    SOURCES = {"q": "q", "k": "k", "v": "v", "OUT": "out"}  # noqa: RUF012
+
+    def first(self, t, key):
+        self.ready[key] = t.k.shape
+
+    def relaunch(self, ready, addresses, device):
+        assert ready == self.shape
+
+
+def test_keys_of_other_lengths_are_described_anew(monkeypatch):
+    """Neither how many rows packed keys have nor how many pages there are is in a plan, or in strides."""
+    monkeypatch.setattr(kernel, "is_aligned", lambda addresses, device: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    launcher = Described()
+    for rows in (10, 20, 10, 20):
+        packed, pages = torch.empty(rows, 2, 64).transpose(0, 1)[None], torch.empty(rows, 16, 1, 64).transpose(1, 2)
+        for k in (packed, pages):
+            launcher.shape = k.shape
+            launcher(Tensors(torch.empty(1, 2, 5, 64), k, k, torch.empty(1, 2, 5, 64)))
+    assert len(launcher.ready) == 4

@@ -51,7 +51,7 @@ def plan(problem: Problem) -> Plan:
             problem,
             backend="hopper",
             kernel="latent decode, warp-specialised",
-            tile=(latent.ROWS, 2 * latent.KEYS),
+            tile=latent.TILE,
             splits=cut.splits,
             workspace_bytes=latent.workspace_bytes(problem, cut),
             notes=latent.notes(cut),

@@ -7,7 +7,7 @@ aligned pointers pass their addresses straight to the compiled kernels.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -45,7 +45,7 @@ class Launches(NamedTuple):
 class Launcher(ByAddress):
     """All that a plan's calls have in common."""
 
-    SOURCES = {
+    SOURCES: ClassVar = {
         "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes",
         "SINKS": "sinks", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
         "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",

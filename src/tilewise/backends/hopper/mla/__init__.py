@@ -6,5 +6,5 @@ A tile is 64 query rows (heads, then queries). Its output of 512 columns is held
 pairs of blocks: warpgroup 0 scores the first block of a pair, warpgroup 1 the second, and each sends its weights to the
 other through shared memory, since both halves of the output need both. Files: tile_scheduler.py (which keys belong to
 which program), producer.py, consumer.py, pipeline.py (what lies between those two), epilogue.py, combine.py (sequences
-that several programs share), kernel.py, launch.py.
+that several programs share), kernel.py, config.py (what is served), launch.py.
 """

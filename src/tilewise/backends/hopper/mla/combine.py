@@ -11,7 +11,8 @@ PLAIN_INTS = ["o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "heads", "q_len", 
 
 @triton.jit(do_not_specialize=PLAIN_INTS)
 def combine(
-    OUT, LSE, SINKS, PARTIAL, PARTIAL_LSE, FRAGMENTS, o_b, o_h, o_l, lse_b, lse_h, lse_l, heads, q_len, head_rows, tiles,
+    OUT, LSE, SINKS, PARTIAL, PARTIAL_LSE, FRAGMENTS,
+    o_b, o_h, o_l, lse_b, lse_h, lse_l, heads, q_len, head_rows, tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns of ROWS rows (heads, then queries) of a sequence, AT_ONCE fragments at a time."""

@@ -14,6 +14,7 @@ from ...gpu.target import Target
 from .spec import KEYS, LATENT, ROPE, ROWS, Spec
 
 MOST_QUERIES = 16
+TILE = ROWS, 2 * KEYS  # keys are taken in pairs of blocks
 COMBINED = 4096  # numbers that a combining program has at a time
 
 

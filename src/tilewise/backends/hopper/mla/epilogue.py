@@ -37,7 +37,7 @@ def store(a, w, o, m, l, partial, tile, query, head, C: gl.constexpr):
     row = gl.arange(0, 64, ROW)
     m = m * a.factor  # in base 2, as all from here on
     alpha = gl.full_like(m, 1.0)
-    if a.S.sinks:
+    if a.S.sinks:  # noqa: SIM102
         if w.alone():  # else a sink counts where fragments are combined
             m, l, alpha = add_sink(a, m, l, head + row % a.S.head_rows)
     empty = l == 0

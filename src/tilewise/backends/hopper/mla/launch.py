@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ class Launcher(ByAddress):
     """All that a plan's calls have in common."""
 
     # What no kernel reads (v is in k, offsets are those of the last positions) has a place here all the same.
-    SOURCES = {
+    SOURCES: ClassVar = {
         "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "SINKS": "sinks", "LENGTHS": "kv_lengths",
         "q_offset": "q_offset", "TABLE": "block_table",
     }  # fmt: skip
