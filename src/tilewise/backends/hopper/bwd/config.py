@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....core.mask_rules import MaskRules
 from ....core.problem import Problem
 from ...gpu.flags import DTYPE_NAMES, needs_exact_tanh
 from .spec import BackwardSpec
@@ -23,7 +24,9 @@ def refusal(problem: Problem) -> str | None:
         "a KV cache in pages or quantised": p.form == "paged" or p.k_format.is_quantised or p.v_format.is_quantised,
         "masks": p.mask is not None,
         "ALiBi": p.alibi,
-        "chunks": p.rules.chunk > 0,
+        "rules of positions other than causal and windows": (
+            p.rules.relative() != MaskRules(causal=p.rules.causal, window=p.rules.window)
+        ),
         "q, k and v of other types than float16 or bfloat16, all the same": not (
             p.q_dtype == p.k_format.dtype == p.v_format.dtype and DTYPE_NAMES.get(p.q_dtype) in ("f16", "bf16")
         ),
