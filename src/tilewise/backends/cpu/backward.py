@@ -14,6 +14,7 @@ from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm.fp32 import ROWS
+from .gemm.gradient import has_bf16
 from .launch import Launch, launcher, make_params, problem_params, same_items, schedule_items
 from .params import Gradients, put_tensor
 from .scratch import backward_total, round_up
@@ -27,7 +28,8 @@ def prepare(problem: Problem) -> Plan:
     gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows), give_way=give_way())
     params = problem_params(p, tile_rows=rows, tile_keys=keys, head_batch=1, threads=threads)
     params.gradients = ctypes.addressof(gradients)
-    params.worker = compiler.function("backward")
+    bf16 = p.q_dtype == p.k_dtype == p.v_dtype == torch.bfloat16 and has_bf16()
+    params.worker = compiler.function("backward bf16" if bf16 else "backward")
     scratch = backward_total(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys)
     most = p.batch * p.kv_heads * -(-p.kv_len // keys)
     items = schedule_items(params, most, "schedule_backward") if same_items(p) else None
@@ -35,7 +37,7 @@ def prepare(problem: Problem) -> Plan:
     return Plan(
         p,
         "cpu",
-        f"backward, {W} lanes, {threads} thread{'s' * (threads > 1)}",
+        f"{'bf16 ' * bf16}backward, {W} lanes, {threads} thread{'s' * (threads > 1)}",
         (min(rows, max(1, p.q_len)), keys),
         workspace_bytes=scratch * threads + 4 * p.heads * every_row + 4 * dq_floats(p, rows),
         detail=Launch(params, scratch, most, items, "schedule_backward", gradients),

@@ -24,6 +24,7 @@ from .codegen.dtypes import STORED
 from .gemm.amx import PARTS, usable
 from .gemm.gemv_vnni import PARTS as BYTE_PARTS
 from .gemm.gemv_vnni import has_vnni
+from .gemm.gradient import has_bf16
 from .kernel_cache import KernelCache
 
 _lock = threading.RLock()
@@ -126,4 +127,5 @@ ALL = [
     *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_vnni() for what in ("vnni_qk", "vnni_pv")),
     *(("amx_qk", "amx_pv", *(f"prefill_amx {dtype}" for dtype in PARTS)) if usable() else ()),
     *("append", "cascade", "map_rows", "schedule_backward", "backward"),
+    *(("backward bf16",) if has_bf16() else ()),
 ]

@@ -115,8 +115,8 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         states=8 * heads,
         distances=each_row,  # of each row: its sum of dS |qpos - kpos|
         slope_sums=4 * heads,
-        q_rows=each_row * D,  # [rows, D]
-        dout_rows=each_row * Dv,
+        q_rows=each_row * (D + W),  # [rows, D], or pairs of bf16 rows, then the rows
+        dout_rows=each_row * (Dv + W),
         q=each_row * D,  # [panels, D, PANEL]
         dout=each_row * Dv,
         s=cells,  # [keys, rows]: scores, then P

@@ -40,9 +40,20 @@ def by_fours(e: Emit, count: Value, step: Callable[[Value], None]) -> None:
 
 
 def products(
-    e: Emit, rows: int, element: Callable[[int, Value], Value], b: Value, width: Value, depth: Value, vectors: int
+    e: Emit,
+    rows: int,
+    element: Callable[[int, Value], Value],
+    b: Value,
+    width: Value,
+    depth: Value,
+    vectors: int,
+    fma: Callable[[Value, Value, Value], Value] | None = None,
 ) -> list[list[Var]]:
-    """A[rows, depth] B[depth, vectors * W]: sums [row][vector]. A is `element(i, k)`; a row of B is `width` floats."""
+    """A[rows, depth] B[depth, vectors * W]: sums [row][vector]. A is `element(i, k)`; a row of B is `width` floats.
+
+    `fma(a, b, c)` is a * b + c, of float32 if not given.
+    """
+    fma = fma or e.fma
     sums = [[e.var(e.zeros) for _ in range(vectors)] for _ in range(rows)]
 
     def step(k: Value) -> None:
@@ -51,7 +62,7 @@ def products(
         for i in range(rows):
             value = e.splat(element(i, k))
             for j in range(vectors):
-                sums[i][j].set(e.fma(value, columns[j], sums[i][j].get()))
+                sums[i][j].set(fma(value, columns[j], sums[i][j].get()))
 
     by_fours(e, depth, step)
     return sums

@@ -3,15 +3,43 @@
 gemm_rows     C[KEYS, cols] += A[KEYS, depth] B[depth, cols]       A a row at a time: K Q^T, V dO^T, P^T dO, dS^T Q
 gemm_columns  C[ROWS, cols] += A^T[depth, ROWS]^T B[depth, cols]   A a column at a time: dS K
 
-A row of a, b and c has so many floats as the argument after it says. The sums are those of `fp32.py`.
+A row of a, b and c has so many floats as the argument after it says. The sums are those of `fp32.py`. In the kernels
+for bf16 a float of A and B is a pair of bf16 numbers, neighbours in depth; AVX-512 BF16 adds both products (VDPBF16PS).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from llvmlite import ir
+from numba.core import cgutils
+
 from ..codegen.vector import F32, Emit, Value, Var, W, microkernel
+from ..isa import cpu_features
 from .fp32 import KEYS, PANEL, ROWS, products
+
+
+class BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+BFloat._create_instance()
+
+
+def has_bf16() -> bool:
+    return W == 16 and "avx512bf16" in cpu_features()
+
+
+def _dot_pairs(e: Emit, a: Value, b: Value, c: Value) -> Value:
+    """c plus the products of both bf16 numbers in each lane of a and b."""
+    pairs = ir.VectorType(BFloat(), 2 * W)
+    kind = ir.FunctionType(c.type, [c.type, pairs, pairs])
+    function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return e.builder.call(function, [c, e.builder.bitcast(a, pairs), e.builder.bitcast(b, pairs)])
 
 
 def _add(e: Emit, sums: list[list[Var]], c: Value, width: Value, keep: Value) -> None:
@@ -24,30 +52,32 @@ def _add(e: Emit, sums: list[list[Var]], c: Value, width: Value, keep: Value) ->
             e.store(b.fadd(b.select(fresh, e.zeros, e.load(c, at)), x.get()), c, at)
 
 
-def _gemm_rows(vectors: int) -> Any:
+def _gemm_rows(vectors: int, pairs: bool) -> Any:
     @microkernel("iiiiiiii")
     def gemm(
         e: Emit, a: Value, a_row: Value, b: Value, b_row: Value, c: Value, c_row: Value, depth: Value, keep: Value
     ) -> None:
         size = e.builder.mul(a_row, e.i64(4))
         rows = [e.builder.add(a, e.builder.mul(size, e.i64(i))) for i in range(KEYS)]
-        sums = products(e, KEYS, lambda i, k: e.load_scalar(rows[i], k, F32), b, b_row, depth, vectors)
+        fma = partial(_dot_pairs, e) if pairs else e.fma
+        sums = products(e, KEYS, lambda i, k: e.load_scalar(rows[i], k, F32), b, b_row, depth, vectors, fma)
         _add(e, sums, c, c_row, keep)
 
     return gemm
 
 
-def _gemm_columns(vectors: int) -> Any:
+def _gemm_columns(vectors: int, pairs: bool) -> Any:
     @microkernel("iiiiiii")
     def gemm(e: Emit, a: Value, a_row: Value, b: Value, b_row: Value, c: Value, c_row: Value, depth: Value) -> None:
         def element(i: int, k: Value) -> Value:
             return e.load_scalar(a, e.builder.add(e.builder.mul(k, a_row), e.i64(i)), F32)
 
-        _add(e, products(e, ROWS, element, b, b_row, depth, vectors), c, c_row, e.i64(1))
+        fma = partial(_dot_pairs, e) if pairs else e.fma
+        _add(e, products(e, ROWS, element, b, b_row, depth, vectors, fma), c, c_row, e.i64(1))
 
     return gemm
 
 
 VECTORS = PANEL // W  # of a `gemm_rows`, at most
-gemm_rows_1, gemm_rows_2, gemm_rows_3, gemm_rows_4 = (_gemm_rows(min(n, VECTORS)) for n in (1, 2, 3, 4))
-gemm_columns_1, gemm_columns_2, gemm_columns_3 = (_gemm_columns(n) for n in (1, 2, 3))
+gemm_rows, gemm_rows_bf16 = ([_gemm_rows(min(n, VECTORS), pairs) for n in (1, 2, 3, 4)] for pairs in (False, True))
+gemm_columns, gemm_columns_bf16 = ([_gemm_columns(n, pairs) for n in (1, 2, 3)] for pairs in (False, True))

@@ -17,72 +17,27 @@ from collections import namedtuple
 
 from numba import carray, types
 
-from ..codegen import dtypes
 from ..codegen.calls import call_nothing
-from ..codegen.load_store import (
-    clear,
-    fetch_add,
-    get_f32,
-    get_i64,
-    load_acquire,
-    put_f32,
-    put_i64,
-    store_release,
-    transpose,
-)
-from ..codegen.numba_ops import (
-    INF,
-    ONE,
-    ZERO,
-    F,
-    gradients_at,
-    item_at,
-    jit,
-    params_at,
-    pointer,
-    store_row,
-    up,
-    widen_row,
-)
+from ..codegen.load_store import clear, fetch_add, get_f32, get_i64, load_acquire, put_f32, put_i64, store_release
+from ..codegen.numba_ops import INF, ZERO, F, gradients_at, item_at, jit, params_at, pointer, store_row, up
 from ..codegen.vector import W
 from ..gemm.fp32 import KEYS, PANEL, ROWS
-from ..gemm.gradient import (
-    VECTORS,
-    gemm_columns_1,
-    gemm_columns_2,
-    gemm_columns_3,
-    gemm_rows_1,
-    gemm_rows_2,
-    gemm_rows_3,
-    gemm_rows_4,
-)
-from ..kv_access import (
-    key_source,
-    key_span,
-    list_rows,
-    place,
-    query_row,
-    query_span,
-    sequence,
-    value_source,
-    widen_rows,
-)
+from ..kv_access import key_span, place, query_span, sequence
 from ..params import WORK_ITEM, WORK_ITEM_BYTES, Params, offset
 from ..scratch import partition_backward
-from .gradient_cells import add_distances, clean, dot_less, fade_cells, probs_full, probs_masked, times_cells
+from .backward_bf16 import BF16
+from .backward_fp32 import FP32
+from .gradient_cells import add_distances, fade_cells, probs_full, probs_masked, times_cells
 from .gradient_mask import add_mask
+from .gradient_products import named
 from .mask import read_states
-from .prefill_fp32 import DOT_LENGTH, SHORT_DOT_LENGTH, SHORT_KEYS, SHORT_ROWS, piece
 from .rows import list_spans, seen_by_some, set_row
-from .scores import LARGEST, bias_scores, is_plain, scale_scores, unit
+from .scores import LARGEST, bias_scores, scale_scores
 
 NEXT_ITEM = offset(Params, "next_item")
 SPINS = 64  # before a thread that waits gives way to others
 # Rows `row` to `row + rows` of each head of a group, and keys `start` to `end`, block `block` of them
 Tile = namedtuple("Tile", "b head row rows start end block")
-
-
-# Work items
 
 
 def schedule_backward(params, order):
@@ -104,55 +59,6 @@ def schedule_backward(params, order):
     p.next_item, p.items, p.done, p.undone = 0, count, 0, 0
 
 
-def backward(params, scratch):
-    """What a thread runs: work items until there are none."""
-    p = params_at(params)
-    g, t = gradients_at(p.gradients), partition_backward(p, scratch)
-    index = fetch_add(params + NEXT_ITEM)
-    while index < p.items:
-        item = item_at(p.work_items + index * WORK_ITEM_BYTES)
-        for b in range(item.b, p.batch if g.every_row else item.b + 1):
-            for head in range(item.head, p.kv_heads if g.every_head else item.head + 1):
-                key_block(p, g, t, b, head, item.split)
-        index = fetch_add(params + NEXT_ITEM)
-
-
-@jit
-def key_block(p, g, t, b, head, block):
-    """A block of keys of one KV head: its dK and dV, and its share of dQ and of the other gradients."""
-    _, q_len, kv_start, kv_len, offset = sequence(p, b)
-    start = block * p.tile_keys
-    end = min(start + p.tile_keys, kv_len)
-    if start >= end:
-        return
-    D, Dv, group = up(p.head_dim, W), up(p.value_dim, W), p.heads // p.kv_heads
-    whole = Tile(b, head, ZERO, q_len, start, end, block)
-    at = place(p, whole, kv_start)
-    count = end - start
-    clean_keys = load_keys(p, t, at, start, count, D, Dv)
-    clear(t.dk, up(count, KEYS) * D)
-    clear(t.dv, up(count, KEYS) * Dv)
-    for h in range(group):
-        put_f32(t.slope_sums + 4 * h, F(0))
-    first, last = rows_seeing(p, block, kv_len, offset, q_len)
-    if first < last:
-        for row in range(first // p.tile_rows * p.tile_rows, last, p.tile_rows):
-            tile = Tile(b, head, row, min(p.tile_rows, q_len - row), start, end, block)
-            row_tile(p, g, t, tile, clean_keys)
-    for j in range(count):
-        line = kv_start + start + j
-        if g.dk:
-            to = g.dk + at.b * g.dk_b + head * g.dk_h + line * g.dk_l
-            store_row(to, p.k_dtype, t.dk + 4 * j * D, p.head_dim, F(p.scale))
-        if g.dv:
-            to = g.dv + at.b * g.dv_b + head * g.dv_h + line * g.dv_l
-            store_row(to, p.v_dtype, t.dv + 4 * j * Dv, p.value_dim, F(1))
-    if g.dslopes:
-        for h in range(group):
-            to = g.dslopes + block * g.dslopes_j + b * g.dslopes_b + (head * group + h) * g.dslopes_h
-            put_f32(to, get_f32(t.slope_sums + 4 * h))
-
-
 @jit
 def rows_seeing(p, block, kv_len, offset, q_len):
     """The first and last row that may see some key of a block, in rows of which none but the ends are left out."""
@@ -171,24 +77,7 @@ def visits(p, tile, block):
     return first < last and first < tile.row + tile.rows and last > tile.row
 
 
-# Loads
-
-
-@jit
-def load_keys(p, t, at, start, count, D, Dv):
-    """K and V of a block as float32 rows, zeros up to whole blocks. Returns K with 0 for what is not finite."""
-    v, k = value_source(p), key_source(p)
-    list_rows(p, v, at, t.table, start, count, ONE)
-    widen_rows(p, v, at, t.table, t.values, start, count, ONE)
-    list_rows(p, k, at, t.table, start, count, ONE)
-    bad = widen_rows(p, k, at, t.table, t.keys, start, count, ONE)
-    padded = up(count, KEYS)
-    clear(t.values + 4 * count * Dv, (padded - count) * Dv)
-    clear(t.keys + 4 * count * D, (padded - count) * D)
-    if bad == F(0):
-        return t.keys
-    clean(t.clean_keys, t.keys, padded * D)
-    return t.clean_keys
+# Tiles
 
 
 @jit
@@ -219,45 +108,6 @@ def set_up_rows(p, g, t, tile, R):
 
 
 @jit
-def load_rows(p, g, t, tile, R, D, Dv):
-    """Q and dO of a tile as float32, as rows and transposed in panels. Rows that see nothing are zeros."""
-    q_start = sequence(p, tile.b)[0]
-    group, n, b = p.heads // p.kv_heads, tile.rows, ZERO if p.cu_q else tile.b
-    bad = F(0)
-    for r in range(up(R, W)):
-        q_row, dout_row = t.q_rows + 4 * r * D, t.dout_rows + 4 * r * Dv
-        if r >= R or abs(get_f32(t.m + 4 * r)) == INF:
-            clear(q_row, D)
-            clear(dout_row, Dv)
-            continue
-        head, line = tile.head * group + r // n, q_start + tile.row + r % n
-        at = query_row(p, tile, q_start, r // n, r % n)
-        bad += widen_row(q_row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
-        at = g.dout + b * g.dout_b + head * g.dout_h + line * g.dout_l
-        widen_row(dout_row, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
-    transpose_rows(t.q, t.q_rows, R, D)
-    transpose_rows(t.dout, t.dout_rows, R, Dv)
-    if bad != F(0):  # of no use to dK: a row that holds it has NaN for its lse
-        clean(t.q_rows, t.q_rows, up(R, W) * D)
-
-
-@jit
-def is_few(p, tile):
-    """Whether sums are to be short: over few keys, and for few rows of float32, torch sums in lanes and rounds less."""
-    _, q_len, _, kv_len, _ = sequence(p, tile.b)
-    return kv_len <= SHORT_KEYS or (q_len <= SHORT_ROWS and p.q_dtype == dtypes.F32)
-
-
-@jit
-def transpose_rows(to, rows, R, width):
-    """Rows [R, width] to panels [width, PANEL]."""
-    for first in range(0, up(R, W), W):
-        panel = to + 4 * (first // PANEL * PANEL * width + first % PANEL)
-        for d in range(0, width, W):
-            transpose(panel + 4 * d * PANEL, PANEL, rows + 4 * (first * width + d), width)
-
-
-@jit
 def list_blocks(t, tile, R, count):
     """Of each block of KEYS keys, the rows from the first to the last that see some of it, in blocks of ROWS."""
     for k in range(0, count, KEYS):
@@ -268,88 +118,6 @@ def list_blocks(t, tile, R, count):
                 first, last = min(first, i), i + ROWS
         put_i64(t.first_row + 8 * (k // KEYS), first)
         put_i64(t.last_row + 8 * (k // KEYS), last)
-
-
-# Products
-
-
-@jit
-def multiply(a, a_row, b, b_row, c, c_row, depth, keep, vectors):
-    """C[KEYS, vectors * W] += A[KEYS, depth] B."""
-    if vectors == 1:
-        gemm_rows_1(a, a_row, b, b_row, c, c_row, depth, keep)
-    elif vectors == 2:
-        gemm_rows_2(a, a_row, b, b_row, c, c_row, depth, keep)
-    elif vectors == 3:
-        gemm_rows_3(a, a_row, b, b_row, c, c_row, depth, keep)
-    else:
-        gemm_rows_4(a, a_row, b, b_row, c, c_row, depth, keep)
-
-
-@jit
-def dot_few_rows(keys, rows, to, line, count, width, R, factor, less):
-    """As `dot_rows`, a cell at a time; times `factor`, and less a number of each row, which is 0 from then on."""
-    for r in range(R):
-        for k in range(count):
-            x = dot_less(keys + 4 * k * width, rows + 4 * r * width, width, factor, get_f32(less + 4 * r))
-            put_f32(to + 4 * (k * line + r), x)
-        put_f32(less + 4 * r, F(0))
-
-
-@jit
-def dot_rows(t, keys, panels, to, line, count, width, depth):
-    """s = K Q^T or dP = V dO^T, of rows that see some key of a block."""
-    for d in range(0, depth, DOT_LENGTH):
-        for panel in range(0, line, PANEL):
-            for k in range(0, count, KEYS):
-                first = max(panel, get_i64(t.first_row + 8 * (k // KEYS)) // W * W)
-                last = min(panel + PANEL, get_i64(t.last_row + 8 * (k // KEYS)))
-                if first < last:
-                    a = keys + 4 * (k * width + d)
-                    b = panels + 4 * (panel * width + d * PANEL + first - panel)
-                    c = to + 4 * (k * line + first)
-                    n = (last - first + W - 1) // W
-                    multiply(a, width, b, PANEL, c, line, min(DOT_LENGTH, depth - d), d, n)
-
-
-@jit
-def add_to_keys(t, cells, line, rows, to, count, width):
-    """dV += P dO or dK += dS Q."""
-    c = 0
-    while c < width:
-        left = (width - c) // W
-        n = min(left, VECTORS)
-        if left == VECTORS + 1 and VECTORS > 2:
-            n = VECTORS - 1
-        for k in range(0, count, KEYS):
-            first, last = get_i64(t.first_row + 8 * (k // KEYS)), get_i64(t.last_row + 8 * (k // KEYS))
-            if first < last:
-                a, b = cells + 4 * (k * line + first), rows + 4 * (first * width + c)
-                multiply(a, line, b, width, to + 4 * (k * width + c), width, last - first, ONE, n)
-        c += n * W
-
-
-@jit
-def add_to_rows(t, tile, line, keys, to, R, D, most):
-    """dQ += dS^T K, of each block of rows over the keys that one of them sees, `most` at a time."""
-    c = 0
-    while c < D:
-        n = piece((D - c) // W)
-        for i in range(0, R, ROWS):
-            lo, hi = seen_by_some(t, i, i + ROWS)
-            for k in range(lo - tile.start, hi - tile.start, most):
-                a, b, sums = t.ds + 4 * (k * line + i), keys + 4 * (k * D + c), to + 4 * (i * D + c)
-                depth = min(most, hi - tile.start - k)
-                if n == 1:
-                    gemm_columns_1(a, line, b, D, sums, D, depth)
-                elif n == 2:
-                    gemm_columns_2(a, line, b, D, sums, D, depth)
-                else:
-                    gemm_columns_3(a, line, b, D, sums, D, depth)
-        c += n * W
-
-
-# A tile
 
 
 @jit
@@ -389,64 +157,6 @@ def differentiate(p, g, t, tile, R, line, count, factor):
 
 
 @jit
-def row_tile(p, g, t, tile, clean_keys):
-    """A tile of rows: adds to dK and dV, and to dQ when it is this block's turn."""
-    D, Dv, count = up(p.head_dim, W), up(p.value_dim, W), tile.end - tile.start
-    R = p.heads // p.kv_heads * tile.rows
-    line = up(R, PANEL)
-    _, nothing = read_states(p, tile, t.states, tile.start, tile.end)
-    if not nothing:
-        set_up_rows(p, g, t, tile, R)
-        load_rows(p, g, t, tile, R, D, Dv)
-        list_blocks(t, tile, R, count)
-        factor = unit(p)
-        if is_few(p, tile):
-            if is_plain(p):
-                dot_few_rows(t.keys, t.q_rows, t.s, line, count, D, R, factor, t.m)
-                factor = F(1)
-            else:
-                clear(t.distances, up(R, W))
-                dot_few_rows(t.keys, t.q_rows, t.s, line, count, D, R, F(1), t.distances)
-            dot_few_rows(t.values, t.dout_rows, t.ds, line, count, Dv, R, F(1), t.l)
-        else:
-            dot_rows(t, t.keys, t.q, t.s, line, count, D, p.head_dim)
-            dot_rows(t, t.values, t.dout, t.ds, line, count, Dv, p.value_dim)
-        differentiate(p, g, t, tile, R, line, count, factor)
-        if g.dv:
-            add_to_keys(t, t.s, line, t.dout_rows, t.dv, count, Dv)
-        if g.dk:
-            add_to_keys(t, t.ds, line, t.q_rows, t.dk, count, D)
-    if g.dq:
-        add_to_queries(p, g, t, tile, clean_keys, R, line, nothing)
-
-
-@jit
-def add_to_queries(p, g, t, tile, clean_keys, R, line, nothing):
-    """dQ of a tile, summed by the blocks of keys in their order; the last one writes it."""
-    D = up(p.head_dim, W)
-    q_start, q_len, _, _, _ = sequence(p, tile.b)
-    before = q_start // p.tile_rows + tile.b if p.cu_q else tile.b * ((q_len + p.tile_rows - 1) // p.tile_rows)
-    slot = tile.head * g.slots + before + tile.row // p.tile_rows
-    group = p.heads // p.kv_heads
-    sums, turn = g.dq_sums + 4 * slot * up(group * p.tile_rows, ROWS) * D, g.turns + 8 * slot
-    if visits(p, tile, tile.block - 1):
-        wait_turn(g, turn, tile.block)
-    else:
-        clear(sums, up(R, ROWS) * D)
-    if not nothing:
-        most = SHORT_DOT_LENGTH if is_few(p, tile) else p.tile_keys
-        add_to_rows(t, tile, line, clean_keys, sums, R, D, most)
-    if visits(p, tile, tile.block + 1):
-        store_release(turn, tile.block + 1)
-        return
-    n, b = tile.rows, ZERO if p.cu_q else tile.b
-    for r in range(R):
-        head, row = tile.head * group + r // n, q_start + tile.row + r % n
-        to = g.dq + b * g.dq_b + head * g.dq_h + row * g.dq_l
-        store_row(to, p.q_dtype, sums + 4 * r * D, p.head_dim, F(p.scale))
-
-
-@jit
 def wait_turn(g, turn, block):
     """Waits until it is this block's turn: those before it were taken first, and their threads need none after them."""
     spins = 0
@@ -454,3 +164,110 @@ def wait_turn(g, turn, block):
         spins += 1
         if spins > SPINS:
             call_nothing(g.give_way)
+
+
+def mainloop(gemm):
+    """`fn(params, scratch)`, which a thread runs, by a policy of `gradient_products.py`."""
+    _, load_keys, load_rows, dots, pack_cells, add_values, add_keys, add_queries = gemm
+
+    @named(gemm.name)
+    def add_to_queries(p, g, t, tile, clean_keys, R, line, nothing):
+        """dQ of a tile, summed by the blocks of keys in their order; the last one writes it."""
+        D = up(p.head_dim, W)
+        q_start, q_len, _, _, _ = sequence(p, tile.b)
+        before = q_start // p.tile_rows + tile.b if p.cu_q else tile.b * ((q_len + p.tile_rows - 1) // p.tile_rows)
+        slot = tile.head * g.slots + before + tile.row // p.tile_rows
+        group = p.heads // p.kv_heads
+        sums, turn = g.dq_sums + 4 * slot * up(group * p.tile_rows, ROWS) * D, g.turns + 8 * slot
+        if visits(p, tile, tile.block - 1):
+            wait_turn(g, turn, tile.block)
+        else:
+            clear(sums, up(R, ROWS) * D)
+        if not nothing:
+            add_queries(p, t, tile, line, clean_keys, sums, R)
+        if visits(p, tile, tile.block + 1):
+            store_release(turn, tile.block + 1)
+            return
+        n, b = tile.rows, ZERO if p.cu_q else tile.b
+        for r in range(R):
+            head, row = tile.head * group + r // n, q_start + tile.row + r % n
+            to = g.dq + b * g.dq_b + head * g.dq_h + row * g.dq_l
+            store_row(to, p.q_dtype, sums + 4 * r * D, p.head_dim, F(p.scale))
+
+    @named(gemm.name)
+    def row_tile(p, g, t, tile, clean_keys):
+        """A tile of rows: adds to dK and dV, and to dQ when it is this block's turn."""
+        count = tile.end - tile.start
+        R = p.heads // p.kv_heads * tile.rows
+        line = up(R, PANEL)
+        _, nothing = read_states(p, tile, t.states, tile.start, tile.end)
+        if not nothing:
+            set_up_rows(p, g, t, tile, R)
+            load_rows(p, g, t, tile, R)
+            list_blocks(t, tile, R, count)
+            factor = dots(p, t, tile, R, line, count)
+            differentiate(p, g, t, tile, R, line, count, factor)
+            pack_cells(t, line, count)
+            if g.dv:
+                add_values(p, t, line, count)
+            if g.dk:
+                add_keys(p, t, line, count)
+        if g.dq:
+            add_to_queries(p, g, t, tile, clean_keys, R, line, nothing)
+
+    @named(gemm.name)
+    def key_block(p, g, t, b, head, block):
+        """A block of keys of one KV head: its dK and dV, and its share of dQ and of the other gradients."""
+        _, q_len, kv_start, kv_len, offset = sequence(p, b)
+        start = block * p.tile_keys
+        end = min(start + p.tile_keys, kv_len)
+        if start >= end:
+            return
+        D, Dv, group = up(p.head_dim, W), up(p.value_dim, W), p.heads // p.kv_heads
+        whole = Tile(b, head, ZERO, q_len, start, end, block)
+        at = place(p, whole, kv_start)
+        count = end - start
+        clean_keys = load_keys(p, t, at, start, count)
+        clear(t.dk, up(count, KEYS) * D)
+        clear(t.dv, up(count, KEYS) * Dv)
+        for h in range(group):
+            put_f32(t.slope_sums + 4 * h, F(0))
+        first, last = rows_seeing(p, block, kv_len, offset, q_len)
+        if first < last:
+            for row in range(first // p.tile_rows * p.tile_rows, last, p.tile_rows):
+                tile = Tile(b, head, row, min(p.tile_rows, q_len - row), start, end, block)
+                row_tile(p, g, t, tile, clean_keys)
+        for j in range(count):
+            line = kv_start + start + j
+            if g.dk:
+                to = g.dk + at.b * g.dk_b + head * g.dk_h + line * g.dk_l
+                store_row(to, p.k_dtype, t.dk + 4 * j * D, p.head_dim, F(p.scale))
+            if g.dv:
+                to = g.dv + at.b * g.dv_b + head * g.dv_h + line * g.dv_l
+                store_row(to, p.v_dtype, t.dv + 4 * j * Dv, p.value_dim, F(1))
+        if g.dslopes:
+            for h in range(group):
+                to = g.dslopes + block * g.dslopes_j + b * g.dslopes_b + (head * group + h) * g.dslopes_h
+                put_f32(to, get_f32(t.slope_sums + 4 * h))
+
+    def backward(params, scratch):
+        """What a thread runs: work items until there are none."""
+        p = params_at(params)
+        g, t = gradients_at(p.gradients), partition_backward(p, scratch)
+        index = fetch_add(params + NEXT_ITEM)
+        while index < p.items:
+            item = item_at(p.work_items + index * WORK_ITEM_BYTES)
+            for b in range(item.b, p.batch if g.every_row else item.b + 1):
+                for head in range(item.head, p.kv_heads if g.every_head else item.head + 1):
+                    key_block(p, g, t, b, head, item.split)
+            index = fetch_add(params + NEXT_ITEM)
+
+    return backward
+
+
+backward = mainloop(FP32)
+
+
+def backward_function(dtype):
+    assert dtype == "bf16"
+    return mainloop(BF16)

@@ -7,7 +7,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..codegen.vector import F32, I32, Emit, Value, W, microkernel
+from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
+from ..gemm.gradient import BFloat
 from .softmax import LOG2E
 
 
@@ -96,3 +97,65 @@ def dot_less(e: Emit, x: Value, y: Value, count: Value, factor: Value, less: Val
         total.set(b.fadd(total.get(), product))
     scaled = b.fmul(e.reduce(total.get(), b.fadd), b.fpext(factor, f64))
     return b.fptrunc(b.fsub(scaled, b.fpext(less, f64)), F32)
+
+
+# bf16
+
+
+def _bits(e: Emit, x: Value) -> Value:
+    """float32 to bf16, as 16-bit integers."""
+    return e.builder.bitcast(e.builder.fptrunc(x, e.vector(BFloat())), e.vector(I16))
+
+
+def _pair(e: Emit, low: Value, high: Value) -> Value:
+    b, wide = e.builder, e.vector(I32)
+    return b.or_(b.zext(low, wide), b.shl(b.zext(high, wide), e.i32s(16)))
+
+
+def _load_16(e: Emit, address: Value, offset: Value) -> Value:
+    return e.load_i16(e.builder.add(address, e.builder.mul(offset, e.i64(2))))
+
+
+@microkernel("iii")
+def copy_16(e: Emit, to: Value, source: Value, count: Value) -> None:
+    """`count` 16-bit numbers, a multiple of W."""
+    with e.loop(count, W) as i:
+        x = _load_16(e, source, i)
+        e.builder.store(x, e.pointer(to, i, I16, x.type)).align = 2
+
+
+@microkernel("ii")
+def round_cells(e: Emit, cells: Value, count: Value) -> None:
+    """`count` floats, a multiple of W, to bf16 in place: they take the first half of their memory."""
+    with e.loop(count, W) as i:
+        x = _bits(e, e.load(cells, i))
+        e.builder.store(x, e.pointer(cells, i, I16, x.type)).align = 2
+
+
+@microkernel("iiii")
+def pair_cells(e: Emit, to: Value, x: Value, y: Value, count: Value) -> None:
+    """Two rows of `count` floats to pairs of bf16 numbers."""
+    with e.loop(count, W) as i:
+        e.store(_pair(e, _bits(e, e.load(x, i)), _bits(e, e.load(y, i))), to, i)
+
+
+def _pair_rows(clean: bool) -> Any:
+    @microkernel("iiii")
+    def pair_rows(e: Emit, to: Value, x: Value, y: Value, count: Value) -> None:
+        """Two rows of `count` bf16 numbers to pairs of them, with 0 for what is not finite if `clean`."""
+        b, kind = e.builder, e.vector(I16)
+
+        def take(row: Value, i: Value) -> Value:
+            bits = _load_16(e, row, i)
+            if not clean:
+                return bits
+            top = ir.Constant(kind, [0x7F80] * W)
+            return b.select(b.icmp_signed("==", b.and_(bits, top), top), ir.Constant(kind, [0] * W), bits)
+
+        with e.loop(count, W) as i:
+            e.store(_pair(e, take(x, i), take(y, i)), to, i)
+
+    return pair_rows
+
+
+pair_rows, pair_rows_clean = _pair_rows(False), _pair_rows(True)

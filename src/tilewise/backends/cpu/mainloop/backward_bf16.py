@@ -1,0 +1,136 @@
+"""The bf16 policy of the backward pass, for AVX-512 BF16: P and dS are rounded to bf16, sums are float32.
+
+Operands hold pairs of bf16 numbers, neighbours in depth, in 32 bits:
+
+    K, V   [keys, D]           as stored                      Q^T, dO^T   [D / 2, PANEL] pairs in panels
+    P, dS  [keys, rows]        rounded in place               Q, dO       [rows / 2, D] pairs of rows
+    dS     [keys / 2, rows]    pairs of keys, behind P        K           [keys / 2, D] pairs of keys
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from ..codegen import dtypes
+from ..codegen.load_store import clear, get_f32, get_i64, get_one, put_one
+from ..codegen.numba_ops import INF, ONE, F, jit, up
+from ..codegen.vector import W
+from ..gemm.fp32 import KEYS
+from ..gemm.gradient import gemm_columns_bf16, gemm_rows_bf16
+from ..kv_access import key_source, list_rows, query_row, sequence, value_source
+from .backward_fp32 import dout_at, transpose_rows
+from .gradient_cells import copy_16, pair_cells, pair_rows, pair_rows_clean, round_cells
+from .gradient_products import Policy, blocked_products
+from .scores import unit
+
+dot_rows, add_to_keys, add_to_rows = blocked_products("bf16", gemm_rows_bf16, gemm_columns_bf16, 2)
+
+
+@jit
+def units(width):
+    """Pairs of a row, in whole vectors."""
+    return up(width, 2 * W) // 2
+
+
+@jit
+def copy_row(to, source, width):
+    """A bf16 row with zeros up to whole vectors of pairs."""
+    whole = width // W * W
+    copy_16(to, source, whole)
+    for i in range(whole, 2 * units(width)):
+        put_one(to, dtypes.BF16, i, get_one(source, dtypes.BF16, i) if i < width else F(0))
+
+
+@jit
+def copy_keys(p, t, x, at, to, start, count):
+    """Rows of K or V, zeros up to a whole block."""
+    list_rows(p, x, at, t.table, start, count, ONE)
+    for j in range(count):
+        copy_row(to + 4 * j * units(x.width), get_i64(t.table + 8 * j), x.width)
+    clear(to + 4 * count * units(x.width), (up(count, KEYS) - count) * units(x.width))
+
+
+@jit
+def load_keys_bf16(p, t, at, start, count):
+    """K and V of a block. Returns K in pairs, with 0 for what is not finite."""
+    D, n = up(p.head_dim, W), units(p.head_dim)
+    copy_keys(p, t, value_source(p), at, t.values, start, count)
+    copy_keys(p, t, key_source(p), at, t.keys, start, count)
+    for j in range(0, up(count, KEYS), 2):
+        pair_rows_clean(t.clean_keys + 4 * (j // 2) * D, t.keys + 4 * j * n, t.keys + 4 * (j + 1) * n, D)
+    return t.clean_keys
+
+
+@jit
+def load_rows_bf16(p, g, t, tile, R):
+    """Q and dO of a tile, in panels and in pairs of rows. Rows that see nothing are zeros."""
+    D, Dv, q_units, dout_units = up(p.head_dim, W), up(p.value_dim, W), units(p.head_dim), units(p.value_dim)
+    q_start, n, rows = sequence(p, tile.b)[0], tile.rows, up(R, W)
+    q_rows, dout_rows = t.q_rows + 2 * rows * D, t.dout_rows + 2 * rows * Dv
+    for r in range(rows):
+        q_row, dout_row = q_rows + 4 * r * q_units, dout_rows + 4 * r * dout_units
+        if r >= R or abs(get_f32(t.m + 4 * r)) == INF:
+            clear(q_row, q_units)
+            clear(dout_row, dout_units)
+        else:
+            copy_row(q_row, query_row(p, tile, q_start, r // n, r % n), p.head_dim)
+            copy_row(dout_row, dout_at(p, g, tile, q_start, r // n, r % n), p.value_dim)
+    transpose_rows(t.q, q_rows, R, q_units)
+    transpose_rows(t.dout, dout_rows, R, dout_units)
+    for r in range(0, rows, 2):  # what is not finite in Q is of no use to dK: such a row has NaN for its lse
+        x, y = q_rows + 4 * r * q_units, dout_rows + 4 * r * dout_units
+        pair_rows_clean(t.q_rows + 2 * r * D, x, x + 4 * q_units, D)
+        pair_rows(t.dout_rows + 2 * r * Dv, y, y + 4 * dout_units, Dv)
+
+
+@jit
+def dots_bf16(p, t, tile, R, line, count):
+    """s and dP. Returns what plain scores are still to be multiplied by."""
+    n = units(p.head_dim)
+    dot_rows(t, t.keys, t.q, t.s, line, count, n, n)
+    n = units(p.value_dim)
+    dot_rows(t, t.values, t.dout, t.ds, line, count, n, n)
+    return unit(p)
+
+
+@jit
+def ds_pairs(t, line, count):
+    """Where dS is in pairs of keys: behind P."""
+    return t.s + 2 * up(count, KEYS) * line
+
+
+@jit
+def pack_cells_bf16(t, line, count):
+    """P and dS rounded in place, and dS in pairs of keys. Keys behind the last are 0 times 0."""
+    round_cells(t.s, up(count, KEYS) * line)
+    for k in range(0, count, 2):
+        x = t.ds + 4 * k * line
+        pair_cells(ds_pairs(t, line, count) + 2 * k * line, x, x + 4 * line, line)
+    round_cells(t.ds, up(count, KEYS) * line)
+
+
+@jit
+def add_values_bf16(p, t, line, count):
+    add_to_keys(t, t.s, line, t.dout_rows, t.dv, count, up(p.value_dim, W))
+
+
+@jit
+def add_keys_bf16(p, t, line, count):
+    add_to_keys(t, t.ds, line, t.q_rows, t.dk, count, up(p.head_dim, W))
+
+
+@jit
+def add_queries_bf16(p, t, tile, line, clean_keys, sums, R):
+    cells = ds_pairs(t, line, tile.end - tile.start)
+    add_to_rows(t, tile, cells, line, clean_keys, sums, R, up(p.head_dim, W), p.tile_keys)
+
+
+BF16 = Policy(
+    "bf16",
+    load_keys_bf16,
+    load_rows_bf16,
+    dots_bf16,
+    pack_cells_bf16,
+    add_values_bf16,
+    add_keys_bf16,
+    add_queries_bf16,
+)

@@ -1,0 +1,134 @@
+"""The fp32 policy of the backward pass: every number is widened to float32."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from ..codegen import dtypes
+from ..codegen.load_store import clear, get_f32, put_f32, transpose
+from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, up, widen_row
+from ..codegen.vector import W
+from ..gemm.fp32 import KEYS, PANEL
+from ..gemm.gradient import gemm_columns, gemm_rows
+from ..kv_access import key_source, list_rows, query_row, sequence, value_source, widen_rows
+from .gradient_cells import clean, dot_less
+from .gradient_products import Policy, blocked_products
+from .prefill_fp32 import SHORT_DOT_LENGTH, SHORT_KEYS, SHORT_ROWS
+from .scores import is_plain, unit
+
+dot_rows, add_to_keys, add_to_rows = blocked_products("fp32", gemm_rows, gemm_columns, 1)
+
+
+@jit
+def load_keys(p, t, at, start, count):
+    """K and V of a block as float32 rows, zeros up to whole blocks. Returns K with 0 for what is not finite."""
+    D, Dv = up(p.head_dim, W), up(p.value_dim, W)
+    v, k = value_source(p), key_source(p)
+    list_rows(p, v, at, t.table, start, count, ONE)
+    widen_rows(p, v, at, t.table, t.values, start, count, ONE)
+    list_rows(p, k, at, t.table, start, count, ONE)
+    bad = widen_rows(p, k, at, t.table, t.keys, start, count, ONE)
+    padded = up(count, KEYS)
+    clear(t.values + 4 * count * Dv, (padded - count) * Dv)
+    clear(t.keys + 4 * count * D, (padded - count) * D)
+    if bad == F(0):
+        return t.keys
+    clean(t.clean_keys, t.keys, padded * D)
+    return t.clean_keys
+
+
+@jit
+def dout_at(p, g, tile, q_start, h, i):
+    """Where dO of query i of a tile's rows is, for head h of the group."""
+    head, b = tile.head * (p.heads // p.kv_heads) + h, ZERO if p.cu_q else tile.b
+    return g.dout + b * g.dout_b + head * g.dout_h + (q_start + tile.row + i) * g.dout_l
+
+
+@jit
+def load_rows(p, g, t, tile, R):
+    """Q and dO of a tile as float32, as rows and transposed in panels. Rows that see nothing are zeros."""
+    D, Dv = up(p.head_dim, W), up(p.value_dim, W)
+    q_start = sequence(p, tile.b)[0]
+    n = tile.rows
+    bad = F(0)
+    for r in range(up(R, W)):
+        q_row, dout_row = t.q_rows + 4 * r * D, t.dout_rows + 4 * r * Dv
+        if r >= R or abs(get_f32(t.m + 4 * r)) == INF:
+            clear(q_row, D)
+            clear(dout_row, Dv)
+            continue
+        at = query_row(p, tile, q_start, r // n, r % n)
+        bad += widen_row(q_row, at, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
+        at = dout_at(p, g, tile, q_start, r // n, r % n)
+        widen_row(dout_row, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
+    transpose_rows(t.q, t.q_rows, R, D)
+    transpose_rows(t.dout, t.dout_rows, R, Dv)
+    if bad != F(0):  # of no use to dK: a row that holds it has NaN for its lse
+        clean(t.q_rows, t.q_rows, up(R, W) * D)
+
+
+@jit
+def transpose_rows(to, rows, R, width):
+    """Rows [R, width] to panels [width, PANEL]."""
+    for first in range(0, up(R, W), W):
+        panel = to + 4 * (first // PANEL * PANEL * width + first % PANEL)
+        for d in range(0, width, W):
+            transpose(panel + 4 * d * PANEL, PANEL, rows + 4 * (first * width + d), width)
+
+
+@jit
+def is_few(p, tile):
+    """Whether sums are to be short: over few keys, and for few rows of float32, torch sums in lanes and rounds less."""
+    _, q_len, _, kv_len, _ = sequence(p, tile.b)
+    return kv_len <= SHORT_KEYS or (q_len <= SHORT_ROWS and p.q_dtype == dtypes.F32)
+
+
+@jit
+def dot_few_rows(keys, rows, to, line, count, width, R, factor, less):
+    """As `dot_rows`, a cell at a time; times `factor`, and less a number of each row, which is 0 from then on."""
+    for r in range(R):
+        for k in range(count):
+            x = dot_less(keys + 4 * k * width, rows + 4 * r * width, width, factor, get_f32(less + 4 * r))
+            put_f32(to + 4 * (k * line + r), x)
+        put_f32(less + 4 * r, F(0))
+
+
+@jit
+def dots(p, t, tile, R, line, count):
+    """s and dP. Returns what plain scores are still to be multiplied by."""
+    D, Dv, factor = up(p.head_dim, W), up(p.value_dim, W), unit(p)
+    if not is_few(p, tile):
+        dot_rows(t, t.keys, t.q, t.s, line, count, D, p.head_dim)
+        dot_rows(t, t.values, t.dout, t.ds, line, count, Dv, p.value_dim)
+        return factor
+    if is_plain(p):
+        dot_few_rows(t.keys, t.q_rows, t.s, line, count, D, R, factor, t.m)
+        factor = F(1)
+    else:
+        clear(t.distances, up(R, W))
+        dot_few_rows(t.keys, t.q_rows, t.s, line, count, D, R, F(1), t.distances)
+    dot_few_rows(t.values, t.dout_rows, t.ds, line, count, Dv, R, F(1), t.l)
+    return factor
+
+
+@jit
+def pack_cells(t, line, count):
+    """P and dS are multiplied as they are."""
+
+
+@jit
+def add_values(p, t, line, count):
+    add_to_keys(t, t.s, line, t.dout_rows, t.dv, count, up(p.value_dim, W))
+
+
+@jit
+def add_keys(p, t, line, count):
+    add_to_keys(t, t.ds, line, t.q_rows, t.dk, count, up(p.head_dim, W))
+
+
+@jit
+def add_queries(p, t, tile, line, clean_keys, sums, R):
+    most = SHORT_DOT_LENGTH if is_few(p, tile) else p.tile_keys
+    add_to_rows(t, tile, t.ds, line, clean_keys, sums, R, up(p.head_dim, W), most)
+
+
+FP32 = Policy("fp32", load_keys, load_rows, dots, pack_cells, add_values, add_keys, add_queries)
