@@ -25,7 +25,8 @@ SOURCE = Path(__file__).parents[2] / "src/tilewise"
 FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "mma", "epilogue", "producer",
          "consumer", "nonfinite", "kernel")  # fmt: skip
 PLACES = {"mask_rules": "backends.gpu", "signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.fwd")
-PACKAGES = ("plain", "plain.core", *(f"plain.backends{name}" for name in ("", ".gpu", ".hopper", ".hopper.fwd")))
+FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.bwd", ".hopper.mla")
+PACKAGES = ("plain", "plain.core", *(f"plain.backends{name}" for name in FOLDERS))
 
 
 # ---- shared memory, barriers, copies
@@ -335,12 +336,14 @@ def stand_in() -> Any:
     """The module `gl`."""
     gl = SimpleNamespace(
         float16=np.float16, float32=np.float32, int32=np.int32, int64=np.int64, bfloat16=np.float16,
-        constexpr=lambda x=None: x, tensor=Tensor, shared_memory_descriptor=Shared,
+        constexpr=lambda x=None: x, tensor=Tensor, shared_memory_descriptor=Shared, tuple=tuple,
+        associative_scan=lambda x, axis, add: Tensor(np.cumsum(raw(x), axis, dtype=raw(x).dtype)),
         static_range=range, static_assert=lambda ok: None, cdiv=_cdiv, num_warps=lambda: 4,
         program_id=lambda axis: Tensor(np.int32(MACHINE.current.program)),
         num_programs=lambda axis: Tensor(np.int32(MACHINE.programs)),
         minimum=_elementwise(np.minimum), maximum=_elementwise(np.maximum), exp2=_elementwise(np.exp2),
-        log=_elementwise(np.log), abs=_elementwise(np.abs), fma=_elementwise(lambda a, b, c: a * b + c), where=_where,
+        log=_elementwise(np.log), log2=_elementwise(np.log2), abs=_elementwise(np.abs),
+        fma=_elementwise(lambda a, b, c: a * b + c), where=_where,
         arange=lambda a, b, layout=None: Tensor(np.arange(a, b, dtype=np.int32)), full=_full,
         zeros=lambda shape, dtype, layout=None: _full(shape, 0, dtype),
         full_like=lambda x, value: _full(x.shape, value, raw(x).dtype),
@@ -349,7 +352,7 @@ def stand_in() -> Any:
         reshape=lambda x, shape: Tensor(raw(x).reshape(shape)), permute=lambda x, dims: Tensor(raw(x).transpose(dims)),
         split=lambda x: (Tensor(raw(x)[..., 0]), Tensor(raw(x)[..., 1])), convert_layout=_same, to_tensor=_same,
         load=lambda at, mask=None, other=0: at.load(mask, other), store=lambda at, x, mask=None: at.store(x, mask),
-        inline_asm_elementwise=_asm, allocate_shared_memory=_allocate, thread_barrier=lambda: None,
+        inline_asm_elementwise=_asm, thread_barrier=lambda: None,
         warp_specialize=_partitions,
     )  # fmt: skip
     for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout"):
@@ -365,7 +368,7 @@ def stand_in() -> Any:
     return gl
 
 
-def modules() -> dict[str, Any]:
+def modules(allocate: Any) -> dict[str, Any]:
     """What the kernels import of Triton."""
 
     def module(**names: Any) -> ModuleType:
@@ -375,6 +378,7 @@ def modules() -> dict[str, Any]:
         return made
 
     gl = stand_in()
+    gl.allocate_shared_memory = allocate
     gluon = module(jit=_jit, constexpr_function=_same, language=gl)
     mbarrier = SimpleNamespace(
         wait=_wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=lambda: "mbarrier"
@@ -395,13 +399,21 @@ def modules() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
-    """The kernels' modules by name, over the stand-ins; `changes` of a file's text make a mutant."""
+def load(
+    changes: dict[str, list[tuple[str, str]]] | None = None,
+    places: dict[str, str] = PLACES,
+    allocate: Any = _allocate,
+    given: dict[str, Any] | None = None,
+) -> Any:
+    """The kernels' modules by name, over the stand-ins; `changes` of a file's text make a mutant.
+
+    `places` are files and their folders, in the order in which they import one another; `given` are modules besides.
+    """
     from tilewise.backends.gpu import flags, signature
     from tilewise.core import mask_rules
 
-    fakes, real = modules(), {"plain.backends.gpu.flags": flags, "plain.core.mask_rules": mask_rules,
-             "plain.backends.gpu.signature": signature}  # fmt: skip
+    fakes, real = modules(allocate), {"plain.backends.gpu.flags": flags, "plain.core.mask_rules": mask_rules,
+             "plain.backends.gpu.signature": signature} | (given or {})  # fmt: skip
     kept = {name: sys.modules.get(name) for name in (*fakes, *PACKAGES, *real)}
     made = {}
     try:
@@ -410,7 +422,7 @@ def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
             sys.modules[name].__path__ = []  # type: ignore[attr-defined]
         sys.modules.update(real)
         sys.modules.update(fakes)
-        for name, folder in PLACES.items():
+        for name, folder in places.items():
             file = SOURCE / folder.replace(".", "/") / f"{name}.py"
             text = file.read_text()
             for old, new in (changes or {}).get(name, ()):
@@ -428,6 +440,6 @@ def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = old
-        for name, folder in PLACES.items():
+        for name, folder in places.items():
             sys.modules.pop(f"plain.{folder}.{name}", None)
     return SimpleNamespace(**made)

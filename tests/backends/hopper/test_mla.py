@@ -192,6 +192,7 @@ REFUSED = {
     "positive": {"scale": -0.5},
     "pages of 48": {"page": 48},
     "pages of 96": {"page": 96},
+    "pages of 8": {"page": 8},
     "16 bytes": {"aligned": False},
 }
 
@@ -218,7 +219,7 @@ def test_what_is_refused_goes_to_triton_and_says_why(word, on_hopper):
 @pytest.mark.parametrize(
     "given",
     [
-        {}, {"heads": 16}, {"heads": 1, "q_len": 16}, {"dtype": F16, "lse": False}, {"page": 1}, {"page": 16},
+        {}, {"heads": 16}, {"heads": 1, "q_len": 16}, {"dtype": F16, "lse": False}, {"page": 16}, {"page": 32},
         {"page": 256}, {"sinks": True}, {"causal": False, "q_offset": 3}, {"causal": False, "q_offset": "rows"},
         {"paged": False}, {"paged": False, "lengths": False, "q_offset": 1279},
         {"paged": False, "lengths": False, "q_offset": 1276, "q_len": 4},

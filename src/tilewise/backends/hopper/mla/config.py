@@ -41,8 +41,8 @@ def refusal(problem: Problem) -> str | None:
         "ALiBi": p.alibi,
         "split_size": p.split_size is not None,
         "scales that are not positive": not p.scale > 0,
-        f"pages of {p.page_size}, neither a divisor nor a multiple of {KEYS}": (
-            p.page_size > 0 and p.page_size % KEYS != 0 and KEYS % p.page_size != 0
+        f"pages of {p.page_size}, only of 16, 32 and multiples of 64": (
+            p.form == "paged" and p.page_size % KEYS != 0 and p.page_size not in (16, 32)
         ),
         "rows that do not begin at multiples of 16 bytes, or are broadcast": not p.aligned,
     }
