@@ -3,7 +3,7 @@
     python benchmarks/cpu/caches.py --json benchmarks/records/cpu/caches.json
 
 Overhead: append and attend for 64 sequences, as they are and with kernels that do nothing: what is left is Python.
-Cascade: a decode step of 32 sequences that share 2048 tokens and have 16 of their own, with and without; in turns.
+Cascade: a decode step of 32 sequences that share 2048 tokens and have 16 of their own, with and without; interleaved.
 Append: 2048 tokens of 8 heads of 128 into each storage, against copying them.
 Errors: attention over each storage against float32, on peaked inputs.
 """
@@ -63,7 +63,7 @@ def overhead(sequences: int = 64) -> list[dict[str, Any]]:
     call_cache.forget()  # calls that come again hold on to their kernel
     try:
         # Nothing is left for other threads: the time of this one's own is all of it, whoever else uses the core.
-        # In turns, the best of five: a shared core makes it up to 1.6 times as long.
+        # Interleaved, the best of five: a shared core makes it up to 1.6 times as long.
         rounds = [{way: run(way, time.thread_time) for way in ways} for _ in range(5)]
         python = {way: min(times[way] for times in rounds) for way in ways}
     finally:

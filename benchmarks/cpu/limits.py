@@ -173,17 +173,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--budget", type=float, default=3.0, help="seconds for each pair")
-    told = parser.parse_args()
+    args = parser.parse_args()
     about = describe("python benchmarks/cpu/limits.py --json benchmarks/records/cpu/limits.json")
     with torch.no_grad():
-        about |= {part.__name__: part(told.budget) for part in (reading, pages, narrow, products)}
+        about |= {part.__name__: part(args.budget) for part in (reading, pages, narrow, products)}
         about["tiles"] = tiles(400)
     for part in ("reading", "pages", "narrow", "products", "tiles"):
         print(part)
         for name, value in about[part].items():
             print(f"  {name:28}{value:10.3g}")
-    if told.json:
-        write_json(told.json, about)
+    if args.json:
+        write_json(args.json, about)
 
 
 if __name__ == "__main__":

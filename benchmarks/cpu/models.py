@@ -1,4 +1,4 @@
-"""Two real models with their attention by tilewise and by torch's SDPA, in turns: all of it, and the attention alone.
+"""Two real models, their attention by tilewise and by torch's SDPA, interleaved: all of it, and the attention alone.
 
     make chat embed  # once, for the weights
     python benchmarks/cpu/models.py --json benchmarks/records/cpu/models.json
@@ -60,7 +60,7 @@ def timed(name: str, spent: list[float]) -> str:
 
 
 def compare(model: Any, run: Callable[[], Any], part: Callable[[], Any], repeats: int, turns: int) -> dict[str, Any]:
-    """Medians of whole runs and of the attention in them, each peer in turns with the other.
+    """Medians of whole runs and of the attention in them, peers interleaved.
 
     `part` is what the profiler sees: it keeps every operator, and takes minutes to count those of a long text.
     """

@@ -2,8 +2,8 @@
 
     python benchmarks/cpu/overhead.py --json benchmarks/records/cpu/overhead.json
 
-Each is a call so small that its kernel takes microseconds, made again and again in one thread, in turns with the kernel
-alone: the compiled function, called by the addresses of tensors that are there already.
+Each is a call so small that its kernel takes microseconds, made again and again in one thread, interleaved with the
+kernel alone: the compiled function, called by the addresses of tensors that are there already.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels in torch's own threads, in threads of tilewise's, and SDPA: in turns, float32.
+"""Kernels in torch's own threads, in threads of tilewise's, and SDPA: interleaved, float32.
 
     python benchmarks/cpu/threads.py --json benchmarks/records/cpu/threads.json
 

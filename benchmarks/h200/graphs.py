@@ -121,7 +121,7 @@ def paged() -> tuple[Call, Change]:
     return tilewise.paged_attention, change
 
 
-def paged_narrow(kind: str, group: int, page: int) -> tuple[Call, Change]:
+def paged_quantised(kind: str, group: int, page: int) -> tuple[Call, Change]:
     """Pages of a quantised cache dealt out anew, other lengths; bytes and scales new."""
     q = randn(4, 8, 1, 128)
     parts = [Quantised.from_float(randn(64, page, 2, 128), kind, group) for _ in range(2)]
@@ -148,7 +148,7 @@ def paged_narrow(kind: str, group: int, page: int) -> tuple[Call, Change]:
 for page in (16, 128):
     for kind in ("fp8_e4m3", "int8", "int4"):
         for group in (32, 64, 128):
-            CASES[f"pages of {page}, {kind} of {group}"] = partial(paged_narrow, kind, group, page)
+            CASES[f"pages of {page}, {kind} of {group}"] = partial(paged_quantised, kind, group, page)
 
 
 @case

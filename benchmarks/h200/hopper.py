@@ -1,4 +1,4 @@
-"""Times the Hopper kernels beside cuDNN and the Triton backend, in one run and in turns.
+"""Times the Hopper kernels beside cuDNN and the Triton backend, in one run, interleaved.
 
     python benchmarks/h200/hopper.py --verify 1 --json hopper.json
 
@@ -110,7 +110,7 @@ def core(rounds: int, save: Callable[[list[dict[str, Any]]], None]) -> list[dict
     for layout in LAYOUTS:
         shares = {row["work"]: row["of the best"] for row in rows if "of the best" in row and layout in row["work"]}
         mean = math.exp(sum(map(math.log, shares.values())) / len(shares))
-        print(layout, f"{mean:.3f} of the best in the mean; under 0.93:", {n: s for n, s in shares.items() if s < 0.93})
+        print(layout, f"{mean:.3f} of the best on average; under 0.93:", {n: s for n, s in shares.items() if s < 0.93})
     return rows
 
 

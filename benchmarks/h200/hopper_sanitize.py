@@ -30,11 +30,11 @@ def dense(H: int, Hkv: int, Lq: int, Lk: int, D: int, Dv: int = 0, dtype: Any = 
 
 
 def many(D: int) -> Case:
-    """More works than a GPU has processors: counters and rings go round."""
+    """More tiles than a GPU has processors: counters and rings go round."""
     return dense(72, 72, 200, 200, D, causal=True)
 
 
-def repaired(D: int) -> Case:
+def nonfinite(D: int) -> Case:
     """A NaN that half of the rows do not see: the tile is done again."""
     q, k, v = (randn(1, 2, 150, D) for _ in range(3))
     v[:, :, 100] = torch.nan
@@ -69,10 +69,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "D512": lambda: dense(2, 2, 140, 140, 512),
     "D512 causal": lambda: dense(2, 2, 140, 140, 512, causal=True),
     "D72 chunk sinks": lambda: dense(4, 2, 150, 170, 72, chunk=40, causal=True, sinks=torch.zeros(4, device="cuda")),
-    "many works": lambda: many(64),
-    "many works D256": lambda: many(256),
-    "repair": lambda: repaired(64),
-    "repair D256": lambda: repaired(256),
+    "many tiles": lambda: many(64),
+    "many tiles D256": lambda: many(256),
+    "non-finite": lambda: nonfinite(64),
+    "non-finite D256": lambda: nonfinite(256),
     "bool mask": lambda: masked(torch.bool),
     "additive mask": lambda: masked(torch.bfloat16),
     "packed": packed,

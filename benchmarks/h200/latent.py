@@ -4,7 +4,7 @@
     PYTHONPATH=src compute-sanitizer --tool memcheck python benchmarks/h200/latent.py --sanitize
 
 Kernels are compiled in parallel, then calls are checked against float64 and by the conformance suite (latent_cases.py),
-then rows are timed in turns (latent_rows.py), each checked on its own inputs before. All of it runs in other processes
+then rows are timed interleaved (latent_rows.py), each checked on its own inputs before. All of it runs in processes
 with a time limit: one that hangs or faults is reported, and the others go on without it. `--peers` is a folder with
 `peers_load.py`; without it FlashMLA is left out. `--eager` times without CUDA graphs; `--sanitize` runs a few calls in
 this process.
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from latent_cases import STAGE, Case, check, conforming, sanitize
-from latent_rows import IN_TURNS, OWN, PEER, ROWS, time_row
+from latent_rows import INTERLEAVED, OWN, PEER, ROWS, time_row
 
 from tilewise.backends.gpu.kernel import Kernel
 from tilewise.backends.hopper.mla.launch import launcher_of
@@ -136,7 +136,7 @@ def time_all(ways: list[str], more: list[str]) -> tuple[list[dict[str, Any]], li
         if stage in tried:
             tried.remove(stage)
             work[:0] = [(row, tried)] if tried else []
-        elif stage == IN_TURNS and len(tried) > 1:
+        elif stage == INTERLEAVED and len(tried) > 1:
             work[:0] = [(row, [way]) for way in tried]
     return rows, failed
 

@@ -11,7 +11,7 @@ from timing import Way, graphed, seconds
 
 from tilewise import paged_attention
 
-IN_TURNS = "all in turns"
+INTERLEAVED = "all interleaved"
 OWN, PEER = "tilewise", "FlashMLA"
 # name: batch, keys, heads, queries
 ROWS = {
@@ -90,7 +90,7 @@ class Row:
 
 
 def time_row(name: str, ways: list[str], peers: str, budget: float, eager: bool) -> dict[str, Any]:
-    """Times of the ways of a row in turns. Says which way is next, so that one that faults is known."""
+    """Times of the ways of a row, interleaved. Says which way is next, so that one that faults is known."""
     stage("inputs")
     row = Row(name, peers)
     torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def time_row(name: str, ways: list[str], peers: str, budget: float, eager: bool)
         runs[way], text = row.run_of(way, eager)
         if text:
             wrong[way] = text
-    stage(IN_TURNS)
+    stage(INTERLEAVED)
     times = {way: t / row.copies for way, t in seconds(runs, 40, budget).items()}
     flops = 2 * row.batch * row.keys * row.heads * row.q_len * 1088
     size = row.batch * row.keys * 1152

@@ -1,4 +1,4 @@
-"""Times tilewise's GPU kernels beside their peers, all in one run and in turns.
+"""Times tilewise's GPU kernels beside their peers, all in one run, interleaved.
 
     python benchmarks/h200/measure.py --suite prefill,decode --json result.json
 
@@ -28,8 +28,8 @@ import tilewise
 
 SUITES = {
     "prefill": suite_prefill.prefill, "f32": suite_prefill.f32, "options": suite_prefill.options,
-    "packed": suite_prefill.packed, "decode": suite_decode.decode, "narrow": suite_decode.narrow,
-    "pages": suite_pages.narrow_pages,
+    "packed": suite_prefill.packed, "decode": suite_decode.decode, "quantised": suite_decode.quantised,
+    "pages": suite_pages.quantised_pages,
 }  # fmt: skip
 
 

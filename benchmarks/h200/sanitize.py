@@ -43,7 +43,7 @@ def quantised(kind: str, group: int, Lq: int = 1, D: int = 128, **options: Any) 
     return lambda backend: tilewise.attention(q, k, v, backend=backend, **options)
 
 
-def repaired() -> Case:
+def nonfinite() -> Case:
     """A NaN that half of the rows do not see: the tile is done again."""
     q, k, v = randn(1, 4, 150, 64), randn(1, 4, 150, 64), randn(1, 4, 150, 64)
     v[:, :, 100] = torch.nan
@@ -65,7 +65,7 @@ def paged(page: int, D: int, dtype: torch.dtype = BF16) -> Case:
     return lambda backend: tilewise.paged_attention(q, k, v, table, counts, backend=backend)
 
 
-def paged_narrow(kind: str, group: int, page: int, D: int, heads: int = 8, Lq: int = 1, **options: Any) -> Case:
+def paged_quantised(kind: str, group: int, page: int, D: int, heads: int = 8, Lq: int = 1, **options: Any) -> Case:
     """A quantised cache in pages; sequences end inside a page, and pages outside of them hold NaN."""
     q = randn(2, heads, Lq, D)
     k, v = (Quantised.from_float(randn(40, page, 2, D), kind, group) for _ in range(2))
@@ -112,7 +112,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "prefill D512": lambda: dense(2, 2, 140, 140, 512),
     "prefill D512 causal": lambda: dense(2, 2, 140, 140, 512, causal=True),
     "prefill f32": lambda: dense(2, 2, 70, 70, 64, torch.float32, causal=True),
-    "repair": repaired,
+    "non-finite": nonfinite,
     "bool mask": lambda: masked(torch.bool),
     "additive mask": lambda: masked(BF16),
     "packed": lambda: packed(False),
@@ -128,13 +128,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "int8": lambda: quantised("int8", 128),
     "fp8": lambda: quantised("fp8_e4m3", 128),
     **{
-        f"pages of {page}, {kind} of {group}, D{D}": partial(paged_narrow, kind, group, page, D)
+        f"pages of {page}, {kind} of {group}, D{D}": partial(paged_quantised, kind, group, page, D)
         for kind in ("fp8_e4m3", "int8", "int4")
         for page, group, D in ((16, 64, 128), (16, 128, 128), (16, 32, 128), (128, 64, 128), (24, 64, 128),
                                (16, 64, 256), (16, 64, 64), (16, 128, 512))
     },
     **{
-        f"pages of 16, {kind}, {name}": partial(paged_narrow, kind, 64, 16, 128, **options)
+        f"pages of 16, {kind}, {name}": partial(paged_quantised, kind, 64, 16, 128, **options)
         for kind in ("fp8_e4m3", "int8", "int4")
         for name, options in {
             "16 heads": {"heads": 16}, "2 queries": {"Lq": 2, "causal": True}, "in splits": {"split_size": 32},

@@ -74,7 +74,7 @@ def decode_work(D: int, H: int, Hkv: int, B: int, L: int, copies: int, size: int
     return work
 
 
-def narrow(sweep: bool) -> Iterator[Work]:
+def quantised(sweep: bool) -> Iterator[Work]:
     """Quantised caches: the same tokens in fewer bytes."""
     D, H, Hkv, B, L = 128, 32, 8, 32, 8192
     work = Work(f"narrow D{D} {H}/{Hkv} {B}x{L // 1024}k", bytes=2 * 2 * B * Hkv * L * D, graph=True, check=False)

@@ -1,4 +1,4 @@
-"""Quantised caches in pages and in rows, one query each: every launch checked against float64, then timed in turns."""
+"""Quantised caches in pages and in rows, one query each: every launch checked against float64, timed interleaved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BEFORE = {"fp8_e4m3": ("8x32 w1 s3 p1 cut",), "int8": ("8x32 w1 s3 p1 cut",)}
 MANY = ("16x32 w1 s3 p1", "16x32 w1 s3 p2", "16x32 w1 s3 p4", "8x32 w1 s3 p1 cut", "8x32 w1 s3 p2 cut")
 SPLIT = ("8x32 w1 s3 p4", "8x32 w1 s3 p8", "8x64 w1 s3 p2", "8x64 w1 s3 p4", "8x64 w1 s3 p8")
 SHORT = ("8x32 w1 s3 p64", "8x64 w1 s3 p32", "8x64 w1 s3 p64")
-SHORT_NARROW = ("8x32 w1 s3 p32", "8x32 w1 s3 p64", "8x64 w1 s3 p16", "8x64 w1 s3 p64")
+SHORT_QUANTISED = ("8x32 w1 s3 p32", "8x32 w1 s3 p64", "8x64 w1 s3 p16", "8x64 w1 s3 p64")
 CAUSAL = ("16x32 w1 s3 p2", "16x64 w1 s3 p1", "16x64 w1 s3 p2")
 
 
@@ -158,7 +158,7 @@ def cache_work(name: str, kind: str, group: int, page: int, shape: tuple[int, ..
     return work
 
 
-def narrow_pages(sweep: bool) -> Iterator[Work]:
+def quantised_pages(sweep: bool) -> Iterator[Work]:
     main = (128, 32, 8, 64, 4096)
     for page in (16, 0, 128):
         for kind in KINDS:
@@ -185,6 +185,6 @@ def narrow_pages(sweep: bool) -> Iterator[Work]:
         yield cache_work(f"{kind} page 16 16x8k", kind, 64, 16, (128, 32, 8, 16, 8192), some)
         yield cache_work(f"{kind} page 16 16x8k 32/32", kind, 64, 16, (128, 32, 32, 16, 8192), some[2:4])
         yield cache_work(f"{kind} page 16 32x16k D64", kind, 64, 16, (64, 32, 8, 32, 16384), some)
-        yield cache_work(f"{kind} page 16 1x4k D64", kind, 64, 16, (64, 32, 8, 1, 4096), some and SHORT_NARROW)
-        yield cache_work(f"{kind} page 16 1x32k D64", kind, 64, 16, (64, 32, 8, 1, 32768), some and SHORT_NARROW)
+        yield cache_work(f"{kind} page 16 1x4k D64", kind, 64, 16, (64, 32, 8, 1, 4096), some and SHORT_QUANTISED)
+        yield cache_work(f"{kind} page 16 1x32k D64", kind, 64, 16, (64, 32, 8, 1, 32768), some and SHORT_QUANTISED)
         yield cache_work(f"{kind} page 16 16x8k D256", kind, 64, 16, (256, 16, 8, 16, 8192), some)

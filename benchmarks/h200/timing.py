@@ -14,7 +14,7 @@ import torch
 
 Way = Callable[[], Any]
 REPEATS = 3  # calls between two events
-WARM = 0.2  # seconds of all ways in turns before the first round counts
+WARM = 0.2  # seconds of all ways, interleaved, before the first round counts
 
 
 @dataclass

@@ -221,8 +221,8 @@ def judge(call: Call, out: torch.Tensor, lse: torch.Tensor, given: tuple[torch.T
     lse_error = torch.where(
         finite, (lse.double() - want_lse).abs() / bound, torch.where(lse == want_lse, 0.0, math.inf)
     )
-    blind = torch.isneginf(want_lse) | torch.isposinf(want_lse)
-    if bool((out[blind] != 0).any()):
+    masked = torch.isneginf(want_lse) | torch.isposinf(want_lse)
+    if bool((out[masked] != 0).any()):
         return math.inf, float(lse_error.max())
     worst = [float(x.max()) if not bool(x.isnan().any()) else math.inf for x in (error, lse_error)]
     return worst[0], worst[1]

@@ -89,41 +89,23 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
 
 @overload
 def varlen_attention(
-    q: Array,
-    k: Keys,
-    v: Keys,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[VarlenOptions],
-) -> Array: ...
+    q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    *, return_lse: Literal[False] = False, **options: Unpack[VarlenOptions],
+) -> Array: ...  # fmt: skip
 
 
 @overload
 def varlen_attention(
-    q: Array,
-    k: Keys,
-    v: Keys,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[VarlenOptions],
-) -> AttentionState: ...
+    q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    *, return_lse: Literal[True], **options: Unpack[VarlenOptions],
+) -> AttentionState: ...  # fmt: skip
 
 
 @overload
 def varlen_attention(
-    q: Array,
-    k: Keys,
-    v: Keys,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    *,
-    return_lse: bool,
-    **options: Unpack[VarlenOptions],
-) -> Array | AttentionState: ...
+    q: Array, k: Keys, v: Keys, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    *, return_lse: bool, **options: Unpack[VarlenOptions],
+) -> Array | AttentionState: ...  # fmt: skip
 
 
 @shows(VarlenOptions)
@@ -158,41 +140,23 @@ def varlen_attention(
 
 @overload
 def paged_attention(
-    q: Array,
-    k_pages: Keys,
-    v_pages: Keys,
-    block_table: Array,
-    context_lens: Array,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[PagedOptions],
-) -> Array: ...
+    q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
+    *, return_lse: Literal[False] = False, **options: Unpack[PagedOptions],
+) -> Array: ...  # fmt: skip
 
 
 @overload
 def paged_attention(
-    q: Array,
-    k_pages: Keys,
-    v_pages: Keys,
-    block_table: Array,
-    context_lens: Array,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[PagedOptions],
-) -> AttentionState: ...
+    q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
+    *, return_lse: Literal[True], **options: Unpack[PagedOptions],
+) -> AttentionState: ...  # fmt: skip
 
 
 @overload
 def paged_attention(
-    q: Array,
-    k_pages: Keys,
-    v_pages: Keys,
-    block_table: Array,
-    context_lens: Array,
-    *,
-    return_lse: bool,
-    **options: Unpack[PagedOptions],
-) -> Array | AttentionState: ...
+    q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array,
+    *, return_lse: bool, **options: Unpack[PagedOptions],
+) -> Array | AttentionState: ...  # fmt: skip
 
 
 @shows(PagedOptions)

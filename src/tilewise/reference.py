@@ -99,8 +99,8 @@ def selected(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor) -> t
     total = weights @ torch.where(finite, x, 0.0)
     if bool(finite.all()):
         return total
-    stray = torch.where(finite, 0.0, x)[:, None]  # [H, 1, n, D]
-    return total + torch.where(visible[..., None], weights[..., None] * stray, 0.0).sum(-2)
+    nonfinite = torch.where(finite, 0.0, x)[:, None]  # [H, 1, n, D]
+    return total + torch.where(visible[..., None], weights[..., None] * nonfinite, 0.0).sum(-2)
 
 
 class _Product(torch.autograd.Function):

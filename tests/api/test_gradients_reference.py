@@ -57,8 +57,8 @@ class ByBackend(torch.autograd.Function):
         made = {
             f"d{name}": torch.full(s, torch.nan, dtype=torch.float64) for name, s in zip(names, shapes, strict=True)
         }
-        blind = t.lse.isinf()
-        b = BackwardTensors(t, dout, torch.where(blind, 0.0, dlse), **made)
+        masked = t.lse.isinf()
+        b = BackwardTensors(t, dout, torch.where(masked, 0.0, dlse), **made)
         backend.run_backward(backend.plan_backward(p), b)
         return None, None, None, None, *made.values()
 

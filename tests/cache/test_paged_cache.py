@@ -443,7 +443,7 @@ class TestThreads:
         assert cache.stats().free + cache.stats().kept == 300
 
     def test_room_is_given_out_once(self):
-        """More threads than pages: some get theirs, the others are told, and the books are right."""
+        """More threads than pages: some get theirs, the others raise, and the block manager stays right."""
         cache = cache_of(pages=500, heads=1, width=8)
         start, full = threading.Barrier(8), []
 

@@ -18,7 +18,7 @@ def raw(x: Any) -> Any:
 
 
 class Tensor:
-    """A scalar or a block of numbers; int32 wraps as on the device."""
+    """A scalar or an array; int32 wraps as on the device."""
 
     def __init__(self, a: Any) -> None:
         self.a = np.asarray(a)

@@ -151,7 +151,7 @@ def run(p, b, wrong):
                 weight = (t.sinks.double()[:, None] - seq.lse.double()).exp()
             share = (weight * delta).sum(-1) * (1 if wrong == "the sink's gradient of the wrong sign" else -1)
             b.dsinks.copy_(share if wrong == "the sink's gradient of the last sequence alone" else b.dsinks + share)
-        fade = torch.ones_like(ds)
+        dcap = torch.ones_like(ds)
         if p.softcap and wrong != "softcap's derivative left out":
             s = p.scale * (q @ k.mT)
             inner = (
@@ -159,13 +159,13 @@ def run(p, b, wrong):
                 if wrong == "softcap's derivative of the score that is not capped"
                 else (p.softcap * torch.tanh(s / p.softcap))
             )
-            fade = torch.where(visible, 1 - (inner / p.softcap).square(), 0.0)
+            dcap = torch.where(visible, 1 - (inner / p.softcap).square(), 0.0)
         if b.dmask is not None:
             part = ds
             if wrong == "scale in the mask's gradient":
                 part = part * p.scale
             if wrong == "softcap's derivative in the mask's gradient":
-                part = part * fade
+                part = part * dcap
             firsts = ("mask gradient of the first head alone", "mask gradient of the first row alone",
                       "mask gradient of the first key alone")  # fmt: skip
             for dim, one in enumerate(p.mask.broadcast[1:]):
@@ -181,7 +181,7 @@ def run(p, b, wrong):
             distance = ((i if wrong == "slopes' gradient by row numbers" else qpos) - j).abs()
             sign = 1 if wrong == "slopes' gradient of the wrong sign" else -1
             b.dalibi_slopes[seq.b] = sign * (ds * distance).sum((-1, -2))
-        ds, ds_keys = ds * fade, ds_keys * fade
+        ds, ds_keys = ds * dcap, ds_keys * dcap
         if wrong == "P rounded to bfloat16 for float32" and p.q_dtype == torch.float32:
             probs = probs.bfloat16().double()
         if wrong == "dS rounded to bfloat16 for float32" and p.q_dtype == torch.float32:

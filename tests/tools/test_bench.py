@@ -11,7 +11,7 @@ from tilewise.tools.bench.case import Case, Measured, Outcome, Row
 from tilewise.tools.bench.measure import Timing, blocks, summary, take_turns
 from tilewise.tools.cli import main
 
-TINY = cpu_suite.Sizes(shrink=128, cache=1 << 16, narrow=1 << 16, read=1 << 16, matrix=16)
+TINY = cpu_suite.Sizes(shrink=128, cache=1 << 16, quantised=1 << 16, read=1 << 16, matrix=16)
 ALL = cpu_suite.cases(TINY)
 
 
@@ -111,7 +111,7 @@ def _in_row_order(cases):
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in ALL if not c.needs_narrow_sdpa], ids=lambda c: f"{c.row} {c.name}".replace(" ", "-")
+    "case", [c for c in ALL if not c.needs_half_sdpa], ids=lambda c: f"{c.row} {c.name}".replace(" ", "-")
 )
 def test_cases_run_and_are_right(case, monkeypatch):
     monkeypatch.setattr(measure, "LEAST_TURN", 0.0)
@@ -124,8 +124,8 @@ def test_cases_run_and_are_right(case, monkeypatch):
         assert result.peer_error <= result.allowed, "the peer computes something else"
 
 
-@pytest.mark.parametrize("case", [c for c in ALL if c.needs_narrow_sdpa][::5], ids=lambda c: f"{c.row} {c.name}")
-def test_cases_beside_narrow_sdpa_are_right(case):
+@pytest.mark.parametrize("case", [c for c in ALL if c.needs_half_sdpa][::5], ids=lambda c: f"{c.row} {c.name}")
+def test_cases_beside_half_sdpa_are_right(case):
     made = case.prepare()  # the peer is not called: it would end the process on some machines
     assert made.error(made.ours()) <= made.allowed
 
@@ -241,19 +241,19 @@ def test_begins_anew_without_amx_where_that_helps(monkeypatch):
     monkeypatch.setattr(run, "_restart", restarts.append)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(machine, "sdpa_survives", bool)  # dies unless an environment is given
-    run._ensure_narrow_sdpa(["bench"])
+    run._ensure_half_sdpa(["bench"])
     assert restarts == [["bench"]]
     monkeypatch.setattr(machine, "sdpa_survives", lambda environment=None: False)
-    assert run._ensure_narrow_sdpa(["bench"]) is False
+    assert run._ensure_half_sdpa(["bench"]) is False
     monkeypatch.setattr(machine, "sdpa_survives", lambda environment=None: True)
-    assert run._ensure_narrow_sdpa(["bench"]) is True
+    assert run._ensure_half_sdpa(["bench"]) is True
     assert len(restarts) == 1
 
 
-def test_narrow_sdpa_cases_are_left_out_where_it_dies(small_suite, monkeypatch, capsys):
+def test_half_sdpa_cases_are_left_out_where_it_dies(small_suite, monkeypatch, capsys):
     monkeypatch.setattr(machine, "sdpa_survives", lambda environment=None: False)
-    narrow = next(case for case in ALL if case.needs_narrow_sdpa)
-    monkeypatch.setattr(cpu_suite, "cases", lambda sizes, quick: [ALL[0], narrow])
+    half = next(case for case in ALL if case.needs_half_sdpa)
+    monkeypatch.setattr(cpu_suite, "cases", lambda sizes, quick: [ALL[0], half])
     assert main(["bench", "--suite", "cpu", "--quick"]) == 0
     shown = capsys.readouterr()
     assert "[1/1]" in shown.err
@@ -265,7 +265,7 @@ def test_sizes_follow_the_machine(monkeypatch):
     monkeypatch.setattr(machine, "memory_available", lambda: 64 * 1024**3)
     sizes, notes = cpu_suite.sizes_here()
     assert sizes.cache >= 2 * 260 * 1024**2
-    assert sizes.narrow / 4 > 260 * 1024**2
+    assert sizes.quantised / 4 > 260 * 1024**2
     assert notes == []
     monkeypatch.setattr(machine, "memory_available", lambda: 1024**3)
     sizes, notes = cpu_suite.sizes_here()

@@ -53,7 +53,7 @@ def test_a_graph_holds_the_tensors_of_its_calls(bench, monkeypatch):
 
 
 def faulty(latent, faults, together=()):
-    """A process that ends where a way of `faults` runs, or, of a row of `together`, when all run in turns."""
+    """A process that ends where a way of `faults` runs, or, of a row of `together`, when all run interleaved."""
 
     def listen(args):
         reports = []
@@ -62,7 +62,7 @@ def faulty(latent, faults, together=()):
                 if (row, way) in faults:
                     return reports, way, "CUDA error"
             if row in together and len(ways) > 1:
-                return reports, latent.IN_TURNS, "CUDA error"
+                return reports, latent.INTERLEAVED, "CUDA error"
             reports.append(json.dumps({"row": row, "ways": ways}))
         return reports, "", ""
 

@@ -17,7 +17,7 @@ from tilewise.tools.bench.case import Case
 from tilewise.tools.bench.record import Record
 from tilewise.tools.cli import main
 
-TINY = cpu_suite.Sizes(shrink=128, cache=1 << 16, narrow=1 << 16, read=1 << 16, matrix=16)
+TINY = cpu_suite.Sizes(shrink=128, cache=1 << 16, quantised=1 << 16, read=1 << 16, matrix=16)
 FIRST = cpu_suite.cases(TINY)[0]
 
 

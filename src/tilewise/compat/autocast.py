@@ -10,7 +10,7 @@ MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def lowered(like: torch.Tensor, *tensors: MaybeTensor) -> tuple[MaybeTensor, ...]:
+def autocast(like: torch.Tensor, *tensors: MaybeTensor) -> tuple[MaybeTensor, ...]:
     """The tensors in autocast's dtype while it is on for the device of `like`; float64 and bool stay as they are."""
     device = like.device.type
     if not torch.is_autocast_enabled(device):

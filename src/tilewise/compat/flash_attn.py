@@ -45,19 +45,11 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, 
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **later: Unpack[Later],
-) -> Result:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **later: Unpack[Later],
+) -> Result:  # fmt: skip
     """Attention of `q` `[B, Lq, H, D]` over `k`, `v` `[B, Lk, Hkv, D]`.
 
     Args:
@@ -89,16 +81,10 @@ def flash_attn_func(
 
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **later: Unpack[Later],
-) -> Result:
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **later: Unpack[Later],
+) -> Result:  # fmt: skip
     """`flash_attn_func` for `qkv` `[B, L, 3, H, D]`."""
     q, k, v = _parts("qkv", qkv, "[B, L, 3, H, D]")
     return flash_attn_func(
@@ -108,18 +94,11 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **later: Unpack[Later],
-) -> Result:
+    q: torch.Tensor, kv: torch.Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **later: Unpack[Later],
+) -> Result:  # fmt: skip
     """`flash_attn_func` for `kv` `[B, Lk, 2, Hkv, D]`."""
     k, v = _parts("kv", kv, "[B, L, 2, H, D]")
     return flash_attn_func(
@@ -216,19 +195,11 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **later: Unpack[Later],
-) -> Result:
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **later: Unpack[Later],
+) -> Result:  # fmt: skip
     """`flash_attn_varlen_func` for `qkv` `[T, 3, H, D]`."""
     q, k, v = _parts("qkv", qkv, "[T, 3, H, D]")
     return flash_attn_varlen_func(
@@ -238,22 +209,12 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **later: Unpack[Later],
-) -> Result:
+    q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **later: Unpack[Later],
+) -> Result:  # fmt: skip
     """`flash_attn_varlen_func` for `kv` `[Tk, 2, Hkv, D]`."""
     k, v = _parts("kv", kv, "[T, 2, H, D]")
     return flash_attn_varlen_func(

@@ -36,24 +36,12 @@ Scale = torch.Tensor | float | None
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: torch.Tensor | None = None,
-    q_descale: Scale = None,
-    k_descale: Scale = None,
-    v_descale: Scale = None,
-    window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Result:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    softmax_scale: float | None = None, causal: bool = False, qv: torch.Tensor | None = None,
+    q_descale: Scale = None, k_descale: Scale = None, v_descale: Scale = None,
+    window_size: WindowSize = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
     """As `tilewise.compat.flash_attn.flash_attn_func`; with `return_attn_probs`, `(out, softmax_lse)`."""
     result = flash_attn.flash_attn_func(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
@@ -65,20 +53,11 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Scale = None,
-    k_descale: Scale = None,
-    v_descale: Scale = None,
-    window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Result:
+    qkv: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Scale = None, k_descale: Scale = None, v_descale: Scale = None,
+    window_size: WindowSize = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
     """`flash_attn_func` for `qkv` `[B, L, 3, H, D]` or, with `num_heads_q`, `[B, L, H + 2 Hkv, D]`."""
     if qkv.ndim == 5:
         q, k, v = flash_attn._parts("qkv", qkv, "[B, L, 3, H, D]")
@@ -95,30 +74,14 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: torch.Tensor | None = None,
-    q_descale: Scale = None,
-    k_descale: Scale = None,
-    v_descale: Scale = None,
-    window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Result:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: torch.Tensor | None = None,
+    q_descale: Scale = None, k_descale: Scale = None, v_descale: Scale = None,
+    window_size: WindowSize = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
     """As `tilewise.compat.flash_attn.flash_attn_varlen_func`; with `return_attn_probs`, `(out, softmax_lse)`."""
     result: Any = flash_attn.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
@@ -131,37 +94,18 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    qv: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | int | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k_new: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: torch.Tensor | None = None,
-    q_descale: Scale = None,
-    k_descale: Scale = None,
-    v_descale: Scale = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Any = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
-) -> Result:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None, qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | int | None = None, cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None, page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: torch.Tensor | None = None,
+    q_descale: Scale = None, k_descale: Scale = None, v_descale: Scale = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Any = None,
+    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
+) -> Result:  # fmt: skip
     """As `tilewise.compat.flash_attn.flash_attn_with_kvcache`."""
     return _with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,

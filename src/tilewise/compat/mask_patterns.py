@@ -22,7 +22,7 @@ Length = int | torch.Tensor
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences in all rows laid end to end."""
+    """Sequences of all rows, packed end to end."""
 
     offsets: torch.Tensor  # int32 [n + 1]
     longest: int

@@ -19,7 +19,7 @@ import torch
 from ..api import attention, varlen_attention
 from ..core.extras import MissingPackage, install_line, need
 from ..errors import InvalidArgument
-from .autocast import lowered
+from .autocast import autocast
 from .discovery import too_old
 
 need("hf", "transformers", by="tilewise.compat.transformers")
@@ -115,7 +115,7 @@ def attention_forward(
         remedy = "use the name that tilewise.compat.transformers.register_flash() returns"
         raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    query, key, value = lowered(query, query, key, value)
+    query, key, value = autocast(query, query, key, value)
     if attention_mask is position_bias is cu_seq_lens_q is None and query.shape[2] == 1:
         # A step over a cache sees all of it, and its output is the same in either layout: two views less.
         return attention(query, key, value, **options).transpose(1, 2), None

@@ -266,9 +266,9 @@ def _retile(states: torch.Tensor, dim: int, size: int, old: int, new: int) -> to
     """Regroups one dim of `states` from tiles of `old` to tiles of `new` cells, `size` cells in all."""
     if old == new or size == 0:
         return states
-    tops = torch.arange(0, size, new, device=states.device)
-    first = tops // old
-    last = ((tops + new).clamp_max(size) - 1) // old
+    starts = torch.arange(0, size, new, device=states.device)
+    first = starts // old
+    last = ((starts + new).clamp_max(size) - 1) // old
     index = first[:, None] + torch.arange(int(new // old + 2), device=states.device)  # [n, reach]
     index = torch.minimum(index, last[:, None])  # repeats the last tile: neither min nor max minds
     parts = states.index_select(dim, index.flatten()).unflatten(dim, index.shape)

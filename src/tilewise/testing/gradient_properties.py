@@ -115,16 +115,16 @@ def hidden_cells_do_not_matter(backend: str | None, device: str) -> None:
                 ("v", ~seen[:, 40], ("q",)),
                 ("q", ~seen[40], ("k", "v")),
             ):
-                for stray in (float("nan"), float("inf")):
-                    got = _with_stray(make_gradients(case, device), name, stray, backend)
-                    what = f"{case}: {stray} in {name}[40]"
+                for filler in (float("nan"), float("inf")):
+                    got = _with_filler(make_gradients(case, device), name, filler, backend)
+                    what = f"{case}: {filler} in {name}[40]"
                     same(what, {g: clean[g][:, :, unseen] for g in gone}, {g: got[g][:, :, unseen] for g in gone})
 
 
-def _with_stray(made: Gradients, name: str, stray: float, backend: str | None) -> dict[str, torch.Tensor]:
+def _with_filler(made: Gradients, name: str, filler: float, backend: str | None) -> dict[str, torch.Tensor]:
     """The gradients with row 40 of q, k or v spoilt, and with what a forward pass then gives."""
     t: Any = made.call.tensors.forward
-    getattr(t, name)[:, :, 40] = stray
+    getattr(t, name)[:, :, 40] = filler
     oracle.run(oracle.plan(made.call.problem), t)
     return kept(made, backend)
 

@@ -66,7 +66,7 @@ def make_gradients(
         random = torch.Generator("cpu").manual_seed(zlib.crc32(str(case).encode()) + 1)
         incoming = torch.randn(call.out.shape, generator=random, dtype=torch.float32, device="cpu")
         incoming_lse = torch.randn(call.out.shape[:-1], generator=random, dtype=torch.float32, device="cpu").to(device)
-        incoming = _laid_out(incoming.to(call.out.dtype).to(device), dout)
+        incoming = _with_strides(incoming.to(call.out.dtype).to(device), dout)
         if not dout:
             _spoil(call, incoming, incoming_lse, filler)
         names = grads or differentiable(call.problem)
@@ -76,7 +76,7 @@ def make_gradients(
     return Gradients(case, *found)
 
 
-def _laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
+def _with_strides(x: torch.Tensor, how: str) -> torch.Tensor:
     if how == "expanded":
         return x[:1, :1, :1].expand(x.shape)
     if how == "last":
@@ -87,9 +87,9 @@ def _laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
 def _spoil(call: Call, dout: torch.Tensor, dlse: torch.Tensor, filler: float) -> None:
     """What a row with `lse = -inf` holds cannot matter: it sees nothing."""
     assert call.lse is not None
-    blind = call.lse == -torch.inf
-    dout[blind] = filler
-    dlse[blind] = filler
+    masked = call.lse == -torch.inf
+    dout[masked] = filler
+    dlse[masked] = filler
 
 
 def check_gradients(case: Case, backend: str | None, device: str = "cpu", **how: object) -> Verdict:

@@ -104,20 +104,20 @@ def hidden_keys_do_not_matter(backend: str | None, device: str) -> None:
         ({"mask": seen}, ~seen[:, 40]),
         ({"mask": bias}, ~seen[:, 40]),
     ]
-    for option, blind in options:
+    for option, masked in options:
         name_of = next(iter(option))
         clean = attention(q, k, v, return_lse=True, backend=backend, **option)
-        for stray in (float("nan"), float("inf"), 3e38):
+        for filler in (float("nan"), float("inf"), 3e38):
             for name in "kv":
                 spoilt = {"k": k.clone(), "v": v.clone()}
-                spoilt[name][:, :, 40] = stray
+                spoilt[name][:, :, 40] = filler
                 result = attention(q, spoilt["k"], spoilt["v"], return_lse=True, backend=backend, **option)
-                what = f"{name_of}: {stray} in {name}[40], in rows that do not see it"
-                same(what, *(AttentionState(x.out[:, :, blind], x.lse[:, :, blind]) for x in (clean, result)))
+                what = f"{name_of}: {filler} in {name}[40], in rows that do not see it"
+                same(what, *(AttentionState(x.out[:, :, masked], x.lse[:, :, masked]) for x in (clean, result)))
         spoilt_v = v.clone()
         spoilt_v[:, :, 40] = float("nan")
         result = attention(q, k, spoilt_v, backend=backend, **option)
-        if not bool(result[:, :, ~blind].isnan().all()):
+        if not bool(result[:, :, ~masked].isnan().all()):
             raise Mismatch(f"{name_of}: rows that see a NaN must be NaN")
 
 
@@ -132,7 +132,7 @@ def hidden_values_do_not_matter_in_16_bits(backend: str | None, device: str) -> 
     for dtype in (torch.float16, torch.bfloat16):
         q, k, v = (x.to(dtype) for x in wide)
         bias = torch.where(seen, 0.5, -torch.inf).to(dtype)
-        for option, blind in (
+        for option, masked in (
             ({"causal": True}, rows < 40),
             ({"mask": seen}, ~seen[:, 40]),
             ({"mask": bias}, ~seen[:, 40]),
@@ -145,7 +145,7 @@ def hidden_values_do_not_matter_in_16_bits(backend: str | None, device: str) -> 
                 continue
             result = attention(q, k, spoilt, return_lse=True, backend=backend, **option)
             what = f"{dtype}, {next(iter(option))}: NaN in v[40], in rows that do not see it"
-            same(what, *(AttentionState(x.out[:, :, blind], x.lse[:, :, blind]) for x in (clean, result)))
+            same(what, *(AttentionState(x.out[:, :, masked], x.lse[:, :, masked]) for x in (clean, result)))
 
 
 @prop

@@ -1,7 +1,7 @@
 """What `tilewise verify --device mps` adds on a Mac: a report to paste into an issue.
 
 It holds the chip, the versions, the suite's counts (also of the kernels under MLX, if that is installed), and times
-beside torch's and MLX's own attention, in turns.
+beside torch's and MLX's own attention, interleaved.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ def test_integer_dots_are_as_exact_as_float32(monkeypatch, kind, odd, rows):
 @pytest.mark.parametrize("odd", NOT_FINITE)
 def test_what_is_not_finite_shows_where_torch_shows_it(kind, odd):
     attend = quantised_call(kind, **NOT_FINITE[odd])
-    q, *narrow = attend.args
-    k, v = (x.dequantise(torch.float32).repeat_interleave(4, 1) for x in narrow)
+    q, *quantised = attend.args
+    k, v = (x.dequantise(torch.float32).repeat_interleave(4, 1) for x in quantised)
     got, want = attend(backend="cpu"), torch.nn.functional.scaled_dot_product_attention(q, k, v)
     exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
     finite = want.isfinite()

@@ -14,7 +14,7 @@ from hopper_aot import build
 from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.hopper.bwd import config, launch
 from tilewise.backends.hopper.bwd.kernel import backward
-from tilewise.backends.hopper.bwd.nonfinite import repair
+from tilewise.backends.hopper.bwd.nonfinite import fix_up as fix_up_kernel
 from tilewise.backends.hopper.bwd.prepost import clear_rest, list_blocks, postprocess, preprocess
 from tilewise.core.mask_rules import MaskRules, query_span
 from tilewise.core.plan import Plan
@@ -99,7 +99,7 @@ def test_what_comes_before_and_after_compiles(p):
     for kernel in (preprocess, postprocess):
         assert built(kernel, arguments, tuple(x for x in flags if x in kernel.arg_names)).sass
     memory = dict.fromkeys(("q", "k", "v"), arguments["OUT"])
-    fix_up = built(repair, arguments | memory | {"BLOCK": 64}, ("S", "HAS_DLSE", "BLOCK"))
+    fix_up = built(fix_up_kernel, arguments | memory | {"BLOCK": 64}, ("S", "HAS_DLSE", "BLOCK"))
     assert fix_up.shared <= SHARED[90]
     if p.packed_q:
         rest = {"CU": arguments["CU_Q"], "X": arguments["DQ"], "x_h": 64, "x_l": 64, "total": 9, "width": 64}

@@ -17,12 +17,12 @@ def test_in_the_interpreter():
     assert "all right" in done.stdout
 
 
-def repaired(case):
+def fixed_up(case):
     """Gradients by the fix-up alone, of inputs with NaN in every hidden place."""
     import torch
 
     from tilewise.backends.hopper.bwd.launch import Bound
-    from tilewise.backends.hopper.bwd.nonfinite import repair
+    from tilewise.backends.hopper.bwd.nonfinite import fix_up
     from tilewise.core.plan import Plan
     from tilewise.testing.gradients import judge_gradients, make_gradients
 
@@ -34,11 +34,11 @@ def repaired(case):
     given = bound.tensors(t)
     given["FLAG"].fill_(0)
     arguments = bound.arguments(given) | {name: given[name] for name in ("q", "k", "v")} | {"BLOCK": 64}
-    arguments = {name: arguments[name] for name in repair.arg_names}
-    repair[(3,)](**arguments)
+    arguments = {name: arguments[name] for name in fix_up.arg_names}
+    fix_up[(3,)](**arguments)
     assert all(x.isnan().all() for x in t.gradients().values())  # nothing was flagged
     given["FLAG"].fill_(1)
-    repair[(3,)](**arguments)
+    fix_up[(3,)](**arguments)
     if case.form == "varlen":  # rows of no sequence are cleared by another kernel
         for name, cu in (("q", given["CU_Q"]), ("k", given["CU_K"]), ("v", given["CU_K"])):
             t.gradients()[name][:, :, int(cu[-1]) :] = 0
@@ -66,10 +66,10 @@ if __name__ == "__main__":
     from tilewise.testing.case import Case
 
     common = {"dtype": "f16", "D": 64}
-    repaired(Case(B=1, Hkv=2, Lq=90, causal=True, **common))
-    repaired(Case(B=1, H=2, Lq=50, causal=True, softcap=5.0, **common))
-    repaired(Case(B=1, H=2, Lq=70, Lk=100, window=(20, 5), **common))
-    repaired(Case(B=3, H=2, Lq=40, Lk=90, lengths=(90, 0, 44), causal=True, **common))
-    repaired(Case(B=2, H=2, form="varlen", q_lengths=(70, 33), lengths=(70, 90), causal=True, dtype="f16", D=40))
+    fixed_up(Case(B=1, Hkv=2, Lq=90, causal=True, **common))
+    fixed_up(Case(B=1, H=2, Lq=50, causal=True, softcap=5.0, **common))
+    fixed_up(Case(B=1, H=2, Lq=70, Lk=100, window=(20, 5), **common))
+    fixed_up(Case(B=3, H=2, Lq=40, Lk=90, lengths=(90, 0, 44), causal=True, **common))
+    fixed_up(Case(B=2, H=2, form="varlen", q_lengths=(70, 33), lengths=(70, 90), causal=True, dtype="f16", D=40))
     listed()
     print("all right")

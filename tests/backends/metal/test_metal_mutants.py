@@ -23,7 +23,7 @@ TEXTS = {"tiled": text.attention(Spec("tiled", "float", OP, OP, sg_rows=2)),
          "vector": text.attention(Spec("vector", "float", OP, OP, rows=1))}  # fmt: skip
 
 
-def stray_call(kernel):
+def nonfinite_call(kernel):
     """Several tiles of keys, several slices of columns, two simdgroups a row, and values that are not finite."""
     q, k, v = (torch.randn(1, 1, n, 96, generator=torch.Generator().manual_seed(n)) for n in (12, 70, 71))
     v = v[:, :, :70]
@@ -41,9 +41,9 @@ def test_a_barrier_that_is_taken_out_is_missed(kernel, number):
         return barriers(source)[number].without if f"kernel void {kernel}(" in source else source
 
     with simulator():
-        stray_call(kernel)  # as it should be: no fault
+        nonfinite_call(kernel)  # as it should be: no fault
     with simulator(change=change), pytest.raises(Fault) as found:
-        stray_call(kernel)
+        nonfinite_call(kernel)
     assert found.value.kind in ("race", "uninitialised")
 
 

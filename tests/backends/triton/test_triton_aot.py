@@ -220,7 +220,7 @@ def test_plain_sums_would_be_noticed():
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_the_small_kernels(arch):
-    """Repair, combining, classifying, listing, ranking."""
+    """Non-finite fix-up, combining, classifying, listing, ranking."""
     for name in ("bool mask", "additive mask", "decode-D128", "varlen-full"):
         built = list(helpers_of(HOT[name], arch))
         assert built

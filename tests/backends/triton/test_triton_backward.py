@@ -85,7 +85,7 @@ FIXUP = """
 import torch
 from tilewise.testing.case import Case
 from tilewise.testing.gradients import make_gradients
-from tilewise.testing.gradient_properties import _with_stray
+from tilewise.testing.gradient_properties import _with_filler
 for rules in ({"causal": True}, {"mask": "qk", "mask_kind": "f32"}):
     case = Case(B=1, H=2, Hkv=1, Lq=50, Lk=50, D=32, dtype="f16", **rules)
     clean = {name: x.clone() for name, x in make_gradients(case).run("triton").items()}
@@ -93,7 +93,7 @@ for rules in ({"causal": True}, {"mask": "qk", "mask_kind": "f32"}):
     if "mask" in rules:
         seen = make_gradients(case).call.tensors.forward.mask[0, 0] != -torch.inf
     for name, unseen, gone in (("k", ~seen[:, 40], "q"), ("q", ~seen[40], "k"), ("q", ~seen[40], "v")):
-        got = _with_stray(make_gradients(case), name, float("nan"), "triton")
+        got = _with_filler(make_gradients(case), name, float("nan"), "triton")
         assert got[gone][:, :, ~unseen].isnan().any(), (rules, name)
         assert torch.equal(got[gone][:, :, unseen], clean[gone][:, :, unseen]), (rules, name, gone)
 """

@@ -1,8 +1,8 @@
 """Tiled attention in plain torch: any call on any device, memory that does not grow with length.
 
-It is what runs where no kernel can. For each sequence and each tile of BQ query rows it walks the tiles of BK keys that
-hold a visible cell, with the online softmax: running maximum m, sum l and output acc, rescaled when m grows. Its
-gradients are in `backward.py`.
+It is what runs where no kernel can. For each sequence and each tile of BQ query rows it iterates over the tiles of BK
+keys that hold a visible cell, with the online softmax: running maximum m, sum l and output acc, rescaled when m grows.
+Its gradients are in `backward.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .backward import plan_backward as plan_backward
 from .backward import run_backward as run_backward
 from .backward import supports_backward as supports_backward
 from .kv_write import Append
-from .tiles import adjust, no_autocast, tile_states, weigh, work_dtype
+from .tiles import adjust, no_autocast, tile_states, weighted_sum, work_dtype
 
 
 def supports(problem: Problem | WriteProblem) -> str | None:
@@ -82,19 +82,19 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
 
         top = torch.maximum(m, s.amax(-1))
         base = torch.where(top == -torch.inf, 0.0, top)  # nothing seen yet: -inf - -inf would be NaN
-        shrink = (m - base).exp()
+        alpha = (m - base).exp()
         prob = (s - base[..., None]).exp()
-        l = l * shrink + prob.sum(-1)
-        acc = acc * shrink[..., None] + weigh(prob, v, visible)
+        l = l * alpha + prob.sum(-1)
+        acc = acc * alpha[..., None] + weighted_sum(prob, v, visible)
         m = top
 
     if t.sinks is not None:
         sink = t.sinks.to(work)[:, None]
         top = torch.maximum(m, sink)
         base = torch.where(top == -torch.inf, 0.0, top)
-        shrink = (m - base).exp()
+        alpha = (m - base).exp()
         weight = torch.where(sink == torch.inf, 1.0, (sink - base).exp())  # of a sink of +inf all, of one of -inf none
-        l, acc, m = l * shrink + weight, acc * shrink[..., None], top
+        l, acc, m = l * alpha + weight, acc * alpha[..., None], top
     total = torch.where(l == 0, 1.0, l)
     seq.out[:, rows] = (acc / total[..., None]).to(p.q_dtype)
     if seq.lse is not None:

@@ -74,7 +74,7 @@ def adjust(
     return (s, None) if visible is None else (torch.where(visible, s, -torch.inf), visible)
 
 
-def weigh(prob: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+def weighted_sum(prob: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
     """`prob [H, BQ, BK] @ v [Hkv, BK, Dv]`; a value under an invisible cell cannot matter, not even as 0 * inf."""
     H, n, cols = prob.shape
     grouped = prob.reshape(v.shape[0], -1, cols)  # [Hkv, G * BQ, BK]; a mask's strides may have come into prob
@@ -82,5 +82,5 @@ def weigh(prob: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> 
     if visible is None or bool(finite.all()):
         return (grouped @ v).view(H, n, -1)
     out = (grouped @ torch.where(finite, v, 0.0)).view(H, n, -1)
-    stray = torch.where(finite, 0.0, v).repeat_interleave(H // v.shape[0], 0)  # [H, BK, Dv]
-    return out + torch.where(visible[..., None], prob[..., None] * stray[:, None], 0.0).sum(-2)
+    nonfinite = torch.where(finite, 0.0, v).repeat_interleave(H // v.shape[0], 0)  # [H, BK, Dv]
+    return out + torch.where(visible[..., None], prob[..., None] * nonfinite[:, None], 0.0).sum(-2)

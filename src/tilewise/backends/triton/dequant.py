@@ -109,7 +109,7 @@ def is_packed(kind):
 
 
 @triton.jit
-def whole(x):
+def round_to_int(x):
     """To the nearest whole number, to even in the middle; NaN to 0."""
     return tl.where(x == x, (x + ROUND) - ROUND, 0.0).to(tl.int32)
 
@@ -132,7 +132,7 @@ def float8_bits(x):
 def stored(steps, KIND: tl.constexpr):
     """Elements in units of their scales as they are stored."""
     if KIND == "int8":
-        x = whole(steps).to(tl.int8)
+        x = round_to_int(steps).to(tl.int8)
     else:
         tl.static_assert(KIND == "fp8_e4m3")
         x = float8_bits(steps).to(tl.uint8)
@@ -143,4 +143,4 @@ def stored(steps, KIND: tl.constexpr):
 def stored_pair(low, high, KIND: tl.constexpr):
     """The same of elements that share a byte."""
     tl.static_assert(KIND == "int4")
-    return ((whole(low) & 15) | (whole(high) << 4)).to(tl.uint8)
+    return ((round_to_int(low) & 15) | (round_to_int(high) << 4)).to(tl.uint8)

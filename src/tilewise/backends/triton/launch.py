@@ -1,7 +1,7 @@
 """From a plan and its tensors to kernel launches.
 
 The first call of a plan with given strides goes through Triton, which compiles. The compiled kernel is kept, and later
-calls with the same strides and aligned pointers pass their addresses straight to it: that is a few microseconds where
+calls with the same strides and aligned pointers pass their addresses directly to it: that is a few microseconds where
 the way through Triton is tens. Nothing here reads a value on the device.
 """
 

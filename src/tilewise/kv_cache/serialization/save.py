@@ -95,29 +95,29 @@ def held_pages(cache: PagedKVCache) -> tuple[np.ndarray, dict[str, torch.Tensor]
 def save_pages(cache: PagedKVCache, path: Path) -> None:
     """Every page that is used or kept, the sequences and the prefix index."""
     with cache.store.lock:
-        books, pool = cache.store.sequences, cache.store.sequences.pool
-        live = list(books.slot_of.items())
+        manager, pool = cache.store.sequences, cache.store.sequences.pool
+        live = list(manager.slot_of.items())
         for number, slot in live:
-            books.check_written("sequence", number, slot)
+            manager.check_written("sequence", number, slot)
         pages, tensors = held_pages(cache)
         place = np.zeros(cache.num_pages, dtype=np.int32)
         place[pages] = np.arange(len(pages))
         slots = np.array([slot for _, slot in live], dtype=np.int64)
-        width = max((len(books.pages(slot)) for slot in slots), default=0)
+        width = max((len(manager.pages(slot)) for slot in slots), default=0)
         table = np.zeros((len(live), width), dtype=np.int32)
         for i, slot in enumerate(slots):
-            table[i, : len(books.pages(slot))] = place[books.pages(slot)]
+            table[i, : len(manager.pages(slot))] = place[manager.pages(slot)]
         # A node that has left has a number that a cache made of the file would give again.
-        at = [node if pool.index.holds(node) else LOST for node in books.node[slots].tolist()]
+        at = [node if pool.index.holds(node) else LOST for node in manager.node[slots].tolist()]
         nodes = [(n, node.parent, place[node.page]) for n, node in pool.index.nodes.items()]
         lists = {
-            "ids": books.known_ids()[pages], "table": table,
+            "ids": manager.known_ids()[pages], "table": table,
             "sequences": np.array([n for n, _ in live], dtype=np.int64),
-            "length": books.length[slots], "known": books.known[slots], "node": np.array(at, dtype=np.int64),
-            "depth": books.depth[slots], "nodes": np.array(nodes, dtype=np.int64).reshape(-1, 3),
+            "length": manager.length[slots], "known": manager.known[slots], "node": np.array(at, dtype=np.int64),
+            "depth": manager.depth[slots], "nodes": np.array(nodes, dtype=np.int64).reshape(-1, 3),
         }  # fmt: skip
         about = formats(cache) | {
             "layers": cache.layers, "num_pages": cache.num_pages, "page_size": cache.page_size,
-            "created": books.created, "kept": len(pool.kept),
+            "created": manager.created, "kept": len(pool.kept),
         }  # fmt: skip
     files.write(path, "PagedKVCache", about, tensors | {name: torch.from_numpy(x) for name, x in lists.items()})

@@ -43,7 +43,7 @@ class Case:
     row: str
     name: str
     prepare: Callable[[], Prepared]
-    needs_narrow_sdpa: bool = False  # which ends the process on some machines
+    needs_half_sdpa: bool = False  # which ends the process on some machines
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Sizes:
 
     shrink: int = 1  # lengths are divided by this: for tests
     cache: int = LEAST_CACHE  # bytes of K and V in the decode cases that must not fit a cache
-    narrow: int = LEAST_CACHE  # the same for an f16 cache whose int4 form must not fit either
+    quantised: int = LEAST_CACHE  # the same for an f16 cache whose int4 form must not fit either
     read: int = 1024**3  # bytes read to measure the speed of reading
     matrix: int = 2048
 
@@ -62,14 +62,14 @@ class Sizes:
 def sizes_here() -> tuple[Sizes, list[str]]:
     """Sizes for this machine's caches and memory, and what has to be said about them."""
     last, memory = machine.last_cache(), machine.memory_available()
-    want = Sizes(cache=max(LEAST_CACHE, 2 * last), narrow=4 * max(LEAST_CACHE, last + last // 4))
+    want = Sizes(cache=max(LEAST_CACHE, 2 * last), quantised=4 * max(LEAST_CACHE, last + last // 4))
     most = memory // 6
-    got = replace(want, cache=min(want.cache, most), narrow=min(want.narrow, most), read=min(want.read, most))
+    got = replace(want, cache=min(want.cache, most), quantised=min(want.quantised, most), read=min(want.read, most))
     notes = []
     if got.cache < max(LEAST_CACHE, last):
         notes.append(f"decode caches of {got.cache / 1e6:.0f} MB, for want of memory, may stay in the last-level cache")
-    if got.narrow < want.narrow:
-        notes.append(f"the int8 and int4 caches, beside {got.narrow / 1e6:.0f} MB of f16, may stay in the last cache")
+    if got.quantised < want.quantised:
+        notes.append(f"int8 and int4 caches, beside {got.quantised / 1e6:.0f} MB of f16, may stay in the last cache")
     return got, notes
 
 
@@ -110,9 +110,9 @@ def _decode_cases(sizes: Sizes, quick: bool) -> Iterator[Case]:
     for kind, dtype in DTYPES.items():
         w = _workload(32, 8, 128, sizes.length(8192), rows=1)
         yield Case(f"decode GQA 32/8 8k {kind}", "D 128", partial(_beside_sdpa, w, dtype), kind != "f32")
-    narrow: tuple[QuantDtype, ...] = ("int8", "int4")
-    for quant in narrow:
-        long = _keys(sizes.narrow, 8, 128, torch.float16)
+    quantised: tuple[QuantDtype, ...] = ("int8", "int4")
+    for quant in quantised:
+        long = _keys(sizes.quantised, 8, 128, torch.float16)
         for keys in (sizes.length(8192),) if quick else (sizes.length(8192), long):
             name = f"f16 queries, 32/8 heads, D 128, {keys:,} keys"
             yield Case(f"decode {quant} cache", name, partial(_beside_f16, quant, keys))
@@ -164,12 +164,12 @@ def _beside_reading(kv_heads: int, keys: int, dtype: torch.dtype, read: int) -> 
 def _beside_f16(kind: QuantDtype, keys: int) -> Prepared:
     q = normal((1, 32, 1, 128), torch.float16, LOGIT_STD)
     k, v = (normal((1, 8, keys, 128), torch.float16, numbers=seed) for seed in (1, 2))
-    narrow = [_quantised(x, kind) for x in (k, v)]
-    one_k, one_v = (Quantised(x.data[:, :1], x.scales[:, :1], kind, x.group).dequantise() for x in narrow)
+    quantised = [_quantised(x, kind) for x in (k, v)]
+    one_k, one_v = (Quantised(x.data[:, :1], x.scales[:, :1], kind, x.group).dequantise() for x in quantised)
     part = Inputs(q[:, :4], one_k, one_v, {})
-    chosen = plan(q, *narrow)
+    chosen = plan(q, *quantised)
     return Prepared(
-        ours=partial(attention, q, *narrow),
+        ours=partial(attention, q, *quantised),
         peer=partial(attention, q, k, v),
         error=lambda out: oracle_errors(part, [out[:, :4]])[0],
         allowed=MOST_ERROR[q.dtype],

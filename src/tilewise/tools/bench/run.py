@@ -55,7 +55,7 @@ def bench(asked: Asked) -> int:
     """
     check(asked)
     check_files(asked.json, asked.html, asked.plot)
-    narrow_sdpa = asked.device == "cuda" or not _is_narrow(asked) or _ensure_narrow_sdpa(asked.words)
+    half_sdpa = asked.device == "cuda" or not _is_half(asked) or _ensure_half_sdpa(asked.words)
 
     def keep(data: Mapping[str, Any]) -> None:
         """Called after each case, so that a process that is killed has lost only the last."""
@@ -64,9 +64,9 @@ def bench(asked: Asked) -> int:
                 report.write_json(asked.json, data, rescue=False)
 
     if "cpu" in asked.suites:
-        record, data, shown = run_cpu.run_cpu(asked.words, asked.quick, narrow_sdpa, keep)
+        record, data, shown = run_cpu.run_cpu(asked.words, asked.quick, half_sdpa, keep)
     else:
-        record = _models(asked, narrow_sdpa, keep)
+        record = _models(asked, half_sdpa, keep)
         data, shown = record.as_data(), None
     if asked.json is not None:
         report.write_json(asked.json, data)
@@ -127,11 +127,11 @@ def check(asked: Asked) -> None:
             raise InvalidArgument("--peers", name, "libraries that are here", why)
 
 
-def _is_narrow(asked: Asked) -> bool:
+def _is_half(asked: Asked) -> bool:
     return "cpu" in asked.suites or asked.dtype in ("bf16", "f16")
 
 
-def _models(asked: Asked, narrow_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
+def _models(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
     """The suites of models, or the one of lengths; `keep` is given the record after each case."""
     device = torch.device(asked.device)
     kind = asked.dtype or ("bf16" if device.type == "cuda" else "f32")
@@ -142,7 +142,7 @@ def _models(asked: Asked, narrow_sdpa: bool, keep: Callable[[Mapping[str, Any]],
     left_out: dict[str, str] = {}
     if asked.peers is None and (asked.quick or device.type == "cpu"):
         left_out = dict.fromkeys(SLOW_PEERS, "left out: it compiles anew for each case; --peers names it")
-    if not narrow_sdpa:
+    if not half_sdpa:
         left_out |= dict.fromkeys(("sdpa", "flex"), "ends the process here in bf16 and f16")
     found = {**found, **{name: why for name, why in left_out.items() if found[name] is None}}
     peers = [name for name in (found if asked.peers is None else asked.peers) if found[name] is None]
@@ -214,7 +214,7 @@ def _ceilings(run: grid.Bench, quick: bool) -> dict[str, Any]:
         return machine.ceilings(sizes.read, sizes.matrix, budget)
 
 
-def _ensure_narrow_sdpa(words: Sequence[str]) -> bool:
+def _ensure_half_sdpa(words: Sequence[str]) -> bool:
     """Whether SDPA may be called in bf16 and f16; begins anew without AMX where that makes it work."""
     if machine.sdpa_survives():
         return True

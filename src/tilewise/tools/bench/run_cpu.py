@@ -22,7 +22,7 @@ FULL_MEMORY = 4 * 1024**2  # bytes of workspace that a thread may take
 
 
 def run_cpu(
-    words: Sequence[str], quick: bool, narrow_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]
+    words: Sequence[str], quick: bool, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]
 ) -> tuple[Record, dict[str, Any], list[list[str]]]:
     """The suite with bars: its record, that as plain data, and its tables; `keep` is given the data after each case."""
     sizes, notes = cpu_suite.sizes_here()
@@ -32,9 +32,9 @@ def run_cpu(
             "the process here (MKL's, which SDPA uses for bf16, do not)"
         )
     notes += machine.load_notes()
-    if not narrow_sdpa:
+    if not half_sdpa:
         notes.append("SDPA in bf16 and f16 ends the process here, also without AMX: those cases are left out")
-    cases = [c for c in cpu_suite.cases(sizes, quick) if narrow_sdpa or not c.needs_narrow_sdpa]
+    cases = [c for c in cpu_suite.cases(sizes, quick) if half_sdpa or not c.needs_half_sdpa]
     command = f"tilewise {shlex.join(words)}"
     about: dict[str, Any] = {"suite": "cpu", "quick": quick, **machine.describe(command), "notes": notes, "failed": []}
     budget = QUICK_BUDGET if quick else BUDGET

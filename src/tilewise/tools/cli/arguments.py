@@ -14,10 +14,10 @@ BAD_ARGUMENTS = 2
 Commands = Any  # argparse has no public name for what add_subparsers gives
 
 
-def command(commands: Commands, name: str, run: Any, help: str, description: str, example: str = "") -> Any:
-    """A parser for one command."""
+def command(commands: Commands, run: Any, help: str, description: str, example: str = "") -> Any:
+    """A parser for one command, whose name is that of `run`'s module."""
     parser = commands.add_parser(
-        name,
+        run.__module__.rpartition(".")[2],
         help=help,
         description=description,
         epilog=f"example: {example}" if example else None,

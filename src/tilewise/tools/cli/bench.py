@@ -15,7 +15,6 @@ PEERS = ("sdpa", "flex", "flash-attn", "flashinfer", "xformers")
 def add(commands: Commands) -> None:
     parser = command(
         commands,
-        "bench",
         run,
         help="measure the kernels beside other libraries and the machine's own limits",
         description="Times each case interleaved with every peer found here (torch's SDPA by each of its kernels, "

@@ -11,7 +11,6 @@ from .arguments import Commands, command, length
 def add(commands: Commands) -> None:
     parser = command(
         commands,
-        "chat",
         run,
         help="talk to SmolLM2-135M, with attention by tilewise and by torch's SDPA",
         description="Answers a question, or those that you type until an empty line, by SmolLM2-135M-Instruct on the "

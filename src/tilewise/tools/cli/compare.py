@@ -11,7 +11,6 @@ from .arguments import Commands, command
 def add(commands: Commands) -> None:
     parser = command(
         commands,
-        "compare",
         run,
         help="what got faster or slower between two records of the bench",
         description="Compares two JSON files of `tilewise bench`, case by case. A change counts if it is larger than "

@@ -12,7 +12,6 @@ from .arguments import Commands, add_device, command, default_device, seed
 def add(commands: Commands) -> None:
     parser = command(
         commands,
-        "demo",
         run,
         help="run attention in the shapes of known models, timed and checked",
         description="Runs attention in the shapes of known models on the best backend at hand. For each: the plan, the "

@@ -10,7 +10,6 @@ from .arguments import Commands, command
 def add(commands: Commands) -> None:
     parser = command(
         commands,
-        "doctor",
         run,
         help="what this machine has, which backends can run on it, and why others cannot",
         description="Shows versions, the CPU and its vectors, threads, GPUs and driver, each backend (usable, or why "

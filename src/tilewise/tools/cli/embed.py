@@ -10,7 +10,6 @@ from .arguments import Commands, command
 def add(commands: Commands) -> None:
     parser = command(
         commands,
-        "embed",
         run,
         help="how alike sentences are, by all-MiniLM-L6-v2",
         description="Makes a vector of each sentence by all-MiniLM-L6-v2, in one padded batch with attention by "

@@ -11,7 +11,6 @@ from .arguments import Commands, add_device, add_dtype, command, default_device,
 def add(commands: Commands) -> None:
     parser = command(
         commands,
-        "plan",
         run,
         help="what a model's layers would run here, what it costs, and which tiles are skipped",
         description="Prints the plan of each kind of layer of a model, without running it: backend, kernel, tile, "

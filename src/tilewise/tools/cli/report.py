@@ -11,7 +11,6 @@ from .arguments import Commands, command
 def add(commands: Commands) -> None:
     parser = command(
         commands,
-        "report",
         run,
         help="a record of the bench as tables, a page or a picture",
         description="Reads a JSON file of `tilewise bench` and prints its tables, writes the HTML page, or draws the "

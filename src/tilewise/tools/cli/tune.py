@@ -13,7 +13,6 @@ from .arguments import BAD_ARGUMENTS, Commands, add_json, command
 def add(commands: Commands) -> None:
     parser = command(
         commands,
-        "tune",
         run,
         help="find the fastest tiles of the GPU kernels on this GPU",
         description="Times every tile that fits on the shapes of known models and keeps the fastest in a JSON file, "

@@ -11,7 +11,6 @@ from .arguments import Commands, add_json, command, count, default_device, devic
 def add(commands: Commands) -> None:
     parser = command(
         commands,
-        "verify",
         run,
         help="check every kernel that this machine can run",
         description="Runs the conformance suite on a device: every case and property, and on a GPU large tensors, "

@@ -10,7 +10,6 @@ from .arguments import Commands, command
 def add(commands: Commands) -> None:
     command(
         commands,
-        "warmup",
         run,
         help="compile the CPU kernels ahead of first use",
         description="Compiles every CPU kernel for this machine and keeps it on disk, so that no first call waits.",

@@ -225,9 +225,9 @@ def pack_functions(parts):
         return bad
 
     @piece
-    def pack_values(p, t, w, x, at, tile, count, whole):
+    def pack_values(p, t, w, x, at, tile, count, full):
         """V^T; values that are not finite are taken out if a row may not see them, or they have no parts."""
-        nonfinite = pack_value_tiles(p, t, w, x, at, tile, count, True) and (parts > 1 or not whole)
+        nonfinite = pack_value_tiles(p, t, w, x, at, tile, count, True) and (parts > 1 or not full)
         if nonfinite:
             pack_value_tiles(p, t, w, x, at, tile, count, False)
         return nonfinite

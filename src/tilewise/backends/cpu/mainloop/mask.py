@@ -84,12 +84,12 @@ def tile_state(p, b, head, row, rows, start, end):
 def read_states(p, item, states, start, end):
     """The mask's states of a tile, for each head of the group. Are all full? Are all to be skipped?"""
     group = p.heads // p.kv_heads
-    whole, nothing = True, True
+    full, nothing = True, True
     for g in range(group):
         state = types.int64(FULL)
         if p.mask:
             state = tile_state(p, item.b, item.head * group + g, item.row, item.rows, start, end)
         put_i64(states + 8 * g, state)
-        whole &= state == FULL
+        full &= state == FULL
         nothing &= state == SKIP
-    return whole, nothing
+    return full, nothing

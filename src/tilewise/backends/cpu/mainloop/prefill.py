@@ -25,7 +25,7 @@ from .scores import max_free_bound
 
 def mainloop(gemm):
     """`fn(params, scratch, item)`: all keys of the item; m, l and acc hold the result if `done` does not hold 0."""
-    panel, step, memory, pack_queries, pack_keys, pack_values, weights, add_values, finish = gemm
+    panel, step, memory, pack_queries, pack_keys, pack_values, weights, add_values, epilogue = gemm
 
     def prefill(params, scratch, address):
         p, item = params_at(params), item_at(address)
@@ -46,15 +46,15 @@ def mainloop(gemm):
             end = min(tile + BK, last)
             unmasked, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
             if not nothing:
-                whole = unmasked and all_lo <= tile and all_hi >= end  # every row sees every key
+                full = unmasked and all_lo <= tile and all_hi >= end  # every row sees every key
                 if pack_keys(p, t, w, k, at, tile, end - tile, last):
                     return
-                nonfinite = pack_values(p, t, w, v, at, tile, end - tile, whole)
+                nonfinite = pack_values(p, t, w, v, at, tile, end - tile, full)
                 for row in range(0, R, step):
                     weights(p, t, w, item, row, R, tile, end, unmasked, bound)
                     add_values(p, t, w, item, v, at, row, R, tile, end, nonfinite)
             tile += BK
-        finish(p, t, w, R)
+        epilogue(p, t, w, R)
         put_i64(t.done, ONE)
 
     return prefill

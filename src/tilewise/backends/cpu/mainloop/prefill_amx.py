@@ -188,9 +188,9 @@ def amx_gemm(dtype):
                 add_nonfinite(p, t, w, item, x, at, row, u, R, tile, k0, min(k1, end - tile), Dv, BK)
 
     @piece
-    def finish(p, t, w, R):
+    def epilogue(p, t, w, R):
         release()
         unpack_acc(t, w, R, up(p.value_dim, W), up(p.value_dim, BLOCK))
 
     block = np.int64(BLOCK)
-    return Gemm(block, 2 * block, memory, pack_queries, pack_keys, pack_values, weights, add_values, finish)
+    return Gemm(block, 2 * block, memory, pack_queries, pack_keys, pack_values, weights, add_values, epilogue)

@@ -179,14 +179,14 @@ def pack_columns(t, count, Dv, BK):
 
 
 @jit
-def pack_values(p, t, w, x, at, first, count, whole):
+def pack_values(p, t, w, x, at, first, count, full):
     """A tile of V into panels. Values that are not finite are taken out if a row may not see them; were there any?"""
     Dv, BK = up(p.value_dim, W), p.tile_keys
     list_rows(p, x, at, t.v_table, first, count, ONE)
     if x.dtype != dtypes.F32 or x.width % W:
         widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
     bad = pack_columns(t, count, Dv, BK)
-    if bad == F(0) or whole:
+    if bad == F(0) or full:
         return False
     list_rows(p, x, at, t.v_table, first, count, ONE)  # once more, from a copy without them
     widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
@@ -255,8 +255,8 @@ def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
 
 
 @jit
-def finish(p, t, w, R):
+def epilogue(p, t, w, R):
     return
 
 
-FP32 = Gemm(PANEL_, PANEL_, whole_memory, pack_queries, pack_keys, pack_values, weights, add_values, finish)
+FP32 = Gemm(PANEL_, PANEL_, whole_memory, pack_queries, pack_keys, pack_values, weights, add_values, epilogue)

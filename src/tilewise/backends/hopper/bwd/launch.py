@@ -1,7 +1,7 @@
 """From a plan and its tensors to the launches of a backward pass. Nothing here reads a value on the device.
 
 The first call of a plan with given strides goes through Triton, which compiles. Later calls with the same strides and
-aligned pointers hand their addresses straight to the compiled kernels.
+aligned pointers pass their addresses directly to the compiled kernels.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ...gpu.tensor_map import TensorMap
 from ..descriptors import descriptor
 from . import config
 from .kernel import backward
-from .nonfinite import repair
+from .nonfinite import fix_up
 from .prepost import clear_rest, list_blocks, postprocess, preprocess
 
 GLUON = {torch.float32: gl.float32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 CLEAR_ROWS, CLEAR_PROGRAMS = 32, 16  # of `clear_rest`
 LISTING = {"SLOTS": 128, "RUN": 256}  # of `list_blocks`
-REPAIR_BLOCK, REPAIR_PROGRAMS = 64, 132
+FIX_UP_BLOCK, FIX_UP_PROGRAMS = 64, 132
 
 
 class Launches(NamedTuple):
@@ -78,7 +78,7 @@ class Bound:
         }
         self.pre, self.main, self.post = Kernel(preprocess), Kernel(backward), Kernel(postprocess)
         self.list, self.clear = Kernel(list_blocks, LISTING), Kernel(clear_rest, {"ROWS": CLEAR_ROWS})
-        self.repair = Kernel(repair, {"BLOCK": REPAIR_BLOCK}, num_stages=1)
+        self.fix_up = Kernel(fix_up, {"BLOCK": FIX_UP_BLOCK}, num_stages=1)
         self.ready: dict[Any, Launches] = {}
         self.lock = Lock()  # what is launched lies in memory that all threads share
 
@@ -150,7 +150,7 @@ class Bound:
         kernels.append(self.post.first(rows, arguments))
         if s.guarded:
             memory = {name: given[name] for name in ("q", "k", "v")}
-            kernels.append(self.repair.first((REPAIR_PROGRAMS, 1), arguments | memory))
+            kernels.append(self.fix_up.first((FIX_UP_PROGRAMS, 1), arguments | memory))
         clear = []
         for name, cu, heads in (("DQ", "CU_Q", p.heads), ("DK", "CU_K", p.kv_heads), ("DV", "CU_K", p.kv_heads)):
             if s.packed:

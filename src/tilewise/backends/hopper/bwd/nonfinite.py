@@ -64,7 +64,7 @@ def load_stats(OUT, DOUT, LSE, DLSE, o_l, do_l, lse_l, dlse_l, start, top, q_len
 
 
 @triton.jit
-def repair(
+def fix_up(
     FLAG, q, k, v, OUT, DOUT, LSE, DLSE, DQ, DK, DV, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l,
     dlse_b, dlse_h, dlse_l, dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,

@@ -1,7 +1,7 @@
 """From a plan and its tensors to kernel launches. Nothing here reads a value on the device.
 
 The first call of a plan with given strides goes through Triton, which compiles. Later calls with the same strides and
-aligned pointers pass their addresses straight to the compiled kernels.
+aligned pointers pass their addresses directly to the compiled kernels.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 // that lie in the same way, so that it does not matter how a matrix lies in its lanes.
 //
 // A value under a hidden cell must not reach a row, not even as 0 * NaN. Values that are not finite are left out of the
-// products; where a tile held one, the rows that see it get it added afterwards (add_strays).
+// products; where a tile held one, the rows that see it get it added afterwards (add_nonfinite).
 //
 // The grid is (tiles of queries, heads / pack, splits). With splits, (m, l, o) goes to the workspace, for combine.metal.
 
@@ -84,7 +84,7 @@ inline bool stage_values(thread const Tensors& t, thread const Params& p, thread
 }
 
 // Adds to an 8x8 block of o, at row r0 of the tile and column c0 of the values, the values that were left out.
-inline void add_strays(thread const Tensors& t, thread const Params& p, thread const Sequence& s,
+inline void add_nonfinite(thread const Tensors& t, thread const Params& p, thread const Sequence& s,
                        thread const Shared& mem, thread Matrix& o, int queries, int first, int head, int n0, int r0,
                        int c0, int lane, int sg) {
   threadgroup float* block = mem.block + sg * 64;
@@ -236,7 +236,7 @@ inline void attend_tile(thread const Tensors& t, thread const Results& to, threa
         UNROLL
         for (int i = 0; i < SLICE_BLOCKS; i++) {
           const int c0 = slice * DVC + (i * SG_COLS + column) * 8;
-          add_strays(t, p, s, mem, o[slice * SLICE_BLOCKS + i], queries, first, head, n0, r0, c0, lane, sg);
+          add_nonfinite(t, p, s, mem, o[slice * SLICE_BLOCKS + i], queries, first, head, n0, r0, c0, lane, sg);
         }
       }
     }
@@ -283,11 +283,11 @@ threadgroup float shared_kv[STAGE];
 threadgroup float shared_s[BM * BK];
 threadgroup float shared_rows[BM * 8];
 threadgroup float shared_block[SIMDGROUPS * 64];
-threadgroup int shared_strays[SIMDGROUPS];
+threadgroup int shared_nonfinite[SIMDGROUPS];
 const Params p = read_params(ints, strides, floats);
 const Tensors t = {q, k, v, k_scales, v_scales, mask, states, slopes, sinks, lengths, offsets, cu_q, cu_k, table};
 const Results to = {out, lse, partial, partial_ml};
-const Shared mem = {shared_q, shared_kv, shared_s, shared_rows, shared_block, shared_strays};
+const Shared mem = {shared_q, shared_kv, shared_s, shared_rows, shared_block, shared_nonfinite};
 attend_tile(t, to, p, mem, int(threadgroup_position_in_grid.x), int(threadgroup_position_in_grid.y),
             int(threadgroup_position_in_grid.z), int(thread_index_in_threadgroup), int(thread_index_in_simdgroup),
             int(simdgroup_index_in_threadgroup));

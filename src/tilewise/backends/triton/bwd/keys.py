@@ -7,11 +7,11 @@ import triton
 from ...gpu.mask_rules import query_span
 from ...gpu.signature import kernel_of
 from ..epilogue import empty_acc, has_nonfinite
-from ..mask import find_sequence
 from .arguments import NAMES, SIZES
 from .places import (
     listed_tiles,
     mask_plane,
+    packed_tile,
     plane,
     row_plane,
     sequence,
@@ -60,30 +60,22 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
 
 @kernel_of(NAMES, SIZES, triton.jit)
 def key_gradients(a, S):
+    kv_heads = a.heads // S.group
     BQ: tl.constexpr = S.BQ
     BK: tl.constexpr = S.BK
     q_b, q_h, q_l = wide_strides(a.q_b, a.q_h, a.q_l, S)
     k_b, k_h, k_l = wide_strides(a.k_b, a.k_h, a.k_l, S)
     v_b, v_h, v_l = wide_strides(a.v_b, a.v_h, a.v_l, S)
     do_b, do_h, do_l = wide_strides(a.do_b, a.do_h, a.do_l, S)
-    numbers = a.rules
     pid = tl.program_id(0)
     if S.guard == "fixup":
         if tl.load(a.FLAGS + pid) == 0:
             return
-    kv_heads = a.heads // S.group
     slots = a.kv_len  # rows of K that the sequence has; more than its keys, perhaps
     if S.varlen:
-        kv_head = pid % kv_heads
-        tile = pid // kv_heads
-        b = find_sequence(a.CU_K, tile, a.batch, BK)
-        first = tl.load(a.CU_K + b)
-        tile -= first // BK + b
-        owned = b < a.batch
-        slots = tl.where(owned, tl.load(a.CU_K + b + 1, mask=owned, other=0), a.total_k) - first
+        kv_head, tile, b, first, slots, owned = packed_tile(pid, a.CU_K, kv_heads, a.batch, a.total_k, BK)
         if tile * BK >= slots:
             return
-        b = tl.minimum(b, a.batch - 1)
     else:
         at, tile = tile_of(pid, tl.cdiv(a.kv_len, BK), a.batch * kv_heads, a.swizzle)
         b = at // kv_heads
@@ -100,8 +92,8 @@ def key_gradients(a, S):
     n = n0 + tl.arange(0, BK)
     key_ok = n < n_keys
     last_key = tl.minimum(n0 + BK, n_keys) - 1
-    lo, full_hi = query_span(n0, offset, q_len, numbers, S)
-    full_lo, hi = query_span(last_key, offset, q_len, numbers, S)
+    lo, full_hi = query_span(n0, offset, q_len, a.rules, S)
+    full_lo, hi = query_span(last_key, offset, q_len, a.rules, S)
     first_t = lo // BQ
     last_t = tl.maximum(tl.cdiv(hi, BQ), first_t)
     if n0 >= n_keys:
@@ -118,7 +110,7 @@ def key_gradients(a, S):
     if S.dk:
         v = load_tile(plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), n0, v_l, key_ok, v_of(S), S, True)
     scale = tl.cast(a.scale, tl.float32)  # to the interpreter a subnormal one is float64
-    rules = (scale, a.softcap, n_keys, numbers)
+    rules = (scale, a.softcap, n_keys, a.rules)
     dk = ()
     dv = ()
     if S.dk:

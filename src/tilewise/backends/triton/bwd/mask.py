@@ -24,7 +24,6 @@ def mask_gradients(a, S):
     k_b, k_h, k_l = wide_strides(a.k_b, a.k_h, a.k_l, S)
     v_b, v_h, v_l = wide_strides(a.v_b, a.v_h, a.v_l, S)
     do_b, do_h, do_l = wide_strides(a.do_b, a.do_h, a.do_l, S)
-    numbers = a.rules
     pid = tl.program_id(0)
     own_k = pid % a.tiles_k
     own_q = pid // a.tiles_k % a.tiles_q
@@ -44,14 +43,14 @@ def mask_gradients(a, S):
         first_q, last_q = own_q, tl.minimum(own_q + 1, tl.cdiv(n_rows, BQ))
         if is_summed(S, 2):
             first_q, last_q = own_q * 0, tl.cdiv(n_rows, BQ)
-        rules = (tl.cast(a.scale, tl.float32), a.softcap, n_keys, numbers)
+        rules = (tl.cast(a.scale, tl.float32), a.softcap, n_keys, a.rules)
         for tile in tl.range(first_q, last_q, num_stages=1):
             row = tile * BQ + tl.arange(0, BQ)
             row_ok = row < n_rows
             top = offset + tile * BQ
             bottom = offset + tl.minimum(tile * BQ + BQ, n_rows) - 1
-            lo = key_span(top, n_keys, numbers, S)[0]
-            hi = key_span(bottom, n_keys, numbers, S)[1]
+            lo = key_span(top, n_keys, a.rules, S)[0]
+            hi = key_span(bottom, n_keys, a.rules, S)[1]
             first_t, last_t = lo // BK, tl.cdiv(hi, BK)
             if not is_summed(S, 3):
                 first_t, last_t = tl.maximum(first_t, own_k), tl.minimum(last_t, own_k + 1)

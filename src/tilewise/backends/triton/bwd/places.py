@@ -4,6 +4,8 @@ import triton.language as tl
 
 import triton
 
+from ..mask import find_sequence
+
 
 @triton.jit
 def tile_of(pid, tiles, planes, swizzle):
@@ -12,6 +14,20 @@ def tile_of(pid, tiles, planes, swizzle):
     width = tl.minimum(swizzle, planes - first)
     rank = pid % (swizzle * tiles)
     return first + rank % width, rank // width
+
+
+@triton.jit
+def packed_tile(pid, CU, heads, batch, total, B: tl.constexpr):
+    """Of packed sequences: a program's head, tile and sequence, that one's first row and rows, and whether it is one.
+
+    Rows past the last sequence are nobody's: their sequence is the last, and they are not its own.
+    """
+    tile = pid // heads
+    b = find_sequence(CU, tile, batch, B)
+    first = tl.load(CU + b)
+    owned = b < batch
+    rows = tl.where(owned, tl.load(CU + b + 1, mask=owned, other=0), total) - first
+    return pid % heads, tile - (first // B + b), tl.minimum(b, batch - 1), first, rows, owned
 
 
 @triton.jit

@@ -8,11 +8,11 @@ from ...gpu.mask_rules import key_span
 from ...gpu.signature import kernel_of
 from ..epilogue import empty_acc, has_nonfinite
 from ..kv_load import round_type
-from ..mask import find_sequence
 from .arguments import NAMES, SIZES
 from .places import (
     listed_tiles,
     mask_plane,
+    packed_tile,
     plane,
     row_plane,
     sequence,
@@ -46,23 +46,15 @@ def query_gradients(a, S):
     k_b, k_h, k_l = wide_strides(a.k_b, a.k_h, a.k_l, S)
     v_b, v_h, v_l = wide_strides(a.v_b, a.v_h, a.v_l, S)
     do_b, do_h, do_l = wide_strides(a.do_b, a.do_h, a.do_l, S)
-    numbers = a.rules
     pid = tl.program_id(0)
     if S.guard == "fixup":
         if tl.load(a.FLAGS + pid) == 0:
             return
     if S.varlen:
-        head = pid % a.heads
-        tile = pid // a.heads
-        b = find_sequence(a.CU_Q, tile, a.batch, BQ)
-        first = tl.load(a.CU_Q + b)
-        tile -= first // BQ + b
-        owned = b < a.batch
-        slots = tl.where(owned, tl.load(a.CU_Q + b + 1, mask=owned, other=0), a.total_q) - first
+        head, tile, b, first, slots, owned = packed_tile(pid, a.CU_Q, a.heads, a.batch, a.total_q, BQ)
         if tile * BQ >= slots:
             return
-        tile = tl.cdiv(slots, BQ) - 1 - tile  # the last a.rows of a causal sequence have the most to do
-        b = tl.minimum(b, a.batch - 1)
+        tile = tl.cdiv(slots, BQ) - 1 - tile  # the last rows of a causal sequence have the most to do
     else:
         tiles = tl.cdiv(a.q_len, BQ)
         at, tile = tile_of(pid, tiles, a.batch * a.heads, a.swizzle)
@@ -80,8 +72,8 @@ def query_gradients(a, S):
 
     top = offset + tile * BQ
     bottom = offset + tl.minimum(tile * BQ + BQ, q_len) - 1
-    lo, full_hi = key_span(top, n_keys, numbers, S)
-    full_lo, hi = key_span(bottom, n_keys, numbers, S)
+    lo, full_hi = key_span(top, n_keys, a.rules, S)
+    full_lo, hi = key_span(bottom, n_keys, a.rules, S)
     first_t = lo // BK
     last_t = tl.maximum(tl.cdiv(hi, BK), first_t)
     inner = tl.minimum(tl.maximum(tl.cdiv(full_lo, BK), first_t), last_t)
@@ -101,34 +93,17 @@ def query_gradients(a, S):
     mask = a.LSE
     if S.mask != "":
         mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h)
-    row_delta = row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S)
     lse, delta, at = load_rows(
-        row,
-        row_ok,
-        plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S),
-        a.lse_l,
-        row_delta,
-        mask,
-        a.mask_q,
-        S,
-        True,
-    )
-    keys = (
-        plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S),
-        k_l,
-        plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S),
-        v_l,
-    )
+        row, row_ok, plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
+        row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S), mask, a.mask_q, S, True,
+    )  # fmt: skip
+    k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
+    keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
     scale = tl.cast(a.scale, tl.float32)  # to the interpreter a subnormal one is float64
-    rules = (scale, a.softcap, n_keys, numbers)
+    rules = (scale, a.softcap, n_keys, a.rules)
     cells = row
     if S.dmask == "cells":
-        cells = (
-            a.DMASK
-            + tl.cast(b, tl.int64) * a.dmask_b
-            + tl.cast(head, tl.int64) * a.dmask_h
-            + row.to(tl.int64) * a.dmask_q
-        )  # [BQ]
+        cells = mask_plane(a.DMASK, b, head, a.dmask_b, a.dmask_h) + row.to(tl.int64) * a.dmask_q  # [BQ]
     given = (q, dout, lse, delta, row, row_ok, at, slope, offset, a.mask_k)
     state = (empty_acc(k_of(S), BQ), tl.zeros([BQ], tl.float32))
     if S.listed:
