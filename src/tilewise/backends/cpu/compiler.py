@@ -2,12 +2,12 @@
 for Python. `kernel_cache.py` is the disk.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import inspect
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -17,7 +17,7 @@ from numba import types
 from numba.core.codegen import CPUCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.dispatcher import _FunctionCompiler
+from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.registry import cpu_target
 
 from .codegen.dtypes import STORED
@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
     library: Any  # the code is freed with the object
 
 
-def compile_function(fn, name: str, result: Any = types.void) -> Kernel:
+def compile_function(fn: Callable[..., Any], name: str, result: Any = types.void) -> Kernel:
     """`result fn(int64, ...)`, compiled or taken from disk."""
     fn.__qualname__ = name  # the linker knows functions by it: code kept by several processes may not share one
     signature, kept = result(*[types.int64] * len(inspect.signature(fn).parameters)), KernelCache(name)
@@ -59,7 +59,7 @@ def compile_function(fn, name: str, result: Any = types.void) -> Kernel:
 
 
 @contextmanager
-def optimised_once(name: str):
+def optimised_once(name: str) -> Iterator[None]:
     """Leaves helpers as they are until the kernel `name`, which holds all of them, is optimised.
 
     Numba optimises every function together with all that it calls: one that is called through five others six times.
@@ -67,15 +67,15 @@ def optimised_once(name: str):
     with global_compiler_lock:  # no other thread compiles meanwhile
         optimise = CPUCodeLibrary._optimize_final_module
 
-        def optimise_kernel(library) -> None:
+        def optimise_kernel(library: Any) -> None:
             if library.name == name:
                 optimise(library)
 
-        CPUCodeLibrary._optimize_final_module = optimise_kernel
+        CPUCodeLibrary._optimize_final_module = optimise_kernel  # type: ignore[method-assign]
         try:
             yield
         finally:
-            CPUCodeLibrary._optimize_final_module = optimise
+            CPUCodeLibrary._optimize_final_module = optimise  # type: ignore[method-assign]
 
 
 @cache
@@ -115,7 +115,8 @@ def function(name: str) -> int:
     return kernel(name).address
 
 
-def entry(name: str):
+@cache
+def entry(name: str) -> Any:
     """A kernel as something to call; the interpreter's lock is released meanwhile."""
     return kernel(name).entry
 

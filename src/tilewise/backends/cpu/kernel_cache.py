@@ -9,7 +9,6 @@ What cannot be read is compiled again and written anew; what cannot be written i
 said once, and neither fails a call.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import hashlib
@@ -20,6 +19,7 @@ import stat
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 import llvmlite
 import numba
 from numba.core.compiler import CompileResult
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
 from ...core.places import cache_home, others_may_change
@@ -147,7 +147,7 @@ def _remove_stale(file: str, at: int | None, folder: str) -> None:
 
 
 @contextmanager
-def _folder(create: bool):
+def _folder(create: bool) -> Iterator[tuple[int | None, str]]:
     """The folder: a descriptor, so that nobody can put another in its place, and a prefix of names; checked."""
     path = cache_directory()
     if create:

@@ -23,8 +23,10 @@ from .dequant import is_packed, largest_of, stored, stored_pair
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 
 
-@triton.jit
-def put_row(SOURCE, TO, SCALES, D: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def put_row(  # type: ignore[no-untyped-def]
+    SOURCE, TO, SCALES, D: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr
+):
     """One row of a head. W is a power of two that covers D."""
     d = tl.arange(0, W)  # [W]
     x = tl.load(SOURCE + d, mask=d < D, other=0.0)
@@ -56,8 +58,8 @@ def put_row(SOURCE, TO, SCALES, D: tl.constexpr, W: tl.constexpr, KIND: tl.const
             tl.store(TO + d, stored(steps, KIND), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["batch"])
-def append(
+@triton.jit(do_not_specialize=["batch"])  # type: ignore[untyped-decorator]
+def append(  # type: ignore[no-untyped-def]
     K, V, K_TO, V_TO, K_SCALES, V_SCALES, STARTS, CU, TABLE,
     k_b, k_h, k_l, v_b, v_h, v_l, kt_b, kt_h, kt_l, vt_b, vt_h, vt_l, ks_b, ks_h, ks_l, vs_b, vs_h, vs_l, table_b,
     batch, wrap, STEPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, WV: tl.constexpr,

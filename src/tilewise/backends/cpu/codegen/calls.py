@@ -1,26 +1,27 @@
 """Calls of compiled functions by their address."""
 
-# mypy: ignore-errors
 from __future__ import annotations
+
+from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 
-def _caller(count):
+def _caller(count: int) -> Any:
     """Calls a compiled function of `count` int64 by its address, the first argument."""
     names = ", ".join(f"a{i}" for i in range(count))
 
-    def typed(fn, *args):
-        def codegen(context, builder, sig, values):
+    def typed(fn: Any, *args: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * count)
             builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * (count + 1)), codegen
 
-    scope = {"typed": typed}
+    scope: dict[str, Any] = {"typed": typed}
     exec(f"def call(typingctx, fn, {names}):\n    return typed(fn, {names})", scope)  # Numba counts arguments
     return intrinsic(scope["call"])
 

@@ -1,7 +1,8 @@
 """Storage types of tensors as the kernels know them: `dtypes.INT8` in kernel code, `CODES["int8"]` in Python."""
 
-# mypy: ignore-errors
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +21,12 @@ NAMES = {dtype: stored.name for dtype, stored in PLAIN.items()} | {torch.bool: "
 
 
 @register_jitable
-def is_quantised(dtype):
+def is_quantised(dtype: Any) -> Any:
     """Whether elements have scales."""
     return FIRST_QUANTISED <= dtype < BOOL
 
 
 @register_jitable
-def is_packed(dtype):
+def is_packed(dtype: Any) -> Any:
     """Whether one stored number holds two elements."""
     return dtype in PACKED

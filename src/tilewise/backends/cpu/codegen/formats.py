@@ -3,7 +3,6 @@
 A new format is an entry of `DECODE` and, if it is quantised, of `ENCODE`.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 from collections.abc import Callable
