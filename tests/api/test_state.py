@@ -12,6 +12,8 @@ from tilewise.core.options import Options
 from tilewise.testing.check import check_call, judge, largest_error
 from tilewise.validation.calls import dense
 
+ROWS = 64  # of a head: torch's own error, by which results are judged, may be small by chance on few
+
 
 def parts(q, k, v, edges, **options):
     return [attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True, **options) for a, b in pairwise(edges)]
@@ -19,7 +21,7 @@ def parts(q, k, v, edges, **options):
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100])
 def test_any_number_of_parts(count):
-    q, k, v = (torch.randn(2, 3, n, 16) * 2 for n in (5, 200, 200))
+    q, k, v = (torch.randn(2, 3, n, 16) * 2 for n in (ROWS, 200, 200))
     edges = [round(i * 200 / count) for i in range(count + 1)]
     merged = merge(parts(q, k, v, edges))
     check_call(dense(q, k, v, Options()), merged.out, merged.lse)
@@ -68,7 +70,7 @@ def test_result_has_the_first_dtype_and_half_states_merge_in_float32():
 
 
 def test_layouts_merge_as_they_come():
-    q, k, v = (torch.randn(2, n, 2, 8) for n in (5, 30, 30))
+    q, k, v = (torch.randn(2, n, 2, 8) for n in (ROWS, 30, 30))
     halves = [attention(q, k[:, s], v[:, s], layout="blhd", return_lse=True) for s in (slice(0, 9), slice(9, 30))]
     merged = merge(halves)
     check_call(dense(q, k, v, Options(layout="blhd")), merged.out.transpose(1, 2), merged.lse.transpose(1, 2))
