@@ -100,6 +100,9 @@ class Emit:
     def load_i32(self, address: Value) -> Value:
         return self._load(address, 0, I32, W)
 
+    def load_i16(self, address: Value) -> Value:
+        return self._load(address, 0, I16, W)
+
     def store(self, value: Value, address: Value, offset: Any = 0) -> None:
         self.builder.store(value, self.pointer(address, offset, F32, value.type)).align = 4
 
