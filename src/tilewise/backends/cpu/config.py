@@ -74,7 +74,8 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
 def backward_tile(p: Problem) -> tuple[int, int]:
     """Query rows of each head and keys of a tile of the backward pass: the same for any number of threads.
 
-    The more keys, the less it costs to load a tile's rows and sums; fewer where there would be too few work items.
+    The more keys, the less it costs to load a tile's rows and sums; fewer where there would be too few work items
+    (cpu/backward-tile in benchmarks/cpu/LOG.md).
     """
     most, least = BACKWARD_KEYS
     keys = most if p.batch * p.kv_heads * -(-p.kv_len // most) >= BACKWARD_ITEMS else least
