@@ -3,7 +3,9 @@
 import importlib
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from itertools import pairwise
@@ -86,6 +88,17 @@ def test_ways_to_run_it_change_nothing(train, words):
         assert train.main([*SMALL, "--only", "tilewise", "--out", name, *more]) == 0
     plain, other = (json.loads(Path(f"{n}.json").read_text())["runs"]["tilewise"]["losses"] for n in ("plain", "other"))
     assert other == pytest.approx(plain, abs=1e-6)
+
+
+def test_in_bfloat16_as_a_command(tmp_path):
+    """In a process of its own: on some virtual machines torch's AMX products end it, unless told not to."""
+    command = [sys.executable, str(EXAMPLES / "train.py"), *SMALL, "--bf16", "--only", "tilewise", "--out", "made"]
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "made.svg has the curves, made.json the numbers" in done.stdout
+    losses = json.loads((tmp_path / "made.json").read_text())["runs"]["tilewise"]["losses"]
+    assert losses[2] < losses[0] - 0.1
 
 
 def test_a_selective_checkpoint_keeps_attention(train, monkeypatch):
