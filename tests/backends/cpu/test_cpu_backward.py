@@ -45,9 +45,23 @@ def test_bits_do_not_depend_on_threads(case, threads):
                 assert torch.equal(x, alone[name]), (name, count)
 
 
-@pytest.mark.parametrize("name", ["backward", "schedule_backward"])
+@pytest.mark.parametrize("name", ["backward", "schedule_backward", "delta"])
 def test_kernels_are_kept(name):
     """`tilewise warmup` compiles them ahead, and they are found on disk then."""
     assert name in compiler.ALL
     compiler.kernel(name)
     assert list(Path(KernelCache(name).cache_path).glob(f"{name}.*.nbc"))
+
+
+def test_default_dtype_does_not_matter():
+    """Sums are float32 whatever torch makes by default."""
+    case = Case(B=1, H=2, Lq=70, D=32, causal=True, alibi="h", mask="hq1", mask_kind="f32", sinks=True)
+    plain = {name: x.clone() for name, x in make_gradients(case).run("cpu").items()}
+    made = make_gradients(case)
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = made.run("cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, x in plain.items():
+        assert torch.equal(x, other[name]), name

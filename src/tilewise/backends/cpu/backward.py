@@ -18,6 +18,7 @@ from .gemm.gradient import has_bf16
 from .launch import Launch, launcher, make_params, problem_params, same_items, schedule_items
 from .params import Gradients, put_tensor
 from .scratch import backward_total, round_up
+from .threads import pool
 
 
 def prepare(problem: Problem) -> Plan:
@@ -63,32 +64,40 @@ def give_way() -> int:
 
 def run(plan: Plan, tensors: BackwardTensors) -> None:
     p, b, t, launch = plan.problem, tensors, tensors.forward, plan.detail
+    assert t.lse is not None
     if p.is_empty:
         for gradient in b.gradients().values():
             gradient.zero_()
-    delta = row_sums(t, b)
-    if b.dsinks is not None:
-        write_sinks(t, b.dsinks, delta)
-    if p.is_empty or p.grads == ("sinks",):
+        if b.dsinks is not None and b.dlse is not None:
+            write_sinks(t, b.dsinks, -b.dlse)
         return
     params, kept = make_params(plan, t)
     g = Gradients.from_buffer_copy(launch.gradients)
     params.gradients = ctypes.addressof(g)
-    for name, x in {"dout": b.dout, "delta": delta, "dq": b.dq, "dk": b.dk, "dv": b.dv}.items():
+    delta = torch.empty_like(t.lse)
+    incoming = {"dout": b.dout, "dlse": b.dlse, "delta": delta}
+    for name, x in (incoming | {"dq": b.dq, "dk": b.dk, "dv": b.dv}).items():
         if x is not None:
             put_tensor(g, name, x)
+    g.rows = delta.shape[2]
+    pool.run_kernel("delta", ctypes.addressof(params), params.threads, launch.scratch)
+    if b.dsinks is not None:
+        write_sinks(t, b.dsinks, delta)
+    if p.grads == ("sinks",):
+        return
     hidden = p.rules.by_position or p.has_lengths or p.rules.q_offset != "end" or p.packed_q
     if b.dq is not None:
         if hidden:  # rows that see no key, rows of no sequence
             b.dq.zero_()
-        sums, turns = torch.empty(dq_floats(p, params.tile_rows)), torch.zeros(p.kv_heads * g.slots, dtype=torch.int64)
+        sums = t.lse.new_empty(dq_floats(p, params.tile_rows))  # float32
+        turns = t.lse.new_zeros(p.kv_heads * g.slots, dtype=torch.int64)
         g.dq_sums, g.turns = sums.data_ptr(), turns.data_ptr()
         kept += [sums, turns]
     for of_keys in (b.dk, b.dv):
         if of_keys is not None and p.has_lengths:  # keys past a length
             of_keys.zero_()
     blocks = -(-p.kv_len // params.tile_keys)
-    slopes = None if b.dalibi_slopes is None else torch.zeros(blocks, p.batch, p.heads)
+    slopes = None if b.dalibi_slopes is None else t.lse.new_zeros(blocks, p.batch, p.heads)
     if slopes is not None:
         put_tensor(g, "dslopes", slopes)
     mask = None if b.dmask is None else mask_sums(p, g, b.dmask, blocks)
@@ -97,12 +106,6 @@ def run(plan: Plan, tensors: BackwardTensors) -> None:
         torch.neg(slopes.sum(0), out=b.dalibi_slopes)
     if b.dmask is not None and mask is not None and mask is not b.dmask:
         b.dmask.copy_(mask.sum(0))
-
-
-def row_sums(t: Tensors, b: BackwardTensors) -> torch.Tensor:
-    """delta [B, H, Lq] = rowsum(dout * out) - dlse."""
-    delta = (b.dout.float() * t.out).sum(-1)
-    return delta if b.dlse is None else delta.sub_(b.dlse)
 
 
 def write_sinks(t: Tensors, dsinks: torch.Tensor, delta: torch.Tensor) -> None:
@@ -116,7 +119,7 @@ def mask_sums(p: Problem, g: Gradients, dmask: torch.Tensor, blocks: int) -> tor
     """Where the kernel adds the gradient of a mask: `dmask` itself, or a sum for each block of keys."""
     assert p.mask is not None
     by_block = p.mask.broadcast[3]
-    sums = torch.zeros(blocks, *dmask.shape) if by_block else dmask.zero_()
+    sums = dmask.new_zeros(blocks, *dmask.shape) if by_block else dmask.zero_()
     put_tensor(g, "dmask", sums[0] if by_block else sums)
     for dim, one in zip("bhqk", p.mask.broadcast, strict=True):
         if one:

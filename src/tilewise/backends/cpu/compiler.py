@@ -92,7 +92,7 @@ HOMES = {
     **dict.fromkeys(("qk", "pv"), "gemm.gemv_fp32"),
     **dict.fromkeys(("amx_qk", "amx_pv"), "gemm.gemv_amx"),
     **dict.fromkeys(("vnni_qk", "vnni_pv"), "gemm.gemv_vnni"),
-    **dict.fromkeys(("backward", "schedule_backward"), "mainloop.backward"),
+    **dict.fromkeys(("backward", "schedule_backward", "delta"), "mainloop.backward"),
     "append": "kv_write",
     "combine": "mainloop.epilogue",
     "decode": "mainloop.decode",
@@ -127,6 +127,6 @@ ALL = [
     *(f"{what} {dtype}" for dtype in STORED for what in ("qk", "pv")),
     *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_vnni() for what in ("vnni_qk", "vnni_pv")),
     *(("amx_qk", "amx_pv", *(f"prefill_amx {dtype}" for dtype in PARTS)) if usable() else ()),
-    *("append", "cascade", "map_rows", "schedule_backward", "backward"),
+    *("append", "cascade", "map_rows", "schedule_backward", "backward", "delta"),
     *(("backward bf16",) if has_bf16() else ()),
 ]

@@ -19,22 +19,35 @@ from numba import carray, types
 
 from ..codegen.calls import call_nothing
 from ..codegen.load_store import clear, fetch_add, get_f32, get_i64, load_acquire, put_f32, put_i64, store_release
-from ..codegen.numba_ops import INF, ZERO, F, gradients_at, item_at, jit, params_at, pointer, store_row, up
+from ..codegen.numba_ops import (
+    INF,
+    ONE,
+    ZERO,
+    F,
+    gradients_at,
+    item_at,
+    jit,
+    params_at,
+    pointer,
+    store_row,
+    up,
+    widen_row,
+)
 from ..codegen.vector import W
 from ..gemm.fp32 import KEYS, PANEL, ROWS
 from ..kv_access import key_span, place, query_span, sequence
-from ..params import WORK_ITEM, WORK_ITEM_BYTES, Params, offset
+from ..params import WORK_ITEM, WORK_ITEM_BYTES, Gradients, Params, offset
 from ..scratch import partition_backward
 from .backward_bf16 import BF16
 from .backward_fp32 import FP32
-from .gradient_cells import add_distances, fade_cells, probs_full, probs_masked, times_cells
+from .gradient_cells import add_distances, dot_less, fade_cells, probs_full, probs_masked, times_cells
 from .gradient_mask import add_mask
 from .gradient_products import named
 from .mask import read_states
 from .rows import list_spans, seen_by_some, set_row
 from .scores import LARGEST, bias_scores, scale_scores
 
-NEXT_ITEM = offset(Params, "next_item")
+NEXT_ITEM, NEXT_ROWS = offset(Params, "next_item"), offset(Gradients, "next_rows")
 SPINS = 64  # before a thread that waits gives way to others
 # Rows `row` to `row + rows` of each head of a group, and keys `start` to `end`, block `block` of them
 Tile = namedtuple("Tile", "b head row rows start end block")
@@ -164,6 +177,27 @@ def wait_turn(g, turn, block):
         spins += 1
         if spins > SPINS:
             call_nothing(g.give_way)
+
+
+def delta(params, scratch):
+    """What a thread runs before: delta = rowsum(dout * out) - dlse, head by head; 0 in rows that see nothing."""
+    p = params_at(params)
+    g, Dv = gradients_at(p.gradients), up(p.value_dim, W)
+    index = fetch_add(p.gradients + NEXT_ROWS)
+    while index < (p.heads if p.cu_q else p.batch * p.heads):
+        b, head = index // p.heads, index % p.heads
+        for i in range(g.rows):
+            lse, less, value = get_f32(p.lse + b * p.lse_b + head * p.lse_h + i * p.lse_l), F(0), F(0)
+            if abs(lse) != INF:
+                at = g.dout + b * g.dout_b + head * g.dout_h + i * g.dout_l
+                widen_row(scratch, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
+                at = p.out + b * p.out_b + head * p.out_h + i * p.out_l
+                widen_row(scratch + 4 * Dv, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
+                if g.dlse:
+                    less = get_f32(g.dlse + b * g.dlse_b + head * g.dlse_h + i * g.dlse_l)
+                value = dot_less(scratch, scratch + 4 * Dv, Dv, F(1), less)
+            put_f32(g.delta + b * g.delta_b + head * g.delta_h + i * g.delta_l, value)
+        index = fetch_add(p.gradients + NEXT_ROWS)
 
 
 def mainloop(gemm):
