@@ -25,7 +25,7 @@ SOURCE = Path(__file__).parents[2] / "src/tilewise"
 FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "mma", "epilogue", "producer",
          "consumer", "nonfinite", "kernel")  # fmt: skip
 PLACES = {"mask_rules": "backends.gpu", "signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.fwd")
-FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.bwd", ".hopper.mla")
+FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.mla")
 PACKAGES = ("plain", "plain.core", *(f"plain.backends{name}" for name in FOLDERS))
 
 
@@ -407,13 +407,13 @@ def load(
 ) -> Any:
     """The kernels' modules by name, over the stand-ins; `changes` of a file's text make a mutant.
 
-    `places` are files and their folders, in the order in which they import one another; `given` are modules besides.
+    `places` are files and their folders, in the order in which they import one another.
     """
     from tilewise.backends.gpu import flags, signature
     from tilewise.core import mask_rules
 
     fakes, real = modules(allocate), {"plain.backends.gpu.flags": flags, "plain.core.mask_rules": mask_rules,
-             "plain.backends.gpu.signature": signature} | (given or {})  # fmt: skip
+             "plain.backends.gpu.signature": signature}  # fmt: skip
     kept = {name: sys.modules.get(name) for name in (*fakes, *PACKAGES, *real)}
     made = {}
     try:

@@ -24,46 +24,22 @@ class Barrier:
     def passed(self, parity):
         return self.phase & 1 != parity
 
-    def take(self):
-        """Somebody goes on who waited."""
-
-
-class Named(Barrier):
-    """A hardware barrier between two: one arrives, one waits."""
-
-    def arrive(self):
-        assert self.missing, "arrived twice for one wait"
-        self.missing = 0
-
-    def passed(self, parity):
-        return not self.missing
-
-    def take(self):
-        self.missing = 1
-
 
 @dataclass
 class Machine:
     fragments: list  # pairs of each
     pieces: int
-    gate: int
-    p_buffers: int
-    wait_values: bool
-    ahead: bool = False
-    named: bool = False
 
     def __post_init__(self):
         self.holds, self.readers = {}, {}
-        self.sends_early = self.p_buffers == 2
+        self.sends_early = False
         self.copies = []
         self.q_full, self.q_free = Barrier(), Barrier(2)
         self.full = [Barrier() for _ in range(2 * self.pieces)]
-        kind = Named if self.named else Barrier
-        self.free = [kind() for _ in range(4)]
-        self.ready = [kind(), kind()]
+        self.free = [Barrier() for _ in range(4)]
+        self.ready = [Barrier(), Barrier()]
         self.rope_full = [Barrier(), Barrier()]
-        self.scored, self.done = kind(), Barrier(2)
-        self.rope = kind() if self.named else self.scored  # consumer 0 to the producer
+        self.scored, self.done = Barrier(), Barrier(2)
         self.products = [[], []]  # blocks of keys in the order in which they are added to each half of the output
 
     def write(self, place, value):
@@ -98,9 +74,6 @@ class Machine:
         each = self.pieces // 2
         return range((2 * b + half) * each, (2 * b + half + 1) * each)
 
-    def weights(self, b):
-        return (QUERIES, "rope") if self.p_buffers == 2 and b == 1 else (WEIGHTS, 0)
-
     def producer(self):
         u = 0
         for f, pairs in enumerate(self.fragments):
@@ -109,41 +82,25 @@ class Machine:
             for _ in range(pairs):
                 for b in (0, 1):
                     if b == 0:
-                        yield from self.wait_last(self.rope, u)
+                        yield self.scored, (u & 1) ^ 1
                     self.copy(self.rope_full[b], {(ROPE, b): u})
                     for half in (0, 1):
-                        yield from self.wait_last(self.free[2 * b + half], u)
+                        yield self.free[2 * b + half], (u & 1) ^ 1
                         for i in self.half(b, half):
                             self.copy(self.full[i], {(LATENT, i): u})
                 u += 1
-        if self.named:
-            for barrier in (self.rope, *self.free):
-                yield from self.wait_last(barrier, u)
 
-    def wait_last(self, barrier, u):
-        """For what a consumer says of pair u - 1."""
-        if u or not self.named:
-            yield barrier, (u & 1) ^ 1
-
-    def arrive_scored(self):
-        if self.named:
-            self.rope.arrive()
-        if self.gate or not self.named:
-            self.scored.arrive()
-
-    def scores(self, c, f, u, b, halves):
-        """Products of the halves of a block, and of the rope columns with the first."""
-        if halves[0] == 0:
-            yield self.rope_full[b], u & 1
-            q = [] if self.p_buffers == 2 else [((QUERIES, "rope"), f)]
-            self.begin((c, "S"), ((ROPE, b), u), *q)
-        for half in halves:
+    def scores(self, c, f, u, b):
+        """Products of a block."""
+        yield self.rope_full[b], u & 1
+        self.begin((c, "S"), ((ROPE, b), u), ((QUERIES, "rope"), f))
+        for half in (0, 1):
             for i in self.half(b, half):
                 yield self.full[i], u & 1
                 self.begin((c, "S"), ((LATENT, i), u), ((QUERIES, "latent"), f))
 
     def send(self, c, u):
-        self.write(self.weights(c), (c, u))
+        self.write((WEIGHTS, 0), (c, u))
         self.write((MAXIMUM, c), u)
         yield None, 0
         self.ready[c].arrive()
@@ -151,24 +108,19 @@ class Machine:
     def add(self, c, u, b, own):
         """Starts P V of block b."""
         reads = [((LATENT, i), u) for i in self.half(b, c)]
-        self.begin((c, "O"), *reads, *([] if own else [(self.weights(b), (b, u))]))
+        self.begin((c, "O"), *reads, *([] if own else [((WEIGHTS, 0), (b, u))]))
         self.products[c].append((u, b))
 
     def values(self, c, u, b):
-        if self.wait_values:
-            for i in self.half(b, c):
-                yield self.full[i], u & 1
+        for i in self.half(b, c):
+            yield self.full[i], u & 1
 
-    def scores0(self, f, u):
-        yield from self.scores(0, f, u, 0, (0, 1))
+    def step0(self, f, u):
+        yield from self.scores(0, f, u, 0)
         yield None, 0
         self.end((0, "S"))
-        self.arrive_scored()
+        self.scored.arrive()
         yield None, 0
-
-    def step0(self, f, u, more):
-        if not self.ahead:
-            yield from self.scores0(f, u)
         yield from self.send(0, u)
         self.add(0, u, 0, own=True)
         yield self.ready[1], u & 1
@@ -178,27 +130,13 @@ class Machine:
         self.free[0].arrive()
         yield None, 0
         self.add(0, u, 1, own=False)
-        if self.ahead and more:
-            yield from self.scores(0, f, u + 1, 0, (0,))
-            yield None, 0
-            self.end((0, "O"))
-            self.free[2].arrive()
-            yield from self.scores(0, f, u + 1, 0, (1,))
-            yield None, 0
-            self.end((0, "S"))
-            self.arrive_scored()
-        else:
-            yield None, 0
-            self.end((0, "O"))
-            self.free[2].arrive()
+        yield None, 0
+        self.end((0, "O"))
+        self.free[2].arrive()
 
-    def step1(self, f, u, more):
-        if self.gate == 2:
-            yield self.scored, u & 1
-        yield from self.scores(1, f, u, 1, (0,))
-        if self.gate == 1:
-            yield self.scored, u & 1
-        yield from self.scores(1, f, u, 1, (1,))
+    def step1(self, f, u):
+        yield self.scored, u & 1
+        yield from self.scores(1, f, u, 1)
         yield self.ready[0], u & 1
         self.load((MAXIMUM, 0), u)
         yield from self.values(1, u, 0)
@@ -224,10 +162,8 @@ class Machine:
         for f, pairs in enumerate(self.fragments):
             yield self.q_full, f & 1
             self.load((QUERIES, "rope"), f)
-            if self.ahead and c == 0:
-                yield from self.scores0(f, u)
-            for i in range(pairs):
-                yield from (self.step0, self.step1)[c](f, u, i + 1 < pairs)
+            for _ in range(pairs):
+                yield from (self.step0, self.step1)[c](f, u)
                 u += 1
                 yield None, 0
             self.q_free.arrive()
@@ -250,12 +186,8 @@ class Machine:
                 continue
             assert ready, "deadlock"
             j = chance.choices(ready, [1 / pace[j] for j in ready])[0]
-            if waiting[j][0] is not None:
-                waiting[j][0].take()
             try:
                 waiting[j] = next(actors[j])
             except StopIteration:
                 for line in (actors, waiting, pace):
                     del line[j]
-        if self.named:
-            assert all(bar.missing for bar in (self.rope, self.scored, *self.free, *self.ready)), "left for nobody"

@@ -98,8 +98,7 @@ def test_the_kernel_compiles_without_spills_in_its_loops():
     [
         ({"heads": 16}, {}), ({"q_len": 4, "heads": 16, "sinks": True}, {}), ({"page": 16}, {}), ({"page": 256}, {}),
         ({"paged": False, "lengths": False, "q_offset": 1279}, {}), ({"dtype": F16, "lse": False, "q_len": 2}, {}),
-        ({}, {"p_buffers": 2}), ({}, {"width": 64}), ({}, {"width": 256}), ({}, {"gate": 0}), ({}, {"ahead": True}),
-        ({}, {"named": True}), ({}, {"named": True, "p_buffers": 2}), ({}, {"prefetch": False}),
+        ({}, {"width": 64}), ({}, {"width": 256}), ({}, {"prefetch": False}),
     ],
     ids=str,
 )  # fmt: skip

@@ -87,7 +87,7 @@ MUTANTS = {
         "at",
     ),
     "a maximum is not passed on": ("consumer", "m = sh.maximum(1).load(ROW)", "m = m_new"),
-    "half of the weights": ("consumer", "o = warpgroup_mma(sh.weights(0), sh.k.index(1), o, is_async=True)", "pass"),
+    "half of the weights": ("consumer", "o = warpgroup_mma(sh.p.index(0), sh.k.index(1), o, is_async=True)", "pass"),
 }
 
 

@@ -3,7 +3,7 @@
 For each pair of blocks, with m the running maximum, which travels from one to the other:
 
     consumer 0                                      consumer 1
-    wait for S; P0 = softmax S with m; send P0, m   wait until S of consumer 0 is done (`gate`), start S = Q K1'
+    wait for S; P0 = softmax S with m; send P0, m   wait until S of consumer 0 is done, start S = Q K1'
     O = alpha O; start O += P0 V0                  wait for P0 and m; O = alpha O; start O += P0 V0
     wait for P1 and m, wait for O                   wait for S; P1 = softmax S with m
     O = alpha O; start O += P1 V1                  wait for O; send P1, m
@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .epilogue import store, store_fragments
 from .producer import tile_at
-from .sync import arrive_free, arrive_ready, arrive_scored, stay, wait_ready, wait_scored
 from .tile_scheduler import fragment
 
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -35,19 +34,10 @@ OUT_ROW = gl.constexpr(gl.SliceLayout(1, HALF))
 
 
 @gluon.jit
-def held_queries(a, sh):
-    """The rope columns of the queries as an operand: in shared memory, or in registers where weights need that."""
-    q = sh.q_rope.index(0)
-    if a.S.p_buffers == 2:
-        q = q.load(gl.DotOperandLayout(0, SCORE, 2))
-    return q
-
-
-@gluon.jit
-def start_rope(a, sh, q_rope, u, b: gl.constexpr):
+def start_rope(a, sh, u, b: gl.constexpr):
     s = gl.zeros([64, 64], gl.float32, SCORE)
     mbarrier.wait(sh.rope_full[b], u & 1)
-    return warpgroup_mma(q_rope, sh.k_rope.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(sh.q_rope.index(0), sh.k_rope.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -127,38 +117,34 @@ def clear_hidden(a, sh, n, base, b: gl.constexpr, half: gl.constexpr):
 @gluon.jit
 def send(a, sh, p, m, b: gl.constexpr):
     """Weights and the maximum to the other consumer."""
-    sh.weights(b).store(p)
+    sh.p.index(0).store(p)
     sh.maximum(b).store(m)
     fence_async_shared()
-    arrive_ready(sh, b)
+    mbarrier.arrive(sh.ready[b], count=1)
 
 
 @gluon.jit
-def scores0(a, sh, q_rope, u):
+def stay(sh, u, half: gl.constexpr):
+    """A wait for half a block that has been there for long: the assembler moves nothing across its branch."""
+    EACH: gl.constexpr = sh.S.pieces // 2
+    mbarrier.wait(sh.full[half * EACH], u & 1)
+
+
+@gluon.jit
+def scores0(a, sh, u):
     """S of block 0 of pair u, complete."""
-    s = start_rope(a, sh, q_rope, u, 0)
+    s = start_rope(a, sh, u, 0)
     s = start_half(a, sh, s, u, 0, 0)
     s = start_half(a, sh, s, u, 0, 1)
     s = warpgroup_mma_wait(0, deps=(s,))
-    arrive_scored(sh)
+    mbarrier.arrive(sh.scored.index(0), count=1)
     return s
 
 
 @gluon.jit
-def add_last(sh, o):
-    """P1 V1 of consumer 0, complete."""
-    o = warpgroup_mma(sh.weights(1), sh.k.index(2), o, is_async=True)
-    o = warpgroup_mma_wait(0, deps=(o,))
-    arrive_free(sh, 2)
-    return o
-
-
-@gluon.jit
-def step0(a, sh, q_rope, w, u, i, s, o, m, l, hi, MASKED: gl.constexpr):
-    """Pair number u, pair i of its sequence, with S of its block 0; returns S of the next pair."""
-    EACH: gl.constexpr = a.S.pieces // 2
-    if not a.S.ahead:
-        s = scores0(a, sh, q_rope, u)
+def step0(a, sh, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
+    """Pair number u, pair i of its sequence."""
+    s = scores0(a, sh, u)
     if MASKED:
         s = hide(s, i * 128, hi)
     p, m_new = to_weights(a, s, m)
@@ -171,56 +157,38 @@ def step0(a, sh, q_rope, w, u, i, s, o, m, l, hi, MASKED: gl.constexpr):
     if MASKED:
         clear_hidden(a, sh, w.n, i * 128, 0, 0)
     o = warpgroup_mma(as_operand(p), sh.k.index(0), o, is_async=True)
-    wait_ready(sh, 1, u)
+    mbarrier.wait(sh.ready[1], u & 1)
     m = sh.maximum(1).load(ROW)
     alpha = alpha_of(a, m_new, m)
-    if a.S.wait_values:
-        sh.wait_half(u, 1, 0)
+    sh.wait_half(u, 1, 0)
     o = warpgroup_mma_wait(0, deps=(o,))
-    arrive_free(sh, 0)
-    if a.S.named:
-        stay(sh, u, 2)  # the producer does not wait for the rescaling
+    mbarrier.arrive(sh.free[0], count=1)
     l = l * alpha
     o = rescaled(o, alpha)
     if MASKED:
         clear_hidden(a, sh, w.n, i * 128 + 64, 1, 0)
-    if a.S.ahead:
-        if i + 1 < w.last:  # S of the next pair right behind P1 V1
-            o = warpgroup_mma(sh.weights(1), sh.k.index(2), o, is_async=True)
-            s = start_rope(a, sh, q_rope, u + 1, 0)
-            s = start_half(a, sh, s, u + 1, 0, 0)
-            o = warpgroup_mma_wait(1 + EACH, deps=(o,))
-            arrive_free(sh, 2)
-            s = start_half(a, sh, s, u + 1, 0, 1)
-            o, s = warpgroup_mma_wait(0, deps=(o, s))
-            arrive_scored(sh)
-        else:
-            o = add_last(sh, o)
-    else:
-        o = add_last(sh, o)
-    return s, o, m, l
+    o = warpgroup_mma(sh.p.index(0), sh.k.index(2), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=(o,))
+    mbarrier.arrive(sh.free[2], count=1)
+    return o, m, l
 
 
 @gluon.jit
-def step1(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
-    if a.S.gate == 2:
-        wait_scored(sh, u)
-    s = start_rope(a, sh, q_rope, u, 1)
+def step1(a, sh, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
+    mbarrier.wait(sh.scored.index(0), u & 1)
+    s = start_rope(a, sh, u, 1)
     s = start_half(a, sh, s, u, 1, 0)
-    if a.S.gate == 1:
-        wait_scored(sh, u)
     s = start_half(a, sh, s, u, 1, 1)
 
-    wait_ready(sh, 0, u)
+    mbarrier.wait(sh.ready[0], u & 1)
     m_new = sh.maximum(0).load(ROW)
     alpha = alpha_of(a, m, m_new)
     l = l * alpha
     o = rescaled(o, alpha)
-    if a.S.wait_values:
-        sh.wait_half(u, 0, 1)
+    sh.wait_half(u, 0, 1)
     if MASKED:
         clear_hidden(a, sh, w.n, i * 128, 0, 1)
-    o = warpgroup_mma(sh.weights(0), sh.k.index(1), o, is_async=True)
+    o = warpgroup_mma(sh.p.index(0), sh.k.index(1), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
 
     if MASKED:
@@ -229,35 +197,28 @@ def step1(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
     alpha = alpha_of(a, m_new, m)
     l = l * alpha + gl.sum(p, 1)
     p = p.to(a.k.dtype)
-    if a.S.p_buffers == 2:
-        send(a, sh, p, m, 1)
-    if a.S.late_wait:
-        stay(sh, u, 3)  # no wait is moved above it
+    stay(sh, u, 3)  # the wait for P0 V0 is not moved above it
     o, p = warpgroup_mma_wait(0, deps=(o, p))
-    if a.S.p_buffers == 1:
-        send(a, sh, p, m, 1)
-    arrive_free(sh, 1)
-    if a.S.named:
-        stay(sh, u, 3)
+    send(a, sh, p, m, 1)
+    mbarrier.arrive(sh.free[1], count=1)
     o = rescaled(o, alpha)
     if MASKED:
         clear_hidden(a, sh, w.n, i * 128 + 64, 1, 1)
     o = warpgroup_mma(as_operand(p), sh.k.index(3), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    arrive_free(sh, 3)
-    if a.S.touch:
-        # Times 1, while there is nothing to do: what is left by a product cannot be read while others are under way.
-        o = o * (1 + (u >> 31)).to(gl.float32)
+    mbarrier.arrive(sh.free[3], count=1)
+    # Times 1, while there is nothing to do: what is left by a product cannot be read while others are under way.
+    o = o * (1 + (u >> 31)).to(gl.float32)
     return o, m, l
 
 
 @gluon.jit
-def step(a, sh, q_rope, w, u, i, s, o, m, l, hi, C: gl.constexpr, MASKED: gl.constexpr):
+def step(a, sh, w, u, i, o, m, l, hi, C: gl.constexpr, MASKED: gl.constexpr):
     if C == 0:
-        s, o, m, l = step0(a, sh, q_rope, w, u, i, s, o, m, l, hi, MASKED)
+        o, m, l = step0(a, sh, w, u, i, o, m, l, hi, MASKED)
     else:
-        o, m, l = step1(a, sh, q_rope, w, u, i, o, m, l, hi, MASKED)
-    return s, o, m, l
+        o, m, l = step1(a, sh, w, u, i, o, m, l, hi, MASKED)
+    return o, m, l
 
 
 @gluon.jit
@@ -280,15 +241,11 @@ def consume(a, run, sh, C: gl.constexpr):
         m = gl.full([64], float("-inf"), gl.float32, ROW)
         l = gl.zeros([64], gl.float32, ROW)
         mbarrier.wait(sh.q_full.index(0), f & 1)
-        q_rope = held_queries(a, sh)
-        s = gl.zeros([64, 64], gl.float32, SCORE)
-        if a.S.ahead and C == 0:
-            s = scores0(a, sh, q_rope, u)
         for i in range(first, w.whole):
-            s, o, m, l = step(a, sh, q_rope, w, u, i, s, o, m, l, hi, C, False)
+            o, m, l = step(a, sh, w, u, i, o, m, l, hi, C, False)
             u += 1
         for i in range(w.whole, w.last):
-            s, o, m, l = step(a, sh, q_rope, w, u, i, s, o, m, l, hi, C, True)
+            o, m, l = step(a, sh, w, u, i, o, m, l, hi, C, True)
             u += 1
         mbarrier.arrive(sh.q_free.index(0), count=1)
 

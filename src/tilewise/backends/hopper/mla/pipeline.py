@@ -11,7 +11,7 @@ There is room for one pair of blocks. Pair number u (counted over all fragments 
     weights of block b       written by consumer b, read by the other one; no barrier says that they may be written
                              again, since each consumer writes after it has had the other's answer
 
-Every barrier is passed once for each pair, so its parity is that of u (sync.py).
+Every barrier is passed once for each pair, so its parity is that of u.
 tests/helpers/mla_machine.py plays this through.
 """
 
@@ -55,14 +55,6 @@ class Shared:
         EACH: gl.constexpr = self.S.pieces // 2
         for i in gl.static_range(EACH):
             mbarrier.wait(self.full[(2 * b + half) * EACH + i], u & 1)
-
-    @gluon.jit
-    def weights(self, b: gl.constexpr):
-        """Where the weights of block b travel."""
-        tile = self.p.index(0)
-        if self.S.p_buffers == 2 and b == 1:
-            tile = self.q_rope.index(0)
-        return tile
 
     @gluon.jit
     def maximum(self, b: gl.constexpr):

@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .sync import prefetch_bytes, wait_free, wait_last, wait_rope
 from .tile_scheduler import fragment
 
 
@@ -63,15 +62,30 @@ def fill_piece(a, sh, pages, row, place: gl.constexpr, piece: gl.constexpr):
 def fill_block(a, sh, u, pages, row, b: gl.constexpr):
     """Block b of pair u. The rope columns of block 1 are free: the right half of block 0, filled by now, was later."""
     EACH: gl.constexpr = a.S.pieces // 2
-    if b == 0:
-        wait_rope(sh, u)
+    if b == 0:  # rope columns of pair u - 1 have been multiplied
+        mbarrier.wait(sh.scored.index(0), (u & 1) ^ 1)
     full = sh.rope_full[b]
     mbarrier.expect(full, 64 * 64 * 2)
     copy(a, a.k_rope, sh.k_rope.index(b), full, pages, row, 512, 64)
     for half in gl.static_range(2):
-        wait_free(sh, 2 * b + half, u)
+        mbarrier.wait(sh.free[2 * b + half], (u & 1) ^ 1)
         for i in gl.static_range(EACH):
             fill_piece(a, sh, pages, row, (2 * b + half) * EACH + i, half * EACH + i)
+
+
+@gluon.constexpr_function
+def prefetch_text(size):
+    return (
+        "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; "
+        f"@p cp.async.bulk.prefetch.L2.global [$1], {size}; mov.b32 $0, 0; }}"
+    )
+
+
+@gluon.jit
+def prefetch_bytes(pointer, SIZE: gl.constexpr):
+    """Brings memory to L2, by one lane."""
+    TEXT: gl.constexpr = prefetch_text(SIZE)
+    gl.inline_asm_elementwise(TEXT, "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -129,4 +143,3 @@ def produce(a, run, sh):
         seq += 1
         first = first * 0
         f += 1
-    wait_last(sh, u)

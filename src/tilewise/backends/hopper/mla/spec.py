@@ -20,14 +20,7 @@ class Spec:
     lengths: bool  # else all sequences have as many keys
     lse: bool
     sinks: bool
-    width: int = 128  # columns of the keys that are waited for at a time: 64, 128 or 256
-    gate: int = 2  # how much of the second block's scores waits for the first one's: 0 none, 1 half, 2 all
-    p_buffers: int = 1  # 2: q's last columns are held in registers, and weights take their memory
-    ahead: bool = False  # consumer 0 starts S of the next pair behind its last P V, not after it
-    touch: bool = True  # consumer 1 rewrites its output, so that products S need not be over before it is rescaled
-    late_wait: bool = True  # consumer 1 waits for P0 V0 after its exponentials, not where the compiler would
-    wait_values: bool = True  # warpgroups wait for the values of a block that the other one has scored
-    named: bool = False  # hardware barriers where there is a choice, not mbarriers
+    width: int = 128  # columns of the keys that are waited for at a time
     prefetch: bool = False  # the next pair is brought to L2; rows of the cache lie one behind the other
     consumer_regs: int = 240
     producer_regs: int = 24
