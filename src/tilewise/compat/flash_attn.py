@@ -108,30 +108,15 @@ def flash_attn_kvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: torch.Tensor | None = None,
-    *,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_softmax_lse: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: torch.Tensor | None = None,
+    *, seqused_q: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None, out: torch.Tensor | None = None, return_softmax_lse: bool = False,
     **later: Unpack[Later],
-) -> Result:
+) -> Result:  # fmt: skip
     """`flash_attn_func` within packed sequences: `q` `[Tq, H, D]`, `k` and `v` `[Tk, Hkv, D]`.
 
     Args:

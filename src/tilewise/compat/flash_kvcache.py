@@ -22,33 +22,18 @@ if TYPE_CHECKING:
 
 
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | int | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    *,
-    page_table: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    cu_seqlens_k_new: torch.Tensor | None = None,
-    rotary_seqlens: torch.Tensor | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | int | None = None, cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: WindowSize = (-1, -1), softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False, *, page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None, rotary_seqlens: torch.Tensor | None = None,
     **later: Unpack[CacheLater],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of `q` `[B, Lq, H, D]` over a cache; `k` and `v`, if given, are first written to its end.
 
     Args:

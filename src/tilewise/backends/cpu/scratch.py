@@ -1,4 +1,4 @@
-"""A thread's scratch memory: its parts and their sizes, declared once; `partition` lays them out."""
+"""A thread's scratch memory: its parts and their sizes, declared once; `partition` places them."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -163,7 +163,7 @@ def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch
 
 
 @intrinsic
-def lay_out(typingctx, base, sizes):
+def aligned_addresses(typingctx, base, sizes):
     """Addresses of parts of these sizes, one after the other from `base` on, each on a cache line."""
     assert isinstance(sizes, types.NamedUniTuple), sizes
 
@@ -185,19 +185,20 @@ sizes_of_scratch, sizes_of_amx, sizes_of_backward = jit(scratch_sizes), jit(amx_
 @jit
 def partition(p, base):
     sizes = sizes_of_scratch(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys, p.head_batch)
-    return lay_out(base, sizes)
+    return aligned_addresses(base, sizes)
 
 
 @jit
 def partition_backward(p, base):
     sizes = sizes_of_backward(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys)
-    return lay_out(base, sizes)
+    return aligned_addresses(base, sizes)
 
 
 @jit
 def partition_amx(p, t, parts):
     """The memory from `t.q` on, for the AMX mainloop."""
-    return lay_out(t.q, sizes_of_amx(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys, parts))
+    sizes = sizes_of_amx(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys, parts)
+    return aligned_addresses(t.q, sizes)
 
 
 def replacing(names):
