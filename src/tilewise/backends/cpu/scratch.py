@@ -34,7 +34,7 @@ AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # in the place
 BackwardScratch = namedtuple(
     "BackwardScratch",
     "table m l slopes lo hi positions some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns states "
-    "distances slope_sums q_rows dout_rows q dout s ds fade keys clean_keys values dk dv",
+    "distances slope_sums q_rows dout_rows q dout s ds dcap keys clean_keys values dk dv",
 )
 
 
@@ -121,7 +121,7 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         dout=each_row * Dv,
         s=cells,  # [keys, rows]: scores, then P
         ds=cells,  # dP, then dS
-        fade=cells,  # softcap's derivative
+        dcap=cells,  # softcap's derivative
         keys=4 * keys * D,  # [keys, D]
         clean_keys=4 * keys * D,  # with 0 for what is not finite
         values=4 * keys * Dv,

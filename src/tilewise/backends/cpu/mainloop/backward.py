@@ -40,7 +40,7 @@ from ..params import WORK_ITEM, WORK_ITEM_BYTES, Gradients, Params, offset
 from ..scratch import partition_backward
 from .backward_bf16 import BF16
 from .backward_fp32 import FP32
-from .gradient_cells import add_distances, dot_less, fade_cells, probs_full, probs_masked, times_cells
+from .gradient_cells import add_distances, dot_less, probs_full, probs_masked, softcap_slope, times_cells
 from .gradient_mask import add_mask
 from .gradient_products import named
 from .mask import read_states
@@ -152,7 +152,7 @@ def differentiate(p, g, t, tile, R, line, count, factor):
         s, ds, m, l = t.s + at, t.ds + at, t.m + 4 * first, t.l + 4 * first
         scale_scores(p, s, line, n)
         if p.softcap > 0:
-            fade_cells(s, t.fade + at, line, n, cap)
+            softcap_slope(s, t.dcap + at, line, n, cap)
         if bias_scores(p, t, tile, s, line, first, R, key, n):
             probs_masked(s, ds, line, n, m, l, factor)
         else:
@@ -162,7 +162,7 @@ def differentiate(p, g, t, tile, R, line, count, factor):
         if g.dmask:
             add_mask(p, g, t, tile, ds, line, first, R, key, n)
         if p.softcap > 0:
-            times_cells(ds, t.fade + at, line, n)
+            times_cells(ds, t.dcap + at, line, n)
     if g.dslopes:
         for r in range(R):
             to = t.slope_sums + 4 * (r // tile.rows)

@@ -36,7 +36,7 @@ probs_full, probs_masked = _probs(False), _probs(True)
 
 
 @microkernel("iiiif")
-def fade_cells(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: Value) -> None:
+def softcap_slope(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: Value) -> None:
     """The derivative of a softcap at the capped score s: 1 - (s / cap)^2."""
     b = e.builder
     cap = e.splat(cap)
@@ -47,13 +47,13 @@ def fade_cells(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: Val
 
 
 @microkernel("iiii")
-def times_cells(e: Emit, ds: Value, fade: Value, step: Value, count: Value) -> None:
-    """ds *= fade, and 0 where ds is: in a hidden cell fade may be NaN."""
+def times_cells(e: Emit, ds: Value, dcap: Value, step: Value, count: Value) -> None:
+    """ds *= dcap, and 0 where ds is: in a hidden cell dcap may be NaN."""
     b = e.builder
     with e.loop(count) as j:
         at = b.mul(j, step)
         x = e.load(ds, at)
-        e.store(b.select(b.fcmp_ordered("==", x, e.zeros), e.zeros, b.fmul(x, e.load(fade, at))), ds, at)
+        e.store(b.select(b.fcmp_ordered("==", x, e.zeros), e.zeros, b.fmul(x, e.load(dcap, at))), ds, at)
 
 
 @microkernel("iiiiii")
