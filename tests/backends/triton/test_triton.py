@@ -81,6 +81,7 @@ import torch
 from tilewise import Quantised, attention, paged_attention
 from tilewise.backends.gpu import varlen_order
 from tilewise.backends.triton import launch, split_kv
+from tilewise.dispatch import call_cache
 torch.manual_seed(0)
 
 # Splits combined by the last program and by a launch of their own, which is what a CUDA graph holds: the same bits.
@@ -94,6 +95,7 @@ q, k, v = torch.randn(2, 6, 1, 64), torch.randn(2, 2, 900, 64), torch.randn(2, 2
 results = []
 for most in (split_kv.COMBINE_BYTES, 0):
     split_kv.COMBINE_BYTES = most
+    call_cache.forget()
     launch.launcher_of.kept.clear()
     results.append(attention(q, k, v, return_lse=True, sinks=torch.randn(6).mul(0).add(1), backend="triton"))
 assert inside == [True, False], inside
@@ -141,6 +143,7 @@ import sys, torch
 from tilewise.testing.case import Case
 from tilewise.testing.check import check_case
 from tilewise.backends.triton import config, launch
+from tilewise.dispatch import call_cache
 torch.set_num_threads(1)
 paged = dict(form="paged", B=3, Lq=1, lengths=(1, 40, 77), dtype="f16")
 for case in (
@@ -154,6 +157,7 @@ for case in (
     check_case(case, "triton")
     if case.D == 64:  # and in tiles of 64 keys
         config.SHORT_KEYS = 0
+        call_cache.forget()
         launch.launcher_of.kept.clear()
         check_case(case, "triton")
 print("fine")
@@ -459,4 +463,4 @@ def test_d512_is_shared_by_two_programs():
 )
 def test_what_all_strides_are_multiples_of(strides, want):
     x = torch.empty_strided((1, 1, 1, 8), (*strides, 1))
-    assert launch._align(x, None) == want
+    assert launch.alignment(x, None) == want
