@@ -10,7 +10,7 @@ from tilewise.backends.torch import backward as tiled
 from tilewise.compat import flash_attn as fa
 from tilewise.compat import flash_attn_3 as fa3
 from tilewise.compat import sdpa
-from tilewise.dispatch import planner
+from tilewise.dispatch import call_cache, planner
 
 torchs = sdpa._torchs
 
@@ -107,18 +107,23 @@ def test_a_second_query_whose_keys_lie_beside_the_values():
     same(ours, exact, q, qv, row)
 
 
+def forget():
+    call_cache.forget()
+    planner.choose.cache_clear()
+
+
 @pytest.mark.parametrize("module", [fa, fa3], ids=["2", "3"])
 def test_deterministic_is_honoured(module, monkeypatch):
     seen, run = [], tiled.run_backward
     monkeypatch.setattr(tilewise.backends.torch, "run_backward", lambda p, t: (seen.append(p.problem), run(p, t)))
     monkeypatch.setattr(planner, "BACKENDS", ("torch",))
-    planner.choose.cache_clear()
+    forget()
     q, k, v = (peaked(9, h, 16).requires_grad_() for h in (4, 2, 2))
     for choice in ({}, {"deterministic": True}, {"deterministic": False}):
         module.flash_attn_func(q[None], k[None], v[None], **choice).sum().backward()
         module.flash_attn_varlen_func(q, k, v, CU, CU, 5, 5, **choice).sum().backward()
         module.flash_attn_qkvpacked_func(torch.stack((q, q, q), 1)[None], **choice).sum().backward()
-    planner.choose.cache_clear()
+    forget()
     assert [p.deterministic for p in seen] == [False] * 3 + [True] * 3 + [False] * 3
 
 
