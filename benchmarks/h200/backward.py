@@ -23,6 +23,8 @@ from timing import ceilings, seconds
 
 import tilewise
 from tilewise.autograd import _checked
+from tilewise.backends.hopper.bwd import config
+from tilewise.backends.hopper.bwd.launch import Bound
 from tilewise.core.tensors import BackwardTensors
 from tilewise.dispatch import planner
 
@@ -47,6 +49,15 @@ def runner(made: Work) -> Callable[[], Any]:
     plan, tensors = made
     run = planner.load_backward(plan.backend).run_backward
     return lambda: run(plan, tensors)
+
+
+def persistent(made: Work, whether: bool = True) -> Callable[[], Any]:
+    """The same by a program for each processor, or for each key block, whatever the heuristic says."""
+    plan, tensors = made
+    before, config.persistent = config.persistent, lambda p: whether
+    bound = Bound(plan)
+    config.persistent = before
+    return lambda: bound(tensors)
 
 
 def peers(folder: str | None, q: Any, k: Any, v: Any, dout: Any, causal: bool) -> dict[str, Callable[[], Any]]:
@@ -88,12 +99,15 @@ def cell(args: Any, D: int, H: int, Hkv: int, L: int, causal: bool) -> Any:
     q, k, v, dout = (torch.randn(B, L, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
     ways = peers(args.peers, q, k, v, dout, causal)
     for word, deterministic in (("det", True), ("free", False)):
-        ways[word] = runner(work(q, k, v, dout, "hopper", deterministic, causal=causal))
+        made = work(q, k, v, dout, "hopper", deterministic, causal=causal)
+        ways[word] = runner(made)
+        if args.persistent:
+            ways[f"{word} persistent"] = persistent(made)
     flops = 10 * D * B * H * (L * (L + 1) / 2 if causal else L * L)
     row = timed(args, f"D{D} {H}/{Hkv} {L // 1024}k {'causal' if causal else 'full'}", ways, flops)
     rates = row["TFLOPS"]
     best = max([r for n, r in rates.items() if n in ("fa3", "fa4", "cudnn")], default=math.nan)
-    row |= {"best peer": best, "of the best": {n: round(rates[n] / best, 3) for n in ("det", "free") if n in rates}}
+    row |= {"best peer": best, "of the best": {n: round(rates[n] / best, 3) for n in rates if n[:3] in ("det", "fre")}}
     print("  of the best", row["of the best"], flush=True)
     return row
 
@@ -120,20 +134,23 @@ def sparse_rows(args: Any) -> list[dict[str, Any]]:
         L, W = 16384, 1024
         q, k, v, dout = (torch.randn(1, L, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
         dense = runner(work(q, k, v, dout, "hopper", causal=True))
-        window = runner(work(q, k, v, dout, "hopper", causal=True, window=W))
+        made = {"window": work(q, k, v, dout, "hopper", causal=True, window=W)}
         cells = {"dense": L * (L + 1) / 2, "window": W * (W + 1) / 2 + (L - W) * W}
         lengths = torch.randint(64, 4097, (64,), generator=torch.Generator().manual_seed(1)).tolist()
         total = sum(lengths)
         cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
         q, k, v, dout = (torch.randn(total, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
         ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_q": max(lengths), "max_k": max(lengths)}
-        packed = runner(work(q, k, v, dout, "hopper", causal=True, **ends))
+        made["packed"] = work(q, k, v, dout, "hopper", causal=True, **ends)
         cells["packed"] = sum(n * (n + 1) / 2 for n in lengths)
         q, k, v, dout = (torch.randn(4, 4096, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
-        short = runner(work(q, k, v, dout, "hopper", causal=True))
-        capped = runner(work(q, k, v, dout, "hopper", causal=True, softcap=50.0))
+        made["dense 4k"] = work(q, k, v, dout, "hopper", causal=True)
+        made["softcap 4k"] = work(q, k, v, dout, "hopper", causal=True, softcap=50.0)
         cells["dense 4k"] = cells["softcap 4k"] = 4 * 4096 * 4097 / 2
-        ways = {"dense": dense, "window": window, "packed": packed, "dense 4k": short, "softcap 4k": capped}
+        ways = {"dense": dense} | {n: runner(m) for n, m in made.items()}
+        if args.persistent:
+            ways |= {f"{n} persistent": persistent(m) for n, m in made.items()}
+            cells |= {f"{n} persistent": cells[n] for n in made}
         row = timed(args, f"D{D} {H}/{Hkv} causal", ways, 1e12)
         rate = {n: cells[n] / t for n, t in row.pop("us").items()}
         row["TFLOPS"] = {n: round(r * 1e6 * 10 * D * H / 1e12, 1) for n, r in rate.items()}
@@ -149,6 +166,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,4096,16384")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a cell")
+    parser.add_argument("--persistent", action="store_true", help="persistent programs too")
     parser.add_argument("--sparse", action="store_true", help="windows, packed sequences and a softcap too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tilewise import Unsupported
+from tilewise.backends.hopper.bwd import config
 from tilewise.testing.case import Case
 from tilewise.testing.cases import GRADIENTS
 from tilewise.testing.gradient_properties import SOME
@@ -54,6 +55,12 @@ def cases() -> list[Case]:
         if 0 not in (max(case.q_lengths or (case.Lq,)), max(case.lengths or (1,))):  # else no backend is asked
             found.setdefault(str(fitted), fitted)
     return list(found.values())
+
+
+def persistent(whether: bool) -> None:
+    """In a new process: other than as the heuristic says."""
+    if whether:
+        config.persistent = lambda p: True
 
 
 def check(case: Case) -> dict[str, Any]:
@@ -103,6 +110,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1000)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--large", action="store_true", help="the cases of more tiles alone")
+    parser.add_argument("--persistent", action="store_true", help="persistent programs in every case")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     start = time.perf_counter()
@@ -110,7 +118,7 @@ def main() -> int:
     record |= {"cases": [], "repeats": []}
     chosen = [case for case in cases() if args.only in str(case)]
     big = [replace(case, dtype="bf16", mask="") for case in LARGE if case.D % 64 == 0 and args.only in str(case)]
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), persistent, (args.persistent,)) as pool:
         jobs = {pool.submit(repeats, case, args.repeats): "repeats" for case in big}
         jobs |= {pool.submit(check, case): "cases" for case in (chosen[-len(LARGE) :] if args.large else chosen)}
         for job in as_completed(jobs):

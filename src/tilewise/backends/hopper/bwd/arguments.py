@@ -38,6 +38,7 @@ class BackwardArguments:
     kv_len: Size
     q_blocks: Size  # of a head of a batch row; packed: of a head, room for all sequences
     k_blocks: Size  # of a plane; packed: of a head, room for all sequences
+    planes: Size  # heads of a batch row; packed: heads
     q_offset: Size
     left: Size  # of a window
     right: Size  # 0 for causal
@@ -62,6 +63,10 @@ class Buffers:
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
+    indices: object  # persistent: [2, 1], indices of key blocks, and their barriers
+    index_full: object
+    index_empty: object
+    kv_empty: object
 
 
 @gluon.jit
@@ -94,9 +99,19 @@ def new_buffers(a):
         lse = gl.allocate_shared_memory(gl.float32, [a.S.q_stages, 1, BM], a.lse.layout)
     ds = gl.allocate_shared_memory(DTYPE, [2, 64, BM], DS_LAYOUT)
     dq = gl.allocate_shared_memory(gl.float32, [2 * a.S.dq_stages, 128, 32], a.dq.layout)
+    indices = None
+    index_full = None
+    index_empty = None
+    kv_empty = None
+    if a.S.persistent:  # a barrier that nobody waits at must not exist: its memory would be given to tiles
+        indices = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        index_full = barriers(2, 1)
+        index_empty = barriers(2, 4)
+        kv_empty = barriers(1, 2)
     return Buffers(
         k, v, q, do, stats, lse, ds, dq, barriers(1, 1), barriers(1, 1), barriers(a.S.q_stages, 1),
-        barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1),
+        barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1), indices, index_full,
+        index_empty, kv_empty,
     )  # fmt: skip
 
 

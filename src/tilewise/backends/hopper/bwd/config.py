@@ -61,8 +61,14 @@ def spec_of(problem: Problem) -> BackwardSpec:
         exact_tanh=needs_exact_tanh(p),
         # Sums in any order are faster in causal calls alone (h200/LOG.md, backward #8).
         deterministic=p.deterministic or not flags.hides_right or p.group > 1,
+        persistent=persistent(p),
         guarded=flags.hides_right or flags.hides_left or p.has_lengths,
     )
+
+
+def persistent(problem: Problem) -> bool:
+    """Whether a program takes key blocks one after the other."""
+    return False
 
 
 def sides(problem: Problem) -> tuple[int, int]:

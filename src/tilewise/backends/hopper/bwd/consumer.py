@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..fwd.softmax import tanh
 from .arguments import dq_layout, dq_split, grad_layout, score_layout, tile
 from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, Q_EMPTY, named_barrier
-from .tile_scheduler import next_block, work_of
+from .tile_scheduler import get_index, next_block, work_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -172,8 +172,9 @@ def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, C: gl.constex
 
 
 @gluon.jit
-def consume(a, buf, tile_index, C: gl.constexpr):
-    w = work_of(a, tile_index)
+def consume_block(a, buf, index, n, base, C: gl.constexpr):
+    """Key block number n of this program, whose steps are uses `base ..` of the rings."""
+    w = work_of(a, index)
     D: gl.constexpr = a.S.D
     ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
     key = w.n * 128 + C * 64 + gl.arange(0, 64, ROW)
@@ -189,24 +190,43 @@ def consume(a, buf, tile_index, C: gl.constexpr):
     dv = gl.zeros([64, D], gl.float32, grad_layout(a.S))
     i = w.last - 1
     g = 0
-    if w.last > w.first:
-        mbarrier.wait(buf.k_full.index(0), 0)
-        mbarrier.wait(buf.v_full.index(0), 0)
+    if a.S.persistent or w.last > w.first:
+        mbarrier.wait(buf.k_full.index(0), n & 1)
+        mbarrier.wait(buf.v_full.index(0), n & 1)
     factors = stat_factors(a)
-    named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
-    begin = 0
+    begin = base
     if a.S.hides_left:
-        begin = (w.last - w.outer) * a.group
-        i, g, dk, dv = steps(a, buf, 0, begin, i, g, dk, dv, lo, hi, factors, C, a.S.left_edges)
-    end = (w.last - w.inner) * a.group
+        begin = base + (w.last - w.outer) * a.group
+        i, g, dk, dv = steps(a, buf, base, begin, i, g, dk, dv, lo, hi, factors, C, a.S.left_edges)
+    end = base + (w.last - w.inner) * a.group
+    last = base + w.steps(a)
     i, g, dk, dv = steps(a, buf, begin, end, i, g, dk, dv, lo, hi, factors, C, 0)
     if a.S.right_edges > 0:
-        i, g, dk, dv = steps(a, buf, end, w.steps(a), i, g, dk, dv, lo, hi, factors, C, a.S.right_edges)
+        i, g, dk, dv = steps(a, buf, end, last, i, g, dk, dv, lo, hi, factors, C, a.S.right_edges)
     if a.S.guarded:
         nothing = dk * 0.0 + dv * 0.0  # NaN where a gradient is not finite
         gl.store(a.FLAG + gl.zeros([64, D], gl.int32, grad_layout(a.S)), 1, mask=nothing != 0.0)
-    named_barrier("bar.sync", DS_EMPTY + C, 256)  # the other consumer has read K for the last time
+    named_barrier("bar.sync", DS_READY, 256)  # the other consumer has read K for the last time
     if w.n * 128 + C * 64 < w.kv_end:
         store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_h, a.dv_l, buf.v.index(C), C)
         store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_h, a.dk_l, buf.k.index(C), C)
         tma.store_wait(0)
+    if a.S.persistent:
+        gl.thread_barrier()
+        mbarrier.arrive(buf.kv_empty.index(0), count=1)
+    return last
+
+
+@gluon.jit
+def consume(a, buf, index, C: gl.constexpr):
+    named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)  # nobody reads dS yet
+    if a.S.persistent:
+        n = gl.to_tensor(0)
+        base = gl.to_tensor(0)
+        index = get_index(a, buf, n)
+        while index < a.planes * a.k_blocks:
+            base = consume_block(a, buf, index, n, base, C)
+            n += 1
+            index = get_index(a, buf, n)
+    else:
+        consume_block(a, buf, index, 0, 0, C)

@@ -44,7 +44,7 @@ def consumer1(a, buf, tile_index):
 @gluon_kernel(BackwardArguments)
 def backward(a):
     tile_index = gl.program_id(0)
-    if a.S.deterministic:
+    if a.S.deterministic and not a.S.persistent:
         # Programs that wait for others must have started after them.
         tile_index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
     buf = new_buffers(a)

@@ -56,6 +56,7 @@ class Bound:
             "q_len": p.q_len,
             "kv_len": p.kv_len,
             "q_blocks": self.q_blocks,
+            "planes": self.planes,
             "q_offset": offset if isinstance(offset, int) else 0,
             "left": left,
             "right": right,
@@ -146,7 +147,10 @@ class Bound:
         kernels = [self.pre.first(rows, arguments)]
         if s.packed:
             kernels.append(self.list.first((-(-k_blocks // LISTING["SLOTS"]), 1), arguments | {"slots": k_blocks}))
-        kernels.append(self.main.first((k_blocks * self.planes, 1), arguments, maps))
+        programs = k_blocks * self.planes
+        if s.persistent:
+            programs = min(programs, config.PROCESSORS)
+        kernels.append(self.main.first((programs, 1), arguments, maps))
         kernels.append(self.post.first(rows, arguments))
         if s.guarded:
             memory = {name: given[name] for name in ("q", "k", "v")}

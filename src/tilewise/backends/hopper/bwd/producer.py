@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .sync import DO_EMPTY, Q_EMPTY, named_barrier
-from .tile_scheduler import next_block, work_of
+from .tile_scheduler import next_block, put_index, work_of
 
 
 @gluon.jit
@@ -18,21 +18,29 @@ def load_keys(a, w, desc, full, buffer):
 
 
 @gluon.jit
-def produce(a, buf, tile_index):
-    w = work_of(a, tile_index)
+def load_block(a, buf, w, n):
+    """K and V, once the key block before has been stored through their memory."""
+    if a.S.persistent and n > 0:
+        mbarrier.wait(buf.kv_empty.index(0), (n - 1) & 1)
+    load_keys(a, w, a.k, buf.k_full.index(0), buf.k)
+    load_keys(a, w, a.v, buf.v_full.index(0), buf.v)
+
+
+@gluon.jit
+def produce_block(a, buf, index, n, base):
+    """Key block number n of this program, whose steps are uses `base ..` of the rings."""
+    w = work_of(a, index)
     BM: gl.constexpr = a.S.BM
-    steps = w.steps(a)
-    if steps > 0:
-        load_keys(a, w, a.k, buf.k_full.index(0), buf.k)
+    LSE_BYTES: gl.constexpr = 4 * BM if a.S.softcap else 0
+    count = w.steps(a)
     i = w.last - 1
     g = 0
-    for u in range(steps):
+    for u in range(base, base + count):
         head = w.kv_head * a.group + g
         s = u % a.S.q_stages
         if u >= a.S.q_stages:
             named_barrier("bar.sync", Q_EMPTY + s, 288)
         full = buf.q_full.index(s)
-        LSE_BYTES: gl.constexpr = 4 * BM if a.S.softcap else 0
         mbarrier.expect(full, a.q.block_type.nbytes + a.stats.block_type.nbytes + LSE_BYTES)
         row = w.q_start + i * BM
         block = w.block(a, head, i)
@@ -40,8 +48,8 @@ def produce(a, buf, tile_index):
         tma.async_copy_global_to_shared(a.stats, [block * BM, 0], full, buf.stats.index(s))
         if a.S.softcap:
             tma.async_copy_global_to_shared(a.lse, [block, 0], full, buf.lse.index(s))
-        if u == 0:
-            load_keys(a, w, a.v, buf.v_full.index(0), buf.v)
+        if u == base:
+            load_block(a, buf, w, n)
         t = u % a.S.do_stages
         if u >= a.S.do_stages:
             named_barrier("bar.sync", DO_EMPTY + t, 288)
@@ -49,3 +57,22 @@ def produce(a, buf, tile_index):
         mbarrier.expect(full, a.do.block_type.nbytes)
         tma.async_copy_global_to_shared(a.do, [w.b, head, row, 0], full, buf.do.index(t))
         i, g = next_block(a, i, g)
+    if a.S.persistent and count == 0:
+        load_block(a, buf, w, n)
+    return base + count
+
+
+@gluon.jit
+def produce(a, buf, index):
+    if a.S.persistent:
+        n = gl.to_tensor(0)
+        base = gl.to_tensor(0)
+        index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
+        while index < a.planes * a.k_blocks:
+            put_index(a, buf, n, index)
+            base = produce_block(a, buf, index, n, base)
+            n += 1
+            index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
+        put_index(a, buf, n, index)
+    else:
+        produce_block(a, buf, index, 0, 0)

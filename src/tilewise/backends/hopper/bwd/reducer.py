@@ -5,22 +5,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .sync import DQ_FULL, add_release, bulk_writes_done, load_acquire, named_barrier, tma_add
-from .tile_scheduler import next_block, work_of
+from .tile_scheduler import get_index, next_block, work_of
 
 
 @gluon.jit
-def reduce(a, buf, tile_index, R: gl.constexpr):
+def reduce_block(a, buf, index, base, R: gl.constexpr):
     """Adds dQ of every second query block to global memory; deterministic: after the key blocks before this one.
 
     A reduction and its release take longer than a step, so two warps share them, each with a buffer of its own.
     """
     gl.static_assert(a.S.dq_stages == 2)
-    w = work_of(a, tile_index)
+    w = work_of(a, index)
+    count = w.steps(a)
+    skipped = (base + R) & 1
     i = w.last - 1
-    g = 0
-    if R == 1:
+    g = w.n * 0
+    if skipped == 1:
         i, g = next_block(a, i, g)
-    for _ in range(R, w.steps(a), 2):
+    for _ in range(base + skipped, base + count, 2):
         block = w.block(a, w.kv_head * a.group + g, i)
         named_barrier("bar.sync", DQ_FULL + R, 288)
         at = a.SEMAPHORES + block
@@ -41,3 +43,18 @@ def reduce(a, buf, tile_index, R: gl.constexpr):
             add_release(at)
         i, g = next_block(a, i, g)
         i, g = next_block(a, i, g)
+    return base + count
+
+
+@gluon.jit
+def reduce(a, buf, index, R: gl.constexpr):
+    if a.S.persistent:
+        n = gl.to_tensor(0)
+        base = gl.to_tensor(0)
+        index = get_index(a, buf, n)
+        while index < a.planes * a.k_blocks:
+            base = reduce_block(a, buf, index, base, R)
+            n += 1
+            index = get_index(a, buf, n)
+    else:
+        reduce_block(a, buf, index, 0, R)

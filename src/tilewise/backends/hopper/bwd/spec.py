@@ -24,5 +24,6 @@ class BackwardSpec:
     exact_tanh: bool = False
     deterministic: bool = True
     guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
+    persistent: bool = False  # a program takes key blocks one after the other, from a counter
     consumer_regs: int = 240
     producer_regs: int = 24

@@ -6,6 +6,7 @@ blocks; a program may wait only for programs that have started before it, so til
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..signature import struct
 
@@ -49,6 +50,25 @@ class Work:
 
 
 @gluon.jit
+def put_index(a, buf, n, index):
+    """The producer's, of a persistent program: tells the others the index of its key block number n."""
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(buf.index_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
+    buf.indices.index(n & 1).store(gl.full([1], index, gl.int32, EACH))
+    mbarrier.arrive(buf.index_full.index(n & 1), count=1)
+
+
+@gluon.jit
+def get_index(a, buf, n):
+    """The others': past the last index there is no more to do."""
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(buf.index_full.index(n & 1), (n >> 1) & 1)
+    index = gl.max(buf.indices.index(n & 1).load(EACH), 0)
+    mbarrier.arrive(buf.index_empty.index(n & 1), count=1)
+    return index
+
+
+@gluon.jit
 def work_of(a, tile_index):
     """Key blocks ascending, of a causal call the longest first, interleaved over `swizzle` planes (heads of a batch
     row): programs add to dQ of a plane one after the other, so those of one plane must not all start together.
@@ -57,7 +77,7 @@ def work_of(a, tile_index):
     kv_heads = a.heads // a.group
     width = a.swizzle * a.k_blocks
     begin = tile_index // width * a.swizzle
-    count = gl.minimum(a.swizzle, gl.num_programs(0) // a.k_blocks - begin)
+    count = gl.minimum(a.swizzle, a.planes - begin)
     rest = tile_index % width
     n = rest // count
     plane = begin + rest % count
