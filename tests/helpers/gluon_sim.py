@@ -25,7 +25,11 @@ SOURCE = Path(__file__).parents[2] / "src/tilewise"
 FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "mma", "epilogue", "producer",
          "consumer", "nonfinite", "kernel")  # fmt: skip
 PLACES = {"mask_rules": "backends.gpu", "signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.fwd")
-FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.mla")
+FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.bwd", ".hopper.mla")
+BACKWARD = PLACES | {
+    f"bwd.{name}": "backends.hopper.bwd"
+    for name in ("arguments", "sync", "tile_scheduler", "producer", "reducer", "consumer", "kernel")
+}
 PACKAGES = ("plain", "plain.core", *(f"plain.backends{name}" for name in FOLDERS))
 
 
@@ -49,6 +53,9 @@ class Shared:
 
     def permute(self, dims: Sequence[int]) -> Shared:
         return Shared(self.a.transpose(dims))
+
+    def slice(self, start: int, size: int, dim: int) -> Shared:
+        return Shared(self.a[(slice(None),) * dim + (slice(start, start + size),)])
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
         return Shared(self.a.reshape(shape))
@@ -93,7 +100,7 @@ class Descriptor:
     """A tensor as TMA sees it: tiles of it, zeros past its ends, where nothing is written."""
 
     def __init__(self, array: np.ndarray, block: Sequence[int]) -> None:
-        self.array, self.layout, self.dtype = array, None, array.dtype.type
+        self.array, self.layout, self.dtype, self.shape = array, None, array.dtype.type, array.shape
         self.block_type = SimpleNamespace(shape=list(block), nbytes=int(np.prod(block)) * array.itemsize)
 
     def _span(self, at: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
@@ -109,9 +116,9 @@ class Descriptor:
         to.a[...] = 0
         to.a[inside] = self.array[outside]
 
-    def write(self, at: Sequence[Any], source: np.ndarray) -> None:
+    def write(self, at: Sequence[Any], source: np.ndarray, added: bool = False) -> None:
         outside, inside = self._span(at)
-        self.array[outside] = source[inside]
+        self.array[outside] = source[inside] + (self.array[outside] if added else 0)
 
 
 class Product(Tensor):
@@ -135,8 +142,8 @@ class Product(Tensor):
 class Actor:
     """A partition of a program: a thread that runs only when it is told to."""
 
-    def __init__(self, machine: Machine, program: int, body: Callable[[], None]) -> None:
-        self.machine, self.program, self.body = machine, program, body
+    def __init__(self, machine: Machine, program: int, body: Callable[[], None], warps: int) -> None:
+        self.machine, self.program, self.body, self.warps = machine, program, body, warps
         self.go, self.condition, self.done = threading.Semaphore(0), None, False
         self.error: BaseException | None = None
         self.products: list[Product] = []
@@ -169,6 +176,8 @@ class Machine:
         self.back, self.stopped = threading.Semaphore(0), False
         self.actors: list[Actor] = []
         self.copies: list[Callable[[], None]] = []
+        self.named: dict[tuple[int, int], list[int]] = {}  # hardware barriers: threads that have arrived, phase
+        self.spins = 0
         self.current: Any = None
         self.program = 0
 
@@ -280,8 +289,8 @@ def _mma_wait(outstanding: int, deps: tuple[Any, ...]) -> Any:
 
 def _partitions(functions: Sequence[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any) -> None:
     program = MACHINE.program
-    for function, given in functions:
-        MACHINE.actors.append(Actor(MACHINE, program, lambda f=function, g=given: f(*g)))
+    for (function, given), count in zip(functions, (4, *warps), strict=True):
+        MACHINE.actors.append(Actor(MACHINE, program, lambda f=function, g=given: f(*g), count))
 
 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
@@ -299,6 +308,42 @@ def _asm(text: str, constraints: str, given: Sequence[Any], *rest: Any, **option
         if text.startswith("copysign"):
             return Tensor(np.copysign(numbers[1], numbers[0]))
     raise SimError(f"no such instruction here: {text}")
+
+
+# ---- the stand-ins for `bwd/sync.py`
+
+
+def _named_barrier(op: str, number: Any, threads: int) -> None:
+    barrier = MACHINE.named.setdefault((MACHINE.current.program, int(raw(number))), [0, 0])
+    barrier[0] += 32 * MACHINE.current.warps
+    if barrier[0] > threads:
+        raise SimError(f"barrier {int(raw(number))}: more threads than it counts")
+    phase = barrier[1]
+    if barrier[0] == threads:
+        barrier[:] = 0, phase + 1
+    MACHINE.current.pause((lambda: barrier[1] > phase) if op == "bar.sync" else None)
+
+
+def _tma_add(desc: Descriptor, at: Sequence[Any], source: Shared) -> None:
+    MACHINE.current.stores.append(lambda: desc.write(at, source.a, added=True))
+
+
+def _load_acquire(at: Pointer) -> Tensor:
+    MACHINE.spins += 1
+    if MACHINE.spins > 100_000:
+        raise SimError("a semaphore is waited for, for ever")
+    MACHINE.current.pause()
+    return at.load()
+
+
+def _add_release(at: Pointer) -> None:
+    at.store(at.load() + 1)
+
+
+SYNC = {
+    "named_barrier": _named_barrier, "tma_add": _tma_add, "load_acquire": _load_acquire, "add_release": _add_release,
+    "bulk_writes_done": lambda: None,
+}  # fmt: skip
 
 
 def _elementwise(f: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -393,9 +438,10 @@ def modules(allocate: Any) -> dict[str, Any]:
     return {
         "triton": module(jit=_jit, constexpr_function=_same, language=gl),
         "triton.experimental": module(gluon=gluon), "triton.experimental.gluon": gluon,
-        "triton.experimental.gluon.language": module(), "triton.experimental.gluon.language.nvidia": module(),
+        "triton.experimental.gluon.language": module(_core=SimpleNamespace(builtin=_same)),
+        "triton.experimental.gluon.language.nvidia": module(),
         "triton.experimental.gluon.language.nvidia.hopper": hopper, "triton.language": module(**vars(gl)),
-        "triton.language.core": core,
+        "triton.language.core": core, "triton._C": module(), "triton._C.libtriton": module(ir=None),
     }  # fmt: skip
 
 
@@ -423,17 +469,20 @@ def load(
         sys.modules.update(real)
         sys.modules.update(fakes)
         for name, folder in places.items():
-            file = SOURCE / folder.replace(".", "/") / f"{name}.py"
+            file = SOURCE / folder.replace(".", "/") / f"{name.rpartition('.')[2]}.py"
             text = file.read_text()
             for old, new in (changes or {}).get(name, ()):
                 if text.count(old) < 1:
                     raise ValueError(f"{name}.py has no {old!r}")
                 text = text.replace(old, new)
-            spec = importlib.util.spec_from_loader(f"plain.{folder}.{name}", loader=None)
+            full = f"plain.{folder}.{file.stem}"
+            spec = importlib.util.spec_from_loader(full, loader=None)
             assert spec is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[f"plain.{folder}.{name}"] = made[name] = module
-            exec(compile(text, str(file), "exec"), module.__dict__)
+            sys.modules[full] = made[name] = module
+            exec(compile(text, str(file), "exec", dont_inherit=True), module.__dict__)
+            if name == "bwd.sync":
+                module.__dict__.update(SYNC)
     finally:
         for name, old in kept.items():
             if old is None:
@@ -441,5 +490,5 @@ def load(
             else:
                 sys.modules[name] = old
         for name, folder in places.items():
-            sys.modules.pop(f"plain.{folder}.{name}", None)
+            sys.modules.pop(f"plain.{folder}.{name.rpartition('.')[2]}", None)
     return SimpleNamespace(**made)

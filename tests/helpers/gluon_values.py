@@ -37,6 +37,12 @@ class Tensor:
     def to(self, dtype: Any) -> Tensor:
         return Tensor(self.value().astype(dtype))
 
+    def reshape(self, shape: Any) -> Tensor:
+        return Tensor(self.value().reshape(shape))
+
+    def permute(self, dims: Any) -> Tensor:
+        return Tensor(self.value().transpose(dims))
+
     def __getitem__(self, at: Any) -> Tensor:
         return Tensor(self.value()[at])
 

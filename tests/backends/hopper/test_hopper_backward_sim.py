@@ -1,0 +1,77 @@
+"""The Hopper backward kernel's own text, run as plain Python (`gluon_sim.py`) in random order, against the oracle's
+gradients. Wrong versions of it must be noticed.
+"""
+
+import sys
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
+import gluon_sim
+from gluon_values import SimError
+from hopper_bwd_sim import Backward
+from tilewise.testing.case import Case
+from tilewise.testing.check import Mismatch
+from tilewise.testing.gradients import judge_gradients, make_gradients
+
+KERNELS = vars(gluon_sim.load(places=gluon_sim.BACKWARD))
+CASES = {
+    "D64": Case(B=1, H=2, Lq=200, D=64, dtype="f16"),
+    "D128 causal, groups": Case(B=1, H=2, Hkv=1, Lq=300, D=128, dtype="f16", causal=True),
+    "window": Case(B=1, H=1, Lq=500, D=64, dtype="f16", window=(130, 20)),
+    "packed": Case(
+        B=3, H=1, D=64, form="varlen", q_lengths=(200, 0, 130), lengths=(200, 40, 300), dtype="f16", causal=True
+    ),
+    "lengths, softcap": Case(B=2, H=1, D=64, Lq=150, Lk=200, lengths=(200, 0), dtype="f16", softcap=5.0),
+}
+
+
+def simulate(case, kernels, programs=0, seed=0, **changes):
+    """A backward pass of clean inputs: what is not finite is the fix-up's."""
+    made = make_gradients(case, slack=0.0, grads=("q", "k", "v"))
+    for gradient in made.call.tensors.gradients().values():
+        gradient.fill_(float("nan"))
+    Backward(made.call.problem, made.call.tensors, **changes).run(kernels, programs, seed)
+    judge_gradients(made, made.call.tensors.gradients())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name):
+    simulate(CASES[name], KERNELS)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", list(CASES)[1:])
+def test_persistent_programs(name, seed):
+    simulate(CASES[name], KERNELS, 2, seed, persistent=True, deterministic=seed == 0)
+
+
+MUTANTS = {
+    "K is loaded before it is free": ("bwd.producer", "        mbarrier.wait(buf.kv_empty.index(0), (n - 1) & 1)\n",
+                                      "        pass\n"),
+    "K's barrier in the wrong phase": ("bwd.consumer", "mbarrier.wait(buf.k_full.index(0), n & 1)",
+                                       "mbarrier.wait(buf.k_full.index(0), 0)"),
+    "dS is written while it is read": ("bwd.consumer", '    named_barrier("bar.sync", DS_EMPTY + C, 256)\n', ""),
+    "each reducer takes the other's block": ("bwd.reducer", "skipped = (base + R) & 1", "skipped = R"),
+    "dQ in another order": ("bwd.tile_scheduler", " turn -= gl.maximum(", " turn -= 1 + gl.maximum("),
+    "a window one row too long": ("bwd.consumer", "hi = key - w.shift + a.left + 1", "hi = key - w.shift + a.left + 2"),
+    "causal one row off": ("bwd.consumer", "lo = key - w.shift - a.right", "lo = key - w.shift - a.right + 1"),
+    "the last block of rows left out": ("bwd.tile_scheduler", "last = gl.cdiv(q_len, BM)", "last = q_len // BM"),
+    "keys past the length": ("bwd.consumer", "lo = gl.where(key < w.kv_len, lo, 0x7FFFFFF)", "lo = lo + 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_noticed(name):
+    file, old, new = MUTANTS[name]
+    kernels = vars(gluon_sim.load({file: [(old, new)]}, gluon_sim.BACKWARD))
+    with pytest.raises((SimError, Mismatch)):
+        simulate_all(kernels)
+
+
+def simulate_all(kernels):
+    for case in ("window", "D128 causal, groups", "lengths, softcap"):
+        for seed in range(2):
+            simulate(CASES[case], kernels, 1, seed, persistent=True)

@@ -1,0 +1,120 @@
+"""The Hopper backward kernel run by `gluon_sim`: arguments as a launch would give them, over NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+import gluon_sim
+from gluon_sim import Descriptor, Machine
+from gluon_values import Pointer, Tensor
+from hopper_sim import flat, tiles
+from tilewise.core.plan import Plan
+from tilewise.core.tensors import BackwardTensors
+
+LOWEST = -6e4
+
+
+def parts_of(x: np.ndarray) -> np.ndarray:
+    """[rows] as [rows, 16] of float16, whose sum it is."""
+    found = np.zeros((len(x), 16), np.float16)
+    for n in range(3):
+        found[:, n] = x.astype(np.float16)
+        x = x - found[:, n].astype(np.float32)
+    return found
+
+
+class Backward:
+    """One backward pass: what comes before the kernel in NumPy, the kernel by the simulator, what comes after it."""
+
+    def __init__(self, problem: Any, t: BackwardTensors, **changes: Any) -> None:
+        from tilewise.backends.hopper.bwd.launch import Bound
+
+        self.problem, self.t = problem, t
+        self.bound = Bound(Plan(problem, "hopper", "", (1, 1)))
+        self.spec = replace(self.bound.spec, **changes)
+        self.starts = [0] * problem.batch
+        self.lengths = [problem.q_len] * problem.batch
+        if problem.packed_q:
+            cu = t.forward.cu_seqlens_q.tolist()
+            self.starts, self.lengths = cu[:-1], [b - a for a, b in pairwise(cu)]
+        self.given = self.bound.tensors(t)
+        self.given["ACC"].fill_(float("nan") if self.spec.deterministic else 0.0)
+
+    def entries(self) -> Any:
+        """Batch row, head, first row, rows in it, and place of each query block."""
+        p, BM, per_head = self.problem, self.spec.BM, self.bound.q_blocks
+        for b, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            for h in range(p.heads):
+                for i in range(-(-length // BM)):
+                    at = h * per_head + start // BM + b + i if p.packed_q else (b * p.heads + h) * per_head + i
+                    yield 0 if p.packed_q else b, h, start + i * BM, min(BM, length - i * BM), at
+
+    def before(self) -> None:
+        f, p, BM = self.t.forward, self.problem, self.spec.BM
+        stats, lse2 = self.given["STATS"].numpy(), self.given["LSE2"]
+        stats[...] = 0
+        self.given["SEMAPHORES"].zero_()
+        self.given["COUNTER"].zero_()
+        self.given["FLAG"].zero_()
+        for b, h, row, count, entry in self.entries():
+            rows = slice(row, row + count)
+            lse = f.lse[b, h, rows].numpy()
+            delta = (f.out[b, h, rows].float() * self.t.dout[b, h, rows].float()).sum(-1).numpy()
+            if self.t.dlse is not None:
+                delta = delta - self.t.dlse[b, h, rows].numpy()
+            seen = np.isfinite(lse)
+            low = np.full(BM, LOWEST, np.float32)
+            low[:count] = np.where(seen, -lse / p.scale, LOWEST)
+            minus = np.zeros(BM, np.float32)
+            minus[:count] = np.where(seen, -delta, 0)
+            at = slice(entry * BM, entry * BM + BM)
+            stats[at, :16], stats[at, 16:] = parts_of(low), parts_of(minus)
+            if lse2 is not None:
+                lse2[entry] = -torch.inf
+                lse2[entry, :count] = torch.from_numpy(np.where(seen, -lse * np.float32(1.4426950408889634), -np.inf))
+
+    def run(self, kernels: Any, programs: int = 0, seed: int = 0) -> None:
+        self.before()
+        g, s, t = self.given, self.spec, self.t
+        k_blocks = self.bound.k_blocks(t.forward.k)
+        made: dict[str, Any] = {name: flat(x) for name, x in g.items()}
+        made |= {
+            "q": tiles(t.forward.q, s.BM, s.D), "do": tiles(t.dout, s.BM, s.D),
+            "k": tiles(t.forward.k, 64, s.D), "v": tiles(t.forward.v, 64, s.D),
+            "dk": tiles(g["DK"], 64, s.D), "dv": tiles(g["DV"], 64, s.D),
+            "dq": Descriptor(g["ACC"].numpy(), (128, 32)), "stats": Descriptor(g["STATS"].numpy(), (s.BM, 32)),
+            "lse": None if g["LSE2"] is None else Descriptor(g["LSE2"].numpy(), (1, s.BM)),
+            "dk_h": g["DK"].stride(1), "dk_l": g["DK"].stride(2), "dv_h": g["DV"].stride(1), "dv_l": g["DV"].stride(2),
+        }  # fmt: skip
+        if s.packed:
+            cu = t.forward.cu_seqlens_k.tolist()
+            blocks = [
+                (b, n) for b, (x, y) in enumerate(zip(cu, cu[1:], strict=False)) for n in range(-(-(y - x) // 128))
+            ]
+            blocks += [(0, 1 << 22)] * (k_blocks - len(blocks))
+            made["TABLE"] = Pointer(np.array(blocks, np.int32).reshape(-1))
+        made |= self.bound.sizes | {"S": s, "k_blocks": k_blocks}
+        arguments = kernels["bwd.arguments"].BackwardArguments
+        made |= {name: Tensor(np.int32(made[name])) for name in arguments.SIZES}
+        total = k_blocks * self.bound.planes
+        gluon_sim.MACHINE = Machine(programs or total, seed)
+        gluon_sim.MACHINE.run(lambda: kernels["bwd.kernel"].backward(**{name: made[name] for name in arguments.NAMES}))
+        self.after()
+
+    def after(self) -> None:
+        s, p = self.spec, self.problem
+        x = self.given["ACC"].view(-1, 2, 4, 8, 8, 4, 2, 2)
+        order = (0, 2, 6, 4, 1, 3, 5, 7) if s.BM == 64 else (0, 1, 2, 6, 4, 3, 5, 7)
+        x = x.permute(order).reshape(-1, s.BM, s.D)
+        self.t.dq.zero_()
+        if p.packed_q:
+            for gradient in (self.t.dk, self.t.dv):
+                gradient[:, :, int(self.t.forward.cu_seqlens_k[-1]) :] = 0
+        for b, h, row, count, entry in self.entries():
+            if not s.deterministic or int(self.given["SEMAPHORES"][entry]):
+                self.t.dq[b, h, row : row + count] = (x[entry, :count, : p.head_dim] * p.scale).to(self.t.dq.dtype)
