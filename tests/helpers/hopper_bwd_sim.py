@@ -93,9 +93,8 @@ class Backward:
         }  # fmt: skip
         if s.packed:
             cu = t.forward.cu_seqlens_k.tolist()
-            blocks = [
-                (b, n) for b, (x, y) in enumerate(zip(cu, cu[1:], strict=False)) for n in range(-(-(y - x) // 128))
-            ]
+            counts = [-(-(b - a) // 128) for a, b in pairwise(cu)]
+            blocks = [(b, n) for b, count in enumerate(counts) for n in range(count)]
             blocks += [(0, 1 << 22)] * (k_blocks - len(blocks))
             made["TABLE"] = Pointer(np.array(blocks, np.int32).reshape(-1))
         made |= self.bound.sizes | {"S": s, "k_blocks": k_blocks}
