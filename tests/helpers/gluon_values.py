@@ -35,7 +35,8 @@ class Tensor:
         return self.value().shape
 
     def to(self, dtype: Any) -> Tensor:
-        return Tensor(self.value().astype(dtype))
+        with np.errstate(all="ignore"):
+            return Tensor(self.value().astype(dtype))
 
     def reshape(self, shape: Any) -> Tensor:
         return Tensor(self.value().reshape(shape))

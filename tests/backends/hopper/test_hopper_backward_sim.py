@@ -24,7 +24,7 @@ CASES = {
     "packed": Case(
         B=3, H=1, D=64, form="varlen", q_lengths=(200, 0, 130), lengths=(200, 40, 300), dtype="f16", causal=True
     ),
-    "lengths, softcap": Case(B=2, H=1, D=64, Lq=150, Lk=200, lengths=(200, 0), dtype="f16", softcap=5.0),
+    "lengths, softcap": Case(B=2, H=1, D=64, Lq=150, Lk=200, lengths=(137, 0), dtype="f16", softcap=5.0),
 }
 
 
