@@ -29,7 +29,7 @@ from ..api import attention
 from ..core.problem import MAX_HEAD_DIM
 from ..errors import InvalidArgument, Unsupported
 from . import sdpa_kernel
-from .autocast import autocast
+from .autocast import any_autocast, autocast
 from .sdpa_inputs import as_causal, is_causal_bias, jagged_attention
 
 _torchs = torch.nn.functional.scaled_dot_product_attention
@@ -76,8 +76,9 @@ def scaled_dot_product_attention(
         raise InvalidArgument("attn_mask", "a mask with is_causal=True", "one of the two, as in torch", remedy)
     if query.is_nested or key.is_nested or value.is_nested:
         return jagged_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    query, key, value = autocast(query, query, key, value)
-    (attn_mask,) = autocast(query, attn_mask)
+    if any_autocast():
+        query, key, value = autocast(query, query, key, value)
+        (attn_mask,) = autocast(query, attn_mask)
     if not (query.dtype == key.dtype == value.dtype):
         raise InvalidArgument("key", f"{key.dtype}, value {value.dtype}", f"query's {query.dtype} for both")
     if query.ndim == key.ndim == value.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
