@@ -60,7 +60,7 @@ def overhead(sequences: int = 64) -> list[dict[str, Any]]:
     whole = {way: run(way) for way in ways}
     kept = compiler.entry, pool.run_kernel
     compiler.entry, pool.run_kernel = lambda name: _nothing, _nothing
-    call_cache.forget()  # calls that come again hold on to their kernel
+    call_cache.forget()  # cached calls hold on to their kernel
     try:
         # Nothing is left for other threads: the time of this one's own is all of it, whoever else uses the core.
         # Interleaved, the best of five: a shared core makes it up to 1.6 times as long.

@@ -58,7 +58,8 @@ def cases() -> list[Case]:
 
 
 def persistent(whether: bool) -> None:
-    """In a new process: other than as the heuristic says."""
+    """In a new process: what no GPU has checked is let in, and with `whether` persistent programs."""
+    config.SOFTCAP_CHECKED = True
     if whether:
         config.persistent = lambda p: True
 

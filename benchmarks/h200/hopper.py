@@ -115,7 +115,7 @@ def core(rounds: int, save: Callable[[list[dict[str, Any]]], None]) -> list[dict
 
 
 def host_times() -> dict[str, float]:
-    """Microseconds of host time for calls of the public function that come again."""
+    """Microseconds of host time for repeated calls of the public function."""
     q, k, v = (torch.randn(1, 4, 64, 64, device="cuda", dtype=BF16) for _ in range(3))
     found = {}
     for backend in ("hopper", "triton"):

@@ -1,4 +1,4 @@
-"""Calls with lengths or tables that come again: the same bits without checks, and never for a call that differs."""
+"""Cached calls with lengths or tables: the same bits without checks, and never for a call that differs."""
 
 from contextlib import contextmanager
 

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from naive import assert_as_torch
 from tilewise import KVCache, Quantised, Unsupported, attention, plan
 from tilewise.core import storage
 from tilewise.core.kv_store import Format
@@ -103,10 +104,15 @@ def test_a_new_format_is_an_entry(codebook, tmp_path):
     k, v = torch.randn(2, 1, 2, 50, 64)
     q = torch.randn(1, 4, 3, 64)
     stored = [Quantised.from_float(x, codebook, 32) for x in (k, v)]
-    want = attention(q, *(x.dequantise() for x in stored), causal=True, backend="reference")
+    wide = [x.dequantise().repeat_interleave(2, 1) for x in stored]
+    hidden = torch.ones(3, 50, dtype=torch.bool).triu(48)
+
+    def plain(q, k, v):
+        return (q @ k.mT / 8).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    exact, rounded = plain(q.double(), *(x.double() for x in wide)), plain(q, *wide)
     for backend in ("reference", "torch", None):
-        found = attention(q, *stored, causal=True, backend=backend)
-        assert torch.allclose(found, want, atol=1e-5)
+        assert_as_torch(attention(q, *stored, causal=True, backend=backend), exact, rounded)
     assert "k codebook4/32" in str(plan(q, *stored))
     assert plan(q, *stored).backend == "torch"
     with pytest.raises(Unsupported, match="it has no k in codebook4/32 and no v in codebook4/32"):

@@ -129,6 +129,7 @@ def test_what_is_not_served_is_refused_by_name():
     p = problem()
     assert config.refusal(p) is None
     assert "ALiBi" in config.refusal(replace(p, alibi=True))
+    assert "softcap" in config.refusal(replace(p, softcap=5.0))
     assert "rules of positions" in config.refusal(problem(chunk=7))
     assert "head dims" in config.refusal(problem(D=136))
     assert "scales" in config.refusal(replace(p, scale=1e-6))

@@ -13,6 +13,7 @@ PROCESSORS = 132
 STEP_FLOPS = 4.9e6  # of a processor in a microsecond
 # -lse / scale is kept in q's dtype, in parts: it must not leave their range.
 LEAST_SCALE, MOST_SCALE = 1e-3, 1e3
+SOFTCAP_CHECKED = False  # on a GPU; benchmarks/h200/backward_checks.py sets it
 RIGHT, LEFT = 1, 2  # edges, as `consumer.hide` has them
 FURTHEST = 1 << 29  # positions, whose sums with sides of windows int32 holds
 
@@ -23,6 +24,7 @@ def refusal(problem: Problem) -> str | None:
     missing = {
         "a KV cache in pages or quantised": p.form == "paged" or p.k_format.is_quantised or p.v_format.is_quantised,
         "masks": p.mask is not None,
+        "softcap (its kernel was never checked on a GPU)": p.softcap > 0 and not SOFTCAP_CHECKED,
         "ALiBi": p.alibi,
         "rules of positions other than causal and windows": (
             p.rules.relative() != MaskRules(causal=p.rules.causal, window=p.rules.window)
