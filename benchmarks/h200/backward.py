@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,37 +129,71 @@ def timed(args: Any, name: str, ways: dict[str, Callable[[], Any]], flops: float
     return {"work": name, "TFLOPS": rates, "us": {n: round(t * 1e6, 1) for n, t in times.items()}}
 
 
+def sparse_works(D: int, H: int, Hkv: int) -> dict[str, tuple[Work, float]]:
+    """Calls with the cells that a head sees: dense ones, a window, packed sequences, a softcap."""
+
+    def random(*shape: int) -> list[Any]:
+        return [torch.randn(*shape, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H)]
+
+    L, W = 16384, 1024
+    lengths = torch.randint(64, 4097, (64,), generator=torch.Generator().manual_seed(1)).tolist()
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_q": max(lengths), "max_k": max(lengths)}
+    one, four, many = random(1, L), random(4, L // 4), random(sum(lengths))
+    quarter = 4 * (L // 4) * (L // 4 + 1) / 2
+    return {
+        "dense": (work(*one, "hopper", causal=True), L * (L + 1) / 2),
+        "window": (work(*one, "hopper", causal=True, window=W), W * (W + 1) / 2 + (L - W) * W),
+        "packed": (work(*many, "hopper", causal=True, **ends), sum(n * (n + 1) / 2 for n in lengths)),
+        "dense 4k": (work(*four, "hopper", causal=True), quarter),
+        "softcap 4k": (work(*four, "hopper", causal=True, softcap=50.0), quarter),
+    }
+
+
 def sparse_rows(args: Any) -> list[dict[str, Any]]:
     """A window, packed sequences and a softcap, beside dense calls by visible cells a second."""
     rows = []
     for D, H, Hkv in CELLS[:2]:
-        L, W = 16384, 1024
-        q, k, v, dout = (torch.randn(1, L, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
-        dense = runner(work(q, k, v, dout, "hopper", causal=True))
-        made = {"window": work(q, k, v, dout, "hopper", causal=True, window=W)}
-        cells = {"dense": L * (L + 1) / 2, "window": W * (W + 1) / 2 + (L - W) * W}
-        lengths = torch.randint(64, 4097, (64,), generator=torch.Generator().manual_seed(1)).tolist()
-        total = sum(lengths)
-        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-        q, k, v, dout = (torch.randn(total, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
-        ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_q": max(lengths), "max_k": max(lengths)}
-        made["packed"] = work(q, k, v, dout, "hopper", causal=True, **ends)
-        cells["packed"] = sum(n * (n + 1) / 2 for n in lengths)
-        q, k, v, dout = (torch.randn(4, 4096, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
-        made["dense 4k"] = work(q, k, v, dout, "hopper", causal=True)
-        made["softcap 4k"] = work(q, k, v, dout, "hopper", causal=True, softcap=50.0)
-        cells["dense 4k"] = cells["softcap 4k"] = 4 * 4096 * 4097 / 2
-        ways = {"dense": dense} | {n: runner(m) for n, m in made.items()}
+        made = sparse_works(D, H, Hkv)
+        ways = {n: runner(m) for n, (m, _) in made.items()}
         if args.persistent:
-            ways |= {f"{n} persistent": persistent(m) for n, m in made.items()}
-            cells |= {f"{n} persistent": cells[n] for n in made}
+            ways |= {f"{n} persistent": persistent(m) for n, (m, _) in made.items()}
         row = timed(args, f"D{D} {H}/{Hkv} causal", ways, 1e12)
-        rate = {n: cells[n] / t for n, t in row.pop("us").items()}
+        rate = {n: made[n.removesuffix(" persistent")][1] / t for n, t in row["us"].items()}
         row["TFLOPS"] = {n: round(r * 1e6 * 10 * D * H / 1e12, 1) for n, r in rate.items()}
         row["of the dense speed by cells"] = {n: round(r / rate["dense"], 3) for n, r in rate.items()}
         print("  ", row, flush=True)
         rows.append(row)
     return rows
+
+
+def compile_one(index: int, how: tuple[bool, ...]) -> None:
+    """The kernels of one head dim, by `how`: sparse ones or those of (causal, deterministic), and persistent or not."""
+    config.SOFTCAP_CHECKED = True
+    D, H, Hkv = CELLS[index]
+    if len(how) == 1:
+        made = [m for m, _ in sparse_works(D, H, Hkv).values()]
+    else:
+        tensors = [torch.randn(1, 1024, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H)]
+        made = [work(*tensors, "hopper", how[1], causal=how[0])]
+    for m in made:
+        (persistent(m) if how[-1] else runner(m))()
+    torch.cuda.synchronize()
+
+
+def compile_all(args: Any) -> None:
+    """In processes of their own, before anything is timed."""
+    hows: list[tuple[bool, ...]] = [(c, d, p) for c in (False, True) for d in (False, True) for p in (False, True)]
+    hows += [(False,), (True,)] if args.sparse else []
+    with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
+        jobs = [
+            pool.submit(compile_one, index, how)
+            for how in sorted(hows, key=len)
+            for index in range(len(CELLS))
+            if (len(how) > 1 or index < 2) and (args.persistent or not how[-1])
+        ]
+        for job in jobs:
+            job.result()
 
 
 def main() -> None:
@@ -173,6 +209,8 @@ def main() -> None:
     config.SOFTCAP_CHECKED = True  # `backward_checks.py` says whether it is right
     start = time.perf_counter()
     report: dict[str, Any] = {"device": "H200", "torch": torch.__version__, "rows": [], "sparse": []}
+    compile_all(args)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     report["ceilings"] = ceilings()
     print(report["ceilings"])
     if args.sparse:

@@ -62,6 +62,7 @@ def persistent(whether: bool) -> None:
     config.SOFTCAP_CHECKED = True
     if whether:
         config.persistent = lambda p: True
+        config.PROCESSORS = 5  # so that a program has many blocks
 
 
 def check(case: Case) -> dict[str, Any]:
