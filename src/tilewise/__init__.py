@@ -10,6 +10,7 @@ from .autograd import AttentionGradients, attention_backward
 from .compat import discovery
 from .core.plan import Plan
 from .core.tile_map import TileMap
+from .dispatch.activity import counters
 from .errors import CacheFull, InvalidArgument, Unsupported
 from .kv_cache import KVCache, PagedKVCache
 from .quantised import Quantised
@@ -32,6 +33,7 @@ __all__ = [
     "alibi_slopes",
     "attention",
     "attention_backward",
+    "counters",
     "merge",
     "paged_attention",
     "plan",

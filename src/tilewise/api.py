@@ -14,7 +14,7 @@ from .core.options import Options
 from .core.plan import Plan
 from .core.tensors import Tensors
 from .core.tracing import is_traced, is_wrapper
-from .dispatch import call_cache, planner
+from .dispatch import activity, call_cache, planner
 from .errors import InvalidArgument
 from .signatures import NAMES, Array, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
 from .state import AttentionState
@@ -279,6 +279,7 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
         _write_unseen(call.tensors)
     else:
         planner.load(chosen.backend).run(chosen, call.tensors)
+        activity.ran(chosen)
         call_cache.remember(key, args, options, call, chosen)
     return back(call.out) if call.lse is None else AttentionState(back(call.out), back(call.lse))
 

@@ -18,7 +18,7 @@ from .core.plan import Plan
 from .core.problem import GRADS, Problem
 from .core.tensors import BackwardTensors
 from .core.tracing import is_traced
-from .dispatch import backward_cache, call_cache, planner
+from .dispatch import activity, backward_cache, call_cache, planner
 from .errors import InvalidArgument, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
@@ -146,6 +146,7 @@ def _run(call: BackwardCall, backend: str | None) -> Plan:
         _write_unseen(call.tensors)
     else:
         planner.load_backward(chosen.backend).run_backward(chosen, call.tensors)
+        activity.ran(chosen)
     return chosen
 
 

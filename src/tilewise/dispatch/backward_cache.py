@@ -16,7 +16,7 @@ from ..core.plan import Plan
 from ..core.problem import Problem
 from ..core.tensors import BackwardTensors, Tensors
 from ..validation.backward import BackwardCall
-from . import call_cache, planner
+from . import activity, call_cache, planner
 
 FIELDS = tuple(f.name for f in fields(Tensors) if f.name != "tile_map")
 INCOMING = ("dout", "dlse")
@@ -29,6 +29,7 @@ class CachedBackward:
 
     plan: Plan
     run: Callable[[Plan, BackwardTensors], None]
+    count: Callable[[], int]
     layout: str
     views: list[View]
     incoming: list[View]
@@ -46,6 +47,7 @@ class CachedBackward:
         }
         tensors = BackwardTensors(Tensors(**seen), **coming, **new)
         self.run(self.plan, tensors)
+        self.count()
         return BackwardCall(self.plan.problem, tensors, self.layout)
 
 
@@ -67,7 +69,7 @@ def remember(key: call_cache.Key | None, call: BackwardCall, plan: Plan, given: 
         return
     new = [(name, x.shape, x.stride(), x.dtype) for name, x in b.gradients().items()]
     run = planner.load_backward(plan.backend).run_backward
-    call_cache.keep(key, CachedBackward(plan, run, call.layout, views, incoming, new))
+    call_cache.keep(key, CachedBackward(plan, run, activity.counter(plan), call.layout, views, incoming, new))
 
 
 def _reads_lengths(p: Problem, given: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from ..signatures import UNSET
 from ..state import AttentionState
 from ..validation import calls, values
 from ..validation.calls import Call
-from . import planner
+from . import activity, planner
 
 MOST = 4096  # remembered calls
 Key = tuple[Any, ...]
@@ -86,16 +86,16 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
 class CachedCall:
     """One remembered call."""
 
-    __slots__ = ("launch", "like_q", "lse_shape", "places", "problem", "shape", "sizes", "stored", "validate")
+    __slots__ = ("count", "launch", "like_q", "lse_shape", "places", "problem", "shape", "sizes", "stored", "validate")
 
     def __init__(
-        self, call: Call, launch: Launcher, places: list[Any] | None, stored: bool, validate: bool | None
+        self, call: Call, plan: Plan, launch: Launcher, places: list[Any], stored: bool, validate: bool | None
     ) -> None:
-        self.launch, self.problem = launch, call.problem
+        self.launch, self.problem, self.count = launch, call.problem, activity.counter(plan)
         self.shape = tuple(call.out.shape)
         self.lse_shape = None if call.lse is None else tuple(call.lse.shape)
         self.like_q = False
-        self.places = places  # where each of INPUTS is given; None if q, k and v are all there is
+        self.places: list[Any] | None = places  # where each of INPUTS is given; None if q, k and v are all there is
         self.sizes: list[int] | None = None  # of a given out, and of the inputs, in bytes
         self.stored = stored  # whether keys or values are quantised
         self.validate = validate
@@ -119,6 +119,7 @@ class CachedCall:
             if self.sizes is not None:
                 self.check_apart(out, given)
             self.launch(*given[:3], out, lse, *given[3:], *more)
+        self.count()
         return out if lse is None else AttentionState(out, lse)
 
     def check_apart(self, out: torch.Tensor, inputs: list[Any]) -> None:
@@ -177,7 +178,7 @@ def remember(
     places = [at.get(name) for name in INPUTS]
     while validate is False and places[-1] is None:
         places.pop()  # a launch is not given what comes last and is not there
-    cached = CachedCall(call, launch, places, flat[len(args) :] != (None, None), validate)
+    cached = CachedCall(call, plan, launch, places, flat[len(args) :] != (None, None), validate)
     if "out" in given:
         there = [given.get(name) for name in ("out", *INPUTS[: len(places)])]
         cached.sizes = [0 if x is None else calls.extent(x)[1] - x.data_ptr() for x in there]

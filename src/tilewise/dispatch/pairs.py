@@ -14,7 +14,7 @@ from ..core.options import Options
 from ..core.tensors import Shared
 from ..state import AttentionState
 from ..validation import calls
-from . import call_cache, planner
+from . import activity, call_cache, planner
 
 NOT_SHARED = {"causal": False, "sinks": None}  # every query comes after them; a sink counts once
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the block table, lengths, sums of queries' lengths
@@ -49,6 +49,7 @@ def attend(
     if shared_plan.backend != plan.backend or run_pair is None or empty:
         return None
     run_pair(shared_plan, plan, b.tensors, shared)
+    activity.ran(plan)
     call_cache.remember(key, args, options, b, plan, partial(run_pair, shared_plan))
     assert b.lse is not None  # `return_lse` is on
     return AttentionState(b.out, b.lse)
