@@ -180,7 +180,7 @@ def _entry(name: str) -> Any:
 
 
 def _stored(data: torch.Tensor, scales: torch.Tensor | None, stored: str | None) -> Any:
-    if scales is None or stored is None:
+    if stored is None:
         return data
     fmt = storage.parse(stored)
     return Quantised(data, scales, fmt.name, fmt.group)  # type: ignore[arg-type]

@@ -21,8 +21,9 @@ class Quantised:
     Args:
         data: `[..., D]` of int8 or float8_e4m3fn; for int4, `[..., D // 2]` of uint8, where byte `d` holds element
             `d` in its low and element `d + D // 2` in its high four bits, as two's complement (D is even).
-        scales: `[..., ceil(D / group)]`, float32, float16 or bfloat16.
-        dtype: `"int8"`, `"int4"` or `"fp8_e4m3"`.
+        scales: `[..., ceil(D / group)]`, float32, float16 or bfloat16; None for fp8_latent, whose rows hold them.
+        dtype: `"int8"`, `"int4"`, `"fp8_e4m3"` or `"fp8_latent"`: uint8 `[..., 656]` for D = 576 and `[..., 528]` for
+            its first 512 elements (docs/caches.md says what is where).
         group: elements that share a scale: 32, 64 or 128.
 
     >>> keys = torch.randn(2, 8, 100, 64)
@@ -32,20 +33,29 @@ class Quantised:
     """
 
     data: torch.Tensor
-    scales: torch.Tensor
+    scales: torch.Tensor | None
     dtype: QuantDtype
     group: int
 
     def __post_init__(self) -> None:
-        for name in ("data", "scales"):
-            object.__setattr__(self, name, to_tensor(name, getattr(self, name)))
         _check_name(self.dtype)
-        object.__setattr__(self, "group", as_group(self.group))
-        for name in ("data", "scales"):
+        as_group(self.group)
+        object.__setattr__(self, "group", self.format.group)
+        in_row = self.format.scales_in_row
+        if (self.scales is None) is not in_row:
+            given, wanted = ("a tensor", "None: its rows hold them") if in_row else ("None", "a tensor")
+            raise InvalidArgument("scales", f"{given} for {self.dtype}", wanted)
+        parts = ("data",) if in_row else ("data", "scales")
+        for name in parts:
+            object.__setattr__(self, name, to_tensor(name, getattr(self, name)))
             if not getattr(self, name).ndim:
                 raise InvalidArgument(name, "shape ()", "[..., D] and its scales, rank 1 or more")
         if self.data.dtype != self.format.dtype:
             raise InvalidArgument("data", self.data.dtype, f"{self.format.dtype} for {self.dtype}")
+        if self.scales is None:
+            if width := self.format.wants(self.shape[-1]):
+                raise InvalidArgument("data", f"rows of {self.data.shape[-1]} bytes", f"those of {width}")
+            return
         if self.scales.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise InvalidArgument("scales", self.scales.dtype, "float32, float16 or bfloat16")
         want = (*self.data.shape[:-1], self.format.scales(self.shape[-1]))
@@ -75,11 +85,9 @@ class Quantised:
         if not x.ndim:
             raise InvalidArgument("x", "shape ()", "[..., D], rank 1 or more")
         stored = stored_as(dtype, group)
-        if x.shape[-1] % stored.packing:
-            raise InvalidArgument("x", f"last dim {x.shape[-1]}", f"an even size for {dtype}", "use int8")
-        data, scales = stored.quantise(x)
-        assert scales is not None
-        return cls(data, scales, dtype, group)
+        if wanted := stored.wants(x.shape[-1]):
+            raise InvalidArgument("x", f"last dim {x.shape[-1]}", wanted, "use int8")
+        return cls(*stored.quantise(x), dtype, group)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The whole tensor at full width: for tests and for looking at it; kernels do this tile by tile."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import struct
 from itertools import product
 
 import pytest
 import torch
 
 from naive import assert_as_torch
-from tilewise import KVCache, Quantised, Unsupported, attention, plan
+from tilewise import InvalidArgument, KVCache, Quantised, Unsupported, attention, plan
 from tilewise.core import storage
 from tilewise.core.kv_store import Format
 from tilewise.core.problem import WriteProblem
-from tilewise.core.storage import FORMATS, StorageFormat, as_bytes, parse, stored_as
+from tilewise.core.storage import FLOATS, FORMATS, StorageFormat, as_bytes, parse, stored_as
 from tilewise.dispatch import planner
 
-SIZES = [(name, group, width) for name, group, width in product(FORMATS, (32, 128), (2, 64, 72, 576))]
+SIZES = [
+    (name, group, width)
+    for name, group, width in product(FORMATS, (32, 128), (2, 64, 72, 512, 576))
+    if not stored_as(name, group).wants(width)
+]
+GROUPED = [name for name in storage.quantised_names() if not stored_as(name).scales_in_row]
 
 
 @pytest.mark.parametrize(("name", "group", "width"), SIZES)
@@ -27,11 +32,12 @@ def test_sizes_of_a_row_are_those_of_its_tensors(name, group, width):
     assert data.dtype == fmt.dtype
     assert fmt.width(data.shape[1]) == width
     assert (0 if scales is None else scales.shape[1]) == fmt.scales(width)
-    assert 8 * data.nbytes == 3 * width * fmt.bits
+    if not fmt.scales_in_row:
+        assert 8 * data.nbytes == 3 * width * fmt.bits
     assert parse(str(fmt)) == fmt
 
 
-@pytest.mark.parametrize("name", storage.quantised_names())
+@pytest.mark.parametrize("name", GROUPED)
 def test_the_largest_of_a_group_is_stored_exactly_and_the_others_within_half_a_step(name):
     fmt = stored_as(name, 32)
     x = torch.randn(5, 96)
@@ -69,30 +75,6 @@ class Codebook(StorageFormat):
         return self.LEVELS.to(to)[index] * scales.to(to).repeat_interleave(self.group, -1)
 
 
-class Latent(StorageFormat):
-    """A row in bytes: 512 numbers in fp8, their four scales, 64 numbers in bfloat16."""
-
-    def columns(self, width):
-        return 512 + 4 * 4 + 2 * (width - 512)
-
-    def width(self, columns):
-        return 512 + (columns - 528) // 2
-
-    def scales(self, width):
-        return 0
-
-    def quantise(self, x):
-        data, scales = stored_as("fp8_e4m3", 128).quantise(x[..., :512])
-        rest = x[..., 512:].bfloat16().contiguous()
-        return torch.cat([data.view(torch.uint8), scales.view(torch.uint8), rest.view(torch.uint8)], -1), None
-
-    def dequantise(self, data, scales, to):
-        numbers = data[..., :512].contiguous().view(torch.float8_e4m3fn)
-        factors = data[..., 512:528].contiguous().view(torch.float32)
-        rest = data[..., 528:].contiguous().view(torch.bfloat16)
-        return torch.cat([stored_as("fp8_e4m3", 128).dequantise(numbers, factors, to), rest.to(to)], -1)
-
-
 @pytest.fixture
 def codebook(monkeypatch):
     monkeypatch.setitem(FORMATS, "codebook4", Codebook("codebook4", torch.uint8, 4, 1.0, 64))
@@ -127,21 +109,82 @@ def test_a_new_format_is_an_entry(codebook, tmp_path):
     assert again.nbytes == 2 * 64 * (32 + 8 + 64 + 8)
 
 
-def test_a_row_may_hold_its_scales_and_numbers_of_two_types():
-    fmt = Latent("latent", torch.uint8, 8, 448.0, 128)
-    x = torch.randn(3, 5, 576)
+def test_a_latent_row_has_the_bytes_that_servers_give_it():
+    """Written out by hand: 512 float8, four float32 scales, 64 bfloat16."""
+    fmt = stored_as("fp8_latent")
+    assert (fmt.columns(576), fmt.width(656), fmt.scales(576), str(fmt)) == (656, 576, 0, "fp8_latent/128")
+    assert stored_as("fp8_latent", 32) is fmt
+    assert parse("fp8_latent/128") is fmt
+    x = torch.randn(576)
+    x[130], x[512] = 896.0, 1.5
     data, scales = fmt.quantise(x)
-    assert (fmt.columns(576), fmt.width(656), fmt.scales(576)) == (656, 576, 0)
-    assert data.shape == (3, 5, 656)
     assert scales is None
-    found = fmt.dequantise(data, scales, torch.float32)
-    assert torch.equal(found[..., 512:], x[..., 512:].bfloat16().float())
-    assert ((found - x)[..., :512].abs() <= x[..., :512].abs().amax() / 16).all()
-    assert replace(fmt, group=64) != fmt
+    raw = data.numpy().tobytes()
+    assert len(raw) == 656
+    factors = struct.unpack("<4f", raw[512:528])
+    assert factors[1] == 2.0  # 896 / 448
+    assert factors[0] == pytest.approx(x[:128].abs().max().item() / 448)
+    assert raw[130] == 0x7E  # 448, the largest
+    assert raw[528:530] == b"\xc0\x3f"  # 1.5 in bfloat16
+    found = fmt.dequantise(data, None, torch.float64)
+    assert found[130] == 896
+    assert torch.equal(found[512:], x[512:].bfloat16().double())
+    error, size = (y[:512].abs().unflatten(0, (4, 128)).amax(1) for y in (found - x, x))
+    assert (error <= size / 16).all()
+
+
+def test_values_are_the_first_bytes_of_a_latent_row():
+    x = torch.randn(1, 1, 70, 576)
+    k = Quantised.from_float(x, "fp8_latent", 128)
+    v = Quantised(k.data[..., :528], None, "fp8_latent", 128)
+    assert (k.shape[-1], v.shape[-1]) == (576, 512)
+    assert torch.equal(v.dequantise(), k.dequantise()[..., :512])
+    q = torch.randn(1, 4, 2, 576)
+    assert plan(q, k, v).problem.v_in_k
+    assert not plan(q, k, Quantised.from_float(x[..., :512], "fp8_latent", 128)).problem.v_in_k
+    for _ in range(2):  # the second is a repeated call
+        out = attention(q, k, v, backend="torch")
+        apart = attention(q, k, Quantised.from_float(x[..., :512], "fp8_latent", 128), backend="torch")
+        assert torch.equal(out, apart)
+
+
+def test_rows_of_int8_lie_in_one_another_with_their_scales():
+    whole, other = (Quantised.from_float(torch.randn(1, 1, 70, 128), "int8", 32) for _ in range(2))
+    q = torch.randn(1, 4, 1, 128)
+
+    def in_k(data, scales):
+        return plan(q, whole, Quantised(data.data[..., :64], scales.scales[..., :2], "int8", 32)).problem.v_in_k
+
+    assert in_k(whole, whole)
+    assert not in_k(whole, other)
+    assert not in_k(other, whole)
+
+
+def test_quantised_says_what_it_wants_of_rows_with_scales():
+    data = torch.zeros(3, 656, dtype=torch.uint8)
+    with pytest.raises(InvalidArgument, match="None: its rows hold them"):
+        Quantised(data, torch.ones(3, 4), "fp8_latent", 128)
+    with pytest.raises(InvalidArgument, match="scales: got None for int8, expected a tensor"):
+        Quantised(data.view(torch.int8), None, "int8", 64)
+    with pytest.raises(InvalidArgument, match="rows of 500 bytes, expected those of 512 or an even number more"):
+        Quantised(data[:, :500], None, "fp8_latent", 128)
+    with pytest.raises(InvalidArgument, match="last dim 96, expected 512 or an even number more for fp8_latent"):
+        Quantised.from_float(torch.zeros(3, 96), "fp8_latent", 128)
+
+
+def test_a_cache_of_latent_rows(tmp_path):
+    x = torch.randn(1, 1, 50, 576)
+    cache = KVCache(1, 1, 64, 576, "fp8_ds_mla", value_dim=512)
+    cache.append(x, x[..., :512])
+    expected = Quantised.from_float(x, "fp8_latent", 128)
+    assert torch.equal(cache.keys(0), expected.dequantise()[0])
+    assert cache.bytes_per_token == 656 + 528
+    cache.save(tmp_path / "cache")
+    assert torch.equal(KVCache.load(tmp_path / "cache").values(0), cache.values(0))
 
 
 def test_a_cache_row_is_as_long_as_its_format_says():
-    assert [Format.of("dtype", name, 64, 128).bytes for name in FORMATS] == [512, 256, 256, 136, 72, 136]
+    assert [Format.of("dtype", name, 64, 128).bytes for name in (*FLOATS, *GROUPED)] == [512, 256, 256, 136, 72, 136]
 
 
 def test_the_planner_chooses_who_writes(codebook):

@@ -2,18 +2,18 @@
 
 import pytest
 
-from conformance import BackwardConformance, Conformance
+from conformance import BackwardConformance, LatentRows
 from tilewise.testing.case import Case
 from tilewise.testing.check import check_case
 from tilewise.testing.drawing import Seeded, draw_trained
 from tilewise.testing.gradients import judge_gradients, make_gradients
 
 
-class TestReference(Conformance):
+class TestReference(LatentRows):
     backend = "reference"
 
 
-class TestTorch(Conformance):
+class TestTorch(LatentRows):
     backend = "torch"
 
 

@@ -4,7 +4,7 @@
 
 import pytest
 
-from tilewise.testing.cases import CASES, GRADIENTS
+from tilewise.testing.cases import CASES, GRADIENTS, LATENT_ROWS
 from tilewise.testing.check import check_case
 from tilewise.testing.gradient_properties import GRADIENT_PROPERTIES
 from tilewise.testing.gradients import check_gradients
@@ -22,6 +22,14 @@ class Conformance:
     @pytest.mark.parametrize("name", PROPERTIES)
     def test_property(self, name):
         PROPERTIES[name](self.backend, self.device)
+
+
+class LatentRows(Conformance):
+    """And the cases of rows that hold their own scales, for backends that take them."""
+
+    @pytest.mark.parametrize("case", LATENT_ROWS, ids=str)
+    def test_latent_rows(self, case):
+        check_case(case, self.backend, self.device)
 
 
 class BackwardConformance:

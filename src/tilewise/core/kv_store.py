@@ -34,9 +34,8 @@ class Format:
         if not isinstance(name, str) or name not in FORMATS:
             raise InvalidArgument(argument, repr(dtype), f"one of {', '.join(FORMATS)} or their dtype")
         stored = stored_as(name, as_group(group))
-        if width % stored.packing:
-            given, remedy = f"{name!r} of {width} elements", "use 'int8'"
-            raise InvalidArgument(argument, given, f"an even head dim for {name}", remedy)
+        if wanted := stored.wants(width):
+            raise InvalidArgument(argument, f"{name!r} of {width} elements", wanted, "use 'int8'")
         return cls(name, width, stored.group)
 
     @property
@@ -70,7 +69,7 @@ class Format:
     def empty(self, *rows: int, device: torch.device) -> Store:
         """Room for `rows` of rows. Quantised data is not touched: its pages of memory come with its use."""
         data = torch.empty(*rows, self.columns, dtype=self.dtype, device=device)
-        scales = torch.empty(*rows, self.scales, dtype=torch.float32, device=device) if self.is_quantised else None
+        scales = torch.empty(*rows, self.scales, dtype=torch.float32, device=device) if self.scales else None
         return Store(self, data, scales)
 
 

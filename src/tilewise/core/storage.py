@@ -16,7 +16,7 @@ import torch
 from ..errors import InvalidArgument
 from .options import is_int, to_int
 
-QuantDtype = Literal["int8", "int4", "fp8_e4m3"]  # what a type checker knows of `FORMATS`
+QuantDtype = Literal["int8", "int4", "fp8_e4m3", "fp8_latent"]  # what a type checker knows of `FORMATS`
 GROUPS = (32, 64, 128)
 TINY = torch.finfo(torch.float32).tiny
 
@@ -54,9 +54,18 @@ class StorageFormat:
         return not self.dtype.is_floating_point
 
     @property
+    def scales_in_row(self) -> bool:
+        """Whether a row holds its own scales. Their group is then the format's."""
+        return False
+
+    @property
     def packing(self) -> int:
         """Elements in one stored number."""
         return 8 * self.dtype.itemsize // self.bits
+
+    def wants(self, width: int) -> str | None:
+        """What the width of a row must be, if it cannot be `width`."""
+        return f"an even head dim for {self.name}" if width % self.packing else None
 
     def columns(self, width: int) -> int:
         """Stored numbers of a row of `width` elements."""
@@ -100,6 +109,59 @@ class StorageFormat:
         return data.to(to) * scales.to(to).repeat_interleave(self.group, -1)[..., : data.shape[-1]]
 
 
+LATENT, LATENT_SCALES = 512, 16  # elements of a latent row in float8, bytes of their scales
+
+
+class LatentFormat(StorageFormat):
+    """A row of latent attention in bytes, as servers keep it (fp8_ds_mla): the latent part in float8, the rest (the
+    rope part) in bfloat16. With 64 of these a row has 656 bytes:
+
+        bytes 0 to 511      512 float8_e4m3
+        bytes 512 to 527    4 float32 scales, one for each 128 of them
+        bytes 528 to 655    64 bfloat16
+
+    V, the latent part, is the first 528 bytes of the same memory.
+
+    >>> stored_as("fp8_latent").columns(576), stored_as("fp8_latent").columns(512), stored_as("fp8_latent").width(656)
+    (656, 528, 576)
+    """
+
+    @property
+    def scales_in_row(self) -> bool:
+        return True
+
+    def wants(self, width: int) -> str | None:
+        fits = width >= LATENT and width % 2 == 0  # scales begin at multiples of 4 bytes
+        return None if fits else f"{LATENT} or an even number more for {self.name}"
+
+    def columns(self, width: int) -> int:
+        return LATENT + LATENT_SCALES + 2 * (width - LATENT)
+
+    def width(self, columns: int) -> int:
+        return LATENT + (columns - LATENT - LATENT_SCALES) // 2
+
+    def scales(self, width: int) -> int:
+        return 0
+
+    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        data, scales = stored_as("fp8_e4m3", self.group).quantise(x[..., :LATENT])
+        assert scales is not None
+        rest = x[..., LATENT:].to(torch.bfloat16).contiguous()
+        return torch.cat([part.view(torch.uint8) for part in (data, scales, rest)], -1), None
+
+    def dequantise(self, data: torch.Tensor, scales: torch.Tensor | None, to: torch.dtype) -> torch.Tensor:
+        latent, factors, rest = latent_parts(data.contiguous())
+        latent = stored_as("fp8_e4m3", self.group).dequantise(latent, factors, to)
+        return torch.cat([latent, rest.to(to)], -1)
+
+
+def latent_parts(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a latent row's parts: float8 `[..., 512]`, scales float32 `[..., 4]`, bfloat16 `[..., rest]`."""
+    end = LATENT + LATENT_SCALES
+    latent, scales, rest = data[..., :LATENT], data[..., LATENT:end], data[..., end:]
+    return latent.view(torch.float8_e4m3fn), scales.view(torch.float32), rest.view(torch.bfloat16)
+
+
 FORMATS: dict[str, StorageFormat] = {
     entry.name: entry
     for entry in (
@@ -111,6 +173,7 @@ FORMATS: dict[str, StorageFormat] = {
         StorageFormat(
             "fp8_e4m3", torch.float8_e4m3fn, 8, 448.0, 64, ("fp8", "float8_e4m3fn", "float8_e4m3", "fp8_e4m3fn")
         ),
+        LatentFormat("fp8_latent", torch.uint8, 8, 448.0, 128, ("fp8_ds_mla",)),
     )
 }
 FLOATS = {name: entry.dtype for name, entry in FORMATS.items() if not entry.is_quantised}
@@ -118,13 +181,18 @@ PLAIN = {entry.dtype: entry for entry in FORMATS.values() if not entry.is_quanti
 OTHER_NAMES = {other: name for name, entry in FORMATS.items() for other in entry.other_names}
 
 
-_grouped = {(name, n): replace(entry, group=n) for name, entry in FORMATS.items() if entry.group for n in GROUPS}
+_grouped = {
+    (name, n): entry if entry.scales_in_row else replace(entry, group=n)
+    for name, entry in FORMATS.items()
+    if entry.group
+    for n in GROUPS
+}
 
 
 def stored_as(name: str, group: int = 0) -> StorageFormat:
     """A format by its name; a quantised one in groups of `group`."""
     entry = FORMATS[name]
-    if not entry.group:
+    if not entry.group or entry.scales_in_row:
         return entry
     return _grouped.get((name, group)) or replace(entry, group=group)
 

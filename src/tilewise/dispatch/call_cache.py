@@ -72,15 +72,23 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
                 )  # fmt: skip
             elif type(x) is Quantised:
                 key += x.dtype, x.group
-                given += x.data, x.scales
+                given += (x.data,) if x.scales is None else (x.data, x.scales)
             else:
                 return None
         # Nine further is whether V is contiguous, if nothing is quantised. If not, it may lie in K: `calls.is_v_in_k`.
-        if key[first + 9] is not True and type(args[1]) is type(args[2]) is Tensor:
-            key.append(args[1].data_ptr() == args[2].data_ptr())
+        if key[first + 9] is not True:
+            k, v = args[1:3]
+            if type(k) is type(v) is Tensor:
+                key.append(k.data_ptr() == v.data_ptr())
+            elif type(k) is type(v) is Quantised:
+                key.append(_addresses(k) == _addresses(v))
     except RuntimeError:  # a nested or sparse tensor has no shape, strides or address: the checks will say so
         return None
     return tuple(key)
+
+
+def _addresses(x: Quantised) -> list[int]:
+    return [part.data_ptr() for part in (x.data, x.scales) if part is not None]
 
 
 class CachedCall:
@@ -178,11 +186,12 @@ def remember(
     places = [at.get(name) for name in INPUTS]
     while validate is False and places[-1] is None:
         places.pop()  # a launch is not given what comes last and is not there
-    cached = CachedCall(call, plan, launch, places, flat[len(args) :] != (None, None), validate)
+    stored = Quantised in map(type, args[1:3])
+    cached = CachedCall(call, plan, launch, places, stored, validate)
     if "out" in given:
         there = [given.get(name) for name in ("out", *INPUTS[: len(places)])]
         cached.sizes = [0 if x is None else calls.extent(x)[1] - x.data_ptr() for x in there]
-    elif len(places) == 3:
+    elif len(places) == 3 and not stored:
         cached.places = None
     cached.like_q = args[0].shape == call.out.shape and args[0].is_contiguous()
     keep(key, cached)

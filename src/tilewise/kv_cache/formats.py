@@ -19,7 +19,7 @@ Made = TypeVar("Made")
 
 def operand(store: Store) -> torch.Tensor | Quantised:
     """What stands for K, V or pages in a call of `attention`."""
-    if store.scales is None:
+    if not store.format.is_quantised:
         return store.data
     return Quantised(store.data, store.scales, store.format.name, store.format.group)  # type: ignore[arg-type]
 

@@ -137,6 +137,15 @@ def make(case: Case, device: str = "cpu", slack: float = float("nan"), draw: int
     return _Maker(case, device, slack, draw, sized).inputs()
 
 
+def _first_columns(x: Any, width: int) -> Any:
+    """A view of the first elements of each row."""
+    if not isinstance(x, Quantised):
+        return x[..., :width]
+    fmt = x.format
+    scales = None if x.scales is None else x.scales[..., : fmt.scales(width)]
+    return Quantised(x.data[..., : fmt.columns(width)], scales, x.dtype, x.group)
+
+
 class _Maker:
     def __init__(self, case: Case, device: str, slack: float, draw: int, sized: bool) -> None:
         self.case, self.device, self.slack = case, device, slack
@@ -148,7 +157,7 @@ class _Maker:
         options = self.options()
         if c.form == "varlen":
             q, k = self.packed(c.q_lengths, "q"), self.packed(c.lengths, "k")
-            v = k[..., : c.Dv] if c.latent else self.packed(c.lengths, "v")
+            v = _first_columns(k, c.Dv) if c.latent else self.packed(c.lengths, "v")
             args = (q, k, v, self.offsets(c.q_lengths), self.offsets(c.lengths))
             if c.used:
                 options["kv_lengths"] = self.ints(c.used)
@@ -158,7 +167,7 @@ class _Maker:
         if c.form == "paged":
             table = self.block_table()
             k = self.pages("k", table)
-            v = k[..., : c.Dv] if c.latent else self.pages("v", table)
+            v = _first_columns(k, c.Dv) if c.latent else self.pages("v", table)
             if c.q_lengths:
                 options["cu_seqlens_q"] = self.offsets(c.q_lengths)
                 if self.sized:
@@ -171,7 +180,7 @@ class _Maker:
         if c.lengths:
             options["kv_lengths"] = self.ints(c.lengths)
         q, k = self.dense("q"), self.dense("k")
-        return Inputs(api.attention, (q, k, k[..., : c.Dv] if c.latent else self.dense("v")), options)
+        return Inputs(api.attention, (q, k, _first_columns(k, c.Dv) if c.latent else self.dense("v")), options)
 
     def options(self) -> dict[str, Any]:
         c = self.case
@@ -236,9 +245,13 @@ class _Maker:
             return x.to(self.device)
         fmt = parse(kind)
         packed = Quantised.from_float(x, fmt.name, fmt.group)  # type: ignore[arg-type]
-        if slack is not None:
-            packed.scales[slack] = self.slack
-        return Quantised(packed.data.to(self.device), packed.scales.to(self.device), packed.dtype, packed.group)
+        data, scales = packed.data, packed.scales
+        if slack is not None and scales is not None:
+            scales[slack] = self.slack
+        elif slack is not None:
+            data[slack] = fmt.quantise(torch.full(x.shape[-1:], self.slack, device="cpu"))[0]
+        scales = None if scales is None else scales.to(self.device)
+        return Quantised(data.to(self.device), scales, packed.dtype, packed.group)
 
     def width(self, name: str) -> int:
         return self.case.Dv or self.case.D if name == "v" else self.case.D

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.storage import quantised_names
+from ..core.storage import quantised_names, stored_as
 from .case import Case
 
 LENGTHS = (1, 2, 31, 33, 63, 97, 113, 255, 1023)
@@ -162,7 +162,7 @@ PAGED = [
 QUANTISED = [
     *(
         Case(Hkv=2, Lq=9, Lk=90, D=64, k=t, v=t, causal=True)
-        for t in ("int4/32", *(f"{name}/64" for name in quantised_names()))
+        for t in ("int4/32", *(f"{name}/64" for name in quantised_names() if not stored_as(name).wants(64)))
     ),
     *(
         Case(Hkv=1, Lq=1, Lk=400, D=128, dtype=q, k=t, v=t)
@@ -206,7 +206,19 @@ LATENT = [
     Case(H=16, Hkv=1, Lq=1, Lk=300, D=576, Dv=512, dtype="bf16", latent=True, lengths=(300, 129)),
     Case(H=16, Hkv=1, Lq=2, Lk=150, D=576, Dv=512, dtype="f16", latent=True, layout="blhd", causal=True),
     Case(H=4, Hkv=2, Lq=40, Lk=90, D=72, Dv=64, latent=True, causal=True, strides="sliced"),
+    Case(Hkv=1, Lq=2, Lk=90, D=192, Dv=128, k="int8/64", v="int8/64", latent=True, causal=True),
     Case(form="varlen", H=4, Hkv=1, q_lengths=(5, 20), lengths=(40, 77), D=80, Dv=64, dtype="bf16", latent=True),
+]
+
+# Rows that hold their own scales: for backends that take them.
+_FP8_LATENT = replace(_LATENT, k="fp8_latent/128", v="fp8_latent/128")
+LATENT_ROWS = [
+    *(replace(_FP8_LATENT, dtype=t) for t in ("f32", "f16", "bf16")),
+    replace(_FP8_LATENT, dtype="f16", B=2, H=70, Lq=2, page=16, lengths=(2, 129), causal=True, sinks=True),
+    replace(_FP8_LATENT, dtype="bf16", D=544, lengths=(300, 33, 0), split_size=128),
+    Case(H=2, Lq=20, Lk=50, D=576, Dv=512, k="fp8_latent/128", v="fp8_latent/128", latent=True, lengths=(50, 13)),
+    Case(H=4, Hkv=1, Lq=1, Lk=90, D=512, Dv=32, k="fp8_latent/128", v="int8/32", mask="hqk"),
+    Case(H=4, Hkv=1, Lq=3, Lk=90, D=40, Dv=512, dtype="f16", k="f16", v="fp8_latent/128", causal=True),
 ]
 
 CASES = [*SIZES, *DTYPES, *POSITIONS, *SCORES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED, *LATENT, *STRIDES]

@@ -92,9 +92,10 @@ class Checker:
         """K or V (or their pages) of the caller's form, plain or quantised, in the common one."""
         if isinstance(x, Quantised):
             data = self.plain(f"{name}.data", x.data, form)
-            scales = self.unit_stride(
-                f"{name}.scales", self.view_of(self.plain(f"{name}.scales", x.scales, form), form)
-            )
+            scales = None
+            if x.scales is not None:
+                scales = self.view_of(self.plain(f"{name}.scales", x.scales, form), form)
+                scales = self.unit_stride(f"{name}.scales", scales)
             stored, width = x.format, x.shape[-1]
         else:
             data, scales = self.plain(name, x, form), None

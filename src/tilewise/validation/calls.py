@@ -181,7 +181,7 @@ def _finish(
         split_size=as_split_size(o.split_size),
         return_lse=return_lse,
         allow_tf32=as_flag("allow_tf32", o.allow_tf32),
-        v_in_k=is_v_in_k(t.k, t.v) and ck.format == cv.format,
+        v_in_k=ck.format == cv.format and is_v_in_k(t.k, t.v) and is_v_in_k(t.k_scales, t.v_scales),
         aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
         copies=tuple(c.copies),
     )
@@ -241,11 +241,14 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
 
 
-def is_v_in_k(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether V is the first columns of K, in the same memory: rows of latent attention hold both.
+def is_v_in_k(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
+    """Whether V is the first columns of K, in the same memory: rows of latent attention hold both. Likewise of their
+    scales, if there are any.
 
     A contiguous V has rows of its own (or is one row); that much of this is in the call cache's key (`key_of`).
     """
+    if k is None or v is None:
+        return k is v
     if v.shape[-1] >= k.shape[-1] or v.is_contiguous() or v.dtype != k.dtype or v.stride() != k.stride():
         return False
     if k.is_meta:

@@ -46,7 +46,7 @@ def _stores(k: Format, v: Format, *rows: int) -> files.Shapes:
     shapes: files.Shapes = {}
     for name, fmt in (("k", k), ("v", v)):
         shapes[name] = ((*rows, fmt.columns), fmt.dtype)
-        if fmt.is_quantised:
+        if fmt.scales:
             shapes[f"{name}_scales"] = ((*rows, fmt.scales), torch.float32)
     return shapes
 

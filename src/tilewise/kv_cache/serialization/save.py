@@ -24,9 +24,10 @@ Path = str | os.PathLike[str]
 def formats(cache: Any) -> dict[str, Any]:
     """How a cache stores, as a file describes it."""
     k, v = cache.k_format, cache.v_format
+    groups = [fmt.group for fmt in (k, v) if fmt.scales]  # where it is a choice
     return {
         "kv_heads": cache.kv_heads, "head_dim": k.width, "value_dim": v.width, "dtype": k.name, "v_dtype": v.name,
-        "group": k.group or v.group or 64, "rotate": cache.rotate,
+        "group": groups[0] if groups else 64, "rotate": cache.rotate,
     }  # fmt: skip
 
 

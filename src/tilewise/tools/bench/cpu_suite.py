@@ -165,8 +165,7 @@ def _beside_f16(kind: QuantDtype, keys: int) -> Prepared:
     q = normal((1, 32, 1, 128), torch.float16, LOGIT_STD)
     k, v = (normal((1, 8, keys, 128), torch.float16, numbers=seed) for seed in (1, 2))
     quantised = [_quantised(x, kind) for x in (k, v)]
-    one_k, one_v = (Quantised(x.data[:, :1], x.scales[:, :1], kind, x.group).dequantise() for x in quantised)
-    part = Inputs(q[:, :4], one_k, one_v, {})
+    part = Inputs(q[:, :4], _first_head(quantised[0]), _first_head(quantised[1]), {})
     chosen = plan(q, *quantised)
     return Prepared(
         ours=partial(attention, q, *quantised),
@@ -176,6 +175,11 @@ def _beside_f16(kind: QuantDtype, keys: int) -> Prepared:
         peer_same=False,
         **_work(chosen),
     )
+
+
+def _first_head(x: Quantised) -> torch.Tensor:
+    assert x.scales is not None
+    return x.format.dequantise(x.data[:, :1], x.scales[:, :1], torch.float32)
 
 
 def _paged(w: Workload, dtype: torch.dtype) -> Prepared:
@@ -207,6 +211,7 @@ def _work(chosen: Plan) -> dict[str, Any]:
 def _quantised(x: torch.Tensor, kind: QuantDtype) -> Quantised:
     """The first 2048 keys of `x`, over and over: quantising all of a long cache would take longer than measuring it."""
     few = Quantised.from_float(x[:, :, :2048], kind)
+    assert few.scales is not None
     times = -(-x.shape[2] // few.shape[2])
     data, scales = (part.repeat(1, 1, times, 1)[:, :, : x.shape[2]].contiguous() for part in (few.data, few.scales))
     return Quantised(data, scales, kind, few.group)
