@@ -63,6 +63,11 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
         softcap: `s` becomes `softcap * tanh(s / softcap)`, before any bias.
         alibi_slopes: `[H]` or `[B, H]`: adds `-slope * |qpos - kpos|`. See `tilewise.alibi_slopes`.
         sinks: `[H]`: one more logit in each row's softmax, with no value.
+        key_indices: int32 `[B, Lq, n]` or `[B, Hkv, Lq, n]`: the keys that each query sees, in any order, as far as
+            other rules leave them; -1 is none. No key twice.
+        block_indices: int32 `[B, ceil(Lq / block_size), n]` or `[B, Hkv, ...]`: likewise blocks of `block_size` keys,
+            for each block of `block_size` queries.
+        block_size: keys of a block, and queries that share its choice.
         kv_lengths: int `[B]`: keys of row `b` in use; what lies past them is never read.
         layout: `"bhld"`, or `"blhd"` for `[B, L, H, D]` in and out.
         tile_map: which tiles of `mask` to skip; the output is the same with and without.
@@ -124,6 +129,7 @@ def varlen_attention(
         max_k: the longest sequence of keys, likewise.
         kv_lengths: int `[B]`: keys in use of each sequence.
         mask: as in `attention`, `[B, H, max_q, max_k]` and its broadcasts, indexed from each sequence's start.
+        key_indices: `[Tq, n]` or `[Tq, Hkv, n]`; keys count from each sequence's start.
 
     All other options as in `attention`; positions count from each sequence's start.
 
@@ -176,6 +182,7 @@ def paged_attention(
         cu_seqlens_q: int32 `[B + 1]`, for packed queries of different lengths.
         max_q: the longest sequence of packed queries.
         mask: as in `attention`; its last dim may stop at the longest context.
+        key_indices: as in `attention`, and of packed queries as in `varlen_attention`: positions, not slots of pages.
 
     All other options as in `attention`.
 

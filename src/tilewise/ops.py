@@ -29,9 +29,12 @@ from .validation.arrays import returner, to_tensor
 
 # `left` and `right` are the window. Quantised K and V are their data, with their scales and "dtype/group" beside it.
 # Tensors stand before the star: torch differentiates by those alone.
-TENSOR_OPTIONS = ("q_offsets", "mask", "alibi_slopes", "sinks", "k_scales", "v_scales")
+TENSOR_OPTIONS = (
+    *("q_offsets", "mask", "alibi_slopes", "sinks", "key_indices", "block_indices"), "k_scales", "v_scales"
+)  # fmt: skip
 RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? left=None, SymInt? right=None,
-    SymInt? chunk=None, float? softcap=None, bool allow_tf32=False, bool? validate=None, str? backend=None"""
+    SymInt? chunk=None, SymInt? block_size=None, float? softcap=None, bool allow_tf32=False,
+    bool? validate=None, str? backend=None"""
 OPTIONS = f"{RULES}, SymInt? split_size=None, str? k_stored=None, str? v_stored=None"
 TABLES = {
     "attention": (),
@@ -50,14 +53,16 @@ SIZES = {
 }
 # What an operator takes before the star, in order.
 NAMES = {name: ("q", "k", "v", *TABLES[name], *OTHER_TENSORS[name]) for name in TABLES}
-BACKWARD = ("out", "lse", "dout", "dlse", "cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *TENSOR_OPTIONS[:4])
+BACKWARD = ("out", "lse", "dout", "dlse", "cu_seqlens_q", "cu_seqlens_k", "kv_lengths", *TENSOR_OPTIONS[:-2])
 DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/planner.py` says what it can do there
 PLAIN = {torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device)).raw_repr() for device in DEVICES}
 
 _library = torch.library.Library("tilewise", "DEF")  # lives as long as the operators
 
 
-TENSORS = ("mask", "alibi_slopes", "sinks", "kv_lengths", "cu_seqlens_q", "q_offset", "out")  # options that may be one
+TENSORS = (  # options that may be one
+    *("mask", "alibi_slopes", "sinks", "key_indices", "block_indices", "kv_lengths", "cu_seqlens_q", "q_offset", "out"),
+)
 
 
 def needs_operator(arguments: Iterable[Any]) -> bool:

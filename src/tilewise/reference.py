@@ -55,7 +55,8 @@ def visible_cells(seq: Sequence) -> torch.Tensor:
     mask = seq.mask(slice(0, seq.q_len), slice(0, seq.kv_len))
     if mask is not None:
         seen = seen & (mask if mask.dtype == torch.bool else mask != -torch.inf)
-    return seen
+    chosen = seq.chosen(slice(0, seq.q_len), slice(0, seq.kv_len))
+    return seen if chosen is None else seen & chosen
 
 
 def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:

@@ -31,6 +31,7 @@ class SharedOptions(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: Array | None
     sinks: Array | None
+    key_indices: Array | None
     tile_map: TileMap | None
     split_size: int | None
     out: Array | None
@@ -39,7 +40,12 @@ class SharedOptions(TypedDict, total=False):
     backend: str | None
 
 
-class AttentionOptions(SharedOptions, total=False):
+class BlockOptions(TypedDict, total=False):
+    block_indices: Array | None
+    block_size: int | None
+
+
+class AttentionOptions(SharedOptions, BlockOptions, total=False):
     kv_lengths: Array | None
     layout: Layout
     deterministic: bool
@@ -52,7 +58,7 @@ class VarlenOptions(SharedOptions, total=False):
     deterministic: bool
 
 
-class PagedOptions(SharedOptions, total=False):
+class PagedOptions(SharedOptions, BlockOptions, total=False):
     cu_seqlens_q: Array | None
     max_q: int | None
     layout: Layout

@@ -26,6 +26,8 @@ def ints(*values):
 DENSE = (draw(2, 6, 6, 16), draw(2, 6, 6, 16, seed=1), draw(2, 6, 6, 16, seed=2))
 PACKED = (draw(7, 6, 16), draw(9, 2, 16, seed=1), draw(9, 2, 16, seed=2), ints(0, 3, 7), ints(0, 5, 9))
 PAGES = (draw(6, 4, 6, 16, seed=1), draw(6, 4, 6, 16, seed=2), torch.tensor([[5, 2, 0], [4, 1, 3]]).int(), ints(10, 9))
+INDICES = torch.tensor([[5, 0, 3, -1], [1, 2, -1, 4]]).int()[:, None].repeat(1, 6, 1)  # [B, Lq, n]
+BLOCKS = ints(0, 2)[None, None].repeat(2, 3, 1)
 CALLS = {
     "dense": (attention, DENSE, {}),
     "dense, every tensor": (
@@ -34,6 +36,8 @@ CALLS = {
         {"kv_lengths": ints(6, 5), "q_offset": ints(2, 1), "mask": draw(6, 6), "sinks": draw(6), "causal": True}
         | {"alibi_slopes": draw(6).abs(), "return_lse": True},
     ),
+    "dense, chosen keys": (attention, DENSE, {"key_indices": INDICES, "causal": True}),
+    "dense, chosen blocks": (attention, DENSE, {"block_indices": BLOCKS, "block_size": 2}),
     "varlen": (varlen_attention, PACKED, {"max_q": 5, "max_k": 6, "kv_lengths": ints(4, 4), "return_lse": True}),
     "paged": (paged_attention, (DENSE[0], *PAGES), {}),
     "paged, packed": (paged_attention, (draw(7, 6, 16), *PAGES), {"cu_seqlens_q": ints(0, 3, 7), "max_q": 5}),
@@ -50,6 +54,13 @@ OPTIONS = {
     "alibi_slopes": [draw(6).abs(), draw(2, 6).abs(), draw(6).abs().double(), None],
     "sinks": [draw(6), draw(6, seed=4), draw(12)[::2], draw(6).half(), 4, None],
     "kv_lengths": [ints(4, 3), ints(0, 4), torch.tensor([4, 3]), ints(4, 99), ints(-1, 2), ints(4), None],
+    "key_indices": [
+        *(INDICES, INDICES.flip(1), INDICES.long(), INDICES[:, None], INDICES[:, None].repeat(1, 6, 1, 1)),
+        *(INDICES[:, :3], INDICES[0, :1].repeat(7, 1), INDICES[..., ::2], INDICES.clamp(0, 2), INDICES + 4),
+        *(INDICES.float(), 3, None),
+    ],
+    "block_indices": [BLOCKS, BLOCKS.flip(2), BLOCKS[:, :2], BLOCKS + 5, BLOCKS.clamp(0, 0), None],
+    "block_size": [2, 2.0, True, 3, 0, None],
     "layout": ["blhd", "bhld", "bdlh", None],
     "tile_map": [TileMap.from_mask(draw(6, 6) > 0, (4, 4)), "all", None],
     "split_size": [3, 3.0, True, None],

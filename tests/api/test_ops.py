@@ -44,6 +44,8 @@ DENSE = {
     "causal": {"causal": True, "q_offset": 1, "left": 3, "scale": 0.3, "softcap": 5.0},
     "mask": {"mask": torch.rand(5, 9) > 0.3, "kv_lengths": torch.tensor([9, 4]), "sinks": torch.rand(4)},
     "rows": {"q_offsets": torch.tensor([1, 4]), "causal": True, "alibi_slopes": torch.rand(4), "chunk": 4},
+    "indices": {"key_indices": torch.tensor([3, -1, 0, 8]).int().expand(2, 5, 4).contiguous(), "causal": True},
+    "blocks": {"block_indices": torch.tensor([[[2, 0], [1, -1]]] * 2).int(), "block_size": 4},
     "named": {"split_size": 4, "backend": "torch", "validate": True},
 }
 
@@ -208,6 +210,8 @@ GRADIENTS = {
     "causal": {"causal": True, "q_offset": 1, "left": 3, "scale": 0.3, "softcap": 5.0},
     "mask": {"mask": torch.rand(4, 1, 9), "kv_lengths": torch.tensor([9, 4]), "sinks": torch.rand(4)},
     "rows": {"q_offsets": torch.tensor([1, 4]), "causal": True, "alibi_slopes": torch.rand(4), "chunk": 4},
+    "indices": DENSE["indices"],
+    "blocks": DENSE["blocks"],
 }
 
 
@@ -229,9 +233,11 @@ def test_opcheck_gradients(name):
 def test_opcheck_of_the_backward_operator():
     q, k, v = dense()
     out, lse = attention(q, k, v, causal=True, sinks=torch.ones(4), return_lse=True)
-    given = (q, k, v, out, lse, torch.randn_like(out), torch.randn_like(lse), None, None, None, None, None, None)
+    given = {"out": out, "lse": lse, "dout": torch.randn_like(out), "dlse": torch.randn_like(lse)}
+    given["sinks"] = torch.ones(4)
     operator = torch.ops.tilewise.attention_backward.default
-    torch.library.opcheck(operator, (*given, torch.ones(4), "q,k,v,sinks"), {"causal": True})
+    tensors = (q, k, v, *(given.get(name) for name in tilewise.ops.BACKWARD))
+    torch.library.opcheck(operator, (*tensors, "q,k,v,sinks"), {"causal": True})
 
 
 def same_gradients(function, compiled, *arguments):

@@ -262,6 +262,46 @@ def _(p, t):
     return replace(t, cu_seqlens_k=(t.cu_seqlens_k - 1).clamp_min(0)) if p.form == "varlen" else t
 
 
+@reads("key indices ignored", "indices")
+def _(p, t):
+    return replace(t, key_indices=None)
+
+
+@reads("an index of -1 taken for key 0", "indices")
+def _(p, t):
+    return t if t.key_indices is None else replace(t, key_indices=t.key_indices.clamp_min(0))
+
+
+@reads("the first head's indices for all", "indices")
+def _(p, t):
+    return t if t.key_indices is None else replace(t, key_indices=t.key_indices[:, :1].expand_as(t.key_indices))
+
+
+@reads("the first row's indices for all", "indices")
+def _(p, t):
+    return t if t.key_indices is None else replace(t, key_indices=t.key_indices[:, :, :1].expand_as(t.key_indices))
+
+
+@reads("the last index left out", "indices")
+def _(p, t):
+    return t if t.key_indices is None else replace(t, key_indices=t.key_indices[..., :-1])
+
+
+@reads("slots of pages taken for positions", "indices", "lengths")
+def _(p, t):
+    if t.key_indices is None or t.block_table is None or p.selection.block > 1:
+        return t
+    page = t.key_indices.clamp_min(0) // p.page_size
+    moved = page * p.page_size + (t.key_indices + 1) % p.page_size
+    return replace(t, key_indices=torch.where(t.key_indices < 0, -1, moved))
+
+
+@asks("blocks of one key fewer", "block")
+def _(p):
+    s = p.selection
+    return replace(p, selection=replace(s, block=s.block - 1)) if s.block > 1 else p
+
+
 # How it is computed
 
 

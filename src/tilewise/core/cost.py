@@ -20,6 +20,11 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     for seq in sequences(p, tensors):
         positions = seq.q_offset + torch.arange(seq.q_len, device="cpu")
         lo, hi = key_spans(p.rules, positions, seq.kv_len)  # [Lq]
+        if p.selection is not None:
+            found = _chosen_cells(seq, lo, hi, tile)
+            cells, keys, mask_cells = cells + found[0], keys + found[1], mask_cells + found[0] * (p.mask is not None)
+            tiles = [a + b for a, b in zip(tiles, found[2], strict=True)]
+            continue
         widths = (hi - lo).clamp_min(0)
         cells += _masked_cells(seq, lo, hi) if p.mask is not None else int(widths.sum()) * p.heads
         seen = widths > 0
@@ -49,6 +54,27 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     if p.mask is not None:
         moved += mask_cells * p.mask.dtype.itemsize
     return Cost(cells, 2 * cells * (p.head_dim + p.value_dim), moved, TileCounts(*tiles))
+
+
+def _chosen_cells(
+    seq: Sequence, lo: torch.Tensor, hi: torch.Tensor, tile: tuple[int, int]
+) -> tuple[int, int, TileCounts]:
+    """Of a call with key or block indices: visible cells, keys that a query sees (on average over KV heads), tiles."""
+    p, kpos = seq.problem, torch.arange(seq.kv_len, device="cpu")
+    cells, tiles = 0, TileCounts(0, 0, 0)
+    used = torch.zeros(p.kv_heads, seq.kv_len, dtype=torch.bool, device="cpu")
+    step = tile[0] * -(-256 // tile[0])
+    for top in range(0, seq.q_len, step):
+        part = slice(top, min(top + step, seq.q_len))
+        seen, mask = seq.chosen(part, slice(0, seq.kv_len)), seq.mask(part, slice(0, seq.kv_len))
+        assert seen is not None
+        seen = seen.cpu() & (lo[part, None] <= kpos) & (kpos < hi[part, None])
+        if mask is not None:
+            seen &= (mask if mask.dtype == torch.bool else mask != -torch.inf).cpu()
+        cells += int(seen.sum())
+        used |= seen.unflatten(0, (p.kv_heads, p.group)).any(1).any(1)
+        tiles = TileCounts(*(a + b for a, b in zip(tiles, TileMap.from_mask(seen, tile).counts(), strict=True)))
+    return cells, int(used.sum()) // p.kv_heads, tiles
 
 
 def _sizes(length: int, tile: int) -> torch.Tensor:

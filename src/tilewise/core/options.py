@@ -48,6 +48,9 @@ class Options:
     softcap: Any = None
     alibi_slopes: Any = None
     sinks: Any = None
+    key_indices: Any = None
+    block_indices: Any = None
+    block_size: Any = None
     kv_lengths: Any = None
     layout: Any = "bhld"
     tile_map: Any = None
@@ -114,6 +117,20 @@ def as_chunk(chunk: Any) -> int:
 def as_rules(o: Options, q_offset: Offset = "end", kv_lengths: bool = False) -> MaskRules:
     """The options that hide keys by position, with where queries stand and whether sequences have lengths."""
     return MaskRules(as_flag("causal", o.causal), as_window(o.window), as_chunk(o.chunk), q_offset, kv_lengths)
+
+
+def as_block_size(o: Options) -> int:
+    """Keys of a block of `block_indices`; 1 for `key_indices`."""
+    if o.block_indices is not None and o.key_indices is not None:
+        raise InvalidArgument("block_indices", "given beside key_indices", "one of them", "choose by keys alone")
+    if o.block_indices is None:
+        if o.block_size is not None:
+            raise InvalidArgument("block_size", "given alone", "block_indices with it")
+        return 1
+    size = to_int(o.block_size)
+    if not is_int(size) or not 1 <= size <= LIMIT:
+        raise InvalidArgument("block_size", repr(o.block_size), "the keys of a block, an int of 1 or more")
+    return int(size)
 
 
 def as_split_size(split_size: Any) -> int | None:

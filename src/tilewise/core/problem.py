@@ -37,11 +37,34 @@ class MaskSpec:
         return self.dtype == torch.bool
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """`key_indices` or `block_indices`: which keys each query chooses. Single keys are blocks of 1."""
+
+    count: int  # indices of a query, or of a block of queries
+    block: int = 1  # keys of a block, and queries that share indices
+    by_head: bool = False  # each KV head has its own
+
+    def __str__(self) -> str:
+        """In words.
+
+        >>> print(Selection(2048), Selection(16, 64), sep=" | ")
+        2048 key indices | 16 block indices of 64
+        """
+        return f"{self.count} key indices" if self.block == 1 else f"{self.count} block indices of {self.block}"
+
+
 def other_formats(problem: Problem | WriteProblem, served: Collection[str]) -> str | None:
     """Why a backend that serves these formats cannot serve K or V; None if it can."""
     stored = (("k", problem.k_format), ("v", problem.v_format))
     other = [f"{name} in {fmt}" for name, fmt in stored if fmt.name not in served]
     return f"it has no {' and no '.join(other)}" if other else None
+
+
+def no_selection(problem: Problem) -> str | None:
+    """Why a backend that has neither cannot serve key or block indices."""
+    s = problem.selection
+    return None if s is None else f"it has no {'key' if s.block == 1 else 'block'} indices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +113,7 @@ class Problem:
     alibi: bool = False
     sinks: bool = False
     mask: MaskSpec | None = None
+    selection: Selection | None = None
     tile_map: tuple[int, int] | None = None  # the map's tile
     split_size: int | None = None
     return_lse: bool = False
@@ -117,9 +141,10 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute: no output element, no query in any sequence, or no key at all."""
+        """Nothing to compute: no output element, no query in any sequence, no key at all, or none chosen."""
         rows = self.total_q if self.packed_q else self.q_len
-        return 0 in (self.batch, rows, self.q_len, self.kv_len)
+        chosen = 1 if self.selection is None else self.selection.count
+        return 0 in (self.batch, rows, self.q_len, self.kv_len, chosen)
 
     @property
     def has_lengths(self) -> bool:
@@ -136,6 +161,7 @@ class Problem:
             "alibi" * self.alibi,
             "sinks" * self.sinks,
             "" if self.mask is None else f"{'bool' if self.mask.is_bool else 'additive'} mask",
+            "" if self.selection is None else str(self.selection),
             "tile map" * (self.tile_map is not None),
             "lengths" * self.has_lengths,
             "lse" * self.return_lse,

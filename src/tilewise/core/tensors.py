@@ -26,6 +26,8 @@ class Tensors:
     mask: torch.Tensor | None = None  # [B, H, Lq, Lk], stride 0 where broadcast; bool or float
     alibi_slopes: torch.Tensor | None = None  # float32 [B, H]
     sinks: torch.Tensor | None = None  # float32 [H]
+    key_indices: torch.Tensor | None = None  # int32 [B, Hkv, ceil(Lq / block), n], packed [1, Hkv, T, n]; stride 0
+    # where heads share them; blocks of keys if `Problem.selection.block` is over 1
     kv_lengths: torch.Tensor | None = None  # int32 [B]; the context lengths of a paged call
     q_offset: torch.Tensor | None = None  # int32 [B]
     cu_seqlens_q: torch.Tensor | None = None  # int32 [B + 1]
@@ -124,6 +126,22 @@ class Sequence:
     def mask(self, rows: slice, cols: slice) -> torch.Tensor | None:  # [H, n, m]
         mask = self.tensors.mask
         return None if mask is None else mask[self.b, :, rows, cols]
+
+    def chosen(self, rows: slice, cols: slice) -> torch.Tensor | None:  # bool [H, n, m]
+        """The cells that key or block indices choose; None if the call has none."""
+        indices, selection, p = self.tensors.key_indices, self.problem.selection, self.problem
+        if indices is None or selection is None:
+            return None
+        block, device = selection.block, indices.device
+        first, last = cols.start // block, -(-cols.stop // block)
+        i = torch.arange(self.q_start + rows.start, self.q_start + rows.stop, device=device) // block
+        heads = p.kv_heads if selection.by_head else 1
+        own = indices[self.row, :heads][:, i].long()  # [1 or Hkv, n, count]
+        own = torch.where((own >= first) & (own < last), own, last) - first  # the others into a column of nobody
+        blocks = torch.zeros((heads, len(i), last - first + 1), dtype=torch.bool, device=device).scatter_(2, own, True)
+        j = torch.arange(cols.start, cols.stop, device=device) // block - first
+        cells = blocks[:, :, j]
+        return cells.repeat_interleave(p.group, 0) if heads > 1 else cells.expand(p.heads, -1, -1)
 
     def _widened(
         self,

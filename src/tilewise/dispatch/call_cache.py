@@ -124,6 +124,7 @@ class CachedCall:
             ]
             if self.validate is not False:
                 values.check_tables(self.problem, given[1].shape[0], self.validate, *given[-5:])
+                values.check_indices(self.problem, given[-6], self.validate)
             if self.sizes is not None:
                 self.check_apart(out, given)
             self.launch(*given[:3], out, lse, *given[3:], *more)
@@ -164,6 +165,8 @@ def remember(
     at: dict[str, int | str] = {name: i for i, name in enumerate(ARGUMENTS[key[0]])}
     at |= {name: len(args) + i for i, name in enumerate(("k_scales", "v_scales")) if flat[len(args) + i] is not None}
     at |= {name: name for name in INPUTS if isinstance(options.get(name), torch.Tensor)}
+    if options.get("block_indices") is not None:
+        at["key_indices"] = "block_indices"
     given = {name: flat[i] if isinstance(i, int) else options[i] for name, i in at.items()}
     if options.get("out") is not None:
         given["out"] = options["out"]
@@ -180,7 +183,7 @@ def remember(
         launch = backend.bind(plan, t) if hasattr(backend, "bind") else None
     if launch is None:
         launch = _through_run(run, plan, t, {**given, "out": call.out, "lse": call.lse})
-    tables = (t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
+    tables = (t.key_indices, t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
     if not any(x is not None and values.readable(x, validate) for x in tables):
         validate = False
     places = [at.get(name) for name in INPUTS]

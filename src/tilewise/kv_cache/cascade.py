@@ -28,7 +28,7 @@ from .upload import upload
 # every batch
 AGAINST = (
     *(f.name for f in fields(MaskRules) if f.name not in ("causal", "kv_lengths")),
-    *("mask", "tile_map", "alibi_slopes", "split_size"),
+    *("mask", "tile_map", "alibi_slopes", "key_indices", "block_indices", "split_size"),
 )
 
 

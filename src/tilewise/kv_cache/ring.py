@@ -31,9 +31,10 @@ def check_options(capacity: int, options: dict[str, Any]) -> None:
     chunk = options.get("chunk")
     if isinstance(chunk, int) and chunk > 0 and capacity % chunk:
         raise InvalidArgument("chunk", chunk, f"a divisor of the ring's capacity of {capacity}")
-    if options.get("mask") is not None:
-        remedy = "a cache without ring takes masks"
-        raise InvalidArgument("mask", "a mask over a ring", "none: its columns would not be positions", remedy)
+    for name, what in (("mask", "columns"), ("key_indices", "slots"), ("block_indices", "slots")):
+        if options.get(name) is not None:
+            remedy = "a cache without ring takes them"
+            raise InvalidArgument(name, f"{name} over a ring", f"none: its {what} would not be positions", remedy)
 
 
 def check(first: np.ndarray, q_first: np.ndarray, capacity: int, options: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """One conformance case: sizes and options in a line, and the call that they stand for.
 
 Inputs are peaked (logits of standard deviation 3), or a kernel that averages `v` would pass. Whatever must not matter
-holds NaN: keys past a length, the slack of pages, pages of nobody, rows past the last sequence. Table entries past a
-length name a page of nobody.
+holds NaN: keys past a length, keys that nobody chooses, the slack of pages, pages of nobody, rows past the last
+sequence. Table entries past a length name a page of nobody.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Case:
     q_lengths: Shape = ()  # packed queries of these lengths
     used: Shape = ()  # varlen: kv_lengths beside cu_seqlens_k
     page: int = 16
+    indices: str = ""  # how many keys each query chooses: "12", or "h12" for each KV head apart
+    block: int = 0  # they are blocks of so many keys, for as many queries
     mask: str = ""  # its dims, each full or 1: "qk", "1qk", "hqk", "bhqk", "b11k", ...
     mask_kind: str = "bool"  # or "f32", "f16", "bf16": added
     pattern: str = (
@@ -150,6 +152,7 @@ class _Maker:
     def __init__(self, case: Case, device: str, slack: float, draw: int, sized: bool) -> None:
         self.case, self.device, self.slack = case, device, slack
         self.sized = sized or bool(case.mask)  # a mask's size cannot be read from offsets on a GPU
+        self.chosen: torch.Tensor | None = None  # bool [B, Hkv, keys or more]
         self.random = torch.Generator("cpu").manual_seed(zlib.crc32(str(case).encode()) + draw)
 
     def inputs(self) -> Inputs:
@@ -200,7 +203,35 @@ class _Maker:
             options["mask"] = self.mask(batch)
         if c.tile:
             options["tile_map"] = self.tile_map(options)
+        if c.indices:
+            options["block_indices" if c.block else "key_indices"] = self.indices(batch)
+            if c.block:
+                options["block_size"] = c.block
         return options
+
+    def indices(self, batch: int) -> torch.Tensor:
+        """Drawn without order; some are -1, and some rows choose nothing. Keeps which keys anybody chooses."""
+        c = self.case
+        block, count = c.block or 1, int(c.indices.removeprefix("h"))
+        heads = c.kv_heads if c.indices.startswith("h") else 1
+        rows = sum(c.q_lengths) if c.q_lengths else -(-c.Lq // block)
+        blocks = -(-c.keys // block)
+        shape = (1 if c.q_lengths else batch, heads, rows, max(blocks, count))
+        order = torch.rand(shape, generator=self.random, dtype=torch.float32, device="cpu").argsort(-1)[..., :count]
+        order[..., ::3] = torch.where(torch.arange(rows, device="cpu")[:, None] % 2 == 1, -1, order[..., ::3])
+        order = torch.where(order < blocks, order, -1)
+        order[..., 3::7, :] = -1
+        self.chosen = torch.zeros(batch, c.kv_heads, (blocks + 1) * block, dtype=torch.bool, device="cpu")
+        starts = torch.tensor([0, *c.q_lengths], device="cpu").cumsum(0).tolist() if c.q_lengths else None
+        for b in range(batch):
+            own = order[0, :, starts[b] : starts[b + 1]] if starts else order[b]
+            flags = torch.zeros(heads, blocks + 1, dtype=torch.bool, device="cpu")
+            flags.scatter_(1, torch.where(own < 0, blocks, own).flatten(1), True)
+            flags[:, blocks] = False
+            self.chosen[b] = flags.repeat_interleave(block, 1).expand(c.kv_heads, -1)
+        order = order.to(torch.int32).to(self.device)
+        order = order[0].transpose(0, 1) if c.q_lengths else order
+        return order if heads > 1 else order.squeeze(1)
 
     def sinks(self) -> torch.Tensor:
         sinks = 2 * self.normal(self.case.H)
@@ -265,6 +296,9 @@ class _Maker:
         if name != "q" and c.lengths and c.form == "dense":
             used = torch.tensor(c.lengths, device="cpu")[:, None, None]
             slack = (torch.arange(rows, device="cpu") >= used).expand(batch, heads, rows)
+        if name != "q" and self.chosen is not None:
+            unused = ~self.chosen[..., :rows].any(0, keepdim=True) if batch == 1 else ~self.chosen[..., :rows]
+            slack = unused if slack is None else slack | unused
         x = self.stored(name, x, slack)
         if isinstance(x, Quantised):
             return x
@@ -291,7 +325,13 @@ class _Maker:
             for length, used in zip(lengths, c.used, strict=True):
                 slack[start + used : start + length] = True
                 start += length
-        return self.stored(name, x, slack[:, None].expand(-1, heads))
+        slack = slack[:, None].repeat(1, heads)
+        if self.chosen is not None and name != "q":
+            start = 0
+            for b, length in enumerate(lengths):
+                slack[start : start + length] |= ~self.chosen[b, :, :length].T
+                start += length
+        return self.stored(name, x, slack)
 
     def block_table(self) -> torch.Tensor:
         """Shuffled pages; entries past a row's length name one that is nobody's, with slack in it.
@@ -310,11 +350,11 @@ class _Maker:
         c = self.case
         count = sum(-(-n // c.page) for n in c.lengths) + 2
         x = self.values(name, count, c.page, c.kv_heads, self.width(name))
-        slack = torch.ones(count, c.page, dtype=torch.bool, device="cpu")
+        slack = torch.ones(count, c.page, c.kv_heads, dtype=torch.bool, device="cpu")
         for b, length in enumerate(c.lengths):
             for j in range(length):
-                slack[table[b, j // c.page], j % c.page] = False
-        return self.stored(name, x, slack[:, :, None].expand(-1, -1, c.kv_heads))
+                slack[table[b, j // c.page], j % c.page] = False if self.chosen is None else ~self.chosen[b, :, j]
+        return self.stored(name, x, slack)
 
     def mask(self, batch: int) -> torch.Tensor:
         c = self.case

@@ -221,7 +221,40 @@ LATENT_ROWS = [
     Case(H=4, Hkv=1, Lq=3, Lk=90, D=40, Dv=512, dtype="f16", k="f16", v="fp8_latent/128", causal=True),
 ]
 
+INDICES = [
+    *(Case(Hkv=2, Lq=n, Lk=300, D=64, indices=i) for n in (1, 3, 40) for i in ("37", "h37")),
+    *(Case(Hkv=1, Lq=2, Lk=900, D=128, dtype=t, indices="300", causal=True) for t in ("f32", "f16", "bf16")),
+    Case(Hkv=2, Lq=33, Lk=70, indices="1", sinks=True),
+    Case(Hkv=2, Lq=33, Lk=70, indices="90", causal=True, window=(20, 3)),
+    Case(Hkv=2, Lq=9, Lk=170, indices="h33", chunk=64, softcap=5.0, alibi="bh", offset="rows"),
+    Case(B=4, Hkv=2, Lq=5, Lk=64, indices="16", lengths=(0, 1, 37, 64), causal=True, sinks="mixed"),
+    Case(Lq=20, Lk=90, D=40, Dv=72, indices="h11", mask="hqk", mask_kind="f32", layout="blhd"),
+    Case(Lq=6, Lk=333, D=80, indices="64", mask="b11k", pattern="blocks", tile=(16, 32)),
+    Case(B=3, Hkv=2, Lq=1, Lk=700, D=64, indices="257", split_size=64, lengths=(700, 33, 512), sinks=True),
+    Case(Hkv=2, Lq=7, Lk=90, D=64, indices="24", strides="sliced"),
+    Case(B=3, Hkv=2, Lq=2, Lk=90, indices="24", strides="shared"),
+    Case(form="varlen", Hkv=2, q_lengths=(5, 20, 0, 1), lengths=(40, 7, 10, 0), indices="9", causal=True),
+    Case(form="varlen", Hkv=2, q_lengths=(9, 30), lengths=(50, 44), used=(41, 0), indices="h17", sinks=True),
+    replace(_PAGED, indices="24"),
+    replace(_PAGED, indices="h24", Lq=5, causal=True, window=40, page=3),
+    replace(_PAGED, indices="33", q_lengths=(1, 5, 33, 20), causal=True, alibi="h"),
+    replace(_PAGED, indices="200", lengths=(700, 33, 0, 512), split_size=64, sinks="mixed", dtype="bf16"),
+    replace(_PAGED, indices="h50", k="int8/64", v="int4/32", Lq=2, causal=True),
+    replace(_PAGED, indices="50", k="fp8_e4m3/32", v="fp8_e4m3/32", page=5),
+    Case(Hkv=2, Lq=9, Lk=90, D=64, k="int4/64", v="f16", indices="30", causal=True),
+    *(replace(_LATENT, dtype=t, indices="40") for t in ("f32", "bf16")),
+    replace(_LATENT, dtype="bf16", H=70, Lq=3, indices="70", causal=True, sinks=True),
+    Case(H=16, Hkv=1, Lq=2, Lk=300, D=576, Dv=512, dtype="f16", latent=True, indices="128", lengths=(300, 129)),
+    *(Case(Hkv=2, Lq=90, Lk=200, D=64, indices=i, block=b) for i, b in (("3", 32), ("h2", 64), ("7", 5), ("9", 1))),
+    Case(Hkv=2, Lq=130, Lk=130, D=64, indices="2", block=48, causal=True, window=70, dtype="f16"),
+    Case(B=3, Hkv=2, Lq=1, Lk=700, D=64, indices="9", block=16, lengths=(700, 33, 0), sinks=True, softcap=8.0),
+    Case(Lq=90, Lk=150, indices="h4", block=16, mask="bhqk", mask_kind="f32", alibi="h", split_size=32, dtype="bf16"),
+    replace(_PAGED, indices="3", block=16),
+    replace(_PAGED, indices="h3", block=24, Lq=50, causal=True, page=7, k="int8/64", v="int8/64"),
+]
+
 CASES = [*SIZES, *DTYPES, *POSITIONS, *SCORES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED, *LATENT, *STRIDES]
+CASES += INDICES
 CASES += [
     Case(
         B=3, H=6, Hkv=2, Lq=65, Lk=190, D=72, Dv=40, dtype=t, causal=True, window=(90, 2), chunk=128, softcap=9.0,

@@ -50,8 +50,9 @@ def draw_case(
     forms: Sequence[str] = ("dense", "varlen", "paged"),
     dtypes: Sequence[str] = ("f32", "f16", "bf16"),
     head_dims: Sequence[int] = range(1, 97),
+    indices: bool = False,
 ) -> Case:
-    """A `Case` with up to `most` queries and keys a sequence; sizes of 0 among them."""
+    """A `Case` with up to `most` queries and keys a sequence, sizes of 0 among them; some choose keys if `indices`."""
     form = c.pick(forms)
     batch = c.pick((1, 2, 3, 4))
     lengths = tuple(c.number(0, most) for _ in range(batch))
@@ -88,6 +89,9 @@ def draw_case(
             fields["tile"] = (c.pick((c.number(1, 80), 2**29)), c.number(1, 80))
     if fields["Dv"] < fields["D"] and not fields["k"] + fields["v"]:
         fields["latent"] = c.pick((False, True))
+    if indices and c.pick((False, False, True)):
+        fields["indices"] = c.pick(("", "h")) + str(c.pick((c.number(1, 40), 1, c.number(40, 2 * most))))
+        fields["block"] = 0 if fields.get("q_lengths") else c.pick((0, 0, c.number(1, 40)))
     return consistent(Case(**fields))
 
 

@@ -97,16 +97,22 @@ def hidden_keys_do_not_matter(backend: str | None, device: str) -> None:
     rows = torch.arange(70, device=device)
     seen[:, 40] = rows % 3 == 0
     bias = torch.where(seen, 0.5, -torch.inf)
+    indices = torch.where(seen, rows, -1).to(torch.int32)[None]  # [1, Lq, Lk]
     options: list[tuple[dict[str, Any], torch.Tensor]] = [
         ({"causal": True}, rows < 40),
         ({"window": (5, 3)}, (rows < 37) | (rows > 45)),
         ({"chunk": 16}, rows // 16 != 40 // 16),
         ({"mask": seen}, ~seen[:, 40]),
         ({"mask": bias}, ~seen[:, 40]),
+        ({"key_indices": indices}, ~seen[:, 40]),
+        ({"block_indices": indices[:, :18, ::4] // 4, "block_size": 4}, ~seen[rows // 4, 40]),
     ]
     for option, masked in options:
         name_of = next(iter(option))
-        clean = attention(q, k, v, return_lse=True, backend=backend, **option)
+        try:
+            clean = attention(q, k, v, return_lse=True, backend=backend, **option)
+        except Unsupported:
+            continue
         for filler in (float("nan"), float("inf"), 3e38):
             for name in "kv":
                 spoilt = {"k": k.clone(), "v": v.clone()}

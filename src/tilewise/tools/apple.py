@@ -166,9 +166,9 @@ def _timed(
 
 
 def for_mlx(case: Case) -> bool:
-    """Whether a case can be given to MLX: it has no quantised tensors, no tile maps and no strides of its own."""
+    """Whether a case can be given to MLX: no quantised tensors, tile maps, key indices or strides of its own."""
     plain = ("", "f32", "f16", "bf16")
-    return case.k in plain and case.v in plain and case.tile is None and not case.strides
+    return case.k in plain and case.v in plain and case.tile is None and not case.strides and not case.indices
 
 
 def check_mlx(case: Case) -> Verdict:

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from ..core.options import LIMIT
 from ..core.problem import MAX_HEAD_DIM, MaskSpec
 from ..core.storage import PLAIN, StorageFormat
 from ..errors import InvalidArgument
 from ..quantised import Quantised
 from .arrays import to_tensor
+from .values import as_int32
 
 FLOATS = tuple(PLAIN)
 
@@ -147,6 +149,28 @@ class Checker:
             remedy = "for first tokens that every query sees, a mask (docs/masks.md, Sparse patterns)"
             raise InvalidArgument("sinks", repr(x), want, remedy)
         return self.per_head("sinks", x, heads)
+
+    def indices(self, name: str, x: Any, batch: int, heads: int, rows: int) -> tuple[torch.Tensor, bool]:
+        """Key or block indices as int32 `[B, Hkv, rows, n]`, stride 0 where heads share them (of packed queries
+        `[1, Hkv, T, n]`), and whether each KV head has its own.
+        """
+        x = to_tensor(name, x)
+        if x.dtype not in (torch.int32, torch.int64):
+            raise InvalidArgument(name, x.dtype, "int32 (or int64)")
+        rank = 2 if self.packed else 3
+        outer = (rows,) if self.packed else (batch, rows)
+        at = 1  # where the heads' dim is
+        sizes = (*x.shape[:at], *x.shape[at + 1 :]) if x.ndim == rank + 1 else tuple(x.shape)
+        own = x.shape[at] if x.ndim == rank + 1 else 1
+        if x.ndim not in (rank, rank + 1) or sizes[:-1] != outer or own not in (1, heads):
+            want = " or ".join(f"({', '.join(map(str, s))}, n)" for s in (outer, (*outer[:at], heads, *outer[at:])))
+            raise InvalidArgument(name, f"shape {tuple(x.shape)}", want)
+        if x.device != self.device:
+            raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
+        x = as_int32(x, -1, LIMIT)
+        x = x.unsqueeze(at) if x.ndim == rank else x
+        x = x.transpose(0, 1)[None] if self.packed else x
+        return x.expand(-1, heads, -1, -1), own > 1
 
     def mask(self, x: Any, sizes: tuple[int, int, int, int], any_keys: bool) -> tuple[torch.Tensor, MaskSpec]:
         """A mask as `[B, H, Lq, Lk]` with stride 0 where it is broadcast.

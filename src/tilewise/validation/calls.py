@@ -14,6 +14,7 @@ from ..core.mask_rules import Offset
 from ..core.options import (
     LIMIT,
     Options,
+    as_block_size,
     as_flag,
     as_offset,
     as_rules,
@@ -25,7 +26,7 @@ from ..core.options import (
     is_validate,
     to_int,
 )
-from ..core.problem import Form, Problem
+from ..core.problem import Form, Problem, Selection
 from ..core.tensors import Tensors
 from ..errors import InvalidArgument
 from . import values
@@ -138,6 +139,7 @@ def _finish(
         kv_len = t.mask.shape[3]  # of pages perhaps less
     t.alibi_slopes = None if o.alibi_slopes is None else c.per_head("alibi_slopes", o.alibi_slopes, H, batch)
     t.sinks = None if o.sinks is None else c.sinks(o.sinks, H)
+    selection = _selection(c, o, t, batch, q_len)
     t.k_scales, t.v_scales = ck.scales, cv.scales
     out = _output(c, cv.width, o.out, t)
     return_lse = as_flag("return_lse", o.return_lse)
@@ -177,6 +179,7 @@ def _finish(
         alibi=t.alibi_slopes is not None,
         sinks=t.sinks is not None,
         mask=spec,
+        selection=selection,
         tile_map=None if t.tile_map is None else t.tile_map.tile,
         split_size=as_split_size(o.split_size),
         return_lse=return_lse,
@@ -193,7 +196,23 @@ def _finish(
         if (x := getattr(t, name)) is not None:
             setattr(t, name, values.as_int32(x, *ends))
     check_tile_map(problem, t, o.validate)
+    values.check_indices(problem, t.key_indices, o.validate)
     return Call(problem, t, out, lse)
+
+
+def _selection(c: Checker, o: Options, t: Tensors, batch: int, q_len: int) -> Selection | None:
+    """Key or block indices into `t`, and what they are."""
+    block = as_block_size(o)
+    name = "key_indices" if o.block_indices is None else "block_indices"
+    given = o.key_indices if o.block_indices is None else o.block_indices
+    if given is None:
+        return None
+    if name == "block_indices" and c.packed:
+        remedy = "key_indices take packed queries"
+        raise InvalidArgument(name, "blocks of packed queries", "queries [B, H, Lq, D]", remedy)
+    rows = c.q.shape[2] if c.packed else -(-q_len // block)
+    t.key_indices, by_head = c.indices(name, given, batch, t.k.shape[1], rows)
+    return Selection(t.key_indices.shape[-1], block, by_head)
 
 
 def _output(c: Checker, width: int, out: Any, t: Tensors) -> torch.Tensor:

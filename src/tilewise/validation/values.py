@@ -60,6 +60,25 @@ def check_tables(
             as_offset(offset, p.q_len, p.kv_len, f"q_offset[{b}]")
 
 
+def check_indices(p: Problem, indices: torch.Tensor | None, validate: Any) -> None:
+    """Key or block indices `[..., n]`: each is -1 or one of the call's, and none comes twice for a query."""
+    if indices is None or p.selection is None or not indices.numel() or not readable(indices, validate):
+        return
+    block = p.selection.block
+    name, most = ("key_indices", p.kv_len) if block == 1 else ("block_indices", -(-p.kv_len // block))
+    if indices.ndim == 4 and not p.selection.by_head:
+        indices = indices[:, :1]
+    ordered = indices.sort(-1).values
+    if int(ordered[..., 0].min()) < -1 or int(ordered[..., -1].max()) >= most:
+        wrong = indices[(indices < -1) | (indices >= most)][0]
+        what = "keys" if block == 1 else f"blocks of {block} keys"
+        raise InvalidArgument(name, f"an index of {int(wrong)}", f"-1 (none) to {most - 1}: there are {most} {what}")
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if bool(twice.any()):
+        again = int(ordered[..., 1:][twice][0])
+        raise InvalidArgument(name, f"{again} twice for one query", "each index once", "-1 is none, as often as needed")
+
+
 def as_int32(x: torch.Tensor, least: int = -(2**31), most: int = 2**31 - 1) -> torch.Tensor:
     """Lengths, offsets or pages as kernels read them. What does not fit was not checked, or is never read: it goes to
     the end of its range, which no device waits for, and does not wrap to a number that looks right. What is not one

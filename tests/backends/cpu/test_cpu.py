@@ -32,6 +32,7 @@ def _threads():
 
 class TestCpu(Conformance):
     backend = "cpu"
+    refused = ("indices",)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -28,6 +28,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 @needs_simulator
 class TestMetal(Conformance):
     backend = "metal"
+    refused = ("indices",)
 
     @pytest.fixture(autouse=True)
     def simulated(self):

@@ -14,7 +14,7 @@ import torch
 
 from ...core.kv_store import Store, Writer
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import CascadeProblem, Problem, WriteProblem, other_formats
+from ...core.problem import CascadeProblem, Problem, WriteProblem, no_selection, other_formats
 from ...core.tensors import BackwardTensors, Shared, Tensors
 
 
@@ -23,6 +23,8 @@ def supports(problem: Problem | WriteProblem) -> str | None:
         return reason
     from .codegen.dtypes import STORED
 
+    if isinstance(problem, Problem) and (reason := no_selection(problem)) is not None:
+        return reason
     return other_formats(problem, STORED)
 
 

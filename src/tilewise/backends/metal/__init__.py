@@ -6,7 +6,7 @@ Executed in a simulator of Metal so far, not on Apple hardware (docs/metal.md).
 from __future__ import annotations
 
 from ...core.plan import Plan
-from ...core.problem import Problem, other_formats
+from ...core.problem import Problem, no_selection, other_formats
 from ...core.tensors import Tensors
 from . import config, device
 from .params import MOST
@@ -21,7 +21,7 @@ def supports(problem: Problem) -> str | None:
     if reason is not None:
         return reason
     reach = p.q_len + p.kv_len + abs(p.rules.numbers()["q_offset"])
-    return "positions past 2**30" if reach > MOST else other_formats(p, KINDS)
+    return "positions past 2**30" if reach > MOST else no_selection(p) or other_formats(p, KINDS)
 
 
 def plan(problem: Problem) -> Plan:

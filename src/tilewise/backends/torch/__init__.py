@@ -74,11 +74,14 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
         state = MIXED if states is None else states[tile]
         if states is not None and state == SKIP:
             continue
+        chosen = seq.chosen(rows, cols)
+        if chosen is not None and not bool(chosen.any()):
+            continue
         masked = t.mask is not None and state != FULL
         inside = last[0] <= cols.start and first[1] >= cols.stop
         k, v = seq.keys(cols.start, cols.stop, work), seq.values(cols.start, cols.stop, work)  # [Hkv, BK, D]
         s = (q @ k.mT).view(H, n, -1) * p.scale  # [H, BQ, BK]
-        s, visible = adjust(seq, s, rows, cols, masked, not inside)
+        s, visible = adjust(seq, s, rows, cols, masked, not inside, chosen)
 
         top = torch.maximum(m, s.amax(-1))
         base = torch.where(top == -torch.inf, 0.0, top)  # nothing seen yet: -inf - -inf would be NaN

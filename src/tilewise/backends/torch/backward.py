@@ -125,13 +125,16 @@ class _Rows:
         def grouped(x: torch.Tensor) -> torch.Tensor:  # [H, BQ, n] to [Hkv, G * BQ, n]
             return x.reshape(p.kv_heads, p.group * n, -1)
 
+        chosen = seq.chosen(rows, cols)
+        if chosen is not None and not bool(chosen.any()):
+            return
         first, last = (key_span(p.rules, seq.q_offset + row, seq.kv_len) for row in (rows.start, rows.stop - 1))
         inside = last[0] <= cols.start and first[1] >= cols.stop
         q, dout = grouped(seq.q[:, rows].to(self.lse.dtype)), grouped(self.dout_of(rows))
         live = self.live[:, rows, None]
         s = (q @ k.mT).view(p.heads, n, -1) * p.scale  # [H, BQ, BK]
         fading = 1 - torch.tanh(s / p.softcap).square() if p.softcap else None
-        s, visible = adjust(seq, s, rows, cols, masked, not inside)
+        s, visible = adjust(seq, s, rows, cols, masked, not inside, chosen)
         probs = torch.where(live if visible is None else visible & live, (s - self.lse[:, rows, None]).exp(), 0.0)
         if b.dv is not None:
             dv += grouped(probs).mT @ dout

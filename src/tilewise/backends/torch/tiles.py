@@ -49,9 +49,12 @@ def tile_states(plan: Plan, tensors: Tensors) -> list[list[list[int]]] | None:
 
 
 def adjust(
-    seq: Sequence, s: torch.Tensor, rows: slice, cols: slice, masked: bool, edge: bool
+    seq: Sequence, s: torch.Tensor, rows: slice, cols: slice, masked: bool, edge: bool, chosen: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Softcap, biases, then -inf where a cell is not visible; the visible cells, or None if all are."""
+    """Softcap, biases, then -inf where a cell is not visible; the visible cells, or None if all are.
+
+    `chosen` are the cells that key or block indices leave.
+    """
     p, device = seq.problem, s.device
     if p.softcap:
         s = p.softcap * torch.tanh(s / p.softcap)
@@ -71,6 +74,8 @@ def adjust(
             s = s + mask.to(s.dtype)
             seen = mask != -torch.inf
             visible = seen if visible is None else visible & seen
+    if chosen is not None:
+        visible = chosen if visible is None else visible & chosen
     return (s, None) if visible is None else (torch.where(visible, s, -torch.inf), visible)
 
 

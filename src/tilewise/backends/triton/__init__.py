@@ -11,7 +11,7 @@ import torch
 
 from ...core.kv_store import Store, Writer
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import CascadeProblem, Problem, WriteProblem, other_formats
+from ...core.problem import CascadeProblem, Problem, WriteProblem, no_selection, other_formats
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import target_of, triton_refusal
 from . import config, tuned
@@ -42,6 +42,8 @@ def serves(device: torch.device) -> str | None:
 def _other_formats(problem: Problem | WriteProblem) -> str | None:
     from .dequant import KINDS
 
+    if isinstance(problem, Problem) and (reason := no_selection(problem)) is not None:
+        return reason
     return other_formats(problem, KINDS)
 
 
