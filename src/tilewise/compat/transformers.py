@@ -28,6 +28,9 @@ if reason := too_old():
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
 from .mask_patterns import Pattern, make_mask  # noqa: E402
+from .quantised_cache import Held, QuantisedCache  # noqa: E402
+
+__all__ = ["QuantisedCache", "attention_forward", "register", "register_flash"]
 
 # transformers looks for these in a name, and treats what has them in ways of its own.
 RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged|", "/")
@@ -66,7 +69,7 @@ def register_flash() -> str:
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
+    key: torch.Tensor | Held,
     value: torch.Tensor,
     attention_mask: Pattern | torch.Tensor | None,
     dropout: float = 0.0,
@@ -86,7 +89,7 @@ def attention_forward(
     """transformers' attention function.
 
     Args:
-        query: `[B, H, Lq, D]`; key `[B, Hkv, Lk, D]`; value `[B, Hkv, Lk, Dv]`.
+        query: `[B, H, Lq, D]`; key `[B, Hkv, Lk, D]`; value `[B, Hkv, Lk, Dv]`. Or both what a `QuantisedCache` holds.
         attention_mask: what `make_mask` made, or a mask `[B, 1 or H, Lq, Lk]` of the model's own: bool, or added.
         dropout: 0.0; anything else is refused.
         scaling: default `D ** -0.5`.
@@ -115,6 +118,8 @@ def attention_forward(
         remedy = "use the name that tilewise.compat.transformers.register_flash() returns"
         raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if isinstance(key, Held):
+        return _over_cache(module, query, key, attention_mask, is_causal, position_bias, options), None
     query, key, value = autocast(query, query, key, value)
     if attention_mask is position_bias is cu_seq_lens_q is None and query.shape[2] == 1:
         # A step over a cache sees all of it, and its output is the same in either layout: two views less.
@@ -139,6 +144,33 @@ def attention_forward(
     if position_bias is not None:
         options["mask"] = _with_bias(position_bias[..., : k.shape[1]], options.get("mask"))
     return attention(q, k, v, layout="blhd", **options), None
+
+
+def _over_cache(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    held: Held,
+    attention_mask: Pattern | torch.Tensor | None,
+    is_causal: bool | None,
+    position_bias: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention over a `QuantisedCache`: what it holds are the keys that the mask is for, from position 0 on."""
+    (query,) = autocast(query, query)
+    if isinstance(attention_mask, Pattern):
+        options |= attention_mask.options
+        if (lengths := options.pop("kv_lengths", None)) is not None:
+            seen = torch.arange(held.tokens, device=query.device) < lengths[:, None]
+            options["mask"] = seen[:, None, None]  # [B, 1, 1, Lk]
+    elif attention_mask is not None:
+        options |= {"mask": attention_mask[..., : held.tokens], "causal": False}
+    else:
+        options["causal"] = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if position_bias is not None:
+        options["mask"] = _with_bias(position_bias[..., : held.tokens], options.get("mask"))
+    if query.shape[2] == 1:
+        return held.cache.attend(query, **options).transpose(1, 2)
+    return held.cache.attend(query.transpose(1, 2), layout="blhd", **options)
 
 
 def _in_sequences(

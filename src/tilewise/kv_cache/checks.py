@@ -114,6 +114,15 @@ def index(name: str, value: Any, size: int, what: str) -> int:
     return number
 
 
+def indices(name: str, given: Any, size: int) -> np.ndarray:
+    """Indices below `size`, in any order, as int64 `[n]`."""
+    expected = f"ints from 0 to {size - 1}"
+    values = ints(name, given, expected)
+    if values.ndim != 1 or bool(((values < 0) | (values >= size)).any()):
+        raise InvalidArgument(name, repr(given), expected)
+    return values.astype(np.int64)
+
+
 def evenly(name: str, x: Any, batch: int, dim: int = 2) -> int:
     """Tokens of each sequence if they all have as many: `[B, Hkv, L, D]` or packed `[T, Hkv, D]`."""
     shape = tuple(getattr(x, "shape", ()))

@@ -196,6 +196,28 @@ class KVCache:
         lengths[which] = first[which] = 0
         self.store.set(lengths, first)
 
+    def gather(self, rows: Any = None, *, start: int = 0, capacity: int | None = None) -> KVCache:
+        """A new cache of some rows of this one, as they are stored: for beams, other batches, more room or less.
+
+        Args:
+            rows: ints, which rows, in any order; one may come several times. Default: all.
+            start: the first position to keep, of every row; in the new cache it is 0. A ring keeps all.
+            capacity: of the new cache. Default: this one's.
+
+        Raises:
+            CacheFull: a row does not fit.
+        """
+        which = None if rows is None else checks.indices("rows", rows, self.batch)
+        length = self.store.length if which is None else self.store.length[which]
+        first, room = integer(start), self.capacity if capacity is None else size("capacity", capacity)
+        if first is None or not 0 <= first <= length.min(initial=checks.MOST):
+            raise InvalidArgument("start", repr(start), f"0 to {length.min(initial=0)}, the shortest row")
+        if self.ring and (first or room != self.capacity):
+            raise InvalidArgument("start or capacity", "given for a ring", "none: its slots go by its capacity")
+        if not self.ring and (longest := length.max(initial=0) - first) > room:
+            raise CacheFull(f"a row of {longest} tokens does not fit into {room} slots: give a larger capacity")
+        return copies.gathered(self, which, first, room)
+
     def keys(self, row: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The keys that a row holds, oldest first, `[Hkv, n, D]`: for looking at them."""
         return self._held(self.store.k, row, dtype)

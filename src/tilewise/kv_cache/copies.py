@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from ..core.storage import as_bytes
@@ -33,6 +34,25 @@ def deep(cache: Cache, memo: dict[int, Any]) -> Cache:
     memo[id(cache)] = new
     vars(new).update({name: copy.deepcopy(value, memo) for name, value in _own(cache).items()})
     new.store = cache.store.copy(memo)
+    return new
+
+
+def gathered(cache: KVCache, rows: np.ndarray | None, start: int, capacity: int) -> KVCache:
+    """A cache with copies of some rows, from slot `start` on."""
+    new = object.__new__(type(cache))
+    vars(new).update(_own(cache) | {"batch": cache.batch if rows is None else len(rows), "capacity": capacity})
+    which = slice(None) if rows is None else rows
+    length, first = cache.store.length[which] - start, cache.store.first[which].copy()
+    new.store = RowStore(*empty_rows(new), length.astype(np.int32), first)
+    slots = capacity if cache.ring else int(length.max(initial=0))
+    tensors = (named_tensors(x.store.k, x.store.v) for x in (new, cache))
+    for (_, to), (_, source) in zip(*tensors, strict=True):
+        to, held = as_bytes(to)[:, :, :slots], as_bytes(source)[:, :, start : start + slots]
+        if rows is None:
+            to.copy_(held)
+        else:
+            for row, which_row in enumerate(rows.tolist()):  # torch's index would copy twice
+                to[row].copy_(held[which_row])
     return new
 
 

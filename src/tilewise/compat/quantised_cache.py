@@ -1,0 +1,224 @@
+"""`QuantisedCache`: K and V of transformers' models in int8, int4 or fp8, for `generate(..., past_key_values=...)`.
+
+A layer is a `KVCache` that grows. What its `update` hands to the attention function is no tensor but `Held`, over
+which tilewise attends as it is stored; nothing is dequantised into a copy. A prompt that comes into an empty cache is
+attended as it came, in full precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+
+from ..errors import InvalidArgument
+from ..kv_cache import KVCache
+
+
+class Held:
+    """Keys and values of a layer as they are stored; only tilewise's attention can use them."""
+
+    def __init__(self, cache: KVCache, tokens: int) -> None:
+        self.cache, self.tokens = cache, tokens
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        c = self.cache
+        return c.batch, c.kv_heads, self.tokens, c.k_format.width
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a question whether there is such a thing
+            raise AttributeError(name)
+        self._refuse()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        cls._refuse()
+
+    @staticmethod
+    def _refuse() -> NoReturn:
+        raise InvalidArgument(
+            "past_key_values", "a QuantisedCache that another attention, or the model itself, reads as tensors",
+            "attn_implementation='tilewise', and a model that hands its cache to attention as it is",
+            "model.set_attn_implementation('tilewise'), or use a DynamicCache",
+        )  # fmt: skip
+
+
+class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The cache of one layer. With `window` it holds at least the tokens that the next query's window reaches.
+
+    Tokens lie in the order of their positions. Those that are past the window leave all at once, when room is needed.
+    """
+
+    is_croppable = True
+
+    def __init__(self, make: Callable[..., KVCache], capacity: int = 0, window: int | None = None) -> None:
+        super().__init__()
+        self.make, self.capacity, self.window = make, capacity, window
+        self.is_sliding = window is not None
+        self.record_past = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.cache: KVCache | None = None
+        self.held = self.cumulative_length = 0  # tokens in the cache, and all that have come
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        batch, heads, _, width = key_states.shape
+        room = self._room(self._kept(key_states.shape[2]))
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.cache = self.make(batch, heads, room, width, value_dim=value_states.shape[3], device=self.device)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        new = key_states.shape[2]
+        if self.cache is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.cache is not None
+        if prompt := self.held == 0:
+            kept = self._kept(new)  # of a prompt that is longer than the window, its end
+            k, v = (x[:, :, new - kept :] for x in (key_states, value_states))
+        else:
+            kept, k, v = new, key_states, value_states
+        if self.held + kept > self.cache.capacity:
+            self._make_room(kept)
+        self.cache.append(k, v)
+        self.held += kept
+        self.cumulative_length += new
+        if prompt:
+            return key_states, value_states
+        held = Held(self.cache, self.held)
+        return held, held
+
+    def _kept(self, tokens: int) -> int:
+        """Of so many tokens, how many the next query can reach."""
+        return tokens if self.window is None or self.record_past else min(tokens, self.window - 1)
+
+    def _room(self, tokens: int) -> int:
+        """Slots for so many tokens and some to come: an eighth more, so that a token moves eight others on average."""
+        least = 0 if self.window is None else self.window - 1
+        return max(self.capacity, -(-(max(tokens, least) * 9 // 8 + 1) // 64) * 64)
+
+    def _make_room(self, new: int) -> None:
+        assert self.cache is not None
+        kept = self._kept(self.held)
+        fits = self._room(0) if self.window is not None else 0
+        room = fits if kept + new <= fits else self._room(kept + new)
+        self.cache = self.cache.gather(start=self.held - kept, capacity=room)
+        self.held = kept
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.held == 0:
+            return query_length, 0
+        if self.cache is not None and self.held + query_length > self.cache.capacity:
+            held = self._kept(self.held)  # `update` will make room
+        else:
+            held = self.held
+        return held + query_length, self.cumulative_length - held
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return -1 if self.window is None else self.window
+
+    def activate_past_recording(self) -> None:
+        """Keeps what leaves the window, so that `crop` can go back, until it is called."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens; their number is given as a negative one, as in transformers."""
+        if tokens_to_remove > 0:
+            raise InvalidArgument("tokens_to_remove", tokens_to_remove, "0 or a negative number")
+        if self.cache is None:
+            return
+        left, total = self.held + tokens_to_remove, self.cumulative_length + tokens_to_remove
+        if left < 0 or left < (total if self.window is None else min(total, self.window - 1)):
+            remedy = "call activate_past_recording() before the tokens that may be removed"
+            given = f"{tokens_to_remove} of {self.held} tokens held, in a window of {self.window}"
+            raise InvalidArgument("tokens_to_remove", given, "fewer: the window needs what is gone", remedy)
+        if tokens_to_remove:
+            for row in range(self.cache.batch):
+                self.cache.truncate(row, left)
+        self.held, self.cumulative_length = left, total
+        if self.window is not None and left > (room := self._room(0)):  # the past of a recording
+            self.held = self.window - 1
+            self.cache = self.cache.gather(start=left - self.held, capacity=room)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        rows = beam_idx.tolist()
+        if self.cache is not None and rows != list(range(self.cache.batch)):
+            self.cache = self.cache.gather(rows)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.cache is not None:
+            self.cache = self.cache.gather(torch.arange(self.cache.batch)[indices.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache is not None:
+            self.cache = self.cache.gather(torch.arange(self.cache.batch).repeat_interleave(repeats))
+
+
+class QuantisedCache(Cache):  # type: ignore[misc]
+    """A cache of transformers that stores K and V narrowly, for models with `attn_implementation="tilewise"`.
+
+    Args:
+        config: of the model: which layers have windows. Without it no layer forgets anything.
+        dtype: how K and V are stored: `"int8"`, `"int4"`, `"fp8_e4m3"`, `"f16"`, `"bf16"` or `"f32"`.
+        v_dtype: how V is stored, if not as K.
+        group: elements that share a scale: 32, 64 or 128.
+        rotate: rotate K and V before they are quantised, as `KVCache` does.
+        capacity: tokens to have room for from the start, in layers without a window. Without it a cache grows by an
+            eighth at a time.
+
+    `generate` takes it with padding, beams, assisted and prompt-lookup decoding, and it may be used again for what
+    follows. Layers with a window hold its tokens and up to an eighth more.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        dtype: torch.dtype | str = "int8",
+        v_dtype: torch.dtype | str | None = None,
+        *,
+        group: int = 64,
+        rotate: bool = False,
+        capacity: int = 0,
+    ) -> None:
+        make = partial(KVCache, dtype=dtype, v_dtype=v_dtype, group=group, rotate=rotate)
+        make(0, 1, 1, 128)  # wrong options are told now
+        layer = partial(QuantisedLayer, make)
+        if config is None:
+            super().__init__(layer_class_to_replicate=partial(layer, capacity))
+            return
+        layers: list[Any] = []
+        for theirs in DynamicCache(config=config).layers:
+            if type(theirs) is DynamicLayer:
+                layers.append(layer(capacity))
+            elif type(theirs) is DynamicSlidingWindowLayer:
+                layers.append(layer(0, theirs.sliding_window))
+            elif type(theirs) is LinearAttentionLayer:  # no keys and values
+                layers.append(theirs)
+            else:
+                given = f"a model with a {type(theirs).__name__}"
+                raise InvalidArgument("config", given, "layers of full or sliding attention", "use a DynamicCache")
+        super().__init__(layers=layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all layers, room for tokens to come included."""
+        return sum(layer.cache.nbytes for layer in self.layers if getattr(layer, "cache", None) is not None)
