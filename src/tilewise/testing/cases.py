@@ -201,6 +201,7 @@ LATENT = [
     replace(_LATENT, dtype="bf16", H=5, Lq=2, page=16, lengths=(0, 130, 64), sinks="mixed"),
     replace(_LATENT, dtype="bf16", B=2, H=70, Lq=4, page=128, lengths=(2, 129), causal=True, sinks=True),
     replace(_LATENT, dtype="bf16", lengths=(300, 33, 0), split_size=128),
+    replace(_LATENT, dtype="bf16", B=2, H=128, lengths=(233, 40), window=150, causal=True),
     replace(_LATENT, dtype="f16", H=4, lengths=(1, 40, 33), q_lengths=(1, 5, 2), causal=True, page=16),
     replace(_LATENT, D=96, Dv=64, H=4, Hkv=2, dtype="bf16", page=16, Lq=5, causal=True, window=40, softcap=9.0),
     Case(H=16, Hkv=1, Lq=1, Lk=300, D=576, Dv=512, dtype="bf16", latent=True, lengths=(300, 129)),

@@ -91,6 +91,7 @@ HOMES = {
     **dict.fromkeys(("cascade", "map_rows"), "cascade"),
     **dict.fromkeys(("qk", "pv"), "gemm.gemv_fp32"),
     **dict.fromkeys(("amx_qk", "amx_pv"), "gemm.gemv_amx"),
+    **dict.fromkeys(("bf16_qk", "bf16_pv"), "gemm.gemv_bf16"),
     **dict.fromkeys(("vnni_qk", "vnni_pv"), "gemm.gemv_vnni"),
     **dict.fromkeys(("backward", "schedule_backward", "delta"), "mainloop.backward"),
     "append": "kv_write",
@@ -128,5 +129,5 @@ ALL = [
     *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_vnni() for what in ("vnni_qk", "vnni_pv")),
     *(("amx_qk", "amx_pv", *(f"prefill_amx {dtype}" for dtype in PARTS)) if usable() else ()),
     *("append", "cascade", "map_rows", "schedule_backward", "backward", "delta"),
-    *(("backward bf16",) if has_bf16() else ()),
+    *(("backward bf16", "bf16_qk", "bf16_pv") if has_bf16() else ()),
 ]

@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from ...core.problem import CascadeProblem, Problem
+from ...core.storage import FORMATS, PLAIN
 from .codegen.vector import W
+from .gemm import amx
 from .gemm.fp32 import PANEL
+from .gemm.gradient import has_bf16
 
 DECODE_ROWS = 16  # up to this many query rows (of all heads of a group) take the decode mainloop
 SPLIT_BYTES = 256 * 1024  # of split-KV partials of all rows of a KV head: four pieces for each thread take a MiB
@@ -28,17 +31,30 @@ class Config:
     head_batch: int  # KV heads that a thread takes together
     partial_bytes: int  # of an item's split-KV partial
     max_work_items: int
+    decode_rows: int  # of a group, up to which a sequence is decoded
+    pairs: bool  # it is decoded by pairs
+
+
+EVERY_ROW = 1 << 40
+
+
+def takes_pairs(p: Problem) -> bool:
+    """Whether all rows are decoded by AVX-512 BF16 (`gemm/gemv_bf16.py`): V is in K, all is bf16, in whole vectors."""
+    whole = p.head_dim % (2 * W) == 0 and p.value_dim % (2 * W) == 0
+    bf16 = PLAIN[p.q_dtype] == p.k_format == FORMATS["bf16"]
+    return p.v_in_k and bf16 and whole and has_bf16() and not amx.usable()
 
 
 def is_decode(p: Problem) -> bool:
-    return p.group * p.q_len <= DECODE_ROWS
+    return p.group * p.q_len <= DECODE_ROWS or takes_pairs(p)
 
 
 def configure(p: Problem, threads: int, parts: int) -> Config:
     """`parts`: bf16 parts of a number if AMX is used, else 0."""
     most = 768 if parts else 384  # packing K and V for AMX takes more than packing V
     rows = tile_rows(p.group, p.head_dim, p.value_dim, second_level_cache(), most)
-    if not p.packed_q:
+    pairs = takes_pairs(p)
+    if not p.packed_q and not pairs:  # of pairs a row's bits depend on its tile, which must not depend on the batch
         step = max(1, PANEL // p.group)
         rows = even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
     keys = tile_keys(parts)
@@ -48,7 +64,7 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
     threads = threads_for(p, threads)
     Dv = -(-p.value_dim // W) * W
     batched = 1
-    if is_decode(p) and p.page_size and p.mask is None:
+    if p.group * p.q_len <= DECODE_ROWS and p.page_size and p.mask is None:
         row_bytes, splits = 4 * p.group * p.q_len * (p.head_dim + p.value_dim), tiles * max(1, p.kv_len // 512)
         batched = head_batch(p.kv_heads, row_bytes, splits, threads)
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
@@ -59,7 +75,8 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
     if split >= p.kv_len:
         split = 0
     pieces = -(-p.kv_len // split) + 1 if split else 1
-    part_rows = min(p.group * min(rows, p.q_len), DECODE_ROWS if p.split_size else 1 << 30)
+    decode_rows = EVERY_ROW if pairs else DECODE_ROWS
+    part_rows = min(p.group * min(rows, p.q_len), decode_rows if p.split_size else EVERY_ROW)
     return Config(
         threads,
         rows if batched == 1 else max(rows, batched * p.q_len),  # room for all heads
@@ -68,6 +85,8 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
         batched,
         4 * part_rows * (Dv + 2) if split else 0,
         tiles * p.kv_heads * pieces,
+        decode_rows,
+        pairs,
     )
 
 
@@ -148,8 +167,9 @@ def head_batch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
 
 
 def bytes_read(p: Problem) -> int:
-    """Bytes of K and V, as wide as they are computed with if they are quantised."""
-    return p.batch * p.kv_heads * p.kv_len * (p.head_dim * p.k_dtype.itemsize + p.value_dim * p.v_dtype.itemsize)
+    """Bytes of K and V, as wide as they are computed with if they are quantised; V that lies in K is read with it."""
+    values = 0 if p.v_in_k else p.value_dim * p.v_dtype.itemsize
+    return p.batch * p.kv_heads * p.kv_len * (p.head_dim * p.k_dtype.itemsize + values)
 
 
 # Keys between the row that decode multiplies and the one that it prefetches into L2: cpu/prefetch-distance in

@@ -48,7 +48,7 @@ def prepare(problem: Problem) -> Plan:
     return Plan(
         p,
         "cpu",
-        f"{how}, {W} lanes, {threads} thread{'s' * (threads > 1)}",
+        f"{'bf16 ' * params.pairs}{how}, {W} lanes, {threads} thread{'s' * (threads > 1)}",
         (min(params.tile_rows, max(1, p.q_len)), params.tile_keys),
         splits=-(-p.kv_len // params.split_size) if params.split_size else 1,
         workspace_bytes=launch.scratch * threads + launch.max_work_items * params.partial_bytes,
@@ -60,7 +60,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
     one_format = PLAIN[p.q_dtype] == p.k_format == p.v_format
     parts = amx.PARTS.get(p.k_format.name, 0) if one_format and amx.usable() and not config.is_decode(p) else 0
     c = config.configure(p, threads, parts)
-    cut = "threads tile_rows tile_keys split_size head_batch partial_bytes".split()
+    cut = "threads tile_rows tile_keys split_size head_batch partial_bytes decode_rows pairs".split()
     params = problem_params(
         p,
         split_few=p.split_size is not None,
@@ -71,7 +71,9 @@ def make_launch(p: Problem, threads: int) -> Launch:
         setattr(params, name, compiler.function(kernel))
     if parts:
         params.tile_config = amx.TILE_CONFIG.ctypes.data
-    scratch = total(p.heads, p.kv_heads, p.head_dim, p.value_dim, c.tile_rows, c.tile_keys, c.head_batch, parts)
+    scratch = total(
+        p.heads, p.kv_heads, p.head_dim, p.value_dim, c.tile_rows, c.tile_keys, c.head_batch, c.decode_rows, parts
+    )
     items = schedule_items(params, c.max_work_items) if same_items(p) else None
     return Launch(params, scratch, c.max_work_items, items)
 
@@ -92,7 +94,7 @@ def problem_params(p: Problem, **tiles: int) -> Params:
         k_group=p.k_format.group or 1,
         v_group=p.v_format.group or 1,
         k_row=p.k_format.columns(p.head_dim) * p.k_dtype.itemsize,
-        v_row=p.v_format.columns(p.value_dim) * p.v_dtype.itemsize,
+        v_row=0 if p.v_in_k else p.v_format.columns(p.value_dim) * p.v_dtype.itemsize,
         page=p.page_size,
         rules=Rules(**p.rules.numbers()),
         **{name: getattr(p, name) for name in same},
@@ -119,6 +121,8 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
             names["pv"] = f"pv {v.name}"
         if gemv_amx.serves(p):
             names |= {"amx_qk": "amx_qk", "amx_pv": "amx_pv"}
+        elif config.takes_pairs(p):
+            names |= {"amx_qk": "bf16_qk", "amx_pv": "bf16_pv"}
         if gemv_vnni.serves(k, p.head_dim):
             names["vnni_qk"] = f"vnni_qk {k.name}"
         if gemv_vnni.serves(v, p.value_dim):

@@ -74,6 +74,7 @@ class Params(ctypes.Structure):
         *fields("scale softcap", ctypes.c_double),
         # Tiles and work items
         *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
+        *fields("decode_rows pairs"),  # rows of a group up to which a sequence is decoded; by pairs (`gemv_bf16.py`)
         *fields("work_items partials threads"),
         # Kernels, by address
         *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 amx_qk amx_pv"),

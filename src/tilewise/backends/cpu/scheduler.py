@@ -14,7 +14,6 @@ from numba import carray
 from .codegen.calls import call_kernel, call_mainloop, call_parallel
 from .codegen.load_store import fetch_add, get_i64, put_i64
 from .codegen.numba_ops import F, item_at, jit, params_at, pointer, task_at, team_at, up
-from .config import DECODE_ROWS
 from .kv_access import key_span, sequence
 from .mainloop.epilogue import epilogue_rows, replace_overflowed_rows
 from .params import LAUNCH_BYTES, LINE, TEAM_BYTES, WORK_ITEM, WORK_ITEM_BYTES, LaunchBlock, Params, Task, offset
@@ -36,7 +35,7 @@ def worker(params, scratch):
         group = p.heads // p.kv_heads
         R = group * item.rows
         q_start, q_len, _, _, _ = sequence(p, item.b)
-        few = group * q_len <= DECODE_ROWS  # of the sequence: a row must not depend on how it is cut
+        few = group * q_len <= p.decode_rows  # of the sequence: a row must not depend on how it is cut
         put_i64(t.done, 0)
         put_i64(t.downscaled, 0)
         if p.prefill_amx and not few:
@@ -120,7 +119,7 @@ def schedule(params, order):
             n = min(p.tile_rows, q_len - row)
             lo, hi = key_span(p, offset + row, kv_len)[0], key_span(p, offset + row + n - 1, kv_len)[1]
             start, parts, size = 0, 1, p.split_size
-            if p.split_few and group * q_len > DECODE_ROWS:
+            if p.split_few and group * q_len > p.decode_rows:
                 size = 0
             if size and lo < hi:
                 start = lo // size

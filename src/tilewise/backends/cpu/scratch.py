@@ -49,9 +49,10 @@ def table_size(tile_keys):
     return 8 * (tile_keys + TAIL + PAD + PREFETCH_BYTE_KEYS)
 
 
-def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch):
+def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows):
     """Bytes of each part. Those from q on are for the fp32 mainloops alone."""
     rows = max(round_up(heads // kv_heads * tile_rows, PANEL), DECODE_ROWS)
+    decoded = min(rows, decode_rows)  # of one head
     D, Dv = round_up(head_dim, W), round_up(value_dim, W)
     keys = tile_keys + TAIL + PAD
     each_row = 4 * rows  # float32 or int32
@@ -82,10 +83,11 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         downscaled=WORD,  # whether weights are downscaled (`nonfinite.py`)
         row_sums=4 * PANEL,  # of a tile's weights
         q=4 * rows * D,  # [panels, D, PANEL], or [rows, D] in decode
-        s=4 * max(keys * PANEL, head_batch * DECODE_ROWS * SCORES),  # [keys, PANEL] of one panel, or [rows, keys]
+        s=4 * max(keys * PANEL, head_batch * decoded * SCORES),  # [keys, PANEL] of one panel, or [rows, keys]
         keys=4 * keys * D,  # [keys, D], widened
         values=4 * keys * Dv,  # [keys, Dv], widened
-        packed=max(4 * keys * Dv, min(4 * rows * D, HEAD_BATCH)),  # V in panels; decode's queries as tiles or limbs
+        # V in panels; decode's queries as tiles, limbs or pairs
+        packed=max(4 * keys * Dv, min(4 * rows * D, HEAD_BATCH), 2 * decoded * D),
         nonfinite=4 * keys * Dv,  # V's non-finite values
         weights=4 * SCORES * DECODE_ROWS * ((value_dim + 31) // 32),  # [groups, rows, keys]
     )
@@ -153,9 +155,9 @@ def amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts)
     )
 
 
-def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, parts):
+def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, parts):
     """Bytes of a thread's scratch memory; `parts` is 0 if AMX is not used."""
-    sizes = scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch)
+    sizes = scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows)
     tiles = amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts) if parts else (0,)
     first = Scratch._fields.index("q")
     spare = LINE * (first + max(len(sizes) - first, len(tiles)) + 1)
@@ -184,7 +186,8 @@ sizes_of_scratch, sizes_of_amx, sizes_of_backward = jit(scratch_sizes), jit(amx_
 
 @jit
 def partition(p, base):
-    sizes = sizes_of_scratch(p.heads, p.kv_heads, p.head_dim, p.value_dim, p.tile_rows, p.tile_keys, p.head_batch)
+    cut = p.tile_rows, p.tile_keys, p.head_batch, p.decode_rows
+    sizes = sizes_of_scratch(p.heads, p.kv_heads, p.head_dim, p.value_dim, *cut)
     return aligned_addresses(base, sizes)
 
 

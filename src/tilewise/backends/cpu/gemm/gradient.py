@@ -34,7 +34,7 @@ def has_bf16() -> bool:
     return W == 16 and "avx512bf16" in cpu_features()
 
 
-def _dot_pairs(e: Emit, a: Value, b: Value, c: Value) -> Value:
+def dot_pairs(e: Emit, a: Value, b: Value, c: Value) -> Value:
     """c plus the products of both bf16 numbers in each lane of a and b."""
     pairs = ir.VectorType(BFloat(), 2 * W)
     kind = ir.FunctionType(c.type, [c.type, pairs, pairs])
@@ -59,7 +59,7 @@ def _gemm_rows(vectors: int, pairs: bool) -> Any:
     ) -> None:
         size = e.builder.mul(a_row, e.i64(4))
         rows = [e.builder.add(a, e.builder.mul(size, e.i64(i))) for i in range(KEYS)]
-        fma = partial(_dot_pairs, e) if pairs else e.fma
+        fma = partial(dot_pairs, e) if pairs else e.fma
         sums = products(e, KEYS, lambda i, k: e.load_scalar(rows[i], k, F32), b, b_row, depth, vectors, fma)
         _add(e, sums, c, c_row, keep)
 
@@ -72,7 +72,7 @@ def _gemm_columns(vectors: int, pairs: bool) -> Any:
         def element(i: int, k: Value) -> Value:
             return e.load_scalar(a, e.builder.add(e.builder.mul(k, a_row), e.i64(i)), F32)
 
-        fma = partial(_dot_pairs, e) if pairs else e.fma
+        fma = partial(dot_pairs, e) if pairs else e.fma
         _add(e, products(e, ROWS, element, b, b_row, depth, vectors, fma), c, c_row, e.i64(1))
 
     return gemm

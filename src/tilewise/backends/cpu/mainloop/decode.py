@@ -19,6 +19,7 @@ from ..codegen.prefetch import prefetch_rows
 from ..codegen.vector import W
 from ..config import FEW_KEYS
 from ..gemm.fixed_point import are_finite, are_quantised, pack_weights, quantise_queries, query_words
+from ..gemm.gemv_bf16 import block_rows, pack_pairs
 from ..kv_access import (
     KEY_PAD,
     key_source,
@@ -95,8 +96,17 @@ def online_softmax(p, t, item, r, origin, count, Dv):
 
 @jit
 def pack_queries(p, t, item, q_start, R):
-    """Pairs of elements of bf16 queries as AMX wants them: [D / 32, 16 pairs, 16 rows]."""
+    """Pairs of elements of bf16 queries as AMX wants them: [D / 32, 16 pairs, 16 rows]; or as `gemv_bf16.py` does."""
     words = p.head_dim // 2
+    if p.pairs:
+        r = 0
+        while r < R:
+            n = block_rows(R - r)
+            for i in range(r, r + n):
+                row = query_row(p, item, q_start, i // item.rows, i % item.rows)
+                pack_pairs(t.packed + 4 * r * words, row, i - r, n, words)
+            r += n
+        return
     clear(t.keys, TILE_ROWS * words)
     for r in range(R):
         widen_f32(t.keys + 4 * r * words, query_row(p, item, q_start, r // item.rows, r % item.rows), words)
@@ -114,6 +124,12 @@ def multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, distance, tiled)
     if tiled < count:
         n, rows, s, scales = up(count - tiled, pad), t.k_table + 8 * tiled, t.s + 4 * tiled, t.k_scales
         call_qk(qk, q, ldq, R, rows, n, width, s, SCORES, scales, keys, p.k_group, distance)
+
+
+@jit
+def value_distance(p):
+    """Rows between the one of V that is multiplied and the one that is prefetched; 0 where K's rows hold it."""
+    return p.prefetch_distance if p.v_row else ZERO
 
 
 @jit
@@ -177,7 +193,7 @@ def decode(params, scratch, address):
     q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
     R = p.heads // p.kv_heads * item.rows
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
-    by_amx = p.amx_qk != 0 and R >= LEAST_TILE_ROWS
+    by_amx = p.amx_qk != 0 and (p.pairs != 0 or R >= LEAST_TILE_ROWS)
     quantised = dtypes.is_quantised(p.k_dtype) or dtypes.is_quantised(p.v_dtype)
     together = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_amx or quantised)
     first, last = ZERO, ZERO
@@ -243,7 +259,7 @@ def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
         for n in range(p.head_batch):
             t = of_item(p, shared, n, R, D, Dv)
             rows, weights, m = t.v_table + 8 * j, t.s + 4 * j, min(KEY_PAD, count - j)
-            call_pv(p.pv, t.acc, Dv, R, rows, m, p.value_dim, weights, SCORES, ZERO, ONE, p.prefetch_distance)
+            call_pv(p.pv, t.acc, Dv, R, rows, m, p.value_dim, weights, SCORES, ZERO, ONE, value_distance(p))
 
 
 @jit
@@ -275,7 +291,7 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
     pv, width, v_distance, scaled, nonfinite = (
         p.pv,
         p.value_dim,
-        p.prefetch_distance,
+        value_distance(p),
         dtypes.is_quantised(v.dtype),
         False,
     )
