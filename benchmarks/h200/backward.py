@@ -53,12 +53,13 @@ def runner(made: Work) -> Callable[[], Any]:
     return lambda: run(plan, tensors)
 
 
-def persistent(made: Work, whether: bool = True) -> Callable[[], Any]:
-    """The same by a program for each processor, or for each key block, whatever the heuristic says."""
+def other(made: Work) -> Callable[[], Any]:
+    """The same by a program for each key block instead of each processor, or the other way."""
     plan, tensors = made
-    before, config.persistent = config.persistent, lambda p: whether
+    heuristic = config.persistent
+    config.persistent = lambda p: not heuristic(p)
     bound = Bound(plan)
-    config.persistent = before
+    config.persistent = heuristic
     return lambda: bound(tensors)
 
 
@@ -103,8 +104,8 @@ def cell(args: Any, D: int, H: int, Hkv: int, L: int, causal: bool) -> Any:
     for word, deterministic in (("det", True), ("free", False)):
         made = work(q, k, v, dout, "hopper", deterministic, causal=causal)
         ways[word] = runner(made)
-        if args.persistent:
-            ways[f"{word} persistent"] = persistent(made)
+        if args.other:
+            ways[f"{word} other"] = other(made)
     flops = 10 * D * B * H * (L * (L + 1) / 2 if causal else L * L)
     row = timed(args, f"D{D} {H}/{Hkv} {L // 1024}k {'causal' if causal else 'full'}", ways, flops)
     rates = row["TFLOPS"]
@@ -156,10 +157,10 @@ def sparse_rows(args: Any) -> list[dict[str, Any]]:
     for D, H, Hkv in CELLS[:2]:
         made = sparse_works(D, H, Hkv)
         ways = {n: runner(m) for n, (m, _) in made.items()}
-        if args.persistent:
-            ways |= {f"{n} persistent": persistent(m) for n, (m, _) in made.items()}
+        if args.other:
+            ways |= {f"{n} other": other(m) for n, (m, _) in made.items()}
         row = timed(args, f"D{D} {H}/{Hkv} causal", ways, 1e12)
-        rate = {n: made[n.removesuffix(" persistent")][1] / t for n, t in row["us"].items()}
+        rate = {n: made[n.removesuffix(" other")][1] / t for n, t in row["us"].items()}
         row["TFLOPS"] = {n: round(r * 1e6 * 10 * D * H / 1e12, 1) for n, r in rate.items()}
         row["of the dense speed by cells"] = {n: round(r / rate["dense"], 3) for n, r in rate.items()}
         print("  ", row, flush=True)
@@ -168,8 +169,7 @@ def sparse_rows(args: Any) -> list[dict[str, Any]]:
 
 
 def compile_one(index: int, how: tuple[bool, ...]) -> None:
-    """The kernels of one head dim, by `how`: sparse ones or those of (causal, deterministic), and persistent or not."""
-    config.SOFTCAP_CHECKED = True
+    """The kernels of one head dim, by `how`: sparse ones or (causal, deterministic), and whether the other way."""
     D, H, Hkv = CELLS[index]
     if len(how) == 1:
         made = [m for m, _ in sparse_works(D, H, Hkv).values()]
@@ -177,7 +177,7 @@ def compile_one(index: int, how: tuple[bool, ...]) -> None:
         tensors = [torch.randn(1, 1024, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H)]
         made = [work(*tensors, "hopper", how[1], causal=how[0])]
     for m in made:
-        (persistent(m) if how[-1] else runner(m))()
+        (other(m) if how[-1] else runner(m))()
     torch.cuda.synchronize()
 
 
@@ -190,7 +190,7 @@ def compile_all(args: Any) -> None:
             pool.submit(compile_one, index, how)
             for how in sorted(hows, key=len)
             for index in range(len(CELLS))
-            if (len(how) > 1 or index < 2) and (args.persistent or not how[-1])
+            if (len(how) > 1 or index < 2) and (args.other or not how[-1])
         ]
         for job in jobs:
             job.result()
@@ -202,11 +202,10 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,4096,16384")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a cell")
-    parser.add_argument("--persistent", action="store_true", help="persistent programs too")
+    parser.add_argument("--other", action="store_true", help="and what the heuristic of persistent programs turns down")
     parser.add_argument("--sparse", action="store_true", help="windows, packed sequences and a softcap too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    config.SOFTCAP_CHECKED = True  # `backward_checks.py` says whether it is right
     start = time.perf_counter()
     report: dict[str, Any] = {"device": "H200", "torch": torch.__version__, "rows": [], "sparse": []}
     compile_all(args)

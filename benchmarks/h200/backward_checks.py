@@ -58,8 +58,7 @@ def cases() -> list[Case]:
 
 
 def persistent(whether: bool) -> None:
-    """In a new process: what no GPU has checked is let in, and with `whether` persistent programs."""
-    config.SOFTCAP_CHECKED = True
+    """In a new process: persistent programs in every case, if `whether`."""
     if whether:
         config.persistent = lambda p: True
         config.PROCESSORS = 5  # so that a program has many blocks

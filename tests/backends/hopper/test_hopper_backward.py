@@ -80,12 +80,15 @@ def test_kernels_fit_and_keep_their_products_in_flight(p):
     assert made.shared <= SHARED[90]
     assert "serialized" not in made.report
     for loop in made.loops:
+        whole = sum("FSEL" in x for x in loop) < 16  # blocks that are seen whole
+        # In others a consumer's half may be hidden: a step of a wait and, of 64 rows, four products.
+        hidden = 0 if whole or p.head_dim == 64 else 1
         # Of one step: all five products, none of them twice, and one for each row statistic that is added so.
-        assert sum("HGMMA" in x for x in loop) == (33 if p.softcap else 34)
+        assert sum("HGMMA" in x for x in loop) == (33 if p.softcap else 34) + 4 * hidden
         assert not any("STS.64" in x for x in loop)  # dQ is stored 16 bytes at a time, without bank conflicts
         # A wait for each of: S, dP, dV with dQ, dK. More would be the compiler's own.
-        assert sum("WARPGROUP.DEPBAR" in x for x in loop) == 4
-        if sum("FSEL" in x for x in loop) < 16:  # of blocks that are seen whole
+        assert sum("WARPGROUP.DEPBAR" in x for x in loop) == 4 + hidden
+        if whole:
             # Nothing is spilled there (with every rule at once, one register); a few invariants may be read again.
             assert sum("STL" in x for x in loop) <= (p.packed_q and p.rules.kv_lengths)
             assert sum("LDL" in x for x in loop) <= 12
@@ -129,11 +132,17 @@ def test_what_is_not_served_is_refused_by_name():
     p = problem()
     assert config.refusal(p) is None
     assert "ALiBi" in config.refusal(replace(p, alibi=True))
-    assert "softcap" in config.refusal(replace(p, softcap=5.0))
     assert "rules of positions" in config.refusal(problem(chunk=7))
     assert "head dims" in config.refusal(problem(D=136))
     assert "scales" in config.refusal(replace(p, scale=1e-6))
     assert "16 bytes" in config.refusal(replace(p, aligned=False))
+
+
+def test_programs_are_persistent_where_few_rows_see_a_key_block():
+    assert config.persistent(problem(L=1024)) and not config.persistent(problem(L=16384))
+    assert config.persistent(problem(L=16384, causal=True, window=(1023, None)))
+    rows = [config.rows_of_block(problem(L=L, causal=True)) for L in (512, 1024, 4096, 16384)]
+    assert rows == sorted(rows) and rows[-1] < config.rows_of_block(problem(L=16384))
 
 
 def test_edges_hide_what_a_block_may_have():

@@ -21,6 +21,7 @@ CASES = {
     "D64": Case(B=1, H=2, Lq=200, D=64, dtype="f16"),
     "D128 causal, groups": Case(B=1, H=2, Hkv=1, Lq=300, D=128, dtype="f16", causal=True),
     "window": Case(B=1, H=1, Lq=500, D=64, dtype="f16", window=(130, 20)),
+    "D128 window": Case(B=1, H=1, Lq=300, D=128, dtype="f16", window=(130, 20)),
     "packed": Case(
         B=3, H=1, D=64, form="varlen", q_lengths=(200, 0, 130), lengths=(200, 40, 300), dtype="f16", causal=True
     ),
@@ -53,6 +54,9 @@ MUTANTS = {
                                       "        pass\n"),
     "K's barrier in the wrong phase": ("bwd.consumer", "mbarrier.wait(buf.k_full.index(0), n & 1)",
                                        "mbarrier.wait(buf.k_full.index(0), 0)"),
+    "dK is stored over dQ": ("bwd.consumer", "(((u + 1 - z) // 2) & 1) ^ 1", "((u + 1 - z) // 2) & 1"),
+    "half a block that is seen left out": ("bwd.tile_scheduler", "seen &= (i + 1) * a.S.BM >", "seen &= i * a.S.BM >"),
+    "half a block of a window left out": ("bwd.tile_scheduler", "key + 63 - self.shift", "key - self.shift"),
     "dS is written while it is read": ("bwd.consumer", '    named_barrier("bar.sync", DS_EMPTY + C, 256)\n', ""),
     "each reducer takes the other's block": ("bwd.reducer", "skipped = (base + R) & 1", "skipped = R"),
     "dQ in another order": ("bwd.tile_scheduler", " turn -= gl.maximum(", " turn -= 1 + gl.maximum("),
@@ -72,6 +76,6 @@ def test_a_wrong_kernel_is_noticed(name):
 
 
 def simulate_all(kernels):
-    for case in ("window", "D128 causal, groups", "lengths, softcap"):
-        for seed in range(2):
+    for case in ("D128 window", "window", "D128 causal, groups", "lengths, softcap"):
+        for seed in (0, 1, 5):
             simulate(CASES[case], kernels, 1, seed, persistent=True)

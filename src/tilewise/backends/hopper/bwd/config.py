@@ -10,10 +10,10 @@ from .spec import BackwardSpec
 BN = 128  # keys of a program
 HOP = 3.0  # microseconds from one program's reduction of a query block to the next one's
 PROCESSORS = 132
+PERSISTENT_ROWS = 4096
 STEP_FLOPS = 4.9e6  # of a processor in a microsecond
 # -lse / scale is kept in q's dtype, in parts: it must not leave their range.
 LEAST_SCALE, MOST_SCALE = 1e-3, 1e3
-SOFTCAP_CHECKED = False  # on a GPU; benchmarks/h200/backward_checks.py sets it
 RIGHT, LEFT = 1, 2  # edges, as `consumer.hide` has them
 FURTHEST = 1 << 29  # positions, whose sums with sides of windows int32 holds
 
@@ -24,7 +24,6 @@ def refusal(problem: Problem) -> str | None:
     missing = {
         "a KV cache in pages or quantised": p.form == "paged" or p.k_format.is_quantised or p.v_format.is_quantised,
         "masks": p.mask is not None,
-        "softcap (its kernel was never checked on a GPU)": p.softcap > 0 and not SOFTCAP_CHECKED,
         "ALiBi": p.alibi,
         "rules of positions other than causal and windows": (
             p.rules.relative() != MaskRules(causal=p.rules.causal, window=p.rules.window)
@@ -69,8 +68,15 @@ def spec_of(problem: Problem) -> BackwardSpec:
 
 
 def persistent(problem: Problem) -> bool:
-    """Whether a program takes key blocks one after the other."""
-    return False
+    """Whether a program takes key blocks one after the other: where few rows see a block (h200/LOG.md, backward #9)."""
+    return rows_of_block(problem) <= PERSISTENT_ROWS and not problem.softcap
+
+
+def rows_of_block(problem: Problem) -> float:
+    """How many query rows of all heads of a group see a key block, on average."""
+    p = problem
+    rows = p.total_q / p.batch if p.packed_q else p.q_len
+    return rows * p.group * p.rules.keys_per_query(p.q_len, p.kv_len) / p.kv_len
 
 
 def sides(problem: Problem) -> tuple[int, int]:
@@ -100,9 +106,7 @@ def planes_at_once(problem: Problem, s: BackwardSpec) -> int:
     """
     p = problem
     planes = p.kv_heads * (1 if p.packed_q else p.batch)
-    rows = p.total_q / p.batch if p.packed_q else p.q_len
-    keys = p.rules.keys_per_query(p.q_len, p.kv_len)
-    steps = max(1.0, rows / s.BM * p.group * keys / p.kv_len)
+    steps = max(1.0, rows_of_block(p) / s.BM)
     work = steps * s.BM * BN * s.D * 10 / STEP_FLOPS
     more = 1 if p.kv_len <= 1024 else 4 if s.hides_right else 2
     return max(1, min(planes, round(HOP * PROCESSORS / work + 0.5) * more))

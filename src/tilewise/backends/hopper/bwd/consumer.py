@@ -84,6 +84,46 @@ def hide(a, p, i, lo, hi, EDGES: gl.constexpr):
 
 
 @gluon.jit
+def capped(a, x, minus_lse):
+    """exp2 of the capped logits of dot products x [64, BM], less the lse, and the softcap's derivative."""
+    cap = a.softcap * LOG2E
+    if a.S.exact_tanh:
+        t = tanh(x * (a.scale / a.softcap), True)
+        exponent = gl.fma(t, cap, minus_lse)
+        slope = 1.0 - t * t
+    else:  # tanh(y) = 1 - r with r = 2 / (1 + exp(2 y)), which may be infinite
+        e = gl.exp2(x * (2.0 * LOG2E * a.scale / a.softcap))
+        half = gl.fma(e, 0.5, 0.5)
+        r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [half], gl.float32, is_pure=True, pack=1)
+        exponent = gl.fma(r, -cap, minus_lse + cap)
+        slope = r * (2.0 - r)
+    return gl.exp2(exponent), slope
+
+
+@gluon.jit
+def start_dq(a, buf, u, dq, C: gl.constexpr, h: gl.constexpr, ADDS: gl.constexpr):
+    """This consumer's part of dQ by the 64 keys of consumer h, added to `dq` or in its registers."""
+    WIDTH: gl.constexpr = dq_split(a.S)[1]
+    half = buf.ds.index(h + (u >> 30))  # [64, BM]
+    k = buf.k.index(h + (u >> 30)).reshape([64, a.S.D])
+    if a.S.BM == 128:
+        dq = warpgroup_mma(half.slice(C * 64, 64, 1).permute((1, 0)), k, dq, use_acc=ADDS, is_async=True)
+    else:
+        dq = warpgroup_mma(half.permute((1, 0)), k.slice(C * WIDTH, WIDTH, 1), dq, use_acc=ADDS, is_async=True)
+    return dq
+
+
+@gluon.jit
+def store_dq(a, buf, u, dq, C: gl.constexpr):
+    """To shared memory, for the reducers."""
+    z = u % a.S.dq_stages
+    mbarrier.wait(buf.dq_empty.index(z), ((u // a.S.dq_stages) & 1) ^ 1)
+    buf.dq.index(z * 2 + C).store(pack_dq(dq))
+    fence_async_shared()
+    named_barrier("bar.arrive", DQ_FULL + z, 288)
+
+
+@gluon.jit
 def step(a, buf, u, i, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
     """Query block i, use u of the rings.
 
@@ -92,8 +132,7 @@ def step(a, buf, u, i, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.const
     BM: gl.constexpr = a.S.BM
     D: gl.constexpr = a.S.D
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, grad_layout(a.S), 2)
-    DQC: gl.constexpr = dq_split(a.S)[1]
-    BY_ROWS: gl.constexpr = a.S.BM == 128
+    WIDTH: gl.constexpr = dq_split(a.S)[1]
     zeros = gl.zeros([64, BM], gl.float32, score_layout(a.S))
     s = start_scores(a, buf, u, zeros, factors, C)
     do = tile(buf.do, u, a.S.do_stages, BM, D)
@@ -105,17 +144,15 @@ def step(a, buf, u, i, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.const
     dp = warpgroup_mma(factors, delta.permute((1, 0)), dp, is_async=True)
     x = warpgroup_mma_wait(2, deps=(s,))  # q k - lse / scale; with softcap q k
     if a.S.softcap:
-        t = tanh(x * (a.scale / a.softcap), a.S.exact_tanh)
         minus_lse = buf.lse.index(u % a.S.q_stages).load(score_layout(a.S))  # [1, BM]
-        p = gl.exp2(t * (a.softcap * LOG2E) + minus_lse)
-        slope = 1.0 - t * t
+        p, slope = capped(a, x, minus_lse)
     else:
         p = gl.exp2(x * (a.scale * LOG2E))
     p = hide(a, p, i, lo, hi, EDGES)
     p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
-    dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
     if a.S.softcap:
         p *= slope
+    dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
     ds16 = (p * dp).to(a.q.dtype)
     named_barrier("bar.sync", DS_EMPTY + C, 256)
     buf.ds.index(C + (u >> 30)).store(ds16)
@@ -123,40 +160,56 @@ def step(a, buf, u, i, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.const
     dv = warpgroup_mma(p16, do, dv, is_async=True)
     fence_async_shared()
     named_barrier("bar.sync", DS_READY, 256)
-    dq = gl.zeros([64, DQC], gl.float32, dq_layout(a.S))
-    for h in gl.static_range(2):
-        half = buf.ds.index(h + (u >> 30))  # [64, BM]
-        k = buf.k.index(h + (u >> 30)).reshape([64, D])
-        if BY_ROWS:
-            dq = warpgroup_mma(half.slice(C * 64, 64, 1).permute((1, 0)), k, dq, use_acc=h > 0, is_async=True)
-        else:
-            dq = warpgroup_mma(half.permute((1, 0)), k.slice(C * DQC, DQC, 1), dq, use_acc=h > 0, is_async=True)
+    dq = gl.zeros([64, WIDTH], gl.float32, dq_layout(a.S))
+    dq = start_dq(a, buf, u, dq, C, 0, False)
+    dq = start_dq(a, buf, u, dq, C, 1, True)
     q = tile(buf.q, u, a.S.q_stages, BM, D)
     dk = warpgroup_mma(ds16, q, dk, is_async=True)
     dv, dq, p16 = warpgroup_mma_wait(1, deps=(dv, dq, p16))
     named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
     named_barrier("bar.arrive", DO_EMPTY + u % a.S.do_stages, 288)
-    z = u % a.S.dq_stages
-    mbarrier.wait(buf.dq_empty.index(z), ((u // a.S.dq_stages) & 1) ^ 1)
-    buf.dq.index(z * 2 + C).store(pack_dq(dq))
-    fence_async_shared()
-    named_barrier("bar.arrive", DQ_FULL + z, 288)
+    store_dq(a, buf, u, dq, C)
     dk, ds16 = warpgroup_mma_wait(0, deps=(dk, ds16))
     named_barrier("bar.arrive", Q_EMPTY + u % a.S.q_stages, 288)
     return dk, dv
 
 
 @gluon.jit
-def steps(a, buf, begin, end, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
+def hidden_step(a, buf, u, C: gl.constexpr):
+    """The same where no row of the block sees a key of this consumer: only its part of dQ, from the other's dS."""
+    BM: gl.constexpr = a.S.BM
+    WIDTH: gl.constexpr = dq_split(a.S)[1]
+    mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
+    mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
+    named_barrier("bar.sync", DS_EMPTY + C, 256)
+    buf.ds.index(C + (u >> 30)).store(gl.zeros([64, BM], a.q.dtype, score_layout(a.S)))
+    fence_async_shared()
+    named_barrier("bar.sync", DS_READY, 256)
+    zeros = gl.zeros([64, WIDTH], gl.float32, dq_layout(a.S))
+    dq = warpgroup_mma_wait(0, deps=(start_dq(a, buf, u, zeros, C, 1 - C, False),))
+    named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
+    named_barrier("bar.arrive", DO_EMPTY + u % a.S.do_stages, 288)
+    named_barrier("bar.arrive", Q_EMPTY + u % a.S.q_stages, 288)
+    store_dq(a, buf, u, dq, C)
+
+
+@gluon.jit
+def steps(a, buf, w, begin, end, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
     for u in range(begin, end):
-        dk, dv = step(a, buf, u, i, dk, dv, lo, hi, factors, C, EDGES)
+        if EDGES > 0 and a.S.BM == 64:  # a tile of 64 x 64 at an edge may have no cell that is seen
+            if w.sees(a, i, C):
+                dk, dv = step(a, buf, u, i, dk, dv, lo, hi, factors, C, EDGES)
+            else:
+                hidden_step(a, buf, u, C)
+        else:
+            dk, dv = step(a, buf, u, i, dk, dv, lo, hi, factors, C, EDGES)
         i, g = next_block(a, i, g)
     return i, g, dk, dv
 
 
 @gluon.jit
 def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, C: gl.constexpr):
-    """dK or dV [64, D] through the memory of K or V, where these rows are this consumer's."""
+    """dK or dV [64, D] through a buffer of this consumer's."""
     D: gl.constexpr = a.S.D
     row = w.n * 128 + C * 64
     if a.S.packed and row + 64 > w.kv_end:
@@ -169,6 +222,14 @@ def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, C: gl.constex
         buffer.reshape([64, D]).store(x)
         fence_async_shared()
         tma.async_copy_shared_to_global(desc, [w.b, w.kv_head, w.kv_start + row, 0], buffer)
+
+
+@gluon.jit
+def free_dq(a, buf, u, desc, C: gl.constexpr, z: gl.constexpr):
+    """This consumer's stage z of dQ, read by the reducers before use u, as a tile of `desc`."""
+    gl.static_assert(a.S.dq_stages == 2)
+    mbarrier.wait(buf.dq_empty.index(z), (((u + 1 - z) // 2) & 1) ^ 1)
+    return buf.dq.index(z * 2 + C)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
@@ -197,23 +258,31 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     begin = base
     if a.S.hides_left:
         begin = base + (w.last - w.outer) * a.group
-        i, g, dk, dv = steps(a, buf, base, begin, i, g, dk, dv, lo, hi, factors, C, a.S.left_edges)
+        i, g, dk, dv = steps(a, buf, w, base, begin, i, g, dk, dv, lo, hi, factors, C, a.S.left_edges)
     end = base + (w.last - w.inner) * a.group
     last = base + w.steps(a)
-    i, g, dk, dv = steps(a, buf, begin, end, i, g, dk, dv, lo, hi, factors, C, 0)
+    i, g, dk, dv = steps(a, buf, w, begin, end, i, g, dk, dv, lo, hi, factors, C, 0)
     if a.S.right_edges > 0:
-        i, g, dk, dv = steps(a, buf, end, last, i, g, dk, dv, lo, hi, factors, C, a.S.right_edges)
+        i, g, dk, dv = steps(a, buf, w, end, last, i, g, dk, dv, lo, hi, factors, C, a.S.right_edges)
+    if a.S.persistent:
+        # The next K and V are loaded while dK and dV are stored through this consumer's memory of dQ.
+        gl.thread_barrier()
+        mbarrier.arrive(buf.kv_empty.index(0), count=1)
+        dv_buffer = free_dq(a, buf, last, a.dv, C, 0)
+        dk_buffer = free_dq(a, buf, last, a.dk, C, 1)
+    else:
+        named_barrier("bar.sync", DS_READY, 256)  # the other consumer has read K for the last time
+        dv_buffer = buf.v.index(C)
+        dk_buffer = buf.k.index(C)
+    if w.n * 128 + C * 64 < w.kv_end:
+        store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_h, a.dv_l, dv_buffer, C)
+        store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_h, a.dk_l, dk_buffer, C)
     if a.S.guarded:
         nothing = dk * 0.0 + dv * 0.0  # NaN where a gradient is not finite
         gl.store(a.FLAG + gl.zeros([64, D], gl.int32, grad_layout(a.S)), 1, mask=nothing != 0.0)
-    named_barrier("bar.sync", DS_READY, 256)  # the other consumer has read K for the last time
-    if w.n * 128 + C * 64 < w.kv_end:
-        store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_h, a.dv_l, buf.v.index(C), C)
-        store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_h, a.dk_l, buf.k.index(C), C)
-        tma.store_wait(0)
+    tma.store_wait(0)
     if a.S.persistent:
-        gl.thread_barrier()
-        mbarrier.arrive(buf.kv_empty.index(0), count=1)
+        gl.thread_barrier()  # before any thread writes dQ there
     return last
 
 

@@ -41,6 +41,17 @@ class Work:
         return at
 
     @gluon.jit
+    def sees(self, a, i, C: gl.constexpr):
+        """Whether a row of query block i sees one of the 64 keys of consumer C."""
+        key = self.n * 128 + C * 64
+        seen = key < self.kv_len
+        if a.S.hides_right:
+            seen &= (i + 1) * a.S.BM > key - self.shift - a.right
+        if a.S.hides_left:
+            seen &= i * a.S.BM <= key + 63 - self.shift + a.left
+        return seen
+
+    @gluon.jit
     def turn(self, a, i):
         """How many key blocks add to query block i before this one."""
         turn = self.n
