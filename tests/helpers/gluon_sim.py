@@ -58,8 +58,6 @@ class Shared:
         return Shared(self.a[(slice(None),) * dim + (slice(start, start + size),)])
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
-        if isinstance(dtype, type) and np.dtype(dtype).itemsize != self.a.itemsize:
-            return Shared(self.a.reshape(-1).view(dtype)[: int(np.prod(shape))].reshape(shape))
         return Shared(self.a.reshape(shape))
 
     def load(self, layout: Any) -> Tensor:

@@ -139,10 +139,12 @@ def test_what_is_not_served_is_refused_by_name():
 
 
 def test_programs_are_persistent_where_few_rows_see_a_key_block():
-    assert config.persistent(problem(L=1024)) and not config.persistent(problem(L=16384))
+    assert config.persistent(problem(L=1024))
+    assert not config.persistent(problem(L=16384))
     assert config.persistent(problem(L=16384, causal=True, window=(1023, None)))
     rows = [config.rows_of_block(problem(L=L, causal=True)) for L in (512, 1024, 4096, 16384)]
-    assert rows == sorted(rows) and rows[-1] < config.rows_of_block(problem(L=16384))
+    assert rows == sorted(rows)
+    assert rows[-1] < config.rows_of_block(problem(L=16384))
 
 
 def test_edges_hide_what_a_block_may_have():

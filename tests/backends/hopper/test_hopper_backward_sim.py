@@ -54,7 +54,6 @@ MUTANTS = {
                                       "        pass\n"),
     "K's barrier in the wrong phase": ("bwd.consumer", "mbarrier.wait(buf.k_full.index(0), n & 1)",
                                        "mbarrier.wait(buf.k_full.index(0), 0)"),
-    "dK is stored over dQ": ("bwd.consumer", "(((u + 1 - z) // 2) & 1) ^ 1", "((u + 1 - z) // 2) & 1"),
     "half a block that is seen left out": ("bwd.tile_scheduler", "seen &= (i + 1) * a.S.BM >", "seen &= i * a.S.BM >"),
     "half a block of a window left out": ("bwd.tile_scheduler", "key + 63 - self.shift", "key - self.shift"),
     "dS is written while it is read": ("bwd.consumer", '    named_barrier("bar.sync", DS_EMPTY + C, 256)\n', ""),

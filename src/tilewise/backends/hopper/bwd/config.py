@@ -69,7 +69,7 @@ def spec_of(problem: Problem) -> BackwardSpec:
 
 def persistent(problem: Problem) -> bool:
     """Whether a program takes key blocks one after the other: where few rows see a block (h200/LOG.md, backward #9)."""
-    return rows_of_block(problem) <= PERSISTENT_ROWS and not problem.softcap
+    return rows_of_block(problem) <= PERSISTENT_ROWS
 
 
 def rows_of_block(problem: Problem) -> float:

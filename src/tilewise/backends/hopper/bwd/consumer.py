@@ -209,7 +209,7 @@ def steps(a, buf, w, begin, end, i, g, dk, dv, lo, hi, factors, C: gl.constexpr,
 
 @gluon.jit
 def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, C: gl.constexpr):
-    """dK or dV [64, D] through a buffer of this consumer's."""
+    """dK or dV [64, D] through the memory of K or V, where these rows are this consumer's."""
     D: gl.constexpr = a.S.D
     row = w.n * 128 + C * 64
     if a.S.packed and row + 64 > w.kv_end:
@@ -222,14 +222,6 @@ def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, C: gl.constex
         buffer.reshape([64, D]).store(x)
         fence_async_shared()
         tma.async_copy_shared_to_global(desc, [w.b, w.kv_head, w.kv_start + row, 0], buffer)
-
-
-@gluon.jit
-def free_dq(a, buf, u, desc, C: gl.constexpr, z: gl.constexpr):
-    """This consumer's stage z of dQ, read by the reducers before use u, as a tile of `desc`."""
-    gl.static_assert(a.S.dq_stages == 2)
-    mbarrier.wait(buf.dq_empty.index(z), (((u + 1 - z) // 2) & 1) ^ 1)
-    return buf.dq.index(z * 2 + C)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
@@ -264,25 +256,17 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     i, g, dk, dv = steps(a, buf, w, begin, end, i, g, dk, dv, lo, hi, factors, C, 0)
     if a.S.right_edges > 0:
         i, g, dk, dv = steps(a, buf, w, end, last, i, g, dk, dv, lo, hi, factors, C, a.S.right_edges)
-    if a.S.persistent:
-        # The next K and V are loaded while dK and dV are stored through this consumer's memory of dQ.
-        gl.thread_barrier()
-        mbarrier.arrive(buf.kv_empty.index(0), count=1)
-        dv_buffer = free_dq(a, buf, last, a.dv, C, 0)
-        dk_buffer = free_dq(a, buf, last, a.dk, C, 1)
-    else:
-        named_barrier("bar.sync", DS_READY, 256)  # the other consumer has read K for the last time
-        dv_buffer = buf.v.index(C)
-        dk_buffer = buf.k.index(C)
-    if w.n * 128 + C * 64 < w.kv_end:
-        store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_h, a.dv_l, dv_buffer, C)
-        store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_h, a.dk_l, dk_buffer, C)
     if a.S.guarded:
         nothing = dk * 0.0 + dv * 0.0  # NaN where a gradient is not finite
         gl.store(a.FLAG + gl.zeros([64, D], gl.int32, grad_layout(a.S)), 1, mask=nothing != 0.0)
-    tma.store_wait(0)
+    named_barrier("bar.sync", DS_READY, 256)  # the other consumer has read K for the last time
+    if w.n * 128 + C * 64 < w.kv_end:
+        store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_h, a.dv_l, buf.v.index(C), C)
+        store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_h, a.dk_l, buf.k.index(C), C)
+        tma.store_wait(0)
     if a.S.persistent:
-        gl.thread_barrier()  # before any thread writes dQ there
+        gl.thread_barrier()
+        mbarrier.arrive(buf.kv_empty.index(0), count=1)
     return last
 
 
