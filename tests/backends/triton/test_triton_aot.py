@@ -16,6 +16,8 @@ if sys.platform != "linux":
 
 from aot import SHARED, TOOLS, attend_of, helpers_of
 from problem_space import problem_of
+from tilewise.backends.gpu.target import nvidia
+from tilewise.backends.triton import config, shared_memory
 from tilewise.core.problem import MaskSpec
 from tilewise.core.storage import PLAIN, stored_as
 
@@ -148,6 +150,19 @@ def test_quantised_pages_take_few_instructions(kind, most, scales):
     assert count(body, r"LDGSTS") - rows // (32 * 16) == scales, "for each key, of two groups of K and V"
     assert count(body, "BAR.SYNC") <= 2, "nothing is shared between warps"
     assert count(body, r"LDG\.") <= 4, "the pages of the next tile"
+
+
+@pytest.mark.parametrize(("heads", "warps"), [(16, 4), (128, 8)])
+def test_rows_that_hold_values_are_copied_once(heads, warps):
+    """16 bytes at a time, of K alone; without the alias V's bytes come too."""
+    for inside in (False, True):
+        p = problem(576, 512, **PAGED, page_size=64, heads=heads, kv_heads=1, v_in_k=inside)
+        c = config.config_of(p, nvidia(90))
+        assert c.warps == warps
+        built = attend_of(p, 90)
+        lines = c.BK * (576 + (0 if inside else 512)) * 2 // (16 * 32 * warps)
+        assert [count(body, r"LDGSTS.*\.128") for body in loops(built.cubin)] == [lines] * 2
+        assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90))
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -13,7 +13,7 @@ from ...core.problem import CascadeProblem, Problem
 from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from ..gpu.target import Target
 from . import shared_memory
-from .operands import operand
+from .operands import operand, shares_chunks
 from .quantised import flipped_columns, flips, hides, is_f16_quantised, is_packed, pack_of, row_groups
 from .spec import Config as Config
 from .spec import Spec
@@ -220,10 +220,12 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
     # Biased sums are larger, and so are their errors: within what is allowed up to D=128, too large with D=256.
     if guard == "" and keys.kind == "int4" and keys.unit == 2 and keys.work == "f16" and p.head_dim <= 128:
         keys = replace(keys, biased=True, rescaled=True)
+    values = operand(p, p.value_dim // c.slices, p.v_format, False, c.BM, target, pairs, row_groups(p, c))
     return Spec(
         **flags,
         keys=keys,
-        values=operand(p, p.value_dim // c.slices, p.v_format, False, c.BM, target, pairs, row_groups(p, c)),
+        values=values,
+        v_in_k=p.v_in_k and c.slices == 1 and shares_chunks(keys, values),
         round=DTYPE_NAMES[p.q_dtype],
         BM=c.BM,
         BK=c.BK,

@@ -64,10 +64,14 @@ def dot_keys(
     q, bias, K, KS, rows, scale_rows, ok,
     BM: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr, FLIP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """q k^T: [BM, BK]. A scale that all of a row's chunk shares is applied to the dot product, not to the keys."""
+    """q k^T: [BM, BK], and the chunks of K. A scale that all of a row's chunk shares is applied to the dot product, not
+    to the keys.
+    """
     s = tl.zeros([BM, BK], tl.float32)
+    chunks = ()
     for i in tl.static_range(len(OP.widths)):
         raw = load_chunk(K, rows, ok, i, OP, MASKED, False)  # [BK, W]
+        chunks = chunks + (raw,)
         for part in tl.static_range(parts_of(OP)):
             if OP.kind == "plain" and OP.work == "f32" and OP.precision == "tf32" and i > 0:
                 # Tensor cores cut off what they add up, so a long sum is made of rounded ones; by fma, since Triton
@@ -97,7 +101,7 @@ def dot_keys(
                 scale = element_scales(KS, scale_rows, ok, i, part, OP, MASKED)  # [BK, W]
                 k = (widened(raw, part, OP, tl.float32) * scale).to(work_type(OP))
                 s = product(q[i * OP.parts + part], turned(k, FLIP), s, precision_of(OP), FLIP)
-    return s
+    return s, chunks
 
 
 @triton.jit
@@ -115,17 +119,20 @@ def nonfinite_terms(value, visible):
 
 @triton.jit
 def add_values(
-    acc, p, alpha, visible, V, VS, rows, scale_rows, ok, scales,
+    acc, p, alpha, visible, V, VS, rows, scale_rows, ok, scales, chunks,
     S: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """acc * alpha + p v, chunk by chunk. CLEAN keeps NaN and Inf from rows that do not see them.
+    """acc * alpha + p v, chunk by chunk; V in K is in `chunks`. CLEAN keeps NaN and Inf from rows that do not see them.
 
     Weights are rounded to q's type and multiplied in a type that holds both them and the values.
     """
     OP: tl.constexpr = values_of(S)
     result = ()
     for i in tl.static_range(len(OP.widths)):
-        raw = load_chunk(V, rows, ok, i, OP, MASKED, S.flip)  # [BK, W], flipped [W, BK]
+        if S.v_in_k:
+            raw = chunks[i]
+        else:
+            raw = load_chunk(V, rows, ok, i, OP, MASKED, S.flip)  # [BK, W], flipped [W, BK]
         for part in tl.static_range(parts_of(OP)):
             old = acc[i * OP.parts + part] * alpha[:, None]
             if OP.kind == "plain":
@@ -227,7 +234,7 @@ def step(
     where = tile_rows(n0, found, S)
     k_rows = row_offsets(where, k_b, k_l, S.align, S)
     ks_rows = row_offsets(where, ks_b, ks_l, S.scale_align, S)
-    s = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), S.flip, MASKED)  # [BM, BK]
+    s, chunks = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), S.flip, MASKED)  # [BM, BK]
     if not S.linear:
         if S.keys.rescaled:
             s = s * factor[:, None]
@@ -269,7 +276,7 @@ def step(
     if S.folded:
         weights = p * inverse[:, None]
         alpha = alpha * change
-    acc = add_values(acc, weights, alpha, visible, V, VS, v_rows, vs_rows, ok, scales, S, MASKED, CLEAN)
+    acc = add_values(acc, weights, alpha, visible, V, VS, v_rows, vs_rows, ok, scales, chunks, S, MASKED, CLEAN)
     return m_new, l, acc, power, pages
 
 

@@ -65,3 +65,12 @@ def operand(
         tuple(width // unit for width in widths), columns // unit, fmt.name, fmt.group, factored, work,
         exact, rescaled, fast, unit, packing=fmt.packing, row_groups=row_groups,
     )  # fmt: skip
+
+
+def shares_chunks(keys: Operand, values: Operand) -> bool:
+    """Whether the chunks of V, if it lies in K, are chunks of K: plain numbers, 16 bits wide in products, no padding.
+
+    Wider ones would be kept in registers between the two products.
+    """
+    alike = keys.kind == values.kind == "plain" and keys.work == values.work != "f32"
+    return alike and keys.widths[: len(values.widths)] == values.widths and sum(values.widths) == values.columns

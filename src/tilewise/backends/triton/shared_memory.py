@@ -30,7 +30,8 @@ def needed(problem: Problem, c: Config, s: Spec, target: Target) -> int:
     plain = all(op.kind == "plain" and op.work != "f32" for op in (k, v))
     one_stage = q + max(step) + widest[0] + weights + scratch
     epilogue = 4 * c.BM * max(v.widths) + scratch
-    bytes_of_stage = _loaded(k, c, problem.k_dtype.itemsize) + _loaded(v, c, problem.v_dtype.itemsize)
+    bytes_of_stage = _loaded(k, c, problem.k_dtype.itemsize)
+    bytes_of_stage += 0 if s.v_in_k else _loaded(v, c, problem.v_dtype.itemsize)
     bytes_of_stage += {"": 0, "tile": 16, "pages": 4 * c.BK // max(1, s.page), "rows": 4 * c.BK}[s.lookup]
     own_products = target.warpgroup_mma and c.BM >= 64  # of Hopper and Blackwell, which read shared memory
     if plain and own_products:

@@ -85,6 +85,7 @@ class Spec(Flags):
     prefetch: bool  # a tile's pages are looked up while the tile before it is done
     sum_columns: int  # each row's sum is kept in so many columns until the end; 0: it is one number
     grain: int  # what the strides of K and V are given in
+    v_in_k: bool  # chunks of V are those of K: they are loaded once
     flip: bool  # products are transposed: keys or value columns are their rows
     align: int  # what all strides of K and V are multiples of, 16 at most
     scale_grain: int  # the same two of their scales
