@@ -25,10 +25,14 @@ SOURCE = Path(__file__).parents[2] / "src/tilewise"
 FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "mma", "epilogue", "producer",
          "consumer", "nonfinite", "kernel")  # fmt: skip
 PLACES = {"mask_rules": "backends.gpu", "signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.fwd")
-FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.bwd", ".hopper.mla")
+FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.bwd", ".hopper.bwd.wide", ".hopper.mla")
 BACKWARD = PLACES | {
     f"bwd.{name}": "backends.hopper.bwd"
     for name in ("arguments", "sync", "tile_scheduler", "producer", "reducer", "consumer", "kernel")
+}
+WIDE = BACKWARD | {
+    f"wide.{name}": "backends.hopper.bwd.wide"
+    for name in ("arguments", "sync", "tile_scheduler", "producer", "consumer", "kernel")
 }
 PACKAGES = ("plain", "plain.core", *(f"plain.backends{name}" for name in FOLDERS))
 

@@ -28,14 +28,20 @@ def parts_of(x: np.ndarray) -> np.ndarray:
     return found
 
 
+def listed(cu: torch.Tensor, block: int, room: int) -> Pointer:
+    """What `list_blocks` writes."""
+    counts = [-(-(b - a) // block) for a, b in pairwise(cu.tolist())]
+    blocks = [(b, n) for b, count in enumerate(counts) for n in range(count)]
+    blocks += [(0, 1 << 22)] * (room - len(blocks))
+    return Pointer(np.array(blocks, np.int32).reshape(-1))
+
+
 class Backward:
     """One backward pass: what comes before the kernel in NumPy, the kernel by the simulator, what comes after it."""
 
     def __init__(self, problem: Any, t: BackwardTensors, **changes: Any) -> None:
-        from tilewise.backends.hopper.bwd.launch import Bound
-
         self.problem, self.t = problem, t
-        self.bound = Bound(Plan(problem, "hopper", "", (1, 1)))
+        self.bound = self.bind(Plan(problem, "hopper", "", (1, 1)))
         self.spec = replace(self.bound.spec, **changes)
         self.starts = [0] * problem.batch
         self.lengths = [problem.q_len] * problem.batch
@@ -43,11 +49,17 @@ class Backward:
             cu = t.forward.cu_seqlens_q.tolist()
             self.starts, self.lengths = cu[:-1], [b - a for a, b in pairwise(cu)]
         self.given = self.bound.tensors(t)
-        self.given["ACC"].fill_(float("nan") if self.spec.deterministic else 0.0)
+        if self.given["ACC"] is not None:
+            self.given["ACC"].fill_(float("nan") if self.spec.deterministic else 0.0)
+
+    def bind(self, plan: Plan) -> Any:
+        from tilewise.backends.hopper.bwd.launch import Bound
+
+        return Bound(plan)
 
     def entries(self) -> Any:
         """Batch row, head, first row, rows in it, and place of each query block."""
-        p, BM, per_head = self.problem, self.spec.BM, self.bound.q_blocks
+        p, BM, per_head = self.problem, self.bound.BM, self.bound.q_blocks
         for b, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
             for h in range(p.heads):
                 for i in range(-(-length // BM)):
@@ -55,7 +67,7 @@ class Backward:
                     yield 0 if p.packed_q else b, h, start + i * BM, min(BM, length - i * BM), at
 
     def before(self) -> None:
-        f, p, BM = self.t.forward, self.problem, self.spec.BM
+        f, p, BM = self.t.forward, self.problem, self.bound.BM
         stats, lse2 = self.given["STATS"].numpy(), self.given["LSE2"]
         stats[...] = 0
         self.given["SEMAPHORES"].zero_()
@@ -92,11 +104,7 @@ class Backward:
             "dk_h": g["DK"].stride(1), "dk_l": g["DK"].stride(2), "dv_h": g["DV"].stride(1), "dv_l": g["DV"].stride(2),
         }  # fmt: skip
         if s.packed:
-            cu = t.forward.cu_seqlens_k.tolist()
-            counts = [-(-(b - a) // 128) for a, b in pairwise(cu)]
-            blocks = [(b, n) for b, count in enumerate(counts) for n in range(count)]
-            blocks += [(0, 1 << 22)] * (k_blocks - len(blocks))
-            made["TABLE"] = Pointer(np.array(blocks, np.int32).reshape(-1))
+            made["TABLE"] = listed(t.forward.cu_seqlens_k, 128, k_blocks)
         made |= self.bound.sizes | {"S": s, "k_blocks": k_blocks}
         arguments = kernels["bwd.arguments"].BackwardArguments
         made |= {name: Tensor(np.int32(made[name])) for name in arguments.SIZES}
@@ -117,3 +125,38 @@ class Backward:
         for b, h, row, count, entry in self.entries():
             if not s.deterministic or int(self.given["SEMAPHORES"][entry]):
                 self.t.dq[b, h, row : row + count] = (x[entry, :count, : p.head_dim] * p.scale).to(self.t.dq.dtype)
+
+
+class Wide(Backward):
+    """The same of wide heads: two launches."""
+
+    def bind(self, plan: Plan) -> Any:
+        from tilewise.backends.hopper.bwd.wide.launch import WideBound
+
+        return WideBound(plan)
+
+    def run(self, kernels: Any, programs: int = 0, seed: int = 0) -> None:
+        self.before()
+        for s in self.bound.specs:
+            self.launch(kernels, s, seed)
+        if self.problem.packed_q:
+            for x, cu in ((self.t.dq, "CU_Q"), (self.t.dk, "CU_K"), (self.t.dv, "CU_K")):
+                x[:, :, int(self.given[cu][-1]) :] = 0
+
+    def launch(self, kernels: Any, s: Any, seed: int) -> None:
+        from tilewise.backends.hopper.bwd.wide.launch import OF_KEYS, OF_QUERIES
+
+        g, names = self.given, OF_QUERIES if s.of_queries else OF_KEYS
+        made: dict[str, Any] = {name: flat(x) for name, x in g.items()} | self.bound.sizes
+        own = self.bound.own(g, s)
+        for name, value in own.items():
+            if hasattr(value, "block_shape"):
+                own[name] = Descriptor(g[names[name.rstrip("1")]].numpy(), value.block_shape)
+        made |= own | {"DX": flat(own["DX"]), "DY": flat(own["DY"])}
+        if s.packed:
+            made["TABLE"] = listed(g["CU_Q" if s.of_queries else "CU_K"], s.BO, own["blocks"])
+        arguments = kernels["wide.arguments"].WideArguments
+        made |= {name: Tensor(np.int32(made[name])) for name in arguments.SIZES}
+        gluon_sim.MACHINE = Machine(own["blocks"] * own["planes"], seed)
+        given = {name: made[name] for name in arguments.NAMES}
+        gluon_sim.MACHINE.run(lambda: kernels["wide.kernel"].wide_backward(**given))

@@ -50,7 +50,8 @@ def given(p):
     if p.rules.kv_lengths:
         f.kv_lengths = ints(p.batch)
     bound = launch.Bound(Plan(p, "hopper", "", (1, 1)))
-    return bound, bound.arguments(bound.tensors(BackwardTensors(f, heads(p.heads), None, heads(p.heads), *[k, v])))
+    tensors = bound.tensors(BackwardTensors(f, heads(p.heads), None, heads(p.heads), *[k, v]))
+    return bound, bound.arguments(tensors) | bound.descriptors(tensors)
 
 
 def built(function, arguments, constants=("S",)):
@@ -102,12 +103,15 @@ def test_what_comes_before_and_after_compiles(p):
     for kernel in (preprocess, postprocess):
         assert built(kernel, arguments, tuple(x for x in flags if x in kernel.arg_names)).sass
     memory = dict.fromkeys(("q", "k", "v"), arguments["OUT"])
-    fix_up = built(fix_up_kernel, arguments | memory | {"BLOCK": 64}, ("S", "HAS_DLSE", "BLOCK"))
+    fix_up = built(
+        fix_up_kernel, arguments | memory | {"BLOCK": 64}, ("S", "D", "D_V", "HAS_DLSE", "SOFTCAP", "BLOCK")
+    )
     assert fix_up.shared <= SHARED[90]
     if p.packed_q:
         rest = {"CU": arguments["CU_Q"], "X": arguments["DQ"], "x_h": 64, "x_l": 64, "total": 9, "width": 64}
         assert built(clear_rest, arguments | rest | {"ROWS": 32}, ("ROWS", "D")).sass
-        assert built(list_blocks, arguments | {"slots": 9} | launch.LISTING, ("BN", "SLOTS", "RUN")).sass
+        listing = {"slots": 9, "BN": 128} | launch.LISTING
+        assert built(list_blocks, arguments | listing, ("BN", "SLOTS", "RUN")).sass
 
 
 def test_planes_at_once_are_planes_that_there_are():

@@ -12,6 +12,7 @@ from ...core.problem import Problem, no_selection
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import target_of, triton_refusal
 from .bwd import config as bwd_config
+from .bwd.wide import config as wide_config
 from .fwd import config
 from .mla import config as latent
 
@@ -67,6 +68,16 @@ def plan(problem: Problem) -> Plan:
 
 
 def plan_backward(problem: Problem) -> Plan:
+    if bwd_config.is_wide(problem):
+        of_queries, of_keys = wide_config.specs_of(problem)
+        return Plan(
+            problem,
+            backend="hopper",
+            kernel="backward of wide heads, warp-specialised",
+            tile=(of_queries.BO, of_keys.BO),
+            workspace_bytes=wide_config.workspace_bytes(problem),
+            notes=("dQ by a launch of its own",),
+        )
     s = bwd_config.spec_of(problem)
     return Plan(
         problem,

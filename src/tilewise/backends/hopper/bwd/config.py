@@ -24,6 +24,7 @@ def refusal(problem: Problem) -> str | None:
     missing = {
         "a KV cache in pages or quantised": p.form == "paged" or p.k_format.is_quantised or p.v_format.is_quantised,
         "masks": p.mask is not None,
+        "softcap of head dims over 128": p.softcap > 0 and is_wide(p),
         "ALiBi": p.alibi,
         "rules of positions other than causal and windows": (
             p.rules.relative() != MaskRules(causal=p.rules.causal, window=p.rules.window)
@@ -31,14 +32,21 @@ def refusal(problem: Problem) -> str | None:
         "q, k and v of other types than float16 or bfloat16, all the same": not (
             p.q_dtype == p.k_format.dtype == p.v_format.dtype and DTYPE_NAMES.get(p.q_dtype) in ("f16", "bf16")
         ),
-        "head dims other than multiples of 8 up to 128, D = Dv": (
-            p.head_dim != p.value_dim or p.head_dim > 128 or p.head_dim % 8 != 0
+        "head dims other than multiples of 8 up to 256, D = Dv up to 128": (
+            p.head_dim % 8 + p.value_dim % 8 != 0
+            or max(p.head_dim, p.value_dim) > 256
+            or (p.head_dim != p.value_dim and not is_wide(p))
         ),
         f"scales outside {LEAST_SCALE:g} to {MOST_SCALE:g}": not LEAST_SCALE <= abs(p.scale) <= MOST_SCALE,
         "rows that do not begin at multiples of 16 bytes, or are broadcast": not p.aligned,
         "offsets past 2**29": isinstance(p.rules.q_offset, int) and abs(p.rules.q_offset) > FURTHEST,
     }
     return next((f"no backward pass for {what}" for what, there in missing.items() if there), None)
+
+
+def is_wide(problem: Problem) -> bool:
+    """Whether the kernel of wide heads serves it (wide/kernel.py)."""
+    return problem.head_dim > 128
 
 
 def spec_of(problem: Problem) -> BackwardSpec:

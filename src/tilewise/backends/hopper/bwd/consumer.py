@@ -39,17 +39,17 @@ def part_factors():
 
 
 @gluon.jit
-def stat_factors(a):
+def stat_factors(DTYPE: gl.constexpr, SCORES: gl.constexpr):
     """A left operand [64, 16] that adds up the parts of a statistic, the same for each key."""
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, score_layout(a.S), 2)
-    if a.q.dtype == gl.bfloat16:
-        return gl.full([64, 16], 1.0, a.q.dtype, LAYOUT)
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    if DTYPE == gl.bfloat16:
+        return gl.full([64, 16], 1.0, DTYPE, LAYOUT)
     PARTS: gl.constexpr = part_factors()
     column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
     x = gl.zeros([64, 16], gl.float32, LAYOUT)
     for n in gl.static_range(4):
         x = gl.where(column == n, PARTS[n], x)
-    return x.to(a.q.dtype)
+    return x.to(DTYPE)
 
 
 @gluon.jit
@@ -66,14 +66,14 @@ LEFT = gl.constexpr(2)  # or after the last
 
 
 @gluon.jit
-def hide(a, p, i, lo, hi, EDGES: gl.constexpr):
+def hide(p, i, lo, hi, SCORES: gl.constexpr, EDGES: gl.constexpr):
     """P^T [64, BM] of query block i, 0 where a row does not see a key: key j is seen by rows lo[j] .. hi[j] - 1.
 
     A thread's columns are 8 m + j with few j, which the compiler does not know, and many m, which it does: each cell
     costs one comparison with a constant.
     """
-    BM: gl.constexpr = a.S.BM
-    column = gl.arange(0, BM, gl.SliceLayout(0, score_layout(a.S)))
+    BM: gl.constexpr = p.shape[1]
+    column = gl.arange(0, BM, gl.SliceLayout(0, SCORES))
     m8 = (column & -8)[None, :]
     j = (column & 7)[None, :]
     if EDGES & RIGHT:
@@ -148,7 +148,7 @@ def step(a, buf, u, i, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.const
         p, slope = capped(a, x, minus_lse)
     else:
         p = gl.exp2(x * (a.scale * LOG2E))
-    p = hide(a, p, i, lo, hi, EDGES)
+    p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
     p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
     if a.S.softcap:
         p *= slope
@@ -246,7 +246,7 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     if a.S.persistent or w.last > w.first:
         mbarrier.wait(buf.k_full.index(0), n & 1)
         mbarrier.wait(buf.v_full.index(0), n & 1)
-    factors = stat_factors(a)
+    factors = stat_factors(a.q.dtype, score_layout(a.S))
     begin = base
     if a.S.hides_left:
         begin = base + (w.last - w.outer) * a.group

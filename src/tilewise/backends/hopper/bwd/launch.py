@@ -30,23 +30,23 @@ LISTING = {"SLOTS": 128, "RUN": 256}  # of `list_blocks`
 FIX_UP_BLOCK, FIX_UP_PROGRAMS = 64, 132
 
 
-class Launches(NamedTuple):
-    """What a call like an earlier one launches."""
+class Step(NamedTuple):
+    """A launch of a call like an earlier one, and the call's names of its pointers and of what its maps describe."""
 
-    kernels: list[Ready]
-    clear: list[tuple[Any, str, str]]  # a kernel, its tensor and offsets
-    maps: list[TensorMap]
+    launch: Ready
+    pointers: list[str]
+    maps: list[tuple[TensorMap, str]]
 
 
-class Bound:
-    """All that a plan's calls have in common."""
+class Launcher:
+    """All that a plan's calls have in common: what comes before and after the kernel of a design, which `main` has."""
 
-    def __init__(self, plan: Plan, planes: int = 0) -> None:
+    def __init__(self, plan: Plan, spec: Any, BM: int, D: int, value_columns: int) -> None:
         p = self.problem = plan.problem
-        s = self.spec = config.spec_of(p)
-        self.longest, self.q_blocks = config.query_blocks(p, s.BM)
+        s = self.spec = spec
+        self.BM = BM
+        self.longest, self.q_blocks = config.query_blocks(p, BM)
         self.blocks = self.q_blocks * p.heads * (1 if p.packed_q else p.batch)
-        self.planes = p.kv_heads * (1 if p.packed_q else p.batch)
         left, right = config.sides(p)
         offset = p.rules.q_offset
         self.sizes: Arguments = {
@@ -56,31 +56,26 @@ class Bound:
             "q_len": p.q_len,
             "kv_len": p.kv_len,
             "q_blocks": self.q_blocks,
-            "planes": self.planes,
             "q_offset": offset if isinstance(offset, int) else 0,
             "left": left,
             "right": right,
-            "swizzle": planes or config.planes_at_once(p, s),
             "scale": p.scale,
             "softcap": softcap_of(p),
-            "SOFTCAP": s.softcap,
             "value_dim": p.value_dim,
             "head_dim": p.head_dim,
             "S": s,
-            "BM": s.BM,
-            "D": s.D,
+            "BM": BM,
+            "D": D,
+            "D_V": value_columns,
             "PACKED": s.packed,
             "HAS_DLSE": p.dlse,
             "HAS_SINKS": "sinks" in p.grads,
-            "CLEARS": not s.deterministic,
-            "ORDERED": s.deterministic,
             "GUARDED": s.guarded,
-            "BN": config.BN,
         }
-        self.pre, self.main, self.post = Kernel(preprocess), Kernel(backward), Kernel(postprocess)
-        self.list, self.clear = Kernel(list_blocks, LISTING), Kernel(clear_rest, {"ROWS": CLEAR_ROWS})
-        self.fix_up = Kernel(fix_up, {"BLOCK": FIX_UP_BLOCK}, num_stages=1)
-        self.ready: dict[Any, Launches] = {}
+        self.pre, self.list = Kernel(preprocess), Kernel(list_blocks, LISTING)
+        self.clear = Kernel(clear_rest, {"ROWS": CLEAR_ROWS})
+        self.fix_up = Kernel(fix_up, {"BLOCK": FIX_UP_BLOCK if D <= 128 else FIX_UP_BLOCK // 2}, num_stages=1)
+        self.ready: dict[Any, list[Step]] = {}
         self.lock = Lock()  # what is launched lies in memory that all threads share
 
     def __call__(self, t: BackwardTensors) -> None:
@@ -93,15 +88,16 @@ class Bound:
             self.again(ready, at, t.dout.device)
         else:
             with torch.cuda.device(t.dout.device):
-                self.first(given, key, is_aligned(list(at.values()), t.dout.device))
+                steps = self.first(given)
+            if is_aligned(list(at.values()), t.dout.device) and None not in steps:
+                self.ready[key] = [step for step in steps if step is not None]
         if t.dsinks is not None:
             shares = there["SHARES"].view(-1, self.problem.heads, self.q_blocks)
             torch.sum(shares, (0, 2), out=t.dsinks)
 
     def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
         """Every tensor by its kernels' name; gradients that nobody asked for get memory of the call's own."""
-        f, s, device = t.forward, self.spec, t.dout.device
-        room = self.blocks * s.BM
+        f, device = t.forward, t.dout.device
         ints = torch.empty(self.blocks + 8, dtype=torch.int32, device=device)
         shares = None
         if t.dsinks is not None:
@@ -122,69 +118,122 @@ class Bound:
             "DQ": torch.empty_like(f.q) if t.dq is None else t.dq,
             "DK": torch.empty_like(f.k) if t.dk is None else t.dk,
             "DV": torch.empty_like(f.v) if t.dv is None else t.dv,
-            "ACC": torch.empty(room * s.D // 32, 32, dtype=torch.float32, device=device),
-            "STATS": torch.empty(room, 32, dtype=f.q.dtype, device=device),
-            "LSE2": torch.empty(self.blocks, s.BM, dtype=torch.float32, device=device) if s.softcap else None,
+            "ACC": None,
+            "LSE2": None,
+            "STATS": torch.empty(self.blocks * self.BM, 32, dtype=f.q.dtype, device=device),
             "COUNTER": ints[:1],
             "FLAG": ints[4:5],
             "SEMAPHORES": ints[8:],
             "SHARES": shares,
-            "TABLE": torch.empty(self.k_blocks(f.k), 2, dtype=torch.int32, device=device) if s.packed else None,
         }
 
-    def k_blocks(self, k: torch.Tensor) -> int:
-        """Key blocks of a plane; packed: of a head, room for all sequences."""
+    def outer_blocks(self, rows: int, total: int, block: int) -> int:
+        """Blocks of a plane of so many rows; packed: of a head's `total` rows, room for all sequences."""
         p = self.problem
-        return k.shape[2] // config.BN + p.batch if p.packed_q else -(-p.kv_len // config.BN)
+        return total // block + p.batch if p.packed_q else -(-rows // block)
 
-    def first(self, given: dict[str, torch.Tensor | None], key: Any, keep: bool) -> None:
-        """A call through Triton; if `keep`, later ones like it are launched by address."""
+    def main(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
+        raise NotImplementedError
+
+    def step(
+        self, kernel: Kernel, grid: tuple[int, int], arguments: Arguments, names: dict[str, str] | None = None
+    ) -> Step | None:
+        """Launches through Triton; returns what later calls launch. `names` are the call's of a kernel's own."""
+        maps: dict[Any, TensorMap] = {}
+        ready = kernel.first(grid, arguments, maps)
+        if ready is None:
+            return None
+        names = names or {}
+        described = [(x, names.get(x.name, x.name)) for x in maps.values()]
+        return Step(ready, [names.get(x, x) for x in ready.pointers], described)
+
+    def first(self, given: dict[str, torch.Tensor | None]) -> list[Step | None]:
+        """A call through Triton."""
         p, s = self.problem, self.spec
         arguments = self.arguments(given)
-        maps: dict[Any, TensorMap] = {}
         rows = (self.longest, p.batch * p.heads)
-        k_blocks = arguments["k_blocks"]
-        kernels = [self.pre.first(rows, arguments)]
-        if s.packed:
-            kernels.append(self.list.first((-(-k_blocks // LISTING["SLOTS"]), 1), arguments | {"slots": k_blocks}))
-        programs = k_blocks * self.planes
-        if s.persistent:
-            programs = min(programs, config.PROCESSORS)
-        kernels.append(self.main.first((programs, 1), arguments, maps))
-        kernels.append(self.post.first(rows, arguments))
+        steps = [self.step(self.pre, rows, arguments | {"D": arguments["D_V"]})]
+        steps += self.main(given, arguments)
         if s.guarded:
-            memory = {name: given[name] for name in ("q", "k", "v")}
-            kernels.append(self.fix_up.first((FIX_UP_PROGRAMS, 1), arguments | memory))
-        clear = []
+            steps.append(self.step(self.fix_up, (FIX_UP_PROGRAMS, 1), arguments))
         for name, cu, heads in (("DQ", "CU_Q", p.heads), ("DK", "CU_K", p.kv_heads), ("DV", "CU_K", p.kv_heads)):
             if s.packed:
                 x = given[name]
                 assert x is not None
                 strides = {"x_h": x.stride(1), "x_l": x.stride(2), "total": x.shape[2], "width": x.shape[3]}
                 rest = arguments | strides | {"CU": given[cu], "X": x}
-                clear.append((self.clear.first((CLEAR_PROGRAMS, heads), rest), name, cu))
-        ready = [kernel for kernel in kernels if kernel is not None]
-        if keep and len(ready) == len(kernels):
-            self.ready[key] = Launches(ready, clear, list(maps.values()))
+                steps.append(self.step(self.clear, (CLEAR_PROGRAMS, heads), rest, {"CU": cu, "X": name}))
+        return steps
 
-    def again(self, ready: Launches, at: dict[str, int], device: torch.device) -> None:
+    def list_step(self, given: dict[str, Any], cu: str, table: str, block: int) -> Step | None:
+        """Packed: lists outer blocks in `table`."""
+        slots = given[table].shape[0]
+        sizes = {"batch": self.problem.batch, "slots": slots, "BN": block, "CU_K": given[cu], "TABLE": given[table]}
+        return self.step(self.list, (-(-slots // LISTING["SLOTS"]), 1), sizes, {"CU_K": cu, "TABLE": table})
+
+    def again(self, ready: list[Step], at: dict[str, int], device: torch.device) -> None:
         """A call like an earlier one, with tensors at these addresses."""
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        at |= {"do": at["DOUT"], "dk": at["DK"], "dv": at["DV"], "dq": at["ACC"], "stats": at["STATS"]}
-        at["lse"] = at.get("LSE2", 0)
         with self.lock:
-            for tensor_map in ready.maps:
-                tensor_map.move(at[tensor_map.name])
-            for launch in ready.kernels:
-                launch([at[name] for name in launch.pointers], stream)
-            for launch, name, cu in ready.clear:
-                launch([at[{"CU": cu, "X": name}[pointer]] for pointer in launch.pointers], stream)
+            for launch, pointers, maps in ready:
+                for tensor_map, name in maps:
+                    tensor_map.move(at[name])
+                launch([at[name] for name in pointers], stream)
 
     def arguments(self, given: dict[str, Any]) -> Arguments:
-        """Of all kernels."""
-        s = self.spec
+        """Of all kernels: tensors, their strides, and sizes."""
         made: Arguments = dict(given)
-        made |= {
+        strided = {"q": "q", "k": "k", "v": "v", "o": "OUT", "do": "DOUT", "lse": "LSE", "dlse": "DLSE"}
+        for prefix, name in (strided | {"dq": "DQ", "dk": "DK", "dv": "DV"}).items():
+            strides = (0, 0, 0) if given[name] is None else given[name].stride()
+            made |= dict(zip((f"{prefix}_b", f"{prefix}_h", f"{prefix}_l"), strides, strict=False))
+        return made | {"CLEARS": False, "SOFTCAP": False} | self.sizes
+
+
+class Bound(Launcher):
+    """One kernel, with dQ added up in global memory."""
+
+    def __init__(self, plan: Plan, planes: int = 0) -> None:
+        p, s = plan.problem, config.spec_of(plan.problem)
+        super().__init__(plan, s, s.BM, s.D, s.D)
+        self.planes = p.kv_heads * (1 if p.packed_q else p.batch)
+        self.sizes |= {
+            "planes": self.planes,
+            "swizzle": planes or config.planes_at_once(p, s),
+            "SOFTCAP": s.softcap,
+            "CLEARS": not s.deterministic,
+            "ORDERED": s.deterministic,
+        }
+        self.kernel, self.post = Kernel(backward), Kernel(postprocess)
+
+    def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
+        s, room, device = self.spec, self.blocks * self.BM, t.dout.device
+        return super().tensors(t) | {
+            "ACC": torch.empty(room * s.D // 32, 32, dtype=torch.float32, device=device),
+            "LSE2": torch.empty(self.blocks, s.BM, dtype=torch.float32, device=device) if s.softcap else None,
+            "TABLE": torch.empty(self.k_blocks(t.forward.k), 2, dtype=torch.int32, device=device) if s.packed else None,
+        }
+
+    def k_blocks(self, k: torch.Tensor) -> int:
+        return self.outer_blocks(self.problem.kv_len, k.shape[2], config.BN)
+
+    def main(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
+        p, s = self.problem, self.spec
+        steps = [self.list_step(given, "CU_K", "TABLE", config.BN)] if s.packed else []
+        programs = arguments["k_blocks"] * self.planes
+        if s.persistent:
+            programs = min(programs, config.PROCESSORS)
+        names = {"do": "DOUT", "dk": "DK", "dv": "DV", "dq": "ACC", "stats": "STATS", "lse": "LSE2"}
+        steps.append(self.step(self.kernel, (programs, 1), arguments | self.descriptors(given), names))
+        steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments))
+        return steps
+
+    def arguments(self, given: dict[str, Any]) -> Arguments:
+        return super().arguments(given) | {"k_blocks": self.k_blocks(given["k"])}
+
+    def descriptors(self, given: dict[str, Any]) -> Arguments:
+        s = self.spec
+        return {
             "q": descriptor(given["q"], s.BM, s.D, s.dtype),
             "k": descriptor(given["k"], 64, s.D, s.dtype),
             "v": descriptor(given["v"], 64, s.D, s.dtype),
@@ -195,11 +244,6 @@ class Bound:
             "stats": flat_descriptor(given["STATS"], s.BM, 32),
             "lse": row_descriptor(given["LSE2"], s.BM) if s.softcap else None,
         }
-        strided = {"q": "q", "k": "k", "v": "v", "o": "OUT", "do": "DOUT", "lse": "LSE", "dlse": "DLSE"}
-        for prefix, name in (strided | {"dq": "DQ", "dk": "DK", "dv": "DV"}).items():
-            strides = (0, 0, 0) if given[name] is None else given[name].stride()
-            made |= dict(zip((f"{prefix}_b", f"{prefix}_h", f"{prefix}_l"), strides, strict=False))
-        return made | self.sizes | {"k_blocks": self.k_blocks(given["k"])}
 
 
 def flat_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -215,6 +259,10 @@ def row_descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
 
 
 @ByPlan
-def bound_to(plan: Plan) -> Bound:
+def bound_to(plan: Plan) -> Launcher:
     """The plan's launches."""
+    if config.is_wide(plan.problem):
+        from .wide.launch import WideBound
+
+        return WideBound(plan)
     return Bound(plan)

@@ -68,13 +68,12 @@ def fix_up(
     FLAG, q, k, v, OUT, DOUT, LSE, DLSE, DQ, DK, DV, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l,
     dlse_b, dlse_h, dlse_l, dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
-    batch, heads, group, q_len, kv_len, q_offset, left, right, head_dim, scale, softcap,
-    S: tl.constexpr, HAS_DLSE: tl.constexpr, BLOCK: tl.constexpr,
+    batch, heads, group, q_len, kv_len, q_offset, left, right, head_dim, value_dim, scale, softcap,
+    S: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, HAS_DLSE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Programs take turns at blocks of keys, for dK and dV, and of queries, for dQ; unless FLAG is set, at none."""
     if tl.load(FLAG) == 0:
         return
-    D: tl.constexpr = S.D
     kv_heads = heads // group
     of_keys = tl.cdiv(kv_len, BLOCK) * batch * kv_heads
     of_queries = tl.cdiv(q_len, BLOCK) * batch * heads
@@ -109,43 +108,43 @@ def fix_up(
             K = k + b * k_b + head * k_h
             V = v + b * v_b + head * v_h
             k_tile = load_clean(K, kv_start, k_l, first, keys, head_dim, BLOCK, D)
-            v_tile = load_clean(V, kv_start, v_l, first, keys, head_dim, BLOCK, D)
+            v_tile = load_clean(V, kv_start, v_l, first, keys, value_dim, BLOCK, D_V)
             dk = tl.zeros([BLOCK, D], tl.float32)
-            dv = tl.zeros([BLOCK, D], tl.float32)
+            dv = tl.zeros([BLOCK, D_V], tl.float32)
             for g in range(group):
                 h = head * group + g
                 for top in range(0, rows, BLOCK):
                     q_tile = load_clean(q + b * q_b + h * q_h, q_start, q_l, top, rows, head_dim, BLOCK, D)
-                    do_tile = load_clean(DOUT + b * do_b + h * do_h, q_start, do_l, top, rows, head_dim, BLOCK, D)
+                    do_tile = load_clean(DOUT + b * do_b + h * do_h, q_start, do_l, top, rows, value_dim, BLOCK, D_V)
                     lse, delta = load_stats(
                         OUT + b * o_b + h * o_h, DOUT + b * do_b + h * do_h, LSE + b * lse_b + h * lse_h,
                         DLSE + b * dlse_b + h * dlse_h if HAS_DLSE else DLSE, o_l, do_l, lse_l, dlse_l,
-                        q_start, top, rows, head_dim, BLOCK, D, HAS_DLSE,
+                        q_start, top, rows, value_dim, BLOCK, D_V, HAS_DLSE,
                     )  # fmt: skip
                     p, ds = cells(
                         q_tile, do_tile, lse, delta, k_tile, v_tile, top, first, rows, keys, shift, left, right, scale,
-                        softcap, S.softcap, BLOCK,
+                        softcap, SOFTCAP, BLOCK,
                     )  # fmt: skip
                     dv = tl.dot(tl.trans(p), do_tile, dv)
                     dk = tl.dot(tl.trans(ds), q_tile, dk)
             store_rows(DK + b * dk_b + head * dk_h, kv_start, dk_l, first, extent, head_dim, dk * scale, BLOCK, D)
-            store_rows(DV + b * dv_b + head * dv_h, kv_start, dv_l, first, extent, head_dim, dv, BLOCK, D)
+            store_rows(DV + b * dv_b + head * dv_h, kv_start, dv_l, first, extent, value_dim, dv, BLOCK, D_V)
         if (item >= of_keys) & (first < rows):
             q_tile = load_clean(q + b * q_b + head * q_h, q_start, q_l, first, rows, head_dim, BLOCK, D)
-            do_tile = load_clean(DOUT + b * do_b + head * do_h, q_start, do_l, first, rows, head_dim, BLOCK, D)
+            do_tile = load_clean(DOUT + b * do_b + head * do_h, q_start, do_l, first, rows, value_dim, BLOCK, D_V)
             lse, delta = load_stats(
                 OUT + b * o_b + head * o_h, DOUT + b * do_b + head * do_h, LSE + b * lse_b + head * lse_h,
                 DLSE + b * dlse_b + head * dlse_h if HAS_DLSE else DLSE, o_l, do_l, lse_l, dlse_l,
-                q_start, first, rows, head_dim, BLOCK, D, HAS_DLSE,
+                q_start, first, rows, value_dim, BLOCK, D_V, HAS_DLSE,
             )  # fmt: skip
             kv_head = head // group
             dq = tl.zeros([BLOCK, D], tl.float32)
             for begin in range(0, keys, BLOCK):
                 k_tile = load_clean(k + b * k_b + kv_head * k_h, kv_start, k_l, begin, keys, head_dim, BLOCK, D)
-                v_tile = load_clean(v + b * v_b + kv_head * v_h, kv_start, v_l, begin, keys, head_dim, BLOCK, D)
+                v_tile = load_clean(v + b * v_b + kv_head * v_h, kv_start, v_l, begin, keys, value_dim, BLOCK, D_V)
                 p, ds = cells(
                     q_tile, do_tile, lse, delta, k_tile, v_tile, first, begin, rows, keys, shift, left, right, scale,
-                    softcap, S.softcap, BLOCK,
+                    softcap, SOFTCAP, BLOCK,
                 )  # fmt: skip
                 dq = tl.dot(ds, k_tile, dq)
             store_rows(DQ + b * dq_b + head * dq_h, q_start, dq_l, first, rows, head_dim, dq * scale, BLOCK, D)

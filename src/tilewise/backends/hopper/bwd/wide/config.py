@@ -1,0 +1,91 @@
+"""How the backward pass of wide heads is cut: plain functions of a problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .....core.problem import Problem
+from ....gpu.flags import DTYPE_NAMES
+from .. import config
+from .spec import WideSpec
+
+SECTION_BYTES = 20e6  # of inner rows, which programs that work at the same time share in L2
+
+
+def columns_of(problem: Problem) -> dict[str, int]:
+    """Columns that tiles have; what is past those of the tensors reads as 0."""
+    if problem.head_dim <= 192 and problem.value_dim <= 128:
+        return {"D": 128, "tail": 64, "DV": 128}
+    return {"D": 256, "tail": 0, "DV": 256}
+
+
+def specs_of(problem: Problem) -> tuple[WideSpec, WideSpec]:
+    """Of dQ, and of dK with dV.
+
+    Shared memory (KiB of 227), and registers of a consumer's thread for its sums and a step's S and dP:
+
+        256      dQ     Q 64, dO 64, K 2 x 32, V 32 = 224                          128 + 32 + 32
+                 dK, dV K 32, V 32, Q 2 x 32, dO 2 x 32, P 16, statistics 8 = 216  128 + 32 + P 16 (roles)
+        192/128  dQ     Q 48, dO 32, K 3 x 24, V 3 x 16 = 200                      96 + 32 + 32
+                 dK, dV K 48, V 32, Q 3 x 12, dO 3 x 8, statistics 6 = 146         160 + 16 + 16
+    """
+    p, flags = problem, problem.rules.flags
+    columns = columns_of(p)
+    same: dict[str, Any] = {
+        **columns,
+        "dtype": DTYPE_NAMES[p.q_dtype],
+        "hides_right": flags.hides_right,
+        "hides_left": flags.hides_left,
+        "packed": p.packed_q,
+        "lengths": flags.lengths,
+        "offset": flags.offset,
+        "guarded": flags.hides_right or flags.hides_left or p.has_lengths,
+    }
+    LOW, HIGH = config.RIGHT, config.LEFT  # as `consumer.hide` has them
+    narrow = flags.hides_left and sum(config.sides(p)) < 256  # both edges may lie in one block
+    if columns["tail"]:
+        of_queries = {"BI": 64, "u_stages": 3, "w_stages": 3}
+        of_keys = {"BI": 32, "u_stages": 3, "w_stages": 3}
+    else:
+        of_queries = {"BI": 64, "u_stages": 2, "w_stages": 1}
+        of_keys = {"BI": 64, "u_stages": 2, "w_stages": 2, "roles": True}
+    ends = p.has_lengths or p.kv_len % of_queries["BI"] != 0  # keys may end inside a block
+    both = flags.hides_left and (narrow or ends)
+    dq = WideSpec(
+        **same,
+        **of_queries,
+        of_queries=True,
+        low_edges=LOW * flags.hides_left + HIGH * both,
+        high_edges=HIGH * (flags.hides_right or ends or both) + LOW * both,
+    )
+    dkdv = WideSpec(
+        **same,
+        **of_keys,
+        of_queries=False,
+        low_edges=LOW * flags.hides_right + HIGH * (flags.hides_right and narrow),
+        high_edges=HIGH * flags.hides_left + LOW * (flags.hides_right and narrow),
+    )
+    return dq, dkdv
+
+
+def workspace_bytes(problem: Problem) -> int:
+    """64 bytes of statistics for each row."""
+    p = problem
+    blocks = config.query_blocks(p, WideSpec.stats_block)[1] * p.heads * (1 if p.packed_q else p.batch)
+    return blocks * (WideSpec.stats_block * 64 + 4)
+
+
+def planes_at_once(problem: Problem, s: WideSpec) -> int:
+    """How many heads of a batch row go together, their longest programs first: as many as L2 holds the inner rows of.
+
+    Where all programs are as long, each head goes alone.
+    """
+    p = problem
+    planes = p.heads if s.of_queries else p.kv_heads
+    planes *= 1 if p.packed_q else p.batch
+    rows = p.kv_len if s.of_queries else p.q_len * p.group
+    if p.packed_q:
+        rows *= p.batch
+    if not (s.hides_right or s.hides_left):
+        return 1
+    return max(1, min(planes, int(SECTION_BYTES / (rows * (s.D + s.tail + s.DV) * 2))))

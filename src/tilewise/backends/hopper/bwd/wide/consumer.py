@@ -1,0 +1,284 @@
+"""The consumers: two warpgroups whose gradients of 64 outer rows stay in their registers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..arguments import tile
+from ..consumer import hide, part_factors, stat_factors
+from ..sync import named_barrier
+from .arguments import grad_layout, score_layout
+from .sync import P_EMPTY, P_READY, U_EMPTY, W_EMPTY
+from .tile_scheduler import next_block, spans, work_of
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def start_scores(a, buf, u, factors, C: gl.constexpr):
+    """Starts S = X U' [64, BI]; of keys less lse / scale.
+
+    `u >> 30` is 0, which the compiler does not know: it would keep registers for every place in X and Y.
+    """
+    BI: gl.constexpr = a.S.BI
+    stage = u % a.S.u_stages
+    mbarrier.wait(buf.u_full.index(stage), (u // a.S.u_stages) & 1)
+    s = gl.zeros([64, BI], gl.float32, score_layout(a.S))
+    x = buf.x.index(C + (u >> 30)).reshape([64, a.S.D])
+    s = warpgroup_mma(
+        x, tile(buf.u, u, a.S.u_stages, BI, a.S.D).permute((1, 0)), s, use_acc=False, is_async=True
+    )
+    if a.S.tail > 0:
+        x1 = buf.x1.index(C + (u >> 30)).reshape([64, a.S.tail])
+        s = warpgroup_mma(x1, tile(buf.u1, u, a.S.u_stages, BI, a.S.tail).permute((1, 0)), s, is_async=True)
+    if not a.S.of_queries:
+        lse = buf.stats.index(stage).slice(0, 16, 1)  # [BI, 16]
+        s = warpgroup_mma(factors, lse.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def start_dp(a, buf, u, factors, C: gl.constexpr):
+    """Starts dP = Y W' [64, BI]; of keys less delta. One product, or two."""
+    BI: gl.constexpr = a.S.BI
+    mbarrier.wait(buf.w_full.index(u % a.S.w_stages), (u // a.S.w_stages) & 1)
+    dp = gl.zeros([64, BI], gl.float32, score_layout(a.S))
+    y = buf.y.index(C + (u >> 30)).reshape([64, a.S.DV])
+    w = tile(buf.w, u, a.S.w_stages, BI, a.S.DV)
+    dp = warpgroup_mma(y, w.permute((1, 0)), dp, use_acc=False, is_async=True)
+    if not a.S.of_queries:
+        delta = buf.stats.index(u % a.S.u_stages).slice(16, 16, 1)  # [BI, 16]
+        dp = warpgroup_mma(factors, delta.permute((1, 0)), dp, is_async=True)
+    return dp
+
+
+@gluon.jit
+def weights(a, s, i, rows, EDGES: gl.constexpr):
+    """P [64, BI] of inner block i; `rows` are what is known of the outer rows."""
+    lo, hi, minus_lse, _ = rows
+    if a.S.of_queries:
+        p = gl.exp2(gl.fma(s, gl.full_like(s, a.scale * LOG2E), gl.zeros_like(s) + minus_lse[:, None]))
+    else:
+        p = gl.exp2(s * (a.scale * LOG2E))
+    return hide(p, i, lo, hi, score_layout(a.S), EDGES)
+
+
+@gluon.jit
+def operand(x, COLUMNS: gl.constexpr):
+    """As the left operand of a product of so many columns."""
+    return gl.convert_layout(x, gl.DotOperandLayout(0, grad_layout(COLUMNS), 2))
+
+
+@gluon.jit
+def step(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
+    """Inner block i, use u of the rings, for dQ, or for dK and dV, of 64 outer rows of this consumer's own."""
+    BI: gl.constexpr = a.S.BI
+    TAIL: gl.constexpr = a.S.tail
+    OF_KEYS: gl.constexpr = not a.S.of_queries
+    s = start_scores(a, buf, u, factors, C)
+    dp = start_dp(a, buf, u, factors, C)
+    s = warpgroup_mma_wait(1 + OF_KEYS, deps=(s,))
+    p = weights(a, s, i, rows, EDGES)
+    w = tile(buf.w, u, a.S.w_stages, BI, a.S.DV)
+    if OF_KEYS:
+        p16 = operand(p.to(a.x.dtype), a.S.DV)
+        dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
+        ds16 = (p * dp).to(a.x.dtype)
+        dv = warpgroup_mma(p16, w, grads[1 + (TAIL > 0)], is_async=True)
+    else:
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
+        ds16 = (p * (dp + rows[3][:, None])).to(a.x.dtype)
+    left = operand(ds16, a.S.D)
+    dx = warpgroup_mma(left, tile(buf.u, u, a.S.u_stages, BI, a.S.D), grads[0], is_async=True)
+    if TAIL > 0:
+        left1 = operand(ds16, TAIL)
+        dx1 = warpgroup_mma(left1, tile(buf.u1, u, a.S.u_stages, BI, TAIL), grads[1], is_async=True)
+    if OF_KEYS:
+        dv, p16 = warpgroup_mma_wait(1 + (TAIL > 0), deps=(dv, p16))
+        named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
+    if TAIL > 0:
+        dx, dx1, left, left1 = warpgroup_mma_wait(0, deps=(dx, dx1, left, left1))
+        grads = (dx, dx1)
+    else:
+        dx, left = warpgroup_mma_wait(0, deps=(dx, left))
+        grads = (dx,)
+    named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
+    if OF_KEYS:
+        grads = grads + (dv,)
+    return grads
+
+
+@gluon.jit
+def step_dv(a, buf, u, i, grads, rows, factors, EDGES: gl.constexpr):
+    """Inner block i for dV, by the first consumer, which hands P to the second."""
+    BI: gl.constexpr = a.S.BI
+    s = start_scores(a, buf, u, factors, 0)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
+    p = weights(a, s, i, rows, EDGES).to(a.x.dtype)
+    left = operand(p, a.S.DV)
+    mbarrier.wait(buf.w_full.index(u % a.S.w_stages), (u // a.S.w_stages) & 1)
+    dv = warpgroup_mma(left, tile(buf.w, u, a.S.w_stages, BI, a.S.DV), grads[0], is_async=True)
+    if u > 1:
+        named_barrier("bar.sync", P_EMPTY + (u & 1), 256)
+    buf.p.index(u & 1).store(p)
+    named_barrier("bar.arrive", P_READY + (u & 1), 256)
+    dv, left = warpgroup_mma_wait(0, deps=(dv, left))
+    named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
+    return (dv,)
+
+
+@gluon.jit
+def step_dk(a, buf, u, grads, factors):
+    """An inner block for dK, by the second consumer."""
+    BI: gl.constexpr = a.S.BI
+    mbarrier.wait(buf.u_full.index(u % a.S.u_stages), (u // a.S.u_stages) & 1)
+    dp = start_dp(a, buf, u, factors, 0)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
+    named_barrier("bar.sync", P_READY + (u & 1), 256)
+    p = buf.p.index(u & 1).load(score_layout(a.S))
+    named_barrier("bar.arrive", P_EMPTY + (u & 1), 256)
+    left = operand((p.to(gl.float32) * dp).to(a.x.dtype), a.S.D)
+    dk = warpgroup_mma(left, tile(buf.u, u, a.S.u_stages, BI, a.S.D), grads[0], is_async=True)
+    dk, left = warpgroup_mma_wait(0, deps=(dk, left))
+    named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
+    return (dk,)
+
+
+@gluon.jit
+def steps(a, buf, begin, end, i, g, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
+    for u in range(begin, end):
+        if not a.S.roles:
+            grads = step(a, buf, u, i, grads, rows, factors, C, EDGES)
+        elif C == 0:
+            grads = step_dv(a, buf, u, i, grads, rows, factors, EDGES)
+        else:
+            grads = step_dk(a, buf, u, grads, factors)
+        i, g = next_block(a, i, g)
+    return i, g, grads
+
+
+@gluon.jit
+def row_stat(a, w, row, FIRST: gl.constexpr):
+    """-lse / scale (FIRST = 0) or -delta (16) of query rows, added up from their parts."""
+    PARTS: gl.constexpr = part_factors()
+    place = (w.stats + w.head * a.q_blocks).to(gl.int64) * a.S.stats_block
+    total = row * 0.0
+    for n in gl.static_range(4):
+        part = gl.load(a.STATS + (place + row) * 32 + (FIRST + n), mask=row < w.end, other=0.0).to(gl.float32)
+        total += part if a.x.dtype == gl.bfloat16 else part * PARTS[n]
+    return total
+
+
+@gluon.jit
+def outer_rows(a, w, row):
+    """What is known of each outer row: the inner rows that it sees, and of queries their statistics."""
+    lo, hi = spans(a, w, row)
+    minus_lse = row
+    minus_delta = row
+    if a.S.of_queries:
+        minus_lse = gl.where(row < w.end, row_stat(a, w, row, 0) * (a.scale * LOG2E), float("-inf"))
+        minus_delta = row_stat(a, w, row, 16)
+    return lo, hi, minus_lse, minus_delta
+
+
+@gluon.jit
+def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, top, column, COLUMNS: gl.constexpr):
+    """A gradient [64, COLUMNS] of outer rows `top ..`, through memory that is this consumer's."""
+    if a.S.guarded:
+        nothing = x * 0.0  # NaN where a gradient is not finite
+        gl.store(a.FLAG + gl.zeros([64, COLUMNS], gl.int32, grad_layout(COLUMNS)), 1, mask=nothing != 0.0)
+    x = x.to(a.x.dtype)
+    if a.S.packed and top + 64 > w.end:
+        LAYOUT: gl.constexpr = grad_layout(COLUMNS)
+        rows = top + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+        columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+        at = POINTER + w.head.to(gl.int64) * head_stride + (w.start + rows).to(gl.int64) * row_stride + columns
+        gl.store(at, x, mask=(rows < w.end) & (columns < desc.shape[3]))
+    else:
+        buffer.reshape([64, COLUMNS]).store(x)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [w.b, w.head, w.start + top, column], buffer)
+
+
+@gluon.jit
+def in_use(a, w, x, top, COLUMNS: gl.constexpr):
+    """A gradient of keys, 0 for those past the length; rows of queries past the end are not stored."""
+    row = top + gl.arange(0, 64, gl.SliceLayout(1, grad_layout(COLUMNS)))
+    n = w.end if a.S.of_queries else w.kv_len
+    return gl.where((row < n)[:, None], x, 0.0)
+
+
+@gluon.jit
+def store_all(a, buf, w, grads, top, C: gl.constexpr):
+    D: gl.constexpr = a.S.D
+    DV: gl.constexpr = a.S.DV
+    TAIL: gl.constexpr = a.S.tail
+    if a.S.roles:  # the first consumer alone reads K, the second V
+        if C == 0:
+            store(a, w, in_use(a, w, grads[0], top, DV), a.dy, a.DY, a.dy_h, a.dy_l, buf.x.index(0), top, 0, DV)
+        else:
+            dk = in_use(a, w, grads[0], top, D) * a.scale
+            store(a, w, dk, a.dx, a.DX, a.dx_h, a.dx_l, buf.y.index(0), top, 0, D)
+    else:
+        dx = in_use(a, w, grads[0], top, D) * a.scale
+        store(a, w, dx, a.dx, a.DX, a.dx_h, a.dx_l, buf.x.index(C), top, 0, D)
+        if TAIL > 0:
+            dx1 = in_use(a, w, grads[1], top, TAIL) * a.scale
+            store(a, w, dx1, a.dx1, a.DX, a.dx_h, a.dx_l, buf.x1.index(C), top, D, TAIL)
+        if not a.S.of_queries:
+            dv = in_use(a, w, grads[1 + (TAIL > 0)], top, DV)
+            store(a, w, dv, a.dy, a.DY, a.dy_h, a.dy_l, buf.y.index(C), top, 0, DV)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def no_grads(a, C: gl.constexpr):
+    D: gl.constexpr = a.S.D
+    DV: gl.constexpr = a.S.DV
+    TAIL: gl.constexpr = a.S.tail
+    if a.S.roles:
+        COLUMNS: gl.constexpr = DV if C == 0 else D
+        grads = (gl.zeros([64, COLUMNS], gl.float32, grad_layout(COLUMNS)),)
+    else:
+        grads = (gl.zeros([64, D], gl.float32, grad_layout(D)),)
+        if TAIL > 0:
+            grads = grads + (gl.zeros([64, TAIL], gl.float32, grad_layout(TAIL)),)
+        if not a.S.of_queries:
+            grads = grads + (gl.zeros([64, DV], gl.float32, grad_layout(DV)),)
+    return grads
+
+
+@gluon.jit
+def consume(a, buf, index, C: gl.constexpr):
+    w = work_of(a, index)
+    top = w.top + (0 if a.S.roles else C * 64)
+    rows = outer_rows(a, w, top + gl.arange(0, 64, gl.SliceLayout(1, score_layout(a.S))))
+    factors = None
+    if not a.S.of_queries:
+        factors = stat_factors(a.x.dtype, score_layout(a.S))
+    grads = no_grads(a, C)
+    if w.last > w.first:
+        mbarrier.wait(buf.x_full.index(0), 0)
+        mbarrier.wait(buf.y_full.index(0), 0)
+    total = w.steps(a)
+    heads = total // gl.maximum(w.last - w.first, 1)
+    i = w.last - 1
+    g = w.last * 0
+    begin = (w.last - w.outer) * heads
+    end = (w.last - w.inner) * heads
+    if a.S.high_edges > 0:
+        i, g, grads = steps(a, buf, begin * 0, begin, i, g, grads, rows, factors, C, a.S.high_edges)
+    i, g, grads = steps(a, buf, begin, end, i, g, grads, rows, factors, C, 0)
+    if a.S.low_edges > 0:
+        i, g, grads = steps(a, buf, end, total, i, g, grads, rows, factors, C, a.S.low_edges)
+    if top < w.end:
+        store_all(a, buf, w, grads, top, C)

@@ -1,0 +1,44 @@
+"""Backward of wide heads on Hopper: one kernel, launched for dQ and for dK with dV. Nothing is added up in global
+memory, so that every call gives the same bits, and S and dP are computed twice.
+
+    outer rows X, Y (of dQ: Q, dO; of dK and dV: K, V), a program's own; for each block of inner rows U, W (last first):
+        S = X U', dP = Y W'                [64, BI] a consumer, in registers
+        P = exp2(S c - lse), dS = P (dP - delta)
+        dX += dS U, dV += P W              left operands from registers
+
+Where the registers of a consumer do not hold dK and dV (`roles`), both have the same 64 keys: the first computes S, P
+and dV, the second dP and dK, with P through shared memory.
+
+Partitions: two consumer warpgroups, a producer warp (TMA loads).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ...signature import gluon_kernel
+from .arguments import WideArguments, new_buffers
+from .consumer import consume
+from .producer import produce
+
+
+@gluon.jit
+def consumer0(a, buf, index):
+    consume(a, buf, index, 0)
+
+
+@gluon.jit
+def consumer1(a, buf, index):
+    consume(a, buf, index, 1)
+
+
+@gluon_kernel(WideArguments)
+def wide_backward(a):
+    buf = new_buffers(a)
+    fence_async_shared()
+    index = gl.program_id(0)
+    gl.warp_specialize(
+        [(consumer0, (a, buf, index)), (consumer1, (a, buf, index)), (produce, (a, buf, index))],
+        [4, 1],
+        [a.S.consumer_regs, a.S.producer_regs],
+    )

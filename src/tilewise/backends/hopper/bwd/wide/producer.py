@@ -1,0 +1,65 @@
+"""The producer: one warp that loads the outer rows, and then blocks of inner ones, by TMA."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..sync import named_barrier
+from .sync import U_EMPTY, W_EMPTY
+from .tile_scheduler import inner_head, next_block, work_of
+
+
+@gluon.jit
+def load_outer(a, w, desc, full, buffer, column):
+    """Rows past a sequence's end are another's, or read as 0."""
+    TILES: gl.constexpr = a.S.BO // 64
+    for c in gl.static_range(TILES):
+        tma.async_copy_global_to_shared(desc, [w.b, w.head, w.start + w.top + c * 64, column], full, buffer.index(c))
+
+
+@gluon.jit
+def load_x(a, buf, w):
+    TILES: gl.constexpr = a.S.BO // 64
+    TAIL_BYTES: gl.constexpr = a.x1.block_type.nbytes if a.S.tail > 0 else 0
+    full = buf.x_full.index(0)
+    mbarrier.expect(full, TILES * (a.x.block_type.nbytes + TAIL_BYTES))
+    load_outer(a, w, a.x, full, buf.x, 0)
+    if a.S.tail > 0:
+        load_outer(a, w, a.x1, full, buf.x1, a.S.D)
+
+
+@gluon.jit
+def produce(a, buf, index):
+    w = work_of(a, index)
+    BI: gl.constexpr = a.S.BI
+    TILES: gl.constexpr = a.S.BO // 64
+    TAIL_BYTES: gl.constexpr = a.u1.block_type.nbytes if a.S.tail > 0 else 0
+    STATS_BYTES: gl.constexpr = 0 if a.S.of_queries else a.stats.block_type.nbytes
+    i = w.last - 1
+    g = w.last * 0
+    for u in range(w.steps(a)):
+        head = inner_head(a, w, g)
+        row = w.inner_start + i * BI
+        if u == 0:
+            load_x(a, buf, w)
+        s = u % a.S.u_stages
+        if u >= a.S.u_stages:
+            named_barrier("bar.sync", U_EMPTY + s, 288)
+        full = buf.u_full.index(s)
+        mbarrier.expect(full, a.u.block_type.nbytes + TAIL_BYTES + STATS_BYTES)
+        tma.async_copy_global_to_shared(a.u, [w.b, head, row, 0], full, buf.u.index(s))
+        if a.S.tail > 0:
+            tma.async_copy_global_to_shared(a.u1, [w.b, head, row, a.S.D], full, buf.u1.index(s))
+        if not a.S.of_queries:
+            at = (w.stats + head * a.q_blocks) * a.S.stats_block + i * BI
+            tma.async_copy_global_to_shared(a.stats, [at, 0], full, buf.stats.index(s))
+        if u == 0:
+            mbarrier.expect(buf.y_full.index(0), TILES * a.y.block_type.nbytes)
+            load_outer(a, w, a.y, buf.y_full.index(0), buf.y, 0)
+        t = u % a.S.w_stages
+        if u >= a.S.w_stages:
+            named_barrier("bar.sync", W_EMPTY + t, 288)
+        full = buf.w_full.index(t)
+        mbarrier.expect(full, a.w.block_type.nbytes)
+        tma.async_copy_global_to_shared(a.w, [w.b, head, row, 0], full, buf.w.index(t))
+        i, g = next_block(a, i, g)

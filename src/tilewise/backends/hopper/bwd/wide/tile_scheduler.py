@@ -1,0 +1,147 @@
+"""Which outer block a program takes, and which inner blocks it walks."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...signature import struct
+
+
+@struct
+class Work:
+    b: gl.tensor  # batch row of all tensors; packed: 0
+    head: gl.tensor  # of the outer rows
+    top: gl.tensor  # the first outer row of the program, in its sequence
+    start: gl.tensor  # of the outer rows' sequence
+    end: gl.tensor  # outer rows that there are
+    inner_start: gl.tensor
+    kv_len: gl.tensor  # keys in use
+    shift: gl.tensor  # row i sees keys i + shift - left .. i + shift + right
+    stats: gl.tensor  # place of the sequence's first block of statistics, of head 0
+    first: gl.tensor  # inner blocks first .. last - 1 are walked, perhaps none
+    last: gl.tensor
+    inner: gl.tensor  # of those, inner .. outer - 1 are seen whole
+    outer: gl.tensor
+
+    @gluon.jit
+    def steps(self, a):
+        return (self.last - self.first) * heads_of_step(a)
+
+
+@gluon.jit
+def heads_of_step(a):
+    """How many inner heads a program walks: dK and dV sum over the queries of their group."""
+    return 1 if a.S.of_queries else a.group
+
+
+@gluon.jit
+def inner_head(a, w, g):
+    return w.head // a.group if a.S.of_queries else w.head * a.group + g
+
+
+@gluon.jit
+def next_block(a, i, g):
+    """The order of inner blocks: from the last one back, and of each all heads of the group."""
+    if a.S.of_queries:
+        i -= 1
+    else:
+        g += 1
+        wraps = g == a.group
+        i -= wraps.to(gl.int32)
+        g = gl.where(wraps, 0, g)
+    return i, g
+
+
+@gluon.jit
+def work_of(a, tile_index):
+    """The longest programs of `swizzle` planes (heads of a batch row) first, then those of the next planes."""
+    BO: gl.constexpr = a.S.BO
+    BI: gl.constexpr = a.S.BI
+    width = a.swizzle * a.blocks
+    begin = tile_index // width * a.swizzle
+    count = gl.minimum(a.swizzle, a.planes - begin)
+    rest = tile_index % width
+    n = rest // count
+    plane = begin + rest % count
+    zero = n * 0
+    if a.S.packed:  # planes are heads: blocks of all sequences are one list
+        seq = gl.load(a.TABLE + 2 * n)
+        n = gl.load(a.TABLE + 2 * n + 1)
+        head = plane
+        b = zero
+        q_start = gl.load(a.CU_Q + seq)
+        kv_start = gl.load(a.CU_K + seq)
+        q_len = gl.load(a.CU_Q + seq + 1) - q_start
+        kv_end = gl.load(a.CU_K + seq + 1) - kv_start
+        stats = q_start // a.S.stats_block + seq
+    else:
+        outer_heads = a.heads
+        if not a.S.of_queries:
+            outer_heads = a.heads // a.group
+        seq = plane // outer_heads
+        head = plane % outer_heads
+        if a.S.of_queries and a.S.hides_right:
+            n = a.blocks - 1 - n
+        b = seq
+        q_start = zero
+        kv_start = zero
+        q_len = zero + a.q_len
+        kv_end = zero + a.kv_len
+        stats = seq * a.heads * a.q_blocks
+    kv_len = kv_end
+    if a.S.lengths:
+        kv_len = gl.load(a.KV_LENGTHS + seq)
+    if a.S.offset == "int":
+        shift = zero + a.q_offset
+    elif a.S.offset == "rows":
+        shift = gl.load(a.Q_OFFSET + seq)
+    else:
+        shift = kv_len - q_len
+    top = n * BO
+    first = zero
+    inner = zero
+    if a.S.of_queries:  # row i sees keys lo .. hi - 1, which go up with i
+        start = q_start
+        end = q_len
+        inner_start = kv_start
+        some = top < q_len
+        last = gl.cdiv(kv_len, BI)
+        outer = kv_len // BI
+        lo = top + shift - a.left
+        hi = top + shift + a.right + 1
+        HIDES_LOW: gl.constexpr = a.S.hides_left
+        HIDES_HIGH: gl.constexpr = a.S.hides_right
+    else:  # and key j is seen by rows lo .. hi - 1
+        start = kv_start
+        end = kv_end
+        inner_start = q_start
+        some = top < kv_len
+        last = gl.cdiv(q_len, BI)
+        outer = last
+        lo = top - shift - a.right
+        hi = top - shift + a.left + 1
+        HIDES_LOW: gl.constexpr = a.S.hides_right
+        HIDES_HIGH: gl.constexpr = a.S.hides_left
+    if HIDES_HIGH:
+        outer = gl.minimum(gl.maximum(hi, 0) // BI, outer)
+        last = gl.minimum(gl.cdiv(gl.maximum(hi + (BO - 1), 0), BI), last)
+    if HIDES_LOW:
+        first = gl.minimum(gl.maximum(lo, 0) // BI, last)
+        inner = gl.cdiv(gl.maximum(lo + (BO - 1), 0), BI)
+    last = gl.where(some, gl.maximum(last, first), first)
+    inner = gl.minimum(gl.maximum(inner, first), last)
+    outer = gl.minimum(gl.maximum(outer, inner), last)
+    return Work(b, head, top, start, end, inner_start, kv_len, shift, stats, first, last, inner, outer)
+
+
+@gluon.jit
+def spans(a, w, row):
+    """The inner rows lo .. hi - 1 that each outer row sees, as far as edges ask."""
+    if a.S.of_queries:
+        lo = row + w.shift - a.left
+        hi = row * 0 + w.kv_len
+        if a.S.hides_right:
+            hi = gl.minimum(row + w.shift + a.right + 1, hi)
+    else:
+        lo = row - w.shift - a.right
+        hi = row - w.shift + a.left + 1
+    return lo, hi
