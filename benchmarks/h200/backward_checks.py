@@ -43,13 +43,17 @@ LARGE = [
 ]  # fmt: skip
 
 
-def cases() -> list[Case]:
+WIDE = [(256, 256), (192, 128), (256, 256), (192, 128), (160, 136), (136, 40)]
+
+
+def cases(wide: bool) -> list[Case]:
     """Each once, in float16 and bfloat16 in turn."""
     found: dict[str, Case] = {}
     for n, case in enumerate([*GRADIENTS, *SOME, *LARGE]):
         width = min(128, -(-case.D // 8) * 8)
+        D, Dv = WIDE[n // 2 % len(WIDE)] if wide else (width, width)
         fitted = replace(
-            case, D=width, Dv=width, dtype=("bf16", "f16")[n % 2], k="", v="", mask="", mask_kind="bool",
+            case, D=D, Dv=Dv, dtype=("bf16", "f16")[n % 2], k="", v="", mask="", mask_kind="bool",
             pattern="random", alibi="", chunk=None, tile=None, scale=None,
         )  # fmt: skip
         if 0 not in (max(case.q_lengths or (case.Lq,)), max(case.lengths or (1,))):  # else no backend is asked
@@ -112,13 +116,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--large", action="store_true", help="the cases of more tiles alone")
     parser.add_argument("--persistent", action="store_true", help="persistent programs in every case")
+    parser.add_argument("--wide", action="store_true", help="head dims 192/128, 256 and between")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     start = time.perf_counter()
     record = describe(f"python benchmarks/h200/backward_checks.py --repeats {args.repeats}", torch.device("cuda"))
     record |= {"cases": [], "repeats": []}
-    chosen = [case for case in cases() if args.only in str(case)]
-    big = [replace(case, dtype="bf16", mask="") for case in LARGE if case.D % 64 == 0 and args.only in str(case)]
+    chosen = [case for case in cases(args.wide) if args.only in str(case)]
+    big = [replace(case, dtype="bf16", mask="") for case in LARGE if case.D % 64 == 0]
+    if args.wide:
+        big = [replace(case, D=WIDE[n % 2][0], Dv=WIDE[n % 2][1]) for n, case in enumerate(big)]
+    big = [case for case in big if args.only in str(case)]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), persistent, (args.persistent,)) as pool:
         jobs = {pool.submit(repeats, case, args.repeats): "repeats" for case in big}
         jobs |= {pool.submit(check, case): "cases" for case in (chosen[-len(LARGE) :] if args.large else chosen)}

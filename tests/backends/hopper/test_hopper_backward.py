@@ -103,9 +103,7 @@ def test_what_comes_before_and_after_compiles(p):
     for kernel in (preprocess, postprocess):
         assert built(kernel, arguments, tuple(x for x in flags if x in kernel.arg_names)).sass
     memory = dict.fromkeys(("q", "k", "v"), arguments["OUT"])
-    fix_up = built(
-        fix_up_kernel, arguments | memory | {"BLOCK": 64}, ("S", "D", "D_V", "HAS_DLSE", "SOFTCAP", "BLOCK")
-    )
+    fix_up = built(fix_up_kernel, arguments | memory | {"BLOCK": 64}, ("S", "D", "D_V", "HAS_DLSE", "SOFTCAP", "BLOCK"))
     assert fix_up.shared <= SHARED[90]
     if p.packed_q:
         rest = {"CU": arguments["CU_Q"], "X": arguments["DQ"], "x_h": 64, "x_l": 64, "total": 9, "width": 64}

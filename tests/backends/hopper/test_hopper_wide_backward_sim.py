@@ -10,10 +10,8 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 import gluon_sim
-from gluon_values import SimError
 from hopper_bwd_sim import Wide
 from tilewise.testing.case import Case
-from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
 
 KERNELS = vars(gluon_sim.load(places=gluon_sim.WIDE))

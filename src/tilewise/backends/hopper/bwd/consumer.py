@@ -42,7 +42,7 @@ def part_factors():
 def stat_factors(DTYPE: gl.constexpr, SCORES: gl.constexpr):
     """A left operand [64, 16] that adds up the parts of a statistic, the same for each key."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    if DTYPE == gl.bfloat16:
+    if gl.bfloat16 == DTYPE:
         return gl.full([64, 16], 1.0, DTYPE, LAYOUT)
     PARTS: gl.constexpr = part_factors()
     column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]

@@ -69,7 +69,8 @@ def fix_up(
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l,
     dlse_b, dlse_h, dlse_l, dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
     batch, heads, group, q_len, kv_len, q_offset, left, right, head_dim, value_dim, scale, softcap,
-    S: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, HAS_DLSE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, HAS_DLSE: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Programs take turns at blocks of keys, for dK and dV, and of queries, for dQ; unless FLAG is set, at none."""
     if tl.load(FLAG) == 0:

@@ -31,9 +31,7 @@ def start_scores(a, buf, u, factors, C: gl.constexpr):
     mbarrier.wait(buf.u_full.index(stage), (u // a.S.u_stages) & 1)
     s = gl.zeros([64, BI], gl.float32, score_layout(a.S))
     x = buf.x.index(C + (u >> 30)).reshape([64, a.S.D])
-    s = warpgroup_mma(
-        x, tile(buf.u, u, a.S.u_stages, BI, a.S.D).permute((1, 0)), s, use_acc=False, is_async=True
-    )
+    s = warpgroup_mma(x, tile(buf.u, u, a.S.u_stages, BI, a.S.D).permute((1, 0)), s, use_acc=False, is_async=True)
     if a.S.tail > 0:
         x1 = buf.x1.index(C + (u >> 30)).reshape([64, a.S.tail])
         s = warpgroup_mma(x1, tile(buf.u1, u, a.S.u_stages, BI, a.S.tail).permute((1, 0)), s, is_async=True)
