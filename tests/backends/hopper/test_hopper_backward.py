@@ -135,7 +135,9 @@ def test_what_is_not_served_is_refused_by_name():
     assert config.refusal(p) is None
     assert "ALiBi" in config.refusal(replace(p, alibi=True))
     assert "rules of positions" in config.refusal(problem(chunk=7))
-    assert "head dims" in config.refusal(problem(D=136))
+    assert "head dims" in config.refusal(problem(D=132))
+    assert "head dims" in config.refusal(problem(D=264))
+    assert "head dims" in config.refusal(replace(p, value_dim=64))
     assert "scales" in config.refusal(replace(p, scale=1e-6))
     assert "16 bytes" in config.refusal(replace(p, aligned=False))
 

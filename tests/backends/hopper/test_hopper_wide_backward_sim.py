@@ -10,8 +10,10 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 import gluon_sim
+from gluon_values import SimError
 from hopper_bwd_sim import Wide
 from tilewise.testing.case import Case
+from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
 
 KERNELS = vars(gluon_sim.load(places=gluon_sim.WIDE))
@@ -30,9 +32,9 @@ CASES = {
 }
 
 
-def simulate(case, kernels, seed=0, slack=0.0):
+def simulate(case, kernels, seed=0):
     """A backward pass of clean inputs: what is not finite is the fix-up's."""
-    made = make_gradients(case, slack=slack, grads=("q", "k", "v"))
+    made = make_gradients(case, slack=0.0, grads=("q", "k", "v"))
     for gradient in made.call.tensors.gradients().values():
         gradient.fill_(float("nan"))
     Wide(made.call.problem, made.call.tensors).run(kernels, seed=seed)
@@ -43,3 +45,48 @@ def simulate(case, kernels, seed=0, slack=0.0):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name, seed):
     simulate(CASES[name], KERNELS, seed)
+
+
+RELEASE_Q = '    named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)\n'
+RELEASE_V = '        named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)\n'
+DK_DONE = "    dk, left = warpgroup_mma_wait(0, deps=(dk, left))\n"
+DP_DONE = "        dp = warpgroup_mma_wait(0, deps=(dp,))\n"
+MUTANTS = {
+    "P is read before it is there": ("256, groups", "consumer",
+        '    named_barrier("bar.sync", P_READY + (u & 1), 256)\n', ""),
+    "Q is released before dK": ("256, groups", "consumer", DK_DONE + RELEASE_Q, RELEASE_Q + DK_DONE),
+    "V is released before dP": ("256, groups", "consumer", DP_DONE + RELEASE_V, RELEASE_V + DP_DONE),
+    "a ring's wrong phase": ("192/128 causal, groups", "consumer", "(u // a.S.u_stages) & 1", "u * 0"),
+    "causal one key off": ("256 lengths", "tile_scheduler", "hi = gl.minimum(row + w.shift + a.right + 1, hi)",
+        "hi = gl.minimum(row + w.shift + a.right + 2, hi)"),
+    "causal one row off": ("192/128 causal, groups", "tile_scheduler", "lo = row - w.shift - a.right",
+        "lo = row - w.shift - a.right + 1"),
+    "a window one key too long": ("192/128 packed", "tile_scheduler", "lo = row + w.shift - a.left",
+        "lo = row + w.shift - a.left - 1"),
+    "a window one row too long": ("192/128 packed", "tile_scheduler", "hi = row - w.shift + a.left + 1",
+        "hi = row - w.shift + a.left + 2"),
+    "an edge's block left out": ("256 window", "tile_scheduler", "first = gl.minimum(gl.maximum(lo, 0) // BI, last)",
+        "first = gl.minimum(gl.cdiv(gl.maximum(lo, 0), BI), last)"),
+    "the last block of keys left out": ("256, groups", "tile_scheduler", "last = gl.cdiv(kv_len, BI)",
+        "last = kv_len // BI"),
+    "keys past the length": ("192/128 lengths", "consumer", "n = w.end if a.S.of_queries else w.kv_len", "n = w.end"),
+    "one head of the group": ("256, groups", "tile_scheduler", "w.head * a.group + g", "w.head * a.group"),
+    "another sequence's statistics": ("256 packed", "tile_scheduler", "q_start // a.S.stats_block + seq",
+        "q_start // a.S.stats_block"),
+    "delta left out": ("192/128 lengths", "consumer", "(dp + rows[3][:, None])", "dp"),
+    "scale twice": ("160, 136", "consumer", "grads[0], top, D) * a.scale", "grads[0], top, D) * a.scale * a.scale"),
+    "the tail's place": ("192/128 lengths", "consumer", "buf.x1.index(C), top, D,", "buf.x1.index(C), top, 0,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_noticed(name):
+    case, file, old, new = MUTANTS[name]
+    kernels = vars(gluon_sim.load({f"wide.{file}": [(old, new)]}, gluon_sim.WIDE))
+    with pytest.raises((SimError, Mismatch)):
+        simulate_often(CASES[case], kernels)
+
+
+def simulate_often(case, kernels):
+    for seed in range(4):
+        simulate(case, kernels, seed)

@@ -14,7 +14,7 @@ from ..arguments import tile
 from ..consumer import hide, part_factors, stat_factors
 from ..sync import named_barrier
 from .arguments import grad_layout, score_layout
-from .sync import P_EMPTY, P_READY, U_EMPTY, W_EMPTY
+from .sync import P_READY, U_EMPTY, W_EMPTY
 from .tile_scheduler import next_block, spans, work_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -115,7 +115,11 @@ def step(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexp
 
 @gluon.jit
 def step_dv(a, buf, u, i, grads, rows, factors, EDGES: gl.constexpr):
-    """Inner block i for dV, by the first consumer, which hands P to the second."""
+    """Inner block i for dV, by the first consumer, which hands P to the second.
+
+    Of the two places for P the second consumer has read this one: it has released Q of the block before the last.
+    """
+    gl.static_assert(a.S.u_stages == 2)
     BI: gl.constexpr = a.S.BI
     s = start_scores(a, buf, u, factors, 0)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -124,8 +128,6 @@ def step_dv(a, buf, u, i, grads, rows, factors, EDGES: gl.constexpr):
     left = operand(p, a.S.DV)
     mbarrier.wait(buf.w_full.index(u % a.S.w_stages), (u // a.S.w_stages) & 1)
     dv = warpgroup_mma(left, tile(buf.w, u, a.S.w_stages, BI, a.S.DV), grads[0], is_async=True)
-    if u > 1:
-        named_barrier("bar.sync", P_EMPTY + (u & 1), 256)
     buf.p.index(u & 1).store(p)
     named_barrier("bar.arrive", P_READY + (u & 1), 256)
     dv, left = warpgroup_mma_wait(0, deps=(dv, left))
@@ -143,7 +145,6 @@ def step_dk(a, buf, u, grads, factors):
     named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
     named_barrier("bar.sync", P_READY + (u & 1), 256)
     p = buf.p.index(u & 1).load(score_layout(a.S))
-    named_barrier("bar.arrive", P_EMPTY + (u & 1), 256)
     left = operand((p.to(gl.float32) * dp).to(a.x.dtype), a.S.D)
     dk = warpgroup_mma(left, tile(buf.u, u, a.S.u_stages, BI, a.S.D), grads[0], is_async=True)
     dk, left = warpgroup_mma_wait(0, deps=(dk, left))
