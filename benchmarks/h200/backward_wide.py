@@ -32,7 +32,7 @@ CELLS = [
 ]
 # What a variant changes in the two specs, of dQ and of dK with dV.
 VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
-    256: {},
+    256: {"late P": ({}, {"early_p": False})},
     192: {"2 stages": ({"u_stages": 2, "w_stages": 2}, {"u_stages": 2, "w_stages": 2})},
 }
 

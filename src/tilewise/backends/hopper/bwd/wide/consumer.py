@@ -126,10 +126,14 @@ def step_dv(a, buf, u, i, grads, rows, factors, EDGES: gl.constexpr):
     named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
     p = weights(a, s, i, rows, EDGES).to(a.x.dtype)
     left = operand(p, a.S.DV)
+    if a.S.early_p:
+        buf.p.index(u & 1).store(p)
+        named_barrier("bar.arrive", P_READY + (u & 1), 256)
     mbarrier.wait(buf.w_full.index(u % a.S.w_stages), (u // a.S.w_stages) & 1)
     dv = warpgroup_mma(left, tile(buf.w, u, a.S.w_stages, BI, a.S.DV), grads[0], is_async=True)
-    buf.p.index(u & 1).store(p)
-    named_barrier("bar.arrive", P_READY + (u & 1), 256)
+    if not a.S.early_p:
+        buf.p.index(u & 1).store(p)
+        named_barrier("bar.arrive", P_READY + (u & 1), 256)
     dv, left = warpgroup_mma_wait(0, deps=(dv, left))
     named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
     return (dv,)

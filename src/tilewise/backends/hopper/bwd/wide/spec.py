@@ -19,6 +19,7 @@ class WideSpec:
     u_stages: int  # of Q or K, the inner rows
     w_stages: int  # and of dO or V
     roles: bool = False  # the consumers have the same 64 keys: the first dV, the second dK; else each has 64 outer rows
+    early_p: bool = True  # roles: P is handed on before dV starts
     hides_right: bool = False  # causal, or a window's right side
     hides_left: bool = False
     packed: bool = False
