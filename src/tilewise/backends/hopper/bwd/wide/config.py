@@ -44,8 +44,8 @@ def specs_of(problem: Problem) -> tuple[WideSpec, WideSpec]:
     LOW, HIGH = config.RIGHT, config.LEFT  # as `consumer.hide` has them
     narrow = flags.hides_left and sum(config.sides(p)) < 256  # both edges may lie in one block
     if columns["tail"]:
-        of_queries = {"BI": 64, "u_stages": 3, "w_stages": 3}
-        of_keys = {"BI": 32, "u_stages": 3, "w_stages": 3}
+        of_queries: dict[str, Any] = {"BI": 64, "u_stages": 3, "w_stages": 3}
+        of_keys: dict[str, Any] = {"BI": 32, "u_stages": 3, "w_stages": 3}
     else:
         of_queries = {"BI": 64, "u_stages": 2, "w_stages": 1}
         of_keys = {"BI": 64, "u_stages": 2, "w_stages": 2, "roles": True}
