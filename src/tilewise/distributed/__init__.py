@@ -1,0 +1,14 @@
+"""Attention over many devices: sequences sharded over the ranks of a mesh, on `torch.distributed`.
+
+from torch.distributed.device_mesh import init_device_mesh
+from tilewise import distributed
+
+mesh = init_device_mesh("cuda", (8,))
+q, k, v = (distributed.shard(x, mesh, dim=2) for x in (q, k, v))
+out = distributed.attention(q, k, v, mesh=mesh, causal=True)
+"""
+
+from .attention import attention
+from .layout import positions, shard, unshard
+
+__all__ = ["attention", "positions", "shard", "unshard"]

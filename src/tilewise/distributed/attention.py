@@ -1,0 +1,235 @@
+"""`attention` of sharded sequences: arguments to a task, heads exchanged where the scheme says so, and the ring."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..core.options import Options, as_rules, is_int
+from ..errors import InvalidArgument, Unsupported
+from ..state import AttentionState
+from ..validation import keywords
+from .exchange import Heads, ToHeads, ToTokens
+from .function import EXTRAS, Attention, forward
+from .layout import ORDERS, Ranks, as_offsets, check_count, global_length, inner_sizes, pieces, ranks_of, total
+from .rows import Call
+from .steps import Task
+
+PASSED_ON = ("scale", "softcap", "split_size", "allow_tf32", "deterministic", "backend")  # to every part, as they are
+RULES = ("causal", "window", "chunk", "q_offset", "kv_lengths")
+KNOWN = ("layout", "validate", *PASSED_ON, *RULES, *EXTRAS)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: Any,
+    scheme: str = "zigzag",
+    length: int | tuple[int, int] | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> torch.Tensor | AttentionState:
+    """Attention of sequences whose tokens lie over the ranks of a mesh: `tilewise.attention` of the whole, sharded.
+
+    Every rank calls it, with its own tokens (`shard`) and the same options; the result is for its own queries. Forward
+    and backward are deterministic for a given mesh.
+
+    Args:
+        q: this rank's queries, `[B, H, n, D]` (or as `layout` says), or packed `[n, H, D]` with `cu_seqlens_q`.
+        k: this rank's keys, `[B, Hkv, m, D]` or `[m, Hkv, D]`.
+        v: this rank's values, likewise, of `Dv`.
+        mesh: a `DeviceMesh` of one dim, or of two for `"2d"`: the ring and, inside, Ulysses. Or a process group.
+        scheme: how tokens lie and what is sent.
+            `"zigzag"`: a ring over two chunks on each rank, with equal work under a causal rule.
+            `"ring"`: a ring over contiguous parts.
+            `"gather"`: the same chunks as `"zigzag"`; all keys that a rank sees are brought at once, a few heads at a
+            time, and there is nothing to merge.
+            `"ulysses"`: contiguous parts; each rank gets all tokens of some heads. `H` is a multiple of the ranks.
+            `"2d"`: Ulysses on dim 1 of the mesh inside of a zigzag on dim 0.
+        length: tokens on all ranks, or those of q and of k; needed where ranks hold different numbers of them.
+        cu_seqlens_q: int `[B + 1]` of the packed sequences on all ranks. On a GPU it is waited for: hand in one that is
+            on the CPU.
+        cu_seqlens_k: likewise; None is that of the queries.
+        return_lse: return an `AttentionState`.
+        mask: this rank's rows and all keys in their order, `[..., n, Lk]`, each dim full or 1. With packed sequences
+            that of all, as in `varlen_attention`.
+        kv_lengths: keys in use of the whole sequence, int `[B]`.
+        q_offset: the position of the first query of the whole sequence.
+        validate: True compares sizes and options between the ranks first, by one exchange.
+
+    All other options as in `tilewise.attention`. `out=` and `tile_map=` are not taken.
+
+    Returns:
+        `out` as `q`, with `Dv`; with `return_lse` an `AttentionState`. Gradients of `sinks`, of `alibi_slopes` and of a
+        mask whose rows are not sharded are this rank's share: their sum over the mesh is the gradient.
+    """
+    if unknown := [name for name in options if name not in KNOWN]:
+        keywords.refuse(unknown, [*keywords.of(attention), *KNOWN])
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise InvalidArgument(name, f"a {type(x).__name__}", "a torch tensor", "Quantised: hand in x.dequantise()")
+    o = Options(**options)
+    ring, inner = ranks_of(mesh, scheme)
+    packed = cu_seqlens_q is not None
+    want = 3 if packed else 4
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != want:
+            raise InvalidArgument(name, f"{x.ndim} dims", f"{want}", "packed sequences have 3, with cu_seqlens_q")
+    if o.layout not in ("bhld", "blhd"):
+        raise InvalidArgument("layout", repr(o.layout), "'bhld' or 'blhd'")
+    head, seq = (1, 0) if packed else (1, 2) if o.layout == "bhld" else (2, 1)
+
+    lengths = length if isinstance(length, tuple) else (length, length)
+    Lq, Lk = (
+        global_length("length", x.shape[seq], n, ring.size, inner.size) for x, n in zip((q, k), lengths, strict=True)
+    )
+    cu_q = as_offsets(cu_seqlens_q, Lq, "cu_seqlens_q")
+    cu_k = cu_q if packed and cu_seqlens_k is None else as_offsets(cu_seqlens_k, Lk, "cu_seqlens_k")
+    if len(cu_q) != len(cu_k):
+        raise InvalidArgument("cu_seqlens_k", f"{len(cu_k)} offsets", f"{len(cu_q)}, as cu_seqlens_q")
+    order = ORDERS[scheme]
+    if order == "striped":
+        raise Unsupported("distributed", "scheme='striped' shards, but has no attention", "take 'zigzag'")
+    q_pieces, k_pieces = (
+        tuple(pieces(n, ring.size, rank, order, cu) for rank in range(ring.size)) for n, cu in ((Lq, cu_q), (Lk, cu_k))
+    )
+    for name, x, held, n in (("q", q, q_pieces, Lq), ("k", k, k_pieces, Lk)):
+        sizes = inner_sizes(total(held[ring.rank]), inner.size)
+        check_count(name, x.shape[seq], sizes[inner.rank], n)
+    if v.shape[seq] != k.shape[seq]:
+        raise InvalidArgument("v", f"{v.shape[seq]} tokens", f"{k.shape[seq]}, as k")
+
+    rows = len(cu_q) - 1 if packed else q.shape[0]
+    offsets, used, seen = _places(o, rows, Lq, Lk, cu_q, cu_k)
+    rules = as_rules(o)
+    if rules.chunk:
+        raise Unsupported("distributed", "chunk= over several ranks", "use a window")
+    task = Task(
+        rules,
+        q_pieces,
+        k_pieces,
+        cu_q or (0, Lq),
+        cu_k or (0, Lk),
+        seen,
+        fusible=o.mask is None and o.alibi_slopes is None and all(len(each) == 1 for each in seen),
+        gather=scheme == "gather",
+    )
+    passed = {name: options[name] for name in PASSED_ON if name in options}
+    if not packed:
+        passed["layout"] = o.layout
+    call = Call(task, ring, passed, packed, head, seq, offsets, used, q.device)
+    extras = {"mask": _as_mask(o.mask, q, packed, head, seq, Lk), "sinks": o.sinks, "alibi_slopes": o.alibi_slopes}
+    if inner.size == 1:
+        state = _over_ring(call, q, k, v, extras)
+    else:
+        state = _over_heads(call, inner, q, k, v, extras, return_lse)
+    return state if return_lse else state.out
+
+
+def _over_ring(call: Call, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> AttentionState:
+    tensors = (q, k, v, *(extras[name] for name in EXTRAS))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return AttentionState(*Attention.apply(call, *tensors))
+    return AttentionState(*forward(call, q, k, v, {name: x for name, x in extras.items() if x is not None}))
+
+
+def _over_heads(
+    call: Call, inner: Ranks, q: Any, k: Any, v: Any, extras: dict[str, Any], return_lse: bool
+) -> AttentionState:
+    """Tokens for heads among the inner ranks, the ring, and back."""
+    H, Hkv, n = q.shape[call.head], k.shape[call.head], inner.size
+    if H % n or H % Hkv:
+        want = f"a multiple of {n}, the ranks of Ulysses, and of k's {Hkv}"
+        raise InvalidArgument("q", f"{H} heads", want, "take 'zigzag' or 'gather'")
+    each = H // n
+    mine = range(inner.rank * each, (inner.rank + 1) * each)
+    parts = [range(u * each, (u + 1) * each) for u in range(n)]
+    q_sizes, k_sizes = (
+        inner_sizes(total(held[call.ranks.rank]), n) for held in (call.task.q_pieces, call.task.k_pieces)
+    )
+    own = Heads(inner, parts, q_sizes, call.head, call.seq)
+    theirs = Heads(inner, [kv_heads(part, H // Hkv) for part in parts], k_sizes, call.head, call.seq)
+    q = ToHeads.apply(q, own)
+    k, v = (ToHeads.apply(x, theirs) for x in (k, v))
+    mask, sinks, slopes = (extras[name] for name in EXTRAS)
+    some = {
+        "sinks": None if sinks is None else sinks[mine.start : mine.stop],
+        "alibi_slopes": None if slopes is None else slopes[..., mine.start : mine.stop],
+        "mask": mask,
+    }
+    # One row of a mask may be this rank's only one, or stand for all: where a rank has one, all take it for their own.
+    if mask is not None and (call.packed or (mask.shape[-2] == 1 and 1 not in q_sizes)):
+        some["mask"] = mask[:, mine.start : mine.stop] if mask.shape[1] > 1 else mask
+    elif mask is not None:
+        has = parts if mask.shape[1] > 1 else [range(1)] * n
+        mask = mask.expand(-1, -1, q_sizes[inner.rank], -1)
+        some["mask"] = ToHeads.apply(mask, Heads(inner, has, q_sizes, 1, 2))
+    out, lse = _over_ring(call, q, k, v, some)
+    out = ToTokens.apply(out, own)
+    return AttentionState(out, ToTokens.apply(lse[..., None], own)[..., 0] if return_lse else lse)
+
+
+def kv_heads(part: Sequence[int], group: int) -> list[int]:
+    """The KV heads of some query heads; one for each of them, where they share those unevenly.
+
+    >>> kv_heads(range(4, 8), 2), kv_heads(range(0, 2), 8), kv_heads(range(2, 5), 3)
+    ([2, 3], [0], [0, 1, 1])
+    """
+    each = [h // group for h in part]
+    heads = sorted(set(each))
+    even = len(part) % len(heads) == 0
+    size = len(part) // len(heads)
+    return heads if even and each == [h for h in heads for _ in range(size)] else each
+
+
+def _places(
+    o: Options, rows: int, Lq: int, Lk: int, cu_q: Sequence[int], cu_k: Sequence[int]
+) -> tuple[torch.Tensor | int, torch.Tensor | None, tuple[tuple[tuple[int, int], ...], ...]]:
+    """Where queries stand and how many keys are in use: as parts are given them, and as numbers for the plan."""
+    given = []
+    for name in ("q_offset", "kv_lengths"):
+        x = getattr(o, name)
+        if x is not None and not is_int(x):
+            if not isinstance(x, torch.Tensor) or x.shape != (rows,) or x.is_floating_point():
+                raise InvalidArgument(name, repr(x), f"an int tensor [{rows}]" + " or an int" * (name == "q_offset"))
+        elif x is not None and name == "kv_lengths":
+            raise InvalidArgument(name, repr(x), f"an int tensor [{rows}]")
+        given.append(x.tolist() if isinstance(x, torch.Tensor) else [x] * rows)
+    packed = bool(cu_q)
+    whole = [b - a for a, b in itertools.pairwise(cu_k)] if packed else [Lk] * rows
+    queries = [b - a for a, b in itertools.pairwise(cu_q)] if packed else [Lq] * rows
+    used = [n if u is None else u for u, n in zip(given[1], whole, strict=True)]
+    for b, (u, n) in enumerate(zip(used, whole, strict=True)):
+        if not 0 <= u <= n:
+            raise InvalidArgument(f"kv_lengths[{b}]", u, f"0 to {n}, the keys of all ranks")
+    starts = [u - n if at is None else int(at) for at, u, n in zip(given[0], used, queries, strict=True)]
+    both = list(zip(starts, used, strict=True))
+    if packed:
+        return 0, None, tuple((each,) for each in both)
+    seen = (tuple(sorted(set(both))) or ((Lk - Lq, Lk),),)
+    lengths = None if o.kv_lengths is None else o.kv_lengths.to(torch.int32)
+    if len({start for start, _ in seen[0]}) == 1:
+        return seen[0][0][0], lengths, seen
+    offsets: Any = o.q_offset if isinstance(o.q_offset, torch.Tensor) else o.kv_lengths - Lq
+    return offsets.to(torch.int32), lengths, seen
+
+
+def _as_mask(mask: Any, q: torch.Tensor, packed: bool, head: int, seq: int, Lk: int) -> Any:
+    """A mask of four dims, checked against this rank's rows and all keys."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor) or not 2 <= mask.ndim <= 4:
+        raise InvalidArgument("mask", getattr(mask, "shape", type(mask).__name__), "a tensor of 2 to 4 dims")
+    mask = mask.view((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    want = (q.shape[0], q.shape[head], q.shape[seq], Lk)
+    if not packed and any(size not in (1, n) for size, n in zip(mask.shape, want, strict=True)):
+        remedy = "this rank's rows (tilewise.distributed.shard(mask, mesh, -2)) and all ranks' keys"
+        raise InvalidArgument("mask", tuple(mask.shape), f"{want}, each size or 1", remedy)
+    return mask

@@ -1,0 +1,190 @@
+"""Messages between ranks: K and V on their way, gradients on their way home, heads for tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .layout import Ranks
+from .steps import Range, Round, Source
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def take(x: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
+    """Rows of `x`, contiguous; without a copy where they are all of a contiguous tensor."""
+    parts = [x.narrow(dim, lo, hi - lo) for lo, hi in ranges]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def resized(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Memory for a tensor like `x` of another size along `dim`."""
+    return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+
+
+class Messages:
+    """Messages that are under way: `wait` for them before what was received is read, or what was sent is reused."""
+
+    def __init__(self, ranks: Ranks, sends: Sequence[tuple[int, Tensors]], receipts: Sequence[tuple[int, Tensors]]):
+        self.ranks, self.held = ranks, (sends, receipts)
+        ops = []
+        for kind, messages in ((dist.irecv, receipts), (dist.isend, sends)):
+            for peer, tensors in messages:
+                at = dist.get_global_rank(ranks.group, peer)
+                ops += [dist.P2POp(kind, x, at, ranks.group) for x in tensors if x.numel()]
+        self.works = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works, self.held = [], ((), ())
+
+
+class Bringing:
+    """The keys and values of a round, under way to this rank; `buffer` waits for them."""
+
+    def __init__(self, ranks: Ranks, round: Round, tensors: Tensors, dim: int) -> None:
+        self.round, self.dim, self.rank = round, dim, ranks.rank
+        taken: dict[tuple[Range, ...], Tensors] = {}
+
+        def rows(source: Source) -> Tensors:
+            if source.ranges not in taken:
+                taken[source.ranges] = tuple(take(x, dim, source.ranges) for x in tensors)
+            return taken[source.ranges]
+
+        self.came: dict[int, Tensors] = {}
+        for source in round.sources:
+            if source.rank != ranks.rank:
+                self.came[source.rank] = tuple(resized(x, dim, source.rows) for x in tensors)
+            elif source.ranges == ((0, tensors[0].shape[dim]),):
+                self.came[source.rank] = tensors
+            else:
+                self.came[source.rank] = rows(source)
+        receipts = [(rank, x) for rank, x in self.came.items() if rank != ranks.rank]
+        self.messages = Messages(ranks, [(to.rank, rows(to)) for to in round.sends], receipts)
+
+    def buffer(self) -> Tensors:
+        """K and V of the round, as its pairs count their rows; empty if only others needed something."""
+        self.messages.wait()
+        order = self.round.order
+        if len(order) < 2:
+            return self.came[order[0][0]] if order else ()
+        both = zip(*(self.came[rank] for rank, _, _ in order), strict=True)
+        return tuple(
+            torch.cat(
+                [x.narrow(self.dim, row, count) for x, (_, row, count) in zip(parts, order, strict=True)], self.dim
+            )
+            for parts in both
+        )
+
+
+class Returning:
+    """Gradients of a round's keys and values, under way to where those live; `add` waits for this rank's own."""
+
+    def __init__(self, ranks: Ranks, round: Round, found: Tensors, home: Tensors, tensors: Tensors, dim: int) -> None:
+        self.round, self.dim, self.home = round, dim, home
+        by_rank = {source.rank: self._of(source.rank, found) for source in round.sources} if found else {}
+        own = by_rank.pop(ranks.rank, None)
+        if own is not None:
+            self._add(own, next(source for source in round.sources if source.rank == ranks.rank))
+        self.came = [tuple(resized(x, dim, to.rows) for x in tensors) for to in round.sends]
+        receipts = [(to.rank, x) for to, x in zip(round.sends, self.came, strict=True)]
+        sends = [
+            (rank, tuple(x.to(t.dtype).contiguous() for x, t in zip(part, tensors, strict=True)))
+            for rank, part in by_rank.items()
+        ]
+        self.messages = Messages(ranks, sends, receipts)
+
+    def _of(self, rank: int, found: Tensors) -> Tensors:
+        """The rows of a source, in the order in which it sent them."""
+        if len(self.round.order) < 2:
+            return found
+        at, places = 0, []
+        for owner, row, count in self.round.order:
+            if owner == rank:
+                places.append((row, at, count))
+            at += count
+        return tuple(torch.cat([x.narrow(self.dim, i, n) for _, i, n in sorted(places)], self.dim) for x in found)
+
+    def _add(self, parts: Tensors, source: Source) -> None:
+        for x, part in zip(self.home, parts, strict=True):
+            at = 0
+            for lo, hi in source.ranges:
+                x.narrow(self.dim, lo, hi - lo).add_(part.narrow(self.dim, at, hi - lo))
+                at += hi - lo
+
+    def add(self) -> None:
+        """What others found of this rank's keys and values, added in the order of ranks: the same bits each time."""
+        self.messages.wait()
+        for to, parts in zip(self.round.sends, self.came, strict=True):
+            self._add(parts, to)
+
+
+# Heads for tokens
+
+
+def _all_to_all(parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], ranks: Ranks) -> list[torch.Tensor]:
+    """Sends `parts[u]` to rank u and receives tensors of `shapes`, one from each."""
+    counts = [torch.Size(shape).numel() for shape in shapes]
+    flat = torch.cat([x.reshape(-1) for x in parts])
+    came = flat.new_empty(sum(counts))
+    dist.all_to_all_single(came, flat, counts, [x.numel() for x in parts], group=ranks.group)
+    return [x.view(tuple(shape)) for x, shape in zip(came.split(counts), shapes, strict=True)]
+
+
+class Heads:
+    """Who has which tokens of all heads before, and all tokens of which heads after an exchange."""
+
+    def __init__(self, ranks: Ranks, heads: Sequence[Sequence[int]], sizes: Sequence[int], head: int, seq: int) -> None:
+        self.ranks, self.heads, self.sizes, self.head, self.seq = ranks, heads, sizes, head, seq
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All tokens of this rank's heads, from some tokens of all heads. A head may go to several ranks."""
+        index = [torch.tensor(list(h), device=x.device) for h in self.heads]
+        parts = [x.index_select(self.head, i) for i in index]
+        shape = list(x.shape)
+        shape[self.head] = len(self.heads[self.ranks.rank])
+        shapes = [[*shape[: self.seq], size, *shape[self.seq + 1 :]] for size in self.sizes]
+        return torch.cat(_all_to_all(parts, shapes, self.ranks), self.seq)
+
+    def scatter(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """This rank's tokens of all `count` heads; those of a head that several ranks had are summed, in float32."""
+        parts = list(x.split(list(self.sizes), self.seq))
+        shape = list(parts[self.ranks.rank].shape)
+        shapes = [[*shape[: self.head], len(h), *shape[self.head + 1 :]] for h in self.heads]
+        came = _all_to_all(parts, shapes, self.ranks)
+        if [i for h in self.heads for i in h] == list(range(count)):
+            return torch.cat(came, self.head)
+        whole = x.new_zeros([*shape[: self.head], count, *shape[self.head + 1 :]], dtype=torch.float32)
+        for part, heads in zip(came, self.heads, strict=True):
+            whole.index_add_(self.head, torch.tensor(list(heads), device=x.device), part.float())
+        return whole.to(x.dtype)
+
+
+class ToHeads(torch.autograd.Function):
+    """`Heads.gather`, whose gradient is `Heads.scatter`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, heads: Heads) -> torch.Tensor:
+        ctx.heads, ctx.count = heads, x.shape[heads.head]
+        return heads.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.heads.scatter(dx, ctx.count), None
+
+
+class ToTokens(torch.autograd.Function):
+    """`Heads.scatter` of heads that each one rank has, whose gradient is `Heads.gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, heads: Heads) -> torch.Tensor:
+        ctx.heads = heads
+        return heads.scatter(x, sum(map(len, heads.heads)))
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.heads.gather(dx), None

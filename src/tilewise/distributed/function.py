@@ -1,0 +1,175 @@
+"""Attention over a ring of ranks as one autograd function.
+
+Forward: while a round's parts are computed, the keys of the next one are under way. Results of parts are merged in
+float32, in the order of rounds.
+Backward: keys come again by the same rounds; each part has the `out` and `lse` of all keys, so that its gradients add
+up. Those of keys and values go straight to their owner, while the next round is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import no_double_backward
+from ..state import AttentionState, merge
+from .exchange import Bringing, Returning
+from .rows import Call, add_to_mask, documents, rows
+from .steps import Range
+
+EXTRAS = ("mask", "sinks", "alibi_slopes")
+MOST_GROUPS = 8  # of heads, that a gather brings apart
+
+
+def head_groups(call: Call, kv_heads: int) -> list[Range]:
+    """The KV heads that are brought together: all in a ring; in a gather few, so that the rest is under way."""
+    if not call.task.gather or call.ranks.size == 1:
+        return [(0, kv_heads)]
+    size = -(-kv_heads // MOST_GROUPS)
+    return [(lo, min(lo + size, kv_heads)) for lo in range(0, kv_heads, size)]
+
+
+class Attention(torch.autograd.Function):
+    """`(out, lse)` of this rank's queries over all ranks' keys."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: Any) -> Any:
+        given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
+        out, lse = forward(call, q, k, v, given)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, out, lse, *extras)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise no_double_backward()
+        names = ("q", "k", "v", *EXTRAS)
+        q, k, v, out, lse, *extras = ctx.saved_tensors
+        wanted = tuple(name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed)
+        dout = torch.zeros_like(out) if dout is None else dout
+        given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
+        found = backward(ctx.call, (q, k, v, out, lse, dout, dlse), given, wanted)
+        return (None, *(found.get(name) for name in names))
+
+
+def _of_heads(call: Call, extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]:
+    """What some heads have of masks, sinks and slopes."""
+    lo, size = heads[0], heads[1] - heads[0]
+    found = {}
+    for name, x in extras.items():
+        dim = -3 if name == "mask" else -1
+        has_heads = x.ndim >= -dim and x.shape[dim] > 1
+        found[name] = x.narrow(dim, lo, size) if has_heads else x
+    return found
+
+
+def forward(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
+    work = [(kv, *each) for kv in head_groups(call, k.shape[call.head]) for each in call.rounds]
+    once, sinks = call.once, extras.get("sinks")
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype if once else torch.float32)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
+    if sinks is not None:  # once for each row that belongs to a document, whatever keys it sees
+        shape = [1] * lse.ndim
+        shape[call.head] = -1
+        for lo, hi in call.task.rows_in_use(call.ranks.rank):
+            call.cut(lse, (lo, hi)).copy_(sinks.view(shape))
+    parts = {name: x for name, x in extras.items() if name != "sinks" or once}
+
+    def bring(kv: Range, round: Any) -> Bringing:
+        cut = tuple(x.narrow(call.head, kv[0], kv[1] - kv[0]) for x in (k, v))
+        return Bringing(call.ranks, round, cut, call.seq)
+
+    coming = [bring(kv, round) for kv, round, _ in work[:1]]
+    for i, (kv, _, units) in enumerate(work):
+        coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
+        buffer = coming.pop(0).buffer()
+        heads = (kv[0] * group, kv[1] * group)
+        some = _of_heads(call, parts, heads, kv)
+        for unit in units:
+            q_rows, k_rows = rows(unit)
+            part = call.forward(unit, call.cut(q, q_rows, heads), [call.cut(x, k_rows) for x in buffer], some)
+            state = AttentionState(call.cut(out, q_rows, heads), call.cut(lse, q_rows, heads))
+            for x, new in zip(state, part if once else merge([state, part]), strict=True):
+                x.copy_(new)
+    return out.to(q.dtype), lse
+
+
+def backward(
+    call: Call, tensors: tuple[Any, ...], extras: dict[str, Any], wanted: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    q, k, v, out, lse, dout, dlse = tensors
+    group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
+    held = {"q": q, "k": k, "v": v, **extras}
+    found = {name: torch.zeros(held[name].shape, dtype=torch.float32, device=q.device) for name in wanted}
+    if "sinks" in wanted:
+        found["sinks"] = _of_sinks(call, extras["sinks"], out, lse, dout, dlse)
+    grads = tuple(name for name in wanted if name != "sinks")
+    keys = tuple(name for name in ("k", "v") if name in wanted)
+    work = [(kv, *each) for kv in head_groups(call, k.shape[call.head]) for each in call.rounds] if grads else []
+    parts = {name: x for name, x in extras.items() if name != "sinks"}
+
+    def of_heads(names: tuple[str, ...], of: dict[str, torch.Tensor], kv: Range) -> tuple[torch.Tensor, ...]:
+        return tuple(of[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in names)
+
+    def bring(kv: Range, round: Any) -> Bringing:
+        return Bringing(call.ranks, round, of_heads(("k", "v"), held, kv), call.seq)
+
+    coming = [bring(kv, round) for kv, round, _ in work[:1]]
+    going: list[Returning] = []
+    for i, (kv, round, units) in enumerate(work):
+        coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
+        buffer = coming.pop(0).buffer()
+        heads = (kv[0] * group, kv[1] * group)
+        some = _of_heads(call, parts, heads, kv)
+        sums = _of_heads(call, {name: found[name] for name in grads if name in EXTRAS}, heads, kv)
+        summed = {name: torch.zeros_like(x, dtype=torch.float32) for name, x in zip("kv", buffer, strict=False)}
+        for unit in units:
+            q_rows, k_rows = rows(unit)
+            cut = [None if x is None else call.cut(x, q_rows, heads) for x in (q, out, lse, dout, dlse)]
+            part = call.backward(unit, (cut[0], *(call.cut(x, k_rows) for x in buffer), *cut[1:]), grads, some)
+            if part.dq is not None:
+                call.cut(found["q"], q_rows, heads).add_(part.dq)
+            for name, x in (("k", part.dk), ("v", part.dv)):
+                if x is not None:
+                    call.cut(summed[name], k_rows).add_(x)
+            if part.dmask is not None:
+                add_to_mask(sums["mask"], part.dmask, unit)
+            if "alibi_slopes" in grads:
+                _add_slopes(call, sums["alibi_slopes"], part.dalibi_slopes, unit)
+        if keys:
+            ready = tuple(summed[name] for name in keys) if buffer else ()
+            going.append(
+                Returning(call.ranks, round, ready, of_heads(keys, found, kv), of_heads(keys, held, kv), call.seq)
+            )
+            if len(going) > 1:
+                going.pop(0).add()
+    for last in going:
+        last.add()
+    return {name: x.to(held[name].dtype) for name, x in found.items()}
+
+
+def _add_slopes(call: Call, total: torch.Tensor, part: Any, unit: Any) -> None:
+    if call.packed and total.ndim == 2:
+        total.index_add_(0, torch.tensor(documents(unit), device=total.device), part.float())
+    else:
+        total.add_(part)
+
+
+def _of_sinks(
+    call: Call, sinks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: Any
+) -> torch.Tensor:
+    """-sum over rows of exp(sink - lse) * delta: a row's sink is one, whatever keys it sees."""
+    delta = (dout.float() * out.float()).sum(-1, dtype=torch.float64)  # [B, H, n]: few, and they cancel
+    if dlse is not None:
+        delta = delta - dlse
+    shape = [1] * lse.ndim
+    shape[call.head] = -1
+    live = lse.isfinite()
+    each = torch.where(live, -(sinks.view(shape).double() - torch.where(live, lse, 0.0)).exp() * delta, 0.0)
+    return each.sum([dim for dim in range(lse.ndim) if dim != call.head])  # [H]

@@ -1,0 +1,224 @@
+"""How the tokens of a sequence lie over the ranks of a mesh: which rank holds which, in which order.
+
+A rank holds *pieces*, runs of tokens `start, start + stride, ...`, one after the other along the sharded dim.
+
+    contiguous   rank r of R holds the r-th part
+    zigzag       the sequence is cut into 2R chunks, and rank r holds chunks r and 2R - 1 - r: under a causal rule all
+                 ranks see equally many keys. Packed documents are cut one by one
+    striped      token i is on rank i mod R
+
+Parts differ by at most one token where the length is no multiple of their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import InvalidArgument
+
+ORDERS = {
+    "ring": "contiguous",
+    "zigzag": "zigzag",
+    "striped": "striped",
+    "gather": "zigzag",
+    "ulysses": "contiguous",
+    "2d": "zigzag",
+}
+
+
+class Piece(NamedTuple):
+    """Tokens `start`, `start + stride`, ...: `size` of them."""
+
+    start: int
+    size: int
+    stride: int = 1
+
+
+class Ranks(NamedTuple):
+    """One dim of a mesh: its process group, this process's place in it, and how many there are."""
+
+    group: Any
+    rank: int
+    size: int
+
+
+def ranks_of(mesh: Any, scheme: str) -> tuple[Ranks, Ranks]:
+    """The ranks of a mesh: those that shard the sequence in a ring, and those that exchange heads for tokens inside."""
+    alone = Ranks(None, 0, 1)
+    if scheme not in ORDERS:
+        raise InvalidArgument("scheme", repr(scheme), f"one of {', '.join(map(repr, ORDERS))}")
+    if isinstance(mesh, DeviceMesh):
+        want = 2 if scheme == "2d" else 1
+        if mesh.ndim != want:
+            remedy = "mesh['name'] is one dim of a larger mesh" if want == 1 else "the ring is dim 0, Ulysses dim 1"
+            raise InvalidArgument("mesh", f"{mesh.ndim} dims", f"{want} for scheme={scheme!r}", remedy)
+        dims = [Ranks(mesh.get_group(d), mesh.get_local_rank(d), mesh.size(d)) for d in range(want)]
+    elif isinstance(mesh, dist.ProcessGroup):
+        if scheme == "2d":
+            raise InvalidArgument("mesh", "a ProcessGroup", "a DeviceMesh of 2 dims for scheme='2d'")
+        dims = [Ranks(mesh, dist.get_rank(mesh), dist.get_world_size(mesh))]
+    else:
+        raise InvalidArgument("mesh", f"a {type(mesh).__name__}", "a DeviceMesh or a ProcessGroup")
+    if scheme == "2d":
+        return dims[0], dims[1]
+    return (alone, dims[0]) if scheme == "ulysses" else (dims[0], alone)
+
+
+def pieces(length: int, ring: int, rank: int, order: str, cu_seqlens: Sequence[int] = ()) -> tuple[Piece, ...]:
+    """The pieces of one rank of a ring, in the order in which they lie in its memory.
+
+    >>> pieces(16, 2, 1, "zigzag")
+    (Piece(start=4, size=4, stride=1), Piece(start=8, size=4, stride=1))
+    """
+    if order == "striped":
+        found = [Piece(rank, len(range(rank, length, ring)), ring)]
+    elif order == "contiguous":
+        found = [_part(0, length, ring, rank)]
+    else:
+        bounds = sorted({0, *cu_seqlens, length})
+        ends = itertools.pairwise(bounds)
+        found = [_part(lo, hi - lo, 2 * ring, i) for lo, hi in ends for i in (rank, 2 * ring - 1 - rank)]
+    return tuple(piece for piece in found if piece.size)
+
+
+def _part(start: int, length: int, parts: int, i: int) -> Piece:
+    lo, hi = i * length // parts, (i + 1) * length // parts
+    return Piece(start + lo, hi - lo)
+
+
+def inner_sizes(count: int, inner: int) -> list[int]:
+    """How many of a ring rank's tokens each rank of its inner group holds."""
+    return [_part(0, count, inner, u).size for u in range(inner)]
+
+
+def total(held: Sequence[Piece]) -> int:
+    return sum(piece.size for piece in held)
+
+
+def global_length(name: str, count: int, length: int | None, ring: int, inner: int) -> int:
+    """The tokens of all ranks: as given, or equally many on each."""
+    if length is None:
+        return count * ring * inner
+    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+        raise InvalidArgument(name, repr(length), "the number of tokens on all ranks")
+    return length
+
+
+def rows_of(length: int, ring: Ranks, inner: Ranks, scheme: str, cu_seqlens: Sequence[int] = ()) -> torch.Tensor:
+    """The tokens of one rank, int64 on the CPU."""
+    held = pieces(length, ring.size, ring.rank, ORDERS[scheme], cu_seqlens)
+    parts = [torch.arange(p.start, p.start + p.size * p.stride, p.stride, device="cpu") for p in held]
+    rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
+    return rows.split(inner_sizes(len(rows), inner.size))[inner.rank]
+
+
+def as_offsets(cu_seqlens: Any, length: int, name: str = "cu_seqlens") -> tuple[int, ...]:
+    """Offsets of packed sequences as ints; a tensor on a GPU is waited for."""
+    if cu_seqlens is None:
+        return ()
+    found = tuple(int(x) for x in (cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens))
+    rising = all(a <= b for a, b in itertools.pairwise(found))
+    if len(found) < 2 or found[0] != 0 or found[-1] > length or not rising:
+        want = f"offsets of all ranks' sequences: from 0, never falling, to at most {length} tokens"
+        raise InvalidArgument(name, str(found[:8]), want)
+    return found
+
+
+# What a caller has to do with it
+
+
+def positions(length: int, mesh: Any, scheme: str = "zigzag", *, cu_seqlens: Any = None) -> torch.Tensor:
+    """The positions of this rank's tokens in the sequence, int64 `[n]` on the CPU: for rotary embeddings and labels.
+
+    Args:
+        length: tokens on all ranks.
+        mesh: as in `attention`, and so is `scheme`.
+        cu_seqlens: int `[B + 1]` of packed sequences; positions then count from each sequence's start.
+    """
+    ring, inner = ranks_of(mesh, scheme)
+    offsets = as_offsets(cu_seqlens, length)
+    rows = rows_of(length, ring, inner, scheme, offsets)
+    if not offsets:
+        return rows
+    starts = torch.tensor(offsets, device="cpu")
+    return rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
+
+
+def shard(x: torch.Tensor, mesh: Any, dim: int, scheme: str = "zigzag", *, cu_seqlens: Any = None) -> torch.Tensor:
+    """This rank's part of a tensor that every rank holds whole: its tokens along `dim`, as `scheme` deals them out.
+
+    Args:
+        x: the same on every rank.
+        mesh: as in `attention`, and so is `scheme`.
+        dim: the dim of tokens; of a mask that of its rows.
+        cu_seqlens: int `[B + 1]`, if `dim` is of packed sequences: a zigzag deals out each of them.
+
+    Returns:
+        The part, a copy. Gradients flow back to `x`.
+    """
+    ring, inner = ranks_of(mesh, scheme)
+    rows = rows_of(x.shape[dim], ring, inner, scheme, as_offsets(cu_seqlens, x.shape[dim]))
+    return x.index_select(dim, rows.to(x.device))
+
+
+def unshard(
+    x: torch.Tensor,
+    mesh: Any,
+    dim: int,
+    scheme: str = "zigzag",
+    *,
+    length: int | None = None,
+    cu_seqlens: Any = None,
+) -> torch.Tensor:
+    """The whole of a sharded tensor, on every rank: the inverse of `shard`. Without gradients.
+
+    Args:
+        x: this rank's part.
+        mesh: as in `attention`, and so is `scheme`.
+        dim: the dim of tokens.
+        length: tokens on all ranks; None if each holds as many.
+        cu_seqlens: as given to `shard`.
+    """
+    ring, inner = ranks_of(mesh, scheme)
+    length = global_length("length", x.shape[dim], length, ring.size, inner.size)
+    offsets = as_offsets(cu_seqlens, length)
+    places = (
+        [Ranks(None, r, ring.size) for r in range(ring.size)],
+        [Ranks(None, u, inner.size) for u in range(inner.size)],
+    )
+    rows = [[rows_of(length, r, u, scheme, offsets) for u in places[1]] for r in places[0]]
+    check_count("x", x.shape[dim], len(rows[ring.rank][inner.rank]), length)
+    moved = x.detach().movedim(dim, 0).contiguous()
+    if scheme == "2d":  # the inner ranks first: what they hold together is a ring rank's part
+        moved = torch.cat(_gathered(moved, inner, [len(part) for part in rows[ring.rank]]))
+        parts = _gathered(moved, ring, [sum(map(len, of)) for of in rows])
+    else:
+        both = inner if scheme == "ulysses" else ring
+        parts = _gathered(moved, both, [len(part) for of in rows for part in of])
+    order = torch.cat([part for of in rows for part in of]).to(x.device)
+    whole = moved.new_empty((length, *moved.shape[1:]))
+    whole[order] = torch.cat(parts)
+    return whole.movedim(0, dim)
+
+
+def check_count(name: str, given: int, expected: int, length: int) -> None:
+    if given != expected:
+        remedy = "length= is the number on all ranks, if they do not hold equally many; see tilewise.distributed.shard"
+        raise InvalidArgument(name, f"{given} tokens", f"{expected}, this rank's of {length}", remedy)
+
+
+def _gathered(x: torch.Tensor, ranks: Ranks, sizes: list[int]) -> list[torch.Tensor]:
+    """What each rank holds, `[size, ...]`, padded on the way: collectives want equal shapes."""
+    if ranks.size == 1:
+        return [x]
+    padded = x.new_zeros((max(sizes), *x.shape[1:]))
+    padded[: len(x)] = x
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=ranks.group)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]

@@ -1,0 +1,147 @@
+"""The parts of a call: each pair of query and key rows as a call of tilewise, forward and backward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..api import attention, varlen_attention
+from ..autograd import AttentionGradients, attention_backward
+from ..state import AttentionState
+from .layout import Ranks
+from .packing import Pass, packed_rounds
+from .steps import Pair, Range, Round, Task, rounds
+
+Unit = Pair | Pass
+
+
+@dataclass
+class Call:
+    """What all parts of a call share. Tensors of options are handed in apart, since they may require grad."""
+
+    task: Task
+    ranks: Ranks
+    options: dict[str, Any]  # of every part: scale, softcap, layout, backend, ...
+    packed: bool
+    head: int  # dims of heads and of tokens, in q, k, v, out and lse
+    seq: int
+    offsets: torch.Tensor | int  # of the first query: for all, or `[B]`
+    lengths: torch.Tensor | None  # keys in use `[B]`, of a dense call
+    device: torch.device
+
+    @property
+    def rounds(self) -> list[tuple[Round, tuple[Unit, ...]]]:
+        found = rounds(self.task, self.ranks.rank)
+        units: Any = packed_rounds(self.task, self.ranks.rank) if self.packed else [r.pairs for r in found]
+        return list(zip(found, units, strict=True))
+
+    @property
+    def once(self) -> bool:
+        """Whether each row is in one part at most, whose result then is the row's."""
+        units = [unit for _, found in self.rounds for unit in found]
+        if self.packed:
+            return len(units) < 2
+        ranges = sorted(rows(unit)[0] for unit in units)
+        return all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+
+    def cut(self, x: torch.Tensor, which: Range, heads: Range | None = None) -> torch.Tensor:
+        x = x.narrow(self.seq, which[0], which[1] - which[0])
+        return x if heads is None else x.narrow(self.head, heads[0], heads[1] - heads[0])
+
+    def forward(self, unit: Unit, q: Any, kv: Any, extras: dict[str, Any]) -> AttentionState:
+        """One part, over tensors that are cut to its heads and, q, k and v, to its rows."""
+        options = self.options | self._of(unit, extras)
+        tables = [options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")] if self.packed else []
+        if "sinks" in extras:
+            options["sinks"] = extras["sinks"]
+        return (varlen_attention if self.packed else attention)(q, *kv, *tables, return_lse=True, **options)
+
+    def backward(self, unit: Unit, tensors: Any, grads: tuple[str, ...], extras: dict[str, Any]) -> AttentionGradients:
+        q, k, v, out, lse, dout, dlse = tensors
+        options = {name: x for name, x in self.options.items() if name != "split_size"} | self._of(unit, extras)
+        return attention_backward(q, k, v, out, lse, dout, dlse=dlse, grads=grads, **options)
+
+    def _of(self, unit: Unit, extras: dict[str, Any]) -> dict[str, Any]:
+        """The options of one part: rules with the positions of its rows, and what it has of masks and slopes."""
+        found = self._packed(unit) if isinstance(unit, Pass) else self._dense(unit)
+        if "mask" in extras:
+            found["mask"] = part_of_mask(extras["mask"], unit)
+        if "alibi_slopes" in extras:
+            slopes = extras["alibi_slopes"]
+            found["alibi_slopes"] = slopes[documents(unit)] if self.packed and slopes.ndim == 2 else slopes
+        return found
+
+    def _rules(self) -> dict[str, Any]:
+        rules = self.task.rules
+        window = None if rules.window == (None, None) else rules.window
+        return {"causal": rules.causal, "window": window, "chunk": rules.chunk or None}
+
+    def _dense(self, p: Pair) -> dict[str, Any]:
+        found: dict[str, Any] = {"q_offset": self.offsets + p.qpos - p.kpos}
+        if p.full:
+            return found
+        if self.lengths is not None:
+            found["kv_lengths"] = (self.lengths - p.kpos).clamp(0, p.keys)
+        return found | self._rules()
+
+    def _packed(self, p: Pass) -> dict[str, Any]:
+        def ints(values: Any) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+        starts = [0 if x is None else self.task.seen[x.doc][0][0] + x.qpos - x.kpos for x in p.pairs]
+        found: dict[str, Any] = {"cu_seqlens_q": ints(p.cu_q), "cu_seqlens_k": ints(p.cu_k), "q_offset": ints(starts)}
+        found |= {"max_q": p.max_q, "max_k": p.max_k}
+        return found if p.full else found | self._rules()
+
+
+def rows(unit: Unit) -> tuple[Range, Range]:
+    """The rows of queries and of the buffer's keys."""
+    if isinstance(unit, Pass):
+        return unit.q, unit.k
+    return (unit.q, unit.q + unit.rows), (unit.k, unit.k + unit.keys)
+
+
+def documents(unit: Unit) -> list[int]:
+    assert isinstance(unit, Pass)
+    return [0 if pair is None else pair.doc for pair in unit.pairs]
+
+
+# Masks. A dense call's has this rank's rows and all keys; a packed call's is that of all ranks.
+
+
+def part_of_mask(mask: torch.Tensor, unit: Unit) -> torch.Tensor:
+    """What a part sees of a mask: a view, or a padded copy for packed documents."""
+    if isinstance(unit, Pair):
+        return _cell_block(mask, unit, unit.q)
+    part = mask.new_zeros((len(unit.pairs), mask.shape[1], unit.max_q, unit.max_k))
+    for place, cells in _documents(part, mask, unit):
+        place.copy_(cells)
+    return part
+
+
+def add_to_mask(dmask: torch.Tensor, part: torch.Tensor, unit: Unit) -> None:
+    """Adds the gradient of a part of a mask to its place."""
+    if isinstance(unit, Pair):
+        _cell_block(dmask, unit, unit.q).add_(part)
+        return
+    for place, cells in _documents(part, dmask, unit):
+        summed = [dim for dim, size in enumerate(cells.shape) if size == 1 != place.shape[dim]]
+        cells.add_(place.sum(summed, keepdim=True) if summed else place)
+
+
+def _documents(part: torch.Tensor, mask: torch.Tensor, unit: Pass) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each document its cells in a part's mask and in the mask of all, `[1 or H, rows, keys]`."""
+    for i, pair in enumerate(unit.pairs):
+        if pair is not None:
+            whole = mask[pair.doc if mask.shape[0] > 1 else 0]
+            yield part[i, :, : pair.rows, : pair.keys], _cell_block(whole, pair, pair.qpos)
+
+
+def _cell_block(mask: torch.Tensor, pair: Pair, row: int) -> torch.Tensor:
+    if mask.shape[-2] > 1:
+        mask = mask.narrow(-2, row, pair.rows)
+    return mask.narrow(-1, pair.kpos, pair.keys) if mask.shape[-1] > 1 else mask

@@ -1,0 +1,265 @@
+"""Which rank needs which keys, when, and what it computes of them: plain functions of sizes and rules.
+
+A rank's *rounds* come from two functions. `meet` says which rows of some queries see which of some keys: one interval
+each, by the rules' key spans. `rounds` puts them together: in a ring, round t brings the keys of the rank t places
+before; in a gather, one round brings all. Keys go from their owner straight to the rank that sees them, and only the
+rows that it sees: what the rules hide is neither sent nor computed.
+
+Every rank computes the same plan for itself and its peers from the same numbers, so that sends and receipts match
+without a word between them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..core.mask_rules import MaskRules, key_span, query_span
+from .layout import Piece
+
+Range = tuple[int, int]  # rows [lo, hi) of a tensor
+
+
+class Span(NamedTuple):
+    """Neighbouring tokens of one document that are neighbours in memory too."""
+
+    doc: int
+    pos: int  # of the first, in its document
+    row: int  # of the first, in memory
+    size: int
+
+
+class Pair(NamedTuple):
+    """Rows of queries over rows of keys of one document: what one call computes."""
+
+    doc: int
+    q: int
+    rows: int
+    qpos: int  # of the first row, in its document
+    k: int
+    keys: int
+    kpos: int
+    full: bool  # every cell is visible: the call needs no rules
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call over a ring, as far as its plan depends on it. The same on all ranks."""
+
+    rules: MaskRules
+    q_pieces: tuple[tuple[Piece, ...], ...]  # of each rank
+    k_pieces: tuple[tuple[Piece, ...], ...]
+    cu_q: tuple[int, ...]  # [0, Lq] if there is one document
+    cu_k: tuple[int, ...]
+    seen: tuple[tuple[tuple[int, int], ...], ...]  # for each document (offset, keys in use), of each batch row
+    fusible: bool  # nothing but the rules depends on positions: what is full may be joined
+    gather: bool = False  # all keys at once, in their order
+    hash: int = field(default=0, compare=False, repr=False)
+
+    def __post_init__(self) -> None:  # hashed at each call, to find its plan
+        parts = (self.rules, self.q_pieces, self.k_pieces, self.cu_q, self.cu_k, self.seen, self.fusible, self.gather)
+        object.__setattr__(self, "hash", hash(parts))
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    @property
+    def ranks(self) -> int:
+        return len(self.q_pieces)
+
+    def rows_in_use(self, rank: int) -> list[Range]:
+        """The rows of a rank's queries that belong to a document."""
+        return [(span.row, span.row + span.size) for span in _spans(self, rank, False)]
+
+
+class Source(NamedTuple):
+    """Rows of keys of one rank, sent in one message."""
+
+    rank: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(hi - lo for lo, hi in self.ranges)
+
+
+class Round(NamedTuple):
+    """What a rank does between two waits."""
+
+    step: int
+    sources: tuple[Source, ...]  # whose keys it needs; its own among them
+    order: tuple[tuple[int, int, int], ...]  # (rank, row of what came from it, rows): how they lie in its buffer
+    sends: tuple[Source, ...]  # who needs its keys
+    pairs: tuple[Pair, ...]  # their `k` are rows of the buffer
+
+
+def spans(pieces: Sequence[Piece], cu: Sequence[int]) -> list[Span]:
+    """Pieces cut at the ends of documents; tokens past the last document belong to none."""
+    found: list[Span] = []
+    row = 0
+    for start, count, _ in pieces:
+        end = start + count
+        doc = bisect.bisect_right(cu, start) - 1
+        while start < end and doc < len(cu) - 1:
+            size = min(end, cu[doc + 1]) - start
+            if size:
+                found.append(Span(doc, start - cu[doc], row, size))
+            start, row, doc = start + size, row + size, doc + 1
+        row += end - start
+    return joined(found)
+
+
+def joined(found: Iterable[Span]) -> list[Span]:
+    """Spans that go on where the one before them ends are one with it."""
+    kept: list[Span] = []
+    for span in found:
+        if kept:
+            last = kept[-1]
+            if (last.doc, last.pos + last.size, last.row + last.size) == span[:3]:
+                kept[-1] = last._replace(size=last.size + span.size)
+                continue
+        kept.append(span)
+    return kept
+
+
+def meet(task: Task, a: Span, b: Span) -> Pair | None:
+    """The rows of `a` that see keys of `b` and the keys that they see; None if there are none."""
+    rows: list[Range] = []
+    keys: list[Range] = []
+    full = True
+    for offset, length in task.seen[a.doc]:
+        top = offset + a.pos
+        lo, hi = key_span(task.rules, top, length)
+        last_lo, last_hi = key_span(task.rules, top + a.size - 1, length)
+        k0, k1 = max(b.pos, lo), min(b.pos + b.size, last_hi)
+        if k0 >= k1:
+            full = False
+            continue
+        first = query_span(task.rules, k0, top, a.size)[0]
+        last = query_span(task.rules, k1 - 1, top, a.size)[1]
+        if first >= last:
+            full = False
+            continue
+        full = full and hi >= k1 and last_lo <= k0
+        rows.append((first, last))
+        keys.append((k0, k1))
+    if not rows:
+        return None
+    (q0, q1), (k0, k1) = ((min(lo for lo, _ in x), max(hi for _, hi in x)) for x in (rows, keys))
+    full = full and len(set(keys)) == 1 and (q0, q1) == (0, a.size)
+    return Pair(a.doc, a.row + q0, q1 - q0, a.pos + q0, b.row + k0 - b.pos, k1 - k0, k0, full)
+
+
+def meetings(task: Task, queries: Sequence[Span], keys: Sequence[Span]) -> list[Pair]:
+    by_doc = defaultdict(list)
+    for span in keys:
+        by_doc[span.doc].append(span)
+    return [pair for a in queries for b in by_doc[a.doc] if (pair := meet(task, a, b)) is not None]
+
+
+def fused(task: Task, pairs: Sequence[Pair]) -> list[Pair]:
+    """The same cells in fewer pairs.
+
+    Full pairs whose keys or whose queries are neighbours are one. Under a causal rule alone, keys that are all visible
+    and lie before those on the diagonal are one with them: only the position of the first key changes. And rows of a
+    diagonal that goes on, counted in memory, are one with those before: the two chunks of a zigzag over themselves.
+    """
+    if not task.fusible:
+        return list(pairs)
+    causal = task.rules.relative() == MaskRules(causal=True)
+    kept: list[Pair] = []
+    for p in pairs:
+        last = kept[-1] if kept else None
+        if last and last.full and last[1:3] == p[1:3] and last.k + last.keys == p.k and (p.full or causal):
+            kept[-1] = p._replace(k=last.k, keys=last.keys + p.keys, kpos=p.kpos - last.keys)
+        else:
+            kept.append(p)
+    rows: list[Pair] = []
+    for p in kept:
+        last = rows[-1] if rows else None
+        if last and last.k == p.k and last.q + last.rows == p.q:
+            end = last.qpos - last.kpos + last.rows  # of the diagonal, in rows of keys
+            goes_on = end == p.qpos - p.kpos and task.seen[p.doc][0][0] + end <= last.keys <= p.keys
+            full = last.full and p.full and last.keys == p.keys
+            if full or (causal and last.doc == p.doc and goes_on):
+                rows[-1] = last._replace(rows=last.rows + p.rows, keys=p.keys, full=full)
+                continue
+        rows.append(p)
+    return rows
+
+
+@lru_cache(maxsize=4096)
+def _spans(task: Task, rank: int, keys: bool) -> tuple[Span, ...]:
+    held, cu = (task.k_pieces, task.cu_k) if keys else (task.q_pieces, task.cu_q)
+    return tuple(spans(held[rank], cu))
+
+
+@lru_cache(maxsize=65536)
+def needed(task: Task, owner: int, reader: int) -> tuple[Range, ...]:
+    """The rows of `owner`'s keys that queries of `reader` see."""
+    pairs = meetings(task, _spans(task, reader, False), _spans(task, owner, True))
+    kept: list[Range] = []
+    for lo, hi in sorted((p.k, p.k + p.keys) for p in pairs):
+        if kept and lo <= kept[-1][1]:
+            kept[-1] = (kept[-1][0], max(hi, kept[-1][1]))
+        else:
+            kept.append((lo, hi))
+    return tuple(kept)
+
+
+@lru_cache(maxsize=256)
+def steps(task: Task) -> tuple[int, ...]:
+    """The steps of a ring in which some rank sees keys of the rank that many places before it.
+
+    All ranks take the same steps, also those in which one of them has nothing to do: messages between two ranks then
+    are posted in the same order on both.
+    """
+    ranks = range(task.ranks)
+    return tuple(t for t in ranks if t == 0 or any(needed(task, (r - t) % task.ranks, r) for r in ranks))
+
+
+@lru_cache(maxsize=256)
+def rounds(task: Task, rank: int) -> tuple[Round, ...]:
+    """What a rank does, round by round."""
+    R = task.ranks
+    if task.gather:
+        plan = [(0, [*range(R)], [*range(R)])]
+    else:
+        plan = [(t, [(rank - t) % R], [(rank + t) % R]) for t in steps(task)]
+    found = []
+    for step, owners, readers in plan:
+        wanted = [Source(owner, needed(task, owner, rank)) for owner in owners]
+        sends = tuple(Source(x, needed(task, rank, x)) for x in readers if x != rank)
+        if not task.gather and step == 0:  # its own keys are used where they lie
+            wanted = [Source(rank, ((0, sum(piece.size for piece in task.k_pieces[rank])),))]
+        sources = tuple(x for x in wanted if x.rows)
+        buffer, order = _assembled(task, sources)
+        pairs = meetings(task, _spans(task, rank, False), buffer)
+        found.append(Round(step, sources, order, tuple(x for x in sends if x.rows), tuple(fused(task, pairs))))
+    return tuple(found)
+
+
+def _assembled(task: Task, sources: Sequence[Source]) -> tuple[list[Span], tuple[tuple[int, int, int], ...]]:
+    """The keys that came, sorted by document and position: as spans, and which rows of which source they are."""
+    parts = []
+    for rank, ranges in sources:
+        row = 0
+        for lo, hi in ranges:
+            for span in _spans(task, rank, True):
+                first, last = max(lo, span.row), min(hi, span.row + span.size)
+                if first < last:
+                    parts.append((span.doc, span.pos + first - span.row, rank, row + first - lo, last - first))
+            row += hi - lo
+    if len(sources) == 1:  # in the order of memory, which is no other: nothing is moved
+        buffer = [Span(doc, pos, row, count) for doc, pos, _, row, count in parts]
+        return joined(buffer), ((sources[0].rank, 0, sources[0].rows),)
+    found, order, at = [], [], 0
+    for doc, pos, rank, row, count in sorted(parts):
+        found.append(Span(doc, pos, at, count))
+        order.append((rank, row, count))
+        at += count
+    return joined(found), tuple(order)

@@ -1,0 +1,152 @@
+"""Attention over four ranks, by every scheme, against the oracle: forward and backward, as any backend is judged."""
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from ranks import Pool, mesh_of
+from sharded import Sharded, run_cases
+from tilewise import InvalidArgument, distributed
+from tilewise.testing.case import Case
+from tilewise.testing.cases import GRADIENTS
+
+SCHEMES = [("zigzag", "4"), ("ring", "4"), ("gather", "4"), ("ulysses", "4"), ("2d", "2x2"), ("zigzag", "2")]
+SMALL = Case(B=2, H=4, Hkv=2, Lq=19, D=8, causal=True)
+CASES = [
+    SMALL,
+    Case(B=1, H=4, Lq=16, Lk=29, D=8, Dv=12, dtype="bf16"),
+    Case(H=4, Hkv=1, Lq=24, D=8, causal=True, window=5, softcap=4.0, sinks=True, layout="blhd", dtype="f16"),
+    Case(H=4, Lq=21, Lk=17, D=8, window=(6, 2), offset=3, alibi="bh"),
+    Case(B=5, H=4, Lq=14, Lk=30, D=8, causal=True, offset="rows", sinks="mixed"),
+    Case(B=3, H=4, Hkv=2, Lq=12, Lk=26, D=8, causal=True, lengths=(26, 0, 11), sinks=True),
+    Case(H=4, Lq=18, Lk=22, D=8, mask="bhqk", mask_kind="f32", alibi="h", causal=True),
+    Case(H=4, Hkv=2, Lq=18, Lk=22, D=8, mask="b1qk", pattern="rows", window=9),
+    Case(H=4, Lq=18, Lk=22, D=8, mask="h1k", mask_kind="bf16", dtype="bf16"),
+    Case(form="varlen", H=4, Hkv=2, q_lengths=(5, 0, 27, 1), lengths=(5, 0, 27, 1), D=8, causal=True, sinks=True),
+    Case(form="varlen", H=4, q_lengths=(9, 20, 3), lengths=(14, 7, 19), D=8, Dv=4, window=(8, 3), alibi="bh"),
+    Case(form="varlen", H=4, q_lengths=(9, 30), lengths=(33, 24), used=(21, 0), D=8, causal=True, dtype="f16"),
+    Case(form="varlen", H=4, q_lengths=(7, 11), lengths=(13, 11), D=8, mask="bhqk", mask_kind="f32", offset="rows"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(4) as ranks:
+        yield ranks
+
+
+def test_every_scheme_with_every_option(pool):
+    assert pool(run_cases, [(case, *how) for case in CASES for how in SCHEMES])[0] == []
+
+
+def test_kernels_of_the_cpu(pool):
+    cases = [(SMALL, "zigzag", "4"), (CASES[9], "zigzag", "4")]
+    assert pool(run_cases, cases, "cpu")[0] == []
+
+
+def is_large(case):
+    return max(case.queries, case.keys) > 300 or max(case.D, case.Dv) > 128 or case.pattern == "least"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", range(5))
+def test_the_conformance_cases(pool, which):
+    """Each of them by one of the schemes."""
+    scheme, kind = SCHEMES[which]
+    heads = {"ulysses": 4, "2d": 2}.get(scheme, 1)
+    # Of D = 1 there are few numbers, of which torch's own error may be small by chance.
+    cases = [c for c in GRADIENTS if not is_large(c) and c.H % heads == 0 and c.D > 1 and not c.chunk]
+    assert pool(run_cases, [(case, scheme, kind) for case in cases[which::5]])[0] == []
+
+
+def _twice():
+    """Whether a call gives the same bits twice, forward and backward, and what only its queries' gradients are."""
+    found = []
+    for grads in (("q", "k", "v", "sinks"), ("q", "k", "v", "sinks"), ("q",)):
+        sharded = Sharded(CASES[2], "zigzag", "4")
+        for name in grads:
+            sharded.leaves[name].requires_grad_()
+        state = sharded.call("torch")
+        asked = [sharded.leaves[name] for name in grads]
+        found.append([*state, *torch.autograd.grad(state.out.float().square().sum() + state.lse.sum(), asked)])
+    first, second, third = found
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and torch.equal(first[2], third[2])
+
+
+def test_the_same_bits_each_time_whatever_gradients_are_asked_for(pool):
+    assert pool(_twice) == [True] * 4
+
+
+def _one_rank():
+    """A scheme over one rank is `tilewise.attention`, to the bit."""
+    import tilewise
+
+    group = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    q, k, v = (torch.randn(1, heads, 20, 8) for heads in (4, 2, 2))
+    want = tilewise.attention(q, k, v, causal=True, window=7, backend="torch")
+    schemes = ("zigzag", "ring", "gather", "ulysses")
+    calls = (
+        distributed.attention(q, k, v, mesh=group, scheme=s, causal=True, window=7, backend="torch") for s in schemes
+    )
+    return all(torch.equal(got, want) for got in calls)
+
+
+def test_a_group_of_one_gives_the_bits_of_one_process(pool):
+    assert pool(_one_rank) == [True] * 4
+
+
+def _refusals():
+    mesh = mesh_of("4")
+    q = torch.randn(1, 3, 8, 8)
+    found = []
+    for changes in (
+        {"mesh": mesh_of("2x2")},
+        {"scheme": "ulysses"},
+        {"length": 100},
+        {"mask": torch.zeros(8, 8)},
+        {"out": q},
+        {"kv_lengths": torch.tensor([33])},
+        {"is_causal": True},
+        {"cu_seqlens_q": torch.tensor([0, 8])},
+    ):
+        try:
+            distributed.attention(q, q, q, **({"mesh": mesh, "backend": "torch"} | changes))
+        except InvalidArgument as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_is_refused(pool):
+    expected = [
+        "mesh: got 2 dims, expected 1 for scheme='zigzag'",
+        "q: got 3 heads, expected a multiple of 4, the ranks of Ulysses",
+        "q: got 8 tokens, expected ",
+        "mask: got (1, 1, 8, 8), expected (1, 3, 8, 32), each size or 1",
+        "out: got an unknown keyword",
+        "kv_lengths[0]: got 33, expected 0 to 32, the keys of all ranks",
+        "did you mean causal?",
+        "q: got 4 dims, expected 3",
+    ]
+    found = pool(_refusals)[0]
+    assert [want for want, got in zip(expected, found, strict=True) if want not in got] == []
+
+
+def _sharing():
+    """Shards put together again, for every scheme, also where ranks hold different numbers of tokens."""
+    wrong = []
+    for scheme, kind in (*SCHEMES, ("striped", "4")):
+        for length, cu in ((32, None), (29, None), (29, [0, 3, 3, 20, 27])):
+            x = torch.arange(2 * length).view(2, length).float()
+            part = distributed.shard(x, mesh_of(kind), 1, scheme, cu_seqlens=cu)
+            whole = distributed.unshard(part, mesh_of(kind), 1, scheme, length=length, cu_seqlens=cu)
+            places = distributed.positions(length, mesh_of(kind), scheme, cu_seqlens=cu)
+            starts = torch.tensor(cu or [0])
+            tokens = part[0].long()
+            want = tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
+            if not torch.equal(whole, x) or not torch.equal(places, want):
+                wrong.append((scheme, length, cu))
+    return wrong
+
+
+def test_shards_come_together_and_know_their_positions(pool):
+    assert pool(_sharing) == [[]] * 4
