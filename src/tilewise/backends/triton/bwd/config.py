@@ -16,6 +16,7 @@ L2_SWIZZLE = 32 << 20  # bytes of the rows that a swizzle group may hold
 DELTA_ROWS = 32  # rows of a program that sums delta
 SUMMED_ROWS = 1024  # rows that a program which adds up rows loads at once
 CHUNK = 64  # columns of a product where tiles are not kept, and of one of float32 numbers (`add_dot`)
+FEW_ROWS = 16  # queries up to which products of float32 numbers over columns are sums
 SCRATCH = 2048  # bytes of shared memory for reductions and changes of layout, and so many for each warp:
 WARP_SCRATCH = 256
 
@@ -118,6 +119,7 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
         BQ=tile.BQ,
         BK=tile.BK,
         reload=tile.reload,
+        few=is_float32(p) and not p.allow_tf32 and p.q_len <= FEW_ROWS,
         group=p.group,
         varlen=p.form == "varlen",
         listed=lists_tiles(p),

@@ -22,6 +22,7 @@ from .tile import (
     add_product,
     dout_of,
     k_of,
+    load_bias,
     load_rows,
     load_tile,
     outer_product,
@@ -43,13 +44,17 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
     q = load_tile(Q, t * BQ, q_l, row_ok, q_of(S), S, S.tail_q)
     dout = load_tile(DOUT, t * BQ, do_l, row_ok, dout_of(S), S, S.tail_q)
     lse, delta, at = load_rows(row, row_ok, LSE, lse_l, DELTA, MASK, mask_q, S, S.tail_q)
+    ok = key_ok[:, None] & row_ok[None, :]
+    bias = at
+    if S.mask == "float":
+        bias = load_bias(at[None, :], n[:, None], mask_k, ok, S)
     s = outer_product(k, q, S.BK, BQ, k_of(S), S)  # [BK, BQ]
     dp = s
     if S.dk:
         dp = outer_product(v, dout, S.BK, BQ, v_of(S), S)
     p, _, ds = tile_gradients(
-        s, dp, mixed, lse[None, :], delta[None, :], (offset + row)[None, :], n[:, None],
-        key_ok[:, None] & row_ok[None, :], slope, at[None, :], mask_k, rules, S,
+        s, dp, mixed, bias, lse[None, :], delta[None, :], (offset + row)[None, :], n[:, None], ok, slope, at[None, :],
+        mask_k, rules, S,
     )  # fmt: skip
     if S.dv:
         dv = add_product(dv, p, dout, dout_of(S), S)

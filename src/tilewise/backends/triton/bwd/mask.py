@@ -8,7 +8,7 @@ from ...gpu.mask_rules import key_span
 from ...gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
 from .places import mask_plane, plane, row_plane, sequence, wide_strides
-from .tile import dout_of, load_rows, load_tile, q_of, query_tile
+from .tile import dout_of, load_bias, load_rows, load_tile, q_of, query_tile
 
 
 @triton.constexpr_function
@@ -29,16 +29,26 @@ def mask_gradients(a, S):
     own_q = pid // a.tiles_k % a.tiles_q
     own_head = pid // a.tiles_k // a.tiles_q % a.mask_heads
     own_b = pid // a.tiles_k // a.tiles_q // a.mask_heads
-    first_b, last_b = own_b, own_b + 1
+    first_b, count_b = own_b, 1
     if is_summed(S, 0):
-        first_b, last_b = own_b * 0, a.batch
-    first_head, last_head = own_head, own_head + 1
+        first_b, count_b = own_b * 0, a.batch
+    first_head, count_h = own_head, 1
     if is_summed(S, 1):
-        first_head, last_head = own_head * 0, a.heads
+        first_head, count_h = own_head * 0, a.heads
+    # All that a program sums over has the same cells of the mask: a broadcast dim has a stride of 0.
+    own_row = own_q * BQ + tl.arange(0, BQ)
+    own_n = own_k * BK + tl.arange(0, BK)
+    own_ok = (own_row < a.q_len)[:, None] & (own_n < a.kv_len)[None, :]
+    own_cells = mask_plane(a.MASK, own_b, own_head, a.mask_b, a.mask_h) + own_row.to(tl.int64) * a.mask_q
+    bias = load_bias(own_cells[:, None], own_n[None, :], a.mask_k, own_ok, S)
+    # Sequences of the same size are gone through in one loop, whose loads come ahead of its products.
+    together = count_b
+    if S.varlen or S.rules.lengths or S.rules.offset == "rows":
+        together = 1
     acc = tl.zeros([BQ, BK], tl.float32)
-    for b in tl.range(first_b, last_b, num_stages=1):
+    for b0 in tl.range(first_b, first_b + count_b, together, num_stages=1):
         q_start, n_rows, kv_start, n_keys, offset = sequence(
-            b, a.CU_Q, a.CU_K, a.KV_LENGTHS, a.Q_OFFSET, a.q_len, a.kv_len, a.q_offset, S
+            b0, a.CU_Q, a.CU_K, a.KV_LENGTHS, a.Q_OFFSET, a.q_len, a.kv_len, a.q_offset, S
         )
         first_q, last_q = own_q, tl.minimum(own_q + 1, tl.cdiv(n_rows, BQ))
         if is_summed(S, 2):
@@ -54,30 +64,30 @@ def mask_gradients(a, S):
             first_t, last_t = lo // BK, tl.cdiv(hi, BK)
             if not is_summed(S, 3):
                 first_t, last_t = tl.maximum(first_t, own_k), tl.minimum(last_t, own_k + 1)
-            if first_t < last_t:
-                for head in tl.range(first_head, last_head, num_stages=1):
-                    kv_head = head // S.group
-                    slope = 0.0
-                    if S.alibi:
-                        slope = tl.load(a.SLOPES + b * a.slopes_b + head)
-                    q = load_tile(
-                        plane(a.Q, b, head, q_start, q_b, q_h, q_l, S), tile * BQ, q_l, row_ok, q_of(S), S, True
-                    )
-                    at = plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S)
-                    dout = load_tile(at, tile * BQ, do_l, row_ok, dout_of(S), S, True)
-                    lse, delta, at = load_rows(
-                        row, row_ok, plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
-                        row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S),
-                        mask_plane(a.MASK, b, head, a.mask_b, a.mask_h), a.mask_q, S, True,
-                    )  # fmt: skip
-                    k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
-                    keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
-                    given = (q, dout, lse, delta, row, row_ok, at, slope, offset, a.mask_k)
-                    for t in tl.range(first_t, last_t):
-                        acc += query_tile(t, True, given, keys, rules, S)[2]
+            tiles = tl.maximum(last_t - first_t, 0)
+            for i in tl.range(0, together * count_h * tiles):
+                t = first_t + i % tiles
+                head = first_head + i // tiles % count_h
+                b = b0 + i // tiles // count_h
+                kv_head = head // S.group
+                slope = 0.0
+                if S.alibi:
+                    slope = tl.load(a.SLOPES + b * a.slopes_b + head)
+                at = plane(a.Q, b, head, q_start, q_b, q_h, q_l, S)
+                q = load_tile(at, tile * BQ, q_l, row_ok, q_of(S), S, S.tail_q)
+                at = plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S)
+                dout = load_tile(at, tile * BQ, do_l, row_ok, dout_of(S), S, S.tail_q)
+                lse, delta, _ = load_rows(
+                    row, row_ok, plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
+                    row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S), a.MASK, a.mask_q, S, S.tail_q,
+                )  # fmt: skip
+                k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
+                keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
+                given = (q, dout, lse, delta, row, row_ok, row, slope, offset, a.mask_k)
+                acc += query_tile(t, True, bias, given, keys, rules, S)[2]
 
-    row = own_q * BQ + tl.arange(0, BQ)[:, None]
-    n = own_k * BK + tl.arange(0, BK)[None, :]
+    row = own_row[:, None]
+    n = own_n[None, :]
     if is_summed(S, 2):
         acc = tl.sum(acc, 0, keep_dims=True)
         row = own_q + tl.zeros([1, 1], tl.int32)

@@ -27,7 +27,7 @@ def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constex
     """Key tile `t` into `state` = (dq, sums for the slopes) of BQ queries; tiles are [BQ, BK]."""
     dq, slopes = state
     _, _, _, _, row, row_ok, _, _, offset, _ = rows
-    k, n, dl, ds = query_tile(t, mixed, rows, keys, rules, S)
+    k, n, dl, ds = query_tile(t, mixed, None, rows, keys, rules, S)
     if S.dq:
         dq = add_product(dq, ds.to(round_type(S)), k, k_of(S), S)
     if S.dslopes:

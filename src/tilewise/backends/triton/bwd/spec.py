@@ -42,6 +42,7 @@ class BackwardSpec(Flags):
     BK: int
     group: int  # query heads of one KV head
     reload: bool
+    few: bool  # so few queries that products over columns are sums, not the tensor cores'
     varlen: bool
     listed: bool  # iterate over the list of tiles that a mask leaves, rather than over a range
     partial: bool  # some cells of tiles may not be visible

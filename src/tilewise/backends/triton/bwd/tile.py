@@ -15,7 +15,7 @@ import triton
 from ...gpu.mask_rules import key_span
 from ..epilogue import store_acc
 from ..kv_load import first_of, load_chunk, precision_of, width_of, work_type
-from ..mask import visible_cells
+from ..mask import load_cells, visible_cells
 from ..score_mod import LOG2E, tanh
 
 
@@ -90,17 +90,30 @@ def add_dot(s, a, b, OP: tl.constexpr):
 
 
 @triton.jit
+def add_outer(s, a, b, OP: tl.constexpr, S: tl.constexpr):
+    """s + a b^T of chunks [M, W] and [N, W]. Of few rows as a sum of rounded products, whose error is that of a tree of
+    additions: a matrix product in torch has no larger one there, and tensor cores do.
+    """
+    a = a.to(work_type(OP))
+    b = b.to(work_type(OP))
+    if S.few:
+        s += tl.sum(a[:, None, :] * b[None, :, :], 2)
+    else:
+        s = add_dot(s, a, tl.trans(b), OP)
+    return s
+
+
+@triton.jit
 def outer_product(a, b, M: tl.constexpr, N: tl.constexpr, OP: tl.constexpr, S: tl.constexpr):
     """a b^T, [M, N], over the columns of all chunks."""
     s = tl.zeros([M, N], tl.float32)
     if S.reload:
         W: tl.constexpr = width_of(OP, 0)
         for column in tl.range(0, OP.columns, W, num_stages=1):  # at run time, or all loads would be done at once
-            x = load_columns(a, column, W, OP)
-            s = add_dot(s, x, tl.trans(load_columns(b, column, W, OP)), OP)
+            s = add_outer(s, load_columns(a, column, W, OP), load_columns(b, column, W, OP), OP, S)
     else:
         for i in tl.static_range(len(OP.widths)):
-            s = add_dot(s, a[i].to(work_type(OP)), tl.trans(b[i].to(work_type(OP))), OP)
+            s = add_outer(s, a[i], b[i], OP, S)
     return s
 
 
@@ -122,7 +135,7 @@ def add_product(acc, a, b, OP: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def hide_cells(s, hidden, qpos, n, ok, at, mask_k, rules, S: tl.constexpr):
-    """Adds a float mask, then `hidden` where a cell is not visible. `ok`: rows and keys that exist."""
+    """`hidden` where a cell is not visible by position or by a bool mask. `ok`: rows and keys that exist."""
     _, _, n_keys, numbers = rules
     lo, hi = key_span(qpos, n_keys, numbers, S)
     s, seen = visible_cells(s, n, ok, ok, lo, hi, at, mask_k, S)
@@ -130,51 +143,103 @@ def hide_cells(s, hidden, qpos, n, ok, at, mask_k, rules, S: tl.constexpr):
 
 
 @triton.jit
-def tile_gradients(s, dp, mixed, lse, delta, qpos, n, ok, slope, at, mask_k, rules, S: tl.constexpr):
+def load_bias(at, n, stride_k, ok, S: tl.constexpr):
+    """Cells of a float mask, `n` keys from the pointers `at`: one of them is a column. Nothing waits for them yet."""
+    read = tl.full(ok.shape, 1, tl.int1)
+    if S.tail or S.tail_q:
+        read = ok
+    return load_cells(at + n.to(tl.int64) * stride_k, read, S)
+
+
+@triton.jit
+def seen_cells(bias, qpos, n, ok, rules, S: tl.constexpr):
+    """Which cells are visible by a float mask and by position."""
+    seen = bias != float("-inf")
+    if S.tail or S.tail_q:
+        seen = seen & ok
+    if S.rules.causal or S.rules.left or S.rules.right or S.rules.chunk:
+        _, _, n_keys, numbers = rules
+        lo, hi = key_span(qpos, n_keys, numbers, S)
+        seen = seen & (n < hi)
+        if S.rules.hides_left:
+            seen = seen & (n >= lo)
+    return seen
+
+
+@triton.jit
+def capped(s, scale, softcap, S: tl.constexpr):
+    """tanh(scale s / softcap). Of 16-bit calls with usual softcaps as 1 - 2 / (1 + exp(2x)): an absolute error of 1e-7,
+    in five instructions.
+    """
+    if S.round == "f32" or S.exact_tanh:
+        y = tanh(s * scale / softcap, S.exact_tanh)
+    else:
+        factor = tl.minimum(tl.maximum(scale / softcap * (2.0 * LOG2E), -3e38), 3e38)
+        e = 1.0 + tl.exp2(s * factor)
+        if S.ptx:
+            e = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [e], tl.float32, is_pure=True, pack=1)
+        else:
+            e = 1.0 / e
+        y = tl.fma(e, tl.full(e.shape, -2.0, tl.float32), tl.full(e.shape, 1.0, tl.float32))
+    return y
+
+
+@triton.jit
+def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_k, rules, S: tl.constexpr):
     """Of the products `s` = q k^T and `dp` = dout v^T of a tile: weights for dV, gradients of logits and of scores.
 
-    `ok`: rows and keys that exist; `mixed`: not every cell is visible. A hidden cell has a weight of 0 and, unless what
-    it hides is not finite, gradients of 0. Where that is made good they are 0 in any case, and in the weights for dV a
-    row whose dout is not finite is NaN: `add_product` does not see it then.
+    `ok`: rows and keys that exist; `mixed`: not every cell is visible; `bias`: cells of a float mask. A hidden cell has
+    a weight of 0 and, unless what it hides is not finite, gradients of 0. Where that is made good they are 0 in any
+    case, and in the weights for dV a row whose dout is not finite is NaN: `add_product` does not see it then.
     """
     scale, softcap, _, _ = rules
+    factor = scale
     bent = 1.0
-    hidden = float("-inf")
-    if S.linear:
-        hidden = tl.where(scale < 0, float("inf"), float("-inf"))
-    else:
-        s = s * scale
     if S.softcap:
-        y = tanh(s / softcap, S.exact_tanh)
-        s = softcap * y
-        bent = 1.0 - y * y
+        s = capped(s, scale, softcap, S)
+        bent = tl.fma(-s, s, tl.full(s.shape, 1.0, tl.float32))
+        factor = softcap
+    # x: logits less lse, in natural units or in those of exp2. What is added to them may be huge, and lse then is too:
+    # it is taken off last.
+    NATURAL: tl.constexpr = S.round == "f32" or S.alibi or S.mask == "float"
+    if S.mask == "float":
+        bias = bias.to(tl.float32)
     if S.alibi:
-        s = s - slope * tl.abs(qpos - n).to(tl.float32)
-    if S.partial:
-        if mixed:
-            s = hide_cells(s, hidden, qpos, n, ok, at, mask_k, rules, S)
-    if S.linear and S.round == "f32":
-        p = tl.exp2(tl.fma(s, scale, -lse) * LOG2E)  # the difference is small and rounded once
-    elif S.linear:
-        p = tl.exp2(tl.fma(s, scale * LOG2E, -(lse * LOG2E)))
+        x = tl.fma(s, factor, -(slope * tl.abs(qpos - n).to(tl.float32)))
+        if S.mask == "float":
+            x = x + bias
+        x = x - lse
+    elif S.mask == "float":
+        x = tl.fma(s, factor, bias) - lse
+    elif NATURAL:
+        x = tl.fma(s, factor, -lse)  # the difference is small and rounded once
     else:
-        p = tl.exp2((s - lse) * LOG2E)
+        x = tl.fma(s, factor * LOG2E, -(lse * LOG2E))
+    if S.mask == "float":
+        x = tl.where(seen_cells(bias, qpos, n, ok, rules, S), x, float("-inf"))
+    elif S.partial:
+        if mixed:
+            x = hide_cells(x, float("-inf"), qpos, n, ok, at, mask_k, rules, S)
+    if NATURAL:
+        p = tl.exp2(x * LOG2E)
+    else:
+        p = tl.exp2(x)
     dl = p * (dp - delta)
     if S.partial and (S.guard == "fixup" or S.dmask != "" or S.dslopes):
-        dl = tl.where(s == hidden, 0.0, dl)
+        dl = tl.where(x == float("-inf"), 0.0, dl)
     ds = dl
     if S.softcap:
         ds = dl * bent
     if S.guard == "fixup":
-        p = tl.where(s == hidden, 0.0, p + delta * 0.0)
+        p = tl.where(x == float("-inf"), 0.0, p + delta * 0.0)
         if S.softcap:
-            ds = tl.where(s == hidden, 0.0, ds)
+            ds = tl.where(x == float("-inf"), 0.0, ds)
     return p, dl, ds
 
 
 @triton.jit
 def load_rows(row, ok, LSE, lse_l, DELTA, MASK, mask_q, S: tl.constexpr, MASKED: tl.constexpr):
-    """lse, delta and the pointers to the mask's rows of queries `row` [BQ]."""
+    """lse, delta and the pointers to a mask's rows of queries `row` [BQ]."""
     wide = row.to(tl.int64)
     if MASKED:
         lse = tl.load(LSE + wide * lse_l, mask=ok, other=0.0)
@@ -191,19 +256,24 @@ def load_rows(row, ok, LSE, lse_l, DELTA, MASK, mask_q, S: tl.constexpr, MASKED:
 
 
 @triton.jit
-def query_tile(t, mixed, rows, keys, rules, S: tl.constexpr):
-    """Keys of tile `t`, their numbers, and gradients of logits and scores [BQ, BK]."""
+def query_tile(t, mixed, bias, rows, keys, rules, S: tl.constexpr):
+    """Keys of tile `t`, their numbers, and gradients of logits and scores [BQ, BK]. `bias`: a float mask's cells; None:
+    they are loaded.
+    """
     q, dout, lse, delta, row, row_ok, at, slope, offset, mask_k = rows
     K, k_l, V, v_l = keys
     BK: tl.constexpr = S.BK
     n = t * BK + tl.arange(0, BK)
     key_ok = n < rules[2]
+    ok = row_ok[:, None] & key_ok[None, :]
     k = load_tile(K, t * BK, k_l, key_ok, k_of(S), S, S.tail)
     v = load_tile(V, t * BK, v_l, key_ok, v_of(S), S, S.tail)
+    if S.mask == "float" and bias is None:
+        bias = load_bias(at[:, None] + tl.cast(t * BK, tl.int64) * mask_k, tl.arange(0, BK)[None, :], mask_k, ok, S)
     s = outer_product(q, k, S.BQ, BK, k_of(S), S)  # [BQ, BK]
     dp = outer_product(dout, v, S.BQ, BK, v_of(S), S)
     _, dl, ds = tile_gradients(
-        s, dp, mixed, lse[:, None], delta[:, None], (offset + row)[:, None], n[None, :],
-        row_ok[:, None] & key_ok[None, :], slope, at[:, None], mask_k, rules, S,
+        s, dp, mixed, bias, lse[:, None], delta[:, None], (offset + row)[:, None], n[None, :], ok, slope, at[:, None],
+        mask_k, rules, S,
     )  # fmt: skip
     return k, n, dl, ds
