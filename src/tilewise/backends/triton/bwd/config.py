@@ -127,6 +127,7 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
         tail_q=tail_q,
         guard="flag" if hides(p) else "",
         ptx=target is not None and target.ptx,
+        near=False,
         grain=1,
         summed=(False,) * 4 if p.mask is None else p.mask.broadcast,
         **(none | what),

@@ -25,6 +25,7 @@ from .tile import (
     load_bias,
     load_rows,
     load_tile,
+    mask_rows,
     outer_product,
     q_of,
     store_tile,
@@ -43,11 +44,12 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
     row_ok = row < q_len
     q = load_tile(Q, t * BQ, q_l, row_ok, q_of(S), S, S.tail_q)
     dout = load_tile(DOUT, t * BQ, do_l, row_ok, dout_of(S), S, S.tail_q)
-    lse, delta, at = load_rows(row, row_ok, LSE, lse_l, DELTA, MASK, mask_q, S, S.tail_q)
+    lse, delta = load_rows(row, row_ok, LSE, lse_l, DELTA, S, S.tail_q)
+    at = mask_rows(MASK, t * BQ, mask_q, S)
     ok = key_ok[:, None] & row_ok[None, :]
     bias = at
     if S.mask == "float":
-        bias = load_bias(at[None, :], n[:, None], mask_k, ok, S)
+        bias = load_bias(at[None, :], tl.arange(0, S.BK)[:, None], mask_k, ok, S)
     s = outer_product(k, q, S.BK, BQ, k_of(S), S)  # [BK, BQ]
     dp = s
     if S.dk:
@@ -131,6 +133,8 @@ def key_gradients(a, S):
         mask = a.LSE
         if S.mask != "":
             mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h)
+        if S.mask == "float":
+            mask += tl.cast(n0, tl.int64) * a.mask_k
         head_rows = (
             plane(a.Q, b, head, q_start, q_b, q_h, q_l, S), q_l,
             plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S), do_l,

@@ -148,7 +148,8 @@ class Backward:
         grain = given.pop("grain")
 
         def kernel(function: Any, tile: Tile, **what: Any) -> Kernel:
-            constants: Arguments = {"S": replace(config.spec(p, tile, self.target, **what), grain=grain)}
+            near = tile.BQ * given["mask_q"] < 2**31
+            constants: Arguments = {"S": replace(config.spec(p, tile, self.target, **what), near=near, grain=grain)}
             if function is row_sums:
                 constants["BLOCK"] = config.SUMMED_ROWS
             return Kernel(function, constants, num_warps=tile.warps, num_stages=tile.stages)

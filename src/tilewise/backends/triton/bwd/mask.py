@@ -8,7 +8,7 @@ from ...gpu.mask_rules import key_span
 from ...gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
 from .places import mask_plane, plane, row_plane, sequence, wide_strides
-from .tile import dout_of, load_bias, load_rows, load_tile, q_of, query_tile
+from .tile import dout_of, load_bias, load_rows, load_tile, mask_rows, q_of, query_tile
 
 
 @triton.constexpr_function
@@ -39,8 +39,8 @@ def mask_gradients(a, S):
     own_row = own_q * BQ + tl.arange(0, BQ)
     own_n = own_k * BK + tl.arange(0, BK)
     own_ok = (own_row < a.q_len)[:, None] & (own_n < a.kv_len)[None, :]
-    own_cells = mask_plane(a.MASK, own_b, own_head, a.mask_b, a.mask_h) + own_row.to(tl.int64) * a.mask_q
-    bias = load_bias(own_cells[:, None], own_n[None, :], a.mask_k, own_ok, S)
+    cells = mask_rows(mask_plane(a.MASK, own_b, own_head, a.mask_b, a.mask_h), own_q * BQ, a.mask_q, S)
+    bias = load_bias(cells[:, None], own_n[None, :], a.mask_k, own_ok, S)
     # Sequences of the same size are gone through in one loop, whose loads come ahead of its products.
     together = count_b
     if S.varlen or S.rules.lengths or S.rules.offset == "rows":
@@ -77,10 +77,9 @@ def mask_gradients(a, S):
                 q = load_tile(at, tile * BQ, q_l, row_ok, q_of(S), S, S.tail_q)
                 at = plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S)
                 dout = load_tile(at, tile * BQ, do_l, row_ok, dout_of(S), S, S.tail_q)
-                lse, delta, _ = load_rows(
-                    row, row_ok, plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
-                    row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S), a.MASK, a.mask_q, S, S.tail_q,
-                )  # fmt: skip
+                at = plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S)
+                delta_at = row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S)
+                lse, delta = load_rows(row, row_ok, at, a.lse_l, delta_at, S, S.tail_q)
                 k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
                 keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
                 given = (q, dout, lse, delta, row, row_ok, row, slope, offset, a.mask_k)

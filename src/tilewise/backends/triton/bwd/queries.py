@@ -19,7 +19,7 @@ from .places import (
     tile_of,
     wide_strides,
 )
-from .tile import add_product, dout_of, k_of, load_rows, load_tile, q_of, query_tile, store_tile
+from .tile import add_product, dout_of, k_of, load_rows, load_tile, mask_rows, q_of, query_tile, store_tile
 
 
 @triton.jit
@@ -93,10 +93,10 @@ def query_gradients(a, S):
     mask = a.LSE
     if S.mask != "":
         mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h)
-    lse, delta, at = load_rows(
-        row, row_ok, plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
-        row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S), mask, a.mask_q, S, True,
-    )  # fmt: skip
+    at = plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S)
+    delta_at = row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S)
+    lse, delta = load_rows(row, row_ok, at, a.lse_l, delta_at, S, True)
+    at = mask_rows(mask, tile * BQ, a.mask_q, S)
     k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
     keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
     scale = tl.cast(a.scale, tl.float32)  # to the interpreter a subnormal one is float64

@@ -238,8 +238,8 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
 
 
 @triton.jit
-def load_rows(row, ok, LSE, lse_l, DELTA, MASK, mask_q, S: tl.constexpr, MASKED: tl.constexpr):
-    """lse, delta and the pointers to a mask's rows of queries `row` [BQ]."""
+def load_rows(row, ok, LSE, lse_l, DELTA, S: tl.constexpr, MASKED: tl.constexpr):
+    """lse and delta of queries `row` [BQ]."""
     wide = row.to(tl.int64)
     if MASKED:
         lse = tl.load(LSE + wide * lse_l, mask=ok, other=0.0)
@@ -249,10 +249,19 @@ def load_rows(row, ok, LSE, lse_l, DELTA, MASK, mask_q, S: tl.constexpr, MASKED:
         delta = tl.load(DELTA + wide)
     if S.partial:
         lse = tl.where(lse == float("-inf"), 0.0, lse)  # nothing seen: -inf - -inf would be NaN
-    at = row
+    return lse, delta
+
+
+@triton.jit
+def mask_rows(MASK, first, stride_q, S: tl.constexpr):
+    """Pointers to a mask's BQ rows from row `first` on; without a mask the numbers of the rows."""
+    each = tl.arange(0, S.BQ)
+    at = each
     if S.mask != "":
-        at = MASK + wide * mask_q
-    return lse, delta, at
+        if not S.near:
+            each = each.to(tl.int64)
+        at = (MASK + tl.cast(first, tl.int64) * stride_q) + each * stride_q
+    return at
 
 
 @triton.jit
