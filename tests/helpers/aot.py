@@ -241,6 +241,7 @@ def backward_tensors_of(p: Problem) -> BackwardTensors:
         setattr(b, f"d{name}", like(getattr(t, name)))
     if "mask" in p.grads:
         b.dmask = floats(*(1 if one else n for n, one in zip(t.mask.shape, p.mask.broadcast, strict=True)))
+        b.dmask = b.dmask if any(p.mask.broadcast) else b.dmask.to(p.mask.dtype)
     b.dsinks = floats(p.heads) if "sinks" in p.grads else None
     b.dalibi_slopes = floats(p.batch, p.heads) if "alibi_slopes" in p.grads else None
     return b

@@ -139,6 +139,11 @@ def hides(problem: Problem) -> bool:
     return problem.mask is not None or problem.rules.by_position
 
 
+def skips(problem: Problem) -> bool:
+    """Whether there may be tiles that no program visits."""
+    return problem.rules.by_position or problem.has_lengths or lists_tiles(problem)
+
+
 def lists_tiles(problem: Problem) -> bool:
     """Whether the tiles that a mask leaves are listed first. Without a tile map, of masks that are looked at."""
     p = problem

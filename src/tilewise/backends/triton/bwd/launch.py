@@ -67,8 +67,8 @@ class Backward:
     def __call__(self, t: BackwardTensors) -> None:
         device = t.dout.device
         with torch.cuda.device(device) if not INTERPRETED else nullcontext():
-            if self.cells and t.dmask is not None:
-                t.dmask.zero_()  # tiles that nobody sees are not visited
+            if self.cells and t.dmask is not None and config.skips(self.problem):
+                t.dmask.zero_()
             memory = self.memory(t)
             given = {name: x for name, x in (pointers(t) | memory).items() if x is not None}
             key: Any = None

@@ -28,13 +28,18 @@ def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constex
     dq, slopes = state
     _, _, _, _, row, row_ok, _, _, offset, _ = rows
     k, n, dl, ds = query_tile(t, mixed, None, rows, keys, rules, S)
-    if S.dq:
-        dq = add_product(dq, ds.to(round_type(S)), k, k_of(S), S)
+    if S.dmask == "cells":  # before the product, which is under way while the next tile begins
+        to = (cells + tl.cast(t * S.BK, tl.int64) * dmask_k)[:, None] + tl.arange(0, S.BK)[None, :].to(
+            tl.int64
+        ) * dmask_k
+        if S.tail or S.tail_q:
+            tl.store(to, dl.to(cells.dtype.element_ty), mask=row_ok[:, None] & (n < rules[2])[None, :])
+        else:
+            tl.store(to, dl.to(cells.dtype.element_ty))
     if S.dslopes:
         slopes -= tl.sum(dl * tl.abs((offset + row)[:, None] - n[None, :]).to(tl.float32), 1)
-    if S.dmask == "cells":
-        inside = row_ok[:, None] & (n < rules[2])[None, :]
-        tl.store(cells[:, None] + n[None, :].to(tl.int64) * dmask_k, dl.to(cells.dtype.element_ty), mask=inside)
+    if S.dq:
+        dq = add_product(dq, ds.to(round_type(S)), k, k_of(S), S)
     return dq, slopes
 
 

@@ -77,11 +77,11 @@ def load_columns(tile, column, W: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def add_dot(s, a, b, OP: tl.constexpr):
+def add_dot(s, a, b, OP: tl.constexpr, APART: tl.constexpr = False):
     """s + a b. Tensor cores cut off what they add up, so a sum of float32 products is made of rounded ones; by fma,
-    since Triton makes a sum of products one product.
+    since Triton makes a sum of products one product. APART: so are others.
     """
-    if OP.work == "f32":
+    if OP.work == "f32" or APART:
         d = tl.dot(a, b, input_precision=precision_of(OP))
         s = tl.fma(d, tl.full(s.shape, 1.0, tl.float32), s)
     else:
@@ -129,7 +129,8 @@ def add_product(acc, a, b, OP: tl.constexpr, S: tl.constexpr):
         if S.guard == "fixup":
             x = tl.where(x.to(tl.float32) * 0.0 == 0.0, x, 0.0)
         x = x.to(work_type(OP))
-        result = result + (add_dot(acc[i], a.to(work_type(OP)), x, OP),)
+        # A sum that is still under way when the tile's cells are stored would have every product waited for (C7515).
+        result = result + (add_dot(acc[i], a.to(work_type(OP)), x, OP, S.dmask == "cells"),)
     return result
 
 
@@ -226,7 +227,7 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
         p = tl.exp2(x)
     dl = p * (dp - delta)
     if S.partial and (S.guard == "fixup" or S.dmask != "" or S.dslopes):
-        dl = tl.where(x == float("-inf"), 0.0, dl)
+        dl = tl.where(x == float("-inf"), p, dl)  # p is 0 there
     ds = dl
     if S.softcap:
         ds = dl * bent
