@@ -19,7 +19,7 @@ if sys.platform != "linux":
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from aot import SHARED, Signature, backward_kernels, backward_of, backward_shared, kernels_for
+from aot import SHARED, Signature, backward_kernels, backward_of, backward_shared, compile_kernel, kernels_for
 from problem_space import draw
 from test_triton_aot import ALL, BF16, F16, F32, VARLEN, count, loops, mask, problem
 from tilewise.backends.gpu.kernel import OPTIONS
@@ -173,6 +173,7 @@ HOT = {
     "D128-causal": backward(causal=True), "D128-window": backward(causal=True, window=(1023, None)),
     "D128-softcap": backward(causal=True, softcap=50.0), "varlen": backward(**VARLEN, causal=True),
     "additive mask": backward(64, **mask(BF16), grads=("q", "k", "v", "mask")),
+    "dense mask": backward(64, **mask(BF16, *(False,) * 4), grads=("q", "k", "v", "mask")),
     "D256-causal": backward(256, causal=True), "D512": backward(512), "D192/128": backward(192, 128, causal=True),
 }  # fmt: skip
 OTHERS = {
@@ -189,7 +190,7 @@ def check(name, arch, most_waits=8):
     p = (HOT | OTHERS)[name]
     for kind, built in backward_of(p, arch).items():
         assert built.shared <= SHARED[arch], kind
-        if arch == 90 and name in HOT and kind in ("key_gradients", "query_gradients"):
+        if arch == 90 and name in HOT and kind in ("key_gradients", "query_gradients", "mask_gradients"):
             assert "wgmma" in built.ptx
             assert "cp.async" in built.ptx or p.head_dim > 256  # where there is no room for what comes next
             bodies = loops(built.cubin)
@@ -199,7 +200,7 @@ def check(name, arch, most_waits=8):
                 assert count(body, "WARPGROUP.DEPBAR") <= most_waits, kind
 
 
-@pytest.mark.parametrize("name", ["D128-causal", "varlen", "everything, dense mask"])
+@pytest.mark.parametrize("name", ["D128-causal", "varlen", "additive mask", "dense mask", "everything, dense mask"])
 def test_kernels_on_hopper(name):
     check(name, 90)
 
@@ -218,6 +219,31 @@ def test_kernels_on_amd(name):
 @pytest.mark.parametrize("name", [*HOT, *OTHERS])
 def test_every_kernel_everywhere(name, arch):
     check(name, arch)
+
+
+def test_few_rows_of_float32_are_not_left_to_tensor_cores():
+    """They cut off what they add; of few rows torch's sums are trees, and the scores' error is most of a gradient's."""
+    for name, kernel, given in backward_kernels(backward(64, dtype=F32, q_len=1), 90):
+        if name == "query_gradients":
+            assert kernel.constants["S"].few
+            assert compile_kernel(kernel, given, 90).ttgir.count("tt.dot ") == 6  # of dQ: one product of six parts
+    for p in (backward(64, dtype=F32), backward(64, dtype=F32, q_len=1, allow_tf32=True), backward(64, q_len=1)):
+        assert not bwd_config.spec(p, bwd_config.Tile(16, 32, 4, 1), nvidia(90)).few
+
+
+def test_offsets_of_a_mask_are_64_bits_wide_where_32_are_too_few():
+    near = {}
+    for kv_len in (4096, 1 << 28):
+        kernels = backward_kernels(backward(64, **mask(BF16), q_len=64, kv_len=kv_len), 90)
+        near[kv_len] = {kernel.constants["S"].near for name, kernel, _ in kernels if "gradients" in name}
+    assert near == {4096: {True}, 1 << 28: {False}}
+
+
+def test_only_a_gradient_with_tiles_that_are_skipped_is_cleared_first():
+    dense = mask(BF16, *(False,) * 4)
+    assert not bwd_config.skips(backward(64, **dense))
+    for hidden in ({"causal": True}, {"kv_lengths": True}, {"window": (5, None)}):
+        assert bwd_config.skips(backward(64, **dense, **hidden)), hidden
 
 
 def differentiable(p):
