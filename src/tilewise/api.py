@@ -56,6 +56,9 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
         causal: a query sees keys up to its own position.
         q_offset: the position of the first query, an int or an int tensor `[B]`. Default: the queries are the last
             positions (`Lk - Lq`, or `kv_lengths - Lq`). 0 aligns causal to the top left, as torch's SDPA does.
+        k_start: the position of the first key, an int or an int tensor `[B]`.
+        k_stride: positions from one key to the next, likewise: key `j` stands at `k_start + k_stride * j`.
+        q_stride: positions from one query to the next, likewise: query `i` stands at `q_offset + q_stride * i`.
         window: `W` keys with the query's own, or `(left, right)` keys beside it; None in a pair is unlimited.
         chunk: a query sees keys of its own chunk of this many positions.
         mask: bool (True = attend) or float (added; `-inf` hides), `[Lq, Lk]`, `[H, Lq, Lk]` or `[B, H, Lq, Lk]`, each

@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from . import autograd
 from .core import storage
-from .core.options import as_chunk, as_split_size, as_window, to_int
+from .core.options import PLACES, as_chunk, as_split_size, as_window, to_int
 from .core.problem import GRADS
 from .core.tracing import is_wrapper
 from .errors import InvalidArgument, no_double_backward
@@ -29,12 +29,14 @@ from .validation.arrays import returner, to_tensor
 
 # `left` and `right` are the window. Quantised K and V are their data, with their scales and "dtype/group" beside it.
 # Tensors stand before the star: torch differentiates by those alone.
+BY_ROW = ("q_offset", *PLACES)  # ints, or tensors `q_offsets` and so on
 TENSOR_OPTIONS = (
-    *("q_offsets", "mask", "alibi_slopes", "sinks", "key_indices", "block_indices"), "k_scales", "v_scales"
-)  # fmt: skip
-RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? left=None, SymInt? right=None,
-    SymInt? chunk=None, SymInt? block_size=None, float? softcap=None, bool allow_tf32=False,
-    bool? validate=None, str? backend=None"""
+    *(f"{name}s" for name in BY_ROW),
+    *("mask", "alibi_slopes", "sinks", "key_indices", "block_indices", "k_scales", "v_scales"),
+)
+RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? k_start=None, SymInt? k_stride=None,
+    SymInt? q_stride=None, SymInt? left=None, SymInt? right=None, SymInt? chunk=None, SymInt? block_size=None,
+    float? softcap=None, bool allow_tf32=False, bool? validate=None, str? backend=None"""
 OPTIONS = f"{RULES}, SymInt? split_size=None, str? k_stored=None, str? v_stored=None"
 TABLES = {
     "attention": (),
@@ -61,7 +63,7 @@ _library = torch.library.Library("tilewise", "DEF")  # lives as long as the oper
 
 
 TENSORS = (  # options that may be one
-    *("mask", "alibi_slopes", "sinks", "key_indices", "block_indices", "kv_lengths", "cu_seqlens_q", "q_offset", "out"),
+    *("mask", "alibi_slopes", "sinks", "key_indices", "block_indices", "kv_lengths", "cu_seqlens_q", *BY_ROW, "out"),
 )
 
 
@@ -84,7 +86,8 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     back = returner(args[0])
     names = ("q", "k", "v", *TABLES[name])
     args = tuple(x if isinstance(x, Quantised) else to_tensor(n, x) for n, x in zip(names, args, strict=True))
-    options["q_offset"] = to_int(options.get("q_offset"))
+    for option in BY_ROW:
+        options[option] = to_int(options.get(option))
     for option in TENSORS:
         if options.get(option) is not None and not isinstance(options[option], int):
             options[option] = to_tensor(option, options[option])
@@ -100,15 +103,11 @@ def traced(
     *tables: Any,
     return_lse: bool = False,
     out: Any = None,
-    tile_map: Any = None,
-    window: Any = None,
-    q_offset: Any = None,
-    chunk: Any = None,
     split_size: Any = None,
     **options: Any,
 ) -> Any:
     """A call over torch tensors, as an operator in the graph."""
-    options |= _rules(tile_map, window, q_offset, chunk)
+    options = _rules(**options)
     options["split_size"] = as_split_size(split_size)
     if isinstance(k, Quantised):
         options["k_scales"], options["k_stored"], k = k.scales, f"{k.dtype}/{k.group}", k.data
@@ -130,29 +129,28 @@ def traced(
 def traced_backward(
     tensors: tuple[Any, ...],
     grads: Sequence[str],
-    tile_map: Any = None,
-    window: Any = None,
-    q_offset: Any = None,
-    chunk: Any = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """A backward pass as an operator in the graph. `tensors` are q, k, v, out, lse, dout and dlse."""
-    options |= _rules(tile_map, window, q_offset, chunk)
+    options = _rules(**options)
     names = [name for name in GRADS if name in grads]
     rest = [options.pop(name, None) for name in BACKWARD[4:]]
     found = torch.ops.tilewise.attention_backward.default(*tensors, *rest, ",".join(names), **options)
     return dict(zip(names, found, strict=True))
 
 
-def _rules(tile_map: Any, window: Any, q_offset: Any, chunk: Any) -> dict[str, Any]:
+def _rules(tile_map: Any = None, window: Any = None, chunk: Any = None, **options: Any) -> dict[str, Any]:
     """Options of an entry point as those of an operator."""
     if tile_map is not None:
         raise InvalidArgument("tile_map", "a TileMap in traced code", "None: the result is the same without")
     left, right = as_window(window)
-    if isinstance(q_offset, torch.Tensor) and q_offset.ndim == 0:  # torch.jit.trace makes tensors of sizes
-        q_offset = int(q_offset)
-    offset = "q_offsets" if isinstance(q_offset, torch.Tensor) else "q_offset"
-    return {"left": left, "right": right, "chunk": as_chunk(chunk) or None, offset: q_offset}
+    for name in BY_ROW:
+        x = options.pop(name, None)
+        if isinstance(x, torch.Tensor) and x.ndim == 0:  # torch.jit.trace makes tensors of sizes
+            x = int(x)
+        if x is not None:
+            options[f"{name}s" if isinstance(x, torch.Tensor) else name] = x
+    return options | {"left": left, "right": right, "chunk": as_chunk(chunk) or None}
 
 
 def _run(name: str, *tensors: Any, **options: Any) -> Any:
@@ -173,7 +171,9 @@ def _given(names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]
     given = dict(zip(names, tensors, strict=False)) | options
     window = given.pop("left", None), given.pop("right", None)
     given["window"] = None if window == (None, None) else window
-    given["q_offset"] = given.pop("q_offsets", None) if given.get("q_offset") is None else given["q_offset"]
+    for name in BY_ROW:
+        rows = given.pop(f"{name}s", None)
+        given[name] = rows if given.get(name) is None else given[name]
     return {name: x for name, x in given.items() if x is not None}
 
 

@@ -1,8 +1,8 @@
 """The oracle: attention in float64, dense and plain. It defines what every backend must compute.
 
-For one sequence, head h, query i at position `qpos`, key j at position j:
+For one sequence, head h, query i at position `qpos`, key j at position `kpos`:
 
-    s = scale * q.k;  softcap;  - slope * |qpos - j|;  + mask;  -inf where (i, j) is not visible
+    s = scale * q.k;  softcap;  - slope * |qpos - kpos|;  + mask;  -inf where (i, j) is not visible
     p = softmax(s), with one more logit, the sink, that has no value
     out = p v;  lse = log(sum exp(s))
 
@@ -37,9 +37,7 @@ class Scores:
 def visible_cells(seq: Sequence) -> torch.Tensor:
     """Which (query, key) pairs of a sequence see each other: bool `[H, Lq, Lk]`."""
     p, device = seq.problem, seq.tensors.q.device
-    i = torch.arange(seq.q_len, device=device)[:, None]
-    kpos = torch.arange(seq.kv_len, device=device)[None, :]
-    qpos = seq.q_offset + i
+    qpos, kpos = seq.positions(slice(0, seq.q_len), slice(0, seq.kv_len))
     rules = p.rules
     left, right = rules.window
     seen = torch.ones(seq.q_len, seq.kv_len, dtype=torch.bool, device=device)
@@ -50,7 +48,8 @@ def visible_cells(seq: Sequence) -> torch.Tensor:
     if right is not None:
         seen &= kpos - qpos <= right
     if rules.chunk:
-        seen &= kpos // rules.chunk == torch.div(qpos, rules.chunk, rounding_mode="floor")
+        key_chunk, chunk = (torch.div(x, rules.chunk, rounding_mode="floor") for x in (kpos, qpos))
+        seen &= key_chunk == chunk
     seen = seen.expand(p.heads, -1, -1)
     mask = seq.mask(slice(0, seq.q_len), slice(0, seq.kv_len))
     if mask is not None:
@@ -62,7 +61,6 @@ def visible_cells(seq: Sequence) -> torch.Tensor:
 def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
     """Attention of one sequence, every step in `compute`."""
     p, t = seq.problem, seq.tensors
-    device = t.q.device
     q = seq.q.to(compute)  # [H, Lq, D]
     k = seq.keys(0, seq.kv_len, compute).repeat_interleave(p.group, 0)  # [H, Lk, D]
     v = seq.values(0, seq.kv_len, compute).repeat_interleave(p.group, 0)  # [H, Lk, Dv]
@@ -72,8 +70,7 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
     if p.softcap:
         s = p.softcap * torch.tanh(s / p.softcap)
     if seq.slopes is not None:
-        qpos = seq.q_offset + torch.arange(seq.q_len, device=device)[:, None]
-        kpos = torch.arange(seq.kv_len, device=device)[None, :]
+        qpos, kpos = seq.positions(slice(0, seq.q_len), slice(0, seq.kv_len))
         s = s - seq.slopes.to(compute)[:, None, None] * (qpos - kpos).abs()
     mask = seq.mask(slice(0, seq.q_len), slice(0, seq.kv_len))
     if mask is not None and mask.dtype != torch.bool:

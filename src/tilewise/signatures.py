@@ -25,6 +25,9 @@ class SharedOptions(TypedDict, total=False):
     scale: float | None
     causal: bool
     q_offset: Array | int | None
+    k_start: Array | int
+    k_stride: Array | int
+    q_stride: Array | int
     window: Width | None
     chunk: int | None
     mask: Array | None

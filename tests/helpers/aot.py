@@ -79,6 +79,7 @@ def tensors_of(p: Problem) -> Tensors:
     t.sinks = empty(p.heads, dtype=torch.float32) if p.sinks else None
     t.kv_lengths = empty(p.batch) if p.rules.kv_lengths else None
     t.q_offset = empty(p.batch) if p.rules.q_offset == "rows" else None
+    t.places = empty(p.batch, 3) if p.rules.affine == "rows" else None
     t.cu_seqlens_q = empty(p.batch + 1) if p.packed_q else None
     t.cu_seqlens_k = empty(p.batch + 1) if p.form == "varlen" else None
     t.block_table = empty(p.batch, max(1, p.kv_len // max(1, p.page_size))) if p.form == "paged" else None

@@ -56,6 +56,9 @@ MUTANTS = [
         ("mask gradient of the first key alone", "mask"),
         ("mask gradient left in cells past a sequence", "mask", "q_lengths"),
         ("slopes' gradient by row numbers", "alibi"),
+        ("slopes' gradient by keys one position apart", "alibi", "k_stride"),
+        ("keys that stand one position apart in dK and dV", "k_stride"),
+        ("queries that stand one position apart", "q_stride"),
         ("slopes' gradient of the wrong sign", "alibi"),
         ("the diagonal tile dropped in dK and dV", "causal"),
         ("the diagonal left out", "causal"),
@@ -110,25 +113,30 @@ def run(p, b, wrong):
             delta = -delta
         visible = r.visible & live[..., None]
         i, j = torch.arange(seq.q_len)[:, None], torch.arange(seq.kv_len)[None]
-        qpos = seq.q_offset + i
+        qpos, kpos = seq.positions(slice(0, seq.q_len), slice(0, seq.kv_len))
         seen = seen_by_keys = visible
         scores = r.scores
         if wrong == "the diagonal tile dropped in dK and dV":
-            seen_by_keys = visible & ~((qpos // 32 == j // 32) & (j // 32 > 0))
+            seen_by_keys = visible & ~((qpos // 32 == kpos // 32) & (kpos // 32 > 0))
         if wrong == "the diagonal left out":
-            seen = seen_by_keys = visible & (qpos != j)
+            seen = seen_by_keys = visible & (qpos != kpos)
         if wrong == "the first row that sees a tile of keys dropped":
             seen_by_keys = visible & ~((qpos == j // 16 * 16) & (j // 16 > 0))
         if wrong == "inverse window one row too short" and p.rules.window[0] is not None:
-            seen_by_keys = visible & (qpos - j < max(1, p.rules.window[0]))
+            seen_by_keys = visible & (qpos - kpos < max(1, p.rules.window[0]))
         if wrong == "inverse window one row too long" and p.rules.window[0] is not None:
             wide = replace(p, rules=replace(p.rules, window=(p.rules.window[0] + 1, p.rules.window[1])))
-            looser = attend(replace(seq, problem=wide))
+            looser = attend(replace(seq, problem=wide, rules=replace(seq.rules, window=wide.rules.window)))
             scores, seen_by_keys = looser.scores, looser.visible & live[..., None]
         if wrong == "causal aligned to the top left":
             moved = attend(replace(seq, q_offset=0))
             scores, seen = moved.scores, moved.visible & live[..., None]
             seen_by_keys = seen
+        if wrong in ("keys that stand one position apart in dK and dV", "queries that stand one position apart"):
+            k_start, k_stride, q_stride = seq.rules.places
+            near = (k_start, k_stride, 1) if wrong.startswith("queries") else (k_start, 1, q_stride)
+            moved = attend(replace(seq, rules=replace(seq.rules, places=near)))
+            scores, seen_by_keys = moved.scores, moved.visible & live[..., None]
         if wrong == "the last tile of rows dropped":
             seen = seen_by_keys = visible & (i < max(1, seq.q_len // 16 * 16))
         if wrong == "the last tile of keys dropped in dQ":
@@ -178,7 +186,8 @@ def run(p, b, wrong):
             alone = wrong == "mask gradient of the last sequence alone"
             where.copy_(part if alone and seq.b == last else where + part)
         if b.dalibi_slopes is not None:
-            distance = ((i if wrong == "slopes' gradient by row numbers" else qpos) - j).abs()
+            near = j if wrong == "slopes' gradient by keys one position apart" else kpos
+            distance = (i - j if wrong == "slopes' gradient by row numbers" else qpos - near).abs()
             sign = 1 if wrong == "slopes' gradient of the wrong sign" else -1
             b.dalibi_slopes[seq.b] = sign * (ds * distance).sum((-1, -2))
         ds, ds_keys = ds * dcap, ds_keys * dcap

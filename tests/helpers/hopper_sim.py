@@ -72,7 +72,8 @@ class Launch:
             "v": tiles(t.v, spec.BN // spec.pieces, spec.DV),
             "o": tiles(t.out, 64, self.bound.spec.out_columns),
             "OUT": flat(t.out), "LSE": flat(t.lse), "MASK": flat(t.mask), "KV_LENGTHS": flat(t.kv_lengths),
-            "Q_OFFSET": flat(t.q_offset), "CU_Q": flat(t.cu_seqlens_q), "CU_K": flat(t.cu_seqlens_k),
+            "PLACES": flat(t.places), "Q_OFFSET": flat(t.q_offset), "CU_Q": flat(t.cu_seqlens_q),
+            "CU_K": flat(t.cu_seqlens_k),
             "SLOPES": flat(t.alibi_slopes), "SINKS": flat(t.sinks), "COUNTER": counter, "FLAGS": flags,
         }  # fmt: skip
         for name, x, dims in (("o", t.out, "bhl"), ("lse", t.lse, "bhl"), ("mask", t.mask, "bhqk")):

@@ -150,7 +150,33 @@ def _(p):
     return changed(p, chunk=0)
 
 
+@asks("keys that stand one position apart", "k_stride")
+def _(p):
+    return p if p.rules.places == "rows" else changed(p, places=(p.rules.places[0], 1, p.rules.places[2]))
+
+
+@asks("queries that stand one position apart", "q_stride")
+def _(p):
+    return p if p.rules.places == "rows" else changed(p, places=(*p.rules.places[:2], 1))
+
+
+@asks("the first key at position 0", "k_start")
+def _(p):
+    return p if p.rules.places == "rows" else changed(p, places=(0, *p.rules.places[1:]))
+
+
+@asks("the last key before a window's left side is seen", "k_stride", "window")
+def _(p):
+    left, right = p.rules.window
+    return p if left is None or p.rules.places == "rows" else changed(p, window=(left + p.rules.places[1] - 1, right))
+
+
 # What is read
+
+
+@reads("places of the first row for all", "k_stride")
+def _(p, t):
+    return replace(t, places=None if t.places is None else t.places[:1].expand(p.batch, -1))
 
 
 @reads("ALiBi that rewards distance", "alibi")
@@ -331,7 +357,8 @@ def _(seq, r: Scores):
     if seq.slopes is None:
         return r.out, r.lse
     i, j = torch.arange(seq.q_len)[:, None], torch.arange(seq.kv_len)
-    shift = (seq.q_offset + i - j).abs() - (i - j).abs()
+    qpos, kpos = seq.positions(slice(0, seq.q_len), slice(0, seq.kv_len))
+    shift = (qpos - kpos).abs() - (i - j).abs()
     return rescored(seq, r.scores + seq.slopes.double()[:, None, None] * shift, r.visible)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewise.core.mask_rules import MaskRules
+from tilewise.core.mask_rules import PLAIN_PLACES, MaskRules
 from tilewise.core.problem import MAX_HEAD_DIM, MaskSpec, Problem
 from tilewise.core.storage import PLAIN, StorageFormat, stored_as
 
@@ -75,6 +75,7 @@ def draw(chance: random.Random) -> Problem:
         softcap=chance.choice((5.0, 1e30)) if maybe(0.2) else 0.0,
         q_offset=chance.choice(("end", "rows", 0, kv_len - q_len)) if lengths or form != "dense" else kv_len - q_len,
         kv_lengths=lengths,
+        places=chance.choice((PLAIN_PLACES, PLAIN_PLACES, PLAIN_PLACES, (3, 2, 1), "rows")),
         alibi=maybe(0.2),
         sinks=maybe(0.2),
         mask=mask,

@@ -14,6 +14,7 @@ import mslsim
 from gluon_values import Tensor
 from metal_sim import needs_simulator
 from tilewise.backends.cpu.codegen.numba_ops import params_at
+from tilewise.backends.cpu.kv_access import affine
 from tilewise.backends.cpu.kv_access import key_span as cpu_key_span
 from tilewise.backends.cpu.kv_access import query_span as cpu_query_span
 from tilewise.backends.cpu.params import Params, Rules
@@ -24,6 +25,12 @@ SIDES = (None, 0, 1, 5, 40)
 RULES = [
     MaskRules(causal, (left, right), chunk)
     for causal, left, right, chunk in product((False, True), SIDES, SIDES, (0, 1, 7, 50))
+]
+STRIDED = [  # key_span and query_span with keys and queries that are not one position apart
+    MaskRules(causal, (left, right), chunk, places=places)
+    for causal, left, right, chunk, places in product(
+        (False, True), (None, 0, 5), (None, 0, 40), (0, 7), ((-9, 1, 1), (3, 4, 1), (0, 1, 3), (5, 2, 3), (-70, 9, 9))
+    )
 ]
 LENGTHS = (0, 1, 24)
 POSITIONS = range(-30, 60)
@@ -46,7 +53,7 @@ def given(lo, hi):
 
 def test_many_rows_at_once():
     positions, lengths = (torch.tensor(x) for x in zip(*CELLS, strict=True))
-    for rules in RULES:
+    for rules in RULES + STRIDED:
         assert given(*key_spans(rules, positions, lengths)) == wanted(rules), rules
 
 
@@ -54,14 +61,14 @@ def test_many_rows_at_once():
 def cpu_spans(address, positions, lengths, lo, hi):
     p = params_at(address)
     for i in range(len(positions)):
-        lo[i], hi[i] = cpu_key_span(p, positions[i], lengths[i])
+        lo[i], hi[i] = cpu_key_span(p, affine(p, 0, positions[i]), 0, lengths[i])
 
 
 def test_cpu():
     """Compiled, over the struct that kernels are given."""
     positions, lengths = (np.array(x) for x in zip(*CELLS, strict=True))
     lo, hi = np.zeros_like(positions), np.zeros_like(positions)
-    for rules in RULES:
+    for rules in RULES + STRIDED:
         params = Params(rules=Rules(**rules.numbers()))
         cpu_spans(addressof(params), positions, lengths, lo, hi)
         assert given(lo, hi) == wanted(rules), rules
@@ -71,13 +78,13 @@ def test_cpu():
 def cpu_query_spans(address, keys, offset, q_len, lo, hi):
     p = params_at(address)
     for i in range(len(keys)):
-        lo[i], hi[i] = cpu_query_span(p, keys[i], offset, q_len)
+        lo[i], hi[i] = cpu_query_span(p, affine(p, 0, offset), keys[i], q_len)
 
 
 def test_cpu_queries():
     keys = np.arange(60)
     lo, hi = np.zeros_like(keys), np.zeros_like(keys)
-    for rules, offset in product(RULES, (-7, 0, 20)):
+    for rules, offset in product(RULES + STRIDED, (-7, 0, 20)):
         params = Params(rules=Rules(**rules.numbers()))
         cpu_query_spans(addressof(params), keys, offset, 24, lo, hi)
         got = [seen(a, b, 24) for a, b in zip(lo.tolist(), hi.tolist(), strict=True)]
@@ -93,7 +100,7 @@ def by_gpu(function, rules, *given):
 
 def test_triton_and_hopper():
     kernels = gluon_sim.load().mask_rules
-    for rules in RULES:
+    for rules in RULES + STRIDED:
         assert given(*by_gpu(kernels.key_span, rules, *zip(*CELLS, strict=True))) == wanted(rules), rules
 
 
@@ -103,7 +110,7 @@ QUERIES = list(product(range(30), (-40, -1, 0, 13), (1, 24)))
 def wrong_queries(kernels):
     """The rules for which a key is seen by other queries than those that see it."""
     wrong = []
-    for rules in RULES:
+    for rules in RULES + STRIDED:
         lo, hi = by_gpu(kernels.query_span, rules, *zip(*QUERIES, strict=True))
         got = [seen(*ends, q_len) for *ends, (_, _, q_len) in zip(lo, hi, QUERIES, strict=True)]
         want = [seen(*query_span(rules, key, offset, q_len), q_len) for key, offset, q_len in QUERIES]
@@ -115,7 +122,10 @@ def test_the_queries_of_a_key():
     assert wrong_queries(gluon_sim.load().mask_rules) == []
 
 
-@pytest.mark.parametrize(("old", "new"), [("key + left + 1", "key + left"), ("key - right", "key + right")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("key + left + 1", "key + left"), ("key - right", "key + right"), ("near - right, q_stride", "near, q_stride")],
+)
 def test_a_wrong_side_of_queries_is_noticed(old, new):
     assert wrong_queries(gluon_sim.load({"mask_rules": [(old, new)]}).mask_rules)
 

@@ -28,11 +28,34 @@ def test_a_query_sees_a_key_iff_the_key_is_seen_by_the_query(causal, window, chu
         assert seen == inverse
 
 
+PLACES = [(0, 1, 1), (3, 1, 1), (-4, 2, 1), (1, 1, 3), (2, 5, 5), (-7, 3, 2)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("places", PLACES)
+def test_spans_are_what_the_definition_leaves(causal, window, chunk, places):
+    rules = MaskRules(causal, window, chunk, places=places)
+    left, right = (1000 if side is None else side for side in window)
+    k_start, k_stride, q_stride = places
+    for offset, q_len, kv_len in itertools.product((-5, 0, 20), (1, 9), (1, 13)):
+        for i, j in itertools.product(range(q_len), range(kv_len)):
+            qpos, kpos = offset + q_stride * i, k_start + k_stride * j
+            want = -right <= qpos - kpos <= left and (not causal or kpos <= qpos)
+            want = want and (not chunk or qpos // chunk == kpos // chunk)
+            lo, hi = key_span(rules, qpos, kv_len)
+            assert (lo <= j < hi) == want, (i, j, offset)
+            lo, hi = query_span(rules, j, offset, q_len)
+            assert (lo <= i < hi) == want, (i, j, offset)
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("chunk", [0, 4])
 def test_neither_end_moves_left(window, chunk):
-    spans = [query_span(MaskRules(True, window, chunk), j, 2, 30) for j in range(40)]
-    assert all(a <= b and c <= d for (a, c), (b, d) in itertools.pairwise(spans))
+    for places in PLACES:
+        spans = [query_span(MaskRules(True, window, chunk, places=places), j, 2, 30) for j in range(40)]
+        assert all(a <= b and c <= d for (a, c), (b, d) in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -49,7 +72,7 @@ def test_what_rules_say_they_hide(causal, window, chunk):
     assert rules.flags.jumps or all(b - a <= 1 for (a, _), (b, _) in itertools.pairwise(spans))
 
 
-OTHERS = {"causal": True, "window": (5, None), "chunk": 7, "q_offset": 3, "kv_lengths": True}
+OTHERS = {"causal": True, "window": (5, None), "chunk": 7, "q_offset": 3, "kv_lengths": True, "places": (2, 3, 4)}
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -18,8 +18,8 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     cells = keys = mask_cells = 0
     tiles = [0, 0, 0]
     for seq in sequences(p, tensors):
-        positions = seq.q_offset + torch.arange(seq.q_len, device="cpu")
-        lo, hi = key_spans(p.rules, positions, seq.kv_len)  # [Lq]
+        positions = seq.position(0) + seq.rules.places[2] * torch.arange(seq.q_len, device="cpu")
+        lo, hi = key_spans(seq.rules, positions, seq.kv_len)  # [Lq]
         if p.selection is not None:
             found = _chosen_cells(seq, lo, hi, tile)
             cells, keys, mask_cells = cells + found[0], keys + found[1], mask_cells + found[0] * (p.mask is not None)
@@ -30,18 +30,19 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
         seen = widths > 0
         if bool(seen.any()):
             keys += int(hi[seen].max() - lo[seen].min())
-        if mask_map is None:
+        if mask_map is None and not p.rules.affine:
             for kind, count in enumerate(span_counts(lo, hi, seq.kv_len, tile)):
                 tiles[kind] += count * p.heads
-        else:
-            states = span_tiles(lo[None], hi[None], seq.kv_len, tile)  # [1, nq, nk]
+            continue
+        states = span_tiles(lo[None], hi[None], seq.kv_len, tile)  # [1, nq, nk]
+        if mask_map is not None:
             plane = mask_map[seq.b % len(mask_map)]  # [1 or H, 1 or nq, 1 or nk]
             nq, nk = states.shape[1:]
             states = torch.minimum(states, plane[:, :nq, :nk])  # [1 or H, nq, nk]
             read = ((states > 0) & (plane[:, :nq, :nk] == 1)).long()
             mask_cells += int(_sizes(seq.q_len, tile[0]) @ read.sum(0) @ _sizes(seq.kv_len, tile[1]))
-            for kind in range(3):
-                tiles[kind] += int((states == kind).sum()) * (p.heads // len(states))
+        for kind in range(3):
+            tiles[kind] += int((states == kind).sum()) * (p.heads // len(states))
 
     rows = tensors.q[..., 0].numel()  # B * Lq * H
     moved = rows * (p.head_dim + p.value_dim) * p.q_dtype.itemsize + (4 * rows if p.return_lse else 0)

@@ -6,6 +6,7 @@ end ever moves left from one row to the next. Tile maps, cost and tile loops res
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +16,11 @@ Window = tuple[int | None, int | None]
 # A number for all rows, "rows" for a tensor [B], "end" for "each sequence's queries are its last positions".
 Offset = int | Literal["rows", "end"]
 OFFSET_KINDS = {"int": 0, "rows": 1, "end": 2}  # as a kernel's struct holds them
+# k_start, k_stride, q_stride: key j stands at k_start + k_stride * j, query i at q_offset + q_stride * i. "rows": each
+# sequence has its own, in a tensor [B, 3].
+Places = tuple[int, int, int] | Literal["rows"]
+PLAIN_PLACES = (0, 1, 1)
+PLACE_KINDS = {"": 0, "int": 1, "rows": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,7 @@ class MaskRules:
     chunk: int = 0  # positions of a chunk; 0: none
     q_offset: Offset = "end"  # the position of the first query
     kv_lengths: bool = False  # sequences have their own numbers of keys
+    places: Places = PLAIN_PLACES  # how positions go on from key to key and from query to query
 
     @property
     def by_position(self) -> bool:
@@ -41,15 +48,21 @@ class MaskRules:
         """Which rules there are, without their numbers."""
         left, right = (side is not None for side in self.window)
         offset = self.q_offset if isinstance(self.q_offset, str) else "int"
-        return RuleFlags(self.causal, left, right, self.chunk > 0, offset, self.kv_lengths)
+        return RuleFlags(self.causal, left, right, self.chunk > 0, offset, self.kv_lengths, self.affine)
+
+    @property
+    def affine(self) -> str:
+        """Which positions are not row numbers: "" of none, "int" alike in all sequences, "rows" by a tensor."""
+        return "" if self.places == PLAIN_PLACES else "rows" if self.places == "rows" else "int"
 
     def relative(self) -> MaskRules:
-        """The rules without where queries stand and how many keys there are."""
-        return replace(self, q_offset="end", kv_lengths=False)
+        """The rules without where queries and keys stand and how many keys there are."""
+        return replace(self, q_offset="end", kv_lengths=False, places=PLAIN_PLACES)
 
     def numbers(self) -> dict[str, int]:
         """The rules as a kernel's struct holds them: int32, 0 for what is not there."""
         flags, (left, right) = self.flags, self.window
+        k_start, k_stride, q_stride = PLAIN_PLACES if self.places == "rows" else self.places
         return {
             "causal": self.causal,
             "has_left": flags.left,
@@ -59,25 +72,36 @@ class MaskRules:
             "chunk": self.chunk,
             "q_offset": self.q_offset if isinstance(self.q_offset, int) else 0,
             "offset_kind": OFFSET_KINDS[flags.offset],
+            "k_start": k_start,
+            "k_stride": k_stride,
+            "q_stride": q_stride,
+            "place_kind": PLACE_KINDS[flags.affine],
             "has_lengths": self.kv_lengths,
         }
 
     def keys_per_query(self, q_len: int, kv_len: int) -> float:
         """About how many keys a query sees, for guesses at the cost of a call."""
         left, right = self.window
+        step = 1 if self.places == "rows" else self.places[1]  # positions from key to key
         keys = float(kv_len)
         if self.causal:
             keys /= 2 if q_len == kv_len else 1
             right = 0
         if left is not None:
-            keys = min(keys, left + 1 + (kv_len if right is None else right))
-        return min(keys, self.chunk) if self.chunk else keys
+            keys = min(keys, (left + 1) / step + (kv_len if right is None else right / step))
+        return min(keys, self.chunk / step) if self.chunk else keys
 
     def words(self) -> list[str]:
         """The rules on positions as options are written."""
         left, right = self.window
         words = ["causal" * self.causal, f"window ({left}, {right})" * (self.window != (None, None))]
-        return [word for word in (*words, f"chunk {self.chunk}" * bool(self.chunk)) if word]
+        words.append(f"chunk {self.chunk}" * bool(self.chunk))
+        if self.places == "rows":
+            words.append("k_start, k_stride and q_stride by row")
+        else:
+            given = zip(("k_start", "k_stride", "q_stride"), self.places, PLAIN_PLACES, strict=True)
+            words += [f"{name} {value}" for name, value, plain in given if value != plain]
+        return [word for word in words if word]
 
     def __str__(self) -> str:
         """In words.
@@ -101,6 +125,7 @@ class RuleFlags:
     chunk: bool
     offset: str  # "int", "rows" or "end"
     lengths: bool
+    affine: str = ""  # whether positions are not row numbers: "", "int" or "rows", as in `MaskRules`
 
     @property
     def hides_left(self) -> bool:
@@ -115,25 +140,44 @@ class RuleFlags:
     @property
     def jumps(self) -> bool:
         """Whether the first key of a row may be any number of keys after that of the row before."""
-        return self.chunk
+        return self.chunk or self.affine != ""
 
 
-RULE_NUMBERS = ("left", "right", "chunk")  # of `MaskRules.numbers`, those that a compiled-in rule still needs
+# Of `MaskRules.numbers`, those that a compiled-in rule still needs.
+RULE_NUMBERS = ("left", "right", "chunk", "k_start", "k_stride", "q_stride")
+
+
+def place_rows(given: Sequence[torch.Tensor | int], batch: int, device: torch.device, most: int) -> torch.Tensor:
+    """`Tensors.places` of numbers and tensors [B]. What was not checked goes to the end of its range, as lengths do."""
+    columns = [torch.as_tensor(x, device=device).expand(batch) for x in given]
+    ends = [column.clamp(least, most) for column, least in zip(columns, (-most, 1, 1), strict=True)]
+    return torch.stack([column.to(torch.int32) for column in ends], 1)
+
+
+def rows_before(distance: int, stride: int) -> int:
+    """How many of rows that stand `stride` apart, the first at 0, stand before `distance`; below 0 if it does."""
+    return -(-distance // stride)
 
 
 def key_span(rules: MaskRules, position: int, kv_len: int) -> tuple[int, int]:
     """`[lo, hi)`: the keys that a query at `position` sees; empty when `hi <= lo`."""
     left, right = rules.window
+    assert rules.places != "rows", "each sequence has its own: `Sequence.rules`"
+    k_start, k_stride, _ = rules.places
+
+    def before(end: int) -> int:  # keys that stand before a position
+        return rows_before(end - k_start, k_stride)
+
     lo, hi = 0, kv_len
     if rules.causal:
-        hi = min(hi, position + 1)
+        hi = min(hi, before(position + 1))
     if left is not None:
-        lo = max(lo, position - left)
+        lo = max(lo, before(position - left))
     if right is not None:
-        hi = min(hi, position + right + 1)
+        hi = min(hi, before(position + right + 1))
     if rules.chunk:
         start = position // rules.chunk * rules.chunk
-        lo, hi = max(lo, start), min(hi, start + rules.chunk)
+        lo, hi = max(lo, before(start)), min(hi, before(start + rules.chunk))
     return lo, hi
 
 
@@ -143,43 +187,62 @@ def query_span(rules: MaskRules, key: int, offset: int, q_len: int) -> tuple[int
     The inverse of `key_span`: a window's sides change places. Neither end moves left from one key to the next.
     """
     left, right = rules.window
-    lo, hi = offset, offset + q_len  # positions
+    assert rules.places != "rows", "each sequence has its own: `Sequence.rules`"
+    k_start, k_stride, q_stride = rules.places
+    position = k_start + k_stride * key
+
+    def before(end: int) -> int:  # rows that stand before a position
+        return rows_before(end - offset, q_stride)
+
+    lo, hi = 0, q_len
     if rules.causal:
-        lo = max(lo, key)
+        lo = max(lo, before(position))
     if left is not None:
-        hi = min(hi, key + left + 1)
+        hi = min(hi, before(position + left + 1))
     if right is not None:
-        lo = max(lo, key - right)
+        lo = max(lo, before(position - right))
     if rules.chunk:
-        start = key // rules.chunk * rules.chunk
-        lo, hi = max(lo, start), min(hi, start + rules.chunk)
-    return lo - offset, hi - offset
+        start = position // rules.chunk * rules.chunk
+        lo, hi = max(lo, before(start)), min(hi, before(start + rules.chunk))
+    return lo, hi
 
 
 def key_spans(
-    rules: MaskRules, positions: torch.Tensor, kv_len: torch.Tensor | int
+    rules: MaskRules,
+    positions: torch.Tensor,
+    kv_len: torch.Tensor | int,
+    places: tuple[torch.Tensor | int, torch.Tensor | int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`key_span` of many rows: `lo`, `hi` int64, shaped as `positions`; `kv_len` broadcasts against them."""
+    """`key_span` of many rows: `lo`, `hi` int64, shaped as `positions`; `kv_len` broadcasts against them, and so does
+    `places` = (k_start, k_stride), if not those of the rules.
+    """
     left, right = rules.window
+    if places is None and rules.affine:
+        assert rules.places != "rows", "each sequence has its own: `Sequence.rules`"
+        places = rules.places[:2]
+
+    def before(end: torch.Tensor) -> torch.Tensor:  # keys that stand before a position
+        return end if places is None else -torch.div(places[0] - end, places[1], rounding_mode="floor")
+
     lo = torch.zeros_like(positions)
     hi = torch.zeros_like(positions) + kv_len
     if rules.causal:
-        hi = torch.minimum(hi, positions + 1)
+        hi = torch.minimum(hi, before(positions + 1))
     if left is not None:
-        lo = torch.maximum(lo, positions - left)
+        lo = torch.maximum(lo, before(positions - left))
     if right is not None:
-        hi = torch.minimum(hi, positions + right + 1)
+        hi = torch.minimum(hi, before(positions + right + 1))
     if rules.chunk:
         start = positions.div(rules.chunk, rounding_mode="floor") * rules.chunk
-        lo, hi = torch.maximum(lo, start), torch.minimum(hi, start + rules.chunk)
+        lo, hi = torch.maximum(lo, before(start)), torch.minimum(hi, before(start + rules.chunk))
     return lo, hi
 
 
 def span_counts(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int]) -> tuple[int, int, int]:
     """Tiles (skip, mixed, full) of one sequence's spans `lo`, `hi` `[Lq]`: what `span_tiles` marks, only counted.
 
-    The rows of a tile see one interval, for spans of neighbouring rows touch; it is full where its last row's span has
-    begun and its first row's has not ended.
+    The rows of a tile see one interval, for spans of neighbouring rows touch (not so with strides: `span_tiles`); it is
+    full where its last row's span has begun and its first row's has not ended.
     """
     BQ, BK = tile
     Lq = len(lo)
@@ -201,8 +264,8 @@ def span_counts(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, in
 def span_tiles(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int]) -> torch.Tensor:
     """Classifies tiles `[R, nq, nk]` (0 skip, 1 mixed, 2 full) of spans `lo`, `hi` `[R, Lq]`, without building a mask.
 
-    Rows that see any key are one run `[first, last)`; those whose span ends after a tile's first column are a suffix
-    and those whose span begins before its end a prefix, so a tile holds a visible cell iff three runs of rows meet.
+    Rows whose span ends after a tile's first column are a suffix and those whose span begins before its end a prefix:
+    a tile holds a visible cell iff a row that sees any key is in the run that both share.
     """
     BQ, BK = tile
     R, Lq = lo.shape
@@ -213,15 +276,14 @@ def span_tiles(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int
     start = torch.arange(0, Lk, BK, device=lo.device)  # [nk]
     end = (start + BK).clamp_max(Lk)
 
-    # An empty row's ends may cross (a query before the first key, or whose window has left the last one).
-    seeing = lo < hi
-    last = Lq - seeing.flip(1).to(torch.uint8).argmax(1)
-    first = seeing.to(torch.uint8).argmax(1)
-    last = torch.where(seeing.any(1), last, 0)
+    # An empty row's ends may cross (a query before the first key, or whose window has left the last one), and with
+    # strides a row between others may see nothing.
+    seeing = torch.nn.functional.pad((lo < hi).cumsum(1), (1, 0))  # [R, Lq + 1] rows before that see a key
     columns = torch.stack([start, end - 1])[:, None].expand(-1, R, -1).contiguous()  # [2, R, nk]
     after = torch.searchsorted(hi.contiguous(), columns[0], right=True)  # [R, nk] first row with hi > start
     before = torch.searchsorted(lo.contiguous(), columns[1], right=True)  # [R, nk] first row with lo >= end
-    low = torch.maximum(torch.maximum(top[:, None], after[:, None, :]), first[:, None, None])  # [R, nq, nk]
-    high = torch.minimum(torch.minimum(bottom[:, None], before[:, None, :]), last[:, None, None])
+    low = torch.maximum(top[:, None], after[:, None, :])  # [R, nq, nk]
+    high = torch.minimum(bottom[:, None], before[:, None, :])
+    found = seeing.gather(1, high.flatten(1)) > seeing.gather(1, low.flatten(1))
     full = (lo[:, bottom - 1, None] <= start) & (hi[:, top, None] >= end)
-    return (low < high).to(torch.uint8) + full.to(torch.uint8)
+    return found.view_as(low).to(torch.uint8) + full.to(torch.uint8)

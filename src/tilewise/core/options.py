@@ -7,10 +7,12 @@
     0 <= left, right < LIMIT - 1, or None                  a wider side hides nothing: it becomes None
     1 <= chunk <= 2 * LIMIT                                a larger one means the same: negative positions are apart
     1 <= split_size <= LIMIT
+    k_stride, q_stride >= 1                                and |qpos|, |kpos|, |qpos - kpos| <= LIMIT as above
 
 A kernel may therefore compute `qpos - left`, `qpos + right + 1`, `qpos // chunk * chunk + chunk` and `qpos - kpos` in
-int32, also for the rows that pad a tile. What lies in a tensor of offsets or lengths on a GPU is not read unless
-`validate=True`; out of these ranges it gives no meaningful result.
+int32, also for the rows that pad a tile (with a `q_stride` those may wrap: their spans are nobody's). What lies in a
+tensor of offsets or lengths on a GPU is not read unless `validate=True`; out of these ranges it gives no meaningful
+result.
 
 `scale` is 0 where float32 rounds it to 0: a plan must not take for positive what is 0 to its kernels. A softcap is 0 or
 from the least normal float32 number to the largest one.
@@ -20,12 +22,13 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 from ..errors import InvalidArgument
-from .mask_rules import MaskRules, Offset, Window
+from .mask_rules import PLAIN_PLACES, MaskRules, Offset, Places, Window
 
 LIMIT = 2**29  # of positions and lengths: see the module's text
 LARGEST, LEAST = 3.4028234663852886e38, 1.1754943508222875e-38  # of normal float32 numbers
@@ -42,6 +45,9 @@ class Options:
     scale: Any = None
     causal: Any = False
     q_offset: Any = None
+    k_start: Any = 0
+    k_stride: Any = 1
+    q_stride: Any = 1
     window: Any = None
     chunk: Any = None
     mask: Any = None
@@ -106,6 +112,34 @@ def as_offset(offset: int, q_len: int, kv_len: int, name: str = "q_offset") -> i
     return offset
 
 
+PLACES = ("k_start", "k_stride", "q_stride")  # in the order of `MaskRules.places`
+
+
+def as_places(given: Sequence[int], offset: Offset, q_len: int, kv_len: int, row: str = "") -> tuple[int, int, int]:
+    """`PLACES` of a call or of one sequence, whose positions and their distances fit in 32 bits.
+
+    What a stride would do to one row is nothing: it is 1 then.
+    """
+    for name, value in zip(PLACES, given, strict=True):
+        if not (-LIMIT if name == "k_start" else 1) <= value <= LIMIT:
+            raise InvalidArgument(name + row, value, f"{-LIMIT if name == 'k_start' else 1} to {LIMIT}")
+    k_start, k_stride, q_stride = given
+    places = (k_start, k_stride if kv_len > 1 else 1, q_stride if q_len > 1 else 1)
+    if places == PLAIN_PLACES:
+        return places
+    keys = (k_start, k_start + places[1] * max(0, kv_len - 1))
+    first = (offset, offset) if isinstance(offset, int) else (-q_len, kv_len)
+    queries = (first[0], first[1] + places[2] * max(0, q_len - 1))
+    reach = max(*map(abs, (*keys, *queries)), keys[1] - queries[0], queries[1] - keys[0])
+    if reach > LIMIT:
+        raise InvalidArgument(
+            ", ".join(name + row for name in PLACES),
+            f"{tuple(given)}, with keys at {keys[0]} to {keys[1]} and queries at {queries[0]} to {queries[1]}",
+            f"positions and distances of at most {LIMIT}",
+        )
+    return places
+
+
 def as_chunk(chunk: Any) -> int:
     if chunk is None:
         return 0
@@ -114,9 +148,11 @@ def as_chunk(chunk: Any) -> int:
     return min(int(chunk), 2 * LIMIT)
 
 
-def as_rules(o: Options, q_offset: Offset = "end", kv_lengths: bool = False) -> MaskRules:
-    """The options that hide keys by position, with where queries stand and whether sequences have lengths."""
-    return MaskRules(as_flag("causal", o.causal), as_window(o.window), as_chunk(o.chunk), q_offset, kv_lengths)
+def as_rules(
+    o: Options, q_offset: Offset = "end", kv_lengths: bool = False, places: Places = PLAIN_PLACES
+) -> MaskRules:
+    """The options that hide keys by position, with where queries and keys stand and whether sequences have lengths."""
+    return MaskRules(as_flag("causal", o.causal), as_window(o.window), as_chunk(o.chunk), q_offset, kv_lengths, places)
 
 
 def as_block_size(o: Options) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from .mask_rules import MaskRules
 from .problem import GRADS, Problem
 from .storage import StorageFormat
 from .tile_map import TileMap
@@ -26,6 +28,7 @@ class Tensors:
     mask: torch.Tensor | None = None  # [B, H, Lq, Lk], stride 0 where broadcast; bool or float
     alibi_slopes: torch.Tensor | None = None  # float32 [B, H]
     sinks: torch.Tensor | None = None  # float32 [H]
+    places: torch.Tensor | None = None  # int32 [B, 3]: k_start, k_stride, q_stride, where they are not the same in all
     key_indices: torch.Tensor | None = None  # int32 [B, Hkv, ceil(Lq / block), n], packed [1, Hkv, T, n]; stride 0
     # where heads share them; blocks of keys if `Problem.selection.block` is over 1
     kv_lengths: torch.Tensor | None = None  # int32 [B]; the context lengths of a paged call
@@ -91,6 +94,7 @@ class Sequence:
     kv_start: int  # its first row in k and v, if they are packed
     kv_len: int
     q_offset: int  # the position of its first query
+    rules: MaskRules  # the problem's, with its own places
 
     @property
     def row(self) -> int:
@@ -114,6 +118,16 @@ class Sequence:
     def slopes(self) -> torch.Tensor | None:  # [H]
         slopes = self.tensors.alibi_slopes
         return None if slopes is None else slopes[self.b]
+
+    def position(self, row: int) -> int:
+        """Where query `row` stands."""
+        return self.q_offset + self.rules.places[2] * row  # type: ignore[operator]
+
+    def positions(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:  # [n, 1], [1, m]
+        """Where these queries and keys stand."""
+        k_start, k_stride, q_stride = self.rules.places
+        i, j = (torch.arange(x.start, x.stop, device=self.tensors.q.device) for x in (rows, cols))
+        return (self.q_offset + q_stride * i)[:, None], (k_start + k_stride * j)[None, :]  # type: ignore[operator]
 
     def keys(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:  # [Hkv, n, D]
         t = self.tensors
@@ -170,10 +184,10 @@ class Sequence:
 def sequences(problem: Problem, tensors: Tensors) -> Iterator[Sequence]:
     """The sequences of a call, one for each batch row. Reads lengths and offsets on the host."""
 
-    def on_host(x: torch.Tensor | None) -> list[int] | None:
+    def on_host(x: torch.Tensor | None) -> list[Any] | None:
         return None if x is None else x.tolist()
 
-    lengths, offsets = on_host(tensors.kv_lengths), on_host(tensors.q_offset)
+    lengths, offsets, places = map(on_host, (tensors.kv_lengths, tensors.q_offset, tensors.places))
     cu_q, cu_k = on_host(tensors.cu_seqlens_q), on_host(tensors.cu_seqlens_k)
     for b in range(problem.batch):
         q_start, q_len = (cu_q[b], cu_q[b + 1] - cu_q[b]) if cu_q else (0, problem.q_len)
@@ -183,4 +197,5 @@ def sequences(problem: Problem, tensors: Tensors) -> Iterator[Sequence]:
         offset = problem.rules.q_offset
         if not isinstance(offset, int):
             offset = kv_len - q_len if offsets is None else offsets[b]
-        yield Sequence(problem, tensors, b, q_start, q_len, kv_start, kv_len, offset)
+        rules = problem.rules if places is None else replace(problem.rules, places=tuple(places[b]))
+        yield Sequence(problem, tensors, b, q_start, q_len, kv_start, kv_len, offset, rules)

@@ -11,8 +11,8 @@ from ..errors import InvalidArgument
 from ..validation.arrays import to_tensor
 from .devices import as_device
 from .extras import need
-from .mask_rules import MaskRules, key_spans, span_tiles
-from .options import LIMIT, Options, as_offset, as_rules, as_size, as_tile, is_int, to_int
+from .mask_rules import MaskRules, key_spans, place_rows, span_tiles
+from .options import LIMIT, PLACES, Options, as_offset, as_places, as_rules, as_size, as_tile, is_int, to_int
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +37,7 @@ class Spec:
     rules: MaskRules  # relative: where queries stand is below
     q_offset: torch.Tensor | int | None
     kv_lengths: torch.Tensor | None
+    places: torch.Tensor | tuple[int, int, int]  # as in `Tensors` or `MaskRules`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +130,9 @@ class TileMap:
         window: int | tuple[int | None, int | None] | None = None,
         chunk: int | None = None,
         q_offset: Any | int | None = None,
+        k_start: Any | int = 0,
+        k_stride: Any | int = 1,
+        q_stride: Any | int = 1,
         kv_lengths: Any | None = None,
         device: torch.device | str | None = None,
     ) -> TileMap:
@@ -146,26 +150,42 @@ class TileMap:
         elif q_offset is not None:
             q_offset = to_tensor("q_offset", q_offset)
         kv_lengths = None if kv_lengths is None else to_tensor("kv_lengths", kv_lengths)
-        rows = [x for x in (q_offset, kv_lengths) if isinstance(x, torch.Tensor)]
-        for name, x in (("q_offset", q_offset), ("kv_lengths", kv_lengths)):
+        given = {"q_offset": q_offset, "kv_lengths": kv_lengths}
+        for name, x in zip(PLACES, (k_start, k_stride, q_stride), strict=True):
+            given[name] = to_int(x) if is_int(to_int(x)) else to_tensor(name, x)
+        rows = [x for x in given.values() if isinstance(x, torch.Tensor)]
+        for name, x in given.items():
             if isinstance(x, torch.Tensor) and (x.ndim != 1 or x.dtype not in (torch.int32, torch.int64)):
                 raise InvalidArgument(name, f"{x.dtype} of rank {x.ndim}", "an int32 or int64 tensor [B]")
             if isinstance(x, torch.Tensor) and x.is_cpu:
                 low, high = (0, Lk) if name == "kv_lengths" else (Lk - LIMIT, LIMIT - Lq)
+                low, high = (-LIMIT, LIMIT) if name == "k_start" else (1, LIMIT) if name in PLACES else (low, high)
                 for b, value in enumerate(x.tolist()):
                     if not low <= value <= high:
                         raise InvalidArgument(f"{name}[{b}]", value, f"{low} to {high}")
         if len({x.shape for x in rows}) > 1:
-            raise InvalidArgument("q_offset", f"{len(rows[0])} rows", f"{len(rows[1])}, as kv_lengths")
+            names = [name for name, x in given.items() if isinstance(x, torch.Tensor)]
+            raise InvalidArgument(", ".join(names), f"{[len(x) for x in rows]} rows", "as many in each")
         device = as_device(device) if device is not None else rows[0].device if rows else torch.device("cpu")
         lengths = torch.tensor([Lk], dtype=torch.int64, device=device)
         if kv_lengths is not None:
             lengths = kv_lengths.long().to(device)
         offset = lengths - Lq if q_offset is None else torch.as_tensor(q_offset, device=device).long().reshape(-1)
-        positions = offset[:, None] + torch.arange(Lq, device=device)  # [1 or B, Lq]
-        positions = positions.expand(max(len(positions), len(lengths)), -1)
-        states = span_tiles(*key_spans(rules, positions, lengths[:, None]), Lk, tile)
-        return cls(states[:, None], tile, (Lq, Lk), spec=Spec(rules, q_offset, kv_lengths))
+        batch = len(rows[0]) if rows else 1
+        numbers = [given[name] for name in PLACES]
+        places: torch.Tensor | tuple[int, int, int]
+        if any(isinstance(x, torch.Tensor) for x in numbers):
+            places = place_rows(numbers, batch, device, LIMIT)
+            starts, strides, steps = places.long()[:, :, None].unbind(1)  # [B, 1]
+        else:
+            places = as_places(numbers, q_offset if is_int(q_offset) else "end", Lq, Lk)
+            starts, strides, steps = places
+        positions = offset[:, None] + steps * torch.arange(Lq, device=device)  # [1 or B, Lq]
+        positions = positions.expand(batch, -1)
+        spans = key_spans(rules, positions, lengths[:, None], (starts, strides))
+        return cls(
+            span_tiles(*spans, Lk, tile)[:, None], tile, (Lq, Lk), spec=Spec(rules, q_offset, kv_lengths, places)
+        )
 
     def __and__(self, other: TileMap) -> TileMap:
         """The map of both: a tile is skipped where either skips it and full where both are full."""

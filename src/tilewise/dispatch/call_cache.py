@@ -156,7 +156,7 @@ def remember(
     run: Callable[..., None] | None = None,
 ) -> None:
     """Keeps a call that has just run, if nothing in it was copied or converted. `run` is as a backend's."""
-    if key is None or call.problem.is_empty:
+    if key is None or call.problem.is_empty or call.problem.rules.affine == "rows":  # `places` is made for the call
         return
     t, validate, flat = call.tensors, options.get("validate"), _split(args)
     for longest, cu in (("max_q", t.cu_seqlens_q), ("max_k", t.cu_seqlens_k)):

@@ -16,6 +16,7 @@ import torch
 
 from ..api import paged_attention
 from ..core.mask_rules import MaskRules
+from ..core.options import PLACES
 from ..core.tensors import Shared
 from ..dispatch import pairs
 from ..state import AttentionState, merge
@@ -27,7 +28,8 @@ from .upload import upload
 # What tells positions apart (a prefix has one set of queries, whose positions differ) or asks for the same bits in
 # every batch
 AGAINST = (
-    *(f.name for f in fields(MaskRules) if f.name not in ("causal", "kv_lengths")),
+    *(f.name for f in fields(MaskRules) if f.name not in ("causal", "kv_lengths", "places")),
+    *PLACES,
     *("mask", "tile_map", "alibi_slopes", "key_indices", "block_indices", "split_size"),
 )
 

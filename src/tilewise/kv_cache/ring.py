@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.options import as_window
+from ..core.options import PLACES, as_window
 from ..errors import InvalidArgument
 
 
@@ -31,6 +31,10 @@ def check_options(capacity: int, options: dict[str, Any]) -> None:
     chunk = options.get("chunk")
     if isinstance(chunk, int) and chunk > 0 and capacity % chunk:
         raise InvalidArgument("chunk", chunk, f"a divisor of the ring's capacity of {capacity}")
+    for name in PLACES:
+        if name in options:
+            want = "none: a ring's slots have positions of their own"
+            raise InvalidArgument(name, options[name], want, "a cache without ring takes it")
     for name, what in (("mask", "columns"), ("key_indices", "slots"), ("block_indices", "slots")):
         if options.get(name) is not None:
             remedy = "a cache without ring takes them"

@@ -16,7 +16,7 @@ import torch
 
 from .. import api
 from ..alibi import alibi_slopes
-from ..core.options import Options
+from ..core.options import PLACES, Options
 from ..core.storage import FLOATS, parse
 from ..core.tile_map import TileMap
 from ..quantised import Quantised
@@ -52,6 +52,9 @@ class Case:
     alibi: str = ""  # "h" or "bh"
     sinks: bool | str = False  # or "none" (each -inf), or "mixed" (of -inf, +inf and numbers)
     offset: Any = None  # an int, or "rows" for a tensor
+    k_start: Any = 0  # likewise
+    k_stride: Any = 1
+    q_stride: Any = 1
     lengths: Shape = ()  # kv_lengths or, for pages, context_lens; for varlen the keys of each sequence
     q_lengths: Shape = ()  # packed queries of these lengths
     used: Shape = ()  # varlen: kv_lengths beside cu_seqlens_k
@@ -193,6 +196,9 @@ class _Maker:
         if c.offset is not None:
             rows = [0, 3, 17, -2, 40]
             options["q_offset"] = self.ints([rows[b % 5] for b in range(batch)]) if c.offset == "rows" else c.offset
+        for name, rows in (("k_start", [3, -5, 0]), ("k_stride", [2, 1, 5]), ("q_stride", [3, 1, 2])):
+            if (value := getattr(c, name)) != Case.__dataclass_fields__[name].default:
+                options[name] = self.ints([rows[b % 3] for b in range(batch)]) if value == "rows" else value
         if c.alibi:
             slopes = alibi_slopes(c.H, self.device)
             steps = torch.arange(1, batch + 1, device=self.device)[:, None]
@@ -247,7 +253,7 @@ class _Maker:
         if c.mask:
             return TileMap.from_mask(options["mask"], c.tile)
         spec: dict[str, Any] = {
-            name: options[name] for name in ("causal", "window", "chunk", "q_offset") if name in options
+            name: options[name] for name in ("causal", "window", "chunk", "q_offset", *PLACES) if name in options
         }
         if c.lengths:
             spec["kv_lengths"] = self.ints(c.lengths)

@@ -61,6 +61,32 @@ POSITIONS = [
     Case(B=4, Lq=40, Lk=64, lengths=(0, 1, 37, 64), causal=True, offset="rows"),
 ]
 
+# Interleaved shards and striped rings: neither keys nor queries stand one position apart.
+AFFINE = [
+    *(Case(Lq=40, Lk=70, causal=True, offset=n, k_start=3, k_stride=4, dtype=t) for n, t in ((100, "f32"), (9, "f16"))),
+    *(
+        Case(Lq=90, Lk=70, causal=True, offset=n, k_start=2, k_stride=3, q_stride=3, window=w)
+        for n, w in ((0, None), (1, 40), (-30, (20, 9)))
+    ),
+    *(Case(Lq=30, Lk=150, window=w, offset=-4, q_stride=7) for w in (2, (1, 3), (20, None))),  # keys that nobody sees
+    *(Case(Lq=150, Lk=20, window=w, offset=-9, k_stride=11, k_start=-6) for w in (3, (4, 2))),  # rows that see nothing
+    *(Case(Lq=50, Lk=60, chunk=16, k_start=-21, k_stride=s, q_stride=2, offset=-30, causal=s > 1) for s in (1, 3)),
+    *(Case(H=6, Lq=n, Lk=80, alibi="h", k_start=5, k_stride=2, q_stride=3, offset=7, causal=n > 1) for n in (1, 4, 60)),
+    Case(B=4, Lq=60, Lk=90, k_start="rows", k_stride="rows", q_stride="rows", offset="rows", causal=True, alibi="bh"),
+    Case(B=4, Lq=5, Lk=90, k_stride="rows", offset=60, window=(50, 4), lengths=(0, 1, 37, 90)),
+    Case(B=3, Lq=40, Lk=90, lengths=(7, 60, 90), k_stride=2, q_stride=2, causal=True, window=30, tile=(16, 32)),
+    Case(B=3, Hkv=2, Lq=1, Lk=700, D=64, k_start=1, k_stride=4, offset=1300, causal=True, window=900, split_size=64),
+    Case(Lq=33, Lk=90, k_start=40, offset=5, causal=True, mask="hqk", mask_kind="f32", softcap=9.0, sinks=True),
+    Case(
+        form="varlen", q_lengths=(70, 1, 33), lengths=(70, 90, 33), q_stride=2, k_start="rows", causal=True, window=50
+    ),
+    Case(form="varlen", q_lengths=(9, 30), lengths=(50, 44), offset="rows", k_stride=3, chunk=20, dtype="bf16"),
+    Case(
+        form="paged", B=4, Hkv=2, Lq=5, lengths=(1, 16, 70, 133), D=64, offset=200, k_start=1, k_stride=2, causal=True
+    ),
+    Case(form="paged", Hkv=2, q_lengths=(1, 5, 33), lengths=(1, 70, 133), offset="rows", k_stride="rows", causal=True),
+]
+
 SCORES = [
     *(Case(Lq=60, softcap=cap, causal=True) for cap in (1.0, 5.0, 30.0)),
     *(Case(Lq=60, scale=s) for s in (1.0, 0.05, -0.3)),
@@ -254,8 +280,10 @@ INDICES = [
     replace(_PAGED, indices="h3", block=24, Lq=50, causal=True, page=7, k="int8/64", v="int8/64"),
 ]
 
-CASES = [*SIZES, *DTYPES, *POSITIONS, *SCORES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED, *LATENT, *STRIDES]
-CASES += INDICES
+CASES = [
+    *SIZES, *DTYPES, *POSITIONS, *AFFINE, *SCORES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED, *LATENT, *STRIDES,
+    *INDICES,
+]  # fmt: skip
 CASES += [
     Case(
         B=3, H=6, Hkv=2, Lq=65, Lk=190, D=72, Dv=40, dtype=t, causal=True, window=(90, 2), chunk=128, softcap=9.0,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ..core.options import LIMIT
+from ..core.options import LIMIT, PLACES
 from .case import Case
 
 STORED = ("", "f16", "bf16", "int8/32", "int8/128", "int4/32", "int4/64", "fp8_e4m3/64")
@@ -20,7 +20,7 @@ HUGE = (2**29 - 1, 2**31 - 1, 2**31, sys.maxsize, 10**20)
 SOFTCAPS = (None, 0.5, 5.0, 50.0, 1e6, 1e30)
 SCALES = (None, 1.0, -0.2, 0.01)
 MASKS = ("qk", "1k", "hqk", "bhqk", "b11k", "1hq1")
-CHANGES = ("causal", "window", "chunk", "offset", "softcap", "scale", "sinks", "split_size", "alibi")
+CHANGES = ("causal", "window", "chunk", "offset", "softcap", "scale", "sinks", "split_size", "alibi", *PLACES)
 
 
 class Chooser(Protocol):
@@ -113,6 +113,10 @@ def draw_option(c: Chooser, name: str) -> Any:
         return c.pick((None, None, c.number(1, 40), c.pick(HUGE)))
     if name == "offset":
         return c.pick((None, c.number(-20, 60), "rows", c.pick((LIMIT - 200, 200 - LIMIT))))
+    if name == "k_start":
+        return c.pick((0, c.number(-40, 60), "rows"))
+    if name in PLACES:
+        return c.pick((1, c.number(1, 9), "rows"))
     if name == "split_size":
         return c.pick((None, c.number(1, 100), c.pick(HUGE)))
     if name == "sinks":
@@ -133,6 +137,8 @@ def consistent(case: Case) -> Case:
     if isinstance(case.offset, int):  # in the range of positions, for which all keys of a page table count on a GPU
         room = case.keys + (2 * case.page if case.form == "paged" else 0)
         case = replace(case, offset=min(max(case.offset, room - LIMIT), LIMIT - case.queries))
+    if isinstance(case.offset, int) and abs(case.offset) > 2**20:  # the range is for positions one apart
+        case = replace(case, k_start=0, k_stride=1, q_stride=1)
     if case.tile and not case.mask:
         case = replace(case, tile=None)
     return case

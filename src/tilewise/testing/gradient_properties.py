@@ -132,7 +132,8 @@ def _with_filler(made: Gradients, name: str, filler: float, backend: str | None)
 @prop
 def rules_equal_masks(backend: str | None, device: str) -> None:
     """A mask that says what rules say has the same gradients: a bias of 0 and -inf, with its own gradient."""
-    for rules in ({"causal": True}, {"window": (9, 4)}, {"chunk": 20}):
+    strided = {"causal": True, "window": (50, None), "offset": 4, "k_start": 2, "k_stride": 3, "q_stride": 4}
+    for rules in ({"causal": True}, {"window": (9, 4)}, {"chunk": 20}, strided):
         made = make_gradients(Case(Lq=60, Lk=90, **rules), device, grads=("q", "k", "v"))
         call = made.call
         seen = torch.stack([visible_cells(seq) for seq in sequences(call.problem, call.tensors.forward)])

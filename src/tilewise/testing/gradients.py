@@ -195,9 +195,8 @@ def _add_sequence(seq: Sequence, tensors: BackwardTensors, total: dict[str, torc
         part = ds.sum(summed, keepdim=True) if summed else ds
         total["mask"][0 if p.mask.broadcast[0] else seq.b, :, : seq.q_len, : seq.kv_len] += part
     if "alibi_slopes" in total:
-        qpos = seq.q_offset + torch.arange(seq.q_len, device=ds.device)[:, None]
-        distance = (qpos - torch.arange(seq.kv_len, device=ds.device)).abs()
-        total["alibi_slopes"][seq.b] -= (ds * distance).sum((-1, -2))
+        qpos, kpos = seq.positions(slice(0, seq.q_len), slice(0, seq.kv_len))
+        total["alibi_slopes"][seq.b] -= (ds * (qpos - kpos).abs()).sum((-1, -2))
     if p.softcap:
         capped = p.softcap * torch.tanh(p.scale * (q @ k.mT) / p.softcap)
         ds = ds * (1 - (capped / p.softcap).square())

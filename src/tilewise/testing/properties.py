@@ -175,7 +175,9 @@ def tile_maps_do_not_matter(backend: str | None, device: str) -> None:
 @prop
 def rules_equal_masks(backend: str | None, device: str) -> None:
     """Causal, window and chunk are as right as the mask that says the same (not to the bit: tiles differ)."""
-    for rules in ({"causal": True}, {"window": (9, 4)}, {"chunk": 20}, {"causal": True, "window": 7, "offset": -5}):
+    moved = {"causal": True, "window": 7, "offset": -5}
+    strided = {"causal": True, "window": (50, None), "offset": 4, "k_start": 2, "k_stride": 3, "q_stride": 4}
+    for rules in ({"causal": True}, {"window": (9, 4)}, {"chunk": 20}, moved, strided):
         case = Case(Lq=60, Lk=90, **rules)
         inputs = make(case, device)
         call = inputs.checked()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..core.options import LIMIT
+from ..core.options import LIMIT, is_int, to_int
 from ..core.problem import MAX_HEAD_DIM, MaskSpec
 from ..core.storage import PLAIN, StorageFormat
 from ..errors import InvalidArgument
@@ -129,6 +129,15 @@ class Checker:
         if x.device != self.device:
             raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
         return x
+
+    def place(self, name: str, x: Any, batch: int) -> torch.Tensor | int:
+        """`k_start` or a stride: an int, or int32 or int64 `[B]`."""
+        x = to_int(x)
+        if is_int(x):
+            return int(x)
+        if x is None or isinstance(x, (bool, float, str)):
+            raise InvalidArgument(name, repr(x), "an int or an int tensor [B]")
+        return self.ints(name, x, (batch,))
 
     def per_head(self, name: str, x: Any, heads: int, batch: int | None = None) -> torch.Tensor:
         """Float32 `[H]` or, with `batch`, `[B, H]`: one number for each head (and row)."""

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from ..core.mask_rules import Offset
+from ..core.mask_rules import Offset, Places, place_rows
 from ..core.options import (
     LIMIT,
+    PLACES,
     Options,
     as_block_size,
     as_flag,
     as_offset,
+    as_places,
     as_rules,
     as_scale,
     as_size,
@@ -133,6 +135,7 @@ def _finish(
         if isinstance(o.q_offset, (bool, float, str)):
             raise InvalidArgument("q_offset", repr(o.q_offset), "None, an int or an int tensor [B]")
         t.q_offset = c.ints("q_offset", o.q_offset, (batch,))
+    places = [c.place(name, getattr(o, name), batch) for name in PLACES]
     spec = None
     if o.mask is not None:
         t.mask, spec = c.mask(o.mask, (batch, H, q_len, kv_len), any_keys=form == "paged")
@@ -156,6 +159,11 @@ def _finish(
         offset = as_offset(o.q_offset, q_len, kv_len)
     else:
         offset = "end" if t.kv_lengths is not None or form != "dense" else kv_len - q_len
+    rows: Places = "rows"
+    if all(is_int(x) for x in places):
+        rows = as_places(places, offset, q_len, kv_len)  # type: ignore[arg-type]
+    else:
+        t.places = place_rows(places, batch, c.device, LIMIT)
     t.tile_map = as_tile_map(o.tile_map)
     problem = Problem(
         form=form,
@@ -174,7 +182,7 @@ def _finish(
         packed_q=c.packed,
         total_q=c.q.shape[2] if c.packed else 0,
         page_size=page_size,
-        rules=as_rules(o, offset, t.kv_lengths is not None),
+        rules=as_rules(o, offset, t.kv_lengths is not None, rows),
         softcap=as_softcap(o.softcap),
         alibi=t.alibi_slopes is not None,
         sinks=t.sinks is not None,
@@ -188,6 +196,8 @@ def _finish(
         aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
         copies=tuple(c.copies),
     )
+    if any(isinstance(x, torch.Tensor) and values.readable(x, o.validate) for x in places):
+        values.check_places(problem, places, t.q_offset, o.validate)
     tables = (t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
     values.check_tables(problem, t.k.shape[0 if form == "paged" else 2], o.validate, *tables)
     ranges: dict[str, tuple[int, ...]] = {"kv_lengths": (0, kv_len), "q_offset": (-LIMIT, LIMIT), "block_table": ()}

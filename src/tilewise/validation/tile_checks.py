@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..core.problem import Problem
 from ..core.tensors import Tensors, sequences
 from ..core.tile_map import Spec, TileMap
@@ -52,6 +54,8 @@ def _check_spec(spec: Spec, p: Problem, tensors: Tensors, validate: Any) -> None
     held = (
         spec.q_offset,
         spec.kv_lengths,
+        spec.places,
+        tensors.places,
         tensors.q_offset,
         tensors.kv_lengths,
         tensors.cu_seqlens_q,
@@ -64,6 +68,8 @@ def _check_spec(spec: Spec, p: Problem, tensors: Tensors, validate: Any) -> None
         offsets = [length - p.q_len for length in lengths]
     else:
         offsets = [spec.q_offset] * p.batch if isinstance(spec.q_offset, int) else spec.q_offset.tolist()
-    mine = [(seq.q_offset, seq.kv_len) for seq in sequences(p, tensors)]
-    if mine != list(zip(offsets, lengths, strict=False)):
-        raise InvalidArgument("tile_map", "a map of other offsets or lengths", "the call's q_offset and kv_lengths")
+    places = spec.places.tolist() if isinstance(spec.places, torch.Tensor) else [spec.places] * p.batch
+    mine = [(seq.q_offset, seq.kv_len, seq.rules.places) for seq in sequences(p, tensors)]
+    if mine != list(zip(offsets, lengths, map(tuple, places), strict=False)):
+        want = "the call's q_offset, kv_lengths, k_start, k_stride and q_stride"
+        raise InvalidArgument("tile_map", "a map of other positions or lengths", want)

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from ..core.options import Options, as_offset, is_int
+from ..core.options import Options, as_offset, as_places, is_int
 from ..core.problem import Problem
 from ..core.tracing import is_traced
 from ..errors import InvalidArgument
@@ -77,6 +78,16 @@ def check_indices(p: Problem, indices: torch.Tensor | None, validate: Any) -> No
     if bool(twice.any()):
         again = int(ordered[..., 1:][twice][0])
         raise InvalidArgument(name, f"{again} twice for one query", "each index once", "-1 is none, as often as needed")
+
+
+def check_places(p: Problem, places: Sequence[torch.Tensor | int], offsets: torch.Tensor | None, validate: Any) -> None:
+    """Of each sequence, where its keys and queries stand; what is on a device only if it may be waited for."""
+    given = (*places, p.rules.q_offset if offsets is None else offsets)
+    if not all(readable(x, validate) for x in given if isinstance(x, torch.Tensor)):
+        return
+    rows = zip(*(x.tolist() if isinstance(x, torch.Tensor) else [x] * p.batch for x in given), strict=True)
+    for b, (k_start, k_stride, q_stride, offset) in enumerate(rows):
+        as_places((k_start, k_stride, q_stride), offset, p.q_len, p.kv_len, f"[{b}]")
 
 
 def as_int32(x: torch.Tensor, least: int = -(2**31), most: int = 2**31 - 1) -> torch.Tensor:

@@ -54,6 +54,7 @@ OTHERS = {
     "mask-all": problem(64, **ALL, **mask(torch.float32, *(False,) * 4)), "D72-all": problem(72, 40, **ALL),
     "D40/96": problem(40, 96), "D320": problem(320, causal=True), "D96-f16": problem(96, dtype=F16, causal=True),
     "D16": problem(16, causal=True), "D256/64": problem(256, 64), "D64/256": problem(64, 256, causal=True),
+    "strides": problem(causal=True, window=(999, None), places=(1, 4, 3)),
     "varlen-all": problem(128, **(ALL | VARLEN)), "D512-all": problem(512, **ALL),
     "D512 mask": problem(512, **mask(torch.bool)), "D320/64 mask": problem(320, 64, **mask(BF16)),
 }  # fmt: skip
@@ -114,6 +115,12 @@ def test_masks_and_packed_sequences_compile():
     built = kernels_of(problem(**VARLEN, **mask(torch.bool), sinks=True))
     assert set(built) == {"prefill", "fixup", "order"}
     for kernel in built.values():
+        assert kernel.shared <= SHARED[90]
+        assert "serialized" not in kernel.report
+
+
+def test_strides_of_each_sequence_compile():
+    for kernel in kernels_of(problem(64, **ALL, places="rows")).values():
         assert kernel.shared <= SHARED[90]
         assert "serialized" not in kernel.report
 

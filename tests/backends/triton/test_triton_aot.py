@@ -92,6 +92,8 @@ OTHERS = {
     "decode-all": problem(64, **(DECODE | {"q_len": 4}), **ALL),
     "paged5-f32": problem(64, dtype=F32, **PAGED, page_size=5),
     "paged16-int8-causal": problem(**(PAGED | {"q_len": 2}), page_size=16, causal=True, **quantised("int8", 64)),
+    "strides": problem(causal=True, window=(999, None), places=(1, 4, 3)),
+    "strides-rows-all": problem(64, **ALL, places="rows"),
     "paged-packed": problem(**(PAGED | {"q_len": 700}), page_size=16, packed_q=True, total_q=2000, causal=True),
 }  # fmt: skip
 

@@ -181,6 +181,7 @@ OTHERS = {
     "everything, dense mask": backward(72, 40, **ALL, **mask(F32, *(False,) * 4), **EVERY, dtype=F16),
     "D576-all": backward(576, 512, **ALL), "f32-D64": backward(64, dtype=F32, causal=True),
     "f32-D576": backward(576, dtype=F32, causal=True), "bf16 over f16": backward(64, kv=F16, causal=True),
+    "strides": backward(64, **ALL, places="rows"),
     "few": backward(q_len=3, q_offset=7, causal=True), "bool mask": backward(64, **mask(torch.bool)),
 }  # fmt: skip
 
@@ -200,7 +201,9 @@ def check(name, arch, most_waits=8):
                 assert count(body, "WARPGROUP.DEPBAR") <= most_waits, kind
 
 
-@pytest.mark.parametrize("name", ["D128-causal", "varlen", "additive mask", "dense mask", "everything, dense mask"])
+@pytest.mark.parametrize(
+    "name", ["D128-causal", "varlen", "additive mask", "dense mask", "everything, dense mask", "strides"]
+)
 def test_kernels_on_hopper(name):
     check(name, 90)
 

@@ -19,6 +19,8 @@ KEY_PAD = np.int64(8)  # keys that `qk` takes at once
 LIST_PAD = np.int64(16)  # those that integer dots take
 # K or V: base, strides over the batch (or pages), heads and rows, dtype, width; its scales likewise, their group
 Source = namedtuple("Source", "base b h l dtype width scales scales_b scales_h scales_l scales_dtype group")
+# Where keys and queries stand: the position of the first query, then as in `MaskRules.places`
+Affine = namedtuple("Affine", "offset k_start k_stride q_stride")
 # The sequence and KV head that rows come from
 Place = namedtuple("Place", "b head kv_start")
 
@@ -44,37 +46,57 @@ def sequence(p, b):
 
 
 @jit
-def key_span(p, position, kv_len):
-    """Keys [lo, hi) that position and length rules leave to a query; hi <= lo if none. See `core/mask_rules.py`."""
-    rules = p.rules
+def affine(p, b, offset):
+    """Where the keys and queries of batch row b stand, its first query at `offset`."""
+    if p.row_places:
+        at = p.row_places + 12 * b
+        k_start, k_stride = types.int64(get_i32(at)), types.int64(get_i32(at + 4))
+        return Affine(offset, k_start, k_stride, types.int64(get_i32(at + 8)))
+    return Affine(offset, p.rules.k_start, p.rules.k_stride, p.rules.q_stride)
+
+
+@jit
+def rows_before(distance, stride):
+    """How many of rows that stand `stride` apart, the first at 0, stand before `distance`; below 0 if it does."""
+    return distance if stride == 1 else -(-distance // stride)
+
+
+@jit
+def key_span(p, at, row, kv_len):
+    """Keys [lo, hi) that position and length rules leave to query `row` of those that stand as `at` says; hi <= lo if
+    none. See `core/mask_rules.py`.
+    """
+    rules, position = p.rules, at.offset + at.q_stride * row
+    near, stride = position - at.k_start, at.k_stride
     lo, hi = 0, kv_len
     if rules.causal:
-        hi = min(hi, position + 1)
+        hi = min(hi, rows_before(near + 1, stride))
     if rules.has_left:
-        lo = max(lo, position - rules.left)
+        lo = max(lo, rows_before(near - rules.left, stride))
     if rules.has_right:
-        hi = min(hi, position + rules.right + 1)
+        hi = min(hi, rows_before(near + rules.right + 1, stride))
     if rules.chunk:
-        start = position // rules.chunk * rules.chunk
-        lo, hi = max(lo, start), min(hi, start + rules.chunk)
+        start = position // rules.chunk * rules.chunk - at.k_start
+        lo, hi = max(lo, rows_before(start, stride)), min(hi, rows_before(start + rules.chunk, stride))
     return lo, hi
 
 
 @jit
-def query_span(p, key, offset, q_len):
-    """Query rows [lo, hi) that see a key by position rules, the first row at `offset`: the inverse of `key_span`."""
-    rules = p.rules
-    lo, hi = offset, offset + q_len
+def query_span(p, at, key, q_len):
+    """Query rows [lo, hi) that see a key by position rules: the inverse of `key_span`."""
+    rules, position = p.rules, at.k_start + at.k_stride * key
+    near, stride = position - at.offset, at.q_stride
+    lo, hi = 0, q_len
     if rules.causal:
-        lo = max(lo, key)
+        lo = max(lo, rows_before(near, stride))
     if rules.has_left:
-        hi = min(hi, key + rules.left + 1)
+        hi = min(hi, rows_before(near + rules.left + 1, stride))
     if rules.has_right:
-        lo = max(lo, key - rules.right)
+        lo = max(lo, rows_before(near - rules.right, stride))
     if rules.chunk:
-        start = key // rules.chunk * rules.chunk
-        lo, hi = max(lo, start), min(hi, start + rules.chunk)
-    return lo - offset, hi - offset
+        start = position // rules.chunk * rules.chunk - at.offset
+        lo, hi = max(lo, rows_before(start, stride)), min(hi, rows_before(start + rules.chunk, stride))
+    return lo, hi
 
 
 @jit

@@ -80,7 +80,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
 
 def same_items(p: Problem) -> bool:
     """Whether the work items of all calls of a problem are the same."""
-    return not p.has_lengths and p.rules.q_offset != "rows"
+    return not p.has_lengths and "rows" not in (p.rules.q_offset, p.rules.affine)
 
 
 def problem_params(p: Problem, **tiles: int) -> Params:
@@ -140,10 +140,10 @@ def schedule_items(params: Params, most: int, schedule: str = "schedule") -> Any
 
 
 STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "slopes")
-FLAT = ("sinks", "kv_lengths", "q_offsets", "cu_q", "cu_k", "table")
+FLAT = ("sinks", "row_places", "kv_lengths", "q_offsets", "cu_q", "cu_k", "table")
 # Fields of `Tensors` with other names than those of `Params`
-TENSORS = {"slopes": "alibi_slopes", "q_offsets": "q_offset", "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k",
-           "table": "block_table"}  # fmt: skip
+TENSORS = {"slopes": "alibi_slopes", "row_places": "places", "q_offsets": "q_offset", "cu_q": "cu_seqlens_q",
+           "cu_k": "cu_seqlens_k", "table": "block_table"}  # fmt: skip
 
 
 def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:

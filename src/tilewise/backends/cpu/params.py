@@ -65,7 +65,7 @@ class Params(ctypes.Structure):
         *fields(tensor("mask", "bhqk")),
         *fields(tensor("states", "bhqk")),  # of tiles of the mask
         *fields(tensor("slopes", "bh")),
-        *fields("sinks kv_lengths q_offsets cu_q cu_k"),
+        *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),
         *fields(tensor("table", "b")),
         # Storage types, see `codegen/dtypes.py`; scale groups in elements, rows in bytes
         *fields("q_dtype k_dtype v_dtype mask_dtype k_scales_dtype v_scales_dtype k_group v_group k_row v_row page"),

@@ -14,7 +14,7 @@ from numba import carray
 from .codegen.calls import call_kernel, call_mainloop, call_parallel
 from .codegen.load_store import fetch_add, get_i64, put_i64
 from .codegen.numba_ops import F, item_at, jit, params_at, pointer, task_at, team_at, up
-from .kv_access import key_span, sequence
+from .kv_access import affine, key_span, sequence
 from .mainloop.epilogue import epilogue_rows, replace_overflowed_rows
 from .params import LAUNCH_BYTES, LINE, TEAM_BYTES, WORK_ITEM, WORK_ITEM_BYTES, LaunchBlock, Params, Task, offset
 from .scratch import partition
@@ -113,11 +113,12 @@ def schedule(params, order):
     for at in range(p.batch):
         b = rows[at]
         _, q_len, _, kv_len, offset = sequence(p, b)
+        places = affine(p, b, offset)
         tiles = (q_len + p.tile_rows - 1) // p.tile_rows
         for tile in range(tiles - 1, -1, -1):  # under a causal rule the last rows see the most
             row = tile * p.tile_rows
             n = min(p.tile_rows, q_len - row)
-            lo, hi = key_span(p, offset + row, kv_len)[0], key_span(p, offset + row + n - 1, kv_len)[1]
+            lo, hi = key_span(p, places, row, kv_len)[0], key_span(p, places, row + n - 1, kv_len)[1]
             start, parts, size = 0, 1, p.split_size
             if p.split_few and group * q_len > p.decode_rows:
                 size = 0

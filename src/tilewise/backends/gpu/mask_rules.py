@@ -1,7 +1,8 @@
 """Which keys the rules leave to a query, and which queries to a key, in Triton and Gluon kernels.
 
 `core/mask_rules.py` has the same two functions; `numbers` are those of its RULE_NUMBERS, and `S.rules` says which rules
-there are (`RuleFlags`).
+there are (`RuleFlags`). Of positions that are not row numbers (`S.rules.affine`) the last three numbers say where keys
+and queries stand; each sequence may have its own.
 """
 
 import triton.language as tl
@@ -10,12 +11,106 @@ import triton
 
 
 @triton.jit
-def key_span(position, n_keys, numbers, S: tl.constexpr):
-    """`[lo, hi)` of queries at `position`, both within `0 .. n_keys`: a scalar or a vector.
+def sequence_numbers(numbers, PLACES, b, S: tl.constexpr):
+    """The numbers for the sequence of batch row `b`."""
+    if S.rules.affine == "rows":
+        left, right, chunk, _, _, _ = numbers
+        at = PLACES + 3 * b
+        numbers = (left, right, chunk, tl.load(at), tl.load(at + 1), tl.load(at + 2))
+    return numbers
 
-    No sum overflows, whatever int32 position, side or chunk is given: numbers of one sign are first made small.
-    """
-    left, right, chunk = numbers
+
+@triton.jit
+def query_position(offset, row, numbers, S: tl.constexpr):
+    """Where query `row` stands, the first at `offset`."""
+    if S.rules.affine != "":
+        row = row * numbers[5]
+    return offset + row
+
+
+@triton.jit
+def key_position(key, numbers, S: tl.constexpr):
+    if S.rules.affine != "":
+        key = numbers[3] + key * numbers[4]
+    return key
+
+
+@triton.jit
+def rows_before(distance, stride):
+    """How many of rows that stand `stride` apart, the first at 0, stand before `distance`."""
+    return tl.where(distance > 0, (distance - 1) // stride + 1, 0)
+
+
+@triton.jit
+def chunk_start(position, chunk):
+    """The first position of its chunk, of negative ones too."""
+    inside = position % chunk
+    return position - tl.where(inside < 0, inside + chunk, inside)
+
+
+@triton.jit
+def key_span(position, n_keys, numbers, S: tl.constexpr):
+    """`[lo, hi)` of queries at `position`, both within `0 .. n_keys`: a scalar or a vector."""
+    if S.rules.affine != "":
+        lo, hi = affine_key_span(position, n_keys, numbers, S)
+    else:
+        lo, hi = plain_key_span(position, n_keys, numbers, S)
+    return lo, hi
+
+
+@triton.jit
+def query_span(key, offset, q_len, numbers, S: tl.constexpr):
+    """`[lo, hi)`: the rows that see `key`, of rows at positions `offset` on; both within `0 .. q_len`."""
+    if S.rules.affine != "":
+        lo, hi = affine_query_span(key, offset, q_len, numbers, S)
+    else:
+        lo, hi = plain_query_span(key, offset, q_len, numbers, S)
+    return lo, hi
+
+
+@triton.jit
+def affine_key_span(position, n_keys, numbers, S: tl.constexpr):
+    left, right, chunk, k_start, k_stride, _ = numbers
+    near = position - k_start
+    lo = position * 0
+    hi = position * 0 + n_keys
+    if S.rules.causal:
+        hi = tl.minimum(hi, rows_before(near + 1, k_stride))
+    if S.rules.left:
+        lo = tl.maximum(lo, rows_before(near - left, k_stride))
+    if S.rules.right:
+        hi = tl.minimum(hi, rows_before(near + right + 1, k_stride))
+    if S.rules.chunk:
+        start = chunk_start(position, chunk) - k_start
+        lo = tl.maximum(lo, rows_before(start, k_stride))
+        hi = tl.minimum(hi, rows_before(start + chunk, k_stride))
+    return tl.minimum(lo, n_keys), hi
+
+
+@triton.jit
+def affine_query_span(key, offset, q_len, numbers, S: tl.constexpr):
+    left, right, chunk, k_start, k_stride, q_stride = numbers
+    position = k_start + key * k_stride
+    near = position - offset
+    lo = key * 0
+    hi = key * 0 + q_len
+    if S.rules.causal:
+        lo = tl.maximum(lo, rows_before(near, q_stride))
+    if S.rules.left:
+        hi = tl.minimum(hi, rows_before(near + left + 1, q_stride))
+    if S.rules.right:
+        lo = tl.maximum(lo, rows_before(near - right, q_stride))
+    if S.rules.chunk:
+        start = chunk_start(position, chunk) - offset
+        lo = tl.maximum(lo, rows_before(start, q_stride))
+        hi = tl.minimum(hi, rows_before(start + chunk, q_stride))
+    return tl.minimum(lo, q_len), hi
+
+
+@triton.jit
+def plain_key_span(position, n_keys, numbers, S: tl.constexpr):
+    """No sum overflows, whatever int32 position, side or chunk is given: numbers of one sign are first made small."""
+    left, right, chunk, _, _, _ = numbers
     ahead = tl.maximum(position, 0)  # `lo` is the same for all positions before the first key
     near = tl.minimum(position, n_keys)  # and `hi` for all past the last
     lo = position * 0
@@ -35,9 +130,8 @@ def key_span(position, n_keys, numbers, S: tl.constexpr):
 
 
 @triton.jit
-def query_span(key, offset, q_len, numbers, S: tl.constexpr):
-    """`[lo, hi)`: the rows that see `key`, of rows at positions `offset` on; both within `0 .. q_len`."""
-    left, right, chunk = numbers
+def plain_query_span(key, offset, q_len, numbers, S: tl.constexpr):
+    left, right, chunk, _, _, _ = numbers
     lo = offset
     hi = offset + q_len
     if S.rules.causal:

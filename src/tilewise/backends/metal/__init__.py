@@ -21,6 +21,8 @@ def supports(problem: Problem) -> str | None:
     if reason is not None:
         return reason
     reach = p.q_len + p.kv_len + abs(p.rules.numbers()["q_offset"])
+    if p.rules.affine:
+        return "no k_start or strides of positions"
     return "positions past 2**30" if reach > MOST else no_selection(p) or other_formats(p, KINDS)
 
 

@@ -66,8 +66,7 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
     acc = torch.zeros(H, n, p.value_dim, dtype=work, device=device)
 
     # Spans move right as rows go down, so the first row has the leftmost start and the last row the rightmost end.
-    first = key_span(p.rules, seq.q_offset + rows.start, seq.kv_len)
-    last = key_span(p.rules, seq.q_offset + rows.stop - 1, seq.kv_len)
+    first, last = (key_span(seq.rules, seq.position(row), seq.kv_len) for row in (rows.start, rows.stop - 1))
     BK = plan.tile[1]
     for tile in range(first[0] // BK, -(-last[1] // BK)):
         cols = slice(tile * BK, min((tile + 1) * BK, seq.kv_len))

@@ -87,13 +87,13 @@ class _Rows:
     def run(self, plan: Plan, states: list[list[int]] | None) -> None:
         """All tiles of keys, and of each the tiles of rows that see some of it."""
         seq, b, (BQ, BK) = self.seq, self.tensors, plan.tile
-        p, position = seq.problem, plan.problem.rules
+        p = seq.problem
         kv_row = 0 if p.form == "varlen" else seq.b
         for left in range(0, seq.kv_len, BK):
             cols = slice(left, min(left + BK, seq.kv_len))
             # Spans move right as keys do: the first key has the topmost first row, the last key the last one.
-            above = query_span(position, cols.start, seq.q_offset, seq.q_len)[0]
-            below = query_span(position, cols.stop - 1, seq.q_offset, seq.q_len)[1]
+            above = query_span(seq.rules, cols.start, seq.q_offset, seq.q_len)[0]
+            below = query_span(seq.rules, cols.stop - 1, seq.q_offset, seq.q_len)[1]
             k, v = (x(cols.start, cols.stop, self.lse.dtype) for x in (seq.keys, seq.values))  # [Hkv, BK, D]
             dk, dv = torch.zeros_like(k), torch.zeros_like(v)
             for top in range(max(0, above) // BQ * BQ, below, BQ):
@@ -128,7 +128,7 @@ class _Rows:
         chosen = seq.chosen(rows, cols)
         if chosen is not None and not bool(chosen.any()):
             return
-        first, last = (key_span(p.rules, seq.q_offset + row, seq.kv_len) for row in (rows.start, rows.stop - 1))
+        first, last = (key_span(seq.rules, seq.position(row), seq.kv_len) for row in (rows.start, rows.stop - 1))
         inside = last[0] <= cols.start and first[1] >= cols.stop
         q, dout = grouped(seq.q[:, rows].to(self.lse.dtype)), grouped(self.dout_of(rows))
         live = self.live[:, rows, None]
@@ -145,9 +145,8 @@ class _Rows:
         if b.dmask is not None and p.mask is not None:
             _add_mask(b.dmask, p.mask.broadcast, ds, seq.b, rows, cols)
         if b.dalibi_slopes is not None:
-            qpos = seq.q_offset + torch.arange(rows.start, rows.stop, device=ds.device)[:, None]
-            distance = (qpos - torch.arange(cols.start, cols.stop, device=ds.device)).abs()
-            b.dalibi_slopes[seq.b] -= (ds * distance).sum((-1, -2))
+            qpos, kpos = seq.positions(rows, cols)
+            b.dalibi_slopes[seq.b] -= (ds * (qpos - kpos).abs()).sum((-1, -2))
         if fading is not None:
             ds = torch.where(visible, ds * fading, 0.0) if visible is not None else ds * fading
         if b.dk is not None:

@@ -55,17 +55,17 @@ def adjust(
 
     `chosen` are the cells that key or block indices leave.
     """
-    p, device = seq.problem, s.device
+    p = seq.problem
     if p.softcap:
         s = p.softcap * torch.tanh(s / p.softcap)
-    qpos = (seq.q_offset + torch.arange(rows.start, rows.stop, device=device))[:, None]
-    kpos = torch.arange(cols.start, cols.stop, device=device)[None, :]
+    qpos, kpos = seq.positions(rows, cols)
     if seq.slopes is not None:
         s = s - seq.slopes.to(s.dtype)[:, None, None] * (qpos - kpos).abs()
     visible: torch.Tensor | None = None
     if edge:
-        lo, hi = key_spans(p.rules, qpos, seq.kv_len)  # [BQ, 1]
-        visible = ((lo <= kpos) & (kpos < hi)).expand_as(s)
+        lo, hi = key_spans(seq.rules, qpos, seq.kv_len)  # [BQ, 1]
+        j = torch.arange(cols.start, cols.stop, device=s.device)
+        visible = ((lo <= j) & (j < hi)).expand_as(s)
     mask = seq.mask(rows, cols) if masked else None
     if mask is not None:
         if mask.dtype == torch.bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 # Pointers, and the fields of `Tensors` that they are.
 TENSORS = {
     "Q": "q", "K": "k", "V": "v", "OUT": "out", "LSE": "lse", "K_SCALES": "k_scales", "V_SCALES": "v_scales",
-    "MASK": "mask", "SLOPES": "alibi_slopes", "SINKS": "sinks", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
+    "MASK": "mask", "SLOPES": "alibi_slopes", "SINKS": "sinks", "PLACES": "places",
+    "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
     "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "TABLE": "block_table",
 }  # fmt: skip
 WORKSPACES = ("PARTIAL", "PARTIAL_ML", "SEMAPHORES", "FLAGS", "LIST", "RANK", "ORDER")

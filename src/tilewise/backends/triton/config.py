@@ -95,7 +95,7 @@ def sees_all(problem: Problem) -> bool:
     p = problem
     offset = p.rules.q_offset
     behind = offset == "end" or (isinstance(offset, int) and offset >= p.kv_len - 1 and not p.split_size)
-    return p.q_len == 1 and not p.packed_q and behind
+    return p.q_len == 1 and not p.packed_q and behind and not p.rules.affine
 
 
 def is_decode(problem: Problem) -> bool:

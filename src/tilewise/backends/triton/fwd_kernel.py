@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 import triton
 
-from ..gpu.mask_rules import key_span
+from ..gpu.mask_rules import key_span, query_position, sequence_numbers
 from ..gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
 from .epilogue import combine_splits, empty_acc, has_nonfinite, normalise, store_acc
@@ -130,12 +130,13 @@ def fwd_kernel(a, S):
     if BM // S.row_groups % PACK != 0:
         row_ok = row_ok & (r // PACK < BQ)
     kv_head = (hb * PACK // S.group).to(tl.int64)
-    qpos = offset + row
-    row_lo, row_hi = key_span(qpos, n_keys, a.rules, S)  # [BM]
-    top = offset + tile * BQ
-    bottom = offset + tl.minimum(tile * BQ + BQ, q_len) - 1
-    lo, full_hi = key_span(top, n_keys, a.rules, S)
-    full_lo, hi = key_span(bottom, n_keys, a.rules, S)
+    numbers = sequence_numbers(a.rules, a.PLACES, b, S)
+    qpos = query_position(offset, row, numbers, S)
+    row_lo, row_hi = key_span(qpos, n_keys, numbers, S)  # [BM]
+    top = query_position(offset, tile * BQ, numbers, S)
+    bottom = query_position(offset, tl.minimum(tile * BQ + BQ, q_len) - 1, numbers, S)
+    lo, full_hi = key_span(top, n_keys, numbers, S)
+    full_lo, hi = key_span(bottom, n_keys, numbers, S)
 
     # Tiles first_t .. last_t hold what any row sees; those of inner .. outer are seen whole by every row.
     first_t = lo // BK
@@ -181,7 +182,7 @@ def fwd_kernel(a, S):
         v_base += wide_b * v_b
         ks_base += wide_b * ks_b
         vs_base += wide_b * vs_b
-    rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S))
+    rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S), numbers)
     keys = (k_base, ks_base, k_b, k_l, ks_b, ks_l, table)
     values = (v_base, vs_base, v_b, v_l, vs_b, vs_l)
     mask = (row, row_ok, a.mask_k)

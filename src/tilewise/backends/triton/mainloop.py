@@ -14,6 +14,7 @@ import triton.language as tl
 
 import triton
 
+from ..gpu.mask_rules import key_position
 from .dequant import widened
 from .kv_load import (
     element_scales,
@@ -214,15 +215,16 @@ def step(
     """Key tile `t` into `state` = (m, l, acc, power, pages). MASKED: not every cell is visible; in a list of tiles,
     as `mixed` says. `power`: the unit of acc (`scale_folding.py`).
 
-    `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM]; `keys`, `values` = base, scales and strides. Of the
-    keys only `lo .. hi` are loaded, those that any row sees. `pages` are those of tile `t`, if prefetched.
+    `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM], and the rules' numbers; `keys`, `values` = base,
+    scales and strides. Of the keys only `lo .. hi` are loaded, those that any row sees. `pages` are those of tile `t`,
+    if prefetched.
     """
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
     m, l, acc, power, pages = state
     K, KS, k_b, k_l, ks_b, ks_l, TABLE = keys
     V, VS, v_b, v_l, vs_b, vs_l = values
-    row_lo, row_hi, qpos, slope, factor, bias = rows
+    row_lo, row_hi, qpos, slope, factor, bias, numbers = rows
     n0 = t * BK
     n = n0 + tl.arange(0, BK)
     ok = (n >= lo) & (n < hi)  # [BK]
@@ -238,7 +240,8 @@ def step(
     if not S.linear:
         if S.keys.rescaled:
             s = s * factor[:, None]
-        s = logits(s, scale, softcap, qpos[:, None], n[None, :], slope, S.softcap, S.exact_tanh, S.alibi)
+        kpos = key_position(n, numbers, S)[None, :]
+        s = logits(s, scale, softcap, qpos[:, None], kpos, slope, S.softcap, S.exact_tanh, S.alibi)
     visible = ok[None, :]
     if MASKED:
         if S.listed and not CLEAN:

@@ -32,12 +32,12 @@ def tanh(x, EXACT: tl.constexpr):
 
 @triton.jit
 def logits(
-    s, scale, softcap, qpos, n, slope, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr
+    s, scale, softcap, qpos, kpos, slope, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, ALIBI: tl.constexpr
 ):  # fmt: skip
-    """`s` [BM, BK] of dot products to logits; `qpos`, `slope` [BM, 1], `n` [1, BK]."""
+    """`s` [BM, BK] of dot products to logits; `qpos`, `slope` [BM, 1], `kpos` [1, BK]."""
     s = s * scale
     if SOFTCAP:
         s = softcap * tanh(s / softcap, EXACT)
     if ALIBI:
-        s = s - slope * tl.abs(qpos - n).to(tl.float32)
+        s = s - slope * tl.abs(qpos - kpos).to(tl.float32)
     return s

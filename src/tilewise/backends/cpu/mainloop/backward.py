@@ -35,7 +35,7 @@ from ..codegen.numba_ops import (
 )
 from ..codegen.vector import W
 from ..gemm.fp32 import KEYS, PANEL, ROWS
-from ..kv_access import key_span, place, query_span, sequence
+from ..kv_access import affine, key_span, place, query_span, sequence
 from ..params import WORK_ITEM, WORK_ITEM_BYTES, Gradients, Params, offset
 from ..scratch import partition_backward
 from .backward_bf16 import BF16
@@ -44,7 +44,7 @@ from .gradient_cells import add_distances, dot_less, probs_full, probs_masked, s
 from .gradient_mask import add_mask
 from .gradient_products import named
 from .mask import read_states
-from .rows import list_spans, seen_by_some, set_row
+from .rows import from_first_key, list_spans, seen_by_some, set_row
 from .scores import LARGEST, bias_scores, scale_scores
 
 NEXT_ITEM, NEXT_ROWS = offset(Params, "next_item"), offset(Gradients, "next_rows")
@@ -73,21 +73,26 @@ def schedule_backward(params, order):
 
 
 @jit
-def rows_seeing(p, block, kv_len, offset, q_len):
-    """The first and last row that may see some key of a block, in rows of which none but the ends are left out."""
+def rows_seeing(p, block, kv_len, places, q_len):
+    """The first and last row that may see some key of a block, in rows of which none but the ends are left out.
+
+    With strides none may: both are then the row after which the block's keys stand.
+    """
     start = block * p.tile_keys
     end = min(start + p.tile_keys, kv_len)
-    return query_span(p, start, offset, q_len)[0], query_span(p, end - 1, offset, q_len)[1]
+    return query_span(p, places, start, q_len)[0], query_span(p, places, end - 1, q_len)[1]
 
 
 @jit
 def visits(p, tile, block):
-    """Whether a block of keys goes over a tile's rows. Blocks that do are neighbours, for spans never move left."""
+    """Whether a block of keys goes over a tile's rows: it lies within what the first to the last of them see. Blocks
+    that do are neighbours.
+    """
     _, q_len, _, kv_len, offset = sequence(p, tile.b)
     if block < 0 or block * p.tile_keys >= kv_len:
         return False
-    first, last = rows_seeing(p, block, kv_len, offset, q_len)
-    return first < last and first < tile.row + tile.rows and last > tile.row
+    first, last = rows_seeing(p, block, kv_len, affine(p, tile.b, offset), q_len)
+    return first < tile.row + tile.rows and last > tile.row
 
 
 # Tiles
@@ -97,7 +102,7 @@ def visits(p, tile, block):
 def set_up_rows(p, g, t, tile, R):
     """Spans, positions, slopes, lse (m) and delta (l) of a tile's rows. Rows whose lse is infinite see nothing."""
     q_start, _, _, kv_len, offset = sequence(p, tile.b)
-    group, n = p.heads // p.kv_heads, tile.rows
+    group, n, places = p.heads // p.kv_heads, tile.rows, affine(p, tile.b, offset)
     b = ZERO if p.cu_q else tile.b
     for h in range(group):
         head, slope = tile.head * group + h, F(0)
@@ -106,13 +111,13 @@ def set_up_rows(p, g, t, tile, R):
         lses = p.lse + b * p.lse_b + head * p.lse_h
         deltas = g.delta + b * g.delta_b + head * g.delta_h
         for i in range(n):
-            position, line = offset + tile.row + i, q_start + tile.row + i
-            lo, hi = key_span(p, position, kv_len)
+            line = q_start + tile.row + i
+            lo, hi = key_span(p, places, tile.row + i, kv_len)
             lo, hi = max(lo, tile.start), min(hi, tile.end)
             lse = get_f32(lses + line * p.lse_l)
             if lo >= hi or abs(lse) == INF:
                 lo, hi = ZERO, ZERO
-            set_row(t, h * n + i, lo, hi, position, slope)
+            set_row(t, h * n + i, lo, hi, from_first_key(places, tile.row + i), slope)
             put_f32(t.m + 4 * (h * n + i), lse)
             put_f32(t.l + 4 * (h * n + i), get_f32(deltas + line * g.delta_l))
     for r in range(R, up(R, PANEL)):
@@ -158,7 +163,8 @@ def differentiate(p, g, t, tile, R, line, count, factor):
         else:
             probs_full(s, ds, line, n, m, l, factor)
         if g.dslopes:
-            add_distances(ds, line, n, t.distances + 4 * first, t.positions + 4 * first, key)
+            stride = affine(p, tile.b, ZERO).k_stride
+            add_distances(ds, line, n, t.distances + 4 * first, t.positions + 4 * first, key, stride)
         if g.dmask:
             add_mask(p, g, t, tile, ds, line, first, R, key, n)
         if p.softcap > 0:
@@ -266,10 +272,10 @@ def mainloop(gemm):
         clear(t.dv, up(count, KEYS) * Dv)
         for h in range(group):
             put_f32(t.slope_sums + 4 * h, F(0))
-        first, last = rows_seeing(p, block, kv_len, offset, q_len)
-        if first < last:
-            for row in range(first // p.tile_rows * p.tile_rows, last, p.tile_rows):
-                tile = Tile(b, head, row, min(p.tile_rows, q_len - row), start, end, block)
+        first, last = rows_seeing(p, block, kv_len, affine(p, b, offset), q_len)
+        for row in range(first // p.tile_rows * p.tile_rows, last, p.tile_rows):
+            tile = Tile(b, head, row, min(p.tile_rows, q_len - row), start, end, block)
+            if first < row + tile.rows:  # else no row stands that far
                 row_tile(p, g, t, tile, clean_keys)
         for j in range(count):
             line = kv_start + start + j

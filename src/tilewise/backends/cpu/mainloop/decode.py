@@ -22,6 +22,7 @@ from ..gemm.fixed_point import are_finite, are_quantised, pack_weights, quantise
 from ..gemm.gemv_bf16 import block_rows, pack_pairs
 from ..kv_access import (
     KEY_PAD,
+    affine,
     key_source,
     list_ahead,
     list_scales,
@@ -36,7 +37,7 @@ from ..scratch import CHUNK, PAD, SCORES, TAIL, partition, replacing, table_size
 from .mask import FULL, SKIP, list_mask, mask_row, read_states
 from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
 from .rows import set_up
-from .score_mod import alibi_row, bias_cells
+from .score_mod import alibi_row, alibi_strided, bias_cells
 from .scores import scale_scores, unit
 from .softmax import LOG2E, exp_row, max_row
 
@@ -68,7 +69,12 @@ def online_softmax(p, t, item, r, origin, count, Dv):
     vectors = up(count, W) // W
     scale_scores(p, row, W_, vectors)
     if p.slopes:
-        alibi_row(row, vectors, get_f32(t.slopes + 4 * r), get_i32(t.positions + 4 * r) - origin)
+        stride = affine(p, item.b, ZERO).k_stride
+        distance = get_i32(t.positions + 4 * r) - stride * origin
+        if stride == 1:
+            alibi_row(row, vectors, get_f32(t.slopes + 4 * r), distance)
+        else:
+            alibi_strided(row, vectors, get_f32(t.slopes + 4 * r), distance, stride)
     if p.mask and state != FULL:
         mask = mask_row(p, item.b, item.head * (p.heads // p.kv_heads) + g, item.row + r % item.rows)
         list_mask(p, mask, t.mask_rows, origin, count, vectors * W)

@@ -56,13 +56,15 @@ def times_cells(e: Emit, ds: Value, dcap: Value, step: Value, count: Value) -> N
         e.store(b.select(b.fcmp_ordered("==", x, e.zeros), e.zeros, b.fmul(x, e.load(dcap, at))), ds, at)
 
 
-@microkernel("iiiiii")
-def add_distances(e: Emit, ds: Value, step: Value, count: Value, sums: Value, positions: Value, key: Value) -> None:
-    """sums[r] += sum of ds[j, r] |positions[r] - key - j|."""
+@microkernel("iiiiiii")
+def add_distances(
+    e: Emit, ds: Value, step: Value, count: Value, sums: Value, positions: Value, key: Value, stride: Value
+) -> None:
+    """sums[r] += sum of ds[j, r] |positions[r] - stride (key + j)|."""
     b = e.builder
     total, position = e.var(e.zeros), e.load_i32(positions)
     with e.loop(count) as j:
-        away = b.sub(position, e.splat_i32(b.trunc(b.add(key, j), I32)))
+        away = b.sub(position, e.splat_i32(b.trunc(b.mul(stride, b.add(key, j)), I32)))
         distance = e.call("fabs", b.sitofp(away, e.vector(F32)))
         total.set(e.fma(e.load(ds, b.mul(j, step)), distance, total.get()))
     e.store(b.fadd(e.load(sums), total.get()), sums)

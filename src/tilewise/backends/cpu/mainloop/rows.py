@@ -9,7 +9,7 @@ from ..codegen.load_store import clear, get_f32, get_i32, put_f32, put_i32
 from ..codegen.numba_ops import INF, F, jit
 from ..codegen.vector import W
 from ..gemm.fp32 import ROWS
-from ..kv_access import key_span, sequence
+from ..kv_access import affine, key_span, sequence
 
 
 @jit
@@ -19,25 +19,30 @@ def set_up(p, t, item, count, Dv):
     Returns the first and last key that any row sees (first >= last if none does).
     """
     _, _, _, kv_len, offset = sequence(p, item.b)
-    group, n = p.heads // p.kv_heads, item.rows
+    group, n, places = p.heads // p.kv_heads, item.rows, affine(p, item.b, offset)
     first, last = item.end, item.start
     for g in range(group):
         slope = F(0)
         if p.slopes:
             slope = get_f32(p.slopes + item.b * p.slopes_b + (item.head * group + g) * p.slopes_h)
         for i in range(n):
-            position = offset + item.row + i
-            lo, hi = key_span(p, position, kv_len)
+            lo, hi = key_span(p, places, item.row + i, kv_len)
             lo, hi = max(lo, item.start), min(hi, item.end)
             if lo < hi:
                 first, last = min(first, lo), max(last, hi)
             else:
                 lo, hi = types.int64(0), types.int64(0)
-            set_row(t, g * n + i, lo, hi, position, slope)
+            set_row(t, g * n + i, lo, hi, from_first_key(places, item.row + i), slope)
     for r in range(group * n, count):
         set_row(t, r, types.int64(0), types.int64(0), types.int64(0), F(0))
     clear(t.acc, count * Dv)
     return first, last
+
+
+@jit
+def from_first_key(places, row):
+    """How far query `row` stands behind the first key."""
+    return places.offset + places.q_stride * row - places.k_start
 
 
 @jit

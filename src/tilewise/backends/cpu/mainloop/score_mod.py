@@ -89,17 +89,32 @@ def alibi_row(e: Emit, s: Value, count: Value, slope: Value, distance: Value) ->
         e.store(e.fma(slope, e.call("fabs", b.fsub(start, lanes)), e.load(s, at)), s, at)
 
 
+@microkernel("iifii")
+def alibi_strided(e: Emit, s: Value, count: Value, slope: Value, distance: Value, stride: Value) -> None:
+    """s[j] -= slope * |distance - stride j| over `count` vectors of keys."""
+    b = e.builder
+    slope, step = e.splat(b.fneg(slope)), e.splat_i32(b.trunc(stride, I32))
+    lanes = b.mul(step, ir.Constant(e.vector(I32), list(range(W))))
+    with e.loop(count) as i:
+        at = b.mul(i, e.i64(W))
+        start = e.splat_i32(b.trunc(b.sub(distance, b.mul(stride, at)), I32))
+        away = b.sitofp(b.sub(start, lanes), e.vector(F32))
+        e.store(e.fma(slope, e.call("fabs", away), e.load(s, at)), s, at)
+
+
 # By columns: W query rows, `count` keys, `step` floats from key to key
 
 
-@microkernel("iiiiii")
-def alibi_column(e: Emit, s: Value, step: Value, count: Value, slopes: Value, positions: Value, key: Value) -> None:
-    """s[j, r] -= slopes[r] * |positions[r] - key - j|; positions are int32."""
+@microkernel("iiiiiii")
+def alibi_column(
+    e: Emit, s: Value, step: Value, count: Value, slopes: Value, positions: Value, key: Value, stride: Value
+) -> None:
+    """s[j, r] -= slopes[r] * |positions[r] - stride (key + j)|; positions are int32."""
     b = e.builder
     slope, position = b.fneg(e.load(slopes)), e.load_i32(positions)
     with e.loop(count) as j:
         at = b.mul(j, step)
-        away = b.sub(position, e.splat_i32(b.trunc(b.add(key, j), I32)))
+        away = b.sub(position, e.splat_i32(b.trunc(b.mul(stride, b.add(key, j)), I32)))
         e.store(e.fma(slope, e.call("fabs", b.sitofp(away, e.vector(F32))), e.load(s, at)), s, at)
 
 

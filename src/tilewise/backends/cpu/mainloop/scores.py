@@ -11,6 +11,7 @@ from ..codegen import dtypes
 from ..codegen.load_store import get_i32, get_i64, transpose
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit, up
 from ..codegen.vector import W
+from ..kv_access import affine
 from .mask import FULL, SKIP, list_mask, mask_row
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
@@ -105,7 +106,8 @@ def bias_scores(p, t, item, s, step, first, R, key, count):
     """What comes after scale and softcap: ALiBi, masks, hidden keys. Does it hide a cell, perhaps?"""
     hiding = False
     if p.slopes:
-        alibi_column(s, step, count, t.slopes + 4 * first, t.positions + 4 * first, key)
+        stride = affine(p, item.b, ZERO).k_stride
+        alibi_column(s, step, count, t.slopes + 4 * first, t.positions + 4 * first, key, stride)
     if p.mask and mask_columns(p, t, item, first, R, key, count):
         bias_cells(s, step, count, t.mask_columns)
         hiding = True

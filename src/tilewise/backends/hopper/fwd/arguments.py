@@ -15,6 +15,7 @@ class Arguments:
     COUNTER: object
     KV_LENGTHS: object
     Q_OFFSET: object
+    PLACES: object
     CU_Q: object
     CU_K: object
     ORDER: object

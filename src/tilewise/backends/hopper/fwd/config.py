@@ -130,7 +130,7 @@ def config_of(problem: Problem) -> Config:
 def plainly_causal(problem: Problem) -> bool:
     """Causal, and nothing else that would take registers."""
     p = problem
-    others = p.softcap or p.alibi or p.rules.kv_lengths or p.packed_q or p.mask is not None
+    others = p.softcap or p.alibi or p.rules.kv_lengths or p.packed_q or p.mask is not None or p.rules.affine
     return p.rules.relative() == MaskRules(causal=True) and not others
 
 

@@ -18,13 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
-from ...gpu.mask_rules import key_span
+from ...gpu.mask_rules import key_span, query_position
 from .epilogue import flag_nonfinite, store
 from .layouts import out_layout, score_layout
 from .mma import as_operand, next_tile, release_output, release_scores, start_output, start_scores, step, to_weights
 from .pipeline import key_use, value_use
 from .softmax import Rows, finalise, own_sums
-from .tile_scheduler import key_tiles, tile_count, work_tile_at
+from .tile_scheduler import key_tiles, numbers_of, tile_count, work_tile_at
 from .tiles import tile_list
 
 
@@ -33,15 +33,18 @@ def rows_of(a, w, C):
     """This consumer's rows of the work tile."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
     row = w.top + C * 64 + gl.arange(0, 64, LAYOUT)
-    qpos = w.offset + row
-    lo, hi = key_span(qpos, w.n_keys, a.rules, a.S)
+    numbers = numbers_of(a, w)
+    qpos = query_position(w.offset, row, numbers, a.S)
+    lo, hi = key_span(qpos, w.n_keys, numbers, a.S)
     slope = None
     if a.S.alibi:
         slope = gl.load(a.SLOPES + w.b * a.slopes_b + w.head)
     mask = None
     if a.S.mask != "":
         mask = w.b.to(gl.int64) * a.mask_b + w.head.to(gl.int64) * a.mask_h + row.to(gl.int64) * a.mask_q
-    return Rows(row, row < w.q_len, lo, hi, qpos, slope, mask)
+    if not a.S.alibi or a.S.rules.affine != "rows":
+        numbers = None
+    return Rows(row, row < w.q_len, lo, hi, qpos, slope, mask, numbers)
 
 
 @gluon.jit
@@ -80,7 +83,7 @@ def own_tiles(a, w, tiles, begin, C):
     they are seen whole. Other consumers' rows may see more; tiles beyond one's own are passed over.
     """
     rows = gl.minimum(gl.maximum(w.q_len - w.top - C * 64, 1), 64)
-    first, last, inner, outer = key_tiles(a, w.offset, w.top + C * 64, rows, w.n_keys)
+    first, last, inner, outer = key_tiles(a, w.offset, w.top + C * 64, rows, w.n_keys, numbers_of(a, w))
     if a.S.mask == "":
         first = gl.minimum(gl.maximum(first, w.first), w.last - 1)
         last = gl.maximum(gl.minimum(last, w.last), first + 1)

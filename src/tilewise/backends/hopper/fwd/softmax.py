@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...gpu.flags import TANH_3, TANH_5, TANH_7
+from ...gpu.mask_rules import key_position
 from ..signature import struct
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -33,6 +34,7 @@ class Rows:
     qpos: gl.tensor
     slope: object
     mask: object  # each row's first cell of the mask
+    numbers: object  # as in `WorkTile`, if there is ALiBi
 
 
 @gluon.jit
@@ -60,7 +62,10 @@ def logits(a, s, rows, columns):
     else:
         s = s * a.scale
     if a.S.alibi:
-        distance = gl.abs(rows.qpos[:, None] - columns[None, :]).to(gl.float32)
+        numbers = a.rules
+        if a.S.rules.affine == "rows":
+            numbers = rows.numbers
+        distance = gl.abs(rows.qpos[:, None] - key_position(columns, numbers, a.S)[None, :]).to(gl.float32)
         s = s - rows.slope * distance
     return s
 

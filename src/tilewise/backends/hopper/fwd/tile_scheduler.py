@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gpu.mask_rules import key_span
+from ...gpu.mask_rules import key_span, query_position, sequence_numbers
 from ..signature import struct
 
 
@@ -29,17 +29,27 @@ class WorkTile:
     kv_start: gl.tensor
     n_keys: gl.tensor
     offset: gl.tensor  # the position of query row 0
+    numbers: object  # RULE_NUMBERS, where each sequence has its own
     owned: gl.tensor  # of a sequence; else of the rows past the last one
     first: gl.tensor
     last: gl.tensor
 
 
 @gluon.jit
-def key_tiles(a, offset, top, rows, n_keys):
+def numbers_of(a, w):
+    """RULE_NUMBERS of a work tile."""
+    numbers = a.rules
+    if a.S.rules.affine == "rows":
+        numbers = w.numbers
+    return numbers
+
+
+@gluon.jit
+def key_tiles(a, offset, top, rows, n_keys, numbers):
     """Tiles of keys for query rows `top .. top + rows`: first and last that any row sees, and the run that all see."""
     BN: gl.constexpr = a.S.BN
-    lo, full_hi = key_span(offset + top, n_keys, a.rules, a.S)
-    full_lo, hi = key_span(offset + top + rows - 1, n_keys, a.rules, a.S)
+    lo, full_hi = key_span(query_position(offset, top, numbers, a.S), n_keys, numbers, a.S)
+    full_lo, hi = key_span(query_position(offset, top + rows - 1, numbers, a.S), n_keys, numbers, a.S)
     end = gl.maximum(gl.cdiv(n_keys, BN), 1)
     first = gl.minimum(lo // BN, end - 1)
     last = gl.maximum(gl.cdiv(hi, BN), first + 1)
@@ -228,7 +238,11 @@ def work_tile_at(a, coord):
         n_keys = gl.where(owned, n_keys, 0)
     top = tile * BM
     value_tile = coord.index % a.S.value_tiles
-    first, last, _, _ = key_tiles(a, offset, top, gl.minimum(BM, q_len - top), n_keys)
+    numbers = sequence_numbers(a.rules, a.PLACES, b, a.S)
+    first, last, _, _ = key_tiles(a, offset, top, gl.minimum(BM, q_len - top), n_keys, numbers)
+    if a.S.rules.affine != "rows":
+        numbers = None  # no register for what all share
     return WorkTile(
-        row_b, kv_b, b, coord.head, value_tile, top, q_start, q_len, kv_start, n_keys, offset, owned, first, last
-    )
+        row_b, kv_b, b, coord.head, value_tile, top, q_start, q_len, kv_start, n_keys, offset, numbers, owned,
+        first, last,
+    )  # fmt: skip

@@ -36,6 +36,7 @@ def refusal(problem: Problem) -> str | None:
         "packed queries or keys": p.packed_q,
         "windows or chunks": rules.relative() not in (NO_RULES, MaskRules(causal=True)),
         "causal queries that are not the last positions": rules.causal and not last,
+        "k_start or strides of positions": rules.affine != "",
         "masks": p.mask is not None,
         "softcap": p.softcap > 0,
         "ALiBi": p.alibi,

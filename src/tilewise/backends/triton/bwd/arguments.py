@@ -4,8 +4,9 @@ from __future__ import annotations
 
 # Pointers, and the fields of `BackwardTensors` or of its forward `Tensors` that they are.
 TENSORS = {
-    "Q": "q", "K": "k", "V": "v", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes", "KV_LENGTHS": "kv_lengths",
-    "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "OUT": "out", "SINKS": "sinks",
+    "Q": "q", "K": "k", "V": "v", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes", "PLACES": "places",
+    "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "OUT": "out",
+    "SINKS": "sinks",
 }  # fmt: skip
 GRADIENTS = {
     "DOUT": "dout", "DQ": "dq", "DK": "dk", "DV": "dv", "DMASK": "dmask", "DLSE": "dlse", "DSLOPES": "dalibi_slopes",

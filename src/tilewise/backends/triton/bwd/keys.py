@@ -4,7 +4,7 @@ import triton.language as tl
 
 import triton
 
-from ...gpu.mask_rules import query_span
+from ...gpu.mask_rules import query_position, query_span, sequence_numbers
 from ...gpu.signature import kernel_of
 from ..epilogue import empty_acc, has_nonfinite
 from .arguments import NAMES, SIZES
@@ -55,8 +55,8 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
     if S.dk:
         dp = outer_product(v, dout, S.BK, BQ, v_of(S), S)
     p, _, ds = tile_gradients(
-        s, dp, mixed, bias, lse[None, :], delta[None, :], (offset + row)[None, :], n[:, None], ok, slope, at[None, :],
-        mask_k, rules, S,
+        s, dp, mixed, bias, lse[None, :], delta[None, :], query_position(offset, row, rules[3], S)[None, :], n[:, None],
+        ok, slope, at[None, :], mask_k, rules, S,
     )  # fmt: skip
     if S.dv:
         dv = add_product(dv, p, dout, dout_of(S), S)
@@ -99,8 +99,9 @@ def key_gradients(a, S):
     n = n0 + tl.arange(0, BK)
     key_ok = n < n_keys
     last_key = tl.minimum(n0 + BK, n_keys) - 1
-    lo, full_hi = query_span(n0, offset, q_len, a.rules, S)
-    full_lo, hi = query_span(last_key, offset, q_len, a.rules, S)
+    numbers = sequence_numbers(a.rules, a.PLACES, b, S)
+    lo, full_hi = query_span(n0, offset, q_len, numbers, S)
+    full_lo, hi = query_span(last_key, offset, q_len, numbers, S)
     first_t = lo // BQ
     last_t = tl.maximum(tl.cdiv(hi, BQ), first_t)
     if n0 >= n_keys:
@@ -117,7 +118,7 @@ def key_gradients(a, S):
     if S.dk:
         v = load_tile(plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), n0, v_l, key_ok, v_of(S), S, True)
     scale = tl.cast(a.scale, tl.float32)  # to the interpreter a subnormal one is float64
-    rules = (scale, a.softcap, n_keys, a.rules)
+    rules = (scale, a.softcap, n_keys, numbers)
     dk = ()
     dv = ()
     if S.dk:

@@ -4,7 +4,7 @@ import triton.language as tl
 
 import triton
 
-from ...gpu.mask_rules import key_span
+from ...gpu.mask_rules import key_span, query_position, sequence_numbers
 from ...gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
 from .places import mask_plane, plane, row_plane, sequence, wide_strides
@@ -53,14 +53,15 @@ def mask_gradients(a, S):
         first_q, last_q = own_q, tl.minimum(own_q + 1, tl.cdiv(n_rows, BQ))
         if is_summed(S, 2):
             first_q, last_q = own_q * 0, tl.cdiv(n_rows, BQ)
-        rules = (tl.cast(a.scale, tl.float32), a.softcap, n_keys, a.rules)
+        numbers = sequence_numbers(a.rules, a.PLACES, b, S)
+        rules = (tl.cast(a.scale, tl.float32), a.softcap, n_keys, numbers)
         for tile in tl.range(first_q, last_q, num_stages=1):
             row = tile * BQ + tl.arange(0, BQ)
             row_ok = row < n_rows
-            top = offset + tile * BQ
-            bottom = offset + tl.minimum(tile * BQ + BQ, n_rows) - 1
-            lo = key_span(top, n_keys, a.rules, S)[0]
-            hi = key_span(bottom, n_keys, a.rules, S)[1]
+            top = query_position(offset, tile * BQ, numbers, S)
+            bottom = query_position(offset, tl.minimum(tile * BQ + BQ, n_rows) - 1, numbers, S)
+            lo = key_span(top, n_keys, numbers, S)[0]
+            hi = key_span(bottom, n_keys, numbers, S)[1]
             first_t, last_t = lo // BK, tl.cdiv(hi, BK)
             if not is_summed(S, 3):
                 first_t, last_t = tl.maximum(first_t, own_k), tl.minimum(last_t, own_k + 1)

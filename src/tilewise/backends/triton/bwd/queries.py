@@ -4,7 +4,7 @@ import triton.language as tl
 
 import triton
 
-from ...gpu.mask_rules import key_span
+from ...gpu.mask_rules import key_position, key_span, query_position, sequence_numbers
 from ...gpu.signature import kernel_of
 from ..epilogue import empty_acc, has_nonfinite
 from ..kv_load import round_type
@@ -37,7 +37,8 @@ def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constex
         else:
             tl.store(to, dl.to(cells.dtype.element_ty))
     if S.dslopes:
-        slopes -= tl.sum(dl * tl.abs((offset + row)[:, None] - n[None, :]).to(tl.float32), 1)
+        qpos, kpos = query_position(offset, row, rules[3], S), key_position(n, rules[3], S)
+        slopes -= tl.sum(dl * tl.abs(qpos[:, None] - kpos[None, :]).to(tl.float32), 1)
     if S.dq:
         dq = add_product(dq, ds.to(round_type(S)), k, k_of(S), S)
     return dq, slopes
@@ -75,10 +76,11 @@ def query_gradients(a, S):
         n_keys = tl.where(owned, n_keys, 0)
     kv_head = head // S.group
 
-    top = offset + tile * BQ
-    bottom = offset + tl.minimum(tile * BQ + BQ, q_len) - 1
-    lo, full_hi = key_span(top, n_keys, a.rules, S)
-    full_lo, hi = key_span(bottom, n_keys, a.rules, S)
+    numbers = sequence_numbers(a.rules, a.PLACES, b, S)
+    top = query_position(offset, tile * BQ, numbers, S)
+    bottom = query_position(offset, tl.minimum(tile * BQ + BQ, q_len) - 1, numbers, S)
+    lo, full_hi = key_span(top, n_keys, numbers, S)
+    full_lo, hi = key_span(bottom, n_keys, numbers, S)
     first_t = lo // BK
     last_t = tl.maximum(tl.cdiv(hi, BK), first_t)
     inner = tl.minimum(tl.maximum(tl.cdiv(full_lo, BK), first_t), last_t)
@@ -105,7 +107,7 @@ def query_gradients(a, S):
     k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
     keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
     scale = tl.cast(a.scale, tl.float32)  # to the interpreter a subnormal one is float64
-    rules = (scale, a.softcap, n_keys, a.rules)
+    rules = (scale, a.softcap, n_keys, numbers)
     cells = row
     if S.dmask == "cells":
         cells = mask_plane(a.DMASK, b, head, a.dmask_b, a.dmask_h) + row.to(tl.int64) * a.dmask_q  # [BQ]

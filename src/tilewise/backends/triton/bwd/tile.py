@@ -12,7 +12,7 @@ import triton.language as tl
 
 import triton
 
-from ...gpu.mask_rules import key_span
+from ...gpu.mask_rules import key_position, key_span, query_position
 from ..epilogue import store_acc
 from ..kv_load import first_of, load_chunk, precision_of, width_of, work_type
 from ..mask import load_cells, visible_cells
@@ -193,7 +193,7 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
     a weight of 0 and, unless what it hides is not finite, gradients of 0. Where that is made good they are 0 in any
     case, and in the weights for dV a row whose dout is not finite is NaN: `add_product` does not see it then.
     """
-    scale, softcap, _, _ = rules
+    scale, softcap, _, numbers = rules
     factor = scale
     bent = 1.0
     if S.softcap:
@@ -206,7 +206,7 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
     if S.mask == "float":
         bias = bias.to(tl.float32)
     if S.alibi:
-        x = tl.fma(s, factor, -(slope * tl.abs(qpos - n).to(tl.float32)))
+        x = tl.fma(s, factor, -(slope * tl.abs(qpos - key_position(n, numbers, S)).to(tl.float32)))
         if S.mask == "float":
             x = x + bias
         x = x - lse
@@ -283,7 +283,7 @@ def query_tile(t, mixed, bias, rows, keys, rules, S: tl.constexpr):
     s = outer_product(q, k, S.BQ, BK, k_of(S), S)  # [BQ, BK]
     dp = outer_product(dout, v, S.BQ, BK, v_of(S), S)
     _, dl, ds = tile_gradients(
-        s, dp, mixed, bias, lse[:, None], delta[:, None], (offset + row)[:, None], n[None, :], ok, slope, at[:, None],
-        mask_k, rules, S,
+        s, dp, mixed, bias, lse[:, None], delta[:, None], query_position(offset, row, rules[3], S)[:, None], n[None, :],
+        ok, slope, at[:, None], mask_k, rules, S,
     )  # fmt: skip
     return k, n, dl, ds
