@@ -50,6 +50,27 @@ def test_spans_are_what_the_definition_leaves(causal, window, chunk, places):
             assert (lo <= i < hi) == want, (i, j, offset)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("places", [(0, 1, 1), (3, 1, 1), (2, 5, 5), (-9, 4, 4)])
+def test_rules_without_their_stride(causal, window, places):
+    found = 0
+    for offset, stride in itertools.product(range(-20, 30, 3), (places[2],)):
+        rules = MaskRules(causal, window, q_offset=offset, places=places)
+        plain = rules.unstrided()
+        spans = [key_span(rules, offset + stride * i, 40) for i in range(30)]
+        spans = [(max(0, lo), hi) if max(0, lo) < hi else None for lo, hi in spans]
+        if plain is None:
+            assert set(spans) == {None}
+            continue
+        found += 1
+        assert not plain.affine
+        got = [key_span(plain, plain.q_offset + i, 40) for i in range(30)]
+        assert [(max(0, lo), hi) if max(0, lo) < hi else None for lo, hi in got] == spans
+    assert found
+    assert MaskRules(causal, window, q_offset=3, places=(0, 1, 2)).unstrided() is None
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("chunk", [0, 4])
 def test_neither_end_moves_left(window, chunk):

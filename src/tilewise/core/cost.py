@@ -18,7 +18,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     cells = keys = mask_cells = 0
     tiles = [0, 0, 0]
     for seq in sequences(p, tensors):
-        positions = seq.position(0) + seq.rules.places[2] * torch.arange(seq.q_len, device="cpu")
+        positions = seq.q_offset + seq.places[2] * torch.arange(seq.q_len, device="cpu")
         lo, hi = key_spans(seq.rules, positions, seq.kv_len)  # [Lq]
         if p.selection is not None:
             found = _chosen_cells(seq, lo, hi, tile)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -58,6 +58,32 @@ class MaskRules:
     def relative(self) -> MaskRules:
         """The rules without where queries and keys stand and how many keys there are."""
         return replace(self, q_offset="end", kv_lengths=False, places=PLAIN_PLACES)
+
+    def unstrided(self) -> MaskRules | None:
+        """Rules over plain positions that leave the same keys to every query; None if there are none.
+
+        With one stride of queries and keys, as in a striped ring, distances are multiples of it and an offset: causal
+        and windows are then bounds on `i - j`. Distances themselves (ALiBi) are others.
+        """
+        if not self.affine:
+            return self
+        if self.places == "rows" or not isinstance(self.q_offset, int) or self.chunk or len(set(self.places[1:])) > 1:
+            return None
+        shift, stride = self.q_offset - self.places[0], self.places[1]
+        left, right = self.window
+        least = [-((side + shift) // stride) for side in (0 if self.causal else None, right) if side is not None]
+        most = None if left is None else (left - shift) // stride  # of i - j
+        if not least:
+            return replace(
+                self,
+                places=PLAIN_PLACES,
+                q_offset=0 if most is None else -most,
+                window=(None if most is None else 0, None),
+            )
+        reach = None if most is None else most - max(least)
+        if reach is not None and reach < 0:  # no query sees any key
+            return None
+        return MaskRules(True, (reach, None), 0, -max(least), self.kv_lengths)
 
     def numbers(self) -> dict[str, int]:
         """The rules as a kernel's struct holds them: int32, 0 for what is not there."""
@@ -211,7 +237,7 @@ def key_spans(
     rules: MaskRules,
     positions: torch.Tensor,
     kv_len: torch.Tensor | int,
-    places: tuple[torch.Tensor | int, torch.Tensor | int] | None = None,
+    places: tuple[Any, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`key_span` of many rows: `lo`, `hi` int64, shaped as `positions`; `kv_len` broadcasts against them, and so does
     `places` = (k_start, k_stride), if not those of the rules.

@@ -119,15 +119,22 @@ class Sequence:
         slopes = self.tensors.alibi_slopes
         return None if slopes is None else slopes[self.b]
 
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """k_start, k_stride, q_stride."""
+        places = self.rules.places
+        assert places != "rows"
+        return places
+
     def position(self, row: int) -> int:
         """Where query `row` stands."""
-        return self.q_offset + self.rules.places[2] * row  # type: ignore[operator]
+        return self.q_offset + self.places[2] * row
 
     def positions(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:  # [n, 1], [1, m]
         """Where these queries and keys stand."""
-        k_start, k_stride, q_stride = self.rules.places
+        k_start, k_stride, q_stride = self.places
         i, j = (torch.arange(x.start, x.stop, device=self.tensors.q.device) for x in (rows, cols))
-        return (self.q_offset + q_stride * i)[:, None], (k_start + k_stride * j)[None, :]  # type: ignore[operator]
+        return (self.q_offset + q_stride * i)[:, None], (k_start + k_stride * j)[None, :]
 
     def keys(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:  # [Hkv, n, D]
         t = self.tensors

@@ -150,9 +150,9 @@ class TileMap:
         elif q_offset is not None:
             q_offset = to_tensor("q_offset", q_offset)
         kv_lengths = None if kv_lengths is None else to_tensor("kv_lengths", kv_lengths)
-        given = {"q_offset": q_offset, "kv_lengths": kv_lengths}
-        for name, x in zip(PLACES, (k_start, k_stride, q_stride), strict=True):
-            given[name] = to_int(x) if is_int(to_int(x)) else to_tensor(name, x)
+        numbers: list[Any] = [to_int(x) if is_int(to_int(x)) else to_tensor(name, x)
+                   for name, x in zip(PLACES, (k_start, k_stride, q_stride), strict=True)]  # fmt: skip
+        given = {"q_offset": q_offset, "kv_lengths": kv_lengths, **dict(zip(PLACES, numbers, strict=True))}
         rows = [x for x in given.values() if isinstance(x, torch.Tensor)]
         for name, x in given.items():
             if isinstance(x, torch.Tensor) and (x.ndim != 1 or x.dtype not in (torch.int32, torch.int64)):
@@ -172,17 +172,16 @@ class TileMap:
             lengths = kv_lengths.long().to(device)
         offset = lengths - Lq if q_offset is None else torch.as_tensor(q_offset, device=device).long().reshape(-1)
         batch = len(rows[0]) if rows else 1
-        numbers = [given[name] for name in PLACES]
         places: torch.Tensor | tuple[int, int, int]
+        steps: tuple[Any, ...]
         if any(isinstance(x, torch.Tensor) for x in numbers):
             places = place_rows(numbers, batch, device, LIMIT)
-            starts, strides, steps = places.long()[:, :, None].unbind(1)  # [B, 1]
+            steps = places.long()[:, :, None].unbind(1)  # [B, 1] each
         else:
-            places = as_places(numbers, q_offset if is_int(q_offset) else "end", Lq, Lk)
-            starts, strides, steps = places
-        positions = offset[:, None] + steps * torch.arange(Lq, device=device)  # [1 or B, Lq]
+            steps = places = as_places(numbers, q_offset if isinstance(q_offset, int) else "end", Lq, Lk)
+        positions = offset[:, None] + steps[2] * torch.arange(Lq, device=device)  # [1 or B, Lq]
         positions = positions.expand(batch, -1)
-        spans = key_spans(rules, positions, lengths[:, None], (starts, strides))
+        spans = key_spans(rules, positions, lengths[:, None], steps[:2])
         return cls(
             span_tiles(*spans, Lk, tile)[:, None], tile, (Lq, Lk), spec=Spec(rules, q_offset, kv_lengths, places)
         )

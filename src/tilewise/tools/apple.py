@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import api
+from ..core.mask_rules import PLAIN_PLACES
 from ..testing.case import Case, make
 from ..testing.check import Verdict, check_call
 from .bench import machine
@@ -166,9 +167,10 @@ def _timed(
 
 
 def for_mlx(case: Case) -> bool:
-    """Whether a case can be given to MLX: no quantised tensors, tile maps, key indices or strides of its own."""
+    """Whether a case can be given to MLX: no quantised tensors, tile maps, key indices or strides."""
     plain = ("", "f32", "f16", "bf16")
-    return case.k in plain and case.v in plain and case.tile is None and not case.strides and not case.indices
+    strided = (case.k_start, case.k_stride, case.q_stride) != PLAIN_PLACES or case.strides
+    return case.k in plain and case.v in plain and case.tile is None and not strided and not case.indices
 
 
 def check_mlx(case: Case) -> Verdict:

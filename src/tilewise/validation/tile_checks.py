@@ -69,7 +69,7 @@ def _check_spec(spec: Spec, p: Problem, tensors: Tensors, validate: Any) -> None
     else:
         offsets = [spec.q_offset] * p.batch if isinstance(spec.q_offset, int) else spec.q_offset.tolist()
     places = spec.places.tolist() if isinstance(spec.places, torch.Tensor) else [spec.places] * p.batch
-    mine = [(seq.q_offset, seq.kv_len, seq.rules.places) for seq in sequences(p, tensors)]
+    mine = [(seq.q_offset, seq.kv_len, seq.places) for seq in sequences(p, tensors)]
     if mine != list(zip(offsets, lengths, map(tuple, places), strict=False)):
         want = "the call's q_offset, kv_lengths, k_start, k_stride and q_stride"
-        raise InvalidArgument("tile_map", "a map of other positions or lengths", want)
+        raise InvalidArgument("tile_map", "a map of other offsets, strides or lengths", want)

@@ -135,6 +135,8 @@ def test_what_is_not_served_is_refused_by_name():
     assert config.refusal(p) is None
     assert "ALiBi" in config.refusal(replace(p, alibi=True))
     assert "rules of positions" in config.refusal(problem(chunk=7))
+    assert "strides" in config.refusal(problem(places=(0, 2, 1), causal=True))
+    assert config.refusal(problem(places=(3, 2, 2), q_offset=5, causal=True, window=(99, None))) is None
     assert "head dims" in config.refusal(problem(D=132))
     assert "head dims" in config.refusal(problem(D=264))
     assert "head dims" in config.refusal(replace(p, value_dim=64))

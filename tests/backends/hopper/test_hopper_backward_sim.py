@@ -22,6 +22,20 @@ CASES = {
     "D128 causal, groups": Case(B=1, H=2, Hkv=1, Lq=300, D=128, dtype="f16", causal=True),
     "window": Case(B=1, H=1, Lq=500, D=64, dtype="f16", window=(130, 20)),
     "D128 window": Case(B=1, H=1, Lq=300, D=128, dtype="f16", window=(130, 20)),
+    "a stripe": Case(
+        B=1,
+        H=1,
+        Lq=300,
+        Lk=400,
+        D=64,
+        dtype="f16",
+        causal=True,
+        window=900,
+        k_start=2,
+        k_stride=4,
+        q_stride=4,
+        offset=401,
+    ),  # fmt: skip
     "packed": Case(
         B=3, H=1, D=64, form="varlen", q_lengths=(200, 0, 130), lengths=(200, 40, 300), dtype="f16", causal=True
     ),

@@ -68,23 +68,24 @@ def plan(problem: Problem) -> Plan:
 
 
 def plan_backward(problem: Problem) -> Plan:
-    if bwd_config.is_wide(problem):
-        of_queries, of_keys = wide_config.specs_of(problem)
+    p = bwd_config.unstrided(problem)
+    if bwd_config.is_wide(p):
+        of_queries, of_keys = wide_config.specs_of(p)
         return Plan(
             problem,
             backend="hopper",
             kernel="backward of wide heads, warp-specialised",
             tile=(of_queries.BO, of_keys.BO),
-            workspace_bytes=wide_config.workspace_bytes(problem),
+            workspace_bytes=wide_config.workspace_bytes(p),
             notes=("dQ by a launch of its own",),
         )
-    s = bwd_config.spec_of(problem)
+    s = bwd_config.spec_of(p)
     return Plan(
         problem,
         backend="hopper",
         kernel="backward, warp-specialised",
         tile=(s.BM, bwd_config.BN),
-        workspace_bytes=bwd_config.workspace_bytes(problem, s),
+        workspace_bytes=bwd_config.workspace_bytes(p, s),
         notes=("dQ added in the order of key blocks",) if s.deterministic else ("dQ added in any order",),
     )
 

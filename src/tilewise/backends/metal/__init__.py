@@ -16,10 +16,12 @@ UNMEASURED = "this backend has run in a simulator only, not on an Apple GPU: `ti
 
 
 def supports(problem: Problem) -> str | None:
+    return device.why_not(problem.device.type) or unserved(problem)
+
+
+def unserved(problem: Problem) -> str | None:
+    """What of a problem the kernels have not, if they have not all."""
     p = problem
-    reason = device.why_not(p.device.type)
-    if reason is not None:
-        return reason
     reach = p.q_len + p.kv_len + abs(p.rules.numbers()["q_offset"])
     if p.rules.affine:
         return "no k_start or strides of positions"

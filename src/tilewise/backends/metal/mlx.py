@@ -26,7 +26,7 @@ from ...signatures import NAMES
 from ...state import AttentionState
 from ...validation import calls
 from ...validation.calls import Call
-from . import config, params, text
+from . import config, params, text, unserved
 from .device import TYPICAL_CORES
 from .launch import LANES, SOURCES, spec, state_shape
 from .spec import THREADS
@@ -98,9 +98,8 @@ def _run(entry: str, check: Callable[..., Call], arrays: dict[str, Any], options
         return _unseen(call, arrays.get("sinks"))
     if make_kernel is mx.fast.metal_kernel and not mx.metal.is_available():
         raise Unsupported("metal", "this MLX has no Metal", "use tilewise.attention, which takes MLX arrays on the CPU")
-    reason = None if call.problem.kv_len + call.problem.q_len <= params.MOST else "positions past 2**30"
-    if reason is not None:
-        raise Unsupported("metal", reason, "split the keys")
+    if (reason := unserved(call.problem)) is not None:
+        raise Unsupported("metal", reason, "tilewise.attention takes MLX arrays on the CPU")
     return _launch(call, arrays)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ....core.mask_rules import MaskRules
 from ....core.problem import Problem
 from ...gpu.flags import DTYPE_NAMES, needs_exact_tanh
@@ -18,9 +20,18 @@ RIGHT, LEFT = 1, 2  # edges, as `consumer.hide` has them
 FURTHEST = 1 << 29  # positions, whose sums with sides of windows int32 holds
 
 
+def unstrided(problem: Problem) -> Problem:
+    """The problem over plain positions, which the kernels compute; it must not be one that they refuse."""
+    rules = problem.rules.unstrided()
+    assert rules is not None
+    return problem if rules is problem.rules else replace(problem, rules=rules)
+
+
 def refusal(problem: Problem) -> str | None:
     """Why the kernels cannot give the gradients, or None."""
-    p = problem
+    if problem.rules.unstrided() is None:
+        return "no backward pass for strides of positions, but one of queries and keys, with a window that sees some"
+    p = unstrided(problem)
     missing = {
         "a KV cache in pages or quantised": p.form == "paged" or p.k_format.is_quantised or p.v_format.is_quantised,
         "masks": p.mask is not None,

@@ -42,7 +42,7 @@ class Launcher:
     """All that a plan's calls have in common: what comes before and after the kernel of a design, which `main` has."""
 
     def __init__(self, plan: Plan, spec: Any, BM: int, D: int, value_columns: int) -> None:
-        p = self.problem = plan.problem
+        p = self.problem = config.unstrided(plan.problem)
         s = self.spec = spec
         self.BM = BM
         self.longest, self.q_blocks = config.query_blocks(p, BM)
@@ -194,7 +194,8 @@ class Bound(Launcher):
     """One kernel, with dQ added up in global memory."""
 
     def __init__(self, plan: Plan, planes: int = 0) -> None:
-        p, s = plan.problem, config.spec_of(plan.problem)
+        p = config.unstrided(plan.problem)
+        s = config.spec_of(p)
         super().__init__(plan, s, s.BM, s.D, s.D)
         self.planes = p.kv_heads * (1 if p.packed_q else p.batch)
         self.sizes |= {

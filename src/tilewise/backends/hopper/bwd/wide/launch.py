@@ -10,6 +10,7 @@ from .....core.plan import Plan
 from .....core.tensors import BackwardTensors
 from ....gpu.kernel import Arguments, Kernel
 from ...descriptors import descriptor
+from ..config import unstrided
 from ..launch import Launcher, Step, flat_descriptor
 from . import config
 from .kernel import wide_backward
@@ -23,7 +24,7 @@ class WideBound(Launcher):
     """dQ by one launch, dK and dV by another."""
 
     def __init__(self, plan: Plan) -> None:
-        self.specs = config.specs_of(plan.problem)
+        self.specs = config.specs_of(unstrided(plan.problem))
         s = self.specs[0]
         super().__init__(plan, s, s.stats_block, 256, s.DV)
         self.kernel = Kernel(wide_backward)
