@@ -164,8 +164,9 @@ class TileMap:
                     if not low <= value <= high:
                         raise InvalidArgument(f"{name}[{b}]", value, f"{low} to {high}")
         if len({x.shape for x in rows}) > 1:
-            names = [name for name, x in given.items() if isinstance(x, torch.Tensor)]
-            raise InvalidArgument(", ".join(names), f"{[len(x) for x in rows]} rows", "as many in each")
+            sizes = {name: len(x) for name, x in given.items() if isinstance(x, torch.Tensor)}
+            name, other = next(iter(sizes)), max(sizes, key=lambda x: sizes[x] != len(rows[0]))
+            raise InvalidArgument(name, f"{sizes[name]} rows", f"{sizes[other]}, as {other}")
         device = as_device(device) if device is not None else rows[0].device if rows else torch.device("cpu")
         lengths = torch.tensor([Lk], dtype=torch.int64, device=device)
         if kv_lengths is not None:

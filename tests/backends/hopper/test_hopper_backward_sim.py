@@ -35,7 +35,7 @@ CASES = {
         k_stride=4,
         q_stride=4,
         offset=401,
-    ),  # fmt: skip
+    ),
     "packed": Case(
         B=3, H=1, D=64, form="varlen", q_lengths=(200, 0, 130), lengths=(200, 40, 300), dtype="f16", causal=True
     ),
