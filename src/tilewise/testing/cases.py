@@ -76,6 +76,7 @@ AFFINE = [
     Case(B=4, Lq=5, Lk=90, k_stride="rows", offset=60, window=(50, 4), lengths=(0, 1, 37, 90)),
     Case(B=3, Lq=40, Lk=90, lengths=(7, 60, 90), k_stride=2, q_stride=2, causal=True, window=30, tile=(16, 32)),
     Case(B=3, Hkv=2, Lq=1, Lk=700, D=64, k_start=1, k_stride=4, offset=1300, causal=True, window=900, split_size=64),
+    Case(B=3, Lq=33, Lk=60, k_stride="rows", q_stride=2, offset=9, causal=True, mask="h1k", mask_kind="f32"),
     Case(Lq=33, Lk=90, k_start=40, offset=5, causal=True, mask="hqk", mask_kind="f32", softcap=9.0, sinks=True),
     Case(
         form="varlen", q_lengths=(70, 1, 33), lengths=(70, 90, 33), q_stride=2, k_start="rows", causal=True, window=50

@@ -43,7 +43,7 @@ def mask_gradients(a, S):
     bias = load_bias(cells[:, None], own_n[None, :], a.mask_k, own_ok, S)
     # Sequences of the same size are gone through in one loop, whose loads come ahead of its products.
     together = count_b
-    if S.varlen or S.rules.lengths or S.rules.offset == "rows":
+    if S.varlen or S.rules.lengths or S.rules.offset == "rows" or S.rules.affine == "rows":
         together = 1
     acc = tl.zeros([BQ, BK], tl.float32)
     for b0 in tl.range(first_b, first_b + count_b, together, num_stages=1):
@@ -53,7 +53,7 @@ def mask_gradients(a, S):
         first_q, last_q = own_q, tl.minimum(own_q + 1, tl.cdiv(n_rows, BQ))
         if is_summed(S, 2):
             first_q, last_q = own_q * 0, tl.cdiv(n_rows, BQ)
-        numbers = sequence_numbers(a.rules, a.PLACES, b, S)
+        numbers = sequence_numbers(a.rules, a.PLACES, b0, S)
         rules = (tl.cast(a.scale, tl.float32), a.softcap, n_keys, numbers)
         for tile in tl.range(first_q, last_q, num_stages=1):
             row = tile * BQ + tl.arange(0, BQ)
