@@ -56,7 +56,7 @@ def test_importing_the_package_loads_neither_the_command_nor_what_it_may_use():
     assert done.stdout == "[]\n"
 
 
-COMMANDS = ["doctor", "demo", "chat", "embed", "plan", "bench", "report", "compare", "verify", "tune", "warmup"]
+COMMANDS = "doctor demo chat embed plan scale bench report compare verify tune warmup".split()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=str)

@@ -10,5 +10,6 @@ out = distributed.attention(q, k, v, mesh=mesh, causal=True)
 
 from .attention import attention
 from .layout import positions, shard, unshard
+from .plan import DistributedPlan, Machine, RankPlan, plan
 
-__all__ = ["attention", "positions", "shard", "unshard"]
+__all__ = ["DistributedPlan", "Machine", "RankPlan", "attention", "plan", "positions", "shard", "unshard"]

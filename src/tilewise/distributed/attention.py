@@ -20,6 +20,7 @@ from .steps import Task
 
 PASSED_ON = ("scale", "softcap", "split_size", "allow_tf32", "deterministic", "backend")  # to every part, as they are
 RULES = ("causal", "window", "chunk", "q_offset", "kv_lengths")
+Place = tuple[int, int]  # the position of a sequence's first query, its keys in use
 KNOWN = ("layout", "validate", *PASSED_ON, *RULES, *EXTRAS)
 
 
@@ -70,14 +71,34 @@ def attention(
         `out` as `q`, with `Dv`; with `return_lse` an `AttentionState`. Gradients of `sinks`, of `alibi_slopes` and of a
         mask whose rows are not sharded are this rank's share: their sum over the mesh is the gradient.
     """
+    ring, inner = ranks_of(mesh, scheme)
+    call, extras, _ = prepare(q, k, v, ring, inner, scheme, length, (cu_seqlens_q, cu_seqlens_k), options)
+    if inner.size == 1:
+        state = _over_ring(call, q, k, v, extras)
+    else:
+        state = _over_heads(call, inner, q, k, v, extras, return_lse)
+    return state if return_lse else state.out
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ring: Ranks,
+    inner: Ranks,
+    scheme: str,
+    length: Any,
+    cu_seqlens: tuple[Any, Any],
+    options: dict[str, Any],
+) -> tuple[Call, dict[str, Any], list[Place]]:
+    """The arguments, checked: the call, its tensors beside q, k and v, and where each batch row's queries stand."""
     if unknown := [name for name in options if name not in KNOWN]:
         keywords.refuse(unknown, [*keywords.of(attention), *KNOWN])
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise InvalidArgument(name, f"a {type(x).__name__}", "a torch tensor", "Quantised: hand in x.dequantise()")
     o = Options(**options)
-    ring, inner = ranks_of(mesh, scheme)
-    packed = cu_seqlens_q is not None
+    packed = cu_seqlens[0] is not None
     want = 3 if packed else 4
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != want:
@@ -90,8 +111,8 @@ def attention(
     Lq, Lk = (
         global_length("length", x.shape[seq], n, ring.size, inner.size) for x, n in zip((q, k), lengths, strict=True)
     )
-    cu_q = as_offsets(cu_seqlens_q, Lq, "cu_seqlens_q")
-    cu_k = cu_q if packed and cu_seqlens_k is None else as_offsets(cu_seqlens_k, Lk, "cu_seqlens_k")
+    cu_q = as_offsets(cu_seqlens[0], Lq, "cu_seqlens_q")
+    cu_k = cu_q if packed and cu_seqlens[1] is None else as_offsets(cu_seqlens[1], Lk, "cu_seqlens_k")
     if len(cu_q) != len(cu_k):
         raise InvalidArgument("cu_seqlens_k", f"{len(cu_k)} offsets", f"{len(cu_q)}, as cu_seqlens_q")
     order = ORDERS[scheme]
@@ -107,30 +128,19 @@ def attention(
         raise InvalidArgument("v", f"{v.shape[seq]} tokens", f"{k.shape[seq]}, as k")
 
     rows = len(cu_q) - 1 if packed else q.shape[0]
-    offsets, used, seen = _places(o, rows, Lq, Lk, cu_q, cu_k)
+    offsets, used, places = _places(o, rows, Lq, Lk, cu_q, cu_k)
+    seen = tuple((place,) for place in places) if packed else (tuple(sorted(set(places))) or ((Lk - Lq, Lk),),)
     rules = as_rules(o)
     if rules.chunk:
         raise Unsupported("distributed", "chunk= over several ranks", "use a window")
-    task = Task(
-        rules,
-        q_pieces,
-        k_pieces,
-        cu_q or (0, Lq),
-        cu_k or (0, Lk),
-        seen,
-        fusible=o.mask is None and o.alibi_slopes is None and all(len(each) == 1 for each in seen),
-        gather=scheme == "gather",
-    )
+    fusible = o.mask is None and o.alibi_slopes is None and all(len(each) == 1 for each in seen)
+    task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), seen, fusible, scheme == "gather")
     passed = {name: options[name] for name in PASSED_ON if name in options}
     if not packed:
         passed["layout"] = o.layout
     call = Call(task, ring, passed, packed, head, seq, offsets, used, q.device)
-    extras = {"mask": _as_mask(o.mask, q, packed, head, seq, Lk), "sinks": o.sinks, "alibi_slopes": o.alibi_slopes}
-    if inner.size == 1:
-        state = _over_ring(call, q, k, v, extras)
-    else:
-        state = _over_heads(call, inner, q, k, v, extras, return_lse)
-    return state if return_lse else state.out
+    mask = _as_mask(o.mask, q, packed, head, seq, Lk)
+    return call, {"mask": mask, "sinks": o.sinks, "alibi_slopes": o.alibi_slopes}, places
 
 
 def _over_ring(call: Call, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> AttentionState:
@@ -191,7 +201,7 @@ def kv_heads(part: Sequence[int], group: int) -> list[int]:
 
 def _places(
     o: Options, rows: int, Lq: int, Lk: int, cu_q: Sequence[int], cu_k: Sequence[int]
-) -> tuple[torch.Tensor | int, torch.Tensor | None, tuple[tuple[tuple[int, int], ...], ...]]:
+) -> tuple[torch.Tensor | int, torch.Tensor | None, list[Place]]:
     """Where queries stand and how many keys are in use: as parts are given them, and as numbers for the plan."""
     given = []
     for name in ("q_offset", "kv_lengths"):
@@ -210,15 +220,14 @@ def _places(
         if not 0 <= u <= n:
             raise InvalidArgument(f"kv_lengths[{b}]", u, f"0 to {n}, the keys of all ranks")
     starts = [u - n if at is None else int(at) for at, u, n in zip(given[0], used, queries, strict=True)]
-    both = list(zip(starts, used, strict=True))
+    places = list(zip(starts, used, strict=True))
     if packed:
-        return 0, None, tuple((each,) for each in both)
-    seen = (tuple(sorted(set(both))) or ((Lk - Lq, Lk),),)
+        return 0, None, places
     lengths = None if o.kv_lengths is None else o.kv_lengths.to(torch.int32)
-    if len({start for start, _ in seen[0]}) == 1:
-        return seen[0][0][0], lengths, seen
+    if len(set(starts)) < 2:
+        return starts[0] if starts else 0, lengths, places
     offsets: Any = o.q_offset if isinstance(o.q_offset, torch.Tensor) else o.kv_lengths - Lq
-    return offsets.to(torch.int32), lengths, seen
+    return offsets.to(torch.int32), lengths, places
 
 
 def _as_mask(mask: Any, q: torch.Tensor, packed: bool, head: int, seq: int, Lk: int) -> Any:

@@ -8,6 +8,7 @@ up. Those of keys and values go straight to their owner, while the next round is
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .steps import Range
 
 EXTRAS = ("mask", "sinks", "alibi_slopes")
 MOST_GROUPS = 8  # of heads, that a gather brings apart
+MOST_PENDING = 8  # parts that are kept to be merged in one pass
 
 
 def head_groups(call: Call, kv_heads: int) -> list[Range]:
@@ -66,20 +68,56 @@ def _of_heads(call: Call, extras: dict[str, Any], heads: Range, kv: Range) -> di
     return found
 
 
+class Total:
+    """`out` and `lse` of all keys, from parts over some of them: several are merged in one pass."""
+
+    def __init__(self, call: Call, q: torch.Tensor, width: int, parts: int, sinks: torch.Tensor | None) -> None:
+        self.call, self.once, self.fresh = call, call.once, sinks is None
+        self.pending: list[tuple[Range, Range, AttentionState]] = []
+        dtype = q.dtype if parts <= MOST_PENDING else torch.float32  # what is merged again is not rounded
+        self.out = q.new_zeros((*q.shape[:-1], width), dtype=dtype)
+        self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
+        if sinks is not None:  # once for each row that belongs to a document, whatever keys it sees
+            for which in call.task.rows_in_use(call.ranks.rank):
+                call.cut(self.lse, which).copy_(_by_head(call, sinks, self.lse))
+
+    def add(self, which: Range, heads: Range, part: AttentionState) -> None:
+        self.pending.append((which, heads, part))
+        if len(self.pending) == MOST_PENDING:
+            self.merge()
+
+    def merge(self) -> None:
+        """Rows of the same parts together; in the order of rounds, so that the bits are the same each time."""
+        for heads in dict.fromkeys(heads for _, heads, _ in self.pending):
+            parts = [(*which, part) for which, of, part in self.pending if of == heads]
+            ends = sorted({end for first, last, _ in parts for end in (first, last)})
+            for lo, hi in itertools.pairwise(ends):
+                states = [
+                    AttentionState(*(self.call.cut(x, (lo - first, hi - first)) for x in part))
+                    for first, last, part in parts
+                    if first <= lo and hi <= last
+                ]
+                total = AttentionState(*(self.call.cut(x, (lo, hi), heads) for x in (self.out, self.lse)))
+                states = states if self.fresh or self.once else [total, *states]
+                found = merge(states) if len(states) > 1 else states[0] if states else total
+                for x, new in zip(total, found, strict=True):
+                    x.copy_(new)
+        self.pending, self.fresh = [], False
+
+
+def _by_head(call: Call, sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Sinks, as `lse` broadcasts them."""
+    return sinks.view([-1 if dim == call.head else 1 for dim in range(lse.ndim)])
+
+
 def forward(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
     work = [(kv, *each) for kv in head_groups(call, k.shape[call.head]) for each in call.rounds]
-    once, sinks = call.once, extras.get("sinks")
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype if once else torch.float32)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
-    if sinks is not None:  # once for each row that belongs to a document, whatever keys it sees
-        shape = [1] * lse.ndim
-        shape[call.head] = -1
-        for lo, hi in call.task.rows_in_use(call.ranks.rank):
-            call.cut(lse, (lo, hi)).copy_(sinks.view(shape))
-    parts = {name: x for name, x in extras.items() if name != "sinks" or once}
+    parts = sum(len(units) for _, units in call.rounds)
+    total = Total(call, q, v.shape[-1], parts, extras.get("sinks"))
+    given = {name: x for name, x in extras.items() if name != "sinks" or total.once}  # with the one part of a row
 
     def bring(kv: Range, round: Any) -> Bringing:
         cut = tuple(x.narrow(call.head, kv[0], kv[1] - kv[0]) for x in (k, v))
@@ -90,14 +128,16 @@ def forward(
         coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
         buffer = coming.pop(0).buffer()
         heads = (kv[0] * group, kv[1] * group)
-        some = _of_heads(call, parts, heads, kv)
+        some = _of_heads(call, given, heads, kv)
         for unit in units:
             q_rows, k_rows = rows(unit)
             part = call.forward(unit, call.cut(q, q_rows, heads), [call.cut(x, k_rows) for x in buffer], some)
-            state = AttentionState(call.cut(out, q_rows, heads), call.cut(lse, q_rows, heads))
-            for x, new in zip(state, part if once else merge([state, part]), strict=True):
-                x.copy_(new)
-    return out.to(q.dtype), lse
+            total.add(q_rows, heads, part)
+    everything = (0, q.shape[call.seq]), (0, q.shape[call.head])
+    if total.once and [(which, heads) for which, heads, _ in total.pending] == [everything]:
+        return total.pending[0][2]
+    total.merge()
+    return total.out.to(q.dtype), total.lse
 
 
 def backward(
@@ -168,8 +208,6 @@ def _of_sinks(
     delta = (dout.float() * out.float()).sum(-1, dtype=torch.float64)  # [B, H, n]: few, and they cancel
     if dlse is not None:
         delta = delta - dlse
-    shape = [1] * lse.ndim
-    shape[call.head] = -1
     live = lse.isfinite()
-    each = torch.where(live, -(sinks.view(shape).double() - torch.where(live, lse, 0.0)).exp() * delta, 0.0)
+    each = torch.where(live, -(_by_head(call, sinks, lse).double() - torch.where(live, lse, 0.0)).exp() * delta, 0.0)
     return each.sum([dim for dim in range(lse.ndim) if dim != call.head])  # [H]

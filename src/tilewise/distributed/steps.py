@@ -225,22 +225,21 @@ def steps(task: Task) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def rounds(task: Task, rank: int) -> tuple[Round, ...]:
     """What a rank does, round by round."""
+    return tuple(round_of(task, rank, step) for step in ((0,) if task.gather else steps(task)))
+
+
+def round_of(task: Task, rank: int, step: int) -> Round:
+    """What a rank does in one step of a ring, or in a gather."""
     R = task.ranks
-    if task.gather:
-        plan = [(0, [*range(R)], [*range(R)])]
-    else:
-        plan = [(t, [(rank - t) % R], [(rank + t) % R]) for t in steps(task)]
-    found = []
-    for step, owners, readers in plan:
-        wanted = [Source(owner, needed(task, owner, rank)) for owner in owners]
-        sends = tuple(Source(x, needed(task, rank, x)) for x in readers if x != rank)
-        if not task.gather and step == 0:  # its own keys are used where they lie
-            wanted = [Source(rank, ((0, sum(piece.size for piece in task.k_pieces[rank])),))]
-        sources = tuple(x for x in wanted if x.rows)
-        buffer, order = _assembled(task, sources)
-        pairs = meetings(task, _spans(task, rank, False), buffer)
-        found.append(Round(step, sources, order, tuple(x for x in sends if x.rows), tuple(fused(task, pairs))))
-    return tuple(found)
+    owners, readers = (range(R), range(R)) if task.gather else ([(rank - step) % R], [(rank + step) % R])
+    wanted = [Source(owner, needed(task, owner, rank)) for owner in owners]
+    sends = (Source(x, needed(task, rank, x)) for x in readers if x != rank)
+    if not task.gather and step == 0:  # its own keys are used where they lie
+        wanted = [Source(rank, ((0, sum(piece.size for piece in task.k_pieces[rank])),))]
+    sources = tuple(x for x in wanted if x.rows)
+    buffer, order = _assembled(task, sources)
+    pairs = meetings(task, _spans(task, rank, False), buffer)
+    return Round(step, sources, order, tuple(x for x in sends if x.rows), tuple(fused(task, pairs)))
 
 
 def _assembled(task: Task, sources: Sequence[Source]) -> tuple[list[Span], tuple[tuple[int, int, int], ...]]:

@@ -1,0 +1,259 @@
+"""`plan`: what each rank of a mesh computes, sends and keeps, and how long that takes by a model.
+
+The model of a rank, whose numbers are a `Machine`'s:
+
+    a part      2 (D + Dv) FLOP for each visible cell, and as much for some keys more in each of its rows (`full` or,
+                on a diagonal, `diagonal`), at `flops`; and `launch`
+    merging     what parts of a row read and write, at `memory`
+    a message   `latency`, and its bytes at `link`, in each direction
+    a round     computes while the next one's messages are under way: the longer of the two
+
+Backward: 2 (3D + 2Dv) FLOP a cell, at `backward_flops`; gradients of keys and values go home as messages do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.mask_rules import key_spans
+from ..errors import InvalidArgument
+from .attention import Place, prepare
+from .function import head_groups
+from .layout import ORDERS, Ranks, ranks_of, total
+from .packing import passes
+from .rows import Call
+from .steps import Pair, Task, round_of
+
+EVERY_RANK = 64  # of a larger ring some ranks are looked at
+LOOKED_AT = 16
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and its links, in FLOP/s, bytes/s and seconds.
+
+    The defaults are fitted to bf16 calls of head dim 128 on an H200 (`benchmarks/records/h200/hopper.json` and
+    `benchmarks/records/h200/backward.json`: 1k, 4k and 16k tokens, full and causal). The links are NVLink's of an H100.
+    """
+
+    name: str = "H200, links of 400 GB/s each way"
+    flops: float = 668e12  # of long calls
+    backward_flops: float = 625e12
+    full: float = 75  # keys that a row costs beside those that it sees
+    diagonal: float = 270
+    backward_full: float = 130
+    backward_diagonal: float = 240
+    launch: float = 8e-6  # of a call
+    memory: float = 4e12
+    merge: float = 1.125  # bytes read and written for each of a part's: it is read, and of eight one is written
+    backward_merge: float = 5.0  # dq is read, and added in float32
+    link: float = 400e9
+    latency: float = 10e-6
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The work of one rank."""
+
+    rank: int
+    cells: int  # visible (query, key) pairs, over its heads
+    calls: int
+    steps: int  # in which it computes something
+    sent: int  # bytes of keys and values, forward
+    received: int
+    kept: int  # bytes of its own q, k, v and out, and of two rounds of keys and values
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DistributedPlan:
+    """What the ranks of a mesh do. `str(plan)` is for people."""
+
+    scheme: str
+    ring: int
+    inner: int
+    length: int
+    steps: int  # of the ring that are taken
+    backward: bool
+    ranks: tuple[RankPlan, ...]  # of large rings some
+    ideal: float  # seconds, if the work of one device were divided by the ranks
+    machine: Machine
+
+    @property
+    def balance(self) -> float:
+        """The most visible cells of a rank over the mean."""
+        mean = sum(r.cells for r in self.ranks) / len(self.ranks)
+        return max(r.cells for r in self.ranks) / mean if mean else 1.0
+
+    @property
+    def seconds(self) -> float:
+        return max(r.seconds for r in self.ranks)
+
+    @property
+    def efficiency(self) -> float:
+        return self.ideal / self.seconds if self.seconds else 1.0
+
+    @property
+    def steps_left_out(self) -> int:
+        return self.ring - self.steps
+
+    def __str__(self) -> str:
+        every = "" if len(self.ranks) == self.ring else f", {len(self.ranks)} of them shown"
+        mesh = f"{self.ring} x {self.inner}" if self.inner > 1 else str(self.ring)
+        lines = [
+            f"{self.scheme} over {mesh} ranks{every}: {self.length:,} tokens",
+            f"  steps      {self.steps} of {self.ring}, {self.steps_left_out} left out",
+            f"  balance    the slowest rank has {self.balance:.3f} of the mean work",
+            f"  time       {1e3 * self.seconds:.3g} ms{' forward and backward' * self.backward}, {self.efficiency:.1%} "
+            f"of ideal, by a model: {self.machine.name}",
+            "  rank       cells      calls  steps  sent MB  received  kept MB  ms",
+        ]
+        for r in self.ranks:
+            lines.append(
+                f"  {r.rank:<6}{r.cells:>13,}{r.calls:>8}{r.steps:>7}{r.sent / 1e6:>10.2f}{r.received / 1e6:>9.2f}"
+                f"{r.kept / 1e6:>9.2f}  {1e3 * r.seconds:.3g}"
+            )
+        return "\n".join(lines)
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mesh: Any,
+    scheme: str = "zigzag",
+    length: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    backward: bool = False,
+    machine: Machine | None = None,
+    **options: Any,
+) -> DistributedPlan:
+    """What `attention` with these arguments makes each rank compute, send and keep; nothing is sent or computed.
+
+    Args:
+        q: as in `attention`, and so are `k`, `v`, `length`, `cu_seqlens_q`, `cu_seqlens_k` and all options. Tensors on
+            the meta device are enough.
+        mesh: as in `attention`, or a number of ranks, `(ring, inner)` for `"2d"`: no processes are needed. The tensors
+            then are rank 0's.
+        scheme: as in `attention`.
+        backward: count the backward pass too.
+        machine: whose speeds the times are made of.
+
+    >>> x = torch.empty(1, 8, 1024, 64, device="meta")  # 8192 tokens over 8 ranks
+    >>> found = plan(x, x, x, mesh=8, scheme="ring", causal=True, window=256)
+    >>> found.steps, found.ranks[1].received == 255 * 8 * 2 * 64 * 4
+    (2, True)
+    """
+    ring, inner = _sizes(mesh, scheme)
+    call, _, places = prepare(q, k, v, ring, inner, scheme, length, (cu_seqlens_q, cu_seqlens_k), options)
+    task, found = call.task, machine or Machine()
+    at = list(range(task.ranks))
+    if task.ranks > EVERY_RANK:
+        at = sorted({round(i * (task.ranks - 1) / (LOOKED_AT - 1)) for i in range(LOOKED_AT)})
+    work = [_Rank(call, rank, q, k, v, inner.size, places, found) for rank in at]
+    length = max(task.cu_q[-1], task.cu_k[-1], sum(total(held) for held in task.k_pieces))
+    steps = 1 if task.gather else len({t for each in work for t in each.active})
+    whole = sum(each.cells for each in work) / len(work) * task.ranks * inner.size
+    rows = q.shape[call.head] * (1 if call.packed else q.shape[0]) * sum(total(held) for held in task.q_pieces)
+    extra = found.diagonal if task.rules.by_position else found.full
+    ideal = _seconds(whole + extra * rows, q, v, found.flops, False)
+    if backward:
+        extra = found.backward_diagonal if task.rules.by_position else found.backward_full
+        ideal += _seconds(whole + extra * rows, q, v, found.backward_flops, True)
+    ranks = tuple(each.plan(backward) for each in work)
+    size = task.ranks * inner.size
+    return DistributedPlan(scheme, task.ranks, inner.size, length, steps, backward, ranks, ideal / size, found)
+
+
+def _sizes(mesh: Any, scheme: str) -> tuple[Ranks, Ranks]:
+    """The ranks of a mesh that may be only numbers."""
+    numbers = (mesh,) if isinstance(mesh, int) else mesh
+    if not isinstance(numbers, tuple):
+        return ranks_of(mesh, scheme)
+    if scheme not in ORDERS or len(numbers) != (2 if scheme == "2d" else 1) or min(numbers) < 1:
+        raise InvalidArgument("mesh", repr(mesh), "a number of ranks, or a pair (ring, inner) with scheme='2d'")
+    ring, inner = numbers if scheme == "2d" else (1, *numbers) if scheme == "ulysses" else (*numbers, 1)
+    return Ranks(None, 0, ring), Ranks(None, 0, inner)
+
+
+def _seconds(cells: float, q: torch.Tensor, v: torch.Tensor, rate: float, backward: bool) -> float:
+    D, Dv = q.shape[-1], v.shape[-1]
+    return 2 * (3 * D + 2 * Dv if backward else D + Dv) * cells / rate
+
+
+class _Rank:
+    """The rounds of a rank, counted."""
+
+    def __init__(self, call: Call, rank: int, q: Any, k: Any, v: Any, inner: int, places: list[Place], m: Machine):
+        self.call, self.rank, self.q, self.v, self.inner, self.m = call, rank, q, v, inner, m
+        task = call.task
+        batch = 1 if call.packed else q.shape[0]
+        self.heads = batch * q.shape[call.head] // inner
+        kv = max(1, k.shape[call.head] // inner)  # fewer heads than ranks are copied
+        token = batch * kv * (k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size())
+        self.groups = len(head_groups(call, kv)) if task.ranks > 1 else 1
+        self.rounds = [round_of(task, rank, t) for t in range(1 if task.gather else task.ranks)]
+        self.parts = [passes(task, r.pairs) if call.packed else r.pairs for r in self.rounds]
+        self.counted = [[self.count(p, places) for p in r.pairs] for r in self.rounds]
+        self.cells = sum(map(sum, self.counted))
+        self.active = [r.step for r in self.rounds if r.pairs]
+        self.sent = [sum(x.rows for x in r.sends) * token for r in self.rounds]
+        self.received = [sum(x.rows for x in r.sources if x.rank != rank) * token for r in self.rounds]
+        tokens = total(task.q_pieces[rank])
+        self.row = self.heads * v.shape[-1] * q.element_size()  # bytes of a row of out
+        self.exchanged = 0.0
+        if inner > 1:  # q, k, v and out, tokens for heads
+            mine = self.heads * inner * (q.shape[-1] + v.shape[-1]) * q.element_size() + token * inner
+            self.exchanged = mine * tokens / inner * (inner - 1) / inner
+        own = total(task.k_pieces[rank]) * token + tokens * (self.row + self.heads * q.shape[-1] * q.element_size())
+        most = max((a + b for a, b in zip(self.received, [*self.received[1:], 0], strict=True)), default=0)
+        self.kept = own + most
+
+    def count(self, p: Pair, places: list[Place]) -> int:
+        """The visible cells of a pair, over heads and batch rows."""
+        if p.full:
+            return p.rows * p.keys * self.heads
+        task: Task = self.call.task
+        found = 0
+        rows = torch.arange(p.rows, device="cpu") + p.qpos
+        several = self.heads // (1 if self.call.packed else max(1, len(places)))
+        for offset, used in [places[p.doc]] if self.call.packed else places:
+            end = p.kpos + p.keys if task.fusible else min(used, p.kpos + p.keys)
+            lo, hi = key_spans(task.rules, rows + offset, end)
+            found += int((hi - lo.clamp_min(p.kpos)).clamp_min(0).sum())
+        return found * several
+
+    def plan(self, backward: bool) -> RankPlan:
+        seconds = self.time(False) + (self.time(True) if backward else 0.0)
+        calls = sum(map(len, self.parts)) * self.groups
+        sent, received = (round(sum(x) + self.exchanged) for x in (self.sent, self.received))
+        return RankPlan(self.rank, self.cells, calls, len(self.active), sent, received, self.kept, seconds)
+
+    def time(self, backward: bool) -> float:
+        """The rounds one after the other, each beside the next one's messages; a gather's by groups of heads."""
+        m = self.m
+        work = [self.compute(i, backward) / self.groups for i in range(len(self.rounds))] * self.groups
+        loads = [max(a, b) / self.groups for a, b in zip(self.sent, self.received, strict=True)] * self.groups
+        messages = [m.latency + x / m.link if x else 0.0 for x in loads]
+        # A round's gradients go home in the next round, beside that one's keys and values.
+        home = [0.0, *messages] if backward else [0.0] * (len(messages) + 1)
+        under_way = [a + b for a, b in zip([*messages[1:], 0.0], home, strict=False)]
+        exchange = 2 * m.latency + self.exchanged / m.link if self.inner > 1 else 0.0
+        return exchange + messages[0] + sum(map(max, work, under_way)) + home[-1]
+
+    def compute(self, i: int, backward: bool) -> float:
+        m, pairs = self.m, self.rounds[i].pairs
+        extra = 0.0
+        for p in pairs:
+            kind = ("backward_" if backward else "") + ("full" if p.full else "diagonal")
+            extra += p.rows * self.heads * getattr(m, kind)
+        rate = m.backward_flops if backward else m.flops
+        seconds = _seconds(sum(self.counted[i]) + extra, self.q, self.v, rate, backward)
+        merged = 0 if self.call.task.gather or len(self.active) < 2 else sum(p.rows for p in pairs) * self.row
+        merge = m.backward_merge if backward else m.merge
+        return seconds + len(self.parts[i]) * m.launch * self.groups + merge * merged / m.memory

@@ -1,0 +1,61 @@
+"""`tilewise scale`"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..models import MODELS
+from .arguments import Commands, add_json, command, length
+
+LENGTHS, RANKS = "8192,65536,524288,1048576,10485760", "2,8,64,512"
+
+
+def add(commands: Commands) -> None:
+    parser = command(
+        commands,
+        run,
+        help="how well attention over many devices would use them, scheme by scheme, by a model",
+        description="Predicts the share of ideal speed that a layer reaches when its sequence is sharded over many "
+        "ranks: exact counts of work and bytes, speeds measured on one device, links as stated. Nothing is run.",
+        example="tilewise scale --model llama-3-8b --lengths 65536,1048576 --ranks 8,64 --backward",
+    )
+    parser.add_argument("--model", default="llama-3-8b", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--layer", metavar="NAME", help="a kind of layer; default: the most frequent one")
+    parser.add_argument("--window", type=length, metavar="W", help="another window than the layer's")
+    parser.add_argument("--lengths", type=numbers, default=LENGTHS, metavar="N,N", help=f"tokens (default {LENGTHS})")
+    parser.add_argument("--ranks", type=numbers, default=RANKS, metavar="R,R", help=f"devices (default {RANKS})")
+    parser.add_argument("--schemes", metavar="NAME,NAME", help="default: all")
+    parser.add_argument("--backward", action="store_true", help="forward and backward together")
+    parser.add_argument("--link", type=float, metavar="GB/S", help="of each device, each way (default 400)")
+    parser.add_argument("--tflops", type=float, metavar="N", help="of long forward calls on one device (default 668)")
+    add_json(parser, "write the table here too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .svg or .png")
+
+
+def numbers(text: str) -> list[int]:
+    return [length(word) for word in text.split(",")]
+
+
+def run(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from ...distributed.plan import Machine
+    from ...errors import InvalidArgument
+    from .. import scale
+    from ..models import find
+
+    known = find(args.model)
+    layer = known.layer(args.layer) if args.layer else known.layers[0]
+    layer = replace(layer, window=args.window) if args.window else layer
+    schemes = args.schemes.split(",") if args.schemes else scale.SCHEMES
+    if unknown := set(schemes) - set(scale.SCHEMES):
+        raise InvalidArgument("--schemes", ", ".join(sorted(unknown)), f"some of {', '.join(scale.SCHEMES)}")
+    machine = Machine()
+    if args.link:
+        machine = replace(machine, link=args.link * 1e9, name=f"H200, links of {args.link:g} GB/s each way")
+    if args.tflops:
+        share = args.tflops * 1e12 / machine.flops
+        name = machine.name.replace("H200", f"{args.tflops:g} TFLOPS")
+        machine = replace(machine, flops=args.tflops * 1e12, backward_flops=machine.backward_flops * share, name=name)
+    return scale.show(layer, args.lengths, args.ranks, schemes, args.backward, machine, args.json, args.plot)

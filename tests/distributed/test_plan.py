@@ -1,0 +1,109 @@
+"""What each rank computes, sends and keeps; and what the model says of that."""
+
+import random
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import InvalidArgument
+from tilewise.distributed import Machine, plan
+from tilewise.distributed.layout import Ranks, rows_of
+from tilewise.testing.case import Case, make
+from tilewise.tools.cli import main
+
+SCHEMES = [("zigzag", 4), ("ring", 4), ("gather", 4), ("ulysses", 4), ("2d", (2, 2))]
+
+
+def meta(n, heads=(32, 8, 8), width=128):
+    return [torch.empty(1, h, n, width, device="meta", dtype=torch.bfloat16) for h in heads]
+
+
+def held(cu, ranks, scheme):
+    """Tokens of rank 0."""
+    return len(rows_of(cu[-1], Ranks(None, 0, ranks), Ranks(None, 0, 1), scheme, cu))
+
+
+@pytest.mark.parametrize(("scheme", "mesh"), SCHEMES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=2, H=4, Hkv=2, Lq=40, causal=True),
+        Case(B=1, H=4, Lq=32, Lk=48, window=(7, 3)),
+        Case(B=3, H=4, Lq=32, Lk=48, causal=True, lengths=(48, 5, 0)),
+        Case(B=5, H=4, Lq=32, Lk=40, causal=True, window=9, offset="rows", alibi="h"),
+    ],
+    ids=str,
+)
+def test_cells_are_those_of_one_device_and_what_is_sent_arrives(case, scheme, mesh):
+    inputs = make(case)
+    q, k, v = inputs.args
+    n = 4
+    shards = [x[:, :, : x.shape[2] // n] for x in (q, k, v)]
+    options = {name: x for name, x in inputs.options.items() if name != "layout"}
+    found = plan(*shards, mesh=mesh, scheme=scheme, **options)
+    want = tilewise.plan(q, k, v, backend="torch", **options).cost.cells
+    assert sum(r.cells for r in found.ranks) * found.inner == want
+    assert sum(r.sent for r in found.ranks) == sum(r.received for r in found.ranks)
+    assert f"{scheme} over" in str(found)
+
+
+@pytest.mark.parametrize("scheme", ["zigzag", "ring", "gather"])
+def test_packed_cells_are_those_of_one_device(scheme):
+    cu = [0, 17, 17, 64]
+    x = torch.empty(held(cu, 4, scheme), 2, 8, device="meta")
+    found = plan(x, x, x, mesh=4, scheme=scheme, length=64, cu_seqlens_q=cu, causal=True)
+    assert sum(r.cells for r in found.ranks) == 2 * (17 * 18 + 47 * 48) // 2
+
+
+def test_a_window_sends_its_neighbours_last_rows_and_leaves_steps_out():
+    n, token = 2**20 // 64, 8 * 2 * 128 * 2  # bytes of K and V of a token
+    narrow, full = (plan(*meta(n), mesh=64, scheme="ring", causal=True, window=w) for w in (4096, None))
+    assert (narrow.steps, narrow.steps_left_out, full.steps) == (2, 62, 64)
+    assert {r.received for r in narrow.ranks[1:]} == {4095 * token}
+    assert full.ranks[63].received == 63 * n * token
+    assert narrow.balance < 1.01
+
+
+def test_packed_documents_of_any_length_are_balanced():
+    random.seed(1)
+    for _ in range(3):
+        lengths = [int(100 * 1000 ** random.random()) for _ in range(random.choice([4, 30, 60]))]
+        cu = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        x = torch.empty(held(cu, 8, "zigzag"), 8, 64, device="meta")
+        assert plan(x, x, x, mesh=8, length=cu[-1], cu_seqlens_q=cu, causal=True).balance < 1.05
+
+
+def test_the_model_gives_what_others_have_published():
+    """ring-flash-attention on 8 H800, 8k tokens a rank, 32/8 heads of 128: its README's share of FlashAttention-2."""
+    theirs = Machine("8 H800", flops=420e12, backward_flops=300e12, link=160e9, memory=2.5e12, merge=9.0, launch=30e-6)
+    published = {("ring", False): 0.52, ("ring", True): 0.54, ("zigzag", False): 0.852, ("zigzag", True): 0.902}
+    for (scheme, backward), share in published.items():
+        found = plan(*meta(8192), mesh=8, scheme=scheme, causal=True, backward=backward, machine=theirs)
+        assert abs(found.efficiency - share) < 0.05
+
+
+def test_slower_links_and_fewer_tokens_are_no_faster():
+    shares = [plan(*meta(n), mesh=8, causal=True).efficiency for n in (512, 2048, 8192, 32768)]
+    assert shares == sorted(shares)
+    links = [plan(*meta(4096), mesh=8, causal=True, machine=Machine(link=x)).seconds for x in (400e9, 50e9, 5e9)]
+    assert links == sorted(links)
+    assert all(0 < share <= 1 for share in shares)
+
+
+def test_what_is_no_mesh():
+    with pytest.raises(InvalidArgument, match="mesh: got 4, expected a number of ranks, or a pair"):
+        plan(*meta(64), mesh=4, scheme="2d")
+    with pytest.raises(InvalidArgument, match="mesh: got 0"):
+        plan(*meta(64), mesh=0)
+
+
+def test_scale_prints_a_table_and_writes_it(capsys, tmp_path):
+    words = ["scale", "--lengths", "8k,64k", "--ranks", "2,16", "--backward", "--link", "50"]
+    assert main([*words, "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]) == 0
+    printed = capsys.readouterr().out
+    assert "forward and backward; by a model, not measured: H200, links of 50 GB/s each way" in printed
+    assert len([line for line in printed.splitlines() if "zigzag" in line]) == 4
+    assert "needs more than 8 ranks" in printed
+    assert (tmp_path / "a.svg").read_text().count("polyline") > 6
+    assert main(["scale", "--schemes", "circle"]) == 2
