@@ -44,7 +44,7 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
     row_ok = row < q_len
     q = load_tile(Q, t * BQ, q_l, row_ok, q_of(S), S, S.tail_q)
     dout = load_tile(DOUT, t * BQ, do_l, row_ok, dout_of(S), S, S.tail_q)
-    lse, delta = load_rows(row, row_ok, LSE, lse_l, DELTA, S, S.tail_q)
+    lse, delta = load_rows(t * BQ, row_ok, LSE, lse_l, DELTA, S, S.tail_q)
     at = mask_rows(MASK, t * BQ, mask_q, S)
     ok = key_ok[:, None] & row_ok[None, :]
     bias = at

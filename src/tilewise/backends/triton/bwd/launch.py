@@ -148,7 +148,7 @@ class Backward:
         grain = given.pop("grain")
 
         def kernel(function: Any, tile: Tile, **what: Any) -> Kernel:
-            near = tile.BQ * given["mask_q"] < 2**31
+            near = tile.BQ * max(given["mask_q"], given["lse_l"]) < 2**31
             constants: Arguments = {"S": replace(config.spec(p, tile, self.target, **what), near=near, grain=grain)}
             if function is row_sums:
                 constants["BLOCK"] = config.SUMMED_ROWS

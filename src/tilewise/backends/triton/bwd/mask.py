@@ -80,7 +80,7 @@ def mask_gradients(a, S):
                 dout = load_tile(at, tile * BQ, do_l, row_ok, dout_of(S), S, S.tail_q)
                 at = plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S)
                 delta_at = row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S)
-                lse, delta = load_rows(row, row_ok, at, a.lse_l, delta_at, S, S.tail_q)
+                lse, delta = load_rows(tile * BQ, row_ok, at, a.lse_l, delta_at, S, S.tail_q)
                 k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
                 keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
                 given = (q, dout, lse, delta, row, row_ok, row, slope, offset, a.mask_k)

@@ -102,7 +102,7 @@ def query_gradients(a, S):
         mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h)
     at = plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S)
     delta_at = row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S)
-    lse, delta = load_rows(row, row_ok, at, a.lse_l, delta_at, S, True)
+    lse, delta = load_rows(tile * BQ, row_ok, at, a.lse_l, delta_at, S, True)
     at = mask_rows(mask, tile * BQ, a.mask_q, S)
     k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
     keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)

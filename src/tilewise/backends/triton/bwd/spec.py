@@ -49,7 +49,7 @@ class BackwardSpec(Flags):
     tail_q: bool  # the queries may end inside a tile
     guard: str  # what is done about NaN and Inf under hidden cells: "", "flag" or "fixup" (`launch.py`)
     ptx: bool  # the GPU takes NVIDIA's assembly
-    near: bool  # the offsets of a tile's rows of the mask, from the first, fit int32
+    near: bool  # the offsets of a tile's rows in the mask and in lse, from the first, fit int32
     grain: int  # what the strides of q, k, v, dout and their gradients are given in
     dq: bool  # what is computed: of the gradients
     dk: bool

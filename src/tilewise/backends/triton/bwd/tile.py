@@ -216,9 +216,14 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
         x = tl.fma(s, factor, -lse)  # the difference is small and rounded once
     else:
         x = tl.fma(s, factor * LOG2E, -(lse * LOG2E))
+    # What only dl is wanted of is selected once, at its end.
+    LAST: tl.constexpr = S.dmask == "sums"
+    seen = mixed
     if S.mask == "float":
-        x = tl.where(seen_cells(bias, qpos, n, ok, rules, S), x, float("-inf"))
-    elif S.partial:
+        seen = seen_cells(bias, qpos, n, ok, rules, S)
+    if S.mask == "float" and not LAST:
+        x = tl.where(seen, x, float("-inf"))
+    elif S.partial and not LAST:
         if mixed:
             x = hide_cells(x, float("-inf"), qpos, n, ok, at, mask_k, rules, S)
     if NATURAL:
@@ -226,7 +231,9 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
     else:
         p = tl.exp2(x)
     dl = p * (dp - delta)
-    if S.partial and (S.guard == "fixup" or S.dmask != "" or S.dslopes):
+    if LAST:
+        dl = tl.where(seen, dl, 0.0)
+    elif S.partial and (S.guard == "fixup" or S.dmask != "" or S.dslopes):
         dl = tl.where(x == float("-inf"), p, dl)  # p is 0 there
     ds = dl
     if S.softcap:
@@ -239,15 +246,26 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
 
 
 @triton.jit
-def load_rows(row, ok, LSE, lse_l, DELTA, S: tl.constexpr, MASKED: tl.constexpr):
-    """lse and delta of queries `row` [BQ]."""
-    wide = row.to(tl.int64)
+def row_offsets(stride, S: tl.constexpr):
+    """Of BQ rows, from the first."""
+    each = tl.arange(0, S.BQ)
+    if not S.near:
+        each = each.to(tl.int64)
+    return each * stride
+
+
+@triton.jit
+def load_rows(first, ok, LSE, lse_l, DELTA, S: tl.constexpr, MASKED: tl.constexpr):
+    """lse and delta of BQ queries from row `first` on."""
+    first = tl.cast(first, tl.int64)
+    lse_at = (LSE + first * lse_l) + row_offsets(lse_l, S)
+    delta_at = (DELTA + first) + tl.arange(0, S.BQ)
     if MASKED:
-        lse = tl.load(LSE + wide * lse_l, mask=ok, other=0.0)
-        delta = tl.load(DELTA + wide, mask=ok, other=0.0)
+        lse = tl.load(lse_at, mask=ok, other=0.0)
+        delta = tl.load(delta_at, mask=ok, other=0.0)
     else:
-        lse = tl.load(LSE + wide * lse_l)
-        delta = tl.load(DELTA + wide)
+        lse = tl.load(lse_at)
+        delta = tl.load(delta_at)
     if S.partial:
         lse = tl.where(lse == float("-inf"), 0.0, lse)  # nothing seen: -inf - -inf would be NaN
     return lse, delta
@@ -256,12 +274,9 @@ def load_rows(row, ok, LSE, lse_l, DELTA, S: tl.constexpr, MASKED: tl.constexpr)
 @triton.jit
 def mask_rows(MASK, first, stride_q, S: tl.constexpr):
     """Pointers to a mask's BQ rows from row `first` on; without a mask the numbers of the rows."""
-    each = tl.arange(0, S.BQ)
-    at = each
+    at = tl.arange(0, S.BQ)
     if S.mask != "":
-        if not S.near:
-            each = each.to(tl.int64)
-        at = (MASK + tl.cast(first, tl.int64) * stride_q) + each * stride_q
+        at = (MASK + tl.cast(first, tl.int64) * stride_q) + row_offsets(stride_q, S)
     return at
 
 
