@@ -145,9 +145,9 @@ def serve() -> None:
         print(microseconds(name, run), flush=True)
 
 
-def compile_some(part: int) -> None:
+def compile_some(part: int, only: str) -> None:
     """Every `PARTS`-th work, once."""
-    for make in list(works().values())[part::PARTS]:
+    for make in [make for name, make in works().items() if only in name][part::PARTS]:
         make()()
         torch.cuda.synchronize()
 
@@ -157,13 +157,14 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another source tree")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", metavar="WORD", help="works whose name holds it")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.serve:
         serve()
         return
     if args.compile is not None:
-        compile_some(args.compile)
+        compile_some(args.compile, args.only)
         return
     start = time.perf_counter()
     trees = {"before": args.against, "now": Path(__file__).resolve().parents[2]}
@@ -173,7 +174,7 @@ def main() -> None:
         command = [sys.executable, __file__, *arguments]
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    compiling = [begin(word, "--compile", str(part)) for part in range(PARTS) for word in trees]
+    compiling = [begin(word, "--only", args.only, "--compile", str(part)) for part in range(PARTS) for word in trees]
     if any(process.wait() for process in compiling):
         raise SystemExit("a work failed")
     workers = {word: begin(word, "--serve") for word in trees}
@@ -187,7 +188,7 @@ def main() -> None:
         return float(stdout.readline())
 
     rows = []
-    for name in works():
+    for name in filter(lambda name: args.only in name, works()):
         times: dict[str, list[float]] = {word: [] for word in workers}
         for n in range(ROUNDS):
             for word in list(workers)[:: 1 if n % 2 else -1]:
@@ -201,8 +202,9 @@ def main() -> None:
         worker.wait(30)
     for kind in ("prefill", "decode", "pages", "host"):
         ratios = [r["now is faster by"] for r in rows if r["work"].startswith(kind)]
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        print(f"{kind:8s} {len(ratios)} rows: {mean:.3f}, lowest {min(ratios)}")
+        if ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            print(f"{kind:8s} {len(ratios)} rows: {mean:.3f}, lowest {min(ratios)}")
     if args.json:
         record = {
             "device": "H200",

@@ -46,7 +46,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
     """What a call of an entry point is remembered by; None if it has to be checked each time.
 
     Strides follow from the shape of a contiguous tensor (but those of dims of size 1, which nobody steps along), and
-    that it is one is asked for and hashed in half the time. The backends for CPUs do not care about alignment.
+    that it is one is asked for and hashed in half the time. The backends for GPUs care whether all is aligned.
     """
     if forward_ad._current_level >= 0:
         return None
@@ -61,15 +61,17 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
         else:
             key.append(option)
             given.append(x)
-    grad, first = is_grad_enabled(), len(key)
+    grad, first, addresses = is_grad_enabled(), len(key), 0
     try:
         for x in given:
             if type(x) is Tensor:
                 if grad and x.requires_grad:
                     return None
-                key += (
-                    x.shape, x.is_contiguous() or x.stride(), x.dtype, x.is_cpu or (x.device, x.data_ptr() & 15)
-                )  # fmt: skip
+                if x.is_cpu:
+                    key += x.shape, x.is_contiguous() or x.stride(), x.dtype, True
+                else:
+                    key += x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device
+                    addresses |= x.data_ptr()
             elif type(x) is Quantised:
                 key += x.dtype, x.group
                 given += (x.data,) if x.scales is None else (x.data, x.scales)
@@ -84,6 +86,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
                 key.append(_addresses(k) == _addresses(v))
     except RuntimeError:  # a nested or sparse tensor has no shape, strides or address: the checks will say so
         return None
+    key.append(addresses & 15)
     return tuple(key)
 
 

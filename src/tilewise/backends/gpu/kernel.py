@@ -85,23 +85,25 @@ class ByAddress:
 
 
 def by_address(launcher: Any, t: Tensors) -> Callable[..., None]:
-    """The launches of a plan (`launcher`) for tensors that differ from those in `t` in their addresses only.
+    """The launches of a plan (`launcher`) for tensors that differ from those in `t` in their addresses only, and are
+    all aligned if those are.
 
     They are given in the order of the fields of `Tensors`; None is left out.
     """
-    device = t.q.device
+    device, index, current_device = t.q.device, t.q.device.index, torch._C._cuda_getDevice
     there = {f.name: getattr(t, f.name) for f in fields(Tensors)}
     forms = [(name, x.shape, x.stride()) for name, x in there.items() if x is not None]
-    key = key_of(t.k, [x for x in there.values() if x is not None])
+    given = [x for x in there.values() if x is not None]
+    key = None if any(x.data_ptr() & 15 for x in given) else key_of(t.k, given)
     ready = launcher.ready.get(key)
 
     def launch(*tensors: torch.Tensor | None) -> None:
         nonlocal ready
-        given = [x for x in tensors if x is not None]
-        addresses = [x.data_ptr() for x in given]
-        if ready is not None and is_aligned(addresses, device):
+        addresses = [x.data_ptr() for x in tensors if x is not None]
+        if ready is not None and current_device() == index:
             launcher.relaunch(ready, addresses, device)
             return
+        given = [x for x in tensors if x is not None]
         views: Arguments = {form[0]: x.as_strided(*form[1:]) for form, x in zip(forms, given, strict=True)}
         launcher(Tensors(**views))
         ready = launcher.ready.get(key)
