@@ -80,10 +80,17 @@ class Store:
     format: Format
     data: torch.Tensor
     scales: torch.Tensor | None
+    inside: bool = False  # these are columns of another store's rows, and are written with them
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Store:
         """A view (or a copy) of both, by a function that leaves their last dim alone."""
-        return Store(self.format, change(self.data), None if self.scales is None else change(self.scales))
+        scales = None if self.scales is None else change(self.scales)
+        return Store(self.format, change(self.data), scales, self.inside)
+
+    def first(self, fmt: Format) -> Store:
+        """The first elements of each row, in the same memory: V of latent attention."""
+        scales = None if self.scales is None else self.scales[..., : fmt.scales]
+        return Store(fmt, self.data[..., : fmt.columns], scales, inside=True)
 
     def floats(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """All of it at full width: for looking at it."""

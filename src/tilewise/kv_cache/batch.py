@@ -16,7 +16,7 @@ from . import checks, hadamard
 from .attending import attend, is_seq_major, refuse
 from .cascade import AGAINST, Group, Split, run, shared
 from .eager import eager
-from .formats import flag
+from .formats import flag, token_bytes
 from .upload import pieces
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ class Batch:
         self._starts, self.cu_seqlens, self.context_lens = pieces(on_device, B, B + 1, B)
         self.block_table = cache.store.sequences.table.of(*slots, growth.pages)
 
-    def write(self, k: Any, v: Any, layer: int = 0) -> None:
+    def write(self, k: Any, v: Any = None, layer: int = 0) -> None:
         """Stores the new tokens of a layer, once.
 
         Args:
             k: packed `[T, Hkv, D]`, or `[B, Hkv, L, D]` of which sequence `b` takes its first `counts[b]`.
-            v: likewise, with Dv.
+            v: likewise, with Dv; None if the cache is latent.
         """
         cache = self.cache
         layer = checks.index("layer", layer, cache.layers, "layer")
@@ -166,7 +166,7 @@ class Batch:
         fmt = (cache.k_format, cache.v_format)
         problem = CascadeProblem(
             cache.device, cache.kv_heads, max(1, heads // cache.kv_heads), sum(f.width for f in fmt),
-            sum(f.bytes for f in fmt), torch.get_num_threads(),
+            token_bytes(cache), torch.get_num_threads(),
         )  # fmt: skip
 
         def worth(members: np.ndarray, pages: int) -> float:

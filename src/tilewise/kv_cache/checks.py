@@ -14,6 +14,7 @@ from ..validation.arrays import to_tensor
 from .integers import integer
 
 if TYPE_CHECKING:
+    from .contiguous import KVCache
     from .paged import PagedKVCache
 
 MOST = 2**31 - 1  # tokens of a sequence, and new ones of a call: kernels count in int32
@@ -38,18 +39,24 @@ def rows(name: str, x: Any, heads: int, fmt: Format, device: torch.device, packe
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def same_rows(k: torch.Tensor, v: torch.Tensor) -> None:
+def both_rows(cache: KVCache | PagedKVCache, k: Any, v: Any, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """New keys and values, as `rows`."""
+    k = rows("k", k, cache.kv_heads, cache.k_format, cache.device, packed)
+    if cache.latent:
+        if v is not None:
+            raise InvalidArgument("v", "values for a latent cache", "None: they are the first elements of k")
+        return k, k[..., : cache.v_format.width]
+    v = rows("v", v, cache.kv_heads, cache.v_format, cache.device, packed)
     if k.shape[:3] != v.shape[:3]:
         given, want = (tuple(x.shape[:3]) for x in (v, k))
         raise InvalidArgument("v", f"(batch, heads, rows) = {given}", f"{want}, as k")
+    return k, v
 
 
 def new_rows(cache: PagedKVCache, k: Any, v: Any, counts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """New keys and values in the form `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` and True; enough for `counts`."""
     packed = len(getattr(k, "shape", ())) == 3
-    k = rows("k", k, cache.kv_heads, cache.k_format, cache.device, packed)
-    v = rows("v", v, cache.kv_heads, cache.v_format, cache.device, packed)
-    same_rows(k, v)
+    k, v = both_rows(cache, k, v, packed)
     if packed and k.shape[2] != counts.sum():
         raise InvalidArgument("k", f"{k.shape[2]} packed rows", f"{int(counts.sum())}, one for each new token")
     if not packed and (k.shape[0] != len(counts) or k.shape[2] < counts.max(initial=0)):

@@ -18,11 +18,11 @@ from ..validation.arrays import to_tensor
 from . import checks, copies, hadamard, ring
 from .attending import attend, into, is_seq_major, refuse, rounded
 from .eager import eager
-from .formats import described, flag, formats_of, room, size
+from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
 from .integers import integer
 from .serialization.load import load_rows
 from .serialization.save import save_rows
-from .stores import RowStore, empty_rows
+from .stores import RowStore, empty_rows, nbytes
 from .upload import upload
 
 
@@ -39,6 +39,8 @@ class KVCache:
             Default: torch's default dtype, or float32 where that is float64.
         v_dtype: how V is stored, if not as K.
         value_dim: Dv, if not D.
+        latent: V is the first `latent` elements of K (latent attention): rows are stored once, and new ones are given
+            as `k` alone. See docs/caches.md.
         group: elements that share a scale in quantised storage: 32, 64 or 128.
         rotate: store K and V rotated by a Hadamard matrix, which spreads outliers before they are quantised. Results
             are those of the cache without it, up to rounding.
@@ -64,6 +66,7 @@ class KVCache:
         *,
         v_dtype: torch.dtype | str | None = None,
         value_dim: int | None = None,
+        latent: int | None = None,
         group: int = 64,
         rotate: bool = False,
         ring: bool = False,
@@ -71,11 +74,10 @@ class KVCache:
     ) -> None:
         self.batch, self.kv_heads = size("batch", batch, 0), size("kv_heads", kv_heads)
         self.capacity = size("capacity", capacity)
-        self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group)
+        self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group, latent)
+        self.latent = None if latent is None else self.v_format.width
         self.rotate, self.ring = flag("rotate", rotate), flag("ring", ring)
-        if self.rotate:
-            hadamard.check("head_dim", self.k_format.width)
-            hadamard.check("value_dim", self.v_format.width)
+        check_rotation(self)
         self.device = as_device(device)
         sizes = {"batch": self.batch, "kv_heads": self.kv_heads, "capacity": self.capacity}
         none = np.zeros((2, self.batch), dtype=np.int32)
@@ -106,27 +108,25 @@ class KVCache:
     @property
     def bytes_per_token(self) -> int:
         """Of one row, K and V, scales included."""
-        return self.kv_heads * (self.k_format.bytes + self.v_format.bytes)
+        return self.kv_heads * token_bytes(self)
 
     @property
     def nbytes(self) -> int:
         """Of all slots."""
-        return self.store.k.nbytes + self.store.v.nbytes
+        return nbytes(self.store.k, self.store.v)
 
-    def append(self, k: Any, v: Any, counts: Any = None) -> None:
+    def append(self, k: Any, v: Any = None, counts: Any = None) -> None:
         """Adds tokens to every row.
 
         Args:
             k: `[B, Hkv, L, D]`, float32, float16 or bfloat16.
-            v: `[B, Hkv, L, Dv]`.
+            v: `[B, Hkv, L, Dv]`; None if the cache is latent.
             counts: ints `[B]`: row `b` takes its first `counts[b]` tokens only. Default: all L.
 
         Raises:
             CacheFull: a row cannot hold its tokens; no row has changed.
         """
-        k = checks.rows("k", k, self.kv_heads, self.k_format, self.device, packed=False)
-        v = checks.rows("v", v, self.kv_heads, self.v_format, self.device, packed=False)
-        checks.same_rows(k, v)
+        k, v = checks.both_rows(self, k, v, packed=False)
         if k.shape[0] != self.batch:
             raise InvalidArgument("k", f"a batch of {k.shape[0]}", f"{self.batch}, as the cache")
         L = k.shape[2]

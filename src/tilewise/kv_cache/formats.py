@@ -10,8 +10,10 @@ import torch
 
 from ..core.kv_store import Format, Store
 from ..core.problem import MAX_HEAD_DIM
+from ..core.storage import short_name
 from ..errors import InvalidArgument
 from ..quantised import Quantised
+from . import hadamard
 from .integers import integer
 
 Made = TypeVar("Made")
@@ -56,7 +58,7 @@ def described(cache: Any, **facts: Any) -> str:
     """What `repr` of a cache says: its sizes, how it stores, what it holds."""
     k, v = cache.k_format, cache.v_format
     facts |= {"kv_heads": cache.kv_heads, "head_dim": k.width}
-    facts |= {"value_dim": v.width} if v.width != k.width else {}
+    facts |= {"latent" if cache.latent else "value_dim": v.width} if v.width != k.width else {}
     facts |= {"dtype": repr(k.name)} | ({"v_dtype": repr(v.name)} if v.name != k.name else {})
     facts |= {"group": k.group or v.group} if k.group or v.group else {}
     facts |= {"rotate": True} if cache.rotate else {}
@@ -64,13 +66,37 @@ def described(cache: Any, **facts: Any) -> str:
     return f"{type(cache).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
 
 
+def token_bytes(cache: Any) -> int:
+    """Of a token's key and value, one head, scales included."""
+    return int(cache.k_format.bytes + (0 if cache.latent else cache.v_format.bytes))
+
+
+def check_rotation(cache: Any) -> None:
+    if cache.rotate and cache.latent:
+        raise InvalidArgument("rotate", "True with latent", "False: values are rotated as other keys would be")
+    if cache.rotate:
+        hadamard.check("head_dim", cache.k_format.width)
+        hadamard.check("value_dim", cache.v_format.width)
+
+
 def head_width(argument: str, value: Any) -> int:
     return size(argument, value, 1, MAX_HEAD_DIM)
 
 
-def formats_of(head_dim: Any, value_dim: Any, dtype: Any, v_dtype: Any, group: Any) -> tuple[Format, Format]:
+def formats_of(
+    head_dim: Any, value_dim: Any, dtype: Any, v_dtype: Any, group: Any, latent: Any = None
+) -> tuple[Format, Format]:
     """K's and V's, from the arguments that both caches have."""
     width = head_width("head_dim", head_dim)
     value_width = width if value_dim is None else head_width("value_dim", value_dim)
     k = Format.of("dtype", dtype, group, width)
+    if latent is not None:
+        v = Format.of("dtype", dtype, group, size("latent", latent, 1, width - 1))
+        if k.storage.packing > 1:
+            given, wanted = f"{k.name!r} with latent", "one whose first elements are its first bytes"
+            raise InvalidArgument("dtype", given, wanted, "use 'int8'")
+        for name, given, own in (("value_dim", value_dim, v.width), ("v_dtype", v_dtype, k.name)):
+            if given is not None and short_name(given) != own:
+                raise InvalidArgument(name, f"{given!r} with latent", f"None or {own!r}: values are in the keys")
+        return k, v
     return k, Format.of("v_dtype", dtype if v_dtype is None else v_dtype, group, value_width)

@@ -18,12 +18,12 @@ from .attending import is_seq_major
 from .batch import Batch
 from .block_manager import Sequences
 from .eager import eager
-from .formats import described, flag, formats_of, room, size
+from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
 from .integers import integer
 from .serialization.load import load_pages, load_prefix
 from .serialization.save import save_pages, save_prefix
 from .stats import PoolStats, stats_of
-from .stores import PageStore, empty_pages
+from .stores import PageStore, empty_pages, nbytes
 
 
 @eager
@@ -43,6 +43,8 @@ class PagedKVCache:
         layers: layers that share the tables, each with keys and values of its own.
         v_dtype: how V is stored, if not as K.
         value_dim: Dv, if not D.
+        latent: V is the first `latent` elements of K (latent attention): rows are stored once, and new ones are given
+            as `k` alone. See docs/caches.md.
         group: elements that share a scale in quantised storage: 32, 64 or 128.
         rotate: store K and V rotated by a Hadamard matrix; see `KVCache`.
         device: where it lies. Default: torch's default device.
@@ -72,17 +74,16 @@ class PagedKVCache:
         layers: int = 1,
         v_dtype: torch.dtype | str | None = None,
         value_dim: int | None = None,
+        latent: int | None = None,
         group: int = 64,
         rotate: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         self.num_pages, self.page_size = size("num_pages", num_pages, 0), size("page_size", page_size)
         self.kv_heads, self.layers = size("kv_heads", kv_heads), size("layers", layers)
-        self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group)
-        self.rotate = flag("rotate", rotate)
-        if self.rotate:
-            hadamard.check("head_dim", self.k_format.width)
-            hadamard.check("value_dim", self.v_format.width)
+        self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group, latent)
+        self.latent, self.rotate = None if latent is None else self.v_format.width, flag("rotate", rotate)
+        check_rotation(self)
         self.device = as_device(device)
         sizes = {name: getattr(self, name) for name in ("num_pages", "page_size", "kv_heads", "layers")}
         k, v = room(lambda: empty_pages(self), **sizes)
@@ -168,12 +169,12 @@ class PagedKVCache:
     @property
     def bytes_per_token(self) -> int:
         """K and V of all layers, scales included."""
-        return self.layers * self.kv_heads * (self.k_format.bytes + self.v_format.bytes)
+        return self.layers * self.kv_heads * token_bytes(self)
 
     @property
     def nbytes(self) -> int:
         """Of all pages."""
-        return self.store.k.nbytes + self.store.v.nbytes
+        return nbytes(self.store.k, self.store.v)
 
     # Tokens
 
@@ -202,7 +203,7 @@ class PagedKVCache:
             try:
                 if growth.copies:
                     pages = torch.from_numpy(growth.changes[: growth.copies, 2:]).to(self.device, torch.int64)
-                    for store in (self.store.k, self.store.v):
+                    for store in (self.store.k,) if self.latent else (self.store.k, self.store.v):
                         store.copy((slice(None), pages[:, 0]), (slice(None), pages[:, 1]))
                 self._latest = Batch(self, numbers, slots, new, growth, is_new=True)
             except BaseException:
@@ -210,13 +211,15 @@ class PagedKVCache:
                 raise
             return self._latest
 
-    def append(self, sequences: int | Sequence[int], k: Any, v: Any, *, counts: Any = None, tokens: Any = None) -> None:
+    def append(
+        self, sequences: int | Sequence[int], k: Any, v: Any = None, *, counts: Any = None, tokens: Any = None
+    ) -> None:
         """Adds tokens to sequences of a cache of one layer.
 
         Args:
             sequences: ids `[B]`, each once.
             k: `[B, Hkv, L, D]`, or packed `[T, Hkv, D]`.
-            v: `[B, Hkv, L, Dv]` or `[T, Hkv, Dv]`.
+            v: `[B, Hkv, L, Dv]` or `[T, Hkv, Dv]`; None if the cache is latent.
             counts: ints `[B]`: new tokens of each sequence. Default: L, or T / B of packed rows.
             tokens: their ids, packed; see `extend`.
 

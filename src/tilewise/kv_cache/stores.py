@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 def named_tensors(k: Store, v: Store) -> list[tuple[str, torch.Tensor]]:
     """The tensors of K and V, by the names that they have in files."""
-    parts = (("k", k.data), ("k_scales", k.scales), ("v", v.data), ("v_scales", v.scales))
+    parts = [("k", k.data), ("k_scales", k.scales)]
+    parts += [] if v.inside else [("v", v.data), ("v_scales", v.scales)]
     return [(name, x) for name, x in parts if x is not None]
+
+
+def nbytes(k: Store, v: Store) -> int:
+    return sum(x.nbytes for _, x in named_tensors(k, v))
 
 
 def empty_rows(cache: KVCache) -> tuple[Store, Store]:
@@ -36,7 +41,13 @@ def empty_pages(cache: PagedKVCache) -> tuple[Store, Store]:
 
 
 def _empty(cache: KVCache | PagedKVCache, *rows: int) -> tuple[Store, Store]:
-    return cache.k_format.empty(*rows, device=cache.device), cache.v_format.empty(*rows, device=cache.device)
+    k = cache.k_format.empty(*rows, device=cache.device)
+    return k, k.first(cache.v_format) if cache.latent else cache.v_format.empty(*rows, device=cache.device)
+
+
+def _copied(k: Store, v: Store, memo: dict[int, Any]) -> tuple[Store, Store]:
+    k = copy.deepcopy(k, memo)
+    return k, k.first(v.format) if v.inside else copy.deepcopy(v, memo)
 
 
 class RowStore:
@@ -53,7 +64,7 @@ class RowStore:
         self.on_device = torch.from_numpy(length).to(k.data.device)  # on the CPU the same memory
 
     def copy(self, memo: dict[int, Any]) -> RowStore:
-        k, v = copy.deepcopy(self.k, memo), copy.deepcopy(self.v, memo)
+        k, v = _copied(self.k, self.v, memo)
         return RowStore(k, v, self.length.copy(), self.first.copy())
 
     def set(self, lengths: np.ndarray, first: np.ndarray) -> None:
@@ -88,7 +99,7 @@ class PageStore:
         self._operands: dict[int, tuple[Any, Any]] = {}
 
     def copy(self, memo: dict[int, Any]) -> PageStore:
-        k, v = copy.deepcopy(self.k, memo), copy.deepcopy(self.v, memo)
+        k, v = _copied(self.k, self.v, memo)
         return PageStore(k, v, copy.deepcopy(self.sequences, memo))
 
     def operands(self, layer: int) -> tuple[Any, Any]:

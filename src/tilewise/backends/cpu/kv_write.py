@@ -155,6 +155,8 @@ def append_part(p, scratch, part, parts):
                     p.k_to + outer * p.k_to_b + h * p.k_to_h + slot * p.k_to_l, p.k_dtype, p.k_width,
                     p.k_scales + outer * p.k_scales_b + h * p.k_scales_h + slot * p.k_scales_l, p.k_group, scratch,
                 )  # fmt: skip
+                if not p.v_width:  # V lies in K
+                    continue
                 put_row(
                     p.v_source + line * p.v_source_b + h * p.v_source_h + token * p.v_source_l, p.v_source_dtype,
                     p.v_to + outer * p.v_to_b + h * p.v_to_h + slot * p.v_to_l, p.v_dtype, p.v_width,
@@ -170,12 +172,12 @@ class Append:
         for x, store in (("k", k), ("v", v)):
             put_tensor(params, f"{x}_to", store.data)
             setattr(params, f"{x}_dtype", CODES[store.format.name])
-            setattr(params, f"{x}_width", store.format.width)
+            setattr(params, f"{x}_width", 0 if store.inside else store.format.width)
             if store.scales is not None:
                 put_tensor(params, f"{x}_scales", store.scales)
                 setattr(params, f"{x}_group", store.format.group)
         self.params, self.kept = params, (k, v)
-        self.elements = k.data.shape[1] * (k.format.width + v.format.width)  # of a token
+        self.elements = k.data.shape[1] * (params.k_width + params.v_width)  # of a token
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> None:
         params = WriteParams.from_buffer_copy(self.params)

@@ -26,5 +26,7 @@ class Append:
             kept = torch.arange(places.tokens, device=rows.device)
             outer = places.table[rows, position // self.wrap].long()
         for store, x in ((self.k, k), (self.v, v)):
+            if store.inside:
+                continue
             new = x[0, :, kept].transpose(0, 1) if places.packed else x[rows, :, step]  # [T, Hkv, D]
             store.assign((outer, slice(None), position % self.wrap), new)

@@ -99,10 +99,11 @@ def append(  # type: ignore[no-untyped-def]
             K + line * k_b + h * k_h + row * k_l, K_TO + outer * kt_b + h * kt_h + slot * kt_l, k_scales, D, W, K_KIND,
             K_GROUP,
         )  # fmt: skip
-        put_row(
-            V + line * v_b + h * v_h + row * v_l, V_TO + outer * vt_b + h * vt_h + slot * vt_l, v_scales, DV, WV,
-            V_KIND, V_GROUP,
-        )  # fmt: skip
+        if DV > 0:  # else it lies in K
+            put_row(
+                V + line * v_b + h * v_h + row * v_l, V_TO + outer * vt_b + h * vt_h + slot * vt_l, v_scales, DV, WV,
+                V_KIND, V_GROUP,
+            )  # fmt: skip
 
 
 class Append:
@@ -117,7 +118,8 @@ class Append:
         for name, x in {"kt": self.k_to, "vt": self.v_to, "ks": k.scales, "vs": v.scales}.items():
             self.sizes |= stride_arguments(name, "bhl", x)
         self.constants: dict[str, Any] = {
-            "D": k.format.width, "DV": v.format.width, "W": ceil_pow2(k.format.width), "WV": ceil_pow2(v.format.width),
+            "D": k.format.width, "DV": 0 if v.inside else v.format.width,
+            "W": ceil_pow2(k.format.width), "WV": ceil_pow2(v.format.width),
             "K_KIND": k.format.name if k.format.is_quantised else "plain", "K_GROUP": k.format.group or 1,
             "V_KIND": v.format.name if v.format.is_quantised else "plain", "V_GROUP": v.format.group or 1,
         }  # fmt: skip

@@ -109,11 +109,13 @@ def read(
     kind: str,
     fields: dict[str, type],
     declare: Callable[[About, dict[str, Shape]], Shapes],
+    optional: dict[str, type],
 ) -> tuple[About, dict[str, torch.Tensor]]:
     """What was written, on the CPU.
 
     Args:
         fields: the names and types of its description.
+        optional: those of fields that it may have beside these.
         declare: the tensors that a file of this description has, given the shapes that it says they have. It is called
             before any of them is read, and refuses a description that makes no sense.
     """
@@ -127,7 +129,7 @@ def read(
             raise refused(path, f"a file of kind {meta.get('kind')!r}", f"kind {kind!r}")
         if meta.get("version") != VERSION:
             raise refused(path, f"version {meta.get('version')!r}", f"version {VERSION!r}, which this tilewise writes")
-        about = _about(path, meta, fields)
+        about = _about(path, meta, fields, optional)
         said = {name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries.items()}
         try:
             wanted = declare(about, {name: shape for name, (shape, _) in said.items()})
@@ -165,17 +167,17 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _about(path: Path, meta: dict[str, str], fields: dict[str, type]) -> About:
+def _about(path: Path, meta: dict[str, str], fields: dict[str, type], optional: dict[str, type]) -> About:
     """The description: these fields with values of these types."""
     try:
         about = _parse(meta.get("about", ""))
     except (ValueError, RecursionError) as error:
         raise refused(path, f"a description that cannot be read ({error})", "JSON") from None
-    if not isinstance(about, dict) or about.keys() != fields.keys():
+    if not isinstance(about, dict) or about.keys() - optional.keys() != fields.keys():
         given = sorted(about) if isinstance(about, dict) else type(about).__name__
         raise refused(path, f"a description of {given}", f"{sorted(fields)}")
-    for name, kind in fields.items():
-        if type(about[name]) is not kind:
+    for name, kind in (fields | optional).items():
+        if name in about and type(about[name]) is not kind:
             raise refused(path, f"{name} {str(about[name])[:80]!r}", f"a value of type {kind.__name__}")
     return about
 

@@ -11,6 +11,7 @@ import torch
 from ...core.devices import as_device
 from ...core.kv_store import Format
 from ...core.storage import as_bytes
+from ...errors import InvalidArgument
 from .. import hadamard
 from ..checks import MOST
 from ..formats import formats_of, size
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 FORMATS = {
     "kv_heads": int, "head_dim": int, "value_dim": int, "dtype": str, "v_dtype": str, "group": int, "rotate": bool,
 }  # fmt: skip
+OPTIONAL: dict[str, type] = {"latent": int}
 ROWS = FORMATS | {"batch": int, "capacity": int, "ring": bool, "slots": int}
 PREFIX = FORMATS | {"layers": int, "tokens": int, "known": int}
 PAGES = FORMATS | {"layers": int, "num_pages": int, "page_size": int, "created": int, "kept": int}
@@ -34,17 +36,26 @@ LARGEST = 2**62  # of ids and numbers of nodes: more can be given after them
 
 def _formats(about: files.About) -> tuple[Format, Format]:
     size("kv_heads", about["kv_heads"])
-    k, v = formats_of(*(about[name] for name in ("head_dim", "value_dim", "dtype", "v_dtype", "group")))
+    names = ("head_dim", "value_dim", "dtype", "v_dtype", "group", "latent")
+    k, v = formats_of(*(about.get(name) for name in names))
     if about["rotate"]:
+        if "latent" in about:
+            raise InvalidArgument("rotate", "True with latent", "False")
         hadamard.check("head_dim", k.width)
         hadamard.check("value_dim", v.width)
     return k, v
 
 
-def _stores(k: Format, v: Format, *rows: int) -> files.Shapes:
+def _token_bytes(about: files.About) -> int:
+    """Of a token's key and value, one head."""
+    k, v = _formats(about)
+    return k.bytes if "latent" in about else k.bytes + v.bytes
+
+
+def _stores(about: files.About, *rows: int) -> files.Shapes:
     """The tensors of K and V with so many rows of rows."""
     shapes: files.Shapes = {}
-    for name, fmt in (("k", k), ("v", v)):
+    for name, fmt in zip("k" if "latent" in about else "kv", _formats(about), strict=False):
         shapes[name] = ((*rows, fmt.columns), fmt.dtype)
         if fmt.scales:
             shapes[f"{name}_scales"] = ((*rows, fmt.scales), torch.float32)
@@ -74,14 +85,14 @@ def load_rows(kind: type[KVCache], path: Path, device: Any) -> KVCache:
     device = as_device(device)
 
     def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
-        k, v = _formats(about)
+        _formats(about)  # before anything that follows from it
         batch, capacity = size("batch", about["batch"], 0), size("capacity", about["capacity"], 1, MOST)
         slots = size("slots", about["slots"], 0, capacity)
-        _check_memory(path, batch * about["kv_heads"] * capacity * (k.bytes + v.bytes), device)
+        _check_memory(path, batch * about["kv_heads"] * capacity * _token_bytes(about), device)
         numbers = ((batch,), torch.int32)
-        return _stores(k, v, batch, about["kv_heads"], slots) | {"lengths": numbers, "first": numbers}
+        return _stores(about, batch, about["kv_heads"], slots) | {"lengths": numbers, "first": numbers}
 
-    about, tensors = files.read(path, "KVCache", ROWS, declare)
+    about, tensors = files.read(path, "KVCache", ROWS, declare, OPTIONAL)
     slots, capacity = about.pop("slots"), about["capacity"]
     length, first = (tensors[name].numpy().astype(np.int64) for name in ("lengths", "first"))
     held = length - first
@@ -108,14 +119,14 @@ def load_prefix(cache: PagedKVCache, path: Path) -> int:
     mine = formats(cache) | {"layers": cache.layers}
 
     def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
-        for name, value in mine.items():
-            if about[name] != value:
-                raise files.refused(path, f"{name} {about[name]!r}", f"{value!r}, as the cache has")
+        for name, value in ({"latent": None} | mine).items():
+            if about.get(name) != value:
+                raise files.refused(path, f"{name} {about.get(name)!r}", f"{value!r}, as the cache has")
         length = size("tokens", about["tokens"], 0, MOST)
         known = size("known", about["known"], 0, length)
-        return _stores(*_formats(about), cache.layers, length, cache.kv_heads) | {"ids": ((known,), torch.int64)}
+        return _stores(about, cache.layers, length, cache.kv_heads) | {"ids": ((known,), torch.int64)}
 
-    about, tensors = files.read(path, "prefix", PREFIX, declare)
+    about, tensors = files.read(path, "prefix", PREFIX, declare, OPTIONAL)
     length, known = about["tokens"], about["known"]
     with cache.store.lock:
         sequence = cache.create()
@@ -145,7 +156,7 @@ def load_pages(kind: type[PagedKVCache], path: Path, device: Any) -> PagedKVCach
     device = as_device(device)
 
     def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
-        k, v = _formats(about)
+        _formats(about)
         layers, P = size("layers", about["layers"]), size("page_size", about["page_size"])
         pages = size("num_pages", about["num_pages"], 0, MOST)
         size("created", about["created"], 0, LARGEST)
@@ -158,14 +169,14 @@ def load_pages(kind: type[PagedKVCache], path: Path, device: Any) -> PagedKVCach
         size("nodes", N, 0, U)
         size("table", width, 0, U)
         rows = layers * P * about["kv_heads"]
-        _check_memory(path, pages * (rows * (k.bytes + v.bytes) + 8 * P), device)
-        shapes = _stores(k, v, layers, U, P, about["kv_heads"])
+        _check_memory(path, pages * (rows * _token_bytes(about) + 8 * P), device)
+        shapes = _stores(about, layers, U, P, about["kv_heads"])
         shapes |= dict.fromkeys(("sequences", "length", "known", "node", "depth"), ((S,), torch.int64))
         return shapes | {
             "ids": ((U, P), torch.int64), "table": ((S, width), torch.int32), "nodes": ((N, 3), torch.int64),
         }  # fmt: skip
 
-    about, tensors = files.read(path, "PagedKVCache", PAGES, declare)
+    about, tensors = files.read(path, "PagedKVCache", PAGES, declare, OPTIONAL)
     lists = {name: x.numpy() for name, x in tensors.items() if name.split("_")[0] not in ("k", "v")}
     if (problem := _problem(lists, about)) is not None:
         raise files.refused(path, problem, "sequences and pages that agree")

@@ -28,7 +28,7 @@ def formats(cache: Any) -> dict[str, Any]:
     return {
         "kv_heads": cache.kv_heads, "head_dim": k.width, "value_dim": v.width, "dtype": k.name, "v_dtype": v.name,
         "group": groups[0] if groups else 64, "rotate": cache.rotate,
-    }  # fmt: skip
+    } | ({"latent": v.width} if cache.latent else {})  # fmt: skip
 
 
 # KVCache
