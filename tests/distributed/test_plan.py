@@ -12,7 +12,7 @@ from tilewise.distributed.layout import Ranks, rows_of
 from tilewise.testing.case import Case, make
 from tilewise.tools.cli import main
 
-SCHEMES = [("zigzag", 4), ("ring", 4), ("gather", 4), ("ulysses", 4), ("2d", (2, 2))]
+SCHEMES = [("zigzag", 4), ("striped", 4), ("ring", 4), ("gather", 4), ("ulysses", 4), ("2d", (2, 2))]
 
 
 def meta(n, heads=(32, 8, 8), width=128):
@@ -31,6 +31,7 @@ def held(cu, ranks, scheme):
         Case(B=2, H=4, Hkv=2, Lq=40, causal=True),
         Case(B=1, H=4, Lq=32, Lk=48, window=(7, 3)),
         Case(B=3, H=4, Lq=32, Lk=48, causal=True, lengths=(48, 5, 0)),
+        Case(B=2, H=4, Lq=32, Lk=48, causal=True, chunk=11),
         Case(B=5, H=4, Lq=32, Lk=40, causal=True, window=9, offset="rows", alibi="h"),
     ],
     ids=str,
@@ -48,7 +49,7 @@ def test_cells_are_those_of_one_device_and_what_is_sent_arrives(case, scheme, me
     assert f"{scheme} over" in str(found)
 
 
-@pytest.mark.parametrize("scheme", ["zigzag", "ring", "gather"])
+@pytest.mark.parametrize("scheme", ["zigzag", "ring", "gather", "striped"])
 def test_packed_cells_are_those_of_one_device(scheme):
     cu = [0, 17, 17, 64]
     x = torch.empty(held(cu, 4, scheme), 2, 8, device="meta")

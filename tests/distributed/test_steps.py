@@ -40,25 +40,25 @@ def draw(seed):
     for _ in range(docs):
         k = random.randrange(0, 30)
         lengths.append((k if random.random() < 0.6 else random.randrange(0, 30), k))
-    offsets = None
+    offsets, order = None, random.choice(["zigzag", "contiguous", "striped"])
     if docs == 1 and random.random() < 0.3:
         offsets = [tuple(random.sample(range(-4, 12), 2))]
     return make_task(
         random.choice(RULES),
         random.choice([1, 2, 3, 5]),
         lengths,
-        random.choice(["zigzag", "contiguous"]),
+        order,
         offsets,
-        gather=random.random() < 0.3,
-        fusible=offsets is None and random.random() < 0.7,
+        gather=random.random() < 0.3 and order != "striped",
+        fusible=offsets is None and random.random() < 0.7 and order != "striped",
     )
 
 
 def tokens(held, cu):
     """(document, position) of each row of a rank; None for tokens of nobody."""
     found = [None] * sum(piece.size for piece in held)
-    for doc, pos, row, count in spans(held, cu):
-        found[row : row + count] = [(doc, pos + i) for i in range(count)]
+    for doc, pos, row, count, step in spans(held, cu):
+        found[row : row + count] = [(doc, pos + i * step) for i in range(count)]
     return found
 
 
@@ -98,8 +98,9 @@ def test_every_visible_cell_is_computed_once_and_no_other_is_called_full(seed):
                         count[query, key] = count.get((query, key), 0) + 1
                     if not p.full:  # what the call sees by the positions that it is given
                         for offset, length in task.seen[p.doc]:
-                            lo, hi = key_span(task.rules, offset + p.qpos + i, max(length, p.kpos + p.keys))
-                            here = lo <= p.kpos + j < hi and (key[1] < length)
+                            qpos, kpos = offset + p.qpos + i * p.step, p.kpos + j * p.step
+                            lo, hi = key_span(task.rules, qpos, max(length, p.kpos + p.keys * p.step))
+                            here = lo <= kpos < hi and (key[1] < length)
                             lo, hi = key_span(task.rules, offset + query[1], length)
                             assert here == (lo <= key[1] < hi), (p, query, key)
         everyone = [x for r in range(task.ranks) for x in tokens(task.k_pieces[r], task.cu_k) if x]
@@ -124,7 +125,8 @@ def test_only_keys_that_are_seen_are_sent(seed):
     random.seed(seed)
     rules = random.choice(RULES[:5])
     n = random.randrange(1, 40)
-    task = make_task(rules, random.choice([2, 4]), [(n, n)], random.choice(["zigzag", "contiguous"]))
+    orders = ["zigzag", "contiguous", "striped"]
+    task = make_task(rules, random.choice([2, 4]), [(n, n)], random.choice(orders), fusible=False)
     for owner, reader in itertools.permutations(range(task.ranks), 2):
         rows = tokens(task.k_pieces[owner], task.cu_k)
         queries = tokens(task.q_pieces[reader], task.cu_q)

@@ -8,8 +8,9 @@ q, k, v = (distributed.shard(x, mesh, dim=2) for x in (q, k, v))
 out = distributed.attention(q, k, v, mesh=mesh, causal=True)
 """
 
+from ..errors import RankLost
 from .attention import attention
 from .layout import positions, shard, unshard
 from .plan import DistributedPlan, Machine, RankPlan, plan
 
-__all__ = ["DistributedPlan", "Machine", "RankPlan", "attention", "plan", "positions", "shard", "unshard"]
+__all__ = ["DistributedPlan", "Machine", "RankLost", "RankPlan", "attention", "plan", "positions", "shard", "unshard"]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..core.options import Options, as_rules, is_int
-from ..errors import InvalidArgument, Unsupported
+from ..errors import InvalidArgument
 from ..state import AttentionState
 from ..validation import keywords
-from .exchange import Heads, ToHeads, ToTokens
+from .exchange import Heads, ToHeads, ToTokens, agree
 from .function import EXTRAS, Attention, forward
 from .layout import ORDERS, Ranks, as_offsets, check_count, global_length, inner_sizes, pieces, ranks_of, total
 from .rows import Call
@@ -49,7 +49,7 @@ def attention(
         mesh: a `DeviceMesh` of one dim, or of two for `"2d"`: the ring and, inside, Ulysses. Or a process group.
         scheme: how tokens lie and what is sent.
             `"zigzag"`: a ring over two chunks on each rank, with equal work under a causal rule.
-            `"ring"`: a ring over contiguous parts.
+            `"ring"`: a ring over contiguous parts. `"striped"`: one over tokens that are dealt out one by one.
             `"gather"`: the same chunks as `"zigzag"`; all keys that a rank sees are brought at once, a few heads at a
             time, and there is nothing to merge.
             `"ulysses"`: contiguous parts; each rank gets all tokens of some heads. `H` is a multiple of the ranks.
@@ -72,12 +72,38 @@ def attention(
         mask whose rows are not sharded are this rank's share: their sum over the mesh is the gradient.
     """
     ring, inner = ranks_of(mesh, scheme)
+    if options.get("validate"):
+        said = _said((q, k, v), scheme, length, cu_seqlens_q, cu_seqlens_k, options)
+        for ranks in (inner, ring):
+            agree(ranks, said, q.device)
     call, extras, _ = prepare(q, k, v, ring, inner, scheme, length, (cu_seqlens_q, cu_seqlens_k), options)
     if inner.size == 1:
         state = _over_ring(call, q, k, v, extras)
     else:
         state = _over_heads(call, inner, q, k, v, extras, return_lse)
     return state if return_lse else state.out
+
+
+def _said(qkv: Any, scheme: str, length: Any, cu_q: Any, cu_k: Any, options: dict[str, Any]) -> dict[str, object]:
+    """What has to be the same on all ranks, by the names of the arguments."""
+
+    def plain(x: Any) -> object:
+        return x.tolist() if isinstance(x, torch.Tensor) else x
+
+    said: dict[str, object] = {
+        "scheme": scheme,
+        "length": length,
+        "cu_seqlens_q": plain(cu_q),
+        "cu_seqlens_k": plain(cu_k),
+    }
+    seq = 0 if cu_q is not None else 1 if options.get("layout") == "blhd" else 2
+    for name, x in zip("qkv", qkv, strict=True):
+        said[name] = ([*x.shape[:seq], *x.shape[seq + 1 :]], x.shape[seq] if length is None else "", x.dtype)
+    for name in KNOWN:
+        x = options.get(name)
+        said[name] = (x.ndim, x.dtype, x.requires_grad) if name in EXTRAS and isinstance(x, torch.Tensor) else plain(x)
+    said["gradients"] = [x.requires_grad for x in qkv], torch.is_grad_enabled()
+    return said
 
 
 def prepare(
@@ -116,8 +142,6 @@ def prepare(
     if len(cu_q) != len(cu_k):
         raise InvalidArgument("cu_seqlens_k", f"{len(cu_k)} offsets", f"{len(cu_q)}, as cu_seqlens_q")
     order = ORDERS[scheme]
-    if order == "striped":
-        raise Unsupported("distributed", "scheme='striped' shards, but has no attention", "take 'zigzag'")
     q_pieces, k_pieces = (
         tuple(pieces(n, ring.size, rank, order, cu) for rank in range(ring.size)) for n, cu in ((Lq, cu_q), (Lk, cu_k))
     )
@@ -131,9 +155,7 @@ def prepare(
     offsets, used, places = _places(o, rows, Lq, Lk, cu_q, cu_k)
     seen = tuple((place,) for place in places) if packed else (tuple(sorted(set(places))) or ((Lk - Lq, Lk),),)
     rules = as_rules(o)
-    if rules.chunk:
-        raise Unsupported("distributed", "chunk= over several ranks", "use a window")
-    fusible = o.mask is None and o.alibi_slopes is None and all(len(each) == 1 for each in seen)
+    fusible = order != "striped" and o.mask is None and o.alibi_slopes is None and all(len(each) == 1 for each in seen)
     task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), seen, fusible, scheme == "gather")
     passed = {name: options[name] for name in PASSED_ON if name in options}
     if not packed:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import InvalidArgument, RankLost
 from .layout import Ranks
 from .steps import Range, Round, Source
 
@@ -35,12 +38,34 @@ class Messages:
             for peer, tensors in messages:
                 at = dist.get_global_rank(ranks.group, peer)
                 ops += [dist.P2POp(kind, x, at, ranks.group) for x in tensors if x.numel()]
-        self.works = dist.batch_isend_irecv(ops) if ops else []
+        try:
+            self.works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            raise lost_rank(ranks, sorted({peer for peer, _ in (*sends, *receipts)}), error) from error
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works, self.held = [], ((), ())
+        works, peers = self.works, sorted({peer for messages in self.held for peer, _ in messages})
+        self.works = []
+        lost = None
+        for work in works:  # each, also after an error: what is posted must not outlive its memory
+            try:
+                work.wait()
+            except RuntimeError as error:
+                lost = lost or error
+        self.held = (), ()
+        if lost is not None:
+            raise lost_rank(self.ranks, peers, lost) from lost
+
+
+def lost_rank(ranks: Ranks, peers: Sequence[int], error: Exception) -> RankLost:
+    """What a failed exchange means, in words."""
+    them = ", ".join(map(str, peers))
+    what = str(error).strip().partition("\n")[0][:300]
+    return RankLost(
+        f"rank {ranks.rank} of {ranks.size} had an exchange with rank {them}, which failed: {what}. A rank has died, "
+        "hangs, or was called with other sizes or options (validate=True compares them). The group is of no use now: "
+        "end all ranks. How long they wait is timeout= of init_process_group"
+    )
 
 
 class Bringing:
@@ -123,6 +148,30 @@ class Returning:
             self._add(parts, to)
 
 
+def drain(under_way: Sequence[Bringing | Returning]) -> None:
+    """Waits for messages whose results nobody wants any more, after an error."""
+    for each in under_way:
+        with contextlib.suppress(RankLost):
+            each.messages.wait()
+
+
+def agree(ranks: Ranks, said: dict[str, object], device: torch.device) -> None:
+    """Raises on all ranks if one says something else; by one exchange of digests."""
+    if ranks.size == 1:
+        return
+    mine = torch.tensor([zlib.crc32(repr(x).encode()) for x in said.values()], device=device)
+    everyone = [torch.empty_like(mine) for _ in range(ranks.size)]
+    try:
+        dist.all_gather(everyone, mine, group=ranks.group)
+    except RuntimeError as error:
+        raise lost_rank(ranks, [u for u in range(ranks.size) if u != ranks.rank], error) from error
+    for i, (name, here) in enumerate(said.items()):
+        others = [rank for rank, digest in enumerate(everyone) if int(digest[i]) != int(mine[i])]
+        if others:
+            given = f"{here} on rank {ranks.rank}, and something else on rank {', '.join(map(str, others))}"
+            raise InvalidArgument(name, given, "the same on all ranks")
+
+
 # Heads for tokens
 
 
@@ -131,7 +180,10 @@ def _all_to_all(parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], 
     counts = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([x.reshape(-1) for x in parts])
     came = flat.new_empty(sum(counts))
-    dist.all_to_all_single(came, flat, counts, [x.numel() for x in parts], group=ranks.group)
+    try:
+        dist.all_to_all_single(came, flat, counts, [x.numel() for x in parts], group=ranks.group)
+    except RuntimeError as error:
+        raise lost_rank(ranks, [u for u in range(ranks.size) if u != ranks.rank], error) from error
     return [x.view(tuple(shape)) for x, shape in zip(came.split(counts), shapes, strict=True)]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import no_double_backward
 from ..state import AttentionState, merge
-from .exchange import Bringing, Returning
+from .exchange import Bringing, Returning, drain
 from .rows import Call, add_to_mask, documents, rows
 from .steps import Range
 
@@ -57,7 +57,7 @@ class Attention(torch.autograd.Function):
         return (None, *(found.get(name) for name in names))
 
 
-def _of_heads(call: Call, extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]:
+def _of_heads(extras: dict[str, Any], heads: Range) -> dict[str, Any]:
     """What some heads have of masks, sinks and slopes."""
     lo, size = heads[0], heads[1] - heads[0]
     found = {}
@@ -123,16 +123,21 @@ def forward(
         cut = tuple(x.narrow(call.head, kv[0], kv[1] - kv[0]) for x in (k, v))
         return Bringing(call.ranks, round, cut, call.seq)
 
-    coming = [bring(kv, round) for kv, round, _ in work[:1]]
-    for i, (kv, _, units) in enumerate(work):
-        coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
-        buffer = coming.pop(0).buffer()
-        heads = (kv[0] * group, kv[1] * group)
-        some = _of_heads(call, given, heads, kv)
-        for unit in units:
-            q_rows, k_rows = rows(unit)
-            part = call.forward(unit, call.cut(q, q_rows, heads), [call.cut(x, k_rows) for x in buffer], some)
-            total.add(q_rows, heads, part)
+    coming: list[Bringing] = []
+    try:
+        coming += [bring(kv, round) for kv, round, _ in work[:1]]
+        for i, (kv, _, units) in enumerate(work):
+            coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
+            buffer = coming.pop(0).buffer()
+            heads = (kv[0] * group, kv[1] * group)
+            some = _of_heads(given, heads)
+            for unit in units:
+                q_rows, k_rows = rows(unit)
+                part = call.forward(unit, call.cut(q, q_rows, heads), [call.cut(x, k_rows) for x in buffer], some)
+                total.add(q_rows, heads, part)
+    except BaseException:
+        drain(coming)
+        raise
     everything = (0, q.shape[call.seq]), (0, q.shape[call.head])
     if total.once and [(which, heads) for which, heads, _ in total.pending] == [everything]:
         return total.pending[0][2]
@@ -160,37 +165,42 @@ def backward(
     def bring(kv: Range, round: Any) -> Bringing:
         return Bringing(call.ranks, round, of_heads(("k", "v"), held, kv), call.seq)
 
-    coming = [bring(kv, round) for kv, round, _ in work[:1]]
+    coming: list[Bringing] = []
     going: list[Returning] = []
-    for i, (kv, round, units) in enumerate(work):
-        coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
-        buffer = coming.pop(0).buffer()
-        heads = (kv[0] * group, kv[1] * group)
-        some = _of_heads(call, parts, heads, kv)
-        sums = _of_heads(call, {name: found[name] for name in grads if name in EXTRAS}, heads, kv)
-        summed = {name: torch.zeros_like(x, dtype=torch.float32) for name, x in zip("kv", buffer, strict=False)}
-        for unit in units:
-            q_rows, k_rows = rows(unit)
-            cut = [None if x is None else call.cut(x, q_rows, heads) for x in (q, out, lse, dout, dlse)]
-            part = call.backward(unit, (cut[0], *(call.cut(x, k_rows) for x in buffer), *cut[1:]), grads, some)
-            if part.dq is not None:
-                call.cut(found["q"], q_rows, heads).add_(part.dq)
-            for name, x in (("k", part.dk), ("v", part.dv)):
-                if x is not None:
-                    call.cut(summed[name], k_rows).add_(x)
-            if part.dmask is not None:
-                add_to_mask(sums["mask"], part.dmask, unit)
-            if "alibi_slopes" in grads:
-                _add_slopes(call, sums["alibi_slopes"], part.dalibi_slopes, unit)
-        if keys:
-            ready = tuple(summed[name] for name in keys) if buffer else ()
-            going.append(
-                Returning(call.ranks, round, ready, of_heads(keys, found, kv), of_heads(keys, held, kv), call.seq)
-            )
-            if len(going) > 1:
-                going.pop(0).add()
-    for last in going:
-        last.add()
+    try:
+        coming += [bring(kv, round) for kv, round, _ in work[:1]]
+        for i, (kv, round, units) in enumerate(work):
+            coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
+            buffer = coming.pop(0).buffer()
+            heads = (kv[0] * group, kv[1] * group)
+            some = _of_heads(parts, heads)
+            sums = _of_heads({name: found[name] for name in grads if name in EXTRAS}, heads)
+            summed = {name: torch.zeros_like(x, dtype=torch.float32) for name, x in zip("kv", buffer, strict=False)}
+            for unit in units:
+                q_rows, k_rows = rows(unit)
+                cut = [None if x is None else call.cut(x, q_rows, heads) for x in (q, out, lse, dout, dlse)]
+                part = call.backward(unit, (cut[0], *(call.cut(x, k_rows) for x in buffer), *cut[1:]), grads, some)
+                if part.dq is not None:
+                    call.cut(found["q"], q_rows, heads).add_(part.dq)
+                for name, x in (("k", part.dk), ("v", part.dv)):
+                    if x is not None:
+                        call.cut(summed[name], k_rows).add_(x)
+                if part.dmask is not None:
+                    add_to_mask(sums["mask"], part.dmask, unit)
+                if "alibi_slopes" in grads:
+                    _add_slopes(call, sums["alibi_slopes"], part.dalibi_slopes, unit)
+            if keys:
+                ready = tuple(summed[name] for name in keys) if buffer else ()
+                going.append(
+                    Returning(call.ranks, round, ready, of_heads(keys, found, kv), of_heads(keys, held, kv), call.seq)
+                )
+                if len(going) > 1:
+                    going.pop(0).add()
+        for last in going:
+            last.add()
+    except BaseException:
+        drain([*coming, *going])
+        raise
     return {name: x.to(held[name].dtype) for name, x in found.items()}
 
 

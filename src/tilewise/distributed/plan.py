@@ -220,12 +220,13 @@ class _Rank:
             return p.rows * p.keys * self.heads
         task: Task = self.call.task
         found = 0
-        rows = torch.arange(p.rows, device="cpu") + p.qpos
+        rows = torch.arange(p.rows, device="cpu") * p.step + p.qpos
         several = self.heads // (1 if self.call.packed else max(1, len(places)))
         for offset, used in [places[p.doc]] if self.call.packed else places:
-            end = p.kpos + p.keys if task.fusible else min(used, p.kpos + p.keys)
-            lo, hi = key_spans(task.rules, rows + offset, end)
-            found += int((hi - lo.clamp_min(p.kpos)).clamp_min(0).sum())
+            end = p.kpos + p.keys * p.step
+            lo, hi = key_spans(task.rules, rows + offset, end if task.fusible else min(used, end))
+            lo, hi = (-((p.kpos - x) // p.step) for x in (lo.clamp_min(p.kpos), hi))  # in keys
+            found += int((hi - lo).clamp_min(0).sum())
         return found * several
 
     def plan(self, backward: bool) -> RankPlan:

@@ -80,20 +80,33 @@ class Call:
         window = None if rules.window == (None, None) else rules.window
         return {"causal": rules.causal, "window": window, "chunk": rules.chunk or None}
 
+    @property
+    def _apart(self) -> bool:
+        """Whether keys need positions of their own: else it is enough to know how far from them queries are."""
+        return bool(self.task.rules.chunk)
+
     def _dense(self, p: Pair) -> dict[str, Any]:
         found: dict[str, Any] = {"q_offset": self.offsets + p.qpos - p.kpos}
+        if self._apart or p.step > 1:
+            found = {"q_offset": self.offsets + p.qpos, "k_start": p.kpos, "k_stride": p.step, "q_stride": p.step}
         if p.full:
             return found
         if self.lengths is not None:
-            found["kv_lengths"] = (self.lengths - p.kpos).clamp(0, p.keys)
+            found["kv_lengths"] = -((p.kpos - self.lengths) // p.step).clamp(-p.keys, 0)
         return found | self._rules()
 
     def _packed(self, p: Pass) -> dict[str, Any]:
         def ints(values: Any) -> torch.Tensor:
             return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
-        starts = [0 if x is None else self.task.seen[x.doc][0][0] + x.qpos - x.kpos for x in p.pairs]
-        found: dict[str, Any] = {"cu_seqlens_q": ints(p.cu_q), "cu_seqlens_k": ints(p.cu_k), "q_offset": ints(starts)}
+        starts = [(0, 0) if x is None else (self.task.seen[x.doc][0][0] + x.qpos, x.kpos) for x in p.pairs]
+        found: dict[str, Any] = {"cu_seqlens_q": ints(p.cu_q), "cu_seqlens_k": ints(p.cu_k)}
+        step = max(x.step for x in p.pairs if x)
+        if self._apart or step > 1:
+            found |= {"q_offset": ints(q for q, _ in starts), "k_start": ints(k for _, k in starts)}
+            found |= {"k_stride": step, "q_stride": step}
+        else:
+            found["q_offset"] = ints(q - k for q, k in starts)
         found |= {"max_q": p.max_q, "max_k": p.max_k}
         return found if p.full else found | self._rules()
 
@@ -116,7 +129,7 @@ def documents(unit: Unit) -> list[int]:
 def part_of_mask(mask: torch.Tensor, unit: Unit) -> torch.Tensor:
     """What a part sees of a mask: a view, or a padded copy for packed documents."""
     if isinstance(unit, Pair):
-        return _cell_block(mask, unit, unit.q)
+        return _cells(mask, unit, slice(unit.q, unit.q + unit.rows))
     part = mask.new_zeros((len(unit.pairs), mask.shape[1], unit.max_q, unit.max_k))
     for place, cells in _documents(part, mask, unit):
         place.copy_(cells)
@@ -126,7 +139,7 @@ def part_of_mask(mask: torch.Tensor, unit: Unit) -> torch.Tensor:
 def add_to_mask(dmask: torch.Tensor, part: torch.Tensor, unit: Unit) -> None:
     """Adds the gradient of a part of a mask to its place."""
     if isinstance(unit, Pair):
-        _cell_block(dmask, unit, unit.q).add_(part)
+        _cells(dmask, unit, slice(unit.q, unit.q + unit.rows)).add_(part)
         return
     for place, cells in _documents(part, dmask, unit):
         summed = [dim for dim, size in enumerate(cells.shape) if size == 1 != place.shape[dim]]
@@ -138,10 +151,12 @@ def _documents(part: torch.Tensor, mask: torch.Tensor, unit: Pass) -> Iterator[t
     for i, pair in enumerate(unit.pairs):
         if pair is not None:
             whole = mask[pair.doc if mask.shape[0] > 1 else 0]
-            yield part[i, :, : pair.rows, : pair.keys], _cell_block(whole, pair, pair.qpos)
+            rows = slice(pair.qpos, pair.qpos + pair.rows * pair.step, pair.step)
+            yield part[i, :, : pair.rows, : pair.keys], _cells(whole, pair, rows)
 
 
-def _cell_block(mask: torch.Tensor, pair: Pair, row: int) -> torch.Tensor:
+def _cells(mask: torch.Tensor, pair: Pair, rows: slice) -> torch.Tensor:
+    """A pair's cells of a mask, a view."""
     if mask.shape[-2] > 1:
-        mask = mask.narrow(-2, row, pair.rows)
-    return mask.narrow(-1, pair.kpos, pair.keys) if mask.shape[-1] > 1 else mask
+        mask = mask[..., rows, :]
+    return mask[..., slice(pair.kpos, pair.kpos + pair.keys * pair.step, pair.step)] if mask.shape[-1] > 1 else mask

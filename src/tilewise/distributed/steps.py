@@ -25,12 +25,13 @@ Range = tuple[int, int]  # rows [lo, hi) of a tensor
 
 
 class Span(NamedTuple):
-    """Neighbouring tokens of one document that are neighbours in memory too."""
+    """Tokens of one document, `step` positions apart, that are neighbours in memory."""
 
     doc: int
     pos: int  # of the first, in its document
     row: int  # of the first, in memory
     size: int
+    step: int = 1
 
 
 class Pair(NamedTuple):
@@ -44,6 +45,7 @@ class Pair(NamedTuple):
     keys: int
     kpos: int
     full: bool  # every cell is visible: the call needs no rules
+    step: int = 1  # positions from row to row, and from key to key
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,15 @@ def spans(pieces: Sequence[Piece], cu: Sequence[int]) -> list[Span]:
     """Pieces cut at the ends of documents; tokens past the last document belong to none."""
     found: list[Span] = []
     row = 0
-    for start, count, _ in pieces:
-        end = start + count
+    for start, count, step in pieces:
+        after = row + count
         doc = bisect.bisect_right(cu, start) - 1
-        while start < end and doc < len(cu) - 1:
-            size = min(end, cu[doc + 1]) - start
+        while row < after and doc < len(cu) - 1:
+            size = min(after - row, len(range(start, cu[doc + 1], step)))
             if size:
-                found.append(Span(doc, start - cu[doc], row, size))
-            start, row, doc = start + size, row + size, doc + 1
-        row += end - start
+                found.append(Span(doc, start - cu[doc], row, size, step))
+            start, row, doc = start + size * step, row + size, doc + 1
+        row = after
     return joined(found)
 
 
@@ -119,7 +121,7 @@ def joined(found: Iterable[Span]) -> list[Span]:
     for span in found:
         if kept:
             last = kept[-1]
-            if (last.doc, last.pos + last.size, last.row + last.size) == span[:3]:
+            if (last.doc, last.pos + last.size, last.row + last.size) == span[:3] and last.step == span.step == 1:
                 kept[-1] = last._replace(size=last.size + span.size)
                 continue
         kept.append(span)
@@ -131,27 +133,30 @@ def meet(task: Task, a: Span, b: Span) -> Pair | None:
     rows: list[Range] = []
     keys: list[Range] = []
     full = True
+    width = (a.size - 1) * a.step + 1  # of the queries, in positions
     for offset, length in task.seen[a.doc]:
         top = offset + a.pos
         lo, hi = key_span(task.rules, top, length)
-        last_lo, last_hi = key_span(task.rules, top + a.size - 1, length)
-        k0, k1 = max(b.pos, lo), min(b.pos + b.size, last_hi)
+        last_lo, last_hi = key_span(task.rules, top + width - 1, length)
+        k0, k1 = max(0, -((b.pos - lo) // b.step)), min(b.size, -((b.pos - last_hi) // b.step))
         if k0 >= k1:
             full = False
             continue
-        first = query_span(task.rules, k0, top, a.size)[0]
-        last = query_span(task.rules, k1 - 1, top, a.size)[1]
+        ends = b.pos + k0 * b.step, b.pos + (k1 - 1) * b.step
+        first = -(-query_span(task.rules, ends[0], top, width)[0] // a.step)
+        last = -(-query_span(task.rules, ends[1], top, width)[1] // a.step)
         if first >= last:
             full = False
             continue
-        full = full and hi >= k1 and last_lo <= k0
+        full = full and hi > ends[1] and last_lo <= ends[0]
         rows.append((first, last))
         keys.append((k0, k1))
     if not rows:
         return None
     (q0, q1), (k0, k1) = ((min(lo for lo, _ in x), max(hi for _, hi in x)) for x in (rows, keys))
     full = full and len(set(keys)) == 1 and (q0, q1) == (0, a.size)
-    return Pair(a.doc, a.row + q0, q1 - q0, a.pos + q0, b.row + k0 - b.pos, k1 - k0, k0, full)
+    q, k = a.pos + q0 * a.step, b.pos + k0 * b.step
+    return Pair(a.doc, a.row + q0, q1 - q0, q, b.row + k0, k1 - k0, k, full, a.step)
 
 
 def meetings(task: Task, queries: Sequence[Span], keys: Sequence[Span]) -> list[Pair]:
@@ -251,14 +256,15 @@ def _assembled(task: Task, sources: Sequence[Source]) -> tuple[list[Span], tuple
             for span in _spans(task, rank, True):
                 first, last = max(lo, span.row), min(hi, span.row + span.size)
                 if first < last:
-                    parts.append((span.doc, span.pos + first - span.row, rank, row + first - lo, last - first))
+                    pos = span.pos + (first - span.row) * span.step
+                    parts.append((span.doc, pos, rank, row + first - lo, last - first, span.step))
             row += hi - lo
     if len(sources) == 1:  # in the order of memory, which is no other: nothing is moved
-        buffer = [Span(doc, pos, row, count) for doc, pos, _, row, count in parts]
+        buffer = [Span(doc, pos, row, count, step) for doc, pos, _, row, count, step in parts]
         return joined(buffer), ((sources[0].rank, 0, sources[0].rows),)
     found, order, at = [], [], 0
-    for doc, pos, rank, row, count in sorted(parts):
-        found.append(Span(doc, pos, at, count))
+    for doc, pos, rank, row, count, step in sorted(parts):
+        found.append(Span(doc, pos, at, count, step))
         order.append((rank, row, count))
         at += count
     return joined(found), tuple(order)
