@@ -23,14 +23,14 @@ AROUND = {
 
 
 @settings(SETTINGS, max_examples=250)
-@given(cases())
+@given(cases(indices=True))
 def test_torch_backend(case):
     check_case(case, "torch", draws=4)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @settings(SETTINGS, max_examples=60)
-@given(drawn=changes(most=40), around=st.sampled_from(list(AROUND)))
+@given(drawn=changes(most=40, indices=True), around=st.sampled_from(list(AROUND)))
 def test_repeated_calls(backend, drawn, around):
     """With one option changed, and with something around the calls."""
     check_repeats(*drawn, backend, draws=4, around=AROUND[around])
@@ -38,8 +38,8 @@ def test_repeated_calls(backend, drawn, around):
 
 def test_seeds_draw_every_kind_of_call():
     """A seed gives the same case on any machine, and a few hundred of them hold what the drawing is for."""
-    drawn = [draw_case(Seeded(seed)) for seed in range(400)]
-    assert drawn[:20] == [draw_case(Seeded(seed)) for seed in range(20)]
+    drawn = [draw_case(Seeded(seed), indices=True) for seed in range(400)]
+    assert drawn[:20] == [draw_case(Seeded(seed), indices=True) for seed in range(20)]
     assert {c.form for c in drawn} == {"dense", "varlen", "paged"}
     assert {c.sinks for c in drawn} == {False, True, "mixed", "none"}
     assert {c.strides for c in drawn} == {"", "sliced", "last", "permuted", "shared"}
@@ -49,6 +49,9 @@ def test_seeds_draw_every_kind_of_call():
     assert any(c.Lq == 0 and not c.q_lengths for c in drawn)
     assert any(c.q_lengths and not any(c.q_lengths) for c in drawn)
     assert any(c.softcap and c.softcap > 1e29 for c in drawn)
+    assert {(bool(c.indices), c.indices[:1] == "h", c.block > 1) for c in drawn} >= {
+        (True, h, b) for h in (0, 1) for b in (0, 1)
+    }
     changed = [draw_change(Seeded(seed + 9), case) for seed, case in enumerate(drawn)]
     assert {f for f in CHANGES for a, b in zip(drawn, changed, strict=True) if getattr(a, f) != getattr(b, f)} == set(
         CHANGES

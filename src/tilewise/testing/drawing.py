@@ -97,7 +97,7 @@ def draw_case(
 
 def draw_trained(c: Chooser, most: int = 70) -> Case:
     """A `Case` that has gradients."""
-    case = draw_case(c, most, forms=("dense", "varlen"))
+    case = draw_case(c, most, forms=("dense", "varlen"), indices=True)
     stored = {name: "" for name in ("k", "v") if "/" in getattr(case, name)}
     return replace(case, **stored)  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.options import Options, as_offset, as_places, is_int
@@ -69,15 +70,16 @@ def check_indices(p: Problem, indices: torch.Tensor | None, validate: Any) -> No
     name, most = ("key_indices", p.kv_len) if block == 1 else ("block_indices", -(-p.kv_len // block))
     if indices.ndim == 4 and not p.selection.by_head:
         indices = indices[:, :1]
-    ordered = indices.sort(-1).values
-    if int(ordered[..., 0].min()) < -1 or int(ordered[..., -1].max()) >= most:
-        wrong = indices[(indices < -1) | (indices >= most)][0]
-        what = "keys" if block == 1 else f"blocks of {block} keys"
-        raise InvalidArgument(name, f"an index of {int(wrong)}", f"-1 (none) to {most - 1}: there are {most} {what}")
-    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    if bool(twice.any()):
-        again = int(ordered[..., 1:][twice][0])
-        raise InvalidArgument(name, f"{again} twice for one query", "each index once", "-1 is none, as often as needed")
+    # On the CPU by NumPy, several times faster: a decode step waits for it.
+    ordered = np.sort(indices.numpy(), -1) if indices.is_cpu else indices.sort(-1).values.cpu().numpy()
+    if (least := ordered[..., 0].min()) < -1 or (largest := ordered[..., -1].max()) >= most:
+        wrong, what = least if least < -1 else largest, "keys" if block == 1 else f"blocks of {block} keys"
+        raise InvalidArgument(name, f"an index of {wrong}", f"-1 (none) to {most - 1}: there are {most} {what}")
+    later = ordered[..., 1:]
+    twice = (later == ordered[..., :-1]) & (later >= 0)
+    if twice.any():
+        wrong = later[twice][0]
+        raise InvalidArgument(name, f"{wrong} twice for one query", "each index once", "-1 is none, as often as needed")
 
 
 def check_places(p: Problem, places: Sequence[torch.Tensor | int], offsets: torch.Tensor | None, validate: Any) -> None:

@@ -32,11 +32,10 @@ def _threads():
 
 class TestCpu(Conformance):
     backend = "cpu"
-    refused = ("indices",)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases(most=150))
+@given(cases(most=150, indices=True))
 def test_random_problems(case):
     check_case(case, "cpu", draws=4)
 

@@ -23,8 +23,6 @@ def supports(problem: Problem | WriteProblem) -> str | None:
         return reason
     from .codegen.dtypes import STORED
 
-    if isinstance(problem, Problem) and (reason := no_selection(problem)) is not None:
-        return reason
     return other_formats(problem, STORED)
 
 
@@ -61,7 +59,8 @@ def run(plan: Plan, tensors: Tensors) -> None:
     launch.run(plan, tensors)
 
 
-supports_backward = supports
+def supports_backward(problem: Problem) -> str | None:
+    return supports(problem) or no_selection(problem)
 
 
 def plan_backward(problem: Problem) -> Plan:
@@ -110,6 +109,6 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
     from . import launch
 
     p = plan.problem
-    if plan.detail.work_items is None or p.mask is not None or p.alibi or p.sinks:
+    if plan.detail.work_items is None or p.mask is not None or p.alibi or p.sinks or p.selection:
         return None  # the schedule follows the lengths; of the others the kernel is not given new addresses
     return launch.bind(plan, tensors)

@@ -46,7 +46,17 @@ def takes_pairs(p: Problem) -> bool:
 
 
 def is_decode(p: Problem) -> bool:
-    return p.group * p.q_len <= DECODE_ROWS or takes_pairs(p)
+    return p.group * own_rows(p) <= DECODE_ROWS or takes_pairs(p)
+
+
+def own_rows(p: Problem) -> int:
+    """Query rows of a sequence that may be in one work item: those that share their indices, if there are any."""
+    return p.q_len if p.selection is None else min(p.q_len, p.selection.block)
+
+
+def keys_of(p: Problem) -> int:
+    """Keys that a query row is given: all, or as many as it may choose."""
+    return p.kv_len if p.selection is None else p.selection.count * p.selection.block
 
 
 def configure(p: Problem, threads: int, parts: int) -> Config:
@@ -54,32 +64,40 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
     most = 768 if parts else 384  # packing K and V for AMX takes more than packing V
     rows = tile_rows(p.group, p.head_dim, p.value_dim, second_level_cache(), most)
     pairs = takes_pairs(p)
-    if not p.packed_q and not pairs:  # of pairs a row's bits depend on its tile, which must not depend on the batch
+    if p.selection is not None:
+        block = own_rows(p)
+        rows = -(-block // -(-block // rows))
+    elif not p.packed_q and not pairs:  # of pairs a row's bits depend on its tile, which must not depend on the batch
         step = max(1, PANEL // p.group)
         rows = even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
     keys = tile_keys(parts)
     tiles = -(-p.q_len // rows) * p.batch
+    if p.selection is not None:
+        tiles = -(-p.q_len // block) * -(-block // rows) * p.batch
     if p.packed_q:
         tiles = min(tiles, -(-p.total_q // rows) + p.batch)
     threads = threads_for(p, threads)
-    Dv = -(-p.value_dim // W) * W
+    Dv, all_keys = -(-p.value_dim // W) * W, keys_of(p)
     batched = 1
-    if p.group * p.q_len <= DECODE_ROWS and p.page_size and p.mask is None:
-        row_bytes, splits = 4 * p.group * p.q_len * (p.head_dim + p.value_dim), tiles * max(1, p.kv_len // 512)
+    shared = bool(p.page_size) if p.selection is None else not p.selection.by_head  # rows or lists of the heads
+    if p.group * own_rows(p) <= DECODE_ROWS and shared and p.mask is None:
+        row_bytes, splits = 4 * p.group * own_rows(p) * (p.head_dim + p.value_dim), tiles * max(1, all_keys // 512)
         batched = head_batch(p.kv_heads, row_bytes, splits, threads)
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
     split = p.split_size or 0 if is_decode(p) or p.packed_q else 0  # of sequences of few rows, in any batch
     if not p.split_size and (is_decode(p) or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
         each = HEAD_BATCH_PIECES if batched > 1 else 4
-        split = split_size(tiles * p.kv_heads // batched, p.kv_len, threads, keys, each)
-    if split >= p.kv_len:
+        split = split_size(tiles * p.kv_heads // batched, all_keys, threads, keys, each)
+    if p.selection is not None and rows > 1:  # lists are sorted by blocks
+        split = -(-split // p.selection.block) * p.selection.block
+    if split >= all_keys:
         split = 0
-    pieces = -(-p.kv_len // split) + 1 if split else 1
+    pieces = -(-all_keys // split) + 1 if split else 1
     decode_rows = EVERY_ROW if pairs else DECODE_ROWS
     part_rows = min(p.group * min(rows, p.q_len), decode_rows if p.split_size else EVERY_ROW)
     return Config(
         threads,
-        rows if batched == 1 else max(rows, batched * p.q_len),  # room for all heads
+        rows if batched == 1 else max(rows, batched * own_rows(p)),  # room for all heads
         keys,
         split,
         batched,
@@ -168,8 +186,9 @@ def head_batch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
 
 def bytes_read(p: Problem) -> int:
     """Bytes of K and V, as wide as they are computed with if they are quantised; V that lies in K is read with it."""
+    keys = p.kv_len if p.selection is None else min(p.kv_len, -(-p.q_len // p.selection.block) * keys_of(p))
     values = 0 if p.v_in_k else p.value_dim * p.v_dtype.itemsize
-    return p.batch * p.kv_heads * p.kv_len * (p.head_dim * p.k_dtype.itemsize + values)
+    return p.batch * p.kv_heads * keys * (p.head_dim * p.k_dtype.itemsize + values)
 
 
 # Keys between the row that decode multiplies and the one that it prefetches into L2: cpu/prefetch-distance in
@@ -190,7 +209,7 @@ def prefetch_distance(p: Problem) -> int:
 def threads_for(p: Problem, threads: int) -> int:
     """As many threads as have work for twice the time of waking one: 2 MFLOP or 0.3 MB (cpu/wake in the log)."""
     rows = p.total_q if p.packed_q else p.batch * p.q_len
-    flops = 2 * rows * p.heads * p.kv_len * (p.head_dim + p.value_dim)
+    flops = 2 * rows * p.heads * keys_of(p) * (p.head_dim + p.value_dim)
     return max(1, min(threads, 1 + int(max(flops / 4e6, bytes_read(p) / 6e5))))
 
 

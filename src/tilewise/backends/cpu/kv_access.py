@@ -21,8 +21,9 @@ LIST_PAD = np.int64(16)  # those that integer dots take
 Source = namedtuple("Source", "base b h l dtype width scales scales_b scales_h scales_l scales_dtype group")
 # Where keys and queries stand: the position of the first query, then as in `MaskRules.places`
 Affine = namedtuple("Affine", "offset k_start k_stride q_stride")
-# The sequence and KV head that rows come from
-Place = namedtuple("Place", "b head kv_start")
+# The sequence and KV head that rows come from; the list of chosen keys (`mainloop/chosen.py`) whose places stand for
+# keys, 0 if there is none
+Place = namedtuple("Place", "b head kv_start chosen")
 
 
 @jit
@@ -120,13 +121,17 @@ def value_source(p):
 
 
 @jit
-def place(p, item, kv_start):
-    return Place(types.int64(0) if p.cu_k else item.b, item.head, kv_start)
+def place(p, item, kv_start, chosen):
+    return Place(types.int64(0) if p.cu_k else item.b, item.head, kv_start, chosen)
 
 
 @jit
 def row_address(p, base, stride_b, stride_h, stride_l, at, j):
     """Where key j's row is in k, v or their scales."""
+    if at.chosen:
+        entry = at.chosen + 16 * j
+        row = types.int64(get_i32(entry + 4))
+        return base + get_i64(entry + 8) * stride_b + at.head * stride_h + row * stride_l
     if p.table:
         page = types.int64(get_i32(p.table + at.b * p.table_b + j // p.page * 4))
         return base + page * stride_b + at.head * stride_h + j % p.page * stride_l
@@ -136,7 +141,12 @@ def row_address(p, base, stride_b, stride_h, stride_l, at, j):
 @jit
 def list_rows(p, x, at, table, first, count, pad):
     """Addresses of `count` rows, the last one repeated up to a multiple of `pad`: it may be read, it does not count."""
-    if p.table:
+    if at.chosen:
+        start, entry = x.base + at.head * x.h, at.chosen + 16 * first
+        for j in range(count):
+            row = types.int64(get_i32(entry + 16 * j + 4)) * x.l
+            put_i64(table + 8 * j, start + get_i64(entry + 16 * j + 8) * x.b + row)
+    elif p.table:
         j = 0
         while j < count:  # a page at a time: a division for each key would cost more than reading it
             start = row_address(p, x.base, x.b, x.h, x.l, at, first + j)
@@ -168,7 +178,11 @@ def list_scales(p, x, at, table, first, count, pad, line):
     j = 0
     while j < count:
         start = row_address(p, x.scales, x.scales_b, x.scales_h, x.scales_l, at, first + j)
-        run = min(p.page - (first + j) % p.page, count - j) if p.table else count
+        run = count
+        if at.chosen:
+            run = 1
+        elif p.table:
+            run = min(p.page - (first + j) % p.page, count - j)
         for g in range(groups):
             for i in range(run):
                 put_f32(table + 4 * (g * line + j + i), get_one(start + i * x.scales_l, x.scales_dtype, g))

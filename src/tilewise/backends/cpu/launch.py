@@ -50,7 +50,7 @@ def prepare(problem: Problem) -> Plan:
         "cpu",
         f"{'bf16 ' * params.pairs}{how}, {W} lanes, {threads} thread{'s' * (threads > 1)}",
         (min(params.tile_rows, max(1, p.q_len)), params.tile_keys),
-        splits=-(-p.kv_len // params.split_size) if params.split_size else 1,
+        splits=-(-config.keys_of(p) // params.split_size) if params.split_size else 1,
         workspace_bytes=launch.scratch * threads + launch.max_work_items * params.partial_bytes,
         detail=launch,
     )
@@ -72,7 +72,16 @@ def make_launch(p: Problem, threads: int) -> Launch:
     if parts:
         params.tile_config = amx.TILE_CONFIG.ctypes.data
     scratch = total(
-        p.heads, p.kv_heads, p.head_dim, p.value_dim, c.tile_rows, c.tile_keys, c.head_batch, c.decode_rows, parts
+        p.heads,
+        p.kv_heads,
+        p.head_dim,
+        p.value_dim,
+        c.tile_rows,
+        c.tile_keys,
+        c.head_batch,
+        c.decode_rows,
+        params.chosen_keys,
+        parts,
     )
     items = schedule_items(params, c.max_work_items) if same_items(p) else None
     return Launch(params, scratch, c.max_work_items, items)
@@ -96,6 +105,8 @@ def problem_params(p: Problem, **tiles: int) -> Params:
         k_row=p.k_format.columns(p.head_dim) * p.k_dtype.itemsize,
         v_row=0 if p.v_in_k else p.v_format.columns(p.value_dim) * p.v_dtype.itemsize,
         page=p.page_size,
+        block=0 if p.selection is None else p.selection.block,
+        chosen_keys=0 if p.selection is None else config.keys_of(p),
         rules=Rules(**p.rules.numbers()),
         **{name: getattr(p, name) for name in same},
         **tiles,
@@ -139,11 +150,11 @@ def schedule_items(params: Params, most: int, schedule: str = "schedule") -> Any
     return work_items
 
 
-STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "slopes")
+STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "slopes", "indices")
 FLAT = ("sinks", "row_places", "kv_lengths", "q_offsets", "cu_q", "cu_k", "table")
 # Fields of `Tensors` with other names than those of `Params`
 TENSORS = {"slopes": "alibi_slopes", "row_places": "places", "q_offsets": "q_offset", "cu_q": "cu_seqlens_q",
-           "cu_k": "cu_seqlens_k", "table": "block_table"}  # fmt: skip
+           "cu_k": "cu_seqlens_k", "table": "block_table", "indices": "key_indices"}  # fmt: skip
 
 
 def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
@@ -162,12 +173,14 @@ def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
         params.k_scales_dtype = CODES[NAMES[t.k_scales.dtype]]
     if t.v_scales is not None:
         params.v_scales_dtype = CODES[NAMES[t.v_scales.dtype]]
-    if t.tile_map is not None and t.mask is not None:
+    if t.tile_map is not None and t.mask is not None and t.key_indices is None:
         tile = params.tile_rows, params.tile_keys
         states = t.tile_map.retile(tile).states
         states = states.expand(p.batch, p.heads, *(-(-n // s) for n, s in zip((p.q_len, p.kv_len), tile, strict=True)))
         put_tensor(params, "states", states)
         kept.append(states)
+    if p.selection is not None and t.k.stride(1) > t.k.stride(2):  # heads of a token are not side by side
+        params.head_batch = 1
     if launch.work_items is None:
         kept.append(schedule_items(params, launch.max_work_items, launch.schedule))
     return params, kept

@@ -67,8 +67,10 @@ class Params(ctypes.Structure):
         *fields(tensor("slopes", "bh")),
         *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),
         *fields(tensor("table", "b")),
+        *fields(tensor("indices")),  # of keys, or of blocks of them
         # Storage types, see `codegen/dtypes.py`; scale groups in elements, rows in bytes
         *fields("q_dtype k_dtype v_dtype mask_dtype k_scales_dtype v_scales_dtype k_group v_group k_row v_row page"),
+        *fields("block chosen_keys"),  # queries that share indices, keys of a block; keys that a query may choose
         *fields("batch heads kv_heads q_len kv_len head_dim value_dim"),
         ("rules", Rules),
         *fields("scale softcap", ctypes.c_double),

@@ -35,7 +35,7 @@ def worker(params, scratch):
         group = p.heads // p.kv_heads
         R = group * item.rows
         q_start, q_len, _, _, _ = sequence(p, item.b)
-        few = group * q_len <= p.decode_rows  # of the sequence: a row must not depend on how it is cut
+        few = group * own_rows(p, q_len) <= p.decode_rows  # of the sequence: a row must not depend on how it is cut
         put_i64(t.done, 0)
         put_i64(t.downscaled, 0)
         if p.prefill_amx and not few:
@@ -114,13 +114,19 @@ def schedule(params, order):
         b = rows[at]
         _, q_len, _, kv_len, offset = sequence(p, b)
         places = affine(p, b, offset)
-        tiles = (q_len + p.tile_rows - 1) // p.tile_rows
-        for tile in range(tiles - 1, -1, -1):  # under a causal rule the last rows see the most
-            row = tile * p.tile_rows
-            n = min(p.tile_rows, q_len - row)
+        block = max(1, own_rows(p, q_len))
+        each = (block + p.tile_rows - 1) // p.tile_rows
+        for tile in range((q_len + block - 1) // block * each - 1, -1, -1):  # the last rows see the most if causal
+            row = tile // each * block + tile % each * p.tile_rows
+            n = min(p.tile_rows, q_len - row, tile // each * block + block - row)
+            if n <= 0:
+                continue
             lo, hi = key_span(p, places, row, kv_len)[0], key_span(p, places, row + n - 1, kv_len)[1]
+            last = kv_len
+            if p.block:
+                lo, hi, last = 0, p.chosen_keys, p.chosen_keys
             start, parts, size = 0, 1, p.split_size
-            if p.split_few and group * q_len > p.decode_rows:
+            if p.split_few and group * own_rows(p, q_len) > p.decode_rows:
                 size = 0
             if size and lo < hi:
                 start = lo // size
@@ -130,7 +136,7 @@ def schedule(params, order):
                     item = work_items[count]
                     item.b, item.head, item.row, item.rows = b, head, row, n
                     item.start = (start + part) * size
-                    item.end = min(kv_len, item.start + size) if size else kv_len
+                    item.end = min(last, item.start + size) if size else last
                     item.split, item.splits = part, parts
                     count += 1
     p.next_item, p.items, p.done, p.undone = 0, count, 0, 0
@@ -139,4 +145,10 @@ def schedule(params, order):
 @jit
 def cost(p, b):
     _, q_len, _, kv_len, _ = sequence(p, b)
-    return q_len * kv_len
+    return q_len * (p.chosen_keys if p.block else kv_len)
+
+
+@jit
+def own_rows(p, q_len):
+    """Query rows of a sequence that may be in one item: those that share indices."""
+    return min(q_len, p.block) if p.block else q_len

@@ -265,7 +265,7 @@ def mainloop(gemm):
             return
         D, Dv, group = up(p.head_dim, W), up(p.value_dim, W), p.heads // p.kv_heads
         whole = Tile(b, head, ZERO, q_len, start, end, block)
-        at = place(p, whole, kv_start)
+        at = place(p, whole, kv_start, ZERO)
         count = end - start
         clean_keys = load_keys(p, t, at, start, count)
         clear(t.dk, up(count, KEYS) * D)

@@ -34,6 +34,7 @@ from ..kv_access import (
 )
 from ..params import WORK_ITEM_BYTES
 from ..scratch import CHUNK, PAD, SCORES, TAIL, partition, replacing, table_size
+from .chosen import chosen_key, chosen_keys, first_key, list_chosen
 from .mask import FULL, SKIP, list_mask, mask_row, read_states
 from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
 from .rows import set_up
@@ -57,6 +58,20 @@ def has_nan(row, lo, hi):
 
 
 @jit
+def alibi_cells(p, t, item, r, row, origin, count):
+    slope, position, stride = get_f32(t.slopes + 4 * r), get_i32(t.positions + 4 * r), affine(p, item.b, ZERO).k_stride
+    vectors, distance = up(count, W) // W, position - stride * origin
+    if p.indices:
+        for j in range(count):
+            away = F(abs(position - stride * chosen_key(t.chosen, origin + j)))
+            put_f32(row + 4 * j, get_f32(row + 4 * j) - slope * away)
+    elif stride == 1:
+        alibi_row(row, vectors, slope, distance)
+    else:
+        alibi_strided(row, vectors, slope, distance, stride)
+
+
+@jit
 def online_softmax(p, t, item, r, origin, count, Dv):
     """One row of scores over `count` keys from `origin` on becomes softmax weights; the accumulator is rescaled."""
     row, m, l = t.s + 4 * r * SCORES, t.m + 4 * r, t.l + 4 * r
@@ -69,15 +84,10 @@ def online_softmax(p, t, item, r, origin, count, Dv):
     vectors = up(count, W) // W
     scale_scores(p, row, W_, vectors)
     if p.slopes:
-        stride = affine(p, item.b, ZERO).k_stride
-        distance = get_i32(t.positions + 4 * r) - stride * origin
-        if stride == 1:
-            alibi_row(row, vectors, get_f32(t.slopes + 4 * r), distance)
-        else:
-            alibi_strided(row, vectors, get_f32(t.slopes + 4 * r), distance, stride)
+        alibi_cells(p, t, item, r, row, origin, count)
     if p.mask and state != FULL:
         mask = mask_row(p, item.b, item.head * (p.heads // p.kv_heads) + g, item.row + r % item.rows)
-        list_mask(p, mask, t.mask_rows, origin, count, vectors * W)
+        list_mask(p, mask, t.mask_rows, origin, count, vectors * W, chosen_keys(p, t))
         bias_cells(row, W, vectors, t.mask_rows)
     fill(row, ZERO, lo, -INF)
     fill(row, hi, vectors * W, -INF)
@@ -203,6 +213,7 @@ def decode(params, scratch, address):
     quantised = dtypes.is_quantised(p.k_dtype) or dtypes.is_quantised(p.v_dtype)
     together = p.head_batch > 1 and p.qk != 0 and p.pv != 0 and not (by_amx or quantised)
     first, last = ZERO, ZERO
+    list_chosen(p, shared, item)  # the same for all heads of a batch
     for n in range(p.head_batch):
         item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         for r in range(R):
@@ -213,7 +224,8 @@ def decode(params, scratch, address):
         if p.vnni_qk:
             quantise_queries(t.packed, t.q, R, D, p.k_dtype)
         first, last = set_up(p, t, item, R, Dv)  # the same for all of them
-    tile = item.start + max(0, first - item.start) // TILE * TILE
+    start = first_key(p, item)
+    tile = start + max(0, first - start) // TILE * TILE
     while tile < last:
         size = TILE if p.mask or last - tile > TILE + TAIL else TILE + TAIL
         origin, end = max(tile, first), min(tile + size, last)
@@ -225,7 +237,9 @@ def decode(params, scratch, address):
                 unmasked, nothing = read_states(p, item, t.states, tile, min(tile + TILE, kv_len))
                 if not nothing:
                     unmasked &= all_see(t, R, origin, end)
-                    decode_tile(p, t, item, place(p, item, kv_start), R, origin, end, last, unmasked, by_amx)
+                    decode_tile(
+                        p, t, item, place(p, item, kv_start, chosen_keys(p, t)), R, origin, end, last, unmasked, by_amx
+                    )
         tile += size
 
 
@@ -249,7 +263,7 @@ def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
     for n in range(p.head_batch):
         item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         read_states(p, item, t.states, origin, end)  # there is no mask
-        at = place(p, item, kv_start)
+        at = place(p, item, kv_start, chosen_keys(p, t))
         list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
         list_ahead(p, v, at, t.v_table, origin, count, last, p.prefetch_distance)
     for j in range(0, count, KEY_PAD):

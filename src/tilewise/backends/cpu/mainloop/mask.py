@@ -9,6 +9,7 @@ from ..codegen import dtypes
 from ..codegen.load_store import get_one, get_u8, put_f32, put_i64, widen_floats
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
+from .chosen import chosen_key
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
 
@@ -28,10 +29,13 @@ def mask_cell(p, row, j):
 
 
 @jit
-def list_mask(p, row, to, first, count, padded):
-    """Cells first..first + count of a mask's row as numbers to add, zeros up to `padded`."""
+def list_mask(p, row, to, first, count, padded, chosen):
+    """Cells first..first + count of a mask's row, or of `chosen` keys, as numbers to add, zeros up to `padded`."""
     whole = count // W * W
-    if p.mask_k == 0:
+    if chosen:
+        for j in range(count):
+            put_f32(to + 4 * j, mask_cell(p, row, chosen_key(chosen, first + j)))
+    elif p.mask_k == 0:
         fill(to, ZERO, count, mask_cell(p, row, 0))
     elif p.mask_dtype == dtypes.BOOL:
         for j in range(count):
@@ -72,6 +76,8 @@ def classify(p, b, head, row, rows, start, end):
 @jit
 def tile_state(p, b, head, row, rows, start, end):
     """The mask's state of a tile: read from the map if there is one, else found in the mask."""
+    if p.indices:  # a tile of keys from anywhere
+        return types.int64(MIXED)
     if p.states:
         line = p.states + b * p.states_b + head * p.states_h + row // p.tile_rows * p.states_q
         first = types.int64(get_u8(line + start // p.tile_keys * p.states_k))

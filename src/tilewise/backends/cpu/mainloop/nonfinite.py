@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ..codegen.load_store import get_f32, get_i32, get_i64, put_f32
 from ..codegen.numba_ops import INF, F, jit
+from .chosen import chosen_key, chosen_keys
 from .mask import FULL, SKIP, mask_cell, mask_row
 
 # Sums of large values may pass float32's range where their mean does not: they are then made again of weights times
@@ -32,7 +33,8 @@ def sees(p, t, item, r, key):
     if p.mask == 0 or state == FULL:
         return True
     head = item.head * (p.heads // p.kv_heads) + r // item.rows
-    return state != SKIP and mask_cell(p, mask_row(p, item.b, head, item.row + r % item.rows), key) != -INF
+    cell = chosen_key(chosen_keys(p, t), key)
+    return state != SKIP and mask_cell(p, mask_row(p, item.b, head, item.row + r % item.rows), cell) != -INF
 
 
 @jit

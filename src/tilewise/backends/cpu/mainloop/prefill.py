@@ -16,6 +16,7 @@ from ..codegen.numba_ops import ONE, ZERO, item_at, params_at, up
 from ..codegen.vector import W
 from ..kv_access import key_source, place, sequence, value_source
 from ..scratch import partition
+from .chosen import chosen_count, chosen_keys, first_key, list_chosen
 from .mask import read_states
 from .prefill_amx import amx_gemm
 from .prefill_fp32 import FP32
@@ -33,15 +34,17 @@ def mainloop(gemm):
         w = memory(p, t)
         q_start, _, kv_start, kv_len, _ = sequence(p, item.b)
         R, BK = p.heads // p.kv_heads * item.rows, p.tile_keys
-        k, v, at = key_source(p), value_source(p), place(p, item, kv_start)
+        k, v, at = key_source(p), value_source(p), place(p, item, kv_start, chosen_keys(p, t))
         put_i64(t.done, ZERO)
         if pack_queries(p, t, w, item, q_start, R):
             return
+        list_chosen(p, t, item)
         first, last = set_up(p, t, item, up(R, panel), up(p.value_dim, W))
         list_spans(t, up(R, panel))
         all_lo, all_hi = seen_by_all(t, R)
-        bound = max_free_bound(p, t, kv_len)
-        tile = item.start + max(0, first - item.start) // BK * BK
+        bound = max_free_bound(p, t, chosen_count(p, t, kv_len))
+        start = first_key(p, item)
+        tile = start + max(0, first - start) // BK * BK
         while tile < last:
             end = min(tile + BK, last)
             unmasked, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))

@@ -10,24 +10,28 @@ from ..codegen.numba_ops import INF, F, jit
 from ..codegen.vector import W
 from ..gemm.fp32 import ROWS
 from ..kv_access import affine, key_span, sequence
+from .chosen import chosen_count, chosen_span, first_key
 
 
 @jit
 def set_up(p, t, item, count, Dv):
     """m, l, acc, spans, positions and slopes of the item's rows, then of rows up to `count`, which see nothing.
 
-    Returns the first and last key that any row sees (first >= last if none does).
+    Returns the first and last key that any row sees (first >= last if none does). Chosen keys are places of their list.
     """
     _, _, _, kv_len, offset = sequence(p, item.b)
     group, n, places = p.heads // p.kv_heads, item.rows, affine(p, item.b, offset)
-    first, last = item.end, item.start
+    first, last = chosen_count(p, t, item.end), first_key(p, item)
     for g in range(group):
         slope = F(0)
         if p.slopes:
             slope = get_f32(p.slopes + item.b * p.slopes_b + (item.head * group + g) * p.slopes_h)
         for i in range(n):
             lo, hi = key_span(p, places, item.row + i, kv_len)
-            lo, hi = max(lo, item.start), min(hi, item.end)
+            if p.indices:
+                lo, hi = chosen_span(t, item, lo, hi)
+            else:
+                lo, hi = max(lo, item.start), min(hi, item.end)
             if lo < hi:
                 first, last = min(first, lo), max(last, hi)
             else:

@@ -9,9 +9,10 @@ import numpy as np
 
 from ..codegen import dtypes
 from ..codegen.load_store import get_i32, get_i64, transpose
-from ..codegen.numba_ops import INF, ZERO, F, fill, jit, up
+from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
+from .chosen import chosen_key, chosen_keys
 from .mask import FULL, SKIP, list_mask, mask_row
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
@@ -85,7 +86,7 @@ def mask_columns(p, t, item, first, R, key, count):
             fill(row, ZERO, width, -INF)
         else:
             head = item.head * (p.heads // p.kv_heads) + r // n
-            list_mask(p, mask_row(p, item.b, head, item.row + r % n), row, key, count, width)
+            list_mask(p, mask_row(p, item.b, head, item.row + r % n), row, key, count, width, chosen_keys(p, t))
     for j in range(0, width, W):
         transpose(t.mask_columns + 4 * j * W, W, t.mask_rows + 4 * j, width)
     return True
@@ -107,7 +108,12 @@ def bias_scores(p, t, item, s, step, first, R, key, count):
     hiding = False
     if p.slopes:
         stride = affine(p, item.b, ZERO).k_stride
-        alibi_column(s, step, count, t.slopes + 4 * first, t.positions + 4 * first, key, stride)
+        slopes, positions = t.slopes + 4 * first, t.positions + 4 * first
+        if p.indices:
+            for j in range(count):
+                alibi_column(s + 4 * j * step, step, ONE, slopes, positions, chosen_key(t.chosen, key + j), stride)
+        else:
+            alibi_column(s, step, count, slopes, positions, key, stride)
     if p.mask and mask_columns(p, t, item, first, R, key, count):
         bias_cells(s, step, count, t.mask_columns)
         hiding = True

@@ -1,0 +1,116 @@
+"""Key and block indices: an item's chosen keys in a list, whose places stand for keys in the mainloops.
+
+The rules of rows that share a list differ by position. It is sorted then, so that each row sees an interval of it.
+Numba code, called by the kernels.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from numba import types
+
+from ..codegen.load_store import get_i32, get_i64, put_i32, put_i64
+from ..codegen.numba_ops import ZERO, jit
+from ..kv_access import affine, key_span, sequence
+
+
+@jit
+def chosen_keys(p, t):
+    """Where the list is; 0 if the call has no indices."""
+    return t.chosen if p.indices else ZERO
+
+
+@jit
+def chosen_count(p, t, otherwise):
+    return get_i64(t.chosen_count) if p.indices else otherwise
+
+
+@jit
+def first_key(p, item):
+    """The first key or place of an item."""
+    return ZERO if p.indices else item.start
+
+
+@jit
+def chosen_key(chosen, j):
+    """The key in place j of a list; without one, j itself."""
+    return types.int64(get_i32(chosen + 16 * j)) if chosen else j
+
+
+@jit
+def list_chosen(p, t, item):
+    """Lists the keys that `item.start` to `item.end` of its indices name, as far as some of its rows see them.
+
+    An entry: int32 key, int32 row of K and V in its page (or batch row), int64 page (or batch row).
+    """
+    if p.indices == 0:
+        return
+    q_start, _, kv_start, kv_len, offset = sequence(p, item.b)
+    places = affine(p, item.b, offset)
+    lo, hi = key_span(p, places, item.row, kv_len)[0], key_span(p, places, item.row + item.rows - 1, kv_len)[1]
+    b = ZERO if p.cu_q else item.b
+    line = p.indices + b * p.indices_b + item.head * p.indices_h + (q_start + item.row) // p.block * p.indices_l
+    at, skip = item.start // p.block, item.start % p.block
+    if item.rows > 1:  # whole blocks: see `config.py`
+        sort(t.chosen_order, line + 4 * at, (item.end + p.block - 1) // p.block - at)
+        line, at = t.chosen_order, ZERO
+    # In variables: what is stored might be the struct, for all that the compiler knows.
+    table, page_size, block, last = p.table + item.b * p.table_b, p.page, p.block, item.end
+    to, here, batch_row = t.chosen, item.start, ZERO if p.cu_k else item.b
+    if p.table == 0:
+        table = ZERO
+    while here < last:
+        n, index = min(block - skip, last - here), types.int64(get_i32(line + 4 * at))
+        first = index * block + skip
+        start, end = max(first, lo), min(first + n, hi)
+        if index < 0:
+            end = start
+        for key in range(start, end):
+            page, row = batch_row, kv_start + key
+            if table:
+                number = types.int64(types.uint32(key) // types.uint32(page_size))  # twice as fast as of 64 bits
+                page, row = types.int64(get_i32(table + 4 * number)), key - number * page_size
+            put_i32(to, types.int32(key))
+            put_i32(to + 4, types.int32(row))
+            put_i64(to + 8, page)
+            to += 16
+        here, at, skip = here + n, at + 1, ZERO
+    put_i64(t.chosen_count, (to - t.chosen) // 16)
+
+
+@jit
+def sort(to, source, count):
+    """`count` int32 numbers in order: Shell's sort."""
+    for i in range(count):
+        put_i32(to + 4 * i, get_i32(source + 4 * i))
+    gap = count // 2
+    while gap:
+        for i in range(gap, count):
+            x, j = get_i32(to + 4 * i), i
+            while j >= gap and get_i32(to + 4 * (j - gap)) > x:
+                put_i32(to + 4 * j, get_i32(to + 4 * (j - gap)))
+                j -= gap
+            put_i32(to + 4 * j, x)
+        gap //= 2
+
+
+@jit
+def chosen_span(t, item, lo, hi):
+    """The places of a list whose keys are `lo` to `hi`, which is all of them if the item has one row."""
+    count = get_i64(t.chosen_count)
+    if item.rows == 1:
+        return ZERO, count
+    return place_of(t, count, lo), place_of(t, count, hi)
+
+
+@jit
+def place_of(t, count, key):
+    """The first place of a sorted list with this key or a later one."""
+    low, high = ZERO, count
+    while low < high:
+        middle = (low + high) // 2
+        if get_i32(t.chosen + 16 * middle) < key:
+            low = middle + 1
+        else:
+            high = middle
+    return low
