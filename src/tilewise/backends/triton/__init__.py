@@ -42,8 +42,6 @@ def serves(device: torch.device) -> str | None:
 def _other_formats(problem: Problem | WriteProblem) -> str | None:
     from .dequant import KINDS
 
-    if isinstance(problem, Problem) and (reason := no_selection(problem)) is not None:
-        return reason
     return other_formats(problem, KINDS)
 
 
@@ -89,7 +87,7 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return supports(problem)
+    return supports(problem) or no_selection(problem)
 
 
 def plan_backward(problem: Problem) -> Plan:

@@ -14,7 +14,7 @@ from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from ..gpu.target import Target
 from . import shared_memory
 from .operands import operand, shares_chunks
-from .quantised import flipped_columns, flips, hides, is_f16_quantised, is_packed, pack_of, row_groups
+from .quantised import flipped_columns, flips, hides, is_f16_quantised, is_packed, own_queries, pack_of, row_groups
 from .spec import Config as Config
 from .spec import Spec
 from .split_kv import MOST_SPLITS, split_count
@@ -65,7 +65,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     """
     p = problem
     pack = pack_of(p.group, target.decode_rows)
-    BM = min(target.decode_rows, max(16, ceil_pow2(pack * p.q_len)))
+    BM = min(target.decode_rows, max(16, ceil_pow2(pack * own_queries(p))))
     wide = max(p.head_dim, p.value_dim)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
@@ -78,11 +78,11 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     if is_f16_quantised(p) and wide <= 256 and (p.page_size > 0 or is_packed(p) or hides(p)):
         return Config(BM, 32, 1, 3, pack)
     BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
-    if p.page_size % BK == 0:
+    if p.page_size % BK == 0 and p.selection is None:
         return Config(BM, BK, 4, 3, pack)
     if wide > 256:
         return Config(BM, 16, 4, 6, pack)
-    if BK % p.page_size == 0:
+    if p.selection is None and BK % p.page_size == 0:
         return Config(BM, BK, 4, 4 if wide > 128 and target.shared_memory >= FOUR_STAGES else 3, pack)
     return Config(BM, 128 if wide <= 64 else 64, 4, 6 if wide <= 128 else 4, pack)
 
@@ -104,7 +104,14 @@ def is_decode(problem: Problem) -> bool:
     A packed batch may hold one long sequence, and its bits must then not depend on that: with `split_size` it takes
     the one pass of prefill.
     """
-    return problem.q_len <= DECODE_ROWS and not (problem.packed_q and problem.split_size)
+    p = problem
+    return own_queries(p) <= DECODE_ROWS and not (p.packed_q and p.split_size and p.selection is None)
+
+
+def keys_of(problem: Problem) -> int:
+    """Keys that a query is given: all, or as many as it may choose."""
+    s = problem.selection
+    return problem.kv_len if s is None else s.count * s.block
 
 
 def tile(problem: Problem, target: Target) -> Config:
@@ -120,7 +127,7 @@ def config_of(problem: Problem, target: Target, known: Config | None = None) -> 
     c = fitted(p, c, target)
     if not is_decode(p):
         return c
-    tiles = -(-p.kv_len // c.BK)
+    tiles = -(-keys_of(p) // c.BK)
     if p.split_size:
         split_tiles = -(-p.split_size // c.BK)
         return replace(c, splits=max(1, -(-tiles // split_tiles)), split_tiles=split_tiles)
@@ -161,10 +168,15 @@ def programs_at_once(problem: Problem, c: Config) -> int:
 
 def query_tiles(problem: Problem, c: Config) -> int:
     """Tiles of query rows in all sequences; of packed ones the most that there can be."""
-    BQ = c.BM // row_groups(problem, c) // c.pack
-    if problem.packed_q:
-        return problem.total_q // BQ + problem.batch + 1
-    return problem.batch * -(-problem.q_len // BQ)
+    p = problem
+    BQ = c.BM // row_groups(p, c) // c.pack
+    if p.selection is not None:
+        BQ = min(BQ, p.selection.block)
+    if p.packed_q:
+        return p.total_q // BQ + p.batch + 1
+    if p.selection is not None:
+        return p.batch * -(-p.q_len // p.selection.block) * -(-own_queries(p) // BQ)
+    return p.batch * -(-p.q_len // BQ)
 
 
 def orders(problem: Problem) -> bool:
@@ -181,6 +193,8 @@ def lookup(problem: Problem, c: Config) -> str:
 
     Row by row, a thread loads and multiplies a page's number for each row that it copies, and quantised rows are short.
     """
+    if problem.page_size and problem.selection is not None:
+        return "rows"
     if not problem.page_size or problem.page_size % c.BK == 0:
         return "tile" if problem.page_size else ""
     return "pages" if c.BK % problem.page_size == 0 and is_decode(problem) else "rows"
@@ -196,7 +210,7 @@ def prefetches_pages(problem: Problem, c: Config) -> bool:
 
 def lists_tiles(problem: Problem) -> bool:
     """Whether a dense mask's tiles come from a list; few queries read all of it."""
-    return problem.mask is not None and not is_decode(problem)
+    return problem.mask is not None and problem.selection is None and not is_decode(problem)
 
 
 def swizzle(problem: Problem, c: Config) -> int:
@@ -235,6 +249,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
         ordered=orders(p),
         varlen=p.form == "varlen",
         page=p.page_size,
+        chosen=0 if p.selection is None else p.selection.block,
         lookup=lookup(p, c),
         listed=lists_tiles(p),
         negate=flags["linear"] and p.scale < 0,

@@ -3,7 +3,8 @@
 A program owns BM rows: BM // pack queries times `pack` query heads of one KV head (pack is 1 in prefill, the group in
 decode, so that each key is read once for all heads that share it). Its mainloop takes key tiles from the first that any
 of its rows sees to the last, in order: a masked range at either end, an unmasked one between them, or the list of tiles
-that a dense mask leaves. K and V go from global to shared memory by pipelined copies; q, m, l and acc stay in
+that a dense mask leaves. Of queries that choose their keys it owns only such as share a choice, and a tile is of places
+in their indices. K and V go from global to shared memory by pipelined copies; q, m, l and acc stay in
 registers. With `split` the keys are cut over programs and each writes its (m, l, acc); the last of them to end combines
 all ("inside"), or `combine.py` does ("after"). With `slices` the value columns are cut: programs that share rows each
 compute all scores and a slice of the output.
@@ -24,7 +25,7 @@ from ..gpu.mask_rules import key_span, query_position, sequence_numbers
 from ..gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
 from .epilogue import combine_splits, empty_acc, has_nonfinite, normalise, store_acc
-from .kv_load import find_pages, values_of
+from .kv_load import find_pages, queries_of, values_of
 from .mainloop import step, unit_of_m
 from .mask import find_ordered, find_sequence
 from .q_load import key_bias, load_rows
@@ -48,7 +49,7 @@ def fwd_kernel(a, S):
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
     PACK: tl.constexpr = S.pack
-    BQ: tl.constexpr = S.BM // S.row_groups // S.pack
+    BQ: tl.constexpr = queries_of(S)
     if S.pdl:
         gdc_launch_dependents()
     scale = tl.cast(a.scale, tl.float32)  # float32 it is, but to the interpreter, which takes a subnormal for float64
@@ -97,6 +98,8 @@ def fwd_kernel(a, S):
     else:
         # L2 swizzle groups: planes whose keys fit the L2 cache; in one, the last tiles of all its planes come first.
         tiles = tl.cdiv(q_len, BQ)
+        if S.chosen > 0:
+            tiles = tl.cdiv(q_len, S.chosen) * tl.cdiv(tl.minimum(q_len, S.chosen), BQ)
         first = pid // (a.swizzle * tiles) * a.swizzle
         width = tl.minimum(a.swizzle, a.batch * a.head_blocks - first)
         rank = pid % (a.swizzle * tiles)
@@ -123,24 +126,35 @@ def fwd_kernel(a, S):
     if S.packed_q:
         n_keys = tl.where(owned, n_keys, 0)
 
+    top_row = tile * BQ
+    end_row = q_len
+    if S.chosen > 1:  # rows of one block of queries, which share indices
+        each = tl.cdiv(tl.minimum(q_len, S.chosen), BQ)
+        top_row = tile // each * S.chosen + tile % each * BQ
+        end_row = tl.minimum(q_len, tile // each * S.chosen + S.chosen)
+        if top_row >= end_row:
+            return
     r = tl.arange(0, BM) // S.row_groups
-    row = tile * BQ + r // PACK  # [BM]
+    row = top_row + r // PACK  # [BM]
     head = hb * PACK + r % PACK  # [BM]
-    row_ok = row < q_len
-    if BM // S.row_groups % PACK != 0:
+    row_ok = row < end_row
+    if BM // S.row_groups % PACK != 0 or S.chosen > 0:
         row_ok = row_ok & (r // PACK < BQ)
     kv_head = (hb * PACK // S.group).to(tl.int64)
     numbers = sequence_numbers(a.rules, a.PLACES, b, S)
     qpos = query_position(offset, row, numbers, S)
     row_lo, row_hi = key_span(qpos, n_keys, numbers, S)  # [BM]
-    top = query_position(offset, tile * BQ, numbers, S)
-    bottom = query_position(offset, tl.minimum(tile * BQ + BQ, q_len) - 1, numbers, S)
+    top = query_position(offset, top_row, numbers, S)
+    bottom = query_position(offset, tl.minimum(top_row + BQ, end_row) - 1, numbers, S)
     lo, full_hi = key_span(top, n_keys, numbers, S)
     full_lo, hi = key_span(bottom, n_keys, numbers, S)
 
     # Tiles first_t .. last_t hold what any row sees; those of inner .. outer are seen whole by every row.
     first_t = lo // BK
     last_t = tl.maximum(tl.cdiv(hi, BK), first_t)
+    if S.chosen > 0:
+        first_t = tile * 0
+        last_t = first_t + tl.cdiv(a.chosen_keys, BK)
     if S.split:
         if a.split_tiles > 0:  # fixed, whatever the batch
             first_t = tl.maximum(first_t, split * a.split_tiles)
@@ -182,8 +196,12 @@ def fwd_kernel(a, S):
         v_base += wide_b * v_b
         ks_base += wide_b * ks_b
         vs_base += wide_b * vs_b
+    indices = table
+    if S.chosen > 0:
+        line = ((q_start + top_row) // S.chosen).to(tl.int64)
+        indices = a.INDICES + row_b.to(tl.int64) * a.indices_b + kv_head * a.indices_h + line * a.indices_l
     rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S), numbers)
-    keys = (k_base, ks_base, k_b, k_l, ks_b, ks_l, table)
+    keys = (k_base, ks_base, k_b, k_l, ks_b, ks_l, table, indices, a.chosen_keys)
     values = (v_base, vs_base, v_b, v_l, vs_b, vs_l)
     mask = (row, row_ok, a.mask_k)
     if S.mask != "":
@@ -205,7 +223,7 @@ def fwd_kernel(a, S):
             t = entry >> 1
             mixed = ((entry & 1) != 0) | (t < inner) | (t >= outer)
             state = step(state, q, t, mixed, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, False)
-    elif S.mask != "":
+    elif S.mask != "" or S.chosen > 0:
         for t in tl.range(first_t, last_t):
             state = step(state, q, t, True, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, False)
     else:

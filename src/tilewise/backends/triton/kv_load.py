@@ -26,6 +26,13 @@ def values_of(spec):
 
 
 @triton.constexpr_function
+def queries_of(spec):
+    """Queries of a tile: of those that choose their keys, not more than share a choice."""
+    queries = spec.BM // spec.row_groups // spec.pack
+    return min(queries, spec.chosen) if spec.chosen else queries
+
+
+@triton.constexpr_function
 def work_type(op):
     return TYPES[op.work]
 
@@ -161,6 +168,24 @@ def tile_rows(n0, found, S: tl.constexpr):
         else:
             slots = (n0 + r) % S.page
     return page, slot, pages, slots
+
+
+@triton.jit
+def chosen_rows(n0, lo, hi, count, INDICES, TABLE, S: tl.constexpr):
+    """The keys [BK] that places `n0` on of `count` in a query's indices name, which of them are in `lo .. hi`, and where
+    their rows lie, as `tile_rows` says it.
+    """
+    j = n0 + tl.arange(0, S.BK)
+    index = tl.load(INDICES + j // S.chosen, mask=j < count, other=-1)
+    n = index * S.chosen + j % S.chosen
+    ok = (index >= 0) & (n >= lo) & (n < hi)
+    n = tl.where(ok, n, 0)
+    pages = n * 0
+    slots = n
+    if S.page > 0:
+        pages = tl.load(TABLE + n // S.page, mask=ok, other=0)
+        slots = n % S.page
+    return n, ok, (n0 * 0, n0 * 0, pages, slots)
 
 
 @triton.jit

@@ -76,6 +76,7 @@ class Launcher:
             "swizzle": config.swizzle(p, c),
             "splits": c.splits,
             "split_tiles": c.split_tiles,
+            "chosen_keys": config.keys_of(p),
         }
         # Programs that combine splits have a workspace that stays, one a stream: semaphores, then what `memory` gives
         # to others.
@@ -203,7 +204,7 @@ class Launcher:
         given |= {"K": k, "V": v, "LIST": LIST, "RANK": RANK}
         given |= dict(zip(("PARTIAL", "PARTIAL_ML", "SEMAPHORES", "FLAGS", "ORDER"), memory, strict=True))
         strided = {"q": t.q, "k": k, "v": v, "o": t.out, "lse": t.lse, "ks": t.k_scales, "vs": t.v_scales}
-        strided |= {"mask": t.mask, "slopes": t.alibi_slopes, "table": t.block_table}
+        strided |= {"mask": t.mask, "slopes": t.alibi_slopes, "table": t.block_table, "indices": t.key_indices}
         grains = {"k": grain, "v": grain, "ks": scale_grain, "vs": scale_grain}
         for name, x in strided.items():
             given |= stride_arguments(name, STRIDES[name], x, grains.get(name, 1))

@@ -17,6 +17,7 @@ import triton
 from ..gpu.mask_rules import key_position
 from .dequant import widened
 from .kv_load import (
+    chosen_rows,
     element_scales,
     ends,
     find_pages,
@@ -217,23 +218,26 @@ def step(
 
     `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM], and the rules' numbers; `keys`, `values` = base,
     scales and strides. Of the keys only `lo .. hi` are loaded, those that any row sees. `pages` are those of tile `t`,
-    if prefetched.
+    if prefetched. A tile of chosen keys is one of places in the query's indices.
     """
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
     m, l, acc, power, pages = state
-    K, KS, k_b, k_l, ks_b, ks_l, TABLE = keys
+    K, KS, k_b, k_l, ks_b, ks_l, TABLE, INDICES, count = keys
     V, VS, v_b, v_l, vs_b, vs_l = values
     row_lo, row_hi, qpos, slope, factor, bias, numbers = rows
     n0 = t * BK
-    n = n0 + tl.arange(0, BK)
-    ok = (n >= lo) & (n < hi)  # [BK]
-    if S.prefetch and not CLEAN:
-        found = pages
-        pages = find_pages(n0 + BK, hi, TABLE, S, True)
+    if S.chosen > 0:
+        n, ok, where = chosen_rows(n0, lo, hi, count, INDICES, TABLE, S)
     else:
-        found = find_pages(n0, hi, TABLE, S, MASKED)
-    where = tile_rows(n0, found, S)
+        n = n0 + tl.arange(0, BK)
+        ok = (n >= lo) & (n < hi)  # [BK]
+        if S.prefetch and not CLEAN:
+            found = pages
+            pages = find_pages(n0 + BK, hi, TABLE, S, True)
+        else:
+            found = find_pages(n0, hi, TABLE, S, MASKED)
+        where = tile_rows(n0, found, S)
     k_rows = row_offsets(where, k_b, k_l, S.align, S)
     ks_rows = row_offsets(where, ks_b, ks_l, S.scale_align, S)
     s, chunks = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), S.flip, MASKED)  # [BM, BK]

@@ -33,6 +33,7 @@ def needed(problem: Problem, c: Config, s: Spec, target: Target) -> int:
     bytes_of_stage = _loaded(k, c, problem.k_dtype.itemsize)
     bytes_of_stage += 0 if s.v_in_k else _loaded(v, c, problem.v_dtype.itemsize)
     bytes_of_stage += {"": 0, "tile": 16, "pages": 4 * c.BK // max(1, s.page), "rows": 4 * c.BK}[s.lookup]
+    bytes_of_stage += 4 * c.BK if s.chosen else 0  # indices
     own_products = target.warpgroup_mma and c.BM >= 64  # of Hopper and Blackwell, which read shared memory
     if plain and own_products:
         loop = q + c.stages * bytes_of_stage + scratch

@@ -74,6 +74,7 @@ class Spec(Flags):
     ordered: bool  # sequences of a packed batch come longest first
     varlen: bool
     page: int  # slots of a page, 0 for no pages
+    chosen: int  # keys of a block of `block_indices`, 1 of `key_indices`, 0: no indices
     listed: bool  # tiles come from the list that a mask leaves, not from a range
     negate: bool  # a negative scale: q is negated instead
     guard: str  # what is done about NaN and Inf under hidden cells: "", "inside", "flag" or "fixup" (fwd_kernel.py)

@@ -20,7 +20,7 @@ from ...core.storage import PLAIN, StorageFormat
 from ..gpu.flags import ceil_pow2
 from ..gpu.target import Target
 from . import config
-from .quantised import pack_of
+from .quantised import own_queries, pack_of
 from .spec import Config
 
 FORMAT = 1
@@ -44,11 +44,13 @@ def key_of(problem: Problem, target: Target) -> str:
         _type(p.v_format),
     ]
     if what == "decode":
-        words.append(f"rows{ceil_pow2(pack_of(p.group) * p.q_len)}")
+        words.append(f"rows{ceil_pow2(pack_of(p.group) * own_queries(p))}")
     if p.page_size:
         words.append(f"page{p.page_size}")
     if p.mask is not None:
         words.append("mask")
+    if p.selection is not None:
+        words.append("indices")
     words += ["rules"] * p.rules.by_position + ["curved"] * (p.softcap > 0 or p.alibi) + ["tf32"] * p.allow_tf32
     return " ".join(words)
 
