@@ -77,6 +77,10 @@ def tensors_of(p: Problem) -> Tensors:
         t.mask = empty(*own, dtype=p.mask.dtype).expand(sizes)
     t.alibi_slopes = empty(p.batch, p.heads, dtype=torch.float32) if p.alibi else None
     t.sinks = empty(p.heads, dtype=torch.float32) if p.sinks else None
+    if p.selection is not None:
+        rows = p.total_q if p.packed_q else -(-p.q_len // p.selection.block)
+        heads = p.kv_heads if p.selection.by_head else 1
+        t.key_indices = empty(q_rows[0], heads, rows, p.selection.count).expand(-1, p.kv_heads, -1, -1)
     t.kv_lengths = empty(p.batch) if p.rules.kv_lengths else None
     t.q_offset = empty(p.batch) if p.rules.q_offset == "rows" else None
     t.places = empty(p.batch, 3) if p.rules.affine == "rows" else None

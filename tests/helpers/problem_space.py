@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.core.mask_rules import PLAIN_PLACES, MaskRules
-from tilewise.core.problem import MAX_HEAD_DIM, MaskSpec, Problem
+from tilewise.core.problem import MAX_HEAD_DIM, MaskSpec, Problem, Selection
 from tilewise.core.storage import PLAIN, StorageFormat, stored_as
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -28,8 +28,10 @@ def changed(p: Problem, **options: Any) -> Problem:
     return replace(p, **options, rules=replace(p.rules, **rules))
 
 
-def draw(chance: random.Random) -> Problem:
-    """A problem on a GPU; nothing of it is small on purpose, for plans cost no memory."""
+def draw(chance: random.Random, indices: bool = False) -> Problem:
+    """A problem on a GPU, with key or block indices now and then if `indices`; nothing of it is small on purpose, for
+    plans cost no memory.
+    """
 
     def maybe(share: float) -> bool:
         return chance.random() < share
@@ -51,6 +53,10 @@ def draw(chance: random.Random) -> Problem:
     if maybe(0.25):
         broadcast = tuple(maybe(0.5) for _ in range(4))
         mask = MaskSpec(chance.choice((torch.bool, F32, F16, BF16)), broadcast)  # type: ignore[arg-type]
+    selection = None
+    if indices and maybe(0.2):
+        block = 1 if packed else chance.choice((1, 1, 5, 16, 64, 128, 300))
+        selection = Selection(chance.choice((1, 7, 64, 2048)), block, maybe(0.5))
     lengths = form == "paged" or maybe(0.3)
     return problem_of(
         form=form,  # type: ignore[arg-type]
@@ -79,6 +85,7 @@ def draw(chance: random.Random) -> Problem:
         alibi=maybe(0.2),
         sinks=maybe(0.2),
         mask=mask,
+        selection=selection,
         split_size=chance.choice((1, 64, 1000)) if maybe(0.15) else None,
         return_lse=maybe(0.5),
         allow_tf32=maybe(0.1),

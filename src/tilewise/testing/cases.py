@@ -255,6 +255,8 @@ INDICES = [
     Case(Hkv=2, Lq=33, Lk=70, indices="1", sinks=True),
     Case(Hkv=2, Lq=33, Lk=70, indices="90", causal=True, window=(20, 3)),
     Case(Hkv=2, Lq=9, Lk=170, indices="h33", chunk=64, softcap=5.0, alibi="bh", offset="rows"),
+    Case(B=3, Hkv=2, Lq=9, Lk=90, indices="h24", causal=True, alibi="h", k_start="rows", k_stride="rows"),
+    Case(Hkv=2, Lq=70, Lk=90, indices="6", block=8, window=(60, 9), alibi="h", k_start=-3, k_stride=3, q_stride=2),
     Case(B=4, Hkv=2, Lq=5, Lk=64, indices="16", lengths=(0, 1, 37, 64), causal=True, sinks="mixed"),
     Case(Lq=20, Lk=90, D=40, Dv=72, indices="h11", mask="hqk", mask_kind="f32", layout="blhd"),
     Case(Lq=6, Lk=333, D=80, indices="64", mask="b11k", pattern="blocks", tile=(16, 32)),

@@ -18,7 +18,7 @@ from aot import SHARED, TOOLS, attend_of, helpers_of
 from problem_space import problem_of
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.triton import config, shared_memory
-from tilewise.core.problem import MaskSpec
+from tilewise.core.problem import MaskSpec, Selection
 from tilewise.core.storage import PLAIN, stored_as
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -80,6 +80,12 @@ HOT = {
     "paged16-int4-D64": problem(64, **PAGED, page_size=16, **quantised("int4", 64)),
     **{f"paged16-{kind}-groups-of-32": problem(**PAGED, page_size=16, **quantised(kind, 32)) for kind in NARROW},
     "fp8-groups-of-64": problem(**DECODE, **quantised("fp8_e4m3", 64)),
+    "chosen-D128": problem(**DECODE, selection=Selection(2048)),
+    "chosen-paged16-D128": problem(**PAGED, page_size=16, selection=Selection(2048)),
+    "chosen-paged64-latent": problem(
+        576, 512, **PAGED, page_size=64, heads=16, kv_heads=1, selection=Selection(2048)
+    ),
+    "blocks-D128-causal": problem(causal=True, selection=Selection(16, 64)),
 }  # fmt: skip
 OTHERS = {
     "D576-all": problem(576, 512, **ALL), "D72-all": problem(72, 40, **ALL),
@@ -94,6 +100,10 @@ OTHERS = {
     "paged16-int8-causal": problem(**(PAGED | {"q_len": 2}), page_size=16, causal=True, **quantised("int8", 64)),
     "strides": problem(causal=True, window=(999, None), places=(1, 4, 3)),
     "strides-rows-all": problem(64, **ALL, places="rows"),
+    "chosen-all": problem(64, **(DECODE | {"q_len": 40}), **ALL, **mask(F32, *(False,) * 4), selection=Selection(100)),
+    "chosen-int8": problem(**PAGED, page_size=16, **quantised("int8", 64), selection=Selection(512, 1, True)),
+    "chosen-packed": problem(**VARLEN, selection=Selection(64)),
+    "blocks-f32": problem(64, dtype=F32, selection=Selection(9, 48)),
     "paged-packed": problem(**(PAGED | {"q_len": 700}), page_size=16, packed_q=True, total_q=2000, causal=True),
 }  # fmt: skip
 

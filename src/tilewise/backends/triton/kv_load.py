@@ -172,7 +172,7 @@ def tile_rows(n0, found, S: tl.constexpr):
 
 @triton.jit
 def chosen_rows(n0, lo, hi, count, INDICES, TABLE, S: tl.constexpr):
-    """The keys [BK] that places `n0` on of `count` in a query's indices name, which of them are in `lo .. hi`, and where
+    """The keys [BK] that places `n0` on of `count` indices name, which of them are in `lo .. hi`, and where
     their rows lie, as `tile_rows` says it.
     """
     j = n0 + tl.arange(0, S.BK)
