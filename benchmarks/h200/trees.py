@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +145,15 @@ def serve() -> None:
         print(microseconds(name, run), flush=True)
 
 
+def named(chosen: Iterable[str], only: str) -> list[str]:
+    return [name for name in chosen if any(word in name for word in only.split(","))]
+
+
 def compile_some(part: int, only: str) -> None:
     """Every `PARTS`-th work, once."""
-    for make in [make for name, make in works().items() if only in name][part::PARTS]:
-        make()()
+    chosen = works()
+    for name in named(chosen, only)[part::PARTS]:
+        chosen[name]()()
         torch.cuda.synchronize()
 
 
@@ -157,7 +162,9 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another source tree")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="", metavar="WORD", help="works whose name holds it")
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="works whose name holds one of these, between commas"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.serve:
@@ -188,7 +195,7 @@ def main() -> None:
         return float(stdout.readline())
 
     rows = []
-    for name in filter(lambda name: args.only in name, works()):
+    for name in named(works(), args.only):
         times: dict[str, list[float]] = {word: [] for word in workers}
         for n in range(ROUNDS):
             for word in list(workers)[:: 1 if n % 2 else -1]:
