@@ -7,7 +7,7 @@ scale, the row is divided by it, rounded, and written with its scales. Rows of t
         slot p % wrap of row b, or, with a table, slot p % wrap of page table[b, p // wrap]
 """
 
-# mypy: ignore-errors
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False, disallow-untyped-calls=False
 from __future__ import annotations
 
 import ctypes
@@ -23,10 +23,9 @@ from ...core.storage import FORMATS
 from .codegen import dtypes
 from .codegen.dtypes import CODES, NAMES
 from .codegen.formats import DECODE, ENCODE
-from .codegen.load_store import by_dtype, fetch_add, put_f32
+from .codegen.load_store import by_dtype, fetch_add, get_i32, put_f32
 from .codegen.numba_ops import ONE, ZERO, F, fill, jit, store_row, struct_at, up, widen_row
 from .codegen.vector import F32, I8, Emit, Value, W, microkernel
-from .kv_access import get_i32
 from .params import fields, offset, put_tensor, record, tensor
 from .threads import pool
 

@@ -1,6 +1,6 @@
 """A thread's scratch memory: its parts and their sizes, declared once; `partition` places them."""
 
-# mypy: ignore-errors
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False, disallow-untyped-calls=False
 from __future__ import annotations
 
 from collections import namedtuple
