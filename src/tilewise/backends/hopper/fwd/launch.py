@@ -47,7 +47,7 @@ class Launcher(ByAddress):
 
     SOURCES: ClassVar = {
         "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes",
-        "SINKS": "sinks", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset", "PLACES": "places",
+        "SINKS": "sinks", "PLACES": "places", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
         "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",
     }  # fmt: skip
 
