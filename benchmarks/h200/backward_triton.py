@@ -3,8 +3,9 @@
     python benchmarks/h200/backward_triton.py --json backward_triton.json [--tiles] [--peers] [--only softcap]
     python benchmarks/h200/backward_triton.py --json checks.json --checks
 
-Kernels are compiled by many processes first, then timed by this one, each beside the same kernel with other tiles; all
-tiles' gradients are compared with those of the first. `--checks` runs the backward half of the conformance suite.
+Kernels are compiled by many processes first, which also check float32 calls of one query. Then this one times: each
+kernel beside the same one with other tiles, whose gradients are compared with those of the first. A row is printed and
+written as soon as it is timed. `--checks` runs the backward half of the conformance suite instead.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ from tilewise.validation.backward import backward
 
 TOKENS = 16384
 WORKERS = 15
-PATIENCE = 60.0  # seconds after which a worker begins nothing new
-LIMIT = 110.0  # and after which nothing new is timed
+PATIENCE = 20.0  # seconds after which a worker that compiles begins nothing new
+LIMIT = 68.0  # and after which nothing new is timed
+REPEATS = 25
 CUDA = torch.device("cuda", 0)
 KERNELS = {"keys": "key_gradients", "queries": "query_gradients", "mask": "mask_gradients"}
 CHECKED = (
     "L97-D64", "D72", "D128", "D256", "D512", "D576", "Dv", "bf16", "f16", "Hkv", "window", "chunk", "softcap", "alibi",
     "sinks", "offset", "lengths", "varlen", "mask_kindf32", "mask_kindbf16", "tile(", "strides", "scale", "everything",
 )  # fmt: skip
+ONE_QUERY = ("B2-H4-Hkv1-L1-Lk300-D128", "B1-H8-Hkv2-L1-Lk1000-D128", "B1-H4-Hkv4-L1-Lk1000-D256")
 Tiles = dict[str, list[tuple[int, ...]]]  # of each side: (BQ, BK, warps, stages); one more: dK and dV by a launch each
 
 
@@ -64,49 +67,42 @@ class Row:
 
 
 CAUSAL = {"causal": True, "q_offset": 0}
-WIDE: Tiles = {
-    "keys": [(32, 64, 8, 1), (16, 64, 8, 2), (32, 32, 4, 1), (32, 32, 4, 2), (64, 32, 4, 1), (32, 32, 8, 2),
-             (16, 64, 8, 1), (32, 64, 4, 1)],
-    "queries": [(64, 32, 8, 1), (64, 16, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 2), (64, 16, 4, 2)],
-}  # fmt: skip
-D256: Tiles = {
-    "keys": [(64, 64, 8, 1), (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 4, 2), (32, 128, 8, 2, 1), (64, 128, 8, 1, 1),
-             (64, 64, 4, 2, 1), (64, 64, 8, 2, 1), (32, 128, 8, 3, 1)],
-    "queries": [(128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 8, 3),
-                (128, 32, 8, 3)],
-}  # fmt: skip
 BIAS: Tiles = {
-    "keys": [(64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 2), (32, 128, 8, 3), (128, 64, 8, 2),
-             (64, 128, 8, 3), (32, 64, 4, 3)],
-    "queries": [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 128, 8, 2),
-                (64, 32, 4, 3)],
-    "mask": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 4, 3), (64, 128, 8, 2),
-             (64, 128, 8, 3), (128, 32, 8, 3)],
-}  # fmt: skip
+    "keys": [(64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)],
+    "queries": [(128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)],
+    "mask": [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3)],
+}
+WIDE: Tiles = {
+    "keys": [(32, 64, 8, 1), (16, 64, 8, 2), (32, 32, 8, 2)],
+    "queries": [(64, 32, 8, 1), (64, 16, 8, 2), (32, 32, 4, 2)],
+}
 SOFTCAP: Tiles = {
-    "keys": [(32, 128, 8, 3), (32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), (64, 128, 8, 2, 1), (64, 64, 4, 2, 1),
-             (32, 128, 8, 2, 1), (64, 64, 8, 3), (16, 128, 8, 3)],
-    "queries": [(128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3),
-                (64, 64, 8, 2)],
-}  # fmt: skip
+    "keys": [(32, 128, 8, 3), (16, 128, 8, 3), (64, 128, 8, 2, 1)],
+    "queries": [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)],
+}
+D256: Tiles = {
+    "keys": [(32, 128, 8, 2, 1), (64, 64, 8, 2, 1), (64, 128, 8, 1, 1)],
+    "queries": [(128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
+}
+PLANE = (2048, 2048)
 ROWS = {
-    "bias [1,1,q,k] D64 2k": Row(64, 2048, {}, 1.0, 16, mask=(1, 1, 2048, 2048), tiles=BIAS),
-    "bias dense D64 2k": Row(64, 2048, {}, 1.0, 16, mask=(8, 16, 2048, 2048), tiles={
-        "keys": BIAS["keys"][:4], "queries": BIAS["queries"]}),
-    "bias [1,h,q,k] D64 2k": Row(64, 2048, {}, 1.0, 16, mask=(1, 16, 2048, 2048)),
-    "softcap D128 4k causal": Row(128, 4096, CAUSAL | {"softcap": 30.0}, 0.5, tiles=SOFTCAP),
+    "bias dense D64 2k": Row(
+        64, 2048, {}, 1.0, 16, mask=(8, 16, *PLANE), tiles={side: BIAS[side] for side in ("keys", "queries")}
+    ),
+    "bias [1,1,q,k] D64 2k": Row(64, 2048, {}, 1.0, 16, mask=(1, 1, *PLANE), tiles=BIAS),
     "D512 4k full": Row(512, 4096, {}, tiles=WIDE),
     "D512 4k causal": Row(512, 4096, CAUSAL, 0.5),
     "D512 16k full": Row(512, 16384, {}),
     "D512 16k causal": Row(512, 16384, CAUSAL, 0.5),
+    "bias [1,h,q,k] D64 2k": Row(64, 2048, {}, 1.0, 16, mask=(1, 16, *PLANE)),
+    "softcap D128 4k causal": Row(128, 4096, CAUSAL | {"softcap": 30.0}, 0.5, tiles=SOFTCAP),
     "D256 4k full": Row(256, 4096, {}, tiles=D256),
     "D256 4k causal": Row(256, 4096, CAUSAL, 0.5),
     "D128 4k full": Row(128, 4096, {}),
     "D128 4k causal": Row(128, 4096, CAUSAL, 0.5),
-    "D128 4k causal GQA 4": Row(128, 4096, CAUSAL, 0.5, 32, 8),
     "D64 4k full": Row(64, 4096, {}),
     "D64 4k causal": Row(64, 4096, CAUSAL, 0.5),
-}  # fmt: skip
+}
 
 
 def made_of(row: Row) -> Any:
@@ -175,7 +171,8 @@ def sdpa(args: Any, dout: Any, made: Any) -> Callable[[], Any] | None:
     inputs = [q, k, v]
     mask = None
     if f.mask is not None:
-        mask = f.mask.detach().clone().requires_grad_()
+        own = f.mask[tuple(slice(None if step else 1) for step in f.mask.stride())]  # broadcast dims are 1 again
+        mask = own.detach().clone().requires_grad_()
         inputs.append(mask)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=p.rules.causal)
     return lambda: torch.autograd.grad(out, inputs, dout.transpose(1, 2), retain_graph=True)
@@ -194,6 +191,13 @@ def flex(args: Any, dout: Any, made: Any) -> Callable[[], Any] | None:
         q, k, v, score_mod=lambda s, b, h, i, j: cap * torch.tanh(s / cap), block_mask=block
     )
     return lambda: torch.autograd.grad(out, [q, k, v], dout.transpose(1, 2), retain_graph=True)
+
+
+def compiled_flex(row: Row) -> Callable[[], Any]:
+    args, call, dout = made_of(row)
+    run = flex(args, dout, call)
+    assert run is not None
+    return run
 
 
 def said(error: Exception) -> str:
@@ -223,10 +227,15 @@ def jobs_of(given: argparse.Namespace) -> list[tuple[str, Callable[[], Any]]]:
     """What workers do: checks, or all that is to be compiled."""
     if given.checks:
         return [(f"check {c}", lambda c=c: check_gradients(c, "triton", "cuda")) for c in chosen_cases()]
-    found: list[tuple[str, Callable[[], Any]]] = []
+    found: list[tuple[str, Callable[[], Any]]] = [
+        (f"check {c}", lambda c=c: print(f"{c}: {check_gradients(c, 'triton', 'cuda')}")) for c in GRADIENTS
+        if str(c) in ONE_QUERY
+    ]  # fmt: skip
     for name, row in ROWS.items():
         if given.only in name:
             found.append((name, lambda row=row: whole_pass(made_of(row)[1])()))
+            if given.peers and "softcap" in row.options:
+                found.append((f"{name} flex", lambda row=row: compiled_flex(row)()))
             for side, tiles in row.tiles.items() if given.tiles else ():
                 for tile in tiles:
                     made = lambda row=row, side=side, tile=tile: kernel_runner(made_of(row)[1], side, tile)  # noqa: E731
@@ -240,7 +249,7 @@ def work_of(given: argparse.Namespace) -> None:
     jobs = jobs_of(given)[given.worker :: WORKERS]
     done = 0
     for name, job in jobs:
-        if time.perf_counter() - start > PATIENCE:
+        if time.perf_counter() - start > PATIENCE and not given.checks:
             break
         tried(name, job)
         torch.cuda.empty_cache()
@@ -264,11 +273,11 @@ def compile_and_check(given: argparse.Namespace) -> list[str]:
 
 
 def repeats(made: Any) -> str:
-    """Whether a hundred repeats give the same bits."""
+    """Whether repeats give the same bits."""
     run, t = whole_pass(made), made.tensors
     run()
     first = {name: x.clone() for name, x in t.gradients().items()}
-    for _ in range(100):
+    for _ in range(REPEATS):
         for x in t.gradients().values():
             x.fill_(float("nan"))
         run()
@@ -298,34 +307,34 @@ def time_side(made: Any, name: str, side: str, tiles: list[tuple[int, ...]], rec
         key = ",".join(map(str, tile))
         notes[key] = f"s{spills}" * (spills > 0) + f" WRONG {off:.2g}" * (not off < 0.01)
         runs[key] = run
-    times = seconds(runs, 5, 1.0) if runs else {}
+    times = seconds(runs, 5, 0.5) if runs else {}
     record[f"{name} {side}"] = times
     parts = [f"{tile}:{t * 1e3:.3f}{notes[tile]}" for tile, t in sorted(times.items(), key=lambda x: x[1])]
     return f"  {side} ms: " + " ".join(parts)
 
 
-def time_row(name: str, row: Row, given: argparse.Namespace, record: dict[str, Any]) -> list[str]:
+def time_row(name: str, row: Row, given: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Times and prints one row."""
     made = tried(name, made_of, row)
     if made is None:
-        return [f"{name}: failed"]
+        return
     args, call, dout = made
     runs: dict[str, Any] = {"triton": whole_pass(call)}
     for peer, function in (("sdpa", sdpa), ("flex", flex)) if given.peers else ():
         runs[peer] = tried(f"{name} {peer}", function, args, dout, call)
     runs = {way: f for way, f in runs.items() if f and tried(f"{name} {way}", lambda f=f: f() or 1)}
-    bits = tried(f"{name} bits", repeats, call) if "4k" in name or "bias" in name else ""
-    times = seconds(runs, 6, 1.0) if runs else {}
+    bits = tried(f"{name} bits", repeats, call) if row.mask or row.tiles else ""
+    times = seconds(runs, 5, 0.6) if runs else {}
     rates = {way: flops(call, row.share) / s / 1e12 for way, s in times.items()}
     record["rows"][name] = {"seconds": times, "tflops": rates, "bits": bits}
     shown = [f"{way} {times[way] * 1e3:.3f}ms {rate:.0f}" for way, rate in rates.items()]
-    lines = [f"{name}: {' | '.join(shown)} {bits}"]
+    print(f"{name}: {' | '.join(shown)} {bits}", flush=True)
     best = 0.0
     for side, tiles in row.tiles.items() if given.tiles else ():
-        lines.append(time_side(call, name, side, tiles, record["tiles"]))
+        print(time_side(call, name, side, tiles, record["tiles"]), flush=True)
         best += min(record["tiles"][f"{name} {side}"].values(), default=math.inf)
     if best:
-        lines[0] += f" (best tiles, without delta: {flops(call, row.share) / best / 1e12:.0f})"
-    return lines
+        print(f"  best tiles, without delta: {flops(call, row.share) / best / 1e12:.0f}", flush=True)
 
 
 def main() -> None:
@@ -341,19 +350,18 @@ def main() -> None:
         work_of(given)
         return
     begin = time.perf_counter()
+    given.json.parent.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"torch": torch.__version__, "failures": compile_and_check(given), "tiles": {}, "rows": {}}
     print("\n".join(record["failures"]))
     print(f"{len(jobs_of(given))} jobs in {time.perf_counter() - begin:.0f} s", flush=True)
-    lines: list[str] = []
     for name, row in {} if given.checks else {n: r for n, r in ROWS.items() if given.only in n}.items():
         if time.perf_counter() - begin > LIMIT:
-            lines.append(f"{name}: out of time")
+            print(f"{name}: out of time")
             continue
-        lines += time_row(name, row, given, record)
+        time_row(name, row, given, record)
+        given.json.write_text(json.dumps(record, indent=1))
         torch.cuda.empty_cache()
-    given.json.parent.mkdir(parents=True, exist_ok=True)
     given.json.write_text(json.dumps(record, indent=1))
-    print("\n".join(lines))
     print(f"{time.perf_counter() - begin:.0f} s")
 
 

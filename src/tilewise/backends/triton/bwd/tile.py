@@ -200,6 +200,9 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
         s = capped(s, scale, softcap, S)
         bent = tl.fma(-s, s, tl.full(s.shape, 1.0, tl.float32))
         factor = softcap
+    if S.partial and S.linear:
+        if mixed:
+            s = hide_cells(s, tl.where(scale < 0, float("inf"), float("-inf")), qpos, n, ok, at, mask_k, rules, S)
     # x: logits less lse, in natural units or in those of exp2. What is added to them may be huge, and lse then is too:
     # it is taken off last.
     NATURAL: tl.constexpr = S.round == "f32" or S.alibi or S.mask == "float"
@@ -223,7 +226,7 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
         seen = seen_cells(bias, qpos, n, ok, rules, S)
     if S.mask == "float" and not LAST:
         x = tl.where(seen, x, float("-inf"))
-    elif S.partial and not LAST:
+    elif S.partial and not S.linear and not LAST:
         if mixed:
             x = hide_cells(x, float("-inf"), qpos, n, ok, at, mask_k, rules, S)
     if NATURAL:
