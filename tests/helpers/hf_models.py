@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers as hf
 
@@ -85,10 +87,10 @@ ENCODERS = {
 }  # fmt: skip
 
 
-def build(name: str) -> torch.nn.Module:
+def build(name: str, others: dict[str, Any] | None = None) -> torch.nn.Module:
     """A model whose attention is peaked, so that a wrong mask or scale shows."""
     torch.manual_seed(0)
-    model = {**DECODERS, **ENCODERS}[name]().eval()
+    model = {**DECODERS, **ENCODERS, **(others or {})}[name]().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim > 1:

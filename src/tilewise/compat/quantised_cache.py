@@ -96,13 +96,18 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
             kept, k, v = new, key_states, value_states
         if self.held + kept > self.cache.capacity:
             self._make_room(kept)
-        self.cache.append(k, v)
+        self.cache.append(k, None if self.cache.latent else v)
         self.held += kept
         self.cumulative_length += new
         if prompt:
             return key_states, value_states
-        held = Held(self.cache, self.held)
+        held = self.hold(new)
         return held, held
+
+    def hold(self, new: int) -> Held:
+        """What stands for all tokens, `new` of which came last."""
+        assert self.cache is not None
+        return Held(self.cache, self.held)
 
     def _kept(self, tokens: int) -> int:
         """Of so many tokens, how many the next query can reach."""

@@ -27,10 +27,11 @@ if reason := too_old():
     raise MissingPackage(f"{reason}: {install_line('hf')}", name="transformers")
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
+from .latent_cache import LatentCache, LatentHeld, absorbed_queries  # noqa: E402
 from .mask_patterns import Pattern, make_mask  # noqa: E402
 from .quantised_cache import Held, QuantisedCache  # noqa: E402
 
-__all__ = ["QuantisedCache", "attention_forward", "register", "register_flash"]
+__all__ = ["LatentCache", "QuantisedCache", "attention_forward", "register", "register_flash"]
 
 # transformers looks for these in a name, and treats what has them in ways of its own.
 RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged|", "/")
@@ -78,6 +79,8 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     cache: Any = None,
     output_attentions: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
@@ -89,13 +92,16 @@ def attention_forward(
     """transformers' attention function.
 
     Args:
-        query: `[B, H, Lq, D]`; key `[B, Hkv, Lk, D]`; value `[B, Hkv, Lk, Dv]`. Or both what a `QuantisedCache` holds.
+        query: `[B, H, Lq, D]`; key `[B, Hkv, Lk, D]`; value `[B, Hkv, Lk, Dv]`. Or both what a `QuantisedCache` or a
+            `LatentCache` holds.
         attention_mask: what `make_mask` made, or a mask `[B, 1 or H, Lq, Lk]` of the model's own: bool, or added.
         dropout: 0.0; anything else is refused.
         scaling: default `D ** -0.5`.
         is_causal: without a mask, row `i` sees keys 0 to `i`. Default: the module's `is_causal`.
         softcap, s_aux: `softcap` and `sinks` of `tilewise.attention`.
         position_bias: `[1 or B, H, Lq, Lk]`, added to the scores.
+        indices: `[B, Lq, n]`, `key_indices` of `tilewise.attention` (DeepSeek V3.2 and others choose keys).
+        block_indices: `[B, Hkv, Lq, n]`, blocks of keys for each query (MiniMax M3), of the module's `block_size`.
         cu_seq_lens_q, cu_seq_lens_k: offsets of sequences that are packed in one row.
         max_length_q, max_length_k: the longest of them.
 
@@ -118,6 +124,15 @@ def attention_forward(
         remedy = "use the name that tilewise.compat.transformers.register_flash() returns"
         raise InvalidArgument("cache", type(cache).__name__, "None: no continuous batching by this name", remedy)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if block_indices is not None:
+        indexer: Any = module.indexer
+        indices = _keys_of_blocks(block_indices, indexer.block_size, key.shape[2])
+    if indices is not None:
+        options["key_indices"] = indices.to(torch.int32)
+    if isinstance(key, LatentHeld):
+        query, values = absorbed_queries(module, *autocast(query, query))
+        out = _over_cache(module, query, key, attention_mask, is_causal, position_bias, options)  # [B, L, H, rank]
+        return (out.transpose(1, 2) @ values).transpose(1, 2), None
     if isinstance(key, Held):
         return _over_cache(module, query, key, attention_mask, is_causal, position_bias, options), None
     query, key, value = autocast(query, query, key, value)
@@ -129,7 +144,13 @@ def attention_forward(
     if isinstance(attention_mask, Pattern):
         options |= attention_mask.options
         p = attention_mask.packed
-        if p is not None and (p.only or (position_bias is None and all(_end_to_end(x) for x in (q, k, v)))):
+        if p is not None and p.only and indices is not None:
+            raise InvalidArgument("indices", "keys of their own for packed sequences", "sequences in rows of their own")
+        if (
+            p is not None
+            and indices is None
+            and (p.only or (position_bias is None and all(_end_to_end(x) for x in (q, k, v))))
+        ):
             packed = p.offsets, p.offsets, p.longest, p.longest, p.lengths
     elif attention_mask is not None:
         options["mask"] = attention_mask[..., : k.shape[1]]
@@ -171,6 +192,12 @@ def _over_cache(
     if query.shape[2] == 1:
         return held.cache.attend(query, **options).transpose(1, 2)
     return held.cache.attend(query.transpose(1, 2), layout="blhd", **options)
+
+
+def _keys_of_blocks(blocks: torch.Tensor, size: int, keys: int) -> torch.Tensor:
+    """The keys of blocks `[..., n]`, `[..., n * size]`; -1 where there is none."""
+    found = blocks[..., None] * size + torch.arange(size, device=blocks.device)
+    return found.masked_fill((blocks < 0)[..., None] | (found >= keys), -1).flatten(-2)
 
 
 def _in_sequences(

@@ -1,0 +1,169 @@
+"""`LatentCache`: transformers' models of latent attention (MLA: DeepSeek, GLM, Kimi) over rows that hold K and V once.
+
+Their attention keeps a latent row c (the `kv_lora_rank` elements that keys and values are made of) and a rope part r,
+which all heads share, and would expand all of them to keys and values of every head at each step. With keys [W_uk c, r]
+and values W_uv c the projections move to the other side instead (absorbed form):
+
+    q . k = (W_uk^T q_nope) . c + q_rope . r        sum p v = W_uv (sum p c)
+
+so that a step is attention of all heads over one KV head, [c, r], whose first elements are its values. Many queries at
+once cost less in the expanded form: prompts, and chunks of `EXPANDED` queries or more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..errors import InvalidArgument
+from ..kv_cache import KVCache
+from .quantised_cache import Held, QuantisedLayer
+
+# Queries from which on expanding a key once (2 * 512 * 256 FLOP for each head of DeepSeek V3) is less than what its
+# absorbed form costs each query more (2 * (576 + 512 - 192 - 128)).
+EXPANDED = 170
+
+
+class LatentHeld(Held):
+    """Latent rows of a layer, in the place of both parts that the model hands to its cache; `new` of them came last."""
+
+    def __init__(self, cache: KVCache, tokens: int, new: int, dtype: torch.dtype) -> None:
+        super().__init__(cache, tokens)
+        self.new, self.dtype = new, dtype
+
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows as the model would have them: latent parts and rope parts, `[B, 1, L, ...]`."""
+        latent = self.cache.latent
+        rows = self.cache.store.k.map(lambda x: x[:, :, : self.tokens]).floats(self.dtype)
+        return rows[..., :latent], rows[..., latent:]
+
+
+class LatentLayer(QuantisedLayer):
+    """The cache of one layer: a `KVCache` with `latent=`, and the keys of the model's indexer, if it has one."""
+
+    def __init__(self, make: Callable[..., KVCache], capacity: int, stored: torch.dtype | str | None) -> None:
+        super().__init__(make, capacity)
+        self.stored = stored
+
+    def reset(self) -> None:
+        super().reset()
+        self.indexer_keys: torch.Tensor | None = None  # [B, L, D]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        batch, _, tokens, width = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        options = {"latent": value_states.shape[-1], "device": self.device}
+        self.cache = self.make(batch, 1, self._room(tokens), width, self.stored or self.dtype, **options)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """`key_states` are latent parts, `value_states` rope parts."""
+        rows = torch.cat((key_states, value_states), -1)
+        held, _ = super().update(rows, key_states)
+        return (key_states, value_states) if held is rows else (held, held)
+
+    def hold(self, new: int) -> Held:
+        assert self.cache is not None
+        return LatentHeld(self.cache, self.held, new, self.dtype)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        old = [] if self.indexer_keys is None else [self.indexer_keys]
+        self.indexer_keys = torch.cat([*old, indexer_key_states], 1)
+        return self.indexer_keys
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.indexer_keys is not None and tokens_to_remove:
+            self.indexer_keys = self.indexer_keys[:, :tokens_to_remove]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._select_indexer(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._select_indexer(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys.repeat_interleave(repeats, 0)
+
+    def _select_indexer(self, rows: torch.Tensor) -> None:
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[rows.to(self.indexer_keys.device)]
+
+
+class LatentCache(Cache):  # type: ignore[misc]
+    """A cache of transformers for models of latent attention with `attn_implementation="tilewise"`.
+
+    Args:
+        config: of the model, one whose attention keeps latent rows: DeepSeek V2, V3, V3.2, GLM, Kimi, MiniCPM3, ...
+        dtype: how rows are stored: `"fp8_latent"`, `"int8"`, ... Default: as they come.
+        group: elements that share a scale: 32, 64 or 128.
+        capacity: tokens to have room for from the start. Without it a cache grows by an eighth at a time.
+
+    A token takes `kv_lora_rank + qk_rope_head_dim` elements of each layer. Steps are computed in the absorbed form.
+    `generate` takes it as it takes a `QuantisedCache`.
+    """
+
+    def __init__(
+        self, config: Any, dtype: torch.dtype | str | None = None, *, group: int = 64, capacity: int = 0
+    ) -> None:
+        text = config.get_text_config(decoder=True)
+        absorb(text.model_type)
+        layers = DynamicCache(config=config).layers
+        if other := {type(x).__name__ for x in layers if not isinstance(x, DynamicLayer) or x.is_sliding}:
+            raise InvalidArgument("config", f"a model with {other.pop()}", "layers of full attention")
+        make = partial(KVCache, group=group)
+        make(0, 1, 1, text.kv_lora_rank + text.qk_rope_head_dim, dtype, latent=text.kv_lora_rank)  # or it is told now
+        super().__init__(layers=[LatentLayer(make, capacity, dtype) for _ in layers])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all layers, room for tokens to come included."""
+        return sum(layer.cache.nbytes for layer in self.layers if layer.cache is not None)
+
+
+@cache
+def absorb(model_type: str) -> None:
+    """Makes the attention of a model of transformers leave latent rows to tilewise; other caches change nothing."""
+    try:
+        module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+        found = [x for _, x in inspect.getmembers(module, inspect.isclass) if "expand_kv" in vars(x)]
+    except ImportError:
+        found = []
+    if not found:
+        given, wanted = f"a model of type {model_type!r}", "one whose attention has expand_kv, as DeepSeek V3"
+        raise InvalidArgument("config", given, wanted, "use a DynamicCache")
+    attention: Any
+    for attention in found:
+        attention.expand_kv = _or_held(attention.expand_kv)
+
+
+def _or_held(expand: Any) -> Any:
+    @wraps(expand)
+    def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
+        if not isinstance(kv_nope, LatentHeld):
+            return expand(self, kv_nope, k_rot)
+        return expand(self, *kv_nope.parts()) if kv_nope.new >= EXPANDED else (kv_nope, k_rot)
+
+    return expand_kv
+
+
+def absorbed_queries(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries `[B, H, L, nope + rope]` as `[B, H, L, rank + rope]`, and W_uv `[H, rank, Dv]` for what comes out."""
+    nope, weight = module.qk_nope_head_dim, module.kv_b_proj.weight
+    if not weight.is_floating_point() or module.kv_b_proj.bias is not None:
+        given = f"a kv_b_proj of {weight.dtype}" + " with a bias" * (module.kv_b_proj.bias is not None)
+        raise InvalidArgument("past_key_values", f"a LatentCache with {given}", "float weights", "use a DynamicCache")
+    weight = weight.to(query.dtype).unflatten(0, (-1, nope + module.v_head_dim))  # [H, nope + Dv, rank]
+    latent = query[..., :nope] @ weight[:, :nope]
+    return torch.cat((latent, query[..., nope:]), -1), weight[:, nope:].mT
