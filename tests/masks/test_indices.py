@@ -4,7 +4,16 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import InvalidArgument, KVCache, PagedKVCache, Quantised, attention, paged_attention, varlen_attention
+from tilewise import (
+    InvalidArgument,
+    KVCache,
+    PagedKVCache,
+    Quantised,
+    TileMap,
+    attention,
+    paged_attention,
+    varlen_attention,
+)
 
 B, H, HKV, LQ, LK, D = 2, 4, 2, 7, 23, 16
 
@@ -185,3 +194,43 @@ def test_quantised_keys():
     k8, v4 = Quantised.from_float(k, "int8", 32), Quantised.from_float(v, "int4", 32)
     want = attention(q, k8.dequantise(), v4.dequantise(), key_indices=indices)
     torch.testing.assert_close(attention(q, k8, v4, key_indices=indices), want, atol=3e-6, rtol=1e-5)
+
+
+def test_maps_of_blocks():
+    """What a map lists is what it was made of, and a call that is given both takes them for one choice."""
+    q, k, v = inputs()
+    blocks = torch.tensor([[[0, -1], [1, 4]], [[3, 2], [-1, -1]]]).int()
+    chosen_map = TileMap.from_blocks(blocks, 5, LQ, LK)
+    assert chosen_map.counts() == (15, 0, 5)
+    listed = chosen_map.block_indices()
+    assert listed.tolist() == [[[[0, -1], [1, 4]]], [[[2, 3], [-1, -1]]]]
+    want = attention(q, k, v, block_indices=blocks, block_size=5)
+    for given in (blocks, listed):
+        got = attention(q, k, v, block_indices=given, block_size=5, tile_map=chosen_map)
+        torch.testing.assert_close(got, want, atol=3e-6, rtol=1e-5)
+    with pytest.raises(InvalidArgument, match="a map of chosen blocks, without block_indices"):
+        attention(q, k, v, tile_map=chosen_map)
+    with pytest.raises(InvalidArgument, match=r"an index of 5, expected -1 \(none\) to 4"):
+        TileMap.from_blocks(blocks + 1, 5, LQ, LK)
+
+
+def test_maps_of_the_best_tiles():
+    q, k, v = inputs()
+    scores = torch.randn(B, HKV, 2, 6)
+    scores[0, 1, 0] = -torch.inf
+    scores[1, 0, 1, 2:] = float("nan")
+    best = TileMap.from_topk(scores, 3, (4, 4), LQ, LK)
+    blocks = best.block_indices()
+    for b in range(B):
+        for h in range(HKV):
+            for i in range(2):
+                row = scores[b, h, i]
+                usable = [j for j in range(6) if row[j] > -torch.inf]
+                want = sorted(sorted(usable, key=lambda j: -row[j])[:3])
+                assert [j for j in blocks[b, h, i].tolist() if j >= 0] == want
+    rules = TileMap.from_spec(LQ, LK, (4, 4), causal=True)
+    fewer = (best & rules).block_indices()  # without what causal hides
+    results = [attention(q, k, v, block_indices=x, block_size=4, causal=True) for x in (blocks, fewer)]
+    torch.testing.assert_close(*results, atol=3e-6, rtol=1e-5)
+    with pytest.raises(InvalidArgument, match="square tiles"):
+        best.retile((4, 8)).block_indices()

@@ -13,6 +13,7 @@ from .devices import as_device
 from .extras import need
 from .mask_rules import MaskRules, key_spans, place_rows, span_tiles
 from .options import LIMIT, PLACES, Options, as_offset, as_places, as_rules, as_size, as_tile, is_int, to_int
+from .tile_blocks import best_of, indices_of, states_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +46,8 @@ class TileMap:
     """A score matrix `[Lq, Lk]` cut into tiles `(BQ, BK)`, each 0 skip, 1 mixed or 2 full.
 
     Make one with `from_mask` or `from_spec`, combine them with `&`, hand it to a call as `tile_map=`. The output is the
-    same, bit for bit, with and without it.
+    same, bit for bit, with and without it. `from_blocks` and `from_topk` make maps of what queries choose; a call is
+    told of that by `block_indices=`, which `block_indices()` lists.
 
     Args:
         states: uint8 `[1 or B, 1 or H, nq, nk]`; `nq = ceil(Lq / BQ)`, or 1 where the mask is broadcast, `nk` likewise.
@@ -53,6 +55,7 @@ class TileMap:
         shape: `(Lq, Lk)` of what was classified; 1 where a mask is broadcast.
         mask_kind: `"bool"` or `"float"` if it classifies a dense mask.
         spec: the rules, if it classifies position rules.
+        chosen: whether it holds a choice of blocks, which a call must have as `block_indices` too.
     """
 
     states: torch.Tensor
@@ -60,6 +63,7 @@ class TileMap:
     shape: tuple[int, int]
     mask_kind: str | None = None
     spec: Spec | None = field(default=None, repr=False)
+    chosen: bool = False
 
     def __post_init__(self) -> None:
         as_tile("tile", self.tile)
@@ -187,6 +191,45 @@ class TileMap:
             span_tiles(*spans, Lk, tile)[:, None], tile, (Lq, Lk), spec=Spec(rules, q_offset, kv_lengths, places)
         )
 
+    @classmethod
+    def from_blocks(cls, block_indices: Any, block_size: int, Lq: int, Lk: int) -> TileMap:
+        """The blocks that `block_indices` choose, `[B, ceil(Lq / block_size), n]` or `[B, Hkv, ...]`: full, the others
+        are skipped.
+
+        >>> print(TileMap.from_blocks(torch.tensor([[[0, -1], [1, 3]]]), 2, 4, 8))
+        TileMap 4 x 8 in tiles of 2 x 2: 5 skip, 0 mixed, 3 full
+        █...
+        .█.█
+        """
+        tile = as_tile("block_size", (block_size, block_size))
+        Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
+        return cls(states_of(block_indices, -(-Lk // tile[1])), tile, (Lq, Lk), chosen=True)
+
+    @classmethod
+    def from_topk(cls, scores: Any, count: int, tile: tuple[int, int], Lq: int, Lk: int) -> TileMap:
+        """The `count` best tiles of each row of tiles, by `scores` `[B, H, nq, nk]` (or without B, or both); those of
+        `-inf` are never chosen.
+
+        >>> print(TileMap.from_topk(torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 4.0]]), 2, (4, 4), 8, 12))
+        TileMap 8 x 12 in tiles of 4 x 4: 2 skip, 0 mixed, 4 full
+        █.█
+        .██
+        """
+        return cls(best_of(scores, count), as_tile("tile", tile), (as_size("Lq", Lq), as_size("Lk", Lk)), chosen=True)
+
+    def block_indices(self) -> torch.Tensor:
+        """The tiles that are not skipped, as `block_indices` of a call: int32 `[1 or B, H, nq, n]`, -1 past a row's.
+
+        For square tiles; on a GPU this waits for the map.
+
+        >>> TileMap.from_spec(6, 6, (2, 2), causal=True).block_indices()[0, 0].tolist()
+        [[0, -1, -1], [0, 1, -1], [0, 1, 2]]
+        """
+        if self.tile[0] != self.tile[1]:
+            remedy = "retile it"
+            raise InvalidArgument("tile", self.tile, "square tiles: blocks have as many queries as keys", remedy)
+        return indices_of(self.states)
+
     def __and__(self, other: TileMap) -> TileMap:
         """The map of both: a tile is skipped where either skips it and full where both are full."""
         if not isinstance(other, TileMap):
@@ -202,7 +245,8 @@ class TileMap:
         kinds = {self.mask_kind, other.mask_kind} - {None}
         kind = None if not kinds else "float" if "float" in kinds else "bool"
         shape = (max(shapes[0]), max(shapes[1]))
-        return TileMap(states, self.tile, shape, mask_kind=kind, spec=self.spec or other.spec)
+        return TileMap(states, self.tile, shape, mask_kind=kind, spec=self.spec or other.spec,
+                       chosen=self.chosen or other.chosen)  # fmt: skip
 
     def retile(self, tile: tuple[int, int]) -> TileMap:
         """The same map in other tiles; a tile that crosses tiles of several kinds becomes mixed."""
@@ -212,7 +256,7 @@ class TileMap:
         states = self.states
         for dim, (size, old, new) in enumerate(zip(self.shape, self.tile, tile, strict=True), start=2):
             states = _retile(states, dim, size, old, new)
-        return TileMap(states, tile, self.shape, self.mask_kind, self.spec)
+        return TileMap(states, tile, self.shape, self.mask_kind, self.spec, self.chosen)
 
     def counts(self) -> TileCounts:
         """Tiles of each kind, over all planes (on a GPU this waits for the map)."""

@@ -32,6 +32,9 @@ def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
     planes, sizes = tuple(tile_map.states.shape[:2]), (p.batch, p.heads)
     if any(n not in (1, size) for n, size in zip(planes, sizes, strict=True)):
         raise InvalidArgument("tile_map", f"{planes} planes", f"{sizes}, each size or 1")
+    if tile_map.chosen and (p.selection is None or p.selection.block == 1):
+        remedy = "block_indices=tile_map.block_indices(), block_size=...: a map alone hides nothing"
+        raise InvalidArgument("tile_map", "a map of chosen blocks, without block_indices", "block_indices too", remedy)
     kind = None if p.mask is None else "bool" if p.mask.is_bool else "float"
     if tile_map.mask_kind is not None and kind is None:
         raise InvalidArgument("tile_map", "a map of a dense mask, without that mask", "mask= beside it")

@@ -1,0 +1,55 @@
+"""Tiles as lists of block numbers, and lists as tiles: what `TileMap` and `block_indices` have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgument
+from ..validation.arrays import to_tensor
+from .options import is_int
+
+FULL = 2  # as in `tile_map.py`, which uses this module
+
+
+def states_of(indices: Any, columns: int) -> torch.Tensor:
+    """`block_indices` `[B, rows, n]` or `[B, heads, rows, n]` as states `[B, 1 or heads, rows, columns]`: full where a
+    block is chosen.
+    """
+    x = to_tensor("block_indices", indices)
+    if x.dtype not in (torch.int32, torch.int64) or x.ndim not in (3, 4):
+        raise InvalidArgument("block_indices", f"{x.dtype} of rank {x.ndim}", "int32 [B, rows, n] or [B, Hkv, rows, n]")
+    x = (x[:, None] if x.ndim == 3 else x).long()
+    if x.is_cpu and x.numel() and not (int(x.min()) >= -1 and int(x.max()) < columns):
+        wrong = int(x.min()) if int(x.min()) < -1 else int(x.max())
+        raise InvalidArgument("block_indices", f"an index of {wrong}", f"-1 (none) to {columns - 1}")
+    states = torch.zeros((*x.shape[:3], columns + 1), dtype=torch.uint8, device=x.device)
+    return states.scatter_(3, torch.where(x < 0, columns, x), FULL)[..., :columns].contiguous()
+
+
+def best_of(scores: Any, count: Any) -> torch.Tensor:
+    """States `[B, H, rows, columns]`: full in each row's `count` best tiles; none with a score of -inf or NaN is."""
+    x = to_tensor("scores", scores)
+    if not x.is_floating_point() or x.ndim not in (2, 3, 4):
+        raise InvalidArgument("scores", f"{x.dtype} of rank {x.ndim}", "floats [B, H, nq, nk], [H, nq, nk] or [nq, nk]")
+    if not is_int(count) or count < 0:
+        raise InvalidArgument("count", repr(count), "an int of 0 or more tiles")
+    x = x[(None,) * (4 - x.ndim)]
+    x = torch.where(x.isnan(), -torch.inf, x)
+    values, best = x.topk(min(count, x.shape[3]), 3)
+    states = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+    return states.scatter_(3, best, torch.where(values == -torch.inf, 0, FULL).to(torch.uint8))
+
+
+def indices_of(states: torch.Tensor) -> torch.Tensor:
+    """The tiles of each row that are not skipped, in order: int32 `[B, H, rows, n]`, -1 where there are fewer than n.
+
+    Waits for the device: n is the most that a row has.
+    """
+    seen = states != 0
+    counts = seen.sum(3)
+    most = int(counts.max()) if counts.numel() else 0
+    order = torch.argsort(~seen, dim=3, stable=True)[..., :most]  # those that are seen first
+    there = torch.arange(most, device=states.device) < counts[..., None]
+    return torch.where(there, order, -1).to(torch.int32)
