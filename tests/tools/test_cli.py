@@ -56,7 +56,7 @@ def test_importing_the_package_loads_neither_the_command_nor_what_it_may_use():
     assert done.stdout == "[]\n"
 
 
-COMMANDS = "doctor demo chat embed plan scale bench report compare verify tune warmup".split()
+COMMANDS = "doctor demo chat embed serve plan scale bench report compare verify tune warmup".split()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=str)
@@ -92,7 +92,7 @@ def test_examples_of_the_help_run(capsys, monkeypatch, tmp_path):
         assert main(shown[name]) == 0, shown[name]
     assert main(shown["compare"]) == 2
     assert "have no case in common" in capsys.readouterr().out
-    for name in ("demo", "chat", "embed", "verify", "tune", "warmup"):
+    for name in ("demo", "chat", "embed", "serve", "verify", "tune", "warmup"):
         assert cli._parser().parse_args(shown[name]).command == name
 
 

@@ -1,25 +1,32 @@
-"""`tilewise chat`: SmolLM2-135M-Instruct on this machine, its attention by tilewise and beside it by torch's SDPA."""
+"""`tilewise chat`: a model on this machine, its attention by tilewise and beside it by torch's SDPA.
+
+A talk keeps its cache: of each prompt only what is new is computed.
+"""
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
-from .pretrained import END, SYSTEM, smollm2, smollm2_file
-
-SUM_OF_POSITIONS = 8192  # of the model
+from ..errors import InvalidArgument
+from .pretrained import causal_lm, converted, smollm2_file
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens made after a prompt, and the seconds that the prompt and each token took."""
+    """Tokens made after a prompt, and the seconds that what is new of the prompt and each token took."""
 
     tokens: list[int]
+    prompt: int  # tokens that were computed of it
     prompt_seconds: float
     seconds: float
 
@@ -28,59 +35,134 @@ class Answer:
         """Tokens in a second, after the prompt; the first comes with it."""
         return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 else 0.0
 
-
-@torch.inference_mode()
-def answer(
-    model: Any, prompt: list[int], most: int, end: int | None = END, show: Callable[[int], None] | None = None
-) -> Answer:
-    """The likeliest tokens after a prompt, up to `end` or as many as `most`."""
-    start = time.perf_counter()
-    step = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
-    made = [int(step.logits[0, -1].argmax())]
-    prompt_done = time.perf_counter()
-    while True:
-        if show is not None:
-            show(made[-1])
-        if made[-1] == end or len(made) == most:
-            break
-        step = model(torch.tensor([made[-1:]]), past_key_values=step.past_key_values, use_cache=True)
-        made.append(int(step.logits[0, -1].argmax()))
-    return Answer(made, prompt_done - start, time.perf_counter() - prompt_done)
+    def __str__(self) -> str:
+        prompt = f"{self.prompt} new ones of the prompt in {self.prompt_seconds:.2f} s"
+        return f"{self.per_second:6.1f} tokens/s after {prompt}"
 
 
-def chat(question: str | None, most: int, compare: bool) -> int:
+class Talk:
+    """A model, a cache of transformers and the tokens that are in it."""
+
+    def __init__(self, model: Any, attention: str = "tilewise", make_cache: Callable[[], Any] | None = None) -> None:
+        from transformers import DynamicCache
+
+        self.model, self.attention = model, attention
+        self.make_cache = make_cache or (lambda: DynamicCache(config=model.config))
+        self.cache: Any = self.make_cache()
+        self.held: list[int] = []
+
+    @torch.inference_mode()
+    def answer(
+        self,
+        prompt: list[int],
+        most: int,
+        end: int | None = None,
+        show: Callable[[int], None] | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Answer:
+        """The likeliest tokens after a prompt, up to `end`, as many as `most` or until `stopped`."""
+        self.model.set_attn_implementation(self.attention)
+        start = time.perf_counter()
+        new = prompt[self._keep(prompt) :]
+        made = [self._step(new)]
+        prompt_done = time.perf_counter()
+        while True:
+            if show is not None:
+                show(made[-1])
+            if made[-1] == end or len(made) == most or stopped():
+                break
+            made.append(self._step(made[-1:]))
+        return Answer(made, len(new), prompt_done - start, time.perf_counter() - prompt_done)
+
+    def _step(self, tokens: list[int]) -> int:
+        step = self.model(torch.tensor([tokens]), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.held += tokens
+        return int(step.logits[0, -1].argmax())
+
+    def _keep(self, prompt: list[int]) -> int:
+        """Leaves in the cache what the prompt begins with, but its last token; returns how many tokens that are."""
+        pairs = zip(self.held, prompt[:-1], strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.held), len(prompt) - 1))
+        if same < len(self.held):
+            try:
+                self.cache.crop(same - len(self.held))
+            except (InvalidArgument, RuntimeError):  # a window has forgotten what comes before
+                self.cache, same = self.make_cache(), 0
+        self.held = self.held[:same]
+        return same
+
+
+def chat(
+    question: str | None,
+    most: int,
+    compare: bool,
+    model: Path | None = None,
+    gguf: Path | None = None,
+    stored: str | None = None,
+) -> int:
     """Answers one question, or those that are typed until an empty line; returns the exit status."""
-    smollm2_file()  # what is missing is told first
-    print("loading SmolLM2-135M-Instruct", file=sys.stderr)
-    model, tokenizer = smollm2()
-    for name in ("sdpa", "tilewise") if compare else ("tilewise",):  # what is done once for each is not the answer's
-        model.set_attn_implementation(name)
-        answer(model, tokenizer.encode(SYSTEM).ids, 2)
-    text = SYSTEM
+    folder = model
+    if folder is None:
+        source = gguf or smollm2_file()  # what is missing is told first
+        print(f"loading {source.stem}", file=sys.stderr)
+        folder = converted(source)
+    net, tokenizer = causal_lm(folder, "auto" if model else torch.float32)
+    end, room = tokenizer.eos_token_id, net.config.get_text_config(decoder=True).max_position_embeddings
+    talks = {"tilewise": Talk(net, "tilewise", _cache_of(net, stored))}
+    if compare:
+        talks["SDPA"] = Talk(net, "sdpa")
+    messages: list[dict[str, str]] = []
     while True:
         asked = question if question is not None else _ask()
         if not asked:
             return 0
-        text += f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
-        prompt = tokenizer.encode(text).ids
-        if len(prompt) + most > SUM_OF_POSITIONS:
+        messages.append({"role": "user", "content": asked})
+        prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+        if len(prompt) + most > room:
             print(f"tilewise chat: the talk has {len(prompt)} tokens, and the model no more room", file=sys.stderr)
             return 1
-        ours = answer(model, prompt, most, show=_Printer(tokenizer))
-        print(f"\n\ntilewise  {_speed(ours, len(prompt))}")
-        if compare:
-            model.set_attn_implementation("sdpa")
-            sdpa = answer(model, prompt, most)
-            model.set_attn_implementation("tilewise")
-            same = "the same tokens" if sdpa.tokens == ours.tokens else "other tokens"
-            print(f"SDPA      {_speed(sdpa, len(prompt))}, {same}")
+        if len(messages) == 1:  # what is done once for each is not the answer's
+            for talk in talks.values():
+                Talk(net, talk.attention, talk.make_cache).answer(prompt[:8], 2)
+        with _interruptible() as stopped:
+            ours = talks["tilewise"].answer(prompt, most, end, _Printer(tokenizer), stopped)
+        print(f"\n\ntilewise  {ours}")
+        if compare and not stopped():
+            theirs = talks["SDPA"].answer(prompt, most, end)
+            same = "the same tokens" if theirs.tokens == ours.tokens else "other tokens"
+            print(f"SDPA      {theirs}, {same}")
         if question is not None:
             return 0
-        text += tokenizer.decode(ours.tokens) + "<|im_end|>\n"
+        messages.append({"role": "assistant", "content": tokenizer.decode(ours.tokens, skip_special_tokens=True)})
 
 
-def _speed(made: Answer, prompt: int) -> str:
-    return f"{made.per_second:6.1f} tokens/s after a prompt of {prompt} in {made.prompt_seconds:.2f} s"
+def _cache_of(model: Any, stored: str | None) -> Callable[[], Any] | None:
+    if stored is None:
+        return None
+    from ..compat.transformers import QuantisedCache
+
+    return lambda: QuantisedCache(model.config, stored)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is only noted, so that no step is left half done; a second one interrupts as ever."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, note)
+    except ValueError:  # not in the main thread, where signals do not arrive
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _ask() -> str:
@@ -99,7 +181,7 @@ class _Printer:
 
     def __call__(self, token: int) -> None:
         self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens)
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
         if not text.endswith("�"):
             print(text[len(self.shown) :], end="", flush=True)
             self.shown = text

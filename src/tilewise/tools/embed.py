@@ -21,11 +21,8 @@ EXAMPLES = (
 
 def batch(tokenizer: Any, sentences: Sequence[str]) -> dict[str, torch.Tensor]:
     """Tokens of sentences and their mask `[B, L]`, padded on the right to the longest."""
-    rows = [encoded.ids[: encoded.attention_mask.count(1)] for encoded in tokenizer.encode_batch(list(sentences))]
-    longest = max(map(len, rows))
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    return {"input_ids": tokens, "attention_mask": mask}
+    made = tokenizer(list(sentences), padding=True, truncation=True, return_tensors="pt")
+    return {name: made[name] for name in ("input_ids", "attention_mask")}
 
 
 @torch.inference_mode()

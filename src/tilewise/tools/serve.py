@@ -1,0 +1,93 @@
+"""`tilewise serve`: the server of transformers, an OpenAI-compatible one, with attention by tilewise.
+
+HTTP, scheduling, continuous batching and sampling are transformers' own. tilewise is the attention that it loads by
+name (`compat.transformers.register_flash`). Beside that, a prompt that cannot fit is refused (transformers would wait
+for room forever), and a stop leaves no thread behind.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..core.extras import need
+from ..errors import InvalidArgument
+from .pretrained import converted, smollm2_file
+
+PAGE = 256  # tokens, transformers' own
+GRACE = 3  # seconds that answers under way have when the server is to stop
+
+
+def serve(model: str | None, host: str, port: int, attention: str, tokens: int, device: str, dtype: str) -> int:
+    """Serves until it is interrupted; returns the exit status.
+
+    Args:
+        model: a folder, or the name of a repository on the hub; None is SmolLM2.
+        attention: `"tilewise"`, or an implementation of transformers to compare with.
+        tokens: that the cache of continuous batching has room for.
+    """
+    need("serve", "transformers", "fastapi", "uvicorn", "kernels", "psutil", by="tilewise serve")
+    name = str(converted(smollm2_file())) if model is None else model
+    if Path(name).is_dir() and not (Path(name) / "tokenizer_config.json").is_file():
+        raise InvalidArgument("model", name, "a folder with a model and its tokenizer, as transformers saves them")
+    from transformers.cli.serve import Serve
+
+    from ..compat.transformers import register_flash
+
+    batchers: list[Any] = []
+
+    class Server(Serve):  # type: ignore[misc]
+        def start_server(self) -> None:
+            """Called once, when the model has been loaded."""
+            (loaded,) = self._model_manager.loaded_models.values()
+            _limit_prompts(loaded.model, tokens, batchers)
+            self.server.config.timeout_graceful_shutdown = GRACE
+            super().start_server()
+
+    running = Server(
+        force_model=name,
+        continuous_batching=True,
+        attn_implementation=register_flash() if attention == "tilewise" else attention,
+        cb_num_blocks=-(-tokens // PAGE),
+        device=device,
+        dtype=dtype,
+        host=host,
+        port=port,
+        non_blocking=True,
+    )
+    print(f"model {name!r} at http://{host}:{port}/v1, attention by {attention}; Ctrl-C stops it", file=sys.stderr)
+    try:
+        running._thread.join()
+    finally:
+        running.server.should_exit = True
+        running._thread.join(2 * GRACE)
+        for batcher in batchers:
+            batcher.stop(hard_stop=True)  # its requests too; waits for the step under way
+        running.reset_loaded_models()
+    return 0
+
+
+def _limit_prompts(model: Any, tokens: int, batchers: list[Any]) -> None:
+    """Refuses prompts that the model or the cache has no room for, and shortens answers to what is left of it."""
+    from fastapi import HTTPException
+
+    room = min(tokens, model.config.get_text_config(decoder=True).max_position_embeddings)
+    make = model.init_continuous_batching
+
+    def init_continuous_batching(*args: Any, **options: Any) -> Any:
+        batcher = make(*args, **options)
+        add = batcher.add_request
+
+        def add_request(input_ids: list[int], *rest: Any, max_new_tokens: int | None = None, **more: Any) -> Any:
+            if len(input_ids) >= room:
+                raise HTTPException(400, f"a prompt of {len(input_ids)} tokens: there is room for {room}")
+            most = batcher.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+            left = room - len(input_ids)
+            return add(input_ids, *rest, max_new_tokens=left if most is None else min(most, left), **more)
+
+        batcher.add_request = add_request
+        batchers.append(batcher)
+        return batcher
+
+    model.init_continuous_batching = init_continuous_batching

@@ -1,0 +1,147 @@
+"""`tilewise serve` end to end on loopback, by OpenAI's client: the texts are those of eager attention.
+
+Needs the extra [serve], which `make test` does not install: `make test-serve` has an environment of its own.
+"""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import tiny_chat
+from tilewise.core.extras import MissingPackage
+from tilewise.errors import InvalidArgument
+from tilewise.tools import pretrained
+
+openai = pytest.importorskip("openai", reason="the extra [serve]")
+pytest.importorskip("fastapi", reason="the extra [serve]")
+
+STARTS = 900  # seconds, on a machine with much else to do
+ROOM = 1024  # tokens in the cache
+QUESTIONS = (
+    "What is the capital of France?", "Name a colour.", "What is 2 + 2?", "Say hello.",
+    "Who wrote Hamlet?", "Is water wet?", "Name three animals, and say what each of them eats.", "What is a prime?",
+)  # fmt: skip
+
+
+@contextmanager
+def served(folder, log):
+    """A server in a process of its own: its port and process. Stopped by SIGTERM if it is still there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--tokens", str(ROOM)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-m", "tilewise", *words], stdout=out, stderr=out, env=env)
+    try:
+        end = time.monotonic() + STARTS
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.2)
+        yield port, process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STARTS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+
+def client_of(port):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=STARTS, max_retries=0)
+
+
+def asked(client, folder, question, most, stream=True):
+    messages = [{"role": "user", "content": question}]
+    return client.chat.completions.create(
+        model=str(folder), messages=messages, stream=stream, temperature=0, max_tokens=most
+    )
+
+
+def text_of(stream):
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def eager(folder, questions, most):
+    """The texts by transformers alone, one by one."""
+    model, tokenizer = pretrained.causal_lm(folder)
+    model.set_attn_implementation("eager")
+    texts = []
+    for question in questions:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+        )
+        with torch.inference_mode():
+            made = model.generate(**inputs, max_new_tokens=most, do_sample=False)
+        texts.append(tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+def vanish(port, folder, question):
+    """Asks, reads the beginning of the answer and is gone: the connection is reset."""
+    messages = [{"role": "user", "content": question}]
+    body = json.dumps({"model": str(folder), "stream": True, "temperature": 0, "max_tokens": 500, "messages": messages})
+    with socket.create_connection(("127.0.0.1", port), timeout=STARTS) as peer:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        peer.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert b"200 OK" in peer.recv(200)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def check(folder, log, most):
+    wanted = eager(folder, QUESTIONS, most)
+    assert len(set(wanted)) > 1
+    with served(folder, log) as (port, process), client_of(port) as client:
+
+        def ask_all():
+            with ThreadPoolExecutor(len(QUESTIONS)) as threads:
+                return list(threads.map(lambda q: text_of(asked(client, folder, q, most)), QUESTIONS))
+
+        assert ask_all() == wanted
+        assert asked(client, folder, QUESTIONS[1], most, stream=False).choices[0].message.content == wanted[1]
+        stream = asked(client, folder, "Count to a hundred.", 500)
+        next(iter(stream))
+        stream.close()  # cancelled in the middle
+        vanish(port, folder, "Tell me a long story.")
+        with pytest.raises(openai.BadRequestError) as refused:
+            asked(client, folder, "word " * 2 * ROOM, most)
+        assert f"there is room for {ROOM}" in refused.value.response.text
+        assert ask_all() == wanted  # whatever else there was
+        stream = asked(client, folder, "Tell me another long story.", 900)
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)  # with an answer under way
+        assert process.wait(STARTS) == 128 + signal.SIGTERM, log.read_text()
+    said = log.read_text()
+    assert "attention by tilewise" in said
+    assert "Traceback" not in said.replace("asyncio.exceptions.CancelledError", "")
+
+
+def test_a_tiny_model(tmp_path):
+    check(tiny_chat.save(tmp_path / "model"), tmp_path / "log", 24)
+
+
+@pytest.mark.slow
+def test_smollm2(tmp_path):
+    try:
+        folder = pretrained.converted(pretrained.smollm2_file())
+    except (MissingPackage, InvalidArgument) as error:
+        pytest.skip(str(error))
+    check(Path(folder), tmp_path / "log", 16)
