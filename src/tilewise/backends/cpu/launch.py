@@ -92,6 +92,17 @@ def same_items(p: Problem) -> bool:
     return not p.has_lengths and "rows" not in (p.rules.q_offset, p.rules.affine)
 
 
+def has_spans(p: Problem, mask: torch.Tensor) -> bool:
+    """Whether rows of a mask are looked through for the keys that they leave.
+
+    Batch rows and heads may share a row of the mask: its keys must be the same in all, so no lengths. Keys that queries
+    choose have masks of their own order.
+    """
+    if p.grads or p.packed_q or p.selection is not None or config.is_decode(p):
+        return False
+    return same_items(p) and mask.stride(3) == 1
+
+
 def problem_params(p: Problem, **tiles: int) -> Params:
     """The parameter struct of a problem: its sizes, dtypes and options, and how it is cut into tiles."""
     same = "batch heads kv_heads q_len kv_len head_dim value_dim scale softcap".split()
@@ -181,6 +192,11 @@ def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
         kept.append(states)
     if p.selection is not None and t.k.stride(1) > t.k.stride(2):  # heads of a token are not side by side
         params.head_batch = 1
+    if t.mask is not None and has_spans(p, t.mask):
+        own = [n if stride else 1 for n, stride in zip(t.mask.shape[:3], t.mask.stride()[:3], strict=True)]
+        spans = torch.zeros(own, dtype=torch.int64).expand(t.mask.shape[:3])
+        put_tensor(params, "spans", spans)
+        kept.append(spans)
     if launch.work_items is None:
         kept.append(schedule_items(params, launch.max_work_items, launch.schedule))
     return params, kept

@@ -64,6 +64,7 @@ class Params(ctypes.Structure):
         *fields(" ".join(tensor(name) for name in ("q", "k", "v", "out", "lse", "k_scales", "v_scales"))),
         *fields(tensor("mask", "bhqk")),
         *fields(tensor("states", "bhqk")),  # of tiles of the mask
+        *fields(tensor("spans", "bhq")),  # of rows of the mask, found as they are needed: `mainloop/mask.py`
         *fields(tensor("slopes", "bh")),
         *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),
         *fields(tensor("table", "b")),

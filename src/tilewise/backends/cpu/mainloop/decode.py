@@ -223,7 +223,7 @@ def decode(params, scratch, address):
             pack_queries(p, t, item, q_start, R)
         if p.vnni_qk:
             quantise_queries(t.packed, t.q, R, D, p.k_dtype)
-        first, last = set_up(p, t, item, R, Dv)  # the same for all of them
+        first, last, _ = set_up(p, t, item, R, Dv)  # the same for all of them
     start = first_key(p, item)
     tile = start + max(0, first - start) // TILE * TILE
     while tile < last:

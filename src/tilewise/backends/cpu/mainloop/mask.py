@@ -6,7 +6,7 @@ from __future__ import annotations
 from numba import types
 
 from ..codegen import dtypes
-from ..codegen.load_store import get_one, get_u8, put_f32, put_i64, widen_floats
+from ..codegen.load_store import get_i64, get_one, get_u8, put_f32, put_i64, widen_floats
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
 from .chosen import chosen_key
@@ -46,6 +46,69 @@ def list_mask(p, row, to, first, count, padded, chosen):
         for j in range(whole, count):
             put_f32(to + 4 * j, mask_cell(p, row, first + j))
     fill(to, count, padded, F(0))
+
+
+# A row of a mask in `Params.spans`, or 0 if nobody has looked at it yet. One number: threads may look at the same time.
+KNOWN, PLAIN_ROW, LO_BIT, HI_BIT, BITS = 1, 2, 2, 33, 2**31 - 1
+
+
+@jit
+def mask_span(p, b, head, i, lo, hi):
+    """Of keys `lo` to `hi` of a row, those outside of which the mask hides all; and whether it adds 0 to each of them.
+
+    Each row is looked through once for all heads and batch rows that share it.
+    """
+    if lo >= hi:
+        return types.int64(0), types.int64(0), True
+    at = p.spans + b * p.spans_b + head * p.spans_h + i * p.spans_q
+    span = get_i64(at)
+    if span == 0:
+        lo, hi, plain = find_span(p, mask_row(p, b, head, i), lo, hi)
+        span = KNOWN + (PLAIN_ROW if plain else 0) + (types.int64(lo) << LO_BIT) + (types.int64(hi) << HI_BIT)
+        put_i64(at, span)
+    return (span >> LO_BIT) & BITS, (span >> HI_BIT) & BITS, (span & PLAIN_ROW) != 0
+
+
+@jit
+def words(p):
+    """A mask's cells eight bytes at once: how many, all hidden, and what else they are if none adds anything.
+
+    The last is a word and the bits in which it counts: of floats not the sign.
+    """
+    if p.mask_dtype == dtypes.BOOL:
+        return 8, types.int64(0), types.int64(0x0101010101010101), types.int64(-1)
+    if p.mask_dtype == dtypes.F32:
+        return 2, types.int64(-0x7FFFFF00800000), types.int64(0), types.int64(0x7FFFFFFF7FFFFFFF)
+    if p.mask_dtype == dtypes.F16:
+        return 4, types.int64(-0x3FF03FF03FF0400), types.int64(0), types.int64(0x7FFF7FFF7FFF7FFF)
+    return 4, types.int64(-0x7F007F007F0080), types.int64(0), types.int64(0x7FFF7FFF7FFF7FFF)
+
+
+@jit
+def find_span(p, row, lo, hi):
+    """`mask_span` of cells that nobody has looked at; they lie side by side."""
+    per, hidden, plain, bits = words(p)
+    while lo + 4 * per <= hi and differs(row + lo * p.mask_k, hidden, -1) == 0:
+        lo += 4 * per
+    while lo < hi and mask_cell(p, row, lo) == -INF:
+        lo += 1
+    while hi - 4 * per >= lo and differs(row + (hi - 4 * per) * p.mask_k, hidden, -1) == 0:
+        hi -= 4 * per
+    while hi > lo and mask_cell(p, row, hi - 1) == -INF:
+        hi -= 1
+    j = lo
+    while j + 4 * per <= hi and differs(row + j * p.mask_k, plain, bits) == 0:
+        j += 4 * per
+    while j < hi and mask_cell(p, row, j) == F(0):
+        j += 1
+    return lo, hi, j == hi
+
+
+@jit
+def differs(at, word, bits):
+    """The bits in which one of four words is another than `word`."""
+    a, b, c, d = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
+    return ((a ^ word) | (b ^ word) | (c ^ word) | (d ^ word)) & bits
 
 
 @jit
@@ -91,9 +154,9 @@ def read_states(p, item, states, start, end):
     """The mask's states of a tile, for each head of the group. Are all full? Are all to be skipped?"""
     group = p.heads // p.kv_heads
     full, nothing = True, True
+    state = types.int64(FULL)
     for g in range(group):
-        state = types.int64(FULL)
-        if p.mask:
+        if p.mask and (g == 0 or p.mask_h != 0):
             state = tile_state(p, item.b, item.head * group + g, item.row, item.rows, start, end)
         put_i64(states + 8 * g, state)
         full &= state == FULL

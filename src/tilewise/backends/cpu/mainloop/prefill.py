@@ -17,7 +17,7 @@ from ..codegen.vector import W
 from ..kv_access import key_source, place, sequence, value_source
 from ..scratch import partition
 from .chosen import chosen_count, chosen_keys, first_key, list_chosen
-from .mask import read_states
+from .mask import FULL, read_states
 from .prefill_amx import amx_gemm
 from .prefill_fp32 import FP32
 from .rows import list_spans, seen_by_all, set_up
@@ -39,7 +39,9 @@ def mainloop(gemm):
         if pack_queries(p, t, w, item, q_start, R):
             return
         list_chosen(p, t, item)
-        first, last = set_up(p, t, item, up(R, panel), up(p.value_dim, W))
+        first, last, no_mask = set_up(p, t, item, up(R, panel), up(p.value_dim, W))
+        for g in range(p.heads // p.kv_heads):
+            put_i64(t.states + 8 * g, FULL)
         list_spans(t, up(R, panel))
         all_lo, all_hi = seen_by_all(t, R)
         bound = max_free_bound(p, t, chosen_count(p, t, kv_len))
@@ -47,7 +49,9 @@ def mainloop(gemm):
         tile = start + max(0, first - start) // BK * BK
         while tile < last:
             end = min(tile + BK, last)
-            unmasked, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
+            unmasked, nothing = no_mask, False
+            if not no_mask:
+                unmasked, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
             if not nothing:
                 full = unmasked and all_lo <= tile and all_hi >= end  # every row sees every key
                 if pack_keys(p, t, w, k, at, tile, end - tile, last):

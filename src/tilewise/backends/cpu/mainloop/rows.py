@@ -11,23 +11,29 @@ from ..codegen.vector import W
 from ..gemm.fp32 import ROWS
 from ..kv_access import affine, key_span, sequence
 from .chosen import chosen_count, chosen_span, first_key
+from .mask import mask_span
 
 
 @jit
 def set_up(p, t, item, count, Dv):
     """m, l, acc, spans, positions and slopes of the item's rows, then of rows up to `count`, which see nothing.
 
-    Returns the first and last key that any row sees (first >= last if none does). Chosen keys are places of their list.
+    Returns the first and last key that any row sees (first >= last if none does), and whether these spans say all that
+    the mask does. Chosen keys are places of their list.
     """
     _, _, _, kv_len, offset = sequence(p, item.b)
     group, n, places = p.heads // p.kv_heads, item.rows, affine(p, item.b, offset)
     first, last = chosen_count(p, t, item.end), first_key(p, item)
+    unmasked = p.mask == 0 or p.spans != 0
     for g in range(group):
         slope = F(0)
         if p.slopes:
             slope = get_f32(p.slopes + item.b * p.slopes_b + (item.head * group + g) * p.slopes_h)
         for i in range(n):
             lo, hi = key_span(p, places, item.row + i, kv_len)
+            if p.spans:
+                lo, hi, plain = mask_span(p, item.b, item.head * group + g, item.row + i, lo, hi)
+                unmasked &= plain
             if p.indices:
                 lo, hi = chosen_span(t, item, lo, hi)
             else:
@@ -40,7 +46,7 @@ def set_up(p, t, item, count, Dv):
     for r in range(group * n, count):
         set_row(t, r, types.int64(0), types.int64(0), types.int64(0), F(0))
     clear(t.acc, count * Dv)
-    return first, last
+    return first, last, unmasked
 
 
 @jit
