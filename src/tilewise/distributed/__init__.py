@@ -10,7 +10,19 @@ out = distributed.attention(q, k, v, mesh=mesh, causal=True)
 
 from ..errors import RankLost
 from .attention import attention
+from .context import context_parallel
 from .layout import positions, shard, unshard
 from .plan import DistributedPlan, Machine, RankPlan, plan
 
-__all__ = ["DistributedPlan", "Machine", "RankLost", "RankPlan", "attention", "plan", "positions", "shard", "unshard"]
+__all__ = [
+    "DistributedPlan",
+    "Machine",
+    "RankLost",
+    "RankPlan",
+    "attention",
+    "context_parallel",
+    "plan",
+    "positions",
+    "shard",
+    "unshard",
+]

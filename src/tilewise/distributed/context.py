@@ -1,0 +1,118 @@
+"""`context_parallel`: models whose attention goes through torch's SDPA or transformers, over a mesh, as they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ..compat import sdpa
+from ..errors import InvalidArgument
+from .attention import attention
+from .layout import ranks_of, shard
+
+
+@contextmanager
+def context_parallel(
+    mesh: Any,
+    *,
+    buffers: Sequence[torch.Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[torch.Tensor] | None = None,
+    scheme: str = "zigzag",
+) -> Iterator[None]:
+    """Inside, `buffers` are this rank's parts of them, and attention is that of the whole sequence.
+
+    The signature is that of `torch.distributed.tensor.experimental.context_parallel`. Served are
+    `torch.nn.functional.scaled_dot_product_attention` and transformers' models with `attn_implementation="tilewise"`:
+    causal or not, windows, softcap, sinks, GQA, on any device. The backward pass may run outside.
+
+    Args:
+        mesh: as in `attention`.
+        buffers: tensors with a dim of tokens, the same on every rank: inputs, position ids, labels that are shifted
+            already. They are changed in place, and restored at the end.
+        buffer_seq_dims: that dim of each.
+        no_restore_buffers: those of them that need not be restored.
+        scheme: as in `attention`.
+    """
+    held = list(buffers or ())
+    dims = list(buffer_seq_dims or ())
+    if len(held) != len(dims):
+        raise InvalidArgument("buffer_seq_dims", f"{len(dims)} dims", f"{len(held)}, one for each of buffers")
+    gone = {id(x) for x in no_restore_buffers or ()}
+    if not gone <= {id(x) for x in held}:
+        raise InvalidArgument("no_restore_buffers", "a tensor that is not in buffers", "some of buffers")
+    ranks_of(mesh, scheme)
+    with ExitStack() as undo:
+        for x, dim in zip(held, dims, strict=True):
+            old = x.detach().clone()
+            with torch.no_grad():
+                x.set_(shard(old, mesh, dim, scheme))  # type: ignore[call-overload]
+            if id(x) not in gone:
+                undo.callback(_restore, x, old)
+        for module, name, new in _replacements(mesh, scheme):
+            undo.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, new)
+        undo.enter_context(sdpa.installed())
+        yield
+
+
+def _restore(x: torch.Tensor, old: torch.Tensor) -> None:
+    with torch.no_grad():
+        x.set_(old)  # type: ignore[call-overload]
+
+
+def _replacements(mesh: Any, scheme: str) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """What the drop-ins call, module by module, and what they call inside of the context."""
+
+    def sharded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        for name, plain in (("q_offset", (None, 0)), ("kv_lengths", (None,))):
+            if options.get(name) not in plain:
+                remedy = "no cache and no padding under context_parallel: tilewise.distributed.attention takes both"
+                raise InvalidArgument(name, "a part's own", "that of the whole sequence", remedy)
+        if options.get("mask") is not None and options["mask"].shape[-1] == k.shape[_seq(options)] > 1:
+            remedy = "tilewise.distributed.attention takes masks over all keys; causal and windows need none"
+            raise InvalidArgument("mask", "one of this rank's keys alone", "all ranks' keys", remedy)
+        return attention(q, k, v, mesh=mesh, scheme=scheme, **options)
+
+    def packed(*_: Any, **__: Any) -> Any:
+        remedy = "tilewise.distributed.attention(cu_seqlens_q=...) takes them"
+        raise InvalidArgument("cu_seqlens_q", "packed sequences", "none under context_parallel", remedy)
+
+    whole = sdpa.scaled_dot_product_attention
+
+    def of_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if reason := sdpa.why_torch(query, key, value):
+            raise InvalidArgument("query", reason, "what tilewise computes: torch's own function is not sharded")
+        return whole(query, key, value, *args, **options)
+
+    yield sdpa, "attention", sharded
+    yield sdpa, "scaled_dot_product_attention", of_torch
+    if (ours := sys.modules.get("tilewise.compat.transformers")) is not None:
+        yield ours, "attention", sharded
+        yield ours, "varlen_attention", packed
+        patterns = sys.modules["tilewise.compat.mask_patterns"]
+        yield patterns, "_pattern", _of_whole
+        # A zigzag's position ids jump, which transformers would take for the start of another document.
+        yield patterns.hf, "find_packed_sequence_indices", lambda position_ids: None
+
+
+def _of_whole(shape: tuple[int, int, int, int], rules: Any, q_offset: Any, kv_offset: int, seen: Any) -> Any:
+    """The rules of a transformers mask for the whole sequence: a window may be longer than this rank's part."""
+    from ..compat.mask_patterns import Pattern
+
+    padded = seen is not None and not bool(seen.all())
+    if padded or rules.segments is not None or int(q_offset) or kv_offset or shape[2] != shape[3]:
+        remedy = "no padding, packing or cache under context_parallel: tilewise.distributed.attention takes lengths"
+        raise InvalidArgument("attention_mask", "more than rules of positions", "causal, windows or chunks", remedy)
+    options: dict[str, Any] = {"causal": rules.causal, "validate": False, "chunk": rules.chunk}
+    if rules.left is not None or rules.right is not None:
+        options["window"] = (rules.left, rules.right)
+    return Pattern(shape, {**options, "q_offset": 0})
+
+
+def _seq(options: dict[str, Any]) -> int:
+    return 1 if options.get("layout") == "blhd" else 2
