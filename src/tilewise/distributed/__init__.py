@@ -10,6 +10,7 @@ out = distributed.attention(q, k, v, mesh=mesh, causal=True)
 
 from ..errors import RankLost
 from .attention import attention
+from .cache import ShardedBatch, ShardedKVCache
 from .context import context_parallel
 from .layout import positions, shard, unshard
 from .plan import DistributedPlan, Machine, RankPlan, plan
@@ -19,6 +20,8 @@ __all__ = [
     "Machine",
     "RankLost",
     "RankPlan",
+    "ShardedBatch",
+    "ShardedKVCache",
     "attention",
     "context_parallel",
     "plan",

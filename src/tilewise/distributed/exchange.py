@@ -175,7 +175,7 @@ def agree(ranks: Ranks, said: dict[str, object], device: torch.device) -> None:
 # Heads for tokens
 
 
-def _all_to_all(parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], ranks: Ranks) -> list[torch.Tensor]:
+def all_to_all(parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], ranks: Ranks) -> list[torch.Tensor]:
     """Sends `parts[u]` to rank u and receives tensors of `shapes`, one from each."""
     counts = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([x.reshape(-1) for x in parts])
@@ -200,14 +200,14 @@ class Heads:
         shape = list(x.shape)
         shape[self.head] = len(self.heads[self.ranks.rank])
         shapes = [[*shape[: self.seq], size, *shape[self.seq + 1 :]] for size in self.sizes]
-        return torch.cat(_all_to_all(parts, shapes, self.ranks), self.seq)
+        return torch.cat(all_to_all(parts, shapes, self.ranks), self.seq)
 
     def scatter(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """This rank's tokens of all `count` heads; those of a head that several ranks had are summed, in float32."""
         parts = list(x.split(list(self.sizes), self.seq))
         shape = list(parts[self.ranks.rank].shape)
         shapes = [[*shape[: self.head], len(h), *shape[self.head + 1 :]] for h in self.heads]
-        came = _all_to_all(parts, shapes, self.ranks)
+        came = all_to_all(parts, shapes, self.ranks)
         if [i for h in self.heads for i in h] == list(range(count)):
             return torch.cat(came, self.head)
         whole = x.new_zeros([*shape[: self.head], count, *shape[self.head + 1 :]], dtype=torch.float32)

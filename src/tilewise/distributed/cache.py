@@ -1,0 +1,212 @@
+"""`ShardedKVCache`: sequences whose tokens lie over the ranks of a mesh, for decoding (DCP).
+
+Token i of a sequence lives on rank `i // interleave % R`. A step: the queries of all ranks' heads come together, each
+rank attends to its own tokens, and each gets back what all found for its heads: one gather, one all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InvalidArgument
+from ..kv_cache import PagedKVCache
+from ..state import AttentionState, merge
+from .exchange import all_to_all
+from .layout import ranks_of
+
+
+def held(length: int, rank: int, ranks: int, interleave: int) -> int:
+    """How many of a sequence's first `length` tokens a rank holds.
+
+    >>> [held(10, rank, 3, 2) for rank in range(3)]
+    [4, 4, 2]
+    """
+    rounds, rest = divmod(length, interleave * ranks)
+    return rounds * interleave + min(max(rest - rank * interleave, 0), interleave)
+
+
+class ShardedKVCache:
+    """A `PagedKVCache` on each rank of a mesh, which together hold sequences of R times as many tokens.
+
+    Every rank calls every method, with the same sequences and the same new tokens; each keeps its own. Ids of sequences
+    are the same on all ranks.
+
+    Args:
+        mesh: the ranks, as in `attention`.
+        num_pages: pages of each rank, and so are all options of `PagedKVCache`.
+        interleave: tokens that lie together on a rank.
+    """
+
+    def __init__(self, mesh: Any, num_pages: int, page_size: int, *args: Any, interleave: int = 1, **options: Any):
+        if isinstance(interleave, bool) or not isinstance(interleave, int) or interleave < 1:
+            raise InvalidArgument("interleave", repr(interleave), "tokens that lie together, 1 or more")
+        self.ranks, _ = ranks_of(mesh, "ring")
+        self.interleave = interleave
+        self.cache = PagedKVCache(num_pages, page_size, *args, **options)
+        self._length: dict[int, int] = {}
+
+    def create(self) -> int:
+        """A new sequence of no tokens; its id."""
+        sequence = self.cache.create()
+        self._length[sequence] = 0
+        return sequence
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence that shares all tokens of another."""
+        new = self.cache.fork(sequence)
+        self._length[new] = self._length[sequence]
+        return new
+
+    def free(self, sequences: int | Sequence[int]) -> None:
+        """Ends sequences."""
+        self.cache.free(sequences)
+        for sequence in [sequences] if isinstance(sequences, int) else sequences:
+            del self._length[sequence]
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Shortens a sequence to `length` tokens, on all ranks together."""
+        if not 0 <= length <= self.length(sequence):
+            raise InvalidArgument("length", repr(length), f"0 to {self.length(sequence)}, what the sequence holds")
+        self.cache.truncate(sequence, self._held(length))
+        self._length[sequence] = length
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence, on all ranks together."""
+        if sequence not in self._length:
+            raise InvalidArgument("sequence", repr(sequence), "the id of a sequence that is not freed")
+        return self._length[sequence]
+
+    def _held(self, length: int) -> int:
+        return held(length, self.ranks.rank, self.ranks.size, self.interleave)
+
+    def append(self, sequences: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> None:
+        """Adds `[B, Hkv, L, D]` tokens, of which each rank keeps its own, to a cache of one layer."""
+        self.extend(sequences, k.shape[2]).write(k, v)
+
+    def extend(self, sequences: Sequence[int], count: int = 1) -> ShardedBatch:
+        """Makes room for `count` new tokens of each sequence, once for all layers.
+
+        Raises:
+            CacheFull: this rank has too few pages. Others may have room: size the ranks alike.
+        """
+        before = [self.length(sequence) for sequence in sequences]
+        new = [self._held(n + count) - self._held(n) for n in before]
+        batch = self.cache.extend(list(sequences), new)
+        self._length |= {sequence: n + count for sequence, n in zip(sequences, before, strict=True)}
+        return ShardedBatch(self, list(sequences), batch, before, count)
+
+    def attend(self, sequences: Sequence[int], q: torch.Tensor, **options: Any) -> Any:
+        """Attention of the last tokens' queries; see `ShardedBatch.attend`."""
+        before = [self.length(sequence) - q.shape[2] for sequence in sequences]
+        batch = self.cache.view(list(sequences), 0)
+        return ShardedBatch(self, list(sequences), batch, before, q.shape[2]).attend(q, **options)
+
+
+class ShardedBatch:
+    """What `ShardedKVCache.extend` gives: new tokens of some sequences, the same for all layers."""
+
+    def __init__(self, cache: ShardedKVCache, sequences: list[int], batch: Any, before: list[int], count: int) -> None:
+        self.cache, self.sequences, self.batch, self.before, self.count = cache, sequences, batch, before, count
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0) -> None:
+        """Stores this rank's of the new tokens `[B, Hkv, L, D]` of a layer."""
+        if k.ndim != 4 or k.shape[0] != len(self.sequences) or k.shape[2] != self.count:
+            want = f"[{len(self.sequences)}, Hkv, {self.count}, D]"
+            raise InvalidArgument("k", tuple(k.shape), f"{want}, all new tokens of every sequence")
+        c = self.cache
+        turn = c.ranks.size * c.interleave
+        own = [
+            (b, n - start)
+            for b, start in enumerate(self.before)
+            for n in range(start, start + self.count)
+            if n % turn // c.interleave == c.ranks.rank
+        ]
+        rows, at = (torch.tensor([x[i] for x in own], dtype=torch.int64, device=k.device) for i in range(2))
+        self.batch.write(*(x.transpose(1, 2)[rows, at] for x in (k, v)), layer)
+
+    def attend(
+        self, q: torch.Tensor, layer: int = 0, *, causal: bool = True, gather: bool = True, **options: Any
+    ) -> Any:
+        """Attention of the new tokens' queries over their sequences, on all ranks together.
+
+        Args:
+            q: `[B, H, L, D]`: of this rank's heads, or with `gather=False` the same heads on every rank.
+            layer: which layer's keys and values.
+            causal: a query sees keys up to its own position.
+            gather: the heads of q are a part of all, as tensor parallelism has them: those of rank 0, then of rank 1.
+            sinks: `[H]`, of this rank's heads.
+
+        Other options as in `tilewise.paged_attention`; no `mask`, and with `interleave` above 1 no ALiBi.
+
+        Returns:
+            `[B, H, L, Dv]` of the heads of `q`; with `return_lse` an `AttentionState`.
+        """
+        c, ranks = self.cache, self.cache.ranks
+        for name in ("mask", "q_offset", "layout", "out"):
+            if options.get(name) is not None:
+                raise InvalidArgument(name, "one over a sharded cache", "none")
+        return_lse = options.pop("return_lse", False)
+        sinks = options.pop("sinks", None)
+        heads = q.shape[1]
+        if gather and ranks.size > 1:
+            q = self._together(q, 1)
+            sinks = None if sinks is None else self._together(sinks, 0)
+        options |= self._positions(q, causal, options)
+        view = c.cache.view(self.sequences, 0)
+        if sinks is not None and ranks.rank == 0:  # they count once
+            options["sinks"] = sinks
+        state = view.attend(q, layer, return_lse=True, **options)
+        if ranks.size > 1:
+            state = self._combined(state, heads if gather else 0)
+        return state if return_lse else state.out
+
+    def _positions(self, q: torch.Tensor, causal: bool, options: dict[str, Any]) -> dict[str, Any]:
+        """Where queries and this rank's keys stand: an affine rule, or for blocks of tokens a mask."""
+        c, ranks = self.cache, self.cache.ranks
+        first = torch.tensor(self.before, dtype=torch.int32, device=q.device)
+        if c.interleave == 1 or ranks.size == 1:
+            return {"causal": causal, "q_offset": first, "k_start": ranks.rank, "k_stride": ranks.size}
+        if options.get("alibi_slopes") is not None:
+            raise InvalidArgument("alibi_slopes", "slopes over blocks of tokens", "interleave=1")
+        most = max((c._held(n + self.count) for n in self.before), default=0)
+        j = torch.arange(most, device=q.device)
+        keys = (j // c.interleave * ranks.size + ranks.rank) * c.interleave + j % c.interleave
+        queries = first[:, None, None] + torch.arange(self.count, device=q.device)[:, None]  # [B, L, 1]
+        seen = keys <= queries if causal else torch.ones_like(keys <= queries)
+        window, chunk = options.pop("window", None), options.pop("chunk", None)
+        if window is not None:
+            left, right = (window - 1, None) if isinstance(window, int) else window
+            seen &= (queries - keys <= left) if left is not None else True
+            seen &= (keys - queries <= right) if right is not None else True
+        if chunk is not None:
+            seen &= keys // chunk == queries // chunk
+        return {"causal": False, "mask": seen[:, None]}
+
+    def _together(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.cache.ranks.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.cache.ranks.group)
+        return torch.cat(parts, dim)
+
+    def _combined(self, state: AttentionState, heads: int) -> AttentionState:
+        """The parts of all ranks, merged in their order: of `heads` heads each, or of all on every rank."""
+        ranks = self.cache.ranks
+        out, lse = state
+        cuts = out.split(heads, 1) if heads else [out] * ranks.size
+        lses = lse.split(heads, 1) if heads else [lse] * ranks.size
+        # One message to each rank: out in its dtype and lse in float32, as bytes.
+        parts = [torch.cat([_bytes(a), _bytes(b)]) for a, b in zip(cuts, lses, strict=True)]
+        shape = cuts[ranks.rank].shape
+        came = all_to_all(parts, [parts[ranks.rank].shape] * ranks.size, ranks)
+        size = shape.numel() * out.element_size()
+        return merge([
+            AttentionState(x[:size].view(out.dtype).view(shape), x[size:].view(torch.float32).view(shape[:-1]))
+            for x in came
+        ])  # fmt: skip
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,111 @@
+"""Decoding over a cache whose tokens lie on several ranks: as over one cache."""
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import tilewise
+from ranks import Pool, mesh_of
+from tilewise import InvalidArgument, distributed
+from tilewise.distributed.cache import held
+
+LENGTHS = (9, 0, 2)  # tokens before the steps: some ranks hold none of the last two
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(4) as ranks:
+        yield ranks
+
+
+def _decode(interleave, options, dtype, gather, storage):
+    """The largest difference from one cache over some steps, in units of what rounding may do."""
+    torch.manual_seed(0)
+    mesh, rank = mesh_of("4"), dist.get_rank()
+    H, Hkv, D, Dv, layers = 8, 2, 32, 16, 2
+    made = {"kv_heads": Hkv, "head_dim": D, "value_dim": Dv, "dtype": storage, "layers": layers}
+    one = tilewise.PagedKVCache(30, 4, **made)
+    many = distributed.ShardedKVCache(mesh, 12, 4, interleave=interleave, **made)
+    ids = [(one.create(), many.create()) for _ in LENGTHS]
+    for (a, b), n in zip(ids, LENGTHS, strict=True):
+        if n:
+            batches = one.extend([a], n), many.extend([b], n)
+            for layer in range(layers):
+                k, v = torch.randn(1, Hkv, n, D), torch.randn(1, Hkv, n, Dv)
+                for batch in batches:
+                    batch.write(k, v, layer)
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(H)
+    mine = slice(rank * H // 4, (rank + 1) * H // 4) if gather else slice(None)
+    worst = 0.0
+    for count in (1, 3, 1):
+        both = [list(x) for x in zip(*ids, strict=True)]
+        batches = one.extend(both[0], count), many.extend(both[1], count)
+        for layer in range(layers):
+            k, v = torch.randn(3, Hkv, count, D), torch.randn(3, Hkv, count, Dv)
+            q = (3 * torch.randn(3, H, count, D)).to(dtype)
+            for batch in batches:
+                batch.write(k, v, layer)
+            want = batches[0].attend(q, layer, backend="torch", return_lse=True, **options)
+            part = dict(options)
+            for name in ("sinks", "alibi_slopes"):
+                if name in part and (gather and name == "sinks"):
+                    part[name] = part[name][mine]
+            got = batches[1].attend(q[:, mine], layer, backend="torch", return_lse=True, gather=gather, **part)
+            exact = want.out[:, mine].float()
+            error = (got.out.float() - exact).abs().max() / (4 * torch.finfo(dtype).eps * (1 + exact.abs().max()))
+            lse = want.lse[:, mine]
+            both_empty = (got.lse == lse) & lse.isinf()
+            worst = max(worst, float(error), float(torch.where(both_empty, 0.0, got.lse - lse).abs().max()) / 1e-5)
+    sizes = [many.cache.length(b) for _, b in ids], [many.length(b) for _, b in ids]
+    many.truncate(ids[0][1], 3)
+    fork = many.fork(ids[0][1])
+    many.free([b for _, b in ids])
+    return worst, sizes, many.cache.length(fork)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("interleave", [1, 3])
+@pytest.mark.parametrize(
+    ("options", "dtype", "storage"),
+    [
+        ({}, torch.float32, "f32"),
+        ({"window": 4, "sinks": True, "softcap": 5.0}, torch.float32, "f32"),
+        ({"chunk": 5}, torch.bfloat16, "bf16"),
+        ({"sinks": True}, torch.float32, "int8"),
+    ],
+    ids=["plain", "window", "chunk", "int8"],
+)
+def test_a_sharded_cache_is_one_cache(pool, interleave, options, dtype, storage, gather):
+    answers = pool(_decode, interleave, options, dtype, gather, storage)
+    for rank, (worst, (own, whole), kept) in enumerate(answers):
+        assert worst < 1
+        assert whole == [n + 5 for n in LENGTHS]
+        assert own == [held(n, rank, 4, interleave) for n in whole]
+        assert kept == held(3, rank, 4, interleave)
+
+
+def _alibi():
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 4, 11, 16)
+    many, one = distributed.ShardedKVCache(mesh_of("4"), 4, 4, 4, 16, "f32"), tilewise.PagedKVCache(4, 4, 4, 16, "f32")
+    slopes = tilewise.alibi_slopes(4)
+    outs = []
+    for cache, how in ((many, {"gather": False}), (one, {})):
+        a = cache.create()
+        cache.append([a], *x)
+        outs.append(cache.attend([a], x[0][:, :, -2:], alibi_slopes=slopes, backend="torch", **how))
+    refused = 0
+    blocks = distributed.ShardedKVCache(mesh_of("4"), 4, 4, 4, 16, "f32", interleave=2)
+    blocks.append([blocks.create()], *x)
+    for options in ({"alibi_slopes": slopes}, {"mask": torch.ones(1, 1)}):
+        try:
+            blocks.attend([0], x[0][:, :, -1:], gather=False, **options)
+        except InvalidArgument:
+            refused += 1
+    return torch.allclose(*outs, atol=1e-5), refused
+
+
+def test_alibi_goes_by_positions_of_the_whole(pool):
+    assert pool(_alibi) == [(True, 2)] * 4
