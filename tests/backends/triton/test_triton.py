@@ -224,6 +224,17 @@ def test_types_that_meet_lose_nothing():
     assert operands.operand(problem(q_dtype=f32, allow_tf32=True), 64, PLAIN[f32], True).precision == "tf32"
 
 
+@pytest.mark.parametrize("width", [256, 264, 512, 576])
+def test_long_sums_of_decode_are_rounded_on_the_way(width):
+    f16 = PLAIN[torch.float16]
+    op = operands.operand(problem(), width, f16, True, BM=16)
+    assert op.rounds
+    assert max(op.widths) <= operands.LONGEST_SUM
+    assert width <= sum(op.widths) < width + 32
+    assert not operands.operand(problem(), width, f16, False, BM=16).rounds
+    assert not operands.operand(problem(), 128, f16, True, BM=16).rounds
+
+
 @pytest.mark.parametrize("programs", [0, 1, 8, 32, 100, 128, 512])
 @pytest.mark.parametrize("tiles", [5, 7, 32, 64, 256, 1000])
 def test_splits_fill_the_processors(programs, tiles):

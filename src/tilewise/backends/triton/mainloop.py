@@ -75,7 +75,7 @@ def dot_keys(
         raw = load_chunk(K, rows, ok, i, OP, MASKED, False)  # [BK, W]
         chunks = chunks + (raw,)
         for part in tl.static_range(parts_of(OP)):
-            if OP.kind == "plain" and OP.work == "f32" and OP.precision == "tf32" and i > 0:
+            if OP.rounds and i > 0:
                 # Tensor cores cut off what they add up, so a long sum is made of rounded ones; by fma, since Triton
                 # makes a sum of products one product.
                 d = product(

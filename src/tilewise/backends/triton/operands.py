@@ -8,6 +8,8 @@ from ..gpu.flags import DTYPE_NAMES, ceil_pow2
 from ..gpu.target import INTERPRETER, Target
 from .spec import Operand
 
+LONGEST_SUM = 128  # columns that tensor cores add up, cutting off the last bits of each sum
+
 
 def chunks(columns: int, least: int) -> tuple[int, ...]:
     """Powers of two of at least `least` that cover `columns`: two where that pads less than one does."""
@@ -44,8 +46,17 @@ def operand(
         same = q == fmt.name
         work, precision = (q, exact) if same or q == "f32" else ("f32", "tf32")
         if work == "f32" and width > 128:  # a product of six needs many registers for each column
-            return Operand((64,) * -(-width // 64), width, "plain", 0, False, work, precision, False, False)
-        return Operand(chunks(width, least), width, "plain", 0, False, work, precision, False, False)
+            widths = (64,) * -(-width // 64)
+            return Operand(
+                widths, width, "plain", 0, False, work, precision, False, False, rounds=is_key and precision == "tf32"
+            )
+        widths = chunks(width, least)
+        # The few products of decode can be rounded as often as their sums need it.
+        rounds = is_key and work != "f32" and BM < 64 and width > LONGEST_SUM and not problem.v_in_k
+        if rounds:
+            rest = width % LONGEST_SUM
+            widths = (LONGEST_SUM,) * (width // LONGEST_SUM) + (chunks(rest, least) if rest else ())
+        return Operand(widths, width, "plain", 0, False, work, precision, False, False, rounds=rounds)
     columns = fmt.columns(width)
     whole = fmt.group >= width
     factored = whole or (fmt.group >= least and (fmt.packing == 1 or columns % fmt.group == 0))

@@ -38,6 +38,7 @@ class Operand:
     biased: bool = False  # int4 is multiplied as x + 8 and what the 8 adds is taken off the sum (`dequant.py`)
     packing: int = 1  # elements of a byte
     row_groups: int = 1  # scale groups that have rows of q of their own (`scale_groups.py`)
+    rounds: bool = False  # sums over chunks are rounded, not cut off as tensor cores do
 
     @property
     def parts(self) -> int:
