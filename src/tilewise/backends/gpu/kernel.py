@@ -90,7 +90,8 @@ def by_address(launcher: Any, t: Tensors) -> Callable[..., None]:
 
     They are given in the order of the fields of `Tensors`; None is left out.
     """
-    device, index, current_device = t.q.device, t.q.device.index, torch._C._cuda_getDevice
+    device, index = t.q.device, t.q.device.index
+    current_device = getattr(torch._C, "_cuda_getDevice", None)  # the interpreter needs no torch for GPUs
     there = {f.name: getattr(t, f.name) for f in fields(Tensors)}
     forms = [(name, x.shape, x.stride()) for name, x in there.items() if x is not None]
     given = [x for x in there.values() if x is not None]
@@ -100,7 +101,7 @@ def by_address(launcher: Any, t: Tensors) -> Callable[..., None]:
     def launch(*tensors: torch.Tensor | None) -> None:
         nonlocal ready
         addresses = [x.data_ptr() for x in tensors if x is not None]
-        if ready is not None and current_device() == index:
+        if ready is not None and current_device is not None and current_device() == index:
             launcher.relaunch(ready, addresses, device)
             return
         given = [x for x in tensors if x is not None]
