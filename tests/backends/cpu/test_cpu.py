@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from numba import njit
 
-from conformance import Conformance
+from conformance import LatentRows
 from strategies import cases
 from tilewise import attention, paged_attention, plan
 from tilewise.backends.cpu.codegen import numba_ops
@@ -30,7 +30,7 @@ def _threads():
     torch.set_num_threads(threads)
 
 
-class TestCpu(Conformance):
+class TestCpu(LatentRows):
     backend = "cpu"
 
 

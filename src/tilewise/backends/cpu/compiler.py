@@ -20,7 +20,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.registry import cpu_target
 
-from .codegen.dtypes import STORED
+from .codegen.formats import DECODE
 from .gemm.amx import PARTS, usable
 from .gemm.gemv_vnni import PARTS as BYTE_PARTS
 from .gemm.gemv_vnni import has_vnni
@@ -125,7 +125,7 @@ def entry(name: str) -> Any:
 # Everything that a call can need.
 ALL = [
     *("schedule", "launch", "worker", "thread_main", "combine", "decode", "prefill"),
-    *(f"{what} {dtype}" for dtype in STORED for what in ("qk", "pv")),
+    *(f"{what} {dtype}" for dtype in DECODE for what in ("qk", "pv")),
     *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_vnni() for what in ("vnni_qk", "vnni_pv")),
     *(("amx_qk", "amx_pv", *(f"prefill_amx {dtype}" for dtype in PARTS)) if usable() else ()),
     *("append", "cascade", "map_rows", "schedule_backward", "backward", "delta"),

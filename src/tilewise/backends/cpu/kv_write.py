@@ -24,7 +24,20 @@ from .codegen import dtypes
 from .codegen.dtypes import CODES, NAMES
 from .codegen.formats import DECODE, ENCODE
 from .codegen.load_store import by_dtype, fetch_add, get_i32, put_f32
-from .codegen.numba_ops import ONE, ZERO, F, fill, jit, store_row, struct_at, up, widen_row
+from .codegen.numba_ops import (
+    LATENT,
+    LATENT_GROUP,
+    LATENT_SCALES,
+    ONE,
+    ZERO,
+    F,
+    fill,
+    jit,
+    store_row,
+    struct_at,
+    up,
+    widen_row,
+)
 from .codegen.vector import F32, I8, Emit, Value, W, microkernel
 from .params import fields, offset, put_tensor, record, tensor
 from .threads import pool
@@ -100,16 +113,9 @@ def copy_bytes(e: Emit, to: Value, source: Value, count: Value) -> None:
 
 
 @jit
-def put_row(source, source_dtype, to, dtype, width, scales, group, row):
-    """One row of a head; `row` is scratch memory."""
-    if dtype == source_dtype:
-        copy_bytes(to, source, width * (4 if dtype == dtypes.F32 else 2))
-        return
+def put_quantised(to, dtype, width, scales, group, row):
+    """A row of float32 in scratch memory, in units of its scales."""
     padded = up(width, W)
-    widen_row(row, source, source_dtype, width, padded, ZERO, ZERO, ONE)
-    if not dtypes.is_quantised(dtype):
-        store_row(to, dtype, row, width, F(1))
-        return
     fill(row, padded, up(width, group) + W, F(0))  # the last group is full, and int4's upper half may be read past
     for g in range((width + group - 1) // group):
         at = row + 4 * g * group
@@ -120,6 +126,23 @@ def put_row(source, source_dtype, to, dtype, width, scales, group, row):
     span = width // 2 if dtypes.is_packed(dtype) else width  # stored numbers
     write_bytes(packed, row, row + 4 * span, up(span, W), dtype)
     copy_bytes(to, packed, span)
+
+
+@jit
+def put_row(source, source_dtype, to, dtype, width, scales, group, row):
+    """One row of a head; `row` is scratch memory."""
+    if dtype == source_dtype:
+        copy_bytes(to, source, width * (4 if dtype == dtypes.F32 else 2))
+        return
+    padded = up(width, W)
+    widen_row(row, source, source_dtype, width, padded, ZERO, ZERO, ONE)
+    if dtype == dtypes.LATENT:
+        store_row(to + LATENT + LATENT_SCALES, dtypes.BF16, row + 4 * LATENT, width - LATENT, F(1))
+        put_quantised(to, dtypes.FP8, LATENT, to + LATENT, LATENT_GROUP, row)
+    elif dtypes.is_quantised(dtype):
+        put_quantised(to, dtype, width, scales, group, row)
+    else:
+        store_row(to, dtype, row, width, F(1))
 
 
 def append(params, scratch):

@@ -137,9 +137,9 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
     if p.packed_q or config.is_decode(p):
         names |= {"decode": "decode", "qk_f32": "qk f32", "pv_f32": "pv f32"}
         # Rows are read in place if they are whole vectors.
-        if p.head_dim % (W * k.packing) == 0:
+        if p.head_dim % (W * k.packing) == 0 and not k.scales_in_row:
             names["qk"] = f"qk {k.name}"
-        if p.value_dim % (W * v.packing) == 0:
+        if p.value_dim % (W * v.packing) == 0 and not v.scales_in_row:
             names["pv"] = f"pv {v.name}"
         if gemv_amx.serves(p):
             names |= {"amx_qk": "amx_qk", "amx_pv": "amx_pv"}

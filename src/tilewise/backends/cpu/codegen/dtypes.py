@@ -11,10 +11,12 @@ from numba.extending import register_jitable
 from ....core.storage import PLAIN
 from .formats import DECODE, ENCODE
 
-CODES = {name: code for code, name in enumerate((*DECODE, "bool"))}
+LATENT_NAME = "fp8_latent"  # rows that hold their scales: widened as a whole, never read in place
+CODES = {name: code for code, name in enumerate((*DECODE, "bool", LATENT_NAME))}
 # np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
 F32, F16, BF16, INT8, INT4, BOOL = (np.int64(CODES[name]) for name in ("f32", "f16", "bf16", "int8", "int4", "bool"))
-STORED = tuple(DECODE)  # those of K and V
+FP8, LATENT = np.int64(CODES["fp8_e4m3"]), np.int64(CODES[LATENT_NAME])
+STORED = (*DECODE, LATENT_NAME)  # those of K and V
 PACKED = tuple(np.int64(CODES[name]) for name, (_, parts) in DECODE.items() if len(parts) == 2)
 FIRST_QUANTISED = np.int64(min(CODES[name] for name in ENCODE))
 NAMES = {dtype: stored.name for dtype, stored in PLAIN.items()} | {torch.bool: "bool"}
@@ -22,7 +24,7 @@ NAMES = {dtype: stored.name for dtype, stored in PLAIN.items()} | {torch.bool: "
 
 @register_jitable
 def is_quantised(dtype: Any) -> Any:
-    """Whether elements have scales."""
+    """Whether elements have scales beside their rows."""
     return FIRST_QUANTISED <= dtype < BOOL
 
 

@@ -7,6 +7,9 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from ....core.storage import FORMATS
+from ....core.storage import LATENT as LATENT_WIDTH
+from ....core.storage import LATENT_SCALES as SCALE_BYTES
 from ..params import GRADIENTS, PARAMS, TASK, TEAM, WORK_ITEM
 from . import dtypes
 from . import load_store as ls
@@ -14,6 +17,7 @@ from .load_store import get_f32, get_one, put_f32, put_one
 from .vector import W
 
 F = np.float32
+LATENT, LATENT_SCALES, LATENT_GROUP = map(np.int64, (LATENT_WIDTH, SCALE_BYTES, FORMATS[dtypes.LATENT_NAME].group))
 INF = np.float32(np.inf)
 ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba compiles a function anew for every literal it is called with
 # None of these is called from Python: without the wrappers for that, kernels are compiled in 3/4 of the time.
@@ -56,8 +60,29 @@ def fill(address, start, end, value):
 
 
 @jit
+def widen_latent(to, source, width, padded):
+    """A row of `LatentFormat` to float32, as `widen_row`."""
+    bad = ls.widen_first(to, source, dtypes.FP8, LATENT)
+    for g in range(LATENT // LATENT_GROUP):
+        scale = get_f32(source + LATENT + 4 * g)
+        bad += scale * F(0)
+        ls.row_scale(to + 4 * g * LATENT_GROUP, LATENT_GROUP, scale)
+    rest, at = source + LATENT + LATENT_SCALES, to + 4 * LATENT
+    whole = (width - LATENT) // W * W
+    bad += ls.widen_first(at, rest, dtypes.BF16, whole)
+    for i in range(whole, width - LATENT):
+        x = get_one(rest, dtypes.BF16, i)
+        put_f32(at + 4 * i, x)
+        bad += x * F(0)
+    fill(to, width, padded, F(0))
+    return bad
+
+
+@jit
 def widen_row(to, source, dtype, width, padded, scales, scales_dtype, group):
     """A row of `width` elements to float32, with zeros up to `padded`; returns NaN if an element is not finite."""
+    if dtype == dtypes.LATENT:
+        return widen_latent(to, source, width, padded)
     span = width // 2 if dtypes.is_packed(dtype) else width  # stored numbers
     whole = span // W * W
     bad = ls.widen_first(to, source, dtype, whole)

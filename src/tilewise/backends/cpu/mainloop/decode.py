@@ -13,7 +13,18 @@ import numpy as np
 
 from ..codegen import dtypes
 from ..codegen.calls import call_amx, call_pv, call_qk
-from ..codegen.load_store import clear, get_f32, get_i32, get_i64, put_f32, row_scale, row_times, transpose, widen_f32
+from ..codegen.load_store import (
+    clear,
+    get_f32,
+    get_i32,
+    get_i64,
+    put_f32,
+    put_i64,
+    row_scale,
+    row_times,
+    transpose,
+    widen_f32,
+)
 from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, item_at, jit, params_at, up, widen_row
 from ..codegen.prefetch import prefetch_rows
 from ..codegen.vector import W
@@ -315,7 +326,11 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
         dtypes.is_quantised(v.dtype),
         False,
     )
-    if not unmasked or p.pv == 0:
+    if p.pv == 0 and p.v_row == 0 and unmasked and p.qk == 0 and p.value_dim == Dv:  # in K's widened rows
+        pv, v_distance, scaled = p.pv_f32, ZERO, False
+        for j in range(count):
+            put_i64(t.v_table + 8 * j, t.keys + 4 * j * D)
+    elif not unmasked or p.pv == 0:
         bad = widen_rows(p, v, at, t.v_table, t.values, origin, count, ONE)
         pv, width, v_distance, scaled, nonfinite = p.pv_f32, Dv, ZERO, False, bad != F(0) and not unmasked
         if nonfinite:
