@@ -152,18 +152,35 @@ def load_bias(at, n, stride_k, ok, S: tl.constexpr):
     return load_cells(at + n.to(tl.int64) * stride_k, read, S)
 
 
+@triton.constexpr_function
+def selects(spec):
+    """Whether what a float mask hides must be selected away. Its -inf alone makes weights 0, or NaN where a score is
+    not finite; a gradient is NaN then too, its program leaves a flag, and it is made good.
+    """
+    return not (spec.guard == "flag" and spec.dmask != "sums" and (spec.dq or spec.dk or spec.dv))
+
+
+@triton.constexpr_function
+def hides_elsewhere(spec):
+    """Whether cells are hidden by position, or do not exist."""
+    rules = spec.rules
+    return spec.tail or spec.tail_q or rules.hides_left or rules.hides_right
+
+
 @triton.jit
 def seen_cells(bias, qpos, n, ok, rules, S: tl.constexpr):
-    """Which cells are visible by a float mask and by position."""
-    seen = bias != float("-inf")
+    """Which cells are visible by position and, if that `selects`, by a float mask."""
+    _, _, n_keys, numbers = rules
+    lo, hi = key_span(qpos, n_keys, numbers, S)
+    seen = tl.full(bias.shape, 1, tl.int1)
+    if selects(S):
+        seen = bias != float("-inf")
     if S.tail or S.tail_q:
         seen = seen & ok
-    if S.rules.causal or S.rules.left or S.rules.right or S.rules.chunk:
-        _, _, n_keys, numbers = rules
-        lo, hi = key_span(qpos, n_keys, numbers, S)
+    if S.rules.hides_right:
         seen = seen & (n < hi)
-        if S.rules.hides_left:
-            seen = seen & (n >= lo)
+    if S.rules.hides_left:
+        seen = seen & (n >= lo)
     return seen
 
 
@@ -200,7 +217,8 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
         s = capped(s, scale, softcap, S)
         bent = tl.fma(-s, s, tl.full(s.shape, 1.0, tl.float32))
         factor = softcap
-    if S.partial and S.linear:
+    EARLY: tl.constexpr = S.linear and S.guard != "fixup"  # hidden before lse, which may be NaN, is taken off
+    if S.partial and EARLY:
         if mixed:
             s = hide_cells(s, tl.where(scale < 0, float("inf"), float("-inf")), qpos, n, ok, at, mask_k, rules, S)
     # x: logits less lse, in natural units or in those of exp2. What is added to them may be huge, and lse then is too:
@@ -219,14 +237,13 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
         x = tl.fma(s, factor, -lse)  # the difference is small and rounded once
     else:
         x = tl.fma(s, factor * LOG2E, -(lse * LOG2E))
-    # What only dl is wanted of is selected once, at its end.
-    LAST: tl.constexpr = S.dmask == "sums"
-    seen = mixed
-    if S.mask == "float":
+    LAST: tl.constexpr = S.dmask == "sums"  # dl alone is wanted: it is selected, not x
+    if LAST:
         seen = seen_cells(bias, qpos, n, ok, rules, S)
-    if S.mask == "float" and not LAST:
-        x = tl.where(seen, x, float("-inf"))
-    elif S.partial and not S.linear and not LAST:
+    elif S.mask == "float":
+        if selects(S) or hides_elsewhere(S):
+            x = tl.where(seen_cells(bias, qpos, n, ok, rules, S), x, float("-inf"))
+    elif S.partial and not EARLY:
         if mixed:
             x = hide_cells(x, float("-inf"), qpos, n, ok, at, mask_k, rules, S)
     if NATURAL:
@@ -236,7 +253,9 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
     dl = p * (dp - delta)
     if LAST:
         dl = tl.where(seen, dl, 0.0)
-    elif S.partial and (S.guard == "fixup" or S.dmask != "" or S.dslopes):
+    elif (
+        S.partial and (S.guard == "fixup" or S.dmask != "" or S.dslopes) and not (S.mask == "float" and not selects(S))
+    ):
         dl = tl.where(x == float("-inf"), p, dl)  # p is 0 there
     ds = dl
     if S.softcap:
