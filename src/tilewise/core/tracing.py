@@ -21,13 +21,18 @@ def is_traced() -> bool:
     return is_compiling() or _dispatch_modes() > 0 or _jit_tracing() or _transform() is not None
 
 
+dtensors = False  # whether our operators have sharding rules
+
+
 def is_wrapper(x: torch.Tensor) -> bool:
     """Whether it is of a subclass that handles operators itself, as FakeTensor does.
 
-    So do DTensor and nested tensors, but they would not know ours.
+    So do nested tensors, but they would not know ours; and DTensors before `distributed.register_sharding_rules()`.
     """
     kind = type(x)
-    if kind is torch.Tensor or kind is torch.nn.Parameter or x.is_nested or kind.__name__ == "DTensor":
+    if kind is torch.Tensor or kind is torch.nn.Parameter or x.is_nested:
+        return False
+    if kind.__name__ == "DTensor" and not dtensors:
         return False
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 

@@ -15,6 +15,14 @@ from .context import context_parallel
 from .layout import positions, shard, unshard
 from .plan import DistributedPlan, Machine, RankPlan, plan
 
+
+def register_sharding_rules() -> None:
+    """Lets `tilewise.attention` take DTensors: sharded by batch rows or heads, or replicated. Once is enough."""
+    from . import sharding  # torch.distributed.tensor is large
+
+    sharding.register_sharding_rules()
+
+
 __all__ = [
     "DistributedPlan",
     "Machine",
@@ -26,6 +34,7 @@ __all__ = [
     "context_parallel",
     "plan",
     "positions",
+    "register_sharding_rules",
     "shard",
     "unshard",
 ]

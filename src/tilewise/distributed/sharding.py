@@ -1,0 +1,109 @@
+"""Sharding rules of tilewise's operators, for DTensors.
+
+By batch rows, by heads (if the KV heads divide) or replicated; what is broadcast stays whole. A call over DTensors
+costs tens of microseconds beside its kernels: `local_map` hands their local parts to the plain call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+
+from .. import ops
+from ..core import tracing
+from ..core.problem import GRADS
+
+Placements = list[Placement | None]
+Way = tuple[str, int]  # by what, and the dim of q, k and v
+Ways = list[tuple[Placements, Placements]]  # of results and of arguments
+BY_BATCH = ("kv_lengths", "q_offsets", "k_starts", "k_strides", "q_strides", "key_indices", "block_indices")
+
+
+def register_sharding_rules() -> None:
+    """Lets `tilewise.attention` take DTensors: sharded by batch rows or heads, or replicated. Once is enough."""
+    if tracing.dtensors:
+        return
+    _register("attention", _forward, lambda args: 1)
+    _register("attention_lse", _forward, lambda args: 2)
+    _register("attention_backward", _backward, lambda args: len(args[-1].split(",")))
+    tracing.dtensors = True
+
+
+def _register(name: str, rule: Callable[..., Ways], outputs: Callable[[list[Any]], int]) -> None:
+    """A rule for an operator.
+
+    `register_sharding` does as much, but takes a list of gradients for one result and two layouts for one call.
+    """
+    operator = getattr(torch.ops.tilewise, name).default
+    tensors = sum("Tensor" in str(x.type) for x in operator._schema.arguments)
+
+    def strategy(schema: OpSchema) -> Any:
+        args = [spec(x) for x in schema.args_schema]
+        count = outputs(args)
+        ways = rule(args, dict(schema.kwargs_schema))
+        both = [(results * count if len(results) == 1 else results) + inputs for results, inputs in ways]
+        made = expand_to_full_mesh_op_strategy(schema.get_mesh_from_args(), schema, both, input_index=count)
+        if name == "attention_backward" and count == 1:  # one result, but in a list
+            for each in made.strategies:
+                each.output_specs = (each.output_specs,)  # type: ignore[assignment]
+        return made
+
+    def spec(x: Any) -> Any:
+        return x.strategies[0].output_spec if isinstance(x, OpStrategy) else x
+
+    info = RuntimeSchemaInfo(tensors, ["layout"], needs_pytree=True)
+    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(operator, strategy, info)
+
+
+def _forward(tensors: list[Any], options: dict[str, Any]) -> Ways:
+    named = dict(zip(ops.NAMES["attention"], tensors, strict=False))
+    placed = [_placed(named, how) for how in _ways(named, options)]
+    return [([each["q"]], list(each.values())) for each in placed]
+
+
+def _backward(tensors: list[Any], options: dict[str, Any]) -> Ways:
+    *tensors, grads = tensors
+    named = dict(zip(("q", "k", "v", *ops.BACKWARD), tensors, strict=True))
+    found: Ways = []
+    for how in _ways(named, options):
+        placed = _placed(named, how)
+        whole: Placement = Replicate() if how[0] == "whole" else Partial()
+        at = [placed[name] for name in GRADS if name in grads.split(",")]
+        found.append(([whole if isinstance(x, Replicate) else x for x in at], [*placed.values(), None]))
+    return found
+
+
+def _ways(named: dict[str, Any], options: dict[str, Any]) -> list[Way]:
+    """Replicated, by batch rows, by heads."""
+    q, k = named["q"], named["k"]
+    head = 2 if options.get("layout") == "blhd" else 1
+    ways = [("whole", 0), ("batch", 0)]
+    if k.shape[head] % k.mesh.size() == 0 and q.shape[head] % k.shape[head] == 0:
+        ways.append(("heads", head))
+    return ways
+
+
+def _placed(named: dict[str, Any], how: Way) -> dict[str, Placement | None]:
+    """Each tensor's placement; None of those that were left out."""
+    return {name: None if x is None else _of(name, x.shape, how) for name, x in named.items()}
+
+
+def _of(name: str, shape: Sequence[int], how: Way) -> Placement:
+    if how[0] == "whole":
+        return Replicate()
+    kind, dim = how
+    if name in ("q", "k", "v", "out", "lse", "dout", "dlse"):
+        return Shard(dim)
+    if kind == "batch":
+        own = name in BY_BATCH or (len(shape) == {"mask": 4, "alibi_slopes": 2}.get(name, 0) and shape[0] > 1)
+        return Shard(0) if own else Replicate()
+    if name in ("sinks", "alibi_slopes"):
+        return Shard(len(shape) - 1)
+    if name == "mask" and len(shape) > 2 and shape[-3] > 1:
+        return Shard(len(shape) - 3)
+    return Shard(1) if name in ("key_indices", "block_indices") and len(shape) == 4 else Replicate()
