@@ -32,9 +32,9 @@ def mask_gradients(a, S):
     first_b, count_b = own_b, 1
     if is_summed(S, 0):
         first_b, count_b = own_b * 0, a.batch
-    first_head, count_h = own_head, 1
+    count_h = 1
     if is_summed(S, 1):
-        first_head, count_h = own_head * 0, a.heads
+        count_h = a.heads
     # All that a program sums over has the same cells of the mask: a broadcast dim has a stride of 0.
     own_row = own_q * BQ + tl.arange(0, BQ)
     own_n = own_k * BK + tl.arange(0, BK)
@@ -67,9 +67,15 @@ def mask_gradients(a, S):
                 first_t, last_t = tl.maximum(first_t, own_k), tl.minimum(last_t, own_k + 1)
             tiles = tl.maximum(last_t - first_t, 0)
             for i in tl.range(0, together * count_h * tiles):
-                t = first_t + i % tiles
-                head = first_head + i // tiles % count_h
-                b = b0 + i // tiles // count_h
+                t = first_t
+                if is_summed(S, 3):
+                    t = first_t + i % tiles
+                    i = i // tiles
+                head = own_head
+                if is_summed(S, 1):
+                    head = i % a.heads
+                    i = i // a.heads
+                b = b0 + i
                 kv_head = head // S.group
                 slope = 0.0
                 if S.alibi:
