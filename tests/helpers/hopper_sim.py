@@ -53,6 +53,20 @@ def listed(mask: torch.Tensor, BM: int, BN: int) -> tuple[Pointer, Pointer, tupl
     return Pointer(lists.reshape(-1)), Pointer(rank.reshape(-1)), (H * nq, nq, 1, nk)
 
 
+def listed_blocks(problem: Problem, t: Any, BM: int, BN: int) -> tuple[Pointer, Pointer, tuple[int, int, int, int]]:
+    """What `list_blocks` leaves of block indices [B, Hkv, blocks, n], for each query head."""
+    p, nq, nk = problem, -(-problem.q_len // BM), -(-problem.kv_len // BN)
+    assert p.selection is not None
+    block = p.selection.block
+    lists, rank = np.zeros((p.batch, p.heads, nq, nk), np.int32), np.zeros((p.batch, p.heads, nq, nk + 1), np.int32)
+    for b, h, i in np.ndindex(p.batch, p.heads, nq):
+        chosen = set(t.key_indices[b, h // p.group, i * BM // block].tolist())
+        tiles = [tile for tile in range(nk) if tile * BN // block in chosen]
+        lists[b, h, i, : len(tiles)] = [2 * tile for tile in tiles]
+        rank[b, h, i] = [sum(tile < n for tile in tiles) for n in range(nk + 1)]
+    return Pointer(lists.reshape(-1)), Pointer(rank.reshape(-1)), (p.heads * nq, nq, 1, nk)
+
+
 class Launch:
     """One call, checked and planned; `run` executes its kernels."""
 
@@ -81,8 +95,11 @@ class Launch:
         given["slopes_b"] = 0 if t.alibi_slopes is None else t.alibi_slopes.stride(0)
         if p.packed_q:
             given |= ranks(p, t, self.bound.spec.BM)
-        if t.mask is not None:
-            lists, rank, strides = listed(t.mask, self.bound.spec.BM, spec.BN)
+        if t.mask is not None or p.selection is not None:
+            BM = self.bound.spec.BM
+            lists, rank, strides = (
+                listed(t.mask, BM, spec.BN) if t.mask is not None else listed_blocks(p, t, BM, spec.BN)
+            )
             given |= {"LIST": lists, "RANK": rank}
             given |= dict(zip(("list_b", "list_h", "list_q", "list_n"), strides, strict=True))
         return kernels.arguments.Arguments(*(given[name] for name in kernels.arguments.Arguments.NAMES))

@@ -16,7 +16,7 @@ from tilewise.backends.gpu import target
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.hopper.fwd import config, launch
 from tilewise.core.plan import Plan
-from tilewise.core.problem import MaskSpec
+from tilewise.core.problem import MaskSpec, Selection
 from tilewise.core.storage import FORMATS
 from tilewise.dispatch import planner
 
@@ -106,6 +106,22 @@ def test_what_is_served():
         assert config.refusal(problem(**changes)) is None
 
 
+def test_block_indices_of_whole_tiles_are_served(monkeypatch):
+    monkeypatch.setattr(hopper, "target_of", lambda device: nvidia(90))
+    for D in (64, 128, 192, 256, 512):
+        for block in (128, 256, 384):
+            p = problem(D, selection=Selection(5, block), kv_len=8192)
+            c = config.config_of(p)
+            assert hopper.supports(p) is None
+            assert hopper.declines(p) is None
+            assert block % (64 * c.consumers) == block % c.BN == 0
+        for selection in (Selection(2048), Selection(5, 64), Selection(5, 200)):
+            assert "multiples of 128" in hopper.supports(problem(D, selection=selection))
+    masked = problem(selection=Selection(5, 128), mask=MaskSpec(torch.bool, (True, True, False, False)))
+    assert "not both" in hopper.supports(masked)
+    assert hopper.supports_backward(replace(problem(selection=Selection(5, 128)), grads=("q",))) is not None
+
+
 @pytest.mark.parametrize("D", [16, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512])
 @pytest.mark.parametrize("Dv", [16, 64, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("masked", [False, True])
@@ -139,7 +155,7 @@ def test_tiles_cover_the_heads_and_fit(D, Dv, masked):
 def test_every_plan_fits():
     """A sample; benchmarks/h200/fits.py goes through 100,000 problems."""
     chance = random.Random(0)
-    served = [p for p in (draw(chance) for _ in range(20000)) if config.refusal(p) is None]
+    served = [p for p in (draw(chance, indices=True) for _ in range(20000)) if config.refusal(p) is None]
     assert len(served) > 1000
     assert max(check_hopper(p) for p in served) > 0.9, "the sample does not come near the limit"
 

@@ -12,7 +12,7 @@ import torch
 from aot import SHARED
 from hopper_aot import kernels_of
 from problem_space import problem_of
-from tilewise.core.problem import MaskSpec
+from tilewise.core.problem import MaskSpec, Selection
 from tilewise.core.storage import PLAIN
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -117,6 +117,14 @@ def test_masks_and_packed_sequences_compile():
     for kernel in built.values():
         assert kernel.shared <= SHARED[90]
         assert "serialized" not in kernel.report
+
+
+def test_block_indices_compile():
+    """The loops are those of dense calls, and a load from the list."""
+    for options, instructions in (({}, 485), ({"causal": True}, 630)):
+        built = kernels_of(problem(**options, selection=Selection(13, 128)))
+        assert set(built) == {"prefill", "fixup", "lists"}
+        check(built, instructions)
 
 
 def test_strides_of_each_sequence_compile():

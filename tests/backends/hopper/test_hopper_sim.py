@@ -33,6 +33,11 @@ def dense(D=64, Dv=0, Lq=200, Lk=300, B=1, H=2, Hkv=1, **options):
             options[name] = torch.linspace(0.1, 1.0, H)
     if options.get("mask") == "bool":
         options["mask"] = torch.rand(Lq, Lk, generator=g) < 0.4
+    if (size := options.get("block_size")) is not None:
+        blocks = torch.rand(B, Hkv, -(-Lq // size), -(-Lk // size), generator=g).argsort(-1)[..., :6].int()
+        blocks[:, :, 1::3] = -1  # rows that choose nothing
+        blocks[..., 1] = torch.where(blocks[..., 0] % 2 == 0, -1, blocks[..., 1])
+        options["block_indices"] = blocks
     if options.get("mask") == "float":
         options["mask"] = torch.where(torch.rand(H, Lq, Lk, generator=g) < 0.6, 0.5, -torch.inf)
     out = torch.full((B, H, Lq, Dv or D), float("nan"), dtype=torch.float16)
@@ -86,6 +91,10 @@ CASES = {
     "softcap, ALiBi, sinks": lambda: dense(128, softcap=5.0, alibi_slopes=True, sinks=True, causal=True),
     "bool mask": lambda: dense(mask="bool", Lq=150),
     "float mask": lambda: dense(128, mask="float", Lq=150, causal=True),
+    "blocks": lambda: dense(128, Lq=500, Lk=900, H=4, Hkv=2, block_size=128),
+    "blocks causal": lambda: dense(128, Lq=900, Lk=950, causal=True, block_size=128, sinks=True),
+    "blocks, window": lambda: dense(64, Lq=400, Lk=2100, H=1, window=(300, 90), block_size=256),
+    "blocks, lengths": lambda: dense(256, B=3, Lk=300, H=1, causal=True, kv_lengths=LENGTHS, block_size=128),
     "packed": lambda: packed([5, 200, 0, 129], [9, 260, 7, 0], causal=True),
     "packed, lengths": lambda: packed([130, 1], [140, 300], D=128, kv_lengths=torch.tensor([100, 300]), sinks=None),
 }
@@ -130,7 +139,7 @@ def test_whatever_the_order(seed):
 
 def test_hidden_values_that_are_not_finite_do_not_matter():
     """They are noticed and the tile is computed again."""
-    for options in ({"causal": True}, {"mask": "bool"}, {"window": (9, 0)}):
+    for options in ({"causal": True}, {"mask": "bool"}, {"window": (9, 0)}, {"block_size": 128}):
         call = dense(Lq=200, Lk=200, H=1, **options)
         call.tensors.v[:, :, 150, ::3] = float("nan")
         call.tensors.v[:, :, 77] = float("inf")
@@ -184,6 +193,12 @@ WRONG = {
     "non-finite tiles not flagged": (
         "epilogue", "nonfinite = (total != total) & rows.ok", "nonfinite = (total != total) & (rows.row < 0)",
     ),
+    "a list without entries is seen": ("consumer", "tile_list(a, w).entries > 0", "tile_list(a, w).entries >= 0"),
+    "tiles that rules hide in part taken for whole": (
+        "consumer", "right = gl.minimum(gl.maximum(begin + after(a, w, tiles, outer), start + 1), end)",
+        "right = gl.minimum(start + 1, end)",
+    ),
+    "lists of the next rows": ("tiles", "        tile = w.top // a.S.BM\n", "        tile = w.top // a.S.BM // 2\n"),
     "the counter left as it is": ("nonfinite", "gl.store(a.COUNTER, 0)", "gl.store(a.COUNTER, 1)"),
 }  # fmt: skip
 
@@ -197,7 +212,7 @@ def nonfinite():
 PROBES = (
     (lambda: dense(128, Lq=600, H=2, Lk=600), 3), (lambda: dense(128, Lq=600, H=3, Lk=600, causal=True), 2),
     (lambda: dense(128, Lq=300, H=1, Lk=300, window=(70, 0)), 2), (lambda: packed([5, 200, 129], [9, 260, 7]), 2),
-    (nonfinite, 2),
+    (nonfinite, 2), (CASES["blocks causal"], 2),
 )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Block sparsity: launches that make the list of key tiles which a dense mask leaves (`block_sparsity.py`).
+"""Block sparsity: launches that make the list of key tiles which a dense mask or block indices leave
+(`block_sparsity.py`).
 
 Lists are made through Triton once, then again by address.
 """
@@ -13,12 +14,13 @@ from ...core.problem import Problem
 from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ...core.tile_map import TileMap
-from .block_sparsity import classify, compact
-from .flags import DTYPE_NAMES
+from .block_sparsity import classify, compact, list_blocks
+from .flags import DTYPE_NAMES, ceil_pow2
 from .kernel import Arguments, Kernel, Ready, stride_arguments
 from .semaphores import capturing
 
 COMPACT_RUN = 256
+BLOCK_RUN, BLOCK_CHUNK = 64, 64  # tiles and indices that a program of `list_blocks` compares in a step
 # Tiles of a mask that a program of `classify` looks at in a step, and their bytes at most: enough on their way to keep
 # memory busy (h200/masks #1).
 CLASSIFY_TILES = 16
@@ -97,6 +99,37 @@ class Lister:
         run = max(1, min(CLASSIFY_TILES, CLASSIFY_STEP // (self.BM * self.BK * mask.element_size())))
         constants = {"BQ": self.BM, "BK": self.BK, "KIND": kind, "EACH": each, "RUN": run}
         return Kernel(classify, constants, num_warps=CLASSIFY_WARPS), given
+
+
+class BlockLister:
+    """Makes the lists of a problem's block indices, in tiles of BM queries and BK keys that divide blocks."""
+
+    def __init__(self, problem: Problem, BM: int, BK: int) -> None:
+        self.problem = p = problem
+        assert p.selection is not None
+        block = p.selection.block
+        self.heads = p.heads if p.selection.by_head else 1
+        self.tiles, self.n = -(-p.q_len // BM), -(-p.kv_len // BK)
+        chunk = max(16, min(BLOCK_CHUNK, ceil_pow2(p.selection.count)))
+        constants = {"QUERIES": block // BM, "KEYS": block // BK, "RUN": BLOCK_RUN, "CHUNK": chunk}
+        self.kernel = Kernel(list_blocks, constants, num_warps=4)
+
+    def first(self, t: Tensors) -> tuple[Lists, Listing | None]:
+        """The lists of a call's indices, and what later calls need to make theirs."""
+        H, tiles, n = self.heads, self.tiles, self.n
+        rows = self.problem.batch * H * tiles
+        LIST = torch.empty(rows * n, dtype=torch.int32, device=t.q.device)
+        RANK = torch.empty(rows * (n + 1), dtype=torch.int32, device=t.q.device)
+        ready = self.kernel.first((rows, 1), self.arguments(t) | {"LIST": LIST, "RANK": RANK})
+        lists = (LIST, RANK, (H * tiles, tiles if H > 1 else 0, 1, n))
+        return lists, None if ready is None else Listing(ready, True, rows, n)
+
+    def arguments(self, t: Tensors) -> Arguments:
+        """Those of `list_blocks`, but for where it writes."""
+        p = self.problem
+        assert p.selection is not None
+        given: Arguments = {"INDICES": t.key_indices, "heads": self.heads, "group": p.group, "tiles": self.tiles}
+        return given | {"n": self.n, "count": p.selection.count} | stride_arguments("indices", "bhl", t.key_indices)
 
 
 class Listing:

@@ -3,7 +3,8 @@
 `classify` looks at every cell: 0 for a tile without a visible cell, 2 if every cell is visible and, in a float mask,
 exactly 0, else 1 (mixed); cells past the edges count as neither. It writes, for each plane and tile of query rows, the
 list of tiles to visit, `LIST[i] = 2 * tile + mixed`, and `RANK[t]`, the number of them before tile t, so that a kernel
-finds the entries of any range of tiles. `compact` does so with states from a `TileMap`, or calls all tiles mixed.
+finds the entries of any range of tiles. `compact` does so with states from a `TileMap`, or calls all tiles mixed;
+`list_blocks` with block indices.
 """
 
 import triton.language as tl
@@ -98,6 +99,30 @@ def classify(
         state = tl.where((counts & 0xFFFF) == 0, 0, tl.where((counts >> 16) == 0, 2, 1))
         count = append(state, first + tl.arange(0, RUN), count, LIST + pid * n, RANK + pid * (n + 1), n)
     tl.store(RANK + pid * (n + 1) + n, count)
+
+
+@triton.jit(do_not_specialize=["heads", "group", "tiles", "n", "count"])
+def list_blocks(
+    INDICES, LIST, RANK, indices_b, indices_h, indices_l, heads, group, tiles, n, count,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program for each row of tiles: those of the blocks that `count` indices name. A block has QUERIES tiles of
+    queries and KEYS tiles of keys.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    tile = pid % tiles
+    head = pid // tiles % heads
+    line = INDICES + pid // tiles // heads * indices_b + head // group * indices_h + tile // QUERIES * indices_l
+    listed = 0
+    for first in range(0, n, RUN):
+        t = first + tl.arange(0, RUN)
+        state = t * 0
+        for i in range(0, count, CHUNK):
+            at = i + tl.arange(0, CHUNK)
+            index = tl.load(line + at, mask=at < count, other=-1)
+            state = tl.maximum(state, tl.max((index[None, :] == (t // KEYS)[:, None]).to(tl.int32), 1))
+        listed = append(state * 2, t, listed, LIST + pid * n, RANK + pid * (n + 1), n)
+    tl.store(RANK + pid * (n + 1) + n, listed)
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -27,17 +27,17 @@ def supports(problem: Problem) -> str | None:
 
 
 def _decodes_latent(problem: Problem) -> bool:
-    return latent.is_latent(problem) and latent.refusal(problem) is None
+    return latent.is_latent(problem) and latent.refusal(problem) is None and problem.selection is None
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return _machine_refusal(problem) or bwd_config.refusal(problem)
+    return _machine_refusal(problem) or no_selection(problem) or bwd_config.refusal(problem)
 
 
 def _machine_refusal(problem: Problem) -> str | None:
     if problem.device.type != "cuda" or target_of(problem.device).arch != 90:
         return OtherDevice("runs on Hopper GPUs")
-    return no_selection(problem) or triton_refusal(TESTED_TRITON, TESTED_TRITON)
+    return triton_refusal(TESTED_TRITON, TESTED_TRITON)
 
 
 def declines(problem: Problem) -> str | None:

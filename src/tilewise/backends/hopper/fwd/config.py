@@ -58,12 +58,24 @@ def refusal(problem: Problem) -> str | None:
         return "needs a positive scale"
     if p.head_dim > 512:
         return "has no kernel for head dims over 512"
-    return None
+    return None if p.selection is None else blocks_refusal(p)
+
+
+def blocks_refusal(problem: Problem) -> str | None:
+    """Why key or block indices are not for these kernels, whose tiles come from lists; None if they are."""
+    p, c = problem, config_of(problem)
+    assert p.selection is not None
+    tile = max(64 * c.consumers, c.BN)
+    if p.selection.block % tile:
+        return f"takes indices of blocks that are multiples of {tile}, and others not"
+    return "takes block indices or a mask, not both" if p.mask is not None else None
 
 
 def slower(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice, if it is: as a rule, because it takes less time."""
     p = problem
+    if p.selection is not None:
+        return None  # whole tiles, by TMA
     if p.q_len <= FEW_QUERIES:
         return f"leaves {FEW_QUERIES} queries and fewer to the Triton backend, which is faster there"
     if p.mask is not None:
@@ -115,7 +127,7 @@ def config_of(problem: Problem) -> Config:
         if plainly_causal(problem) and problem.kv_len <= SHORT_CAUSAL and not problem.split_size:
             return Config(64, 2, 3, 3, share=2, overlaps=False, per_processor=2, consumer_regs=112)
         late = not (problem.softcap or problem.alibi or problem.rules.flags.hides_left)  # else it would spill
-        if problem.mask is None and problem.kv_len > SHORT:
+        if problem.mask is None and problem.selection is None and problem.kv_len > SHORT:
             return Config(128, 3, 4, 4, late_wait=late, consumer_regs=160, producer_regs=32)
         return Config(128, 2, 4, 4, share=2, late_wait=late)
     if width * chunks <= 128 and DV <= 128:
@@ -131,13 +143,15 @@ def plainly_causal(problem: Problem) -> bool:
     """Causal, and nothing else that would take registers."""
     p = problem
     others = p.softcap or p.alibi or p.rules.kv_lengths or p.packed_q or p.mask is not None or p.rules.affine
+    others = others or p.selection is not None
     return p.rules.relative() == MaskRules(causal=True) and not others
 
 
 def uneven(problem: Problem) -> bool:
     """Whether some tiles of rows have more keys than others."""
     p = problem
-    return p.rules.by_position or p.packed_q or p.rules.kv_lengths or p.mask is not None
+    chosen = p.mask is not None or p.selection is not None
+    return p.rules.by_position or p.packed_q or p.rules.kv_lengths or chosen
 
 
 def prefetches_tile(problem: Problem, c: Config, rounds: float) -> bool:
@@ -187,7 +201,8 @@ def spec(problem: Problem, c: Config) -> Spec:
         consumer_regs=c.consumer_regs,
         producer_regs=c.producer_regs,
         # Past the end of a dense tensor TMA reads zeros; anything else that is hidden may be NaN.
-        guard=p.mask is not None or p.rules.by_position or p.has_lengths,
+        guard=p.mask is not None or p.rules.by_position or p.has_lengths or p.selection is not None,
+        blocks=p.selection is not None,
         fixup=False,
         prefetch_tile=False,
     )

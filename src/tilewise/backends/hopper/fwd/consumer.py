@@ -11,7 +11,8 @@ and other warpgroups alone keep the tensor cores busy.
 
 Tiles of keys come from the right: first those that rules may hide in part, then those that every row sees, then (in
 windows) again hidden ones; each kind has a loop of its own. Tiles of the rows' tile that this consumer's rows do not
-see are passed over. A mask has one loop, with a branch on tiles that are not seen whole.
+see are passed over. A mask has one loop, with a branch on tiles that are not seen whole; of chosen blocks a list is as
+a range with gaps.
 """
 
 from triton.experimental import gluon
@@ -25,7 +26,7 @@ from .mma import as_operand, next_tile, release_output, release_scores, start_ou
 from .pipeline import key_use, value_use
 from .softmax import Rows, finalise, own_sums
 from .tile_scheduler import key_tiles, numbers_of, tile_count, work_tile_at
-from .tiles import tile_list
+from .tiles import after, tile_list
 
 
 @gluon.jit
@@ -36,6 +37,8 @@ def rows_of(a, w, C):
     numbers = numbers_of(a, w)
     qpos = query_position(w.offset, row, numbers, a.S)
     lo, hi = key_span(qpos, w.n_keys, numbers, a.S)
+    if a.S.blocks:
+        hi = gl.where(tile_list(a, w).entries > 0, hi, 0)  # else the one tile is none that was chosen
     slope = None
     if a.S.alibi:
         slope = gl.load(a.SLOPES + w.b * a.slopes_b + w.head)
@@ -60,7 +63,7 @@ def other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, r
             p, o, m, l = next_tile(a, queries, keys, values, i, n, tile, w.n_keys, mixed, p, o, m, l, rows, C, 2)
             entry = upcoming
     else:
-        if a.S.masked:
+        if a.S.hides:
             for n in range(start + 1, right):
                 p, o, m, l = next_tile(
                     a, queries, keys, values, i, n, tiles.tile(n - begin), w.n_keys, True, p, o, m, l, rows, C, 1
@@ -84,7 +87,7 @@ def own_tiles(a, w, tiles, begin, C):
     """
     rows = gl.minimum(gl.maximum(w.q_len - w.top - C * 64, 1), 64)
     first, last, inner, outer = key_tiles(a, w.offset, w.top + C * 64, rows, w.n_keys, numbers_of(a, w))
-    if a.S.mask == "":
+    if not a.S.listed:
         first = gl.minimum(gl.maximum(first, w.first), w.last - 1)
         last = gl.maximum(gl.minimum(last, w.last), first + 1)
         start = begin + (w.last - last)
@@ -94,6 +97,14 @@ def own_tiles(a, w, tiles, begin, C):
         if not a.S.rules.hides_left:
             left = end
         right = gl.minimum(right, left)
+    elif a.S.blocks:
+        # A list has no mixed tiles: rules hide some at its ends, as of a range. What only others see is computed too.
+        start = begin
+        end = begin + tiles.count
+        right = gl.minimum(gl.maximum(begin + after(a, w, tiles, outer), start + 1), end)
+        left = gl.minimum(gl.maximum(begin + after(a, w, tiles, inner), right), end)
+        if not a.S.rules.hides_left:
+            left = end
     else:
         start = begin
         end = begin + tiles.count

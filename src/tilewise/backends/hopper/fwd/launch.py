@@ -14,7 +14,7 @@ import torch
 from ....core.plan import ByPlan, Plan
 from ....core.storage import as_bytes
 from ....core.tensors import Tensors
-from ...gpu.block_lists import NO_LISTS, Lister, Listing, Lists
+from ...gpu.block_lists import NO_LISTS, BlockLister, Lister, Listing, Lists
 from ...gpu.flags import rules_of, softcap_of
 from ...gpu.kernel import Arguments, ByAddress, Kernel, Ready, stride_arguments
 from ...gpu.semaphores import SPARE, Semaphores
@@ -47,8 +47,8 @@ class Launcher(ByAddress):
 
     SOURCES: ClassVar = {
         "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes",
-        "SINKS": "sinks", "PLACES": "places", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
-        "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",
+        "SINKS": "sinks", "PLACES": "places", "INDICES": "key_indices", "KV_LENGTHS": "kv_lengths",
+        "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",
     }  # fmt: skip
 
     def __init__(self, plan: Plan, c: Config, target: Target) -> None:
@@ -71,7 +71,7 @@ class Launcher(ByAddress):
         limit: Arguments = {"maxnreg": target.registers // (c.per_processor * 32 * 4 * (s.consumers + 1)) // 8 * 8}
         self.order, self.fixup = Kernel(rank_sequences), Kernel(fwd_kernel)
         self.attention = Kernel(fwd_kernel, **(limit if c.per_processor > 1 else {}))
-        self.lister = Lister(p, s.BM, s.BN) if s.mask else None
+        self.lister = BlockLister(p, s.BM, s.BN) if s.blocks else Lister(p, s.BM, s.BN) if s.mask else None
         # What only prefill makes use of is the same for all, so that fewer kernels are compiled.
         self.fixup_spec = replace(
             s, DV=min(s.DV, FIXUP_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1,
@@ -118,7 +118,8 @@ class Launcher(ByAddress):
             at["COUNTER"] = self.semaphores.take(device).data_ptr()
             at["FLAGS"] = at["COUNTER"] + 4 * FLAGS_AT
         if listing is not None:
-            lists = listing(at["MASK"], device, stream)  # kept until the kernels have been queued
+            source = at["INDICES" if self.spec.blocks else "MASK"]
+            lists = listing(source, device, stream)  # kept until the kernels have been queued
             at["LIST"] = lists.data_ptr()
             at["RANK"] = at["LIST"] + 4 * listing.rank_at
         ranks = self.ranks(device)

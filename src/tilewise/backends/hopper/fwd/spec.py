@@ -28,6 +28,7 @@ class Spec(Flags):
     consumer_regs: int
     producer_regs: int
     guard: bool  # hidden keys may lie under visible ones: tiles are flagged if not finite (see nonfinite.py)
+    blocks: bool  # tiles come from the lists of block indices
     fixup: bool  # computes again what a launch before it has flagged
     prefetch_tile: bool  # the next work tile is fetched before the keys of this one are loaded, not after
 
@@ -44,4 +45,14 @@ class Spec(Flags):
     @property
     def masked(self) -> bool:
         """Whether any tile may hold a hidden cell."""
-        return self.tail or self.rules.hides_left or self.rules.hides_right or self.mask != ""
+        return self.hides or self.listed
+
+    @property
+    def hides(self) -> bool:
+        """Whether lengths or rules may hide cells."""
+        return self.tail or self.rules.hides_left or self.rules.hides_right
+
+    @property
+    def listed(self) -> bool:
+        """Whether tiles come from lists, not from a range."""
+        return self.mask != "" or self.blocks

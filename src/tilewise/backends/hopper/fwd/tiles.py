@@ -1,9 +1,9 @@
 """The tiles of keys that a tile of query rows visits, from the last to the first.
 
 Without a mask they are a range. Where every row sees every key, each tile of rows begins with another tile of keys, so
-that not all programs ask for the same memory at once. With a mask they are the list that `gpu/block_sparsity.py`
-leaves: entries 2 * tile + mixed, in order; RANK tells where the entries of a range begin. A range without an
-entry is given its last tile all the same, so that there always is one.
+that not all programs ask for the same memory at once. With a mask or block indices they are the list that
+`gpu/block_sparsity.py` leaves: entries 2 * tile + mixed, in order; RANK tells where the entries of a range begin. A
+range without an entry is given its last tile all the same, so that there always is one.
 """
 
 from triton.experimental import gluon
@@ -41,7 +41,7 @@ class Tiles:
 
 @gluon.jit
 def tile_list(a, w):
-    if a.S.mask == "":
+    if not a.S.listed:
         count = w.last - w.first
         shift = None
         if not a.S.masked:
@@ -55,3 +55,12 @@ def tile_list(a, w):
         end = gl.load(ranks + gl.minimum(w.last, a.list_n))
         tiles = Tiles(w.last - 1, gl.maximum(end - begin, 1), None, a.LIST + plane * a.list_n + (end - 1), end - begin)
     return tiles
+
+
+@gluon.jit
+def after(a, w, tiles, tile):
+    """Entries of a list from `tile` on."""
+    plane = w.b.to(gl.int64) * a.list_b + w.head.to(gl.int64) * a.list_h + (w.top // a.S.BM).to(gl.int64) * a.list_q
+    ranks = a.RANK + plane * (a.list_n + 1)
+    end = gl.load(ranks + gl.minimum(w.last, a.list_n))
+    return gl.maximum(end - gl.load(ranks + gl.minimum(gl.maximum(tile, w.first), a.list_n)), 0)
