@@ -1,152 +1,22 @@
-"""Many prompts at once over one `PagedKVCache`: continuous batching with shared prefixes, in plain PyTorch.
+"""Many prompts at once over one `PagedKVCache`, by the engine in `engine.py`.
 
-    python examples/generate.py
-
-A step takes whatever there is to do: whole prompts of requests that have just come in and one token of each that is
-under way, packed into one batch without padding. Prompts that begin alike share pages. When pages run out, the
-request that came last waits and starts again later, from what is left of its pages.
+python examples/generate.py                 # 24 prompts that begin alike
+python examples/generate.py --stream        # one answer, token by token
+python examples/generate.py --load 300      # requests of all lengths that come one after another
+python examples/generate.py --soak 10000    # the same for long, some cancelled; all texts and pages are checked
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field
 
 import torch
-from torch.nn import functional
+from engine import Engine, Model, Sampling, logits_of, one_by_one
 
-from tilewise import CacheFull, PagedKVCache
-
-
-class Model:
-    """A decoder as many are: RMS norm, rotary positions, grouped queries, gated MLP. Its weights are random."""
-
-    def __init__(self, vocabulary=512, width=256, layers=4, heads=8, kv_heads=2, seed=0):
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
-        g = torch.Generator().manual_seed(seed)
-
-        def matrix(rows, columns):
-            return torch.randn(rows, columns, generator=g) / columns**0.5
-
-        self.embedding = torch.randn(vocabulary, width, generator=g)
-        qkv, hidden = (heads + 2 * kv_heads) * self.head_dim, 2 * width
-        shapes = {"qkv": (qkv, width), "o": (width, width), "in": (2 * hidden, width), "out": (width, hidden)}
-        self.layers = [{name: matrix(*shape) for name, shape in shapes.items()} for _ in range(layers)]
-        self.head = matrix(vocabulary, width)
-
-    def __call__(self, tokens, positions, attend):
-        """Logits [T, vocabulary] of packed tokens [T]; `attend(layer, q, k, v)` of [T, heads, D] sees to the rest."""
-        x = self.embedding[tokens]
-        for number, w in enumerate(self.layers):
-            qkv = (norm(x) @ w["qkv"].T).unflatten(1, (-1, self.head_dim))
-            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
-            x = x + attend(number, rotary(q, positions), rotary(k, positions), v).flatten(1) @ w["o"].T
-            gate, up = (norm(x) @ w["in"].T).chunk(2, 1)
-            x = x + (functional.silu(gate) * up) @ w["out"].T
-        return norm(x) @ self.head.T
-
-
-def norm(x):
-    return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
-
-
-def rotary(x, positions):
-    """x [T, heads, D]."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None, None] * 10000.0 ** (-torch.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
-
-
-@dataclass
-class Request:
-    prompt: list[int]
-    new: int  # tokens to generate
-    tokens: list[int] = field(default_factory=list)  # prompt and what was generated
-    sequence: int = -1
-
-
-class Engine:
-    """Requests in, tokens out."""
-
-    def __init__(self, model, pages=256, page_size=16, dtype="f32", most=64):
-        self.model, self.most = model, most
-        self.cache = PagedKVCache(
-            pages, page_size, model.kv_heads, model.head_dim, dtype, layers=len(model.layers)
-        )  # fmt: skip
-        self.waiting, self.running = deque(), []
-        self.computed = self.found = self.put_off = 0  # tokens computed, tokens found in the cache, requests put off
-
-    def add(self, prompt, new):
-        if not prompt or new < 1:
-            raise ValueError(f"a prompt of {len(prompt)} tokens and {new} new ones: both must be 1 or more")
-        need = -(-(len(prompt) + new - 1) // self.cache.page_size)  # the last token is not written
-        if need > self.cache.num_pages:
-            raise ValueError(
-                f"{len(prompt)} tokens and {new} new ones need {need} pages of {self.cache.page_size}, of "
-                f"{self.cache.num_pages} in all: give more pages, or ask for less"
-            )
-        request = Request(list(prompt), new, list(prompt))
-        self.waiting.append(request)
-        return request
-
-    def step(self):
-        """One token more for every running request."""
-        while self.waiting and len(self.running) < self.most:
-            request = self.waiting.popleft()
-            request.sequence, held = self.cache.prefix_match(request.tokens[:-1])
-            self.found += held
-            self.running.append(request)
-        while True:
-            # Tokens that the cache does not hold yet: a whole prompt, or the one that was generated last
-            new = [request.tokens[self.cache.length(request.sequence) :] for request in self.running]
-            tokens = [token for row in new for token in row]
-            try:
-                batch = self.cache.extend([r.sequence for r in self.running], [len(row) for row in new], tokens)
-                break
-            except CacheFull:
-                if len(self.running) == 1:
-                    raise
-                last = self.running.pop()
-                self.cache.free(last.sequence)
-                self.waiting.appendleft(last)
-                self.put_off += 1
-        self.computed += len(tokens)
-        positions = torch.cat([torch.arange(s, s + len(row)) for s, row in zip(batch.starts, new, strict=True)])
-
-        def attend(layer, q, k, v):
-            batch.write(k, v, layer)
-            return batch.attend(q, layer)
-
-        logits = self.model(torch.tensor(tokens), positions, attend)
-        chosen = logits[batch.cu_seqlens[1:].long() - 1].argmax(-1).tolist()
-        for request, token in zip(self.running, chosen, strict=True):
-            request.tokens.append(token)
-        done = [r for r in self.running if len(r.tokens) == len(r.prompt) + r.new]
-        if done:
-            self.cache.free([r.sequence for r in done])
-            self.running = [r for r in self.running if r not in done]
-        return done
-
-    def run(self):
-        while self.waiting or self.running:
-            self.step()
-
-
-def one_by_one(model, prompt, new):
-    """The same tokens the plain way: no cache, torch's own attention, everything computed anew for each token."""
-    tokens = list(prompt)
-    for _ in range(new):
-
-        def attend(layer, q, k, v):
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-
-        logits = model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
-        tokens.append(int(logits[-1].argmax()))
-    return tokens
+TIE = 1e-3  # logits that are this close may change places with the rounding of a larger batch
 
 
 def prompts_of(count, shared=100, vocabulary=512, seed=1):
@@ -157,6 +27,79 @@ def prompts_of(count, shared=100, vocabulary=512, seed=1):
     return [start + torch.randint(vocabulary, (n,), generator=g).tolist() for n in lengths]
 
 
+def load(engine, count, new, sampling, draw, more=0.5, cancel=0.0):
+    """Runs `count` requests of mixed lengths and returns them. After each another one comes at once by chance `more`,
+    else a step comes first: with 0.5 that is one in a step on average.
+
+    Half of them begin with one of four beginnings. Some are cancelled on the way, at random.
+    """
+    starts = [[draw.randrange(engine.model.vocabulary) for _ in range(40)] for _ in range(4)]
+    requests = []
+    while len(requests) < count or engine.waiting or engine.running:
+        while len(requests) < count and draw.random() < more:
+            prompt = list(draw.choice(starts)) if draw.random() < 0.5 else []
+            prompt += [draw.randrange(engine.model.vocabulary) for _ in range(draw.randint(1, 60))]
+            requests.append(engine.add(prompt, draw.randint(1, new), sampling))
+        engine.step()
+        for request in [*engine.running, *engine.waiting]:
+            if draw.random() < cancel:
+                engine.cancel(request)
+    return requests
+
+
+def differences(model, requests):
+    """How many texts are not those of one-by-one generation, and how many more differ from a tie on."""
+    wrong = ties = 0
+    for request in requests:
+        want = one_by_one(model, request.prompt, len(request.generated))
+        if request.tokens == want:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(request.tokens, want, strict=True)) if a != b)
+        logits = logits_of(model, want[:at])
+        tie = bool((logits[want[at]] - logits[request.tokens[at]]).abs() < TIE)
+        ties += tie
+        wrong += not tie
+    return wrong, ties
+
+
+def memory():
+    """Bytes of this process in memory, where Linux says it; else 0."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+    except OSError:
+        return 0
+
+
+def soak(count, seed=0):
+    """Requests of mixed lengths in little room, with cancels; returns what went wrong, in words."""
+    model = Model(vocabulary=256, width=64, layers=2, heads=4, kv_heads=2)
+    engine, draw = Engine(model, pages=100, page_size=8, most=24, budget=128), random.Random(seed)
+    first = max(1, count // 10)
+    requests = load(engine, first, 24, Sampling(), draw, cancel=0.004)
+    before, threads = memory(), threading.active_count()
+    start = time.perf_counter()
+    requests += load(engine, count - first, 24, Sampling(), draw, cancel=0.004)
+    seconds, grown = time.perf_counter() - start, memory() - before
+    print("\n".join(engine.statistics.lines(seconds)))
+    cancelled = sum(request.state == "cancelled" for request in requests)
+    print(f"{count} requests, {cancelled} cancelled; {grown / 1e6:+.1f} MB since the first {first}, now their texts")
+    wrong, ties = differences(model, requests)
+    stats, problems = engine.cache.stats(), []
+    if wrong:
+        problems.append(f"{wrong} texts are others than one by one")
+    if stats.used or stats.free + stats.kept != engine.cache.num_pages:
+        problems.append(f"pages are lost: {stats}")
+    if threading.active_count() > threads:
+        problems.append(f"{threading.active_count()} threads, {threads} before")
+    if grown > 64e6:
+        problems.append(f"memory has grown by {grown / 1e6:.0f} MB")
+    if engine.generators or engine.running or engine.waiting:
+        problems.append("the engine still holds requests")
+    print(f"{count - wrong - ties} texts equal to one-by-one generation, {ties} more up to a tie")
+    return problems
+
+
 def positive(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of 1 or more")
@@ -164,32 +107,57 @@ def positive(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=positive, default=24)
     parser.add_argument("--new", type=positive, default=32, help="tokens to generate for each")
     parser.add_argument("--pages", type=positive, default=160, help="pages of 16 tokens")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--stream", action="store_true", help="one prompt, its tokens as they come")
+    parser.add_argument("--load", type=positive, metavar="N", help="N requests that come one after another")
+    parser.add_argument("--soak", type=positive, metavar="N", help="N requests, some cancelled, all of them checked")
     parser.add_argument("--check", action="store_true", help="compare with one-by-one generation, which is slow")
     options = parser.parse_args()
+    if options.soak:
+        problems = soak(options.soak)
+        print("\n".join(problems) or "nothing was lost")
+        return 1 if problems else 0
+    try:
+        sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    except ValueError as error:
+        parser.error(str(error))
     model = Model()
     engine = Engine(model, pages=options.pages)
-    prompts = prompts_of(options.prompts)
-    try:  # all of them, so that what cannot fit is told before anything is computed
-        requests = [engine.add(prompt, options.new) for prompt in prompts]
-    except ValueError as error:
-        parser.error(f"--pages {options.pages}: {error}")
-    engine.waiting = deque(requests[:1])
     start = time.perf_counter()
-    engine.step()  # the others find the beginning that they share with the first
-    engine.waiting += requests[1:]
-    engine.run()
-    seconds = time.perf_counter() - start
-    made = options.prompts * options.new
-    print(f"{options.prompts} prompts, {made} new tokens in {seconds:.2f} s: {made / seconds:.0f} tokens/s")
-    print(f"{engine.computed} tokens computed, {engine.found} found in the cache, {engine.put_off} requests put off")
+    if options.load:
+        try:
+            requests = load(engine, options.load, options.new, sampling, random.Random(0))
+        except ValueError as error:
+            parser.error(f"--pages {options.pages}: {error}")
+    else:
+        show = (lambda request, token: print(token, end=" ", flush=True)) if options.stream else None
+        prompts = prompts_of(1 if options.stream else options.prompts)
+        try:  # all of them, so that what cannot fit is told before anything is computed
+            requests = [engine.add(prompt, options.new, sampling, show) for prompt in prompts]
+        except ValueError as error:
+            parser.error(f"--pages {options.pages}: {error}")
+        while len(engine.waiting) > 1:
+            engine.waiting.pop()
+        engine.step()  # the others find the beginning that they share with the first
+        engine.waiting += requests[1:]
+        engine.run()
+        print(end="\n" * options.stream)
+    print(f"{len(requests)} prompts")
+    print("\n".join(engine.statistics.lines(time.perf_counter() - start)))
     if options.check:
-        same = sum(r.tokens == one_by_one(model, r.prompt, r.new) for r in requests)
-        print(f"{same} of {options.prompts} equal to one-by-one generation")
+        wrong, ties = differences(model, requests)
+        print(f"{len(requests) - wrong - ties} of {len(requests)} equal to one-by-one generation, {ties} up to a tie")
+        return 1 if wrong else 0
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -116,6 +116,17 @@ class Common:
     causal: bool = True
 
 
+class CpuPlatform:
+    """As vLLM 0.32 has it: whatever is asked for, it is its own."""
+
+    def is_cpu(self):
+        return True
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        return f"theirs for {num_heads}"
+
+
 @pytest.fixture
 def vllm(monkeypatch):
     known = {}
@@ -126,7 +137,12 @@ def vllm(monkeypatch):
     modules(
         monkeypatch,
         vllm__v1__attention__backend=backend,
-        vllm__v1__attention__backends__registry={"register_backend": known.__setitem__, "known": known},
+        vllm__v1__attention__backends__registry={
+            "register_backend": known.__setitem__,
+            "known": known,
+            "AttentionBackendEnum": types.SimpleNamespace(__members__=known),
+        },
+        vllm__platforms={"current_platform": CpuPlatform()},
     )
     module = load(monkeypatch, "tilewise.compat.vllm")
     yield module
@@ -208,6 +224,14 @@ def test_vllm_is_told(vllm):
     assert [n for n in (0, 1, 80, 576, 577) if b.supports_head_size(n)] == [1, 80, 576]
     assert b.supports_attn_type("decoder")
     assert not b.supports_attn_type("encoder_decoder")
+    platform = sys.modules["vllm.platforms"].current_platform
+    ours, theirs = (types.SimpleNamespace(name=name) for name in ("TILEWISE", "CPU_ATTN"))
+    plain, mla = (types.SimpleNamespace(use_mla=x, use_sparse=False) for x in (False, True))
+    vllm.register()  # once more: it is asked for in each process, and may be in one twice
+    chosen = platform.get_attn_backend_cls(ours, attn_selector_config=plain, num_heads=4)
+    assert chosen == "tilewise.compat.vllm.TilewiseBackend"
+    for selected, config in ((theirs, plain), (None, plain), (ours, mla)):
+        assert platform.get_attn_backend_cls(selected, config, num_heads=4) == "theirs for 4"
     (entry,) = entry_points(group="vllm.general_plugins", name="tilewise")
     assert entry.value == "tilewise.compat.vllm:register"
 

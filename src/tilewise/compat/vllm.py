@@ -30,9 +30,30 @@ ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 def register() -> None:
     """Tells vLLM of the backend; vLLM calls this in each of its processes."""
-    from vllm.v1.attention.backends.registry import register_backend
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(NAME, f"{__name__}.TilewiseBackend")
+    path = f"{__name__}.TilewiseBackend"
+    if NAME not in AttentionBackendEnum.__members__:
+        register_backend(NAME, path)
+    if current_platform.is_cpu():
+        _let_cpus_choose(type(current_platform), path)
+
+
+def _let_cpus_choose(platform: Any, path: str) -> None:
+    """On a CPU vLLM takes its own backend, whatever it is asked for: now it takes this one if this one is asked for."""
+    theirs = platform.get_attn_backend_cls
+    if getattr(theirs, "by_tilewise", False):
+        return
+
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, *rest: Any, **more: Any) -> Any:
+        other = attn_selector_config.use_mla or attn_selector_config.use_sparse
+        if getattr(selected_backend, "name", None) == NAME and not other:
+            return path
+        return theirs(selected_backend, attn_selector_config, *rest, **more)
+
+    get_attn_backend_cls.by_tilewise = True  # type: ignore[attr-defined]
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
 class TilewiseBackend(AttentionBackend):
