@@ -46,7 +46,9 @@ def _let_cpus_choose(platform: Any, path: str) -> None:
     if getattr(theirs, "by_tilewise", False):
         return
 
-    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, *rest: Any, **more: Any) -> Any:
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, *rest: Any, **more: Any
+    ) -> Any:
         other = attn_selector_config.use_mla or attn_selector_config.use_sparse
         if getattr(selected_backend, "name", None) == NAME and not other:
             return path
