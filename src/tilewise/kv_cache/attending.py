@@ -38,7 +38,8 @@ def refuse(options: dict[str, Any], names: dict[str, str]) -> None:
 
 def attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, Any]) -> Any:
     """`call(q, **options)`; with `rotate` over a rotated cache: q turned as its keys are, the output turned back."""
-    if all(options.get(name) is None for name in ("tile_map", "key_indices", "block_indices")):
+    get = options.get
+    if get("tile_map") is None and get("key_indices") is None and get("block_indices") is None:
         options.setdefault("validate", False)  # lengths and tables are the cache's own
     if not rotate:
         return call(q, **options)

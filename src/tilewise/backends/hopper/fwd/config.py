@@ -75,7 +75,7 @@ def slower(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice, if it is: as a rule, because it takes less time."""
     p = problem
     if p.selection is not None:
-        return None  # whole tiles, by TMA
+        return "leaves block indices to the Triton backend: its lists of them have run in a simulator, not on a GPU"
     if p.q_len <= FEW_QUERIES:
         return f"leaves {FEW_QUERIES} queries and fewer to the Triton backend, which is faster there"
     if p.mask is not None:
