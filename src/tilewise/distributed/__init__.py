@@ -13,6 +13,7 @@ from .attention import attention
 from .cache import ShardedBatch, ShardedKVCache
 from .context import context_parallel
 from .layout import positions, shard, unshard
+from .pages import receive_sequence, send_sequence
 from .plan import DistributedPlan, Machine, RankPlan, plan
 
 
@@ -34,7 +35,9 @@ __all__ = [
     "context_parallel",
     "plan",
     "positions",
+    "receive_sequence",
     "register_sharding_rules",
+    "send_sequence",
     "shard",
     "unshard",
 ]

@@ -13,7 +13,7 @@ import torch
 from ..core.devices import as_device
 from ..core.kv_store import Store
 from ..errors import InvalidArgument
-from . import checks, copies, hadamard
+from . import checks, copies, hadamard, transfer
 from .attending import is_seq_major
 from .batch import Batch
 from .block_manager import Sequences
@@ -293,6 +293,37 @@ class PagedKVCache:
     def load_prefix(self, path: str | os.PathLike[str]) -> int:
         """A new sequence from a file of `save_prefix`; `prefix_match` finds it. The page sizes may differ."""
         return load_prefix(self, path)
+
+    def export(
+        self,
+        sequence: int,
+        *,
+        layers: tuple[int, int] | None = None,
+        heads: tuple[int, int] | None = None,
+        first_head: int = 0,
+    ) -> transfer.Part:
+        """A sequence as tensors, as it is stored, to be imported by another cache, in this process or another.
+
+        Args:
+            layers: a range of layers; default all.
+            heads: a range of this cache's heads; default all.
+            first_head: the model's number of this cache's first head, where heads are divided over caches.
+
+        Returns:
+            A manifest, of plain Python values, and tensors `[layers, tokens, heads, ...]`, copies on its device.
+        """
+        return transfer.export(self, sequence, layers, heads, first_head)
+
+    def import_(self, *parts: transfer.Part, first_head: int = 0) -> int:
+        """A new sequence from what `export` gave: all of it, or several parts that have all layers and heads together.
+
+        The page sizes may differ, and so may the heads that a cache has of the model's. What was altered on its way is
+        refused, by checksums.
+
+        Raises:
+            CacheFull: there are too few pages; nothing has changed.
+        """
+        return transfer.import_parts(self, parts, first_head)
 
     def _held(self, store: Store, sequence: int, layer: int, dtype: torch.dtype) -> torch.Tensor:
         layer, dtype = checks.index("layer", layer, self.layers, "layer"), checks.dtype(dtype)

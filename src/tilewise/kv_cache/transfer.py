@@ -1,0 +1,141 @@
+"""A sequence of a `PagedKVCache` as plain tensors, as it is stored, and back: between processes and layouts.
+
+Rows are `[layers, tokens, heads, columns]`: a page size means nothing to them, and heads and layers can be cut. What is
+quantised stays so, bit by bit. How the tensors travel is the caller's: `distributed.send_sequence`, or shared memory.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..core.storage import as_bytes
+from ..errors import InvalidArgument
+from .serialization.save import formats
+from .stores import named_tensors
+
+if TYPE_CHECKING:
+    from .paged import PagedKVCache
+
+Part = tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
+SAME = ("head_dim", "value_dim", "dtype", "v_dtype", "group", "rotate", "latent")
+
+
+def runs(pages: np.ndarray) -> list[tuple[int, int]]:
+    """(first, count) of pages that lie one after the other.
+
+    >>> runs(np.array([4, 5, 6, 1, 9, 10]))
+    [(4, 3), (1, 1), (9, 2)]
+    """
+    if not len(pages):
+        return []
+    starts = np.flatnonzero(np.diff(pages, prepend=pages[0] - 2) != 1)
+    ends = np.append(starts[1:], len(pages))
+    return [(int(pages[a]), int(b - a)) for a, b in zip(starts, ends, strict=True)]
+
+
+def export(
+    cache: PagedKVCache, sequence: int, layers: tuple[int, int] | None, heads: tuple[int, int] | None, first_head: int
+) -> Part:
+    layers, heads = _range("layers", layers, cache.layers), _range("heads", heads, cache.kv_heads)
+    with cache.store.lock:
+        sequences = cache.store.sequences
+        slot = sequences.slot("sequence", sequence)
+        for layer in range(*layers):
+            sequences.check_written("sequence", sequence, slot, layer)
+        pages, length = sequences.pages(slot).copy(), int(sequences.length[slot])
+        known = int(sequences.known[slot])
+        ids = sequences.ids[pages].reshape(-1)[:known].copy()
+        tensors = {}
+        for name, x in named_tensors(cache.store.k, cache.store.v):
+            held = as_bytes(x)[
+                layers[0] : layers[1], :, :, heads[0] : heads[1]
+            ]  # [layers, pages, page_size, heads, ...]
+            parts = [held[:, first : first + count] for first, count in runs(pages)]
+            rows = torch.cat(parts, 1) if parts else held[:, :0]
+            tensors[name] = rows.flatten(1, 2)[:, :length].contiguous().view(x.dtype)
+    tensors["ids"] = torch.from_numpy(ids)
+    about = formats(cache) | {
+        "layers": list(layers), "heads": [first_head + head for head in heads], "tokens": length, "known": known,
+        "checksums": {name: checksum(x) for name, x in tensors.items()},
+    }  # fmt: skip
+    return about, tensors
+
+
+def checksum(x: torch.Tensor) -> int:
+    return zlib.crc32(memoryview(x.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+
+
+def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) -> int:
+    """A new sequence from parts that have all its layers and heads; nothing has changed if they are refused."""
+    if not parts:
+        raise InvalidArgument("parts", "none", "one or more (manifest, tensors)")
+    mine, there = formats(cache), np.zeros((cache.layers, cache.kv_heads), dtype=bool)
+    length, known = parts[0][0]["tokens"], parts[0][0]["known"]
+    for i, (about, tensors) in enumerate(parts):
+        for name in SAME:
+            if about.get(name) != mine.get(name):
+                raise InvalidArgument(
+                    f"parts[{i}]", f"{name} {about.get(name)!r}", f"{mine.get(name)!r}, as the cache has"
+                )
+        if (about["tokens"], about["known"]) != (length, known):
+            raise InvalidArgument(f"parts[{i}]", f"{about['tokens']} tokens", f"{length}, as parts[0]")
+        for name, x in tensors.items():
+            if checksum(x) != about["checksums"].get(name):
+                raise InvalidArgument(
+                    f"parts[{i}]", f"{name} with another checksum", "what was exported: it was altered"
+                )
+        (layer, end), (head, last) = about["layers"], (x - first_head for x in about["heads"])
+        there[layer:end, max(head, 0) : max(last, 0)] = True
+    if not there.all():
+        layer, head = np.argwhere(~there)[0]
+        given = f"nothing of layer {layer}, head {first_head + head}"
+        raise InvalidArgument(
+            "parts", given, "all layers and heads of the cache", "first_head= is that of its first head"
+        )
+    with cache.store.lock:
+        sequence = cache.create()
+        try:
+            first = cache.extend(sequence, known, tokens=parts[0][1]["ids"])
+            cache.extend(sequence, length - known)
+            sequences = cache.store.sequences
+            own = sequences.slot_of[sequence]
+            for about, tensors in parts:
+                _put(cache, sequences.pages(own), length, about, tensors, first_head)
+        except BaseException:
+            cache.free(sequence)
+            raise
+        sequences.written[:, own] = length
+        if first.growth.full is not None:
+            sequences.commit([sequence], first.growth.full)
+    return sequence
+
+
+def _put(
+    cache: PagedKVCache, pages: np.ndarray, length: int, about: Mapping[str, Any], tensors: Any, first_head: int
+) -> None:
+    """The rows of a part into pages, a run of pages at a time."""
+    layers = slice(*about["layers"])
+    lo, hi = about["heads"][0] - first_head, about["heads"][1] - first_head
+    into, of = slice(max(lo, 0), min(hi, cache.kv_heads)), slice(max(-lo, 0), min(hi, cache.kv_heads) - lo)
+    if into.start >= into.stop:
+        return  # heads of another cache
+    for name, x in named_tensors(cache.store.k, cache.store.v):
+        rows = as_bytes(tensors[name].to(cache.device))[:, :, of]  # [layers, tokens, heads, ...]
+        at = 0
+        for first, count in runs(pages):
+            size = min(count * cache.page_size, length - at)
+            place = as_bytes(x)[layers, first : first + count].flatten(1, 2)  # a view: pages lie together
+            place[:, :size, into] = rows[:, at : at + size]
+            at += size
+
+
+def _range(name: str, given: tuple[int, int] | None, most: int) -> tuple[int, int]:
+    lo, hi = (0, most) if given is None else given
+    if not 0 <= lo < hi <= most:
+        raise InvalidArgument(name, repr(given), f"a range (first, end) within 0 to {most}")
+    return lo, hi

@@ -1,0 +1,118 @@
+"""A sequence from one cache to another, of another page size and other heads, in this process and to another one."""
+
+import json
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from ranks import Pool
+from tilewise import CacheFull, InvalidArgument, PagedKVCache, distributed
+
+STORED = [("f32", 32), ("bf16", 32), ("int8", 64), ("int4", 32)]
+
+
+def filled(page, dtype="f32", group=32, heads=4, tokens=37, pages=40, **options):
+    """A cache with a sequence of `tokens` between others, so that its pages are in several runs."""
+    torch.manual_seed(0)
+    cache = PagedKVCache(pages, page, heads, 64, dtype, layers=2, value_dim=32, group=group, **options)
+    other, own = cache.create(), cache.create()
+    ids = torch.arange(tokens)
+    at = 0
+    for n in (5, 9, tokens - 14):
+        for sequence, count in ((own, n), (other, 3)):
+            batch = cache.extend([sequence], count, tokens=ids[at : at + n] if sequence == own else None)
+            for layer in range(2):
+                k, v = torch.randn(count, heads, 64), torch.randn(count, heads, 32)
+                batch.write(k, v, layer)
+        at += n
+    return cache, own
+
+
+def same(a, sequence, b, other, heads=slice(None)):
+    return all(
+        torch.equal(getattr(a, name)(sequence, layer)[heads], getattr(b, name)(other, layer))
+        for name in ("keys", "values")
+        for layer in range(2)
+    )
+
+
+@pytest.mark.parametrize(("dtype", "group"), STORED)
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_a_sequence_in_pages_of_another_size(dtype, group, page):
+    source, sequence = filled(4, dtype, group)
+    there = PagedKVCache(50, page, 4, 64, dtype, layers=2, value_dim=32, group=group)
+    about, tensors = source.export(sequence)
+    json.dumps(about)
+    new = there.import_((about, tensors))
+    assert there.length(new) == 37
+    assert same(source, sequence, there, new)
+    q = torch.randn(1, 8, 1, 64)
+    for layer in range(2):  # the same bits: the same rows in the same order
+        a, b = (c.attend([s], q, layer=layer, backend="torch") for c, s in ((source, sequence), (there, new)))
+        assert torch.equal(a, b)
+    match, known = there.prefix_match(torch.arange(36))  # its tokens are known there too
+    assert known == 36 // page * page
+    there.free([match, new])
+
+
+def test_heads_and_layers_from_several_caches():
+    whole, sequence = filled(4)
+    parts = [whole.export(sequence, layers=(n, n + 1), heads=h) for n in range(2) for h in ((0, 1), (1, 4))]
+    for first, count in ((0, 4), (1, 2), (3, 1)):
+        there = PagedKVCache(20, 8, count, 64, "f32", layers=2, value_dim=32)
+        assert same(whole, sequence, there, there.import_(*parts, first_head=first), slice(first, first + count))
+    shard = PagedKVCache(20, 8, 2, 64, "f32", layers=2, value_dim=32)
+    own = shard.import_(*parts, first_head=2)
+    again = PagedKVCache(20, 5, 4, 64, "f32", layers=2, value_dim=32)
+    halves = whole.export(sequence, heads=(0, 2)), shard.export(own, first_head=2)
+    assert same(whole, sequence, again, again.import_(*halves))
+
+
+def test_what_is_refused_changes_nothing():
+    source, sequence = filled(4)
+    about, tensors = source.export(sequence)
+    there = PagedKVCache(20, 4, 4, 64, "f32", layers=2, value_dim=32)
+    altered = dict(tensors, k=tensors["k"].clone())
+    altered["k"][0, 3, 1, 7] += 1
+    with pytest.raises(InvalidArgument, match="k with another checksum"):
+        there.import_((about, altered))
+    with pytest.raises(InvalidArgument, match="nothing of layer 1, head 0"):
+        there.import_(source.export(sequence, layers=(0, 1)))
+    with pytest.raises(InvalidArgument, match="dtype 'f32', expected 'f16'"):
+        PagedKVCache(20, 4, 4, 64, "f16", layers=2, value_dim=32).import_((about, tensors))
+    with pytest.raises(CacheFull):
+        PagedKVCache(3, 4, 4, 64, "f32", layers=2, value_dim=32).import_((about, tensors))
+    with pytest.raises(InvalidArgument, match="heads: got"):
+        source.export(sequence, heads=(2, 9))
+    assert there.stats().used == 0
+
+
+def _handed_over(dtype, group):
+    """Rank 0 prefills, rank 1 decodes: what each of them would give."""
+    cache, sequence = filled(4, dtype, group)
+    q = torch.randn(1, 8, 1, 64, generator=torch.Generator().manual_seed(1))
+    if dist.get_rank() == 0:
+        distributed.send_sequence(cache, sequence, 1)
+    else:
+        here = PagedKVCache(50, 16, 4, 64, dtype, layers=2, value_dim=32, group=group)
+        own = distributed.receive_sequence(here, 0)
+        outs = [c.attend([s], q, layer=1, backend="torch") for c, s in ((cache, sequence), (here, own))]
+        return torch.equal(*outs)
+    return True
+
+
+def _read(about, tensors):
+    """Of memory that two processes share."""
+    there = PagedKVCache(50, 16, 4, 64, "f32", layers=2, value_dim=32)
+    return there.keys(there.import_((about, tensors)), 1).sum().item()
+
+
+def test_prefill_in_one_process_and_decode_in_another():
+    with Pool(2) as pool:
+        for dtype, group in STORED:
+            assert pool(_handed_over, dtype, group) == [True, True]
+        cache, sequence = filled(4)
+        about, tensors = cache.export(sequence)
+        shared = {name: x.share_memory_() for name, x in tensors.items()}
+        assert pool(_read, about, shared) == [cache.keys(sequence, 1).sum().item()] * 2
