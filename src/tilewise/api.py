@@ -65,6 +65,8 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
             dim full or 1.
         softcap: `s` becomes `softcap * tanh(s / softcap)`, before any bias.
         alibi_slopes: `[H]` or `[B, H]`: adds `-slope * |qpos - kpos|`. See `tilewise.alibi_slopes`.
+        q_bias: float32 `[B or 1, H or 1, Lq]`, added to the scores of each query; for packed queries `[T, H or 1]`.
+        k_bias: likewise for each key (pages: up to the longest context). `-inf` hides the key.
         sinks: `[H]`: one more logit in each row's softmax, with no value.
         key_indices: int32 `[B, Lq, n]` or `[B, Hkv, Lq, n]`: the keys that each query sees, in any order, as far as
             other rules leave them; -1 is none. No key twice.

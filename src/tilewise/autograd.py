@@ -40,6 +40,8 @@ class AttentionGradients(NamedTuple):
     dmask: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
     dalibi_slopes: torch.Tensor | None = None
+    dq_bias: torch.Tensor | None = None
+    dk_bias: torch.Tensor | None = None
 
 
 def attention_backward(
@@ -69,15 +71,16 @@ def attention_backward(
         dout: the gradient of the loss by `out`, in its shape and dtype, with any strides.
         dlse: the gradient by `lse`, float32; None if `lse` was not used.
         grads: which gradients to compute: some of `"q"`, `"k"`, `"v"`, `"mask"` (a float one), `"sinks"`,
-            `"alibi_slopes"`.
+            `"alibi_slopes"`, `"q_bias"`, `"k_bias"`.
         deterministic: the same bits each time. False allows reductions whose order is left to chance, where that is
             faster; `torch.use_deterministic_algorithms(True)` forbids them all the same.
         cu_seqlens_q: as in `varlen_attention`, and so are `cu_seqlens_k`, `max_q` and `max_k`.
         backend: compute them by this backend or raise `Unsupported`; None takes the best that can.
 
     Returns:
-        `AttentionGradients`: `dq`, `dk`, `dv`, `dmask`, `dsinks`, `dalibi_slopes`, each in the shape and dtype of its
-        input, None where none was asked for. A mask's gradient is summed over the dims that it is broadcast over.
+        `AttentionGradients`: `dq`, `dk`, `dv`, `dmask`, `dsinks`, `dalibi_slopes`, `dq_bias`, `dk_bias`, each in the
+        shape and dtype of its input, None where none was asked for. Those of masks and biases are summed over the dims
+        that these are broadcast over.
 
     >>> import tilewise
     >>> q, k, v = (torch.randn(1, heads, 100, 64) for heads in (8, 2, 2))

@@ -2,7 +2,7 @@
 
 For one sequence, head h, query i at position `qpos`, key j at position `kpos`:
 
-    s = scale * q.k;  softcap;  - slope * |qpos - kpos|;  + mask;  -inf where (i, j) is not visible
+    s = scale * q.k;  softcap;  - slope * |qpos - kpos|;  + q_bias + k_bias;  + mask;  -inf where (i, j) is not visible
     p = softmax(s), with one more logit, the sink, that has no value
     out = p v;  lse = log(sum exp(s))
 
@@ -54,6 +54,9 @@ def visible_cells(seq: Sequence) -> torch.Tensor:
     mask = seq.mask(slice(0, seq.q_len), slice(0, seq.kv_len))
     if mask is not None:
         seen = seen & (mask if mask.dtype == torch.bool else mask != -torch.inf)
+    bias = seq.bias(slice(0, seq.q_len), slice(0, seq.kv_len), torch.float64)
+    if bias is not None:
+        seen = seen & (bias != -torch.inf)
     chosen = seq.chosen(slice(0, seq.q_len), slice(0, seq.kv_len))
     return seen if chosen is None else seen & chosen
 
@@ -72,6 +75,9 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
     if seq.slopes is not None:
         qpos, kpos = seq.positions(slice(0, seq.q_len), slice(0, seq.kv_len))
         s = s - seq.slopes.to(compute)[:, None, None] * (qpos - kpos).abs()
+    bias = seq.bias(slice(0, seq.q_len), slice(0, seq.kv_len), compute)
+    if bias is not None:
+        s = s + bias
     mask = seq.mask(slice(0, seq.q_len), slice(0, seq.kv_len))
     if mask is not None and mask.dtype != torch.bool:
         s = s + mask.to(compute)

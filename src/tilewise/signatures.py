@@ -33,6 +33,8 @@ class SharedOptions(TypedDict, total=False):
     mask: Array | None
     softcap: float | None
     alibi_slopes: Array | None
+    q_bias: Array | None
+    k_bias: Array | None
     sinks: Array | None
     key_indices: Array | None
     tile_map: TileMap | None

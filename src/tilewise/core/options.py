@@ -53,6 +53,8 @@ class Options:
     mask: Any = None
     softcap: Any = None
     alibi_slopes: Any = None
+    q_bias: Any = None
+    k_bias: Any = None
     sinks: Any = None
     key_indices: Any = None
     block_indices: Any = None

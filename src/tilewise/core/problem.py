@@ -22,7 +22,8 @@ from .storage import StorageFormat
 
 Form = Literal["dense", "varlen", "paged"]
 MAX_HEAD_DIM = 576
-GRADS = ("q", "k", "v", "mask", "sinks", "alibi_slopes")  # what may have a gradient, in this order in `Problem.grads`
+# What may have a gradient, in this order in `Problem.grads`
+GRADS = ("q", "k", "v", "mask", "sinks", "alibi_slopes", "q_bias", "k_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ def other_formats(problem: Problem | WriteProblem, served: Collection[str]) -> s
     stored = (("k", problem.k_format), ("v", problem.v_format))
     other = [f"{name} in {fmt}" for name, fmt in stored if fmt.name not in served]
     return f"it has no {' and no '.join(other)}" if other else None
+
+
+def no_bias(problem: Problem) -> str | None:
+    """Why a backend that has none cannot serve biases of queries and keys."""
+    return "it has no q_bias and no k_bias" if problem.biased else None
 
 
 def no_selection(problem: Problem) -> str | None:
@@ -111,6 +117,8 @@ class Problem:
     rules: MaskRules = NO_RULES
     softcap: float = 0.0
     alibi: bool = False
+    q_bias: bool = False
+    k_bias: bool = False
     sinks: bool = False
     mask: MaskSpec | None = None
     selection: Selection | None = None
@@ -140,6 +148,11 @@ class Problem:
         return self.heads // self.kv_heads
 
     @property
+    def biased(self) -> bool:
+        """Whether numbers of queries or of keys are added to scores; an infinite one hides."""
+        return self.q_bias or self.k_bias
+
+    @property
     def is_empty(self) -> bool:
         """Nothing to compute: no output element, no query in any sequence, no key at all, or none chosen."""
         rows = self.total_q if self.packed_q else self.q_len
@@ -159,6 +172,8 @@ class Problem:
             *self.rules.words(),
             f"softcap {self.softcap:g}" * bool(self.softcap),
             "alibi" * self.alibi,
+            "q_bias" * self.q_bias,
+            "k_bias" * self.k_bias,
             "sinks" * self.sinks,
             "" if self.mask is None else f"{'bool' if self.mask.is_bool else 'additive'} mask",
             "" if self.selection is None else str(self.selection),

@@ -27,6 +27,8 @@ class Tensors:
     v_scales: torch.Tensor | None = None
     mask: torch.Tensor | None = None  # [B, H, Lq, Lk], stride 0 where broadcast; bool or float
     alibi_slopes: torch.Tensor | None = None  # float32 [B, H]
+    q_bias: torch.Tensor | None = None  # float32 [B, H, Lq] or, packed, [1, H, T]; stride 0 where broadcast
+    k_bias: torch.Tensor | None = None  # float32 [B, H, Lk] or, of packed keys, [1, H, T]
     sinks: torch.Tensor | None = None  # float32 [H]
     places: torch.Tensor | None = None  # int32 [B, 3]: k_start, k_stride, q_stride, where they are not the same in all
     key_indices: torch.Tensor | None = None  # int32 [B, Hkv, ceil(Lq / block), n], packed [1, Hkv, T, n]; stride 0
@@ -56,6 +58,8 @@ class BackwardTensors:
     # in float32; without a broadcast dim in the mask's dtype
     dsinks: torch.Tensor | None = None  # float32 [H]
     dalibi_slopes: torch.Tensor | None = None  # float32 [B, H]
+    dq_bias: torch.Tensor | None = None  # float32, of the full sizes of q_bias: sums over broadcast dims come after
+    dk_bias: torch.Tensor | None = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that are there, by the names of `GRADS`."""
@@ -163,6 +167,18 @@ class Sequence:
         j = torch.arange(cols.start, cols.stop, device=device) // block - first
         cells = blocks[:, :, j]
         return cells.repeat_interleave(p.group, 0) if heads > 1 else cells.expand(p.heads, -1, -1)
+
+    def bias(self, rows: slice, cols: slice, dtype: torch.dtype) -> torch.Tensor | None:  # [H, n, m], n or m perhaps 1
+        """What is added to scores for their queries and keys."""
+        t, total = self.tensors, None
+        if t.q_bias is not None:
+            own = slice(self.q_start + rows.start, self.q_start + rows.stop)
+            total = t.q_bias[self.row, :, own, None].to(dtype)
+        if t.k_bias is not None:
+            own = slice(self.kv_start + cols.start, self.kv_start + cols.stop)
+            keys = t.k_bias[0 if self.problem.form == "varlen" else self.b, :, None, own].to(dtype)
+            total = keys if total is None else total + keys
+        return total
 
     def _widened(
         self,

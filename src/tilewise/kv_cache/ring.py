@@ -35,7 +35,12 @@ def check_options(capacity: int, options: dict[str, Any]) -> None:
         if name in options:
             want = "none: a ring's slots have positions of their own"
             raise InvalidArgument(name, options[name], want, "a cache without ring takes it")
-    for name, what in (("mask", "columns"), ("key_indices", "slots"), ("block_indices", "slots")):
+    for name, what in (
+        ("mask", "columns"),
+        ("k_bias", "columns"),
+        ("key_indices", "slots"),
+        ("block_indices", "slots"),
+    ):
         if options.get(name) is not None:
             remedy = "a cache without ring takes them"
             raise InvalidArgument(name, f"{name} over a ring", f"none: its {what} would not be positions", remedy)

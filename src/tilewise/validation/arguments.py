@@ -151,6 +151,24 @@ class Checker:
         x = x if x.stride(-1) == 1 else x.contiguous()
         return x if batch is None else x.expand(batch, heads)
 
+    def bias(self, name: str, x: Any, sizes: tuple[int, int, int], packed: bool, any_keys: bool) -> torch.Tensor:
+        """Float32 `[B, H, L]` with stride 0 where it is broadcast; of packed rows `[1, H, T]` of what is `[T, H]`.
+
+        With `any_keys` the last size is only the most that is allowed, as for a mask.
+        """
+        x = to_tensor(name, x)
+        batch, heads, rows = sizes
+        want = f"[{rows}, {heads} or 1]" if packed else f"[{batch} or 1, {heads} or 1, {'up to ' * any_keys}{rows}]"
+        if x.dtype not in FLOATS:
+            raise InvalidArgument(name, x.dtype, f"float32 {want}")
+        x = self.plain(name, x, "[T, H]" if packed else "[B, H, L]").float()
+        x = x.transpose(0, 1)[None] if packed else x
+        given, length = tuple(x.shape), x.shape[2]
+        if (given[0] not in (1, batch) or given[1] not in (1, heads)
+            or (length > rows if any_keys else length != rows)):  # fmt: skip
+            raise InvalidArgument(name, f"shape {given[:0:-1] if packed else given}", want)
+        return x.expand(1 if packed else batch, heads, length)
+
     def sinks(self, x: Any, heads: int) -> torch.Tensor:
         """Float32 `[H]`; a number is taken for a count of tokens, which others call sinks, and is told the mask."""
         if isinstance(x, (int, float)):

@@ -31,6 +31,10 @@ class BackwardCall:
             return in_layout(gradient, self.problem.packed_q, self.layout)
         if name == "alibi_slopes" and like.ndim == 1:
             gradient = gradient.sum(0)
+        if name in ("q_bias", "k_bias"):
+            gradient = gradient if like.ndim == 3 else gradient[0].mT  # [T, H] of packed rows
+            shared = [dim for dim, n in enumerate(like.shape) if n == 1 and gradient.shape[dim] != 1]
+            gradient = gradient.sum(shared, keepdim=True) if shared else gradient
         return gradient.reshape(like.shape).to(like.dtype)
 
 
@@ -64,6 +68,9 @@ def backward(call: Call, o: Options, lse: Any, dout: Any, dlse: Any, grads: Sequ
         b.dsinks = torch.empty_like(t.sinks)
     if t.alibi_slopes is not None and "alibi_slopes" in names:
         b.dalibi_slopes = torch.empty(t.alibi_slopes.shape, dtype=torch.float32, device=p.device)
+    for name in ("q_bias", "k_bias"):
+        if name in names:
+            setattr(b, f"d{name}", torch.empty(getattr(t, name).shape, dtype=torch.float32, device=p.device))
     problem = replace(
         p,
         return_lse=True,
@@ -79,6 +86,7 @@ def backward(call: Call, o: Options, lse: Any, dout: Any, dlse: Any, grads: Sequ
 def differentiable(p: Problem) -> tuple[str, ...]:
     """What of a call has gradients."""
     there = {"mask": p.mask is not None and not p.mask.is_bool, "sinks": p.sinks, "alibi_slopes": p.alibi}
+    there |= {"q_bias": p.q_bias, "k_bias": p.k_bias}
     return tuple(name for name in GRADS if there.get(name, True))
 
 

@@ -142,6 +142,13 @@ def _finish(
         kv_len = t.mask.shape[3]  # of pages perhaps less
     t.alibi_slopes = None if o.alibi_slopes is None else c.per_head("alibi_slopes", o.alibi_slopes, H, batch)
     t.sinks = None if o.sinks is None else c.sinks(o.sinks, H)
+    if o.q_bias is not None:
+        t.q_bias = c.bias("q_bias", o.q_bias, (batch, H, c.q.shape[2]), c.packed, any_keys=False)
+    if o.k_bias is not None:
+        packed, any_keys = form == "varlen", form == "paged" and t.mask is None
+        rows = t.k.shape[2] if packed else kv_len
+        t.k_bias = c.bias("k_bias", o.k_bias, (batch, H, rows), packed, any_keys)
+        kv_len = t.k_bias.shape[2] if any_keys else kv_len
     selection = _selection(c, o, t, batch, q_len)
     t.k_scales, t.v_scales = ck.scales, cv.scales
     out = _output(c, cv.width, o.out, t)
@@ -185,6 +192,8 @@ def _finish(
         rules=as_rules(o, offset, t.kv_lengths is not None, rows),
         softcap=as_softcap(o.softcap),
         alibi=t.alibi_slopes is not None,
+        q_bias=t.q_bias is not None,
+        k_bias=t.k_bias is not None,
         sinks=t.sinks is not None,
         mask=spec,
         selection=selection,

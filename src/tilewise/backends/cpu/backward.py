@@ -100,10 +100,17 @@ def run(plan: Plan, tensors: BackwardTensors) -> None:
     slopes = None if b.dalibi_slopes is None else t.lse.new_zeros(blocks, p.batch, p.heads)
     if slopes is not None:
         put_tensor(g, "dslopes", slopes)
+    rows = None if b.dq_bias is None else t.lse.new_zeros(blocks, *b.dq_bias.shape)
+    if rows is not None:
+        put_tensor(g, "dq_bias", rows)
+    if b.dk_bias is not None:
+        put_tensor(g, "dk_bias", b.dk_bias.zero_())
     mask = None if b.dmask is None else mask_sums(p, g, b.dmask, blocks)
     launcher((params,), launch.scratch, [kept, g, delta])(t.q, t.k, t.v, t.out, t.lse)
     if slopes is not None and b.dalibi_slopes is not None:
         torch.neg(slopes.sum(0), out=b.dalibi_slopes)
+    if rows is not None and b.dq_bias is not None:
+        torch.sum(rows, 0, out=b.dq_bias)
     if b.dmask is not None and mask is not None and mask is not b.dmask:
         b.dmask.copy_(mask.sum(0))
 

@@ -80,7 +80,7 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
     Dv, all_keys = -(-p.value_dim // W) * W, keys_of(p)
     batched = 1
     shared = bool(p.page_size) if p.selection is None else not p.selection.by_head  # rows or lists of the heads
-    if p.group * own_rows(p) <= DECODE_ROWS and shared and p.mask is None:
+    if p.group * own_rows(p) <= DECODE_ROWS and shared and p.mask is None and not p.biased:
         row_bytes, splits = 4 * p.group * own_rows(p) * (p.head_dim + p.value_dim), tiles * max(1, all_keys // 512)
         batched = head_batch(p.kv_heads, row_bytes, splits, threads)
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)

@@ -161,7 +161,7 @@ def schedule_items(params: Params, most: int, schedule: str = "schedule") -> Any
     return work_items
 
 
-STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "slopes", "indices")
+STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "slopes", "q_bias", "k_bias", "indices")
 FLAT = ("sinks", "row_places", "kv_lengths", "q_offsets", "cu_q", "cu_k", "table")
 # Fields of `Tensors` with other names than those of `Params`
 TENSORS = {"slopes": "alibi_slopes", "row_places": "places", "q_offsets": "q_offset", "cu_q": "cu_seqlens_q",

@@ -66,6 +66,7 @@ class Params(ctypes.Structure):
         *fields(tensor("states", "bhqk")),  # of tiles of the mask
         *fields(tensor("spans", "bhq")),  # of rows of the mask, found as they are needed: `mainloop/mask.py`
         *fields(tensor("slopes", "bh")),
+        *fields(f"{tensor('q_bias')} {tensor('k_bias')}"),
         *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),
         *fields(tensor("table", "b")),
         *fields(tensor("indices")),  # of keys, or of blocks of them
@@ -101,6 +102,7 @@ class Gradients(ctypes.Structure):
         # Sums of dq in float32, one slot for each tile of rows and KV head, and the next key block that each waits for
         *fields("dq_sums turns slots"),
         *fields(tensor("dslopes", "jbh")),  # a sum for each block of keys
+        *fields(f"{tensor('dq_bias', 'jbhl')} {tensor('dk_bias')}"),  # likewise; of the keys themselves
         # Whether the batch rows or KV heads of a block of keys are one work item; gives way to other threads
         *fields("every_row every_head give_way"),
     ]

@@ -27,11 +27,17 @@ class Flags:
     softcap: bool
     exact_tanh: bool  # the error of tanh is relative near 0 too, not only absolute
     alibi: bool
+    q_bias: bool
+    k_bias: bool
     sinks: bool
     mask: str  # "", "bool" or "float"
     linear: bool  # logits are dot products times a scale
     tail: bool  # the keys may end inside a tile
     lse: bool
+
+    @property
+    def biased(self) -> bool:
+        return self.q_bias or self.k_bias
 
 
 def flags_of(problem: Problem, tile_keys: int) -> dict[str, Any]:
@@ -44,9 +50,11 @@ def flags_of(problem: Problem, tile_keys: int) -> dict[str, Any]:
         "softcap": p.softcap > 0,
         "exact_tanh": needs_exact_tanh(p),
         "alibi": p.alibi,
+        "q_bias": p.q_bias,
+        "k_bias": p.k_bias,
         "sinks": p.sinks,
         "mask": mask,
-        "linear": not p.softcap and not p.alibi and mask != "float" and p.scale != 0,
+        "linear": not p.softcap and not p.alibi and not p.biased and mask != "float" and p.scale != 0,
         "tail": p.has_lengths or p.kv_len % tile_keys != 0,
         "lse": p.return_lse,
     }

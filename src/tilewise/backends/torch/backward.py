@@ -7,8 +7,9 @@ the forward pass did not keep:
     dS = P * (dout V^T - delta)          dK += scale dS^T Q        dQ += scale dS K
 
 with delta = rowsum(dout * out) - dlse, and dS through the softcap's derivative before the last two. The gradient of a
-mask is dS, that of a sink -exp(sink - lse) delta, that of a slope -dS |qpos - kpos|, each summed. Sums are float32 or
-wider; dQ of one sequence is kept in float32 until all its keys are done.
+mask is dS, that of a bias its sum over keys or queries, that of a sink -exp(sink - lse) delta, that of a slope
+-dS |qpos - kpos|, each summed. Sums are float32 or wider; dQ of one sequence is kept in float32 until all its keys are
+done.
 """
 
 from __future__ import annotations
@@ -144,6 +145,11 @@ class _Rows:
         ds = ds if visible is None else torch.where(visible, ds, 0.0)  # v may hold anything under a hidden cell
         if b.dmask is not None and p.mask is not None:
             _add_mask(b.dmask, p.mask.broadcast, ds, seq.b, rows, cols)
+        if b.dq_bias is not None:
+            b.dq_bias[seq.row, :, seq.q_start + rows.start : seq.q_start + rows.stop] += ds.sum(-1)
+        if b.dk_bias is not None:
+            own = slice(seq.kv_start + cols.start, seq.kv_start + cols.stop)
+            b.dk_bias[0 if p.form == "varlen" else seq.b, :, own] += ds.sum(-2)
         if b.dalibi_slopes is not None:
             qpos, kpos = seq.positions(rows, cols)
             b.dalibi_slopes[seq.b] -= (ds * (qpos - kpos).abs()).sum((-1, -2))

@@ -66,6 +66,11 @@ def adjust(
         lo, hi = key_spans(seq.rules, qpos, seq.kv_len)  # [BQ, 1]
         j = torch.arange(cols.start, cols.stop, device=s.device)
         visible = ((lo <= j) & (j < hi)).expand_as(s)
+    bias = seq.bias(rows, cols, s.dtype)
+    if bias is not None:
+        s = s + bias
+        seen = (bias != -torch.inf).expand_as(s)
+        visible = seen if visible is None else visible & seen
     mask = seq.mask(rows, cols) if masked else None
     if mask is not None:
         if mask.dtype == torch.bool:

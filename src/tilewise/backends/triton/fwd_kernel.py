@@ -200,7 +200,21 @@ def fwd_kernel(a, S):
     if S.chosen > 0:
         line = ((q_start + top_row) // S.chosen).to(tl.int64)
         indices = a.INDICES + row_b.to(tl.int64) * a.indices_b + kv_head * a.indices_h + line * a.indices_l
-    rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S), numbers)
+    own = 0.0
+    if S.q_bias:
+        at = a.Q_BIAS + row_b.to(tl.int64) * a.qb_b + (q_start + wide_row) * a.qb_l + wide_head * a.qb_h
+        own = tl.load(at, mask=row_ok, other=0.0)[:, None]  # [BM, 1]
+    added = (own, row, row_ok, a.kb_l)
+    if S.k_bias:
+        at = a.K_BIAS + hb.to(tl.int64) * a.kb_h
+        if PACK > 1:
+            at = a.K_BIAS + wide_head * a.kb_h
+        if S.varlen:
+            at += kv_start.to(tl.int64) * a.kb_l
+        else:
+            at += wide_b * a.kb_b
+        added = (own, at, row_ok, a.kb_l)
+    rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S), numbers, added)
     keys = (k_base, ks_base, k_b, k_l, ks_b, ks_l, table, indices, a.chosen_keys)
     values = (v_base, vs_base, v_b, v_l, vs_b, vs_l)
     mask = (row, row_ok, a.mask_k)

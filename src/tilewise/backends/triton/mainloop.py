@@ -38,7 +38,7 @@ from .kv_load import (
 from .mask import hide
 from .scale_folding import raised_unit, row_maxima, value_scales
 from .scale_groups import group_scales, group_sums
-from .score_mod import LOG2E, logits
+from .score_mod import LOG2E, logits, rank_one
 
 
 @triton.jit
@@ -216,16 +216,16 @@ def step(
     """Key tile `t` into `state` = (m, l, acc, power, pages). MASKED: not every cell is visible; in a list of tiles,
     as `mixed` says. `power`: the unit of acc (`scale_folding.py`).
 
-    `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM], and the rules' numbers; `keys`, `values` = base,
-    scales and strides. Of the keys only `lo .. hi` are loaded, those that any row sees. `pages` are those of tile `t`,
-    if prefetched. A tile of chosen keys is one of places in the query's indices.
+    `rows` = (row_lo, row_hi, qpos, slope, factor, bias), each [BM], the rules' numbers, what `rank_one` takes; `keys`,
+    `values` = base, scales and strides. Of the keys only `lo .. hi` are loaded, those that any row sees. `pages` are
+    those of tile `t`, if prefetched. A tile of chosen keys is one of places in the query's indices.
     """
     BM: tl.constexpr = S.BM
     BK: tl.constexpr = S.BK
     m, l, acc, power, pages = state
     K, KS, k_b, k_l, ks_b, ks_l, TABLE, INDICES, count = keys
     V, VS, v_b, v_l, vs_b, vs_l = values
-    row_lo, row_hi, qpos, slope, factor, bias, numbers = rows
+    row_lo, row_hi, qpos, slope, factor, bias, numbers, added = rows
     n0 = t * BK
     if S.chosen > 0:
         n, ok, where = chosen_rows(n0, lo, hi, count, INDICES, TABLE, S)
@@ -246,6 +246,9 @@ def step(
             s = s * factor[:, None]
         kpos = key_position(n, numbers, S)[None, :]
         s = logits(s, scale, softcap, qpos[:, None], kpos, slope, S.softcap, S.exact_tanh, S.alibi)
+    if S.biased:
+        sum_of_biases = rank_one(n, ok, added, S)
+        s = tl.where(sum_of_biases == float("-inf"), float("-inf"), s + sum_of_biases)
     visible = ok[None, :]
     if MASKED:
         if S.listed and not CLEAN:
@@ -253,6 +256,8 @@ def step(
                 s, _ = hide(s, n, ok, row_lo, row_hi, mask, S)
         else:
             s, visible = hide(s, n, ok, row_lo, row_hi, mask, S)
+    if S.biased:
+        visible = visible & (sum_of_biases != float("-inf"))
 
     vs_rows = row_offsets(where, vs_b, vs_l, S.scale_align, S)
     scales = ()

@@ -41,3 +41,17 @@ def logits(
     if ALIBI:
         s = s - slope * tl.abs(qpos - kpos).to(tl.float32)
     return s
+
+
+@triton.jit
+def rank_one(n, ok, added, S: tl.constexpr):
+    """The biases of a tile's rows and of keys `n` [BK]: a sum [BM, BK], or one of them [BM, 1], [1, BK]."""
+    own, at, row_ok, stride = added
+    if S.k_bias:
+        if S.pack == 1:
+            other = tl.load(at + n.to(tl.int64) * stride, mask=ok, other=0.0)[None, :]
+        else:  # rows of several heads
+            there = row_ok[:, None] & ok[None, :]
+            other = tl.load(at[:, None] + n.to(tl.int64)[None, :] * stride, mask=there, other=0.0)
+        own = own + other
+    return own

@@ -51,7 +51,8 @@ def key_of(problem: Problem, target: Target) -> str:
         words.append("mask")
     if p.selection is not None:
         words.append("indices")
-    words += ["rules"] * p.rules.by_position + ["curved"] * (p.softcap > 0 or p.alibi) + ["tf32"] * p.allow_tf32
+    curved = p.softcap > 0 or p.alibi or p.biased
+    words += ["rules"] * p.rules.by_position + ["curved"] * curved + ["tf32"] * p.allow_tf32
     return " ".join(words)
 
 

@@ -41,7 +41,7 @@ from ..scratch import partition_backward
 from .backward_bf16 import BF16
 from .backward_fp32 import FP32
 from .gradient_cells import add_distances, dot_less, probs_full, probs_masked, softcap_slope, times_cells
-from .gradient_mask import add_mask
+from .gradient_mask import add_bias, add_mask
 from .gradient_products import named
 from .mask import read_states
 from .rows import from_first_key, list_spans, seen_by_some, set_row
@@ -165,6 +165,8 @@ def differentiate(p, g, t, tile, R, line, count, factor):
         if g.dslopes:
             stride = affine(p, tile.b, ZERO).k_stride
             add_distances(ds, line, n, t.distances + 4 * first, t.positions + 4 * first, key, stride)
+        if g.dq_bias or g.dk_bias:
+            add_bias(p, g, t, tile, ds, line, first, R, key, n)
         if g.dmask:
             add_mask(p, g, t, tile, ds, line, first, R, key, n)
         if p.softcap > 0:

@@ -1,4 +1,4 @@
-"""The gradient of a float mask: dS, summed over the dims that the mask is broadcast over.
+"""The gradient of a float mask: dS, summed over the dims that the mask is broadcast over. And of biases: its sums.
 
 What shares a cell of it is in one work item (`Gradients.every_row`, `every_head`), but for the blocks of keys of a mask
 that is broadcast over keys: those have a sum each.
@@ -8,8 +8,9 @@ that is broadcast over keys: those have a sum each.
 from __future__ import annotations
 
 from ..codegen.load_store import get_f32, put_f32, row_add, transpose
-from ..codegen.numba_ops import F, jit, store_row, up
+from ..codegen.numba_ops import ZERO, F, jit, store_row, up
 from ..codegen.vector import W
+from ..kv_access import sequence
 from .gradient_cells import sum_keys
 
 
@@ -38,3 +39,30 @@ def add_mask(p, g, t, tile, ds, line, first, R, key, count):
             row_add(to + 4 * key, source, whole, F(1))
             for j in range(whole, count):
                 put_f32(to + 4 * (key + j), get_f32(to + 4 * (key + j)) + get_f32(source + 4 * j))
+
+
+@jit
+def add_bias(p, g, t, tile, ds, line, first, R, key, count):
+    """Adds dS of W rows from `first` on and `count` keys from `key` on to the sums of rows (by block) and of keys."""
+    n, group, width = tile.rows, p.heads // p.kv_heads, up(count, W)
+    q_start, _, kv_start, _, _ = sequence(p, tile.b)
+    if g.dq_bias:
+        sum_keys(ds, line, count, t.mask_columns)
+        base = g.dq_bias + tile.block * g.dq_bias_j + (ZERO if p.cu_q else tile.b) * g.dq_bias_b
+        for r in range(first, min(first + W, R)):
+            row = q_start + tile.row + r % n
+            to = base + (tile.head * group + r // n) * g.dq_bias_h + row * g.dq_bias_l
+            put_f32(to, get_f32(to) + get_f32(t.mask_columns + 4 * (r - first)))
+    if g.dk_bias:
+        for j in range(0, width, W):  # what it reads behind the last key is not used
+            transpose(t.mask_rows + 4 * j, width, ds + 4 * j * line, line)
+        base = g.dk_bias + (ZERO if p.cu_k else tile.b) * g.dk_bias_b + 4 * (kv_start + key)
+        for r in range(first, min(first + W, R)):
+            source = t.mask_rows + 4 * (r - first) * width
+            if r + 1 < min(first + W, R) and (r + 1) % n:
+                row_add(source + 4 * width, source, width, F(1))  # short sums first: the next row is of the same head
+            else:
+                to, whole = base + (tile.head * group + r // n) * g.dk_bias_h, count // W * W
+                row_add(to, source, whole, F(1))
+                for j in range(whole, count):
+                    put_f32(to + 4 * j, get_f32(to + 4 * j) + get_f32(source + 4 * j))

@@ -6,9 +6,10 @@ from __future__ import annotations
 from numba import types
 
 from ..codegen import dtypes
-from ..codegen.load_store import get_i64, get_one, get_u8, put_f32, put_i64, widen_floats
+from ..codegen.load_store import get_f32, get_i64, get_one, get_u8, put_f32, put_i64, row_add, widen_floats
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
+from ..kv_access import sequence
 from .chosen import chosen_key
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
@@ -112,6 +113,55 @@ def differs(at, word, bits):
 
 
 @jit
+def has_bias(p):
+    return p.q_bias != 0 or p.k_bias != 0
+
+
+@jit
+def query_bias(p, b, head, i):
+    """What is added to the scores of query i of a sequence; 0 if nothing is."""
+    if p.q_bias == 0:
+        return F(0)
+    row = sequence(p, b)[0] + i
+    return get_f32(p.q_bias + (ZERO if p.cu_q else b) * p.q_bias_b + head * p.q_bias_h + row * p.q_bias_l)
+
+
+@jit
+def key_bias(p, b, head, j):
+    """Where what is added to the scores of key j is; 0 if nothing is."""
+    if p.k_bias == 0:
+        return ZERO
+    row = sequence(p, b)[2] + j
+    return p.k_bias + (ZERO if p.cu_k else b) * p.k_bias_b + head * p.k_bias_h + row * p.k_bias_l
+
+
+@jit
+def list_added(p, at, to, first, count, padded, state, chosen):
+    """What is added to the scores of query `at` (batch row, head, query) and keys first..first + count, or of `chosen`
+    keys: the mask, whose tile is in `state`, and biases; zeros up to `padded`.
+    """
+    b, head, i = at
+    if state == SKIP:
+        fill(to, ZERO, padded, -INF)
+        return
+    own = query_bias(p, b, head, i)
+    if p.mask and state != FULL:
+        list_mask(p, mask_row(p, b, head, i), to, first, count, padded, chosen)
+        if own != F(0):
+            for j in range(count):
+                put_f32(to + 4 * j, get_f32(to + 4 * j) + own)
+    else:
+        fill(to, ZERO, count, own)
+        fill(to, count, padded, F(0))
+    if p.k_bias:
+        whole = count // W * W if p.k_bias_l == 4 and chosen == 0 else ZERO
+        row_add(to, key_bias(p, b, head, first), whole, F(1))
+        keys = key_bias(p, b, head, ZERO)
+        for j in range(whole, count):
+            put_f32(to + 4 * j, get_f32(to + 4 * j) + get_f32(keys + chosen_key(chosen, first + j) * p.k_bias_l))
+
+
+@jit
 def classify(p, b, head, row, rows, start, end):
     """Skip, mixed or full: what the mask does to `rows` rows from `row` on and keys `start` to `end` of one head."""
     if p.mask_q == 0:
@@ -151,7 +201,7 @@ def tile_state(p, b, head, row, rows, start, end):
 
 @jit
 def read_states(p, item, states, start, end):
-    """The mask's states of a tile, for each head of the group. Are all full? Are all to be skipped?"""
+    """The mask's states of a tile, for each head of the group. Are all full, with no bias? Are all to be skipped?"""
     group = p.heads // p.kv_heads
     full, nothing = True, True
     state = types.int64(FULL)
@@ -159,6 +209,6 @@ def read_states(p, item, states, start, end):
         if p.mask and (g == 0 or p.mask_h != 0):
             state = tile_state(p, item.b, item.head * group + g, item.row, item.rows, start, end)
         put_i64(states + 8 * g, state)
-        full &= state == FULL
+        full &= state == FULL and not has_bias(p)
         nothing &= state == SKIP
     return full, nothing

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..codegen.load_store import get_f32, get_i32, get_i64, put_f32
 from ..codegen.numba_ops import INF, F, jit
 from .chosen import chosen_key, chosen_keys
-from .mask import FULL, SKIP, mask_cell, mask_row
+from .mask import FULL, SKIP, key_bias, mask_cell, mask_row, query_bias
 
 # Sums of large values may pass float32's range where their mean does not: they are then made again of weights times
 # DOWNSCALE. A row's l is stored below 0 if its acc is of such weights.
@@ -30,10 +30,15 @@ def sees(p, t, item, r, key):
     if not get_i32(t.lo + 4 * r) <= key < get_i32(t.hi + 4 * r):
         return False
     state = get_i64(t.states + 8 * (r // item.rows))
+    head = item.head * (p.heads // p.kv_heads) + r // item.rows
+    if query_bias(p, item.b, head, item.row + r % item.rows) == -INF:
+        return False
+    cell = chosen_key(chosen_keys(p, t), key)
+    at = key_bias(p, item.b, head, cell)
+    if at and get_f32(at) == -INF:
+        return False
     if p.mask == 0 or state == FULL:
         return True
-    head = item.head * (p.heads // p.kv_heads) + r // item.rows
-    cell = chosen_key(chosen_keys(p, t), key)
     return state != SKIP and mask_cell(p, mask_row(p, item.b, head, item.row + r % item.rows), cell) != -INF
 
 

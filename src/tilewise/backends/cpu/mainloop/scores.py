@@ -13,7 +13,7 @@ from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
 from .chosen import chosen_key, chosen_keys
-from .mask import FULL, SKIP, list_mask, mask_row
+from .mask import FULL, has_bias, list_added
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
 from .softmax import MAX_FREE_LIMIT, NEVER_MAX_FREE
@@ -42,7 +42,7 @@ def scale_scores(p, s, step, count):
 @jit
 def is_plain(p):
     """Whether scores are dot products until the softmax, scaled only there."""
-    biased = p.mask != 0 and p.mask_dtype != dtypes.BOOL
+    biased = (p.mask != 0 and p.mask_dtype != dtypes.BOOL) or has_bias(p)
     return not (p.softcap > 0 or p.slopes != 0 or p.scale <= 0 or biased)
 
 
@@ -69,9 +69,11 @@ def max_free_bound(p, t, kv_len):
 
 @jit
 def mask_columns(p, t, item, first, R, key, count):
-    """The mask of W query rows from `first` on and `count` keys from `key` on, by columns. False if it adds nothing."""
+    """The mask and biases of W query rows from `first` on and `count` keys from `key` on, by columns. False if there is
+    nothing to add.
+    """
     n = item.rows
-    needed = False
+    needed = has_bias(p)
     for r in range(first, min(first + W, R)):
         needed |= get_i64(t.states + 8 * (r // n)) != FULL
     if not needed:
@@ -79,14 +81,12 @@ def mask_columns(p, t, item, first, R, key, count):
     width = up(count, W)
     for r in range(first, first + W):
         row = t.mask_rows + 4 * (r - first) * width
-        state = get_i64(t.states + 8 * (r // n)) if r < R else FULL
-        if state == FULL:
-            fill(row, ZERO, width, F(0))
-        elif state == SKIP:
-            fill(row, ZERO, width, -INF)
-        else:
+        if r < R:
             head = item.head * (p.heads // p.kv_heads) + r // n
-            list_mask(p, mask_row(p, item.b, head, item.row + r % n), row, key, count, width, chosen_keys(p, t))
+            at, state = (item.b, head, item.row + r % n), get_i64(t.states + 8 * (r // n))
+            list_added(p, at, row, key, count, width, state, chosen_keys(p, t))
+        else:
+            fill(row, ZERO, width, F(0))
     for j in range(0, width, W):
         transpose(t.mask_columns + 4 * j * W, W, t.mask_rows + 4 * j, width)
     return True
@@ -114,7 +114,7 @@ def bias_scores(p, t, item, s, step, first, R, key, count):
                 alibi_column(s + 4 * j * step, step, ONE, slopes, positions, chosen_key(t.chosen, key + j), stride)
         else:
             alibi_column(s, step, count, slopes, positions, key, stride)
-    if p.mask and mask_columns(p, t, item, first, R, key, count):
+    if (p.mask or has_bias(p)) and mask_columns(p, t, item, first, R, key, count):
         bias_cells(s, step, count, t.mask_columns)
         hiding = True
     if get_i32(t.all_lo + 4 * (first // W)) > key or get_i32(t.all_hi + 4 * (first // W)) < key + count:

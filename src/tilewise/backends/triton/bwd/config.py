@@ -108,6 +108,7 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
     tail_q = p.packed_q or p.q_len % tile.BQ != 0
     none: dict[str, Any] = {
         "dq": False, "dk": False, "dv": False, "dmask": "", "dsinks": False, "dslopes": False, "dlse": False,
+        "dq_bias": False, "dk_bias": False,
     }  # fmt: skip
     return BackwardSpec(
         **flags,
@@ -136,7 +137,7 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
 
 def hides(problem: Problem) -> bool:
     """Whether a query may not see a key of its tiles."""
-    return problem.mask is not None or problem.rules.by_position
+    return problem.mask is not None or problem.rules.by_position or problem.biased
 
 
 def skips(problem: Problem) -> bool:

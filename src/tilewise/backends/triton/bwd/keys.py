@@ -23,11 +23,13 @@ from .tile import (
     dout_of,
     k_of,
     load_bias,
+    load_numbers,
     load_rows,
     load_tile,
     mask_rows,
     outer_product,
     q_of,
+    row_biases,
     store_tile,
     tile_gradients,
     v_of,
@@ -36,9 +38,9 @@ from .tile import (
 
 @triton.jit
 def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
-    """Tile `t` of a head's queries into `state` = (dk, dv) of BK keys; tiles are [BK, BQ]."""
-    dk, dv = state
-    Q, q_l, DOUT, do_l, LSE, lse_l, DELTA, MASK, mask_q, mask_k, slope, offset, q_len = rows
+    """Tile `t` of a head's queries into `state` = (dk, dv, sums of keys) of BK keys; tiles are [BK, BQ]."""
+    dk, dv, sums = state
+    Q, q_l, DOUT, do_l, LSE, lse_l, DELTA, MASK, mask_q, mask_k, slope, biases, offset, q_len = rows
     BQ: tl.constexpr = S.BQ
     row = t * BQ + tl.arange(0, BQ)
     row_ok = row < q_len
@@ -52,17 +54,23 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
         bias = load_bias(at[None, :], tl.arange(0, S.BK)[:, None], mask_k, ok, S)
     s = outer_product(k, q, S.BK, BQ, k_of(S), S)  # [BK, BQ]
     dp = s
-    if S.dk:
+    if S.dk or S.dk_bias:
         dp = outer_product(v, dout, S.BK, BQ, v_of(S), S)
-    p, _, ds = tile_gradients(
+    QB, qb_l, other = biases
+    added = other
+    if S.biased:
+        added = row_biases(QB, row, qb_l, row_ok, S)[None, :] + other[:, None]
+    p, dl, ds = tile_gradients(
         s, dp, mixed, bias, lse[None, :], delta[None, :], query_position(offset, row, rules[3], S)[None, :], n[:, None],
-        ok, slope, at[None, :], mask_k, rules, S,
+        ok, slope, added, at[None, :], mask_k, rules, S,
     )  # fmt: skip
     if S.dv:
         dv = add_product(dv, p, dout, dout_of(S), S)
     if S.dk:
         dk = add_product(dk, ds, q, q_of(S), S)
-    return dk, dv
+    if S.dk_bias:
+        sums += tl.sum(dl, 1)
+    return dk, dv, sums
 
 
 @kernel_of(NAMES, SIZES, triton.jit)
@@ -115,7 +123,7 @@ def key_gradients(a, S):
 
     k = load_tile(plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S), n0, k_l, key_ok, k_of(S), S, True)
     v = k
-    if S.dk:
+    if S.dk or S.dk_bias:
         v = load_tile(plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), n0, v_l, key_ok, v_of(S), S, True)
     scale = tl.cast(a.scale, tl.float32)  # to the interpreter a subnormal one is float64
     rules = (scale, a.softcap, n_keys, numbers)
@@ -125,7 +133,7 @@ def key_gradients(a, S):
         dk = empty_acc(q_of(S), BK)
     if S.dv:
         dv = empty_acc(dout_of(S), BK)
-    state = (dk, dv)
+    state = (dk, dv, tl.zeros([BK], tl.float32))
     for i in range(S.group):
         head = kv_head * S.group + i
         slope = 0.0
@@ -136,11 +144,22 @@ def key_gradients(a, S):
             mask = mask_plane(a.MASK, b, head, a.mask_b, a.mask_h)
         if S.mask == "float":
             mask += tl.cast(n0, tl.int64) * a.mask_k
+        biases = (n, n, n)
+        if S.biased:
+            own = a.LSE
+            if S.q_bias:
+                own = plane(a.Q_BIAS, b, head, q_start, a.qb_b, a.qb_h, a.qb_l, S)
+            other = tl.zeros([BK], tl.float32)
+            if S.k_bias:
+                keys_at = plane(a.K_BIAS, b, head, kv_start, a.kb_b, a.kb_h, a.kb_l, S)
+                other = load_numbers(keys_at, n, a.kb_l, key_ok, True)
+            biases = (own, a.qb_l, other)
         head_rows = (
             plane(a.Q, b, head, q_start, q_b, q_h, q_l, S), q_l,
             plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S), do_l,
             plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
-            row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S), mask, a.mask_q, a.mask_k, slope, offset, q_len,
+            row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S), mask, a.mask_q, a.mask_k, slope, biases,
+            offset, q_len,
         )  # fmt: skip
         if S.listed:
             tiles, first, last = listed_tiles(
@@ -155,8 +174,14 @@ def key_gradients(a, S):
             for t in tl.range(first_t, last_t):
                 mixed = (t < inner) | (t >= outer)
                 state = key_step(state, t, mixed, k, v, n, key_ok, head_rows, rules, S)
-    dk, dv = state
-    if S.guard == "flag":
+        if S.dk_bias:
+            total = a.kv_len
+            if S.varlen:
+                total = a.total_k
+            tl.store(row_plane(a.DK_BIAS, b, head, kv_start, a.heads, total, S) + n, state[2], mask=n < slots)
+            state = (state[0], state[1], tl.zeros([BK], tl.float32))
+    dk, dv, _ = state
+    if S.guard == "flag" and (S.dk or S.dv):
         tl.store(a.FLAGS + pid, (has_nonfinite(dk) | has_nonfinite(dv)).to(tl.int32))
     inside = n < slots
     if S.dv:

@@ -157,15 +157,16 @@ class Backward:
         planes, programs = 1 if p.packed_q else p.batch, self.programs(t)
         small = Tile(config.DELTA_ROWS, 16, 4, 1)
         yield kernel(sum_delta, small, dlse=p.dlse), (-(-self.rows // small.BQ) * planes * p.heads, 1), given
-        wanted = [name for name in ("k", "v") if name in grads]
-        for names in [[name] for name in wanted] if c.apart else [wanted] if wanted else []:
+        sides = [[name for name in names if name in grads] for names in (("k", "k_bias"), ("v",))]
+        for names in [names for names in (sides if c.apart else [sides[0] + sides[1]]) if names]:
             sizes = {"total_k": t.forward.k.shape[2], "swizzle": config.swizzle(p, True)}
-            made = kernel(key_gradients, c.keys, dk="k" in names, dv="v" in names)
+            made = kernel(key_gradients, c.keys, **{f"d{name}": True for name in names})
             yield made, (programs[0], 1), given | sizes | _listed(lists.get("keys", NO_LISTS))
         slopes = "alibi_slopes" in grads
-        if "q" in grads or slopes or self.cells:
+        own = "q_bias" in grads
+        if "q" in grads or slopes or own or self.cells:
             cells = "cells" if self.cells else ""
-            made = kernel(query_gradients, c.queries, dq="q" in grads, dslopes=slopes, dmask=cells)
+            made = kernel(query_gradients, c.queries, dq="q" in grads, dslopes=slopes, dq_bias=own, dmask=cells)
             sizes = {"swizzle": config.swizzle(p, False)}
             yield made, (programs[1], 1), given | sizes | _listed(lists.get("queries", NO_LISTS))
         if "mask" in grads and not self.cells:
@@ -186,6 +187,7 @@ class Backward:
         strided: dict[str, torch.Tensor | None] = {
             "q": f.q, "k": f.k, "v": f.v, "do": t.dout, "lse": f.lse, "dq": t.dq, "dk": t.dk, "dv": t.dv,
             "mask": f.mask, "dmask": t.dmask, "slopes": f.alibi_slopes, "o": f.out, "dlse": t.dlse,
+            "qb": f.q_bias, "kb": f.k_bias,
         }  # fmt: skip
         for name, x in strided.items():
             given |= stride_arguments(name, STRIDES.get(name, "bhl"), x, grain if name in ("q", "k", "v", "do") else 1)
@@ -202,7 +204,8 @@ def pointers(t: BackwardTensors) -> Arguments:
 def fixup_of(kernel: Kernel) -> Kernel | None:
     """The same kernel for programs that left a flag: it keeps NaN and Inf from products with hidden cells."""
     spec = kernel.constants["S"]
-    if spec.guard != "flag" or kernel.function not in (key_gradients, query_gradients):
+    sums = spec.dq or spec.dk or spec.dv  # of products; others know what is hidden
+    if spec.guard != "flag" or not sums or kernel.function not in (key_gradients, query_gradients):
         return None
     constants = {"S": replace(spec, guard="fixup")}
     return Kernel(kernel.function, constants, num_warps=kernel.options["num_warps"], num_stages=1)

@@ -8,7 +8,7 @@ from ...gpu.mask_rules import key_span, query_position, sequence_numbers
 from ...gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
 from .places import mask_plane, plane, row_plane, sequence, wide_strides
-from .tile import dout_of, load_bias, load_rows, load_tile, mask_rows, q_of, query_tile
+from .tile import dout_of, load_bias, load_rows, load_tile, mask_rows, q_of, query_tile, row_biases
 
 
 @triton.constexpr_function
@@ -89,7 +89,16 @@ def mask_gradients(a, S):
                 lse, delta = load_rows(tile * BQ, row_ok, at, a.lse_l, delta_at, S, S.tail_q)
                 k_at = plane(a.K, b, kv_head, kv_start, k_b, k_h, k_l, S)
                 keys = (k_at, k_l, plane(a.V, b, kv_head, kv_start, v_b, v_h, v_l, S), v_l)
-                given = (q, dout, lse, delta, row, row_ok, row, slope, offset, a.mask_k)
+                biases = (row, row, row)
+                if S.biased:
+                    own = a.LSE
+                    if S.q_bias:
+                        own = plane(a.Q_BIAS, b, head, q_start, a.qb_b, a.qb_h, a.qb_l, S)
+                    keys_at = a.LSE
+                    if S.k_bias:
+                        keys_at = plane(a.K_BIAS, b, head, kv_start, a.kb_b, a.kb_h, a.kb_l, S)
+                    biases = (row_biases(own, row, a.qb_l, row_ok, S), keys_at, a.kb_l)
+                given = (q, dout, lse, delta, row, row_ok, row, slope, biases, offset, a.mask_k)
                 acc += query_tile(t, True, bias, given, keys, rules, S)[2]
 
     row = own_row[:, None]

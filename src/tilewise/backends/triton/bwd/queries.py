@@ -19,14 +19,14 @@ from .places import (
     tile_of,
     wide_strides,
 )
-from .tile import add_product, dout_of, k_of, load_rows, load_tile, mask_rows, q_of, query_tile, store_tile
+from .tile import add_product, dout_of, k_of, load_rows, load_tile, mask_rows, q_of, query_tile, row_biases, store_tile
 
 
 @triton.jit
 def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constexpr):
-    """Key tile `t` into `state` = (dq, sums for the slopes) of BQ queries; tiles are [BQ, BK]."""
-    dq, slopes = state
-    _, _, _, _, row, row_ok, _, _, offset, _ = rows
+    """Key tile `t` into `state` = (dq, sums for the slopes, sums of rows) of BQ queries; tiles are [BQ, BK]."""
+    dq, slopes, sums = state
+    _, _, _, _, row, row_ok, _, _, _, offset, _ = rows
     k, n, dl, ds = query_tile(t, mixed, None, rows, keys, rules, S)
     if S.dmask == "cells":  # before the product, which is under way while the next tile begins
         to = (cells + tl.cast(t * S.BK, tl.int64) * dmask_k)[:, None] + tl.arange(0, S.BK)[None, :].to(
@@ -39,9 +39,11 @@ def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constex
     if S.dslopes:
         qpos, kpos = query_position(offset, row, rules[3], S), key_position(n, rules[3], S)
         slopes -= tl.sum(dl * tl.abs(qpos[:, None] - kpos[None, :]).to(tl.float32), 1)
+    if S.dq_bias:
+        sums += tl.sum(dl, 1)
     if S.dq:
         dq = add_product(dq, ds.to(round_type(S)), k, k_of(S), S)
-    return dq, slopes
+    return dq, slopes, sums
 
 
 @kernel_of(NAMES, SIZES, triton.jit)
@@ -111,8 +113,17 @@ def query_gradients(a, S):
     cells = row
     if S.dmask == "cells":
         cells = mask_plane(a.DMASK, b, head, a.dmask_b, a.dmask_h) + row.to(tl.int64) * a.dmask_q  # [BQ]
-    given = (q, dout, lse, delta, row, row_ok, at, slope, offset, a.mask_k)
-    state = (empty_acc(k_of(S), BQ), tl.zeros([BQ], tl.float32))
+    biases = (row, row, row)
+    if S.biased:
+        own = a.LSE
+        if S.q_bias:
+            own = plane(a.Q_BIAS, b, head, q_start, a.qb_b, a.qb_h, a.qb_l, S)
+        keys_at = a.LSE
+        if S.k_bias:
+            keys_at = plane(a.K_BIAS, b, head, kv_start, a.kb_b, a.kb_h, a.kb_l, S)
+        biases = (row_biases(own, row, a.qb_l, row_ok, S), keys_at, a.kb_l)
+    given = (q, dout, lse, delta, row, row_ok, at, slope, biases, offset, a.mask_k)
+    state = (empty_acc(k_of(S), BQ), tl.zeros([BQ], tl.float32), tl.zeros([BQ], tl.float32))
     if S.listed:
         tiles, first, last = listed_tiles(
             a.LIST, a.RANK, b, head, tile, a.list_b, a.list_h, a.list_q, a.list_n, first_t, last_t
@@ -128,7 +139,9 @@ def query_gradients(a, S):
             state = query_step(state, t, mixed, given, keys, cells, a.dmask_k, rules, S)
     if S.guard == "flag":
         tl.store(a.FLAGS + pid, has_nonfinite(state[0]).to(tl.int32))
-    dq, slopes = state
+    dq, slopes, sums = state
+    if S.dq_bias:
+        tl.store(row_plane(a.DQ_BIAS, b, head, q_start, a.heads, a.rows, S) + row, sums, mask=row_ok)
     if S.dq:
         store_tile(
             plane(a.DQ, b, head, q_start, a.dq_b, a.dq_h, a.dq_l, S), tile * BQ, a.dq_l, row_ok, dq, scale, q_of(S)

@@ -58,4 +58,6 @@ class BackwardSpec(Flags):
     summed: tuple[bool, bool, bool, bool]  # broadcast dims of the mask [B, H, Lq, Lk]
     dsinks: bool
     dslopes: bool
+    dq_bias: bool
+    dk_bias: bool
     dlse: bool

@@ -157,7 +157,8 @@ def selects(spec):
     """Whether what a float mask hides must be selected away. Its -inf alone makes weights 0, or NaN where a score is
     not finite; a gradient is NaN then too, its program leaves a flag, and it is made good.
     """
-    return not (spec.guard == "flag" and spec.dmask != "sums" and (spec.dq or spec.dk or spec.dv))
+    sums = spec.dq_bias or spec.dk_bias  # which have no flag
+    return sums or not (spec.guard == "flag" and spec.dmask != "sums" and (spec.dq or spec.dk or spec.dv))
 
 
 @triton.constexpr_function
@@ -203,12 +204,13 @@ def capped(s, scale, softcap, S: tl.constexpr):
 
 
 @triton.jit
-def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_k, rules, S: tl.constexpr):
+def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, added, at, mask_k, rules, S: tl.constexpr):
     """Of the products `s` = q k^T and `dp` = dout v^T of a tile: weights for dV, gradients of logits and of scores.
 
-    `ok`: rows and keys that exist; `mixed`: not every cell is visible; `bias`: cells of a float mask. A hidden cell has
-    a weight of 0 and, unless what it hides is not finite, gradients of 0. Where that is made good they are 0 in any
-    case, and in the weights for dV a row whose dout is not finite is NaN: `add_product` does not see it then.
+    `ok`: rows and keys that exist; `mixed`: not every cell is visible; `bias`: cells of a float mask; `added`: biases
+    of rows and keys. A hidden cell has a weight of 0 and, unless what it hides is not finite, gradients of 0. Where
+    that is made good they are 0 in any case, and in the weights for dV a row whose dout is not finite is NaN:
+    `add_product` does not see it then.
     """
     scale, softcap, _, numbers = rules
     factor = scale
@@ -223,16 +225,23 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
             s = hide_cells(s, tl.where(scale < 0, float("inf"), float("-inf")), qpos, n, ok, at, mask_k, rules, S)
     # x: logits less lse, in natural units or in those of exp2. What is added to them may be huge, and lse then is too:
     # it is taken off last.
-    NATURAL: tl.constexpr = S.round == "f32" or S.alibi or S.mask == "float"
+    NATURAL: tl.constexpr = S.round == "f32" or S.alibi or S.biased or S.mask == "float"
     if S.mask == "float":
         bias = bias.to(tl.float32)
     if S.alibi:
         x = tl.fma(s, factor, -(slope * tl.abs(qpos - key_position(n, numbers, S)).to(tl.float32)))
         if S.mask == "float":
             x = x + bias
+        if S.biased:
+            x = x + added
         x = x - lse
     elif S.mask == "float":
-        x = tl.fma(s, factor, bias) - lse
+        x = tl.fma(s, factor, bias)
+        if S.biased:
+            x = x + added
+        x = x - lse
+    elif S.biased:
+        x = tl.fma(s, factor, tl.broadcast_to(added, s.shape)) - lse
     elif NATURAL:
         x = tl.fma(s, factor, -lse)  # the difference is small and rounded once
     else:
@@ -240,12 +249,16 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
     LAST: tl.constexpr = S.dmask == "sums"  # dl alone is wanted: it is selected, not x
     if LAST:
         seen = seen_cells(bias, qpos, n, ok, rules, S)
+        if S.biased:
+            seen = seen & (added != float("-inf"))
     elif S.mask == "float":
         if selects(S) or hides_elsewhere(S):
             x = tl.where(seen_cells(bias, qpos, n, ok, rules, S), x, float("-inf"))
     elif S.partial and not EARLY:
         if mixed:
             x = hide_cells(x, float("-inf"), qpos, n, ok, at, mask_k, rules, S)
+    if S.biased:
+        x = tl.where(added == float("-inf"), float("-inf"), x)
     if NATURAL:
         p = tl.exp2(x * LOG2E)
     else:
@@ -254,7 +267,9 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, at, mask_
     if LAST:
         dl = tl.where(seen, dl, 0.0)
     elif (
-        S.partial and (S.guard == "fixup" or S.dmask != "" or S.dslopes) and not (S.mask == "float" and not selects(S))
+        S.partial
+        and (S.guard == "fixup" or S.dmask != "" or S.dslopes or S.dq_bias or S.dk_bias)
+        and not (S.mask == "float" and not selects(S))
     ):
         dl = tl.where(x == float("-inf"), p, dl)  # p is 0 there
     ds = dl
@@ -294,6 +309,26 @@ def load_rows(first, ok, LSE, lse_l, DELTA, S: tl.constexpr, MASKED: tl.constexp
 
 
 @triton.jit
+def load_numbers(X, row, stride, ok, MASKED: tl.constexpr):
+    """One number for each row."""
+    at = X + row.to(tl.int64) * stride
+    if MASKED:
+        x = tl.load(at, mask=ok, other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def row_biases(X, row, stride, ok, S: tl.constexpr):
+    """What is added to the scores of queries `row` [BQ]."""
+    x = tl.zeros(row.shape, tl.float32)
+    if S.q_bias:
+        x = load_numbers(X, row, stride, ok, True)
+    return x
+
+
+@triton.jit
 def mask_rows(MASK, first, stride_q, S: tl.constexpr):
     """Pointers to a mask's BQ rows from row `first` on; without a mask the numbers of the rows."""
     at = tl.arange(0, S.BQ)
@@ -307,7 +342,7 @@ def query_tile(t, mixed, bias, rows, keys, rules, S: tl.constexpr):
     """Keys of tile `t`, their numbers, and gradients of logits and scores [BQ, BK]. `bias`: a float mask's cells; None:
     they are loaded.
     """
-    q, dout, lse, delta, row, row_ok, at, slope, offset, mask_k = rows
+    q, dout, lse, delta, row, row_ok, at, slope, biases, offset, mask_k = rows
     K, k_l, V, v_l = keys
     BK: tl.constexpr = S.BK
     n = t * BK + tl.arange(0, BK)
@@ -317,10 +352,14 @@ def query_tile(t, mixed, bias, rows, keys, rules, S: tl.constexpr):
     v = load_tile(V, t * BK, v_l, key_ok, v_of(S), S, S.tail)
     if S.mask == "float" and bias is None:
         bias = load_bias(at[:, None] + tl.cast(t * BK, tl.int64) * mask_k, tl.arange(0, BK)[None, :], mask_k, ok, S)
+    own, keys_at, stride = biases
+    added = own[:, None]
+    if S.k_bias:
+        added = added + load_numbers(keys_at, n, stride, key_ok, S.tail)[None, :]
     s = outer_product(q, k, S.BQ, BK, k_of(S), S)  # [BQ, BK]
     dp = outer_product(dout, v, S.BQ, BK, v_of(S), S)
     _, dl, ds = tile_gradients(
         s, dp, mixed, bias, lse[:, None], delta[:, None], query_position(offset, row, rules[3], S)[:, None], n[None, :],
-        ok, slope, at[:, None], mask_k, rules, S,
+        ok, slope, added, at[:, None], mask_k, rules, S,
     )  # fmt: skip
     return k, n, dl, ds
