@@ -34,7 +34,7 @@ CALLS = {
         attention,
         DENSE,
         {"kv_lengths": ints(6, 5), "q_offset": ints(2, 1), "mask": draw(6, 6), "sinks": draw(6), "causal": True}
-        | {"alibi_slopes": draw(6).abs(), "return_lse": True},
+        | {"alibi_slopes": draw(6).abs(), "q_bias": draw(2, 6, 6), "k_bias": draw(1, 6, 6), "return_lse": True},
     ),
     "dense, chosen keys": (attention, DENSE, {"key_indices": INDICES, "causal": True}),
     "dense, chosen blocks": (attention, DENSE, {"block_indices": BLOCKS, "block_size": 2}),
@@ -55,6 +55,8 @@ OPTIONS = {
     "mask": [draw(6, 6, seed=3), draw(6, 6, seed=3) > 0, draw(1, 6), draw(6, 12)[:, ::2], None],
     "softcap": [1.5, 2, 0, 0.0, False, None],
     "alibi_slopes": [draw(6).abs(), draw(2, 6).abs(), draw(6).abs().double(), None],
+    "q_bias": [draw(2, 6, 6), draw(1, 1, 6), draw(2, 6, 12)[..., ::2], draw(7, 6), draw(2, 6, 6).half(), draw(6), None],
+    "k_bias": [draw(2, 6, 6), draw(1, 1, 6), draw(2, 6, 10), draw(2, 6, 6).double(), draw(9, 1), 1.0, None],
     "sinks": [draw(6), draw(6, seed=4), draw(12)[::2], draw(6).half(), 4, None],
     "kv_lengths": [ints(4, 3), ints(0, 4), torch.tensor([4, 3]), ints(4, 99), ints(-1, 2), ints(4), None],
     "key_indices": [

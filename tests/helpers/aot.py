@@ -77,6 +77,9 @@ def tensors_of(p: Problem) -> Tensors:
         t.mask = empty(*own, dtype=p.mask.dtype).expand(sizes)
     t.alibi_slopes = empty(p.batch, p.heads, dtype=torch.float32) if p.alibi else None
     t.sinks = empty(p.heads, dtype=torch.float32) if p.sinks else None
+    t.q_bias = empty(q_rows[0], p.heads, q_rows[1], dtype=torch.float32) if p.q_bias else None
+    k_rows = (1 if p.form == "varlen" else p.batch, p.heads, p.kv_len)
+    t.k_bias = empty(*k_rows, dtype=torch.float32) if p.k_bias else None
     if p.selection is not None:
         rows = p.total_q if p.packed_q else -(-p.q_len // p.selection.block)
         heads = p.kv_heads if p.selection.by_head else 1
@@ -249,6 +252,8 @@ def backward_tensors_of(p: Problem) -> BackwardTensors:
         b.dmask = b.dmask if any(p.mask.broadcast) else b.dmask.to(p.mask.dtype)
     b.dsinks = floats(p.heads) if "sinks" in p.grads else None
     b.dalibi_slopes = floats(p.batch, p.heads) if "alibi_slopes" in p.grads else None
+    for name in set(p.grads) & {"q_bias", "k_bias"}:
+        setattr(b, f"d{name}", floats(*getattr(t, name).shape))
     return b
 
 

@@ -60,6 +60,11 @@ MUTANTS = [
         ("keys that stand one position apart in dK and dV", "k_stride"),
         ("queries that stand one position apart", "q_stride"),
         ("slopes' gradient of the wrong sign", "alibi"),
+        ("q_bias's gradient of the wrong sign", "q_bias"),
+        ("q_bias's gradient times scale", "q_bias"),
+        ("k_bias's gradient of the first row alone", "k_bias"),
+        ("k_bias's gradient of the last sequence in all", "k_bias"),
+        ("softcap's derivative in k_bias's gradient", "softcap", "k_bias"),
         ("the diagonal tile dropped in dK and dV", "causal"),
         ("the diagonal left out", "causal"),
         ("the first row that sees a tile of keys dropped", "causal"),
@@ -185,6 +190,15 @@ def run(p, b, wrong):
             where = where[:, : seq.q_len, : seq.kv_len]
             alone = wrong == "mask gradient of the last sequence alone"
             where.copy_(part if alone and seq.b == last else where + part)
+        if b.dq_bias is not None:
+            factor = {"q_bias's gradient of the wrong sign": -1, "q_bias's gradient times scale": p.scale}.get(wrong, 1)
+            b.dq_bias[seq.row, :, rows] = factor * ds.sum(-1)
+        if b.dk_bias is not None:
+            part = ds * dcap if wrong == "softcap's derivative in k_bias's gradient" else ds
+            part = part[:, :1].sum(1) if wrong == "k_bias's gradient of the first row alone" else part.sum(1)
+            b.dk_bias[kv_row, :, seq.kv_start : seq.kv_start + seq.kv_len] = part
+            if wrong == "k_bias's gradient of the last sequence in all" and p.form == "dense":
+                b.dk_bias[:, :, : seq.kv_len] = part
         if b.dalibi_slopes is not None:
             near = j if wrong == "slopes' gradient by keys one position apart" else kpos
             distance = (i - j if wrong == "slopes' gradient by row numbers" else qpos - near).abs()

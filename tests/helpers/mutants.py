@@ -189,6 +189,32 @@ def _(p, t):
     return replace(t, alibi_slopes=None if t.alibi_slopes is None else t.alibi_slopes[:1].expand(p.batch, -1))
 
 
+@reads("q_bias dropped", "q_bias")
+def _(p, t):
+    return replace(t, q_bias=None)
+
+
+@reads("k_bias of the first head for all", "k_bias")
+def _(p, t):
+    return replace(t, k_bias=None if t.k_bias is None else t.k_bias[:, :1].expand_as(t.k_bias))
+
+
+@reads("biases of the first row for all", "q_bias", "k_bias")
+def _(p, t):
+    first = {n: x[:1].expand_as(x) for n in ("q_bias", "k_bias") if (x := getattr(t, n)) is not None}
+    return replace(t, **first)
+
+
+@reads("k_bias of -inf taken for a large number", "k_bias")
+def _(p, t):
+    return replace(t, k_bias=None if t.k_bias is None else t.k_bias.clamp_min(-1.0))
+
+
+@reads("k_bias read one key late", "k_bias")
+def _(p, t):
+    return replace(t, k_bias=None if t.k_bias is None else t.k_bias.roll(1, -1))
+
+
 @reads("sinks dropped", "sinks")
 def _(p, t):
     return replace(t, sinks=None)
@@ -347,6 +373,15 @@ def _(seq, r: Scores):
 @softmaxes("softcap after the mask", "softcap", "mask")
 def _(seq, r: Scores):
     if not seq.problem.softcap or seq.problem.mask is None:
+        return r.out, r.lse
+    cap = seq.problem.softcap
+    return rescored(seq, cap * torch.tanh(r.scores / cap), r.visible)
+
+
+@softmaxes("softcap after the biases", "softcap", "k_bias")
+def _(seq, r: Scores):
+    bias = seq.bias(slice(0, seq.q_len), slice(0, seq.kv_len), torch.float64)
+    if not seq.problem.softcap or bias is None:
         return r.out, r.lse
     cap = seq.problem.softcap
     return rescored(seq, cap * torch.tanh(r.scores / cap), r.visible)

@@ -50,6 +50,8 @@ class Case:
     softcap: float | None = None
     scale: float | None = None
     alibi: str = ""  # "h" or "bh"
+    q_bias: str = ""  # its dims but the last, each full or 1: "bh", "1h", "b1", "11"; of packed rows "h" or "1"
+    k_bias: str = ""
     sinks: bool | str = False  # or "none" (each -inf), or "mixed" (of -inf, +inf and numbers)
     offset: Any = None  # an int, or "rows" for a tensor
     k_start: Any = 0  # likewise
@@ -203,6 +205,14 @@ class _Maker:
             slopes = alibi_slopes(c.H, self.device)
             steps = torch.arange(1, batch + 1, device=self.device)[:, None]
             options["alibi_slopes"] = slopes * steps if c.alibi == "bh" else slopes
+        packed = {"q_bias": bool(c.q_lengths), "k_bias": c.form == "varlen"}
+        for name, rows in (
+            ("q_bias", c.q_lengths or (c.Lq,)),
+            ("k_bias", c.lengths if c.form == "varlen" else (c.keys,)),
+        ):
+            if dims := getattr(c, name):
+                sizes = [{"b": batch, "h": c.H, "1": 1}[dim] for dim in dims]
+                options[name] = self.bias(name, sizes, sum(rows), packed[name])
         if c.sinks:
             options["sinks"] = self.sinks().to(self.device)
         if c.mask:
@@ -238,6 +248,13 @@ class _Maker:
         order = order.to(torch.int32).to(self.device)
         order = order[0].transpose(0, 1) if c.q_lengths else order
         return order if heads > 1 else order.squeeze(1)
+
+    def bias(self, name: str, sizes: list[int], rows: int, packed: bool) -> torch.Tensor:
+        """`[B, H, rows]`, or `[T, H]` of packed rows, some of which nobody sees; growing as decays do."""
+        spare = 3 if packed and name == "k_bias" else 0  # rows of nobody
+        x = 2 * self.normal(*sizes, rows + spare) + torch.arange(rows + spare, device="cpu") * 0.05
+        x[..., 5::11] = -torch.inf
+        return (x.mT if packed else x).to(self.device)
 
     def sinks(self) -> torch.Tensor:
         sinks = 2 * self.normal(self.case.H)

@@ -102,6 +102,31 @@ SCORES = [
     Case(Lq=60, softcap=4.0, alibi="h", sinks=True, mask="bhqk", mask_kind="f32"),
 ]
 
+# Numbers of queries and of keys, some of them -inf.
+BIASES = [
+    *(
+        Case(Hkv=2, Lq=50, Lk=70, q_bias=a, k_bias=b, causal=True)
+        for a, b in (("bh", "bh"), ("1h", "b1"), ("11", "11"))
+    ),
+    *(Case(Hkv=2, Lq=50, Lk=70, D=64, k_bias="bh", dtype=t) for t in ("f16", "bf16")),
+    Case(Lq=50, Lk=70, q_bias="1h"),
+    Case(Lq=50, Lk=70, q_bias="bh", sinks="mixed", causal=True),
+    *(Case(Hkv=1, Lq=n, Lk=300, D=64, q_bias="bh", k_bias="bh", causal=True, dtype="f16") for n in (1, 3, 16)),
+    Case(Lq=60, Lk=90, q_bias="bh", k_bias="1h", softcap=5.0, alibi="bh", sinks=True, mask="bhqk", mask_kind="f32"),
+    Case(Lq=60, Lk=90, k_bias="b1", mask="hqk", pattern="rows", window=(20, 5)),
+    Case(Lq=150, Lk=200, k_bias="bh", mask="hqk", pattern="blocks", tile=(32, 32), causal=True),
+    Case(Lq=40, Lk=90, k_bias="1h", mask="h1k", mask_kind="f32", causal=True, layout="blhd"),
+    Case(B=4, Lq=20, Lk=64, lengths=(0, 1, 37, 64), q_bias="bh", k_bias="bh", causal=True),
+    Case(B=4, Hkv=2, Lq=1, Lk=600, D=64, lengths=(0, 1, 300, 600), k_bias="bh", sinks=True, split_size=64),
+    Case(Lq=33, Lk=60, k_stride=2, q_stride=3, offset=4, causal=True, q_bias="1h", k_bias="bh", D=40, Dv=72),
+    Case(form="varlen", Hkv=2, q_lengths=(5, 20, 0, 64), lengths=(40, 7, 10, 64), q_bias="h", k_bias="h", causal=True),
+    Case(form="varlen", q_lengths=(9, 30), lengths=(50, 44), used=(41, 0), k_bias="1", q_bias="1", dtype="bf16"),
+    Case(form="paged", B=4, Hkv=2, Lq=5, lengths=(1, 16, 70, 133), D=64, q_bias="bh", k_bias="bh", causal=True),
+    Case(form="paged", Hkv=2, q_lengths=(1, 5, 33), lengths=(1, 70, 133), D=64, q_bias="h", k_bias="1h", causal=True),
+    Case(Hkv=2, Lq=9, Lk=90, D=64, k="int8/64", v="int4/64", k_bias="bh", causal=True),
+    Case(Hkv=2, Lq=7, Lk=170, D=64, indices="h33", q_bias="bh", k_bias="bh", causal=True),
+]
+
 MASK_DIMS = ("qk", "1k", "q1", "hqk", "1qk", "h1k", "bhqk", "b1qk", "1hqk", "b11k", "bhq1")
 MASKS = [
     *(Case(Lq=50, Lk=70, mask=dims, mask_kind=kind) for dims in MASK_DIMS for kind in ("bool", "f32")),
@@ -284,8 +309,8 @@ INDICES = [
 ]
 
 CASES = [
-    *SIZES, *DTYPES, *POSITIONS, *AFFINE, *SCORES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED, *LATENT, *STRIDES,
-    *INDICES,
+    *SIZES, *DTYPES, *POSITIONS, *AFFINE, *SCORES, *BIASES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED, *LATENT,
+    *STRIDES, *INDICES,
 ]  # fmt: skip
 CASES += [
     Case(

@@ -20,7 +20,20 @@ HUGE = (2**29 - 1, 2**31 - 1, 2**31, sys.maxsize, 10**20)
 SOFTCAPS = (None, 0.5, 5.0, 50.0, 1e6, 1e30)
 SCALES = (None, 1.0, -0.2, 0.01)
 MASKS = ("qk", "1k", "hqk", "bhqk", "b11k", "1hq1")
-CHANGES = ("causal", "window", "chunk", "offset", "softcap", "scale", "sinks", "split_size", "alibi", *PLACES)
+CHANGES = (
+    "causal",
+    "window",
+    "chunk",
+    "offset",
+    "softcap",
+    "scale",
+    "sinks",
+    "split_size",
+    "alibi",
+    *PLACES,
+    "q_bias",
+    "k_bias",
+)
 
 
 class Chooser(Protocol):
@@ -117,6 +130,8 @@ def draw_option(c: Chooser, name: str) -> Any:
         return c.pick((0, c.number(-40, 60), "rows"))
     if name in PLACES:
         return c.pick((1, c.number(1, 9), "rows"))
+    if name in ("q_bias", "k_bias"):
+        return c.pick(("", "bh", "1h", "b1"))
     if name == "split_size":
         return c.pick((None, c.number(1, 100), c.pick(HUGE)))
     if name == "sinks":
@@ -139,6 +154,10 @@ def consistent(case: Case) -> Case:
         case = replace(case, offset=min(max(case.offset, room - LIMIT), LIMIT - case.queries))
     if isinstance(case.offset, int) and abs(case.offset) > 2**20:  # the range is for positions one apart
         case = replace(case, k_start=0, k_stride=1, q_stride=1)
+    if case.q_lengths and case.q_bias:
+        case = replace(case, q_bias=case.q_bias[1])
+    if case.form == "varlen" and case.k_bias:
+        case = replace(case, k_bias=case.k_bias[-1])
     if case.tile and not case.mask:
         case = replace(case, tile=None)
     return case

@@ -118,6 +118,10 @@ def _check_zeros(p: Problem, b: BackwardTensors, got: dict[str, torch.Tensor]) -
     for seq in sequences(p, b.forward):
         cells = visible_cells(seq)
         kv_row = 0 if p.form == "varlen" else seq.b
+        if "q_bias" in got:
+            seen["q_bias"][seq.row, :, seq.q_start : seq.q_start + seq.q_len] |= cells.any(-1)
+        if "k_bias" in got:
+            seen["k_bias"][kv_row, :, seq.kv_start : seq.kv_start + seq.kv_len] |= cells.any(1)
         for name in set(got) & {"k", "v"}:
             keys = seen[name][kv_row, :, seq.kv_start : seq.kv_start + seq.kv_len]
             keys |= cells.any(1).unflatten(0, (p.kv_heads, p.group)).any(1)[..., None]
@@ -127,7 +131,7 @@ def _check_zeros(p: Problem, b: BackwardTensors, got: dict[str, torch.Tensor]) -
             for dim, one in enumerate(p.mask.broadcast[1:]):
                 cells = cells.any(dim, keepdim=True) if one else cells
             seen["mask"][0 if p.mask.broadcast[0] else seq.b, :, : seq.q_len, : seq.kv_len] |= cells
-    for name in set(got) & {"q", "k", "v", "mask"}:
+    for name in set(got) & {"q", "k", "v", "mask", "q_bias", "k_bias"}:
         if bool((got[name][~seen[name]] != 0).any()):
             raise Mismatch(f"d{name}: what is hidden must get exactly 0")
 
@@ -157,7 +161,8 @@ def same_formula(problem: Problem, tensors: BackwardTensors) -> dict[str, torch.
     """The gradients as torch computes them in q's dtype: scores and sums in float32, the weights P and dS rounded.
 
     P = exp(s - lse);  dP = dout v;  dS = P (dP - delta), delta = dout.out - dlse;  through softcap and scale:
-    dQ = dS K, dK = dS Q, dV = P dout;  sinks: -exp(sink - lse) delta;  mask: dS;  slopes: -dS |qpos - kpos|
+    dQ = dS K, dK = dS Q, dV = P dout;  sinks: -exp(sink - lse) delta;  mask: dS;  slopes: -dS |qpos - kpos|;
+    biases: sums of dS over keys or queries
     """
     p, t = problem, tensors.forward
     wide = torch.float32
@@ -194,6 +199,10 @@ def _add_sequence(seq: Sequence, tensors: BackwardTensors, total: dict[str, torc
         summed = [dim for dim, one in zip((0, 1, 2), p.mask.broadcast[1:], strict=True) if one]
         part = ds.sum(summed, keepdim=True) if summed else ds
         total["mask"][0 if p.mask.broadcast[0] else seq.b, :, : seq.q_len, : seq.kv_len] += part
+    if "q_bias" in total:
+        total["q_bias"][seq.row, :, rows] += ds.sum(-1)
+    if "k_bias" in total:
+        total["k_bias"][kv_row, :, keys] += ds.sum(-2)
     if "alibi_slopes" in total:
         qpos, kpos = seq.positions(slice(0, seq.q_len), slice(0, seq.kv_len))
         total["alibi_slopes"][seq.b] -= (ds * (qpos - kpos).abs()).sum((-1, -2))

@@ -155,6 +155,34 @@ def hidden_values_do_not_matter_in_16_bits(backend: str | None, device: str) -> 
 
 
 @prop
+def biases_hide(backend: str | None, device: str) -> None:
+    """What lies in a key that `k_bias` hides reaches nobody, and a row that `q_bias` hides all keys from sees none."""
+    for dtype in (torch.float32, torch.float16):
+        numbers = torch.Generator().manual_seed(1)
+        q, k, v = (torch.randn(1, h, 150, 64, generator=numbers).to(device, dtype) for h in (4, 2, 2))
+        k_bias = torch.randn(1, 4, 150, generator=numbers).to(device)
+        k_bias[..., 40] = -torch.inf
+        q_bias = torch.zeros(1, 1, 150, device=device)
+        q_bias[..., 30] = -torch.inf
+        try:
+            clean = attention(q, k, v, q_bias=q_bias, k_bias=k_bias, return_lse=True, backend=backend)
+        except Unsupported:
+            continue
+        for filler in (float("nan"), float("inf")):
+            for name in "kv":
+                spoilt = {"k": k.clone(), "v": v.clone()}
+                spoilt[name][:, :, 40] = filler
+                result = attention(
+                    q, spoilt["k"], spoilt["v"], q_bias=q_bias, k_bias=k_bias, return_lse=True, backend=backend
+                )
+                same(f"{dtype}: {filler} in {name}[40], which k_bias hides", clean, result)
+        none = AttentionState(clean.out[:, :, 30], clean.lse[:, :, 30])
+        same("q_bias of -inf", none, AttentionState(torch.zeros_like(none.out), torch.full_like(none.lse, -torch.inf)))
+        if bool((clean.lse[:, :, 31] == -torch.inf).any()):
+            raise Mismatch("q_bias of -inf in one row hides keys from the next")
+
+
+@prop
 def tile_maps_do_not_matter(backend: str | None, device: str) -> None:
     """With a map of any tile, with none, and with the mask's broadcast dims written out."""
     base = Case(Lq=150, Lk=300, D=64, pattern="blocks")
