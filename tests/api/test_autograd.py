@@ -88,16 +88,21 @@ def test_the_low_level_call_gives_what_autograd_gives():
     q, k, v = dense()
     options = {"causal": True, "sinks": peaked(4).requires_grad_(), "mask": peaked(4, 1, 33).requires_grad_()}
     options["alibi_slopes"] = tilewise.alibi_slopes(4).requires_grad_()
+    options |= {
+        "q_bias": peaked(1, 4, q.shape[2]).requires_grad_(),
+        "k_bias": peaked(q.shape[0], 1, 33).requires_grad_(),
+    }
     out, lse = attention(q, k, v, return_lse=True, **options)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    inputs = [q, k, v, options["mask"], options["sinks"], options["alibi_slopes"]]
+    names = ("q", "k", "v", "mask", "sinks", "alibi_slopes", "q_bias", "k_bias")
+    inputs = [q, k, v, *(options[name] for name in names[3:])]
     want = torch.autograd.grad((out, lse), inputs, (dout, dlse))
-    names = ("q", "k", "v", "mask", "sinks", "alibi_slopes")
     got = attention_backward(q, k, v, out, lse, dout, dlse=dlse, grads=names, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert got._fields == ("dq", "dk", "dv", "dmask", "dsinks", "dalibi_slopes")
+    assert got._fields == ("dq", "dk", "dv", "dmask", "dsinks", "dalibi_slopes", "dq_bias", "dk_bias")
+    assert all(x.shape == y.shape for x, y in zip(got, inputs, strict=True))
     some = attention_backward(q, k, v, out, lse, dout, grads=("k",), **options)
-    assert [x is None for x in some] == [True, False, True, True, True, True]
+    assert [x is None for x in some] == [True, False, *[True] * 6]
     arrays = [x.detach().numpy() for x in (q, k, v, out, lse, dout)]
     by_numpy = attention_backward(*arrays, causal=True)
     assert type(by_numpy.dq).__module__ == "numpy"

@@ -8,6 +8,7 @@ from torch.autograd import gradcheck
 
 from tilewise.backends import reference
 from tilewise.backends import torch as tiled
+from tilewise.core.problem import GRADS
 from tilewise.core.storage import StorageFormat
 from tilewise.core.tensors import BackwardTensors
 from tilewise.testing.case import Case, make
@@ -27,6 +28,8 @@ CASES = [
     replace(SMALL, offset="rows", causal=True),
     replace(SMALL, lengths=(0, 6), sinks=True),
     replace(SMALL, sinks=True, softcap=3.0),
+    replace(SMALL, q_bias="bh", k_bias="1h", causal=True, sinks=True, softcap=3.0),
+    replace(SMALL, k_stride=2, q_stride=3, offset=1, causal=True, alibi="h"),
     replace(SMALL, sinks="none", lengths=(0, 6)),
     replace(SMALL, H=3, sinks="mixed"),
     replace(SMALL, alibi="h", causal=True),
@@ -72,7 +75,7 @@ def with_leaves(tensors, names, leaves):
 def test_gradients_are_those_of_finite_differences(case, backend):
     call = make(case, slack=0.0).checked(return_lse=True)
     p, t = call.problem, call.tensors
-    double = {n: getattr(t, n) for n in ("q", "k", "v", "mask", "sinks", "alibi_slopes")}
+    double = {n: getattr(t, n) for n in GRADS}
     t = replace(t, **{n: x.double() for n, x in double.items() if x is not None and x.dtype != torch.bool})
     t.out, t.lse = t.out.double(), t.lse.double()
     p = replace(p, q_dtype=torch.float64, k_format=FLOAT64, v_format=FLOAT64)
@@ -83,6 +86,7 @@ def test_gradients_are_those_of_finite_differences(case, backend):
         x = getattr(t, name)
         if name == "mask":
             x = x[tuple(slice(0, 1) if one else slice(None) for one in p.mask.broadcast)]
+        if name in ("mask", "q_bias", "k_bias"):
             x = x.masked_fill(x == -torch.inf, -3.0)  # hidden cells have no finite differences; rules hide others
         leaves.append(x.clone().contiguous().requires_grad_())
     infinite = p.sinks and not bool(t.sinks.isfinite().all())

@@ -44,6 +44,8 @@ DENSE = {
     "causal": {"causal": True, "q_offset": 1, "left": 3, "scale": 0.3, "softcap": 5.0},
     "mask": {"mask": torch.rand(5, 9) > 0.3, "kv_lengths": torch.tensor([9, 4]), "sinks": torch.rand(4)},
     "rows": {"q_offsets": torch.tensor([1, 4]), "causal": True, "alibi_slopes": torch.rand(4), "chunk": 4},
+    "strides": {"k_starts": torch.tensor([1, 4]), "causal": True, "k_stride": 2, "q_stride": 3},
+    "biases": {"q_bias": torch.rand(2, 4, 5), "k_bias": torch.rand(1, 4, 9), "causal": True},
     "indices": {"key_indices": torch.tensor([3, -1, 0, 8]).int().expand(2, 5, 4).contiguous(), "causal": True},
     "blocks": {"block_indices": torch.tensor([[[2, 0], [1, -1]]] * 2).int(), "block_size": 4},
     "named": {"split_size": 4, "backend": "torch", "validate": True},
@@ -210,6 +212,8 @@ GRADIENTS = {
     "causal": {"causal": True, "q_offset": 1, "left": 3, "scale": 0.3, "softcap": 5.0},
     "mask": {"mask": torch.rand(4, 1, 9), "kv_lengths": torch.tensor([9, 4]), "sinks": torch.rand(4)},
     "rows": {"q_offsets": torch.tensor([1, 4]), "causal": True, "alibi_slopes": torch.rand(4), "chunk": 4},
+    "strides": {"k_starts": torch.tensor([1, 4]), "causal": True, "k_stride": 2, "q_stride": 3},
+    "biases": {"q_bias": torch.rand(2, 4, 5), "k_bias": torch.rand(1, 4, 9), "causal": True},
     "indices": DENSE["indices"],
     "blocks": DENSE["blocks"],
 }

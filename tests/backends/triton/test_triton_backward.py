@@ -167,7 +167,7 @@ def backward(D=128, Dv=0, grads=("q", "k", "v"), **changes):
     return problem(D, Dv, **({"return_lse": True} | changes), grads=grads)
 
 
-EVERY = {"grads": GRADS, "dlse": True}
+EVERY = {"grads": GRADS, "dlse": True, "q_bias": True, "k_bias": True}
 HOT = {
     "D64": backward(64), "D64-causal": backward(64, causal=True), "D128": backward(),
     "D128-causal": backward(causal=True), "D128-window": backward(causal=True, window=(1023, None)),
@@ -182,6 +182,7 @@ OTHERS = {
     "D576-all": backward(576, 512, **ALL), "f32-D64": backward(64, dtype=F32, causal=True),
     "f32-D576": backward(576, dtype=F32, causal=True), "bf16 over f16": backward(64, kv=F16, causal=True),
     "strides": backward(64, **ALL, places="rows"),
+    "biases": backward(64, causal=True, q_bias=True, k_bias=True, grads=("q", "k", "v", "q_bias", "k_bias")),
     "few": backward(q_len=3, q_offset=7, causal=True), "bool mask": backward(64, **mask(torch.bool)),
 }  # fmt: skip
 
@@ -202,7 +203,7 @@ def check(name, arch, most_waits=8):
 
 
 @pytest.mark.parametrize(
-    "name", ["D128-causal", "varlen", "additive mask", "dense mask", "everything, dense mask", "strides"]
+    "name", ["D128-causal", "varlen", "additive mask", "dense mask", "everything, dense mask", "strides", "biases"]
 )
 def test_kernels_on_hopper(name):
     check(name, 90)
