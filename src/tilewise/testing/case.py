@@ -198,21 +198,19 @@ class _Maker:
         if c.offset is not None:
             rows = [0, 3, 17, -2, 40]
             options["q_offset"] = self.ints([rows[b % 5] for b in range(batch)]) if c.offset == "rows" else c.offset
-        for name, rows in (("k_start", [3, -5, 0]), ("k_stride", [2, 1, 5]), ("q_stride", [3, 1, 2])):
+        for name, own in (("k_start", [3, -5, 0]), ("k_stride", [2, 1, 5]), ("q_stride", [3, 1, 2])):
             if (value := getattr(c, name)) != Case.__dataclass_fields__[name].default:
-                options[name] = self.ints([rows[b % 3] for b in range(batch)]) if value == "rows" else value
+                options[name] = self.ints([own[b % 3] for b in range(batch)]) if value == "rows" else value
         if c.alibi:
             slopes = alibi_slopes(c.H, self.device)
             steps = torch.arange(1, batch + 1, device=self.device)[:, None]
             options["alibi_slopes"] = slopes * steps if c.alibi == "bh" else slopes
+        lengths = {"q_bias": c.q_lengths or (c.Lq,), "k_bias": c.lengths if c.form == "varlen" else (c.keys,)}
         packed = {"q_bias": bool(c.q_lengths), "k_bias": c.form == "varlen"}
-        for name, rows in (
-            ("q_bias", c.q_lengths or (c.Lq,)),
-            ("k_bias", c.lengths if c.form == "varlen" else (c.keys,)),
-        ):
+        for name, each in lengths.items():
             if dims := getattr(c, name):
                 sizes = [{"b": batch, "h": c.H, "1": 1}[dim] for dim in dims]
-                options[name] = self.bias(name, sizes, sum(rows), packed[name])
+                options[name] = self.bias(name, sizes, sum(each), packed[name])
         if c.sinks:
             options["sinks"] = self.sinks().to(self.device)
         if c.mask:

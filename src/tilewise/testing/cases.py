@@ -131,6 +131,7 @@ MASK_DIMS = ("qk", "1k", "q1", "hqk", "1qk", "h1k", "bhqk", "b1qk", "1hqk", "b11
 MASKS = [
     *(Case(Lq=50, Lk=70, mask=dims, mask_kind=kind) for dims in MASK_DIMS for kind in ("bool", "f32")),
     *(Case(Lq=50, Lk=70, mask="bhqk", mask_kind=kind, pattern="rows") for kind in ("bool", "f32")),
+    *(Case(Lq=40, Lk=90, mask="h1k", mask_kind=kind, causal=True) for kind in ("bool", "f32")),
     Case(Lq=50, Lk=70, mask="qk", mask_kind="bool", pattern="rows", sinks=True),
     *(Case(Lq=50, Lk=70, mask="hqk", mask_kind=kind, pattern="least") for kind in ("f32", "bf16", "f16")),
     Case(Lq=50, Lk=70, mask="hqk", mask_kind="f32", pattern="least", causal=True, alibi="h"),

@@ -146,8 +146,8 @@ def _finish(
         t.q_bias = c.bias("q_bias", o.q_bias, (batch, H, c.q.shape[2]), c.packed, any_keys=False)
     if o.k_bias is not None:
         packed, any_keys = form == "varlen", form == "paged" and t.mask is None
-        rows = t.k.shape[2] if packed else kv_len
-        t.k_bias = c.bias("k_bias", o.k_bias, (batch, H, rows), packed, any_keys)
+        sizes = (batch, H, t.k.shape[2] if packed else kv_len)
+        t.k_bias = c.bias("k_bias", o.k_bias, sizes, packed, any_keys)
         kv_len = t.k_bias.shape[2] if any_keys else kv_len
     selection = _selection(c, o, t, batch, q_len)
     t.k_scales, t.v_scales = ck.scales, cv.scales

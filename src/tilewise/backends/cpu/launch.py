@@ -95,12 +95,13 @@ def same_items(p: Problem) -> bool:
 def has_spans(p: Problem, mask: torch.Tensor) -> bool:
     """Whether rows of a mask are looked through for the keys that they leave.
 
-    Batch rows and heads may share a row of the mask: its keys must be the same in all, so no lengths. Keys that queries
-    choose have masks of their own order.
+    Batch rows, heads and queries may share a row of the mask: its keys must be the same in all, so no lengths, and no
+    rules if queries share it. Keys that queries choose have masks of their own order.
     """
     if p.grads or p.packed_q or p.selection is not None or config.is_decode(p):
         return False
-    return same_items(p) and mask.stride(3) == 1
+    shared = p.q_len > 1 and mask.stride(2) == 0
+    return same_items(p) and mask.stride(3) == 1 and not (shared and p.rules.by_position)
 
 
 def problem_params(p: Problem, **tiles: int) -> Params:

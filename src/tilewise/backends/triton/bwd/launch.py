@@ -163,10 +163,10 @@ class Backward:
             made = kernel(key_gradients, c.keys, **{f"d{name}": True for name in names})
             yield made, (programs[0], 1), given | sizes | _listed(lists.get("keys", NO_LISTS))
         slopes = "alibi_slopes" in grads
-        own = "q_bias" in grads
-        if "q" in grads or slopes or own or self.cells:
+        biases = "q_bias" in grads
+        if "q" in grads or slopes or biases or self.cells:
             cells = "cells" if self.cells else ""
-            made = kernel(query_gradients, c.queries, dq="q" in grads, dslopes=slopes, dq_bias=own, dmask=cells)
+            made = kernel(query_gradients, c.queries, dq="q" in grads, dslopes=slopes, dq_bias=biases, dmask=cells)
             sizes = {"swizzle": config.swizzle(p, False)}
             yield made, (programs[1], 1), given | sizes | _listed(lists.get("queries", NO_LISTS))
         if "mask" in grads and not self.cells:
