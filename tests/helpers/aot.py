@@ -59,7 +59,7 @@ def tensors_of(p: Problem) -> Tensors:
         else:
             rows = (1 if p.form == "varlen" else p.batch, p.kv_len, p.kv_heads)
         data = empty(*rows, fmt.columns(width), dtype=fmt.dtype).transpose(1, 2)
-        if not fmt.is_quantised:
+        if not fmt.scales(width):
             return data, None
         return data, empty(*rows, fmt.scales(width), dtype=torch.float32).transpose(1, 2)
 

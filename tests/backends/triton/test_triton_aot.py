@@ -180,6 +180,18 @@ def test_rows_that_hold_values_are_copied_once(heads, warps):
         assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90))
 
 
+@pytest.mark.parametrize(("dtype", "heads"), [(BF16, 16), (BF16, 128), (F16, 16), (F32, 16)])
+def test_latent_rows_fit(dtype, heads):
+    """Rows of 656 bytes: three types in a row, all by the address of its first byte."""
+    p = problem(
+        576, 512, dtype, heads=heads, kv_heads=1, v_in_k=True, **PAGED, page_size=64, **quantised("fp8_latent", 128)
+    )
+    c = config.config_of(p, nvidia(90))
+    built = attend_of(p, 90)
+    assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90)) <= SHARED[90]
+    assert all(count(body, "LDGSTS") for body in loops(built.cubin)), "bytes are copied in advance"
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_kernels_on_hopper(name):
     built = attend_of(OTHERS[name], 90)

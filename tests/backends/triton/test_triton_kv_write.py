@@ -24,18 +24,23 @@ torch.manual_seed(0)
 wrong = "wrong" in sys.argv
 done = 0
 FORMS = [(64, 64, 32, 0, 0), (80, 48, 128, 1, 1), (96, 6, 64, 1, 0), (40, 128, 32, 0, 1)]
-for dtype in ("f32", "f16", "int8", "int4", "fp8_e4m3"):
-    for source, forms in ((torch.float32, FORMS), (torch.float16, FORMS[:1])):
+LATENT = [(576, 512, 128, 1, 1), (544, 512, 128, 0, 0)]
+for dtype in ("f32", "f16", "int8", "int4", "fp8_e4m3", "fp8_latent", "latent int8", "latent fp8_latent"):
+    inside, dtype = dtype.startswith("latent"), dtype.split()[-1]
+    both = LATENT if dtype == "fp8_latent" else FORMS[1:2] if inside else FORMS
+    for source, forms in ((torch.float32, both), (torch.float16, both[:1])):
         for D, Dv, group, paged, packed in forms:
             outer, slots = (9, 3) if paged else (5, 7)
             formats = [Format.of("dtype", dtype, group, w) for w in (D, Dv)]
             sides = []
             for _ in range(2):
                 stores = [f.empty(outer, 2, slots, device=torch.device("cpu")) for f in formats]
+                if inside:
+                    stores[1] = stores[0].first(formats[1])
                 for s in stores:
                     for x in (s.data, s.scales):
                         if x is not None:
-                            x.view(torch.uint8).fill_(77)
+                            x.view(torch.uint8).fill_(77)  # V in K too
                 sides.append(stores)
             counts = torch.tensor([2, 0, 11 if not paged else 5, 0, 3])
             cu = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
@@ -67,7 +72,7 @@ def interpret(*arguments):
 def test_it_stores_the_same_bytes_as_torch():
     run = interpret()
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-    assert int(run.stdout) == 25
+    assert int(run.stdout) == 25 + 3 + 2 + 3
 
 
 def test_the_comparison_can_fail():
@@ -82,14 +87,14 @@ def stores(dtype, D, paged):
         x = torch.empty(shape, dtype=kind, device="meta")
         return x.transpose(1, 2) if paged else x
 
-    scales = empty(fmt.scales, torch.float32) if fmt.is_quantised else None
+    scales = empty(fmt.scales, torch.float32) if fmt.scales else None
     return [Store(fmt, empty(fmt.columns, fmt.dtype), scales)] * 2
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "int8", "int4", "fp8_latent"])
 def test_it_compiles_without_spills(dtype, arch):
-    for D, paged in ((128, True), (576, False)):
+    for D, paged in ((576 if dtype == "fp8_latent" else 128, True), (576, False)):
         call = Append(*stores(dtype, D, paged), 16 if paged else 4096)
         ints = torch.empty(65, dtype=torch.int32, device="meta")
         table = torch.empty(64, 128, dtype=torch.int32, device="meta") if paged else None

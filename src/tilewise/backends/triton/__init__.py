@@ -12,6 +12,7 @@ import torch
 from ...core.kv_store import Store, Writer
 from ...core.plan import OtherDevice, Plan
 from ...core.problem import CascadeProblem, Problem, WriteProblem, no_selection, other_formats
+from ...core.storage import LATENT
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import target_of, triton_refusal
 from . import config, tuned
@@ -42,7 +43,11 @@ def serves(device: torch.device) -> str | None:
 def _other_formats(problem: Problem | WriteProblem) -> str | None:
     from .dequant import KINDS
 
-    return other_formats(problem, KINDS)
+    if reason := other_formats(problem, KINDS):
+        return reason
+    if isinstance(problem, Problem) and problem.v_format.scales_in_row and problem.value_dim != LATENT:
+        return f"it takes the first {LATENT} elements of v in {problem.v_format}, not {problem.value_dim}"
+    return None
 
 
 def plan(problem: Problem) -> Plan:

@@ -18,7 +18,7 @@ import triton
 from ...core.storage import FORMATS
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no fraction, so adding it rounds to even
-KINDS = ("f32", "f16", "bf16", "int8", "int4", "fp8_e4m3")  # storage formats that can be read
+KINDS = ("f32", "f16", "bf16", "int8", "int4", "fp8_e4m3", "fp8_latent")  # storage formats that can be read
 # Sign bits to flip and high bits to set, of the halves of a register; what is then to be subtracted.
 CODES = {"int8": ("FF", "6480"), "int4": ("0F", "6408")}
 
@@ -126,6 +126,14 @@ def float8_bits(x):
     small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
     value = tl.where(magnitude < (121 << 23), small, normal)
     return tl.where(magnitude >= (1087 << 20), 0x7F, value) | sign
+
+
+@triton.jit
+def bfloat16_bits(x):
+    """float32 to bfloat16, to nearest even, as uint16. Not by Triton's own, which the interpreter rounds down."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16)
 
 
 @triton.jit

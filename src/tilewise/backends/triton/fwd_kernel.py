@@ -25,7 +25,7 @@ from ..gpu.mask_rules import key_span, query_position, sequence_numbers
 from ..gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
 from .epilogue import combine_splits, empty_acc, has_nonfinite, normalise, store_acc
-from .kv_load import find_pages, queries_of, values_of
+from .kv_load import find_pages, queries_of, scales_in_row, values_of
 from .mainloop import step, unit_of_m
 from .mask import find_ordered, find_sequence
 from .q_load import key_bias, load_rows
@@ -180,9 +180,9 @@ def fwd_kernel(a, S):
     ks_base = k_base
     vs_base = v_base
     table = k_base
-    if S.keys.kind != "plain":
+    if S.keys.kind != "plain" and not S.keys.in_row:
         ks_base = a.K_SCALES + kv_head * ks_h
-    if S.values.kind != "plain":
+    if S.values.kind != "plain" and not S.values.in_row:
         vs_base = a.V_SCALES + kv_head * vs_h
     if S.page > 0:
         table = a.TABLE + wide_b * a.table_b
@@ -196,6 +196,12 @@ def fwd_kernel(a, S):
         v_base += wide_b * v_b
         ks_base += wide_b * ks_b
         vs_base += wide_b * vs_b
+    if S.keys.in_row:
+        ks_base = scales_in_row(k_base)
+        ks_b, ks_l = k_b // 4, k_l // 4
+    if S.values.in_row:
+        vs_base = scales_in_row(v_base)
+        vs_b, vs_l = v_b // 4, v_l // 4
     indices = table
     if S.chosen > 0:
         line = ((q_start + top_row) // S.chosen).to(tl.int64)

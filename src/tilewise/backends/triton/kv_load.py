@@ -10,8 +10,11 @@ import triton.language as tl
 
 import triton
 
+from ...core import storage
+
 INTERPRETED = triton.knobs.runtime.interpret
 UNIT = tl.constexpr(16777216.0)  # biased keys are multiples of 1 / UNIT (`dequant.py`)
+LATENT, LATENT_SCALES = tl.constexpr(storage.LATENT), tl.constexpr(storage.LATENT_SCALES)
 TYPES = {"f32": tl.float32, "f16": tl.float16, "bf16": tl.bfloat16}
 
 
@@ -233,6 +236,42 @@ def load_chunk(base, rows, ok, i: tl.constexpr, OP: tl.constexpr, MASKED: tl.con
         else:
             x = tl.load(at)
     return x
+
+
+@triton.constexpr_function
+def rest_width(op):
+    return max(16, 1 << (op.rest - 1).bit_length())
+
+
+@triton.constexpr_function
+def rest_type(spec):
+    """Of products with the elements that a latent row has in bfloat16: q's type if it is that, else float32."""
+    return tl.bfloat16 if spec.round == "bf16" else tl.float32
+
+
+@triton.constexpr_function
+def rest_precision(spec):
+    """Two 16-bit types meet in TF32, which holds both exactly."""
+    return "ieee" if INTERPRETED else "tf32" if spec.round == "f16" else spec.keys.precision
+
+
+@triton.jit
+def scales_in_row(row):
+    """Where the scales of a latent row are, of whose bytes the first is at `row`."""
+    return (row + LATENT).to(tl.pointer_type(tl.float32), bitcast=True)
+
+
+@triton.jit
+def load_rest(base, rows, ok, OP: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.constexpr):
+    """The bfloat16 elements of latent rows: [BK, W]. By their bits: the interpreter has no bfloat16."""
+    first, each = rows
+    d = tl.arange(0, rest_width(OP))
+    inside = (d < OP.rest)[None, :]
+    if MASKED:
+        inside = inside & ok[:, None]
+    at = (base + (LATENT + LATENT_SCALES)).to(tl.pointer_type(tl.uint16), bitcast=True)
+    bits = tl.load(at + first // 2 + ((each // 2)[:, None] + d[None, :]), mask=inside, other=0)
+    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True).to(TYPE)
 
 
 @triton.jit

@@ -18,9 +18,18 @@ import triton
 from ...core.storage import as_bytes
 from ..gpu.flags import ceil_pow2
 from ..gpu.kernel import INTERPRETED, Arguments, Kernel, Ready, stride_arguments
-from .dequant import is_packed, largest_of, stored, stored_pair
+from .dequant import bfloat16_bits, is_packed, largest_of, stored, stored_pair
+from .kv_load import LATENT, LATENT_SCALES, scales_in_row
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(x, mine, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale of a group of elements."""
+    top = tl.max(tl.where(mine, tl.abs(x), 0.0), 0)
+    wrong = tl.max((mine & (x != x)).to(tl.int32), 0)
+    return tl.where(wrong > 0, float("nan"), tl.div_rn(top, LARGEST))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -32,6 +41,16 @@ def put_row(  # type: ignore[no-untyped-def]
     x = tl.load(SOURCE + d, mask=d < D, other=0.0)
     if KIND == "plain":
         tl.store(TO + d, x.to(TO.dtype.element_ty), mask=d < D)
+    elif KIND == "fp8_latent":
+        x = x.to(tl.float32)
+        by = tl.full([W], 1.0, tl.float32)
+        for g in tl.static_range(LATENT // GROUP):
+            scale = scale_of(x, d // GROUP == g, largest_of(KIND))
+            tl.store(scales_in_row(TO) + g, scale)
+            by = tl.where(d // GROUP == g, tl.where(scale < TINY, TINY, scale), by)
+        tl.store(TO + d, stored(tl.div_rn(x, by), "fp8_e4m3"), mask=d < LATENT)
+        rest = (TO + LATENT_SCALES + 2 * d - LATENT).to(tl.pointer_type(tl.uint16), bitcast=True)
+        tl.store(rest, bfloat16_bits(x), mask=(d >= LATENT) & (d < D))
     else:
         x = x.to(tl.float32)
         HALF: tl.constexpr = D // 2
@@ -43,10 +62,7 @@ def put_row(  # type: ignore[no-untyped-def]
         high_by = tl.full([W], 1.0, tl.float32)
         for g in tl.static_range((D + GROUP - 1) // GROUP):
             mine = d // GROUP == g
-            top = tl.max(tl.where(mine, tl.abs(x), 0.0), 0)
-            wrong = tl.max((mine & (x != x)).to(tl.int32), 0)
-            scale = tl.div_rn(top, LARGEST)
-            scale = tl.where(wrong > 0, float("nan"), scale)
+            scale = scale_of(x, mine, LARGEST)
             tl.store(SCALES + g, scale)
             by = tl.where(scale < TINY, TINY, scale)
             low_by = tl.where(mine, by, low_by)
@@ -91,9 +107,9 @@ def append(  # type: ignore[no-untyped-def]
     if kept:
         k_scales = K_SCALES
         v_scales = V_SCALES
-        if K_KIND != "plain":
+        if K_KIND != "plain" and K_KIND != "fp8_latent":
             k_scales = K_SCALES + outer * ks_b + h * ks_h + slot * ks_l
-        if V_KIND != "plain":
+        if V_KIND != "plain" and V_KIND != "fp8_latent":
             v_scales = V_SCALES + outer * vs_b + h * vs_h + slot * vs_l
         put_row(
             K + line * k_b + h * k_h + row * k_l, K_TO + outer * kt_b + h * kt_h + slot * kt_l, k_scales, D, W, K_KIND,

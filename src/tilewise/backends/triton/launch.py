@@ -196,6 +196,8 @@ class Launcher:
         grain = align if align < 16 else 1
         scale_align = alignment(t.k_scales, t.v_scales)
         scale_grain = scale_align if scale_align < 16 else 1
+        if spec.keys.in_row or spec.values.in_row:
+            scale_align = min(scale_align, max(1, align // 4))
         spec = replace(spec, grain=grain, align=align, scale_grain=scale_grain, scale_align=scale_align)
         if memory[2] is not None:
             spec = replace(spec, combine="inside", pdl=False)

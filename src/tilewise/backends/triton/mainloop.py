@@ -25,9 +25,12 @@ from .kv_load import (
     keys_of,
     leads,
     load_chunk,
+    load_rest,
     parts_of,
     power_of_two,
     precision_of,
+    rest_precision,
+    rest_type,
     round_type,
     row_offsets,
     row_scales,
@@ -64,11 +67,12 @@ def turned(x, FLIP: tl.constexpr):
 @triton.jit
 def dot_keys(
     q, bias, K, KS, rows, scale_rows, ok,
-    BM: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr, FLIP: tl.constexpr, MASKED: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr, S: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """q k^T: [BM, BK], and the chunks of K. A scale that all of a row's chunk shares is applied to the dot product, not
     to the keys.
     """
+    FLIP: tl.constexpr = S.flip
     s = tl.zeros([BM, BK], tl.float32)
     chunks = ()
     for i in tl.static_range(len(OP.widths)):
@@ -103,6 +107,9 @@ def dot_keys(
                 scale = element_scales(KS, scale_rows, ok, i, part, OP, MASKED)  # [BK, W]
                 k = (widened(raw, part, OP, tl.float32) * scale).to(work_type(OP))
                 s = product(q[i * OP.parts + part], turned(k, FLIP), s, precision_of(OP), FLIP)
+    if OP.rest > 0:
+        k = load_rest(K, rows, ok, OP, rest_type(S), MASKED)
+        s = product(q[len(OP.widths) * OP.parts], turned(k, FLIP), s, rest_precision(S), FLIP)
     return s, chunks
 
 
@@ -240,7 +247,7 @@ def step(
         where = tile_rows(n0, found, S)
     k_rows = row_offsets(where, k_b, k_l, S.align, S)
     ks_rows = row_offsets(where, ks_b, ks_l, S.scale_align, S)
-    s, chunks = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), S.flip, MASKED)  # [BM, BK]
+    s, chunks = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), S, MASKED)  # [BM, BK]
     if not S.linear:
         if S.keys.rescaled:
             s = s * factor[:, None]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...core.problem import Problem
-from ...core.storage import StorageFormat
+from ...core.storage import LATENT, StorageFormat, stored_as
 from ..gpu.flags import DTYPE_NAMES, ceil_pow2
 from ..gpu.target import INTERPRETER, Target
 from .spec import Operand
@@ -57,6 +59,9 @@ def operand(
             rest = width % LONGEST_SUM
             widths = (LONGEST_SUM,) * (width // LONGEST_SUM) + (chunks(rest, least) if rest else ())
         return Operand(widths, width, "plain", 0, False, work, precision, False, False, rounds=rounds)
+    if fmt.scales_in_row:
+        latent = operand(problem, LATENT, stored_as("fp8_e4m3", fmt.group), is_key, BM, target)
+        return replace(latent, in_row=True, rest=width - LATENT)
     columns = fmt.columns(width)
     whole = fmt.group >= width
     factored = whole or (fmt.group >= least and (fmt.packing == 1 or columns % fmt.group == 0))
@@ -81,7 +86,7 @@ def operand(
 def shares_chunks(keys: Operand, values: Operand) -> bool:
     """Whether the chunks of V, if it lies in K, are chunks of K: plain numbers, 16 bits wide in products, no padding.
 
-    Wider ones would be kept in registers between the two products.
+    Others would be kept in registers between the two products, and bytes not be copied there in advance.
     """
     alike = keys.kind == values.kind == "plain" and keys.work == values.work != "f32"
     return alike and keys.widths[: len(values.widths)] == values.widths and sum(values.widths) == values.columns

@@ -13,6 +13,8 @@ from .kv_load import (
     keys_of,
     parts_of,
     power_of_two,
+    rest_type,
+    rest_width,
     start_of,
     unit_of,
     width_of,
@@ -53,6 +55,15 @@ def load_rows(base, ok, S: tl.constexpr):
         if S.negate:
             x = -x
         chunks = chunks + (x,)
+    if OP.rest > 0:  # in the unit of the others, exactly: it is a power of two
+        d = tl.arange(0, rest_width(OP))
+        inside = ok[:, None] & (d < OP.rest)[None, :]
+        x = tl.load(base[:, None] + OP.columns + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        if OP.rescaled:
+            x = x / factor[:, None]
+        if S.negate:
+            x = -x
+        chunks = chunks + (x.to(rest_type(S)),)
     if OP.biased:
         factor = factor * UNIT  # finite for rows of up to 2**117
     return chunks, factor

@@ -63,7 +63,7 @@ def _size(op: Operand) -> int:
 
 def _elements(op: Operand) -> int:
     """Columns of a row, padding included."""
-    return sum(op.widths) * op.parts
+    return sum(op.widths) * op.parts + 2 * op.rest  # as wide as float32
 
 
 def _loaded(op: Operand, c: Config, itemsize: int) -> int:
@@ -73,4 +73,4 @@ def _loaded(op: Operand, c: Config, itemsize: int) -> int:
     rows = c.BK * sum(op.widths) * (itemsize if op.kind == "plain" else op.unit)
     if op.kind == "plain":
         return rows
-    return rows + 4 * c.BK * (max(op.groups, op.row_groups) if op.factored else _elements(op))
+    return rows + 2 * c.BK * op.rest + 4 * c.BK * (max(op.groups, op.row_groups) if op.factored else _elements(op))

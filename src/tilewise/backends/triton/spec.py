@@ -39,6 +39,8 @@ class Operand:
     packing: int = 1  # elements of a byte
     row_groups: int = 1  # scale groups that have rows of q of their own (`scale_groups.py`)
     rounds: bool = False  # sums over chunks are rounded, not cut off as tensor cores do
+    in_row: bool = False  # scales lie in the row, behind its bytes (`LatentFormat`)
+    rest: int = 0  # and behind them so many elements in bfloat16
 
     @property
     def parts(self) -> int:
