@@ -56,6 +56,16 @@ def test_a_sequence_in_pages_of_another_size(dtype, group, page):
     there.free([match, new])
 
 
+def test_sequences_without_token_ids_and_without_tokens():
+    source, there = (PagedKVCache(9, page, 2, 16, "f32") for page in (4, 3))
+    for count in (10, 0):
+        sequence = source.create()
+        source.append([sequence], *torch.randn(2, 1, 2, count, 16))
+        new = there.import_(source.export(sequence))
+        assert there.length(new) == count
+        assert torch.equal(there.keys(new), source.keys(sequence))
+
+
 def test_heads_and_layers_from_several_caches():
     whole, sequence = filled(4)
     parts = [whole.export(sequence, layers=(n, n + 1), heads=h) for n in range(2) for h in ((0, 1), (1, 4))]

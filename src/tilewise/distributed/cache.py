@@ -140,7 +140,8 @@ class ShardedBatch:
             gather: the heads of q are a part of all, as tensor parallelism has them: those of rank 0, then of rank 1.
             sinks: `[H]`, of this rank's heads.
 
-        Other options as in `tilewise.paged_attention`; no `mask` and no indices of keys, and with `interleave` above 1 no ALiBi.
+        Other options as in `tilewise.paged_attention`; no `mask` and no indices of keys, and with `interleave` above 1
+        no ALiBi.
 
         Returns:
             `[B, H, L, Dv]` of the heads of `q`; with `return_lse` an `AttentionState`.
