@@ -233,6 +233,9 @@ def test_long_sums_of_decode_are_rounded_on_the_way(width):
     assert width <= sum(op.widths) < width + 32
     assert not operands.operand(problem(), width, f16, False, BM=16).rounds
     assert not operands.operand(problem(), 128, f16, True, BM=16).rounds
+    latent = problem(head_dim=576, value_dim=512, v_in_k=True)
+    assert not operands.operand(latent, 576, f16, True, BM=16).rounds  # its chunks are V's
+    assert operands.operand(problem(head_dim=256, value_dim=40, v_in_k=True), 256, f16, True, BM=16).rounds
 
 
 @pytest.mark.parametrize("programs", [0, 1, 8, 32, 100, 128, 512])

@@ -54,7 +54,10 @@ def operand(
             )
         widths = chunks(width, least)
         # The few products of decode can be rounded as often as their sums need it.
-        rounds = is_key and work != "f32" and BM < 64 and width > LONGEST_SUM and not problem.v_in_k
+        rounds = is_key and work != "f32" and BM < 64 and width > LONGEST_SUM
+        rounds = rounds and not (
+            problem.v_in_k and begins_with(widths, chunks(problem.value_dim, least), problem.value_dim)
+        )
         if rounds:
             rest = width % LONGEST_SUM
             widths = (LONGEST_SUM,) * (width // LONGEST_SUM) + (chunks(rest, least) if rest else ())
@@ -89,4 +92,9 @@ def shares_chunks(keys: Operand, values: Operand) -> bool:
     Others would be kept in registers between the two products, and bytes not be copied there in advance.
     """
     alike = keys.kind == values.kind == "plain" and keys.work == values.work != "f32"
-    return alike and keys.widths[: len(values.widths)] == values.widths and sum(values.widths) == values.columns
+    return alike and begins_with(keys.widths, values.widths, values.columns)
+
+
+def begins_with(keys: tuple[int, ...], values: tuple[int, ...], columns: int) -> bool:
+    """Whether the first of K's chunks are V's, which cover its columns without padding."""
+    return keys[: len(values)] == values and sum(values) == columns
