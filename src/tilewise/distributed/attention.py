@@ -12,7 +12,7 @@ from ..core.options import Options, as_rules, is_int
 from ..errors import InvalidArgument
 from ..state import AttentionState
 from ..validation import keywords
-from .exchange import Heads, ToHeads, ToTokens, agree
+from .exchange import Heads, ToHeads, ToTokens, agree, connect
 from .function import EXTRAS, Attention, forward
 from .layout import ORDERS, Ranks, as_offsets, check_count, global_length, inner_sizes, pieces, ranks_of, total
 from .rows import Call
@@ -77,6 +77,7 @@ def attention(
         for ranks in (inner, ring):
             agree(ranks, said, q.device)
     call, extras, _ = prepare(q, k, v, ring, inner, scheme, length, (cu_seqlens_q, cu_seqlens_k), options)
+    connect(ring, q.device)
     if inner.size == 1:
         state = _over_ring(call, q, k, v, extras)
     else:

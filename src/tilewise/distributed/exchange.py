@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,23 @@ def take(x: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
 def resized(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Memory for a tensor like `x` of another size along `dim`."""
     return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+
+
+_connected: weakref.WeakSet[Any] = weakref.WeakSet()  # groups
+
+
+def connect(ranks: Ranks, device: torch.device) -> None:
+    """Brings all ranks of a group together, once.
+
+    NCCL makes its communicator in a group's first exchange, in which all ranks must then take part; in a step of a ring
+    some have nothing to send.
+    """
+    if ranks.size > 1 and ranks.group not in _connected:
+        try:
+            dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
+        except RuntimeError as error:
+            raise lost_rank(ranks, [u for u in range(ranks.size) if u != ranks.rank], error) from error
+        _connected.add(ranks.group)
 
 
 class Messages:
