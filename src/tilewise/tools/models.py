@@ -20,6 +20,7 @@ class Layer:
     kv_heads: int
     head_dim: int
     value_dim: int = 0  # 0: as head_dim
+    latent: bool = False  # V is the first columns of K, in the same memory
     causal: bool = True
     window: int | tuple[int, int] | None = None
     chunk: int | None = None
@@ -100,7 +101,7 @@ MODELS = {
             "deepseek-v3",
             "DeepSeek V3: latent attention, as it is trained and (absorbed) as it decodes",
             Layer("full", 128, 128, 192, value_dim=128),
-            Layer("absorbed", 128, 1, 576, value_dim=512, scale=192**-0.5),
+            Layer("absorbed", 128, 1, 576, value_dim=512, latent=True, scale=192**-0.5),
         ),
         _model("bloom-7b", "BLOOM 7B: ALiBi", Layer("full", 32, 32, 128, alibi=True)),
     )

@@ -38,6 +38,7 @@ class Workload:
     softcap: float | None = None
     page_size: int = 0  # 0: not paged
     value_dim: int = 0  # 0: as head_dim
+    latent: bool = False  # V is the first columns of K, in the same memory
     chunk: int | None = None
     scale: float | None = None
     sinks: bool = False
@@ -184,22 +185,27 @@ def make_inputs(case: Workload, device: torch.device, dtype: torch.dtype, seed: 
 
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     peak = LOGIT_STD / (scale * case.head_dim**0.5)
-    widths = (case.head_dim, case.value_dim or case.head_dim)
+    value_dim = case.value_dim or case.head_dim
+
+    def both(*rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k = draw(*rows, case.head_dim)
+        return k, k[..., :value_dim] if case.latent else draw(*rows, value_dim)
+
     options = _options(case, device, dtype, numbers)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device) if case.lengths else None
     if case.packed:
         total = sum(case.lengths)
-        k, v = (draw(total, case.kv_heads, width) for width in widths)
+        k, v = both(total, case.kv_heads)
         ends = torch.tensor([0, *case.lengths], device=device).cumsum(0).to(torch.int32)
         q = draw(total, case.heads, case.head_dim, std=peak)
         return Inputs(q, k, v, options, cu_seqlens=ends, longest=max(case.lengths))
     q = draw(case.batch, case.heads, case.q_len, case.head_dim, std=peak)
     if not case.page_size:
-        k, v = (draw(case.batch, case.kv_heads, case.kv_len, width) for width in widths)
+        k, v = both(case.batch, case.kv_heads, case.kv_len)
         return Inputs(q, k, v, options, lengths)
     table = _shuffled_pages(case, numbers)
     pages = int(table.max()) + 1
-    k, v = (draw(pages, case.page_size, case.kv_heads, width) for width in widths)
+    k, v = both(pages, case.page_size, case.kv_heads)
     _poison_slack(case, table, k, v)
     return Inputs(q, k, v, options, lengths, table.to(device))
 

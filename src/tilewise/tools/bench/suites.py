@@ -116,6 +116,21 @@ def models(scope: Scope) -> Iterator[Task]:
             yield Task("models", f"next token, {rows} x {_k(cache)}", case, "bytes")
 
 
+def latent(scope: Scope) -> Iterator[Task]:
+    """Latent attention: the next token over rows that hold K and V, in a row and in pages, and a prompt, expanded."""
+    layer = MODELS["deepseek-v3"].layer("absorbed")
+    for heads in (128, 16):
+        for rows, length in _caches(scope):
+            case = of_layer(replace(layer, heads=heads), f"{rows} x {_k(length)}", 1, length, rows=rows)
+            metric = "flops" if heads > 16 else "bytes"
+            yield Task("latent", f"absorbed, {heads} heads", case, metric, length * rows)
+            pages = replace(case, name=f"{case.name}, pages of 64", lengths=(length,) * rows, page_size=64)
+            yield Task("latent", f"absorbed, {heads} heads", pages, metric, length * rows)
+    expanded = replace(MODELS["deepseek-v3"].layer("full"), heads=16, kv_heads=16)
+    for length in scope.lengths((1024,), (4096,)):
+        yield Task("latent", "expanded, 16 heads", _prompt(expanded, length, scope), "flops", length)
+
+
 def scale(scope: Scope) -> Iterator[Task]:
     """One head shape over lengths: how time, memory and tiles grow."""
     lengths = scope.lengths((1024, 2048, 4096, 8192, 16384), tuple(2**n for n in range(10, 18)), quick=4)
@@ -141,6 +156,7 @@ SUITES: dict[str, Callable[[Scope], Iterator[Task]]] = {
     "varlen": varlen,
     "dims": dims,
     "models": models,
+    "latent": latent,
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..models import MODELS
 from .arguments import Commands, add_device, add_dtype, add_json, command, count, default_device
 
-SUITES = ("cpu", "prefill", "decode", "paged", "mask", "varlen", "dims", "models")
+SUITES = ("cpu", "prefill", "decode", "paged", "mask", "varlen", "dims", "models", "latent")
 PEERS = ("sdpa", "flex", "flash-attn", "flashinfer", "xformers")
 
 
