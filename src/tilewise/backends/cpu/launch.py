@@ -27,6 +27,8 @@ from .params import LAUNCH_BYTES, LINE, WORK_ITEM, Gradients, Params, Rules, put
 from .scratch import total
 from .threads import pool
 
+KEPT_ITEMS = 1 << 14  # a MiB: queries that choose their keys have an item each
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -83,7 +85,8 @@ def make_launch(p: Problem, threads: int) -> Launch:
         params.chosen_keys,
         parts,
     )
-    items = schedule_items(params, c.max_work_items) if same_items(p) else None
+    kept = same_items(p) and (p.selection is None or c.max_work_items <= KEPT_ITEMS)
+    items = schedule_items(params, c.max_work_items) if kept else None
     return Launch(params, scratch, c.max_work_items, items)
 
 

@@ -25,7 +25,7 @@ from ..gpu.mask_rules import key_span, query_position, sequence_numbers
 from ..gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
 from .epilogue import combine_splits, empty_acc, has_nonfinite, normalise, store_acc
-from .kv_load import find_pages, queries_of, scales_in_row, values_of
+from .kv_load import chosen_places, find_pages, queries_of, scales_in_row, values_of
 from .mainloop import step, unit_of_m
 from .mask import find_ordered, find_sequence
 from .q_load import key_bias, load_rows
@@ -149,12 +149,17 @@ def fwd_kernel(a, S):
     lo, full_hi = key_span(top, n_keys, numbers, S)
     full_lo, hi = key_span(bottom, n_keys, numbers, S)
 
+    indices = a.K
     # Tiles first_t .. last_t hold what any row sees; those of inner .. outer are seen whole by every row.
     first_t = lo // BK
     last_t = tl.maximum(tl.cdiv(hi, BK), first_t)
     if S.chosen > 0:
+        line = ((q_start + top_row) // S.chosen).to(tl.int64)
+        indices = a.INDICES + row_b.to(tl.int64) * a.indices_b + kv_head * a.indices_h + line * a.indices_l
         first_t = tile * 0
         last_t = first_t + tl.cdiv(a.chosen_keys, BK)
+        if S.chosen > 1:
+            last_t = tl.cdiv(chosen_places(indices, a.chosen_keys, lo, hi, S), BK)
     if S.split:
         if a.split_tiles > 0:  # fixed, whatever the batch
             first_t = tl.maximum(first_t, split * a.split_tiles)
@@ -202,10 +207,6 @@ def fwd_kernel(a, S):
     if S.values.in_row:
         vs_base = scales_in_row(v_base)
         vs_b, vs_l = v_b // 4, v_l // 4
-    indices = table
-    if S.chosen > 0:
-        line = ((q_start + top_row) // S.chosen).to(tl.int64)
-        indices = a.INDICES + row_b.to(tl.int64) * a.indices_b + kv_head * a.indices_h + line * a.indices_l
     own = 0.0
     if S.q_bias:
         at = a.Q_BIAS + row_b.to(tl.int64) * a.qb_b + (q_start + wide_row) * a.qb_l + wide_head * a.qb_h

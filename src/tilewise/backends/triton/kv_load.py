@@ -174,6 +174,19 @@ def tile_rows(n0, found, S: tl.constexpr):
 
 
 @triton.jit
+def chosen_places(INDICES, count, lo, hi, S: tl.constexpr):
+    """Places of a list of blocks up to the last that has a key in `lo .. hi`: lists may be longer than their choice."""
+    blocks = count // S.chosen
+    places = blocks * 0
+    for i in range(0, blocks, 64):
+        at = i + tl.arange(0, 64)
+        index = tl.load(INDICES + at, mask=at < blocks, other=-1)
+        seen = (index >= 0) & (index * S.chosen < hi) & (index * S.chosen + S.chosen > lo)
+        places = tl.maximum(places, tl.max(tl.where(seen, (at + 1) * S.chosen, 0), 0))
+    return places
+
+
+@triton.jit
 def chosen_rows(n0, lo, hi, count, INDICES, TABLE, S: tl.constexpr):
     """The keys [BK] that places `n0` on of `count` indices name, which of them are in `lo .. hi`, and where
     their rows lie, as `tile_rows` says it.
