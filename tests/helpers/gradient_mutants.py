@@ -76,6 +76,8 @@ MUTANTS = [
         ("keys past a length are not written", "lengths"),
         ("rows of a key's own sequence shifted by one", "q_lengths"),
         ("hidden cells are not selected", "chunk"),
+        ("indices ignored in dK and dV", "indices"),
+        ("the first row's indices for all in dQ", "indices"),
         ("rows that see nothing are NaN",),
         ("P in base 2",),
         ("dQ accumulated in q's dtype", "dtype"),
@@ -142,6 +144,16 @@ def run(p, b, wrong):
             near = (k_start, k_stride, 1) if wrong.startswith("queries") else (k_start, 1, q_stride)
             moved = attend(replace(seq, rules=replace(seq.rules, places=near)))
             scores, seen_by_keys = moved.scores, moved.visible & live[..., None]
+        if (
+            wrong in ("indices ignored in dK and dV", "the first row's indices for all in dQ")
+            and p.selection is not None
+        ):
+            first = t.key_indices[:, :, :1].expand_as(t.key_indices) if "first" in wrong else None
+            moved = attend(replace(seq, tensors=replace(t, key_indices=first)))
+            scores = moved.scores
+            seen, seen_by_keys = (
+                moved.visible & live[..., None] if x else visible for x in ("dQ" in wrong, "dK" in wrong)
+            )
         if wrong == "the last tile of rows dropped":
             seen = seen_by_keys = visible & (i < max(1, seq.q_len // 16 * 16))
         if wrong == "the last tile of keys dropped in dQ":
