@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .dispatch import planner
 from .errors import InvalidArgument
 from .validation.arrays import returner, to_tensor
 
@@ -36,6 +37,8 @@ def merge(states: Sequence[AttentionState]) -> AttentionState:
     True
     """
     states, back = _checked(states)
+    if (found := planner.merge_states(states)) is not None:
+        return AttentionState(back(found[0]), back(found[1]))
     shape, device = states[0].out.shape, states[0].out.device
     top = states[0].lse.float()
     for _, lse in states[1:]:

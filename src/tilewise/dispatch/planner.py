@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, Protocol, cast
@@ -124,6 +124,13 @@ def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> floa
     """Seconds saved if sequences with `rows` queries each share one pass over a prefix of `tokens`; 0 if unknown."""
     name = _first_with("cascade_gain", problem.device)
     return 0.0 if name is None else cast(Any, load(name)).cascade_gain(problem, rows, tokens)
+
+
+def merge_states(states: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`out` and `lse` of partial results on a GPU, in one pass; None where no backend does so."""
+    device = states[0][0].device
+    name = None if device.type == "cpu" else _first_with("merge_states", device)
+    return None if name is None else cast(Any, load(name)).merge_states(states)
 
 
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:

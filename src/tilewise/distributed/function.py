@@ -21,7 +21,7 @@ from .steps import Range
 
 EXTRAS = ("mask", "sinks", "alibi_slopes")
 MOST_GROUPS = 8  # of heads, that a gather brings apart
-MOST_PENDING = 8  # parts that are kept to be merged in one pass
+MOST_PENDING = 7  # parts that are kept to be merged in one pass, with what was merged before
 
 
 def head_groups(call: Call, kv_heads: int) -> list[Range]:

@@ -69,7 +69,7 @@ def export(
 def checksum(x: torch.Tensor) -> int:
     if not x.numel():  # which has no bytes to view
         return 0
-    return zlib.crc32(memoryview(x.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) -> int:

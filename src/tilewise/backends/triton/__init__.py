@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -89,6 +90,12 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
     from .kv_write import Append
 
     return Append(k, v, wrap)
+
+
+def merge_states(states: Sequence[Any]) -> Any:
+    from .merge import merge_states
+
+    return merge_states(states)
 
 
 def supports_backward(problem: Problem) -> str | None:
