@@ -43,7 +43,7 @@ LARGE = [
 ]  # fmt: skip
 
 
-WIDE = [(256, 256), (192, 128), (256, 256), (192, 128), (160, 136), (136, 40)]
+WIDE = [(256, 256), (192, 128), (512, 512), (160, 136), (256, 256), (192, 128), (512, 512), (136, 40), (264, 400)]
 
 
 def cases(wide: bool) -> list[Case]:
@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--large", action="store_true", help="the cases of more tiles alone")
     parser.add_argument("--persistent", action="store_true", help="persistent programs in every case")
-    parser.add_argument("--wide", action="store_true", help="head dims 192/128, 256 and between")
+    parser.add_argument("--wide", action="store_true", help="head dims 192/128, 256, 512 and between")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     start = time.perf_counter()
@@ -125,7 +125,7 @@ def main() -> int:
     chosen = [case for case in cases(args.wide) if args.only in str(case)]
     big = [replace(case, dtype="bf16", mask="") for case in LARGE if case.D % 64 == 0]
     if args.wide:
-        big = [replace(case, D=WIDE[n % 2][0], Dv=WIDE[n % 2][1]) for n, case in enumerate(big)]
+        big = [replace(case, D=WIDE[n % 3][0], Dv=WIDE[n % 3][1]) for n, case in enumerate(big)]
     big = [case for case in big if args.only in str(case)]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), persistent, (args.persistent,)) as pool:
         jobs = {pool.submit(repeats, case, args.repeats): "repeats" for case in big}

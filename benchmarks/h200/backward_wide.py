@@ -1,4 +1,4 @@
-"""Times the backward kernels of wide heads (192/128, 256), whole and by launch, beside cuDNN, FlashAttention 3 and 4.
+"""Times the backward kernels of wide heads (192/128, 256, 512), whole and by launch, beside other libraries'.
 
     python benchmarks/h200/backward_wide.py --peers FOLDER --json backward_wide.json
 
@@ -29,23 +29,25 @@ CELLS = [
     (256, 256, 8, 8, 16384, (16384, 4096, 1024)),
     (256, 256, 16, 4, 8192, (4096,)),
     (192, 128, 128, 128, 8192, (8192, 4096, 2048)),
+    (512, 512, 4, 4, 16384, (16384, 4096)),
 ]
-# What a variant changes in the two specs, of dQ and of dK with dV.
-VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+# What a variant changes in the specs of its launches.
+VARIANTS: dict[int, dict[str, tuple[dict[str, Any], ...]]] = {
     256: {"late P": ({}, {"early_p": False})},
-    192: {"2 stages": ({"u_stages": 2, "w_stages": 2}, {"u_stages": 2, "w_stages": 2})},
+    192: {"lean": ({}, {"BI": 64, "lean": True, "u_stages": 2, "w_stages": 2})},
+    512: {"dV by 64": ({}, {}, {"BI": 64, "u_stages": 4, "w_stages": 4})},
 }
 
 
-def bound_of(made: Work, changes: Any = ({}, {})) -> WideBound:
+def bound_of(made: Work, changes: Any = ()) -> WideBound:
     bound = WideBound(made[0])
-    of_queries, of_keys = bound.specs
-    bound.specs = replace(of_queries, **changes[0]), replace(of_keys, **changes[1])
+    if changes:
+        bound.specs = tuple(replace(s, **changed) for s, changed in zip(bound.specs, changes, strict=True))
     return bound
 
 
 def launches(bound: WideBound, tensors: Any) -> list[Callable[[], Any]]:
-    """Each launch of a call by itself: what comes before, dQ, dK with dV, and what comes after."""
+    """Each launch of a call by itself: what comes before, dQ, dK and dV, and what comes after."""
     bound(tensors)
     (steps,) = bound.ready.values()
     given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
@@ -66,14 +68,15 @@ def compile_one(index: int, causal: bool, changes: Any) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all() -> None:
+def compile_all(chosen: list[Any]) -> None:
     """In processes of their own, before anything is timed."""
     with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
         jobs = [
             pool.submit(compile_one, index, causal, changes)
             for index, (D, *_) in enumerate(CELLS)
+            if CELLS[index] in chosen
             for causal in (False, True)
-            for changes in [({}, {}), *VARIANTS[D].values()]
+            for changes in [(), *VARIANTS[D].values()]
         ]
         for job in jobs:
             job.result()
@@ -88,13 +91,19 @@ def cell(args: Any, D: int, Dv: int, H: int, Hkv: int, B: int, L: int, causal: b
     cells = B * H * (L * (L + 1) / 2 if causal else L * L)
     name = f"D{D}/{Dv} {H}/{Hkv} {L // 1024}k {'causal' if causal else 'full'}"
     row = timed(args, name, ways, 2 * (3 * D + 2 * Dv) * cells)
-    parts = launches(bounds["ours"], made[1])
-    by = timed(args, "    by launch", {str(n): run for n, run in enumerate(parts)}, 2 * (2 * D + Dv) * cells)
-    us = [by["us"][str(n)] for n in range(len(parts))]
-    dkdv = 4 * (D + Dv) * cells / us[2] / 1e6
-    row |= {"us by launch": us, "raw TFLOPS": {"dq": by["TFLOPS"]["1"], "dk, dv": round(dkdv, 1)}}
-    print("   ", row["raw TFLOPS"], row["us by launch"], flush=True)
+    row["by launch"] = {}
+    for name, bound in bounds.items():
+        parts = launches(bound, made[1])
+        us = timed(args, f"    {name}", {str(n): run for n, run in enumerate(parts)}, 1e12)["us"]
+        raw = [cells * 2 * products(D, Dv, s) / us[str(n + 1)] / 1e6 for n, s in enumerate(bound.specs)]
+        row["by launch"][name] = {"us": [*us.values()], "raw TFLOPS": [round(x, 1) for x in raw]}
+        print("   ", name, row["by launch"][name], flush=True)
     return row
+
+
+def products(D: int, Dv: int, s: Any) -> int:
+    """Multiplications for each cell."""
+    return D + Dv if s.only == "v" else 2 * D + Dv if s.of_queries or s.only == "k" else 2 * (D + Dv)
 
 
 def main() -> None:
@@ -102,6 +111,7 @@ def main() -> None:
     parser.add_argument("--peers", help="folder of peers_load.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=0.8, help="seconds a cell")
+    parser.add_argument("--head-dims", default="256,192,512")
     parser.add_argument("--once", type=int, help="one backward pass of this head dim")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -112,16 +122,19 @@ def main() -> None:
         torch.cuda.synchronize()
         return
     start = time.perf_counter()
-    compile_all()
+    chosen = [x for x in CELLS if str(x[0]) in args.head_dims.split(",")]
+    compile_all(chosen)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     report: dict[str, Any] = {"device": "H200", "torch": torch.__version__, "ceilings": ceilings(), "rows": []}
     print(report["ceilings"])
-    for D, Dv, H, Hkv, tokens, lengths in CELLS:
+    for D, Dv, H, Hkv, tokens, lengths in chosen:
         for L in lengths:
             for causal in (False, True):
                 report["rows"].append(cell(args, D, Dv, H, Hkv, tokens // L, L, causal))
                 if args.json:
                     args.json.write_text(json.dumps(report, indent=1) + "\n")
+    for row in report["rows"]:
+        print(row["work"].ljust(24), row["TFLOPS"])
     print(f"{time.perf_counter() - start:.0f} s")
 
 

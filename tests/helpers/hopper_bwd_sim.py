@@ -144,9 +144,9 @@ class Wide(Backward):
                 x[:, :, int(self.given[cu][-1]) :] = 0
 
     def launch(self, kernels: Any, s: Any, seed: int) -> None:
-        from tilewise.backends.hopper.bwd.wide.launch import OF_KEYS, OF_QUERIES
+        from tilewise.backends.hopper.bwd.wide.launch import names_of
 
-        g, names = self.given, OF_QUERIES if s.of_queries else OF_KEYS
+        g, names = self.given, names_of(s)
         made: dict[str, Any] = {name: flat(x) for name, x in g.items()} | self.bound.sizes
         own = self.bound.own(g, s)
         for name, value in own.items():

@@ -19,6 +19,7 @@ from tilewise.testing.gradients import judge_gradients, make_gradients
 KERNELS = vars(gluon_sim.load(places=gluon_sim.WIDE))
 LATENT = {"D": 192, "Dv": 128, "dtype": "f16"}
 FULL = {"D": 256, "dtype": "f16"}
+LARGE = {"D": 512, "dtype": "f16"}
 CASES = {
     "256, groups": Case(B=1, H=4, Hkv=2, Lq=200, **FULL),
     "192/128 causal, groups": Case(B=1, H=2, Hkv=1, Lq=300, causal=True, **LATENT),
@@ -28,6 +29,12 @@ CASES = {
     "192/128 packed": Case(B=2, H=1, form="varlen", q_lengths=(70, 130), lengths=(33, 201), window=(40, 9), **LATENT),
     "256 lengths": Case(B=2, H=2, Lq=150, Lk=200, lengths=(137, 0), causal=True, **FULL),
     "192/128 lengths": Case(B=2, H=1, Lq=150, Lk=200, lengths=(137, 3), window=(99, None), **LATENT),
+    "512 causal, groups": Case(B=1, H=2, Hkv=1, Lq=150, causal=True, **LARGE),
+    "512 packed": Case(B=2, H=1, form="varlen", q_lengths=(70, 130), lengths=(33, 201), window=(40, 9), **LARGE),
+    "264 lengths": Case(B=2, H=1, Lq=90, Lk=120, D=264, lengths=(101, 3), dtype="f16", window=(59, None)),
+    "256 softcap": Case(B=1, H=2, Hkv=1, Lq=130, Lk=190, softcap=3.0, causal=True, **FULL),
+    "192/128 softcap": Case(B=2, H=1, Lq=130, lengths=(99, 130), softcap=3.0, **LATENT),
+    "512 softcap": Case(B=1, H=1, Lq=100, softcap=3.0, window=(50, 0), **LARGE),
     "160, 136": Case(B=1, H=1, Lq=70, D=160, Dv=136, dtype="f16", causal=True),
 }
 

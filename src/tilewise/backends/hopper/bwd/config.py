@@ -35,7 +35,6 @@ def refusal(problem: Problem) -> str | None:
     missing = {
         "a KV cache in pages or quantised": p.form == "paged" or p.k_format.is_quantised or p.v_format.is_quantised,
         "masks": p.mask is not None,
-        "softcap of head dims over 128": p.softcap > 0 and is_wide(p),
         "ALiBi": p.alibi,
         "rules of positions other than causal and windows": (
             p.rules.relative() != MaskRules(causal=p.rules.causal, window=p.rules.window)
@@ -43,9 +42,9 @@ def refusal(problem: Problem) -> str | None:
         "q, k and v of other types than float16 or bfloat16, all the same": not (
             p.q_dtype == p.k_format.dtype == p.v_format.dtype and DTYPE_NAMES.get(p.q_dtype) in ("f16", "bf16")
         ),
-        "head dims other than multiples of 8 up to 256, D = Dv up to 128": (
+        "head dims other than multiples of 8 up to 512, D = Dv up to 128": (
             p.head_dim % 8 + p.value_dim % 8 != 0
-            or max(p.head_dim, p.value_dim) > 256
+            or max(p.head_dim, p.value_dim) > 512
             or (p.head_dim != p.value_dim and not is_wide(p))
         ),
         f"scales outside {LEAST_SCALE:g} to {MOST_SCALE:g}": not LEAST_SCALE <= abs(p.scale) <= MOST_SCALE,

@@ -74,7 +74,7 @@ class Launcher:
         }
         self.pre, self.list = Kernel(preprocess), Kernel(list_blocks, LISTING)
         self.clear = Kernel(clear_rest, {"ROWS": CLEAR_ROWS})
-        self.fix_up = Kernel(fix_up, {"BLOCK": FIX_UP_BLOCK if D <= 128 else FIX_UP_BLOCK // 2}, num_stages=1)
+        self.fix_up = Kernel(fix_up, {"BLOCK": min(FIX_UP_BLOCK, 8192 // D)}, num_stages=1)
         self.ready: dict[Any, list[Step]] = {}
         self.lock = Lock()  # what is launched lies in memory that all threads share
 

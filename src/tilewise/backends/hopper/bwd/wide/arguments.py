@@ -21,6 +21,7 @@ class WideArguments:
     dx1: object
     dy: object  # dv
     stats: object  # [BI, 32] of `STATS`: -lse / scale and -delta, 16 parts each; None for dQ
+    lse: object  # with softcap, but for dQ: float32 [1, BI] of [blocks of statistics, 64], -lse * log2(e)
     STATS: object
     FLAG: object  # int32: a gradient is not finite
     DX: object  # dx and dy once more: tiles that end within a packed sequence are stored by their rows
@@ -46,6 +47,7 @@ class WideArguments:
     right: Size  # 0 for causal
     swizzle: Size
     scale: object
+    softcap: object
     S: object
 
 
@@ -58,6 +60,7 @@ class Buffers:
     u1: object
     w: gl.shared_memory_descriptor  # [w_stages, 1, 1, BI, DV]
     stats: object  # [u_stages, BI, 32]
+    lse: object  # [u_stages, 1, BI]
     p: object  # roles: [2, 64, BI], from the consumer of dV to that of dK
     x_full: gl.shared_memory_descriptor
     y_full: gl.shared_memory_descriptor
@@ -83,11 +86,14 @@ def new_buffers(a):
     stats = None
     if not a.S.of_queries:
         stats = gl.allocate_shared_memory(DTYPE, [a.S.u_stages, BI, 32], a.stats.layout)
+    lse = None
+    if a.S.softcap and not a.S.of_queries:
+        lse = gl.allocate_shared_memory(gl.float32, [a.S.u_stages, 1, BI], a.lse.layout)
     p = None
-    if a.S.roles:
+    if a.S.roles or a.S.lean:
         p = gl.allocate_shared_memory(DTYPE, [2, 64, BI], P_LAYOUT)
     return Buffers(
-        x, x1, y, u, u1, w, stats, p, barriers(1, 1), barriers(1, 1), barriers(a.S.u_stages, 1),
+        x, x1, y, u, u1, w, stats, lse, p, barriers(1, 1), barriers(1, 1), barriers(a.S.u_stages, 1),
         barriers(a.S.w_stages, 1),
     )  # fmt: skip
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .....core.problem import Problem
-from ....gpu.flags import DTYPE_NAMES
+from ....gpu.flags import DTYPE_NAMES, needs_exact_tanh
 from .. import config
 from .spec import WideSpec
 
@@ -16,11 +17,13 @@ def columns_of(problem: Problem) -> dict[str, int]:
     """Columns that tiles have; what is past those of the tensors reads as 0."""
     if problem.head_dim <= 192 and problem.value_dim <= 128:
         return {"D": 128, "tail": 64, "DV": 128}
-    return {"D": 256, "tail": 0, "DV": 256}
+    if max(problem.head_dim, problem.value_dim) <= 256:
+        return {"D": 256, "tail": 0, "DV": 256}
+    return {"D": 128, "tail": 0, "DV": 128, "chunks": 4}
 
 
-def specs_of(problem: Problem) -> tuple[WideSpec, WideSpec]:
-    """Of dQ, and of dK with dV.
+def specs_of(problem: Problem) -> tuple[WideSpec, ...]:
+    """Of dQ, and of dK with dV, or of each of them.
 
     Shared memory (KiB of 227), and registers of a consumer's thread for its sums and a step's S and dP:
 
@@ -28,6 +31,9 @@ def specs_of(problem: Problem) -> tuple[WideSpec, WideSpec]:
                  dK, dV K 32, V 32, Q 2 x 32, dO 2 x 32, P 16, statistics 8 = 216  128 + 32 + P 16 (roles)
         192/128  dQ     Q 48, dO 32, K 3 x 24, V 3 x 16 = 200                      96 + 32 + 32
                  dK, dV K 48, V 32, Q 3 x 12, dO 3 x 8, statistics 6 = 146         160 + 16 + 16
+        512      dQ     Q 64, dO 64, K 7 x 8, V 4 x 8, P 4, dS 4 = 224             128 + 16 (split)
+                 dK     the same and statistics 2 = 226
+                 dV     K 64, Q 7 x 8, dO 8 x 8, P 8, statistics 2 = 194
     """
     p, flags = problem, problem.rules.flags
     columns = columns_of(p)
@@ -39,13 +45,18 @@ def specs_of(problem: Problem) -> tuple[WideSpec, WideSpec]:
         "packed": p.packed_q,
         "lengths": flags.lengths,
         "offset": flags.offset,
+        "softcap": p.softcap > 0,
+        "exact_tanh": needs_exact_tanh(p),
         "guarded": flags.hides_right or flags.hides_left or p.has_lengths,
     }
     LOW, HIGH = config.RIGHT, config.LEFT  # as `consumer.hide` has them
     narrow = flags.hides_left and sum(config.sides(p)) < 256  # both edges may lie in one block
-    if columns["tail"]:
-        of_queries: dict[str, Any] = {"BI": 64, "u_stages": 3, "w_stages": 3}
-        of_keys: dict[str, Any] = {"BI": 32, "u_stages": 3, "w_stages": 3}
+    if "chunks" in columns:
+        of_queries: dict[str, Any] = {"BI": 32, "u_stages": 7, "w_stages": 4}
+        of_keys: dict[str, Any] = {"BI": 32, "u_stages": 7, "w_stages": 4, "only": "k"}
+    elif columns["tail"]:
+        of_queries = {"BI": 64, "u_stages": 3, "w_stages": 3}
+        of_keys = {"BI": 32, "u_stages": 3, "w_stages": 3}
     else:
         of_queries = {"BI": 64, "u_stages": 2, "w_stages": 1}
         of_keys = {"BI": 64, "u_stages": 2, "w_stages": 2, "roles": True}
@@ -65,14 +76,16 @@ def specs_of(problem: Problem) -> tuple[WideSpec, WideSpec]:
         low_edges=LOW * flags.hides_right + HIGH * (flags.hides_right and narrow),
         high_edges=HIGH * flags.hides_left + LOW * (flags.hides_right and narrow),
     )
+    if "chunks" in columns:
+        return dq, dkdv, replace(dkdv, only="v", w_stages=8)
     return dq, dkdv
 
 
 def workspace_bytes(problem: Problem) -> int:
-    """64 bytes of statistics for each row."""
+    """64 bytes of statistics for each row, with a softcap 68."""
     p = problem
     blocks = config.query_blocks(p, WideSpec.stats_block)[1] * p.heads * (1 if p.packed_q else p.batch)
-    return blocks * (WideSpec.stats_block * 64 + 4)
+    return blocks * (WideSpec.stats_block * (64 + 4 * (p.softcap > 0)) + 4)
 
 
 def planes_at_once(problem: Problem, s: WideSpec) -> int:
@@ -88,4 +101,4 @@ def planes_at_once(problem: Problem, s: WideSpec) -> int:
         rows *= p.batch
     if not (s.hides_right or s.hides_left):
         return 1
-    return max(1, min(planes, int(SECTION_BYTES / (rows * (s.D + s.tail + s.DV) * 2))))
+    return max(1, min(planes, int(SECTION_BYTES / (rows * (s.D + s.tail + s.DV) * s.chunks * 2))))

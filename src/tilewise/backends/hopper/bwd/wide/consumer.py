@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..arguments import tile
-from ..consumer import hide, part_factors, stat_factors
+from ..consumer import capped, hide, part_factors, stat_factors
 from ..sync import named_barrier
 from .arguments import grad_layout, score_layout
 from .sync import P_READY, U_EMPTY, W_EMPTY
@@ -35,7 +35,7 @@ def start_scores(a, buf, u, factors, C: gl.constexpr):
     if a.S.tail > 0:
         x1 = buf.x1.index(C + (u >> 30)).reshape([64, a.S.tail])
         s = warpgroup_mma(x1, tile(buf.u1, u, a.S.u_stages, BI, a.S.tail).permute((1, 0)), s, is_async=True)
-    if not a.S.of_queries:
+    if not a.S.of_queries and not a.S.softcap:
         lse = buf.stats.index(stage).slice(0, 16, 1)  # [BI, 16]
         s = warpgroup_mma(factors, lse.permute((1, 0)), s, is_async=True)
     return s
@@ -57,14 +57,27 @@ def start_dp(a, buf, u, factors, C: gl.constexpr):
 
 
 @gluon.jit
-def weights(a, s, i, rows, EDGES: gl.constexpr):
-    """P [64, BI] of inner block i; `rows` are what is known of the outer rows."""
+def weights(a, buf, stage, s, i, rows, EDGES: gl.constexpr):
+    """P [64, BI] of inner block i, and P as dS has it: with a softcap, times its derivative.
+
+    `rows` are what is known of the outer rows.
+    """
     lo, hi, minus_lse, _ = rows
-    if a.S.of_queries:
-        p = gl.exp2(gl.fma(s, gl.full_like(s, a.scale * LOG2E), gl.zeros_like(s) + minus_lse[:, None]))
+    if a.S.softcap:
+        if a.S.of_queries:
+            p, slope = capped(a, s, gl.zeros_like(s) + minus_lse[:, None])
+        else:
+            p, slope = capped(a, s, buf.lse.index(stage).load(score_layout(a.S)))  # [1, BI]
+        p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
+        q = p * slope
     else:
-        p = gl.exp2(s * (a.scale * LOG2E))
-    return hide(p, i, lo, hi, score_layout(a.S), EDGES)
+        if a.S.of_queries:
+            p = gl.exp2(gl.fma(s, gl.full_like(s, a.scale * LOG2E), gl.zeros_like(s) + minus_lse[:, None]))
+        else:
+            p = gl.exp2(s * (a.scale * LOG2E))
+        p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
+        q = p
+    return p, q
 
 
 @gluon.jit
@@ -80,19 +93,31 @@ def step(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexp
     TAIL: gl.constexpr = a.S.tail
     OF_KEYS: gl.constexpr = not a.S.of_queries
     s = start_scores(a, buf, u, factors, C)
-    dp = start_dp(a, buf, u, factors, C)
-    s = warpgroup_mma_wait(1 + OF_KEYS, deps=(s,))
-    p = weights(a, s, i, rows, EDGES)
     w = tile(buf.w, u, a.S.w_stages, BI, a.S.DV)
-    if OF_KEYS:
+    if a.S.lean:
+        s = warpgroup_mma_wait(0, deps=(s,))
+        p, q = weights(a, buf, u % a.S.u_stages, s, i, rows, EDGES)
+        buf.p.index(C + (u >> 30)).store(q.to(a.x.dtype))
+        p16 = operand(p.to(a.x.dtype), a.S.DV)
+        dp = start_dp(a, buf, u, factors, C)
+        dv = warpgroup_mma(p16, w, grads[1 + (TAIL > 0)], is_async=True)
+        dp, p16 = warpgroup_mma_wait(1, deps=(dp, p16))
+        ds16 = (buf.p.index(C + (u >> 30)).load(score_layout(a.S)).to(gl.float32) * dp).to(a.x.dtype)
+    else:
+        dp = start_dp(a, buf, u, factors, C)
+        s = warpgroup_mma_wait(1 + OF_KEYS, deps=(s,))
+        p, q = weights(a, buf, u % a.S.u_stages, s, i, rows, EDGES)
+    if a.S.lean:
+        pass
+    elif OF_KEYS:
         p16 = operand(p.to(a.x.dtype), a.S.DV)
         dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
-        ds16 = (p * dp).to(a.x.dtype)
+        ds16 = (q * dp).to(a.x.dtype)
         dv = warpgroup_mma(p16, w, grads[1 + (TAIL > 0)], is_async=True)
     else:
         dp = warpgroup_mma_wait(0, deps=(dp,))
         named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
-        ds16 = (p * (dp + rows[3][:, None])).to(a.x.dtype)
+        ds16 = (q * (dp + rows[3][:, None])).to(a.x.dtype)
     left = operand(ds16, a.S.D)
     dx = warpgroup_mma(left, tile(buf.u, u, a.S.u_stages, BI, a.S.D), grads[0], is_async=True)
     if TAIL > 0:
@@ -123,16 +148,19 @@ def step_dv(a, buf, u, i, grads, rows, factors, EDGES: gl.constexpr):
     BI: gl.constexpr = a.S.BI
     s = start_scores(a, buf, u, factors, 0)
     s = warpgroup_mma_wait(0, deps=(s,))
-    named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
-    p = weights(a, s, i, rows, EDGES).to(a.x.dtype)
-    left = operand(p, a.S.DV)
+    if not a.S.softcap:
+        named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
+    p, q = weights(a, buf, u % a.S.u_stages, s, i, rows, EDGES)
+    if a.S.softcap:  # the lse has been read
+        named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
+    left = operand(p.to(a.x.dtype), a.S.DV)
     if a.S.early_p:
-        buf.p.index(u & 1).store(p)
+        buf.p.index(u & 1).store(q.to(a.x.dtype))
         named_barrier("bar.arrive", P_READY + (u & 1), 256)
     mbarrier.wait(buf.w_full.index(u % a.S.w_stages), (u // a.S.w_stages) & 1)
     dv = warpgroup_mma(left, tile(buf.w, u, a.S.w_stages, BI, a.S.DV), grads[0], is_async=True)
     if not a.S.early_p:
-        buf.p.index(u & 1).store(p)
+        buf.p.index(u & 1).store(q.to(a.x.dtype))
         named_barrier("bar.arrive", P_READY + (u & 1), 256)
     dv, left = warpgroup_mma_wait(0, deps=(dv, left))
     named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)

@@ -20,6 +20,7 @@ from ...signature import gluon_kernel
 from .arguments import WideArguments, new_buffers
 from .consumer import consume
 from .producer import produce
+from .split import consume_split, new_chunk_buffers, produce_chunks
 
 
 @gluon.jit
@@ -32,13 +33,32 @@ def consumer1(a, buf, index):
     consume(a, buf, index, 1)
 
 
+@gluon.jit
+def split0(a, buf, index):
+    consume_split(a, buf, index, 0)
+
+
+@gluon.jit
+def split1(a, buf, index):
+    consume_split(a, buf, index, 1)
+
+
 @gluon_kernel(WideArguments)
 def wide_backward(a):
-    buf = new_buffers(a)
-    fence_async_shared()
     index = gl.program_id(0)
-    gl.warp_specialize(
-        [(consumer0, (a, buf, index)), (consumer1, (a, buf, index)), (produce, (a, buf, index))],
-        [4, 1],
-        [a.S.consumer_regs, a.S.producer_regs],
-    )
+    if a.S.chunks == 1:
+        buf = new_buffers(a)
+        fence_async_shared()
+        gl.warp_specialize(
+            [(consumer0, (a, buf, index)), (consumer1, (a, buf, index)), (produce, (a, buf, index))],
+            [4, 1],
+            [a.S.consumer_regs, a.S.producer_regs],
+        )
+    else:
+        buf = new_chunk_buffers(a)
+        fence_async_shared()
+        gl.warp_specialize(
+            [(split0, (a, buf, index)), (split1, (a, buf, index)), (produce_chunks, (a, buf, index))],
+            [4, 1],
+            [a.S.consumer_regs, a.S.producer_regs],
+        )

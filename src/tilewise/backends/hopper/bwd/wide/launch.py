@@ -11,26 +11,38 @@ from .....core.tensors import BackwardTensors
 from ....gpu.kernel import Arguments, Kernel
 from ...descriptors import descriptor
 from ..config import unstrided
-from ..launch import Launcher, Step, flat_descriptor
+from ..launch import Launcher, Step, flat_descriptor, row_descriptor
+from ..prepost import preprocess
 from . import config
 from .kernel import wide_backward
 from .spec import WideSpec
 
-OF_QUERIES = {"x": "q", "y": "DOUT", "u": "k", "w": "v", "dx": "DQ", "TABLE": "Q_TABLE", "stats": "STATS"}
-OF_KEYS = {"x": "k", "y": "v", "u": "q", "w": "DOUT", "dx": "DK", "dy": "DV", "TABLE": "K_TABLE", "stats": "STATS"}
+# The call's names of what the launches take.
+BESIDE = {"stats": "STATS", "lse": "LSE2"}
+OF_QUERIES = {"x": "q", "y": "DOUT", "u": "k", "w": "v", "dx": "DQ", "TABLE": "Q_TABLE"}
+OF_KEYS = {"x": "k", "y": "v", "u": "q", "w": "DOUT", "dx": "DK", "dy": "DV", "TABLE": "K_TABLE"} | BESIDE
+OF_VALUES = {"x": "k", "u": "q", "w": "DOUT", "dx": "DV", "TABLE": "K_TABLE"} | BESIDE
+
+
+def names_of(s: WideSpec) -> dict[str, str]:
+    return OF_QUERIES if s.of_queries else OF_VALUES if s.only == "v" else OF_KEYS
 
 
 class WideBound(Launcher):
-    """dQ by one launch, dK and dV by another."""
+    """dQ by one launch, dK and dV by another, or by one each."""
 
     def __init__(self, plan: Plan) -> None:
         self.specs = config.specs_of(unstrided(plan.problem))
         s = self.specs[0]
-        super().__init__(plan, s, s.stats_block, 256, s.DV)
+        super().__init__(plan, s, s.stats_block, 256 if s.chunks == 1 else s.D * s.chunks, s.DV * s.chunks)
+        self.sizes["SOFTCAP"] = s.softcap
+        self.pre = Kernel(preprocess, num_warps=4 * s.chunks)
         self.kernel = Kernel(wide_backward)
 
     def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
         found = super().tensors(t)
+        if self.spec.softcap:
+            found["LSE2"] = torch.empty(self.blocks, self.BM, dtype=torch.float32, device=t.dout.device)
         for s in self.specs:
             blocks = self.programs(t.forward.q, t.forward.k, s)[0]
             table = torch.empty(blocks, 2, dtype=torch.int32, device=t.dout.device) if s.packed else None
@@ -46,8 +58,8 @@ class WideBound(Launcher):
     def main(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
         steps = []
         for s in self.specs:
-            names = OF_QUERIES if s.of_queries else OF_KEYS
-            if s.packed:
+            names = names_of(s)
+            if s.packed and s.only != "v":
                 cu = "CU_Q" if s.of_queries else "CU_K"
                 steps.append(self.list_step(given, cu, names["TABLE"], s.BO))
             all_names = names | {x + "1": names[x] for x in ("x", "u", "dx")}
@@ -58,12 +70,13 @@ class WideBound(Launcher):
 
     def own(self, given: dict[str, Any], s: WideSpec) -> Arguments:
         """The arguments of one launch."""
-        names = OF_QUERIES if s.of_queries else OF_KEYS
+        names = names_of(s)
         blocks, planes = self.programs(given["q"], given["k"], s)
-        dx, dy = given[names["dx"]], None if s.of_queries else given[names["dy"]]
+        alone = s.of_queries or s.only != ""
+        dx, dy = given[names["dx"]], None if alone else given[names["dy"]]
 
         def tiles(name: str, rows: int, columns: int) -> Any:
-            return descriptor(given[names[name]], rows, columns, s.dtype) if columns else None
+            return descriptor(given[names[name]], rows, columns, s.dtype) if columns and name in names else None
 
         return {
             "x": tiles("x", 64, s.D),
@@ -74,8 +87,9 @@ class WideBound(Launcher):
             "w": tiles("w", s.BI, s.DV),
             "dx": tiles("dx", 64, s.D),
             "dx1": tiles("dx", 64, s.tail),
-            "dy": None if s.of_queries else tiles("dy", 64, s.DV),
+            "dy": None if alone else tiles("dy", 64, s.DV),
             "stats": None if s.of_queries else flat_descriptor(given["STATS"], s.BI, 32),
+            "lse": row_descriptor(given["LSE2"], s.BI) if s.softcap and not s.of_queries else None,
             "DX": dx,
             "DY": dy,
             "dx_h": dx.stride(1),

@@ -28,13 +28,30 @@ def load_x(a, buf, w):
         load_outer(a, w, a.x1, full, buf.x1, a.S.D)
 
 
+@gluon.constexpr_function
+def stats_bytes(S):
+    """Of a block of inner queries."""
+    return 0 if S.of_queries else S.BI * (64 + 4 * S.softcap)
+
+
+@gluon.jit
+def load_stats(a, w, head, i, full, stats, lse):
+    """Of inner block i; with a softcap the lse in float32 too."""
+    BLOCK: gl.constexpr = a.S.stats_block
+    block = w.stats + head * a.q_blocks
+    tma.async_copy_global_to_shared(a.stats, [block * BLOCK + i * a.S.BI, 0], full, stats)
+    if a.S.softcap:
+        row = i * a.S.BI
+        tma.async_copy_global_to_shared(a.lse, [block + row // BLOCK, row % BLOCK], full, lse)
+
+
 @gluon.jit
 def produce(a, buf, index):
     w = work_of(a, index)
     BI: gl.constexpr = a.S.BI
     TILES: gl.constexpr = a.S.BO // 64
     TAIL_BYTES: gl.constexpr = a.u1.block_type.nbytes if a.S.tail > 0 else 0
-    STATS_BYTES: gl.constexpr = 0 if a.S.of_queries else a.stats.block_type.nbytes
+    STATS_BYTES: gl.constexpr = stats_bytes(a.S)
     i = w.last - 1
     g = w.last * 0
     for u in range(w.steps(a)):
@@ -51,8 +68,7 @@ def produce(a, buf, index):
         if a.S.tail > 0:
             tma.async_copy_global_to_shared(a.u1, [w.b, head, row, a.S.D], full, buf.u1.index(s))
         if not a.S.of_queries:
-            at = (w.stats + head * a.q_blocks) * a.S.stats_block + i * BI
-            tma.async_copy_global_to_shared(a.stats, [at, 0], full, buf.stats.index(s))
+            load_stats(a, w, head, i, full, buf.stats.index(s), buf.lse.index(s) if a.S.softcap else None)
         if u == 0:
             mbarrier.expect(buf.y_full.index(0), TILES * a.y.block_type.nbytes)
             load_outer(a, w, a.y, buf.y_full.index(0), buf.y, 0)

@@ -11,15 +11,18 @@ class WideSpec:
     """Outer rows stay: queries for dQ, keys for dK and dV. Inner rows come one block after the other."""
 
     dtype: str
-    D: int  # columns of q and k, a power of two, and
+    D: int  # columns of a tile of q and k, a power of two, and
     tail: int  # more of them, perhaps none
-    DV: int
+    DV: int  # and of a tile of v
     of_queries: bool  # dQ
     BI: int  # inner rows of a step
     u_stages: int  # of Q or K, the inner rows
     w_stages: int  # and of dO or V
+    chunks: int = 1  # of D columns of q, k and of DV columns of v; several: see split.py
+    only: str = ""  # "k" or "v": dK or dV alone
     roles: bool = False  # the consumers have the same 64 keys: the first dV, the second dK; else each has 64 outer rows
     early_p: bool = True  # roles: P is handed on before dV starts
+    lean: bool = False
     hides_right: bool = False  # causal, or a window's right side
     hides_left: bool = False
     packed: bool = False
@@ -27,6 +30,8 @@ class WideSpec:
     offset: str = "int"  # of the queries: "int", "rows" or "end", as in `MaskRules`
     low_edges: int = 0  # what hides cells of the first inner blocks (`consumer.hide`)
     high_edges: int = 0  # and of the last ones
+    softcap: bool = False
+    exact_tanh: bool = False
     guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
     consumer_regs: int = 240
     producer_regs: int = 24
@@ -35,4 +40,4 @@ class WideSpec:
     @property
     def BO(self) -> int:
         """Outer rows of a program."""
-        return 64 if self.roles else 128
+        return 64 if self.roles or self.chunks > 1 else 128
