@@ -70,7 +70,7 @@ def plan(problem: Problem) -> Plan:
 def plan_backward(problem: Problem) -> Plan:
     p = bwd_config.unstrided(problem)
     if bwd_config.is_wide(p):
-        of_queries, of_keys = wide_config.specs_of(p)
+        of_queries, of_keys, *_ = wide_config.specs_of(p)
         return Plan(
             problem,
             backend="hopper",
