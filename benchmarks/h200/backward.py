@@ -63,14 +63,16 @@ def other(made: Work) -> Callable[[], Any]:
     return lambda: bound(tensors)
 
 
-def peers(folder: str | None, q: Any, k: Any, v: Any, dout: Any, causal: bool) -> dict[str, Callable[[], Any]]:
+def peers(
+    folder: str | None, q: Any, k: Any, v: Any, dout: Any, causal: bool, names: tuple[str, ...] = ("fa3x", "fa4")
+) -> dict[str, Callable[[], Any]]:
     """Backward of other libraries; [B, L, H, D]."""
     found: dict[str, Callable[[], Any]] = {}
     if folder:
         sys.path.insert(0, folder)
         import peers_load
 
-        for name in ("fa3x", "fa4"):
+        for name in names:
             try:
                 lib = getattr(peers_load, name)()
                 forward, backward = (lib.fwd, lib.bwd) if name == "fa3x" else (lib.fa4_fwd, lib.fa4_bwd)

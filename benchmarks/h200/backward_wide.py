@@ -1,9 +1,9 @@
-"""Times the backward kernels of wide heads (192/128, 256, 512), whole and by launch, beside other libraries'.
+"""Checks and times the backward kernels of wide heads (192/128, 256, 512), whole and by launch, beside other ones.
 
     python benchmarks/h200/backward_wide.py --peers FOLDER --json backward_wide.json
 
-`--once 256` runs one backward pass of that head dim, 8k, full, for a profiler. Results are checked by
-`backward_checks.py --wide`.
+Kernels are compiled by processes of their own, and some cases are checked by others meanwhile; all cases are checked by
+`backward_checks.py --wide`. `--once 256` runs one backward pass of that head dim, 8k, full, for a profiler.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -20,35 +21,51 @@ from typing import Any
 
 import torch
 from backward import BF16, Work, peers, timed, work
+from backward_checks import check, repeats
 from timing import ceilings
 
 from tilewise.backends.hopper.bwd.wide.launch import WideBound
+from tilewise.testing.case import Case
 
 # D, Dv, heads, KV heads, tokens in all, lengths
 CELLS = [
+    (192, 128, 128, 128, 8192, (8192, 4096, 2048)),
+    (512, 512, 4, 4, 16384, (4096, 16384)),
     (256, 256, 8, 8, 16384, (16384, 4096, 1024)),
     (256, 256, 16, 4, 8192, (4096,)),
-    (192, 128, 128, 128, 8192, (8192, 4096, 2048)),
-    (512, 512, 4, 4, 16384, (16384, 4096)),
 ]
-# What a variant changes in the specs of its launches.
-VARIANTS: dict[int, dict[str, tuple[dict[str, Any], ...]]] = {
-    256: {"late P": ({}, {"early_p": False})},
-    192: {"lean": ({}, {"BI": 64, "lean": True, "u_stages": 2, "w_stages": 2})},
-    512: {"dV by 64": ({}, {}, {"BI": 64, "u_stages": 4, "w_stages": 4})},
+# By head dim: whether they are timed with causal calls or with full ones, and what variants change in their launches.
+VARIANTS: dict[int, tuple[bool, dict[str, tuple[dict[str, Any], ...]]]] = {
+    256: (False, {"late P": ({}, {"early_p": False})}),
+    192: (True, {"32 rows": ({}, {"BI": 32, "lean": False, "u_stages": 3, "w_stages": 3})}),
+    512: (False, {"dV by 32": ({}, {}, {"BI": 32, "u_stages": 7, "w_stages": 8})}),
 }
+LARGE, LATENT, FULL = {"D": 512}, {"D": 192, "Dv": 128}, {"D": 256}
+CHECKS = [
+    Case(B=1, H=4, Hkv=2, Lq=500, causal=True, sinks=True, dtype="bf16", **LARGE),
+    Case(B=2, H=2, Lq=300, Lk=401, lengths=(401, 77), dtype="f16", **LARGE),
+    Case(B=2, H=2, form="varlen", q_lengths=(129, 300), lengths=(129, 401), window=(90, 10), dtype="bf16", **LARGE),
+    Case(B=2, H=4, Hkv=2, Lq=700, causal=True, dtype="bf16", **LATENT),
+    Case(B=3, H=2, form="varlen", q_lengths=(129, 1, 300), lengths=(129, 64, 401), causal=True, dtype="f16", **LATENT),
+    Case(B=1, H=4, Hkv=2, Lq=500, causal=True, softcap=30.0, dtype="bf16", **FULL),
+    Case(B=1, H=2, Lq=300, window=(100, None), softcap=30.0, dtype="f16", **LATENT),
+    Case(B=1, H=2, Lq=300, softcap=30.0, dtype="bf16", **LARGE),
+]  # fmt: skip
 
 
-def bound_of(made: Work, changes: Any = ()) -> WideBound:
-    bound = WideBound(made[0])
+def bound_of(made: Work, changes: Any = (), planes: int = 0) -> WideBound:
+    bound = WideBound(made[0], planes)
     if changes:
         bound.specs = tuple(replace(s, **changed) for s, changed in zip(bound.specs, changes, strict=True))
     return bound
 
 
+def variants(D: int, causal: bool) -> dict[str, Any]:
+    return VARIANTS[D][1] if causal == VARIANTS[D][0] else {}
+
+
 def launches(bound: WideBound, tensors: Any) -> list[Callable[[], Any]]:
     """Each launch of a call by itself: what comes before, dQ, dK and dV, and what comes after."""
-    bound(tensors)
     (steps,) = bound.ready.values()
     given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
     at = {name: x.data_ptr() for name, x in given.items()}
@@ -61,43 +78,56 @@ def inputs(D: int, Dv: int, H: int, Hkv: int, B: int, L: int) -> list[torch.Tens
     return [torch.randn(B, L, h, d, device="cuda", dtype=BF16) for h, d in sizes]
 
 
-def compile_one(index: int, causal: bool, changes: Any) -> None:
-    D, Dv, H, Hkv, *_ = CELLS[index]
-    made = work(*inputs(D, Dv, H, Hkv, 1, 1024), "hopper", causal=causal)
+def compile_one(D: int, Dv: int, causal: bool, changes: Any) -> None:
+    made = work(*inputs(D, Dv, 4, 4, 1, 1024), "hopper", causal=causal)
     bound_of(made, changes)(made[1])
     torch.cuda.synchronize()
 
 
-def compile_all(chosen: list[Any]) -> None:
-    """In processes of their own, before anything is timed."""
-    with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
-        jobs = [
-            pool.submit(compile_one, index, causal, changes)
-            for index, (D, *_) in enumerate(CELLS)
-            if CELLS[index] in chosen
-            for causal in (False, True)
-            for changes in [(), *VARIANTS[D].values()]
-        ]
-        for job in jobs:
-            job.result()
+def check_one(case: Case, count: int) -> dict[str, Any]:
+    return check(case) | (repeats(case, count) if count else {})
+
+
+def compile_and_check(chosen: list[Any], count: int, limit: float) -> tuple[list[Any], set[int]]:
+    """What the checks say, and head dims that cannot be timed; what takes longer than `limit` seconds has failed."""
+    pool = ProcessPoolExecutor(17, multiprocessing.get_context("spawn"))
+    compiled = [
+        (pool.submit(compile_one, D, Dv, causal, changes), D)
+        for D, Dv in dict.fromkeys(x[:2] for x in chosen)
+        for causal in (False, True)
+        for changes in [(), *variants(D, causal).values()]
+    ]
+    checks = [pool.submit(check_one, case, count) for case in CHECKS if case.D in [x[0] for x in chosen]]
+    end = time.perf_counter() + limit
+
+    def result(job: Any) -> Any:
+        try:
+            return job.result(timeout=max(0.1, end - time.perf_counter()))
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {str(error)[-500:]}"}
+
+    failed = {D for job, D in compiled if result(job) is not None}
+    found = [result(job) for job in checks]
+    pool.shutdown(wait=False, cancel_futures=True)
+    return found, failed
 
 
 def cell(args: Any, D: int, Dv: int, H: int, Hkv: int, B: int, L: int, causal: bool) -> dict[str, Any]:
     q, k, v, dout = inputs(D, Dv, H, Hkv, B, L)
-    ways = peers(args.peers, q, k, v, dout, causal)
+    ways = peers(args.peers, q, k, v, dout, causal, ("fa3x",)) if D <= 256 else {}
     made = work(q, k, v, dout, "hopper", causal=causal)
-    bounds = {"ours": bound_of(made)} | {name: bound_of(made, x) for name, x in VARIANTS[D].items()}
+    bounds = {"ours": bound_of(made)} | {name: bound_of(made, x) for name, x in variants(D, causal).items()}
+    if causal:
+        bounds["2 planes"] = bound_of(made, planes=2)
     ways |= {name: lambda b=bound: b(made[1]) for name, bound in bounds.items()}
     cells = B * H * (L * (L + 1) / 2 if causal else L * L)
     name = f"D{D}/{Dv} {H}/{Hkv} {L // 1024}k {'causal' if causal else 'full'}"
     row = timed(args, name, ways, 2 * (3 * D + 2 * Dv) * cells)
-    row["by launch"] = {}
-    for name, bound in bounds.items():
-        parts = launches(bound, made[1])
-        us = timed(args, f"    {name}", {str(n): run for n, run in enumerate(parts)}, 1e12)["us"]
-        raw = [cells * 2 * products(D, Dv, s) / us[str(n + 1)] / 1e6 for n, s in enumerate(bound.specs)]
-        row["by launch"][name] = {"us": [*us.values()], "raw TFLOPS": [round(x, 1) for x in raw]}
-        print("   ", name, row["by launch"][name], flush=True)
+    parts = launches(bounds["ours"], made[1])
+    row["us by launch"] = us = list(timed(args, "    by launch", dict(enumerate(parts)), 1e12)["us"].values())
+    raw = [cells * 2 * products(D, Dv, s) / us[n + 1] / 1e6 for n, s in enumerate(bounds["ours"].specs)]
+    row["raw TFLOPS"] = [round(x, 1) for x in raw]
+    print("   ", row["us by launch"], row["raw TFLOPS"], flush=True)
     return row
 
 
@@ -107,14 +137,17 @@ def products(D: int, Dv: int, s: Any) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peers", help="folder of peers_load.py")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=0.8, help="seconds a cell")
+    parser.add_argument("--budget", type=float, default=0.5, help="seconds a cell")
+    parser.add_argument("--repeats", type=int, default=200, help="of each check")
+    parser.add_argument("--limit", type=float, default=40.0, help="seconds for compiling and checks")
     parser.add_argument("--head-dims", default="256,192,512")
     parser.add_argument("--once", type=int, help="one backward pass of this head dim")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    chosen = [x for x in CELLS if str(x[0]) in args.head_dims.split(",")]
     if args.once:
         D, Dv, H, Hkv, *_ = next(x for x in CELLS if x[0] == args.once)
         made = work(*inputs(D, Dv, H, Hkv, 1, 8192), "hopper")
@@ -122,20 +155,24 @@ def main() -> None:
         torch.cuda.synchronize()
         return
     start = time.perf_counter()
-    chosen = [x for x in CELLS if str(x[0]) in args.head_dims.split(",")]
-    compile_all(chosen)
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    report: dict[str, Any] = {"device": "H200", "torch": torch.__version__, "ceilings": ceilings(), "rows": []}
+    report: dict[str, Any] = {"device": "H200", "torch": torch.__version__, "rows": []}
+    report["checks"], failed = compile_and_check(chosen, args.repeats, args.limit)
+    print(
+        *report["checks"],
+        f"not compiled: {failed}; compiled and checked in {time.perf_counter() - start:.0f} s",
+        sep="\n",
+        flush=True,
+    )
+    report["ceilings"] = ceilings()
     print(report["ceilings"])
     for D, Dv, H, Hkv, tokens, lengths in chosen:
-        for L in lengths:
+        for L in lengths if D not in failed else ():
             for causal in (False, True):
                 report["rows"].append(cell(args, D, Dv, H, Hkv, tokens // L, L, causal))
                 if args.json:
                     args.json.write_text(json.dumps(report, indent=1) + "\n")
-    for row in report["rows"]:
-        print(row["work"].ljust(24), row["TFLOPS"])
-    print(f"{time.perf_counter() - start:.0f} s")
+    print(f"{time.perf_counter() - start:.0f} s", flush=True)
+    os._exit(0)  # processes that hang are not waited for
 
 
 if __name__ == "__main__":

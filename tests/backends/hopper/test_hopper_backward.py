@@ -138,7 +138,7 @@ def test_what_is_not_served_is_refused_by_name():
     assert "strides" in config.refusal(problem(places=(0, 2, 1), causal=True))
     assert config.refusal(problem(places=(3, 2, 2), q_offset=5, causal=True, window=(99, None))) is None
     assert "head dims" in config.refusal(problem(D=132))
-    assert "head dims" in config.refusal(problem(D=264))
+    assert "head dims" in config.refusal(problem(D=520))
     assert "head dims" in config.refusal(replace(p, value_dim=64))
     assert "scales" in config.refusal(replace(p, scale=1e-6))
     assert "16 bytes" in config.refusal(replace(p, aligned=False))

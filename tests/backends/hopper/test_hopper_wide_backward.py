@@ -48,27 +48,42 @@ def given(p):
     return bound, bound.tensors(BackwardTensors(f, torch.empty_like(f.out), None, q, k, v))
 
 
-def built(function, arguments, constants=("S",)):
-    return build(function, {name: arguments[name] for name in function.arg_names}, constants, options=OPTIONS)
+def built(function, arguments, constants=("S",), options=OPTIONS):
+    return build(function, {name: arguments[name] for name in function.arg_names}, constants, options=options)
 
 
-# Problems, and how many products of 16 columns a step of dQ and one of dK with dV has.
-PRODUCTS = {256: (36, 21), 192: (28, 28)}
+# Products of 16 columns of a step and waits for them, of each consumer, by head dim and launch. More waits would be the
+# compiler's own.
+STEPS = {
+    (256, 0): {(36, 3)},  # waits for S, dP, dQ
+    (256, 1): {(21, 2)},  # S, dV; dP, dK
+    (192, 0): {(28, 3)},
+    (192, 1): {(34, 4)},  # S, dP, dV, dK
+    (512, 0): {(36, 3), (36, 6)},  # a gradient's two chunks, and S, or dP's four chunks
+    (512, 1): {(37, 3), (37, 6)},
+    (512, 2): {(41, 6), (8, 2)},
+}
 PROBLEMS = [
     problem(256, causal=True),
     problem(192, 128, causal=True),
+    problem(512, causal=True),
     problem(256),
     problem(192, 128),
+    problem(512, packed=True, causal=True, window=(100, None), kv_lengths=True),
     problem(256, packed=True, causal=True, window=(1023, None), kv_lengths=True),
     problem(192, 128, window=(100, 50), dtype="f16"),
 ]
+LAUNCHES = [(n, launch) for n, p in enumerate(PROBLEMS) for launch in range(len(config.specs_of(p)))]
 
 
-@pytest.mark.parametrize("launch", [0, 1], ids=("dq", "dkdv"))
 @pytest.mark.parametrize(
-    "p",
-    [pytest.param(p, marks=[pytest.mark.slow] * (n > 1)) for n, p in enumerate(PROBLEMS)],
-    ids=lambda p: "-".join([f"D{p.head_dim}", *p.options()]).replace(" ", ""),
+    ("p", "launch"),
+    [
+        pytest.param(
+            PROBLEMS[n], launch, marks=[pytest.mark.slow] * (n > 2), id=f"{n}-D{PROBLEMS[n].head_dim}-{launch}"
+        )
+        for n, launch in LAUNCHES
+    ],
 )
 def test_kernels_fit_and_keep_their_products_in_flight(p, launch):
     bound, tensors = given(p)
@@ -78,57 +93,78 @@ def test_kernels_fit_and_keep_their_products_in_flight(p, launch):
     assert "serialized" not in made.report
     # One for each kind of blocks and consumer.
     assert len(made.loops) == 2 * (1 + (s.low_edges > 0) + (s.high_edges > 0))
-    for loop in made.loops:
-        assert sum("HGMMA" in x for x in loop) == PRODUCTS[p.head_dim][launch]
-        assert not any("STL" in x or "LDL" in x for x in loop)
-        # A wait for each of: S; dP; dV; dX. More would be the compiler's own.
-        assert sum("WARPGROUP.DEPBAR" in x for x in loop) == (3 if s.of_queries else 2 if s.roles else 4)
+    assert not any("STL" in x or "LDL" in x for loop in made.loops for x in loop)
+    counts = {(sum("HGMMA" in x for x in loop), sum("WARPGROUP.DEPBAR" in x for x in loop)) for loop in made.loops}
+    assert counts == STEPS[p.head_dim, launch]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("p", PROBLEMS[-2:], ids=("256", "192"))
+@pytest.mark.parametrize("p", PROBLEMS[-3:], ids=("512", "256", "192"))
+def test_a_softcap_fits_too(p):
+    bound, tensors = given(replace(p, softcap=50.0))
+    for s in bound.specs:
+        made = built(wide_backward, bound.arguments(tensors) | bound.own(tensors, s))
+        assert made.shared <= SHARED[90]
+        assert "serialized" not in made.report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", PROBLEMS[-3:], ids=("512", "256", "192"))
 def test_what_comes_before_and_after_compiles(p):
     bound, tensors = given(p)
     arguments = bound.arguments(tensors)
     flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "CLEARS")
-    assert "0 bytes spill stores" in built(preprocess, arguments | {"D": arguments["D_V"]}, flags).report
+    before = built(preprocess, arguments | {"D": arguments["D_V"]}, flags, bound.pre.options)
+    assert "0 bytes spill stores" in before.report
     constants = ("S", "D", "D_V", "HAS_DLSE", "SOFTCAP", "BLOCK")
-    assert built(fix_up, arguments | {"BLOCK": 32}, constants).shared <= SHARED[90]
+    again = built(fix_up, arguments | bound.fix_up.constants, constants, bound.fix_up.options)
+    assert again.shared <= SHARED[90]
 
 
 def test_head_dims_that_are_served():
-    for D, Dv in ((136, 136), (192, 128), (192, 8), (200, 128), (256, 256), (136, 256), (160, 136)):
+    for D, Dv in ((136, 136), (192, 128), (192, 8), (200, 128), (256, 256), (136, 256), (160, 136), (512, 8)):
         p = problem(D, Dv)
         assert both_config.refusal(p) is None
-        columns = config.columns_of(p)
-        assert columns["D"] + columns["tail"] >= D
-        assert columns["DV"] >= Dv
-    for D, Dv in ((264, 264), (192, 264), (64, 128), (192, 132), (196, 128)):
+        for s in config.specs_of(p):
+            assert s.D * s.chunks + s.tail >= D
+            assert s.DV * s.chunks >= Dv
+    for D, Dv in ((520, 512), (192, 520), (64, 128), (192, 132), (196, 128)):
         assert "head dims" in both_config.refusal(problem(D, Dv))
-    assert "softcap" in both_config.refusal(replace(problem(256), softcap=30.0))
 
 
 def test_edges_hide_what_a_block_may_have():
     low, high = both_config.RIGHT, both_config.LEFT
     for rules, of_queries, of_keys in (
         ({}, (0, 0), (0, 0)),
-        ({"L": 4000}, (0, high), (0, 0)),  # keys end within a block, which only dQ has to know
+        ({"L": 4008}, (0, high), (0, 0)),  # keys end within a block, which only dQ has to know
         ({"causal": True}, (0, high), (low, 0)),
         ({"causal": True, "window": (1023, None)}, (low, high), (low, high)),
         ({"window": (1023, None)}, (low, 0), (0, high)),
         ({"window": (20, 30)}, (low + high, low + high), (low + high, low + high)),
         ({"window": (1023, 1023), "kv_lengths": True}, (low + high, low + high), (low, high)),
     ):
-        for s, edges in zip(config.specs_of(problem(256, **rules)), (of_queries, of_keys), strict=True):
-            assert (s.low_edges, s.high_edges) == edges, (rules, s.of_queries)
+        for s in (*config.specs_of(problem(256, **rules)), *config.specs_of(problem(512, **rules))):
+            assert (s.low_edges, s.high_edges) == (of_queries if s.of_queries else of_keys), (rules, s.of_queries)
 
 
 def test_planes_at_once_are_planes_that_there_are():
     for B, H, Hkv, L in ((1, 1, 1, 1), (16, 32, 32, 1024), (1, 32, 8, 16384), (2, 8, 1, 131072)):
         for rules in ({}, {"causal": True}, {"causal": True, "window": (0, None)}):
-            p = problem(256, B=B, H=H, Hkv=Hkv, L=L, **rules)
+            for D, Dv in ((192, 128), (256, 256), (512, 512)):
+                p = problem(D, Dv, B=B, H=H, Hkv=Hkv, L=L, **rules)
+                for s in config.specs_of(p):
+                    assert 1 <= config.planes_at_once(p, s) <= B * (H if s.of_queries else Hkv)
+
+
+def test_programs_of_different_lengths_end_with_short_ones():
+    """Those of the planes that go together are some waves, or all that there are."""
+    for D, Dv in ((192, 128), (256, 256), (512, 512)):
+        for L in (1000, 4096, 16384):
+            p = problem(D, Dv, B=2, H=8, Hkv=2, L=L, causal=True)
             for s in config.specs_of(p):
-                assert 1 <= config.planes_at_once(p, s) <= B * (H if s.of_queries else Hkv)
+                planes = config.planes_at_once(p, s)
+                programs = planes * L / s.BO
+                assert planes == 2 * (8 if s.of_queries else 2) or programs > 3 * 132
 
 
 def test_the_plan_needs_statistics_alone():

@@ -31,7 +31,8 @@ def names_of(s: WideSpec) -> dict[str, str]:
 class WideBound(Launcher):
     """dQ by one launch, dK and dV by another, or by one each."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, planes: int = 0) -> None:
+        self.planes = planes
         self.specs = config.specs_of(unstrided(plan.problem))
         s = self.specs[0]
         super().__init__(plan, s, s.stats_block, 256 if s.chunks == 1 else s.D * s.chunks, s.DV * s.chunks)
@@ -99,6 +100,6 @@ class WideBound(Launcher):
             "TABLE": given[names["TABLE"]],
             "blocks": blocks,
             "planes": planes,
-            "swizzle": config.planes_at_once(self.problem, s),
+            "swizzle": self.planes or config.planes_at_once(self.problem, s),
             "S": s,
         }

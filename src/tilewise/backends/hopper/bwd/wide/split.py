@@ -94,21 +94,21 @@ def produce_chunks(a, buf, index):
         row = w.inner_start + i * a.S.BI
         if u == 0:
             load_chunks(a, w, a.x, buf.x_full.index(0), buf.x, a.S.D)
-        if not a.S.of_queries:
-            mbarrier.wait(buf.stats_empty.index(0), (u & 1) ^ 1)
-            mbarrier.expect(buf.stats_full.index(0), STATS_BYTES)
-            load_stats(a, w, head, i, buf.stats_full.index(0), buf.stats, buf.lse.index(0) if a.S.softcap else None)
-        if a.S.only == "v":  # in the order in which they are multiplied
-            for j in gl.static_range(CHUNKS):
-                buf.u.fill(u * CHUNKS + j, a.u, [w.b, head, row, j * a.S.D])
+        if u == 0 and a.S.only != "v":
+            load_chunks(a, w, a.y, buf.y_full.index(0), buf.y, a.S.DV)
+        for j in gl.static_range(CHUNKS):
+            if a.S.only != "v":
+                buf.w.fill(u * CHUNKS + j, a.w, [w.b, head, row, j * a.S.DV])
+            if j == CHUNKS - 1 and not a.S.of_queries:
+                # They wait for S and dP of the block before; chunks that wait for less come first.
+                mbarrier.wait(buf.stats_empty.index(0), (u & 1) ^ 1)
+                mbarrier.expect(buf.stats_full.index(0), STATS_BYTES)
+                lse = buf.lse.index(0) if a.S.softcap else None
+                load_stats(a, w, head, i, buf.stats_full.index(0), buf.stats, lse)
+            buf.u.fill(u * CHUNKS + j, a.u, [w.b, head, row, j * a.S.D])
+        if a.S.only == "v":  # its chunks are multiplied last
             for j in gl.static_range(CHUNKS):
                 buf.w.fill(u * CHUNKS + j, a.w, [w.b, head, row, j * a.S.DV])
-        else:
-            if u == 0:
-                load_chunks(a, w, a.y, buf.y_full.index(0), buf.y, a.S.DV)
-            for j in gl.static_range(CHUNKS):
-                buf.w.fill(u * CHUNKS + j, a.w, [w.b, head, row, j * a.S.DV])
-                buf.u.fill(u * CHUNKS + j, a.u, [w.b, head, row, j * a.S.D])
         i, g = next_block(a, i, g)
 
 
