@@ -156,17 +156,6 @@ def test_planes_at_once_are_planes_that_there_are():
                     assert 1 <= config.planes_at_once(p, s) <= B * (H if s.of_queries else Hkv)
 
 
-def test_programs_of_different_lengths_end_with_short_ones():
-    """Those of the planes that go together are some waves, or all that there are."""
-    for D, Dv in ((192, 128), (256, 256), (512, 512)):
-        for L in (1000, 4096, 16384):
-            p = problem(D, Dv, B=2, H=8, Hkv=2, L=L, causal=True)
-            for s in config.specs_of(p):
-                planes = config.planes_at_once(p, s)
-                programs = planes * L / s.BO
-                assert planes == 2 * (8 if s.of_queries else 2) or programs > 3 * 132
-
-
 def test_the_plan_needs_statistics_alone():
     p = problem(256, B=2, H=4, L=1000)
     plan = plan_backward(p)

@@ -55,13 +55,13 @@ def test_gradients(name, seed):
 
 
 RELEASE_Q = '    named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)\n'
-RELEASE_V = '        named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)\n'
-DK_DONE = "    dk, left = warpgroup_mma_wait(0, deps=(dk, left))\n"
-DP_DONE = "        dp = warpgroup_mma_wait(0, deps=(dp,))\n"
+RELEASE_V = '    named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)\n'
+DX_DONE = "    done = warpgroup_mma_wait(0, deps=started)\n"
+DP_DONE = "    dp = warpgroup_mma_wait(0, deps=(dp,))\n"
 MUTANTS = {
     "P is read before it is there": ("256, groups", "consumer",
         '    named_barrier("bar.sync", P_READY + (u & 1), 256)\n', ""),
-    "Q is released before dK": ("256, groups", "consumer", DK_DONE + RELEASE_Q, RELEASE_Q + DK_DONE),
+    "Q is released before dK": ("256, groups", "consumer", DX_DONE + RELEASE_Q, RELEASE_Q + DX_DONE),
     "V is released before dP": ("256, groups", "consumer", DP_DONE + RELEASE_V, RELEASE_V + DP_DONE),
     "a ring's wrong phase": ("192/128 causal, groups", "consumer", "(u // a.S.u_stages) & 1", "u * 0"),
     "causal one key off": ("256 lengths", "tile_scheduler", "hi = gl.minimum(row + w.shift + a.right + 1, hi)",

@@ -61,7 +61,7 @@ class Buffers:
     w: gl.shared_memory_descriptor  # [w_stages, 1, 1, BI, DV]
     stats: object  # [u_stages, BI, 32]
     lse: object  # [u_stages, 1, BI]
-    p: object  # roles: [2, 64, BI], from the consumer of dV to that of dK
+    p: object  # [2, 64, BI]; of dK and dV: a consumer's each, roles: from that of dV to that of dK
     x_full: gl.shared_memory_descriptor
     y_full: gl.shared_memory_descriptor
     u_full: gl.shared_memory_descriptor
@@ -90,7 +90,7 @@ def new_buffers(a):
     if a.S.softcap and not a.S.of_queries:
         lse = gl.allocate_shared_memory(gl.float32, [a.S.u_stages, 1, BI], a.lse.layout)
     p = None
-    if a.S.roles or a.S.lean:
+    if not a.S.of_queries:
         p = gl.allocate_shared_memory(DTYPE, [2, 64, BI], P_LAYOUT)
     return Buffers(
         x, x1, y, u, u1, w, stats, lse, p, barriers(1, 1), barriers(1, 1), barriers(a.S.u_stages, 1),

@@ -11,7 +11,6 @@ from .. import config
 from .spec import WideSpec
 
 SECTION_BYTES = 20e6  # of inner rows, which programs that work at the same time share in L2
-WAVES = 4  # of programs; so many together have short ones to end with
 
 
 def columns_of(problem: Problem) -> dict[str, int]:
@@ -31,7 +30,7 @@ def specs_of(problem: Problem) -> tuple[WideSpec, ...]:
         256      dQ     Q 64, dO 64, K 2 x 32, V 32 = 224                          128 + 32 + 32
                  dK, dV K 32, V 32, Q 2 x 32, dO 2 x 32, P 16, statistics 8 = 216  128 + 32 + P 16 (roles)
         192/128  dQ     Q 48, dO 32, K 3 x 24, V 3 x 16 = 200                      96 + 32 + 32
-                 dK, dV K 48, V 32, Q 2 x 24, dO 2 x 16, P 16, statistics 8 = 184  160 + 32 + 16 (lean)
+                 dK, dV K 48, V 32, Q 2 x 24, dO 2 x 16, P 16, statistics 8 = 184  160 + 32 + 16
         512      dQ     Q 64, dO 64, K 7 x 8, V 4 x 8, P 4, dS 4 = 224             128 + 16 (split)
                  dK     the same and statistics 2 = 226
                  dV     K 64, Q 4 x 16, dO 4 x 16, P 16, statistics 4 = 212
@@ -57,7 +56,7 @@ def specs_of(problem: Problem) -> tuple[WideSpec, ...]:
         of_keys: dict[str, Any] = {"BI": 32, "u_stages": 7, "w_stages": 4, "only": "k"}
     elif columns["tail"]:
         of_queries = {"BI": 64, "u_stages": 3, "w_stages": 3}
-        of_keys = {"BI": 64, "u_stages": 2, "w_stages": 2, "lean": True}
+        of_keys = {"BI": 64, "u_stages": 2, "w_stages": 2}
     else:
         of_queries = {"BI": 64, "u_stages": 2, "w_stages": 1}
         of_keys = {"BI": 64, "u_stages": 2, "w_stages": 2, "roles": True}
@@ -90,16 +89,13 @@ def workspace_bytes(problem: Problem) -> int:
 
 
 def planes_at_once(problem: Problem, s: WideSpec) -> int:
-    """How many heads of a batch row go together, their longest programs first: as many as L2 holds the inner rows of,
-    and enough for some waves of programs. Where all programs are as long, each head goes alone.
+    """How many heads of a batch row go together, their longest programs first: as many as L2 holds the inner rows of.
+
+    Where all programs are as long, each head goes alone.
     """
     p = problem
     if not (s.hides_right or s.hides_left):
         return 1
-    planes = p.heads if s.of_queries else p.kv_heads
-    planes *= 1 if p.packed_q else p.batch
-    rows, outer = (p.kv_len, p.q_len) if s.of_queries else (p.q_len * p.group, p.kv_len)
-    if p.packed_q:
-        rows, outer = rows * p.batch, outer * p.batch
-    fit = int(SECTION_BYTES / (rows * (s.D + s.tail + s.DV) * s.chunks * 2))
-    return max(1, min(planes, max(fit, WAVES * config.PROCESSORS * s.BO // outer)))
+    planes = (p.heads if s.of_queries else p.kv_heads) * (1 if p.packed_q else p.batch)
+    rows = (p.kv_len if s.of_queries else p.q_len * p.group) * (p.batch if p.packed_q else 1)
+    return max(1, min(planes, int(SECTION_BYTES / (rows * (s.D + s.tail + s.DV) * s.chunks * 2))))

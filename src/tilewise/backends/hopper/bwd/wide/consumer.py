@@ -87,55 +87,65 @@ def operand(x, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def step(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
-    """Inner block i, use u of the rings, for dQ, or for dK and dV, of 64 outer rows of this consumer's own."""
-    BI: gl.constexpr = a.S.BI
+def start_dx(a, buf, u, ds, grads):
+    """Starts dX += dS U in grads[0], and its tail in grads[1]; returns the sums and their left operands."""
     TAIL: gl.constexpr = a.S.tail
-    OF_KEYS: gl.constexpr = not a.S.of_queries
-    s = start_scores(a, buf, u, factors, C)
-    w = tile(buf.w, u, a.S.w_stages, BI, a.S.DV)
-    if a.S.lean:
-        s = warpgroup_mma_wait(0, deps=(s,))
-        p, q = weights(a, buf, u % a.S.u_stages, s, i, rows, EDGES)
-        buf.p.index(C + (u >> 30)).store(q.to(a.x.dtype))
-        p16 = operand(p.to(a.x.dtype), a.S.DV)
-        dp = start_dp(a, buf, u, factors, C)
-        dv = warpgroup_mma(p16, w, grads[1 + (TAIL > 0)], is_async=True)
-        dp, p16 = warpgroup_mma_wait(1, deps=(dp, p16))
-        ds16 = (buf.p.index(C + (u >> 30)).load(score_layout(a.S)).to(gl.float32) * dp).to(a.x.dtype)
-    else:
-        dp = start_dp(a, buf, u, factors, C)
-        s = warpgroup_mma_wait(1 + OF_KEYS, deps=(s,))
-        p, q = weights(a, buf, u % a.S.u_stages, s, i, rows, EDGES)
-    if a.S.lean:
-        pass
-    elif OF_KEYS:
-        p16 = operand(p.to(a.x.dtype), a.S.DV)
-        dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
-        ds16 = (q * dp).to(a.x.dtype)
-        dv = warpgroup_mma(p16, w, grads[1 + (TAIL > 0)], is_async=True)
-    else:
-        dp = warpgroup_mma_wait(0, deps=(dp,))
-        named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
-        ds16 = (q * (dp + rows[3][:, None])).to(a.x.dtype)
-    left = operand(ds16, a.S.D)
-    dx = warpgroup_mma(left, tile(buf.u, u, a.S.u_stages, BI, a.S.D), grads[0], is_async=True)
+    left = operand(ds, a.S.D)
+    dx = warpgroup_mma(left, tile(buf.u, u, a.S.u_stages, a.S.BI, a.S.D), grads[0], is_async=True)
     if TAIL > 0:
-        left1 = operand(ds16, TAIL)
-        dx1 = warpgroup_mma(left1, tile(buf.u1, u, a.S.u_stages, BI, TAIL), grads[1], is_async=True)
-    if OF_KEYS:
-        dv, p16 = warpgroup_mma_wait(1 + (TAIL > 0), deps=(dv, p16))
-        named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
-    if TAIL > 0:
-        dx, dx1, left, left1 = warpgroup_mma_wait(0, deps=(dx, dx1, left, left1))
-        grads = (dx, dx1)
+        left1 = operand(ds, TAIL)
+        dx1 = warpgroup_mma(left1, tile(buf.u1, u, a.S.u_stages, a.S.BI, TAIL), grads[1], is_async=True)
+        started = (dx, dx1, left, left1)
     else:
-        dx, left = warpgroup_mma_wait(0, deps=(dx, left))
-        grads = (dx,)
+        started = (dx, left)
+    return started
+
+
+@gluon.jit
+def finish_dx(a, u, started):
+    """Waits for all products and releases U."""
+    done = warpgroup_mma_wait(0, deps=started)
     named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
-    if OF_KEYS:
-        grads = grads + (dv,)
+    if a.S.tail > 0:
+        grads = (done[0], done[1])
+    else:
+        grads = (done[0],)
     return grads
+
+
+@gluon.jit
+def step_dq(a, buf, u, i, grads, rows, C: gl.constexpr, EDGES: gl.constexpr):
+    """Inner block i, use u of the rings, for dQ of 64 rows of this consumer's own."""
+    s = start_scores(a, buf, u, None, C)
+    dp = start_dp(a, buf, u, None, C)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    _, q = weights(a, buf, 0, s, i, rows, EDGES)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
+    ds = (q * (dp + rows[3][:, None])).to(a.x.dtype)
+    return finish_dx(a, u, start_dx(a, buf, u, ds, grads))
+
+
+@gluon.jit
+def step_dkdv(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
+    """Inner block i for dK and dV of 64 keys of this consumer's own; dV comes last in `grads`.
+
+    P waits for dP in shared memory: there are no registers for it.
+    """
+    DV: gl.constexpr = a.S.DV
+    TAILS: gl.constexpr = 1 if a.S.tail > 0 else 0
+    s = warpgroup_mma_wait(0, deps=(start_scores(a, buf, u, factors, C),))
+    p, q = weights(a, buf, u % a.S.u_stages, s, i, rows, EDGES)
+    buf.p.index(C + (u >> 30)).store(q.to(a.x.dtype))
+    left = operand(p.to(a.x.dtype), DV)
+    dp = start_dp(a, buf, u, factors, C)
+    dv = warpgroup_mma(left, tile(buf.w, u, a.S.w_stages, a.S.BI, DV), grads[1 + TAILS], is_async=True)
+    dp, left = warpgroup_mma_wait(1, deps=(dp, left))
+    ds = (buf.p.index(C + (u >> 30)).load(score_layout(a.S)).to(gl.float32) * dp).to(a.x.dtype)
+    started = start_dx(a, buf, u, ds, grads)
+    dv, left = warpgroup_mma_wait(1 + TAILS, deps=(dv, left))
+    named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
+    return finish_dx(a, u, started) + (dv,)
 
 
 @gluon.jit
@@ -145,23 +155,18 @@ def step_dv(a, buf, u, i, grads, rows, factors, EDGES: gl.constexpr):
     Of the two places for P the second consumer has read this one: it has released Q of the block before the last.
     """
     gl.static_assert(a.S.u_stages == 2)
-    BI: gl.constexpr = a.S.BI
-    s = start_scores(a, buf, u, factors, 0)
-    s = warpgroup_mma_wait(0, deps=(s,))
+    DV: gl.constexpr = a.S.DV
+    s = warpgroup_mma_wait(0, deps=(start_scores(a, buf, u, factors, 0),))
     if not a.S.softcap:
         named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
     p, q = weights(a, buf, u % a.S.u_stages, s, i, rows, EDGES)
     if a.S.softcap:  # the lse has been read
         named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
-    left = operand(p.to(a.x.dtype), a.S.DV)
-    if a.S.early_p:
-        buf.p.index(u & 1).store(q.to(a.x.dtype))
-        named_barrier("bar.arrive", P_READY + (u & 1), 256)
+    left = operand(p.to(a.x.dtype), DV)
     mbarrier.wait(buf.w_full.index(u % a.S.w_stages), (u // a.S.w_stages) & 1)
-    dv = warpgroup_mma(left, tile(buf.w, u, a.S.w_stages, BI, a.S.DV), grads[0], is_async=True)
-    if not a.S.early_p:
-        buf.p.index(u & 1).store(q.to(a.x.dtype))
-        named_barrier("bar.arrive", P_READY + (u & 1), 256)
+    dv = warpgroup_mma(left, tile(buf.w, u, a.S.w_stages, a.S.BI, DV), grads[0], is_async=True)
+    buf.p.index(u & 1).store(q.to(a.x.dtype))
+    named_barrier("bar.arrive", P_READY + (u & 1), 256)
     dv, left = warpgroup_mma_wait(0, deps=(dv, left))
     named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
     return (dv,)
@@ -170,25 +175,23 @@ def step_dv(a, buf, u, i, grads, rows, factors, EDGES: gl.constexpr):
 @gluon.jit
 def step_dk(a, buf, u, grads, factors):
     """An inner block for dK, by the second consumer."""
-    BI: gl.constexpr = a.S.BI
     mbarrier.wait(buf.u_full.index(u % a.S.u_stages), (u // a.S.u_stages) & 1)
     dp = start_dp(a, buf, u, factors, 0)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     named_barrier("bar.arrive", W_EMPTY + u % a.S.w_stages, 288)
     named_barrier("bar.sync", P_READY + (u & 1), 256)
     p = buf.p.index(u & 1).load(score_layout(a.S))
-    left = operand((p.to(gl.float32) * dp).to(a.x.dtype), a.S.D)
-    dk = warpgroup_mma(left, tile(buf.u, u, a.S.u_stages, BI, a.S.D), grads[0], is_async=True)
-    dk, left = warpgroup_mma_wait(0, deps=(dk, left))
-    named_barrier("bar.arrive", U_EMPTY + u % a.S.u_stages, 288)
-    return (dk,)
+    ds = (p.to(gl.float32) * dp).to(a.x.dtype)
+    return finish_dx(a, u, start_dx(a, buf, u, ds, grads))
 
 
 @gluon.jit
 def steps(a, buf, begin, end, i, g, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
     for u in range(begin, end):
-        if not a.S.roles:
-            grads = step(a, buf, u, i, grads, rows, factors, C, EDGES)
+        if a.S.of_queries:
+            grads = step_dq(a, buf, u, i, grads, rows, C, EDGES)
+        elif not a.S.roles:
+            grads = step_dkdv(a, buf, u, i, grads, rows, factors, C, EDGES)
         elif C == 0:
             grads = step_dv(a, buf, u, i, grads, rows, factors, EDGES)
         else:

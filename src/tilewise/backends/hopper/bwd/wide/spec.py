@@ -21,8 +21,6 @@ class WideSpec:
     chunks: int = 1  # of D columns of q, k and of DV columns of v; several: see split.py
     only: str = ""  # "k" or "v": dK or dV alone
     roles: bool = False  # the consumers have the same 64 keys: the first dV, the second dK; else each has 64 outer rows
-    early_p: bool = True  # roles: P is handed on before dV starts
-    lean: bool = False
     hides_right: bool = False  # causal, or a window's right side
     hides_left: bool = False
     packed: bool = False
