@@ -204,6 +204,13 @@ def hidden_nan() -> str:
     return ""
 
 
+def cut_off(heads: int) -> float:
+    """By how many last bits (of 2^-24 of it) a score is too small on the average, by the lse of single keys."""
+    case = Case([1] * 300, heads, 1)
+    want, got = case.oracle()[1], case.call()[1].double()
+    return float(((want - got) * want.sign()).sum() / want.abs().sum() * 2**24)
+
+
 def check() -> list[str]:
     """What is wrong, if anything is."""
     torch.manual_seed(0)

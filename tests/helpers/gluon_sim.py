@@ -152,6 +152,7 @@ class Actor:
         self.error: BaseException | None = None
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
+        self.gathers: list[Callable[[], None]] = []
         self.thread = threading.Thread(target=self.work, daemon=True)
 
     def work(self) -> None:
@@ -264,6 +265,26 @@ def _copy_out(desc: Descriptor, at: Sequence[Any], source: Shared) -> None:
     MACHINE.current.stores.append(lambda: desc.write(at, source.a))
 
 
+def _gather(to: Shared, source: Pointer, mask: Any = None) -> None:
+    """A copy by all threads: it lands at some time before the next arrival of copies of its partition."""
+    MACHINE.current.gathers.append(lambda: to.store(source.load(mask)))
+
+
+def _gathered(bar: Barrier, increment_count: bool) -> None:
+    """All threads arrive when their copies so far have landed."""
+    assert not increment_count
+    actor, mine = MACHINE.current, MACHINE.current.gathers
+    actor.gathers = []
+    threads = 32 * actor.warps
+
+    def land() -> None:
+        for copy in mine:
+            copy()
+        bar.arrive(threads)
+
+    MACHINE.copies.append(land)
+
+
 def _store_wait(n: int) -> None:
     stores = MACHINE.current.stores
     while len(stores) > n:
@@ -305,12 +326,14 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
 
 
 def _asm(text: str, constraints: str, given: Sequence[Any], *rest: Any, **options: Any) -> Tensor:
-    numbers = [raw(x) for x in given]
+    numbers = [x if isinstance(x, Pointer) else raw(x) for x in given]
     with np.errstate(all="ignore"):
         if text.startswith("rcp"):
             return Tensor(np.float32(1.0) / numbers[0])
         if text.startswith("copysign"):
             return Tensor(np.copysign(numbers[1], numbers[0]))
+        if text.startswith("prefetch"):
+            return given[0].load()
     raise SimError(f"no such instruction here: {text}")
 
 
@@ -404,7 +427,8 @@ def stand_in() -> Any:
         inline_asm_elementwise=_asm, thread_barrier=lambda: None,
         warp_specialize=_partitions,
     )  # fmt: skip
-    for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout"):
+    for name in ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout",
+                 "DistributedLinearLayout"):  # fmt: skip
         setattr(gl, name, lambda *given, **options: None)
     gl.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *given: None)
 
@@ -436,7 +460,12 @@ def modules(allocate: Any) -> dict[str, Any]:
         async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
     )
     hopper = module(
-        mbarrier=mbarrier, tma=tma, fence_async_shared=lambda: None, warpgroup_mma=_mma, warpgroup_mma_wait=_mma_wait
+        mbarrier=mbarrier,
+        tma=tma,
+        async_copy=SimpleNamespace(async_copy_global_to_shared=_gather, mbarrier_arrive=_gathered),
+        fence_async_shared=lambda: None,
+        warpgroup_mma=_mma,
+        warpgroup_mma_wait=_mma_wait,
     )
     core = module(_aggregate=_same, base_value=Tensor)
     return {

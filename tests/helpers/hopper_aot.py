@@ -41,7 +41,7 @@ class Built:
 
     @property
     def loops(self) -> list[list[str]]:
-        """The innermost loops that multiply matrices."""
+        """The loops that multiply matrices, without those around them."""
         labels: dict[str, int] = {}
         code: list[str] = []
         for line in self.sass.splitlines():
@@ -54,8 +54,13 @@ class Built:
             back = re.search(r"BRA.*?(\.L_x_\d+)", instruction)
             if back and labels.get(back[1], i + 1) <= i:
                 spans.append((labels[back[1]], i + 1))
+        # Behind the end of the code lie repeated waits, which go back into it.
+        spans = [
+            (a, b) for a, b in spans
+            if any("HGMMA" in x for x in code[a:b]) and not any("EXIT" in x for x in code[a:b])
+        ]  # fmt: skip
         inner = [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
-        return [code[a:b] for a, b in inner if any("HGMMA" in x for x in code[a:b])]
+        return [code[a:b] for a, b in inner]
 
 
 def build(

@@ -9,6 +9,7 @@ reading it.
 from dataclasses import dataclass
 
 QUERIES, WEIGHTS, ROPE, LATENT, MAXIMUM, SUM = "queries", "weights", "rope", "latent", "maximum", "sum"
+FLAGS = "flags"  # and scales: what is gathered is described by them
 
 
 class Barrier:
@@ -29,6 +30,7 @@ class Barrier:
 class Machine:
     fragments: list  # pairs of each
     pieces: int
+    waits: bool = True  # consumer 1, until block 0 is scored; not with float8
 
     def __post_init__(self):
         self.holds, self.readers = {}, {}
@@ -83,6 +85,7 @@ class Machine:
                 for b in (0, 1):
                     if b == 0:
                         yield self.scored, (u & 1) ^ 1
+                    self.write((FLAGS, u & 1, b), u)
                     self.copy(self.rope_full[b], {(ROPE, b): u})
                     for half in (0, 1):
                         yield self.free[2 * b + half], (u & 1) ^ 1
@@ -107,6 +110,7 @@ class Machine:
 
     def add(self, c, u, b, own):
         """Starts P V of block b."""
+        self.load((FLAGS, u & 1, b), u)
         reads = [((LATENT, i), u) for i in self.half(b, c)]
         self.begin((c, "O"), *reads, *([] if own else [((WEIGHTS, 0), (b, u))]))
         self.products[c].append((u, b))
@@ -121,6 +125,7 @@ class Machine:
         self.end((0, "S"))
         self.scored.arrive()
         yield None, 0
+        self.load((FLAGS, u & 1, 0), u)
         yield from self.send(0, u)
         self.add(0, u, 0, own=True)
         yield self.ready[1], u & 1
@@ -135,7 +140,8 @@ class Machine:
         self.free[2].arrive()
 
     def step1(self, f, u):
-        yield self.scored, u & 1
+        if self.waits:
+            yield self.scored, u & 1
         yield from self.scores(1, f, u, 1)
         yield self.ready[0], u & 1
         self.load((MAXIMUM, 0), u)
@@ -144,6 +150,7 @@ class Machine:
         yield None, 0
         self.end((1, "S"))
         yield None, 0
+        self.load((FLAGS, u & 1, 1), u)
         if self.sends_early:
             yield from self.send(1, u)
             yield None, 0
@@ -166,12 +173,15 @@ class Machine:
                 yield from (self.step0, self.step1)[c](f, u)
                 u += 1
                 yield None, 0
-            self.q_free.arrive()
             self.write((SUM, c), f)
             yield None, 0
             self.done.arrive()
             yield self.done, f & 1
             self.load((SUM, 1 - c), f)
+            yield None, 0
+            self.write((QUERIES, "latent"), f"output of {f}")  # which leaves from there
+            yield None, 0
+            self.q_free.arrive()
             yield None, 0
 
     def run(self, chance):

@@ -19,7 +19,7 @@ from tilewise.backends.hopper.mla.launch import Launcher
 from tilewise.core.plan import Plan
 from tilewise.validation.calls import Call
 
-FILES = ("arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "consumer", "kernel")
+FILES = ("arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "gather", "consumer", "kernel")
 PLACES = {"signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.mla")
 
 
@@ -79,15 +79,39 @@ class Rows(Descriptor):
 
 
 def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
-    if layout == "mbarrier" or len(shape) < 3:
+    if layout == "mbarrier" or len(shape) < 3:  # barriers, and lines of numbers
         return gluon_sim._allocate(dtype, shape, layout)
     return Tiles(np.full((int(np.prod(shape)) // 4096, 64, 64), np.nan, dtype), shape)
+
+
+class Words:
+    """Tiles [64, 64] of 16 bits that are written in words of two."""
+
+    def __init__(self, tiles: Tiles) -> None:
+        self.tiles = tiles
+
+    def index(self, i: Any) -> Words:
+        i = int(raw(i))
+        return Words(Tiles(self.tiles.pieces[i : i + 1], (64, 64)))
+
+    def store(self, x: Any) -> None:
+        numbers = raw(x)
+        if numbers.dtype == np.int32:  # bfloat16, which stands for itself on the device
+            numbers = (numbers.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float16)
+        self.tiles.store(Tensor(numbers))
+
+
+def widened(words: Tensor, dtype: Any) -> Tensor:
+    numbers = torch.from_numpy(raw(words).view(np.uint8)).view(torch.float8_e4m3fn)
+    return Tensor(numbers.to(torch.float16).numpy())
 
 
 def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
     changes = changes or {}
     counter = ("    u = 0\n", "    u = gl.zeros([], gl.int32)\n")  # a plain number is none to convert
-    return gluon_sim.load(changes | {"consumer": [counter, *changes.get("consumer", ())]}, PLACES, allocate)
+    made = gluon_sim.load(changes | {"consumer": [counter, *changes.get("consumer", ())]}, PLACES, allocate)
+    made.gather.__dict__.update(in_words=lambda tiles, n: Words(tiles), widened=widened)
+    return made
 
 
 def run(call: Call, kernels: Any, seed: int = 0, processors: int = 5) -> None:
@@ -95,19 +119,26 @@ def run(call: Call, kernels: Any, seed: int = 0, processors: int = 5) -> None:
     p, t = call.problem, call.tensors
     bound = Launcher(Plan(p, "hopper", "", (64, 128)), nvidia(90, processors))
     c, s = bound.config, replace(bound.spec, prefetch=False)  # which changes no result
-    rows, cache = t.q.transpose(1, 2).numpy(), t.k[:, 0].numpy()
+    rows, stored = t.q.transpose(1, 2).numpy(), t.k[:, 0]
+    cache = stored.numpy()
     partial = np.full((max(c.partial_rows, 1), 512), np.nan, np.float32)
     partial_lse = np.full(max(c.partial_rows, 1), np.nan, np.float32)
-    fragments = np.full(p.batch, -1, np.int32)
+    fragments = np.full(c.sequences, -1, np.int32)
     given: dict[str, Any] = bound.sizes | {
+        "factor": p.scale * np.log2(np.e),  # sums are not cut off here
         "q": Rows(rows, (1, s.queries, s.head_rows, s.width)), "q_rope": Rows(rows, (1, s.queries, s.head_rows, 64)),
         "k": Rows(cache, (1, s.page_rows, s.width)), "k_rope": Rows(cache, (1, s.page_rows, 64)),
-        "CACHE": None, "OUT": flat(t.out), "LSE": flat(t.lse), "PARTIAL": Pointer(partial.reshape(-1)),
+        "out": Rows(t.out.transpose(1, 2).numpy(), (1, s.queries, s.head_rows, s.width)), "Q": flat(t.q),
+        "CACHE": flat(stored.view(torch.int32) if s.fp8 else stored), "INDICES": flat(t.key_indices),
+        "SCALES": flat(stored.view(torch.float32)) if s.fp8 else None,
+        "LSE": flat(t.lse), "PARTIAL": Pointer(partial.reshape(-1)),
         "PARTIAL_LSE": Pointer(partial_lse), "FRAGMENTS": Pointer(fragments), "LENGTHS": flat(t.kv_lengths),
-        "TABLE": flat(t.block_table), "SINKS": flat(t.sinks), "page_b": 0, "page_size": cache.shape[1], "S": s,
+        "TABLE": flat(t.block_table), "SINKS": flat(t.sinks), "page_size": cache.shape[1], "S": s,
     }  # fmt: skip
     given |= stride_arguments("table", "b", t.block_table)
-    given |= stride_arguments("o", "bhl", t.out) | stride_arguments("lse", "bhl", t.lse)
+    given |= stride_arguments("page", "bl", stored, 16 // stored.element_size())
+    given |= stride_arguments("i", "bhl", t.key_indices) | stride_arguments("q", "bhl", t.q, 8)
+    given |= stride_arguments("lse", "bhl", t.lse)
     gluon_sim.MACHINE = Machine(c.splits * c.tiles, seed)
     names = kernels.arguments.Arguments.NAMES
     gluon_sim.MACHINE.run(lambda: kernels.kernel.latent_decode(*(given[name] for name in names)))
@@ -127,12 +158,13 @@ def combine(call: Call, seq: int, x: torch.Tensor, lse: torch.Tensor, c: Any) ->
     share = torch.where(lse == -torch.inf, 0.0, torch.exp(lse.double() * np.log(2) - top))
     out = torch.where(share[..., None] == 0, 0.0, share[..., None] * x).sum(0)
     across, queries = -(-p.heads // c.head_rows), 64 // c.head_rows
+    b, first = (seq, 0) if p.selection is None else divmod(seq, p.q_len)
     for h in range(p.heads):
-        for l in range(p.q_len):
+        for l in range(p.q_len if p.selection is None else 1):
             at = l // queries * across + h // c.head_rows, l % queries * c.head_rows + h % c.head_rows
             own = top[at]
             if t.sinks is not None:
                 own = torch.logaddexp(own, t.sinks[h].double())
-            t.out[seq, h, l] = out[at] * torch.exp(top[at] - own) if own > -torch.inf else 0.0
+            t.out[b, h, first + l] = out[at] * torch.exp(top[at] - own) if own > -torch.inf else 0.0
             if t.lse is not None:
-                t.lse[seq, h, l] = own
+                t.lse[b, h, first + l] = own

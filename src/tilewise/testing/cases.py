@@ -269,6 +269,8 @@ _FP8_LATENT = replace(_LATENT, k="fp8_latent/128", v="fp8_latent/128")
 LATENT_ROWS = [
     *(replace(_FP8_LATENT, dtype=t) for t in ("f32", "f16", "bf16")),
     replace(_FP8_LATENT, dtype="f16", B=2, H=70, Lq=2, page=16, lengths=(2, 129), causal=True, sinks=True),
+    replace(_FP8_LATENT, dtype="bf16", Lq=2, indices="60", causal=True),
+    replace(_FP8_LATENT, dtype="bf16", H=70, page=16, lengths=(0, 193, 33), indices="140", sinks="mixed"),
     replace(_FP8_LATENT, dtype="bf16", D=544, lengths=(300, 33, 0), split_size=128),
     Case(H=2, Lq=20, Lk=50, D=576, Dv=512, k="fp8_latent/128", v="fp8_latent/128", latent=True, lengths=(50, 13)),
     Case(H=4, Hkv=1, Lq=1, Lk=90, D=512, Dv=32, k="fp8_latent/128", v="int8/32", mask="hqk"),

@@ -7,20 +7,21 @@ import pytest
 from mla_machine import Barrier, Machine
 
 
-def play(kind, pieces, seeds):
+def play(kind, pieces, seeds, waits=True):
     """`kind` with random fragments, in random order."""
     for seed in range(seeds):
         chance = random.Random(seed)
         fragments = [chance.randint(1, 5) for _ in range(chance.randint(1, 4))]
-        machine = kind(fragments, pieces)
+        machine = kind(fragments, pieces, waits)
         machine.run(chance)
         want = [(u, b) for u in range(sum(fragments)) for b in (0, 1)]
         assert machine.products == [want, want]
 
 
 @pytest.mark.parametrize("pieces", [2, 4, 8])
-def test_no_interleaving_deadlocks_or_overwrites(pieces):
-    play(Machine, pieces, seeds=300)
+@pytest.mark.parametrize("waits", [False, True])
+def test_no_interleaving_deadlocks_or_overwrites(pieces, waits):
+    play(Machine, pieces, 300, waits)
 
 
 class Open(Barrier):
@@ -46,8 +47,9 @@ def test_no_barrier_can_be_left_out(name):
             else:
                 setattr(self, line, Open(getattr(self, line).count))
 
-    with pytest.raises(AssertionError):
-        play(Without, 2, seeds=300)
+    for waits in (False, True):
+        with pytest.raises(AssertionError):
+            play(Without, 2, 300, waits)
 
 
 def test_the_place_for_weights_is_written_after_it_was_read():

@@ -27,7 +27,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def _decodes_latent(problem: Problem) -> bool:
-    return latent.is_latent(problem) and latent.refusal(problem) is None and problem.selection is None
+    return latent.is_latent(problem) and latent.refusal(problem) is None
 
 
 def supports_backward(problem: Problem) -> str | None:
@@ -51,10 +51,10 @@ def plan(problem: Problem) -> Plan:
         return Plan(
             problem,
             backend="hopper",
-            kernel="latent decode, warp-specialised",
+            kernel=f"latent {'decode' if problem.selection is None else 'attention by key indices'}, warp-specialised",
             tile=latent.TILE,
             splits=cut.splits,
-            workspace_bytes=latent.workspace_bytes(problem, cut),
+            workspace_bytes=latent.workspace_bytes(cut),
             notes=latent.notes(cut),
         )
     c = config.config_of(problem)

@@ -9,29 +9,37 @@ class Arguments:
     q_rope: object  # the same with 64 columns
     k: object  # [1, page_rows, width] of the pages
     k_rope: object
-    CACHE: object  # the pages themselves
-    OUT: object
+    Q: object  # rows of queries and the cache themselves
+    CACHE: object
+    SCALES: object  # with float8, the same memory as float32; CACHE is int32 then
+    out: object  # descriptor of tiles of the output as [B, Lq, H, 512]
     LSE: object
     PARTIAL: object  # float32 [2 splits, tiles, 64, 512]: outputs of sequences that several programs share
     PARTIAL_LSE: object  # float32 [2 splits, tiles, 64], in base 2
     FRAGMENTS: object  # int32 [B]: partial of a sequence's first fragment, and from bit 16 on how many it has
     LENGTHS: object
     TABLE: object
+    INDICES: object  # int32 [B, Lq, chosen]: keys of each query
     SINKS: object
-    o_b: Size
-    o_h: Size
-    o_l: Size
+    q_b: Size  # of Q, in units of 8 numbers
+    q_h: Size
+    q_l: Size
     lse_b: Size
     lse_h: Size
     lse_l: Size
     table_b: Size
-    page_b: Size
-    batch: Size
+    page_b: Size  # of the cache, in units of 16 bytes
+    page_l: Size
+    i_b: Size
+    i_l: Size
+    batch: Size  # sequences; with indices each query is one
     heads: Size
     q_len: Size
     kv_len: Size
     page_size: Size
     tiles: Size  # of query rows
     splits: Size  # into which the keys of all sequences are cut
+    chosen: Size  # indices of a query
+    size: Size  # pairs of a run, with indices
     factor: object  # scale * log2(e)
     S: object

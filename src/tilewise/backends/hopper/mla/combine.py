@@ -6,16 +6,19 @@ import triton
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
-PLAIN_INTS = ["o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "heads", "q_len", "head_rows", "tiles"]
+PLAIN_INTS = ["o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "heads", "q_len", "per", "head_rows", "tiles"]
 
 
 @triton.jit(do_not_specialize=PLAIN_INTS)
 def combine(
     OUT, LSE, SINKS, PARTIAL, PARTIAL_LSE, FRAGMENTS,
-    o_b, o_h, o_l, lse_b, lse_h, lse_l, heads, q_len, head_rows, tiles,
+    o_b, o_h, o_l, lse_b, lse_h, lse_l, heads, q_len, per, head_rows, tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS columns of ROWS rows (heads, then queries) of a sequence, AT_ONCE fragments at a time."""
+    """COLUMNS columns of ROWS rows (heads, then queries) of a sequence, AT_ONCE fragments at a time.
+
+    `per` sequences are queries of one batch row: 1, or all of them.
+    """
     CHUNKS: tl.constexpr = 512 // COLUMNS
     groups = tl.cdiv(heads * q_len, ROWS)
     chunk = tl.program_id(0) % CHUNKS
@@ -63,9 +66,11 @@ def combine(
         empty = total == 0
         one = tl.where(empty, 1.0, total)
         o = tl.where(empty[:, None], 0.0, o / one[:, None])
-        at = seq.to(tl.int64) * o_b + h.to(tl.int64) * o_h + l.to(tl.int64) * o_l
+        b = seq // per
+        l += seq % per
+        at = b.to(tl.int64) * o_b + h.to(tl.int64) * o_h + l.to(tl.int64) * o_l
         tl.store(OUT + at[:, None] + column[None, :], o.to(OUT.dtype.element_ty), mask=ok[:, None])
         if LSE is not None:
-            at = seq.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + l.to(tl.int64) * lse_l
+            at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + l.to(tl.int64) * lse_l
             whole = tl.where(empty, float("-inf"), (m + tl.log2(one)) * LN2)
             tl.store(LSE + at, whole, mask=ok & (chunk == 0))

@@ -5,7 +5,9 @@ The measurements behind them are in benchmarks/h200/LOG.md, latent #1 and #2.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from ....core.mask_rules import NO_RULES, MaskRules
 from ....core.problem import Problem
@@ -15,7 +17,11 @@ from .spec import KEYS, LATENT, ROPE, ROWS, Spec
 
 MOST_QUERIES = 16
 TILE = ROWS, 2 * KEYS  # keys are taken in pairs of blocks
+# Tensor cores cut off what does not fit when they add: each of the 36 sums that make a score loses half a last bit of
+# its size on the average, in all about so many last bits of the score (of 2^-24 of it).
+CUT_OFF = 8.0
 COMBINED = 4096  # numbers that a combining program has at a time
+LONGER = 1.05  # how much longer runs may be when that leaves sequences whole
 
 
 def is_latent(problem: Problem) -> bool:
@@ -24,15 +30,22 @@ def is_latent(problem: Problem) -> bool:
     return p.v_in_k and (p.kv_heads, p.head_dim, p.value_dim) == (1, LATENT + ROPE, LATENT)
 
 
+def in_fp8(problem: Problem) -> bool:
+    """Whether the latent columns are in float8, with scales in each row."""
+    return problem.k_format.name == problem.v_format.name == "fp8_latent"
+
+
 def refusal(problem: Problem) -> str | None:
     """Why latent decode cannot serve a problem that `is_latent`; None if it can."""
     p, rules = problem, problem.rules
     last = rules.q_offset == "end" or (rules.q_offset == p.kv_len - p.q_len and not rules.kv_lengths)
     missing = {
-        "q and k of other types than float16 or bfloat16, both the same": (
-            p.q_dtype != p.k_dtype or DTYPE_NAMES.get(p.q_dtype) not in ("f16", "bf16")
-        ),
-        f"more than {MOST_QUERIES} queries": p.q_len > MOST_QUERIES,
+        "q and k of other types than float16 or bfloat16, both the same": not in_fp8(p)
+        and (p.q_dtype != p.k_dtype or DTYPE_NAMES.get(p.q_dtype) not in ("f16", "bf16")),
+        "fp8_latent without key indices": in_fp8(p) and p.selection is None,
+        "fp8_latent with q of another type than bfloat16": in_fp8(p) and DTYPE_NAMES.get(p.q_dtype) != "bf16",
+        f"more than {MOST_QUERIES} queries": p.q_len > MOST_QUERIES and p.selection is None,
+        "block indices": p.selection is not None and p.selection.block > 1,
         "packed queries or keys": p.packed_q,
         "windows or chunks": rules.relative() not in (NO_RULES, MaskRules(causal=True)),
         "causal queries that are not the last positions": rules.causal and not last,
@@ -50,6 +63,10 @@ def refusal(problem: Problem) -> str | None:
     return next((f"no latent decode with {what}" for what, there in missing.items() if there), None)
 
 
+GATHERING: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
+FP8: dict[str, Any] = {"consumer_regs": 224, "producer_regs": 56, "fp8": True, "ahead": 2}
+
+
 @dataclass(frozen=True)
 class Config:
     """The shape of the launches."""
@@ -57,6 +74,9 @@ class Config:
     head_rows: int  # heads of a tile, a power of two; its other rows are further queries
     tiles: int  # of 64 query rows
     splits: int  # runs of keys, each with a program for each tile
+    sequences: int  # with key indices every query is one
+    size: int  # pairs of blocks of a run, with key indices
+    cut: bool  # whether runs may end within a sequence
     # Of the combining kernel: fragments of a sequence at a time, and rows and columns of the output.
     at_once: int
     rows: int
@@ -65,30 +85,48 @@ class Config:
 
     @property
     def partial_rows(self) -> int:
-        """Rows of partial outputs: two of each program. Without splits no sequence is cut."""
-        return 2 * self.splits * self.tiles * ROWS if self.splits > 1 else 0
+        """Rows of partial outputs: two of each program."""
+        return 2 * self.splits * self.tiles * ROWS if self.cut else 0
 
 
 def config_of(problem: Problem, target: Target) -> Config:
-    p = problem
-    head_rows = min(ROWS, ceil_pow2(p.heads))
-    tiles = -(-p.heads // head_rows) * -(-p.q_len // (ROWS // head_rows))
+    p, chosen = problem, problem.selection
+    if chosen is None:
+        head_rows, sequences, q_len = min(ROWS, ceil_pow2(p.heads)), p.batch, p.q_len
+    else:  # queries have no keys in common, so that a tile has one
+        head_rows, sequences, q_len = ROWS, p.batch * p.q_len, 1
+    tiles = -(-p.heads // head_rows) * -(-q_len // (ROWS // head_rows))
     splits = max(1, target.processors // tiles)
-    at_once = min(32, 1 << (splits // p.batch + 1).bit_length())  # about as many fragments as sequences have
+    size, cut = 0, splits > 1
+    if chosen is not None:
+        pairs = max(1, -(-chosen.count // TILE[1]))
+        size, whole = -(-sequences * pairs // splits), -(-sequences // splits) * pairs
+        if cut := whole > size * LONGER:
+            splits = -(-sequences * pairs // size)
+        else:
+            size, splits = whole, -(-sequences * pairs // whole)
+    at_once = min(32, 1 << (splits // sequences + 1).bit_length())  # about as many fragments as sequences have
     columns = min(LATENT, COMBINED // at_once)
     rows = COMBINED // at_once // columns
-    combiners = p.batch * -(-p.heads * p.q_len // rows) * (LATENT // columns)
-    return Config(head_rows, tiles, splits, at_once, rows, columns, combiners)
+    combiners = sequences * -(-p.heads * q_len // rows) * (LATENT // columns)
+    return Config(head_rows, tiles, splits, sequences, size, cut, at_once, rows, columns, combiners)
 
 
-def workspace_bytes(problem: Problem, c: Config) -> int:
+def factor(problem: Problem) -> float:
+    """What scores are multiplied by, for powers of 2."""
+    return problem.scale * math.log2(math.e) * (1 + CUT_OFF * 2.0**-24)
+
+
+def workspace_bytes(c: Config) -> int:
     """Partial outputs with their lse, and where each sequence's are."""
-    return 4 * (c.partial_rows * (LATENT + 1) + problem.batch)
+    return 4 * (c.partial_rows * (LATENT + 1) + c.sequences)
 
 
 def notes(c: Config) -> tuple[str, ...]:
     found = ["V read as part of K", "two warpgroups with 256 columns of the output each, TMA"]
-    if c.tiles > 1:
+    if c.size:
+        found[1] = "two warpgroups with 256 columns of the output each, rows gathered by another"
+    elif c.tiles > 1:
         found.append("the next keys are prefetched to L2")
     return tuple(found)
 
@@ -106,6 +144,8 @@ def spec(problem: Problem, c: Config) -> Spec:
         lengths=p.rules.kv_lengths,
         lse=p.return_lse,
         sinks=p.sinks,
-        width=128 if page_rows == KEYS else 64,
+        gather=p.selection is not None,
+        width=128 if in_fp8(p) else 256 if page_rows == KEYS or p.selection is not None else 64,
         prefetch=c.tiles > 1,  # programs that read the same keys gain; a lone one loses
+        **(FP8 if in_fp8(p) else GATHERING if p.selection is not None else {}),
     )

@@ -12,6 +12,12 @@ For each pair of blocks, with m the running maximum, which travels from one to t
 
 Values are released as soon as they have been added. Exponentials of consumer 0 stand beside products S of consumer 1,
 those of consumer 1 beside both P0 V0. Blocks are added to both halves of the output in the order of their keys.
+
+m is a maximum of some keys before: a new one replaces it only when it is larger by many powers of 2. So alpha is 1 as a
+rule, and O is not touched.
+
+Rows in float8 (`S.fp8`) lie in shared memory without their scales. Scores of columns that share scales are added up
+apart, each times its key's scale; weights are multiplied by the scale of the values.
 """
 
 from triton.experimental import gluon
@@ -23,33 +29,75 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .epilogue import store, store_fragments
-from .producer import tile_at
+from .epilogue import store, store_fragments, times
 from .tile_scheduler import fragment
 
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+QUARTER = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # columns that share scales
 ROW = gl.constexpr(gl.SliceLayout(1, SCORE))
-OUT_ROW = gl.constexpr(gl.SliceLayout(1, HALF))
+FLAG = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# A maximum is replaced by one that is larger by so many powers of 2, which is seldom. Then outputs are rescaled.
+LATE = gl.constexpr(8.0)
 
 
 @gluon.jit
-def start_rope(a, sh, u, b: gl.constexpr):
-    s = gl.zeros([64, 64], gl.float32, SCORE)
-    mbarrier.wait(sh.rope_full[b], u & 1)
-    return warpgroup_mma(sh.q_rope.index(0), sh.k_rope.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_half(a, sh, s, u, b: gl.constexpr, half: gl.constexpr):
-    """Starts the products of half the latent columns; a commit for each piece."""
-    EACH: gl.constexpr = a.S.pieces // 2
+def start_scores(a, sh, w, u, b: gl.constexpr):
+    """Starts S of block b of pair u, a commit for each piece: what is under way, to be finished by `end_scores`."""
+    PIECES: gl.constexpr = a.S.pieces
     none = u >> 31  # 0, which the compiler does not know: it would keep registers for the place of each operand
-    for i in gl.static_range(EACH):
-        mbarrier.wait(sh.full[(2 * b + half) * EACH + i], u & 1)
-        k = sh.piece((2 * b + half) * EACH + i + none).permute((1, 0))
-        s = warpgroup_mma(sh.q.index(half * EACH + i + none), k, s, is_async=True)
+    s = gl.zeros([64, 64], gl.float32, SCORE)
+    if a.S.fp8:
+        q_rope = load_rope(a, w, none)
+    else:
+        q_rope = sh.q_rope[0]
+    sh.wait(sh.rope_full[b], u)
+    s = warpgroup_mma(q_rope, sh.k_rope.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
+    if a.S.fp8:
+        # What shares scales is added up apart. All but the last such sum are complete.
+        x = gl.zeros([64, 64], gl.float32, SCORE)
+        for i in gl.static_range(PIECES):
+            sh.wait(sh.full[b * PIECES + i], u)
+            k = sh.piece(b * PIECES + i + none).permute((1, 0))
+            x = warpgroup_mma(sh.q.index(i + none), k, x, use_acc=False, is_async=True)
+            if i + 1 < PIECES:
+                s, x = warpgroup_mma_wait(0, deps=(s, x))
+                s = gl.fma(x, scales_of(sh, u, b, i, SCORE)[None, :] + gl.zeros_like(x), s)
+        started = (s, x)
+    else:
+        for i in gl.static_range(PIECES):
+            sh.wait(sh.full[b * PIECES + i], u)
+            k = sh.piece(b * PIECES + i + none).permute((1, 0))
+            s = warpgroup_mma(sh.q.index(i + none), k, s, is_async=True)
+        started = (s,)
+    return started
+
+
+@gluon.jit
+def end_scores(a, sh, started, u, b: gl.constexpr, UNDER_WAY: gl.constexpr):
+    """S, when no more than UNDER_WAY later products are under way."""
+    if a.S.fp8:
+        s, x = warpgroup_mma_wait(UNDER_WAY, deps=(started[0], started[1]))
+        s = gl.fma(x, scales_of(sh, u, b, a.S.pieces - 1, SCORE)[None, :] + gl.zeros_like(x), s)
+    else:
+        s = warpgroup_mma_wait(UNDER_WAY, deps=(started[0],))
     return s
+
+
+@gluon.jit
+def scales_of(sh, u, b: gl.constexpr, group: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scales [64] of a group of columns in block b of pair u, for tensors with keys as columns."""
+    return sh.scales[0].index((u & 1) * 8 + b * 4 + group).load(gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def load_rope(a, w, none):
+    """Rope columns of the queries, which have no place in shared memory beside scales."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORE, 2)
+    row = gl.arange(0, 64, gl.SliceLayout(1, OPERAND))
+    column = gl.arange(0, 64, gl.SliceLayout(0, OPERAND))
+    at = w.b.to(gl.int64) * a.q_b + w.query.to(gl.int64) * a.q_l + (w.head + none + row).to(gl.int64) * a.q_h
+    return gl.load(a.Q + (at * 8)[:, None] + 512 + column[None, :], mask=(w.head + row < a.heads)[:, None], other=0.0)
 
 
 @gluon.jit
@@ -59,6 +107,17 @@ def hide(s, base, hi):
     i8 = column & -8
     j = column & 7
     return gl.where(i8[None, :] < (hi - base)[:, None] - j[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def visible(a, sh, s, u, base, hi, masked, b: gl.constexpr):
+    """S with -inf for keys of block b of pair u that are hidden."""
+    if a.S.gather:
+        ok = sh.ok[0].index((u & 1) * 2 + b).load(gl.SliceLayout(0, SCORE))
+        s = gl.where(ok[None, :] > 0, s, float("-inf"))
+    elif masked:
+        s = hide(s, base, hi)
+    return s
 
 
 @gluon.jit
@@ -75,50 +134,108 @@ def alpha_of(a, m, m_new):
 
 @gluon.jit
 def to_weights(a, s, m):
-    """P [64, 64] in float32 and the new maximum."""
-    m_new = gl.maximum(m, gl.max(s, 1))
+    """P [64, 64] in float32, the new maximum, and whether any row has one."""
+    top = gl.max(s, 1)
+    higher = (top - m) * a.factor > LATE
+    m_new = gl.where(higher, top, m)
     shift = finite(m_new) * a.factor
     p = gl.exp2(gl.fma(s, gl.full_like(s, a.factor), gl.zeros_like(s) - shift[:, None]))
-    return p, m_new
+    return p, m_new, gl.max(higher.to(gl.int32), 0)
+
+
+@gluon.jit
+def received(sh, b: gl.constexpr):
+    """The maximum that consumer b has sent, and whether it has changed it."""
+    return sh.maximum(b).load(ROW), gl.max(sh.changed[b].load(FLAG), 0)
+
+
+@gluon.jit
+def rescaled_if(changed, o, alpha):
+    if changed != 0:
+        o = rescaled(o, alpha)
+    return o
 
 
 @gluon.jit
 def rescaled(o, alpha):
-    return o * gl.convert_layout(alpha, OUT_ROW, assert_trivial=True)[:, None]
+    """The output, a tuple of its columns, times `alpha` [64]."""
+    found = ()
+    for i in gl.static_range(len(o)):
+        found = found + (times(o[i], alpha),)
+    return found
 
 
 @gluon.jit
-def as_operand(p):
-    return gl.convert_layout(p, gl.DotOperandLayout(0, HALF, 2))
+def add_values(a, sh, o, p, u, b: gl.constexpr, C: gl.constexpr):
+    """Starts O += P V with block b of pair u, for half C of the columns. P is a tensor, or lies in shared memory."""
+    if a.S.fp8:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, QUARTER, 2)
+        if p is None:
+            own = sh.p.index(0).load(OPERAND)
+        else:
+            own = gl.convert_layout(p, OPERAND)
+        # Weights with scales are rounded once more, and so are scales: as much as values are, which are exact here.
+        p0 = own * scales_of(sh, u, b, 2 * C, OPERAND).to(a.q.dtype)[None, :]
+        o0 = warpgroup_mma(p0, sh.piece(4 * b + 2 * C), o[0], is_async=True)
+        p1 = own * scales_of(sh, u, b, 2 * C + 1, OPERAND).to(a.q.dtype)[None, :]
+        o1 = warpgroup_mma(p1, sh.piece(4 * b + 2 * C + 1), o[1], is_async=True)
+        found = (o0, o1)
+    elif p is None:
+        found = (warpgroup_mma(sh.p.index(0), sh.k.index(2 * b + C), o[0], is_async=True),)
+    else:
+        operand = gl.convert_layout(p, gl.DotOperandLayout(0, HALF, 2))
+        found = (warpgroup_mma(operand, sh.k.index(2 * b + C), o[0], is_async=True),)
+    return found
 
 
 @gluon.jit
-def clear_hidden(a, sh, n, base, b: gl.constexpr, half: gl.constexpr):
+def finished(o):
+    """The output, when no product is under way any more."""
+    if len(o) == 1:
+        found = (warpgroup_mma_wait(0, deps=(o[0],)),)
+    else:
+        found = warpgroup_mma_wait(0, deps=(o[0], o[1]))
+    return found
+
+
+@gluon.jit
+def new_output(a):
+    if a.S.fp8:
+        o = (gl.zeros([64, 128], gl.float32, QUARTER), gl.zeros([64, 128], gl.float32, QUARTER))
+    else:
+        o = (gl.zeros([64, 256], gl.float32, HALF),)
+    return o
+
+
+@gluon.jit
+def clear_hidden(a, sh, masked, n, base, b: gl.constexpr, half: gl.constexpr):
     """Zeros for values that weights of 0 would not hide: those past the last key, and what is not finite in keys that
     some queries do not see. Those that see such a key have NaN in their scores, for values are columns of keys.
     """
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SMALL: gl.constexpr = sh.p.layout
-    first = n  # key that is not seen by all
-    if a.S.causal:
-        first = n - (a.q_len - 1)
-    if base + 64 > first:
-        row = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-        for i in gl.static_range(4):
-            tile = sh.k._reinterpret(sh.k.dtype, [16, 64, 64], SMALL).index((2 * b + half) * 4 + i)
-            v = tile.load(WIDE)
-            ok = (base + row < first)[:, None]
-            if a.S.causal:
-                ok = ok | ((base + row < n)[:, None] & (gl.abs(v.to(gl.float32)) < float("inf")))
-            tile.store(gl.where(ok, v, gl.zeros_like(v)))
-        fence_async_shared()
+    if not a.S.gather:
+        first = n  # key that is not seen by all
+        if a.S.causal:
+            first = n - (a.q_len - 1)
+        if masked & (base + 64 > first):
+            row = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
+            for i in range(4 + (n >> 31)):  # 4, not unrolled: instructions that are used once come from memory
+                tile = sh.k._reinterpret(sh.k.dtype, [16, 64, 64], SMALL).index((2 * b + half) * 4 + i)
+                v = tile.load(WIDE)
+                ok = (base + row < first)[:, None]
+                if a.S.causal:
+                    ok = ok | ((base + row < n)[:, None] & (gl.abs(v.to(gl.float32)) < float("inf")))
+                tile.store(gl.where(ok, v, gl.zeros_like(v)))
+            fence_async_shared()
 
 
 @gluon.jit
-def send(a, sh, p, m, b: gl.constexpr):
-    """Weights and the maximum to the other consumer."""
+def send(a, sh, p, m, changed, b: gl.constexpr):
+    """Weights and the maximum to the other consumer, and whether it has changed."""
     sh.p.index(0).store(p)
     sh.maximum(b).store(m)
+    sh.changed[b].store(gl.full([1], changed, gl.int32, FLAG))
     fence_async_shared()
     mbarrier.arrive(sh.ready[b], count=1)
 
@@ -131,101 +248,85 @@ def stay(sh, u, half: gl.constexpr):
 
 
 @gluon.jit
-def scores0(a, sh, u):
-    """S of block 0 of pair u, complete."""
-    s = start_rope(a, sh, u, 0)
-    s = start_half(a, sh, s, u, 0, 0)
-    s = start_half(a, sh, s, u, 0, 1)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(sh.scored.index(0), count=1)
-    return s
-
-
-@gluon.jit
-def step0(a, sh, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
+def step0(a, sh, w, u, i, o, m, l, hi, masked):
     """Pair number u, pair i of its sequence."""
-    s = scores0(a, sh, u)
-    if MASKED:
-        s = hide(s, i * 128, hi)
-    p, m_new = to_weights(a, s, m)
+    s = end_scores(a, sh, start_scores(a, sh, w, u, 0), u, 0, 0)
+    mbarrier.arrive(sh.scored.index(0), count=1)
+    s = visible(a, sh, s, u, i * 128, hi, masked, 0)
+    p, m_new, changed = to_weights(a, s, m)
     alpha = alpha_of(a, m, m_new)
     l = l * alpha + gl.sum(p, 1)
-    p = p.to(a.k.dtype)
-    send(a, sh, p, m_new, 0)
+    p = p.to(a.q.dtype)
+    send(a, sh, p, m_new, changed, 0)
 
-    o = rescaled(o, alpha)
-    if MASKED:
-        clear_hidden(a, sh, w.n, i * 128, 0, 0)
-    o = warpgroup_mma(as_operand(p), sh.k.index(0), o, is_async=True)
+    o = rescaled_if(changed, o, alpha)
+    clear_hidden(a, sh, masked, w.n, i * 128, 0, 0)
+    o = add_values(a, sh, o, p, u, 0, 0)
     mbarrier.wait(sh.ready[1], u & 1)
-    m = sh.maximum(1).load(ROW)
+    m, changed = received(sh, 1)
     alpha = alpha_of(a, m_new, m)
     sh.wait_half(u, 1, 0)
-    o = warpgroup_mma_wait(0, deps=(o,))
+    o = finished(o)
     mbarrier.arrive(sh.free[0], count=1)
     l = l * alpha
-    o = rescaled(o, alpha)
-    if MASKED:
-        clear_hidden(a, sh, w.n, i * 128 + 64, 1, 0)
-    o = warpgroup_mma(sh.p.index(0), sh.k.index(2), o, is_async=True)
-    o = warpgroup_mma_wait(0, deps=(o,))
+    o = rescaled_if(changed, o, alpha)
+    clear_hidden(a, sh, masked, w.n, i * 128 + 64, 1, 0)
+    o = finished(add_values(a, sh, o, None, u, 1, 0))
     mbarrier.arrive(sh.free[2], count=1)
     return o, m, l
 
 
 @gluon.jit
-def step1(a, sh, w, u, i, o, m, l, hi, MASKED: gl.constexpr):
-    mbarrier.wait(sh.scored.index(0), u & 1)
-    s = start_rope(a, sh, u, 1)
-    s = start_half(a, sh, s, u, 1, 0)
-    s = start_half(a, sh, s, u, 1, 1)
+def step1(a, sh, w, u, i, o, m, l, hi, masked):
+    if not a.S.fp8:  # the exponentials of one consumer stand beside products of the other
+        mbarrier.wait(sh.scored.index(0), u & 1)
+    started = start_scores(a, sh, w, u, 1)
+    if a.S.fp8:  # which leaves no registers for two products at a time
+        s = end_scores(a, sh, started, u, 1, 0)
 
     mbarrier.wait(sh.ready[0], u & 1)
-    m_new = sh.maximum(0).load(ROW)
+    m_new, changed = received(sh, 0)
     alpha = alpha_of(a, m, m_new)
     l = l * alpha
-    o = rescaled(o, alpha)
+    o = rescaled_if(changed, o, alpha)
     sh.wait_half(u, 0, 1)
-    if MASKED:
-        clear_hidden(a, sh, w.n, i * 128, 0, 1)
-    o = warpgroup_mma(sh.p.index(0), sh.k.index(1), o, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    clear_hidden(a, sh, masked, w.n, i * 128, 0, 1)
+    o = add_values(a, sh, o, None, u, 0, 1)
+    if a.S.fp8:
+        o = finished(o)
+    else:
+        s = end_scores(a, sh, started, u, 1, 1)
 
-    if MASKED:
-        s = hide(s, i * 128 + 64, hi)
-    p, m = to_weights(a, s, m_new)
+    s = visible(a, sh, s, u, i * 128 + 64, hi, masked, 1)
+    p, m, changed = to_weights(a, s, m_new)
     alpha = alpha_of(a, m_new, m)
     l = l * alpha + gl.sum(p, 1)
-    p = p.to(a.k.dtype)
+    p = p.to(a.q.dtype)
     stay(sh, u, 3)  # the wait for P0 V0 is not moved above it
-    o, p = warpgroup_mma_wait(0, deps=(o, p))
-    send(a, sh, p, m, 1)
+    if not a.S.fp8:
+        o0, p = warpgroup_mma_wait(0, deps=(o[0], p))
+        o = (o0,)
+    send(a, sh, p, m, changed, 1)
     mbarrier.arrive(sh.free[1], count=1)
-    o = rescaled(o, alpha)
-    if MASKED:
-        clear_hidden(a, sh, w.n, i * 128 + 64, 1, 1)
-    o = warpgroup_mma(as_operand(p), sh.k.index(3), o, is_async=True)
-    o = warpgroup_mma_wait(0, deps=(o,))
+    o = rescaled_if(changed, o, alpha)
+    clear_hidden(a, sh, masked, w.n, i * 128 + 64, 1, 1)
+    o = finished(add_values(a, sh, o, p, u, 1, 1))
     mbarrier.arrive(sh.free[3], count=1)
-    # Times 1, while there is nothing to do: what is left by a product cannot be read while others are under way.
-    o = o * (1 + (u >> 31)).to(gl.float32)
     return o, m, l
 
 
 @gluon.jit
-def step(a, sh, w, u, i, o, m, l, hi, C: gl.constexpr, MASKED: gl.constexpr):
+def step(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
     if C == 0:
-        o, m, l = step0(a, sh, w, u, i, o, m, l, hi, MASKED)
+        o, m, l = step0(a, sh, w, u, i, o, m, l, hi, masked)
     else:
-        o, m, l = step1(a, sh, w, u, i, o, m, l, hi, MASKED)
+        o, m, l = step1(a, sh, w, u, i, o, m, l, hi, masked)
     return o, m, l
 
 
 @gluon.jit
 def consume(a, run, sh, C: gl.constexpr):
-    query, head = tile_at(a, run.tile)
     row = gl.arange(0, 64, ROW)
-    own_query = query + row // a.S.head_rows
     u = 0
     f = 0
     partial = run.split * 2
@@ -233,27 +334,25 @@ def consume(a, run, sh, C: gl.constexpr):
     first = run.first
     left = run.left
     while left > 0:
-        w = fragment(a, seq, first, left)
+        w = fragment(a, seq, first, left, run.tile)
         hi = gl.zeros([64], gl.int32, ROW) + w.n
         if a.S.causal:
+            own_query = w.query + row // a.S.head_rows
             hi = w.n - gl.maximum(a.q_len - 1 - own_query, 0)
-        o = gl.zeros([64, 256], gl.float32, HALF)
+        o = new_output(a)
         m = gl.full([64], float("-inf"), gl.float32, ROW)
         l = gl.zeros([64], gl.float32, ROW)
         mbarrier.wait(sh.q_full.index(0), f & 1)
-        for i in range(first, w.whole):
-            o, m, l = step(a, sh, w, u, i, o, m, l, hi, C, False)
+        for i in range(first, w.last):
+            o, m, l = step(a, sh, w, u, i, o, m, l, hi, i >= w.whole, C)
             u += 1
-        for i in range(w.whole, w.last):
-            o, m, l = step(a, sh, w, u, i, o, m, l, hi, C, True)
-            u += 1
-        mbarrier.arrive(sh.q_free.index(0), count=1)
 
         sh.l.index(C).store(l)
         mbarrier.arrive(sh.done.index(0), count=1)
         mbarrier.wait(sh.done.index(0), f & 1)
         l = l + sh.l.index(1 - C).load(ROW)
-        store(a, w, o, m, l, partial, run.tile, query, head, C)
+        store(a, sh, w, o, m, l, partial, run.tile, C)
+        mbarrier.arrive(sh.q_free.index(0), count=1)
         if C == 0:
             store_fragments(a, w, partial, run.size, run.tile)
         left -= w.last - first

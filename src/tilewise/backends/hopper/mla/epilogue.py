@@ -2,17 +2,18 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def row_offsets(a, seq, query, head, row, stride_b, stride_h, stride_l):
-    """Where rows of a tile lie in a tensor [B, H, Lq, ...], and which there are."""
-    l = query + row // a.S.head_rows
-    h = head + row % a.S.head_rows
-    at = seq.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h + l.to(gl.int64) * stride_l
+def lse_offsets(a, w, row):
+    """Where the lse of a tile's rows lie, and which rows there are."""
+    l = w.query + row // a.S.head_rows
+    h = w.head + row % a.S.head_rows
+    at = w.b.to(gl.int64) * a.lse_b + h.to(gl.int64) * a.lse_h + l.to(gl.int64) * a.lse_l
     return at, (l < a.q_len) & (h < a.heads)
 
 
@@ -29,36 +30,64 @@ def add_sink(a, m, l, head):
 
 
 @gluon.jit
-def store(a, w, o, m, l, partial, tile, query, head, C: gl.constexpr):
-    """Half C of a fragment's output, and with the first half the logarithms of sums."""
-    ROW: gl.constexpr = m.type.layout
-    HALF: gl.constexpr = o.type.layout
-    OUT_ROW: gl.constexpr = gl.SliceLayout(1, HALF)
-    row = gl.arange(0, 64, ROW)
+def times(x, rows):
+    """Rows of `x` times numbers [64]."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return x * gl.convert_layout(rows, ROWS, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def store_out(a, sh, w, o, COLUMN: gl.constexpr):
+    """Columns of rows that are complete, by way of the place of the queries, which nobody multiplies any more."""
+    N: gl.constexpr = o.shape[1]
+    WIDTH: gl.constexpr = a.S.width
+    x = o.to(a.q.dtype)
+    LAYOUT: gl.constexpr = sh.k.layout if N == 256 else sh.q.layout
+    sh.q._reinterpret(a.q.dtype, [512 // N, 64, N], LAYOUT).index(COLUMN // N).store(x)
+    fence_async_shared()
+    for i in gl.static_range(N // WIDTH):
+        piece = sh.q.index(COLUMN // WIDTH + i)._reinterpret(a.q.dtype, a.out.block_type.shape, a.out.layout)
+        tma.async_copy_shared_to_global(a.out, [w.b, w.query, w.head, COLUMN + i * WIDTH], piece)
+
+
+@gluon.jit
+def store_partial(a, w, o, base, COLUMN: gl.constexpr):
+    """Columns of rows that are to be combined."""
+    N: gl.constexpr = o.shape[1]
+    row = gl.arange(0, 64, gl.SliceLayout(1, o.type.layout))
+    column = COLUMN + gl.arange(0, N, gl.SliceLayout(0, o.type.layout))
+    begin = (base + row).to(gl.int64) * 512
+    _, ok = lse_offsets(a, w, row)
+    gl.store(a.PARTIAL + begin[:, None] + column[None, :], o, mask=ok[:, None])
+
+
+@gluon.jit
+def store(a, sh, w, o, m, l, partial, tile, C: gl.constexpr):
+    """Half C of a fragment's output, a tuple of its columns, and with the first half the logarithms of sums."""
+    row = gl.arange(0, 64, m.type.layout)
     m = m * a.factor  # in base 2, as all from here on
     alpha = gl.full_like(m, 1.0)
     if a.S.sinks:  # noqa: SIM102
         if w.alone():  # else a sink counts where fragments are combined
-            m, l, alpha = add_sink(a, m, l, head + row % a.S.head_rows)
+            m, l, alpha = add_sink(a, m, l, w.head + row % a.S.head_rows)
     empty = l == 0
     lse = gl.where(empty, float("-inf"), m + gl.log2(gl.where(empty, 1.0, l)))
     share = gl.where(empty, 0.0, alpha / gl.where(empty, 1.0, l))
-    o = o * gl.convert_layout(share, OUT_ROW, assert_trivial=True)[:, None]
-    out_row = gl.arange(0, 64, OUT_ROW)
-    column = C * 256 + gl.arange(0, 256, gl.SliceLayout(0, HALF))
-    if w.alone():
-        rows, ok = row_offsets(a, w.seq, query, head, out_row, a.o_b, a.o_h, a.o_l)
-        gl.store(a.OUT + rows[:, None] + column[None, :], o.to(a.k.dtype), mask=ok[:, None])
-        if a.S.lse and C == 0:
-            at, there = row_offsets(a, w.seq, query, head, row, a.lse_b, a.lse_h, a.lse_l)
-            gl.store(a.LSE + at, lse * LN2, mask=there)
-    else:
-        base = (partial * a.tiles + tile) * 64
-        begin = (base + out_row).to(gl.int64) * 512
-        _, ok = row_offsets(a, w.seq, query, head, out_row, a.o_b, a.o_h, a.o_l)
-        gl.store(a.PARTIAL + begin[:, None] + column[None, :], o, mask=ok[:, None])
-        if C == 0:
+    base = (partial * a.tiles + tile) * 64
+    for i in gl.static_range(len(o)):
+        x = times(o[i], share)
+        if w.alone():
+            store_out(a, sh, w, x, C * 256 + i * x.shape[1])
+        else:
+            store_partial(a, w, x, base, C * 256 + i * x.shape[1])
+    if C == 0:
+        if w.alone():
+            if a.S.lse:
+                at, there = lse_offsets(a, w, row)
+                gl.store(a.LSE + at, lse * LN2, mask=there)
+        else:
             gl.store(a.PARTIAL_LSE + base + row, lse)
+    tma.store_wait(0)
 
 
 @gluon.jit

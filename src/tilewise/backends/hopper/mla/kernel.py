@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..signature import gluon_kernel
 from .arguments import Arguments
 from .consumer import consume
+from .gather import gather, widen
 from .pipeline import new_shared
 from .producer import produce
 from .tile_scheduler import Run, run_of
@@ -30,6 +31,15 @@ def latent_decode(a):
     sh = new_shared(a)
     fence_async_shared()
     given = (a, run, sh)
-    gl.warp_specialize(
-        [(consumer0, given), (consumer1, given), (produce, given)], [4, 1], [a.S.consumer_regs, a.S.producer_regs]
-    )
+    if a.S.fp8:
+        gl.warp_specialize(
+            [(consumer0, given), (consumer1, given), (widen, given)], [4, 4], [a.S.consumer_regs, a.S.producer_regs]
+        )
+    elif a.S.gather:
+        gl.warp_specialize(
+            [(consumer0, given), (consumer1, given), (gather, given)], [4, 4], [a.S.consumer_regs, a.S.producer_regs]
+        )
+    else:
+        gl.warp_specialize(
+            [(consumer0, given), (consumer1, given), (produce, given)], [4, 1], [a.S.consumer_regs, a.S.producer_regs]
+        )

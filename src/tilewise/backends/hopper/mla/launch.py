@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 
 from ....core.plan import ByPlan, Plan
 from ....core.tensors import Tensors
+from ....errors import Unsupported
 from ...gpu.kernel import Arguments, ByAddress, Kernel, Ready, stride_arguments
 from ...gpu.target import Target, target_of
 from ...gpu.tensor_map import TensorMap
@@ -18,6 +18,8 @@ from . import config
 from .combine import combine
 from .kernel import latent_decode
 from .spec import LATENT, ROPE
+
+MOST_BYTES = 1 << 35  # places of gathered rows are counted in units of 16 bytes, by 32 bits
 
 
 class Launches(NamedTuple):
@@ -34,7 +36,7 @@ class Launcher(ByAddress):
     # What no kernel reads (v is in k, offsets are those of the last positions) has a place here all the same.
     SOURCES: ClassVar = {
         "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "SINKS": "sinks", "LENGTHS": "kv_lengths",
-        "q_offset": "q_offset", "TABLE": "block_table",
+        "q_offset": "q_offset", "TABLE": "block_table", "INDICES": "key_indices",
     }  # fmt: skip
 
     def __init__(self, plan: Plan, target: Target) -> None:
@@ -47,8 +49,9 @@ class Launcher(ByAddress):
         self.decode = Kernel(latent_decode)
         self.combining = Kernel(combine, {"ROWS": c.rows, "COLUMNS": c.columns, "AT_ONCE": c.at_once})
         self.sizes: Arguments = {
-            "batch": p.batch, "heads": p.heads, "q_len": p.q_len, "kv_len": p.kv_len, "tiles": c.tiles,
-            "splits": c.splits, "head_rows": c.head_rows, "factor": p.scale * math.log2(math.e),
+            "batch": c.sequences, "heads": p.heads, "q_len": p.q_len, "kv_len": p.kv_len, "tiles": c.tiles,
+            "splits": c.splits, "head_rows": c.head_rows, "factor": config.factor(p), "size": c.size,
+            "chosen": p.selection.count if p.selection else 0, "per": p.q_len if p.selection else 1,
         }  # fmt: skip
 
     def first(self, t: Tensors, key: object) -> None:
@@ -57,7 +60,7 @@ class Launcher(ByAddress):
         given = self.arguments(t, self.workspace(t.q.device))
         maps: dict[object, TensorMap] = {}
         decode = self.decode.first((c.splits * c.tiles, 1), given, maps)
-        combining = self.combining.first((c.combiners, 1), given) if c.splits > 1 else None
+        combining = self.combining.first((c.combiners, 1), given) if c.cut else None
         if key is not None and decode is not None:
             self.ready[key] = Launches(decode, combining, list(maps.values()))
 
@@ -67,7 +70,15 @@ class Launcher(ByAddress):
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         workspace = self.workspace(device)  # kept until the kernels have been queued
         partial = workspace.data_ptr()
-        at |= {"q_rope": at["q"], "k_rope": at["k"], "CACHE": at["k"], "PARTIAL": partial}
+        at |= {
+            "q_rope": at["q"],
+            "k_rope": at["k"],
+            "Q": at["q"],
+            "CACHE": at["k"],
+            "SCALES": at["k"],
+            "out": at["OUT"],
+            "PARTIAL": partial,
+        }
         at |= {"PARTIAL_LSE": partial + 4 * self.lse_at, "FRAGMENTS": partial + 4 * self.fragments_at}
         with self.lock:
             for tensor_map in ready.maps:
@@ -77,26 +88,35 @@ class Launcher(ByAddress):
                 ready.combining([at[name] for name in ready.combining.pointers], stream)
 
     def workspace(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.fragments_at + self.problem.batch, dtype=torch.float32, device=device)
+        return torch.empty(self.fragments_at + self.config.sequences, dtype=torch.float32, device=device)
 
     def arguments(self, t: Tensors, workspace: torch.Tensor) -> Arguments:
         """The arguments of both kernels."""
-        s, cache = self.spec, t.k[:, 0]  # [pages or B, rows, 576]
+        s, cache = self.spec, t.k[:, 0]  # [pages or B, rows, 576], in float8 656 bytes
         if cache.stride(1) != LATENT + ROPE:
             s = replace(s, prefetch=False)  # of rows that lie one behind the other alone
+        if s.gather and cache.stride(0) * cache.shape[0] * cache.element_size() >= MOST_BYTES:
+            raise Unsupported(
+                "hopper", "a cache of 32 GiB or more with key indices", "divide it, or name backend='triton'"
+            )
         rows = t.q.transpose(1, 2)  # [B, Lq, H, 576]
         q_block, k_block = [1, s.queries, s.head_rows], [1, s.page_rows]
         given: Arguments = {
             "q": block_descriptor(rows, [*q_block, s.width], s.dtype),
-            "q_rope": block_descriptor(rows, [*q_block, ROPE], s.dtype),
-            "k": block_descriptor(cache, [*k_block, s.width], s.dtype),
-            "k_rope": block_descriptor(cache, [*k_block, ROPE], s.dtype),
-            "CACHE": cache, "page_b": cache.stride(0), "page_size": cache.shape[1],
+            "q_rope": None if s.fp8 else block_descriptor(rows, [*q_block, ROPE], s.dtype),
+            "k": None if s.gather else block_descriptor(cache, [*k_block, s.width], s.dtype),
+            "k_rope": None if s.gather else block_descriptor(cache, [*k_block, ROPE], s.dtype),
+            "Q": t.q, "CACHE": cache.view(torch.int32) if s.fp8 else cache,
+            "SCALES": cache.view(torch.float32) if s.fp8 else None, "page_size": cache.shape[1],
+            "INDICES": t.key_indices, "out": block_descriptor(t.out.transpose(1, 2), [*q_block, s.width], s.dtype),
             "OUT": t.out, "LSE": t.lse, "SINKS": t.sinks, "LENGTHS": t.kv_lengths, "TABLE": t.block_table,
             "PARTIAL": workspace, "PARTIAL_LSE": workspace[self.lse_at :],
             "FRAGMENTS": workspace[self.fragments_at :].view(torch.int32), "S": s,
         }  # fmt: skip
-        given |= stride_arguments("table", "b", t.block_table)
+        given |= stride_arguments("table", "b", t.block_table) | stride_arguments(
+            "page", "bl", cache, 16 // cache.element_size()
+        )
+        given |= stride_arguments("i", "bhl", t.key_indices) | stride_arguments("q", "bhl", t.q, 8)
         return given | self.sizes | stride_arguments("o", "bhl", t.out) | stride_arguments("lse", "bhl", t.lse)
 
 

@@ -8,6 +8,8 @@ There is room for one pair of blocks. Pair number u (counted over all fragments 
     block 0, rope columns    consumer 0    nobody                consumer 0, when it has scored the block
     block 1, rope columns    consumer 1    nobody                with the right half of block 0, which is later
 
+    queries                  read by both consumers; when both have scored a fragment, its output leaves from there
+    flags, scales            of keys by index: in places of two pairs, written with the rope columns
     weights of block b       written by consumer b, read by the other one; no barrier says that they may be written
                              again, since each consumer writes after it has had the other's answer
 
@@ -17,7 +19,7 @@ tests/helpers/mla_machine.py plays this through.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..signature import struct
 
@@ -25,13 +27,14 @@ from ..signature import struct
 @struct
 class Shared:
     q: gl.shared_memory_descriptor  # [pieces, 64, width]
-    q_rope: gl.shared_memory_descriptor  # [1, 64, 64]
+    q_rope: gl.tuple  # [64, 64]
     k: gl.shared_memory_descriptor  # [4, 64, 256]: halves of blocks
     k_rope: gl.shared_memory_descriptor  # [2, 64, 64]
     p: gl.shared_memory_descriptor  # [1, 64, 64]
     m0: gl.shared_memory_descriptor  # [1, 64]: running maxima, by their writers
     m1: gl.shared_memory_descriptor
     l: gl.shared_memory_descriptor  # [2, 64]: sums at the end of a fragment
+    changed: gl.tuple  # of 2, [1]: whether maxima are new
     q_full: gl.shared_memory_descriptor  # [1, 1]
     q_free: gl.shared_memory_descriptor  # [1, 1]
     full: gl.tuple  # of 2 pieces; each barrier has memory of its own, or the compiler guards one wait from the next
@@ -40,6 +43,8 @@ class Shared:
     scored: gl.shared_memory_descriptor  # [1, 1]: block 0
     ready: gl.tuple  # of 2: weights and maxima
     done: gl.shared_memory_descriptor  # [1, 1]: both sums of a fragment
+    ok: gl.tuple  # with indices, float32 [4, 64]: 1 for keys that count, of two pairs
+    scales: gl.tuple  # float32 [16, 64]: of two pairs, their blocks and groups of columns
     S: object
 
     @gluon.jit
@@ -50,11 +55,18 @@ class Shared:
         return self.k._reinterpret(self.k.dtype, [1024 // WIDTH, 64, WIDTH], LAYOUT).index(i)
 
     @gluon.jit
+    def wait(self, full, u):
+        """Until what a barrier of pair u stands for is there for products: gathered rows were not written by TMA."""
+        mbarrier.wait(full, u & 1)
+        if self.S.gather:
+            fence_async_shared()
+
+    @gluon.jit
     def wait_half(self, u, b: gl.constexpr, half: gl.constexpr):
         """Until half a block of pair u is there."""
         EACH: gl.constexpr = self.S.pieces // 2
         for i in gl.static_range(EACH):
-            mbarrier.wait(self.full[(2 * b + half) * EACH + i], u & 1)
+            self.wait(self.full[(2 * b + half) * EACH + i], u)
 
     @gluon.jit
     def maximum(self, b: gl.constexpr):
@@ -74,32 +86,45 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def apart(N: gl.constexpr):
-    """Barriers for one arrival, as a tuple."""
+def apart(N: gl.constexpr, COUNT: gl.constexpr = 1):
+    """Barriers for COUNT arrivals, as a tuple."""
     made = ()
     for _ in gl.static_range(N):
-        made = made + (barriers(1, 1).index(0),)
+        made = made + (barriers(1, COUNT).index(0),)
     return made
 
 
 @gluon.jit
 def new_shared(a):
-    DTYPE: gl.constexpr = a.k.dtype
+    DTYPE: gl.constexpr = a.q.dtype
     WIDTH: gl.constexpr = a.S.width
     PIECE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], DTYPE)
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
     SMALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(DTYPE, [a.S.pieces, 64, WIDTH], PIECE)
-    q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL)
+    q_rope = ()
+    if not a.S.fp8:
+        q_rope = (gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL).index(0),)
     k = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
     k_rope = gl.allocate_shared_memory(DTYPE, [2, 64, 64], SMALL)
     p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL)
     m0 = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
     m1 = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
     l = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    changed = (
+        gl.allocate_shared_memory(gl.int32, [1, 1], LINE).index(0),
+        gl.allocate_shared_memory(gl.int32, [1, 1], LINE).index(0),
+    )
+    ok = ()
+    if a.S.gather:
+        ok = (gl.allocate_shared_memory(gl.float32, [4, 64], LINE),)
+    scales = ()
+    if a.S.fp8:
+        scales = (gl.allocate_shared_memory(gl.float32, [16, 64], LINE),)
+    # What is gathered arrives once for each thread of the producer; with rope columns come flags.
     return Shared(
-        q, q_rope, k, k_rope, p, m0, m1, l,
-        barriers(1, 1), barriers(1, 2), apart(2 * a.S.pieces), apart(4), apart(2), barriers(1, 1), apart(2),
-        barriers(1, 2), a.S,
+        q, q_rope, k, k_rope, p, m0, m1, l, changed,
+        barriers(1, 1), barriers(1, 2), apart(2 * a.S.pieces, 128 if a.S.gather and not a.S.fp8 else 1), apart(4),
+        apart(2, 129 if a.S.gather else 1), barriers(1, 1), apart(2), barriers(1, 2), ok, scales, a.S,
     )  # fmt: skip

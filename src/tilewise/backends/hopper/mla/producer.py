@@ -4,14 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .tile_scheduler import fragment
-
-
-@gluon.jit
-def tile_at(a, tile):
-    """The first query and the first head of a tile of rows."""
-    across = gl.cdiv(a.heads, a.S.head_rows)
-    return tile // across * a.S.queries, tile % across * a.S.head_rows
+from .tile_scheduler import fragment, keys_of
 
 
 @gluon.jit
@@ -95,22 +88,22 @@ def prefetch(a, tile, pages, row, more, b: gl.constexpr):
         COPIES: gl.constexpr = 64 // a.S.page_rows
         if more & ((a.tiles == 1) | (tile % 2 == b)) & (row + a.S.page_rows <= a.page_size):
             for i in gl.static_range(COPIES):
-                prefetch_bytes(a.CACHE + pages[i].to(gl.int64) * a.page_b + row * 576, a.S.page_rows * 1152)
+                prefetch_bytes(a.CACHE + pages[i].to(gl.int64) * a.page_b * 8 + row * 576, a.S.page_rows * 1152)
 
 
 @gluon.jit
-def fill_queries(a, sh, f, seq, tile):
+def fill_queries(a, sh, w, f):
     """Query rows of fragment number f."""
     PIECES: gl.constexpr = a.S.pieces
-    query, head = tile_at(a, tile)
     mbarrier.wait(sh.q_free.index(0), (f & 1) ^ 1)
     full = sh.q_full.index(0)
-    mbarrier.expect(full, 64 * 576 * 2)
-    there = sh.q_rope.index(0)._reinterpret(a.q_rope.dtype, a.q_rope.block_type.shape, a.q_rope.layout)
-    tma.async_copy_global_to_shared(a.q_rope, [seq, query, head, 512], full, there)
+    mbarrier.expect(full, 64 * (512 if a.S.fp8 else 576) * 2)
+    if not a.S.fp8:
+        there = sh.q_rope[0]._reinterpret(a.q_rope.dtype, a.q_rope.block_type.shape, a.q_rope.layout)
+        tma.async_copy_global_to_shared(a.q_rope, [w.b, w.query, w.head, 512], full, there)
     for i in gl.static_range(PIECES):
         there = sh.q.index(i)._reinterpret(a.q.dtype, a.q.block_type.shape, a.q.layout)
-        tma.async_copy_global_to_shared(a.q, [seq, query, head, i * a.S.width], full, there)
+        tma.async_copy_global_to_shared(a.q, [w.b, w.query, w.head, i * a.S.width], full, there)
 
 
 @gluon.jit
@@ -120,16 +113,23 @@ def produce(a, run, sh):
     seq = run.seq
     first = run.first
     left = run.left
+    n = keys_of(a, gl.minimum(seq, a.batch - 1))
+    pages0, row0 = pages_of(a, gl.minimum(seq, a.batch - 1), first * 2, n)
+    pages1, row1 = pages_of(a, gl.minimum(seq, a.batch - 1), first * 2 + 1, n)
     while left > 0:
-        w = fragment(a, seq, first, left)
-        pages0, row0 = pages_of(a, seq, first * 2, w.n)
-        pages1, row1 = pages_of(a, seq, first * 2 + 1, w.n)
-        fill_queries(a, sh, f, seq, run.tile)
+        w = fragment(a, seq, first, left, run.tile)
+        after = gl.minimum(seq + 1, a.batch - 1)
+        n_after = keys_of(a, after)
+        fill_queries(a, sh, w, f)
         for i in range(first, w.last):
             # The next pair's pages are looked up before this one's places are free.
-            later0, next0 = pages_of(a, seq, i * 2 + 2, w.n)
-            later1, next1 = pages_of(a, seq, i * 2 + 3, w.n)
-            more = i + 1 < w.last
+            inside = i + 1 < w.last
+            n = gl.where(inside, w.n, n_after)
+            its = gl.where(inside, seq, after)
+            pair = gl.where(inside, i + 1, 0)
+            later0, next0 = pages_of(a, its, pair * 2, n)
+            later1, next1 = pages_of(a, its, pair * 2 + 1, n)
+            more = inside | (left > w.last - first)
             fill_block(a, sh, u, pages0, row0, 0)
             prefetch(a, run.tile, later0, next0, more, 0)
             fill_block(a, sh, u, pages1, row1, 1)

@@ -20,8 +20,11 @@ class Spec:
     lengths: bool  # else all sequences have as many keys
     lse: bool
     sinks: bool
+    gather: bool = False  # keys by index, every query its own
+    fp8: bool = False  # latent columns in float8 with a scale for each 128; with `gather` alone
     width: int = 128  # columns of the keys that are waited for at a time
     prefetch: bool = False  # the next pair is brought to L2; rows of the cache lie one behind the other
+    ahead: int = 3  # chunks of float8 that are under way
     consumer_regs: int = 240
     producer_regs: int = 24
 

@@ -17,17 +17,27 @@ from triton.experimental.gluon import language as gl
 
 from ..signature import struct
 
-RUN = gl.constexpr(256)  # sequences that are looked at together
+RUN = gl.constexpr(64)  # sequences that are looked at together
 CUT = gl.constexpr(7)  # half pairs by which each program is longer when all runs cut a sequence
 
 
 @gluon.jit
-def keys_of(a, seq):
-    """Keys of a sequence, or of several."""
+def keys_of_row(a, b):
+    """Keys of a batch row, or of several."""
     if a.S.lengths:
-        n = gl.load(a.LENGTHS + seq)
+        n = gl.load(a.LENGTHS + b)
     else:
-        n = seq * 0 + a.kv_len
+        n = b * 0 + a.kv_len
+    return n
+
+
+@gluon.jit
+def keys_of(a, seq):
+    """Keys of a sequence, or of several; with indices as many as there are of these."""
+    if a.S.gather:
+        n = seq * 0 + a.chosen
+    else:
+        n = keys_of_row(a, seq)
     return n
 
 
@@ -51,6 +61,25 @@ def fitting(least, longest):
 @gluon.jit
 def run_of(a, split):
     """The run of a split: its first sequence, the first pair there, the number of pairs, and the size of all runs."""
+    if a.S.gather:
+        seq, first, left, size = even_run_of(a, split)
+    else:
+        seq, first, left, size = any_run_of(a, split)
+    return seq, first, left, size
+
+
+@gluon.jit
+def even_run_of(a, split):
+    """Where all sequences have the same number of pairs, and the size is known."""
+    pairs = pairs_of(a.chosen)
+    total = a.batch * pairs
+    begin = gl.minimum(split * a.size, total)
+    end = gl.minimum(begin + a.size, total)
+    return begin // pairs, begin % pairs, end - begin, a.size
+
+
+@gluon.jit
+def any_run_of(a, split):
     # Every warp looks at all of them: sums within a warp need no barrier.
     EACH: gl.constexpr = gl.BlockedLayout([RUN // 32], [32], [gl.num_warps()], [0])
     total = 0
@@ -115,6 +144,9 @@ class Fragment:
     last: gl.tensor
     whole: gl.tensor
     pairs: gl.tensor  # of the sequence
+    b: gl.tensor  # batch row
+    query: gl.tensor  # the first one of the tile
+    head: gl.tensor
 
     @gluon.jit
     def alone(self):
@@ -123,7 +155,19 @@ class Fragment:
 
 
 @gluon.jit
-def fragment(a, seq, first, left):
+def place_of(a, seq, tile):
+    """Batch row, first query and first head of a tile of a sequence's rows."""
+    across = gl.cdiv(a.heads, a.S.head_rows)
+    b = seq
+    query = tile // across * a.S.queries
+    if a.S.gather:
+        b = seq // a.q_len
+        query = seq % a.q_len
+    return b, query, tile % across * a.S.head_rows
+
+
+@gluon.jit
+def fragment(a, seq, first, left, tile):
     n = keys_of(a, seq)
     pairs = pairs_of(n)
     last = gl.minimum(pairs, first + left)
@@ -131,4 +175,7 @@ def fragment(a, seq, first, left):
     if a.S.causal:
         seen = gl.maximum(n - (a.q_len - 1), 0)
     whole = gl.minimum(gl.maximum(seen // 128, first), last)
-    return Fragment(seq, n, first, last, whole, pairs)
+    if a.S.gather:  # every pair is told which of its keys count
+        whole = last
+    b, query, head = place_of(a, seq, tile)
+    return Fragment(seq, n, first, last, whole, pairs, b, query, head)
