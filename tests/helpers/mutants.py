@@ -348,10 +348,9 @@ def _(p, t):
     return replace(t, key_indices=torch.where(t.key_indices < 0, -1, moved))
 
 
-@asks("blocks of one key fewer", "block")
+@asks("blocks of one key more", "block")
 def _(p):
-    s = p.selection
-    return replace(p, selection=replace(s, block=s.block - 1)) if s.block > 1 else p
+    return replace(p, selection=replace(p.selection, block=p.selection.block + 1))
 
 
 # How it is computed

@@ -155,7 +155,7 @@ def consistent(case: Case) -> Case:
     if isinstance(case.offset, int) and abs(case.offset) > 2**20:  # the range is for positions one apart
         case = replace(case, k_start=0, k_stride=1, q_stride=1)
     if case.q_lengths and case.q_bias:
-        case = replace(case, q_bias=case.q_bias[1])
+        case = replace(case, q_bias=case.q_bias[-1])
     if case.form == "varlen" and case.k_bias:
         case = replace(case, k_bias=case.k_bias[-1])
     if case.tile and not case.mask:
