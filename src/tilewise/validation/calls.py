@@ -145,10 +145,11 @@ def _finish(
     if o.q_bias is not None:
         t.q_bias = c.bias("q_bias", o.q_bias, (batch, H, c.q.shape[2]), c.packed, any_keys=False)
     if o.k_bias is not None:
-        packed, any_keys = form == "varlen", form == "paged" and t.mask is None
+        packed, any_keys = form == "varlen", form == "paged" and (spec is None or spec.broadcast[3])
         sizes = (batch, H, t.k.shape[2] if packed else kv_len)
         t.k_bias = c.bias("k_bias", o.k_bias, sizes, packed, any_keys)
         kv_len = t.k_bias.shape[2] if any_keys else kv_len
+        t.mask = None if t.mask is None else t.mask[..., :kv_len]
     selection = _selection(c, o, t, batch, q_len)
     t.k_scales, t.v_scales = ck.scales, cv.scales
     out = _output(c, cv.width, o.out, t)
