@@ -319,6 +319,11 @@ def _(p, t):
     return replace(t, key_indices=None)
 
 
+@reads("values that are the last columns of their keys", "latent")
+def _(p, t):
+    return replace(t, v=t.k[..., -t.v.shape[-1] :]) if p.v_in_k and not p.k_format.is_quantised else t
+
+
 @reads("an index of -1 taken for key 0", "indices")
 def _(p, t):
     return t if t.key_indices is None else replace(t, key_indices=t.key_indices.clamp_min(0))
