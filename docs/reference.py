@@ -28,6 +28,7 @@ PAGES = {
     "calls": ("Functions", "What `import tilewise` gives to call."),
     "values": ("Values", "What is handed to calls and comes back from them."),
     "caches": ("Caches", "Keys and values that are kept between calls. [Caches](../caches.md) shows them at work."),
+    "distributed": ("Many devices", "`tilewise.distributed`: [Beyond one device](../distributed.md)."),
     "errors": ("Errors", "What a caller can meet."),
     "compat": ("Drop-ins", "Other libraries' functions by their signatures: [Other libraries](../integrations.md)."),
     "commands": ("Commands", "The help of `tilewise` and of each of its commands."),
@@ -40,6 +41,7 @@ def public() -> dict[str, list[Any]]:
     for name in tilewise.__all__:
         if not name.startswith("__"):
             found[page_of(getattr(tilewise, name))].append(getattr(tilewise, name))
+    found["distributed"] = functions(importlib.import_module("tilewise.distributed"))
     for module in (importlib.import_module(f"tilewise.compat.{name}") for name in COMPAT):
         found["compat"] += [module, *functions(module)]
     return found
@@ -81,6 +83,8 @@ def entry(thing: Any) -> Iterator[str]:
     else:
         place = thing.__module__ if thing.__module__.startswith("tilewise.compat") else "tilewise"
         level = "###" if place != "tilewise" else "##"
+        if thing.__module__.startswith("tilewise.distributed"):
+            place = "tilewise.distributed"
         yield f"{level} {thing.__name__}"
         yield f"```python\n{signature(f'{place}.{thing.__name__}', thing)}\n```"
     yield text(inspect.getdoc(thing) or "")

@@ -27,10 +27,6 @@ class CacheFull(RuntimeError):
     """A cache has no room for what was to be appended; nothing has been written."""
 
 
-class RankLost(RuntimeError):
-    """Another rank did not send what this one needs, or did not take what it was sent: it has died, or hangs."""
-
-
 def no_double_backward() -> Unsupported:
     remedy = "leave out create_graph=True, or take torch's own attention (its math backend) there"
     return Unsupported("any", "there are no gradients of gradients (double backward)", remedy)

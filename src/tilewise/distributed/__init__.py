@@ -8,10 +8,10 @@ q, k, v = (distributed.shard(x, mesh, dim=2) for x in (q, k, v))
 out = distributed.attention(q, k, v, mesh=mesh, causal=True)
 """
 
-from ..errors import RankLost
 from .attention import attention
 from .cache import ShardedBatch, ShardedKVCache
 from .context import context_parallel
+from .exchange import RankLost
 from .layout import positions, shard, unshard
 from .pages import receive_sequence, send_sequence
 from .plan import DistributedPlan, Machine, RankPlan, plan

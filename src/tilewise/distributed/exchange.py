@@ -11,11 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, RankLost
+from ..errors import InvalidArgument
 from .layout import Ranks
 from .steps import Range, Round, Source
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+class RankLost(RuntimeError):
+    """Another rank did not send what this one needs, or did not take what it was sent: it has died, or hangs."""
 
 
 def take(x: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:

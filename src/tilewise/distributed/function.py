@@ -21,7 +21,7 @@ from .steps import Range
 
 EXTRAS = ("mask", "sinks", "alibi_slopes")
 MOST_GROUPS = 8  # of heads, that a gather brings apart
-MOST_PENDING = 7  # parts that are kept to be merged in one pass, with what was merged before
+MOST_STATES = 8  # that are merged in one pass: parts, and what was merged before
 
 
 def head_groups(call: Call, kv_heads: int) -> list[Range]:
@@ -74,7 +74,7 @@ class Total:
     def __init__(self, call: Call, q: torch.Tensor, width: int, parts: int, sinks: torch.Tensor | None) -> None:
         self.call, self.once, self.fresh = call, call.once, sinks is None
         self.pending: list[tuple[Range, Range, AttentionState]] = []
-        dtype = q.dtype if parts <= MOST_PENDING else torch.float32  # what is merged again is not rounded
+        dtype = q.dtype if parts <= self.most else torch.float32  # what is merged again is not rounded
         self.out = q.new_zeros((*q.shape[:-1], width), dtype=dtype)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
         if sinks is not None:  # once for each row that belongs to a document, whatever keys it sees
@@ -83,8 +83,13 @@ class Total:
 
     def add(self, which: Range, heads: Range, part: AttentionState) -> None:
         self.pending.append((which, heads, part))
-        if len(self.pending) == MOST_PENDING:
+        if len(self.pending) == self.most:
             self.merge()
+
+    @property
+    def most(self) -> int:
+        """Parts that are kept to be merged in one pass."""
+        return MOST_STATES if self.fresh or self.once else MOST_STATES - 1
 
     def merge(self) -> None:
         """Rows of the same parts together; in the order of rounds, so that the bits are the same each time."""
