@@ -21,7 +21,7 @@ def fixed_up(case):
     """Gradients by the fix-up alone, of inputs with NaN in every hidden place."""
     import torch
 
-    from tilewise.backends.hopper.bwd.launch import Bound
+    from tilewise.backends.hopper.bwd.launch import bound_to
     from tilewise.backends.hopper.bwd.nonfinite import fix_up
     from tilewise.core.plan import Plan
     from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -30,10 +30,10 @@ def fixed_up(case):
     t = made.call.tensors
     for x in t.gradients().values():
         x.fill_(float("nan"))
-    bound = Bound(Plan(made.call.problem, "hopper", "", (1, 1)))
+    bound = bound_to(Plan(made.call.problem, "hopper", "", (1, 1)))
     given = bound.tensors(t)
     given["FLAG"].fill_(0)
-    arguments = bound.arguments(given) | {"BLOCK": 64}
+    arguments = bound.arguments(given) | bound.fix_up.constants
     arguments = {name: arguments[name] for name in fix_up.arg_names}
     fix_up[(3,)](**arguments)
     assert all(x.isnan().all() for x in t.gradients().values())  # nothing was flagged
@@ -71,5 +71,7 @@ if __name__ == "__main__":
     fixed_up(Case(B=1, H=2, Lq=70, Lk=100, window=(20, 5), **common))
     fixed_up(Case(B=3, H=2, Lq=40, Lk=90, lengths=(90, 0, 44), causal=True, **common))
     fixed_up(Case(B=2, H=2, form="varlen", q_lengths=(70, 33), lengths=(70, 90), causal=True, dtype="f16", D=40))
+    fixed_up(Case(B=1, H=2, Lq=40, Lk=60, causal=True, dtype="f16", D=192, Dv=128))
+    fixed_up(Case(B=1, H=1, Lq=40, window=(9, 3), softcap=5.0, dtype="f16", D=264))
     listed()
     print("all right")
