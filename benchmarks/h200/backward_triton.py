@@ -351,8 +351,8 @@ def main() -> None:
         return
     begin = time.perf_counter()
     given.json.parent.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {"torch": torch.__version__, "failures": compile_and_check(given), "tiles": {}, "rows": {}}
-    print("\n".join(record["failures"]))
+    record: dict[str, Any] = {"torch": torch.__version__, "checks": compile_and_check(given), "tiles": {}, "rows": {}}
+    print("\n".join(record["checks"]))
     print(f"{len(jobs_of(given))} jobs in {time.perf_counter() - begin:.0f} s", flush=True)
     for name, row in {} if given.checks else {n: r for n, r in ROWS.items() if given.only in n}.items():
         if time.perf_counter() - begin > LIMIT:

@@ -46,7 +46,9 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
     # Hopper's products of 128 rows by two warpgroups: tiles whose mainloops keep all they hold in registers and do not
     # wait for each product. dK and dV of 128 keys do not fit together where heads are wider than 128.
     if wide <= 64:
-        return BackwardConfig(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
+        small = Tile(64, 64, 4, 3)  # where a mask's cells are read: several programs of a processor wait by turns
+        dense = problem.mask is not None and not problem.mask.is_bool
+        return BackwardConfig(Tile(64, 128, 8, 2), small if dense else Tile(128, 64, 8, 2), small)
     if wide <= 128:
         return BackwardConfig(Tile(32, 128, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
     if wide <= 256:
@@ -124,7 +126,8 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
         group=p.group,
         varlen=p.form == "varlen",
         listed=lists_tiles(p),
-        partial=hides(p) or tail_q or flags["tail"],
+        # Of wide heads in any case: the branch keeps what products are described by out of registers, which spill.
+        partial=hides(p) or tail_q or flags["tail"] or max(p.head_dim, p.value_dim) > 256,
         tail_q=tail_q,
         guard="flag" if hides(p) else "",
         ptx=target is not None and target.ptx,
