@@ -38,6 +38,9 @@ def _sharded(dim, Hkv, options, layout):
     given = {"sinks": torch.randn(H, requires_grad=True)} if options.get("sinks") else {}
     if options.get("mask"):
         given["mask"] = torch.randn(options["mask"], requires_grad=True)
+    if options.get("bias"):
+        given |= {"q_bias": torch.randn(B, H, L), "k_bias": torch.randn(1, H, L)}
+        given = {name: x.requires_grad_() for name, x in given.items()}
     at = Replicate() if dim is None else Shard(dim)
     parts = [distribute_tensor(x.detach(), mesh, [at]).requires_grad_() for x in whole]
     extras = {name: distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_() for name, x in given.items()}
@@ -69,6 +72,8 @@ def test_before_the_rules_are_registered_dtensors_are_refused_by_name(pool):
         (0, 2, {"sinks": True, "mask": (4, 1, 12, 12)}, "bhld", "S(0)"),
         (1, 8, {"sinks": True, "mask": (8, 1, 12)}, "bhld", "S(1)"),
         (1, 8, {"mask": (12, 12)}, "bhld", "S(1)"),
+        (0, 2, {"bias": True}, "bhld", "S(0)"),
+        (1, 8, {"bias": True}, "bhld", "S(1)"),
     ],
 )
 def test_what_is_sharded_stays_sharded(pool, dim, Hkv, options, layout, placed):

@@ -22,6 +22,7 @@ Placements = list[Placement | None]
 Way = tuple[str, int]  # by what, and the dim of q, k and v
 Ways = list[tuple[Placements, Placements]]  # of results and of arguments
 BY_BATCH = ("kv_lengths", "q_offsets", "k_starts", "k_strides", "q_strides", "key_indices", "block_indices")
+RANK_WITH_BATCH = {"mask": 4, "alibi_slopes": 2, "q_bias": 3, "k_bias": 3}  # of those that may be broadcast
 
 
 def register_sharding_rules() -> None:
@@ -100,8 +101,10 @@ def _of(name: str, shape: Sequence[int], how: Way) -> Placement:
     if name in ("q", "k", "v", "out", "lse", "dout", "dlse"):
         return Shard(dim)
     if kind == "batch":
-        own = name in BY_BATCH or (len(shape) == {"mask": 4, "alibi_slopes": 2}.get(name, 0) and shape[0] > 1)
+        own = name in BY_BATCH or (len(shape) == RANK_WITH_BATCH.get(name, 0) and shape[0] > 1)
         return Shard(0) if own else Replicate()
+    if name in ("q_bias", "k_bias"):
+        return Shard(1)
     if name in ("sinks", "alibi_slopes"):
         return Shard(len(shape) - 1)
     if name == "mask" and len(shape) > 2 and shape[-3] > 1:
