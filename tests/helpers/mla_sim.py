@@ -19,7 +19,7 @@ from tilewise.backends.hopper.mla.launch import Launcher
 from tilewise.core.plan import Plan
 from tilewise.validation.calls import Call
 
-FILES = ("arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "gather", "consumer", "kernel")
+FILES = ("arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "gather", "scores", "consumer", "kernel")
 PLACES = {"signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.mla")
 
 

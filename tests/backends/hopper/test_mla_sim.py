@@ -127,9 +127,9 @@ MUTANTS = {
 OF_CHOSEN = {
     "indices of another query": ("gather", "(seq % a.q_len).to(gl.int64) * a.i_l", "0"),
     "keys past the end": ("gather", "(position < limit)", "(position < limit + 1)"),
-    "flags of another pair": ("consumer", "sh.ok[0].index((u & 1) * 2 + b)", "sh.ok[0].index(((u & 1) ^ 1) * 2 + b)"),
+    "flags of another pair": ("scores", "sh.ok[0].index((u & 1) * 2 + b)", "sh.ok[0].index(((u & 1) ^ 1) * 2 + b)"),
     "output of another query": ("tile_scheduler", "query = seq % a.q_len", "query = seq * 0"),
-    "scales of another group": ("consumer", "(u & 1) * 8 + b * 4 + group", "(u & 1) * 8 + b * 4"),
+    "scales of another group": ("scores", "(u & 1) * 8 + b * 4 + group", "(u & 1) * 8 + b * 4"),
     "values without scales": (
         "consumer",
         "p1 = own * scales_of(sh, u, b, 2 * C + 1, OPERAND).to(a.q.dtype)[None, :]",
