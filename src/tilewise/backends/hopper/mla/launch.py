@@ -35,8 +35,8 @@ class Launcher(ByAddress):
 
     # What no kernel reads (v is in k, offsets are those of the last positions) has a place here all the same.
     SOURCES: ClassVar = {
-        "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "SINKS": "sinks", "LENGTHS": "kv_lengths",
-        "q_offset": "q_offset", "TABLE": "block_table", "INDICES": "key_indices",
+        "q": "q", "k": "k", "v": "v", "OUT": "out", "LSE": "lse", "SINKS": "sinks",
+        "INDICES": "key_indices", "LENGTHS": "kv_lengths", "q_offset": "q_offset", "TABLE": "block_table",
     }  # fmt: skip
 
     def __init__(self, plan: Plan, target: Target) -> None:
