@@ -32,7 +32,18 @@ from .validation.arrays import returner, to_tensor
 BY_ROW = ("q_offset", *PLACES)  # ints, or tensors `q_offsets` and so on
 TENSOR_OPTIONS = (
     *(f"{name}s" for name in BY_ROW),
-    *("mask", "alibi_slopes", "q_bias", "k_bias", "sinks", "key_indices", "block_indices", "k_scales", "v_scales"),
+    *(
+        "mask",
+        "tree_mask",
+        "alibi_slopes",
+        "q_bias",
+        "k_bias",
+        "sinks",
+        "key_indices",
+        "block_indices",
+        "k_scales",
+        "v_scales",
+    ),
 )
 RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? k_start=None, SymInt? k_stride=None,
     SymInt? q_stride=None, SymInt? left=None, SymInt? right=None, SymInt? chunk=None, SymInt? block_size=None,
@@ -63,7 +74,7 @@ _library = torch.library.Library("tilewise", "DEF")  # lives as long as the oper
 
 
 TENSORS = (  # options that may be one
-    *("mask", "alibi_slopes", "q_bias", "k_bias", "sinks", "key_indices", "block_indices", "kv_lengths"),
+    *("mask", "tree_mask", "alibi_slopes", "q_bias", "k_bias", "sinks", "key_indices", "block_indices", "kv_lengths"),
     *("cu_seqlens_q", *BY_ROW, "out"),
 )
 

@@ -57,6 +57,9 @@ def visible_cells(seq: Sequence) -> torch.Tensor:
     bias = seq.bias(slice(0, seq.q_len), slice(0, seq.kv_len), torch.float64)
     if bias is not None:
         seen = seen & (bias != -torch.inf)
+    tree = seq.tree(slice(0, seq.q_len), slice(0, seq.kv_len))
+    if tree is not None:
+        seen = seen & tree
     chosen = seq.chosen(slice(0, seq.q_len), slice(0, seq.kv_len))
     return seen if chosen is None else seen & chosen
 

@@ -31,6 +31,7 @@ class SharedOptions(TypedDict, total=False):
     window: Width | None
     chunk: int | None
     mask: Array | None
+    tree_mask: Array | None
     softcap: float | None
     alibi_slopes: Array | None
     q_bias: Array | None

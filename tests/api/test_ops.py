@@ -46,6 +46,7 @@ DENSE = {
     "rows": {"q_offsets": torch.tensor([1, 4]), "causal": True, "alibi_slopes": torch.rand(4), "chunk": 4},
     "strides": {"k_starts": torch.tensor([1, 4]), "causal": True, "k_stride": 2, "q_stride": 3},
     "biases": {"q_bias": torch.rand(2, 4, 5), "k_bias": torch.rand(1, 4, 9), "causal": True},
+    "tree": {"tree_mask": torch.rand(2, 5, 5) > 0.5},
     "indices": {"key_indices": torch.tensor([3, -1, 0, 8]).int().expand(2, 5, 4).contiguous(), "causal": True},
     "blocks": {"block_indices": torch.tensor([[[2, 0], [1, -1]]] * 2).int(), "block_size": 4},
     "named": {"split_size": 4, "backend": "torch", "validate": True},
@@ -214,6 +215,7 @@ GRADIENTS = {
     "rows": {"q_offsets": torch.tensor([1, 4]), "causal": True, "alibi_slopes": torch.rand(4), "chunk": 4},
     "strides": {"k_starts": torch.tensor([1, 4]), "causal": True, "k_stride": 2, "q_stride": 3},
     "biases": {"q_bias": torch.rand(2, 4, 5), "k_bias": torch.rand(1, 4, 9), "causal": True},
+    "tree": {"tree_mask": torch.rand(2, 5, 5) > 0.5},
     "indices": DENSE["indices"],
     "blocks": DENSE["blocks"],
 }

@@ -60,6 +60,7 @@ MUTANTS = [
         ("keys that stand one position apart in dK and dV", "k_stride"),
         ("queries that stand one position apart", "q_stride"),
         ("slopes' gradient of the wrong sign", "alibi"),
+        ("a tree mask ignored in dK and dV", "tree"),
         ("q_bias's gradient of the wrong sign", "q_bias"),
         ("q_bias's gradient times scale", "q_bias"),
         ("k_bias's gradient of the first row alone", "k_bias"),
@@ -154,6 +155,9 @@ def run(p, b, wrong):
             seen, seen_by_keys = (
                 moved.visible & live[..., None] if x else visible for x in ("dQ" in wrong, "dK" in wrong)
             )
+        if wrong == "a tree mask ignored in dK and dV":
+            looser = attend(replace(seq, tensors=replace(t, tree_mask=None)))
+            scores, seen_by_keys = looser.scores, looser.visible & live[..., None]
         if wrong == "the last tile of rows dropped":
             seen = seen_by_keys = visible & (i < max(1, seq.q_len // 16 * 16))
         if wrong == "the last tile of keys dropped in dQ":

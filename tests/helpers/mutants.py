@@ -189,6 +189,35 @@ def _(p, t):
     return replace(t, alibi_slopes=None if t.alibi_slopes is None else t.alibi_slopes[:1].expand(p.batch, -1))
 
 
+@reads("tree mask dropped", "tree")
+def _(p, t):
+    return replace(t, tree_mask=None)
+
+
+@reads("tree mask transposed", "tree")
+def _(p, t):
+    return replace(t, tree_mask=None if t.tree_mask is None else t.tree_mask.mT)
+
+
+@reads("the first sequence's tree for all", "tree")
+def _(p, t):
+    return replace(t, tree_mask=None if t.tree_mask is None else t.tree_mask[:1].expand_as(t.tree_mask))
+
+
+@reads("a tree that begins one key late", "tree")
+def _(p, t):
+    return replace(t, tree_mask=None if t.tree_mask is None else t.tree_mask.roll(1, -1))
+
+
+@softmaxes("a tree over the first keys", "tree")
+def _(seq, r: Scores):
+    tree = seq.tensors.tree_mask
+    if tree is None or seq.kv_len <= seq.q_len:
+        return r.out, r.lse
+    first = torch.nn.functional.pad(tree[seq.b, : seq.q_len, : seq.q_len], (0, seq.kv_len - seq.q_len), value=True)
+    return rescored(seq, r.scores, r.visible & first)
+
+
 @reads("q_bias dropped", "q_bias")
 def _(p, t):
     return replace(t, q_bias=None)

@@ -84,6 +84,7 @@ def draw(chance: random.Random, indices: bool = False) -> Problem:
         places=chance.choice((PLAIN_PLACES, PLAIN_PLACES, PLAIN_PLACES, (3, 2, 1), "rows")),
         alibi=maybe(0.2),
         sinks=maybe(0.2),
+        tree=maybe(0.1) and q_len <= 4096,
         q_bias=maybe(0.1),
         k_bias=maybe(0.1),
         mask=mask,

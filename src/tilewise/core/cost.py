@@ -26,15 +26,17 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
             tiles = [a + b for a, b in zip(tiles, found[2], strict=True)]
             continue
         widths = (hi - lo).clamp_min(0)
-        cells += _masked_cells(seq, lo, hi) if p.mask is not None else int(widths.sum()) * p.heads
+        cells += _masked_cells(seq, lo, hi) if p.mask is not None or p.tree else int(widths.sum()) * p.heads
         seen = widths > 0
         if bool(seen.any()):
             keys += int(hi[seen].max() - lo[seen].min())
-        if mask_map is None and not p.rules.affine:
+        if mask_map is None and not p.rules.affine and not p.tree:
             for kind, count in enumerate(span_counts(lo, hi, seq.kv_len, tile)):
                 tiles[kind] += count * p.heads
             continue
         states = span_tiles(lo[None], hi[None], seq.kv_len, tile)  # [1, nq, nk]
+        if p.tree:  # the tiles of the queries' own keys are not full
+            states[..., max(0, seq.kv_len - seq.q_len) // tile[1] :].clamp_(max=1)
         if mask_map is not None:
             plane = mask_map[seq.b % len(mask_map)]  # [1 or H, 1 or nq, 1 or nk]
             nq, nk = states.shape[1:]
@@ -93,17 +95,16 @@ def _mask_map(p: Problem, tensors: Tensors, tile: tuple[int, int]) -> torch.Tens
 
 
 def _masked_cells(seq: Sequence, lo: torch.Tensor, hi: torch.Tensor, rows: int = 256) -> int:
-    """Cells that both the spans and the mask leave visible, counted some rows at a time."""
+    """Cells that the spans and the masks leave visible, counted some rows at a time."""
     p = seq.problem
-    assert p.mask is not None
-    heads = 1 if p.mask.broadcast[1] else p.heads
+    heads = 1 if p.mask is None or p.mask.broadcast[1] else p.heads
     count = 0
     kpos = torch.arange(seq.kv_len, device="cpu")
     for top in range(0, seq.q_len, rows):
         part = slice(top, min(top + rows, seq.q_len))
-        mask = seq.mask(part, slice(0, seq.kv_len))
-        assert mask is not None
-        mask = mask[:heads].cpu()
-        seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+        mask, tree = seq.mask(part, slice(0, seq.kv_len)), seq.tree(part, slice(0, seq.kv_len))
+        seen = torch.ones((), dtype=torch.bool) if mask is None else mask[:heads].cpu()
+        seen = seen if seen.dtype == torch.bool else seen != -torch.inf
+        seen = seen if tree is None else seen & tree.cpu()
         count += int((seen & (lo[part, None] <= kpos) & (kpos < hi[part, None])).sum())
     return count * (p.heads // heads)

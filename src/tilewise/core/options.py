@@ -51,6 +51,7 @@ class Options:
     window: Any = None
     chunk: Any = None
     mask: Any = None
+    tree_mask: Any = None
     softcap: Any = None
     alibi_slopes: Any = None
     q_bias: Any = None

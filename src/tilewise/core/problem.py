@@ -62,8 +62,10 @@ def other_formats(problem: Problem | WriteProblem, served: Collection[str]) -> s
     return f"it has no {' and no '.join(other)}" if other else None
 
 
-def no_bias(problem: Problem) -> str | None:
-    """Why a backend that has none cannot serve biases of queries and keys."""
+def no_bias_or_tree(problem: Problem) -> str | None:
+    """Why a backend that has neither cannot serve biases of queries and keys, or tree masks."""
+    if problem.tree:
+        return "it has no tree_mask"
     return "it has no q_bias and no k_bias" if problem.biased else None
 
 
@@ -121,6 +123,7 @@ class Problem:
     k_bias: bool = False
     sinks: bool = False
     mask: MaskSpec | None = None
+    tree: bool = False  # a mask over the last keys of each sequence, as many as it has queries
     selection: Selection | None = None
     tile_map: tuple[int, int] | None = None  # the map's tile
     split_size: int | None = None
@@ -177,6 +180,7 @@ class Problem:
             "sinks" * self.sinks,
             "" if self.mask is None else f"{'bool' if self.mask.is_bool else 'additive'} mask",
             "" if self.selection is None else str(self.selection),
+            "tree mask" * self.tree,
             "tile map" * (self.tile_map is not None),
             "lengths" * self.has_lengths,
             "lse" * self.return_lse,

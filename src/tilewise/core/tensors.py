@@ -26,6 +26,7 @@ class Tensors:
     k_scales: torch.Tensor | None = None  # as k, one for each group of the last dim
     v_scales: torch.Tensor | None = None
     mask: torch.Tensor | None = None  # [B, H, Lq, Lk], stride 0 where broadcast; bool or float
+    tree_mask: torch.Tensor | None = None  # bool [B, Lq, Lq], stride 0 where sequences share it
     alibi_slopes: torch.Tensor | None = None  # float32 [B, H]
     q_bias: torch.Tensor | None = None  # float32 [B, H, Lq] or, packed, [1, H, T]; stride 0 where broadcast
     k_bias: torch.Tensor | None = None  # float32 [B, H, Lk] or, of packed keys, [1, H, T]
@@ -167,6 +168,15 @@ class Sequence:
         j = torch.arange(cols.start, cols.stop, device=device) // block - first
         cells = blocks[:, :, j]
         return cells.repeat_interleave(p.group, 0) if heads > 1 else cells.expand(p.heads, -1, -1)
+
+    def tree(self, rows: slice, cols: slice) -> torch.Tensor | None:  # bool [n, m]
+        """What a tree mask leaves; None if it is not of these keys."""
+        tree, own = self.tensors.tree_mask, self.kv_len - self.q_len  # the first key of the queries' own
+        if tree is None or cols.stop <= own:
+            return None
+        before = max(0, own - cols.start)  # of these keys
+        seen = tree[self.b, rows, max(cols.start - own, 0) : cols.stop - own]
+        return torch.nn.functional.pad(seen, (before, 0), value=True)
 
     def bias(self, rows: slice, cols: slice, dtype: torch.dtype) -> torch.Tensor | None:  # [H, n, m], n or m perhaps 1
         """What is added to scores for their queries and keys."""

@@ -30,7 +30,17 @@ from .upload import upload
 AGAINST = (
     *(f.name for f in fields(MaskRules) if f.name not in ("causal", "kv_lengths", "places")),
     *PLACES,
-    *("mask", "tile_map", "alibi_slopes", "q_bias", "k_bias", "key_indices", "block_indices", "split_size"),
+    *(
+        "mask",
+        "tree_mask",
+        "tile_map",
+        "alibi_slopes",
+        "q_bias",
+        "k_bias",
+        "key_indices",
+        "block_indices",
+        "split_size",
+    ),
 )
 
 

@@ -37,6 +37,7 @@ def check_options(capacity: int, options: dict[str, Any]) -> None:
             raise InvalidArgument(name, options[name], want, "a cache without ring takes it")
     for name, what in (
         ("mask", "columns"),
+        ("tree_mask", "columns"),
         ("k_bias", "columns"),
         ("key_indices", "slots"),
         ("block_indices", "slots"),

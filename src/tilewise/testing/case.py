@@ -70,6 +70,7 @@ class Case:
         # not 0)
         "random"
     )
+    tree: str = ""  # "b" or "1": a tree mask of each sequence, or of all
     tile: tuple[int, int] | None = None  # hand in a tile map of these tiles
     layout: str = "bhld"
     strides: str = ""  # sliced, last (a last dim of stride 2), shared (k and v broadcast over the batch), permuted
@@ -215,6 +216,8 @@ class _Maker:
             options["sinks"] = self.sinks().to(self.device)
         if c.mask:
             options["mask"] = self.mask(batch)
+        if c.tree:
+            options["tree_mask"] = self.tree(batch if c.tree == "b" else 1)
         if c.tile:
             options["tile_map"] = self.tile_map(options)
         if c.indices:
@@ -376,6 +379,17 @@ class _Maker:
             for j in range(length):
                 slack[table[b, j // c.page], j % c.page] = False if self.chosen is None else ~self.chosen[b, :, j]
         return self.stored(name, x, slack)
+
+    def tree(self, batch: int) -> torch.Tensor:
+        """Queries are nodes whose parents are drawn from those before them; some are detached, and see no node."""
+        n = self.case.queries
+        seen = torch.eye(n, dtype=torch.bool, device="cpu").repeat(batch, 1, 1)
+        for b in range(batch):
+            for i in range(1, n):
+                parent = int(torch.randint(i, (1,), generator=self.random))
+                seen[b, i] |= seen[b, parent]
+        seen[:, 3::7] = False
+        return seen.to(self.device)
 
     def mask(self, batch: int) -> torch.Tensor:
         c = self.case

@@ -127,6 +127,32 @@ BIASES = [
     Case(Hkv=2, Lq=7, Lk=170, D=64, indices="h33", q_bias="bh", k_bias="bh", causal=True),
 ]
 
+# Trees of drafted tokens: the queries' own keys are seen by parents, all before them by all.
+TREES = [
+    *(
+        Case(Hkv=2, Lq=n, Lk=300, D=64, tree="b", dtype=t)
+        for n, t in ((1, "f32"), (8, "f16"), (40, "f32"), (16, "bf16"))
+    ),
+    Case(Hkv=2, Lq=70, tree="1", causal=True),
+    Case(Lq=50, Lk=30, tree="b"),
+    Case(Hkv=1, Lq=6, Lk=700, D=64, tree="1", split_size=64, sinks=True, lengths=(700, 333)),
+    Case(B=4, Hkv=2, Lq=9, Lk=64, lengths=(0, 1, 37, 64), tree="b", window=(20, None), alibi="h"),
+    Case(Lq=20, Lk=90, tree="b", mask="hqk", mask_kind="f32", softcap=5.0, k_bias="bh"),
+    Case(Lq=40, Lk=200, tree="1", mask="hqk", pattern="blocks", tile=(32, 32)),
+    Case(Lq=33, Lk=60, tree="b", mask="h1k", mask_kind="f32", q_bias="1h"),
+    Case(Lq=9, Lk=90, tree="b", offset=-3, k_stride=2, causal=True, layout="blhd"),
+    Case(form="varlen", Hkv=2, q_lengths=(5, 20, 0, 64), lengths=(40, 7, 10, 64), tree="b"),
+    *(Case(form="paged", B=4, Hkv=2, Lq=5, lengths=(1, 16, 70, 333), D=64, tree="b", page=n) for n in (16, 3)),
+    Case(form="paged", B=4, Hkv=2, Lq=8, lengths=(9, 16, 70, 333), D=64, tree="1", page=16, k="int8/64", v="int4/64"),
+    Case(form="paged", Hkv=2, q_lengths=(1, 5, 33), lengths=(1, 70, 133), D=64, tree="b", dtype="f16", window=60),
+    Case(Hkv=2, Lq=7, Lk=170, D=64, indices="h33", tree="b", causal=True),
+    Case(
+        B=3, H=6, Hkv=2, Lq=65, Lk=190, D=72, Dv=40, causal=True, window=(300, 2), softcap=9.0, alibi="bh", sinks=True,
+        offset="rows", k_start=-40, k_stride=2, q_stride=3, lengths=(190, 3, 120), mask="bhqk", mask_kind="f32",
+        q_bias="b1", k_bias="1h", tree="b", layout="blhd",
+    ),
+]  # fmt: skip
+
 MASK_DIMS = ("qk", "1k", "q1", "hqk", "1qk", "h1k", "bhqk", "b1qk", "1hqk", "b11k", "bhq1")
 MASKS = [
     *(Case(Lq=50, Lk=70, mask=dims, mask_kind=kind) for dims in MASK_DIMS for kind in ("bool", "f32")),
@@ -312,8 +338,8 @@ INDICES = [
 ]
 
 CASES = [
-    *SIZES, *DTYPES, *POSITIONS, *AFFINE, *SCORES, *BIASES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED, *LATENT,
-    *STRIDES, *INDICES,
+    *SIZES, *DTYPES, *POSITIONS, *AFFINE, *SCORES, *BIASES, *TREES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED,
+    *LATENT, *STRIDES, *INDICES,
 ]  # fmt: skip
 CASES += [
     Case(

@@ -100,6 +100,8 @@ def draw_case(
         fields["pattern"] = c.pick(("random", "blocks", "rows", "least"))
         if c.pick((False, True)):
             fields["tile"] = (c.pick((c.number(1, 80), 2**29)), c.number(1, 80))
+    if count > 0 and c.pick((False, False, True)):
+        fields["tree"] = c.pick(("b", "1"))
     if fields["Dv"] < fields["D"] and not fields["k"] + fields["v"]:
         fields["latent"] = c.pick((False, True))
     if indices and c.pick((False, False, True)):

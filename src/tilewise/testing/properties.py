@@ -183,6 +183,30 @@ def biases_hide(backend: str | None, device: str) -> None:
 
 
 @prop
+def trees_hide(backend: str | None, device: str) -> None:
+    """What lies in a key that a tree hides from a row does not reach it; a tree is as right as the mask it stands for."""
+    for dtype in ("f32", "f16"):
+        for lq in (6, 70):
+            inputs = make(Case(Hkv=2, Lq=lq, Lk=200, D=64, dtype=dtype, tree="1"), device)
+            q, k, v = inputs.args
+            tree = inputs.options["tree_mask"]
+            call = inputs.checked()
+            try:
+                clean = attention(q, k, v, tree_mask=tree, return_lse=True, backend=backend)
+            except Unsupported:
+                continue
+            seen = torch.stack([visible_cells(seq) for seq in sequences(call.problem, call.tensors)])
+            check_call(call, *attention(q, k, v, mask=seen, return_lse=True, backend=backend))
+            hidden = ~tree[0, :, 2]
+            for name in "kv":
+                spoilt = {"k": k.clone(), "v": v.clone()}
+                spoilt[name][:, :, 200 - lq + 2] = float("nan")
+                result = attention(q, spoilt["k"], spoilt["v"], tree_mask=tree, return_lse=True, backend=backend)
+                what = f"{dtype}: NaN in {name}, in rows from which a tree hides it"
+                same(what, *(AttentionState(x.out[:, :, hidden], x.lse[:, :, hidden]) for x in (clean, result)))
+
+
+@prop
 def tile_maps_do_not_matter(backend: str | None, device: str) -> None:
     """With a map of any tile, with none, and with the mask's broadcast dims written out."""
     base = Case(Lq=150, Lk=300, D=64, pattern="blocks")

@@ -151,6 +151,16 @@ class Checker:
         x = x if x.stride(-1) == 1 else x.contiguous()
         return x if batch is None else x.expand(batch, heads)
 
+    def tree(self, x: Any, batch: int, rows: int) -> torch.Tensor:
+        """A tree mask as `[B, Lq, Lq]`, with stride 0 where sequences share it."""
+        x, want = self.plain("tree_mask", x, "[B, Lq, Lq]"), f"[{batch} or 1, {rows}, {rows}]: (B, Lq, Lq)"
+        if x.dtype != torch.bool:
+            raise InvalidArgument("tree_mask", x.dtype, "bool (True = attend)")
+        if x.shape[0] not in (1, batch) or tuple(x.shape[1:]) != (rows, rows):
+            remedy = "a mask over all keys is mask="
+            raise InvalidArgument("tree_mask", f"shape {tuple(x.shape)}", want, remedy)
+        return self.unit_stride("tree_mask", x).expand(batch, rows, rows)
+
     def bias(self, name: str, x: Any, sizes: tuple[int, int, int], packed: bool, any_keys: bool) -> torch.Tensor:
         """Float32 `[B, H, L]` with stride 0 where it is broadcast; of packed rows `[1, H, T]` of what is `[T, H]`.
 

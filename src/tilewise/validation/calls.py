@@ -142,6 +142,8 @@ def _finish(
         kv_len = t.mask.shape[3]  # of pages perhaps less
     t.alibi_slopes = None if o.alibi_slopes is None else c.per_head("alibi_slopes", o.alibi_slopes, H, batch)
     t.sinks = None if o.sinks is None else c.sinks(o.sinks, H)
+    if o.tree_mask is not None:
+        t.tree_mask = c.tree(o.tree_mask, batch, q_len)
     if o.q_bias is not None:
         t.q_bias = c.bias("q_bias", o.q_bias, (batch, H, c.q.shape[2]), c.packed, any_keys=False)
     if o.k_bias is not None:
@@ -197,6 +199,7 @@ def _finish(
         k_bias=t.k_bias is not None,
         sinks=t.sinks is not None,
         mask=spec,
+        tree=t.tree_mask is not None,
         selection=selection,
         tile_map=None if t.tile_map is None else t.tile_map.tile,
         split_size=as_split_size(o.split_size),

@@ -113,7 +113,7 @@ def longest(name: str, given: Any, cu_name: str, cu: torch.Tensor, rows: int, o:
         return min(rows, int(given))
     if readable(cu, o.validate):
         return max(0, min(rows, max((end - start for start, end in pairwise(cu.tolist())), default=0)))
-    if o.mask is not None:
+    if o.mask is not None or (o.tree_mask is not None and name == "max_q"):
         raise InvalidArgument(name, None, "the longest sequence", "a mask of packed rows is of that size")
     return rows  # the longest sequence cannot be known without waiting for the device; all rows are a safe bound
 

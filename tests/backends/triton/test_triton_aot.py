@@ -101,6 +101,8 @@ OTHERS = {
     "biases": problem(causal=True, q_bias=True, k_bias=True),
     "biases-all": problem(64, **ALL, q_bias=True, k_bias=True, **mask(F32, *(False,) * 4)),
     "paged16-biases": problem(**(PAGED | {"q_len": 2}), page_size=16, causal=True, k_bias=True),
+    "paged16-tree": problem(**(PAGED | {"q_len": 8}), page_size=16, tree=True),
+    "tree-all": problem(64, **ALL, tree=True, **mask(F32, *(False,) * 4)),
     "strides": problem(causal=True, window=(999, None), places=(1, 4, 3)),
     "strides-rows-all": problem(64, **ALL, places="rows"),
     "chosen-all": problem(64, **(DECODE | {"q_len": 40}), **ALL, **mask(F32, *(False,) * 4), selection=Selection(100)),

@@ -167,7 +167,7 @@ def backward(D=128, Dv=0, grads=("q", "k", "v"), **changes):
     return problem(D, Dv, **({"return_lse": True} | changes), grads=grads)
 
 
-EVERY = {"grads": GRADS, "dlse": True, "q_bias": True, "k_bias": True}
+EVERY = {"grads": GRADS, "dlse": True, "q_bias": True, "k_bias": True, "tree": True}
 HOT = {
     "D64": backward(64), "D64-causal": backward(64, causal=True), "D128": backward(),
     "D128-causal": backward(causal=True), "D128-window": backward(causal=True, window=(1023, None)),

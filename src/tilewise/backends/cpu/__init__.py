@@ -109,6 +109,6 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
     from . import launch
 
     p = plan.problem
-    if plan.detail.work_items is None or p.mask is not None or p.alibi or p.biased or p.sinks or p.selection:
+    if plan.detail.work_items is None or p.mask is not None or p.tree or p.alibi or p.biased or p.sinks or p.selection:
         return None  # the schedule follows the lengths; of the others the kernel is not given new addresses
     return launch.bind(plan, tensors)

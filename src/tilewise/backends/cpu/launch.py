@@ -165,11 +165,12 @@ def schedule_items(params: Params, most: int, schedule: str = "schedule") -> Any
     return work_items
 
 
-STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "slopes", "q_bias", "k_bias", "indices")
+STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "tree", "slopes", "q_bias", "k_bias", "indices")
 FLAT = ("sinks", "row_places", "kv_lengths", "q_offsets", "cu_q", "cu_k", "table")
 # Fields of `Tensors` with other names than those of `Params`
-TENSORS = {"slopes": "alibi_slopes", "row_places": "places", "q_offsets": "q_offset", "cu_q": "cu_seqlens_q",
-           "cu_k": "cu_seqlens_k", "table": "block_table", "indices": "key_indices"}  # fmt: skip
+TENSORS = {"tree": "tree_mask", "slopes": "alibi_slopes", "row_places": "places", "q_offsets": "q_offset",
+           "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k", "table": "block_table",
+           "indices": "key_indices"}  # fmt: skip
 
 
 def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:

@@ -31,6 +31,7 @@ class Flags:
     k_bias: bool
     sinks: bool
     mask: str  # "", "bool" or "float"
+    tree: bool
     linear: bool  # logits are dot products times a scale
     tail: bool  # the keys may end inside a tile
     lse: bool
@@ -54,6 +55,7 @@ def flags_of(problem: Problem, tile_keys: int) -> dict[str, Any]:
         "k_bias": p.k_bias,
         "sinks": p.sinks,
         "mask": mask,
+        "tree": p.tree,
         "linear": not p.softcap and not p.alibi and not p.biased and mask != "float" and p.scale != 0,
         "tail": p.has_lengths or p.kv_len % tile_keys != 0,
         "lse": p.return_lse,

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import Problem, no_bias, no_selection
+from ...core.problem import Problem, no_bias_or_tree, no_selection
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import target_of, triton_refusal
 from .bwd import config as bwd_config
@@ -37,7 +37,7 @@ def supports_backward(problem: Problem) -> str | None:
 def _machine_refusal(problem: Problem) -> str | None:
     if problem.device.type != "cuda" or target_of(problem.device).arch != 90:
         return OtherDevice("runs on Hopper GPUs")
-    return no_bias(problem) or triton_refusal(TESTED_TRITON, TESTED_TRITON)
+    return no_bias_or_tree(problem) or triton_refusal(TESTED_TRITON, TESTED_TRITON)
 
 
 def declines(problem: Problem) -> str | None:

@@ -66,6 +66,9 @@ def adjust(
         lo, hi = key_spans(seq.rules, qpos, seq.kv_len)  # [BQ, 1]
         j = torch.arange(cols.start, cols.stop, device=s.device)
         visible = ((lo <= j) & (j < hi)).expand_as(s)
+    tree = seq.tree(rows, cols)
+    if tree is not None:
+        visible = tree.expand_as(s) if visible is None else visible & tree
     bias = seq.bias(rows, cols, s.dtype)
     if bias is not None:
         s = s + bias

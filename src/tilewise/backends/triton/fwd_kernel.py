@@ -148,6 +148,9 @@ def fwd_kernel(a, S):
     bottom = query_position(offset, tl.minimum(top_row + BQ, end_row) - 1, numbers, S)
     lo, full_hi = key_span(top, n_keys, numbers, S)
     full_lo, hi = key_span(bottom, n_keys, numbers, S)
+    own_keys = n_keys - q_len  # the first key that a tree mask is of
+    if S.tree:
+        full_hi = tl.minimum(full_hi, tl.maximum(own_keys, 0))
 
     indices = a.K
     # Tiles first_t .. last_t hold what any row sees; those of inner .. outer are seen whole by every row.
@@ -224,9 +227,13 @@ def fwd_kernel(a, S):
     rows = (row_lo, row_hi, qpos, slope, factor, key_bias(q, S), numbers, added)
     keys = (k_base, ks_base, k_b, k_l, ks_b, ks_l, table, indices, a.chosen_keys)
     values = (v_base, vs_base, v_b, v_l, vs_b, vs_l)
-    mask = (row, row_ok, a.mask_k)
+    tree = row
+    if S.tree:
+        tree = a.TREE + wide_b * a.tree_b + wide_row * a.tree_q  # [BM]
+    mask = (row, row_ok, a.mask_k, tree, own_keys)
     if S.mask != "":
-        mask = (a.MASK + wide_b * a.mask_b + wide_head * a.mask_h + wide_row * a.mask_q, row_ok, a.mask_k)
+        at = a.MASK + wide_b * a.mask_b + wide_head * a.mask_h + wide_row * a.mask_q
+        mask = (at, row_ok, a.mask_k, tree, own_keys)
 
     pages = ()
     if S.prefetch:
@@ -253,7 +260,7 @@ def fwd_kernel(a, S):
                 state = step(state, q, t, True, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, False)
         for t in tl.range(inner, outer):
             state = step(state, q, t, False, rows, keys, values, mask, scale, a.softcap, lo, hi, S, False, False)
-        if S.rules.hides_right or S.tail:
+        if S.rules.hides_right or S.tail or S.tree:
             for t in tl.range(outer, last_t):
                 state = step(state, q, t, True, rows, keys, values, mask, scale, a.softcap, lo, hi, S, True, False)
     if S.guard == "flag":

@@ -66,12 +66,20 @@ def visible_cells(s, n, ok, read, lo, hi, at, stride_k, S: tl.constexpr):
 @triton.jit
 def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
     """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [BM, BK]."""
-    at, row_ok, stride_k = mask  # [BM] pointers to each row's first cell
+    at, row_ok, stride_k, tree, own_keys = mask  # [BM] pointers to each row's first cell
     ok = ok[None, :]
     s, visible = visible_cells(
         s, n[None, :], ok, row_ok[:, None] & ok, row_lo[:, None], row_hi[:, None], at[:, None], stride_k, S
     )
+    if S.tree:
+        visible = visible & tree_cells(tree[:, None], n[None, :] - own_keys, row_ok[:, None] & ok)
     return tl.where(visible, s, float("-inf")), visible
+
+
+@triton.jit
+def tree_cells(at, column, ok):
+    """What a tree mask leaves: `at` points to each row's first cell, columns below 0 are of keys before it."""
+    return tl.load(at + column, mask=ok & (column >= 0), other=1) != 0
 
 
 @triton.jit

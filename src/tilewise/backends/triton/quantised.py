@@ -21,7 +21,12 @@ def own_queries(problem: Problem) -> int:
 
 def hides(problem: Problem) -> bool:
     """Whether a query may not see a key of its tiles: then a value there must not touch it, whatever it is."""
-    return problem.mask is not None or problem.biased or (problem.rules.by_position and own_queries(problem) > 1)
+    return (
+        problem.mask is not None
+        or problem.tree
+        or problem.biased
+        or (problem.rules.by_position and own_queries(problem) > 1)
+    )
 
 
 def is_f16_quantised(problem: Problem) -> bool:

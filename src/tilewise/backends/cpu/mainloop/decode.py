@@ -46,7 +46,7 @@ from ..kv_access import (
 from ..params import WORK_ITEM_BYTES
 from ..scratch import CHUNK, PAD, SCORES, TAIL, partition, replacing, table_size
 from .chosen import chosen_key, chosen_keys, first_key, list_chosen
-from .mask import FULL, SKIP, has_bias, list_added, read_states
+from .mask import FULL, SKIP, has_added, has_bias, list_added, read_states
 from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
 from .rows import set_up
 from .score_mod import alibi_row, alibi_strided, bias_cells
@@ -96,7 +96,7 @@ def online_softmax(p, t, item, r, origin, count, Dv):
     scale_scores(p, row, W_, vectors)
     if p.slopes:
         alibi_cells(p, t, item, r, row, origin, count)
-    if (p.mask and state != FULL) or has_bias(p):
+    if (p.mask and state != FULL) or has_added(p, item.b, origin + count):
         at = item.b, item.head * (p.heads // p.kv_heads) + g, item.row + r % item.rows
         list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, chosen_keys(p, t))
         bias_cells(row, W, vectors, t.mask_rows)
@@ -240,7 +240,7 @@ def decode(params, scratch, address):
     while tile < last:
         size = TILE if p.mask or has_bias(p) or last - tile > TILE + TAIL else TILE + TAIL
         origin, end = max(tile, first), min(tile + size, last)
-        if together and all_see(shared, R, origin, end):
+        if together and all_see(shared, R, origin, end) and not has_added(p, item.b, end):
             decode_head_batch(p, shared, address, kv_start, R, origin, end, last)
         else:
             for n in range(p.head_batch):

@@ -136,9 +136,29 @@ def key_bias(p, b, head, j):
 
 
 @jit
+def own_keys(p, b):
+    """The first of the keys that a tree mask is of: as many as there are queries, up to the last."""
+    _, q_len, _, kv_len, _ = sequence(p, b)
+    return kv_len - q_len
+
+
+@jit
+def has_added(p, b, end):
+    """Whether biases, or a tree mask of keys before `end`, come to scores beside a mask. Chosen keys lie anywhere."""
+    return has_bias(p) or (p.tree != 0 and (p.indices != 0 or end > own_keys(p, b)))
+
+
+@jit
+def tree_hides(p, b, i, j):
+    """Whether a tree mask hides key j from query i."""
+    column = j - own_keys(p, b)
+    return column >= 0 and get_u8(p.tree + b * p.tree_b + i * p.tree_q + column) == 0
+
+
+@jit
 def list_added(p, at, to, first, count, padded, state, chosen):
     """What is added to the scores of query `at` (batch row, head, query) and keys first..first + count, or of `chosen`
-    keys: the mask, whose tile is in `state`, and biases; zeros up to `padded`.
+    keys: the mask, whose tile is in `state`, biases and the tree mask; zeros up to `padded`.
     """
     b, head, i = at
     if state == SKIP:
@@ -159,6 +179,10 @@ def list_added(p, at, to, first, count, padded, state, chosen):
         keys = key_bias(p, b, head, ZERO)
         for j in range(whole, count):
             put_f32(to + 4 * j, get_f32(to + 4 * j) + get_f32(keys + chosen_key(chosen, first + j) * p.k_bias_l))
+    if p.tree:
+        for j in range(ZERO if chosen else max(ZERO, own_keys(p, b) - first), count):
+            if tree_hides(p, b, i, chosen_key(chosen, first + j)):
+                put_f32(to + 4 * j, -INF)
 
 
 @jit
@@ -201,7 +225,7 @@ def tile_state(p, b, head, row, rows, start, end):
 
 @jit
 def read_states(p, item, states, start, end):
-    """The mask's states of a tile, for each head of the group. Are all full, with no bias? Are all to be skipped?"""
+    """The mask's states of a tile, for each head of the group. Are all full, with no more? Are all to be skipped?"""
     group = p.heads // p.kv_heads
     full, nothing = True, True
     state = types.int64(FULL)
@@ -209,6 +233,6 @@ def read_states(p, item, states, start, end):
         if p.mask and (g == 0 or p.mask_h != 0):
             state = tile_state(p, item.b, item.head * group + g, item.row, item.rows, start, end)
         put_i64(states + 8 * g, state)
-        full &= state == FULL and not has_bias(p)
+        full &= state == FULL and not has_added(p, item.b, end)
         nothing &= state == SKIP
     return full, nothing

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..codegen.load_store import get_f32, get_i32, get_i64, put_f32
 from ..codegen.numba_ops import INF, F, jit
 from .chosen import chosen_key, chosen_keys
-from .mask import FULL, SKIP, key_bias, mask_cell, mask_row, query_bias
+from .mask import FULL, SKIP, key_bias, mask_cell, mask_row, query_bias, tree_hides
 
 # Sums of large values may pass float32's range where their mean does not: they are then made again of weights times
 # DOWNSCALE. A row's l is stored below 0 if its acc is of such weights.
@@ -36,6 +36,8 @@ def sees(p, t, item, r, key):
     cell = chosen_key(chosen_keys(p, t), key)
     at = key_bias(p, item.b, head, cell)
     if at and get_f32(at) == -INF:
+        return False
+    if p.tree and tree_hides(p, item.b, item.row + r % item.rows, cell):
         return False
     if p.mask == 0 or state == FULL:
         return True

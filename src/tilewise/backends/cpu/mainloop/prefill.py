@@ -17,7 +17,7 @@ from ..codegen.vector import W
 from ..kv_access import key_source, place, sequence, value_source
 from ..scratch import partition
 from .chosen import chosen_count, chosen_keys, first_key, list_chosen
-from .mask import FULL, has_bias, read_states
+from .mask import FULL, has_added, read_states
 from .prefill_amx import amx_gemm
 from .prefill_fp32 import FP32
 from .rows import list_spans, seen_by_all, set_up
@@ -49,7 +49,7 @@ def mainloop(gemm):
         tile = start + max(0, first - start) // BK * BK
         while tile < last:
             end = min(tile + BK, last)
-            unmasked, nothing = not has_bias(p), False
+            unmasked, nothing = not has_added(p, item.b, end), False
             if not no_mask:
                 unmasked, nothing = read_states(p, item, t.states, tile, min(tile + BK, kv_len))
             if not nothing:

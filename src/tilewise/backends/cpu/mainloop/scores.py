@@ -13,7 +13,7 @@ from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
 from .chosen import chosen_key, chosen_keys
-from .mask import FULL, has_bias, list_added
+from .mask import FULL, has_added, has_bias, list_added
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
 from .softmax import MAX_FREE_LIMIT, NEVER_MAX_FREE
@@ -73,7 +73,7 @@ def mask_columns(p, t, item, first, R, key, count):
     nothing to add.
     """
     n = item.rows
-    needed = has_bias(p)
+    needed = has_added(p, item.b, key + count)
     for r in range(first, min(first + W, R)):
         needed |= get_i64(t.states + 8 * (r // n)) != FULL
     if not needed:
@@ -114,7 +114,7 @@ def bias_scores(p, t, item, s, step, first, R, key, count):
                 alibi_column(s + 4 * j * step, step, ONE, slopes, positions, chosen_key(t.chosen, key + j), stride)
         else:
             alibi_column(s, step, count, slopes, positions, key, stride)
-    if (p.mask or has_bias(p)) and mask_columns(p, t, item, first, R, key, count):
+    if (p.mask or has_added(p, item.b, key + count)) and mask_columns(p, t, item, first, R, key, count):
         bias_cells(s, step, count, t.mask_columns)
         hiding = True
     if get_i32(t.all_lo + 4 * (first // W)) > key or get_i32(t.all_hi + 4 * (first // W)) < key + count:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # Pointers, and the fields of `BackwardTensors` or of its forward `Tensors` that they are.
 TENSORS = {
-    "Q": "q", "K": "k", "V": "v", "LSE": "lse", "MASK": "mask", "SLOPES": "alibi_slopes", "PLACES": "places",
-    "Q_BIAS": "q_bias", "K_BIAS": "k_bias",
+    "Q": "q", "K": "k", "V": "v", "LSE": "lse", "MASK": "mask", "TREE": "tree_mask", "SLOPES": "alibi_slopes",
+    "PLACES": "places", "Q_BIAS": "q_bias", "K_BIAS": "k_bias",
     "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "OUT": "out",
     "SINKS": "sinks",
 }  # fmt: skip
@@ -17,7 +17,7 @@ ROWS_ONLY = ("OUT", "SINKS", "DLSE", "DSLOPES")  # read or written by the kernel
 WORKSPACES = ("DELTA", "DROWS", "FLAGS", "LIST", "RANK")
 STRIDES = {  # of a tensor, the dims that are strided over
     "q": "bhl", "k": "bhl", "v": "bhl", "do": "bhl", "lse": "bhl", "dq": "bhl", "dk": "bhl", "dv": "bhl",
-    "mask": "bhqk", "dmask": "bhqk", "list": "bhqn", "slopes": "b", "qb": "bhl", "kb": "bhl",
+    "mask": "bhqk", "dmask": "bhqk", "list": "bhqn", "slopes": "b", "tree": "bq", "qb": "bhl", "kb": "bhl",
 }  # fmt: skip
 SCALARS = (
     "batch", "heads", "rows", "q_len", "kv_len", "total_q", "total_k", "q_offset", "scale", "softcap", "rules",

@@ -140,7 +140,7 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
 
 def hides(problem: Problem) -> bool:
     """Whether a query may not see a key of its tiles."""
-    return problem.mask is not None or problem.rules.by_position or problem.biased
+    return problem.mask is not None or problem.rules.by_position or problem.biased or problem.tree
 
 
 def skips(problem: Problem) -> bool:

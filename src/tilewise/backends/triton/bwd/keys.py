@@ -32,6 +32,7 @@ from .tile import (
     row_biases,
     store_tile,
     tile_gradients,
+    tree_rows,
     v_of,
 )
 
@@ -40,7 +41,7 @@ from .tile import (
 def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
     """Tile `t` of a head's queries into `state` = (dk, dv, sums of keys) of BK keys; tiles are [BK, BQ]."""
     dk, dv, sums = state
-    Q, q_l, DOUT, do_l, LSE, lse_l, DELTA, MASK, mask_q, mask_k, slope, biases, offset, q_len = rows
+    Q, q_l, DOUT, do_l, LSE, lse_l, DELTA, MASK, mask_q, mask_k, slope, biases, tree, offset, q_len = rows
     BQ: tl.constexpr = S.BQ
     row = t * BQ + tl.arange(0, BQ)
     row_ok = row < q_len
@@ -60,9 +61,11 @@ def key_step(state, t, mixed, k, v, n, key_ok, rows, rules, S: tl.constexpr):
     added = other
     if S.biased:
         added = row_biases(QB, row, qb_l, row_ok, S)[None, :] + other[:, None]
+    TREE, tree_q, own_keys = tree
+    tree_at = tree_rows(TREE, 0, 0, row, tree_q, S)
     p, dl, ds = tile_gradients(
         s, dp, mixed, bias, lse[None, :], delta[None, :], query_position(offset, row, rules[3], S)[None, :], n[:, None],
-        ok, slope, added, at[None, :], mask_k, rules, S,
+        ok, slope, added, (tree_at[None, :], own_keys), at[None, :], mask_k, rules, S,
     )  # fmt: skip
     if S.dv:
         dv = add_product(dv, p, dout, dout_of(S), S)
@@ -117,6 +120,9 @@ def key_gradients(a, S):
     inner = tl.minimum(tl.maximum(tl.cdiv(full_lo, BQ), first_t), last_t)
     if n0 + BK > n_keys:
         inner = last_t
+    if S.tree:
+        if n0 + BK > n_keys - q_len:
+            inner = last_t
     outer = tl.maximum(tl.minimum(full_hi // BQ, last_t), inner)
     if S.mask != "" and not S.listed:
         outer = inner
@@ -134,6 +140,9 @@ def key_gradients(a, S):
     if S.dv:
         dv = empty_acc(dout_of(S), BK)
     state = (dk, dv, tl.zeros([BK], tl.float32))
+    tree = (n, n, n)
+    if S.tree:
+        tree = (a.TREE + tl.cast(b, tl.int64) * a.tree_b, a.tree_q, n_keys - q_len)
     for i in range(S.group):
         head = kv_head * S.group + i
         slope = 0.0
@@ -159,7 +168,7 @@ def key_gradients(a, S):
             plane(a.DOUT, b, head, q_start, do_b, do_h, do_l, S), do_l,
             plane(a.LSE, b, head, q_start, a.lse_b, a.lse_h, a.lse_l, S), a.lse_l,
             row_plane(a.DELTA, b, head, q_start, a.heads, a.rows, S), mask, a.mask_q, a.mask_k, slope, biases,
-            offset, q_len,
+            tree, offset, q_len,
         )  # fmt: skip
         if S.listed:
             tiles, first, last = listed_tiles(

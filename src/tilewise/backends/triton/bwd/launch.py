@@ -187,7 +187,7 @@ class Backward:
         strided: dict[str, torch.Tensor | None] = {
             "q": f.q, "k": f.k, "v": f.v, "do": t.dout, "lse": f.lse, "dq": t.dq, "dk": t.dk, "dv": t.dv,
             "mask": f.mask, "dmask": t.dmask, "slopes": f.alibi_slopes, "o": f.out, "dlse": t.dlse,
-            "qb": f.q_bias, "kb": f.k_bias,
+            "tree": f.tree_mask, "qb": f.q_bias, "kb": f.k_bias,
         }  # fmt: skip
         for name, x in strided.items():
             given |= stride_arguments(name, STRIDES.get(name, "bhl"), x, grain if name in ("q", "k", "v", "do") else 1)
@@ -198,7 +198,8 @@ def pointers(t: BackwardTensors) -> Arguments:
     """The tensors of a call by the names that kernels have for them."""
     found = {name: getattr(t.forward, source) for name, source in TENSORS.items()}
     found |= {name: getattr(t, source) for name, source in GRADIENTS.items()}
-    return found | {"MASK": None if t.forward.mask is None else as_bytes(t.forward.mask)}
+    cells = {"MASK": t.forward.mask, "TREE": t.forward.tree_mask}
+    return found | {name: None if x is None else as_bytes(x) for name, x in cells.items()}
 
 
 def fixup_of(kernel: Kernel) -> Kernel | None:

@@ -8,7 +8,7 @@ from ...gpu.mask_rules import key_span, query_position, sequence_numbers
 from ...gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
 from .places import mask_plane, plane, row_plane, sequence, wide_strides
-from .tile import dout_of, load_bias, load_rows, load_tile, mask_rows, q_of, query_tile, row_biases
+from .tile import dout_of, load_bias, load_rows, load_tile, mask_rows, q_of, query_tile, row_biases, tree_rows
 
 
 @triton.constexpr_function
@@ -98,7 +98,8 @@ def mask_gradients(a, S):
                     if S.k_bias:
                         keys_at = plane(a.K_BIAS, b, head, kv_start, a.kb_b, a.kb_h, a.kb_l, S)
                     biases = (row_biases(own, row, a.qb_l, row_ok, S), keys_at, a.kb_l)
-                given = (q, dout, lse, delta, row, row_ok, row, slope, biases, offset, a.mask_k)
+                tree = (tree_rows(a.TREE, b, a.tree_b, row, a.tree_q, S), n_keys - n_rows)
+                given = (q, dout, lse, delta, row, row_ok, row, slope, biases, tree, offset, a.mask_k)
                 acc += query_tile(t, True, bias, given, keys, rules, S)[2]
 
     row = own_row[:, None]

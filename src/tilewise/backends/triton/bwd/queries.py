@@ -19,14 +19,26 @@ from .places import (
     tile_of,
     wide_strides,
 )
-from .tile import add_product, dout_of, k_of, load_rows, load_tile, mask_rows, q_of, query_tile, row_biases, store_tile
+from .tile import (
+    add_product,
+    dout_of,
+    k_of,
+    load_rows,
+    load_tile,
+    mask_rows,
+    q_of,
+    query_tile,
+    row_biases,
+    store_tile,
+    tree_rows,
+)
 
 
 @triton.jit
 def query_step(state, t, mixed, rows, keys, cells, dmask_k, rules, S: tl.constexpr):
     """Key tile `t` into `state` = (dq, sums for the slopes, sums of rows) of BQ queries; tiles are [BQ, BK]."""
     dq, slopes, sums = state
-    _, _, _, _, row, row_ok, _, _, _, offset, _ = rows
+    _, _, _, _, row, row_ok, _, _, _, _, offset, _ = rows
     k, n, dl, ds = query_tile(t, mixed, None, rows, keys, rules, S)
     if S.dmask == "cells":  # before the product, which is under way while the next tile begins
         to = (cells + tl.cast(t * S.BK, tl.int64) * dmask_k)[:, None] + tl.arange(0, S.BK)[None, :].to(
@@ -83,6 +95,8 @@ def query_gradients(a, S):
     bottom = query_position(offset, tl.minimum(tile * BQ + BQ, q_len) - 1, numbers, S)
     lo, full_hi = key_span(top, n_keys, numbers, S)
     full_lo, hi = key_span(bottom, n_keys, numbers, S)
+    if S.tree:
+        full_hi = tl.minimum(full_hi, tl.maximum(n_keys - q_len, 0))
     first_t = lo // BK
     last_t = tl.maximum(tl.cdiv(hi, BK), first_t)
     inner = tl.minimum(tl.maximum(tl.cdiv(full_lo, BK), first_t), last_t)
@@ -122,7 +136,8 @@ def query_gradients(a, S):
         if S.k_bias:
             keys_at = plane(a.K_BIAS, b, head, kv_start, a.kb_b, a.kb_h, a.kb_l, S)
         biases = (row_biases(own, row, a.qb_l, row_ok, S), keys_at, a.kb_l)
-    given = (q, dout, lse, delta, row, row_ok, at, slope, biases, offset, a.mask_k)
+    tree = (tree_rows(a.TREE, b, a.tree_b, row, a.tree_q, S), n_keys - q_len)
+    given = (q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, a.mask_k)
     state = (empty_acc(k_of(S), BQ), tl.zeros([BQ], tl.float32), tl.zeros([BQ], tl.float32))
     if S.listed:
         tiles, first, last = listed_tiles(

@@ -15,7 +15,7 @@ import triton
 from ...gpu.mask_rules import key_position, key_span, query_position
 from ..epilogue import store_acc
 from ..kv_load import first_of, load_chunk, precision_of, width_of, work_type
-from ..mask import load_cells, visible_cells
+from ..mask import load_cells, tree_cells, visible_cells
 from ..score_mod import LOG2E, tanh
 
 
@@ -204,15 +204,18 @@ def capped(s, scale, softcap, S: tl.constexpr):
 
 
 @triton.jit
-def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, added, at, mask_k, rules, S: tl.constexpr):
+def tile_gradients(
+    s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, added, tree, at, mask_k, rules, S: tl.constexpr
+):  # fmt: skip
     """Of the products `s` = q k^T and `dp` = dout v^T of a tile: weights for dV, gradients of logits and of scores.
 
     `ok`: rows and keys that exist; `mixed`: not every cell is visible; `bias`: cells of a float mask; `added`: biases
-    of rows and keys. A hidden cell has a weight of 0 and, unless what it hides is not finite, gradients of 0. Where
-    that is made good they are 0 in any case, and in the weights for dV a row whose dout is not finite is NaN:
-    `add_product` does not see it then.
+    of rows and keys; `tree`: rows of a tree mask, and its first key. A hidden cell has a weight of 0 and, unless what
+    it hides is not finite, gradients of 0. Where that is made good they are 0 in any case, and in the weights for dV a
+    row whose dout is not finite is NaN: `add_product` does not see it then.
     """
     scale, softcap, _, numbers = rules
+    tree_at, own_keys = tree
     factor = scale
     bent = 1.0
     if S.softcap:
@@ -259,12 +262,17 @@ def tile_gradients(s, dp, mixed, bias, lse, delta, qpos, n, ok, slope, added, at
             x = hide_cells(x, float("-inf"), qpos, n, ok, at, mask_k, rules, S)
     if S.biased:
         x = tl.where(added == float("-inf"), float("-inf"), x)
+    if S.tree:
+        if mixed:
+            x = tl.where(tree_cells(tree_at, n - own_keys, ok), x, float("-inf"))
     if NATURAL:
         p = tl.exp2(x * LOG2E)
     else:
         p = tl.exp2(x)
     dl = p * (dp - delta)
     if LAST:
+        if S.tree:
+            seen = seen & (x != float("-inf"))
         dl = tl.where(seen, dl, 0.0)
     elif (
         S.partial
@@ -329,6 +337,15 @@ def row_biases(X, row, stride, ok, S: tl.constexpr):
 
 
 @triton.jit
+def tree_rows(TREE, b, tree_b, row, stride, S: tl.constexpr):
+    """Pointers to the rows of a tree mask; without one the numbers of the rows."""
+    at = row
+    if S.tree:
+        at = TREE + tl.cast(b, tl.int64) * tree_b + row.to(tl.int64) * stride
+    return at
+
+
+@triton.jit
 def mask_rows(MASK, first, stride_q, S: tl.constexpr):
     """Pointers to a mask's BQ rows from row `first` on; without a mask the numbers of the rows."""
     at = tl.arange(0, S.BQ)
@@ -342,7 +359,7 @@ def query_tile(t, mixed, bias, rows, keys, rules, S: tl.constexpr):
     """Keys of tile `t`, their numbers, and gradients of logits and scores [BQ, BK]. `bias`: a float mask's cells; None:
     they are loaded.
     """
-    q, dout, lse, delta, row, row_ok, at, slope, biases, offset, mask_k = rows
+    q, dout, lse, delta, row, row_ok, at, slope, biases, tree, offset, mask_k = rows
     K, k_l, V, v_l = keys
     BK: tl.constexpr = S.BK
     n = t * BK + tl.arange(0, BK)
@@ -360,6 +377,6 @@ def query_tile(t, mixed, bias, rows, keys, rules, S: tl.constexpr):
     dp = outer_product(dout, v, S.BQ, BK, v_of(S), S)
     _, dl, ds = tile_gradients(
         s, dp, mixed, bias, lse[:, None], delta[:, None], query_position(offset, row, rules[3], S)[:, None], n[None, :],
-        ok, slope, added, at[:, None], mask_k, rules, S,
+        ok, slope, added, (tree[0][:, None], tree[1]), at[:, None], mask_k, rules, S,
     )  # fmt: skip
     return k, n, dl, ds
