@@ -131,7 +131,7 @@ BIASES = [
 TREES = [
     *(
         Case(Hkv=2, Lq=n, Lk=300, D=64, tree="b", dtype=t)
-        for n, t in ((1, "f32"), (8, "f16"), (40, "f32"), (16, "bf16"))
+        for n, t in ((2, "f32"), (8, "f16"), (40, "f32"), (16, "bf16"))
     ),
     Case(Hkv=2, Lq=70, tree="1", causal=True),
     Case(Lq=50, Lk=30, tree="b"),

@@ -184,7 +184,7 @@ def biases_hide(backend: str | None, device: str) -> None:
 
 @prop
 def trees_hide(backend: str | None, device: str) -> None:
-    """What lies in a key that a tree hides from a row does not reach it; a tree is as right as the mask it stands for."""
+    """What a tree hides from a row does not reach it, and a tree is as right as the mask that it stands for."""
     for dtype in ("f32", "f16"):
         for lq in (6, 70):
             inputs = make(Case(Hkv=2, Lq=lq, Lk=200, D=64, dtype=dtype, tree="1"), device)
