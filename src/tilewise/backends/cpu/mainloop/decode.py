@@ -245,7 +245,7 @@ def decode(params, scratch, address):
         else:
             for n in range(p.head_batch):
                 item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
-                unmasked, nothing = read_states(p, item, t.states, tile, min(tile + TILE, kv_len))
+                unmasked, nothing = read_states(p, item, t.states, tile, max(end, min(tile + TILE, kv_len)))
                 if not nothing:
                     unmasked &= all_see(t, R, origin, end)
                     decode_tile(
