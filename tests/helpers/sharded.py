@@ -12,7 +12,7 @@ from tilewise.testing import gradients as judging
 from tilewise.testing.case import make
 from tilewise.testing.check import MANY, Mismatch, check_call
 
-GRADS = ("q", "k", "v", "mask", "sinks", "alibi_slopes")
+GRADS = ("q", "k", "v", "mask", "sinks", "alibi_slopes", "q_bias", "k_bias")
 
 
 class Sharded:
@@ -36,6 +36,8 @@ class Sharded:
                 self.leaves[name] = self.options.pop(name)
         if "mask" in self.leaves and not self.packed and self.leaves["mask"].shape[-2] > 1:
             self.leaves["mask"] = self.shard(self.leaves["mask"], dim=-2)
+        if "q_bias" in self.leaves:
+            self.leaves["q_bias"] = self.shard(self.leaves["q_bias"], dim=-1)
         if self.packed:
             self.options.pop("layout", None)
             self.options |= {"cu_seqlens_q": tables[0], "cu_seqlens_k": tables[1]}
@@ -89,6 +91,8 @@ class Sharded:
     def whole(self, name, x):
         if name in "qkv":
             return self.common(self.unshard(x, "q" if name == "q" else "k"))
+        if name == "q_bias":
+            return self.unshard(x, dim=-1)
         if name == "mask" and not self.packed and self.inputs.options["mask"].shape[-2] > 1:
             x = self.unshard(x, dim=-2)
         else:
@@ -99,7 +103,8 @@ class Sharded:
 
     def judge(self, got):
         made = self.made
-        judging._check_zeros(made.clean.problem, made.clean.tensors, got)
+        plainly = {name: x for name, x in got.items() if not name.endswith("bias")}  # which may be summed
+        judging._check_zeros(made.clean.problem, made.clean.tensors, plainly)
         exact, plain = formulas(made, got)
         factor = 3.0 if made.clean.problem.softcap else 2.0
         for name, x in got.items():
@@ -128,6 +133,9 @@ def formulas(made, got):
     for found in both:
         if "alibi_slopes" in got and got["alibi_slopes"].ndim == 1:
             found["alibi_slopes"] = found["alibi_slopes"].sum(0)
+        for name in {"q_bias", "k_bias"} & set(got):
+            dims = [d for d, n in enumerate(got[name].shape) if n == 1 != found[name].shape[d]]
+            found[name] = found[name].sum(dims, keepdim=True) if dims else found[name]
     return both
 
 

@@ -61,6 +61,7 @@ def attention(
         return_lse: return an `AttentionState`.
         mask: this rank's rows and all keys in their order, `[..., n, Lk]`, each dim full or 1. With packed sequences
             that of all, as in `varlen_attention`.
+        q_bias: of this rank's rows, `[B or 1, H or 1, n]`; `k_bias` of all keys. Not of packed sequences.
         kv_lengths: keys in use of the whole sequence, int `[B]`.
         q_offset: the position of the first query of the whole sequence.
         validate: True compares sizes and options between the ranks first, by one exchange.
@@ -156,14 +157,20 @@ def prepare(
     offsets, used, places = _places(o, rows, Lq, Lk, cu_q, cu_k)
     seen = tuple((place,) for place in places) if packed else (tuple(sorted(set(places))) or ((Lk - Lq, Lk),),)
     rules = as_rules(o)
-    fusible = order != "striped" and o.mask is None and o.alibi_slopes is None and all(len(each) == 1 for each in seen)
+    biases = {"q_bias": o.q_bias, "k_bias": o.k_bias}
+    for (name, x), n in zip(biases.items(), (q.shape[seq], Lk), strict=True):
+        if x is not None and (packed or not isinstance(x, torch.Tensor) or x.ndim != 3 or x.shape[-1] != n):
+            shape = f"[{q.shape[0]} or 1, {q.shape[head]} or 1, {n}]: this rank's rows, all ranks' keys; dense sequences"
+            raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), shape)
+    plain = all(x is None for x in (o.mask, o.alibi_slopes, *biases.values()))
+    fusible = order != "striped" and plain and all(len(each) == 1 for each in seen)
     task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), seen, fusible, scheme == "gather")
     passed = {name: options[name] for name in PASSED_ON if name in options}
     if not packed:
         passed["layout"] = o.layout
     call = Call(task, ring, passed, packed, head, seq, offsets, used, q.device)
     mask = _as_mask(o.mask, q, packed, head, seq, Lk)
-    return call, {"mask": mask, "sinks": o.sinks, "alibi_slopes": o.alibi_slopes}, places
+    return call, {"mask": mask, "sinks": o.sinks, "alibi_slopes": o.alibi_slopes, **biases}, places
 
 
 def _over_ring(call: Call, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> AttentionState:
@@ -191,12 +198,17 @@ def _over_heads(
     theirs = Heads(inner, [kv_heads(part, H // Hkv) for part in parts], k_sizes, call.head, call.seq)
     q = ToHeads.apply(q, own)
     k, v = (ToHeads.apply(x, theirs) for x in (k, v))
-    mask, sinks, slopes = (extras[name] for name in EXTRAS)
+    mask, sinks, slopes, q_bias, k_bias = (extras[name] for name in EXTRAS)
     some = {
         "sinks": None if sinks is None else sinks[mine.start : mine.stop],
         "alibi_slopes": None if slopes is None else slopes[..., mine.start : mine.stop],
         "mask": mask,
+        "q_bias": q_bias,
+        "k_bias": k_bias if k_bias is None or k_bias.shape[1] == 1 else k_bias[:, mine.start : mine.stop],
     }
+    if q_bias is not None:
+        has = parts if q_bias.shape[1] > 1 else [range(1)] * n
+        some["q_bias"] = ToHeads.apply(q_bias, Heads(inner, has, q_sizes, 1, 2))
     # One row of a mask may be this rank's only one, or stand for all: where a rank has one, all take it for their own.
     if mask is not None and (call.packed or (mask.shape[-2] == 1 and 1 not in q_sizes)):
         some["mask"] = mask[:, mine.start : mine.stop] if mask.shape[1] > 1 else mask

@@ -16,10 +16,11 @@ import torch
 from ..errors import no_double_backward
 from ..state import AttentionState, merge
 from .exchange import Bringing, Returning, drain
-from .rows import Call, add_to_mask, documents, rows
+from .rows import Call, add_to_mask, documents, part_of_bias, rows
 from .steps import Range
 
-EXTRAS = ("mask", "sinks", "alibi_slopes")
+EXTRAS = ("mask", "sinks", "alibi_slopes", "q_bias", "k_bias")
+HEAD_DIMS = {"mask": -3, "q_bias": -2, "k_bias": -2}  # of the others it is the last
 MOST_GROUPS = 8  # of heads, that a gather brings apart
 MOST_STATES = 8  # that are merged in one pass: parts, and what was merged before
 
@@ -62,7 +63,7 @@ def _of_heads(extras: dict[str, Any], heads: Range) -> dict[str, Any]:
     lo, size = heads[0], heads[1] - heads[0]
     found = {}
     for name, x in extras.items():
-        dim = -3 if name == "mask" else -1
+        dim = HEAD_DIMS.get(name, -1)
         has_heads = x.ndim >= -dim and x.shape[dim] > 1
         found[name] = x.narrow(dim, lo, size) if has_heads else x
     return found
@@ -192,6 +193,9 @@ def backward(
                         call.cut(summed[name], k_rows).add_(x)
                 if part.dmask is not None:
                     add_to_mask(sums["mask"], part.dmask, unit)
+                for name, x in (("q_bias", part.dq_bias), ("k_bias", part.dk_bias)):
+                    if x is not None:
+                        part_of_bias(name, sums[name], unit).add_(x)
                 if "alibi_slopes" in grads:
                     _add_slopes(call, sums["alibi_slopes"], part.dalibi_slopes, unit)
             if keys:

@@ -70,6 +70,7 @@ class Call:
         found = self._packed(unit) if isinstance(unit, Pass) else self._dense(unit)
         if "mask" in extras:
             found["mask"] = part_of_mask(extras["mask"], unit)
+        found |= {name: part_of_bias(name, extras[name], unit) for name in ("q_bias", "k_bias") if name in extras}
         if "alibi_slopes" in extras:
             slopes = extras["alibi_slopes"]
             found["alibi_slopes"] = slopes[documents(unit)] if self.packed and slopes.ndim == 2 else slopes
@@ -121,6 +122,14 @@ def rows(unit: Unit) -> tuple[Range, Range]:
 def documents(unit: Unit) -> list[int]:
     assert isinstance(unit, Pass)
     return [0 if pair is None else pair.doc for pair in unit.pairs]
+
+
+def part_of_bias(name: str, bias: torch.Tensor, unit: Unit) -> torch.Tensor:
+    """A pair's rows of `q_bias`, which is this rank's, or its keys of `k_bias`, which is that of all; a view."""
+    assert isinstance(unit, Pair)
+    if name == "q_bias":
+        return bias.narrow(-1, unit.q, unit.rows)
+    return bias[..., slice(unit.kpos, unit.kpos + unit.keys * unit.step, unit.step)]
 
 
 # Masks. A dense call's has this rank's rows and all keys; a packed call's is that of all ranks.

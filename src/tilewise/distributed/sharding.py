@@ -104,7 +104,7 @@ def _of(name: str, shape: Sequence[int], how: Way) -> Placement:
         own = name in BY_BATCH or (len(shape) == RANK_WITH_BATCH.get(name, 0) and shape[0] > 1)
         return Shard(0) if own else Replicate()
     if name in ("q_bias", "k_bias"):
-        return Shard(1)
+        return Shard(1) if shape[1] > 1 else Replicate()
     if name in ("sinks", "alibi_slopes"):
         return Shard(len(shape) - 1)
     if name == "mask" and len(shape) > 2 and shape[-3] > 1:
