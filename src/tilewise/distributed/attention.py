@@ -160,7 +160,7 @@ def prepare(
     biases = {"q_bias": o.q_bias, "k_bias": o.k_bias}
     for (name, x), n in zip(biases.items(), (q.shape[seq], Lk), strict=True):
         if x is not None and (packed or not isinstance(x, torch.Tensor) or x.ndim != 3 or x.shape[-1] != n):
-            shape = f"[{q.shape[0]} or 1, {q.shape[head]} or 1, {n}]: this rank's rows, all ranks' keys; dense sequences"
+            shape = f"[{q.shape[0]} or 1, {q.shape[head]} or 1, {n}]: this rank's rows, all ranks' keys; not packed"
             raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), shape)
     plain = all(x is None for x in (o.mask, o.alibi_slopes, *biases.values()))
     fusible = order != "striped" and plain and all(len(each) == 1 for each in seen)
