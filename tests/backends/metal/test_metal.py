@@ -183,5 +183,6 @@ def test_scales_of_any_type():
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_whole_calls_drawn_at_random(case):
+    case = replace(case, **{name: Case.__dataclass_fields__[name].default for name in TestMetal.refused})
     with simulator(seed=7):
         check_case(case, "metal", draws=4)
