@@ -93,7 +93,7 @@ def measure(scheme: str, n: int, ranks: int, device: str, times: int, backward: 
     for rank in (0, ranks // 2, ranks - 1):
         ring, inner = Ranks(None, rank, ranks), Ranks(None, 0, 1)
         call, _, _ = prepare(q, k, v, ring, inner, scheme, None, (None, None), {"causal": True})
-        out, lse = function.forward(call, q, k, v, {})
+        out, lse, _ = function.forward(call, q, k, v, {})
         given = (q, k, v, out, lse, dout, None)
         run = partial(function.forward, call, q, k, v, {})
         if backward:

@@ -177,7 +177,7 @@ def _over_ring(call: Call, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> At
     tensors = (q, k, v, *(extras[name] for name in EXTRAS))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return AttentionState(*Attention.apply(call, *tensors))
-    return AttentionState(*forward(call, q, k, v, {name: x for name, x in extras.items() if x is not None}))
+    return AttentionState(*forward(call, q, k, v, {name: x for name, x in extras.items() if x is not None})[:2])
 
 
 def _over_heads(

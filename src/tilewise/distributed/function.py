@@ -39,9 +39,9 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: Any) -> Any:
         given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
-        out, lse = forward(call, q, k, v, given)
+        out, lse, wide = forward(call, q, k, v, given, exact=q.dtype != torch.float32)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse, *extras)
+        ctx.save_for_backward(q, k, v, out, lse, wide, *extras)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -50,9 +50,12 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_double_backward()
         names = ("q", "k", "v", *EXTRAS)
-        q, k, v, out, lse, *extras = ctx.saved_tensors
+        q, k, v, out, lse, wide, *extras = ctx.saved_tensors
         wanted = tuple(name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed)
         dout = torch.zeros_like(out) if dout is None else dout
+        if wide is not None:  # delta of what was merged, before it was rounded: parts were rounded already
+            more = (dout.float() * (out.float() - wide)).sum(-1)
+            dlse = more if dlse is None else dlse + more
         given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
         found = backward(ctx.call, (q, k, v, out, lse, dout, dlse), given, wanted)
         return (None, *(found.get(name) for name in names))
@@ -72,10 +75,14 @@ def _of_heads(extras: dict[str, Any], heads: Range) -> dict[str, Any]:
 class Total:
     """`out` and `lse` of all keys, from parts over some of them: several are merged in one pass."""
 
-    def __init__(self, call: Call, q: torch.Tensor, width: int, parts: int, sinks: torch.Tensor | None) -> None:
+    def __init__(
+        self, call: Call, q: torch.Tensor, width: int, parts: int, sinks: torch.Tensor | None, exact: bool
+    ) -> None:
         self.call, self.once, self.fresh = call, call.once, sinks is None
         self.pending: list[tuple[Range, Range, AttentionState]] = []
-        dtype = q.dtype if parts <= self.most else torch.float32  # what is merged again is not rounded
+        # What is merged again is not rounded before, nor what a backward pass is to know.
+        rounded = self.once or (parts <= self.most and not exact)
+        dtype = q.dtype if rounded else torch.float32
         self.out = q.new_zeros((*q.shape[:-1], width), dtype=dtype)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
         if sinks is not None:  # once for each row that belongs to a document, whatever keys it sees
@@ -105,6 +112,8 @@ class Total:
                 ]
                 total = AttentionState(*(self.call.cut(x, (lo, hi), heads) for x in (self.out, self.lse)))
                 states = states if self.fresh or self.once else [total, *states]
+                if len(states) > 1:  # the result has the first one's dtype
+                    states[0] = AttentionState(states[0].out.to(self.out.dtype), states[0].lse)
                 found = merge(states) if len(states) > 1 else states[0] if states else total
                 for x, new in zip(total, found, strict=True):
                     x.copy_(new)
@@ -117,12 +126,13 @@ def _by_head(call: Call, sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor
 
 
 def forward(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: dict[str, Any], exact: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`out`, `lse` and, if `exact`, `out` in float32 where it was merged."""
     group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
     work = [(kv, *each) for kv in head_groups(call, k.shape[call.head]) for each in call.rounds]
     parts = sum(len(units) for _, units in call.rounds)
-    total = Total(call, q, v.shape[-1], parts, extras.get("sinks"))
+    total = Total(call, q, v.shape[-1], parts, extras.get("sinks"), exact)
     given = {name: x for name, x in extras.items() if name != "sinks" or total.once}  # with the one part of a row
 
     def bring(kv: Range, round: Any) -> Bringing:
@@ -146,9 +156,9 @@ def forward(
         raise
     everything = (0, q.shape[call.seq]), (0, q.shape[call.head])
     if total.once and [(which, heads) for which, heads, _ in total.pending] == [everything]:
-        return total.pending[0][2]
+        return *total.pending[0][2], None
     total.merge()
-    return total.out.to(q.dtype), total.lse
+    return total.out.to(q.dtype), total.lse, None if total.out.dtype == q.dtype else total.out
 
 
 def backward(
