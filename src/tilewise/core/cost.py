@@ -103,7 +103,7 @@ def _masked_cells(seq: Sequence, lo: torch.Tensor, hi: torch.Tensor, rows: int =
     for top in range(0, seq.q_len, rows):
         part = slice(top, min(top + rows, seq.q_len))
         mask, tree = seq.mask(part, slice(0, seq.kv_len)), seq.tree(part, slice(0, seq.kv_len))
-        seen = torch.ones((), dtype=torch.bool) if mask is None else mask[:heads].cpu()
+        seen = torch.ones((), dtype=torch.bool, device="cpu") if mask is None else mask[:heads].cpu()
         seen = seen if seen.dtype == torch.bool else seen != -torch.inf
         seen = seen if tree is None else seen & tree.cpu()
         count += int((seen & (lo[part, None] <= kpos) & (kpos < hi[part, None])).sum())

@@ -19,6 +19,7 @@ from tilewise.backends.cpu.codegen.dtypes import CODES
 from tilewise.backends.cpu.codegen.load_store import transpose
 from tilewise.backends.cpu.codegen.vector import W, microkernel
 from tilewise.backends.cpu.mainloop.score_mod import softcap_cells
+from tilewise.testing.case import Case
 from tilewise.testing.check import check_case
 
 
@@ -32,6 +33,21 @@ def _threads():
 
 class TestCpu(LatentRows):
     backend = "cpu"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=1, H=4, Hkv=2, D=1, Dv=34, v="int8/32", form="varlen", k_bias="h", lengths=(13,), q_lengths=(14,),
+             mask="bhqk", mask_kind="f16", pattern="least", tree="b"),
+        Case(B=1, H=10, Hkv=2, D=1, Dv=2, form="varlen", window=1, k_bias="h", lengths=(2,), q_lengths=(25,),
+             mask="hqk", mask_kind="f16", pattern="least"),
+        Case(B=1, H=4, Hkv=2, Lq=1, Lk=30, D=8, k_bias="bh", q_bias="bh", mask="bhqk", mask_kind="f16", pattern="least"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_mask_of_large_numbers_comes_after_biases(case):
+    check_case(case, "cpu", draws=4)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])

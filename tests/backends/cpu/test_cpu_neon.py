@@ -18,7 +18,7 @@ import json, sys
 import llvmlite.binding as llvm
 from llvmlite import ir
 from tilewise.backends.cpu.gemm import fp32, gemv_fp32
-from tilewise.backends.cpu.codegen import dtypes, load_store, vector
+from tilewise.backends.cpu.codegen import formats, load_store, vector
 from tilewise.backends.cpu.mainloop import score_mod, softmax
 
 assert vector.W == 4, vector.W
@@ -30,7 +30,7 @@ KERNELS = {
     "exp_row": (softmax.exp_row, "iiff"), "store_f16": (load_store.store_f16, "iiif"),
     "store_bf16": (load_store.store_bf16, "iiif"),
 }
-for kind in dtypes.STORED:
+for kind in formats.DECODE:
     KERNELS[f"qk {kind}"] = gemv_fp32.make_qk(kind, 4, 4), "i" * 11
     KERNELS[f"pv {kind}"] = gemv_fp32.make_pv(kind, 4, 4), "i" * 11
 

@@ -24,7 +24,7 @@ from tilewise.backends.gpu.block_lists import classifies
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.triton import config, launch, operands, quantised, split_kv
 
-SHARES = 8  # about a minute each; two of them run in `make test`
+SHARES = 20  # under a minute each; two of them run in `make test`
 # Slow in the interpreter, and like others but longer.
 LONG = ("L1023", "Lk5000", "Lk1000-D576", "L255")
 RUN = """

@@ -199,7 +199,7 @@ def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
         params.head_batch = 1
     if t.mask is not None and has_spans(p, t.mask):
         own = [n if stride else 1 for n, stride in zip(t.mask.shape[:3], t.mask.stride()[:3], strict=True)]
-        spans = torch.zeros(own, dtype=torch.int64).expand(t.mask.shape[:3])
+        spans = torch.zeros(own, dtype=torch.int64, device="cpu").expand(t.mask.shape[:3])
         put_tensor(params, "spans", spans)
         kept.append(spans)
     if launch.work_items is None:

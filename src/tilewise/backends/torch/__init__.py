@@ -20,6 +20,8 @@ from .backward import supports_backward as supports_backward
 from .kv_write import Append
 from .tiles import adjust, no_autocast, tile_states, weighted_sum, work_dtype
 
+FEW_ROWS, PART = 16, 32
+
 
 def supports(problem: Problem | WriteProblem) -> str | None:
     return None
@@ -55,6 +57,14 @@ def run(plan: Plan, tensors: Tensors) -> None:
                 _attend_rows(plan, seq, rows, None if states is None else states[seq.b][top // plan.tile[0]])
 
 
+def products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q k^T. Libraries add up the products of few rows term by term: such sums are made of parts, which rounds less."""
+    if q.shape[-2] > FEW_ROWS:
+        return q @ k.mT
+    parts = zip(q.split(PART, -1), k.split(PART, -1), strict=True)
+    return torch.stack([a @ b.mT for a, b in parts]).sum(0)
+
+
 def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | None) -> None:
     """One tile of query rows over all its keys."""
     p, t = seq.problem, seq.tensors
@@ -79,7 +89,7 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
         masked = t.mask is not None and state != FULL
         inside = last[0] <= cols.start and first[1] >= cols.stop
         k, v = seq.keys(cols.start, cols.stop, work), seq.values(cols.start, cols.stop, work)  # [Hkv, BK, D]
-        s = (q @ k.mT).view(H, n, -1) * p.scale  # [H, BQ, BK]
+        s = products(q, k).view(H, n, -1) * p.scale  # [H, BQ, BK]
         s, visible = adjust(seq, s, rows, cols, masked, not inside, chosen)
 
         top = torch.maximum(m, s.amax(-1))

@@ -46,7 +46,7 @@ from ..kv_access import (
 from ..params import WORK_ITEM_BYTES
 from ..scratch import CHUNK, PAD, SCORES, TAIL, partition, replacing, table_size
 from .chosen import chosen_key, chosen_keys, first_key, list_chosen
-from .mask import FULL, SKIP, has_added, has_bias, list_added, read_states
+from .mask import BIASES, FULL, MASKS, SKIP, has_added, has_bias, last_parts, list_added, read_states
 from .nonfinite import DOWNSCALE, add_nonfinite, extract_nonfinite, is_downscaled
 from .rows import set_up
 from .score_mod import alibi_row, alibi_strided, bias_cells
@@ -98,7 +98,11 @@ def online_softmax(p, t, item, r, origin, count, Dv):
         alibi_cells(p, t, item, r, row, origin, count)
     if (p.mask and state != FULL) or has_added(p, item.b, origin + count):
         at = item.b, item.head * (p.heads // p.kv_heads) + g, item.row + r % item.rows
-        list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, chosen_keys(p, t))
+        last = last_parts(p)
+        if last == MASKS:
+            list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, chosen_keys(p, t), BIASES)
+            bias_cells(row, W, vectors, t.mask_rows)
+        list_added(p, at, t.mask_rows, origin, count, vectors * W_, state, chosen_keys(p, t), last)
         bias_cells(row, W, vectors, t.mask_rows)
     fill(row, ZERO, lo, -INF)
     fill(row, hi, vectors * W, -INF)

@@ -13,6 +13,7 @@ from ..kv_access import sequence
 from .chosen import chosen_key
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
+MASKS, BIASES = 1, 2  # parts of what is added to scores
 
 
 @jit
@@ -156,16 +157,24 @@ def tree_hides(p, b, i, j):
 
 
 @jit
-def list_added(p, at, to, first, count, padded, state, chosen):
+def last_parts(p):
+    """The parts that are added last. A mask may be so large that it rounds off what is added to it: biases come before
+    it, not with it.
+    """
+    return MASKS if p.mask and has_bias(p) else MASKS | BIASES
+
+
+@jit
+def list_added(p, at, to, first, count, padded, state, chosen, parts):
     """What is added to the scores of query `at` (batch row, head, query) and keys first..first + count, or of `chosen`
-    keys: the mask, whose tile is in `state`, biases and the tree mask; zeros up to `padded`.
+    keys: of `parts` the mask, whose tile is in `state`, with the tree mask, and biases; zeros up to `padded`.
     """
     b, head, i = at
     if state == SKIP:
         fill(to, ZERO, padded, -INF)
         return
-    own = query_bias(p, b, head, i)
-    if p.mask and state != FULL:
+    own = query_bias(p, b, head, i) if parts & BIASES else F(0)
+    if p.mask and state != FULL and parts & MASKS:
         list_mask(p, mask_row(p, b, head, i), to, first, count, padded, chosen)
         if own != F(0):
             for j in range(count):
@@ -173,13 +182,13 @@ def list_added(p, at, to, first, count, padded, state, chosen):
     else:
         fill(to, ZERO, count, own)
         fill(to, count, padded, F(0))
-    if p.k_bias:
+    if p.k_bias and parts & BIASES:
         whole = count // W * W if p.k_bias_l == 4 and chosen == 0 else ZERO
         row_add(to, key_bias(p, b, head, first), whole, F(1))
         keys = key_bias(p, b, head, ZERO)
         for j in range(whole, count):
             put_f32(to + 4 * j, get_f32(to + 4 * j) + get_f32(keys + chosen_key(chosen, first + j) * p.k_bias_l))
-    if p.tree:
+    if p.tree and parts & MASKS:
         for j in range(ZERO if chosen else max(ZERO, own_keys(p, b) - first), count):
             if tree_hides(p, b, i, chosen_key(chosen, first + j)):
                 put_f32(to + 4 * j, -INF)

@@ -13,7 +13,7 @@ from ..codegen.numba_ops import INF, ONE, ZERO, F, fill, jit, up
 from ..codegen.vector import W
 from ..kv_access import affine
 from .chosen import chosen_key, chosen_keys
-from .mask import FULL, has_added, has_bias, list_added
+from .mask import BIASES, FULL, MASKS, has_added, has_bias, last_parts, list_added
 from .nonfinite import is_downscaled
 from .score_mod import alibi_column, bias_cells, hide_column, large_softcap_cells, scale_cells, softcap_cells
 from .softmax import MAX_FREE_LIMIT, NEVER_MAX_FREE
@@ -68,9 +68,9 @@ def max_free_bound(p, t, kv_len):
 
 
 @jit
-def mask_columns(p, t, item, first, R, key, count):
-    """The mask and biases of W query rows from `first` on and `count` keys from `key` on, by columns. False if there is
-    nothing to add.
+def mask_columns(p, t, item, first, R, key, count, parts):
+    """The mask and biases, or `parts` of them, of W query rows from `first` on and `count` keys from `key` on, by
+    columns. False if there is nothing to add.
     """
     n = item.rows
     needed = has_added(p, item.b, key + count)
@@ -84,7 +84,7 @@ def mask_columns(p, t, item, first, R, key, count):
         if r < R:
             head = item.head * (p.heads // p.kv_heads) + r // n
             at, state = (item.b, head, item.row + r % n), get_i64(t.states + 8 * (r // n))
-            list_added(p, at, row, key, count, width, state, chosen_keys(p, t))
+            list_added(p, at, row, key, count, width, state, chosen_keys(p, t), parts)
         else:
             fill(row, ZERO, width, F(0))
     for j in range(0, width, W):
@@ -114,9 +114,14 @@ def bias_scores(p, t, item, s, step, first, R, key, count):
                 alibi_column(s + 4 * j * step, step, ONE, slopes, positions, chosen_key(t.chosen, key + j), stride)
         else:
             alibi_column(s, step, count, slopes, positions, key, stride)
-    if (p.mask or has_added(p, item.b, key + count)) and mask_columns(p, t, item, first, R, key, count):
-        bias_cells(s, step, count, t.mask_columns)
-        hiding = True
+    if p.mask or has_added(p, item.b, key + count):
+        last = last_parts(p)
+        if last == MASKS and mask_columns(p, t, item, first, R, key, count, BIASES):
+            bias_cells(s, step, count, t.mask_columns)
+            hiding = True
+        if mask_columns(p, t, item, first, R, key, count, last):
+            bias_cells(s, step, count, t.mask_columns)
+            hiding = True
     if get_i32(t.all_lo + 4 * (first // W)) > key or get_i32(t.all_hi + 4 * (first // W)) < key + count:
         hide_column(s, step, count, t.lo + 4 * first, t.hi + 4 * first, key)
         hiding = True
