@@ -2,7 +2,7 @@
 
 Forward: while a round's parts are computed, the keys of the next one are under way. Results of parts are merged in
 float32, in the order of rounds.
-Backward: keys come again by the same rounds; each part has the `out` and `lse` of all keys, so that its gradients add
+Backward: keys are sent anew in these rounds; each part has the `out` and `lse` of all keys, so that its gradients add
 up. Those of keys and values go straight to their owner, while the next round is computed.
 """
 

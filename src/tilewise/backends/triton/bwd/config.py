@@ -46,7 +46,7 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
     # Hopper's products of 128 rows by two warpgroups: tiles whose mainloops keep all they hold in registers and do not
     # wait for each product. dK and dV of 128 keys do not fit together where heads are wider than 128.
     if wide <= 64:
-        small = Tile(64, 64, 4, 3)  # where a mask's cells are read: several programs of a processor wait by turns
+        small = Tile(64, 64, 4, 3)  # where a mask is read: programs of a processor hide each other's waits
         dense = problem.mask is not None and not problem.mask.is_bool
         return BackwardConfig(Tile(64, 128, 8, 2), small if dense else Tile(128, 64, 8, 2), small)
     if wide <= 128:
