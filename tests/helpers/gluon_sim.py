@@ -32,7 +32,7 @@ BACKWARD = PLACES | {
 }
 WIDE = BACKWARD | {
     f"wide.{name}": "backends.hopper.bwd.wide"
-    for name in ("arguments", "sync", "tile_scheduler", "producer", "consumer", "split", "kernel")
+    for name in ("arguments", "sync", "tile_scheduler", "producer", "epilogue", "consumer", "split", "kernel")
 }
 PACKAGES = ("plain", "plain.core", *(f"plain.backends{name}" for name in FOLDERS))
 

@@ -105,7 +105,7 @@ class Backward:
         }  # fmt: skip
         if s.packed:
             made["TABLE"] = listed(t.forward.cu_seqlens_k, 128, k_blocks)
-        made |= self.bound.sizes | {"S": s, "k_blocks": k_blocks}
+        made |= self.bound.sizes | {"S": s, "blocks": k_blocks}
         arguments = kernels["bwd.arguments"].BackwardArguments
         made |= {name: Tensor(np.int32(made[name])) for name in arguments.SIZES}
         total = k_blocks * self.bound.planes

@@ -1,7 +1,7 @@
 """Digests of the PTX of a sample of GPU kernels, to show that a change of names moves no instruction.
 
     python tests/helpers/ptx_digests.py --out before.json
-    python tests/helpers/ptx_digests.py --against before.json
+    python tests/helpers/ptx_digests.py --against before.json --only wide backward
 
 The names of kernels, comments and line information do not count. Not a test: it compares two states of the code.
 """
@@ -13,6 +13,8 @@ import hashlib
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,20 +26,28 @@ from triton.compiler import ASTSource
 
 sys.path += [str(Path(__file__).parents[1] / "backends" / name) for name in ("triton", "hopper")]
 
+import torch
+
 import aot
 import hopper_aot
 import test_hopper_aot
 import test_hopper_backward
+import test_hopper_wide_backward
 import test_mla
 import test_triton_aot
+import test_triton_backward
+from tilewise.backends.triton.merge import prepare
 
 TRITON = {
     "D128-causal": (90,), "D72-causal": (80,), "bool mask": (90,), "varlen": (90,), "decode-D128": (90, 100),
     "paged16-D128": (90,), "paged16-int4": (90,), "paged16-fp8_e4m3-groups-of-32": (90,), "int8-D64": (80,),
     "D256-softcap": (90,), "D512": (90,),
 }  # fmt: skip
-HOPPER = ("D64-short", "D128-causal", "D512-causal", "varlen")
-HOPPER_OTHERS = ("additive mask", "D72-all", "varlen-all")
+TRITON_BACKWARD = (
+    "D64", "D128-causal", "varlen", "additive mask", "dense mask", "D512", "everything", "everything, dense mask",
+    "strides", "biases", "few", "bool mask", "f32-D64",
+)  # fmt: skip
+HOPPER = ("D64-short", "D128-causal", "D512-causal", "varlen", "additive mask", "D72-all", "varlen-all")
 
 
 def ptx_of(source: Any, arch: int, options: Any) -> str:
@@ -100,34 +110,54 @@ class Recorder:
         return SimpleNamespace()
 
 
-def digests(quick: bool) -> dict[str, str]:
+def kernels(recorder: Recorder) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The sample by name, each compiled when it is called."""
+    for name, archs in TRITON.items():
+        for arch in archs:
+            p = test_triton_aot.HOT[name]
+            yield f"triton {name} sm_{arch}", lambda p=p, arch=arch: (aot.attend_of(p, arch), *aot.helpers_of(p, arch))
+    for name in TRITON_BACKWARD:
+        p = (test_triton_backward.HOT | test_triton_backward.OTHERS)[name]
+        yield f"triton backward {name}", lambda p=p: aot.backward_of(p, 90)
+    for dtype, n in ((torch.bfloat16, 8), (torch.float32, 2), (torch.float16, 3)):
+        state = (torch.empty(2, 32, 99, 72, dtype=dtype, device="meta"), torch.empty(2, 32, 99, device="meta"))
+        kernel, _, given = prepare([state] * n)
+        yield f"triton merge {n}", lambda kernel=kernel, given=given: aot.compile_kernel(kernel, given, 90)
+    problems = {name: p for name, (p, _) in (test_hopper_aot.HOT | test_hopper_aot.MORE).items()}
+    for name in HOPPER:
+        p = (problems | test_hopper_aot.OTHERS)[name]
+        yield f"hopper {name}", lambda p=p: hopper_aot.kernels_of(p)
+    narrow = test_hopper_backward
+    for n, p in enumerate(narrow.PROBLEMS):
+        if n in (0, 3, 6, 8, 9, 10):
+            yield f"hopper backward {n} D{p.head_dim}", lambda p=p: narrow.built(narrow.backward, narrow.given(p)[1])
+    wide = test_hopper_wide_backward
+    problems = dict(enumerate(wide.PROBLEMS)) | {"softcap": replace(wide.PROBLEMS[5], softcap=50.0)}
+    for n, p in problems.items():
+        bound, tensors = wide.given(p)
+        for launch, s in enumerate(bound.specs):
+            given = bound.arguments(tensors) | bound.own(tensors, s)
+            name = f"hopper wide backward {n} D{p.head_dim} launch {launch}"
+            yield name, lambda given=given: wide.built(wide.wide_backward, given)
+    latent, made = test_mla.arguments()
+    yield "mla decode", lambda: recorder.build(test_mla.latent_decode, made, ("S",))
+    constants = latent.combining.constants
+    combined = {name: (made | constants)[name] for name in test_mla.combine.arg_names}
+    yield "mla combine", lambda: recorder.build(test_mla.combine, combined, tuple(constants))
+    for name, options in {"": {"paged": False, "lengths": False}, " pages": {}, " fp8": {"fp8": True}}.items():
+        given = test_mla.arguments_by_indices(test_mla.chosen(**options))
+        yield f"mla indices{name}", lambda given=given: recorder.build(test_mla.latent_decode, given, ("S",))
+
+
+def digests(words: list[str]) -> dict[str, str]:
     recorder = Recorder()
     aot.compile_kernel = recorder.compile_kernel  # type: ignore[assignment]
-    hopper_aot.build = recorder.build  # type: ignore[assignment]
-    for name, archs in TRITON.items():
-        for arch in archs[: 1 if quick else 2]:
-            recorder.name = f"triton {name} sm_{arch}"
-            aot.attend_of(test_triton_aot.HOT[name], arch)
-            list(aot.helpers_of(test_triton_aot.HOT[name], arch))
-        if quick and name == "varlen":
-            break
-    problems = {name: p for name, (p, _) in (test_hopper_aot.HOT | test_hopper_aot.MORE).items()}
-    for name in HOPPER[: 2 if quick else None]:
-        recorder.name = f"hopper {name}"
-        hopper_aot.kernels_of(problems[name])
-    for name in HOPPER_OTHERS[: 1 if quick else None]:
-        recorder.name = f"hopper {name}"
-        hopper_aot.kernels_of(test_hopper_aot.OTHERS[name])
-    for s in (test_hopper_backward.SPECS[0], test_hopper_backward.SPECS[-2]):
-        recorder.name = f"backward D{s.D} causal={s.causal}"
-        recorder.build(test_hopper_backward.backward, test_hopper_backward.given(s), ("S",))
-    recorder.name = "mla"
-    latent, made = test_mla.arguments()
-    recorder.build(test_mla.latent_decode, made, ("S",))
-    constants = latent.combining.constants
-    recorder.build(
-        test_mla.combine, {name: (made | constants)[name] for name in test_mla.combine.arg_names}, tuple(constants)
-    )
+    for module in (hopper_aot, test_hopper_backward, test_hopper_wide_backward, test_mla):
+        module.build = recorder.build
+    for name, made in kernels(recorder):
+        if all(word in name for word in words):
+            recorder.name = name
+            made()
     return recorder.digests
 
 
@@ -135,9 +165,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--against", type=Path)
-    parser.add_argument("--quick", action="store_true", help="a third of the sample")
+    parser.add_argument("--only", nargs="*", default=[], help="kernels whose names have all these words")
     given = parser.parse_args()
-    made = digests(given.quick)
+    made = digests(given.only)
     if given.out:
         given.out.write_text(json.dumps(made, indent=1) + "\n")
     if given.against:

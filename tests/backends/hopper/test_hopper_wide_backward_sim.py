@@ -76,7 +76,7 @@ MUTANTS = {
         "first = gl.minimum(gl.cdiv(gl.maximum(lo, 0), BI), last)"),
     "the last block of keys left out": ("256, groups", "tile_scheduler", "last = gl.cdiv(kv_len, BI)",
         "last = kv_len // BI"),
-    "keys past the length": ("192/128 lengths", "consumer", "n = w.end if a.S.of_queries else w.kv_len", "n = w.end"),
+    "keys past the length": ("192/128 lengths", "epilogue", "n = w.end if a.S.of_queries else w.kv_len", "n = w.end"),
     "one head of the group": ("256, groups", "tile_scheduler", "w.head * a.group + g", "w.head * a.group"),
     "another sequence's statistics": ("256 packed", "tile_scheduler", "q_start // a.S.stats_block + seq",
         "q_start // a.S.stats_block"),
@@ -92,8 +92,8 @@ MUTANTS = {
     "softcap's derivative left out": ("192/128 softcap", "consumer", "q = p * slope", "q = p"),
     "dV with softcap's derivative": ("512 softcap", "split", "            q = p\n", ""),
     "delta left out": ("192/128 lengths", "consumer", "(dp + rows[3][:, None])", "dp"),
-    "scale twice": ("160, 136", "consumer", "grads[0], top, D) * a.scale", "grads[0], top, D) * a.scale * a.scale"),
-    "the tail's place": ("192/128 lengths", "consumer", "buf.x1.index(C), top, D,", "buf.x1.index(C), top, 0,"),
+    "scale twice": ("160, 136", "epilogue", "grads[0], top, D) * a.scale", "grads[0], top, D) * a.scale * a.scale"),
+    "the tail's place": ("192/128 lengths", "epilogue", "buf.x1.index(C), top, D,", "buf.x1.index(C), top, 0,"),
 }  # fmt: skip
 
 

@@ -115,10 +115,14 @@ def chosen(count=300, fp8=False, **given):
     return problem(selection=Selection(count), **(formats | given))
 
 
-def built_by_indices(p):
+def arguments_by_indices(p):
     made, t = launcher(p), tensors_of(p)
     t.v, t.key_indices = t.k, torch.empty(p.batch, 1, p.q_len, p.selection.count, dtype=torch.int32, device="meta")
-    built = build(latent_decode, made.arguments(t, made.workspace("meta")), ("S",))
+    return made.arguments(t, made.workspace("meta"))
+
+
+def built_by_indices(p):
+    built = build(latent_decode, arguments_by_indices(p), ("S",))
     assert built.shared <= SHARED[90]
     assert len(built.loops) == 2
     return built

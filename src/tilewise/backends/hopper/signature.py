@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from triton.experimental import gluon
@@ -25,9 +26,10 @@ class Size:
 def struct(cls: Any) -> Any:
     """An aggregate whose values are given in the order of its fields. Of a kernel's arguments, it is their one list.
 
-    A field `object` may be None (there is nothing), or a number that is known at compile time.
+    A field `object` may be None (there is nothing), or a number that is known at compile time. A base class's fields
+    come after its own.
     """
-    kinds = dict(cls.__annotations__)
+    kinds = {name: kind for each in cls.__mro__ for name, kind in inspect.get_annotations(each).items()}
 
     @gluon.constexpr_function  # type: ignore[untyped-decorator]
     def init(self: Any, *values: Any) -> None:

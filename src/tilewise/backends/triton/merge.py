@@ -48,44 +48,21 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     x0_a, x1_a, x2_a, x3_a, x4_a, x5_a, x6_a, x7_a, l0_a, l1_a, l2_a, l3_a, l4_a, l5_a, l6_a, l7_a,
     rows, total_rows, D: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    X, L = (X0, X1, X2, X3, X4, X5, X6, X7), (L0, L1, L2, L3, L4, L5, L6, L7)
+    x_a = (x0_a, x1_a, x2_a, x3_a, x4_a, x5_a, x6_a, x7_a)
+    l_a = (l0_a, l1_a, l2_a, l3_a, l4_a, l5_a, l6_a, l7_a)
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)  # [BR]
     ok = row < total_rows
     outer, inner = row // rows, row % rows
     d = tl.arange(0, W)
     top = tl.full([BR], float("-inf"), tl.float32)
-    top = top_of(L0, outer * l0_a + inner, ok, top)
-    if N > 1:
-        top = top_of(L1, outer * l1_a + inner, ok, top)
-    if N > 2:
-        top = top_of(L2, outer * l2_a + inner, ok, top)
-    if N > 3:
-        top = top_of(L3, outer * l3_a + inner, ok, top)
-    if N > 4:
-        top = top_of(L4, outer * l4_a + inner, ok, top)
-    if N > 5:
-        top = top_of(L5, outer * l5_a + inner, ok, top)
-    if N > 6:
-        top = top_of(L6, outer * l6_a + inner, ok, top)
-    if N > 7:
-        top = top_of(L7, outer * l7_a + inner, ok, top)
+    for i in tl.static_range(N):
+        top = top_of(L[i], outer * l_a[i] + inner, ok, top)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([BR], tl.float32)
     mixed = tl.zeros([BR, W], tl.float32)
-    total, mixed = add(X0, L0, outer, inner, x0_a, l0_a, d, ok, base, total, mixed, D)
-    if N > 1:
-        total, mixed = add(X1, L1, outer, inner, x1_a, l1_a, d, ok, base, total, mixed, D)
-    if N > 2:
-        total, mixed = add(X2, L2, outer, inner, x2_a, l2_a, d, ok, base, total, mixed, D)
-    if N > 3:
-        total, mixed = add(X3, L3, outer, inner, x3_a, l3_a, d, ok, base, total, mixed, D)
-    if N > 4:
-        total, mixed = add(X4, L4, outer, inner, x4_a, l4_a, d, ok, base, total, mixed, D)
-    if N > 5:
-        total, mixed = add(X5, L5, outer, inner, x5_a, l5_a, d, ok, base, total, mixed, D)
-    if N > 6:
-        total, mixed = add(X6, L6, outer, inner, x6_a, l6_a, d, ok, base, total, mixed, D)
-    if N > 7:
-        total, mixed = add(X7, L7, outer, inner, x7_a, l7_a, d, ok, base, total, mixed, D)
+    for i in tl.static_range(N):
+        total, mixed = add(X[i], L[i], outer, inner, x_a[i], l_a[i], d, ok, base, total, mixed, D)
     total = tl.where(total == 0.0, 1.0, total)
     cells = ok[:, None] & (d < D)[None, :]
     tl.store(OUT + (row * D)[:, None] + d[None, :], (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=cells)

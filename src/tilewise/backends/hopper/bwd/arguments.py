@@ -7,8 +7,32 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..signature import Size, struct
 
 
+class CallArguments:
+    """What both backward kernels are given behind their own. The blocks of the narrow one are of keys."""
+
+    KV_LENGTHS: object
+    Q_OFFSET: object
+    CU_Q: object
+    CU_K: object
+    TABLE: object  # packed: int32 [blocks, 2], each block's sequence and number there
+    heads: Size
+    group: Size
+    q_len: Size
+    kv_len: Size
+    q_blocks: Size  # of statistics, of a head of a batch row; packed: of a head, room for all sequences
+    blocks: Size  # of a plane; packed: of a head, room for all sequences
+    planes: Size  # heads of a batch row; packed: heads
+    q_offset: Size
+    left: Size  # of a window
+    right: Size  # 0 for causal
+    swizzle: Size
+    scale: object
+    softcap: object
+    S: object
+
+
 @struct
-class BackwardArguments:
+class BackwardArguments(CallArguments):
     q: object  # descriptors: q and do [1, 1, BM, D], k, v, dk, dv [1, 1, 64, D]
     k: object
     v: object
@@ -27,25 +51,6 @@ class BackwardArguments:
     dk_l: object
     dv_h: object
     dv_l: object
-    KV_LENGTHS: object
-    Q_OFFSET: object
-    CU_Q: object
-    CU_K: object
-    TABLE: object  # packed: int32 [k_blocks, 2], each key block's sequence and number there
-    heads: Size
-    group: Size
-    q_len: Size
-    kv_len: Size
-    q_blocks: Size  # of a head of a batch row; packed: of a head, room for all sequences
-    k_blocks: Size  # of a plane; packed: of a head, room for all sequences
-    planes: Size  # heads of a batch row; packed: heads
-    q_offset: Size
-    left: Size  # of a window
-    right: Size  # 0 for causal
-    swizzle: Size
-    scale: object
-    softcap: object
-    S: object
 
 
 @struct

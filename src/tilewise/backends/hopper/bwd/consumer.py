@@ -277,7 +277,7 @@ def consume(a, buf, index, C: gl.constexpr):
         n = gl.to_tensor(0)
         base = gl.to_tensor(0)
         index = get_index(a, buf, n)
-        while index < a.planes * a.k_blocks:
+        while index < a.planes * a.blocks:
             base = consume_block(a, buf, index, n, base, C)
             n += 1
             index = get_index(a, buf, n)

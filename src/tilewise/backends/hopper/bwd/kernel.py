@@ -10,7 +10,6 @@
 Partitions: two consumer warpgroups of 64 keys, a producer warp (TMA loads), a reducer warp (TMA reduce-add).
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
@@ -19,26 +18,6 @@ from .arguments import BackwardArguments, new_buffers
 from .consumer import consume
 from .producer import produce
 from .reducer import reduce
-
-
-@gluon.jit
-def reducer0(a, buf, tile_index):
-    reduce(a, buf, tile_index, 0)
-
-
-@gluon.jit
-def reducer1(a, buf, tile_index):
-    reduce(a, buf, tile_index, 1)
-
-
-@gluon.jit
-def consumer0(a, buf, tile_index):
-    consume(a, buf, tile_index, 0)
-
-
-@gluon.jit
-def consumer1(a, buf, tile_index):
-    consume(a, buf, tile_index, 1)
 
 
 @gluon_kernel(BackwardArguments)
@@ -50,8 +29,8 @@ def backward(a):
     buf = new_buffers(a)
     fence_async_shared()
     gl.warp_specialize(
-        [(consumer0, (a, buf, tile_index)), (consumer1, (a, buf, tile_index)), (produce, (a, buf, tile_index)),
-         (reducer0, (a, buf, tile_index)), (reducer1, (a, buf, tile_index))],
+        [(consume, (a, buf, tile_index, 0)), (consume, (a, buf, tile_index, 1)), (produce, (a, buf, tile_index)),
+         (reduce, (a, buf, tile_index, 0)), (reduce, (a, buf, tile_index, 1))],
         [4, 1, 1, 1],
         [a.S.consumer_regs, a.S.producer_regs, a.S.producer_regs, a.S.producer_regs],
     )  # fmt: skip

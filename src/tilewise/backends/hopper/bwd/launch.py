@@ -221,7 +221,7 @@ class Bound(Launcher):
     def main(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
         p, s = self.problem, self.spec
         steps = [self.list_step(given, "CU_K", "TABLE", config.BN)] if s.packed else []
-        programs = arguments["k_blocks"] * self.planes
+        programs = arguments["blocks"] * self.planes
         if s.persistent:
             programs = min(programs, config.PROCESSORS)
         names = {"do": "DOUT", "dk": "DK", "dv": "DV", "dq": "ACC", "stats": "STATS", "lse": "LSE2"}
@@ -230,7 +230,7 @@ class Bound(Launcher):
         return steps
 
     def arguments(self, given: dict[str, Any]) -> Arguments:
-        return super().arguments(given) | {"k_blocks": self.k_blocks(given["k"])}
+        return super().arguments(given) | {"blocks": self.k_blocks(given["k"])}
 
     def descriptors(self, given: dict[str, Any]) -> Arguments:
         s = self.spec

@@ -68,7 +68,7 @@ def produce(a, buf, index):
         n = gl.to_tensor(0)
         base = gl.to_tensor(0)
         index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
-        while index < a.planes * a.k_blocks:
+        while index < a.planes * a.blocks:
             put_index(a, buf, n, index)
             base = produce_block(a, buf, index, n, base)
             n += 1

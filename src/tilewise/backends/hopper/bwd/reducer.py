@@ -52,7 +52,7 @@ def reduce(a, buf, index, R: gl.constexpr):
         n = gl.to_tensor(0)
         base = gl.to_tensor(0)
         index = get_index(a, buf, n)
-        while index < a.planes * a.k_blocks:
+        while index < a.planes * a.blocks:
             base = reduce_block(a, buf, index, base, R)
             n += 1
             index = get_index(a, buf, n)

@@ -80,49 +80,68 @@ def get_index(a, buf, n):
 
 
 @gluon.jit
+def plane_of(a, tile_index):
+    """The block of a program, and its plane: blocks of `swizzle` planes are interleaved."""
+    width = a.swizzle * a.blocks
+    begin = tile_index // width * a.swizzle
+    count = gl.minimum(a.swizzle, a.planes - begin)
+    rest = tile_index % width
+    return rest // count, begin + rest % count
+
+
+@gluon.jit
+def sequence_of(a, seq):
+    """The first row of q and of k, and how many there are."""
+    q_start = seq * 0
+    kv_start = seq * 0
+    q_len = q_start + a.q_len
+    kv_end = q_start + a.kv_len
+    if a.S.packed:
+        q_start = gl.load(a.CU_Q + seq)
+        kv_start = gl.load(a.CU_K + seq)
+        q_len = gl.load(a.CU_Q + seq + 1) - q_start
+        kv_end = gl.load(a.CU_K + seq + 1) - kv_start
+    return q_start, kv_start, q_len, kv_end
+
+
+@gluon.jit
+def keys_of(a, seq, q_len, kv_end):
+    """Keys in use, and the position of the first row among them."""
+    kv_len = kv_end
+    if a.S.lengths:
+        kv_len = gl.load(a.KV_LENGTHS + seq)
+    if a.S.offset == "int":
+        shift = seq * 0 + a.q_offset
+    elif a.S.offset == "rows":
+        shift = gl.load(a.Q_OFFSET + seq)
+    else:
+        shift = kv_len - q_len
+    return kv_len, shift
+
+
+@gluon.jit
 def work_of(a, tile_index):
     """Key blocks ascending, of a causal call the longest first, interleaved over `swizzle` planes (heads of a batch
     row): programs add to dQ of a plane one after the other, so those of one plane must not all start together.
     """
     BM: gl.constexpr = a.S.BM
     kv_heads = a.heads // a.group
-    width = a.swizzle * a.k_blocks
-    begin = tile_index // width * a.swizzle
-    count = gl.minimum(a.swizzle, a.planes - begin)
-    rest = tile_index % width
-    n = rest // count
-    plane = begin + rest % count
-    zero = n * 0
+    n, plane = plane_of(a, tile_index)
     if a.S.packed:  # planes are heads: blocks of all sequences are one list
         seq = gl.load(a.TABLE + 2 * n)
         n = gl.load(a.TABLE + 2 * n + 1)
         kv_head = plane
-        b = zero
-        q_start = gl.load(a.CU_Q + seq)
-        kv_start = gl.load(a.CU_K + seq)
-        q_len = gl.load(a.CU_Q + seq + 1) - q_start
-        kv_end = gl.load(a.CU_K + seq + 1) - kv_start
+        b = n * 0
     else:
         seq = plane // kv_heads
         kv_head = plane % kv_heads
         b = seq
-        q_start = zero
-        kv_start = zero
-        q_len = zero + a.q_len
-        kv_end = zero + a.kv_len
-    kv_len = kv_end
-    if a.S.lengths:
-        kv_len = gl.load(a.KV_LENGTHS + seq)
-    if a.S.offset == "int":
-        shift = zero + a.q_offset
-    elif a.S.offset == "rows":
-        shift = gl.load(a.Q_OFFSET + seq)
-    else:
-        shift = kv_len - q_len
+    q_start, kv_start, q_len, kv_end = sequence_of(a, seq)
+    kv_len, shift = keys_of(a, seq, q_len, kv_end)
     key = n * 128
-    first = zero
+    first = n * 0
     last = gl.cdiv(q_len, BM)
-    inner = zero
+    inner = first
     outer = last
     if a.S.hides_right:
         first = gl.minimum(gl.maximum(key - shift - a.right, 0) // BM, last)

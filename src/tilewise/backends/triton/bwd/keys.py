@@ -8,16 +8,7 @@ from ...gpu.mask_rules import query_position, query_span, sequence_numbers
 from ...gpu.signature import kernel_of
 from ..epilogue import empty_acc, has_nonfinite
 from .arguments import NAMES, SIZES
-from .places import (
-    listed_tiles,
-    mask_plane,
-    packed_tile,
-    plane,
-    row_plane,
-    sequence,
-    tile_of,
-    wide_strides,
-)
+from .places import listed_tiles, mask_plane, packed_tile, plane, row_plane, sequence, tile_of, wide_strides
 from .tile import (
     add_product,
     dout_of,

@@ -3,13 +3,15 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...signature import Size, struct
-from ..arguments import barriers
+from ...signature import struct
+from ..arguments import CallArguments, barriers
 
 
 @struct
-class WideArguments:
-    """Descriptors of tiles [1, 1, rows, columns]: x, y, dx, dy of 64 outer rows, u, w of BI inner ones."""
+class WideArguments(CallArguments):
+    """Descriptors of tiles [1, 1, rows, columns]: x, y, dx, dy of 64 outer rows, u, w of BI inner ones. Blocks and
+    planes are of outer rows.
+    """
 
     x: object  # D columns of q or k, the outer rows
     x1: object  # and their tail, or None
@@ -30,25 +32,6 @@ class WideArguments:
     dx_l: object
     dy_h: object
     dy_l: object
-    KV_LENGTHS: object
-    Q_OFFSET: object
-    CU_Q: object
-    CU_K: object
-    TABLE: object  # packed: int32 [blocks, 2], each outer block's sequence and number there
-    heads: Size
-    group: Size
-    q_len: Size
-    kv_len: Size
-    q_blocks: Size  # blocks of statistics of a head of a batch row; packed: of a head, room for all sequences
-    blocks: Size  # outer blocks of a plane; packed: of a head, room for all sequences
-    planes: Size  # outer heads of a batch row; packed: outer heads
-    q_offset: Size
-    left: Size  # of a window
-    right: Size  # 0 for causal
-    swizzle: Size
-    scale: object
-    softcap: object
-    S: object
 
 
 @struct

@@ -3,9 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -14,6 +12,7 @@ from ..arguments import tile
 from ..consumer import capped, hide, part_factors, stat_factors
 from ..sync import named_barrier
 from .arguments import grad_layout, score_layout
+from .epilogue import store_all
 from .sync import P_READY, U_EMPTY, W_EMPTY
 from .tile_scheduler import next_block, spans, work_of
 
@@ -186,18 +185,41 @@ def step_dk(a, buf, u, grads, factors):
 
 
 @gluon.jit
-def steps(a, buf, begin, end, i, g, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
+def step(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
+    if a.S.of_queries:
+        grads = step_dq(a, buf, u, i, grads, rows, C, EDGES)
+    elif not a.S.roles:
+        grads = step_dkdv(a, buf, u, i, grads, rows, factors, C, EDGES)
+    elif C == 0:
+        grads = step_dv(a, buf, u, i, grads, rows, factors, EDGES)
+    else:
+        grads = step_dk(a, buf, u, grads, factors)
+    return grads
+
+
+@gluon.jit
+def steps(a, buf, begin, end, i, g, grads, rows, factors, STEP: gl.constexpr, C: gl.constexpr, EDGES: gl.constexpr):
     for u in range(begin, end):
-        if a.S.of_queries:
-            grads = step_dq(a, buf, u, i, grads, rows, C, EDGES)
-        elif not a.S.roles:
-            grads = step_dkdv(a, buf, u, i, grads, rows, factors, C, EDGES)
-        elif C == 0:
-            grads = step_dv(a, buf, u, i, grads, rows, factors, EDGES)
-        else:
-            grads = step_dk(a, buf, u, grads, factors)
+        grads = STEP(a, buf, u, i, grads, rows, factors, C, EDGES)
         i, g = next_block(a, i, g)
     return i, g, grads
+
+
+@gluon.jit
+def mainloop(a, buf, w, grads, rows, factors, STEP: gl.constexpr, C: gl.constexpr):
+    """All inner blocks, the last first: in the middle those that are seen whole."""
+    total = w.steps(a)
+    heads = total // gl.maximum(w.last - w.first, 1)
+    i = w.last - 1
+    g = w.last * 0
+    begin = (w.last - w.outer) * heads
+    end = (w.last - w.inner) * heads
+    if a.S.high_edges > 0:
+        i, g, grads = steps(a, buf, begin * 0, begin, i, g, grads, rows, factors, STEP, C, a.S.high_edges)
+    i, g, grads = steps(a, buf, begin, end, i, g, grads, rows, factors, STEP, C, 0)
+    if a.S.low_edges > 0:
+        i, g, grads = steps(a, buf, end, total, i, g, grads, rows, factors, STEP, C, a.S.low_edges)
+    return grads
 
 
 @gluon.jit
@@ -222,56 +244,6 @@ def outer_rows(a, w, row):
         minus_lse = gl.where(row < w.end, row_stat(a, w, row, 0) * (a.scale * LOG2E), float("-inf"))
         minus_delta = row_stat(a, w, row, 16)
     return lo, hi, minus_lse, minus_delta
-
-
-@gluon.jit
-def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, top, column, COLUMNS: gl.constexpr):
-    """A gradient [64, COLUMNS] of outer rows `top ..`, through memory that is this consumer's."""
-    if a.S.guarded:
-        nothing = x * 0.0  # NaN where a gradient is not finite
-        gl.store(a.FLAG + gl.zeros([64, COLUMNS], gl.int32, grad_layout(COLUMNS)), 1, mask=nothing != 0.0)
-    x = x.to(a.x.dtype)
-    if a.S.packed and top + 64 > w.end:
-        LAYOUT: gl.constexpr = grad_layout(COLUMNS)
-        rows = top + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
-        columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-        at = POINTER + w.head.to(gl.int64) * head_stride + (w.start + rows).to(gl.int64) * row_stride + columns
-        gl.store(at, x, mask=(rows < w.end) & (columns < desc.shape[3]))
-    else:
-        buffer.reshape([64, COLUMNS]).store(x)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [w.b, w.head, w.start + top, column], buffer)
-
-
-@gluon.jit
-def in_use(a, w, x, top, COLUMNS: gl.constexpr):
-    """A gradient of keys, 0 for those past the length; rows of queries past the end are not stored."""
-    row = top + gl.arange(0, 64, gl.SliceLayout(1, grad_layout(COLUMNS)))
-    n = w.end if a.S.of_queries else w.kv_len
-    return gl.where((row < n)[:, None], x, 0.0)
-
-
-@gluon.jit
-def store_all(a, buf, w, grads, top, C: gl.constexpr):
-    D: gl.constexpr = a.S.D
-    DV: gl.constexpr = a.S.DV
-    TAIL: gl.constexpr = a.S.tail
-    if a.S.roles:  # the first consumer alone reads K, the second V
-        if C == 0:
-            store(a, w, in_use(a, w, grads[0], top, DV), a.dy, a.DY, a.dy_h, a.dy_l, buf.x.index(0), top, 0, DV)
-        else:
-            dk = in_use(a, w, grads[0], top, D) * a.scale
-            store(a, w, dk, a.dx, a.DX, a.dx_h, a.dx_l, buf.y.index(0), top, 0, D)
-    else:
-        dx = in_use(a, w, grads[0], top, D) * a.scale
-        store(a, w, dx, a.dx, a.DX, a.dx_h, a.dx_l, buf.x.index(C), top, 0, D)
-        if TAIL > 0:
-            dx1 = in_use(a, w, grads[1], top, TAIL) * a.scale
-            store(a, w, dx1, a.dx1, a.DX, a.dx_h, a.dx_l, buf.x1.index(C), top, D, TAIL)
-        if not a.S.of_queries:
-            dv = in_use(a, w, grads[1 + (TAIL > 0)], top, DV)
-            store(a, w, dv, a.dy, a.DY, a.dy_h, a.dy_l, buf.y.index(C), top, 0, DV)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -303,16 +275,6 @@ def consume(a, buf, index, C: gl.constexpr):
     if w.last > w.first:
         mbarrier.wait(buf.x_full.index(0), 0)
         mbarrier.wait(buf.y_full.index(0), 0)
-    total = w.steps(a)
-    heads = total // gl.maximum(w.last - w.first, 1)
-    i = w.last - 1
-    g = w.last * 0
-    begin = (w.last - w.outer) * heads
-    end = (w.last - w.inner) * heads
-    if a.S.high_edges > 0:
-        i, g, grads = steps(a, buf, begin * 0, begin, i, g, grads, rows, factors, C, a.S.high_edges)
-    i, g, grads = steps(a, buf, begin, end, i, g, grads, rows, factors, C, 0)
-    if a.S.low_edges > 0:
-        i, g, grads = steps(a, buf, end, total, i, g, grads, rows, factors, C, a.S.low_edges)
+    grads = mainloop(a, buf, w, grads, rows, factors, step, C)
     if top < w.end:
         store_all(a, buf, w, grads, top, C)

@@ -12,7 +12,6 @@ and dV, the second dP and dK, with P through shared memory.
 Partitions: two consumer warpgroups, a producer warp (TMA loads).
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
@@ -23,26 +22,6 @@ from .producer import produce
 from .split import consume_split, new_chunk_buffers, produce_chunks
 
 
-@gluon.jit
-def consumer0(a, buf, index):
-    consume(a, buf, index, 0)
-
-
-@gluon.jit
-def consumer1(a, buf, index):
-    consume(a, buf, index, 1)
-
-
-@gluon.jit
-def split0(a, buf, index):
-    consume_split(a, buf, index, 0)
-
-
-@gluon.jit
-def split1(a, buf, index):
-    consume_split(a, buf, index, 1)
-
-
 @gluon_kernel(WideArguments)
 def wide_backward(a):
     index = gl.program_id(0)
@@ -50,7 +29,7 @@ def wide_backward(a):
         buf = new_buffers(a)
         fence_async_shared()
         gl.warp_specialize(
-            [(consumer0, (a, buf, index)), (consumer1, (a, buf, index)), (produce, (a, buf, index))],
+            [(consume, (a, buf, index, 0)), (consume, (a, buf, index, 1)), (produce, (a, buf, index))],
             [4, 1],
             [a.S.consumer_regs, a.S.producer_regs],
         )
@@ -58,7 +37,8 @@ def wide_backward(a):
         buf = new_chunk_buffers(a)
         fence_async_shared()
         gl.warp_specialize(
-            [(split0, (a, buf, index)), (split1, (a, buf, index)), (produce_chunks, (a, buf, index))],
+            [(consume_split, (a, buf, index, 0)), (consume_split, (a, buf, index, 1)),
+             (produce_chunks, (a, buf, index))],
             [4, 1],
             [a.S.consumer_regs, a.S.producer_regs],
-        )
+        )  # fmt: skip

@@ -22,7 +22,8 @@ from ..arguments import barriers
 from ..consumer import stat_factors
 from ..sync import named_barrier
 from .arguments import grad_layout, score_layout
-from .consumer import in_use, outer_rows, store, weights
+from .consumer import mainloop, outer_rows, weights
+from .epilogue import in_use, store
 from .producer import load_stats, stats_bytes
 from .sync import DS_READY, P_EMPTY, P_READY
 from .tile_scheduler import inner_head, next_block, work_of
@@ -196,14 +197,6 @@ def step_split(a, buf, u, i, grads, rows, factors, C: gl.constexpr, EDGES: gl.co
 
 
 @gluon.jit
-def split_steps(a, buf, begin, end, i, g, grads, rows, factors, C: gl.constexpr, EDGES: gl.constexpr):
-    for u in range(begin, end):
-        grads = step_split(a, buf, u, i, grads, rows, factors, C, EDGES)
-        i, g = next_block(a, i, g)
-    return i, g, grads
-
-
-@gluon.jit
 def consume_split(a, buf, index, C: gl.constexpr):
     D: gl.constexpr = a.S.D
     w = work_of(a, index)
@@ -216,17 +209,7 @@ def consume_split(a, buf, index, C: gl.constexpr):
         mbarrier.wait(buf.x_full.index(0), 0)
         if a.S.only != "v":
             mbarrier.wait(buf.y_full.index(0), 0)
-    total = w.steps(a)
-    heads = total // gl.maximum(w.last - w.first, 1)
-    i = w.last - 1
-    g = w.last * 0
-    begin = (w.last - w.outer) * heads
-    end = (w.last - w.inner) * heads
-    if a.S.high_edges > 0:
-        i, g, grads = split_steps(a, buf, begin * 0, begin, i, g, grads, rows, factors, C, a.S.high_edges)
-    i, g, grads = split_steps(a, buf, begin, end, i, g, grads, rows, factors, C, 0)
-    if a.S.low_edges > 0:
-        i, g, grads = split_steps(a, buf, end, total, i, g, grads, rows, factors, C, a.S.low_edges)
+    grads = mainloop(a, buf, w, grads, rows, factors, step_split, C)
     if w.top < w.end:
         for k in gl.static_range(2):
             x = in_use(a, w, grads[k], w.top, D)

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...signature import struct
+from ..tile_scheduler import keys_of, plane_of, sequence_of
 
 
 @struct
@@ -56,23 +57,12 @@ def work_of(a, tile_index):
     """The longest programs of `swizzle` planes (heads of a batch row) first, then those of the next planes."""
     BO: gl.constexpr = a.S.BO
     BI: gl.constexpr = a.S.BI
-    width = a.swizzle * a.blocks
-    begin = tile_index // width * a.swizzle
-    count = gl.minimum(a.swizzle, a.planes - begin)
-    rest = tile_index % width
-    n = rest // count
-    plane = begin + rest % count
-    zero = n * 0
+    n, plane = plane_of(a, tile_index)
     if a.S.packed:  # planes are heads: blocks of all sequences are one list
         seq = gl.load(a.TABLE + 2 * n)
         n = gl.load(a.TABLE + 2 * n + 1)
         head = plane
-        b = zero
-        q_start = gl.load(a.CU_Q + seq)
-        kv_start = gl.load(a.CU_K + seq)
-        q_len = gl.load(a.CU_Q + seq + 1) - q_start
-        kv_end = gl.load(a.CU_K + seq + 1) - kv_start
-        stats = q_start // a.S.stats_block + seq
+        b = n * 0
     else:
         outer_heads = a.heads
         if not a.S.of_queries:
@@ -82,23 +72,15 @@ def work_of(a, tile_index):
         if a.S.of_queries and a.S.hides_right:
             n = a.blocks - 1 - n
         b = seq
-        q_start = zero
-        kv_start = zero
-        q_len = zero + a.q_len
-        kv_end = zero + a.kv_len
-        stats = seq * a.heads * a.q_blocks
-    kv_len = kv_end
-    if a.S.lengths:
-        kv_len = gl.load(a.KV_LENGTHS + seq)
-    if a.S.offset == "int":
-        shift = zero + a.q_offset
-    elif a.S.offset == "rows":
-        shift = gl.load(a.Q_OFFSET + seq)
+    q_start, kv_start, q_len, kv_end = sequence_of(a, seq)
+    if a.S.packed:
+        stats = q_start // a.S.stats_block + seq
     else:
-        shift = kv_len - q_len
+        stats = seq * a.heads * a.q_blocks
+    kv_len, shift = keys_of(a, seq, q_len, kv_end)
     top = n * BO
-    first = zero
-    inner = zero
+    first = n * 0
+    inner = first
     if a.S.of_queries:  # row i sees keys lo .. hi - 1, which go up with i
         start = q_start
         end = q_len
