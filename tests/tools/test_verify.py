@@ -6,6 +6,7 @@ from gradient_mutants import GradientMutant
 from tilewise.dispatch import planner
 from tilewise.testing.gradient_properties import GRADIENT_PROPERTIES
 from tilewise.tools import verify, verify_gradients
+from tilewise.tools.cli import main
 
 
 @pytest.mark.parametrize(("device", "backend", "any_"), [
@@ -38,3 +39,10 @@ def test_outcomes(monkeypatch):
     planner.choose.cache_clear()
     assert result.status == "failed"
     assert "dq" in result.detail
+
+
+@pytest.mark.parametrize("backend", ["metal", "hopper"])
+def test_a_backend_without_its_device_is_refused_at_once(backend, monkeypatch, capsys):
+    monkeypatch.setattr(verify, "_all", lambda *_: pytest.fail("nothing can be checked"))
+    assert main(["verify", "--device", "cpu", "--backend", backend]) == 2
+    assert f"'{backend}'" in capsys.readouterr().err

@@ -65,6 +65,9 @@ def verify(
     `mac`: with the report of an Apple GPU; by default where tensors are on one.
     """
     check_target("--json", to)
+    if backend is not None:  # one that this machine has no device for is refused, not reported as 1,000 such checks
+        call = make(Case(B=1, H=1, Lq=8, D=64, dtype="f16"), device).checked()
+        planner.choose(call.problem, backend, 1)
     mac = device == "mps" if mac is None else mac
     names = [*_names(device, quick, mac and apple.has_mlx()), *_gradient_names(device, backend, quick)]
     jobs = min(len(names), jobs or (min(16, os.cpu_count() or 1) if device == "cuda" else 1))

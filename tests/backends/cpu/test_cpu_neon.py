@@ -17,7 +17,7 @@ CODE = r"""
 import json, sys
 import llvmlite.binding as llvm
 from llvmlite import ir
-from tilewise.backends.cpu.gemm import fp32, gemv_fp32
+from tilewise.backends.cpu.gemm import fp32, gemv_fp32, gemv_sdot
 from tilewise.backends.cpu.codegen import formats, load_store, vector
 from tilewise.backends.cpu.mainloop import score_mod, softmax
 
@@ -33,6 +33,9 @@ KERNELS = {
 for kind in formats.DECODE:
     KERNELS[f"qk {kind}"] = gemv_fp32.make_qk(kind, 4, 4), "i" * 11
     KERNELS[f"pv {kind}"] = gemv_fp32.make_pv(kind, 4, 4), "i" * 11
+for kind in gemv_sdot.PARTS:
+    KERNELS[f"sdot_qk {kind}"] = gemv_sdot.make_qk(kind), "i" * 12
+    KERNELS[f"sdot_pv {kind}"] = gemv_sdot.make_pv(kind, 2), "i" * 11
 
 
 class Context:
@@ -93,6 +96,17 @@ def test_products_are_of_four_lanes(assembly, name):
 )  # fmt: skip
 def test_narrow_types_are_widened_by_vectors(assembly, name, instruction):
     assert re.search(rf"\b({instruction})", assembly[name])
+
+
+@pytest.mark.parametrize("name", ["sdot_qk int8", "sdot_pv int8", "sdot_qk int4", "sdot_pv int4"])
+def test_integer_caches_by_sdot_in_registers(assembly, name):
+    """No element is widened, and all sums stay in registers: loops with products store nothing."""
+    loops = [part for part in re.split(r"^\.LBB\S+:", assembly[name], flags=re.MULTILINE) if "sdot" in part]
+    assert sum(part.count("sdot") for part in loops) >= 24
+    for part in loops:
+        products = part[: part.rindex("sdot")]
+        assert not re.search(r"^\s+st[rp]\s", products, re.MULTILINE)
+        assert not re.search(r"\b(sxtl|sshll)", products)
 
 
 def test_a_block_of_products_stays_in_registers(assembly):

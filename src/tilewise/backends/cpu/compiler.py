@@ -22,6 +22,7 @@ from numba.core.registry import cpu_target
 
 from .codegen.formats import DECODE
 from .gemm.amx import PARTS, usable
+from .gemm.gemv_sdot import has_sdot
 from .gemm.gemv_vnni import PARTS as BYTE_PARTS
 from .gemm.gemv_vnni import has_vnni
 from .gemm.gradient import has_bf16
@@ -93,6 +94,7 @@ HOMES = {
     **dict.fromkeys(("amx_qk", "amx_pv"), "gemm.gemv_amx"),
     **dict.fromkeys(("bf16_qk", "bf16_pv"), "gemm.gemv_bf16"),
     **dict.fromkeys(("vnni_qk", "vnni_pv"), "gemm.gemv_vnni"),
+    **dict.fromkeys(("sdot_qk", "sdot_pv"), "gemm.gemv_sdot"),
     **dict.fromkeys(("backward", "schedule_backward", "delta"), "mainloop.backward"),
     "append": "kv_write",
     "combine": "mainloop.epilogue",
@@ -127,6 +129,7 @@ ALL = [
     *("schedule", "launch", "worker", "thread_main", "combine", "decode", "prefill"),
     *(f"{what} {dtype}" for dtype in DECODE for what in ("qk", "pv")),
     *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_vnni() for what in ("vnni_qk", "vnni_pv")),
+    *(f"{what} {dtype}" for dtype in BYTE_PARTS if has_sdot() for what in ("sdot_qk", "sdot_pv")),
     *(("amx_qk", "amx_pv", *(f"prefill_amx {dtype}" for dtype in PARTS)) if usable() else ()),
     *("append", "cascade", "map_rows", "schedule_backward", "backward", "delta"),
     *(("backward bf16", "bf16_qk", "bf16_pv") if has_bf16() else ()),

@@ -12,7 +12,9 @@ def cpu_features() -> set[str]:
     """What this machine's CPU has, or the one that Numba is set to compile for."""
     given = getattr(config, "CPU_FEATURES", None)
     if given is None:
-        return {name for name, there in llvm.get_host_cpu_features().items() if there}
+        # LLVM names no features of a Mac's CPU, and knows these by its name.
+        mac = {"neon", "dotprod"} if (platform.system(), platform.machine()) == ("Darwin", "arm64") else set()
+        return mac | {name for name, there in llvm.get_host_cpu_features().items() if there}
     return {name[1:] for name in given.split(",") if name.startswith("+")}
 
 

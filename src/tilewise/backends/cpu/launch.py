@@ -22,7 +22,7 @@ from ...core.tensors import Tensors
 from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
-from .gemm import amx, gemv_amx, gemv_vnni
+from .gemm import amx, gemv_amx, gemv_sdot, gemv_vnni
 from .params import LAUNCH_BYTES, LINE, WORK_ITEM, Gradients, Params, Rules, put_tensor
 from .scratch import total
 from .threads import pool
@@ -149,10 +149,11 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
             names |= {"amx_qk": "amx_qk", "amx_pv": "amx_pv"}
         elif config.takes_pairs(p):
             names |= {"amx_qk": "bf16_qk", "amx_pv": "bf16_pv"}
-        if gemv_vnni.serves(k, p.head_dim):
-            names["vnni_qk"] = f"vnni_qk {k.name}"
-        if gemv_vnni.serves(v, p.value_dim):
-            names["vnni_pv"] = f"vnni_pv {v.name}"
+        for name, gemv in (("vnni", gemv_vnni), ("sdot", gemv_sdot)):
+            if gemv.serves(k, p.head_dim):
+                names["dot_qk"] = f"{name}_qk {k.name}"
+            if gemv.serves(v, p.value_dim):
+                names["dot_pv"] = f"{name}_pv {v.name}"
     return names
 
 

@@ -83,7 +83,7 @@ class Params(ctypes.Structure):
         *fields("work_items partials threads"),
         # Kernels, by address
         *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 amx_qk amx_pv"),
-        *fields("vnni_qk vnni_pv"),
+        *fields("dot_qk dot_pv"),
         *fields("gradients"),  # the address of a `Gradients`, for a backward pass
         # A cascade: the parameter struct of the shared keys, the places of rows in it, the next item to merge
         *fields("shared places next_merge"),

@@ -1,4 +1,5 @@
-"""Float32 rows as 24-bit fixed point: three 8-bit limbs and one factor for a row, for integer dots (`gemv_vnni.py`).
+"""Float32 rows as 24-bit fixed point: three 8-bit limbs and one factor for a row, for integer dots (`gemv_vnni.py`,
+`gemv_sdot.py`).
 
 As exact as float32 is next to the largest number of a row. Rows out of range are left to fp32.
 """
@@ -19,13 +20,14 @@ LIMBS = 3
 LINE = 64  # elements that share what their sum starts with
 LINE_ = np.int64(LINE)
 MOST = F(127 * 65536)  # of a number of three limbs with a sign
-MOST_WEIGHT = F(2**24 - 256)  # without one
+SIGNED = W == 4  # both sides of NEON's `sdot` have a sign; VNNI takes K and weights without one
+MOST_WEIGHT = MOST if SIGNED else F(2**24 - 256)
 LEAST_TOP, MOST_TOP = F(1e-30), F(1e30)  # of the largest number of a row
 OFFSET_INT8, OFFSET_INT4 = np.int64(128), np.int64(8)  # what is added to K
 
 
 def _products(weights: bool) -> tuple[Any, Any]:
-    """`top` and `pack_limbs` of x, or of x times y for weights, which have no sign."""
+    """`top` and `pack_limbs` of x, or of x times y for weights, which are not below 0."""
 
     def value(e: Emit, x: Value, y: Value, at: Value) -> Value:
         return e.builder.fmul(e.load(x, at), e.load(y, at)) if weights else e.load(x, at)
@@ -57,14 +59,21 @@ def _products(weights: bool) -> tuple[Any, Any]:
                 limb = b.trunc(number, e.vector(I8))
                 at = b.add(b.mul(room, e.i64(m)), i)
                 b.store(limb, e.pointer(to, at, I8, limb.type)).align = 1
-                if not weights:
+                if SIGNED or not weights:
                     number = b.sub(number, b.sext(limb, e.vector(I32)))
                 number = b.ashr(number, e.i32s(8))
 
     return top, pack_limbs
 
 
-(max_query, pack_signed), (max_weight, pack_unsigned) = _products(False), _products(True)
+(max_query, pack_query), (max_weight, pack_weight) = _products(False), _products(True)
+
+
+def join_limbs(e: Emit, limbs: list[Value]) -> Value:
+    """Sums of three limbs, the lowest first, as float32."""
+    b, f32 = e.builder, e.vector(F32)
+    low = b.sitofp(b.add(limbs[0], b.shl(limbs[1], e.i32s(8))), f32)
+    return e.fma(b.sitofp(limbs[2], f32), e.f32s(65536.0), low)
 
 
 @microkernel("iii")
@@ -95,8 +104,8 @@ def quantise_queries(to, q, rows, width, dtype):  # type: ignore[no-untyped-def]
         if top != F(0) and not LEAST_TOP <= top <= MOST_TOP:
             put_f32(to + factor_at, F(-1))
             return
-        pack_signed(row, x, x, width, F(0) if top == F(0) else MOST / top, width)
-        for n in range(LIMBS):
+        pack_query(row, x, x, width, F(0) if top == F(0) else MOST / top, width)
+        for n in range(0 if SIGNED else LIMBS):
             for span in range(spans):
                 start = row + 4 * (LIMBS * words + n * spans + span)
                 pack_offset(start, row + n * width + span * LINE_, OFFSET_INT8 if dtype == dtypes.INT8 else OFFSET_INT4)
@@ -127,6 +136,6 @@ def pack_weights(to, p, scales, count, room):  # type: ignore[no-untyped-def]
     top = max_weight(p, scales, count)
     if top != F(0) and not LEAST_TOP <= top <= MOST_TOP:
         return False
-    pack_unsigned(to, p, scales, count, F(0) if top == F(0) else MOST_WEIGHT / top, room)
+    pack_weight(to, p, scales, count, F(0) if top == F(0) else MOST_WEIGHT / top, room)
     put_f32(to + LIMBS * room, top / MOST_WEIGHT)
     return True

@@ -20,7 +20,7 @@ from ..codegen.numba_ops import jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I8, I16, I32, I64, Emit, Value, W, microkernel
 from ..isa import cpu_features
-from .fixed_point import LIMBS, LINE
+from .fixed_point import LIMBS, LINE, join_limbs
 from .gemv_fp32 import by_rows
 
 KEYS = 16  # of dots
@@ -41,13 +41,6 @@ def _product(e: Emit, total: Value, plain: Value, signed: Value) -> Value:
     kind = ir.FunctionType(total.type, [total.type] * 3)
     function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
     return e.builder.call(function, [total, plain, signed])
-
-
-def _join_limbs(e: Emit, limbs: list[Value]) -> Value:
-    """Sums of three limbs, the lowest first, as float32."""
-    b, f32 = e.builder, e.vector(F32)
-    low = b.sitofp(b.add(limbs[0], b.shl(limbs[1], e.i32s(8))), f32)
-    return e.fma(b.sitofp(limbs[2], f32), e.f32s(65536.0), low)
 
 
 def _splat_word(e: Emit, address: Value, offset: Value) -> Value:
@@ -98,7 +91,7 @@ def make_qk(kind: str, queries: int) -> Any:
                                 row[m] = _product(e, row[m], x, _splat_word(e, q, b.add(at[m], place)))
                     factor = e.load(scales, b.add(b.mul(b.lshr(element, bits), line), key))
                     for score, row in zip(scores, sums, strict=True):
-                        score.set(e.fma(_join_limbs(e, row), factor, score.get()))
+                        score.set(e.fma(join_limbs(e, row), factor, score.get()))
             for i, score in enumerate(scores):
                 factor = e.splat(e.load_scalar(q, factors_at[i], F32))
                 e.store(b.fmul(score.get(), factor), s, b.add(b.mul(lds, e.i64(i)), key))
@@ -147,7 +140,7 @@ def make_pv(kind: str, queries: int) -> Any:
                             weight = _splat_word(e, p, at)
                             for n, x in enumerate(fours):
                                 sums[i][n][m].set(_product(e, sums[i][n][m].get(), weight, x))
-                halves.append([[_join_limbs(e, [x.get() for x in two]) for two in row] for row in sums])
+                halves.append([[join_limbs(e, [x.get() for x in two]) for two in row] for row in sums])
             for i in range(queries):
                 factor = e.load_scalar(p, b.add(weights_at[i], b.mul(room, e.i64(LIMBS))), F32)
                 if kind == "int4":

@@ -190,10 +190,10 @@ def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
     """acc += p v, in chunks: short sums round less."""
     if tiled:
         call_amx(p.amx_pv, t.acc, Dv, t.s, SCORES, R, t.v_table, tiled, t.values, t.nonfinite, distance)
-    if scaled and p.vnni_pv and quantise_weights(p, t, R, count, keys):  # exact sums
+    if scaled and p.dot_pv and quantise_weights(p, t, R, count, keys):  # exact sums
         fours = up(count, FOUR)
         weights = t.weights
-        call_pv(p.vnni_pv, t.acc, Dv, R, t.v_table, fours, width, weights, SCORES, R * SCORES, p.v_group, distance)
+        call_pv(p.dot_pv, t.acc, Dv, R, t.v_table, fours, width, weights, SCORES, R * SCORES, p.v_group, distance)
         return
     step = KEY_PAD if p.table and not scaled else CHUNK  # as in `decode_head_batch`
     for j in range(tiled, count, step):
@@ -236,7 +236,7 @@ def decode(params, scratch, address):
             widen_row(t.q + 4 * r * D, row, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
         if by_amx:
             pack_queries(p, t, item, q_start, R)
-        if p.vnni_qk:
+        if p.dot_qk:
             quantise_queries(t.packed, t.q, R, D, p.k_dtype)
         first, last, _ = set_up(p, t, item, R, Dv)  # the same for all of them
     start = first_key(p, item)
@@ -312,11 +312,11 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
     elif dtypes.is_quantised(k.dtype):
         list_scales(p, k, at, t.k_scales, origin, count, W_, keys)
         if (
-            p.vnni_qk
+            p.dot_qk
             and are_quantised(t.packed, D)
             and are_finite(t.k_scales, keys, count, (D + p.k_group - 1) // p.k_group)
         ):
-            qk, q, ldq, pad = p.vnni_qk, t.packed, query_words(D), W_
+            qk, q, ldq, pad = p.dot_qk, t.packed, query_words(D), W_
     list_ahead(p, v, at, t.v_table, origin, count, last, p.prefetch_distance)
     multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, k_distance, tiled)
 
