@@ -10,7 +10,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve vllm train test unit test-slow test-serve lint format docs clean
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve arm apple lint format docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,13 @@ test-slow: lint $(VENV)/.installed-weights ## lint, types and every test
 
 test-serve: $(VENV)-serve/.installed ## the server end to end, by OpenAI's client; in an environment of its own
 	OMP_NUM_THREADS=2 $(VENV)-serve/bin/python -m pytest tests/compat/test_serve.py
+
+arm: $(VENV)/.installed-dev ## the CPU backend's conformance cases as AArch64, emulated (Debian; downloads 300 MB)
+	$(BIN)/python tools/arm/environment.py .cache/arm
+	$(BIN)/python tools/arm/conformance.py .cache/arm --json .cache/arm/conformance.json
+
+apple: $(VENV)/.installed-dev ## MLX's attention kernels as Apple's compiler read them, against the Metal simulator
+	PYTHONPATH=tools $(BIN)/python -m mslsim.against_apple
 
 lint: $(VENV)/.installed-dev ## ruff and mypy, changing nothing
 	$(BIN)/ruff check

@@ -209,7 +209,8 @@ class Sequence:
             row = 0 if p.form == "varlen" else self.b
             return x[row, :, self.kv_start + start : self.kv_start + end]
         first, last = start // p.page_size, -(-end // p.page_size)
-        pages = x[table[self.b, first:last].long()]  # [pages, Hkv, page_size, D]
+        of_bytes = x.view(torch.uint8) if x.element_size() == 1 else x  # torch 2.8 gathers no float8
+        pages = of_bytes[table[self.b, first:last].long()].view(x.dtype)  # [pages, Hkv, page_size, D]
         skip = start - first * p.page_size
         return pages.transpose(0, 1).flatten(1, 2)[:, skip : skip + end - start]
 

@@ -259,6 +259,28 @@ def test_other_vector_widths(width, features, peers, tmp_path):
         f"assert W == {width}, W\n"
         "for case in CASES: check_case(case, 'cpu')\n"
         "for check in PROPERTIES.values(): check('cpu', 'cpu')\n"
+        "from tilewise.testing.cases import GRADIENTS\n"
+        "from tilewise.testing.gradients import check_gradients\n"
+        "from tilewise.errors import Unsupported\n"
+        "for case in GRADIENTS:\n"
+        "    try: check_gradients(case, 'cpu')\n"
+        "    except Unsupported: pass\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these are vector sets of x86")
+def test_gradients_of_few_rows_with_vectors_of_four(tmp_path):
+    """Blocks of rows are longer than a vector there, as on ARM: rows past the last are zeros up to whole blocks."""
+    features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "-avx2,+avx,+fma,+f16c,+sse4.2"}
+    code = (
+        "from tilewise.backends.cpu.codegen.vector import W\n"
+        "from tilewise.testing.case import Case\n"
+        "from tilewise.testing.gradients import check_gradients\n"
+        "assert W == 4\n"
+        "for case in (Case(Lq=20, Lk=90, causal=True, window=(10, 3)), Case(B=1, H=3, Lq=1, D=64, causal=True)):\n"
+        "    check_gradients(case, 'cpu')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | features, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

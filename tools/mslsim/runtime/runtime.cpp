@@ -1,4 +1,5 @@
 // All of the runtime, compiled once.
+#include "air.cpp"
 #include "atomic.cpp"
 #include "launch.cpp"
 #include "matrix.cpp"

@@ -15,6 +15,7 @@ from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, Var, W, microkern
 KEYS = 6  # keys of a gemm_keys block
 PANEL = (4 if REGISTERS == 32 else 2) * W  # query rows side by side: KEYS * PANEL / W accumulators
 ROWS = 8 if REGISTERS == 32 else 4  # query rows of a gemm_values block, over up to 3 vectors of columns
+WHOLE_ROWS = max(W, ROWS)  # query rows are padded to whole vectors and whole blocks
 
 
 # Products from scratch memory. What was in C is added last: short sums of short sums round less than one long one.

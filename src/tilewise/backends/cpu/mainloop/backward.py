@@ -34,7 +34,7 @@ from ..codegen.numba_ops import (
     widen_row,
 )
 from ..codegen.vector import W
-from ..gemm.fp32 import KEYS, PANEL, ROWS
+from ..gemm.fp32 import KEYS, PANEL, ROWS, WHOLE_ROWS
 from ..kv_access import affine, key_span, place, query_span, sequence
 from ..params import WORK_ITEM, WORK_ITEM_BYTES, Gradients, Params, offset
 from ..scratch import partition_backward
@@ -145,8 +145,8 @@ def differentiate(p, g, t, tile, R, line, count, factor):
     `factor`: what plain scores are still to be multiplied by.
     """
     cap = F(min(p.softcap, LARGEST))
-    clear(t.distances, up(R, W))
-    for first in range(0, up(R, W), W):
+    clear(t.distances, up(R, WHOLE_ROWS))
+    for first in range(0, up(R, WHOLE_ROWS), W):
         k0, k1 = count, ZERO
         for k in range(0, count, KEYS):
             if get_i64(t.first_row + 8 * (k // KEYS)) < first + W and get_i64(t.last_row + 8 * (k // KEYS)) > first:

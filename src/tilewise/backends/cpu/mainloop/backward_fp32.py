@@ -7,7 +7,7 @@ from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, put_f32, transpose
 from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, up, widen_row
 from ..codegen.vector import W
-from ..gemm.fp32 import KEYS, PANEL
+from ..gemm.fp32 import KEYS, PANEL, WHOLE_ROWS
 from ..gemm.gradient import gemm_columns, gemm_rows
 from ..kv_access import key_source, list_rows, query_row, sequence, value_source, widen_rows
 from .gradient_cells import clean, dot_less
@@ -50,7 +50,7 @@ def load_rows(p, g, t, tile, R):
     q_start = sequence(p, tile.b)[0]
     n = tile.rows
     bad = F(0)
-    for r in range(up(R, W)):
+    for r in range(up(R, WHOLE_ROWS)):
         q_row, dout_row = t.q_rows + 4 * r * D, t.dout_rows + 4 * r * Dv
         if r >= R or abs(get_f32(t.m + 4 * r)) == INF:
             clear(q_row, D)
@@ -63,13 +63,13 @@ def load_rows(p, g, t, tile, R):
     transpose_rows(t.q, t.q_rows, R, D)
     transpose_rows(t.dout, t.dout_rows, R, Dv)
     if bad != F(0):  # of no use to dK: a row that holds it has NaN for its lse
-        clean(t.q_rows, t.q_rows, up(R, W) * D)
+        clean(t.q_rows, t.q_rows, up(R, WHOLE_ROWS) * D)
 
 
 @jit
 def transpose_rows(to, rows, R, width):
     """Rows [R, width] to panels [width, PANEL]."""
-    for first in range(0, up(R, W), W):
+    for first in range(0, up(R, WHOLE_ROWS), W):
         panel = to + 4 * (first // PANEL * PANEL * width + first % PANEL)
         for d in range(0, width, W):
             transpose(panel + 4 * d * PANEL, PANEL, rows + 4 * (first * width + d), width)
@@ -104,7 +104,7 @@ def dots(p, t, tile, R, line, count):
         dot_few_rows(t.keys, t.q_rows, t.s, line, count, D, R, factor, t.m)
         factor = F(1)
     else:
-        clear(t.distances, up(R, W))
+        clear(t.distances, up(R, WHOLE_ROWS))
         dot_few_rows(t.keys, t.q_rows, t.s, line, count, D, R, F(1), t.distances)
     dot_few_rows(t.values, t.dout_rows, t.ds, line, count, Dv, R, F(1), t.l)
     return factor

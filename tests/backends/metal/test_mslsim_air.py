@@ -1,0 +1,67 @@
+"""Kernels that Apple's own compiler has compiled, executed, against the same texts as the simulator reads them.
+
+The library comes with MLX's wheel for macOS, which is downloaded; where it cannot be had nothing is compared.
+"""
+
+import pytest
+
+from metal_sim import needs_simulator
+
+pytestmark = needs_simulator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wheel():
+    from mslsim import metallib
+
+    found = metallib.wheel()
+    if isinstance(found, str):
+        pytest.skip(found)
+
+
+PAIRS = [
+    ("vector", "bfloat", {"options": ("float",), "queries": 3, "keys": 77}),
+    ("vector", "half", {"options": ("sinks",), "queries": 3, "keys": 77}),
+    ("2pass", "float", {"options": ("causal",), "queries": 2, "keys": 100}),
+    ("steel", "bfloat", {"options": ("bool", "sinks"), "queries": 50, "keys": 70}),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "rest"), PAIRS, ids=[f"{p[0]} {p[1]}" for p in PAIRS])
+def test_a_text_means_what_apple_compiled(family, kind, rest):
+    from mslsim.against_apple import Pair, compare
+
+    found = compare(Pair(family, kind, 64, 64, **rest))
+    assert found.equal == found.numbers
+    assert found.error < {"float": 1e-5, "half": 4e-3, "bfloat": 3e-2}[kind]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("fast::exp(maxs[simd_gid] - max_score)", "fast::exp2(maxs[simd_gid] - max_score)"),
+     ("static_cast<T>(o[i])", "static_cast<T>(o[i] * 1.00001f)"),
+     ("const constant int& N [[buffer(5)]]", "const constant int& M [[buffer(5)]], const constant int& N [[buffer(5)]]")],
+)  # fmt: skip
+def test_another_meaning_is_noticed(old, new):
+    from mslsim.against_apple import Pair, compare
+
+    family = "2pass" if "maxs" in old else "vector"
+    assert old in _text()
+    try:
+        found = compare(Pair(family, "float", 64, 64, keys=77), change=lambda text: text.replace(old, new))
+    except (AssertionError, SyntaxError, ValueError):
+        return
+    assert found.equal < found.numbers
+
+
+def _text():
+    from mslsim import metallib
+
+    return metallib.text_of("mlx/backend/metal/kernels/sdpa_vector.h", {})
+
+
+def test_unknown_functions_are_named():
+    from mslsim.air import _DECLARED, _defined
+
+    with pytest.raises(NotImplementedError, match="air.sample_texture"):
+        _DECLARED.sub(_defined, "declare float @air.sample_texture.f32(float) #1")
