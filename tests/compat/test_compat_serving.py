@@ -7,13 +7,16 @@ import abc
 import dataclasses
 import enum
 import importlib
+import itertools
 import sys
 import types
 from importlib.metadata import entry_points
 
 import pytest
 import torch
+from torch import distributed as dist
 
+import ranks
 from naive import Row, assert_close
 from tilewise import InvalidArgument, alibi_slopes
 
@@ -129,6 +132,12 @@ class CpuPlatform:
 
 @pytest.fixture
 def vllm(monkeypatch):
+    yield vllm_backend(monkeypatch)
+    sys.modules.pop("tilewise.compat.vllm", None)
+
+
+def vllm_backend(monkeypatch, **more):
+    """Our module for vLLM, among stand-ins."""
     known = {}
     backend = {
         "AttentionBackend": Backend, "AttentionImpl": Impl, "AttentionMetadata": object, "AttentionType": AttentionType,
@@ -143,10 +152,9 @@ def vllm(monkeypatch):
             "AttentionBackendEnum": types.SimpleNamespace(__members__=known),
         },
         vllm__platforms={"current_platform": CpuPlatform()},
+        **more,
     )
-    module = load(monkeypatch, "tilewise.compat.vllm")
-    yield module
-    sys.modules.pop("tilewise.compat.vllm", None)
+    return load(monkeypatch, "tilewise.compat.vllm")
 
 
 def vllm_batch(size, padding=3):
@@ -250,6 +258,53 @@ def test_vllm_refusals(vllm):
     batch.causal = torch.tensor([True])
     with pytest.raises(InvalidArgument, match="causal"):
         vllm.TilewiseBuilder(None, [], None, torch.device("cpu")).build(0, batch)
+
+
+def _decode_context_parallel(name, size, causal):
+    """A batch over requests whose tokens lie over two ranks, each with its own heads; and what vLLM is told."""
+    torch.manual_seed(0)
+    rank, count = dist.get_rank(), 2
+    group = types.SimpleNamespace(device_group=dist.group.WORLD, rank_in_group=rank, world_size=count)
+    parallel = types.SimpleNamespace(decode_context_parallel_size=count, cp_kv_cache_interleave_size=1)
+    config, spec = types.SimpleNamespace(parallel_config=parallel), types.SimpleNamespace(dcp_sharded=True)
+    q, mine = peaked(sum(QUERIES), count * HEADS, WIDTH), slice(rank * HEADS, (rank + 1) * HEADS)
+    rows = [(peaked(n, 2, WIDTH), peaked(n, 2, WIDTH)) for n in LENGTHS]
+    theirs, ours = (
+        {key: x[mine] if key in ("sinks", "alibi_slopes") else x for key, x in options.items()}
+        for options in WHOLE_VLLM[name]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        vllm = vllm_backend(patch, vllm__distributed__parallel_state={"get_dcp_group": lambda: group})
+        batch, cache, _ = vllm_batch(size, padding=0)
+        batch.causal = causal
+        impl = vllm.TilewiseImpl(HEADS, WIDTH, 0.3, KV_HEADS, **theirs)
+        builder = vllm.TilewiseBuilder(spec, [], config, torch.device("cpu"))
+        for b, (k, v) in enumerate(rows):  # token i is the (i // count)-th of rank i mod count
+            at = [i // count if i % count == rank else -1 for i in range(len(k))]
+            slots = [-1 if i < 0 else int(batch.block_table_tensor[b, i // size]) * size + i % size for i in at]
+            impl.do_kv_cache_update(None, k, v, cache, torch.tensor(slots))
+        output = torch.full((sum(QUERIES), HEADS * WIDTH), torch.nan)
+        for _ in range(2):  # slopes are gathered once
+            impl.forward(None, q[:, mine], None, None, cache, builder.build(0, batch), output)
+        parallel.cp_kv_cache_interleave_size = 4
+        with pytest.raises(InvalidArgument, match="cp_kv_cache_interleave_size: got 4, expected 1"):
+            vllm.TilewiseBuilder(spec, [], config, torch.device("cpu"))
+        flags = vllm.TilewiseBackend.supports_dcp(), impl.can_return_lse_for_decode, impl.lse_base_on_e
+    heads = [tuple(x[:, rank : rank + 1] for x in row) for row in rows]  # one KV head for each rank's heads
+    check(output, q[:, mine], heads, scale=0.3, causal=causal, **ours)
+    return flags
+
+
+WHOLE_VLLM = VLLM | {
+    "sinks": ({"sinks": torch.linspace(-1, 2, 2 * HEADS)}, {"sinks": torch.linspace(-1, 2, 2 * HEADS)}),
+    "alibi": ({"alibi_slopes": alibi_slopes(2 * HEADS).tolist()}, {"alibi_slopes": alibi_slopes(2 * HEADS)}),
+}
+
+
+def test_vllm_decode_context_parallel():
+    with ranks.Pool(2) as two:
+        for name, size, causal in itertools.product(VLLM, (1, 5), (True, False)):
+            assert two(_decode_context_parallel, name, size, causal) == [(True, True, True)] * 2
 
 
 # SGLang

@@ -86,6 +86,25 @@ def test_a_sharded_cache_is_one_cache(pool, interleave, options, dtype, storage,
         assert kept == held(3, rank, 4, interleave)
 
 
+def _odd_sizes():
+    """An `out` of an odd number of 16-bit values on each rank, beside an lse of 32 bits."""
+    torch.manual_seed(0)
+    mesh, rank = mesh_of("4"), dist.get_rank()
+    made = {"kv_heads": 1, "head_dim": 8, "value_dim": 15, "dtype": "bf16"}
+    many, one = distributed.ShardedKVCache(mesh, 4, 4, **made), tilewise.PagedKVCache(8, 4, **made)
+    k, v, q = torch.randn(1, 1, 9, 8), torch.randn(1, 1, 9, 15), torch.randn(1, 4, 1, 8).bfloat16()
+    outs = []
+    for cache, mine in ((many, slice(rank, rank + 1)), (one, slice(None))):
+        sequence = cache.create()
+        cache.append([sequence], k.bfloat16(), v.bfloat16())
+        outs.append(cache.attend([sequence], q[:, mine], backend="torch"))
+    return torch.allclose(outs[0], outs[1][:, rank : rank + 1], atol=0.03)
+
+
+def test_values_of_an_odd_width(pool):
+    assert pool(_odd_sizes) == [True] * 4
+
+
 def _alibi():
     torch.manual_seed(0)
     x = torch.randn(2, 1, 4, 11, 16)

@@ -1,7 +1,9 @@
-"""DTensors in `tilewise.attention`: sharded by batch rows and by heads, their gradients too."""
+"""DTensors in `tilewise.attention`, by batch rows and by heads, with their gradients; and `parallelize_module`."""
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 import tilewise
 from ranks import Pool, mesh_of
@@ -108,3 +110,68 @@ def _told_apart():
 
 def test_layouts_and_gradients_are_told_apart(pool):
     assert pool(_told_apart) == [[True] * 9] * 4
+
+
+HEADS, KV_HEADS, WIDTH = 8, 4, 8
+
+
+class Attention(nn.Module):
+    """Projections around `tilewise.attention`; the number of heads follows from what it is handed."""
+
+    def __init__(self):
+        super().__init__()
+        size = HEADS * WIDTH
+        self.q, self.k, self.v = (nn.Linear(size, n * WIDTH, bias=False) for n in (HEADS, KV_HEADS, KV_HEADS))
+        self.o = nn.Linear(size, size, bias=False)
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (-1, WIDTH)) for p in (self.q, self.k, self.v))  # [B, L, heads, D]
+        return self.o(tilewise.attention(q, k, v, causal=True, window=5, layout="blhd").flatten(-2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.normalize(x, dim=-1)
+
+
+def _parallel(local):
+    """What differs from the whole model: its output and the gradients of its weights. And the heads of a rank."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    distributed.register_sharding_rules()
+    torch.manual_seed(0)
+    whole, x = Model(), torch.randn(2, 12, HEADS * WIDTH)
+    part = Model()
+    part.load_state_dict(whole.state_dict())
+    plan = {f"layers.*.{name}": ColwiseParallel(use_local_output=local) for name in "qkv"}
+    parallelize_module(part, mesh_of("4"), plan | {"layers.*.o": RowwiseParallel()})
+    heads, call = [], tilewise.attention
+
+    def noted(q, *args, **options):
+        heads.append((q.to_local() if isinstance(q, DTensor) else q).shape[2])
+        return call(q, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tilewise, "attention", noted)
+        got = part(x)
+    want = whole(x)
+    weights = torch.randn_like(want)
+    for out in (want, got):
+        (out * weights).sum().backward()
+    pairs = {"out": (got, want)}
+    pairs |= {name: (p.grad.full_tensor(), whole.get_parameter(name).grad) for name, p in part.named_parameters()}
+    wrong = [name for name, (a, b) in pairs.items() if not torch.allclose(a, b, atol=2e-5, rtol=1e-4)]
+    return heads, wrong
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_heads_of_a_model_over_ranks(pool, local):
+    """`parallelize_module`, with plain tensors around attention and with DTensors."""
+    assert pool(_parallel, local) == [([HEADS // 4] * 2, [])] * 4

@@ -3,6 +3,10 @@
 vLLM finds `register` by the entry point `tilewise` of its group `vllm.general_plugins`. Written for vLLM 0.32: keys and
 values of a layer lie in one tensor `[blocks, Hkv, block size, 2 D]` of any strides, and a batch is packed queries with
 offsets, lengths and a block table. That is one `paged_attention` call.
+
+Decode context parallel (`--decode-context-parallel-size R`): token i of a request is on rank i mod R of its group. The
+queries of all their heads are gathered, each rank attends to its tokens by an affine rule of positions, whatever the
+batch is made of, and gets what all found of its own heads: a gather and an all-to-all in each layer.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from vllm.v1.attention.backend import (
 
 from ..api import paged_attention, varlen_attention
 from ..core.problem import MAX_HEAD_DIM
+from ..distributed.cache import combine, gathered
+from ..distributed.layout import Ranks
 from ..errors import InvalidArgument
 
 NAME = "TILEWISE"
@@ -94,6 +100,10 @@ class TilewiseBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_dcp(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in (AttentionType.DECODER, *ENCODERS)
 
@@ -108,6 +118,8 @@ class TilewiseMetadata(AttentionMetadata):
     seq_lens: torch.Tensor  # int32 [B]: keys, those of the queries included
     block_table: torch.Tensor  # int32 [B, blocks]
     causal: bool
+    ranks: Ranks  # over which the tokens of requests lie
+    held: torch.Tensor  # int32 [B]: keys that this rank has
 
 
 class TilewiseBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
@@ -115,6 +127,16 @@ class TilewiseBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.ranks = Ranks(None, 0, 1)
+        parallel: Any = getattr(vllm_config, "parallel_config", None)
+        if getattr(kv_cache_spec, "dcp_sharded", False) and parallel.decode_context_parallel_size > 1:
+            from vllm.distributed.parallel_state import get_dcp_group
+
+            group, interleave = get_dcp_group(), parallel.cp_kv_cache_interleave_size
+            if interleave != 1:
+                remedy = "leave --cp-kv-cache-interleave-size out"
+                raise InvalidArgument("cp_kv_cache_interleave_size", interleave, "1", remedy)
+            self.ranks = Ranks(group.device_group, group.rank_in_group, group.world_size)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -122,6 +144,7 @@ class TilewiseBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         batch = common_attn_metadata
         if not isinstance(batch.causal, bool):
             raise InvalidArgument("causal", "a tensor", "one bool for all requests")
+        _, rank, size = self.ranks
         return TilewiseMetadata(
             batch.num_actual_tokens,
             batch.query_start_loc,
@@ -129,11 +152,17 @@ class TilewiseBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             batch.seq_lens,
             batch.block_table_tensor,
             batch.causal,
+            self.ranks,
+            batch.seq_lens if size == 1 else (batch.seq_lens + (size - 1 - rank)) // size,
         )
 
 
 class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
     """Attention of one layer."""
+
+    can_return_lse_for_decode = True
+    lse_base_on_e = True
+    supports_dcp = True
 
     def __init__(
         self,
@@ -207,6 +236,9 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         if attn_metadata is None:  # vLLM measures its memory
             return output.zero_()
         m = attn_metadata
+        if m.ranks.size > 1 and self.attn_type not in ENCODERS:
+            output[: m.tokens].view(m.tokens, self.num_heads, self.head_size).copy_(self.sharded(query, kv_cache, m))
+            return output
         q, out = query[: m.tokens], output[: m.tokens].view(m.tokens, self.num_heads, self.head_size)
         if self.slopes is not None:
             self.slopes = self.slopes.to(q.device)
@@ -219,3 +251,16 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
             options |= {"cu_seqlens_q": m.query_start_loc, "causal": m.causal}
             paged_attention(q, k, v, m.block_table, m.seq_lens, **options)
         return output
+
+    def sharded(self, query: torch.Tensor, kv_cache: torch.Tensor, m: TilewiseMetadata) -> torch.Tensor:
+        """Attention `[T, H, D]` over requests whose tokens lie over the ranks of `m`, the heads of each its own."""
+        q = gathered(query[: m.tokens], m.ranks, 1)
+        if self.slopes is not None and len(self.slopes) == self.num_heads:  # once: they are those of all from then on
+            self.slopes = gathered(self.slopes.to(q.device), m.ranks, 0)
+        options = self.options | {"alibi_slopes": self.slopes, "sinks": None, "max_q": m.max_query_len}
+        options |= {"cu_seqlens_q": m.query_start_loc, "causal": m.causal}
+        options["q_offset"] = m.seq_lens - m.query_start_loc.diff()
+        options |= {"k_start": m.ranks.rank, "k_stride": m.ranks.size}
+        k, v = self.pages(kv_cache)
+        state = paged_attention(q, k, v, m.block_table, m.held, return_lse=True, **options)
+        return combine(state, m.ranks, self.num_heads, sinks=self.options["sinks"]).out

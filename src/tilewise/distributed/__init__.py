@@ -11,7 +11,7 @@ out = distributed.attention(q, k, v, mesh=mesh, causal=True)
 from .attention import attention
 from .cache import ShardedBatch, ShardedKVCache
 from .context import context_parallel
-from .exchange import RankLost
+from .faults import RankLost
 from .layout import positions, shard, unshard
 from .pages import receive_sequence, send_sequence
 from .plan import DistributedPlan, Machine, RankPlan, plan

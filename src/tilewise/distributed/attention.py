@@ -31,7 +31,7 @@ def attention(
     *,
     mesh: Any,
     scheme: str = "zigzag",
-    length: int | tuple[int, int] | None = None,
+    length: int | tuple[int | None, int | None] | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     return_lse: bool = False,

@@ -16,7 +16,8 @@ from ..errors import InvalidArgument
 from ..kv_cache import PagedKVCache
 from ..state import AttentionState, merge
 from .exchange import all_to_all
-from .layout import ranks_of
+from .faults import told
+from .layout import Ranks, ranks_of
 
 
 def held(length: int, rank: int, ranks: int, interleave: int) -> int:
@@ -154,15 +155,14 @@ class ShardedBatch:
         sinks = options.pop("sinks", None)
         heads = q.shape[1]
         if gather and ranks.size > 1:
-            q = self._together(q, 1)
-            sinks = None if sinks is None else self._together(sinks, 0)
+            q = gathered(q, ranks, 1)
         options |= self._positions(q, causal, options)
         view = c.cache.view(self.sequences, 0)
-        if sinks is not None and ranks.rank == 0:  # they count once
+        if ranks.size == 1:
             options["sinks"] = sinks
         state = view.attend(q, layer, return_lse=True, **options)
-        if ranks.size > 1:
-            state = self._combined(state, heads if gather else 0)
+        if ranks.size > 1:  # sinks count once: with the sum of all parts
+            state = combine(state, ranks, heads if gather else 0, sinks=sinks)
         return state if return_lse else state.out
 
     def _positions(self, q: torch.Tensor, causal: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -187,26 +187,43 @@ class ShardedBatch:
             seen &= keys // chunk == queries // chunk
         return {"causal": False, "mask": seen[:, None]}
 
-    def _together(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.cache.ranks.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.cache.ranks.group)
-        return torch.cat(parts, dim)
 
-    def _combined(self, state: AttentionState, heads: int) -> AttentionState:
-        """The parts of all ranks, merged in their order: of `heads` heads each, or of all on every rank."""
-        ranks = self.cache.ranks
-        out, lse = state
-        cuts = out.split(heads, 1) if heads else [out] * ranks.size
-        lses = lse.split(heads, 1) if heads else [lse] * ranks.size
-        # One message to each rank: out in its dtype and lse in float32, as bytes.
-        parts = [torch.cat([_bytes(a), _bytes(b)]) for a, b in zip(cuts, lses, strict=True)]
-        shape = cuts[ranks.rank].shape
-        came = all_to_all(parts, [parts[ranks.rank].shape] * ranks.size, ranks)
-        size = shape.numel() * out.element_size()
-        return merge([
-            AttentionState(x[:size].view(out.dtype).view(shape), x[size:].view(torch.float32).view(shape[:-1]))
-            for x in came
-        ])  # fmt: skip
+def gathered(x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
+    """The tensors of all ranks, of one shape, along a dim."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
+    with told(ranks):
+        dist.all_gather(parts, x.contiguous(), group=ranks.group)
+    return torch.cat(parts, dim)
+
+
+def combine(
+    state: AttentionState, ranks: Ranks, heads: int, dim: int = 1, sinks: torch.Tensor | None = None
+) -> AttentionState:
+    """The parts of all ranks over their own keys, merged in the order of ranks.
+
+    Args:
+        state: `out` and `lse` of this rank's keys, of all ranks' heads along `dim`.
+        ranks: whose parts there are.
+        heads: of each rank, which gets its own; 0 if all are to have all.
+        dim: that of heads.
+        sinks: one for each head that this rank gets, of no part yet.
+    """
+    out, lse = state
+    cuts = out.split(heads, dim) if heads else [out] * ranks.size
+    lses = lse.split(heads, dim) if heads else [lse] * ranks.size
+    # One message to each rank, as bytes: lse in float32, out in its dtype, and some, so that the next is aligned.
+    shape = cuts[ranks.rank].shape
+    at, end = shape[:-1].numel() * 4, shape[:-1].numel() * 4 + shape.numel() * out.element_size()
+    slack = out.new_zeros(-end % 4, dtype=torch.uint8)
+    parts = [torch.cat([_bytes(b), _bytes(a), slack]) for a, b in zip(cuts, lses, strict=True)]
+    came = all_to_all(parts, [parts[ranks.rank].shape] * ranks.size, ranks)
+    states = [
+        AttentionState(x[at:end].view(out.dtype).view(shape), x[:at].view(torch.float32).view(shape[:-1])) for x in came
+    ]
+    if sinks is not None:
+        by_head = sinks.float().view([-1 if i == dim else 1 for i in range(len(shape) - 1)])
+        states.append(AttentionState(torch.zeros_like(states[0].out), by_head.expand(shape[:-1])))
+    return merge(states)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ import torch
 from ..compat import sdpa
 from ..errors import InvalidArgument
 from .attention import attention
-from .layout import ranks_of, shard
+from .layout import ORDERS, inner_sizes, pieces, ranks_of, shard, total
 
 
 @contextmanager
@@ -28,7 +29,8 @@ def context_parallel(
 
     The signature is that of `torch.distributed.tensor.experimental.context_parallel`. Served are
     `torch.nn.functional.scaled_dot_product_attention` and transformers' models with `attn_implementation="tilewise"`:
-    causal or not, windows, softcap, sinks, GQA, on any device. The backward pass may run outside.
+    causal or not, windows, softcap, sinks, GQA, on any device. The backward pass belongs inside too, since it reads
+    buffers that the forward pass has read; outside it needs them in `no_restore_buffers`, and autograd says so.
 
     Args:
         mesh: as in `attention`.
@@ -45,7 +47,7 @@ def context_parallel(
     gone = {id(x) for x in no_restore_buffers or ()}
     if not gone <= {id(x) for x in held}:
         raise InvalidArgument("no_restore_buffers", "a tensor that is not in buffers", "some of buffers")
-    ranks_of(mesh, scheme)
+    whole = _whole_lengths({x.shape[dim] for x, dim in zip(held, dims, strict=True)}, mesh, scheme)
     with ExitStack() as undo:
         for x, dim in zip(held, dims, strict=True):
             old = x.detach().clone()
@@ -53,11 +55,25 @@ def context_parallel(
                 x.set_(shard(old, mesh, dim, scheme))  # type: ignore[call-overload]
             if id(x) not in gone:
                 undo.callback(_restore, x, old)
-        for module, name, new in _replacements(mesh, scheme):
+        for module, name, new in _replacements(mesh, scheme, whole):
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, new)
         undo.enter_context(sdpa.installed())
         yield
+
+
+def _whole_lengths(lengths: set[int], mesh: Any, scheme: str) -> dict[int, int]:
+    """The lengths of buffers by this rank's numbers of their tokens, which ranks do not share evenly."""
+    ring, inner = ranks_of(mesh, scheme)
+    held = {
+        n: [inner_sizes(total(pieces(n, ring.size, r, ORDERS[scheme])), inner.size) for r in range(ring.size)]
+        for n in lengths
+    }
+    for r, u in itertools.product(range(ring.size), range(inner.size)):
+        if len({sizes[r][u] for sizes in held.values()}) < len(held):
+            want = "lengths of which every rank has another number of tokens"
+            raise InvalidArgument("buffers", f"lengths {sorted(lengths)}", want, "pad them to one length")
+    return {sizes[ring.rank][inner.rank]: n for n, sizes in held.items()}
 
 
 def _restore(x: torch.Tensor, old: torch.Tensor) -> None:
@@ -65,29 +81,31 @@ def _restore(x: torch.Tensor, old: torch.Tensor) -> None:
         x.set_(old)  # type: ignore[call-overload]
 
 
-def _replacements(mesh: Any, scheme: str) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def _replacements(mesh: Any, scheme: str, whole: dict[int, int]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """What the drop-ins call, module by module, and what they call inside of the context."""
 
     def sharded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        for name, plain in (("q_offset", (None, 0)), ("kv_lengths", (None,))):
-            if options.get(name) not in plain:
+        for name, fine in (("q_offset", (None, 0)), ("kv_lengths", (None,))):
+            if options.get(name) not in fine:
                 remedy = "no cache and no padding under context_parallel: tilewise.distributed.attention takes both"
                 raise InvalidArgument(name, "a part's own", "that of the whole sequence", remedy)
         if options.get("mask") is not None and options["mask"].shape[-1] == k.shape[_seq(options)] > 1:
             remedy = "tilewise.distributed.attention takes masks over all keys; causal and windows need none"
             raise InvalidArgument("mask", "one of this rank's keys alone", "all ranks' keys", remedy)
-        return attention(q, k, v, mesh=mesh, scheme=scheme, **options)
+        at = _seq(options)
+        lengths = whole.get(q.shape[at]), whole.get(k.shape[at])
+        return attention(q, k, v, mesh=mesh, scheme=scheme, length=lengths, **options)
 
     def packed(*_: Any, **__: Any) -> Any:
         remedy = "tilewise.distributed.attention(cu_seqlens_q=...) takes them"
         raise InvalidArgument("cu_seqlens_q", "packed sequences", "none under context_parallel", remedy)
 
-    whole = sdpa.scaled_dot_product_attention
+    plain = sdpa.scaled_dot_product_attention
 
     def of_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> Any:
         if reason := sdpa.why_torch(query, key, value):
             raise InvalidArgument("query", reason, "what tilewise computes: torch's own function is not sharded")
-        return whole(query, key, value, *args, **options)
+        return plain(query, key, value, *args, **options)
 
     yield sdpa, "attention", sharded
     yield sdpa, "scaled_dot_product_attention", of_torch

@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument
+from .faults import RankLost, lost_rank, told
 from .layout import Ranks
 from .steps import Range, Round, Source
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-class RankLost(RuntimeError):
-    """Another rank did not send what this one needs, or did not take what it was sent: it has died, or hangs."""
 
 
 def take(x: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
@@ -43,10 +40,8 @@ def connect(ranks: Ranks, device: torch.device) -> None:
     some have nothing to send.
     """
     if ranks.size > 1 and ranks.group not in _connected:
-        try:
+        with told(ranks):
             dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
-        except RuntimeError as error:
-            raise lost_rank(ranks, [u for u in range(ranks.size) if u != ranks.rank], error) from error
         _connected.add(ranks.group)
 
 
@@ -77,17 +72,6 @@ class Messages:
         self.held = (), ()
         if lost is not None:
             raise lost_rank(self.ranks, peers, lost) from lost
-
-
-def lost_rank(ranks: Ranks, peers: Sequence[int], error: Exception) -> RankLost:
-    """What a failed exchange means, in words."""
-    them = ", ".join(map(str, peers))
-    what = str(error).strip().partition("\n")[0][:300]
-    return RankLost(
-        f"rank {ranks.rank} of {ranks.size} had an exchange with rank {them}, which failed: {what}. A rank has died, "
-        "hangs, or was called with other sizes or options (validate=True compares them). The group is of no use now: "
-        "end all ranks. How long they wait is timeout= of init_process_group"
-    )
 
 
 class Bringing:
@@ -183,10 +167,8 @@ def agree(ranks: Ranks, said: dict[str, object], device: torch.device) -> None:
         return
     mine = torch.tensor([zlib.crc32(repr(x).encode()) for x in said.values()], device=device)
     everyone = [torch.empty_like(mine) for _ in range(ranks.size)]
-    try:
+    with told(ranks):
         dist.all_gather(everyone, mine, group=ranks.group)
-    except RuntimeError as error:
-        raise lost_rank(ranks, [u for u in range(ranks.size) if u != ranks.rank], error) from error
     for i, (name, here) in enumerate(said.items()):
         others = [rank for rank, digest in enumerate(everyone) if int(digest[i]) != int(mine[i])]
         if others:
@@ -202,10 +184,8 @@ def all_to_all(parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], r
     counts = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([x.reshape(-1) for x in parts])
     came = flat.new_empty(sum(counts))
-    try:
+    with told(ranks):
         dist.all_to_all_single(came, flat, counts, [x.numel() for x in parts], group=ranks.group)
-    except RuntimeError as error:
-        raise lost_rank(ranks, [u for u in range(ranks.size) if u != ranks.rank], error) from error
     return [x.view(tuple(shape)) for x, shape in zip(came.split(counts), shapes, strict=True)]
 
 

@@ -39,9 +39,9 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extras: Any) -> Any:
         given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
-        out, lse, wide = forward(call, q, k, v, given, exact=q.dtype != torch.float32)
+        out, lse, left = forward(call, q, k, v, given, exact=True)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse, wide, *extras)
+        ctx.save_for_backward(q, k, v, out, lse, left, *extras)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -50,11 +50,14 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_double_backward()
         names = ("q", "k", "v", *EXTRAS)
-        q, k, v, out, lse, wide, *extras = ctx.saved_tensors
+        q, k, v, out, lse, left, *extras = ctx.saved_tensors
         wanted = tuple(name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed)
         dout = torch.zeros_like(out) if dout is None else dout
-        if wide is not None:  # delta of what was merged, before it was rounded: parts were rounded already
-            more = (dout.float() * (out.float() - wide)).sum(-1)
+        if left is not None and q.dtype == torch.float32:  # all of a row's gradients are as its weights, exp(s - lse)
+            dout = dout * left.neg().exp()[..., None]
+            dlse = dlse if dlse is None else dlse * left.neg().exp()
+        elif left is not None:  # delta of what was merged, before it was rounded: parts were rounded already
+            more = (dout.float() * (out.float() - left)).sum(-1)
             dlse = more if dlse is None else dlse + more
         given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
         found = backward(ctx.call, (q, k, v, out, lse, dout, dlse), given, wanted)
@@ -83,14 +86,19 @@ class Total:
         # What is merged again is not rounded before, nor what a backward pass is to know.
         rounded = self.once or (parts <= self.most and not exact)
         dtype = q.dtype if rounded else torch.float32
+        self.exact = exact and not self.once and q.dtype == torch.float32
         self.out = q.new_zeros((*q.shape[:-1], width), dtype=dtype)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
         if sinks is not None:  # once for each row that belongs to a document, whatever keys it sees
             for which in call.task.rows_in_use(call.ranks.rank):
                 call.cut(self.lse, which).copy_(_by_head(call, sinks, self.lse))
+        self.wide = self.lse.double() if self.exact else None
 
     def add(self, which: Range, heads: Range, part: AttentionState) -> None:
         self.pending.append((which, heads, part))
+        if self.wide is not None:
+            wide = self.call.cut(self.wide, which, heads)
+            torch.logaddexp(wide, part.lse.double(), out=wide)
         if len(self.pending) == self.most:
             self.merge()
 
@@ -128,7 +136,7 @@ def _by_head(call: Call, sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor
 def forward(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: dict[str, Any], exact: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`out`, `lse` and, if `exact`, `out` in float32 where it was merged."""
+    """`out`, `lse` and, if `exact`, what rounding left of merged ones: `out` in float32 or, of float32, of `lse`."""
     group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
     work = [(kv, *each) for kv in head_groups(call, k.shape[call.head]) for each in call.rounds]
     parts = sum(len(units) for _, units in call.rounds)
@@ -158,6 +166,8 @@ def forward(
     if total.once and [(which, heads) for which, heads, _ in total.pending] == [everything]:
         return *total.pending[0][2], None
     total.merge()
+    if total.wide is not None:
+        return total.out, total.lse, torch.where(total.lse.isfinite(), total.wide - total.lse, 0.0).float()
     return total.out.to(q.dtype), total.lse, None if total.out.dtype == q.dtype else total.out
 
 

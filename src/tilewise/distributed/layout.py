@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InvalidArgument
+from .faults import told
 
 ORDERS = {
     "ring": "contiguous",
@@ -220,5 +221,6 @@ def _gathered(x: torch.Tensor, ranks: Ranks, sizes: list[int]) -> list[torch.Ten
     padded = x.new_zeros((max(sizes), *x.shape[1:]))
     padded[: len(x)] = x
     parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=ranks.group)
+    with told(ranks):
+        dist.all_gather(parts, padded, group=ranks.group)
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..kv_cache import PagedKVCache
-from .exchange import lost_rank
+from .faults import lost_rank
 from .layout import Ranks
 
 
