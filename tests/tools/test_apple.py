@@ -10,7 +10,9 @@ from tilewise.testing import check
 from tilewise.testing.case import Case, make
 from tilewise.testing.check import Mismatch
 from tilewise.tools import apple, doctor, verify
+from tilewise.tools.bench.measure import waiting
 from tilewise.tools.cli import main
+from tilewise.tools.workloads import WORKLOADS, make_inputs
 
 TINY = (apple.Shape("prefill", 2, 1, 40, 40, 32), apple.Shape("decode", 2, 2, 1, 50, 32))
 
@@ -59,11 +61,29 @@ def test_facts_are_there_on_any_machine():
     assert not apple.has_mlx() or apple.facts()["macOS"][0].isdigit()
 
 
-def test_mps_is_refused_where_there_is_none(capsys, monkeypatch):
+@pytest.mark.parametrize("command", ["verify", "demo", "bench"])
+def test_mps_is_refused_where_there_is_none(command, capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        main(["verify", "--device", "mps"])
+        main([command, "--device", "mps"])
     assert "no Apple GPU" in capsys.readouterr().err
+
+
+def test_calls_on_an_apple_gpu_are_timed_with_their_wait(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: seen.append(device.type))
+    waiting(lambda: seen.append("call"), torch.device("mps"))()
+    waiting(lambda: seen.append("call"), torch.device("cpu"))()
+    assert seen == ["call", "mps", "call"]
+
+
+def test_inputs_of_a_device_without_float64_are_moved_for_the_oracle(monkeypatch):
+    moved = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: moved.append(x) or x)
+    x = make_inputs(WORKLOADS[0].shortened(64), torch.device("cpu"), torch.float32)
+    x = replace(x, options={**x.options, "sinks": torch.zeros(x.q.shape[1])})
+    assert set(x.on_host().options) == set(x.options)
+    assert {id(t) for t in (x.q, x.k, x.v, x.options["sinks"])} <= {id(t) for t in moved}
 
 
 def test_results_of_a_device_without_float64_are_judged_on_the_host():

@@ -102,7 +102,7 @@ def test_examples_of_the_help_run(capsys, monkeypatch, tmp_path):
         ([], "what a model's layers would run here"),
         (["dance"], "'dance'"),
         (["demo", "--fast"], "--fast"),
-        (["demo", "--device", "tpu"], "expected cpu or cuda"),
+        (["demo", "--device", "tpu"], "expected cpu, cuda or mps"),
         (["demo", "--seed", "-1"], "--seed"),
         (["demo", "--seed", "x"], "whole number"),
         (["demo", "--seed", str(2**63)], "below 2**63"),

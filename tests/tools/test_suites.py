@@ -353,7 +353,7 @@ def test_ceilings_of_a_gpu(monkeypatch):
         )
     monkeypatch.setattr(torch.Tensor, "sum", lambda x: gpu.call(1e-3)())
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: gpu.call(2e-3)())
-    found = measure_gpu.ceilings(torch.float32, 0.0, size=16, read=4096)
+    found = measure_gpu.ceilings(torch.device("cuda"), torch.float32, 0.0, size=16, read=4096)
     assert found["read_gb_per_s"] == pytest.approx(4096 / 1e-3 / 1e9)
     assert found["matmul_gflop_per_s"] == pytest.approx(2 * 16**3 / 2e-3 / 1e9)
 

@@ -114,14 +114,15 @@ def describe(result: Result, refusal: str | None) -> list[str]:
 
 
 def _title(device: torch.device, dtype: torch.dtype) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    names = {"cuda": lambda: torch.cuda.get_device_name(device), "mps": lambda: "an Apple GPU"}
+    name = names.get(device.type, lambda: f"{torch.get_num_threads()} CPU threads")()
     kind = str(dtype).removeprefix("torch.")
     return f"tilewise {__version__} on {name}, {kind}, torch {torch.__version__}. Errors are against float64."
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _since(start: float) -> float:

@@ -150,6 +150,15 @@ class Inputs:
             return plan(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_q=most, max_k=most, **self.options)
         return plan(q, k, v, kv_lengths=lengths, **self.options)
 
+    def on_host(self) -> Inputs:
+        """The same in the CPU's memory."""
+
+        def moved(x: Any) -> Any:
+            return x.cpu() if isinstance(x, torch.Tensor) else x
+
+        held = {f.name: moved(getattr(self, f.name)) for f in fields(self) if f.name != "options"}
+        return Inputs(**held, options={name: moved(x) for name, x in self.options.items()})
+
     def sequence(self, first: int, last: int) -> Inputs:
         """The packed rows from `first` to `last`, which are one sequence, as a dense call."""
         q, k, v = (x[first:last].transpose(0, 1)[None] for x in (self.q, self.k, self.v))

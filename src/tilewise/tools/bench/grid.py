@@ -11,7 +11,7 @@ import torch
 from ... import TileMap
 from ..workloads import Inputs, make_inputs
 from . import machine
-from .measure import Call, Timing, take_turns
+from .measure import Call, Timing, take_turns, waiting
 from .measure_gpu import take_turns_on_gpu
 from .oracle import MOST_ERROR, oracle_errors
 from .peers import OURS, Way, find, tried
@@ -38,7 +38,8 @@ class Bench:
         budget = self.budget * len(ways)
         if self.device.type == "cuda":
             return [(timing, "" if is_graph else "eager") for timing, is_graph in take_turns_on_gpu(ways, budget)]
-        return [(timing, "") for timing in take_turns([calls[0] for calls in ways], budget)]
+        calls = [waiting(calls[0], self.device) for calls in ways]
+        return [(timing, "") for timing in take_turns(calls, budget)]
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+
 Call = Callable[[], object]
 Clock = Callable[[], float]
 
@@ -56,6 +58,18 @@ def take_turns(
                 taken.append(_turn(call, count, clock))
             rounds += 1
     return [summary(taken, count) for taken, count in zip(times, repeats, strict=True)]
+
+
+def waiting(call: Call, device: torch.device) -> Call:
+    """The call, and on an accelerator without events the wait for its end."""
+    if device.type == "cpu":
+        return call
+
+    def waited() -> None:
+        call()
+        torch.accelerator.synchronize(device)
+
+    return waited
 
 
 def summary(times: Sequence[float], repeats: int = 1) -> Timing:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .measure import LEAST_ROUNDS, MOST_ROUNDS, Call, Timing, summary
+from .measure import LEAST_ROUNDS, MOST_ROUNDS, Call, Timing, summary, take_turns, waiting
 
 GRAPH_UNDER = 0.5e-3  # seconds: longer calls hide what the host does
 LEAST_TURN = 1e-3  # seconds of work between two events
@@ -90,11 +90,17 @@ def captured(run: Call) -> Call:
     return graph.replay
 
 
-def ceilings(dtype: torch.dtype, budget: float, size: int = 8192, read: int = 4 * 2**30) -> dict[str, Any]:
+def ceilings(
+    device: torch.device, dtype: torch.dtype, budget: float, size: int = 8192, read: int = 4 * 2**30
+) -> dict[str, Any]:
     """The speeds that bound attention here: reading memory, and products of large matrices in `dtype`."""
-    square = torch.randn(size, size, device="cuda", dtype=dtype)
-    buffer = torch.ones(read // 4, device="cuda")
-    (reading, _), (product, _) = take_turns_on_gpu([[lambda: buffer.sum()], [lambda: square @ square]], budget)
+    square = torch.randn(size, size, device=device, dtype=dtype)
+    buffer = torch.ones(read // 4, device=device)
+    calls: list[Call] = [lambda: buffer.sum(), lambda: square @ square]
+    if device.type == "cuda":
+        (reading, _), (product, _) = take_turns_on_gpu([[call] for call in calls], budget)
+    else:
+        reading, product = take_turns([waiting(call, device) for call in calls], budget)
     return {
         "read_bytes": float(buffer.nbytes),
         "read_gb_per_s": buffer.nbytes / reading.seconds / 1e9,

@@ -17,6 +17,8 @@ MOST_ERROR = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 6e-3}
 
 def oracle_errors(x: Inputs, outputs: Sequence[torch.Tensor]) -> list[float]:
     """The largest error of each output against float64, on the first and last KV head and some rows of each."""
+    if x.q.device.type == "mps":  # it has no float64
+        x, outputs = x.on_host(), [output.cpu() for output in outputs]
     group = x.q.shape[1] // (x.k.shape[1] if x.cu_seqlens is not None else x.kv_heads)
     gaps: list[list[torch.Tensor]] = [[] for _ in outputs]
     for piece, view in _dense_pieces(x):

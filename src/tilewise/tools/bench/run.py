@@ -26,7 +26,11 @@ from .tables import tables
 
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 WRONG = 1
-WAY_BUDGET = {"cpu": (1.0, 0.2), "cuda": (0.2, 0.08)}  # seconds for each way of a case, and if it must be quick
+WAY_BUDGET = {
+    "cpu": (1.0, 0.2),
+    "cuda": (0.2, 0.08),
+    "mps": (0.5, 0.2),
+}  # seconds for each way of a case, and if it must be quick
 DTYPES = cpu_suite.DTYPES
 SLOW_PEERS = ("flex",)  # compile anew for each case, in tens of seconds on a CPU
 
@@ -55,7 +59,7 @@ def bench(asked: Asked) -> int:
     """
     check(asked)
     check_files(asked.json, asked.html, asked.plot)
-    half_sdpa = asked.device == "cuda" or not _is_half(asked) or _ensure_half_sdpa(asked.words)
+    half_sdpa = asked.device != "cpu" or not _is_half(asked) or _ensure_half_sdpa(asked.words)
 
     def keep(data: Mapping[str, Any]) -> None:
         """Called after each case, so that a process that is killed has lost only the last."""
@@ -134,7 +138,7 @@ def _is_half(asked: Asked) -> bool:
 def _models(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
     """The suites of models, or the one of lengths; `keep` is given the record after each case."""
     device = torch.device(asked.device)
-    kind = asked.dtype or ("bf16" if device.type == "cuda" else "f32")
+    kind = asked.dtype or {"cuda": "bf16", "mps": "f16"}.get(device.type, "f32")
     scope = Scope(device.type == "cuda", asked.quick)
     named = {**SUITES, "scale": scale}
     tasks = [task for suite in asked.suites for task in named[suite](scope)]
@@ -208,8 +212,9 @@ def _result(cell: Cell) -> str:
 def _ceilings(run: grid.Bench, quick: bool) -> dict[str, Any]:
     budget = run_cpu.QUICK_BUDGET if quick else run_cpu.BUDGET / 2
     with torch.no_grad():
-        if run.device.type == "cuda":
-            return measure_gpu.ceilings(run.dtype, budget / 2)
+        if run.device.type != "cpu":
+            given = {} if run.device.type == "cuda" else {"size": 4096, "read": 2**30}  # memory is shared with others
+            return measure_gpu.ceilings(run.device, run.dtype, budget / 2, **given)
         sizes, _ = cpu_suite.sizes_here()
         return machine.ceilings(sizes.read, sizes.matrix, budget)
 

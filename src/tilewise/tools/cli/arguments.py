@@ -27,7 +27,7 @@ def command(commands: Commands, run: Any, help: str, description: str, example: 
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", type=device, metavar="cpu|cuda", help="default: cuda where there is one")
+    parser.add_argument("--device", type=device, metavar="cpu|cuda|mps", help="default: cuda where there is one")
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -57,18 +57,11 @@ def default_device(args: argparse.Namespace) -> str:
 
 
 def device(text: str) -> str:
-    if text not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu or cuda")
+    if text not in ("cpu", "cuda", "mps"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu, cuda or mps")
     if text == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("torch sees no CUDA device here; use cpu, and `tilewise doctor` to see why")
-    return text
-
-
-def device_or_mps(text: str) -> str:
-    """Also Apple's GPUs."""
-    if text != "mps":
-        return device(text)
-    if not torch.backends.mps.is_available():
+    if text == "mps" and not torch.backends.mps.is_available():
         raise argparse.ArgumentTypeError("torch sees no Apple GPU here; `tilewise doctor` says more")
     return text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...dispatch.planner import BACKENDS
-from .arguments import Commands, add_json, command, count, default_device, device_or_mps
+from .arguments import Commands, add_device, add_json, command, count, default_device
 
 
 def add(commands: Commands) -> None:
@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
         "check fails.",
         example="tilewise verify --quick --json checks.json",
     )
-    parser.add_argument("--device", type=device_or_mps, metavar="cpu|cuda|mps", help="default: cuda where there is one")
+    add_device(parser)
     parser.add_argument("--backend", choices=BACKENDS, help="default: the best for each case")
     parser.add_argument("--quick", action="store_true", help="one case in four")
     parser.add_argument("--jobs", type=count, default=0, metavar="N", help="processes (default: by device)")
