@@ -10,7 +10,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve vllm train test unit test-slow test-serve arm apple lint format docs clean
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve arm apple lint format docs wheel clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,8 +67,15 @@ docs: $(VENV)/.installed-dev ## build the site of the documents into site/html; 
 	$(BIN)/python docs/reference.py site/pages/docs/reference
 	$(BIN)/zensical build --strict
 
+# The kernels are made of these sources and for these alone: nothing is left for a build without them.
+wheel: $(VENV)/.installed-dev ## build a wheel into dist with the CPU kernels compiled for every target; any machine can
+	rm -rf build/ready
+	$(BIN)/python tools/ready_kernels.py build/ready
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
+	rm -rf build/ready
+
 clean: ## remove .venv, every cache and what make train wrote
-	rm -rf $(VENV) $(VENV)-serve $(VENV)-vllm train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache dist site
+	rm -rf $(VENV) $(VENV)-serve $(VENV)-vllm train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.

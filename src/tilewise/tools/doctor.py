@@ -202,12 +202,12 @@ def remedy(name: str) -> str:
 
 def _kept_kernels() -> str:
     """How many of the CPU kernels are compiled and on disk."""
-    from ..backends.cpu import compiler, kernel_cache
+    from ..backends.cpu import compiler
 
-    kept = {path.name.split(".")[0] for path in kernel_cache.cache_directory().glob("*.nbc")}
-    names = [name.replace(" ", "_") for name in compiler.ALL]
-    done = sum(name in kept for name in names)
-    return f"{done} of {len(names)} compiled" + ("" if done == len(names) else "; `tilewise warmup` compiles the rest")
+    brought, kept = compiler.on_disk()
+    done, every = len(brought | kept), len(compiler.ALL)
+    words = f"{done} of {every} compiled" + f", {len(brought)} of them ready made, from the package" * bool(brought)
+    return words + ("" if done == every else "; `tilewise warmup` compiles the rest")
 
 
 def _libraries() -> dict[str, str]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import time
 
-from ..dispatch import planner
+import torch
+
+from ..core.storage import FLOATS
+from .models import Model, find
+from .progress import Screen
+from .workloads import Workload, make_inputs, of_layer
+
+PAGE = 16
 
 
 def warmup() -> int:
@@ -17,15 +24,57 @@ def warmup() -> int:
         return 1
     from ..backends.cpu import compiler, kernel_cache
 
-    assert "cpu" in planner.BACKENDS
     start = time.perf_counter()
-    for done, name in enumerate(compiler.ALL, start=1):
-        compiler.function(name)
-        print(f"{done:2} of {len(compiler.ALL)}  {name:14} {time.perf_counter() - start:6.1f} s", flush=True)
-    folder = kernel_cache.cache_directory()
-    kept = {file.name.split(".")[0] for file in folder.glob("*.nbc")}
-    if len(kept & {name.replace(" ", "_") for name in compiler.ALL}) < len(compiler.ALL):
-        print(f"not all could be kept in {folder}")
+    with Screen(len(compiler.ALL)) as screen:
+        for done, name in enumerate(compiler.ALL, start=1):
+            screen.step(name)
+            compiler.function(name)
+            screen.print(f"{done:2} of {len(compiler.ALL)}  {name:14} {time.perf_counter() - start:6.1f} s")
+    brought, kept = compiler.on_disk()
+    if brought:
+        print(f"{len(brought)} ready made, from the package")
+    if len(brought | kept) < len(compiler.ALL):
+        print(f"not all could be kept in {kernel_cache.cache_directory()}")
         return 1
-    print(f"kept in {folder}")
+    if kept - brought:
+        print(f"kept in {kernel_cache.cache_directory()}")
+    return 0
+
+
+def cases(model: Model, length: int) -> list[Workload]:
+    """A prompt of each kind of layer; the next token, over a cache and over pages."""
+    found = []
+    for layer in model.layers:
+        found.append(of_layer(layer, f"{layer.name} prompt", length, length))
+        if layer.causal:  # encoders have no next token
+            found.append(of_layer(layer, f"{layer.name} token", 1, length))
+            name = f"{layer.name} token from pages"
+            found.append(of_layer(layer, name, 1, length, lengths=(length,), page_size=PAGE))
+    return found
+
+
+def warm_model(name: str, device: str, dtype: str | None = None, length: int = 4096, train: bool = False) -> int:
+    """Runs each call that a model's layers make once, which compiles its kernels where they are kept; returns the exit
+    status.
+    """
+    model = find(name)
+    kind = FLOATS[dtype or ("bf16" if device == "cuda" else "f32")]
+    todo, start = cases(model, length), time.perf_counter()
+    print(f"{model.name}: {model.about}")
+    with Screen(len(todo)) as screen:
+        for done, case in enumerate(todo, start=1):
+            screen.step(case.name)
+            inputs = make_inputs(case, torch.device(device), kind)
+            gradients = train and case.q_len > 1
+            if gradients:
+                for x in (inputs.q, inputs.k, inputs.v):
+                    x.detach_().requires_grad_()
+            out = inputs.attend()
+            if gradients:
+                out.sum().backward()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            backend, seconds = inputs.plan().backend, time.perf_counter() - start
+            words = case.name + " and its gradients" * gradients
+            screen.print(f"{done:2} of {len(todo)}  {words:34} {backend:9} {seconds:6.1f} s")
     return 0

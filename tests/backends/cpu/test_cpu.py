@@ -217,7 +217,7 @@ def test_kept_code_of_several_processes_fits_together(tmp_path):
         "    for n in (1, 70):\n"
         "        check_case(Case(Hkv=1, Lq=n, Lk=300, D=128, dtype=t), 'cpu')"
     )
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")}
     assert len(kept) == sum(map(len, orders))
     done = subprocess.run([sys.executable, "-c", check], env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

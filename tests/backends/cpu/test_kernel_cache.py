@@ -1,8 +1,8 @@
 """Kept kernels: files that are damaged, of another kernel, of another user; disks that are full; processes that die."""
 
 import errno
+import itertools
 import os
-import pickle
 import resource
 import signal
 import stat
@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from tilewise.backends.cpu import compiler, kernel_cache
-from tilewise.backends.cpu.codegen.load_store import get_i64, put_i64
 from tilewise.core import places
 from tilewise.kv_cache import block_loops
+from tiny_kernel import adding, no_compiler, run_tiny, said
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners and modes of POSIX")
 KEY = bytes(range(32))
@@ -32,31 +32,17 @@ def home(monkeypatch, tmp_path):
 
 
 def compile_tiny(name="tiny", adds=1):
-    """A kernel that takes no time to compile; what it makes of 41."""
-
-    def tiny(address):
-        put_i64(address, get_i64(address) + adds)
-
-    number = np.array([41])
-    compiler.compile_function(tiny, name).entry(number.ctypes.data)
-    return int(number[0])
-
-
-def no_compiler(monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("compiled again")
-
-    monkeypatch.setattr(compiler, "_FunctionCompiler", refuse)
+    return run_tiny(compiler.compile_function(adding(adds), name))
 
 
 def kept():
-    (file,) = kernel_cache.cache_directory().glob("*.nbc")
+    (file,) = (file for file in kernel_cache.cache_directory().iterdir() if file.suffix in (".o", ".nbc"))
     return file
 
 
-def said():
-    """The warnings of this package that a block raises."""
-    return pytest.warns(RuntimeWarning, match="tilewise: ")
+def key_of(name="tiny"):
+    signature, codegen = compiler.types.void(compiler.types.int64), compiler.cpu_target.target_context.codegen()
+    return kernel_cache.Kept(name).key(signature, codegen.magic_tuple())
 
 
 @pytest.fixture
@@ -79,32 +65,32 @@ def test_a_kernel_is_compiled_once(monkeypatch):
 @pytest.mark.usefixtures("silent")
 def test_every_truncation_and_every_flipped_byte_is_seen():
     contents = os.urandom(500)
-    kernel_cache.write("x.nbc", KEY, contents)
-    assert kernel_cache.read("x.nbc", KEY) == contents
-    file = kernel_cache.cache_directory() / "x.nbc"
+    kernel_cache.write("x.o", KEY, contents)
+    assert kernel_cache.read("x.o", KEY) == contents
+    file = kernel_cache.cache_directory() / "x.o"
     whole = file.read_bytes()
     for size in range(len(whole)):
         file.write_bytes(whole[:size])
         with pytest.raises(kernel_cache.Damaged):
-            kernel_cache.read("x.nbc", KEY)
+            kernel_cache.read("x.o", KEY)
     for at in range(len(whole)):
         for bit in (1, 128):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
             with pytest.raises(kernel_cache.Damaged):
-                kernel_cache.read("x.nbc", KEY)
+                kernel_cache.read("x.o", KEY)
     file.write_bytes(whole + b"\0")
     with pytest.raises(kernel_cache.Damaged):
-        kernel_cache.read("x.nbc", KEY)
+        kernel_cache.read("x.o", KEY)
     file.write_bytes(whole)
     with pytest.raises(kernel_cache.Damaged):
-        kernel_cache.read("x.nbc", KEY[::-1])  # of another kernel
+        kernel_cache.read("x.o", KEY[::-1])  # of another kernel
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 4096, None, "flip"], ids=["empty", "zeros", "truncated", "flipped"])
 def test_a_damaged_file_is_compiled_again_and_said_once(damage, monkeypatch):
     for name in ("tiny", "second"):
         compile_tiny(name)
-    files = sorted(kernel_cache.cache_directory().glob("*.nbc"))
+    files = sorted(kernel_cache.cache_directory().glob("*.o"))
     for file in files:
         whole = file.read_bytes()
         flipped = whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:]
@@ -130,43 +116,37 @@ def test_code_of_another_kernel_is_not_loaded():
     kept().write_bytes(code)
     with said():
         assert compile_tiny("other", adds=2) == 43
-    assert kernel_cache.KernelCache("a", "1").name == kernel_cache.KernelCache("a", "2").name
-    codegen = compiler.cpu_target.target_context.codegen()
-    keys = {kernel_cache.KernelCache(n, s).key(sig, codegen) for n in "ab" for s in "12" for sig in ("()", "(int64)")}
-    assert len(keys) == 8
+    assert kernel_cache.Kept("a", "1").name == kernel_cache.Kept("a", "2").name
+    cases = itertools.product("ab", "12", ("()", "(int64)"), ("znver4", "haswell"))
+    assert len({kernel_cache.Kept(name, stamp).key(sig, cpu) for name, stamp, sig, cpu in cases}) == 16
 
 
-def test_what_cannot_be_unpickled_is_compiled_again():
+def test_an_entry_takes_as_many_whole_numbers_as_its_kernel():
+    entry = compiler.compile_function(adding(1), "tiny").entry
+    number = np.array([41])
+    assert entry(np.int64(number.ctypes.data)) == 0
+    assert number[0] == 42
+    for wrong in ((), (1, 2)):
+        with pytest.raises(TypeError):
+            entry(*wrong)
+    for wrong, error in ((1.5, TypeError), (None, TypeError), (2**64, OverflowError)):
+        with pytest.raises(error):
+            entry(wrong)
+
+
+def evil():
+    """A file with the right digest, as anybody can write it: another kernel's code."""
     compile_tiny()
-    codegen, signature = compiler.cpu_target.target_context.codegen(), compiler.types.void(compiler.types.int64)
-    kernel_cache.write(kept().name, kernel_cache.KernelCache("tiny").key(signature, codegen), b"no pickle")
-    with said() as warned:
-        assert compile_tiny() == 42
-    assert "UnpicklingError" in str(warned[0].message)
+    kernel_cache.write(kept().name, key_of(), compiler.object_code(adding(2), "tiny"))
 
 
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, (os.environ["TILEWISE_CACHE_DIR"] + "/executed",)
-
-
-def evil(home):
-    """A file with the right digest, as anybody can write it."""
-    compile_tiny()
-    codegen, signature = compiler.cpu_target.target_context.codegen(), compiler.types.void(compiler.types.int64)
-    kernel_cache.write(kept().name, kernel_cache.KernelCache("tiny").key(signature, codegen), pickle.dumps(Evil()))
-    return home / "executed"
-
-
-def test_the_planted_file_would_do_harm(home):
-    mark = evil(home)
-    with said():
-        assert compile_tiny() == 42
-    assert mark.exists()
+def test_the_planted_file_would_do_harm():
+    evil()
+    assert compile_tiny() == 43
 
 
 def plant(what, folder):
-    file = next(folder.glob("*.nbc"))
+    file = next(folder.glob("*.o"))
     if what == "folder of all":
         folder.chmod(0o777)
     elif what == "folder of a group":
@@ -194,13 +174,12 @@ PLANTS = ["folder of all", "folder of a group", "folder by a link", "file of all
 
 
 @pytest.mark.parametrize("what", [*PLANTS, "file that is none", "another's folder", "another's file"])
-def test_what_others_can_write_to_is_never_loaded(what, home, monkeypatch):
-    mark = evil(home)
+def test_what_others_can_write_to_is_never_loaded(what, monkeypatch):
+    evil()
     if plant(what, kernel_cache.cache_directory()) is not None and os.getuid() != 0:
         monkeypatch.setattr(os, "getuid", lambda: 4242)
     with said() as warned:
         assert compile_tiny() == 42
-    assert not mark.exists()
     assert len({str(w.message) for w in warned}) == len(warned) <= 2  # reading and, if that fails too, keeping
     if "folder" in what:
         assert "TILEWISE_CACHE_DIR" in str(warned[0].message)
@@ -254,7 +233,7 @@ def test_a_place_that_is_a_file(home):
 
 SCRIPT = """
 import os, signal, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_kernel_cache import compile_tiny, kernel_cache
 die = {die!r}
 if die == "before the name":
@@ -273,7 +252,7 @@ assert compile_tiny() == 42
 
 
 def start(die=None):
-    code = SCRIPT.format(tests=str(Path(__file__).parent), die=die)
+    code = SCRIPT.format(tests=[str(Path(__file__).parent), *sys.path], die=die)
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
 
 
@@ -291,7 +270,7 @@ def test_a_process_that_is_killed_at_writing_leaves_nothing_to_load(die):
     os.utime(left, (0, 0))
     kept().unlink()
     assert compile_tiny() == 42
-    assert [file.suffix for file in kernel_cache.cache_directory().iterdir()] == [".nbc"]
+    assert [file.suffix for file in kernel_cache.cache_directory().iterdir()] == [".o"]
 
 
 def test_processes_at_once_leave_one_whole_file(monkeypatch):

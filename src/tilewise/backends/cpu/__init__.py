@@ -97,11 +97,11 @@ def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A plain loop over NumPy arrays, compiled and kept on disk by what its file holds."""
     import numba
 
-    from .kernel_cache import KernelCache
+    from .kernel_cache import KeptLoop
 
     stamp = hashlib.sha256(Path(loop.__code__.co_filename).read_bytes()).hexdigest()
     function: Any = numba.njit(nogil=True)(loop)
-    function._cache = KernelCache(loop.__name__, stamp)  # Numba's own wants a place in the package or at home
+    function._cache = KeptLoop(loop.__name__, stamp)  # Numba's own wants a place in the package or at home
     return function
 
 

@@ -1,9 +1,12 @@
-"""Compiles the kernels on first use and keeps them on disk; what comes out are addresses of C functions, and functions
-for Python. `kernel_cache.py` is the disk.
+"""Kernels by name: addresses of C functions, and functions for Python.
+
+The object code of a kernel comes with the package (`ready.py`), or is kept on disk (`kernel_cache.py`), or is compiled
+here, on first use. `linker.py` loads it.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import threading
@@ -11,72 +14,141 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
+import llvmlite.binding as llvm
+from llvmlite import ir
 from numba import types
-from numba.core.codegen import CPUCodeLibrary
-from numba.core.compiler import Compiler
+from numba.core.codegen import CPUCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.registry import cpu_target
 
+from . import ready
 from .codegen.formats import DECODE
+from .codegen.numba_ops import OPTIONS, KernelCompiler
 from .gemm.amx import PARTS, usable
 from .gemm.gemv_sdot import has_sdot
 from .gemm.gemv_vnni import PARTS as BYTE_PARTS
 from .gemm.gemv_vnni import has_vnni
 from .gemm.gradient import has_bf16
-from .kernel_cache import KernelCache
+from .kernel_cache import Kept, cache_directory
+from .linker import ENTRY, Kernel, link
 
 _lock = threading.RLock()
-OPTIONS = {"error_model": "numpy", "nogil": True}
-
-
-class Kernel(NamedTuple):
-    """A compiled function: the address of a C function, and one that Python calls, which takes its numbers itself.
-
-    ctypes would convert them one by one: see cpu 14 in benchmarks/cpu/LOG.md.
-    """
-
-    address: int
-    entry: Any
-    library: Any  # the code is freed with the object
 
 
 def compile_function(fn: Callable[..., Any], name: str, result: Any = types.void) -> Kernel:
     """`result fn(int64, ...)`, compiled or taken from disk."""
-    fn.__qualname__ = name  # the linker knows functions by it: code kept by several processes may not share one
-    signature, kept = result(*[types.int64] * len(inspect.signature(fn).parameters)), KernelCache(name)
-    with optimised_once(name):
-        # Without `refresh` of the context, which imports what Numba compiles with, SciPy among it: a third of a second.
-        compiled = kept.load_overload(signature, cpu_target.target_context)
-        if compiled is None:
-            _announce()
-            compiler = _FunctionCompiler(fn, cpu_target, OPTIONS, {}, Compiler)
-            compiled = compiler.compile(signature.args, signature.return_type)
-            kept.save_overload(signature, compiled)
-    address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
-    return Kernel(address, compiled.entry_point, compiled.library)
+    kept = Kept(name)
+    key = kept.key(_signature(fn, result), cpu_target.target_context.codegen().magic_tuple())
+    kernel = kept.load(key, lambda code: link(code, name))
+    if kernel is None:
+        _announce()
+        code = object_code(fn, name, result)
+        kept.save(key, code)
+        kernel = link(code, name)
+    return kernel
+
+
+def _signature(fn: Callable[..., Any], result: Any) -> Any:
+    return result(*[types.int64] * len(inspect.signature(fn).parameters))
+
+
+def object_code(fn: Callable[..., Any], name: str, result: Any = types.void) -> bytes:
+    """An object that defines the C function `name` and what Python calls, and nothing else."""
+    signature, fn.__qualname__ = _signature(fn, result), name
+    with modules_only() as optimise:
+        compiled = _FunctionCompiler(fn, cpu_target, OPTIONS, {}, KernelCompiler).compile(
+            signature.args, signature.return_type
+        )
+        library, context = compiled.library, cpu_target.target_context
+        library._final_module.link_in(llvm.parse_assembly(str(entry_module(context, compiled.fndesc, name))))
+        optimise(library)
+    module = library._final_module
+    for value in (*module.functions, *module.global_variables):
+        if not value.is_declaration and value.name not in (name, name + ENTRY):
+            # Of Numba's runtime functions for arrays are left that nothing calls: no code is made of them.
+            value.linkage = "available_externally" if value.name.startswith("NRT_") else "private"
+    module.verify()
+    return library.codegen._tm.emit_object(module)
+
+
+def entry_module(context: Any, fndesc: Any, name: str) -> ir.Module:
+    """`name`, a C function of int64, and `name.entry`, a function of Python's stable ABI: METH_FASTCALL."""
+    module = context.create_module(name)
+    i64, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
+    count, has_result = len(fndesc.argtypes), fndesc.restype != types.void
+    callee = ir.Function(
+        module, context.call_conv.get_function_type(fndesc.restype, fndesc.argtypes), fndesc.llvm_func_name
+    )
+    kernel = ir.Function(module, ir.FunctionType(i64 if has_result else ir.VoidType(), [i64] * count), name)
+    builder = ir.IRBuilder(kernel.append_basic_block())
+    # Kernels raise nothing: the status is 0.
+    _, value = context.call_conv.call_function(
+        builder, callee, fndesc.restype, fndesc.argtypes, kernel.args, attrs=("noinline",)
+    )
+    builder.ret(value) if has_result else builder.ret_void()
+
+    def python(called: str, result: Any, *args: Any) -> Any:
+        kind = ir.FunctionType(result, [a.type for a in args])
+        known = module.globals.get(called)
+        return builder.call(known if known is not None else ir.Function(module, kind, called), args)
+
+    entry = ir.Function(module, ir.FunctionType(pointer, [pointer, pointer.as_pointer(), i64]), name + ENTRY)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    with builder.if_then(builder.icmp_signed("!=", entry.args[2], i64(count)), likely=False):
+        python("PyErr_BadArgument", ir.IntType(32))
+        builder.ret(pointer(None))
+    numbers = [
+        python("PyLong_AsLongLong", i64, builder.load(builder.gep(entry.args[1], [i64(i)]))) for i in range(count)
+    ]
+    for number in numbers:
+        with (
+            builder.if_then(builder.icmp_signed("==", number, i64(-1)), likely=False),
+            builder.if_then(builder.icmp_unsigned("!=", python("PyErr_Occurred", pointer), pointer(None))),
+        ):
+            builder.ret(pointer(None))
+    state = python("PyEval_SaveThread", pointer)  # releases the interpreter's lock
+    done = builder.call(kernel, numbers)
+    python("PyEval_RestoreThread", ir.VoidType(), state)
+    builder.ret(python("PyLong_FromLongLong", pointer, done if has_result else i64(0)))
+    return module
 
 
 @contextmanager
-def optimised_once(name: str) -> Iterator[None]:
-    """Leaves helpers as they are until the kernel `name`, which holds all of them, is optimised.
+def modules_only() -> Iterator[Callable[[Any], None]]:
+    """Numba makes LLVM modules of functions, and nothing of those; gives what optimises the module of a kernel.
 
-    Numba optimises every function together with all that it calls: one that is called through five others six times.
+    Numba optimises every function together with all that it calls, and generates code of it: of one that is called
+    through five others six times. A kernel holds all of them, and is the only one that is wanted.
     """
+    optimise, collects = CPUCodeLibrary._optimize_final_module, gc.isenabled()
+
+    def finalize(library: Any) -> None:
+        library._finalize_dynamic_globals()
+        library._finalized = True
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    instead = [
+        (CPUCodeLibrary, "_optimize_final_module", nothing),
+        (CPUCodeLibrary, "_finalize_final_module", finalize),
+        (JITCPUCodegen, "set_env", nothing),  # of code that is in Numba's own engine
+    ]
     with global_compiler_lock:  # no other thread compiles meanwhile
-        optimise = CPUCodeLibrary._optimize_final_module
-
-        def optimise_kernel(library: Any) -> None:
-            if library.name == name:
-                optimise(library)
-
-        CPUCodeLibrary._optimize_final_module = optimise_kernel  # type: ignore[method-assign]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in instead]
+        gc.disable()  # what Numba makes is many small objects, none of which is free before the end
         try:
-            yield
+            for owner, name, function in instead:
+                setattr(owner, name, function)
+            yield optimise
         finally:
-            CPUCodeLibrary._optimize_final_module = optimise  # type: ignore[method-assign]
+            for owner, name, function in before:
+                setattr(owner, name, function)
+            if collects:
+                gc.enable()
 
 
 @cache
@@ -107,10 +179,20 @@ HOMES = {
 def kernel(name: str) -> Kernel:
     """A kernel: `worker`, `decode`, `combine`, `qk f16`, `pv int8`, ..."""
     with _lock:
-        what, _, dtype = name.partition(" ")
-        home = import_module(f".{HOMES[what]}", __package__)
-        fn = getattr(home, f"{what}_function")(dtype) if dtype else getattr(home, what)
-        return compile_function(fn, name.replace(" ", "_"), types.int64 if name == "launch" else types.void)
+        return ready.load(symbol(name)) or compile_function(*definition(name))
+
+
+def symbol(name: str) -> str:
+    """What the linker knows a kernel by."""
+    return name.replace(" ", "_")
+
+
+def definition(name: str) -> tuple[Callable[..., Any], str, Any]:
+    """A kernel's function, its symbol and the type of its result."""
+    what, _, dtype = name.partition(" ")
+    home = import_module(f".{HOMES[what]}", __package__)
+    fn = getattr(home, f"{what}_function")(dtype) if dtype else getattr(home, what)
+    return fn, symbol(name), types.int64 if name == "launch" else types.void
 
 
 def function(name: str) -> int:
@@ -134,3 +216,11 @@ ALL = [
     *("append", "cascade", "map_rows", "schedule_backward", "backward", "delta"),
     *(("backward bf16", "bf16_qk", "bf16_pv") if has_bf16() else ()),
 ]
+
+
+def on_disk() -> tuple[set[str], set[str]]:
+    """The kernels that the package brings, and those that were compiled and are kept, by their symbols."""
+    names, target = {symbol(name) for name in ALL}, ready.target()
+    brought = set() if target is None else {file.stem for file in (ready.FOLDER / target).glob("*.o")}
+    kept = {file.name.partition(".")[0] for file in cache_directory().glob("*.o")}
+    return names & brought, names & kept

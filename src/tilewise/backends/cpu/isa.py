@@ -1,11 +1,16 @@
-"""What this machine's CPU has."""
+"""What this machine's CPU has, or the one that kernels are compiled for."""
 
 from __future__ import annotations
 
-import platform
-
 import llvmlite.binding as llvm
 from numba import config
+
+from .targets import machine_of
+
+
+def machine() -> str:
+    """The architecture that kernels are compiled for, by LLVM's name."""
+    return machine_of(llvm.get_process_triple())
 
 
 def cpu_features() -> set[str]:
@@ -21,7 +26,7 @@ def cpu_features() -> set[str]:
 def missing() -> str | None:
     """Why this CPU cannot run the kernels, if it cannot."""
     lacks = {"fma", "f16c"} - cpu_features()
-    if platform.machine() in ("x86_64", "AMD64") and lacks:
+    if machine() == "x86_64" and lacks:
         return f"this CPU has no {' and no '.join(name.upper() for name in sorted(lacks))}"
     return None
 

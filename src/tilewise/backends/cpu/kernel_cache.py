@@ -1,9 +1,11 @@
 """Compiled kernels on disk, one file each.
 
-A file holds pickle, which is code. It is read only if its folder and the file itself belong to this user or to root and
-nobody else may write to them. It begins with a digest of its contents and of what they are for, so that a damaged file,
-or one of another kernel, is never loaded. It is written under another name and put in place whole: processes may do so
-at once, or be killed at it.
+A file holds code: objects of kernels, and pickle of compiled loops. It is read only if its folder and the file itself
+belong to this user or to root and nobody else may write to them. It begins with a digest of its contents and of what
+they are for, so that a damaged file, or one of another kernel, is never loaded. It is written under another name and
+put in place whole: processes may do so at once, or be killed at it.
+
+Releases bring objects of kernels with the package (`ready.py`): these are looked for first.
 
 What cannot be read is compiled again and written anew; what cannot be written is compiled by every process. Each is
 said once, and neither fails a call.
@@ -19,11 +21,11 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import llvmlite
 import numba
@@ -33,8 +35,9 @@ from numba.core.serialize import dumps
 
 from ...core.places import cache_home, others_may_change
 
-FORMAT = b"tilewise kernel 1\n"
+FORMAT = b"tilewise kernel 2\n"
 STALE = 3600  # seconds after which a file that was never put in place is removed
+T = TypeVar("T")
 REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
 
 
@@ -52,55 +55,73 @@ def cache_directory() -> Path:
 
 
 @cache
+def sources() -> str:
+    """A digest of what kernels are made of."""
+    digest, package = hashlib.sha256(), Path(__file__).parent
+    core = [package.parents[1] / "core" / name for name in ("mask_rules.py", "storage.py")]
+    for source in [*sorted(package.rglob("*.py")), *core]:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
 def fingerprint() -> str:
     """Of these sources and of what compiles them: kept code is never stale."""
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}".encode())
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
+    versions = f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}"
+    return hashlib.sha256(f"{versions} {sources()}".encode()).hexdigest()[:16]
 
 
-class KernelCache:
-    """The kept code of one function, as Numba's own `FunctionCache` is used; `stamp` names what it was made of."""
+class Kept:
+    """The kept code of one function; `stamp` names what it was made of, beside the kernels' sources."""
+
+    suffix = "o"
 
     def __init__(self, name: str, stamp: str = "") -> None:
         self.name, self.stamp = name, stamp
+
+    def key(self, signature: Any, cpu: Any) -> bytes:
+        """What a file is for, with the CPU that it is compiled for."""
+        what = fingerprint(), self.name, self.stamp, str(signature), cpu
+        return hashlib.sha256(repr(what).encode()).digest()
+
+    def file(self, key: bytes) -> str:
+        return f"{self.name}.{key.hex()[:16]}.{self.suffix}"
+
+    def load(self, key: bytes, restore: Callable[[bytes], T]) -> T | None:
+        """What `restore` makes of the code; None if it is not there or cannot be used."""
+        file = self.file(key)
+        try:
+            return restore(read(file, key))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # unpickling raises anything
+            warn(error, f"{cache_directory() / file} cannot be read ({words(error)}): its kernel is compiled again")
+        return None
+
+    def save(self, key: bytes, contents: bytes) -> None:
+        try:
+            write(self.file(key), key, contents)
+        except (Distrusted, OSError) as error:
+            warn(error, f"kernels cannot be kept in {cache_directory()} ({words(error)}): every process compiles them")
+
+
+class KeptLoop(Kept):
+    """A compiled loop, as Numba's own `FunctionCache` is used."""
+
+    suffix = "nbc"
 
     @property
     def cache_path(self) -> str:
         return str(cache_directory())
 
-    def key(self, signature: Any, codegen: Any) -> bytes:
-        """What a file is for, with the CPU that Numba compiles for."""
-        what = fingerprint(), self.name, self.stamp, str(signature), codegen.magic_tuple()
-        return hashlib.sha256(repr(what).encode()).digest()
-
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """The compiled function, None if it is not there or cannot be used."""
         rtsys.initialize(target_context)  # functions of Numba's that kept code is linked with
-        key = self.key(signature, target_context.codegen())
-        file = self.file(key)
-        try:
-            return CompileResult._rebuild(target_context, *pickle.loads(read(file, key)))
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # unpickling raises anything
-            _warn(error, f"{cache_directory() / file} cannot be read ({_words(error)}): its kernel is compiled again")
-        return None
+        key = self.key(signature, target_context.codegen().magic_tuple())
+        return self.load(key, lambda code: CompileResult._rebuild(target_context, *pickle.loads(code)))
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        if result.lifted or result.library.has_dynamic_globals:
-            return
-        key = self.key(signature, result.library.codegen)
-        try:
-            write(self.file(key), key, dumps(result._reduce()))
-        except (Distrusted, OSError) as error:
-            _warn(
-                error, f"kernels cannot be kept in {cache_directory()} ({_words(error)}): every process compiles them"
-            )
-
-    def file(self, key: bytes) -> str:
-        return f"{self.name}.{key.hex()[:16]}.nbc"
+        if not (result.lifted or result.library.has_dynamic_globals):
+            self.save(self.key(signature, result.library.codegen.magic_tuple()), dumps(result._reduce()))
 
 
 def read(file: str, key: bytes) -> bytes:
@@ -111,11 +132,20 @@ def read(file: str, key: bytes) -> bytes:
             status = os.fstat(handle)
             reason = None if stat.S_ISREG(status.st_mode) else "is no plain file"
             _trust(cache_directory() / file, reason or others_may_change(status))
-            head, size = opened.read(len(FORMAT) + 32), status.st_size
-            contents = opened.read()
-    if size == 0 or head != FORMAT + _digest(key, contents):
+            return checked(opened.read(), key)
+
+
+def checked(file: bytes, key: bytes) -> bytes:
+    """What a file holds, if that is for this key."""
+    contents = file[len(FORMAT) + 32 :]
+    if file[: len(FORMAT) + 32] != head(key, contents):
         raise Damaged("its digest is wrong")
     return contents
+
+
+def head(key: bytes, contents: bytes) -> bytes:
+    """What a file begins with."""
+    return FORMAT + hashlib.sha256(key + contents).digest()
 
 
 def write(file: str, key: bytes, contents: bytes) -> None:
@@ -126,7 +156,7 @@ def write(file: str, key: bytes, contents: bytes) -> None:
         handle = os.open(folder + draft, flags, 0o600, dir_fd=at)
         try:
             with open(handle, "wb") as opened:
-                opened.write(FORMAT + _digest(key, contents))
+                opened.write(head(key, contents))
                 opened.write(contents)
             os.replace(folder + draft, folder + file, src_dir_fd=at, dst_dir_fd=at)
         except BaseException:
@@ -171,11 +201,7 @@ def _trust(path: Path, reason: str | None) -> None:
         raise Distrusted(f"{path} {reason}, and kept kernels are code: {REMEDY}")
 
 
-def _digest(key: bytes, contents: bytes) -> bytes:
-    return hashlib.sha256(key + contents).digest()
-
-
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) if isinstance(error, Distrusted | Damaged) else f"{type(error).__name__}: {error}"
@@ -184,7 +210,7 @@ def _words(error: Exception) -> str:
 _said: set[type] = set()
 
 
-def _warn(error: Exception, words: str) -> None:
+def warn(error: Exception, words: str) -> None:
     """Says it once, of whichever file it is seen first."""
     if type(error) not in _said:
         _said.add(type(error))

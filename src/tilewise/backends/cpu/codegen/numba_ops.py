@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 from numba import carray, njit, types
+from numba.core.compiler import Compiler
 from numba.extending import intrinsic
 
 from ....core.storage import FORMATS
@@ -20,9 +21,26 @@ F = np.float32
 LATENT, LATENT_SCALES, LATENT_GROUP = map(np.int64, (LATENT_WIDTH, SCALE_BYTES, FORMATS[dtypes.LATENT_NAME].group))
 INF = np.float32(np.inf)
 ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba compiles a function anew for every literal it is called with
+# Passes of Numba's for what kernels have none of: closures, `with`, loops over literals, expressions of arrays, parfors
+UNUSED = {
+    *("dump_parfor_diagnostics", "find_literally", "inline_closure_likes", "literal_unroll", "nopython_rewrites"),
+    *("make_function_op_code_to_jit_function", "nopython_supported_feature_validation", "with_lifting"),
+}
+
+
+class KernelCompiler(Compiler):
+    """Numba's, without those."""
+
+    def define_pipelines(self):
+        pipelines = super().define_pipelines()
+        for pipeline in pipelines:
+            pipeline.passes = [each for each in pipeline.passes if each[0].name() not in UNUSED]
+        return pipelines
+
+
 # None of these is called from Python: without the wrappers for that, kernels are compiled in 3/4 of the time.
 OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-jit = njit(**OPTIONS)
+jit = njit(**OPTIONS, pipeline_class=KernelCompiler)
 
 
 @intrinsic
@@ -48,7 +66,7 @@ gradients_at = struct_at("gradients", GRADIENTS)
 task_at, team_at = struct_at("task", TASK), struct_at("team", TEAM)
 
 
-@njit(**OPTIONS, inline="always")
+@njit(**OPTIONS, inline="always", pipeline_class=KernelCompiler)
 def up(n, to):
     return (n + to - 1) // to * to
 

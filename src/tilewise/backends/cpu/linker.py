@@ -1,0 +1,62 @@
+"""Object code of a kernel to functions of this process, by LLVM's loader: nothing is compiled, and Numba is not needed.
+
+An object defines the kernel as a C function under its name, and `<name>.entry`, which Python calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+import llvmlite.binding as llvm
+
+from .isa import machine
+
+ENTRY = ".entry"
+METH_FASTCALL = 0x0080  # of Python's stable ABI: (self, address of the arguments, their number)
+
+
+class Kernel(NamedTuple):
+    """A compiled function: the address of a C function, and one that Python calls, which takes its numbers itself.
+
+    ctypes would convert them one by one: see cpu 14 in benchmarks/cpu/LOG.md.
+    """
+
+    address: int
+    entry: Any
+
+
+class MethodDef(ctypes.Structure):
+    """Python's `PyMethodDef`."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    ]
+
+
+@cache
+def _initialize() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+def link(code: bytes, name: str) -> Kernel:
+    """Loads an object. Each has an engine of its own, which is freed with the entry."""
+    _initialize()
+    triple = llvm.get_process_triple()
+    target = llvm.Target.from_triple(triple).create_target_machine(codemodel="jitdefault", jit=True)
+    empty = llvm.parse_assembly("")
+    empty.triple = triple
+    # On AArch64 sections must lie near each other: llvmlite's own manager of memory sees to it.
+    engine = llvm.create_mcjit_compiler(empty, target, use_lmm=machine() == "aarch64")
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    method = MethodDef(name.encode(), engine.get_function_address(name + ENTRY), METH_FASTCALL, None)
+    new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
+        ("PyCFunction_NewEx", ctypes.pythonapi)
+    )
+    return Kernel(engine.get_function_address(name), new(ctypes.addressof(method), (engine, method), None))

@@ -1,0 +1,56 @@
+"""Kernels that a release brings ready made: objects for the CPUs of `targets.py`, files of the package.
+
+`tools/ready_kernels.py` writes them while a wheel is built. A file is taken if it is for a CPU that has what this one
+has, and if its digest is that of its contents, this version, these sources and its target. All others are compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from functools import cache
+from pathlib import Path
+
+from ... import __version__
+from .gemm import amx
+from .isa import cpu_features, machine
+from .kernel_cache import checked, head, sources, warn, words
+from .linker import Kernel, link
+from .targets import TARGETS, matching
+
+FOLDER = Path(__file__).parent / "ready"
+
+
+@cache
+def target() -> str | None:
+    """The target of this process, if the package has its kernels."""
+    if sys.platform != "linux" or not FOLDER.is_dir():  # elsewhere functions are called in other ways
+        return None
+    hidden = set() if amx.usable() else {"amx-tile", "amx-bf16"}  # the system may not let a process use tiles
+    name = matching(machine(), cpu_features() - hidden)
+    return name if name is not None and (FOLDER / name).is_dir() else None
+
+
+def key(name: str, target: str) -> bytes:
+    """What a file is for."""
+    what = __version__, sources(), target, TARGETS[target].cpu, sorted(TARGETS[target].features), name
+    return hashlib.sha256(repr(what).encode()).digest()
+
+
+def load(name: str) -> Kernel | None:
+    """A kernel of the package; None if there is none for this CPU."""
+    chosen = target()
+    if chosen is None:
+        return None
+    file = FOLDER / chosen / f"{name}.o"
+    try:
+        return link(checked(file.read_bytes(), key(name, chosen)), name)
+    except Exception as error:  # whatever is wrong with it, the kernel can be compiled
+        warn(error, f"{file} cannot be used ({words(error)}): its kernel is compiled")
+        return None
+
+
+def write(folder: Path, name: str, target: str, code: bytes) -> None:
+    """Puts a kernel where `load` looks for it if `folder` is the package's."""
+    (folder / target).mkdir(parents=True, exist_ok=True)
+    (folder / target / f"{name}.o").write_bytes(head(key(name, target), code) + code)
