@@ -73,6 +73,7 @@ wheel: $(VENV)/.installed-dev ## build a wheel into dist with the CPU kernels co
 	$(BIN)/python tools/ready_kernels.py build/ready
 	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 	rm -rf build/ready
+	@ls -l dist/*.whl | awk '$$5 > 20000000 { print $$NF " is over 20 MB"; exit 1 }'
 
 clean: ## remove .venv, every cache and what make train wrote
 	rm -rf $(VENV) $(VENV)-serve $(VENV)-vllm train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site

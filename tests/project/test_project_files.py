@@ -1,7 +1,10 @@
 """Files for those who come to the project: workflows, hooks and templates parse, and what they run exists."""
 
 import re
+import runpy
 import shlex
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -138,3 +141,18 @@ def test_no_address_is_invented():
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"github\.com|gitlab\.com|[\w.]+@\w+\.\w+", text), file.name
     assert "[project.urls]" not in PROJECT
+
+
+@pytest.mark.parametrize(("version", "made", "taken"), [("standard", 1, 1), ("standard", 0, 0), ("editable", 1, 0)])
+def test_kernels_that_were_made_go_into_the_wheel(version, made, taken, tmp_path, monkeypatch):
+    interface = types.SimpleNamespace(BuildHookInterface=type("Hook", (), {"root": str(tmp_path)}))
+    monkeypatch.setitem(sys.modules, "hatchling.builders.hooks.plugin.interface", interface)
+    for name in ("hatchling", "hatchling.builders", "hatchling.builders.hooks", "hatchling.builders.hooks.plugin"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    scope = runpy.run_path(str(ROOT / "hatch_build.py"))
+    folder, data = tmp_path / "build" / "ready", {"force_include": {}}
+    if made:
+        folder.mkdir(parents=True)
+    scope["ReadyKernels"]().initialize(version, data)
+    assert data["force_include"] == ({str(folder): "tilewise/backends/cpu/ready"} if taken else {})
+    assert "tools/ready_kernels.py build/ready" in MAKE
