@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -67,8 +68,7 @@ def warm_model(name: str, device: str, dtype: str | None = None, length: int = 4
             inputs = make_inputs(case, torch.device(device), kind)
             gradients = train and case.q_len > 1
             if gradients:
-                for x in (inputs.q, inputs.k, inputs.v):
-                    x.detach_().requires_grad_()
+                inputs = replace(inputs, **{name: getattr(inputs, name).detach().requires_grad_() for name in "qkv"})
             out = inputs.attend()
             if gradients:
                 out.sum().backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import llvmlite.binding as llvm
 from numba import config
 
