@@ -108,6 +108,10 @@ class Pointer:
 
     __radd__ = __add__
 
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self.array.dtype)
+
     def __sub__(self, n: Any) -> Pointer:
         return self + -np.asarray(raw(n)).astype(np.int64)
 

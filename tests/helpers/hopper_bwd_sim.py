@@ -12,7 +12,8 @@ import torch
 import gluon_sim
 from gluon_sim import Descriptor, Machine
 from gluon_values import Pointer, Tensor
-from hopper_sim import flat, tiles
+from hopper_sim import flat
+from tilewise.backends.hopper.bwd import config
 from tilewise.core.plan import Plan
 from tilewise.core.tensors import BackwardTensors
 
@@ -36,19 +37,26 @@ def listed(cu: torch.Tensor, block: int, room: int) -> Pointer:
     return Pointer(np.array(blocks, np.int32).reshape(-1))
 
 
+def launch(kernel: Any, arguments: Any, made: dict[str, Any], programs: int, seed: int) -> None:
+    given = {name: made[name] for name in arguments.NAMES}
+    given |= {name: Tensor(np.int32(made[name])) for name in arguments.SIZES}
+    gluon_sim.MACHINE = Machine(programs, seed)
+    gluon_sim.MACHINE.run(lambda: kernel(**given))
+
+
 class Backward:
     """One backward pass: what comes before the kernel in NumPy, the kernel by the simulator, what comes after it."""
 
     def __init__(self, problem: Any, t: BackwardTensors, **changes: Any) -> None:
         self.problem, self.t = problem, t
         self.bound = self.bind(Plan(problem, "hopper", "", (1, 1)))
-        self.spec = replace(self.bound.spec, **changes)
         self.starts = [0] * problem.batch
         self.lengths = [problem.q_len] * problem.batch
         if problem.packed_q:
             cu = t.forward.cu_seqlens_q.tolist()
             self.starts, self.lengths = cu[:-1], [b - a for a, b in pairwise(cu)]
         self.given = self.bound.tensors(t)
+        self.spec = replace(self.bound.spec_for(self.given), **changes)
         if self.given["ACC"] is not None:
             self.given["ACC"].fill_(float("nan") if self.spec.deterministic else 0.0)
 
@@ -70,6 +78,8 @@ class Backward:
         f, p, BM = self.t.forward, self.problem, self.bound.BM
         stats, lse2 = self.given["STATS"].numpy(), self.given["LSE2"]
         stats[...] = 0
+        if self.t.dmask is not None and config.skips_cells(p):
+            self.t.dmask.zero_()
         self.given["SEMAPHORES"].zero_()
         self.given["COUNTER"].zero_()
         self.given["FLAG"].zero_()
@@ -80,12 +90,17 @@ class Backward:
             if self.t.dlse is not None:
                 delta = delta - self.t.dlse[b, h, rows].numpy()
             seen = np.isfinite(lse)
-            low = np.full(BM, LOWEST, np.float32)
-            low[:count] = np.where(seen, -lse / p.scale, LOWEST)
             minus = np.zeros(BM, np.float32)
             minus[:count] = np.where(seen, -delta, 0)
             at = slice(entry * BM, entry * BM + BM)
-            stats[at, :16], stats[at, 16:] = parts_of(low), parts_of(minus)
+            stats[at, 16:] = parts_of(minus)
+            if self.spec.mask:
+                lse2[entry] = torch.from_numpy(np.concatenate([np.full(BM, -np.inf, np.float32), minus]))
+                lse2[entry, :count] = torch.from_numpy(np.where(seen, -lse, -np.inf))
+                continue
+            low = np.full(BM, LOWEST, np.float32)
+            low[:count] = np.where(seen, -lse / p.scale, LOWEST)
+            stats[at, :16] = parts_of(low)
             if lse2 is not None:
                 lse2[entry] = -torch.inf
                 lse2[entry, :count] = torch.from_numpy(np.where(seen, -lse * np.float32(1.4426950408889634), -np.inf))
@@ -94,37 +109,31 @@ class Backward:
         self.before()
         g, s, t = self.given, self.spec, self.t
         k_blocks = self.bound.k_blocks(t.forward.k)
-        made: dict[str, Any] = {name: flat(x) for name, x in g.items()}
-        made |= {
-            "q": tiles(t.forward.q, s.BM, s.D), "do": tiles(t.dout, s.BM, s.D),
-            "k": tiles(t.forward.k, 64, s.D), "v": tiles(t.forward.v, 64, s.D),
-            "dk": tiles(g["DK"], 64, s.D), "dv": tiles(g["DV"], 64, s.D),
-            "dq": Descriptor(g["ACC"].numpy(), (128, 32)), "stats": Descriptor(g["STATS"].numpy(), (s.BM, 32)),
-            "lse": None if g["LSE2"] is None else Descriptor(g["LSE2"].numpy(), (1, s.BM)),
-            "dk_h": g["DK"].stride(1), "dk_l": g["DK"].stride(2), "dv_h": g["DV"].stride(1), "dv_l": g["DV"].stride(2),
-        }  # fmt: skip
+        made = self.bound.arguments(g) | {"S": s}
+        made = {name: flat(x) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
+        described = self.bound.descriptors(g).items()
+        made |= {name: d and Descriptor(d.base.numpy(), d.block_shape) for name, d in described}
         if s.packed:
             made["TABLE"] = listed(t.forward.cu_seqlens_k, 128, k_blocks)
-        made |= self.bound.sizes | {"S": s, "blocks": k_blocks}
         arguments = kernels["bwd.arguments"].BackwardArguments
-        made |= {name: Tensor(np.int32(made[name])) for name in arguments.SIZES}
-        total = k_blocks * self.bound.planes
-        gluon_sim.MACHINE = Machine(programs or total, seed)
-        gluon_sim.MACHINE.run(lambda: kernels["bwd.kernel"].backward(**{name: made[name] for name in arguments.NAMES}))
+        launch(kernels["bwd.kernel"].backward, arguments, made, programs or k_blocks * self.bound.planes, seed)
         self.after()
+        if config.sums_mask(self.problem):
+            count = g["DMASK"].shape[0] * made["planes_h"] * self.bound.q_blocks * made["tiles_k"]
+            launch(kernels["bwd.mask_sums"].mask_sums, kernels["bwd.mask_sums"].SumArguments, made, count, seed)
 
     def after(self) -> None:
         s, p = self.spec, self.problem
         x = self.given["ACC"].view(-1, 2, 4, 8, 8, 4, 2, 2)
         order = (0, 2, 6, 4, 1, 3, 5, 7) if s.BM == 64 else (0, 1, 2, 6, 4, 3, 5, 7)
         x = x.permute(order).reshape(-1, s.BM, s.D)
-        self.t.dq.zero_()
+        dq = self.given["DQ"].zero_()
         if p.packed_q:
-            for gradient in (self.t.dk, self.t.dv):
+            for gradient in (self.given["DK"], self.given["DV"]):
                 gradient[:, :, int(self.t.forward.cu_seqlens_k[-1]) :] = 0
         for b, h, row, count, entry in self.entries():
             if not s.deterministic or int(self.given["SEMAPHORES"][entry]):
-                self.t.dq[b, h, row : row + count] = (x[entry, :count, : p.head_dim] * p.scale).to(self.t.dq.dtype)
+                dq[b, h, row : row + count] = (x[entry, :count, : p.head_dim] * p.scale).to(dq.dtype)
 
 
 class Wide(Backward):
@@ -138,12 +147,12 @@ class Wide(Backward):
     def run(self, kernels: Any, programs: int = 0, seed: int = 0) -> None:
         self.before()
         for s in self.bound.specs:
-            self.launch(kernels, s, seed)
+            self.launch_one(kernels, s, seed)
         if self.problem.packed_q:
             for x, cu in ((self.t.dq, "CU_Q"), (self.t.dk, "CU_K"), (self.t.dv, "CU_K")):
                 x[:, :, int(self.given[cu][-1]) :] = 0
 
-    def launch(self, kernels: Any, s: Any, seed: int) -> None:
+    def launch_one(self, kernels: Any, s: Any, seed: int) -> None:
         from tilewise.backends.hopper.bwd.wide.launch import names_of
 
         g, names = self.given, names_of(s)
@@ -156,7 +165,4 @@ class Wide(Backward):
         if s.packed:
             made["TABLE"] = listed(g["CU_Q" if s.of_queries else "CU_K"], s.BO, own["blocks"])
         arguments = kernels["wide.arguments"].WideArguments
-        made |= {name: Tensor(np.int32(made[name])) for name in arguments.SIZES}
-        gluon_sim.MACHINE = Machine(own["blocks"] * own["planes"], seed)
-        given = {name: made[name] for name in arguments.NAMES}
-        gluon_sim.MACHINE.run(lambda: kernels["wide.kernel"].wide_backward(**given))
+        launch(kernels["wide.kernel"].wide_backward, arguments, made, own["blocks"] * own["planes"], seed)

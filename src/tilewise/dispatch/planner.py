@@ -45,7 +45,7 @@ class Backend(Protocol):
         One that stores rows in caches has `supports_write(problem)` and `writer(k, v, wrap)`.
 
         One with a backward pass has `supports_backward(problem)`, `plan_backward(problem)` and `run_backward(plan,
-        tensors)` beside these, all three as in `Backward`.
+        tensors)` beside these, all three as in `Backward`, and perhaps `declines_backward(problem)`.
         """
 
 
@@ -95,8 +95,9 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
     for name in BACKENDS:
         backend_module = load(name)
         reason = supports(name, problem)
-        if reason is None and not problem.grads and hasattr(backend_module, "declines") and not problem.is_empty:
-            reason = backend_module.declines(problem)
+        declines = getattr(backend_module, "declines_backward" if problem.grads else "declines", None)
+        if reason is None and declines is not None and not problem.is_empty:
+            reason = declines(problem)
         if reason is None:
             return replace(_plan(name, problem), passed_over=tuple(passed_over))
         passed_over.append((name, reason))

@@ -49,8 +49,15 @@ def given(p):
         f.cu_seqlens_q = f.cu_seqlens_k = ints(p.batch + 1)
     if p.rules.kv_lengths:
         f.kv_lengths = ints(p.batch)
+    dmask = None
+    if p.mask is not None:
+        sizes = (p.batch, p.heads, p.q_len, p.kv_len)
+        own = [1 if free else n for n, free in zip(sizes, p.mask.broadcast, strict=True)]
+        f.mask = torch.empty(own, dtype=p.mask.dtype, device="meta").expand(sizes)
+        dtype = torch.float32 if any(p.mask.broadcast) else p.mask.dtype
+        dmask = torch.empty(own, dtype=dtype, device="meta") if "mask" in p.grads else None
     bound = launch.Bound(Plan(p, "hopper", "", (1, 1)))
-    tensors = bound.tensors(BackwardTensors(f, heads(p.heads), None, heads(p.heads), *[k, v]))
+    tensors = bound.tensors(BackwardTensors(f, heads(p.heads), None, heads(p.heads), *[k, v], dmask))
     return bound, bound.arguments(tensors) | bound.descriptors(tensors)
 
 

@@ -26,7 +26,7 @@ def fixed_up(case):
     from tilewise.core.plan import Plan
     from tilewise.testing.gradients import judge_gradients, make_gradients
 
-    made = make_gradients(case, grads=("q", "k", "v"))
+    made = make_gradients(case, grads=("q", "k", "v", "mask") if case.mask == "bhqk" else ("q", "k", "v"))
     t = made.call.tensors
     for x in t.gradients().values():
         x.fill_(float("nan"))
@@ -44,6 +44,32 @@ def fixed_up(case):
             t.gradients()[name][:, :, int(cu[-1]) :] = 0
     assert all(torch.isfinite(x).all() for x in t.gradients().values())
     judge_gradients(made, t.gradients())
+
+
+def statistics(case):
+    """Rows of a masked call, -lse and behind it -delta."""
+    import torch
+
+    from tilewise.backends.hopper.bwd.launch import bound_to
+    from tilewise.backends.hopper.bwd.prepost import preprocess
+    from tilewise.core.plan import Plan
+    from tilewise.testing.gradients import make_gradients
+
+    call = make_gradients(case).call
+    p, t = call.problem, call.tensors
+    bound = bound_to(Plan(p, "hopper", "", (1, 1)))
+    given = bound.tensors(t)
+    given["LSE2"].fill_(float("nan"))
+    arguments = bound.arguments(given) | {"D": bound.arguments(given)["D_V"]}
+    preprocess[bound.longest, p.batch * p.heads](**{name: arguments[name] for name in preprocess.arg_names})
+    room, seen = bound.longest * bound.BM, t.forward.lse.isfinite()
+    delta = (t.dout.double() * t.forward.out.double()).sum(-1) - t.dlse
+    for n, want in enumerate((torch.where(seen, -t.forward.lse, -torch.inf), torch.where(seen, -delta, 0))):
+        got = (
+            given["LSE2"].view(p.batch, p.heads, bound.longest, 2, bound.BM)[:, :, :, n].reshape(p.batch, p.heads, room)
+        )
+        torch.testing.assert_close(got[:, :, : p.q_len], want.float(), rtol=1e-5, atol=1e-5)
+        assert (got[:, :, p.q_len :] == (0 if n else -torch.inf)).all()
 
 
 def listed():
@@ -73,5 +99,10 @@ if __name__ == "__main__":
     fixed_up(Case(B=2, H=2, form="varlen", q_lengths=(70, 33), lengths=(70, 90), causal=True, dtype="f16", D=40))
     fixed_up(Case(B=1, H=2, Lq=40, Lk=60, causal=True, dtype="f16", D=192, Dv=128))
     fixed_up(Case(B=1, H=1, Lq=40, window=(9, 3), softcap=5.0, dtype="f16", D=264))
+    fixed_up(Case(B=2, H=2, Lq=70, Lk=100, mask="bhqk", mask_kind="f16", pattern="rows", causal=True, **common))
+    fixed_up(Case(B=2, H=2, Lq=40, mask="hqk", mask_kind="f32", softcap=5.0, **common))
+    fixed_up(Case(B=1, H=2, Lq=40, mask="bhqk", mask_kind="f32", pattern="least", softcap=5.0, **common))
+    statistics(Case(B=1, H=2, Lq=150, mask="qk", mask_kind="f16", pattern="rows", sinks=True, **common))
+    statistics(Case(B=2, H=1, Lq=70, mask="qk", mask_kind="f16", pattern="least", dtype="f16", D=128))
     listed()
     print("all right")

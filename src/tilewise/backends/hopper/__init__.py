@@ -45,6 +45,11 @@ def declines(problem: Problem) -> str | None:
     return None if _decodes_latent(problem) else config.slower(problem)
 
 
+def declines_backward(problem: Problem) -> str | None:
+    """Why the Triton backend is the better choice for a backward pass, if it is."""
+    return bwd_config.unchecked(problem)
+
+
 def plan(problem: Problem) -> Plan:
     if _decodes_latent(problem):
         cut = latent.config_of(problem, target_of(problem.device))
@@ -86,7 +91,7 @@ def plan_backward(problem: Problem) -> Plan:
         kernel="backward, warp-specialised",
         tile=(s.BM, bwd_config.BN),
         workspace_bytes=bwd_config.workspace_bytes(p, s),
-        notes=("dQ added in the order of key blocks",) if s.deterministic else ("dQ added in any order",),
+        notes=bwd_config.notes(p, s),
     )
 
 

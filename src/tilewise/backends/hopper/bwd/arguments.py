@@ -31,8 +31,26 @@ class CallArguments:
     S: object
 
 
+class MaskArguments:
+    """What the kernels of a masked call are given between their own and the call's; nothing without a mask."""
+
+    mask: object  # [1, 1, BM, 64], in the mask's dtype: 64 keys
+    MASK: object  # the mask and its gradient where they are not described
+    DMASK: object
+    mask_b: object
+    mask_h: object
+    mask_q: object
+    mask_k: object
+    dmask_b: object
+    dmask_h: object
+    dmask_q: object
+    dmask_k: object
+    mask_batch: object  # 1: each batch row has a mask of its own; 0: they share it
+    mask_heads: object
+
+
 @struct
-class BackwardArguments(CallArguments):
+class BackwardArguments(MaskArguments, CallArguments):
     q: object  # descriptors: q and do [1, 1, BM, D], k, v, dk, dv [1, 1, 64, D]
     k: object
     v: object
@@ -41,7 +59,8 @@ class BackwardArguments(CallArguments):
     dv: object
     dq: object  # float32 [128, 32] of [query blocks * 2 * 128, 32]: a consumer's part, packed (`pack_dq`)
     stats: object  # [BM, 32] of [query blocks * BM, 32], in q's dtype: -lse / scale and -delta, 16 parts each
-    lse: object  # with softcap: float32 [1, BM] of [query blocks, BM], -lse * log2(e)
+    lse: object  # with softcap: float32 [1, BM] of [query blocks, BM], -lse * log2(e); with a mask -lse
+    dmask: object  # as `mask`
     SEMAPHORES: object  # int32, one for each query block of a head
     COUNTER: object
     FLAG: object  # int32: a gradient is not finite
@@ -60,14 +79,16 @@ class Buffers:
     q: gl.shared_memory_descriptor  # [q_stages, 1, 1, BM, D]
     do: gl.shared_memory_descriptor  # [do_stages, 1, 1, BM, D]
     stats: gl.shared_memory_descriptor  # [q_stages, BM, 32]
-    lse: object  # with softcap: [q_stages, 1, BM]
-    ds: gl.shared_memory_descriptor  # [2, 64, BM]: a consumer's part each
+    lse: object  # with softcap or a mask: [q_stages, 1, BM]
+    mask: object  # [2, 1, 1, BM, 64]: a consumer's part each
+    ds: gl.shared_memory_descriptor  # [2, 64, BM]: a consumer's part each; as tiles of dmask [2, 1, 1, BM, 64]
     dq: gl.shared_memory_descriptor  # [2 * dq_stages, 128, 32]
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
+    mask_full: object
     indices: object  # persistent: [2, 1], indices of key blocks, and their barriers
     index_full: object
     index_empty: object
@@ -100,9 +121,17 @@ def new_buffers(a):
     do = gl.allocate_shared_memory(DTYPE, [a.S.do_stages, 1, 1, BM, D], a.do.layout)
     stats = gl.allocate_shared_memory(DTYPE, [a.S.q_stages, BM, 32], a.stats.layout)
     lse = None
-    if a.S.softcap:
+    if a.S.row_lse:
         lse = gl.allocate_shared_memory(gl.float32, [a.S.q_stages, 1, BM], a.lse.layout)
-    ds = gl.allocate_shared_memory(DTYPE, [2, 64, BM], DS_LAYOUT)
+    mask = None
+    mask_full = None
+    if a.S.mask_tiles:
+        mask = gl.allocate_shared_memory(a.mask.dtype, [2, 1, 1, BM, 64], a.mask.layout)
+        mask_full = barriers(1, 1)
+    if a.S.dmask_tiles:
+        ds = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BM, 64], a.dmask.layout)
+    else:
+        ds = gl.allocate_shared_memory(DTYPE, [2, 64, BM], DS_LAYOUT)
     dq = gl.allocate_shared_memory(gl.float32, [2 * a.S.dq_stages, 128, 32], a.dq.layout)
     indices = None
     index_full = None
@@ -114,9 +143,9 @@ def new_buffers(a):
         index_empty = barriers(2, 4)
         kv_empty = barriers(1, 2)
     return Buffers(
-        k, v, q, do, stats, lse, ds, dq, barriers(1, 1), barriers(1, 1), barriers(a.S.q_stages, 1),
-        barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1), indices, index_full,
-        index_empty, kv_empty,
+        k, v, q, do, stats, lse, mask, ds, dq, barriers(1, 1), barriers(1, 1), barriers(a.S.q_stages, 1),
+        barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1), mask_full, indices,
+        index_full, index_empty, kv_empty,
     )  # fmt: skip
 
 

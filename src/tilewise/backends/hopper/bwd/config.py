@@ -34,7 +34,6 @@ def refusal(problem: Problem) -> str | None:
     p = unstrided(problem)
     missing = {
         "a KV cache in pages or quantised": p.form == "paged" or p.k_format.is_quantised or p.v_format.is_quantised,
-        "masks": p.mask is not None,
         "ALiBi": p.alibi,
         "rules of positions other than causal and windows": (
             p.rules.relative() != MaskRules(causal=p.rules.causal, window=p.rules.window)
@@ -51,7 +50,43 @@ def refusal(problem: Problem) -> str | None:
         "rows that do not begin at multiples of 16 bytes, or are broadcast": not p.aligned,
         "offsets past 2**29": isinstance(p.rules.q_offset, int) and abs(p.rules.q_offset) > FURTHEST,
     }
+    return next((f"no backward pass for {what}" for what, there in missing.items() if there), mask_refusal(p))
+
+
+def mask_refusal(problem: Problem) -> str | None:
+    """Why the kernels cannot serve the problem's mask, or None."""
+    p, m = problem, problem.mask
+    if m is None:
+        return None
+    missing = {
+        "bool masks": m.is_bool,
+        "masks of other types than float32, float16 or bfloat16": m.dtype not in DTYPE_NAMES,
+        "masks that are broadcast over queries or keys": m.broadcast[2] or m.broadcast[3],
+        "tile maps": p.tile_map is not None,
+        "masks of packed sequences": p.packed_q,
+        "masks with head dims over 128": is_wide(p),
+        "gradients of broadcast masks with kv_lengths or an offset for each sequence": (
+            sums_mask(p) and (p.rules.kv_lengths or p.rules.flags.offset == "rows")
+        ),
+    }
     return next((f"no backward pass for {what}" for what, there in missing.items() if there), None)
+
+
+def sums_mask(problem: Problem) -> bool:
+    """Whether the gradient of a broadcast mask is asked for: `mask_sums.py` gives it."""
+    return "mask" in problem.grads and problem.mask is not None and any(problem.mask.broadcast)
+
+
+def skips_cells(problem: Problem) -> bool:
+    """Whether some cells of the mask's gradient are nobody's: those of query blocks that do not see a key block."""
+    return not sums_mask(problem) and (problem.rules.by_position or problem.has_lengths)
+
+
+def unchecked(problem: Problem) -> str | None:
+    """Why the planner leaves a problem that the kernels serve to Triton's."""
+    if problem.mask is None:
+        return None
+    return "leaves masks to the Triton backend: its kernels for them have run in a simulator, not on a GPU"
 
 
 def is_wide(problem: Problem) -> bool:
@@ -78,10 +113,13 @@ def spec_of(problem: Problem) -> BackwardSpec:
         left_edges=LEFT * flags.hides_left + RIGHT * both,
         softcap=p.softcap > 0,
         exact_tanh=needs_exact_tanh(p),
+        mask=p.mask is not None,
+        dmask="mask" in p.grads and not sums_mask(p),
+        do_stages=2 if p.mask is None else 1,  # for a mask's tile in shared memory
         # Sums in any order are faster in causal calls alone (h200/LOG.md, backward #8).
         deterministic=p.deterministic or not flags.hides_right or p.group > 1,
         persistent=persistent(p),
-        guarded=flags.hides_right or flags.hides_left or p.has_lengths,
+        guarded=flags.hides_right or flags.hides_left or p.has_lengths or p.mask is not None,
     )
 
 
@@ -111,10 +149,15 @@ def query_blocks(problem: Problem, BM: int) -> tuple[int, int]:
 
 
 def workspace_bytes(problem: Problem, s: BackwardSpec) -> int:
-    """dQ in float32, and 64 bytes of statistics for each row."""
+    """dQ in float32, and 64 bytes of statistics for each row; 4 more with softcap, 8 more with a mask."""
     p = problem
     blocks = query_blocks(p, s.BM)[1] * p.heads * (1 if p.packed_q else p.batch)
-    return blocks * (s.BM * (4 * s.D + 64 + 4 * s.softcap) + 4)
+    return blocks * (s.BM * (4 * s.D + 64 + (8 if s.mask else 4 * s.softcap)) + 4)
+
+
+def notes(problem: Problem, s: BackwardSpec) -> tuple[str, ...]:
+    order = "dQ added in the order of key blocks" if s.deterministic else "dQ added in any order"
+    return (order, "the mask's gradient summed by a launch of its own") if sums_mask(problem) else (order,)
 
 
 def planes_at_once(problem: Problem, s: BackwardSpec) -> int:

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..fwd.softmax import tanh
 from .arguments import dq_layout, dq_split, grad_layout, score_layout, tile
-from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, Q_EMPTY, named_barrier
+from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, MASK_EMPTY, Q_EMPTY, named_barrier
 from .tile_scheduler import get_index, next_block, work_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -26,7 +26,7 @@ def start_scores(a, buf, u, s, factors, C: gl.constexpr):
     q = tile(buf.q, u, a.S.q_stages, BM, D)
     mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
     s = warpgroup_mma(buf.k.index(C + (u >> 30)).reshape([64, D]), q.permute((1, 0)), s, use_acc=False, is_async=True)
-    if not a.S.softcap:
+    if not a.S.row_lse:
         lse = buf.stats.index(u % a.S.q_stages).slice(0, 16, 1)  # [BM, 16]
         s = warpgroup_mma(factors, lse.permute((1, 0)), s, is_async=True)
     return s
@@ -84,10 +84,44 @@ def hide(p, i, lo, hi, SCORES: gl.constexpr, EDGES: gl.constexpr):
 
 
 @gluon.jit
-def capped(a, x, minus_lse):
+def cells_of(a, X, b_stride, h_stride, q_stride, k_stride, w, i, g, C: gl.constexpr):
+    """Pointers to the mask's cells of query block i, as S^T [64, BM] has them, and which of them there are."""
+    SCORES: gl.constexpr = score_layout(a.S)
+    key = w.n * 128 + C * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None]
+    row = i * a.S.BM + gl.arange(0, a.S.BM, gl.SliceLayout(0, SCORES))[None, :]
+    plane = X + w.b.to(gl.int64) * b_stride + (w.kv_head * a.group + g).to(gl.int64) * h_stride
+    return plane + row.to(gl.int64) * q_stride + key.to(gl.int64) * k_stride, (key < w.kv_end) & (row < a.q_len)
+
+
+@gluon.jit
+def load_mask(a, buf, w, u, i, g, C: gl.constexpr):
+    """The mask's cells [64, BM] in float32."""
+    if a.S.mask_tiles:
+        mbarrier.wait(buf.mask_full.index(0), u & 1)
+        x = buf.mask.index(C + (u >> 30)).reshape([a.S.BM, 64]).permute((1, 0)).load(score_layout(a.S))
+    else:
+        at, there = cells_of(a, a.MASK, a.mask_b, a.mask_h, a.mask_q, a.mask_k, w, i, g, C)
+        x = gl.load(at, mask=there, other=0.0)
+    return x.to(gl.float32)
+
+
+@gluon.jit
+def masked(x, factor, bias, minus_lse):
+    """x factor + bias - lse, for exp2. A bias may be huge, and lse then is too: it is taken off last, in natural units,
+    in which the least finite bias stays finite.
+    """
+    return (gl.fma(x, factor, bias) + minus_lse) * LOG2E
+
+
+@gluon.jit
+def capped(a, x, minus_lse, bias=None):
     """exp2 of the capped logits of dot products x [64, BM], less the lse, and the softcap's derivative."""
     cap = a.softcap * LOG2E
-    if a.S.exact_tanh:
+    if a.S.mask:
+        t = tanh(x * (a.scale / a.softcap), a.S.exact_tanh)
+        exponent = masked(t, a.softcap, bias, minus_lse)
+        slope = 1.0 - t * t
+    elif a.S.exact_tanh:
         t = tanh(x * (a.scale / a.softcap), True)
         exponent = gl.fma(t, cap, minus_lse)
         slope = 1.0 - t * t
@@ -105,6 +139,8 @@ def start_dq(a, buf, u, dq, C: gl.constexpr, h: gl.constexpr, ADDS: gl.constexpr
     """This consumer's part of dQ by the 64 keys of consumer h, added to `dq` or in its registers."""
     WIDTH: gl.constexpr = dq_split(a.S)[1]
     half = buf.ds.index(h + (u >> 30))  # [64, BM]
+    if a.S.dmask_tiles:
+        half = half.reshape([a.S.BM, 64]).permute((1, 0))
     k = buf.k.index(h + (u >> 30)).reshape([64, a.S.D])
     if a.S.BM == 128:
         dq = warpgroup_mma(half.slice(C * 64, 64, 1).permute((1, 0)), k, dq, use_acc=ADDS, is_async=True)
@@ -124,7 +160,19 @@ def store_dq(a, buf, u, dq, C: gl.constexpr):
 
 
 @gluon.jit
-def step(a, buf, u, i, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
+def store_ds(a, buf, u, ds16, C: gl.constexpr):
+    """To shared memory, for dQ: dS^T, or dS, which TMA stores from there as cells of the mask's gradient."""
+    if a.S.dmask_tiles:
+        tma.store_wait(0)  # the block before has left
+    named_barrier("bar.sync", DS_EMPTY + C, 256)
+    ds = buf.ds.index(C + (u >> 30))
+    if a.S.dmask_tiles:
+        ds = ds.reshape([a.S.BM, 64]).permute((1, 0))
+    ds.store(ds16)
+
+
+@gluon.jit
+def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.constexpr):
     """Query block i, use u of the rings.
 
     `u >> 30` is 0, which the compiler does not know: it would keep registers for every place in K and V.
@@ -143,23 +191,39 @@ def step(a, buf, u, i, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl.const
     delta = buf.stats.index(u % a.S.q_stages).slice(16, 16, 1)  # [BM, 16]
     dp = warpgroup_mma(factors, delta.permute((1, 0)), dp, is_async=True)
     x = warpgroup_mma_wait(2, deps=(s,))  # q k - lse / scale; with softcap q k
-    if a.S.softcap:
+    bias = None
+    if a.S.mask:
+        bias = load_mask(a, buf, w, u, i, g, C)
+    if a.S.row_lse:
         minus_lse = buf.lse.index(u % a.S.q_stages).load(score_layout(a.S))  # [1, BM]
-        p, slope = capped(a, x, minus_lse)
+        if a.S.softcap:
+            p, slope = capped(a, x, minus_lse, bias)
+        else:
+            p = gl.exp2(masked(x, a.scale, bias, minus_lse))
     else:
         p = gl.exp2(x * (a.scale * LOG2E))
     p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
     p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
-    if a.S.softcap:
+    if a.S.mask_tiles:  # not before: its cells would have to be kept in registers
+        named_barrier("bar.arrive", MASK_EMPTY, 288)
+    if a.S.softcap and not a.S.dmask:
         p *= slope
     dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
-    ds16 = (p * dp).to(a.q.dtype)
-    named_barrier("bar.sync", DS_EMPTY + C, 256)
-    buf.ds.index(C + (u >> 30)).store(ds16)
+    ds = p * dp
+    if a.S.dmask and not a.S.dmask_tiles:
+        at, there = cells_of(a, a.DMASK, a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k, w, i, g, C)
+        gl.store(at, ds.to(a.DMASK.dtype.element_ty), mask=there)
+    if a.S.softcap and a.S.dmask:
+        ds *= slope
+    ds16 = ds.to(a.q.dtype)
+    store_ds(a, buf, u, ds16, C)
     ds16 = gl.convert_layout(ds16, OPERAND)
     dv = warpgroup_mma(p16, do, dv, is_async=True)
     fence_async_shared()
     named_barrier("bar.sync", DS_READY, 256)
+    if a.S.dmask_tiles:
+        at = [w.b, w.kv_head * a.group + g, i * BM, w.n * 128 + C * 64]
+        tma.async_copy_shared_to_global(a.dmask, at, buf.ds.index(C + (u >> 30)))
     dq = gl.zeros([64, WIDTH], gl.float32, dq_layout(a.S))
     dq = start_dq(a, buf, u, dq, C, 0, False)
     dq = start_dq(a, buf, u, dq, C, 1, True)
@@ -181,8 +245,10 @@ def hidden_step(a, buf, u, C: gl.constexpr):
     WIDTH: gl.constexpr = dq_split(a.S)[1]
     mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
     mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
-    named_barrier("bar.sync", DS_EMPTY + C, 256)
-    buf.ds.index(C + (u >> 30)).store(gl.zeros([64, BM], a.q.dtype, score_layout(a.S)))
+    if a.S.mask_tiles:
+        mbarrier.wait(buf.mask_full.index(0), u & 1)
+        named_barrier("bar.arrive", MASK_EMPTY, 288)
+    store_ds(a, buf, u, gl.zeros([64, BM], a.q.dtype, score_layout(a.S)), C)
     fence_async_shared()
     named_barrier("bar.sync", DS_READY, 256)
     zeros = gl.zeros([64, WIDTH], gl.float32, dq_layout(a.S))
@@ -198,11 +264,11 @@ def steps(a, buf, w, begin, end, i, g, dk, dv, lo, hi, factors, C: gl.constexpr,
     for u in range(begin, end):
         if EDGES > 0 and a.S.BM == 64:  # a tile of 64 x 64 at an edge may have no cell that is seen
             if w.sees(a, i, C):
-                dk, dv = step(a, buf, u, i, dk, dv, lo, hi, factors, C, EDGES)
+                dk, dv = step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C, EDGES)
             else:
                 hidden_step(a, buf, u, C)
         else:
-            dk, dv = step(a, buf, u, i, dk, dv, lo, hi, factors, C, EDGES)
+            dk, dv = step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C, EDGES)
         i, g = next_block(a, i, g)
     return i, g, dk, dv
 
@@ -263,6 +329,8 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     if w.n * 128 + C * 64 < w.kv_end:
         store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_h, a.dv_l, buf.v.index(C), C)
         store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_h, a.dk_l, buf.k.index(C), C)
+        tma.store_wait(0)
+    if a.S.dmask_tiles:
         tma.store_wait(0)
     if a.S.persistent:
         gl.thread_barrier()

@@ -6,6 +6,7 @@ aligned pointers pass their addresses directly to the compiled kernels.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -15,14 +16,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....core.plan import ByPlan, Plan
 from ....core.tensors import BackwardTensors
-from ...gpu.flags import softcap_of
-from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned, key_of
+from ...gpu.flags import DTYPE_NAMES, softcap_of
+from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned, key_of, stride_arguments
 from ...gpu.tensor_map import TensorMap
 from ..descriptors import descriptor
 from . import config
 from .kernel import backward
+from .mask_sums import blocks_of, mask_sums
 from .nonfinite import fix_up
 from .prepost import clear_rest, list_blocks, postprocess, preprocess
+from .spec import BackwardSpec
 
 GLUON = {torch.float32: gl.float32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 CLEAR_ROWS, CLEAR_PROGRAMS = 32, 16  # of `clear_rest`
@@ -70,6 +73,7 @@ class Launcher:
             "PACKED": s.packed,
             "HAS_DLSE": p.dlse,
             "HAS_SINKS": "sinks" in p.grads,
+            "MASKED": p.mask is not None,
             "GUARDED": s.guarded,
         }
         self.pre, self.list = Kernel(preprocess), Kernel(list_blocks, LISTING)
@@ -79,6 +83,8 @@ class Launcher:
         self.lock = Lock()  # what is launched lies in memory that all threads share
 
     def __call__(self, t: BackwardTensors) -> None:
+        if t.dmask is not None and config.skips_cells(self.problem):
+            t.dmask.zero_()
         given = self.tensors(t)
         there = {name: x for name, x in given.items() if x is not None}
         at = {name: x.data_ptr() for name, x in there.items()}
@@ -115,6 +121,8 @@ class Launcher:
             "Q_OFFSET": f.q_offset,
             "CU_Q": f.cu_seqlens_q,
             "CU_K": f.cu_seqlens_k,
+            "MASK": f.mask,
+            "DMASK": t.dmask,
             "DQ": torch.empty_like(f.q) if t.dq is None else t.dq,
             "DK": torch.empty_like(f.k) if t.dk is None else t.dk,
             "DV": torch.empty_like(f.v) if t.dv is None else t.dv,
@@ -134,6 +142,10 @@ class Launcher:
 
     def main(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
         raise NotImplementedError
+
+    def spec_for(self, given: dict[str, Any]) -> Any:
+        """The spec of a call with these tensors."""
+        return self.spec
 
     def step(
         self, kernel: Kernel, grid: tuple[int, int], arguments: Arguments, names: dict[str, str] | None = None
@@ -187,6 +199,9 @@ class Launcher:
         for prefix, name in (strided | {"dq": "DQ", "dk": "DK", "dv": "DV"}).items():
             strides = (0, 0, 0) if given[name] is None else given[name].stride()
             made |= dict(zip((f"{prefix}_b", f"{prefix}_h", f"{prefix}_l"), strides, strict=False))
+        for prefix, x in (("mask", given["MASK"]), ("dmask", given["DMASK"])):
+            strides = stride_arguments(prefix, "bhqk", x)
+            made |= strides if x is not None else dict.fromkeys(strides)
         return made | {"CLEARS": False, "SOFTCAP": False} | self.sizes
 
 
@@ -205,13 +220,14 @@ class Bound(Launcher):
             "CLEARS": not s.deterministic,
             "ORDERED": s.deterministic,
         }
-        self.kernel, self.post = Kernel(backward), Kernel(postprocess)
+        self.kernel, self.post, self.sums = Kernel(backward), Kernel(postprocess), Kernel(mask_sums)
 
     def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
         s, room, device = self.spec, self.blocks * self.BM, t.dout.device
+        width = 2 * s.BM if s.mask else s.BM
         return super().tensors(t) | {
             "ACC": torch.empty(room * s.D // 32, 32, dtype=torch.float32, device=device),
-            "LSE2": torch.empty(self.blocks, s.BM, dtype=torch.float32, device=device) if s.softcap else None,
+            "LSE2": torch.empty(self.blocks, width, dtype=torch.float32, device=device) if s.row_lse else None,
             "TABLE": torch.empty(self.k_blocks(t.forward.k), 2, dtype=torch.int32, device=device) if s.packed else None,
         }
 
@@ -225,15 +241,46 @@ class Bound(Launcher):
         if s.persistent:
             programs = min(programs, config.PROCESSORS)
         names = {"do": "DOUT", "dk": "DK", "dv": "DV", "dq": "ACC", "stats": "STATS", "lse": "LSE2"}
-        steps.append(self.step(self.kernel, (programs, 1), arguments | self.descriptors(given), names))
+        names |= {"mask": "MASK", "dmask": "DMASK", "rows": "LSE2"}
+        own = arguments | self.descriptors(given)
+        steps.append(self.step(self.kernel, (programs, 1), own, names))
         steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments))
+        if config.sums_mask(p):
+            planes = given["DMASK"].shape[0] * arguments["planes_h"]
+            programs = planes * self.q_blocks * arguments["tiles_k"]
+            steps.append(self.step(self.sums, (programs, 1), own, names))
         return steps
 
     def arguments(self, given: dict[str, Any]) -> Arguments:
-        return super().arguments(given) | {"blocks": self.k_blocks(given["k"])}
+        return super().arguments(given) | {"blocks": self.k_blocks(given["k"])} | self.mask_arguments(given)
+
+    def mask_arguments(self, given: dict[str, Any]) -> Arguments:
+        """What the kernels know of a mask, and who shares a plane of its gradient."""
+        p, x, offset = self.problem, given["MASK"], self.problem.rules.q_offset
+        if p.mask is None:
+            return {"mask_batch": None, "mask_heads": None}
+        batch, heads = (n if free else 1 for n, free in zip((p.batch, p.heads), p.mask.broadcast, strict=False))
+        return {
+            "mask_batch": int(x.stride(0) != 0),
+            "mask_heads": int(x.stride(1) != 0),
+            "tiles_k": -(-p.kv_len // (128 * blocks_of(self.spec))),
+            "planes_h": p.heads // heads,
+            "count_h": heads,
+            "pairs": batch * heads,
+            "shift": offset if isinstance(offset, int) else p.kv_len - p.q_len,
+            "S": self.spec_for(given),
+        }
+
+    def spec_for(self, given: dict[str, Any]) -> BackwardSpec:
+        """The spec of a call, whose mask's tiles TMA can copy or not."""
+        s, x, dx = self.spec, given["MASK"], given["DMASK"]
+        if x is None:
+            return s
+        dense = s.dmask and not s.softcap and dx.dtype == given["q"].dtype and has_tiles(dx)
+        return replace(s, mask_tiles=x.element_size() == 2 and has_tiles(x), dmask_tiles=dense)
 
     def descriptors(self, given: dict[str, Any]) -> Arguments:
-        s = self.spec
+        s = self.spec_for(given)
         return {
             "q": descriptor(given["q"], s.BM, s.D, s.dtype),
             "k": descriptor(given["k"], 64, s.D, s.dtype),
@@ -243,7 +290,10 @@ class Bound(Launcher):
             "dv": descriptor(given["DV"], 64, s.D, s.dtype),
             "dq": flat_descriptor(given["ACC"], 128, 32),
             "stats": flat_descriptor(given["STATS"], s.BM, 32),
-            "lse": row_descriptor(given["LSE2"], s.BM) if s.softcap else None,
+            "lse": row_descriptor(given["LSE2"], s.BM) if s.row_lse else None,
+            "rows": row_descriptor(given["LSE2"], 64) if s.mask else None,
+            "mask": mask_descriptor(given["MASK"], s.BM) if s.mask_tiles else None,
+            "dmask": mask_descriptor(given["DMASK"], s.BM) if s.dmask_tiles else None,
         }
 
 
@@ -257,6 +307,19 @@ def row_descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
     """Rows of a float32 matrix."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, columns], layout)
+
+
+def has_tiles(x: torch.Tensor) -> bool:
+    """Whether TMA can copy tiles of a mask: rows that begin at multiples of 16 bytes, one after the other."""
+    rows = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    apart = x.stride(-1) == 1 and (x.stride(-2) > 0 or x.shape[-2] == 1)
+    return apart and all(n % 16 == 0 for n in (x.data_ptr(), *rows))
+
+
+def mask_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Tiles [rows, 64] of a mask; of dims that are broadcast there is one element."""
+    own = x[tuple(slice(None if stride else 1) for stride in x.stride()[:2])]
+    return descriptor(own, rows, 64, DTYPE_NAMES[x.dtype])
 
 
 @ByPlan

@@ -1,4 +1,4 @@
-"""The non-finite fix-up of a backward pass: all gradients anew, if one of them is not finite.
+"""The non-finite fix-up of a backward pass: all gradients but a broadcast mask's anew, if one of them is not finite.
 
 Products multiply what lies under hidden cells by zero, and `0 * NaN` is NaN. Here NaN and Inf in q, k, v and dout count
 as 0; a row that sees one has NaN in its lse or its delta, so that its gradients are NaN all the same.
@@ -28,9 +28,9 @@ def store_rows(X, start, stride, first, end, width, value, BLOCK: tl.constexpr, 
 
 
 @triton.jit
-def cells(q, do, lse, delta, k, v, top, first, q_len, kv_len, shift, left, right, scale, softcap,
+def cells(q, do, lse, delta, k, v, top, first, q_len, kv_len, shift, left, right, scale, softcap, MASK, mask_q, mask_k,
           SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """P and dS [BLOCK, BLOCK] of query rows `top ..` and keys `first ..`."""
+    """P, dS and the gradients of logits [BLOCK, BLOCK] of query rows `top ..` and keys `first ..`."""
     row = top + tl.arange(0, BLOCK)[:, None]
     key = first + tl.arange(0, BLOCK)[None, :]
     seen = (key <= row + shift + right) & (key >= row + shift - left) & (key < kv_len) & (row < q_len)
@@ -41,9 +41,24 @@ def cells(q, do, lse, delta, k, v, top, first, q_len, kv_len, shift, left, right
         t = 1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0)  # tanh
         s = softcap * t
         slope = 1.0 - t * t
+    if MASK is not None:
+        at = MASK + row.to(tl.int64) * mask_q + key.to(tl.int64) * mask_k
+        bias = tl.load(at, mask=(row < q_len) & (key < kv_len), other=0.0).to(tl.float32)
+        seen &= bias != float("-inf")
+        s += bias
     p = tl.where(seen, tl.exp(s - lse[:, None]), 0.0)
-    ds = tl.where(seen, p * slope * (tl.dot(do, tl.trans(v)) - delta[:, None]), 0.0)
-    return p.to(q.dtype), ds.to(q.dtype)
+    bent = p * slope
+    dp = tl.dot(do, tl.trans(v)) - delta[:, None]
+    ds = tl.where(seen, bent * dp, 0.0)
+    return p.to(q.dtype), ds.to(q.dtype), tl.where(seen, p * dp, 0.0)
+
+
+@triton.jit
+def store_cells(X, row_stride, key_stride, top, first, q_len, kv_len, value, BLOCK: tl.constexpr):
+    row = top + tl.arange(0, BLOCK)[:, None]
+    key = first + tl.arange(0, BLOCK)[None, :]
+    at = X + row.to(tl.int64) * row_stride + key.to(tl.int64) * key_stride
+    tl.store(at, value.to(X.dtype.element_ty), mask=(row < q_len) & (key < kv_len))
 
 
 @triton.jit
@@ -65,9 +80,10 @@ def load_stats(OUT, DOUT, LSE, DLSE, o_l, do_l, lse_l, dlse_l, start, top, q_len
 
 @triton.jit
 def fix_up(
-    FLAG, q, k, v, OUT, DOUT, LSE, DLSE, DQ, DK, DV, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K,
+    FLAG, q, k, v, OUT, DOUT, LSE, DLSE, DQ, DK, DV, KV_LENGTHS, Q_OFFSET, CU_Q, CU_K, MASK, DMASK,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l,
     dlse_b, dlse_h, dlse_l, dq_b, dq_h, dq_l, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l,
+    mask_b, mask_h, mask_q, mask_k, dmask_b, dmask_h, dmask_q, dmask_k,
     batch, heads, group, q_len, kv_len, q_offset, left, right, head_dim, value_dim, scale, softcap,
     S: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, HAS_DLSE: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -122,9 +138,9 @@ def fix_up(
                         DLSE + b * dlse_b + h * dlse_h if HAS_DLSE else DLSE, o_l, do_l, lse_l, dlse_l,
                         q_start, top, rows, value_dim, BLOCK, D_V, HAS_DLSE,
                     )  # fmt: skip
-                    p, ds = cells(
+                    p, ds, _ = cells(
                         q_tile, do_tile, lse, delta, k_tile, v_tile, top, first, rows, keys, shift, left, right, scale,
-                        softcap, SOFTCAP, BLOCK,
+                        softcap, MASK + b * mask_b + h * mask_h if S.mask else MASK, mask_q, mask_k, SOFTCAP, BLOCK,
                     )  # fmt: skip
                     dv = tl.dot(tl.trans(p), do_tile, dv)
                     dk = tl.dot(tl.trans(ds), q_tile, dk)
@@ -143,9 +159,12 @@ def fix_up(
             for begin in range(0, keys, BLOCK):
                 k_tile = load_clean(k + b * k_b + kv_head * k_h, kv_start, k_l, begin, keys, head_dim, BLOCK, D)
                 v_tile = load_clean(v + b * v_b + kv_head * v_h, kv_start, v_l, begin, keys, value_dim, BLOCK, D_V)
-                p, ds = cells(
+                p, ds, dl = cells(
                     q_tile, do_tile, lse, delta, k_tile, v_tile, first, begin, rows, keys, shift, left, right, scale,
-                    softcap, SOFTCAP, BLOCK,
+                    softcap, MASK + b * mask_b + head * mask_h if S.mask else MASK, mask_q, mask_k, SOFTCAP, BLOCK,
                 )  # fmt: skip
+                if S.dmask:
+                    to = DMASK + b * dmask_b + head * dmask_h
+                    store_cells(to, dmask_q, dmask_k, first, begin, rows, keys, dl, BLOCK)
                 dq = tl.dot(ds, k_tile, dq)
             store_rows(DQ + b * dq_b + head * dq_h, q_start, dq_l, first, rows, head_dim, dq * scale, BLOCK, D)

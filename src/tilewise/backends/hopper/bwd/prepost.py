@@ -45,12 +45,13 @@ def preprocess(
     OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, LSE2, SHARES, ACC, SEMAPHORES, COUNTER, FLAG,
     o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l, dlse_b, dlse_h, dlse_l, heads, q_len, q_blocks, value_dim,
     scale, BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr, CLEARS: tl.constexpr,
+    SOFTCAP: tl.constexpr, CLEARS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Row statistics in parts that the scores' products add up: -lse / scale, and -delta = dlse - rowsum(dO * O).
 
     Rows that see nothing, and rows past the end, get so low a -lse that their P is 0. SHARES are a block's part of the
-    sinks' gradient. A softcap comes between the product and the lse, so that LSE2 has it as it is.
+    sinks' gradient. A softcap or a mask comes between the product and the lse, so that LSE2 has it as it is; with a
+    mask in natural units, and -delta behind it.
     """
     i = tl.program_id(0)
     b, h, start, q_len, entry = query_block(CU_Q, heads, q_len, q_blocks, BM, PACKED)
@@ -82,7 +83,11 @@ def preprocess(
     delta_parts = in_parts(-delta, part - 16, STATS)
     rows = entry * BM + tl.arange(0, BM)
     tl.store(STATS + rows[:, None] * 32 + part[None, :], tl.where(part < 16, lse_parts, delta_parts))
-    if SOFTCAP:
+    if MASKED:
+        at = LSE2 + entry * (2 * BM) + tl.arange(0, BM)
+        tl.store(at, tl.where(seen, -lse, float("-inf")))
+        tl.store(at + BM, -delta)
+    elif SOFTCAP:
         tl.store(LSE2 + rows, tl.where(seen, -lse * LOG2E, float("-inf")))
     if CLEARS:
         tl.store(ACC + rows[:, None] * D + column[None, :], tl.zeros([BM, D], tl.float32))

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .sync import DO_EMPTY, Q_EMPTY, named_barrier
+from .sync import DO_EMPTY, MASK_EMPTY, Q_EMPTY, named_barrier
 from .tile_scheduler import next_block, put_index, work_of
 
 
@@ -27,11 +27,23 @@ def load_block(a, buf, w, n):
 
 
 @gluon.jit
+def load_mask(a, buf, w, u, i, head):
+    """Both halves of the mask's tile, once the one before is in registers."""
+    if u >= 1:
+        named_barrier("bar.sync", MASK_EMPTY, 288)
+    full = buf.mask_full.index(0)
+    mbarrier.expect(full, 2 * a.mask.block_type.nbytes)
+    for c in gl.static_range(2):
+        at = [w.b * a.mask_batch, head * a.mask_heads, i * a.S.BM, w.n * 128 + c * 64]
+        tma.async_copy_global_to_shared(a.mask, at, full, buf.mask.index(c))
+
+
+@gluon.jit
 def produce_block(a, buf, index, n, base):
     """Key block number n of this program, whose steps are uses `base ..` of the rings."""
     w = work_of(a, index)
     BM: gl.constexpr = a.S.BM
-    LSE_BYTES: gl.constexpr = 4 * BM if a.S.softcap else 0
+    LSE_BYTES: gl.constexpr = 4 * BM if a.S.row_lse else 0
     count = w.steps(a)
     i = w.last - 1
     g = 0
@@ -46,10 +58,12 @@ def produce_block(a, buf, index, n, base):
         block = w.block(a, head, i)
         tma.async_copy_global_to_shared(a.q, [w.b, head, row, 0], full, buf.q.index(s))
         tma.async_copy_global_to_shared(a.stats, [block * BM, 0], full, buf.stats.index(s))
-        if a.S.softcap:
+        if a.S.row_lse:
             tma.async_copy_global_to_shared(a.lse, [block, 0], full, buf.lse.index(s))
         if u == base:
             load_block(a, buf, w, n)
+        if a.S.mask_tiles:
+            load_mask(a, buf, w, u, i, head)
         t = u % a.S.do_stages
         if u >= a.S.do_stages:
             named_barrier("bar.sync", DO_EMPTY + t, 288)

@@ -22,8 +22,17 @@ class BackwardSpec:
     left_edges: int = 0  # and of those at the left edge
     softcap: bool = False
     exact_tanh: bool = False
+    mask: bool = False  # an additive one
+    mask_tiles: bool = False  # its cells come by TMA; else each thread reads its own
+    dmask: bool = False  # the gradient of each of its cells is stored
+    dmask_tiles: bool = False  # by TMA: it is what dS is for dQ
     deterministic: bool = True
     guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
     persistent: bool = False  # a program takes key blocks one after the other, from a counter
     consumer_regs: int = 240
     producer_regs: int = 24
+
+    @property
+    def row_lse(self) -> bool:
+        """Whether lse is taken off the logits row by row; else the scores' product does it."""
+        return self.softcap or self.mask

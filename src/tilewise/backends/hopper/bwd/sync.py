@@ -11,6 +11,7 @@ Q_EMPTY = gl.constexpr(9)  # and 10: by stage
 DO_EMPTY = gl.constexpr(11)  # and 12
 DQ_FULL = gl.constexpr(13)  # and 14
 DS_EMPTY = gl.constexpr(6)  # and 7: by consumer, the other one has read dS
+MASK_EMPTY = gl.constexpr(15)
 
 
 @core.builtin

@@ -1,0 +1,202 @@
+"""Additive masks and their gradients by the Hopper backward kernels: checks, then times beside SDPA and Triton's.
+
+    python benchmarks/h200/backward_mask.py --json backward_mask.json
+
+Kernels are compiled by processes of their own, which check them: against the oracle, with NaN in hidden places and in
+the gradients before, on odd sizes, and for the same bits again. Then all ways of a row take turns; Hopper's gradients
+are compared with Triton's first. `--once "[1, 1]"` runs one backward pass of a row, for a profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from backward_checks import check, repeats
+from backward_triton import PLANE, Row, flops, made_of, sdpa, whole_pass
+from timing import ceilings, seconds
+
+from tilewise.backends.hopper.bwd import config
+from tilewise.backends.hopper.bwd.launch import Bound
+from tilewise.dispatch import planner
+from tilewise.testing.case import Case
+
+# Mask of 16k tokens in all, and how many times SDPA's speed is wanted.
+ROWS: dict[str, tuple[Row, float]] = {
+    "dense": (Row(64, 2048, {}, H=16, mask=(8, 16, *PLANE)), 3.0),
+    "[1, 1]": (Row(64, 2048, {}, H=16, mask=(1, 1, *PLANE)), 4.0),
+    "[1, H]": (Row(64, 2048, {}, H=16, mask=(1, 16, *PLANE)), 0.0),
+    "dense D128": (Row(128, 2048, {}, H=16, mask=(8, 16, *PLANE)), 0.0),
+    "[1, 1] D128": (Row(128, 2048, {}, H=16, mask=(1, 1, *PLANE)), 0.0),
+}
+BF16, F16, F32 = ({"dtype": q, "mask_kind": m} for q, m in (("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32")))
+CHECKS = [
+    Case(B=2, H=4, Lq=512, D=64, mask="bhqk", **BF16),
+    Case(B=2, H=2, Lq=700, Lk=904, D=64, mask="bhqk", pattern="rows", causal=True, sinks=True, **F16),
+    Case(B=2, H=2, Hkv=1, Lq=300, Lk=501, D=64, mask="bhqk", **BF16),
+    Case(B=3, H=2, Lq=500, Lk=504, D=128, mask="bhqk", lengths=(500, 0, 257), **BF16),
+    Case(B=1, H=2, Lq=640, D=128, mask="bhqk", window=(130, 70), **F16),
+    Case(B=1, H=2, Lq=300, D=64, mask="bhqk", softcap=30.0, causal=True, **BF16),
+    Case(B=1, H=2, Lq=300, D=64, mask="bhqk", pattern="least", **F32),
+    Case(B=3, H=4, Hkv=2, Lq=700, Lk=904, D=64, mask="qk", pattern="rows", **BF16),
+    Case(B=3, H=4, Lq=700, D=64, mask="hqk", causal=True, sinks=True, **F16),
+    Case(B=3, H=4, Lq=600, Lk=333, D=128, mask="b1qk", window=(200, 90), **BF16),
+    Case(B=2, H=4, Hkv=2, Lq=500, D=128, mask="qk", softcap=30.0, **BF16),
+    Case(B=2, H=4, Lq=300, D=64, mask="qk", pattern="least", **F32),
+    Case(B=2, H=2, Lq=260, D=40, mask="hqk", pattern="least", **F16),
+]
+REPEATED = (0, 1, 4, 7, 8)  # of CHECKS
+BEFORE_FIX_UP = ("statistics", "backward", "dQ", "mask's sums")
+
+
+def bound_of(made: Any, persistent: bool | None = None) -> Bound:
+    """The launches of a backward pass, by their own choice or with persistent programs or without."""
+    chosen = config.persistent
+    if persistent is not None:
+        config.persistent = lambda p: persistent
+    bound = Bound(planner.choose(made.problem, "hopper"))
+    config.persistent = chosen
+    return bound
+
+
+def compile_one(name: str, how: str) -> None:
+    made = made_of(ROWS[name][0])[1]
+    way = whole_pass(made) if how == "triton" else lambda: bound_of(made, how == "persistent")(made.tensors)
+    way()
+    torch.cuda.synchronize()
+
+
+def check_one(case: Case, count: int) -> dict[str, Any]:
+    return check(case) | (repeats(case, count) if count else {})
+
+
+def compile_and_check(names: list[str], count: int, limit: float) -> tuple[list[Any], list[Any]]:
+    """What the checks say, and what was not compiled; what takes longer than `limit` seconds has failed."""
+    pool = ProcessPoolExecutor(15, multiprocessing.get_context("spawn"))
+    jobs = [pool.submit(compile_one, name, how) for how in ("persistent", "each block", "triton") for name in names]
+    checks = [pool.submit(check_one, case, count * (n in REPEATED)) for n, case in enumerate(CHECKS)]
+    end = time.perf_counter() + limit
+
+    def result(job: Any) -> Any:
+        try:
+            return job.result(timeout=max(0.1, end - time.perf_counter()))
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[-500:]}"}
+
+    found = [result(job) for job in checks]
+    failed = [x for x in map(result, jobs) if x is not None]
+    pool.shutdown(wait=False, cancel_futures=True)
+    return found, failed
+
+
+def gradients(made: Any, run: Callable[[], Any]) -> dict[str, torch.Tensor]:
+    """Copies of all gradients, whose memory held NaN before."""
+    found = made.tensors.gradients()
+    for x in found.values():
+        x.fill_(float("nan"))
+    run()
+    return {name: x.clone() for name, x in found.items()}
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative RMS of what two ways differ by."""
+    return {
+        name: float(f"{((x.float() - b[name].float()).norm() / b[name].float().norm()).item():.2g}")
+        for name, x in a.items()
+    }
+
+
+def launches(bound: Bound, tensors: Any) -> dict[str, Callable[[], Any]]:
+    """Each launch of a call by itself."""
+    (steps,) = bound.ready.values()
+    given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
+    at = {name: x.data_ptr() for name, x in given.items()}
+    bound.again(steps, at, tensors.dout.device)
+    names = (*BEFORE_FIX_UP[: len(steps) - 1], "fix-up")
+    return {
+        name: lambda s=step: (given, bound.again([s], at, tensors.dout.device))
+        for name, step in zip(names, steps, strict=True)
+    }
+
+
+def timed(name: str, args: Any) -> dict[str, Any]:
+    row, wanted = ROWS[name]
+    given, made, dout = made_of(row)
+    bounds = {"hopper": bound_of(made), "each block": bound_of(made, False)}
+    ways: dict[str, Any] = {way: lambda b=bound: b(made.tensors) for way, bound in bounds.items()}
+    ways["triton"] = whole_pass(made)
+    known = gradients(made, ways["triton"])
+    differs = {way: apart(gradients(made, ways[way]), known) for way in bounds}
+    del known
+    peer = sdpa(given, dout, made)
+    if peer is not None:
+        ways["sdpa"] = peer
+    taken = seconds(ways, args.rounds, args.budget)
+    parts = seconds(launches(bounds["hopper"], made.tensors), args.rounds, args.budget / 2)
+    rates = {way: round(flops(made, 1.0) / t / 1e12, 1) for way, t in taken.items()}
+    best = max(rates["hopper"], rates["each block"]) / rates["sdpa"] if "sdpa" in rates else None
+    return {
+        "row": name,
+        "us": {way: round(1e6 * t, 1) for way, t in taken.items()},
+        "TFLOPS": rates,
+        "us by launch": {part: round(1e6 * t, 1) for part, t in parts.items()},
+        "apart from triton": differs,
+        "of sdpa": best and round(best, 2),
+        "wanted": wanted,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds a row")
+    parser.add_argument("--repeats", type=int, default=200, help="of some checks")
+    parser.add_argument("--limit", type=float, default=55.0, help="seconds for compiling and checks")
+    parser.add_argument("--only", default="", help="rows whose name holds this")
+    parser.add_argument("--once", choices=ROWS, help="one backward pass of this row")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.once:
+        made = made_of(ROWS[args.once][0])[1]
+        bound_of(made)(made.tensors)
+        torch.cuda.synchronize()
+        return
+    start = time.perf_counter()
+    names = [name for name in ROWS if args.only in name]
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
+    report["checks"], report["not compiled"] = compile_and_check(names, args.repeats, args.limit)
+    wrong = [x for x in report["checks"] if "failed" in x or "refused" in x]
+    print(*report["checks"], *report["not compiled"], sep="\n", flush=True)
+    print(f"{time.perf_counter() - start:.0f} s for compiling and checks", flush=True)
+    report["ceilings"] = ceilings()
+    for name in names:
+        try:
+            report["rows"].append(timed(name, args))
+        except Exception as error:
+            report["rows"].append({"row": name, "failed": f"{type(error).__name__}: {error}"})
+        torch.cuda.empty_cache()
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+    print(
+        f"{len(wrong)} of {len(CHECKS)} checks wrong, {len(report['not compiled'])} not compiled; {report['ceilings']}"
+    )
+    for row in report["rows"]:
+        print(row["row"].ljust(12), row.get("failed") or (row["TFLOPS"], row["us by launch"], row["apart from triton"]))
+    for row in report["rows"]:
+        if "failed" not in row:
+            rate = row["TFLOPS"]["hopper"]
+            print(f"{row['row']:12} hopper {rate:6.1f}  of SDPA {row['of sdpa']}  wanted {row['wanted']}")
+    print(f"{time.perf_counter() - start:.0f} s", flush=True)
+    os._exit(bool(wrong))  # processes that hang are not waited for
+
+
+if __name__ == "__main__":
+    main()

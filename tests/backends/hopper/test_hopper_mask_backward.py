@@ -1,0 +1,130 @@
+"""The Hopper backward kernels for additive masks: compiled ahead of time, what they refuse, when they are chosen."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
+from aot import SHARED
+from test_hopper_backward import built, given, problem
+from tilewise.backends import hopper
+from tilewise.backends.hopper.bwd import config, launch
+from tilewise.backends.hopper.bwd.kernel import backward
+from tilewise.backends.hopper.bwd.mask_sums import mask_sums
+from tilewise.core.problem import MaskSpec
+from tilewise.dispatch import planner
+
+BF16, F32 = torch.bfloat16, torch.float32
+GRADS = ("q", "k", "v", "mask")
+
+
+def masked(D=64, own=(True, True), dtype=BF16, grads=GRADS, softcap=0.0, **rules):
+    """With a mask of its own for each batch row and head, as `own` says."""
+    p = problem(D, B=8, H=16, Hkv=16, L=2048, **rules)
+    return replace(p, mask=MaskSpec(dtype, (not own[0], not own[1], False, False)), grads=grads, softcap=softcap)
+
+
+SHARED_BY_ALL = (False, False)
+PROBLEMS = {
+    "dense": masked(),
+    "dense-D128-causal": masked(128, causal=True),
+    "shared": masked(own=SHARED_BY_ALL),
+    "shared-D128": masked(128, own=SHARED_BY_ALL),
+    "dense-f32": masked(dtype=F32),
+    "dense-softcap": masked(softcap=30.0),
+    "no-gradient": masked(grads=("q", "k", "v")),
+    "shared-f32-window": masked(own=(True, False), dtype=F32, window=(100, 50)),
+}
+SLOW = [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=SLOW * (x != "dense")) for x in PROBLEMS])
+def test_kernels_fit_and_keep_their_products_in_flight(name):
+    p = PROBLEMS[name]
+    made = built(backward, given(p)[1])
+    assert made.shared <= SHARED[90]
+    assert "serialized" not in made.report
+    for loop in made.loops:
+        whole = sum("FSEL" in x for x in loop) < 16
+        hidden = 0 if whole or p.head_dim == 64 else 1
+        # All five products of a step and one that adds delta; lse is taken off row by row.
+        assert sum("HGMMA" in x for x in loop) == 33 + 4 * hidden
+        assert sum("WARPGROUP.DEPBAR" in x for x in loop) == 4 + hidden
+        if p.mask.dtype == BF16:  # the mask's tile goes to registers 8 cells at a time, transposed on the way
+            assert sum("LDSM" in x for x in loop) == (8 if p.head_dim == 64 else 4)
+            assert sum("UTMASTG" in x for x in loop) == (name in ("dense", "dense-D128-causal"))
+            single = sum(" LDG" in f" {x}" or " STG" in f" {x}" for x in loop)  # cells one by one
+            assert single == (64 if p.softcap else 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=SLOW * (x != "shared")) for x in ("shared", "shared-D128", "shared-f32-window")],
+)
+def test_sums_fit_and_keep_their_products_in_flight(name):
+    p = PROBLEMS[name]
+    made = built(mask_sums, given(p)[1])
+    assert made.shared <= SHARED[90]
+    assert "serialized" not in made.report
+    chunks = 4 if p.head_dim == 64 else 1
+    for loop in made.loops:
+        assert sum("HGMMA" in x for x in loop) == chunks * 2 * p.head_dim // 16
+        assert sum("WARPGROUP.DEPBAR" in x for x in loop) == chunks * 2
+
+
+def test_what_is_not_served_is_refused_by_name():
+    assert all(config.refusal(p) is None for p in PROBLEMS.values())
+    p = masked()
+    refused = {
+        "bool masks": masked(dtype=torch.bool),
+        "broadcast over queries or keys": replace(p, mask=MaskSpec(BF16, (False, False, True, False))),
+        "other types": masked(dtype=torch.float64),
+        "tile maps": replace(p, tile_map=(64, 64)),
+        "packed": replace(p, packed_q=True, form="varlen", total_q=9),
+        "head dims over 128": masked(256),
+        "with kv_lengths": masked(own=SHARED_BY_ALL, kv_lengths=True),
+    }
+    for what, q in refused.items():
+        assert what in config.refusal(q), what
+    assert config.refusal(masked(kv_lengths=True)) is None  # a sum alone is over sequences
+    assert config.refusal(masked(own=SHARED_BY_ALL, kv_lengths=True, grads=("q",))) is None
+
+
+def test_the_planner_leaves_masks_to_triton_until_they_have_run_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(hopper, "_machine_refusal", lambda p: None)
+    monkeypatch.setattr(planner.load("triton"), "supports_backward", lambda p: None)
+    monkeypatch.setattr(planner.load("triton"), "plan_backward", lambda p: hopper.plan_backward(p))
+    planner.choose.cache_clear()
+    passed_over = dict(planner.choose(masked()).passed_over)
+    assert "simulator, not on a GPU" in passed_over["hopper"]
+    assert planner.choose(replace(masked(), mask=None, grads=("q",))).passed_over == ()
+    plan = planner.choose(masked(own=SHARED_BY_ALL), "hopper")  # by its name it is served
+    assert "summed by a launch of its own" in str(plan)
+    planner.choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        ((2, 3, 40, 64), (0, 0, 64, 1), True),
+        ((2, 3, 40, 64), (7680, 2560, 64, 1), True),
+        ((1, 3, 40, 64), (5, 2560, 64, 1), True),  # the stride of one element does not matter
+        ((2, 3, 40, 63), (0, 0, 63, 1), False),
+        ((2, 3, 40, 64), (0, 0, 1, 40), False),
+        ((2, 3, 40, 64), (0, 0, 0, 1), False),
+    ],
+)
+def test_which_masks_tma_copies(shape, strides, expected):
+    x = torch.zeros(60000, dtype=BF16)
+    assert launch.has_tiles(x.as_strided(shape, strides)) == expected
+    if expected:
+        own = launch.mask_descriptor(x.as_strided(shape, strides), 64)
+        assert own.shape == [1 if n > 1 and not s else n for n, s in zip(shape[:2], strides[:2], strict=True)] + [
+            40,
+            64,
+        ]
+        assert not launch.has_tiles(x[1:].as_strided(shape, strides))
