@@ -10,7 +10,6 @@ import torch
 from ..errors import InvalidArgument
 from ..validation.arrays import to_tensor
 from .devices import as_device
-from .extras import need
 from .mask_rules import MaskRules, key_spans, place_rows, span_tiles
 from .options import LIMIT, PLACES, Options, as_offset, as_places, as_rules, as_size, as_tile, is_int, to_int
 from .tile_blocks import best_of, indices_of, states_of
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SKIP, MIXED, FULL = 0, 1, 2
-_PICTURE = ".▒█"  # skip, mixed, full
-_PICTURE_SIZE = 64
 
 
 class TileCounts(NamedTuple):
@@ -255,7 +252,7 @@ class TileMap:
             return self
         states = self.states
         for dim, (size, old, new) in enumerate(zip(self.shape, self.tile, tile, strict=True), start=2):
-            states = _retile(states, dim, size, old, new)
+            states = regroup(states, dim, size, old, new)
         return TileMap(states, tile, self.shape, self.mask_kind, self.spec, self.chosen)
 
     def counts(self) -> TileCounts:
@@ -271,22 +268,9 @@ class TileMap:
 
     def __str__(self) -> str:
         """A picture of the first plane: `.` skip, `▒` mixed, `█` full; in large maps a mark is several tiles."""
-        Lq, Lk = self.shape
-        counts = self.counts()
-        lines = [
-            f"TileMap {Lq} x {Lk} in tiles of {self.tile[0]} x {self.tile[1]}: "
-            f"{counts.skip} skip, {counts.mixed} mixed, {counts.full} full"
-        ]
-        if planes := self.states.shape[0] * self.states.shape[1] - 1:
-            lines[0] += f" ({planes} more planes)"
-        plane = self.states[:1, :1]
-        merged = [max(1, -(-size // _PICTURE_SIZE)) for size in plane.shape[2:]]
-        for dim, several in enumerate(merged, start=2):
-            plane = _retile(plane, dim, plane.shape[dim], 1, several)
-        if max(merged) > 1:
-            lines[0] += f"; each mark is {merged[0]} x {merged[1]} of them"
-        lines += ["".join(_PICTURE[state] for state in row) for row in plane[0, 0].tolist()]
-        return "\n".join(lines)
+        from .tile_pictures import as_text
+
+        return as_text(self)
 
     def plot(self, ax: Axes | None = None, plane: tuple[int, int] = (0, 0)) -> Axes:
         """Draws one plane with matplotlib and returns its `Axes`, of a new figure unless `ax` is given.
@@ -294,26 +278,9 @@ class TileMap:
         `ax.figure.savefig("tiles.png")` saves it. The legend lies beside the axes: a new figure makes room for it, one
         of your own does with `layout="constrained"`, or is saved whole with `bbox_inches="tight"`.
         """
-        need("plot", "matplotlib", by="TileMap.plot")
-        import matplotlib.pyplot as plt
-        from matplotlib.colors import ListedColormap
-        from matplotlib.patches import Patch
+        from .tile_pictures import draw
 
-        if ax is None:
-            _, ax = plt.subplots(layout="constrained")  # with room for the legend
-        colours = ["#f2f2f2", "#f4a259", "#2e6f95"]
-        extent: Any = (0, self.shape[1], self.shape[0], 0)
-        cells = self.states[plane].cpu().numpy()
-        ax.imshow(
-            cells, cmap=ListedColormap(colours), vmin=0, vmax=2, extent=extent, aspect="auto", interpolation="nearest"
-        )
-        ax.set(xlabel="key", ylabel="query", title=f"{self.density:.1%} of tiles visited")
-        ax.legend(
-            handles=[Patch(color=c, label=name) for c, name in zip(colours, ("skip", "mixed", "full"), strict=True)],
-            loc="upper left",
-            bbox_to_anchor=(1, 1),
-        )
-        return ax
+        return draw(self, ax, plane)
 
 
 def _any_in_tiles(cells: torch.Tensor, BQ: int, BK: int) -> torch.Tensor:
@@ -326,7 +293,7 @@ def _any_in_tiles(cells: torch.Tensor, BQ: int, BK: int) -> torch.Tensor:
     return cells
 
 
-def _retile(states: torch.Tensor, dim: int, size: int, old: int, new: int) -> torch.Tensor:
+def regroup(states: torch.Tensor, dim: int, size: int, old: int, new: int) -> torch.Tensor:
     """Regroups one dim of `states` from tiles of `old` to tiles of `new` cells, `size` cells in all."""
     if old == new or size == 0:
         return states

@@ -8,9 +8,7 @@ from ...gpu.mask_rules import query_position, query_span, sequence_numbers
 from ...gpu.signature import kernel_of
 from ..epilogue import empty_acc, has_nonfinite
 from .arguments import NAMES, SIZES
-from .places import listed_tiles, mask_plane, packed_tile, plane, row_plane, sequence, tile_of, wide_strides
-from .tile import (
-    add_product,
+from .load import (
     dout_of,
     k_of,
     load_bias,
@@ -18,14 +16,14 @@ from .tile import (
     load_rows,
     load_tile,
     mask_rows,
-    outer_product,
     q_of,
     row_biases,
     store_tile,
-    tile_gradients,
     tree_rows,
     v_of,
 )
+from .places import listed_tiles, mask_plane, packed_tile, plane, row_plane, sequence, tile_of, wide_strides
+from .tile import add_product, outer_product, tile_gradients
 
 
 @triton.jit

@@ -7,8 +7,9 @@ import triton
 from ...gpu.mask_rules import key_span, query_position, sequence_numbers
 from ...gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
+from .load import dout_of, load_bias, load_rows, load_tile, mask_rows, q_of, row_biases, tree_rows
 from .places import mask_plane, plane, row_plane, sequence, wide_strides
-from .tile import dout_of, load_bias, load_rows, load_tile, mask_rows, q_of, query_tile, row_biases, tree_rows
+from .tile import query_tile
 
 
 @triton.constexpr_function

@@ -9,20 +9,9 @@ from ...gpu.signature import kernel_of
 from ..epilogue import empty_acc, has_nonfinite
 from ..kv_load import round_type
 from .arguments import NAMES, SIZES
+from .load import dout_of, k_of, load_rows, load_tile, mask_rows, q_of, row_biases, store_tile, tree_rows
 from .places import listed_tiles, mask_plane, packed_tile, plane, row_plane, sequence, tile_of, wide_strides
-from .tile import (
-    add_product,
-    dout_of,
-    k_of,
-    load_rows,
-    load_tile,
-    mask_rows,
-    q_of,
-    query_tile,
-    row_biases,
-    store_tile,
-    tree_rows,
-)
+from .tile import add_product, query_tile
 
 
 @triton.jit

@@ -5,8 +5,8 @@ import triton.language as tl
 import triton
 
 from ..kv_load import first_of, width_of
+from .load import dout_of
 from .places import wide_strides
-from .tile import dout_of
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])
