@@ -1,13 +1,20 @@
 """DTensors in `tilewise.attention`, by batch rows and by heads, with their gradients; and `parallelize_module`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+import beside
 import tilewise
 from ranks import Pool, mesh_of
+from sharded import GRADS, judge_gradients
 from tilewise import InvalidArgument, distributed
+from tilewise.testing.case import Case, make
+from tilewise.testing.check import check_call, judge, largest_error
+from tilewise.testing.gradients import make_gradients
 
 
 @pytest.fixture(scope="module")
@@ -27,63 +34,62 @@ def _refused():
     return ""
 
 
-def _sharded(dim, Hkv, options, layout):
-    """The placement of out, and what differs from a call over whole tensors."""
+def _sharded(dim, case):
+    """The placement of out, which is judged as any backend's is, its lse and gradients too."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     distributed.register_sharding_rules()
-    mesh = mesh_of("4")
-    torch.manual_seed(0)
-    B, H, L, D = 4, 8, 12, 8
-    shapes = [(B, h, L, D) if layout == "bhld" else (B, L, h, D) for h in (H, Hkv, Hkv)]
-    whole = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    given = {"sinks": torch.randn(H, requires_grad=True)} if options.get("sinks") else {}
-    if options.get("mask"):
-        given["mask"] = torch.randn(options["mask"], requires_grad=True)
-    if options.get("bias"):
-        given |= {"q_bias": torch.randn(B, H, L), "k_bias": torch.randn(1, H, L)}
-        given = {name: x.requires_grad_() for name, x in given.items()}
+    mesh, made, inputs = mesh_of("4"), make_gradients(case), make(case)
+    options = dict(inputs.options)
+    given = dict(zip("qkv", inputs.args, strict=True))
+    given |= {name: options.pop(name) for name in GRADS if name in options}
     at = Replicate() if dim is None else Shard(dim)
-    parts = [distribute_tensor(x.detach(), mesh, [at]).requires_grad_() for x in whole]
-    extras = {name: distribute_tensor(x.detach(), mesh, [Replicate()]).requires_grad_() for name, x in given.items()}
-    rules = {"causal": True, "layout": layout}
-    want = tilewise.attention(*whole, **given, **rules, return_lse=True)
-    got = tilewise.attention(*parts, **extras, **rules, return_lse=True)
-    assert isinstance(got.out, DTensor)
-    assert isinstance(got.lse, DTensor)
-    (want.out.sum() + want.lse.sum()).backward()
-    (got.out.sum() + got.lse.sum()).backward()
-    pairs = {"out": (got.out, want.out), "lse": (got.lse, want.lse)}
-    pairs |= {f"d{name}": (a.grad, b.grad) for name, a, b in zip("qkv", parts, whole, strict=True)}
-    pairs |= {f"d{name}": (extras[name].grad, given[name].grad) for name in given}
-    wrong = [name for name, (a, b) in pairs.items() if not torch.allclose(a.full_tensor(), b, atol=2e-5, rtol=1e-4)]
-    return str(got.out.placements[0]), wrong
+    parts = {name: distribute_tensor(x, mesh, [at if name in "qkv" else Replicate()]) for name, x in given.items()}
+    parts = {name: x.requires_grad_() for name, x in parts.items()}
+    state = tilewise.attention(**parts, **options, return_lse=True)
+    assert all(isinstance(x, DTensor) for x in state)
+    check_call(inputs.checked(), *inputs.common_state([x.detach().full_tensor() for x in state]))
+    flips = (lambda x: x.transpose(1, 2)) if case.layout == "blhd" else lambda x: x
+    dout, dlse = (flips(x) for x in (made.call.tensors.dout, made.call.tensors.dlse))
+    incoming = [distribute_tensor(y, mesh, x.placements) for x, y in zip(state, (dout, dlse), strict=True)]
+    names = [name for name in made.call.problem.grads if name in parts]
+    found = torch.autograd.grad(tuple(state), [parts[name] for name in names], incoming)
+    got = {name: x.full_tensor() for name, x in zip(names, found, strict=True)}
+    got |= {name: flips(got[name]) for name in "qkv"}
+    if "mask" in got:
+        got["mask"] = got["mask"].view((1,) * (4 - got["mask"].ndim) + got["mask"].shape)
+    judge_gradients(made, got)
+    return str(state.out.placements[0])
 
 
 def test_before_the_rules_are_registered_dtensors_are_refused_by_name(pool):
     assert "DTensor" in pool(_refused)[0]
 
 
+SMALL = Case(B=4, H=8, Lq=12, D=8, causal=True)
+
+
 @pytest.mark.parametrize(
-    ("dim", "Hkv", "options", "layout", "placed"),
+    ("dim", "case", "placed"),
     [
-        (0, 2, {}, "bhld", "S(0)"),
-        (1, 4, {}, "bhld", "S(1)"),
-        (2, 4, {"sinks": True}, "blhd", "S(2)"),
-        (None, 2, {}, "bhld", "R"),
-        (0, 2, {"sinks": True, "mask": (4, 1, 12, 12)}, "bhld", "S(0)"),
-        (1, 8, {"sinks": True, "mask": (8, 1, 12)}, "bhld", "S(1)"),
-        (1, 8, {"mask": (12, 12)}, "bhld", "S(1)"),
-        (0, 2, {"bias": True}, "bhld", "S(0)"),
-        (1, 8, {"bias": True}, "bhld", "S(1)"),
+        (0, replace(SMALL, Hkv=2), "S(0)"),
+        (1, replace(SMALL, Hkv=4), "S(1)"),
+        (2, replace(SMALL, Hkv=4, sinks=True, layout="blhd"), "S(2)"),
+        (None, replace(SMALL, Hkv=2), "R"),
+        (0, replace(SMALL, Hkv=2, sinks=True, mask="b1qk", mask_kind="f32"), "S(0)"),
+        (1, replace(SMALL, sinks=True, mask="h1k", mask_kind="f32"), "S(1)"),
+        (1, replace(SMALL, mask="qk", mask_kind="f32"), "S(1)"),
+        (0, replace(SMALL, Hkv=2, q_bias="bh", k_bias="1h"), "S(0)"),
+        (1, replace(SMALL, q_bias="bh", k_bias="1h"), "S(1)"),
     ],
+    ids=str,
 )
-def test_what_is_sharded_stays_sharded(pool, dim, Hkv, options, layout, placed):
-    assert pool(_sharded, dim, Hkv, options, layout) == [(placed, [])] * 4
+def test_what_is_sharded_stays_sharded(pool, dim, case, placed):
+    assert pool(_sharded, dim, case) == [placed] * 4
 
 
 def test_heads_that_do_not_divide_are_gathered(pool):
-    assert all(wrong == [] for _, wrong in pool(_sharded, 1, 2, {}, "bhld"))
+    pool(_sharded, 1, replace(SMALL, Hkv=2))
 
 
 def _told_apart():
@@ -94,22 +100,25 @@ def _told_apart():
     torch.manual_seed(0)
     x = torch.randn(4, 8, 8, 8)
     part = distribute_tensor(x, mesh_of("4"), [Shard(1)])
-    fine = []
     for layout in ("bhld", "blhd", "bhld"):
-        got = tilewise.attention(part, part, part, layout=layout)
-        fine.append(torch.allclose(got.full_tensor(), tilewise.attention(x, x, x, layout=layout), atol=1e-5))
+        got = tilewise.attention(part, part, part, layout=layout).full_tensor()
+        plain, exact = (beside.sdpa(*[y.transpose(1, 2) if layout == "blhd" else y] * 3) for y in (x, x.double()))
+        got = got.transpose(1, 2) if layout == "blhd" else got
+        judge("out", got, exact, 2 * largest_error(plain, exact), torch.float32)
     for names in ("qkv", "q", "kv"):
-        whole = {name: x.clone().requires_grad_(name in names) for name in "qkv"}
-        parts = {name: part.detach().clone().requires_grad_(name in names) for name in "qkv"}
-        for of in (whole, parts):
-            tilewise.attention(*of.values(), causal=True).sum().backward()
-        pairs = [(parts[name].grad.full_tensor(), whole[name].grad) for name in names]
-        fine += [torch.allclose(a, b, atol=1e-5) for a, b in pairs]
-    return fine
+        found = []
+        for y, attend in ((part, tilewise.attention), (x, beside.sdpa), (x.double(), beside.sdpa)):
+            leaves = {name: y.detach().clone().requires_grad_(name in names) for name in "qkv"}
+            causal = {"causal": True} if y is part else {"is_causal": True}
+            attend(*leaves.values(), **causal).sum().backward()
+            found.append([leaves[name].grad for name in names])
+        for got, plain, exact in zip(*found, strict=True):
+            judge("out", got.full_tensor(), exact, 2 * largest_error(plain, exact), torch.float32)
+    return True
 
 
 def test_layouts_and_gradients_are_told_apart(pool):
-    assert pool(_told_apart) == [[True] * 9] * 4
+    assert pool(_told_apart) == [True] * 4
 
 
 HEADS, KV_HEADS, WIDTH = 8, 4, 8

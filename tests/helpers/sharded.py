@@ -86,7 +86,7 @@ class Sharded:
         incoming = [self.shard(self.uncommon(x)) for x in (b.dout, b.dlse)]
         found = torch.autograd.grad(tuple(state), [self.leaves[name] for name in names], incoming)
         whole = {name: self.whole(name, x) for name, x in zip(names, found, strict=True)}
-        return lambda: self.judge(whole)
+        return lambda: judge_gradients(self.made, whole)
 
     def whole(self, name, x):
         if name in "qkv":
@@ -101,29 +101,29 @@ class Sharded:
                 dist.all_reduce(x, group=self.mesh.get_group(dim))
         return x.view((1,) * (4 - x.ndim) + tuple(x.shape)) if name == "mask" else x
 
-    def judge(self, got):
-        made = self.made
-        plainly = {name: x for name, x in got.items() if not name.endswith("bias")}  # which may be summed
-        judging._check_zeros(made.clean.problem, made.clean.tensors, plainly)
-        exact, plain = formulas(made, got)
-        factor = 3.0 if made.clean.problem.softcap else 2.0
-        for name, x in got.items():
-            try:
-                judging._judge(f"d{name}", x, plain[name].to(x.dtype), exact[name], factor)
-            except Mismatch:
-                if x.numel() >= judging.FEW:
-                    raise
-                worst = self.worst(name, got)
-                judging._judge(f"d{name}", x, exact[name] + worst, exact[name], factor)
 
-    def worst(self, name, got):
-        """torch's largest error in a gradient of few elements, on 16 inputs, or fewer that have many of them."""
-        errors = []
-        for n in range(min(16, -(-MANY // got[name].numel()))):
-            made = judging.make_gradients(replace(self.case, note=f"draw {n}"))
-            exact, plain = formulas(made, got)
-            errors.append(float((plain[name].to(got[name].dtype).double() - exact[name]).abs().max()))
-        return max(errors)
+def judge_gradients(made, got):
+    """Gradients that were put together from parts, a bias's perhaps summed."""
+    plainly = {name: x for name, x in got.items() if not name.endswith("bias")}
+    judging._check_zeros(made.clean.problem, made.clean.tensors, plainly)
+    exact, plain = formulas(made, got)
+    factor = 3.0 if made.clean.problem.softcap else 2.0
+    for name, x in got.items():
+        try:
+            judging._judge(f"d{name}", x, plain[name].to(x.dtype), exact[name], factor)
+        except Mismatch:
+            if x.numel() >= judging.FEW:
+                raise
+            judging._judge(f"d{name}", x, exact[name] + worst(made.case, name, got), exact[name], factor)
+
+
+def worst(case, name, got):
+    """torch's largest error in a gradient of few elements, on 16 inputs, or fewer that have many of them."""
+    errors = []
+    for n in range(min(16, -(-MANY // got[name].numel()))):
+        exact, plain = formulas(judging.make_gradients(replace(case, note=f"draw {n}")), got)
+        errors.append(float((plain[name].to(got[name].dtype).double() - exact[name]).abs().max()))
+    return max(errors)
 
 
 def formulas(made, got):
