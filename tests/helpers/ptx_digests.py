@@ -19,8 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget, Language
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
@@ -50,27 +49,6 @@ TRITON_BACKWARD = (
 HOPPER = ("D64-short", "D128-causal", "D512-causal", "varlen", "additive mask", "D72-all", "varlen-all")
 
 
-def ptx_of(source: Any, arch: int, options: Any) -> str:
-    """A kernel's PTX: all stages of the compiler but the last."""
-    target = GPUTarget("cuda", arch, 32)
-    backend = CUDABackend(target)
-    given = backend.parse_options(dict(options) | source.parse_options())
-    language = Language.TRITON if type(source) is ASTSource else Language.GLUON
-    stages: dict[str, Any] = {}
-    backend.add_stages(stages, given, language)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    implementation = backend.get_codegen_implementation(given)
-    module = source.make_ir(target, given, implementation, backend.get_module_map(), context)
-    found = {"target": target, **given.__dict__}
-    for name, stage in stages.items():
-        module = stage(module, found)
-        if name == "ptx":
-            return str(module)
-    raise AssertionError("no stage makes PTX")
-
-
 def normal(ptx: str) -> str:
     """PTX without names, comments and line information."""
     name = re.search(r"\.entry\s+(\w+)", ptx)
@@ -94,7 +72,9 @@ class Recorder:
         )
         count = sum(key.startswith(f"{self.name} #") for key in self.digests)
         key = f"{self.name} #{count}"
-        self.digests[key] = hashlib.sha256(normal(ptx_of(made, arch, options)).encode()).hexdigest()
+        backend = CUDABackend(GPUTarget("cuda", arch, 32))
+        ptx, _ = hopper_aot.ptx_of(made, backend, backend.parse_options(dict(options) | made.parse_options()))
+        self.digests[key] = hashlib.sha256(normal(ptx).encode()).hexdigest()
         print(key, self.digests[key][:16], flush=True)
 
     def compile_kernel(self, kernel: Any, arguments: dict[str, Any], arch: int) -> Any:

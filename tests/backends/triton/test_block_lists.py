@@ -1,10 +1,10 @@
 """Lists of tiles from block indices, by Triton's interpreter."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+
+from interpreted import interpreted
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
@@ -35,6 +35,5 @@ print("fine")
 
 
 def test_lists_of_blocks():
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", RUN], env=env, capture_output=True, text=True)
+    run = interpreted(RUN)
     assert run.stdout == "fine\n", run.stdout + run.stderr[-2000:]

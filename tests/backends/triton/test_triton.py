@@ -5,18 +5,19 @@ processes of its own, each with a share of the cases. It multiplies bfloat16 wro
 """
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from interpreted import check, interpreted, names, sample, shares
 from problem_space import changed, problem_of
 from tilewise.backends import triton as backend
 from tilewise.core.problem import MaskSpec
 from tilewise.core.storage import PLAIN, stored_as
 from tilewise.testing.cases import CASES, LATENT_ROWS
+from tilewise.testing.properties import PROPERTIES
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
@@ -25,61 +26,62 @@ from tilewise.backends.gpu.block_lists import classifies
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.triton import config, launch, operands, quantised, split_kv
 
-SHARES = 20  # under a minute each; one of them runs in `make test`
-# Slow in the interpreter, and like others but longer.
-LONG = ("L1023", "Lk5000", "Lk1000-D576", "L255")
+# Slow in the interpreter, and like others but longer; and bfloat16.
+LEFT_OUT = ("L1023", "Lk5000", "Lk1000-D576", "L255", "bf16")
+INTERPRETED = [c for c in CASES + LATENT_ROWS if not any(word in str(c) for word in LEFT_OUT)]
+FIRST = 28  # cases of the sample, which have every option; `make test` runs these
+SHARES = 20  # of the cases that are not in the sample, about half a minute each
 RUN = """
 import sys, torch
+from tilewise.testing import properties
 from tilewise.testing.cases import CASES, LATENT_ROWS
 from tilewise.testing.check import check_case
-from tilewise.testing.properties import PROPERTIES
 torch.set_num_threads(1)
-share, shares, long = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-names = [c for c in CASES + LATENT_ROWS if "bf16" not in str(c) and not any(word in str(c) for word in long)]
-failed = []
-for case in names[share::shares]:
-    try:
-        check_case(case, "triton")
-    except Exception as error:
-        failed.append(f"{case}: {type(error).__name__}: {str(error)[:300]}")
-for name in list(PROPERTIES)[share::shares]:
-    try:
-        PROPERTIES[name]("triton", "cpu")
-    except Exception as error:
-        failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
-print("\\n".join(failed))
-print(f"{len(names[share::shares])} cases")
-sys.exit(bool(failed))
+work = {str(c): lambda c=c: check_case(c, "triton") for c in CASES + LATENT_ROWS}
+work |= {name: lambda check=check: check("triton", "cpu") for name, check in properties.PROPERTIES.items()}
 """
 
 
-def interpreted() -> list:
-    """The cases that all shares together must have run."""
-    return [c for c in CASES + LATENT_ROWS if not any(word in str(c) for word in ("bf16", *LONG))]
+def test_each_option_in_the_interpreter():
+    cases = sample(INTERPRETED)[:FIRST]
+    check(RUN, *cases)
+    assert set().union(*map(names, cases)) == set().union(*map(names, INTERPRETED))
 
 
-@pytest.mark.parametrize("share", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, SHARES))])
+@pytest.mark.slow
+def test_each_kind_of_option_in_the_interpreter():
+    check(RUN, *sample(INTERPRETED)[FIRST:])
+
+
+def test_repeats_in_the_interpreter():
+    few = "properties.SOME[:] = properties.SOME[2::4]  # splits, pages\n"
+    check(RUN + few, "repeats")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(SHARES))
 def test_conformance_in_the_interpreter(share):
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", RUN, str(share), str(SHARES), *LONG]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-    assert run.stdout.split()[-2] == str(len(interpreted()[share::SHARES]))
+    check(RUN, *shares(INTERPRETED, SHARES)[share])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_properties_in_the_interpreter(name):
+    check(RUN, name)
 
 
 def test_interpreted_kernels_notice_a_wrong_result():
     """The runs above can fail: a window one key too wide is caught."""
-    code = RUN.replace("torch.set_num_threads(1)", "import tilewise.backends.triton.launch as launch\n"
-        "init = launch.Launcher.__init__\n"
-        "def wide(self, plan, c, target):\n    init(self, plan, c, target)\n    self.sizes['left'] += 1\n"
-        "launch.Launcher.__init__ = wide\n"
-        "CASES = [c for c in CASES if 'window7' in str(c)]\nLATENT_ROWS = []\nPROPERTIES = {}")  # fmt: skip
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, "0", "1"], env=env, capture_output=True, text=True
-    )
-    assert run.returncode == 1
-    assert "Mismatch" in run.stdout
+    wide = """
+import tilewise.backends.triton.launch as launch
+init = launch.Launcher.__init__
+def wide(self, plan, c, target):
+    init(self, plan, c, target)
+    self.sizes["left"] += 1
+launch.Launcher.__init__ = wide
+"""
+    with pytest.raises(AssertionError, match="Mismatch"):
+        check(wide + RUN, *(c for c in CASES if "window7" in str(c)))
 
 
 PIECES = """
@@ -139,8 +141,7 @@ print("fine")
 
 
 def test_pieces_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", PIECES], env=env, capture_output=True, text=True)
+    run = interpreted(PIECES)
     assert run.stdout == "fine\n", run.stdout + run.stderr[-2000:]
 
 
@@ -172,8 +173,7 @@ print("fine")
 
 def test_scale_groups_beside_one_another_in_the_interpreter():
     """With the case's own bound: twice torch's error."""
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", ROW_GROUPS], env=env, capture_output=True, text=True)
+    run = interpreted(ROW_GROUPS)
     assert run.stdout == "fine\n", run.stdout + run.stderr[-2000:]
 
 

@@ -4,9 +4,7 @@ The interpreter takes over the whole process, so the suite runs in processes of 
 float16 stands for it, and bfloat16 is left to a GPU.
 """
 
-import os
 import random
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -20,17 +18,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from aot import SHARED, Signature, backward_kernels, backward_of, backward_shared, compile_kernel, kernels_for
+from interpreted import check as checked
+from interpreted import interpreted, names, sample, shares
 from problem_space import draw
 from test_triton_aot import ALL, BF16, F16, F32, VARLEN, count, loops, mask, problem
 from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.gpu.target import Target, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
 from tilewise.core.problem import GRADS
+from tilewise.testing.cases import GRADIENTS
+from tilewise.testing.gradient_properties import GRADIENT_PROPERTIES
 
-SHARES = 32  # of cases, under a minute each; one of them runs in `make test`
 LONG = ("L1023", "Lk5000", "Lk1000", "L255", "L150", "Lk700", "Lk900")
 # Four rows, of which torch gets all scores right to a quarter of an ulp: twice that is less than rounding them takes.
 LUCKY = ("Hkv2-L1-Lk31-D64",)
+INTERPRETED = [c for c in GRADIENTS if not c.indices and not any(word in str(c) for word in ("bf16", *LONG, *LUCKY))]
+FIRST = 13  # cases of the sample, which have every option; `make test` runs these
+SHARES = 20  # of the cases that are not in the sample, about half a minute each
 RUN = """
 import sys, torch
 from dataclasses import replace
@@ -38,47 +42,36 @@ from tilewise.testing import gradient_properties as properties
 from tilewise.testing.cases import GRADIENTS
 from tilewise.testing.gradients import check_gradients, make_gradients
 torch.set_num_threads(1)
-share, shares, long = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 def half(case):
     return replace(case, dtype="f16") if case.dtype == "bf16" else case
 properties.make_gradients = lambda case, *given, **options: make_gradients(half(case), *given, **options)
 properties.check_gradients = lambda case, *given, **options: check_gradients(half(case), *given, **options)
-work = {str(c): lambda c=c: check_gradients(c, "triton") for c in GRADIENTS
-        if "bf16" not in str(c) and not c.indices and not any(word in str(c) for word in long)}
-names = list(properties.GRADIENT_PROPERTIES) if share < 0 else list(work)[share::shares]
-if share < 0:
-    names = names[-1 - share :: shares]
-    work = {name: lambda name=name: properties.GRADIENT_PROPERTIES[name]("triton", "cpu") for name in names}
-failed = []
-for name in names:
-    try:
-        work[name]()
-    except Exception as error:
-        failed.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
-print("\\n".join(failed))
-print(f"{len(names)} checked")
-sys.exit(bool(failed))
+work = {str(c): lambda c=c: check_gradients(c, "triton") for c in GRADIENTS}
+work |= {name: lambda check=check: check("triton", "cpu") for name, check in properties.GRADIENT_PROPERTIES.items()}
 """
 
 
-def interpreted(code, *arguments):
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
-
-
-@pytest.mark.parametrize("share", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(SHARES) if n != 3)])
-def test_gradients_in_the_interpreter(share):
-    run = interpreted(RUN, share, SHARES, *LONG, *LUCKY)
-    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-    assert int(run.stdout.split()[-2]) > 5
+def test_gradients_in_the_interpreter():
+    cases = sample(INTERPRETED)[:FIRST]
+    checked(RUN, *cases)
+    assert set().union(*map(names, cases)) == set().union(*map(names, INTERPRETED))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", range(-8, 0))
-def test_gradient_properties_in_the_interpreter(share):
-    run = interpreted(RUN, share, 8)
-    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+def test_gradients_of_each_kind_of_option_in_the_interpreter():
+    checked(RUN, *sample(INTERPRETED)[FIRST:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(SHARES))
+def test_other_gradients_in_the_interpreter(share):
+    checked(RUN, *shares(INTERPRETED, SHARES)[share])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRADIENT_PROPERTIES)
+def test_gradient_properties_in_the_interpreter(name):
+    checked(RUN, name)
 
 
 FIXUP = """

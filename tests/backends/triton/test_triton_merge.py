@@ -1,62 +1,73 @@
 """The kernel that merges partial results, in Triton's interpreter and compiled, against plain torch."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from aot import SHARED, compile_kernel
+from interpreted import interpreted
 from tilewise.backends.triton.merge import prepare
 from tilewise.state import AttentionState
 
 RUN = """
-import sys, torch
+import torch
 from tilewise import AttentionState, merge
 from tilewise.backends.triton.merge import merge_states
+from tilewise.testing.check import Mismatch, judge, largest_error
 torch.manual_seed(0)
-done = 0
+SHAPES = (((2, 3, 11, 40), 2), ((2, 11, 3, 40), 1), ((11, 3, 72), 0), ((1, 1, 1, 1), 2))
+
+def states_of(shape, seq, n, dtype):
+    states = []
+    for i in range(n):
+        wide = list(shape)
+        wide[seq] += 3 * (i % 3)  # parts are cut from larger ones
+        out, lse = torch.randn(wide, dtype=torch.float32).to(dtype), 5 * torch.randn(wide[:-1])
+        out, lse = (x.narrow(seq, i % 2, shape[seq]) if wide[seq] > shape[seq] else x for x in (out, lse))
+        lse[torch.rand(shape[:-1]) < 0.05] = torch.inf
+        hidden = torch.rand(shape[:-1]) < 0.4
+        lse[hidden] = -torch.inf
+        out[hidden] = torch.nan
+        states.append(AttentionState(out, lse))
+    return states
+
+def exact(states):
+    out, lse = (torch.stack([state[i].double() for state in states]) for i in (0, 1))
+    top = lse.amax(0)
+    weight = torch.where(top == torch.inf, lse == torch.inf, (lse - torch.where(top.isinf(), 0.0, top)).exp())
+    total = weight.sum(0)
+    total[total == 0] = 1.0
+    mixed = torch.where((weight == 0)[..., None], 0.0, out * weight[..., None]).sum(0)
+    return mixed / total[..., None], top + total.log()
+
+def check(dtype, n, change=0.0):
+    cases = [states_of(*shape, n, dtype) for shape in SHAPES]
+    wants = [exact(states) for states in cases]
+    # Torch's error on all shapes together: of one number it may be small by chance.
+    plain = [merge(states) for states in cases]
+    errors = [max(largest_error(a[i], b[i]) for a, b in zip(plain, wants)) for i in (0, 1)]
+    for states, want in zip(cases, wants):
+        states[-1].lse.add_(change)
+        out, lse = merge_states(states)
+        assert out.dtype == dtype
+        judge("out", out, want[0], 2 * errors[0], dtype)
+        judge("lse", lse, want[1], 2 * errors[1], torch.float32)
+
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
-    for shape, seq in (((2, 3, 11, 40), 2), ((2, 11, 3, 40), 1), ((11, 3, 72), 0), ((1, 1, 1, 1), 2)):
-        for n in (1, 2, 3, 8):
-            states = []
-            for i in range(n):
-                wide = list(shape)
-                wide[seq] += 3 * (i % 3)  # parts are cut from larger ones
-                out, lse = torch.randn(wide, dtype=torch.float32).to(dtype), 5 * torch.randn(wide[:-1])
-                out, lse = (x.narrow(seq, i % 2, shape[seq]) if wide[seq] > shape[seq] else x for x in (out, lse))
-                lse[torch.rand(shape[:-1]) < 0.05] = torch.inf
-                hidden = torch.rand(shape[:-1]) < 0.4
-                lse[hidden] = -torch.inf
-                out[hidden] = torch.nan
-                states.append(AttentionState(out, lse))
-            want, got = merge(states), merge_states(states)
-            ulp = 0 if "wrong" in sys.argv else 4 * torch.finfo(dtype).eps
-            assert torch.equal(want.lse.isinf(), got[1].isinf())
-            finite = want.lse.isfinite()
-            assert torch.allclose(got[1][finite], want.lse[finite], rtol=1e-6, atol=1e-6)
-            assert got[0].dtype == dtype and not got[0].isnan().any()
-            assert ((got[0].double() - want.out.double()).abs() <= ulp * (1 + want.out.double().abs())).all()
-            done += 1
-print(done)
+    for n in (1, 2, 3, 8):
+        check(dtype, n)
+    try:
+        check(dtype, 3, change=0.02)
+    except Mismatch:
+        continue
+    raise AssertionError("a part that weighs more than it should is not noticed")
+print("fine")
 """
 
 
-def interpret(*arguments):
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", RUN, *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-
-
 def test_it_merges_as_torch_does():
-    run = interpret()
-    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-    assert int(run.stdout) == 3 * 4 * 4
-
-
-def test_the_comparison_can_fail():
-    assert "AssertionError" in interpret("wrong").stderr
+    """And a wrong weight would be noticed."""
+    run = interpreted(RUN)
+    assert run.stdout == "fine\n", run.stdout + run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
