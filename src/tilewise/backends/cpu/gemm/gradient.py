@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -31,7 +32,8 @@ BFloat._create_instance()
 
 
 def has_bf16() -> bool:
-    return W == 16 and "avx512bf16" in cpu_features()
+    """LLVM has bfloat in these instructions from version 16 on: Numba 0.62."""
+    return W == 16 and "avx512bf16" in cpu_features() and llvm.llvm_version_info >= (16,)
 
 
 def dot_pairs(e: Emit, a: Value, b: Value, c: Value) -> Value:
