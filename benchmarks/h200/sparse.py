@@ -1,6 +1,7 @@
 """Checks and times latent attention by key indices on Hopper beside FlashMLA: sparse prefill and sparse decode.
 
     PYTHONPATH=src python benchmarks/h200/sparse.py --out results --peers DIR
+    PYTHONPATH=src python benchmarks/h200/sparse.py --out results --peers DIR --part fp8 --chained
     PYTHONPATH=src compute-sanitizer --tool memcheck python benchmarks/h200/sparse.py --sanitize
 
 Calls go through `attention` and `paged_attention`. Kernels are compiled in parallel first. Then the conformance suite's
@@ -30,6 +31,8 @@ from timing import Way, graphed, seconds
 from tilewise import Quantised, Unsupported, attention, paged_attention
 from tilewise.backends import hopper
 from tilewise.backends.gpu.target import target_of
+from tilewise.backends.hopper.mla import config
+from tilewise.backends.hopper.mla.config import CHAINED
 from tilewise.backends.hopper.mla.launch import launcher_of
 from tilewise.core.options import Options
 from tilewise.core.storage import stored_as
@@ -57,7 +60,11 @@ def ways_of(name: str) -> dict[str, Variant]:
     if "prefill" in name:
         return {"no gate": Variant({"consumer": NO_GATE}), "128 columns": Variant(ways={"width": 128})}
     if "fp8" in name:
-        return {"more chunks": Variant(ways={"consumer_regs": 216, "producer_regs": 72, "ahead": 3})}
+        return {
+            "chained": Variant(ways=CHAINED),
+            "chained, 3 chunks": Variant(ways=CHAINED | {"ahead": 3}),
+            "chained, 2 chunks": Variant(ways=CHAINED | {"consumer_regs": 224, "producer_regs": 56, "ahead": 2}),
+        }
     return {}
 
 
@@ -200,6 +207,12 @@ def warm(given: Any) -> str:
     return ""
 
 
+def choose(chained: bool) -> None:
+    """Has calls over float8 rows take the kernel with one accumulator for the scores."""
+    if chained:
+        config.FP8.update(config.CHAINED)
+
+
 def check(cases: list[Case]) -> list[str]:
     wrong = []
     for case in cases:
@@ -261,9 +274,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--budget", type=float, default=2.0)
     parser.add_argument("--part", choices=("16 bits", "fp8", ""), default="", help="only caches of this kind")
+    parser.add_argument("--chained", action="store_true", help="calls over float8 rows by the kernel of sparse #3")
     parser.add_argument("--sanitize", action="store_true", help="only the small cases, in this process")
     parser.add_argument("--one", help="a row to run three times, for a profiler")
     args = parser.parse_args()
+    choose(args.chained)
     if args.one:
         call = Row(args.one).own()
         for _ in range(3):
@@ -275,7 +290,7 @@ def main() -> None:
     start = time.perf_counter()
     cases = [c for c in conforming() if args.part in ("", "fp8" if "fp8" in c.k else "16 bits")]
     names = [name for name in ROWS if args.part in ("", "fp8" if "fp8" in name else "16 bits")]
-    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), choose, (args.chained,)) as pool:
         varied = [(name, way) for name in names for way in ways_of(name)]
         for text in pool.map(warm, [*names, *varied, *cases]):
             if text:

@@ -114,11 +114,11 @@ def load(changes: dict[str, list[tuple[str, str]]] | None = None) -> Any:
     return made
 
 
-def run(call: Call, kernels: Any, seed: int = 0, processors: int = 5) -> None:
-    """Writes `out` and `lse` of a call."""
+def run(call: Call, kernels: Any, seed: int = 0, processors: int = 5, **ways: Any) -> None:
+    """Writes `out` and `lse` of a call; `ways` are fields of the kernel's `Spec`."""
     p, t = call.problem, call.tensors
     bound = Launcher(Plan(p, "hopper", "", (64, 128)), nvidia(90, processors))
-    c, s = bound.config, replace(bound.spec, prefetch=False)  # which changes no result
+    c, s = bound.config, replace(bound.spec, prefetch=False, **ways)  # a prefetch changes no result
     rows, stored = t.q.transpose(1, 2).numpy(), t.k[:, 0]
     cache = stored.numpy()
     partial = np.full((max(c.partial_rows, 1), 512), np.nan, np.float32)

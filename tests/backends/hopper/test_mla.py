@@ -115,14 +115,14 @@ def chosen(count=300, fp8=False, **given):
     return problem(selection=Selection(count), **(formats | given))
 
 
-def arguments_by_indices(p):
-    made, t = launcher(p), tensors_of(p)
+def arguments_by_indices(p, **ways):
+    made, t = launcher(p, **ways), tensors_of(p)
     t.v, t.key_indices = t.k, torch.empty(p.batch, 1, p.q_len, p.selection.count, dtype=torch.int32, device="meta")
     return made.arguments(t, made.workspace("meta"))
 
 
-def built_by_indices(p):
-    built = build(latent_decode, arguments_by_indices(p), ("S",))
+def built_by_indices(p, **ways):
+    built = build(latent_decode, arguments_by_indices(p, **ways), ("S",))
     assert built.shared <= SHARED[90]
     assert len(built.loops) == 2
     return built
@@ -142,6 +142,17 @@ def test_rows_in_float8_are_loaded_by_16_bytes():
     assert not re.search(r"LDG\.E\.U8", built.sass)
     assert len(re.findall(r"LDG\.E\.128", built.sass)) >= 2 * 8 * 2
     assert len(re.findall(r"E4M3\.UNPACK", built.sass)) == 2 * 8 * 16
+
+
+@pytest.mark.slow
+def test_rows_in_float8_with_one_accumulator_have_products_that_do_not_wait():
+    built = built_by_indices(chosen(fp8=True), **config.CHAINED)
+    assert "serialized" not in built.report
+    for loop in built.loops:
+        text = "\n".join(loop)
+        assert len(re.findall(r"HGMMA\.64x64x16", text)) == 36
+        assert len(re.findall(r"HGMMA\.64x128x16", text)) == 16
+        assert len(re.findall(r"WARPGROUP\.DEPBAR", text)) == 9  # 5 of the scores, 4 of the values
 
 
 @pytest.mark.parametrize("batch", [1, 128])

@@ -11,6 +11,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from tilewise.backends.hopper.mla import config
+from tilewise.core.storage import latent_parts, stored_as
 from tilewise.core.tensors import sequences
 from tilewise.reference import attend
 from tilewise.testing.case import make
@@ -26,19 +27,32 @@ def cut(x, exponent, bits):
     return np.trunc(x / step) * step
 
 
-def product(q, k):
-    """Q K' in float32: 16 columns at a time, with two bits more than float32 has, the last 64 columns first.
+def added(total, q, k):
+    """Q K' added to float32 numbers: 16 columns at a time, with two bits more than float32 has.
 
     The average loss of such sums agrees with that of an H200.
     """
-    order = np.r_[512:576, 0:512]
-    q, k = q[:, order], k[:, order]
-    total = np.zeros((len(q), len(k)))
-    for c in range(0, 576, 16):
+    for c in range(0, q.shape[1], 16):
         parts = np.concatenate([q[:, None, c : c + 16] * k[None, :, c : c + 16], total[..., None]], -1)
         total = cut(parts, np.frexp(np.abs(parts).max(-1))[1][..., None], 26).sum(-1)
         total = cut(total, np.frexp(total)[1], 24)
     return total
+
+
+def product(q, k):
+    """Q K' in float32, the last 64 columns first."""
+    order = np.r_[512:576, 0:512]
+    return added(np.zeros((len(q), len(k))), q[:, order], k[:, order])
+
+
+def chained(q, k8, scales, rope):
+    """Scores of float8 rows in one accumulator, which is multiplied from group to group (`Spec.chained`)."""
+    total = np.zeros((len(q), len(k8)))
+    ratios = [*(scales[:, :3] / scales[:, 1:]).astype(np.float32).T, scales[:, 3]]
+    for g, ratio in enumerate(ratios):
+        at = slice(128 * g, 128 * g + 128)
+        total = (added(total, q[:, at], k8[:, at]) * ratio).astype(np.float32).astype(np.float64)
+    return added(total, q[:, 512:], rope)
 
 
 def check_lse(case):
@@ -68,3 +82,21 @@ def test_sums_that_are_cut_off_would_not(monkeypatch):
         except Mismatch:
             wrong += 1
     assert wrong >= 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chained_scores_of_float8_rows_keep_the_bound_of_lse(seed):
+    g, stored, scale = torch.Generator().manual_seed(seed), stored_as("fp8_latent"), 576**-0.5
+    q, k = torch.randn(24, 576, generator=g).bfloat16(), 3 * torch.randn(500, 576, generator=g)
+    k[:, :128] *= 0.1
+    k[:, 256:384] *= 5
+    data, _ = stored.quantise(k)
+    exact, rough = (
+        torch.logsumexp(q.to(t) @ stored.dequantise(data, None, t).mT * scale, -1).double()
+        for t in (torch.float64, torch.float32)
+    )
+    s = chained(q.double().numpy(), *(x.double().numpy() for x in latent_parts(data)))
+    factor = scale * (1 + config.CUT_OFF * 2.0**-24)
+    judge(
+        "lse", torch.logsumexp(torch.from_numpy(s) * factor, -1), exact, 2 * (rough - exact).abs().max(), torch.float32
+    )

@@ -38,13 +38,13 @@ CHOSEN = [
 ]
 
 
-def simulated(inputs, kernels, seed=0, planned=True):
+def simulated(inputs, kernels, seed=0, planned=True, **ways):
     call = inputs.checked(return_lse=True)
     assert config.is_latent(call.problem)
     assert (config.refusal(call.problem) is None) is planned
     call.out.fill_(float("nan"))
     call.lse.fill_(float("nan"))
-    mla_sim.run(call, kernels, seed)
+    mla_sim.run(call, kernels, seed, **ways)
     return call
 
 
@@ -82,6 +82,26 @@ def test_rows_in_float8_are_right(case, kernels):
     # NumPy has no bfloat16, which is all that the kernels are planned for.
     call = simulated(make(case), kernels, seed=1, planned=False)
     check_call(call, call.tensors.out, call.tensors.lse)
+
+
+def uneven(case):
+    """Rows whose groups of columns have scales of other sizes, zeros and signs among them."""
+    inputs = make(case)
+    call = inputs.checked(return_lse=True)
+    scales = call.tensors.k[..., 512:528].view(torch.float32)  # of the rows' own memory
+    scales *= torch.tensor([1.0, 0.05, 3.0, 0.5])
+    scales[:, :, ::3] *= torch.tensor([1.0, 1e-3, -0.2, 1.0])
+    scales[:, :, 1::5, 2] = 0
+    scales[:, :, 2::5, 0] = 1e-33
+    return inputs
+
+
+@pytest.mark.parametrize("shape", ["as they come", "uneven"])
+def test_rows_in_float8_with_one_accumulator_are_right(shape, kernels):
+    for case in (FP8, replace(FP8, B=1, H=70, Lq=1, lengths=(700,), page=16, causal=False, sinks=True)):
+        inputs = make(case) if shape == "as they come" else uneven(case)
+        call = simulated(inputs, kernels, seed=2, planned=False, chained=True)
+        check_call(call, call.tensors.out, call.tensors.lse)
 
 
 @pytest.mark.parametrize("place", [3, 300, 570])
@@ -132,9 +152,17 @@ OF_CHOSEN = {
     "scales of another group": ("scores", "(u & 1) * 8 + b * 4 + group", "(u & 1) * 8 + b * 4"),
     "values without scales": (
         "consumer",
-        "p1 = own * scales_of(sh, u, b, 2 * C + 1, OPERAND).to(a.q.dtype)[None, :]",
+        "p1 = own * value_scales(a, sh, u, b, 2 * C + 1, OPERAND)[None, :]",
         "p1 = own",
     ),
+    "ratios the wrong way round": ("gather", "kept[1] / kept[2]", "kept[2] / kept[1]"),
+    "the last scale left out": ("gather", "kept[2] / kept[3], kept[3])", "kept[2] / kept[3], kept[3] * 0 + 1)"),
+    "scales of values from another block": (
+        "scores",
+        "sh.scales[1].index((u & 1) * 8 + b * 4",
+        "sh.scales[1].index((u & 1) * 8",
+    ),
+    "ratios of scales that are 0": ("gather", "gl.where(gl.abs(scales[g]) < least, least, scales[g])", "scales[g]"),
 }
 
 
@@ -147,6 +175,7 @@ def test_mutants_are_rejected(name):
         if name in OF_CHOSEN:
             test_results_are_right(CHOSEN[0], kernels)
             test_rows_in_float8_are_right(FP8, kernels)
+            test_rows_in_float8_with_one_accumulator_are_right("uneven", kernels)
             return
         test_results_are_right(CASES[1], kernels)
         test_results_are_right(CASES[0], kernels)

@@ -66,6 +66,9 @@ def refusal(problem: Problem) -> str | None:
 GATHERING: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
 FP8: dict[str, Any] = {"consumer_regs": 224, "producer_regs": 56, "fp8": True, "ahead": 2}
 
+# Chosen by benchmarks/h200/sparse.py alone, until it is measured: sparse #3 of the log.
+CHAINED: dict[str, Any] = FP8 | {"chained": True, "consumer_regs": 216, "producer_regs": 80, "ahead": 4}
+
 
 @dataclass(frozen=True)
 class Config:

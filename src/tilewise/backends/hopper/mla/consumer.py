@@ -17,7 +17,8 @@ m is a maximum of some keys before: a new one replaces it only when it is larger
 rule, and O is not touched.
 
 Rows in float8 (`S.fp8`) lie in shared memory without their scales. Scores of columns that share scales are added up
-apart, each times its key's scale; weights are multiplied by the scale of the values.
+apart, each times its key's scale, or (`S.chained`) in one accumulator that is multiplied between them; weights are
+multiplied by the scale of the values.
 """
 
 from triton.experimental import gluon
@@ -30,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .epilogue import store, store_fragments, times
-from .scores import SCORE, end_scores, scales_of, start_scores, visible
+from .scores import SCORE, end_scores, start_scores, value_scales, visible
 from .tile_scheduler import fragment
 
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -96,9 +97,11 @@ def add_values(a, sh, o, p, u, b: gl.constexpr, C: gl.constexpr):
         else:
             own = gl.convert_layout(p, OPERAND)
         # Weights with scales are rounded once more, and so are scales: as much as values are, which are exact here.
-        p0 = own * scales_of(sh, u, b, 2 * C, OPERAND).to(a.q.dtype)[None, :]
+        p0 = own * value_scales(a, sh, u, b, 2 * C, OPERAND)[None, :]
         o0 = warpgroup_mma(p0, sh.piece(4 * b + 2 * C), o[0], is_async=True)
-        p1 = own * scales_of(sh, u, b, 2 * C + 1, OPERAND).to(a.q.dtype)[None, :]
+        if a.S.chained:  # registers for one version of the weights
+            o0 = warpgroup_mma_wait(0, deps=(o0,))
+        p1 = own * value_scales(a, sh, u, b, 2 * C + 1, OPERAND)[None, :]
         o1 = warpgroup_mma(p1, sh.piece(4 * b + 2 * C + 1), o[1], is_async=True)
         found = (o0, o1)
     elif p is None:
@@ -199,10 +202,11 @@ def step0(a, sh, w, u, i, o, m, l, hi, masked):
 
 @gluon.jit
 def step1(a, sh, w, u, i, o, m, l, hi, masked):
+    SERIAL: gl.constexpr = a.S.fp8
     if not a.S.fp8:  # the exponentials of one consumer stand beside products of the other
         mbarrier.wait(sh.scored.index(0), u & 1)
     started = start_scores(a, sh, w, u, 1)
-    if a.S.fp8:  # which leaves no registers for two products at a time
+    if SERIAL:  # no registers for two products at a time
         s = end_scores(a, sh, started, u, 1, 0)
 
     mbarrier.wait(sh.ready[0], u & 1)
@@ -213,10 +217,10 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
     sh.wait_half(u, 0, 1)
     clear_hidden(a, sh, masked, w.n, i * 128, 0, 1)
     o = add_values(a, sh, o, None, u, 0, 1)
-    if a.S.fp8:
+    if SERIAL:
         o = finished(o)
     else:
-        s = end_scores(a, sh, started, u, 1, 1)
+        s = end_scores(a, sh, started, u, 1, len(o))
 
     s = visible(a, sh, s, u, i * 128 + 64, hi, masked, 1)
     p, m, changed = to_weights(a, s, m_new)

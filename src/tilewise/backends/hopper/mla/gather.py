@@ -113,13 +113,17 @@ def prefetch_rows(a, at):
 def widen_block(a, sh, u, at, ok, raw, at_next, ok_next, b: gl.constexpr):
     """Block b of pair u from float8. `raw` are its first chunks, which are under way; returns those of the next block.
 
-    Numbers are stored as they are, without their scales, which the consumers apply: 16 bits hold them exactly.
+    Numbers are stored as they are, without their scales, which the consumers apply: 16 bits hold them exactly. Each
+    thread has fenced its stores before the barrier, so that readers need not.
     """
     AHEAD: gl.constexpr = len(raw)
     prefetch_rows(a, at_next)
     scales = ()
     for g in gl.static_range(4):
         scales = scales + (gl.load(a.SCALES + at.to(gl.int64) * 4 + 128 + g, mask=ok, other=0.0),)
+    factors = scales
+    if a.S.chained:
+        factors = ratios(scales)
     if b == 0:  # rope columns of pair u - 1 have been multiplied
         mbarrier.wait(sh.scored.index(0), (u & 1) ^ 1)
     rope = a.CACHE + (at.to(gl.int64) * 4)[:, None] + 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS))[None, :]
@@ -140,9 +144,26 @@ def widen_block(a, sh, u, at, ok, raw, at_next, ok_next, b: gl.constexpr):
         if i == 1:
             sh.ok[0].index((u & 1) * 2 + b).store(ok.to(gl.float32))
             for g in gl.static_range(4):
-                sh.scales[0].index((u & 1) * 8 + b * 4 + g).store(scales[g])
+                sh.scales[0].index((u & 1) * 8 + b * 4 + g).store(factors[g])
+                if a.S.chained:
+                    sh.scales[1].index((u & 1) * 8 + b * 4 + g).store(scales[g].to(a.q.dtype))
             mbarrier.arrive(sh.rope_full[b], count=1)
     return raw
+
+
+@gluon.jit
+def ratios(scales):
+    """Scales of four groups, each over the next one's, the last as it is. Those below 2^-60 of the row's largest, zeros
+    too, are taken for that: ratios stay finite, and what their numbers add to a score is far below its last bit.
+    """
+    largest = gl.abs(scales[0])
+    for g in gl.static_range(1, 4):
+        largest = gl.maximum(largest, gl.abs(scales[g]))
+    least = gl.maximum(largest * 2.0**-60, 2.0**-100)
+    kept = ()
+    for g in gl.static_range(4):
+        kept = kept + (gl.where(gl.abs(scales[g]) < least, least, scales[g]),)
+    return (kept[0] / kept[1], kept[1] / kept[2], kept[2] / kept[3], kept[3])
 
 
 @gluon.jit

@@ -44,7 +44,8 @@ class Shared:
     ready: gl.tuple  # of 2: weights and maxima
     done: gl.shared_memory_descriptor  # [1, 1]: both sums of a fragment
     ok: gl.tuple  # with indices, float32 [4, 64]: 1 for keys that count, of two pairs
-    scales: gl.tuple  # float32 [16, 64]: of two pairs, their blocks and groups of columns
+    scales: gl.tuple  # float32 [16, 64]: of two pairs, their blocks and groups of columns; if `chained` those of
+    # values apart, in 16 bits
     S: object
 
     @gluon.jit
@@ -58,7 +59,7 @@ class Shared:
     def wait(self, full, u):
         """Until what a barrier of pair u stands for is there for products: gathered rows were not written by TMA."""
         mbarrier.wait(full, u & 1)
-        if self.S.gather:
+        if self.S.gather and not self.S.chained:
             fence_async_shared()
 
     @gluon.jit
@@ -122,6 +123,8 @@ def new_shared(a):
     scales = ()
     if a.S.fp8:
         scales = (gl.allocate_shared_memory(gl.float32, [16, 64], LINE),)
+        if a.S.chained:
+            scales = scales + (gl.allocate_shared_memory(DTYPE, [16, 64], LINE),)
     # What is gathered arrives once for each thread of the producer; with rope columns come flags.
     return Shared(
         q, q_rope, k, k_rope, p, m0, m1, l, changed,

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
@@ -18,8 +18,18 @@ def start_scores(a, sh, w, u, b: gl.constexpr):
     else:
         q_rope = sh.q_rope[0]
     sh.wait(sh.rope_full[b], u)
-    s = warpgroup_mma(q_rope, sh.k_rope.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
-    if a.S.fp8:
+    if not a.S.chained:
+        s = warpgroup_mma(q_rope, sh.k_rope.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
+    if a.S.chained:
+        # ((k0 r0 + k1) r1 + k2) r2 + ..: r are ratios of the scales of neighbouring groups, the last one is a scale.
+        for i in gl.static_range(PIECES):
+            sh.wait(sh.full[b * PIECES + i], u)
+            k = sh.piece(b * PIECES + i + none).permute((1, 0))
+            s = warpgroup_mma(sh.q.index(i + none), k, s, use_acc=i > 0, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,)) * scales_of(sh, u, b, i, SCORE)[None, :]
+        fence_async_shared()  # rope columns were copied by no thread that could say so
+        started = (warpgroup_mma(q_rope, sh.k_rope.index(b).permute((1, 0)), s, is_async=True),)
+    elif a.S.fp8:
         # What shares scales is added up apart. All but the last such sum are complete.
         x = gl.zeros([64, 64], gl.float32, SCORE)
         for i in gl.static_range(PIECES):
@@ -42,7 +52,7 @@ def start_scores(a, sh, w, u, b: gl.constexpr):
 @gluon.jit
 def end_scores(a, sh, started, u, b: gl.constexpr, UNDER_WAY: gl.constexpr):
     """S, when no more than UNDER_WAY later products are under way."""
-    if a.S.fp8:
+    if a.S.fp8 and not a.S.chained:
         s, x = warpgroup_mma_wait(UNDER_WAY, deps=(started[0], started[1]))
         s = gl.fma(x, scales_of(sh, u, b, a.S.pieces - 1, SCORE)[None, :] + gl.zeros_like(x), s)
     else:
@@ -54,6 +64,16 @@ def end_scores(a, sh, started, u, b: gl.constexpr, UNDER_WAY: gl.constexpr):
 def scales_of(sh, u, b: gl.constexpr, group: gl.constexpr, LAYOUT: gl.constexpr):
     """Scales [64] of a group of columns in block b of pair u, for tensors with keys as columns."""
     return sh.scales[0].index((u & 1) * 8 + b * 4 + group).load(gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def value_scales(a, sh, u, b: gl.constexpr, group: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same for values, in the type of the weights."""
+    if a.S.chained:
+        found = sh.scales[1].index((u & 1) * 8 + b * 4 + group).load(gl.SliceLayout(0, LAYOUT))
+    else:
+        found = scales_of(sh, u, b, group, LAYOUT).to(a.q.dtype)
+    return found
 
 
 @gluon.jit
