@@ -13,6 +13,8 @@ permuted: a thread has P of keys 2 t, 2 t + 1, 8 + 2 t, 8 + 2 t + 1 after the so
 one another. In the order that `transpose` writes they do, and P stays in its registers.
 """
 
+from typing import Any
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,7 +46,7 @@ TO_FP8 = gl.constexpr(
 )
 
 
-class Arguments:
+class Given:
     """Those of fwd/, v transposed, and scales: of each row of q, of each head of k and v."""
 
     __annotations__ = {name: Size if name in Arguments16.SIZES else object for name in Arguments16.NAMES[:-1]}
@@ -54,7 +56,7 @@ class Arguments:
     }  # fmt: skip
 
 
-Arguments = struct(Arguments)
+Arguments: Any = struct(Given)
 
 
 @gluon.constexpr_function

@@ -32,8 +32,8 @@ class Fp8Spec(Spec):
 
 def config_of(BN: int = 128, consumers: int = 2, stages: int = 3) -> Config:
     """The shape of a launch; to be chosen by measurements."""
-    regs = {"consumer_regs": 160, "producer_regs": 32} if consumers > 2 else {}
-    return Config(BN, consumers, stages, stages, **regs)
+    regs = (160, 32) if consumers > 2 else (240, 24)
+    return Config(BN, consumers, stages, stages, consumer_regs=regs[0], producer_regs=regs[1])
 
 
 class Fp8:
@@ -42,8 +42,8 @@ class Fp8:
     def __init__(self, q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, c: Config, promote: bool,
                  target: Target) -> None:  # fmt: skip
         # The plan of the same call in 16 bits, of tensors without memory.
-        like = [torch.empty(x.shape, dtype=torch.bfloat16, device="meta") for x in (q, k, k)]
-        call = calls.dense(*like, Options(causal=causal, scale=scale, return_lse=True, validate=False))
+        rows, keys = (torch.empty(x.shape, dtype=torch.bfloat16, device="meta") for x in (q, k))
+        call = calls.dense(rows, keys, keys, Options(causal=causal, scale=scale, return_lse=True, validate=False))
         p = call.problem
         self.bound = Launcher(Plan(p, "hopper", "", (64 * c.consumers, c.BN)), c, target)
         spec = replace(self.bound.spec, guard=False)
