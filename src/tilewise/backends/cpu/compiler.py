@@ -23,6 +23,7 @@ from numba.core.codegen import CPUCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.registry import cpu_target
+from numba.core.types.functions import BaseFunction
 
 from . import ready
 from .codegen.formats import DECODE
@@ -36,6 +37,7 @@ from .kernel_cache import Kept, cache_directory
 from .linker import ENTRY, Kernel, link
 
 _lock = threading.RLock()
+_resolved: dict[Any, Any] = {}
 
 
 def compile_function(fn: Callable[..., Any], name: str, result: Any = types.void) -> Kernel:
@@ -123,11 +125,20 @@ def modules_only() -> Iterator[Callable[[Any], None]]:
     Numba optimises every function together with all that it calls, and generates code of it: of one that is called
     through five others six times. A kernel holds all of them, and is the only one that is wanted.
     """
-    optimise, collects = CPUCodeLibrary._optimize_final_module, gc.isenabled()
+    optimise, resolve, collects = CPUCodeLibrary._optimize_final_module, BaseFunction.get_call_type, gc.isenabled()
 
     def finalize(library: Any) -> None:
         library._finalize_dynamic_globals()
         library._finalized = True
+
+    def resolve_once(function: Any, context: Any, args: Any, kws: Any) -> Any:
+        """The signature of an operation on scalars: Numba looks for it at every use, in all that have its name."""
+        if kws or not all(isinstance(a, (types.Number, types.Boolean)) for a in args):
+            return resolve(function, context, args, kws)
+        key = function, args
+        if key not in _resolved:
+            _resolved[key] = resolve(function, context, args, kws)
+        return _resolved[key]
 
     def nothing(*_: Any) -> None:
         pass
@@ -135,6 +146,7 @@ def modules_only() -> Iterator[Callable[[Any], None]]:
     instead = [
         (CPUCodeLibrary, "_optimize_final_module", nothing),
         (CPUCodeLibrary, "_finalize_final_module", finalize),
+        (BaseFunction, "get_call_type", resolve_once),
         (JITCPUCodegen, "set_env", nothing),  # of code that is in Numba's own engine
     ]
     with global_compiler_lock:  # no other thread compiles meanwhile

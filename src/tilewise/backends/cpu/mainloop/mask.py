@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+import numpy as np
 from numba import types
 
 from ..codegen import dtypes
@@ -13,7 +14,7 @@ from ..kv_access import sequence
 from .chosen import chosen_key
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
-MASKS, BIASES = 1, 2  # parts of what is added to scores
+MASKS, BIASES = np.int64(1), np.int64(2)  # parts of what is added to scores; not int: `list_added` is compiled once
 
 
 @jit
