@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _functorch as functorch
 
 from .core.options import Options
 from .core.plan import Plan
@@ -65,7 +66,8 @@ def attention_backward(
     """The gradients of `attention`, or with `cu_seqlens_q` and `cu_seqlens_k` of `varlen_attention`.
 
     Args:
-        q: as in the forward call, and so are `k`, `v` and all options that are not named here.
+        q: as in the forward call, and so are `k`, `v` and all options that are not named here, but for `split_size` and
+            `return_lse`, which are of the forward pass alone.
         out: what the forward call gave.
         lse: what it gave with `return_lse=True`.
         dout: the gradient of the loss by `out`, in its shape and dtype, with any strides.
@@ -96,8 +98,11 @@ def attention_backward(
     planner.check_name(backend)
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
     options["deterministic"] = deterministic
-    if is_traced():
-        return _traced((q, k, v, out, lse, dout, dlse), grads, backend, options)
+    from . import ops  # which needs this module
+
+    tensors = (q, k, v, out, lse, dout, dlse)
+    if is_traced() or ops.needs_operator(tensors):
+        return _traced(tensors, grads, backend, options)
     back = returner(q)
     with torch.no_grad():
         call = _checked(q, k, v, out, lse, dout, dlse, grads, options)
@@ -107,7 +112,7 @@ def attention_backward(
 
 
 def _traced(tensors: tuple[Any, ...], grads: Sequence[str], backend: Any, options: dict[str, Any]) -> Any:
-    from . import ops  # which needs this module
+    from . import ops
 
     if backend is not None:
         raise InvalidArgument("backend", f"{backend!r} in traced code", "None: the planner chooses when the graph runs")
@@ -130,7 +135,9 @@ def _checked(
     if cu_q is not None or cu_k is not None:
         call = calls.varlen(q, k, v, cu_q, cu_k, o)
     elif o.max_q is not None or o.max_k is not None:
-        raise InvalidArgument("max_q or max_k", "given alone", "cu_seqlens_q and cu_seqlens_k with them")
+        raise InvalidArgument(
+            "max_q or max_k", "a length", "None", "it goes with cu_seqlens_q and cu_seqlens_k, which are not given"
+        )
     else:
         call = calls.dense(q, k, v, o)
     return backward(call, o, lse, dout, dlse, grads)
@@ -236,6 +243,7 @@ class _Attention(torch.autograd.Function):
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True) if needed]
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
+        _refuse_batches(dout, dlse)
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         options = {name: x for name, x in ctx.options.items() if name not in FORWARD_ONLY}
@@ -246,6 +254,14 @@ class _Attention(torch.autograd.Function):
             found = gradients(how, q, k, v, out, lse, dout, dlse, *tensors)
         by_name = dict(zip(GRADS, found, strict=True))
         return (None, None, None, *(by_name.get(name) for name in names))
+
+
+def _refuse_batches(*incoming: torch.Tensor | None) -> None:
+    """torch hands a batch of gradients over as one tensor without memory."""
+    for x in incoming:
+        if x is not None and (functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)):
+            remedy = "leave out is_grads_batched=True or vectorize=True: one backward pass for each gradient"
+            raise InvalidArgument("gradient of out or lse", "a batch of gradients", "one gradient", remedy)
 
 
 class _Gradients(torch.autograd.Function):

@@ -16,11 +16,12 @@ class UnknownKeyword(InvalidArgument, TypeError):
 
 
 class Unsupported(NotImplementedError):
-    """A backend that was asked for by name cannot serve this call; nothing else was tried."""
+    """A backend that was asked for by name cannot serve this call, and nothing else was tried; or ("any") none can."""
 
     def __init__(self, backend: str, reason: str, remedy: str) -> None:
         self.backend = backend
-        super().__init__(f"backend {backend!r} cannot serve this call: {reason}; {remedy}")
+        who = "no backend can" if backend == "any" else f"backend {backend!r} cannot"
+        super().__init__(f"{who} serve this call: {reason}; {remedy}")
 
 
 class CacheFull(RuntimeError):

@@ -349,6 +349,23 @@ def test_refusals():
         attention_backward(q, k, v, out, lse, dout, backend="metal")
 
 
+def test_batches_of_gradients_are_refused():
+    q, k, v = (torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(3))
+    state = attention(q, k, v, return_lse=True)
+    for out in state:
+        with pytest.raises(InvalidArgument, match=r"batch of gradients.*is_grads_batched"):
+            torch.autograd.grad(out, q, torch.randn(4, *out.shape), is_grads_batched=True)
+    with pytest.raises(InvalidArgument, match=r"batch of gradients.*vectorize"):
+        torch.autograd.functional.jacobian(lambda q: attention(q, k, v), q, vectorize=True)
+
+
+def test_the_backward_pass_on_meta_gives_shapes():
+    q, k, v = (torch.randn(1, heads, 5, 8, device="meta") for heads in (4, 2, 2))
+    out, lse = attention(q, k, v, return_lse=True)
+    found = attention_backward(q, k, v, out, lse, out, causal=True)
+    assert all(g.is_meta and g.shape == x.shape for g, x in zip(found[:3], (q, k, v), strict=True))
+
+
 @pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])
 def test_empty_sizes(sizes):
     B, Lq, Lk = sizes

@@ -176,6 +176,14 @@ def biases_hide(backend: str | None, device: str) -> None:
                     q, spoilt["k"], spoilt["v"], q_bias=q_bias, k_bias=k_bias, return_lse=True, backend=backend
                 )
                 same(f"{dtype}: {filler} in {name}[40], which k_bias hides", clean, result)
+        for lq in (150, 1):  # prefill, decode
+            rows: dict[str, Any] = {"q_bias": q_bias[..., :lq], "k_bias": k_bias, "backend": backend}
+            mask = torch.zeros(lq, 150, device=device)
+            plain = attention(q[:, :, :lq], k, v, mask=mask, return_lse=True, **rows)
+            for filler in (float("nan"), float("inf")):
+                mask[:, 40] = mask[30:31] = filler
+                what = f"{dtype}, {lq} rows: {filler} in a mask where biases hide"
+                same(what, plain, attention(q[:, :, :lq], k, v, mask=mask, return_lse=True, **rows))
         none = AttentionState(clean.out[:, :, 30], clean.lse[:, :, 30])
         same("q_bias of -inf", none, AttentionState(torch.zeros_like(none.out), torch.full_like(none.lse, -torch.inf)))
         if bool((clean.lse[:, :, 31] == -torch.inf).any()):

@@ -255,7 +255,7 @@ def step(
         s = logits(s, scale, softcap, qpos[:, None], kpos, slope, S.softcap, S.exact_tanh, S.alibi)
     if S.biased:
         sum_of_biases = rank_one(n, ok, added, S)
-        s = tl.where(sum_of_biases == float("-inf"), float("-inf"), s + sum_of_biases)
+        s = s + sum_of_biases
     visible = ok[None, :]
     if MASKED:
         if S.listed and not CLEAN:
@@ -263,8 +263,10 @@ def step(
                 s, _ = hide(s, n, ok, row_lo, row_hi, mask, S)
         else:
             s, visible = hide(s, n, ok, row_lo, row_hi, mask, S)
-    if S.biased:
-        visible = visible & (sum_of_biases != float("-inf"))
+    if S.biased:  # after a mask, which may hold anything where they hide
+        left = sum_of_biases != float("-inf")
+        s = tl.where(left, s, float("-inf"))
+        visible = visible & left
 
     vs_rows = row_offsets(where, vs_b, vs_l, S.scale_align, S)
     scales = ()

@@ -166,6 +166,19 @@ def last_parts(p):
 
 
 @jit
+def keep_hidden(p, at, to, first, count, chosen):
+    """-inf in cells of a mask that biases hide, whatever the mask holds there."""
+    b, head, i = at
+    if query_bias(p, b, head, i) == -INF:
+        fill(to, ZERO, count, -INF)
+    elif p.k_bias:
+        keys = key_bias(p, b, head, ZERO)
+        for j in range(count):
+            if get_f32(keys + chosen_key(chosen, first + j) * p.k_bias_l) == -INF:
+                put_f32(to + 4 * j, -INF)
+
+
+@jit
 def list_added(p, at, to, first, count, padded, state, chosen, parts):
     """What is added to the scores of query `at` (batch row, head, query) and keys first..first + count, or of `chosen`
     keys: of `parts` the mask, whose tile is in `state`, with the tree mask, and biases; zeros up to `padded`.
@@ -180,6 +193,8 @@ def list_added(p, at, to, first, count, padded, state, chosen, parts):
         if own != F(0):
             for j in range(count):
                 put_f32(to + 4 * j, get_f32(to + 4 * j) + own)
+        if parts == MASKS and p.mask_dtype != dtypes.BOOL:
+            keep_hidden(p, at, to, first, count, chosen)
     else:
         fill(to, ZERO, count, own)
         fill(to, count, padded, F(0))
