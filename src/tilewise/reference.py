@@ -93,7 +93,7 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
         logits, blank, taken = torch.cat([s, sink], -1), blank & (sink == -torch.inf), sink == torch.inf
     constant = blank | taken  # no weight at all, or all to the sink: such a row has no gradient
     logits = torch.where(constant, 0.0, logits)
-    lse = torch.logsumexp(logits, -1)
+    lse = _LogSum.apply(logits)
     lse = torch.where(constant[..., 0], torch.where(taken[..., 0], torch.inf, -torch.inf), lse)
     probs = torch.where(visible & ~constant, torch.softmax(logits, -1)[..., : seq.kv_len], 0.0)
     out = _Weighted.apply(probs, v, visible)
@@ -108,6 +108,22 @@ def selected(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor) -> t
         return total
     nonfinite = torch.where(finite, 0.0, x)[:, None]  # [H, 1, n, D]
     return total + torch.where(visible[..., None], weights[..., None] * nonfinite, 0.0).sum(-2)
+
+
+class _LogSum(torch.autograd.Function):
+    """`torch.logsumexp`, with weights that sum to 1 for its gradient also where all logits are 1e30 or -1e30: torch's
+    own are exp(logits - lse).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return torch.logsumexp(logits, -1)
+
+    @staticmethod
+    def backward(ctx: Any, dlse: torch.Tensor) -> torch.Tensor:
+        (logits,) = ctx.saved_tensors
+        return dlse[..., None] * torch.softmax(logits, -1)
 
 
 class _Product(torch.autograd.Function):

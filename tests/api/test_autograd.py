@@ -18,6 +18,7 @@ from tilewise import (
     paged_attention,
     varlen_attention,
 )
+from tilewise.backends import reference as oracle
 from tilewise.backends.torch import backward as tiled
 from tilewise.core.options import Options
 from tilewise.dispatch import call_cache, planner
@@ -347,6 +348,51 @@ def test_refusals():
         assert str(refusal.value).startswith(argument)
     with pytest.raises(Unsupported, match="metal"):
         attention_backward(q, k, v, out, lse, dout, backend="metal")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize(
+    ("case", "name", "bias"),
+    [
+        (Case(mask="qk", mask_kind="f32"), "mask", -1e9),
+        (Case(mask="bhqk", mask_kind="f32", causal=True, Hkv=2), "mask", torch.finfo(torch.float32).min),
+        (Case(mask="qk", mask_kind="f32", sinks=True, softcap=5.0, dtype="bf16"), "mask", 1e12),
+        (Case(mask="hqk", mask_kind="bf16", dtype="f16"), "mask", torch.finfo(torch.bfloat16).min),
+        (Case(q_bias="1h", window=(9, 4)), "q_bias", 1e30),
+        (Case(form="varlen", k_bias="h", lengths=(20, 30), q_lengths=(20, 11), dtype="bf16"), "k_bias", -1e30),
+    ],
+    ids=str,
+)
+def test_weights_sum_to_one_where_lse_has_no_digits_for_that(case, name, bias, backend):
+    """Rows of one large bias: their lse rounds to it. Judged by plain autograd in float32, which keeps the weights."""
+    made = make_gradients(replace(case, Lq=40, Lk=40), slack=0.0)
+    for call in (made.call, made.clean):
+        x = getattr(call.tensors.forward, name)
+        own = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+        rows = {"mask": (..., slice(0, None, 3), slice(None)), "q_bias": (..., slice(0, None, 3)), "k_bias": ...}
+        own[rows[name]] = bias
+        oracle.run(oracle.plan(call.problem), call.tensors.forward)
+    found = made.run(backend)
+    p, b = made.clean.problem, made.clean.tensors
+    exact, plain = (gradients(p, b.forward, b.dout, b.dlse, compute) for compute in (torch.float64, torch.float32))
+    for which, want in exact.items():
+        bound = 2 * (plain[which] - want).abs().max() + 32 * torch.finfo(p.q_dtype).eps * want.abs().max()
+        assert (found[which] - want).abs().max() <= bound, which
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_parts_of_a_ring_keep_their_share_where_lse_is_large(backend):
+    """Each is given the lse of all keys: its own weights sum to less than 1."""
+    q, k, v = (x.detach() for x in dense(20, 40))
+    mask = torch.full((20, 40), -3e5)
+    out, lse = attention(q, k, v, mask=mask, return_lse=True)
+    both = [
+        attention_backward(q, k[:, :, half], v[:, :, half], out, lse, out, mask=mask[:, half], backend=backend)
+        for half in (slice(0, 13), slice(13, 40))
+    ]
+    whole = attention_backward(q, k, v, out, lse, out, mask=mask, backend=backend)
+    difference = torch.cat([part.dv for part in both], 2) - whole.dv
+    assert difference.abs().max() < 0.05 * whole.dv.abs().max()  # an lse of 3e5 is rounded by up to 1 / 64
 
 
 def test_batches_of_gradients_are_refused():

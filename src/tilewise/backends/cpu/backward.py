@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 
 import torch
 
+from ...core import large_lse
 from ...core.plan import Plan
 from ...core.problem import Problem
 from ...core.tensors import BackwardTensors, Tensors
@@ -62,7 +63,8 @@ def give_way() -> int:
     return ctypes.cast(library, ctypes.c_void_p).value or 0
 
 
-def run(plan: Plan, tensors: BackwardTensors) -> None:
+def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> None:
+    """Writes the gradients. `lse_is_right`: what an lse that is too large has lost is made good already."""
     p, b, t, launch = plan.problem, tensors, tensors.forward, plan.detail
     assert t.lse is not None
     if p.is_empty:
@@ -81,6 +83,9 @@ def run(plan: Plan, tensors: BackwardTensors) -> None:
             put_tensor(g, name, x)
     g.rows = delta.shape[2]
     pool.run_kernel("delta", ctypes.addressof(params), params.threads, launch.scratch)
+    if g.large and not lse_is_right:
+        large_lse.run(prepare, partial(run, lse_is_right=True), p, b)
+        return
     if b.dsinks is not None:
         write_sinks(t, b.dsinks, delta)
     if p.grads == ("sinks",):

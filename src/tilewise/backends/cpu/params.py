@@ -97,7 +97,7 @@ class Gradients(ctypes.Structure):
 
     _fields_ = [
         *fields(" ".join(tensor(name) for name in ("dout", "dlse", "delta", "dq", "dk", "dv"))),
-        *fields("rows next_rows"),  # of q's rows; the head whose deltas are next
+        *fields("rows next_rows large"),  # of q's rows; the head whose deltas are next; is some lse over LARGE?
         *fields(tensor("dmask", "bhqk")),  # or, of a mask that is broadcast over keys, a sum for each block of keys
         *fields("dmask_dtype dmask_block dmask_sum"),
         # Sums of dq in float32, one slot for each tile of rows and KV head, and the next key block that each waits for

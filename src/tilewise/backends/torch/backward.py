@@ -15,9 +15,11 @@ done.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from ...core import large_lse
 from ...core.mask_rules import key_span, query_span
 from ...core.plan import Plan
 from ...core.problem import Problem
@@ -38,8 +40,13 @@ def plan_backward(problem: Problem) -> Plan:
     return Plan(problem, "torch", "tiled gradients", tile, workspace_bytes=workspace)
 
 
-def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
+def run_backward(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> None:
+    """Writes the gradients. `lse_is_right`: what an lse that is too large has lost is made good already."""
     p = plan.problem
+    assert tensors.forward.lse is not None
+    if not lse_is_right and large_lse.has_large(tensors.forward.lse):
+        large_lse.run(plan_backward, partial(run_backward, lse_is_right=True), p, tensors)
+        return
     states = tile_states(plan, tensors.forward)
     for gradient in tensors.gradients().values():  # rows of no sequence, keys past a length, what nobody sees
         gradient.zero_()

@@ -17,6 +17,7 @@ from collections import namedtuple
 
 from numba import carray, types
 
+from ....core.large_lse import LARGE
 from ..codegen.calls import call_nothing
 from ..codegen.load_store import clear, fetch_add, get_f32, get_i64, load_acquire, put_f32, put_i64, store_release
 from ..codegen.numba_ops import (
@@ -197,6 +198,8 @@ def delta(params, scratch):
         for i in range(g.rows):
             lse, less, value = get_f32(p.lse + b * p.lse_b + head * p.lse_h + i * p.lse_l), F(0), F(0)
             if abs(lse) != INF:
+                if abs(lse) > LARGE:
+                    g.large = 1
                 at = g.dout + b * g.dout_b + head * g.dout_h + i * g.dout_l
                 widen_row(scratch, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
                 at = p.out + b * p.out_b + head * p.out_h + i * p.out_l

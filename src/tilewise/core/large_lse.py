@@ -1,0 +1,66 @@
+"""Backward passes over rows whose lse is so large that float32 has no digits left for the sum of their weights.
+
+P = exp(s - lse) takes lse to a small part of 1. A row in which every cell carries a bias of -1e9 has weights of 1 / n,
+and an lse that rounds to -1e9: by it they would be 1. What such a row's weights sum to is found by a backward pass of
+its own, and what comes in is divided by it: dS and dV are linear in dout and dlse. Sums below 1 are left alone: the lse
+may be that of more keys than the call's, in a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from .plan import Plan
+from .problem import Problem
+from .storage import stored_as
+from .tensors import BackwardTensors
+
+LARGE = 2.0**17  # up to here an lse is rounded by no more than scores are whose gradients are worth having: 1 / 128
+
+
+def has_large(lse: torch.Tensor) -> bool:
+    return bool(_large(lse).any())
+
+
+def _large(lse: torch.Tensor) -> torch.Tensor:
+    return lse.isfinite() & (lse.abs() > LARGE)
+
+
+def run(
+    plan_backward: Callable[[Problem], Plan],
+    run_backward: Callable[[Plan, BackwardTensors], None],
+    problem: Problem,
+    tensors: BackwardTensors,
+) -> None:
+    """The backward pass by `run_backward`, in float32: 16 bits would round what is divided."""
+    float32 = stored_as("f32")
+    problem = replace(problem, q_dtype=torch.float32, k_format=float32, v_format=float32, v_in_k=False)
+    t = tensors.forward
+    t = replace(t, q=t.q.float(), k=t.k.float(), v=t.v.float(), out=t.out.float())
+    assert t.lse is not None
+    summed = replace(problem, q_bias=True, grads=("q_bias",), dlse=True)
+    sums = BackwardTensors(
+        t if t.q_bias is not None else replace(t, q_bias=torch.zeros_like(t.lse)),
+        torch.zeros_like(t.out),
+        torch.full_like(t.lse, -1.0),  # dS is -P
+        dq_bias=torch.empty_like(t.lse),
+    )
+    run_backward(plan_backward(summed), sums)
+    assert sums.dq_bias is not None
+    total = -sums.dq_bias
+    if t.sinks is not None:
+        total += (t.sinks[:, None] - t.lse).exp()
+    factor = torch.where(_large(t.lse) & (total > 1), 1 / total, 1.0)
+    wide = {f"d{name}": torch.empty_like(x, dtype=_wide(name, x)) for name, x in tensors.gradients().items()}
+    dlse = None if tensors.dlse is None else tensors.dlse * factor
+    made = replace(tensors, forward=t, dout=tensors.dout.float() * factor[..., None], dlse=dlse, **wide)
+    run_backward(plan_backward(problem), made)
+    for name, x in tensors.gradients().items():
+        x.copy_(made.gradients()[name])
+
+
+def _wide(name: str, gradient: torch.Tensor) -> torch.dtype:
+    return torch.float32 if name in ("q", "k", "v") else gradient.dtype
