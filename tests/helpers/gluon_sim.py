@@ -29,7 +29,17 @@ PLACES = {"mask_rules": "backends.gpu", "signature": "backends.hopper"} | dict.f
 FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.bwd", ".hopper.bwd.wide", ".hopper.mla", ".hopper.fp8")
 BACKWARD = PLACES | {
     f"bwd.{name}": "backends.hopper.bwd"
-    for name in ("arguments", "sync", "tile_scheduler", "producer", "reducer", "consumer", "mask_sums", "kernel")
+    for name in (
+        "arguments",
+        "sync",
+        "tile_scheduler",
+        "producer",
+        "reducer",
+        "mask",
+        "consumer",
+        "mask_sums",
+        "kernel",
+    )
 }
 WIDE = BACKWARD | {
     f"wide.{name}": "backends.hopper.bwd.wide"

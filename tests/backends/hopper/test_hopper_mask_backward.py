@@ -12,9 +12,10 @@ if sys.platform != "linux":
 from aot import SHARED
 from test_hopper_backward import built, given, problem
 from tilewise.backends import hopper
-from tilewise.backends.hopper.bwd import config, launch
+from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.kernel import backward
 from tilewise.backends.hopper.bwd.mask_sums import mask_sums
+from tilewise.backends.hopper.descriptors import has_tiles, mask_descriptor
 from tilewise.core.problem import MaskSpec
 from tilewise.dispatch import planner
 
@@ -120,11 +121,11 @@ def test_the_planner_leaves_masks_to_triton_until_they_have_run_on_a_gpu(monkeyp
 )
 def test_which_masks_tma_copies(shape, strides, expected):
     x = torch.zeros(60000, dtype=BF16)
-    assert launch.has_tiles(x.as_strided(shape, strides)) == expected
+    assert has_tiles(x.as_strided(shape, strides)) == expected
     if expected:
-        own = launch.mask_descriptor(x.as_strided(shape, strides), 64)
+        own = mask_descriptor(x.as_strided(shape, strides), 64)
         assert own.shape == [1 if n > 1 and not s else n for n, s in zip(shape[:2], strides[:2], strict=True)] + [
             40,
             64,
         ]
-        assert not launch.has_tiles(x[1:].as_strided(shape, strides))
+        assert not has_tiles(x[1:].as_strided(shape, strides))

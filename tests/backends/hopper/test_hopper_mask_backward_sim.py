@@ -64,8 +64,9 @@ def test_other_orders_and_a_program_for_each_key_block(name, seed):
     simulate(CASES[name], KERNELS, seed + 1, programs=seed, persistent=seed == 1)
 
 
-def test_each_thread_reads_its_own_cells_where_tiles_cannot_be_copied():
-    simulate(CASES["dense"], KERNELS, mask_tiles=False, dmask_tiles=False)
+@pytest.mark.parametrize("near", [False, True])
+def test_each_thread_reads_its_own_cells_where_tiles_cannot_be_copied(near):
+    simulate(CASES["dense"], KERNELS, mask_tiles=False, dmask_tiles=False, near=near)
 
 
 def hidden_nan(kernels):
@@ -86,19 +87,19 @@ def test_sums_keep_out_what_is_hidden():
 
 
 MUTANTS = {
-    "the mask's tile is not waited for": ("bwd.consumer", "        mbarrier.wait(buf.mask_full.index(0), u & 1)\n", ""),
+    "the mask's tile is not waited for": ("bwd.mask", "        mbarrier.wait(buf.mask_full.index(0), u & 1)\n", ""),
     "the mask's tile is loaded over": ("bwd.producer", '        named_barrier("bar.sync", MASK_EMPTY, 288)\n',
                                        "        pass\n"),
-    "the mask of the other consumer": ("bwd.consumer", "buf.mask.index(C + (u >> 30))", "buf.mask.index(1 - C)"),
+    "the mask of the other consumer": ("bwd.mask", "buf.mask.index(C + (u >> 30))", "buf.mask.index(1 - C)"),
     "the first head's mask": ("bwd.producer", "head * a.mask_heads", "0"),
     "dS is written while it leaves": ("bwd.consumer", "        tma.store_wait(0)  # the block before has left\n",
                                       "        pass\n"),
     "dS of another place": ("bwd.consumer", "i * BM, w.n * 128 + C * 64]", "i * BM, w.n * 128]"),
     "no derivative of the softcap": ("bwd.consumer", "if a.S.softcap and a.S.dmask:", "if a.S.softcap and False:"),
-    "the least bias overflows": ("bwd.consumer", "    return (gl.fma(x, factor, bias) + minus_lse) * LOG2E",
+    "the least bias overflows": ("bwd.mask", "    return (gl.fma(x, factor, bias) + minus_lse) * LOG2E",
                                  "    return gl.fma(x, factor * LOG2E, bias * LOG2E) + minus_lse * LOG2E"),
-    "no mask": ("bwd.consumer", "(gl.fma(x, factor, bias) + minus_lse)", "(x * factor + minus_lse)"),
-    "a row of cells further": ("bwd.consumer", "row.to(gl.int64) * q_stride", "(row + 1).to(gl.int64) * q_stride"),
+    "no mask": ("bwd.mask", "(gl.fma(x, factor, bias) + minus_lse)", "(x * factor + minus_lse)"),
+    "a row of cells further": ("bwd.mask", "X = X + row.to(gl.int64)", "X = X + (row + 1).to(gl.int64)"),
     "sums: a barrier for both consumers": ("bwd.mask_sums", "kv_full.index(use % 6), (use // 6) & 1)",
                                            "kv_full.index(use % 6), use & 0)"),
     "sums: a pair is left out": ("bwd.mask_sums", "pairs = a.pairs + pid * 0", "pairs = a.pairs - 1 + pid * 0"),
@@ -109,7 +110,7 @@ MUTANTS = {
     "sums: the other KV head": ("bwd.mask_sums", "head // a.group", "head % 1"),
 }  # fmt: skip
 NAN_MUTANTS = {
-    "a hidden row": ("bwd.mask_sums", 'C, m, n) != float("-inf")', "C, m, n) == bias_of(a, buf, t, C, m, n)"),
+    "a hidden row": ("bwd.mask_sums", 'C, m, n) != float("-inf")', "C, m, n) == bias_of(a, buf, t, 0, C, m, n)"),
     "a key in the future": ("bwd.mask_sums", "seen = seen & (key <= row + a.shift + a.right)", "pass"),
 }
 

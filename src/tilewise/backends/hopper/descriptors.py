@@ -6,6 +6,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..gpu.flags import DTYPE_NAMES
+
 TYPES = {"bf16": gl.bfloat16, "f16": gl.float16}
 
 
@@ -23,3 +25,16 @@ def block_descriptor(x: torch.Tensor, block: list[int], dtype: str) -> TensorDes
 def descriptor(x: torch.Tensor, rows: int, columns: int, dtype: str) -> TensorDescriptor:
     """Tiles [rows, columns] of the last two dims."""
     return block_descriptor(x, [1, 1, rows, columns], dtype)
+
+
+def has_tiles(x: torch.Tensor) -> bool:
+    """Whether TMA can copy tiles of a mask: rows that begin at multiples of 16 bytes, one after the other."""
+    rows = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    apart = x.stride(-1) == 1 and (x.stride(-2) > 0 or x.shape[-2] == 1)
+    return apart and all(n % 16 == 0 for n in (x.data_ptr(), *rows))
+
+
+def mask_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Tiles [rows, 64] of a mask; of dims that are broadcast there is one element."""
+    own = x[tuple(slice(None if stride else 1) for stride in x.stride()[:2])]
+    return descriptor(own, rows, 64, DTYPE_NAMES[x.dtype])

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..fwd.softmax import tanh
 from .arguments import dq_layout, dq_split, grad_layout, score_layout, tile
+from .mask import load_mask, masked, own_cells
 from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, MASK_EMPTY, Q_EMPTY, named_barrier
 from .tile_scheduler import get_index, next_block, work_of
 
@@ -84,52 +85,24 @@ def hide(p, i, lo, hi, SCORES: gl.constexpr, EDGES: gl.constexpr):
 
 
 @gluon.jit
-def cells_of(a, X, b_stride, h_stride, q_stride, k_stride, w, i, g, C: gl.constexpr):
-    """Pointers to the mask's cells of query block i, as S^T [64, BM] has them, and which of them there are."""
-    SCORES: gl.constexpr = score_layout(a.S)
-    key = w.n * 128 + C * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None]
-    row = i * a.S.BM + gl.arange(0, a.S.BM, gl.SliceLayout(0, SCORES))[None, :]
-    plane = X + w.b.to(gl.int64) * b_stride + (w.kv_head * a.group + g).to(gl.int64) * h_stride
-    return plane + row.to(gl.int64) * q_stride + key.to(gl.int64) * k_stride, (key < w.kv_end) & (row < a.q_len)
-
-
-@gluon.jit
-def load_mask(a, buf, w, u, i, g, C: gl.constexpr):
-    """The mask's cells [64, BM] in float32."""
-    if a.S.mask_tiles:
-        mbarrier.wait(buf.mask_full.index(0), u & 1)
-        x = buf.mask.index(C + (u >> 30)).reshape([a.S.BM, 64]).permute((1, 0)).load(score_layout(a.S))
-    else:
-        at, there = cells_of(a, a.MASK, a.mask_b, a.mask_h, a.mask_q, a.mask_k, w, i, g, C)
-        x = gl.load(at, mask=there, other=0.0)
-    return x.to(gl.float32)
-
-
-@gluon.jit
-def masked(x, factor, bias, minus_lse):
-    """x factor + bias - lse, for exp2. A bias may be huge, and lse then is too: it is taken off last, in natural units,
-    in which the least finite bias stays finite.
-    """
-    return (gl.fma(x, factor, bias) + minus_lse) * LOG2E
-
-
-@gluon.jit
 def capped(a, x, minus_lse, bias=None):
     """exp2 of the capped logits of dot products x [64, BM], less the lse, and the softcap's derivative."""
     cap = a.softcap * LOG2E
-    if a.S.mask:
-        t = tanh(x * (a.scale / a.softcap), a.S.exact_tanh)
-        exponent = masked(t, a.softcap, bias, minus_lse)
-        slope = 1.0 - t * t
-    elif a.S.exact_tanh:
+    if a.S.exact_tanh:
         t = tanh(x * (a.scale / a.softcap), True)
-        exponent = gl.fma(t, cap, minus_lse)
+        if a.S.mask:
+            exponent = masked(t, a.softcap, bias, minus_lse)
+        else:
+            exponent = gl.fma(t, cap, minus_lse)
         slope = 1.0 - t * t
     else:  # tanh(y) = 1 - r with r = 2 / (1 + exp(2 y)), which may be infinite
         e = gl.exp2(x * (2.0 * LOG2E * a.scale / a.softcap))
         half = gl.fma(e, 0.5, 0.5)
         r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [half], gl.float32, is_pure=True, pack=1)
-        exponent = gl.fma(r, -cap, minus_lse + cap)
+        if a.S.mask:
+            exponent = masked(r, -a.softcap, bias + a.softcap, minus_lse)
+        else:
+            exponent = gl.fma(r, -cap, minus_lse + cap)
         slope = r * (2.0 - r)
     return gl.exp2(exponent), slope
 
@@ -211,7 +184,7 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
     ds = p * dp
     if a.S.dmask and not a.S.dmask_tiles:
-        at, there = cells_of(a, a.DMASK, a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k, w, i, g, C)
+        at, there = own_cells(a, a.DMASK, (a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k), w, u, i, g, C)
         gl.store(at, ds.to(a.DMASK.dtype.element_ty), mask=there)
     if a.S.softcap and a.S.dmask:
         ds *= slope

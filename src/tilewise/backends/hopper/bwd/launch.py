@@ -16,10 +16,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....core.plan import ByPlan, Plan
 from ....core.tensors import BackwardTensors
-from ...gpu.flags import DTYPE_NAMES, softcap_of
+from ...gpu.flags import softcap_of
 from ...gpu.kernel import Arguments, Kernel, Ready, is_aligned, key_of, stride_arguments
 from ...gpu.tensor_map import TensorMap
-from ..descriptors import descriptor
+from ..descriptors import descriptor, has_tiles, mask_descriptor
 from . import config
 from .kernel import backward
 from .mask_sums import blocks_of, mask_sums
@@ -277,7 +277,8 @@ class Bound(Launcher):
         if x is None:
             return s
         dense = s.dmask and not s.softcap and dx.dtype == given["q"].dtype and has_tiles(dx)
-        return replace(s, mask_tiles=x.element_size() == 2 and has_tiles(x), dmask_tiles=dense)
+        near = all(128 * sum(y.stride()[2:]) < 2**31 for y in (x, dx) if y is not None)
+        return replace(s, mask_tiles=x.element_size() == 2 and has_tiles(x), dmask_tiles=dense, near=near)
 
     def descriptors(self, given: dict[str, Any]) -> Arguments:
         s = self.spec_for(given)
@@ -307,19 +308,6 @@ def row_descriptor(x: torch.Tensor, columns: int) -> TensorDescriptor:
     """Rows of a float32 matrix."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, columns], layout)
-
-
-def has_tiles(x: torch.Tensor) -> bool:
-    """Whether TMA can copy tiles of a mask: rows that begin at multiples of 16 bytes, one after the other."""
-    rows = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
-    apart = x.stride(-1) == 1 and (x.stride(-2) > 0 or x.shape[-2] == 1)
-    return apart and all(n % 16 == 0 for n in (x.data_ptr(), *rows))
-
-
-def mask_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Tiles [rows, 64] of a mask; of dims that are broadcast there is one element."""
-    own = x[tuple(slice(None if stride else 1) for stride in x.stride()[:2])]
-    return descriptor(own, rows, 64, DTYPE_NAMES[x.dtype])
 
 
 @ByPlan

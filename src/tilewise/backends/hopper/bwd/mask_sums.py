@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..fwd.softmax import tanh
 from ..signature import Size, gluon_kernel, struct
 from .arguments import CallArguments, MaskArguments, barriers
-from .consumer import masked
+from .consumer import capped
+from .mask import cells_of, masked
 from .sync import named_barrier
 
 # Hardware barriers; warp_specialize takes those below 6.
@@ -155,24 +155,21 @@ def produce(a, buf):
 
 
 @gluon.jit
-def places(a, t, C: gl.constexpr, m: gl.constexpr, n: gl.constexpr):
-    """Keys [64, 1] and rows [1, 64] of a chunk."""
-    key = t.key + (C * blocks_of(a.S) + m) * 64 + gl.arange(0, 64, gl.SliceLayout(1, chunk_layout()))
-    row = t.i * a.S.BM + n * 64 + gl.arange(0, 64, gl.SliceLayout(0, chunk_layout()))
-    return key[:, None], row[None, :]
+def chunk_cells(a, X, strides, t, u, C: gl.constexpr, m: gl.constexpr, n: gl.constexpr):
+    """Pointers to the mask's cells of a chunk [64, 64], and which of them there are."""
+    key = t.key + (C * blocks_of(a.S) + m) * 64
+    return cells_of(a, X, strides, t.b, t.head, t.i * a.S.BM + n * 64, key, u, chunk_layout(), 64)
 
 
 @gluon.jit
-def bias_of(a, buf, t, C: gl.constexpr, m: gl.constexpr, n: gl.constexpr):
+def bias_of(a, buf, t, u, C: gl.constexpr, m: gl.constexpr, n: gl.constexpr):
     """The mask's cells of a chunk [64, 64] in float32."""
     if a.S.mask_tiles:
         x = buf.mask.index(C * blocks_of(a.S) + m).reshape([a.S.BM, 64]).slice(n * 64, 64, 0)
         x = x.permute((1, 0)).load(chunk_layout())
     else:
-        key, row = places(a, t, C, m, n)
-        at = a.MASK + t.b.to(gl.int64) * a.mask_b + t.head.to(gl.int64) * a.mask_h
-        at = at + row.to(gl.int64) * a.mask_q + key.to(gl.int64) * a.mask_k
-        x = gl.load(at, mask=(key < a.kv_len) & (row < a.q_len), other=0.0)
+        at, there = chunk_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), t, u, C, m, n)
+        x = gl.load(at, mask=there, other=0.0)
     return x.to(gl.float32)
 
 
@@ -189,15 +186,14 @@ def add_chunk(a, buf, t, u, total, C: gl.constexpr, m: gl.constexpr, n: gl.const
     do = buf.do.index(u & 1).reshape([BM, D]).slice(n * 64, 64, 0)
     s = warpgroup_mma(buf.k.index(at).reshape([64, D]), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(buf.v.index(at).reshape([64, D]), do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    bias = bias_of(a, buf, t, C, m, n)
+    bias = bias_of(a, buf, t, u, C, m, n)
     minus_lse = buf.rows.index((u & 1) * 2 * CHUNKS + n).load(chunk_layout())  # [1, 64]
     minus_delta = buf.rows.index((u & 1) * 2 * CHUNKS + CHUNKS + n).load(chunk_layout())
     x = warpgroup_mma_wait(1, deps=(s,))
     if a.S.softcap:
-        x = masked(tanh(x * (a.scale / a.softcap), a.S.exact_tanh), a.softcap, bias, minus_lse)
+        p, _ = capped(a, x, minus_lse, bias)
     else:
-        x = masked(x, a.scale, bias, minus_lse)
-    p = gl.exp2(x)
+        p = gl.exp2(masked(x, a.scale, bias, minus_lse))
     dp = warpgroup_mma_wait(0, deps=(dp,))
     return gl.fma(p, dp + minus_delta, total)
 
@@ -223,18 +219,17 @@ def consume(a, buf, C: gl.constexpr):
         totals = added
         named_barrier("bar.arrive", Q_EMPTY + (u & 1), 288)
         named_barrier("bar.arrive", KV_EMPTY + use % 3, 160)
-    plane = a.DMASK + t.b.to(gl.int64) * a.dmask_b + t.head.to(gl.int64) * a.dmask_h
     for m in gl.static_range(BLOCKS):
         for n in gl.static_range(CHUNKS):
-            key, row = places(a, t, C, m, n)
-            seen = bias_of(a, buf, t, C, m, n) != float("-inf")
+            key = t.key + (C * BLOCKS + m) * 64 + gl.arange(0, 64, gl.SliceLayout(1, chunk_layout()))[:, None]
+            row = t.i * a.S.BM + n * 64 + gl.arange(0, 64, gl.SliceLayout(0, chunk_layout()))[None, :]
+            seen = bias_of(a, buf, t, 0, C, m, n) != float("-inf")
             if a.S.hides_right:
                 seen = seen & (key <= row + a.shift + a.right)
             if a.S.hides_left:
                 seen = seen & (key >= row + a.shift - a.left)
-            at = plane + row.to(gl.int64) * a.dmask_q + key.to(gl.int64) * a.dmask_k
-            x = gl.where(seen, totals[m * CHUNKS + n], 0.0)
-            gl.store(at, x, mask=(key < a.kv_len) & (row < a.q_len))
+            at, there = chunk_cells(a, a.DMASK, (a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k), t, 0, C, m, n)
+            gl.store(at, gl.where(seen, totals[m * CHUNKS + n], 0.0), mask=there)
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ class BackwardSpec:
     exact_tanh: bool = False
     mask: bool = False  # an additive one
     mask_tiles: bool = False  # its cells come by TMA; else each thread reads its own
+    near: bool = True  # offsets of cells within a tile are 32 bits wide
     dmask: bool = False  # the gradient of each of its cells is stored
     dmask_tiles: bool = False  # by TMA: it is what dS is for dQ
     deterministic: bool = True

@@ -1,0 +1,52 @@
+"""The cells of an additive mask, where a consumer has the scores that they are added to."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .arguments import score_layout
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def cells_of(a, X, strides, b, head, row, key, u, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
+    """Pointers to cells of 64 keys from `key` on and ROWS queries from `row` on, as S^T has them; which there are."""
+    b_stride, h_stride, q_stride, k_stride = strides
+    q_stride = q_stride + (u >> 30)  # 0, or offsets would be kept in registers from step to step
+    j = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    i = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
+    there = (key + j < a.kv_len) & (row + i < a.q_len)
+    if not a.S.near:
+        j = j.to(gl.int64)
+        i = i.to(gl.int64)
+    X = X + b.to(gl.int64) * b_stride + head.to(gl.int64) * h_stride
+    X = X + row.to(gl.int64) * q_stride + key.to(gl.int64) * k_stride
+    return X + (i * q_stride + j * k_stride), there
+
+
+@gluon.jit
+def own_cells(a, X, strides, w, u, i, g, C: gl.constexpr):
+    """The same of query block i and this consumer's keys."""
+    head = w.kv_head * a.group + g
+    return cells_of(a, X, strides, w.b, head, i * a.S.BM, w.n * 128 + C * 64, u, score_layout(a.S), a.S.BM)
+
+
+@gluon.jit
+def load_mask(a, buf, w, u, i, g, C: gl.constexpr):
+    """The mask's cells [64, BM] in float32."""
+    if a.S.mask_tiles:
+        mbarrier.wait(buf.mask_full.index(0), u & 1)
+        x = buf.mask.index(C + (u >> 30)).reshape([a.S.BM, 64]).permute((1, 0)).load(score_layout(a.S))
+    else:
+        at, there = own_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), w, u, i, g, C)
+        x = gl.load(at, mask=there, other=0.0)
+    return x.to(gl.float32)
+
+
+@gluon.jit
+def masked(x, factor, bias, minus_lse):
+    """x factor + bias - lse, for exp2. A bias may be huge, and lse then is too: it is taken off last, in natural units,
+    in which the least finite bias stays finite.
+    """
+    return (gl.fma(x, factor, bias) + minus_lse) * LOG2E
