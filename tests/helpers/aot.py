@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_op
 from triton.compiler import ASTSource
 
 import triton
+from assembler import assembled
 from tilewise.backends.gpu.kernel import OPTIONS, Kernel
 from tilewise.backends.gpu.target import Target, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
@@ -34,7 +32,6 @@ TYPES = {
     torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 SHARED = {arch: nvidia(arch).shared_memory for arch in (80, 86, 89, 90, 100, 120)}  # bytes that a program may have
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 @dataclass
@@ -124,14 +121,17 @@ class Signature:
                     made.attributes[(i,)] = aligned
         return made
 
+    def source(self, kind: type[ASTSource], function: Any) -> ASTSource:
+        return kind(fn=function, signature=self.types, constexprs=self.constants, attrs=self.attributes)
+
     def compiled(self, source: type[ASTSource], function: Any, arch: int | GPUTarget, options: Any) -> Any:
-        made = source(fn=function, signature=self.types, constexprs=self.constants, attrs=self.attributes)
+        made = self.source(source, function)
         target = arch if isinstance(arch, GPUTarget) else GPUTarget("cuda", arch, 32)
         return triton.compile(made, target=target, options=options)
 
     def shared(self, function: Any, arch: int, options: Any) -> int:
         """Bytes of shared memory, as the compiler allocates them half-way: a second where a whole build takes ten."""
-        made = ASTSource(fn=function, signature=self.types, constexprs=self.constants, attrs=self.attributes)
+        made = self.source(ASTSource, function)
         target = GPUTarget("cuda", arch, 32)
         backend = CUDABackend(target)
         given = backend.parse_options(options | made.parse_options())
@@ -155,21 +155,12 @@ class Signature:
 
 def compile_kernel(kernel: Kernel, arguments: dict[str, Any], arch: int) -> Compiled:
     signature = Signature.of(kernel.function, arguments | kernel.constants, kernel.constants)
-    built = signature.compiled(ASTSource, kernel.function, arch, OPTIONS | kernel.options)
-    registers, spills = resources(built.asm["ptx"], arch)
-    return Compiled(built.metadata.shared, registers, spills, built.asm["ptx"], built.asm["ttgir"], built.asm["cubin"])
+    built = assembled(signature.source(ASTSource, kernel.function), arch, OPTIONS | kernel.options)
+    return Compiled(built.shared, *resources(built.report), built.ptx, built.ttgir, built.cubin)
 
 
-def resources(ptx: str, arch: int) -> tuple[int, int]:
+def resources(report: str) -> tuple[int, int]:
     """Registers and bytes of spill stores, as ptxas reports them."""
-    name = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}[arch]
-    tool = TOOLS / ("ptxas-blackwell" if arch >= 100 else "ptxas")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        # The same settings as the kernel's own build.
-        command = [tool, "-v", "--fmad=false", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
     return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
 

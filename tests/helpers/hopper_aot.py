@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.cache import get_cache_key, get_cache_manager
 
-from aot import TOOLS, Signature, tensors_of
+from aot import Signature, tensors_of
+from assembler import assembled
 from tilewise.backends.gpu.block_lists import BlockLister
 from tilewise.backends.gpu.block_sparsity import list_blocks
 from tilewise.backends.gpu.kernel import OPTIONS
@@ -70,48 +62,13 @@ class Built:
         return [code[a:b] for a, b in inner]
 
 
-def ptx_of(source: Any, backend: CUDABackend, options: Any) -> tuple[str, int]:
-    """A kernel's PTX, by all stages of the compiler but the last, and its bytes of shared memory."""
-    stages: dict[str, Any] = {}
-    backend.add_stages(stages, options, source.language)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    implementation = backend.get_codegen_implementation(options)
-    module = source.make_ir(backend.target, options, implementation, backend.get_module_map(), context)
-    found = {"target": backend.target, **options.__dict__}
-    for name in ("ttir", "ttgir", "llir", "ptx"):
-        if name in stages:
-            module = stages[name](module, found)
-    return str(module), found["shared"]
-
-
 def build(
     function: Any, given: dict[str, Any], constants: tuple[str, ...], ptxas: str = "ptxas", options: Any = OPTIONS
 ) -> Built:
-    """Compiles as a launch with these arguments would, with one of Triton's two ptxas; kept beside Triton's own."""
-    signature = Signature.of(function, given, constants)
-    kind = GluonASTSource if function.is_gluon() else ASTSource
-    source = kind(function, signature.types, signature.constants, signature.attributes)
-    backend = CUDABackend(GPUTarget("cuda", 90, 32))
-    parsed = backend.parse_options(dict(options) | source.parse_options())
-    key = get_cache_key(source, backend, parsed, {"report of": ptxas})
-    kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    if (file := kept.get_file("built.json")) is None:
-        ptx, shared = ptx_of(source, backend, parsed)
-        file = kept.put(json.dumps([shared, *assembled(ptx, ptxas)]), "built.json", binary=False)
-    return Built(*json.loads(Path(file).read_text()))
-
-
-def assembled(text: str, ptxas: str) -> tuple[str, str]:
-    """What ptxas says of PTX, and the instructions that it makes."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        ptx.write(text)
-        ptx.flush()
-        command = [TOOLS / ptxas, "-v", "--fmad=false", "--gpu-name=sm_90a", ptx.name, "-o", cubin.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin.name], capture_output=True, text=True, check=True).stdout
-    return report, sass
+    """Compiles as a launch with these arguments would, with one of Triton's two ptxas."""
+    source = GluonASTSource if function.is_gluon() else ASTSource
+    made = assembled(Signature.of(function, given, constants).source(source, function), 90, options, ptxas)
+    return Built(made.shared, made.report, made.sass)
 
 
 def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:

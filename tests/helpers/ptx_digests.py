@@ -35,6 +35,7 @@ import test_hopper_wide_backward
 import test_mla
 import test_triton_aot
 import test_triton_backward
+from assembler import lowered
 from tilewise.backends.triton.merge import prepare
 
 TRITON = {
@@ -67,13 +68,11 @@ class Recorder:
         self.name = ""
 
     def add(self, source: type[ASTSource], function: Any, signature: aot.Signature, arch: int, options: Any) -> None:
-        made = source(
-            fn=function, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes
-        )
+        made = signature.source(source, function)
         count = sum(key.startswith(f"{self.name} #") for key in self.digests)
         key = f"{self.name} #{count}"
         backend = CUDABackend(GPUTarget("cuda", arch, 32))
-        ptx, _ = hopper_aot.ptx_of(made, backend, backend.parse_options(dict(options) | made.parse_options()))
+        _, _, ptx = lowered(made, backend, backend.parse_options(dict(options) | made.parse_options()))
         self.digests[key] = hashlib.sha256(normal(ptx).encode()).hexdigest()
         print(key, self.digests[key][:16], flush=True)
 

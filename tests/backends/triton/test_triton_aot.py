@@ -14,7 +14,8 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from aot import SHARED, TOOLS, attend_of, helpers_of
+from aot import SHARED, attend_of, helpers_of
+from assembler import TOOLS
 from problem_space import problem_of
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.triton import config, shared_memory
