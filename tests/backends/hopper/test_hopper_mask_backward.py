@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,15 +10,20 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
 from aot import SHARED
 from test_hopper_backward import built, given, problem
 from tilewise.backends import hopper
-from tilewise.backends.hopper.bwd import config
+from tilewise.backends.hopper.bwd import config, launch
 from tilewise.backends.hopper.bwd.kernel import backward
 from tilewise.backends.hopper.bwd.mask_sums import mask_sums
 from tilewise.backends.hopper.descriptors import has_tiles, mask_descriptor
+from tilewise.core.plan import Plan
 from tilewise.core.problem import MaskSpec
 from tilewise.dispatch import planner
+from tilewise.testing.case import Case
+from tilewise.testing.gradients import make_gradients
 
 BF16, F32 = torch.bfloat16, torch.float32
 GRADS = ("q", "k", "v", "mask")
@@ -129,3 +135,31 @@ def test_which_masks_tma_copies(shape, strides, expected):
             64,
         ]
         assert not has_tiles(x[1:].as_strided(shape, strides))
+
+
+@pytest.mark.parametrize(("dims", "kind"), [("bhqk", "bf16"), ("bhqk", "f32"), ("qk", "bf16"), ("b1qk", "f32")])
+def test_every_launch_finds_its_tensors(monkeypatch, dims, kind):
+    launched = []
+
+    def first(self, grid, arguments, maps):
+        taken = {name: (arguments | self.constants)[name] for name in self.function.arg_names}
+        described = [name for name, x in taken.items() if isinstance(x, TensorDescriptor)]
+        maps.update({name: SimpleNamespace(name=name) for name in described})
+        launched.append((self.function.__name__, grid, described))
+        return SimpleNamespace(pointers=[name for name, x in taken.items() if isinstance(x, torch.Tensor)])
+
+    monkeypatch.setattr(launch.Kernel, "first", first)
+    case = Case(B=2, H=4, Lq=300, Lk=520, D=64, dtype="bf16", mask=dims, mask_kind=kind, causal=True)
+    call = make_gradients(case).call
+    bound = launch.Bound(Plan(call.problem, "hopper", "", (1, 1)))
+    tensors = bound.tensors(call.tensors)
+    there = {name for name, x in tensors.items() if x is not None}
+    for step in bound.first(tensors):
+        assert {*step.pointers, *(name for _, name in step.maps)} <= there
+    names = [name for name, *_ in launched]
+    shared = dims != "bhqk"
+    assert names == ["preprocess", "backward", "postprocess", *["mask_sums"] * shared, "fix_up"]
+    assert ("mask" in launched[1][2]) == (kind == "bf16")
+    assert ("dmask" in launched[1][2]) == (kind == "bf16" and not shared)
+    if shared:  # 3 blocks of 128 queries, 3 tiles of 256 keys
+        assert launched[3][1] == ((2 if dims == "b1qk" else 1) * 3 * 3, 1)

@@ -4,6 +4,7 @@ Wrong versions of them must be noticed.
 """
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ if sys.platform != "linux":
 import gluon_sim
 from gluon_values import SimError
 from hopper_bwd_sim import Backward
+from tilewise.backends.hopper.bwd import config
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -62,6 +64,12 @@ def test_gradients(name):
 @pytest.mark.parametrize("name", ["dense", "dense, D128, window", "shared by batch rows"])
 def test_other_orders_and_a_program_for_each_key_block(name, seed):
     simulate(CASES[name], KERNELS, seed + 1, programs=seed, persistent=seed == 1)
+
+
+def test_sums_of_smaller_tiles(monkeypatch):
+    spec_of = config.spec_of
+    monkeypatch.setattr(config, "spec_of", lambda p: replace(spec_of(p), sum_blocks=1))
+    simulate(CASES["shared by all"], KERNELS)
 
 
 @pytest.mark.parametrize("near", [False, True])

@@ -116,6 +116,7 @@ def spec_of(problem: Problem) -> BackwardSpec:
         mask=p.mask is not None,
         dmask="mask" in p.grads and not sums_mask(p),
         do_stages=2 if p.mask is None else 1,  # for a mask's tile in shared memory
+        sum_blocks=2 if D == 64 else 1,  # two of 128 queries fill the registers
         # Sums in any order are faster in causal calls alone (h200/LOG.md, backward #8).
         deterministic=p.deterministic or not flags.hides_right or p.group > 1,
         persistent=persistent(p),

@@ -22,7 +22,7 @@ from ...gpu.tensor_map import TensorMap
 from ..descriptors import descriptor, has_tiles, mask_descriptor
 from . import config
 from .kernel import backward
-from .mask_sums import blocks_of, mask_sums
+from .mask_sums import mask_sums
 from .nonfinite import fix_up
 from .prepost import clear_rest, list_blocks, postprocess, preprocess
 from .spec import BackwardSpec
@@ -263,7 +263,7 @@ class Bound(Launcher):
         return {
             "mask_batch": int(x.stride(0) != 0),
             "mask_heads": int(x.stride(1) != 0),
-            "tiles_k": -(-p.kv_len // (128 * blocks_of(self.spec))),
+            "tiles_k": -(-p.kv_len // (128 * self.spec.sum_blocks)),
             "planes_h": p.heads // heads,
             "count_h": heads,
             "pairs": batch * heads,

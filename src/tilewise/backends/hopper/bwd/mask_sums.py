@@ -4,10 +4,10 @@
         S^T = K Q^T, dP^T = V dO^T         [64, 64] at a time, in registers
         sum += exp(S^T scale + mask - lse) (dP^T - delta)
 
-A program owns BM queries x 128 BLOCKS keys of the mask, half of the keys a consumer, and writes each cell once: the
-same bits each time, and no cell is kept for each pair. A tile is as large as registers hold, since every pair's rows of
-Q, K, V and dO come from L2 anew. What is hidden is hidden for all pairs: cells are selected once, at the end, and
-whatever is not finite there does not matter.
+A program owns BM queries x 128 `sum_blocks` keys of the mask, half of the keys a consumer, and writes each cell once:
+the same bits each time, and no cell is kept for each pair. A tile is as large as registers hold, since every pair's
+rows of Q, K, V and dO come from L2 anew. What is hidden is hidden for all pairs: cells are selected once, at the end,
+and whatever is not finite there does not matter.
 
 Partitions: two consumer warpgroups, a producer warp (Q and dO of two pairs and three halves of K and V are on the way).
 """
@@ -70,12 +70,6 @@ class Tile:
 
 
 @gluon.constexpr_function
-def blocks_of(S):
-    """Blocks of 64 keys of a consumer: the sums of two fill its registers where a block of queries has 128 rows."""
-    return 2 if S.D == 64 else 1
-
-
-@gluon.constexpr_function
 def chunk_layout():
     """S^T and dP^T [64, 64] of a warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -85,7 +79,7 @@ def chunk_layout():
 def new_buffers(a):
     D: gl.constexpr = a.S.D
     BM: gl.constexpr = a.S.BM
-    BLOCKS: gl.constexpr = blocks_of(a.S)
+    BLOCKS: gl.constexpr = a.S.sum_blocks
     k = gl.allocate_shared_memory(a.k.dtype, [3 * BLOCKS, 1, 1, 64, D], a.k.layout)
     v = gl.allocate_shared_memory(a.v.dtype, [3 * BLOCKS, 1, 1, 64, D], a.v.layout)
     q = gl.allocate_shared_memory(a.q.dtype, [2, 1, 1, BM, D], a.q.layout)
@@ -102,7 +96,7 @@ def new_buffers(a):
 @gluon.jit
 def tile_of(a):
     """This program's tile, and how many pairs it goes through."""
-    KEYS: gl.constexpr = 128 * blocks_of(a.S)
+    KEYS: gl.constexpr = 128 * a.S.sum_blocks
     pid = gl.program_id(0)
     key = pid % a.tiles_k * KEYS
     rest = pid // a.tiles_k
@@ -119,7 +113,7 @@ def tile_of(a):
 @gluon.jit
 def produce(a, buf):
     BM: gl.constexpr = a.S.BM
-    BLOCKS: gl.constexpr = blocks_of(a.S)
+    BLOCKS: gl.constexpr = a.S.sum_blocks
     ROWS: gl.constexpr = 2 * (BM // 64)
     t = tile_of(a)
     if a.S.mask_tiles:
@@ -157,7 +151,7 @@ def produce(a, buf):
 @gluon.jit
 def chunk_cells(a, X, strides, t, u, C: gl.constexpr, m: gl.constexpr, n: gl.constexpr):
     """Pointers to the mask's cells of a chunk [64, 64], and which of them there are."""
-    key = t.key + (C * blocks_of(a.S) + m) * 64
+    key = t.key + (C * a.S.sum_blocks + m) * 64
     return cells_of(a, X, strides, t.b, t.head, t.i * a.S.BM + n * 64, key, u, chunk_layout(), 64)
 
 
@@ -165,7 +159,7 @@ def chunk_cells(a, X, strides, t, u, C: gl.constexpr, m: gl.constexpr, n: gl.con
 def bias_of(a, buf, t, u, C: gl.constexpr, m: gl.constexpr, n: gl.constexpr):
     """The mask's cells of a chunk [64, 64] in float32."""
     if a.S.mask_tiles:
-        x = buf.mask.index(C * blocks_of(a.S) + m).reshape([a.S.BM, 64]).slice(n * 64, 64, 0)
+        x = buf.mask.index(C * a.S.sum_blocks + m).reshape([a.S.BM, 64]).slice(n * 64, 64, 0)
         x = x.permute((1, 0)).load(chunk_layout())
     else:
         at, there = chunk_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), t, u, C, m, n)
@@ -178,7 +172,7 @@ def add_chunk(a, buf, t, u, total, C: gl.constexpr, m: gl.constexpr, n: gl.const
     """A pair's dS^T of 64 keys and 64 queries, added to `total`."""
     BM: gl.constexpr = a.S.BM
     D: gl.constexpr = a.S.D
-    BLOCKS: gl.constexpr = blocks_of(a.S)
+    BLOCKS: gl.constexpr = a.S.sum_blocks
     CHUNKS: gl.constexpr = BM // 64
     at = (2 * u + C) % 3 * BLOCKS + m
     zeros = gl.zeros([64, 64], gl.float32, chunk_layout())
@@ -200,7 +194,7 @@ def add_chunk(a, buf, t, u, total, C: gl.constexpr, m: gl.constexpr, n: gl.const
 
 @gluon.jit
 def consume(a, buf, C: gl.constexpr):
-    BLOCKS: gl.constexpr = blocks_of(a.S)
+    BLOCKS: gl.constexpr = a.S.sum_blocks
     CHUNKS: gl.constexpr = a.S.BM // 64
     t = tile_of(a)
     if a.S.mask_tiles:
