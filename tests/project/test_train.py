@@ -148,7 +148,7 @@ def test_a_loss_that_is_no_number_stops_it(train, monkeypatch, capsys):
     ("words", "message"),
     [
         (["--steps", "0"], "--steps: got '0', expected a whole number of 1 or more"),
-        (["--device", "tpu"], "got 'tpu', expected cpu or cuda"),
+        (["--device", "tpu"], "got 'tpu', expected cpu, cuda or mps"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
         (["--text", "short.txt"], "--context 64 needs more than that"),
         (["--out", "no/folder"], "a file in a folder that exists"),
