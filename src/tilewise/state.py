@@ -56,6 +56,16 @@ def merge(states: Sequence[AttentionState]) -> AttentionState:
     return AttentionState(back(mixed.to(states[0].out.dtype)), back(lse))
 
 
+def add_up(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The sum of tensors of one shape in `dtype`, added in float32 and in their order."""
+    if (found := planner.sum_parts(parts, dtype)) is not None:
+        return found
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
 def _checked(states: Any) -> tuple[list[AttentionState], Callable[[torch.Tensor], Any]]:
     """The states as tensors of one shape on one device, and what turns a result into the caller's kind of array."""
     want = "a sequence of AttentionState"

@@ -134,6 +134,13 @@ def merge_states(states: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | N
     return None if name is None else cast(Any, load(name)).merge_states(states)
 
 
+def sum_parts(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    """The sum of tensors on a GPU, added in float32 in one pass; None where no backend does so."""
+    device = parts[0].device
+    name = None if device.type == "cpu" else _first_with("sum_parts", device)
+    return None if name is None else cast(Any, load(name)).sum_parts(parts, dtype)
+
+
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A plain loop over the host's arrays, compiled if a backend can, else as it is: the same, and slow."""
     name = _first_with("compile_loop", torch.device("cpu"))

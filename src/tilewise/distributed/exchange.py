@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .layout import Ranks
 from .steps import Range, Round, Source
 
 Tensors = tuple[torch.Tensor, ...]
+Home = Callable[[Range, torch.Tensor], None]
 
 
 def take(x: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
@@ -113,9 +114,14 @@ class Bringing:
 
 
 class Returning:
-    """Gradients of a round's keys and values, under way to where those live; `add` waits for this rank's own."""
+    """Gradients of a round's keys and values, under way to where those live; `add` waits for this rank's own.
 
-    def __init__(self, ranks: Ranks, round: Round, found: Tensors, home: Tensors, tensors: Tensors, dim: int) -> None:
+    `home` are functions that take some rows of each and their gradient.
+    """
+
+    def __init__(
+        self, ranks: Ranks, round: Round, found: Tensors, home: Sequence[Home], tensors: Tensors, dim: int
+    ) -> None:
         self.round, self.dim, self.home = round, dim, home
         by_rank = {source.rank: self._of(source.rank, found) for source in round.sources} if found else {}
         own = by_rank.pop(ranks.rank, None)
@@ -141,10 +147,10 @@ class Returning:
         return tuple(torch.cat([x.narrow(self.dim, i, n) for _, i, n in sorted(places)], self.dim) for x in found)
 
     def _add(self, parts: Tensors, source: Source) -> None:
-        for x, part in zip(self.home, parts, strict=True):
+        for add, part in zip(self.home, parts, strict=True):
             at = 0
             for lo, hi in source.ranges:
-                x.narrow(self.dim, lo, hi - lo).add_(part.narrow(self.dim, at, hi - lo))
+                add((lo, hi), part.narrow(self.dim, at, hi - lo))
                 at += hi - lo
 
     def add(self) -> None:

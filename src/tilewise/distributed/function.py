@@ -9,12 +9,13 @@ up. Those of keys and values go straight to their owner, while the next round is
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import no_double_backward
-from ..state import AttentionState, merge
+from ..state import AttentionState, add_up, merge
 from .exchange import Bringing, Returning, drain
 from .rows import Call, add_to_mask, documents, part_of_bias, rows
 from .steps import Range
@@ -128,6 +129,43 @@ class Total:
         self.pending, self.fresh = [], False
 
 
+class Sum:
+    """A gradient of rows, from parts over some of them: several are added up in one pass, in float32 and in order."""
+
+    def __init__(self, call: Call, like: torch.Tensor, parts: int) -> None:
+        self.call, self.like = call, like
+        self.pending: dict[Range, list[tuple[Range, torch.Tensor]]] = {}  # by heads
+        self.begun: set[Range] = set()
+        # What is added to again is not rounded before.
+        self.total = torch.zeros_like(like, dtype=like.dtype if parts <= MOST_STATES else torch.float32)
+
+    def add(self, heads: Range, which: Range, part: torch.Tensor) -> None:
+        pending = self.pending.setdefault(heads, [])
+        pending.append((which, part))
+        if len(pending) == MOST_STATES:
+            self.flush(heads)
+
+    def flush(self, heads: Range) -> None:
+        parts = self.pending.pop(heads)
+        for lo, hi in itertools.pairwise(sorted({end for which, _ in parts for end in which})):
+            found = [
+                self.call.cut(part, (lo - first, hi - first))
+                for (first, last), part in parts
+                if first <= lo and hi <= last
+            ]
+            total = self.call.cut(self.total, (lo, hi), heads)
+            if heads in self.begun and found:
+                found.insert(0, total)
+            if found:
+                total.copy_(add_up(found, total.dtype) if len(found) > 1 else found[0])
+        self.begun.add(heads)
+
+    def result(self) -> torch.Tensor:
+        for heads in list(self.pending):
+            self.flush(heads)
+        return self.total.to(self.like.dtype)
+
+
 def _by_head(call: Call, sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Sinks, as `lse` broadcasts them."""
     return sinks.view([-1 if dim == call.head else 1 for dim in range(lse.ndim)])
@@ -177,19 +215,22 @@ def backward(
     q, k, v, out, lse, dout, dlse = tensors
     group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
     held = {"q": q, "k": k, "v": v, **extras}
-    found = {name: torch.zeros(held[name].shape, dtype=torch.float32, device=q.device) for name in wanted}
+    found = {
+        name: torch.zeros(held[name].shape, dtype=torch.float32, device=q.device) for name in wanted if name in EXTRAS
+    }
     if "sinks" in wanted:
         found["sinks"] = _of_sinks(call, extras["sinks"], out, lse, dout, dlse)
     grads = tuple(name for name in wanted if name != "sinks")
     keys = tuple(name for name in ("k", "v") if name in wanted)
     work = [(kv, *each) for kv in head_groups(call, k.shape[call.head]) for each in call.rounds] if grads else []
     parts = {name: x for name, x in extras.items() if name != "sinks"}
+    sums = {name: Sum(call, held[name], _parts(call, name)) for name in wanted if name in "qkv"}
 
-    def of_heads(names: tuple[str, ...], of: dict[str, torch.Tensor], kv: Range) -> tuple[torch.Tensor, ...]:
-        return tuple(of[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in names)
+    def of_heads(names: tuple[str, ...], kv: Range) -> tuple[torch.Tensor, ...]:
+        return tuple(held[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in names)
 
     def bring(kv: Range, round: Any) -> Bringing:
-        return Bringing(call.ranks, round, of_heads(("k", "v"), held, kv), call.seq)
+        return Bringing(call.ranks, round, of_heads(("k", "v"), kv), call.seq)
 
     coming: list[Bringing] = []
     going: list[Returning] = []
@@ -200,29 +241,29 @@ def backward(
             buffer = coming.pop(0).buffer()
             heads = (kv[0] * group, kv[1] * group)
             some = _of_heads(parts, heads)
-            sums = _of_heads({name: found[name] for name in grads if name in EXTRAS}, heads)
-            summed = {name: torch.zeros_like(x, dtype=torch.float32) for name, x in zip("kv", buffer, strict=False)}
+            shares = _of_heads({name: found[name] for name in grads if name in EXTRAS}, heads)
+            of_keys: dict[str, list[tuple[Range, torch.Tensor]]] = {name: [] for name in keys}
             for unit in units:
                 q_rows, k_rows = rows(unit)
                 cut = [None if x is None else call.cut(x, q_rows, heads) for x in (q, out, lse, dout, dlse)]
                 part = call.backward(unit, (cut[0], *(call.cut(x, k_rows) for x in buffer), *cut[1:]), grads, some)
                 if part.dq is not None:
-                    call.cut(found["q"], q_rows, heads).add_(part.dq)
+                    sums["q"].add(heads, q_rows, part.dq)
                 for name, x in (("k", part.dk), ("v", part.dv)):
                     if x is not None:
-                        call.cut(summed[name], k_rows).add_(x)
+                        of_keys[name].append((k_rows, x))
                 if part.dmask is not None:
-                    add_to_mask(sums["mask"], part.dmask, unit)
+                    add_to_mask(shares["mask"], part.dmask, unit)
                 for name, x in (("q_bias", part.dq_bias), ("k_bias", part.dk_bias)):
                     if x is not None:
-                        part_of_bias(name, sums[name], unit).add_(x)
+                        part_of_bias(name, shares[name], unit).add_(x)
                 if "alibi_slopes" in grads:
-                    _add_slopes(call, sums["alibi_slopes"], part.dalibi_slopes, unit)
+                    _add_slopes(call, shares["alibi_slopes"], part.dalibi_slopes, unit)
             if keys:
-                ready = tuple(summed[name] for name in keys) if buffer else ()
-                going.append(
-                    Returning(call.ranks, round, ready, of_heads(keys, found, kv), of_heads(keys, held, kv), call.seq)
-                )
+                brought = dict(zip("kv", buffer, strict=False))
+                ready = tuple(_whole(call, brought[name], of_keys[name]) for name in keys) if buffer else ()
+                home = [partial(sums[name].add, kv) for name in keys]
+                going.append(Returning(call.ranks, round, ready, home, of_heads(keys, kv), call.seq))
                 if len(going) > 1:
                     going.pop(0).add()
         for last in going:
@@ -230,7 +271,27 @@ def backward(
     except BaseException:
         drain([*coming, *going])
         raise
+    found |= {name: x.result() for name, x in sums.items()}
     return {name: x.to(held[name].dtype) for name, x in found.items()}
+
+
+def _parts(call: Call, name: str) -> int:
+    """How many parts a gradient is the sum of, of each group of heads."""
+    if name == "q":
+        return sum(len(units) for _, units in call.rounds)
+    own = (x for round, _ in call.rounds for x in round.sources if x.rank == call.ranks.rank)
+    theirs = (x for round, _ in call.rounds for x in round.sends)
+    return sum(len(x.ranges) for x in itertools.chain(own, theirs))
+
+
+def _whole(call: Call, like: torch.Tensor, parts: list[tuple[Range, torch.Tensor]]) -> torch.Tensor:
+    """The gradient of a round's keys: that of its one part, or a sum in float32."""
+    if len(parts) == 1 and parts[0][0] == (0, like.shape[call.seq]):
+        return parts[0][1]
+    total = torch.zeros_like(like, dtype=torch.float32)
+    for which, part in parts:
+        call.cut(total, which).add_(part)
+    return total
 
 
 def _add_slopes(call: Call, total: torch.Tensor, part: Any, unit: Any) -> None:

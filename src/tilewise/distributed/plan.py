@@ -5,10 +5,11 @@ The model of a rank, whose numbers are a `Machine`'s:
     a part      2 (D + Dv) FLOP for each visible cell, and as much for some keys more in each of its rows (`full` or,
                 on a diagonal, `diagonal`), at `flops`; and `launch`
     merging     what parts of a row read and write, at `memory`
-    a message   `latency`, and its bytes at `link`, in each direction
+    a message   `latency`, and its bytes at `link`, in each direction; rows that are cut out for it are copied first
     a round     computes while the next one's messages are under way: the longer of the two
 
-Backward: 2 (3D + 2Dv) FLOP a cell, at `backward_flops`; gradients of keys and values go home as messages do.
+Backward: 2 (3D + 2Dv) FLOP a cell, at `backward_flops`; gradients of keys and values go home as messages do. Parts of all
+three gradients are added up as those of `out` are merged.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Machine:
     backward_diagonal: float = 240
     launch: float = 8e-6  # of a call
     memory: float = 4e12
-    merge: float = 1.125  # bytes read and written for each of a part's: it is read, and of eight one is written
-    backward_merge: float = 5.0  # dq is read, and added in float32
+    merge: float = 1.375  # bytes read and written for each of a part's: it is read; of eight one is written and copied
+    backward_merge: float = 1.375  # likewise
     link: float = 400e9
     latency: float = 10e-6
 
@@ -204,6 +205,12 @@ class _Rank:
         self.active = [r.step for r in self.rounds if r.pairs]
         self.sent = [sum(x.rows for x in r.sends) * token for r in self.rounds]
         self.received = [sum(x.rows for x in r.sources if x.rank != rank) * token for r in self.rounds]
+        # Of gradients of keys and values: this rank's own part, and what others found.
+        own = [sum(x.rows for x in r.sources if x.rank == rank) * token for r in self.rounds]
+        self.home = [a + b for a, b in zip(own, self.sent, strict=True)]
+        held = total(task.k_pieces[rank])
+        cut = [sum(x.rows for x in r.sends if x.ranges != ((0, held),)) * token for r in self.rounds]
+        self.copied = [2 * x for x in cut] if call.seq == 2 else [0] * len(cut)  # other layouts have them together
         tokens = total(task.q_pieces[rank])
         self.row = self.heads * v.shape[-1] * q.element_size()  # bytes of a row of out
         self.exchanged = 0.0
@@ -256,5 +263,9 @@ class _Rank:
         rate = m.backward_flops if backward else m.flops
         seconds = _seconds(sum(self.counted[i]) + extra, self.q, self.v, rate, backward)
         merged = 0 if self.call.task.gather or len(self.active) < 2 else sum(p.rows for p in pairs) * self.row
-        merge = m.backward_merge if backward else m.merge
-        return seconds + len(self.parts[i]) * m.launch * self.groups + merge * merged / m.memory
+        moved = m.merge * merged
+        if backward:
+            dq = merged // self.v.shape[-1] * self.q.shape[-1]
+            moved = m.backward_merge * (dq + (self.home[i] if len(self.rounds) > 1 else 0))
+        moved += self.copied[i]
+        return seconds + len(self.parts[i]) * m.launch * self.groups + moved / m.memory

@@ -5,13 +5,14 @@ import torch
 
 from aot import SHARED, compile_kernel
 from interpreted import interpreted
-from tilewise.backends.triton.merge import prepare
+from tilewise.backends.triton.merge import prepare, prepare_sum
 from tilewise.state import AttentionState
 
 RUN = """
 import torch
 from tilewise import AttentionState, merge
-from tilewise.backends.triton.merge import merge_states
+from tilewise.backends.triton.merge import merge_states, sum_parts
+from tilewise.state import add_up
 from tilewise.testing.check import Mismatch, judge, largest_error
 torch.manual_seed(0)
 SHAPES = (((2, 3, 11, 40), 2), ((2, 11, 3, 40), 1), ((11, 3, 72), 0), ((1, 1, 1, 1), 2))
@@ -51,6 +52,14 @@ def check(dtype, n, change=0.0):
         assert out.dtype == dtype
         judge("out", out, want[0], 2 * errors[0], dtype)
         judge("lse", lse, want[1], 2 * errors[1], torch.float32)
+        check_sum([out.nan_to_num() for out, _ in states], dtype)
+
+def check_sum(parts, dtype, change=0.0):
+    exact = add_up(parts, torch.float32) + change
+    if not torch.equal(sum_parts(parts, torch.float32), exact):  # in one order: the same bits
+        raise Mismatch("sum")
+    rounded = sum_parts(parts, dtype).float()  # the interpreter cuts bits off
+    assert ((rounded - exact).abs() <= torch.finfo(dtype).eps * exact.abs()).all()
 
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for n in (1, 2, 3, 8):
@@ -60,6 +69,12 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
     except Mismatch:
         continue
     raise AssertionError("a part that weighs more than it should is not noticed")
+try:
+    check_sum([torch.ones(1, 2, 3, 4)] * 2, torch.float32, change=1e-3)
+except Mismatch:
+    pass
+else:
+    raise AssertionError("a sum that is off is not noticed")
 print("fine")
 """
 
@@ -75,10 +90,10 @@ def test_it_compiles_without_spills(arch):
     for dtype, D, n in ((torch.bfloat16, 128, 8), (torch.float32, 256, 2), (torch.float16, 576, 3)):
         out = torch.empty(1, 32, 4096, D, dtype=dtype, device="meta")
         lse = torch.empty(1, 32, 4096, dtype=torch.float32, device="meta")
-        kernel, _, given = prepare([AttentionState(out, lse)] * n)
-        built = compile_kernel(kernel, given, arch)
-        assert built.spills == 0
-        assert built.shared <= SHARED[arch]
+        for kernel, _, given in (prepare([AttentionState(out, lse)] * n), prepare_sum([out] * n, dtype)):
+            built = compile_kernel(kernel, given, arch)
+            assert built.spills == 0
+            assert built.shared <= SHARED[arch]
 
 
 def test_parts_that_lie_in_other_ways_are_left_to_torch():

@@ -98,6 +98,12 @@ def merge_states(states: Sequence[Any]) -> Any:
     return merge_states(states)
 
 
+def sum_parts(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Any:
+    from .merge import sum_parts
+
+    return sum_parts(parts, dtype)
+
+
 def supports_backward(problem: Problem) -> str | None:
     return supports(problem) or no_selection(problem)
 
