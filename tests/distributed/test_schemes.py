@@ -29,6 +29,8 @@ CASES = [
     Case(H=4, Lq=18, Lk=22, D=8, mask="h1k", mask_kind="bf16", dtype="bf16"),
     Case(H=4, Hkv=2, Lq=18, Lk=22, D=8, q_bias="bh", k_bias="1h", causal=True),
     Case(H=4, Lq=18, Lk=22, D=8, q_bias="11", k_bias="b1", sinks=True, layout="blhd"),
+    Case(H=4, Hkv=4, Lq=18, Lk=22, D=8, indices="7", causal=True, sinks=True),
+    Case(B=2, H=8, Hkv=4, Lq=18, Lk=22, D=8, indices="h7", window=12, layout="blhd", k_bias="b1"),
     Case(form="varlen", H=4, Hkv=2, q_lengths=(5, 0, 27, 1), lengths=(5, 0, 27, 1), D=8, causal=True, sinks=True),
     Case(form="varlen", H=4, q_lengths=(9, 20, 3), lengths=(14, 7, 19), D=8, Dv=4, window=(8, 3), alibi="bh"),
     Case(form="varlen", H=4, q_lengths=(9, 20, 3), lengths=(9, 23, 19), D=8, chunk=8, window=6),
@@ -48,7 +50,7 @@ def test_every_scheme_with_every_option(pool):
 
 
 def test_kernels_of_the_cpu(pool):
-    cases = [(SMALL, "zigzag", "4"), (CASES[12], "zigzag", "4")]
+    cases = [(SMALL, "zigzag", "4"), (CASES[14], "zigzag", "4")]
     assert pool(run_cases, cases, "cpu")[0] == []
 
 
@@ -64,7 +66,7 @@ def is_taken(case):
     if (
         max(case.queries, case.keys) > 300
         or case.pattern == "least"
-        or (case.form == "varlen" and case.q_bias + case.k_bias)
+        or (case.form == "varlen" and case.q_bias + case.k_bias + case.indices)
     ):
         return False
     return set(make(case).options) - {"tile_map"} <= set(KNOWN)
@@ -126,6 +128,10 @@ def _refusals():
         {"length": 100},
         {"mask": torch.zeros(8, 8)},
         {"out": q},
+        {"key_indices": torch.tensor([[[32]] * 8])},
+        {"key_indices": torch.zeros(1, 9, 2, dtype=torch.int32)},
+        {"block_indices": torch.zeros(1, 1, 1, dtype=torch.int32), "block_size": 8},
+        {"tree_mask": torch.ones(1, 8, 8, dtype=torch.bool)},
         {"kv_lengths": torch.tensor([33])},
         {"is_causal": True},
         {"cu_seqlens_q": torch.tensor([0, 8])},
@@ -143,7 +149,11 @@ def test_what_is_refused(pool):
         "q: got 3 heads, expected a multiple of 4, the ranks of Ulysses",
         "q: got 8 tokens, expected ",
         "mask: got (1, 1, 8, 8), expected (1, 3, 8, 32), each size or 1",
-        "out: got an unknown keyword",
+        "out: got one over several ranks, expected none; take what is returned",
+        "key_indices: got 32 to 32, expected -1 to 31",
+        "key_indices: got torch.Size([1, 9, 2]), expected ints [1, 8, n] or [1, 3, 8, n]",
+        "block_indices: got one over several ranks, expected none; key_indices= takes the keys",
+        "tree_mask: got one over several ranks, expected none; mask= takes",
         "kv_lengths[0]: got 33, expected 0 to 32, the keys of all ranks",
         "did you mean causal?",
         "q: got 4 dims, expected 3",

@@ -38,6 +38,8 @@ class Sharded:
             self.leaves["mask"] = self.shard(self.leaves["mask"], dim=-2)
         if "q_bias" in self.leaves:
             self.leaves["q_bias"] = self.shard(self.leaves["q_bias"], dim=-1)
+        if "key_indices" in self.options and not self.packed:
+            self.options["key_indices"] = self.shard(self.options["key_indices"], dim=-2)
         if self.packed:
             self.options.pop("layout", None)
             self.options |= {"cu_seqlens_q": tables[0], "cu_seqlens_k": tables[1]}

@@ -21,6 +21,15 @@ from .steps import Task
 PASSED_ON = ("scale", "softcap", "split_size", "allow_tf32", "deterministic", "backend")  # to every part, as they are
 RULES = ("causal", "window", "chunk", "q_offset", "kv_lengths")
 Place = tuple[int, int]  # the position of a sequence's first query, its keys in use
+INSTEAD = {  # of options that are not taken
+    "block_indices": "key_indices= takes the keys of those blocks one by one",
+    "tree_mask": "mask= takes this rank's rows over all keys",
+    "tile_map": "mask= is classified by each call itself",
+    "out": "take what is returned",
+    "k_start": "positions follow from scheme= and q_offset=",
+    "k_stride": "positions follow from scheme= and q_offset=",
+    "q_stride": "positions follow from scheme= and q_offset=",
+}
 KNOWN = ("layout", "validate", *PASSED_ON, *RULES, *EXTRAS)
 
 
@@ -62,6 +71,7 @@ def attention(
         mask: this rank's rows and all keys in their order, `[..., n, Lk]`, each dim full or 1. With packed sequences
             that of all, as in `varlen_attention`.
         q_bias: of this rank's rows, `[B or 1, H or 1, n]`; `k_bias` of all keys. Not of packed sequences.
+        key_indices: of this rank's rows, `[B, n, m]` or `[B, Hkv, n, m]`: positions among all ranks' keys. Not packed.
         kv_lengths: keys in use of the whole sequence, int `[B]`.
         q_offset: the position of the first query of the whole sequence.
         validate: True compares sizes and options between the ranks first, by one exchange.
@@ -120,8 +130,12 @@ def prepare(
     options: dict[str, Any],
 ) -> tuple[Call, dict[str, Any], list[Place]]:
     """The arguments, checked: the call, its tensors beside q, k and v, and where each batch row's queries stand."""
-    if unknown := [name for name in options if name not in KNOWN]:
+    for name, remedy in INSTEAD.items():
+        if options.get(name) is not None:
+            raise InvalidArgument(name, "one over several ranks", "none", remedy)
+    if unknown := [name for name in options if name not in KNOWN and name not in INSTEAD]:
         keywords.refuse(unknown, [*keywords.of(attention), *KNOWN])
+    options = {name: x for name, x in options.items() if name not in INSTEAD}
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise InvalidArgument(name, f"a {type(x).__name__}", "a torch tensor", "Quantised: hand in x.dequantise()")
@@ -162,7 +176,8 @@ def prepare(
         if x is not None and (packed or not isinstance(x, torch.Tensor) or x.ndim != 3 or x.shape[-1] != n):
             shape = f"[{q.shape[0]} or 1, {q.shape[head]} or 1, {n}]: this rank's rows, all ranks' keys; not packed"
             raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), shape)
-    plain = all(x is None for x in (o.mask, o.alibi_slopes, *biases.values()))
+    indices = _as_indices(o.key_indices, q, packed, k.shape[head], seq, Lk)
+    plain = all(x is None for x in (o.mask, o.alibi_slopes, indices, *biases.values()))
     fusible = order != "striped" and plain and all(len(each) == 1 for each in seen)
     task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), seen, fusible, scheme == "gather")
     passed = {name: options[name] for name in PASSED_ON if name in options}
@@ -170,7 +185,8 @@ def prepare(
         passed["layout"] = o.layout
     call = Call(task, ring, passed, packed, head, seq, offsets, used, q.device)
     mask = _as_mask(o.mask, q, packed, head, seq, Lk)
-    return call, {"mask": mask, "sinks": o.sinks, "alibi_slopes": o.alibi_slopes, **biases}, places
+    extras = {"mask": mask, "sinks": o.sinks, "alibi_slopes": o.alibi_slopes, **biases, "key_indices": indices}
+    return call, extras, places
 
 
 def _over_ring(call: Call, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> AttentionState:
@@ -198,14 +214,19 @@ def _over_heads(
     theirs = Heads(inner, [kv_heads(part, H // Hkv) for part in parts], k_sizes, call.head, call.seq)
     q = ToHeads.apply(q, own)
     k, v = (ToHeads.apply(x, theirs) for x in (k, v))
-    mask, sinks, slopes, q_bias, k_bias = (extras[name] for name in EXTRAS)
+    mask, sinks, slopes, q_bias, k_bias, indices = (extras[name] for name in EXTRAS)
     some = {
         "sinks": None if sinks is None else sinks[mine.start : mine.stop],
         "alibi_slopes": None if slopes is None else slopes[..., mine.start : mine.stop],
         "mask": mask,
         "q_bias": q_bias,
+        "key_indices": None,
         "k_bias": k_bias if k_bias is None or k_bias.shape[1] == 1 else k_bias[:, mine.start : mine.stop],
     }
+    if indices is not None:  # of all rows, for the KV heads that are here
+        has = theirs.heads if indices.ndim == 4 else [range(1)] * n
+        whole = ToHeads.apply(indices if indices.ndim == 4 else indices[:, None], Heads(inner, has, q_sizes, 1, 2))
+        some["key_indices"] = whole if indices.ndim == 4 else whole[:, 0]
     if q_bias is not None:
         has = parts if q_bias.shape[1] > 1 else [range(1)] * n
         some["q_bias"] = ToHeads.apply(q_bias, Heads(inner, has, q_sizes, 1, 2))
@@ -263,6 +284,23 @@ def _places(
         return starts[0] if starts else 0, lengths, places
     offsets: Any = o.q_offset if isinstance(o.q_offset, torch.Tensor) else o.kv_lengths - Lq
     return offsets.to(torch.int32), lengths, places
+
+
+def _as_indices(indices: Any, q: torch.Tensor, packed: bool, kv_heads: int, seq: int, Lk: int) -> Any:
+    """Indices of keys, checked against this rank's rows and all keys."""
+    if indices is None:
+        return None
+    shapes = ([q.shape[0], q.shape[seq]], [q.shape[0], kv_heads, q.shape[seq]])
+    given = list(getattr(indices, "shape", ()))[:-1]
+    if packed or not isinstance(indices, torch.Tensor) or given not in shapes or indices.dtype.is_floating_point:
+        want = f"ints [{q.shape[0]}, {q.shape[seq]}, n] or [{q.shape[0]}, {kv_heads}, {q.shape[seq]}, n]; not packed"
+        remedy = "this rank's rows (tilewise.distributed.shard(key_indices, mesh, -2)), positions of all ranks' keys"
+        raise InvalidArgument("key_indices", getattr(indices, "shape", type(indices).__name__), want, remedy)
+    if indices.device.type == "cpu" and indices.numel():
+        least, most = (int(x) for x in indices.aminmax())
+        if least < -1 or most >= Lk:
+            raise InvalidArgument("key_indices", f"{least} to {most}", f"-1 to {Lk - 1}, the keys of all ranks")
+    return indices
 
 
 def _as_mask(mask: Any, q: torch.Tensor, packed: bool, head: int, seq: int, Lk: int) -> Any:

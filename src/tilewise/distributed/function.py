@@ -20,8 +20,8 @@ from .exchange import Bringing, Returning, drain
 from .rows import Call, add_to_mask, documents, part_of_bias, rows
 from .steps import Range
 
-EXTRAS = ("mask", "sinks", "alibi_slopes", "q_bias", "k_bias")
-HEAD_DIMS = {"mask": -3, "q_bias": -2, "k_bias": -2}  # of the others it is the last
+EXTRAS = ("mask", "sinks", "alibi_slopes", "q_bias", "k_bias", "key_indices")
+HEAD_DIMS = {"mask": -3, "q_bias": -2, "k_bias": -2, "key_indices": -3}  # of the others it is the last
 MOST_GROUPS = 8  # of heads, that a gather brings apart
 MOST_STATES = 8  # that are merged in one pass: parts, and what was merged before
 
@@ -65,14 +65,14 @@ class Attention(torch.autograd.Function):
         return (None, *(found.get(name) for name in names))
 
 
-def _of_heads(extras: dict[str, Any], heads: Range) -> dict[str, Any]:
-    """What some heads have of masks, sinks and slopes."""
-    lo, size = heads[0], heads[1] - heads[0]
+def _of_heads(extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]:
+    """What some heads have of masks, sinks, slopes and indices."""
     found = {}
     for name, x in extras.items():
         dim = HEAD_DIMS.get(name, -1)
-        has_heads = x.ndim >= -dim and x.shape[dim] > 1
-        found[name] = x.narrow(dim, lo, size) if has_heads else x
+        lo, hi = kv if name == "key_indices" else heads
+        has_heads = x.ndim >= (4 if name == "key_indices" else -dim) and x.shape[dim] > 1
+        found[name] = x.narrow(dim, lo, hi - lo) if has_heads else x
     return found
 
 
@@ -192,7 +192,7 @@ def forward(
             coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
             buffer = coming.pop(0).buffer()
             heads = (kv[0] * group, kv[1] * group)
-            some = _of_heads(given, heads)
+            some = _of_heads(given, heads, kv)
             for unit in units:
                 q_rows, k_rows = rows(unit)
                 part = call.forward(unit, call.cut(q, q_rows, heads), [call.cut(x, k_rows) for x in buffer], some)
@@ -240,8 +240,8 @@ def backward(
             coming += [bring(kv, round) for kv, round, _ in work[i + 1 : i + 2]]
             buffer = coming.pop(0).buffer()
             heads = (kv[0] * group, kv[1] * group)
-            some = _of_heads(parts, heads)
-            shares = _of_heads({name: found[name] for name in grads if name in EXTRAS}, heads)
+            some = _of_heads(parts, heads, kv)
+            shares = _of_heads({name: found[name] for name in grads if name in EXTRAS}, heads, kv)
             of_keys: dict[str, list[tuple[Range, torch.Tensor]]] = {name: [] for name in keys}
             for unit in units:
                 q_rows, k_rows = rows(unit)

@@ -8,8 +8,8 @@ The model of a rank, whose numbers are a `Machine`'s:
     a message   `latency`, and its bytes at `link`, in each direction; rows that are cut out for it are copied first
     a round     computes while the next one's messages are under way: the longer of the two
 
-Backward: 2 (3D + 2Dv) FLOP a cell, at `backward_flops`; gradients of keys and values go home as messages do. Parts of all
-three gradients are added up as those of `out` are merged.
+Backward: 2 (3D + 2Dv) FLOP a cell, at `backward_flops`; gradients of keys and values go home as messages do. Parts of
+all three gradients are added up as those of `out` are merged.
 """
 
 from __future__ import annotations

@@ -71,6 +71,8 @@ class Call:
         if "mask" in extras:
             found["mask"] = part_of_mask(extras["mask"], unit)
         found |= {name: part_of_bias(name, extras[name], unit) for name in ("q_bias", "k_bias") if name in extras}
+        if "key_indices" in extras:
+            found["key_indices"] = part_of_indices(extras["key_indices"], unit)
         if "alibi_slopes" in extras:
             slopes = extras["alibi_slopes"]
             found["alibi_slopes"] = slopes[documents(unit)] if self.packed and slopes.ndim == 2 else slopes
@@ -130,6 +132,15 @@ def part_of_bias(name: str, bias: torch.Tensor, unit: Unit) -> torch.Tensor:
     if name == "q_bias":
         return bias.narrow(-1, unit.q, unit.rows)
     return bias[..., slice(unit.kpos, unit.kpos + unit.keys * unit.step, unit.step)]
+
+
+def part_of_indices(indices: torch.Tensor, unit: Unit) -> torch.Tensor:
+    """Those that a pair's rows choose of its keys, as indices of these; -1 for all others."""
+    assert isinstance(unit, Pair)
+    chosen = indices.narrow(-2, unit.q, unit.rows)
+    away = chosen - unit.kpos
+    here = (chosen >= 0) & (away >= 0) & (away < unit.keys * unit.step) & (away % unit.step == 0)
+    return torch.where(here, away // unit.step, -1).to(torch.int32)
 
 
 # Masks. A dense call's has this rank's rows and all keys; a packed call's is that of all ranks.
