@@ -1,20 +1,29 @@
 """What a rank of a ring does, with real kernels and without links: three ranks of a mesh in turn, on one device.
 
-    python benchmarks/h200/ring.py --json ring.json
+    python benchmarks/h200/ring.py --json benchmarks/records/h200/ring.json    # under 90 s
+    python benchmarks/h200/ring.py --device cpu --tokens 64 --ranks 4          # the same without a GPU: checks alone
 
 Messages are left out, and what they would bring are random rows; all else is what `tilewise.distributed` runs: rows cut
 for sending, calls, merging, sums of gradients. "calls" are the same calls alone. "ideal" is one device's time for the
-whole sequence, divided by the ranks. Results of the merge kernel are compared with plain torch first.
+whole sequence, divided by the ranks.
+
+Kernels are compiled first, by processes of their own. Then come the checks: merged results and sums against plain
+torch, and rings of four threads that hand each other copies against one call, forward and backward. Times are the last;
+they are written after each row, so that what was measured is kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
+import queue
+import time
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,11 +32,18 @@ from tilewise import AttentionState
 from tilewise.dispatch import planner
 from tilewise.distributed import exchange, function
 from tilewise.distributed.attention import prepare
-from tilewise.distributed.layout import Ranks
+from tilewise.distributed.layout import Ranks, rows_of
 from tilewise.distributed.rows import Call, rows
+from tilewise.state import add_up
+from tilewise.tools.bench.machine import describe
+from tilewise.tools.bench.report import write_json
 
 HEADS = (32, 8, 8)
 D = 128
+SCHEMES = ("zigzag", "gather")
+CAUSAL = {"causal": True}
+ALONE = Ranks(None, 0, 1)
+PATIENCE = 60  # seconds that a thread waits for another
 
 
 class Nothing:
@@ -51,8 +67,101 @@ def without_links(most: int, device: str, dtype: torch.dtype) -> None:
     exchange.Messages, exchange.resized = Nothing, resized  # type: ignore[assignment, misc]
 
 
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+# Compiling
+
+
+def compile_one(scheme: str, n: int, ranks: int, rank: int, device: str) -> None:
+    """All kernels of a rank, once: they are in the cache on disk then."""
+    without_links(HEADS[1] * n * ranks * D, device, dtype_of(device))
+    for backward in (False, True):
+        of_rank(scheme, n, ranks, rank, device, backward)[0]()
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    jobs = [(s, n, args.ranks, r, args.device) for n in args.tokens for s in SCHEMES for r in sampled(args.ranks)]
+    with ProcessPoolExecutor(min(len(jobs), 12), multiprocessing.get_context("spawn")) as pool:
+        for done in [pool.submit(compile_one, *job) for job in jobs]:
+            done.result()
+
+
+# Checks
+
+
+def check_merge(device: str) -> None:
+    """The kernel against plain torch: lse, and out to a few ulps; sums to the bit in float32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        parts = []
+        for i in range(5):
+            out = torch.randn(2, 8, 300 + i, D, device=device).to(dtype)[:, :, :300]
+            lse = 5 * torch.randn(2, 8, 300 + i, device=device)[:, :, :300]
+            lse[:, :, i::7] = -torch.inf
+            out[:, :, i::7] = torch.nan
+            parts.append(AttentionState(out, lse))
+        finite = [out.nan_to_num() for out, _ in parts]
+        got, sums = tilewise.merge(parts), [add_up(finite, wide) for wide in (dtype, torch.float32)]
+        asked = planner.merge_states, planner.sum_parts
+        planner.merge_states = planner.sum_parts = lambda *_: None
+        want, plain = tilewise.merge(parts), [add_up(finite, wide) for wide in (dtype, torch.float32)]
+        planner.merge_states, planner.sum_parts = asked
+        assert torch.allclose(got.lse, want.lse, atol=1e-5)
+        assert torch.allclose(got.out.float(), want.out.float(), atol=8 * torch.finfo(dtype).eps, rtol=0)
+        assert all(torch.equal(a, b) for a, b in zip(sums, plain, strict=True))
+
+
+class Mail:
+    """In the place of `exchange.Messages`, for ranks that are threads of one process."""
+
+    boxes: ClassVar[defaultdict[tuple[int, int], queue.Queue[Any]]] = defaultdict(queue.Queue)
+
+    def __init__(self, ranks: Ranks, sends: Any, receipts: Any) -> None:
+        self.rank, self.receipts = ranks.rank, receipts
+        for peer, tensors in sends:
+            self.boxes[self.rank, peer].put([x.clone() for x in tensors])
+
+    def wait(self) -> None:
+        for peer, tensors in self.receipts:
+            for x, came in zip(tensors, self.boxes[peer, self.rank].get(timeout=PATIENCE), strict=True):
+                x.copy_(came)
+        self.receipts = ()
+
+
+def check_ring(device: str) -> None:
+    """Four ranks against one call, forward and backward."""
+    dtype, ranks, n = dtype_of(device), 4, 256
+    whole = [torch.randn(1, h, n * ranks, D, device=device).to(dtype) for h in HEADS]
+    dout = torch.randn_like(whole[0])
+    state = tilewise.attention(*whole, return_lse=True, causal=True)
+    grads = tilewise.attention_backward(*whole, *state, dout, causal=True)
+    theirs, exchange.Messages = exchange.Messages, Mail  # type: ignore[assignment, misc]
+
+    def rank_of(scheme: str, rank: int) -> None:
+        at = rows_of(n * ranks, Ranks(None, rank, ranks), ALONE, scheme).to(device)
+        q, k, v, incoming = (x.index_select(2, at) for x in (*whole, dout))
+        call, _, _ = prepare(q, k, v, Ranks(None, rank, ranks), ALONE, scheme, None, (None, None), CAUSAL)
+        out, lse, _ = function.forward(call, q, k, v, {})
+        found = function.backward(call, (q, k, v, out, lse, incoming, None), {}, ("q", "k", "v"))
+        wanted = {"out": state.out, "lse": state.lse, "q": grads.dq, "k": grads.dk, "v": grads.dv}
+        for name, got in ({"out": out, "lse": lse} | found).items():
+            want = wanted[name].index_select(2, at).float()
+            error, bound = (got.float() - want).abs().max() / want.abs().max(), 8 * torch.finfo(dtype).eps
+            assert error <= bound, f"{scheme}, rank {rank}, {name}: {error:.3g} of the largest, bound {bound:.3g}"
+
+    with ThreadPoolExecutor(ranks) as threads:
+        for scheme in SCHEMES:
+            for done in [threads.submit(rank_of, scheme, rank) for rank in range(ranks)]:
+                done.result()
+    exchange.Messages = theirs  # type: ignore[misc]
+
+
+# Times
+
+
 def timed(run: Callable[[], Any], device: str, times: int) -> float:
-    """The median in milliseconds."""
+    """The median in milliseconds; 0 without a GPU."""
     run()
     if device == "cpu":
         return 0.0
@@ -67,40 +176,31 @@ def timed(run: Callable[[], Any], device: str, times: int) -> float:
     return sorted(found)[len(found) // 2]
 
 
-def check_merge(device: str) -> None:
-    """The kernel against plain torch: lse, and out to a few ulps."""
-    for dtype in (torch.bfloat16, torch.float32):
-        parts = []
-        for i in range(5):
-            out = torch.randn(2, 8, 300 + i, D, device=device).to(dtype)[:, :, :300]
-            lse = 5 * torch.randn(2, 8, 300 + i, device=device)[:, :, :300]
-            lse[:, :, i::7] = -torch.inf
-            out[:, :, i::7] = torch.nan
-            parts.append(AttentionState(out, lse))
-        got, ask = tilewise.merge(parts), planner.merge_states
-        planner.merge_states = lambda states: None
-        want = tilewise.merge(parts)
-        planner.merge_states = ask
-        assert torch.allclose(got.lse, want.lse, atol=1e-5)
-        assert torch.allclose(got.out.float(), want.out.float(), atol=8 * torch.finfo(dtype).eps, rtol=0)
+def sampled(ranks: int) -> list[int]:
+    return sorted({0, ranks // 2, ranks - 1})
+
+
+def of_rank(
+    scheme: str, n: int, ranks: int, rank: int, device: str, backward: bool
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What a rank does, and its calls alone."""
+    q, k, v = (torch.randn(1, h, n, D, device=device, dtype=dtype_of(device)) for h in HEADS)
+    call, _, _ = prepare(q, k, v, Ranks(None, rank, ranks), ALONE, scheme, None, (None, None), CAUSAL)
+    out, lse, _ = function.forward(call, q, k, v, {})
+    given = (q, k, v, out, lse, torch.randn_like(q), None)
+    run = partial(function.forward, call, q, k, v, {})
+    if backward:
+        run = partial(function.backward, call, given, {}, ("q", "k", "v"))
+    return run, partial(calls, call, given, backward)
 
 
 def measure(scheme: str, n: int, ranks: int, device: str, times: int, backward: bool) -> dict[str, Any]:
-    dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    q, k, v = (torch.randn(1, h, n, D, device=device, dtype=dtype) for h in HEADS)
-    dout = torch.randn_like(q)
     whole, alone = [], []
-    for rank in (0, ranks // 2, ranks - 1):
-        ring, inner = Ranks(None, rank, ranks), Ranks(None, 0, 1)
-        call, _, _ = prepare(q, k, v, ring, inner, scheme, None, (None, None), {"causal": True})
-        out, lse, _ = function.forward(call, q, k, v, {})
-        given = (q, k, v, out, lse, dout, None)
-        run = partial(function.forward, call, q, k, v, {})
-        if backward:
-            run = partial(function.backward, call, given, {}, ("q", "k", "v"))
+    for rank in sampled(ranks):
+        run, only = of_rank(scheme, n, ranks, rank, device, backward)
         whole.append(timed(run, device, times))
-        alone.append(timed(partial(calls, call, given, backward), device, times))
-    total = [torch.randn(1, h, n * ranks, D, device=device, dtype=dtype) for h in HEADS]
+        alone.append(timed(only, device, times))
+    total = [torch.randn(1, h, n * ranks, D, device=device, dtype=dtype_of(device)) for h in HEADS]
     state = tilewise.attention(*total, causal=True, return_lse=True)
     if backward:
         grads = torch.randn_like(total[0])
@@ -132,23 +232,7 @@ def calls(call: Call, given: tuple[Any, ...], backward: bool) -> None:
                     call.forward(unit, cut[0], keys, {})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--times", type=int, default=7)
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    check_merge(args.device)
-    dtype = torch.bfloat16 if args.device != "cpu" else torch.float32
-    without_links(HEADS[1] * max(args.tokens) * args.ranks * D, args.device, dtype)
-    found = []
-    for n in args.tokens:
-        for scheme in ("zigzag", "gather"):
-            for backward in (False, True):
-                found.append(measure(scheme, n, args.ranks, args.device, args.times, backward))
+def show(found: list[dict[str, Any]]) -> None:
     print("scheme   tokens  pass       ms   calls   beside them   of ideal")
     for x in found:
         share = 1 - x["calls ms"] / x["ms"] if x["ms"] else 0.0
@@ -157,9 +241,40 @@ def main() -> None:
             f"{x['scheme']:<8} {x['tokens a rank']:>6}  {'backward' if x['backward'] else 'forward':<8}{x['ms']:>6.2f}"
             f"{x['calls ms']:>8.2f}{share:>12.1%}{ideal:>12.1%}"
         )
-    if args.json:
-        name = torch.cuda.get_device_name() if args.device != "cpu" else "cpu"
-        args.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": found}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--times", type=int, default=7)
+    parser.add_argument("--budget", type=float, default=85.0, help="seconds after which no row is begun")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    if args.device != "cpu":
+        compile_all(args)
+        print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    check_merge(args.device)
+    check_ring(args.device)
+    print(f"checked after {time.perf_counter() - start:.0f} s", flush=True)
+    without_links(HEADS[1] * max(args.tokens) * args.ranks * D, args.device, dtype_of(args.device))
+    about = describe("python benchmarks/h200/ring.py --json benchmarks/records/h200/ring.json")
+    if args.device != "cpu":
+        about["gpu"] = torch.cuda.get_device_name()
+    found: list[dict[str, Any]] = []
+    for n in sorted(args.tokens, reverse=True):
+        for scheme in SCHEMES:
+            for backward in (False, True):
+                if time.perf_counter() - start > args.budget:
+                    print(f"left out for want of time: {scheme}, {n} tokens, backward {backward}")
+                    continue
+                found.append(measure(scheme, n, args.ranks, args.device, args.times, backward))
+                if args.json:
+                    write_json(args.json, about | {"rows": found})
+    show(found)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Decoding over a cache whose tokens lie on several ranks: as over one cache."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -106,6 +109,35 @@ def _odd_sizes():
 
 def test_values_of_an_odd_width(pool):
     assert pool(_odd_sizes) == [True] * 4
+
+
+def _copies():
+    """Of a cache with one sequence: what a copy's writes change in it, and what comes out of a pickle."""
+    torch.manual_seed(0)
+    mesh, x = mesh_of("4"), torch.randn(2, 1, 4, 11, 16)
+    one = distributed.ShardedKVCache(mesh, 4, 4, 4, 16, "f32")
+    sequence = one.create()
+    one.append([sequence], *x)
+    q, found = x[0][:, :, -1:], []
+    want = one.attend([sequence], q, gather=False, backend="torch")
+    for other in (copy.copy(one), copy.deepcopy(one)):
+        other.append([sequence], *x)
+        found.append((one.length(sequence), other.length(sequence)) == (11, 22))
+        found.append(torch.equal(one.attend([sequence], q, gather=False, backend="torch"), want))
+    back = pickle.loads(pickle.dumps(one))
+    for broken in (lambda: back.attend([sequence], q), lambda: back.attach(mesh_of("2")), lambda: one.extend([0], -1)):
+        try:
+            broken()
+            found.append(False)
+        except InvalidArgument:
+            found.append(True)
+    back.attach(mesh)
+    found.append(torch.equal(back.attend([sequence], q, gather=False, backend="torch"), want))
+    return found
+
+
+def test_copies_share_nothing_and_a_pickled_cache_finds_its_ranks(pool):
+    assert pool(_copies) == [[True] * 8] * 4
 
 
 def _alibi():

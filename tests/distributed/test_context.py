@@ -66,6 +66,10 @@ def _refusals():
 
     note(enter, buffers=[x], buffer_seq_dims=[])
     note(enter, no_restore_buffers={x})
+    note(enter, buffers=[x], buffer_seq_dims=[4])
+    note(enter, buffers=[x, x], buffer_seq_dims=[2, 2])
+    with distributed.context_parallel(mesh):
+        note(enter)
     note(enter, buffers=[torch.zeros(15), torch.zeros(16)], buffer_seq_dims=[0, 0])
     with distributed.context_parallel(mesh):
         note(F.scaled_dot_product_attention, x, x, x, attn_mask=torch.zeros(8, 8))
@@ -77,7 +81,8 @@ def _refusals():
 
 
 def test_what_cannot_be_sharded_is_refused(pool):
-    assert pool(_refusals)[0] == ["buffer_seq_dims", "no_restore_buffers", "buffers", "mask", "query", 2]
+    more = ["buffer_seq_dims[0]", "buffers", "context_parallel"]
+    assert pool(_refusals)[0] == ["buffer_seq_dims", "no_restore_buffers", *more, "buffers", "mask", "query", 2]
 
 
 def _backward_outside():

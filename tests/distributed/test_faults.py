@@ -64,3 +64,30 @@ def test_other_arguments_on_one_rank_are_found_before_anything_is_sent():
         assert all(x.startswith(f"InvalidArgument: {name}: got ") for x in found), found
         assert "and something else on rank 2, expected the same on all ranks" in found[0]
     assert run(validate=True, backward=True) == ["fine"] * 3
+
+
+def _other_calls():
+    """What calls say whose sizes, dtypes or options differ on one rank, by default; the last one is right."""
+    found, last = [], dist.get_rank() == 2
+    x = torch.randn(1, 3, 8, 8)
+    for options in (
+        {"q": x[:, :, :6] if last else x},
+        {"q": x.bfloat16() if last else x},
+        {"q": x.clone().requires_grad_(last)},
+        {"window": 3 if last else None},
+        {"window": -3 if last else 3},
+        {"scheme": "ring" if last else "gather"},
+        {},
+    ):
+        q = options.pop("q", x)
+        try:
+            distributed.attention(q, q, q, mesh=dist.group.WORLD, backend="torch", **options)
+            found.append("fine")
+        except InvalidArgument as error:
+            found.append(error.argument)
+    return found
+
+
+def test_other_kinds_of_calls_are_found_by_default():
+    with Pool(3, timeout=TIMEOUT) as pool:
+        assert pool(_other_calls) == [["q", "q", "q", "window", "window", "scheme", "fine"]] * 3

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+import tilewise
 from ranks import Pool, mesh_of
 from sharded import Sharded, run_cases
 from tilewise import InvalidArgument, distributed
@@ -45,8 +46,9 @@ def pool():
         yield ranks
 
 
-def test_every_scheme_with_every_option(pool):
-    assert pool(run_cases, [(case, *how) for case in CASES for how in SCHEMES])[0] == []
+@pytest.mark.parametrize("how", SCHEMES, ids="-".join)
+def test_every_scheme_with_every_option(pool, how):
+    assert pool(run_cases, [(case, *how) for case in CASES])[0] == []
 
 
 def test_kernels_of_the_cpu(pool):
@@ -102,8 +104,6 @@ def test_the_same_bits_each_time_whatever_gradients_are_asked_for(pool):
 
 def _one_rank():
     """A scheme over one rank is `tilewise.attention`, to the bit."""
-    import tilewise
-
     group = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
     q, k, v = (torch.randn(1, heads, 20, 8) for heads in (4, 2, 2))
     want = tilewise.attention(q, k, v, causal=True, window=7, backend="torch")
@@ -116,6 +116,28 @@ def _one_rank():
 
 def test_a_group_of_one_gives_the_bits_of_one_process(pool):
     assert pool(_one_rank) == [True] * 4
+
+
+def _heads_apart(backend):
+    """Whether Ulysses gives the bits of one process over 2 and over 4 ranks, out and gradients."""
+    torch.manual_seed(0)
+    whole = [torch.randn(2, heads, 48, 16).bfloat16().requires_grad_() for heads in (8, 4, 4)]
+    incoming, how = torch.randn_like(whole[0]), {"causal": True, "split_size": 16, "backend": backend}
+    one = tilewise.attention(*whole, **how)
+    want = [one, *torch.autograd.grad(one, whole, incoming)]
+    same = []
+    for kind in ("2", "4"):
+        at = {"mesh": mesh_of(kind), "scheme": "ulysses"}
+        parts = [distributed.shard(x.detach(), dim=2, **at).requires_grad_() for x in whole]
+        out = distributed.attention(*parts, **at, **how)
+        got = [out, *torch.autograd.grad(out, parts, distributed.shard(incoming, dim=2, **at))]
+        same += [torch.equal(distributed.unshard(x, dim=2, **at), y) for x, y in zip(got, want, strict=True)]
+    return same
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_ulysses_gives_the_same_bits_over_any_number_of_ranks(pool, backend):
+    assert pool(_heads_apart, backend) == [[True] * 8] * 4
 
 
 def _refusals():

@@ -12,7 +12,7 @@ from ..core.options import Options, as_rules, is_int
 from ..errors import InvalidArgument
 from ..state import AttentionState
 from ..validation import keywords
-from .exchange import Heads, ToHeads, ToTokens, agree, connect
+from .exchange import Heads, ToHeads, ToTokens, agree, connect, is_known
 from .function import EXTRAS, Attention, forward
 from .layout import ORDERS, Ranks, as_offsets, check_count, global_length, inner_sizes, pieces, ranks_of, total
 from .rows import Call
@@ -74,7 +74,8 @@ def attention(
         key_indices: of this rank's rows, `[B, n, m]` or `[B, Hkv, n, m]`: positions among all ranks' keys. Not packed.
         kv_lengths: keys in use of the whole sequence, int `[B]`.
         q_offset: the position of the first query of the whole sequence.
-        validate: True compares sizes and options between the ranks first, by one exchange.
+        validate: True compares sizes and options between the ranks first, by one exchange; None does so for calls of
+            new sizes, dtypes or options, False never.
 
     All other options as in `tilewise.attention`. `out=` and `tile_map=` are not taken.
 
@@ -83,10 +84,14 @@ def attention(
         mask whose rows are not sharded are this rank's share: their sum over the mesh is the gradient.
     """
     ring, inner = ranks_of(mesh, scheme)
-    if options.get("validate"):
-        said = _said((q, k, v), scheme, length, cu_seqlens_q, cu_seqlens_k, options)
-        for ranks in (inner, ring):
-            agree(ranks, said, q.device)
+    seq = 0 if cu_seqlens_q is not None else 1 if options.get("layout") == "blhd" else 2
+    if options.get("validate") is not False and all(isinstance(x, torch.Tensor) and x.ndim > seq for x in (q, k, v)):
+        sizes = _sizes((q, k, v), seq, length)
+        kind = (scheme, length, *sizes.items(), *sorted(options), torch.is_grad_enabled(), cu_seqlens_q is None)
+        new = [ranks for ranks in (inner, ring) if options.get("validate") or not is_known(ranks, kind)]
+        said = _said(sizes, scheme, length, cu_seqlens_q, cu_seqlens_k, options) if new else {}
+        for ranks in new:
+            agree(ranks, said, q.device, kind)
     call, extras, _ = prepare(q, k, v, ring, inner, scheme, length, (cu_seqlens_q, cu_seqlens_k), options)
     connect(ring, q.device)
     if inner.size == 1:
@@ -96,7 +101,19 @@ def attention(
     return state if return_lse else state.out
 
 
-def _said(qkv: Any, scheme: str, length: Any, cu_q: Any, cu_k: Any, options: dict[str, Any]) -> dict[str, object]:
+def _sizes(qkv: Any, seq: int, length: Any) -> dict[str, Any]:
+    """Of q, k and v what is the same on all ranks: not the number of tokens, where `length` says how many there are."""
+    of_q, of_k = length if isinstance(length, tuple) and len(length) == 2 else (length, length)
+    found = {}
+    for name, x, whole in zip("qkv", qkv, (of_q, of_k, of_k), strict=True):
+        tokens = x.shape[seq] if whole is None else None
+        found[name] = (*x.shape[:seq], tokens, *x.shape[seq + 1 :], x.dtype, x.requires_grad)
+    return found
+
+
+def _said(
+    sizes: dict[str, Any], scheme: str, length: Any, cu_q: Any, cu_k: Any, options: dict[str, Any]
+) -> dict[str, object]:
     """What has to be the same on all ranks, by the names of the arguments."""
 
     def plain(x: Any) -> object:
@@ -107,14 +124,12 @@ def _said(qkv: Any, scheme: str, length: Any, cu_q: Any, cu_k: Any, options: dic
         "length": length,
         "cu_seqlens_q": plain(cu_q),
         "cu_seqlens_k": plain(cu_k),
+        **sizes,
     }
-    seq = 0 if cu_q is not None else 1 if options.get("layout") == "blhd" else 2
-    for name, x in zip("qkv", qkv, strict=True):
-        said[name] = ([*x.shape[:seq], *x.shape[seq + 1 :]], x.shape[seq] if length is None else "", x.dtype)
     for name in KNOWN:
         x = options.get(name)
         said[name] = (x.ndim, x.dtype, x.requires_grad) if name in EXTRAS and isinstance(x, torch.Tensor) else plain(x)
-    said["gradients"] = [x.requires_grad for x in qkv], torch.is_grad_enabled()
+    said["gradients"] = torch.is_grad_enabled()
     return said
 
 

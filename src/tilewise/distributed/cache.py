@@ -6,6 +6,7 @@ rank attends to its own tokens, and each gets back what all found for its heads:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,27 @@ class ShardedKVCache:
         self.interleave = interleave
         self.cache = PagedKVCache(num_pages, page_size, *args, **options)
         self._length: dict[int, int] = {}
+
+    def __copy__(self) -> ShardedKVCache:
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedKVCache:
+        """A cache of its own over the same ranks: all of them have to make it."""
+        new = object.__new__(type(self))
+        new.ranks, new.interleave = self.ranks, self.interleave
+        new.cache, new._length = copy.deepcopy(self.cache, memo), dict(self._length)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"ranks": self.ranks._replace(group=None)}
+
+    def attach(self, mesh: Any) -> None:
+        """Gives a cache that was pickled its ranks again, as many as before, this one in the same place."""
+        ranks, _ = ranks_of(mesh, "ring")
+        if ranks[1:] != self.ranks[1:]:
+            want = f"rank {self.ranks.rank} of {self.ranks.size}, whose tokens these are"
+            raise InvalidArgument("mesh", f"rank {ranks.rank} of {ranks.size}", want)
+        self.ranks = ranks
 
     def create(self) -> int:
         """A new sequence of no tokens; its id."""
@@ -94,6 +116,8 @@ class ShardedKVCache:
         Raises:
             CacheFull: this rank has too few pages. Others may have room: size the ranks alike.
         """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise InvalidArgument("count", repr(count), "a number of new tokens, 0 or more")
         before = [self.length(sequence) for sequence in sequences]
         new = [self._held(n + count) - self._held(n) for n in before]
         batch = self.cache.extend(list(sequences), new)
@@ -148,6 +172,8 @@ class ShardedBatch:
             `[B, H, L, Dv]` of the heads of `q`; with `return_lse` an `AttentionState`.
         """
         c, ranks = self.cache, self.cache.ranks
+        if ranks.size > 1 and ranks.group is None:
+            raise InvalidArgument("cache", "one that was pickled", "its ranks", "cache.attach(mesh)")
         for name in ("mask", "key_indices", "block_indices", "q_offset", "layout", "out"):
             if options.get(name) is not None:
                 raise InvalidArgument(name, "one over a sharded cache", "none")

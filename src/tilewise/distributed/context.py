@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from ..compat import sdpa
 from ..errors import InvalidArgument
 from .attention import attention
 from .layout import ORDERS, inner_sizes, pieces, ranks_of, shard, total
+
+_alone = threading.Lock()  # what is replaced is the whole process's
 
 
 @contextmanager
@@ -44,11 +47,22 @@ def context_parallel(
     dims = list(buffer_seq_dims or ())
     if len(held) != len(dims):
         raise InvalidArgument("buffer_seq_dims", f"{len(dims)} dims", f"{len(held)}, one for each of buffers")
+    for i, (x, dim) in enumerate(zip(held, dims, strict=True)):
+        if not -x.ndim <= dim < x.ndim:
+            raise InvalidArgument(f"buffer_seq_dims[{i}]", dim, f"a dim of a tensor of {x.ndim}")
+    if len({id(x) for x in held}) < len(held):
+        raise InvalidArgument("buffers", "a tensor twice", "each once")
     gone = {id(x) for x in no_restore_buffers or ()}
     if not gone <= {id(x) for x in held}:
         raise InvalidArgument("no_restore_buffers", "a tensor that is not in buffers", "some of buffers")
     whole = _whole_lengths({x.shape[dim] for x, dim in zip(held, dims, strict=True)}, mesh, scheme)
+    if not _alone.acquire(blocking=False):
+        remedy = "one call covers all models and both dims of a mesh (scheme='2d')"
+        raise InvalidArgument(
+            "context_parallel", "one inside of another, or in another thread", "one at a time", remedy
+        )
     with ExitStack() as undo:
+        undo.callback(_alone.release)
         for x, dim in zip(held, dims, strict=True):
             old = x.detach().clone()
             with torch.no_grad():
@@ -93,6 +107,7 @@ def _replacements(mesh: Any, scheme: str, whole: dict[int, int]) -> Iterator[tup
             remedy = "tilewise.distributed.attention takes masks over all keys; causal and windows need none"
             raise InvalidArgument("mask", "one of this rank's keys alone", "all ranks' keys", remedy)
         at = _seq(options)
+        options.pop("validate", None)  # of a part's values; between ranks new kinds of calls are compared
         lengths = whole.get(q.shape[at]), whole.get(k.shape[at])
         return attention(q, k, v, mesh=mesh, scheme=scheme, length=lengths, **options)
 

@@ -32,6 +32,13 @@ def resized(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 _connected: weakref.WeakSet[Any] = weakref.WeakSet()  # groups
+_kinds: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()  # of calls that a group has agreed on
+MOST_KINDS = 4096
+
+
+def is_known(ranks: Ranks, kind: Any) -> bool:
+    """Whether a group has agreed on a call of this kind: the same on all ranks, if their calls were the same."""
+    return ranks.size == 1 or kind in _kinds.get(ranks.group, ())
 
 
 def connect(ranks: Ranks, device: torch.device) -> None:
@@ -167,8 +174,8 @@ def drain(under_way: Sequence[Bringing | Returning]) -> None:
             each.messages.wait()
 
 
-def agree(ranks: Ranks, said: dict[str, object], device: torch.device) -> None:
-    """Raises on all ranks if one says something else; by one exchange of digests."""
+def agree(ranks: Ranks, said: dict[str, object], device: torch.device, kind: Any) -> None:
+    """Raises on all ranks if one says something else; by one exchange of digests. Else the kind of call is known."""
     if ranks.size == 1:
         return
     mine = torch.tensor([zlib.crc32(repr(x).encode()) for x in said.values()], device=device)
@@ -180,6 +187,11 @@ def agree(ranks: Ranks, said: dict[str, object], device: torch.device) -> None:
         if others:
             given = f"{here} on rank {ranks.rank}, and something else on rank {', '.join(map(str, others))}"
             raise InvalidArgument(name, given, "the same on all ranks")
+    known = _kinds.setdefault(ranks.group, set())
+    if len(known) >= MOST_KINDS:
+        known.clear()
+    known.add(kind)
+    _connected.add(ranks.group)
 
 
 # Heads for tokens
