@@ -98,6 +98,73 @@ def test_what_is_refused_changes_nothing():
     assert there.stats().used == 0
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens", 38), ("tokens", -1), ("tokens", "37"), ("known", 38), ("known", None), ("layers", [0, 3]),
+        ("layers", [1, 0]), ("layers", 2), ("heads", [0, 10**30]), ("heads", [-1, 3]), ("heads", [0, 3]),
+        ("checksums", None), ("checksums", {}), ("head_dim", 10**40), ("dtype", None),
+    ],
+)  # fmt: skip
+def test_a_damaged_manifest_is_refused(field, value):
+    source, sequence = filled(4)
+    about, tensors = source.export(sequence)
+    there = PagedKVCache(20, 4, 4, 64, "f32", layers=2, value_dim=32)
+    with pytest.raises(InvalidArgument, match=r"parts\[0\]|sequence"):
+        there.import_((about | {field: value}, tensors))
+    with pytest.raises(InvalidArgument, match=field):
+        there.import_(({name: x for name, x in about.items() if name != field}, tensors))
+    assert there.stats().used == 0
+
+
+def test_truncated_and_missing_tensors_are_refused():
+    source, sequence = filled(4)
+    about, tensors = source.export(sequence)
+    there = PagedKVCache(20, 4, 4, 64, "f32", layers=2, value_dim=32)
+    less = {name: x for name, x in tensors.items() if name != "v"}
+    for wrong in (less, tensors | {"k": tensors["k"][:, :-1]}, tensors | {"v": tensors["v"].half()}, {}):
+        with pytest.raises(InvalidArgument, match="as its manifest says"):
+            there.import_((about, wrong))
+    for part in (about, (about,), (about, None), (None, tensors)):
+        with pytest.raises(InvalidArgument, match=r"parts\[0\]"):
+            there.import_(part)
+    with pytest.raises(CacheFull, match="10000000000000000000000"):
+        there.import_((about | {"tokens": 10**22}, tensors))
+    assert there.stats().used == 0
+
+
+def _damaged_header(which):
+    """What rank 1 says of a header that rank 0 has made up."""
+    cache, sequence = filled(4)
+    if dist.get_rank() == 0:
+        about, tensors = cache.export(sequence)
+        shapes = {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()}
+        said = {"about": about, "tensors": shapes}
+        if which == "tokens":
+            said["about"] = about | {"tokens": 10**15}
+        elif which == "shapes":
+            said["tensors"] = shapes | {"k": [[10**12], "float32"]}
+        text = json.dumps(said).encode()[: 20 if which == "cut" else None]
+        size = 2**62 if which == "size" else len(text)
+        dist.send(torch.tensor([size]), 1)
+        if which != "size":
+            dist.send(torch.tensor(list(text), dtype=torch.uint8), 1)
+        return ""
+    try:
+        distributed.receive_sequence(cache, 0)
+    except (InvalidArgument, CacheFull) as error:
+        return str(error)
+    return "taken"
+
+
+def test_damaged_headers_are_refused_before_memory_is_taken():
+    expected = {"size": "a header of 4611686018427387904 bytes", "cut": "cannot be read"}
+    expected |= {"tokens": "does not fit", "shapes": "as its manifest says"}
+    with Pool(2) as pool:
+        for which, words in expected.items():
+            assert words in pool(_damaged_header, which)[1]
+
+
 def _handed_over(dtype, group):
     """Rank 0 prefills, rank 1 decodes: what each of them would give."""
     cache, sequence = filled(4, dtype, group)

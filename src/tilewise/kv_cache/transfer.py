@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..core.options import is_int
 from ..core.storage import as_bytes
-from ..errors import InvalidArgument
+from ..errors import CacheFull, InvalidArgument
 from .serialization.save import formats
 from .stores import named_tensors
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .paged import PagedKVCache
 
 Part = tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
+MOST_HEADS = 2**20  # that a manifest may speak of
 SAME = ("head_dim", "value_dim", "dtype", "v_dtype", "group", "rotate", "latent")
 
 
@@ -76,21 +78,25 @@ def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) ->
     """A new sequence from parts that have all its layers and heads; nothing has changed if they are refused."""
     if not parts:
         raise InvalidArgument("parts", "none", "one or more (manifest, tensors)")
-    mine, there = formats(cache), np.zeros((cache.layers, cache.kv_heads), dtype=bool)
-    length, known = parts[0][0]["tokens"], parts[0][0]["known"]
-    for i, (about, tensors) in enumerate(parts):
-        for name in SAME:
-            if about.get(name) != mine.get(name):
-                raise InvalidArgument(
-                    f"parts[{i}]", f"{name} {about.get(name)!r}", f"{mine.get(name)!r}, as the cache has"
-                )
-        if (about["tokens"], about["known"]) != (length, known):
-            raise InvalidArgument(f"parts[{i}]", f"{about['tokens']} tokens", f"{length}, as parts[0]")
-        for name, x in tensors.items():
+    there = np.zeros((cache.layers, cache.kv_heads), dtype=bool)
+    for i, part in enumerate(parts):
+        if not isinstance(part, tuple) or len(part) != 2 or not isinstance(part[1], Mapping):
+            raise InvalidArgument(
+                f"parts[{i}]", f"a {type(part).__name__}", "(manifest, tensors), as export gives them"
+            )
+        about, tensors = part
+        for name, (shape, dtype) in declared(cache, f"parts[{i}]", about).items():
+            x = tensors.get(name)
+            if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != (shape, dtype):
+                given = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+                raise InvalidArgument(f"parts[{i}]", f"{name} {given}", f"{shape} {dtype}, as its manifest says")
             if checksum(x) != about["checksums"].get(name):
                 raise InvalidArgument(
                     f"parts[{i}]", f"{name} with another checksum", "what was exported: it was altered"
                 )
+        length, known = parts[0][0]["tokens"], parts[0][0]["known"]
+        if (about["tokens"], about["known"]) != (length, known):
+            raise InvalidArgument(f"parts[{i}]", f"{about['tokens']} tokens", f"{length}, as parts[0]")
         (layer, end), (head, last) = about["layers"], (x - first_head for x in about["heads"])
         there[layer:end, max(head, 0) : max(last, 0)] = True
     if not there.all():
@@ -115,6 +121,38 @@ def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) ->
         if first.growth.full is not None:
             sequences.commit([sequence], first.growth.full)
     return sequence
+
+
+def declared(cache: PagedKVCache, where: str, about: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The shapes and dtypes of a part's tensors by its manifest, which is checked first: before memory is taken."""
+
+    def refuse(name: str, want: str) -> InvalidArgument:
+        given = about.get(name) if isinstance(about, Mapping) else f"of a {type(about).__name__}"
+        return InvalidArgument(where, f"{name} {given!r}", want, "hand in the manifest that export gave")
+
+    mine = formats(cache)
+    for name in SAME:
+        if not isinstance(about, Mapping) or about.get(name) != mine.get(name):
+            raise refuse(name, f"{mine.get(name)!r}, as the cache has")
+    counts: dict[str, int] = {}
+    for name, most in (("layers", cache.layers), ("heads", MOST_HEADS)):
+        x = about.get(name)
+        if not isinstance(x, (list, tuple)) or len(x) != 2 or not all(map(is_int, x)) or not 0 <= x[0] <= x[1] <= most:
+            raise refuse(name, f"[first, end] of at most {most}")
+        counts[name] = x[1] - x[0]
+    tokens, known = about.get("tokens"), about.get("known")
+    if not is_int(tokens) or not is_int(known) or not 0 <= known <= tokens:
+        raise refuse("tokens" if is_int(known) else "known", "tokens, and how many of them have ids")
+    if not isinstance(about.get("checksums"), Mapping):
+        raise refuse("checksums", "those of its tensors")
+    room = cache.num_pages * cache.page_size
+    if tokens > room:
+        raise CacheFull(f"a sequence of {tokens} tokens does not fit into a cache of {room}. Nothing has changed")
+    found = {
+        name: ((counts["layers"], tokens, counts["heads"], *x.shape[4:]), x.dtype)
+        for name, x in named_tensors(cache.store.k, cache.store.v)
+    }
+    return found | {"ids": ((known,), torch.from_numpy(cache.store.sequences.ids[:0]).dtype)}
 
 
 def _put(
