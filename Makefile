@@ -10,7 +10,8 @@ WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple lint format docs wheel clean
+.PHONY: help run chat embed serve vllm train test unit test-slow test-serve versions arm apple matrix lint format docs \
+	wheel clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +55,9 @@ arm: $(VENV)/.installed-dev ## the CPU backend's conformance cases as AArch64, e
 
 apple: $(VENV)/.installed-dev ## MLX's attention kernels as Apple's compiler read them, against the Metal simulator
 	PYTHONPATH=tools $(BIN)/python -m mslsim.against_apple
+
+matrix: $(VENV)/.installed-dev ## every kind of GPU kernel compiled for every GPU, without one; goes on where it was stopped
+	$(BIN)/python tools/matrix.py
 
 lint: $(VENV)/.installed-dev ## ruff and mypy, changing nothing
 	$(BIN)/ruff check

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests/helpers"))
+sys.path[:0] = [str(ROOT / "tests" / name) for name in ("helpers", "backends/triton")]
 
 from aot import SHARED, shared_of  # noqa: E402
 from hopper_fits import check_hopper  # noqa: E402
@@ -38,7 +38,7 @@ def plans(first: int, count: int) -> dict[str, Any]:
         p = draw(random.Random(seed))
         for arch in SHARED if seed % 5 == 0 else (90,):
             name = f"sm_{arch}"
-            used[name] = max(used.get(name, 0.0), check(p, arch))
+            used[name] = max(used.get(name, 0.0), check(p, nvidia(arch)))
         if hopper.refusal(p) is None:
             served += 1
             used["hopper"] = max(used.get("hopper", 0.0), check_hopper(p))

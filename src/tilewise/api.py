@@ -217,6 +217,7 @@ def plan(
     block_table: Array | None = None,
     context_lens: Array | None = None,
     backend: str | None = None,
+    device: str | None = None,
     **options: Any,
 ) -> Plan:
     """What a call with these arguments would run, and what it would cost, without running it.
@@ -224,6 +225,9 @@ def plan(
     Takes the arguments of `attention`, of `varlen_attention` (with `cu_seqlens_k`) or of `paged_attention` (with
     `block_table`), the tables by name. Reads lengths and masks to count the work; on a GPU that waits. Where inputs
     require grad, `backward` is the plan of their gradients.
+
+    `device` names another machine, such as "sm_90", "gfx942", "apple-m3" or "neon": what would run there, without
+    having one. Tensors may be anywhere; an unknown name raises `InvalidArgument` with all names.
 
     >>> q = torch.randn(1, 8, 1024, 64)
     >>> plan(q, q, q, causal=True).cost.flops == 2 * (64 + 64) * 8 * 1024 * 1025 // 2
@@ -262,9 +266,12 @@ def plan(
     threads = torch.get_num_threads()
     if needed:
         call.problem = replace(call.problem, return_lse=True)
-    chosen = planner.choose(call.problem, backend, threads)
+    if device is None:
+        chosen = planner.choose(call.problem, backend, threads)
+    else:
+        chosen = planner.choose_on(device, call.problem, backend, threads)
     if needed:
-        chosen = replace(chosen, backward=autograd.plan(call.problem, needed, backend, options))
+        chosen = replace(chosen, backward=autograd.plan(call.problem, needed, backend, options, device))
     return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
 
 

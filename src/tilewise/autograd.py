@@ -20,7 +20,7 @@ from .core.problem import GRADS, Problem
 from .core.tensors import BackwardTensors
 from .core.tracing import is_traced
 from .dispatch import activity, backward_cache, call_cache, planner
-from .errors import InvalidArgument, no_double_backward
+from .errors import InvalidArgument, Unsupported, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
 from .validation import calls, keywords
@@ -184,10 +184,17 @@ def set_aside(names: tuple[str, ...]) -> AbstractContextManager[object]:
     return torch.no_grad() if names else nullcontext()
 
 
-def plan(problem: Problem, names: tuple[str, ...], backend: str | None, options: dict[str, Any]) -> Plan:
+def plan(
+    problem: Problem, names: tuple[str, ...], backend: str | None, options: dict[str, Any], machine: str | None = None
+) -> Plan:
     """The plan of a call's gradients: by its backend if that has a backward pass, else by the best."""
     problem = replace(problem, grads=names, deterministic=is_deterministic(options.get("deterministic", True)))
-    return planner.choose(problem, _preferred(problem, backend), torch.get_num_threads())
+    if machine is None:
+        return planner.choose(problem, _preferred(problem, backend), torch.get_num_threads())
+    try:
+        return planner.choose_on(machine, problem, backend, torch.get_num_threads())
+    except Unsupported:
+        return planner.choose_on(machine, problem, None, torch.get_num_threads())
 
 
 def _preferred(problem: Problem, backend: str | None) -> str | None:

@@ -19,9 +19,13 @@ class Unsupported(NotImplementedError):
     """A backend that was asked for by name cannot serve this call, and nothing else was tried; or ("any") none can."""
 
     def __init__(self, backend: str, reason: str, remedy: str) -> None:
-        self.backend = backend
+        self.backend, self.reason, self.remedy = backend, reason, remedy
         who = "no backend can" if backend == "any" else f"backend {backend!r} cannot"
         super().__init__(f"{who} serve this call: {reason}; {remedy}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        """By what it was made of: exceptions cross between processes."""
+        return type(self), (self.backend, self.reason, self.remedy)
 
 
 class CacheFull(RuntimeError):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise import Quantised, attention, plan
+from tilewise import InvalidArgument, Quantised, Unsupported, attention, plan
 from tilewise.core.mask_rules import MaskRules, key_spans, span_counts, span_tiles
 from tilewise.core.options import Options
 from tilewise.core.tensors import sequences
@@ -147,3 +147,62 @@ def test_a_plan_does_not_run(monkeypatch):
     q = torch.randn(1, 2, 8, 16)
     assert plan(q, q, q, backend="torch").backend == "torch"
     assert plan(q, q, q, backend="reference").workspace_bytes == 3 * 8 * 2 * 8 * 8
+
+
+ELSEWHERE = {
+    "sm_80": "triton", "sm_90": "hopper", "sm_120": "triton", "gfx942": "triton", "gfx1100": "triton",
+    "apple-m3": "metal",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_plan_for_another_machine(name):
+    """It is that machine's, says so, and leaves this one's plans alone."""
+    q = torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+    before = plan(q[:1, :1, :64].to(device="cpu"), *[torch.zeros(1, 1, 64, 128, dtype=torch.bfloat16)] * 2)
+    found = plan(q, q, q, causal=True, device=name)
+    assert found.backend == ELSEWHERE[name]
+    assert found.problem.device.type == ("mps" if name == "apple-m3" else "cuda")
+    assert any(f"planned for {name}" in note for note in found.notes)
+    assert any("not yet run" in note or "simulator" in note for note in found.notes) == (name != "sm_90")
+    assert plan(q[:1, :1, :64].to(device="cpu"), *[torch.zeros(1, 1, 64, 128, dtype=torch.bfloat16)] * 2) == before
+
+
+def test_plans_for_other_machines_have_their_limits():
+    """Tiles and heads of one card are not those of another."""
+    q = torch.empty(4, 16, 4096, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = {name: plan(q, q, q, device=name) for name in ("sm_80", "sm_120", "gfx942", "gfx1100")}
+    assert len({x.tile for x in found.values()}) == 4
+    assert found["gfx1100"].backend == "torch"
+    assert "256 do not fit the registers" in dict(found["gfx1100"].passed_over)["triton"]
+    assert found["gfx942"].backward.backend == "triton"
+    assert found["gfx1100"].backward.backend == "torch"
+    small = q.detach()[..., :64]
+    with pytest.raises(Unsupported, match="registers of gfx1100"):
+        plan(q.detach(), q.detach(), q.detach(), device="gfx1100", backend="triton")
+    assert plan(small, small, small, device="gfx1100", backend="torch").backend == "torch"
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("neon", "prefill, 4 lanes"),
+        ("amx", "AMX prefill, 16 lanes"),
+        pytest.param("avx2", "prefill, 8 lanes", marks=pytest.mark.slow),
+        pytest.param("avx512", "prefill, 16 lanes", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_for_another_cpu(name, kernel):
+    q = torch.empty(1, 4, 512, 64, dtype=torch.bfloat16, device="meta")
+    found = plan(q, q, q, causal=True, device=name)
+    assert (found.backend, found.problem.device.type) == ("cpu", "cpu")
+    assert found.kernel.startswith(kernel)
+    with pytest.raises(Unsupported, match="runs on GPUs"):
+        plan(q, q, q, device=name, backend="triton")
+
+
+@pytest.mark.parametrize("name", ["sm_75", "cuda", "", 90])
+def test_an_unknown_machine_is_answered_with_all_names(name):
+    q = torch.empty(1, 4, 64, 64, device="meta")
+    with pytest.raises(InvalidArgument, match=r"sm_80.*sm_121.*gfx942.*apple-m3.*avx2.*neon"):
+        plan(q, q, q, device=name)

@@ -1,6 +1,8 @@
 """Devices as the GPU backends see them: targets, and the version of Triton that kernels need."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import tilewise
 from problem_space import problem_of
 from tilewise.backends import hopper, triton
 from tilewise.backends.gpu import target
-from tilewise.backends.gpu.target import INTERPRETER, Target, nvidia, triton_refusal
+from tilewise.backends.gpu.target import AMD, INTERPRETER, amd, nvidia, triton_refusal
 from tilewise.core.storage import FORMATS
 
 BACKENDS = Path(tilewise.__file__).parent / "backends"
@@ -47,29 +49,67 @@ def test_versions_of_triton(monkeypatch):
 
 def test_targets_are_told_apart(monkeypatch):
     """An AMD GPU, the interpreter and a GPU of NVIDIA's never stand for one another."""
-    properties = type("Properties", (), {"multi_processor_count": 304})
+    properties = type("Properties", (), {"multi_processor_count": 304, "gcnArchName": "gfx942:sramecc+:xnack-"})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", "6.2")
-    amd = target.target_of.__wrapped__(device)
+    mi300 = target._own.__wrapped__(device)
     monkeypatch.setattr(torch.version, "hip", None)
-    h200 = target.target_of.__wrapped__(device)
-    assert target.target_of.__wrapped__(torch.device("cpu")) == INTERPRETER
-    assert (amd.vendor, h200.vendor) == ("amd", "nvidia")
+    h200 = target._own.__wrapped__(device)
+    assert target._own.__wrapped__(torch.device("cpu")) == INTERPRETER
+    assert mi300 == amd("gfx942", 304)
+    assert (mi300.vendor, h200.vendor) == ("amd", "nvidia")
     assert h200 == nvidia(90, 304)
-    assert len({amd.name, h200.name, INTERPRETER.name, nvidia(80).name}) == 4
-    assert not amd.at_least(80)
-    assert not amd.ptx
+    assert len({mi300.name, h200.name, INTERPRETER.name, nvidia(80).name}) == 4
+    assert not mi300.at_least(80)
+    assert not mi300.ptx
     assert not INTERPRETER.ptx
-    assert amd.shared_memory < h200.shared_memory
+    assert mi300.shared_memory < h200.shared_memory
 
 
 def test_an_old_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(triton, "target_of", lambda device: nvidia(75))
     assert "8.0" in str(triton.supports(problem()))
-    monkeypatch.setattr(triton, "target_of", lambda device: Target("amd", 0, 304, 64 << 10))
-    assert triton.supports(problem()) is None
+    assert "Turing has no bfloat16" in str(triton.supports(problem()))
+
+
+def test_amd_is_open_where_kernels_were_compiled_for_it(monkeypatch):
+    for gfx in AMD:
+        monkeypatch.setattr(triton, "target_of", lambda device, gfx=gfx: amd(gfx))
+        assert triton.supports(problem()) is None
+        notes = triton.plan(problem()).notes
+        assert any(f"compiled for {gfx}, not yet run on hardware" in note for note in notes)
+        assert any("tilewise verify" in note and "backend='torch'" in note for note in notes)
+    for gfx in ("gfx1030", ""):
+        monkeypatch.setattr(triton, "target_of", lambda device, gfx=gfx: amd(gfx))
+        assert "compiled for gfx90a" in str(triton.supports(problem()))
+
+
+def test_heads_that_would_spill_are_refused(monkeypatch):
+    """RDNA has 256 registers for a thread, of which q alone takes half where heads are wide."""
+    monkeypatch.setattr(triton, "target_of", lambda device: amd("gfx1100"))
+    wide = replace(problem(), head_dim=192, value_dim=192)
+    assert "head dim 192" in str(triton.supports(wide))
+    assert "128 do" in str(triton.supports(wide))
+    assert "gradients" in str(triton.supports_backward(replace(problem(), grads=("q",), return_lse=True)))
+    monkeypatch.setattr(triton, "target_of", lambda device: amd("gfx942"))
+    assert triton.supports(wide) is None
+
+
+def test_only_what_ran_has_no_note(monkeypatch):
+    for arch in (80, 90, 100):
+        monkeypatch.setattr(triton, "target_of", lambda device, arch=arch: nvidia(arch))
+        assert any("not yet run" in note for note in triton.plan(problem()).notes) == (arch != 90)
+
+
+def test_another_gpu_is_seen_in_one_thread_alone():
+    """Calls of other threads are planned as ever, and so are this one's afterwards."""
+    device = torch.device("cpu")
+    with target.planning_for(amd("gfx942")), ThreadPoolExecutor(1) as pool:
+        assert target.target_of(device).gfx == "gfx942"
+        assert pool.submit(target.target_of, device).result() == INTERPRETER
+    assert target.target_of(device) == INTERPRETER
 
 
 @pytest.mark.parametrize("name", ["triton", "hopper", "metal", "gpu"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32",
     torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
-SHARED = {arch: nvidia(arch).shared_memory for arch in (80, 86, 89, 90, 100, 120)}  # bytes that a program may have
+ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
+SHARED = {arch: nvidia(arch).shared_memory for arch in ARCHS}  # bytes that a program may have
 
 
 @dataclass
@@ -173,57 +175,51 @@ def memory_of(bound: Launcher, ints: torch.Tensor, floats: torch.Tensor, inside:
     return memory, (ints, ints, (0, 0, 1, 64)) if spec.listed else (None, None, (0, 0, 0, 0))
 
 
-def shared_of(problem: Problem, arch: int) -> int:
-    """Bytes of shared memory that the attention kernels of a problem take, the fix-up included."""
-    c = config_of(problem, nvidia(arch))
-    bound = Launcher(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
+def forward_kernels(problem: Problem, target: Target, config: Any = None) -> Iterator[tuple[Kernel, dict[str, Any]]]:
+    """The kernels of a call with their arguments: attention, its fix-up, then those of splits, order and a mask."""
+    c = config or config_of(problem, target)
+    bound = Launcher(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, target)
+    t = tensors_of(problem)
     ints = torch.empty(1, dtype=torch.int32, device="meta")
     floats = torch.empty(1, dtype=torch.float32, device="meta")
-    kernel, fixup_kernel, given = bound.attention(tensors_of(problem), *memory_of(bound, ints, floats))
-    most = 0
-    for each in (kernel, fixup_kernel) if fixup_kernel is not None else (kernel,):
-        signature = Signature.of(each.function, given | each.constants, each.constants)
-        most = max(most, signature.shared(each.function, arch, OPTIONS | each.options))
-    return most
+    kernel, fixup_kernel, arguments = bound.attention(t, *memory_of(bound, ints, floats))
+    yield kernel, arguments
+    if fixup_kernel is not None:
+        yield fixup_kernel, arguments
+    if bound.spec.split:
+        yield bound.combiner, bound.combine_arguments(t, floats, floats)
+    if bound.combines_inside:
+        inside, _, arguments = bound.attention(t, *memory_of(bound, ints, floats, inside=True))
+        yield inside, arguments
+    if bound.orderer is not None:
+        yield bound.orderer.kernel, bound.orderer.arguments(t, ints)
+    if bound.lister is not None:
+        assert t.mask is not None
+        kernel, given = bound.lister.classifier(t.mask)
+        yield kernel, given | {"LIST": ints, "RANK": ints, "heads": 1, "tiles": 64, "n": 64}
+        states = torch.empty(1, dtype=torch.uint8, device="meta")
+        yield bound.lister.compact, {"STATES": states, "LIST": ints, "RANK": ints, "n": 64}
+
+
+def shared_of(problem: Problem, arch: int) -> int:
+    """Bytes of shared memory that the attention kernels of a problem take, the fix-up included."""
+    found = []
+    for kernel, given in forward_kernels(problem, nvidia(arch)):
+        if kernel.function.__name__ == "fwd_kernel":
+            signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
+            found.append(signature.shared(kernel.function, arch, OPTIONS | kernel.options))
+    return max(found[:2])
 
 
 def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
     """The attention kernel of a problem, with the launch that the heuristics choose or with another."""
-    c = config or config_of(problem, nvidia(arch))
-    bound = Launcher(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
-    t = tensors_of(problem)
-    ints = torch.empty(1, dtype=torch.int32, device="meta")
-    floats = torch.empty(1, dtype=torch.float32, device="meta")
-    kernel, _, arguments = bound.attention(t, *memory_of(bound, ints, floats))
-    return compile_kernel(kernel, arguments, arch)
+    return compile_kernel(*next(forward_kernels(problem, nvidia(arch), config)), arch)
 
 
 def helpers_of(problem: Problem, arch: int) -> Iterator[Compiled]:
     """The kernels beside the attention kernel: the fix-up, and those of a mask or of splits."""
-    c = config_of(problem, nvidia(arch))
-    bound = Launcher(Plan(problem, "triton", "", (c.BM // c.pack, c.BK)), c, nvidia(arch))
-    t = tensors_of(problem)
-    ints = torch.empty(1, dtype=torch.int32, device="meta")
-    floats = torch.empty(1, dtype=torch.float32, device="meta")
-    if bound.spec.guard == "flag":
-        _, fixup_kernel, arguments = bound.attention(t, *memory_of(bound, ints, floats))
-        assert fixup_kernel is not None
-        yield compile_kernel(fixup_kernel, arguments, arch)
-    if bound.spec.split:
-        yield compile_kernel(bound.combiner, bound.combine_arguments(t, floats, floats), arch)
-    if bound.combines_inside:
-        kernel, _, arguments = bound.attention(t, *memory_of(bound, ints, floats, inside=True))
-        yield compile_kernel(kernel, arguments, arch)
-    if bound.orderer is not None:
-        yield compile_kernel(bound.orderer.kernel, bound.orderer.arguments(t, ints), arch)
-    if bound.lister is not None:
-        assert t.mask is not None
-        kernel, given = bound.lister.classifier(t.mask)
-        given |= {"LIST": ints, "RANK": ints, "heads": 1, "tiles": 64, "n": 64}
+    for kernel, given in itertools.islice(forward_kernels(problem, nvidia(arch)), 1, None):
         yield compile_kernel(kernel, given, arch)
-        states = torch.empty(1, dtype=torch.uint8, device="meta")
-        given = {"STATES": states, "LIST": ints, "RANK": ints, "n": 64}
-        yield compile_kernel(bound.lister.compact, given, arch)
 
 
 def backward_tensors_of(p: Problem) -> BackwardTensors:

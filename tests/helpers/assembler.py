@@ -18,6 +18,7 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+NOT_DISASSEMBLED = (103, 121)  # by the nvdisasm that Triton 3.6 brings
 
 
 class Assembled(NamedTuple):
@@ -25,7 +26,7 @@ class Assembled(NamedTuple):
     ttgir: str
     ptx: str
     report: str  # what ptxas says
-    sass: str
+    sass: str  # "" for those that Triton's nvdisasm does not know
     code: str  # the cubin, in base64
 
     @property
@@ -72,5 +73,7 @@ def assemble(text: str, arch: int, tool: str) -> tuple[str, str, str]:
         # The same settings as the kernel's own build.
         command = [TOOLS / tool, "-v", "--fmad=false", f"--gpu-name={name}", ptx.name, "-o", cubin.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin.name], capture_output=True, text=True, check=True).stdout
+        command = [TOOLS / "nvdisasm", "-c", cubin.name]
+        known = arch not in NOT_DISASSEMBLED
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout if known else ""
         return report, sass, base64.b64encode(Path(cubin.name).read_bytes()).decode()

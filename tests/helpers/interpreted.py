@@ -17,6 +17,12 @@ print("\\n".join(failed))
 print(f"{done} done")
 sys.exit(bool(failed))
 """
+AS_ON = """
+from tilewise.backends.gpu import target
+other = target.amd("{}")
+target._other.set(other)
+assert target.target_of(torch.device("cpu")) == other
+"""
 OTHERS = {"B", "H", "Lq", "Lk", "D", "Dv", "note"}  # fields of a case that are no options
 FIXED = 20  # of a case's cost
 
@@ -26,6 +32,11 @@ def interpreted(code, *arguments):
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500)
+
+
+def as_on(gfx):
+    """Text after which calls are planned as on a GPU of AMD's."""
+    return AS_ON.format(gfx)
 
 
 def check(code, *names):

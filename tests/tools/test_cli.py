@@ -108,6 +108,7 @@ def test_examples_of_the_help_run(capsys, monkeypatch, tmp_path):
         (["demo", "--seed", str(2**63)], "below 2**63"),
         (["plan"], "--model"),
         (["plan", "--model", "qwen3", "--length", "many"], "8192 or 8k"),
+        (["plan", "--model", "qwen3", "--device", "sm_75"], "sm_80, sm_86"),
         (["plan", "--model", "qwen3", "--dtype", "float64"], "expected f32 (float32), f16 (float16), bf16 (bfloat16)"),
         (["compare", "one.json"], "B.json"),
     ],
@@ -254,7 +255,7 @@ def test_plans_on_meta_tensors_are_those_of_real_ones():
         else:
             k = torch.empty(2, layer.kv_heads, 155, layer.head_dim)
         want = plan(q, k, k, **options)
-        assert show_plan.plan_of(layer, 2, 7, 155, page_size, CPU, torch.float32) == want
+        assert show_plan.plan_of(layer, 2, 7, 155, page_size, "cpu", torch.float32) == want
 
 
 def test_a_plan_says_of_other_backends_only_what_matters_here(capsys):
@@ -289,5 +290,23 @@ def test_plans_that_cannot_be(words, message, capsys):
 def test_every_model_has_a_plan():
     for model in MODELS.values():
         for layer in model.layers:
-            chosen = show_plan.plan_of(layer, 2, 64, 64, 0, CPU, torch.float32)
+            chosen = show_plan.plan_of(layer, 2, 64, 64, 0, "cpu", torch.float32)
             assert chosen.cost.flops > 0
+
+
+@pytest.mark.parametrize(("name", "backend"), [("sm_120", "triton"), ("gfx942", "triton"), ("apple-m3", "metal")])
+def test_plans_for_machines_that_are_not_here(name, backend, capsys):
+    words = ["plan", "--model", "llama-3-8b", "--device", name]
+    for more in ([], ["--queries", "1", "--page-size", "16"], ["--dtype", "f16", "--batch", "3", "--all"]):
+        assert main([*words, *more]) == 0
+        text = capsys.readouterr().out
+        assert f"  backend    {backend}" in text
+        assert f"planned for {name}" in text
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device"], list(found["layers"])) == (name, ["full"])
+    full = found["layers"]["full"]
+    assert full["backend"] == backend
+    assert set(full["tiles"]) == {"skip", "full", "mixed"}
+    assert full["flops"] > 0
+    assert any(name in note for note in full["notes"])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..core.kv_store import Store, Writer
+from ..core.machines import Machine
 from ..core.plan import OtherDevice, Plan
 from ..core.problem import CascadeProblem, Problem, WriteProblem
 from ..core.tensors import BackwardTensors, Tensors
@@ -41,6 +42,8 @@ class Backend(Protocol):
         that over their own, in one launch: `pairs.py`. And `cascade_gain(problem, rows, tokens)`, which says what that
         saves. And `compile_loop(loop)`, for plain loops over the host's arrays. With one of these three it has
         `serves(device)`, which gives None or why it cannot run there.
+
+        `machines()` names other machines that it can plan for: `core/machines.py`.
 
         One that stores rows in caches has `supports_write(problem)` and `writer(k, v, wrap)`.
 
@@ -103,6 +106,28 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
         passed_over.append((name, reason))
     listing = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise Unsupported("any", listing, "move the tensors to the CPU")
+
+
+@cache
+def machines() -> dict[str, Machine]:
+    """Machines that calls can be planned for without having them, by name."""
+    found: dict[str, Machine] = {}
+    for name in BACKENDS:
+        module: Any = load(name)
+        found |= module.machines() if hasattr(module, "machines") else {}
+    return found
+
+
+def choose_on(machine: str, problem: Problem, backend: str | None = None, threads: int | None = None) -> Plan:
+    """The plan that `choose` would make on another machine. It is not kept, and cannot be run."""
+    known = machines()
+    if not isinstance(machine, str) or machine not in known:
+        raise InvalidArgument("device", repr(machine), f"None, for this machine, or one of {', '.join(known)}")
+    other = known[machine]
+    there = replace(problem, device=torch.device(other.device))
+    chosen = other.choose(choose.__wrapped__, there, backend, threads)
+    note = () if problem.grads else (f"planned for {machine} ({other.about}), not for this machine",)
+    return replace(chosen, notes=chosen.notes + note)
 
 
 def writer(k: Store, v: Store, wrap: int) -> Writer:

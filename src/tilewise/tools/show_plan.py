@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -30,25 +31,29 @@ def show(
     device: str = "cpu",
     dtype: str | None = None,
     every_backend: bool = False,
+    as_json: bool = False,
 ) -> int:
-    """Prints them; returns the exit status."""
+    """Prints them; returns the exit status. `device` is one of torch's, or another machine by name."""
     known = find(model)
     if queries > keys:
         raise InvalidArgument("--queries", queries, f"at most {keys}, the keys: queries are the last of them")
-    kind = FLOATS[dtype or ("bf16" if device == "cuda" else "f32")]
+    other = planner.machines().get(device)
+    kind = FLOATS[dtype or ("f32" if (other.device if other else device) == "cpu" else "bf16")]
     layers = known.layers if layer is None else (known.layer(layer),)
+    plans = {each: plan_of(each, rows, queries, keys, page_size, device, kind) for each in layers}
+    if as_json:
+        found = {"model": known.name, "device": device, "layers": {x.name: facts(made) for x, made in plans.items()}}
+        print(json.dumps(found, indent=1))
+        return 0
     print(f"{known.name}: {known.about}")
-    for each in layers:
-        chosen = plan_of(each, rows, queries, keys, page_size, torch.device(device), kind)
+    for each, chosen in plans.items():
         print(f"\n{each.name} layers: {chosen.text(every_backend)}")
         print(picture(each, chosen, queries, keys))
     return 0
 
 
-def plan_of(
-    layer: Layer, rows: int, queries: int, keys: int, page_size: int, device: torch.device, dtype: torch.dtype
-) -> Plan:
-    """The plan of a layer's call on a device, made on meta tensors: none of any size is allocated."""
+def plan_of(layer: Layer, rows: int, queries: int, keys: int, page_size: int, device: str, dtype: torch.dtype) -> Plan:
+    """The plan of a layer's call on a device or another machine, made on meta tensors: none is allocated."""
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
@@ -69,9 +74,23 @@ def plan_of(
     else:
         k, v = (empty(rows, layer.kv_heads, keys, width) for width in widths)
         call = calls.dense(q, k, v, Options(**options))
-    problem = replace(call.problem, device=device)
-    chosen = planner.choose(problem, None, torch.get_num_threads())
+    problem, threads = call.problem, torch.get_num_threads()
+    if device in planner.machines():
+        chosen = planner.choose_on(device, problem, None, threads)
+    else:
+        chosen = planner.choose(replace(problem, device=torch.device(device)), None, threads)
     return replace(chosen, cost=cost.estimate(problem, replace(call.tensors, kv_lengths=lengths), chosen.tile))
+
+
+def facts(chosen: Plan) -> dict[str, Any]:
+    """A plan as plain data."""
+    assert chosen.cost is not None
+    cost = asdict(chosen.cost) | {"tiles": chosen.cost.tiles._asdict()}
+    return {
+        "backend": chosen.backend, "kernel": chosen.kernel, "tile": chosen.tile, "splits": chosen.splits,
+        "workspace_bytes": chosen.workspace_bytes, "options": chosen.problem.options(), "notes": chosen.notes,
+        "not": dict(chosen.passed_over), **cost,
+    }  # fmt: skip
 
 
 def picture(layer: Layer, chosen: Plan, queries: int, keys: int) -> str:

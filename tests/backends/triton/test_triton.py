@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interpreted import check, interpreted, names, sample, shares
+from interpreted import as_on, check, interpreted, names, sample, shares
 from problem_space import changed, problem_of
 from tilewise.backends import triton as backend
 from tilewise.core.problem import MaskSpec
@@ -23,7 +23,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from tilewise.backends.gpu.block_lists import classifies
-from tilewise.backends.gpu.target import nvidia
+from tilewise.backends.gpu.target import amd, nvidia
 from tilewise.backends.triton import config, launch, operands, quantised, split_kv
 
 # Slow in the interpreter, and like others but longer; and bfloat16.
@@ -82,6 +82,26 @@ launch.Launcher.__init__ = wide
 """
     with pytest.raises(AssertionError, match="Mismatch"):
         check(wide + RUN, *(c for c in CASES if "window7" in str(c)))
+
+
+WATCHED = """
+from tilewise.backends.triton import launch
+init = launch.Launcher.__init__
+def watched(self, plan, c, on):
+    assert on == other and c.stages <= 2 and c.BM >= 16
+    init(self, plan, c, on)
+launch.Launcher.__init__ = watched
+"""
+
+
+@pytest.mark.parametrize(
+    ("gfx", "every"),
+    [("gfx942", 4), *(pytest.param(gfx, 1, marks=pytest.mark.slow) for gfx in ("gfx942", "gfx1100", "gfx1201"))],
+)
+def test_each_option_by_the_tiles_of_amd(gfx, every):
+    """The same cases, cut as for AMD's GPUs."""
+    cases = [c for c in sample(INTERPRETED) if not amd(gfx).too_wide(max(c.D, c.Dv), backward=False)]
+    check(RUN + as_on(gfx) + WATCHED, *cases[: FIRST if every > 1 else None : every])
 
 
 PIECES = """

@@ -19,11 +19,11 @@ from triton.compiler import ASTSource
 
 from aot import SHARED, Signature, backward_kernels, backward_of, backward_shared, compile_kernel, kernels_for
 from interpreted import check as checked
-from interpreted import interpreted, names, sample, shares
+from interpreted import as_on, interpreted, names, sample, shares
 from problem_space import draw
 from test_triton_aot import ALL, BF16, F16, F32, VARLEN, count, loops, mask, problem
 from tilewise.backends.gpu.kernel import OPTIONS
-from tilewise.backends.gpu.target import Target, nvidia
+from tilewise.backends.gpu.target import amd, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
 from tilewise.core.problem import GRADS
 from tilewise.testing.cases import GRADIENTS
@@ -153,7 +153,7 @@ def test_mutants_are_rejected():
     assert run.returncode == 0, run.stderr[-2000:]
 
 
-AMD = Target("amd", 0, 304, 64 << 10)
+AMD = amd("gfx942")
 
 
 def backward(D=128, Dv=0, grads=("q", "k", "v"), **changes):
@@ -211,6 +211,13 @@ def test_kernels_on_amd(name):
         built = signature.compiled(ASTSource, kernel.function, GPUTarget("hip", "gfx942", 64), OPTIONS | kernel.options)
         assert built.metadata.shared <= AMD.shared_memory
         assert "hsaco" in built.asm
+
+
+@pytest.mark.parametrize("gfx", [pytest.param("gfx942", marks=pytest.mark.slow), "gfx1201"])
+def test_gradients_by_the_tiles_of_amd(gfx):
+    """The same cases, cut as for AMD's GPUs."""
+    cases = [c for c in sample(INTERPRETED) if not amd(gfx).too_wide(max(c.D, c.Dv), backward=True)]
+    checked(RUN + as_on(gfx), *cases[: FIRST // 2 if gfx == "gfx1201" else None])
 
 
 @pytest.mark.slow

@@ -83,15 +83,20 @@ def stores(dtype, D, paged):
     return [Store(fmt, empty(fmt.columns, fmt.dtype), scales)] * 2
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "int8", "int4", "fp8_latent"])
-def test_it_compiles_without_spills(dtype, arch):
+def appended(dtype):
+    """Kernels that store rows in pages and in a plain cache, with their arguments."""
     for D, paged in ((576 if dtype == "fp8_latent" else 128, True), (576, False)):
         call = Append(*stores(dtype, D, paged), 16 if paged else 4096)
         ints = torch.empty(65, dtype=torch.int32, device="meta")
         table = torch.empty(64, 128, dtype=torch.int32, device="meta") if paged else None
         rows = torch.empty((1, 8, 64, D), dtype=torch.bfloat16, device="meta")
-        kernel, arguments = call.prepare(rows, rows, Places(ints[:64], ints, 64, True, table))
+        yield call.prepare(rows, rows, Places(ints[:64], ints, 64, True, table))
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "int8", "int4", "fp8_latent"])
+def test_it_compiles_without_spills(dtype, arch):
+    for kernel, arguments in appended(dtype):
         built = compile_kernel(kernel, arguments, arch)
         assert built.spills == 0
         assert built.shared <= SHARED[arch]

@@ -85,12 +85,18 @@ def test_it_merges_as_torch_does():
     assert run.stdout == "fine\n", run.stdout + run.stderr[-2000:]
 
 
+def merged(dtype, D, parts):
+    """The kernels that merge and that add so many parts, with their arguments."""
+    out = torch.empty(1, 32, 4096, D, dtype=dtype, device="meta")
+    lse = torch.empty(1, 32, 4096, dtype=torch.float32, device="meta")
+    for kernel, _, given in (prepare([AttentionState(out, lse)] * parts), prepare_sum([out] * parts, dtype)):
+        yield kernel, given
+
+
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_it_compiles_without_spills(arch):
     for dtype, D, n in ((torch.bfloat16, 128, 8), (torch.float32, 256, 2), (torch.float16, 576, 3)):
-        out = torch.empty(1, 32, 4096, D, dtype=dtype, device="meta")
-        lse = torch.empty(1, 32, 4096, dtype=torch.float32, device="meta")
-        for kernel, _, given in (prepare([AttentionState(out, lse)] * n), prepare_sum([out] * n, dtype)):
+        for kernel, given in merged(dtype, D, n):
             built = compile_kernel(kernel, given, arch)
             assert built.spills == 0
             assert built.shared <= SHARED[arch]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ...core.kv_store import Store, Writer
+from ...core.machines import Machine
 from ...core.plan import OtherDevice, Plan
 from ...core.problem import CascadeProblem, Problem, WriteProblem, no_selection, other_formats
 from ...core.tensors import BackwardTensors, Shared, Tensors
@@ -91,6 +92,12 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
     from .kv_write import Append
 
     return Append(k, v, wrap)
+
+
+def machines() -> dict[str, Machine]:
+    from . import elsewhere
+
+    return elsewhere.machines()
 
 
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:

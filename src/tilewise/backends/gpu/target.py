@@ -4,15 +4,45 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
+
+from ...core.machines import Machine, within
 
 # KiB of shared memory that a program may have, by compute capability; others have what consumer GPUs have.
 SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227}
 LEAST_SHARED_KIB = 99
-AMD_SHARED_KIB = 64
+# A card of each that kernels are compiled for, and its processors.
+CARDS = {
+    80: ("A100", 108), 86: ("RTX 30, A10", 82), 89: ("RTX 40, L40", 128), 90: ("H100, H200", 132), 100: ("B200", 148),
+    103: ("B300", 160), 120: ("RTX 50", 170), 121: ("GB10", 48),
+}  # fmt: skip
+
+
+class Amd(NamedTuple):
+    """What AMD's architectures differ in."""
+
+    wave: int  # threads
+    shared_kib: int  # LDS of a program
+    units: int  # compute units of a card
+    widest: int  # head dim whose forward kernels keep their numbers in registers
+    widest_backward: int
+    card: str
+
+
+# Those that kernels are compiled for.
+AMD = {
+    "gfx90a": Amd(64, 64, 104, 576, 576, "MI200"), "gfx942": Amd(64, 64, 304, 576, 576, "MI300"),
+    "gfx950": Amd(64, 160, 256, 576, 576, "MI350"), "gfx1100": Amd(32, 64, 96, 128, 0, "RX 7900"),
+    "gfx1200": Amd(32, 64, 32, 256, 128, "RX 9060"), "gfx1201": Amd(32, 64, 64, 256, 128, "RX 9070"),
+}  # fmt: skip
+EXECUTED = (90,)  # compute capabilities of GPUs on which the conformance suite has run: docs/platforms.md
 PROCESSORS = 132  # of an H200; the interpreter plans as for one
 
 
@@ -25,11 +55,13 @@ class Target:
     processors: int  # streaming multiprocessors, compute units
     shared_memory: int  # bytes that a program may have
     registers: int = 1 << 16  # of a processor, 32 bits each
+    gfx: str = ""  # AMD's name of the architecture
+    wave: int = 32  # threads of a warp
 
     @property
     def name(self) -> str:
         """Device type and size, as tuned tiles are kept by."""
-        return f"sm{self.arch}x{self.processors}" if self.ptx else f"{self.vendor}x{self.processors}"
+        return f"sm{self.arch}x{self.processors}" if self.ptx else f"{self.gfx or self.vendor}x{self.processors}"
 
     @property
     def ptx(self) -> bool:
@@ -45,7 +77,40 @@ class Target:
     @property
     def refusal(self) -> str | None:
         """Why Triton's kernels do not run here, if they do not."""
-        return "needs compute capability 8.0 (Ampere) or newer" if self.ptx and not self.at_least(80) else None
+        if self.amd and self.gfx not in AMD:
+            return f"its kernels are compiled for {', '.join(AMD)}, and this GPU is {self.gfx or 'unknown'}"
+        if self.ptx and not self.at_least(80):
+            lacks = ": Turing has no bfloat16 products" if self.arch == 75 else ""
+            return f"needs compute capability 8.0 (Ampere) or newer{lacks}"
+        return None
+
+    def too_wide(self, wide: int, backward: bool) -> str | None:
+        """Why heads of this dim are not served, if they are not."""
+        if not self.amd or self.gfx not in AMD:
+            return None
+        of = AMD[self.gfx]
+        most, what = (of.widest_backward, "gradients") if backward else (of.widest, "heads")
+        if wide <= most:
+            return None
+        return f"{what} of head dim {wide} do not fit the registers of {self.gfx}" + f", {most} do" * (most > 0)
+
+    @property
+    def unproven(self) -> str | None:
+        """What a plan says of a GPU on which no kernel has run yet."""
+        if self.vendor == "interpreter" or self.arch in EXECUTED:
+            return None
+        what = self.gfx or f"sm_{self.arch}"
+        remedy = "`tilewise verify` checks it, backend='torch' does without"
+        return f"compiled for {what}, not yet run on hardware: {remedy}"
+
+    @property
+    def amd(self) -> bool:
+        return self.vendor == "amd"
+
+    @property
+    def rdna(self) -> bool:
+        """AMD's graphics cards: waves of 32, and products of 16-bit types alone."""
+        return self.amd and self.wave == 32
 
     @property
     def converts_int8(self) -> bool:
@@ -60,6 +125,38 @@ class Target:
     def warpgroup_mma(self) -> bool:
         """Whether products of 64 rows or more read both operands from shared memory: Hopper and Blackwell."""
         return 90 <= self.arch < 120
+
+    def precision(self, tf32: bool) -> str:
+        """How float32 numbers are multiplied, as Triton names it; `tf32`: as exactly as TF32 is enough.
+
+        AMD's CDNA multiplies float32 itself, RDNA in parts of bfloat16.
+        """
+        if self.amd:
+            return "ieee" if not self.rdna else "bf16x3" if tf32 else "bf16x6"
+        return "tf32" if tf32 else "bf16x6"
+
+    @property
+    def most_stages(self) -> int:
+        """Stages of a loop: AMD's have one in shared memory and one in registers."""
+        return 2 if self.amd else 8
+
+    @property
+    def most_warps(self) -> int:
+        """Warps of a program: with more than 4, CDNA's waves share the registers of a SIMD."""
+        return 4 if self.amd and not self.rdna else 8
+
+    @property
+    def least_columns(self) -> int:
+        """Columns of a product: AMD's matrix instructions have 16."""
+        return 16 if self.amd else 8
+
+    def most_registers(self, float32: bool) -> int:
+        """Registers of a thread that a tile's output and scores may take: the others are for the rest of a step, of
+        which products of float32 numbers need more (h200 24); RDNA's hold operands twice.
+        """
+        if self.rdna:
+            return 48 if float32 else 80
+        return 128 if float32 or self.amd else 176
 
     @property
     def dependent_launch(self) -> bool:
@@ -87,18 +184,49 @@ def nvidia(arch: int, processors: int = PROCESSORS) -> Target:
     return Target("nvidia", arch, processors, SHARED_KIB.get(arch, LEAST_SHARED_KIB) << 10)
 
 
+def amd(gfx: str, processors: int = 0) -> Target:
+    """A GPU of AMD's by the name of its architecture; of one that is not known, as little as any has."""
+    known = AMD.get(gfx, AMD["gfx1100"])
+    return Target("amd", 0, processors or known.units, known.shared_kib << 10, gfx=gfx, wave=known.wave)
+
+
+def gpu_machines() -> dict[str, Machine]:
+    """GPUs that calls can be planned for without having one."""
+    cards = {f"sm_{arch}": (nvidia(arch, count), card) for arch, (card, count) in CARDS.items()}
+    cards |= {gfx: (amd(gfx), of.card) for gfx, of in AMD.items()}
+    return {name: Machine(card, "cuda", within(partial(planning_for, of))) for name, (of, card) in cards.items()}
+
+
 # The interpreter has no limits; tiles are those of an H200.
 INTERPRETER = Target("interpreter", 0, PROCESSORS, SHARED_KIB[90] << 10)
 
 
-@cache
+_other: ContextVar[Target | None] = ContextVar("target", default=None)
+
+
+@contextmanager
+def planning_for(target: Target) -> Iterator[None]:
+    """Plans are made as for this GPU, in this thread. Who plans keeps them apart from those of the machine's own."""
+    token = _other.set(target)
+    try:
+        yield
+    finally:
+        _other.reset(token)
+
+
 def target_of(device: torch.device) -> Target:
     """The target of a device; any that is no GPU is for the interpreter."""
+    return _other.get() or _own(device)
+
+
+@cache
+def _own(device: torch.device) -> Target:
     if device.type != "cuda":
         return INTERPRETER
-    count = torch.cuda.get_device_properties(device).multi_processor_count
+    of = torch.cuda.get_device_properties(device)
+    count = of.multi_processor_count
     if torch.version.hip is not None:
-        return Target("amd", 0, count, AMD_SHARED_KIB << 10)
+        return amd(str(getattr(of, "gcnArchName", "")).partition(":")[0], count)
     major, minor = torch.cuda.get_device_capability(device)
     return nvidia(10 * major + minor, count)
 
@@ -115,7 +243,12 @@ def triton_version() -> str:
 
 
 def triton_refusal(least: tuple[int, int], most: tuple[int, int] | None = None) -> str | None:
-    """Why the installed Triton does not do for kernels that need versions `least` to `most`, if it does not."""
+    """Why the installed Triton does not do for kernels that need versions `least` to `most`, if it does not.
+
+    Another machine, which calls are only planned for, has one that does.
+    """
+    if _other.get() is not None:
+        return None
     version = triton_version()
     if not version:
         return "Triton is not installed"

@@ -9,6 +9,7 @@ from ...core.plan import Plan
 from ...core.problem import Problem, no_bias_or_tree, no_selection, other_formats
 from ...core.tensors import Tensors
 from . import config, device
+from .device import machines as machines
 from .params import MOST
 from .spec import BK, KINDS
 

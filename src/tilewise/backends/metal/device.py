@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from ...core.machines import Machine, within
 from ...core.plan import OtherDevice
 from ...errors import Unsupported
 
@@ -40,6 +43,9 @@ class Device:
         return kernel
 
 
+# Apple's chips that calls can be planned for without having one: cores of their GPUs.
+CHIPS = {"apple-m1": 8, "apple-m2": 10, "apple-m3": 10, "apple-m4": 10, "apple-m3-max": 40, "apple-m4-max": 40}
+_other: ContextVar[Device | None] = ContextVar("device", default=None)
 _stand_in: Device | None = None
 _mps: Device | None = None
 
@@ -47,6 +53,8 @@ _mps: Device | None = None
 def current() -> Device:
     """The stand-in, if there is one, else this machine's GPU."""
     global _mps
+    if (other := _other.get()) is not None:
+        return other
     if _stand_in is not None:
         return _stand_in
     if _mps is None:
@@ -61,6 +69,8 @@ def mps_cores() -> int:
 
 def why_not(kind: str) -> str | None:
     """Why tensors on a device of this type cannot be served here."""
+    if _other.get() is not None:
+        return None if kind == "mps" else OtherDevice("runs on Apple GPUs")
     if _stand_in is not None:
         return None if kind == _stand_in.kind else f"runs on {_stand_in.kind} tensors here"
     if kind != "mps":
@@ -68,6 +78,27 @@ def why_not(kind: str) -> str | None:
     if not hasattr(torch.mps, "compile_shader"):
         return "needs torch 2.7 or newer, which has torch.mps.compile_shader"
     return None
+
+
+@contextmanager
+def planning_for(cores: int) -> Iterator[None]:
+    """Plans are made as for a GPU of so many cores, in this thread; it compiles nothing."""
+
+    def none(text: str) -> None:
+        raise AssertionError("a plan for another machine was run")
+
+    token = _other.set(Device(none, cores))
+    try:
+        yield
+    finally:
+        _other.reset(token)
+
+
+def machines() -> dict[str, Machine]:
+    return {
+        name: Machine(f"GPU of {cores} cores", "mps", within(partial(planning_for, cores)))
+        for name, cores in CHIPS.items()
+    }
 
 
 @contextmanager

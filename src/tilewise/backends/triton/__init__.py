@@ -1,4 +1,4 @@
-"""Triton kernels for any NVIDIA GPU from Ampere on: every option, in any combination."""
+"""Triton kernels for NVIDIA's GPUs from Ampere on and for AMD's: every option, in any combination."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ import numpy as np
 import torch
 
 from ...core.kv_store import Store, Writer
+from ...core.machines import Machine
 from ...core.plan import OtherDevice, Plan
 from ...core.problem import CascadeProblem, Problem, WriteProblem, no_selection, other_formats
 from ...core.storage import LATENT
 from ...core.tensors import BackwardTensors, Tensors
-from ..gpu.target import target_of, triton_refusal
+from ..gpu.target import gpu_machines, target_of, triton_refusal
 from . import config, tuned
 
 LEAST_TRITON = (3, 6)  # older versions cannot compile every kernel
 
 
 def supports(problem: Problem) -> str | None:
+    wide = max(problem.head_dim, problem.value_dim)
+    return _supports(problem) or target_of(problem.device).too_wide(wide, backward=bool(problem.grads))
+
+
+def _supports(problem: Problem) -> str | None:
     if problem.device.type == "cpu" and _interpreted():
         if torch.bfloat16 in (problem.q_dtype, problem.k_dtype, problem.v_dtype):
             return "Triton's interpreter has no bfloat16 products"
@@ -54,7 +60,7 @@ def _other_formats(problem: Problem | WriteProblem) -> str | None:
 def plan(problem: Problem) -> Plan:
     c = tuned.config_of(problem, target_of(problem.device))
     rows = problem.total_q if problem.packed_q else problem.batch * problem.q_len
-    notes = []
+    notes = _unproven(problem)
     if problem.split_size and c.split_tiles == 0:
         notes.append("split_size: keys are read in one pass, which is batch-invariant already")
     if c.slices > 1:
@@ -116,13 +122,23 @@ def plan_backward(problem: Problem) -> Plan:
     return Plan(
         p, backend="triton", kernel="dK and dV apart, dQ" if c.apart else "dK and dV, dQ",
         tile=(c.queries.BQ, c.queries.BK), workspace_bytes=4 * rows * (2 if "alibi_slopes" in p.grads else 1),
+        notes=tuple(_unproven(p)),
     )  # fmt: skip
+
+
+def _unproven(problem: Problem) -> list[str]:
+    word = target_of(problem.device).unproven
+    return [] if word is None else [word]
 
 
 def run_backward(plan: Plan, tensors: BackwardTensors) -> None:
     from .bwd import launch as bwd_launch
 
     bwd_launch.backward_of(plan)(tensors)
+
+
+def machines() -> dict[str, Machine]:
+    return gpu_machines()
 
 
 @cache

@@ -30,6 +30,8 @@ L2_SWIZZLE = 32 << 20  # bytes of K and V that an L2 swizzle group may hold; the
 def prefill_tile(problem: Problem, target: Target) -> Config:
     """The fastest of those tried. With D=512 a tile's output does not fit the registers: two programs share it."""
     wide = max(problem.head_dim, problem.value_dim)
+    if target.amd:
+        return amd_tile(problem, wide, target)
     if "f32" in (_work(problem, True), _work(problem, False)):
         rows = min(64, target.prefill_rows)
         if wide <= 64:
@@ -47,6 +49,17 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
     if plain and problem.head_dim <= 512 and problem.value_dim == 512 and target.shares_wide_values:
         return Config(128, 32, 8, 2, slices=2) if problem.rules.by_position else Config(64, 32, 4, 3, slices=2)
     return Config(64, 64, 8, 1)
+
+
+def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
+    """Tiles for AMD's GPUs, by what their compiler keeps in registers, which hold q too; none has been measured."""
+    if "f32" in (_work(problem, True), _work(problem, False)):
+        return Config(32, 32, 4, 1) if wide <= 128 else Config(32, 16, target.most_warps, 1)
+    if target.rdna:
+        return Config(128, 32, 8, 1) if wide <= 64 else Config(128 if wide <= 128 else 64, 16, 8, 1)
+    if wide <= 128:
+        return Config(128, 64, 4, 1)
+    return Config(64 if wide <= 256 else 32, 32, 4, 1)
 
 
 def _work(problem: Problem, is_key: bool) -> str:
@@ -67,9 +80,11 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     pack = pack_of(p.group, target.decode_rows)
     BM = min(target.decode_rows, max(16, ceil_pow2(pack * own_queries(p))))
     wide = max(p.head_dim, p.value_dim)
+    if target.rdna:  # whose registers hold q beside little else
+        return Config(BM, 32 if wide <= 64 else 16, 4, 2, pack)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
-        return Config(flipped_columns(p), 32 if few else 64, 1, 3, pack)
+        return Config(max(flipped_columns(p), target.least_columns), 32 if few else 64, 1, 3, pack)
     if "f32" in (_work(p, True), _work(p, False)):
         return Config(BM, 32 if wide <= 128 else 16, 4, 2, pack)
     if BM > 16:  # more rows, fewer registers for keys
@@ -142,18 +157,24 @@ def fitted(problem: Problem, c: Config, target: Target) -> Config:
 
     It must not depend on the batch: with `split_size` the bits of a sequence do not.
     """
-    s = spec(problem, c, target)
-    if c.warps == 4 and shared_memory.registers(c, s) > shared_memory.most_registers(s):
+    c = replace(c, stages=min(c.stages, target.most_stages))
+    if c.warps == 4 < target.most_warps and shared_memory.spills(c, spec(problem, c, target), target):
         c = replace(c, warps=8)
+    while target.amd and c.BM > 16 and shared_memory.spills(c, spec(problem, c, target), target):
+        c = fewer_rows(problem, c)
     while shared_memory.needed(problem, c, spec(problem, c, target), target) > target.shared_memory:
         if c.stages > 2 or (c.stages == 2 and c.BM <= 16 and c.BK <= 16):
             c = replace(c, stages=c.stages - 1)
         elif max(16, c.BK) < c.BM:
-            c = replace(c, BM=c.BM // 2, pack=pack_of(problem.group, c.BM // 2) if c.pack > 1 else 1)
+            c = fewer_rows(problem, c)
         else:
             assert c.BK > 16, f"no tile fits {target}: {problem}"
             c = replace(c, BK=c.BK // 2)
     return c
+
+
+def fewer_rows(problem: Problem, c: Config) -> Config:
+    return replace(c, BM=c.BM // 2, pack=pack_of(problem.group, c.BM // 2) if c.pack > 1 else 1)
 
 
 def programs_at_once(problem: Problem, c: Config) -> int:
@@ -265,7 +286,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
         flip=c.BM == 8 or row_groups(p, c) > 1,
         pdl=c.splits > 1 and target.dependent_launch,
         prefetch=prefetches_pages(p, c),
-        sum_columns=min(8 * c.warps, c.BK) if guard == "" and c.BM < 64 else 0,
+        sum_columns=min(max(8 * c.warps, target.least_columns), c.BK) if guard == "" and c.BM < 64 else 0,
     )
 
 

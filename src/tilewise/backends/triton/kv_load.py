@@ -265,7 +265,7 @@ def rest_type(spec):
 @triton.constexpr_function
 def rest_precision(spec):
     """Two 16-bit types meet in TF32, which holds both exactly."""
-    return "ieee" if INTERPRETED else "tf32" if spec.round == "f16" else spec.keys.precision
+    return "ieee" if INTERPRETED else "tf32" if spec.ptx and spec.round == "f16" else spec.keys.precision
 
 
 @triton.jit

@@ -54,7 +54,8 @@ class Launcher:
         self.config = c
         self.target = target
         spec = self.spec = config.spec(p, c, target)
-        self.combiner = Kernel(combine, {"S": spec}, num_warps=COMBINE_WARPS, launch_pdl=spec.pdl)
+        early = {"launch_pdl": True} if spec.pdl else {}  # which only NVIDIA's compiler knows
+        self.combiner = Kernel(combine, {"S": spec}, num_warps=COMBINE_WARPS, **early)
         self.lister = Lister(p, c.BM, c.BK) if spec.listed else None
         self.orderer = Orderer(p, c.BM // c.pack) if spec.ordered else None
         head_blocks = p.heads // c.pack
@@ -253,6 +254,6 @@ def alignment(*tensors: torch.Tensor | None) -> int:
 @ByPlan
 def launcher_of(plan: Plan) -> Launcher:
     """The plan's launches."""
-    device = plan.problem.device
-    target = INTERPRETER if INTERPRETED else target_of(device)
-    return Launcher(plan, tuned.config_of(plan.problem, target_of(device)), target)
+    target = target_of(plan.problem.device)
+    c = tuned.config_of(plan.problem, target)
+    return Launcher(plan, c, INTERPRETER if INTERPRETED and target.ptx else target)

@@ -39,14 +39,14 @@ def operand(
     groups that have rows of q of their own.
 
     float32 numbers are cut into three bfloat16 ones and multiplied in six products: as exact as float32, where three
-    TF32 products lose two bits. Two 16-bit types meet in TF32, which holds both exactly.
+    TF32 products lose two bits. Two 16-bit types meet in TF32, which holds both exactly. See `Target.precision`.
     """
     q = DTYPE_NAMES[problem.q_dtype]
-    exact = "tf32" if problem.allow_tf32 else "bf16x6"
+    exact = target.precision(problem.allow_tf32)
     least = least_chunk(BM)
     if not fmt.is_quantised:
         same = q == fmt.name
-        work, precision = (q, exact) if same or q == "f32" else ("f32", "tf32")
+        work, precision = (q, exact) if same or q == "f32" else ("f32", target.precision(True))
         if work == "f32" and width > 128:  # a product of six needs many registers for each column
             widths = (64,) * -(-width // 64)
             return Operand(

@@ -34,6 +34,11 @@ def needed(problem: Problem, c: Config, s: Spec, target: Target) -> int:
     bytes_of_stage += 0 if s.v_in_k else _loaded(v, c, problem.v_dtype.itemsize)
     bytes_of_stage += {"": 0, "tile": 16, "pages": 4 * c.BK // max(1, s.page), "rows": 4 * c.BK}[s.lookup]
     bytes_of_stage += 4 * c.BK if s.chosen else 0  # indices
+    if target.amd:  # an operand passes through it to registers; one stage stays there
+        passing = max(*widest, weights) if c.stages == 1 or not plain else weights
+        first = c.BM * max(k.widths) * _size(k)
+        last = c.BM * max(v.widths) * (4 if s.round == "f32" else 2)
+        return max((c.stages - 1) * bytes_of_stage + passing, first, last) + scratch
     own_products = target.warpgroup_mma and c.BM >= 64  # of Hopper and Blackwell, which read shared memory
     if plain and own_products:
         loop = q + c.stages * bytes_of_stage + scratch
@@ -45,15 +50,15 @@ def needed(problem: Problem, c: Config, s: Spec, target: Target) -> int:
     return max(loop if c.stages > 1 else 0, one_stage if c.stages == 1 or s.guard == "flag" else 0, epilogue)
 
 
-def registers(c: Config, s: Spec) -> int:
+def registers(c: Config, s: Spec, target: Target) -> int:
     """Registers of a thread that the output and the scores of a tile take, in float32."""
     columns = sum(s.values.widths) * s.values.parts + c.BK
-    return c.BM * columns // (32 * c.warps)
+    return c.BM * columns // (target.wave * c.warps)
 
 
-def most_registers(s: Spec) -> int:
-    """How many of them leave room for the rest of a step: products of float32 need more of it (h200 24)."""
-    return 128 if "f32" in (s.keys.work, s.values.work) else 176
+def spills(c: Config, s: Spec, target: Target) -> bool:
+    """Whether these leave too little room for the rest of a step."""
+    return registers(c, s, target) > target.most_registers("f32" in (s.keys.work, s.values.work))
 
 
 def _size(op: Operand) -> int:

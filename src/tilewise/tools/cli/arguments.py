@@ -66,6 +66,17 @@ def device(text: str) -> str:
     return text
 
 
+def machine(text: str) -> str:
+    """A device of this machine, or another machine by name."""
+    from ...dispatch.planner import machines
+
+    if text in machines():
+        return text
+    if text not in ("cpu", "cuda", "mps"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected cpu, cuda, mps or one of {', '.join(machines())}")
+    return device(text)
+
+
 def count(text: str) -> int:
     """Of processes."""
     if not text.isdecimal() or not 1 <= int(text) <= 1024:

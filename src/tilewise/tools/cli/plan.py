@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 
 from ..models import MODELS
-from .arguments import Commands, add_device, add_dtype, command, default_device, length
+from .arguments import Commands, add_dtype, command, default_device, length, machine
 
 
 def add(commands: Commands) -> None:
     parser = command(
         commands,
         run,
-        help="what a model's layers would run here, what it costs, and which tiles are skipped",
+        help="what a model's layers would run, here or on another machine, what it costs, and which tiles are skipped",
         description="Prints the plan of each kind of layer of a model, without running it: backend, kernel, tile, "
         f"splits, memory, work; then a picture of the tiles. Models: {', '.join(MODELS)}.",
-        example="tilewise plan --model gemma-4 --length 8192",
+        example="tilewise plan --model gemma-4 --length 8192 --device sm_120",
     )
     parser.add_argument("--model", required=True, metavar="NAME", help="a known model")
     parser.add_argument("--layer", metavar="NAME", help="one kind of layer; default: all")
@@ -23,9 +23,15 @@ def add(commands: Commands) -> None:
     parser.add_argument("--queries", type=length, metavar="N", help="default: as many as keys; 1 is decoding")
     parser.add_argument("--batch", type=length, default=1, metavar="N", help="rows (default 1)")
     parser.add_argument("--page-size", type=length, metavar="N", help="the cache is in pages of N tokens")
-    add_device(parser)
+    parser.add_argument(
+        "--device",
+        type=machine,
+        metavar="cpu|cuda|mps|NAME",
+        help="default: cuda where there is one; or a machine that is not here: sm_90, gfx942, apple-m3, avx2, neon ...",
+    )
     add_dtype(parser)
     parser.add_argument("--all", action="store_true", help="say of every backend why it is not taken")
+    parser.add_argument("--json", action="store_true", help="the plans as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,4 +47,5 @@ def run(args: argparse.Namespace) -> int:
         device=default_device(args),
         dtype=args.dtype,
         every_backend=args.all,
+        as_json=args.json,
     )

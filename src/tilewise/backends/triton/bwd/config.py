@@ -8,7 +8,7 @@ from typing import Any
 from ....core.problem import Problem
 from ...gpu.block_lists import classifies
 from ...gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
-from ...gpu.target import Target
+from ...gpu.target import INTERPRETER, Target
 from ..operands import operand
 from .spec import BackwardConfig, BackwardSpec, Tile
 
@@ -37,6 +37,9 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
     if target.vendor == "interpreter":  # where a step takes the same time whatever its size
         tile = Tile(64, 64, 4, 1)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
+    if target.amd:
+        tile = amd_tile(problem, wide, target)
+        return BackwardConfig(tile, tile, tile, apart=wide > (64 if target.rdna else 128))
     if is_float32(problem):
         tile = Tile(32, 32, 4 if wide <= 64 else 8, 1, reload=wide > 128)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
@@ -54,6 +57,15 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
     if wide <= 256:
         return BackwardConfig(Tile(32, 128, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 1), apart=True)
     return BackwardConfig(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), apart=True)
+
+
+def amd_tile(problem: Problem, wide: int, target: Target) -> Tile:
+    """For AMD's GPUs, by what their compiler keeps in registers; none has been measured."""
+    if target.rdna:
+        return Tile(32, 32, 4 if wide <= 64 else 8, 1)
+    if wide <= 128 and not is_float32(problem):
+        return Tile(64, 64, 4, 1)
+    return Tile(32, 32, 4, 1, reload=wide > 256 or is_float32(problem))
 
 
 def fitted(problem: Problem, tile: Tile, target: Target, side: str) -> Tile:
@@ -98,13 +110,14 @@ def spec(problem: Problem, tile: Tile, target: Target | None, **what: Any) -> Ba
     """What a kernel is compiled for; `what` it computes of the gradients."""
     p = problem
     most = max(tile.BQ, tile.BK)
-    k = operand(p, p.head_dim, p.k_format, True, most)
-    v = operand(p, p.value_dim, p.v_format, False, most)
+    device = target or INTERPRETER
+    k = operand(p, p.head_dim, p.k_format, True, most, device)
+    v = operand(p, p.value_dim, p.v_format, False, most, device)
     if tile.reload or is_float32(p):
         k, v = (replace(op, widths=(CHUNK,) * -(-op.columns // CHUNK)) if op.columns > CHUNK else op for op in (k, v))
     own: dict[str, Any] = {
         "work": DTYPE_NAMES[p.q_dtype],
-        "precision": "tf32" if p.allow_tf32 else "bf16x6",
+        "precision": device.precision(p.allow_tf32),
     }  # of q's type alone
     flags = flags_of(p, tile.BK)
     tail_q = p.packed_q or p.q_len % tile.BQ != 0

@@ -239,5 +239,7 @@ def _listed(lists: Lists) -> Arguments:
 @ByPlan
 def backward_of(plan: Plan) -> Backward:
     """The plan's launches."""
-    target = INTERPRETER if INTERPRETED else target_of(plan.problem.device)
+    target = target_of(plan.problem.device)
+    if INTERPRETED and target.ptx:
+        target = INTERPRETER
     return Backward(plan, config.config(plan.problem, target), target)

@@ -1,0 +1,86 @@
+"""Plans for CPUs that are not here. What a kernel is compiled for is fixed when this package is imported, so that
+another process plans: one that takes its CPU for another and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ...core.machines import Choose, Machine
+from ...core.plan import Plan
+from ...core.problem import Problem
+from ...errors import Unsupported
+
+
+class Cpu(NamedTuple):
+    about: str
+    features: str  # as LLVM names them
+    cache: int  # bytes of a core's second level cache
+
+
+AVX2 = "fma f16c avx2"
+AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq avx512vnni"
+CPUS = {
+    "avx2": Cpu("x86-64-v3: Haswell, Zen 2 and 3", AVX2, 512 << 10),
+    "avx512": Cpu("AVX-512 with VNNI: Ice Lake, Zen 4", AVX512, 1 << 20),
+    "amx": Cpu("AMX: Sapphire Rapids and newer", f"{AVX512} avx512bf16 amx-tile amx-bf16", 2 << 20),
+    "neon": Cpu("AArch64 with NEON: Graviton, Ampere, Apple", "neon fullfp16 dotprod", 1 << 20),
+}
+CHILD = """
+import pickle, sys
+name, problem, backend, threads = pickle.load(sys.stdin.buffer)
+from tilewise.backends.cpu import elsewhere
+sys.stdout.buffer.write(pickle.dumps(elsewhere.planned_as(name, problem, backend, threads)))
+"""
+
+
+def machines() -> dict[str, Machine]:
+    def asked(name: str) -> Any:
+        return lambda own, problem, backend, threads: plan_on(name, problem, backend, threads)
+
+    return {name: Machine(cpu.about, "cpu", asked(name)) for name, cpu in CPUS.items()}
+
+
+def plan_on(name: str, problem: Problem, backend: str | None, threads: int | None) -> Plan:
+    """The plan of a problem on a CPU by name."""
+    given = pickle.dumps((name, problem, backend, threads))
+    done = subprocess.run([sys.executable, "-c", CHILD], input=given, capture_output=True)
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().splitlines()
+        raise Unsupported("cpu", f"no plan for {name}: {reason[-1] if reason else 'the process ended'}", "plan on it")
+    found = pickle.loads(done.stdout)
+    if isinstance(found, Unsupported):
+        raise found
+    return found
+
+
+def planned_as(name: str, problem: Problem, backend: str | None, threads: int | None) -> Plan | Unsupported:
+    """In the other process: what the planner chooses on that CPU, without what launches need."""
+    from . import isa
+
+    cpu = CPUS[name]
+    has: Any = isa  # modules that are imported from here on see the other CPU
+    has.cpu_features = lambda: set(cpu.features.split())
+    has.missing = lambda: None
+    from .codegen import vector
+
+    assert isa.host_width() == vector.W, "the package was imported before"
+    from .gemm import amx
+
+    amx.usable = lambda: "amx" in name  # type: ignore[assignment]
+    from ...dispatch import planner
+    from . import backward, compiler, config, launch
+
+    config.second_level_cache = lambda: cpu.cache  # type: ignore[assignment]
+    compiler.function = lambda kernel: 1  # there is one
+    for module in (launch, backward):
+        module.schedule_items = lambda *args: None  # type: ignore[attr-defined]
+    own: Choose = planner.choose
+    try:
+        return replace(own(problem, backend, threads), detail=None)
+    except Unsupported as error:
+        return error

@@ -1,0 +1,78 @@
+"""The compile matrix: a sample of it compiled here, the whole in a record. `make matrix` goes through all."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
+from aot import forward_kernels
+from compile_matrix import FIRST, TARGETS, cases, compiled, entries, refusal, report, wrong
+from tilewise.backends.gpu.target import AMD
+from tilewise.backends.triton.spec import Config
+
+RECORD = Path(__file__).parents[3] / "benchmarks/records/aot/matrix.json"
+SAMPLE = [("decode-D128", gfx) for gfx in AMD] + [("D128-causal", "gfx942"), ("decode-D128", "sm_120")]
+MORE = [(case, target) for case in FIRST for target in TARGETS if (case, target) not in SAMPLE]
+
+
+def check(case, target):
+    if refusal(case, target) is None:
+        key, *_ = next(entries(case, target))
+        assert wrong(compiled(case, target, key)) is None
+
+
+@pytest.mark.parametrize(("case", "target"), SAMPLE)
+def test_a_sample(case, target):
+    assert refusal(case, target) is None
+    check(case, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "target"), MORE)
+def test_the_commonest_kernels_on_every_target(case, target):
+    check(case, target)
+
+
+def test_spills_are_found():
+    """The checks above can fail: a tile of CDNA's on RDNA does not fit its registers."""
+    kernel, given = next(forward_kernels(cases()["D128"], TARGETS["gfx1100"], Config(128, 64, 4, 1)))
+    found = report(kernel, given, "gfx1100")
+    assert found["spills"] > 100
+    assert found["loop_spills"] > 10
+    row = found | {"target": "gfx1100", "kernel": "fwd_kernel", "wanted": "wmma"}
+    assert "spills in a loop" in str(wrong(row))
+    fine = row | {"loop_spills": 0}
+    assert wrong(fine) is None
+    assert "shared memory" in str(wrong(fine | {"shared": 70000}))
+    assert "in place of wmma" in str(wrong(fine | {"instruction": ""}))
+    assert "does not compile" in str(wrong({"error": "RuntimeError"}))
+
+
+def test_every_kernel_is_among_them():
+    names = {name for case in ("D128-causal", "decode-D128", "varlen-full", "bool mask", "backward D128-causal",
+             "backward everything", "append bf16", "merge 8") for _, name, *_ in entries(case, "sm_90")}  # fmt: skip
+    assert names == {
+        "fwd_kernel", "fwd_kernel fixup", "combine", "sort_sequences", "classify", "compact", "sum_delta", "append",
+        "key_gradients", "key_gradients fixup", "query_gradients", "query_gradients fixup", "mask_gradients",
+        "row_sums", "merge_kernel",
+    }  # fmt: skip
+
+
+def test_equal_kernels_have_one_key():
+    """What a kernel does not depend on makes no other of it, and what it does depend on does."""
+    keys = {target: [key for key, *_ in entries("decode-D128", target)] for target in ("sm_86", "sm_89", "gfx942")}
+    assert keys["sm_86"] == [key for key, *_ in entries("decode-D128", "sm_86")]
+    assert len({key for found in keys.values() for key in found}) == sum(map(len, keys.values()))
+
+
+def test_the_record_says_what_was_compiled():
+    record = json.loads(RECORD.read_text())
+    rows = record["rows"]
+    assert {row["target"] for row in rows} == set(TARGETS)
+    assert [row for row in rows if wrong(row)] == []
+    assert record["kernels"] == {name: sum(row["target"] == name for row in rows) for name in record["kernels"]}
+    assert len({row["key"] for row in rows}) == len(rows)

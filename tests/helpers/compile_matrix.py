@@ -1,0 +1,236 @@
+"""The compile matrix: kernels that the planner chooses, compiled for GPUs that are not here.
+
+A case is a problem with a name, or a cache write or a merge. `entries` gives the kernels that a case launches on a
+target; `report` compiles one and says what it takes: shared memory, registers, spills, and which matrix instruction.
+`tools/matrix.py` goes through all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.append(str(Path(__file__).parents[1] / "backends/triton"))
+
+import test_triton_aot
+import test_triton_backward
+from aot import ARCHS, TOOLS, Signature, forward_kernels, kernels_for, resources
+from problem_space import draw
+from test_triton_kv_write import appended
+from test_triton_merge import merged
+from tilewise.backends import triton
+from tilewise.backends.gpu.kernel import OPTIONS, Kernel
+from tilewise.backends.gpu.target import AMD, Target, amd, nvidia, planning_for
+from tilewise.core.problem import Problem
+
+Row = dict[str, Any]
+TARGETS = {f"sm_{arch}": nvidia(arch) for arch in ARCHS} | {gfx: amd(gfx) for gfx in AMD}
+# One of each kind, the commonest: compiled for every target before any other.
+FIRST = (
+    "D128-causal", "decode-D128", "paged16-D128", "backward D128-causal", "D64-causal", "append bf16", "merge 8",
+    "paged16-int8", "paged16-fp8_e4m3", "paged16-int4", "varlen", "bool mask", "D256-causal", "f32-D128",
+    "chosen-paged64-latent",
+)  # fmt: skip
+NOT_DISASSEMBLED = (103, 121)  # by the nvdisasm that Triton 3.6 brings
+WRITES = ("bf16", "fp8_e4m3", "int8", "int4", "fp8_latent")
+MERGES = {"merge 8": (torch.bfloat16, 128, 8), "merge 2": (torch.float32, 256, 2), "merge 3": (torch.float16, 576, 3)}
+DRAWN = 200  # problems of the whole space, and as many backward passes
+
+
+@cache
+def cases() -> dict[str, Problem | None]:
+    """Every case, the commonest first; writes and merges have no problem."""
+    found: dict[str, Problem | None] = {**test_triton_aot.HOT, **test_triton_aot.OTHERS}
+    found |= {f"backward {n}": p for n, p in (test_triton_backward.HOT | test_triton_backward.OTHERS).items()}
+    found |= dict.fromkeys([f"append {name}" for name in WRITES])
+    found |= dict.fromkeys(MERGES)
+    for seed in range(DRAWN):
+        found[f"drawn {seed}"] = draw(random.Random(seed), indices=True)
+    for seed, p in enumerate(test_triton_backward.drawn(0, DRAWN)):
+        found[f"backward drawn {seed}"] = p
+    return {name: found[name] for name in (*FIRST, *(n for n in found if n not in FIRST))}
+
+
+def refusal(case: str, target: str) -> str | None:
+    """Why the Triton backend does not serve a case on a target, if it does not."""
+    p = cases()[case]
+    if p is None:
+        return TARGETS[target].refusal
+    with planning_for(TARGETS[target]):
+        return triton.supports_backward(p) if p.grads else triton.supports(p)
+
+
+def entries(case: str, target: str) -> Iterator[tuple[str, str, Kernel, dict[str, Any]]]:
+    """Key, name, kernel and arguments of what a case launches; equal keys are equal kernels."""
+    p, device = cases()[case], TARGETS[target]
+    made: Iterator[tuple[Kernel, dict[str, Any]]]
+    if p is not None:
+        made = kernels_for(p, device) if p.grads else forward_kernels(p, device)
+    else:
+        kind, _, what = case.partition(" ")
+        made = appended(what) if kind == "append" else iter([merged(*MERGES[case])])
+    for kernel, given in made:
+        guard = getattr(kernel.constants.get("S"), "guard", "")
+        name = kernel.function.__name__ + " fixup" * (guard == "fixup")
+        yield key_of(kernel, given, target), name, kernel, given
+
+
+def key_of(kernel: Kernel, given: dict[str, Any], target: str) -> str:
+    """All that a binary depends on: the sources, what they are compiled for, Triton's own version."""
+    signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
+    words = (
+        target, kernel.function.cache_key, signature.types, signature.constants, signature.attributes, kernel.options,
+    )  # fmt: skip
+    return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
+
+
+def report(kernel: Kernel, given: dict[str, Any], target: str) -> Row:
+    """A kernel, compiled: what it takes of a processor of the target."""
+    device = TARGETS[target]
+    signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
+    compiler = GPUTarget("hip", device.gfx, device.wave) if device.amd else GPUTarget("cuda", device.arch, 32)
+    built = signature.compiled(ASTSource, kernel.function, compiler, OPTIONS | kernel.options)
+    if device.amd:
+        code = of_amd(built.asm["amdgcn"])
+    elif device.arch in NOT_DISASSEMBLED:
+        code = of_ptx(built.asm["ptx"], device.arch)
+    else:
+        code = of_nvidia(built.asm["cubin"], built.asm["ptx"])
+    return {"shared": built.metadata.shared, **code}
+
+
+def tile_of(kernel: Kernel) -> str:
+    """The launch in words."""
+    s = kernel.constants.get("S")
+    rows = getattr(s, "BM", getattr(s, "BQ", 0))
+    words = [f"{rows}x{s.BK}"] if rows else []
+    warps = kernel.options["num_warps"]
+    return " ".join([*words, f"{warps} warp{'s' * (warps > 1)}", f"{kernel.options.get('num_stages', 1)} stages"])
+
+
+def of_amd(text: str) -> Row:
+    """Registers, spills and the matrix instruction by the assembly."""
+
+    def number(name: str) -> int:
+        return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", text)), default=0)
+
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := re.match(r"^(\.LBB\w+):", line):
+            labels[label[1]] = len(code)
+        elif re.match(r"^\t[a-z]\w+", line):
+            code.append(line.strip())
+    spans = loops_of(code, labels, r"^s_c?branch\w*\s+(\.LBB\w+)")
+    products = [name for name in ("v_mfma", "v_wmma") if f"\t{name}" in text]
+    return {
+        "registers": number("vgpr_count"), "spills": number("vgpr_spill_count"),
+        "loop_spills": most(code, spans, r"^scratch_(load|store)|^buffer_(load|store).*offen.*s32"),
+        "instruction": "".join(products).removeprefix("v_"),
+    }  # fmt: skip
+
+
+def of_nvidia(cubin: bytes, ptx: str) -> Row:
+    """The same by the disassembled code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass, usage = (
+            subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("nvdisasm", "-c"), ("cuobjdump", "--dump-resource-usage"))
+        )
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    spans = loops_of(code, labels, r"BRA.*?(\.L_x_\d+)")
+    return {
+        "registers": max(map(int, re.findall(r"REG:(\d+)", usage)), default=0),
+        "spills": sum(bool(re.search(r"\b(STL|LDL)", x)) for x in code),
+        "loop_spills": most(code, spans, r"\b(STL|LDL)"),
+        "instruction": products_of(ptx),
+    }
+
+
+def of_ptx(ptx: str, arch: int) -> Row:
+    """The same by what ptxas says; a spill anywhere counts as one in a loop."""
+    registers, spills = resources(ptx, arch)
+    return {"registers": registers, "spills": spills // 4, "loop_spills": spills // 4, "instruction": products_of(ptx)}
+
+
+def products_of(ptx: str) -> str:
+    kinds = {"wgmma": "wgmma.mma", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
+    return next((name for name, word in kinds.items() if word in ptx), "")
+
+
+def loops_of(code: list[str], labels: dict[str, int], branch: str) -> list[tuple[int, int]]:
+    """The innermost loops: from the target of a branch backwards to the branch."""
+    spans = []
+    for i, instruction in enumerate(code):
+        back = re.search(branch, instruction)
+        if back and labels.get(back[1], i + 1) <= i:
+            spans.append((labels[back[1]], i + 1))
+    return [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+
+
+def most(code: list[str], spans: list[tuple[int, int]], pattern: str) -> int:
+    """The most instructions of a kind in any one loop."""
+    return max((sum(bool(re.search(pattern, x)) for x in code[a:b]) for a, b in spans), default=0)
+
+
+def expected(kernel: Kernel, target: str) -> str:
+    """The matrix instruction of a kernel's 16-bit products; "" where none is known to be."""
+    device: Target = TARGETS[target]
+    s = kernel.constants.get("S")
+    if kernel.function.__name__ not in ("fwd_kernel", "key_gradients", "query_gradients"):
+        return ""
+    works = {getattr(s, name).work for name in ("keys", "values", "k", "v") if hasattr(s, name)}
+    if s.guard == "fixup" or "f32" in works:
+        return ""
+    if device.amd:
+        return "wmma" if device.rdna else "mfma"
+    rows = getattr(s, "BM", 0)
+    if device.warpgroup_mma and rows >= 64:
+        return "wgmma" if device.arch == 90 else "tcgen05"
+    return "mma" if rows else ""
+
+
+def wrong(row: Row) -> str | None:
+    """What is wrong with a compiled kernel, if something is."""
+    if "error" in row:
+        return f"does not compile: {row['error']}"
+    limit = TARGETS[row["target"]].shared_memory
+    if row["shared"] > limit:
+        return f"{row['shared']} bytes of shared memory, {limit} are there"
+    # A fix-up runs for tiles with NaN or Inf under hidden cells; its programs mostly end at once.
+    if row["loop_spills"] and not row["kernel"].endswith("fixup"):
+        return f"{row['loop_spills']} spills in a loop"
+    if row["wanted"] and row["wanted"] != row["instruction"]:
+        return f"{row['instruction'] or 'no matrix instruction'} in place of {row['wanted']}"
+    return None
+
+
+def compiled(case: str, target: str, key: str) -> Row:
+    """The row of a kernel; a failure to compile is one too."""
+    name, kernel, given = next(rest for found, *rest in entries(case, target) if found == key)
+    row = {"case": case, "target": target, "kernel": name, "tile": tile_of(kernel), "key": key,
+           "wanted": expected(kernel, target)}  # fmt: skip
+    try:
+        return row | report(kernel, given, target)
+    except Exception as error:
+        return row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
