@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from datetime import datetime, timezone
-from itertools import islice
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests/helpers"))
 
 import triton  # noqa: E402
-from compile_matrix import FIRST, TARGETS, cases, compiled, entries, refusal, wrong  # noqa: E402
+from compile_matrix import FIRST, TARGETS, cases, commonest, compiled, entries, refusal, wrong  # noqa: E402
 
 RECORD = ROOT / "benchmarks/records/aot/matrix.json"
 EVERY = 10  # kernels after which the record is written
@@ -37,22 +37,20 @@ Item = tuple[str, str, str]  # case, target, key
 
 
 def items(targets: list[str], named: list[str]) -> Iterator[Item]:
-    """All kernels, each once: case by case, for every target. Of the commonest cases the first kernel, then others."""
+    """All kernels, each once: case by case, for every target; the most important of the commonest cases first."""
     seen = set()
-    rounds = [([n for n in named if n in FIRST], 1), (named, None)]
-    for some, most in rounds:
-        for case in some:
-            for target in targets:
-                if refusal(case, target) is None:
-                    for key, *_ in islice(entries(case, target), most):
-                        if key not in seen:
-                            seen.add(key)
-                            yield case, target, key
+    pairs = [(case, target) for case in named for target in targets if refusal(case, target) is None]
+    first = ((*pair, key) for pair in pairs if pair[0] in FIRST for key in commonest(*pair))
+    for item in chain(first, ((*pair, key) for pair in pairs for key, *_ in entries(*pair))):
+        if item[2] not in seen:
+            seen.add(item[2])
+            yield item
 
 
 def read(file: Path) -> dict[str, Row]:
-    """The rows of a record by their keys."""
-    return {row["key"]: row for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
+    """The rows of a record by their keys; what did not compile is tried again."""
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    return {row["key"]: row for row in rows if "error" not in row}
 
 
 def write(file: Path, rows: Iterable[Row]) -> None:

@@ -1,8 +1,8 @@
 """The compile matrix: kernels that the planner chooses, compiled for GPUs that are not here.
 
-A case is a problem with a name, or a cache write or a merge. `entries` gives the kernels that a case launches on a
-target; `report` compiles one and says what it takes: shared memory, registers, spills, and which matrix instruction.
-`tools/matrix.py` goes through all.
+A case is a problem with a name, or a cache write, a merge or a call of Hopper's own kernels. `entries` gives the
+kernels that a case launches on a target; `report` compiles one and says what it takes: shared memory, registers,
+spills, and which matrix instruction. `tools/matrix.py` goes through all.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 sys.path.append(str(Path(__file__).parents[1] / "backends/triton"))
 
+import gluon_cases
 import test_triton_aot
 import test_triton_backward
 from aot import ARCHS, TOOLS, Signature, forward_kernels, kernels_for, resources
@@ -40,8 +42,13 @@ TARGETS = {f"sm_{arch}": nvidia(arch) for arch in ARCHS} | {gfx: amd(gfx) for gf
 # One of each kind, the commonest: compiled for every target before any other.
 FIRST = (
     "D128-causal", "decode-D128", "paged16-D128", "backward D128-causal", "D64-causal", "append bf16", "merge 8",
-    "paged16-int8", "paged16-fp8_e4m3", "paged16-int4", "varlen", "bool mask", "D256-causal", "f32-D128",
+    "hopper D128-causal", "hopper backward 6, D128", "hopper backward 0, D256 wide", "hopper latent", "paged16-int8",
+    "D256-causal", "varlen", "bool mask", "f32-D128", "paged16-fp8_e4m3", "paged16-int4", "backward D64-causal",
     "chosen-paged64-latent",
+)  # fmt: skip
+MAIN = (
+    "fwd_kernel", "key_gradients", "query_gradients", "append", "merge_kernel", "backward", "wide_backward",
+    "latent_decode",
 )  # fmt: skip
 NOT_DISASSEMBLED = (103, 121)  # by the nvdisasm that Triton 3.6 brings
 WRITES = ("bf16", "fp8_e4m3", "int8", "int4", "fp8_latent")
@@ -51,11 +58,12 @@ DRAWN = 200  # problems of the whole space, and as many backward passes
 
 @cache
 def cases() -> dict[str, Problem | None]:
-    """Every case, the commonest first; writes and merges have no problem."""
+    """Every case, the commonest first; writes, merges and Hopper's own have no problem."""
     found: dict[str, Problem | None] = {**test_triton_aot.HOT, **test_triton_aot.OTHERS}
     found |= {f"backward {n}": p for n, p in (test_triton_backward.HOT | test_triton_backward.OTHERS).items()}
     found |= dict.fromkeys([f"append {name}" for name in WRITES])
     found |= dict.fromkeys(MERGES)
+    found |= dict.fromkeys(gluon_cases.cases())
     for seed in range(DRAWN):
         found[f"drawn {seed}"] = draw(random.Random(seed), indices=True)
     for seed, p in enumerate(test_triton_backward.drawn(0, DRAWN)):
@@ -66,6 +74,8 @@ def cases() -> dict[str, Problem | None]:
 def refusal(case: str, target: str) -> str | None:
     """Why the Triton backend does not serve a case on a target, if it does not."""
     p = cases()[case]
+    if case.startswith("hopper"):
+        return None if TARGETS[target].arch == 90 else "runs on Hopper GPUs"
     if p is None:
         return TARGETS[target].refusal
     with planning_for(TARGETS[target]):
@@ -78,13 +88,28 @@ def entries(case: str, target: str) -> Iterator[tuple[str, str, Kernel, dict[str
     made: Iterator[tuple[Kernel, dict[str, Any]]]
     if p is not None:
         made = kernels_for(p, device) if p.grads else forward_kernels(p, device)
+    elif case.startswith("hopper"):
+        made = iter(gluon_cases.cases()[case]())
     else:
         kind, _, what = case.partition(" ")
         made = appended(what) if kind == "append" else iter([merged(*MERGES[case])])
     for kernel, given in made:
         guard = getattr(kernel.constants.get("S"), "guard", "")
-        name = kernel.function.__name__ + " fixup" * (guard == "fixup")
+        name = "gluon " * is_gluon(kernel) + kernel.function.__name__ + " fixup" * (guard == "fixup")
         yield key_of(kernel, given, target), name, kernel, given
+
+
+def commonest(case: str, target: str) -> Iterator[str]:
+    """Keys of the kernels that the time of a case goes into, one of each."""
+    seen = set()
+    for key, name, *_ in entries(case, target):
+        if name.removeprefix("gluon ") in MAIN and name not in seen:
+            seen.add(name)
+            yield key
+
+
+def is_gluon(kernel: Kernel) -> bool:
+    return bool(kernel.function.is_gluon())
 
 
 def key_of(kernel: Kernel, given: dict[str, Any], target: str) -> str:
@@ -101,7 +126,8 @@ def report(kernel: Kernel, given: dict[str, Any], target: str) -> Row:
     device = TARGETS[target]
     signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
     compiler = GPUTarget("hip", device.gfx, device.wave) if device.amd else GPUTarget("cuda", device.arch, 32)
-    built = signature.compiled(ASTSource, kernel.function, compiler, OPTIONS | kernel.options)
+    source = GluonASTSource if is_gluon(kernel) else ASTSource
+    built = signature.compiled(source, kernel.function, compiler, OPTIONS | kernel.options)
     if device.amd:
         code = of_amd(built.asm["amdgcn"])
     elif device.arch in NOT_DISASSEMBLED:
@@ -115,7 +141,8 @@ def tile_of(kernel: Kernel) -> str:
     """The launch in words."""
     s = kernel.constants.get("S")
     rows = getattr(s, "BM", getattr(s, "BQ", 0))
-    words = [f"{rows}x{s.BK}"] if rows else []
+    keys = getattr(s, "BK", getattr(s, "BN", 0))
+    words = [f"{rows}x{keys}"] if rows and keys else []
     warps = kernel.options["num_warps"]
     return " ".join([*words, f"{warps} warp{'s' * (warps > 1)}", f"{kernel.options.get('num_stages', 1)} stages"])
 
@@ -158,7 +185,8 @@ def of_nvidia(cubin: bytes, ptx: str) -> Row:
             labels[label[1]] = len(code)
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             code.append(instruction[1])
-    spans = loops_of(code, labels, r"BRA.*?(\.L_x_\d+)")
+    # Behind the end of the code lie repeated waits, which go back into it.
+    spans = [(a, b) for a, b in loops_of(code, labels, r"BRA.*?(\.L_x_\d+)") if not any("EXIT" in x for x in code[a:b])]
     return {
         "registers": max(map(int, re.findall(r"REG:(\d+)", usage)), default=0),
         "spills": sum(bool(re.search(r"\b(STL|LDL)", x)) for x in code),
@@ -197,6 +225,8 @@ def expected(kernel: Kernel, target: str) -> str:
     """The matrix instruction of a kernel's 16-bit products; "" where none is known to be."""
     device: Target = TARGETS[target]
     s = kernel.constants.get("S")
+    if is_gluon(kernel):
+        return "wgmma"
     if kernel.function.__name__ not in ("fwd_kernel", "key_gradients", "query_gradients"):
         return ""
     works = {getattr(s, name).work for name in ("keys", "values", "k", "v") if hasattr(s, name)}

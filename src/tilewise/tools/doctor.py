@@ -155,6 +155,7 @@ def _backend(name: str) -> dict[str, Any]:
     """Whether a backend can serve a plain call on the device that it is made for, and the remedy if not."""
     import torch
 
+    from ..backends.gpu.target import target_of
     from ..dispatch.planner import load
 
     device = "cuda" if torch.cuda.is_available() and name not in ("cpu", "metal") else "cpu"
@@ -162,7 +163,10 @@ def _backend(name: str) -> dict[str, Any]:
         device = "mps"
     reason = load(name).supports(_plain_problem(device))
     if reason is None:
-        return {"usable": True, "device": device, **({"kernels": guarded(_kept_kernels)} if name == "cpu" else {})}
+        more = {"kernels": guarded(_kept_kernels)} if name == "cpu" else {}
+        if name == "triton" and (word := target_of(torch.device(device)).unproven) is not None:
+            more = {"kernels": word}
+        return {"usable": True, "device": device, **more}
     return {"usable": False, "reason": reason, "remedy": guarded(lambda: remedy(name))}
 
 
@@ -191,12 +195,16 @@ def remedy(name: str) -> str:
         return "pip install --upgrade torch: 2.7 or newer"
     if name in ("triton", "hopper"):
         if torch.version.cuda is None and torch.version.hip is None:
-            return "this torch is built for the CPU alone: install a CUDA build of it, on a machine with an NVIDIA GPU"
+            return "this torch is built for the CPU alone: install a CUDA or ROCm build of it, on a machine with a GPU"
         if not torch.cuda.is_available():
             return "torch sees no GPU: check the driver (nvidia-smi), and CUDA_VISIBLE_DEVICES"
         if importlib.util.find_spec("triton") is None:
             return "pip install triton"
-        return "backend='triton' serves these calls" if name == "hopper" else "needs a GPU from Ampere on"
+        return (
+            "backend='triton' serves these calls"
+            if name == "hopper"
+            else "needs an NVIDIA GPU from Ampere on, or one of AMD's: see docs/platforms.md"
+        )
     return "see the reason"
 
 

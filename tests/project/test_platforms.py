@@ -1,0 +1,35 @@
+"""docs/platforms.md: a cell of the table is a record and a command, or empty."""
+
+import re
+from pathlib import Path
+
+from tilewise.backends.gpu.target import AMD, CARDS, EXECUTED
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/platforms.md").read_text()
+
+
+def rows():
+    table = re.search(r"^\| machine \|.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+
+
+def test_no_cell_is_without_a_record():
+    found = rows()
+    assert len(found) > 10
+    for machine, *cells in found:
+        assert len(cells) == 4, machine
+        assert any(cells), machine
+        for cell in filter(None, cells):
+            links = re.findall(r"\]\(([^)]+)\)", cell)
+            assert links, (machine, cell)
+            assert all((ROOT / "docs" / link).exists() for link in links), (machine, cell)
+            assert re.search(r"`(make|tilewise|python) ", cell), (machine, cell)
+
+
+def test_every_gpu_has_a_row():
+    """And says that it ran where the plan says so, and nowhere else."""
+    for name, ran in {**{f"sm_{arch}": arch in EXECUTED for arch in CARDS}, **dict.fromkeys(AMD, False)}.items():
+        mine = [row for row in rows() if re.search(rf"\b{name}\b", row[0])]
+        assert mine, name
+        assert all(bool(row[1]) == ran for row in mine), name
