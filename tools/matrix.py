@@ -39,12 +39,13 @@ Item = tuple[str, str, str]  # case, target, key
 def items(targets: list[str], named: list[str]) -> Iterator[Item]:
     """All kernels, each once: case by case, for every target; the most important of the commonest cases first."""
     seen = set()
-    pairs = [(case, target) for case in named for target in targets if refusal(case, target) is None]
-    first = ((*pair, key) for pair in pairs if pair[0] in FIRST for key in commonest(*pair))
-    for item in chain(first, ((*pair, key) for pair in pairs for key, *_ in entries(*pair))):
-        if item[2] not in seen:
-            seen.add(item[2])
-            yield item
+    first = ((case, target, commonest) for case in named if case in FIRST for target in targets)
+    rest = ((case, target, entries) for case in named for target in targets)
+    for case, target, found in chain(first, rest):
+        for key, *_ in found(case, target) if refusal(case, target) is None else ():
+            if key not in seen:
+                seen.add(key)
+                yield case, target, key
 
 
 def read(file: Path) -> dict[str, Row]:

@@ -99,13 +99,14 @@ def entries(case: str, target: str) -> Iterator[tuple[str, str, Kernel, dict[str
         yield key_of(kernel, given, target), name, kernel, given
 
 
-def commonest(case: str, target: str) -> Iterator[str]:
-    """Keys of the kernels that the time of a case goes into, one of each."""
+def commonest(case: str, target: str) -> Iterator[tuple[str, str, Kernel, dict[str, Any]]]:
+    """The kernels that the time of a case goes into, one of each."""
     seen = set()
-    for key, name, *_ in entries(case, target):
-        if name.removeprefix("gluon ") in MAIN and name not in seen:
+    for entry in entries(case, target):
+        name = entry[1].removeprefix("gluon ")
+        if name in MAIN and name not in seen:
             seen.add(name)
-            yield key
+            yield entry
 
 
 def is_gluon(kernel: Kernel) -> bool:
@@ -257,7 +258,10 @@ def wrong(row: Row) -> str | None:
 
 def compiled(case: str, target: str, key: str) -> Row:
     """The row of a kernel; a failure to compile is one too."""
-    name, kernel, given = next(rest for found, *rest in entries(case, target) if found == key)
+    found = {entry[0]: entry[1:] for entry in entries(case, target)}
+    if key not in found:
+        raise LookupError(f"{case} has no kernel {key} for {target}: the sources have changed meanwhile")
+    name, kernel, given = found[key]
     row = {"case": case, "target": target, "kernel": name, "tile": tile_of(kernel), "key": key,
            "wanted": expected(kernel, target)}  # fmt: skip
     try:

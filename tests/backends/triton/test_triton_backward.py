@@ -18,8 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from aot import SHARED, Signature, backward_kernels, backward_of, backward_shared, compile_kernel, kernels_for
-from interpreted import check as checked
 from interpreted import as_on, interpreted, names, sample, shares
+from interpreted import check as checked
 from problem_space import draw
 from test_triton_aot import ALL, BF16, F16, F32, VARLEN, count, loops, mask, problem
 from tilewise.backends.gpu.kernel import OPTIONS

@@ -14,21 +14,20 @@ from ...core.machines import Choose, Machine
 from ...core.plan import Plan
 from ...core.problem import Problem
 from ...errors import Unsupported
+from .targets import TARGETS, machine_of
 
 
 class Cpu(NamedTuple):
     about: str
-    features: str  # as LLVM names them
+    target: str  # of `targets.py`
     cache: int  # bytes of a core's second level cache
 
 
-AVX2 = "fma f16c avx2"
-AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq avx512vnni"
 CPUS = {
-    "avx2": Cpu("x86-64-v3: Haswell, Zen 2 and 3", AVX2, 512 << 10),
-    "avx512": Cpu("AVX-512 with VNNI: Ice Lake, Zen 4", AVX512, 1 << 20),
-    "amx": Cpu("AMX: Sapphire Rapids and newer", f"{AVX512} avx512bf16 amx-tile amx-bf16", 2 << 20),
-    "neon": Cpu("AArch64 with NEON: Graviton, Ampere, Apple", "neon fullfp16 dotprod", 1 << 20),
+    "avx2": Cpu("x86-64-v3: Haswell, Zen 2 and 3", "avx2", 512 << 10),
+    "avx512": Cpu("AVX-512 with VNNI: Ice Lake, Zen 4", "avx512vnni", 1 << 20),
+    "amx": Cpu("AMX: Sapphire Rapids and newer", "amx", 2 << 20),
+    "neon": Cpu("AArch64 with NEON: Graviton, Ampere, Apple", "neon", 1 << 20),
 }
 CHILD = """
 import pickle, sys
@@ -63,9 +62,10 @@ def planned_as(name: str, problem: Problem, backend: str | None, threads: int | 
     from . import isa
 
     cpu = CPUS[name]
+    target = TARGETS[cpu.target]
     has: Any = isa  # modules that are imported from here on see the other CPU
-    has.cpu_features = lambda: set(cpu.features.split())
-    has.missing = lambda: None
+    has.cpu_features = lambda: set(target.features)
+    has.machine = lambda: machine_of(target.triple)
     from .codegen import vector
 
     assert isa.host_width() == vector.W, "the package was imported before"
