@@ -117,9 +117,21 @@ def key_of(kernel: Kernel, given: dict[str, Any], target: str) -> str:
     """All that a binary depends on: the sources, what they are compiled for, Triton's own version."""
     signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
     words = (
-        target, kernel.function.cache_key, signature.types, signature.constants, signature.attributes, kernel.options,
+        target, kernel.function.__name__, sources_of(kernel.function.__module__), signature.types, signature.constants, signature.attributes, kernel.options,
     )  # fmt: skip
     return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
+
+
+@cache
+def sources_of(module: str) -> str:
+    """A digest of the kernels' sources in a module's backend, and in what backends share.
+
+    Not Triton's own, which depends on what a process has looked at before.
+    """
+    home = Path(triton.__file__).parents[1]
+    folders = [home / module.split(".")[2], home / "gpu"]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py") if "jit" in file.read_text())
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def report(kernel: Kernel, given: dict[str, Any], target: str) -> Row:
