@@ -116,9 +116,9 @@ def is_gluon(kernel: Kernel) -> bool:
 def key_of(kernel: Kernel, given: dict[str, Any], target: str) -> str:
     """All that a binary depends on: the sources, what they are compiled for, Triton's own version."""
     signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
-    words = (
-        target, kernel.function.__name__, sources_of(kernel.function.__module__), signature.types, signature.constants, signature.attributes, kernel.options,
-    )  # fmt: skip
+    function = kernel.function
+    words = [target, function.__name__, sources_of(function.__module__), kernel.options]
+    words += [signature.types, signature.constants, signature.attributes]
     return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
 
 
