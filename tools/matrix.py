@@ -49,9 +49,9 @@ def items(targets: list[str], named: list[str]) -> Iterator[Item]:
 
 
 def read(file: Path) -> dict[str, Row]:
-    """The rows of a record by their keys; what did not compile is tried again."""
+    """The rows of a record by their keys; what was wrong is tried again."""
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
-    return {row["key"]: row for row in rows if "error" not in row}
+    return {row["key"]: row for row in rows if wrong(row) is None}
 
 
 def write(file: Path, rows: Iterable[Row]) -> None:

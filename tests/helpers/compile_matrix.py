@@ -173,7 +173,7 @@ def of_amd(text: str) -> Row:
             labels[label[1]] = len(code)
         elif re.match(r"^\t[a-z]\w+", line):
             code.append(line.strip())
-    spans = loops_of(code, labels, r"^s_c?branch\w*\s+(\.LBB\w+)")
+    spans = multiplying(code, loops_of(code, labels, r"^s_c?branch\w*\s+(\.LBB\w+)"), "^v_(mfma|wmma)")
     products = [name for name in ("v_mfma", "v_wmma") if f"\t{name}" in text]
     return {
         "registers": number("vgpr_count"), "spills": number("vgpr_spill_count"),
@@ -203,7 +203,7 @@ def of_nvidia(cubin: bytes, ptx: str) -> Row:
     return {
         "registers": max(map(int, re.findall(r"REG:(\d+)", usage)), default=0),
         "spills": sum(bool(re.search(r"\b(STL|LDL)", x)) for x in code),
-        "loop_spills": most(code, spans, r"\b(STL|LDL)"),
+        "loop_spills": most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)"),
         "instruction": products_of(ptx),
     }
 
@@ -227,6 +227,11 @@ def loops_of(code: list[str], labels: dict[str, int], branch: str) -> list[tuple
         if back and labels.get(back[1], i + 1) <= i:
             spans.append((labels[back[1]], i + 1))
     return [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+
+
+def multiplying(code: list[str], spans: list[tuple[int, int]], product: str) -> list[tuple[int, int]]:
+    """The loops that multiply matrices; all, if none does."""
+    return [(a, b) for a, b in spans if any(re.search(product, x) for x in code[a:b])] or spans
 
 
 def most(code: list[str], spans: list[tuple[int, int]], pattern: str) -> int:

@@ -174,6 +174,13 @@ class Target:
         return 32 if self.at_least(100) else 128
 
     @property
+    def large_backward_tiles(self) -> bool:
+        """Whether gradients take tiles of 64 rows and more: only Hopper's products leave registers for them, by reading
+        operands from shared memory; Ampere would spill, and Triton 3.6 cannot compile every one for Blackwell.
+        """
+        return self.at_least(90) and not self.at_least(100)
+
+    @property
     def decode_rows(self) -> int:
         """The same in decode, whose loops compile for sm_120."""
         return 32 if 100 <= self.arch < 120 else 64

@@ -43,7 +43,7 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
     if is_float32(problem):
         tile = Tile(32, 32, 4 if wide <= 64 else 8, 1, reload=wide > 128)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
-    if target.at_least(100):  # Triton 3.6 cannot compile every masked loop over 64 rows and more for Blackwell
+    if not target.large_backward_tiles:
         tile = Tile(32, 32, 4, 2 if wide <= 128 else 1)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
     # Hopper's products of 128 rows by two warpgroups: tiles whose mainloops keep all they hold in registers and do not
