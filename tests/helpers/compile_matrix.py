@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,12 +21,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from triton import compiler as triton_compiler
+
 sys.path.append(str(Path(__file__).parents[1] / "backends/triton"))
 
 import gluon_cases
 import test_triton_aot
 import test_triton_backward
-from aot import ARCHS, TOOLS, Signature, forward_kernels, kernels_for, resources
+from aot import ARCHS, Signature, forward_kernels, kernels_for, resources
+from assembler import Assembled, assembled
 from problem_space import draw
 from test_triton_kv_write import appended
 from test_triton_merge import merged
@@ -50,7 +51,6 @@ MAIN = (
     "fwd_kernel", "key_gradients", "query_gradients", "append", "merge_kernel", "backward", "wide_backward",
     "latent_decode",
 )  # fmt: skip
-NOT_DISASSEMBLED = (103, 121)  # by the nvdisasm that Triton 3.6 brings
 WRITES = ("bf16", "fp8_e4m3", "int8", "int4", "fp8_latent")
 MERGES = {"merge 8": (torch.bfloat16, 128, 8), "merge 2": (torch.float32, 256, 2), "merge 3": (torch.float16, 576, 3)}
 DRAWN = 200  # problems of the whole space, and as many backward passes
@@ -138,16 +138,16 @@ def report(kernel: Kernel, given: dict[str, Any], target: str) -> Row:
     """A kernel, compiled: what it takes of a processor of the target."""
     device = TARGETS[target]
     signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
-    compiler = GPUTarget("hip", device.gfx, device.wave) if device.amd else GPUTarget("cuda", device.arch, 32)
-    source = GluonASTSource if is_gluon(kernel) else ASTSource
-    built = signature.compiled(source, kernel.function, compiler, OPTIONS | kernel.options)
+    source, options = signature.source(kind_of(kernel), kernel.function), OPTIONS | kernel.options
     if device.amd:
-        code = of_amd(built.asm["amdgcn"])
-    elif device.arch in NOT_DISASSEMBLED:
-        code = of_ptx(built.asm["ptx"], device.arch)
-    else:
-        code = of_nvidia(built.asm["cubin"], built.asm["ptx"])
-    return {"shared": built.metadata.shared, **code}
+        built = triton_compiler.compile(source, target=GPUTarget("hip", device.gfx, device.wave), options=options)
+        return {"shared": built.metadata.shared, **of_amd(built.asm["amdgcn"])}
+    made = assembled(source, device.arch, options)
+    return {"shared": made.shared, **of_nvidia(made)}
+
+
+def kind_of(kernel: Kernel) -> type[ASTSource]:
+    return GluonASTSource if is_gluon(kernel) else ASTSource
 
 
 def tile_of(kernel: Kernel) -> str:
@@ -177,41 +177,27 @@ def of_amd(text: str) -> Row:
     products = [name for name in ("v_mfma", "v_wmma") if f"\t{name}" in text]
     return {
         "registers": number("vgpr_count"), "spills": number("vgpr_spill_count"),
-        "loop_spills": most(code, spans, r"^scratch_(load|store)|^buffer_(load|store).*offen.*s32"),
+        "loop_spills": most(code, spans, r"^scratch_(load|store)|^buffer_(load|store).*Folded"),
         "instruction": "".join(products).removeprefix("v_"),
     }  # fmt: skip
 
 
-def of_nvidia(cubin: bytes, ptx: str) -> Row:
-    """The same by the disassembled code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        sass, usage = (
-            subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, option in (("nvdisasm", "-c"), ("cuobjdump", "--dump-resource-usage"))
-        )
+def of_nvidia(made: Assembled) -> Row:
+    """The same by what ptxas says and the disassembled code; without that, a spill counts as one in a loop."""
+    registers, spills = resources(made.report)
     code: list[str] = []
     labels: dict[str, int] = {}
-    for line in sass.splitlines():
+    for line in made.sass.splitlines():
         if label := re.match(r"^(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             code.append(instruction[1])
     # Behind the end of the code lie repeated waits, which go back into it.
     spans = [(a, b) for a, b in loops_of(code, labels, r"BRA.*?(\.L_x_\d+)") if not any("EXIT" in x for x in code[a:b])]
+    in_loops = most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)") if code else spills // 4
     return {
-        "registers": max(map(int, re.findall(r"REG:(\d+)", usage)), default=0),
-        "spills": sum(bool(re.search(r"\b(STL|LDL)", x)) for x in code),
-        "loop_spills": most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)"),
-        "instruction": products_of(ptx),
-    }
-
-
-def of_ptx(ptx: str, arch: int) -> Row:
-    """The same by what ptxas says; a spill anywhere counts as one in a loop."""
-    registers, spills = resources(ptx, arch)
-    return {"registers": registers, "spills": spills // 4, "loop_spills": spills // 4, "instruction": products_of(ptx)}
+        "registers": registers, "spills": spills // 4, "loop_spills": in_loops, "instruction": products_of(made.ptx),
+    }  # fmt: skip
 
 
 def products_of(ptx: str) -> str:
