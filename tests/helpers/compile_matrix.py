@@ -92,7 +92,7 @@ def entries(case: str, target: str) -> Iterator[tuple[str, str, Kernel, dict[str
         made = iter(gluon_cases.cases()[case]())
     else:
         kind, _, what = case.partition(" ")
-        made = appended(what) if kind == "append" else iter([merged(*MERGES[case])])
+        made = appended(what) if kind == "append" else merged(*MERGES[case])
     for kernel, given in made:
         guard = getattr(kernel.constants.get("S"), "guard", "")
         name = "gluon " * is_gluon(kernel) + kernel.function.__name__ + " fixup" * (guard == "fixup")
