@@ -1,11 +1,15 @@
 """Four bits as a codebook (as TurboQuant has them) beside int4, at the same bytes: the error of attention.
 
     python benchmarks/cpu/codebook.py --json benchmarks/records/cpu/codebook.json
+    python benchmarks/cpu/codebook.py --model --json benchmarks/records/cpu/codebook_model.json
 
 K and V are rotated, then stored in 4 bits and a float32 scale for each group: int4 as it is, whose scale is set by the
 largest magnitude; int4 and the codebook with the best of several scales; the codebook (the 16 levels that are best for
 normal numbers, Lloyd-Max) with a scale set by the root mean square. Plain torch, float32, 128 columns; keys whose
 elements are alike, and keys of which three elements are 20 times as large. Errors are relative to the output.
+
+With --model the same ways on SmolLM2-135M and the texts of `smollm2.py`, K and V both: the mean KL divergence of the
+next-token distributions from those without rounding, and how often the likeliest token is the same.
 """
 
 from __future__ import annotations
@@ -71,13 +75,38 @@ def errors(large: bool, group: int) -> dict[str, float]:
     return found
 
 
+def of_model() -> list[dict]:
+    """What each way does to a model's tokens."""
+    from int8_rounding import distributions, rotated, unchanged
+    from smollm2 import PROMPTS, SmolLM, generate
+
+    from tilewise.tools.pretrained import SYSTEM, smollm2_file
+
+    model = SmolLM(smollm2_file())
+    chat = "{}<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    prompts = [model.tokenizer.encode(chat.format(SYSTEM, p)).ids for p in PROMPTS]
+    texts = generate(model, prompts, {"dtype": "f32"})
+    exact = distributions(model, prompts, texts, (unchanged, unchanged))
+    rows = []
+    for group in (32, 64):
+        for name, way in WAYS.items():
+            to = rotated(lambda x, way=way, group=group: way(x, group))
+            logs = distributions(model, prompts, texts, (to, to))
+            kl = (exact.exp() * (exact - logs)).sum(-1).clamp_min(0)
+            same = (logs.argmax(-1) == exact.argmax(-1)).float().mean().item()
+            rows.append({"group": group, "way": name, "mean_kl": kl.mean().item(), "top1_equal": same})
+            print(f"group {group}, {name}: mean KL {kl.mean():.3f}, same token {same:.1%}", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", action="store_true")
     args = parser.parse_args()
-    about = describe("python benchmarks/cpu/codebook.py --json benchmarks/records/cpu/codebook.json")
-    about["rows"] = []
-    for large in (False, True):
+    about = describe("python benchmarks/cpu/codebook.py " + "--model " * args.model + f"--json {args.json}")
+    about["rows"] = of_model() if args.model else []
+    for large in (False, True) if not args.model else ():
         for group in (32, 64, 128):
             row = {"keys": "three large" if large else "alike", "group": group, **errors(large, group)}
             about["rows"].append(row)
