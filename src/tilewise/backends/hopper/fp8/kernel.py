@@ -30,7 +30,7 @@ import triton
 from ...gpu.mask_rules import key_span, query_position
 from ..fwd.arguments import Arguments as Arguments16
 from ..fwd.consumer import own_tiles, pass_over
-from ..fwd.pipeline import new_queries, new_ring
+from ..fwd.pipeline import new_queries, new_ring, partition
 from ..fwd.softmax import Rows, hide, own_sums
 from ..fwd.tile_scheduler import new_scheduler, numbers_of, tile_count, work_tile_at
 from ..fwd.tiles import tile_list
@@ -271,21 +271,6 @@ def produce(a, scheduler, queries, keys, values):
         more = coord.index < total
 
 
-@gluon.jit
-def consumer0(a, scheduler, queries, keys, values, outs):
-    consume(a, scheduler, queries, keys, values, outs, 0)
-
-
-@gluon.jit
-def consumer1(a, scheduler, queries, keys, values, outs):
-    consume(a, scheduler, queries, keys, values, outs, 1)
-
-
-@gluon.jit
-def consumer2(a, scheduler, queries, keys, values, outs):
-    consume(a, scheduler, queries, keys, values, outs, 2)
-
-
 @gluon_kernel(Arguments)
 def fp8_kernel(a):
     CONSUMERS: gl.constexpr = a.S.consumers
@@ -294,21 +279,7 @@ def fp8_kernel(a):
     keys = new_ring(a.k, a.S.k_stages, CONSUMERS)
     values = new_ring(a.v, a.S.v_stages, CONSUMERS)
     outs = gl.allocate_shared_memory(a.o.dtype, [CONSUMERS, 1, 1, 64, a.S.DV], a.o.layout)
-    fence_async_shared()
-    shared = (a, scheduler, queries, keys, values, outs)
-    producing = (a, scheduler, queries, keys, values)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [(consumer0, shared), (consumer1, shared), (produce, producing)],
-            [4, 1],
-            [a.S.consumer_regs, a.S.producer_regs],
-        )
-    else:
-        gl.warp_specialize(
-            [(consumer0, shared), (consumer1, shared), (consumer2, shared), (produce, producing)],
-            [4, 4, 1],
-            [a.S.consumer_regs, a.S.consumer_regs, a.S.producer_regs],
-        )
+    partition(a, consume, produce, scheduler, queries, keys, values, outs)
 
 
 @triton.jit

@@ -8,30 +8,14 @@ softmax.py (from S to P).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..signature import gluon_kernel
 from .arguments import Arguments
 from .consumer import consume
 from .nonfinite import fixup
-from .pipeline import new_queries, new_ring
+from .pipeline import new_queries, new_ring, partition
 from .producer import produce
 from .tile_scheduler import new_scheduler
-
-
-@gluon.jit
-def consumer0(a, scheduler, queries, keys, values, outs):
-    consume(a, scheduler, queries, keys, values, outs, 0)
-
-
-@gluon.jit
-def consumer1(a, scheduler, queries, keys, values, outs):
-    consume(a, scheduler, queries, keys, values, outs, 1)
-
-
-@gluon.jit
-def consumer2(a, scheduler, queries, keys, values, outs):
-    consume(a, scheduler, queries, keys, values, outs, 2)
 
 
 @gluon.jit
@@ -47,21 +31,7 @@ def prefill(a):
         outs = gl.allocate_shared_memory(a.o.dtype, [CONSUMERS, 1, 1, 64, a.S.out_columns], a.o.layout)
     else:
         outs = queries.tiles
-    fence_async_shared()
-    shared = (a, scheduler, queries, keys, values, outs)
-    producing = (a, scheduler, queries, keys, values)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [(consumer0, shared), (consumer1, shared), (produce, producing)],
-            [4, 1],
-            [a.S.consumer_regs, a.S.producer_regs],
-        )
-    else:
-        gl.warp_specialize(
-            [(consumer0, shared), (consumer1, shared), (consumer2, shared), (produce, producing)],
-            [4, 4, 1],
-            [a.S.consumer_regs, a.S.consumer_regs, a.S.producer_regs],
-        )
+    partition(a, consume, produce, scheduler, queries, keys, values, outs)
 
 
 @gluon_kernel(Arguments)

@@ -17,7 +17,7 @@ tests/backends/hopper/test_hopper_protocol.py plays this through in random order
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..signature import struct
 
@@ -158,3 +158,35 @@ def new_queries(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CHUNKS: gl.
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(released.index(i), count=1)
     return Queries(tiles, full, released, STAGES, CONSUMERS, CHUNKS, COLUMNS, LENT)
+
+
+@gluon.jit
+def consumer(CONSUME: gl.constexpr, C: gl.constexpr, shared):
+    a, scheduler, queries, keys, values, outs = shared
+    CONSUME(a, scheduler, queries, keys, values, outs, C)
+
+
+@gluon.jit
+def producer(PRODUCE: gl.constexpr, shared):
+    a, scheduler, queries, keys, values, _ = shared
+    PRODUCE(a, scheduler, queries, keys, values)
+
+
+@gluon.jit
+def partition(a, CONSUME: gl.constexpr, PRODUCE: gl.constexpr, scheduler, queries, keys, values, outs):
+    """A program: two or three consumers, and the producer."""
+    fence_async_shared()
+    shared = (a, scheduler, queries, keys, values, outs)
+    if a.S.consumers == 2:
+        gl.warp_specialize(
+            [(consumer, (CONSUME, 0, shared)), (consumer, (CONSUME, 1, shared)), (producer, (PRODUCE, shared))],
+            [4, 1],
+            [a.S.consumer_regs, a.S.producer_regs],
+        )
+    else:
+        gl.warp_specialize(
+            [(consumer, (CONSUME, 0, shared)), (consumer, (CONSUME, 1, shared)), (consumer, (CONSUME, 2, shared)),
+             (producer, (PRODUCE, shared))],
+            [4, 4, 1],
+            [a.S.consumer_regs, a.S.consumer_regs, a.S.producer_regs],
+        )  # fmt: skip
