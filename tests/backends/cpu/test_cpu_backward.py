@@ -7,12 +7,31 @@ from conformance import BackwardConformance
 from tilewise.backends.cpu import compiler
 from tilewise.backends.cpu.kernel_cache import cache_directory
 from tilewise.testing.case import Case
-from tilewise.testing.gradients import make_gradients
+from tilewise.testing.gradients import check_gradients, make_gradients
 
 
 class TestCpuBackward(BackwardConformance):
     backend = "cpu"
     refused = ("indices",)
+
+
+FEW_SEE = {"window": 24, "softcap": 1e30, "offset": -536870712, "mask": "bhqk", "mask_kind": "f32", "pattern": "rows"}
+AFFINE = {"window": 2**31 - 1, "chunk": 2**63 - 1, "alibi": "h", "offset": "rows", "k_stride": 3, "q_stride": "rows"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(form="varlen", causal=True, H=15, Hkv=3, Lq=1, D=48, Dv=32, sinks="mixed", lengths=(63, 8),
+             q_lengths=(70, 8), tile=(34, 43), **FEW_SEE),
+        Case(form="varlen", causal=True, B=3, H=1, Hkv=1, Lq=1, D=81, Dv=89, k="bf16", sinks=True, lengths=(64, 59, 5),
+             q_lengths=(43, 1, 43), used=(38, 7, 5), **AFFINE),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gradients_of_sinks_are_summed_as_exactly_as_torch_does(case):
+    """Rows of packed queries lie far apart: torch's own sum over them in float32 rounds five times as much."""
+    check_gradients(case, "cpu")
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def write_sinks(t: Tensors, dsinks: torch.Tensor, delta: torch.Tensor) -> None:
     assert t.sinks is not None
     assert t.lse is not None
     share = torch.where(t.lse.isfinite(), (t.sinks[:, None] - t.lse).exp() * delta, 0.0)
-    torch.neg(share.sum((0, 2)), out=dsinks)
+    dsinks.copy_(-share.sum((0, 2), dtype=torch.float64))  # by float32 it would depend on how rows lie in memory
 
 
 def mask_sums(p: Problem, g: Gradients, dmask: torch.Tensor, blocks: int) -> torch.Tensor:
