@@ -124,14 +124,21 @@ def key_of(kernel: Kernel, given: dict[str, Any], target: str) -> str:
 
 @cache
 def sources_of(module: str) -> str:
-    """A digest of the kernels' sources in a module's backend, and in what backends share.
+    """A digest of a kernel's module and of the modules with kernels that it imports, directly or not.
 
     Not Triton's own, which depends on what a process has looked at before.
     """
-    home = Path(triton.__file__).parents[1]
-    folders = [home / module.split(".")[2], home / "gpu"]
-    files = sorted(file for folder in folders for file in folder.rglob("*.py") if "jit" in file.read_text())
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    found: set[str] = set()
+    left = [module]
+    while left:
+        name = left.pop()
+        text = Path(str(sys.modules[name].__file__)).read_text()
+        if name not in found and "jit" in text:
+            found.add(name)
+            for dots, rest in re.findall(r"^from (\.+)([\w.]*) import", text, re.MULTILINE):
+                left.append(".".join(name.split(".")[: -len(dots)]) + f".{rest}".rstrip("."))
+    texts = (Path(str(sys.modules[name].__file__)).read_bytes() for name in sorted(found))
+    return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 def report(kernel: Kernel, given: dict[str, Any], target: str) -> Row:

@@ -60,7 +60,7 @@ def test_a_backend_that_cannot_run_has_a_reason_and_a_remedy():
 @pytest.mark.parametrize(
     ("cuda", "available", "has_triton", "word"),
     [
-        (None, False, True, "CUDA build"),
+        (None, False, True, "CUDA or ROCm build"),
         ("13.0", False, True, "nvidia-smi"),
         ("13.0", True, False, "pip install triton"),
         ("13.0", True, True, "Ampere"),
