@@ -10,6 +10,7 @@ import pytest
 import ready_kernels
 from tilewise.backends.cpu import compiler, kernel_cache, ready
 from tilewise.backends.cpu.targets import TARGETS, V3, V4, matching
+from tilewise.tools import doctor
 from tiny_kernel import adding, no_compiler, run_tiny, said
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="releases bring kernels for Linux")
@@ -144,6 +145,17 @@ def test_tiles_that_may_not_be_used_are_not_there(folder, monkeypatch):
         ready.target.cache_clear()
         monkeypatch.setattr(ready.amx, "usable", lambda usable=usable: usable)
         assert ready.target() == name
+
+
+def test_what_is_ready_made_is_counted(folder, monkeypatch):
+    monkeypatch.setattr(compiler, "ALL", ["tiny", "second"])
+    assert compiler.on_disk() == ({"tiny"}, set())
+    assert doctor._kept_kernels().startswith(
+        "1 of 2 compiled, 1 of them ready made, from the package; `tilewise warmup`"
+    )
+    compiler.compile_function(adding(1), "second")
+    assert compiler.on_disk() == ({"tiny"}, {"second"})
+    assert doctor._kept_kernels() == "2 of 2 compiled, 1 of them ready made, from the package"
 
 
 def test_a_forked_process_goes_on_with_its_parents_and_loads_its_own(folder, monkeypatch):

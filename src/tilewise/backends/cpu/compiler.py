@@ -21,6 +21,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.codegen import CPUCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.cpu import CPUContext
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.registry import cpu_target
 from numba.core.types.functions import BaseFunction
@@ -147,6 +148,8 @@ def modules_only() -> Iterator[Callable[[Any], None]]:
         (CPUCodeLibrary, "_optimize_final_module", nothing),
         (CPUCodeLibrary, "_finalize_final_module", finalize),
         (BaseFunction, "get_call_type", resolve_once),
+        (CPUContext, "create_cfunc_wrapper", nothing),  # of Numba's own functions, such as `max`
+        (CPUContext, "create_cpython_wrapper", nothing),
         (JITCPUCodegen, "set_env", nothing),  # of code that is in Numba's own engine
     ]
     with global_compiler_lock:  # no other thread compiles meanwhile

@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
         description="Without a model: compiles every CPU kernel that the package does not bring ready made, and keeps "
         "it on disk, so that no first call waits. With one: runs each call that its layers make once, on a GPU where "
         f"there is one, so that their kernels are compiled and kept. Models: {', '.join(MODELS)}.",
-        example="tilewise warmup --device cuda --model llama-3-8b",
+        example="tilewise warmup --model llama-3-8b",
     )
     parser.add_argument("--model", metavar="NAME", help="a known model")
     add_device(parser)
