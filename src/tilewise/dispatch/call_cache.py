@@ -26,7 +26,7 @@ from . import activity, planner
 
 MOST = 4096  # remembered calls
 Key = tuple[Any, ...]
-Launcher = Callable[..., None]  # of the tensors in the order of FIELDS, None for those that a call does not have
+Launcher = Callable[..., Any]  # of the tensors in the order of FIELDS, None for those that a call does not have
 
 FIELDS = tuple(f.name for f in fields(Tensors) if f.name != "tile_map")
 INPUTS = tuple(name for name in FIELDS if name not in ("out", "lse"))
@@ -97,7 +97,9 @@ def _addresses(x: Quantised) -> list[int]:
 class CachedCall:
     """One remembered call."""
 
-    __slots__ = ("count", "launch", "like_q", "lse_shape", "places", "problem", "shape", "sizes", "stored", "validate")
+    __slots__ = (
+        "checks_tables", "count", "launch", "like_q", "lse_shape", "places", "problem", "shape", "sizes", "stored", "validate",
+    )  # fmt: skip
 
     def __init__(
         self, call: Call, plan: Plan, launch: Launcher, places: list[Any], stored: bool, validate: bool | None
@@ -110,6 +112,7 @@ class CachedCall:
         self.sizes: list[int] | None = None  # of a given out, and of the inputs, in bytes
         self.stored = stored  # whether keys or values are quantised
         self.validate = validate
+        self.checks_tables = getattr(launch, "checks_tables", False)
 
     def __call__(self, args: tuple[Any, ...], options: dict[str, Any], *more: Any) -> torch.Tensor | AttentionState:
         q = args[0]
@@ -125,12 +128,14 @@ class CachedCall:
             given: list[Any] = [
                 None if at is None else flat[at] if type(at) is int else options[at] for at in self.places
             ]
-            if self.validate is not False:
+            if self.validate is not False and not self.checks_tables:
                 values.check_tables(self.problem, given[1].shape[0], self.validate, *given[-5:])
                 values.check_indices(self.problem, given[-6], self.validate)
             if self.sizes is not None:
                 self.check_apart(out, given)
-            self.launch(*given[:3], out, lse, *given[3:], *more)
+            done = self.launch(*given[:3], out, lse, *given[3:], *more)
+            if self.checks_tables and not done:  # in words
+                values.check_tables(self.problem, given[1].shape[0], True, *given[-5:])
         self.count()
         return out if lse is None else AttentionState(out, lse)
 
@@ -190,7 +195,7 @@ def remember(
     if not any(x is not None and values.readable(x, validate) for x in tables):
         validate = False
     places = [at.get(name) for name in INPUTS]
-    while validate is False and places[-1] is None:
+    while validate is False and places[-1] is None and not getattr(launch, "checks_tables", False):
         places.pop()  # a launch is not given what comes last and is not there
     stored = Quantised in map(type, args[1:3])
     cached = CachedCall(call, plan, launch, places, stored, validate)

@@ -116,6 +116,6 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
     from . import launch
 
     p = plan.problem
-    if plan.detail.work_items is None or p.mask is not None or p.tree or p.alibi or p.biased or p.sinks or p.selection:
-        return None  # the schedule follows the lengths; of the others the kernel is not given new addresses
+    if p.mask is not None or p.tree or p.alibi or p.biased or p.sinks or p.selection or p.rules.q_offset == "rows":
+        return None  # the kernel is not given new addresses of these
     return launch.bind(plan, tensors)

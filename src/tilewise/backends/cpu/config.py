@@ -45,6 +45,15 @@ def takes_pairs(p: Problem) -> bool:
     return p.v_in_k and bf16 and whole and has_bf16() and not amx.usable()
 
 
+def multiplies_pairs(p: Problem) -> bool:
+    """Whether decode multiplies q and k by AVX-512 BF16, in tiles that all rows see.
+
+    Not under a dense mask: those tiles would be the ones that a tile map says, and its bits are those without one.
+    """
+    bf16 = PLAIN[p.q_dtype] == p.k_format == FORMATS["bf16"]
+    return bf16 and p.head_dim % (2 * W) == 0 and p.mask is None and has_bf16() and not (amx.usable() or p.v_in_k)
+
+
 def is_decode(p: Problem) -> bool:
     return p.group * own_rows(p) <= DECODE_ROWS or takes_pairs(p)
 

@@ -10,7 +10,7 @@ from numba import types
 
 from ...core.mask_rules import OFFSET_KINDS
 from .codegen import dtypes
-from .codegen.load_store import get_i32, get_i64, get_one, put_f32, put_i64
+from .codegen.load_store import get_i32, get_i64, get_one, put_f32, put_i64, put_series
 from .codegen.numba_ops import ONE, F, fill, jit, up, widen_row
 from .codegen.vector import W
 
@@ -139,6 +139,13 @@ def row_address(p, base, stride_b, stride_h, stride_l, at, j):
 
 
 @jit
+def repeat_last(table, count, end):
+    """The last of `count` addresses once more, up to place `end`."""
+    if count < end:
+        put_series(table + 8 * count, get_i64(table + 8 * (count - 1)), types.int64(0), end - count)
+
+
+@jit
 def list_rows(p, x, at, table, first, count, pad):
     """Addresses of `count` rows, the last one repeated up to a multiple of `pad`: it may be read, it does not count."""
     if at.chosen:
@@ -151,15 +158,11 @@ def list_rows(p, x, at, table, first, count, pad):
         while j < count:  # a page at a time: a division for each key would cost more than reading it
             start = row_address(p, x.base, x.b, x.h, x.l, at, first + j)
             run = min(p.page - (first + j) % p.page, count - j)
-            for i in range(run):
-                put_i64(table + 8 * (j + i), start + i * x.l)
+            put_series(table + 8 * j, start, x.l, run)
             j += run
     else:
-        start = row_address(p, x.base, x.b, x.h, x.l, at, first)
-        for j in range(count):
-            put_i64(table + 8 * j, start + j * x.l)
-    for j in range(count, up(count, pad)):
-        put_i64(table + 8 * j, get_i64(table + 8 * (count - 1)))
+        put_series(table, row_address(p, x.base, x.b, x.h, x.l, at, first), x.l, count)
+    repeat_last(table, count, up(count, pad))
 
 
 @jit
@@ -167,8 +170,7 @@ def list_ahead(p, x, at, table, first, count, end, distance):
     """Addresses of `count` rows, padded to a multiple of 16, and `distance` more; the last before `end` is repeated."""
     there, wanted = min(count + distance, end - first), up(count, LIST_PAD) + distance
     list_rows(p, x, at, table, first, there, ONE)
-    for j in range(there, wanted):
-        put_i64(table + 8 * j, get_i64(table + 8 * (there - 1)))
+    repeat_last(table, there, wanted)
 
 
 @jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm import amx, gemv_amx, gemv_sdot, gemv_vnni
 from .params import LAUNCH_BYTES, LINE, WORK_ITEM, Gradients, Params, Rules, put_tensor
+from .scheduler import SPARE_ROWS, UNDONE_ITEM, WRONG_TABLES
 from .scratch import total
-from .threads import pool
+from .threads import MOST_KEPT, pool
 
 KEPT_ITEMS = 1 << 14  # a MiB: queries that choose their keys have an item each
 
@@ -149,6 +150,8 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
             names |= {"amx_qk": "amx_qk", "amx_pv": "amx_pv"}
         elif config.takes_pairs(p):
             names |= {"amx_qk": "bf16_qk", "amx_pv": "bf16_pv"}
+        if config.multiplies_pairs(p):
+            names["qk_pairs"] = "qk pairs"
         for name, gemv in (("vnni", gemv_vnni), ("sdot", gemv_sdot)):
             if gemv.serves(k, p.head_dim):
                 names["dot_qk"] = f"{name}_qk {k.name}"
@@ -182,7 +185,7 @@ def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
     for name in STRIDED + FLAT:
         x = getattr(t, TENSORS.get(name, name))
         if x is not None and name in FLAT:
-            x = x.contiguous()
+            x = x if name == "table" else x.contiguous()
             kept.append(x)  # not the others: a repeated call has tensors of its own
         if x is not None:
             put_tensor(params, name, x)
@@ -208,7 +211,9 @@ def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
     return params, kept
 
 
-Launcher = Callable[..., None]  # of q, k, v, out, lse or None; of quantised keys and values their scales too
+Launcher = Callable[..., bool]  # of q, k, v, out, lse or None; of quantised keys and values their scales too
+AFTER_SCALES = [f.name for f in fields(Tensors)][7:-1]
+NO_TABLES = (0, 0, 0, 0)
 
 
 def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
@@ -219,37 +224,59 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
     """
     params, own_scratch = structs[0], pool.scratch
     launch, address = compiler.entry("launch"), ctypes.addressof(params)
-    params.threads = threads = min(params.threads, params.items)
-    size = LAUNCH_BYTES + -(-params.items * params.partial_bytes // LINE) * LINE + scratch
+    own_items, items = params.schedule != 0, params.max_items or params.items
+    params.threads = threads = min(params.threads, items)
+    size = LAUNCH_BYTES + -(-items * params.partial_bytes // LINE) * LINE + scratch
+    if own_items:
+        size += items * WORK_ITEM.itemsize + 8 * params.batch + LINE
+    kv_lengths, cu_q = (AFTER_SCALES.index(name) for name in ("kv_lengths", "cu_seqlens_q"))
 
-    def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None) -> None:
+    def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None, *more: Any) -> bool:
+        tables = [0 if x is None else x.data_ptr() for x in (more[kv_lengths], *more[cu_q:])] if own_items else NO_TABLES
         team = pool.acquire(threads, scratch) if threads > 1 else 0
         try:
-            undone = launch(
+            found = launch(
                 address, own_scratch(size), team, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
                 0 if lse is None else lse.data_ptr(), 0 if k_scales is None else k_scales.data_ptr(),
-                0 if v_scales is None else v_scales.data_ptr(),
+                0 if v_scales is None else v_scales.data_ptr(), *tables,
             )  # fmt: skip
         finally:
             if team:
                 pool.release()
-        if undone:  # an infinity, which AMX cannot take: once more, with the fp32 mainloop for that item
-            for x in structs:
-                x.prefill = compiler.function("prefill")
-            go(q, k, v, out, lse, k_scales, v_scales)
+        if found:
+            if found & WRONG_TABLES:
+                return False
+            if found & SPARE_ROWS:
+                zero_rows(out, lse, int(more[cu_q][-1]), 0)
+            if found & UNDONE_ITEM:  # an infinity, which AMX cannot take: once more, with the fp32 mainloop for that item
+                for x in structs:
+                    x.prefill = compiler.function("prefill")
+                return go(q, k, v, out, lse, k_scales, v_scales, *more)
+        return True
 
-    go.kept = structs, kept  # type: ignore[attr-defined]
+    go.kept, go.checks_tables = (structs, kept), own_items  # type: ignore[attr-defined]
     return go
 
 
-def bind(plan: Plan, t: Tensors) -> Launcher:
-    """The same call for other addresses of q, k, v, out, lse and the scales of k and v."""
+def bind(plan: Plan, t: Tensors) -> Launcher | None:
+    """The same call for other addresses of q, k, v, out, lse, the scales of k and v, lengths, offsets and block tables.
+
+    It has `checks_tables` if it looks at the last of these itself: False comes back, and nothing is done, if they name
+    rows that are not there.
+    """
+    p, launch = plan.problem, plan.detail
     params, kept = make_params(plan, t)
-    return launcher((params,), plan.detail.scratch, kept)
+    if launch.work_items is None:
+        if launch.max_work_items * (params.partial_bytes + WORK_ITEM.itemsize) > MOST_KEPT // 2:
+            return None  # memory for what a call may have, not for what it has
+        params.schedule, params.max_items = compiler.function(launch.schedule), launch.max_work_items
+        params.q_rows, params.kv_rows = p.total_q, t.k.shape[0 if p.page_size else 2]
+    return launcher((params,), launch.scratch, kept)
 
 
 def run(plan: Plan, t: Tensors) -> None:
-    bind(plan, t)(t.q, t.k, t.v, t.out, t.lse, t.k_scales, t.v_scales)
+    params, kept = make_params(plan, t)
+    launcher((params,), plan.detail.scratch, kept)(t.q, t.k, t.v, t.out, t.lse, t.k_scales, t.v_scales)
     if t.cu_seqlens_q is not None:
         zero_spare_rows(t)
 
@@ -259,7 +286,12 @@ def zero_spare_rows(t: Tensors) -> int:
     assert t.cu_seqlens_q is not None
     count = int(t.cu_seqlens_q[-1])
     if count < t.out.shape[2]:
-        t.out[:, :, count:] = 0
-        if t.lse is not None:
-            t.lse[:, :, count:] = -torch.inf
+        zero_rows(t.out, t.lse, count, 2)
     return count
+
+
+def zero_rows(out: torch.Tensor, lse: torch.Tensor | None, first: int, dim: int) -> None:
+    """Rows from `first` on see nothing."""
+    out.narrow(dim, first, out.shape[dim] - first).zero_()
+    if lse is not None:
+        lse.narrow(dim, first, lse.shape[dim] - first).fill_(-torch.inf)

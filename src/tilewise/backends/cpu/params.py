@@ -81,9 +81,11 @@ class Params(ctypes.Structure):
         *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
         *fields("decode_rows pairs"),  # rows of a group up to which a sequence is decoded; by pairs (`gemv_bf16.py`)
         *fields("work_items partials threads"),
+        # If each call lists its work items: by which kernel, how many there may be; packed rows of q, and of k or pages
+        *fields("schedule max_items q_rows kv_rows"),
         # Kernels, by address
         *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 amx_qk amx_pv"),
-        *fields("dot_qk dot_pv"),
+        *fields("dot_qk dot_pv qk_pairs"),
         *fields("gradients"),  # the address of a `Gradients`, for a backward pass
         # A cascade: the parameter struct of the shared keys, the places of rows in it, the next item to merge
         *fields("shared places next_merge"),

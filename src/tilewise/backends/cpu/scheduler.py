@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from .codegen.calls import call_kernel, call_mainloop, call_parallel
-from .codegen.load_store import fetch_add, get_i64, put_i64
+from .codegen.load_store import fetch_add, get_i32, get_i64, put_i64
 from .codegen.numba_ops import F, item_at, jit, params_at, pointer, task_at, team_at, up
 from .kv_access import affine, key_span, sequence
 from .mainloop.epilogue import epilogue_rows, replace_overflowed_rows
@@ -22,6 +22,7 @@ from .scratch import partition
 NEXT_ITEM, DONE, UNDONE = (offset(Params, name) for name in ("next_item", "done", "undone"))
 NEXT_THREAD, TASK_AT = offset(Task, "next_thread"), offset(LaunchBlock, "task")
 PARAM_WORDS = ctypes.sizeof(Params) // 8
+UNDONE_ITEM, WRONG_TABLES, SPARE_ROWS = 1, 2, 4  # what `launch` returns: by AMX; see `are_in_range`; of no sequence
 
 
 def worker(params, scratch):
@@ -59,22 +60,34 @@ def worker(params, scratch):
         index = fetch_add(params + NEXT_ITEM) * p.head_batch
 
 
-def launch(template, scratch, team, q, k, v, out, lse, k_scales, v_scales):
-    """A call, on a parameter struct that is copied from `template` into `scratch`. Was an item left undone by AMX?
+def launch(template, scratch, team, q, k, v, out, lse, k_scales, v_scales, kv_lengths, cu_q, cu_k, table):
+    """A call, on a parameter struct that is copied from `template` into `scratch`: UNDONE_ITEM, WRONG_TABLES (nothing
+    was done then), SPARE_ROWS, or the sum of what holds.
 
-    In the threads of `team`, or in this one if it is 0. Behind the struct lie the threads' task, the split-KV partials,
-    and this thread's own memory.
+    In the threads of `team`, or in this one if it is 0. Behind the struct lie the threads' task, the work items if the
+    call lists its own, the split-KV partials, and this thread's own memory.
     """
     for i in range(PARAM_WORDS):
         put_i64(scratch + 8 * i, get_i64(template + 8 * i))
     p = params_at(scratch)
     p.q, p.k, p.v, p.out, p.lse, p.k_scales, p.v_scales = q, k, v, out, lse, k_scales, v_scales
-    p.partials = scratch + LAUNCH_BYTES
+    p.partials, spare = scratch + LAUNCH_BYTES, 0
+    if p.schedule:
+        p.kv_lengths, p.cu_q, p.cu_k, p.table = kv_lengths, cu_q, cu_k, table
+        if not are_in_range(p):
+            return WRONG_TABLES
+        p.work_items = p.partials
+        order = p.work_items + p.max_items * WORK_ITEM_BYTES
+        p.partials = up(order + 8 * p.batch, LINE)
+        call_kernel(p.schedule, scratch, order)
+        p.threads = min(p.threads, p.items)
+        if cu_q and get_i32(cu_q + 4 * p.batch) < p.q_rows:
+            spare = SPARE_ROWS
     own = p.partials + up(p.items * p.partial_bytes, LINE)
     if p.shared:  # not a copy: an attempt before this one may have used it
         shared = params_at(p.shared)
         shared.next_item, shared.done, shared.undone = 0, 0, 0
-    if team:
+    if team and p.threads > 1:
         task, threads = task_at(scratch + TASK_AT), team_at(team)
         task.next_thread, task.kernel, task.params, task.memories = 0, p.worker, scratch, team + TEAM_BYTES
         call_parallel(threads.parallel, threads.thread_main, scratch + TASK_AT, p.threads, 0)
@@ -82,7 +95,35 @@ def launch(template, scratch, team, q, k, v, out, lse, k_scales, v_scales):
         call_kernel(p.worker, scratch, own)
     if p.combine:
         call_kernel(p.combine, scratch, own)
-    return p.undone
+    return spare + (UNDONE_ITEM if p.undone else 0)
+
+
+@jit
+def are_in_range(p):
+    """Whether offsets, lengths and pages are what `validation/values.py` wants: no row is read that is not there."""
+    if p.cu_q and not are_offsets(p.cu_q, p.batch, p.q_rows, p.q_len):
+        return False
+    if p.cu_k and not are_offsets(p.cu_k, p.batch, p.kv_rows, p.kv_len):
+        return False
+    for b in range(p.batch):
+        _, _, _, kv_len, _ = sequence(p, b)
+        most = get_i32(p.cu_k + 4 * b + 4) - get_i32(p.cu_k + 4 * b) if p.cu_k else p.kv_len
+        if not 0 <= kv_len <= most:
+            return False
+        if p.table:
+            for n in range((kv_len + p.page - 1) // p.page):
+                if not 0 <= get_i32(p.table + b * p.table_b + 4 * n) < p.kv_rows:
+                    return False
+    return True
+
+
+@jit
+def are_offsets(cu, batch, rows, longest):
+    """Offsets of packed rows: from 0, never falling, up to `rows`, none further from the next than `longest`."""
+    for b in range(batch):
+        if not 0 <= get_i32(cu + 4 * b + 4) - get_i32(cu + 4 * b) <= longest:
+            return False
+    return get_i32(cu) == 0 and get_i32(cu + 4 * batch) <= rows
 
 
 def thread_main(task):

@@ -42,6 +42,17 @@ get_i32, put_i32 = _scalar(I32, types.int32)
 get_u8, _ = _scalar(I8, types.uint8)
 
 
+@microkernel("iiii")
+def put_series(e: Emit, to: Value, first: Value, step: Value, count: Value) -> None:
+    """`count` int64: `first` and what comes after it in steps of `step`.
+
+    Of stores by address the compiler does not see that they are one after the other: it makes scatters of them.
+    """
+    b = e.builder
+    with e.loop(count) as i:
+        b.store(b.add(first, b.mul(i, step)), e.pointer(to, i, I64, I64))
+
+
 @intrinsic
 def fetch_add(typingctx: Any, address: Any) -> Any:
     """Atomic fetch-and-add of 1, by which threads take work items."""

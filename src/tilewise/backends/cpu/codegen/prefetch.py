@@ -5,7 +5,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import cgutils
 
-from .vector import I8, I32, I64, Emit, Value, microkernel
+from .vector import I8, I32, I64, Emit, Value, W, microkernel
 
 
 def prefetch_line(e: Emit, address: Value, level: int = 1) -> None:
@@ -25,6 +25,13 @@ def prefetch_row_spans(e: Emit, rows: Value, count: Value, start: Value, size: V
         row = b.add(e.load_scalar(rows, j, I64), start)
         with e.loop(size, 64) as i:
             prefetch_line(e, b.add(row, i), level=2)
+
+
+@microkernel("ii")
+def prefetch_column(e: Emit, address: Value, stride: Value) -> None:
+    """Prefetches a line of each of W rows, `stride` bytes apart, into L2."""
+    for i in range(W):
+        prefetch_line(e, e.builder.add(address, e.builder.mul(stride, e.i64(i))), level=2)
 
 
 @microkernel("iii")

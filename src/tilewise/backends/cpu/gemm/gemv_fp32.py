@@ -6,6 +6,7 @@ multiplied, the one `distance` keys further on is prefetched, line by line.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -14,18 +15,23 @@ from ....core.storage import FORMATS
 from ..codegen.numba_ops import ZERO, jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, W, microkernel
+from .gradient import dot_pairs
 
 CACHE_LINE = 64
+PAIRS = "pairs"
 I1 = ir.IntType(1)
-# Keys in flight for 4, 2 or 1 rows: as many accumulators as leave registers for K and q.
-KEYS = {4: 4, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 2: 4, 1: 8}
+# Keys in flight for 4, 3, 2 or 1 rows: as many accumulators as leave registers for K and q.
+KEYS = {4: 4, 3: 8, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 3: 2, 2: 4, 1: 8}
 
 
 def make_qk(kind: str, queries: int, keys: int) -> Any:
     """s[i, j] = q[i] . k[j] of `queries` rows and `count` keys (a multiple of `keys`), K loaded once.
 
-    `scales` has a float for each key, then those of the next group of elements `line` floats on.
+    `scales` has a float for each key, then those of the next group of elements `line` floats on. Of PAIRS a float of q
+    and k is a pair of bf16 numbers: AVX-512 BF16 adds both products.
     """
+    pairs = kind == PAIRS
+    kind = "f32" if pairs else kind
     parts, size = FORMATS[kind].packing, FORMATS[kind].dtype.itemsize
 
     @microkernel("iiiiiiiiiii")
@@ -33,7 +39,7 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
         e: Emit, q: Value, ldq: Value, rows: Value, count: Value, width: Value, s: Value, lds: Value, scales: Value,
         line: Value, group: Value, distance: Value,
     ) -> None:  # fmt: skip
-        b = e.builder
+        b, multiply = e.builder, partial(dot_pairs, e) if pairs else e.fma
         span = b.sdiv(width, e.i64(parts))  # elements of a row that a part holds
         bits = b.cttz(group, ir.Constant(I1, 1))  # groups are powers of two
         with e.loop(count, keys) as key:
@@ -54,7 +60,7 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
                     for i in range(queries):
                         x = e.load(q, b.add(b.mul(ldq, e.i64(i)), element))
                         for j in range(keys):
-                            sums[i][j].set(e.fma(x, ks[j], sums[i][j].get()))
+                            sums[i][j].set(multiply(x, ks[j], sums[i][j].get()))
             row_sums = [x.get() for row in sums for x in row]
             step = min(W, len(row_sums))
             folded = [
@@ -117,11 +123,14 @@ def qk_function(kind: str) -> Any:
 
     `count` is a multiple of 8.
     """
-    return by_rows(f"qk_{kind}", *(make_qk(kind, n, KEYS[n]) for n in (4, 2, 1)))
+    return by_rows(f"qk_{kind}", *(make_qk(kind, n, KEYS[n]) for n in ROWS))
 
 
-def by_rows(name: str, four: Any, two: Any, one: Any) -> Any:
-    """A product of R rows, of `qk` or of a strip of `pv`, compiled as `name`: rows in fours, then two, then one.
+ROWS = (4, 3, 2, 1)
+
+
+def by_rows(name: str, four: Any, three: Any, two: Any, one: Any) -> Any:
+    """A product of R rows, of `qk` or of a strip of `pv`, compiled as `name`: rows in fours, then what is left.
 
     x and y have rows of ldx and ldy floats; a, b and c are what `make_qk` or `make_pv` takes there.
     """
@@ -132,11 +141,11 @@ def by_rows(name: str, four: Any, two: Any, one: Any) -> Any:
             four(x + 4 * i * ldx, ldx, rows, count, width, y + 4 * i * ldy, ldy, a, b, c, distance)
             i += 4
             distance = ZERO  # prefetched already
-        if i + 2 <= R:
+        if i + 3 == R:
+            three(x + 4 * i * ldx, ldx, rows, count, width, y + 4 * i * ldy, ldy, a, b, c, distance)
+        elif i + 2 == R:
             two(x + 4 * i * ldx, ldx, rows, count, width, y + 4 * i * ldy, ldy, a, b, c, distance)
-            i += 2
-            distance = ZERO
-        if i < R:
+        elif i < R:
             one(x + 4 * i * ldx, ldx, rows, count, width, y + 4 * i * ldy, ldy, a, b, c, distance)
 
     product.__qualname__ = name  # kept code is found by name: no two functions may share one
@@ -146,8 +155,8 @@ def by_rows(name: str, four: Any, two: Any, one: Any) -> Any:
 def pv_function(kind: str) -> Any:
     """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, distance)`: acc [R, width] += p v."""
     parts = FORMATS[kind].packing  # a step is a vector in each half of a packed row
-    wide = [make_pv(kind, n, 4) for n in (4, 2, 1)]
-    thin = [make_pv(kind, n, parts) for n in (4, 2, 1)]
+    wide = [make_pv(kind, n, 4) for n in ROWS]
+    thin = [make_pv(kind, n, parts) for n in ROWS]
 
     wide_strip, thin_strip = jit(by_rows(f"wide_{kind}", *wide)), jit(by_rows(f"thin_{kind}", *thin))
     step = 4 // parts * W

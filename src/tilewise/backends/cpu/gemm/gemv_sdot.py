@@ -205,7 +205,12 @@ def sdot_pv_function(kind: str) -> Any:
         two(acc, lda, rows, count, width, p, ldp, line, group, start, distance)
         two(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, line, group, start, ZERO)
 
-    strip = jit(by_rows(f"sdot_{kind}", four, two, one))
+    @jit
+    def three(acc, lda, rows, count, width, p, ldp, line, group, start, distance):  # type: ignore[no-untyped-def]
+        two(acc, lda, rows, count, width, p, ldp, line, group, start, distance)
+        one(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, line, group, start, ZERO)
+
+    strip = jit(by_rows(f"sdot_{kind}", four, three, two, one))
 
     def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]
         for start in range(0, width // parts, BYTES):

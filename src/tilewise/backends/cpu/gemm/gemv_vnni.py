@@ -21,7 +21,7 @@ from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I8, I16, I32, I64, Emit, Value, W, microkernel
 from ..isa import cpu_features
 from .fixed_point import LIMBS, LINE, join_limbs
-from .gemv_fp32 import by_rows
+from .gemv_fp32 import ROWS, by_rows
 
 KEYS = 16  # of dots
 PARTS = {"int8": 1, "int4": 2}  # elements of a byte
@@ -185,12 +185,12 @@ def _transpose_quarters(e: Emit, four: list[Value]) -> list[Value]:
 
 def vnni_qk_function(kind: str) -> Any:
     """As `gemv_fp32.qk_function`: `q` is packed by `quantise_queries`, `count` a multiple of 16."""
-    return by_rows(f"vnni_qk_{kind}", *(make_qk(kind, n) for n in (4, 2, 1)))
+    return by_rows(f"vnni_qk_{kind}", *(make_qk(kind, n) for n in ROWS))
 
 
 def vnni_pv_function(kind: str) -> Any:
     """As `gemv_fp32.pv_function`, with weights packed by `pack_weights`; `count` is a multiple of 4."""
-    strip, parts = jit(by_rows(f"vnni_{kind}", *(make_pv(kind, n) for n in (4, 2, 1)))), PARTS[kind]
+    strip, parts = jit(by_rows(f"vnni_{kind}", *(make_pv(kind, n) for n in ROWS))), PARTS[kind]
 
     def pv(acc, lda, R, rows, count, width, p, ldp, line, group, distance):  # type: ignore[no-untyped-def]
         for start in range(0, width // parts, LINE):

@@ -57,6 +57,7 @@ W_, FOUR = np.int64(W), np.int64(4)
 TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # of AMX
 LEAST_TILE_ROWS = 8  # query rows from which on it is faster: cpu/amx-rows in benchmarks/cpu/LOG.md
 TILE = np.int64(FEW_KEYS)
+HEAD_BYTES = np.int64(4096)  # of one head's keys
 
 
 @jit
@@ -195,7 +196,7 @@ def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
         weights = t.weights
         call_pv(p.dot_pv, t.acc, Dv, R, t.v_table, fours, width, weights, SCORES, R * SCORES, p.v_group, distance)
         return
-    step = KEY_PAD if p.table and not scaled else CHUNK  # as in `decode_head_batch`
+    step = keys_of_head(p) if p.table and not scaled else CHUNK  # as in `decode_head_batch`
     for j in range(tiled, count, step):
         n = min(step, count - j)
         if scaled:
@@ -236,6 +237,10 @@ def decode(params, scratch, address):
             widen_row(t.q + 4 * r * D, row, p.q_dtype, p.head_dim, D, ZERO, ZERO, ONE)
         if by_amx:
             pack_queries(p, t, item, q_start, R)
+        if p.qk_pairs and not by_amx:
+            for r in range(R):
+                row = query_row(p, item, q_start, r // item.rows, r % item.rows)
+                widen_f32(t.packed + 2 * r * D, row, p.head_dim // 2)
         if p.dot_qk:
             quantise_queries(t.packed, t.q, R, D, p.k_dtype)
         first, last, _ = set_up(p, t, item, R, Dv)  # the same for all of them
@@ -268,8 +273,22 @@ def all_see(t, R, origin, end):
 
 
 @jit
+def plain_qk(p, t, D):
+    """What multiplies keys as they lie: the function, its queries, the length of their rows, its width."""
+    if p.qk_pairs:
+        return p.qk_pairs, t.packed, D // 2, p.head_dim // 2
+    return p.qk, t.q, D, p.head_dim
+
+
+@jit
+def keys_of_head(p):
+    """Keys of a page that are multiplied for one head before the next one's turn: as many as 4 KiB hold, 8 to 48."""
+    return min(max(HEAD_BYTES // p.k_row // KEY_PAD * KEY_PAD, KEY_PAD), CHUNK)
+
+
+@jit
 def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
-    """A tile of pages for all heads of a batch, in the order of memory: eight keys of one head, then of the next.
+    """A tile of pages for all heads of a batch, in the order of memory: a few keys of one head, then of the next.
 
     A page has a token's heads side by side. Gain: cpu/head-batch in benchmarks/cpu/LOG.md.
     """
@@ -281,19 +300,22 @@ def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
         at = place(p, item, kv_start, chosen_keys(p, t))
         list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
         list_ahead(p, v, at, t.v_table, origin, count, last, p.prefetch_distance)
-    for j in range(0, count, KEY_PAD):
+    step = keys_of_head(p)
+    for j in range(0, count, step):
+        m = up(min(step, count - j), KEY_PAD)
         for n in range(p.head_batch):
             t = of_item(p, shared, n, R, D, Dv)
+            qk, q, ldq, width = plain_qk(p, t, D)
             rows, s = t.k_table + 8 * j, t.s + 4 * j
-            call_qk(p.qk, t.q, D, R, rows, KEY_PAD, p.head_dim, s, SCORES, t.k_scales, ZERO, ONE, p.prefetch_distance)
+            call_qk(qk, q, ldq, R, rows, m, width, s, SCORES, t.k_scales, ZERO, ONE, p.prefetch_distance)
     for n in range(p.head_batch):
         item, t = item_at(address + n * WORK_ITEM_BYTES), of_item(p, shared, n, R, D, Dv)
         for r in range(R):
             online_softmax(p, t, item, r, origin, count, Dv)
-    for j in range(0, count, KEY_PAD):
+    for j in range(0, count, step):
         for n in range(p.head_batch):
             t = of_item(p, shared, n, R, D, Dv)
-            rows, weights, m = t.v_table + 8 * j, t.s + 4 * j, min(KEY_PAD, count - j)
+            rows, weights, m = t.v_table + 8 * j, t.s + 4 * j, min(step, count - j)
             call_pv(p.pv, t.acc, Dv, R, rows, m, p.value_dim, weights, SCORES, ZERO, ONE, value_distance(p))
 
 
@@ -304,11 +326,12 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
     keys, count = SCORES + PAD, end - origin
     k, v = key_source(p), value_source(p)
     list_ahead(p, k, at, t.k_table, origin, count, last, p.prefetch_distance)
-    qk, q, ldq, width, k_distance, pad = p.qk, t.q, D, p.head_dim, p.prefetch_distance, KEY_PAD
+    qk, q, ldq, width = plain_qk(p, t, D)
+    k_distance, pad = p.prefetch_distance, KEY_PAD
     tiled = count // TILE_KEYS * TILE_KEYS if by_amx and unmasked else ZERO
     if not unmasked or p.qk == 0:
         widen_rows(p, k, at, t.k_table, t.keys, origin, count, PAD)
-        qk, width, k_distance = p.qk_f32, D, ZERO
+        qk, q, ldq, width, k_distance = p.qk_f32, t.q, D, D, ZERO
     elif dtypes.is_quantised(k.dtype):
         list_scales(p, k, at, t.k_scales, origin, count, W_, keys)
         if (

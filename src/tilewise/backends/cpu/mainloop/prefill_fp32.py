@@ -11,6 +11,7 @@ from __future__ import annotations
 from ..codegen import dtypes
 from ..codegen.load_store import clear, get_i64, transpose
 from ..codegen.numba_ops import ONE, ZERO, F, jit, up, widen_row
+from ..codegen.prefetch import prefetch_column
 from ..codegen.vector import W
 from ..gemm import Gemm, fp32
 from ..gemm.fp32 import KEYS, PANEL, ROWS
@@ -51,7 +52,10 @@ def whole_memory(p, t):
 
 @jit
 def pack_queries(p, t, w, item, q_start, R):
-    """Q^T in panels. W float32 rows of one head are transposed where they lie, others are copied to `acc` before."""
+    """Q^T in panels. W float32 rows of one head are transposed where they lie, others are copied to `acc` before.
+
+    Rows far apart are read a line at a time: those of the next W rows are prefetched meanwhile.
+    """
     n, D = item.rows, up(p.head_dim, W)
     in_place = p.q_dtype == dtypes.F32 and p.head_dim == D and p.q_l % 4 == 0
     for first in range(0, up(R, W), W):
@@ -68,7 +72,11 @@ def pack_queries(p, t, w, item, q_start, R):
                 else:
                     clear(row, D)
         panel = t.q + 4 * (first // PANEL * PANEL * D + first % PANEL)
+        ahead, i = first + W, (first + W) % n
+        coming = query_row(p, item, q_start, ahead // n, i) if in_place and ahead < R and i + W <= n else ZERO
         for d in range(0, D, W):
+            if coming:
+                prefetch_column(coming + 4 * d, p.q_l)
             transpose(panel + 4 * d * PANEL, PANEL, rows + 4 * d, width)
     return False
 
