@@ -225,3 +225,59 @@ def test_calls_that_write_to_the_callers_memory(form):
     for wrong in (pool[0], near):
         with pytest.raises(InvalidArgument, match=r"^out: got memory that q is in"):
             call(q, *rest, out=wrong)
+
+
+def remembered():
+    return next(reversed(call_cache._known.values()))
+
+
+def test_tables_are_checked_where_a_repeated_call_reads_them():
+    """The CPU's launcher looks at tables itself: what is wrong is refused in words, and nothing is written."""
+    call_cache.forget()
+    q, pages = torch.randn(4, 2, 16), torch.randn(3, 4, 2, 16)
+    out = torch.empty_like(q)
+    right = {
+        "table": torch.tensor([[0, 1], [2, 99]], dtype=torch.int32),
+        "lengths": torch.tensor([8, 3], dtype=torch.int32),
+        "cu": torch.tensor([0, 1, 3], dtype=torch.int32),
+    }
+
+    def call(**other):
+        x = right | {name: torch.tensor(value, dtype=torch.int32) for name, value in other.items()}
+        options = {"cu_seqlens_q": x["cu"], "max_q": 2, "causal": True, "out": out}
+        return paged_attention(q, pages, pages, x["table"], x["lengths"], **options).clone()
+
+    want = call()
+    assert remembered().checks_tables
+    out.fill_(7)
+    assert call().equal(want)
+    assert (want[3] == 0).all()  # a row of no sequence
+    out.fill_(7)
+    wrong = {
+        "block_table": {"table": [[0, 3], [2, 0]]},
+        "context_lens": {"lengths": [9, 3]},
+        "cu_seqlens_q": {"cu": [0, 2, 1]},
+        "max_q": {"cu": [0, 0, 3]},
+    }
+    for name, values in wrong.items():
+        with pytest.raises(InvalidArgument, match=name.replace("[", r"\[")):
+            call(**values)
+    assert (out == 7).all()
+    assert call(table=[[0, 1], [2, -5]]).equal(want)  # past the length
+    other = call(table=[[2, 1], [0, 0]], cu=[0, 2, 4], lengths=[6, 4])
+    call_cache.forget()
+    assert call(table=[[2, 1], [0, 0]], cu=[0, 2, 4], lengths=[6, 4]).equal(other)
+
+
+@pytest.mark.parametrize("split_size", [None, 2])
+def test_lengths_of_a_repeated_call_are_its_own(split_size):
+    call_cache.forget()
+    q, k, v = torch.randn(3, 4, 1, 32), torch.randn(3, 2, 9, 32), torch.randn(3, 2, 9, 32)
+    cases = [torch.tensor(n, dtype=torch.int32) for n in ([9, 1, 4], [0, 9, 9], [2, 2, 2], [9, 9, 9])]
+    found = [attention(q, k, v, kv_lengths=n, split_size=split_size, return_lse=True) for n in cases]
+    assert remembered().checks_tables
+    for lengths, state in zip(cases, found, strict=True):
+        call_cache.forget()
+        want = attention(q, k, v, kv_lengths=lengths, split_size=split_size, return_lse=True)
+        assert state.out.equal(want.out)
+        assert state.lse.equal(want.lse)

@@ -207,3 +207,20 @@ def test_an_unknown_machine_is_answered_with_all_names(name):
     q = torch.empty(1, 4, 64, 64, device="meta")
     with pytest.raises(InvalidArgument, match=r"sm_80.*sm_121.*gfx942.*apple-m3.*avx2.*neon"):
         plan(q, q, q, device=name)
+
+
+def test_packed_decode_is_planned_as_the_unpacked_form():
+    """One query a sequence is the last position: causal hides nothing, and no backend is asked for it."""
+    pages, lengths = torch.randn(6, 16, 2, 64), torch.tensor([40, 17, 33], dtype=torch.int32)
+    table, cu = torch.arange(6, dtype=torch.int32).view(3, 2).repeat(1, 2), torch.arange(4, dtype=torch.int32)
+    q = torch.randn(3, 6, 64)
+    keys = {"block_table": table, "context_lens": lengths}
+    packed = plan(q, pages, pages, **keys, cu_seqlens_q=cu, causal=True)
+    alone = plan(q[:, :, None], pages, pages, **keys)
+    for name in ("backend", "kernel", "tile", "splits", "workspace_bytes"):
+        assert getattr(packed, name) == getattr(alone, name)
+    assert packed.problem.rules == alone.problem.rules
+    for options in ({"q_offset": 5}, {"k_start": 1}, {"q_offset": torch.tensor([3, 2, 1])}):
+        assert plan(q, pages, pages, **keys, cu_seqlens_q=cu, causal=True, **options).problem.rules.causal
+    two = torch.tensor([0, 2, 3, 3], dtype=torch.int32)
+    assert plan(q, pages, pages, **keys, cu_seqlens_q=two, causal=True).problem.rules.causal

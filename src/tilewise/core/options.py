@@ -152,10 +152,21 @@ def as_chunk(chunk: Any) -> int:
 
 
 def as_rules(
-    o: Options, q_offset: Offset = "end", kv_lengths: bool = False, places: Places = PLAIN_PLACES
+    o: Options,
+    q_offset: Offset = "end",
+    kv_lengths: bool = False,
+    places: Places = PLAIN_PLACES,
+    sizes: tuple[int, int] | None = None,
 ) -> MaskRules:
-    """The options that hide keys by position, with where queries and keys stand and whether sequences have lengths."""
-    return MaskRules(as_flag("causal", o.causal), as_window(o.window), as_chunk(o.chunk), q_offset, kv_lengths, places)
+    """The options that hide keys by position, with where queries and keys stand and whether sequences have lengths.
+
+    `sizes`: the most queries and keys of a sequence. No key stands behind one query that is the last position: causal
+    hides nothing then, and is left out.
+    """
+    causal = as_flag("causal", o.causal)
+    if causal and sizes is not None and sizes[0] <= 1 and places == PLAIN_PLACES:
+        causal = not (q_offset == "end" or (isinstance(q_offset, int) and q_offset >= sizes[1] - 1))
+    return MaskRules(causal, as_window(o.window), as_chunk(o.chunk), q_offset, kv_lengths, places)
 
 
 def as_block_size(o: Options) -> int:

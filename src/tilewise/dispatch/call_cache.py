@@ -98,7 +98,8 @@ class CachedCall:
     """One remembered call."""
 
     __slots__ = (
-        "checks_tables", "count", "launch", "like_q", "lse_shape", "places", "problem", "shape", "sizes", "stored", "validate",
+        "checks_tables", "count", "launch", "like_q", "lse_shape", "places", "problem", "shape", "sizes", "stored",
+        "validate",
     )  # fmt: skip
 
     def __init__(

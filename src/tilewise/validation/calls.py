@@ -192,7 +192,7 @@ def _finish(
         packed_q=c.packed,
         total_q=c.q.shape[2] if c.packed else 0,
         page_size=page_size,
-        rules=as_rules(o, offset, t.kv_lengths is not None, rows),
+        rules=as_rules(o, offset, t.kv_lengths is not None, rows, (q_len, kv_len)),
         softcap=as_softcap(o.softcap),
         alibi=t.alibi_slopes is not None,
         q_bias=t.q_bias is not None,

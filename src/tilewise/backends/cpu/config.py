@@ -76,7 +76,8 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
     if p.selection is not None:
         block = own_rows(p)
         rows = -(-block // -(-block // rows))
-    elif not p.packed_q and not pairs:  # of pairs a row's bits depend on its tile, which must not depend on the batch
+    # Of pairs a row's bits depend on its tile, which must not depend on the batch.
+    elif (not p.packed_q or p.q_len <= 1) and not pairs:
         step = max(1, PANEL // p.group)
         rows = even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
     keys = tile_keys(parts)

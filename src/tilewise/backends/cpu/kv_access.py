@@ -154,12 +154,12 @@ def list_rows(p, x, at, table, first, count, pad):
             row = types.int64(get_i32(entry + 16 * j + 4)) * x.l
             put_i64(table + 8 * j, start + get_i64(entry + 16 * j + 8) * x.b + row)
     elif p.table:
-        j = 0
+        number, row, j = p.table + at.b * p.table_b + first // p.page * 4, first % p.page, 0
         while j < count:  # a page at a time: a division for each key would cost more than reading it
-            start = row_address(p, x.base, x.b, x.h, x.l, at, first + j)
-            run = min(p.page - (first + j) % p.page, count - j)
+            run = min(p.page - row, count - j)
+            start = x.base + types.int64(get_i32(number)) * x.b + at.head * x.h + row * x.l
             put_series(table + 8 * j, start, x.l, run)
-            j += run
+            number, row, j = number + 4, 0, j + run
     else:
         put_series(table, row_address(p, x.base, x.b, x.h, x.l, at, first), x.l, count)
     repeat_last(table, count, up(count, pad))

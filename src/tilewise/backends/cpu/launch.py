@@ -213,7 +213,7 @@ def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
 
 Launcher = Callable[..., bool]  # of q, k, v, out, lse or None; of quantised keys and values their scales too
 AFTER_SCALES = [f.name for f in fields(Tensors)][7:-1]
-NO_TABLES = (0, 0, 0, 0)
+NO_TABLES = [0, 0, 0, 0]
 
 
 def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
@@ -232,7 +232,9 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
     kv_lengths, cu_q = (AFTER_SCALES.index(name) for name in ("kv_lengths", "cu_seqlens_q"))
 
     def go(q: Any, k: Any, v: Any, out: Any, lse: Any, k_scales: Any = None, v_scales: Any = None, *more: Any) -> bool:
-        tables = [0 if x is None else x.data_ptr() for x in (more[kv_lengths], *more[cu_q:])] if own_items else NO_TABLES
+        tables = NO_TABLES
+        if own_items:
+            tables = [0 if x is None else x.data_ptr() for x in (more[kv_lengths], *more[cu_q:])]
         team = pool.acquire(threads, scratch) if threads > 1 else 0
         try:
             found = launch(
@@ -248,7 +250,7 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
                 return False
             if found & SPARE_ROWS:
                 zero_rows(out, lse, int(more[cu_q][-1]), 0)
-            if found & UNDONE_ITEM:  # an infinity, which AMX cannot take: once more, with the fp32 mainloop for that item
+            if found & UNDONE_ITEM:  # an infinity, which AMX cannot take: once more, by fp32
                 for x in structs:
                     x.prefill = compiler.function("prefill")
                 return go(q, k, v, out, lse, k_scales, v_scales, *more)

@@ -48,9 +48,21 @@ def put_series(e: Emit, to: Value, first: Value, step: Value, count: Value) -> N
 
     Of stores by address the compiler does not see that they are one after the other: it makes scatters of them.
     """
-    b = e.builder
-    with e.loop(count) as i:
-        b.store(b.add(first, b.mul(i, step)), e.pointer(to, i, I64, I64))
+    b, lanes = e.builder, W // 2
+    kind = e.vector(I64, lanes)
+
+    def splat(x: Value) -> Value:
+        one = b.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(I32, 0))
+        return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(e.vector(I32, lanes), [0] * lanes))
+
+    values = e.var(b.add(splat(first), b.mul(splat(step), ir.Constant(kind, list(range(lanes))))))
+    further, whole = splat(b.mul(step, e.i64(lanes))), b.and_(count, e.i64(-lanes))
+    with e.loop(whole, lanes) as i:
+        b.store(values.get(), e.pointer(to, i, I64, kind)).align = 8
+        values.set(b.add(values.get(), further))
+    with e.loop(b.sub(count, whole)) as i:
+        at = b.add(whole, i)
+        b.store(b.add(first, b.mul(at, step)), e.pointer(to, at, I64, I64))
 
 
 @intrinsic
