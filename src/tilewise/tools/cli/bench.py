@@ -9,7 +9,7 @@ from ..models import MODELS
 from .arguments import Commands, add_device, add_dtype, add_json, command, count, default_device
 
 SUITES = ("cpu", "prefill", "decode", "paged", "mask", "varlen", "dims", "models", "latent")
-PEERS = ("sdpa", "flex", "flash-attn", "flashinfer", "xformers")
+PEERS = ("sdpa", "flex", "flash-attn", "flashinfer", "xformers", "onnxruntime", "mlx", "cpu-attn")
 
 
 def add(commands: Commands) -> None:
@@ -18,7 +18,8 @@ def add(commands: Commands) -> None:
         run,
         help="measure the kernels beside other libraries and the machine's own limits",
         description="Times each case interleaved with every peer found here (torch's SDPA by each of its kernels, "
-        "FlexAttention, flash-attn, FlashInfer, xFormers), checks all of them against float64, and shows what share "
+        "FlexAttention, flash-attn, FlashInfer, xFormers, ONNX Runtime, MLX, vLLM's CPU_ATTN), checks all of them "
+        "against float64, and shows what share "
         "of the machine's own limits each reaches. Shapes are those of known models: "
         f"{', '.join(MODELS)}. Progress goes to stderr. Ratios are speeds. Ctrl-C and SIGTERM end "
         "the measuring and keep what is done. "

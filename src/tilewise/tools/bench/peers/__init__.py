@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 
 from ...workloads import Inputs, Workload
-from . import flash_attn, flashinfer, flex, sdpa, xformers
+from . import cpu_attn, flash_attn, flashinfer, flex, mlx, onnxruntime, sdpa, xformers
 from .way import OURS, Refused, Way
 
 PEERS: dict[str, ModuleType] = {
@@ -23,6 +23,9 @@ PEERS: dict[str, ModuleType] = {
     "flash-attn": flash_attn,
     "flashinfer": flashinfer,
     "xformers": xformers,
+    "onnxruntime": onnxruntime,
+    "mlx": mlx,
+    "cpu-attn": cpu_attn,
 }
 
 

@@ -35,7 +35,7 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
         return
     refuse("SDPA", softcap=case.softcap, sinks=case.sinks)
     cells = case.q_len * case.kv_len
-    if _needs_mask(case, x):
+    if needs_mask(case, x):
         limit("SDPA", "its mask", len(case.lengths or "1") * cells, x.q.device)
     call = sdpa(case, x)
     for name in ON_CPU if x.q.device.type == "cpu" else KERNELS:
@@ -90,14 +90,14 @@ def why_not(case: Workload) -> str | None:
 def sdpa(case: Workload, x: Inputs) -> Callable[[], torch.Tensor]:
     """The same call by torch, with a dense mask where it has no other way."""
     options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads, "scale": case.scale}
-    if _needs_mask(case, x):
+    if needs_mask(case, x):
         options["attn_mask"] = _mask(case, x)
     else:
         options["is_causal"] = case.causal and case.q_len > 1
     return lambda: scaled_dot_product_attention(x.q, x.k, x.v, **options)
 
 
-def _needs_mask(case: Workload, x: Inputs) -> bool:
+def needs_mask(case: Workload, x: Inputs) -> bool:
     # Its causal flag is aligned to the top left: right for a square, needless for a lone last query.
     plain = x.lengths is None and case.window is None and case.chunk is None and not case.alibi and not case.mask
     return not (plain and (not case.causal or case.q_len in (1, case.kv_len)))
