@@ -34,6 +34,6 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
     def run() -> torch.Tensor:
         out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, stream=mx.cpu)
         mx.eval(out)
-        return torch.from_dlpack(out)
+        return torch.utils.dlpack.from_dlpack(out)
 
     yield Way(NAME, run)
