@@ -157,9 +157,15 @@ def _refusals():
         {"kv_lengths": torch.tensor([33])},
         {"is_causal": True},
         {"cu_seqlens_q": torch.tensor([0, 8])},
+        {"k": q[:, :2]},
+        {"sinks": torch.zeros(2)},
+        {"alibi_slopes": torch.zeros(1, 2)},
+        {"length": (32, 32, 32)},
+        {"q": q[0], "k": q[0], "cu_seqlens_q": torch.tensor([[0, 8]])},
     ):
+        first, second = changes.pop("q", q), changes.pop("k", q)
         try:
-            distributed.attention(q, q, q, **({"mesh": mesh, "backend": "torch"} | changes))
+            distributed.attention(first, second, second, **({"mesh": mesh, "backend": "torch"} | changes))
         except InvalidArgument as error:
             found.append(str(error))
     return found
@@ -179,6 +185,11 @@ def test_what_is_refused(pool):
         "kv_lengths[0]: got 33, expected 0 to 32, the keys of all ranks",
         "did you mean causal?",
         "q: got 4 dims, expected 3",
+        "k: got 2 heads, v 2, expected as many in both, that divide q's 3",
+        "sinks: got torch.Size([2]), expected a tensor of 3 heads",
+        "alibi_slopes: got torch.Size([1, 2]), expected a tensor of 3 heads",
+        "length: got (32, 32, 32)",
+        "cu_seqlens_q: got [[0, 8]], expected ints of one dim",
     ]
     found = pool(_refusals)[0]
     assert [want for want, got in zip(expected, found, strict=True) if want not in got] == []

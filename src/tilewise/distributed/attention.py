@@ -163,6 +163,15 @@ def prepare(
     if o.layout not in ("bhld", "blhd"):
         raise InvalidArgument("layout", repr(o.layout), "'bhld' or 'blhd'")
     head, seq = (1, 0) if packed else (1, 2) if o.layout == "bhld" else (2, 1)
+    H, Hkv = q.shape[head], k.shape[head]
+    if (Hkv and H % Hkv) or v.shape[head] != Hkv:
+        raise InvalidArgument("k", f"{Hkv} heads, v {v.shape[head]}", f"as many in both, that divide q's {H}")
+    for name, ndims in (("sinks", (1,)), ("alibi_slopes", (1, 2))):
+        x = getattr(o, name)
+        if x is not None and (not isinstance(x, torch.Tensor) or x.ndim not in ndims or x.shape[-1] != H):
+            raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), f"a tensor of {H} heads in its last dim")
+    if isinstance(length, tuple) and len(length) != 2:
+        raise InvalidArgument("length", repr(length), "the tokens of all ranks, or (those of q, those of k)")
 
     lengths = length if isinstance(length, tuple) else (length, length)
     Lq, Lk = (

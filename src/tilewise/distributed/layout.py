@@ -123,7 +123,10 @@ def as_offsets(cu_seqlens: Any, length: int, name: str = "cu_seqlens") -> tuple[
     """Offsets of packed sequences as ints; a tensor on a GPU is waited for."""
     if cu_seqlens is None:
         return ()
-    found = tuple(int(x) for x in (cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens))
+    given = list(cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens)
+    if not all(hasattr(x, "__index__") for x in given):
+        raise InvalidArgument(name, str(given[:4]), "ints of one dim")
+    found = tuple(int(x) for x in given)
     rising = all(a <= b for a, b in itertools.pairwise(found))
     if len(found) < 2 or found[0] != 0 or found[-1] > length or not rising:
         want = f"offsets of all ranks' sequences: from 0, never falling, to at most {length} tokens"
@@ -143,6 +146,7 @@ def positions(length: int, mesh: Any, scheme: str = "zigzag", *, cu_seqlens: Any
         cu_seqlens: int `[B + 1]` of packed sequences; positions then count from each sequence's start.
     """
     ring, inner = ranks_of(mesh, scheme)
+    length = global_length("length", 0, length, ring.size, inner.size)
     offsets = as_offsets(cu_seqlens, length)
     rows = rows_of(length, ring, inner, scheme, offsets)
     if not offsets:
@@ -164,6 +168,8 @@ def shard(x: torch.Tensor, mesh: Any, dim: int, scheme: str = "zigzag", *, cu_se
         The part, a copy. Gradients flow back to `x`.
     """
     ring, inner = ranks_of(mesh, scheme)
+    if not -x.ndim <= dim < x.ndim:
+        raise InvalidArgument("dim", dim, f"a dim of a tensor of {x.ndim}")
     rows = rows_of(x.shape[dim], ring, inner, scheme, as_offsets(cu_seqlens, x.shape[dim]))
     return x.index_select(dim, rows.to(x.device))
 
