@@ -26,6 +26,7 @@ from tilewise.tools.bench.machine import describe
 from tilewise.tools.bench.report import write_json
 from tilewise.tools.pretrained import converted, smollm2_file
 
+START_LIMIT = 120.0  # seconds
 WORDS = "sea old man boat fish sailor summer star teacher morning wind stone river bread door lamp winter road".split()
 
 
@@ -38,14 +39,16 @@ def start(attention: str, model: str) -> tuple[subprocess.Popen, openai.OpenAI]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tilewise", *words], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
+    end = time.perf_counter() + START_LIMIT
     while True:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 break
-        if process.poll() is not None:
-            raise SystemExit(f"the server with {attention} has ended")
+        if process.poll() is not None or time.perf_counter() > end:
+            process.terminate()
+            raise SystemExit(f"the server with {attention} has ended, or is not up after {START_LIMIT:.0f} s")
         time.sleep(0.5)
-    return process, openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0)
+    return process, openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120, max_retries=0)
 
 
 def ask(client: openai.OpenAI, model: str, text: str, new: int) -> int:
@@ -61,13 +64,17 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=300, help="of a prompt")
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds; no round begins after them")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     model, draw = str(converted(smollm2_file())), random.Random(0)
     servers = {name: start(name, model) for name in ("tilewise", "sdpa")}
     speeds: dict[str, list[float]] = {name: [] for name in servers}
     try:
+        end = time.perf_counter() + options.limit
         for number in range(options.rounds + 1):
+            if number > 1 and time.perf_counter() > end:
+                break
             prompts = [" ".join(draw.choices(WORDS, k=options.words)) for _ in range(options.streams)]
             for name, (_, client) in servers.items():
                 before = time.perf_counter()

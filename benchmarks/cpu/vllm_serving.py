@@ -65,6 +65,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--model", help="default: SmolLM2, converted by `tilewise chat`")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds of each backend, at most")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--backend", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -80,7 +81,7 @@ def main() -> int:
     words += ["--model", options.model, "--requests", *options.requests]
     for name in BACKENDS:
         command = [sys.executable, __file__, "--backend", name, *map(str, words)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=options.limit)
         found[name] = json.loads(done.stdout.splitlines()[-1])
     equal = True
     for count in map(str, options.requests):
