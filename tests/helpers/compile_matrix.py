@@ -213,18 +213,19 @@ def products_of(ptx: str) -> str:
 
 
 def loops_of(code: list[str], labels: dict[str, int], branch: str) -> list[tuple[int, int]]:
-    """The innermost loops: from the target of a branch backwards to the branch."""
+    """Loops: from the target of a branch backwards to the branch."""
     spans = []
     for i, instruction in enumerate(code):
         back = re.search(branch, instruction)
         if back and labels.get(back[1], i + 1) <= i:
             spans.append((labels[back[1]], i + 1))
-    return [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+    return spans
 
 
 def multiplying(code: list[str], spans: list[tuple[int, int]], product: str) -> list[tuple[int, int]]:
-    """The loops that multiply matrices; all, if none does."""
-    return [(a, b) for a, b in spans if any(re.search(product, x) for x in code[a:b])] or spans
+    """The innermost of the loops that multiply matrices; of all, if none does."""
+    spans = [(a, b) for a, b in spans if any(re.search(product, x) for x in code[a:b])] or spans
+    return [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
 
 
 def most(code: list[str], spans: list[tuple[int, int]], pattern: str) -> int:

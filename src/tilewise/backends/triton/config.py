@@ -43,8 +43,8 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         return Config(32, 64, 4, 3) if wide <= 128 else Config(32, 32, 4, 2)
     if wide <= 128:
         return Config(64, 64, 4, 3)
-    if wide <= 256:
-        return Config(128, 64, 8, 2)
+    if wide <= 256:  # Ampere's products keep q in registers, beside fewer rows
+        return Config(128, 64, 8, 2) if target.warpgroup_mma or not target.ptx else Config(64, 32, 8, 2)
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
     if plain and problem.head_dim <= 512 and problem.value_dim == 512 and target.shares_wide_values:
         return Config(128, 32, 8, 2, slices=2) if problem.rules.by_position else Config(64, 32, 4, 3, slices=2)
@@ -81,7 +81,8 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     BM = min(target.decode_rows, max(16, ceil_pow2(pack * own_queries(p))))
     wide = max(p.head_dim, p.value_dim)
     if target.rdna:  # whose registers hold q beside little else
-        return Config(BM, 32 if wide <= 64 else 16, 4, 2, pack)
+        stored = p.k_format.is_quantised or p.v_format.is_quantised
+        return Config(BM, 32 if wide <= 64 else 16, 4, 1 if stored else 2, pack)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
         return Config(max(flipped_columns(p), target.least_columns), 32 if few else 64, 1, 3, pack)
