@@ -88,6 +88,15 @@ def test_ctrl_c_ends_an_answer(folder, capsys, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.fixture
+def interruptible():
+    """A shell has its background jobs ignore Ctrl-C, and what they start inherits it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_the_chat(folder, capsys, monkeypatch):
     monkeypatch.setattr(chat._Printer, "__call__", lambda *_: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     assert main(["chat", "Hello", "--model", str(folder), "--alone"]) == 130

@@ -99,7 +99,7 @@ def test_examples_of_the_help_run(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "what a model's layers would run here"),
+        ([], "what a model's layers would run"),
         (["dance"], "'dance'"),
         (["demo", "--fast"], "--fast"),
         (["demo", "--device", "tpu"], "expected cpu, cuda or mps"),

@@ -214,7 +214,7 @@ def test_what_cannot_be_is_said_before_anything_is_measured(words, message, caps
     [
         (["--suite", "dance"], "'dance'"),
         (["--suite", "dims", "--scale"], "not allowed with"),
-        (["--peers", "sdpa,mlx"], "'mlx'"),
+        (["--peers", "sdpa,dance"], "'dance'"),
         (["--dtype", "f64"], "f64"),
         (["--jobs", "0"], "1 to 1024"),
     ],

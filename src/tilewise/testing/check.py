@@ -92,9 +92,9 @@ def check_case(case: Case, backend: str | None, device: str = "cpu", draws: int 
     """Runs a case into a poisoned output and judges it.
 
     With `draws` above 1 torch's error is the largest on that many inputs, or on fewer that have `MANY` rows together,
-    and on as many as have `MANY` rows before a result is called wrong. That is a looser bound, for sizes drawn at
-    random, where an output may be two numbers that torch happens to get exactly right. The named cases are judged on
-    their own inputs alone.
+    and on as many as have `MANY` rows that see a key before a result is called wrong. That is a looser bound, for sizes
+    drawn at random, where an output may be two numbers that torch happens to get exactly right. The named cases are
+    judged on their own inputs alone.
     """
     return _poisoned(case, backend, device, draws)[0]
 
@@ -109,20 +109,26 @@ def _poisoned(
     if result.out.data_ptr() != poison.data_ptr():
         raise Mismatch("out= was not the tensor that came back")
     state = call.tensors.out, inputs.common(result.lse)
-    many = draws_of_many_rows(case)
+    rows = case.H * (sum(case.q_lengths) if case.q_lengths else case.B * case.Lq)
     try:
-        verdict = check_call(call, *state, worst_errors(case, device, min(draws, many), sized=sized))
+        verdict = check_call(call, *state, worst_errors(case, device, min(draws, draws_of(rows)), sized=sized))
     except Mismatch:
-        if draws == 1 or many <= draws:
+        many = draws_of(rows_that_see(call)) if draws > 1 else 1
+        if many <= min(draws, draws_of(rows)):
             raise
         verdict = check_call(call, *state, worst_errors(case, device, many, sized=sized))
     return verdict, state
 
 
-def draws_of_many_rows(case: Case) -> int:
-    """How many inputs of a case have `MANY` rows together."""
-    rows = case.H * (sum(case.q_lengths) if case.q_lengths else case.B * case.Lq)
+def draws_of(rows: int) -> int:
+    """How many inputs of so many rows have `MANY` rows together."""
     return -(-MANY // max(1, rows))
+
+
+def rows_that_see(call: Call) -> int:
+    """Rows with some key: others have no error that could be a measure."""
+    call = on_host(call)
+    return sum(int(attend(seq).lse.isfinite().sum()) for seq in sequences(call.problem, call.tensors))
 
 
 def worst_errors(case: Case, device: str, draws: int, *, sized: bool = False) -> tuple[float, float]:

@@ -158,6 +158,7 @@ def test_what_is_ready_made_is_counted(folder, monkeypatch):
     assert doctor._kept_kernels() == "2 of 2 compiled, 1 of them ready made, from the package"
 
 
+@pytest.mark.filterwarnings("ignore")  # JAX, which another test may have imported, warns of every fork
 def test_a_forked_process_goes_on_with_its_parents_and_loads_its_own(folder, monkeypatch):
     no_compiler(monkeypatch)
     kernel = compiler.kernel.__wrapped__("tiny")

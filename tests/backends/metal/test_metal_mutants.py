@@ -86,7 +86,7 @@ MUTANTS = [
            ("+ cell.bias;", "+ (n < sees[r].lo || n >= sees[r].hi ? -65504.0f : cell.bias);"),
            cases=[replace(c, B=2, lengths=(37, 50)) for c in BOTH]),
     mutant("causal aligned to the top left", ("s.offset = p.q_offset;", "s.offset = 0;"),
-           cases=[replace(c, causal=True) for c in BOTH]),
+           cases=[replace(c, causal=True) for c in (BOTH[0], replace(BOTH[1], Lq=2))]),
     mutant("window of W + 1", ("ahead - p.left", "ahead - p.left - 1"),
            cases=[replace(c, causal=True, window=7) for c in BOTH]),
     mutant("a classifier that looks at half of a tile's columns", ("i % p.tile_k;", "i % (p.tile_k / 2);"),
