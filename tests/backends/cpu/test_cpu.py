@@ -271,6 +271,21 @@ def test_other_vector_widths(width, features, peers, tmp_path):
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these are vector sets of x86")
+def test_decode_of_groups_of_three_with_vectors_of_eight():
+    """Fewer keys are in flight there: the sums of three rows are no power of two."""
+    features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2"}
+    code = (
+        "from tilewise.backends.cpu.codegen.vector import W\n"
+        "from tilewise.testing.case import Case\n"
+        "from tilewise.testing.check import check_case\n"
+        "assert W == 8\n"
+        "check_case(Case(B=2, H=9, Hkv=3, Lq=1, Lk=150, D=128), 'cpu')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | features, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these are vector sets of x86")
 def test_gradients_of_few_rows_with_vectors_of_four(tmp_path):
     """Blocks of rows are longer than a vector there, as on ARM: rows past the last are zeros up to whole blocks."""
     features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "-avx2,+avx,+fma,+f16c,+sse4.2"}

@@ -62,11 +62,12 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
                         for j in range(keys):
                             sums[i][j].set(multiply(x, ks[j], sums[i][j].get()))
             row_sums = [x.get() for row in sums for x in row]
-            step = min(W, len(row_sums))
+            total = len(row_sums)
+            step = W if total >= W else total & -total  # a power of two: of three rows of two keys, two
             folded = [
                 e.sums(row_sums[n : n + step]) for n in range(0, len(row_sums), step)
             ]  # all at once: fewer shuffles
-            run = min(step, keys)  # both are powers of two
+            run = min(step, keys)
             for first in range(0, len(row_sums), run):
                 part, lane = divmod(first, step)
                 i, j = divmod(first, keys)
