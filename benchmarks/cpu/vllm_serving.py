@@ -4,7 +4,8 @@
     .venv-vllm/bin/python benchmarks/cpu/vllm_serving.py --json benchmarks/records/cpu/vllm_serving.json
 
 SmolLM2-135M in float32, prefix caching and chunked prefill on. Each backend runs in a process of its own, one after the
-other and again, for each number of requests; half of the prompts begin alike.
+other and again, for each number of requests; half of the prompts begin alike. Attention is timed inside: what a backend
+makes of each batch (`build`), new keys and values into the cache (`do_kv_cache_update`), attention itself (`forward`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 BACKENDS = ("CPU_ATTN", "TILEWISE")
 
@@ -30,11 +32,32 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
     return [shared + row[len(shared) :] if n % 2 == 0 else row for n, row in enumerate(rows)]
 
 
+def timed(kind: Any, name: str, seconds: dict[str, float]) -> None:
+    """Adds up the time that a method takes."""
+    inner = getattr(kind, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = inner(*args, **options)
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        return result
+
+    setattr(kind, name, call)
+
+
 def serve(options: argparse.Namespace) -> None:
     """One backend, in this process; prints JSON."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
     from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+    from tilewise.compat.vllm import TilewiseBackend
+
+    backend = CPUAttentionBackend if options.backend == "CPU_ATTN" else TilewiseBackend
+    inside: dict[str, float] = {}
+    timed(backend.get_builder_cls(), "build", inside)
+    for name in ("do_kv_cache_update", "forward"):
+        timed(backend.get_impl_cls(), name, inside)
     llm = LLM(
         options.model, dtype=options.dtype, attention_backend=options.backend, max_model_len=2048, enforce_eager=True,
         enable_prefix_caching=True, enable_chunked_prefill=True, max_num_batched_tokens=1024, block_size=32,
@@ -44,14 +67,18 @@ def serve(options: argparse.Namespace) -> None:
     found = {}
     for count in options.requests:
         prompts = [TokensPrompt(prompt_token_ids=row) for row in prompts_of(count, options.prompt)]
-        seconds, tokens = [], []
+        seconds, tokens, attention = [], [], []
         for _ in range(options.repeat):
             llm.reset_prefix_cache()
+            inside.clear()
             start = time.perf_counter()
             made = llm.generate(prompts, greedy, use_tqdm=False)
             seconds.append(time.perf_counter() - start)
             tokens = [list(row.outputs[0].token_ids) for row in made]
-        found[count] = {"seconds": seconds, "per_second": count * options.new / min(seconds), "tokens": tokens}
+            attention.append(dict(inside))
+        least = min(attention, key=lambda parts: sum(parts.values()))
+        speed = count * options.new / min(seconds)
+        found[count] = {"seconds": seconds, "per_second": speed, "attention": least, "tokens": tokens}
     import tilewise
 
     print(json.dumps({"calls": tilewise.counters(), "runs": found}))
@@ -90,6 +117,9 @@ def main() -> int:
         equal &= same == len(ours["tokens"])
         speeds = ours["per_second"], theirs["per_second"]
         print(f"{count:>3} requests: tilewise {speeds[0]:.1f}, CPU_ATTN {speeds[1]:.1f} tokens/s, {same} texts equal")
+        alone = [sum(run["attention"].values()) for run in (ours, theirs)]
+        parts = {name: f"{x:.2f} for {theirs['attention'][name]:.2f}" for name, x in ours["attention"].items()}
+        print(f"    attention alone {alone[0]:.2f} s for {alone[1]:.2f}, {alone[1] / alone[0]:.2f}x ({parts})")
     print(f"calls by tilewise: {found['TILEWISE']['calls']}, with CPU_ATTN: {found['CPU_ATTN']['calls']}")
     if options.json:
         from tilewise.tools.bench.machine import describe

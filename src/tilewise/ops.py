@@ -1,9 +1,9 @@
 """The entry points as torch operators, for `torch.compile`, `torch.export` and every other way to trace or transform.
 
 `torch.ops.tilewise` has `attention`, `varlen_attention` and `paged_attention`, and each again with `_lse`, which gives
-`(out, lse)`: an operator's number of outputs is fixed. While torch traces (`tracing.py`), and for tensors without
-memory, the entry points of `api.py` call these; any other call never comes here. To a compiler an operator is opaque:
-it knows the output's shape, and nothing inside.
+`(out, lse)`: an operator's number of outputs is fixed. `write_pages` stores new rows of a paged cache. While torch
+traces (`tracing.py`), and for tensors without memory, the entry points of `api.py` call these; any other call never
+comes here. To a compiler an operator is opaque: it knows the output's shape, and nothing inside.
 
 Where a gradient is needed an operator is the one with `_lse`, whose gradients are the operator `attention_backward`.
 """
@@ -19,9 +19,11 @@ from torch.compiler import is_compiling
 
 from . import autograd
 from .core import storage
+from .core.kv_store import Format, Places, Store
 from .core.options import PLACES, as_chunk, as_split_size, as_window, to_int
 from .core.problem import GRADS
 from .core.tracing import is_wrapper
+from .dispatch import planner
 from .errors import InvalidArgument, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
@@ -314,6 +316,48 @@ def _define_backward() -> None:
     torch.library.register_autograd("tilewise::attention_backward", _no_double_backward, lib=_library)
 
 
+# New rows of caches
+
+
+def write_pages(
+    k: torch.Tensor, v: torch.Tensor | None, keys: Store, values: Store, layer: int, packed: bool, *tables: torch.Tensor
+) -> None:
+    """A write of rows as an operator in the graph. `keys` and `values` are those of all layers."""
+    inside = values.inside
+    torch.ops.tilewise.write_pages.default(
+        k, None if inside else v, keys.data, keys.scales, None if inside else values.data,
+        None if inside else values.scales, *tables, layer=layer, packed=packed, k_stored=str(keys.format.storage),
+        v_stored=str(values.format.storage), latent=values.format.width if inside else None,
+    )  # fmt: skip
+
+
+def _run_write(
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, k_scales: Any, v_pages: Any, v_scales: Any, *tables: Any,
+    layer: int, packed: bool, k_stored: str, v_stored: str, latent: int | None = None,
+) -> None:  # fmt: skip
+    def store(stored: str, width: int, data: torch.Tensor, scales: Any) -> Store:
+        fmt = storage.parse(stored)
+        return Store(Format(fmt.name, width, fmt.group), data, scales).map(lambda x: x[layer].transpose(1, 2))
+
+    keys = store(k_stored, k.shape[-1], k_pages, k_scales)
+    if latent is None:
+        values = store(v_stored, v.shape[-1], v_pages, v_scales)
+    else:
+        values, v = keys.first(Format(keys.format.name, latent, keys.format.group)), k[..., :latent]
+    starts, cu, table = tables
+    places = Places(starts, cu, k.shape[0] * k.shape[2], packed, table, padded=True)
+    planner.writer(keys, values, keys.data.shape[2])(k, v, places)
+
+
+def _define_write() -> None:
+    pages = "Tensor(a!) k_pages, Tensor(b!)? k_scales, Tensor(c!)? v_pages, Tensor(d!)? v_scales"
+    tables = "Tensor starts, Tensor cu_seqlens, Tensor block_table"
+    how = "int layer, bool packed, str k_stored, str v_stored, int? latent=None"
+    schema = f"(Tensor k, Tensor? v, {pages}, {tables}, *, {how}) -> ()"
+    _add("write_pages", schema, _run_write, lambda *tensors, **options: None)
+
+
 for _name in TABLES:
     _define(_name)
 _define_backward()
+_define_write()

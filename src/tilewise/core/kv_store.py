@@ -120,9 +120,10 @@ class Places:
 
     starts: torch.Tensor  # int32 [B]
     cu: torch.Tensor  # int32 [B + 1]: sums of the sequences' counts
-    tokens: int  # in all
+    tokens: int  # in all; with `padded` at most: those past `cu[-1]` are no sequence's, and are not stored
     packed: bool  # rows come as [1, Hkv, T, D], sequence b's from cu[b] on; else as [B, Hkv, L, D], from 0 on
     table: torch.Tensor | None = None  # int32 [B, pages]
+    padded: bool = False
 
 
 # Rows of K and V as [B or 1, Hkv, L or T, D], and their places

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, Protocol, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -130,10 +131,20 @@ def choose_on(machine: str, problem: Problem, backend: str | None = None, thread
     return replace(chosen, notes=chosen.notes + note)
 
 
+_writers: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+
+
 def writer(k: Store, v: Store, wrap: int) -> Writer:
-    """What stores new rows in `k` and `v`, each `[B or pages, Hkv, slots, columns]`: position p in slot `p % wrap`."""
-    module: Any = load(choose_writer(WriteProblem(k.data.device, k.format.storage, v.format.storage)))
-    return module.writer(k, v, wrap)
+    """What stores new rows in `k` and `v`, each `[B or pages, Hkv, slots, columns]`: position p in slot `p % wrap`.
+
+    One that somebody holds is given again for the same memory, with the launches that it remembers.
+    """
+    tensors = [x for x in (k.data, k.scales, v.data, v.scales) if x is not None]
+    key = (k.format, v.format, v.inside, wrap, *((x.data_ptr(), x.device, x.shape, x.stride()) for x in tensors))
+    if (known := _writers.get(key)) is None:
+        module: Any = load(choose_writer(WriteProblem(k.data.device, k.format.storage, v.format.storage)))
+        known = _writers[key] = module.writer(k, v, wrap)
+    return cast(Writer, known)
 
 
 @lru_cache(maxsize=256)

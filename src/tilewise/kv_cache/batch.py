@@ -97,12 +97,7 @@ class Batch:
         sequences = self.cache.store.sequences
         if self._changes != sequences.changes:
             with self.cache.store.lock:
-                changed = np.flatnonzero(sequences.version[self.slots] != self._versions)
-                if len(changed):
-                    number = self.sequences[changed[0]]
-                    how = "changed" if number in sequences.slot_of else "freed"
-                    given, remedy = f"one made before sequence {number} was {how}", "call extend or view again"
-                    raise InvalidArgument("batch", given, "one of its sequences as they are now", remedy)
+                sequences.check_unchanged(self.sequences, self.slots, self._versions)
                 self._changes = sequences.changes
         if layer is not None and layer not in self._written:
             with self.cache.store.lock:

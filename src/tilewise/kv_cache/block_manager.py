@@ -258,6 +258,15 @@ class Sequences:
         """New tokens of a layer are there. The first sequence that lacks some before them, or how many there are."""
         return int(compiled(mark_written)(self.written[layer], slots, starts, lengths))
 
+    def check_unchanged(self, numbers: list[int], slots: np.ndarray, versions: np.ndarray) -> None:
+        """Refuses a batch that was made when its sequences had these versions, if one of them has another now."""
+        changed = np.flatnonzero(self.version[slots] != versions)
+        if len(changed):
+            number = numbers[changed[0]]
+            how = "changed" if number in self.slot_of else "freed"
+            given, remedy = f"one made before sequence {number} was {how}", "call extend or view again"
+            raise InvalidArgument("batch", given, "one of its sequences as they are now", remedy)
+
     def check_written(self, argument: str, number: object, slot: int, layer: int | None = None) -> None:
         """Refuses a sequence with tokens that `extend` made room for and nobody wrote: its memory is another's."""
         written = int(self.written[:, slot].min() if layer is None else self.written[layer, slot])

@@ -59,3 +59,11 @@ class Table:
         rows = np.empty((len(slots), width), dtype=np.int32)
         compiled(copy_rows)(self.host, slots, rows)
         return torch.from_numpy(rows)
+
+    def copy_into(self, to: torch.Tensor, slots: np.ndarray, on_device: torch.Tensor) -> None:
+        """The same into the first rows of `to`, which has no more columns than the table."""
+        to = to[: len(slots)]
+        if self.device.type != "cpu":
+            torch.index_select(self.on_device[:, : to.shape[1]], 0, on_device, out=to)
+        else:
+            compiled(copy_rows)(self.host, slots, to.numpy())

@@ -154,6 +154,14 @@ def token_ids(tokens: Any) -> np.ndarray:
     return ids.astype(np.int64)
 
 
+def new_ids(tokens: Any, counts: np.ndarray) -> np.ndarray | None:
+    """Ids of new tokens, if they are given: one for each."""
+    ids = None if tokens is None else token_ids(tokens)
+    if ids is not None and len(ids) != counts.sum():
+        raise InvalidArgument("tokens", f"{len(ids)} ids", f"{int(counts.sum())}, one for each new token")
+    return ids
+
+
 def sequence_ids(sequences: Any) -> list[int]:
     """An id or several, as a list."""
     try:

@@ -22,14 +22,16 @@ def eager(cls: Class) -> Class:
     for name, value in vars(cls).items():
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if not name.startswith("_") and isinstance(function, FunctionType):
-            _leave(function)
+            left_alone(function)
     return cls
 
 
-def _leave(function: Any) -> None:
+def left_alone(function: Any) -> Any:
+    """One function, and all that it calls."""
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, REASON  # not traced as part of a caller
     if _skip is not None:  # nor by itself, when the caller's graph has ended
         _skip(function.__code__)
+    return function
 
 
 def _skipper() -> Callable[[CodeType], None] | None:

@@ -27,7 +27,6 @@ def check(argument: str, width: int) -> None:
         raise InvalidArgument(argument, f"a head of {width}", f"a multiple of {LEAST}, to be rotated", "rotate=False")
 
 
-@lru_cache(maxsize=64)
 def matrix(width: int, device: torch.device) -> torch.Tensor:
     """R `[width, width]`, float32: the same in every process and version, for it is part of what a cache stores.
 
@@ -35,6 +34,15 @@ def matrix(width: int, device: torch.device) -> torch.Tensor:
     >>> torch.allclose(R @ R.T, torch.eye(96), atol=1e-6)
     True
     """
+    return _matrix(width, device)
+
+
+# To a compiler it is a constant: `torch.compiler.assume_constant_result` says the same, and takes long to import.
+matrix._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=64)
+def _matrix(width: int, device: torch.device) -> torch.Tensor:
     block = block_of(width)
     H = np.ones((1, 1))
     while len(H) < block:

@@ -22,6 +22,7 @@ from .formats import check_rotation, described, flag, formats_of, room, size, to
 from .integers import integer
 from .serialization.load import load_pages, load_prefix
 from .serialization.save import save_pages, save_prefix
+from .static_batch import StaticBatch
 from .stats import PoolStats, stats_of
 from .stores import PageStore, empty_pages, nbytes
 
@@ -194,22 +195,26 @@ class PagedKVCache:
         return self._extend(numbers, checks.counts("counts", counts, len(numbers)), tokens)
 
     def _extend(self, numbers: list[int], new: np.ndarray, tokens: Any) -> Batch:
-        ids = None if tokens is None else checks.token_ids(tokens)
-        if ids is not None and len(ids) != new.sum():
-            raise InvalidArgument("tokens", f"{len(ids)} ids", f"{int(new.sum())}, one for each new token")
+        ids = checks.new_ids(tokens, new)
         with self.store.lock:
             slots = self.store.sequences.slots(numbers)
-            growth = self.store.sequences.extend(slots[0], new, ids)
+            growth = self.store.grow(slots[0], new, ids)
             try:
-                if growth.copies:
-                    pages = torch.from_numpy(growth.changes[: growth.copies, 2:]).to(self.device, torch.int64)
-                    for store in (self.store.k,) if self.latent else (self.store.k, self.store.v):
-                        store.copy((slice(None), pages[:, 0]), (slice(None), pages[:, 1]))
                 self._latest = Batch(self, numbers, slots, new, growth, is_new=True)
             except BaseException:
                 self.store.sequences.undo(slots[0], growth)
                 raise
             return self._latest
+
+    def static_batch(self, batch: int, capacity: int, count: int = 1) -> StaticBatch:
+        """Steps of up to `batch` sequences with tables at fixed addresses: for CUDA graphs and `torch.compile`.
+
+        Args:
+            batch: sequences of a step, at most.
+            capacity: tokens of a sequence, at most.
+            count: new tokens of a sequence in a step, at most.
+        """
+        return StaticBatch(self, size("batch", batch), size("capacity", capacity), size("count", count))
 
     def append(
         self, sequences: int | Sequence[int], k: Any, v: Any = None, *, counts: Any = None, tokens: Any = None

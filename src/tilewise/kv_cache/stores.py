@@ -11,7 +11,7 @@ import torch
 
 from ..core.kv_store import Store, Writer
 from ..dispatch import planner
-from .block_manager import Sequences
+from .block_manager import Growth, Sequences
 from .cascade import Split
 from .formats import operand
 
@@ -101,6 +101,19 @@ class PageStore:
     def copy(self, memo: dict[int, Any]) -> PageStore:
         k, v = _copied(self.k, self.v, memo)
         return PageStore(k, v, copy.deepcopy(self.sequences, memo))
+
+    def grow(self, slots: np.ndarray, new: np.ndarray, ids: np.ndarray | None) -> Growth:
+        """Room for new tokens; shared pages that they go to are copied."""
+        growth = self.sequences.extend(slots, new, ids)
+        try:
+            if growth.copies:
+                pages = torch.from_numpy(growth.changes[: growth.copies, 2:]).to(self.k.data.device, torch.int64)
+                for store in (self.k,) if self.v.inside else (self.k, self.v):
+                    store.copy((slice(None), pages[:, 0]), (slice(None), pages[:, 1]))
+        except BaseException:
+            self.sequences.undo(slots, growth)
+            raise
+        return growth
 
     def operands(self, layer: int) -> tuple[Any, Any]:
         """K and V pages as the attention functions take them."""

@@ -23,7 +23,7 @@ torch.manual_seed(0)
 FORMS = [(64, 64, 32, 0, 0), (80, 48, 128, 1, 1), (96, 6, 64, 1, 0), (40, 128, 32, 0, 1)]
 LATENT = [(576, 512, 128, 1, 1), (544, 512, 128, 0, 0)]
 
-def stored(dtype, source, inside, D, Dv, group, paged, packed, late=0):
+def stored(dtype, source, inside, D, Dv, group, paged, packed, late=0, none=0):
     outer, slots = (9, 3) if paged else (5, 7)
     formats = [Format.of("dtype", dtype, group, w) for w in (D, Dv)]
     sides = []
@@ -41,10 +41,10 @@ def stored(dtype, source, inside, D, Dv, group, paged, packed, late=0):
     starts = torch.tensor([1, 0, 2, 6, 0], dtype=torch.int32)
     table = torch.tensor([[8, 1, 0], [2, 2, 2], [0, 3, 4], [1, 1, 5], [6, 7, 0]], dtype=torch.int32)
     tokens = int(cu[-1])
-    shape = (1, 2, tokens) if packed else (5, 2, 11)
+    shape = (1, 2, tokens + none) if packed else (5, 2, 11)
     k, v = (torch.randn(*shape, w).mul(3).to(source) for w in (D, Dv))
     k[0, 0, 0] = 0
-    places = Places(starts + late, cu, tokens, bool(packed), table if paged else None)
+    places = Places(starts + late, cu, tokens + none, bool(packed), table if paged else None, padded=none > 0)
     Append(*sides[0], slots)(k, v, places)
     places.starts = starts
     InTorch(*sides[1], slots)(k, v, places)
@@ -57,7 +57,8 @@ for dtype in ("f32", "f16", "int8", "int4", "fp8_e4m3", "fp8_latent", "latent in
     both = LATENT if dtype == "fp8_latent" else FORMS[1:2] if inside else FORMS
     for source, forms in ((torch.float32, both), (torch.float16, both[:1])):
         for form in forms:
-            assert stored(dtype, source, inside, *form), (dtype, source, form)
+            for none in (0, 4):  # tokens of no sequence
+                assert stored(dtype, source, inside, *form, none=none), (dtype, source, form, none)
             done += 1
 assert not stored("f32", torch.float32, False, *FORMS[0], late=1)
 print(done)

@@ -15,15 +15,16 @@ class Append:
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Places) -> None:
         counts = places.cu.diff()  # [B]
-        rows = torch.repeat_interleave(counts, output_size=places.tokens)  # [T], the sequence of each token
-        step = torch.arange(places.tokens, device=rows.device) - places.cu[rows]
+        tokens = int(places.cu[-1]) if places.padded else places.tokens
+        rows = torch.repeat_interleave(counts, output_size=tokens)  # [T], the sequence of each token
+        step = torch.arange(tokens, device=rows.device) - places.cu[rows]
         position = places.starts[rows] + step
         if places.table is None:
             kept = (step >= counts[rows] - self.wrap).nonzero()[:, 0]  # of a chunk longer than a ring, its end
             rows, step, position = rows[kept], step[kept], position[kept]
             outer = rows
         else:
-            kept = torch.arange(places.tokens, device=rows.device)
+            kept = torch.arange(tokens, device=rows.device)
             outer = places.table[rows, position // self.wrap].long()
         for store, x in ((self.k, k), (self.v, v)):
             if store.inside:

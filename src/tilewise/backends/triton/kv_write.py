@@ -1,7 +1,8 @@
 """Stores rows of K and V into a cache: converted, or quantised, where they are to lie, in one pass.
 
 One program for each token and KV head. It finds its token's sequence b in the sums of their counts, then position
-p = starts[b] + i, then slot p % wrap of row b or of page table[b, p // wrap]. A row stays in registers: each group's
+p = starts[b] + i, then slot p % wrap of row b or of page table[b, p // wrap]; a token past the last sum is left out. A
+row stays in registers: each group's
 largest magnitude gives its scale, the row is divided by it, rounded, and written with its scales. Divisions are exact,
 so that the bytes are those of `Quantised.from_float`.
 """
@@ -94,11 +95,12 @@ def append(  # type: ignore[no-untyped-def]
     position = tl.load(STARTS + b) + i
     slot = (position % wrap).to(tl.int64)
     outer = b.to(tl.int64)
-    kept = True
+    new = tl.load(CU + b + 1) - first
+    kept = i < new  # past the last sequence there may be tokens of none
     if PAGED:
-        outer = tl.load(TABLE + outer * table_b + position // wrap).to(tl.int64)
+        outer = tl.load(TABLE + outer * table_b + position // wrap, mask=kept, other=0).to(tl.int64)
     else:
-        kept = i >= tl.load(CU + b + 1) - first - wrap  # a ring keeps the last ones
+        kept = kept & (i >= new - wrap)  # a ring keeps the last ones
     line = b.to(tl.int64)
     row = i.to(tl.int64)
     if PACKED:

@@ -1,0 +1,177 @@
+"""A step over sequences of a `PagedKVCache` that can be captured in a CUDA graph, or compiled without a break.
+
+extend       on the host, before each step: room for new tokens, and the tables' new content
+write,       in the graph: tensor code over memory that stays where it is, with nothing in it that depends on
+attend       lengths, on how many sequences there are, or on anything in Python
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .. import ops
+from ..api import paged_attention
+from ..core.kv_store import Places
+from ..core.tracing import is_traced
+from ..errors import InvalidArgument
+from . import checks, hadamard
+from .attending import attend, refuse
+from .batch import Batch
+from .eager import left_alone
+from .formats import operand
+from .upload import blocks, pieces
+
+if TYPE_CHECKING:
+    from .paged import PagedKVCache
+
+
+class StaticBatch:
+    """What `PagedKVCache.static_batch` gives.
+
+    A step has `batch` rows of `count` tokens; sequences take the first rows. What comes out for the others is of no
+    use, and what is written for them goes nowhere.
+
+    Attributes:
+        block_table: int32 `[batch, pages]` on the device.
+        context_lens: int32 `[batch]` on the device: tokens of each sequence, the new ones included; 0 for no sequence.
+        cu_seqlens: int32 `[batch + 1]` on the device: sums of the new tokens.
+        starts: int32 `[batch]` on the device: the position of each sequence's first new token.
+    """
+
+    def __init__(self, cache: PagedKVCache, batch: int, capacity: int, count: int) -> None:
+        self.cache, self.batch, self.capacity, self.count = cache, batch, capacity, count
+        self.sequences: list[int] = []
+        pages = -(-capacity // cache.page_size)
+        with cache.store.lock:
+            self._slots = self._versions = np.zeros(0, dtype=np.int64)
+            self._changes = cache.store.sequences.changes
+            cache.store.sequences.table.grow(0, pages)
+            self._writers = [cache.store.writer(layer) for layer in range(cache.layers)]
+        self._sizes = (batch, batch + 1, batch)
+        self._block = torch.from_numpy(blocks(*self._sizes)[0]).to(cache.device)
+        self.starts, self.cu_seqlens, self.context_lens = pieces(self._block, *self._sizes)
+        self.block_table = torch.zeros(batch, pages, dtype=torch.int32, device=cache.device)
+        tables = (self.starts, self.cu_seqlens, self.context_lens, self.block_table)
+        stores = (cache.store.k, cache.store.v)
+        kept: list[Any] = [*tables, *(x for store in stores for x in (store.data, store.scales) if x is not None)]
+        for x in kept:  # as `torch._dynamo.mark_static_address` does, whose import takes a second
+            x._dynamo_static_input_type = "unguarded"
+
+    __reduce_ex__ = Batch.__reduce_ex__
+
+    @left_alone
+    def extend(self, sequences: Any, counts: Any = 1, tokens: Any = None) -> None:
+        """Makes room for new tokens, as `PagedKVCache.extend`, and fills the tables for the step that comes next.
+
+        Nobody sees what a graph writes: the tokens count as written. Run the step, in every layer, before anything else
+        is done with its sequences; if it fails, `truncate` gives the tokens back.
+
+        Raises:
+            CacheFull: there are too few pages; nothing has changed.
+        """
+        store = self.cache.store
+        numbers = checks.sequence_ids(sequences)
+        new = checks.counts("counts", counts, len(numbers))
+        if len(numbers) > self.batch:
+            raise InvalidArgument("sequences", f"{len(numbers)} of them", f"{self.batch} at most, this batch's size")
+        if new.max(initial=0) > self.count:
+            raise InvalidArgument("counts", int(new.max()), f"{self.count} at most, this batch's count")
+        ids = checks.new_ids(tokens, new)
+        with store.lock:
+            known = store.sequences
+            slots = known.slots(numbers)
+            for b in np.flatnonzero(known.length[slots[0]] + new > self.capacity):
+                given = f"sequence {numbers[b]} of {known.length[slots[0][b]] + new[b]} tokens"
+                raise InvalidArgument("counts", given, f"{self.capacity} at most, this batch's capacity")
+            for number, slot in zip(numbers, slots[0].tolist(), strict=True):
+                known.check_written("sequences", number, slot)
+            growth = store.grow(slots[0], new, ids)
+            try:
+                block, (starts, cu, lengths) = blocks(*self._sizes)
+                B = len(numbers)
+                starts[:B], lengths[:B], cu[: B + 1], cu[B:] = growth.starts, growth.lengths, growth.cu, growth.cu[-1]
+                self._block.copy_(torch.from_numpy(block), non_blocking=True)
+                known.table.copy_into(self.block_table, *slots)
+            except BaseException:
+                known.undo(slots[0], growth)
+                raise
+            for layer in range(self.cache.layers):
+                known.wrote(layer, slots[0], growth.starts, growth.lengths)
+            if growth.full is not None:
+                known.commit(numbers, growth.full)
+            self.sequences, self._slots = numbers, slots[0]
+            self._versions, self._changes = known.version[slots[0]], known.changes
+            self.cache._latest = None
+
+    def write(self, k: Any, v: Any = None, layer: int = 0) -> None:
+        """Stores the new tokens of a layer.
+
+        Args:
+            k: packed `[batch * count, Hkv, D]`, the sequences' tokens one after the other, or `[batch, Hkv, count, D]`.
+            v: likewise, with Dv; None if the cache is latent.
+        """
+        cache = self.cache
+        layer = checks.index("layer", layer, cache.layers, "layer")
+        packed = self._packed("k", k, 2)
+        k, v = checks.both_rows(cache, k, v, packed)
+        if cache.rotate:
+            k, v = hadamard.rotate(k), hadamard.rotate(v)
+        tables = (self.starts, self.cu_seqlens, self.block_table)
+        if is_traced():
+            ops.write_pages(k, v, cache.store.k, cache.store.v, layer, packed, *tables)
+            return
+        self._check()
+        places = Places(*tables[:2], self.batch * self.count, packed, self.block_table, padded=True)
+        self._writers[layer](k, v, places)
+
+    def attend(self, q: Any, layer: int = 0, *, causal: bool = True, **options: Any) -> Any:
+        """Attention of the new tokens' queries over their sequences.
+
+        Args:
+            q: packed `[batch * count, H, D]` or `[batch, H, count, D]` (or as `layout` says), as the rows of `write`.
+            layer: which layer's keys and values.
+            causal: a query sees keys up to its own position.
+
+        All other options as in `tilewise.paged_attention`.
+        """
+        cache, store = self.cache, self.cache.store
+        refuse(options, dict.fromkeys(("cu_seqlens_q", "max_q", "kv_lengths"), "leave it out"))
+        layer = checks.index("layer", layer, cache.layers, "layer")
+        packed = self._packed("q", q, 1 if options.get("layout") == "blhd" else 2)
+        options["causal"] = causal
+        if is_traced():  # parts of the whole, so that what is written before is seen
+            keys, values = (operand(x.map(lambda x: x[layer])) for x in (store.k, store.v))
+        else:
+            self._check()
+            keys, values = store.operands(layer)
+
+        def call(q: Any, **options: Any) -> Any:
+            if packed:
+                options |= {"cu_seqlens_q": self.cu_seqlens, "max_q": self.count}
+            elif self.count > 1 and options.get("q_offset") is None:
+                options["q_offset"] = self.starts  # a sequence may have fewer
+            return paged_attention(q, keys, values, self.block_table, self.context_lens, **options)
+
+        return attend(q, call, cache.rotate, options)
+
+    def _packed(self, name: str, x: Any, dim: int) -> bool:
+        """Whether rows are packed; refuses those that are not this batch's in number."""
+        shape = tuple(getattr(x, "shape", ()))
+        if len(shape) == 3 and shape[0] == self.batch * self.count:
+            return True
+        if len(shape) != 4 or shape[0] != self.batch or shape[dim] != self.count:
+            want = f"{self.batch * self.count} packed rows, or {self.batch} x {self.count}"
+            raise InvalidArgument(name, f"shape {shape}", want, "pad them")
+        return False
+
+    @left_alone
+    def _check(self) -> None:
+        """Refuses tables of sequences that have changed. A replay asks nobody."""
+        known = self.cache.store.sequences
+        if self._changes != known.changes:
+            with self.cache.store.lock:
+                known.check_unchanged(self.sequences, self._slots, self._versions)
+                self._changes = known.changes
