@@ -1,15 +1,16 @@
-"""Four bits as a codebook (as TurboQuant has them) beside int4, at the same bytes: the error of attention.
+"""`codebook4` beside int4, at the same bytes: the error of attention, and what it does to a model.
 
     python benchmarks/cpu/codebook.py --json benchmarks/records/cpu/codebook.json
     python benchmarks/cpu/codebook.py --model --json benchmarks/records/cpu/codebook_model.json
 
-K and V are rotated, then stored in 4 bits and a float32 scale for each group: int4 as it is, whose scale is set by the
-largest magnitude; int4 and the codebook with the best of several scales; the codebook (the 16 levels that are best for
-normal numbers, Lloyd-Max) with a scale set by the root mean square. Plain torch, float32, 128 columns; keys whose
-elements are alike, and keys of which three elements are 20 times as large. Errors are relative to the output.
+K and V are rotated, then stored in 4 bits and a float32 scale for each group. int4 and codebook4 are as caches store
+them, their scale set by the largest magnitude. To compare: int4 with the best of several scales; levels that are best
+for normal numbers (Lloyd-Max) in units of the root mean square, and with the best of several scales. Float32, 128
+columns; keys whose elements are alike, and keys of which three elements are 20 times as large. Errors are relative to
+the output.
 
 With --model the same ways on SmolLM2-135M and the texts of `smollm2.py`, K and V both: the mean KL divergence of the
-next-token distributions from those without rounding, and how often the likeliest token is the same.
+next-token distributions from those without rounding, and how often the likeliest token is the same. Some minutes.
 """
 
 from __future__ import annotations
@@ -43,15 +44,20 @@ def nearest(y: torch.Tensor) -> torch.Tensor:
     return LEVELS[(y[..., None] - LEVELS).abs().argmin(-1)]
 
 
+def rms(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean(-1, keepdim=True).sqrt()
+
+
 WAYS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "int4": lambda x, group: Quantised.from_float(x, "int4", group).dequantise(),
+    "codebook4": lambda x, group: Quantised.from_float(x, "codebook4", group).dequantise(),
     "int4, best scale": lambda x, group: stored(
         x, group, lambda y: y.abs().amax(-1, keepdim=True) / 7, lambda y: y.round().clamp(-8, 7),
         [0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0],
     ),
-    "codebook": lambda x, group: stored(x, group, lambda y: y.square().mean(-1, keepdim=True).sqrt(), nearest, [1.0]),
-    "codebook, best scale": lambda x, group: stored(
-        x, group, lambda y: y.square().mean(-1, keepdim=True).sqrt(), nearest,
+    "normal levels": lambda x, group: stored(x, group, rms, nearest, [1.0]),
+    "normal levels, best scale": lambda x, group: stored(
+        x, group, rms, nearest,
         [0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2],
     ),
 }  # fmt: skip

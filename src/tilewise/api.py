@@ -65,6 +65,8 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
             dim full or 1.
         tree_mask: bool `[B or 1, Lq, Lq]`: which of the last `Lq` keys (the queries' own) each query sees; those before
             them are seen as far as other rules say.
+        positions: int `[B or 1, Lq]`, beside `tree_mask`: where the queries and their own keys stand, none before the
+            keys that come first. Default: one after the other.
         softcap: `s` becomes `softcap * tanh(s / softcap)`, before any bias.
         alibi_slopes: `[H]` or `[B, H]`: adds `-slope * |qpos - kpos|`. See `tilewise.alibi_slopes`.
         q_bias: float32 `[B or 1, H or 1, Lq]`, added to the scores of each query; for packed queries `[T, H or 1]`.

@@ -37,6 +37,7 @@ TENSOR_OPTIONS = (
     *(
         "mask",
         "tree_mask",
+        "positions",
         "alibi_slopes",
         "q_bias",
         "k_bias",
@@ -76,8 +77,8 @@ _library = torch.library.Library("tilewise", "DEF")  # lives as long as the oper
 
 
 TENSORS = (  # options that may be one
-    *("mask", "tree_mask", "alibi_slopes", "q_bias", "k_bias", "sinks", "key_indices", "block_indices", "kv_lengths"),
-    *("cu_seqlens_q", *BY_ROW, "out"),
+    *("mask", "tree_mask", "positions", "alibi_slopes", "q_bias", "k_bias", "sinks", "key_indices", "block_indices"),
+    *("kv_lengths", "cu_seqlens_q", *BY_ROW, "out"),
 )
 
 

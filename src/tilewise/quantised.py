@@ -20,10 +20,11 @@ class Quantised:
 
     Args:
         data: `[..., D]` of int8 or float8_e4m3fn; for int4, `[..., D // 2]` of uint8, where byte `d` holds element
-            `d` in its low and element `d + D // 2` in its high four bits, as two's complement (D is even).
+            `d` in its low and element `d + D // 2` in its high four bits, as two's complement (D is even). codebook4
+            has levels there (docs/semantics.md).
         scales: `[..., ceil(D / group)]`, float32, float16 or bfloat16; None for fp8_latent, whose rows hold them.
-        dtype: `"int8"`, `"int4"`, `"fp8_e4m3"` or `"fp8_latent"`: uint8 `[..., 656]` for D = 576 and `[..., 528]` for
-            its first 512 elements (docs/caches.md says what is where).
+        dtype: `"int8"`, `"int4"`, `"codebook4"`, `"fp8_e4m3"` or `"fp8_latent"`: uint8 `[..., 656]` for D = 576 and
+            `[..., 528]` for its first 512 elements (docs/caches.md says what is where).
         group: elements that share a scale: 32, 64 or 128.
 
     >>> keys = torch.randn(2, 8, 100, 64)

@@ -32,6 +32,7 @@ class SharedOptions(TypedDict, total=False):
     chunk: int | None
     mask: Array | None
     tree_mask: Array | None
+    positions: Array | None
     softcap: float | None
     alibi_slopes: Array | None
     q_bias: Array | None

@@ -22,6 +22,7 @@ from tilewise import (
 from tilewise.dispatch import call_cache, planner
 
 B, H, Hkv, Lq, Lk, D = 2, 4, 2, 5, 7, 8
+TREE, NODES = {"tree_mask": torch.ones(1, Lq, Lq).bool()}, torch.arange(Lk - Lq, Lk).expand(B, Lq)
 
 
 def dense_args():
@@ -95,6 +96,18 @@ DENSE = [
     ("tree_mask", {"tree_mask": randn(B, Lq, Lk) > 0}, "(B, Lq, Lq)"),
     ("tree_mask", {"tree_mask": randn(Lq, Lq) > 0}, "rank 3"),
     ("tree_mask", {"tree_mask": randn(B, Lq, Lq)}, "bool"),
+    ("positions", {"positions": NODES}, "tree_mask= beside it"),
+    ("positions", {**TREE, "positions": torch.zeros(B, Lq + 1).int()}, "[2, "),
+    ("positions", {**TREE, "positions": torch.zeros(B, Lq)}, "int32"),
+    ("positions[1]", {**TREE, "positions": NODES - torch.tensor([[0], [1]])}, "keys come first"),
+    ("positions[0]", {**TREE, "positions": NODES + 2**29}, "keys come first"),
+    ("q_offset", {**TREE, "positions": NODES, "q_offset": 3}, "positions say where queries stand"),
+    ("k_stride", {**TREE, "positions": NODES, "k_stride": 2}, "positions say where queries stand"),
+    (
+        "tile_map",
+        {**TREE, "positions": NODES, "causal": True, "tile_map": TileMap.from_spec(Lq, Lk, (4, 4), causal=True)},
+        "a map of the mask alone",
+    ),
     ("q_bias", {"q_bias": randn(B, H, Lq + 1)}, "[2 or 1, 4 or 1"),
     ("q_bias", {"q_bias": randn(B, H)}, "rank 3"),
     ("q_bias", {"q_bias": randn(B, H, Lq).double()}, "float32"),

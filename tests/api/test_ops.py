@@ -47,6 +47,7 @@ DENSE = {
     "strides": {"k_starts": torch.tensor([1, 4]), "causal": True, "k_stride": 2, "q_stride": 3},
     "biases": {"q_bias": torch.rand(2, 4, 5), "k_bias": torch.rand(1, 4, 9), "causal": True},
     "tree": {"tree_mask": torch.rand(2, 5, 5) > 0.5},
+    "nodes": {"tree_mask": torch.rand(2, 5, 5) > 0.5, "positions": torch.tensor([[4, 5, 5, 6, 6]]), "left": 1},
     "indices": {"key_indices": torch.tensor([3, -1, 0, 8]).int().expand(2, 5, 4).contiguous(), "causal": True},
     "blocks": {"block_indices": torch.tensor([[[2, 0], [1, -1]]] * 2).int(), "block_size": 4},
     "named": {"split_size": 4, "backend": "torch", "validate": True},
@@ -216,6 +217,7 @@ GRADIENTS = {
     "strides": {"k_starts": torch.tensor([1, 4]), "causal": True, "k_stride": 2, "q_stride": 3},
     "biases": {"q_bias": torch.rand(2, 4, 5), "k_bias": torch.rand(1, 4, 9), "causal": True},
     "tree": {"tree_mask": torch.rand(2, 5, 5) > 0.5},
+    "nodes": {"tree_mask": torch.rand(2, 5, 5) > 0.5, "positions": torch.tensor([[4, 5, 5, 6, 6]]), "left": 1},
     "indices": DENSE["indices"],
     "blocks": DENSE["blocks"],
 }

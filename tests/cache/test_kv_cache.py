@@ -10,7 +10,7 @@ from tilewise.backends.torch.kv_write import Append as InTorch
 from tilewise.core.kv_store import Format
 from tilewise.kv_cache import hadamard
 
-TYPES = ["f32", "f16", "bf16", "fp8_e4m3", "int8", "int4"]
+TYPES = ["f32", "f16", "bf16", "fp8_e4m3", "int8", "int4", "codebook4"]
 
 
 def rows(*shape, seed=0, scale=2.0):

@@ -77,6 +77,7 @@ def tensors_of(p: Problem) -> Tensors:
     t.alibi_slopes = empty(p.batch, p.heads, dtype=torch.float32) if p.alibi else None
     t.sinks = empty(p.heads, dtype=torch.float32) if p.sinks else None
     t.tree_mask = empty(p.batch, p.q_len, p.q_len, dtype=torch.bool) if p.tree else None
+    t.positions = empty(p.batch, p.q_len) if p.positions else None
     t.q_bias = empty(q_rows[0], p.heads, q_rows[1], dtype=torch.float32) if p.q_bias else None
     k_rows = (1 if p.form == "varlen" else p.batch, p.heads, p.kv_len)
     t.k_bias = empty(*k_rows, dtype=torch.float32) if p.k_bias else None

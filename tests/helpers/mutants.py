@@ -8,6 +8,7 @@ import torch
 
 from problem_space import changed
 from tilewise.backends import reference as honest
+from tilewise.core.mask_rules import near
 from tilewise.core.problem import Problem
 from tilewise.core.tensors import Sequence, Tensors, sequences
 from tilewise.reference import Scores, attend
@@ -218,6 +219,22 @@ def _(seq, r: Scores):
     return rescored(seq, r.scores, r.visible & first)
 
 
+@reads("nodes of a tree one after the other", "positions")
+def _(p, t):
+    return replace(t, positions=None)
+
+
+@reads("the first sequence's positions for all", "positions")
+def _(p, t):
+    return replace(t, positions=None if t.positions is None else t.positions[:1].expand_as(t.positions))
+
+
+@softmaxes("positions of queries, not of their keys", "positions")
+def _(seq, r: Scores):
+    qpos, slots = seq.positions(slice(0, seq.q_len), slice(0, 0))[0], torch.arange(seq.kv_len)
+    return rescored(seq, r.scores, r.visible & near(seq.rules, qpos, slots))
+
+
 @reads("q_bias dropped", "q_bias")
 def _(p, t):
     return replace(t, q_bias=None)
@@ -331,6 +348,11 @@ def _(p, t):
 @reads("one scale for each row", "k")
 def _(p, t):
     return replace(t, k_scales=None if t.k_scales is None else t.k_scales[..., :1].expand_as(t.k_scales))
+
+
+@reads("codebook4 without its signs", "v")
+def _(p, t):
+    return replace(t, v=t.v & 0x77) if p.v_format.name == "codebook4" else t
 
 
 @reads("int4 halves swapped", "v")

@@ -183,7 +183,7 @@ class QuantisedCache(Cache):  # type: ignore[misc]
 
     Args:
         config: of the model: which layers have windows. Without it no layer forgets anything.
-        dtype: how K and V are stored: `"int8"`, `"int4"`, `"fp8_e4m3"`, `"f16"`, `"bf16"` or `"f32"`.
+        dtype: how K and V are stored: `"int8"`, `"int4"`, `"codebook4"`, `"fp8_e4m3"`, `"f16"`, `"bf16"` or `"f32"`.
         v_dtype: how V is stored, if not as K.
         group: elements that share a scale: 32, 64 or 128.
         rotate: rotate K and V before they are quantised, as `KVCache` does.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .mask_rules import key_spans, span_counts, span_tiles
+from .mask_rules import span_counts, span_tiles
 from .plan import Cost
 from .problem import Problem
 from .tensors import Sequence, Tensors, sequences
@@ -18,8 +18,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     cells = keys = mask_cells = 0
     tiles = [0, 0, 0]
     for seq in sequences(p, tensors):
-        positions = seq.q_offset + seq.places[2] * torch.arange(seq.q_len, device="cpu")
-        lo, hi = key_spans(seq.rules, positions, seq.kv_len)  # [Lq]
+        lo, hi = (x[:, 0].cpu() for x in seq.spans(slice(0, seq.q_len)))  # [Lq]
         if p.selection is not None:
             found = _chosen_cells(seq, lo, hi, tile)
             cells, keys, mask_cells = cells + found[0], keys + found[1], mask_cells + found[0] * (p.mask is not None)
@@ -34,7 +33,11 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
             for kind, count in enumerate(span_counts(lo, hi, seq.kv_len, tile)):
                 tiles[kind] += count * p.heads
             continue
-        states = span_tiles(lo[None], hi[None], seq.kv_len, tile)  # [1, nq, nk]
+        if p.positions:  # spans that go up and down
+            kpos = torch.arange(seq.kv_len, device="cpu")
+            states = TileMap.from_mask((lo[:, None] <= kpos) & (kpos < hi[:, None]), tile).states[0]  # [1, nq, nk]
+        else:
+            states = span_tiles(lo[None], hi[None], seq.kv_len, tile)
         if p.tree:  # the tiles of the queries' own keys are not full
             states[..., max(0, seq.kv_len - seq.q_len) // tile[1] :].clamp_(max=1)
         if mask_map is not None:

@@ -264,6 +264,22 @@ def key_spans(
     return lo, hi
 
 
+def near(rules: MaskRules, qpos: torch.Tensor, kpos: torch.Tensor) -> torch.Tensor:
+    """Whether queries see keys by their positions, which broadcast against each other: the rules cell by cell."""
+    left, right = rules.window
+    seen = torch.ones((), dtype=torch.bool, device=qpos.device).expand(torch.broadcast_shapes(qpos.shape, kpos.shape))
+    if rules.causal:
+        seen = seen & (kpos <= qpos)
+    if left is not None:
+        seen = seen & (qpos - kpos <= left)
+    if right is not None:
+        seen = seen & (kpos - qpos <= right)
+    if rules.chunk:
+        key_chunk, chunk = (x.div(rules.chunk, rounding_mode="floor") for x in (kpos, qpos))
+        seen = seen & (key_chunk == chunk)
+    return seen
+
+
 def span_counts(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int]) -> tuple[int, int, int]:
     """Tiles (skip, mixed, full) of one sequence's spans `lo`, `hi` `[Lq]`: what `span_tiles` marks, only counted.
 

@@ -52,6 +52,7 @@ class Options:
     chunk: Any = None
     mask: Any = None
     tree_mask: Any = None
+    positions: Any = None
     softcap: Any = None
     alibi_slopes: Any = None
     q_bias: Any = None

@@ -69,6 +69,16 @@ def no_bias_or_tree(problem: Problem) -> str | None:
     return "it has no q_bias and no k_bias" if problem.biased else None
 
 
+def no_positions(problem: Problem) -> str | None:
+    """Why a backend that knows where rows stand by their number alone cannot serve a tree's positions."""
+    return "it has no positions of a tree" if problem.positions else None
+
+
+def no_alibi_by_tree(problem: Problem) -> str | None:
+    """Why a backend whose ALiBi goes by the numbers of keys cannot serve a tree's positions."""
+    return "it has no alibi_slopes by positions of a tree" if problem.positions and problem.alibi else None
+
+
 def no_selection(problem: Problem) -> str | None:
     """Why a backend that has neither cannot serve key or block indices."""
     s = problem.selection
@@ -124,6 +134,7 @@ class Problem:
     sinks: bool = False
     mask: MaskSpec | None = None
     tree: bool = False  # a mask over the last keys of each sequence, as many as it has queries
+    positions: bool = False  # of its queries and those keys, in a tensor
     selection: Selection | None = None
     tile_map: tuple[int, int] | None = None  # the map's tile
     split_size: int | None = None
@@ -181,6 +192,7 @@ class Problem:
             "" if self.mask is None else f"{'bool' if self.mask.is_bool else 'additive'} mask",
             "" if self.selection is None else str(self.selection),
             "tree mask" * self.tree,
+            "positions" * self.positions,
             "tile map" * (self.tile_map is not None),
             "lengths" * self.has_lengths,
             "lse" * self.return_lse,

@@ -9,6 +9,7 @@ with rows of another layout (scales within a row, columns of two types, a codebo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from ..errors import InvalidArgument
 from .options import is_int, to_int
 
-QuantDtype = Literal["int8", "int4", "fp8_e4m3", "fp8_latent"]  # what a type checker knows of `FORMATS`
+QuantDtype = Literal["int8", "int4", "codebook4", "fp8_e4m3", "fp8_latent"]  # what a type checker knows of `FORMATS`
 GROUPS = (32, 64, 128)
 TINY = torch.finfo(torch.float32).tiny
 
@@ -93,7 +94,7 @@ class StorageFormat:
         steps = (padded / scales.clamp_min(TINY)[..., None]).flatten(-2)[..., :width]
         if not self.is_integer:
             return steps.to(self.dtype), scales
-        whole = steps.round().to(torch.int8)
+        whole = self.codes(steps)
         if self.packing == 1:
             return whole, scales
         low, high = whole.view(torch.uint8).chunk(2, -1)
@@ -106,7 +107,41 @@ class StorageFormat:
         if self.packing == 2:
             signed = data.view(torch.int8)
             data = torch.cat([(signed << 4) >> 4, signed >> 4], -1)  # both shifts extend the sign
-        return data.to(to) * scales.to(to).repeat_interleave(self.group, -1)[..., : data.shape[-1]]
+        return self.numbers(data).to(to) * scales.to(to).repeat_interleave(self.group, -1)[..., : data.shape[-1]]
+
+    def codes(self, steps: torch.Tensor) -> torch.Tensor:
+        """Elements in units of their scales as the whole numbers that stand for them, int8."""
+        return steps.round().to(torch.int8)
+
+    def numbers(self, codes: torch.Tensor) -> torch.Tensor:
+        """What they stand for."""
+        return codes
+
+
+# Lloyd-Max levels of normal numbers in groups of 64 in units of their largest magnitude, as int8; their midpoints; and
+# bytes of two words, in which kernels look a level up by a shift.
+LEVELS = (6, 18, 30, 43, 57, 74, 94, 121)
+MIDPOINTS = tuple((a + b) / 2 for a, b in pairwise(LEVELS))
+LEVEL_WORDS = tuple(int.from_bytes(LEVELS[i : i + 4], "little") for i in (0, 4))
+
+
+class CodebookFormat(StorageFormat):
+    """Four bits as a sign (the highest) and the index of one of eight levels that lie closer near 0: for elements that
+    are normal, as after a rotation. The nearest level is taken, of two the lower.
+
+    >>> stored_as("codebook4").codes(torch.tensor([0.0, -7.0, 12.0, 12.1, 127.0])).tolist()
+    [0, 8, 0, 1, 7]
+    """
+
+    def codes(self, steps: torch.Tensor) -> torch.Tensor:
+        size, index = steps.abs(), (steps < 0).to(torch.int8) << 3
+        for middle in MIDPOINTS:
+            index += size > middle
+        return index
+
+    def numbers(self, codes: torch.Tensor) -> torch.Tensor:
+        levels = torch.tensor(LEVELS, dtype=torch.int8, device=codes.device)[(codes & 7).long()]
+        return torch.where(codes < 0, -levels, levels)
 
 
 LATENT, LATENT_SCALES = 512, 16  # elements of a latent row in float8, bytes of their scales
@@ -170,6 +205,7 @@ FORMATS: dict[str, StorageFormat] = {
         StorageFormat("bf16", torch.bfloat16, 16, other_names=("bfloat16",)),
         StorageFormat("int8", torch.int8, 8, 127.0, 64),
         StorageFormat("int4", torch.uint8, 4, 7.0, 64),
+        CodebookFormat("codebook4", torch.uint8, 4, 127.0, 64),
         StorageFormat(
             "fp8_e4m3", torch.float8_e4m3fn, 8, 448.0, 64, ("fp8", "float8_e4m3fn", "float8_e4m3", "fp8_e4m3fn")
         ),

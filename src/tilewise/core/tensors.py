@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .mask_rules import MaskRules
+from .mask_rules import MaskRules, key_spans, near
 from .problem import GRADS, Problem
 from .storage import StorageFormat
 from .tile_map import TileMap
@@ -27,6 +27,7 @@ class Tensors:
     v_scales: torch.Tensor | None = None
     mask: torch.Tensor | None = None  # [B, H, Lq, Lk], stride 0 where broadcast; bool or float
     tree_mask: torch.Tensor | None = None  # bool [B, Lq, Lq], stride 0 where sequences share it
+    positions: torch.Tensor | None = None  # int32 [B, Lq], likewise: where queries and their own keys stand
     alibi_slopes: torch.Tensor | None = None  # float32 [B, H]
     q_bias: torch.Tensor | None = None  # float32 [B, H, Lq] or, packed, [1, H, T]; stride 0 where broadcast
     k_bias: torch.Tensor | None = None  # float32 [B, H, Lk] or, of packed keys, [1, H, T]
@@ -131,15 +132,34 @@ class Sequence:
         assert places != "rows"
         return places
 
+    @property
+    def own_keys(self) -> int:
+        """The first of the last keys, of which there are as many as queries."""
+        return self.kv_len - self.q_len
+
     def position(self, row: int) -> int:
-        """Where query `row` stands."""
+        """Where query `row` stands, if no tensor says it."""
         return self.q_offset + self.places[2] * row
 
     def positions(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:  # [n, 1], [1, m]
         """Where these queries and keys stand."""
         k_start, k_stride, q_stride = self.places
         i, j = (torch.arange(x.start, x.stop, device=self.tensors.q.device) for x in (rows, cols))
+        if self.tensors.positions is not None:
+            given = self.tensors.positions[self.b, : self.q_len].long().clamp_min(self.own_keys)
+            kpos = torch.where(j < self.own_keys, j, given[(j - self.own_keys).clamp_min(0)]) if self.q_len else j
+            return given[rows, None], kpos[None, :]
         return (self.q_offset + q_stride * i)[:, None], (k_start + k_stride * j)[None, :]
+
+    def spans(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:  # [n, 1] each
+        """Keys `[lo, hi)` that the rules leave to these queries. By the positions of a tree they say nothing about the
+        queries' own keys: `tree` does.
+        """
+        qpos = self.positions(rows, slice(0, 0))[0]
+        lo, hi = key_spans(self.rules, qpos, self.kv_len)
+        if self.tensors.positions is not None:
+            lo, hi = lo.clamp_max(max(0, self.own_keys)), torch.full_like(hi, self.kv_len)
+        return lo, hi
 
     def keys(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:  # [Hkv, n, D]
         t = self.tensors
@@ -170,12 +190,14 @@ class Sequence:
         return cells.repeat_interleave(p.group, 0) if heads > 1 else cells.expand(p.heads, -1, -1)
 
     def tree(self, rows: slice, cols: slice) -> torch.Tensor | None:  # bool [n, m]
-        """What a tree mask leaves; None if it is not of these keys."""
-        tree, own = self.tensors.tree_mask, self.kv_len - self.q_len  # the first key of the queries' own
+        """What a tree mask leaves, and rules by the positions of its nodes; None if it is not of these keys."""
+        tree, own = self.tensors.tree_mask, self.own_keys
         if tree is None or cols.stop <= own:
             return None
         before = max(0, own - cols.start)  # of these keys
         seen = tree[self.b, rows, max(cols.start - own, 0) : cols.stop - own]
+        if self.tensors.positions is not None:
+            seen = seen & near(self.rules, *self.positions(rows, slice(cols.start + before, cols.stop)))
         return torch.nn.functional.pad(seen, (before, 0), value=True)
 
     def bias(self, rows: slice, cols: slice, dtype: torch.dtype) -> torch.Tensor | None:  # [H, n, m], n or m perhaps 1

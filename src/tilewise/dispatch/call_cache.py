@@ -168,6 +168,8 @@ def remember(
     if key is None or call.problem.is_empty or call.problem.rules.affine == "rows":  # `places` is made for the call
         return
     t, validate, flat = call.tensors, options.get("validate"), _split(args)
+    if t.positions is not None and values.readable(t.positions, validate):
+        return  # they are checked each time
     for longest, cu in (("max_q", t.cu_seqlens_q), ("max_k", t.cu_seqlens_k)):
         if cu is not None and options.get(longest) is None and values.readable(cu, validate):
             return  # the plan is for the longest sequence that was found

@@ -22,7 +22,14 @@ Placements = list[Placement | None]
 Way = tuple[str, int]  # by what, and the dim of q, k and v
 Ways = list[tuple[Placements, Placements]]  # of results and of arguments
 BY_BATCH = ("kv_lengths", "q_offsets", "k_starts", "k_strides", "q_strides", "key_indices", "block_indices")
-RANK_WITH_BATCH = {"mask": 4, "alibi_slopes": 2, "q_bias": 3, "k_bias": 3}  # of those that may be broadcast
+RANK_WITH_BATCH = {
+    "mask": 4,
+    "tree_mask": 3,
+    "positions": 2,
+    "alibi_slopes": 2,
+    "q_bias": 3,
+    "k_bias": 3,
+}  # of those that may be broadcast
 
 
 def register_sharding_rules() -> None:

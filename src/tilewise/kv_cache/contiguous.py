@@ -35,7 +35,8 @@ class KVCache:
         kv_heads: heads of K and V.
         capacity: tokens that a row can hold.
         head_dim: D, of K.
-        dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, or a torch dtype.
+        dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, `"codebook4"`, or
+            a torch dtype.
             Default: torch's default dtype, or float32 where that is float64.
         v_dtype: how V is stored, if not as K.
         value_dim: Dv, if not D.

@@ -39,7 +39,8 @@ class PagedKVCache:
         page_size: tokens in a page.
         kv_heads: heads of K and V.
         head_dim: D, of K.
-        dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, or a torch dtype.
+        dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, `"codebook4"`, or
+            a torch dtype.
             Default: torch's default dtype, or float32 where that is float64.
         layers: layers that share the tables, each with keys and values of its own.
         v_dtype: how V is stored, if not as K.

@@ -60,6 +60,7 @@ class Case:
         "random"
     )
     tree: str = ""  # "b" or "1": a tree mask of each sequence, or of all
+    positions: bool = False  # its nodes stand at their depths
     tile: tuple[int, int] | None = None  # hand in a tile map of these tiles
     layout: str = "bhld"
     strides: str = ""  # sliced, last (a last dim of stride 2), shared (k and v broadcast over the batch), permuted

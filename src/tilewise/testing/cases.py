@@ -151,6 +151,19 @@ TREES = [
         offset="rows", k_start=-40, k_stride=2, q_stride=3, lengths=(190, 3, 120), mask="bhqk", mask_kind="f32",
         q_bias="b1", k_bias="1h", tree="b", layout="blhd",
     ),
+    *(Case(Hkv=2, Lq=40, Lk=90, tree=t, positions=True, **rules) for t, rules in (
+        ("1", {"window": 6}), ("b", {"window": (9, 1)}), ("b", {"chunk": 8}), ("1", {"causal": True, "window": 30}),
+    )),
+    Case(Lq=30, Lk=20, tree="b", positions=True, window=3, dtype="f16"),
+    Case(Hkv=1, Lq=6, Lk=700, D=64, tree="b", positions=True, window=300, split_size=64, lengths=(700, 333)),
+    Case(Lq=20, Lk=90, tree="b", positions=True, window=5, mask="hqk", mask_kind="f32", softcap=5.0, k_bias="bh"),
+    Case(form="varlen", Hkv=2, q_lengths=(5, 20, 0, 64), lengths=(40, 7, 10, 64), tree="b", positions=True, window=4),
+    *(
+        Case(form="paged", B=4, Hkv=2, Lq=9, lengths=(9, 16, 70, 333), D=64, tree="b", positions=True, window=w, page=n)
+        for w, n in ((3, 16), (40, 3))
+    ),
+    Case(form="paged", Hkv=2, q_lengths=(1, 5, 33), lengths=(1, 70, 133), tree="b", positions=True, chunk=16),
+    Case(Hkv=2, Lq=7, Lk=170, D=64, indices="h33", tree="b", positions=True, window=60),
 ]  # fmt: skip
 
 MASK_DIMS = ("qk", "1k", "q1", "hqk", "1qk", "h1k", "bhqk", "b1qk", "1hqk", "b11k", "bhq1")
@@ -246,14 +259,19 @@ QUANTISED = [
     *(
         Case(Hkv=1, Lq=1, Lk=400, D=128, dtype=q, k=t, v=t)
         for q in ("bf16", "f16")
-        for t in ("int8/128", "int4/64", "int4/128", "fp8_e4m3/32", "fp8_e4m3/128")
+        for t in ("int8/128", "int4/64", "int4/128", "codebook4/128", "fp8_e4m3/32", "fp8_e4m3/128")
     ),
     Case(Lq=20, Lk=50, D=72, Dv=40, k="int8/32", v="int4/32", lengths=(50, 13)),
     Case(Lq=20, Lk=50, D=80, k="int4/128", v="f16", softcap=5.0, causal=True),
     Case(Lq=40, Lk=200, D=64, k="fp8_e4m3/64", v="int8/64", mask="hqk", pattern="blocks", tile=(16, 32)),
     *(
         replace(_PAGED, k=a, v=b)
-        for a, b in (("int8/64", "int4/32"), ("fp8_e4m3/32", "fp8_e4m3/32"), ("int4/64", "bf16"))
+        for a, b in (
+            ("int8/64", "int4/32"),
+            ("fp8_e4m3/32", "fp8_e4m3/32"),
+            ("int4/64", "bf16"),
+            ("int8/64", "codebook4/32"),
+        )
     ),
     replace(_PAGED, k="int8/64", v="int8/64", q_lengths=(1, 5, 33, 20), causal=True, page=5),
     Case(form="varlen", q_lengths=(5, 20), lengths=(40, 77), D=64, k="int8/64", v="int4/64", causal=True),

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ..core.options import LIMIT, PLACES
 from .case import Case
 
-STORED = ("", "f16", "bf16", "int8/32", "int8/128", "int4/32", "int4/64", "fp8_e4m3/64")
+STORED = ("", "f16", "bf16", "int8/32", "int8/128", "int4/32", "int4/64", "codebook4/64", "fp8_e4m3/64")
 HUGE = (2**29 - 1, 2**31 - 1, 2**31, sys.maxsize, 10**20)
 SOFTCAPS = (None, 0.5, 5.0, 50.0, 1e6, 1e30)
 SCALES = (None, 1.0, -0.2, 0.01)
@@ -77,7 +77,7 @@ def draw_case(
     fields["D"], fields["Dv"] = c.pick(head_dims), c.pick(head_dims)
     fields["dtype"] = c.pick(dtypes)
     for name, width in (("k", "D"), ("v", "Dv")):
-        fits = [s for s in STORED if not (s.startswith("int4") and fields[width] % 2)]
+        fits = [s for s in STORED if not (s.startswith(("int4", "codebook4")) and fields[width] % 2)]
         fields[name] = c.pick(("", c.pick(fits)))
     if form == "dense":
         keys = fields["Lk"] = c.number(max(1, *lengths), most + 1)
@@ -102,6 +102,8 @@ def draw_case(
             fields["tile"] = (c.pick((c.number(1, 80), 2**29)), c.number(1, 80))
     if count > 0 and c.pick((False, False, True)):
         fields["tree"] = c.pick(("b", "1"))
+        moved = [fields.get(name) for name in ("alibi", "offset", *PLACES)]
+        fields["positions"] = not any(x not in (None, "", False) for x in moved) and c.pick((False, True))
     if fields["Dv"] < fields["D"] and not fields["k"] + fields["v"]:
         fields["latent"] = c.pick((False, True))
     if indices and c.pick((False, False, True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -192,26 +193,27 @@ def biases_hide(backend: str | None, device: str) -> None:
 
 @prop
 def trees_hide(backend: str | None, device: str) -> None:
-    """What a tree hides from a row does not reach it, and a tree is as right as the mask that it stands for."""
-    for dtype in ("f32", "f16"):
-        for lq in (6, 70):
-            inputs = make(Case(Hkv=2, Lq=lq, Lk=200, D=64, dtype=dtype, tree="1"), device)
-            q, k, v = inputs.args
-            tree = inputs.options["tree_mask"]
-            call = inputs.checked()
-            try:
-                clean = attention(q, k, v, tree_mask=tree, return_lse=True, backend=backend)
-            except Unsupported:
-                continue
-            seen = torch.stack([visible_cells(seq) for seq in sequences(call.problem, call.tensors)])
-            check_call(call, *attention(q, k, v, mask=seen, return_lse=True, backend=backend))
-            hidden = ~tree[0, :, 2]
-            for name in "kv":
-                spoilt = {"k": k.clone(), "v": v.clone()}
-                spoilt[name][:, :, 200 - lq + 2] = float("nan")
-                result = attention(q, spoilt["k"], spoilt["v"], tree_mask=tree, return_lse=True, backend=backend)
-                what = f"{dtype}: NaN in {name}, in rows from which a tree hides it"
-                same(what, *(AttentionState(x.out[:, :, hidden], x.lse[:, :, hidden]) for x in (clean, result)))
+    """What a tree hides from a row does not reach it, and a tree is as right as the mask that it stands for; likewise
+    what a window hides by the positions of its nodes.
+    """
+    for dtype, lq, positions in product(("f32", "f16"), (6, 70), (False, True)):
+        case = Case(Hkv=2, Lq=lq, Lk=200, D=64, dtype=dtype, tree="1", positions=positions)
+        inputs = make(replace(case, window=3) if positions else case, device)
+        q, k, v = inputs.args
+        call = inputs.checked()
+        try:
+            clean = inputs.call(backend, return_lse=True)
+        except Unsupported:
+            continue
+        seen = torch.stack([visible_cells(seq) for seq in sequences(call.problem, call.tensors)])
+        check_call(call, *attention(q, k, v, mask=seen, return_lse=True, backend=backend))
+        for key, name in product((150, 200 - lq, 200 - lq + 2), "kv"):
+            spoilt = {"q": q, "k": k.clone(), "v": v.clone()}
+            spoilt[name][:, :, key] = float("nan")
+            hidden = ~seen[0, 0, :, key]
+            result = attention(*spoilt.values(), **inputs.options, return_lse=True, backend=backend)
+            what = f"{dtype}: NaN in {name}, in rows from which a tree{' with positions' * positions} hides it"
+            same(what, *(AttentionState(x.out[:, :, hidden], x.lse[:, :, hidden]) for x in (clean, result)))
 
 
 @prop

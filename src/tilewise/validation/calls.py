@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..core.mask_rules import Offset, Places, place_rows
+from ..core.mask_rules import PLAIN_PLACES, Offset, Places, place_rows
 from ..core.options import (
     LIMIT,
     PLACES,
@@ -144,6 +144,8 @@ def _finish(
     t.sinks = None if o.sinks is None else c.sinks(o.sinks, H)
     if o.tree_mask is not None:
         t.tree_mask = c.tree(o.tree_mask, batch, q_len)
+    if o.positions is not None:
+        t.positions = _positions(c, o, places, batch, q_len)
     if o.q_bias is not None:
         t.q_bias = c.bias("q_bias", o.q_bias, (batch, H, c.q.shape[2]), c.packed, any_keys=False)
     if o.k_bias is not None:
@@ -200,6 +202,7 @@ def _finish(
         sinks=t.sinks is not None,
         mask=spec,
         tree=t.tree_mask is not None,
+        positions=t.positions is not None,
         selection=selection,
         tile_map=None if t.tile_map is None else t.tile_map.tile,
         split_size=as_split_size(o.split_size),
@@ -218,9 +221,25 @@ def _finish(
     for name, ends in ranges.items():
         if (x := getattr(t, name)) is not None:
             setattr(t, name, values.as_int32(x, *ends))
+    values.check_positions(problem, t, o.validate)
     check_tile_map(problem, t, o.validate)
     values.check_indices(problem, t.key_indices, o.validate)
     return Call(problem, t, out, lse)
+
+
+def _positions(c: Checker, o: Options, places: list[Any], batch: int, q_len: int) -> torch.Tensor:
+    """Where queries and their own keys stand: int32 `[B, Lq]`, with stride 0 where sequences share them."""
+    if o.tree_mask is None:
+        remedy = "q_offset= says where the first query stands, q_stride= how others follow"
+        raise InvalidArgument("positions", "positions without tree_mask", "tree_mask= beside it", remedy)
+    given = zip(PLACES, places, PLAIN_PLACES, strict=True)
+    moved = [name for name, x, plain in given if not is_int(x) or x != plain]
+    if o.q_offset is not None or moved:
+        name = "q_offset" if o.q_offset is not None else moved[0]
+        raise InvalidArgument(name, "given beside positions", "one of them", "positions say where queries stand")
+    shared = getattr(o.positions, "shape", (0,))[0] == 1 != batch
+    x = values.as_int32(c.ints("positions", o.positions, (1 if shared else batch, q_len)))
+    return x.expand(batch, q_len)
 
 
 def _selection(c: Checker, o: Options, t: Tensors, batch: int, q_len: int) -> Selection | None:

@@ -52,6 +52,8 @@ def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
 
 def _check_spec(spec: Spec, p: Problem, tensors: Tensors, validate: Any) -> None:
     """A map of position rules must come from the rules, offsets and lengths of this call."""
+    if p.positions:
+        raise InvalidArgument("tile_map", "a map of position rules beside positions", "a map of the mask alone")
     if spec.rules != p.rules.relative():
         raise InvalidArgument("tile_map", f"a map of the rules: {spec.rules}", f"the call's: {p.rules}")
     held = (

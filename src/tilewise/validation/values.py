@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.options import Options, as_offset, as_places, is_int
+from ..core.options import LIMIT, Options, as_offset, as_places, is_int
 from ..core.problem import Problem
+from ..core.tensors import Tensors, sequences
 from ..core.tracing import is_traced
 from ..errors import InvalidArgument
 
@@ -82,6 +83,18 @@ def check_indices(p: Problem, indices: torch.Tensor | None, validate: Any) -> No
     if twice.any():
         wrong = later[twice][0]
         raise InvalidArgument(name, f"{wrong} twice for one query", "each index once", "-1 is none, as often as needed")
+
+
+def check_positions(p: Problem, t: Tensors, validate: Any) -> None:
+    """A tree's positions: no query stands before a key that is not its own."""
+    given = (t.positions, t.kv_lengths, t.cu_seqlens_q, t.cu_seqlens_k)
+    if t.positions is None or not all(readable(x, validate) for x in given if x is not None):
+        return
+    for seq in sequences(p, t):
+        own = t.positions[seq.b, : seq.q_len]
+        if seq.q_len and not seq.own_keys <= (least := int(own.min())) <= int(own.max()) <= LIMIT:
+            wrong, where = (least if least < seq.own_keys else int(own.max())), f"positions[{seq.b}]"
+            raise InvalidArgument(where, wrong, f"{seq.own_keys} to {LIMIT}: {max(0, seq.own_keys)} keys come first")
 
 
 def check_places(p: Problem, places: Sequence[torch.Tensor | int], offsets: torch.Tensor | None, validate: Any) -> None:

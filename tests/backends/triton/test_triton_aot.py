@@ -103,6 +103,7 @@ OTHERS = {
     "biases-all": problem(64, **ALL, q_bias=True, k_bias=True, **mask(F32, *(False,) * 4)),
     "paged16-biases": problem(**(PAGED | {"q_len": 2}), page_size=16, causal=True, k_bias=True),
     "paged16-tree": problem(**(PAGED | {"q_len": 8}), page_size=16, tree=True),
+    "paged16-tree-positions": problem(**(PAGED | {"q_len": 8}), page_size=16, tree=True, positions=True, chunk=99),
     "tree-all": problem(64, **ALL, tree=True, **mask(F32, *(False,) * 4)),
     "strides": problem(causal=True, window=(999, None), places=(1, 4, 3)),
     "strides-rows-all": problem(64, **ALL, places="rows"),

@@ -52,7 +52,7 @@ def stored(dtype, source, inside, D, Dv, group, paged, packed, late=0, none=0):
     return all(x is None or x.view(torch.uint8).equal(y.view(torch.uint8)) for x, y in pairs)
 
 done = 0
-for dtype in ("f32", "f16", "int8", "int4", "fp8_e4m3", "fp8_latent", "latent int8", "latent fp8_latent"):
+for dtype in ("f32", "f16", "int8", "int4", "codebook4", "fp8_e4m3", "fp8_latent", "latent int8", "latent fp8_latent"):
     inside, dtype = dtype.startswith("latent"), dtype.split()[-1]
     both = LATENT if dtype == "fp8_latent" else FORMS[1:2] if inside else FORMS
     for source, forms in ((torch.float32, both), (torch.float16, both[:1])):
@@ -69,7 +69,7 @@ def test_it_stores_the_same_bytes_as_torch():
     """And rows one slot too late would be noticed."""
     run = interpreted(RUN)
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-    assert int(run.stdout) == 25 + 3 + 2 + 3
+    assert int(run.stdout) == 30 + 3 + 2 + 3
 
 
 def stores(dtype, D, paged):
@@ -95,7 +95,7 @@ def appended(dtype):
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "int8", "int4", "fp8_latent"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "int8", "int4", "codebook4", "fp8_latent"])
 def test_it_compiles_without_spills(dtype, arch):
     for kernel, arguments in appended(dtype):
         built = compile_kernel(kernel, arguments, arch)

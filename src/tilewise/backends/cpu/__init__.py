@@ -15,7 +15,15 @@ import torch
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import CascadeProblem, Problem, WriteProblem, no_selection, other_formats
+from ...core.problem import (
+    CascadeProblem,
+    Problem,
+    WriteProblem,
+    no_alibi_by_tree,
+    no_positions,
+    no_selection,
+    other_formats,
+)
 from ...core.tensors import BackwardTensors, Shared, Tensors
 
 
@@ -24,7 +32,7 @@ def supports(problem: Problem | WriteProblem) -> str | None:
         return reason
     from .codegen.dtypes import STORED
 
-    return other_formats(problem, STORED)
+    return other_formats(problem, STORED) or (None if isinstance(problem, WriteProblem) else no_alibi_by_tree(problem))
 
 
 supports_write = supports
@@ -61,7 +69,7 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return supports(problem) or no_selection(problem)
+    return supports(problem) or no_selection(problem) or no_positions(problem)
 
 
 def plan_backward(problem: Problem) -> Plan:

@@ -19,8 +19,9 @@ KEY_PAD = np.int64(8)  # keys that `qk` takes at once
 LIST_PAD = np.int64(16)  # those that integer dots take
 # K or V: base, strides over the batch (or pages), heads and rows, dtype, width; its scales likewise, their group
 Source = namedtuple("Source", "base b h l dtype width scales scales_b scales_h scales_l scales_dtype group")
-# Where keys and queries stand: the position of the first query, then as in `MaskRules.places`
-Affine = namedtuple("Affine", "offset k_start k_stride q_stride")
+# Where keys and queries stand: the position of the first query, then as in `MaskRules.places`; or, of a tree, where its
+# positions are (0: there are none), which are also those of the queries' own keys, and the first of these
+Affine = namedtuple("Affine", "offset k_start k_stride q_stride tree own")
 # The sequence and KV head that rows come from; the list of chosen keys (`mainloop/chosen.py`) whose places stand for
 # keys, 0 if there is none
 Place = namedtuple("Place", "b head kv_start chosen")
@@ -49,11 +50,32 @@ def sequence(p, b):
 @jit
 def affine(p, b, offset):
     """Where the keys and queries of batch row b stand, its first query at `offset`."""
+    tree = own = types.int64(0)
+    if p.positions:
+        _, q_len, _, kv_len, _ = sequence(p, b)
+        tree, own = p.positions + b * p.positions_b, kv_len - q_len
     if p.row_places:
         at = p.row_places + 12 * b
         k_start, k_stride = types.int64(get_i32(at)), types.int64(get_i32(at + 4))
-        return Affine(offset, k_start, k_stride, types.int64(get_i32(at + 8)))
-    return Affine(offset, p.rules.k_start, p.rules.k_stride, p.rules.q_stride)
+        return Affine(offset, k_start, k_stride, types.int64(get_i32(at + 8)), tree, own)
+    return Affine(offset, p.rules.k_start, p.rules.k_stride, p.rules.q_stride, tree, own)
+
+
+@jit
+def tree_position(at, row):
+    """Where node `row` of a tree stands, not before the keys that are not the queries' own."""
+    return max(types.int64(get_i32(at.tree + 4 * row)), at.own)
+
+
+@jit
+def is_far(p, position, key_position):
+    """Whether the rules hide a key from a query by their positions."""
+    rules, behind = p.rules, position - key_position
+    if (rules.causal and behind < 0) or (rules.has_left and behind > rules.left):
+        return True
+    if rules.has_right and -behind > rules.right:
+        return True
+    return rules.chunk != 0 and position // rules.chunk != key_position // rules.chunk
 
 
 @jit
@@ -65,8 +87,15 @@ def rows_before(distance, stride):
 @jit
 def key_span(p, at, row, kv_len):
     """Keys [lo, hi) that position and length rules leave to query `row` of those that stand as `at` says; hi <= lo if
-    none. See `core/mask_rules.py`.
+    none. See `core/mask_rules.py`. Of a tree's nodes they say nothing about the queries' own keys: `tree_hides` does.
     """
+    if at.tree:
+        position, lo = tree_position(at, row), types.int64(0)
+        if p.rules.has_left:
+            lo = max(lo, position - p.rules.left)
+        if p.rules.chunk:
+            lo = max(lo, position // p.rules.chunk * p.rules.chunk)
+        return min(lo, max(at.own, types.int64(0))), kv_len
     rules, position = p.rules, at.offset + at.q_stride * row
     near, stride = position - at.k_start, at.k_stride
     lo, hi = 0, kv_len
@@ -79,6 +108,16 @@ def key_span(p, at, row, kv_len):
     if rules.chunk:
         start = position // rules.chunk * rules.chunk - at.k_start
         lo, hi = max(lo, rows_before(start, stride)), min(hi, rows_before(start + rules.chunk, stride))
+    return lo, hi
+
+
+@jit
+def rows_span(p, at, row, rows, kv_len):
+    """Keys that some of `rows` queries from `row` on see: from the first one's to the last one's, but of a tree."""
+    lo, hi = key_span(p, at, row, kv_len)[0], key_span(p, at, row + rows - 1, kv_len)[1]
+    if at.tree:
+        for i in range(row, row + rows):
+            lo = min(lo, key_span(p, at, i, kv_len)[0])
     return lo, hi
 
 

@@ -93,7 +93,7 @@ def make_launch(p: Problem, threads: int) -> Launch:
 
 def same_items(p: Problem) -> bool:
     """Whether the work items of all calls of a problem are the same."""
-    return not p.has_lengths and "rows" not in (p.rules.q_offset, p.rules.affine)
+    return not (p.has_lengths or p.positions) and "rows" not in (p.rules.q_offset, p.rules.affine)
 
 
 def has_spans(p: Problem, mask: torch.Tensor) -> bool:
@@ -169,7 +169,8 @@ def schedule_items(params: Params, most: int, schedule: str = "schedule") -> Any
     return work_items
 
 
-STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "tree", "slopes", "q_bias", "k_bias", "indices")
+STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "tree", "positions", "slopes",
+           "q_bias", "k_bias", "indices")  # fmt: skip
 FLAT = ("sinks", "row_places", "kv_lengths", "q_offsets", "cu_q", "cu_k", "table")
 # Fields of `Tensors` with other names than those of `Params`
 TENSORS = {"tree": "tree_mask", "slopes": "alibi_slopes", "row_places": "places", "q_offsets": "q_offset",

@@ -66,6 +66,7 @@ class Params(ctypes.Structure):
         *fields(tensor("states", "bhqk")),  # of tiles of the mask
         *fields(tensor("spans", "bhq")),  # of rows of the mask, found as they are needed: `mainloop/mask.py`
         *fields(tensor("tree", "bq")),
+        *fields(tensor("positions", "b")),  # of a tree's nodes
         *fields(tensor("slopes", "bh")),
         *fields(f"{tensor('q_bias')} {tensor('k_bias')}"),
         *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),

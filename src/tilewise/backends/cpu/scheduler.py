@@ -14,7 +14,7 @@ from numba import carray  # type: ignore[attr-defined]
 from .codegen.calls import call_kernel, call_mainloop, call_parallel
 from .codegen.load_store import fetch_add, get_i32, get_i64, put_i64
 from .codegen.numba_ops import F, item_at, jit, params_at, pointer, task_at, team_at, up
-from .kv_access import affine, key_span, sequence
+from .kv_access import affine, rows_span, sequence
 from .mainloop.epilogue import epilogue_rows, replace_overflowed_rows
 from .params import LAUNCH_BYTES, LINE, TEAM_BYTES, WORK_ITEM, WORK_ITEM_BYTES, LaunchBlock, Params, Task, offset
 from .scratch import partition
@@ -162,7 +162,7 @@ def schedule(params, order):
             n = min(p.tile_rows, q_len - row, tile // each * block + block - row)
             if n <= 0:
                 continue
-            lo, hi = key_span(p, places, row, kv_len)[0], key_span(p, places, row + n - 1, kv_len)[1]
+            lo, hi = rows_span(p, places, row, n, kv_len)
             last = kv_len
             if p.block:
                 lo, hi, last = 0, p.chosen_keys, p.chosen_keys

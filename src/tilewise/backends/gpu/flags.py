@@ -32,6 +32,7 @@ class Flags:
     sinks: bool
     mask: str  # "", "bool" or "float"
     tree: bool
+    positions: bool  # of its nodes
     linear: bool  # logits are dot products times a scale
     tail: bool  # the keys may end inside a tile
     lse: bool
@@ -56,6 +57,7 @@ def flags_of(problem: Problem, tile_keys: int) -> dict[str, Any]:
         "sinks": p.sinks,
         "mask": mask,
         "tree": p.tree,
+        "positions": p.positions,
         "linear": not p.softcap and not p.alibi and not p.biased and mask != "float" and p.scale != 0,
         "tail": p.has_lengths or p.kv_len % tile_keys != 0,
         "lse": p.return_lse,

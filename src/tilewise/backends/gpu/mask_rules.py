@@ -130,6 +130,37 @@ def plain_key_span(position, n_keys, numbers, S: tl.constexpr):
 
 
 @triton.jit
+def tree_span(position, n_keys, own_keys, numbers, S: tl.constexpr):
+    """`[lo, hi)` of nodes of a tree at `position`, none of which stands before a key that is not the queries' own: of
+    those before `own_keys`; the others are `near` or not, each by itself.
+    """
+    left, _, chunk, _, _, _ = numbers
+    lo = position * 0
+    if S.rules.left:
+        lo = tl.maximum(lo, position - left)
+    if S.rules.chunk:
+        lo = tl.maximum(lo, chunk_start(position, chunk))
+    return tl.minimum(lo, tl.maximum(own_keys, 0)), position * 0 + n_keys
+
+
+@triton.jit
+def near(position, key, numbers, S: tl.constexpr):
+    """Whether a query sees a key by their positions, which broadcast against each other: the rules cell by cell."""
+    left, right, chunk, _, _, _ = numbers
+    behind = position - key
+    seen = behind == behind
+    if S.rules.causal:
+        seen = seen & (behind >= 0)
+    if S.rules.left:
+        seen = seen & (behind <= left)
+    if S.rules.right:
+        seen = seen & (behind >= -right)
+    if S.rules.chunk:
+        seen = seen & (chunk_start(position, chunk) == chunk_start(key, chunk))
+    return seen
+
+
+@triton.jit
 def plain_query_span(key, offset, q_len, numbers, S: tl.constexpr):
     left, right, chunk, _, _, _ = numbers
     lo = offset

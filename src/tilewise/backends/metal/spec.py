@@ -21,7 +21,10 @@ TYPES = {
     torch.uint8: "uint8_t",
 }
 # Storage formats that can be read, and what the text calls them
-KINDS = {"f32": "PLAIN", "f16": "PLAIN", "bf16": "PLAIN", "int8": "INT8", "int4": "INT4", "fp8_e4m3": "FP8"}
+KINDS = {
+    "f32": "PLAIN", "f16": "PLAIN", "bf16": "PLAIN", "int8": "INT8", "int4": "INT4", "codebook4": "CODEBOOK4",
+    "fp8_e4m3": "FP8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

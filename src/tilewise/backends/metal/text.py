@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...core.mask_rules import OFFSET_KINDS
+from ...core.storage import LEVEL_WORDS
 from .params import FLOATS, INTS, STRIDES
 from .spec import KINDS, SIMDGROUPS, Spec
 
@@ -117,7 +118,8 @@ def _header(kernel: str, types: dict[str, str], constants: dict[str, object]) ->
     # After the includes: a macro of one letter before them would break Metal's own headers.
     lines = [f"typedef {of} {name};" for name, of in types.items()]
     kinds = {name: number for number, name in enumerate(dict.fromkeys(KINDS.values()))}
-    lines += [f"#define {name} {value}" for name, value in (kinds | constants).items()]
+    levels = dict(zip(("LEVELS_LOW", "LEVELS_HIGH"), map("{:#x}u".format, LEVEL_WORDS), strict=True))
+    lines += [f"#define {name} {value}" for name, value in (kinds | levels | constants).items()]
     return (
         INCLUDES
         + "\n".join(lines)

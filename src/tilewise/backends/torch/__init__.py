@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from ...core.mask_rules import key_span
 from ...core.plan import Plan
 from ...core.problem import Problem, WriteProblem
 from ...core.tensors import Sequence, Tensors, sequences
@@ -18,7 +17,7 @@ from .backward import plan_backward as plan_backward
 from .backward import run_backward as run_backward
 from .backward import supports_backward as supports_backward
 from .kv_write import Append
-from .tiles import adjust, no_autocast, tile_states, weighted_sum, work_dtype
+from .tiles import adjust, no_autocast, span_ends, tile_states, weighted_sum, work_dtype
 
 FEW_ROWS, PART = 16, 32
 
@@ -76,7 +75,7 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
     acc = torch.zeros(H, n, p.value_dim, dtype=work, device=device)
 
     # Spans move right as rows go down, so the first row has the leftmost start and the last row the rightmost end.
-    first, last = (key_span(seq.rules, seq.position(row), seq.kv_len) for row in (rows.start, rows.stop - 1))
+    first, last = span_ends(seq, rows)
     BK = plan.tile[1]
     for tile in range(first[0] // BK, -(-last[1] // BK)):
         cols = slice(tile * BK, min((tile + 1) * BK, seq.kv_len))

@@ -20,12 +20,12 @@ from functools import partial
 import torch
 
 from ...core import large_lse
-from ...core.mask_rules import key_span, query_span
+from ...core.mask_rules import query_span
 from ...core.plan import Plan
 from ...core.problem import Problem
 from ...core.tensors import BackwardTensors, Sequence, sequences
 from ...core.tile_map import FULL, MIXED, SKIP
-from .tiles import adjust, no_autocast, tile_states, work_dtype
+from .tiles import adjust, no_autocast, span_ends, tile_states, work_dtype
 
 
 def supports_backward(problem: Problem) -> str | None:
@@ -100,8 +100,10 @@ class _Rows:
         for left in range(0, seq.kv_len, BK):
             cols = slice(left, min(left + BK, seq.kv_len))
             # Spans move right as keys do: the first key has the topmost first row, the last key the last one.
-            above = query_span(seq.rules, cols.start, seq.q_offset, seq.q_len)[0]
-            below = query_span(seq.rules, cols.stop - 1, seq.q_offset, seq.q_len)[1]
+            above, below = 0, seq.q_len
+            if not p.positions:
+                above = query_span(seq.rules, cols.start, seq.q_offset, seq.q_len)[0]
+                below = query_span(seq.rules, cols.stop - 1, seq.q_offset, seq.q_len)[1]
             k, v = (x(cols.start, cols.stop, self.lse.dtype) for x in (seq.keys, seq.values))  # [Hkv, BK, D]
             dk, dv = torch.zeros_like(k), torch.zeros_like(v)
             for top in range(max(0, above) // BQ * BQ, below, BQ):
@@ -136,7 +138,7 @@ class _Rows:
         chosen = seq.chosen(rows, cols)
         if chosen is not None and not bool(chosen.any()):
             return
-        first, last = (key_span(seq.rules, seq.position(row), seq.kv_len) for row in (rows.start, rows.stop - 1))
+        first, last = span_ends(seq, rows)
         inside = last[0] <= cols.start and first[1] >= cols.stop
         q, dout = grouped(seq.q[:, rows].to(self.lse.dtype)), grouped(self.dout_of(rows))
         live = self.live[:, rows, None]

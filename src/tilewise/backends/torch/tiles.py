@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ...core.mask_rules import key_spans
+from ...core.mask_rules import key_span
 from ...core.plan import Plan
 from ...core.tensors import Sequence, Tensors
 from ...core.tile_map import MIXED, TileMap
@@ -48,6 +48,16 @@ def tile_states(plan: Plan, tensors: Tensors) -> list[list[list[int]]] | None:
     return merged.tolist()
 
 
+def span_ends(seq: Sequence, rows: slice) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The keys that the first and the last of these queries see. Spans move right as rows go down; those by the
+    positions of a tree do not: from the leftmost start on, and none is seen by all for sure.
+    """
+    if seq.tensors.positions is not None:
+        lo, hi = seq.spans(rows)
+        return (int(lo.min()), 0), (seq.kv_len, int(hi.max()))
+    return tuple(key_span(seq.rules, seq.position(row), seq.kv_len) for row in (rows.start, rows.stop - 1))  # type: ignore[return-value]
+
+
 def adjust(
     seq: Sequence, s: torch.Tensor, rows: slice, cols: slice, masked: bool, edge: bool, chosen: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -63,7 +73,7 @@ def adjust(
         s = s - seq.slopes.to(s.dtype)[:, None, None] * (qpos - kpos).abs()
     visible: torch.Tensor | None = None
     if edge:
-        lo, hi = key_spans(seq.rules, qpos, seq.kv_len)  # [BQ, 1]
+        lo, hi = seq.spans(rows)  # [BQ, 1]
         j = torch.arange(cols.start, cols.stop, device=s.device)
         visible = ((lo <= j) & (j < hi)).expand_as(s)
     tree = seq.tree(rows, cols)

@@ -13,7 +13,15 @@ import torch
 from ...core.kv_store import Store, Writer
 from ...core.machines import Machine
 from ...core.plan import OtherDevice, Plan
-from ...core.problem import CascadeProblem, Problem, WriteProblem, no_selection, other_formats
+from ...core.problem import (
+    CascadeProblem,
+    Problem,
+    WriteProblem,
+    no_alibi_by_tree,
+    no_positions,
+    no_selection,
+    other_formats,
+)
 from ...core.storage import LATENT
 from ...core.tensors import BackwardTensors, Tensors
 from ..gpu.target import gpu_machines, target_of, triton_refusal
@@ -24,7 +32,8 @@ LEAST_TRITON = (3, 6)  # older versions cannot compile every kernel
 
 def supports(problem: Problem) -> str | None:
     wide = max(problem.head_dim, problem.value_dim)
-    return _supports(problem) or target_of(problem.device).too_wide(wide, backward=bool(problem.grads))
+    refused = _supports(problem) or no_alibi_by_tree(problem)
+    return refused or target_of(problem.device).too_wide(wide, backward=bool(problem.grads))
 
 
 def _supports(problem: Problem) -> str | None:
@@ -111,7 +120,7 @@ def sum_parts(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Any:
 
 
 def supports_backward(problem: Problem) -> str | None:
-    return supports(problem) or no_selection(problem)
+    return supports(problem) or no_selection(problem) or no_positions(problem)
 
 
 def plan_backward(problem: Problem) -> Plan:

@@ -5,14 +5,15 @@ from __future__ import annotations
 # Pointers, and the fields of `Tensors` that they are.
 TENSORS = {
     "Q": "q", "K": "k", "V": "v", "OUT": "out", "LSE": "lse", "K_SCALES": "k_scales", "V_SCALES": "v_scales",
-    "MASK": "mask", "TREE": "tree_mask", "SLOPES": "alibi_slopes", "Q_BIAS": "q_bias", "K_BIAS": "k_bias",
-    "SINKS": "sinks", "PLACES": "places", "INDICES": "key_indices", "KV_LENGTHS": "kv_lengths", "Q_OFFSET": "q_offset",
-    "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "TABLE": "block_table",
+    "MASK": "mask", "TREE": "tree_mask", "POSITIONS": "positions", "SLOPES": "alibi_slopes", "Q_BIAS": "q_bias",
+    "K_BIAS": "k_bias", "SINKS": "sinks", "PLACES": "places", "INDICES": "key_indices", "KV_LENGTHS": "kv_lengths",
+    "Q_OFFSET": "q_offset", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k", "TABLE": "block_table",
 }  # fmt: skip
 WORKSPACES = ("PARTIAL", "PARTIAL_ML", "SEMAPHORES", "FLAGS", "LIST", "RANK", "ORDER")
 STRIDES = {  # of a tensor, the dims that are strided over
     "q": "bhl", "k": "bhl", "v": "bhl", "o": "bhl", "lse": "bhl", "ks": "bhl", "vs": "bhl", "mask": "bhqk",
-    "list": "bhqn", "slopes": "b", "tree": "bq", "qb": "bhl", "kb": "bhl", "table": "b", "indices": "bhl",
+    "list": "bhqn", "slopes": "b", "tree": "bq", "positions": "b", "qb": "bhl", "kb": "bhl", "table": "b",
+    "indices": "bhl",
 }  # fmt: skip
 SCALARS = (
     "batch", "head_blocks", "q_len", "kv_len", "total_q", "q_offset", "scale", "softcap", "rules", "swizzle", "splits",

@@ -15,10 +15,19 @@ import triton.language as tl
 
 import triton
 
-from ...core.storage import FORMATS
+from ...core.storage import FORMATS, LEVEL_WORDS, MIDPOINTS
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no fraction, so adding it rounds to even
-KINDS = ("f32", "f16", "bf16", "int8", "int4", "fp8_e4m3", "fp8_latent")  # storage formats that can be read
+KINDS = (
+    "f32",
+    "f16",
+    "bf16",
+    "int8",
+    "int4",
+    "codebook4",
+    "fp8_e4m3",
+    "fp8_latent",
+)  # storage formats that can be read
 # Sign bits to flip and high bits to set, of the halves of a register; what is then to be subtracted.
 CODES = {"int8": ("FF", "6480"), "int4": ("0F", "6408")}
 
@@ -61,6 +70,19 @@ def pairs_ptx(kind, byte, half, biased):
     return f"{{ .reg .b32 x, y, z; {bits} {rest} }}"
 
 
+@triton.constexpr_function
+def level_word(i):
+    return LEVEL_WORDS[i]
+
+
+@triton.jit
+def level(code):
+    """What four bits of a codebook stand for: a byte of one of two words, and a sign."""
+    word = tl.where((code & 4) != 0, level_word(1), level_word(0)).to(tl.uint32)
+    x = ((word >> ((code & 3) * 8)) & 255).to(tl.float32)
+    return tl.where((code & 8) != 0, -x, x)
+
+
 @triton.jit
 def widened(raw, part: tl.constexpr, OP: tl.constexpr, TYPE: tl.constexpr):
     """Part `part` of stored units as TYPE, exactly: a byte of each, or of int4 the low or high half of one. Biased keys
@@ -86,6 +108,8 @@ def widened(raw, part: tl.constexpr, OP: tl.constexpr, TYPE: tl.constexpr):
                 raw = raw.to(tl.int8, bitcast=True)
         if OP.kind == "int4":
             x = ((((raw >> (4 * half)) & 15) ^ 8).to(tl.int16) - 8).to(tl.float32).to(TYPE)
+        elif OP.kind == "codebook4":
+            x = level(((raw >> (4 * half)) & 15).to(tl.uint32)).to(TYPE)
         elif OP.kind == "fp8_e4m3":
             # float8_e4m3 is a half with a short exponent: 2**8 makes up for the difference of the two biases.
             low = (raw & 127).to(tl.uint16) << 7
@@ -150,5 +174,23 @@ def stored(steps, KIND: tl.constexpr):
 @triton.jit
 def stored_pair(low, high, KIND: tl.constexpr):
     """The same of elements that share a byte."""
-    tl.static_assert(KIND == "int4")
-    return ((round_to_int(low) & 15) | (round_to_int(high) << 4)).to(tl.uint8)
+    if KIND == "codebook4":
+        x = level_code(low) | (level_code(high) << 4)
+    else:
+        tl.static_assert(KIND == "int4")
+        x = (round_to_int(low) & 15) | (round_to_int(high) << 4)
+    return x.to(tl.uint8)
+
+
+@triton.constexpr_function
+def midpoint(i):
+    return MIDPOINTS[i]
+
+
+@triton.jit
+def level_code(x):
+    """The sign and index of a codebook's nearest level, as int32; of NaN 0."""
+    code = tl.where(x < 0, 8, 0)
+    for i in tl.static_range(7):
+        code += (tl.abs(x) > midpoint(i)).to(tl.int32)
+    return code

@@ -21,13 +21,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 import triton
 
-from ..gpu.mask_rules import key_span, query_position, sequence_numbers
+from ..gpu.mask_rules import key_span, query_position, sequence_numbers, tree_span
 from ..gpu.signature import kernel_of
 from .arguments import NAMES, SIZES
 from .epilogue import combine_splits, empty_acc, has_nonfinite, normalise, store_acc
 from .kv_load import chosen_places, find_pages, queries_of, scales_in_row, values_of
 from .mainloop import step, unit_of_m
-from .mask import find_ordered, find_sequence
+from .mask import find_ordered, find_sequence, node_position
 from .q_load import key_bias, load_rows
 from .scale_folding import LEAST_SCALE, unfolded
 
@@ -149,6 +149,13 @@ def fwd_kernel(a, S):
     lo, full_hi = key_span(top, n_keys, numbers, S)
     full_lo, hi = key_span(bottom, n_keys, numbers, S)
     own_keys = n_keys - q_len  # the first key that a tree mask is of
+    nodes = a.POSITIONS
+    if S.positions:
+        nodes = a.POSITIONS + b.to(tl.int64) * a.positions_b
+        qpos = node_position(nodes, row, row_ok, own_keys)  # [BM]
+        row_lo, row_hi = tree_span(qpos, n_keys, own_keys, numbers, S)
+        lo, hi = tl.min(tl.where(row_ok, row_lo, n_keys), 0), n_keys
+        full_lo, full_hi = tl.max(tl.where(row_ok, row_lo, 0), 0), n_keys
     if S.tree:
         full_hi = tl.minimum(full_hi, tl.maximum(own_keys, 0))
 
@@ -230,10 +237,11 @@ def fwd_kernel(a, S):
     tree = row
     if S.tree:
         tree = a.TREE + wide_b * a.tree_b + wide_row * a.tree_q  # [BM]
-    mask = (row, row_ok, a.mask_k, tree, own_keys)
+    nodes = (nodes, qpos, numbers)
+    mask = (row, row_ok, a.mask_k, tree, own_keys, nodes)
     if S.mask != "":
         at = a.MASK + wide_b * a.mask_b + wide_head * a.mask_h + wide_row * a.mask_q
-        mask = (at, row_ok, a.mask_k, tree, own_keys)
+        mask = (at, row_ok, a.mask_k, tree, own_keys, nodes)
 
     pages = ()
     if S.prefetch:

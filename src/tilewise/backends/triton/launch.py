@@ -208,7 +208,7 @@ class Launcher:
         given |= dict(zip(("PARTIAL", "PARTIAL_ML", "SEMAPHORES", "FLAGS", "ORDER"), memory, strict=True))
         strided = {"q": t.q, "k": k, "v": v, "o": t.out, "lse": t.lse, "ks": t.k_scales, "vs": t.v_scales}
         strided |= {"mask": t.mask, "slopes": t.alibi_slopes, "table": t.block_table, "indices": t.key_indices}
-        strided |= {"tree": t.tree_mask, "qb": t.q_bias, "kb": t.k_bias}
+        strided |= {"tree": t.tree_mask, "positions": t.positions, "qb": t.q_bias, "kb": t.k_bias}
         grains = {"k": grain, "v": grain, "ks": scale_grain, "vs": scale_grain}
         for name, x in strided.items():
             given |= stride_arguments(name, STRIDES[name], x, grains.get(name, 1))

@@ -8,6 +8,8 @@ import triton.language as tl
 
 import triton
 
+from ..gpu.mask_rules import near
+
 # One cell of a mask, read by the thread that needs it. A load of Triton's own would bring the layout of coalesced loads
 # with it: the whole softmax is then done in that layout and, for the products, in theirs too, and each product is
 # waited for (h200 24).
@@ -66,13 +68,18 @@ def visible_cells(s, n, ok, read, lo, hi, at, stride_k, S: tl.constexpr):
 @triton.jit
 def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
     """Adds a float mask, then -inf where a cell is not visible (select, never add); and the visible cells [BM, BK]."""
-    at, row_ok, stride_k, tree, own_keys = mask  # [BM] pointers to each row's first cell
-    ok = ok[None, :]
+    at, row_ok, stride_k, tree, own_keys, nodes = mask  # [BM] pointers to each row's first cell
+    keys_ok, ok = ok, ok[None, :]
     s, visible = visible_cells(
         s, n[None, :], ok, row_ok[:, None] & ok, row_lo[:, None], row_hi[:, None], at[:, None], stride_k, S
     )
     if S.tree:
         visible = visible & tree_cells(tree[:, None], n[None, :] - own_keys, row_ok[:, None] & ok)
+    if S.positions:
+        at, qpos, numbers = nodes
+        own = n >= own_keys
+        kpos = node_position(at, n - own_keys, own & keys_ok, own_keys)
+        visible = visible & (near(qpos[:, None], kpos[None, :], numbers, S) | ~own[None, :])
     return tl.where(visible, s, float("-inf")), visible
 
 
@@ -80,6 +87,12 @@ def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
 def tree_cells(at, column, ok):
     """What a tree mask leaves: `at` points to each row's first cell, columns below 0 are of keys before it."""
     return tl.load(at + column, mask=ok & (column >= 0), other=1) != 0
+
+
+@triton.jit
+def node_position(at, node, ok, own_keys):
+    """Where nodes of a tree stand, not before the keys that are not the queries' own."""
+    return tl.maximum(tl.load(at + node, mask=ok, other=0), own_keys)
 
 
 @triton.jit

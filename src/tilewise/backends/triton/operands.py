@@ -76,7 +76,8 @@ def operand(
     work = q if not is_key else "f32"
     if factored and q != "f32":
         work = "f16"  # holds every stored number exactly
-    fast = work == "f16" and (target.converts_int8 if fmt.is_integer else target.converts_fp8)
+    converts = target.converts_int8 if fmt.is_integer else target.converts_fp8
+    fast = work == "f16" and converts and fmt.name != "codebook4"  # which is a shift, not a conversion
     rescaled = is_key and work == "f16" and q == "bf16"
     # Four warps share 32 units or more in a product; Hopper's own products want 64 columns, see least_chunk.
     unit = 2 if pairs and factored and BM < 64 and columns == sum(widths) and min(widths) >= 64 else 1

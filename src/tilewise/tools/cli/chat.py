@@ -8,7 +8,7 @@ from pathlib import Path
 from ..pretrained import CONVERTED
 from .arguments import Commands, command, length
 
-STORED = ("f16", "bf16", "int8", "int4", "fp8_e4m3")
+STORED = ("f16", "bf16", "int8", "int4", "codebook4", "fp8_e4m3")
 
 
 def add(commands: Commands) -> None:

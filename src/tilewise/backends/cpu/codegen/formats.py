@@ -10,6 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from ....core.storage import LEVEL_WORDS, MIDPOINTS
+
 Value = Any  # of LLVM
 F32, F16, I8, I16, I32 = ir.FloatType(), ir.HalfType(), *(ir.IntType(n) for n in (8, 16, 32))
 
@@ -57,6 +59,24 @@ def _int4_high(b: Any, t: Lanes, data: Value) -> Value:
     return _nibble(b, t, data, 24)
 
 
+def _level(b: Any, t: Lanes, data: Value, shift: int) -> Value:
+    """The level of four bits with `shift` bits below them: a byte of one of two words, and a sign."""
+    code = b.lshr(b.zext(data, t.i32), t.int(shift))
+    low, high = map(t.int, LEVEL_WORDS)
+    word = b.select(b.icmp_unsigned("!=", b.and_(code, t.int(4)), t.int(0)), high, low)
+    level = b.and_(b.lshr(word, b.shl(b.and_(code, t.int(3)), t.int(3))), t.int(255))
+    sign = b.shl(b.and_(code, t.int(8)), t.int(28))
+    return b.bitcast(b.or_(b.bitcast(b.uitofp(level, t.f32), t.i32), sign), t.f32)
+
+
+def _codebook4_low(b: Any, t: Lanes, data: Value) -> Value:
+    return _level(b, t, data, 0)
+
+
+def _codebook4_high(b: Any, t: Lanes, data: Value) -> Value:
+    return _level(b, t, data, 4)
+
+
 def _fp8(b: Any, t: Lanes, data: Value) -> Value:
     # Its bits, moved, are those of a float16 256 times as small; all ones is NaN, which a float16 is not there.
     wide = b.zext(data, t.i32)
@@ -74,6 +94,7 @@ DECODE: dict[str, tuple[ir.Type, tuple[Callable[..., Value], ...]]] = {
     "bf16": (I16, (_bf16,)),
     "int8": (I8, (_int8,)),
     "int4": (I8, (_int4_low, _int4_high)),
+    "codebook4": (I8, (_codebook4_low, _codebook4_high)),
     "fp8_e4m3": (I8, (_fp8,)),
 }
 
@@ -89,6 +110,19 @@ def _to_int4(e: Any, low: Value, high: Value) -> Value:
     b = e.builder
     first, second = _rounded(e, low), _rounded(e, high)
     return b.or_(b.and_(first, e.i32s(15)), b.shl(second, e.i32s(4)))
+
+
+def _code(e: Any, x: Value) -> Value:
+    """The nearest level's sign and index, as int32; of NaN 0."""
+    b, size = e.builder, e.call("fabs", x)
+    code = b.select(b.fcmp_ordered("<", x, e.zeros), e.i32s(8), e.i32s(0))
+    for middle in MIDPOINTS:
+        code = b.add(code, b.zext(b.fcmp_ordered(">", size, e.f32s(middle)), e.vector(I32)))
+    return code
+
+
+def _to_codebook4(e: Any, low: Value, high: Value) -> Value:
+    return e.builder.or_(_code(e, low), e.builder.shl(_code(e, high), e.i32s(4)))
 
 
 def _to_fp8(e: Any, x: Value) -> Value:
@@ -109,4 +143,9 @@ def _to_fp8(e: Any, x: Value) -> Value:
 
 
 # Vectors of elements in units of their scales to the bytes that hold them, in int32
-ENCODE: dict[str, Callable[..., Value]] = {"int8": _rounded, "int4": _to_int4, "fp8_e4m3": _to_fp8}
+ENCODE: dict[str, Callable[..., Value]] = {
+    "int8": _rounded,
+    "int4": _to_int4,
+    "codebook4": _to_codebook4,
+    "fp8_e4m3": _to_fp8,
+}

@@ -11,7 +11,7 @@ from numba import types
 
 from ..codegen.load_store import get_i32, get_i64, put_i32, put_i64
 from ..codegen.numba_ops import ZERO, jit
-from ..kv_access import affine, key_span, sequence
+from ..kv_access import affine, rows_span, sequence
 
 
 @jit
@@ -47,7 +47,7 @@ def list_chosen(p, t, item):
         return
     q_start, _, kv_start, kv_len, offset = sequence(p, item.b)
     places = affine(p, item.b, offset)
-    lo, hi = key_span(p, places, item.row, kv_len)[0], key_span(p, places, item.row + item.rows - 1, kv_len)[1]
+    lo, hi = rows_span(p, places, item.row, item.rows, kv_len)
     b = ZERO if p.cu_q else item.b
     line = p.indices + b * p.indices_b + item.head * p.indices_h + (q_start + item.row) // p.block * p.indices_l
     at, skip = item.start // p.block, item.start % p.block

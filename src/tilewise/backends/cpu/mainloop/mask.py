@@ -10,7 +10,7 @@ from ..codegen import dtypes
 from ..codegen.load_store import get_f32, get_i64, get_one, get_u8, put_f32, put_i64, row_add, widen_floats
 from ..codegen.numba_ops import INF, ZERO, F, fill, jit
 from ..codegen.vector import W
-from ..kv_access import sequence
+from ..kv_access import affine, is_far, sequence, tree_position
 from .chosen import chosen_key
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
@@ -152,9 +152,16 @@ def has_added(p, b, end):
 
 @jit
 def tree_hides(p, b, i, j):
-    """Whether a tree mask hides key j from query i."""
+    """Whether a tree mask hides key j from query i, or rules do by the positions of its nodes."""
     column = j - own_keys(p, b)
-    return column >= 0 and get_u8(p.tree + b * p.tree_b + i * p.tree_q + column) == 0
+    if column < 0:
+        return False
+    if get_u8(p.tree + b * p.tree_b + i * p.tree_q + column) == 0:
+        return True
+    if p.positions == 0:
+        return False
+    at = affine(p, b, ZERO)
+    return is_far(p, tree_position(at, i), tree_position(at, column))
 
 
 @jit

@@ -18,10 +18,13 @@ inline float element(device const T* x, device const S* scale, long row, long sc
   const float by = float(scale[scales + c / group]);
   if (KIND == INT8) return float(x[row + c]) * by;
   if (KIND == FP8) return fp8_value(uchar(x[row + c])) * by;
-  const int half_width = width / 2; // int4: low halves of all bytes, then high ones
+  const int half_width = width / 2; // 4 bits: low halves of all bytes, then high ones
   const int byte = int(uchar(x[row + (c < half_width ? c : c - half_width)]));
   const int nibble = c < half_width ? byte & 15 : byte >> 4;
-  return float((nibble ^ 8) - 8) * by;
+  if (KIND == INT4) return float((nibble ^ 8) - 8) * by;
+  const uint word = (nibble & 4) != 0 ? LEVELS_HIGH : LEVELS_LOW; // a level is a byte of one of two words
+  const float level = float((word >> (8 * (nibble & 3))) & 255u);
+  return ((nibble & 8) != 0 ? -level : level) * by;
 }
 
 // Where key row n lies: its page or batch row, and its place there.
