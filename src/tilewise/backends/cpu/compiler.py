@@ -30,8 +30,8 @@ from . import ready
 from .codegen.formats import DECODE
 from .codegen.numba_ops import OPTIONS, KernelCompiler
 from .gemm.amx import PARTS, usable
+from .gemm.fixed_point import PARTS as BYTE_PARTS
 from .gemm.gemv_sdot import has_sdot
-from .gemm.gemv_vnni import PARTS as BYTE_PARTS
 from .gemm.gemv_vnni import has_vnni
 from .gemm.gradient import has_bf16
 from .kernel_cache import Kept, cache_directory

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from ....core.storage import StorageFormat
 from ..codegen import dtypes
 from ..codegen.load_store import get_f32, put_f32
 from ..codegen.numba_ops import F, jit
 from ..codegen.vector import F32, I8, I32, Emit, Value, W, microkernel
 
 LIMBS = 3
+PARTS = {"int8": 1, "int4": 2}  # elements of a byte
 LINE = 64  # elements that share what their sum starts with
 LINE_ = np.int64(LINE)
 MOST = F(127 * 65536)  # of a number of three limbs with a sign
@@ -24,6 +26,11 @@ SIGNED = W == 4  # both sides of NEON's `sdot` have a sign; VNNI takes K and wei
 MOST_WEIGHT = MOST if SIGNED else F(2**24 - 256)
 LEAST_TOP, MOST_TOP = F(1e-30), F(1e30)  # of the largest number of a row
 OFFSET_INT8, OFFSET_INT4 = np.int64(128), np.int64(8)  # what is added to K
+
+
+def fits(stored: StorageFormat, width: int) -> bool:
+    """Whether rows of `width` elements are whole lines of integers, none of them of two scales."""
+    return stored.name in PARTS and width % (LINE * stored.packing) == 0 and stored.group >= LINE
 
 
 def _products(weights: bool) -> tuple[Any, Any]:
@@ -74,6 +81,19 @@ def join_limbs(e: Emit, limbs: list[Value]) -> Value:
     b, f32 = e.builder, e.vector(F32)
     low = b.sitofp(b.add(limbs[0], b.shl(limbs[1], e.i32s(8))), f32)
     return e.fma(b.sitofp(limbs[2], f32), e.f32s(65536.0), low)
+
+
+def weights_at(e: Emit, queries: int, element: Value, bits: Value, ldp: Value, line: Value) -> list[Value]:
+    """Where the packed weights of each row begin, of the group that an element is in: `2**bits` share a scale."""
+    b = e.builder
+    first = b.mul(b.lshr(element, bits), line)
+    return [b.add(first, b.mul(ldp, e.i64(i))) for i in range(queries)]
+
+
+def weight_factor(e: Emit, kind: str, p: Value, at: Value, room: Value) -> Value:
+    """What a row's sums are multiplied by; elements of int4 were taken 16 times as large."""
+    factor = e.load_scalar(p, e.builder.add(at, e.builder.mul(room, e.i64(LIMBS))), F32)
+    return e.splat(e.builder.fmul(factor, ir.Constant(F32, 1 / 16)) if kind == "int4" else factor)
 
 
 @microkernel("iii")

@@ -19,17 +19,15 @@ from ..codegen.numba_ops import ZERO, jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I8, I32, I64, Emit, Value, W, microkernel
 from ..isa import cpu_features
-from .fixed_point import LIMBS, LINE, join_limbs
+from .fixed_point import LIMBS, LINE, PARTS, fits, join_limbs, weight_factor, weights_at
 from .gemv_fp32 import by_rows
-from .gemv_vnni import PARTS
 
 KEYS = 4
 BYTES = 4 * W  # of a vector
 
 
 def serves(stored: StorageFormat, width: int) -> bool:
-    """Whether rows of `width` elements are whole lines, none of them of two scales."""
-    return has_sdot() and stored.name in PARTS and width % (LINE * stored.packing) == 0 and stored.group >= LINE
+    return has_sdot() and fits(stored, width)
 
 
 def has_sdot() -> bool:
@@ -140,8 +138,7 @@ def make_pv(kind: str, queries: int) -> Any:
         room = b.lshr(ldp, e.i64(2))  # words of a limb
         for part in range(parts):
             element = b.add(start, b.mul(b.sdiv(width, e.i64(parts)), e.i64(part)))
-            group_at = b.mul(b.lshr(element, bits), line)
-            weights_at = [b.add(group_at, b.mul(ldp, e.i64(i))) for i in range(queries)]
+            starts = weights_at(e, queries, element, bits, ldp, line)
             sums = [[[e.var(e.i32s(0)) for _ in range(LIMBS)] for _ in range(4)] for _ in range(queries)]
             with e.loop(count, 4) as key:
                 lines = []
@@ -154,15 +151,12 @@ def make_pv(kind: str, queries: int) -> Any:
                 columns = _columns(e, lines)
                 for i in range(queries):
                     for m in range(LIMBS):
-                        at = b.add(b.add(weights_at[i], b.mul(room, e.i64(m))), b.lshr(key, e.i64(2)))
+                        at = b.add(b.add(starts[i], b.mul(room, e.i64(m))), b.lshr(key, e.i64(2)))
                         weight = b.bitcast(e.splat_i32(e.load_scalar(p, at, I32)), columns[0].type)
                         for four, x in zip(sums[i], columns, strict=True):
                             four[m].set(_product(e, four[m].get(), x, weight))
             for i in range(queries):
-                factor = e.load_scalar(p, b.add(weights_at[i], b.mul(room, e.i64(LIMBS))), F32)
-                if kind == "int4":
-                    factor = b.fmul(factor, ir.Constant(F32, 1 / 16))
-                factor = e.splat(factor)
+                factor = weight_factor(e, kind, p, starts[i], room)
                 for n, four in enumerate(sums[i]):
                     at = b.add(b.mul(lda, e.i64(i)), b.add(element, e.i64(W * n)))
                     total = join_limbs(e, [x.get() for x in four])

@@ -20,16 +20,14 @@ from ..codegen.numba_ops import jit
 from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, I8, I16, I32, I64, Emit, Value, W, microkernel
 from ..isa import cpu_features
-from .fixed_point import LIMBS, LINE, join_limbs
+from .fixed_point import LIMBS, LINE, PARTS, fits, join_limbs, weight_factor, weights_at
 from .gemv_fp32 import ROWS, by_rows
 
 KEYS = 16  # of dots
-PARTS = {"int8": 1, "int4": 2}  # elements of a byte
 
 
 def serves(stored: StorageFormat, width: int) -> bool:
-    """Whether rows of `width` elements are whole lines, none of them of two scales."""
-    return has_vnni() and stored.name in PARTS and width % (LINE * stored.packing) == 0 and stored.group >= LINE
+    return has_vnni() and fits(stored, width)
 
 
 def has_vnni() -> bool:
@@ -117,8 +115,7 @@ def make_pv(kind: str, queries: int) -> Any:
         i16, i32 = e.vector(I16, 2 * W), e.vector(I32)
         for part in range(parts):
             element = b.add(start, b.mul(b.sdiv(width, e.i64(parts)), e.i64(part)))
-            group_at = b.mul(b.lshr(element, bits), line)
-            weights_at = [b.add(group_at, b.mul(ldp, e.i64(i))) for i in range(queries)]
+            starts = weights_at(e, queries, element, bits, ldp, line)
             halves: list[list[list[Value]]] = []  # [half, query, 2]: 16 sums each
             for half in range(2):
                 sums = [[[e.var(e.i32s(0)) for _ in range(LIMBS)] for _ in range(2)] for _ in range(queries)]
@@ -136,16 +133,13 @@ def make_pv(kind: str, queries: int) -> Any:
                     word = b.lshr(key, e.i64(2))
                     for i in range(queries):
                         for m in range(LIMBS):
-                            at = b.add(b.add(weights_at[i], b.mul(room, e.i64(m))), word)
+                            at = b.add(b.add(starts[i], b.mul(room, e.i64(m))), word)
                             weight = _splat_word(e, p, at)
                             for n, x in enumerate(fours):
                                 sums[i][n][m].set(_product(e, sums[i][n][m].get(), weight, x))
                 halves.append([[join_limbs(e, [x.get() for x in two]) for two in row] for row in sums])
             for i in range(queries):
-                factor = e.load_scalar(p, b.add(weights_at[i], b.mul(room, e.i64(LIMBS))), F32)
-                if kind == "int4":
-                    factor = b.fmul(factor, ir.Constant(F32, 1 / 16))
-                factor = e.splat(factor)
+                factor = weight_factor(e, kind, p, starts[i], room)
                 four = halves[0][i] + halves[1][i]  # in quarter L of the n-th: columns 16 L + 4 n and three more
                 for n, x in enumerate(_transpose_quarters(e, four)):
                     at = b.add(b.mul(lda, e.i64(i)), b.add(element, e.i64(W * n)))
