@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_op
 from triton.compiler import ASTSource
 
 import triton
-from assembler import assembled
+from assembler import Assembled, assembled
 from tilewise.backends.gpu.kernel import OPTIONS, Kernel
 from tilewise.backends.gpu.target import Target, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
@@ -34,16 +33,6 @@ TYPES = {
 }  # fmt: skip
 ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
 SHARED = {arch: nvidia(arch).shared_memory for arch in ARCHS}  # bytes that a program may have
-
-
-@dataclass
-class Compiled:
-    shared: int
-    registers: int
-    spills: int  # bytes of spill stores
-    ptx: str
-    ttgir: str
-    cubin: bytes
 
 
 def tensors_of(p: Problem) -> Tensors:
@@ -156,16 +145,9 @@ class Signature:
         return int(module.get_int_attr("ttg.shared"))
 
 
-def compile_kernel(kernel: Kernel, arguments: dict[str, Any], arch: int) -> Compiled:
+def compile_kernel(kernel: Kernel, arguments: dict[str, Any], arch: int) -> Assembled:
     signature = Signature.of(kernel.function, arguments | kernel.constants, kernel.constants)
-    built = assembled(signature.source(ASTSource, kernel.function), arch, OPTIONS | kernel.options)
-    return Compiled(built.shared, *resources(built.report), built.ptx, built.ttgir, built.cubin)
-
-
-def resources(report: str) -> tuple[int, int]:
-    """Registers and bytes of spill stores, as ptxas reports them."""
-    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
-    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
+    return assembled(signature.source(ASTSource, kernel.function), arch, OPTIONS | kernel.options)
 
 
 def memory_of(bound: Launcher, ints: torch.Tensor, floats: torch.Tensor, inside: bool = False) -> tuple[Any, Any]:
@@ -212,12 +194,12 @@ def shared_of(problem: Problem, arch: int) -> int:
     return max(found[:2])
 
 
-def attend_of(problem: Problem, arch: int, config: Any = None) -> Compiled:
+def attend_of(problem: Problem, arch: int, config: Any = None) -> Assembled:
     """The attention kernel of a problem, with the launch that the heuristics choose or with another."""
     return compile_kernel(*next(forward_kernels(problem, nvidia(arch), config)), arch)
 
 
-def helpers_of(problem: Problem, arch: int) -> Iterator[Compiled]:
+def helpers_of(problem: Problem, arch: int) -> Iterator[Assembled]:
     """The kernels beside the attention kernel: the fix-up, and those of a mask or of splits."""
     for kernel, given in itertools.islice(forward_kernels(problem, nvidia(arch)), 1, None):
         yield compile_kernel(kernel, given, arch)
@@ -265,7 +247,7 @@ def backward_kernels(p: Problem, arch: int, config: Any = None) -> Iterator[tupl
         yield kernel.function.__name__ + " fixup" * fixup, kernel, given
 
 
-def backward_of(p: Problem, arch: int, config: Any = None) -> dict[str, Compiled]:
+def backward_of(p: Problem, arch: int, config: Any = None) -> dict[str, Assembled]:
     """The kernels of a backward pass, compiled; dK and dV, if apart, under one name."""
     return {name: compile_kernel(kernel, given, arch) for name, kernel, given in backward_kernels(p, arch, config)}
 

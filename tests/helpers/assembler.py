@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
+import re
 import subprocess
 import tempfile
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -21,17 +23,34 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 NOT_DISASSEMBLED = (103, 121)  # by the nvdisasm that Triton 3.6 brings
 
 
-class Assembled(NamedTuple):
-    shared: int
+@dataclass
+class Assembled:
+    shared: int  # bytes that a program takes
     ttgir: str
     ptx: str
     report: str  # what ptxas says
-    sass: str  # "" for those that Triton's nvdisasm does not know
-    code: str  # the cubin, in base64
+    arch: int
+    kept: Any  # Triton's cache, what was made of this kernel
 
     @property
-    def cubin(self) -> bytes:
-        return base64.b64decode(self.code)
+    def registers(self) -> int:
+        return max(int(n) for n in re.findall(r"Used (\d+) registers", self.report))
+
+    @property
+    def spills(self) -> int:
+        """Bytes of spill stores."""
+        return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", self.report))
+
+    @cached_property
+    def sass(self) -> str:
+        """Empty for GPUs that Triton's nvdisasm does not know. It takes longer than ptxas does: only if asked for."""
+        if self.arch in NOT_DISASSEMBLED:
+            return ""
+        if (file := self.kept.get_file("kernel.sass")) is None:
+            command = [TOOLS / "nvdisasm", "-c", self.kept.get_file("kernel.cubin")]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            file = self.kept.put(text, "kernel.sass", binary=False)
+        return Path(file).read_text()
 
 
 def lowered(source: Any, backend: CUDABackend, options: Any) -> tuple[int, str, str]:
@@ -58,14 +77,16 @@ def assembled(source: Any, arch: int, options: Any, ptxas: str = "") -> Assemble
     tool = ptxas or ("ptxas-blackwell" if arch >= 100 else "ptxas")
     key = get_cache_key(source, backend, parsed, {"told by": tool})
     kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    if (file := kept.get_file("assembled.json")) is None:
-        made = lowered(source, backend, parsed)
-        text = json.dumps([*made, *assemble(made[2], arch, tool)])
-        file = kept.put(text, "assembled.json", binary=False)
-    return Assembled(*json.loads(Path(file).read_text()))
+    if (file := kept.get_file("assembly.json")) is None:
+        shared, ttgir, ptx = lowered(source, backend, parsed)
+        report, cubin = assemble(ptx, arch, tool)
+        kept.put(cubin, "kernel.cubin")
+        file = kept.put(json.dumps([shared, ttgir, ptx, report]), "assembly.json", binary=False)
+    return Assembled(*json.loads(Path(file).read_text()), arch, kept)
 
 
-def assemble(text: str, arch: int, tool: str) -> tuple[str, str, str]:
+def assemble(text: str, arch: int, tool: str) -> tuple[str, bytes]:
+    """What ptxas says of a kernel, and its cubin."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         ptx.write(text)
         ptx.flush()
@@ -73,7 +94,26 @@ def assemble(text: str, arch: int, tool: str) -> tuple[str, str, str]:
         # The same settings as the kernel's own build.
         command = [TOOLS / tool, "-v", "--fmad=false", f"--gpu-name={name}", ptx.name, "-o", cubin.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        command = [TOOLS / "nvdisasm", "-c", cubin.name]
-        known = arch not in NOT_DISASSEMBLED
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout if known else ""
-        return report, sass, base64.b64encode(Path(cubin.name).read_bytes()).decode()
+        return report, Path(cubin.name).read_bytes()
+
+
+def disassembled(sass: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """The instructions of a kernel, and from where to where its loops go."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    return code, loops_of(code, labels, r"BRA.*?(\.L_x_\d+)")
+
+
+def loops_of(code: list[str], labels: dict[str, int], branch: str) -> list[tuple[int, int]]:
+    """Loops: from the target of a branch backwards to the branch."""
+    spans = []
+    for i, instruction in enumerate(code):
+        back = re.search(branch, instruction)
+        if back and labels.get(back[1], i + 1) <= i:
+            spans.append((labels[back[1]], i + 1))
+    return spans

@@ -28,8 +28,8 @@ sys.path.append(str(Path(__file__).parents[1] / "backends/triton"))
 import gluon_cases
 import test_triton_aot
 import test_triton_backward
-from aot import ARCHS, Signature, forward_kernels, kernels_for, resources
-from assembler import Assembled, assembled
+from aot import ARCHS, Signature, forward_kernels, kernels_for
+from assembler import Assembled, assembled, disassembled, loops_of
 from problem_space import draw
 from test_triton_kv_write import appended
 from test_triton_merge import merged
@@ -191,35 +191,19 @@ def of_amd(text: str) -> Row:
 
 def of_nvidia(made: Assembled) -> Row:
     """The same by what ptxas says and the disassembled code; without that, a spill counts as one in a loop."""
-    registers, spills = resources(made.report)
-    code: list[str] = []
-    labels: dict[str, int] = {}
-    for line in made.sass.splitlines():
-        if label := re.match(r"^(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(instruction[1])
+    code, spans = disassembled(made.sass)
     # Behind the end of the code lie repeated waits, which go back into it.
-    spans = [(a, b) for a, b in loops_of(code, labels, r"BRA.*?(\.L_x_\d+)") if not any("EXIT" in x for x in code[a:b])]
-    in_loops = most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)") if code else spills // 4
+    spans = [(a, b) for a, b in spans if not any("EXIT" in x for x in code[a:b])]
+    in_loops = most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)") if code else made.spills // 4
     return {
-        "registers": registers, "spills": spills // 4, "loop_spills": in_loops, "instruction": products_of(made.ptx),
+        "registers": made.registers, "spills": made.spills // 4, "loop_spills": in_loops,
+        "instruction": products_of(made.ptx),
     }  # fmt: skip
 
 
 def products_of(ptx: str) -> str:
     kinds = {"wgmma": "wgmma.mma", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
     return next((name for name, word in kinds.items() if word in ptx), "")
-
-
-def loops_of(code: list[str], labels: dict[str, int], branch: str) -> list[tuple[int, int]]:
-    """Loops: from the target of a branch backwards to the branch."""
-    spans = []
-    for i, instruction in enumerate(code):
-        back = re.search(branch, instruction)
-        if back and labels.get(back[1], i + 1) <= i:
-            spans.append((labels[back[1]], i + 1))
-    return spans
 
 
 def multiplying(code: list[str], spans: list[tuple[int, int]], product: str) -> list[tuple[int, int]]:

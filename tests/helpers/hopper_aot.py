@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from aot import Signature, tensors_of
-from assembler import assembled
+from assembler import Assembled, assembled, disassembled
 from tilewise.backends.gpu.block_lists import BlockLister
 from tilewise.backends.gpu.block_sparsity import list_blocks
 from tilewise.backends.gpu.kernel import OPTIONS
@@ -25,10 +25,7 @@ from tilewise.core.problem import Problem
 
 
 @dataclass
-class Built:
-    shared: int
-    report: str  # what ptxas says
-    sass: str
+class Built(Assembled):
     spec: Any = None
     dynamic: bool = False
 
@@ -41,18 +38,7 @@ class Built:
     @property
     def loops(self) -> list[list[str]]:
         """The loops that multiply matrices, without those around them."""
-        labels: dict[str, int] = {}
-        code: list[str] = []
-        for line in self.sass.splitlines():
-            if label := re.match(r"^(\.L_x_\d+):", line):
-                labels[label[1]] = len(code)
-            elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-                code.append(instruction[1])
-        spans = []
-        for i, instruction in enumerate(code):
-            back = re.search(r"BRA.*?(\.L_x_\d+)", instruction)
-            if back and labels.get(back[1], i + 1) <= i:
-                spans.append((labels[back[1]], i + 1))
+        code, spans = disassembled(self.sass)
         # Behind the end of the code lie repeated waits, which go back into it.
         spans = [
             (a, b) for a, b in spans
@@ -68,7 +54,7 @@ def build(
     """Compiles as a launch with these arguments would, with one of Triton's two ptxas."""
     source = GluonASTSource if function.is_gluon() else ASTSource
     made = assembled(Signature.of(function, given, constants).source(source, function), 90, options, ptxas)
-    return Built(made.shared, made.report, made.sass)
+    return Built(**vars(made))
 
 
 def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:

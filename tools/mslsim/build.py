@@ -40,6 +40,7 @@ _KERNEL = [
         "-O1",
         "-g1",
         "-gdwarf-4",
+        "-fno-var-tracking",  # lines are wanted, where variables are is not
         "-finline-small-functions",
         "-fvisibility-inlines-hidden",
         "-fno-plt",

@@ -4,9 +4,7 @@ They must compile, fit the shared memory, use Hopper's own products on sm_90, an
 """
 
 import re
-import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from aot import SHARED, attend_of, helpers_of
-from assembler import TOOLS
+from assembler import disassembled
 from problem_space import problem_of
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.triton import config, shared_memory
@@ -115,25 +113,10 @@ OTHERS = {
 }  # fmt: skip
 
 
-def loops(cubin):
+def loops(built):
     """The instructions of each loop that multiplies matrices."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    labels, code, found = {}, [], []
-    for line in text.splitlines():
-        if label := re.match(r"^(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(instruction[1])
-    for i, instruction in enumerate(code):
-        back = re.search(r"BRA.*?(\.L_x_\d+)", instruction)
-        if back and labels.get(back[1], i + 1) <= i:
-            body = code[labels[back[1]] : i + 1]
-            if any("MMA" in x for x in body):
-                found.append(body)
-    return found
+    code, spans = disassembled(built.sass)
+    return [code[a:b] for a, b in spans if any("MMA" in x for x in code[a:b])]
 
 
 def count(body, pattern):
@@ -147,7 +130,7 @@ def test_hot_kernels_on_hopper(name):
     assert built.shared <= SHARED[90]
     assert ("wgmma" in built.ptx) == (p.q_len > 1)
     assert "cp.async" in built.ptx  # the keys are on their way while others are multiplied
-    bodies = loops(built.cubin)
+    bodies = loops(built)
     assert bodies
     for body in bodies:
         assert count(body, r"\b(STL|LDL)") <= 2, "spills in a loop"
@@ -162,7 +145,7 @@ def test_quantised_pages_take_few_instructions(kind, most, scales):
     their own.
     """
     p = HOT[f"paged16-{kind}"]
-    body = loops(attend_of(p, 90).cubin)[0]
+    body = loops(attend_of(p, 90))[0]
     assert len(body) / 32 <= most
     rows = 32 * (64 if kind == "int4" else 128) * 2  # bytes of K and V in a tile
     assert count(body, r"LDGSTS.*\.128") == rows // (32 * 16)
@@ -180,7 +163,7 @@ def test_rows_that_hold_values_are_copied_once(heads, warps):
         assert c.warps == warps
         built = attend_of(p, 90)
         lines = c.BK * (576 + (0 if inside else 512)) * 2 // (16 * 32 * warps)
-        assert [count(body, r"LDGSTS.*\.128") for body in loops(built.cubin)] == [lines] * 2
+        assert [count(body, r"LDGSTS.*\.128") for body in loops(built)] == [lines] * 2
         assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90))
 
 
@@ -193,7 +176,7 @@ def test_latent_rows_fit(dtype, heads):
     c = config.config_of(p, nvidia(90))
     built = attend_of(p, 90)
     assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90)) <= SHARED[90]
-    assert all(count(body, "LDGSTS") for body in loops(built.cubin)), "bytes are copied in advance"
+    assert all(count(body, "LDGSTS") for body in loops(built)), "bytes are copied in advance"
 
 
 @pytest.mark.parametrize("name", OTHERS)

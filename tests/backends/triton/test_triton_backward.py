@@ -192,7 +192,7 @@ def check(name, arch, most_waits=8):
         if arch == 90 and name in HOT and kind in ("key_gradients", "query_gradients", "mask_gradients"):
             assert "wgmma" in built.ptx
             assert "cp.async" in built.ptx or p.head_dim > 256  # where there is no room for what comes next
-            bodies = loops(built.cubin)
+            bodies = loops(built)
             assert bodies
             assert min(count(body, "LDL") for body in bodies) <= 4, kind  # the innermost loop keeps all in registers
             for body in bodies:

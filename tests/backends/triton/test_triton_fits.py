@@ -115,7 +115,7 @@ def test_many_rows_of_wide_heads_do_not_spill(D):
     """With four warps, 300 instructions of each step were spills."""
     p = problem(D, 512, heads=64, kv_heads=1, **DECODE)
     built = attend_of(p, 90)
-    bodies = loops(built.cubin)
+    bodies = loops(built)
     assert bodies
     assert all(count(body, r"\b(STL|LDL)") == 0 for body in bodies)
 
