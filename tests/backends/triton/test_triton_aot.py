@@ -102,6 +102,7 @@ OTHERS = {
     "paged16-biases": problem(**(PAGED | {"q_len": 2}), page_size=16, causal=True, k_bias=True),
     "paged16-tree": problem(**(PAGED | {"q_len": 8}), page_size=16, tree=True),
     "paged16-tree-positions": problem(**(PAGED | {"q_len": 8}), page_size=16, tree=True, positions=True, chunk=99),
+    "paged16-codebook4": problem(**PAGED, page_size=16, **quantised("codebook4", 64)),
     "tree-all": problem(64, **ALL, tree=True, **mask(F32, *(False,) * 4)),
     "strides": problem(causal=True, window=(999, None), places=(1, 4, 3)),
     "strides-rows-all": problem(64, **ALL, places="rows"),

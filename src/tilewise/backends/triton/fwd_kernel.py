@@ -149,7 +149,7 @@ def fwd_kernel(a, S):
     lo, full_hi = key_span(top, n_keys, numbers, S)
     full_lo, hi = key_span(bottom, n_keys, numbers, S)
     own_keys = n_keys - q_len  # the first key that a tree mask is of
-    nodes = a.POSITIONS
+    nodes = row  # a tuple that is handed on holds no None
     if S.positions:
         nodes = a.POSITIONS + b.to(tl.int64) * a.positions_b
         qpos = node_position(nodes, row, row_ok, own_keys)  # [BM]
