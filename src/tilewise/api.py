@@ -10,13 +10,13 @@ import torch
 
 from . import autograd, ops
 from .core import cost
-from .core.options import Options
+from .core.options import Array, Options
 from .core.plan import Plan
 from .core.tensors import Tensors
 from .core.tracing import is_traced, is_wrapper
 from .dispatch import activity, call_cache, planner
 from .errors import InvalidArgument
-from .signatures import NAMES, Array, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
+from .signatures import NAMES, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
 from .state import AttentionState
 from .validation import calls, keywords
 from .validation.arrays import returner

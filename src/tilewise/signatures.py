@@ -5,31 +5,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import TypedDict
 
-from .core.options import Options
-from .core.tile_map import TileMap
+from .core.options import Array, Options, RuleOptions
 
-Array = Any  # a torch tensor, a NumPy array, or anything with __dlpack__; results are of q's kind
+if TYPE_CHECKING:
+    from .core.tile_map import TileMap
+
 Keys = Any  # an Array or a Quantised
-Width = int | tuple[int | None, int | None]
 Layout = Literal["bhld", "blhd"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 NAMES: dict[str, tuple[str, ...]] = {}  # of the arguments of each entry point
 UNSET: dict[str, frozenset[str]] = {}  # those that None stands for the absence of
 
 
-class SharedOptions(TypedDict, total=False):
+class SharedOptions(RuleOptions, total=False):
     scale: float | None
-    causal: bool
-    q_offset: Array | int | None
-    k_start: Array | int
-    k_stride: Array | int
-    q_stride: Array | int
-    window: Width | None
-    chunk: int | None
     mask: Array | None
     tree_mask: Array | None
     positions: Array | None
@@ -71,10 +64,13 @@ class PagedOptions(SharedOptions, BlockOptions, total=False):
     layout: Layout
 
 
-def shows(options: Any) -> Callable[[Function], Function]:
-    """Gives a function of `**options` the signature that names them, with the defaults of `Options`."""
+def shows(options: Any, lse: bool = True) -> Callable[[Function], Function]:
+    """Gives a function of `**options` the signature that names them, with the defaults of `Options`; `lse`: it has
+    `return_lse` too, which overloads have apart.
+    """
     types = {name: getattr(x, "__forward_arg__", x) for name, x in options.__annotations__.items()}
-    types["return_lse"] = "bool"  # which the overloads have apart
+    if lse:
+        types["return_lse"] = "bool"
 
     def show(function: Function) -> Function:
         found = inspect.signature(function)

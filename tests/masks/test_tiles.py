@@ -51,6 +51,12 @@ def test_from_mask_equals_brute_force(data):
     assert sum(got.counts()) == got.states.numel()
 
 
+def test_from_spec_takes_rules_alone():
+    for options, remedy in (({"softcap": 2.0}, "chunk"), ({"is_causal": True}, "did you mean causal")):
+        with pytest.raises(InvalidArgument, match=remedy):
+            TileMap.from_spec(8, 8, **options)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_from_spec_equals_brute_force(data):

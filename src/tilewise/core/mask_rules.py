@@ -59,6 +59,16 @@ class MaskRules:
         """The rules without where queries and keys stand and how many keys there are."""
         return replace(self, q_offset="end", kv_lengths=False, places=PLAIN_PLACES)
 
+    def options(self) -> dict[str, Any]:
+        """The same as a caller writes them."""
+        window = None if self.window == (None, None) else self.window
+        return {"causal": self.causal, "window": window, "chunk": self.chunk or None}
+
+    @property
+    def absolute(self) -> bool:
+        """Whether positions themselves count, and not only how far queries are from keys."""
+        return self.chunk > 0
+
     def unstrided(self) -> MaskRules | None:
         """Rules over plain positions that leave the same keys to every query; None if there are none.
 

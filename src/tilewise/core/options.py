@@ -27,11 +27,27 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from ..errors import InvalidArgument
 from .mask_rules import PLAIN_PLACES, MaskRules, Offset, Places, Window
 
 LIMIT = 2**29  # of positions and lengths: see the module's text
+Array = Any  # a torch tensor, a NumPy array, or anything with __dlpack__; results are of q's kind
+Width = int | tuple[int | None, int | None]
 LARGEST, LEAST = 3.4028234663852886e38, 1.1754943508222875e-38  # of normal float32 numbers
+
+
+class RuleOptions(TypedDict, total=False):
+    """What a caller writes of `MaskRules`, and of where queries and keys stand."""
+
+    causal: bool
+    q_offset: Array | int | None
+    k_start: Array | int
+    k_stride: Array | int
+    q_stride: Array | int
+    window: Width | None
+    chunk: int | None
 
 
 @dataclass(slots=True)

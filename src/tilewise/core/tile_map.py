@@ -6,12 +6,27 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from typing_extensions import Unpack
 
 from ..errors import InvalidArgument
+from ..signatures import shows
+from ..validation import keywords
 from ..validation.arrays import to_tensor
 from .devices import as_device
 from .mask_rules import MaskRules, key_spans, place_rows, span_tiles
-from .options import LIMIT, PLACES, Options, as_offset, as_places, as_rules, as_size, as_tile, is_int, to_int
+from .options import (
+    LIMIT,
+    PLACES,
+    Options,
+    RuleOptions,
+    as_offset,
+    as_places,
+    as_rules,
+    as_size,
+    as_tile,
+    is_int,
+    to_int,
+)
 from .tile_blocks import best_of, indices_of, states_of
 
 if TYPE_CHECKING:
@@ -121,38 +136,36 @@ class TileMap:
         return cls(states, (BQ, BK), shape, mask_kind="bool" if is_bool else "float")
 
     @classmethod
+    @shows(RuleOptions, lse=False)
     def from_spec(
         cls,
         Lq: int,
         Lk: int,
         tile: tuple[int, int] = (64, 64),
         *,
-        causal: bool = False,
-        window: int | tuple[int | None, int | None] | None = None,
-        chunk: int | None = None,
-        q_offset: Any | int | None = None,
-        k_start: Any | int = 0,
-        k_stride: Any | int = 1,
-        q_stride: Any | int = 1,
         kv_lengths: Any | None = None,
         device: torch.device | str | None = None,
+        **options: Unpack[RuleOptions],
     ) -> TileMap:
         """Classifies what position rules hide, by arithmetic: no mask is built. The rules are those of `attention`.
 
         >>> TileMap.from_spec(4096, 4096, (128, 128), causal=True, window=512).density
         0.146484375
         """
+        if unknown := [name for name in options if name not in RuleOptions.__annotations__]:
+            keywords.refuse(unknown, keywords.of(cls.from_spec))
         tile = as_tile("tile", tile)
         Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
-        rules = as_rules(Options(causal=causal, window=window, chunk=chunk))
-        q_offset = to_int(q_offset)
+        o = Options(**options)
+        rules = as_rules(o)
+        q_offset = to_int(o.q_offset)
         if q_offset is not None and is_int(q_offset):
             as_offset(q_offset, Lq, Lk)
         elif q_offset is not None:
             q_offset = to_tensor("q_offset", q_offset)
         kv_lengths = None if kv_lengths is None else to_tensor("kv_lengths", kv_lengths)
-        numbers: list[Any] = [to_int(x) if is_int(to_int(x)) else to_tensor(name, x)
-                   for name, x in zip(PLACES, (k_start, k_stride, q_stride), strict=True)]  # fmt: skip
+        numbers: list[Any] = [to_int(getattr(o, name)) for name in PLACES]
+        numbers = [x if is_int(x) else to_tensor(name, x) for name, x in zip(PLACES, numbers, strict=True)]
         given = {"q_offset": q_offset, "kv_lengths": kv_lengths, **dict(zip(PLACES, numbers, strict=True))}
         rows = [x for x in given.values() if isinstance(x, torch.Tensor)]
         for name, x in given.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.options import Options, as_rules, is_int
+from ..core.options import PLACES, Options, RuleOptions, as_rules, is_int
 from ..errors import InvalidArgument
 from ..state import AttentionState
 from ..validation import keywords
@@ -19,7 +19,7 @@ from .rows import Call
 from .steps import Task
 
 PASSED_ON = ("scale", "softcap", "split_size", "allow_tf32", "deterministic", "backend")  # to every part, as they are
-RULES = ("causal", "window", "chunk", "q_offset", "kv_lengths")
+RULES = (*(name for name in RuleOptions.__annotations__ if name not in PLACES), "kv_lengths")
 Place = tuple[int, int]  # the position of a sequence's first query, its keys in use
 INSTEAD = {  # of options that are not taken
     "block_indices": "key_indices= takes the keys of those blocks one by one",

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..core.mask_rules import NO_RULES, near
+from ..core.options import Options, as_rules
 from ..errors import InvalidArgument
 from ..kv_cache import PagedKVCache
 from ..state import AttentionState, merge
@@ -203,14 +205,8 @@ class ShardedBatch:
         j = torch.arange(most, device=q.device)
         keys = (j // c.interleave * ranks.size + ranks.rank) * c.interleave + j % c.interleave
         queries = first[:, None, None] + torch.arange(self.count, device=q.device)[:, None]  # [B, L, 1]
-        seen = keys <= queries if causal else torch.ones_like(keys <= queries)
-        window, chunk = options.pop("window", None), options.pop("chunk", None)
-        if window is not None:
-            left, right = (window - 1, None) if isinstance(window, int) else window
-            seen &= (queries - keys <= left) if left is not None else True
-            seen &= (keys - queries <= right) if right is not None else True
-        if chunk is not None:
-            seen &= keys // chunk == queries // chunk
+        given = {name: options.pop(name) for name in NO_RULES.options() if name in options}
+        seen = near(as_rules(Options(**given | {"causal": causal})), queries, keys)
         return {"causal": False, "mask": seen[:, None]}
 
 

@@ -78,25 +78,15 @@ class Call:
             found["alibi_slopes"] = slopes[documents(unit)] if self.packed and slopes.ndim == 2 else slopes
         return found
 
-    def _rules(self) -> dict[str, Any]:
-        rules = self.task.rules
-        window = None if rules.window == (None, None) else rules.window
-        return {"causal": rules.causal, "window": window, "chunk": rules.chunk or None}
-
-    @property
-    def _apart(self) -> bool:
-        """Whether keys need positions of their own: else it is enough to know how far from them queries are."""
-        return bool(self.task.rules.chunk)
-
     def _dense(self, p: Pair) -> dict[str, Any]:
         found: dict[str, Any] = {"q_offset": self.offsets + p.qpos - p.kpos}
-        if self._apart or p.step > 1:
+        if self.task.rules.absolute or p.step > 1:
             found = {"q_offset": self.offsets + p.qpos, "k_start": p.kpos, "k_stride": p.step, "q_stride": p.step}
         if p.full:
             return found
         if self.lengths is not None:
             found["kv_lengths"] = -((p.kpos - self.lengths) // p.step).clamp(-p.keys, 0)
-        return found | self._rules()
+        return found | self.task.rules.options()
 
     def _packed(self, p: Pass) -> dict[str, Any]:
         def ints(values: Any) -> torch.Tensor:
@@ -105,13 +95,13 @@ class Call:
         starts = [(0, 0) if x is None else (self.task.seen[x.doc][0][0] + x.qpos, x.kpos) for x in p.pairs]
         found: dict[str, Any] = {"cu_seqlens_q": ints(p.cu_q), "cu_seqlens_k": ints(p.cu_k)}
         step = max(x.step for x in p.pairs if x)
-        if self._apart or step > 1:
+        if self.task.rules.absolute or step > 1:
             found |= {"q_offset": ints(q for q, _ in starts), "k_start": ints(k for _, k in starts)}
             found |= {"k_stride": step, "q_stride": step}
         else:
             found["q_offset"] = ints(q - k for q, k in starts)
         found |= {"max_q": p.max_q, "max_k": p.max_k}
-        return found if p.full else found | self._rules()
+        return found if p.full else found | self.task.rules.options()
 
 
 def rows(unit: Unit) -> tuple[Range, Range]:
