@@ -37,33 +37,43 @@ def merge(states: Sequence[AttentionState]) -> AttentionState:
     True
     """
     states, back = _checked(states)
-    if (found := planner.merge_states(states)) is not None:
-        return AttentionState(back(found[0]), back(found[1]))
-    shape, device = states[0].out.shape, states[0].out.device
+    out = states[0].out
+    found = AttentionState(out.new_empty(out.shape), out.new_empty(out.shape[:-1], dtype=torch.float32))
+    merge_into(states, found)
+    return AttentionState(back(found.out), back(found.lse))
+
+
+def merge_into(states: Sequence[AttentionState], found: AttentionState) -> None:
+    """Writes what `merge` returns; `found` may be the first state."""
+    if planner.merge_into([out for out, _ in states], [lse for _, lse in states], *found):
+        return
     top = states[0].lse.float()
     for _, lse in states[1:]:
         top = torch.maximum(top, lse.float())
     base = torch.where(top == -torch.inf, 0.0, top)  # where every state is empty, -inf - -inf would be NaN
     taken = base == torch.inf  # a sink of +inf has taken all weight
     total = torch.zeros_like(base)
-    mixed = torch.zeros(shape, dtype=torch.float32, device=device)
+    mixed = torch.zeros_like(found.out, dtype=torch.float32)
     for out, lse in states:
         weight = torch.where(taken & (lse == torch.inf), 1.0, (lse.float() - base).exp())  # [...], 1 for the largest
         total += weight
         mixed += torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])
-    mixed /= torch.where(total == 0, 1.0, total)[..., None]
-    lse = top + torch.where(total == 0, 1.0, total).log()
-    return AttentionState(back(mixed.to(states[0].out.dtype)), back(lse))
+    total = torch.where(total == 0, 1.0, total)
+    found.out.copy_(mixed / total[..., None])
+    found.lse.copy_(top + total.log())
 
 
-def add_up(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The sum of tensors of one shape in `dtype`, added in float32 and in their order."""
-    if (found := planner.sum_parts(parts, dtype)) is not None:
-        return found
+def add_into(parts: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+    """Writes the sum of tensors of one shape, added in float32 and in their order; `found` may be the first."""
+    if len(parts) == 1:
+        found.copy_(parts[0])
+        return
+    if planner.merge_into(parts, (), found, None):
+        return
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part
-    return total.to(dtype)
+    found.copy_(total)
 
 
 def _checked(states: Any) -> tuple[list[AttentionState], Callable[[torch.Tensor], Any]]:

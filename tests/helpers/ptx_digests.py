@@ -99,8 +99,8 @@ def kernels(recorder: Recorder) -> Iterator[tuple[str, Callable[[], Any]]]:
         p = (test_triton_backward.HOT | test_triton_backward.OTHERS)[name]
         yield f"triton backward {name}", lambda p=p: aot.backward_of(p, 90)
     for dtype, n in ((torch.bfloat16, 8), (torch.float32, 2), (torch.float16, 3)):
-        state = (torch.empty(2, 32, 99, 72, dtype=dtype, device="meta"), torch.empty(2, 32, 99, device="meta"))
-        kernel, _, given = prepare([state] * n)
+        out, lse = torch.empty(2, 32, 99, 72, dtype=dtype, device="meta"), torch.empty(2, 32, 99, device="meta")
+        kernel, _, given = prepare([out] * n, [lse] * n, out, lse)
         yield f"triton merge {n}", lambda kernel=kernel, given=given: aot.compile_kernel(kernel, given, 90)
     problems = {name: p for name, (p, _) in (test_hopper_aot.HOT | test_hopper_aot.MORE).items()}
     for name in HOPPER:

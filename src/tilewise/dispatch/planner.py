@@ -163,18 +163,10 @@ def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> floa
     return 0.0 if name is None else cast(Any, load(name)).cascade_gain(problem, rows, tokens)
 
 
-def merge_states(states: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`out` and `lse` of partial results on a GPU, in one pass; None where no backend does so."""
-    device = states[0][0].device
-    name = None if device.type == "cpu" else _first_with("merge_states", device)
-    return None if name is None else cast(Any, load(name)).merge_states(states)
-
-
-def sum_parts(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
-    """The sum of tensors on a GPU, added in float32 in one pass; None where no backend does so."""
-    device = parts[0].device
-    name = None if device.type == "cpu" else _first_with("sum_parts", device)
-    return None if name is None else cast(Any, load(name)).sum_parts(parts, dtype)
+def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: Any) -> bool:
+    """Merges partial results on a GPU in one pass or, without `lse`, adds them up; False where no backend does so."""
+    name = None if out.is_cpu else _first_with("merge_into", out.device)
+    return name is not None and cast(Any, load(name)).merge_into(outs, lses, out, lse)
 
 
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:

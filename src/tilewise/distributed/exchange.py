@@ -83,11 +83,15 @@ class Messages:
 
 
 class Bringing:
-    """The keys and values of a round, under way to this rank; `buffer` waits for them."""
+    """The keys and values of a round, under way to this rank; `buffer` waits for them.
 
-    def __init__(self, ranks: Ranks, round: Round, tensors: Tensors, dim: int) -> None:
+    `taken` are rows that were cut from `tensors` for rounds before; those of this one are added.
+    """
+
+    def __init__(
+        self, ranks: Ranks, round: Round, tensors: Tensors, dim: int, taken: dict[tuple[Range, ...], Tensors]
+    ) -> None:
         self.round, self.dim, self.rank = round, dim, ranks.rank
-        taken: dict[tuple[Range, ...], Tensors] = {}
 
         def rows(source: Source) -> Tensors:
             if source.ranges not in taken:

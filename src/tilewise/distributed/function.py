@@ -9,13 +9,14 @@ up. Those of keys and values go straight to their owner, while the next round is
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import no_double_backward
-from ..state import AttentionState, add_up, merge
+from ..state import AttentionState, add_into, merge_into
 from .exchange import Bringing, Returning, drain
 from .rows import Call, add_to_mask, documents, part_of_bias, rows
 from .steps import Range
@@ -88,12 +89,20 @@ class Total:
         rounded = self.once or (parts <= self.most and not exact)
         dtype = q.dtype if rounded else torch.float32
         self.exact = exact and not self.once and q.dtype == torch.float32
-        self.out = q.new_zeros((*q.shape[:-1], width), dtype=dtype)
-        self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
+        self.out = q.new_empty((*q.shape[:-1], width), dtype=dtype)
+        self.lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        self.blank = True  # nothing has been written
+        if sinks is not None or self.exact:
+            self.clear()
         if sinks is not None:  # once for each row that belongs to a document, whatever keys it sees
             for which in call.task.rows_in_use(call.ranks.rank):
                 call.cut(self.lse, which).copy_(_by_head(call, sinks, self.lse))
         self.wide = self.lse.double() if self.exact else None
+
+    def clear(self) -> None:
+        self.out.zero_()
+        self.lse.fill_(-torch.inf)
+        self.blank = False
 
     def add(self, which: Range, heads: Range, part: AttentionState) -> None:
         self.pending.append((which, heads, part))
@@ -110,6 +119,9 @@ class Total:
 
     def merge(self) -> None:
         """Rows of the same parts together; in the order of rounds, so that the bits are the same each time."""
+        if self.blank and not self.covered():
+            self.clear()
+        self.blank = False
         for heads in dict.fromkeys(heads for _, heads, _ in self.pending):
             parts = [(*which, part) for which, of, part in self.pending if of == heads]
             ends = sorted({end for first, last, _ in parts for end in (first, last)})
@@ -121,12 +133,20 @@ class Total:
                 ]
                 total = AttentionState(*(self.call.cut(x, (lo, hi), heads) for x in (self.out, self.lse)))
                 states = states if self.fresh or self.once else [total, *states]
-                if len(states) > 1:  # the result has the first one's dtype
-                    states[0] = AttentionState(states[0].out.to(self.out.dtype), states[0].lse)
-                found = merge(states) if len(states) > 1 else states[0] if states else total
-                for x, new in zip(total, found, strict=True):
+                if len(states) > 1:
+                    merge_into(states, total)
+                for x, new in zip(total, states[0], strict=True) if len(states) == 1 else ():
                     x.copy_(new)
         self.pending, self.fresh = [], False
+
+    def covered(self) -> bool:
+        """Whether the parts have every row of every head."""
+        end = 0
+        for (first, last), (lo, hi), _ in sorted(self.pending, key=lambda part: part[0]):
+            if first > end or (lo, hi) != (0, self.lse.shape[self.call.head]):
+                return False
+            end = max(end, last)
+        return end == self.lse.shape[self.call.seq]
 
 
 class Sum:
@@ -157,7 +177,7 @@ class Sum:
             if heads in self.begun and found:
                 found.insert(0, total)
             if found:
-                total.copy_(add_up(found, total.dtype) if len(found) > 1 else found[0])
+                add_into(found, total)
         self.begun.add(heads)
 
     def result(self) -> torch.Tensor:
@@ -181,9 +201,11 @@ def forward(
     total = Total(call, q, v.shape[-1], parts, extras.get("sinks"), exact)
     given = {name: x for name, x in extras.items() if name != "sinks" or total.once}  # with the one part of a row
 
+    taken: defaultdict[Range, Any] = defaultdict(dict)  # of some heads, rows that go to several ranks
+
     def bring(kv: Range, round: Any) -> Bringing:
         cut = tuple(x.narrow(call.head, kv[0], kv[1] - kv[0]) for x in (k, v))
-        return Bringing(call.ranks, round, cut, call.seq)
+        return Bringing(call.ranks, round, cut, call.seq, taken[kv])
 
     coming: list[Bringing] = []
     try:
@@ -229,8 +251,10 @@ def backward(
     def of_heads(names: tuple[str, ...], kv: Range) -> tuple[torch.Tensor, ...]:
         return tuple(held[name].narrow(call.head, kv[0], kv[1] - kv[0]) for name in names)
 
+    taken: defaultdict[Range, Any] = defaultdict(dict)
+
     def bring(kv: Range, round: Any) -> Bringing:
-        return Bringing(call.ranks, round, of_heads(("k", "v"), kv), call.seq)
+        return Bringing(call.ranks, round, of_heads(("k", "v"), kv), call.seq, taken[kv])
 
     coming: list[Bringing] = []
     going: list[Returning] = []

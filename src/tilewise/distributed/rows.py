@@ -49,8 +49,10 @@ class Call:
         return all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
 
     def cut(self, x: torch.Tensor, which: Range, heads: Range | None = None) -> torch.Tensor:
-        x = x.narrow(self.seq, which[0], which[1] - which[0])
-        return x if heads is None else x.narrow(self.head, heads[0], heads[1] - heads[0])
+        for dim, some in ((self.seq, which), (self.head, heads)):
+            if some is not None and some[1] - some[0] != x.shape[dim]:  # a view costs as much as ten such looks
+                x = x.narrow(dim, some[0], some[1] - some[0])
+        return x
 
     def forward(self, unit: Unit, q: Any, kv: Any, extras: dict[str, Any]) -> AttentionState:
         """One part, over tensors that are cut to its heads and, q, k and v, to its rows."""

@@ -107,16 +107,10 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
     return Append(k, v, wrap)
 
 
-def merge_states(states: Sequence[Any]) -> Any:
-    from .merge import merge_states
+def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: Any) -> bool:
+    from .merge import merge_into
 
-    return merge_states(states)
-
-
-def sum_parts(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Any:
-    from .merge import sum_parts
-
-    return sum_parts(parts, dtype)
+    return merge_into(outs, lses, out, lse)
 
 
 def supports_backward(problem: Problem) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import triton.language as tl
 import triton
 
 from ..gpu.flags import ceil_pow2
-from ..gpu.kernel import INTERPRETED, Kernel
+from ..gpu.kernel import Kernel, Ready, is_aligned
 
 MOST = 8
 ELEMENTS = 4096  # of a block
@@ -52,7 +53,7 @@ def add(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def merge_kernel(  # type: ignore[no-untyped-def]
     X0, X1, X2, X3, X4, X5, X6, X7, L0, L1, L2, L3, L4, L5, L6, L7, OUT, LSE,
-    x0_a, x1_a, x2_a, x3_a, x4_a, x5_a, x6_a, x7_a, l0_a, l1_a, l2_a, l3_a, l4_a, l5_a, l6_a, l7_a,
+    x0_a, x1_a, x2_a, x3_a, x4_a, x5_a, x6_a, x7_a, l0_a, l1_a, l2_a, l3_a, l4_a, l5_a, l6_a, l7_a, out_a, lse_a,
     rows, total_rows, D: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, N: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
@@ -74,9 +75,10 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         total, mixed = add(X[i], L[i], outer, inner, x_a[i], l_a[i], d, ok, base, total, mixed, D, SUM)
     total = tl.where(total == 0.0, 1.0, total)  # of a sum, too
     cells = ok[:, None] & (d < D)[None, :]
-    tl.store(OUT + (row * D)[:, None] + d[None, :], (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=cells)
+    at = outer * out_a + inner * D
+    tl.store(OUT + at[:, None] + d[None, :], (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=cells)
     if not SUM:
-        tl.store(LSE + row, top + tl.log(total), mask=ok)
+        tl.store(LSE + outer * lse_a + inner, top + tl.log(total), mask=ok)
 
 
 def split_dim(tensors: Sequence[torch.Tensor]) -> int | None:
@@ -102,60 +104,59 @@ def outer_stride(x: torch.Tensor, first: int) -> int:
     return strides[-1] if strides else 0
 
 
-def prepare(states: Sequence[Any]) -> tuple[Kernel, tuple[int, int], dict[str, Any]] | None:
-    """The kernel, its grid and arguments; None for parts that lie in other ways."""
-    return _prepared([out for out, _ in states], [lse for _, lse in states], states[0][0].dtype)
-
-
-def prepare_sum(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[Kernel, tuple[int, int], Any] | None:
-    return _prepared(parts, None, dtype)
-
-
-def _prepared(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor] | None, dtype: torch.dtype
+def prepare(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor | None
 ) -> tuple[Kernel, tuple[int, int], dict[str, Any]] | None:
-    shape = outs[0].shape
-    if len(outs) > MOST or not outs[0].numel():
+    """The kernel, its grid and arguments; None for tensors that lie in other ways. A sum has no `lse`."""
+    shape, of_lses = out.shape, [] if lse is None else [*lses, lse]
+    if len(outs) > MOST or not out.numel():
         return None
-    of_outs, of_lses = split_dim(outs), 0 if lses is None else split_dim(lses)
-    if of_outs is None or of_lses is None:
+    firsts = [split_dim([*outs, out]), split_dim(of_lses) if of_lses else 0]
+    if None in firsts:
         return None
-    first = max(of_outs, of_lses)
-    if first == len(shape) - 1 or not all(_together(x, 0, first) for x in (*outs, *(lses or ()))):
+    first = max(firsts)  # type: ignore[type-var]
+    if first == len(shape) - 1 or not all(_together(x, 0, first) for x in (*outs, out, *of_lses)):
         return None
     D, rows, count = shape[-1], shape[first:-1].numel(), shape[:-1].numel()
-    given: dict[str, Any] = {"OUT": torch.empty(shape, dtype=dtype, device=outs[0].device)}
-    given["LSE"] = torch.empty(shape[:-1] if lses else (1,), dtype=torch.float32, device=outs[0].device)
+    given: dict[str, Any] = {"OUT": out, "LSE": out if lse is None else lse, "out_a": outer_stride(out, first)}
+    given["lse_a"] = 0 if lse is None else outer_stride(lse, first)
     for i in range(MOST):
-        out = outs[min(i, len(outs) - 1)]
-        lse = lses[min(i, len(lses) - 1)] if lses else given["LSE"]
-        given |= {f"X{i}": out, f"L{i}": lse, f"x{i}_a": outer_stride(out, first)}
-        given[f"l{i}_a"] = outer_stride(lse, first) if lses else 0
+        x = outs[min(i, len(outs) - 1)]
+        given |= {f"X{i}": x, f"x{i}_a": outer_stride(x, first)}
+        given |= {f"L{i}": given["LSE"], f"l{i}_a": 0}
+        if lse is not None:
+            x = lses[min(i, len(lses) - 1)]
+            given |= {f"L{i}": x, f"l{i}_a": outer_stride(x, first)}
     W = ceil_pow2(D)
     BR = max(1, ELEMENTS // W)
-    kernel = Kernel(merge_kernel, {"D": D, "W": W, "BR": BR, "N": len(outs), "SUM": lses is None})
+    kernel = Kernel(merge_kernel, {"D": D, "W": W, "BR": BR, "N": len(outs), "SUM": lse is None})
     return kernel, (-(-count // BR), 1), given | {"rows": rows, "total_rows": count}
 
 
-def merge_states(states: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`out` and `lse` of all parts; None where plain torch has to do it."""
-    given = _run(prepare(states))
-    return None if given is None else (given["OUT"], given["LSE"])
+_ready: dict[Any, tuple[Ready, list[int]]] = {}  # launches by shapes and strides, with the places of their pointers
+MOST_READY = 1024
 
 
-def sum_parts(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
-    """Their sum, added in float32; None where plain torch has to do it."""
-    given = _run(prepare_sum(parts, dtype))
-    return None if given is None else given["OUT"]
-
-
-def _run(made: tuple[Kernel, tuple[int, int], dict[str, Any]] | None) -> dict[str, Any] | None:
+def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: Any) -> bool:
+    """Writes `out` and `lse` of all parts or, without `lse`, their sum; False where plain torch has to do it."""
+    tensors = [*outs, *lses, out] if lse is None else [*outs, *lses, out, lse]
+    addresses = [x.data_ptr() for x in tensors]
+    key = None
+    if out.is_cuda and is_aligned(addresses, out.device):
+        key = (lse is None, *[(x.shape, x.stride(), x.dtype) for x in tensors], out.device)
+        if (known := _ready.get(key)) is not None:
+            ready, places = known
+            ready([addresses[i] for i in places], torch._C._cuda_getCurrentRawStream(out.device.index))
+            return True
+    made = prepare(outs, lses, out, lse)
     if made is None:
-        return None
+        return False
     kernel, grid, given = made
-    if INTERPRETED:
-        kernel.first(grid, given)
-    else:
-        with torch.cuda.device(given["OUT"].device):
-            kernel.first(grid, given)
-    return given
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        first = kernel.first(grid, given)
+    if key is not None and first is not None:
+        if len(_ready) >= MOST_READY:
+            _ready.clear()
+        at = {id(x): i for i, x in enumerate(tensors)}
+        _ready[key] = first, [at[id(given[name])] for name in first.pointers]
+    return True
