@@ -228,19 +228,18 @@ def calls(call: Call, given: tuple[Any, ...], backward: bool) -> None:
     """The calls of a rank alone, over buffers of the right sizes."""
     q, k, v, out, lse, dout, _ = given
     group = HEADS[0] // HEADS[1]
-    for kv in function.head_groups(call, HEADS[1]):
+    for kv, round, units in function.work_of(call, q, k):
         heads = (kv[0] * group, kv[1] * group)
-        for round, units in call.rounds:
-            count = sum(size for _, _, size in round.order)
-            buffer = [exchange.resized(x.narrow(1, kv[0], kv[1] - kv[0]), 2, count) for x in (k, v)]
-            for unit in units:
-                q_rows, k_rows = rows(unit)
-                keys = [call.cut(x, k_rows) for x in buffer]
-                cut = [call.cut(x, q_rows, heads) for x in (q, out, lse, dout)]
-                if backward:
-                    call.backward(unit, (cut[0], *keys, *cut[1:], None), ("q", "k", "v"), {})
-                else:
-                    call.forward(unit, cut[0], keys, {})
+        count = sum(size for _, _, size in round.order)
+        buffer = [exchange.resized(x.narrow(1, kv[0], kv[1] - kv[0]), 2, count) for x in (k, v)]
+        for unit in units:
+            q_rows, k_rows = rows(unit)
+            keys = [call.cut(x, k_rows) for x in buffer]
+            cut = [call.cut(x, q_rows, heads) for x in (q, out, lse, dout)]
+            if backward:
+                call.backward(unit, (cut[0], *keys, *cut[1:], None), ("q", "k", "v"), {})
+            else:
+                call.forward(unit, cut[0], keys, {})
 
 
 def show(found: list[dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """Attention over four ranks, by every scheme, against the oracle: forward and backward, as any backend is judged."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ import tilewise
 from ranks import Pool, mesh_of
 from sharded import Sharded, run_cases
 from tilewise import InvalidArgument, distributed
+from tilewise.core.mask_rules import MaskRules
+from tilewise.distributed import function
 from tilewise.distributed.attention import KNOWN
+from tilewise.distributed.layout import Piece, Ranks
+from tilewise.distributed.steps import Task
 from tilewise.testing.case import Case, make
 from tilewise.testing.cases import GRADIENTS
 
@@ -49,6 +54,34 @@ def pool():
 @pytest.mark.parametrize("how", SCHEMES, ids="-".join)
 def test_every_scheme_with_every_option(pool, how):
     assert pool(run_cases, [(case, *how) for case in CASES])[0] == []
+
+
+def _in_groups(cases):
+    """As `run_cases`, with groups of heads also in calls of few rows."""
+    least, function.LEAST_ROWS = function.LEAST_ROWS, 1
+    try:
+        return run_cases(cases)
+    finally:
+        function.LEAST_ROWS = least
+
+
+def test_groups_of_heads(pool):
+    assert pool(_in_groups, [(case, "gather", "4") for case in CASES])[0] == []
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 7, 8, 64])
+@pytest.mark.parametrize("tokens", [1, 999, 10**4, 10**7])
+def test_groups_of_heads_have_each_head_once_and_enough_rows(kv_heads, tokens):
+    heads, ranks = 4 * kv_heads, Ranks(None, 0, 8)
+    pieces = tuple((Piece(0, tokens + rank),) for rank in range(8))
+    for gather in (True, False):
+        task = Task(MaskRules(), pieces, pieces, (0,), (0,), (), True, gather)
+        call = SimpleNamespace(task=task, ranks=ranks)
+        groups = function.head_groups(call, heads, kv_heads)
+        assert [h for lo, hi in groups for h in range(lo, hi)] == [*range(kv_heads)]
+        assert len(groups) <= (function.MOST_GROUPS if gather else 1)
+        if len(groups) > 1:
+            assert heads * tokens >= len(groups) * function.LEAST_ROWS - heads
 
 
 def test_kernels_of_the_cpu(pool):

@@ -24,15 +24,27 @@ from .steps import Range
 EXTRAS = ("mask", "sinks", "alibi_slopes", "q_bias", "k_bias", "key_indices")
 HEAD_DIMS = {"mask": -3, "q_bias": -2, "k_bias": -2, "key_indices": -3}  # of the others it is the last
 MOST_GROUPS = 8  # of heads, that a gather brings apart
+LEAST_ROWS = 2**16  # of queries in such a group, over all of its heads: fewer do not fill a GPU
 MOST_STATES = 8  # that are merged in one pass: parts, and what was merged before
 
 
-def head_groups(call: Call, kv_heads: int) -> list[Range]:
-    """The KV heads that are brought together: all in a ring; in a gather few, so that the rest is under way."""
+def head_groups(call: Call, heads: int, kv_heads: int) -> list[Range]:
+    """The KV heads that are brought together: all in a ring; in a gather few, so that the rest is under way.
+
+    They are the same on all ranks, whose numbers of tokens may differ. `heads` are those of q in all batch rows.
+    """
     if not call.task.gather or call.ranks.size == 1:
         return [(0, kv_heads)]
-    size = -(-kv_heads // MOST_GROUPS)
+    tokens = sum(piece.size for held in call.task.q_pieces for piece in held) // call.task.ranks
+    groups = min(MOST_GROUPS, tokens * heads // LEAST_ROWS)
+    size = max(1, -(-kv_heads // max(1, groups)))
     return [(lo, min(lo + size, kv_heads)) for lo in range(0, kv_heads, size)]
+
+
+def work_of(call: Call, q: torch.Tensor, k: torch.Tensor) -> list[Any]:
+    """(KV heads, round, its parts), one after the other."""
+    heads = q.shape[call.head] * (1 if call.packed else q.shape[0])
+    return [(kv, *each) for kv in head_groups(call, heads, k.shape[call.head]) for each in call.rounds]
 
 
 class Attention(torch.autograd.Function):
@@ -196,7 +208,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`out`, `lse` and, if `exact`, what rounding left of merged ones: `out` in float32 or, of float32, of `lse`."""
     group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
-    work = [(kv, *each) for kv in head_groups(call, k.shape[call.head]) for each in call.rounds]
+    work = work_of(call, q, k)
     parts = sum(len(units) for _, units in call.rounds)
     total = Total(call, q, v.shape[-1], parts, extras.get("sinks"), exact)
     given = {name: x for name, x in extras.items() if name != "sinks" or total.once}  # with the one part of a row
@@ -244,7 +256,7 @@ def backward(
         found["sinks"] = _of_sinks(call, extras["sinks"], out, lse, dout, dlse)
     grads = tuple(name for name in wanted if name != "sinks")
     keys = tuple(name for name in ("k", "v") if name in wanted)
-    work = [(kv, *each) for kv in head_groups(call, k.shape[call.head]) for each in call.rounds] if grads else []
+    work = work_of(call, q, k) if grads else []
     parts = {name: x for name, x in extras.items() if name != "sinks"}
     sums = {name: Sum(call, held[name], _parts(call, name)) for name in wanted if name in "qkv"}
 

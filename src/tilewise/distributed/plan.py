@@ -197,7 +197,7 @@ class _Rank:
         self.heads = batch * q.shape[call.head] // inner
         kv = max(1, k.shape[call.head] // inner)  # fewer heads than ranks are copied
         token = batch * kv * (k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size())
-        self.groups = len(head_groups(call, kv)) if task.ranks > 1 else 1
+        self.groups = len(head_groups(call, self.heads, kv)) if task.ranks > 1 else 1
         self.rounds = [round_of(task, rank, t) for t in range(1 if task.gather else task.ranks)]
         self.parts = [passes(task, r.pairs) if call.packed else r.pairs for r in self.rounds]
         self.counted = [[self.count(p, places) for p in r.pairs] for r in self.rounds]
@@ -209,7 +209,11 @@ class _Rank:
         own = [sum(x.rows for x in r.sources if x.rank == rank) * token for r in self.rounds]
         self.home = [a + b for a, b in zip(own, self.sent, strict=True)]
         held = total(task.k_pieces[rank])
-        cut = [sum(x.rows for x in r.sends if x.ranges != ((0, held),)) * token for r in self.rounds]
+        cut, taken = [], {((0, held),)}  # rows are cut once, for all rounds that send them
+        for r in self.rounds:
+            fresh = {x.ranges: x.rows for x in r.sends if x.ranges not in taken}
+            taken |= set(fresh)
+            cut.append(sum(fresh.values()) * token)
         self.copied = [2 * x for x in cut] if call.seq == 2 else [0] * len(cut)  # other layouts have them together
         tokens = total(task.q_pieces[rank])
         self.row = self.heads * v.shape[-1] * q.element_size()  # bytes of a row of out
