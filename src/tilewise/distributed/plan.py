@@ -26,7 +26,7 @@ from .function import head_groups
 from .layout import ORDERS, Ranks, ranks_of, total
 from .packing import passes
 from .rows import Call
-from .steps import Pair, Task, round_of
+from .steps import Pair, Range, Task, round_of
 
 EVERY_RANK = 64  # of a larger ring some ranks are looked at
 LOOKED_AT = 16
@@ -209,7 +209,8 @@ class _Rank:
         own = [sum(x.rows for x in r.sources if x.rank == rank) * token for r in self.rounds]
         self.home = [a + b for a, b in zip(own, self.sent, strict=True)]
         held = total(task.k_pieces[rank])
-        cut, taken = [], {((0, held),)}  # rows are cut once, for all rounds that send them
+        cut: list[int] = []
+        taken: set[tuple[Range, ...]] = {((0, held),)}  # rows are cut once, for all rounds that send them
         for r in self.rounds:
             fresh = {x.ranges: x.rows for x in r.sends if x.ranges not in taken}
             taken |= set(fresh)

@@ -111,10 +111,10 @@ def prepare(
     shape, of_lses = out.shape, [] if lse is None else [*lses, lse]
     if len(outs) > MOST or not out.numel():
         return None
-    firsts = [split_dim([*outs, out]), split_dim(of_lses) if of_lses else 0]
-    if None in firsts:
+    of_outs, of_them = split_dim([*outs, out]), split_dim(of_lses) if of_lses else 0
+    if of_outs is None or of_them is None:
         return None
-    first = max(firsts)  # type: ignore[type-var]
+    first = max(of_outs, of_them)
     if first == len(shape) - 1 or not all(_together(x, 0, first) for x in (*outs, out, *of_lses)):
         return None
     D, rows, count = shape[-1], shape[first:-1].numel(), shape[:-1].numel()
