@@ -12,22 +12,10 @@ from ..errors import InvalidArgument
 from ..signatures import shows
 from ..validation import keywords
 from ..validation.arrays import to_tensor
-from .devices import as_device
-from .mask_rules import MaskRules, key_spans, place_rows, span_tiles
-from .options import (
-    LIMIT,
-    PLACES,
-    Options,
-    RuleOptions,
-    as_offset,
-    as_places,
-    as_rules,
-    as_size,
-    as_tile,
-    is_int,
-    to_int,
-)
+from .mask_rules import span_tiles
+from .options import LIMIT, Options, RuleOptions, as_size, as_tile, is_int
 from .tile_blocks import best_of, indices_of, states_of
+from .tile_spec import Spec, spec_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,16 +29,6 @@ class TileCounts(NamedTuple):
     skip: int
     mixed: int
     full: int
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """The position rules that a map was made from; a call that uses the map must ask for the same."""
-
-    rules: MaskRules  # relative: where queries stand is below
-    q_offset: torch.Tensor | int | None
-    kv_lengths: torch.Tensor | None
-    places: torch.Tensor | tuple[int, int, int]  # as in `Tensors` or `MaskRules`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,50 +134,8 @@ class TileMap:
             keywords.refuse(unknown, keywords.of(cls.from_spec))
         tile = as_tile("tile", tile)
         Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
-        o = Options(**options)
-        rules = as_rules(o)
-        q_offset = to_int(o.q_offset)
-        if q_offset is not None and is_int(q_offset):
-            as_offset(q_offset, Lq, Lk)
-        elif q_offset is not None:
-            q_offset = to_tensor("q_offset", q_offset)
-        kv_lengths = None if kv_lengths is None else to_tensor("kv_lengths", kv_lengths)
-        numbers: list[Any] = [to_int(getattr(o, name)) for name in PLACES]
-        numbers = [x if is_int(x) else to_tensor(name, x) for name, x in zip(PLACES, numbers, strict=True)]
-        given = {"q_offset": q_offset, "kv_lengths": kv_lengths, **dict(zip(PLACES, numbers, strict=True))}
-        rows = [x for x in given.values() if isinstance(x, torch.Tensor)]
-        for name, x in given.items():
-            if isinstance(x, torch.Tensor) and (x.ndim != 1 or x.dtype not in (torch.int32, torch.int64)):
-                raise InvalidArgument(name, f"{x.dtype} of rank {x.ndim}", "an int32 or int64 tensor [B]")
-            if isinstance(x, torch.Tensor) and x.is_cpu:
-                low, high = (0, Lk) if name == "kv_lengths" else (Lk - LIMIT, LIMIT - Lq)
-                low, high = (-LIMIT, LIMIT) if name == "k_start" else (1, LIMIT) if name in PLACES else (low, high)
-                for b, value in enumerate(x.tolist()):
-                    if not low <= value <= high:
-                        raise InvalidArgument(f"{name}[{b}]", value, f"{low} to {high}")
-        if len({x.shape for x in rows}) > 1:
-            sizes = {name: len(x) for name, x in given.items() if isinstance(x, torch.Tensor)}
-            name, other = next(iter(sizes)), max(sizes, key=lambda x: sizes[x] != len(rows[0]))
-            raise InvalidArgument(name, f"{sizes[name]} rows", f"{sizes[other]}, as {other}")
-        device = as_device(device) if device is not None else rows[0].device if rows else torch.device("cpu")
-        lengths = torch.tensor([Lk], dtype=torch.int64, device=device)
-        if kv_lengths is not None:
-            lengths = kv_lengths.long().to(device)
-        offset = lengths - Lq if q_offset is None else torch.as_tensor(q_offset, device=device).long().reshape(-1)
-        batch = len(rows[0]) if rows else 1
-        places: torch.Tensor | tuple[int, int, int]
-        steps: tuple[Any, ...]
-        if any(isinstance(x, torch.Tensor) for x in numbers):
-            places = place_rows(numbers, batch, device, LIMIT)
-            steps = places.long()[:, :, None].unbind(1)  # [B, 1] each
-        else:
-            steps = places = as_places(numbers, q_offset if isinstance(q_offset, int) else "end", Lq, Lk)
-        positions = offset[:, None] + steps[2] * torch.arange(Lq, device=device)  # [1 or B, Lq]
-        positions = positions.expand(batch, -1)
-        spans = key_spans(rules, positions, lengths[:, None], steps[:2])
-        return cls(
-            span_tiles(*spans, Lk, tile)[:, None], tile, (Lq, Lk), spec=Spec(rules, q_offset, kv_lengths, places)
-        )
+        spec, spans = spec_of(Options(**options, kv_lengths=kv_lengths), Lq, Lk, device)
+        return cls(span_tiles(*spans, Lk, tile)[:, None], tile, (Lq, Lk), spec=spec)
 
     @classmethod
     def from_blocks(cls, block_indices: Any, block_size: int, Lq: int, Lk: int) -> TileMap:

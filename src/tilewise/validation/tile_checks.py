@@ -8,7 +8,8 @@ import torch
 
 from ..core.problem import Problem
 from ..core.tensors import Tensors, sequences
-from ..core.tile_map import Spec, TileMap
+from ..core.tile_map import TileMap
+from ..core.tile_spec import Spec
 from ..errors import InvalidArgument
 from .values import readable
 
