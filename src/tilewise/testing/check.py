@@ -51,38 +51,45 @@ def on_host(call: Call) -> Call:
 
 
 def torch_errors(call: Call) -> tuple[float, float]:
-    """The largest error that torch's own arithmetic makes in `out` and in `lse`.
-
-    An lse moves as much as its scores do, so their errors count for it: they are many, where an lse may be one number.
-    """
+    """The largest error that torch's own arithmetic makes in `out` and in `lse`."""
     call = on_host(call)
-    out = lse = 0.0
-    for seq in sequences(call.problem, call.tensors):
-        exact, (plain_out, plain) = attend(seq), torch_math(seq)
-        out = max(out, largest_error(plain_out, exact.out))
-        lse = max(lse, largest_error(plain.scores, exact.scores), largest_error(plain.lse, exact.lse))
-    return out, lse
+    errors = [(0.0, 0.0), *(_errors(seq, attend(seq)) for seq in sequences(call.problem, call.tensors))]
+    return max(e[0] for e in errors), max(e[1] for e in errors)
+
+
+def _errors(seq: Sequence, exact: Scores) -> tuple[float, float]:
+    """An lse moves as much as its scores do, so their errors count for it: they are many, where an lse may be one
+    number.
+    """
+    out, plain = torch_math(seq)
+    lse = max(largest_error(plain.scores, exact.scores), largest_error(plain.lse, exact.lse))
+    return largest_error(out, exact.out), lse
 
 
 def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[float, float] | None = None) -> Verdict:
     """Raises `Mismatch` unless `out` and `lse` are right.
 
-    Each element may be off by 2 (with softcap 3) times the largest error of torch's own arithmetic on the same inputs,
-    and one ulp of the largest output of its row.
+    Each element may be off by 2 (with softcap 3) times the largest error of torch's own arithmetic on the same inputs
+    (or by `errors`), and one ulp of the largest output of its row.
     """
     if call.problem.device.type == "mps":
         call, out, lse = on_host(call), out.cpu(), lse.cpu()
     p = call.problem
     factor = 3.0 if p.softcap else 2.0
-    out_error, lse_error = errors or torch_errors(call)
     covered = torch.zeros(out.shape[2], dtype=torch.bool, device="cpu")
-    verdicts = [Verdict(0.0, 0.0)]
+    found, own = [], [(0.0, 0.0)]
     for seq in sequences(p, call.tensors):
         exact = attend(seq)
         rows = slice(seq.q_start, seq.q_start + seq.q_len)
         covered[rows] = True
-        verdicts.append(judge("out", out[seq.row, :, rows], exact.out, factor * out_error, p.q_dtype))
-        verdicts.append(judge("lse", lse[seq.row, :, rows], exact.lse, factor * lse_error, torch.float32))
+        found.append(((seq.row, slice(None), rows), exact.out, exact.lse))
+        if errors is None:
+            own.append(_errors(seq, exact))
+    out_error, lse_error = errors or (max(e[0] for e in own), max(e[1] for e in own))
+    verdicts = [Verdict(0.0, 0.0)]
+    for place, exact_out, exact_lse in found:
+        verdicts.append(judge("out", out[place], exact_out, factor * out_error, p.q_dtype))
+        verdicts.append(judge("lse", lse[place], exact_lse, factor * lse_error, torch.float32))
     if bool((out[:, :, ~covered] != 0).any()) or bool((lse[:, :, ~covered] != -torch.inf).any()):
         raise Mismatch("rows that belong to no sequence must give 0 and -inf")
     return max(verdicts, key=lambda v: v.error / max(v.bound, 1e-300))
@@ -110,11 +117,12 @@ def _poisoned(
         raise Mismatch("out= was not the tensor that came back")
     state = call.tensors.out, inputs.common(result.lse)
     rows = case.H * (sum(case.q_lengths) if case.q_lengths else case.B * case.Lq)
+    few = min(draws, draws_of(rows))
     try:
-        verdict = check_call(call, *state, worst_errors(case, device, min(draws, draws_of(rows)), sized=sized))
+        verdict = check_call(call, *state, worst_errors(case, device, few, sized=sized))
     except Mismatch:
         many = draws_of(rows_that_see(call)) if draws > 1 else 1
-        if many <= min(draws, draws_of(rows)):
+        if many <= few:
             raise
         verdict = check_call(call, *state, worst_errors(case, device, many, sized=sized))
     return verdict, state
@@ -131,8 +139,10 @@ def rows_that_see(call: Call) -> int:
     return sum(int(attend(seq).lse.isfinite().sum()) for seq in sequences(call.problem, call.tensors))
 
 
-def worst_errors(case: Case, device: str, draws: int, *, sized: bool = False) -> tuple[float, float]:
-    """The largest of `torch_errors` on so many inputs of a case."""
+def worst_errors(case: Case, device: str, draws: int, *, sized: bool = False) -> tuple[float, float] | None:
+    """The largest of `torch_errors` on so many inputs of a case; None of the first alone, which `check_call` has."""
+    if draws == 1:
+        return None
     errors = [torch_errors(make(case, device, draw=n, sized=sized).checked()) for n in range(draws)]
     return max(e[0] for e in errors), max(e[1] for e in errors)
 
