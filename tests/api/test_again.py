@@ -1,5 +1,7 @@
 """Cached calls with lengths or tables: the same bits without checks, and never for a call that differs."""
 
+import gc
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -281,3 +283,30 @@ def test_lengths_of_a_repeated_call_are_its_own(split_size):
         want = attention(q, k, v, kv_lengths=lengths, split_size=split_size, return_lse=True)
         assert state.out.equal(want.out)
         assert state.lse.equal(want.lse)
+
+
+def test_a_remembered_call_keeps_none_of_its_callers_tensors():
+    """A block table is large; thousands of calls may be remembered."""
+    given = {
+        "q": draw(6, 4, 16), "k": draw(9, 4, 2, 16), "v": draw(9, 4, 2, 16), "table": ints([0, 1, 2], [3, 4, 5]),
+        "lengths": ints(11, 7), "cu": ints(0, 4, 6),
+    }  # fmt: skip
+
+    def paged(q, k, v, table, lengths, cu):
+        return paged_attention(q, k, v, table, lengths, cu_seqlens_q=cu, max_q=4, causal=True)
+
+    def varlen(q, k, v, table, lengths, cu):
+        k, v = k.flatten(0, 1)[:6], v.flatten(0, 1)[:6]
+        return varlen_attention(q, k, v, cu, cu, max_q=4, max_k=4, causal=True)
+
+    for call in (paged, varlen):
+        tensors = {name: x.clone() for name, x in given.items()}
+        out = call(**tensors)
+        assert len(call_cache._known) == 1
+        gone = {name: weakref.ref(x) for name, x in {**tensors, "out": out}.items()}
+        want = out.clone()
+        del tensors, out
+        gc.collect()
+        assert not [name for name, x in gone.items() if x() is not None]
+        assert call(**given).equal(want)  # by the remembered call
+        call_cache.forget()

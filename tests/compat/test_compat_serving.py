@@ -192,13 +192,14 @@ def test_vllm(vllm, name, size, causal):
     impl = backend.get_impl_cls()(HEADS, WIDTH, 0.3, KV_HEADS, **theirs)
     metadata = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu")).build(0, batch)
     q, k, v = peaked(tokens, HEADS, WIDTH), peaked(tokens, KV_HEADS, WIDTH), peaked(tokens, KV_HEADS, WIDTH)
-    before = cache.clone()
+    held = torch.cat(impl.pages(cache), -1)  # [blocks, block size, Hkv, 2 D], as it was
     impl.do_kv_cache_update(None, k, v, cache, batch.slot_mapping)
-    assert int((cache != before).any(-1).any(1).sum()) == sum(QUERIES)  # nothing but the new slots
+    now = torch.cat(impl.pages(cache), -1)
+    assert int((now != held).any(-1).any(-1).sum()) == sum(QUERIES)  # nothing but the new slots
     output = torch.full((tokens, HEADS * WIDTH), torch.nan)
     assert impl.forward(None, q, k, v, cache, metadata, output) is output
     assert output[sum(QUERIES) :].isnan().all()
-    pages = cache.transpose(1, 2)[batch.block_table_tensor.long()].flatten(1, 2)  # [B, slots, Hkv, 2 D]
+    pages = now[batch.block_table_tensor.long()].flatten(1, 2)  # [B, slots, Hkv, 2 D]
     rows = [(pages[b, :n, :, :WIDTH], pages[b, :n, :, WIDTH:]) for b, n in enumerate(LENGTHS)]
     start = 0
     for b, m in enumerate(QUERIES):  # what was appended is at the end of its row
@@ -206,6 +207,28 @@ def test_vllm(vllm, name, size, causal):
         assert rows[b][1][-m:].equal(v[start : start + m])
         start += m
     check(output[: sum(QUERIES)], q, rows, scale=0.3, causal=causal, **ours)
+
+
+@pytest.mark.parametrize("memory", ["heads first", "tokens first", "apart"])
+def test_vllm_blocks_hold_what_they_are_given(vllm, memory):
+    """However vLLM lays its blocks, no row of one overlaps another, and none lies outside."""
+    shape = {"heads first": (9, KV_HEADS, 4, 2 * WIDTH), "tokens first": (9, 4, KV_HEADS, 2 * WIDTH)}
+    cache = torch.full(shape.get(memory, (9, KV_HEADS, 4, 2 * WIDTH + 3)), torch.nan)
+    cache = cache.transpose(1, 2) if memory == "tokens first" else cache[..., : 2 * WIDTH]
+    impl = vllm.TilewiseImpl(HEADS, WIDTH, 0.3, KV_HEADS)
+    slots = torch.randperm(36)
+    rows = peaked(36, 2 * KV_HEADS * WIDTH).view(36, 2, KV_HEADS, WIDTH)
+    for part in (slice(0, 7), slice(7, 36)):
+        impl.do_kv_cache_update(None, *rows[part].unbind(1), cache, slots[part])
+    assert not cache.isnan().any()
+    k, v = impl.pages(cache)
+    assert k.flatten(0, 1)[slots].equal(rows[:, 0])
+    assert v.flatten(0, 1)[slots].equal(rows[:, 1])
+    assert cache.sum().isclose(rows.sum())
+    other = torch.zeros_like(cache)  # vLLM may give a layer another cache
+    impl.do_kv_cache_update(None, *rows[:1].unbind(1), other, slots[:1])
+    assert int(other.count_nonzero()) == 2 * KV_HEADS * WIDTH
+    impl.do_kv_cache_update(None, *rows[:0].unbind(1), other, slots[:0])
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -25,7 +25,9 @@ from vllm.v1.attention.backend import (
 )
 
 from ..api import paged_attention, varlen_attention
+from ..core.kv_store import Format, Places, Store
 from ..core.problem import MAX_HEAD_DIM
+from ..dispatch import planner
 from ..distributed.cache import combine, gathered
 from ..distributed.layout import Ranks
 from ..errors import InvalidArgument
@@ -157,6 +159,47 @@ class TilewiseBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
         )
 
 
+class Memory:
+    """A layer's cache on a CPU.
+
+    vLLM moves whole blocks, so that what lies where in one is this backend's to say: first the keys of its tokens, the
+    heads of each side by side, then the values. As vLLM has it, `[Hkv, block size, 2 D]`, decode reads more slowly.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        blocks, heads, size, width = kv_cache.shape
+        self.kv_cache, D = kv_cache, width // 2
+        inner = sum((n - 1) * stride for n, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True))
+        if inner + 1 == heads * size * width:  # nothing else is in a block
+            strides = (kv_cache.stride(0), size * heads * D, heads * D, D, 1)
+            k, v = kv_cache.as_strided((blocks, 2, size, heads, D), strides).unbind(1)
+        else:
+            k, v = kv_cache.transpose(1, 2).split(D, dim=-1)
+        self.pages = k, v
+        fmt = Format.of("kv_cache", kv_cache.dtype, 64, D)
+        stores = (Store(fmt, x.transpose(1, 2), None) for x in (k, v))
+        self._writer = planner.writer(*stores, size)
+        # A slot's number is its token's position in one sequence of all blocks.
+        self._table = torch.arange(blocks, dtype=torch.int32)[None]
+        self._counted = torch.arange(1, dtype=torch.int32)
+
+    def is_of(self, kv_cache: torch.Tensor) -> bool:
+        mine = self.kv_cache
+        return kv_cache is mine or (
+            kv_cache.data_ptr() == mine.data_ptr()
+            and (kv_cache.shape, kv_cache.stride(), kv_cache.dtype) == (mine.shape, mine.stride(), mine.dtype)
+        )
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores rows `[T, Hkv, D]`."""
+        T = len(slots)
+        if len(self._counted) <= T:
+            self._counted = torch.arange(2 * T + 1, dtype=torch.int32)
+        rows = ((x if x.stride(2) == 1 else x.contiguous()).transpose(0, 1)[None] for x in (k, v))
+        places = Places(slots.int(), self._counted[: T + 1], T, True, self._table.expand(T, -1))
+        self._writer(*rows, places)
+
+
 class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
     """Attention of one layer."""
 
@@ -185,6 +228,7 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._memory: Memory | None = None
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         self.options: dict[str, Any] = {"scale": float(scale), "softcap": logits_soft_cap, "sinks": sinks}
         if sliding_window is not None:  # counts the query's own key
@@ -204,19 +248,31 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
             return
         key, value = key[: len(slot_mapping)], value[: len(slot_mapping)]
         if kv_cache.device.type == "cpu":
-            used = slot_mapping >= 0
-            key, value, slot_mapping = key[used], value[used], slot_mapping[used]
-        else:  # no waiting for the device: padding goes to block 0, which vLLM gives to no request
-            slot_mapping = slot_mapping.clamp_min(0)
+            if not len(slot_mapping):
+                return
+            if slot_mapping.numpy().min() < 0:
+                used = slot_mapping >= 0
+                key, value, slot_mapping = key[used], value[used], slot_mapping[used]
+            self.memory(kv_cache).write(key, value, slot_mapping)
+            return
         size = kv_cache.shape[2]
         k_pages, v_pages = self.pages(kv_cache)
+        slot_mapping = slot_mapping.clamp_min(0)  # padding goes to block 0, which vLLM gives to no request
         blocks, slots = slot_mapping // size, slot_mapping % size
         k_pages[blocks, slots] = key.to(k_pages.dtype)
         v_pages[blocks, slots] = value.to(v_pages.dtype)
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """K and V as `[blocks, block size, Hkv, D]`, views."""
+        if kv_cache.device.type == "cpu":
+            return self.memory(kv_cache).pages
         return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+
+    def memory(self, kv_cache: torch.Tensor) -> Memory:
+        """The cache of this layer, made use of once."""
+        if self._memory is None or not self._memory.is_of(kv_cache):
+            self._memory = Memory(kv_cache)
+        return self._memory
 
     def forward(
         self,

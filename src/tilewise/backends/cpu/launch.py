@@ -171,15 +171,19 @@ def schedule_items(params: Params, most: int, schedule: str = "schedule") -> Any
 
 STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "tree", "positions", "slopes",
            "q_bias", "k_bias", "indices")  # fmt: skip
-FLAT = ("sinks", "row_places", "kv_lengths", "q_offsets", "cu_q", "cu_k", "table")
+TABLES = ("kv_lengths", "cu_q", "cu_k", "table")
+FLAT = ("sinks", "row_places", "q_offsets", *TABLES)
 # Fields of `Tensors` with other names than those of `Params`
 TENSORS = {"tree": "tree_mask", "slopes": "alibi_slopes", "row_places": "places", "q_offsets": "q_offset",
            "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k", "table": "block_table",
            "indices": "key_indices"}  # fmt: skip
 
 
-def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
-    """The parameter struct of a call, and what must live as long as it is in use."""
+def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Params, list[Any]]:
+    """The parameter struct of a call, and what must live as long as it is in use.
+
+    With `own_tables` each launch brings lengths, offsets and block tables, and lists the work items that they make.
+    """
     p, launch = plan.problem, plan.detail
     params = Params.from_buffer_copy(launch.params)
     kept: list[Any] = [launch]
@@ -187,7 +191,8 @@ def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
         x = getattr(t, TENSORS.get(name, name))
         if x is not None and name in FLAT:
             x = x if name == "table" else x.contiguous()
-            kept.append(x)  # not the others: a repeated call has tensors of its own
+            if not (own_tables and name in TABLES):
+                kept.append(x)  # not the others: a repeated call has tensors of its own
         if x is not None:
             put_tensor(params, name, x)
     if t.k_scales is not None:
@@ -207,7 +212,7 @@ def make_params(plan: Plan, t: Tensors) -> tuple[Params, list[Any]]:
         spans = torch.zeros(own, dtype=torch.int64, device="cpu").expand(t.mask.shape[:3])
         put_tensor(params, "spans", spans)
         kept.append(spans)
-    if launch.work_items is None:
+    if launch.work_items is None and not own_tables:
         kept.append(schedule_items(params, launch.max_work_items, launch.schedule))
     return params, kept
 
@@ -268,7 +273,7 @@ def bind(plan: Plan, t: Tensors) -> Launcher | None:
     rows that are not there.
     """
     p, launch = plan.problem, plan.detail
-    params, kept = make_params(plan, t)
+    params, kept = make_params(plan, t, launch.work_items is None)
     if launch.work_items is None:
         if launch.max_work_items * (params.partial_bytes + WORK_ITEM.itemsize) > MOST_KEPT // 2:
             return None  # memory for what a call may have, not for what it has
