@@ -63,7 +63,8 @@ def serve(options: argparse.Namespace) -> None:
         enable_prefix_caching=True, enable_chunked_prefill=True, max_num_batched_tokens=1024, block_size=32,
     )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=options.new, ignore_eos=True)
-    llm.generate([TokensPrompt(prompt_token_ids=[5, 6, 7])], SamplingParams(max_tokens=2), use_tqdm=False)
+    warm = [TokensPrompt(prompt_token_ids=row) for row in ([5, 6, 7], *prompts_of(3, options.prompt))]
+    llm.generate(warm, SamplingParams(max_tokens=4), use_tqdm=False)  # kernels are compiled
     found = {}
     for count in options.requests:
         prompts = [TokensPrompt(prompt_token_ids=row) for row in prompts_of(count, options.prompt)]

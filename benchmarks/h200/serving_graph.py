@@ -169,7 +169,7 @@ def packed_decode(rows: int, context: int) -> dict[str, Any]:
         "unpacked": lambda: [lambda: paged_attention(q[:, :, None], k, v, table, lengths, **unpacked)],
         "packed": lambda: [lambda: paged_attention(q, k, v, table, lengths, **packed)],
     }
-    found = measure(work, 31, 4.0)
+    found = measure(work, 31, 2.0)
     tables = {"block_table": table, "context_lens": lengths}
     plans = [plan(x, k, v, **tables, **o) for x, o in ((q[:, :, None], unpacked), (q, packed))]
     return {"case": work.name, "seconds": found, "plans": [x.summary() for x in plans]}
@@ -178,6 +178,7 @@ def packed_decode(rows: int, context: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which nothing more is begun")
     options = parser.parse_args()
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name().removeprefix("NVIDIA "),
@@ -188,28 +189,36 @@ def main() -> int:
         if options.json:
             options.json.write_text(json.dumps(record, indent=1) + "\n")
 
-    wrong = False
+    parts: list[tuple[str, str, Callable[[], Any]]] = []  # what matters most first
+
+    def add(part: str, name: str, call: Callable[[], Any]) -> None:
+        parts.append((part, name, call))
+
+    add("checks", "bf16 by torch.cuda.graph", lambda: check("bf16", False))
+    add("host", "256", lambda: host_times(256))
+    for rows, context in ((64, 1024), (64, 4096)):
+        add("packed", f"{rows} x {context}", lambda rows=rows, context=context: packed_decode(rows, context))
+    add("checks", "bf16 by torch.compile", lambda: check("bf16", True))
+    add("checks", "int8 by torch.cuda.graph", lambda: check("int8", False))
+    add("packed", "8 x 4096", lambda: packed_decode(8, 4096))
+    add("checks", "fp8_e4m3 by torch.cuda.graph", lambda: check("fp8_e4m3", False))
+    add("host", "1024", lambda: host_times(1024))
+    add("checks", "int8 by torch.compile", lambda: check("int8", True))
+    wrong, begun = False, time.perf_counter()
     with torch.no_grad():
-        for part, calls in {
-            "checks": [
-                (f"{dtype} by {'torch.compile' if c else 'torch.cuda.graph'}", lambda d=dtype, c=c: check(d, c))
-                for dtype in ("bf16", "int8", "fp8_e4m3")
-                for c in (False, True)
-                if not (c and dtype == "fp8_e4m3")
-            ],
-            "packed": [(str(x), lambda x=x: packed_decode(*x)) for x in ((64, 1024), (64, 4096), (8, 4096), (1, 8192))],
-            "host": [(str(x), lambda x=x: host_times(x)) for x in (256, 1024)],
-        }.items():
-            for name, call in calls:
-                start = time.perf_counter()
-                try:
-                    found: Any = call()
-                except Exception as error:
-                    found, wrong = f"{type(error).__name__}: {str(error)[:400]}", True
-                wrong |= part == "checks" and bool(found)
-                record.setdefault(part, {})[name] = found
-                print(f"{part} {name}: {found or 'equal'} ({time.perf_counter() - start:.0f} s)", flush=True)
-                keep()
+        for part, name, call in parts:
+            start = time.perf_counter()
+            if start - begun > options.seconds:
+                print(f"{part} {name}: left out, the time is up")
+                continue
+            try:
+                found: Any = call()
+            except Exception as error:
+                found, wrong = f"{type(error).__name__}: {str(error)[-400:]}", True
+            wrong |= part == "checks" and bool(found)
+            record.setdefault(part, {})[name] = found
+            print(f"{part} {name}: {found or 'equal'} ({time.perf_counter() - start:.0f} s)", flush=True)
+            keep()
     for name, row in record.get("packed", {}).items():
         if isinstance(row, dict):
             a, b = row["seconds"]["unpacked"], row["seconds"]["packed"]

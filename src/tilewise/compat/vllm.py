@@ -177,11 +177,11 @@ class Memory:
             k, v = kv_cache.transpose(1, 2).split(D, dim=-1)
         self.pages = k, v
         fmt = Format.of("kv_cache", kv_cache.dtype, 64, D)
-        stores = (Store(fmt, x.transpose(1, 2), None) for x in (k, v))
-        self._writer = planner.writer(*stores, size)
+        keys, values = (Store(fmt, x.transpose(1, 2), None) for x in (k, v))
+        self._writer = planner.writer(keys, values, size)
         # A slot's number is its token's position in one sequence of all blocks.
         self._table = torch.arange(blocks, dtype=torch.int32)[None]
-        self._counted = torch.arange(1, dtype=torch.int32)
+        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by how many tokens there are
 
     def is_of(self, kv_cache: torch.Tensor) -> bool:
         mine = self.kv_cache
@@ -193,11 +193,12 @@ class Memory:
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores rows `[T, Hkv, D]`."""
         T = len(slots)
-        if len(self._counted) <= T:
-            self._counted = torch.arange(2 * T + 1, dtype=torch.int32)
-        rows = ((x if x.stride(2) == 1 else x.contiguous()).transpose(0, 1)[None] for x in (k, v))
-        places = Places(slots.int(), self._counted[: T + 1], T, True, self._table.expand(T, -1))
-        self._writer(*rows, places)
+        if T not in self._rows:
+            self._rows.clear()
+            self._rows[T] = torch.arange(T + 1, dtype=torch.int32), self._table.expand(T, -1)
+        cu, table = self._rows[T]
+        k, v = ((x if x.stride(2) == 1 else x.contiguous()).transpose(0, 1)[None] for x in (k, v))
+        self._writer(k, v, Places(slots.int(), cu, T, True, table))
 
 
 class TilewiseImpl(AttentionImpl[TilewiseMetadata]):

@@ -200,15 +200,26 @@ class Append:
                 setattr(params, f"{x}_group", store.format.group)
         self.params, self.kept = params, (k, v)
         self.elements = k.data.shape[1] * (params.k_width + params.v_width)  # of a token
+        self.latest: tuple[Any, Any] = None, params  # of the call before: what it was like, and its struct
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> None:
-        params = WriteParams.from_buffer_copy(self.params)
-        params.batch, params.packed = len(places.starts), places.packed
+        batch, table = len(places.starts), places.table
+        key = (
+            k.stride(), v.stride(), k.dtype, v.dtype, batch, places.packed, None if table is None else table.stride(0),
+        )  # fmt: skip
+        before, params = self.latest
+        if key != before:
+            params = WriteParams.from_buffer_copy(self.params)
+            params.batch, params.packed = batch, places.packed
+            for name, x in (("table", table), ("k_source", k), ("v_source", v)):
+                if x is not None:
+                    put_tensor(params, name, x)
+            params.k_source_dtype, params.v_source_dtype = CODES[NAMES[k.dtype]], CODES[NAMES[v.dtype]]
+            self.latest = key, params
+        params = WriteParams.from_buffer_copy(params)  # its own: other threads may write too
         params.starts, params.cu = places.starts.data_ptr(), places.cu.data_ptr()
-        if places.table is not None:
-            put_tensor(params, "table", places.table)
-        put_tensor(params, "k_source", k)
-        put_tensor(params, "v_source", v)
-        params.k_source_dtype, params.v_source_dtype = CODES[NAMES[k.dtype]], CODES[NAMES[v.dtype]]
+        params.k_source, params.v_source = k.data_ptr(), v.data_ptr()
+        if table is not None:
+            params.table = table.data_ptr()
         params.parts = min(torch.get_num_threads(), 1 + places.tokens * self.elements // TOKENS_OF_A_THREAD)
         pool.run_kernel("append", ctypes.addressof(params), params.parts, SCRATCH)
