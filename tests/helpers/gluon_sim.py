@@ -35,7 +35,9 @@ BACKWARD = PLACES | {
         "tile_scheduler",
         "producer",
         "reducer",
+        "converter",
         "mask",
+        "softcap",
         "consumer",
         "mask_sums",
         "kernel",
@@ -340,6 +342,10 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
 def _asm(text: str, constraints: str, given: Sequence[Any], *rest: Any, **options: Any) -> Tensor:
     numbers = [x if isinstance(x, Pointer) else raw(x) for x in given]
     with np.errstate(all="ignore"):
+        if "pred far" in text:
+            return Tensor(np.tanh(numbers[0]))
+        if "neg.f32 n" in text:
+            return Tensor(np.float32(1.0) - numbers[0] * numbers[0])
         if text.startswith("rcp"):
             return Tensor(np.float32(1.0) / numbers[0])
         if text.startswith("copysign"):
@@ -437,7 +443,7 @@ def stand_in() -> Any:
         sum=lambda x, axis: Tensor(np.sum(raw(x), axis, dtype=raw(x).dtype)),
         reshape=lambda x, shape: Tensor(raw(x).reshape(shape)), permute=lambda x, dims: Tensor(raw(x).transpose(dims)),
         split=lambda x: (Tensor(raw(x)[..., 0]), Tensor(raw(x)[..., 1])), convert_layout=_same, to_tensor=_same,
-        load=lambda at, mask=None, other=0: at.load(mask, other), store=lambda at, x, mask=None: at.store(x, mask),
+        load=lambda at, mask=None, other=0, cache_modifier="": at.load(mask, other), store=lambda at, x, mask=None: at.store(x, mask),
         inline_asm_elementwise=_asm, thread_barrier=lambda: None,
         warp_specialize=_partitions,
     )  # fmt: skip

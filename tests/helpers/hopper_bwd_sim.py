@@ -127,12 +127,14 @@ class Backward:
         x = self.given["ACC"].view(-1, 2, 4, 8, 8, 4, 2, 2)
         order = (0, 2, 6, 4, 1, 3, 5, 7) if s.BM == 64 else (0, 1, 2, 6, 4, 3, 5, 7)
         x = x.permute(order).reshape(-1, s.BM, s.D)
-        dq = self.given["DQ"].zero_()
+        dq = self.given["DQ"]
         if p.packed_q:
             for gradient in (self.given["DK"], self.given["DV"]):
                 gradient[:, :, int(self.t.forward.cu_seqlens_k[-1]) :] = 0
         for b, h, row, count, entry in self.entries():
-            if not s.deterministic or int(self.given["SEMAPHORES"][entry]):
+            if s.deterministic and not int(self.given["SEMAPHORES"][entry]):
+                dq[b, h, row : row + count] = 0
+            elif not s.converts:
                 dq[b, h, row : row + count] = (x[entry, :count, : p.head_dim] * p.scale).to(dq.dtype)
 
 

@@ -106,7 +106,8 @@ def test_kernels_fit_and_keep_their_products_in_flight(p):
 @pytest.mark.parametrize("p", PROBLEMS[-3:], ids=("packed", "dense", "softcap"))
 def test_what_comes_before_and_after_compiles(p):
     _, arguments = given(p)
-    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "CLEARS", "ORDERED", "GUARDED")
+    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "CLEARS", "MASKED", "ORDERED", "GUARDED")
+    flags += ("CONVERTS",)
     for kernel in (preprocess, postprocess):
         assert built(kernel, arguments, tuple(x for x in flags if x in kernel.arg_names)).sass
     memory = dict.fromkeys(("q", "k", "v"), arguments["OUT"])

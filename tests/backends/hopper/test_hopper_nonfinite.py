@@ -76,6 +76,53 @@ def statistics(case):
     assert (delta[:, :, p.q_len :] == 0).all()
 
 
+def unseen(case):
+    """dQ of query blocks that no key block adds to is 0 before the kernel; others are left to it."""
+    from itertools import product
+
+    import torch
+
+    from tilewise.backends.hopper.bwd import config
+    from tilewise.backends.hopper.bwd.launch import bound_to
+    from tilewise.backends.hopper.bwd.prepost import preprocess
+    from tilewise.core.plan import Plan
+    from tilewise.testing.gradients import make_gradients
+
+    config.CONVERTS, config.persistent = True, lambda problem: True
+    call = make_gradients(case, grads=("q", "k", "v")).call
+    p, t = call.problem, call.tensors
+    bound = bound_to(Plan(p, "hopper", "", (1, 1)))
+    assert bound.spec.converts
+    given = bound.tensors(t)
+    given["DQ"].fill_(float("nan"))
+    arguments = bound.arguments(given)
+    preprocess[bound.longest, p.batch * p.heads](**{name: arguments[name] for name in preprocess.arg_names})
+    left, right = config.sides(p)
+    found = set()
+    for seq, i in product(range(p.batch), range(bound.longest)):
+        starts = [0, 0]
+        rows, keys = p.q_len, p.kv_len
+        if p.packed_q:
+            ends = [cu.tolist() for cu in (t.forward.cu_seqlens_q, t.forward.cu_seqlens_k)]
+            starts = [x[seq] for x in ends]
+            rows, keys = (x[seq + 1] - x[seq] for x in ends)
+        if t.forward.kv_lengths is not None:
+            keys = int(t.forward.kv_lengths[seq])
+        if i * bound.BM >= rows:
+            continue
+        shift = p.rules.q_offset if isinstance(p.rules.q_offset, int) else keys - rows
+        row = range(i * bound.BM, (i + 1) * bound.BM)
+        # Whole blocks count, as the kernel takes them.
+        seen = any(
+            row[-1] >= n * 128 - shift - right and row[0] <= n * 128 + 127 - shift + left
+            for n in range(-(-keys // 128))
+        )
+        dq = given["DQ"][0 if p.packed_q else seq, :, starts[0] + row[0] : starts[0] + min(row[-1] + 1, rows)]
+        assert bool(dq.isnan().all() if seen else (dq == 0).all()), (seq, i)
+        found.add(seen)
+    assert found == {True, False}
+
+
 def listed():
     import torch
 
@@ -109,4 +156,7 @@ if __name__ == "__main__":
     statistics(Case(B=1, H=2, Lq=150, mask="qk", mask_kind="f16", pattern="rows", sinks=True, **common))
     statistics(Case(B=2, H=1, Lq=70, mask="qk", mask_kind="f16", pattern="least", dtype="f16", D=128))
     listed()
+    unseen(Case(B=3, H=2, Lq=300, Lk=200, lengths=(200, 0, 44), causal=True, **common))
+    unseen(Case(B=1, H=1, Lq=700, Lk=150, causal=True, window=(99, None), offset=0, dtype="f16", D=128))
+    unseen(Case(B=3, H=1, form="varlen", q_lengths=(400, 33, 5), lengths=(70, 90, 0), causal=True, dtype="f16", D=128))
     print("all right")

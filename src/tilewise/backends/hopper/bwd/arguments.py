@@ -66,10 +66,18 @@ class BackwardArguments(MaskArguments, CallArguments):
     FLAG: object  # int32: a gradient is not finite
     DK: object  # dk and dv once more: tiles that end within a packed sequence are stored by their rows
     DV: object
+    dk_b: object
     dk_h: object
     dk_l: object
+    dv_b: object
     dv_h: object
     dv_l: object
+    ACC: object  # what `dq` describes, and dQ itself, for the converter
+    DQ: object
+    dq_b: object
+    dq_h: object
+    dq_l: object
+    head_dim: object
 
 
 @struct
@@ -140,7 +148,7 @@ def new_buffers(a):
     if a.S.persistent:  # a barrier that nobody waits at must not exist: its memory would be given to tiles
         indices = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
         index_full = barriers(2, 1)
-        index_empty = barriers(2, 4)
+        index_empty = barriers(2, 5 if a.S.converts else 4)
         kv_empty = barriers(1, 2)
     return Buffers(
         k, v, q, do, stats, lse, mask, ds, dq, barriers(1, 1), barriers(1, 1), barriers(a.S.q_stages, 1),
@@ -159,6 +167,15 @@ def score_layout(S):
 def grad_layout(S):
     """dK and dV [64, D] of a warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.D, 16])
+
+
+@gluon.constexpr_function
+def row_layout(S):
+    """The same rows in the same lanes by four, 8 columns of a row in a thread."""
+    more = [[0, 1 << n] for n in range(5, S.D.bit_length() - 1)]
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *more]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, S.D])
 
 
 @gluon.constexpr_function

@@ -94,8 +94,14 @@ def is_wide(problem: Problem) -> bool:
     return problem.head_dim > 128
 
 
+CONVERTS = DIRECT = NEAR_TANH = False  # forms that benchmarks/h200/backward_variants.py checks and times
+
+
 def spec_of(problem: Problem) -> BackwardSpec:
     p, flags = problem, problem.rules.flags
+    # Sums in any order are faster in causal calls alone (h200/LOG.md, backward #8).
+    deterministic = p.deterministic or not flags.hides_right or p.group > 1
+    converts = CONVERTS and deterministic and persistent(p) and p.mask is None
     D = 64 if p.head_dim <= 64 else 128
     BM = 128 if D == 64 else 64
     ends = p.has_lengths or p.kv_len % BN != 0  # keys may end inside a block
@@ -113,13 +119,16 @@ def spec_of(problem: Problem) -> BackwardSpec:
         left_edges=LEFT * flags.hides_left + RIGHT * both,
         softcap=p.softcap > 0,
         exact_tanh=needs_exact_tanh(p),
+        near_tanh=NEAR_TANH and p.softcap > 0 and not needs_exact_tanh(p) and p.mask is None,
         mask=p.mask is not None,
         dmask="mask" in p.grads and not sums_mask(p),
         do_stages=2 if p.mask is None else 1,  # for a mask's tile in shared memory
         sum_blocks=2 if D == 64 else 1,  # two of 128 queries fill the registers
-        # Sums in any order are faster in causal calls alone (h200/LOG.md, backward #8).
-        deterministic=p.deterministic or not flags.hides_right or p.group > 1,
+        deterministic=deterministic,
         persistent=persistent(p),
+        converts=converts,
+        direct=DIRECT and persistent(p) and p.mask is None,
+        producer_regs=32 if converts else 24,
         guarded=flags.hides_right or flags.hides_left or p.has_lengths or p.mask is not None,
     )
 

@@ -10,13 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..fwd.softmax import tanh
-from .arguments import dq_layout, dq_split, grad_layout, score_layout, tile
+from .arguments import dq_layout, dq_split, grad_layout, row_layout, score_layout, tile
 from .mask import load_mask, masked, own_cells
+from .softcap import LOG2E, capped
 from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, MASK_EMPTY, Q_EMPTY, named_barrier
 from .tile_scheduler import get_index, next_block, work_of
-
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -82,29 +80,6 @@ def hide(p, i, lo, hi, SCORES: gl.constexpr, EDGES: gl.constexpr):
     if EDGES & LEFT:
         p = gl.where(m8 < (hi - i * BM)[:, None] - j, p, 0.0)
     return p
-
-
-@gluon.jit
-def capped(a, x, minus_lse, bias=None):
-    """exp2 of the capped logits of dot products x [64, BM], less the lse, and the softcap's derivative."""
-    cap = a.softcap * LOG2E
-    if a.S.exact_tanh:
-        t = tanh(x * (a.scale / a.softcap), True)
-        if a.S.mask:
-            exponent = masked(t, a.softcap, bias, minus_lse)
-        else:
-            exponent = gl.fma(t, cap, minus_lse)
-        slope = 1.0 - t * t
-    else:  # tanh(y) = 1 - r with r = 2 / (1 + exp(2 y)), which may be infinite
-        e = gl.exp2(x * (2.0 * LOG2E * a.scale / a.softcap))
-        half = gl.fma(e, 0.5, 0.5)
-        r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [half], gl.float32, is_pure=True, pack=1)
-        if a.S.mask:
-            exponent = masked(r, -a.softcap, bias + a.softcap, minus_lse)
-        else:
-            exponent = gl.fma(r, -cap, minus_lse + cap)
-        slope = r * (2.0 - r)
-    return gl.exp2(exponent), slope
 
 
 @gluon.jit
@@ -247,16 +222,23 @@ def steps(a, buf, w, begin, end, i, g, dk, dv, lo, hi, factors, C: gl.constexpr,
 
 
 @gluon.jit
-def store(a, w, x, desc, POINTER, head_stride, row_stride, buffer, C: gl.constexpr):
-    """dK or dV [64, D] through the memory of K or V, where these rows are this consumer's."""
+def store(a, w, x, desc, POINTER, batch_stride, head_stride, row_stride, buffer, C: gl.constexpr):
+    """dK or dV [64, D] through the memory of K or V, where these rows are this consumer's, or from registers."""
     D: gl.constexpr = a.S.D
     row = w.n * 128 + C * 64
-    if a.S.packed and row + 64 > w.kv_end:
-        LAYOUT: gl.constexpr = grad_layout(a.S)
+    if a.S.direct or (a.S.packed and row + 64 > w.kv_end):
+        LAYOUT: gl.constexpr = row_layout(a.S) if a.S.direct else grad_layout(a.S)
+        x = gl.convert_layout(x, LAYOUT)
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
         columns = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
-        at = POINTER + w.kv_head.to(gl.int64) * head_stride + (w.kv_start + rows).to(gl.int64) * row_stride + columns
-        gl.store(at, x, mask=(rows < w.kv_end) & (columns < desc.shape[3]))
+        at = (
+            POINTER
+            + w.b.to(gl.int64) * batch_stride
+            + w.kv_head.to(gl.int64) * head_stride
+            + (w.kv_start + rows).to(gl.int64) * row_stride
+            + columns
+        )
+        gl.store(at, x, mask=(rows < w.kv_end) & (columns // 8 < desc.shape[3] // 8))
     else:
         buffer.reshape([64, D]).store(x)
         fence_async_shared()
@@ -298,14 +280,17 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     if a.S.guarded:
         nothing = dk * 0.0 + dv * 0.0  # NaN where a gradient is not finite
         gl.store(a.FLAG + gl.zeros([64, D], gl.int32, grad_layout(a.S)), 1, mask=nothing != 0.0)
-    named_barrier("bar.sync", DS_READY, 256)  # the other consumer has read K for the last time
+    if not a.S.direct:
+        named_barrier("bar.sync", DS_READY, 256)  # the other consumer has read K for the last time
+    elif a.S.persistent:
+        mbarrier.arrive(buf.kv_empty.index(0), count=1)
     if w.n * 128 + C * 64 < w.kv_end:
-        store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_h, a.dv_l, buf.v.index(C), C)
-        store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_h, a.dk_l, buf.k.index(C), C)
+        store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_b, a.dv_h, a.dv_l, buf.v.index(C), C)
+        store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_b, a.dk_h, a.dk_l, buf.k.index(C), C)
         tma.store_wait(0)
     if a.S.dmask_tiles:
         tma.store_wait(0)
-    if a.S.persistent:
+    if a.S.persistent and not a.S.direct:
         gl.thread_barrier()
         mbarrier.arrive(buf.kv_empty.index(0), count=1)
     return last

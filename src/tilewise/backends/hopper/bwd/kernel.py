@@ -7,7 +7,8 @@
         dQ_i = dS K                        dS through shared memory, columns or rows split over the consumers
         the reducer adds dQ_i to global memory by TMA; deterministic: in the order of key blocks
 
-Partitions: two consumer warpgroups of 64 keys, a producer warp (TMA loads), a reducer warp (TMA reduce-add).
+Partitions: two consumer warpgroups of 64 keys, a producer warp (TMA loads), two reducers (TMA reduce-add), perhaps a
+converter (dQ to its dtype).
 """
 
 from triton.experimental.gluon import language as gl
@@ -16,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..signature import gluon_kernel
 from .arguments import BackwardArguments, new_buffers
 from .consumer import consume
+from .converter import convert_all
 from .producer import produce
 from .reducer import reduce
 
@@ -28,9 +30,17 @@ def backward(a):
         tile_index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
     buf = new_buffers(a)
     fence_async_shared()
-    gl.warp_specialize(
-        [(consume, (a, buf, tile_index, 0)), (consume, (a, buf, tile_index, 1)), (produce, (a, buf, tile_index)),
-         (reduce, (a, buf, tile_index, 0)), (reduce, (a, buf, tile_index, 1))],
-        [4, 1, 1, 1],
-        [a.S.consumer_regs, a.S.producer_regs, a.S.producer_regs, a.S.producer_regs],
-    )  # fmt: skip
+    if a.S.converts:
+        gl.warp_specialize(
+            [(consume, (a, buf, tile_index, 0)), (consume, (a, buf, tile_index, 1)), (produce, (a, buf, tile_index)),
+             (reduce, (a, buf, tile_index, 0)), (reduce, (a, buf, tile_index, 1)), (convert_all, (a, buf))],
+            [4, 1, 1, 1, 1],
+            [a.S.consumer_regs, a.S.producer_regs, a.S.producer_regs, a.S.producer_regs, a.S.producer_regs],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(consume, (a, buf, tile_index, 0)), (consume, (a, buf, tile_index, 1)), (produce, (a, buf, tile_index)),
+             (reduce, (a, buf, tile_index, 0)), (reduce, (a, buf, tile_index, 1))],
+            [4, 1, 1, 1],
+            [a.S.consumer_regs, a.S.producer_regs, a.S.producer_regs, a.S.producer_regs],
+        )  # fmt: skip

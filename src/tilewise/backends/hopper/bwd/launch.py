@@ -75,6 +75,7 @@ class Launcher:
             "HAS_SINKS": "sinks" in p.grads,
             "MASKED": p.mask is not None,
             "GUARDED": s.guarded,
+            "CONVERTS": None,
         }
         self.pre, self.list = Kernel(preprocess), Kernel(list_blocks, LISTING)
         self.clear = Kernel(clear_rest, {"ROWS": CLEAR_ROWS})
@@ -219,6 +220,7 @@ class Bound(Launcher):
             "SOFTCAP": s.softcap,
             "CLEARS": not s.deterministic,
             "ORDERED": s.deterministic,
+            "CONVERTS": s if s.converts else None,
         }
         self.kernel, self.post, self.sums = Kernel(backward), Kernel(postprocess), Kernel(mask_sums)
 
@@ -244,7 +246,8 @@ class Bound(Launcher):
         names |= {"mask": "MASK", "dmask": "DMASK", "rows": "LSE2"}
         own = arguments | self.descriptors(given)
         steps.append(self.step(self.kernel, (programs, 1), own, names))
-        steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments))
+        if not s.converts:
+            steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments))
         if config.sums_mask(p):
             planes = given["DMASK"].shape[0] * arguments["planes_h"]
             programs = planes * self.q_blocks * arguments["tiles_k"]

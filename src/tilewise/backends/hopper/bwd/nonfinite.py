@@ -8,6 +8,8 @@ import triton.language as tl
 
 import triton
 
+from .prepost import keys_of
+
 
 @triton.jit
 def load_clean(X, start, stride, first, end, width, BLOCK: tl.constexpr, D: tl.constexpr):
@@ -112,15 +114,7 @@ def fix_up(
             kv_start = tl.load(CU_K + seq)
             rows = tl.load(CU_Q + seq + 1) - q_start
             extent = tl.load(CU_K + seq + 1) - kv_start
-        keys = extent
-        if S.lengths:
-            keys = tl.load(KV_LENGTHS + seq)
-        if S.offset == "int":
-            shift = q_offset
-        elif S.offset == "rows":
-            shift = tl.load(Q_OFFSET + seq)
-        else:
-            shift = keys - rows
+        keys, shift = keys_of(KV_LENGTHS, Q_OFFSET, seq, rows, extent, q_offset, S)
         if by_keys & (first < extent):
             K = k + b * k_b + head * k_h
             V = v + b * v_b + head * v_h

@@ -25,6 +25,33 @@ def query_block(CU_Q, heads, q_len, q_blocks, BM: tl.constexpr, PACKED: tl.const
 
 
 @triton.jit
+def keys_of(KV_LENGTHS, Q_OFFSET, seq, rows, extent, q_offset, S: tl.constexpr):
+    """Keys in use of a sequence of `extent`, and the position of its first row among them."""
+    keys = extent
+    if S.lengths:
+        keys = tl.load(KV_LENGTHS + seq)
+    if S.offset == "int":
+        shift = q_offset
+    elif S.offset == "rows":
+        shift = tl.load(Q_OFFSET + seq)
+    else:
+        shift = keys - rows
+    return keys, shift
+
+
+@triton.jit
+def is_seen(i, keys, shift, left, right, BM: tl.constexpr, S: tl.constexpr):
+    """Whether a key block adds to dQ of query block i (`Work.turn` and `Work.end`)."""
+    first = 0
+    end = tl.cdiv(keys, 128)
+    if S.hides_left:
+        first = tl.maximum((i * BM + shift - left) >> 7, 0)
+    if S.hides_right:
+        end = tl.minimum(end, (((i + 1) * BM - 1 + shift + right) >> 7) + 1)
+    return first < end
+
+
+@triton.jit
 def in_parts(x, part, LIKE):
     """x [BM] as parts [BM, 32] in a narrower type, whose sum (each by its factor, `consumer.part_factors`) is x."""
     dtype: tl.constexpr = LIKE.dtype.element_ty
@@ -44,8 +71,9 @@ def in_parts(x, part, LIKE):
 def preprocess(
     OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, LSE2, SHARES, ACC, SEMAPHORES, COUNTER, FLAG,
     o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l, dlse_b, dlse_h, dlse_l, heads, q_len, q_blocks, value_dim,
-    scale, BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr, CLEARS: tl.constexpr, MASKED: tl.constexpr,
+    scale, CU_K, KV_LENGTHS, Q_OFFSET, DQ, dq_b, dq_h, dq_l, head_dim, kv_len, q_offset, left, right,
+    BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, CLEARS: tl.constexpr, MASKED: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Row statistics in parts that the scores' products add up: -lse / scale, and -delta = dlse - rowsum(dO * O).
 
@@ -84,14 +112,23 @@ def preprocess(
     rows = entry * BM + tl.arange(0, BM)
     tl.store(STATS + rows[:, None] * 32 + part[None, :], tl.where(part < 16, lse_parts, delta_parts))
     if MASKED:
-        at = LSE2 + entry * (2 * BM) + tl.arange(0, BM)
-        tl.store(at, tl.where(seen, -lse, float("-inf")))
-        tl.store(at + BM, -delta)
+        place = LSE2 + entry * (2 * BM) + tl.arange(0, BM)
+        tl.store(place, tl.where(seen, -lse, float("-inf")))
+        tl.store(place + BM, -delta)
     elif SOFTCAP:
         tl.store(LSE2 + rows, tl.where(seen, -lse * LOG2E, float("-inf")))
     if CLEARS:
         tl.store(ACC + rows[:, None] * D + column[None, :], tl.zeros([BM, D], tl.float32))
     tl.store(SEMAPHORES + entry, 0)
+    if CONVERTS is not None:  # the spec of a kernel that gives dQ where it adds something to it
+        seq = tl.program_id(1) // heads
+        extent = kv_len
+        if PACKED:
+            extent = tl.load(CU_K + seq + 1) - tl.load(CU_K + seq)
+        keys, shift = keys_of(KV_LENGTHS, Q_OFFSET, seq, q_len, extent, q_offset, CONVERTS)
+        if not is_seen(i, keys, shift, left, right, BM, CONVERTS):
+            to = DQ + b * dq_b + h * dq_h + at[:, None] * dq_l + column[None, :]
+            tl.store(to, tl.zeros([BM, D], DQ.dtype.element_ty), mask=ok[:, None] & (column < head_dim)[None, :])
 
 
 @triton.jit

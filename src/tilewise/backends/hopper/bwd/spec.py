@@ -22,6 +22,7 @@ class BackwardSpec:
     left_edges: int = 0  # and of those at the left edge
     softcap: bool = False
     exact_tanh: bool = False
+    near_tanh: bool = False  # tanh of small scores by a polynomial (`softcap.near_tanh`)
     mask: bool = False  # an additive one
     mask_tiles: bool = False  # its cells come by TMA; else each thread reads its own
     near: bool = True  # offsets of cells within a tile are 32 bits wide
@@ -31,6 +32,8 @@ class BackwardSpec:
     deterministic: bool = True
     guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
     persistent: bool = False  # a program takes key blocks one after the other, from a counter
+    converts: bool = False  # of a persistent, deterministic kernel: it gives dQ in q's dtype
+    direct: bool = False  # dK and dV go from registers to global memory
     consumer_regs: int = 240
     producer_regs: int = 24
 

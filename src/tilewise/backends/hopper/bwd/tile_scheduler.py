@@ -18,6 +18,7 @@ class Work:
     kv_head: gl.tensor
     n: gl.tensor  # the key block
     q_start: gl.tensor
+    q_len: gl.tensor
     kv_start: gl.tensor
     kv_len: gl.tensor  # keys in use
     kv_end: gl.tensor  # rows of k, used or not
@@ -58,6 +59,14 @@ class Work:
         if a.S.hides_left:
             turn -= gl.maximum((i * a.S.BM + self.shift - a.left) >> 7, 0)
         return turn
+
+    @gluon.jit
+    def end(self, a, i):
+        """One past the last key block that adds to query block i."""
+        end = gl.cdiv(self.kv_len, 128)
+        if a.S.hides_right:
+            end = gl.minimum(end, (((i + 1) * a.S.BM - 1 + self.shift + a.right) >> 7) + 1)
+        return end
 
 
 @gluon.jit
@@ -156,7 +165,7 @@ def work_of(a, tile_index):
     last = gl.maximum(last, first)
     inner = gl.minimum(gl.maximum(inner, first), last)
     outer = gl.minimum(gl.maximum(outer, inner), last)
-    return Work(b, seq, kv_head, n, q_start, kv_start, kv_len, kv_end, shift, first, last, inner, outer)
+    return Work(b, seq, kv_head, n, q_start, q_len, kv_start, kv_len, kv_end, shift, first, last, inner, outer)
 
 
 @gluon.jit
