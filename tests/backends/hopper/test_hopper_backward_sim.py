@@ -63,7 +63,17 @@ def test_persistent_programs(name, seed):
     simulate(CASES[name], KERNELS, 2, seed, persistent=True, deterministic=seed == 0)
 
 
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_forms(name, direct):
+    near = CASES[name].softcap is not None
+    simulate(CASES[name], KERNELS, 2, 7, persistent=True, converts=True, direct=direct, near_tanh=near)
+
+
 MUTANTS = {
+    "dQ is read before its last sum": ("bwd.converter", "<= w.turn(a, i)", "< w.turn(a, i)"),
+    "dQ's last sum is another one": ("bwd.tile_scheduler", "+ a.right) >> 7) + 1)", "+ a.right) >> 7))"),
+    "a row too many of dQ": ("bwd.converter", "w.q_len - top - row_at", "w.q_len - top"),
     "K is loaded before it is free": ("bwd.producer", "        mbarrier.wait(buf.kv_empty.index(0), (n - 1) & 1)\n",
                                       "        pass\n"),
     "K's barrier in the wrong phase": ("bwd.consumer", "mbarrier.wait(buf.k_full.index(0), n & 1)",
@@ -91,4 +101,4 @@ def test_a_wrong_kernel_is_noticed(name):
 def simulate_all(kernels):
     for case in ("D128 window", "window", "D128 causal, groups", "lengths, softcap"):
         for seed in (0, 1, 5):
-            simulate(CASES[case], kernels, 1, seed, persistent=True)
+            simulate(CASES[case], kernels, 1, seed, persistent=True, converts=seed > 0, direct=seed == 5)

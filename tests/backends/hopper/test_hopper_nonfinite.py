@@ -80,8 +80,6 @@ def unseen(case):
     """dQ of query blocks that no key block adds to is 0 before the kernel; others are left to it."""
     from itertools import product
 
-    import torch
-
     from tilewise.backends.hopper.bwd import config
     from tilewise.backends.hopper.bwd.launch import bound_to
     from tilewise.backends.hopper.bwd.prepost import preprocess
@@ -113,10 +111,8 @@ def unseen(case):
         shift = p.rules.q_offset if isinstance(p.rules.q_offset, int) else keys - rows
         row = range(i * bound.BM, (i + 1) * bound.BM)
         # Whole blocks count, as the kernel takes them.
-        seen = any(
-            row[-1] >= n * 128 - shift - right and row[0] <= n * 128 + 127 - shift + left
-            for n in range(-(-keys // 128))
-        )
+        blocks = [n * 128 - shift for n in range(-(-keys // 128))]
+        seen = any(row[-1] >= key - right and row[0] <= key + 127 + left for key in blocks)
         dq = given["DQ"][0 if p.packed_q else seq, :, starts[0] + row[0] : starts[0] + min(row[-1] + 1, rows)]
         assert bool(dq.isnan().all() if seen else (dq == 0).all()), (seq, i)
         found.add(seen)

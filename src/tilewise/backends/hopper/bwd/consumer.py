@@ -231,13 +231,8 @@ def store(a, w, x, desc, POINTER, batch_stride, head_stride, row_stride, buffer,
         x = gl.convert_layout(x, LAYOUT)
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
         columns = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
-        at = (
-            POINTER
-            + w.b.to(gl.int64) * batch_stride
-            + w.kv_head.to(gl.int64) * head_stride
-            + (w.kv_start + rows).to(gl.int64) * row_stride
-            + columns
-        )
+        plane = POINTER + w.b.to(gl.int64) * batch_stride + w.kv_head.to(gl.int64) * head_stride
+        at = plane + (w.kv_start + rows).to(gl.int64) * row_stride + columns
         gl.store(at, x, mask=(rows < w.kv_end) & (columns // 8 < desc.shape[3] // 8))
     else:
         buffer.reshape([64, D]).store(x)
