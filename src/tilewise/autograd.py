@@ -125,9 +125,6 @@ def _traced(tensors: tuple[Any, ...], grads: Sequence[str], backend: Any, option
 def _checked(
     q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, grads: Any, options: dict[str, Any]
 ) -> BackwardCall:
-    for name, x in (("k", k), ("v", v)):
-        if isinstance(x, Quantised):
-            raise InvalidArgument(name, "Quantised", "a float tensor", f"{name}.dequantise() has gradients")
     options = dict(options)
     cu_q, cu_k = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
     out = to_tensor("out", out).detach()

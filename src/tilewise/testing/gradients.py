@@ -2,7 +2,8 @@
 
 A backend is handed the oracle's own `out` and `lse`, rounded, and gradients that hold NaN. Its error in each gradient,
 as a relative RMS and at its largest, may be at most twice (with softcap three times) that of the same formula in torch,
-in the same dtype and from the same `out` and `lse`.
+in the same dtype and from the same `out` and `lse`. A gradient of few elements is called wrong only if it is further off
+than that by torch's error on several inputs.
 """
 
 from __future__ import annotations
@@ -58,22 +59,26 @@ def make_gradients(
     `dout` is how the incoming gradient lies in memory: "" contiguous, "expanded", "last" (a last dim of stride 2),
     "permuted".
     """
-    found = []
-    for filler in (slack, 0.0):
-        inputs = make(case, device, filler, sized=True)
-        call = inputs.checked(return_lse=True)
-        oracle.run(oracle.plan(call.problem), call.tensors)
-        random = torch.Generator("cpu").manual_seed(zlib.crc32(str(case).encode()) + 1)
-        incoming = torch.randn(call.out.shape, generator=random, dtype=torch.float32, device="cpu")
-        incoming_lse = torch.randn(call.out.shape[:-1], generator=random, dtype=torch.float32, device="cpu").to(device)
-        incoming = _with_strides(incoming.to(call.out.dtype).to(device), dout)
-        if not dout:
-            _spoil(call, incoming, incoming_lse, filler)
-        names = grads or differentiable(call.problem)
-        o = Options(layout=inputs.options.get("layout", "bhld"), deterministic=deterministic)
-        made = backward(call, o, call.lse, incoming, incoming_lse if dlse else None, names)
-        found.append(made)
-    return Gradients(case, *found)
+    calls = [_backward_call(case, device, x, grads, dlse, dout, deterministic) for x in (slack, 0.0)]
+    return Gradients(case, *calls)
+
+
+def _backward_call(
+    case: Case, device: str, filler: float, grads: Names[str] | None, dlse: bool, dout: str = "",
+    deterministic: bool = True, draw: int = 0,
+) -> BackwardCall:  # fmt: skip
+    inputs = make(case, device, filler, draw, sized=True)
+    call = inputs.checked(return_lse=True)
+    oracle.run(oracle.plan(call.problem), call.tensors)
+    random = torch.Generator("cpu").manual_seed(zlib.crc32(str(case).encode()) + 1 + draw)
+    incoming = torch.randn(call.out.shape, generator=random, dtype=torch.float32, device="cpu")
+    incoming_lse = torch.randn(call.out.shape[:-1], generator=random, dtype=torch.float32, device="cpu").to(device)
+    incoming = _with_strides(incoming.to(call.out.dtype).to(device), dout)
+    if not dout:
+        _spoil(call, incoming, incoming_lse, filler)
+    names = grads or differentiable(call.problem)
+    o = Options(layout=inputs.options.get("layout", "bhld"), deterministic=deterministic)
+    return backward(call, o, call.lse, incoming, incoming_lse if dlse else None, names)
 
 
 def _with_strides(x: torch.Tensor, how: str) -> torch.Tensor:
@@ -108,8 +113,30 @@ def judge_gradients(made: Gradients, got: dict[str, torch.Tensor]) -> Verdict:
     verdicts = [Verdict(0.0, 0.0)]
     for name in p.grads:
         dtype = got[name].dtype
-        verdicts.append(_judge(f"d{name}", got[name], plain[name].to(dtype), exact[name], factor))
+        allowed = (plain[name].to(dtype).double() - exact[name]).abs()
+        try:
+            verdicts.append(_judge(f"d{name}", got[name], allowed, exact[name], factor))
+        except Mismatch:
+            if got[name].numel() >= FEW:
+                raise
+            allowed = allowed.maximum(_error_of_draws(made, name) * same_formula(p, b, sizes=True)[name].double())
+            verdicts.append(_judge(f"d{name}", got[name], allowed, exact[name], factor))
     return max(verdicts, key=lambda v: v.error / max(v.bound, 1e-300))
+
+
+def _error_of_draws(made: Gradients, name: str) -> float:
+    """The largest error of torch in a gradient of few elements, by the sum of the sizes of what an element adds up, on
+    inputs that have `FEW` elements together: on one input torch may happen to get all of them right.
+    """
+    p, worst = made.clean.problem, 0.0
+    for n in range(1, -(-FEW // made.clean.tensors.gradients()[name].numel()) + 1):
+        call = _backward_call(made.case, p.device.type, 0.0, (name,), p.dlse, draw=n)
+        b = call.tensors
+        exact = gradients(call.problem, b.forward, b.dout, b.dlse)[name]
+        plain = same_formula(call.problem, b)[name].to(b.gradients()[name].dtype)
+        sizes = same_formula(call.problem, b, sizes=True)[name].double()
+        worst = max(worst, float(((plain.double() - exact).abs() / sizes.clamp_min(1e-300)).max()))
+    return worst
 
 
 def _check_zeros(p: Problem, b: BackwardTensors, got: dict[str, torch.Tensor]) -> None:
@@ -136,11 +163,11 @@ def _check_zeros(p: Problem, b: BackwardTensors, got: dict[str, torch.Tensor]) -
             raise Mismatch(f"d{name}: what is hidden must get exactly 0")
 
 
-def _judge(name: str, got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, factor: float) -> Verdict:
+def _judge(name: str, got: torch.Tensor, allowed: torch.Tensor, exact: torch.Tensor, factor: float) -> Verdict:
     if got.numel() == 0:
         return Verdict(0.0, 0.0)
     ulp = torch.finfo(got.dtype).eps
-    error, allowed = (got.double() - exact).abs(), (plain.double() - exact).abs()
+    error = (got.double() - exact).abs()
     sizes = exact.abs().amax(-1, keepdim=True) if exact.ndim == 4 else exact.abs().amax()
     bound = (factor * allowed.max() + ulp * sizes).expand_as(exact)
     wrong = ~(error <= bound)  # NaN is never within a bound
@@ -157,8 +184,9 @@ def _judge(name: str, got: torch.Tensor, plain: torch.Tensor, exact: torch.Tenso
     return Verdict(float(error.max()), float(bound.min()))
 
 
-def same_formula(problem: Problem, tensors: BackwardTensors) -> dict[str, torch.Tensor]:
+def same_formula(problem: Problem, tensors: BackwardTensors, *, sizes: bool = False) -> dict[str, torch.Tensor]:
     """The gradients as torch computes them in q's dtype: scores and sums in float32, the weights P and dS rounded.
+    With `sizes`, the sums of the absolute values of all terms.
 
     P = exp(s - lse);  dP = dout v;  dS = P (dP - delta), delta = dout.out - dlse;  through softcap and scale:
     dQ = dS K, dK = dS Q, dV = P dout;  sinks: -exp(sink - lse) delta;  mask: dS;  slopes: -dS |qpos - kpos|;
@@ -168,11 +196,11 @@ def same_formula(problem: Problem, tensors: BackwardTensors) -> dict[str, torch.
     wide = torch.float32
     total = {name: torch.zeros(x.shape, dtype=wide, device=x.device) for name, x in tensors.gradients().items()}
     for seq in sequences(p, t):
-        _add_sequence(seq, tensors, total)
-    return total
+        _add_sequence(seq, tensors, total, sizes)
+    return {name: x.abs() for name, x in total.items()} if sizes else total
 
 
-def _add_sequence(seq: Sequence, tensors: BackwardTensors, total: dict[str, torch.Tensor]) -> None:
+def _add_sequence(seq: Sequence, tensors: BackwardTensors, total: dict[str, torch.Tensor], sizes: bool) -> None:
     p, wide = seq.problem, torch.float32
     rows = slice(seq.q_start, seq.q_start + seq.q_len)
     keys = slice(seq.kv_start, seq.kv_start + seq.kv_len)
@@ -184,14 +212,20 @@ def _add_sequence(seq: Sequence, tensors: BackwardTensors, total: dict[str, torc
     r = attend(seq, wide)
     q, dout, out = seq.q.to(wide), tensors.dout[seq.row, :, rows].to(wide), seq.out.to(wide)
     k, v = (x(0, seq.kv_len, wide).repeat_interleave(p.group, 0) for x in (seq.keys, seq.values))  # [H, Lk, D]
+    slope = 1.0
+    if p.softcap:
+        capped = p.softcap * torch.tanh(p.scale * (q @ k.mT) / p.softcap)
+        slope = 1 - (capped / p.softcap).square()
+    dlse = tensors.dlse[seq.row, :, rows] if tensors.dlse is not None else torch.zeros_like(out[..., 0])
+    if sizes:
+        q, k, v, out, dout, dlse = q.abs(), k.abs(), v.abs(), out.abs(), dout.abs(), -dlse.abs()
     assert seq.lse is not None
     live = seq.lse.isfinite()
     lse, dout = torch.where(live, seq.lse, 0.0), torch.where(live[..., None], dout, 0.0)
-    delta = (dout * out).sum(-1)
-    if tensors.dlse is not None:
-        delta = delta - torch.where(live, tensors.dlse[seq.row, :, rows], 0.0)
+    delta = (dout * out).sum(-1) - torch.where(live, dlse, 0.0)
     probs = torch.where(r.visible & live[..., None], (r.scores - lse[..., None]).exp(), 0.0)
-    ds = probs * (dout @ v.mT - delta[..., None])  # [H, Lq, Lk]
+    dp = dout @ v.mT
+    ds = probs * (dp + delta[..., None] if sizes else dp - delta[..., None])  # [H, Lq, Lk]
     if "sinks" in total:
         assert seq.tensors.sinks is not None
         total["sinks"] -= torch.where(live, (seq.tensors.sinks[:, None] - lse).exp() * delta, 0.0).sum(-1)
@@ -206,9 +240,7 @@ def _add_sequence(seq: Sequence, tensors: BackwardTensors, total: dict[str, torc
     if "alibi_slopes" in total:
         qpos, kpos = seq.positions(slice(0, seq.q_len), slice(0, seq.kv_len))
         total["alibi_slopes"][seq.b] -= (ds * (qpos - kpos).abs()).sum((-1, -2))
-    if p.softcap:
-        capped = p.softcap * torch.tanh(p.scale * (q @ k.mT) / p.softcap)
-        ds = ds * (1 - (capped / p.softcap).square())
+    ds = ds * slope
     if "q" in total:
         total["q"][seq.row, :, rows] += p.scale * (rounded(ds) @ k)
     group = (p.kv_heads, p.group)

@@ -42,6 +42,11 @@ def backward(call: Call, o: Options, lse: Any, dout: Any, dlse: Any, grads: Sequ
     """Checks the backward pass of `call`, whose `out` holds what the forward pass gave."""
     layout = o.layout
     p, t, out = call.problem, call.tensors, call.out
+    for name, stored in (("k", p.k_format), ("v", p.v_format)):
+        if stored.is_quantised:
+            raise InvalidArgument(name, "Quantised", "a float tensor", f"{name}.dequantise() has gradients")
+        if p.form == "paged":
+            raise InvalidArgument(name, "pages", "dense or packed keys", "paged keys and values have no gradients")
     names = as_grads(grads, p)
     lse, dout = to_tensor("lse", lse).detach(), to_tensor("dout", dout).detach()
     _check_like("lse", lse, out.shape[:-1], torch.float32, p.device)
