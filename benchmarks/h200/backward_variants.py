@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ MORE = [
     Case(B=1, H=2, Hkv=1, Lq=300, D=128, softcap=2.0, window=(100, 30)), Case(B=2, H=4, Lq=1000, D=64, causal=True),
     Case(B=3, H=2, Lq=900, Lk=300, D=64, lengths=(300, 0, 1), causal=True, window=(90, None)),
 ]  # fmt: skip
+
+
+PLANES = (2, 4, 8)  # interleaved, where the plain form has more or less
 
 
 def use(form: str, few: bool = False) -> None:
@@ -91,6 +95,7 @@ def check_form(form: str, few: bool, count: int) -> list[dict[str, Any]]:
     """All cases in this one process, which compiles each kernel once."""
     use(form, few)
     cases = [case for case in [*LARGE, *MORE] if form != "near" or case.softcap]
+    cases = [replace(c, dtype=("bf16", "f16")[n % 2]) for n, c in enumerate(cases)]
     cases = [c for n, c in enumerate(cases) if few or form != "plain" or n % 4 == 0]
     found = []
     for n, case in enumerate(cases):
@@ -121,13 +126,14 @@ def parts(bound: Bound, tensors: Any, args: Any) -> dict[str, float]:
     (steps,) = bound.ready.values()
     given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
     at = {name: x.data_ptr() for name, x in given.items()}
-    bound.again(steps, at, tensors.dout.device)
     beside = {n: step for n, step in enumerate(steps) if step.launch.compiled.metadata.name != "backward"}
-    runs = {
-        f"{n} {step.launch.compiled.metadata.name}": lambda s=step: bound.again([s], at, tensors.dout.device)
-        for n, step in beside.items()
-    }
-    return {n: round(t * 1e6, 1) for n, t in seconds(runs, args.rounds, args.budget).items()}
+    found = {}
+    for n, step in beside.items():
+        bound.again(steps, at, tensors.dout.device)
+        run = lambda s=step: bound.again([s], at, tensors.dout.device)  # noqa: E731
+        name = f"{n} {step.launch.compiled.metadata.name}"
+        found[name] = round(seconds({name: run}, args.rounds, args.budget)[name] * 1e6, 1)
+    return found
 
 
 def timed(name: str, D: int, args: Any) -> dict[str, Any]:
@@ -147,6 +153,9 @@ def timed(name: str, D: int, args: Any) -> dict[str, Any]:
             row.setdefault("failed", {})[form] = f"{type(error).__name__}: {str(error)[:200]}"
         if name in ("window", "packed") and form in ("plain", "both") and form in runs:
             row.setdefault("beside, us", {})[form] = parts(bound, made[1], args)
+        for planes in PLANES if form == "plain" and name in ("window", "packed") else ():
+            bound = Bound(made[0], planes)
+            runs[f"plain, {planes} planes"] = lambda bound=bound: bound(made[1])
     use("plain")
     times = seconds(runs, args.rounds, args.budget)
     row["us"] = {form: round(t * 1e6, 1) for form, t in times.items()}

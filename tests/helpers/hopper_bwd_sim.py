@@ -55,6 +55,7 @@ class Backward:
         if problem.packed_q:
             cu = t.forward.cu_seqlens_q.tolist()
             self.starts, self.lengths = cu[:-1], [b - a for a, b in pairwise(cu)]
+        self.bound.spec = replace(self.bound.spec, **changes)
         self.given = self.bound.tensors(t)
         self.spec = replace(self.bound.spec_for(self.given), **changes)
         if self.given["ACC"] is not None:

@@ -2,8 +2,8 @@
 
 A backend is handed the oracle's own `out` and `lse`, rounded, and gradients that hold NaN. Its error in each gradient,
 as a relative RMS and at its largest, may be at most twice (with softcap three times) that of the same formula in torch,
-in the same dtype and from the same `out` and `lse`. A gradient of few elements is called wrong only if it is further off
-than that by torch's error on several inputs.
+in the same dtype and from the same `out` and `lse`. A gradient of few elements is called wrong only if it is off
+by torch's error on several inputs as well.
 """
 
 from __future__ import annotations

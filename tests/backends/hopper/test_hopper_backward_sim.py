@@ -73,7 +73,9 @@ def test_forms(name, direct):
 MUTANTS = {
     "dQ is read before its last sum": ("bwd.converter", "<= w.turn(a, i)", "< w.turn(a, i)"),
     "dQ's last sum is another one": ("bwd.tile_scheduler", "+ a.right) >> 7) + 1)", "+ a.right) >> 7))"),
-    "a row too many of dQ": ("bwd.converter", "w.q_len - top - row_at", "w.q_len - top"),
+    "a piece is overwritten before it has left": ("bwd.converter", "tma.store_wait(0)  # the next", "pass  # the next"),
+    "a row too many of dQ": ("bwd.converter", "(rows < w.q_len)", "(rows < w.q_len + 1)"),
+    "the next piece in the place of this one": ("bwd.converter", "n // a.S.pieces) & 1", "n // a.S.pieces + 1) & 1"),
     "K is loaded before it is free": ("bwd.producer", "        mbarrier.wait(buf.kv_empty.index(0), (n - 1) & 1)\n",
                                       "        pass\n"),
     "K's barrier in the wrong phase": ("bwd.consumer", "mbarrier.wait(buf.k_full.index(0), n & 1)",
@@ -102,3 +104,4 @@ def simulate_all(kernels):
     for case in ("D128 window", "window", "D128 causal, groups", "lengths, softcap"):
         for seed in (0, 1, 5):
             simulate(CASES[case], kernels, 1, seed, persistent=True, converts=seed > 0, direct=seed == 5)
+    simulate(CASES["packed"], kernels, 1, 1, persistent=True, converts=True)

@@ -72,12 +72,11 @@ class BackwardArguments(MaskArguments, CallArguments):
     dv_b: object
     dv_h: object
     dv_l: object
-    ACC: object  # what `dq` describes, and dQ itself, for the converter
-    DQ: object
-    dq_b: object
+    piece: object  # with a converter: [16, 32] of what `dq` describes, and of dQ itself [1, 1, 16, 32]
+    dq16: object
+    DQ: object  # dQ once more, for rows at the end of a packed sequence
     dq_h: object
     dq_l: object
-    head_dim: object
 
 
 @struct
@@ -91,6 +90,8 @@ class Buffers:
     mask: object  # [2, 1, 1, BM, 64]: a consumer's part each
     ds: gl.shared_memory_descriptor  # [2, 64, BM]: a consumer's part each; as tiles of dmask [2, 1, 1, BM, 64]
     dq: gl.shared_memory_descriptor  # [2 * dq_stages, 128, 32]
+    piece: object  # with a converter: [pieces, 16, 32] and, in q's dtype, [2, 1, 1, 16, 32]
+    piece16: object
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -101,6 +102,7 @@ class Buffers:
     index_full: object
     index_empty: object
     kv_empty: object
+    piece_full: object
 
 
 @gluon.jit
@@ -141,6 +143,13 @@ def new_buffers(a):
     else:
         ds = gl.allocate_shared_memory(DTYPE, [2, 64, BM], DS_LAYOUT)
     dq = gl.allocate_shared_memory(gl.float32, [2 * a.S.dq_stages, 128, 32], a.dq.layout)
+    piece = None
+    piece16 = None
+    piece_full = None
+    if a.S.converts:
+        piece = gl.allocate_shared_memory(gl.float32, [a.S.pieces, 16, 32], a.piece.layout)
+        piece16 = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 16, 32], a.dq16.layout)
+        piece_full = barriers(a.S.pieces, 1)
     indices = None
     index_full = None
     index_empty = None
@@ -151,9 +160,9 @@ def new_buffers(a):
         index_empty = barriers(2, 5 if a.S.converts else 4)
         kv_empty = barriers(1, 2)
     return Buffers(
-        k, v, q, do, stats, lse, mask, ds, dq, barriers(1, 1), barriers(1, 1), barriers(a.S.q_stages, 1),
-        barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1), mask_full, indices,
-        index_full, index_empty, kv_empty,
+        k, v, q, do, stats, lse, mask, ds, dq, piece, piece16, barriers(1, 1), barriers(1, 1),
+        barriers(a.S.q_stages, 1), barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1), mask_full, indices,
+        index_full, index_empty, kv_empty, piece_full,
     )  # fmt: skip
 
 

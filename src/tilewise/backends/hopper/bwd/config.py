@@ -101,7 +101,7 @@ def spec_of(problem: Problem) -> BackwardSpec:
     p, flags = problem, problem.rules.flags
     # Sums in any order are faster in causal calls alone (h200/LOG.md, backward #8).
     deterministic = p.deterministic or not flags.hides_right or p.group > 1
-    converts = CONVERTS and deterministic and persistent(p) and p.mask is None
+    converts = CONVERTS and deterministic and flags.hides_right and persistent(p) and p.mask is None
     D = 64 if p.head_dim <= 64 else 128
     BM = 128 if D == 64 else 64
     ends = p.has_lengths or p.kv_len % BN != 0  # keys may end inside a block
@@ -127,6 +127,7 @@ def spec_of(problem: Problem) -> BackwardSpec:
         deterministic=deterministic,
         persistent=persistent(p),
         converts=converts,
+        pieces=2 if DIRECT and D == 128 else 4,  # what shared memory has left
         direct=DIRECT and persistent(p) and p.mask is None,
         producer_regs=32 if converts else 24,
         guarded=flags.hides_right or flags.hides_left or p.has_lengths or p.mask is not None,

@@ -2,47 +2,82 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .sync import load_acquire
+from .sync import fence_async_global, load_acquire
 from .tile_scheduler import get_index, next_block, work_of
 
+PIECES = gl.constexpr(16)  # of a query block: 16 rows x 32 columns each
+
 
 @gluon.jit
-def convert(a, w, block, head, i):
-    """Query block i of a head, in pieces of 16 rows x 32 columns, as `consumer.pack_dq` has laid them out."""
+def start_piece(a, buf, block, m, piece):
+    """Starts to load piece m of all, which is number `piece` of a query block."""
+    full = buf.piece_full.index(m % a.S.pieces)
+    mbarrier.expect(full, a.piece.block_type.nbytes)
+    tma.async_copy_global_to_shared(a.piece, [(block * PIECES + piece) * 16, 0], full, buf.piece.index(m % a.S.pieces))
+
+
+@gluon.jit
+def unpack(x):
+    """[16, 32] as `consumer.pack_dq` has laid them out: column // 8, lane // 8; lane % 8, row half, column % 2."""
+    return x.reshape([4, 4, 2, 4, 2, 2]).permute([4, 1, 2, 0, 3, 5]).reshape([16, 32])
+
+
+@gluon.jit
+def store_piece(a, buf, w, m, head, row, column):
+    """A piece in q's dtype, to row `row` of its sequence."""
+    out = buf.piece16.index(m % 2)
+    if a.S.packed and row + 16 > w.q_len:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
+        rows = row + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
+        columns = column + gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))[None, :]
+        plane = a.DQ + head.to(gl.int64) * a.dq_h
+        at = plane + (w.q_start + rows).to(gl.int64) * a.dq_l + columns
+        there = (rows < w.q_len) & (columns // 8 < a.dq16.shape[3] // 8)
+        gl.store(at, out.reshape([16, 32]).load(LAYOUT), mask=there)
+        tma.store_wait(0)  # the next wait counts on a copy from here
+    else:
+        fence_async_shared()
+        tma.async_copy_shared_to_global(a.dq16, [w.b, head, w.q_start + row, column], out)
+
+
+@gluon.jit
+def convert(a, buf, w, block, head, i, m):
+    """Query block i of a head; its pieces are number m .. of all."""
     BM: gl.constexpr = a.S.BM
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 1, 2, 2], [1, 32, 1, 1], [1, 1, 1, 1], [3, 2, 1, 0])
-    THREE: gl.constexpr = gl.SliceLayout(3, LAYOUT)
-    TWO: gl.constexpr = gl.SliceLayout(2, THREE)
-    j = gl.arange(0, 4, gl.SliceLayout(1, TWO))[:, None][:, :, None][:, :, :, None]  # column // 8
-    lane = gl.arange(0, 32, gl.SliceLayout(0, TWO))[None, :][:, :, None][:, :, :, None]
-    half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, THREE)))[None, :][None, :, :][:, :, :, None]  # of rows
-    odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))))
-    odd = odd[None, :][None, :, :][None, :, :, :]
-    packed = j * 128 + lane * 4 + half * 2 + odd
-    row = lane // 4 + half * 8
-    column = j * 8 + lane % 4 * 2 + odd
-    source = a.ACC + block.to(gl.int64) * (BM * a.S.D)
-    top = i * BM
-    to = a.DQ + w.b.to(gl.int64) * a.dq_b + head.to(gl.int64) * a.dq_h + (w.q_start + top).to(gl.int64) * a.dq_l
-    for piece in range(16):  # consumer, its warp, half of the columns
-        x = gl.load(source + piece * 512 + packed, cache_modifier=".cg")
-        if BM == 64:
-            row_at = (piece >> 1 & 3) * 16
-            column_at = (piece >> 3) * 64 + (piece & 1) * 32
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
+    packed_row = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
+    packed_column = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))[None, :]
+    own_row = (packed_column & 2) * 4 + (packed_row & 3) * 2 + packed_column // 16
+    AHEAD: gl.constexpr = a.S.pieces
+    for piece in gl.static_range(AHEAD):
+        start_piece(a, buf, block, m + piece, piece)
+    for piece in range(PIECES):
+        if BM == 64:  # consumer, its warp, half of the columns
+            row = i * BM + (piece >> 1 & 3) * 16
+            column = (piece >> 3) * 64 + (piece & 1) * 32
         else:
-            row_at = (piece >> 1) * 16
-            column_at = (piece & 1) * 32
-        there = row < w.q_len - top - row_at
+            row = i * BM + (piece >> 1) * 16
+            column = (piece & 1) * 32
+        n = m + piece
+        mbarrier.wait(buf.piece_full.index(n % a.S.pieces), (n // a.S.pieces) & 1)
+        x = buf.piece.index(n % a.S.pieces).load(LAYOUT)
         if a.S.guarded:  # NaN where a gradient is not finite
-            nothing = gl.sum(gl.sum(gl.where(there, x * 0.0, 0.0), 3), 0)  # [32, 2]
-            gl.store(a.FLAG + gl.zeros([32, 2], gl.int32, gl.SliceLayout(0, THREE)), 1, mask=nothing != 0.0)
-        at = to + (row_at + row).to(gl.int64) * a.dq_l + column_at + column
-        gl.store(at, (x * a.scale).to(a.q.dtype), mask=there & (j * 8 < a.head_dim - column_at))
+            found = gl.where(own_row < w.q_len - row, x * 0.0, 0.0)
+            wrong = gl.sum(gl.sum(found.reshape([4, 4, 8, 4]), 3), 0) != 0.0  # of each thread
+            gl.store(a.FLAG + wrong.to(gl.int32) * 0, 1, mask=wrong)
+        tma.store_wait(1)
+        gl.thread_barrier()  # the piece is in registers, and the one before the last has left
+        if piece + a.S.pieces < PIECES:
+            start_piece(a, buf, block, n + a.S.pieces, piece + a.S.pieces)
+        buf.piece16.index(n % 2).reshape([16, 32]).store(unpack((x * a.scale).to(a.q.dtype)))
+        store_piece(a, buf, w, n, head, row, column)
+    return m + PIECES
 
 
 @gluon.jit
-def convert_block(a, buf, index):
+def convert_block(a, buf, index, m):
     """Those query blocks to which this key block adds last."""
     w = work_of(a, index)
     i = w.last - 1
@@ -53,16 +88,20 @@ def convert_block(a, buf, index):
             block = w.block(a, head, i)
             while load_acquire(a.SEMAPHORES + block) <= w.turn(a, i):
                 pass
-            convert(a, w, block, head, i)
+            fence_async_global()
+            m = convert(a, buf, w, block, head, i, m)
         i, g = next_block(a, i, g)
+    return m
 
 
 @gluon.jit
 def convert_all(a, buf):
     gl.static_assert(a.S.persistent and a.S.deterministic)
     n = gl.to_tensor(0)
+    m = gl.to_tensor(0)
     index = get_index(a, buf, n)
     while index < a.planes * a.blocks:
-        convert_block(a, buf, index)
+        m = convert_block(a, buf, index, m)
         n += 1
         index = get_index(a, buf, n)
+    tma.store_wait(0)

@@ -243,6 +243,7 @@ class Bound(Launcher):
         if s.persistent:
             programs = min(programs, config.PROCESSORS)
         names = {"do": "DOUT", "dk": "DK", "dv": "DV", "dq": "ACC", "stats": "STATS", "lse": "LSE2"}
+        names |= {"piece": "ACC", "dq16": "DQ"}
         names |= {"mask": "MASK", "dmask": "DMASK", "rows": "LSE2"}
         own = arguments | self.descriptors(given)
         steps.append(self.step(self.kernel, (programs, 1), own, names))
@@ -293,6 +294,8 @@ class Bound(Launcher):
             "dk": descriptor(given["DK"], 64, s.D, s.dtype),
             "dv": descriptor(given["DV"], 64, s.D, s.dtype),
             "dq": flat_descriptor(given["ACC"], 128, 32),
+            "piece": flat_descriptor(given["ACC"], 16, 32) if s.converts else None,
+            "dq16": descriptor(given["DQ"], 16, 32, s.dtype) if s.converts else None,
             "stats": flat_descriptor(given["STATS"], s.BM, 32),
             "lse": row_descriptor(given["LSE2"], s.BM) if s.row_lse else None,
             "rows": row_descriptor(given["LSE2"], 64) if s.mask else None,

@@ -33,6 +33,7 @@ class BackwardSpec:
     guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
     persistent: bool = False  # a program takes key blocks one after the other, from a counter
     converts: bool = False  # of a persistent, deterministic kernel: it gives dQ in q's dtype
+    pieces: int = 4  # of dQ that the converter has under way
     direct: bool = False  # dK and dV go from registers to global memory
     consumer_regs: int = 240
     producer_regs: int = 24

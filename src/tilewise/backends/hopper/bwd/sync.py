@@ -43,6 +43,14 @@ def bulk_writes_done():
 
 
 @gluon.jit
+def fence_async_global():
+    """What this warp has seen of others' writes, its copies by TMA see as well."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def add_release(pointer):
     """Adds 1, after all that this warp has written."""
     gl.inline_asm_elementwise(
