@@ -3,8 +3,9 @@
 import pytest
 
 from conformance import BackwardConformance, LatentRows
+from tilewise import InvalidArgument
 from tilewise.testing.case import Case
-from tilewise.testing.check import check_case
+from tilewise.testing.check import Mismatch, check_case
 from tilewise.testing.drawing import Seeded, draw_trained
 from tilewise.testing.gradients import judge_gradients, make_gradients
 
@@ -30,6 +31,25 @@ class TestTorchBackward(BackwardConformance):
 def test_heads_of_a_group_round_as_each_alone(backend, kv_heads, rows, width):
     """Many rows in one product, where torch multiplies up to 3 of a head: BLAS sums those in lanes, and rounds less."""
     check_case(Case(H=24, Hkv=kv_heads, Lq=rows, Lk=70, D=width), backend)
+
+
+def test_a_gradient_of_few_elements_is_judged_by_several_draws():
+    """On the case's own input torch is lucky: its error in the one sink's gradient is a hundredth of its usual one."""
+    case = draw_trained(Seeded(5364))
+    made = make_gradients(case)
+    got = made.run("torch")
+    assert got["sinks"].numel() == 4
+    got["sinks"] *= 1 + 1e-6
+    judge_gradients(made, got)
+    got["sinks"] *= 1 + 1e-4
+    with pytest.raises(Mismatch, match="dsinks"):
+        judge_gradients(made, got)
+
+
+@pytest.mark.parametrize("kv", [{"k": "int8/32", "v": "int8/32"}, {"form": "paged", "page": 16, "lengths": (20, 30)}])
+def test_gradients_of_what_has_none_are_refused(kv):
+    with pytest.raises(InvalidArgument, match=r"has gradients|have no gradients"):
+        make_gradients(Case(B=2, H=2, Lq=8, Lk=32, D=32, **kv))
 
 
 @pytest.mark.parametrize("seed", range(48))
