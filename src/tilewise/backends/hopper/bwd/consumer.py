@@ -278,6 +278,7 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     if not a.S.direct:
         named_barrier("bar.sync", DS_READY, 256)  # the other consumer has read K for the last time
     elif a.S.persistent:
+        gl.thread_barrier()
         mbarrier.arrive(buf.kv_empty.index(0), count=1)
     if w.n * 128 + C * 64 < w.kv_end:
         store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_b, a.dv_h, a.dv_l, buf.v.index(C), C)
