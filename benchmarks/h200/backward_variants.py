@@ -39,8 +39,9 @@ FORMS: dict[str, tuple[str, ...]] = {
     "direct": ("DIRECT",),
     "both": ("CONVERTS", "DIRECT"),
     "near": ("NEAR_TANH",),
+    "all": ("CONVERTS", "DIRECT", "NEAR_TANH"),
 }
-SPARSE, CAPPED = ("plain", "converts", "both"), ("plain", "near")
+SPARSE, CAPPED = ("plain", "converts", "both"), ("plain", "near", "all")
 LEFT_OUT = {(64, "converts")}
 WORKS = {
     "dense 16k": ("plain",), "window": SPARSE, "packed": SPARSE, "causal 1k": SPARSE,
@@ -58,11 +59,13 @@ CHECKS = {
              dtype="bf16"),
         Case(B=2, H=4, Hkv=2, Lq=300, D=64, causal=True, window=(127, None), sinks=True, dtype="bf16"),
         Case(B=1, H=2, Lq=1000, D=96, causal=True, dtype="f16"),
+        Case(B=2, H=4, Hkv=2, Lq=256, D=64, dtype="bf16"),
+        Case(B=2, H=2, Lq=700, D=128, dtype="f16"),
     ],
     "converts": [Case(B=1, H=2, Lq=1500, Lk=200, D=128, causal=True, window=(100, None), dtype="bf16")],
-    "near": [
+    "all": [
         Case(B=1, H=2, Lq=1000, D=128, causal=True, softcap=50.0, dtype="bf16"),
-        Case(B=2, H=2, Lq=700, D=64, softcap=5.0, dtype="f16"),
+        Case(B=2, H=2, Lq=700, D=64, causal=True, softcap=5.0, dtype="f16"),
         Case(B=1, H=2, Hkv=1, Lq=300, D=128, softcap=2.0, window=(100, 30), dtype="bf16"),
     ],
 }  # fmt: skip
