@@ -156,6 +156,12 @@ def test_planes_at_once_are_planes_that_there_are():
                     assert 1 <= config.planes_at_once(p, s) <= B * (H if s.of_queries else Hkv)
 
 
+def test_long_causal_calls_of_192_128_take_many_planes_at_once():
+    for L, count in ((2048, 15), (4096, 7), (8192, 8), (16384, 8)):
+        p = problem(192, 128, B=2, H=128, Hkv=128, L=L, causal=True)
+        assert [config.planes_at_once(p, s) for s in config.specs_of(p)] == [count, count]
+
+
 def test_the_plan_needs_statistics_alone():
     p = problem(256, B=2, H=4, L=1000)
     plan = plan_backward(p)

@@ -10,6 +10,7 @@ from ....gpu.flags import DTYPE_NAMES, needs_exact_tanh
 from .. import config
 from .spec import WideSpec
 
+MANY_PLANES = 8
 SECTION_BYTES = 20e6  # of inner rows, which programs that work at the same time share in L2
 
 
@@ -91,11 +92,15 @@ def workspace_bytes(problem: Problem) -> int:
 def planes_at_once(problem: Problem, s: WideSpec) -> int:
     """How many heads of a batch row go together, their longest programs first: as many as L2 holds the inner rows of.
 
-    Where all programs are as long, each head goes alone.
+    Where all programs are as long, each head goes alone. Where L2 holds few in causal calls of 192/128, MANY_PLANES go
+    together all the same (h200/LOG.md, backward #14).
     """
     p = problem
     if not (s.hides_right or s.hides_left):
         return 1
     planes = (p.heads if s.of_queries else p.kv_heads) * (1 if p.packed_q else p.batch)
     rows = (p.kv_len if s.of_queries else p.q_len * p.group) * (p.batch if p.packed_q else 1)
-    return max(1, min(planes, int(SECTION_BYTES / (rows * (s.D + s.tail + s.DV) * s.chunks * 2))))
+    held = int(SECTION_BYTES / (rows * (s.D + s.tail + s.DV) * s.chunks * 2))
+    if s.tail and s.hides_right and not s.hides_left and held < MANY_PLANES // 2:
+        held = MANY_PLANES
+    return max(1, min(planes, held))
