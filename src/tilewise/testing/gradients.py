@@ -212,7 +212,7 @@ def _add_sequence(seq: Sequence, tensors: BackwardTensors, total: dict[str, torc
     r = attend(seq, wide)
     q, dout, out = seq.q.to(wide), tensors.dout[seq.row, :, rows].to(wide), seq.out.to(wide)
     k, v = (x(0, seq.kv_len, wide).repeat_interleave(p.group, 0) for x in (seq.keys, seq.values))  # [H, Lk, D]
-    slope = 1.0
+    slope = torch.ones(())
     if p.softcap:
         capped = p.softcap * torch.tanh(p.scale * (q @ k.mT) / p.softcap)
         slope = 1 - (capped / p.softcap).square()
