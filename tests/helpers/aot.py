@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_op
 from triton.compiler import ASTSource
 
 import triton
-from assembler import Assembled, assembled
+from assembler import Assembled, assembled, kept_of
 from tilewise.backends.gpu.kernel import OPTIONS, Kernel
 from tilewise.backends.gpu.target import Target, nvidia
 from tilewise.backends.triton.bwd import config as bwd_config
@@ -127,6 +128,14 @@ class Signature:
         target = GPUTarget("cuda", arch, 32)
         backend = CUDABackend(target)
         given = backend.parse_options(options | made.parse_options())
+        kept = kept_of(made, backend, given, "allocation")
+        if (file := kept.get_file("shared")) is None:
+            file = kept.put(str(self.allocated(made, backend, given)), "shared", binary=False)
+        return int(Path(file).read_text())
+
+    @staticmethod
+    def allocated(made: ASTSource, backend: CUDABackend, given: Any) -> int:
+        target, arch = backend.target, backend.target.arch
         context = ir.context()
         ir.load_dialects(context)
         backend.load_dialects(context)
@@ -186,12 +195,12 @@ def forward_kernels(problem: Problem, target: Target, config: Any = None) -> Ite
 
 def shared_of(problem: Problem, arch: int) -> int:
     """Bytes of shared memory that the attention kernels of a problem take, the fix-up included."""
+    kernels = ((k, given) for k, given in forward_kernels(problem, nvidia(arch)) if k.function.__name__ == "fwd_kernel")
     found = []
-    for kernel, given in forward_kernels(problem, nvidia(arch)):
-        if kernel.function.__name__ == "fwd_kernel":
-            signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
-            found.append(signature.shared(kernel.function, arch, OPTIONS | kernel.options))
-    return max(found[:2])
+    for kernel, given in itertools.islice(kernels, 2):
+        signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
+        found.append(signature.shared(kernel.function, arch, OPTIONS | kernel.options))
+    return max(found)
 
 
 def attend_of(problem: Problem, arch: int, config: Any = None) -> Assembled:

@@ -70,13 +70,18 @@ def lowered(source: Any, backend: CUDABackend, options: Any) -> tuple[int, str, 
     return found["shared"], texts["ttgir"], texts["ptx"]
 
 
+def kept_of(source: Any, backend: CUDABackend, options: Any, tool: str) -> Any:
+    """Triton's cache of what a tool has made of a kernel."""
+    key = get_cache_key(source, backend, options, {"told by": tool})
+    return get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+
+
 def assembled(source: Any, arch: int, options: Any, ptxas: str = "") -> Assembled:
     """A kernel by Triton's ptxas for an architecture, or by another of the two."""
     backend = CUDABackend(GPUTarget("cuda", arch, 32))
     parsed = backend.parse_options(dict(options) | source.parse_options())
     tool = ptxas or ("ptxas-blackwell" if arch >= 100 else "ptxas")
-    key = get_cache_key(source, backend, parsed, {"told by": tool})
-    kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    kept = kept_of(source, backend, parsed, tool)
     if (file := kept.get_file("assembly.json")) is None:
         shared, ttgir, ptx = lowered(source, backend, parsed)
         report, cubin = assemble(ptx, arch, tool)
