@@ -81,18 +81,33 @@ def narrow(heads: int, keys: int, rounds: int, clock: Callable[[], float]) -> di
 
 
 def expanded(name: str, length: int, heads: int, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
-    """Prefill of the expanded form beside torch's SDPA, whose keys hold the rope part once for each head."""
+    """Prefill of the expanded form: what `kv_b_proj` gives, with `k_shared`; keys in one tensor, which holds the
+    rope part once for each head, and with the copy that makes it; and torch's SDPA over those.
+    """
     dtype = DTYPES[name]
-    q, k = (torch.randn(1, heads, length, 192).to(dtype) for _ in range(2))
-    v = torch.randn(1, heads, length, 128).to(dtype)
+    q, rope = torch.randn(1, heads, length, 192).to(dtype), torch.randn(1, 1, length, 64).to(dtype)
+    own, v = torch.randn(1, length, heads, 256).to(dtype).transpose(1, 2).split(128, -1)
+
+    def joined() -> torch.Tensor:
+        return torch.cat((own, rope.expand(1, heads, length, 64)), -1)
+
+    k = joined()
     sdpa = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True)
-    ours, theirs = best([partial(attention, q, k, v, causal=True), sdpa], rounds, clock)
+    calls: list[Callable[[], object]] = [
+        partial(attention, q, own, v, k_shared=rope, causal=True),
+        partial(attention, q, k, v, causal=True),
+        lambda: attention(q, joined(), v, causal=True),
+        sdpa,
+    ]
+    ours, whole, with_copy, theirs = best(calls, rounds, clock)
     flops = heads * length * (length + 1) * (192 + 128)
     return {
         "dtype": name,
         "length": length,
         "heads": heads,
         "ms": 1e3 * ours,
+        "k in one tensor ms": 1e3 * whole,
+        "with its copy ms": 1e3 * with_copy,
         "SDPA ms": 1e3 * theirs,
         "GFLOP/s": flops / ours / 1e9,
     }

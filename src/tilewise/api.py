@@ -74,6 +74,8 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
         sinks: `[H]`: one more logit in each row's softmax, with no value.
         key_indices: int32 `[B, Lq, n]` or `[B, Hkv, Lq, n]`: the keys that each query sees, in any order, as far as
             other rules leave them; -1 is none. No key twice.
+        k_shared: as `k`, of one head: columns of the keys that all heads share (the rope part of latent attention,
+            expanded). A key of head `h` is `[k[h], k_shared]`, as wide as `q`.
         block_indices: int32 `[B, ceil(Lq / block_size), n]` or `[B, Hkv, ...]`: likewise blocks of `block_size` keys,
             for each block of `block_size` queries.
         block_size: keys of a block, and queries that share its choice.
@@ -242,6 +244,9 @@ def plan(
         if isinstance(x, torch.Tensor) and is_wrapper(x):
             raise InvalidArgument("q, k or v", f"a {type(x).__name__}", "tensors with memory, or on the meta device")
     needed = autograd.needed({"q": q, "k": k, "v": v, **options})
+    if needed and options.get("k_shared") is not None:
+        k = calls.joined(k, options.pop("k_shared"), options.get("layout"))
+        needed = autograd.needed({"q": q, "k": k, "v": v, **options})
     if block_table is not None:
         if "kv_lengths" in options or cu_seqlens_k is not None or max_k is not None:
             raise InvalidArgument("block_table", "pages with kv_lengths, cu_seqlens_k or max_k", "context_lens alone")
@@ -290,9 +295,14 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
                 raise
     if unknown := [option for option in options if option not in NAMES[name]]:
         keywords.refuse(unknown, NAMES[name])
-    if traced or ops.needs_operator((*args, *options.values())):
+    as_operator = traced or ops.needs_operator((*args, *options.values()))
+    given = {**dict(zip("qkv", args, strict=False)), **options}
+    trains = name in autograd.TABLES and not as_operator and autograd.needed(given)
+    if given.get("k_shared") is not None and (as_operator or trains):
+        args = (args[0], calls.joined(args[1], options.pop("k_shared"), options.get("layout")), *args[2:])
+    if as_operator:
         return ops.call(name, args, options)
-    if name in autograd.TABLES and autograd.needed({**dict(zip("qkv", args, strict=False)), **options}):
+    if trains:
         return autograd.call(name, args, options)
     call = check(*args, Options(**options))
     back, backend = returner(args[0]), options.get("backend")
@@ -301,9 +311,11 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
     if call.problem.is_empty:
         _write_unseen(call.tensors)
     else:
-        planner.load(chosen.backend).run(chosen, call.tensors)
+        copied = call.problem.shared != chosen.problem.shared
+        planner.load(chosen.backend).run(chosen, call.tensors.whole() if copied else call.tensors)
         activity.ran(chosen)
-        call_cache.remember(key, args, options, call, chosen)
+        if not copied:
+            call_cache.remember(key, args, options, call, chosen)
     return back(call.out) if call.lse is None else AttentionState(back(call.out), back(call.lse))
 
 

@@ -29,7 +29,7 @@ from .validation.backward import BackwardCall, backward, is_deterministic
 
 TABLES = {"attention": (), "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k")}
 ARGUMENTS = ("q", "k", "v", "out", "lse", "dout", "dlse", "backend")  # of a backward pass, beside its options
-FORWARD_ONLY = ("return_lse", "out", "split_size")  # options that mean nothing to a backward pass
+FORWARD_ONLY = ("return_lse", "out", "split_size", "k_shared")  # options that mean nothing to a backward pass
 
 
 class AttentionGradients(NamedTuple):
@@ -173,7 +173,9 @@ def needed(given: dict[str, Any]) -> tuple[str, ...]:
     """The names of the arguments whose gradients may be asked for. Arrays that are no tensors have none."""
     if not torch.is_grad_enabled() or not isinstance(given["q"], torch.Tensor):
         return ()
-    return tuple(x for x in GRADS if isinstance(given.get(x), torch.Tensor) and given[x].requires_grad)
+    names = tuple(x for x in GRADS if isinstance(given.get(x), torch.Tensor) and given[x].requires_grad)
+    shared = given.get("k_shared")  # a part of k
+    return names or (("k",) if isinstance(shared, torch.Tensor) and shared.requires_grad else ())
 
 
 def set_aside(names: tuple[str, ...]) -> AbstractContextManager[object]:

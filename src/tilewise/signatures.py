@@ -46,12 +46,14 @@ class BlockOptions(TypedDict, total=False):
 
 
 class AttentionOptions(SharedOptions, BlockOptions, total=False):
+    k_shared: Array | None
     kv_lengths: Array | None
     layout: Layout
     deterministic: bool
 
 
 class VarlenOptions(SharedOptions, total=False):
+    k_shared: Array | None
     max_q: int | None
     max_k: int | None
     kv_lengths: Array | None

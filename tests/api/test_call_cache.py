@@ -61,6 +61,7 @@ OPTIONS = {
         draw(6, 6) > 0,
         None,
     ],
+    "k_shared": [draw(2, 6, 6, 4), draw(2, 1, 6, 4), None],
     "positions": [ints(0, 1, 2, 3, 4, 5)[None], ints(*range(12)).view(2, 6), torch.arange(6)[None], None],
     "softcap": [1.5, 2, 0, 0.0, False, None],
     "alibi_slopes": [draw(6).abs(), draw(2, 6).abs(), draw(6).abs().double(), None],

@@ -27,6 +27,9 @@ class Mutant:
     def supports(self, problem):
         return None
 
+    def takes_shared(self, problem):
+        return True
+
     def plan(self, problem):
         return honest.plan(problem)
 
@@ -348,6 +351,16 @@ def _(p, t):
 @reads("one scale for each row", "k")
 def _(p, t):
     return replace(t, k_scales=None if t.k_scales is None else t.k_scales[..., :1].expand_as(t.k_scales))
+
+
+@reads("shared columns of keys dropped", "shared")
+def _(p, t):
+    return replace(t, k_shared=None if t.k_shared is None else torch.zeros_like(t.k_shared))
+
+
+@reads("shared columns of the key before", "shared")
+def _(p, t):
+    return replace(t, k_shared=None if t.k_shared is None else t.k_shared.roll(1, 2))
 
 
 @reads("codebook4 without its signs", "v")

@@ -77,6 +77,7 @@ class Options:
     key_indices: Any = None
     block_indices: Any = None
     block_size: Any = None
+    k_shared: Any = None
     kv_lengths: Any = None
     layout: Any = "bhld"
     tile_map: Any = None

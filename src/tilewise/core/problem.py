@@ -12,7 +12,7 @@ One with `grads` is the backward pass of the call that it else describes.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -136,6 +136,7 @@ class Problem:
     tree: bool = False  # a mask over the last keys of each sequence, as many as it has queries
     positions: bool = False  # of its queries and those keys, in a tensor
     selection: Selection | None = None
+    shared: int = 0  # columns of K, its last, that all heads share: a tensor of their own
     tile_map: tuple[int, int] | None = None  # the map's tile
     split_size: int | None = None
     return_lse: bool = False
@@ -178,11 +179,18 @@ class Problem:
         """Whether sequences may have fewer keys than `kv_len`."""
         return self.rules.kv_lengths or self.form != "dense"
 
+    def whole(self) -> Problem:
+        """The problem over keys that hold for each head what all share, for a backend that reads one tensor."""
+        aligned = self.aligned and self.head_dim * self.k_dtype.itemsize % 16 == 0
+        copies = (*self.copies, "k: k_shared beside each head's own columns")
+        return replace(self, shared=0, aligned=aligned, copies=copies)
+
     def options(self) -> tuple[str, ...]:
         """The options that are on, in words; what a kernel is specialised on."""
         words = [
             f"gqa {self.group}" * (self.group > 1),
             "V in K" * self.v_in_k,
+            f"{self.shared} columns of k shared" * bool(self.shared),
             *self.rules.words(),
             f"softcap {self.softcap:g}" * bool(self.softcap),
             "alibi" * self.alibi,

@@ -32,6 +32,7 @@ class Tensors:
     q_bias: torch.Tensor | None = None  # float32 [B, H, Lq] or, packed, [1, H, T]; stride 0 where broadcast
     k_bias: torch.Tensor | None = None  # float32 [B, H, Lk] or, of packed keys, [1, H, T]
     sinks: torch.Tensor | None = None  # float32 [H]
+    k_shared: torch.Tensor | None = None  # as k, of one head: its last columns, which all heads share
     places: torch.Tensor | None = None  # int32 [B, 3]: k_start, k_stride, q_stride, where they are not the same in all
     key_indices: torch.Tensor | None = None  # int32 [B, Hkv, ceil(Lq / block), n], packed [1, Hkv, T, n]; stride 0
     # where heads share them; blocks of keys if `Problem.selection.block` is over 1
@@ -41,6 +42,11 @@ class Tensors:
     cu_seqlens_k: torch.Tensor | None = None  # int32 [B + 1]
     block_table: torch.Tensor | None = None  # int32 [B, max_pages]
     tile_map: TileMap | None = None
+
+    def whole(self) -> Tensors:
+        """With keys that hold for each head what all share: see `Problem.whole`."""
+        assert self.k_shared is not None
+        return replace(self, k=torch.cat([self.k, self.k_shared.expand(*self.k.shape[:3], -1)], -1), k_shared=None)
 
 
 @dataclass(slots=True)
@@ -163,7 +169,11 @@ class Sequence:
 
     def keys(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:  # [Hkv, n, D]
         t = self.tensors
-        return self._widened(t.k, t.k_scales, self.problem.k_format, start, end, dtype)
+        own = self._widened(t.k, t.k_scales, self.problem.k_format, start, end, dtype)
+        if t.k_shared is None:
+            return own
+        shared = self._widened(t.k_shared, None, self.problem.k_format, start, end, dtype)
+        return torch.cat([own, shared.expand(*own.shape[:2], -1)], -1)
 
     def values(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:  # [Hkv, n, Dv]
         t = self.tensors

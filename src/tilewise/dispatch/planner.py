@@ -91,13 +91,16 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
     """
     check_name(backend)
     if backend is not None:
+        problem = _as_taken(backend, problem)
         reason = supports(backend, problem)
         if reason is not None:
             raise Unsupported(backend, reason, "leave out backend= to take one that can")
         return _plan(backend, problem)
+    given = problem
     passed_over: list[tuple[str, str]] = []
     for name in BACKENDS:
         backend_module = load(name)
+        problem = _as_taken(name, given)
         reason = supports(name, problem)
         declines = getattr(backend_module, "declines_backward" if problem.grads else "declines", None)
         if reason is None and declines is not None and not problem.is_empty:
@@ -188,6 +191,14 @@ def _first_with(function: str, device: torch.device) -> str | None:
         if hasattr(module, function) and module.serves(device) is None:
             return name
     return None
+
+
+def _as_taken(name: str, problem: Problem) -> Problem:
+    """The problem as a backend takes it: most read keys of one tensor."""
+    if not problem.shared:
+        return problem
+    takes = getattr(load(name), "takes_shared", None)
+    return problem if takes is not None and takes(problem) else problem.whole()
 
 
 def supports(name: str, problem: Problem) -> str | None:

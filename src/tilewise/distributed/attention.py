@@ -24,6 +24,7 @@ Place = tuple[int, int]  # the position of a sequence's first query, its keys in
 INSTEAD = {  # of options that are not taken
     "block_indices": "key_indices= takes the keys of those blocks one by one",
     "tree_mask": "mask= takes this rank's rows over all keys",
+    "k_shared": "k= takes them beside each head's own columns",
     "positions": "mask= takes this rank's rows over all keys",
     "tile_map": "mask= is classified by each call itself",
     "out": "take what is returned",

@@ -31,6 +31,7 @@ class Case:
     dtype: str = "f32"
     k: str = ""  # "": as q; a float dtype, or a quantised one with its group, "int8/64"
     v: str = ""
+    shared: int = 0  # the last columns of k, which all heads share, in a tensor of their own
     latent: bool = False  # v is the first Dv columns of k, in the same memory
     form: str = "dense"
     causal: bool = False

@@ -166,6 +166,18 @@ TREES = [
     Case(Hkv=2, Lq=7, Lk=170, D=64, indices="h33", tree="b", positions=True, window=60),
 ]  # fmt: skip
 
+# Keys in two tensors: each head's own columns, and those that all share (expanded latent attention).
+SHARED = [
+    *(Case(Hkv=h, Lq=70, Lk=150, D=96, Dv=64, dtype=t, shared=32, causal=True)
+      for h, t in ((0, "f32"), (2, "f16"), (0, "bf16"))),
+    Case(Lq=33, D=72, Dv=40, shared=9, window=20, sinks=True, layout="blhd"),
+    Case(B=3, H=2, Lq=150, Lk=300, D=192, Dv=128, shared=64, lengths=(300, 5, 171), causal=True, strides="sliced"),
+    Case(Hkv=2, Lq=1, Lk=400, D=96, shared=32),
+    Case(Hkv=2, Lq=3, Lk=90, D=50, shared=49, mask="hqk", mask_kind="f32", dtype="f16"),
+    Case(form="varlen", Hkv=2, q_lengths=(5, 20, 0, 64), lengths=(40, 7, 10, 64), D=96, shared=32, causal=True),
+    Case(Hkv=2, Lq=9, Lk=90, D=64, shared=16, indices="30", causal=True),
+]  # fmt: skip
+
 MASK_DIMS = ("qk", "1k", "q1", "hqk", "1qk", "h1k", "bhqk", "b1qk", "1hqk", "b11k", "bhq1")
 MASKS = [
     *(Case(Lq=50, Lk=70, mask=dims, mask_kind=kind) for dims in MASK_DIMS for kind in ("bool", "f32")),
@@ -356,8 +368,8 @@ INDICES = [
 ]
 
 CASES = [
-    *SIZES, *DTYPES, *POSITIONS, *AFFINE, *SCORES, *BIASES, *TREES, *MASKS, *DECODE, *VARLEN, *PAGED, *QUANTISED,
-    *LATENT, *STRIDES, *INDICES,
+    *SIZES, *DTYPES, *POSITIONS, *AFFINE, *SCORES, *BIASES, *TREES, *SHARED, *MASKS, *DECODE, *VARLEN, *PAGED,
+    *QUANTISED, *LATENT, *STRIDES, *INDICES,
 ]  # fmt: skip
 CASES += [
     Case(
@@ -370,7 +382,9 @@ CASES += [
 
 # Calls that have gradients, of the sizes that a float64 oracle can differentiate.
 GRADIENTS = [
-    c for c in CASES if c.form != "paged" and "/" not in c.k + c.v and not c.split_size and max(c.keys, c.Lq) <= 1100
+    c
+    for c in CASES
+    if c.form != "paged" and not c.shared and "/" not in c.k + c.v and not c.split_size and max(c.keys, c.Lq) <= 1100
 ]
 GRADIENTS += [  # many keys of one weight: sums that are rounded on the way are off
     Case(B=1, H=2, Lq=40, Lk=1000, D=64, dtype=t, softcap=0.5) for t in ("f16", "bf16")

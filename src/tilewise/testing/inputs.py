@@ -30,6 +30,7 @@ class Maker(Tensors):
         if c.form == "varlen":
             q, k = self.packed(c.q_lengths, "q"), self.packed(c.lengths, "k")
             v = first_columns(k, c.Dv) if c.latent else self.packed(c.lengths, "v")
+            k = self.without_shared(k, 1, options)
             args = (q, k, v, self.offsets(c.q_lengths), self.offsets(c.lengths))
             if c.used:
                 options["kv_lengths"] = self.ints(c.used)
@@ -52,7 +53,16 @@ class Maker(Tensors):
         if c.lengths:
             options["kv_lengths"] = self.ints(c.lengths)
         q, k = self.dense("q"), self.dense("k")
-        return api.attention, (q, k, first_columns(k, c.Dv) if c.latent else self.dense("v")), options
+        v = first_columns(k, c.Dv) if c.latent else self.dense("v")
+        return api.attention, (q, self.without_shared(k, 2 if c.layout == "blhd" else 1, options), v), options
+
+    def without_shared(self, k: Any, heads: int, options: dict[str, Any]) -> Any:
+        """Keys without the columns that all heads share: those of the first, an option."""
+        n = self.case.shared
+        if not n:
+            return k
+        options["k_shared"] = k.narrow(heads, 0, 1)[..., -n:]
+        return k[..., :-n]
 
     def options(self) -> dict[str, Any]:
         c = self.case

@@ -31,6 +31,7 @@ from ..core.options import (
 from ..core.problem import Form, Problem, Selection
 from ..core.tensors import Tensors
 from ..errors import InvalidArgument
+from ..quantised import Quantised
 from . import values
 from .arguments import Checker, Operand
 from .arrays import to_tensor
@@ -119,8 +120,11 @@ def _finish(
     """What all entry points check alike, then the `Problem`."""
     names = ("k_pages", "v_pages") if form == "paged" else ("k", "v")
     H, Hkv, D = c.q.shape[1], ck.data.shape[1], c.q.shape[3]
-    if ck.width != D:
-        raise InvalidArgument(names[0], f"a last dim of {ck.width}", f"{D}, as q")
+    t.k_shared = None if o.k_shared is None else _shared(c, form, ck, o.k_shared)
+    shared = 0 if t.k_shared is None else t.k_shared.shape[3]
+    if ck.width + shared != D:
+        with_shared = f", with k_shared {ck.width + shared}" * bool(shared)
+        raise InvalidArgument(names[0], f"a last dim of {ck.width}{with_shared}", f"{D}, as q")
     if cv.data.shape[:3] != ck.data.shape[:3]:
         given, want = (tuple(x.data.shape[:3]) for x in (cv, ck))
         raise InvalidArgument(names[1], f"(batch or pages, heads, rows) = {given}", f"{want}, as {names[0]}")
@@ -204,11 +208,12 @@ def _finish(
         tree=t.tree_mask is not None,
         positions=t.positions is not None,
         selection=selection,
+        shared=shared,
         tile_map=None if t.tile_map is None else t.tile_map.tile,
         split_size=as_split_size(o.split_size),
         return_lse=return_lse,
         allow_tf32=as_flag("allow_tf32", o.allow_tf32),
-        v_in_k=ck.format == cv.format and is_v_in_k(t.k, t.v) and is_v_in_k(t.k_scales, t.v_scales),
+        v_in_k=ck.format == cv.format and not shared and is_v_in_k(t.k, t.v) and is_v_in_k(t.k_scales, t.v_scales),
         aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
         copies=tuple(c.copies),
     )
@@ -225,6 +230,28 @@ def _finish(
     check_tile_map(problem, t, o.validate)
     values.check_indices(problem, t.key_indices, o.validate)
     return Call(problem, t, out, lse)
+
+
+def _shared(c: Checker, form: Form, ck: Operand, given: Any) -> torch.Tensor:
+    """The last columns of K, which all heads share: as k, of one head."""
+    if isinstance(given, Quantised) or ck.format.is_quantised:
+        raise InvalidArgument("k_shared", "quantised keys", "k and k_shared of floats", "keys in one tensor")
+    x = c.operand("k_shared", given, "[T, H, D]" if form == "varlen" else c.form_of_q()).data
+    want = (ck.data.shape[0], 1, ck.data.shape[2])
+    if tuple(x.shape[:3]) != want or x.dtype != ck.data.dtype:
+        got = f"{x.dtype}, (batch, heads, rows) = {tuple(x.shape[:3])}"
+        raise InvalidArgument("k_shared", got, f"{ck.data.dtype}, {want}: one head for all of k's")
+    return x
+
+
+def joined(k: Any, k_shared: Any, layout: Any = "bhld") -> torch.Tensor:
+    """Keys that hold for each head what all share, where gradients or graphs want one tensor."""
+    k, x = to_tensor("k", k), to_tensor("k_shared", k_shared)
+    heads = 2 if layout == "blhd" else 1
+    want = tuple(1 if dim == heads else n for dim, n in enumerate(k.shape[:-1]))
+    if tuple(x.shape[:-1]) != want or x.dtype != k.dtype:
+        raise InvalidArgument("k_shared", f"{x.dtype} {tuple(x.shape)}", f"{k.dtype} {want}, then its columns")
+    return torch.cat([k, x.expand(*k.shape[:-1], -1)], -1)
 
 
 def _positions(c: Checker, o: Options, places: list[Any], batch: int, q_len: int) -> torch.Tensor:

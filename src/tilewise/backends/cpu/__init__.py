@@ -38,6 +38,15 @@ def supports(problem: Problem | WriteProblem) -> str | None:
 supports_write = supports
 
 
+def takes_shared(problem: Problem) -> bool:
+    """Whether columns of K that all heads share are read where they lie. AMX packs rows of one tensor."""
+    if serves(problem.device) is not None:
+        return False
+    from .gemm import amx
+
+    return not (amx.usable() and problem.k_format.name in amx.PARTS)
+
+
 def serves(device: torch.device) -> str | None:
     return unusable() if device.type == "cpu" else OtherDevice(f"the tensors are on {device.type}")
 
@@ -124,6 +133,15 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
     from . import launch
 
     p = plan.problem
-    if p.mask is not None or p.tree or p.alibi or p.biased or p.sinks or p.selection or p.rules.q_offset == "rows":
+    if (
+        p.mask is not None
+        or p.tree
+        or p.alibi
+        or p.biased
+        or p.sinks
+        or p.selection
+        or p.shared
+        or p.rules.q_offset == "rows"
+    ):
         return None  # the kernel is not given new addresses of these
     return launch.bind(plan, tensors)

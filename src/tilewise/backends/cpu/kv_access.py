@@ -11,14 +11,15 @@ from numba import types
 from ...core.mask_rules import OFFSET_KINDS
 from .codegen import dtypes
 from .codegen.load_store import get_i32, get_i64, get_one, put_f32, put_i64, put_series
-from .codegen.numba_ops import ONE, F, fill, jit, up, widen_row
+from .codegen.numba_ops import ONE, ZERO, F, fill, jit, up, widen_row
 from .codegen.vector import W
 
 END = OFFSET_KINDS["end"]
 KEY_PAD = np.int64(8)  # keys that `qk` takes at once
 LIST_PAD = np.int64(16)  # those that integer dots take
 # K or V: base, strides over the batch (or pages), heads and rows, dtype, width; its scales likewise, their group
-Source = namedtuple("Source", "base b h l dtype width scales scales_b scales_h scales_l scales_dtype group")
+# and columns that all heads share, which lie elsewhere
+Source = namedtuple("Source", "base b h l dtype width scales scales_b scales_h scales_l scales_dtype group shared")
 # Where keys and queries stand: the position of the first query, then as in `MaskRules.places`; or, of a tree, where its
 # positions are (0: there are none), which are also those of the queries' own keys, and the first of these
 Affine = namedtuple("Affine", "offset k_start k_stride q_stride tree own")
@@ -149,14 +150,15 @@ def query_row(p, item, q_start, g, i):
 
 @jit
 def key_source(p):
-    return Source(p.k, p.k_b, p.k_h, p.k_l, p.k_dtype, p.head_dim,
-                  p.k_scales, p.k_scales_b, p.k_scales_h, p.k_scales_l, p.k_scales_dtype, p.k_group)  # fmt: skip
+    return Source(p.k, p.k_b, p.k_h, p.k_l, p.k_dtype, p.head_dim - p.shared_columns, p.k_scales, p.k_scales_b,
+                  p.k_scales_h, p.k_scales_l, p.k_scales_dtype, p.k_group, p.shared_columns)  # fmt: skip
 
 
 @jit
 def value_source(p):
     return Source(p.v, p.v_b, p.v_h, p.v_l, p.v_dtype, p.value_dim,
-                  p.v_scales, p.v_scales_b, p.v_scales_h, p.v_scales_l, p.v_scales_dtype, p.v_group)  # fmt: skip
+                  p.v_scales, p.v_scales_b, p.v_scales_h, p.v_scales_l, p.v_scales_dtype, p.v_group,
+                  ZERO)  # fmt: skip
 
 
 @jit
@@ -235,9 +237,15 @@ def list_scales(p, x, at, table, first, count, pad, line):
 @jit
 def widen_rows(p, x, at, table, to, first, count, pad):
     """Rows that `table` lists, to float32 in `to`, which the table lists then. Returns NaN if one is not finite."""
-    padded = up(x.width, W)
+    padded = up(x.width + x.shared, W)
     bad = F(0)
     for j in range(count):
+        if x.shared:  # behind the row's own
+            row, rest = to + 4 * j * padded, to + 4 * (j * padded + x.width)
+            bad += widen_row(row, get_i64(table + 8 * j), x.dtype, x.width, x.width, ZERO, ZERO, ONE)
+            start = row_address(p, p.k_shared, p.k_shared_b, ZERO, p.k_shared_l, at, first + j)
+            bad += widen_row(rest, start, x.dtype, x.shared, padded - x.width, ZERO, ZERO, ONE)
+            continue
         scales = types.int64(0)
         if dtypes.is_quantised(x.dtype):
             scales = row_address(p, x.scales, x.scales_b, x.scales_h, x.scales_l, at, first + j)

@@ -72,10 +72,11 @@ class Params(ctypes.Structure):
         *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),
         *fields(tensor("table", "b")),
         *fields(tensor("indices")),  # of keys, or of blocks of them
+        *fields(tensor("k_shared")),  # columns of K that all heads share
         # Storage types, see `codegen/dtypes.py`; scale groups in elements, rows in bytes
         *fields("q_dtype k_dtype v_dtype mask_dtype k_scales_dtype v_scales_dtype k_group v_group k_row v_row page"),
         *fields("block chosen_keys"),  # queries that share indices, keys of a block; keys that a query may choose
-        *fields("batch heads kv_heads q_len kv_len head_dim value_dim"),
+        *fields("batch heads kv_heads q_len kv_len head_dim value_dim shared_columns"),
         ("rules", Rules),
         *fields("scale softcap", ctypes.c_double),
         # Tiles and work items

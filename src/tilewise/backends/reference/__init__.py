@@ -8,6 +8,11 @@ from ...core.tensors import BackwardTensors, Tensors, sequences
 from ...reference import attend, gradients
 
 
+def takes_shared(problem: Problem) -> bool:
+    """Columns of K that all heads share are put beside each head's own tile by tile."""
+    return True
+
+
 def supports(problem: Problem) -> str | None:
     return "float64 is not on this device" if problem.device.type == "mps" else None
 

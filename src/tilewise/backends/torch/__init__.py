@@ -22,6 +22,11 @@ from .tiles import adjust, no_autocast, span_ends, tile_states, weighted_sum, wo
 FEW_ROWS, PART = 16, 32
 
 
+def takes_shared(problem: Problem) -> bool:
+    """Columns of K that all heads share are put beside each head's own tile by tile."""
+    return True
+
+
 def supports(problem: Problem | WriteProblem) -> str | None:
     return None
 

@@ -83,9 +83,9 @@ def pack_queries(p, t, w, item, q_start, R):
 
 @jit
 def pack_keys(p, t, w, x, at, tile, count, last):
-    """Lists K's rows, widened if they are not float32, and those to prefetch."""
+    """Lists K's rows, widened if they are not float32 or lie in two places, and those to prefetch."""
     list_rows(p, x, at, t.k_table, tile, count, PAD)
-    if x.dtype != dtypes.F32:
+    if x.dtype != dtypes.F32 or x.shared:
         widen_rows(p, x, at, t.k_table, t.keys, tile, count, PAD)
     list_next_tile(p, t, x, value_source(p), at, tile + count, min(p.tile_keys, last - tile - count))
     return False
