@@ -167,3 +167,85 @@ def _alibi():
 
 def test_alibi_goes_by_positions_of_the_whole(pool):
     assert pool(_alibi) == [2] * 4
+
+
+def _first_tokens(interleave):
+    """A sequence that is shorter than what lies together on a rank: the others hold no key of the whole batch."""
+    torch.manual_seed(0)
+    cache, x = (
+        distributed.ShardedKVCache(mesh_of("4"), 4, 8, 4, 16, "f32", interleave=interleave),
+        torch.randn(2, 1, 4, 5, 16),
+    )
+    sequence = cache.create()
+    cache.append([sequence], *x)
+    q = 3 * x[0][:, :, -3:]
+    for options in ({}, {"window": (1, 0)}, {"chunk": 2}):
+        state = cache.attend([sequence], q, gather=False, backend="torch", return_lse=True, **options)
+        check_call(dense(q, *x, Options(causal=True, **options)), *state)
+    return True
+
+
+@pytest.mark.parametrize("interleave", [8, 2**31 - 1])
+def test_ranks_without_a_key_of_the_whole_batch(pool, interleave):
+    assert pool(_first_tokens, interleave) == [True] * 4
+
+
+def _latent():
+    """Rows that hold K and V come once."""
+    torch.manual_seed(0)
+    rows, q = torch.randn(1, 1, 9, 24), torch.randn(1, 4, 1, 24)
+    cache = distributed.ShardedKVCache(mesh_of("4"), 4, 4, kv_heads=1, head_dim=24, dtype="f32", latent=16)
+    sequence = cache.create()
+    cache.append(sequence, rows)
+    state = cache.attend(sequence, q, gather=False, backend="torch", return_lse=True)
+    check_call(dense(q, rows, rows[..., :16], Options(causal=True)), *state)
+    return True
+
+
+def test_latent_rows_are_appended_without_values(pool):
+    assert pool(_latent) == [True] * 4
+
+
+def _refusals():
+    """The arguments that are named, of calls that would attend to something else, or end a process."""
+    found, rank = [], dist.get_rank()
+    x = torch.randn(2, 1, 4, 9, 16)
+    q = x[0][:, :, -2:]
+    caches = [distributed.ShardedKVCache(mesh_of("4"), 4, 4, 4, 16, "f32", interleave=n) for n in (1, 2)]
+    for cache in caches:
+        cache.append([cache.create()], *x)
+    tree, bias = torch.ones(1, 2, 2, dtype=torch.bool), torch.zeros(1, 1, 2)
+    calls = [{"tree_mask": tree}, {"q_bias": bias}, {"k_bias": bias}, {"k_start": 1}, {"k_stride": 2}, {"bogus": 1}]
+    calls += [
+        {"sinks": torch.zeros(3)},
+        {"q": q.clone().requires_grad_()},
+        {"window": 0},
+        {"chunk": 0},
+        {"window": "4"},
+    ]
+    calls += [
+        {"causal": 1},
+        {"q": q[:, : 2 + 2 * (rank == 0)], "validate": True},
+        {"scale": rank + 1.0},
+        {"q": 3},
+        {"mask": None},
+    ]
+    for cache in caches:
+        for options in calls:
+            try:
+                cache.attend([0], **{"q": q, "backend": "torch", **options})
+                found.append("none")
+            except InvalidArgument as error:
+                found.append(error.argument)
+    for call in (lambda: cache.truncate(0, 1.5), lambda: cache.length(True), lambda: cache.append([0], x[0][0])):
+        try:
+            call()
+        except InvalidArgument as error:
+            found.append(error.argument)
+    return found
+
+
+def test_what_a_sharded_cache_cannot_do_is_refused_on_all_ranks(pool):
+    names = ["tree_mask", "q_bias", "k_bias", "k_start", "k_stride", "bogus", "sinks", "q", "window", "chunk", "window"]
+    names += ["causal", "q", "scale", "q", "none"]
+    assert pool(_refusals) == [[*names, *names, "length", "sequences", "k"]] * 4

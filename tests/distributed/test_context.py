@@ -67,6 +67,8 @@ def _refusals():
     note(enter, buffers=[x], buffer_seq_dims=[])
     note(enter, no_restore_buffers={x})
     note(enter, buffers=[x], buffer_seq_dims=[4])
+    note(enter, buffers=[x], buffer_seq_dims=["2"])
+    note(enter, buffers=[3], buffer_seq_dims=[0])
     note(enter, buffers=[x, x], buffer_seq_dims=[2, 2])
     with distributed.context_parallel(mesh):
         note(enter)
@@ -81,8 +83,23 @@ def _refusals():
 
 
 def test_what_cannot_be_sharded_is_refused(pool):
-    more = ["buffer_seq_dims[0]", "buffers", "context_parallel"]
+    more = ["buffer_seq_dims[0]", "buffer_seq_dims[0]", "buffers[0]", "buffers", "context_parallel"]
     assert pool(_refusals)[0] == ["buffer_seq_dims", "no_restore_buffers", *more, "buffers", "mask", "query", 2]
+
+
+def _fast_path():
+    """A layer of torch that in eval mode calls no function of Python at all."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True).eval(), torch.randn(1, LENGTH, 16)
+    with torch.no_grad():
+        want, given = layer(x), x.clone()
+        with distributed.context_parallel(mesh_of("4"), buffers=[given], buffer_seq_dims=[1]):
+            out = layer(given)
+    return _close(distributed.unshard(out, mesh_of("4"), 1), want), torch.backends.mha.get_fastpath_enabled()
+
+
+def test_torchs_fast_path_is_off_inside(pool):
+    assert pool(_fast_path) == [(True, True)] * 4
 
 
 def _backward_outside():

@@ -101,10 +101,26 @@ def test_slower_links_and_fewer_tokens_are_no_faster():
 
 
 def test_what_is_no_mesh():
-    with pytest.raises(InvalidArgument, match="mesh: got 4, expected a number of ranks, or a pair"):
+    with pytest.raises(InvalidArgument, match="mesh: got 4, expected a number of ranks, 1 to 4096, or a pair"):
         plan(*meta(64), mesh=4, scheme="2d")
-    with pytest.raises(InvalidArgument, match="mesh: got 0"):
-        plan(*meta(64), mesh=0)
+    for mesh in (0, True, 4097, 10**30, (2.0,), (2, 2)):
+        with pytest.raises(InvalidArgument, match="mesh: got "):
+            plan(*meta(64), mesh=mesh)
+
+
+def test_what_attention_refuses_and_machines_that_are_none():
+    for mesh in (3, 64):
+        with pytest.raises(InvalidArgument, match=f"q: got 32 heads, expected a multiple of {mesh}"):
+            plan(*meta(64), mesh=mesh, scheme="ulysses")
+    lengths = torch.empty(1, dtype=torch.int32, device="meta")
+    wrong = [("kv_lengths", lengths), ("machine", 3), ("backward", 1), ("return_lse", 1), ("scheme", "circle")]
+    for name, value in wrong:
+        with pytest.raises(InvalidArgument, match=f"{name}: got "):
+            plan(*meta(64), mesh=4, **{name: value})
+    assert plan(*meta(64), mesh=4, return_lse=True) == plan(*meta(64), mesh=4)
+    for name, value in (("link", 0), ("flops", float("nan")), ("latency", -1.0), ("memory", "4e12"), ("merge", True)):
+        with pytest.raises(InvalidArgument, match=f"{name}: got "):
+            Machine(**{name: value})
 
 
 def test_scale_prints_a_table_and_writes_it(capsys, tmp_path):
@@ -116,3 +132,18 @@ def test_scale_prints_a_table_and_writes_it(capsys, tmp_path):
     assert "needs more than 8 ranks" in printed
     assert (tmp_path / "a.svg").read_text().count("polyline") > 6
     assert main(["scale", "--schemes", "circle"]) == 2
+    for words, message in (
+        (["--ranks", "0"], "--ranks: got '0', expected numbers of devices"),
+        (["--ranks", "4097"], "numbers of devices, 1 to 4096"),
+        (["--link", "0"], "--link: got '0', expected a speed"),
+        (["--link", "-5"], "expected a speed"),
+        (["--tflops", "nan"], "--tflops: got 'nan', expected a speed"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["scale", *words])
+        assert message in capsys.readouterr().err
+    for option in ("--json", "--plot"):  # before anything is computed
+        assert main(["scale", option, str(tmp_path / "none" / "a.svg")]) == 2
+        said = capsys.readouterr()
+        assert "expected a file in a folder that exists" in said.err
+        assert not said.out

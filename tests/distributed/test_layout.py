@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import distributed as dist
 
-from tilewise import InvalidArgument
+from ranks import Pool, mesh_of
+from tilewise import InvalidArgument, distributed
 from tilewise.distributed.layout import ORDERS, Ranks, as_offsets, pieces, ranks_of, rows_of
 
 SIZES = [("2d", 3, 2), ("ulysses", 1, 4), *((scheme, 4, 1) for scheme in ORDERS if scheme not in ("2d", "ulysses"))]
@@ -50,3 +52,50 @@ def test_what_is_no_mesh_or_scheme():
 def test_offsets_that_are_none(cu):
     with pytest.raises(InvalidArgument, match="cu_seqlens"):
         as_offsets(torch.tensor(cu), 10)
+
+
+def _unsharded():
+    """What `unshard` and its like say of odd arguments, on each rank."""
+    found, rank, mesh = [], dist.get_rank(), mesh_of("4")
+    whole = torch.arange(10.0)
+    part = distributed.shard(whole, mesh, 0)
+    narrow = distributed.unshard(part.to(torch.float8_e4m3fn), mesh, -1, length=10)
+    found.append(torch.equal(narrow.float(), whole))
+    others = dist.new_group([0])
+    x = torch.randn(1, 4, 4, 8)
+    calls = [
+        lambda: distributed.unshard(part, mesh, 0),  # parts differ by a token
+        lambda: distributed.unshard(torch.zeros(2, 2 + rank), mesh, 0),
+        lambda: distributed.unshard(torch.zeros(2, dtype=torch.float64 if rank else torch.float32), mesh, 0),
+        lambda: distributed.unshard(torch.zeros(2), mesh, 0, length=8 + rank),
+        lambda: distributed.unshard(torch.tensor(1.0), mesh, 0),
+        lambda: distributed.shard([1, 2], mesh, 0),
+        lambda: distributed.shard(whole, mesh, "tokens"),
+        lambda: distributed.shard(whole, mesh, True),
+        lambda: distributed.positions(10**30, mesh),
+        lambda: distributed.attention(*[x.to("meta")] * 3, mesh=mesh),
+        lambda: torch.vmap(lambda y: distributed.attention(y, x, x, mesh=mesh))(x[None]),
+        lambda: torch.func.grad(lambda y: distributed.attention(y, x, x, mesh=mesh).sum())(x),
+        lambda: rank and distributed.shard(whole, others, 0),
+    ]
+    for call in calls:
+        try:
+            call()
+            found.append("none")
+        except InvalidArgument as error:
+            found.append(error.argument)
+    try:
+        distributed.unshard(part, mesh, 0)
+    except InvalidArgument as error:
+        found.append("length= says how many" in str(error))
+    out = distributed.attention(x, x, x, mesh=mesh, length=[16, 16], backend="torch")
+    compiled = torch.compile(lambda y: distributed.attention(y, x, x, mesh=mesh, backend="torch") + 0, backend="eager")
+    found.append(torch.equal(compiled(x), out))
+    return found
+
+
+def test_odd_arguments_are_refused_on_all_ranks():
+    names = ["x", "x", "x", "length", "dim", "x", "dim", "dim", "length", "q", "q", "q"]
+    with Pool(4) as pool:
+        answers = pool(_unsharded)
+    assert answers == [[True, *names, "mesh" if rank else "none", True, True] for rank in range(4)]

@@ -149,6 +149,9 @@ def _damaged_header(which):
         dist.send(torch.tensor([size]), 1)
         if which != "size":
             dist.send(torch.tensor(list(text), dtype=torch.uint8), 1)
+            taken = torch.ones(1, dtype=torch.int64)
+            dist.recv(taken, 1)
+            assert not taken  # the sender is told, and sends no more
         return ""
     try:
         distributed.receive_sequence(cache, 0)
@@ -193,3 +196,35 @@ def test_prefill_in_one_process_and_decode_in_another():
         about, tensors = cache.export(sequence)
         shared = {name: x.share_memory_() for name, x in tensors.items()}
         assert pool(_read, about, shared) == [cache.keys(sequence, 1).sum().item()] * 2
+
+
+def _refused_then_taken():
+    """A sequence that the receiver's cache cannot hold, and after it one that it can: nothing of the first is left."""
+    found = []
+    cache, sequence = filled(4)
+    for there in (
+        PagedKVCache(50, 16, 4, 64, "f16", layers=2, value_dim=32),
+        PagedKVCache(1, 16, 4, 64, "f32", layers=2, value_dim=32),
+        PagedKVCache(50, 16, 4, 64, "f32", layers=2, value_dim=32),
+    ):
+        try:
+            if dist.get_rank() == 0:
+                distributed.send_sequence(cache, sequence, 1)
+                found.append("fine")
+            else:
+                found.append(
+                    "fine" if same(cache, sequence, there, distributed.receive_sequence(there, 0)) else "wrong"
+                )
+        except (InvalidArgument, CacheFull) as error:
+            found.append(str(error).partition(" ")[0])
+    for peer in (2, -1, dist.get_rank(), True, "1"):
+        with pytest.raises(InvalidArgument, match="another rank of 2"):
+            distributed.send_sequence(cache, sequence, peer)
+        with pytest.raises(InvalidArgument, match="another rank of 2"):
+            distributed.receive_sequence(cache, peer)
+    return found
+
+
+def test_a_refused_sequence_leaves_nothing_under_way():
+    with Pool(2) as pool:
+        assert pool(_refused_then_taken) == [["to:", "to:", "fine"], ["sender", "a", "fine"]]

@@ -1,6 +1,8 @@
 """`tilewise chat`: what it answers, computes and keeps, over a tiny model."""
 
+import os
 import signal
+import struct
 
 import pytest
 
@@ -105,6 +107,10 @@ def test_a_second_ctrl_c_ends_the_chat(folder, capsys, monkeypatch):
 def test_what_is_refused(tmp_path, folder, capsys):
     assert main(["chat", "Hello", "--model", str(tmp_path)]) == 2
     assert "a folder with a config.json" in capsys.readouterr().err
+    for config in ("{}", "no json", "[]", '{"model_type": "llama", "hidden_size": -1}', '{"model_type": "bert"}'):
+        (tmp_path / "config.json").write_text(config)
+        assert main(["chat", "Hello", "--model", str(tmp_path)]) == 2
+        assert "a causal model that transformers can load" in capsys.readouterr().err
     assert main(["chat", "Hello", "--gguf", str(tmp_path / "no.gguf")]) == 2
     assert "expected a GGUF file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -118,14 +124,41 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
     from tilewise.tools import pretrained
 
     file = tmp_path / "a.gguf"
-    file.write_bytes(b"no weights")
-    with pytest.raises(InvalidArgument, match="a GGUF file"):
-        pretrained.read_gguf(file)
-    writer = gguf.GGUFWriter(file, "qwen2")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    counts = [b"GGUF" + struct.pack("<IQQ", 3, *n) for n in ((2**63 - 1, 2**63 - 1), (0, 2**63 - 1), (7, 0))]
+    for content in (b"no weights", b"", *counts, counts[1] + bytes(range(256))):
+        file.write_bytes(content)
+        with pytest.raises(InvalidArgument, match="a GGUF file"):
+            pretrained.read_gguf(file)
+
+    def write(architecture, **fields):
+        writer = gguf.GGUFWriter(file, architecture)
+        for name, value in fields.items():
+            writer.add_string(f"tokenizer.ggml.{name}", value)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    write("qwen2")
     with pytest.raises(InvalidArgument, match="qwen2 with a tokenizer of None"):
         pretrained.converted(file)
+    write("llama", pre="smollm")
+    with pytest.raises(InvalidArgument, match=r"KeyError 'tokenizer.ggml.tokens' came"):
+        pretrained.converted(file)
+
+
+def test_another_file_of_the_same_name_and_size_is_another_model(tmp_path, monkeypatch):
+    from tilewise.tools import pretrained
+
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(pretrained, "read_gguf", lambda path: path.read_text())
+    monkeypatch.setattr(
+        pretrained, "_write", lambda made, folder: (folder.mkdir(parents=True), (folder / "a").write_text(made))
+    )
+    file, found = tmp_path / "a.gguf", []
+    for content, at in (("old", 1), ("new", 2), ("new", 2)):
+        file.write_text(content)
+        os.utime(file, ns=(at, at))
+        found.append((pretrained.converted(file) / "a").read_text())
+    assert found == ["old", "new", "new"]

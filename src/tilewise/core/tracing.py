@@ -21,6 +21,11 @@ def is_traced() -> bool:
     return is_compiling() or _dispatch_modes() > 0 or _jit_tracing() or _transform() is not None
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is around the call: of its tensors some may have no memory."""
+    return _transform() is not None
+
+
 dtensors = False  # whether our operators have sharding rules
 
 

@@ -9,12 +9,26 @@ from typing import Any
 import torch
 
 from ..core.options import PLACES, Options, RuleOptions, as_rules, is_int
+from ..core.tracing import is_transformed
 from ..errors import InvalidArgument
+from ..kv_cache.eager import left_alone
 from ..state import AttentionState
 from ..validation import keywords
-from .exchange import Heads, ToHeads, ToTokens, agree, connect, is_known
+from .exchange import Heads, ToHeads, ToTokens, connect
+from .faults import agree, is_known
 from .function import EXTRAS, Attention, forward
-from .layout import ORDERS, Ranks, as_offsets, check_count, global_length, inner_sizes, pieces, ranks_of, total
+from .layout import (
+    ORDERS,
+    Ranks,
+    as_offsets,
+    check_count,
+    global_length,
+    inner_sizes,
+    pieces,
+    ranks_of,
+    total,
+    values_of,
+)
 from .rows import Call
 from .steps import Task
 
@@ -86,6 +100,13 @@ def attention(
         mask whose rows are not sharded are this rank's share: their sum over the mesh is the gradient.
     """
     ring, inner = ranks_of(mesh, scheme)
+    length = tuple(length) if isinstance(length, list) else length
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, torch.Tensor) and x.is_meta:
+            raise InvalidArgument(name, "a tensor on meta", "one with values", "tilewise.distributed.plan takes them")
+    if is_transformed():
+        remedy = "call it without torch.vmap and torch.func around it; gradients: .backward() or torch.autograd.grad"
+        raise InvalidArgument("q", "a call inside of a torch.func transform", "none over several ranks", remedy)
     seq = 0 if cu_seqlens_q is not None else 1 if options.get("layout") == "blhd" else 2
     if options.get("validate") is not False and all(isinstance(x, torch.Tensor) and x.ndim > seq for x in (q, k, v)):
         sizes = _sizes((q, k, v), seq, length)
@@ -103,6 +124,11 @@ def attention(
     return state if return_lse else state.out
 
 
+left_alone(
+    attention, "messages between ranks are no part of a graph: it runs outside of graphs, and not with fullgraph=True"
+)
+
+
 def _sizes(qkv: Any, seq: int, length: Any) -> dict[str, Any]:
     """Of q, k and v what is the same on all ranks: not the number of tokens, where `length` says how many there are."""
     of_q, of_k = length if isinstance(length, tuple) and len(length) == 2 else (length, length)
@@ -118,19 +144,12 @@ def _said(
 ) -> dict[str, object]:
     """What has to be the same on all ranks, by the names of the arguments."""
 
-    def plain(x: Any) -> object:
-        return x.tolist() if isinstance(x, torch.Tensor) else x
-
-    said: dict[str, object] = {
-        "scheme": scheme,
-        "length": length,
-        "cu_seqlens_q": plain(cu_q),
-        "cu_seqlens_k": plain(cu_k),
-        **sizes,
-    }
+    offsets = {"cu_seqlens_q": values_of("cu_seqlens_q", cu_q), "cu_seqlens_k": values_of("cu_seqlens_k", cu_k)}
+    said: dict[str, object] = {"scheme": scheme, "length": length, **offsets, **sizes}
     for name in KNOWN:
-        x = options.get(name)
-        said[name] = (x.ndim, x.dtype, x.requires_grad) if name in EXTRAS and isinstance(x, torch.Tensor) else plain(x)
+        x: Any = options.get(name)
+        own = name in EXTRAS and isinstance(x, torch.Tensor)  # a rank's rows, or a weight
+        said[name] = (x.ndim, x.dtype, x.requires_grad) if own else values_of(name, x)
     said["gradients"] = torch.is_grad_enabled()
     return said
 
@@ -166,6 +185,9 @@ def prepare(
         raise InvalidArgument("layout", repr(o.layout), "'bhld' or 'blhd'")
     head, seq = (1, 0) if packed else (1, 2) if o.layout == "bhld" else (2, 1)
     H, Hkv = q.shape[head], k.shape[head]
+    if H % inner.size:
+        expected = f"a multiple of {inner.size}, the ranks of Ulysses"
+        raise InvalidArgument("q", f"{H} heads", expected, "take 'zigzag' or 'gather'")
     if (Hkv and H % Hkv) or v.shape[head] != Hkv:
         raise InvalidArgument("k", f"{Hkv} heads, v {v.shape[head]}", f"as many in both, that divide q's {H}")
     for name, ndims in (("sinks", (1,)), ("alibi_slopes", (1, 2))):
@@ -227,9 +249,6 @@ def _over_heads(
 ) -> AttentionState:
     """Tokens for heads among the inner ranks, the ring, and back."""
     H, Hkv, n = q.shape[call.head], k.shape[call.head], inner.size
-    if H % n or H % Hkv:
-        want = f"a multiple of {n}, the ranks of Ulysses, and of k's {Hkv}"
-        raise InvalidArgument("q", f"{H} heads", want, "take 'zigzag' or 'gather'")
     each = H // n
     mine = range(inner.rank * each, (inner.rank + 1) * each)
     parts = [range(u * each, (u + 1) * each) for u in range(n)]
@@ -293,7 +312,7 @@ def _places(
                 raise InvalidArgument(name, repr(x), f"an int tensor [{rows}]" + " or an int" * (name == "q_offset"))
         elif x is not None and name == "kv_lengths":
             raise InvalidArgument(name, repr(x), f"an int tensor [{rows}]")
-        given.append(x.tolist() if isinstance(x, torch.Tensor) else [x] * rows)
+        given.append(values_of(name, x) if isinstance(x, torch.Tensor) else [x] * rows)
     packed = bool(cu_q)
     whole = [b - a for a, b in itertools.pairwise(cu_k)] if packed else [Lk] * rows
     queries = [b - a for a, b in itertools.pairwise(cu_q)] if packed else [Lq] * rows

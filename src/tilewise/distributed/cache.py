@@ -13,14 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..api import paged_attention
 from ..core.mask_rules import NO_RULES, near
-from ..core.options import Options, as_rules
+from ..core.options import Options, as_rules, is_int
 from ..errors import InvalidArgument
 from ..kv_cache import PagedKVCache
+from ..kv_cache.checks import sequence_ids
+from ..kv_cache.eager import eager
 from ..state import AttentionState, merge
+from ..validation import keywords
 from .exchange import all_to_all
-from .faults import told
+from .faults import agree, is_known, told
 from .layout import Ranks, ranks_of
+
+# Of `paged_attention`: what is known of keys here is of this rank's alone, and of heads of all ranks'.
+RULES = tuple(name for name in NO_RULES.options() if name != "causal")
+TAKEN = (*RULES, "scale", "softcap", "alibi_slopes", "split_size", "allow_tf32", "validate", "backend")
 
 
 def held(length: int, rank: int, ranks: int, interleave: int) -> int:
@@ -33,6 +41,7 @@ def held(length: int, rank: int, ranks: int, interleave: int) -> int:
     return rounds * interleave + min(max(rest - rank * interleave, 0), interleave)
 
 
+@eager
 class ShardedKVCache:
     """A `PagedKVCache` on each rank of a mesh, which together hold sequences of R times as many tokens.
 
@@ -46,8 +55,8 @@ class ShardedKVCache:
     """
 
     def __init__(self, mesh: Any, num_pages: int, page_size: int, *args: Any, interleave: int = 1, **options: Any):
-        if isinstance(interleave, bool) or not isinstance(interleave, int) or interleave < 1:
-            raise InvalidArgument("interleave", repr(interleave), "tokens that lie together, 1 or more")
+        if not is_int(interleave) or not 1 <= interleave < 2**31:
+            raise InvalidArgument("interleave", repr(interleave), "tokens that lie together, 1 or more, below 2**31")
         self.ranks, _ = ranks_of(mesh, "ring")
         self.interleave = interleave
         self.cache = PagedKVCache(num_pages, page_size, *args, **options)
@@ -83,67 +92,78 @@ class ShardedKVCache:
     def fork(self, sequence: int) -> int:
         """A new sequence that shares all tokens of another."""
         new = self.cache.fork(sequence)
-        self._length[new] = self._length[sequence]
+        self._length[new] = self.length(sequence)
         return new
 
     def free(self, sequences: int | Sequence[int]) -> None:
         """Ends sequences."""
         self.cache.free(sequences)
-        for sequence in [sequences] if isinstance(sequences, int) else sequences:
+        for sequence in sequence_ids(sequences):
             del self._length[sequence]
 
     def truncate(self, sequence: int, length: int) -> None:
         """Shortens a sequence to `length` tokens, on all ranks together."""
-        if not 0 <= length <= self.length(sequence):
+        if not is_int(length) or not 0 <= length <= self.length(sequence):
             raise InvalidArgument("length", repr(length), f"0 to {self.length(sequence)}, what the sequence holds")
         self.cache.truncate(sequence, self._held(length))
         self._length[sequence] = length
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence, on all ranks together."""
-        if sequence not in self._length:
+        (number,) = sequence_ids([sequence])
+        if number not in self._length:
             raise InvalidArgument("sequence", repr(sequence), "the id of a sequence that is not freed")
-        return self._length[sequence]
+        return self._length[number]
 
     def _held(self, length: int) -> int:
         return held(length, self.ranks.rank, self.ranks.size, self.interleave)
 
-    def append(self, sequences: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> None:
-        """Adds `[B, Hkv, L, D]` tokens, of which each rank keeps its own, to a cache of one layer."""
+    def append(self, sequences: int | Sequence[int], k: torch.Tensor, v: torch.Tensor | None = None) -> None:
+        """Adds `[B, Hkv, L, D]` tokens, of which each rank keeps its own, to a cache of one layer; latent ones by k."""
+        _check_rows("k", k)
         self.extend(sequences, k.shape[2]).write(k, v)
 
-    def extend(self, sequences: Sequence[int], count: int = 1) -> ShardedBatch:
+    def extend(self, sequences: int | Sequence[int], count: int = 1) -> ShardedBatch:
         """Makes room for `count` new tokens of each sequence, once for all layers.
 
         Raises:
             CacheFull: this rank has too few pages. Others may have room: size the ranks alike.
         """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise InvalidArgument("count", repr(count), "a number of new tokens, 0 or more")
-        before = [self.length(sequence) for sequence in sequences]
+        if not is_int(count) or count < 0:
+            raise InvalidArgument("count", repr(count), "a number of new tokens of each sequence, 0 or more")
+        ids = sequence_ids(sequences)
+        before = [self.length(sequence) for sequence in ids]
         new = [self._held(n + count) - self._held(n) for n in before]
-        batch = self.cache.extend(list(sequences), new)
-        self._length |= {sequence: n + count for sequence, n in zip(sequences, before, strict=True)}
-        return ShardedBatch(self, list(sequences), batch, before, count)
+        batch = self.cache.extend(ids, new)
+        self._length |= {sequence: n + count for sequence, n in zip(ids, before, strict=True)}
+        return ShardedBatch(self, ids, batch, before, count)
 
-    def attend(self, sequences: Sequence[int], q: torch.Tensor, **options: Any) -> Any:
+    def attend(self, sequences: int | Sequence[int], q: torch.Tensor, **options: Any) -> Any:
         """Attention of the last tokens' queries; see `ShardedBatch.attend`."""
-        before = [self.length(sequence) - q.shape[2] for sequence in sequences]
-        batch = self.cache.view(list(sequences), 0)
-        return ShardedBatch(self, list(sequences), batch, before, q.shape[2]).attend(q, **options)
+        _check_rows("q", q)
+        ids = sequence_ids(sequences)
+        before = [self.length(sequence) - q.shape[2] for sequence in ids]
+        return ShardedBatch(self, ids, self.cache.view(ids, 0), before, q.shape[2]).attend(q, **options)
+
+    def __repr__(self) -> str:
+        mine = f"rank {self.ranks.rank} of {self.ranks.size}, interleave={self.interleave}"
+        return f"ShardedKVCache({mine}, lengths={self._length}, {self.cache})"
 
 
+@eager
 class ShardedBatch:
     """What `ShardedKVCache.extend` gives: new tokens of some sequences, the same for all layers."""
 
     def __init__(self, cache: ShardedKVCache, sequences: list[int], batch: Any, before: list[int], count: int) -> None:
         self.cache, self.sequences, self.batch, self.before, self.count = cache, sequences, batch, before, count
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0) -> None:
-        """Stores this rank's of the new tokens `[B, Hkv, L, D]` of a layer."""
-        if k.ndim != 4 or k.shape[0] != len(self.sequences) or k.shape[2] != self.count:
-            want = f"[{len(self.sequences)}, Hkv, {self.count}, D]"
-            raise InvalidArgument("k", tuple(k.shape), f"{want}, all new tokens of every sequence")
+    def write(self, k: torch.Tensor, v: torch.Tensor | None = None, layer: int = 0) -> None:
+        """Stores this rank's of the new tokens `[B, Hkv, L, D]` of a layer; of latent rows `k` alone."""
+        for name, x in (("k", k), ("v", v)) if v is not None else (("k", k),):
+            _check_rows(name, x)
+            if x.shape[0] != len(self.sequences) or x.shape[2] != self.count:
+                want = f"[{len(self.sequences)}, Hkv, {self.count}, D]"
+                raise InvalidArgument(name, tuple(x.shape), f"{want}, all new tokens of every sequence")
         c = self.cache
         turn = c.ranks.size * c.interleave
         own = [
@@ -153,7 +173,7 @@ class ShardedBatch:
             if n % turn // c.interleave == c.ranks.rank
         ]
         rows, at = (torch.tensor([x[i] for x in own], dtype=torch.int64, device=k.device) for i in range(2))
-        self.batch.write(*(x.transpose(1, 2)[rows, at] for x in (k, v)), layer)
+        self.batch.write(*(None if x is None else x.transpose(1, 2)[rows, at] for x in (k, v)), layer)
 
     def attend(
         self, q: torch.Tensor, layer: int = 0, *, causal: bool = True, gather: bool = True, **options: Any
@@ -166,9 +186,11 @@ class ShardedBatch:
             causal: a query sees keys up to its own position.
             gather: the heads of q are a part of all, as tensor parallelism has them: those of rank 0, then of rank 1.
             sinks: `[H]`, of this rank's heads.
+            alibi_slopes: of the heads of all ranks, and only with `interleave=1`.
 
-        Other options as in `tilewise.paged_attention`; no `mask` and no indices of keys, and with `interleave` above 1
-        no ALiBi.
+        Of other options those that need no rows or keys of their own: `scale`, `window`, `chunk`, `softcap`,
+        `split_size`, `allow_tf32`, `return_lse`, `backend`, `validate`. Ranks compare sizes and options as in
+        `attention`.
 
         Returns:
             `[B, H, L, Dv]` of the heads of `q`; with `return_lse` an `AttentionState`.
@@ -176,12 +198,19 @@ class ShardedBatch:
         c, ranks = self.cache, self.cache.ranks
         if ranks.size > 1 and ranks.group is None:
             raise InvalidArgument("cache", "one that was pickled", "its ranks", "cache.attach(mesh)")
-        for name in ("mask", "key_indices", "block_indices", "q_offset", "layout", "out"):
-            if options.get(name) is not None:
-                raise InvalidArgument(name, "one over a sharded cache", "none")
-        return_lse = options.pop("return_lse", False)
-        sinks = options.pop("sinks", None)
+        self._agree(q, layer, causal, gather, options)
+        return_lse, sinks = options.pop("return_lse", False), options.pop("sinks", None)
+        options = {name: x for name, x in options.items() if name in TAKEN or x is not None}
+        if unknown := [name for name in options if name not in TAKEN]:
+            known = keywords.of(paged_attention)
+            if others := [name for name in unknown if name in known]:
+                raise InvalidArgument(others[0], "one over a sharded cache", "none")
+            keywords.refuse(unknown, ["q", "layer", "causal", "gather", "sinks", "return_lse", *TAKEN])
         heads = q.shape[1]
+        if sinks is not None and (not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,)):
+            raise InvalidArgument("sinks", getattr(sinks, "shape", type(sinks).__name__), f"({heads},), of q's heads")
+        if torch.is_grad_enabled() and q.requires_grad:
+            raise InvalidArgument("q", "a tensor that requires grad", "one that does not", "a cache has no gradients")
         if gather and ranks.size > 1:
             q = gathered(q, ranks, 1)
         options |= self._positions(q, causal, options)
@@ -193,6 +222,20 @@ class ShardedBatch:
             state = combine(state, ranks, heads if gather else 0, sinks=sinks)
         return state if return_lse else state.out
 
+    def _agree(self, q: torch.Tensor, layer: int, causal: bool, gather: bool, options: dict[str, Any]) -> None:
+        """Compares sizes and options with the other ranks', where such a call is new or `validate` is True."""
+        _check_rows("q", q)
+        ranks, validate = self.cache.ranks, options.get("validate")
+        kind = ("cache", *q.shape, q.dtype, repr(causal), gather, *sorted(options))
+        if validate is False or not (validate or not is_known(ranks, kind)):
+            return
+        said: dict[str, object] = {"q": (*q.shape, q.dtype), "layer": layer, "causal": causal, "gather": gather}
+        for name in TAKEN:
+            x = options.get(name)
+            said[name] = x.tolist() if isinstance(x, torch.Tensor) else x
+        said |= {"options": sorted(options), "sequences": (self.sequences, self.before)}
+        agree(ranks, said, q.device, kind)
+
     def _positions(self, q: torch.Tensor, causal: bool, options: dict[str, Any]) -> dict[str, Any]:
         """Where queries and this rank's keys stand: an affine rule, or for blocks of tokens a mask."""
         c, ranks = self.cache, self.cache.ranks
@@ -202,12 +245,17 @@ class ShardedBatch:
         if options.get("alibi_slopes") is not None:
             raise InvalidArgument("alibi_slopes", "slopes over blocks of tokens", "interleave=1")
         most = max((c._held(n + self.count) for n in self.before), default=0)
-        j = torch.arange(most, device=q.device)
+        j = torch.arange(max(most, 1), device=q.device)  # a rank without keys has a mask too
         keys = (j // c.interleave * ranks.size + ranks.rank) * c.interleave + j % c.interleave
         queries = first[:, None, None] + torch.arange(self.count, device=q.device)[:, None]  # [B, L, 1]
-        given = {name: options.pop(name) for name in NO_RULES.options() if name in options}
+        given = {name: options.pop(name) for name in RULES if name in options}
         seen = near(as_rules(Options(**given | {"causal": causal})), queries, keys)
         return {"causal": False, "mask": seen[:, None]}
+
+
+def _check_rows(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor) or x.ndim != 4:
+        raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), "a torch tensor [B, H, L, D]")
 
 
 def gathered(x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:

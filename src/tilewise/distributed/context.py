@@ -14,7 +14,7 @@ import torch
 from ..compat import sdpa
 from ..errors import InvalidArgument
 from .attention import attention
-from .layout import ORDERS, inner_sizes, pieces, ranks_of, shard, total
+from .layout import ORDERS, check_dim, inner_sizes, pieces, ranks_of, shard, total
 
 _alone = threading.Lock()  # what is replaced is the whole process's
 
@@ -48,8 +48,7 @@ def context_parallel(
     if len(held) != len(dims):
         raise InvalidArgument("buffer_seq_dims", f"{len(dims)} dims", f"{len(held)}, one for each of buffers")
     for i, (x, dim) in enumerate(zip(held, dims, strict=True)):
-        if not -x.ndim <= dim < x.ndim:
-            raise InvalidArgument(f"buffer_seq_dims[{i}]", dim, f"a dim of a tensor of {x.ndim}")
+        check_dim(f"buffers[{i}]", x, f"buffer_seq_dims[{i}]", dim)
     if len({id(x) for x in held}) < len(held):
         raise InvalidArgument("buffers", "a tensor twice", "each once")
     gone = {id(x) for x in no_restore_buffers or ()}
@@ -73,6 +72,9 @@ def context_parallel(
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, new)
         undo.enter_context(sdpa.installed())
+        # torch's modules for transformers have a fast path in eval mode, which calls none of the above.
+        undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         yield
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument
-from .faults import RankLost, lost_rank, told
+from .faults import RankLost, connected, lost_rank, told
 from .layout import Ranks
 from .steps import Range, Round, Source
 
@@ -31,26 +28,16 @@ def resized(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
 
 
-_connected: weakref.WeakSet[Any] = weakref.WeakSet()  # groups
-_kinds: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()  # of calls that a group has agreed on
-MOST_KINDS = 4096
-
-
-def is_known(ranks: Ranks, kind: Any) -> bool:
-    """Whether a group has agreed on a call of this kind: the same on all ranks, if their calls were the same."""
-    return ranks.size == 1 or kind in _kinds.get(ranks.group, ())
-
-
 def connect(ranks: Ranks, device: torch.device) -> None:
     """Brings all ranks of a group together, once.
 
     NCCL makes its communicator in a group's first exchange, in which all ranks must then take part; in a step of a ring
     some have nothing to send.
     """
-    if ranks.size > 1 and ranks.group not in _connected:
+    if ranks.size > 1 and ranks.group not in connected:
         with told(ranks):
             dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
-        _connected.add(ranks.group)
+        connected.add(ranks.group)
 
 
 class Messages:
@@ -176,26 +163,6 @@ def drain(under_way: Sequence[Bringing | Returning]) -> None:
     for each in under_way:
         with contextlib.suppress(RankLost):
             each.messages.wait()
-
-
-def agree(ranks: Ranks, said: dict[str, object], device: torch.device, kind: Any) -> None:
-    """Raises on all ranks if one says something else; by one exchange of digests. Else the kind of call is known."""
-    if ranks.size == 1:
-        return
-    mine = torch.tensor([zlib.crc32(repr(x).encode()) for x in said.values()], device=device)
-    everyone = [torch.empty_like(mine) for _ in range(ranks.size)]
-    with told(ranks):
-        dist.all_gather(everyone, mine, group=ranks.group)
-    for i, (name, here) in enumerate(said.items()):
-        others = [rank for rank, digest in enumerate(everyone) if int(digest[i]) != int(mine[i])]
-        if others:
-            given = f"{here} on rank {ranks.rank}, and something else on rank {', '.join(map(str, others))}"
-            raise InvalidArgument(name, given, "the same on all ranks")
-    known = _kinds.setdefault(ranks.group, set())
-    if len(known) >= MOST_KINDS:
-        known.clear()
-    known.add(kind)
-    _connected.add(ranks.group)
 
 
 # Heads for tokens

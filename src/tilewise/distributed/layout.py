@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..core.options import is_int
 from ..errors import InvalidArgument
-from .faults import told
+from .faults import agree, told
 
 ORDERS = {
     "ring": "contiguous",
@@ -54,6 +55,13 @@ def ranks_of(mesh: Any, scheme: str) -> tuple[Ranks, Ranks]:
     alone = Ranks(None, 0, 1)
     if scheme not in ORDERS:
         raise InvalidArgument("scheme", repr(scheme), f"one of {', '.join(map(repr, ORDERS))}")
+    outside = (
+        mesh.get_coordinate() is None if isinstance(mesh, DeviceMesh) else mesh is dist.GroupMember.NON_GROUP_MEMBER
+    )
+    if outside:
+        raise InvalidArgument(
+            "mesh", "one that this rank is not in", "one that it is in", "leave out the call on others"
+        )
     if isinstance(mesh, DeviceMesh):
         want = 2 if scheme == "2d" else 1
         if mesh.ndim != want:
@@ -106,7 +114,7 @@ def global_length(name: str, count: int, length: int | None, ring: int, inner: i
     """The tokens of all ranks: as given, or equally many on each."""
     if length is None:
         return count * ring * inner
-    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+    if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length < 2**62:
         raise InvalidArgument(name, repr(length), "the number of tokens on all ranks")
     return length
 
@@ -119,11 +127,18 @@ def rows_of(length: int, ring: Ranks, inner: Ranks, scheme: str, cu_seqlens: Seq
     return rows.split(inner_sizes(len(rows), inner.size))[inner.rank]
 
 
+def values_of(name: str, x: Any) -> Any:
+    """A tensor's as a list, all else as it is."""
+    if isinstance(x, torch.Tensor) and x.is_meta:
+        raise InvalidArgument(name, "a tensor on meta", "its values: the plan of who sends what is made of them")
+    return x.tolist() if hasattr(x, "tolist") else x
+
+
 def as_offsets(cu_seqlens: Any, length: int, name: str = "cu_seqlens") -> tuple[int, ...]:
     """Offsets of packed sequences as ints; a tensor on a GPU is waited for."""
     if cu_seqlens is None:
         return ()
-    given = list(cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens)
+    given = list(values_of(name, cu_seqlens))
     if not all(hasattr(x, "__index__") for x in given):
         raise InvalidArgument(name, str(given[:4]), "ints of one dim")
     found = tuple(int(x) for x in given)
@@ -168,8 +183,7 @@ def shard(x: torch.Tensor, mesh: Any, dim: int, scheme: str = "zigzag", *, cu_se
         The part, a copy. Gradients flow back to `x`.
     """
     ring, inner = ranks_of(mesh, scheme)
-    if not -x.ndim <= dim < x.ndim:
-        raise InvalidArgument("dim", dim, f"a dim of a tensor of {x.ndim}")
+    check_dim("x", x, "dim", dim)
     rows = rows_of(x.shape[dim], ring, inner, scheme, as_offsets(cu_seqlens, x.shape[dim]))
     return x.index_select(dim, rows.to(x.device))
 
@@ -185,6 +199,8 @@ def unshard(
 ) -> torch.Tensor:
     """The whole of a sharded tensor, on every rank: the inverse of `shard`. Without gradients.
 
+    Ranks first compare what they hand in, by one small exchange.
+
     Args:
         x: this rank's part.
         mesh: as in `attention`, and so is `scheme`.
@@ -193,6 +209,12 @@ def unshard(
         cu_seqlens: as given to `shard`.
     """
     ring, inner = ranks_of(mesh, scheme)
+    check_dim("x", x, "dim", dim)
+    dim %= x.ndim
+    sizes = (*x.shape[:dim], x.shape[dim] if length is None else None, *x.shape[dim + 1 :], x.dtype)
+    plain = values_of("cu_seqlens", cu_seqlens)
+    for ranks in (inner, ring):  # collectives end the process where sizes differ
+        agree(ranks, {"scheme": scheme, "dim": dim, "length": length, "cu_seqlens": plain, "x": sizes}, x.device)
     length = global_length("length", x.shape[dim], length, ring.size, inner.size)
     offsets = as_offsets(cu_seqlens, length)
     places = (
@@ -214,6 +236,13 @@ def unshard(
     return whole.movedim(0, dim)
 
 
+def check_dim(name: str, x: Any, dim_name: str, dim: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgument(name, f"a {type(x).__name__}", "a torch tensor")
+    if not is_int(dim) or not -x.ndim <= dim < x.ndim:
+        raise InvalidArgument(dim_name, repr(dim), f"a dim of a tensor of {x.ndim}")
+
+
 def check_count(name: str, given: int, expected: int, length: int) -> None:
     if given != expected:
         remedy = "length= is the number on all ranks, if they do not hold equally many; see tilewise.distributed.shard"
@@ -227,6 +256,7 @@ def _gathered(x: torch.Tensor, ranks: Ranks, sizes: list[int]) -> list[torch.Ten
     padded = x.new_zeros((max(sizes), *x.shape[1:]))
     padded[: len(x)] = x
     parts = [torch.empty_like(padded) for _ in sizes]
+    sent = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (*parts, padded)]  # not all know float8
     with told(ranks):
-        dist.all_gather(parts, padded, group=ranks.group)
+        dist.all_gather(sent[:-1], sent[-1], group=ranks.group)
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]

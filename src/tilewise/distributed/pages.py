@@ -8,51 +8,91 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument
+from ..core.options import is_int
+from ..errors import CacheFull, InvalidArgument
 from ..kv_cache import PagedKVCache
 from ..kv_cache.transfer import declared
 from .faults import lost_rank
 from .layout import Ranks
 
 MOST_HEADER = 2**20  # bytes
+Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]  # that are to come
 
 
 def send_sequence(cache: PagedKVCache, sequence: int, to: int, *, group: Any = None, **cut: Any) -> None:
-    """Sends a sequence to rank `to` of a process group; `cut` are options of `PagedKVCache.export`."""
+    """Sends a sequence to rank `to` of a process group; `cut` are options of `PagedKVCache.export`.
+
+    What it is goes first, and what it holds once the receiver has said that its cache can take it.
+    """
+    _check_peer("to", to, group)
     about, tensors = cache.export(sequence, **cut)
     shapes = _shapes({name: (tuple(x.shape), x.dtype) for name, x in tensors.items()})
-    text = torch.tensor(list(json.dumps({"about": about, "tensors": shapes}).encode()), dtype=torch.uint8)
-    device = cache.device
-    messages = [torch.tensor([len(text)]), text, *tensors.values()]
-    for x in messages:
-        _moved(dist.send, x.to(device), to, group)
+    text = torch.tensor(list(json.dumps({"about": about, "tensors": shapes}).encode()), dtype=torch.uint8, device="cpu")
+    for x in (torch.tensor([len(text)], device="cpu"), text):
+        _moved(dist.send, x.to(cache.device), to, group)
+    if not int(_moved(dist.recv, _number(0, cache), to, group)):
+        raise InvalidArgument("to", f"rank {to}, which refused the sequence", "a cache that can take it: it says why")
+    for x in tensors.values():
+        _moved(dist.send, x.to(cache.device), to, group)
 
 
 def receive_sequence(cache: PagedKVCache, *senders: int, group: Any = None, first_head: int = 0) -> int:
     """A new sequence of what `senders` send, which have all its layers and heads together."""
-    parts = []
     for sender in senders:
-        size = int(_moved(dist.recv, torch.zeros(1, dtype=torch.int64, device=cache.device), sender, group))
-        if not 0 < size <= MOST_HEADER:
-            raise InvalidArgument("sender", f"{sender}, a header of {size} bytes", f"1 to {MOST_HEADER}: send_sequence")
-        text = _moved(dist.recv, torch.empty(size, dtype=torch.uint8, device=cache.device), sender, group)
+        _check_peer("senders", sender, group)
+    headers = [_header(cache, sender, group) for sender in senders]
+    plans, wrong = [], None
+    for sender, text in zip(senders, headers, strict=True):
         try:
-            said = json.loads(bytes(text.tolist()))
-            about, shapes = said["about"], said["tensors"]
-        except (ValueError, KeyError, TypeError) as error:
-            given = f"{sender}, a header that cannot be read"
-            raise InvalidArgument("sender", given, "one of send_sequence") from error
-        found = declared(cache, f"sender {sender}", about)  # before memory is taken
-        if shapes != _shapes(found):
-            raise InvalidArgument("sender", f"{sender}, tensors {shapes}", f"{_shapes(found)}, as its manifest says")
-        tensors = {}
-        for name, (shape, dtype) in found.items():
-            tensors[name] = _moved(dist.recv, torch.empty(shape, dtype=dtype, device=cache.device), sender, group)
+            plans.append(_declared(cache, sender, text))
+        except (InvalidArgument, CacheFull) as error:
+            wrong = wrong or error
+    for sender in senders:  # none is left with a sequence under way, which the next call would take for its own
+        _moved(dist.send, _number(wrong is None, cache), sender, group)
+    if wrong is not None:
+        raise wrong
+    parts = []
+    for sender, (about, found) in zip(senders, plans, strict=True):
+        tensors = {
+            name: _moved(dist.recv, torch.empty(shape, dtype=dtype, device=cache.device), sender, group)
+            for name, (shape, dtype) in found.items()
+        }
         parts.append((about, tensors))
     return cache.import_(*parts, first_head=first_head)
 
 
-def _shapes(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, list[Any]]:
+def _check_peer(name: str, peer: Any, group: Any) -> None:
+    """A rank of the group other than this one: torch ends the process for one that is not there."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if not is_int(peer) or not 0 <= peer < size or peer == rank:
+        raise InvalidArgument(name, repr(peer), f"another rank of {size}, 0 to {size - 1}; this is rank {rank}")
+
+
+def _header(cache: PagedKVCache, sender: int, group: Any) -> bytes:
+    size = int(_moved(dist.recv, _number(0, cache), sender, group))
+    if not 0 < size <= MOST_HEADER:
+        raise InvalidArgument("sender", f"{sender}, a header of {size} bytes", f"1 to {MOST_HEADER}: send_sequence")
+    return bytes(_moved(dist.recv, torch.empty(size, dtype=torch.uint8, device=cache.device), sender, group).tolist())
+
+
+def _declared(cache: PagedKVCache, sender: int, text: bytes) -> tuple[Any, Tensors]:
+    """What a header says will come, checked before memory is taken for it."""
+    try:
+        said = json.loads(text)
+        about, shapes = said["about"], said["tensors"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument("sender", f"{sender}, a header that cannot be read", "one of send_sequence") from error
+    found = declared(cache, f"sender {sender}", about)
+    if shapes != _shapes(found):
+        raise InvalidArgument("sender", f"{sender}, tensors {shapes}", f"{_shapes(found)}, as its manifest says")
+    return about, found
+
+
+def _number(x: int, cache: PagedKVCache) -> torch.Tensor:
+    return torch.tensor([x], dtype=torch.int64, device=cache.device)
+
+
+def _shapes(tensors: Tensors) -> dict[str, list[Any]]:
     """As a header has them."""
     return {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in tensors.items()}
 

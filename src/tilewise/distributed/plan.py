@@ -14,12 +14,14 @@ all three gradients are added up as those of `out` are merged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from ..core.mask_rules import key_spans
+from ..core.options import as_flag, is_int
 from ..errors import InvalidArgument
 from .attention import Place, prepare
 from .function import head_groups
@@ -30,6 +32,7 @@ from .steps import Pair, Range, Task, round_of
 
 EVERY_RANK = 64  # of a larger ring some ranks are looked at
 LOOKED_AT = 16
+MOST_RANKS = 4096  # of a mesh that is only numbers
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class Machine:
     backward_merge: float = 1.375  # likewise
     link: float = 400e9
     latency: float = 10e-6
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            x, speed = getattr(self, field.name), field.name.endswith(("flops", "memory", "link"))
+            if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 <= x < math.inf or (speed and not x):
+                raise InvalidArgument(field.name, repr(x), "a finite number" + " above 0" * speed)
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,7 @@ def plan(
     cu_seqlens_k: Any = None,
     backward: bool = False,
     machine: Machine | None = None,
+    return_lse: bool = False,
     **options: Any,
 ) -> DistributedPlan:
     """What `attention` with these arguments makes each rank compute, send and keep; nothing is sent or computed.
@@ -144,12 +154,17 @@ def plan(
         scheme: as in `attention`.
         backward: count the backward pass too.
         machine: whose speeds the times are made of.
+        return_lse: as in `attention`; it changes nothing here.
 
     >>> x = torch.empty(1, 8, 1024, 64, device="meta")  # 8192 tokens over 8 ranks
     >>> found = plan(x, x, x, mesh=8, scheme="ring", causal=True, window=256)
     >>> found.steps, found.ranks[1].received == 255 * 8 * 2 * 64 * 4
     (2, True)
     """
+    if machine is not None and not isinstance(machine, Machine):
+        raise InvalidArgument("machine", repr(machine), "None or a tilewise.distributed.Machine")
+    as_flag("backward", backward)
+    as_flag("return_lse", return_lse)
     ring, inner = _sizes(mesh, scheme)
     call, _, places = prepare(q, k, v, ring, inner, scheme, length, (cu_seqlens_q, cu_seqlens_k), options)
     task, found = call.task, machine or Machine()
@@ -174,10 +189,12 @@ def plan(
 def _sizes(mesh: Any, scheme: str) -> tuple[Ranks, Ranks]:
     """The ranks of a mesh that may be only numbers."""
     numbers = (mesh,) if isinstance(mesh, int) else mesh
-    if not isinstance(numbers, tuple):
+    if not isinstance(numbers, tuple) or scheme not in ORDERS:
         return ranks_of(mesh, scheme)
-    if scheme not in ORDERS or len(numbers) != (2 if scheme == "2d" else 1) or min(numbers) < 1:
-        raise InvalidArgument("mesh", repr(mesh), "a number of ranks, or a pair (ring, inner) with scheme='2d'")
+    whole = all(map(is_int, numbers))
+    if len(numbers) != (2 if scheme == "2d" else 1) or not whole or not 1 <= min(numbers) <= max(numbers) <= MOST_RANKS:
+        want = f"a number of ranks, 1 to {MOST_RANKS}, or a pair (ring, inner) with scheme='2d'"
+        raise InvalidArgument("mesh", repr(mesh), want)
     ring, inner = numbers if scheme == "2d" else (1, *numbers) if scheme == "ulysses" else (*numbers, 1)
     return Ranks(None, 0, ring), Ranks(None, 0, inner)
 

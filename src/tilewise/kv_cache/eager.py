@@ -26,9 +26,9 @@ def eager(cls: Class) -> Class:
     return cls
 
 
-def left_alone(function: Any) -> Any:
+def left_alone(function: Any, reason: str = REASON) -> Any:
     """One function, and all that it calls."""
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, REASON  # not traced as part of a caller
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason  # not traced as part of a caller
     if _skip is not None:  # nor by itself, when the caller's graph has ended
         _skip(function.__code__)
     return function

@@ -79,7 +79,7 @@ def read_gguf(path: Path) -> GgufModel:
 
     try:
         reader = gguf.GGUFReader(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, OverflowError, TypeError) as error:  # whatever its bytes lead it to
         raise InvalidArgument("gguf", str(path), "a GGUF file", str(error)) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     kinds = fields.get("general.architecture"), fields.get("tokenizer.ggml.pre")
@@ -114,11 +114,17 @@ def causal_lm(folder: Path | str, dtype: torch.dtype | str = "auto") -> tuple[An
 
     if not (Path(folder) / "config.json").is_file():
         raise InvalidArgument("model", str(folder), "a folder with a config.json, as save_pretrained() writes it")
-    with _no_bars():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=register(), dtype=dtype, local_files_only=True
-        )
-    return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        with _no_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation=register(), dtype=dtype, local_files_only=True
+            )
+        return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (MemoryError, InvalidArgument):
+        raise
+    except Exception as error:  # transformers and those below it have many of their own
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise InvalidArgument("model", str(folder), "a causal model that transformers can load", why) from error
 
 
 def minilm() -> tuple[Any, Any]:
@@ -139,10 +145,15 @@ def converted(source: Path) -> Path:
     """The folder of a GGUF file's model, as transformers saves one; made the first time."""
     if not source.is_file():
         raise InvalidArgument("gguf", str(source), "a GGUF file")
-    folder = cache_home() / "models" / f"{source.stem}-{source.stat().st_size}-{WRITTEN_BY}"
+    about = source.stat()  # another file of the same name and size is another model
+    folder = cache_home() / "models" / f"{source.stem}-{about.st_size}-{about.st_mtime_ns:x}-{WRITTEN_BY}"
     if not folder.exists():
         print(f"converting the weights of {source.name} to float32, once, into {folder}", file=sys.stderr)
-        _write(read_gguf(source), folder)
+        try:
+            _write(read_gguf(source), folder)
+        except (LookupError, TypeError, AttributeError) as error:  # fields and tensors that are not as a Llama's
+            given = f"{source}, of which {type(error).__name__} {error} came"
+            raise InvalidArgument("gguf", given, "a Llama with SmolLM's tokenizer, all of it") from error
     return folder
 
 

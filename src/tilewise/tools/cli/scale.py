@@ -8,6 +8,7 @@ from pathlib import Path
 from ..models import MODELS
 from .arguments import Commands, add_json, command, length
 
+MOST_RANKS = 4096  # as `plan` takes
 LENGTHS, RANKS = "8192,65536,524288,1048576,10485760", "2,8,64,512"
 
 
@@ -24,11 +25,11 @@ def add(commands: Commands) -> None:
     parser.add_argument("--layer", metavar="NAME", help="a kind of layer; default: the most frequent one")
     parser.add_argument("--window", type=length, metavar="W", help="another window than the layer's")
     parser.add_argument("--lengths", type=numbers, default=LENGTHS, metavar="N,N", help=f"tokens (default {LENGTHS})")
-    parser.add_argument("--ranks", type=numbers, default=RANKS, metavar="R,R", help=f"devices (default {RANKS})")
+    parser.add_argument("--ranks", type=ranks, default=RANKS, metavar="R,R", help=f"devices (default {RANKS})")
     parser.add_argument("--schemes", metavar="NAME,NAME", help="default: all")
     parser.add_argument("--backward", action="store_true", help="forward and backward together")
-    parser.add_argument("--link", type=float, metavar="GB/S", help="of each device, each way (default 400)")
-    parser.add_argument("--tflops", type=float, metavar="N", help="of long forward calls on one device (default 668)")
+    parser.add_argument("--link", type=speed, metavar="GB/S", help="of each device, each way (default 400)")
+    parser.add_argument("--tflops", type=speed, metavar="N", help="of long forward calls on one device (default 668)")
     add_json(parser, "write the table here too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .svg or .png")
 
@@ -37,14 +38,35 @@ def numbers(text: str) -> list[int]:
     return [length(word) for word in text.split(",")]
 
 
+def ranks(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected numbers of devices, 1 to {MOST_RANKS}, such as 2,8,64"
+        )
+    return [int(word) for word in words]
+
+
+def speed(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1e-3 <= number <= 1e9:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a speed such as 400, 0.001 to 1e9")
+    return number
+
+
 def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from ...distributed.plan import Machine
     from ...errors import InvalidArgument
     from .. import scale
+    from ..bench.run import check_files
     from ..models import find
 
+    check_files(args.json, None, args.plot)
     known = find(args.model)
     layer = known.layer(args.layer) if args.layer else known.layers[0]
     layer = replace(layer, window=args.window) if args.window else layer
