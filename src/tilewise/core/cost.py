@@ -18,7 +18,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     cells = keys = mask_cells = 0
     tiles = [0, 0, 0]
     for seq in sequences(p, tensors):
-        lo, hi = (x[:, 0].cpu() for x in seq.spans(slice(0, seq.q_len)))  # [Lq]
+        lo, hi = (x[:, 0] for x in seq.spans(slice(0, seq.q_len), "cpu"))  # [Lq]; q may have no memory
         if p.selection is not None:
             found = _chosen_cells(seq, lo, hi, tile)
             cells, keys, mask_cells = cells + found[0], keys + found[1], mask_cells + found[0] * (p.mask is not None)

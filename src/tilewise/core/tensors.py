@@ -147,21 +147,26 @@ class Sequence:
         """Where query `row` stands, if no tensor says it."""
         return self.q_offset + self.places[2] * row
 
-    def positions(self, rows: slice, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:  # [n, 1], [1, m]
-        """Where these queries and keys stand."""
+    def positions(
+        self, rows: slice, cols: slice, device: torch.device | str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, 1], [1, m]
+        """Where these queries and keys stand; on the device of q, or another."""
         k_start, k_stride, q_stride = self.places
-        i, j = (torch.arange(x.start, x.stop, device=self.tensors.q.device) for x in (rows, cols))
+        device = self.tensors.q.device if device is None else device
+        i, j = (torch.arange(x.start, x.stop, device=device) for x in (rows, cols))
         if self.tensors.positions is not None:
-            given = self.tensors.positions[self.b, : self.q_len].long().clamp_min(self.own_keys)
+            given = self.tensors.positions[self.b, : self.q_len].to(device).long().clamp_min(self.own_keys)
             kpos = torch.where(j < self.own_keys, j, given[(j - self.own_keys).clamp_min(0)]) if self.q_len else j
             return given[rows, None], kpos[None, :]
         return (self.q_offset + q_stride * i)[:, None], (k_start + k_stride * j)[None, :]
 
-    def spans(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:  # [n, 1] each
+    def spans(
+        self, rows: slice, device: torch.device | str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, 1] each
         """Keys `[lo, hi)` that the rules leave to these queries. By the positions of a tree they say nothing about the
         queries' own keys: `tree` does.
         """
-        qpos = self.positions(rows, slice(0, 0))[0]
+        qpos = self.positions(rows, slice(0, 0), device)[0]
         lo, hi = key_spans(self.rules, qpos, self.kv_len)
         if self.tensors.positions is not None:
             lo, hi = lo.clamp_max(max(0, self.own_keys)), torch.full_like(hi, self.kv_len)
