@@ -209,6 +209,9 @@ def paged_attention(
     return _call("paged_attention", calls.paged, (q, k_pages, v_pages, block_table, context_lens), options)
 
 
+UNREAD = ("sinks", "alibi_slopes", "q_bias", "k_bias", "out")  # by a plan
+
+
 def plan(
     q: Array,
     k: Keys,
@@ -243,6 +246,11 @@ def plan(
     for x in (q, k, v):
         if isinstance(x, torch.Tensor) and is_wrapper(x):
             raise InvalidArgument("q, k or v", f"a {type(x).__name__}", "tensors with memory, or on the meta device")
+    tables = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "context_lens": context_lens}
+    for name, x in {**tables, **options}.items():
+        if name not in UNREAD and isinstance(x, torch.Tensor) and x.is_meta:
+            remedy = "take tensors with memory, or leave it out"
+            raise InvalidArgument(name, "a tensor on meta", "its values: the plan counts the work by them", remedy)
     needed = autograd.needed({"q": q, "k": k, "v": v, **options})
     if needed and options.get("k_shared") is not None:
         k = calls.joined(k, options.pop("k_shared"), options.get("layout"))

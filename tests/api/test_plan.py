@@ -224,3 +224,17 @@ def test_packed_decode_is_planned_as_the_unpacked_form():
         assert plan(q, pages, pages, **keys, cu_seqlens_q=cu, causal=True, **options).problem.rules.causal
     two = torch.tensor([0, 2, 3, 3], dtype=torch.int32)
     assert plan(q, pages, pages, **keys, cu_seqlens_q=two, causal=True).problem.rules.causal
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        ("kv_lengths", (1,), torch.int32), ("q_offset", (1,), torch.int32), ("mask", (8, 8), torch.bool),
+        ("tree_mask", (1, 8, 8), torch.bool), ("key_indices", (1, 8, 2), torch.int32), ("k_start", (1,), torch.int32),
+    ],
+)  # fmt: skip
+def test_values_that_the_work_is_counted_by_are_not_on_meta(name, shape, dtype):
+    q = torch.empty(1, 2, 8, 16, device="meta")
+    with pytest.raises(InvalidArgument, match=f"{name}: got a tensor on meta, expected its values"):
+        plan(q, q, q, **{name: torch.empty(shape, dtype=dtype, device="meta")})
+    assert plan(q, q, q, causal=True, sinks=torch.empty(2, device="meta")).cost.cells == 2 * 36
