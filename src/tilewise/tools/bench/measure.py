@@ -73,7 +73,7 @@ def waiting(call: Call, device: torch.device) -> Call:
 
 
 def least_times(calls: Mapping[str, Call], seconds: float, clock: Clock = time.perf_counter) -> dict[str, float]:
-    """The least time of each call, one by one in turns for so many seconds: what a busy machine leaves of a ratio."""
+    """The least time of each call, interleaved for so many seconds: what a busy machine leaves of a ratio."""
     least, end = dict.fromkeys(calls, math.inf), clock() + seconds
     while math.inf in least.values() or clock() < end:
         for name, call in calls.items():
