@@ -5,6 +5,7 @@ processes of its own, each with a share of the cases. It multiplies bfloat16 wro
 """
 
 import os
+import random
 import sys
 from dataclasses import replace
 
@@ -431,6 +432,28 @@ def test_scale_groups_that_cut_rows_have_columns_of_their_own(kind, group, chang
     for op in (spec.keys, spec.values):
         if spec.row_groups > 1:
             assert (len(op.widths), op.groups, op.unit) == (1, 1, 2), "rows are read whole and in pairs"
+
+
+@pytest.mark.parametrize("sizes", [(1, 8192), (3, 5000), (8, 4096), (64, 1024), (200, 300)])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_packed_decode_is_cut_as_the_unpacked_form(kind, sizes):
+    """One query of each sequence: the same tile and as many splits."""
+    more = {"batch": sizes[0], "heads": 32, "kv_heads": 8, "head_dim": 128, "value_dim": 128, "q_len": 1}
+    p = replace(paged(16, **(stored(kind, **more) if kind != "bf16" else more)), kv_len=sizes[1])
+    packed = replace(p, packed_q=True, total_q=p.batch)
+    for arch in (80, 90, 120):
+        assert config.config_of(packed, nvidia(arch)) == config.config_of(p, nvidia(arch))
+
+
+def test_tiles_with_rows_are_all_counted():
+    """Whatever the packed sequences are, and never more than the grid has."""
+    draw = random.Random(0)
+    for _ in range(200):
+        lengths = [draw.randint(0, draw.choice((1, 3, 9))) for _ in range(draw.randint(1, 20))]
+        p = replace(paged(16, batch=len(lengths), q_len=max(1, *lengths)), packed_q=True, total_q=max(1, sum(lengths)))
+        c = config.config_of(p, nvidia(90))
+        BQ = config.tile_queries(p, c)
+        assert sum(-(-n // BQ) for n in lengths) <= config.busy_tiles(p, c) <= config.query_tiles(p, c)
 
 
 def test_programs_of_one_warp_fill_the_processors():

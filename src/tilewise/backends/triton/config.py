@@ -147,7 +147,7 @@ def config_of(problem: Problem, target: Target, known: Config | None = None) -> 
     if p.split_size:
         split_tiles = -(-p.split_size // c.BK)
         return replace(c, splits=max(1, -(-tiles // split_tiles)), split_tiles=split_tiles)
-    programs = query_tiles(p, c) * (p.heads // c.pack)
+    programs = busy_tiles(p, c) * (p.heads // c.pack)
     most = MOST_SPLITS if c.warps > 1 else MOST_SPLITS // 2  # combining takes time too
     return replace(c, splits=split_count(programs, tiles, target.processors * programs_at_once(p, c), most))
 
@@ -188,12 +188,23 @@ def programs_at_once(problem: Problem, c: Config) -> int:
     return 2 if problem.form == "paged" and not prefetches_pages(problem, c) else 1
 
 
+def tile_queries(problem: Problem, c: Config) -> int:
+    """Queries of a tile."""
+    BQ = c.BM // row_groups(problem, c) // c.pack
+    return BQ if problem.selection is None else min(BQ, problem.selection.block)
+
+
+def busy_tiles(problem: Problem, c: Config) -> int:
+    """Tiles with rows in them, at most. Between those of packed sequences a grid has programs that end at once."""
+    p, BQ = problem, tile_queries(problem, c)
+    if not p.packed_q or p.selection is not None:
+        return query_tiles(p, c)
+    return min((p.total_q + p.batch * (BQ - 1)) // BQ, p.batch * -(-p.q_len // BQ))
+
+
 def query_tiles(problem: Problem, c: Config) -> int:
-    """Tiles of query rows in all sequences; of packed ones the most that there can be."""
-    p = problem
-    BQ = c.BM // row_groups(p, c) // c.pack
-    if p.selection is not None:
-        BQ = min(BQ, p.selection.block)
+    """Tiles of query rows in all sequences; of packed ones the places in the grid that they may have."""
+    p, BQ = problem, tile_queries(problem, c)
     if p.packed_q:
         return p.total_q // BQ + p.batch + 1
     if p.selection is not None:
