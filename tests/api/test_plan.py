@@ -6,7 +6,7 @@ import torch
 from tilewise import InvalidArgument, Quantised, Unsupported, attention, plan
 from tilewise.core.mask_rules import MaskRules, key_spans, span_counts, span_tiles
 from tilewise.core.options import Options
-from tilewise.core.tensors import sequences
+from tilewise.core.tensors import Sequence, sequences
 from tilewise.dispatch import call_cache, planner
 from tilewise.reference import visible_cells
 from tilewise.validation.calls import dense
@@ -47,6 +47,22 @@ def test_values_inside_the_keys_are_read_once():
     assert "V in K" in str(inside)
     assert "V in K" not in str(apart)
     assert apart.cost.bytes_moved - inside.cost.bytes_moved == 2 * 2 * 4 * 16 * 4
+
+
+@pytest.mark.parametrize(("machine", "dtype", "twice"), [
+    ("sm_80", torch.bfloat16, False), ("sm_80", torch.float32, True), ("apple-m4", torch.float16, True),
+])  # fmt: skip
+def test_a_plan_says_where_rows_with_v_in_k_are_read_twice(machine, dtype, twice):
+    q, k = torch.randn(1, 16, 1, 576, dtype=dtype), torch.randn(1, 1, 200, 576, dtype=dtype)
+    assert ("read twice" in str(plan(q, k, k[..., :512], device=machine))) is twice
+    assert "read twice" not in str(plan(q, k, k[..., :512].contiguous(), device=machine))
+
+
+def test_plain_torch_reads_rows_with_v_in_k_once(monkeypatch):
+    q, k = torch.randn(1, 4, 3, 64), torch.randn(1, 1, 200, 64)
+    expected = attention(q, k, k[..., :48].contiguous(), backend="torch")
+    monkeypatch.delattr(Sequence, "values")
+    assert torch.equal(attention(q, k, k[..., :48], backend="torch"), expected)
 
 
 def test_values_are_inside_the_keys_by_address_strides_and_width():

@@ -46,6 +46,8 @@ def _sharded(dim, case):
     at = Replicate() if dim is None else Shard(dim)
     parts = {name: distribute_tensor(x, mesh, [at if name in "qkv" else Replicate()]) for name, x in given.items()}
     parts = {name: x.requires_grad_() for name, x in parts.items()}
+    others = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+    options |= {name: distribute_tensor(x, mesh, [Replicate()]) for name, x in others.items()}
     state = tilewise.attention(**parts, **options, return_lse=True)
     assert all(isinstance(x, DTensor) for x in state)
     check_call(inputs.checked(), *inputs.common_state([x.detach().full_tensor() for x in state]))
@@ -79,6 +81,8 @@ SMALL = Case(B=4, H=8, Lq=12, D=8, causal=True)
         (0, replace(SMALL, Hkv=2, sinks=True, mask="b1qk", mask_kind="f32"), "S(0)"),
         (1, replace(SMALL, sinks=True, mask="h1k", mask_kind="f32"), "S(1)"),
         (1, replace(SMALL, mask="qk", mask_kind="f32"), "S(1)"),
+        (0, replace(SMALL, tree="b"), "S(0)"),
+        (0, replace(SMALL, tree="b", positions=True, window=5), "S(0)"),
         (0, replace(SMALL, Hkv=2, q_bias="bh", k_bias="1h"), "S(0)"),
         (1, replace(SMALL, q_bias="bh", k_bias="1h"), "S(1)"),
     ],

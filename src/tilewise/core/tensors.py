@@ -184,6 +184,11 @@ class Sequence:
         t = self.tensors
         return self._widened(t.v, t.v_scales, self.problem.v_format, start, end, dtype)
 
+    def keys_and_values(self, start: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both; values that lie in keys are their first columns."""
+        k = self.keys(start, end, dtype)
+        return k, k[..., : self.problem.value_dim] if self.problem.v_in_k else self.values(start, end, dtype)
+
     def mask(self, rows: slice, cols: slice) -> torch.Tensor | None:  # [H, n, m]
         mask = self.tensors.mask
         return None if mask is None else mask[self.b, :, rows, cols]

@@ -167,9 +167,11 @@ def _timed(
 
 
 def for_mlx(case: Case) -> bool:
-    """Whether a case can be given to MLX: no quantised tensors, tile maps, key indices, biases, trees or strides."""
+    """Whether a case can be given to MLX: no quantised tensors, tile maps, key indices, biases, trees or strides, no
+    columns that heads share.
+    """
     plain = ("", "f32", "f16", "bf16")
-    biased = case.q_bias or case.k_bias or case.tree
+    biased = case.q_bias or case.k_bias or case.tree or case.shared
     strided = (case.k_start, case.k_stride, case.q_stride) != PLAIN_PLACES or case.strides
     return case.k in plain and case.v in plain and case.tile is None and not (strided or case.indices or biased)
 

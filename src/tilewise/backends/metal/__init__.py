@@ -36,6 +36,8 @@ def plan(problem: Problem) -> Plan:
     notes = [UNMEASURED]
     if p.split_size and c.split_tiles == 0:
         notes.append("split_size: keys are read in one pass, which is batch-invariant already")
+    if p.v_in_k:
+        notes.append("rows with V in K are read twice")
     if c.pack > 1:
         notes.append(f"{c.pack} query heads of a KV head share a tile")
     kernel = "prefill" if not config.is_decode(p) else "split-KV decode" if c.splits > 1 else "decode"

@@ -92,7 +92,7 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
             continue
         masked = t.mask is not None and state != FULL
         inside = last[0] <= cols.start and first[1] >= cols.stop
-        k, v = seq.keys(cols.start, cols.stop, work), seq.values(cols.start, cols.stop, work)  # [Hkv, BK, D]
+        k, v = seq.keys_and_values(cols.start, cols.stop, work)  # [Hkv, BK, D]
         s = products(q, k).view(H, n, -1) * p.scale  # [H, BQ, BK]
         s, visible = adjust(seq, s, rows, cols, masked, not inside, chosen)
 

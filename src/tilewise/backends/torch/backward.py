@@ -104,7 +104,7 @@ class _Rows:
             if not p.positions:
                 above = query_span(seq.rules, cols.start, seq.q_offset, seq.q_len)[0]
                 below = query_span(seq.rules, cols.stop - 1, seq.q_offset, seq.q_len)[1]
-            k, v = (x(cols.start, cols.stop, self.lse.dtype) for x in (seq.keys, seq.values))  # [Hkv, BK, D]
+            k, v = seq.keys_and_values(cols.start, cols.stop, self.lse.dtype)  # [Hkv, BK, D]
             dk, dv = torch.zeros_like(k), torch.zeros_like(v)
             for top in range(max(0, above) // BQ * BQ, below, BQ):
                 state = MIXED if states is None else states[top // BQ][left // BK]

@@ -74,6 +74,8 @@ def plan(problem: Problem) -> Plan:
         notes.append("split_size: keys are read in one pass, which is batch-invariant already")
     if c.slices > 1:
         notes.append(f"{c.slices} programs share the value columns of a tile")
+    if problem.v_in_k and not config.spec(problem, c, target_of(problem.device)).v_in_k:
+        notes.append("rows with V in K are read twice")
     if c.pack > 1:
         notes.append(f"{c.pack} query heads of a KV head share a tile")
     return Plan(
