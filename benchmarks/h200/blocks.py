@@ -2,9 +2,10 @@
 
     python benchmarks/h200/blocks.py --json blocks.json
 
-Each call is checked against plain torch over the chosen blocks first. Then all ways take turns in CUDA graphs. A share
-is how much of the dense call's speed is left for each cell that is computed: dense time times the share of blocks, over
-the time of the call.
+The conformance suite's cases with block indices are checked first, by both backends where they serve them. Each call is
+checked against plain torch over the chosen blocks, too. Then all ways take turns in CUDA graphs. A share is how much of
+the dense call's speed is left for each cell that is computed: dense time times the share of blocks, over the time of
+the call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from timing import ceilings, graphed, seconds
 
 from hopper import inputs
 from tilewise import attention
+from tilewise.dispatch import planner
+from tilewise.testing.case import Case, make
+from tilewise.testing.cases import INDICES
+from tilewise.testing.check import check_case
 
 L, BATCH, HEADS = 16384, 1, 16
 # name: head dim, block, share of blocks, options
@@ -73,9 +78,19 @@ def check(name: str, out: torch.Tensor, blocks: torch.Tensor, given: tuple[Any, 
     return worst
 
 
-def compiled(job: tuple[str, str]) -> str:
-    """Compiles a work's kernels in a process of its own; Triton keeps them on disk."""
+def conforming() -> list[tuple[Case, str]]:
+    """Cases of the suite with block indices, by each backend that serves them."""
+    listed = [(case, backend) for case in INDICES if case.block > 1 for backend in ("hopper", "triton")]
+    served = lambda case, backend: planner.load(backend).supports(make(case, "cuda").checked().problem) is None  # noqa: E731
+    return [(case, backend) for case, backend in listed if served(case, backend)]
+
+
+def compiled(job: tuple[Any, str]) -> Any:
+    """Compiles a work's kernels in a process of its own, or checks a case; Triton keeps kernels on disk."""
     name, backend = job
+    if isinstance(name, Case):
+        verdict = check_case(name, backend, "cuda")
+        return f"{verdict.error / max(verdict.bound, 1e-30):.2f} of the bound by {backend}: {name}"
     sparse, dense, *_ = call_of(name, backend)
     sparse()
     dense()
@@ -90,10 +105,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--checks", action="store_true", help="no times, only the suite's cases")
     args = parser.parse_args()
-    jobs = [(name, backend) for name, work in WORKS.items() for backend in backends(work[1])]
+    jobs: list[tuple[Any, str]] = [(name, backend) for name, work in WORKS.items() for backend in backends(work[1])]
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compiled, jobs))
+        for text in pool.map(compiled, [*conforming(), *([] if args.checks else jobs)]):
+            print(text, flush=True)
+    if args.checks:
+        return
     rows = []
     for name, (_, block, _, options) in WORKS.items():
         ways: dict[str, Any] = {}

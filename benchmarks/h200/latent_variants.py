@@ -52,7 +52,7 @@ class Variant:
     rows: tuple[str, ...] = (*MANY, *FEW)
 
 
-NO_GATE = [("    if not a.S.fp8:  # the exp", "    if False:  # the exp")]
+NO_GATE = [("    mbarrier.wait(sh.scored.index(0), u & 1)  # the exp", "    # the exp")]
 RESCALED = [
     ("    if changed != 0:\n        o = rescaled", "    if True:\n        o = rescaled"),
     ("constexpr(8.0)", "constexpr(0.0)"),

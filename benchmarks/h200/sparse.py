@@ -1,7 +1,8 @@
 """Checks and times latent attention by key indices on Hopper beside FlashMLA: sparse prefill and sparse decode.
 
     PYTHONPATH=src python benchmarks/h200/sparse.py --out results --peers DIR
-    PYTHONPATH=src python benchmarks/h200/sparse.py --out results --peers DIR --part fp8 --chained
+    PYTHONPATH=src ncu -k regex:latent_decode -c 1 -s 1 --set full python benchmarks/h200/sparse.py \\
+        --one "decode 128 x 2048 of 8k, fp8"
     PYTHONPATH=src compute-sanitizer --tool memcheck python benchmarks/h200/sparse.py --sanitize
 
 Calls go through `attention` and `paged_attention`. Kernels are compiled in parallel first. Then the conformance suite's
@@ -31,8 +32,6 @@ from timing import Way, graphed, seconds
 from tilewise import Quantised, Unsupported, attention, paged_attention
 from tilewise.backends import hopper
 from tilewise.backends.gpu.target import target_of
-from tilewise.backends.hopper.mla import config
-from tilewise.backends.hopper.mla.config import CHAINED
 from tilewise.backends.hopper.mla.launch import launcher_of
 from tilewise.core.options import Options
 from tilewise.core.storage import stored_as
@@ -55,15 +54,27 @@ ROWS = {
 }
 
 
+NOT_PREFETCHED = [("    prefetch_rows(a, at_next)\n", "")]
+NEAR = [
+    ("a.CACHE + (at.to(gl.int64) * 4)[:, None] + column", "a.CACHE + ((at & 63).to(gl.int64) * 4)[:, None] + column")
+]
+NOT_WIDENED = [("widened(raw[0], a.q.dtype)", "gl.join(raw[0], raw[0]).reshape([64, 32])")]
+NO_RATIOS = [("s, ratio = warpgroup_mma_wait(0, deps=(s, ratio))\n            s = s * ratio[None, :]", "pass")]
+
+
 def ways_of(name: str) -> dict[str, Variant]:
     """Variants of the kernel that are timed beside it."""
     if "prefill" in name:
         return {"no gate": Variant({"consumer": NO_GATE}), "128 columns": Variant(ways={"width": 128})}
-    if "fp8" in name:
+    if "decode 128" in name and "fp8" in name:
         return {
-            "chained": Variant(ways=CHAINED),
-            "chained, 3 chunks": Variant(ways=CHAINED | {"ahead": 3}),
-            "chained, 2 chunks": Variant(ways=CHAINED | {"consumer_regs": 224, "producer_regs": 56, "ahead": 2}),
+            "4 chunks": Variant(ways={"ahead": 4}),
+            "2 chunks, 216": Variant(ways={"ahead": 2, "consumer_regs": 216, "producer_regs": 80}),
+            "not prefetched": Variant({"gather": NOT_PREFETCHED}),
+            "rows in L1": Variant({"gather": NEAR}, right=False),
+            "not widened": Variant({"gather": NOT_WIDENED}, right=False),
+            "no ratios": Variant({"scores": NO_RATIOS}, right=False),
+            "nothing widened, in L1": Variant({"gather": [*NEAR, *NOT_WIDENED, *NOT_PREFETCHED]}, right=False),
         }
     return {}
 
@@ -207,12 +218,6 @@ def warm(given: Any) -> str:
     return ""
 
 
-def choose(chained: bool) -> None:
-    """Has calls over float8 rows take the kernel with one accumulator for the scores."""
-    if chained:
-        config.FP8.update(config.CHAINED)
-
-
 def check(cases: list[Case]) -> list[str]:
     wrong = []
     for case in cases:
@@ -243,7 +248,9 @@ def time_row(name: str, peers: str, budget: float) -> dict[str, Any]:
             runs[way]()
             torch.cuda.synchronize()
             for got in (kept[0], kept[-1]):
-                if way != PEER:
+                if not ways_of(name).get(way, Variant()).right:
+                    text = ""
+                elif way != PEER:
                     text = row.wrong(got.out, got.lse, loose=False)
                 else:
                     text = row.wrong(
@@ -274,23 +281,22 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--budget", type=float, default=2.0)
     parser.add_argument("--part", choices=("16 bits", "fp8", ""), default="", help="only caches of this kind")
-    parser.add_argument("--chained", action="store_true", help="calls over float8 rows by the kernel of sparse #3")
     parser.add_argument("--sanitize", action="store_true", help="only the small cases, in this process")
-    parser.add_argument("--one", help="a row to run three times, for a profiler")
+    parser.add_argument("--one", help="a row to run three times, for a profiler; with --peers by FlashMLA")
     args = parser.parse_args()
-    choose(args.chained)
     if args.one:
-        call = Row(args.one).own()
+        row = Row(args.one)
+        call = row.peer(args.peers) if args.peers else row.own()
         for _ in range(3):
             call()
         torch.cuda.synchronize()
         return
-    if args.sanitize:
-        sys.exit(bool(check(conforming())))
     start = time.perf_counter()
     cases = [c for c in conforming() if args.part in ("", "fp8" if "fp8" in c.k else "16 bits")]
+    if args.sanitize:
+        sys.exit(bool(check(cases)))
     names = [name for name in ROWS if args.part in ("", "fp8" if "fp8" in name else "16 bits")]
-    with ProcessPoolExecutor(args.jobs, get_context("spawn"), choose, (args.chained,)) as pool:
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         varied = [(name, way) for name in names for way in ways_of(name)]
         for text in pool.map(warm, [*names, *varied, *cases]):
             if text:

@@ -30,7 +30,7 @@ from tilewise.core.tensors import BackwardTensors, Tensors
 
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32",
-    torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
 }  # fmt: skip
 ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
 SHARED = {arch: nvidia(arch).shared_memory for arch in ARCHS}  # bytes that a program may have

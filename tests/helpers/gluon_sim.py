@@ -18,7 +18,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
 from gluon_values import Pointer, SimError, Tensor, raw, typed
 
@@ -26,7 +25,7 @@ SOURCE = Path(__file__).parents[2] / "src/tilewise"
 FILES = ("arguments", "layouts", "tile_scheduler", "pipeline", "tiles", "softmax", "mma", "epilogue", "producer",
          "consumer", "nonfinite", "kernel")  # fmt: skip
 PLACES = {"mask_rules": "backends.gpu", "signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.fwd")
-FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.bwd", ".hopper.bwd.wide", ".hopper.mla", ".hopper.fp8")
+FOLDERS = ("", ".gpu", ".hopper", ".hopper.fwd", ".hopper.bwd", ".hopper.bwd.wide", ".hopper.mla")
 BACKWARD = PLACES | {
     f"bwd.{name}": "backends.hopper.bwd"
     for name in (
@@ -47,7 +46,6 @@ WIDE = BACKWARD | {
     f"wide.{name}": "backends.hopper.bwd.wide"
     for name in ("arguments", "sync", "tile_scheduler", "producer", "epilogue", "consumer", "split", "kernel")
 }
-FP8 = PLACES | {"fp8.kernel": "backends.hopper.fp8"}
 PACKAGES = ("plain", "plain.core", *(f"plain.backends{name}" for name in FOLDERS))
 
 
@@ -352,8 +350,6 @@ def _asm(text: str, constraints: str, given: Sequence[Any], *rest: Any, **option
             return Tensor(np.copysign(numbers[1], numbers[0]))
         if text.startswith("prefetch"):
             return given[0].load()
-        if "cvt.rn.satfinite.e4m3x2.f32" in text:
-            return Tensor(torch.from_numpy(numbers[0]).to(torch.float8_e4m3fn).to(torch.float16).numpy())
     raise SimError(f"no such instruction here: {text}")
 
 

@@ -42,7 +42,7 @@ class Built(Assembled):
         # Behind the end of the code lie repeated waits, which go back into it.
         spans = [
             (a, b) for a, b in spans
-            if any("GMMA" in x for x in code[a:b]) and not any("EXIT" in x for x in code[a:b])
+            if any("HGMMA" in x for x in code[a:b]) and not any("EXIT" in x for x in code[a:b])
         ]  # fmt: skip
         inner = [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
         return [code[a:b] for a, b in inner]

@@ -30,7 +30,7 @@ class Barrier:
 class Machine:
     fragments: list  # pairs of each
     pieces: int
-    waits: bool = True  # consumer 1, until block 0 is scored; not with float8
+    float8: bool = False
 
     def __post_init__(self):
         self.holds, self.readers = {}, {}
@@ -83,7 +83,10 @@ class Machine:
             self.copy(self.q_full, {(QUERIES, part): f for part in ("latent", "rope")})
             for _ in range(pairs):
                 for b in (0, 1):
-                    if b == 0:
+                    if self.float8:
+                        yield self.free[2 * b], (u & 1) ^ 1
+                        yield self.free[2 * b + 1], (u & 1) ^ 1
+                    elif b == 0:
                         yield self.scored, (u & 1) ^ 1
                     self.write((FLAGS, u & 1, b), u)
                     self.copy(self.rope_full[b], {(ROPE, b): u})
@@ -102,8 +105,12 @@ class Machine:
                 yield self.full[i], u & 1
                 self.begin((c, "S"), ((LATENT, i), u), ((QUERIES, "latent"), f))
 
+    def weights(self, b):
+        """Their place: of float8 that of the block's rope columns."""
+        return (ROPE, b) if self.float8 else (WEIGHTS, 0)
+
     def send(self, c, u):
-        self.write((WEIGHTS, 0), (c, u))
+        self.write(self.weights(c), (c, u))
         self.write((MAXIMUM, c), u)
         yield None, 0
         self.ready[c].arrive()
@@ -112,7 +119,7 @@ class Machine:
         """Starts P V of block b."""
         self.load((FLAGS, u & 1, b), u)
         reads = [((LATENT, i), u) for i in self.half(b, c)]
-        self.begin((c, "O"), *reads, *([] if own else [((WEIGHTS, 0), (b, u))]))
+        self.begin((c, "O"), *reads, *([] if own else [(self.weights(b), (b, u))]))
         self.products[c].append((u, b))
 
     def values(self, c, u, b):
@@ -140,8 +147,7 @@ class Machine:
         self.free[2].arrive()
 
     def step1(self, f, u):
-        if self.waits:
-            yield self.scored, u & 1
+        yield self.scored, u & 1
         yield from self.scores(1, f, u, 1)
         yield self.ready[0], u & 1
         self.load((MAXIMUM, 0), u)
@@ -164,13 +170,44 @@ class Machine:
         self.end((1, "O"))
         self.free[3].arrive()
 
+    def own_block(self, c, f, u):
+        yield from self.scores(c, f, u, c)
+        yield None, 0
+        self.end((c, "S"))
+        self.load((FLAGS, u & 1, c), u)
+        yield from self.send(c, u)
+        self.add(c, u, c, own=True)
+        yield None, 0
+        self.load((FLAGS, u & 1, c), u)
+        self.end((c, "O"))
+        self.free[3 * c].arrive()
+        yield None, 0
+
+    def other_block(self, c, f, u):
+        b = 1 - c
+        yield self.ready[b], u & 1
+        self.load((MAXIMUM, b), u)
+        yield from self.values(c, u, b)
+        self.add(c, u, b, own=False)
+        yield None, 0
+        self.load((FLAGS, u & 1, b), u)
+        self.end((c, "O"))
+        self.free[2 * b + c].arrive()
+        yield None, 0
+
+    def steps(self, c):
+        if self.float8:
+            return (self.own_block, self.other_block)[:: 1 - 2 * c]
+        return (lambda c, f, u: (self.step0, self.step1)[c](f, u),)
+
     def consumer(self, c):
         u = 0
         for f, pairs in enumerate(self.fragments):
             yield self.q_full, f & 1
             self.load((QUERIES, "rope"), f)
             for _ in range(pairs):
-                yield from (self.step0, self.step1)[c](f, u)
+                for step in self.steps(c):
+                    yield from step(c, f, u)
                 u += 1
                 yield None, 0
             self.write((SUM, c), f)

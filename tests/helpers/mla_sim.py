@@ -128,7 +128,7 @@ def run(call: Call, kernels: Any, seed: int = 0, processors: int = 5, **ways: An
         "factor": p.scale * np.log2(np.e),  # sums are not cut off here
         "q": Rows(rows, (1, s.queries, s.head_rows, s.width)), "q_rope": Rows(rows, (1, s.queries, s.head_rows, 64)),
         "k": Rows(cache, (1, s.page_rows, s.width)), "k_rope": Rows(cache, (1, s.page_rows, 64)),
-        "out": Rows(t.out.transpose(1, 2).numpy(), (1, s.queries, s.head_rows, s.width)), "Q": flat(t.q),
+        "out": Rows(t.out.transpose(1, 2).numpy(), (1, s.queries, s.head_rows, s.width)),
         "CACHE": flat(stored.view(torch.int32) if s.fp8 else stored), "INDICES": flat(t.key_indices),
         "SCALES": flat(stored.view(torch.float32)) if s.fp8 else None,
         "LSE": flat(t.lse), "PARTIAL": Pointer(partial.reshape(-1)),
@@ -137,8 +137,7 @@ def run(call: Call, kernels: Any, seed: int = 0, processors: int = 5, **ways: An
     }  # fmt: skip
     given |= stride_arguments("table", "b", t.block_table)
     given |= stride_arguments("page", "bl", stored, 16 // stored.element_size())
-    given |= stride_arguments("i", "bhl", t.key_indices) | stride_arguments("q", "bhl", t.q, 8)
-    given |= stride_arguments("lse", "bhl", t.lse)
+    given |= stride_arguments("i", "bhl", t.key_indices) | stride_arguments("lse", "bhl", t.lse)
     gluon_sim.MACHINE = Machine(c.splits * c.tiles, seed)
     names = kernels.arguments.Arguments.NAMES
     gluon_sim.MACHINE.run(lambda: kernels.kernel.latent_decode(*(given[name] for name in names)))

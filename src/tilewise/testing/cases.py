@@ -363,6 +363,10 @@ INDICES = [
     Case(Hkv=2, Lq=130, Lk=130, D=64, indices="2", block=48, causal=True, window=70, dtype="f16"),
     Case(B=3, Hkv=2, Lq=1, Lk=700, D=64, indices="9", block=16, lengths=(700, 33, 0), sinks=True, softcap=8.0),
     Case(Lq=90, Lk=150, indices="h4", block=16, mask="bhqk", mask_kind="f32", alibi="h", split_size=32, dtype="bf16"),
+    # Of whole tiles: lists of them, not gathers.
+    Case(Hkv=2, Lq=200, Lk=700, D=64, indices="h3", block=128, dtype="bf16", causal=True, sinks=True, softcap=8.0),
+    Case(H=2, Lq=150, Lk=500, D=128, indices="2", block=256, dtype="f16", lengths=(500, 0), window=(300, 90)),
+    Case(H=2, Lq=140, Lk=400, D=192, Dv=128, indices="h2", block=128, dtype="bf16", alibi="h", chunk=300),
     replace(_PAGED, indices="3", block=16),
     replace(_PAGED, indices="h3", block=24, Lq=50, causal=True, page=7, k="int8/64", v="int8/64"),
 ]

@@ -136,22 +136,20 @@ def test_rows_are_gathered_by_16_bytes_and_no_loop_spills():
 
 
 @pytest.mark.slow
-def test_rows_in_float8_are_loaded_by_16_bytes():
+def test_rows_in_float8_are_loaded_by_16_bytes_and_products_do_not_wait():
     built = built_by_indices(chosen(fp8=True))
     assert not re.search(r"LDG\.E\.U8", built.sass)
     assert len(re.findall(r"LDG\.E\.128", built.sass)) >= 2 * 8 * 2
     assert len(re.findall(r"E4M3\.UNPACK", built.sass)) == 2 * 8 * 16
-
-
-@pytest.mark.slow
-def test_rows_in_float8_with_one_accumulator_have_products_that_do_not_wait():
-    built = built_by_indices(chosen(fp8=True), **config.CHAINED)
     assert "serialized" not in built.report
     for loop in built.loops:
         text = "\n".join(loop)
         assert len(re.findall(r"HGMMA\.64x64x16", text)) == 36
         assert len(re.findall(r"HGMMA\.64x128x16", text)) == 16
-        assert len(re.findall(r"WARPGROUP\.DEPBAR", text)) == 9  # 5 of the scores, 4 of the values
+        assert len(re.findall(r"WARPGROUP\.DEPBAR", text)) == 7  # 5 of the scores, 2 of the values
+    # A register that the producer has to spill comes back behind all loads that are under way.
+    widening = built.sass[built.sass.index("E4M3.UNPACK") : built.sass.rindex("E4M3.UNPACK")]
+    assert not re.search(r"\b(STL|LDL)\b", widening)
 
 
 @pytest.mark.parametrize("batch", [1, 128])
@@ -217,7 +215,7 @@ def test_a_repeated_call_has_the_addresses_of_its_tensors(given, monkeypatch):
     combined = {name for name in combine.arg_names if name.isupper()} - set(latent.combining.constants)
     kernels = ready(latent_decode, ("S",)), ready(combine, tuple(latent.combining.constants))
     latent.relaunch(Launches(*kernels, maps), addresses, torch.device("cpu"))
-    at = dict(zip(latent.names, addresses, strict=True)) | {"Q": 1000, "CACHE": 2000, "PARTIAL": workspace.data_ptr()}
+    at = dict(zip(latent.names, addresses, strict=True)) | {"CACHE": 2000, "PARTIAL": workspace.data_ptr()}
     at |= {name: workspace.data_ptr() + made[name].storage_offset() * 4 for name in ("PARTIAL_LSE", "FRAGMENTS")}
     assert moved == {"q": 1000, "q_rope": 1000, "k": 2000, "k_rope": 2000, "out": 4000}
     for (found, stream), names in zip(

@@ -7,21 +7,21 @@ import pytest
 from mla_machine import Barrier, Machine
 
 
-def play(kind, pieces, seeds, waits=True):
+def play(kind, pieces, seeds, float8=False):
     """`kind` with random fragments, in random order."""
     for seed in range(seeds):
         chance = random.Random(seed)
         fragments = [chance.randint(1, 5) for _ in range(chance.randint(1, 4))]
-        machine = kind(fragments, pieces, waits)
+        machine = kind(fragments, pieces, float8)
         machine.run(chance)
         want = [(u, b) for u in range(sum(fragments)) for b in (0, 1)]
         assert machine.products == [want, want]
 
 
 @pytest.mark.parametrize("pieces", [2, 4, 8])
-@pytest.mark.parametrize("waits", [False, True])
-def test_no_interleaving_deadlocks_or_overwrites(pieces, waits):
-    play(Machine, pieces, 300, waits)
+@pytest.mark.parametrize("float8", [False, True])
+def test_no_interleaving_deadlocks_or_overwrites(pieces, float8):
+    play(Machine, pieces, 300, float8)
 
 
 class Open(Barrier):
@@ -29,15 +29,16 @@ class Open(Barrier):
         return True
 
 
-# But for the right half of block 0, which is free when the weights of block 1 are there.
 NEEDED = ["q_full", "q_free", "scored", "done"] + [
-    f"{name} {i}" for name, count in (("full", 4), ("free", 4), ("rope_full", 2), ("ready", 2))
-    for i in range(count) if (name, i) != ("free", 1)
-]  # fmt: skip
+    f"{name} {i}" for name, count in (("full", 4), ("free", 4), ("rope_full", 2), ("ready", 2)) for i in range(count)
+]
+# The right half of block 0 is free when the weights of block 1 are there, but with float8 these come later.
+NOT_NEEDED = {(False, "free 1"), (True, "scored")}
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_no_barrier_can_be_left_out(name):
+@pytest.mark.parametrize("float8", [False, True])
+def test_no_barrier_can_be_left_out(name, float8):
     class Without(Machine):
         def __post_init__(self):
             super().__post_init__()
@@ -47,9 +48,11 @@ def test_no_barrier_can_be_left_out(name):
             else:
                 setattr(self, line, Open(getattr(self, line).count))
 
-    for waits in (False, True):
+    if (float8, name) in NOT_NEEDED:
+        play(Without, 2, 300, float8)
+    else:
         with pytest.raises(AssertionError):
-            play(Without, 2, 300, waits)
+            play(Without, 2, 300, float8)
 
 
 def test_the_place_for_weights_is_written_after_it_was_read():

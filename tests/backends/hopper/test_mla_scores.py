@@ -46,7 +46,7 @@ def product(q, k):
 
 
 def chained(q, k8, scales, rope):
-    """Scores of float8 rows in one accumulator, which is multiplied from group to group (`Spec.chained`)."""
+    """Scores of float8 rows: one accumulator, which is multiplied from group to group."""
     total = np.zeros((len(q), len(k8)))
     ratios = [*(scales[:, :3] / scales[:, 1:]).astype(np.float32).T, scales[:, 3]]
     for g, ratio in enumerate(ratios):

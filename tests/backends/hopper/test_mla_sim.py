@@ -97,10 +97,10 @@ def uneven(case):
 
 
 @pytest.mark.parametrize("shape", ["as they come", "uneven"])
-def test_rows_in_float8_with_one_accumulator_are_right(shape, kernels):
+def test_rows_in_float8_with_uneven_scales_are_right(shape, kernels):
     for case in (FP8, replace(FP8, B=1, H=70, Lq=1, lengths=(700,), page=16, causal=False, sinks=True)):
         inputs = make(case) if shape == "as they come" else uneven(case)
-        call = simulated(inputs, kernels, seed=2, planned=False, chained=True)
+        call = simulated(inputs, kernels, seed=2, planned=False)
         check_call(call, call.tensors.out, call.tensors.lse)
 
 
@@ -149,19 +149,17 @@ OF_CHOSEN = {
     "keys past the end": ("gather", "(position < limit)", "(position < limit + 1)"),
     "flags of another pair": ("scores", "sh.ok[0].index((u & 1) * 2 + b)", "sh.ok[0].index(((u & 1) ^ 1) * 2 + b)"),
     "output of another query": ("tile_scheduler", "query = seq % a.q_len", "query = seq * 0"),
-    "scales of another group": ("scores", "(u & 1) * 8 + b * 4 + group", "(u & 1) * 8 + b * 4"),
+    "scales of another group": ("scores", "sh.scales[4 * VALUES + group]", "sh.scales[4 * VALUES]"),
     "values without scales": (
         "consumer",
-        "p1 = own * value_scales(a, sh, u, b, 2 * C + 1, OPERAND)[None, :]",
+        "p1 = own * scales_of(sh, u, b, 2 * C + 1, OPERAND, 1)[None, :]",
         "p1 = own",
     ),
     "ratios the wrong way round": ("gather", "kept[1] / kept[2]", "kept[2] / kept[1]"),
     "the last scale left out": ("gather", "kept[2] / kept[3], kept[3])", "kept[2] / kept[3], kept[3] * 0 + 1)"),
-    "scales of values from another block": (
-        "scores",
-        "sh.scales[1].index((u & 1) * 8 + b * 4",
-        "sh.scales[1].index((u & 1) * 8",
-    ),
+    "ratios for scales of values": ("scores", "4 * VALUES + group", "group"),
+    "positions of another block": ("gather", "place_of_block(a, n + 3)", "place_of_block(a, n + 2)"),
+    "the other block's weights by an old maximum": ("consumer", "return o, m_new, l * alpha", "return o, m, l * alpha"),
     "ratios of scales that are 0": ("gather", "gl.where(gl.abs(scales[g]) < least, least, scales[g])", "scales[g]"),
 }
 
@@ -175,7 +173,7 @@ def test_mutants_are_rejected(name):
         if name in OF_CHOSEN:
             test_results_are_right(CHOSEN[0], kernels)
             test_rows_in_float8_are_right(FP8, kernels)
-            test_rows_in_float8_with_one_accumulator_are_right("uneven", kernels)
+            test_rows_in_float8_with_uneven_scales_are_right("uneven", kernels)
             return
         test_results_are_right(CASES[1], kernels)
         test_results_are_right(CASES[0], kernels)

@@ -74,8 +74,6 @@ def blocks_refusal(problem: Problem) -> str | None:
 def slower(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice, if it is: as a rule, because it takes less time."""
     p = problem
-    if p.selection is not None:
-        return "leaves block indices to the Triton backend: its lists of them have run in a simulator, not on a GPU"
     if p.q_len <= FEW_QUERIES:
         return f"leaves {FEW_QUERIES} queries and fewer to the Triton backend, which is faster there"
     if p.mask is not None:
@@ -91,7 +89,10 @@ def operations(problem: Problem) -> float:
     """About how many there are, by the longest sequence."""
     p = problem
     rows = p.total_q if p.packed_q else p.batch * p.q_len
-    return 2.0 * rows * p.heads * p.rules.keys_per_query(p.q_len, p.kv_len) * (p.head_dim + p.value_dim)
+    keys = p.rules.keys_per_query(p.q_len, p.kv_len)
+    if p.selection is not None:
+        keys = min(keys, p.selection.count * p.selection.block)
+    return 2.0 * rows * p.heads * keys * (p.head_dim + p.value_dim)
 
 
 def notes(problem: Problem, c: Config) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ class Arguments:
     q_rope: object  # the same with 64 columns
     k: object  # [1, page_rows, width] of the pages
     k_rope: object
-    Q: object  # rows of queries and the cache themselves
-    CACHE: object
+    CACHE: object  # the cache itself
     SCALES: object  # with float8, the same memory as float32; CACHE is int32 then
     out: object  # descriptor of tiles of the output as [B, Lq, H, 512]
     LSE: object
@@ -21,9 +20,6 @@ class Arguments:
     TABLE: object
     INDICES: object  # int32 [B, Lq, chosen]: keys of each query
     SINKS: object
-    q_b: Size  # of Q, in units of 8 numbers
-    q_h: Size
-    q_l: Size
     lse_b: Size
     lse_h: Size
     lse_l: Size

@@ -1,6 +1,6 @@
 """Which problems latent decode serves, and how they are cut: plain functions of a `Problem`.
 
-The measurements behind them are in benchmarks/h200/LOG.md, latent #1 and #2.
+The measurements behind them are in benchmarks/h200/LOG.md, latent #1 and #2, sparse #5.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 GATHERING: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
-FP8: dict[str, Any] = {"consumer_regs": 224, "producer_regs": 56, "fp8": True, "ahead": 2}
-
-# Chosen by benchmarks/h200/sparse.py alone, until it is measured: sparse #3 of the log.
-CHAINED: dict[str, Any] = FP8 | {"chained": True, "consumer_regs": 216, "producer_regs": 80, "ahead": 4}
+FP8: dict[str, Any] = {"consumer_regs": 208, "producer_regs": 96, "fp8": True, "ahead": 3}
 
 
 @dataclass(frozen=True)

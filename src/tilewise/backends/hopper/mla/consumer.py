@@ -16,9 +16,10 @@ those of consumer 1 beside both P0 V0. Blocks are added to both halves of the ou
 m is a maximum of some keys before: a new one replaces it only when it is larger by many powers of 2. So alpha is 1 as a
 rule, and O is not touched.
 
-Rows in float8 (`S.fp8`) lie in shared memory without their scales. Scores of columns that share scales are added up
-apart, each times its key's scale, or (`S.chained`) in one accumulator that is multiplied between them; weights are
-multiplied by the scale of the values.
+Rows in float8 (`S.fp8`) lie in shared memory without their scales: the scores' accumulator is multiplied by ratios of
+scales between groups of columns, and weights by the scales of the values. There the producer sets the pace. So each
+block is scored, added to both halves and released before the next one is needed (`own_block`, `other_block`): the
+producer fills one while the other is in use.
 """
 
 from triton.experimental import gluon
@@ -31,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .epilogue import store, store_fragments, times
-from .scores import SCORE, end_scores, start_scores, value_scales, visible
+from .scores import SCORE, end_scores, scales_of, start_scores, visible
 from .tile_scheduler import fragment
 
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -93,15 +94,13 @@ def add_values(a, sh, o, p, u, b: gl.constexpr, C: gl.constexpr):
     if a.S.fp8:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, QUARTER, 2)
         if p is None:
-            own = sh.p.index(0).load(OPERAND)
+            own = sh.weights(b).load(OPERAND)
         else:
             own = gl.convert_layout(p, OPERAND)
         # Weights with scales are rounded once more, and so are scales: as much as values are, which are exact here.
-        p0 = own * value_scales(a, sh, u, b, 2 * C, OPERAND)[None, :]
+        p0 = own * scales_of(sh, u, b, 2 * C, OPERAND, 1)[None, :]
         o0 = warpgroup_mma(p0, sh.piece(4 * b + 2 * C), o[0], is_async=True)
-        if a.S.chained:  # registers for one version of the weights
-            o0 = warpgroup_mma_wait(0, deps=(o0,))
-        p1 = own * value_scales(a, sh, u, b, 2 * C + 1, OPERAND)[None, :]
+        p1 = own * scales_of(sh, u, b, 2 * C + 1, OPERAND, 1)[None, :]
         o1 = warpgroup_mma(p1, sh.piece(4 * b + 2 * C + 1), o[1], is_async=True)
         found = (o0, o1)
     elif p is None:
@@ -157,10 +156,11 @@ def clear_hidden(a, sh, masked, n, base, b: gl.constexpr, half: gl.constexpr):
 @gluon.jit
 def send(a, sh, p, m, changed, b: gl.constexpr):
     """Weights and the maximum to the other consumer, and whether it has changed."""
-    sh.p.index(0).store(p)
+    sh.weights(b).store(p)
     sh.maximum(b).store(m)
     sh.changed[b].store(gl.full([1], changed, gl.int32, FLAG))
-    fence_async_shared()
+    if not a.S.fp8:  # there weights are loaded, to be multiplied by scales
+        fence_async_shared()
     mbarrier.arrive(sh.ready[b], count=1)
 
 
@@ -174,7 +174,7 @@ def stay(sh, u, half: gl.constexpr):
 @gluon.jit
 def step0(a, sh, w, u, i, o, m, l, hi, masked):
     """Pair number u, pair i of its sequence."""
-    s = end_scores(a, sh, start_scores(a, sh, w, u, 0), u, 0, 0)
+    s = end_scores(start_scores(a, sh, w, u, 0), 0)
     mbarrier.arrive(sh.scored.index(0), count=1)
     s = visible(a, sh, s, u, i * 128, hi, masked, 0)
     p, m_new, changed = to_weights(a, s, m)
@@ -202,13 +202,8 @@ def step0(a, sh, w, u, i, o, m, l, hi, masked):
 
 @gluon.jit
 def step1(a, sh, w, u, i, o, m, l, hi, masked):
-    SERIAL: gl.constexpr = a.S.fp8
-    if not a.S.fp8:  # the exponentials of one consumer stand beside products of the other
-        mbarrier.wait(sh.scored.index(0), u & 1)
-    started = start_scores(a, sh, w, u, 1)
-    if SERIAL:  # no registers for two products at a time
-        s = end_scores(a, sh, started, u, 1, 0)
-
+    mbarrier.wait(sh.scored.index(0), u & 1)  # the exponentials of one consumer stand beside products of the other
+    s = start_scores(a, sh, w, u, 1)
     mbarrier.wait(sh.ready[0], u & 1)
     m_new, changed = received(sh, 0)
     alpha = alpha_of(a, m, m_new)
@@ -217,10 +212,7 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
     sh.wait_half(u, 0, 1)
     clear_hidden(a, sh, masked, w.n, i * 128, 0, 1)
     o = add_values(a, sh, o, None, u, 0, 1)
-    if SERIAL:
-        o = finished(o)
-    else:
-        s = end_scores(a, sh, started, u, 1, len(o))
+    s = end_scores(s, len(o))
 
     s = visible(a, sh, s, u, i * 128 + 64, hi, masked, 1)
     p, m, changed = to_weights(a, s, m_new)
@@ -228,9 +220,8 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
     l = l * alpha + gl.sum(p, 1)
     p = p.to(a.q.dtype)
     stay(sh, u, 3)  # the wait for P0 V0 is not moved above it
-    if not a.S.fp8:
-        o0, p = warpgroup_mma_wait(0, deps=(o[0], p))
-        o = (o0,)
+    o0, p = warpgroup_mma_wait(0, deps=(o[0], p))
+    o = (o0,)
     send(a, sh, p, m, changed, 1)
     mbarrier.arrive(sh.free[1], count=1)
     o = rescaled_if(changed, o, alpha)
@@ -241,8 +232,43 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
 
 
 @gluon.jit
+def own_block(a, sh, w, u, o, m, l, C: gl.constexpr):
+    """Block C of pair u, of float8, into half C of the output; its weights and maximum to the other consumer."""
+    s = visible(a, sh, end_scores(start_scores(a, sh, w, u, C), 0), u, 0, 0, False, C)
+    p, m_new, changed = to_weights(a, s, m)
+    alpha = alpha_of(a, m, m_new)
+    l = l * alpha + gl.sum(p, 1)
+    p = p.to(a.q.dtype)
+    send(a, sh, p, m_new, changed, C)
+    o = rescaled_if(changed, o, alpha)
+    o = finished(add_values(a, sh, o, p, u, C, C))
+    mbarrier.arrive(sh.free[3 * C], count=1)
+    return o, m_new, l
+
+
+@gluon.jit
+def other_block(a, sh, u, o, m, l, C: gl.constexpr):
+    """The other block, by the other consumer's weights."""
+    B: gl.constexpr = 1 - C
+    mbarrier.wait(sh.ready[B], u & 1)
+    m_new, changed = received(sh, B)
+    alpha = alpha_of(a, m, m_new)
+    o = rescaled_if(changed, o, alpha)
+    sh.wait_half(u, B, C)
+    o = finished(add_values(a, sh, o, None, u, B, C))
+    mbarrier.arrive(sh.free[2 * B + C], count=1)
+    return o, m_new, l * alpha
+
+
+@gluon.jit
 def step(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
-    if C == 0:
+    if a.S.fp8:
+        if C == 1:
+            o, m, l = other_block(a, sh, u, o, m, l, C)
+        o, m, l = own_block(a, sh, w, u, o, m, l, C)
+        if C == 0:
+            o, m, l = other_block(a, sh, u, o, m, l, C)
+    elif C == 0:
         o, m, l = step0(a, sh, w, u, i, o, m, l, hi, masked)
     else:
         o, m, l = step1(a, sh, w, u, i, o, m, l, hi, masked)

@@ -6,10 +6,10 @@ zeros stand in their place, and the consumers are told which keys count.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from .producer import fill_queries
-from .tile_scheduler import fragment, keys_of_row
+from .tile_scheduler import fragment, keys_of_row, pairs_of
 
 THREADS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of [64 keys, 64 columns]
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))  # of [64 keys, 16 words], for float8
@@ -25,12 +25,18 @@ def indices_of(a, seq, block):
 
 
 @gluon.jit
-def rows_of(a, seq, position):
-    """Where the rows of these keys begin, in units of 16 bytes, and which of them the query sees."""
-    b = seq // a.q_len
-    limit = keys_of_row(a, b)
+def limit_of(a, seq):
+    """The first position that a query does not see."""
+    limit = keys_of_row(a, seq // a.q_len)
     if a.S.causal:
         limit -= a.q_len - 1 - seq % a.q_len
+    return limit
+
+
+@gluon.jit
+def rows_of(a, seq, position, limit):
+    """Where the rows of these keys begin, in units of 16 bytes, and which of them the query sees."""
+    b = seq // a.q_len
     ok = (position >= 0) & (position < limit)
     position = gl.where(ok, position, 0)
     if a.S.paged:
@@ -110,45 +116,47 @@ def prefetch_rows(a, at):
 
 
 @gluon.jit
-def widen_block(a, sh, u, at, ok, raw, at_next, ok_next, b: gl.constexpr):
-    """Block b of pair u from float8. `raw` are its first chunks, which are under way; returns those of the next block.
+def load_scales(a, at, ok):
+    """The four scales of a block's rows."""
+    found = ()
+    for g in gl.static_range(4):
+        found = found + (gl.load(a.SCALES + at.to(gl.int64) * 4 + 128 + g, mask=ok, other=0.0),)
+    return found
 
-    Numbers are stored as they are, without their scales, which the consumers apply: 16 bits hold them exactly. Each
-    thread has fenced its stores before the barrier, so that readers need not.
+
+@gluon.jit
+def widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b: gl.constexpr):
+    """Block b of pair u from float8. `raw` are its first chunks, which are under way as `scales` are; returns those of
+    the next block. What is waited for waits for all loads before it, so that nothing is loaded to be used at once.
+
+    Numbers are stored as they are, without their scales, which the consumers apply: 16 bits hold them exactly.
     """
     AHEAD: gl.constexpr = len(raw)
     prefetch_rows(a, at_next)
-    scales = ()
-    for g in gl.static_range(4):
-        scales = scales + (gl.load(a.SCALES + at.to(gl.int64) * 4 + 128 + g, mask=ok, other=0.0),)
-    factors = scales
-    if a.S.chained:
-        factors = ratios(scales)
-    if b == 0:  # rope columns of pair u - 1 have been multiplied
-        mbarrier.wait(sh.scored.index(0), (u & 1) ^ 1)
-    rope = a.CACHE + (at.to(gl.int64) * 4)[:, None] + 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS))[None, :]
-    async_copy.async_copy_global_to_shared(in_words(sh.k_rope, 2).index(b), rope, mask=ok[:, None])
-    async_copy.mbarrier_arrive(sh.rope_full[b], increment_count=False)
     for i in gl.static_range(8):
         if i + AHEAD < 8:
             later = load_chunk(a, at, ok, i + AHEAD)
         else:
             later = load_chunk(a, at_next, ok_next, i + AHEAD - 8)
-        if i % 4 == 0:
-            mbarrier.wait(sh.free[2 * b + i // 4], (u & 1) ^ 1)
+        if i == 0:  # block b of pair u - 1 has been scored and added to both halves
+            mbarrier.wait(sh.free[2 * b], (u & 1) ^ 1)
+            mbarrier.wait(sh.free[2 * b + 1], (u & 1) ^ 1)
+            rope = a.CACHE + (at.to(gl.int64) * 4)[:, None] + 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS))[None, :]
+            async_copy.async_copy_global_to_shared(in_words(sh.k_rope, 2).index(b), rope, mask=ok[:, None])
+            async_copy.mbarrier_arrive(sh.rope_full[b], increment_count=False)
         in_words(sh.k, 16).index(8 * b + i).store(widened(raw[0], a.q.dtype))
         raw = moved_up(raw, later)
-        if i % 2 == 1:
-            fence_async_shared()
-            mbarrier.arrive(sh.full[4 * b + i // 2], count=1)
         if i == 1:
             sh.ok[0].index((u & 1) * 2 + b).store(ok.to(gl.float32))
+            factors = ratios(scales)
             for g in gl.static_range(4):
-                sh.scales[0].index((u & 1) * 8 + b * 4 + g).store(factors[g])
-                if a.S.chained:
-                    sh.scales[1].index((u & 1) * 8 + b * 4 + g).store(scales[g].to(a.q.dtype))
+                sh.scales[g].index((u & 1) * 2 + b).store(factors[g])
+                sh.scales[4 + g].index((u & 1) * 2 + b).store(scales[g].to(a.q.dtype))
             mbarrier.arrive(sh.rope_full[b], count=1)
-    return raw
+            scales = load_scales(a, at_next, ok_next)
+        if i % 2 == 1:
+            mbarrier.arrive(sh.full[4 * b + i // 2], count=1)
+    return raw, scales
 
 
 @gluon.jit
@@ -176,34 +184,49 @@ def moved_up(raw, later):
 
 
 @gluon.jit
+def place_of_block(a, n):
+    """Sequence of block n of all sequences', one after the other, and the block's number there."""
+    blocks = 2 * pairs_of(a.chosen)
+    n = gl.minimum(n, a.batch * blocks - 1)
+    return n // blocks, n % blocks
+
+
+@gluon.jit
 def widen(a, run, sh):
-    """`gather` for float8."""
+    """`gather` for float8. Three blocks are under way: chunks of one, rows of the next, positions of the one after."""
     u = 0
     f = 0
     seq = run.seq
     first = run.first
     left = run.left
-    begin = gl.minimum(seq, a.batch - 1)
-    at0, ok0 = rows_of(a, begin, indices_of(a, begin, first * 2))
-    position1 = indices_of(a, begin, first * 2 + 1)
+    n = 2 * (seq * pairs_of(a.chosen) + first)
+    its, block = place_of_block(a, n)
+    at, ok = rows_of(a, its, indices_of(a, its, block), limit_of(a, its))
+    its, block = place_of_block(a, n + 1)
+    at_next, ok_next = rows_of(a, its, indices_of(a, its, block), limit_of(a, its))
+    its, block = place_of_block(a, n + 2)
+    position = indices_of(a, its, block)
+    limit = limit_of(a, its)
     raw = ()
     AHEAD: gl.constexpr = a.S.ahead
     for chunk in gl.static_range(AHEAD):
-        raw = raw + (load_chunk(a, at0, ok0, chunk),)
+        raw = raw + (load_chunk(a, at, ok, chunk),)
+    scales = load_scales(a, at, ok)
     while left > 0:
         w = fragment(a, seq, first, left, run.tile)
-        after = gl.minimum(seq + 1, a.batch - 1)
         fill_queries(a, sh, w, f)
-        for i in range(first, w.last):
-            inside = i + 1 < w.last
-            its = gl.where(inside, seq, after)
-            pair = gl.where(inside, i + 1, 0)
-            position0 = indices_of(a, its, pair * 2)
-            at1, ok1 = rows_of(a, seq, position1)
-            raw = widen_block(a, sh, u, at0, ok0, raw, at1, ok1, 0)
-            position1 = indices_of(a, its, pair * 2 + 1)
-            at0, ok0 = rows_of(a, its, position0)
-            raw = widen_block(a, sh, u, at1, ok1, raw, at0, ok0, 1)
+        for _ in range(first, w.last):
+            for b in gl.static_range(2):
+                at_later, ok_later = rows_of(a, its, position, limit)
+                its, block = place_of_block(a, n + 3)
+                position = indices_of(a, its, block)
+                limit = limit_of(a, its)
+                raw, scales = widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b)
+                at = at_next
+                ok = ok_next
+                at_next = at_later
+                ok_next = ok_later
+                n += 1
             u += 1
         left -= w.last - first
         seq += 1
@@ -231,9 +254,9 @@ def gather(a, run, sh):
             pair = gl.where(inside, i + 1, 0)
             later0 = indices_of(a, its, pair * 2)
             later1 = indices_of(a, its, pair * 2 + 1)
-            at, ok = rows_of(a, seq, position0)
+            at, ok = rows_of(a, seq, position0, limit_of(a, seq))
             gather_block(a, sh, u, at, ok, 0)
-            at, ok = rows_of(a, seq, position1)
+            at, ok = rows_of(a, seq, position1, limit_of(a, seq))
             gather_block(a, sh, u, at, ok, 1)
             position0 = later0
             position1 = later1

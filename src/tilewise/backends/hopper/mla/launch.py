@@ -73,7 +73,6 @@ class Launcher(ByAddress):
         at |= {
             "q_rope": at["q"],
             "k_rope": at["k"],
-            "Q": at["q"],
             "CACHE": at["k"],
             "SCALES": at["k"],
             "out": at["OUT"],
@@ -103,10 +102,10 @@ class Launcher(ByAddress):
         q_block, k_block = [1, s.queries, s.head_rows], [1, s.page_rows]
         given: Arguments = {
             "q": block_descriptor(rows, [*q_block, s.width], s.dtype),
-            "q_rope": None if s.fp8 else block_descriptor(rows, [*q_block, ROPE], s.dtype),
+            "q_rope": block_descriptor(rows, [*q_block, ROPE], s.dtype),
             "k": None if s.gather else block_descriptor(cache, [*k_block, s.width], s.dtype),
             "k_rope": None if s.gather else block_descriptor(cache, [*k_block, ROPE], s.dtype),
-            "Q": t.q, "CACHE": cache.view(torch.int32) if s.fp8 else cache,
+            "CACHE": cache.view(torch.int32) if s.fp8 else cache,
             "SCALES": cache.view(torch.float32) if s.fp8 else None, "page_size": cache.shape[1],
             "INDICES": t.key_indices, "out": block_descriptor(t.out.transpose(1, 2), [*q_block, s.width], s.dtype),
             "OUT": t.out, "LSE": t.lse, "SINKS": t.sinks, "LENGTHS": t.kv_lengths, "TABLE": t.block_table,
@@ -116,8 +115,8 @@ class Launcher(ByAddress):
         given |= stride_arguments("table", "b", t.block_table) | stride_arguments(
             "page", "bl", cache, 16 // cache.element_size()
         )
-        given |= stride_arguments("i", "bhl", t.key_indices) | stride_arguments("q", "bhl", t.q, 8)
-        return given | self.sizes | stride_arguments("o", "bhl", t.out) | stride_arguments("lse", "bhl", t.lse)
+        given |= stride_arguments("i", "bhl", t.key_indices) | self.sizes
+        return given | stride_arguments("o", "bhl", t.out) | stride_arguments("lse", "bhl", t.lse)
 
 
 @ByPlan

@@ -8,6 +8,7 @@ There is room for one pair of blocks. Pair number u (counted over all fragments 
     block 0, rope columns    consumer 0    nobody                consumer 0, when it has scored the block
     block 1, rope columns    consumer 1    nobody                with the right half of block 0, which is later
 
+    of float8, block b       its rope columns are released with both halves: weights take their place
     queries                  read by both consumers; when both have scored a fragment, its output leaves from there
     flags, scales            of keys by index: in places of two pairs, written with the rope columns
     weights of block b       written by consumer b, read by the other one; no barrier says that they may be written
@@ -27,10 +28,10 @@ from ..signature import struct
 @struct
 class Shared:
     q: gl.shared_memory_descriptor  # [pieces, 64, width]
-    q_rope: gl.tuple  # [64, 64]
+    q_rope: gl.shared_memory_descriptor  # [64, 64]
     k: gl.shared_memory_descriptor  # [4, 64, 256]: halves of blocks
     k_rope: gl.shared_memory_descriptor  # [2, 64, 64]
-    p: gl.shared_memory_descriptor  # [1, 64, 64]
+    p: gl.shared_memory_descriptor  # [1, 64, 64]; of float8 the place of the rope columns, which have been multiplied
     m0: gl.shared_memory_descriptor  # [1, 64]: running maxima, by their writers
     m1: gl.shared_memory_descriptor
     l: gl.shared_memory_descriptor  # [2, 64]: sums at the end of a fragment
@@ -44,8 +45,8 @@ class Shared:
     ready: gl.tuple  # of 2: weights and maxima
     done: gl.shared_memory_descriptor  # [1, 1]: both sums of a fragment
     ok: gl.tuple  # with indices, float32 [4, 64]: 1 for keys that count, of two pairs
-    scales: gl.tuple  # float32 [16, 64]: of two pairs, their blocks and groups of columns; if `chained` those of
-    # values apart, in 16 bits
+    scales: gl.tuple  # of 8, [4, 64]: by groups of columns what scores are multiplied by, in float32, and then, in 16
+    # bits, scales of values; as `ok`
     S: object
 
     @gluon.jit
@@ -59,7 +60,7 @@ class Shared:
     def wait(self, full, u):
         """Until what a barrier of pair u stands for is there for products: gathered rows were not written by TMA."""
         mbarrier.wait(full, u & 1)
-        if self.S.gather and not self.S.chained:
+        if self.S.gather:
             fence_async_shared()
 
     @gluon.jit
@@ -68,6 +69,11 @@ class Shared:
         EACH: gl.constexpr = self.S.pieces // 2
         for i in gl.static_range(EACH):
             self.wait(self.full[(2 * b + half) * EACH + i], u)
+
+    @gluon.jit
+    def weights(self, b: gl.constexpr):
+        """The place for weights of block b."""
+        return self.p.index(b if self.S.fp8 else 0)
 
     @gluon.jit
     def maximum(self, b: gl.constexpr):
@@ -96,6 +102,16 @@ def apart(N: gl.constexpr, COUNT: gl.constexpr = 1):
 
 
 @gluon.jit
+def lines(DTYPE: gl.constexpr):
+    """For each group of columns [4, 64]; with memory of its own, or the compiler guards one store from the next."""
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    made = ()
+    for _ in gl.static_range(4):
+        made = made + (gl.allocate_shared_memory(DTYPE, [4, 64], LINE),)
+    return made
+
+
+@gluon.jit
 def new_shared(a):
     DTYPE: gl.constexpr = a.q.dtype
     WIDTH: gl.constexpr = a.S.width
@@ -104,12 +120,12 @@ def new_shared(a):
     SMALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(DTYPE, [a.S.pieces, 64, WIDTH], PIECE)
-    q_rope = ()
-    if not a.S.fp8:
-        q_rope = (gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL).index(0),)
+    q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL).index(0)
     k = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
     k_rope = gl.allocate_shared_memory(DTYPE, [2, 64, 64], SMALL)
-    p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL)
+    p = k_rope
+    if not a.S.fp8:
+        p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL)
     m0 = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
     m1 = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
     l = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
@@ -122,9 +138,7 @@ def new_shared(a):
         ok = (gl.allocate_shared_memory(gl.float32, [4, 64], LINE),)
     scales = ()
     if a.S.fp8:
-        scales = (gl.allocate_shared_memory(gl.float32, [16, 64], LINE),)
-        if a.S.chained:
-            scales = scales + (gl.allocate_shared_memory(DTYPE, [16, 64], LINE),)
+        scales = lines(gl.float32) + lines(DTYPE)
     # What is gathered arrives once for each thread of the producer; with rope columns come flags.
     return Shared(
         q, q_rope, k, k_rope, p, m0, m1, l, changed,

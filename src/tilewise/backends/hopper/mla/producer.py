@@ -97,10 +97,9 @@ def fill_queries(a, sh, w, f):
     PIECES: gl.constexpr = a.S.pieces
     mbarrier.wait(sh.q_free.index(0), (f & 1) ^ 1)
     full = sh.q_full.index(0)
-    mbarrier.expect(full, 64 * (512 if a.S.fp8 else 576) * 2)
-    if not a.S.fp8:
-        there = sh.q_rope[0]._reinterpret(a.q_rope.dtype, a.q_rope.block_type.shape, a.q_rope.layout)
-        tma.async_copy_global_to_shared(a.q_rope, [w.b, w.query, w.head, 512], full, there)
+    mbarrier.expect(full, 64 * 576 * 2)
+    there = sh.q_rope._reinterpret(a.q_rope.dtype, a.q_rope.block_type.shape, a.q_rope.layout)
+    tma.async_copy_global_to_shared(a.q_rope, [w.b, w.query, w.head, 512], full, there)
     for i in gl.static_range(PIECES):
         there = sh.q.index(i)._reinterpret(a.q.dtype, a.q.block_type.shape, a.q.layout)
         tma.async_copy_global_to_shared(a.q, [w.b, w.query, w.head, i * a.S.width], full, there)

@@ -22,7 +22,6 @@ class Spec:
     sinks: bool
     gather: bool = False  # keys by index, every query its own
     fp8: bool = False  # latent columns in float8 with a scale for each 128; with `gather` alone
-    chained: bool = False  # with `fp8`: one accumulator for the scores, multiplied from group to group of columns
     width: int = 128  # columns of the keys that are waited for at a time
     prefetch: bool = False  # the next pair is brought to L2; rows of the cache lie one behind the other
     ahead: int = 3  # chunks of float8 that are under way
