@@ -13,7 +13,7 @@ from problem_space import problem_of
 from tilewise.backends import hopper, triton
 from tilewise.backends.gpu import target
 from tilewise.backends.gpu.target import AMD, INTERPRETER, amd, nvidia, triton_refusal
-from tilewise.core.storage import FORMATS
+from tilewise.core.storage import FORMATS, stored_as
 
 BACKENDS = Path(tilewise.__file__).parent / "backends"
 
@@ -93,8 +93,17 @@ def test_heads_that_would_spill_are_refused(monkeypatch):
     assert "head dim 192" in str(triton.supports(wide))
     assert "128 do" in str(triton.supports(wide))
     assert "gradients" in str(triton.supports_backward(replace(problem(), grads=("q",), return_lse=True)))
+    single = replace(problem(), q_dtype=torch.float32)
+    assert "float32 products do not fit the registers of gfx1100" in str(triton.supports(single))
+    stored = {name: replace(problem(), k_format=stored_as(name, 64)) for name in ("int8", "int4", "fp8_e4m3")}
+    assert "int4 do not fit the registers of gfx1100" in str(triton.supports(stored["int4"]))
+    assert "fp8_e4m3 do not fit" in str(triton.supports(stored["fp8_e4m3"]))
+    assert triton.supports(stored["int8"]) is None
+    monkeypatch.setattr(triton, "target_of", lambda device: amd("gfx1201"))
+    assert "float32 products" in str(triton.supports(single))
+    assert triton.supports(stored["int4"]) is None
     monkeypatch.setattr(triton, "target_of", lambda device: amd("gfx942"))
-    assert triton.supports(wide) is None
+    assert triton.supports(wide) is triton.supports(single) is None
 
 
 def test_only_what_ran_has_no_note(monkeypatch):

@@ -1,6 +1,7 @@
 """What each rank computes, sends and keeps; and what the model says of that."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -121,6 +122,21 @@ def test_what_attention_refuses_and_machines_that_are_none():
     for name, value in (("link", 0), ("flops", float("nan")), ("latency", -1.0), ("memory", "4e12"), ("merge", True)):
         with pytest.raises(InvalidArgument, match=f"{name}: got "):
             Machine(**{name: value})
+
+
+def test_large_rings_are_counted_or_refused(monkeypatch):
+    """Some ranks of a large ring are looked at, each with all of its rounds; more rounds than that are refused."""
+    module, seen = sys.modules["tilewise.distributed.plan"], []
+    find = module.round_of
+    monkeypatch.setattr(module, "round_of", lambda task, rank, t: seen.append((rank, t)) or find(task, rank, t))
+    found = plan(*meta(2), mesh=512, scheme="ring", causal=True)
+    assert len(seen) == len(set(seen)) == module.LOOKED_AT * 512
+    assert [found.ranks[0].rank, found.ranks[-1].rank] == [0, 511]
+    seen.clear()
+    for mesh, scheme in ((10**6, "zigzag"), (10**9, "ulysses"), ((8, 10**9), "2d"), ((10**6, 8), "2d")):
+        with pytest.raises(InvalidArgument, match="expected a number of ranks, 1 to 4096"):
+            plan(*meta(64), mesh=mesh, scheme=scheme)
+    assert not seen
 
 
 def test_scale_prints_a_table_and_writes_it(capsys, tmp_path):

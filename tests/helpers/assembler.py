@@ -20,7 +20,9 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-NOT_DISASSEMBLED = (103, 121)  # by the nvdisasm that Triton 3.6 brings
+# Architectures that the nvdisasm of Triton 3.6 does not know, and the one of the same family that it reads them as.
+READ_AS = {103: 100, 121: 120}
+FLAGS = 48  # where an ELF file has its flags; their second byte is the architecture
 
 
 @dataclass
@@ -43,12 +45,17 @@ class Assembled:
 
     @cached_property
     def sass(self) -> str:
-        """Empty for GPUs that Triton's nvdisasm does not know. It takes longer than ptxas does: only if asked for."""
-        if self.arch in NOT_DISASSEMBLED:
-            return ""
+        """Disassembled. It takes longer than ptxas does: only if asked for."""
         if (file := self.kept.get_file("kernel.sass")) is None:
-            command = [TOOLS / "nvdisasm", "-c", self.kept.get_file("kernel.cubin")]
-            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            code = bytearray(Path(self.kept.get_file("kernel.cubin")).read_bytes())
+            if self.arch in READ_AS:
+                assert code[FLAGS + 1] == self.arch
+                code[FLAGS + 1] = READ_AS[self.arch]
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+                cubin.write(code)
+                cubin.flush()
+                command = [TOOLS / "nvdisasm", "-c", cubin.name]
+                text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             file = self.kept.put(text, "kernel.sass", binary=False)
         return Path(file).read_text()
 

@@ -94,8 +94,7 @@ def entries(case: str, target: str) -> Iterator[tuple[str, str, Kernel, dict[str
         kind, _, what = case.partition(" ")
         made = appended(what) if kind == "append" else merged(*MERGES[case])
     for kernel, given in made:
-        guard = getattr(kernel.constants.get("S"), "guard", "")
-        name = "gluon " * is_gluon(kernel) + kernel.function.__name__ + " fixup" * (guard == "fixup")
+        name = "gluon " * is_gluon(kernel) + kernel.function.__name__ + " fixup" * is_fixup(kernel)
         yield key_of(kernel, given, target), name, kernel, given
 
 
@@ -111,6 +110,11 @@ def commonest(case: str, target: str) -> Iterator[tuple[str, str, Kernel, dict[s
 
 def is_gluon(kernel: Kernel) -> bool:
     return bool(kernel.function.is_gluon())
+
+
+def is_fixup(kernel: Kernel) -> bool:
+    s = kernel.constants.get("S")
+    return getattr(s, "guard", "") == "fixup" or getattr(s, "fixup", False)
 
 
 def key_of(kernel: Kernel, given: dict[str, Any], target: str) -> str:
@@ -190,11 +194,11 @@ def of_amd(text: str) -> Row:
 
 
 def of_nvidia(made: Assembled) -> Row:
-    """The same by what ptxas says and the disassembled code; without that, a spill counts as one in a loop."""
+    """The same by what ptxas says and the disassembled code."""
     code, spans = disassembled(made.sass)
     # Behind the end of the code lie repeated waits, which go back into it.
     spans = [(a, b) for a, b in spans if not any("EXIT" in x for x in code[a:b])]
-    in_loops = most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)") if code else made.spills // 4
+    in_loops = most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)")
     return {
         "registers": made.registers, "spills": made.spills // 4, "loop_spills": in_loops,
         "instruction": products_of(made.ptx),

@@ -12,14 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numba import carray  # type: ignore[attr-defined]
 
 from ...core.plan import Plan
 from ...core.tensors import Shared, Tensors
 from . import compiler
 from .codegen.calls import call_kernel
 from .codegen.load_store import fetch_add, get_i64, load_acquire, put_i64
-from .codegen.numba_ops import item_at, jit, params_at, pointer, up
+from .codegen.numba_ops import item_at, jit, params_at, up
 from .codegen.vector import W
 from .kv_access import sequence
 from .launch import launcher, make_params, zero_spare_rows
@@ -67,17 +66,18 @@ def map_rows(params, rows, back):
     number in it. `back` says where a row is in the shared call, if not in the same place."""
     b = params_at(params)
     a = params_at(b.shared)
-    spots = carray(pointer(b.places + 16 * rows), (rows, 2), dtype=np.int64)
+    spots = b.places + 16 * rows  # [rows, 2]
     for index in range(a.items):
         item = item_at(a.work_items + index * WORK_ITEM_BYTES)
         if item.head == 0 and item.split == 0:
             start = sequence(a, item.b)[0] + item.row
             for i in range(item.rows):
-                spots[start + i, 0], spots[start + i, 1] = index, i
+                put_i64(spots + 16 * (start + i), index)
+                put_i64(spots + 16 * (start + i) + 8, i)
     for row in range(rows):
-        at = get_i64(back + 8 * row) if back else row
-        put_i64(b.places + 16 * row, spots[at, 0])
-        put_i64(b.places + 16 * row + 8, spots[at, 1])
+        at = spots + 16 * (get_i64(back + 8 * row) if back else row)
+        put_i64(b.places + 16 * row, get_i64(at))
+        put_i64(b.places + 16 * row + 8, get_i64(at + 8))
 
 
 def run(shared_plan: Plan, plan: Plan, t: Tensors, shared: Shared) -> None:

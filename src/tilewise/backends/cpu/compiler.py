@@ -19,6 +19,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
+from numba.core import base, event
 from numba.core.codegen import CPUCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.cpu import CPUContext
@@ -61,20 +62,35 @@ def _signature(fn: Callable[..., Any], result: Any) -> Any:
 def object_code(fn: Callable[..., Any], name: str, result: Any = types.void) -> bytes:
     """An object that defines the C function `name` and what Python calls, and nothing else."""
     signature, fn.__qualname__ = _signature(fn, result), name
-    with modules_only() as optimise:
+    with modules_only():
         compiled = _FunctionCompiler(fn, cpu_target, OPTIONS, {}, KernelCompiler).compile(
             signature.args, signature.return_type
         )
         library, context = compiled.library, cpu_target.target_context
         library._final_module.link_in(llvm.parse_assembly(str(entry_module(context, compiled.fndesc, name))))
-        optimise(library)
+        link_callees(library)
+        library._optimize_final_module()
     module = library._final_module
     for value in (*module.functions, *module.global_variables):
         if not value.is_declaration and value.name not in (name, name + ENTRY):
-            # Of Numba's runtime functions for arrays are left that nothing calls: no code is made of them.
-            value.linkage = "available_externally" if value.name.startswith("NRT_") else "private"
+            value.linkage = "private"
     module.verify()
     return library.codegen._tm.emit_object(module)
+
+
+def link_callees(library: Any) -> None:
+    """All that a kernel calls, directly or not, into its module, once each."""
+    left, seen = [library], {library}
+    while left:
+        for called in left.pop()._linking_libraries:
+            if called not in seen:
+                seen.add(called)
+                left.append(called)
+                module = called._final_module.clone()
+                for function in module.functions:
+                    if not function.is_declaration:
+                        function.linkage = "linkonce_odr"
+                library._final_module.link_in(module)
 
 
 def entry_module(context: Any, fndesc: Any, name: str) -> ir.Module:
@@ -120,16 +136,15 @@ def entry_module(context: Any, fndesc: Any, name: str) -> ir.Module:
 
 
 @contextmanager
-def modules_only() -> Iterator[Callable[[Any], None]]:
-    """Numba makes LLVM modules of functions, and nothing of those; gives what optimises the module of a kernel.
+def modules_only() -> Iterator[None]:
+    """Numba makes LLVM modules of functions, and nothing of those.
 
-    Numba optimises every function together with all that it calls, and generates code of it: of one that is called
+    It links every function with all that it calls, optimises that and generates code of it: of one that is called
     through five others six times. A kernel holds all of them, and is the only one that is wanted.
     """
-    optimise, resolve, collects = CPUCodeLibrary._optimize_final_module, BaseFunction.get_call_type, gc.isenabled()
+    resolve, size_of, collects = BaseFunction.get_call_type, base.BaseContext.get_abi_sizeof, gc.isenabled()
 
     def finalize(library: Any) -> None:
-        library._finalize_dynamic_globals()
         library._finalized = True
 
     def resolve_once(function: Any, context: Any, args: Any, kws: Any) -> Any:
@@ -141,15 +156,27 @@ def modules_only() -> Iterator[Callable[[Any], None]]:
             _resolved[key] = resolve(function, context, args, kws)
         return _resolved[key]
 
-    def nothing(*_: Any) -> None:
+    sizes: dict[str, int] = {}
+
+    def size_once(context: Any, kind: Any) -> int:
+        """The bytes of an LLVM type: Numba asks for them at every variable, and LLVM parses a module to tell."""
+        if (name := str(kind)) not in sizes:
+            sizes[name] = size_of(context, kind)
+        return sizes[name]
+
+    def nothing(*_: Any, **__: Any) -> None:
         pass
 
     instead = [
-        (CPUCodeLibrary, "_optimize_final_module", nothing),
-        (CPUCodeLibrary, "_finalize_final_module", finalize),
+        (CPUCodeLibrary, "finalize", finalize),
         (BaseFunction, "get_call_type", resolve_once),
         (CPUContext, "create_cfunc_wrapper", nothing),  # of Numba's own functions, such as `max`
         (CPUContext, "create_cpython_wrapper", nothing),
+        (base.BaseContext, "get_abi_sizeof", size_once),
+        (base, "_has_loc", cache(base._has_loc)),  # a signature is inspected to tell
+        (types.Record, "__repr__", types.Type.__repr__),  # all fields, made anew at every pass for listeners of events
+        (event, "start_event", nothing),  # at every call of LLVM
+        (event, "end_event", nothing),
         (JITCPUCodegen, "set_env", nothing),  # of code that is in Numba's own engine
     ]
     with global_compiler_lock:  # no other thread compiles meanwhile
@@ -158,7 +185,7 @@ def modules_only() -> Iterator[Callable[[Any], None]]:
         try:
             for owner, name, function in instead:
                 setattr(owner, name, function)
-            yield optimise
+            yield
         finally:
             for owner, name, function in before:
                 setattr(owner, name, function)

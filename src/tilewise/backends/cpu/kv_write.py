@@ -57,7 +57,7 @@ class WriteParams(ctypes.Structure):
     )
 
 
-write_params_at, NEXT_PART = struct_at("write_params", record(WriteParams)), offset(WriteParams, "next_part")
+write_params_at, NEXT_PART = struct_at(record(WriteParams)), offset(WriteParams, "next_part")
 SCRATCH = 4 * 1024 + 1024  # a row of up to 576 floats with room behind it, then its bytes
 TINY = F(np.finfo(np.float32).tiny)
 TOKENS_OF_A_THREAD = 1 << 18  # elements that a thread should have, or waking it takes longer than it saves

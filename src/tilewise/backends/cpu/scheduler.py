@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
-from numba import carray  # type: ignore[attr-defined]
-
 from .codegen.calls import call_kernel, call_mainloop, call_parallel
 from .codegen.load_store import fetch_add, get_i32, get_i64, put_i64
-from .codegen.numba_ops import F, item_at, jit, params_at, pointer, task_at, team_at, up
+from .codegen.numba_ops import F, item_at, jit, params_at, task_at, team_at, up
 from .kv_access import affine, rows_span, sequence
 from .mainloop.epilogue import epilogue_rows, replace_overflowed_rows
-from .params import LAUNCH_BYTES, LINE, TEAM_BYTES, WORK_ITEM, WORK_ITEM_BYTES, LaunchBlock, Params, Task, offset
+from .params import LAUNCH_BYTES, LINE, TEAM_BYTES, WORK_ITEM_BYTES, LaunchBlock, Params, Task, offset
 from .scratch import partition
 
 NEXT_ITEM, DONE, UNDONE = (offset(Params, name) for name in ("next_item", "done", "undone"))
@@ -136,23 +133,21 @@ def thread_main(task):
 def schedule(params, order):
     """Writes the work items, the most work first, and their number. `order` holds an int64 for each batch row."""
     p = params_at(params)
-    work_items = carray(pointer(p.work_items), 1 << 40, dtype=WORK_ITEM)
-    rows = carray(pointer(order), p.batch, dtype=np.int64)
     for b in range(p.batch):
-        rows[b] = b
+        put_i64(order + 8 * b, b)
     gap = p.batch // 2 if p.cu_q or p.cu_k or p.kv_lengths else 0  # Shell's sort: longest sequences first
     while gap:
         for i in range(gap, p.batch):
-            b, j = rows[i], i
+            b, j = get_i64(order + 8 * i), i
             size = cost(p, b)
-            while j >= gap and cost(p, rows[j - gap]) < size:
-                rows[j] = rows[j - gap]
+            while j >= gap and cost(p, get_i64(order + 8 * (j - gap))) < size:
+                put_i64(order + 8 * j, get_i64(order + 8 * (j - gap)))
                 j -= gap
-            rows[j] = b
+            put_i64(order + 8 * j, b)
         gap //= 2
     count, group = 0, p.heads // p.kv_heads
     for at in range(p.batch):
-        b = rows[at]
+        b = get_i64(order + 8 * at)
         _, q_len, _, kv_len, offset = sequence(p, b)
         places = affine(p, b, offset)
         block = max(1, own_rows(p, q_len))
@@ -174,7 +169,7 @@ def schedule(params, order):
                 parts = (hi + size - 1) // size - start
             for part in range(parts):  # outside: what heads of a page share is then found in the caches of addresses
                 for head in range(p.kv_heads):
-                    item = work_items[count]
+                    item = item_at(p.work_items + count * WORK_ITEM_BYTES)
                     item.b, item.head, item.row, item.rows = b, head, row, n
                     item.start = (start + part) * size
                     item.end = min(last, item.start + size) if size else last

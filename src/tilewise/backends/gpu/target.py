@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -94,6 +94,17 @@ class Target:
             return None
         return f"{what} of head dim {wide} do not fit the registers of {self.gfx}" + f", {most} do" * (most > 0)
 
+    def lacks_registers(self, float32: bool, formats: Collection[str]) -> str | None:
+        """Why products of float32 numbers, or K and V in these formats, are not served, if they are not.
+
+        RDNA makes products of float32 numbers of six of bfloat16, and its older registers hold no table of fp8 or int4.
+        """
+        if self.rdna and float32:
+            return f"float32 products do not fit the registers of {self.gfx}"
+        if self.gfx == "gfx1100" and (found := sorted({"fp8_e4m3", "int4"}.intersection(formats))):
+            return f"{' and '.join(found)} do not fit the registers of {self.gfx}, int8 does"
+        return None
+
     @property
     def unproven(self) -> str | None:
         """What a plan says of a GPU on which no kernel has run yet."""
@@ -162,6 +173,11 @@ class Target:
     def dependent_launch(self) -> bool:
         """Whether a kernel may start before the one that it waits for has ended."""
         return self.at_least(90)
+
+    @property
+    def reads_operands(self) -> bool:
+        """Whether all operands of products are read into registers, which tiles leave room for: NVIDIA's before Hopper."""
+        return self.ptx and not self.at_least(90)
 
     @property
     def shares_wide_values(self) -> bool:

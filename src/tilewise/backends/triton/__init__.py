@@ -41,7 +41,10 @@ def _supports(problem: Problem) -> str | None:
         if torch.bfloat16 in (problem.q_dtype, problem.k_dtype, problem.v_dtype):
             return "Triton's interpreter has no bfloat16 products"
         return triton_refusal(LEAST_TRITON) or _other_formats(problem)
-    return serves(problem.device) or _other_formats(problem)
+    if reason := serves(problem.device) or _other_formats(problem):
+        return reason
+    formats = problem.k_format.name, problem.v_format.name
+    return target_of(problem.device).lacks_registers(config.is_float32(problem), formats)
 
 
 def supports_write(problem: WriteProblem) -> str | None:

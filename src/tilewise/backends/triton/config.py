@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...core.mask_rules import MaskRules
 from ...core.problem import CascadeProblem, Problem
 from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from ..gpu.target import Target
@@ -32,8 +33,8 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
     wide = max(problem.head_dim, problem.value_dim)
     if target.amd:
         return amd_tile(problem, wide, target)
-    if "f32" in (_work(problem, True), _work(problem, False)):
-        rows = min(64, target.prefill_rows)
+    if is_float32(problem):
+        rows = 32 if target.reads_operands else min(64, target.prefill_rows)
         if wide <= 64:
             return Config(rows, 64, 4, 2)
         if wide <= 128:
@@ -42,7 +43,8 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
     if target.prefill_rows == 32:
         return Config(32, 64, 4, 3) if wide <= 128 else Config(32, 32, 4, 2)
     if wide <= 128:
-        return Config(64, 64, 4, 3)
+        simple = problem.rules.relative() in (MaskRules(), MaskRules(causal=True))
+        return Config(64, 32 if target.reads_operands and wide > 64 and not simple else 64, 4, 3)
     if wide <= 256:  # Ampere's products keep q in registers, beside fewer rows
         return Config(128, 64, 8, 2) if target.warpgroup_mma or not target.ptx else Config(64, 32, 8, 2)
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
@@ -53,7 +55,7 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
 
 def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
     """Tiles for AMD's GPUs, by what their compiler keeps in registers, which hold q too; none has been measured."""
-    if "f32" in (_work(problem, True), _work(problem, False)):
+    if is_float32(problem):
         return Config(32, 32, 4, 1) if wide <= 128 else Config(32, 16, target.most_warps, 1)
     if target.rdna:
         return Config(128, 32, 8, 1) if wide <= 64 else Config(128 if wide <= 128 else 64, 16, 8, 1)
@@ -62,11 +64,11 @@ def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
     return Config(64 if wide <= 256 else 32, 32, 4, 1)
 
 
-def _work(problem: Problem, is_key: bool) -> str:
+def is_float32(problem: Problem) -> bool:
+    """Whether any product is one of float32 numbers."""
     p = problem
-    if is_key:
-        return operand(p, p.head_dim, p.k_format, True).work
-    return operand(p, p.value_dim, p.v_format, False).work
+    found = operand(p, p.head_dim, p.k_format, True), operand(p, p.value_dim, p.v_format, False)
+    return "f32" in [each.work for each in found]
 
 
 def decode_tile(problem: Problem, target: Target) -> Config:
@@ -86,7 +88,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
         return Config(max(flipped_columns(p), target.least_columns), 32 if few else 64, 1, 3, pack)
-    if "f32" in (_work(p, True), _work(p, False)):
+    if is_float32(p):
         return Config(BM, 32 if wide <= 128 else 16, 4, 2, pack)
     if BM > 16:  # more rows, fewer registers for keys
         BK = 64 if wide <= 128 else 32 if wide <= 256 else 16

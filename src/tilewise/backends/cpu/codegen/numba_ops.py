@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit, types
+from numba import njit, types
 from numba.core.compiler import Compiler
 from numba.extending import intrinsic
+from numba.np.numpy_support import from_dtype
 
 from ....core.storage import FORMATS
 from ....core.storage import LATENT as LATENT_WIDTH
@@ -21,8 +22,10 @@ F = np.float32
 LATENT, LATENT_SCALES, LATENT_GROUP = map(np.int64, (LATENT_WIDTH, SCALE_BYTES, FORMATS[dtypes.LATENT_NAME].group))
 INF = np.float32(np.inf)
 ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba compiles a function anew for every literal it is called with
-# Passes of Numba's for what kernels have none of: closures, `with`, loops over literals, expressions of arrays, parfors
+# Passes of Numba's for what kernels have none of: closures, `with`, loops over literals, expressions of arrays, parfors,
+# branches by constants, overloads to be inlined, raises, and variables whose references are counted (ir_legalization)
 UNUSED = {
+    *("dead_branch_prune", "inline_overloads", "ir_legalization", "Rewrite dynamic raises", "rewrite_semantic_constants"),
     *("dump_parfor_diagnostics", "find_literally", "inline_closure_likes", "literal_unroll", "nopython_rewrites"),
     *("make_function_op_code_to_jit_function", "nopython_supported_feature_validation", "with_lifting"),
 }
@@ -38,32 +41,27 @@ class KernelCompiler(Compiler):
         return pipelines
 
 
-# None of these is called from Python: without the wrappers for that, kernels are compiled in 3/4 of the time.
-OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+# None of these is called from Python, and none holds an object whose references are counted (`_nrt`): without the
+# wrappers and the counting, kernels are compiled in less time.
+OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
 jit = njit(**OPTIONS, pipeline_class=KernelCompiler)
 
 
-@intrinsic
-def pointer(typingctx, address):
-    def codegen(context, builder, sig, args):
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), codegen
-
-
-def struct_at(name, record):
+def struct_at(record):
     """`fn(address)`: the struct there, whose fields can be read and set."""
+    struct = from_dtype(record)
 
-    def at(address):
-        return carray(pointer(address), 1, dtype=record)[0]
+    @intrinsic
+    def at(typingctx, address):
+        def codegen(context, builder, sig, args):
+            return builder.inttoptr(args[0], context.get_value_type(struct))
 
-    at.__qualname__ = f"{name}_at"  # kept code is found by name: no two functions may share one
-    return jit(at)
+        return struct(types.int64), codegen
+
+    return at
 
 
-params_at, item_at = struct_at("params", PARAMS), struct_at("item", WORK_ITEM)
-gradients_at = struct_at("gradients", GRADIENTS)
-task_at, team_at = struct_at("task", TASK), struct_at("team", TEAM)
+params_at, item_at, gradients_at, task_at, team_at = map(struct_at, (PARAMS, WORK_ITEM, GRADIENTS, TASK, TEAM))
 
 
 @njit(**OPTIONS, inline="always", pipeline_class=KernelCompiler)

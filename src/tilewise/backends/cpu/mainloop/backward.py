@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 
-from numba import carray, types
+from numba import types
 
 from ....core.large_lse import LARGE
 from ..codegen.calls import call_nothing
@@ -29,7 +29,6 @@ from ..codegen.numba_ops import (
     item_at,
     jit,
     params_at,
-    pointer,
     store_row,
     up,
     widen_row,
@@ -37,7 +36,7 @@ from ..codegen.numba_ops import (
 from ..codegen.vector import W
 from ..gemm.fp32 import KEYS, PANEL, ROWS, WHOLE_ROWS
 from ..kv_access import affine, key_span, place, query_span, sequence
-from ..params import WORK_ITEM, WORK_ITEM_BYTES, Gradients, Params, offset
+from ..params import WORK_ITEM_BYTES, Gradients, Params, offset
 from ..scratch import partition_backward
 from .backward_bf16 import BF16
 from .backward_fp32 import FP32
@@ -58,7 +57,6 @@ def schedule_backward(params, order):
     """Writes the work items: for each block of keys all sequences and KV heads, or one item for those that share it."""
     p = params_at(params)
     g = gradients_at(p.gradients)
-    items = carray(pointer(p.work_items), 1 << 40, dtype=WORK_ITEM)
     longest, count = types.int64(0), 0
     for b in range(p.batch):
         longest = max(longest, sequence(p, b)[3])
@@ -67,7 +65,7 @@ def schedule_backward(params, order):
             if not g.every_row and sequence(p, b)[3] <= block * p.tile_keys:
                 continue
             for head in range(1 if g.every_head else p.kv_heads):
-                item = items[count]
+                item = item_at(p.work_items + count * WORK_ITEM_BYTES)
                 item.b, item.head, item.split = b, head, block
                 count += 1
     p.next_item, p.items, p.done, p.undone = 0, count, 0, 0
