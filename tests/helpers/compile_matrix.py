@@ -13,8 +13,9 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -39,6 +40,7 @@ from tilewise.backends.gpu.target import AMD, Target, amd, nvidia, planning_for
 from tilewise.core.problem import Problem
 
 Row = dict[str, Any]
+Launch = tuple[Any, ...]
 TARGETS = {f"sm_{arch}": nvidia(arch) for arch in ARCHS} | {gfx: amd(gfx) for gfx in AMD}
 # One of each kind, the commonest: compiled for every target before any other.
 FIRST = (
@@ -51,6 +53,7 @@ MAIN = (
     "fwd_kernel", "key_gradients", "query_gradients", "append", "merge_kernel", "backward", "wide_backward",
     "latent_decode",
 )  # fmt: skip
+OPERANDS = ("q", "k", "v", "dout", "keys", "values")
 WRITES = ("bf16", "fp8_e4m3", "int8", "int4", "fp8_latent")
 MERGES = {"merge 8": (torch.bfloat16, 128, 8), "merge 2": (torch.float32, 256, 2), "merge 3": (torch.float16, 576, 3)}
 DRAWN = 200  # problems of the whole space, and as many backward passes
@@ -106,6 +109,52 @@ def commonest(case: str, target: str) -> Iterator[tuple[str, str, Kernel, dict[s
         if name in MAIN and name not in seen:
             seen.add(name)
             yield entry
+
+
+class Item(NamedTuple):
+    """A kernel of the list: the `number`-th of a case on a target."""
+
+    case: str
+    target: str
+    number: int
+    key: str
+
+
+def items() -> list[Item]:
+    """The list, each kernel once: the most important of the commonest cases, then whatever the planner chooses by a
+    launch of its own (tile, warps, stages, types), then the other kernels of all cases with a name. Calls drawn at
+    random are in it for their launches alone.
+    """
+    found: dict[str, list[tuple[Item, bool, Launch]]] = {}
+    for case in cases():
+        served = [target for target in TARGETS if refusal(case, target) is None]
+        found[case] = []
+        for target in served:
+            first = {entry[0] for entry in commonest(case, target)} if case in FIRST else set()
+            for number, (key, name, kernel, _) in enumerate(entries(case, target)):
+                found[case].append((Item(case, target, number, key), key in first, launch_of(name, kernel)))
+    every = [each for listed in found.values() for each in listed]
+    launches: set[tuple[str, Launch]] = set()
+    kept: dict[str, Item] = {}
+    for item, is_first, launch in every:
+        if is_first:
+            kept.setdefault(item.key, item)
+            launches.add((item.target, launch))
+    for item, _, launch in every:
+        if (item.target, launch) not in launches:
+            launches.add((item.target, launch))
+            kept.setdefault(item.key, item)
+    for item, *_ in every:
+        if "drawn" not in item.case:
+            kept.setdefault(item.key, item)
+    return list(kept.values())
+
+
+def launch_of(name: str, kernel: Kernel) -> Launch:
+    """What the planner chooses of a launch, and the types of what is multiplied."""
+    s = kernel.constants.get("S")
+    kinds = [(op.kind, op.work) for op in (getattr(s, part, None) for part in OPERANDS) if hasattr(op, "work")]
+    return name, tile_of(kernel), getattr(s, "slices", 1), *kinds
 
 
 def is_gluon(kernel: Kernel) -> bool:
@@ -255,15 +304,13 @@ def wrong(row: Row) -> str | None:
     return None
 
 
-def compiled(case: str, target: str, key: str) -> Row:
+def compiled(item: Item) -> Row:
     """The row of a kernel; a failure to compile is one too."""
-    found = {entry[0]: entry[1:] for entry in entries(case, target)}
-    if key not in found:
-        raise LookupError(f"{case} has no kernel {key} for {target}: the sources have changed meanwhile")
-    name, kernel, given = found[key]
-    row = {"case": case, "target": target, "kernel": name, "tile": tile_of(kernel), "key": key,
-           "wanted": expected(kernel, target)}  # fmt: skip
+    key, name, kernel, given = next(islice(entries(item.case, item.target), item.number, None))
+    if key != item.key:
+        raise LookupError(f"another kernel than was listed, of {item}: the sources have changed meanwhile")
+    row = {**item._asdict(), "kernel": name, "tile": tile_of(kernel), "wanted": expected(kernel, item.target)}
     try:
-        return row | report(kernel, given, target)
+        return row | report(kernel, given, item.target)
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}

@@ -176,7 +176,7 @@ class Target:
 
     @property
     def reads_operands(self) -> bool:
-        """Whether all operands of products are read into registers, which tiles leave room for: NVIDIA's before Hopper."""
+        """Whether operands of products are read into registers, which tiles leave room for: NVIDIA's before Hopper."""
         return self.ptx and not self.at_least(90)
 
     @property

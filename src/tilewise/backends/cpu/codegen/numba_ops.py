@@ -22,10 +22,10 @@ F = np.float32
 LATENT, LATENT_SCALES, LATENT_GROUP = map(np.int64, (LATENT_WIDTH, SCALE_BYTES, FORMATS[dtypes.LATENT_NAME].group))
 INF = np.float32(np.inf)
 ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba compiles a function anew for every literal it is called with
-# Passes of Numba's for what kernels have none of: closures, `with`, loops over literals, expressions of arrays, parfors,
-# branches by constants, overloads to be inlined, raises, and variables whose references are counted (ir_legalization)
+# Passes of Numba's for what kernels have none of: closures, `with`, loops over literals, expressions of arrays,
+# parfors, branches by constants, overloads to be inlined, variables with counted references (ir_legalization)
 UNUSED = {
-    *("dead_branch_prune", "inline_overloads", "ir_legalization", "Rewrite dynamic raises", "rewrite_semantic_constants"),
+    *("dead_branch_prune", "inline_overloads", "ir_legalization", "rewrite_semantic_constants"),
     *("dump_parfor_diagnostics", "find_literally", "inline_closure_likes", "literal_unroll", "nopython_rewrites"),
     *("make_function_op_code_to_jit_function", "nopython_supported_feature_validation", "with_lifting"),
 }

@@ -41,7 +41,7 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
         tile = amd_tile(problem, wide, target)
         return BackwardConfig(tile, tile, tile, apart=wide > (64 if target.rdna else 128))
     if is_float32(problem):
-        tile = Tile(32, 32, 4 if wide <= 64 and not target.reads_operands else 8, 1, reload=wide > 128)
+        tile = Tile(32, 32, 4 if wide <= 64 and target.large_backward_tiles else 8, 1, reload=wide > 128)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
     if not target.large_backward_tiles:
         tile = Tile(32, 32, 4, 2 if wide <= 128 else 1)
