@@ -141,7 +141,7 @@ def items() -> list[Item]:
             kept.setdefault(item.key, item)
             launches.add((item.target, launch))
     for item, _, launch in every:
-        if (item.target, launch) not in launches:
+        if (item.target, launch) not in launches and launch[0].removeprefix("gluon ") in MAIN:
             launches.add((item.target, launch))
             kept.setdefault(item.key, item)
     for item, *_ in every:

@@ -13,8 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llvmlite.binding.module import ModuleRef
+from numba import njit, types
+from numba.core import event
 
 from tilewise.backends.cpu import compiler, kernel_cache
+from tilewise.backends.cpu.codegen.load_store import get_i64, put_i64
+from tilewise.backends.cpu.codegen.numba_ops import ONE, jit
+from tilewise.backends.cpu.linker import link
 from tilewise.core import places
 from tilewise.kv_cache import block_loops
 from tiny_kernel import adding, no_compiler, run_tiny, said
@@ -60,6 +66,40 @@ def test_a_kernel_is_compiled_once(monkeypatch):
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     no_compiler(monkeypatch)
     assert compile_tiny() == 42
+
+
+def test_functions_of_a_kernel_are_linked_once_each(monkeypatch):
+    """Numba would link each with all that it calls, for every caller anew, and count references in it."""
+
+    @jit
+    def first(x):
+        return x + 1
+
+    @jit
+    def second(x):
+        return first(x) * 2
+
+    @jit
+    def third(x):
+        return second(x) + first(x)
+
+    def kernel(address):
+        number = max(third(get_i64(address)), ONE)
+        put_i64(address, number + second(ONE) + first(ONE))  # (2 * (x + 1) + x + 1) + 4 + 2
+
+    compiler.object_code(adding(1), "tiny")  # Numba's runtime is then compiled
+    links, before = [], (ModuleRef.link_in, event.start_event, types.Record.__repr__)
+    monkeypatch.setattr(ModuleRef, "link_in", lambda *args, **kws: links.append(args) or before[0](*args, **kws))
+    code = compiler.object_code(kernel, "linked")
+    assert len(links) == 5 + 1 + 4  # a module for each function, `max` and the entry, and those of what is called
+    number = np.array([10], dtype=np.int64)
+    link(code, "linked").entry(number.ctypes.data)
+    assert number[0] == 39
+    assert b"NRT" not in code
+    assert before[1:] == (event.start_event, types.Record.__repr__)
+    monkeypatch.undo()
+    later = njit(lambda x, y: max(third(x), y))  # Numba's own way, over functions that were compiled for a kernel
+    assert [later(2, 5), later(2, 50)] == [9, 50]
 
 
 @pytest.mark.usefixtures("silent")

@@ -16,7 +16,8 @@ from tilewise.backends.triton.spec import Config
 
 RECORD = Path(__file__).parents[3] / "benchmarks/records/aot/matrix.json"
 SAMPLE = [("decode-D128", gfx) for gfx in AMD] + [("D128-causal", "gfx942"), ("decode-D128", "sm_120")]
-SAMPLE += [("backward D128-causal", "sm_86")]  # which spilled by Hopper's tiles
+# Those that spilled by Hopper's tiles.
+SAMPLE += [("backward D128-causal", "sm_86"), ("f32-D128", "sm_80"), ("D128-window", "sm_86"), ("D512", "sm_80")]
 MORE = [(case, target) for case in FIRST for target in TARGETS if (case, target) not in SAMPLE]
 
 

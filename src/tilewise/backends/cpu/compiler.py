@@ -25,6 +25,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.cpu import CPUContext
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
 from numba.core.types.functions import BaseFunction
 
 from . import ready
@@ -68,7 +69,7 @@ def object_code(fn: Callable[..., Any], name: str, result: Any = types.void) -> 
         )
         library, context = compiled.library, cpu_target.target_context
         library._final_module.link_in(llvm.parse_assembly(str(entry_module(context, compiled.fndesc, name))))
-        link_callees(library)
+        link_callees(library, library._final_module)
         library._optimize_final_module()
     module = library._final_module
     for value in (*module.functions, *module.global_variables):
@@ -78,19 +79,24 @@ def object_code(fn: Callable[..., Any], name: str, result: Any = types.void) -> 
     return library.codegen._tm.emit_object(module)
 
 
-def link_callees(library: Any) -> None:
-    """All that a kernel calls, directly or not, into its module, once each."""
-    left, seen = [library], {library}
+def link_callees(library: Any, module: Any) -> None:
+    """All that a function calls, directly or not, into a module, once each; nothing calls Numba's runtime."""
+    left, seen = [library], {library, rtsys.library}
     while left:
         for called in left.pop()._linking_libraries:
             if called not in seen:
                 seen.add(called)
                 left.append(called)
-                module = called._final_module.clone()
-                for function in module.functions:
-                    if not function.is_declaration:
-                        function.linkage = "linkonce_odr"
-                library._final_module.link_in(module)
+                module.link_in(shared(called))
+
+
+def shared(library: Any) -> Any:
+    """A copy of a library's own module, to be linked to others."""
+    module = library._final_module.clone()
+    for function in module.functions:
+        if not function.is_declaration:
+            function.linkage = "linkonce_odr"
+    return module
 
 
 def entry_module(context: Any, fndesc: Any, name: str) -> ir.Module:
@@ -145,7 +151,13 @@ def modules_only() -> Iterator[None]:
     resolve, size_of, collects = BaseFunction.get_call_type, base.BaseContext.get_abi_sizeof, gc.isenabled()
 
     def finalize(library: Any) -> None:
+        def whole() -> Any:
+            module = shared(library)
+            link_callees(library, module)
+            return module
+
         library._finalized = True
+        library._get_module_for_linking = whole  # for what Numba compiles later: `max` is not the kernels' alone
 
     def resolve_once(function: Any, context: Any, args: Any, kws: Any) -> Any:
         """The signature of an operation on scalars: Numba looks for it at every use, in all that have its name."""
@@ -190,6 +202,9 @@ def modules_only() -> Iterator[None]:
             for owner, name, function in before:
                 setattr(owner, name, function)
             if collects:
+                if gc.get_freeze_count() == 0:  # to the oldest generation, which is not looked through at once
+                    gc.freeze()
+                    gc.unfreeze()
                 gc.enable()
 
 

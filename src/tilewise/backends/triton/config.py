@@ -50,7 +50,7 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
     if plain and problem.head_dim <= 512 and problem.value_dim == 512 and target.shares_wide_values:
         return Config(128, 32, 8, 2, slices=2) if problem.rules.by_position else Config(64, 32, 4, 3, slices=2)
-    return Config(64, 64, 8, 1)
+    return Config(32, 32, 8, 1) if target.reads_operands else Config(64, 64, 8, 1)
 
 
 def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
