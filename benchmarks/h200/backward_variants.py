@@ -23,10 +23,8 @@ import torch
 from timing import seconds
 
 from tilewise.autograd import _checked
-from tilewise.backends.gpu.kernel import Kernel
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.launch import Bound
-from tilewise.backends.hopper.bwd.prepost import preprocess
 from tilewise.dispatch import planner
 from tilewise.testing.case import Case
 from tilewise.testing.gradients import check_gradients, make_gradients
@@ -42,7 +40,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "all": ("CONVERTS", "DIRECT", "NEAR_TANH"),
 }
 SPARSE, CAPPED = ("plain", "converts", "both"), ("plain", "near", "all")
-LEFT_OUT = {(64, "converts")}
+LEFT_OUT: set[tuple[int, str]] = set()
 WORKS = {
     "dense 16k": ("plain",), "window": SPARSE, "packed": SPARSE, "causal 1k": SPARSE,
     "softcap 4k": CAPPED, "softcap 4k, far": CAPPED,
@@ -69,7 +67,6 @@ CHECKS = {
         Case(B=1, H=2, Hkv=1, Lq=300, D=128, softcap=2.0, window=(100, 30), dtype="bf16"),
     ],
 }  # fmt: skip
-PLANES = (4,)  # interleaved, where the plain form has more or less
 
 
 def use(form: str, few: bool = False) -> None:
@@ -150,14 +147,14 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[n].float() - b[n].float()).norm() / b[n].float().norm()) for n in a)
 
 
-def parts(bound: Bound, tensors: Any, args: Any, most: int = 99) -> dict[str, float]:
+def parts(bound: Bound, tensors: Any, args: Any) -> dict[str, float]:
     """Microseconds of each launch beside the kernel, which cannot run without what is before it."""
     (steps,) = bound.ready.values()
     given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
     at = {name: x.data_ptr() for name, x in given.items()}
     beside = {n: step for n, step in enumerate(steps) if step.launch.compiled.metadata.name != "backward"}
     found = {}
-    for n, step in [*beside.items()][:most]:
+    for n, step in beside.items():
         bound.again(steps, at, tensors.dout.device)
         run = lambda s=step: bound.again([s], at, tensors.dout.device)  # noqa: E731
         name = f"{n} {step.launch.compiled.metadata.name}"
@@ -188,16 +185,8 @@ def timed(name: str, D: int, args: Any, ready: set[Any]) -> dict[str, Any]:
                         raise AssertionError("bits differ")
         except Exception as error:
             row.setdefault("failed", {})[form] = f"{type(error).__name__}: {str(error)[:200]}"
-        if name == "window" and form in ("plain", "both") and form in runs:
+        if args.parts and name == "window" and form in ("plain", "both") and form in runs:
             row.setdefault("beside, us", {})[form] = parts(bound, made[1], args)
-        for warps in (2, 8) if name == "window" and form == "plain" else ():
-            bound = Bound(made[0])
-            bound.pre = Kernel(preprocess, num_warps=warps)
-            bound(made[1])
-            row["beside, us"][f"{warps} warps"] = parts(bound, made[1], args, 1)
-        for planes in PLANES if form == "plain" and name in ("window", "packed") else ():
-            bound = Bound(made[0], planes)
-            runs[f"plain, {planes} planes"] = lambda bound=bound: bound(made[1])
     use("plain")
     times = seconds(runs, args.rounds, args.budget)
     row["us"] = {form: round(t * 1e6, 1) for form, t in times.items()}
@@ -212,11 +201,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--limit", type=float, default=45, help="seconds for compiling and checks")
     parser.add_argument("--only", default="", help="works whose name holds this")
+    parser.add_argument("--parts", action="store_true", help="launches beside the kernel by themselves too")
+    parser.add_argument("--unchecked", action="store_true", help="no small cases")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     start = time.perf_counter()
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
-    works = [name for name in WORKS if args.only in name or name == "dense 16k"]
+    works = [name for name in WORKS if any(x in name for x in args.only.split(",")) or name == "dense 16k"]
     checks: list[dict[str, Any]] = []
     pool = ProcessPoolExecutor(os.cpu_count() or 8, multiprocessing.get_context("spawn"))
     jobs = {
@@ -226,7 +217,8 @@ def main() -> None:
         for D in HEADS
         for f in forms_of(n, D)
     }
-    tests = {pool.submit(check_one, f, case, args.repeats): (f, case) for f, some in CHECKS.items() for case in some}
+    checked = [] if args.unchecked else [*CHECKS.items()]
+    tests = {pool.submit(check_one, f, case, args.repeats): (f, case) for f, some in checked for case in some}
     wait([*jobs, *tests], args.limit)
     ready = set()
     for job, what in (jobs | tests).items():

@@ -127,7 +127,7 @@ def spec_of(problem: Problem) -> BackwardSpec:
         deterministic=deterministic,
         persistent=persistent(p),
         converts=converts,
-        pieces=2 if D == 128 else 4,  # what shared memory has left
+        pieces=2 if D == 128 and DIRECT else 4,  # what shared memory has left
         direct=DIRECT and persistent(p) and p.mask is None,
         producer_regs=32 if converts else 24,
         guarded=flags.hides_right or flags.hides_left or p.has_lengths or p.mask is not None,
