@@ -2,9 +2,9 @@
 
     python benchmarks/h200/backward_variants.py --json backward_variants.json
 
-A form is a set of names of `config` that are true. Processes of their own compile each and check it: against the
-oracle, with NaN in hidden places, and for the same bits again. Then all forms of a work take turns. The gradients of
-each are compared with those of the plain form first; only `NEAR_TANH` may differ in bits.
+A form is a set of functions of `config` that say yes where they can. Processes of their own compile each and check it:
+against the oracle, with NaN in hidden places, and for the same bits again. Then all forms of a work take turns. The
+gradients of each are compared with those of the plain form first; only `near_tanh` may differ in bits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ BF16 = torch.bfloat16
 HEADS = {64: 32, 128: 16}
 FORMS: dict[str, tuple[str, ...]] = {
     "plain": (),
-    "converts": ("CONVERTS",),
-    "direct": ("DIRECT",),
-    "both": ("CONVERTS", "DIRECT"),
-    "near": ("NEAR_TANH",),
-    "all": ("CONVERTS", "DIRECT", "NEAR_TANH"),
+    "converts": ("converts",),
+    "direct": ("direct",),
+    "both": ("converts", "direct"),
+    "near": ("near_tanh",),
+    "all": ("converts", "direct", "near_tanh"),
 }
 SPARSE, CAPPED = ("plain", "converts", "both"), ("plain", "near", "all")
 LEFT_OUT: set[tuple[int, str]] = set()
@@ -69,9 +70,16 @@ CHECKS = {
 }  # fmt: skip
 
 
+RULES: dict[str, Callable[[Any], bool]] = {
+    "converts": lambda p: p.mask is None and p.rules.flags.hides_right and config.persistent(p),
+    "direct": lambda p: p.mask is None and config.persistent(p),
+    "near_tanh": config.near_tanh,
+}
+
+
 def use(form: str, few: bool = False) -> None:
-    for name in ("CONVERTS", "DIRECT", "NEAR_TANH"):
-        setattr(config, name, name in FORMS[form])
+    for name, rule in RULES.items():
+        setattr(config, name, rule if name in FORMS[form] else lambda problem: False)
     if few:  # persistent programs of many blocks
         config.persistent = lambda p: True
         config.PROCESSORS = 5

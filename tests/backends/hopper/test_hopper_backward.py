@@ -128,6 +128,30 @@ def test_planes_at_once_are_planes_that_there_are():
                 assert 1 <= config.planes_at_once(p, config.spec_of(p)) <= B * Hkv
 
 
+def test_forms_are_those_that_were_fastest():
+    window = {"causal": True, "window": (1023, None)}
+    for want, D, more in (
+        ((True, True), 128, {"B": 1, "H": 16, "Hkv": 16, "L": 16384, **window}),
+        ((False, False), 64, {"B": 1, "H": 32, "Hkv": 32, "L": 16384, **window}),
+        ((True, True), 64, {"B": 64, "Hkv": 16, "L": 2048, "packed": True, "causal": True}),
+        ((True, True), 128, {"B": 64, "Hkv": 16, "L": 2048, "packed": True, "causal": True}),
+        ((True, True), 64, {"B": 16, "Hkv": 16, "L": 1024, "causal": True}),
+        ((False, True), 128, {"B": 16, "Hkv": 16, "L": 1024, "causal": True}),
+        ((False, True), 128, {"B": 16, "Hkv": 16, "L": 1024}),
+        ((True, True), 128, {"B": 4, "Hkv": 16, "L": 4096, "causal": True}),
+        ((False, False), 64, {"B": 4, "Hkv": 16, "L": 4096, "causal": True}),
+        ((False, False), 128, {"B": 4, "Hkv": 16, "L": 4096}),
+        ((False, False), 128, {"B": 1, "Hkv": 16, "L": 16384, "causal": True}),
+        ((False, False), 128, {"B": 16, "Hkv": 4, "L": 1024, "causal": True}),
+    ):
+        s = config.spec_of(problem(D, **more))
+        assert (s.converts, s.direct) == want, (D, more)
+        assert not s.near_tanh
+    capped = replace(problem(128, causal=True), softcap=50.0)
+    assert config.spec_of(capped).near_tanh
+    assert not config.spec_of(replace(capped, softcap=1e6)).near_tanh
+
+
 @pytest.mark.parametrize("rules", [{"causal": True}, {"window": (70, None)}, {"window": (300, 20)}, {"window": (0, 0)}])
 def test_sides_are_those_of_the_rules(rules):
     p = problem(**rules)

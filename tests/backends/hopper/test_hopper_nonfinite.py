@@ -86,7 +86,7 @@ def unseen(case):
     from tilewise.core.plan import Plan
     from tilewise.testing.gradients import make_gradients
 
-    config.CONVERTS, config.persistent = True, lambda problem: True
+    config.converts = config.persistent = lambda problem: True
     call = make_gradients(case, grads=("q", "k", "v")).call
     p, t = call.problem, call.tensors
     bound = bound_to(Plan(p, "hopper", "", (1, 1)))

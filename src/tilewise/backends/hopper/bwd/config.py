@@ -13,6 +13,7 @@ BN = 128  # keys of a program
 HOP = 3.0  # microseconds from one program's reduction of a query block to the next one's
 PROCESSORS = 132
 PERSISTENT_ROWS = 4096
+CONVERTED_ROWS, SHORT_ROWS = 768, 1536
 STEP_FLOPS = 4.9e6  # of a processor in a microsecond
 # -lse / scale is kept in q's dtype, in parts: it must not leave their range.
 LEAST_SCALE, MOST_SCALE = 1e-3, 1e3
@@ -94,14 +95,11 @@ def is_wide(problem: Problem) -> bool:
     return problem.head_dim > 128
 
 
-CONVERTS = DIRECT = NEAR_TANH = False  # forms that benchmarks/h200/backward_variants.py checks and times
-
-
 def spec_of(problem: Problem) -> BackwardSpec:
     p, flags = problem, problem.rules.flags
     # Sums in any order are faster in causal calls alone (h200/LOG.md, backward #8).
     deterministic = p.deterministic or not flags.hides_right or p.group > 1
-    converts = CONVERTS and deterministic and flags.hides_right and persistent(p) and p.mask is None
+    own_dq = deterministic and converts(p)
     D = 64 if p.head_dim <= 64 else 128
     BM = 128 if D == 64 else 64
     ends = p.has_lengths or p.kv_len % BN != 0  # keys may end inside a block
@@ -119,17 +117,17 @@ def spec_of(problem: Problem) -> BackwardSpec:
         left_edges=LEFT * flags.hides_left + RIGHT * both,
         softcap=p.softcap > 0,
         exact_tanh=needs_exact_tanh(p),
-        near_tanh=NEAR_TANH and p.softcap > 0 and not needs_exact_tanh(p) and p.mask is None,
+        near_tanh=near_tanh(p),
         mask=p.mask is not None,
         dmask="mask" in p.grads and not sums_mask(p),
         do_stages=2 if p.mask is None else 1,  # for a mask's tile in shared memory
         sum_blocks=2 if D == 64 else 1,  # two of 128 queries fill the registers
         deterministic=deterministic,
         persistent=persistent(p),
-        converts=converts,
-        pieces=2 if D == 128 and DIRECT else 4,  # what shared memory has left
-        direct=DIRECT and persistent(p) and p.mask is None,
-        producer_regs=32 if converts else 24,
+        converts=own_dq,
+        pieces=2 if D == 128 else 4,  # what shared memory has left
+        direct=direct(p),
+        producer_regs=32 if own_dq else 24,
         guarded=flags.hides_right or flags.hides_left or p.has_lengths or p.mask is not None,
     )
 
@@ -137,6 +135,35 @@ def spec_of(problem: Problem) -> BackwardSpec:
 def persistent(problem: Problem) -> bool:
     """Whether a program takes key blocks one after the other: where few rows see a block (h200/LOG.md, backward #9)."""
     return rows_of_block(problem) <= PERSISTENT_ROWS
+
+
+def converts(problem: Problem) -> bool:
+    """Whether the kernel gives dQ in its dtype where it can: two query blocks of 64 a key block take the converter as
+    long as eight steps, and at D=64 it slows long programs and windows down (h200/LOG.md, backward #14).
+    """
+    p, flags = problem, problem.rules.flags
+    if p.mask is not None or not flags.hides_right or not persistent(p):
+        return False
+    if p.head_dim > 64:
+        return rows_of_block(p) >= CONVERTED_ROWS * p.group
+    return is_short(p)
+
+
+def direct(problem: Problem) -> bool:
+    """Whether dK and dV go straight to global memory: in short programs, and where dQ is converted (backward #14)."""
+    p = problem
+    if p.mask is not None or not persistent(p):
+        return False
+    return converts(p) or is_short(p)
+
+
+def is_short(problem: Problem) -> bool:
+    """Whether programs are short for another reason than a window."""
+    return rows_of_block(problem) < SHORT_ROWS and not problem.rules.flags.hides_left
+
+
+def near_tanh(problem: Problem) -> bool:
+    return problem.softcap > 0 and problem.mask is None and not needs_exact_tanh(problem)
 
 
 def rows_of_block(problem: Problem) -> float:
