@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ..core.mask_rules import PLAIN_PLACES
 from ..core.options import LIMIT, PLACES
 from .case import Case
 
@@ -102,8 +103,7 @@ def draw_case(
             fields["tile"] = (c.pick((c.number(1, 80), 2**29)), c.number(1, 80))
     if count > 0 and c.pick((False, False, True)):
         fields["tree"] = c.pick(("b", "1"))
-        moved = [fields.get(name) for name in ("alibi", "offset", *PLACES)]
-        fields["positions"] = not any(x not in (None, "", False) for x in moved) and c.pick((False, True))
+        fields["positions"] = c.pick((False, True))
     if fields["Dv"] < fields["D"] and not fields["k"] + fields["v"]:
         fields["latent"] = c.pick((False, True))
     if indices and c.pick((False, False, True)):
@@ -164,4 +164,7 @@ def consistent(case: Case) -> Case:
         case = replace(case, k_bias=case.k_bias[-1])
     if case.tile and not case.mask:
         case = replace(case, tile=None)
+    moved = case.offset is not None or (case.k_start, case.k_stride, case.q_stride) != PLAIN_PLACES
+    if moved or case.alibi or case.tile:
+        case = replace(case, positions=False)  # which say where queries stand; kernels have no ALiBi by them
     return case

@@ -90,9 +90,10 @@ class Maker(Tensors):
         if c.mask:
             options["mask"] = self.mask(batch)
         if c.tree:
-            options["tree_mask"] = self.tree(batch if c.tree == "b" else 1)
-        if c.positions:
-            options["positions"] = self.positions(options["tree_mask"], batch)
+            tree = self.tree(batch if c.tree == "b" else 1)
+            options["tree_mask"] = tree.to(self.device)
+            if c.positions:
+                options["positions"] = self.positions(tree, batch)
         if c.tile:
             options["tile_map"] = self.tile_map(options)
         if c.indices:
@@ -161,7 +162,7 @@ class Maker(Tensors):
                 parent = int(torch.randint(i, (1,), generator=self.random))
                 seen[b, i] |= seen[b, parent]
         seen[:, 3::7] = False
-        return seen.to(self.device)
+        return seen
 
     def positions(self, tree: torch.Tensor, batch: int) -> torch.Tensor:
         """The depths of nodes after the keys that come before them; shared where all have as many of those."""
@@ -169,7 +170,7 @@ class Maker(Tensors):
         keys, rows = c.lengths or (c.keys,) * batch, c.q_lengths or (c.Lq,) * batch
         before = torch.tensor([k - n for k, n in zip(keys, rows, strict=True)], device="cpu")[:, None]
         before = before if c.tree == "b" or c.lengths else before[:1]
-        return (before + (tree.cpu().sum(-1) - 1).clamp_min(0)).to(torch.int32).to(self.device)
+        return (before + (tree.sum(-1) - 1).clamp_min(0)).to(torch.int32).to(self.device)
 
     def mask(self, batch: int) -> torch.Tensor:
         c = self.case
