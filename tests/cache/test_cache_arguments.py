@@ -105,3 +105,21 @@ def test_offsets_may_be_numpy_integers(make):
     want = cache.attend(X, q_offset=start)
     for offset in (np.int64(start), np.full(2, start), torch.full((2,), start)):
         assert torch.equal(cache.attend(X, q_offset=offset), want)
+
+
+def test_tensors_without_memory_are_not_written():
+    """A kernel that reads where there is nothing ends the process."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = torch.randn(1, 2, 3, 8)
+    cache, paged = KVCache(1, 2, 8, 8, "f32"), PagedKVCache(4, 4, 2, 8, "f32")
+    sequence = paged.create()
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    for append in (cache.append, lambda k, v: paged.append([sequence], k, v)):
+        with pytest.raises(InvalidArgument, match=r"k: got a FakeTensor, expected a plain torch\.Tensor"):
+            append(fake, fake)
+        with pytest.raises(InvalidArgument, match=r"k: got a tensor inside of a torch\.func transform"):
+            torch.vmap(lambda k, append=append: append(k, x))(x[None])
+    assert cache.lengths.tolist() == [0]
+    assert paged.length(sequence) == 0

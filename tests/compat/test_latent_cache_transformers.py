@@ -155,6 +155,9 @@ def test_what_is_refused():
         generate(model, "eager", LatentCache(model.config), prompts())
     with pytest.raises(InvalidArgument, match="'int4' with latent"):
         LatentCache(model.config, "int4")
+    for capacity in (-1, True, 10**30, 1.5):
+        with pytest.raises(InvalidArgument, match="capacity: got"):
+            LatentCache(model.config, capacity=capacity)
 
 
 @pytest.mark.parametrize("keys", [40, 48])

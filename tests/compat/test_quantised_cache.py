@@ -151,6 +151,9 @@ def test_other_readers_are_told(name, attention):
 def test_what_is_refused():
     with pytest.raises(InvalidArgument, match="dtype"):
         QuantisedCache(dtype="int3")
+    for capacity in (-1, True, 10**30, 1.5):
+        with pytest.raises(InvalidArgument, match="capacity: got"):
+            QuantisedCache(model_of("mistral").config, capacity=capacity)
     with pytest.raises(InvalidArgument, match="LinearAttentionAndFullAttentionLayer"):
         QuantisedCache(LlamaConfig(num_hidden_layers=1, layer_types=["hybrid"]))
     cache = QuantisedCache(model_of("mistral").config)

@@ -34,6 +34,27 @@ def _refused():
     return ""
 
 
+def _elsewhere(registered):
+    """What else is handed a DTensor says its name: with the rules too, which are `tilewise.attention`'s."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    if registered:
+        distributed.register_sharding_rules()
+    x, found = distribute_tensor(torch.randn(4, 4, 8, 8), mesh_of("4"), [Shard(1)]), []
+    pages = tilewise.PagedKVCache(8, 4, 4, 8, "f32")
+    ids = [pages.create() for _ in range(4)]
+    for call in (
+        lambda: distributed.attention(x, x, x, mesh=mesh_of("4")),
+        lambda: tilewise.KVCache(4, 4, 8, 8, "f32").append(x, x),
+        lambda: pages.append(ids, x, x),
+    ):
+        try:
+            call()
+        except InvalidArgument as error:
+            found.append("DTensor" in str(error))
+    return found
+
+
 def _sharded(dim, case):
     """The placement of out, which is judged as any backend's is, its lse and gradients too."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -66,6 +87,8 @@ def _sharded(dim, case):
 
 def test_before_the_rules_are_registered_dtensors_are_refused_by_name(pool):
     assert "DTensor" in pool(_refused)[0]
+    for registered in (False, True):
+        assert pool(_elsewhere, registered) == [[True] * 3] * 4
 
 
 SMALL = Case(B=4, H=8, Lq=12, D=8, causal=True)

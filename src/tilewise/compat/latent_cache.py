@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..errors import InvalidArgument
 from ..kv_cache import KVCache
-from .quantised_cache import Held, QuantisedLayer
+from .quantised_cache import Held, QuantisedLayer, check_capacity
 
 # Queries from which on expanding a key once (2 * 512 * 256 FLOP for each head of DeepSeek V3) is less than what its
 # absorbed form costs each query more (2 * (576 + 512 - 192 - 128)).
@@ -122,6 +122,7 @@ class LatentCache(Cache):  # type: ignore[misc]
         layers = DynamicCache(config=config).layers
         if other := {type(x).__name__ for x in layers if not isinstance(x, DynamicLayer) or x.is_sliding}:
             raise InvalidArgument("config", f"a model with {other.pop()}", "layers of full attention")
+        check_capacity(capacity)
         make = partial(KVCache, group=group)
         make(0, 1, 1, text.kv_lora_rank + text.qk_rope_head_dim, dtype, latent=text.kv_lora_rank)  # or it is told now
         super().__init__(layers=[LatentLayer(make, capacity, dtype) for _ in layers])

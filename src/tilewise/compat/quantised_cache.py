@@ -21,8 +21,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ..core.options import is_int
 from ..errors import InvalidArgument
 from ..kv_cache import KVCache
+from ..kv_cache.checks import MOST
 
 
 class Held:
@@ -55,6 +57,11 @@ class Held:
             "attn_implementation='tilewise', and a model that hands its cache to attention as it is",
             "model.set_attn_implementation('tilewise'), or use a DynamicCache",
         )  # fmt: skip
+
+
+def check_capacity(capacity: Any) -> None:
+    if not is_int(capacity) or not 0 <= capacity <= MOST:
+        raise InvalidArgument("capacity", repr(capacity), f"a number of tokens, 0 to {MOST}")
 
 
 class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -206,6 +213,7 @@ class QuantisedCache(Cache):  # type: ignore[misc]
     ) -> None:
         make = partial(KVCache, dtype=dtype, v_dtype=v_dtype, group=group, rotate=rotate)
         make(0, 1, 1, 128)  # wrong options are told now
+        check_capacity(capacity)
         layer = partial(QuantisedLayer, make)
         if config is None:
             super().__init__(layer_class_to_replicate=partial(layer, capacity))

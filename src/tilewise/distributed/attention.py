@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..core.options import PLACES, Options, RuleOptions, as_rules, is_int
-from ..core.tracing import is_transformed
 from ..errors import InvalidArgument
 from ..kv_cache.eager import left_alone
 from ..state import AttentionState
 from ..validation import keywords
+from ..validation.arrays import with_memory
 from .exchange import Heads, ToHeads, ToTokens, connect
 from .faults import agree, is_known
 from .function import EXTRAS, Attention, forward
@@ -104,9 +104,9 @@ def attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, torch.Tensor) and x.is_meta:
             raise InvalidArgument(name, "a tensor on meta", "one with values", "tilewise.distributed.plan takes them")
-    if is_transformed():
-        remedy = "call it without torch.vmap and torch.func around it; gradients: .backward() or torch.autograd.grad"
-        raise InvalidArgument("q", "a call inside of a torch.func transform", "none over several ranks", remedy)
+    q, k, v = (
+        with_memory(name, x) if isinstance(x, torch.Tensor) else x for name, x in zip("qkv", (q, k, v), strict=True)
+    )
     seq = 0 if cu_seqlens_q is not None else 1 if options.get("layout") == "blhd" else 2
     if options.get("validate") is not False and all(isinstance(x, torch.Tensor) and x.ndim > seq for x in (q, k, v)):
         sizes = _sizes((q, k, v), seq, length)

@@ -10,7 +10,7 @@ import torch
 from ..core.kv_store import Format
 from ..errors import InvalidArgument
 from ..validation.arguments import FLOATS
-from ..validation.arrays import to_tensor
+from ..validation.arrays import with_memory
 from .integers import integer
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ MOST = 2**31 - 1  # tokens of a sequence, and new ones of a call: kernels count 
 
 def rows(name: str, x: Any, heads: int, fmt: Format, device: torch.device, packed: bool) -> torch.Tensor:
     """New keys or values in the form `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` of packed ones."""
-    x = to_tensor(name, x)
+    x = with_memory(name, x)
     form = "[T, Hkv, D]" if packed else "[B, Hkv, L, D]"
     if x.ndim != (3 if packed else 4):
         raise InvalidArgument(name, f"shape {tuple(x.shape)}", form)

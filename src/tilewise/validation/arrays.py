@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from ..core.tracing import is_traced, is_wrapper, refuse_tangent
+from ..core.tracing import is_traced, is_transformed, is_wrapper, refuse_tangent
 from ..errors import InvalidArgument
 
 _BITS = {"bfloat16": ("int16", torch.bfloat16), "float8_e4m3fn": ("int8", torch.float8_e4m3fn)}
@@ -31,6 +31,16 @@ def to_tensor(name: str, x: Any) -> torch.Tensor:
     if hasattr(x, "__dlpack__"):
         return torch.utils.dlpack.from_dlpack(x)
     raise InvalidArgument(name, type(x).__name__, "a torch tensor, a NumPy array or an object with __dlpack__")
+
+
+def with_memory(name: str, x: Any) -> torch.Tensor:
+    """The same for what is read or written at once, and is no operator's: also of wrappers there have to be numbers."""
+    if not isinstance(x, torch.Tensor) or is_compiling():
+        return to_tensor(name, x)
+    if is_transformed():
+        remedy = "call it without torch.vmap and torch.func around it; gradients: .backward() or torch.autograd.grad"
+        raise InvalidArgument(name, "a tensor inside of a torch.func transform", "one outside of it", remedy)
+    return _strided(name, x)
 
 
 def _strided(name: str, x: torch.Tensor) -> torch.Tensor:
