@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,15 @@ from tilewise.testing.case import Case
 
 # Mask of 16k tokens in all, and how many times SDPA's speed is wanted.
 ROWS: dict[str, tuple[Row, float]] = {
-    "dense": (Row(64, 2048, {}, H=16, mask=(8, 16, *PLANE)), 3.0),
     "[1, 1]": (Row(64, 2048, {}, H=16, mask=(1, 1, *PLANE)), 4.0),
+    "dense": (Row(64, 2048, {}, H=16, mask=(8, 16, *PLANE)), 3.0),
+    "[1, 1] f32": (Row(64, 2048, {}, H=16, mask=(1, 1, *PLANE), mask_dtype=torch.float32), 0.0),
+    "dense f32": (Row(64, 2048, {}, H=16, mask=(8, 16, *PLANE), mask_dtype=torch.float32), 0.0),
     "[1, H]": (Row(64, 2048, {}, H=16, mask=(1, 16, *PLANE)), 0.0),
-    "dense D128": (Row(128, 2048, {}, H=16, mask=(8, 16, *PLANE)), 0.0),
     "[1, 1] D128": (Row(128, 2048, {}, H=16, mask=(1, 1, *PLANE)), 0.0),
+    "dense D128": (Row(128, 2048, {}, H=16, mask=(8, 16, *PLANE)), 0.0),
 }
+BY_TRITON = ("[1, 1]", "dense", "[1, 1] f32", "dense f32")  # also computed by Triton's kernels
 BF16, F16, F32 = ({"dtype": q, "mask_kind": m} for q, m in (("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32")))
 CHECKS = [
     Case(B=2, H=4, Lq=512, D=64, mask="bhqk", **BF16),
@@ -53,26 +55,26 @@ CHECKS = [
     Case(B=2, H=4, Hkv=2, Lq=500, D=128, mask="qk", softcap=30.0, **BF16),
     Case(B=2, H=4, Lq=300, D=64, mask="qk", pattern="least", **F32),
     Case(B=2, H=2, Lq=260, D=40, mask="hqk", pattern="least", **F16),
+    Case(B=4, H=8, Lq=1600, D=64, mask="qk", pattern="rows", **BF16),
+    Case(B=2, H=16, Hkv=4, Lq=1500, D=128, mask="hqk", causal=True, **F16),
 ]
-REPEATED = (0, 1, 4, 7, 8)  # of CHECKS
-BEFORE_FIX_UP = ("statistics", "backward", "dQ", "mask's sums")
+REPEATED = (0, 1, 3, 4, 7, 8, 10, 13, 14)  # of CHECKS
 
 
 def bound_of(made: Any, how: str = "hopper") -> Bound:
-    """The launches of a backward pass; or a program for each key block; or sums of smaller tiles of the mask."""
+    """The launches as they are chosen; or programs the other way, persistent or not."""
     chosen = config.persistent
-    if how == "each block":
-        config.persistent = lambda p: False
+    if how == "other programs":
+        config.persistent = lambda p: not chosen(p)
     bound = Bound(planner.choose(made.problem, "hopper"))
     config.persistent = chosen
-    if how == "128 x 128":
-        bound.spec = replace(bound.spec, sum_blocks=1)
     return bound
 
 
 def hows(name: str) -> tuple[str, ...]:
     """The ways of Hopper's kernels for a row."""
-    return ("hopper", "each block", "128 x 128") if name == "[1, 1]" else ("hopper", "each block")
+    more = {"[1, 1]": ("other programs",), "dense": ("other programs",)}
+    return ("hopper", *more.get(name, ()))
 
 
 def compile_one(name: str, how: str) -> None:
@@ -89,7 +91,12 @@ def check_one(case: Case, count: int) -> dict[str, Any]:
 def compile_and_check(names: list[str], count: int, limit: float) -> tuple[list[Any], list[Any]]:
     """What the checks say, and what was not compiled; what takes longer than `limit` seconds has failed."""
     pool = ProcessPoolExecutor(15, multiprocessing.get_context("spawn"))
-    jobs = [pool.submit(compile_one, name, how) for name in names for how in (*hows(name), "triton")]
+    jobs = [
+        pool.submit(compile_one, name, how)
+        for name in names
+        for how in (*hows(name), "triton")
+        if how != "triton" or name in BY_TRITON
+    ]
     checks = [pool.submit(check_one, case, count * (n in REPEATED)) for n, case in enumerate(CHECKS)]
     end = time.perf_counter() + limit
 
@@ -128,11 +135,10 @@ def launches(bound: Bound, tensors: Any) -> dict[str, Callable[[], Any]]:
     given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
     at = {name: x.data_ptr() for name, x in given.items()}
     bound.again(steps, at, tensors.dout.device)
-    names = (*BEFORE_FIX_UP[: len(steps) - 1], "fix-up")
-    return {
-        name: lambda s=step: (given, bound.again([s], at, tensors.dout.device))
-        for name, step in zip(names, steps, strict=True)
-    }
+    names = ("statistics", "backward", "dQ", *["mask's sums"] * (len(steps) == 5), "fix-up")
+    parts = {name: [step] for name, step in zip(names, steps, strict=True)}
+    parts["backward"].insert(0, steps[0])  # without it, its counter says that all is done
+    return {name: lambda s=part: (given, bound.again(s, at, tensors.dout.device)) for name, part in parts.items()}
 
 
 def timed(name: str, args: Any) -> dict[str, Any]:
@@ -140,23 +146,26 @@ def timed(name: str, args: Any) -> dict[str, Any]:
     given, made, dout = made_of(row)
     bounds = {how: bound_of(made, how) for how in hows(name)}
     ways: dict[str, Any] = {way: lambda b=bound: b(made.tensors) for way, bound in bounds.items()}
-    ways["triton"] = whole_pass(made)
-    known = gradients(made, ways["triton"])
+    known = gradients(made, ways["hopper"])
+    if name in BY_TRITON:
+        ways["triton"] = whole_pass(made)
+        known = gradients(made, ways["triton"])
     differs = {way: apart(gradients(made, ways[way]), known) for way in bounds}
     del known
-    peer = sdpa(given, dout, made)
+    peer = sdpa(given, dout, made) if row.mask_dtype == torch.bfloat16 else None  # SDPA takes one of q's type
     if peer is not None:
         ways["sdpa"] = peer
     taken = seconds(ways, args.rounds, args.budget)
     parts = seconds(launches(bounds["hopper"], made.tensors), args.rounds, args.budget / 2)
+    parts["backward"] -= parts["statistics"]
     rates = {way: round(flops(made, 1.0) / t / 1e12, 1) for way, t in taken.items()}
-    best = max(rates[how] for how in bounds) / rates["sdpa"] if "sdpa" in rates else None
+    best = rates["hopper"] / rates["sdpa"] if "sdpa" in rates else None
     return {
         "row": name,
         "us": {way: round(1e6 * t, 1) for way, t in taken.items()},
         "TFLOPS": rates,
         "us by launch": {part: round(1e6 * t, 1) for part, t in parts.items()},
-        "apart from triton": differs,
+        "apart from triton" if name in BY_TRITON else "apart from hopper": differs,
         "of sdpa": best and round(best, 2),
         "wanted": wanted,
     }
@@ -185,19 +194,20 @@ def main() -> None:
     print(*report["checks"], *report["not compiled"], sep="\n", flush=True)
     print(f"{time.perf_counter() - start:.0f} s for compiling and checks", flush=True)
     report["ceilings"] = ceilings()
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
     for name in names:
         try:
             report["rows"].append(timed(name, args))
         except Exception as error:
             report["rows"].append({"row": name, "failed": f"{type(error).__name__}: {error}"})
+        print(report["rows"][-1], flush=True)
         torch.cuda.empty_cache()
         if args.json:
             args.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
     print(
         f"{len(wrong)} of {len(CHECKS)} checks wrong, {len(report['not compiled'])} not compiled; {report['ceilings']}"
     )
-    for row in report["rows"]:
-        print(row["row"].ljust(12), row.get("failed") or (row["TFLOPS"], row["us by launch"], row["apart from triton"]))
     for row in report["rows"]:
         if "failed" not in row:
             rate = row["TFLOPS"]["hopper"]

@@ -59,6 +59,11 @@ def zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, device="cuda")
 
 
+def masked(D: int, heads: int, dtype: Any = torch.bfloat16, Lk: int = 176, **options: Any) -> Case:
+    """With an additive mask that has so many heads of four."""
+    return dense("hopper", 4, 4, 150, Lk, D, mask=torch.randn(1, heads, 150, Lk, device="cuda", dtype=dtype), **options)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "hopper D64": lambda: dense("hopper", 4, 2, 150, 170, 64),
     "hopper D64 causal": lambda: dense("hopper", 4, 4, 300, 300, 64, causal=True),
@@ -74,6 +79,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "hopper D192/128": lambda: dense("hopper", 2, 2, 150, 170, 192, 128, causal=True),
     "hopper D256": lambda: dense("hopper", 2, 1, 150, 170, 256),
     "hopper D256 causal": lambda: dense("hopper", 2, 2, 300, 300, 256, causal=True),
+    "hopper D192/128 window": lambda: dense("hopper", 2, 1, 300, 300, 192, 128, window=(50, 20), softcap=20.0),
+    "hopper D512": lambda: dense("hopper", 2, 1, 150, 170, 512),
+    "hopper D512 causal": lambda: dense("hopper", 2, 2, 200, 200, 512, causal=True),
+    "hopper mask dense": lambda: masked(64, 4),
+    "hopper mask dense D128 causal": lambda: masked(128, 4, causal=True),
+    "hopper mask dense softcap": lambda: masked(64, 4, softcap=20.0),
+    "hopper mask dense f32": lambda: masked(64, 4, torch.float32, 171),
+    "hopper mask shared": lambda: masked(64, 1),
+    "hopper mask shared D128 window": lambda: masked(128, 1, window=(60, 20)),
+    "hopper mask shared f32": lambda: masked(64, 1, torch.float32, 171),
     "triton D64 f32": lambda: dense("triton", 4, 2, 70, 90, 64, dtype=torch.float32, causal=True),
     "triton D128 ALiBi": lambda: dense("triton", 4, 2, 150, 170, 128, alibi_slopes=zeros(4) + 0.1),
     "triton mask": lambda: dense("triton", 4, 4, 150, 170, 64, mask=torch.randn(1, 1, 150, 170, device="cuda")),

@@ -63,6 +63,7 @@ class Row:
     H: int = 0
     Hkv: int = 0
     mask: tuple[int, ...] = ()
+    mask_dtype: torch.dtype = torch.bfloat16
     tiles: Tiles = field(default_factory=dict)
 
 
@@ -115,7 +116,7 @@ def made_of(row: Row) -> Any:
     )
     options = row.options | {"layout": "blhd"}
     if row.mask:
-        options["mask"] = torch.randn(row.mask, device=CUDA, dtype=torch.bfloat16)
+        options["mask"] = torch.randn(row.mask, device=CUDA, dtype=row.mask_dtype)
     inputs = Inputs(tilewise.attention, args, options)
     made = inputs.checked(return_lse=True)
     made.out.normal_(0, 0.1)

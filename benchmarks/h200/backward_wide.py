@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -30,10 +31,12 @@ from tilewise.testing.case import Case
 # D, Dv, heads, KV heads, tokens in all, lengths
 CELLS = [
     (192, 128, 128, 128, 8192, (8192, 4096, 2048)),
+    (256, 256, 8, 8, 16384, (16384, 4096)),
     (512, 512, 4, 4, 16384, (4096, 16384)),
-    (256, 256, 8, 8, 16384, (16384, 4096, 1024)),
     (256, 256, 16, 4, 8192, (4096,)),
+    (256, 256, 8, 8, 16384, (1024,)),
 ]
+PLANES = {192: (4, 8, 16), 256: (2, 4, 8), 512: (2, 4)}  # at once, of causal calls, beside as many as are chosen
 # By head dim: whether they are timed with causal calls or with full ones, and what variants change in their launches.
 VARIANTS: dict[int, tuple[bool, dict[str, tuple[dict[str, Any], ...]]]] = {
     256: (False, {}),
@@ -88,9 +91,17 @@ def check_one(case: Case, count: int) -> dict[str, Any]:
     return check(case) | (repeats(case, count) if count else {})
 
 
-def compile_and_check(chosen: list[Any], count: int, limit: float) -> tuple[list[Any], set[int]]:
+def unpack_peers(folder: str) -> None:
+    sys.path.insert(0, folder)
+    import peers_load
+
+    peers_load.fa3x()
+
+
+def compile_and_check(chosen: list[Any], count: int, limit: float, folder: str | None) -> tuple[list[Any], set[int]]:
     """What the checks say, and head dims that cannot be timed; what takes longer than `limit` seconds has failed."""
     pool = ProcessPoolExecutor(17, multiprocessing.get_context("spawn"))
+    unpacked = [pool.submit(unpack_peers, folder)] if folder else []
     compiled = [
         (pool.submit(compile_one, D, Dv, causal, changes), D)
         for D, Dv in dict.fromkeys(x[:2] for x in chosen)
@@ -108,6 +119,8 @@ def compile_and_check(chosen: list[Any], count: int, limit: float) -> tuple[list
 
     failed = {D for job, D in compiled if result(job) is not None}
     found = [result(job) for job in checks]
+    for job in unpacked:
+        result(job)
     pool.shutdown(wait=False, cancel_futures=True)
     return found, failed
 
@@ -117,8 +130,9 @@ def cell(args: Any, D: int, Dv: int, H: int, Hkv: int, B: int, L: int, causal: b
     ways = peers(args.peers, q, k, v, dout, causal, ("fa3x",)) if D <= 256 else {}
     made = work(q, k, v, dout, "hopper", causal=causal)
     bounds = {"ours": bound_of(made)} | {name: bound_of(made, x) for name, x in variants(D, causal).items()}
-    if causal:
-        bounds["8 planes"] = bound_of(made, planes=8)
+    for planes in PLANES[D] if causal else ():
+        if planes <= Hkv * B:
+            bounds[f"{planes} planes"] = bound_of(made, planes=planes)
     ways |= {name: lambda b=bound: b(made[1]) for name, bound in bounds.items()}
     cells = B * H * (L * (L + 1) / 2 if causal else L * L)
     name = f"D{D}/{Dv} {H}/{Hkv} {L // 1024}k {'causal' if causal else 'full'}"
@@ -143,6 +157,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.5, help="seconds a cell")
     parser.add_argument("--repeats", type=int, default=200, help="of each check")
     parser.add_argument("--limit", type=float, default=40.0, help="seconds for compiling and checks")
+    parser.add_argument("--most", type=float, default=600.0, help="seconds after which no cell begins")
     parser.add_argument("--head-dims", default="256,192,512")
     parser.add_argument("--once", type=int, help="one backward pass of this head dim")
     parser.add_argument("--json", type=Path)
@@ -156,7 +171,7 @@ def main() -> None:
         return
     start = time.perf_counter()
     report: dict[str, Any] = {"device": "H200", "torch": torch.__version__, "rows": []}
-    report["checks"], failed = compile_and_check(chosen, args.repeats, args.limit)
+    report["checks"], failed = compile_and_check(chosen, args.repeats, args.limit, args.peers)
     print(
         *report["checks"],
         f"not compiled: {failed}; compiled and checked in {time.perf_counter() - start:.0f} s",
@@ -168,9 +183,13 @@ def main() -> None:
     for D, Dv, H, Hkv, tokens, lengths in chosen:
         for L in lengths if D not in failed else ():
             for causal in (False, True):
+                if time.perf_counter() - start > args.most:
+                    print(f"D{D} {L} {causal}: out of time", flush=True)
+                    continue
                 report["rows"].append(cell(args, D, Dv, H, Hkv, tokens // L, L, causal))
                 if args.json:
                     args.json.write_text(json.dumps(report, indent=1) + "\n")
+                torch.cuda.empty_cache()
     print(f"{time.perf_counter() - start:.0f} s", flush=True)
     os._exit(0)  # processes that hang are not waited for
 

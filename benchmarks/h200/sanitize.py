@@ -149,11 +149,13 @@ CASES: dict[str, Callable[[], Case]] = {
 def run(cases: dict[str, Callable[[], Case]], backend: str) -> None:
     """Runs the cases that the command line names, beside the torch backend; ends with status 1 if one differs."""
     parser = argparse.ArgumentParser(description="small calls, to be run under compute-sanitizer")
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name holds it")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="the case of this name, or those whose name holds it"
+    )
     options = parser.parse_args()
     wrong = 0
     for name, make in cases.items():
-        if options.only not in name:
+        if options.only not in name or (options.only in cases and options.only != name):
             continue
         torch.manual_seed(0)
         call = make()

@@ -9,6 +9,7 @@ error or a wrong result. Shared memory begins as NaN. Layouts, registers and the
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import sys
 import threading
@@ -32,10 +33,10 @@ BACKWARD = PLACES | {
         "arguments",
         "sync",
         "tile_scheduler",
+        "mask",
         "producer",
         "reducer",
         "converter",
-        "mask",
         "softcap",
         "consumer",
         "mask_sums",
@@ -74,7 +75,7 @@ class Shared:
         return Shared(self.a[(slice(None),) * dim + (slice(start, start + size),)])
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
-        return Shared(self.a.reshape(shape))
+        return Shared(self.a.reshape(-1).view(dtype)[: math.prod(shape)].reshape(shape))
 
     def load(self, layout: Any) -> Tensor:
         return Tensor(self.a.copy())

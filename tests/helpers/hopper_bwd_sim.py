@@ -14,6 +14,7 @@ from gluon_sim import Descriptor, Machine
 from gluon_values import Pointer, Tensor
 from hopper_sim import flat
 from tilewise.backends.hopper.bwd import config
+from tilewise.backends.hopper.bwd.prepost import MOST_LSE
 from tilewise.core.plan import Plan
 from tilewise.core.tensors import BackwardTensors
 
@@ -95,14 +96,17 @@ class Backward:
             minus[:count] = np.where(seen, -delta, 0)
             at = slice(entry * BM, entry * BM + BM)
             stats[at, 16:] = parts_of(minus)
+            low = np.full(BM, LOWEST, np.float32)
             if self.spec.mask:
+                huge = self.spec.softcap or (np.abs(lse[seen]) > MOST_LSE.value).any()
+                self.given["HUGE"][entry] = int(huge)
                 lse2[entry] = torch.from_numpy(np.concatenate([np.full(BM, -np.inf, np.float32), minus]))
                 lse2[entry, :count] = torch.from_numpy(np.where(seen, -lse, -np.inf))
-                continue
-            low = np.full(BM, LOWEST, np.float32)
+                if huge:
+                    continue
             low[:count] = np.where(seen, -lse / p.scale, LOWEST)
             stats[at, :16] = parts_of(low)
-            if lse2 is not None:
+            if lse2 is not None and not self.spec.mask:
                 lse2[entry] = -torch.inf
                 lse2[entry, :count] = torch.from_numpy(np.where(seen, -lse * np.float32(1.4426950408889634), -np.inf))
 

@@ -21,6 +21,7 @@ from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
 from tilewise.core.storage import stored_as
 from tilewise.core.tensors import BackwardTensors, Tensors
+from uniform_registers import stale
 
 
 def problem(D=128, B=4, H=16, Hkv=4, L=4096, packed=False, deterministic=True, dtype="bf16", **rules):
@@ -87,6 +88,7 @@ def test_kernels_fit_and_keep_their_products_in_flight(p):
     made = built(backward, arguments)
     assert made.shared <= SHARED[90]
     assert "serialized" not in made.report
+    assert stale(made.sass) == []
     for loop in made.loops:
         whole = sum("FSEL" in x for x in loop) < 16  # blocks that are seen whole
         # In others a consumer's half may be hidden: a step of a wait and, of 64 rows, four products.

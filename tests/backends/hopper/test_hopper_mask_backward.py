@@ -24,6 +24,7 @@ from tilewise.core.problem import MaskSpec
 from tilewise.dispatch import planner
 from tilewise.testing.case import Case
 from tilewise.testing.gradients import make_gradients
+from uniform_registers import stale
 
 BF16, F32 = torch.bfloat16, torch.float32
 GRADS = ("q", "k", "v", "mask")
@@ -55,14 +56,16 @@ def test_kernels_fit_and_keep_their_products_in_flight(name):
     made = built(backward, given(p)[1])
     assert made.shared <= SHARED[90]
     assert "serialized" not in made.report
+    assert stale(made.sass) == []
     for loop in made.loops:
         whole = sum("FSEL" in x for x in loop) < 16
         hidden = 0 if whole or p.head_dim == 64 else 1
-        # All five products of a step and one that adds delta; lse is taken off row by row.
-        assert sum("HGMMA" in x for x in loop) == 33 + 4 * hidden
+        # All five products of a step, and one for each row statistic that is added so.
+        assert sum("HGMMA" in x for x in loop) == (33 if p.softcap else 34) + 4 * hidden
         assert sum("WARPGROUP.DEPBAR" in x for x in loop) == 4 + hidden
         if p.mask.dtype == BF16:  # the mask's tile goes to registers 8 cells at a time, transposed on the way
-            assert sum("LDSM" in x for x in loop) == (8 if p.head_dim == 64 else 4)
+            ways = 1 if p.softcap else 2  # one for a huge lse
+            assert sum("LDSM" in x for x in loop) == ways * (8 if p.head_dim == 64 else 4)
             assert sum("UTMASTG" in x for x in loop) == (name in ("dense", "dense-D128-causal"))
             single = sum(" LDG" in f" {x}" or " STG" in f" {x}" for x in loop)  # cells one by one
             assert single == (64 if p.softcap else 0)
@@ -77,10 +80,18 @@ def test_sums_fit_and_keep_their_products_in_flight(name):
     made = built(mask_sums, given(p)[1])
     assert made.shared <= SHARED[90]
     assert "serialized" not in made.report
-    chunks = 4 if p.head_dim == 64 else 1
+    assert stale(made.sass) == []
+    chunks = 2 if p.head_dim == 64 else 1
     for loop in made.loops:
         assert sum("HGMMA" in x for x in loop) == chunks * 2 * p.head_dim // 16
         assert sum("WARPGROUP.DEPBAR" in x for x in loop) == chunks * 2
+
+
+def test_programs_that_store_cells_of_a_mask_have_one_key_block():
+    assert not config.persistent(PROBLEMS["dense"])  # D=64: h200/LOG.md, backward #15
+    assert config.persistent(PROBLEMS["dense-D128-causal"])
+    assert config.persistent(PROBLEMS["shared"])
+    assert config.persistent(PROBLEMS["no-gradient"])
 
 
 def test_what_is_not_served_is_refused_by_name():
@@ -101,16 +112,25 @@ def test_what_is_not_served_is_refused_by_name():
     assert config.refusal(masked(own=SHARED_BY_ALL, kv_lengths=True, grads=("q",))) is None
 
 
-def test_the_planner_leaves_masks_to_triton_until_they_have_run_on_a_gpu(monkeypatch):
+def test_the_planner_leaves_masks_to_triton_whose_cells_threads_would_read(monkeypatch):
     monkeypatch.setattr(hopper, "_machine_refusal", lambda p: None)
     monkeypatch.setattr(planner.load("triton"), "supports_backward", lambda p: None)
-    monkeypatch.setattr(planner.load("triton"), "plan_backward", lambda p: hopper.plan_backward(p))
+    monkeypatch.setattr(planner.load("triton"), "plan_backward", lambda p: replace(hopper.plan_backward(p), kernel="T"))
     planner.choose.cache_clear()
-    passed_over = dict(planner.choose(masked()).passed_over)
-    assert "simulator, not on a GPU" in passed_over["hopper"]
-    assert planner.choose(replace(masked(), mask=None, grads=("q",))).passed_over == ()
-    plan = planner.choose(masked(own=SHARED_BY_ALL), "hopper")  # by its name it is served
-    assert "summed by a launch of its own" in str(plan)
+    for name in ("dense", "dense-D128-causal", "shared", "shared-D128", "no-gradient"):
+        assert planner.choose(PROBLEMS[name]).passed_over == ()
+    assert "summed by a launch of its own" in str(planner.choose(PROBLEMS["shared"]))
+    left = {
+        "float32 masks": PROBLEMS["dense-f32"],
+        "float32": PROBLEMS["shared-f32-window"],
+        "16 bytes": replace(PROBLEMS["shared"], kv_len=2001),
+        "softcap": PROBLEMS["dense-softcap"],
+    }
+    for what, p in left.items():
+        plan = planner.choose(p)
+        assert plan.kernel == "T"
+        assert what in dict(plan.passed_over)["hopper"]
+        assert planner.choose(p, "hopper").kernel != "T"  # by its name it is served
     planner.choose.cache_clear()
 
 
@@ -159,7 +179,8 @@ def test_every_launch_finds_its_tensors(monkeypatch, dims, kind):
     names = [name for name, *_ in launched]
     shared = dims != "bhqk"
     assert names == ["preprocess", "backward", "postprocess", *["mask_sums"] * shared, "fix_up"]
-    assert ("mask" in launched[1][2]) == (kind == "bf16")
-    assert ("dmask" in launched[1][2]) == (kind == "bf16" and not shared)
-    if shared:  # 3 blocks of 128 queries, 3 tiles of 256 keys
-        assert launched[3][1] == ((2 if dims == "b1qk" else 1) * 3 * 3, 1)
+    described = launched[names.index("backward")][2]
+    assert ("mask" in described) == (kind == "bf16")
+    assert ("dmask" in described) == (kind == "bf16" and not shared)
+    if shared:  # 3 blocks of 128 queries, 5 tiles of 128 keys
+        assert launched[3][1] == ((2 if dims == "b1qk" else 1) * 3 * 5, 1)

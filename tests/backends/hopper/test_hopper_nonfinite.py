@@ -46,8 +46,8 @@ def fixed_up(case):
     judge_gradients(made, t.gradients())
 
 
-def statistics(case):
-    """Rows of a masked call, -lse and behind it -delta."""
+def statistics(case, huge):
+    """Rows of a masked call, -lse and behind it -delta; what the scores' product takes off; blocks of a huge lse."""
     import torch
 
     from tilewise.backends.hopper.bwd.launch import bound_to
@@ -61,6 +61,7 @@ def statistics(case):
     bound = bound_to(Plan(p, "hopper", "", (1, 1)))
     given = bound.tensors(t)
     given["LSE2"].fill_(float("nan"))
+    given["HUGE"].fill_(-1)
     arguments = bound.arguments(given) | {"D": bound.arguments(given)["D_V"]}
     preprocess[bound.longest, p.batch * p.heads](**{name: arguments[name] for name in preprocess.arg_names})
     room, seen = bound.longest * bound.BM, t.forward.lse.isfinite()
@@ -74,6 +75,15 @@ def statistics(case):
     judge("delta", delta[:, :, : p.q_len], exact, 2 * largest_error(plain, exact), torch.float32)
     assert (lse[:, :, p.q_len :] == -torch.inf).all()
     assert (delta[:, :, p.q_len :] == 0).all()
+    assert set(given["HUGE"][: bound.blocks].tolist()) == {int(huge)}
+    factors = torch.tensor([2.0 ** (10 - 10 * n) for n in range(4)] + [0.0] * 12, dtype=torch.float64)
+    taken = (given["STATS"][:, :16].double() @ factors).view(p.batch, p.heads, room)[:, :, : p.q_len]
+    minus = -t.forward.lse.double() / p.scale
+    if huge:  # the product takes off nothing
+        assert (taken == 0).all()
+    else:
+        assert ((taken - minus).abs() <= minus.abs() * 2.0**-22)[seen].all()
+        assert (taken[~seen] < -1e7).all()
 
 
 def unseen(case):
@@ -147,10 +157,13 @@ if __name__ == "__main__":
     fixed_up(Case(B=1, H=2, Lq=40, Lk=60, causal=True, dtype="f16", D=192, Dv=128))
     fixed_up(Case(B=1, H=1, Lq=40, window=(9, 3), softcap=5.0, dtype="f16", D=264))
     fixed_up(Case(B=2, H=2, Lq=70, Lk=100, mask="bhqk", mask_kind="f16", pattern="rows", causal=True, **common))
+    fixed_up(Case(B=3, H=1, Lq=40, Lk=104, mask="bhqk", mask_kind="f16", lengths=(104, 0, 37), **common))
     fixed_up(Case(B=2, H=2, Lq=40, mask="hqk", mask_kind="f32", softcap=5.0, **common))
     fixed_up(Case(B=1, H=2, Lq=40, mask="bhqk", mask_kind="f32", pattern="least", softcap=5.0, **common))
-    statistics(Case(B=1, H=2, Lq=150, mask="qk", mask_kind="f16", pattern="rows", sinks=True, **common))
-    statistics(Case(B=2, H=1, Lq=70, mask="qk", mask_kind="f16", pattern="least", dtype="f16", D=128))
+    statistics(Case(B=1, H=2, Lq=150, mask="qk", mask_kind="f16", pattern="rows", sinks=True, **common), False)
+    statistics(Case(B=2, H=1, Lq=70, mask="qk", mask_kind="f16", pattern="least", dtype="f16", D=128), True)
+    statistics(Case(B=1, H=1, Lq=70, mask="qk", mask_kind="f32", pattern="least", **common), True)
+    statistics(Case(B=1, H=1, Lq=70, mask="qk", mask_kind="f16", softcap=5.0, **common), True)
     listed()
     unseen(Case(B=3, H=2, Lq=300, Lk=200, lengths=(200, 0, 44), causal=True, **common))
     unseen(Case(B=1, H=1, Lq=700, Lk=150, causal=True, window=(99, None), offset=0, dtype="f16", D=128))

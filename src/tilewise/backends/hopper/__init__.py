@@ -47,7 +47,7 @@ def declines(problem: Problem) -> str | None:
 
 def declines_backward(problem: Problem) -> str | None:
     """Why the Triton backend is the better choice for a backward pass, if it is."""
-    return bwd_config.unchecked(problem)
+    return bwd_config.slower(problem)
 
 
 def plan(problem: Problem) -> Plan:

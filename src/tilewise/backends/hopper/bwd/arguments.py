@@ -37,6 +37,7 @@ class MaskArguments:
     mask: object  # [1, 1, BM, 64], in the mask's dtype: 64 keys
     MASK: object  # the mask and its gradient where they are not described
     DMASK: object
+    HUGE: object  # int32: whether a query block has a huge lse (`preprocess`)
     mask_b: object
     mask_h: object
     mask_q: object
@@ -88,7 +89,8 @@ class Buffers:
     stats: gl.shared_memory_descriptor  # [q_stages, BM, 32]
     lse: object  # with softcap or a mask: [q_stages, 1, BM]
     mask: object  # [2, 1, 1, BM, 64]: a consumer's part each
-    ds: gl.shared_memory_descriptor  # [2, 64, BM]: a consumer's part each; as tiles of dmask [2, 1, 1, BM, 64]
+    huge: object  # [q_stages, 1]: HUGE of the query block
+    ds: object  # [2, 64, BM]: a consumer's part each; with a mask it lies in `dq` (`ds_place`)
     dq: gl.shared_memory_descriptor  # [2 * dq_stages, 128, 32]
     piece: object  # with a converter: [pieces, 16, 32] and, in q's dtype, [2, 1, 1, 16, 32]
     piece16: object
@@ -133,14 +135,16 @@ def new_buffers(a):
     lse = None
     if a.S.row_lse:
         lse = gl.allocate_shared_memory(gl.float32, [a.S.q_stages, 1, BM], a.lse.layout)
+    huge = None
+    if a.S.mask and not a.S.softcap:
+        huge = gl.allocate_shared_memory(gl.int32, [a.S.q_stages, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     mask = None
     mask_full = None
     if a.S.mask_tiles:
         mask = gl.allocate_shared_memory(a.mask.dtype, [2, 1, 1, BM, 64], a.mask.layout)
         mask_full = barriers(1, 1)
-    if a.S.dmask_tiles:
-        ds = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BM, 64], a.dmask.layout)
-    else:
+    ds = None
+    if not a.S.mask:
         ds = gl.allocate_shared_memory(DTYPE, [2, 64, BM], DS_LAYOUT)
     dq = gl.allocate_shared_memory(gl.float32, [2 * a.S.dq_stages, 128, 32], a.dq.layout)
     piece = None
@@ -160,7 +164,7 @@ def new_buffers(a):
         index_empty = barriers(2, 5 if a.S.converts else 4)
         kv_empty = barriers(1, 2)
     return Buffers(
-        k, v, q, do, stats, lse, mask, ds, dq, piece, piece16, barriers(1, 1), barriers(1, 1),
+        k, v, q, do, stats, lse, mask, huge, ds, dq, piece, piece16, barriers(1, 1), barriers(1, 1),
         barriers(a.S.q_stages, 1), barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1), mask_full, indices,
         index_full, index_empty, kv_empty, piece_full,
     )  # fmt: skip
@@ -190,6 +194,22 @@ def row_layout(S):
 @gluon.constexpr_function
 def dq_layout(S):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dq_split(S)[1], 16])
+
+
+@gluon.jit
+def ds_place(a, buf, u, h):
+    """dS^T [64, BM] of consumer h at use u, or tiles of dmask [1, 1, BM, 64]. With a mask it lies where this use's dQ
+    will: shared memory does not hold a mask's tile, dS and two stages of dO.
+    """
+    BM: gl.constexpr = a.S.BM
+    if a.S.dmask_tiles:
+        place = buf.dq.index(u % a.S.dq_stages * 2 + h)._reinterpret(a.q.dtype, [1, 1, BM, 64], a.dmask.layout)
+    elif a.S.mask:
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BM], a.q.dtype)
+        place = buf.dq.index(u % a.S.dq_stages * 2 + h)._reinterpret(a.q.dtype, [64, BM], LAYOUT)
+    else:
+        place = buf.ds.index(h + (u >> 30))
+    return place
 
 
 @gluon.jit

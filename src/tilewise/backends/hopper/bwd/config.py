@@ -83,11 +83,18 @@ def skips_cells(problem: Problem) -> bool:
     return not sums_mask(problem) and (problem.rules.by_position or problem.has_lengths)
 
 
-def unchecked(problem: Problem) -> str | None:
-    """Why the planner leaves a problem that the kernels serve to Triton's."""
-    if problem.mask is None:
+def slower(problem: Problem) -> str | None:
+    """Why the planner leaves a problem that the kernels serve to Triton's (h200/LOG.md, backward #15)."""
+    p, m = problem, problem.mask
+    if m is None:
         return None
-    return "leaves masks to the Triton backend: its kernels for them have run in a simulator, not on a GPU"
+    apart = {
+        "float32 masks": m.dtype.itemsize == 4,
+        "masks whose rows do not begin at multiples of 16 bytes": p.kv_len % 8 != 0,
+        "gradients of dense masks with a softcap": p.softcap > 0 and "mask" in p.grads and not sums_mask(p),
+    }
+    why = "to the Triton backend: each thread would read or write its own cells of the mask"
+    return next((f"leaves {what} {why}" for what, there in apart.items() if there), None)
 
 
 def is_wide(problem: Problem) -> bool:
@@ -120,8 +127,6 @@ def spec_of(problem: Problem) -> BackwardSpec:
         near_tanh=near_tanh(p),
         mask=p.mask is not None,
         dmask="mask" in p.grads and not sums_mask(p),
-        do_stages=2 if p.mask is None else 1,  # for a mask's tile in shared memory
-        sum_blocks=2 if D == 64 else 1,  # two of 128 queries fill the registers
         deterministic=deterministic,
         persistent=persistent(p),
         converts=own_dq,
@@ -134,7 +139,8 @@ def spec_of(problem: Problem) -> BackwardSpec:
 
 def persistent(problem: Problem) -> bool:
     """Whether a program takes key blocks one after the other: where few rows see a block (h200/LOG.md, backward #9)."""
-    return rows_of_block(problem) <= PERSISTENT_ROWS
+    stores_mask = "mask" in problem.grads and not sums_mask(problem)
+    return rows_of_block(problem) <= PERSISTENT_ROWS and not (stores_mask and problem.head_dim <= 64)
 
 
 def converts(problem: Problem) -> bool:

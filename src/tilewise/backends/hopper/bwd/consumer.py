@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .arguments import dq_layout, dq_split, grad_layout, row_layout, score_layout, tile
-from .mask import load_mask, masked, own_cells
+from .arguments import dq_layout, dq_split, ds_place, grad_layout, row_layout, score_layout, tile
+from .mask import get_huge, load_mask, masked, own_cells
 from .softcap import LOG2E, capped
 from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, MASK_EMPTY, Q_EMPTY, named_barrier
 from .tile_scheduler import get_index, next_block, work_of
@@ -25,7 +25,7 @@ def start_scores(a, buf, u, s, factors, C: gl.constexpr):
     q = tile(buf.q, u, a.S.q_stages, BM, D)
     mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
     s = warpgroup_mma(buf.k.index(C + (u >> 30)).reshape([64, D]), q.permute((1, 0)), s, use_acc=False, is_async=True)
-    if not a.S.row_lse:
+    if not a.S.softcap:
         lse = buf.stats.index(u % a.S.q_stages).slice(0, 16, 1)  # [BM, 16]
         s = warpgroup_mma(factors, lse.permute((1, 0)), s, is_async=True)
     return s
@@ -86,7 +86,7 @@ def hide(p, i, lo, hi, SCORES: gl.constexpr, EDGES: gl.constexpr):
 def start_dq(a, buf, u, dq, C: gl.constexpr, h: gl.constexpr, ADDS: gl.constexpr):
     """This consumer's part of dQ by the 64 keys of consumer h, added to `dq` or in its registers."""
     WIDTH: gl.constexpr = dq_split(a.S)[1]
-    half = buf.ds.index(h + (u >> 30))  # [64, BM]
+    half = ds_place(a, buf, u, h)  # [64, BM]
     if a.S.dmask_tiles:
         half = half.reshape([a.S.BM, 64]).permute((1, 0))
     k = buf.k.index(h + (u >> 30)).reshape([64, a.S.D])
@@ -101,7 +101,12 @@ def start_dq(a, buf, u, dq, C: gl.constexpr, h: gl.constexpr, ADDS: gl.constexpr
 def store_dq(a, buf, u, dq, C: gl.constexpr):
     """To shared memory, for the reducers."""
     z = u % a.S.dq_stages
-    mbarrier.wait(buf.dq_empty.index(z), ((u // a.S.dq_stages) & 1) ^ 1)
+    if a.S.mask:  # in the place of dS
+        if a.S.dmask_tiles:
+            tma.store_wait(0)
+        named_barrier("bar.sync", DS_EMPTY + C, 256)
+    else:
+        mbarrier.wait(buf.dq_empty.index(z), ((u // a.S.dq_stages) & 1) ^ 1)
     buf.dq.index(z * 2 + C).store(pack_dq(dq))
     fence_async_shared()
     named_barrier("bar.arrive", DQ_FULL + z, 288)
@@ -110,10 +115,11 @@ def store_dq(a, buf, u, dq, C: gl.constexpr):
 @gluon.jit
 def store_ds(a, buf, u, ds16, C: gl.constexpr):
     """To shared memory, for dQ: dS^T, or dS, which TMA stores from there as cells of the mask's gradient."""
-    if a.S.dmask_tiles:
-        tma.store_wait(0)  # the block before has left
-    named_barrier("bar.sync", DS_EMPTY + C, 256)
-    ds = buf.ds.index(C + (u >> 30))
+    if a.S.mask:
+        mbarrier.wait(buf.dq_empty.index(u % a.S.dq_stages), ((u // a.S.dq_stages) & 1) ^ 1)
+    else:
+        named_barrier("bar.sync", DS_EMPTY + C, 256)
+    ds = ds_place(a, buf, u, C)
     if a.S.dmask_tiles:
         ds = ds.reshape([a.S.BM, 64]).permute((1, 0))
     ds.store(ds16)
@@ -138,16 +144,19 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     )
     delta = buf.stats.index(u % a.S.q_stages).slice(16, 16, 1)  # [BM, 16]
     dp = warpgroup_mma(factors, delta.permute((1, 0)), dp, is_async=True)
-    x = warpgroup_mma_wait(2, deps=(s,))  # q k - lse / scale; with softcap q k
-    bias = None
-    if a.S.mask:
-        bias = load_mask(a, buf, w, u, i, g, C)
-    if a.S.row_lse:
+    x = warpgroup_mma_wait(2, deps=(s,))  # q k - lse / scale; with softcap, or if the lse is huge, q k
+    if a.S.softcap:
+        bias = None
+        if a.S.mask:
+            bias = load_mask(a, buf, w, u, i, g, C)
         minus_lse = buf.lse.index(u % a.S.q_stages).load(score_layout(a.S))  # [1, BM]
-        if a.S.softcap:
-            p, slope = capped(a, x, minus_lse, bias)
+        p, slope = capped(a, x, minus_lse, bias)
+    elif a.S.mask:
+        if get_huge(buf.huge, u % a.S.q_stages):
+            minus_lse = buf.lse.index(u % a.S.q_stages).load(score_layout(a.S))  # [1, BM]
+            p = gl.exp2(masked(x, a.scale, load_mask(a, buf, w, u, i, g, C), minus_lse))
         else:
-            p = gl.exp2(masked(x, a.scale, bias, minus_lse))
+            p = gl.exp2(gl.fma(x, a.scale * LOG2E, load_mask(a, buf, w, u, i, g, C) * LOG2E))
     else:
         p = gl.exp2(x * (a.scale * LOG2E))
     p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
@@ -171,7 +180,7 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     named_barrier("bar.sync", DS_READY, 256)
     if a.S.dmask_tiles:
         at = [w.b, w.kv_head * a.group + g, i * BM, w.n * 128 + C * 64]
-        tma.async_copy_shared_to_global(a.dmask, at, buf.ds.index(C + (u >> 30)))
+        tma.async_copy_shared_to_global(a.dmask, at, ds_place(a, buf, u, C))
     dq = gl.zeros([64, WIDTH], gl.float32, dq_layout(a.S))
     dq = start_dq(a, buf, u, dq, C, 0, False)
     dq = start_dq(a, buf, u, dq, C, 1, True)
@@ -294,7 +303,8 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
 
 @gluon.jit
 def consume(a, buf, index, C: gl.constexpr):
-    named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)  # nobody reads dS yet
+    if not a.S.mask:
+        named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)  # nobody reads dS yet
     if a.S.persistent:
         n = gl.to_tensor(0)
         base = gl.to_tensor(0)

@@ -105,7 +105,8 @@ class Launcher:
     def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
         """Every tensor by its kernels' name; gradients that nobody asked for get memory of the call's own."""
         f, device = t.forward, t.dout.device
-        ints = torch.empty(self.blocks + 8, dtype=torch.int32, device=device)
+        room = -(-self.blocks // 4) * 4  # parts begin at multiples of 16 bytes
+        ints = torch.empty((1 + (self.problem.mask is not None)) * room + 8, dtype=torch.int32, device=device)
         shares = None
         if t.dsinks is not None:
             shares = torch.zeros(self.blocks, dtype=torch.float32, device=device)
@@ -132,7 +133,8 @@ class Launcher:
             "STATS": torch.empty(self.blocks * self.BM, 32, dtype=f.q.dtype, device=device),
             "COUNTER": ints[:1],
             "FLAG": ints[4:5],
-            "SEMAPHORES": ints[8:],
+            "SEMAPHORES": ints[8 : 8 + room],
+            "HUGE": ints[8 + room :] if self.problem.mask is not None else None,
             "SHARES": shares,
         }
 
@@ -250,9 +252,8 @@ class Bound(Launcher):
         if not s.converts:
             steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments))
         if config.sums_mask(p):
-            planes = given["DMASK"].shape[0] * arguments["planes_h"]
-            programs = planes * self.q_blocks * arguments["tiles_k"]
-            steps.append(self.step(self.sums, (programs, 1), own, names))
+            tiles = given["DMASK"].shape[0] * arguments["planes_h"] * self.q_blocks * arguments["tiles_k"]
+            steps.append(self.step(self.sums, (tiles, 1), own, names))
         return steps
 
     def arguments(self, given: dict[str, Any]) -> Arguments:
@@ -267,7 +268,7 @@ class Bound(Launcher):
         return {
             "mask_batch": int(x.stride(0) != 0),
             "mask_heads": int(x.stride(1) != 0),
-            "tiles_k": -(-p.kv_len // (128 * self.spec.sum_blocks)),
+            "tiles_k": -(-p.kv_len // config.BN),
             "planes_h": p.heads // heads,
             "count_h": heads,
             "pairs": batch * heads,

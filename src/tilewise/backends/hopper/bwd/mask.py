@@ -33,6 +33,19 @@ def own_cells(a, X, strides, w, u, i, g, C: gl.constexpr):
 
 
 @gluon.jit
+def put_huge(a, places, s, block):
+    """The producer's: tells the consumers whether a query block has a huge lse, before it arrives for its tiles."""
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    places.index(s).store(gl.full([1], gl.load(a.HUGE + block), gl.int32, EACH))
+
+
+@gluon.jit
+def get_huge(places, s):
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(places.index(s).load(EACH), 0) != 0
+
+
+@gluon.jit
 def load_mask(a, buf, w, u, i, g, C: gl.constexpr):
     """The mask's cells [64, BM] in float32."""
     if a.S.mask_tiles:

@@ -4,10 +4,9 @@
         S^T = K Q^T, dP^T = V dO^T         [64, 64] at a time, in registers
         sum += exp(S^T scale + mask - lse) (dP^T - delta)
 
-A program owns BM queries x 128 `sum_blocks` keys of the mask, half of the keys a consumer, and writes each cell once:
-the same bits each time, and no cell is kept for each pair. A tile is as large as registers hold, since every pair's
-rows of Q, K, V and dO come from L2 anew. What is hidden is hidden for all pairs: cells are selected once, at the end,
-and whatever is not finite there does not matter.
+A program owns BM queries x 128 keys of the mask, half of the keys a consumer, and writes each cell once: the same bits
+each time, and no cell is kept for each pair. What is hidden is hidden for all pairs: cells are selected once, at the
+end, and whatever is not finite there does not matter.
 
 Partitions: two consumer warpgroups, a producer warp (Q and dO of two pairs and three halves of K and V are on the way).
 """
@@ -24,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..signature import Size, gluon_kernel, struct
 from .arguments import CallArguments, MaskArguments, barriers
-from .consumer import capped
 from .mask import cells_of, masked
+from .softcap import capped
 from .sync import named_barrier
 
 # Hardware barriers; warp_specialize takes those below 6.
@@ -49,12 +48,12 @@ class SumArguments(MaskArguments, CallArguments):
 
 @struct
 class Buffers:
-    k: gl.shared_memory_descriptor  # [3 BLOCKS, 1, 1, 64, D]: a consumer's half a slot
+    k: gl.shared_memory_descriptor  # [3, 1, 1, 64, D]: a consumer's half a slot
     v: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor  # [2, 1, 1, BM, D]
     do: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor  # [2 * 2 BM / 64, 1, 64]
-    mask: object  # [2 BLOCKS, 1, 1, BM, 64]
+    mask: object  # [2, 1, 1, BM, 64]
     mask_full: object
     q_full: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor  # 6: a consumer that waits at one every time knows its phase
@@ -79,16 +78,15 @@ def chunk_layout():
 def new_buffers(a):
     D: gl.constexpr = a.S.D
     BM: gl.constexpr = a.S.BM
-    BLOCKS: gl.constexpr = a.S.sum_blocks
-    k = gl.allocate_shared_memory(a.k.dtype, [3 * BLOCKS, 1, 1, 64, D], a.k.layout)
-    v = gl.allocate_shared_memory(a.v.dtype, [3 * BLOCKS, 1, 1, 64, D], a.v.layout)
+    k = gl.allocate_shared_memory(a.k.dtype, [3, 1, 1, 64, D], a.k.layout)
+    v = gl.allocate_shared_memory(a.v.dtype, [3, 1, 1, 64, D], a.v.layout)
     q = gl.allocate_shared_memory(a.q.dtype, [2, 1, 1, BM, D], a.q.layout)
     do = gl.allocate_shared_memory(a.do.dtype, [2, 1, 1, BM, D], a.do.layout)
     rows = gl.allocate_shared_memory(gl.float32, [4 * (BM // 64), 1, 64], a.rows.layout)
     mask = None
     mask_full = None
     if a.S.mask_tiles:
-        mask = gl.allocate_shared_memory(a.mask.dtype, [2 * BLOCKS, 1, 1, BM, 64], a.mask.layout)
+        mask = gl.allocate_shared_memory(a.mask.dtype, [2, 1, 1, BM, 64], a.mask.layout)
         mask_full = barriers(1, 1)
     return Buffers(k, v, q, do, rows, mask, mask_full, barriers(2, 1), barriers(6, 1))
 
@@ -96,9 +94,8 @@ def new_buffers(a):
 @gluon.jit
 def tile_of(a):
     """This program's tile, and how many pairs it goes through."""
-    KEYS: gl.constexpr = 128 * a.S.sum_blocks
     pid = gl.program_id(0)
-    key = pid % a.tiles_k * KEYS
+    key = pid % a.tiles_k * 128
     rest = pid // a.tiles_k
     i = rest % a.q_blocks
     plane = rest // a.q_blocks
@@ -106,20 +103,19 @@ def tile_of(a):
     if a.S.hides_right:
         pairs = gl.where(key > i * a.S.BM + a.S.BM - 1 + a.shift + a.right, 0, pairs)
     if a.S.hides_left:
-        pairs = gl.where(key + KEYS - 1 < i * a.S.BM + a.shift - a.left, 0, pairs)
+        pairs = gl.where(key + 127 < i * a.S.BM + a.shift - a.left, 0, pairs)
     return Tile(plane // a.planes_h, plane % a.planes_h, i, key, pairs)
 
 
 @gluon.jit
 def produce(a, buf):
     BM: gl.constexpr = a.S.BM
-    BLOCKS: gl.constexpr = a.S.sum_blocks
     ROWS: gl.constexpr = 2 * (BM // 64)
     t = tile_of(a)
     if a.S.mask_tiles:
         full = buf.mask_full.index(0)
-        mbarrier.expect(full, 2 * BLOCKS * a.mask.block_type.nbytes)
-        for n in gl.static_range(2 * BLOCKS):
+        mbarrier.expect(full, 2 * a.mask.block_type.nbytes)
+        for n in gl.static_range(2):
             at = [t.b * a.mask_batch, t.head * a.mask_heads, t.i * BM, t.key + n * 64]
             tma.async_copy_global_to_shared(a.mask, at, full, buf.mask.index(n))
     for u in range(t.pairs):
@@ -141,46 +137,43 @@ def produce(a, buf):
             if use >= 3:
                 named_barrier("bar.sync", KV_EMPTY + slot, 160)
             full = buf.kv_full.index(use % 6)
-            mbarrier.expect(full, 2 * BLOCKS * a.k.block_type.nbytes)
-            for m in gl.static_range(BLOCKS):
-                at = [b, head // a.group, t.key + (c * BLOCKS + m) * 64, 0]
-                tma.async_copy_global_to_shared(a.k, at, full, buf.k.index(slot * BLOCKS + m))
-                tma.async_copy_global_to_shared(a.v, at, full, buf.v.index(slot * BLOCKS + m))
+            mbarrier.expect(full, 2 * a.k.block_type.nbytes)
+            at = [b, head // a.group, t.key + c * 64, 0]
+            tma.async_copy_global_to_shared(a.k, at, full, buf.k.index(slot))
+            tma.async_copy_global_to_shared(a.v, at, full, buf.v.index(slot))
 
 
 @gluon.jit
-def chunk_cells(a, X, strides, t, u, C: gl.constexpr, m: gl.constexpr, n: gl.constexpr):
+def chunk_cells(a, X, strides, t, u, C: gl.constexpr, n: gl.constexpr):
     """Pointers to the mask's cells of a chunk [64, 64], and which of them there are."""
-    key = t.key + (C * a.S.sum_blocks + m) * 64
-    return cells_of(a, X, strides, t.b, t.head, t.i * a.S.BM + n * 64, key, u, chunk_layout(), 64)
+    return cells_of(a, X, strides, t.b, t.head, t.i * a.S.BM + n * 64, t.key + C * 64, u, chunk_layout(), 64)
 
 
 @gluon.jit
-def bias_of(a, buf, t, u, C: gl.constexpr, m: gl.constexpr, n: gl.constexpr):
+def bias_of(a, buf, t, u, C: gl.constexpr, n: gl.constexpr):
     """The mask's cells of a chunk [64, 64] in float32."""
     if a.S.mask_tiles:
-        x = buf.mask.index(C * a.S.sum_blocks + m).reshape([a.S.BM, 64]).slice(n * 64, 64, 0)
+        x = buf.mask.index(C).reshape([a.S.BM, 64]).slice(n * 64, 64, 0)
         x = x.permute((1, 0)).load(chunk_layout())
     else:
-        at, there = chunk_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), t, u, C, m, n)
+        at, there = chunk_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), t, u, C, n)
         x = gl.load(at, mask=there, other=0.0)
     return x.to(gl.float32)
 
 
 @gluon.jit
-def add_chunk(a, buf, t, u, total, C: gl.constexpr, m: gl.constexpr, n: gl.constexpr):
+def add_chunk(a, buf, t, u, total, C: gl.constexpr, n: gl.constexpr):
     """A pair's dS^T of 64 keys and 64 queries, added to `total`."""
     BM: gl.constexpr = a.S.BM
     D: gl.constexpr = a.S.D
-    BLOCKS: gl.constexpr = a.S.sum_blocks
     CHUNKS: gl.constexpr = BM // 64
-    at = (2 * u + C) % 3 * BLOCKS + m
+    at = (2 * u + C) % 3
     zeros = gl.zeros([64, 64], gl.float32, chunk_layout())
     q = buf.q.index(u & 1).reshape([BM, D]).slice(n * 64, 64, 0)
     do = buf.do.index(u & 1).reshape([BM, D]).slice(n * 64, 64, 0)
     s = warpgroup_mma(buf.k.index(at).reshape([64, D]), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(buf.v.index(at).reshape([64, D]), do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    bias = bias_of(a, buf, t, u, C, m, n)
+    bias = bias_of(a, buf, t, u, C, n)
     minus_lse = buf.rows.index((u & 1) * 2 * CHUNKS + n).load(chunk_layout())  # [1, 64]
     minus_delta = buf.rows.index((u & 1) * 2 * CHUNKS + CHUNKS + n).load(chunk_layout())
     x = warpgroup_mma_wait(1, deps=(s,))
@@ -194,36 +187,33 @@ def add_chunk(a, buf, t, u, total, C: gl.constexpr, m: gl.constexpr, n: gl.const
 
 @gluon.jit
 def consume(a, buf, C: gl.constexpr):
-    BLOCKS: gl.constexpr = a.S.sum_blocks
     CHUNKS: gl.constexpr = a.S.BM // 64
     t = tile_of(a)
     if a.S.mask_tiles:
         mbarrier.wait(buf.mask_full.index(0), 0)
     totals = ()
-    for _ in gl.static_range(BLOCKS * CHUNKS):
+    for _ in gl.static_range(CHUNKS):
         totals += (gl.zeros([64, 64], gl.float32, chunk_layout()),)
     for u in range(t.pairs):
         use = 2 * u + C
         mbarrier.wait(buf.q_full.index(u & 1), (u >> 1) & 1)
         mbarrier.wait(buf.kv_full.index(use % 6), (use // 6) & 1)
         added = ()
-        for m in gl.static_range(BLOCKS):
-            for n in gl.static_range(CHUNKS):
-                added += (add_chunk(a, buf, t, u, totals[m * CHUNKS + n], C, m, n),)
+        for n in gl.static_range(CHUNKS):
+            added += (add_chunk(a, buf, t, u, totals[n], C, n),)
         totals = added
         named_barrier("bar.arrive", Q_EMPTY + (u & 1), 288)
         named_barrier("bar.arrive", KV_EMPTY + use % 3, 160)
-    for m in gl.static_range(BLOCKS):
-        for n in gl.static_range(CHUNKS):
-            key = t.key + (C * BLOCKS + m) * 64 + gl.arange(0, 64, gl.SliceLayout(1, chunk_layout()))[:, None]
-            row = t.i * a.S.BM + n * 64 + gl.arange(0, 64, gl.SliceLayout(0, chunk_layout()))[None, :]
-            seen = bias_of(a, buf, t, 0, C, m, n) != float("-inf")
-            if a.S.hides_right:
-                seen = seen & (key <= row + a.shift + a.right)
-            if a.S.hides_left:
-                seen = seen & (key >= row + a.shift - a.left)
-            at, there = chunk_cells(a, a.DMASK, (a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k), t, 0, C, m, n)
-            gl.store(at, gl.where(seen, totals[m * CHUNKS + n], 0.0), mask=there)
+    for n in gl.static_range(CHUNKS):
+        key = t.key + C * 64 + gl.arange(0, 64, gl.SliceLayout(1, chunk_layout()))[:, None]
+        row = t.i * a.S.BM + n * 64 + gl.arange(0, 64, gl.SliceLayout(0, chunk_layout()))[None, :]
+        seen = bias_of(a, buf, t, 0, C, n) != float("-inf")
+        if a.S.hides_right:
+            seen = seen & (key <= row + a.shift + a.right)
+        if a.S.hides_left:
+            seen = seen & (key >= row + a.shift - a.left)
+        at, there = chunk_cells(a, a.DMASK, (a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k), t, 0, C, n)
+        gl.store(at, gl.where(seen, totals[n], 0.0), mask=there)
 
 
 @gluon.jit

@@ -150,7 +150,8 @@ def fix_up(
             )  # fmt: skip
             kv_head = head // group
             dq = tl.zeros([BLOCK, D], tl.float32)
-            for begin in range(0, keys, BLOCK):
+            # Of the mask's gradient all keys, past a sequence's length too: the kernel has stored blocks of 128.
+            for begin in range(0, extent if S.dmask else keys, BLOCK):
                 k_tile = load_clean(k + b * k_b + kv_head * k_h, kv_start, k_l, begin, keys, head_dim, BLOCK, D)
                 v_tile = load_clean(v + b * v_b + kv_head * v_h, kv_start, v_l, begin, keys, value_dim, BLOCK, D_V)
                 p, ds, dl = cells(
@@ -159,6 +160,6 @@ def fix_up(
                 )  # fmt: skip
                 if S.dmask:
                     to = DMASK + b * dmask_b + head * dmask_h
-                    store_cells(to, dmask_q, dmask_k, first, begin, rows, keys, dl, BLOCK)
+                    store_cells(to, dmask_q, dmask_k, first, begin, rows, extent, dl, BLOCK)
                 dq = tl.dot(ds, k_tile, dq)
             store_rows(DQ + b * dq_b + head * dq_h, q_start, dq_l, first, rows, head_dim, dq * scale, BLOCK, D)

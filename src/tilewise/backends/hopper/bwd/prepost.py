@@ -5,6 +5,7 @@ import triton.language as tl
 import triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
+MOST_LSE = tl.constexpr(8192.0)  # float32 has it to 0.001
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def in_parts(x, part, LIKE):
 
 @triton.jit
 def preprocess(
-    OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, LSE2, SHARES, ACC, SEMAPHORES, COUNTER, FLAG,
+    OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, LSE2, SHARES, ACC, SEMAPHORES, COUNTER, FLAG, HUGE,
     o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l, dlse_b, dlse_h, dlse_l, heads, q_len, q_blocks, value_dim,
     scale, CU_K, KV_LENGTHS, Q_OFFSET, DQ, dq_b, dq_h, dq_l, head_dim, kv_len, q_offset, left, right,
     BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -78,8 +79,9 @@ def preprocess(
     """Row statistics in parts that the scores' products add up: -lse / scale, and -delta = dlse - rowsum(dO * O).
 
     Rows that see nothing, and rows past the end, get so low a -lse that their P is 0. SHARES are a block's part of the
-    sinks' gradient. A softcap or a mask comes between the product and the lse, so that LSE2 has it as it is; with a
-    mask in natural units, and -delta behind it.
+    sinks' gradient. A softcap comes between the product and the lse, so that LSE2 has it as it is, in units of log 2.
+    With a mask it has it in natural units, which stay finite (a mask may hold -3e38 alone), and behind it -delta; HUGE
+    notes a block with a huge lse, of which the product takes off nothing.
     """
     i = tl.program_id(0)
     b, h, start, q_len, entry = query_block(CU_Q, heads, q_len, q_blocks, BM, PACKED)
@@ -107,7 +109,12 @@ def preprocess(
     # Finite, as a part that is infinite would make the others NaN.
     LOWEST: tl.constexpr = -6e7 if STATS.dtype.element_ty == tl.float16 else -1e30
     part = tl.arange(0, 32)
-    lse_parts = in_parts(tl.where(seen, -lse / scale, tl.where(scale < 0, -LOWEST, LOWEST)), part, STATS)
+    apart = tl.where(seen, -lse / scale, tl.where(scale < 0, -LOWEST, LOWEST))
+    if MASKED:
+        huge = SOFTCAP | (tl.max(tl.where(seen, tl.abs(lse), 0.0), 0) > MOST_LSE)
+        tl.store(HUGE + entry, huge.to(tl.int32))
+        apart = tl.where(huge, 0.0, apart)
+    lse_parts = in_parts(apart, part, STATS)
     delta_parts = in_parts(-delta, part - 16, STATS)
     rows = entry * BM + tl.arange(0, BM)
     tl.store(STATS + rows[:, None] * 32 + part[None, :], tl.where(part < 16, lse_parts, delta_parts))

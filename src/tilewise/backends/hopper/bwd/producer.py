@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .mask import put_huge
 from .sync import DO_EMPTY, MASK_EMPTY, Q_EMPTY, named_barrier
 from .tile_scheduler import next_block, put_index, work_of
 
@@ -52,10 +53,12 @@ def produce_block(a, buf, index, n, base):
         s = u % a.S.q_stages
         if u >= a.S.q_stages:
             named_barrier("bar.sync", Q_EMPTY + s, 288)
-        full = buf.q_full.index(s)
-        mbarrier.expect(full, a.q.block_type.nbytes + a.stats.block_type.nbytes + LSE_BYTES)
         row = w.q_start + i * BM
         block = w.block(a, head, i)
+        if a.S.mask and not a.S.softcap:
+            put_huge(a, buf.huge, s, block)
+        full = buf.q_full.index(s)
+        mbarrier.expect(full, a.q.block_type.nbytes + a.stats.block_type.nbytes + LSE_BYTES)
         tma.async_copy_global_to_shared(a.q, [w.b, head, row, 0], full, buf.q.index(s))
         tma.async_copy_global_to_shared(a.stats, [block * BM, 0], full, buf.stats.index(s))
         if a.S.row_lse:

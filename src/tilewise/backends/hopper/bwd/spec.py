@@ -28,7 +28,6 @@ class BackwardSpec:
     near: bool = True  # offsets of cells within a tile are 32 bits wide
     dmask: bool = False  # the gradient of each of its cells is stored
     dmask_tiles: bool = False  # by TMA: it is what dS is for dQ
-    sum_blocks: int = 1  # blocks of 64 keys whose sums a consumer of `mask_sums.py` keeps
     deterministic: bool = True
     guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
     persistent: bool = False  # a program takes key blocks one after the other, from a counter
