@@ -30,7 +30,8 @@ from .state import AttentionState
 from .validation.arrays import returner, to_tensor
 
 # `left` and `right` are the window. Quantised K and V are their data, with their scales and "dtype/group" beside it.
-# Tensors stand before the star: torch differentiates by those alone.
+# Tensors stand before the star: torch differentiates by those alone. Graphs that Inductor keeps on disk call by place
+# and outlive an update: from the first release on, a new one is the last.
 BY_ROW = ("q_offset", *PLACES)  # ints, or tensors `q_offsets` and so on
 TENSOR_OPTIONS = (
     *(f"{name}s" for name in BY_ROW),
