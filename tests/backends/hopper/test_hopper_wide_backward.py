@@ -22,6 +22,7 @@ from tilewise.backends.hopper.bwd.wide.kernel import wide_backward
 from tilewise.backends.hopper.bwd.wide.launch import WideBound
 from tilewise.core.plan import Plan
 from tilewise.core.tensors import BackwardTensors, Tensors
+from uniform_registers import stale
 
 
 def problem(D=256, Dv=0, **options):
@@ -91,6 +92,7 @@ def test_kernels_fit_and_keep_their_products_in_flight(p, launch):
     made = built(wide_backward, bound.arguments(tensors) | bound.own(tensors, s))
     assert made.shared <= SHARED[90]
     assert "serialized" not in made.report
+    assert stale(made.sass) == []
     # One for each kind of blocks and consumer.
     assert len(made.loops) == 2 * (1 + (s.low_edges > 0) + (s.high_edges > 0))
     assert not any("STL" in x or "LDL" in x for loop in made.loops for x in loop)
