@@ -44,7 +44,7 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
         tile = Tile(32, 32, 4 if wide <= 64 and target.large_backward_tiles else 8, 1, reload=wide > 128)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
     if not target.large_backward_tiles:
-        tile = Tile(32, 32, 4, 2 if wide <= 128 else 1)
+        tile = Tile(32, 32, 4, 2) if wide <= 128 else Tile(32, 32, 8, 1)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
     # Hopper's products of 128 rows by two warpgroups: tiles whose mainloops keep all they hold in registers and do not
     # wait for each product. dK and dV of 128 keys do not fit together where heads are wider than 128.
