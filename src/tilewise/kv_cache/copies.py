@@ -25,7 +25,7 @@ Cache = TypeVar("Cache", "KVCache", "PagedKVCache")
 
 def _own(cache: Any) -> dict[str, Any]:
     """Sizes and formats."""
-    return {name: value for name, value in vars(cache).items() if name not in ("store", "_latest")}
+    return {name: value for name, value in vars(cache).items() if name != "store"}
 
 
 def deep(cache: Cache, memo: dict[int, Any]) -> Cache:

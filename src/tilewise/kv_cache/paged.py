@@ -63,8 +63,6 @@ class PagedKVCache:
     (5, 3, 95)
     """
 
-    _latest: Batch | None = None  # of `extend`, while it shows its sequences as they are
-
     def __init__(
         self,
         num_pages: int,
@@ -151,13 +149,13 @@ class PagedKVCache:
                 raise InvalidArgument("length", repr(length), f"0 to {most}, what the sequence holds")
             self.store.sequences.truncate(slot, number)
             self.store.splits.clear()
-            self._latest = None
+            self.store.latest = None
 
     def free(self, sequences: int | Sequence[int]) -> None:
         """Ends sequences: their pages are free, unless others use them or they are kept for prompts to come."""
         with self.store.lock:
             self.store.sequences.free(checks.sequence_ids(sequences))
-            self._latest = None
+            self.store.latest = None
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
@@ -201,11 +199,11 @@ class PagedKVCache:
             slots = self.store.sequences.slots(numbers)
             growth = self.store.grow(slots[0], new, ids)
             try:
-                self._latest = Batch(self, numbers, slots, new, growth, is_new=True)
+                self.store.latest = Batch(self, numbers, slots, new, growth, is_new=True)
             except BaseException:
                 self.store.sequences.undo(slots[0], growth)
                 raise
-            return self._latest
+            return self.store.latest
 
     def static_batch(self, batch: int, capacity: int, count: int = 1) -> StaticBatch:
         """Steps of up to `batch` sequences with tables at fixed addresses: for CUDA graphs and `torch.compile`.
@@ -243,7 +241,7 @@ class PagedKVCache:
         except BaseException:
             with self.store.lock:
                 self.store.sequences.undo(batch.slots, batch.growth)
-                self._latest = None
+                self.store.latest = None
             raise
 
     def view(self, sequences: int | Sequence[int], counts: Any = 1) -> Batch:
@@ -251,7 +249,7 @@ class PagedKVCache:
         numbers = checks.sequence_ids(sequences)
         queries = checks.counts("counts", counts, len(numbers))
         with self.store.lock:
-            latest = self._latest
+            latest = self.store.latest
             if latest is not None and latest.sequences == numbers and np.array_equal(latest.counts, queries):
                 return latest  # what was appended last
             slots = self.store.sequences.slots(numbers)

@@ -104,7 +104,7 @@ class StaticBatch:
                 known.commit(numbers, growth.full)
             self.sequences, self._slots = numbers, slots[0]
             self._versions, self._changes = known.version[slots[0]], known.changes
-            self.cache._latest = None
+            self.cache.store.latest = None
 
     def write(self, k: Any, v: Any = None, layer: int = 0) -> None:
         """Stores the new tokens of a layer.

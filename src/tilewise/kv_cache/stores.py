@@ -89,12 +89,14 @@ class PageStore:
     Attributes:
         lock: held while `sequences` are read or changed.
         splits: prefixes that batches share, until a sequence is shortened.
+        latest: the batch of the last `extend`, while it shows its sequences as they are.
     """
 
     def __init__(self, k: Store, v: Store, sequences: Sequences) -> None:
         self.k, self.v, self.sequences = k, v, sequences
         self.lock = threading.RLock()
         self.splits: dict[Any, Split | None] = {}
+        self.latest: Any = None
         self.writers: dict[int, Writer] = {}
         self._operands: dict[int, tuple[Any, Any]] = {}
 

@@ -212,7 +212,8 @@ def test_any_call_is_launched_by_the_addresses_of_its_tensors(monkeypatch):
 
 
 def test_kernels_have_their_tensors_in_the_order_of_the_call_cache():
-    assert tuple(TENSORS.values()) == call_cache.FIELDS
+    given = tuple(name for name in call_cache.FIELDS if name != "k_shared")  # which is copied to the keys for a GPU
+    assert tuple(TENSORS.values()) == given
     for launcher in (prefill.Launcher, latent.Launcher):
         names = list(launcher.SOURCES.values())
         assert [name for name in call_cache.FIELDS if name in names] == names

@@ -33,6 +33,7 @@ class WideSpec:
     guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
     consumer_regs: int = 240
     producer_regs: int = 24
+    near_tanh: ClassVar[bool] = False  # which has not been timed in these kernels
     mask: ClassVar[bool] = False  # none
     dmask: ClassVar[bool] = False
     stats_block: ClassVar[int] = 64  # query rows that a block of statistics has
