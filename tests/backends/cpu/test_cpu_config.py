@@ -82,3 +82,16 @@ def test_short_rows_are_prefetched_further_ahead(monkeypatch):
         monkeypatch.setattr(config, "second_level_cache", lambda: MIB)
         assert prefetch_distance(problem) == 0  # all of it stays in the cache
     assert 0 < distances[0] < distances[1] <= distances[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+def test_latent_decode_of_one_sequence_has_work_for_each_thread(heads, dtype):
+    """One KV head and no batch: only its keys can be cut."""
+    k = torch.empty(1, 1, 8192, 576, dtype=dtype)
+    q = torch.empty(1, heads, 1, 576, dtype=dtype)
+    problem = calls.dense(q, k, k[..., :512], Options()).problem
+    for threads in (2, 4, 8):
+        found = config.configure(problem, threads, 0)
+        assert found.threads == threads
+        assert 0 < found.split_size <= 8192 // threads

@@ -95,7 +95,7 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
         batched = head_batch(p.kv_heads, row_bytes, splits, threads)
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
     split = p.split_size or 0 if is_decode(p) or p.packed_q else 0  # of sequences of few rows, in any batch
-    if not p.split_size and (is_decode(p) or every_row * 4 * (Dv + 2) <= SPLIT_BYTES):
+    if not p.split_size and (is_decode(p) or every_row * 4 * Dv <= SPLIT_BYTES):
         each = HEAD_BATCH_PIECES if batched > 1 else 4
         split = split_size(tiles * p.kv_heads // batched, all_keys, threads, keys, each)
     if p.selection is not None and rows > 1:  # lists are sorted by blocks
