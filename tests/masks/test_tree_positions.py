@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from beside import judge_beside, sdpa
+from naive import assert_as_torch
 from tilewise import InvalidArgument, KVCache, Unsupported, alibi_slopes, attention, plan
 
 L, OWN = 60, 7
@@ -28,21 +30,21 @@ def test_alibi_goes_by_them_in_plain_torch():
     q, k, v = inputs()
     slopes = alibi_slopes(4)
     bias = (-slopes[:, None, None] * BEHIND.abs()).masked_fill(~SEEN, -torch.inf)
-    expected = attention(q, k, v, mask=bias)
     for backend in ("torch", "reference", None):
-        out = attention(q, k, v, **given(alibi_slopes=slopes), backend=backend)
-        assert torch.allclose(out, expected, atol=1e-6)
+        judge_beside(
+            lambda q, k, v, backend=backend: attention(q, k, v, **given(alibi_slopes=slopes), backend=backend),
+            lambda q, k, v: sdpa(q, k, v, bias.to(q.dtype)),
+            q, k, v,
+        )  # fmt: skip
     assert plan(q, k, v, **given(alibi_slopes=slopes)).backend == "torch"
     with pytest.raises(Unsupported, match="no alibi_slopes by positions of a tree"):
         attention(q, k, v, **given(alibi_slopes=slopes), backend="cpu")
 
 
 def test_gradients_are_those_of_the_mask_that_it_stands_for():
-    found, exact = ([x.requires_grad_() for x in inputs()] for _ in range(2))
-    attention(*found, **given(window=3)).square().sum().backward()
-    attention(*exact, mask=SEEN & (BEHIND < 3)).square().sum().backward()
-    assert all(torch.allclose(a.grad, b.grad, atol=1e-5) for a, b in zip(found, exact, strict=True))
-    assert not torch.equal(SEEN & (BEHIND < 3), SEEN)
+    mask = SEEN & (BEHIND < 3)
+    judge_beside(lambda *x: attention(*x, **given(window=3)), lambda *x: sdpa(*x, mask), *inputs())
+    assert not torch.equal(mask, SEEN)
 
 
 def test_they_are_checked_in_repeated_calls():
@@ -62,7 +64,8 @@ def test_over_a_cache():
     q, k, v = inputs()
     cache = KVCache(2, 2, 100, 32, "f32")
     cache.append(k, v)
-    assert torch.allclose(cache.attend(q, **given(window=3)), attention(q, k, v, **given(window=3)), atol=1e-6)
+    exact, plain = (sdpa(*(x.to(dtype) for x in (q, k, v)), SEEN & (BEHIND < 3)) for dtype in (torch.float64, q.dtype))
+    assert_as_torch(cache.attend(q, **given(window=3)), exact, plain)
 
 
 def test_a_plan_counts_the_cells_that_they_leave():
