@@ -50,6 +50,7 @@ class Machine:
     diagonal: float = 270
     backward_full: float = 130
     backward_diagonal: float = 240
+    programs: float = 132  # of 128 keys of a KV head: with fewer a backward call does not fill the device
     launch: float = 8e-6  # of a call
     memory: float = 4e12
     merge: float = 1.375  # bytes read and written for each of a part's: it is read; of eight one is written and copied
@@ -212,7 +213,8 @@ class _Rank:
         task = call.task
         batch = 1 if call.packed else q.shape[0]
         self.heads = batch * q.shape[call.head] // inner
-        kv = max(1, k.shape[call.head] // inner)  # fewer heads than ranks are copied
+        self.kv = kv = max(1, k.shape[call.head] // inner)  # fewer heads than ranks are copied
+        self.batch = batch
         token = batch * kv * (k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size())
         self.groups = len(head_groups(call, self.heads, kv)) if task.ranks > 1 else 1
         self.rounds = [round_of(task, rank, t) for t in range(1 if task.gather else task.ranks)]
@@ -278,12 +280,14 @@ class _Rank:
 
     def compute(self, i: int, backward: bool) -> float:
         m, pairs = self.m, self.rounds[i].pairs
-        extra = 0.0
-        for p in pairs:
+        cells = 0.0
+        for p, visible in zip(pairs, self.counted[i], strict=True):
             kind = ("backward_" if backward else "") + ("full" if p.full else "diagonal")
-            extra += p.rows * self.heads * getattr(m, kind)
+            programs = self.batch * self.kv / self.groups * -(-p.keys // 128)
+            idle = m.programs / programs if backward and programs else 1.0
+            cells += (visible + p.rows * self.heads * getattr(m, kind)) * max(1.0, idle)
         rate = m.backward_flops if backward else m.flops
-        seconds = _seconds(sum(self.counted[i]) + extra, self.q, self.v, rate, backward)
+        seconds = _seconds(cells, self.q, self.v, rate, backward)
         merged = 0 if self.call.task.gather or len(self.active) < 2 else sum(p.rows for p in pairs) * self.row
         moved = m.merge * merged
         if backward:
