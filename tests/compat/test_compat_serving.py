@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 import ranks
 from naive import Row, assert_close
-from tilewise import InvalidArgument, alibi_slopes
+from tilewise import InvalidArgument, alibi_slopes, counters
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
 LENGTHS = [9, 1, 20, 13]  # keys of each request, its queries included
@@ -193,11 +193,10 @@ def test_vllm(vllm, name, size, causal):
     metadata = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu")).build(0, batch)
     q, k, v = peaked(tokens, HEADS, WIDTH), peaked(tokens, KV_HEADS, WIDTH), peaked(tokens, KV_HEADS, WIDTH)
     held = torch.cat(impl.pages(cache), -1)  # [blocks, block size, Hkv, 2 D], as it was
-    impl.do_kv_cache_update(None, k, v, cache, batch.slot_mapping)
-    now = torch.cat(impl.pages(cache), -1)
-    assert int((now != held).any(-1).any(-1).sum()) == sum(QUERIES)  # nothing but the new slots
     output = torch.full((tokens, HEADS * WIDTH), torch.nan)
     assert impl.forward(None, q, k, v, cache, metadata, output) is output
+    now = torch.cat(impl.pages(cache), -1)
+    assert int((now != held).any(-1).any(-1).sum()) == sum(QUERIES)  # nothing but the new slots
     assert output[sum(QUERIES) :].isnan().all()
     pages = now[batch.block_table_tensor.long()].flatten(1, 2)  # [B, slots, Hkv, 2 D]
     rows = [(pages[b, :n, :, :WIDTH], pages[b, :n, :, WIDTH:]) for b, n in enumerate(LENGTHS)]
@@ -207,6 +206,60 @@ def test_vllm(vllm, name, size, causal):
         assert rows[b][1][-m:].equal(v[start : start + m])
         start += m
     check(output[: sum(QUERIES)], q, rows, scale=0.3, causal=causal, **ours)
+
+
+def vllm_layers(vllm, metadata, layers):
+    """What each of `layers` (impl, q, k, v, cache) gives and stores, one after the other; `metadata()` is a batch's."""
+    results = []
+    for impl, q, k, v, cache in layers:
+        cache, output = cache.clone(), torch.full(q.shape, torch.nan)
+        impl.forward(None, q, k, v, cache, metadata(), output)
+        results += [output, torch.cat(impl.pages(cache), -1)]
+    return results
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_vllm_layers_of_a_batch(vllm, apart):
+    """Layers that are alike leave out what the first of them has done, and give what they would give by themselves."""
+    batch, cache, tokens = vllm_batch(4, padding=0)
+    given = [{}, {}, {"sliding_window": 4}, {}, {"sinks": torch.ones(HEADS)}, {"sinks": -torch.ones(HEADS)}, {}]
+    layers = []
+    for number, options in enumerate(given):
+        qkv = peaked(tokens, (HEADS + 2 * KV_HEADS) * WIDTH + (number == 6)).narrow(
+            1, 0, (HEADS + 2 * KV_HEADS) * WIDTH
+        )
+        q, k, v = qkv.view(tokens, -1, WIDTH).split([HEADS, KV_HEADS, KV_HEADS], 1)  # one is of other strides
+        if apart:
+            k = k.transpose(1, 2).contiguous().transpose(1, 2)
+        layers.append((vllm.TilewiseImpl(HEADS, WIDTH, 0.3, KV_HEADS, **options), q, k, v, torch.randn_like(cache)))
+    builder = vllm.TilewiseBuilder(None, [], None, torch.device("cpu"))
+    want = vllm_layers(vllm, lambda: builder.build(0, batch), layers)
+    before, metadata = counters().get("cpu", 0), builder.build(0, batch)
+    got = vllm_layers(vllm, lambda: metadata, layers)
+    assert all(a.equal(b) for a, b in zip(got, want, strict=True))
+    assert not torch.stack(got[::2]).isnan().any()
+    assert counters().get("cpu", 0) - before == len(layers)
+    assert len(metadata.steps) == (0 if apart else 3)  # plain ones, the window's, and those of other strides
+    batch.block_table_tensor[2, 1] = 99  # what tables hold is looked at for each layer
+    with pytest.raises(InvalidArgument, match="block_table"):
+        vllm_layers(vllm, lambda: metadata, layers[1:2])
+
+
+def test_vllm_shared_caches(vllm):
+    """A layer that uses another one's cache stores nothing, with and without keys of its own."""
+    batch, cache, tokens = vllm_batch(4, padding=0)
+    metadata = vllm.TilewiseBuilder(None, [], None, torch.device("cpu")).build(0, batch)
+    first = vllm.TilewiseImpl(HEADS, WIDTH, 0.3, KV_HEADS)
+    shares = vllm.TilewiseImpl(HEADS, WIDTH, 0.3, KV_HEADS, kv_sharing_target_layer_name="first")
+    q, k, v = peaked(tokens, HEADS, WIDTH), peaked(tokens, KV_HEADS, WIDTH), peaked(tokens, KV_HEADS, WIDTH)
+    outputs = [torch.empty_like(q) for _ in range(3)]
+    first.forward(None, q, k, v, cache, metadata, outputs[0])
+    held = cache.clone()
+    shares.forward(None, q, k + 1, v + 1, cache, metadata, outputs[1])
+    first.forward(None, q, None, None, cache, metadata, outputs[2])
+    assert cache.equal(held)
+    assert outputs[1].equal(outputs[0])
+    assert outputs[2].equal(outputs[0])
 
 
 @pytest.mark.parametrize("memory", ["heads first", "tokens first", "apart"])

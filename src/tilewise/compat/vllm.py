@@ -11,7 +11,8 @@ batch is made of, and gets what all found of its own heads: a gather and an all-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -25,12 +26,11 @@ from vllm.v1.attention.backend import (
 )
 
 from ..api import paged_attention, varlen_attention
-from ..core.kv_store import Format, Places, Store
 from ..core.problem import MAX_HEAD_DIM
-from ..dispatch import planner
 from ..distributed.cache import combine, gathered
 from ..distributed.layout import Ranks
 from ..errors import InvalidArgument
+from .vllm_cpu import Memory, NewTokens, Step
 
 NAME = "TILEWISE"
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -71,7 +71,7 @@ class TilewiseBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-    forward_includes_kv_cache_update = False
+    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
@@ -122,6 +122,13 @@ class TilewiseMetadata(AttentionMetadata):
     causal: bool
     ranks: Ranks  # over which the tokens of requests lie
     held: torch.Tensor  # int32 [B]: keys that this rank has
+    new: NewTokens
+    steps: dict[Any, Step] = field(default_factory=dict)  # of layers before, for those that are alike
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether each query comes with a key that is stored, all on this rank."""
+        return self.new.count == self.tokens and self.new.used is None and self.ranks.size == 1
 
 
 class TilewiseBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
@@ -156,49 +163,8 @@ class TilewiseBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
             batch.causal,
             self.ranks,
             batch.seq_lens if size == 1 else (batch.seq_lens + (size - 1 - rank)) // size,
+            NewTokens(batch.slot_mapping),
         )
-
-
-class Memory:
-    """A layer's cache on a CPU.
-
-    vLLM moves whole blocks, so that what lies where in one is this backend's to say: first the keys of its tokens, the
-    heads of each side by side, then the values. As vLLM has it, `[Hkv, block size, 2 D]`, decode reads more slowly.
-    """
-
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        blocks, heads, size, width = kv_cache.shape
-        self.kv_cache, D = kv_cache, width // 2
-        inner = sum((n - 1) * stride for n, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True))
-        if inner + 1 == heads * size * width:  # nothing else is in a block
-            strides = (kv_cache.stride(0), size * heads * D, heads * D, D, 1)
-            k, v = kv_cache.as_strided((blocks, 2, size, heads, D), strides).unbind(1)
-        else:
-            k, v = kv_cache.transpose(1, 2).split(D, dim=-1)
-        self.pages = k, v
-        fmt = Format.of("kv_cache", kv_cache.dtype, 64, D)
-        keys, values = (Store(fmt, x.transpose(1, 2), None) for x in (k, v))
-        self._writer = planner.writer(keys, values, size)
-        # A slot's number is its token's position in one sequence of all blocks.
-        self._table = torch.arange(blocks, dtype=torch.int32)[None]
-        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by how many tokens there are
-
-    def is_of(self, kv_cache: torch.Tensor) -> bool:
-        mine = self.kv_cache
-        return kv_cache is mine or (
-            kv_cache.data_ptr() == mine.data_ptr()
-            and (kv_cache.shape, kv_cache.stride(), kv_cache.dtype) == (mine.shape, mine.stride(), mine.dtype)
-        )
-
-    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Stores rows `[T, Hkv, D]`."""
-        T = len(slots)
-        if T not in self._rows:
-            self._rows.clear()
-            self._rows[T] = torch.arange(T + 1, dtype=torch.int32), self._table.expand(T, -1)
-        cu, table = self._rows[T]
-        k, v = ((x if x.stride(2) == 1 else x.contiguous()).transpose(0, 1)[None] for x in (k, v))
-        self._writer(k, v, Places(slots.int(), cu, T, True, table))
 
 
 class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
@@ -235,6 +201,8 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         if sliding_window is not None:  # counts the query's own key
             right = sliding_window - 1 if attn_type in ENCODERS else None
             self.options["window"] = (sliding_window - 1, right)
+        # Layers that are alike but for q, k, v and out have the same; those with tensors of their own have none.
+        self.kind = "" if sinks is not None or alibi_slopes is not None else f"{num_heads} heads, {self.options}"
 
     def do_kv_cache_update(
         self,
@@ -247,25 +215,27 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         """Writes new tokens `[T, Hkv, D]` to their slots; a negative slot is padding."""
         if self.attn_type in ENCODERS:  # they keep nothing
             return
-        key, value = key[: len(slot_mapping)], value[: len(slot_mapping)]
-        if kv_cache.device.type == "cpu":
-            if not len(slot_mapping):
-                return
-            if slot_mapping.numpy().min() < 0:
-                used = slot_mapping >= 0
-                key, value, slot_mapping = key[used], value[used], slot_mapping[used]
-            self.memory(kv_cache).write(key, value, slot_mapping)
+        self._write(key, value, kv_cache, NewTokens(slot_mapping))
+
+    def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, new: NewTokens) -> None:
+        if len(key) != new.count:
+            key, value = key[: new.count], value[: new.count]
+        if kv_cache.is_cpu:
+            if new.used is not None:
+                key, value = key[new.used], value[new.used]
+            if len(new.slots):
+                self.memory(kv_cache).write(key, value, new)
             return
         size = kv_cache.shape[2]
         k_pages, v_pages = self.pages(kv_cache)
-        slot_mapping = slot_mapping.clamp_min(0)  # padding goes to block 0, which vLLM gives to no request
-        blocks, slots = slot_mapping // size, slot_mapping % size
+        slots = new.slots.clamp_min(0)  # padding goes to block 0, which vLLM gives to no request
+        blocks, slots = slots // size, slots % size
         k_pages[blocks, slots] = key.to(k_pages.dtype)
         v_pages[blocks, slots] = value.to(v_pages.dtype)
 
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """K and V as `[blocks, block size, Hkv, D]`, views."""
-        if kv_cache.device.type == "cpu":
+        if kv_cache.is_cpu:
             return self.memory(kv_cache).pages
         return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
 
@@ -287,31 +257,47 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of packed queries `[T, H, D]`, into the first rows of `output`."""
+        """Stores new keys and values, and attends with packed queries `[T, H, D]`, into the first rows of `output`."""
         if output_scale is not None or output_block_scale is not None:
             raise InvalidArgument("output_scale", "a tensor", "None: tilewise writes no quantised output")
         if attn_metadata is None:  # vLLM measures its memory
             return output.zero_()
-        m = attn_metadata
-        if m.ranks.size > 1 and self.attn_type not in ENCODERS:
-            output[: m.tokens].view(m.tokens, self.num_heads, self.head_size).copy_(self.sharded(query, kv_cache, m))
-            return output
-        q, out = query[: m.tokens], output[: m.tokens].view(m.tokens, self.num_heads, self.head_size)
-        if self.slopes is not None:
-            self.slopes = self.slopes.to(q.device)
-        options = {**self.options, "alibi_slopes": self.slopes, "max_q": m.max_query_len, "out": out}
+        m, T = attn_metadata, attn_metadata.tokens
         if self.attn_type in ENCODERS:
-            k, v, cu = key[: m.tokens], value[: m.tokens], m.query_start_loc
-            varlen_attention(q, k, v, cu, cu, max_k=m.max_query_len, **options)
-        else:
-            k, v = self.pages(kv_cache)
-            options |= {"cu_seqlens_q": m.query_start_loc, "causal": m.causal}
-            paged_attention(q, k, v, m.block_table, m.seq_lens, **options)
+            q, k, v, out = query[:T], key[:T], value[:T], output[:T].view(T, self.num_heads, self.head_size)
+            cu, longest = m.query_start_loc, m.max_query_len
+            varlen_attention(q, k, v, cu, cu, max_k=longest, **self._options(m, out))
+            return output
+        writes = key is not None and self.kv_sharing_target_layer_name is None
+        alike, memory = None, self.memory(kv_cache) if kv_cache.is_cpu else None
+        if memory is not None and self.kind and writes and m.is_plain and len(query) == T and output.dim() == 3:
+            alike = self.kind, memory.kind, query.dtype, query.stride(), key.stride(), value.stride(), output.stride()
+            if (step := m.steps.get(alike)) is not None:
+                step(memory, query, key, value, output)
+                return output
+        q, out = query[:T], output[:T].view(T, self.num_heads, self.head_size)
+        if writes:
+            self._write(key, value, kv_cache, m.new)
+        if m.ranks.size > 1:
+            out.copy_(self.sharded(q, kv_cache, m))
+            return output
+        args, options = (q, *self.pages(kv_cache), m.block_table, m.seq_lens), self._options(m, out)
+        options |= {"cu_seqlens_q": m.query_start_loc, "causal": m.causal}
+        paged_attention(*args, **options)
+        if memory is not None and alike is not None:
+            step = Step.after(memory, key, value, m.new, args, options)
+            if step is not None:
+                m.steps[alike] = step
         return output
+
+    def _options(self, m: TilewiseMetadata, out: torch.Tensor) -> dict[str, Any]:
+        if self.slopes is not None:
+            self.slopes = self.slopes.to(out.device)
+        return {**self.options, "alibi_slopes": self.slopes, "max_q": m.max_query_len, "out": out}
 
     def sharded(self, query: torch.Tensor, kv_cache: torch.Tensor, m: TilewiseMetadata) -> torch.Tensor:
         """Attention `[T, H, D]` over requests whose tokens lie over the ranks of `m`, the heads of each its own."""
-        q = gathered(query[: m.tokens], m.ranks, 1)
+        q = gathered(query, m.ranks, 1)
         if self.slopes is not None and len(self.slopes) == self.num_heads:  # once: they are those of all from then on
             self.slopes = gathered(self.slopes.to(q.device), m.ranks, 0)
         options = self.options | {"alibi_slopes": self.slopes, "sinks": None, "max_q": m.max_query_len}

@@ -140,6 +140,23 @@ class CachedCall:
         self.count()
         return out if lse is None else AttentionState(out, lse)
 
+    def bound(self, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None] | None:
+        """This call for other `q, k, v, out` of the same kind, its options and tables bound; None if that is not all
+        that may differ. That `out` lies apart is then the caller's to know."""
+        if self.sizes is None or self.lse_shape is not None or self.stored or self.places is None:
+            return None
+        if not (self.checks_tables or self.validate is False):
+            return None
+        rest = [None if at is None else args[at] if type(at) is int else options[at] for at in self.places[3:]]
+        launch, count, checks = self.launch, self.count, self.checks_tables
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+            if not launch(q, k, v, out, None, *rest) and checks:
+                values.check_tables(self.problem, k.shape[0], True, *rest[-5:])
+            count()
+
+        return call
+
     def check_apart(self, out: torch.Tensor, inputs: list[Any]) -> None:
         """What is written is nothing that is read; the checks of a call say it in words."""
         assert self.sizes is not None
@@ -147,6 +164,12 @@ class CachedCall:
         for x, its in zip(inputs, sizes, strict=True):
             if x is not None and x.data_ptr() < start + size and start < x.data_ptr() + its:
                 raise RuntimeError("out shares memory with an input")
+
+
+def bound(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None] | None:
+    """A call that has been made, if it is remembered: see `CachedCall.bound`."""
+    cached = find(key_of(name, args, options))
+    return None if cached is None else cached.bound(args, options)
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Any, ...]:

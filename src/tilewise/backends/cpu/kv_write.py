@@ -11,6 +11,7 @@ scale, the row is divided by it, rounded, and written with its scales. Rows of t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,23 @@ class Append:
         self.latest: tuple[Any, Any] = None, params  # of the call before: what it was like, and its struct
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> None:
+        params = self._params(k, v, places)
+        pool.run_kernel("append", ctypes.addressof(params), params.parts, SCRATCH)
+
+    def bound(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> Callable[..., None]:
+        """This write for other caches and rows of the same kind, by their addresses; in one thread at a time."""
+        params = self._params(k, v, places)
+        address, parts = ctypes.addressof(params), params.parts
+
+        def write(k_to: int, v_to: int, k: int, v: int) -> None:
+            params.k_to, params.v_to, params.k_source, params.v_source, params.next_part = k_to, v_to, k, v, 0
+            pool.run_kernel("append", address, parts, SCRATCH)
+
+        write.kept = places  # type: ignore[attr-defined]
+        return write
+
+    def _params(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> WriteParams:
+        """The struct of one call, its own: other threads may write too."""
         batch, table = len(places.starts), places.table
         key = (
             k.stride(), v.stride(), k.dtype, v.dtype, batch, places.packed, None if table is None else table.stride(0),
@@ -216,10 +234,10 @@ class Append:
                     put_tensor(params, name, x)
             params.k_source_dtype, params.v_source_dtype = CODES[NAMES[k.dtype]], CODES[NAMES[v.dtype]]
             self.latest = key, params
-        params = WriteParams.from_buffer_copy(params)  # its own: other threads may write too
+        params = WriteParams.from_buffer_copy(params)
         params.starts, params.cu = places.starts.data_ptr(), places.cu.data_ptr()
         params.k_source, params.v_source = k.data_ptr(), v.data_ptr()
         if table is not None:
             params.table = table.data_ptr()
         params.parts = min(torch.get_num_threads(), 1 + places.tokens * self.elements // TOKENS_OF_A_THREAD)
-        pool.run_kernel("append", ctypes.addressof(params), params.parts, SCRATCH)
+        return params
