@@ -4,8 +4,8 @@
     python tools/matrix.py --targets gfx942,sm_120 --cases decode
 
 Each kernel of the list (`tests/helpers/compile_matrix.py`) is compiled to machine code. It must fit the target's
-shared memory, use its matrix instructions and keep its loops free of spills. What was compiled of earlier sources is
-compiled again when all the rest is done; `sources` counts it. Ctrl-C keeps what is done.
+shared memory, use its matrix instructions and keep its loops free of spills. What was compiled of earlier sources, or
+was wrong, is compiled again when all the rest is done; `sources` and `wrong` count it. Ctrl-C keeps what is done.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ Place = tuple[str, str, int]  # of a kernel in the list: case, target, number
 
 
 def read(file: Path, listed: list[Item]) -> dict[Place, Row]:
-    """The rows of a record, by their places in the list; what was wrong is tried again."""
+    """The rows of a record, by their places in the list."""
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     known = {item[:3] for item in listed}
-    found = {(row["case"], row["target"], row["number"]): row for row in rows if wrong(row) is None}
+    found = {(row["case"], row["target"], row["number"]): row for row in rows}
     return {place: row for place, row in found.items() if place in known}
+
+
+def stale(row: Row, item: Item) -> bool:
+    """Whether a kernel is to be compiled again: its sources have changed since, or something was wrong with it."""
+    return row["key"] != item.key or wrong(row) is not None
 
 
 def write(file: Path, done: dict[Place, Row], listed: list[Item]) -> None:
@@ -64,7 +69,7 @@ def run(todo: Iterable[Item], done: dict[Place, Row], jobs: int, seconds: float)
     end = time.monotonic() + seconds
     waiting: dict[Future[Row], tuple[Item, float]] = {}
     left = iter(todo)
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=40) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=200) as pool:
         while True:
             while len(waiting) < jobs and time.monotonic() < end and (item := next(left, None)) is not None:
                 waiting[pool.submit(compiled, item)] = item, time.monotonic()
@@ -91,7 +96,7 @@ def main() -> int:
     done = read(args.json, listed)
     wanted = [item for item in listed if item.target in targets and args.cases in item.case]
     todo = [item for item in wanted if item[:3] not in done]
-    todo += [item for item in wanted if item[:3] in done and done[item[:3]]["key"] != item.key]
+    todo += [item for item in wanted if item[:3] in done and stale(done[item[:3]], item)]
     print(f"{len(listed)} kernels, {len(todo)} of these to compile", flush=True)
     try:
         for count, row in enumerate(run(todo, done, args.jobs, args.seconds)):

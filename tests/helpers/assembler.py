@@ -43,6 +43,11 @@ class Assembled:
         """Bytes of spill stores."""
         return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", self.report))
 
+    @property
+    def frame(self) -> int:
+        """Bytes of local memory: without any, nothing can be spilled."""
+        return sum(int(n) for n in re.findall(r"(\d+) bytes stack frame", self.report))
+
     @cached_property
     def sass(self) -> str:
         """Disassembled. It takes longer than ptxas does: only if asked for."""

@@ -243,15 +243,19 @@ def of_amd(text: str) -> Row:
 
 
 def of_nvidia(made: Assembled) -> Row:
-    """The same by what ptxas says and the disassembled code."""
+    """The same by what ptxas says and, where it has spilled, by the disassembled code."""
+    return {
+        "registers": made.registers, "spills": made.spills // 4, "loop_spills": local_in_loops(made) if made.frame else 0,
+        "instruction": products_of(made.ptx),
+    }  # fmt: skip
+
+
+def local_in_loops(made: Assembled) -> int:
+    """The most reads and writes of local memory in any one loop."""
     code, spans = disassembled(made.sass)
     # Behind the end of the code lie repeated waits, which go back into it.
     spans = [(a, b) for a, b in spans if not any("EXIT" in x for x in code[a:b])]
-    in_loops = most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)")
-    return {
-        "registers": made.registers, "spills": made.spills // 4, "loop_spills": in_loops,
-        "instruction": products_of(made.ptx),
-    }  # fmt: skip
+    return most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)")
 
 
 def products_of(ptx: str) -> str:

@@ -9,8 +9,10 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from aot import forward_kernels
-from compile_matrix import FIRST, TARGETS, Item, cases, commonest, compiled, entries, refusal, report, wrong
+from aot import attend_of, forward_kernels
+from compile_matrix import (
+    FIRST, TARGETS, Item, cases, commonest, compiled, entries, local_in_loops, of_nvidia, refusal, report, wrong,
+)  # fmt: skip
 from tilewise.backends.gpu.target import AMD
 from tilewise.backends.triton.spec import Config
 
@@ -54,6 +56,17 @@ def test_spills_are_found():
     assert "shared memory" in str(wrong(fine | {"shared": 70000}))
     assert "in place of wmma" in str(wrong(fine | {"instruction": ""}))
     assert "does not compile" in str(wrong({"error": "RuntimeError"}))
+
+
+def test_only_kernels_with_local_memory_are_disassembled():
+    """By Hopper's tile a window spills on Ampere; decode has no local memory, and no instruction reads any."""
+    spilled = attend_of(cases()["D128-window"], 86, Config(64, 64, 4, 3))
+    assert spilled.frame > 0
+    assert of_nvidia(spilled)["loop_spills"] == local_in_loops(spilled) > 0
+    small = attend_of(cases()["decode-D128"], 120)
+    assert small.frame == 0
+    assert "LDL" not in small.sass
+    assert "STL" not in small.sass
 
 
 def test_every_kernel_is_among_them():

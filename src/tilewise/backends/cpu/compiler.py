@@ -19,11 +19,12 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import base, event
+from numba.core import base, event, interpreter, transforms
 from numba.core.codegen import CPUCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.cpu import CPUContext
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
+from numba.core.postproc import PostProcessor, VariableLifetime
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.types.functions import BaseFunction
@@ -176,8 +177,17 @@ def modules_only() -> Iterator[None]:
             sizes[name] = size_of(context, kind)
         return sizes[name]
 
+    def process(made: Any, *_: Any, **__: Any) -> None:
+        """What later passes need of it; not which variables live where, for nothing here is deleted or yielded."""
+        function = made.func_ir
+        function.blocks = transforms.canonicalize_cfg(function.blocks)
+        function.variable_lifetime, function.generator_info = VariableLifetime(function.blocks), None
+
     def nothing(*_: Any, **__: Any) -> None:
         pass
+
+    def unchanged(function: Any) -> Any:
+        return function
 
     instead = [
         (CPUCodeLibrary, "finalize", finalize),
@@ -190,6 +200,9 @@ def modules_only() -> Iterator[None]:
         (event, "start_event", nothing),  # at every call of LLVM
         (event, "end_event", nothing),
         (JITCPUCodegen, "set_env", nothing),  # of code that is in Numba's own engine
+        (PostProcessor, "run", process),  # after every pass
+        (interpreter, "peep_hole_delete_with_exit", unchanged),  # of `with`, in functions that have none
+        (interpreter, "peep_hole_fuse_dict_add_updates", unchanged),  # of dicts
     ]
     with global_compiler_lock:  # no other thread compiles meanwhile
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in instead]
