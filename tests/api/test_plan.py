@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilewise import InvalidArgument, Quantised, Unsupported, attention, plan
+from tilewise.backends.cpu import elsewhere
 from tilewise.core.mask_rules import MaskRules, key_spans, span_counts, span_tiles
 from tilewise.core.options import Options
 from tilewise.core.tensors import Sequence, sequences
@@ -216,6 +217,9 @@ def test_a_plan_for_another_cpu(name, kernel):
     assert found.kernel.startswith(kernel)
     with pytest.raises(Unsupported, match="runs on GPUs"):
         plan(q, q, q, device=name, backend="triton")
+    with pytest.MonkeyPatch.context() as patched:  # the same call again starts no process
+        patched.delattr(elsewhere.subprocess, "run")
+        assert plan(q, q, q, causal=True, device=name) == found
 
 
 @pytest.mark.parametrize("name", ["sm_75", "cuda", "", 90])

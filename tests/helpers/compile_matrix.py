@@ -244,8 +244,9 @@ def of_amd(text: str) -> Row:
 
 def of_nvidia(made: Assembled) -> Row:
     """The same by what ptxas says and, where it has spilled, by the disassembled code."""
+    in_loops = local_in_loops(made) if made.frame else 0
     return {
-        "registers": made.registers, "spills": made.spills // 4, "loop_spills": local_in_loops(made) if made.frame else 0,
+        "registers": made.registers, "spills": made.spills // 4, "loop_spills": in_loops,
         "instruction": products_of(made.ptx),
     }  # fmt: skip
 

@@ -11,8 +11,19 @@ if sys.platform != "linux":
 
 from aot import attend_of, forward_kernels
 from compile_matrix import (
-    FIRST, TARGETS, Item, cases, commonest, compiled, entries, local_in_loops, of_nvidia, refusal, report, wrong,
-)  # fmt: skip
+    FIRST,
+    TARGETS,
+    Item,
+    cases,
+    commonest,
+    compiled,
+    entries,
+    local_in_loops,
+    of_nvidia,
+    refusal,
+    report,
+    wrong,
+)
 from tilewise.backends.gpu.target import AMD
 from tilewise.backends.triton.spec import Config
 

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ...core.machines import Choose, Machine
@@ -44,6 +45,7 @@ def machines() -> dict[str, Machine]:
     return {name: Machine(cpu.about, "cpu", asked(name)) for name, cpu in CPUS.items()}
 
 
+@lru_cache(maxsize=256)  # a process takes seconds to start
 def plan_on(name: str, problem: Problem, backend: str | None, threads: int | None) -> Plan:
     """The plan of a problem on a CPU by name."""
     given = pickle.dumps((name, problem, backend, threads))
