@@ -53,10 +53,10 @@ class Variant:
 
 
 NO_GATE = [("    mbarrier.wait(sh.scored.index(0), u & 1)  # the exp", "    # the exp")]
-RESCALED = [
-    ("    if changed != 0:\n        o = rescaled", "    if True:\n        o = rescaled"),
-    ("constexpr(8.0)", "constexpr(0.0)"),
-]
+RESCALED = {
+    "consumer": [("    if changed != 0:\n        o = rescaled", "    if True:\n        o = rescaled")],
+    "softmax": [("constexpr(8.0)", "constexpr(0.0)")],
+}
 NOT_COPIED = [
     ("    mbarrier.expect(full, 64 * WIDTH * 2)\n    copy(", "    mbarrier.arrive(full, count=1)\n    nothing("),
     ("    mbarrier.expect(full, 64 * 64 * 2)\n    copy(", "    mbarrier.arrive(full, count=1)\n    nothing("),
@@ -67,10 +67,10 @@ VARIANTS = {
     "now": Variant(rows=(*MANY, *FEW, *FITS)),
     "no gate": Variant({"consumer": NO_GATE}),
     "128 columns": Variant(ways={"width": 128}),
-    "always rescaled": Variant({"consumer": RESCALED}, rows=MANY),
+    "always rescaled": Variant(RESCALED, rows=MANY),
     "no prefetch": Variant(ways={"prefetch": False}, rows=MANY),
     "no copies": Variant({"producer": NOT_COPIED}, right=False),
-    "no exponentials": Variant({"consumer": [("p = gl.exp2(gl.fma(", "p = (gl.fma(")]}, right=False, rows=MANY),
+    "no exponentials": Variant({"softmax": [("p = gl.exp2(gl.fma(", "p = (gl.fma(")]}, right=False, rows=MANY),
 }
 
 

@@ -440,6 +440,7 @@ def stand_in() -> Any:
         sum=lambda x, axis: Tensor(np.sum(raw(x), axis, dtype=raw(x).dtype)),
         reshape=lambda x, shape: Tensor(raw(x).reshape(shape)), permute=lambda x, dims: Tensor(raw(x).transpose(dims)),
         split=lambda x: (Tensor(raw(x)[..., 0]), Tensor(raw(x)[..., 1])), convert_layout=_same, to_tensor=_same,
+        expand_dims=lambda x, axis: Tensor(np.expand_dims(raw(x), axis)),
         load=lambda at, mask=None, other=0, cache_modifier="": at.load(mask, other),
         store=lambda at, x, mask=None: at.store(x, mask),
         inline_asm_elementwise=_asm, thread_barrier=lambda: None,

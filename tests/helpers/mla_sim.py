@@ -19,12 +19,15 @@ from tilewise.backends.hopper.mla.launch import Launcher
 from tilewise.core.plan import Plan
 from tilewise.validation.calls import Call
 
-FILES = ("arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "gather", "scores", "consumer", "kernel")
+FILES = (
+    "arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "gather", "scores", "softmax", "narrow", "consumer",
+    "kernel",
+)  # fmt: skip
 PLACES = {"signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.mla")
 
 
 class Tiles(Shared):
-    """Shared memory as products read it: a tile [64, C] is C / 64 pieces [64, 64], one after the other."""
+    """Shared memory as products read it: a tile [rows, C] is C / 64 pieces [rows, 64], one after the other."""
 
     def __init__(self, pieces: np.ndarray, shape: Sequence[int]) -> None:
         self.pieces, self.shape, self.layout, self.dtype = pieces, tuple(shape), None, pieces.dtype
@@ -57,14 +60,14 @@ class Tiles(Shared):
             piece[...] = part
 
 
-class Turned:
+class Turned(Shared):
     """A tile with its dims the other way round; read when a product is."""
 
     def __init__(self, tile: Tiles) -> None:
         self.tile = tile
 
     @property
-    def a(self) -> np.ndarray:
+    def a(self) -> np.ndarray:  # type: ignore[override]
         return self.tile.a.T
 
 
@@ -79,9 +82,10 @@ class Rows(Descriptor):
 
 
 def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
-    if layout == "mbarrier" or len(shape) < 3:  # barriers, and lines of numbers
+    if layout == "mbarrier" or len(shape) < 3 or shape[-1] < 64:  # barriers, lines of numbers, what is turned
         return gluon_sim._allocate(dtype, shape, layout)
-    return Tiles(np.full((int(np.prod(shape)) // 4096, 64, 64), np.nan, dtype), shape)
+    rows = shape[-2]
+    return Tiles(np.full((int(np.prod(shape)) // (64 * rows), rows, 64), np.nan, dtype), shape)
 
 
 class Words:

@@ -119,13 +119,13 @@ def test_hidden_keys_do_not_matter(stray, place, kernels):
 
 MUTANTS = {
     "sinks are left out": ("epilogue", "if a.S.sinks:", "if False:"),
-    "hidden values are kept": ("consumer", '(gl.abs(v.to(gl.float32)) < float("inf"))', "True"),
+    "hidden values are kept": ("softmax", '(gl.abs(v.to(gl.float32)) < float("inf"))', "True"),
     "every query sees all keys": (
         "consumer",
         "hi = w.n - gl.maximum(a.q_len - 1 - own_query, 0)",
         "hi = w.n + own_query * 0",
     ),
-    "slack is kept": ("consumer", "if masked & (base + 64 > first):", "if masked & (base > first):"),
+    "slack is kept": ("softmax", "if masked & (base + 64 > first):", "if masked & (base > first):"),
     "pages of another sequence": (
         "producer",
         "seq.to(gl.int64) * a.table_b + at",

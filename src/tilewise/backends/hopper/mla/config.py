@@ -13,7 +13,7 @@ from ....core.mask_rules import NO_RULES, MaskRules
 from ....core.problem import Problem
 from ...gpu.flags import DTYPE_NAMES, ceil_pow2
 from ...gpu.target import Target
-from .spec import KEYS, LATENT, ROPE, ROWS, Spec
+from .spec import FEW, KEYS, LATENT, ROPE, ROWS, Spec
 
 MOST_QUERIES = 16
 TILE = ROWS, 2 * KEYS  # keys are taken in pairs of blocks
@@ -140,6 +140,7 @@ def spec(problem: Problem, c: Config) -> Spec:
         page_rows,
         paged=p.form == "paged",
         head_rows=c.head_rows,
+        rows=FEW if p.selection is None and c.head_rows * p.q_len <= FEW else ROWS,
         causal=p.rules.causal and p.q_len > 1,
         lengths=p.rules.kv_lengths,
         lse=p.return_lse,

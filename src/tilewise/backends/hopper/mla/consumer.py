@@ -32,38 +32,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .epilogue import store, store_fragments, times
+from .narrow import COLUMN, new_narrow_output, own_parts, step_narrow
 from .scores import SCORE, end_scores, scales_of, start_scores, visible
+from .softmax import alpha_of, clear_hidden, to_weights
 from .tile_scheduler import fragment
 
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 QUARTER = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # columns that share scales
 ROW = gl.constexpr(gl.SliceLayout(1, SCORE))
 FLAG = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-# A maximum is replaced by one that is larger by so many powers of 2, which is seldom. Then outputs are rescaled.
-LATE = gl.constexpr(8.0)
-
-
-@gluon.jit
-def finite(m):
-    """What is subtracted for a maximum: nothing seen yet must not give -inf - -inf."""
-    return gl.where(m == float("-inf"), 0.0, m)
-
-
-@gluon.jit
-def alpha_of(a, m, m_new):
-    """What sums so far are multiplied by when the maximum becomes `m_new`."""
-    return gl.exp2((m - finite(m_new)) * a.factor)
-
-
-@gluon.jit
-def to_weights(a, s, m):
-    """P [64, 64] in float32, the new maximum, and whether any row has one."""
-    top = gl.max(s, 1)
-    higher = (top - m) * a.factor > LATE
-    m_new = gl.where(higher, top, m)
-    shift = finite(m_new) * a.factor
-    p = gl.exp2(gl.fma(s, gl.full_like(s, a.factor), gl.zeros_like(s) - shift[:, None]))
-    return p, m_new, gl.max(higher.to(gl.int32), 0)
 
 
 @gluon.jit
@@ -123,34 +100,15 @@ def finished(o):
 
 @gluon.jit
 def new_output(a):
-    if a.S.fp8:
+    """The output, a tuple of its columns, and sums of weights."""
+    l = gl.zeros([64], gl.float32, ROW)
+    if a.S.narrow:
+        o, l = new_narrow_output(a)
+    elif a.S.fp8:
         o = (gl.zeros([64, 128], gl.float32, QUARTER), gl.zeros([64, 128], gl.float32, QUARTER))
     else:
         o = (gl.zeros([64, 256], gl.float32, HALF),)
-    return o
-
-
-@gluon.jit
-def clear_hidden(a, sh, masked, n, base, b: gl.constexpr, half: gl.constexpr):
-    """Zeros for values that weights of 0 would not hide: those past the last key, and what is not finite in keys that
-    some queries do not see. Those that see such a key have NaN in their scores, for values are columns of keys.
-    """
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    SMALL: gl.constexpr = sh.p.layout
-    if not a.S.gather:
-        first = n  # key that is not seen by all
-        if a.S.causal:
-            first = n - (a.q_len - 1)
-        if masked & (base + 64 > first):
-            row = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-            for i in range(4 + (n >> 31)):  # 4, not unrolled: instructions that are used once come from memory
-                tile = sh.k._reinterpret(sh.k.dtype, [16, 64, 64], SMALL).index((2 * b + half) * 4 + i)
-                v = tile.load(WIDE)
-                ok = (base + row < first)[:, None]
-                if a.S.causal:
-                    ok = ok | ((base + row < n)[:, None] & (gl.abs(v.to(gl.float32)) < float("inf")))
-                tile.store(gl.where(ok, v, gl.zeros_like(v)))
-            fence_async_shared()
+    return o, l
 
 
 @gluon.jit
@@ -177,7 +135,7 @@ def step0(a, sh, w, u, i, o, m, l, hi, masked):
     s = end_scores(start_scores(a, sh, w, u, 0), 0)
     mbarrier.arrive(sh.scored.index(0), count=1)
     s = visible(a, sh, s, u, i * 128, hi, masked, 0)
-    p, m_new, changed = to_weights(a, s, m)
+    p, m_new, changed = to_weights(a, s, m, 1)
     alpha = alpha_of(a, m, m_new)
     l = l * alpha + gl.sum(p, 1)
     p = p.to(a.q.dtype)
@@ -215,7 +173,7 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
     s = end_scores(s, len(o))
 
     s = visible(a, sh, s, u, i * 128 + 64, hi, masked, 1)
-    p, m, changed = to_weights(a, s, m_new)
+    p, m, changed = to_weights(a, s, m_new, 1)
     alpha = alpha_of(a, m_new, m)
     l = l * alpha + gl.sum(p, 1)
     p = p.to(a.q.dtype)
@@ -235,7 +193,7 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
 def own_block(a, sh, w, u, o, m, l, C: gl.constexpr):
     """Block C of pair u, of float8, into half C of the output; its weights and maximum to the other consumer."""
     s = visible(a, sh, end_scores(start_scores(a, sh, w, u, C), 0), u, 0, 0, False, C)
-    p, m_new, changed = to_weights(a, s, m)
+    p, m_new, changed = to_weights(a, s, m, 1)
     alpha = alpha_of(a, m, m_new)
     l = l * alpha + gl.sum(p, 1)
     p = p.to(a.q.dtype)
@@ -262,7 +220,9 @@ def other_block(a, sh, u, o, m, l, C: gl.constexpr):
 
 @gluon.jit
 def step(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
-    if a.S.fp8:
+    if a.S.narrow:
+        o, m, l = step_narrow(a, sh, w, u, i, o, m, l, hi, masked, C)
+    elif a.S.fp8:
         if C == 1:
             o, m, l = other_block(a, sh, u, o, m, l, C)
         o, m, l = own_block(a, sh, w, u, o, m, l, C)
@@ -276,8 +236,23 @@ def step(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
 
 
 @gluon.jit
+def whole_sums(a, sh, f, o, m, l, C: gl.constexpr):
+    """Half C of the output of fragment number f, its maxima and sums over the keys of both consumers."""
+    if a.S.narrow:
+        o, m, l = own_parts(a, sh, f, o, m, l, C)
+    else:
+        sh.l.index(C).store(l)
+        mbarrier.arrive(sh.done.index(0), count=1)
+        mbarrier.wait(sh.done.index(0), f & 1)
+        l = l + sh.l.index(1 - C).load(ROW)
+    return o, m, l
+
+
+@gluon.jit
 def consume(a, run, sh, C: gl.constexpr):
-    row = gl.arange(0, 64, ROW)
+    ROWS: gl.constexpr = a.S.rows
+    LINE: gl.constexpr = COLUMN if a.S.narrow else ROW
+    row = gl.arange(0, ROWS, LINE)
     u = 0
     f = 0
     partial = run.split * 2
@@ -286,22 +261,18 @@ def consume(a, run, sh, C: gl.constexpr):
     left = run.left
     while left > 0:
         w = fragment(a, seq, first, left, run.tile)
-        hi = gl.zeros([64], gl.int32, ROW) + w.n
+        hi = gl.zeros([ROWS], gl.int32, LINE) + w.n
         if a.S.causal:
             own_query = w.query + row // a.S.head_rows
             hi = w.n - gl.maximum(a.q_len - 1 - own_query, 0)
-        o = new_output(a)
-        m = gl.full([64], float("-inf"), gl.float32, ROW)
-        l = gl.zeros([64], gl.float32, ROW)
+        o, l = new_output(a)
+        m = gl.full([ROWS], float("-inf"), gl.float32, LINE)
         mbarrier.wait(sh.q_full.index(0), f & 1)
         for i in range(first, w.last):
             o, m, l = step(a, sh, w, u, i, o, m, l, hi, i >= w.whole, C)
             u += 1
 
-        sh.l.index(C).store(l)
-        mbarrier.arrive(sh.done.index(0), count=1)
-        mbarrier.wait(sh.done.index(0), f & 1)
-        l = l + sh.l.index(1 - C).load(ROW)
+        o, m, l = whole_sums(a, sh, f, o, m, l, C)
         store(a, sh, w, o, m, l, partial, run.tile, C)
         mbarrier.arrive(sh.q_free.index(0), count=1)
         if C == 0:

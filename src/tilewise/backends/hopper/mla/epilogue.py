@@ -31,7 +31,7 @@ def add_sink(a, m, l, head):
 
 @gluon.jit
 def times(x, rows):
-    """Rows of `x` times numbers [64]."""
+    """Rows of `x` times numbers, one of each."""
     ROWS: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.convert_layout(rows, ROWS, assert_trivial=True)[:, None]
 
@@ -40,10 +40,11 @@ def times(x, rows):
 def store_out(a, sh, w, o, COLUMN: gl.constexpr):
     """Columns of rows that are complete, by way of the place of the queries, which nobody multiplies any more."""
     N: gl.constexpr = o.shape[1]
+    ROWS: gl.constexpr = a.S.rows
     WIDTH: gl.constexpr = a.S.width
     x = o.to(a.q.dtype)
     LAYOUT: gl.constexpr = sh.k.layout if N == 256 else sh.q.layout
-    sh.q._reinterpret(a.q.dtype, [512 // N, 64, N], LAYOUT).index(COLUMN // N).store(x)
+    sh.q._reinterpret(a.q.dtype, [512 // N, ROWS, N], LAYOUT).index(COLUMN // N).store(x)
     fence_async_shared()
     for i in gl.static_range(N // WIDTH):
         piece = sh.q.index(COLUMN // WIDTH + i)._reinterpret(a.q.dtype, a.out.block_type.shape, a.out.layout)
@@ -54,7 +55,8 @@ def store_out(a, sh, w, o, COLUMN: gl.constexpr):
 def store_partial(a, w, o, base, COLUMN: gl.constexpr):
     """Columns of rows that are to be combined."""
     N: gl.constexpr = o.shape[1]
-    row = gl.arange(0, 64, gl.SliceLayout(1, o.type.layout))
+    ROWS: gl.constexpr = a.S.rows
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout))
     column = COLUMN + gl.arange(0, N, gl.SliceLayout(0, o.type.layout))
     begin = (base + row).to(gl.int64) * 512
     _, ok = lse_offsets(a, w, row)
@@ -64,7 +66,8 @@ def store_partial(a, w, o, base, COLUMN: gl.constexpr):
 @gluon.jit
 def store(a, sh, w, o, m, l, partial, tile, C: gl.constexpr):
     """Half C of a fragment's output, a tuple of its columns, and with the first half the logarithms of sums."""
-    row = gl.arange(0, 64, m.type.layout)
+    ROWS: gl.constexpr = a.S.rows
+    row = gl.arange(0, ROWS, m.type.layout)
     m = m * a.factor  # in base 2, as all from here on
     alpha = gl.full_like(m, 1.0)
     if a.S.sinks:  # noqa: SIM102

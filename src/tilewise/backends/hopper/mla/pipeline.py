@@ -9,6 +9,7 @@ There is room for one pair of blocks. Pair number u (counted over all fragments 
     block 1, rope columns    consumer 1    nobody                with the right half of block 0, which is later
 
     of float8, block b       its rope columns are released with both halves: weights take their place
+    of few rows, block b     read by consumer b alone, and released as a whole
     queries                  read by both consumers; when both have scored a fragment, its output leaves from there
     flags, scales            of keys by index: in places of two pairs, written with the rope columns
     weights of block b       written by consumer b, read by the other one; no barrier says that they may be written
@@ -27,14 +28,15 @@ from ..signature import struct
 
 @struct
 class Shared:
-    q: gl.shared_memory_descriptor  # [pieces, 64, width]
-    q_rope: gl.shared_memory_descriptor  # [64, 64]
+    q: gl.shared_memory_descriptor  # [pieces, rows, width]
+    q_rope: gl.shared_memory_descriptor  # [rows, 64]
     k: gl.shared_memory_descriptor  # [4, 64, 256]: halves of blocks
     k_rope: gl.shared_memory_descriptor  # [2, 64, 64]
-    p: gl.shared_memory_descriptor  # [1, 64, 64]; of float8 the place of the rope columns, which have been multiplied
-    m0: gl.shared_memory_descriptor  # [1, 64]: running maxima, by their writers
+    p: gl.shared_memory_descriptor  # [1, 64, 64]; of float8 the place of the rope columns, which have been multiplied;
+    # of few rows [2, 64, rows], transposed
+    m0: gl.shared_memory_descriptor  # [1, rows]: running maxima, by their writers
     m1: gl.shared_memory_descriptor
-    l: gl.shared_memory_descriptor  # [2, 64]: sums at the end of a fragment
+    l: gl.shared_memory_descriptor  # [2, rows]: sums at the end of a fragment
     changed: gl.tuple  # of 2, [1]: whether maxima are new
     q_full: gl.shared_memory_descriptor  # [1, 1]
     q_free: gl.shared_memory_descriptor  # [1, 1]
@@ -47,6 +49,7 @@ class Shared:
     ok: gl.tuple  # with indices, float32 [4, 64]: 1 for keys that count, of two pairs
     scales: gl.tuple  # of 8, [4, 64]: by groups of columns what scores are multiplied by, in float32, and then, in 16
     # bits, scales of values; as `ok`
+    parts: gl.tuple  # of few rows, float32 [2, 256, rows]: half of a consumer's output, which the other one completes
     S: object
 
     @gluon.jit
@@ -118,17 +121,23 @@ def new_shared(a):
     PIECE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], DTYPE)
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
     SMALL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    ROWS: gl.constexpr = a.S.rows
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(DTYPE, [a.S.pieces, 64, WIDTH], PIECE)
-    q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL).index(0)
+    q = gl.allocate_shared_memory(DTYPE, [a.S.pieces, ROWS, WIDTH], PIECE)
+    q_rope = gl.allocate_shared_memory(DTYPE, [1, ROWS, 64], SMALL).index(0)
     k = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
     k_rope = gl.allocate_shared_memory(DTYPE, [2, 64, 64], SMALL)
     p = k_rope
-    if not a.S.fp8:
+    parts = ()
+    if a.S.narrow:
+        TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], DTYPE)
+        p = gl.allocate_shared_memory(DTYPE, [2, 64, ROWS], TURNED)
+        parts = (gl.allocate_shared_memory(gl.float32, [2, 256, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),)
+    elif not a.S.fp8:
         p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMALL)
-    m0 = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
-    m1 = gl.allocate_shared_memory(gl.float32, [1, 64], LINE)
-    l = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    m0 = gl.allocate_shared_memory(gl.float32, [1, ROWS], LINE)
+    m1 = gl.allocate_shared_memory(gl.float32, [1, ROWS], LINE)
+    l = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE)
     changed = (
         gl.allocate_shared_memory(gl.int32, [1, 1], LINE).index(0),
         gl.allocate_shared_memory(gl.int32, [1, 1], LINE).index(0),
@@ -143,5 +152,5 @@ def new_shared(a):
     return Shared(
         q, q_rope, k, k_rope, p, m0, m1, l, changed,
         barriers(1, 1), barriers(1, 2), apart(2 * a.S.pieces, 128 if a.S.gather and not a.S.fp8 else 1), apart(4),
-        apart(2, 129 if a.S.gather else 1), barriers(1, 1), apart(2), barriers(1, 2), ok, scales, a.S,
+        apart(2, 129 if a.S.gather else 1), barriers(1, 1), apart(2), barriers(1, 2), ok, scales, parts, a.S,
     )  # fmt: skip

@@ -55,13 +55,16 @@ def fill_piece(a, sh, pages, row, place: gl.constexpr, piece: gl.constexpr):
 def fill_block(a, sh, u, pages, row, b: gl.constexpr):
     """Block b of pair u. The rope columns of block 1 are free: the right half of block 0, filled by now, was later."""
     EACH: gl.constexpr = a.S.pieces // 2
-    if b == 0:  # rope columns of pair u - 1 have been multiplied
+    if a.S.narrow:
+        mbarrier.wait(sh.free[b], (u & 1) ^ 1)
+    elif b == 0:  # rope columns of pair u - 1 have been multiplied
         mbarrier.wait(sh.scored.index(0), (u & 1) ^ 1)
     full = sh.rope_full[b]
     mbarrier.expect(full, 64 * 64 * 2)
     copy(a, a.k_rope, sh.k_rope.index(b), full, pages, row, 512, 64)
     for half in gl.static_range(2):
-        mbarrier.wait(sh.free[2 * b + half], (u & 1) ^ 1)
+        if not a.S.narrow:
+            mbarrier.wait(sh.free[2 * b + half], (u & 1) ^ 1)
         for i in gl.static_range(EACH):
             fill_piece(a, sh, pages, row, (2 * b + half) * EACH + i, half * EACH + i)
 
@@ -97,7 +100,7 @@ def fill_queries(a, sh, w, f):
     PIECES: gl.constexpr = a.S.pieces
     mbarrier.wait(sh.q_free.index(0), (f & 1) ^ 1)
     full = sh.q_full.index(0)
-    mbarrier.expect(full, 64 * 576 * 2)
+    mbarrier.expect(full, a.S.rows * 576 * 2)
     there = sh.q_rope._reinterpret(a.q_rope.dtype, a.q_rope.block_type.shape, a.q_rope.layout)
     tma.async_copy_global_to_shared(a.q_rope, [w.b, w.query, w.head, 512], full, there)
     for i in gl.static_range(PIECES):

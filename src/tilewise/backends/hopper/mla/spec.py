@@ -8,6 +8,7 @@ LATENT = 512  # columns of the values
 ROPE = 64  # columns of the keys beside those
 KEYS = 64  # of a block
 ROWS = 64  # of a tile of queries
+FEW = 16  # the same where a sequence has no more
 
 
 @dataclass(frozen=True)
@@ -15,11 +16,12 @@ class Spec:
     dtype: str  # "bf16" or "f16"
     page_rows: int  # rows that one copy brings: 64, or a page if that is smaller
     paged: bool  # else batch rows take the place of pages
-    head_rows: int  # heads of a tile, a power of two to 64; its other rows are further queries
+    head_rows: int  # heads of a tile, a power of two; its other rows are further queries
     causal: bool  # the last query sees all keys, the one before it all but one, and so on
     lengths: bool  # else all sequences have as many keys
     lse: bool
     sinks: bool
+    rows: int = ROWS  # of a tile; FEW are the columns of all products
     gather: bool = False  # keys by index, every query its own
     fp8: bool = False  # latent columns in float8 with a scale for each 128; with `gather` alone
     width: int = 128  # columns of the keys that are waited for at a time
@@ -36,4 +38,9 @@ class Spec:
     @property
     def queries(self) -> int:
         """Queries of a tile."""
-        return ROWS // self.head_rows
+        return self.rows // self.head_rows
+
+    @property
+    def narrow(self) -> bool:
+        """Whether keys are the rows of products, and queries their columns."""
+        return self.rows == FEW

@@ -1,0 +1,91 @@
+"""The consumers of tiles with few query rows: all products have keys or values as their rows, and queries as columns.
+
+S' = K Q' is [64, rows] and O' = V' P' is [512, rows], so that tensor cores multiply no rows that do not exist, and a
+warpgroup has registers for all columns of the output. Each consumer takes every second block by itself, with maxima,
+sums and an output of its own; nothing passes between them until the end of a fragment, where each completes half of the
+output's columns. One block is read from memory while the other is in use.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .softmax import alpha_of, clear_hidden, to_weights
+
+TURNED = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # of S' and O'
+COLUMN = gl.constexpr(gl.SliceLayout(0, TURNED))  # of query rows
+
+
+@gluon.jit
+def new_narrow_output(a):
+    """Both halves of O', and sums of weights [64, rows], which are added up over keys at the end."""
+    ROWS: gl.constexpr = a.S.rows
+    o = (gl.zeros([256, ROWS], gl.float32, TURNED), gl.zeros([256, ROWS], gl.float32, TURNED))
+    return o, gl.zeros([64, ROWS], gl.float32, TURNED)
+
+
+@gluon.jit
+def narrow_scores(a, sh, u, C: gl.constexpr):
+    """S' of block C of pair u."""
+    PIECES: gl.constexpr = a.S.pieces
+    ROWS: gl.constexpr = a.S.rows
+    none = u >> 31  # 0, which the compiler does not know: it would keep registers for the place of each operand
+    s = gl.zeros([64, ROWS], gl.float32, TURNED)
+    sh.wait(sh.rope_full[C], u)
+    s = warpgroup_mma(sh.k_rope.index(C + none), sh.q_rope.permute((1, 0)), s, use_acc=False, is_async=True)
+    for i in gl.static_range(PIECES):
+        sh.wait(sh.full[C * PIECES + i], u)
+        s = warpgroup_mma(sh.piece(C * PIECES + i + none), sh.q.index(i + none).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, deps=(s,))
+
+
+@gluon.jit
+def step_narrow(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
+    """Block C of pair number u, pair i of its sequence."""
+    base = i * 128 + C * 64
+    s = narrow_scores(a, sh, u, C)
+    if masked:
+        key = base + gl.arange(0, 64, gl.SliceLayout(1, TURNED))
+        s = gl.where(key[:, None] < hi[None, :], s, float("-inf"))
+    p, m_new, changed = to_weights(a, s, m, 0)
+    o0 = o[0]
+    o1 = o[1]
+    if changed != 0:
+        alpha = alpha_of(a, m, m_new)[None, :]
+        l = l * alpha
+        o0 = o0 * alpha
+        o1 = o1 * alpha
+    l = l + p
+    sh.p.index(C).store(p.to(a.q.dtype))
+    for half in gl.static_range(2):
+        clear_hidden(a, sh, masked, w.n, base, C, half)
+    fence_async_shared()
+    none = u >> 31
+    o0 = warpgroup_mma(sh.k.index(2 * C + none).permute((1, 0)), sh.p.index(C + none), o0, is_async=True)
+    o1 = warpgroup_mma(sh.k.index(2 * C + 1 + none).permute((1, 0)), sh.p.index(C + none), o1, is_async=True)
+    o = warpgroup_mma_wait(0, deps=(o0, o1))
+    mbarrier.arrive(sh.free[C], count=1)
+    return o, m_new, l
+
+
+@gluon.jit
+def own_parts(a, sh, f, o, m, l, C: gl.constexpr):
+    """Half C of a fragment's output [rows, 256], maxima and sums, from those of both consumers."""
+    l = gl.sum(l, 0)
+    sh.l.index(C).store(l)
+    sh.maximum(C).store(m)
+    sh.parts[0].index(C).store(o[1 - C])
+    mbarrier.arrive(sh.done.index(0), count=1)
+    mbarrier.wait(sh.done.index(0), f & 1)
+    other = sh.maximum(1 - C).load(COLUMN)
+    m_new = gl.maximum(m, other)
+    own = alpha_of(a, m, m_new)
+    its = alpha_of(a, other, m_new)
+    l = l * own + sh.l.index(1 - C).load(COLUMN) * its
+    x = o[C] * own[None, :] + sh.parts[0].index(1 - C).load(TURNED) * its[None, :]
+    return (x.permute((1, 0)),), m_new, l
