@@ -76,6 +76,10 @@ class Machine:
         each = self.pieces // 2
         return range((2 * b + half) * each, (2 * b + half + 1) * each)
 
+    def describe(self, u, b):
+        self.write((FLAGS, u & 1, b), u)
+        self.copy(self.rope_full[b], {(ROPE, b): u})
+
     def producer(self):
         u = 0
         for f, pairs in enumerate(self.fragments):
@@ -83,27 +87,34 @@ class Machine:
             self.copy(self.q_full, {(QUERIES, part): f for part in ("latent", "rope")})
             for _ in range(pairs):
                 for b in (0, 1):
-                    if self.float8:
-                        yield self.free[2 * b], (u & 1) ^ 1
-                        yield self.free[2 * b + 1], (u & 1) ^ 1
-                    elif b == 0:
+                    if b == 0 and not self.float8:
                         yield self.scored, (u & 1) ^ 1
-                    self.write((FLAGS, u & 1, b), u)
-                    self.copy(self.rope_full[b], {(ROPE, b): u})
                     for half in (0, 1):
+                        if not self.float8 and half == 0:
+                            self.describe(u, b)
                         yield self.free[2 * b + half], (u & 1) ^ 1
+                        if self.float8 and half == 0:
+                            self.write((FLAGS, u & 1, b), u)
+                        elif self.float8:
+                            self.copy(self.rope_full[b], {(ROPE, b): u})
                         for i in self.half(b, half):
                             self.copy(self.full[i], {(LATENT, i): u})
                 u += 1
 
     def scores(self, c, f, u, b):
-        """Products of a block."""
-        yield self.rope_full[b], u & 1
-        self.begin((c, "S"), ((ROPE, b), u), ((QUERIES, "rope"), f))
+        """Products of a block, of float8 those of rope columns last."""
+        if not self.float8:
+            yield from self.rope_scores(c, f, u, b)
         for half in (0, 1):
             for i in self.half(b, half):
                 yield self.full[i], u & 1
                 self.begin((c, "S"), ((LATENT, i), u), ((QUERIES, "latent"), f))
+        if self.float8:
+            yield from self.rope_scores(c, f, u, b)
+
+    def rope_scores(self, c, f, u, b):
+        yield self.rope_full[b], u & 1
+        self.begin((c, "S"), ((ROPE, b), u), ((QUERIES, "rope"), f))
 
     def weights(self, b):
         """Their place: of float8 that of the block's rope columns."""
@@ -187,7 +198,6 @@ class Machine:
         b = 1 - c
         yield self.ready[b], u & 1
         self.load((MAXIMUM, b), u)
-        yield from self.values(c, u, b)
         self.add(c, u, b, own=False)
         yield None, 0
         self.load((FLAGS, u & 1, b), u)

@@ -206,13 +206,14 @@ def own_block(a, sh, w, u, o, m, l, C: gl.constexpr):
 
 @gluon.jit
 def other_block(a, sh, u, o, m, l, C: gl.constexpr):
-    """The other block, by the other consumer's weights."""
+    """The other block, by the other consumer's weights. When they are there, that one has waited for the block and
+    fenced it.
+    """
     B: gl.constexpr = 1 - C
     mbarrier.wait(sh.ready[B], u & 1)
     m_new, changed = received(sh, B)
     alpha = alpha_of(a, m, m_new)
     o = rescaled_if(changed, o, alpha)
-    sh.wait_half(u, B, C)
     o = finished(add_values(a, sh, o, None, u, B, C))
     mbarrier.arrive(sh.free[2 * B + C], count=1)
     return o, m_new, l * alpha

@@ -138,9 +138,9 @@ def widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b: gl.constexpr
             later = load_chunk(a, at, ok, i + AHEAD)
         else:
             later = load_chunk(a, at_next, ok_next, i + AHEAD - 8)
-        if i == 0:  # block b of pair u - 1 has been scored and added to both halves
-            mbarrier.wait(sh.free[2 * b], (u & 1) ^ 1)
-            mbarrier.wait(sh.free[2 * b + 1], (u & 1) ^ 1)
+        if i % 4 == 0:
+            mbarrier.wait(sh.free[2 * b + i // 4], (u & 1) ^ 1)
+        if i == 4:  # both halves of block b of pair u - 1 have been added
             rope = a.CACHE + (at.to(gl.int64) * 4)[:, None] + 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS))[None, :]
             async_copy.async_copy_global_to_shared(in_words(sh.k_rope, 2).index(b), rope, mask=ok[:, None])
             async_copy.mbarrier_arrive(sh.rope_full[b], increment_count=False)

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
@@ -13,11 +13,12 @@ def start_scores(a, sh, w, u, b: gl.constexpr):
     PIECES: gl.constexpr = a.S.pieces
     none = u >> 31  # 0, which the compiler does not know: it would keep registers for the place of each operand
     s = gl.zeros([64, 64], gl.float32, SCORE)
-    sh.wait(sh.rope_full[b], u)
     rope = sh.k_rope.index(b).permute((1, 0))
     if a.S.fp8:
         # ((k0 r0 + k1) r1 + k2) r2 + ..: r are ratios of the scales of neighbouring groups, the last one is a scale.
         for i in gl.static_range(PIECES):
+            if i == PIECES - 1:
+                mbarrier.wait(sh.rope_full[b], u & 1)
             sh.wait(sh.full[b * PIECES + i], u)
             k = sh.piece(b * PIECES + i + none).permute((1, 0))
             s = warpgroup_mma(sh.q.index(i + none), k, s, use_acc=i > 0, is_async=True)
@@ -26,6 +27,7 @@ def start_scores(a, sh, w, u, b: gl.constexpr):
             s = s * ratio[None, :]
         s = warpgroup_mma(sh.q_rope, rope, s, is_async=True)
     else:
+        sh.wait(sh.rope_full[b], u)
         s = warpgroup_mma(sh.q_rope, rope, s, use_acc=False, is_async=True)
         for i in gl.static_range(PIECES):
             sh.wait(sh.full[b * PIECES + i], u)
