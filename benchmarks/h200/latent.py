@@ -148,7 +148,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--budget", type=float, default=3.0, help="seconds for each row")
     parser.add_argument("--eager", action="store_true", help="time calls, not CUDA graphs of them")
-    parser.add_argument("--sanitize", action="store_true", help="a few calls in this process")
+    parser.add_argument(
+        "--sanitize", nargs="?", const="", help="a few calls in this process: those whose names have this"
+    )
     parser.add_argument("--unchecked", action="store_true", help="time without the checks of small cases")
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--time", help=argparse.SUPPRESS)
@@ -157,8 +159,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    if args.sanitize:
-        sys.exit(bool(sanitize()))
+    if args.sanitize is not None:
+        sys.exit(bool(sanitize(args.sanitize)))
     if args.check:
         wrong = check()
         print(MARK + (f"{len(wrong)} wrong: {wrong[0]}" if wrong else "right"), flush=True)

@@ -53,6 +53,9 @@ class Variant:
 
 
 NO_GATE = [("    mbarrier.wait(sh.scored.index(0), u & 1)  # the exp", "    # the exp")]
+ONE_FLAG = [
+    ("gl.max(higher.to(gl.int32).reshape([4, 16]), 1)", "gl.full([4], gl.max(higher.to(gl.int32), 0), gl.int32, FLAGS)")
+]
 RESCALED = {
     "consumer": [("    if changed != 0:\n        o = rescaled", "    if True:\n        o = rescaled")],
     "softmax": [("constexpr(8.0)", "constexpr(0.0)")],
@@ -65,7 +68,9 @@ NOT_COPIED = [
 ]  # fmt: skip
 VARIANTS = {
     "now": Variant(rows=(*MANY, *FEW, *FITS)),
+    "64 rows": Variant(ways={"rows": 64}, rows=FEW),
     "no gate": Variant({"consumer": NO_GATE}),
+    "one flag": Variant({"consumer": ONE_FLAG}, rows=MANY),
     "128 columns": Variant(ways={"width": 128}),
     "always rescaled": Variant(RESCALED, rows=MANY),
     "no prefetch": Variant(ways={"prefetch": False}, rows=MANY),
@@ -152,11 +157,11 @@ def warm(given: tuple[str, str]) -> str:
     return ""
 
 
-def time_row(name: str, peers: str, budget: float, hot: bool) -> dict[str, Any]:
+def time_row(name: str, names: list[str], peers: str, budget: float, hot: bool) -> dict[str, Any]:
     row = Row(name, peers)
     runs: dict[str, Way] = {}
     wrong: dict[str, str] = {}
-    listed = [v for v, variant in VARIANTS.items() if name in variant.rows]
+    listed = [v for v in names if name in VARIANTS[v].rows]
     in_l2_too = [f"{v}, from L2" for v in ("now", PEER)] if hot and name in MANY else []
     for way in [*listed, PEER, *in_l2_too]:
         if way == PEER and not peers:
@@ -174,7 +179,7 @@ def time_row(name: str, peers: str, budget: float, hot: bool) -> dict[str, Any]:
             if text:
                 wrong[way] = text
             if way == "now":
-                for i in range(200):
+                for i in range(1000):
                     again = made[-1]()
                     if not all(torch.equal(x, y) for x, y in zip(again, got, strict=True)):
                         wrong[way] = f"repeat {i} differs"
@@ -199,6 +204,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--budget", type=float, default=2.0)
     parser.add_argument("--hot", action="store_true", help="also keys that stay in L2, and rows to fit lines to")
+    parser.add_argument("--only", default=",".join(VARIANTS), help="variants, by commas")
+    parser.add_argument("--rows", default="", help="rows that begin so, by semicolons")
     parser.add_argument("--one", help="a row to run three times")
     parser.add_argument("--variant", default="now")
     args = parser.parse_args()
@@ -211,7 +218,8 @@ def main() -> None:
     start = time.perf_counter()
     # Rows of a kind have the same main kernel; that which combines differs by row, and not by variant.
     kinds = MANY[0], MANY[2], FEW[0]
-    work = [(name, row) for name, variant in VARIANTS.items() for row in kinds if row in variant.rows]
+    names = args.only.split(",")
+    work = [(name, row) for name in names for row in kinds if row in VARIANTS[name].rows]
     work += [("now", row) for row in VARIANTS["now"].rows if row not in kinds]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for text in pool.map(warm, work):
@@ -220,7 +228,9 @@ def main() -> None:
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
     rows = []
     for name in (MANY[2], MANY[0], MANY[1], *FEW, MANY[3], *(FITS if args.hot else ())):
-        rows.append(time_row(name, args.peers, args.budget, args.hot))
+        if not name.startswith(tuple(args.rows.split(";"))):
+            continue
+        rows.append(time_row(name, names, args.peers, args.budget, args.hot))
         print(json.dumps(rows[-1]), flush=True)
     for r in rows:
         print(r["row"])

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from latent_cases import BF16, SCALE
-from latent_variants import NO_GATE, Variant
+from latent_variants import ONE_FLAG, Variant
 from latent_variants import launcher_of as variant_of
 from timing import Way, graphed, seconds
 
@@ -54,27 +54,14 @@ ROWS = {
 }
 
 
-NOT_PREFETCHED = [("    prefetch_rows(a, at_next)\n", "")]
-NEAR = [
-    ("a.CACHE + (at.to(gl.int64) * 4)[:, None] + column", "a.CACHE + ((at & 63).to(gl.int64) * 4)[:, None] + column")
-]
-NOT_WIDENED = [("widened(raw[0], a.q.dtype)", "gl.join(raw[0], raw[0]).reshape([64, 32])")]
-NO_RATIOS = [("s, ratio = warpgroup_mma_wait(0, deps=(s, ratio))\n            s = s * ratio[None, :]", "pass")]
-
-
 def ways_of(name: str) -> dict[str, Variant]:
     """Variants of the kernel that are timed beside it."""
-    if "prefill" in name:
-        return {"no gate": Variant({"consumer": NO_GATE}), "128 columns": Variant(ways={"width": 128})}
     if "decode 128" in name and "fp8" in name:
         return {
+            "each piece": Variant(ways={"together": 1}),
+            "2 pieces": Variant(ways={"together": 2}),
+            "one flag": Variant({"consumer": ONE_FLAG}),
             "4 chunks": Variant(ways={"ahead": 4}),
-            "2 chunks, 216": Variant(ways={"ahead": 2, "consumer_regs": 216, "producer_regs": 80}),
-            "not prefetched": Variant({"gather": NOT_PREFETCHED}),
-            "rows in L1": Variant({"gather": NEAR}, right=False),
-            "not widened": Variant({"gather": NOT_WIDENED}, right=False),
-            "no ratios": Variant({"scores": NO_RATIOS}, right=False),
-            "nothing widened, in L1": Variant({"gather": [*NEAR, *NOT_WIDENED, *NOT_PREFETCHED]}, right=False),
         }
     return {}
 

@@ -40,13 +40,19 @@ from .tile_scheduler import fragment
 HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 QUARTER = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # columns that share scales
 ROW = gl.constexpr(gl.SliceLayout(1, SCORE))
-FLAG = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+FLAGS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+
+
+@gluon.jit
+def changed_by(sh, b: gl.constexpr):
+    """Whether any warp of consumer b has changed maxima."""
+    return gl.max(sh.changed[b].load(FLAGS), 0)
 
 
 @gluon.jit
 def received(sh, b: gl.constexpr):
     """The maximum that consumer b has sent, and whether it has changed it."""
-    return sh.maximum(b).load(ROW), gl.max(sh.changed[b].load(FLAG), 0)
+    return sh.maximum(b).load(ROW), changed_by(sh, b)
 
 
 @gluon.jit
@@ -112,11 +118,11 @@ def new_output(a):
 
 
 @gluon.jit
-def send(a, sh, p, m, changed, b: gl.constexpr):
-    """Weights and the maximum to the other consumer, and whether it has changed."""
+def send(a, sh, p, m, higher, b: gl.constexpr):
+    """Weights and the maximum to the other consumer, and whether it has changed: by warp, without a barrier."""
     sh.weights(b).store(p)
     sh.maximum(b).store(m)
-    sh.changed[b].store(gl.full([1], changed, gl.int32, FLAG))
+    sh.changed[b].store(gl.max(higher.to(gl.int32).reshape([4, 16]), 1))
     if not a.S.fp8:  # there weights are loaded, to be multiplied by scales
         fence_async_shared()
     mbarrier.arrive(sh.ready[b], count=1)
@@ -135,13 +141,13 @@ def step0(a, sh, w, u, i, o, m, l, hi, masked):
     s = end_scores(start_scores(a, sh, w, u, 0), 0)
     mbarrier.arrive(sh.scored.index(0), count=1)
     s = visible(a, sh, s, u, i * 128, hi, masked, 0)
-    p, m_new, changed = to_weights(a, s, m, 1)
+    p, m_new, higher = to_weights(a, s, m, 1)
     alpha = alpha_of(a, m, m_new)
     l = l * alpha + gl.sum(p, 1)
     p = p.to(a.q.dtype)
-    send(a, sh, p, m_new, changed, 0)
+    send(a, sh, p, m_new, higher, 0)
 
-    o = rescaled_if(changed, o, alpha)
+    o = rescaled_if(changed_by(sh, 0), o, alpha)
     clear_hidden(a, sh, masked, w.n, i * 128, 0, 0)
     o = add_values(a, sh, o, p, u, 0, 0)
     mbarrier.wait(sh.ready[1], u & 1)
@@ -173,16 +179,16 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
     s = end_scores(s, len(o))
 
     s = visible(a, sh, s, u, i * 128 + 64, hi, masked, 1)
-    p, m, changed = to_weights(a, s, m_new, 1)
+    p, m, higher = to_weights(a, s, m_new, 1)
     alpha = alpha_of(a, m_new, m)
     l = l * alpha + gl.sum(p, 1)
     p = p.to(a.q.dtype)
     stay(sh, u, 3)  # the wait for P0 V0 is not moved above it
     o0, p = warpgroup_mma_wait(0, deps=(o[0], p))
     o = (o0,)
-    send(a, sh, p, m, changed, 1)
+    send(a, sh, p, m, higher, 1)
     mbarrier.arrive(sh.free[1], count=1)
-    o = rescaled_if(changed, o, alpha)
+    o = rescaled_if(changed_by(sh, 1), o, alpha)
     clear_hidden(a, sh, masked, w.n, i * 128 + 64, 1, 1)
     o = finished(add_values(a, sh, o, p, u, 1, 1))
     mbarrier.arrive(sh.free[3], count=1)
@@ -193,12 +199,12 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
 def own_block(a, sh, w, u, o, m, l, C: gl.constexpr):
     """Block C of pair u, of float8, into half C of the output; its weights and maximum to the other consumer."""
     s = visible(a, sh, end_scores(start_scores(a, sh, w, u, C), 0), u, 0, 0, False, C)
-    p, m_new, changed = to_weights(a, s, m, 1)
+    weights, m_new, higher = to_weights(a, s, m, 1)
+    p = weights.to(a.q.dtype)
+    send(a, sh, p, m_new, higher, C)  # before all that the other consumer does not wait for
     alpha = alpha_of(a, m, m_new)
-    l = l * alpha + gl.sum(p, 1)
-    p = p.to(a.q.dtype)
-    send(a, sh, p, m_new, changed, C)
-    o = rescaled_if(changed, o, alpha)
+    l = l * alpha + gl.sum(weights, 1)
+    o = rescaled_if(changed_by(sh, C), o, alpha)
     o = finished(add_values(a, sh, o, p, u, C, C))
     mbarrier.arrive(sh.free[3 * C], count=1)
     return o, m_new, l

@@ -52,10 +52,10 @@ def step_narrow(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
     if masked:
         key = base + gl.arange(0, 64, gl.SliceLayout(1, TURNED))
         s = gl.where(key[:, None] < hi[None, :], s, float("-inf"))
-    p, m_new, changed = to_weights(a, s, m, 0)
+    p, m_new, higher = to_weights(a, s, m, 0)
     o0 = o[0]
     o1 = o[1]
-    if changed != 0:
+    if gl.max(higher.to(gl.int32), 0) != 0:
         alpha = alpha_of(a, m, m_new)[None, :]
         l = l * alpha
         o0 = o0 * alpha

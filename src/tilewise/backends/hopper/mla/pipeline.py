@@ -37,7 +37,7 @@ class Shared:
     m0: gl.shared_memory_descriptor  # [1, rows]: running maxima, by their writers
     m1: gl.shared_memory_descriptor
     l: gl.shared_memory_descriptor  # [2, rows]: sums at the end of a fragment
-    changed: gl.tuple  # of 2, [1]: whether maxima are new
+    changed: gl.tuple  # of 2, [4]: whether maxima are new, by warp
     q_full: gl.shared_memory_descriptor  # [1, 1]
     q_free: gl.shared_memory_descriptor  # [1, 1]
     full: gl.tuple  # of 2 pieces; each barrier has memory of its own, or the compiler guards one wait from the next
@@ -139,8 +139,8 @@ def new_shared(a):
     m1 = gl.allocate_shared_memory(gl.float32, [1, ROWS], LINE)
     l = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE)
     changed = (
-        gl.allocate_shared_memory(gl.int32, [1, 1], LINE).index(0),
-        gl.allocate_shared_memory(gl.int32, [1, 1], LINE).index(0),
+        gl.allocate_shared_memory(gl.int32, [1, 4], LINE).index(0),
+        gl.allocate_shared_memory(gl.int32, [1, 4], LINE).index(0),
     )
     ok = ()
     if a.S.gather:

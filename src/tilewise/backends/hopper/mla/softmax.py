@@ -22,13 +22,13 @@ def alpha_of(a, m, m_new):
 
 @gluon.jit
 def to_weights(a, s, m, KEYS: gl.constexpr):
-    """P in float32, with keys in dimension KEYS as in S; the new maxima, and whether there is any."""
+    """P in float32, with keys in dimension KEYS as in S; the new maxima, and where they are new."""
     top = gl.max(s, KEYS)
     higher = (top - m) * a.factor > LATE
     m_new = gl.where(higher, top, m)
     shift = finite(m_new) * a.factor
     p = gl.exp2(gl.fma(s, gl.full_like(s, a.factor), gl.zeros_like(s) - gl.expand_dims(shift, KEYS)))
-    return p, m_new, gl.max(higher.to(gl.int32), 0)
+    return p, m_new, higher
 
 
 @gluon.jit
