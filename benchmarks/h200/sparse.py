@@ -54,6 +54,17 @@ ROWS = {
 }
 
 
+ONE_BARRIER = {
+    "gather": [
+        (
+            "if i % 2 == 1:\n            mbarrier.arrive(sh.full[4 * b + i // 2]",
+            "if i == 7:\n            mbarrier.arrive(sh.full[4 * b]",
+        )
+    ],
+    "scores": [("mbarrier.wait(sh.full[b * PIECES + i + j], u & 1)", "pass")],
+}
+
+
 def ways_of(name: str) -> dict[str, Variant]:
     """Variants of the kernel that are timed beside it."""
     if "decode 128" in name and "fp8" in name:
@@ -61,6 +72,7 @@ def ways_of(name: str) -> dict[str, Variant]:
             "each piece": Variant(ways={"together": 1}),
             "2 pieces": Variant(ways={"together": 2}),
             "one flag": Variant({"consumer": ONE_FLAG}),
+            "one barrier": Variant(ONE_BARRIER),
             "4 chunks": Variant(ways={"ahead": 4}),
         }
     return {}

@@ -9,6 +9,7 @@ reading it.
 from dataclasses import dataclass
 
 QUERIES, WEIGHTS, ROPE, LATENT, MAXIMUM, SUM = "queries", "weights", "rope", "latent", "maximum", "sum"
+PLAIN, FLOAT8, NARROW = "16 bits", "float8", "few rows"  # kinds of kernels
 FLAGS = "flags"  # and scales: what is gathered is described by them
 
 
@@ -30,10 +31,11 @@ class Barrier:
 class Machine:
     fragments: list  # pairs of each
     pieces: int
-    float8: bool = False
+    kind: str = PLAIN
 
     def __post_init__(self):
         self.holds, self.readers = {}, {}
+        self.float8, self.narrow = self.kind == FLOAT8, self.kind == NARROW
         self.sends_early = False
         self.copies = []
         self.q_full, self.q_free = Barrier(), Barrier(2)
@@ -87,12 +89,15 @@ class Machine:
             self.copy(self.q_full, {(QUERIES, part): f for part in ("latent", "rope")})
             for _ in range(pairs):
                 for b in (0, 1):
-                    if b == 0 and not self.float8:
+                    if self.narrow:
+                        yield self.free[b], (u & 1) ^ 1
+                    elif b == 0 and not self.float8:
                         yield self.scored, (u & 1) ^ 1
                     for half in (0, 1):
                         if not self.float8 and half == 0:
                             self.describe(u, b)
-                        yield self.free[2 * b + half], (u & 1) ^ 1
+                        if not self.narrow:
+                            yield self.free[2 * b + half], (u & 1) ^ 1
                         if self.float8 and half == 0:
                             self.write((FLAGS, u & 1, b), u)
                         elif self.float8:
@@ -102,19 +107,16 @@ class Machine:
                 u += 1
 
     def scores(self, c, f, u, b):
-        """Products of a block, of float8 those of rope columns last."""
-        if not self.float8:
-            yield from self.rope_scores(c, f, u, b)
-        for half in (0, 1):
-            for i in self.half(b, half):
-                yield self.full[i], u & 1
-                self.begin((c, "S"), ((LATENT, i), u), ((QUERIES, "latent"), f))
+        """Products of a block; of float8 all of it is waited for first."""
+        pieces = [i for half in (0, 1) for i in self.half(b, half)]
         if self.float8:
-            yield from self.rope_scores(c, f, u, b)
-
-    def rope_scores(self, c, f, u, b):
+            for i in pieces:
+                yield self.full[i], u & 1
         yield self.rope_full[b], u & 1
         self.begin((c, "S"), ((ROPE, b), u), ((QUERIES, "rope"), f))
+        for i in pieces:
+            yield self.full[i], u & 1
+            self.begin((c, "S"), ((LATENT, i), u), ((QUERIES, "latent"), f))
 
     def weights(self, b):
         """Their place: of float8 that of the block's rope columns."""
@@ -205,7 +207,24 @@ class Machine:
         self.free[2 * b + c].arrive()
         yield None, 0
 
+    def whole_block(self, c, f, u):
+        """A block of few rows: weights are its consumer's own."""
+        yield from self.scores(c, f, u, c)
+        yield None, 0
+        self.end((c, "S"))
+        self.write((WEIGHTS, c), (c, u))
+        yield None, 0
+        for half in (0, 1):
+            self.begin((c, "O"), *(((LATENT, i), u) for i in self.half(c, half)), ((WEIGHTS, c), (c, u)))
+        self.products[c].append((u, c))
+        yield None, 0
+        self.end((c, "O"))
+        self.free[c].arrive()
+        yield None, 0
+
     def steps(self, c):
+        if self.narrow:
+            return (self.whole_block,)
         if self.float8:
             return (self.own_block, self.other_block)[:: 1 - 2 * c]
         return (lambda c, f, u: (self.step0, self.step1)[c](f, u),)

@@ -20,8 +20,8 @@ from tilewise.core.plan import Plan
 from tilewise.validation.calls import Call
 
 FILES = (
-    "arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "gather", "scores", "softmax", "narrow", "consumer",
-    "kernel",
+    "arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "gather", "scores", "softmax", "narrow",
+    "consumer", "kernel",
 )  # fmt: skip
 PLACES = {"signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.mla")
 

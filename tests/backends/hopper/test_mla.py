@@ -97,7 +97,7 @@ def test_the_kernel_compiles_without_spills_in_its_loops():
 @pytest.mark.parametrize(
     ("given", "ways"),
     [
-        ({"heads": 16}, {}), ({"q_len": 4, "heads": 16, "sinks": True}, {}), ({"page": 16, "spills": 2}, {}),
+        ({"q_len": 4, "heads": 16, "sinks": True}, {}), ({"page": 16, "spills": 2}, {}),
         ({"page": 256}, {}),
         ({"paged": False, "lengths": False, "q_offset": 1279}, {}), ({"dtype": F16, "lse": False, "q_len": 2}, {}),
         ({}, {"width": 64}), ({}, {"width": 128}), ({}, {"prefetch": False}),
@@ -106,6 +106,30 @@ def test_the_kernel_compiles_without_spills_in_its_loops():
 )  # fmt: skip
 def test_other_kernels_compile_without_spills_in_their_loops(given, ways):
     check(ways, **given)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"page": 16, "sinks": True}, {"heads": 5, "q_len": 2, "dtype": F16, "paged": False}], ids=str
+)
+def test_few_rows_are_the_columns_of_products(given):
+    latent, made = arguments(**({"heads": 16} | given))
+    built = build(latent_decode, made, ("S",))
+    assert latent.spec.rows == 16
+    assert built.shared <= SHARED[90]
+    assert "serialized" not in built.report
+    assert len(built.loops) == 2
+    for loop in built.loops:
+        text = "\n".join(loop)
+        assert len(re.findall(r"HGMMA\.64x16x16", text)) == 36 + 32  # S, and 8 tiles of 64 columns of O
+        assert not re.search(r"\b(STL|LDL)\b", text)
+
+
+def test_rows_that_are_many_are_not_few():
+    for heads, q_len, rows in ((16, 1, 16), (8, 2, 16), (5, 2, 16), (17, 1, 64), (16, 2, 64), (5, 3, 64), (1, 16, 16)):
+        p = problem(heads, q_len)
+        assert config.spec(p, config.config_of(p, nvidia(90))).rows == rows
+    p = chosen(heads=16)
+    assert config.spec(p, config.config_of(p, nvidia(90))).rows == 64
 
 
 def chosen(count=300, fp8=False, **given):
