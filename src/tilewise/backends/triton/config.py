@@ -40,8 +40,11 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         if wide <= 128:
             return Config(rows, 32, 4, 1)
         return Config(32, 32, 8, 1) if wide <= 256 else Config(32, 16, 8, 1)
+    packed = problem.k_format.packing > 1 or problem.v_format.packing > 1  # whose elements pass through registers
     if target.prefill_rows == 32:
-        return Config(32, 64, 4, 3) if wide <= 128 else Config(32, 32, 4, 2)
+        return Config(32, 16 if packed else 64, 4, 3) if wide <= 128 else Config(32, 32, 4, 2)
+    if packed and wide <= 128 and target.reads_operands:
+        return Config(64, 16, 4, 3)
     if wide <= 128:
         simple = problem.rules.relative() in (MaskRules(), MaskRules(causal=True))
         return Config(64, 32 if target.reads_operands and wide > 64 and not simple else 64, 4, 3)
@@ -59,7 +62,7 @@ def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
         return Config(32, 32, 4, 1) if wide <= 128 else Config(32, 16, target.most_warps, 1)
     if target.rdna:
         return Config(128, 32, 8, 1) if wide <= 64 else Config(128 if wide <= 128 else 64, 16, 8, 1)
-    if wide <= 128:
+    if wide <= 128 and problem.k_format.packing == problem.v_format.packing == 1:
         return Config(128, 64, 4, 1)
     return Config(64 if wide <= 256 else 32, 32, 4, 1)
 
@@ -84,14 +87,16 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     wide = max(p.head_dim, p.value_dim)
     if target.rdna:  # whose registers hold q beside little else
         stored = p.k_format.is_quantised or p.v_format.is_quantised
-        return Config(BM, 32 if wide <= 64 else 16, 4, 1 if stored else 2, pack)
+        warps = 8 if p.mask is not None and BM > 16 else 4
+        return Config(BM, 32 if wide <= 64 else 16, warps, 1 if stored else 2, pack)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
         return Config(max(flipped_columns(p), target.least_columns), 32 if few else 64, 1, 3, pack)
     if is_float32(p):
         return Config(BM, 32 if wide <= 128 else 16, 4, 2, pack)
     if BM > 16:  # more rows, fewer registers for keys
-        BK = 64 if wide <= 128 else 32 if wide <= 256 else 16
+        few = p.mask is not None and target.reads_operands  # beside a tile of the mask
+        BK = (32 if few else 64) if wide <= 128 else 32 if wide <= 256 else 16
         return Config(BM, BK, 4, 3, pack)
     if is_f16_quantised(p) and wide <= 256 and (p.page_size > 0 or is_packed(p) or hides(p)):
         return Config(BM, 32, 1, 3, pack)
@@ -102,7 +107,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
         return Config(BM, 16, 4, 6, pack)
     if p.selection is None and BK % p.page_size == 0:
         return Config(BM, BK, 4, 4 if wide > 128 and target.shared_memory >= FOUR_STAGES else 3, pack)
-    return Config(BM, 128 if wide <= 64 else 64, 4, 6 if wide <= 128 else 4, pack)
+    return Config(BM, 128 if wide <= 64 and p.mask is None else 64, 4, 6 if wide <= 128 else 4, pack)
 
 
 def sees_all(problem: Problem) -> bool:

@@ -41,10 +41,13 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
         tile = amd_tile(problem, wide, target)
         return BackwardConfig(tile, tile, tile, apart=wide > (64 if target.rdna else 128))
     if is_float32(problem):
-        tile = Tile(32, 32, 4 if wide <= 64 and target.large_backward_tiles else 8, 1, reload=wide > 128)
+        few = target.reads_operands and wide <= 64
+        tile = Tile(32, 16 if few else 32, 4 if wide <= 64 and target.large_backward_tiles else 8, 1, wide > 128)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
     if not target.large_backward_tiles:
-        tile = Tile(32, 32, 4, 2) if wide <= 128 else Tile(32, 32, 8, 1)
+        tile = Tile(32, 32, 4, 2)
+        if wide > 128 or is_crowded(problem):
+            tile = Tile(32 if target.reads_operands else 16, 32, 8, 1)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
     # Hopper's products of 128 rows by two warpgroups: tiles whose mainloops keep all they hold in registers and do not
     # wait for each product. dK and dV of 128 keys do not fit together where heads are wider than 128.
@@ -62,10 +65,15 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
 def amd_tile(problem: Problem, wide: int, target: Target) -> Tile:
     """For AMD's GPUs, by what their compiler keeps in registers; none has been measured."""
     if target.rdna:
-        return Tile(32, 32, 4 if wide <= 64 else 8, 1)
-    if wide <= 128 and not is_float32(problem):
+        return Tile(16, 32, 8, 1) if is_crowded(problem) else Tile(32, 32, 4 if wide <= 64 else 8, 1)
+    if wide <= 128 and not is_float32(problem) and not is_crowded(problem):
         return Tile(64, 64, 4, 1)
-    return Tile(32, 32, 4, 1, reload=wide > 256 or is_float32(problem))
+    return Tile(32, 32 if wide <= 256 else 16, 4, 1, reload=wide > 256 or is_float32(problem))
+
+
+def is_crowded(problem: Problem) -> bool:
+    """Whether a step holds more than scores and operands: a tile of a mask, numbers of rows and columns."""
+    return problem.mask is not None or problem.biased
 
 
 def fitted(problem: Problem, tile: Tile, target: Target, side: str) -> Tile:
