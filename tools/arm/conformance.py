@@ -3,6 +3,9 @@
 `environment.py` makes the folder that this needs:
 
     python tools/arm/conformance.py FOLDER --json RECORD
+    python tools/arm/conformance.py FOLDER --json RECORD --wheel dist/tilewise-0.1.0-py3-none-any.whl
+
+With a wheel (`make wheel`) the package that is in it, whose kernels are ready made: nothing is compiled there.
 
 Each case is judged as everywhere (float64 oracle, twice torch's own error), here against the torch of that machine.
 Emulation is some 20 times slower: cases of few cells are taken from every part of the suite, a second process must find
@@ -14,9 +17,11 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -79,11 +84,12 @@ def inside(record: Path, share: int, seconds: float, again: int) -> int:
     import torch
 
     import tilewise
-    from tilewise.backends.cpu import isa
+    from tilewise.backends.cpu import isa, ready
 
     held = json.loads(record.read_text()) if record.exists() else {}
     held |= {"machine": f"{platform.machine()}, emulated", "features": sorted(isa.cpu_features()),
-             "torch": torch.__version__, "numpy": numpy.__version__, "tilewise": tilewise.__version__}  # fmt: skip
+             "torch": torch.__version__, "numpy": numpy.__version__, "tilewise": tilewise.__version__,
+             "kernels": "compiled" if ready.target() is None else f"of a wheel, {ready.target()}"}  # fmt: skip
     results, end = held.setdefault("cases", []), time.monotonic() + seconds
     if again:
         compared = [r for r in results if r.get("digest")][:again]
@@ -113,10 +119,16 @@ def main() -> None:
     parser.add_argument("--share", type=int, default=2, help="one of so many cases of each group")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no case after this")
     parser.add_argument("--again", type=int, default=0, help="first, so many recorded cases again: equal bits?")
+    parser.add_argument("--wheel", type=Path, help="take the package out of this one")
     given = parser.parse_args()
     if platform.machine() in ("aarch64", "arm64"):
         sys.exit(inside(given.json, given.share, given.seconds, given.again))
-    env = os.environ | {"PYTHONPATH": str(SOURCE), "TILEWISE_CACHE_DIR": str(given.folder.resolve() / "cache")}
+    package, kept = SOURCE, given.folder.resolve() / "cache"
+    if given.wheel is not None:
+        package = given.folder.resolve() / "wheel"
+        shutil.rmtree(package, ignore_errors=True)
+        zipfile.ZipFile(given.wheel).extractall(package)
+    env = os.environ | {"PYTHONPATH": str(package), "TILEWISE_CACHE_DIR": str(kept)}
     sys.exit(subprocess.run([str(given.folder / "python"), __file__, *sys.argv[1:]], env=env).returncode)
 
 
