@@ -95,9 +95,10 @@ def test_heads_that_would_spill_are_refused(monkeypatch):
     assert "gradients" in str(triton.supports_backward(replace(problem(), grads=("q",), return_lse=True)))
     single = replace(problem(), q_dtype=torch.float32)
     assert "float32 products do not fit the registers of gfx1100" in str(triton.supports(single))
-    stored = {name: replace(problem(), k_format=stored_as(name, 64)) for name in ("int8", "int4", "fp8_e4m3")}
-    assert "int4 do not fit the registers of gfx1100" in str(triton.supports(stored["int4"]))
-    assert "fp8_e4m3 do not fit" in str(triton.supports(stored["fp8_e4m3"]))
+    names = ("int8", "int4", "codebook4", "fp8_e4m3")
+    stored = {name: replace(problem(), k_format=stored_as(name, 64)) for name in names}
+    for name in ("int4", "codebook4", "fp8_e4m3"):
+        assert f"{name} do not fit the registers of gfx1100" in str(triton.supports(stored[name]))
     assert triton.supports(stored["int8"]) is None
     monkeypatch.setattr(triton, "target_of", lambda device: amd("gfx1201"))
     assert "float32 products" in str(triton.supports(single))

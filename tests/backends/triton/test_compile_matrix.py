@@ -31,7 +31,11 @@ RECORD = Path(__file__).parents[3] / "benchmarks/records/aot/matrix.json"
 SAMPLE = [("decode-D128", gfx) for gfx in AMD] + [("D128-causal", "gfx942"), ("decode-D128", "sm_120")]
 # Those that spilled by Hopper's tiles.
 SAMPLE += [("backward D128-causal", "sm_86"), ("f32-D128", "sm_80"), ("D128-window", "sm_86"), ("D512", "sm_80")]
+SAMPLE += [("int4 prefill", "gfx942"), ("decode-mask", "gfx1100"), ("backward everything, dense mask", "gfx1200")]
 MORE = [(case, target) for case in FIRST for target in TARGETS if (case, target) not in SAMPLE]
+MORE += [("int4 prefill", "sm_86"), ("int4 prefill", "sm_120"), ("decode-mask", "sm_86"), ("chosen-all", "sm_100")]
+MORE += [("backward everything, dense mask", target) for target in ("sm_86", "sm_120", "gfx942")]
+MORE += [("backward D256-causal", "sm_120"), ("backward f32-D64", "sm_86"), ("backward D512", "gfx90a")]
 
 
 def check(case, target):

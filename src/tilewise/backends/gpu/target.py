@@ -97,11 +97,11 @@ class Target:
     def lacks_registers(self, float32: bool, formats: Collection[str]) -> str | None:
         """Why products of float32 numbers, or K and V in these formats, are not served, if they are not.
 
-        RDNA makes products of float32 numbers of six of bfloat16, and its older registers hold no table of fp8 or int4.
+        RDNA makes products of float32 numbers of six of bfloat16, and gfx1100 has no room to widen fp8 or half bytes.
         """
         if self.rdna and float32:
             return f"float32 products do not fit the registers of {self.gfx}"
-        if self.gfx == "gfx1100" and (found := sorted({"fp8_e4m3", "int4"}.intersection(formats))):
+        if self.gfx == "gfx1100" and (found := sorted({"fp8_e4m3", "int4", "codebook4"}.intersection(formats))):
             return f"{' and '.join(found)} do not fit the registers of {self.gfx}, int8 does"
         return None
 
