@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt # empty: the newest of everything
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(CONSTRAINTS)
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(CONSTRAINTS)
+# To bytecode on all cores at once, where pip takes one; some packages have files for other versions of Python.
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 # Each pytest worker is one process; more threads inside it would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
 WHAT_IS_INSTALLED := pyproject.toml constraints.txt
@@ -90,6 +92,7 @@ clean: ## remove .venv, every cache and what make train wrote
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.
 $(VENV)/.installed-%: $(WHAT_IS_INSTALLED) | $(VENV)/pyvenv.cfg
 	$(INSTALL) -e ".[$*]"
+	$(COMPILE)
 	@touch $@
 
 # Packages that carry a model's weights. What they need besides is for running those in other ways.

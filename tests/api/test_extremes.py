@@ -5,8 +5,6 @@ The calls are those of benchmarks/h200/trust.py, which runs them on a GPU.
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -22,6 +20,7 @@ if sys.platform != "linux":
 import gluon_sim
 from gluon_values import Tensor
 from hopper_sim import Launch
+from interpreted import interpreted
 from metal_sim import needs_simulator, simulator
 from tilewise import AttentionState
 from tilewise.core.mask_rules import RULE_NUMBERS, MaskRules, key_span
@@ -36,9 +35,7 @@ KERNELS = gluon_sim.load()
 
 
 def test_triton_in_the_interpreter(tmp_path):
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(TRUST), "--device", "cpu", "--backends", "triton", "--light"]
-    run = subprocess.run([*command, "--out", str(tmp_path)], env=env, capture_output=True, text=True, timeout=900)
+    run = interpreted(TRUST, "--device", "cpu", "--backends", "triton", "--light", "--out", tmp_path)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
     rows = json.loads((tmp_path / "trust.json").read_text())
     assert len(rows) > 50

@@ -92,19 +92,26 @@ def test_options_pass_through():
 def test_ring_across_many_wraps(capacity, dtype):
     cache = KVCache(3, 2, capacity, 64, dtype, ring=True)
     models = [Row(dtype) for _ in range(3)]
-    steps = [(1, 1, 1), (3, 1, 2), (capacity, 1, 0), (1, 1, 1), (2 * capacity + 3, 2, capacity + 1), (1, 1, 1)] * 4
-    for step, counts in enumerate(steps):
+    rounds = 4
+    steps = [(1, 1, 1), (3, 1, 2), (capacity, 1, 0), (1, 1, 1), (2 * capacity + 3, 2, capacity + 1), (1, 1, 1)]
+    options = [
+        (1, {"window": capacity}),
+        (1, {"alibi_slopes": alibi_slopes(4), "sinks": rows(4, seed=2)}),
+        (min(3, capacity), {}),  # no window: all that is held
+        (2, {"causal": False}),
+    ]
+    if capacity == 16:
+        options += [
+            (4, {"window": 13}),
+            (4, {"window": (5, None), "chunk": 8}),
+            (2, {"q_offset": 40, "causal": False, "alibi_slopes": alibi_slopes(4)}),
+        ]
+    for step, counts in enumerate(steps * rounds):
         fill(cache, models, counts, step, capacity)
         assert cache.lengths.tolist() == [len(m.tokens) for m in models]
         compare(cache, models, 1)
-        compare(cache, models, 1, window=capacity)
-        compare(cache, models, 1, alibi_slopes=alibi_slopes(4), sinks=rows(4, seed=2))
-        compare(cache, models, min(3, capacity))  # no window: all that is held
-        compare(cache, models, 2, causal=False)
-        if capacity == 16:
-            compare(cache, models, 4, window=13)
-            compare(cache, models, 4, window=(5, None), chunk=8)
-            compare(cache, models, 2, q_offset=40, causal=False, alibi_slopes=alibi_slopes(4))
+        for queries, given in options[step // len(steps) :: rounds]:  # each option after each kind of step
+            compare(cache, models, queries, **given)
     for b, model in enumerate(models):
         assert cache.keys(b).equal(model.held(0))
     assert cache.store.first.min() > 20 or capacity == 16  # many wraps

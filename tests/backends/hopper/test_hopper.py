@@ -1,15 +1,13 @@
 """What the Hopper backend serves and how it cuts a problem, as plain functions. Its kernels: test_hopper_aot.py."""
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from hopper_fits import check_hopper
+from interpreted import interpreted
 from problem_space import changed, draw, problem_of
 from tilewise.backends import hopper
 from tilewise.backends.gpu import target
@@ -268,6 +266,5 @@ print("ok")
 
 def test_packed_sequences_are_ranked():
     """The longest first, and how many tiles come before each; in Triton's interpreter, which needs its own process."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True, env=environment)
+    done = interpreted(ORDER)
     assert done.stdout == "ok\n", done.stderr

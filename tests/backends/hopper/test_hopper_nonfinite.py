@@ -1,18 +1,18 @@
 """Beside the Hopper backward kernel, in Triton's interpreter: the non-finite fix-up, the list of key blocks."""
 
-import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
+from interpreted import interpreted
+
 
 def test_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
+    done = interpreted(Path(__file__))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all right" in done.stdout
 
