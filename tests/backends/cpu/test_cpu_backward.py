@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from conformance import BackwardConformance
+from tilewise import attention, attention_backward
 from tilewise.backends.cpu import compiler
 from tilewise.backends.cpu.kernel_cache import cache_directory
 from tilewise.testing.case import Case
@@ -61,6 +62,26 @@ def test_bits_do_not_depend_on_threads(case, threads):
         for _ in range(3):
             for name, x in made.run("cpu").items():
                 assert torch.equal(x, alone[name]), (name, count)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 200)}], ids=str)
+@pytest.mark.parametrize(("rows", "keys", "width"), [(200, 805, 64), (130, 500, 40), (64, 390, 264)])
+def test_cells_made_in_registers_have_the_bits_of_those_in_memory(rows, keys, width, options):
+    """A mask that hides nothing: its call keeps float32 tiles of scores, a plain one in bf16 does not."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 6, n, width, dtype=torch.bfloat16) for n in (rows, keys, keys, rows))
+    found = []
+    for mask in (None, torch.ones(rows, keys, dtype=torch.bool)):
+        out, lse = attention(q, k, v, mask=mask, return_lse=True, backend="cpu", **options)
+        found.append(attention_backward(q, k, v, out, lse, dout, mask=mask, backend="cpu", **options)[:3])
+    for name, one, other in zip(("dq", "dk", "dv"), *found, strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("case", [Case(B=1, H=4, Hkv=2, Lq=300, Lk=805, D=64, dtype="bf16", causal=True),
+                                  Case(B=1, H=3, Lq=140, Lk=500, D=128, dtype="bf16")], ids=str)  # fmt: skip
+def test_bf16_over_several_blocks_of_keys(case):
+    check_gradients(case, "cpu")
 
 
 @pytest.mark.parametrize("name", ["backward", "schedule_backward", "delta"])

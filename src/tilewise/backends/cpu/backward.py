@@ -15,7 +15,6 @@ from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm.fp32 import ROWS
-from .gemm.gradient import has_bf16
 from .launch import Launch, launcher, make_params, problem_params, same_items, schedule_items
 from .params import Gradients, put_tensor
 from .scratch import backward_total, round_up
@@ -30,7 +29,7 @@ def prepare(problem: Problem) -> Plan:
     gradients = Gradients(every_row=shared[0], every_head=shared[1], slots=tiles(p, rows), give_way=give_way())
     params = problem_params(p, tile_rows=rows, tile_keys=keys, head_batch=1, threads=threads)
     params.gradients = ctypes.addressof(gradients)
-    bf16 = p.q_dtype == p.k_dtype == p.v_dtype == torch.bfloat16 and has_bf16()
+    bf16 = config.backward_in_bf16(p)
     params.worker = compiler.function("backward bf16" if bf16 else "backward")
     scratch = backward_total(p.heads, p.kv_heads, p.head_dim, p.value_dim, rows, keys)
     most = p.batch * p.kv_heads * -(-p.kv_len // keys)

@@ -17,7 +17,7 @@ from .gemm.gradient import has_bf16
 
 DECODE_ROWS = 16  # up to this many query rows (of all heads of a group) take the decode mainloop
 SPLIT_BYTES = 256 * 1024  # of split-KV partials of all rows of a KV head: four pieces for each thread take a MiB
-BACKWARD_ROWS, BACKWARD_KEYS, BACKWARD_ITEMS = 128, (192, 96), 6
+BACKWARD_ROWS, BACKWARD_KEYS, BACKWARD_ITEMS = 128, (384, 192, 96), 6
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,17 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
 def backward_tile(p: Problem) -> tuple[int, int]:
     """Query rows of each head and keys of a tile of the backward pass: the same for any number of threads.
 
-    The more keys, the less it costs to load a tile's rows and sums; fewer where there would be too few work items
-    (cpu/backward-tile in benchmarks/cpu/LOG.md).
+    The more keys, the less it costs to load a tile's rows and sums; fewer where there would be too few work items, and
+    in float32, whose cells take twice the memory (cpu/backward-tile in benchmarks/cpu/LOG.md).
     """
-    most, least = BACKWARD_KEYS
-    keys = most if p.batch * p.kv_heads * -(-p.kv_len // most) >= BACKWARD_ITEMS else least
-    return max(1, BACKWARD_ROWS // p.group), keys
+    sizes = BACKWARD_KEYS if backward_in_bf16(p) else BACKWARD_KEYS[1:]
+    enough = (n for n in sizes if p.batch * p.kv_heads * -(-p.kv_len // n) >= BACKWARD_ITEMS)
+    return max(1, BACKWARD_ROWS // p.group), next(enough, sizes[-1])
+
+
+def backward_in_bf16(p: Problem) -> bool:
+    """Whether the backward pass multiplies pairs of bf16 numbers."""
+    return PLAIN[p.q_dtype] == p.k_format == p.v_format == FORMATS["bf16"] and has_bf16()
 
 
 @cache

@@ -16,6 +16,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
 
+from ..codegen.prefetch import prefetch_line
 from ..codegen.vector import F32, Emit, Value, Var, W, microkernel
 from ..isa import cpu_features
 from .fp32 import KEYS, PANEL, ROWS, products
@@ -54,16 +55,31 @@ def _add(e: Emit, sums: list[list[Var]], c: Value, width: Value, keep: Value) ->
             e.store(b.fadd(b.select(fresh, e.zeros, e.load(c, at)), x.get()), c, at)
 
 
+def _prefetch(e: Emit, c: Value, width: Value, rows: int, vectors: int) -> None:
+    """Asks for C, which is needed when its sums are done: dQ comes from the last-level cache."""
+    b = e.builder
+    for i in range(rows):
+        for j in range(vectors):
+            prefetch_line(e, b.add(c, b.mul(b.add(b.mul(width, e.i64(i)), e.i64(j * W)), e.i64(4))))
+
+
+def rows_times(
+    e: Emit, a: Value, a_row: Value, b: Value, b_row: Value, depth: Value, vectors: int, pairs: bool
+) -> list[list[Var]]:
+    """A[KEYS, depth] B[depth, vectors * W] in registers: sums [key][vector]."""
+    size = e.builder.mul(a_row, e.i64(4))
+    rows = [e.builder.add(a, e.builder.mul(size, e.i64(i))) for i in range(KEYS)]
+    fma = partial(dot_pairs, e) if pairs else e.fma
+    return products(e, KEYS, lambda i, k: e.load_scalar(rows[i], k, F32), b, b_row, depth, vectors, fma)
+
+
 def _gemm_rows(vectors: int, pairs: bool) -> Any:
     @microkernel("iiiiiiii")
     def gemm(
         e: Emit, a: Value, a_row: Value, b: Value, b_row: Value, c: Value, c_row: Value, depth: Value, keep: Value
     ) -> None:
-        size = e.builder.mul(a_row, e.i64(4))
-        rows = [e.builder.add(a, e.builder.mul(size, e.i64(i))) for i in range(KEYS)]
-        fma = partial(dot_pairs, e) if pairs else e.fma
-        sums = products(e, KEYS, lambda i, k: e.load_scalar(rows[i], k, F32), b, b_row, depth, vectors, fma)
-        _add(e, sums, c, c_row, keep)
+        _prefetch(e, c, c_row, KEYS, vectors)
+        _add(e, rows_times(e, a, a_row, b, b_row, depth, vectors, pairs), c, c_row, keep)
 
     return gemm
 
@@ -75,6 +91,7 @@ def _gemm_columns(vectors: int, pairs: bool) -> Any:
             return e.load_scalar(a, e.builder.add(e.builder.mul(k, a_row), e.i64(i)), F32)
 
         fma = partial(dot_pairs, e) if pairs else e.fma
+        _prefetch(e, c, c_row, ROWS, vectors)
         _add(e, products(e, ROWS, element, b, b_row, depth, vectors, fma), c, c_row, e.i64(1))
 
     return gemm

@@ -211,7 +211,7 @@ def delta(params, scratch):
 
 def mainloop(gemm):
     """`fn(params, scratch)`, which a thread runs, by a policy of `gradient_products.py`."""
-    _, load_keys, load_rows, dots, pack_cells, add_values, add_keys, add_queries = gemm
+    _, load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries = gemm
 
     @named(gemm.name)
     def add_to_queries(p, g, t, tile, clean_keys, R, line, nothing):
@@ -248,9 +248,10 @@ def mainloop(gemm):
             set_up_rows(p, g, t, tile, R)
             load_rows(p, g, t, tile, R)
             list_blocks(t, tile, R, count)
-            factor = dots(p, t, tile, R, line, count)
-            differentiate(p, g, t, tile, R, line, count, factor)
-            pack_cells(t, line, count)
+            if not cells(p, t, tile, R, line, count):
+                factor = dots(p, t, tile, R, line, count)
+                differentiate(p, g, t, tile, R, line, count, factor)
+                pack_cells(t, line, count)
             if g.dv:
                 add_values(p, t, line, count)
             if g.dk:

@@ -12,17 +12,29 @@ from __future__ import annotations
 
 from ..codegen import dtypes
 from ..codegen.load_store import clear, get_f32, get_i64, get_one, put_one
-from ..codegen.numba_ops import INF, ONE, F, jit, up
+from ..codegen.numba_ops import INF, ONE, ZERO, F, jit, up
 from ..codegen.vector import W
-from ..gemm.fp32 import KEYS
+from ..gemm.fp32 import KEYS, PANEL
 from ..gemm.gradient import gemm_columns_bf16, gemm_rows_bf16
 from ..kv_access import key_source, list_rows, query_row, sequence, value_source
 from .backward_fp32 import dout_at, transpose_rows
-from .gradient_cells import copy_16, pair_cells, pair_rows, pair_rows_clean, round_cells
+from .gradient_cells import (
+    copy_16,
+    ds_of_dots,
+    pair_cells,
+    pair_rows,
+    pair_rows_clean,
+    probs_full,
+    probs_masked,
+    probs_of_dots,
+    round_cells,
+)
 from .gradient_products import Policy, blocked_products
-from .scores import unit
+from .prefill_fp32 import DOT_LENGTH
+from .rows import sees_all
+from .scores import bias_scores, is_plain, unit
 
-dot_rows, add_to_keys, add_to_rows = blocked_products("bf16", gemm_rows_bf16, gemm_columns_bf16, 2)
+multiply, dot_rows, add_to_keys, add_to_rows = blocked_products("bf16", gemm_rows_bf16, gemm_columns_bf16, 2)
 
 
 @jit
@@ -101,11 +113,51 @@ def ds_pairs(t, line, count):
 @jit
 def pack_cells_bf16(t, line, count):
     """P and dS rounded in place, and dS in pairs of keys. Keys behind the last are 0 times 0."""
-    round_cells(t.s, up(count, KEYS) * line)
+    round_cells(t.s, t.s, up(count, KEYS) * line)
     for k in range(0, count, 2):
         x = t.ds + 4 * k * line
         pair_cells(ds_pairs(t, line, count) + 2 * k * line, x, x + 4 * line, line)
-    round_cells(t.ds, up(count, KEYS) * line)
+    round_cells(t.ds, t.ds, up(count, KEYS) * line)
+
+
+@jit
+def cells_bf16(p, t, tile, R, line, count):
+    """P and dS of plain scores, a block of KEYS keys and a panel of rows at a time, in the form that `pack_cells` gives
+    them: no tile of float32 is kept. False if scores are not plain.
+    """
+    D, Dv = units(p.head_dim), units(p.value_dim)
+    if not is_plain(p) or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:
+        return False
+    for panel in range(0, line, PANEL):
+        q, dout = t.q + 4 * panel * D, t.dout + 4 * panel * Dv
+        for k in range(0, count, KEYS):
+            key, at = tile.start + k, k * line + panel
+            probs, ds, pairs = t.s + 2 * at, t.ds + 2 * at, ds_pairs(t, line, count) + 2 * k * line + 4 * panel
+            if k + KEYS <= count and sees_all(t, panel, panel + PANEL, key, key + KEYS):
+                probs_of_dots(t.keys + 4 * k * D, D, q, D, t.m + 4 * panel, unit(p), t.dcap, probs, line)
+                ds_of_dots(t.values + 4 * k * Dv, Dv, dout, Dv, t.l + 4 * panel, t.dcap, ds, pairs, line)
+                continue
+            first = max(panel, get_i64(t.first_row + 8 * (k // KEYS)) // W * W)
+            last = min(panel + PANEL, get_i64(t.last_row + 8 * (k // KEYS)))
+            if first >= last:
+                continue
+            n, from_panel = (last - first + W - 1) // W, first - panel
+            s, dp = t.dcap + 4 * from_panel, t.dcap + 4 * (KEYS * PANEL + from_panel)  # [KEYS, PANEL]
+            multiply(t.keys + 4 * k * D, D, q + 4 * from_panel, PANEL, s, PANEL, D, ZERO, n)
+            multiply(t.values + 4 * k * Dv, Dv, dout + 4 * from_panel, PANEL, dp, PANEL, Dv, ZERO, n)
+            for i in range(0, n * W, W):
+                m, l, here = t.m + 4 * (first + i), t.l + 4 * (first + i), min(KEYS, count - k)
+                if bias_scores(p, t, tile, s + 4 * i, PANEL, first + i, R, key, here):
+                    probs_masked(s + 4 * i, dp + 4 * i, PANEL, here, m, l, unit(p))
+                else:
+                    probs_full(s + 4 * i, dp + 4 * i, PANEL, here, m, l, unit(p))
+            for i in range(0, KEYS, 2):
+                x, to = 4 * i * PANEL, i * line + from_panel
+                for j in range(2):
+                    round_cells(probs + 2 * (to + j * line), s + x + 4 * j * PANEL, n * W)
+                    round_cells(ds + 2 * (to + j * line), dp + x + 4 * j * PANEL, n * W)
+                pair_cells(pairs + 2 * i * line + 4 * from_panel, dp + x, dp + x + 4 * PANEL, n * W)
+    return True
 
 
 @jit
@@ -128,6 +180,7 @@ BF16 = Policy(
     "bf16",
     load_keys_bf16,
     load_rows_bf16,
+    cells_bf16,
     dots_bf16,
     pack_cells_bf16,
     add_values_bf16,

@@ -15,7 +15,7 @@ from .gradient_products import Policy, blocked_products
 from .prefill_fp32 import SHORT_DOT_LENGTH, SHORT_KEYS, SHORT_ROWS
 from .scores import is_plain, unit
 
-dot_rows, add_to_keys, add_to_rows = blocked_products("fp32", gemm_rows, gemm_columns, 1)
+_, dot_rows, add_to_keys, add_to_rows = blocked_products("fp32", gemm_rows, gemm_columns, 1)
 
 
 @jit
@@ -93,6 +93,12 @@ def dot_few_rows(keys, rows, to, line, count, width, R, factor, less):
 
 
 @jit
+def cells(p, t, tile, R, line, count):
+    """P and dS are made of s and dP when those are in memory."""
+    return False
+
+
+@jit
 def dots(p, t, tile, R, line, count):
     """s and dP. Returns what plain scores are still to be multiplied by."""
     D, Dv, factor = up(p.head_dim, W), up(p.value_dim, W), unit(p)
@@ -131,4 +137,4 @@ def add_queries(p, t, tile, line, clean_keys, sums, R):
     add_to_rows(t, tile, t.ds, line, clean_keys, sums, R, up(p.head_dim, W), most)
 
 
-FP32 = Policy("fp32", load_keys, load_rows, dots, pack_cells, add_values, add_keys, add_queries)
+FP32 = Policy("fp32", load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries)

@@ -8,7 +8,8 @@ from typing import Any
 from llvmlite import ir
 
 from ..codegen.vector import F32, I16, I32, Emit, Value, W, microkernel
-from ..gemm.gradient import BFloat
+from ..gemm.fp32 import KEYS, PANEL
+from ..gemm.gradient import VECTORS, BFloat, rows_times
 from .softmax import LOG2E
 
 
@@ -118,20 +119,22 @@ def _load_16(e: Emit, address: Value, offset: Value) -> Value:
     return e.load_i16(e.builder.add(address, e.builder.mul(offset, e.i64(2))))
 
 
+def _store_16(e: Emit, bits: Value, address: Value, offset: Value) -> None:
+    e.builder.store(bits, e.pointer(address, offset, I16, bits.type)).align = 2
+
+
 @microkernel("iii")
 def copy_16(e: Emit, to: Value, source: Value, count: Value) -> None:
     """`count` 16-bit numbers, a multiple of W."""
     with e.loop(count, W) as i:
-        x = _load_16(e, source, i)
-        e.builder.store(x, e.pointer(to, i, I16, x.type)).align = 2
+        _store_16(e, _load_16(e, source, i), to, i)
 
 
-@microkernel("ii")
-def round_cells(e: Emit, cells: Value, count: Value) -> None:
-    """`count` floats, a multiple of W, to bf16 in place: they take the first half of their memory."""
+@microkernel("iii")
+def round_cells(e: Emit, to: Value, cells: Value, count: Value) -> None:
+    """`count` floats, a multiple of W, to bf16; in place they take the first half of their memory."""
     with e.loop(count, W) as i:
-        x = _bits(e, e.load(cells, i))
-        e.builder.store(x, e.pointer(cells, i, I16, x.type)).align = 2
+        _store_16(e, _bits(e, e.load(cells, i)), to, i)
 
 
 @microkernel("iiii")
@@ -139,6 +142,44 @@ def pair_cells(e: Emit, to: Value, x: Value, y: Value, count: Value) -> None:
     """Two rows of `count` floats to pairs of bf16 numbers."""
     with e.loop(count, W) as i:
         e.store(_pair(e, _bits(e, e.load(x, i)), _bits(e, e.load(y, i))), to, i)
+
+
+@microkernel("iiiiifiii")
+def probs_of_dots(
+    e: Emit, keys: Value, width: Value, q: Value, depth: Value, lse: Value, unit: Value, probs: Value, to: Value,
+    line: Value,
+) -> None:  # fmt: skip
+    """P of KEYS keys and a panel of rows that all see them, in the registers of K Q^T: float32 into `probs`
+    [KEYS, PANEL], and bf16 into `to`, of which a row has `line` numbers.
+    """
+    b = e.builder
+    sums = rows_times(e, keys, width, q, e.i64(PANEL), depth, VECTORS, True)
+    unit, log2e = e.splat(unit), e.f32s(LOG2E)
+    for j in range(VECTORS):
+        minus_lse = b.fneg(e.load(lse, j * W))
+        for i in range(KEYS):
+            p = e.exp2_of_product(e.fma(sums[i][j].get(), unit, minus_lse), log2e)
+            e.store(p, probs, i * PANEL + j * W)
+            _store_16(e, _bits(e, p), to, b.add(b.mul(line, e.i64(i)), e.i64(j * W)))
+
+
+@microkernel("iiiiiiiii")
+def ds_of_dots(
+    e: Emit, values: Value, width: Value, dout: Value, depth: Value, delta: Value, probs: Value, to: Value,
+    pairs: Value, line: Value,
+) -> None:  # fmt: skip
+    """dS of the same, in the registers of V dO^T: bf16 into `to`, and in pairs of keys."""
+    b = e.builder
+    sums = rows_times(e, values, width, dout, e.i64(PANEL), depth, VECTORS, True)
+    for j in range(VECTORS):
+        less = e.load(delta, j * W)
+        for i in range(0, KEYS, 2):
+            both = []
+            for n in (i, i + 1):
+                x = b.fmul(e.load(probs, n * PANEL + j * W), b.fsub(sums[n][j].get(), less))
+                both.append(_bits(e, x))
+                _store_16(e, both[-1], to, b.add(b.mul(line, e.i64(n)), e.i64(j * W)))
+            e.store(_pair(e, *both), pairs, b.add(b.mul(line, e.i64(i // 2)), e.i64(j * W)))
 
 
 def _pair_rows(clean: bool) -> Any:

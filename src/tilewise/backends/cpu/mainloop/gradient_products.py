@@ -15,9 +15,9 @@ from ..gemm.gradient import VECTORS
 from .prefill_fp32 import DOT_LENGTH, piece
 from .rows import seen_by_some
 
-# How a policy loads K and V of a block, loads Q and dO of a tile, makes s and dP of them, brings P and dS into the form
-# that products take, and adds to dV, dK and dQ
-Policy = namedtuple("Policy", "name load_keys load_rows dots pack_cells add_values add_keys add_queries")
+# How a policy loads K and V of a block, loads Q and dO of a tile, makes P and dS of them at once if it can, else s and
+# dP, brings P and dS into the form that products take, and adds to dV, dK and dQ
+Policy = namedtuple("Policy", "name load_keys load_rows cells dots pack_cells add_values add_keys add_queries")
 
 
 def named(suffix):
@@ -31,7 +31,10 @@ def named(suffix):
 
 
 def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
-    """`dot_rows`, `add_to_keys`, `add_to_rows` by these kernels; a 32-bit unit of A and B holds so many `numbers`."""
+    """`multiply`, `dot_rows`, `add_to_keys`, `add_to_rows` by these kernels.
+
+    A 32-bit unit of A and B holds so many `numbers`.
+    """
     rows_1, rows_2, rows_3, rows_4 = rows_kernels
     columns_1, columns_2, columns_3 = columns_kernels
     PER = np.int64(numbers)
@@ -100,4 +103,4 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
                         columns_3(a, line, b, D, sums, D, depth)
             c += n * W
 
-    return dot_rows, add_to_keys, add_to_rows
+    return multiply, dot_rows, add_to_keys, add_to_rows
