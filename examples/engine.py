@@ -74,7 +74,7 @@ class Sampling:
     def choose(self, logits, generator):
         if self.temperature == 0:
             return int(logits.argmax())
-        logits, order = (logits / self.temperature).sort(descending=True)
+        logits, order = ((logits - logits.max()) / self.temperature).sort(descending=True)
         if self.top_k:
             logits, order = logits[: self.top_k], order[: self.top_k]
         chances = logits.softmax(-1)

@@ -119,11 +119,18 @@ def main():
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--stream", action="store_true", help="one prompt, its tokens as they come")
-    parser.add_argument("--load", type=positive, metavar="N", help="N requests that come one after another")
-    parser.add_argument("--soak", type=positive, metavar="N", help="N requests, some cancelled, all of them checked")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--stream", action="store_true", help="one prompt, its tokens as they come")
+    what.add_argument("--load", type=positive, metavar="N", help="N requests that come one after another")
+    what.add_argument(
+        "--soak", type=positive, metavar="N", help="N requests to a smaller model, some cancelled, all checked"
+    )
     parser.add_argument("--check", action="store_true", help="compare with one-by-one generation, which is slow")
     options = parser.parse_args()
+    if options.check and options.temperature:
+        parser.error(
+            f"--check: texts of --temperature {options.temperature:g} are drawn, and have nothing to be equal to"
+        )
     if options.soak:
         problems = soak(options.soak)
         print("\n".join(problems) or "nothing was lost")
@@ -153,7 +160,7 @@ def main():
         engine.waiting += requests[1:]
         engine.run()
         print(end="\n" * options.stream)
-    print(f"{len(requests)} prompts")
+    print(f"{len(requests)} prompt{'s' * (len(requests) > 1)}")
     print("\n".join(engine.statistics.lines(time.perf_counter() - start)))
     if options.check:
         wrong, ties = differences(model, [(request.prompt, request.tokens) for request in requests])

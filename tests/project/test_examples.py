@@ -59,6 +59,8 @@ def test_a_batch_generates_what_each_prompt_does_alone(generate, expected, pages
         (["--pages", "x"], "--pages: got 'x'"),
         (["--top-p", "2"], "top_p"),
         (["--soak", "0"], "--soak"),
+        (["--stream", "--load", "3"], "--load: not allowed with argument --stream"),
+        (["--check", "--temperature", "1"], "--check: texts of --temperature 1 are drawn"),
         (["--pages", "3"], "need 9 pages of 16, of 3 in all: give more pages"),
     ],
     ids=str,
@@ -144,6 +146,8 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generate):
     assert chosen == {1, 2}
     assert {generate.Sampling(1.0, top_p=0.6).choose(logits, g) for _ in range(200)} == {1}
     assert {generate.Sampling(5.0).choose(logits, g) for _ in range(300)} == {0, 1, 2, 3}
+    assert {generate.Sampling(1e-42).choose(logits, g) for _ in range(9)} == {1}  # past float32's range
+    assert {generate.Sampling(float("inf")).choose(logits, g) for _ in range(200)} == {0, 1, 2, 3}
 
 
 def test_a_short_soak(generate, capsys):
