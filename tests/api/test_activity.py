@@ -90,7 +90,7 @@ def test_threads_lose_nothing():
 
 def test_a_kind_is_told_once(caplog):
     x = drawn(1, 2, 7, 16)
-    activity._told.kept.clear()
+    activity._told.clear()
     with caplog.at_level(logging.INFO, "tilewise"):
         for _ in range(2):
             attention(x, x, x)
@@ -104,8 +104,22 @@ def test_a_kind_is_told_once(caplog):
     assert "softcap" in told[1]
 
 
+def test_lengths_make_no_new_kind(caplog):
+    """A cache that grows is told once, and so is the prompt before it."""
+    x = drawn(2, 4, 300, 16)
+    activity._told.clear()
+    with caplog.at_level(logging.INFO, "tilewise"):
+        attention(x, x, x, causal=True)
+        for length in range(40, 60):
+            attention(x[:1, :, :1], x[:1, :, :length], x[:1, :, :length], causal=True)
+        attention(x[:, :, :200], x, x, causal=True)
+        attention(x[:1, :, :1].half(), x[:1].half(), x[:1].half(), causal=True)  # another dtype is one
+    told = [record.getMessage() for record in caplog.records if record.name == "tilewise"]
+    assert [line.split("Lk ")[1].split(",")[0] for line in told] == ["300", "40", "300"]
+
+
 def test_nothing_is_told_unasked(caplog):
-    activity._told.kept.clear()
+    activity._told.clear()
     x = drawn(1, 2, 7, 16)
     attention(x, x, x)
     assert not [record for record in caplog.records if record.name == "tilewise"]

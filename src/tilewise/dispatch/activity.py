@@ -1,6 +1,6 @@
 """What has run: calls counted by backend, and each new kind of call told once by `logging`.
 
-The logger is `tilewise`, at level INFO. `TILEWISE_LOG=plan` writes it to stderr.
+The logger is `tilewise`, at level INFO. `TILEWISE_LOG=plan` writes it to stderr. Batch and lengths make no new kind.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable
 from itertools import count
 
-from ..core.plan import ByPlan, Plan
+from ..core.plan import Plan
 
 VARIABLE = "TILEWISE_LOG"
 log = logging.getLogger("tilewise")
 _calls: dict[str, count[int]] = {}
 _looks: dict[str, int] = {}  # a look at a counter moves it by one
+_told: set[tuple[object, ...]] = set()  # kinds of calls
 _lock = threading.Lock()
 
 
@@ -51,11 +52,17 @@ def counters() -> dict[str, int]:
 def ran(plan: Plan) -> None:
     """A call that was not in the call cache has run."""
     counter(plan)()
-    if log.isEnabledFor(logging.INFO):
-        _told(plan)
+    if log.isEnabledFor(logging.INFO) and (kind := _kind(plan)) not in _told:
+        _told.add(kind)
+        log.info("%s", plan)
 
 
-_told = ByPlan(lambda plan: log.info("%s", plan))
+def _kind(plan: Plan) -> tuple[object, ...]:
+    """What calls are told apart by: not batch and lengths, which are others in each step of decoding."""
+    p, others = plan.problem, tuple(name for name, _ in plan.passed_over)
+    sizes = (p.heads, p.kv_heads, p.head_dim, p.value_dim, p.page_size)
+    stored = (p.q_dtype, p.k_format, p.v_format)
+    return plan.backend, plan.kernel, p.form, p.device, *sizes, *stored, p.options(), p.copies, plan.notes, others
 
 
 def from_environment(value: str | None) -> None:
