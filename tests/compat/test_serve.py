@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 import tiny_chat
 from tilewise.core.extras import MissingPackage
 from tilewise.errors import InvalidArgument
-from tilewise.tools import pretrained
+from tilewise.tools import cli, pretrained, serve
 
 openai = pytest.importorskip("openai", reason="the extra [serve]")
 pytest.importorskip("fastapi", reason="the extra [serve]")
@@ -136,6 +136,27 @@ def check(folder, log, most):
 
 def test_a_tiny_model(tmp_path):
     check(tiny_chat.save(tmp_path / "model"), tmp_path / "log", 24)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["/no/such/folder"], "model: got /no/such/folder, expected a folder"),
+        (["FOLDER"], "model: got"),
+        (["--dtype", "float99"], "dtype: got 'float99'"),
+        (["--dtype", "int8"], "dtype: got 'int8'"),
+        (["--device", "cuda:99"], "device: got 'cuda:99'"),
+        (["--device", "abacus"], "device: got 'abacus'"),
+        (["--host", "127.0.0.1", "--port", "PORT"], "expected a free port"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_told_at_once(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "converted", lambda file: pytest.fail("weights are read before all is checked"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = {"FOLDER": str(tmp_path), "PORT": str(taken.getsockname()[1])}
+        assert cli.main(["serve", *(given.get(word, word) for word in words)]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

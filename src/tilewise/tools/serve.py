@@ -7,9 +7,12 @@ for room forever), and a stop leaves no thread behind.
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..core.extras import need
 from ..errors import InvalidArgument
@@ -28,9 +31,8 @@ def serve(model: str | None, host: str, port: int, attention: str, tokens: int, 
         tokens: that the cache of continuous batching has room for.
     """
     need("serve", "transformers", "fastapi", "uvicorn", "kernels", "psutil", by="tilewise serve")
+    _check(model, host, port, device, dtype)
     name = str(converted(smollm2_file())) if model is None else model
-    if Path(name).is_dir() and not (Path(name) / "tokenizer_config.json").is_file():
-        raise InvalidArgument("model", name, "a folder with a model and its tokenizer, as transformers saves them")
     from transformers.cli.serve import Serve
 
     from ..compat.transformers import register_flash
@@ -45,17 +47,21 @@ def serve(model: str | None, host: str, port: int, attention: str, tokens: int, 
             self.server.config.timeout_graceful_shutdown = GRACE
             super().start_server()
 
-    running = Server(
-        force_model=name,
-        continuous_batching=True,
-        attn_implementation=register_flash() if attention == "tilewise" else attention,
-        cb_num_blocks=-(-tokens // PAGE),
-        device=device,
-        dtype=dtype,
-        host=host,
-        port=port,
-        non_blocking=True,
-    )
+    try:
+        running = Server(
+            force_model=name,
+            continuous_batching=True,
+            attn_implementation=register_flash() if attention == "tilewise" else attention,
+            cb_num_blocks=-(-tokens // PAGE),
+            device=device,
+            dtype=dtype,
+            host=host,
+            port=port,
+            non_blocking=True,
+        )
+    except OSError as error:  # of what loads models
+        reason = str(error).strip().split("\n")[0]
+        raise InvalidArgument("model", name, "a folder, or a name on the hub that can be had", reason) from error
     print(f"model {name!r} at http://{host}:{port}/v1, attention by {attention}; Ctrl-C stops it", file=sys.stderr)
     try:
         running._thread.join()
@@ -65,7 +71,29 @@ def serve(model: str | None, host: str, port: int, attention: str, tokens: int, 
         for batcher in batchers:
             batcher.stop(hard_stop=True)  # its requests too; waits for the step under way
         running.reset_loaded_models()
-    return 0
+    return 0 if running.server.started else 1  # uvicorn has said why
+
+
+def _check(model: str | None, host: str, port: int, device: str, dtype: str) -> None:
+    """What would be seen only once the model is there."""
+    if model is not None:
+        folder = Path(model)
+        is_path = folder.is_absolute() or model.startswith(".") or len(folder.parts) > 2  # the hub has OWNER/NAME
+        if not (folder / "tokenizer_config.json").is_file() if folder.is_dir() else is_path:
+            raise InvalidArgument("model", model, "a folder with a model and its tokenizer, as transformers saves them")
+    if dtype != "auto" and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
+        raise InvalidArgument("dtype", repr(dtype), "'auto' or a dtype of torch, such as 'bfloat16'")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise InvalidArgument("device", repr(device), "a device that torch has here, such as 'cpu'", reason) from error
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InvalidArgument("port", f"{port} of {host}", "a free port", f"{reason}; use another --port") from error
 
 
 def _limit_prompts(model: Any, tokens: int, batchers: list[Any]) -> None:
