@@ -33,8 +33,9 @@ serve: $(VENV)-serve/.installed ## start transformers' server with SmolLM2-135M 
 vllm: $(VENV)-vllm/.installed ## vLLM on the CPU with its own attention and with tilewise's: texts and tokens a second
 	$(VENV)-vllm/bin/python benchmarks/cpu/vllm_serving.py
 
-train: $(VENV)/.installed-cli ## train a small GPT by tilewise and beside it by torch's SDPA; the curves go into train.svg
+train: $(VENV)/.installed-cli $(VENV)/.installed-weights ## train a small GPT and fine-tune SmolLM2-135M, beside torch's SDPA; curves in train.svg, smollm2.svg
 	$(BIN)/python examples/train.py
+	$(BIN)/python examples/train.py --model smollm2 --out smollm2
 
 test: lint unit ## lint, types and every test but the slow ones
 
@@ -86,7 +87,7 @@ wheel: $(VENV)/.installed-dev ## build a wheel into dist with the CPU kernels co
 	@ls -l dist/*.whl | awk '$$5 > 20000000 { print $$NF " is over 20 MB"; exit 1 }'
 
 clean: ## remove .venv, every cache and what make train wrote
-	rm -rf $(VENV) $(VENV)-serve $(VENV)-vllm $(VENV)-lowest $(VENV)-newest train.svg train.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site
+	rm -rf $(VENV) $(VENV)-serve $(VENV)-vllm $(VENV)-lowest $(VENV)-newest train.svg train.json smollm2.svg smollm2.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build dist site
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: a second run installs nothing unless the requirements have changed.

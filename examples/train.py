@@ -2,7 +2,7 @@
 
     python examples/train.py                              # about a minute on two cores
     python examples/train.py --packed                     # paragraphs of all lengths in one row, without padding
-    python examples/train.py --model smollm2 --steps 8    # fine-tunes SmolLM2-135M; its weights come with `make chat`
+    python examples/train.py --model smollm2 --steps 8    # fine-tunes SmolLM2-135M; its weights come with `make train`
 
 Both start with the same weights and see the same batches, so the loss curves are the same but for rounding. A step of
 one is followed by that of the other: a busy machine slows both. The curves go into a picture and a JSON file, also
@@ -121,7 +121,8 @@ def smollm2(options):
 
     tokenizer = load()[1]
     paragraphs = read_text(options.text)[:4000]  # of 4.7 MB; its tokens are more than any short run sees
-    return Text(tokenizer(paragraphs)["input_ids"]), lambda name: SmolLM2(name, options.checkpoint)
+    tokens = tokenizer(paragraphs, verbose=False)["input_ids"]  # some are longer than the model's rows: they are cut
+    return Text(tokens), lambda name: SmolLM2(name, options.checkpoint)
 
 
 def train(runs, text, options, screen):

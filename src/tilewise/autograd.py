@@ -25,7 +25,7 @@ from .quantised import Quantised
 from .state import AttentionState
 from .validation import calls, keywords
 from .validation.arrays import returner, to_tensor
-from .validation.backward import BackwardCall, backward, is_deterministic
+from .validation.backward import BackwardCall, backward, check_grads, is_deterministic
 
 TABLES = {"attention": (), "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k")}
 ARGUMENTS = ("q", "k", "v", "out", "lse", "dout", "dlse", "backend")  # of a backward pass, beside its options
@@ -116,8 +116,7 @@ def _traced(tensors: tuple[Any, ...], grads: Sequence[str], backend: Any, option
 
     if backend is not None:
         raise InvalidArgument("backend", f"{backend!r} in traced code", "None: the planner chooses when the graph runs")
-    if not grads or not set(grads) <= set(GRADS):
-        raise InvalidArgument("grads", repr(grads), f"some of {', '.join(map(repr, GRADS))}, as a tuple")
+    check_grads(grads)
     found = ops.traced_backward(tensors, grads, **options)
     return AttentionGradients(*(found.get(name) for name in GRADS))
 

@@ -334,6 +334,8 @@ def test_refusals():
         ("grads", "'q'", lambda: attention_backward(q, k, v, out, lse, dout, grads=())),
         ("grads", "'q'", lambda: attention_backward(q, k, v, out, lse, dout, grads=("dq",))),
         ("grads", "tuple", lambda: attention_backward(q, k, v, out, lse, dout, grads="q")),
+        ("grads", "tuple", lambda: attention_backward(q, k, v, out, lse, dout, grads=[["q"]])),
+        ("grads", "tuple", lambda: attention_backward(*(x.to("meta") for x in (q, k, v, out, lse, dout)), grads="q")),
         ("grads", "float mask", lambda: attention_backward(q, k, v, out, lse, dout, grads=("mask",))),
         ("grads", "sinks", lambda: attention_backward(q, k, v, out, lse, dout, grads=("sinks",))),
         ("deterministic", "True or False", lambda: attention(q, k, v, deterministic=1)),

@@ -99,10 +99,15 @@ def is_deterministic(option: bool) -> bool:
     return option or torch.are_deterministic_algorithms_enabled()
 
 
+def check_grads(grads: Any) -> None:
+    named = isinstance(grads, Sequence) and not isinstance(grads, str) and all(name in GRADS for name in grads)
+    if not named or not grads:
+        raise InvalidArgument("grads", repr(grads), f"some of {', '.join(map(repr, GRADS))}, as a tuple")
+
+
 def as_grads(grads: Any, p: Problem) -> tuple[str, ...]:
     """The names in the order of `GRADS`; each is of something that this call can differentiate."""
-    if isinstance(grads, str) or not isinstance(grads, Sequence) or not grads or not set(grads) <= set(GRADS):
-        raise InvalidArgument("grads", repr(grads), f"some of {', '.join(map(repr, GRADS))}, as a tuple")
+    check_grads(grads)
     for name in grads:
         if name not in differentiable(p):
             what = "a call without a float mask" if name == "mask" else f"a call without {name}"
