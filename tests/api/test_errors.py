@@ -178,6 +178,7 @@ DENSE = [
     ("validate", {"validate": "yes"}, "None, True or False"),
     ("backend", {"backend": "cuda"}, "one of"),
     ("is_causal", {"is_causal": True}, "did you mean causal?"),
+    ("mesh", {"mesh": 4}, "tilewise.distributed.attention and tilewise.distributed.plan take it"),
     ("attn_mask", {"attn_mask": None}, "did you mean mask?"),
     ("sliding_window", {"sliding_window": 4}, "did you mean window? window=W is W keys with the query's own"),
     ("window_size", {"window_size": (-1, -1)}, "None, not -1, is unlimited"),

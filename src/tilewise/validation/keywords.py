@@ -47,6 +47,7 @@ NOT_NEEDED = {
     "deterministic": "leave it out: every result is deterministic",
     "need_weights": "the weights are never made: leave it out",
     "training": "leave it out",
+    "mesh": "tilewise.distributed.attention and tilewise.distributed.plan take it",
 }
 
 
