@@ -32,7 +32,7 @@ WHEELS = (
 )
 PLATFORMS = ("manylinux2014_aarch64", "manylinux_2_27_aarch64", "manylinux_2_28_aarch64", "any")
 # LLVM reads the host's /proc/cpuinfo, finds no ARM core there and uses none of its features.
-CPU, FEATURES = "neoverse-n1", "+neon,+fullfp16,+dotprod,+lse,+rdm,+crc"
+CPU, FEATURES = "neoverse-n1", "+neon,+fp-armv8,+fullfp16,+dotprod,+lse,+rdm,+crc"
 
 
 def run(*command: str, cwd: Path | None = None) -> None:

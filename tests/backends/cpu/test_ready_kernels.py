@@ -1,9 +1,11 @@
 """Kernels that come with the package: for which CPUs, wrong files, and that they are taken."""
 
 import os
+import runpy
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from tilewise.tools import doctor
 from tiny_kernel import adding, no_compiler, run_tiny, said
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="releases bring kernels for Linux")
+ROOT = Path(__file__).parents[3]
 BF16 = f"{V4} avx512vnni avx512bf16"
 
 
@@ -47,6 +50,11 @@ def home(monkeypatch, tmp_path):
 )
 def test_a_cpu_has_the_kernels_that_would_be_compiled_for_it(machine, features, name):
     assert matching(machine, set(features.split())) == name
+
+
+def test_the_emulated_machine_takes_a_wheels_kernels():
+    given = runpy.run_path(str(ROOT / "tools/arm/environment.py"))["FEATURES"]
+    assert matching("aarch64", {name.removeprefix("+") for name in given.split(",")}) == "neon"
 
 
 def test_every_target_is_its_own():
