@@ -4,10 +4,12 @@ Stand-ins for the few names that the backends import are made below; what they h
 """
 
 import abc
+import copy
 import dataclasses
 import enum
 import importlib
 import itertools
+import pickle
 import sys
 import types
 from importlib.metadata import entry_points
@@ -119,6 +121,24 @@ class Common:
     causal: bool = True
 
 
+class Registry(enum.Enum):
+    """Names of backends; a plugin adds its own in each process."""
+
+    CPU_ATTN = "theirs"
+
+
+def register_backend(name, path):
+    member = object.__new__(Registry)
+    member._name_, member._value_ = name, path
+    Registry._member_map_[name] = Registry._value2member_map_[path] = member
+
+
+def forget_backend():
+    for names in (Registry._member_map_, Registry._value2member_map_):
+        for name in ("TILEWISE", "tilewise.compat.vllm.TilewiseBackend"):
+            names.pop(name, None)
+
+
 class CpuPlatform:
     """As vLLM 0.32 has it: whatever is asked for, it is its own."""
 
@@ -134,11 +154,11 @@ class CpuPlatform:
 def vllm(monkeypatch):
     yield vllm_backend(monkeypatch)
     sys.modules.pop("tilewise.compat.vllm", None)
+    forget_backend()
 
 
 def vllm_backend(monkeypatch, **more):
     """Our module for vLLM, among stand-ins."""
-    known = {}
     backend = {
         "AttentionBackend": Backend, "AttentionImpl": Impl, "AttentionMetadata": object, "AttentionType": AttentionType,
         "AttentionMetadataBuilder": Builder, "CommonAttentionMetadata": Common,
@@ -147,9 +167,8 @@ def vllm_backend(monkeypatch, **more):
         monkeypatch,
         vllm__v1__attention__backend=backend,
         vllm__v1__attention__backends__registry={
-            "register_backend": known.__setitem__,
-            "known": known,
-            "AttentionBackendEnum": types.SimpleNamespace(__members__=known),
+            "register_backend": register_backend,
+            "AttentionBackendEnum": Registry,
         },
         vllm__platforms={"current_platform": CpuPlatform()},
         **more,
@@ -300,9 +319,7 @@ def test_vllm_encoders(vllm, window):
 
 def test_vllm_is_told(vllm):
     vllm.register()
-    assert sys.modules["vllm.v1.attention.backends.registry"].known == {
-        "TILEWISE": "tilewise.compat.vllm.TilewiseBackend"
-    }
+    assert Registry["TILEWISE"].value == "tilewise.compat.vllm.TilewiseBackend"
     b = vllm.TilewiseBackend
     assert b.get_name() == "TILEWISE"
     assert [n for n in (0, 1, 80, 576, 577) if b.supports_head_size(n)] == [1, 80, 576]
@@ -318,6 +335,16 @@ def test_vllm_is_told(vllm):
         assert platform.get_attn_backend_cls(selected, config, num_heads=4) == "theirs for 4"
     (entry,) = entry_points(group="vllm.general_plugins", name="tilewise")
     assert entry.value == "tilewise.compat.vllm:register"
+
+
+def test_vllm_chosen_in_another_process(vllm):
+    """vLLM pickles what it was asked for, for a process that knows no plugin yet."""
+    vllm.register()
+    sent = pickle.dumps({"backend": Registry["TILEWISE"]})
+    assert copy.deepcopy(Registry["TILEWISE"]) is Registry["TILEWISE"]
+    forget_backend()
+    assert pickle.loads(sent)["backend"] is Registry["TILEWISE"]
+    assert Registry["TILEWISE"].name == "TILEWISE"
 
 
 def test_vllm_refusals(vllm):

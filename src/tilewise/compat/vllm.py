@@ -44,8 +44,18 @@ def register() -> None:
     path = f"{__name__}.TilewiseBackend"
     if NAME not in AttentionBackendEnum.__members__:
         register_backend(NAME, path)
+        # vLLM hands its configuration to processes that have not loaded plugins yet: there it brings the name along.
+        AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (registered, ())
     if current_platform.is_cpu():
         _let_cpus_choose(type(current_platform), path)
+
+
+def registered() -> Any:
+    """The backend in vLLM's list, which it is told of first."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()
+    return AttentionBackendEnum[NAME]
 
 
 def _let_cpus_choose(platform: Any, path: str) -> None:
