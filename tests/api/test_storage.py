@@ -173,6 +173,17 @@ def test_values_are_the_first_bytes_of_a_latent_row():
         assert torch.equal(out, apart)
 
 
+@pytest.mark.parametrize("name", ["int4", "codebook4"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def test_the_first_bytes_of_4_bits_are_no_first_columns(name, backend):
+    """They are packed by halves of a row: V at K's address is not V in K."""
+    q, k = torch.randn(1, 4, 3, 128), Quantised.from_float(torch.randn(1, 1, 50, 128), name, 32)
+    v = Quantised(k.data[..., :32], k.scales[..., :2], name, 32)
+    assert not plan(q, k, v).problem.v_in_k
+    apart = Quantised(v.data.clone(), v.scales.clone(), name, 32)
+    assert torch.equal(attention(q, k, v, backend=backend), attention(q, k, apart, backend=backend))
+
+
 def test_rows_of_int8_lie_in_one_another_with_their_scales():
     whole, other = (Quantised.from_float(torch.randn(1, 1, 70, 128), "int8", 32) for _ in range(2))
     q = torch.randn(1, 4, 1, 128)

@@ -150,7 +150,9 @@ def test_the_plan_counts_what_is_chosen():
     [
         ({"key_indices": torch.zeros(B, LQ, 2).int()}, "key_indices: got 0 twice"),
         ({"key_indices": torch.full((B, LQ, 1), LK).int()}, f"got an index of {LK}.*to {LK - 1}: there are {LK} keys"),
-        ({"key_indices": torch.full((B, LQ, 1), -2).int()}, "got an index of -2, expected -1"),
+        ({"key_indices": torch.full((B, LQ, 1), -2).int()}, "got an index of -2 or less, expected -1"),
+        ({"key_indices": torch.full((B, LQ, 1), -(2**40))}, "got an index of -2 or less, expected -1"),
+        ({"key_indices": torch.full((B, LQ, 1), 2**40)}, f"got an index of {2**29} or more, expected -1"),
         (
             {"key_indices": torch.zeros(B, LQ + 1, 1).int()},
             r"shape \(2, 8, 1\), expected \(2, 7, n\) or \(2, 2, 7, n\)",

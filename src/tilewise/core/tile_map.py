@@ -149,7 +149,10 @@ class TileMap:
         """
         tile = as_tile("block_size", (block_size, block_size))
         Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
-        return cls(states_of(block_indices, -(-Lk // tile[1])), tile, (Lq, Lk), chosen=True)
+        states, rows = states_of(block_indices, -(-Lk // tile[1])), -(-Lq // tile[0])
+        if states.shape[2] != rows:
+            raise InvalidArgument("block_indices", f"{states.shape[2]} rows", f"{rows} = ceil(Lq / block_size)")
+        return cls(states, tile, (Lq, Lk), chosen=True)
 
     @classmethod
     def from_topk(cls, scores: Any, count: int, tile: tuple[int, int], Lq: int, Lk: int) -> TileMap:
@@ -166,7 +169,7 @@ class TileMap:
     def block_indices(self) -> torch.Tensor:
         """The tiles that are not skipped, as `block_indices` of a call: int32 `[1 or B, H, nq, n]`, -1 past a row's.
 
-        For square tiles; on a GPU this waits for the map.
+        A call takes `[B, Hkv, nq, n]`: expand one of a single plane. For square tiles; on a GPU this waits for the map.
 
         >>> TileMap.from_spec(6, 6, (2, 2), causal=True).block_indices()[0, 0].tolist()
         [[0, -1, -1], [0, 1, -1], [0, 1, 2]]

@@ -204,7 +204,7 @@ class Checker:
             raise InvalidArgument(name, f"shape {tuple(x.shape)}", want)
         if x.device != self.device:
             raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
-        x = as_int32(x, -1, LIMIT)
+        x = as_int32(x, -2, LIMIT)  # what is less than -1 stays so
         x = x.unsqueeze(at) if x.ndim == rank else x
         x = x.transpose(0, 1)[None] if self.packed else x
         return x.expand(-1, heads, -1, -1), own > 1

@@ -181,6 +181,8 @@ def _finish(
     else:
         t.places = place_rows(places, batch, c.device, LIMIT)
     t.tile_map = as_tile_map(o.tile_map)
+    # 4 bits are packed by halves of a row: its first bytes are no first columns.
+    alike = ck.format == cv.format and ck.format.packing == 1 and not shared
     problem = Problem(
         form=form,
         device=c.device,
@@ -213,7 +215,7 @@ def _finish(
         split_size=as_split_size(o.split_size),
         return_lse=return_lse,
         allow_tf32=as_flag("allow_tf32", o.allow_tf32),
-        v_in_k=ck.format == cv.format and not shared and is_v_in_k(t.k, t.v) and is_v_in_k(t.k_scales, t.v_scales),
+        v_in_k=alike and is_v_in_k(t.k, t.v) and is_v_in_k(t.k_scales, t.v_scales),
         aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
         copies=tuple(c.copies),
     )

@@ -77,6 +77,7 @@ def check_indices(p: Problem, indices: torch.Tensor | None, validate: Any) -> No
     ordered = np.sort(indices.numpy(), -1) if indices.is_cpu else indices.sort(-1).values.cpu().numpy()
     if (least := ordered[..., 0].min()) < -1 or (largest := ordered[..., -1].max()) >= most:
         wrong, what = least if least < -1 else largest, "keys" if block == 1 else f"blocks of {block} keys"
+        wrong = f"{wrong} or {'less' if least < -1 else 'more'}" if wrong in (-2, LIMIT) else wrong  # of int64 the ends
         raise InvalidArgument(name, f"an index of {wrong}", f"-1 (none) to {most - 1}: there are {most} {what}")
     later = ordered[..., 1:]
     twice = (later == ordered[..., :-1]) & (later >= 0)

@@ -19,7 +19,7 @@ from tilewise.core.storage import PLAIN, quantised_names, stored_as
 from tilewise.core.tensors import Tensors
 from tilewise.errors import Unsupported
 from tilewise.testing.case import Case, Inputs, make
-from tilewise.testing.check import check_call, check_case
+from tilewise.testing.check import Mismatch, check_call, check_case
 from tilewise.testing.properties import SOME, same
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,6 +50,17 @@ MASKED = [
     for t in ("f16", "bf16")
     for kind in ("bool", t)
 ]
+
+
+@needs_simulator
+@pytest.mark.parametrize("stored", [{"dtype": "f32"}, {"dtype": "bf16"}, {"k": "int8/32", "v": "int8/32"}], ids=str)
+def test_decode_reads_rows_with_v_in_k_once(stored):
+    """Nothing is missed without V's own loads, by which a V elsewhere is read."""
+    case = Case(H=4, Hkv=2, Lq=1, Lk=90, D=96, Dv=64, latent=True, lengths=(90, 31), sinks=True, **stored)
+    with simulator(change=lambda text: text.replace("value_element(t, p, at, kv_head, c)", "0.0f")):
+        check_case(case, "metal")
+        with pytest.raises(Mismatch):
+            check_case(replace(case, latent=False), "metal")
 
 
 @needs_simulator

@@ -168,6 +168,19 @@ def test_rows_that_hold_values_are_copied_once(heads, warps):
         assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90))
 
 
+@pytest.mark.parametrize(("kv", "heads"), [(F32, 16), (F32, 128), (BF16, 16)])
+def test_rows_of_float32_products_are_copied_once(kv, heads):
+    """K stays in registers for the second product, without spills."""
+    p = problem(576, 512, F32, kv, **PAGED, page_size=64, heads=heads, kv_heads=1, v_in_k=True)
+    c = config.config_of(p, nvidia(90))
+    built = attend_of(p, 90)
+    lines = c.BK * 576 * kv.itemsize // (16 * 32 * c.warps)
+    for body in loops(built):
+        assert count(body, r"LDGSTS.*\.128") == lines
+        assert count(body, r"\b(STL|LDL)") <= 2, "spills in a loop"
+    assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90)) <= SHARED[90]
+
+
 @pytest.mark.parametrize(("dtype", "heads"), [(BF16, 16), (BF16, 128), (F16, 16), (F32, 16)])
 def test_latent_rows_fit(dtype, heads):
     """Rows of 656 bytes: three types in a row, all by the address of its first byte."""

@@ -36,7 +36,7 @@ def plan(problem: Problem) -> Plan:
     notes = [UNMEASURED]
     if p.split_size and c.split_tiles == 0:
         notes.append("split_size: keys are read in one pass, which is batch-invariant already")
-    if p.v_in_k:
+    if p.v_in_k and not config.reads_once(p, c):
         notes.append("rows with V in K are read twice")
     if c.pack > 1:
         notes.append(f"{c.pack} query heads of a KV head share a tile")

@@ -76,6 +76,11 @@ def query_tiles(problem: Problem, c: Config) -> int:
     return problem.batch * -(-problem.q_len // c.queries)
 
 
+def reads_once(problem: Problem, c: Config) -> bool:
+    """Whether a row with V in K is read once, into registers. Threadgroup memory holds no tile of whole rows."""
+    return problem.v_in_k and c.kernel == "vector"
+
+
 def uses_states(problem: Problem, c: Config) -> bool:
     """Whether tiles have states, of a map or a mask: not where a tile holds rows of several heads."""
     return c.kernel == "tiled" and c.pack == 1

@@ -48,7 +48,7 @@ def spec(problem: Problem, c: Config, t: Tensors) -> Spec:
     keys = operand(p.head_dim, p.k_format, scales[0])
     values = operand(p.value_dim, p.v_format, scales[1])
     if c.kernel == "vector":
-        return Spec("vector", TYPES[p.q_dtype], keys, values, rows=c.rows)
+        return Spec("vector", TYPES[p.q_dtype], keys, values, rows=c.rows, v_in_k=config.reads_once(p, c))
     return Spec("tiled", TYPES[p.q_dtype], keys, values, sg_rows=c.rows // 8)
 
 

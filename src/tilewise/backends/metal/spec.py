@@ -52,6 +52,7 @@ class Spec:
     values: Operand
     sg_rows: int = 0  # tiled: simdgroups over rows, the others share columns
     rows: int = 0  # vector: rows of a threadgroup
+    v_in_k: bool = False  # vector: values are the first columns of the keys, and are not read again
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def header(spec: Spec) -> str:
         constants |= {"DC": spec.keys.slice, "DVC": spec.values.slice}
         constants |= {"SG_ROWS": spec.sg_rows, "SG_COLS": SIMDGROUPS // spec.sg_rows}
     else:
-        constants["ROWS"] = spec.rows
+        constants |= {"ROWS": spec.rows, "V_IN_K": int(spec.v_in_k)}
     return _header(spec.kernel, types, constants)
 
 

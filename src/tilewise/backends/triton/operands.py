@@ -88,11 +88,11 @@ def operand(
 
 
 def shares_chunks(keys: Operand, values: Operand) -> bool:
-    """Whether the chunks of V, if it lies in K, are chunks of K: plain numbers, 16 bits wide in products, no padding.
+    """Whether the chunks of V, if it lies in K, are chunks of K: plain numbers, no padding.
 
-    Others would be kept in registers between the two products, and bytes not be copied there in advance.
+    Float32 ones stay in registers between the two products. Bytes would too, and not be copied there in advance.
     """
-    alike = keys.kind == values.kind == "plain" and keys.work == values.work != "f32"
+    alike = keys.kind == values.kind == "plain" and keys.work == values.work
     return alike and begins_with(keys.widths, values.widths, values.columns)
 
 

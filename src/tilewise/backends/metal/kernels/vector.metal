@@ -63,7 +63,7 @@ inline void attend_rows(thread const Tensors& t, thread const Results& to, threa
     UNROLL
     for (int i = 0; i < V_COLUMNS; i++) {
       const int c = lane + 32 * i;
-      value[i] = c < p.value_dim ? value_element(t, p, at, kv_head, c) : 0.0f;
+      value[i] = c >= p.value_dim ? 0.0f : V_IN_K ? key[i] : value_element(t, p, at, kv_head, c);
     }
     UNROLL
     for (int r = 0; r < ROWS; r++) {
