@@ -123,7 +123,7 @@ class Item(NamedTuple):
 def items() -> list[Item]:
     """The list, each kernel once: the most important of the commonest cases, then whatever the planner chooses by a
     launch of its own (tile, warps, stages, types), then the other kernels of all cases with a name. Calls drawn at
-    random are in it for their launches alone.
+    random come last, for launches that no other has.
     """
     found: dict[str, list[tuple[Item, bool, Launch]]] = {}
     for case in cases():
@@ -147,7 +147,7 @@ def items() -> list[Item]:
     for item, *_ in every:
         if "drawn" not in item.case:
             kept.setdefault(item.key, item)
-    return list(kept.values())
+    return sorted(kept.values(), key=lambda item: "drawn" in item.case)
 
 
 def launch_of(name: str, kernel: Kernel) -> Launch:
