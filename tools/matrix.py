@@ -4,8 +4,8 @@
     python tools/matrix.py --targets gfx942,sm_120 --cases decode
 
 Each kernel of the list (`tests/helpers/compile_matrix.py`) is compiled to machine code. It must fit the target's
-shared memory, use its matrix instructions and keep its loops free of spills. What was compiled of earlier sources, or
-was wrong, is compiled again when all the rest is done; `sources` and `wrong` count it. Ctrl-C keeps what is done.
+shared memory, use its matrix instructions and keep its loops free of spills. What was wrong and has changed since is
+compiled first, what was right and has changed when all the rest is done. Ctrl-C keeps what is done.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ def read(file: Path, listed: list[Item]) -> dict[Place, Row]:
     return {place: row for place, row in found.items() if place in known}
 
 
-def stale(row: Row, item: Item) -> bool:
-    """Whether a kernel is to be compiled again: its sources have changed since, or something was wrong with it."""
-    return row["key"] != item.key or wrong(row) is not None
+def left(wanted: list[Item], done: dict[Place, Row]) -> list[Item]:
+    """What is to be compiled: kernels that were wrong and are others now, then what is new, then what was right."""
+    changed = [item for item in wanted if item[:3] in done and done[item[:3]]["key"] != item.key]
+    was_wrong = [item for item in changed if wrong(done[item[:3]])]
+    return was_wrong + [item for item in wanted if item[:3] not in done] + [i for i in changed if i not in was_wrong]
 
 
 def write(file: Path, done: dict[Place, Row], listed: list[Item]) -> None:
@@ -68,10 +70,10 @@ def run(todo: Iterable[Item], done: dict[Place, Row], jobs: int, seconds: float)
     """Compiles, a few at a time, until all is done or the time is up."""
     end = time.monotonic() + seconds
     waiting: dict[Future[Row], tuple[Item, float]] = {}
-    left = iter(todo)
+    items_left = iter(todo)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=200) as pool:
         while True:
-            while len(waiting) < jobs and time.monotonic() < end and (item := next(left, None)) is not None:
+            while len(waiting) < jobs and time.monotonic() < end and (item := next(items_left, None)) is not None:
                 waiting[pool.submit(compiled, item)] = item, time.monotonic()
             if not waiting:
                 return
@@ -95,8 +97,7 @@ def main() -> int:
     listed = items()
     done = read(args.json, listed)
     wanted = [item for item in listed if item.target in targets and args.cases in item.case]
-    todo = [item for item in wanted if item[:3] not in done]
-    todo += [item for item in wanted if item[:3] in done and stale(done[item[:3]], item)]
+    todo = left(wanted, done)
     print(f"{len(listed)} kernels, {len(todo)} of these to compile", flush=True)
     try:
         for count, row in enumerate(run(todo, done, args.jobs, args.seconds)):

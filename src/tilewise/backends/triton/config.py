@@ -87,7 +87,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     wide = max(p.head_dim, p.value_dim)
     if target.rdna:  # whose registers hold q beside little else
         stored = p.k_format.is_quantised or p.v_format.is_quantised
-        warps = 8 if p.mask is not None and BM > 16 else 4
+        warps = 8 if (p.mask is not None or p.tree) and BM > 16 else 4
         return Config(BM, 32 if wide <= 64 else 16, warps, 1 if stored else 2, pack)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
@@ -95,7 +95,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     if is_float32(p):
         return Config(BM, 32 if wide <= 128 else 16, 4, 2, pack)
     if BM > 16:  # more rows, fewer registers for keys
-        few = p.mask is not None and target.reads_operands  # beside a tile of the mask
+        few = (p.mask is not None or p.tree) and target.reads_operands  # beside a tile of the mask
         BK = (32 if few else 64) if wide <= 128 else 32 if wide <= 256 else 16
         return Config(BM, BK, 4, 3, pack)
     if is_f16_quantised(p) and wide <= 256 and (p.page_size > 0 or is_packed(p) or hides(p)):
