@@ -1,12 +1,18 @@
 """Triton's interpreter with less to do: imported first in a process of its own.
 
 A launch replaces the functions of `triton.language` by interpreted ones, and so does every call of a device function,
-by looking through all members of the language again. Within a launch once is enough for each set of modules.
+by looking through all members of the language again: within a launch once is enough for each set of modules. Sums are
+checked for overflow, and what is found is dropped: not here. A type of NumPy is looked up in a table that is made
+for it: in one that stays.
 """
 
-from triton.runtime.interpreter import InterpretedFunction, InterpreterError, _patch_lang, tl
+from dataclasses import replace
+
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, InterpreterError, _get_np_dtype, _patch_lang, tl
 
 _replaced = set()  # of this launch
+_types = {}
 _run = InterpretedFunction.run
 
 
@@ -26,4 +32,16 @@ def call(self, *args, **options):
         raise InterpreterError(repr(error)) from error
 
 
+def numpy_type(kind):
+    kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
+    key = "pointer" if isinstance(kind, tl.pointer_type) else kind.name
+    if key not in _types:
+        _types[key] = _get_np_dtype(kind)
+    return _types[key]
+
+
 InterpretedFunction.run, InterpretedFunction.__call__ = run, call
+interpreter._get_np_dtype = numpy_type
+builder = interpreter.interpreter_builder
+assert not builder.options.debug, "then overflow is told"
+builder.options = replace(builder.options, sanitize_overflow=False)
