@@ -2,8 +2,8 @@
 
 A backend is handed the oracle's own `out` and `lse`, rounded, and gradients that hold NaN. Its error in each gradient,
 as a relative RMS and at its largest, may be at most twice (with softcap three times) that of the same formula in torch,
-in the same dtype and from the same `out` and `lse`. A gradient of few elements is called wrong only if it is off
-by torch's error on several inputs as well.
+in the same dtype and from the same `out` and `lse`. A gradient of few elements, or from few query rows, is called wrong
+only if it is off by torch's error on several inputs as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from ..validation.calls import Call
 from .case import Case, make
 from .check import Mismatch, Verdict
 
-FEW = 64  # elements of a gradient; of fewer an RMS says little, and their largest error is judged alone
+# Elements of a gradient; of fewer an RMS says little, and their largest error is judged alone. And query rows: all that
+# a row adds to a gradient has the error of its weights.
+FEW = 64
 
 
 @dataclass
@@ -117,19 +119,21 @@ def judge_gradients(made: Gradients, got: dict[str, torch.Tensor]) -> Verdict:
         try:
             verdicts.append(_judge(f"d{name}", got[name], allowed, exact[name], factor))
         except Mismatch:
-            if got[name].numel() >= FEW:
+            few = min(got[name].numel(), p.heads * (p.total_q if p.packed_q else p.batch * p.q_len))
+            if few >= FEW:
                 raise
-            allowed = allowed.maximum(_error_of_draws(made, name) * same_formula(p, b, sizes=True)[name].double())
+            error = _error_of_draws(made, name, -(-FEW // few))
+            allowed = allowed.maximum(error * same_formula(p, b, sizes=True)[name].double())
             verdicts.append(_judge(f"d{name}", got[name], allowed, exact[name], factor))
     return max(verdicts, key=lambda v: v.error / max(v.bound, 1e-300))
 
 
-def _error_of_draws(made: Gradients, name: str) -> float:
-    """The largest error of torch in a gradient of few elements, by the sum of the sizes of what an element adds up, on
-    inputs that have `FEW` elements together: on one input torch may happen to get all of them right.
+def _error_of_draws(made: Gradients, name: str, draws: int) -> float:
+    """The largest error of torch in a gradient, by the sum of the sizes of what an element adds up, on so many inputs:
+    on one input torch may happen to get all of few elements right.
     """
     p, worst = made.clean.problem, 0.0
-    for n in range(1, -(-FEW // made.clean.tensors.gradients()[name].numel()) + 1):
+    for n in range(1, draws + 1):
         call = _backward_call(made.case, p.device.type, 0.0, (name,), p.dlse, draw=n)
         b = call.tensors
         exact = gradients(call.problem, b.forward, b.dout, b.dlse)[name]
