@@ -120,14 +120,14 @@ REPEATS += ["64 long", "64 long-causal"]  # three consumers
 REPEATS += ["320 full", "320 causal", "448 window"]  # an odd number of chunks
 
 
-def conformance(index: int) -> tuple[str, str, float]:
+def conformance(index: int, least: int = 0) -> tuple[str, str, float]:
     """Case number `index` of the suite, as near as these kernels come to it: 16 bits, more than a few queries."""
     from tilewise.errors import Unsupported
     from tilewise.testing.cases import CASES
     from tilewise.testing.check import check_case
 
     start = time.perf_counter()
-    case = fitted(CASES[index], index)
+    case = fitted(CASES[index], index, least)
     try:
         verdict = check_case(case, "hopper", "cuda")
         status = f"ok {verdict.error:.3g} of {verdict.bound:.3g}"
@@ -138,9 +138,9 @@ def conformance(index: int) -> tuple[str, str, float]:
     return str(case), status, time.perf_counter() - start
 
 
-def fitted(case: Any, index: int) -> Any:
+def fitted(case: Any, index: int, least: int = 0) -> Any:
     changes: dict[str, Any] = {"dtype": ("bf16", "f16")[index % 2], "k": "", "v": ""}
-    changes["D"] = -(-case.D // 8) * 8
+    changes["D"] = max(-(-case.D // 8) * 8, least)
     changes["Dv"] = -(-case.Dv // 8) * 8
     if case.form == "dense" and case.Lq <= 16:
         changes["Lq"] = case.Lq + 32
@@ -196,20 +196,24 @@ def repeated(which: str) -> tuple[str, str, float]:
 
 
 def prepare(
-    verify: int, jobs: int, seconds: float, extra: list[str], compile_extra: Callable[[str], str]
-) -> list[tuple[str, str, float]]:
-    """Compiles and checks every launch that is timed, and runs the conformance suite, within so many seconds."""
+    verify: int, jobs: int, seconds: float, extra: list[str], compile_extra: Callable[[str], str],
+    only: str = "", least: int = 0,
+) -> list[tuple[str, str, float]]:  # fmt: skip
+    """Compiles and checks every launch that is timed, and runs the conformance suite, within so many seconds.
+
+    `only`: no launches, and of repeats and properties those named; `least`: smaller head dims of the suite become this.
+    """
     from tilewise.testing.properties import PROPERTIES
 
-    todo = [(D, causal) for D in (64, 128, 256, 512) for causal in (False, True)]
+    todo = [] if only else [(D, causal) for D in (64, 128, 256, 512) for causal in (False, True)]
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
     futures = [pool.submit(compile_one, job) for job in todo]
     more = [pool.submit(compile_extra, name) for name in extra]
     suite = []
     if verify:
-        suite = [pool.submit(repeated, which) for which in REPEATS]
-        suite += [pool.submit(prop, name) for name in (*PROPERTIES, "graphs_replay", "poisoned_memory")]
-        suite += [pool.submit(conformance, i) for i in conforming()[::verify]]
+        names = only.split(",") if only else [*REPEATS, *PROPERTIES, "graphs_replay", "poisoned_memory"]
+        suite = [pool.submit(repeated if name in REPEATS else prop, name) for name in names]
+        suite += [pool.submit(conformance, i, least) for i in conforming()[::verify]]
     last = time.perf_counter() + seconds
     for key, future in zip(todo, futures, strict=True):
         try:
@@ -248,10 +252,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=0, metavar="N", help="run every Nth conformance case too")
     parser.add_argument("--most", type=float, default=150, help="seconds")
+    parser.add_argument("--only", default="", help="no launches, and of repeats and properties these")
+    parser.add_argument("--least", type=int, default=0, metavar="D", help="smaller head dims of the suite become this")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = prepare(args.every or 10**6, args.jobs, args.most, [], str)
+    found = prepare(args.every or 10**6, args.jobs, args.most, [], str, args.only, args.least)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

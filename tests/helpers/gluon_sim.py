@@ -343,6 +343,8 @@ def _asm(text: str, constraints: str, given: Sequence[Any], *rest: Any, **option
     with np.errstate(all="ignore"):
         if "pred far" in text:
             return Tensor(np.tanh(numbers[0]))
+        if "KEPT" in text:
+            return Tensor(numbers[0] * numbers[1])
         if "neg.f32 n" in text:
             return Tensor(np.float32(1.0) - numbers[0] * numbers[0])
         if text.startswith("rcp"):

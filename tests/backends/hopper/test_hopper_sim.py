@@ -44,6 +44,13 @@ def dense(D=64, Dv=0, Lq=200, Lk=300, B=1, H=2, Hkv=1, **options):
     return calls.dense(q, k, v, Options(out=out, return_lse=True, **options))
 
 
+def growing(D=128, **options):
+    """Logits that grow by some hundred powers of two towards the keys visited last."""
+    call = dense(D, Lk=600, H=1, **options)
+    call.tensors.k.mul_(torch.linspace(30.0, 0.0, 600).half()[:, None])
+    return call
+
+
 def packed(q_lengths, k_lengths, D=64, spare=3, **options):
     g = torch.Generator().manual_seed(len(q_lengths))
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in (q_lengths, k_lengths))
@@ -62,6 +69,8 @@ CASES = {
     "D128 tail": lambda: dense(128, Lq=130, Lk=257, B=2),
     "D192/128": lambda: dense(192, 128, causal=True),
     "D256": lambda: dense(256, causal=True),
+    "maxima that grow": lambda: growing(),
+    "maxima that grow, softcap": lambda: growing(softcap=30.0, sinks=True, q_offset=400, causal=True),
     "D320": lambda: dense(320, Lk=400),
     "D512": lambda: dense(512, causal=True, Lq=300, Lk=200),
     "D512/64": lambda: dense(512, 64, Lq=140),
@@ -189,7 +198,9 @@ WRONG = {
     "values of another tile": ("producer", "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row",
                                "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row + 1"),
     "the window one key too wide": ("mask_rules", "ahead - left", "ahead - left - 1"),
-    "a rescale left out": ("mma", "return p, o * alpha[:, None], m, l", "return p, o, m, l"),
+    "a rescale left out": ("mma", "        o = o * alpha[:, None]\n", "        o = o\n"),
+    "a lazy rescale left out": ("mma", "        o = rescaled(a, o, p[1])\n", ""),
+    "a maximum that is not replaced": ("softmax", "> LATE, top, m)", "> 1e9, top, m)"),
     "non-finite tiles not flagged": (
         "epilogue", "nonfinite = (total != total) & rows.ok", "nonfinite = (total != total) & (rows.row < 0)",
     ),
@@ -212,7 +223,7 @@ def nonfinite():
 PROBES = (
     (lambda: dense(128, Lq=600, H=2, Lk=600), 3), (lambda: dense(128, Lq=600, H=3, Lk=600, causal=True), 2),
     (lambda: dense(128, Lq=300, H=1, Lk=300, window=(70, 0)), 2), (lambda: packed([5, 200, 129], [9, 260, 7]), 2),
-    (nonfinite, 2), (CASES["blocks causal"], 2),
+    (nonfinite, 2), (CASES["blocks causal"], 2), (growing, 2),
 )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ class Config:
     q_stages: int = 2
     overlaps: bool = True
     late_wait: bool = False
+    lazy_rescale: bool = False
+    stagger: int = 1
     per_processor: int = 1  # programs
     consumer_regs: int = 240
     producer_regs: int = 24
@@ -129,14 +131,14 @@ def config_of(problem: Problem) -> Config:
             return Config(64, 2, 3, 3, share=2, overlaps=False, per_processor=2, consumer_regs=112)
         late = not (problem.softcap or problem.alibi or problem.rules.flags.hides_left)  # else it would spill
         if problem.mask is None and problem.selection is None and problem.kv_len > SHORT:
-            return Config(128, 3, 4, 4, late_wait=late, consumer_regs=160, producer_regs=32)
+            return Config(128, 3, 4, 4, late_wait=late, lazy_rescale=True, consumer_regs=160, producer_regs=32)
         return Config(128, 2, 4, 4, share=2, late_wait=late)
     if width * chunks <= 128 and DV <= 128:
-        return Config(128, 2, 2, 2)
+        return Config(128, 2, 2, 2, lazy_rescale=True)
     if width * chunks <= 192 and DV <= 128:
         return Config(128, 2, 2 * chunks, 2, out_columns=DV // 2, q_stages=1)
     if width * chunks <= 256:
-        return Config(64, 2, 2 * chunks, 2, out_columns=DV // 2, q_stages=1)
+        return Config(64, 2, 2 * chunks, 2, lazy_rescale=True, out_columns=DV // 2, q_stages=1)
     return Config(128, 2, 6, 0, lends=True, out_columns=64, q_stages=1, overlaps=False)
 
 
@@ -199,6 +201,8 @@ def spec(problem: Problem, c: Config) -> Spec:
         out_columns=c.out_columns or DV,
         overlaps=c.overlaps,
         late_wait=c.late_wait,
+        lazy_rescale=c.lazy_rescale,
+        stagger=c.stagger,
         consumer_regs=c.consumer_regs,
         producer_regs=c.producer_regs,
         # Past the end of a dense tensor TMA reads zeros; anything else that is hidden may be NaN.

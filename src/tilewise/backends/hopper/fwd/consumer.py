@@ -2,6 +2,7 @@
 
     first tile    S = Q K'; P = softmax S
     each other    start S = Q K'; start O += P V of the tile before; wait for S; P' = softmax S; wait for O; rescale O
+                  (a lazy rescale: before the next P V, if a maximum has been replaced)
     masked ones   O += P V of the tile before; S = Q K'; P' = softmax S; rescale O
     at the end    O += P V; S of the next work tile's first keys; O / l to global memory
 
@@ -149,8 +150,11 @@ def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
     s = warpgroup_mma_wait(0, deps=(s,))
     release_scores(a, keys, n)
     m, l = no_sums(a)
-    p, m, l, _ = to_weights(a, s, m, l, rows, tile, n_keys, True, MASKED)
-    return as_operand(a, p), m, l
+    p, m, l, alpha = to_weights(a, s, m, l, rows, tile, n_keys, True, MASKED)
+    p = as_operand(a, p)
+    if a.S.lazy_rescale:
+        p = (p[0], alpha)
+    return p, m, l
 
 
 @gluon.jit

@@ -80,8 +80,14 @@ def left_operand(a, p):
 
 @gluon.jit
 def start_output(a, values, n, p, o):
-    """Starts O += P V of tile n; of several pieces, all but the last are done and released."""
+    """Starts O += P V of tile n; of several pieces, all but the last are done and released.
+
+    A lazy rescale comes before it, while Q K' is under way; P brings its alpha along.
+    """
     PIECES: gl.constexpr = a.S.pieces
+    if a.S.lazy_rescale:
+        gl.static_assert(PIECES == 1)
+        o = rescaled(a, o, p[1])
     for j in gl.static_range(PIECES):
         values.wait_full(value_use(a, n, j))
         o = warpgroup_mma(p[j], piece_of(a, values, value_use(a, n, j)), o, is_async=True)
@@ -89,6 +95,34 @@ def start_output(a, values, n, p, o):
             o = warpgroup_mma_wait(1, deps=(o,))
             values.release(value_use(a, n, j - 1))
     return o
+
+
+@gluon.constexpr_function
+def rescale_text(cells):
+    """PTX of a thread's cells times their rows' alpha, left out where all of a warp have 1.
+
+    Cells 0 and 2 are of its two rows.
+    """
+    one, alpha = "0f3F800000", 2 * cells
+    lines = [f"{{ .reg .pred p; setp.neu.f32 p, ${alpha}, {one}; setp.neu.or.f32 p, ${alpha + 2}, {one}, p;"]
+    lines.append("vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni KEPT;")
+    lines += [f"mul.f32 ${n}, ${n}, ${alpha + n};" for n in range(cells)]
+    return " ".join([*lines, "KEPT: }"])
+
+
+@gluon.constexpr_function
+def rescale_operands(cells):
+    """The cells in place, and an alpha for each."""
+    return ",".join(["=f"] * cells + [str(n) for n in range(cells)] + ["f"] * cells)
+
+
+@gluon.jit
+def rescaled(a, o, alpha):
+    """O [64, DV] times alpha [64], which is 1 as a rule."""
+    CELLS: gl.constexpr = a.S.DV // 2
+    TEXT: gl.constexpr = rescale_text(CELLS)
+    OPERANDS: gl.constexpr = rescale_operands(CELLS)
+    return gl.inline_asm_elementwise(TEXT, OPERANDS, [o, alpha[:, None]], gl.float32, is_pure=True, pack=CELLS)
 
 
 @gluon.jit
@@ -128,6 +162,8 @@ def step(
         o, whole = warpgroup_mma_wait(0, deps=(o, p[0]))  # P goes through the wait: else it is moved to other registers
         p = (whole,)
         release_output(a, values, last)
+    if a.S.lazy_rescale:
+        p = (p[0], alpha)
     return p, o, m, l, alpha
 
 
@@ -138,4 +174,6 @@ def next_tile(
 ):  # fmt: skip
     """`step` inside a work tile."""
     p, o, m, l, alpha = step(a, queries, keys, values, i, n, n - 1, tile, tile_keys, mixed, p, o, m, l, rows, C, MASKED)
-    return p, o * alpha[:, None], m, l
+    if not a.S.lazy_rescale:
+        o = o * alpha[:, None]
+    return p, o, m, l

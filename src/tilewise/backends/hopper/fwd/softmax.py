@@ -1,7 +1,7 @@
 """One step of the online softmax, in registers.
 
     s  = logits of a tile of keys       [64, BN]
-    m' = max(m, rowmax s)               running maximum
+    m' = max(m, rowmax s)               running maximum; if lazy, m itself unless the new one is 2^8 times as large
     p  = exp(s - m')                    in base 2
     l  = l exp(m - m') + rowsum p       running sum, of each thread's own cells until the end
 
@@ -18,6 +18,7 @@ from ...gpu.mask_rules import key_position
 from ..signature import struct
 
 LOG2E = gl.constexpr(1.4426950408889634)
+LATE = gl.constexpr(8.0)  # powers of 2 by which a maximum must be larger to replace another one, if that is lazy
 C3 = gl.constexpr(TANH_3)
 C5 = gl.constexpr(TANH_5)
 C7 = gl.constexpr(TANH_7)
@@ -100,7 +101,11 @@ def hide(a, s, rows, tile, columns, n_keys):
 @gluon.jit
 def weights(a, s, m, l, MASKED: gl.constexpr):
     """p [64, BN] in float32, the new m and l, and what the output so far is multiplied by [64]."""
-    m_new = gl.maximum(m, gl.max(s, 1))
+    top = gl.max(s, 1)
+    if a.S.lazy_rescale:
+        m_new = gl.where((top - m) * (a.scale * LOG2E if a.S.linear else LOG2E) > LATE, top, m)
+    else:
+        m_new = gl.maximum(m, top)
     base = m_new
     if MASKED:
         base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: -inf - -inf would be NaN
