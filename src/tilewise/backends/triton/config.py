@@ -42,11 +42,11 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         return Config(32, 32, 8, 1) if wide <= 256 else Config(32, 16, 8, 1)
     packed = problem.k_format.packing > 1 or problem.v_format.packing > 1  # whose elements pass through registers
     if target.prefill_rows == 32:
-        return Config(32, 16 if packed else 64, 4, 3) if wide <= 128 else Config(32, 32, 4, 2)
+        return Config(32, 16 if packed else 64, 4, 3) if wide <= 128 else Config(32, 32, 4 if wide <= 256 else 8, 2)
     if packed and wide <= 128 and target.reads_operands:
         return Config(64, 16, 4, 3)
     if wide <= 128:
-        simple = problem.rules.relative() in (MaskRules(), MaskRules(causal=True))
+        simple = problem.rules.relative() in (MaskRules(), MaskRules(causal=True)) and wide == ceil_pow2(wide)
         return Config(64, 32 if target.reads_operands and wide > 64 and not simple else 64, 4, 3)
     if wide <= 256:  # Ampere's products keep q in registers, beside fewer rows
         return Config(128, 64, 8, 2) if target.warpgroup_mma or not target.ptx else Config(64, 32, 8, 2)
