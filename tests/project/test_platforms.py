@@ -41,5 +41,6 @@ def test_calls_whose_kernels_spill_are_named():
     record = json.loads((ROOT / "benchmarks/records/aot/matrix.json").read_text())
     rows = [row for row in record["rows"] if "drawn" not in row["case"] and not row["kernel"].endswith("fixup")]
     spilled = {row["case"] for row in rows if row.get("loop_spills")}
+    assert f"{len(record['rows'])} of {sum(record['listed'].values())} kernels" in " ".join(PAGE.split())
     named = set(re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE))
     assert spilled <= named
