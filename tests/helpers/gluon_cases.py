@@ -59,6 +59,7 @@ def cases() -> dict[str, Callable[[], Launches]]:
     for n, p in enumerate(test_hopper_wide_backward.PROBLEMS):
         found[f"hopper backward {n}, D{p.head_dim} wide"] = lambda p=p: wide_backward(p)
     found["hopper latent"] = lambda: latent(test_mla.arguments()[1])
+    found["hopper latent few rows"] = lambda: latent(test_mla.arguments(heads=16)[1])
     for name, options in {"": {"paged": False, "lengths": False}, " pages": {}, " fp8": {"fp8": True}}.items():
         by = options
         found[f"hopper latent indices{name}"] = lambda by=by: latent(

@@ -76,15 +76,16 @@ def add_values(a, sh, o, p, u, b: gl.constexpr, C: gl.constexpr):
     """Starts O += P V with block b of pair u, for half C of the columns. P is a tensor, or lies in shared memory."""
     if a.S.fp8:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, QUARTER, 2)
+        none = u >> 31  # as in start_scores
         if p is None:
             own = sh.weights(b).load(OPERAND)
         else:
             own = gl.convert_layout(p, OPERAND)
         # Weights with scales are rounded once more, and so are scales: as much as values are, which are exact here.
         p0 = own * scales_of(sh, u, b, 2 * C, OPERAND, 1)[None, :]
-        o0 = warpgroup_mma(p0, sh.piece(4 * b + 2 * C), o[0], is_async=True)
+        o0 = warpgroup_mma(p0, sh.piece(4 * b + 2 * C + none), o[0], is_async=True)
         p1 = own * scales_of(sh, u, b, 2 * C + 1, OPERAND, 1)[None, :]
-        o1 = warpgroup_mma(p1, sh.piece(4 * b + 2 * C + 1), o[1], is_async=True)
+        o1 = warpgroup_mma(p1, sh.piece(4 * b + 2 * C + 1 + none), o[1], is_async=True)
         found = (o0, o1)
     elif p is None:
         found = (warpgroup_mma(sh.p.index(0), sh.k.index(2 * b + C), o[0], is_async=True),)
