@@ -74,6 +74,7 @@ def ways_of(name: str) -> dict[str, Variant]:
             "one flag": Variant({"consumer": ONE_FLAG}),
             "one barrier": Variant(ONE_BARRIER),
             "4 chunks": Variant(ways={"ahead": 4}),
+            "4 chunks, 200": Variant(ways={"ahead": 4, "consumer_regs": 200, "producer_regs": 112}),
         }
     return {}
 
