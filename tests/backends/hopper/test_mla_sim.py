@@ -2,7 +2,9 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 import mla_sim
-from gluon_values import SimError
+from gluon_values import Pointer, SimError, raw
 from tilewise.backends.hopper.mla import config
 from tilewise.testing.case import Case, make
 from tilewise.testing.check import Mismatch, check_call
@@ -118,6 +120,29 @@ def test_hidden_keys_do_not_matter(heads, stray, place, kernels):
     if stray != stray:
         assert call.tensors.out[:, :, 2:].isnan().all()
         assert call.tensors.lse[:, :, 2:].isnan().all()
+
+
+SEVERAL = [20 + i % 9 for i in range(300)]
+SIZES = [([32] * 128, 66, 64), ([64] * 64, 66, 64), ([32] * 32, 33, 32), ([32] * 128, 132, 32), ([256] * 16, 132, 32)]
+SIZES += [([512], 66, 8), (SEVERAL, 66, -(-sum(SEVERAL) // 66)), ([1] * 129 + [40], 5, 34)]
+
+
+@pytest.mark.parametrize(("pairs", "splits", "size"), SIZES, ids=lambda x: str(x)[:20])
+def test_runs_cover_the_pairs_of_all_sequences(pairs, splits, size, kernels):
+    lengths = Pointer(np.array([128 * n - 5 for n in pairs], np.int32))
+    a = SimpleNamespace(
+        S=SimpleNamespace(lengths=True, gather=False), LENGTHS=lengths, batch=len(pairs), splits=splits, kv_len=0
+    )
+    places = [(seq, pair) for seq, n in enumerate(pairs) for pair in range(n)]
+    covered = 0
+    for split in range(splits):
+        seq, first, left, own = (int(raw(x)) for x in kernels.tile_scheduler.any_run_of(a, split))
+        assert own == size
+        assert left == min(size, len(places) - covered)
+        if left:
+            assert (seq, first) == places[covered]
+        covered += left
+    assert covered == len(places)
 
 
 MUTANTS = {

@@ -135,18 +135,19 @@ def spec(problem: Problem, c: Config) -> Spec:
     """What the kernel is compiled for."""
     p = problem
     page_rows = min(KEYS, p.page_size) if p.form == "paged" else KEYS
+    few = p.selection is None and c.head_rows * p.q_len <= FEW
     return Spec(
         DTYPE_NAMES[p.q_dtype],
         page_rows,
         paged=p.form == "paged",
         head_rows=c.head_rows,
-        rows=FEW if p.selection is None and c.head_rows * p.q_len <= FEW else ROWS,
+        rows=FEW if few else ROWS,
         causal=p.rules.causal and p.q_len > 1,
         lengths=p.rules.kv_lengths,
         lse=p.return_lse,
         sinks=p.sinks,
         gather=p.selection is not None,
-        width=128 if in_fp8(p) else 256 if page_rows == KEYS or p.selection is not None else 64,
+        width=128 if in_fp8(p) or (few and page_rows == KEYS) else 256 if page_rows == KEYS or p.selection else 64,
         prefetch=c.tiles > 1,  # programs that read the same keys gain; a lone one loses
         **(FP8 if in_fp8(p) else GATHERING if p.selection is not None else {}),
     )

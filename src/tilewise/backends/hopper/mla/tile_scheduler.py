@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from ..signature import struct
 
-RUN = gl.constexpr(64)  # sequences that are looked at together
+RUN = gl.constexpr(128)  # sequences that are looked at together
 CUT = gl.constexpr(7)  # half pairs by which each program is longer when all runs cut a sequence
 
 
@@ -102,18 +102,19 @@ def any_run_of(a, split):
         inside = at < a.batch
         pairs = gl.where(inside, pairs_of(keys_of(a, gl.minimum(at, a.batch - 1))), 0)
         ends = before + gl.associative_scan(pairs, 0, add)
-        begins = ends - pairs
-        last = gl.maximum(ends - 1, begins)
-        cuts = last // size - begins // size - (last // other - begins // other)
-        gain += gl.sum(gl.where(inside, cuts, 0), 0)
         passed = inside & (ends <= split * size)
         seq += gl.sum(passed.to(gl.int32), 0)
         start += gl.sum(gl.where(passed, pairs, 0), 0)
-        passed = inside & (ends <= split * other)
-        other_seq += gl.sum(passed.to(gl.int32), 0)
-        other_start += gl.sum(gl.where(passed, pairs, 0), 0)
+        if other != size:
+            begins = ends - pairs
+            last = gl.maximum(ends - 1, begins)
+            cuts = last // size - begins // size - (last // other - begins // other)
+            gain += gl.sum(gl.where(inside, cuts, 0), 0)
+            passed = inside & (ends <= split * other)
+            other_seq += gl.sum(passed.to(gl.int32), 0)
+            other_start += gl.sum(gl.where(passed, pairs, 0), 0)
         before += gl.sum(pairs, 0)
-    if (other - size) * a.splits * 2 <= gain * CUT:
+    if (other != size) & ((other - size) * a.splits * 2 <= gain * CUT):
         size = other
         seq = other_seq
         start = other_start
