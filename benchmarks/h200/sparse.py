@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from latent_cases import BF16, SCALE
-from latent_variants import ONE_FLAG, Variant
+from latent_variants import Variant
 from latent_variants import launcher_of as variant_of
 from timing import Way, graphed, seconds
 
@@ -54,6 +54,7 @@ ROWS = {
 }
 
 
+LATE = {"early": False, "consumer_regs": 208, "producer_regs": 96, "ahead": 3}
 ONE_BARRIER = {
     "gather": [
         (
@@ -69,12 +70,13 @@ def ways_of(name: str) -> dict[str, Variant]:
     """Variants of the kernel that are timed beside it."""
     if "decode 128" in name and "fp8" in name:
         return {
-            "each piece": Variant(ways={"together": 1}),
-            "2 pieces": Variant(ways={"together": 2}),
-            "one flag": Variant({"consumer": ONE_FLAG}),
             "one barrier": Variant(ONE_BARRIER),
-            "4 chunks": Variant(ways={"ahead": 4}),
-            "4 chunks, 200": Variant(ways={"ahead": 4, "consumer_regs": 200, "producer_regs": 112}),
+            "2 pieces": Variant(ways={"together": 2}),
+            "each piece": Variant(ways={"together": 1}),
+            "3 chunks": Variant(ways={"ahead": 3}),
+            "3 chunks, 88": Variant(ways={"producer_regs": 88, "ahead": 3}),
+            "late": Variant(ways=LATE),
+            "late, one barrier": Variant(ONE_BARRIER, ways=LATE),
         }
     return {}
 
