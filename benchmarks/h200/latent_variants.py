@@ -54,6 +54,15 @@ class Variant:
 
 NO_GATE = [("    mbarrier.wait(sh.scored.index(0), u & 1)  # the exp", "    # the exp")]
 NOT_COMBINED = [("self.combining.first((c.combiners, 1), given) if c.cut else None", "None")]
+TRIGGER = [
+    (
+        "    given = (a, run, sh)\n",
+        "    given = (a, run, sh)\n"
+        "    gl.inline_asm_elementwise('griddepcontrol.launch_dependents; mov.b32 $0, $1;', '=r,r', [split], "
+        "dtype=gl.int32, is_pure=False, pack=1)\n",
+    )
+]
+NOT_DEPENDENT = [('"DEPENDENT": True', '"DEPENDENT": False'), (", launch_pdl=True", "")]
 ONE_FLAG = [
     ("gl.max(higher.to(gl.int32).reshape([4, 16]), 1)", "gl.full([4], gl.max(higher.to(gl.int32), 0), gl.int32, FLAGS)")
 ]
@@ -76,6 +85,8 @@ VARIANTS = {
     "64 columns": Variant(ways={"width": 64}, rows=FEW),
     "256 columns": Variant(ways={"width": 256}, rows=FEW),
     "prefetched": Variant(ways={"prefetch": True}, rows=FEW),
+    "not dependent": Variant({"launch": NOT_DEPENDENT}, rows=(*FEW, MANY[3])),
+    "trigger": Variant({"kernel": TRIGGER}, rows=(*FEW, MANY[3])),
     "not combined": Variant({"launch": NOT_COMBINED}, rows=FEW[:1]),  # where no sequence is cut
     "always rescaled": Variant(RESCALED, rows=MANY),
     "no prefetch": Variant(ways={"prefetch": False}, rows=MANY),
