@@ -31,6 +31,7 @@ from latent_cases import SCALE, Result, cut_off, judge
 from latent_rows import PEER, ROWS, Row
 from timing import Way, graphed, seconds
 
+from tilewise.backends.gpu import tensor_map
 from tilewise.backends.gpu.target import target_of
 from tilewise.backends.hopper import mla
 from tilewise.core.options import Options
@@ -49,6 +50,7 @@ class Variant:
     changes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     ways: dict[str, Any] = field(default_factory=dict)
     right: bool = True
+    promotion: int = tensor_map.L2_128B
     rows: tuple[str, ...] = (*MANY, *FEW)
 
 
@@ -84,6 +86,7 @@ VARIANTS = {
     "128 columns": Variant(ways={"width": 128}, rows=MANY),
     "64 columns": Variant(ways={"width": 64}, rows=FEW),
     "256 columns": Variant(ways={"width": 256}, rows=FEW),
+    "256 bytes": Variant(promotion=3, rows=(*FEW, MANY[0])),
     "prefetched": Variant(ways={"prefetch": True}, rows=FEW),
     "not dependent": Variant({"launch": NOT_DEPENDENT}, rows=(*FEW, MANY[3])),
     "trigger": Variant({"kernel": TRIGGER}, rows=(*FEW, MANY[3])),
@@ -138,6 +141,7 @@ def ways_of(name: str, row: Row, hot: bool = False) -> list[Way]:
         made, call = bound(name, row, cache, table)
 
         def run() -> Result:
+            tensor_map.L2_128B = VARIANTS[name].promotion
             made(call.tensors)
             return call.tensors.out, call.tensors.lse
 
