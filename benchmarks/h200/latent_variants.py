@@ -241,6 +241,7 @@ def main() -> None:
     names = args.only.split(",")
     work = [(name, row) for name in names for row in kinds if row in VARIANTS[name].rows]
     work += [("now", row) for row in VARIANTS["now"].rows if row not in kinds]
+    work += [(name, MANY[3]) for name in names if MANY[3] in VARIANTS[name].rows and MANY[0] not in VARIANTS[name].rows]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for text in pool.map(warm, work):
             if text:
