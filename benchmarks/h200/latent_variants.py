@@ -64,6 +64,7 @@ TRIGGER = [
         "dtype=gl.int32, is_pure=False, pack=1)\n",
     )
 ]
+TWO_MAPS = [("a.k_rope", "a.k"), ("a.q_rope", "a.q")]
 NOT_DEPENDENT = [('"DEPENDENT": True', '"DEPENDENT": False'), (", launch_pdl=True", "")]
 ONE_FLAG = [
     ("gl.max(higher.to(gl.int32).reshape([4, 16]), 1)", "gl.full([4], gl.max(higher.to(gl.int32), 0), gl.int32, FLAGS)")
@@ -85,6 +86,7 @@ VARIANTS = {
     "one flag": Variant({"consumer": ONE_FLAG}, rows=MANY),
     "128 columns": Variant(ways={"width": 128}, rows=MANY),
     "64 columns": Variant(ways={"width": 64}, rows=FEW),
+    "64 columns, 2 maps": Variant({"producer": TWO_MAPS}, ways={"width": 64}, rows=FEW),
     "256 columns": Variant(ways={"width": 256}, rows=FEW),
     "256 bytes": Variant(promotion=3, rows=(*FEW, MANY[0])),
     "prefetched": Variant(ways={"prefetch": True}, rows=FEW),

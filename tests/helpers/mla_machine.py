@@ -183,10 +183,12 @@ class Machine:
         self.end((1, "O"))
         self.free[3].arrive()
 
-    def own_block(self, c, f, u):
+    def scored_block(self, c, f, u):
         yield from self.scores(c, f, u, c)
         yield None, 0
         self.end((c, "S"))
+
+    def own_block(self, c, f, u):
         self.load((FLAGS, u & 1, c), u)
         yield from self.send(c, u)
         self.add(c, u, c, own=True)
@@ -209,9 +211,7 @@ class Machine:
 
     def whole_block(self, c, f, u):
         """A block of few rows: weights are its consumer's own."""
-        yield from self.scores(c, f, u, c)
-        yield None, 0
-        self.end((c, "S"))
+        yield from self.scored_block(c, f, u)
         self.write((WEIGHTS, c), (c, u))
         yield None, 0
         for half in (0, 1):
@@ -226,7 +226,7 @@ class Machine:
         if self.narrow:
             return (self.whole_block,)
         if self.float8:
-            return (self.own_block, self.other_block)[:: 1 - 2 * c]
+            return (self.scored_block, *(self.own_block, self.other_block)[:: 1 - 2 * c])
         return (lambda c, f, u: (self.step0, self.step1)[c](f, u),)
 
     def consumer(self, c):
