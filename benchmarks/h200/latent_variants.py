@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--budget", type=float, default=2.0)
     parser.add_argument("--hot", action="store_true", help="also keys that stay in L2, and rows to fit lines to")
-    parser.add_argument("--only", default=",".join(VARIANTS), help="variants, by commas")
+    parser.add_argument("--only", default=";".join(VARIANTS), help="variants, by semicolons")
     parser.add_argument("--rows", default="", help="rows that begin so, by semicolons")
     parser.add_argument("--one", help="a row to run three times")
     parser.add_argument("--variant", default="now")
@@ -240,7 +240,7 @@ def main() -> None:
     start = time.perf_counter()
     # Rows of a kind have the same main kernel; that which combines differs by row, and not by variant.
     kinds = MANY[0], MANY[2], FEW[0]
-    names = args.only.split(",")
+    names = args.only.split(";")
     work = [(name, row) for name in names for row in kinds if row in VARIANTS[name].rows]
     work += [("now", row) for row in VARIANTS["now"].rows if row not in kinds]
     work += [(name, MANY[3]) for name in names if MANY[3] in VARIANTS[name].rows and MANY[0] not in VARIANTS[name].rows]
