@@ -31,7 +31,6 @@ from latent_cases import SCALE, Result, cut_off, judge
 from latent_rows import PEER, ROWS, Row
 from timing import Way, graphed, seconds
 
-from tilewise.backends.gpu import tensor_map
 from tilewise.backends.gpu.target import target_of
 from tilewise.backends.hopper import mla
 from tilewise.core.options import Options
@@ -50,22 +49,11 @@ class Variant:
     changes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     ways: dict[str, Any] = field(default_factory=dict)
     right: bool = True
-    promotion: int = tensor_map.L2_128B
     rows: tuple[str, ...] = (*MANY, *FEW)
 
 
 NO_GATE = [("    mbarrier.wait(sh.scored.index(0), u & 1)  # the exp", "    # the exp")]
 NOT_COMBINED = [("self.combining.first((c.combiners, 1), given) if c.cut else None", "None")]
-TRIGGER = [
-    (
-        "    given = (a, run, sh)\n",
-        "    given = (a, run, sh)\n"
-        "    gl.inline_asm_elementwise('griddepcontrol.launch_dependents; mov.b32 $0, $1;', '=r,r', [split], "
-        "dtype=gl.int32, is_pure=False, pack=1)\n",
-    )
-]
-TWO_MAPS = [("a.k_rope", "a.k"), ("a.q_rope", "a.q")]
-NOT_DEPENDENT = [('"DEPENDENT": True', '"DEPENDENT": False'), (", launch_pdl=True", "")]
 ONE_FLAG = [
     ("gl.max(higher.to(gl.int32).reshape([4, 16]), 1)", "gl.full([4], gl.max(higher.to(gl.int32), 0), gl.int32, FLAGS)")
 ]
@@ -85,13 +73,8 @@ VARIANTS = {
     "no gate": Variant({"consumer": NO_GATE}),
     "one flag": Variant({"consumer": ONE_FLAG}, rows=MANY),
     "128 columns": Variant(ways={"width": 128}, rows=MANY),
-    "64 columns": Variant(ways={"width": 64}, rows=FEW),
-    "64 columns, 2 maps": Variant({"producer": TWO_MAPS}, ways={"width": 64}, rows=FEW),
     "256 columns": Variant(ways={"width": 256}, rows=FEW),
-    "256 bytes": Variant(promotion=3, rows=(*FEW, MANY[0])),
     "prefetched": Variant(ways={"prefetch": True}, rows=FEW),
-    "not dependent": Variant({"launch": NOT_DEPENDENT}, rows=(*FEW, MANY[3])),
-    "trigger": Variant({"kernel": TRIGGER}, rows=(*FEW, MANY[3])),
     "not combined": Variant({"launch": NOT_COMBINED}, rows=FEW[:1]),  # where no sequence is cut
     "always rescaled": Variant(RESCALED, rows=MANY),
     "no prefetch": Variant(ways={"prefetch": False}, rows=MANY),
@@ -143,7 +126,6 @@ def ways_of(name: str, row: Row, hot: bool = False) -> list[Way]:
         made, call = bound(name, row, cache, table)
 
         def run() -> Result:
-            tensor_map.L2_128B = VARIANTS[name].promotion
             made(call.tensors)
             return call.tensors.out, call.tensors.lse
 
@@ -243,7 +225,6 @@ def main() -> None:
     names = args.only.split(";")
     work = [(name, row) for name in names for row in kinds if row in VARIANTS[name].rows]
     work += [("now", row) for row in VARIANTS["now"].rows if row not in kinds]
-    work += [(name, MANY[3]) for name in names if MANY[3] in VARIANTS[name].rows and MANY[0] not in VARIANTS[name].rows]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for text in pool.map(warm, work):
             if text:

@@ -54,30 +54,10 @@ ROWS = {
 }
 
 
-LATE = {"early": False, "consumer_regs": 208, "producer_regs": 96, "ahead": 3}
-ONE_BARRIER = {
-    "gather": [
-        (
-            "if i % 2 == 1:\n            mbarrier.arrive(sh.full[4 * b + i // 2]",
-            "if i == 7:\n            mbarrier.arrive(sh.full[4 * b]",
-        )
-    ],
-    "scores": [("mbarrier.wait(sh.full[b * PIECES + i + j], u & 1)", "pass")],
-}
-
-
 def ways_of(name: str) -> dict[str, Variant]:
     """Variants of the kernel that are timed beside it."""
     if "decode 128" in name and "fp8" in name:
-        return {
-            "one barrier": Variant(ONE_BARRIER),
-            "2 pieces": Variant(ways={"together": 2}),
-            "each piece": Variant(ways={"together": 1}),
-            "3 chunks": Variant(ways={"ahead": 3}),
-            "3 chunks, 88": Variant(ways={"producer_regs": 88, "ahead": 3}),
-            "late": Variant(ways=LATE),
-            "late, one barrier": Variant(ONE_BARRIER, ways=LATE),
-        }
+        return {"4 chunks": Variant(ways={"ahead": 4})}
     return {}
 
 

@@ -39,7 +39,7 @@ class Machine:
         self.sends_early = False
         self.copies = []
         self.q_full, self.q_free = Barrier(), Barrier(2)
-        self.full = [Barrier() for _ in range(2 * self.pieces)]
+        self.full = [Barrier(1 + self.pieces if self.float8 else 1) for _ in range(2 * self.pieces)]
         self.free = [Barrier() for _ in range(4)]
         self.ready = [Barrier(), Barrier()]
         self.rope_full = [Barrier(), Barrier()]
@@ -101,21 +101,18 @@ class Machine:
                         if self.float8 and half == 0:
                             self.write((FLAGS, u & 1, b), u)
                         elif self.float8:
-                            self.copy(self.rope_full[b], {(ROPE, b): u})
+                            self.copy(self.full[b], {(ROPE, b): u})
                         for i in self.half(b, half):
-                            self.copy(self.full[i], {(LATENT, i): u})
+                            self.copy(self.full[b if self.float8 else i], {(LATENT, i): u})
                 u += 1
 
     def scores(self, c, f, u, b):
-        """Products of a block; of float8 all of it is waited for first."""
-        pieces = [i for half in (0, 1) for i in self.half(b, half)]
-        if self.float8:
-            for i in pieces:
-                yield self.full[i], u & 1
-        yield self.rope_full[b], u & 1
+        """Products of a block, which in float8 has one barrier."""
+        yield self.full[b] if self.float8 else self.rope_full[b], u & 1
         self.begin((c, "S"), ((ROPE, b), u), ((QUERIES, "rope"), f))
-        for i in pieces:
-            yield self.full[i], u & 1
+        for i in (i for half in (0, 1) for i in self.half(b, half)):
+            if not self.float8:
+                yield self.full[i], u & 1
             self.begin((c, "S"), ((LATENT, i), u), ((QUERIES, "latent"), f))
 
     def weights(self, b):
@@ -189,6 +186,7 @@ class Machine:
         self.end((c, "S"))
 
     def own_block(self, c, f, u):
+        yield from self.scored_block(c, f, u)
         self.load((FLAGS, u & 1, c), u)
         yield from self.send(c, u)
         self.add(c, u, c, own=True)
@@ -226,7 +224,7 @@ class Machine:
         if self.narrow:
             return (self.whole_block,)
         if self.float8:
-            return (self.scored_block, *(self.own_block, self.other_block)[:: 1 - 2 * c])
+            return (self.own_block, self.other_block)[:: 1 - 2 * c]
         return (lambda c, f, u: (self.step0, self.step1)[c](f, u),)
 
     def consumer(self, c):

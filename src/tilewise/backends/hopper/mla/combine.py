@@ -1,7 +1,6 @@
 """Sequences whose keys several programs share: their outputs to one. Those that one program had alone are complete."""
 
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 import triton
 
@@ -14,14 +13,12 @@ PLAIN_INTS = ["o_b", "o_h", "o_l", "lse_b", "lse_h", "lse_l", "heads", "q_len", 
 def combine(
     OUT, LSE, SINKS, PARTIAL, PARTIAL_LSE, FRAGMENTS,
     o_b, o_h, o_l, lse_b, lse_h, lse_l, heads, q_len, per, head_rows, tiles,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns of ROWS rows (heads, then queries) of a sequence, AT_ONCE fragments at a time.
 
-    `per` sequences are queries of one batch row: 1, or all of them. DEPENDENT launches wait for the decode kernel here.
+    `per` sequences are queries of one batch row: 1, or all of them.
     """
-    if DEPENDENT:
-        gdc_wait()
     CHUNKS: tl.constexpr = 512 // COLUMNS
     groups = tl.cdiv(heads * q_len, ROWS)
     chunk = tl.program_id(0) % CHUNKS

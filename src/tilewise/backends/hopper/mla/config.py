@@ -64,7 +64,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 GATHERING: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
-FP8: dict[str, Any] = {"consumer_regs": 224, "producer_regs": 80, "fp8": True, "ahead": 2, "early": True}
+FP8: dict[str, Any] = {"consumer_regs": 208, "producer_regs": 96, "fp8": True}
 
 
 @dataclass(frozen=True)

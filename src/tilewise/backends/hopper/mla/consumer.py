@@ -197,9 +197,9 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
 
 
 @gluon.jit
-def own_block(a, sh, u, s, o, m, l, C: gl.constexpr):
+def own_block(a, sh, w, u, o, m, l, C: gl.constexpr):
     """Block C of pair u, of float8, into half C of the output; its weights and maximum to the other consumer."""
-    s = visible(a, sh, s, u, 0, 0, False, C)
+    s = visible(a, sh, end_scores(start_scores(a, sh, w, u, C), 0), u, 0, 0, False, C)
     weights, m_new, higher = to_weights(a, s, m, 1)
     p = weights.to(a.q.dtype)
     send(a, sh, p, m_new, higher, C)  # before all that the other consumer does not wait for
@@ -231,12 +231,9 @@ def step(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
     if a.S.narrow:
         o, m, l = step_narrow(a, sh, w, u, i, o, m, l, hi, masked, C)
     elif a.S.fp8:
-        if C == 1 and not a.S.early:
+        if C == 1:
             o, m, l = other_block(a, sh, u, o, m, l, C)
-        s = end_scores(start_scores(a, sh, w, u, C), 0)
-        if C == 1 and a.S.early:
-            o, m, l = other_block(a, sh, u, o, m, l, C)
-        o, m, l = own_block(a, sh, u, s, o, m, l, C)
+        o, m, l = own_block(a, sh, w, u, o, m, l, C)
         if C == 0:
             o, m, l = other_block(a, sh, u, o, m, l, C)
     elif C == 0:

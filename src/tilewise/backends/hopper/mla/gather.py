@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from .producer import fill_queries
-from .tile_scheduler import fragment, keys_of_row, pairs_of
+from .tile_scheduler import fragment, keys_of_row, pairs_of, prefetch_line
 
 THREADS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of [64 keys, 64 columns]
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))  # of [64 keys, 16 words], for float8
@@ -109,10 +109,7 @@ def prefetch_rows(a, at):
     LINES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     at = gl.convert_layout(at, gl.SliceLayout(1, LINES), assert_trivial=True).to(gl.int64) * 4
     line = gl.minimum(gl.arange(0, 8, gl.SliceLayout(0, LINES)) * 32, 160)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [a.CACHE + at[:, None] + line[None, :]], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    prefetch_line(a.CACHE + at[:, None] + line[None, :])
 
 
 @gluon.jit
@@ -143,7 +140,7 @@ def widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b: gl.constexpr
         if i == 4:  # both halves of block b of pair u - 1 have been added
             rope = a.CACHE + (at.to(gl.int64) * 4)[:, None] + 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS))[None, :]
             async_copy.async_copy_global_to_shared(in_words(sh.k_rope, 2).index(b), rope, mask=ok[:, None])
-            async_copy.mbarrier_arrive(sh.rope_full[b], increment_count=False)
+            async_copy.mbarrier_arrive(sh.full[b], increment_count=False)
         in_words(sh.k, 16).index(8 * b + i).store(widened(raw[0], a.q.dtype))
         raw = moved_up(raw, later)
         if i == 1:
@@ -152,10 +149,8 @@ def widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b: gl.constexpr
             for g in gl.static_range(4):
                 sh.scales[g].index((u & 1) * 2 + b).store(factors[g])
                 sh.scales[4 + g].index((u & 1) * 2 + b).store(scales[g].to(a.q.dtype))
-            mbarrier.arrive(sh.rope_full[b], count=1)
             scales = load_scales(a, at_next, ok_next)
-        if i % 2 == 1:
-            mbarrier.arrive(sh.full[4 * b + i // 2], count=1)
+    mbarrier.arrive(sh.full[b], count=1)
     return raw, scales
 
 

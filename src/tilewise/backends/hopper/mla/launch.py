@@ -47,8 +47,7 @@ class Launcher(ByAddress):
         self.lse_at = c.partial_rows * LATENT  # in the workspace, in numbers of 4 bytes
         self.fragments_at = self.lse_at + c.partial_rows
         self.decode = Kernel(latent_decode)
-        sizes = {"ROWS": c.rows, "COLUMNS": c.columns, "AT_ONCE": c.at_once, "DEPENDENT": True}
-        self.combining = Kernel(combine, sizes, launch_pdl=True)
+        self.combining = Kernel(combine, {"ROWS": c.rows, "COLUMNS": c.columns, "AT_ONCE": c.at_once})
         self.sizes: Arguments = {
             "batch": c.sequences, "heads": p.heads, "q_len": p.q_len, "kv_len": p.kv_len, "tiles": c.tiles,
             "splits": c.splits, "head_rows": c.head_rows, "factor": config.factor(p), "size": c.size,

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
@@ -11,19 +11,13 @@ SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 def start_scores(a, sh, w, u, b: gl.constexpr):
     """Starts S of block b of pair u, a commit for each piece: what is under way, to be finished by `end_scores`."""
     PIECES: gl.constexpr = a.S.pieces
-    TOGETHER: gl.constexpr = a.S.together
     none = u >> 31  # 0, which the compiler does not know: it would keep registers for the place of each operand
     s = gl.zeros([64, 64], gl.float32, SCORE)
     rope = sh.k_rope.index(b).permute((1, 0))
     if a.S.fp8:
+        sh.wait(sh.full[b], u)
         # ((k0 r0 + k1) r1 + k2) r2 + ..: r are ratios of the scales of neighbouring groups, the last one is a scale.
         for i in gl.static_range(PIECES):
-            if i % TOGETHER == 0:
-                for j in gl.static_range(1, TOGETHER):
-                    mbarrier.wait(sh.full[b * PIECES + i + j], u & 1)
-                if i + TOGETHER == PIECES:
-                    mbarrier.wait(sh.rope_full[b], u & 1)
-                sh.wait(sh.full[b * PIECES + i], u)
             k = sh.piece(b * PIECES + i + none).permute((1, 0))
             s = warpgroup_mma(sh.q.index(i + none), k, s, use_acc=i > 0, is_async=True)
             ratio = scales_of(sh, u, b, i, SCORE)  # loaded beside the product

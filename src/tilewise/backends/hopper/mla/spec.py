@@ -27,8 +27,6 @@ class Spec:
     width: int = 128  # columns of the keys that are waited for at a time
     prefetch: bool = False  # the next pair is brought to L2; rows of the cache lie one behind the other
     ahead: int = 3  # chunks of float8 that are under way
-    early: bool = False  # of float8: block 1 is scored before block 0 is added
-    together: int = 4  # pieces of float8 that are waited for together
     consumer_regs: int = 240
     producer_regs: int = 24
 
