@@ -39,7 +39,7 @@ class Machine:
         self.sends_early = False
         self.copies = []
         self.q_full, self.q_free = Barrier(), Barrier(2)
-        self.full = [Barrier(1 + self.pieces if self.float8 else 1) for _ in range(2 * self.pieces)]
+        self.full = [Barrier(self.pieces if self.float8 else 1) for _ in range(2 * self.pieces)]
         self.free = [Barrier() for _ in range(4)]
         self.ready = [Barrier(), Barrier()]
         self.rope_full = [Barrier(), Barrier()]
@@ -101,14 +101,16 @@ class Machine:
                         if self.float8 and half == 0:
                             self.write((FLAGS, u & 1, b), u)
                         elif self.float8:
-                            self.copy(self.full[b], {(ROPE, b): u})
+                            self.copy(self.rope_full[b], {(ROPE, b): u})
                         for i in self.half(b, half):
                             self.copy(self.full[b if self.float8 else i], {(LATENT, i): u})
                 u += 1
 
     def scores(self, c, f, u, b):
-        """Products of a block, which in float8 has one barrier."""
-        yield self.full[b] if self.float8 else self.rope_full[b], u & 1
+        """Products of a block, whose latent columns have one barrier in float8."""
+        yield self.rope_full[b], u & 1
+        if self.float8:
+            yield self.full[b], u & 1
         self.begin((c, "S"), ((ROPE, b), u), ((QUERIES, "rope"), f))
         for i in (i for half in (0, 1) for i in self.half(b, half)):
             if not self.float8:

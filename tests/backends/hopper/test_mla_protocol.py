@@ -37,7 +37,7 @@ NEEDED = ["q_full", "q_free", "scored", "done"] + [
 ]
 # The right half of block 0 is free when the weights of block 1 are there, but with float8 these come later.
 NOT_NEEDED = {(PLAIN, "free 1"), (FLOAT8, "scored")}
-NOT_NEEDED |= {(FLOAT8, name) for name in ("full 2", "full 3", "rope_full 0", "rope_full 1")}  # not used there
+NOT_NEEDED |= {(FLOAT8, name) for name in ("full 2", "full 3")}  # not used there
 NOT_NEEDED |= {(NARROW, name) for name in ("scored", "free 2", "free 3", "ready 0", "ready 1")}  # not used there
 
 

@@ -140,7 +140,7 @@ def widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b: gl.constexpr
         if i == 4:  # both halves of block b of pair u - 1 have been added
             rope = a.CACHE + (at.to(gl.int64) * 4)[:, None] + 132 + gl.arange(0, 32, gl.SliceLayout(0, WORDS))[None, :]
             async_copy.async_copy_global_to_shared(in_words(sh.k_rope, 2).index(b), rope, mask=ok[:, None])
-            async_copy.mbarrier_arrive(sh.full[b], increment_count=False)
+            async_copy.mbarrier_arrive(sh.rope_full[b], increment_count=False)
         in_words(sh.k, 16).index(8 * b + i).store(widened(raw[0], a.q.dtype))
         raw = moved_up(raw, later)
         if i == 1:
@@ -149,6 +149,7 @@ def widen_block(a, sh, u, at, ok, raw, scales, at_next, ok_next, b: gl.constexpr
             for g in gl.static_range(4):
                 sh.scales[g].index((u & 1) * 2 + b).store(factors[g])
                 sh.scales[4 + g].index((u & 1) * 2 + b).store(scales[g].to(a.q.dtype))
+            mbarrier.arrive(sh.rope_full[b], count=1)
             scales = load_scales(a, at_next, ok_next)
     mbarrier.arrive(sh.full[b], count=1)
     return raw, scales

@@ -11,8 +11,7 @@ There is room for one pair of blocks. Pair number u (counted over all fragments 
     of float8, block b       its rope columns are released with both halves: weights take their place
     of few rows, block b     read by consumer b alone, and released as a whole
     queries                  read by both consumers; when both have scored a fragment, its output leaves from there
-    flags, scales            of keys by index: in places of two pairs, written with the rope columns, in float8 with the
-                             block, of which all parts have one barrier
+    flags, scales            of keys by index: in places of two pairs, written with the rope columns
     weights of block b       written by consumer b, read by the other one; no barrier says that they may be written
                              again, since each consumer writes after it has had the other's answer
 
@@ -150,16 +149,14 @@ def new_shared(a):
     scales = ()
     if a.S.fp8:
         scales = lines(gl.float32) + lines(DTYPE)
-    # What is gathered arrives once for each thread of the producer; with rope columns come flags. Of float8 a block has
-    # one barrier: for copies of rope columns, and for what is stored.
+    # What is gathered arrives once for each thread of the producer; with rope columns come flags. What is stored
+    # arrives once: flags, and all latent columns of a block in float8.
     if a.S.fp8:
-        full = apart(2, 129)
-        rope_full = ()
+        full = apart(2)
     else:
         full = apart(2 * a.S.pieces, 128 if a.S.gather else 1)
-        rope_full = apart(2, 129 if a.S.gather else 1)
     return Shared(
         q, q_rope, k, k_rope, p, m0, m1, l, changed,
-        barriers(1, 1), barriers(1, 2), full, apart(4), rope_full, barriers(1, 1), apart(2), barriers(1, 2), ok, scales,
-        parts, a.S,
+        barriers(1, 1), barriers(1, 2), full, apart(4), apart(2, 129 if a.S.gather else 1), barriers(1, 1), apart(2),
+        barriers(1, 2), ok, scales, parts, a.S,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
@@ -15,6 +15,7 @@ def start_scores(a, sh, w, u, b: gl.constexpr):
     s = gl.zeros([64, 64], gl.float32, SCORE)
     rope = sh.k_rope.index(b).permute((1, 0))
     if a.S.fp8:
+        mbarrier.wait(sh.rope_full[b], u & 1)
         sh.wait(sh.full[b], u)
         # ((k0 r0 + k1) r1 + k2) r2 + ..: r are ratios of the scales of neighbouring groups, the last one is a scale.
         for i in gl.static_range(PIECES):
