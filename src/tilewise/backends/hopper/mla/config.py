@@ -1,6 +1,6 @@
 """Which problems latent decode serves, and how they are cut: plain functions of a `Problem`.
 
-The measurements behind them are in benchmarks/h200/LOG.md, latent #1 and #2, sparse #5.
+The measurements behind them are in benchmarks/h200/LOG.md, latent #1, #2 and #8, sparse #5 and #6.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Config:
     sequences: int  # with key indices every query is one
     size: int  # pairs of blocks of a run, with key indices
     cut: bool  # whether runs may end within a sequence
+    few: bool  # rows of a sequence, which are the columns of all products
     # Of the combining kernel: fragments of a sequence at a time, and rows and columns of the output.
     at_once: int
     rows: int
@@ -109,7 +110,8 @@ def config_of(problem: Problem, target: Target) -> Config:
     columns = min(LATENT, COMBINED // at_once)
     rows = COMBINED // at_once // columns
     combiners = sequences * -(-p.heads * q_len // rows) * (LATENT // columns)
-    return Config(head_rows, tiles, splits, sequences, size, cut, at_once, rows, columns, combiners)
+    few = chosen is None and head_rows * q_len <= FEW
+    return Config(head_rows, tiles, splits, sequences, size, cut, few, at_once, rows, columns, combiners)
 
 
 def factor(problem: Problem) -> float:
@@ -126,6 +128,8 @@ def notes(c: Config) -> tuple[str, ...]:
     found = ["V read as part of K", "two warpgroups with 256 columns of the output each, TMA"]
     if c.size:
         found[1] = "two warpgroups with 256 columns of the output each, rows gathered by another"
+    elif c.few:
+        found[1] = "two warpgroups with every second block each, query rows as columns of products, TMA"
     elif c.tiles > 1:
         found.append("the next keys are prefetched to L2")
     return tuple(found)
@@ -135,19 +139,18 @@ def spec(problem: Problem, c: Config) -> Spec:
     """What the kernel is compiled for."""
     p = problem
     page_rows = min(KEYS, p.page_size) if p.form == "paged" else KEYS
-    few = p.selection is None and c.head_rows * p.q_len <= FEW
     return Spec(
         DTYPE_NAMES[p.q_dtype],
         page_rows,
         paged=p.form == "paged",
         head_rows=c.head_rows,
-        rows=FEW if few else ROWS,
+        rows=FEW if c.few else ROWS,
         causal=p.rules.causal and p.q_len > 1,
         lengths=p.rules.kv_lengths,
         lse=p.return_lse,
         sinks=p.sinks,
         gather=p.selection is not None,
-        width=128 if in_fp8(p) or (few and page_rows == KEYS) else 256 if page_rows == KEYS or p.selection else 64,
+        width=128 if in_fp8(p) or (c.few and page_rows == KEYS) else 256 if page_rows == KEYS or p.selection else 64,
         prefetch=c.tiles > 1,  # programs that read the same keys gain; a lone one loses
         **(FP8 if in_fp8(p) else GATHERING if p.selection is not None else {}),
     )
