@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from .producer import fill_queries
-from .tile_scheduler import fragment, keys_of_row, pairs_of, prefetch_line
+from .tile_scheduler import fragment, keys_of_row, pairs_of
 
 THREADS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of [64 keys, 64 columns]
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))  # of [64 keys, 16 words], for float8
@@ -109,7 +109,10 @@ def prefetch_rows(a, at):
     LINES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     at = gl.convert_layout(at, gl.SliceLayout(1, LINES), assert_trivial=True).to(gl.int64) * 4
     line = gl.minimum(gl.arange(0, 8, gl.SliceLayout(0, LINES)) * 32, 160)
-    prefetch_line(a.CACHE + at[:, None] + line[None, :])
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [a.CACHE + at[:, None] + line[None, :]], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

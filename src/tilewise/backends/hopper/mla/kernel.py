@@ -10,7 +10,7 @@ from .consumer import consume
 from .gather import gather, widen
 from .pipeline import new_shared
 from .producer import produce
-from .tile_scheduler import Run, prefetch_lookups, run_of
+from .tile_scheduler import Run, run_of
 
 
 @gluon.jit
@@ -26,10 +26,9 @@ def consumer1(a, run, sh):
 @gluon_kernel(Arguments)
 def latent_decode(a):
     split = gl.program_id(0) // a.tiles
-    prefetch_lookups(a, split)
-    sh = new_shared(a)
     seq, first, left, size = run_of(a, split)
     run = Run(seq, first, left, size, split, gl.program_id(0) % a.tiles)
+    sh = new_shared(a)
     fence_async_shared()
     given = (a, run, sh)
     if a.S.fp8:

@@ -59,30 +59,6 @@ def fitting(least, longest):
 
 
 @gluon.jit
-def prefetch_lookups(a, split):
-    """Brings what programs look up before they can read keys to L2: lengths, and of the table the part that is this
-    split's if all sequences have one length. If not, it is another's.
-    """
-    if not a.S.gather:
-        line = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * 32  # of 128 bytes
-        if a.S.lengths:
-            prefetch_line(a.LENGTHS + gl.minimum(line, a.batch - 1))
-        if a.S.paged:
-            columns = gl.cdiv(a.kv_len, a.page_size)
-            row = split * a.batch // a.splits
-            first = split * a.batch % a.splits * columns // a.splits
-            prefetch_line(a.TABLE + row.to(gl.int64) * a.table_b + gl.minimum(first + line, gl.maximum(columns - 1, 0)))
-
-
-@gluon.jit
-def prefetch_line(pointer):
-    """Brings lines of 128 bytes to L2."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def run_of(a, split):
     """The run of a split: its first sequence, the first pair there, the number of pairs, and the size of all runs."""
     if a.S.gather:
