@@ -56,6 +56,17 @@ def arguments(ways=None, **given):
     return made, made.arguments(t, made.workspace("meta"))
 
 
+def check_arrivals(built):
+    """One thread arrives at an mbarrier for all of its warpgroup: after they have met."""
+    for loop in built.loops:
+        last = ""
+        for line in loop:
+            if "SYNCS.ARRIVE" in line:
+                assert last == "BAR"
+            if met := re.search(r"BAR\.SYNC|HGMMA|DEPBAR|\bLDS|\bSTS", line):
+                last = "BAR" if met[0] == "BAR.SYNC" else met[0]
+
+
 def check(ways=None, spills=0, **given):
     latent, made = arguments(ways, **given)
     built = build(latent_decode, made, ("S",))
@@ -75,14 +86,7 @@ def check(ways=None, spills=0, **given):
     assert after.split("gsb0, 0x0")[0].count("MUFU.EX2") >= 32
     assert built.report.count("injected") == before.count("gsb0, 0x0") == 1
     assert before.split("gsb0, 0x0")[0].rsplit("BRA", 1)[1].count("FMUL") == 128
-    # One thread arrives at an mbarrier for all of its warpgroup: after they have met.
-    for loop in built.loops:
-        last = ""
-        for line in loop:
-            if "SYNCS.ARRIVE" in line:
-                assert last == "BAR"
-            if met := re.search(r"BAR\.SYNC|HGMMA|DEPBAR|\bLDS|\bSTS", line):
-                last = "BAR" if met[0] == "BAR.SYNC" else met[0]
+    check_arrivals(built)
     # Barriers lie beyond the tiles, and each is one that somebody waits at.
     places = built.barrier_places
     assert len(places) == 2 + 2 * latent.spec.pieces + 4 + 2 + 1 + 2 + 1  # q, pieces, halves, ropes, S, weights, sums
@@ -122,6 +126,7 @@ def test_few_rows_are_the_columns_of_products(given):
         text = "\n".join(loop)
         assert len(re.findall(r"HGMMA\.64x16x16", text)) == 36 + 32  # S, and 8 tiles of 64 columns of O
         assert not re.search(r"\b(STL|LDL)\b", text)
+    check_arrivals(built)
 
 
 def test_rows_that_are_many_are_not_few():
@@ -171,6 +176,8 @@ def test_rows_in_float8_are_loaded_by_16_bytes_and_products_do_not_wait():
         assert len(re.findall(r"HGMMA\.64x64x16", text)) == 36
         assert len(re.findall(r"HGMMA\.64x128x16", text)) == 16
         assert len(re.findall(r"WARPGROUP\.DEPBAR", text)) == 7  # 5 of the scores, 2 of the values
+        assert not re.search(r"\b(STL|LDL)\b", text)
+    check_arrivals(built)
     # A register that the producer has to spill comes back behind all loads that are under way.
     widening = built.sass[built.sass.index("E4M3.UNPACK") : built.sass.rindex("E4M3.UNPACK")]
     assert not re.search(r"\b(STL|LDL)\b", widening)
