@@ -3,7 +3,7 @@
     python benchmarks/h200/forward.py --peers FOLDER --json forward.json
 
 `--peers` is a folder with a module `peers_load` that gives the other libraries' kernels. The cells are those in which
-FlashAttention 4 has led, and some others. `--forms` adds forms of the kernel that the planner does not choose.
+FlashAttention 4 has led, and some others. `--forms` adds both forms of the kernel: O rescaled lazily, and not.
 Processes of their own compile each form of each cell first, and check it on awkward sizes: against the oracle, with
 keys that grow towards the last ones visited, and for the same bits again.
 """
@@ -35,23 +35,13 @@ CELLS = [
     (256, 8, 16384, True), (128, 16, 1024, True), (128, 16, 4096, True), (128, 16, 16384, False),
     (256, 8, 1024, True), (64, 32, 4096, False),
 ]  # fmt: skip
-BEFORE: dict[str, Any] = {"lazy_rescale": False}
-FORMS: dict[tuple[int, bool], dict[str, dict[str, Any]]] = {
-    (64, False): {
-        "before": BEFORE, "together": {"stagger": 0}, "by 8": {"stagger": 8}, "programs end": {"persistent": False},
-        "together, programs end": {"stagger": 0, "persistent": False},
-        "together, early": {"stagger": 0, "late_wait": False},
-        "together, two stages": {"stagger": 0, "k_stages": 2, "v_stages": 2},
-    },
-    (128, False): {"before": BEFORE, "together": {"stagger": 0}},
-    (256, False): {"before": BEFORE, "by 8": {"stagger": 8}},
-}  # fmt: skip
+FORMS: dict[str, dict[str, Any]] = {"lazy": {"lazy_rescale": True}, "not lazy": {"lazy_rescale": False}}
 BF16 = torch.bfloat16
 chosen = config.config_of
 
 
-def forms_of(args: Any, D: int, causal: bool) -> dict[str, dict[str, Any]]:
-    return {"tilewise": {}} | (FORMS.get((D, causal), {"before": BEFORE}) if args.forms else {})
+def forms_of(args: Any) -> dict[str, dict[str, Any]]:
+    return {"tilewise": {}} | (FORMS if args.forms else {})
 
 
 def way(changes: dict[str, Any], *given: torch.Tensor, **options: Any) -> Any:
@@ -95,7 +85,7 @@ def errors_of(args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     pool = ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn"))
     kinds = dict.fromkeys((D, causal) for D, _, _, causal in CELLS)
-    jobs = [pool.submit(checked, *kind, *form) for kind in kinds for form in forms_of(args, *kind).items()]
+    jobs = [pool.submit(checked, *kind, *form) for kind in kinds for form in forms_of(args).items()]
     try:
         for job in as_completed(jobs, timeout=args.limit):
             name, error = job.result()
@@ -113,7 +103,7 @@ def cell(args: Any, errors: dict[str, Any], D: int, H: int, L: int, causal: bool
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     rule = "causal" if causal else "full"
     ways: dict[str, Any] = {}
-    for name, changes in forms_of(args, D, causal).items():
+    for name, changes in forms_of(args).items():
         if isinstance(errors.get(f"D{D} {rule} {name}"), float) and errors[f"D{D} {rule} {name}"] < 4e-3:
             ways[name] = way(changes, q, k, v, causal=causal, layout="blhd")
 

@@ -215,6 +215,16 @@ def test_head_dim_64_has_registers_for_a_late_wait_with_few_rules():
     assert short.consumers < c.consumers, "few tiles fill more programs of fewer rows"
 
 
+def test_maxima_are_replaced_lazily_where_that_is_faster():
+    long = {"q_len": 16384, "kv_len": 16384}
+    for D, changes, lazy in (
+        (64, {}, False), (64, {"causal": True}, True), (128, {}, True), (128, {"causal": True}, True),
+        (128, {"window": (99, None)}, False), (256, {"causal": True}, True), (256, {"softcap": 5.0}, False),
+        (512, {}, False),
+    ):  # fmt: skip
+        assert config.config_of(problem(D, **long, **changes)).lazy_rescale is lazy
+
+
 def test_two_programs_share_a_processor_where_keys_are_few_and_causal():
     p = problem(64, causal=True, q_len=1024, kv_len=1024)
     c = config.config_of(p)

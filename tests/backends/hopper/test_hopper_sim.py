@@ -70,7 +70,7 @@ CASES = {
     "D192/128": lambda: dense(192, 128, causal=True),
     "D256": lambda: dense(256, causal=True),
     "maxima that grow": lambda: growing(),
-    "maxima that grow, softcap": lambda: growing(softcap=30.0, sinks=True, q_offset=400, causal=True),
+    "maxima that grow, causal": lambda: growing(256, sinks=True, q_offset=400, causal=True),
     "D320": lambda: dense(320, Lk=400),
     "D512": lambda: dense(512, causal=True, Lq=300, Lk=200),
     "D512/64": lambda: dense(512, 64, Lq=140),

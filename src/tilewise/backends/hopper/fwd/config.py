@@ -34,7 +34,6 @@ class Config:
     overlaps: bool = True
     late_wait: bool = False
     lazy_rescale: bool = False
-    stagger: int = 1
     per_processor: int = 1  # programs
     consumer_regs: int = 240
     producer_regs: int = 24
@@ -45,6 +44,7 @@ MANY_ROUNDS = 64  # work tiles of a program after which its last one counts for 
 SHORT = 2048  # keys up to which two consumers are as fast as three at D=64; see `config`
 SHORT_CAUSAL = 4096  # keys up to which two programs a processor are faster there
 LITTLE = 1.5e10  # operations; see `slower`
+CAUSAL = MaskRules(causal=True)
 
 
 def refusal(problem: Problem) -> str | None:
@@ -125,29 +125,31 @@ def config_of(problem: Problem) -> Config:
     """What fits the shared memory (227 KiB) and the registers, and was the fastest there."""
     width, chunks = chunk_widths(problem.head_dim)
     DV, _ = value_tiling(problem)
+    few_rules = plainly(problem, MaskRules()) or plainly(problem, CAUSAL)
     # Tiles of a mask have a power of two of rows.
     if width * chunks <= 64 and DV <= 64:
-        if plainly_causal(problem) and problem.kv_len <= SHORT_CAUSAL and not problem.split_size:
+        if plainly(problem, CAUSAL) and problem.kv_len <= SHORT_CAUSAL and not problem.split_size:
             return Config(64, 2, 3, 3, share=2, overlaps=False, per_processor=2, consumer_regs=112)
         late = not (problem.softcap or problem.alibi or problem.rules.flags.hides_left)  # else it would spill
         if problem.mask is None and problem.selection is None and problem.kv_len > SHORT:
-            return Config(128, 3, 4, 4, late_wait=late, lazy_rescale=True, consumer_regs=160, producer_regs=32)
+            lazy = plainly(problem, CAUSAL)
+            return Config(128, 3, 4, 4, late_wait=late, lazy_rescale=lazy, consumer_regs=160, producer_regs=32)
         return Config(128, 2, 4, 4, share=2, late_wait=late)
     if width * chunks <= 128 and DV <= 128:
-        return Config(128, 2, 2, 2, lazy_rescale=True)
+        return Config(128, 2, 2, 2, lazy_rescale=few_rules)
     if width * chunks <= 192 and DV <= 128:
         return Config(128, 2, 2 * chunks, 2, out_columns=DV // 2, q_stages=1)
     if width * chunks <= 256:
-        return Config(64, 2, 2 * chunks, 2, lazy_rescale=True, out_columns=DV // 2, q_stages=1)
+        return Config(64, 2, 2 * chunks, 2, lazy_rescale=few_rules, out_columns=DV // 2, q_stages=1)
     return Config(128, 2, 6, 0, lends=True, out_columns=64, q_stages=1, overlaps=False)
 
 
-def plainly_causal(problem: Problem) -> bool:
-    """Causal, and nothing else that would take registers."""
+def plainly(problem: Problem, rules: MaskRules) -> bool:
+    """These rules, and nothing else that would take registers."""
     p = problem
     others = p.softcap or p.alibi or p.rules.kv_lengths or p.packed_q or p.mask is not None or p.rules.affine
     others = others or p.selection is not None
-    return p.rules.relative() == MaskRules(causal=True) and not others
+    return p.rules.relative() == rules and not others
 
 
 def uneven(problem: Problem) -> bool:
@@ -202,7 +204,6 @@ def spec(problem: Problem, c: Config) -> Spec:
         overlaps=c.overlaps,
         late_wait=c.late_wait,
         lazy_rescale=c.lazy_rescale,
-        stagger=c.stagger,
         consumer_regs=c.consumer_regs,
         producer_regs=c.producer_regs,
         # Past the end of a dense tensor TMA reads zeros; anything else that is hidden may be NaN.

@@ -75,8 +75,7 @@ class Launcher(ByAddress):
         # What only prefill makes use of is the same for all, so that fewer kernels are compiled.
         self.fixup_spec = replace(
             s, DV=min(s.DV, FIXUP_COLUMNS), out_columns=s.DV, q_stages=1, k_stages=1, v_stages=1,
-            late_wait=False, overlaps=True, stagger=1, consumer_regs=0, producer_regs=0, prefetch_tile=False,
-            fixup=True,
+            late_wait=False, overlaps=True, consumer_regs=0, producer_regs=0, prefetch_tile=False, fixup=True,
         )  # fmt: skip
         self.sizes: Arguments = {
             "batch": p.batch,

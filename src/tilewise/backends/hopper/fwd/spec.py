@@ -26,7 +26,6 @@ class Spec(Flags):
     overlaps: bool  # where a tile is seen whole, a warpgroup takes exponentials while its own P V is under way
     late_wait: bool  # P V is waited for after the exponentials, not where the compiler would
     lazy_rescale: bool  # a maximum is replaced by a much larger one only, so that O is seldom rescaled
-    stagger: int  # tiles of rows that begin with the same tile of keys, where all rows see all; 0: all do
     consumer_regs: int
     producer_regs: int
     guard: bool  # hidden keys may lie under visible ones: tiles are flagged if not finite (see nonfinite.py)

@@ -44,8 +44,8 @@ def tile_list(a, w):
     if not a.S.listed:
         count = w.last - w.first
         shift = None
-        if not a.S.masked and a.S.stagger > 0:
-            shift = w.top // (a.S.BM * a.S.stagger) % count
+        if not a.S.masked:
+            shift = w.top // a.S.BM % count
         tiles = Tiles(w.last - 1, count, shift, None, count)
     else:
         tile = w.top // a.S.BM
