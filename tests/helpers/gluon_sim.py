@@ -38,6 +38,7 @@ BACKWARD = PLACES | {
         "reducer",
         "converter",
         "softcap",
+        "products",
         "consumer",
         "mask_sums",
         "kernel",
@@ -347,6 +348,8 @@ def _asm(text: str, constraints: str, given: Sequence[Any], *rest: Any, **option
             return Tensor(numbers[0] * numbers[1])
         if "neg.f32 n" in text:
             return Tensor(np.float32(1.0) - numbers[0] * numbers[0])
+        if text.startswith("shl.b32 $0, $2, 16; and"):  # two of bfloat16, which float16 stands in for
+            return Tensor(numbers[0].astype(np.float32))
         if text.startswith("rcp"):
             return Tensor(np.float32(1.0) / numbers[0])
         if text.startswith("copysign"):

@@ -100,7 +100,7 @@ class Backward:
             if self.spec.mask:
                 huge = self.spec.softcap or (np.abs(lse[seen]) > MOST_LSE.value).any()
                 self.given["HUGE"][entry] = int(huge)
-                lse2[entry] = torch.from_numpy(np.concatenate([np.full(BM, -np.inf, np.float32), minus]))
+                lse2[entry] = -torch.inf
                 lse2[entry, :count] = torch.from_numpy(np.where(seen, -lse, -np.inf))
                 if huge:
                     continue

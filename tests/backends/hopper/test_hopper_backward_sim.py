@@ -82,8 +82,9 @@ MUTANTS = {
                                        "mbarrier.wait(buf.k_full.index(0), 0)"),
     "half a block that is seen left out": ("bwd.tile_scheduler", "seen &= (i + 1) * a.S.BM >", "seen &= i * a.S.BM >"),
     "half a block of a window left out": ("bwd.tile_scheduler", "key + 63 - self.shift", "key - self.shift"),
-    "dS is written while it is read": ("bwd.consumer",
-                                       '    else:\n        named_barrier("bar.sync", DS_EMPTY + C, 256)\n', ""),
+    "dS is written while it is read": (
+        "bwd.consumer", '    if not a.S.mask:\n        named_barrier("bar.sync", DS_EMPTY + C, 256)\n', "",
+    ),
     "each reducer takes the other's block": ("bwd.reducer", "skipped = (base + R) & 1", "skipped = R"),
     "dQ in another order": ("bwd.tile_scheduler", " turn -= gl.maximum(", " turn -= 1 + gl.maximum("),
     "a window one row too long": ("bwd.consumer", "hi = key - w.shift + a.left + 1", "hi = key - w.shift + a.left + 2"),

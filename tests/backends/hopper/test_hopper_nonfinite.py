@@ -47,7 +47,7 @@ def fixed_up(case):
 
 
 def statistics(case, huge):
-    """Rows of a masked call, -lse and behind it -delta; what the scores' product takes off; blocks of a huge lse."""
+    """Rows of a masked call: -lse, -delta; what the scores' product takes off; blocks of a huge lse."""
     import torch
 
     from tilewise.backends.hopper.bwd.launch import bound_to
@@ -69,15 +69,15 @@ def statistics(case, huge):
         torch.where(seen, t.dlse.to(dtype) - (t.dout.to(dtype) * t.forward.out.to(dtype)).sum(-1), 0)
         for dtype in (torch.float32, torch.float64)
     )
-    rows = given["LSE2"].view(p.batch, p.heads, bound.longest, 2, bound.BM)  # [B, H, blocks, -lse and -delta, BM]
-    lse, delta = (rows[:, :, :, n].reshape(p.batch, p.heads, room) for n in range(2))
+    factors = torch.tensor([2.0 ** (10 - 10 * n) for n in range(4)] + [0.0] * 12, dtype=torch.float64)
+    lse = given["LSE2"].view(p.batch, p.heads, room)
+    taken, delta = ((given["STATS"][:, n : n + 16].double() @ factors).view(p.batch, p.heads, room) for n in (0, 16))
     assert torch.equal(lse[:, :, : p.q_len], torch.where(seen, -t.forward.lse, -torch.inf))
     judge("delta", delta[:, :, : p.q_len], exact, 2 * largest_error(plain, exact), torch.float32)
     assert (lse[:, :, p.q_len :] == -torch.inf).all()
     assert (delta[:, :, p.q_len :] == 0).all()
     assert set(given["HUGE"][: bound.blocks].tolist()) == {int(huge)}
-    factors = torch.tensor([2.0 ** (10 - 10 * n) for n in range(4)] + [0.0] * 12, dtype=torch.float64)
-    taken = (given["STATS"][:, :16].double() @ factors).view(p.batch, p.heads, room)[:, :, : p.q_len]
+    taken = taken[:, :, : p.q_len]
     minus = -t.forward.lse.double() / p.scale
     if huge:  # the product takes off nothing
         assert (taken == 0).all()

@@ -136,7 +136,7 @@ def new_buffers(a):
     if a.S.row_lse:
         lse = gl.allocate_shared_memory(gl.float32, [a.S.q_stages, 1, BM], a.lse.layout)
     huge = None
-    if a.S.mask and not a.S.softcap:
+    if a.S.mask_first:
         huge = gl.allocate_shared_memory(gl.int32, [a.S.q_stages, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     mask = None
     mask_full = None

@@ -14,7 +14,7 @@ HOP = 3.0  # microseconds from one program's reduction of a query block to the n
 PROCESSORS = 132
 PERSISTENT_ROWS = 4096
 CONVERTED_ROWS, SHORT_ROWS = 768, 1536
-STEP_FLOPS = 4.9e6  # of a processor in a microsecond
+STEP_FLOPS, MASKED_STEP_FLOPS = 4.9e6, 3.3e6  # of a processor in a microsecond; with a mask, D=64
 # -lse / scale is kept in q's dtype, in parts: it must not leave their range.
 LEAST_SCALE, MOST_SCALE = 1e-3, 1e3
 RIGHT, LEFT = 1, 2  # edges, as `consumer.hide` has them
@@ -193,10 +193,10 @@ def query_blocks(problem: Problem, BM: int) -> tuple[int, int]:
 
 
 def workspace_bytes(problem: Problem, s: BackwardSpec) -> int:
-    """dQ in float32, and 64 bytes of statistics for each row; 4 more with softcap, 8 more with a mask."""
+    """dQ in float32, and 64 bytes of statistics for each row; 4 more with softcap or a mask."""
     p = problem
     blocks = query_blocks(p, s.BM)[1] * p.heads * (1 if p.packed_q else p.batch)
-    return blocks * (s.BM * (4 * s.D + 64 + (8 if s.mask else 4 * s.softcap)) + 4)
+    return blocks * (s.BM * (4 * s.D + 64 + 4 * s.row_lse) + 4)
 
 
 def notes(problem: Problem, s: BackwardSpec) -> tuple[str, ...]:
@@ -207,11 +207,13 @@ def notes(problem: Problem, s: BackwardSpec) -> tuple[str, ...]:
 def planes_at_once(problem: Problem, s: BackwardSpec) -> int:
     """How many planes are interleaved: programs start one after the other, those of one plane at least HOP apart.
 
-    Long causal calls take four times as many: their programs differ in length (h200/LOG.md, backward #4).
+    Long causal calls take four times as many: their programs differ in length (h200/LOG.md, backward #4). With a mask,
+    at D=64, fewer are better: key blocks of a plane read the same rows of it (backward #17).
     """
     p = problem
     planes = p.kv_heads * (1 if p.packed_q else p.batch)
     steps = max(1.0, rows_of_block(p) / s.BM)
-    work = steps * s.BM * BN * s.D * 10 / STEP_FLOPS
-    more = 1 if p.kv_len <= 1024 else 4 if s.hides_right else 2
+    masked = s.mask and s.D == 64
+    work = steps * s.BM * BN * s.D * 10 / (MASKED_STEP_FLOPS if masked else STEP_FLOPS)
+    more = 1 if p.kv_len <= 1024 else 4 if s.hides_right else 1 if masked else 2
     return max(1, min(planes, round(HOP * PROCESSORS / work + 0.5) * more))

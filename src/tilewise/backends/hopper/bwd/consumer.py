@@ -11,44 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .arguments import dq_layout, dq_split, ds_place, grad_layout, row_layout, score_layout, tile
-from .mask import get_huge, load_mask, masked, own_cells
+from .mask import load_mask, masked, own_cells, release_mask
+from .products import start_products, stat_factors, take_turn, wait_for_dq
 from .softcap import LOG2E, capped
-from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, MASK_EMPTY, Q_EMPTY, named_barrier
+from .sync import DO_EMPTY, DQ_FULL, DS_EMPTY, DS_READY, Q_EMPTY, named_barrier
 from .tile_scheduler import get_index, next_block, work_of
-
-
-@gluon.jit
-def start_scores(a, buf, u, s, factors, C: gl.constexpr):
-    """Starts S^T = K Q^T in the registers of `s`, whose values do not count."""
-    BM: gl.constexpr = a.S.BM
-    D: gl.constexpr = a.S.D
-    q = tile(buf.q, u, a.S.q_stages, BM, D)
-    mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
-    s = warpgroup_mma(buf.k.index(C + (u >> 30)).reshape([64, D]), q.permute((1, 0)), s, use_acc=False, is_async=True)
-    if not a.S.softcap:
-        lse = buf.stats.index(u % a.S.q_stages).slice(0, 16, 1)  # [BM, 16]
-        s = warpgroup_mma(factors, lse.permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.constexpr_function
-def part_factors():
-    """What the parts of a float16 statistic count: float16 has not the range of float32."""
-    return (2.0**10, 1.0, 2.0**-10, 2.0**-20)
-
-
-@gluon.jit
-def stat_factors(DTYPE: gl.constexpr, SCORES: gl.constexpr):
-    """A left operand [64, 16] that adds up the parts of a statistic, the same for each key."""
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    if gl.bfloat16 == DTYPE:
-        return gl.full([64, 16], 1.0, DTYPE, LAYOUT)
-    PARTS: gl.constexpr = part_factors()
-    column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
-    x = gl.zeros([64, 16], gl.float32, LAYOUT)
-    for n in gl.static_range(4):
-        x = gl.where(column == n, PARTS[n], x)
-    return x.to(DTYPE)
 
 
 @gluon.jit
@@ -104,9 +71,9 @@ def store_dq(a, buf, u, dq, C: gl.constexpr):
     if a.S.mask:  # in the place of dS
         if a.S.dmask_tiles:
             tma.store_wait(0)
-        named_barrier("bar.sync", DS_EMPTY + C, 256)
+        named_barrier("bar.sync", DS_EMPTY, 256)
     else:
-        mbarrier.wait(buf.dq_empty.index(z), ((u // a.S.dq_stages) & 1) ^ 1)
+        wait_for_dq(a, buf, u)
     buf.dq.index(z * 2 + C).store(pack_dq(dq))
     fence_async_shared()
     named_barrier("bar.arrive", DQ_FULL + z, 288)
@@ -115,9 +82,7 @@ def store_dq(a, buf, u, dq, C: gl.constexpr):
 @gluon.jit
 def store_ds(a, buf, u, ds16, C: gl.constexpr):
     """To shared memory, for dQ: dS^T, or dS, which TMA stores from there as cells of the mask's gradient."""
-    if a.S.mask:
-        mbarrier.wait(buf.dq_empty.index(u % a.S.dq_stages), ((u // a.S.dq_stages) & 1) ^ 1)
-    else:
+    if not a.S.mask:
         named_barrier("bar.sync", DS_EMPTY + C, 256)
     ds = ds_place(a, buf, u, C)
     if a.S.dmask_tiles:
@@ -135,34 +100,25 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     D: gl.constexpr = a.S.D
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, grad_layout(a.S), 2)
     WIDTH: gl.constexpr = dq_split(a.S)[1]
-    zeros = gl.zeros([64, BM], gl.float32, score_layout(a.S))
-    s = start_scores(a, buf, u, zeros, factors, C)
+    x, dp, huge = start_products(a, buf, w, u, i, g, factors, C)
     do = tile(buf.do, u, a.S.do_stages, BM, D)
-    mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
-    dp = warpgroup_mma(
-        buf.v.index(C + (u >> 30)).reshape([64, D]), do.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    delta = buf.stats.index(u % a.S.q_stages).slice(16, 16, 1)  # [BM, 16]
-    dp = warpgroup_mma(factors, delta.permute((1, 0)), dp, is_async=True)
-    x = warpgroup_mma_wait(2, deps=(s,))  # q k - lse / scale; with softcap, or if the lse is huge, q k
     if a.S.softcap:
         bias = None
         if a.S.mask:
             bias = load_mask(a, buf, w, u, i, g, C)
         minus_lse = buf.lse.index(u % a.S.q_stages).load(score_layout(a.S))  # [1, BM]
         p, slope = capped(a, x, minus_lse, bias)
-    elif a.S.mask:
-        if get_huge(buf.huge, u % a.S.q_stages):
-            minus_lse = buf.lse.index(u % a.S.q_stages).load(score_layout(a.S))  # [1, BM]
-            p = gl.exp2(masked(x, a.scale, load_mask(a, buf, w, u, i, g, C), minus_lse))
-        else:
-            p = gl.exp2(gl.fma(x, a.scale * LOG2E, load_mask(a, buf, w, u, i, g, C) * LOG2E))
     else:
+        if a.S.mask:
+            if huge:
+                minus_lse = buf.lse.index(u % a.S.q_stages).load(score_layout(a.S))  # [1, BM]
+                x = masked(x, a.scale, load_mask(a, buf, w, u, i, g, C), minus_lse) * (1.0 / (a.scale * LOG2E))
+                release_mask(a)
         p = gl.exp2(x * (a.scale * LOG2E))
     p = hide(p, i, lo, hi, score_layout(a.S), EDGES)
     p16 = gl.convert_layout(p.to(a.q.dtype), OPERAND)
-    if a.S.mask_tiles:  # not before: its cells would have to be kept in registers
-        named_barrier("bar.arrive", MASK_EMPTY, 288)
+    if a.S.softcap and a.S.mask:
+        release_mask(a)
     if a.S.softcap and not a.S.dmask:
         p *= slope
     dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
@@ -187,7 +143,8 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     q = tile(buf.q, u, a.S.q_stages, BM, D)
     dk = warpgroup_mma(ds16, q, dk, is_async=True)
     dv, dq, p16 = warpgroup_mma_wait(1, deps=(dv, dq, p16))
-    named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
+    if not a.S.mask:
+        named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
     named_barrier("bar.arrive", DO_EMPTY + u % a.S.do_stages, 288)
     store_dq(a, buf, u, dq, C)
     dk, ds16 = warpgroup_mma_wait(0, deps=(dk, ds16))
@@ -204,13 +161,17 @@ def hidden_step(a, buf, u, C: gl.constexpr):
     mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
     if a.S.mask_tiles:
         mbarrier.wait(buf.mask_full.index(0), u & 1)
-        named_barrier("bar.arrive", MASK_EMPTY, 288)
+        release_mask(a)
+    take_turn(a, C)
+    if a.S.mask:
+        wait_for_dq(a, buf, u)
     store_ds(a, buf, u, gl.zeros([64, BM], a.q.dtype, score_layout(a.S)), C)
     fence_async_shared()
     named_barrier("bar.sync", DS_READY, 256)
     zeros = gl.zeros([64, WIDTH], gl.float32, dq_layout(a.S))
     dq = warpgroup_mma_wait(0, deps=(start_dq(a, buf, u, zeros, C, 1 - C, False),))
-    named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
+    if not a.S.mask:
+        named_barrier("bar.arrive", DS_EMPTY + 1 - C, 256)
     named_barrier("bar.arrive", DO_EMPTY + u % a.S.do_stages, 288)
     named_barrier("bar.arrive", Q_EMPTY + u % a.S.q_stages, 288)
     store_dq(a, buf, u, dq, C)

@@ -228,10 +228,9 @@ class Bound(Launcher):
 
     def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
         s, room, device = self.spec, self.blocks * self.BM, t.dout.device
-        width = 2 * s.BM if s.mask else s.BM
         return super().tensors(t) | {
             "ACC": torch.empty(room * s.D // 32, 32, dtype=torch.float32, device=device),
-            "LSE2": torch.empty(self.blocks, width, dtype=torch.float32, device=device) if s.row_lse else None,
+            "LSE2": torch.empty(self.blocks, s.BM, dtype=torch.float32, device=device) if s.row_lse else None,
             "TABLE": torch.empty(self.k_blocks(t.forward.k), 2, dtype=torch.int32, device=device) if s.packed else None,
         }
 
@@ -246,7 +245,7 @@ class Bound(Launcher):
             programs = min(programs, config.PROCESSORS)
         names = {"do": "DOUT", "dk": "DK", "dv": "DV", "dq": "ACC", "stats": "STATS", "lse": "LSE2"}
         names |= {"piece": "ACC", "dq16": "DQ"}
-        names |= {"mask": "MASK", "dmask": "DMASK", "rows": "LSE2"}
+        names |= {"mask": "MASK", "dmask": "DMASK"}
         own = arguments | self.descriptors(given)
         steps.append(self.step(self.kernel, (programs, 1), own, names))
         if not s.converts:
@@ -299,7 +298,6 @@ class Bound(Launcher):
             "dq16": descriptor(given["DQ"], 16, 32, s.dtype) if s.converts else None,
             "stats": flat_descriptor(given["STATS"], s.BM, 32),
             "lse": row_descriptor(given["LSE2"], s.BM) if s.row_lse else None,
-            "rows": row_descriptor(given["LSE2"], 64) if s.mask else None,
             "mask": mask_descriptor(given["MASK"], s.BM) if s.mask_tiles else None,
             "dmask": mask_descriptor(given["DMASK"], s.BM) if s.dmask_tiles else None,
         }

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .arguments import score_layout
+from .sync import MASK_EMPTY, named_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -33,10 +34,10 @@ def own_cells(a, X, strides, w, u, i, g, C: gl.constexpr):
 
 
 @gluon.jit
-def put_huge(a, places, s, block):
+def put_huge(places, s, huge):
     """The producer's: tells the consumers whether a query block has a huge lse, before it arrives for its tiles."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    places.index(s).store(gl.full([1], gl.load(a.HUGE + block), gl.int32, EACH))
+    places.index(s).store(gl.full([1], huge, gl.int32, EACH))
 
 
 @gluon.jit
@@ -54,7 +55,23 @@ def load_mask(a, buf, w, u, i, g, C: gl.constexpr):
     else:
         at, there = own_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), w, u, i, g, C)
         x = gl.load(at, mask=there, other=0.0)
+    return wide(a, x)
+
+
+@gluon.jit
+def wide(a, x):
+    """The mask's cells in float32; of bfloat16 two at a time, by an instruction each."""
+    if gl.bfloat16 == a.MASK.dtype.element_ty:
+        TEXT: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"
+        return gl.inline_asm_elementwise(TEXT, "=f,=f,r", [x], gl.float32, is_pure=True, pack=2)
     return x.to(gl.float32)
+
+
+@gluon.jit
+def release_mask(a):
+    """This consumer has read its part of the mask's tile."""
+    if a.S.mask_tiles:
+        named_barrier("bar.arrive", MASK_EMPTY, 288)
 
 
 @gluon.jit

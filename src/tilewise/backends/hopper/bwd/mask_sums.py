@@ -1,14 +1,15 @@
 """The gradient of a mask that batch rows or heads share: the sum of dS over all (batch row, head) pairs that do.
 
     for each pair, in order:
-        S^T = K Q^T, dP^T = V dO^T         [64, 64] at a time, in registers
+        S^T = K Q^T, dP^T = V dO^T         [64, BM] a consumer, in registers
         sum += exp(S^T scale + mask - lse) (dP^T - delta)
 
 A program owns BM queries x 128 keys of the mask, half of the keys a consumer, and writes each cell once: the same bits
 each time, and no cell is kept for each pair. What is hidden is hidden for all pairs: cells are selected once, at the
 end, and whatever is not finite there does not matter.
 
-Partitions: two consumer warpgroups, a producer warp (Q and dO of two pairs and three halves of K and V are on the way).
+Partitions: two consumer warpgroups, which start their products in turns, so that one has its exponentials while the
+other's products run; a producer warp (two or three pairs are on the way).
 """
 
 from triton.experimental import gluon
@@ -22,14 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..signature import Size, gluon_kernel, struct
-from .arguments import CallArguments, MaskArguments, barriers
-from .mask import cells_of, masked
+from .arguments import CallArguments, MaskArguments, barriers, score_layout
+from .mask import LOG2E, cells_of, get_huge, masked, put_huge, wide
+from .products import stat_factors
 from .softcap import capped
 from .sync import named_barrier
 
 # Hardware barriers; warp_specialize takes those below 6.
-Q_EMPTY = gl.constexpr(9)  # and 10: by stage
-KV_EMPTY = gl.constexpr(11)  # to 13: by slot
+TURN = gl.constexpr(6)  # and 7: by consumer
+KQ_EMPTY = gl.constexpr(8)  # to 10: by stage
+VO_EMPTY = gl.constexpr(11)  # to 13
 
 
 @struct
@@ -38,7 +41,8 @@ class SumArguments(MaskArguments, CallArguments):
     k: object
     v: object
     do: object
-    rows: object  # float32 [1, 64] of [query blocks, 2 BM]: -lse, then -delta
+    stats: object  # row statistics and -lse, as `BackwardArguments` has them
+    lse: object
     tiles_k: Size  # of a plane of the mask
     planes_h: Size  # heads of the mask
     count_h: Size  # heads that share one of its planes
@@ -48,15 +52,15 @@ class SumArguments(MaskArguments, CallArguments):
 
 @struct
 class Buffers:
-    k: gl.shared_memory_descriptor  # [3, 1, 1, 64, D]: a consumer's half a slot
+    k: gl.shared_memory_descriptor  # [stages * 2, 1, 1, 64, D]: both consumers' halves of each stage
     v: gl.shared_memory_descriptor
-    q: gl.shared_memory_descriptor  # [2, 1, 1, BM, D]
+    q: gl.shared_memory_descriptor  # [stages, 1, 1, BM, D]
     do: gl.shared_memory_descriptor
-    rows: gl.shared_memory_descriptor  # [2 * 2 BM / 64, 1, 64]
-    mask: object  # [2, 1, 1, BM, 64]
-    mask_full: object
-    q_full: gl.shared_memory_descriptor
-    kv_full: gl.shared_memory_descriptor  # 6: a consumer that waits at one every time knows its phase
+    stats: gl.shared_memory_descriptor  # [stages, BM, 32]
+    lse: gl.shared_memory_descriptor  # [stages, 1, BM]
+    huge: gl.shared_memory_descriptor  # [stages, 1]
+    kq_full: gl.shared_memory_descriptor
+    vo_full: gl.shared_memory_descriptor  # V, dO and all statistics
 
 
 @struct
@@ -69,26 +73,24 @@ class Tile:
 
 
 @gluon.constexpr_function
-def chunk_layout():
-    """S^T and dP^T [64, 64] of a warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+def stages(S):
+    """As many as shared memory holds."""
+    return 3 if S.D == 64 else 2
 
 
 @gluon.jit
 def new_buffers(a):
     D: gl.constexpr = a.S.D
     BM: gl.constexpr = a.S.BM
-    k = gl.allocate_shared_memory(a.k.dtype, [3, 1, 1, 64, D], a.k.layout)
-    v = gl.allocate_shared_memory(a.v.dtype, [3, 1, 1, 64, D], a.v.layout)
-    q = gl.allocate_shared_memory(a.q.dtype, [2, 1, 1, BM, D], a.q.layout)
-    do = gl.allocate_shared_memory(a.do.dtype, [2, 1, 1, BM, D], a.do.layout)
-    rows = gl.allocate_shared_memory(gl.float32, [4 * (BM // 64), 1, 64], a.rows.layout)
-    mask = None
-    mask_full = None
-    if a.S.mask_tiles:
-        mask = gl.allocate_shared_memory(a.mask.dtype, [2, 1, 1, BM, 64], a.mask.layout)
-        mask_full = barriers(1, 1)
-    return Buffers(k, v, q, do, rows, mask, mask_full, barriers(2, 1), barriers(6, 1))
+    STAGES: gl.constexpr = stages(a.S)
+    k = gl.allocate_shared_memory(a.k.dtype, [2 * STAGES, 1, 1, 64, D], a.k.layout)
+    v = gl.allocate_shared_memory(a.v.dtype, [2 * STAGES, 1, 1, 64, D], a.v.layout)
+    q = gl.allocate_shared_memory(a.q.dtype, [STAGES, 1, 1, BM, D], a.q.layout)
+    do = gl.allocate_shared_memory(a.do.dtype, [STAGES, 1, 1, BM, D], a.do.layout)
+    stats = gl.allocate_shared_memory(a.q.dtype, [STAGES, BM, 32], a.stats.layout)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], a.lse.layout)
+    huge = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    return Buffers(k, v, q, do, stats, lse, huge, barriers(STAGES, 1), barriers(STAGES, 1))
 
 
 @gluon.jit
@@ -108,112 +110,115 @@ def tile_of(a):
 
 
 @gluon.jit
+def load_halves(t, desc, b, kv_head, full, buffer, s):
+    """K or V of both consumers."""
+    for c in gl.static_range(2):
+        tma.async_copy_global_to_shared(desc, [b, kv_head, t.key + c * 64, 0], full, buffer.index(2 * s + c))
+
+
+@gluon.jit
 def produce(a, buf):
     BM: gl.constexpr = a.S.BM
-    ROWS: gl.constexpr = 2 * (BM // 64)
+    STAGES: gl.constexpr = stages(a.S)
+    STATS: gl.constexpr = a.stats.block_type.nbytes + 4 * BM
     t = tile_of(a)
-    if a.S.mask_tiles:
-        full = buf.mask_full.index(0)
-        mbarrier.expect(full, 2 * a.mask.block_type.nbytes)
-        for n in gl.static_range(2):
-            at = [t.b * a.mask_batch, t.head * a.mask_heads, t.i * BM, t.key + n * 64]
-            tma.async_copy_global_to_shared(a.mask, at, full, buf.mask.index(n))
     for u in range(t.pairs):
         b = t.b + u // a.count_h
         head = t.head + u % a.count_h
-        s = u & 1
-        if u >= 2:
-            named_barrier("bar.sync", Q_EMPTY + s, 288)
-        full = buf.q_full.index(s)
-        mbarrier.expect(full, 2 * a.q.block_type.nbytes + ROWS * 256)
-        tma.async_copy_global_to_shared(a.q, [b, head, t.i * BM, 0], full, buf.q.index(s))
-        tma.async_copy_global_to_shared(a.do, [b, head, t.i * BM, 0], full, buf.do.index(s))
+        s = u % STAGES
         block = (b * a.heads + head) * a.q_blocks + t.i
-        for n in gl.static_range(ROWS):
-            tma.async_copy_global_to_shared(a.rows, [block, n * 64], full, buf.rows.index(s * ROWS + n))
-        for c in gl.static_range(2):
-            use = 2 * u + c
-            slot = use % 3
-            if use >= 3:
-                named_barrier("bar.sync", KV_EMPTY + slot, 160)
-            full = buf.kv_full.index(use % 6)
-            mbarrier.expect(full, 2 * a.k.block_type.nbytes)
-            at = [b, head // a.group, t.key + c * 64, 0]
-            tma.async_copy_global_to_shared(a.k, at, full, buf.k.index(slot))
-            tma.async_copy_global_to_shared(a.v, at, full, buf.v.index(slot))
+        huge = gl.load(a.HUGE + block)  # on its way while the producer waits
+        if u >= STAGES:
+            named_barrier("bar.sync", KQ_EMPTY + s, 288)
+        full = buf.kq_full.index(s)
+        mbarrier.expect(full, a.q.block_type.nbytes + 2 * a.k.block_type.nbytes)
+        tma.async_copy_global_to_shared(a.q, [b, head, t.i * BM, 0], full, buf.q.index(s))
+        load_halves(t, a.k, b, head // a.group, full, buf.k, s)
+        if u >= STAGES:
+            named_barrier("bar.sync", VO_EMPTY + s, 288)
+        put_huge(buf.huge, s, huge)
+        full = buf.vo_full.index(s)
+        mbarrier.expect(full, a.do.block_type.nbytes + 2 * a.v.block_type.nbytes + STATS)
+        tma.async_copy_global_to_shared(a.stats, [block * BM, 0], full, buf.stats.index(s))
+        tma.async_copy_global_to_shared(a.lse, [block, 0], full, buf.lse.index(s))
+        tma.async_copy_global_to_shared(a.do, [b, head, t.i * BM, 0], full, buf.do.index(s))
+        load_halves(t, a.v, b, head // a.group, full, buf.v, s)
 
 
 @gluon.jit
-def chunk_cells(a, X, strides, t, u, C: gl.constexpr, n: gl.constexpr):
-    """Pointers to the mask's cells of a chunk [64, 64], and which of them there are."""
-    return cells_of(a, X, strides, t.b, t.head, t.i * a.S.BM + n * 64, t.key + C * 64, u, chunk_layout(), 64)
+def own_cells(a, X, strides, t, C: gl.constexpr):
+    """Pointers to the mask's cells of a consumer, and which of them there are."""
+    return cells_of(a, X, strides, t.b, t.head, t.i * a.S.BM, t.key + C * 64, 0, score_layout(a.S), a.S.BM)
 
 
 @gluon.jit
-def bias_of(a, buf, t, u, C: gl.constexpr, n: gl.constexpr):
-    """The mask's cells of a chunk [64, 64] in float32."""
-    if a.S.mask_tiles:
-        x = buf.mask.index(C).reshape([a.S.BM, 64]).slice(n * 64, 64, 0)
-        x = x.permute((1, 0)).load(chunk_layout())
-    else:
-        at, there = chunk_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), t, u, C, n)
-        x = gl.load(at, mask=there, other=0.0)
-    return x.to(gl.float32)
+def load_cells(a, t, C: gl.constexpr):
+    """The mask's cells of a consumer [64, BM], in its dtype: registers hold them for all pairs."""
+    at, there = own_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), t, C)
+    return gl.load(at, mask=there, other=0.0)
 
 
 @gluon.jit
-def add_chunk(a, buf, t, u, total, C: gl.constexpr, n: gl.constexpr):
-    """A pair's dS^T of 64 keys and 64 queries, added to `total`."""
+def add_pair(a, buf, u, total, cells, factors, C: gl.constexpr):
+    """A pair's dS^T, added to `total`."""
     BM: gl.constexpr = a.S.BM
     D: gl.constexpr = a.S.D
-    CHUNKS: gl.constexpr = BM // 64
-    at = (2 * u + C) % 3
-    zeros = gl.zeros([64, 64], gl.float32, chunk_layout())
-    q = buf.q.index(u & 1).reshape([BM, D]).slice(n * 64, 64, 0)
-    do = buf.do.index(u & 1).reshape([BM, D]).slice(n * 64, 64, 0)
-    s = warpgroup_mma(buf.k.index(at).reshape([64, D]), q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dp = warpgroup_mma(buf.v.index(at).reshape([64, D]), do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    bias = bias_of(a, buf, t, u, C, n)
-    minus_lse = buf.rows.index((u & 1) * 2 * CHUNKS + n).load(chunk_layout())  # [1, 64]
-    minus_delta = buf.rows.index((u & 1) * 2 * CHUNKS + CHUNKS + n).load(chunk_layout())
-    x = warpgroup_mma_wait(1, deps=(s,))
+    STAGES: gl.constexpr = stages(a.S)
+    zeros = gl.zeros([64, BM], gl.float32, score_layout(a.S))
+    n = u % STAGES
+    mbarrier.wait(buf.kq_full.index(n), (u // STAGES) & 1)
+    mbarrier.wait(buf.vo_full.index(n), (u // STAGES) & 1)
+    named_barrier("bar.sync", TURN + C, 256)
+    q = buf.q.index(n).reshape([BM, D])
+    k = buf.k.index(2 * n + C).reshape([64, D])
+    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if not a.S.softcap:
+        lse = buf.stats.index(n).slice(0, 16, 1)  # [BM, 16]
+        s = warpgroup_mma(factors, lse.permute((1, 0)), s, is_async=True)
+    do = buf.do.index(n).reshape([BM, D])
+    v = buf.v.index(2 * n + C).reshape([64, D])
+    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    delta = buf.stats.index(n).slice(16, 16, 1)  # [BM, 16]
+    dp = warpgroup_mma(factors, delta.permute((1, 0)), dp, is_async=True)
+    named_barrier("bar.arrive", TURN + 1 - C, 256)
+    x = warpgroup_mma_wait(2, deps=(s,))  # q k - lse / scale; with softcap, or if the lse is huge, q k
+    named_barrier("bar.arrive", KQ_EMPTY + n, 288)
     if a.S.softcap:
-        p, _ = capped(a, x, minus_lse, bias)
+        p, _ = capped(a, x, buf.lse.index(n).load(score_layout(a.S)), wide(a, cells))
     else:
-        p = gl.exp2(masked(x, a.scale, bias, minus_lse))
+        factor = u * 0.0 + LOG2E
+        if get_huge(buf.huge, n):
+            x = masked(x, a.scale, wide(a, cells), buf.lse.index(n).load(score_layout(a.S)))
+            x *= 1.0 / (a.scale * LOG2E)
+            factor *= 0.0
+        p = gl.exp2(gl.fma(x, a.scale * LOG2E, wide(a, cells) * factor))
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    return gl.fma(p, dp + minus_delta, total)
+    total = gl.fma(p, dp, total)
+    named_barrier("bar.arrive", VO_EMPTY + n, 288)
+    return total
 
 
 @gluon.jit
 def consume(a, buf, C: gl.constexpr):
-    CHUNKS: gl.constexpr = a.S.BM // 64
+    BM: gl.constexpr = a.S.BM
+    LAYOUT: gl.constexpr = score_layout(a.S)
     t = tile_of(a)
-    if a.S.mask_tiles:
-        mbarrier.wait(buf.mask_full.index(0), 0)
-    totals = ()
-    for _ in gl.static_range(CHUNKS):
-        totals += (gl.zeros([64, 64], gl.float32, chunk_layout()),)
+    factors = stat_factors(a.q.dtype, LAYOUT)
+    cells = load_cells(a, t, C)
+    total = gl.zeros([64, BM], gl.float32, LAYOUT)
+    if C == 1:
+        named_barrier("bar.arrive", TURN, 256)
     for u in range(t.pairs):
-        use = 2 * u + C
-        mbarrier.wait(buf.q_full.index(u & 1), (u >> 1) & 1)
-        mbarrier.wait(buf.kv_full.index(use % 6), (use // 6) & 1)
-        added = ()
-        for n in gl.static_range(CHUNKS):
-            added += (add_chunk(a, buf, t, u, totals[n], C, n),)
-        totals = added
-        named_barrier("bar.arrive", Q_EMPTY + (u & 1), 288)
-        named_barrier("bar.arrive", KV_EMPTY + use % 3, 160)
-    for n in gl.static_range(CHUNKS):
-        key = t.key + C * 64 + gl.arange(0, 64, gl.SliceLayout(1, chunk_layout()))[:, None]
-        row = t.i * a.S.BM + n * 64 + gl.arange(0, 64, gl.SliceLayout(0, chunk_layout()))[None, :]
-        seen = bias_of(a, buf, t, 0, C, n) != float("-inf")
-        if a.S.hides_right:
-            seen = seen & (key <= row + a.shift + a.right)
-        if a.S.hides_left:
-            seen = seen & (key >= row + a.shift - a.left)
-        at, there = chunk_cells(a, a.DMASK, (a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k), t, 0, C, n)
-        gl.store(at, gl.where(seen, totals[n], 0.0), mask=there)
+        total = add_pair(a, buf, u, total, cells, factors, C)
+    key = t.key + C * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    row = t.i * BM + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))[None, :]
+    seen = wide(a, cells) != float("-inf")
+    if a.S.hides_right:
+        seen = seen & (key <= row + a.shift + a.right)
+    if a.S.hides_left:
+        seen = seen & (key >= row + a.shift - a.left)
+    at, there = own_cells(a, a.DMASK, (a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k), t, C)
+    gl.store(at, gl.where(seen, total, 0.0), mask=there)
 
 
 @gluon.jit

@@ -54,7 +54,7 @@ def is_seen(i, keys, shift, left, right, BM: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def in_parts(x, part, LIKE):
-    """x [BM] as parts [BM, 32] in a narrower type, whose sum (each by its factor, `consumer.part_factors`) is x."""
+    """x [BM] as parts [BM, 32] in a narrower type, whose sum (each by its factor, `products.part_factors`) is x."""
     dtype: tl.constexpr = LIKE.dtype.element_ty
     found = tl.zeros([x.shape[0], part.shape[0]], dtype)
     for n in tl.static_range(4):
@@ -80,8 +80,8 @@ def preprocess(
 
     Rows that see nothing, and rows past the end, get so low a -lse that their P is 0. SHARES are a block's part of the
     sinks' gradient. A softcap comes between the product and the lse, so that LSE2 has it as it is, in units of log 2.
-    With a mask it has it in natural units, which stay finite (a mask may hold -3e38 alone), and behind it -delta; HUGE
-    notes a block with a huge lse, of which the product takes off nothing.
+    With a mask it has it in natural units, which stay finite (a mask may hold -3e38 alone); HUGE notes a block with a
+    huge lse, of which the product takes off nothing.
     """
     i = tl.program_id(0)
     b, h, start, q_len, entry = query_block(CU_Q, heads, q_len, q_blocks, BM, PACKED)
@@ -118,12 +118,8 @@ def preprocess(
     delta_parts = in_parts(-delta, part - 16, STATS)
     rows = entry * BM + tl.arange(0, BM)
     tl.store(STATS + rows[:, None] * 32 + part[None, :], tl.where(part < 16, lse_parts, delta_parts))
-    if MASKED:
-        place = LSE2 + entry * (2 * BM) + tl.arange(0, BM)
-        tl.store(place, tl.where(seen, -lse, float("-inf")))
-        tl.store(place + BM, -delta)
-    elif SOFTCAP:
-        tl.store(LSE2 + rows, tl.where(seen, -lse * LOG2E, float("-inf")))
+    if MASKED | SOFTCAP:
+        tl.store(LSE2 + rows, tl.where(seen, -lse if MASKED else -lse * LOG2E, float("-inf")))
     if CLEARS:
         tl.store(ACC + rows[:, None] * D + column[None, :], tl.zeros([BM, D], tl.float32))
     tl.store(SEMAPHORES + entry, 0)

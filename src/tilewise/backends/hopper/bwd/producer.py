@@ -51,12 +51,14 @@ def produce_block(a, buf, index, n, base):
     for u in range(base, base + count):
         head = w.kv_head * a.group + g
         s = u % a.S.q_stages
+        block = w.block(a, head, i)
+        if a.S.mask_first:
+            huge = gl.load(a.HUGE + block)  # on its way while the producer waits
         if u >= a.S.q_stages:
             named_barrier("bar.sync", Q_EMPTY + s, 288)
         row = w.q_start + i * BM
-        block = w.block(a, head, i)
-        if a.S.mask and not a.S.softcap:
-            put_huge(a, buf.huge, s, block)
+        if a.S.mask_first:
+            put_huge(buf.huge, s, huge)
         full = buf.q_full.index(s)
         mbarrier.expect(full, a.q.block_type.nbytes + a.stats.block_type.nbytes + LSE_BYTES)
         tma.async_copy_global_to_shared(a.q, [w.b, head, row, 0], full, buf.q.index(s))

@@ -41,3 +41,8 @@ class BackwardSpec:
     def row_lse(self) -> bool:
         """Whether lse is taken off the logits row by row; else the scores' product does it."""
         return self.softcap or self.mask
+
+    @property
+    def mask_first(self) -> bool:
+        """Whether the scores' product is added to the mask's cells, but where a block's lse is huge."""
+        return self.mask and not self.softcap

@@ -10,7 +10,8 @@ DS_READY = gl.constexpr(8)  # both consumers have stored dS
 Q_EMPTY = gl.constexpr(9)  # and 10: by stage
 DO_EMPTY = gl.constexpr(11)  # and 12
 DQ_FULL = gl.constexpr(13)  # and 14
-DS_EMPTY = gl.constexpr(6)  # and 7: by consumer, the other one has read dS
+DS_EMPTY = gl.constexpr(6)  # and 7: by consumer, the other one has read dS; with a mask 6 alone, both have
+SCORES_STARTED = gl.constexpr(7)  # with a mask: the first consumer's are
 MASK_EMPTY = gl.constexpr(15)
 
 

@@ -9,7 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..arguments import tile
-from ..consumer import capped, hide, part_factors, stat_factors
+from ..consumer import capped, hide
+from ..products import part_factors, stat_factors
 from ..sync import named_barrier
 from .arguments import grad_layout, score_layout
 from .epilogue import store_all

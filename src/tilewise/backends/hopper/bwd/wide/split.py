@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...fwd.pipeline import Ring, new_ring
 from ...signature import struct
 from ..arguments import barriers
-from ..consumer import stat_factors
+from ..products import stat_factors
 from ..sync import named_barrier
 from .arguments import grad_layout, score_layout
 from .consumer import mainloop, outer_rows, weights
