@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ ROWS: dict[str, tuple[Row, float]] = {
     "dense f32": (Row(64, 2048, {}, H=16, mask=(8, 16, *PLANE), mask_dtype=torch.float32), 0.0),
     "[1, H]": (Row(64, 2048, {}, H=16, mask=(1, 16, *PLANE)), 0.0),
     "[1, 1] D128": (Row(128, 2048, {}, H=16, mask=(1, 1, *PLANE)), 0.0),
+    "no mask": (Row(64, 2048, {}, H=16), 0.0),
     "dense D128": (Row(128, 2048, {}, H=16, mask=(8, 16, *PLANE)), 0.0),
 }
 BY_TRITON = ("[1, 1]", "dense", "[1, 1] f32", "dense f32")  # also computed by Triton's kernels
@@ -61,19 +63,29 @@ CHECKS = [
 REPEATED = (0, 1, 3, 4, 7, 8, 10, 13, 14)  # of CHECKS
 
 
+# Ways of Hopper's kernels beside the chosen one: what they change of its spec.
+HOWS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "hopper": lambda s: {},
+    "other programs": lambda s: {"persistent": not s.persistent},
+}
+PLANES = {f"{n} planes": n for n in (4, 12, 24)}  # at once; the same kernels
+
+
 def bound_of(made: Any, how: str = "hopper") -> Bound:
-    """The launches as they are chosen; or programs the other way, persistent or not."""
-    chosen = config.persistent
-    if how == "other programs":
-        config.persistent = lambda p: not chosen(p)
-    bound = Bound(planner.choose(made.problem, "hopper"))
-    config.persistent = chosen
+    chosen = config.spec_of
+    change = HOWS.get(how, HOWS["hopper"])
+    config.spec_of = lambda p: replace(chosen(p), **change(chosen(p)))
+    bound = Bound(planner.choose(made.problem, "hopper"), PLANES.get(how, 0))
+    config.spec_of = chosen
     return bound
 
 
 def hows(name: str) -> tuple[str, ...]:
     """The ways of Hopper's kernels for a row."""
-    more = {"[1, 1]": ("other programs",), "dense": ("other programs",)}
+    more = {
+        "[1, 1]": tuple(PLANES),
+        "dense": ("other programs", *PLANES),
+    }
     return ("hopper", *more.get(name, ()))
 
 
@@ -95,7 +107,7 @@ def compile_and_check(names: list[str], count: int, limit: float) -> tuple[list[
         pool.submit(compile_one, name, how)
         for name in names
         for how in (*hows(name), "triton")
-        if how != "triton" or name in BY_TRITON
+        if (how != "triton" or name in BY_TRITON) and how not in PLANES
     ]
     checks = [pool.submit(check_one, case, count * (n in REPEATED)) for n, case in enumerate(CHECKS)]
     end = time.perf_counter() + limit
@@ -135,10 +147,18 @@ def launches(bound: Bound, tensors: Any) -> dict[str, Callable[[], Any]]:
     given = {name: x for name, x in bound.tensors(tensors).items() if x is not None}
     at = {name: x.data_ptr() for name, x in given.items()}
     bound.again(steps, at, tensors.dout.device)
-    names = ("statistics", "backward", "dQ", *["mask's sums"] * (len(steps) == 5), "fix-up")
+    dq, sums = ["dQ"] * (not bound.spec.converts), ["mask's sums"] * config.sums_mask(bound.problem)
+    names = ("statistics", "backward", *dq, *sums, *["fix-up"] * bound.spec.guarded)
     parts = {name: [step] for name, step in zip(names, steps, strict=True)}
     parts["backward"].insert(0, steps[0])  # without it, its counter says that all is done
     return {name: lambda s=part: (given, bound.again(s, at, tensors.dout.device)) for name, part in parts.items()}
+
+
+def times(bound: Bound, made: Any, args: Any) -> dict[str, float]:
+    """Microseconds of each launch."""
+    parts = seconds(launches(bound, made.tensors), args.rounds, args.budget / 3)
+    parts["backward"] -= parts["statistics"]
+    return {part: round(1e6 * t, 1) for part, t in parts.items()}
 
 
 def timed(name: str, args: Any) -> dict[str, Any]:
@@ -156,15 +176,14 @@ def timed(name: str, args: Any) -> dict[str, Any]:
     if peer is not None:
         ways["sdpa"] = peer
     taken = seconds(ways, args.rounds, args.budget)
-    parts = seconds(launches(bounds["hopper"], made.tensors), args.rounds, args.budget / 2)
-    parts["backward"] -= parts["statistics"]
+    parts = {how: times(bound, made, args) for how, bound in bounds.items() if how not in PLANES}
     rates = {way: round(flops(made, 1.0) / t / 1e12, 1) for way, t in taken.items()}
     best = rates["hopper"] / rates["sdpa"] if "sdpa" in rates else None
     return {
         "row": name,
         "us": {way: round(1e6 * t, 1) for way, t in taken.items()},
         "TFLOPS": rates,
-        "us by launch": {part: round(1e6 * t, 1) for part, t in parts.items()},
+        "us by launch": parts,
         "apart from triton" if name in BY_TRITON else "apart from hopper": differs,
         "of sdpa": best and round(best, 2),
         "wanted": wanted,
@@ -178,6 +197,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=200, help="of some checks")
     parser.add_argument("--limit", type=float, default=55.0, help="seconds for compiling and checks")
     parser.add_argument("--only", default="", help="rows whose name holds this")
+    parser.add_argument("--without", nargs="*", default=(), help="no rows whose name holds one of these")
     parser.add_argument("--once", choices=ROWS, help="one backward pass of this row")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -187,7 +207,7 @@ def main() -> None:
         torch.cuda.synchronize()
         return
     start = time.perf_counter()
-    names = [name for name in ROWS if args.only in name]
+    names = [name for name in ROWS if args.only in name and not any(x in name for x in args.without)]
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
     report["checks"], report["not compiled"] = compile_and_check(names, args.repeats, args.limit)
     wrong = [x for x in report["checks"] if "failed" in x or "refused" in x]
