@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from timing import ceilings, seconds
 
-import tilewise
 from tilewise.autograd import _checked
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.launch import Bound
@@ -36,13 +35,12 @@ Work = tuple[Any, BackwardTensors]
 
 
 def work(q: Any, k: Any, v: Any, dout: Any, backend: str, deterministic: bool = True, **options: Any) -> Work:
-    """The plan of a backward pass and its tensors; q, k, v, dout are [B, L, H, D], or packed [T, H, D]."""
-    cu = options.get("cu_seqlens_q")
-    if cu is None:
-        options["layout"] = "blhd"
-        out, lse = tilewise.attention(q, k, v, return_lse=True, **options)
-    else:
-        out, lse = tilewise.varlen_attention(q, k, v, return_lse=True, **options)
+    """The plan of a backward pass and its tensors; q, k, v, dout are [B, L, H, D], or packed [T, H, D].
+
+    The forward pass is made up, so that its kernels need not be compiled; lse is about what it would be.
+    """
+    out, lse = torch.randn_like(dout), torch.full(q.shape[:-1], 8.0, device="cuda")
+    options["layout"] = "bhld" if "cu_seqlens_q" in options else "blhd"
     call = _checked(q, k, v, out, lse, dout, None, ("q", "k", "v"), options | {"deterministic": deterministic})
     return planner.choose(call.problem, backend, torch.get_num_threads()), call.tensors
 
@@ -153,49 +151,65 @@ def sparse_works(D: int, H: int, Hkv: int) -> dict[str, tuple[Work, float]]:
     }
 
 
-def sparse_rows(args: Any) -> list[dict[str, Any]]:
+def sparse_row(args: Any, D: int, H: int, Hkv: int) -> dict[str, Any]:
     """A window, packed sequences and a softcap, beside dense calls by visible cells a second."""
-    rows = []
-    for D, H, Hkv in CELLS[:2]:
-        made = sparse_works(D, H, Hkv)
-        ways = {n: runner(m) for n, (m, _) in made.items()}
-        if args.other:
-            ways |= {f"{n} other": other(m) for n, (m, _) in made.items()}
-        row = timed(args, f"D{D} {H}/{Hkv} causal", ways, 1e12)
-        rate = {n: made[n.removesuffix(" other")][1] / t for n, t in row["us"].items()}
-        row["TFLOPS"] = {n: round(r * 1e6 * 10 * D * H / 1e12, 1) for n, r in rate.items()}
-        row["of the dense speed by cells"] = {n: round(r / rate["dense"], 3) for n, r in rate.items()}
-        print("  ", row, flush=True)
-        rows.append(row)
-    return rows
+    made = sparse_works(D, H, Hkv)
+    ways = {n: runner(m) for n, (m, _) in made.items()}
+    if args.other:
+        ways |= {f"{n} other": other(m) for n, (m, _) in made.items()}
+    row = timed(args, f"D{D} {H}/{Hkv} causal", ways, 1e12)
+    rate = {n: made[n.removesuffix(" other")][1] / t for n, t in row["us"].items()}
+    row["TFLOPS"] = {n: round(r * 1e6 * 10 * D * H / 1e12, 1) for n, r in rate.items()}
+    row["of the dense speed by cells"] = {n: round(r / rate["dense"], 3) for n, r in rate.items()}
+    print("  ", row, flush=True)
+    return row
 
 
-def compile_one(index: int, how: tuple[bool, ...]) -> None:
-    """The kernels of one head dim, by `how`: sparse ones or (causal, deterministic), and whether the other way."""
-    D, H, Hkv = CELLS[index]
-    if len(how) == 1:
-        made = [m for m, _ in sparse_works(D, H, Hkv).values()]
-    else:
-        tensors = [torch.randn(1, 1024, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H)]
-        made = [work(*tensors, "hopper", how[1], causal=how[0])]
-    for m in made:
-        (other(m) if how[-1] else runner(m))()
+def cells(args: Any) -> list[tuple[int, int, int, int, bool]]:
+    """D, heads, KV heads, length, causal."""
+    lengths = [int(x) for x in args.lengths.split(",")]
+    return [(D, H, Hkv, L, causal) for D, H, Hkv in CELLS for L in lengths for causal in (False, True)]
+
+
+def cell_works(args: Any, D: int, H: int, Hkv: int, L: int, causal: bool) -> list[Work]:
+    tensors = [torch.randn(16384 // L, L, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H)]
+    return [work(*tensors, "hopper", deterministic, causal=causal) for deterministic in (True, False)]
+
+
+def unpack_peers(folder: str) -> None:
+    sys.path.insert(0, folder)
+    import peers_load
+
+    peers_load.fa3x()
+
+
+def compile_one(args: Any, what: tuple[Any, ...], index: int) -> None:
+    """Number `index` of a cell's works, or of the sparse ones."""
+    made = cell_works(args, *what) if len(what) == 5 else [m for m, _ in sparse_works(*what).values()]
+    runner(made[index])()
+    if args.other:
+        other(made[index])()
     torch.cuda.synchronize()
 
 
 def compile_all(args: Any) -> None:
-    """In processes of their own, before anything is timed."""
-    hows: list[tuple[bool, ...]] = [(c, d, p) for c in (False, True) for d in (False, True) for p in (False, True)]
-    hows += [(False,), (True,)] if args.sparse else []
-    with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
-        jobs = [
-            pool.submit(compile_one, index, how)
-            for how in sorted(hows, key=len)
-            for index in range(len(CELLS))
-            if (len(how) > 1 or index < 2) and (args.other or not how[-1])
-        ]
-        for job in jobs:
+    """In processes of their own, before anything is timed: each kernel once."""
+    todo: dict[Any, tuple[tuple[Any, ...], int]] = {}
+    for what in [*(CELLS[:2] if args.sparse else ()), *(() if args.only_sparse else cells(args))]:
+        made = cell_works(args, *what) if len(what) == 5 else [m for m, _ in sparse_works(*what).values()]
+        for index, (plan, _) in enumerate(made):
+            todo.setdefault(config.spec_of(plan.problem), (what, index))
+        del made
+    torch.cuda.empty_cache()
+    with ProcessPoolExecutor(16, multiprocessing.get_context("spawn")) as pool:
+        unpacked = [pool.submit(unpack_peers, args.peers)] if args.peers else []
+        for job in [*unpacked, *(pool.submit(compile_one, args, *x) for x in todo.values())]:
             job.result()
+
+
+def write(args: Any, report: Any) -> None:
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:
@@ -206,22 +220,22 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a cell")
     parser.add_argument("--other", action="store_true", help="and what the heuristic of persistent programs turns down")
     parser.add_argument("--sparse", action="store_true", help="windows, packed sequences and a softcap too")
+    parser.add_argument("--only-sparse", action="store_true", help="these alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.sparse |= args.only_sparse
     start = time.perf_counter()
     report: dict[str, Any] = {"device": "H200", "torch": torch.__version__, "rows": [], "sparse": []}
     compile_all(args)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     report["ceilings"] = ceilings()
     print(report["ceilings"])
-    if args.sparse:
-        report["sparse"] = sparse_rows(args)
-    for D, H, Hkv in CELLS:
-        for L in map(int, args.lengths.split(",")):
-            for causal in (False, True):
-                report["rows"].append(cell(args, D, H, Hkv, L, causal))
-                if args.json:
-                    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    for D, H, Hkv in CELLS[:2] if args.sparse else ():
+        report["sparse"].append(sparse_row(args, D, H, Hkv))
+        write(args, report)
+    for what in () if args.only_sparse else cells(args):
+        report["rows"].append(cell(args, *what))
+        write(args, report)
     report["clocks"] = subprocess.run(
         ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"],
         capture_output=True, text=True,
@@ -232,8 +246,7 @@ def main() -> None:
             mean = math.exp(sum(map(math.log, shares)) / len(shares))
             print(f"{word}: {mean:.3f} of the best peer on average, lowest {min(shares):.3f}, {len(shares)} cells")
     print(report["clocks"], f"{time.perf_counter() - start:.0f} s")
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(args, report)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,35 @@ LARGE = [
 WIDE = [(256, 256), (192, 128), (512, 512), (160, 136), (256, 256), (192, 128), (512, 512), (136, 40), (264, 400)]
 
 
+BF16, MASKED = {"dtype": "bf16"}, {"dtype": "bf16", "mask_kind": "bf16"}
+# A case of every kernel that the planner has: programs of a key block and persistent ones, each converter, masks, wide
+# heads, Triton's.
+EVERY = [
+    ("hopper", Case(B=1, H=2, Lq=4352, D=64, **BF16)),
+    ("hopper", Case(B=1, H=4, Hkv=2, Lq=4352, D=128, causal=True, **BF16)),
+    ("hopper", Case(B=4, H=8, Lq=1024, D=64, causal=True, **BF16)),
+    ("hopper", Case(B=4, H=8, Lq=1024, D=128, **BF16)),
+    ("hopper", Case(B=1, H=16, Lq=4096, D=64, causal=True, window=(1023, None), **BF16)),
+    ("hopper", Case(B=1, H=8, Lq=4096, D=128, causal=True, window=(1023, None), **BF16)),
+    ("hopper", Case(B=4, H=8, D=64, form="varlen", q_lengths=(2000, 64, 1300, 700), lengths=(2000, 64, 1300, 700),
+                    causal=True, **BF16)),
+    ("hopper", Case(B=4, H=8, D=128, form="varlen", q_lengths=(2000, 64, 1300, 700), lengths=(2000, 64, 1300, 700),
+                    causal=True, **BF16)),
+    ("hopper", Case(B=1, H=8, Lq=2048, D=128, causal=True, softcap=50.0, sinks=True, **BF16)),
+    ("hopper", Case(B=2, H=4, Lq=512, D=64, mask="bhqk", **MASKED)),
+    ("hopper", Case(B=2, H=4, Lq=512, D=64, mask="qk", **MASKED)),
+    ("hopper", Case(B=2, H=4, Lq=512, D=128, mask="hqk", **MASKED)),
+    ("hopper", Case(B=1, H=8, Lq=1024, D=256, causal=True, **BF16)),
+    ("hopper", Case(B=1, H=8, Lq=1024, D=192, Dv=128, causal=True, **BF16)),
+    ("hopper", Case(B=1, H=4, Hkv=2, Lq=500, D=512, causal=True, sinks=True, **BF16)),
+    ("hopper", Case(B=2, H=2, D=512, form="varlen", q_lengths=(129, 300), lengths=(129, 401), window=(90, 10), **BF16)),
+    ("hopper", Case(B=1, H=2, Lq=300, D=256, window=(100, None), softcap=30.0, **BF16)),
+    ("triton", Case(B=1, H=4, Hkv=2, Lq=500, D=64, causal=True)),
+    ("triton", Case(B=1, H=4, Hkv=2, Lq=500, D=128, causal=True, alibi="h", **BF16)),
+    ("triton", Case(B=2, H=4, Lq=300, D=64, mask="qk", **MASKED)),
+]  # fmt: skip
+
+
 def cases(wide: bool) -> list[Case]:
     """Each once, in float16 and bfloat16 in turn."""
     found: dict[str, Case] = {}
@@ -81,23 +110,23 @@ def check(case: Case) -> dict[str, Any]:
     return outcome
 
 
-def repeats(case: Case, count: int) -> dict[str, Any]:
+def repeats(case: Case, count: int, backend: str = "hopper") -> dict[str, Any]:
     """The same bits again and again, other work between, and replayed from a CUDA graph."""
-    outcome: dict[str, Any] = {"case": str(case)}
+    outcome: dict[str, Any] = {"case": str(case), "backend": backend}
     try:
         made = make_gradients(case, "cuda")
-        first = {name: x.clone() for name, x in made.run("hopper").items()}
+        first = {name: x.clone() for name, x in made.run(backend).items()}
         other = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
         differing = torch.zeros((), dtype=torch.int64, device="cuda")
         for n in range(count):
             if n % 3 == 0:
                 other = (other @ other).clamp_(-1, 1)
-            for name, x in made.run("hopper").items():
+            for name, x in made.run(backend).items():
                 differing += (x != first[name]).any()
         outcome |= {"repeats": count, "differing": int(differing)}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            replayed = made.run("hopper")
+            replayed = made.run(backend)
         for x in replayed.values():
             x.fill_(float("nan"))
         graph.replay()
@@ -116,6 +145,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--large", action="store_true", help="the cases of more tiles alone")
     parser.add_argument("--persistent", action="store_true", help="persistent programs in every case")
+    parser.add_argument("--every", action="store_true", help="repeats of a case of every kernel, and nothing else")
     parser.add_argument("--wide", action="store_true", help="head dims 192/128, 256, 512 and between")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -127,8 +157,11 @@ def main() -> int:
     if args.wide:
         big = [replace(case, D=WIDE[n % 3][0], Dv=WIDE[n % 3][1]) for n, case in enumerate(big)]
     big = [case for case in big if args.only in str(case)]
+    repeated = [("hopper", case) for case in big]
+    if args.every:
+        repeated, chosen = [x for x in EVERY if args.only in str(x[1])], []
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), persistent, (args.persistent,)) as pool:
-        jobs = {pool.submit(repeats, case, args.repeats): "repeats" for case in big}
+        jobs = {pool.submit(repeats, case, args.repeats, backend): "repeats" for backend, case in repeated}
         jobs |= {pool.submit(check, case): "cases" for case in (chosen[-len(LARGE) :] if args.large else chosen)}
         for job in as_completed(jobs):
             try:

@@ -2,7 +2,7 @@
 
     python benchmarks/h200/backward_variants.py --json backward_variants.json
 
-A form is a set of functions of `config` that say yes where they can. Processes of their own compile each and check it:
+A form is what it changes of the spec that `config` chooses. Processes of their own compile each and check it:
 against the oracle, with NaN in hidden places, and for the same bits again. Then all forms of a work take turns. The
 gradients of each are compared with those of the plain form first; only `near_tanh` may differ in bits.
 """
@@ -15,86 +15,75 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from backward import BF16, work
 from timing import seconds
 
-from tilewise.autograd import _checked
 from tilewise.backends.hopper.bwd import config
 from tilewise.backends.hopper.bwd.launch import Bound
-from tilewise.dispatch import planner
 from tilewise.testing.case import Case
 from tilewise.testing.gradients import check_gradients, make_gradients
 
-BF16 = torch.bfloat16
 HEADS = {64: 32, 128: 16}
-FORMS: dict[str, tuple[str, ...]] = {
-    "plain": (),
-    "converts": ("converts",),
-    "direct": ("direct",),
-    "both": ("converts", "direct"),
-    "near": ("near_tanh",),
-    "all": ("converts", "direct", "near_tanh"),
+# What a form changes of the spec that is chosen; only near_tanh may be said of another kind of work.
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {"converts": False, "direct": False, "near_tanh": False},
+    "direct": {"converts": False, "direct": True},
+    "converts": {"converts": True, "direct": False},
+    "both": {"converts": True, "direct": True},
+    "both, other": {"converts": True, "direct": True},
+    "near": {"converts": False, "direct": False},
 }
-SPARSE, CAPPED = ("plain", "converts", "both"), ("plain", "near", "all")
-LEFT_OUT: set[tuple[int, str]] = set()
 WORKS = {
-    "dense 16k": ("plain",), "window": SPARSE, "packed": SPARSE, "causal 1k": SPARSE,
-    "softcap 4k": CAPPED, "softcap 4k, far": CAPPED,
-}  # fmt: skip
+    "dense 16k": ("plain",),
+    "window": ("plain", "converts", "both", "both, other"),
+    "packed": ("plain", "both", "both, other"),
+    "causal 1k": ("plain", "direct", "both"),
+    "causal 4k": ("plain", "both"),
+    "softcap 4k": ("plain", "near", "both"),
+    "softcap 4k, far": ("plain", "near", "both"),
+}
+SAME = {"causal 4k": "causal 1k", "softcap 4k, far": "softcap 4k"}  # kernels
 CHECKS = {
     "both": [
         Case(B=1, H=4, Hkv=2, Lq=900, D=128, window=(130, 70), dtype="f16"),
-        Case(B=2, H=2, Lq=1100, D=64, causal=True, window=(200, None), dtype="bf16"),
         Case(B=3, H=2, Lq=900, Lk=300, D=64, lengths=(300, 0, 1), causal=True, window=(90, None), dtype="f16"),
+        Case(B=2, H=4, Hkv=2, Lq=300, D=64, causal=True, window=(127, None), sinks=True, dtype="bf16"),
+    ],
+    "both, other": [
+        Case(B=2, H=2, Lq=1100, D=64, causal=True, window=(200, None), dtype="bf16"),
+        Case(B=1, H=4, Hkv=2, Lq=900, D=128, window=(130, 70), dtype="f16"),
         Case(B=1, H=2, Hkv=1, Lq=300, Lk=500, D=128, causal=True, dtype="bf16"),
         Case(B=4, H=4, Hkv=2, D=128, form="varlen", q_lengths=(300, 1, 0, 513), lengths=(300, 200, 7, 513),
              causal=True, dtype="f16"),
-        Case(B=4, H=2, D=40, form="varlen", q_lengths=(129, 640, 64, 1), lengths=(129, 640, 64, 1), window=(50, 10),
+        Case(B=4, H=2, D=40, form="varlen", q_lengths=(129, 640, 64, 1), lengths=(129, 640, 64, 0), window=(50, 10),
              dtype="bf16"),
-        Case(B=2, H=4, Hkv=2, Lq=300, D=64, causal=True, window=(127, None), sinks=True, dtype="bf16"),
         Case(B=1, H=2, Lq=1000, D=96, causal=True, dtype="f16"),
-        Case(B=2, H=4, Hkv=2, Lq=256, D=64, dtype="bf16"),
-        Case(B=2, H=2, Lq=700, D=128, dtype="f16"),
-    ],
-    "converts": [Case(B=1, H=2, Lq=1500, Lk=200, D=128, causal=True, window=(100, None), dtype="bf16")],
-    "all": [
-        Case(B=1, H=2, Lq=1000, D=128, causal=True, softcap=50.0, dtype="bf16"),
-        Case(B=2, H=2, Lq=700, D=64, causal=True, softcap=5.0, dtype="f16"),
-        Case(B=1, H=2, Hkv=1, Lq=300, D=128, softcap=2.0, window=(100, 30), dtype="bf16"),
     ],
 }  # fmt: skip
-
-
-RULES: dict[str, Callable[[Any], bool]] = {
-    "converts": lambda p: p.mask is None and p.rules.flags.hides_right and config.persistent(p),
-    "direct": lambda p: p.mask is None and config.persistent(p),
-    "near_tanh": config.near_tanh,
-}
+SPEC_OF = config.spec_of
 
 
 def use(form: str, few: bool = False) -> None:
-    for name, rule in RULES.items():
-        setattr(config, name, rule if name in FORMS[form] else lambda problem: False)
+    """The form, where it can be: a converter has a persistent, deterministic program to convert for."""
+
+    def spec_of(problem: Any) -> Any:
+        s, changes = SPEC_OF(problem), dict(FORMS[form])
+        if not (s.persistent and s.deterministic and s.hides_right) or s.mask:
+            changes |= {"converts": False}
+        s = replace(s, **changes)
+        # The converter's registers by the head dim, or the other way round.
+        return replace(s, producer_regs=32 if s.converts and (s.D == 128) != ("other" in form) else 24)
+
+    config.spec_of = spec_of
     if few:  # persistent programs of many blocks
         config.persistent = lambda p: True
         config.PROCESSORS = 5
-
-
-def work(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> tuple[Any, Any]:
-    """A plan and its tensors. The forward pass is made up, so that its kernels need not be compiled."""
-    out, lse = torch.randn_like(q), torch.full(q.shape[:-1], 8.0, device="cuda")
-    options["layout"] = "bhld" if "cu_seqlens_q" in options else "blhd"
-    call = _checked(q, k, v, out, lse, dout, None, ("q", "k", "v"), options)
-    return planner.choose(call.problem, "hopper", torch.get_num_threads()), call.tensors
-
-
-def forms_of(name: str, D: int) -> list[str]:
-    return [form for form in WORKS[name] if (D, form) not in LEFT_OUT]
 
 
 def made_of(name: str, D: int) -> tuple[Any, float]:
@@ -110,14 +99,14 @@ def made_of(name: str, D: int) -> tuple[Any, float]:
         lengths = torch.randint(64, 4097, (64,), generator=torch.Generator().manual_seed(1)).tolist()
         cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
         ends = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_q": max(lengths), "max_k": max(lengths)}
-        return work(*random(sum(lengths)), causal=True, **ends), sum(n * (n + 1) / 2 for n in lengths)
+        return work(*random(sum(lengths)), "hopper", causal=True, **ends), sum(n * (n + 1) / 2 for n in lengths)
     if name == "window":
-        made = work(*random(1, L), causal=True, window=W)
+        made = work(*random(1, L), "hopper", causal=True, window=W)
         return made, W * (W + 1) / 2 + (L - W) * W
     n = {"1k": 1024, "4k": 4096, "16k": 16384}[name.split(",")[0].split()[-1]]
     cap = {"softcap": 50.0} if "softcap" in name else {}
     inputs = random(L // n, n, by=20.0 if "far" in name else 1.0)
-    made = work(*inputs, causal="full" not in name, **cap)
+    made = work(*inputs, "hopper", causal="full" not in name, **cap)
     return made, L // n * (n * n if "full" in name else n * (n + 1) / 2)
 
 
@@ -174,8 +163,8 @@ def timed(name: str, D: int, args: Any, ready: set[Any]) -> dict[str, Any]:
     made, cells = made_of(name, D)
     row: dict[str, Any] = {"work": name, "D": D, "apart": {}}
     runs, want = {}, gradients(made, "plain")
-    for form in forms_of(name, D):
-        if (name.split(",")[0], D, form) not in ready:
+    for form in WORKS[name]:
+        if (SAME.get(name, name), D, form) not in ready:
             continue
         try:
             if form != "plain":
@@ -219,11 +208,7 @@ def main() -> None:
     checks: list[dict[str, Any]] = []
     pool = ProcessPoolExecutor(os.cpu_count() or 8, multiprocessing.get_context("spawn"))
     jobs = {
-        pool.submit(compile_one, n, D, f): (n, D, f)
-        for n in works
-        if "far" not in n
-        for D in HEADS
-        for f in forms_of(n, D)
+        pool.submit(compile_one, n, D, f): (n, D, f) for n in works if n not in SAME for D in HEADS for f in WORKS[n]
     }
     checked = [] if args.unchecked else [*CHECKS.items()]
     tests = {pool.submit(check_one, f, case, args.repeats): (f, case) for f, some in checked for case in some}

@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from backward import BF16, Work, peers, timed, work
+from backward import BF16, Work, peers, timed, unpack_peers, work
 from backward_checks import check, repeats
 from timing import ceilings
 
@@ -91,14 +90,9 @@ def check_one(case: Case, count: int) -> dict[str, Any]:
     return check(case) | (repeats(case, count) if count else {})
 
 
-def unpack_peers(folder: str) -> None:
-    sys.path.insert(0, folder)
-    import peers_load
-
-    peers_load.fa3x()
-
-
-def compile_and_check(chosen: list[Any], count: int, limit: float, folder: str | None) -> tuple[list[Any], set[int]]:
+def compile_and_check(
+    chosen: list[Any], count: int, limit: float, folder: str | None, plain: bool
+) -> tuple[list[Any], set[int]]:
     """What the checks say, and head dims that cannot be timed; what takes longer than `limit` seconds has failed."""
     pool = ProcessPoolExecutor(17, multiprocessing.get_context("spawn"))
     unpacked = [pool.submit(unpack_peers, folder)] if folder else []
@@ -106,9 +100,10 @@ def compile_and_check(chosen: list[Any], count: int, limit: float, folder: str |
         (pool.submit(compile_one, D, Dv, causal, changes), D)
         for D, Dv in dict.fromkeys(x[:2] for x in chosen)
         for causal in (False, True)
-        for changes in [(), *variants(D, causal).values()]
+        for changes in [(), *([] if plain else variants(D, causal).values())]
     ]
-    checks = [pool.submit(check_one, case, count) for case in CHECKS if case.D in [x[0] for x in chosen]]
+    checked = [] if plain else [case for case in CHECKS if case.D in [x[0] for x in chosen]]
+    checks = [pool.submit(check_one, case, count) for case in checked]
     end = time.perf_counter() + limit
 
     def result(job: Any) -> Any:
@@ -129,14 +124,18 @@ def cell(args: Any, D: int, Dv: int, H: int, Hkv: int, B: int, L: int, causal: b
     q, k, v, dout = inputs(D, Dv, H, Hkv, B, L)
     ways = peers(args.peers, q, k, v, dout, causal, ("fa3x",)) if D <= 256 else {}
     made = work(q, k, v, dout, "hopper", causal=causal)
-    bounds = {"ours": bound_of(made)} | {name: bound_of(made, x) for name, x in variants(D, causal).items()}
-    for planes in PLANES[D] if causal else ():
+    bounds = {"ours": bound_of(made)}
+    if not args.unchecked:
+        bounds |= {name: bound_of(made, x) for name, x in variants(D, causal).items()}
+    for planes in PLANES[D] if causal and not args.unchecked else ():
         if planes <= Hkv * B:
             bounds[f"{planes} planes"] = bound_of(made, planes=planes)
     ways |= {name: lambda b=bound: b(made[1]) for name, bound in bounds.items()}
     cells = B * H * (L * (L + 1) / 2 if causal else L * L)
     name = f"D{D}/{Dv} {H}/{Hkv} {L // 1024}k {'causal' if causal else 'full'}"
     row = timed(args, name, ways, 2 * (3 * D + 2 * Dv) * cells)
+    if args.unchecked:
+        return row
     parts = launches(bounds["ours"], made[1])
     row["us by launch"] = us = list(timed(args, "    by launch", dict(enumerate(parts)), 1e12)["us"].values())
     raw = [cells * 2 * products(D, Dv, s) / us[n + 1] / 1e6 for n, s in enumerate(bounds["ours"].specs)]
@@ -159,6 +158,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=40.0, help="seconds for compiling and checks")
     parser.add_argument("--most", type=float, default=600.0, help="seconds after which no cell begins")
     parser.add_argument("--head-dims", default="256,192,512")
+    parser.add_argument("--unchecked", action="store_true", help="no checks, no variants, no launches by themselves")
     parser.add_argument("--once", type=int, help="one backward pass of this head dim")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -171,7 +171,7 @@ def main() -> None:
         return
     start = time.perf_counter()
     report: dict[str, Any] = {"device": "H200", "torch": torch.__version__, "rows": []}
-    report["checks"], failed = compile_and_check(chosen, args.repeats, args.limit, args.peers)
+    report["checks"], failed = compile_and_check(chosen, args.repeats, args.limit, args.peers, args.unchecked)
     print(
         *report["checks"],
         f"not compiled: {failed}; compiled and checked in {time.perf_counter() - start:.0f} s",

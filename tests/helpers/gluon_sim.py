@@ -391,7 +391,8 @@ def _add_release(at: Pointer) -> None:
 
 SYNC = {
     "named_barrier": _named_barrier, "tma_add": _tma_add, "load_acquire": _load_acquire, "add_release": _add_release,
-    "bulk_writes_done": lambda: None, "fence_async_global": lambda: None,
+    "bulk_writes_done": lambda: None, "load_relaxed": _load_acquire,
+    "nap": lambda: None, "fence_async_global": lambda: None,
 }  # fmt: skip
 
 

@@ -134,14 +134,14 @@ def test_forms_are_those_that_were_fastest():
     window = {"causal": True, "window": (1023, None)}
     for want, D, more in (
         ((True, True), 128, {"B": 1, "H": 16, "Hkv": 16, "L": 16384, **window}),
-        ((False, False), 64, {"B": 1, "H": 32, "Hkv": 32, "L": 16384, **window}),
+        ((True, True), 64, {"B": 1, "H": 32, "Hkv": 32, "L": 16384, **window}),
         ((True, True), 64, {"B": 64, "Hkv": 16, "L": 2048, "packed": True, "causal": True}),
         ((True, True), 128, {"B": 64, "Hkv": 16, "L": 2048, "packed": True, "causal": True}),
         ((True, True), 64, {"B": 16, "Hkv": 16, "L": 1024, "causal": True}),
         ((False, True), 128, {"B": 16, "Hkv": 16, "L": 1024, "causal": True}),
         ((False, True), 128, {"B": 16, "Hkv": 16, "L": 1024}),
         ((True, True), 128, {"B": 4, "Hkv": 16, "L": 4096, "causal": True}),
-        ((False, False), 64, {"B": 4, "Hkv": 16, "L": 4096, "causal": True}),
+        ((True, True), 64, {"B": 4, "Hkv": 16, "L": 4096, "causal": True}),
         ((False, False), 128, {"B": 4, "Hkv": 16, "L": 4096}),
         ((False, False), 128, {"B": 1, "Hkv": 16, "L": 16384, "causal": True}),
         ((False, False), 128, {"B": 16, "Hkv": 4, "L": 1024, "causal": True}),

@@ -71,7 +71,7 @@ def test_forms(name, direct):
 
 
 MUTANTS = {
-    "dQ is read before its last sum": ("bwd.converter", "<= w.turn(a, i)", "< w.turn(a, i)"),
+    "dQ is read before its last sum": ("bwd.converter", "w.turn(a, i) + 1", "w.turn(a, i)"),
     "dQ's last sum is another one": ("bwd.tile_scheduler", "+ a.right) >> 7) + 1)", "+ a.right) >> 7))"),
     "a piece is overwritten before it has left": ("bwd.converter", "tma.store_wait(0)  # the next", "pass  # the next"),
     "a row too many of dQ": ("bwd.converter", "(rows < w.q_len)", "(rows < w.q_len + 1)"),

@@ -132,7 +132,7 @@ def spec_of(problem: Problem) -> BackwardSpec:
         converts=own_dq,
         pieces=2 if D == 128 else 4,  # what shared memory has left
         direct=direct(p),
-        producer_regs=32 if own_dq else 24,
+        producer_regs=32 if own_dq and D == 128 else 24,  # with 32 a consumer has 8 fewer
         guarded=flags.hides_right or flags.hides_left or p.has_lengths or p.mask is not None,
     )
 
@@ -145,14 +145,14 @@ def persistent(problem: Problem) -> bool:
 
 def converts(problem: Problem) -> bool:
     """Whether the kernel gives dQ in its dtype where it can: two query blocks of 64 a key block take the converter as
-    long as eight steps, and at D=64 it slows long programs and windows down (h200/LOG.md, backward #14).
+    long as eight steps, and at D=64 it slows long programs with a softcap down (h200/LOG.md, backward #14, #16).
     """
     p, flags = problem, problem.rules.flags
     if p.mask is not None or not flags.hides_right or not persistent(p):
         return False
     if p.head_dim > 64:
         return rows_of_block(p) >= CONVERTED_ROWS * p.group
-    return is_short(p)
+    return p.softcap == 0 or is_short(p)
 
 
 def direct(problem: Problem) -> bool:

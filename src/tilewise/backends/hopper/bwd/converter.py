@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .sync import fence_async_global, load_acquire
+from .sync import fence_async_global, wait_for
 from .tile_scheduler import get_index, next_block, work_of
 
 PIECES = gl.constexpr(16)  # of a query block: 16 rows x 32 columns each
@@ -86,8 +86,7 @@ def convert_block(a, buf, index, m):
         if w.n + 1 == w.end(a, i):
             head = w.kv_head * a.group + g
             block = w.block(a, head, i)
-            while load_acquire(a.SEMAPHORES + block) <= w.turn(a, i):
-                pass
+            wait_for(a.SEMAPHORES + block, w.turn(a, i) + 1, True)
             fence_async_global()
             m = convert(a, buf, w, block, head, i, m)
         i, g = next_block(a, i, g)

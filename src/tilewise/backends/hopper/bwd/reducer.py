@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .sync import DQ_FULL, add_release, bulk_writes_done, load_acquire, named_barrier, tma_add
+from .sync import DQ_FULL, add_release, bulk_writes_done, named_barrier, tma_add, wait_for
 from .tile_scheduler import get_index, next_block, work_of
 
 
@@ -28,8 +28,7 @@ def reduce_block(a, buf, index, base, R: gl.constexpr):
         at = a.SEMAPHORES + block
         turn = w.turn(a, i)
         if a.S.deterministic:
-            while load_acquire(at) < turn:
-                pass
+            wait_for(at, turn, False)
         for c in gl.static_range(2):
             row = block * 256 + c * 128
             if a.S.deterministic and turn == 0:

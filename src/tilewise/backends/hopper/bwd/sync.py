@@ -38,7 +38,7 @@ def named_barrier(OP: gl.constexpr, number, THREADS: gl.constexpr):
 def bulk_writes_done():
     """Waits until this warp's bulk reductions are complete in global memory (`tma.store_wait` waits for reads only)."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.b32 $0, 0;",
+        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0;",
         "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -66,3 +66,33 @@ def load_acquire(pointer):
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def load_relaxed(pointer):
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def nap():
+    gl.inline_asm_elementwise(
+        "nanosleep.u32 200; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for(pointer, least, LONG: gl.constexpr):
+    """Until a semaphore has this value, perhaps for LONG. A load that acquires empties the L1 cache of its processor,
+    whose memory the consumers work in: who waits looks without, and acquires at the end.
+    """
+    if LONG:
+        while load_relaxed(pointer) < least:
+            nap()
+        load_acquire(pointer)
+    else:
+        if load_acquire(pointer) < least:
+            while load_relaxed(pointer) < least:
+                pass
+            load_acquire(pointer)
