@@ -12,7 +12,7 @@ from tilewise.compat import flash_attn
 from tilewise.tools.bench import peers
 from tilewise.tools.bench.oracle import oracle_errors
 from tilewise.tools.bench.peers import Way
-from tilewise.tools.workloads import Workload, make_inputs
+from tilewise.tools.workloads import Inputs, Workload, make_inputs
 
 CPU = torch.device("cpu")
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "q_len": 40, "kv_len": 40}
@@ -75,6 +75,30 @@ def test_what_would_not_fit_is_not_tried(monkeypatch):
     assert "its scores would take" in results("sdpa", {})["SDPA math"]
     monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", 100)
     assert "its mask would take" in results("sdpa", CASES["window"])["SDPA"]
+    # K, K times the scale and V, a copy for each query head: 2 x D + Dv columns
+    latent = {"heads": 6, "kv_heads": 1, "q_len": 1, "value_dim": 24}
+    copies = 6 * 40 * (2 * SIZES["head_dim"] + 24) * 4
+    for options, way in ((latent, "SDPA math"), (latent | CASES["pages"], "SDPA, pages copied")):
+        size = copies * (3 if "lengths" in options else 1)
+        monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", size)
+        assert results("sdpa", options)[way] < 1e-5
+        monkeypatch.setitem(peers.way.MOST_BYTES, "cpu", size - 1)
+        assert "its copies of K and V for each query head would take" in results("sdpa", options)[way]
+
+
+def test_the_oracle_takes_few_heads_of_a_large_group(monkeypatch):
+    """It has keys of its own for each head, in float64: 128 heads over 32k latent rows were 36 GB."""
+    _, x = made({"heads": 40, "kv_heads": 2, "sinks": True, "alibi": True})
+    seen = []
+    attend = Inputs.attend
+    monkeypatch.setattr(Inputs, "attend", lambda x, **o: seen.append(x.q.shape[1]) or attend(x, **o))
+    out = attend(x)
+    assert oracle_errors(x, [out])[0] < 1e-5
+    assert set(seen) == {8}
+    for head in (0, 7, 19, 20, 39):  # the first and the last of each group
+        wrong = out.clone()
+        wrong[:, head] += 1
+        assert oracle_errors(x, [wrong])[0] > 0.5
 
 
 def test_a_way_that_fails_is_a_result_and_its_warnings_are_not_ours():

@@ -164,10 +164,9 @@ class Inputs:
         q, k, v = (x[first:last].transpose(0, 1)[None] for x in (self.q, self.k, self.v))
         return Inputs(q, k, v, self.options)
 
-    def part(self, kv_head: int, rows: slice) -> Inputs:
-        """The query rows `rows` of the heads that share `kv_head`, over the same keys: a part of the same output."""
-        group = self.q.shape[1] // self.kv_heads
-        heads = slice(kv_head * group, (kv_head + 1) * group)
+    def part(self, heads: slice, rows: slice) -> Inputs:
+        """The query rows `rows` of `heads`, which share a KV head, over the same keys: a part of the same output."""
+        kv_head = heads.start // (self.q.shape[1] // self.kv_heads)
         one = slice(kv_head, kv_head + 1)
         k, v = (x[:, one] if self.block_table is None else x[:, :, one] for x in (self.k, self.v))
         lengths = self.k.shape[2] if self.lengths is None else self.lengths

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 
 from ..workloads import Inputs
 
 ORACLE_ROWS = 64
+ORACLE_HEADS = 8  # of a group, in a call: the oracle has keys and values of each head in float64
 # Largest error that rounding explains: outputs reach about 4, where one step is 5e-7, 3e-2 and 4e-3.
 MOST_ERROR = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 6e-3}
 
 
 def oracle_errors(x: Inputs, outputs: Sequence[torch.Tensor]) -> list[float]:
-    """The largest error of each output against float64, on the first and last KV head and some rows of each."""
+    """The largest error of each output against float64, on the first and last KV head, some heads and rows of each."""
     if x.q.device.type == "mps":  # it has no float64
         x, outputs = x.on_host(), [output.cpu() for output in outputs]
     group = x.q.shape[1] // (x.k.shape[1] if x.cu_seqlens is not None else x.kv_heads)
     gaps: list[list[torch.Tensor]] = [[] for _ in outputs]
     for piece, view in _dense_pieces(x):
         for kv_head in sorted({0, piece.kv_heads - 1}):
-            for rows in row_blocks(piece.q.shape[2], ORACLE_ROWS):
-                part = piece.part(kv_head, rows)
+            some = [slice(kv_head * group + b.start, kv_head * group + b.stop) for b in row_blocks(group, ORACLE_HEADS)]
+            for heads, rows in product(some, row_blocks(piece.q.shape[2], ORACLE_ROWS)):
+                part = piece.part(heads, rows)
                 # unrounded, for the output has q's dtype
                 want = replace(part, q=part.q.float()).attend(backend="reference")
                 for output, found in zip(outputs, gaps, strict=True):
-                    got = view(output)[:, kv_head * group : (kv_head + 1) * group, rows].float()
+                    got = view(output)[:, heads, rows].float()
                     found.append((got - want).abs().max())
     return [torch.stack(found).max().item() for found in gaps]  # this max, unlike Python's, keeps a NaN
 

@@ -22,6 +22,7 @@ KERNELS = {
     "SDPA mem-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 ON_CPU = ("SDPA flash", "SDPA math")
+COPIES = "its copies of K and V for each query head"
 
 
 def missing() -> str | None:
@@ -42,14 +43,23 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
         try:
             if name == "SDPA math":
                 limit(name, "its scores", case.batch * case.heads * cells * x.q.element_size(), x.q.device)
+                limit(name, COPIES, _copies(case, x), x.q.device)
             yield Way(name, partial(_by, KERNELS[name], call))
         except Refused as error:
             yield Way(name, refusal=str(error))
 
 
+def _copies(case: Workload, x: Inputs) -> int:
+    """Bytes of what math makes of keys and values that several query heads share: K, K times the scale, V."""
+    widths = 2 * x.q.shape[-1] + x.v.shape[-1]
+    return (case.heads != case.kv_heads) * case.batch * case.heads * case.kv_len * widths * x.q.element_size()
+
+
 def _gathered(case: Workload, x: Inputs) -> Way:
     """Pages as people use them without a kernel for them: copied into rows for each call."""
     assert x.block_table is not None
+    if x.q.shape[-1] != x.v.shape[-1]:  # no kernel of SDPA but math takes it
+        limit("SDPA, pages copied", COPIES, _copies(case, x), x.q.device)
     table = x.block_table.clamp_min(0).long()
     flat = replace(case, page_size=0)
     mask = dense_mask(replace(flat, kv_len=table.shape[1] * case.page_size, q_len=case.q_len), x)

@@ -12,7 +12,7 @@ from ....core.options import as_window
 from ...workloads import Inputs, Workload
 
 OURS = "tilewise"
-MOST_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # of a mask or of all scores; more is not tried
+MOST_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # of a mask, of all scores, of copies; more is not tried
 
 
 @dataclass(frozen=True, slots=True)
