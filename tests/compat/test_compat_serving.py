@@ -21,6 +21,7 @@ from torch import distributed as dist
 import ranks
 from naive import Row, assert_close
 from tilewise import InvalidArgument, alibi_slopes, counters
+from tilewise.compat import vllm_cpu
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
 LENGTHS = [9, 1, 20, 13]  # keys of each request, its queries included
@@ -262,6 +263,14 @@ def test_vllm_layers_of_a_batch(vllm, apart):
     batch.block_table_tensor[2, 1] = 99  # what tables hold is looked at for each layer
     with pytest.raises(InvalidArgument, match="block_table"):
         vllm_layers(vllm, lambda: metadata, layers[1:2])
+
+
+def test_vllm_places_are_on_the_cpu():
+    """Whatever torch's default device is: a kernel of the CPU reads them by address."""
+    with torch.device("meta"):
+        places = vllm_cpu.NewTokens(torch.tensor([3, -1, 0], device="cpu")).places(4)
+    assert {x.device.type for x in (places.starts, places.cu, places.table)} == {"cpu"}
+    assert places.starts.tolist() == [3, 0]
 
 
 def test_vllm_shared_caches(vllm):

@@ -25,7 +25,7 @@ class NewTokens:
         """For the kernel that caches use: each token is a sequence, its slot a position in one of all blocks."""
         if self._places is None or self._places[0] != blocks:
             T = len(self.slots)
-            cu, table = torch.arange(T + 1, dtype=torch.int32), torch.arange(blocks, dtype=torch.int32)
+            cu, table = (torch.arange(n, dtype=torch.int32, device="cpu") for n in (T + 1, blocks))
             self._places = blocks, Places(self.slots.int(), cu, T, True, table.expand(T, -1))
         return self._places[1]
 

@@ -84,10 +84,11 @@ def _check(model: str | None, host: str, port: int, device: str, dtype: str) -> 
     if dtype != "auto" and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
         raise InvalidArgument("dtype", repr(dtype), "'auto' or a dtype of torch, such as 'bfloat16'")
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device="cpu" if device == "auto" else device)  # transformers then chooses
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0]
-        raise InvalidArgument("device", repr(device), "a device that torch has here, such as 'cpu'", reason) from error
+        want = "'auto' or a device that torch has here, such as 'cpu'"
+        raise InvalidArgument("device", repr(device), want, reason) from error
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         socket.create_server((host, port), family=family).close()

@@ -8,7 +8,7 @@ A program owns BM queries x 128 keys of the mask, half of the keys a consumer, a
 each time, and no cell is kept for each pair. What is hidden is hidden for all pairs: cells are selected once, at the
 end, and whatever is not finite there does not matter.
 
-Partitions: two consumer warpgroups, which start their products in turns, so that one has its exponentials while the
+Partitions: two consumer warpgroups, which start their products alternately: one has its exponentials while the
 other's products run; a producer warp (two or three pairs are on the way).
 """
 
