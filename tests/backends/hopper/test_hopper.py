@@ -223,6 +223,9 @@ def test_maxima_are_replaced_lazily_where_that_is_faster():
         (512, {}, False),
     ):  # fmt: skip
         assert config.config_of(problem(D, **long, **changes)).lazy_rescale is lazy
+    for scale, lazy in ((0.1, True), (1e-50, False)):  # 1e-50 is 0 in float32
+        p = problem(256, **long, scale=scale)
+        assert config.spec(p, config.config_of(p)).lazy_rescale is lazy
 
 
 def test_two_programs_share_a_processor_where_keys_are_few_and_causal():

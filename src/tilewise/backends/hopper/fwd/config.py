@@ -44,6 +44,7 @@ MANY_ROUNDS = 64  # work tiles of a program after which its last one counts for 
 SHORT = 2048  # keys up to which two consumers are as fast as three at D=64; see `config`
 SHORT_CAUSAL = 4096  # keys up to which two programs a processor are faster there
 LITTLE = 1.5e10  # operations; see `slower`
+LEAST_LAZY_SCALE = 1e-30  # a scale of 0 in float32 would let no first maximum be taken
 CAUSAL = MaskRules(causal=True)
 
 
@@ -203,7 +204,7 @@ def spec(problem: Problem, c: Config) -> Spec:
         out_columns=c.out_columns or DV,
         overlaps=c.overlaps,
         late_wait=c.late_wait,
-        lazy_rescale=c.lazy_rescale,
+        lazy_rescale=c.lazy_rescale and p.scale > LEAST_LAZY_SCALE,
         consumer_regs=c.consumer_regs,
         producer_regs=c.producer_regs,
         # Past the end of a dense tensor TMA reads zeros; anything else that is hidden may be NaN.
