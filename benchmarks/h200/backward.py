@@ -34,14 +34,14 @@ CELLS = [(64, 32, 32), (128, 16, 16), (128, 32, 8)]
 Work = tuple[Any, BackwardTensors]
 
 
-def work(q: Any, k: Any, v: Any, dout: Any, backend: str, deterministic: bool = True, **options: Any) -> Work:
+def work(q: Any, k: Any, v: Any, dout: Any, backend: str, **options: Any) -> Work:
     """The plan of a backward pass and its tensors; q, k, v, dout are [B, L, H, D], or packed [T, H, D].
 
     The forward pass is made up, so that its kernels need not be compiled; lse is about what it would be.
     """
     out, lse = torch.randn_like(dout), torch.full(q.shape[:-1], 8.0, device="cuda")
     options["layout"] = "bhld" if "cu_seqlens_q" in options else "blhd"
-    call = _checked(q, k, v, out, lse, dout, None, ("q", "k", "v"), options | {"deterministic": deterministic})
+    call = _checked(q, k, v, out, lse, dout, None, ("q", "k", "v"), options)
     return planner.choose(call.problem, backend, torch.get_num_threads()), call.tensors
 
 
@@ -101,16 +101,15 @@ def cell(args: Any, D: int, H: int, Hkv: int, L: int, causal: bool) -> Any:
     B = 16384 // L
     q, k, v, dout = (torch.randn(B, L, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H))
     ways = peers(args.peers, q, k, v, dout, causal)
-    for word, deterministic in (("det", True), ("free", False)):
-        made = work(q, k, v, dout, "hopper", deterministic, causal=causal)
-        ways[word] = runner(made)
-        if args.other:
-            ways[f"{word} other"] = other(made)
+    made = work(q, k, v, dout, "hopper", causal=causal)
+    ways["det"] = runner(made)
+    if args.other:
+        ways["det other"] = other(made)
     flops = 10 * D * B * H * (L * (L + 1) / 2 if causal else L * L)
     row = timed(args, f"D{D} {H}/{Hkv} {L // 1024}k {'causal' if causal else 'full'}", ways, flops)
     rates = row["TFLOPS"]
     best = max([r for n, r in rates.items() if n in ("fa3", "fa4", "cudnn")], default=math.nan)
-    row |= {"best peer": best, "of the best": {n: round(rates[n] / best, 3) for n in rates if n[:3] in ("det", "fre")}}
+    row |= {"best peer": best, "of the best": {n: round(rates[n] / best, 3) for n in rates if n[:3] == "det"}}
     print("  of the best", row["of the best"], flush=True)
     return row
 
@@ -173,7 +172,7 @@ def cells(args: Any) -> list[tuple[int, int, int, int, bool]]:
 
 def cell_works(args: Any, D: int, H: int, Hkv: int, L: int, causal: bool) -> list[Work]:
     tensors = [torch.randn(16384 // L, L, h, D, device="cuda", dtype=BF16) for h in (H, Hkv, Hkv, H)]
-    return [work(*tensors, "hopper", deterministic, causal=causal) for deterministic in (True, False)]
+    return [work(*tensors, "hopper", causal=causal)]
 
 
 def unpack_peers(folder: str) -> None:
@@ -240,11 +239,9 @@ def main() -> None:
         ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"],
         capture_output=True, text=True,
     ).stdout.strip()  # fmt: skip
-    for word in ("det", "free"):
-        shares = [x for row in report["rows"] for n, x in row["of the best"].items() if n == word]
-        if shares:
-            mean = math.exp(sum(map(math.log, shares)) / len(shares))
-            print(f"{word}: {mean:.3f} of the best peer on average, lowest {min(shares):.3f}, {len(shares)} cells")
+    if shares := [row["of the best"]["det"] for row in report["rows"]]:
+        mean = math.exp(sum(map(math.log, shares)) / len(shares))
+        print(f"{mean:.3f} of the best peer on average, lowest {min(shares):.3f}, {len(shares)} cells")
     print(report["clocks"], f"{time.perf_counter() - start:.0f} s")
     write(args, report)
 

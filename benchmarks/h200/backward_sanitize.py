@@ -69,7 +69,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "hopper D64 causal": lambda: dense("hopper", 4, 4, 300, 300, 64, causal=True),
     "hopper D128": lambda: dense("hopper", 4, 2, 150, 170, 128),
     "hopper D128 f16 causal": lambda: dense("hopper", 4, 2, 300, 300, 128, dtype=torch.float16, causal=True),
-    "hopper D128 causal free": lambda: dense("hopper", 4, 4, 300, 300, 128, causal=True, deterministic=False),
+    "hopper D128 causal": lambda: dense("hopper", 4, 4, 300, 300, 128, causal=True),
     "hopper D128 one program": lambda: dense("hopper", 1, 1, 4300, 200, 128),
     "hopper D128 window softcap": lambda: dense("hopper", 4, 2, 300, 300, 128, causal=True, window=50, softcap=20.0),
     "hopper D96 window sinks": lambda: dense("hopper", 4, 2, 300, 300, 96, window=(50, 20), sinks=zeros(4)),

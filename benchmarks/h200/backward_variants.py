@@ -70,11 +70,11 @@ SPEC_OF = config.spec_of
 
 
 def use(form: str, few: bool = False) -> None:
-    """The form, where it can be: a converter has a persistent, deterministic program to convert for."""
+    """The form, where it can be: a converter has a persistent program to convert for."""
 
     def spec_of(problem: Any) -> Any:
         s, changes = SPEC_OF(problem), dict(FORMS[form])
-        if not (s.persistent and s.deterministic and s.hides_right) or s.mask:
+        if not (s.persistent and s.hides_right) or s.mask:
             changes |= {"converts": False}
         s = replace(s, **changes)
         # The converter's registers by the head dim, or the other way round.

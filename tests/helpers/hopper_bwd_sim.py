@@ -59,8 +59,8 @@ class Backward:
         self.bound.spec = replace(self.bound.spec, **changes)
         self.given = self.bound.tensors(t)
         self.spec = replace(self.bound.spec_for(self.given), **changes)
-        if self.given["ACC"] is not None:
-            self.given["ACC"].fill_(float("nan") if self.spec.deterministic else 0.0)
+        if "ACC" in self.given:
+            self.given["ACC"].fill_(float("nan"))
 
     def bind(self, plan: Plan) -> Any:
         from tilewise.backends.hopper.bwd.launch import Bound
@@ -137,7 +137,7 @@ class Backward:
             for gradient in (self.given["DK"], self.given["DV"]):
                 gradient[:, :, int(self.t.forward.cu_seqlens_k[-1]) :] = 0
         for b, h, row, count, entry in self.entries():
-            if s.deterministic and not int(self.given["SEMAPHORES"][entry]):
+            if not int(self.given["SEMAPHORES"][entry]):
                 dq[b, h, row : row + count] = 0
             elif not s.converts:
                 dq[b, h, row : row + count] = (x[entry, :count, : p.head_dim] * p.scale).to(dq.dtype)

@@ -24,13 +24,13 @@ from tilewise.core.tensors import BackwardTensors, Tensors
 from uniform_registers import stale
 
 
-def problem(D=128, B=4, H=16, Hkv=4, L=4096, packed=False, deterministic=True, dtype="bf16", **rules):
+def problem(D=128, B=4, H=16, Hkv=4, L=4096, packed=False, dtype="bf16", **rules):
     stored = stored_as(dtype)
     return Problem(
         form="varlen" if packed else "dense", device=torch.device("cuda"), batch=B, heads=H, kv_heads=Hkv, q_len=L,
         kv_len=L, head_dim=D, value_dim=D, q_dtype=stored.dtype, k_format=stored, v_format=stored, scale=0.1,
         packed_q=packed, total_q=B * L if packed else 0, rules=MaskRules(**rules), grads=("q", "k", "v"),
-        deterministic=deterministic, return_lse=True,
+        return_lse=True,
     )  # fmt: skip
 
 
@@ -67,11 +67,7 @@ def built(function, arguments, constants=("S",)):
 
 
 PROBLEMS = [
-    problem(D, deterministic=deterministic, causal=causal)
-    for D in (64, 128)
-    for causal in (False, True)
-    for deterministic in (True, False)
-] + [
+    *(problem(D, causal=causal) for D in (64, 128) for causal in (False, True)),
     problem(64, packed=True, causal=True, window=(1023, None), kv_lengths=True),
     problem(128, window=(100, 50), dtype="f16"),
     replace(problem(128, causal=True), softcap=50.0),
@@ -81,7 +77,7 @@ PROBLEMS = [
 
 @pytest.mark.parametrize(
     "p",
-    [pytest.param(p, marks=[pytest.mark.slow] * (n not in (3, 6))) for n, p in enumerate(PROBLEMS)],
+    [pytest.param(p, marks=[pytest.mark.slow] * (n not in (1, 2))) for n, p in enumerate(PROBLEMS)],
     ids=lambda p: config.spec_of(p).dtype + "-" + "-".join([f"D{p.head_dim}", *p.options()]).replace(" ", ""),
 )
 def test_kernels_fit_and_keep_their_products_in_flight(p):
@@ -109,8 +105,7 @@ def test_kernels_fit_and_keep_their_products_in_flight(p):
 @pytest.mark.parametrize("p", PROBLEMS[-4:-1], ids=("packed", "dense", "softcap"))
 def test_what_comes_before_and_after_compiles(p):
     _, arguments = given(p)
-    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "CLEARS", "MASKED", "ORDERED", "GUARDED")
-    flags += ("CONVERTS",)
+    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "MASKED", "GUARDED", "CONVERTS")
     for kernel in (preprocess, postprocess):
         assert built(kernel, arguments, tuple(x for x in flags if x in kernel.arg_names)).sass
     memory = dict.fromkeys(("q", "k", "v"), arguments["OUT"])

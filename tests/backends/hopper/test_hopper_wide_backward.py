@@ -115,7 +115,7 @@ def test_a_softcap_fits_too(p):
 def test_what_comes_before_and_after_compiles(p):
     bound, tensors = given(p)
     arguments = bound.arguments(tensors)
-    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "CLEARS", "MASKED", "CONVERTS")
+    flags = ("BM", "D", "PACKED", "HAS_DLSE", "HAS_SINKS", "SOFTCAP", "MASKED", "CONVERTS")
     before = built(preprocess, arguments | {"D": arguments["D_V"]}, flags, bound.pre.options)
     assert "0 bytes spill stores" in before.report
     constants = ("S", "D", "D_V", "HAS_DLSE", "SOFTCAP", "BLOCK")

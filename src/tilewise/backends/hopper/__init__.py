@@ -91,7 +91,7 @@ def plan_backward(problem: Problem) -> Plan:
         kernel="backward, warp-specialised",
         tile=(s.BM, bwd_config.BN),
         workspace_bytes=bwd_config.workspace_bytes(p, s),
-        notes=bwd_config.notes(p, s),
+        notes=bwd_config.notes(p),
     )
 
 

@@ -104,9 +104,7 @@ def is_wide(problem: Problem) -> bool:
 
 def spec_of(problem: Problem) -> BackwardSpec:
     p, flags = problem, problem.rules.flags
-    # Sums in any order are faster in causal calls alone (h200/LOG.md, backward #8).
-    deterministic = p.deterministic or not flags.hides_right or p.group > 1
-    own_dq = deterministic and converts(p)
+    own_dq = converts(p)
     D = 64 if p.head_dim <= 64 else 128
     BM = 128 if D == 64 else 64
     ends = p.has_lengths or p.kv_len % BN != 0  # keys may end inside a block
@@ -127,7 +125,6 @@ def spec_of(problem: Problem) -> BackwardSpec:
         near_tanh=near_tanh(p),
         mask=p.mask is not None,
         dmask="mask" in p.grads and not sums_mask(p),
-        deterministic=deterministic,
         persistent=persistent(p),
         converts=own_dq,
         pieces=2 if D == 128 else 4,  # what shared memory has left
@@ -199,8 +196,8 @@ def workspace_bytes(problem: Problem, s: BackwardSpec) -> int:
     return blocks * (s.BM * (4 * s.D + 64 + 4 * s.row_lse) + 4)
 
 
-def notes(problem: Problem, s: BackwardSpec) -> tuple[str, ...]:
-    order = "dQ added in the order of key blocks" if s.deterministic else "dQ added in any order"
+def notes(problem: Problem) -> tuple[str, ...]:
+    order = "dQ added in the order of key blocks"
     return (order, "the mask's gradient summed by a launch of its own") if sums_mask(problem) else (order,)
 
 

@@ -5,7 +5,7 @@
         P^T = exp2(S^T c - lse), dS^T = P^T (dP^T - delta)
         dV += P^T dO, dK += dS^T Q         left operands from registers
         dQ_i = dS K                        dS through shared memory, columns or rows split over the consumers
-        the reducer adds dQ_i to global memory by TMA; deterministic: in the order of key blocks
+        the reducer adds dQ_i to global memory by TMA, in the order of key blocks
 
 Partitions: two consumer warpgroups of 64 keys, a producer warp (TMA loads), two reducers (TMA reduce-add), perhaps a
 converter (dQ to its dtype).
@@ -25,7 +25,7 @@ from .reducer import reduce
 @gluon_kernel(BackwardArguments)
 def backward(a):
     tile_index = gl.program_id(0)
-    if a.S.deterministic and not a.S.persistent:
+    if not a.S.persistent:
         # Programs that wait for others must have started after them.
         tile_index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
     buf = new_buffers(a)

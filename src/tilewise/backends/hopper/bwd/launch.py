@@ -128,7 +128,6 @@ class Launcher:
             "DQ": torch.empty_like(f.q) if t.dq is None else t.dq,
             "DK": torch.empty_like(f.k) if t.dk is None else t.dk,
             "DV": torch.empty_like(f.v) if t.dv is None else t.dv,
-            "ACC": None,
             "LSE2": None,
             "STATS": torch.empty(self.blocks * self.BM, 32, dtype=f.q.dtype, device=device),
             "COUNTER": ints[:1],
@@ -205,7 +204,7 @@ class Launcher:
         for prefix, x in (("mask", given["MASK"]), ("dmask", given["DMASK"])):
             strides = stride_arguments(prefix, "bhqk", x)
             made |= strides if x is not None else dict.fromkeys(strides)
-        return made | {"CLEARS": False, "SOFTCAP": False} | self.sizes
+        return made | {"SOFTCAP": False} | self.sizes
 
 
 class Bound(Launcher):
@@ -220,8 +219,6 @@ class Bound(Launcher):
             "planes": self.planes,
             "swizzle": planes or config.planes_at_once(p, s),
             "SOFTCAP": s.softcap,
-            "CLEARS": not s.deterministic,
-            "ORDERED": s.deterministic,
             "CONVERTS": s if s.converts else None,
         }
         self.kernel, self.post, self.sums = Kernel(backward), Kernel(postprocess), Kernel(mask_sums)

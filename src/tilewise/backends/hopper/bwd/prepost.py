@@ -1,4 +1,4 @@
-"""Before and after the backward kernel: row statistics, a cleared dQ; dQ to its own type."""
+"""Before and after the backward kernel: row statistics; dQ to its own type."""
 
 import triton.language as tl
 
@@ -70,11 +70,11 @@ def in_parts(x, part, LIKE):
 
 @triton.jit
 def preprocess(
-    OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, LSE2, SHARES, ACC, SEMAPHORES, COUNTER, FLAG, HUGE,
+    OUT, DOUT, LSE, DLSE, SINKS, CU_Q, STATS, LSE2, SHARES, SEMAPHORES, COUNTER, FLAG, HUGE,
     o_b, o_h, o_l, do_b, do_h, do_l, lse_b, lse_h, lse_l, dlse_b, dlse_h, dlse_l, heads, q_len, q_blocks, value_dim,
     scale, CU_K, KV_LENGTHS, Q_OFFSET, DQ, dq_b, dq_h, dq_l, head_dim, kv_len, q_offset, left, right,
     BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SOFTCAP: tl.constexpr, CLEARS: tl.constexpr, MASKED: tl.constexpr, CONVERTS: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASKED: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """Row statistics in parts that the scores' products add up: -lse / scale, and -delta = dlse - rowsum(dO * O).
 
@@ -120,8 +120,6 @@ def preprocess(
     tl.store(STATS + rows[:, None] * 32 + part[None, :], tl.where(part < 16, lse_parts, delta_parts))
     if MASKED | SOFTCAP:
         tl.store(LSE2 + rows, tl.where(seen, -lse if MASKED else -lse * LOG2E, float("-inf")))
-    if CLEARS:
-        tl.store(ACC + rows[:, None] * D + column[None, :], tl.zeros([BM, D], tl.float32))
     tl.store(SEMAPHORES + entry, 0)
     if CONVERTS is not None:  # the spec of a kernel that gives dQ where it adds something to it
         seq = tl.program_id(1) // heads
@@ -137,7 +135,7 @@ def preprocess(
 @triton.jit
 def postprocess(
     ACC, SEMAPHORES, FLAG, CU_Q, DQ, dq_b, dq_h, dq_l, heads, q_len, q_blocks, head_dim, scale,
-    BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr, GUARDED: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     b, h, start, q_len, entry = query_block(CU_Q, heads, q_len, q_blocks, BM, PACKED)
@@ -145,9 +143,7 @@ def postprocess(
         return
     row = i * BM + tl.arange(0, BM)
     column = tl.arange(0, D)
-    there = True
-    if ORDERED:  # without a first addition there is nothing
-        there = tl.load(SEMAPHORES + entry) > 0
+    there = tl.load(SEMAPHORES + entry) > 0  # without a first addition there is nothing
     x = tl.load(ACC + entry * (BM * D) + tl.arange(0, BM * D), mask=there, other=0.0)
     # consumer, warp, column // 8, lane // 4, lane % 4, row half, column % 2: as `consumer.pack_dq` has it
     x = x.reshape([2, 4, 8, 8, 4, 2, 2])

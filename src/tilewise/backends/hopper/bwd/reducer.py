@@ -10,7 +10,7 @@ from .tile_scheduler import get_index, next_block, work_of
 
 @gluon.jit
 def reduce_block(a, buf, index, base, R: gl.constexpr):
-    """Adds dQ of every second query block to global memory; deterministic: after the key blocks before this one.
+    """Adds dQ of every second query block to global memory, after the key blocks before this one.
 
     A reduction and its release take longer than a step, so two warps share them, each with a buffer of its own.
     """
@@ -27,19 +27,17 @@ def reduce_block(a, buf, index, base, R: gl.constexpr):
         named_barrier("bar.sync", DQ_FULL + R, 288)
         at = a.SEMAPHORES + block
         turn = w.turn(a, i)
-        if a.S.deterministic:
-            wait_for(at, turn, False)
+        wait_for(at, turn, False)
         for c in gl.static_range(2):
             row = block * 256 + c * 128
-            if a.S.deterministic and turn == 0:
+            if turn == 0:
                 tma.async_copy_shared_to_global(a.dq, [row, 0], buf.dq.index(R * 2 + c))
             else:
                 tma_add(a.dq, [row, 0], buf.dq.index(R * 2 + c))
         tma.store_wait(0)
         mbarrier.arrive(buf.dq_empty.index(R), count=1)
-        if a.S.deterministic:
-            bulk_writes_done()
-            add_release(at)
+        bulk_writes_done()
+        add_release(at)
         i, g = next_block(a, i, g)
         i, g = next_block(a, i, g)
     return base + count

@@ -28,10 +28,9 @@ class BackwardSpec:
     near: bool = True  # offsets of cells within a tile are 32 bits wide
     dmask: bool = False  # the gradient of each of its cells is stored
     dmask_tiles: bool = False  # by TMA: it is what dS is for dQ
-    deterministic: bool = True
     guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
     persistent: bool = False  # a program takes key blocks one after the other, from a counter
-    converts: bool = False  # of a persistent, deterministic kernel: it gives dQ in q's dtype
+    converts: bool = False  # of a persistent kernel: it gives dQ in q's dtype
     pieces: int = 4  # of dQ that the converter has under way
     direct: bool = False  # dK and dV go from registers to global memory
     consumer_regs: int = 240
