@@ -2,8 +2,7 @@
 
     python benchmarks/h200/measure.py --suite prefill,decode --json result.json
 
-Each row is one piece of work, each of its columns a way to do it (`timing.py`, `ways.py`). `--sweep` adds launches of
-our kernels that the heuristics do not choose.
+Each row is one piece of work, each of its columns a way to do it (`timing.py`, `ways.py`).
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ SUITES = {
 
 
 def compile_first(args: argparse.Namespace) -> None:
-    """Fills Triton's cache from several processes: compiling is most of a sweep's time."""
+    """Fills Triton's cache from several processes."""
     parts = [
         subprocess.Popen(
-            [sys.executable, __file__, "--suite", args.suite, "--part", f"{i}/{args.jobs}"]
-            + ["--sweep"] * args.sweep + ["--only", args.only],
+            [sys.executable, __file__, "--suite", args.suite, "--part", f"{i}/{args.jobs}", "--only", args.only],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"SMALL": "1"},
         )
         for i in range(args.jobs)
@@ -52,7 +50,7 @@ def compile_part(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     number = 0
     for name in args.suite.split(","):
-        for work in SUITES[name](args.sweep):
+        for work in SUITES[name]():
             if args.only not in work.name:
                 continue
             for way, make in work.ways.items():
@@ -66,7 +64,6 @@ def compile_part(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--suite", default=",".join(SUITES))
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="rows whose name holds this")
@@ -92,7 +89,7 @@ def main() -> None:
     }
     lines = []
     for name in args.suite.split(","):
-        for work in SUITES[name](args.sweep):
+        for work in SUITES[name]():
             if args.only not in work.name:
                 continue
             times = measure(work, args.rounds, 12)

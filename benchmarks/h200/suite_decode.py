@@ -7,55 +7,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from timing import Way, Work, randn
 from torch.nn.attention import SDPBackend
-from ways import bound_call, pages, sdpa, tag
+from ways import pages, sdpa
 
 import tilewise
-from tilewise.backends.triton.spec import Config
 from tilewise.core.options import Options
 from tilewise.dispatch import planner
 from tilewise.validation import calls
 
 
-def decode_configs(D: int, group: int) -> list[Config]:
-    shapes = {
-        64: [(128, 4, 3), (128, 4, 5), (256, 4, 3), (64, 4, 6)],
-        128: [(128, 4, 3), (64, 4, 4), (64, 4, 5), (128, 8, 4)],
-        256: [(64, 4, 3), (32, 4, 5), (64, 8, 3)],
-        512: [(32, 4, 3), (32, 4, 2), (64, 4, 2), (32, 2, 3), (32, 8, 4), (16, 4, 5)],
-    }[D]
-    return [Config(16, bk, w, s, group) for bk, w, s in shapes]
-
-
-def split_choices(c: Config, programs: int, L: int) -> list[Config]:
-    tiles = -(-L // c.BK)
-    counts = sorted({max(1, min(tiles, 132 * n // programs)) for n in (1, 2, 4)})
-    return [replace(c, splits=n) for n in counts]
-
-
-def decode(sweep: bool) -> Iterator[Work]:
+def decode() -> Iterator[Work]:
     for D, H, Hkv, B, L in (
         (128, 32, 8, 1, 4096), (128, 32, 8, 1, 32768), (128, 32, 8, 16, 8192), (128, 32, 8, 64, 4096),
         (128, 32, 32, 16, 8192), (64, 32, 8, 32, 16384), (256, 16, 8, 16, 8192), (512, 16, 2, 16, 8192),
     ):  # fmt: skip
         size = 2 * 2 * B * Hkv * L * D
         copies = max(1, min(8, -(-(256 << 20) // size)))
-        yield decode_work(D, H, Hkv, B, L, copies, size, sweep)
+        yield decode_work(D, H, Hkv, B, L, copies, size)
 
 
-def decode_work(D: int, H: int, Hkv: int, B: int, L: int, copies: int, size: int, sweep: bool) -> Work:
+def decode_work(D: int, H: int, Hkv: int, B: int, L: int, copies: int, size: int) -> Work:
     work = Work(f"decode D{D} {H}/{Hkv} {B}x{L // 1024}k", bytes=size, graph=True)
     sets = [(randn(B, H, 1, D), randn(B, Hkv, L, D), randn(B, Hkv, L, D)) for _ in range(copies)]
     ways = work.ways
     ways["tilewise"] = lambda: [lambda s=s: tilewise.attention(*s, backend="triton") for s in sets]
-    if sweep:
-        for shape in decode_configs(D, H // Hkv):
-            for c in split_choices(shape, B * Hkv, L):
-                ways[tag(c)] = lambda c=c: [bound_call(c, *s) for s in sets]
     if D <= 256:
         ways["cudnn"] = lambda: [sdpa(SDPBackend.CUDNN_ATTENTION, *s, enable_gqa=True) for s in sets]
         ways["fa2"] = lambda: [sdpa(SDPBackend.FLASH_ATTENTION, *s, enable_gqa=True) for s in sets]
@@ -64,17 +42,10 @@ def decode_work(D: int, H: int, Hkv: int, B: int, L: int, copies: int, size: int
         ways[f"paged {page}"] = lambda paged=paged: [
             lambda s=s: tilewise.paged_attention(*s, backend="triton") for s in paged
         ]
-        if sweep and B >= 16:
-            for shape in decode_configs(D, H // Hkv)[:3]:
-                shape = replace(shape, stages=shape.stages + 1)
-                for c in split_choices(shape, B * Hkv, L)[:2]:
-                    ways[f"paged {page} {tag(c)}"] = lambda c=c, paged=paged: [
-                        bound_call(c, *s, entry="paged") for s in paged
-                    ]
     return work
 
 
-def quantised(sweep: bool) -> Iterator[Work]:
+def quantised() -> Iterator[Work]:
     """Quantised caches: the same tokens in fewer bytes."""
     D, H, Hkv, B, L = 128, 32, 8, 32, 8192
     work = Work(f"narrow D{D} {H}/{Hkv} {B}x{L // 1024}k", bytes=2 * 2 * B * Hkv * L * D, graph=True, check=False)
@@ -83,20 +54,6 @@ def quantised(sweep: bool) -> Iterator[Work]:
     for kind, group in (("fp8_e4m3", 128), ("fp8_e4m3", 64), ("int8", 128), ("int4", 128), ("int4", 64)):
         ck, cv = (tilewise.Quantised.from_float(x, kind, group) for x in (k, v))
         work.ways[f"{kind}/{group}"] = lambda ck=ck, cv=cv: [lambda: tilewise.attention(q, ck, cv, backend="triton")]
-        if sweep and group == 128:
-            for bk, w, s in (
-                (64, 4, 3),
-                (128, 4, 3),
-                (128, 4, 4),
-                (64, 4, 5),
-                (128, 8, 3),
-                (64, 2, 4),
-                (128, 2, 3),
-                (256, 4, 3),
-                (256, 8, 3),
-            ):
-                c = Config(16, bk, w, s, H // Hkv, 1)
-                work.ways[f"{kind}/{group} {tag(c)}"] = lambda c=c, ck=ck, cv=cv: [bound_call(c, q, ck, cv)]
     yield work
 
 

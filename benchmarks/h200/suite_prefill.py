@@ -8,32 +8,16 @@ from typing import Any
 import torch
 from timing import Way, Work, randn
 from torch.nn.attention import SDPBackend
-from ways import bound_call, bound_way, causal_mod, config, flex, sdpa, tag
+from ways import bound_way, causal_mod, flex, sdpa
 
 import tilewise
 from tilewise.backends.gpu.target import nvidia
 from tilewise.backends.triton import config as configs
-from tilewise.backends.triton.spec import Config
 from tilewise.core.options import Options
 from tilewise.validation import calls
 
-BF16 = torch.bfloat16
 
-
-def prefill_configs(D: int, dtype: torch.dtype = BF16) -> list[Config]:
-    if dtype == torch.float32:
-        shapes = {64: "64x64w4s2 128x64w8s2 64x32w4s2", 128: "64x32w4s1 64x32w4s2 128x32w8s1"}[D]
-    else:
-        shapes = {
-            64: "64x64w4s3 128x64w4s3 64x64w4s4 64x128w4s3",
-            128: "64x64w4s3 128x64w8s3 128x128w8s3 64x64w4s4",
-            256: "128x64w8s2 128x32w8s3 64x64w4s2",
-            512: "64x64w8s1 64x32w8s2 128x32w8s2v2 128x16w8s3v2 64x32w4s3v2",
-        }[D]
-    return [config(shape) for shape in shapes.split()]
-
-
-def prefill(sweep: bool) -> Iterator[Work]:
+def prefill() -> Iterator[Work]:
     for D, H in ((64, 32), (128, 16), (256, 8), (512, 4)):
         for L in (4096, 16384):
             for causal in (False, True):
@@ -46,9 +30,6 @@ def prefill(sweep: bool) -> Iterator[Work]:
                 work.ways["tilewise"] = lambda q=q, k=k, v=v, c=causal: [
                     lambda: tilewise.attention(q, k, v, causal=c, backend="triton")
                 ]
-                if sweep and L == 4096:
-                    for c in prefill_configs(D):
-                        work.ways[tag(c)] = lambda q=q, k=k, v=v, c=c, s=causal: [bound_call(c, q, k, v, causal=s)]
                 if D <= 256:
                     work.ways["cudnn"] = lambda q=q, k=k, v=v, c=causal: [
                         sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, is_causal=c)
@@ -66,7 +47,7 @@ def prefill(sweep: bool) -> Iterator[Work]:
                 yield work
 
 
-def f32(sweep: bool) -> Iterator[Work]:
+def f32() -> Iterator[Work]:
     for D, H in ((64, 16), (128, 8)):
         for causal in (False, True):
             B, L = 2, 4096
@@ -76,31 +57,24 @@ def f32(sweep: bool) -> Iterator[Work]:
             work.ways["tilewise"] = lambda q=q, k=k, v=v, c=causal: [
                 lambda: tilewise.attention(q, k, v, causal=c, backend="triton")
             ]
-            if sweep:
-                for c in prefill_configs(D, torch.float32):
-                    work.ways[tag(c)] = lambda q=q, k=k, v=v, c=c, s=causal: [bound_call(c, q, k, v, causal=s)]
             work.ways["mem-eff"] = lambda q=q, k=k, v=v, c=causal: [
                 sdpa(SDPBackend.EFFICIENT_ATTENTION, q, k, v, is_causal=c)
             ]
             yield work
 
 
-def options(sweep: bool) -> Iterator[Work]:
+def options() -> Iterator[Work]:
     """Window, masks, softcap."""
     B, H, L, D, W = 1, 16, 8192, 128, 1024
     q, k, v = (randn(B, H, L, D) for _ in range(3))
     cells = B * H * (L * W - W * (W - 1) / 2)
     i = torch.arange(L, device="cuda")
     seen = (i[None, :] <= i[:, None]) & (i[:, None] - i[None, :] < W)
-    bias = torch.where(seen, 0.0, -torch.inf).to(BF16)
+    bias = torch.where(seen, 0.0, -torch.inf).to(torch.bfloat16)
     window = Work("window 1024 of 8k", 4 * D * cells)
     window.ways["tilewise"] = lambda: [lambda: tilewise.attention(q, k, v, causal=True, window=W, backend="triton")]
     window.ways["bool mask"] = lambda: [lambda: tilewise.attention(q, k, v, mask=seen, backend="triton")]
     window.ways["additive mask"] = lambda: [lambda: tilewise.attention(q, k, v, mask=bias, backend="triton")]
-    if sweep:
-        for c in prefill_configs(128):
-            window.ways[tag(c)] = lambda c=c: [bound_call(c, q, k, v, causal=True, window=W)]
-            window.ways[f"bool {tag(c)}"] = lambda c=c: [bound_call(c, q, k, v, mask=seen)]
     window.ways["flex"] = lambda: [flex(q, k, v, mask_mod=lambda b, h, i, j: (j <= i) & (i - j < W))]
     window.ways["cudnn bool"] = lambda: [sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, attn_mask=seen)]
     yield window
@@ -109,16 +83,13 @@ def options(sweep: bool) -> Iterator[Work]:
     q2, k2, v2 = (randn(B, H, L, D) for _ in range(3))
     cap = Work("softcap 50 causal D256 4k", 4 * D * B * H * L * (L + 1) / 2)
     cap.ways["tilewise"] = lambda: [lambda: tilewise.attention(q2, k2, v2, causal=True, softcap=50.0, backend="triton")]
-    if sweep:
-        for c in prefill_configs(256):
-            cap.ways[tag(c)] = lambda c=c: [bound_call(c, q2, k2, v2, causal=True, softcap=50.0)]
     cap.ways["flex"] = lambda: [
         flex(q2, k2, v2, score_mod=lambda s, b, h, i, j: 50.0 * torch.tanh(s / 50.0), mask_mod=causal_mod)
     ]
     yield cap
 
 
-def packed(sweep: bool) -> Iterator[Work]:
+def packed() -> Iterator[Work]:
     """Sequences of many lengths, the longest last."""
     H, D = 16, 128
     lengths = [300 + 37 * n for n in range(30)] + [8192]

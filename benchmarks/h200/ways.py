@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,37 +9,16 @@ from timing import Way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise.backends.triton.spec import Config
-from tilewise.core.options import Options
 from tilewise.core.plan import Plan
 from tilewise.validation import calls
 
 
-def config(shape: str) -> Config:
-    """A launch by name: rows x keys, warps, stages and, if they are shared, the programs that share the values."""
-    BM, BK, warps, stages, *slices = (int(n) for n in re.split("[xwsv]", shape))
-    return Config(BM, BK, warps, stages, slices=slices[0] if slices else 1)
-
-
-def tag(c: Config) -> str:
-    text = f"{c.BM}x{c.BK} w{c.warps} s{c.stages}"
-    return text + (f" p{c.splits}" if c.splits > 1 else "")
-
-
-def bound_call(c: Config, *args: Any, entry: str = "dense", **options: Any) -> Way:
-    """A call with a launch of our own choice."""
-    if entry == "paged":
-        return bound_way(c, calls.paged(*args, Options(**options)))
-    return bound_way(c, calls.dense(*args, Options(**options)))
-
-
-def bound_way(c: Config, call: calls.Call, **spec: Any) -> Way:
-    """`spec`: what the kernel is compiled for, where the heuristics would say otherwise."""
+def bound_way(c: Config, call: calls.Call) -> Way:
+    """A call with a launch that need not be the heuristics' choice."""
     from tilewise.backends.gpu.target import target_of
     from tilewise.backends.triton.launch import Launcher
 
     bound = Launcher(Plan(call.problem, "triton", "", (c.BM // c.pack, c.BK)), c, target_of(call.problem.device))
-
-    bound.spec = replace(bound.spec, **spec)
 
     def run() -> torch.Tensor:
         bound(call.tensors)
