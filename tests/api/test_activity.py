@@ -13,13 +13,6 @@ from tilewise import PagedKVCache, attention, attention_backward, counters, plan
 from tilewise.dispatch import activity, call_cache
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    call_cache.forget()
-    yield
-    call_cache.forget()
-
-
 def drawn(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 

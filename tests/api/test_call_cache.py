@@ -3,6 +3,7 @@
 Each call gives what it gives in a process that never made another, a result or an error, to the bit.
 """
 
+import math
 from contextlib import contextmanager
 
 import numpy as np
@@ -41,16 +42,25 @@ CALLS = {
     "varlen": (varlen_attention, PACKED, {"max_q": 5, "max_k": 6, "kv_lengths": ints(4, 4), "return_lse": True}),
     "paged": (paged_attention, (DENSE[0], *PAGES), {}),
     "paged, packed": (paged_attention, (draw(7, 6, 16), *PAGES), {"cu_seqlens_q": ints(0, 3, 7), "max_q": 5}),
+    "quantised": (attention, (DENSE[0], *(Quantised.from_float(x, "int8", 32) for x in DENSE[1:])), {}),
+    "quantised, paged": (
+        paged_attention,
+        (DENSE[0], Quantised.from_float(PAGES[0], "int4", 32), PAGES[1].half(), *PAGES[2:]),
+        {"return_lse": True},
+    ),
 }
 # Other values for each option, wrong ones too. An option that is not here has no test: see the first one below.
 OPTIONS = {
-    "scale": [0.9, 1, 1.0, True, np.float64(0.9), np.float32(0.9), "1", None],
-    "causal": [True, False, 1, None],
+    "scale": [0.9, 1, 1.0, True, 1 + 0j, np.float64(0.9), np.float32(0.9), "1", None],
+    "causal": [True, 1, False, 0.0, None],
     "q_offset": [0, 2, False, 2.0, np.int64(2), ints(1, 2), torch.tensor([1, 2]), None],
     "k_start": [1, -3, 1.0, True, np.int64(1), ints(1, 2), torch.tensor([1, 2]), ints(1), None],
     "k_stride": [2, 1, 0, 2.0, np.int64(2), ints(1, 2), ints(0, 2), None],
     "q_stride": [2, 1, -1, 2.0, np.int64(2), ints(1, 2), None],
-    "window": [3, (3, 1), (True, None), (3.0, 1), [3, 1], (None, None), None],
+    "window": [
+        *(1, True, 3, 3.0, (1, None), (True, None), (3, 1), (3.0, 1), (3, 0), (3, False)),
+        *([3, 1], (None, None), None),
+    ],
     "chunk": [1, True, 4, 4.0, None],
     "mask": [draw(6, 6, seed=3), draw(6, 6, seed=3) > 0, draw(1, 6), draw(6, 12)[:, ::2], None],
     "tree_mask": [
@@ -63,7 +73,7 @@ OPTIONS = {
     ],
     "k_shared": [draw(2, 6, 6, 4), draw(2, 1, 6, 4), None],
     "positions": [ints(0, 1, 2, 3, 4, 5)[None], ints(*range(12)).view(2, 6), torch.arange(6)[None], None],
-    "softcap": [1.5, 2, 0, 0.0, False, None],
+    "softcap": [1.5, 2, 1.0, True, 0, 0.0, False, None],
     "alibi_slopes": [draw(6).abs(), draw(2, 6).abs(), draw(6).abs().double(), None],
     "q_bias": [draw(2, 6, 6), draw(1, 1, 6), draw(2, 6, 12)[..., ::2], draw(7, 6), draw(2, 6, 6).half(), draw(6), None],
     "k_bias": [draw(2, 6, 6), draw(1, 1, 6), draw(2, 6, 10), draw(2, 6, 6).double(), draw(9, 1), 1.0, None],
@@ -79,23 +89,16 @@ OPTIONS = {
     "layout": ["blhd", "bhld", "bdlh", None],
     "tile_map": [TileMap.from_mask(draw(6, 6) > 0, (4, 4)), "all", None],
     "split_size": [3, 3.0, True, None],
-    "return_lse": [True, False, 1, None],
+    "return_lse": [True, 1, False, 0, None],
     "out": [torch.full((2, 6, 6, 16), 7.0), DENSE[0], torch.full((7, 6, 16), 7.0), None],
     "allow_tf32": [True, False, 0, None],
     "deterministic": [True, False, 0, None],
-    "validate": [True, False, 0, "no", None],
+    "validate": [True, 1, False, 0, "no", None],
     "backend": ["cpu", "torch", "reference", "metal", "none", 1, None],
     "max_q": [4, 7, 2, 5.0, True, None],
     "max_k": [5, 9, 2, 5.0, None],
     "cu_seqlens_q": [ints(0, 2, 7), torch.tensor([0, 2, 7]), ints(0, 5, 7), ints(1, 2, 7), ints(0, 7), None],
 }
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    call_cache.forget()
-    yield
-    call_cache.forget()
 
 
 @contextmanager
@@ -218,7 +221,8 @@ PROPERTIES = {
 def places(name):
     """Where a call has tensors: positions of arguments, names of options."""
     _, args, options = CALLS[name]
-    return [*range(len(args)), *(n for n, x in options.items() if isinstance(x, torch.Tensor))]
+    given = {**dict(enumerate(args)), **options}
+    return [place for place, x in given.items() if isinstance(x, torch.Tensor)]
 
 
 @pytest.mark.parametrize("change", PROPERTIES)
@@ -247,6 +251,11 @@ def test_properties_of_quantised_tensors(monkeypatch, name, change):
         except Exception:  # refused already
             changed = k
         check("quantised", (q, changed, v, *tables), options)
+
+
+def test_formats_of_the_same_bytes_are_two_calls():
+    _, (q, k, *rest), options = CALLS["quantised, paged"]
+    check("quantised, paged", (q, Quantised(k.data, k.scales, "codebook4", k.group), *rest), options)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of tangents
@@ -298,7 +307,47 @@ def test_keys_without_strides_are_rejected(monkeypatch):
         check("dense", (turned(DENSE[0]), *DENSE[1:]), {})
 
 
+def blind(key_of, option):
+    """A key function that leaves out an option."""
+    return lambda name, args, options: key_of(name, args, {n: x for n, x in options.items() if n != option})
+
+
+@pytest.mark.parametrize(
+    "option", ["scale", "softcap", "q_offset", "window", "chunk", "causal", "layout", "return_lse"]
+)
 @pytest.mark.parametrize("name", CALLS)
+def test_keys_without_an_option_are_rejected(monkeypatch, name, option):
+    monkeypatch.setattr(call_cache, "key_of", blind(call_cache.key_of, option))
+    with pytest.raises(AssertionError):
+        test_options(name, option)
+
+
+def untyped(key_of):
+    """A key function that leaves out the types of options."""
+
+    def without(x):
+        return tuple(map(without, (y for y in x if not isinstance(y, type)))) if type(x) is tuple else x
+
+    return lambda *call: without(key_of(*call))
+
+
+@pytest.mark.parametrize("option", ["causal", "return_lse", "allow_tf32", "chunk", "split_size", "window", "scale",
+                                    "softcap", "q_offset", "validate"])  # fmt: skip
+def test_keys_without_types_are_rejected(monkeypatch, option):
+    monkeypatch.setattr(call_cache, "key_of", untyped(call_cache.key_of))
+    with pytest.raises(AssertionError):
+        test_options("dense", option)
+
+
+@pytest.mark.parametrize("number", [2.5, 3.0])
+def test_numbers_that_differ_in_their_last_bit_are_two_options(number):
+    for option in ("scale", "softcap"):
+        for value in (number, math.nextafter(number, 9.0)):
+            attention(*DENSE, **{option: value})
+    assert len(call_cache._known) == 4
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "quantised" not in name])
 def test_values_that_lie_in_the_keys_are_another_call(name):
     entry, (q, k, _, *tables), options = CALLS[name]
     inside = k[..., :8]  # the first columns of k, in its memory
