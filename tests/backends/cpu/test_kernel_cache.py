@@ -304,8 +304,8 @@ def test_a_process_that_is_killed_at_writing_leaves_nothing_to_load(die):
     process = start(die)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    (left,) = kernel_cache.cache_directory().iterdir()
-    assert left.suffix == ".tmp"
+    left, lock = sorted(kernel_cache.cache_directory().iterdir(), key=lambda file: file.suffix, reverse=True)
+    assert (left.suffix, lock.suffix) == (".tmp", ".lock")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compile_tiny() == 42
@@ -323,6 +323,54 @@ def test_processes_at_once_leave_one_whole_file(monkeypatch):
         assert b"Warning" not in errors
     assert len(list(kernel_cache.cache_directory().iterdir())) == 1
     no_compiler(monkeypatch)
+    assert compile_tiny() == 42
+
+
+HOLDER = """
+import sys, time
+from tilewise.backends.cpu import kernel_cache
+with kernel_cache.alone({file!r}):
+    print("alone", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(home):
+    """Another process that is compiling the tiny kernel."""
+    code = HOLDER.format(file=kernel_cache.Kept("tiny").file(key_of()))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"alone\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_kernel_that_another_process_compiles_is_waited_for(holder, monkeypatch):
+    contents = compiler.object_code(adding(1), "tiny")
+    waits = []
+
+    def sleep(_):
+        waits.append(1)
+        if len(waits) == 3:  # the other one is done
+            kernel_cache.write(kernel_cache.Kept("tiny").file(key_of()), key_of(), contents)
+            holder.kill()
+            holder.wait()
+
+    monkeypatch.setattr(kernel_cache.time, "sleep", sleep)
+    no_compiler(monkeypatch)
+    assert compile_tiny() == 42
+    assert len(waits) >= 3
+
+
+def test_a_process_that_dies_or_hangs_is_not_waited_for(holder, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(kernel_cache, "PATIENCE", 0)
+        assert compile_tiny() == 42  # it hangs
+    kept().unlink()
+    holder.kill()
+    holder.wait()
+    monkeypatch.setattr(kernel_cache.time, "sleep", lambda _: pytest.fail("waits for nobody"))
     assert compile_tiny() == 42
 
 

@@ -37,7 +37,7 @@ from .gemm.fixed_point import PARTS as BYTE_PARTS
 from .gemm.gemv_sdot import has_sdot
 from .gemm.gemv_vnni import has_vnni
 from .gemm.gradient import has_bf16
-from .kernel_cache import Kept, cache_directory
+from .kernel_cache import Kept, alone, cache_directory
 from .linker import ENTRY, Kernel, link
 
 _lock = threading.RLock()
@@ -48,13 +48,15 @@ def compile_function(fn: Callable[..., Any], name: str, result: Any = types.void
     """`result fn(int64, ...)`, compiled or taken from disk."""
     kept = Kept(name)
     key = kept.key(_signature(fn, result), cpu_target.target_context.codegen().magic_tuple())
-    kernel = kept.load(key, lambda code: link(code, name))
-    if kernel is None:
+    if (kernel := kept.load(key, lambda code: link(code, name))) is not None:
+        return kernel
+    with alone(kept.file(key)):
+        if (kernel := kept.load(key, lambda code: link(code, name))) is not None:
+            return kernel  # by another process, meanwhile
         _announce()
         code = object_code(fn, name, result)
         kept.save(key, code)
-        kernel = link(code, name)
-    return kernel
+        return link(code, name)
 
 
 def _signature(fn: Callable[..., Any], result: Any) -> Any:

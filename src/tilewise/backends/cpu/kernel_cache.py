@@ -3,7 +3,8 @@
 A file holds code: objects of kernels, and pickle of compiled loops. It is read only if its folder and the file itself
 belong to this user or to root and nobody else may write to them. It begins with a digest of its contents and of what
 they are for, so that a damaged file, or one of another kernel, is never loaded. It is written under another name and
-put in place whole: processes may do so at once, or be killed at it.
+put in place whole: processes may do so at once, or be killed at it. Of processes that want the same kernel at the same
+time one compiles it, and the others wait for its file.
 
 Releases bring objects of kernels with the package (`ready.py`): these are looked for first.
 
@@ -37,6 +38,7 @@ from ...core.places import cache_home, others_may_change
 
 FORMAT = b"tilewise kernel 2\n"
 STALE = 3600  # seconds after which a file that was never put in place is removed
+PATIENCE = 60  # seconds to wait for another process; it may have been stopped
 T = TypeVar("T")
 REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
 
@@ -164,6 +166,33 @@ def write(file: str, key: bytes, contents: bytes) -> None:
                 os.unlink(folder + draft, dir_fd=at)
             raise
         _remove_stale(file, at, folder)
+
+
+@contextmanager
+def alone(file: str) -> Iterator[None]:
+    """Waits while another process is in here for the same file. After `PATIENCE` seconds, and where files cannot be
+    locked, it goes on. The system takes back the lock of a process that is killed.
+    """
+    name, handle = f"{file}.lock", None
+    with suppress(ImportError, Distrusted, OSError):
+        import fcntl  # not on Windows
+
+        with _folder(create=True) as (at, folder):
+            handle = os.open(folder + name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=at)
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.02)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            with suppress(Distrusted, OSError), _folder(create=False) as (at, folder):
+                os.unlink(folder + name, dir_fd=at)  # who waits has it open, and finds the kernel then
+            os.close(handle)
 
 
 def _remove_stale(file: str, at: int | None, folder: str) -> None:
