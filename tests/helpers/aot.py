@@ -193,11 +193,11 @@ def forward_kernels(problem: Problem, target: Target, config: Any = None) -> Ite
         yield bound.lister.compact, {"STATES": states, "LIST": ints, "RANK": ints, "n": 64}
 
 
-def shared_of(problem: Problem, arch: int) -> int:
-    """Bytes of shared memory that the attention kernels of a problem take, the fix-up included."""
+def shared_of(problem: Problem, arch: int, fixup: bool = True) -> int:
+    """Bytes of shared memory that the attention kernels of a problem take; compiled half-way."""
     kernels = ((k, given) for k, given in forward_kernels(problem, nvidia(arch)) if k.function.__name__ == "fwd_kernel")
     found = []
-    for kernel, given in itertools.islice(kernels, 2):
+    for kernel, given in itertools.islice(kernels, 1 + fixup):
         signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
         found.append(signature.shared(kernel.function, arch, OPTIONS | kernel.options))
     return max(found)

@@ -12,7 +12,7 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from aot import SHARED, attend_of, helpers_of
+from aot import SHARED, attend_of, helpers_of, shared_of
 from assembler import disassembled
 from problem_space import problem_of
 from tilewise.backends.gpu.target import nvidia
@@ -194,20 +194,21 @@ def test_latent_rows_fit(dtype, heads):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_kernels_on_hopper(name):
-    built = attend_of(OTHERS[name], 90)
-    assert built.shared <= SHARED[90]
+def test_other_kernels_fit(name):
+    """Compiled half-way, which takes a fourth of the time; all the way below, among the slow tests."""
+    assert shared_of(OTHERS[name], 90, fixup=False) <= SHARED[90]
 
 
 @pytest.mark.parametrize("arch", [80, 100])
-@pytest.mark.parametrize("name", ["D128-causal", "D256", "additive mask", "decode-D128", "paged16-D128", "int4", "fp8"])
-def test_hot_kernels_on_other_gpus(name, arch):
-    built = attend_of(HOT[name], arch)
-    assert built.shared <= SHARED[arch]
+@pytest.mark.parametrize("name", ["D256", "additive mask", "decode-D128", "int4"])
+def test_hot_kernels_fit_other_gpus(name, arch):
+    assert shared_of(HOT[name], arch, fixup=False) <= SHARED[arch]
 
 
-def test_float32_products_of_two_16_bit_types_on_blackwell():
-    assert attend_of(OTHERS["bf16 over f16"], 100).shared <= SHARED[100]
+@pytest.mark.parametrize("arch", [80, 100])
+@pytest.mark.parametrize("name", ["D128-causal", "paged16-D128", "fp8", "bf16 over f16"])
+def test_some_kernels_on_other_gpus(name, arch):
+    assert attend_of((HOT | OTHERS)[name], arch).shared <= SHARED[arch]
 
 
 @pytest.mark.slow
