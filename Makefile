@@ -6,8 +6,9 @@ CONSTRAINTS ?= -c constraints.txt # empty: the newest of everything
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(CONSTRAINTS)
 # To bytecode on all cores at once, where pip takes one; some packages have files for other versions of Python.
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
-# Each pytest worker is one process; more threads inside it would only fight over the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
+# Each pytest worker is one process; more threads inside it would only fight over the cores. Neighbouring tests go to one
+# worker, so that what a module sets up (processes, models, imports) is set up once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 WHAT_IS_INSTALLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
