@@ -5,9 +5,10 @@ import torch
 
 from tilewise import InvalidArgument, Quantised, Unsupported, attention, plan
 from tilewise.backends.cpu import elsewhere
-from tilewise.core.mask_rules import MaskRules, key_spans, span_counts, span_tiles
+from tilewise.core.mask_rules import MaskRules, key_spans
 from tilewise.core.options import Options
 from tilewise.core.tensors import Sequence, sequences
+from tilewise.core.tile_spans import span_counts, span_tiles
 from tilewise.dispatch import call_cache, planner
 from tilewise.reference import visible_cells
 from tilewise.validation.calls import dense

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .mask_rules import span_counts, span_tiles
 from .plan import Cost
 from .problem import Problem
 from .tensors import Sequence, Tensors, sequences
 from .tile_map import TileCounts, TileMap
+from .tile_spans import span_counts, span_tiles
 
 
 def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:

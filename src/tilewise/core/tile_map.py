@@ -12,9 +12,9 @@ from ..errors import InvalidArgument
 from ..signatures import shows
 from ..validation import keywords
 from ..validation.arrays import to_tensor
-from .mask_rules import span_tiles
 from .options import LIMIT, Options, RuleOptions, as_size, as_tile, is_int
 from .tile_blocks import best_of, indices_of, states_of
+from .tile_spans import span_tiles
 from .tile_spec import Spec, spec_of
 
 if TYPE_CHECKING:

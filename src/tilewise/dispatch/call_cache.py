@@ -20,8 +20,9 @@ from ..core.tensors import Tensors
 from ..quantised import Quantised
 from ..signatures import UNSET
 from ..state import AttentionState
-from ..validation import calls, values
+from ..validation import values
 from ..validation.calls import Call
+from ..validation.memory import extent
 from . import activity, planner
 
 MOST = 4096  # remembered calls
@@ -77,7 +78,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
                 given += (x.data,) if x.scales is None else (x.data, x.scales)
             else:
                 return None
-        # Nine further is whether V is contiguous, if nothing is quantised. If not, it may lie in K: `calls.is_v_in_k`.
+        # Nine further is whether V is contiguous, if nothing is quantised. If not, it may lie in K: `is_v_in_k`.
         if key[first + 9] is not True:
             k, v = args[1:3]
             if type(k) is type(v) is Tensor:
@@ -227,7 +228,7 @@ def remember(
     cached = CachedCall(call, plan, launch, places, stored, validate)
     if "out" in given:
         there = [given.get(name) for name in ("out", *INPUTS[: len(places)])]
-        cached.sizes = [0 if x is None else calls.extent(x)[1] - x.data_ptr() for x in there]
+        cached.sizes = [0 if x is None else extent(x)[1] - x.data_ptr() for x in there]
     elif len(places) == 3 and not stored:
         cached.places = None
     cached.like_q = args[0].shape == call.out.shape and args[0].is_contiguous()

@@ -13,7 +13,8 @@ from ..core.problem import GRADS, Problem
 from ..core.tensors import BackwardTensors
 from ..errors import InvalidArgument
 from .arrays import to_tensor
-from .calls import Call, is_aligned
+from .calls import Call
+from .memory import is_aligned
 
 
 @dataclass(slots=True)

@@ -35,6 +35,7 @@ from ..quantised import Quantised
 from . import values
 from .arguments import Checker, Operand
 from .arrays import to_tensor
+from .memory import is_aligned, is_v_in_k, overlap, overlaps_itself
 from .tile_checks import as_tile_map, check_tile_map
 
 INPUTS = tuple(f.name for f in fields(Tensors) if f.name not in ("out", "lse", "tile_map"))
@@ -302,58 +303,13 @@ def _output(c: Checker, width: int, out: Any, t: Tensors) -> torch.Tensor:
         raise InvalidArgument("out", given, f"{shape} {c.q.dtype} on {c.device}")
     if out.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument("out", "a tensor that requires grad", "one that does not", "detach it")
-    if _overlaps_itself(out):
+    if overlaps_itself(out):
         given = f"a broadcast tensor, or one whose elements share memory (strides {out.stride()})"
         raise InvalidArgument("out", given, "one with memory for each element")
     if out.stride(-1) != 1 and width > 1:
         raise InvalidArgument("out", f"a last dim of stride {out.stride(-1)}", "stride 1")
     for name in INPUTS:
         x = getattr(t, name)
-        if x is not None and _overlap(out, x):
+        if x is not None and overlap(out, x):
             raise InvalidArgument("out", f"memory that {name} is in", "memory of its own")
     return out
-
-
-def _overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements may have one address: from the least stride up, a step must be longer than all below it."""
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
-
-
-def is_aligned(x: torch.Tensor) -> bool:
-    """Whether bulk copies can read it: rows begin at multiples of 16 bytes, and no dim is broadcast."""
-    strides = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
-
-
-def is_v_in_k(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-    """Whether V is the first columns of K, in the same memory: rows of latent attention hold both. Likewise of their
-    scales, if there are any.
-
-    A contiguous V has rows of its own (or is one row); that much of this is in the call cache's key (`key_of`).
-    """
-    if k is None or v is None:
-        return k is v
-    if v.shape[-1] >= k.shape[-1] or v.is_contiguous() or v.dtype != k.dtype or v.stride() != k.stride():
-        return False
-    if k.is_meta:
-        return k.untyped_storage()._cdata == v.untyped_storage()._cdata and k.storage_offset() == v.storage_offset()
-    return k.data_ptr() == v.data_ptr()
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    (a0, a1), (b0, b1) = extent(a), extent(b)
-    return a0 < b1 and b0 < a1
-
-
-def extent(x: torch.Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends."""
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()

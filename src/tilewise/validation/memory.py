@@ -1,0 +1,50 @@
+"""Where the memory of tensors lies: what shares it, and how it is aligned."""
+
+from __future__ import annotations
+
+import torch
+
+
+def overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether two elements may have one address: from the least stride up, a step must be longer than all below it."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether bulk copies can read it: rows begin at multiples of 16 bytes, and no dim is broadcast."""
+    strides = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
+
+
+def is_v_in_k(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
+    """Whether V is the first columns of K, in the same memory: rows of latent attention hold both. Likewise of their
+    scales, if there are any.
+
+    A contiguous V has rows of its own (or is one row); that much of this is in the call cache's key (`key_of`).
+    """
+    if k is None or v is None:
+        return k is v
+    if v.shape[-1] >= k.shape[-1] or v.is_contiguous() or v.dtype != k.dtype or v.stride() != k.stride():
+        return False
+    if k.is_meta:
+        return k.untyped_storage()._cdata == v.untyped_storage()._cdata and k.storage_offset() == v.storage_offset()
+    return k.data_ptr() == v.data_ptr()
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (a0, a1), (b0, b1) = extent(a), extent(b)
+    return a0 < b1 and b0 < a1
+
+
+def extent(x: torch.Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
