@@ -21,7 +21,7 @@ import torch
 
 from tilewise.tools.bench import cpu_suite
 from tilewise.tools.bench.machine import describe
-from tilewise.tools.bench.measure import take_turns
+from tilewise.tools.bench.measure import interleaved
 from tilewise.tools.bench.report import aligned, time_text, write_json
 
 MOST = 0.05
@@ -48,7 +48,7 @@ def compared(case: cpu_suite.Case, rounds: int, budget: float) -> dict[str, dict
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for number in range(rounds):
         loop = {name: by_hand(call, budget / 2) for name, call in calls.items()} if number % 2 else {}
-        bench = dict(zip(calls, take_turns(list(calls.values()), budget), strict=True))
+        bench = dict(zip(calls, interleaved(list(calls.values()), budget), strict=True))
         loop = loop or {name: by_hand(call, budget / 2) for name, call in calls.items()}  # after it, every second time
         for name in calls:
             pairs[name].append((bench[name].seconds, loop[name]))

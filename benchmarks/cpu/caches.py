@@ -23,7 +23,7 @@ from tilewise.backends.cpu import compiler
 from tilewise.backends.cpu.threads import pool
 from tilewise.dispatch import call_cache
 from tilewise.tools.bench.machine import describe
-from tilewise.tools.bench.measure import take_turns
+from tilewise.tools.bench.measure import interleaved
 from tilewise.tools.bench.report import aligned, write_json
 
 STEPS, BLOCK = 400, 50
@@ -89,7 +89,7 @@ def cascade(heads: int, kv_heads: int, width: int, dtype: str, sequences: int = 
     apart, together = batch.attend(q, cascade=False), batch.attend(q)
     error = (apart - together).abs().max().item()
     assert error < 1e-4, error
-    without, with_it = take_turns([lambda: batch.attend(q, cascade=False), lambda: batch.attend(q)], 8.0)
+    without, with_it = interleaved([lambda: batch.attend(q, cascade=False), lambda: batch.attend(q)], 8.0)
     return {
         "dtype": dtype, "sequences": sequences, "prefix": prefix, "own": own, "pages_used": pages.used,
         "pages_shared": pages.shared, "chosen": bool(batch.shared_prefixes(heads)), "ms_without": without.seconds * 1e3,
@@ -108,7 +108,7 @@ def appending(dtype: str) -> dict[str, Any]:
         cache.truncate(sequence, 0)
         cache.append(sequence, k, v)
 
-    ours, peer = take_turns([store, lambda: (copy[0].copy_(k), copy[1].copy_(v))], 3.0)
+    ours, peer = interleaved([store, lambda: (copy[0].copy_(k), copy[1].copy_(v))], 3.0)
     read = 2 * k.nbytes
     return {
         "dtype": dtype, "bytes_per_token": cache.bytes_per_token, "ms": ours.seconds * 1e3,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,9 +82,31 @@ def errors(large: bool, group: int) -> dict[str, float]:
     return found
 
 
+class Attending:
+    """What the model asks of a batch, for one text and without a cache: `to` rounds K and V, `[T, heads, D]`."""
+
+    def __init__(self, length: int, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.starts, self.counts, self.to = [0], [length], to
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
+        self.stored = [self.to(x).transpose(0, 1)[None] for x in (k, v)]
+
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        return attention(q.transpose(0, 1)[None], *self.stored, causal=True)[0].transpose(0, 1)
+
+
+def distributions(model: Any, prompts: list[list[int]], texts: list[list[int]], to: Callable) -> torch.Tensor:
+    """Log probabilities at every token of the texts, `[tokens, vocabulary]`."""
+    logs = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        whole = prompt + text[:-1]
+        rows = torch.arange(len(whole) - len(text), len(whole))
+        logs.append(model(Attending(len(whole), to), whole, rows).log_softmax(-1))
+    return torch.cat(logs)
+
+
 def of_model() -> list[dict]:
     """What each way does to a model's tokens."""
-    from int8_rounding import distributions, rotated, unchanged
     from smollm2 import PROMPTS, SmolLM, generate
 
     from tilewise.tools.pretrained import SYSTEM, smollm2_file
@@ -92,12 +115,15 @@ def of_model() -> list[dict]:
     chat = "{}<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     prompts = [model.tokenizer.encode(chat.format(SYSTEM, p)).ids for p in PROMPTS]
     texts = generate(model, prompts, {"dtype": "f32"})
-    exact = distributions(model, prompts, texts, (unchanged, unchanged))
+    exact = distributions(model, prompts, texts, lambda x: x)
     rows = []
     for group in (32, 64):
         for name, way in WAYS.items():
-            to = rotated(lambda x, way=way, group=group: way(x, group))
-            logs = distributions(model, prompts, texts, (to, to))
+
+            def to(x: torch.Tensor, way: Any = way, group: int = group) -> torch.Tensor:
+                return hadamard.rotate_back(way(hadamard.rotate(x), group))
+
+            logs = distributions(model, prompts, texts, to)
             kl = (exact.exp() * (exact - logs)).sum(-1).clamp_min(0)
             same = (logs.argmax(-1) == exact.argmax(-1)).float().mean().item()
             rows.append({"group": group, "way": name, "mean_kl": kl.mean().item(), "top1_equal": same})

@@ -32,7 +32,7 @@ SQUARE = 768
 
 
 def best(calls: list[Callable[[], object]], rounds: int, clock: Callable[[], float]) -> list[float]:
-    """Seconds of each, taken in turns: the least of `rounds`."""
+    """Seconds of each, interleaved: the least of `rounds`."""
     least = [float("inf")] * len(calls)
     for call in calls:
         call()

@@ -29,7 +29,7 @@ from tilewise.backends.cpu.gemm import amx
 from tilewise.backends.cpu.gemm.fp32 import KEYS, PANEL, gemm_keys_all
 from tilewise.core.storage import QuantDtype
 from tilewise.tools.bench.machine import describe
-from tilewise.tools.bench.measure import take_turns
+from tilewise.tools.bench.measure import interleaved
 from tilewise.tools.bench.report import write_json
 
 KEYS_OF_TILE = 96
@@ -46,7 +46,7 @@ def reading(budget: float) -> dict[str, float]:
             lambda q=q, k=k, v=v: attention(q, k, v),
             lambda buffer=buffer: buffer.sum(),
         ]
-        ours, sums = take_turns(calls, budget)
+        ours, sums = interleaved(calls, budget)
         name = str(dtype).removeprefix("torch.")
         found |= {f"{name} decode GB/s": size / ours.seconds / 1e9, f"{name} sum GB/s": size / sums.seconds / 1e9}
         found[f"{name} share"] = sums.seconds / ours.seconds
@@ -65,7 +65,7 @@ def pages(budget: float) -> dict[str, float]:
             partial(paged_attention, q, k, v, table, lengths),
             partial(attention, q, *rows),
         ]
-        paged, in_a_row = take_turns(calls, budget)
+        paged, in_a_row = interleaved(calls, budget)
         name = str(dtype).removeprefix("torch.")
         found |= {f"{name} paged ms": 1e3 * paged.seconds, f"{name} in a row ms": 1e3 * in_a_row.seconds}
         found[f"{name} share"] = in_a_row.seconds / paged.seconds
@@ -79,7 +79,7 @@ def narrow(budget: float) -> dict[str, float]:
     for kind in kinds:
         packed = [Quantised.from_float(x, kind) for x in (k, v)]
         calls: list[Callable[[], object]] = [partial(attention, q, *packed), partial(attention, q, k, v)]
-        ours, wide = take_turns(calls, budget)
+        ours, wide = interleaved(calls, budget)
         found |= {f"{kind} ms": 1e3 * ours.seconds, f"{kind} float16 ms": 1e3 * wide.seconds}
         found[f"{kind} speed of float16"] = wide.seconds / ours.seconds
     return found
@@ -90,7 +90,7 @@ def products(budget: float) -> dict[str, float]:
     found = {}
     for head_dim, length in ((512, 1024), (32, 512)):
         x = torch.randn(1, 8, length, head_dim)
-        ours, matmul = take_turns([lambda x=x: attention(x, x, x), lambda: square @ square], budget)
+        ours, matmul = interleaved([lambda x=x: attention(x, x, x), lambda: square @ square], budget)
         speed, most = 4 * 8 * length**2 * head_dim / ours.seconds / 1e9, 2 * 1536**3 / matmul.seconds / 1e9
         found |= {
             f"D {head_dim} GFLOP/s": speed,

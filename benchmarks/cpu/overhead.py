@@ -18,7 +18,7 @@ from tilewise import attention
 from tilewise.compat import flash_attn, sdpa
 from tilewise.dispatch import call_cache
 from tilewise.tools.bench.machine import describe
-from tilewise.tools.bench.measure import take_turns
+from tilewise.tools.bench.measure import interleaved
 from tilewise.tools.bench.report import write_json
 
 HEADS, KV_HEADS, KEYS, WIDTH = 4, 4, 16, 64
@@ -54,7 +54,7 @@ def main() -> None:
             ),
             "torch's SDPA": lambda: F.scaled_dot_product_attention(q, k, v),
         }
-        timings = take_turns(list(calls.values()), options.seconds)
+        timings = interleaved(list(calls.values()), options.seconds)
     micro = {name: 1e6 * t.seconds for name, t in zip(calls, timings, strict=True)}
     for name, t in micro.items():
         print(f"{name:34} {t:7.1f} us, {t - micro['kernel']:7.1f} above the kernel")

@@ -4,7 +4,7 @@
     .venv-vllm/bin/python benchmarks/cpu/vllm_serving.py --json benchmarks/records/cpu/vllm_serving.json
 
 SmolLM2-135M in float32, prefix caching and chunked prefill on. Both backends are in one vLLM, over the same memory, and
-take turns: all requests by one, then by the other, and again; half of the prompts begin alike. Attention is timed
+are interleaved: all requests by one, then by the other, and again; half of the prompts begin alike. Attention is timed
 inside: what a backend makes of each batch (`build`), new keys and values into the cache (`do_kv_cache_update`; tilewise
 stores them in `forward`), attention itself (`forward`).
 """

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
 from tilewise.tools.bench.machine import describe
-from tilewise.tools.bench.measure import take_turns
+from tilewise.tools.bench.measure import interleaved
 from tilewise.tools.bench.report import write_json
 
 BARS = {"bool": 6.0, "additive": 4.0}
@@ -37,7 +37,7 @@ def main() -> None:
     for name, call in calls.items():
         error = float((call() - want).abs().max())
         assert error < 1e-4, f"{name}: off by {error}"
-    found = dict(zip(calls, take_turns(list(calls.values()), given.seconds), strict=True))
+    found = dict(zip(calls, interleaved(list(calls.values()), given.seconds), strict=True))
     ms = {name: 1e3 * timing.seconds for name, timing in found.items()}
     for name, value in ms.items():
         print(f"{name:18} {value:7.1f} ms")

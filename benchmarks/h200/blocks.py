@@ -3,9 +3,9 @@
     python benchmarks/h200/blocks.py --json blocks.json
 
 The conformance suite's cases with block indices are checked first, by both backends where they serve them. Each call is
-checked against plain torch over the chosen blocks, too. Then all ways take turns in CUDA graphs. A share is how much of
-the dense call's speed is left for each cell that is computed: dense time times the share of blocks, over the time of
-the call.
+checked against plain torch over the chosen blocks, too. Then all ways are interleaved in CUDA graphs. A share is how
+much of the dense call's speed is left for each cell that is computed: dense time times the share of blocks, over the
+time of the call.
 """
 
 from __future__ import annotations

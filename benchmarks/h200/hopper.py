@@ -3,7 +3,7 @@
     python benchmarks/h200/hopper.py --verify 1 --json hopper.json
 
 Kernels are compiled and checked first (`hopper_checks.py`); `--verify N` adds every Nth conformance case. A time is the
-median over rounds in which all ways take turns (`timing.py`).
+median over rounds in which all ways are interleaved (`timing.py`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ LAYOUTS = ("blhd", "bhld")
 
 
 def core(rounds: int, save: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-    """The table: both layouts and all peers of a cell take turns, so that a card at its power limit slows all alike."""
+    """The table: both layouts and all peers of a cell interleaved: a card at its power limit slows all alike."""
     rows: list[dict[str, Any]] = []
     for D, H, Hkv in ((64, 32, 32), (128, 16, 16), (128, 32, 8), (256, 8, 8), (512, 4, 4)):
         for at, L in enumerate(LENGTHS):

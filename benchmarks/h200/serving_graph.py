@@ -114,7 +114,7 @@ def check(dtype: str, compiled: bool, steps: int = 60, layers: int = 3, rows: in
 
 
 def host_times(context: int, layers: int = 32, rows: int = 64, rounds: int = 40) -> dict[str, Any]:
-    """Microseconds of a step: until the host is done with it, and with the wait. All ways take turns."""
+    """Microseconds of a step: until the host is done with it, and with the wait. All ways are interleaved."""
     cache, ids = filled("bf16", layers, rows, context, context + 8 * rounds)
     batch = cache.static_batch(rows, context + 8 * rounds)
     inputs = [randn(rows, n, D) for n in (H, HKV, HKV)]

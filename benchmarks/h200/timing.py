@@ -1,4 +1,4 @@
-"""Works, the ways to do them, and how long each takes: all ways of a work take turns.
+"""Works, the ways to do them, and how long each takes: all ways of a work are interleaved.
 
 A time is the median over rounds, by CUDA events. So a card that slows down under load slows every way.
 """
@@ -73,7 +73,7 @@ def graphed(ways: list[Way]) -> Way:
 
 
 def seconds(runs: dict[str, Way], rounds: int, budget: float) -> dict[str, float]:
-    """The time of each: the median over rounds in which all take turns; after `budget` seconds no more rounds.
+    """The time of each: the median over rounds in which all are interleaved; after `budget` seconds no more rounds.
 
     Each round begins with another one, so that none always comes after the same one.
     """

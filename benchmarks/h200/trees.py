@@ -1,10 +1,10 @@
-"""Two source trees on a GPU in turns: prefill, decode, pages, quantised caches by CUDA graphs, and Python of a call.
+"""Two source trees on a GPU, interleaved: prefill, decode, pages, quantised caches by CUDA graphs; Python of a call.
 
     python benchmarks/h200/trees.py --against ../before --json trees.json
 
 Each tree has a process of its own, which compiles all first and then times one work when it is told to, so that the
-trees take turns. Only the public API is used. `host` rows are the time from one call to the next while the GPU keeps
-up: what a call costs in Python. Both trees run on one core: cores of one host differ by 1.8 times.
+trees are interleaved. Only the public API is used. `host` rows are the time from one call to the next while the GPU
+keeps up: what a call costs in Python. Both trees run on one core: cores of one host differ by 1.8 times.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from tilewise.tools import workloads
 from tilewise.tools.bench import cpu_suite, machine, measure, report, run, run_cpu
 from tilewise.tools.bench.case import Case, Measured, Outcome, Row
-from tilewise.tools.bench.measure import Timing, blocks, summary, take_turns
+from tilewise.tools.bench.measure import Timing, blocks, interleaved, summary
 from tilewise.tools.cli import main
 
 TINY = cpu_suite.Sizes(shrink=128, cache=1 << 16, quantised=1 << 16, read=1 << 16, matrix=16)
@@ -37,7 +37,7 @@ class Clock:
 
 
 def time_with(clock, *calls, budget=0.0, most=300):
-    return take_turns(calls, budget, most, clock=clock)
+    return interleaved(calls, budget, most, clock=clock)
 
 
 def test_calls_take_turns_after_a_warm_up_of_each():

@@ -312,7 +312,7 @@ class Gpu:
 
 def test_short_calls_are_timed_in_a_graph_and_long_ones_as_they_are(monkeypatch):
     gpu = Gpu(monkeypatch)
-    (short, in_graph), (long, eager) = measure_gpu.take_turns_on_gpu([[gpu.call(1e-5, 5e-5)] * 3, [gpu.call(2e-3)]], 0)
+    (short, in_graph), (long, eager) = measure_gpu.interleaved_on_gpu([[gpu.call(1e-5, 5e-5)] * 3, [gpu.call(2e-3)]], 0)
     assert in_graph
     assert not eager
     assert short.seconds == pytest.approx(1e-5), "without the host's share"
@@ -323,7 +323,7 @@ def test_short_calls_are_timed_in_a_graph_and_long_ones_as_they_are(monkeypatch)
 
 def test_what_cannot_be_captured_is_timed_as_it_is(monkeypatch):
     gpu = Gpu(monkeypatch, can_capture=False)
-    ((timing, in_graph),) = measure_gpu.take_turns_on_gpu([[gpu.call(1e-5, 5e-5)]], 0)
+    ((timing, in_graph),) = measure_gpu.interleaved_on_gpu([[gpu.call(1e-5, 5e-5)]], 0)
     assert not in_graph
     assert timing.seconds == pytest.approx(6e-5)
 

@@ -20,7 +20,7 @@ from ..core.mask_rules import PLAIN_PLACES
 from ..testing.case import Case, make
 from ..testing.check import Verdict, check_call
 from .bench import machine
-from .bench.measure import take_turns
+from .bench.measure import interleaved
 
 BUDGET = 2.0  # seconds for each shape
 WHERE = "paste all of this into an issue: it goes into the table of docs/metal.md"
@@ -160,7 +160,7 @@ def _timed(
     for shape in shapes:
         what = f"{where}, {shape}"
         try:
-            ours, theirs = (t.seconds * 1e3 for t in take_turns(prepare(shape), budget))
+            ours, theirs = (t.seconds * 1e3 for t in interleaved(prepare(shape), budget))
             yield Timed(what, peer, ours, theirs)
         except Exception as error:  # a shape that a GPU cannot do must not cost the report
             yield Timed(what, peer, error=f"{type(error).__name__}: {error}"[:200])

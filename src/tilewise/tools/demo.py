@@ -13,6 +13,7 @@ import torch
 from .. import __version__
 from .bench.oracle import MOST_ERROR, oracle_errors
 from .bench.peers.sdpa import sdpa, why_not
+from .bench.report import time_text
 from .progress import Screen
 from .workloads import WORKLOADS, Workload, make_inputs
 
@@ -51,11 +52,11 @@ def demo(device: torch.device, quick: bool = False, seed: int = 0) -> int:
                 screen.print(f"\n[{number}/{len(cases)}] {case.name}: {case.about}\n      {case.shape()}")
                 results.append(_run_case(case, device, dtype, quick, seed, screen))
         except KeyboardInterrupt:
-            screen.print(f"\nInterrupted. {len(results)} of {len(cases)} cases done, in {_time(_since(start))}.")
+            screen.print(f"\nInterrupted. {len(results)} of {len(cases)} cases done, in {time_text(_since(start))}.")
             return INTERRUPTED
         wrong = [case.name for case, result in zip(cases, results, strict=True) if not result.is_right]
         verdict = f"WRONG results in {', '.join(wrong)}" if wrong else f"All {len(cases)} cases are right"
-        screen.print(f"\n{verdict}, by the float64 oracle. {_time(_since(start))} in all.")
+        screen.print(f"\n{verdict}, by the float64 oracle. {time_text(_since(start))} in all.")
     return WRONG if wrong else 0
 
 
@@ -85,7 +86,7 @@ def _run_case(
 def time_together(
     calls: Sequence[Callable[[], object]], device: torch.device, budget: float, most: int = 50
 ) -> list[float]:
-    """The median time of each call. They take turns, so that a change in the machine's speed meets them all."""
+    """The median time of each call, interleaved, so that a change in the machine's speed meets them all."""
     times: list[list[float]] = [[] for _ in calls]
     start = time.perf_counter()
     while len(times[0]) < most and (not times[0] or _since(start) < budget):
@@ -100,13 +101,13 @@ def time_together(
 
 def describe(result: Result, refusal: str | None) -> list[str]:
     """A result in lines."""
-    time_line = f"time   tilewise {_time(result.seconds):>8}"
+    time_line = f"time   tilewise {time_text(result.seconds):>8}"
     error_line = f"error  tilewise {result.error:8.1e}"
     if result.peer_seconds is None:
         time_line += f"   SDPA no: {refusal}"
     else:
         speed_up = result.peer_seconds / result.seconds
-        time_line += f"   SDPA {_time(result.peer_seconds):>8}   speed-up {speed_up:.2f}x"
+        time_line += f"   SDPA {time_text(result.peer_seconds):>8}   speed-up {speed_up:.2f}x"
         error_line += f"   SDPA {result.peer_error:8.1e}"
     if not result.is_right:
         error_line += f"   WRONG: more than {result.allowed:.0e}"
@@ -127,10 +128,3 @@ def _wait(device: torch.device) -> None:
 
 def _since(start: float) -> float:
     return time.perf_counter() - start
-
-
-def _time(seconds: float) -> str:
-    for unit, factor in (("s", 1), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

@@ -123,7 +123,7 @@ def _checked(x: Inputs) -> Call:
 
 
 def time_on_gpu(call: Call, launches: Sequence[Config]) -> list[float | None]:
-    """The median over rounds in which all take turns, by CUDA events."""
+    """The median over rounds in which all are interleaved, by CUDA events."""
     from ..backends.triton.launch import Launcher
 
     runs: list[Launcher | None] = []

@@ -11,8 +11,8 @@ import torch
 from ... import TileMap
 from ..workloads import Inputs, make_inputs
 from . import machine
-from .measure import Call, Timing, take_turns, waiting
-from .measure_gpu import take_turns_on_gpu
+from .measure import Call, Timing, interleaved, waiting
+from .measure_gpu import interleaved_on_gpu
 from .oracle import MOST_ERROR, oracle_errors
 from .peers import OURS, Way, find, tried
 from .record import Cell, Taken
@@ -37,9 +37,9 @@ class Bench:
         """Each way's time and a note."""
         budget = self.budget * len(ways)
         if self.device.type == "cuda":
-            return [(timing, "" if is_graph else "eager") for timing, is_graph in take_turns_on_gpu(ways, budget)]
+            return [(timing, "" if is_graph else "eager") for timing, is_graph in interleaved_on_gpu(ways, budget)]
         calls = [waiting(calls[0], self.device) for calls in ways]
-        return [(timing, "") for timing in take_turns(calls, budget)]
+        return [(timing, "") for timing in interleaved(calls, budget)]
 
 
 @torch.no_grad()

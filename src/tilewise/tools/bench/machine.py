@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .measure import take_turns
+from .measure import interleaved
 
 KEPT_VARIABLES = ("ONEDNN_", "DNNL_", "OMP_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "TILEWISE_")
 # On some virtual machines oneDNN's AMX products, torch's in bfloat16 and float16, end the process.
@@ -70,7 +70,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
 def ceilings(read_bytes: int, matrix: int, budget: float) -> dict[str, float]:
     """The speeds that bound attention here: reading memory past the caches, and float32 products."""
     buffer, square = read_buffer(read_bytes), torch.ones(matrix, matrix)
-    read, product = take_turns([lambda: buffer.sum(), lambda: square @ square], budget)
+    read, product = interleaved([lambda: buffer.sum(), lambda: square @ square], budget)
     return {
         "read_bytes": float(buffer.nbytes),
         "read_gb_per_s": buffer.nbytes / read.seconds / 1e9,

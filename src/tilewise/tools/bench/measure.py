@@ -38,7 +38,7 @@ class Timing:
     repeats: int = 1  # calls in each round's turn
 
 
-def take_turns(
+def interleaved(
     calls: Sequence[Call],
     budget: float,
     most: int = MOST_ROUNDS,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .measure import LEAST_ROUNDS, MOST_ROUNDS, Call, Timing, summary, take_turns, waiting
+from .measure import LEAST_ROUNDS, MOST_ROUNDS, Call, Timing, interleaved, summary, waiting
 
 GRAPH_UNDER = 0.5e-3  # seconds: longer calls hide what the host does
 LEAST_TURN = 1e-3  # seconds of work between two events
@@ -32,7 +32,7 @@ class Turn:
     is_graph: bool
 
 
-def take_turns_on_gpu(
+def interleaved_on_gpu(
     ways: Sequence[Sequence[Call]], budget: float, most: int = MOST_ROUNDS
 ) -> list[tuple[Timing, bool]]:
     """Times each way, a call for each set of inputs, for about `budget` seconds, and says whether it was in a graph."""
@@ -98,9 +98,9 @@ def ceilings(
     buffer = torch.ones(read // 4, device=device)
     calls: list[Call] = [lambda: buffer.sum(), lambda: square @ square]
     if device.type == "cuda":
-        (reading, _), (product, _) = take_turns_on_gpu([[call] for call in calls], budget)
+        (reading, _), (product, _) = interleaved_on_gpu([[call] for call in calls], budget)
     else:
-        reading, product = take_turns([waiting(call, device) for call in calls], budget)
+        reading, product = interleaved([waiting(call, device) for call in calls], budget)
     return {
         "read_bytes": float(buffer.nbytes),
         "read_gb_per_s": buffer.nbytes / reading.seconds / 1e9,

@@ -155,8 +155,8 @@ def _method(record: Record) -> Iterator[str]:
     about = record.about
     yield "<h2>How it was measured</h2>"
     yield (
-        "<p>All ways of a case take turns in one process, so that a machine that slows down slows them all. A time is "
-        "the best of the medians of up to five blocks of rounds; spread is between the quartiles of all rounds. The "
+        "<p>All ways of a case are interleaved in one process, so that a slow machine slows them all. A time "
+        "is the best of the medians of up to five blocks of rounds; spread is between the quartiles of all rounds. The "
         "limit of a case is the time that large matrix products or reading its bytes would take at the speeds measured "
         "in this run, whichever is longer. Errors are the largest ones against float64, on inputs with peaked scores."
         "</p><dl>"

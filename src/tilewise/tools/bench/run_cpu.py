@@ -14,7 +14,7 @@ import torch
 from ..progress import Screen
 from . import cpu_suite, machine, report
 from .case import Case, Measured
-from .measure import take_turns
+from .measure import interleaved
 from .record import Record
 
 BUDGET, QUICK_BUDGET = 4.0, 0.5  # seconds of timing for each case
@@ -96,7 +96,7 @@ def measure(case: Case, budget: float) -> Measured:
     error = made.error(made.ours())
     other = made.peer()
     peer_error = made.error(other) if made.peer_same and isinstance(other, torch.Tensor) else None
-    ours, peer = take_turns([made.ours, made.peer], budget)
+    ours, peer = interleaved([made.ours, made.peer], budget)
     ratio = peer.seconds / ours.seconds
     if made.peer_read:
         ratio *= made.moved / made.peer_read
