@@ -8,7 +8,10 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +69,28 @@ def test_a_kernel_is_compiled_once(monkeypatch):
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     no_compiler(monkeypatch)
     assert compile_tiny() == 42
+
+
+def test_threads_that_ask_at_once_get_one_kernel(monkeypatch):
+    """Code is freed with its kernel: of two, one would be gone while its address is in use."""
+    threads, made = 8, []
+    asking = threading.Barrier(threads)
+
+    def compile_slowly(*_):
+        made.append(compiler.compile_function(adding(1), "tiny"))
+        time.sleep(0.1)  # the others wait by now
+        return made[-1]
+
+    def ask(_):
+        asking.wait()
+        return compiler.kernel("tiny")
+
+    monkeypatch.setattr(compiler.ready, "load", compile_slowly)
+    monkeypatch.setattr(compiler, "_kernels", {})
+    with ThreadPoolExecutor(threads) as pool:
+        kernels = list(pool.map(ask, range(threads)))
+    assert len(made) == 1
+    assert all(found is made[0] for found in kernels)
 
 
 def test_functions_of_a_kernel_are_linked_once_each(monkeypatch):

@@ -42,6 +42,7 @@ from .linker import ENTRY, Kernel, link
 
 _lock = threading.RLock()
 _resolved: dict[Any, Any] = {}
+_kernels: dict[str, Kernel] = {}
 
 
 def compile_function(fn: Callable[..., Any], name: str, result: Any = types.void) -> Kernel:
@@ -247,11 +248,19 @@ HOMES = {
 }
 
 
-@cache
 def kernel(name: str) -> Kernel:
-    """A kernel: `worker`, `decode`, `combine`, `qk f16`, `pv int8`, ..."""
-    with _lock:
-        return ready.load(symbol(name)) or compile_function(*definition(name))
+    """A kernel: `worker`, `decode`, `combine`, `qk f16`, `pv int8`, ...
+
+    Loaded once, whatever the number of threads that ask first: code is freed with its `Kernel`, and a second one in its
+    place would free what the first's address is called by.
+    """
+    found = _kernels.get(name)
+    if found is None:
+        with _lock:
+            found = _kernels.get(name)
+            if found is None:
+                found = _kernels[name] = ready.load(symbol(name)) or compile_function(*definition(name))
+    return found
 
 
 def symbol(name: str) -> str:
