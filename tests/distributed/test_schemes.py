@@ -135,6 +135,28 @@ def test_the_same_bits_each_time_whatever_gradients_are_asked_for(pool):
     assert pool(_twice) == [True] * 4
 
 
+def _packed_without_length():
+    """Schemes in which packed sequences that ranks share unevenly are not what one process makes of them."""
+    cu_q, cu_k = torch.tensor([0, 5, 26, 27]), torch.tensor([0, 9, 30, 31])
+    q, k, v = (
+        torch.randn(n, heads, 8, generator=torch.Generator().manual_seed(n)) for n, heads in ((27, 4), (31, 4), (31, 4))
+    )
+    whole = tilewise.varlen_attention(q, k, v, cu_q.int(), cu_k.int(), causal=True, backend="torch")
+    wrong = []
+    for scheme, kind in SCHEMES:
+        at = {"mesh": mesh_of(kind), "scheme": scheme}
+        parts = [distributed.shard(x, dim=0, cu_seqlens=cu, **at) for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k))]
+        out = distributed.attention(*parts, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, backend="torch", **at)
+        error = (distributed.unshard(out, dim=0, cu_seqlens=cu_q, **at) - whole).abs().max()
+        if not error < 1e-4:  # other tokens would be seen, or in another order: errors of about 1
+            wrong.append((scheme, error.item()))
+    return wrong
+
+
+def test_packed_sequences_say_how_many_tokens_there_are(pool):
+    assert pool(_packed_without_length) == [[]] * 4
+
+
 def _one_rank():
     """A scheme over one rank is `tilewise.attention`, to the bit."""
     group = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]

@@ -24,6 +24,7 @@ from .layout import (
     check_count,
     global_length,
     inner_sizes,
+    packed_length,
     pieces,
     ranks_of,
     total,
@@ -79,7 +80,7 @@ def attention(
             time, and there is nothing to merge.
             `"ulysses"`: contiguous parts; each rank gets all tokens of some heads. `H` is a multiple of the ranks.
             `"2d"`: Ulysses on dim 1 of the mesh inside of a zigzag on dim 0.
-        length: tokens on all ranks, or those of q and of k; needed where ranks hold different numbers of them.
+        length: tokens on all ranks, or those of q and of k. None: as many on each, or those of `cu_seqlens`.
         cu_seqlens_q: int `[B + 1]` of the packed sequences on all ranks. On a GPU it is waited for: hand in one that is
             on the CPU.
         cu_seqlens_k: likewise; None is that of the queries.
@@ -100,7 +101,8 @@ def attention(
         mask whose rows are not sharded are this rank's share: their sum over the mesh is the gradient.
     """
     ring, inner = ranks_of(mesh, scheme)
-    length = tuple(length) if isinstance(length, list) else length
+    cu_seqlens = values_of("cu_seqlens_q", cu_seqlens_q), values_of("cu_seqlens_k", cu_seqlens_k)
+    length = _lengths(length, cu_seqlens)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, torch.Tensor) and x.is_meta:
             raise InvalidArgument(name, "a tensor on meta", "one with values", "tilewise.distributed.plan takes them")
@@ -112,10 +114,10 @@ def attention(
         sizes = _sizes((q, k, v), seq, length)
         kind = (scheme, length, *sizes.items(), *sorted(options), torch.is_grad_enabled(), cu_seqlens_q is None)
         new = [ranks for ranks in (inner, ring) if options.get("validate") or not is_known(ranks, kind)]
-        said = _said(sizes, scheme, length, cu_seqlens_q, cu_seqlens_k, options) if new else {}
+        said = _said(sizes, scheme, length, cu_seqlens, options) if new else {}
         for ranks in new:
             agree(ranks, said, q.device, kind)
-    call, extras, _ = prepare(q, k, v, ring, inner, scheme, length, (cu_seqlens_q, cu_seqlens_k), options)
+    call, extras, _ = prepare(q, k, v, ring, inner, scheme, length, cu_seqlens, options)
     connect(ring, q.device)
     if inner.size == 1:
         state = _over_ring(call, q, k, v, extras)
@@ -129,9 +131,17 @@ left_alone(
 )
 
 
-def _sizes(qkv: Any, seq: int, length: Any) -> dict[str, Any]:
-    """Of q, k and v what is the same on all ranks: not the number of tokens, where `length` says how many there are."""
+def _lengths(length: Any, cu_seqlens: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The tokens of q and of k on all ranks: as given, else all of packed sequences, else None."""
+    length = tuple(length) if isinstance(length, list) else length
     of_q, of_k = length if isinstance(length, tuple) and len(length) == 2 else (length, length)
+    cu_q, cu_k = (packed_length(cu) for cu in cu_seqlens)
+    return cu_q if of_q is None else of_q, (cu_q if cu_k is None else cu_k) if of_k is None else of_k
+
+
+def _sizes(qkv: Any, seq: int, length: tuple[Any, Any]) -> dict[str, Any]:
+    """Of q, k and v what is the same on all ranks: not the number of tokens, where `length` says how many there are."""
+    of_q, of_k = length
     found = {}
     for name, x, whole in zip("qkv", qkv, (of_q, of_k, of_k), strict=True):
         tokens = x.shape[seq] if whole is None else None
@@ -140,12 +150,11 @@ def _sizes(qkv: Any, seq: int, length: Any) -> dict[str, Any]:
 
 
 def _said(
-    sizes: dict[str, Any], scheme: str, length: Any, cu_q: Any, cu_k: Any, options: dict[str, Any]
+    sizes: dict[str, Any], scheme: str, length: Any, cu_seqlens: tuple[Any, Any], options: dict[str, Any]
 ) -> dict[str, object]:
     """What has to be the same on all ranks, by the names of the arguments."""
-
-    offsets = {"cu_seqlens_q": values_of("cu_seqlens_q", cu_q), "cu_seqlens_k": values_of("cu_seqlens_k", cu_k)}
-    said: dict[str, object] = {"scheme": scheme, "length": length, **offsets, **sizes}
+    offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
+    said: dict[str, object] = {"scheme": scheme, **offsets, "length": length, **sizes}
     for name in KNOWN:
         x: Any = options.get(name)
         own = name in EXTRAS and isinstance(x, torch.Tensor)  # a rank's rows, or a weight
@@ -166,6 +175,7 @@ def prepare(
     options: dict[str, Any],
 ) -> tuple[Call, dict[str, Any], list[Place]]:
     """The arguments, checked: the call, its tensors beside q, k and v, and where each batch row's queries stand."""
+    cu_seqlens = values_of("cu_seqlens_q", cu_seqlens[0]), values_of("cu_seqlens_k", cu_seqlens[1])
     for name, remedy in INSTEAD.items():
         if options.get(name) is not None:
             raise InvalidArgument(name, "one over several ranks", "none", remedy)
@@ -194,10 +204,10 @@ def prepare(
         x = getattr(o, name)
         if x is not None and (not isinstance(x, torch.Tensor) or x.ndim not in ndims or x.shape[-1] != H):
             raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), f"a tensor of {H} heads in its last dim")
-    if isinstance(length, tuple) and len(length) != 2:
-        raise InvalidArgument("length", repr(length), "the tokens of all ranks, or (those of q, those of k)")
+    lengths = _lengths(length, cu_seqlens)
+    if isinstance(lengths[0], tuple):
+        raise InvalidArgument("length", repr(lengths[0]), "the tokens of all ranks, or (those of q, those of k)")
 
-    lengths = length if isinstance(length, tuple) else (length, length)
     Lq, Lk = (
         global_length("length", x.shape[seq], n, ring.size, inner.size) for x, n in zip((q, k), lengths, strict=True)
     )

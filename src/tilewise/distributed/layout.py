@@ -119,6 +119,12 @@ def global_length(name: str, count: int, length: int | None, ring: int, inner: i
     return length
 
 
+def packed_length(cu_seqlens: Any) -> int | None:
+    """The tokens of all packed sequences; None without offsets, or with some that `as_offsets` will refuse."""
+    last: Any = cu_seqlens[-1] if isinstance(cu_seqlens, (list, tuple)) and cu_seqlens else None
+    return int(last) if hasattr(last, "__index__") and int(last) >= 0 else None
+
+
 def rows_of(length: int, ring: Ranks, inner: Ranks, scheme: str, cu_seqlens: Sequence[int] = ()) -> torch.Tensor:
     """The tokens of one rank, int64 on the CPU."""
     held = pieces(length, ring.size, ring.rank, ORDERS[scheme], cu_seqlens)
@@ -205,16 +211,17 @@ def unshard(
         x: this rank's part.
         mesh: as in `attention`, and so is `scheme`.
         dim: the dim of tokens.
-        length: tokens on all ranks; None if each holds as many.
+        length: tokens on all ranks. None: as many on each rank, or, packed, those of `cu_seqlens`.
         cu_seqlens: as given to `shard`.
     """
     ring, inner = ranks_of(mesh, scheme)
     check_dim("x", x, "dim", dim)
     dim %= x.ndim
-    sizes = (*x.shape[:dim], x.shape[dim] if length is None else None, *x.shape[dim + 1 :], x.dtype)
     plain = values_of("cu_seqlens", cu_seqlens)
+    length = packed_length(plain) if length is None else length
+    sizes = (*x.shape[:dim], x.shape[dim] if length is None else None, *x.shape[dim + 1 :], x.dtype)
     for ranks in (inner, ring):  # collectives end the process where sizes differ
-        agree(ranks, {"scheme": scheme, "dim": dim, "length": length, "cu_seqlens": plain, "x": sizes}, x.device)
+        agree(ranks, {"scheme": scheme, "dim": dim, "cu_seqlens": plain, "length": length, "x": sizes}, x.device)
     length = global_length("length", x.shape[dim], length, ring.size, inner.size)
     offsets = as_offsets(cu_seqlens, length)
     places = (
