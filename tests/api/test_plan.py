@@ -1,5 +1,8 @@
 """The plan: what it says, what it counts, that it is kept."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -185,6 +188,22 @@ def test_a_plan_for_another_machine(name):
     assert any(f"planned for {name}" in note for note in found.notes)
     assert any("not yet run" in note or "simulator" in note for note in found.notes) == (name != "sm_90")
     assert plan(here, here, here) == before
+
+
+def test_a_plan_for_another_machine_needs_no_triton():
+    """torch for the CPU brings none. A prompt with gradients, and a step over int8."""
+    code = """
+import sys; sys.modules["triton"] = None
+import torch, tilewise
+q = torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+for machine in ("sm_90", "sm_120", "gfx942"):
+    step = tilewise.Quantised.from_float(torch.zeros(1, 2, 64, 128), "int8")
+    one = torch.zeros(1, 8, 1, 128)
+    print(tilewise.plan(q, q, q, causal=True, device=machine).backend)
+    print(tilewise.plan(one, step, step, device=machine).backend)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["hopper", "triton", "triton", "triton", "triton", "triton"]
 
 
 def test_plans_for_other_machines_have_their_limits():

@@ -23,7 +23,7 @@ from tilewise.testing.properties import PROPERTIES
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from tilewise.backends.gpu.block_lists import classifies
+from tilewise.backends.gpu.flags import classifies
 from tilewise.backends.gpu.target import amd, nvidia
 from tilewise.backends.triton import config, launch, operands, quantised, split_kv
 

@@ -15,7 +15,7 @@ from ...core.storage import as_bytes
 from ...core.tensors import Tensors
 from ...core.tile_map import TileMap
 from .block_sparsity import classify, compact, list_blocks
-from .flags import DTYPE_NAMES, ceil_pow2
+from .flags import DTYPE_NAMES, ceil_pow2, classifies
 from .kernel import Arguments, Kernel, Ready, stride_arguments
 from .semaphores import capturing
 
@@ -147,13 +147,3 @@ class Listing:
         addresses = [at, at + 4 * self.rank_at]
         self.ready([source, *addresses] if self.reads else addresses, stream)
         return lists
-
-
-def classifies(problem: Problem) -> bool:
-    """Whether the mask's cells are looked at first, so that tiles can be skipped.
-
-    Not an additive mask with a plane of its own for each head of each row: it is dense as a rule, and reading it twice
-    costs more than the tiles that could be skipped.
-    """
-    p = problem
-    return p.mask is not None and (p.mask.is_bool or p.mask.broadcast[0] or p.mask.broadcast[1])

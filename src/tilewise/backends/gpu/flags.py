@@ -85,3 +85,13 @@ def rules_of(problem: Problem) -> dict[str, int]:
 
 def ceil_pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+def classifies(problem: Problem) -> bool:
+    """Whether the mask's cells are looked at first, so that tiles can be skipped.
+
+    Not an additive mask with a plane of its own for each head of each row: it is dense as a rule, and reading it twice
+    costs more than the tiles that could be skipped.
+    """
+    p = problem
+    return p.mask is not None and (p.mask.is_bool or p.mask.broadcast[0] or p.mask.broadcast[1])

@@ -28,6 +28,7 @@ from ..gpu.target import gpu_machines, target_of, triton_refusal
 from . import config, tuned
 
 LEAST_TRITON = (3, 6)  # older versions cannot compile every kernel
+KINDS = ("f32", "f16", "bf16", "int8", "int4", "codebook4", "fp8_e4m3", "fp8_latent")  # storage that can be read
 
 
 def supports(problem: Problem) -> str | None:
@@ -60,8 +61,6 @@ def serves(device: torch.device) -> str | None:
 
 
 def _other_formats(problem: Problem | WriteProblem) -> str | None:
-    from .dequant import KINDS
-
     if reason := other_formats(problem, KINDS):
         return reason
     if isinstance(problem, Problem) and problem.v_format.scales_in_row and problem.value_dim != LATENT:

@@ -18,16 +18,6 @@ import triton
 from ...core.storage import FORMATS, LEVEL_WORDS, MIDPOINTS
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of that size has no fraction, so adding it rounds to even
-KINDS = (
-    "f32",
-    "f16",
-    "bf16",
-    "int8",
-    "int4",
-    "codebook4",
-    "fp8_e4m3",
-    "fp8_latent",
-)  # storage formats that can be read
 # Sign bits to flip and high bits to set, of the halves of a register; what is then to be subtracted.
 CODES = {"int8": ("FF", "6480"), "int4": ("0F", "6408")}
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....core.problem import Problem
-from ...gpu.block_lists import classifies
-from ...gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
+from ...gpu.flags import DTYPE_NAMES, ceil_pow2, classifies, flags_of
 from ...gpu.target import INTERPRETER, Target
 from ..operands import operand
 from .spec import BackwardConfig, BackwardSpec, Tile
