@@ -217,6 +217,15 @@ def test_plan_of_a_decode_step_over_pages(capsys):
     assert "local" not in text.partition("\n")[2]
 
 
+@pytest.mark.parametrize("pages", [[], ["--page-size", "64"]])
+def test_plan_of_a_latent_layer_has_v_in_k(pages, capsys):
+    words = ["--layer", "absorbed", "--queries", "1", "--device", "sm_90", *pages]
+    assert main(["plan", "--model", "deepseek-v3", *words]) == 0
+    text = capsys.readouterr().out
+    assert "V in K" in text
+    assert "backend    hopper, latent decode" in text
+
+
 class Largest(TorchDispatchMode):
     """The most bytes of a tensor that is not on the meta device."""
 

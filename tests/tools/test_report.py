@@ -78,7 +78,7 @@ def test_records_are_the_same_after_writing_and_reading(tmp_path):
     assert Record.read(file).as_data() == record(cell(), bad).as_data()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "{"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "{", '{"rows": [{"D": 64}]}', '{"rows": 3}', '{"cells": [{"x": 1}]}'])
 def test_a_file_that_is_no_record_is_named(text, tmp_path, capsys):
     file = tmp_path / "a.json"
     file.write_text(text)

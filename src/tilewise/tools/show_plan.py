@@ -68,11 +68,13 @@ def plan_of(layer: Layer, rows: int, queries: int, keys: int, page_size: int, de
     if page_size:
         pages = -(-keys // page_size)
         k, v = (empty(rows * pages, page_size, layer.kv_heads, width) for width in widths)
+        v = k[..., : widths[1]] if layer.latent else v
         table, unread = empty(rows, pages, kind=torch.int32), empty(rows, kind=torch.int32)
         call = calls.paged(q, k, v, table, unread, Options(**options))
         lengths = torch.full((rows,), keys, dtype=torch.int32, device="cpu")  # what the work is counted by
     else:
         k, v = (empty(rows, layer.kv_heads, keys, width) for width in widths)
+        v = k[..., : widths[1]] if layer.latent else v
         call = calls.dense(q, k, v, Options(**options))
     problem, threads = call.problem, torch.get_num_threads()
     if device in planner.machines():

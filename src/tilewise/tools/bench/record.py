@@ -129,7 +129,10 @@ class Record:
             raise InvalidArgument("record", str(path), "a JSON file of `tilewise bench`", str(error)) from error
         if not isinstance(data, dict) or not ("cells" in data or "rows" in data):
             raise InvalidArgument("record", str(path), "a JSON file of `tilewise bench`")
-        return cls.from_data(data)
+        try:
+            return cls.from_data(data)
+        except (AttributeError, KeyError, TypeError) as error:  # another program's record
+            raise InvalidArgument("record", str(path), "a JSON file of `tilewise bench`") from error
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Record:
