@@ -222,6 +222,37 @@ def test_the_readmes_speeds_are_those_of_the_performance_page() -> None:
         assert rounds_to, f"README.md says {speed}"
 
 
+def test_speeds_of_cpus_are_those_of_their_records() -> None:
+    def record(name: str) -> dict:
+        return json.loads((ROOT / "benchmarks/records/cpu" / f"{name}.json").read_text(encoding="utf-8"))
+
+    step = {row["case"]: f"{row['wall']['ratio']:.2f}x" for row in record("train_step")["rows"]}
+    backward = {name: f"{mean:.3g}x" for name, mean in record("backward")["means"].items()}
+    peers = {name: f"{x['mean']:.2f}x | {x['least']:.2f}x" for name, x in record("peers")["ratios"].items()}
+    served = {name: x["runs"] for name, x in record("vllm_serving")["results"].items()}
+    tokens = [served["TILEWISE"][n]["per_second"] / served["CPU_ATTN"][n]["per_second"] for n in ("32", "8", "1")]
+    many, some, one = (f"{ratio:.2f}x" for ratio in tokens)
+    prefill = {x["name"]: f"{x['value']:.2f}x | {x['worst']:.2f}x" for x in record("xeon-avx512-2-core")["rows"]}
+    said = {
+        "docs/training.md": [
+            f"is {step['4 x 512']} as fast by tilewise as by SDPA in float32, {step['4 x 512, bfloat16']} in bfloat16",
+            f"| {step['4 x 512']} / {step['1 x 2048']} / {step['4 x 512, packed']} |",
+            *(f"| SDPA | {backward[dtype]} |" for dtype in ("float32", "bfloat16", "float16")),
+        ],
+        "docs/performance.md": [
+            f"| SDPA, its flash kernel | {peers['SDPA flash']} |",
+            f"| CPU_ATTN of vLLM | {peers['CPU_ATTN']} |",
+            f"| ONNX Runtime, GroupQueryAttention | {peers['ONNX Runtime GQA']} |",
+            f"{many},\n{some} and {one} of its tokens a second",
+            *(f"| SDPA | {prefill[f'prefill {dtype}']} |" for dtype in ("f32", "bf16", "f16")),
+        ],
+        "README.md": [f"{many} / {some} / {one} of the tokens a second"],
+    }
+    for page, sentences in said.items():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert [sentence for sentence in sentences if sentence not in text] == [], page
+
+
 def test_no_install_line_asks_pypi_for_what_is_not_there() -> None:
     """Until tilewise is on PyPI, `pip install tilewise` fails."""
     for document in DOCS:
