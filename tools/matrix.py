@@ -2,10 +2,12 @@
 
     python tools/matrix.py --seconds 3600                       what is not in the record yet, the commonest first
     python tools/matrix.py --targets gfx942,sm_120 --cases decode
+    python tools/matrix.py --docs                               what the record says, into docs/platforms.md
 
 Each kernel of the list (`tests/helpers/compile_matrix.py`) is compiled to machine code. It must fit the target's
-shared memory, use its matrix instructions and keep its loops free of spills. What was wrong and has changed since is
-compiled first, what was right and has changed when all the rest is done. Ctrl-C keeps what is done.
+shared memory, use its matrix instructions and keep its loops free of spills. Of rows whose sources have changed since,
+those whose program is still the same stay as they are, which is found in less than a second; then the commonest come
+first. The record is written every few seconds, and whole: a run that is killed keeps what is done.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -27,10 +30,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests/helpers"))
 
 import triton  # noqa: E402
-from compile_matrix import TARGETS, Item, compiled, items, wrong  # noqa: E402
+from compile_matrix import TARGETS, Item, compiled, items, keep, wrong  # noqa: E402
 
 RECORD = ROOT / "benchmarks/records/aot/matrix.json"
-EVERY = 10  # kernels after which the record is written
+DOCS = ROOT / "docs/platforms.md"
+SAID = re.compile(r"(?<=<!-- by tools/matrix.py --docs -->\n).*?(?=<!-- end -->)", re.DOTALL)  # there, of the record
+EVERY = 5.0  # seconds after which the record is written
 Row = dict[str, Any]
 Place = tuple[str, str, int]  # of a kernel in the list: case, target, number
 
@@ -44,10 +49,9 @@ def read(file: Path, listed: list[Item]) -> dict[Place, Row]:
 
 
 def left(wanted: list[Item], done: dict[Place, Row]) -> list[Item]:
-    """What is to be compiled: kernels that were wrong and are others now, then what is new, then what was right."""
-    changed = [item for item in wanted if item[:3] in done and done[item[:3]]["key"] != item.key]
-    was_wrong = [item for item in changed if wrong(done[item[:3]])]
-    return was_wrong + [item for item in wanted if item[:3] not in done] + [i for i in changed if i not in was_wrong]
+    """What is to be compiled, and before it what may turn out to be the same program as before."""
+    stale = [item for item in wanted if item[:3] not in done or done[item[:3]]["key"] != item.key]
+    return sorted(stale, key=lambda item: "program" not in done.get(item[:3], ()))
 
 
 def write(file: Path, done: dict[Place, Row], listed: list[Item]) -> None:
@@ -63,24 +67,48 @@ def write(file: Path, done: dict[Place, Row], listed: list[Item]) -> None:
     }  # fmt: skip
     lines = ",\n  ".join(json.dumps(row) for row in found)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n  {lines}\n]}}\n')
+    part = file.with_suffix(".part")
+    part.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n  {lines}\n]}}\n')
+    part.replace(file)
+
+
+def said(record: dict[str, Any]) -> str:
+    """A record in words: how far it is, and which calls with a name spill in a loop, where and how much."""
+    rows, listed, earlier = record["rows"], sum(record["listed"].values()), record["sources"].get("earlier", 0)
+    spilled = [row for row in rows if wrong(row)]
+    drawn = [row for row in spilled if "drawn" in row["case"]]
+    lines = [
+        f"Of {listed} kernels {len(rows)} were compiled, {earlier} of them of sources that have changed since.",
+        f"{len(spilled)} spill in a loop. {len(drawn)} of those are of calls drawn at random, which mix formats,",
+        "options and head dims as no model does; the record names each. The others, by calls:\n",
+        "| call | kernel | where | spills in a loop |\n|---|---|---|---|",
+    ]
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row in spilled:
+        if row not in drawn:
+            cells.setdefault((row["case"], row["kernel"]), []).append(row)
+    for (case, kernel), found in cells.items():
+        where = ", ".join(dict.fromkeys(row["target"] for row in found))
+        counts = sorted({row["loop_spills"] for row in found})
+        lines.append(f"| `{case}` | `{kernel}` | {where} | {', '.join(map(str, counts))} |")
+    return "\n".join(lines) + "\n"
 
 
 def run(todo: Iterable[Item], done: dict[Place, Row], jobs: int, seconds: float) -> Iterator[Row]:
     """Compiles, a few at a time, until all is done or the time is up."""
     end = time.monotonic() + seconds
-    waiting: dict[Future[Row], tuple[Item, float]] = {}
+    waiting: dict[Future[Row], Item] = {}
     items_left = iter(todo)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=200) as pool:
         while True:
             while len(waiting) < jobs and time.monotonic() < end and (item := next(items_left, None)) is not None:
-                waiting[pool.submit(compiled, item)] = item, time.monotonic()
+                waiting[pool.submit(compiled, item)] = item
             if not waiting:
                 return
             for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                item, begun = waiting.pop(future)
-                done[item[:3]] = future.result() | {"seconds": round(time.monotonic() - begun, 1)}
-                yield done[item[:3]]
+                row = future.result()
+                done[waiting.pop(future)[:3]] = row
+                yield row
 
 
 def main() -> int:
@@ -90,7 +118,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no kernel after so many")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, default=RECORD, help="the record, read and written")
+    parser.add_argument("--docs", action="store_true", help="compile nothing, write what the record says")
     args = parser.parse_args()
+    if args.docs:
+        text = said(json.loads(args.json.read_text()))
+        DOCS.write_text(SAID.sub(lambda _: text, DOCS.read_text()))
+        return 0
     targets = args.targets.split(",")
     if unknown := set(targets) - set(TARGETS):
         parser.error(f"no target {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
@@ -98,17 +131,21 @@ def main() -> int:
     done = read(args.json, listed)
     wanted = [item for item in listed if item.target in targets and args.cases in item.case]
     todo = left(wanted, done)
+    for row in done.values():
+        keep(row)
     print(f"{len(listed)} kernels, {len(todo)} of these to compile", flush=True)
+    written = time.monotonic()
     try:
-        for count, row in enumerate(run(todo, done, args.jobs, args.seconds)):
+        for row in run(todo, done, args.jobs, args.seconds):
             told = wrong(row)
             print(
                 f"{row['target']:8} {row['case']}: {row['kernel']}, {row['tile']}: "
                 + (told or f"{row['shared']} B, {row['registers']} registers, {row['instruction'] or 'no products'}"),
                 flush=True,
             )
-            if count % EVERY == 0:
+            if time.monotonic() - written > EVERY:
                 write(args.json, done, listed)
+                written = time.monotonic()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     finally:

@@ -7,14 +7,16 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from triton._C.libtriton import ir
-from triton.backends.compiler import GPUTarget
+from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
 import triton
@@ -65,8 +67,8 @@ class Assembled:
         return Path(file).read_text()
 
 
-def lowered(source: Any, backend: CUDABackend, options: Any) -> tuple[int, str, str]:
-    """A kernel's bytes of shared memory, its TTGIR and its PTX: by all stages of the compiler but the last."""
+def stages_of(source: Any, backend: BaseBackend, options: Any, found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the compiler makes of a kernel, stage by stage, with the stage's name; into `found` what it says of it."""
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     context = ir.context()
@@ -74,12 +76,33 @@ def lowered(source: Any, backend: CUDABackend, options: Any) -> tuple[int, str, 
     backend.load_dialects(context)
     implementation = backend.get_codegen_implementation(options)
     module = source.make_ir(backend.target, options, implementation, backend.get_module_map(), context)
-    found, texts = {"target": backend.target, **options.__dict__}, {}
+    found |= {"target": backend.target, **options.__dict__}
     for name, stage in stages.items():
-        if name != "cubin":
-            module = stage(module, found)
-            texts[name] = str(module)
+        module = stage(module, found)
+        yield name, module
+
+
+def lowered(source: Any, backend: CUDABackend, options: Any) -> tuple[int, str, str]:
+    """A kernel's bytes of shared memory, its TTGIR and its PTX: by all stages of the compiler but the last."""
+    found: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+    for name, module in stages_of(source, backend, options, found):
+        texts[name] = str(module)
+        if name == "ptx":
+            break
     return found["shared"], texts["ttgir"], texts["ptx"]
+
+
+def program_of(source: Any, target: GPUTarget, options: Any) -> str:
+    """A kernel as the compiler reads it, functions inlined and constants known, without the names that values have:
+    kernels of the same program have the same machine code.
+    """
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options) | source.parse_options())
+    _, module = next(stages_of(source, backend, parsed, {}))
+    numbers: dict[str, str] = {}
+    text = re.sub(r"%[\w$.-]+", lambda name: numbers.setdefault(name[0], f"%{len(numbers)}"), module.str_nodebug())
+    return f"{triton.__version__} {target} {sorted(options.items())}\n{text}"
 
 
 def kept_of(source: Any, backend: CUDABackend, options: Any, tool: str) -> Any:
@@ -134,3 +157,58 @@ def loops_of(code: list[str], labels: dict[str, int], branch: str) -> list[tuple
         if back and labels.get(back[1], i + 1) <= i:
             spans.append((labels[back[1]], i + 1))
     return spans
+
+
+def of_amd(text: str) -> dict[str, Any]:
+    """Registers, spills and the matrix instruction by the assembly."""
+
+    def number(name: str) -> int:
+        return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", text)), default=0)
+
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := re.match(r"^(\.LBB\w+):", line):
+            labels[label[1]] = len(code)
+        elif re.match(r"^\t[a-z]\w+", line):
+            code.append(line.strip())
+    spans = multiplying(code, loops_of(code, labels, r"^s_c?branch\w*\s+(\.LBB\w+)"), "^v_(mfma|wmma)")
+    products = [name for name in ("v_mfma", "v_wmma") if f"\t{name}" in text]
+    return {
+        "registers": number("vgpr_count"), "spills": number("vgpr_spill_count"),
+        "loop_spills": most(code, spans, r"^scratch_(load|store)|^buffer_(load|store).*Folded"),
+        "instruction": "".join(products).removeprefix("v_"),
+    }  # fmt: skip
+
+
+def of_nvidia(made: Assembled) -> dict[str, Any]:
+    """The same by what ptxas says and, where it has spilled, by the disassembled code."""
+    in_loops = local_in_loops(made) if made.frame else 0
+    return {
+        "registers": made.registers, "spills": made.spills // 4, "loop_spills": in_loops,
+        "instruction": products_of(made.ptx),
+    }  # fmt: skip
+
+
+def local_in_loops(made: Assembled) -> int:
+    """The most reads and writes of local memory in any one loop."""
+    code, spans = disassembled(made.sass)
+    # Behind the end of the code lie repeated waits, which go back into it.
+    spans = [(a, b) for a, b in spans if not any("EXIT" in x for x in code[a:b])]
+    return most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)")
+
+
+def products_of(ptx: str) -> str:
+    kinds = {"wgmma": "wgmma.mma", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
+    return next((name for name, word in kinds.items() if word in ptx), "")
+
+
+def multiplying(code: list[str], spans: list[tuple[int, int]], product: str) -> list[tuple[int, int]]:
+    """The innermost of the loops that multiply matrices; of all, if none does."""
+    spans = [(a, b) for a, b in spans if any(re.search(product, x) for x in code[a:b])] or spans
+    return [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+
+
+def most(code: list[str], spans: list[tuple[int, int]], pattern: str) -> int:
+    """The most instructions of a kind in any one loop."""
+    return max((sum(bool(re.search(pattern, x)) for x in code[a:b]) for a, b in spans), default=0)

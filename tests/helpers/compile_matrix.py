@@ -8,9 +8,11 @@ spills, and which matrix instruction. `tools/matrix.py` goes through all.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 import sys
+import time
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
@@ -21,6 +23,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import get_cache_manager
 
 from triton import compiler as triton_compiler
 
@@ -30,7 +33,7 @@ import gluon_cases
 import test_triton_aot
 import test_triton_backward
 from aot import ARCHS, Signature, forward_kernels, kernels_for
-from assembler import Assembled, assembled, disassembled, loops_of
+from assembler import assembled, of_amd, of_nvidia, program_of
 from problem_space import draw
 from test_triton_kv_write import appended
 from test_triton_merge import merged
@@ -56,6 +59,7 @@ MAIN = (
 OPERANDS = ("q", "k", "v", "dout", "keys", "values")
 WRITES = ("bf16", "fp8_e4m3", "int8", "int4", "fp8_latent")
 MERGES = {"merge 8": (torch.bfloat16, 128, 8), "merge 2": (torch.float32, 256, 2), "merge 3": (torch.float16, 576, 3)}
+REPORT = "report.json"  # in Triton's cache, by the digest of a program
 DRAWN = 200  # problems of the whole space, and as many backward passes
 
 
@@ -194,20 +198,28 @@ def sources_of(module: str) -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
-def report(kernel: Kernel, given: dict[str, Any], target: str) -> Row:
-    """A kernel, compiled: what it takes of a processor of the target."""
+def source_of(kernel: Kernel, given: dict[str, Any], target: str) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
+    """What Triton compiles, for which GPU and how."""
     device = TARGETS[target]
     signature = Signature.of(kernel.function, given | kernel.constants, kernel.constants)
-    source, options = signature.source(kind_of(kernel), kernel.function), OPTIONS | kernel.options
-    if device.amd:
-        built = triton_compiler.compile(source, target=GPUTarget("hip", device.gfx, device.wave), options=options)
+    kind = GluonASTSource if is_gluon(kernel) else ASTSource
+    gpu = GPUTarget("hip", device.gfx, device.wave) if device.amd else GPUTarget("cuda", device.arch, 32)
+    return signature.source(kind, kernel.function), gpu, OPTIONS | kernel.options
+
+
+def program_digest(kernel: Kernel, given: dict[str, Any], target: str) -> str:
+    """Of the program that a kernel is: what changes in its sources may leave as it was."""
+    return hashlib.sha256(program_of(*source_of(kernel, given, target)).encode()).hexdigest()[:16]
+
+
+def report(kernel: Kernel, given: dict[str, Any], target: str) -> Row:
+    """A kernel, compiled: what it takes of a processor of the target."""
+    source, gpu, options = source_of(kernel, given, target)
+    if TARGETS[target].amd:
+        built = triton_compiler.compile(source, target=gpu, options=options)
         return {"shared": built.metadata.shared, **of_amd(built.asm["amdgcn"])}
-    made = assembled(source, device.arch, options)
+    made = assembled(source, gpu.arch, options)
     return {"shared": made.shared, **of_nvidia(made)}
-
-
-def kind_of(kernel: Kernel) -> type[ASTSource]:
-    return GluonASTSource if is_gluon(kernel) else ASTSource
 
 
 def tile_of(kernel: Kernel) -> str:
@@ -218,61 +230,6 @@ def tile_of(kernel: Kernel) -> str:
     words = [f"{rows}x{keys}"] if rows and keys else []
     warps = kernel.options["num_warps"]
     return " ".join([*words, f"{warps} warp{'s' * (warps > 1)}", f"{kernel.options.get('num_stages', 1)} stages"])
-
-
-def of_amd(text: str) -> Row:
-    """Registers, spills and the matrix instruction by the assembly."""
-
-    def number(name: str) -> int:
-        return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", text)), default=0)
-
-    code: list[str] = []
-    labels: dict[str, int] = {}
-    for line in text.splitlines():
-        if label := re.match(r"^(\.LBB\w+):", line):
-            labels[label[1]] = len(code)
-        elif re.match(r"^\t[a-z]\w+", line):
-            code.append(line.strip())
-    spans = multiplying(code, loops_of(code, labels, r"^s_c?branch\w*\s+(\.LBB\w+)"), "^v_(mfma|wmma)")
-    products = [name for name in ("v_mfma", "v_wmma") if f"\t{name}" in text]
-    return {
-        "registers": number("vgpr_count"), "spills": number("vgpr_spill_count"),
-        "loop_spills": most(code, spans, r"^scratch_(load|store)|^buffer_(load|store).*Folded"),
-        "instruction": "".join(products).removeprefix("v_"),
-    }  # fmt: skip
-
-
-def of_nvidia(made: Assembled) -> Row:
-    """The same by what ptxas says and, where it has spilled, by the disassembled code."""
-    in_loops = local_in_loops(made) if made.frame else 0
-    return {
-        "registers": made.registers, "spills": made.spills // 4, "loop_spills": in_loops,
-        "instruction": products_of(made.ptx),
-    }  # fmt: skip
-
-
-def local_in_loops(made: Assembled) -> int:
-    """The most reads and writes of local memory in any one loop."""
-    code, spans = disassembled(made.sass)
-    # Behind the end of the code lie repeated waits, which go back into it.
-    spans = [(a, b) for a, b in spans if not any("EXIT" in x for x in code[a:b])]
-    return most(code, multiplying(code, spans, "MMA"), r"\b(STL|LDL)")
-
-
-def products_of(ptx: str) -> str:
-    kinds = {"wgmma": "wgmma.mma", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
-    return next((name for name, word in kinds.items() if word in ptx), "")
-
-
-def multiplying(code: list[str], spans: list[tuple[int, int]], product: str) -> list[tuple[int, int]]:
-    """The innermost of the loops that multiply matrices; of all, if none does."""
-    spans = [(a, b) for a, b in spans if any(re.search(product, x) for x in code[a:b])] or spans
-    return [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
-
-
-def most(code: list[str], spans: list[tuple[int, int]], pattern: str) -> int:
-    """The most instructions of a kind in any one loop."""
-    return max((sum(bool(re.search(pattern, x)) for x in code[a:b]) for a, b in spans), default=0)
 
 
 def expected(kernel: Kernel, target: str) -> str:
@@ -309,6 +266,19 @@ def wrong(row: Row) -> str | None:
     return None
 
 
+def kept_report(program: str) -> Row | None:
+    """What was said of a program when it was compiled, by any name."""
+    file = get_cache_manager(program).get_file(REPORT)
+    return None if file is None else json.loads(Path(file).read_text())
+
+
+def keep(row: Row) -> None:
+    """A program is not compiled again once its row is kept."""
+    if "program" in row and "error" not in row:
+        said = {name: row[name] for name in ("shared", "registers", "spills", "loop_spills", "instruction", "seconds")}
+        get_cache_manager(row["program"]).put(json.dumps(said), REPORT, binary=False)
+
+
 def compiled(item: Item) -> Row:
     """The row of a kernel; a failure to compile is one too."""
     key, name, kernel, given = next(islice(entries(item.case, item.target), item.number, None))
@@ -316,6 +286,12 @@ def compiled(item: Item) -> Row:
         raise LookupError(f"another kernel than was listed, of {item}: the sources have changed meanwhile")
     row = {**item._asdict(), "kernel": name, "tile": tile_of(kernel), "wanted": expected(kernel, item.target)}
     try:
-        return row | report(kernel, given, item.target)
+        row["program"] = program_digest(kernel, given, item.target)
+        if (said := kept_report(row["program"])) is None:
+            begun = time.monotonic()
+            said = report(kernel, given, item.target)
+            said["seconds"] = round(time.monotonic() - begun, 1)
+            keep(row | said)
+        return row | said
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}

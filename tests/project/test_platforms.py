@@ -1,6 +1,5 @@
 """docs/platforms.md: a cell of the table is a record and a command, or empty."""
 
-import json
 import re
 from pathlib import Path
 
@@ -34,13 +33,3 @@ def test_every_gpu_has_a_row():
         mine = [row for row in rows() if re.search(rf"\b{name}\b", row[0])]
         assert mine, name
         assert all(bool(row[1]) == ran for row in mine), name
-
-
-def test_calls_whose_kernels_spill_are_named():
-    """Those of sources and tiles that have not changed since; calls drawn at random are in the record alone."""
-    record = json.loads((ROOT / "benchmarks/records/aot/matrix.json").read_text())
-    rows = [row for row in record["rows"] if "drawn" not in row["case"] and not row["kernel"].endswith("fixup")]
-    spilled = {row["case"] for row in rows if row.get("loop_spills")}
-    assert f"{len(record['rows'])} of {sum(record['listed'].values())} kernels" in " ".join(PAGE.split())
-    named = set(re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE))
-    assert spilled <= named

@@ -112,6 +112,14 @@ def inside(record: Path, share: int, seconds: float, again: int) -> int:
     return bool(failed)
 
 
+def unpacked(wheel: Path, folder: Path) -> Path:
+    """The package that is in a wheel."""
+    package = folder.resolve() / "wheel"
+    shutil.rmtree(package, ignore_errors=True)
+    zipfile.ZipFile(wheel).extractall(package)
+    return package
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
@@ -123,11 +131,8 @@ def main() -> None:
     given = parser.parse_args()
     if platform.machine() in ("aarch64", "arm64"):
         sys.exit(inside(given.json, given.share, given.seconds, given.again))
-    package, kept = SOURCE, given.folder.resolve() / "cache"
-    if given.wheel is not None:
-        package = given.folder.resolve() / "wheel"
-        shutil.rmtree(package, ignore_errors=True)
-        zipfile.ZipFile(given.wheel).extractall(package)
+    kept = given.folder.resolve() / "cache"
+    package = SOURCE if given.wheel is None else unpacked(given.wheel, given.folder)
     env = os.environ | {"PYTHONPATH": str(package), "TILEWISE_CACHE_DIR": str(kept)}
     sys.exit(subprocess.run([str(given.folder / "python"), __file__, *sys.argv[1:]], env=env).returncode)
 

@@ -114,7 +114,7 @@ def main() -> None:
         "#!/bin/sh\n"
         f'export PYTHONPATH="{folder / "site"}${{PYTHONPATH:+:$PYTHONPATH}}"\n'
         f"export NUMBA_CPU_NAME=${{NUMBA_CPU_NAME:-{CPU}}} NUMBA_CPU_FEATURES=${{NUMBA_CPU_FEATURES:-{FEATURES}}}\n"
-        f'exec {folder}/qemu/usr/bin/qemu-aarch64-static -cpu max -L {folder}/root {python} "$@"\n'
+        f'exec ${{QEMU:-{folder}/qemu/usr/bin/qemu-aarch64-static}} -cpu max -L {folder}/root {python} "$@"\n'
     )
     script.chmod(0o755)
     env = os.environ | {"OMP_NUM_THREADS": "1"}

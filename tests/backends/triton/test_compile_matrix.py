@@ -9,7 +9,10 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
+import compile_matrix
+import matrix
 from aot import attend_of, forward_kernels
+from assembler import local_in_loops, of_nvidia
 from compile_matrix import (
     FIRST,
     TARGETS,
@@ -18,8 +21,6 @@ from compile_matrix import (
     commonest,
     compiled,
     entries,
-    local_in_loops,
-    of_nvidia,
     refusal,
     report,
     wrong,
@@ -32,6 +33,7 @@ SAMPLE = [("decode-D128", gfx) for gfx in AMD] + [("D128-causal", "gfx942"), ("d
 # Those that spilled by Hopper's tiles.
 SAMPLE += [("backward D128-causal", "sm_86"), ("f32-D128", "sm_80"), ("D128-window", "sm_86"), ("D512", "sm_80")]
 SAMPLE += [("int4 prefill", "gfx942"), ("decode-mask", "gfx1100"), ("backward everything, dense mask", "gfx1200")]
+COMBINED = ("decode-D128", "paged16-D128", "decode-D64")
 MORE = [(case, target) for case in FIRST for target in TARGETS if (case, target) not in SAMPLE]
 MORE += [("int4 prefill", "sm_86"), ("int4 prefill", "sm_120"), ("decode-mask", "sm_86"), ("chosen-all", "sm_100")]
 MORE += [("backward everything, dense mask", target) for target in ("sm_86", "sm_120", "gfx942")]
@@ -99,6 +101,31 @@ def test_equal_kernels_have_one_key():
     keys = {target: [key for key, *_ in entries("decode-D128", target)] for target in ("sm_86", "sm_89", "gfx942")}
     assert keys["sm_86"] == [key for key, *_ in entries("decode-D128", "sm_86")]
     assert len({key for found in keys.values() for key in found}) == sum(map(len, keys.values()))
+
+
+def test_kernels_of_one_program_are_compiled_once(monkeypatch, tmp_path):
+    """By whatever name: splits of decode are combined alike with and without pages. Another tile is another program."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    said = {"shared": 1, "registers": 2, "spills": 0, "loop_spills": 0, "instruction": ""}
+    built = []
+    monkeypatch.setattr(compile_matrix, "report", lambda *kernel: built.append(kernel) or dict(said))
+    found = {case: next(e for e in enumerate(entries(case, "sm_86")) if e[1][1] == "combine") for case in COMBINED}
+    rows = [compiled(Item(case, "sm_86", number, entry[0])) for case, (number, entry) in found.items()]
+    assert len({row["key"] for row in rows}) == 3
+    assert len({row["program"] for row in rows}) == len(built) == 2
+    assert all(row | said == row for row in rows)
+
+
+def test_a_run_begins_with_what_may_be_the_same_program():
+    item = Item("decode-D128", "sm_86", 0, "new")
+    todo = [item, item._replace(number=1), item._replace(number=2), item._replace(number=3)]
+    rows = {todo[1][:3]: {"key": "new"}, todo[2][:3]: {"key": "old"}, todo[3][:3]: {"key": "old", "program": "0"}}
+    assert matrix.left(todo, rows) == [todo[3], todo[0], todo[2]]
+
+
+def test_the_documents_say_what_the_record_says():
+    record = json.loads(RECORD.read_text())
+    assert matrix.SAID.search(matrix.DOCS.read_text())[0] == matrix.said(record)
 
 
 def test_the_record_says_what_was_compiled():

@@ -108,11 +108,16 @@ class Target:
     @property
     def unproven(self) -> str | None:
         """What a plan says of a GPU on which no kernel has run yet."""
-        if self.vendor == "interpreter" or self.arch in EXECUTED:
+        if self.measured:
             return None
         what = self.gfx or f"sm_{self.arch}"
         remedy = "`tilewise verify` checks it, backend='torch' does without"
         return f"compiled for {what}, not yet run on hardware: {remedy}"
+
+    @property
+    def measured(self) -> bool:
+        """Whether tiles were chosen by time; elsewhere they are by what compilers keep in registers."""
+        return self.vendor == "interpreter" or self.arch in EXECUTED
 
     @property
     def amd(self) -> bool:

@@ -22,6 +22,7 @@ from .split_kv import MOST_SPLITS, split_count
 
 DECODE_ROWS = 16  # queries up to here are decoded: heads of a group share a tile and the keys are split
 COMBINE_BLOCK = 16  # partial results of a row that are loaded at once
+COMBINED_REGISTERS = 128  # of a thread, that they may take
 SHORT_KEYS = 1 << 16  # keys of all heads up to which splits are short, and tiles are to be
 FOUR_STAGES = 202 << 10  # bytes of shared memory that four of D=256 take, in pages of 16
 MOST_ORDERED = 1024  # sequences that one program ranks
@@ -40,14 +41,15 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         if wide <= 128:
             return Config(rows, 32, 4, 1)
         return Config(32, 32, 8, 1) if wide <= 256 else Config(32, 16, 8, 1)
-    packed = problem.k_format.packing > 1 or problem.v_format.packing > 1  # whose elements pass through registers
+    packed = has_packed(problem)  # whose elements pass through registers
     if target.prefill_rows == 32:
         return Config(32, 16 if packed else 64, 4, 3) if wide <= 128 else Config(32, 32, 4 if wide <= 256 else 8, 2)
     if packed and wide <= 128 and target.reads_operands:
         return Config(64, 16, 4, 3)
     if wide <= 128:
         simple = problem.rules.relative() in (MaskRules(), MaskRules(causal=True)) and wide == ceil_pow2(wide)
-        return Config(64, 32 if target.reads_operands and wide > 64 and not simple else 64, 4, 3)
+        crowded = not simple or problem.selection is not None
+        return Config(64, 32 if target.reads_operands and wide > 64 and crowded else 64, 4, 3)
     if wide <= 256:  # Ampere's products keep q in registers, beside fewer rows
         return Config(128, 64, 8, 2) if target.warpgroup_mma or not target.ptx else Config(64, 32, 8, 2)
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
@@ -82,12 +84,13 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     warp with flipped products; of D=64, whose rows have half the bytes, in longer tiles where there are enough of them.
     """
     p = problem
-    pack = pack_of(p.group, target.decode_rows)
-    BM = min(target.decode_rows, max(16, ceil_pow2(pack * own_queries(p))))
+    rows = decode_rows(p, target)
+    pack = pack_of(p.group, rows)
+    BM = min(rows, max(16, ceil_pow2(pack * own_queries(p))))
     wide = max(p.head_dim, p.value_dim)
     if target.rdna:  # whose registers hold q beside little else
         stored = p.k_format.is_quantised or p.v_format.is_quantised
-        warps = 8 if (p.mask is not None or p.tree) and BM > 16 else 4
+        warps = 8 if hides(p) and BM > 16 else 4
         return Config(BM, 32 if wide <= 64 else 16, warps, 1 if stored else 2, pack)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
@@ -96,6 +99,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
         return Config(BM, 32 if wide <= 128 else 16, 4, 2, pack)
     if BM > 16:  # more rows, fewer registers for keys
         few = (p.mask is not None or p.tree) and target.reads_operands  # beside a tile of the mask
+        few |= has_packed(p) and not target.measured
         BK = (32 if few else 64) if wide <= 128 else 32 if wide <= 256 else 16
         return Config(BM, BK, 4, 3, pack)
     if is_f16_quantised(p) and wide <= 256 and (p.page_size > 0 or is_packed(p) or hides(p)):
@@ -108,6 +112,26 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     if p.selection is None and BK % p.page_size == 0:
         return Config(BM, BK, 4, 4 if wide > 128 and target.shared_memory >= FOUR_STAGES else 3, pack)
     return Config(BM, 128 if wide <= 64 and p.mask is None else 64, 4, 6 if wide <= 128 else 4, pack)
+
+
+def decode_rows(problem: Problem, target: Target) -> int:
+    """Rows of a tile at most. Where tiles are not measured, few enough for registers that hold q and the parts of
+    float32 operands, or wide outputs, too.
+    """
+    p, most = problem, target.decode_rows
+    wide = max(p.head_dim, p.value_dim)
+    if target.measured or target.rdna:
+        return most
+    if target.amd:
+        return most if wide <= 256 else 16 if is_float32(p) else 32
+    if is_float32(p):
+        return 32 if wide <= 64 else 16
+    return 16 if wide > 256 and has_packed(p) else most
+
+
+def has_packed(problem: Problem) -> bool:
+    """Whether a byte of K or of V holds more than one element."""
+    return problem.k_format.packing > 1 or problem.v_format.packing > 1
 
 
 def sees_all(problem: Problem) -> bool:
@@ -296,7 +320,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
         guard=guard,
         split=c.splits > 1,
         combine="after" if c.splits > 1 else "",
-        block=min(COMBINE_BLOCK, ceil_pow2(c.splits)),
+        block=min(combine_block(p, c, target), ceil_pow2(c.splits)),
         ptx=target.ptx,
         grain=1,
         align=1,
@@ -307,6 +331,14 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
         prefetch=prefetches_pages(p, c),
         sum_columns=min(max(8 * c.warps, target.least_columns), c.BK) if guard == "" and c.BM < 64 else 0,
     )
+
+
+def combine_block(problem: Problem, c: Config, target: Target) -> int:
+    """Partial results that are loaded at once; where tiles are not measured, as many as registers hold."""
+    if target.measured:
+        return COMBINE_BLOCK
+    numbers = -(-c.BM * ceil_pow2(problem.value_dim // c.slices) // (target.wave * c.warps))  # of a thread, of one
+    return next(n for n in (COMBINE_BLOCK, 8, 4, 2, 1) if n == 1 or n * numbers <= COMBINED_REGISTERS)
 
 
 def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> float:
