@@ -96,7 +96,8 @@ def decode_tile(problem: Problem, target: Target) -> Config:
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
         return Config(max(flipped_columns(p), target.least_columns), 32 if few else 64, 1, 3, pack)
     if is_float32(p):
-        return Config(BM, 32 if wide <= 128 else 16, 4, 2, pack)
+        warps = 8 if wide > 256 and not target.measured else 4
+        return Config(BM, 32 if wide <= 128 else 16, min(warps, target.most_warps), 2, pack)
     if BM > 16:  # more rows, fewer registers for keys
         few = (p.mask is not None or p.tree) and target.reads_operands  # beside a tile of the mask
         few |= has_packed(p) and not target.measured
