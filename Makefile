@@ -81,10 +81,10 @@ docs: $(VENV)/.installed-dev ## build the site of the documents into site/html; 
 
 # The kernels are made of these sources and for these alone: nothing is left for a build without them.
 wheel: $(VENV)/.installed-dev ## build a wheel into dist with the CPU kernels compiled for every target; any machine can
-	rm -rf build/ready
-	$(BIN)/python tools/ready_kernels.py build/ready
+	rm -rf build/prebuilt
+	$(BIN)/python tools/prebuilt_kernels.py build/prebuilt
 	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
-	rm -rf build/ready
+	rm -rf build/prebuilt
 	@ls -l dist/*.whl | awk '$$5 > 20000000 { print $$NF " is over 20 MB"; exit 1 }'
 
 clean: ## remove .venv, every cache and what make train wrote

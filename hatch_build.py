@@ -10,6 +10,6 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 class ReadyKernels(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        made = Path(self.root, "build", "ready")
+        made = Path(self.root, "build", "prebuilt")
         if version == "standard" and made.is_dir():  # not an editable install
-            build_data["force_include"][str(made)] = "tilewise/backends/cpu/ready"
+            build_data["force_include"][str(made)] = "tilewise/backends/cpu/prebuilt"

@@ -3,7 +3,7 @@
     python benchmarks/cpu/first_call.py --json benchmarks/records/cpu/first_call.json
     python benchmarks/cpu/first_call.py --wheel dist/tilewise-0.1.0-py3-none-any.whl
 
-With a wheel (`make wheel`) the same calls of the package that is in it, whose kernels are ready made.
+With a wheel (`make wheel`) the same calls of the package that is in it, whose kernels are prebuilt.
 
 Each call runs in a process of its own, the cold ones with an empty cache directory. The time is that of the call alone,
 without importing torch, which a program does anyway; processor time is what it would take on a core that is free.

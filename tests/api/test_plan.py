@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise import InvalidArgument, Quantised, Unsupported, attention, plan
-from tilewise.backends.cpu import elsewhere
+from tilewise.backends.cpu import other_cpus
 from tilewise.core.mask_rules import MaskRules, key_spans
 from tilewise.core.options import Options
 from tilewise.core.tensors import Sequence, sequences
@@ -238,7 +238,7 @@ def test_a_plan_for_another_cpu(name, kernel):
     with pytest.raises(Unsupported, match="runs on GPUs"):
         plan(q, q, q, device=name, backend="triton")
     with pytest.MonkeyPatch.context() as patched:  # the same call again starts no process
-        patched.delattr(elsewhere.subprocess, "run")
+        patched.delattr(other_cpus.subprocess, "run")
         assert plan(q, q, q, causal=True, device=name) == found
 
 

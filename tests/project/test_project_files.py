@@ -150,9 +150,9 @@ def test_kernels_that_were_made_go_into_the_wheel(version, made, taken, tmp_path
     for name in ("hatchling", "hatchling.builders", "hatchling.builders.hooks", "hatchling.builders.hooks.plugin"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     scope = runpy.run_path(str(ROOT / "hatch_build.py"))
-    folder, data = tmp_path / "build" / "ready", {"force_include": {}}
+    folder, data = tmp_path / "build" / "prebuilt", {"force_include": {}}
     if made:
         folder.mkdir(parents=True)
     scope["ReadyKernels"]().initialize(version, data)
-    assert data["force_include"] == ({str(folder): "tilewise/backends/cpu/ready"} if taken else {})
-    assert "tools/ready_kernels.py build/ready" in MAKE
+    assert data["force_include"] == ({str(folder): "tilewise/backends/cpu/prebuilt"} if taken else {})
+    assert "tools/prebuilt_kernels.py build/prebuilt" in MAKE

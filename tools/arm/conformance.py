@@ -5,7 +5,7 @@
     python tools/arm/conformance.py FOLDER --json RECORD
     python tools/arm/conformance.py FOLDER --json RECORD --wheel dist/tilewise-0.1.0-py3-none-any.whl
 
-With a wheel (`make wheel`) the package that is in it, whose kernels are ready made: nothing is compiled there.
+With a wheel (`make wheel`) the package that is in it, whose kernels are prebuilt: nothing is compiled there.
 
 Each case is judged as everywhere (float64 oracle, twice torch's own error), here against the torch of that machine.
 Emulation is some 20 times slower: cases of few cells are taken from every part of the suite, a second process must find
@@ -84,12 +84,12 @@ def inside(record: Path, share: int, seconds: float, again: int) -> int:
     import torch
 
     import tilewise
-    from tilewise.backends.cpu import isa, ready
+    from tilewise.backends.cpu import isa, prebuilt
 
     held = json.loads(record.read_text()) if record.exists() else {}
     held |= {"machine": f"{platform.machine()}, emulated", "features": sorted(isa.cpu_features()),
              "torch": torch.__version__, "numpy": numpy.__version__, "tilewise": tilewise.__version__,
-             "kernels": "compiled" if ready.target() is None else f"of a wheel, {ready.target()}"}  # fmt: skip
+             "kernels": "compiled" if prebuilt.target() is None else f"of a wheel, {prebuilt.target()}"}  # fmt: skip
     results, end = held.setdefault("cases", []), time.monotonic() + seconds
     if again:
         compared = [r for r in results if r.get("digest")][:again]

@@ -214,7 +214,7 @@ def _kept_kernels() -> str:
 
     brought, kept = compiler.on_disk()
     done, every = len(brought | kept), len(compiler.ALL)
-    words = f"{done} of {every} compiled" + f", {len(brought)} of them ready made, from the package" * bool(brought)
+    words = f"{done} of {every} compiled" + f", {len(brought)} of them prebuilt, from the package" * bool(brought)
     return words + ("" if done == every else "; `tilewise warmup` compiles the rest")
 
 

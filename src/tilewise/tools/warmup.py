@@ -33,7 +33,7 @@ def warmup() -> int:
             screen.print(f"{done:2} of {len(compiler.ALL)}  {name:14} {time.perf_counter() - start:6.1f} s")
     brought, kept = compiler.on_disk()
     if brought:
-        print(f"{len(brought)} ready made, from the package")
+        print(f"{len(brought)} prebuilt, from the package")
     if len(brought | kept) < len(compiler.ALL):
         print(f"not all could be kept in {kernel_cache.cache_directory()}")
         return 1

@@ -85,7 +85,7 @@ def test_threads_that_ask_at_once_get_one_kernel(monkeypatch):
         asking.wait()
         return compiler.kernel("tiny")
 
-    monkeypatch.setattr(compiler.ready, "load", compile_slowly)
+    monkeypatch.setattr(compiler.prebuilt, "load", compile_slowly)
     monkeypatch.setattr(compiler, "_kernels", {})
     with ThreadPoolExecutor(threads) as pool:
         kernels = list(pool.map(ask, range(threads)))

@@ -112,9 +112,9 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
 
 
 def machines() -> dict[str, Machine]:
-    from . import elsewhere
+    from . import other_cpus
 
-    return elsewhere.machines()
+    return other_cpus.machines()
 
 
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Kernels by name: addresses of C functions, and functions for Python.
 
-The object code of a kernel comes with the package (`ready.py`), or is kept on disk (`kernel_cache.py`), or is compiled
-here, on first use. `linker.py` loads it.
+The object code of a kernel comes with the package (`prebuilt.py`), or is kept on disk (`kernel_cache.py`), or is
+compiled here, on first use. `linker.py` loads it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.types.functions import BaseFunction
 
-from . import ready
+from . import prebuilt
 from .codegen.formats import DECODE
 from .codegen.numba_ops import OPTIONS, KernelCompiler
 from .gemm.amx import PARTS, usable
@@ -259,7 +259,7 @@ def kernel(name: str) -> Kernel:
         with _lock:
             found = _kernels.get(name)
             if found is None:
-                found = _kernels[name] = ready.load(symbol(name)) or compile_function(*definition(name))
+                found = _kernels[name] = prebuilt.load(symbol(name)) or compile_function(*definition(name))
     return found
 
 
@@ -301,7 +301,7 @@ ALL = [
 
 def on_disk() -> tuple[set[str], set[str]]:
     """The kernels that the package brings, and those that were compiled and are kept, by their symbols."""
-    names, target = {symbol(name) for name in ALL}, ready.target()
-    brought = set() if target is None else {file.stem for file in (ready.FOLDER / target).glob("*.o")}
+    names, target = {symbol(name) for name in ALL}, prebuilt.target()
+    brought = set() if target is None else {file.stem for file in (prebuilt.FOLDER / target).glob("*.o")}
     kept = {file.name.partition(".")[0] for file in cache_directory().glob("*.o")}
     return names & brought, names & kept

@@ -6,7 +6,7 @@ they are for, so that a damaged file, or one of another kernel, is never loaded.
 put in place whole: processes may do so at once, or be killed at it. Of processes that want the same kernel at the same
 time one compiles it, and the others wait for its file.
 
-Releases bring objects of kernels with the package (`ready.py`): these are looked for first.
+Releases bring objects of kernels with the package (`prebuilt.py`): these are looked for first.
 
 What cannot be read is compiled again and written anew; what cannot be written is compiled by every process. Each is
 said once, and neither fails a call.

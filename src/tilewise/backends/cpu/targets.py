@@ -1,4 +1,4 @@
-"""CPUs that releases bring kernels for, ready made."""
+"""CPUs that releases bring prebuilt kernels for."""
 
 from __future__ import annotations
 

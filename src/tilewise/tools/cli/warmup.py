@@ -14,7 +14,7 @@ def add(commands: Commands) -> None:
         commands,
         run,
         help="compile kernels ahead of first use: all of the CPU's, or those of a model's layers",
-        description="Without a model: compiles every CPU kernel that the package does not bring ready made, and keeps "
+        description="Without a model: compiles every CPU kernel that the package does not bring prebuilt, and keeps "
         "it on disk, so that no first call waits. With one: runs each call that its layers make once, on a GPU where "
         f"there is one, so that their kernels are compiled and kept. Models: {', '.join(MODELS)}.",
         example="tilewise warmup --model llama-3-8b",

@@ -1,7 +1,7 @@
-"""Kernels that a release brings ready made: objects for the CPUs of `targets.py`, files of the package.
+"""Prebuilt kernels of a release: objects for the CPUs of `targets.py`, files of the package.
 
-`tools/ready_kernels.py` writes them while a wheel is built. A file is taken if it is for a CPU that has what this one
-has, and if its digest is that of its contents, this version, these sources and its target. All others are compiled.
+`tools/prebuilt_kernels.py` writes them while a wheel is built. A file is taken if it is for a CPU that has what this
+one has, and if its digest is that of its contents, this version, these sources and its target. All others are compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .kernel_cache import checked, head, sources, warn, words
 from .linker import Kernel, link
 from .targets import TARGETS, matching
 
-FOLDER = Path(__file__).parent / "ready"
+FOLDER = Path(__file__).parent / "prebuilt"
 
 
 @cache

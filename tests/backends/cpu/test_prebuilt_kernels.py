@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import ready_kernels
-from tilewise.backends.cpu import compiler, kernel_cache, ready
+import prebuilt_kernels
+from tilewise.backends.cpu import compiler, kernel_cache, prebuilt
 from tilewise.backends.cpu.targets import TARGETS, V3, V4, matching
 from tilewise.tools import doctor
 from tiny_kernel import adding, no_compiler, run_tiny, said
@@ -65,21 +65,23 @@ def test_every_target_is_its_own():
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     """A package that brings a kernel `tiny`, which adds 1, for a CPU that this one is taken for."""
-    monkeypatch.setattr(ready, "FOLDER", tmp_path / "ready")
-    monkeypatch.setattr(ready, "cpu_features", lambda: set(TARGETS["avx2"].features))
-    monkeypatch.setattr(ready, "machine", lambda: "x86_64")
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
+    monkeypatch.setattr(prebuilt, "cpu_features", lambda: set(TARGETS["avx2"].features))
+    monkeypatch.setattr(prebuilt, "machine", lambda: "x86_64")
     monkeypatch.setattr(compiler, "definition", lambda name: (adding(1), name, compiler.types.void))
-    ready.target.cache_clear()
-    ready.write(ready.FOLDER, "tiny", "avx2", compiler.object_code(adding(1), "tiny"))
-    yield ready.FOLDER / "avx2" / "tiny.o"
-    ready.target.cache_clear()
+    monkeypatch.setattr(compiler, "_kernels", {})
+    prebuilt.target.cache_clear()
+    prebuilt.write(prebuilt.FOLDER, "tiny", "avx2", compiler.object_code(adding(1), "tiny"))
+    yield prebuilt.FOLDER / "avx2" / "tiny.o"
+    prebuilt.target.cache_clear()
 
 
 def tiny():
-    return run_tiny(compiler.kernel.__wrapped__("tiny"))
+    compiler._kernels.clear()
+    return run_tiny(compiler.kernel("tiny"))
 
 
-def test_a_ready_kernel_is_loaded_and_nothing_is_written(folder, home, monkeypatch):
+def test_a_prebuilt_kernel_is_loaded_and_nothing_is_written(folder, home, monkeypatch):
     for path in (folder, folder.parent, folder.parent.parent):
         path.chmod(path.stat().st_mode & 0o555)
     no_compiler(monkeypatch)
@@ -103,14 +105,14 @@ def spoil(how, file, monkeypatch):
     elif how == "flipped":
         file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
     elif how == "of another version":
-        monkeypatch.setattr(ready, "__version__", "0.0.1")
+        monkeypatch.setattr(prebuilt, "__version__", "0.0.1")
     elif how == "of other sources":
-        monkeypatch.setattr(ready, "sources", lambda: "other")
+        monkeypatch.setattr(prebuilt, "sources", lambda: "other")
     elif how == "of another target":
-        ready.write(file.parent.parent, "tiny", "avx512vnni", compiler.object_code(adding(2), "tiny"))
+        prebuilt.write(file.parent.parent, "tiny", "avx512vnni", compiler.object_code(adding(2), "tiny"))
         (file.parent.parent / "avx512vnni" / "tiny.o").replace(file)
     else:
-        ready.write(file.parent.parent, "other", "avx2", compiler.object_code(adding(2), "tiny"))
+        prebuilt.write(file.parent.parent, "other", "avx2", compiler.object_code(adding(2), "tiny"))
         file.with_name("other.o").replace(file)
 
 
@@ -131,15 +133,15 @@ def test_what_is_not_as_it_was_made_is_compiled_and_said_once(how, folder, monke
 @pytest.mark.parametrize("what", ["another CPU", "another system", "no folder", "no tiles"])
 def test_others_compile_without_a_word(what, folder, monkeypatch):
     if what == "another CPU":
-        monkeypatch.setattr(ready, "cpu_features", lambda: set(V4.split()))
+        monkeypatch.setattr(prebuilt, "cpu_features", lambda: set(V4.split()))
     elif what == "another system":
-        monkeypatch.setattr(ready.sys, "platform", "darwin")
+        monkeypatch.setattr(prebuilt.sys, "platform", "darwin")
     elif what == "no folder":
-        monkeypatch.setattr(ready, "FOLDER", folder.parent / "nothing")
+        monkeypatch.setattr(prebuilt, "FOLDER", folder.parent / "nothing")
     else:  # tiles that the system does not let this process use, in a package without what is then its target
-        monkeypatch.setattr(ready, "cpu_features", lambda: set(TARGETS["amx"].features))
-        monkeypatch.setattr(ready.amx, "usable", lambda: False)
-    assert ready.target() is None
+        monkeypatch.setattr(prebuilt, "cpu_features", lambda: set(TARGETS["amx"].features))
+        monkeypatch.setattr(prebuilt.amx, "usable", lambda: False)
+    assert prebuilt.target() is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tiny() == 42
@@ -147,29 +149,27 @@ def test_others_compile_without_a_word(what, folder, monkeypatch):
 
 def test_tiles_that_may_not_be_used_are_not_there(folder, monkeypatch):
     for name in ("amx", "avx512bf16"):
-        (ready.FOLDER / name).mkdir()
-    monkeypatch.setattr(ready, "cpu_features", lambda: set(TARGETS["amx"].features))
+        (prebuilt.FOLDER / name).mkdir()
+    monkeypatch.setattr(prebuilt, "cpu_features", lambda: set(TARGETS["amx"].features))
     for usable, name in ((True, "amx"), (False, "avx512bf16")):
-        ready.target.cache_clear()
-        monkeypatch.setattr(ready.amx, "usable", lambda usable=usable: usable)
-        assert ready.target() == name
+        prebuilt.target.cache_clear()
+        monkeypatch.setattr(prebuilt.amx, "usable", lambda usable=usable: usable)
+        assert prebuilt.target() == name
 
 
-def test_what_is_ready_made_is_counted(folder, monkeypatch):
+def test_what_is_prebuilt_is_counted(folder, monkeypatch):
     monkeypatch.setattr(compiler, "ALL", ["tiny", "second"])
     assert compiler.on_disk() == ({"tiny"}, set())
-    assert doctor._kept_kernels().startswith(
-        "1 of 2 compiled, 1 of them ready made, from the package; `tilewise warmup`"
-    )
+    assert doctor._kept_kernels().startswith("1 of 2 compiled, 1 of them prebuilt, from the package; `tilewise warmup`")
     compiler.compile_function(adding(1), "second")
     assert compiler.on_disk() == ({"tiny"}, {"second"})
-    assert doctor._kept_kernels() == "2 of 2 compiled, 1 of them ready made, from the package"
+    assert doctor._kept_kernels() == "2 of 2 compiled, 1 of them prebuilt, from the package"
 
 
 @pytest.mark.filterwarnings("ignore")  # JAX, which another test may have imported, warns of every fork
 def test_a_forked_process_goes_on_with_its_parents_and_loads_its_own(folder, monkeypatch):
     no_compiler(monkeypatch)
-    kernel = compiler.kernel.__wrapped__("tiny")
+    kernel = compiler.kernel("tiny")
     child = os.fork()
     if child == 0:
         os._exit(0 if run_tiny(kernel) == tiny() == 42 else 1)
@@ -178,26 +178,26 @@ def test_a_forked_process_goes_on_with_its_parents_and_loads_its_own(folder, mon
 
 
 def test_an_object_defines_its_kernel_and_needs_nothing_of_numba():
-    defined, wanted = ready_kernels.symbols(compiler.object_code(adding(1), "tiny"))
+    defined, wanted = prebuilt_kernels.symbols(compiler.object_code(adding(1), "tiny"))
     assert defined == {"tiny", "tiny.entry"}
-    assert wanted == {name for name in ready_kernels.CALLED if name.startswith("Py")}
+    assert wanted == {name for name in prebuilt_kernels.CALLED if name.startswith("Py")}
 
 
 SCRIPT = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from tilewise.backends.cpu import compiler, ready
+from tilewise.backends.cpu import compiler, prebuilt
 from tiny_kernel import adding, no_compiler, run_tiny, said
-ready.FOLDER = Path({folder!r})
-ready.cpu_features, ready.machine = (lambda: set(ready.TARGETS["avx2"].features)), (lambda: "x86_64")
+prebuilt.FOLDER = Path({folder!r})
+prebuilt.cpu_features, prebuilt.machine = (lambda: set(prebuilt.TARGETS["avx2"].features)), (lambda: "x86_64")
 compiler._FunctionCompiler = None
 assert run_tiny(compiler.kernel("tiny")) == 42
 """
 
 
 def test_processes_at_once(folder):
-    code = SCRIPT.format(path=sys.path, folder=str(ready.FOLDER))
+    code = SCRIPT.format(path=sys.path, folder=str(prebuilt.FOLDER))
     started = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(2)]
     for process in started:
         _, errors = process.communicate()
@@ -208,22 +208,22 @@ def test_processes_at_once(folder):
 @pytest.mark.parametrize("target", ["avx2", "neon"])
 def test_kernels_are_compiled_for_cpus_that_are_not_here(target, tmp_path):
     """`make` looks at each object: its machine, what it defines, what it calls."""
-    ready_kernels.main(str(tmp_path), target, names=["combine"])
-    code = kernel_cache.checked((tmp_path / target / "combine.o").read_bytes(), ready.key("combine", target))
-    ready_kernels.check(code, "combine", TARGETS[target].triple.partition("-")[0])
+    prebuilt_kernels.main(str(tmp_path), target, names=["combine"])
+    code = kernel_cache.checked((tmp_path / target / "combine.o").read_bytes(), prebuilt.key("combine", target))
+    prebuilt_kernels.check(code, "combine", TARGETS[target].triple.partition("-")[0])
     with pytest.raises(AssertionError, match="of another machine"):
-        ready_kernels.check(code, "combine", "aarch64" if target == "avx2" else "x86_64")
+        prebuilt_kernels.check(code, "combine", "aarch64" if target == "avx2" else "x86_64")
     with pytest.raises(AssertionError, match="combine"):
-        ready_kernels.check(code, "decode", TARGETS[target].triple.partition("-")[0])
+        prebuilt_kernels.check(code, "decode", TARGETS[target].triple.partition("-")[0])
 
 
 BITS = """
 import hashlib, sys, torch
 from pathlib import Path
 from tilewise import attention
-from tilewise.backends.cpu import compiler, ready
-ready.FOLDER = Path(sys.argv[1])
-if ready.FOLDER.is_dir():
+from tilewise.backends.cpu import compiler, prebuilt
+prebuilt.FOLDER = Path(sys.argv[1])
+if prebuilt.FOLDER.is_dir():
     compiler._FunctionCompiler = None
 torch.manual_seed(0)
 digest = hashlib.sha256()
@@ -245,13 +245,13 @@ def test_bits_are_those_of_compiled_kernels(tmp_path):
     if target is None:
         pytest.skip("no target is this CPU")
     names = [name for name in compiler.ALL if name.partition(" ")[0] in BITS_KERNELS]
-    ready_kernels.main(str(tmp_path / "ready"), target, names=names)
+    prebuilt_kernels.main(str(tmp_path / "prebuilt"), target, names=names)
     environment = {**os.environ, "TILEWISE_CACHE_DIR": str(tmp_path / "kept")}
     bits = [
         subprocess.run(
             [sys.executable, "-c", BITS, str(folder)], env=environment, capture_output=True, text=True, check=True
         ).stdout
-        for folder in (tmp_path / "ready", tmp_path / "nothing")
+        for folder in (tmp_path / "prebuilt", tmp_path / "nothing")
     ]
     assert bits[0] == bits[1] != ""
 

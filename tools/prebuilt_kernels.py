@@ -3,7 +3,7 @@
 Each target has a process of its own, in which Numba, and with it the kernels' own choices (vector width, which
 instructions), is set to that CPU and not to this one.
 
-    python tools/ready_kernels.py FOLDER [TARGET ...]
+    python tools/prebuilt_kernels.py FOLDER [TARGET ...]
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def make(folder: Path, target: str, names: Sequence[str]) -> None:
     from tilewise.backends.cpu.gemm import amx
 
     amx.usable = lambda: "amx-tile" in TARGETS[target].features
-    from tilewise.backends.cpu import compiler, ready
+    from tilewise.backends.cpu import compiler, prebuilt
 
     size = 0
     for name in names or compiler.ALL:
         fn, symbol, result = compiler.definition(name)
         code = compiler.object_code(fn, symbol, result)
         check(code, symbol, machine_of(triple))
-        ready.write(folder, symbol, target, code)
+        prebuilt.write(folder, symbol, target, code)
         size += len(code)
     count = len(names or compiler.ALL)
     print(f"{target}: {count} kernels, {size / 2**20:.1f} MiB, {time.process_time():.0f} s of a core", flush=True)
@@ -89,7 +89,7 @@ def main(folder: str, *targets: str, names: Sequence[str] = ()) -> None:
             features.append("-prefer-256-bit")
         environment = {**os.environ, "NUMBA_CPU_NAME": chosen.cpu, "NUMBA_CPU_FEATURES": ",".join(features)}
         here = str(Path(__file__).parent)
-        code = f"import sys; sys.path[:0] = [{here!r}]; import ready_kernels as r; "
+        code = f"import sys; sys.path[:0] = [{here!r}]; import prebuilt_kernels as r; "
         code += f"r.make(r.Path({folder!r}), {target!r}, {list(names)!r})"
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 

@@ -33,8 +33,8 @@ CPUS = {
 CHILD = """
 import pickle, sys
 name, problem, backend, threads = pickle.load(sys.stdin.buffer)
-from tilewise.backends.cpu import elsewhere
-sys.stdout.buffer.write(pickle.dumps(elsewhere.planned_as(name, problem, backend, threads)))
+from tilewise.backends.cpu import other_cpus
+sys.stdout.buffer.write(pickle.dumps(other_cpus.planned_as(name, problem, backend, threads)))
 """
 
 
