@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ import torch
 from ..core.options import LIMIT, is_int, to_int
 from ..core.problem import MAX_HEAD_DIM, MaskSpec
 from ..core.storage import PLAIN, StorageFormat
+from ..core.tensors import Tensors
 from ..errors import InvalidArgument
 from ..quantised import Quantised
 from .arrays import to_tensor
+from .memory import overlap, overlaps_itself
 from .values import as_int32
 
 FLOATS = tuple(PLAIN)
+INPUTS = tuple(f.name for f in fields(Tensors) if f.name not in ("out", "lse", "tile_map"))
 
 
 def cast_to_float32(name: str, x: Any) -> str:
@@ -233,3 +236,30 @@ class Checker:
         x = self.unit_stride("mask", x)
         broadcast = tuple(n == 1 and size != 1 for n, size in zip(x.shape, sizes, strict=True))
         return x.expand(sizes), MaskSpec(x.dtype, broadcast)  # type: ignore[arg-type]
+
+    def output(self, out: Any, width: int, t: Tensors) -> torch.Tensor:
+        """The tensor to write, in the caller's layout."""
+        B, H, L, _ = self.q.shape
+        shape = (L, H, width) if self.packed else (B, L, H, width) if self.seq_major else (B, H, L, width)
+        if out is None:
+            return self.q.new_empty(shape)
+        if getattr(getattr(out, "flags", None), "writeable", True) is False:
+            raise InvalidArgument("out", "a read-only array", "one that can be written")
+        given, out = out, to_tensor("out", out)
+        if isinstance(given, torch.Tensor) and given is not out:
+            raise InvalidArgument("out", "a tensor of negated numbers", "one to write to", "out.resolve_neg()")
+        if tuple(out.shape) != shape or out.dtype != self.q.dtype or out.device != self.device:
+            given = f"{tuple(out.shape)} {out.dtype} on {out.device}"
+            raise InvalidArgument("out", given, f"{shape} {self.q.dtype} on {self.device}")
+        if out.requires_grad and torch.is_grad_enabled():
+            raise InvalidArgument("out", "a tensor that requires grad", "one that does not", "detach it")
+        if overlaps_itself(out):
+            given = f"a broadcast tensor, or one whose elements share memory (strides {out.stride()})"
+            raise InvalidArgument("out", given, "one with memory for each element")
+        if out.stride(-1) != 1 and width > 1:
+            raise InvalidArgument("out", f"a last dim of stride {out.stride(-1)}", "stride 1")
+        for name in INPUTS:
+            x = getattr(t, name)
+            if x is not None and overlap(out, x):
+                raise InvalidArgument("out", f"memory that {name} is in", "memory of its own")
+        return out

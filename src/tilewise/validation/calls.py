@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,17 +28,15 @@ from ..core.options import (
     is_validate,
     to_int,
 )
-from ..core.problem import Form, Problem, Selection
+from ..core.problem import Form, MaskSpec, Problem, Selection
 from ..core.tensors import Tensors
 from ..errors import InvalidArgument
 from ..quantised import Quantised
 from . import values
 from .arguments import Checker, Operand
 from .arrays import to_tensor
-from .memory import is_aligned, is_v_in_k, overlap, overlaps_itself
+from .memory import is_aligned, is_v_in_k
 from .tile_checks import as_tile_map, check_tile_map
-
-INPUTS = tuple(f.name for f in fields(Tensors) if f.name not in ("out", "lse", "tile_map"))
 
 
 @dataclass(slots=True)
@@ -60,7 +58,7 @@ def dense(q: Any, k: Any, v: Any, o: Options) -> Call:
         raise InvalidArgument("k", f"a batch of {ck.data.shape[0]}", f"{B}, as q")
     lengths = None if o.kv_lengths is None else c.ints("kv_lengths", o.kv_lengths, (B,))
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths)
-    return _finish(c, "dense", ck, cv, t, o, batch=B, q_len=Lq, kv_len=ck.data.shape[2])
+    return _checked(c, "dense", ck, cv, t, o, batch=B, q_len=Lq, kv_len=ck.data.shape[2])
 
 
 def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, o: Options) -> Call:
@@ -74,7 +72,7 @@ def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, o: Opti
     kv_len = values.longest("max_k", o.max_k, "cu_seqlens_k", cu_k, ck.data.shape[2], o)
     lengths = None if o.kv_lengths is None else c.ints("kv_lengths", o.kv_lengths, (B,))
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    return _finish(c, "varlen", ck, cv, t, o, batch=B, q_len=q_len, kv_len=kv_len)
+    return _checked(c, "varlen", ck, cv, t, o, batch=B, q_len=q_len, kv_len=kv_len)
 
 
 def paged(q: Any, k: Any, v: Any, block_table: Any, context_lens: Any, o: Options) -> Call:
@@ -102,10 +100,10 @@ def paged(q: Any, k: Any, v: Any, block_table: Any, context_lens: Any, o: Option
     else:
         q_len = c.q.shape[2]
     t = Tensors(c.q, ck.data, cv.data, c.q, kv_lengths=lengths, cu_seqlens_q=cu_q, block_table=table)
-    return _finish(c, "paged", ck, cv, t, o, batch=B, q_len=q_len, kv_len=capacity, page_size=page_size)
+    return _checked(c, "paged", ck, cv, t, o, batch=B, q_len=q_len, kv_len=capacity, page_size=page_size)
 
 
-def _finish(
+def _checked(
     c: Checker,
     form: Form,
     ck: Operand,
@@ -118,7 +116,78 @@ def _finish(
     kv_len: int,
     page_size: int = 0,
 ) -> Call:
-    """What all entry points check alike, then the `Problem`."""
+    """What all entry points check alike, then the `Problem`. `t` has the tables; here it gets all else."""
+    _check_keys(c, form, ck, cv, t, o, q_len, kv_len)
+    o.q_offset = to_int(o.q_offset)
+    if o.q_offset is not None and not is_int(o.q_offset):
+        if isinstance(o.q_offset, (bool, float, str)):
+            raise InvalidArgument("q_offset", repr(o.q_offset), "None, an int or an int tensor [B]")
+        t.q_offset = c.ints("q_offset", o.q_offset, (batch,))
+    places: list[Any] = [c.place(name, getattr(o, name), batch) for name in PLACES]
+    mask, kv_len = _score_tensors(c, form, t, o, places, batch, q_len, kv_len)
+    selection = _selection(c, o, t, batch, q_len)
+    t.k_scales, t.v_scales = ck.scales, cv.scales
+    out = c.output(o.out, cv.width, t)
+    return_lse = as_flag("return_lse", o.return_lse)
+    as_flag("deterministic", o.deterministic)  # of a backward pass, but refused at once
+    lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if return_lse else None
+    t.out = c.common(out)
+    if lse is not None:
+        t.lse = c.common(lse[..., None])[..., 0]
+    offset = _offset(form, t, o, q_len, kv_len)
+    rows: Places = "rows"
+    if all(is_int(x) for x in places):
+        rows = as_places(places, offset, q_len, kv_len)  # type: ignore[arg-type]
+    else:
+        t.places = place_rows(places, batch, c.device, LIMIT)
+    t.tile_map = as_tile_map(o.tile_map)
+    shared = 0 if t.k_shared is None else t.k_shared.shape[3]
+    # 4 bits are packed by halves of a row: its first bytes are no first columns.
+    alike = ck.format == cv.format and ck.format.packing == 1 and not shared
+    problem = Problem(
+        form=form,
+        device=c.device,
+        batch=batch,
+        heads=c.q.shape[1],
+        kv_heads=ck.data.shape[1],
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=c.q.shape[3],
+        value_dim=cv.width,
+        q_dtype=c.q.dtype,
+        k_format=ck.format,
+        v_format=cv.format,
+        scale=as_scale(o.scale, c.q.shape[3]),
+        packed_q=c.packed,
+        total_q=c.q.shape[2] if c.packed else 0,
+        page_size=page_size,
+        rules=as_rules(o, offset, t.kv_lengths is not None, rows, (q_len, kv_len)),
+        softcap=as_softcap(o.softcap),
+        alibi=t.alibi_slopes is not None,
+        q_bias=t.q_bias is not None,
+        k_bias=t.k_bias is not None,
+        sinks=t.sinks is not None,
+        mask=mask,
+        tree=t.tree_mask is not None,
+        positions=t.positions is not None,
+        selection=selection,
+        shared=shared,
+        tile_map=None if t.tile_map is None else t.tile_map.tile,
+        split_size=as_split_size(o.split_size),
+        return_lse=return_lse,
+        allow_tf32=as_flag("allow_tf32", o.allow_tf32),
+        v_in_k=alike and is_v_in_k(t.k, t.v) and is_v_in_k(t.k_scales, t.v_scales),
+        aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
+        copies=tuple(c.copies),
+    )
+    _check_values(problem, t, o, places)
+    return Call(problem, t, out, lse)
+
+
+def _check_keys(
+    c: Checker, form: Form, ck: Operand, cv: Operand, t: Tensors, o: Options, q_len: int, kv_len: int
+) -> None:
+    """K, V and `k_shared` beside q: widths, rows, heads, lengths."""
     names = ("k_pages", "v_pages") if form == "paged" else ("k", "v")
     H, Hkv, D = c.q.shape[1], ck.data.shape[1], c.q.shape[3]
     t.k_shared = None if o.k_shared is None else _shared(c, form, ck, o.k_shared)
@@ -135,13 +204,13 @@ def _finish(
     as_size(f"the length of {names[0]}", kv_len)
     if not is_validate(o.validate):
         raise InvalidArgument("validate", repr(o.validate), "None, True or False")
-    o.q_offset = to_int(o.q_offset)
-    if o.q_offset is not None and not is_int(o.q_offset):
-        if isinstance(o.q_offset, (bool, float, str)):
-            raise InvalidArgument("q_offset", repr(o.q_offset), "None, an int or an int tensor [B]")
-        t.q_offset = c.ints("q_offset", o.q_offset, (batch,))
-    places = [c.place(name, getattr(o, name), batch) for name in PLACES]
-    spec = None
+
+
+def _score_tensors(
+    c: Checker, form: Form, t: Tensors, o: Options, places: list[Any], batch: int, q_len: int, kv_len: int
+) -> tuple[MaskSpec | None, int]:
+    """Into `t` all that changes scores; what the mask is, and the keys that a mask or bias over pages leaves."""
+    H, spec = c.q.shape[1], None
     if o.mask is not None:
         t.mask, spec = c.mask(o.mask, (batch, H, q_len, kv_len), any_keys=form == "paged")
         kv_len = t.mask.shape[3]  # of pages perhaps less
@@ -159,80 +228,32 @@ def _finish(
         t.k_bias = c.bias("k_bias", o.k_bias, sizes, packed, any_keys)
         kv_len = t.k_bias.shape[2] if any_keys else kv_len
         t.mask = None if t.mask is None else t.mask[..., :kv_len]
-    selection = _selection(c, o, t, batch, q_len)
-    t.k_scales, t.v_scales = ck.scales, cv.scales
-    out = _output(c, cv.width, o.out, t)
-    return_lse = as_flag("return_lse", o.return_lse)
-    as_flag("deterministic", o.deterministic)  # of a backward pass, but refused at once
-    lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if return_lse else None
-    t.out = c.common(out)
-    if lse is not None:
-        t.lse = c.common(lse[..., None])[..., 0]
+    return spec, kv_len
 
-    offset: Offset
+
+def _offset(form: Form, t: Tensors, o: Options, q_len: int, kv_len: int) -> Offset:
+    """Where the first query stands."""
     if t.q_offset is not None:
-        offset = "rows"
-    elif o.q_offset is not None:
-        offset = as_offset(o.q_offset, q_len, kv_len)
-    else:
-        offset = "end" if t.kv_lengths is not None or form != "dense" else kv_len - q_len
-    rows: Places = "rows"
-    if all(is_int(x) for x in places):
-        rows = as_places(places, offset, q_len, kv_len)  # type: ignore[arg-type]
-    else:
-        t.places = place_rows(places, batch, c.device, LIMIT)
-    t.tile_map = as_tile_map(o.tile_map)
-    # 4 bits are packed by halves of a row: its first bytes are no first columns.
-    alike = ck.format == cv.format and ck.format.packing == 1 and not shared
-    problem = Problem(
-        form=form,
-        device=c.device,
-        batch=batch,
-        heads=H,
-        kv_heads=Hkv,
-        q_len=q_len,
-        kv_len=kv_len,
-        head_dim=D,
-        value_dim=cv.width,
-        q_dtype=c.q.dtype,
-        k_format=ck.format,
-        v_format=cv.format,
-        scale=as_scale(o.scale, D),
-        packed_q=c.packed,
-        total_q=c.q.shape[2] if c.packed else 0,
-        page_size=page_size,
-        rules=as_rules(o, offset, t.kv_lengths is not None, rows, (q_len, kv_len)),
-        softcap=as_softcap(o.softcap),
-        alibi=t.alibi_slopes is not None,
-        q_bias=t.q_bias is not None,
-        k_bias=t.k_bias is not None,
-        sinks=t.sinks is not None,
-        mask=spec,
-        tree=t.tree_mask is not None,
-        positions=t.positions is not None,
-        selection=selection,
-        shared=shared,
-        tile_map=None if t.tile_map is None else t.tile_map.tile,
-        split_size=as_split_size(o.split_size),
-        return_lse=return_lse,
-        allow_tf32=as_flag("allow_tf32", o.allow_tf32),
-        v_in_k=alike and is_v_in_k(t.k, t.v) and is_v_in_k(t.k_scales, t.v_scales),
-        aligned=all(is_aligned(x) for x in (t.q, t.k, t.v, t.out)),
-        copies=tuple(c.copies),
-    )
+        return "rows"
+    if o.q_offset is not None:
+        return as_offset(o.q_offset, q_len, kv_len)
+    return "end" if t.kv_lengths is not None or form != "dense" else kv_len - q_len
+
+
+def _check_values(problem: Problem, t: Tensors, o: Options, places: list[Any]) -> None:
+    """What is inside lengths, offsets, tables, indices and a tile map; tables become int32."""
     if any(isinstance(x, torch.Tensor) and values.readable(x, o.validate) for x in places):
         values.check_places(problem, places, t.q_offset, o.validate)
     tables = (t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
-    values.check_tables(problem, t.k.shape[0 if form == "paged" else 2], o.validate, *tables)
-    ranges: dict[str, tuple[int, ...]] = {"kv_lengths": (0, kv_len), "q_offset": (-LIMIT, LIMIT), "block_table": ()}
-    ranges |= {"cu_seqlens_q": (0, t.q.shape[2]), "cu_seqlens_k": (0, t.k.shape[2])}
+    values.check_tables(problem, t.k.shape[0 if problem.form == "paged" else 2], o.validate, *tables)
+    ranges: dict[str, tuple[int, ...]] = {"q_offset": (-LIMIT, LIMIT), "block_table": ()}
+    ranges |= {"kv_lengths": (0, problem.kv_len), "cu_seqlens_q": (0, t.q.shape[2]), "cu_seqlens_k": (0, t.k.shape[2])}
     for name, ends in ranges.items():
         if (x := getattr(t, name)) is not None:
             setattr(t, name, values.as_int32(x, *ends))
     values.check_positions(problem, t, o.validate)
     check_tile_map(problem, t, o.validate)
     values.check_indices(problem, t.key_indices, o.validate)
-    return Call(problem, t, out, lse)
 
 
 def _shared(c: Checker, form: Form, ck: Operand, given: Any) -> torch.Tensor:
@@ -285,31 +306,3 @@ def _selection(c: Checker, o: Options, t: Tensors, batch: int, q_len: int) -> Se
     rows = c.q.shape[2] if c.packed else -(-q_len // block)
     t.key_indices, by_head = c.indices(name, given, batch, t.k.shape[1], rows)
     return Selection(t.key_indices.shape[-1], block, by_head)
-
-
-def _output(c: Checker, width: int, out: Any, t: Tensors) -> torch.Tensor:
-    """The tensor to write, in the caller's layout."""
-    B, H, L, _ = c.q.shape
-    shape = (L, H, width) if c.packed else (B, L, H, width) if c.seq_major else (B, H, L, width)
-    if out is None:
-        return c.q.new_empty(shape)
-    if getattr(getattr(out, "flags", None), "writeable", True) is False:
-        raise InvalidArgument("out", "a read-only array", "one that can be written")
-    given, out = out, to_tensor("out", out)
-    if isinstance(given, torch.Tensor) and given is not out:
-        raise InvalidArgument("out", "a tensor of negated numbers", "one to write to", "out.resolve_neg()")
-    if tuple(out.shape) != shape or out.dtype != c.q.dtype or out.device != c.device:
-        given = f"{tuple(out.shape)} {out.dtype} on {out.device}"
-        raise InvalidArgument("out", given, f"{shape} {c.q.dtype} on {c.device}")
-    if out.requires_grad and torch.is_grad_enabled():
-        raise InvalidArgument("out", "a tensor that requires grad", "one that does not", "detach it")
-    if overlaps_itself(out):
-        given = f"a broadcast tensor, or one whose elements share memory (strides {out.stride()})"
-        raise InvalidArgument("out", given, "one with memory for each element")
-    if out.stride(-1) != 1 and width > 1:
-        raise InvalidArgument("out", f"a last dim of stride {out.stride(-1)}", "stride 1")
-    for name in INPUTS:
-        x = getattr(t, name)
-        if x is not None and overlap(out, x):
-            raise InvalidArgument("out", f"memory that {name} is in", "memory of its own")
-    return out
