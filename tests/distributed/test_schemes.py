@@ -13,7 +13,7 @@ from sharded import Sharded, run_cases
 from tilewise import InvalidArgument, distributed
 from tilewise.core.mask_rules import MaskRules
 from tilewise.distributed import function
-from tilewise.distributed.attention import KNOWN
+from tilewise.distributed.arguments import KNOWN
 from tilewise.distributed.layout import Piece, Ranks
 from tilewise.distributed.steps import Task
 from tilewise.testing.case import Case, make

@@ -23,7 +23,7 @@ import torch
 from ..core.mask_rules import key_spans
 from ..core.options import as_flag, is_int
 from ..errors import InvalidArgument
-from .attention import Place, prepare
+from .arguments import Place, prepare
 from .function import head_groups
 from .layout import ORDERS, Ranks, ranks_of, total
 from .packing import passes

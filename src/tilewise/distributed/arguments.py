@@ -1,0 +1,200 @@
+"""The arguments of a call over several ranks, checked, to a `Task` and its tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..core.options import PLACES, Options, RuleOptions, as_rules, is_int
+from ..errors import InvalidArgument
+from ..validation import keywords
+from .function import EXTRAS
+from .layout import (
+    ORDERS,
+    Ranks,
+    as_offsets,
+    check_count,
+    global_length,
+    inner_sizes,
+    packed_length,
+    pieces,
+    total,
+    values_of,
+)
+from .rows import Call
+from .steps import Task
+
+PASSED_ON = ("scale", "softcap", "split_size", "allow_tf32", "deterministic", "backend")  # to every part, as they are
+RULES = (*(name for name in RuleOptions.__annotations__ if name not in PLACES), "kv_lengths")
+Place = tuple[int, int]  # the position of a sequence's first query, its keys in use
+INSTEAD = {  # of options that are not taken
+    "block_indices": "key_indices= takes the keys of those blocks one by one",
+    "tree_mask": "mask= takes this rank's rows over all keys",
+    "k_shared": "k= takes them beside each head's own columns",
+    "positions": "mask= takes this rank's rows over all keys",
+    "tile_map": "mask= is classified by each call itself",
+    "out": "take what is returned",
+    "k_start": "positions follow from scheme= and q_offset=",
+    "k_stride": "positions follow from scheme= and q_offset=",
+    "q_stride": "positions follow from scheme= and q_offset=",
+}
+KNOWN = ("layout", "validate", *PASSED_ON, *RULES, *EXTRAS)
+
+
+def lengths_of(length: Any, cu_seqlens: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The tokens of q and of k on all ranks: as given, else all of packed sequences, else None."""
+    length = tuple(length) if isinstance(length, list) else length
+    of_q, of_k = length if isinstance(length, tuple) and len(length) == 2 else (length, length)
+    cu_q, cu_k = (packed_length(cu) for cu in cu_seqlens)
+    return cu_q if of_q is None else of_q, (cu_q if cu_k is None else cu_k) if of_k is None else of_k
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ring: Ranks,
+    inner: Ranks,
+    scheme: str,
+    length: Any,
+    cu_seqlens: tuple[Any, Any],
+    options: dict[str, Any],
+) -> tuple[Call, dict[str, Any], list[Place]]:
+    """The arguments, checked: the call, its tensors beside q, k and v, and where each batch row's queries stand."""
+    cu_seqlens = values_of("cu_seqlens_q", cu_seqlens[0]), values_of("cu_seqlens_k", cu_seqlens[1])
+    for name, remedy in INSTEAD.items():
+        if options.get(name) is not None:
+            raise InvalidArgument(name, "one over several ranks", "none", remedy)
+    if unknown := [name for name in options if name not in KNOWN and name not in INSTEAD]:
+        from .attention import attention  # which needs this module
+
+        keywords.refuse(unknown, [*keywords.of(attention), *KNOWN])
+    options = {name: x for name, x in options.items() if name not in INSTEAD}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise InvalidArgument(name, f"a {type(x).__name__}", "a torch tensor", "Quantised: hand in x.dequantise()")
+    o = Options(**options)
+    packed = cu_seqlens[0] is not None
+    want = 3 if packed else 4
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != want:
+            raise InvalidArgument(name, f"{x.ndim} dims", f"{want}", "packed sequences have 3, with cu_seqlens_q")
+    if o.layout not in ("bhld", "blhd"):
+        raise InvalidArgument("layout", repr(o.layout), "'bhld' or 'blhd'")
+    head, seq = (1, 0) if packed else (1, 2) if o.layout == "bhld" else (2, 1)
+    H, Hkv = q.shape[head], k.shape[head]
+    if H % inner.size:
+        expected = f"a multiple of {inner.size}, the ranks of Ulysses"
+        raise InvalidArgument("q", f"{H} heads", expected, "take 'zigzag' or 'gather'")
+    if (Hkv and H % Hkv) or v.shape[head] != Hkv:
+        raise InvalidArgument("k", f"{Hkv} heads, v {v.shape[head]}", f"as many in both, that divide q's {H}")
+    for name, ndims in (("sinks", (1,)), ("alibi_slopes", (1, 2))):
+        x = getattr(o, name)
+        if x is not None and (not isinstance(x, torch.Tensor) or x.ndim not in ndims or x.shape[-1] != H):
+            raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), f"a tensor of {H} heads in its last dim")
+    lengths = lengths_of(length, cu_seqlens)
+    if isinstance(lengths[0], tuple):
+        raise InvalidArgument("length", repr(lengths[0]), "the tokens of all ranks, or (those of q, those of k)")
+
+    Lq, Lk = (
+        global_length("length", x.shape[seq], n, ring.size, inner.size) for x, n in zip((q, k), lengths, strict=True)
+    )
+    cu_q = as_offsets(cu_seqlens[0], Lq, "cu_seqlens_q")
+    cu_k = cu_q if packed and cu_seqlens[1] is None else as_offsets(cu_seqlens[1], Lk, "cu_seqlens_k")
+    if len(cu_q) != len(cu_k):
+        raise InvalidArgument("cu_seqlens_k", f"{len(cu_k)} offsets", f"{len(cu_q)}, as cu_seqlens_q")
+    order = ORDERS[scheme]
+    q_pieces, k_pieces = (
+        tuple(pieces(n, ring.size, rank, order, cu) for rank in range(ring.size)) for n, cu in ((Lq, cu_q), (Lk, cu_k))
+    )
+    for name, x, held, n in (("q", q, q_pieces, Lq), ("k", k, k_pieces, Lk)):
+        sizes = inner_sizes(total(held[ring.rank]), inner.size)
+        check_count(name, x.shape[seq], sizes[inner.rank], n)
+    if v.shape[seq] != k.shape[seq]:
+        raise InvalidArgument("v", f"{v.shape[seq]} tokens", f"{k.shape[seq]}, as k")
+
+    rows = len(cu_q) - 1 if packed else q.shape[0]
+    offsets, used, places = _places(o, rows, Lq, Lk, cu_q, cu_k)
+    seen = tuple((place,) for place in places) if packed else (tuple(sorted(set(places))) or ((Lk - Lq, Lk),),)
+    rules = as_rules(o)
+    biases = {"q_bias": o.q_bias, "k_bias": o.k_bias}
+    for (name, x), n in zip(biases.items(), (q.shape[seq], Lk), strict=True):
+        if x is not None and (packed or not isinstance(x, torch.Tensor) or x.ndim != 3 or x.shape[-1] != n):
+            shape = f"[{q.shape[0]} or 1, {q.shape[head]} or 1, {n}]: this rank's rows, all ranks' keys; not packed"
+            raise InvalidArgument(name, getattr(x, "shape", type(x).__name__), shape)
+    indices = _as_indices(o.key_indices, q, packed, k.shape[head], seq, Lk)
+    plain = all(x is None for x in (o.mask, o.alibi_slopes, indices, *biases.values()))
+    fusible = order != "striped" and plain and all(len(each) == 1 for each in seen)
+    task = Task(rules, q_pieces, k_pieces, cu_q or (0, Lq), cu_k or (0, Lk), seen, fusible, scheme == "gather")
+    passed = {name: options[name] for name in PASSED_ON if name in options}
+    if not packed:
+        passed["layout"] = o.layout
+    call = Call(task, ring, passed, packed, head, seq, offsets, used, q.device)
+    mask = _as_mask(o.mask, q, packed, head, seq, Lk)
+    extras = {"mask": mask, "sinks": o.sinks, "alibi_slopes": o.alibi_slopes, **biases, "key_indices": indices}
+    return call, extras, places
+
+
+def _places(
+    o: Options, rows: int, Lq: int, Lk: int, cu_q: Sequence[int], cu_k: Sequence[int]
+) -> tuple[torch.Tensor | int, torch.Tensor | None, list[Place]]:
+    """Where queries stand and how many keys are in use: as parts are given them, and as numbers for the plan."""
+    given = []
+    for name in ("q_offset", "kv_lengths"):
+        x = getattr(o, name)
+        if x is not None and not is_int(x):
+            if not isinstance(x, torch.Tensor) or x.shape != (rows,) or x.is_floating_point():
+                raise InvalidArgument(name, repr(x), f"an int tensor [{rows}]" + " or an int" * (name == "q_offset"))
+        elif x is not None and name == "kv_lengths":
+            raise InvalidArgument(name, repr(x), f"an int tensor [{rows}]")
+        given.append(values_of(name, x) if isinstance(x, torch.Tensor) else [x] * rows)
+    packed = bool(cu_q)
+    whole = [b - a for a, b in itertools.pairwise(cu_k)] if packed else [Lk] * rows
+    queries = [b - a for a, b in itertools.pairwise(cu_q)] if packed else [Lq] * rows
+    used = [n if u is None else u for u, n in zip(given[1], whole, strict=True)]
+    for b, (u, n) in enumerate(zip(used, whole, strict=True)):
+        if not 0 <= u <= n:
+            raise InvalidArgument(f"kv_lengths[{b}]", u, f"0 to {n}, the keys of all ranks")
+    starts = [u - n if at is None else int(at) for at, u, n in zip(given[0], used, queries, strict=True)]
+    places = list(zip(starts, used, strict=True))
+    if packed:
+        return 0, None, places
+    lengths = None if o.kv_lengths is None else o.kv_lengths.to(torch.int32)
+    if len(set(starts)) < 2:
+        return starts[0] if starts else 0, lengths, places
+    offsets: Any = o.q_offset if isinstance(o.q_offset, torch.Tensor) else o.kv_lengths - Lq
+    return offsets.to(torch.int32), lengths, places
+
+
+def _as_indices(indices: Any, q: torch.Tensor, packed: bool, kv_heads: int, seq: int, Lk: int) -> Any:
+    """Indices of keys, checked against this rank's rows and all keys."""
+    if indices is None:
+        return None
+    shapes = ([q.shape[0], q.shape[seq]], [q.shape[0], kv_heads, q.shape[seq]])
+    given = list(getattr(indices, "shape", ()))[:-1]
+    if packed or not isinstance(indices, torch.Tensor) or given not in shapes or indices.dtype.is_floating_point:
+        want = f"ints [{q.shape[0]}, {q.shape[seq]}, n] or [{q.shape[0]}, {kv_heads}, {q.shape[seq]}, n]; not packed"
+        remedy = "this rank's rows (tilewise.distributed.shard(key_indices, mesh, -2)), positions of all ranks' keys"
+        raise InvalidArgument("key_indices", getattr(indices, "shape", type(indices).__name__), want, remedy)
+    if indices.device.type == "cpu" and indices.numel():
+        least, most = (int(x) for x in indices.aminmax())
+        if least < -1 or most >= Lk:
+            raise InvalidArgument("key_indices", f"{least} to {most}", f"-1 to {Lk - 1}, the keys of all ranks")
+    return indices
+
+
+def _as_mask(mask: Any, q: torch.Tensor, packed: bool, head: int, seq: int, Lk: int) -> Any:
+    """A mask of four dims, checked against this rank's rows and all keys."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor) or not 2 <= mask.ndim <= 4:
+        raise InvalidArgument("mask", getattr(mask, "shape", type(mask).__name__), "a tensor of 2 to 4 dims")
+    mask = mask.view((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    want = (q.shape[0], q.shape[head], q.shape[seq], Lk)
+    if not packed and any(size not in (1, n) for size, n in zip(mask.shape, want, strict=True)):
+        remedy = "this rank's rows (tilewise.distributed.shard(mask, mesh, -2)) and all ranks' keys"
+        raise InvalidArgument("mask", tuple(mask.shape), f"{want}, each size or 1", remedy)
+    return mask
