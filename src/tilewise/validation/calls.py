@@ -137,7 +137,7 @@ def _checked(
     offset = _offset(form, t, o, q_len, kv_len)
     rows: Places = "rows"
     if all(is_int(x) for x in places):
-        rows = as_places(places, offset, q_len, kv_len)  # type: ignore[arg-type]
+        rows = as_places(places, offset, q_len, kv_len)
     else:
         t.places = place_rows(places, batch, c.device, LIMIT)
     t.tile_map = as_tile_map(o.tile_map)
