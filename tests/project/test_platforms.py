@@ -1,5 +1,6 @@
 """docs/platforms.md: a cell of the table is a record and a command, or empty."""
 
+import json
 import re
 from pathlib import Path
 
@@ -33,3 +34,13 @@ def test_every_gpu_has_a_row():
         mine = [row for row in rows() if re.search(rf"\b{name}\b", row[0])]
         assert mine, name
         assert all(bool(row[1]) == ran for row in mine), name
+
+
+def test_instructions_of_arm_are_those_of_the_record():
+    record = json.loads((ROOT / "benchmarks/records/arm/first_call.json").read_text())
+    said = [
+        (f"{found['import tilewise'] + found['first call']:.1f}", f"{found['seconds']:.1f}")
+        for found in record.values()
+    ]
+    rows = re.findall(r"^\| (?:prefill|decode), kernels .* \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+    assert sorted(rows) == sorted(said)
