@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import torch
 
 from ..errors import InvalidArgument
+from ..validation import keywords
 
 Side = int | None
 WindowSize = tuple[Side, Side] | Sequence[Side] | torch.Tensor | None
@@ -73,9 +74,8 @@ def translate(
         options["alibi_slopes"] = alibi_slopes
     if later:
         known = Later.__annotations__
-        for name in later:
-            if name not in known:
-                raise TypeError(f"got an unexpected keyword argument {name!r}")
+        if unknown := [name for name in later if name not in known]:
+            keywords.refuse(unknown, [*keywords.of(translate)[1:-1], *known])  # but its own: keys, later
         options["chunk"] = chunk(later.get("attention_chunk", 0))
         options["sinks"] = later.get("s_aux")
         options["split_size"] = split_size(later.get("num_splits", 0), keys)

@@ -143,7 +143,7 @@ def absorb(model_type: str) -> None:
         found = []
     if not found:
         given, wanted = f"a model of type {model_type!r}", "one whose attention has expand_kv, as DeepSeek V3"
-        raise InvalidArgument("config", given, wanted, "use a DynamicCache")
+        raise InvalidArgument("config", given, wanted, "use a QuantisedCache or a DynamicCache")
     attention: Any
     for attention in found:
         attention.expand_kv = _or_held(attention.expand_kv)

@@ -55,7 +55,7 @@ class Held:
         raise InvalidArgument(
             "past_key_values", "a QuantisedCache that another attention, or the model itself, reads as tensors",
             "attn_implementation='tilewise', and a model that hands its cache to attention as it is",
-            "model.set_attn_implementation('tilewise'), or use a DynamicCache",
+            "model.set_attn_implementation('tilewise'), a LatentCache for latent attention, or a DynamicCache",
         )  # fmt: skip
 
 

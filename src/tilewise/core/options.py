@@ -235,7 +235,8 @@ def as_tile(name: str, tile: Any) -> tuple[int, int]:
 
 def _finite(name: str, value: Any, below: float = math.nextafter(LARGEST, math.inf)) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):  # a tensor could hide a wait for its device
-        raise InvalidArgument(name, repr(value), "a finite number")
+        remedy = f"float({name})" + "; one that is learned goes into q" * (name == "scale")
+        raise InvalidArgument(name, repr(value), "a finite number", remedy if hasattr(value, "item") else "")
     try:
         number = float(value)
     except OverflowError:  # of a huge int

@@ -232,7 +232,8 @@ class Checker:
         if any(n not in (1, size) for n, size in zip(x.shape, sizes, strict=True)):
             last = f"up to {sizes[3]}" if any_keys else f"{sizes[3]}"
             want = f"({sizes[0]}, {sizes[1]}, {sizes[2]}, {last}), from the right, each size or 1"
-            raise InvalidArgument("mask", f"shape {given}", want)
+            by_row = {2: "mask[:, None, None]", 3: "mask[:, None]"}.get(len(given), "") if given[0] == sizes[0] else ""
+            raise InvalidArgument("mask", f"shape {given}", want, by_row and f"{by_row}, if its first dim is the batch")
         x = self.unit_stride("mask", x)
         broadcast = tuple(n == 1 and size != 1 for n, size in zip(x.shape, sizes, strict=True))
         return x.expand(sizes), MaskSpec(x.dtype, broadcast)  # type: ignore[arg-type]
