@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from tilewise.tools import workloads
-from tilewise.tools.bench import cpu_suite, machine, measure, report, run, run_cpu
-from tilewise.tools.bench.case import Case, Measured, Outcome, Row
+from tilewise.tools.bench import cpu_suite, machine, measure, run
+from tilewise.tools.bench.bars import Outcome, Row, outcomes, row_table
+from tilewise.tools.bench.cpu_suite import Case, row_of
 from tilewise.tools.bench.measure import Timing, blocks, interleaved, summary
+from tilewise.tools.bench.record import Cell, Record, Taken
+from tilewise.tools.bench.tables import tables
 from tilewise.tools.cli import main
 
 TINY = cpu_suite.Sizes(shrink=128, cache=1 << 16, quantised=1 << 16, read=1 << 16, matrix=16)
@@ -115,13 +118,14 @@ def _in_row_order(cases):
 )
 def test_cases_run_and_are_right(case, monkeypatch):
     monkeypatch.setattr(measure, "LEAST_TURN", 0.0)
-    result = run_cpu.measure(case, 0.0)
-    assert result.is_right
-    assert result.ratio > 0
-    assert result.ours.rounds == result.peer.rounds == 3
-    assert result.gflops > 0
-    if result.row not in ("decode int8 cache", "decode int4 cache") and "read" not in row_of(result).against:
-        assert result.peer_error <= result.allowed, "the peer computes something else"
+    result = cpu_suite.measure(case, 0.0)
+    ours, peer = result.ways
+    assert result.is_right(ours)
+    assert result.beside > 0
+    assert ours.timing.rounds == peer.timing.rounds == 3
+    assert result.flops > 0
+    if result.group not in ("decode int8 cache", "decode int4 cache") and "read" not in row_of(result.group).against:
+        assert peer.error <= result.allowed, "the peer computes something else"
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.needs_half_sdpa][::5], ids=lambda c: f"{c.row} {c.name}")
@@ -136,13 +140,9 @@ def test_a_wrong_result_is_seen():
     assert not made.error(made.ours() * torch.nan) <= made.allowed
 
 
-def row_of(result):
-    return next(row for row in cpu_suite.ROWS if row.name == result.row)
-
-
 def cell(row, ratio, name="a case", error=0.0):
-    time = Timing(1e-3, 1e-3, 0.1, 3)
-    return Measured(row, name, time, time, ratio, error, 1e-5, None, 1.0, 1.0, 100)
+    ours, peer = (Timing(seconds, seconds, 0.1, 3) for seconds in (1e-3, 1e-3 * ratio))
+    return Cell(row, name, "flops", (Taken("tilewise", ours, error), Taken("SDPA", peer)), allowed=1e-5, workspace=100)
 
 
 @pytest.mark.parametrize(
@@ -158,21 +158,23 @@ def cell(row, ratio, name="a case", error=0.0):
     ],
 )
 def test_verdicts(row, ratios, verdict):
-    outcome = Outcome(row, [cell("r", ratio) for ratio in ratios])
-    assert outcome.verdict == verdict
-    assert report.row_table([outcome])[2].count(verdict) == 1
+    cells = [cell("r", ratio) for ratio in ratios]
+    assert Outcome(row, cells).verdict == verdict
+    assert row_table(Record({}, cells, outcomes([row], cells)))[2].count(verdict) == 1
 
 
 def test_tables_show_bars_beside_what_was_measured():
     rows = [Row("fast", "SDPA", 1.5, least=1.0), Row("read", "read speed", 0.6, least=0.6, is_share=True)]
-    found = report.outcomes(rows, [cell("fast", 12.34), cell("read", 0.5, error=float("nan"))])
-    head, _, fast, read = report.row_table(found)
+    cells = [cell("fast", 12.34), cell("read", 0.5, error=float("nan"))]
+    found = Record({}, cells, outcomes(rows, cells))
+    head, _, fast, read = row_table(found)
     assert head.split() == ["work", "against", "at", "least", "measured", "slowest", "case"]
     assert fast.split() == "fast SDPA 1.50x, each 1.00x 12.3x reached 12.3x a case".split()
     assert read.split() == "read read speed 60% each 50% missed 50% a case".split()
-    assert "WRONG" in report.cell_table(found)[3]
-    assert "WRONG" not in report.cell_table(found)[2]
-    json.dumps(report.as_data({}, found), allow_nan=False)
+    fast, read, *_ = tables(found)
+    assert "WRONG" in "".join(read)
+    assert "WRONG" not in "".join(fast)
+    json.dumps(found.as_data(), allow_nan=False)
 
 
 @pytest.fixture
@@ -181,14 +183,14 @@ def small_suite(monkeypatch):
     monkeypatch.setattr(machine, "sdpa_survives", lambda environment=None: True)
     monkeypatch.setattr(cpu_suite, "sizes_here", lambda: (TINY, []))
     monkeypatch.setattr(cpu_suite, "cases", lambda sizes, quick: ALL[:2])
-    monkeypatch.setattr(run_cpu, "QUICK_BUDGET", 0.0)
+    monkeypatch.setattr(cpu_suite, "QUICK_BUDGET", 0.0)
 
 
 def test_command_prints_tables_and_writes_json(small_suite, tmp_path, capsys):
     file = tmp_path / "found.json"
     assert main(["bench", "--suite", "cpu", "--quick", "--json", str(file)]) == 0
     shown = capsys.readouterr()
-    assert "prefill f32: D 64, L 512, causal" in shown.out
+    assert "D 64, L 512, causal" in shown.out
     assert "not measured" in shown.out
     assert "[2/2] prefill f32" in shown.err
     data = json.loads(file.read_text())
@@ -203,8 +205,9 @@ def test_command_prints_tables_and_writes_json(small_suite, tmp_path, capsys):
     assert data["ceilings"]["read_gb_per_s"] > 0
     assert data["ceilings"]["sgemm_gflop_per_s"] > 0
     first = data["rows"][0]
-    assert (first["bar"], first["least"], len(first["cells"])) == (1.15, 1.0, 2)
-    assert 0 <= first["cells"][0]["error"] < first["cells"][0]["allowed"]
+    assert (first["bar"], first["least"], len(data["cells"])) == (1.15, 1.0, 2)
+    assert first["worst"] == min(cell.beside for cell in Record.read(file).cells)
+    assert 0 <= data["cells"][0]["ways"][0]["error"] < data["cells"][0]["allowed"]
     assert [p.name for p in tmp_path.iterdir()] == ["found.json"]
 
 
@@ -217,12 +220,12 @@ def test_interrupt_keeps_what_is_done(small_suite, monkeypatch, tmp_path, capsys
     assert main(["bench", "--suite", "cpu", "--quick", "--json", str(file)]) == 130
     data = json.loads(file.read_text())
     assert data["complete"] is False
-    assert [len(row["cells"]) for row in data["rows"]][:2] == [1, 0]
+    assert len(data["cells"]) == 1
     assert "interrupted: 1 of 2 cases done" in capsys.readouterr().out
 
 
 def test_a_wrong_result_fails_the_command(small_suite, monkeypatch, capsys):
-    monkeypatch.setattr(run_cpu, "measure", lambda case, budget: cell(case.row, 2.0, error=float("nan")))
+    monkeypatch.setattr(cpu_suite, "measure", lambda case, budget: cell(case.row, 2.0, error=float("nan")))
     assert main(["bench", "--suite", "cpu", "--quick"]) == 1
     assert "WRONG" in capsys.readouterr().out
 

@@ -12,8 +12,8 @@ import pytest
 from tilewise.core import outputs
 from tilewise.errors import InvalidArgument
 from tilewise.tools import tune, verify
-from tilewise.tools.bench import cpu_suite, machine, run_cpu, svg
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench import cpu_suite, machine, svg
+from tilewise.tools.bench.cpu_suite import Case, row_of
 from tilewise.tools.bench.record import Record
 from tilewise.tools.cli import main
 
@@ -26,7 +26,7 @@ def suite(monkeypatch):
     """Sets the cases of the suite `cpu`."""
     monkeypatch.setattr(machine, "sdpa_survives", lambda environment=None: True)
     monkeypatch.setattr(cpu_suite, "sizes_here", lambda: (TINY, []))
-    monkeypatch.setattr(run_cpu, "QUICK_BUDGET", 0.0)
+    monkeypatch.setattr(cpu_suite, "QUICK_BUDGET", 0.0)
     return lambda *cases: monkeypatch.setattr(cpu_suite, "cases", lambda sizes, quick: list(cases))
 
 
@@ -129,12 +129,12 @@ def test_a_case_that_fails_is_noted_and_the_others_go_on(suite, tmp_path, capsys
     file = tmp_path / "found.json"
     assert bench(file) == 1
     shown = capsys.readouterr()
-    assert "[1/2] prefill f32: too large: FAILED: no room" in shown.err
-    assert "note: failed: prefill f32: too large: no room" in shown.out
+    assert "[1/2] prefill f32, too large: FAILED: no room" in shown.err
+    assert "tilewise: not in 1 of 2 cases, no room" in shown.out
     record = Record.read(file)
-    assert record.about["failed"] == ["prefill f32: too large: no room"]
+    assert [cell.name for cell in record.wrong] == ["too large"]
     assert record.about["complete"] is True
-    assert len(record.cells) == 1
+    assert len(record.cells) == 2
 
 
 def test_the_file_is_there_after_each_case(suite, tmp_path):
@@ -148,7 +148,7 @@ def test_the_file_is_there_after_each_case(suite, tmp_path):
 
     suite(FIRST, Case(FIRST.row, "second", look))
     assert bench(file) == 0
-    assert (seen[0]["complete"], len(seen[0]["rows"][0]["cells"])) == (False, 1)
+    assert (seen[0]["complete"], len(seen[0]["cells"])) == (False, 1)
     assert len(Record.read(file).cells) == 2
 
 
@@ -166,7 +166,7 @@ def test_results_that_cannot_be_written_are_kept_elsewhere(suite, monkeypatch, t
     assert bench(file) == 0
     shown = capsys.readouterr()
     assert f"{file} cannot be written ({os.strerror(errno.ENOSPC)})" in shown.err
-    assert "prefill f32: fills the disk" in shown.out
+    assert "fills the disk" in shown.out
     (last,) = kept.iterdir()
     assert str(last) in shown.err
     assert len(Record.read(last).cells) == 1
@@ -185,8 +185,8 @@ def test_ratios_are_called_speeds_and_the_rest_of_the_time_is_told(suite, tmp_pa
 
 
 def test_a_share_is_of_the_speed_of_reading():
-    assert run_cpu._against("decode MHA f32", 0.5) == "50% of the read speed"
-    assert run_cpu._against("prefill f32", 1.5) == "1.50x as fast as SDPA"
+    assert row_of("decode MHA f32").words(0.5) == "50% of the read speed"
+    assert row_of("prefill f32").words(1.5) == "1.50x as fast as SDPA"
 
 
 def test_a_file_is_written_whole_and_a_link_stays_a_link(tmp_path, monkeypatch):

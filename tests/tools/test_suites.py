@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.tools.bench import cpu_suite, grid, machine, measure_gpu, plot, precompile, run, run_cpu, suites
+from tilewise.tools.bench import cpu_suite, grid, machine, measure_gpu, plot, precompile, run, suites
 from tilewise.tools.bench.measure import Timing
 from tilewise.tools.bench.record import Record
 from tilewise.tools.cli import main
@@ -23,7 +23,7 @@ def tiny(monkeypatch):
     """Commands over tiny cases, with no time spent on timing."""
     monkeypatch.setattr(run, "Scope", lambda on_gpu, quick: suites.Scope(on_gpu, quick, shrink=64))
     monkeypatch.setattr(run, "WAY_BUDGET", {"cpu": (0.0, 0.0)})
-    monkeypatch.setattr(run_cpu, "QUICK_BUDGET", 0.0)
+    monkeypatch.setattr(cpu_suite, "QUICK_BUDGET", 0.0)
     sizes = cpu_suite.Sizes(read=1 << 16, matrix=16)
     monkeypatch.setattr(cpu_suite, "sizes_here", lambda: (sizes, []))
     monkeypatch.setattr("tilewise.tools.bench.measure.LEAST_TURN", 0.0)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .case import Row
 from .peers.way import OURS
 from .record import Cell, Record
 from .report import ratio_text
@@ -80,12 +79,10 @@ def bullets(record: Record) -> Chart:
 
 
 def _bullet(row: Mapping[str, Any]) -> Bar:
-    bar = Row(**{name: row[name] for name in ("name", "against", "bar", "least", "is_share")})
     kind = "ours" if row["verdict"] == "reached" else "peer"
     text = f"{ratio_text(row['value'], row['is_share'])} {row['verdict']}"
-    return Bar(
-        f"at least {ratio_text(bar.bar, bar.is_share)}", min(MOST_OVER, row["value"] / row["bar"]), text, kind, mark=1.0
-    )
+    wanted = f"at least {ratio_text(row['bar'], row['is_share'])}"
+    return Bar(wanted, min(MOST_OVER, row["value"] / row["bar"]), text, kind, mark=1.0)
 
 
 def scale(record: Record) -> dict[str, Chart]:

@@ -1,4 +1,4 @@
-"""The cases of `tilewise bench --suite cpu`, and the bars they are held to."""
+"""The suite `cpu`: its cases, each ours beside one peer, and the bars they are held to."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from ... import Plan, Quantised, attention, paged_attention, plan
 from ...core.storage import FLOATS, QuantDtype
 from ..workloads import LOGIT_STD, Inputs, Workload, make_inputs, normal
 from . import machine
-from .case import Case, Prepared, Row
+from .bars import Row
+from .measure import interleaved
 from .oracle import MOST_ERROR, oracle_errors
 from .peers.sdpa import sdpa
-from .peers.way import dense_mask
+from .peers.way import OURS, dense_mask
+from .record import Cell, Record, Taken
 
 CPU = torch.device("cpu")
 DTYPES = {name: FLOATS[name] for name in ("f32", "bf16", "f16")}
@@ -43,6 +45,39 @@ ROWS = (
     Row("smallest call", SDPA, 1.0),
     Row("paged by 16, shuffled", CONTIGUOUS, 0.95, least=0.95),
 )
+
+
+BUDGET, QUICK_BUDGET = 4.0, 0.5  # seconds of timing for each case
+FULL_MEMORY = 4 * 1024**2  # bytes of workspace that a thread may take
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A case with its tensors in place."""
+
+    ours: Callable[[], torch.Tensor]
+    peer: Callable[[], object]
+    error: Callable[[torch.Tensor], float]  # the largest, against float64
+    allowed: float  # of that error
+    flops: int
+    moved: int  # bytes that ours reads and writes at least
+    workspace: int  # bytes
+    peer_read: int = 0  # bytes that the peer reads: then it is speeds of reading that are compared, not times
+    peer_same: bool = True  # the peer computes the same output
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement; tensors are made by `prepare`, when its turn comes."""
+
+    row: str
+    name: str
+    prepare: Callable[[], Prepared]
+    needs_half_sdpa: bool = False  # which ends the process on some machines
+
+    @property
+    def metric(self) -> str:
+        return "bytes" if self.row.startswith(("decode", "smallest")) else "flops"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +111,38 @@ def sizes_here() -> tuple[Sizes, list[str]]:
 def cases(sizes: Sizes, quick: bool = False) -> list[Case]:
     """All cases in the order of `ROWS`; quick: fewer of the same kind."""
     return [*_prefill_cases(sizes, quick), *_decode_cases(sizes, quick)]
+
+
+@torch.no_grad()
+def measure(case: Case, budget: float) -> Cell:
+    """Times and checks one case: ours, then its row's peer."""
+    made = case.prepare()
+    error = made.error(made.ours())
+    other = made.peer()
+    peer_error = made.error(other) if made.peer_same and isinstance(other, torch.Tensor) else None
+    ours, peer = interleaved([made.ours, made.peer], budget)
+    if made.peer_read:  # the time in which it would read what ours reads
+        factor = made.moved / made.peer_read
+        peer = replace(peer, seconds=peer.seconds * factor, median=peer.median * factor)
+    ways = Taken(OURS, ours, error), Taken(row_of(case.row).against, peer, peer_error)
+    return Cell(
+        case.row, case.name, case.metric, ways,
+        allowed=made.allowed, flops=made.flops, bytes=made.moved, workspace=made.workspace,
+    )  # fmt: skip
+
+
+def row_of(name: str) -> Row:
+    return next(row for row in ROWS if row.name == name)
+
+
+def workspace_line(record: Record) -> list[str]:
+    """The most memory that a call took beside its tensors."""
+    most = max(record.cells, key=lambda cell: cell.workspace, default=None)
+    if most is None:
+        return []
+    each = most.workspace / record.about["device"]["threads"]
+    verdict = "reached" if each < FULL_MEMORY else "missed"
+    return [f"workspace at most {each / 1024**2:.2f} MiB a thread, under 4: {verdict} ({most.group}: {most.name})"]
 
 
 def _prefill_cases(sizes: Sizes, quick: bool) -> Iterator[Case]:

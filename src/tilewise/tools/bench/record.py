@@ -1,7 +1,6 @@
 """A run of the bench as it is kept in a file: what it ran on, and every case with the ways that it was computed.
 
-Two forms exist. Suites of models hold `cells`, each with any number of ways. The suite `cpu` holds `rows` with bars,
-each with cells of ours and one peer. `Record.read` takes both.
+The suite `cpu` has `rows` too: what its cells are held to, and what they come to (`bars.py`).
 """
 
 from __future__ import annotations
@@ -66,6 +65,11 @@ class Cell:
             return None
         return self.peers[0].timing.seconds / self.ours.timing.seconds
 
+    @property
+    def beside(self) -> float:
+        """How many times as fast as the second way ours is, the first: of the suite `cpu`, as its row's peer."""
+        return self.ways[1].timing.seconds / self.ways[0].timing.seconds
+
     def is_right(self, way: Taken) -> bool:
         """False for NaN, and for a way that was not checked against anything only if it is ours."""
         return way.error <= self.allowed if way.error is not None else way.name != OURS
@@ -116,7 +120,8 @@ class Record:
 
     def as_data(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {"format": FORMAT, **self.about, "cells": [_plain(asdict(cell)) for cell in self.cells]}
+        rows = {"rows": [_plain(dict(row)) for row in self.rows]} if self.rows else {}
+        return {"format": FORMAT, **self.about, **rows, "cells": [_plain(asdict(cell)) for cell in self.cells]}
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -127,8 +132,6 @@ class Record:
             raise InvalidArgument("record", str(path), "a file that can be read", error.strerror or "") from error
         except ValueError as error:
             raise InvalidArgument("record", str(path), "a JSON file of `tilewise bench`", str(error)) from error
-        if not isinstance(data, dict) or not ("cells" in data or "rows" in data):
-            raise InvalidArgument("record", str(path), "a JSON file of `tilewise bench`")
         try:
             return cls.from_data(data)
         except (AttributeError, KeyError, TypeError) as error:  # another program's record
@@ -137,10 +140,7 @@ class Record:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Record:
         about = {key: value for key, value in data.items() if key not in ("cells", "rows", "format")}
-        if "cells" in data:
-            return cls(about, [_cell(cell) for cell in data["cells"]])
-        cells = [_barred(row, cell) for row in data["rows"] for cell in row["cells"]]
-        return cls(about, cells, [{k: v for k, v in row.items() if k != "cells"} for row in data["rows"]])
+        return cls(about, [_cell(cell) for cell in data["cells"]], data.get("rows", ()))
 
 
 def _cell(data: Mapping[str, Any]) -> Cell:
@@ -148,26 +148,6 @@ def _cell(data: Mapping[str, Any]) -> Cell:
         Taken(way["name"], Timing(**way["timing"]), _number(way["error"]), way.get("note", "")) for way in data["ways"]
     ]
     return Cell(**{**data, "ways": tuple(ways)})
-
-
-def _barred(row: Mapping[str, Any], cell: Mapping[str, Any]) -> Cell:
-    """A case of the suite `cpu`: ours and one peer, which need not compute the same."""
-    seconds = cell["ours"]["seconds"]
-    peer = Taken(row["against"], Timing(**cell["peer"]), _number(cell["peer_error"]))
-    if row["is_share"]:  # the peer reads other bytes: the time in which it would read ours
-        factor = seconds * cell["ratio"] / cell["peer"]["seconds"]
-        scaled = {name: cell["peer"][name] * factor for name in ("seconds", "median")}
-        peer = Taken(row["against"], Timing(**{**cell["peer"], **scaled}))
-    return Cell(
-        group=row["name"],
-        name=cell["name"],
-        metric="bytes" if row["name"].startswith(("decode", "smallest")) else "flops",
-        ways=(Taken(OURS, Timing(**cell["ours"]), _number(cell["error"])), peer),
-        allowed=cell["allowed"],
-        flops=round(cell["gflops"] * seconds * 1e9),
-        bytes=round(cell["gbytes"] * seconds * 1e9),
-        workspace=cell["workspace"],
-    )
 
 
 def _number(value: float | str | None) -> float | None:

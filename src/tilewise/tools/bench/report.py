@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...core.outputs import write_or_rescue, write_whole
-from .case import Measured, Outcome, Row
 
 SPEEDS = "ratios are speeds: 2x is twice as fast as the peer, in half its time; shares are of the speed that is named"
-
-
-def outcomes(rows: Sequence[Row], results: Sequence[Measured]) -> list[Outcome]:
-    """Each row with its results."""
-    return [Outcome(row, [r for r in results if r.row == row.name]) for row in rows]
 
 
 def heading(about: Mapping[str, Any]) -> list[str]:
@@ -46,60 +39,6 @@ def heading(about: Mapping[str, Any]) -> list[str]:
     return [*lines, SPEEDS, *(f"note: {note}" for note in about.get("notes", []))]
 
 
-def cell_table(found: Sequence[Outcome]) -> list[str]:
-    """Every case: both times, how many times as fast ours is, the speed of ours, the spread of both, the error."""
-    lines = [["case", "ours", "peer", "as fast", "GFLOP/s", "GB/s", "spread", "error"]]
-    for outcome in found:
-        for cell in outcome.cells:
-            lines.append([
-                f"{cell.row}: {cell.name}",
-                time_text(cell.ours.seconds),
-                time_text(cell.peer.seconds),
-                ratio_text(cell.ratio, outcome.row.is_share),
-                f"{cell.gflops:.1f}",
-                f"{cell.gbytes:.2f}",
-                f"{cell.ours.spread:.0%} / {cell.peer.spread:.0%}",
-                f"{cell.error:.1e}" + ("" if cell.is_right else " WRONG"),
-            ])  # fmt: skip
-    return aligned(lines)
-
-
-def row_table(found: Sequence[Outcome]) -> list[str]:
-    """Every row: its bar, what was measured, and whether that reaches it."""
-    lines = [["work", "against", "at least", "measured", "", "slowest case"]]
-    for outcome in found:
-        row, value, worst = outcome.row, outcome.value, outcome.worst
-        lines.append([
-            row.name,
-            row.against,
-            bar_text(row),
-            "-" if value is None else ratio_text(value, row.is_share),
-            outcome.verdict,
-            "-" if worst is None else f"{ratio_text(worst.ratio, row.is_share)} {worst.name}",
-        ])  # fmt: skip
-    return aligned(lines)
-
-
-def as_data(about: Mapping[str, Any], found: Sequence[Outcome]) -> dict[str, Any]:
-    """The whole run as plain data, for JSON."""
-    return {
-        **about,
-        "rows": [
-            {
-                **asdict(outcome.row),
-                "value": outcome.value,
-                "worst": None if outcome.worst is None else outcome.worst.ratio,
-                "verdict": outcome.verdict,
-                "cells": [
-                    {**asdict(cell), "error": _number(cell.error), "peer_error": _number(cell.peer_error)}
-                    for cell in outcome.cells
-                ],
-            }
-            for outcome in found
-        ],
-    }
-
-
 def write_json(path: Path, data: Mapping[str, Any], rescue: bool = True) -> None:
     """Writes all of it or nothing; to `rescue` what was measured, to a temporary file if need be."""
     (write_or_rescue if rescue else write_whole)(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
@@ -110,13 +49,6 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return [text[0], "-" * max(map(len, text)), *text[1:]]
-
-
-def bar_text(row: Row) -> str:
-    bar, least = (ratio_text(value, row.is_share) for value in (row.bar, row.least))
-    if row.least == row.bar:
-        return f"{bar} each"
-    return f"{bar}, each {least}" if row.least else bar
 
 
 def ratio_text(ratio: float, is_share: bool) -> str:
@@ -142,8 +74,3 @@ def time_text(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
-
-
-def _number(value: float | None) -> float | str | None:
-    """JSON has no NaN."""
-    return value if value is None or abs(value) < float("inf") else str(value)

@@ -9,15 +9,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...core.outputs import check_target, write_or_rescue
 from ...errors import InvalidArgument
 from ..progress import Screen
-from . import cpu_suite, grid, machine, measure_gpu, page, plot, precompile, report, run_cpu
+from . import cpu_suite, grid, machine, measure_gpu, page, plot, precompile, report
+from .bars import Row, outcomes, row_table
 from .peers import OURS, installed
 from .record import Cell, Record
 from .scaling import growth_table
@@ -68,18 +70,14 @@ def bench(asked: Asked) -> int:
             with suppress(OSError):  # the end tries again
                 report.write_json(asked.json, data, rescue=False)
 
-    if "cpu" in asked.suites:
-        record, data, shown = run_cpu.run_cpu(asked.words, asked.quick, half_sdpa, keep)
-    else:
-        record = _models(asked, half_sdpa, keep)
-        data, shown = record.as_data(), None
+    record = (_cpu if "cpu" in asked.suites else _models)(asked, half_sdpa, keep)
     if asked.json is not None:
-        report.write_json(asked.json, data)
-    _print(shown or _tables(record))
+        report.write_json(asked.json, record.as_data())
+    _print(_tables(record))
     _write(record, asked.html, asked.plot)
     if not record.about["complete"]:
         return INTERRUPTED
-    return WRONG if record.wrong or record.about.get("failed") else 0
+    return WRONG if record.wrong else 0
 
 
 def show(file: Path, html: Path | None = None, picture: Path | None = None) -> int:
@@ -94,6 +92,8 @@ def show(file: Path, html: Path | None = None, picture: Path | None = None) -> i
 
 def _tables(record: Record) -> list[list[str]]:
     shown = [report.heading(record.about), *tables(record)]
+    if record.rows:
+        shown += [row_table(record), cpu_suite.workspace_line(record)]
     return [*shown, growth_table(record)] if record.about.get("suite") == "scale" else shown
 
 
@@ -136,8 +136,47 @@ def _is_half(asked: Asked) -> bool:
     return "cpu" in asked.suites or asked.dtype in ("bf16", "f16")
 
 
+class Item(NamedTuple):
+    """One case of a suite, to be measured."""
+
+    group: str
+    name: str
+    metric: str
+    x: float | None
+    measure: Callable[[], Cell]
+
+
+def _cpu(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
+    """The suite with bars."""
+    sizes, notes = cpu_suite.sizes_here()
+    if os.environ.items() >= machine.SAFE_ISA.items():
+        notes.append(
+            "SDPA in bf16 and f16 ran with ONEDNN_MAX_CPU_ISA as shown: without it, oneDNN's AMX products end "
+            "the process here (MKL's, which SDPA uses for bf16, do not)"
+        )
+    if not half_sdpa:
+        notes.append("SDPA in bf16 and f16 ends the process here, also without AMX: those cases are left out")
+    budget = cpu_suite.QUICK_BUDGET if asked.quick else cpu_suite.BUDGET
+    items = [
+        Item(case.row, case.name, case.metric, None, partial(cpu_suite.measure, case, budget))
+        for case in cpu_suite.cases(sizes, asked.quick)
+        if half_sdpa or not case.needs_half_sdpa
+    ]
+    about = _about(asked, torch.device("cpu"), notes)
+
+    def ceilings(screen: Screen) -> None:
+        with torch.no_grad():
+            about["ceilings"] = machine.ceilings(sizes.read, sizes.matrix, budget)
+
+    def said(cell: Cell) -> str:
+        assert cell.ours is not None
+        return f"{cpu_suite.row_of(cell.group).words(cell.beside)}, error {cell.ours.error:.1e}"
+
+    return _measure(items, about, budget, ceilings, said, keep, cpu_suite.ROWS)
+
+
 def _models(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
-    """The suites of models, or the one of lengths; `keep` is given the record after each case."""
+    """The suites of models, or the one of lengths."""
     device = torch.device(asked.device)
     kind = asked.dtype or {"cuda": "bf16", "mps": "f16"}.get(device.type, "f32")
     scope = Scope(device.type == "cuda", asked.quick)
@@ -151,59 +190,79 @@ def _models(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], N
         left_out |= dict.fromkeys(("sdpa", "flex"), "ends the process here in bf16 and f16")
     found = {**found, **{name: why for name, why in left_out.items() if found[name] is None}}
     peers = [name for name in (found if asked.peers is None else asked.peers) if found[name] is None]
-    about: dict[str, Any] = {
-        "suite": ",".join(asked.suites),
-        "quick": asked.quick,
-        "dtype": kind,
-        **machine.describe(f"tilewise {shlex.join(asked.words)}", device),
-        "peers": found,
-        "notes": machine.load_notes(),
-    }
+    about = _about(asked, device, []) | {"dtype": kind, "peers": found}
     full, short = WAY_BUDGET[device.type]
     run = grid.Bench(device, DTYPES[kind], short if asked.quick else full, peers)
+
+    def measure(task: Task) -> Cell:
+        try:
+            return grid.measure(task, run)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def prepare(screen: Screen) -> None:
+        about["ceilings"] = _ceilings(run, asked.quick)
+        if device.type == "cuda":
+            screen.print("compiles what is not yet kept")
+            precompile.precompile(tasks, device, run.dtype, peers, asked.jobs or precompile.default_jobs(device))
+
+    items = [Item(grid.group_of(t), t.case.name, t.metric, t.x, partial(measure, t)) for t in tasks]
+    return _measure(items, about, run.budget, prepare, _result, keep)
+
+
+def _about(asked: Asked, device: torch.device, notes: list[str]) -> dict[str, Any]:
+    return {
+        "suite": ",".join(asked.suites),
+        "quick": asked.quick,
+        **machine.describe(f"tilewise {shlex.join(asked.words)}", device),
+        "notes": [*notes, *machine.load_notes()],
+    }
+
+
+def _measure(
+    items: Sequence[Item],
+    about: dict[str, Any],
+    budget: float,
+    prepare: Callable[[Screen], None],
+    said: Callable[[Cell], str],
+    keep: Callable[[Mapping[str, Any]], None],
+    rows: Sequence[Row] = (),
+) -> Record:
+    """All cases, one after the other; `keep` is given the record after each. Ctrl-C ends it."""
     cells: list[Cell] = []
     start = time.perf_counter()
 
     def record() -> Record:
-        ended = {"complete": len(cells) == len(tasks), "seconds": time.perf_counter() - start}
-        return Record({**about, **ended}, cells)
+        ended = {"complete": len(cells) == len(items), "seconds": time.perf_counter() - start}
+        return Record({**about, **ended}, cells, outcomes(rows, cells))
 
-    with Screen(len(tasks) + 1, sys.stderr) as screen:
+    with Screen(len(items) + 1, sys.stderr) as screen:
         try:
-            screen.print(f"{len(tasks)} cases, {report.rough_time(run.budget * len(tasks))} at least")
+            screen.print(f"{len(items)} cases, {report.rough_time(budget * len(items))} at least")
             screen.step("ceilings of this machine")
-            about["ceilings"] = _ceilings(run, asked.quick)
-            if device.type == "cuda":
-                screen.print("compiles what is not yet kept")
-                precompile.precompile(tasks, device, run.dtype, peers, asked.jobs or precompile.default_jobs(device))
+            prepare(screen)
             begun = time.perf_counter()
-            for number, task in enumerate(tasks, 1):
-                screen.step(f"{task.suite}: {task.group}, {task.case.name}")
-                cell = _measured(task, run)
+            for number, item in enumerate(items, 1):
+                screen.step(f"{item.group}, {item.name}")
+                try:
+                    cell = item.measure()
+                    words = said(cell)
+                except Exception as error:  # too little memory, for one; the other cases go on
+                    reason = (str(error) or type(error).__name__).splitlines()[0]
+                    cell = Cell(item.group, item.name, item.metric, (), {OURS: reason}, item.x)
+                    words = f"FAILED: {reason}"
                 cells.append(cell)
-                left = report.left_text(number, len(tasks), time.perf_counter() - begun)
-                screen.print(f"[{number}/{len(tasks)}] {cell.group}, {cell.name}: {_result(cell)}{left}")
+                left = report.left_text(number, len(items), time.perf_counter() - begun)
+                screen.print(f"[{number}/{len(items)}] {item.group}, {item.name}: {words}{left}")
                 keep(record().as_data())
         except KeyboardInterrupt:
-            about["notes"].append(f"interrupted: {len(cells)} of {len(tasks)} cases done")
+            about["notes"].append(f"interrupted: {len(cells)} of {len(items)} cases done")
     return record()
 
 
-def _measured(task: Task, run: grid.Bench) -> Cell:
-    """The case; one that fails is kept with the reason, and the others go on."""
-    try:
-        return grid.measure(task, run)
-    except Exception as error:  # too little memory, for one
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        return Cell(grid.group_of(task), task.case.name, task.metric, (), {OURS: reason}, task.x)
-    finally:
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
 def _result(cell: Cell) -> str:
-    if cell.ours is None:
-        return f"FAILED: {cell.refused.get(OURS, '')}"
+    assert cell.ours is not None
     beside = (
         "no peer" if cell.ratio is None else f"{report.ratio_text(cell.ratio, False)} as fast as {cell.peers[0].name}"
     )
@@ -211,7 +270,7 @@ def _result(cell: Cell) -> str:
 
 
 def _ceilings(run: grid.Bench, quick: bool) -> dict[str, Any]:
-    budget = run_cpu.QUICK_BUDGET if quick else run_cpu.BUDGET / 2
+    budget = cpu_suite.QUICK_BUDGET if quick else cpu_suite.BUDGET / 2
     with torch.no_grad():
         if run.device.type != "cpu":
             given = {} if run.device.type == "cuda" else {"size": 4096, "read": 2**30}  # memory is shared with others
