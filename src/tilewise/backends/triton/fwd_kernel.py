@@ -212,11 +212,11 @@ def fwd_kernel(a, S):
         ks_base += wide_b * ks_b
         vs_base += wide_b * vs_b
     if S.keys.in_row:
-        ks_base = scales_in_row(k_base)
-        ks_b, ks_l = k_b // 4, k_l // 4
+        ks_base = scales_in_row(k_base, S.keys.unit)
+        ks_b, ks_l = k_b * S.keys.unit // 4, k_l * S.keys.unit // 4
     if S.values.in_row:
-        vs_base = scales_in_row(v_base)
-        vs_b, vs_l = v_b // 4, v_l // 4
+        vs_base = scales_in_row(v_base, S.values.unit)
+        vs_b, vs_l = v_b * S.values.unit // 4, v_l * S.values.unit // 4
     own = 0.0
     if S.q_bias:
         at = a.Q_BIAS + row_b.to(tl.int64) * a.qb_b + (q_start + wide_row) * a.qb_l + wide_head * a.qb_h

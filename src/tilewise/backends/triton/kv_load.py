@@ -269,9 +269,9 @@ def rest_precision(spec):
 
 
 @triton.jit
-def scales_in_row(row):
-    """Where the scales of a latent row are, of whose bytes the first is at `row`."""
-    return (row + LATENT).to(tl.pointer_type(tl.float32), bitcast=True)
+def scales_in_row(row, UNIT: tl.constexpr = 1):
+    """Where the scales of a latent row are, of whose units of UNIT bytes the first is at `row`."""
+    return (row + LATENT // UNIT).to(tl.pointer_type(tl.float32), bitcast=True)
 
 
 @triton.jit
@@ -282,8 +282,10 @@ def load_rest(base, rows, ok, OP: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.c
     inside = (d < OP.rest)[None, :]
     if MASKED:
         inside = inside & ok[:, None]
-    at = (base + (LATENT + LATENT_SCALES)).to(tl.pointer_type(tl.uint16), bitcast=True)
-    bits = tl.load(at + first // 2 + ((each // 2)[:, None] + d[None, :]), mask=inside, other=0)
+    at = (base + (LATENT + LATENT_SCALES) // OP.unit).to(tl.pointer_type(tl.uint16), bitcast=True)
+    if OP.unit == 1:
+        first, each = first // 2, each // 2
+    bits = tl.load(at + first + (each[:, None] + d[None, :]), mask=inside, other=0)
     return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True).to(TYPE)
 
 

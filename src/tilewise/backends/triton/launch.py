@@ -189,16 +189,16 @@ class Launcher:
         the kernel combines splits itself.
         """
         c = self.config
-        quantised = [x for x, scales in ((t.k, t.k_scales), (t.v, t.v_scales)) if scales is not None]
-        pairs = all(in_pairs(x) for x in quantised)
-        spec = self.spec if pairs else config.spec(self.problem, c, self.target, pairs=False)
+        p = self.problem
+        pairs = all(in_pairs(x) for x, fmt in ((t.k, p.k_format), (t.v, p.v_format)) if fmt.is_quantised)
+        spec = self.spec if pairs else config.spec(p, c, self.target, pairs=False)
         k, v = (_stored(x, op.unit) for x, op in ((t.k, spec.keys), (t.v, spec.values)))
         align = alignment(k, v)
         grain = align if align < 16 else 1
         scale_align = alignment(t.k_scales, t.v_scales)
         scale_grain = scale_align if scale_align < 16 else 1
         if spec.keys.in_row or spec.values.in_row:
-            scale_align = min(scale_align, max(1, align // 4))
+            scale_align = min(scale_align, max(1, align * spec.keys.unit // 4))
         spec = replace(spec, grain=grain, align=align, scale_grain=scale_grain, scale_align=scale_align)
         if memory[2] is not None:
             spec = replace(spec, combine="inside", pdl=False)

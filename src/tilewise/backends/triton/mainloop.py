@@ -140,6 +140,8 @@ def add_values(
     for i in tl.static_range(len(OP.widths)):
         if S.v_in_k:
             raw = chunks[i]
+            if S.flip:
+                raw = tl.trans(raw)
         else:
             raw = load_chunk(V, rows, ok, i, OP, MASKED, S.flip)  # [BK, W], flipped [W, BK]
         for part in tl.static_range(parts_of(OP)):

@@ -63,7 +63,7 @@ def operand(
             widths = (LONGEST_SUM,) * (width // LONGEST_SUM) + (chunks(rest, least) if rest else ())
         return Operand(widths, width, "plain", 0, False, work, precision, False, False, rounds=rounds)
     if fmt.scales_in_row:
-        latent = operand(problem, LATENT, stored_as("fp8_e4m3", fmt.group), is_key, BM, target)
+        latent = operand(problem, LATENT, stored_as("fp8_e4m3", fmt.group), is_key, BM, target, pairs)
         return replace(latent, in_row=True, rest=width - LATENT)
     columns = fmt.columns(width)
     whole = fmt.group >= width
@@ -88,11 +88,11 @@ def operand(
 
 
 def shares_chunks(keys: Operand, values: Operand) -> bool:
-    """Whether the chunks of V, if it lies in K, are chunks of K: plain numbers, no padding.
+    """Whether the chunks of V, if it lies in K, are chunks of K: stored alike, read in the same units, no padding.
 
-    Float32 ones stay in registers between the two products. Bytes would too, and not be copied there in advance.
+    Numbers that are multiplied in another type than memory holds stay in registers between the two products.
     """
-    alike = keys.kind == values.kind == "plain" and keys.work == values.work
+    alike = (keys.kind, keys.unit, keys.packing, keys.work) == (values.kind, values.unit, 1, values.work)
     return alike and begins_with(keys.widths, values.widths, values.columns)
 
 

@@ -58,7 +58,7 @@ def load_rows(base, ok, S: tl.constexpr):
     if OP.rest > 0:  # in the unit of the others, exactly: it is a power of two
         d = tl.arange(0, rest_width(OP))
         inside = ok[:, None] & (d < OP.rest)[None, :]
-        x = tl.load(base[:, None] + OP.columns + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(base[:, None] + OP.columns * OP.unit + d[None, :], mask=inside, other=0.0).to(tl.float32)
         if OP.rescaled:
             x = x / factor[:, None]
         if S.negate:
