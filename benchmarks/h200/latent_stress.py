@@ -7,7 +7,7 @@
 Small calls of each kernel: few query rows, many heads, key indices in 16 bits and in float8. `naps` is the kernel's own
 text in which warps sleep for a while of their own, by chance, before they arrive at a barrier or store to shared
 memory, after they have waited, and around reductions: an order that only mostly holds would break. `equal registers`
-gives all warps as many as they are launched with. Each is launched alone, and then while other processes keep the GPU
+gives all warps as many as they are launched with; `combined after` leaves fragments to a launch of its own. Each is launched alone, and then while other processes keep the GPU
 busy, so that programs are interrupted. `--tool` runs one variant twice, for a checker.
 """
 
@@ -75,11 +75,12 @@ def with_naps(text: str) -> str:
 def variants() -> dict[str, Variant]:
     folder = Path(mla.__file__).parent
     changes = {}
-    for name in ("narrow", "consumer", "softmax", "epilogue", "pipeline", "producer", "gather"):
+    for name in ("narrow", "consumer", "softmax", "epilogue", "inside", "pipeline", "producer", "gather"):
         text = (folder / f"{name}.py").read_text()
         changes[name] = [(text, with_naps(text))]
-    registers = {"consumer_regs": 168, "producer_regs": 168}
-    return {"now": Variant(), "naps": Variant(changes), "equal registers": Variant(ways=registers)}
+    after = {"inside": False}
+    made = {"now": Variant(), "naps": Variant(changes), "combined after": Variant(ways=after)}
+    return made | {"equal registers": Variant(ways=after | {"consumer_regs": 168, "producer_regs": 168})}
 
 
 def inputs(name: str) -> tuple[Any, Callable[[], Result] | None]:
@@ -197,7 +198,8 @@ def main() -> None:
         print(f"{args.tool}: {text or args.name + ': right'}", flush=True)
         return
     start = time.perf_counter()
-    work = [(name, variant) for variant in ("now", "naps") for name in NAMES] + [(NAMES[0], "equal registers")]
+    work = [(name, variant) for variant in ("now", "naps") for name in NAMES]
+    work += [(NAMES[0], variant) for variant in ("equal registers", "combined after")]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for text in pool.map(warm, work):
             if text:
@@ -206,7 +208,7 @@ def main() -> None:
     if args.compile:
         return
     rows: list[dict[str, Any]] = []
-    wanted: dict[str, list[torch.Tensor]] = {name: [] for name in NAMES}
+    wanted: dict[tuple[str, bool], list[torch.Tensor]] = {}
     for others in (0, 3):
         command = [sys.executable, __file__, "--busy", "60"]
         started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(others)]
@@ -216,7 +218,7 @@ def main() -> None:
         for name, variant in work:
             count = args.count // (4 if variant == "naps" else 1) // (5 if others else 1)
             try:
-                row = launches(name, variant, count, wanted[name])
+                row = launches(name, variant, count, wanted.setdefault((name, variant in ("now", "naps")), []))
             except Exception as error:
                 row = {"call": name, "kernel": variant, "differ": -1, "wrong": f"{type(error).__name__}: {error}"[:300]}
             rows.append({"other processes": others, **row})

@@ -53,7 +53,7 @@ class Variant:
 
 
 NO_GATE = [("    mbarrier.wait(sh.scored.index(0), u & 1)  # the exp", "    # the exp")]
-NOT_COMBINED = [("self.combining.first((c.combiners, 1), given) if c.cut else None", "None")]
+NOT_COMBINED = [("self.combining.first((c.combiners, 1), given) if c.cut and not self.spec.inside else None", "None")]
 ONE_FLAG = [
     ("gl.max(higher.to(gl.int32).reshape([4, 16]), 1)", "gl.full([4], gl.max(higher.to(gl.int32), 0), gl.int32, FLAGS)")
 ]
@@ -75,7 +75,8 @@ VARIANTS = {
     "128 columns": Variant(ways={"width": 128}, rows=MANY),
     "256 columns": Variant(ways={"width": 256}, rows=FEW),
     "prefetched": Variant(ways={"prefetch": True}, rows=FEW),
-    "not combined": Variant({"launch": NOT_COMBINED}, rows=FEW[:1]),  # where no sequence is cut
+    "combined after": Variant(ways={"inside": False}, rows=FEW),
+    "not combined": Variant({"launch": NOT_COMBINED}, {"inside": False}, rows=FEW[:1]),  # where no sequence is cut
     "always rescaled": Variant(RESCALED, rows=MANY),
     "no prefetch": Variant(ways={"prefetch": False}, rows=MANY),
     "no copies": Variant({"producer": NOT_COPIED}, right=False),

@@ -21,7 +21,7 @@ from tilewise.validation.calls import Call
 
 FILES = (
     "arguments", "tile_scheduler", "pipeline", "epilogue", "producer", "gather", "scores", "softmax", "narrow",
-    "consumer", "kernel",
+    "inside", "consumer", "kernel",
 )  # fmt: skip
 PLACES = {"signature": "backends.hopper"} | dict.fromkeys(FILES, "backends.hopper.mla")
 
@@ -127,7 +127,7 @@ def run(call: Call, kernels: Any, seed: int = 0, processors: int = 5, **ways: An
     cache = stored.numpy()
     partial = np.full((max(c.partial_rows, 1), 512), np.nan, np.float32)
     partial_lse = np.full(max(c.partial_rows, 1), np.nan, np.float32)
-    fragments = np.full(c.sequences, -1, np.int32)
+    fragments, counters = np.full(c.sequences, -1, np.int32), np.zeros(c.sequences, np.int32)
     given: dict[str, Any] = bound.sizes | {
         "factor": p.scale * np.log2(np.e),  # sums are not cut off here
         "q": Rows(rows, (1, s.queries, s.head_rows, s.width)), "q_rope": Rows(rows, (1, s.queries, s.head_rows, 64)),
@@ -135,7 +135,7 @@ def run(call: Call, kernels: Any, seed: int = 0, processors: int = 5, **ways: An
         "out": Rows(t.out.transpose(1, 2).numpy(), (1, s.queries, s.head_rows, s.width)),
         "CACHE": flat(stored.view(torch.int32) if s.fp8 else stored), "INDICES": flat(t.key_indices),
         "SCALES": flat(stored.view(torch.float32)) if s.fp8 else None,
-        "LSE": flat(t.lse), "PARTIAL": Pointer(partial.reshape(-1)),
+        "LSE": flat(t.lse), "PARTIAL": Pointer(partial.reshape(-1)), "COUNTERS": Pointer(counters),
         "PARTIAL_LSE": Pointer(partial_lse), "FRAGMENTS": Pointer(fragments), "LENGTHS": flat(t.kv_lengths),
         "TABLE": flat(t.block_table), "SINKS": flat(t.sinks), "page_size": cache.shape[1], "S": s,
     }  # fmt: skip
@@ -145,6 +145,7 @@ def run(call: Call, kernels: Any, seed: int = 0, processors: int = 5, **ways: An
     gluon_sim.MACHINE = Machine(c.splits * c.tiles, seed)
     names = kernels.arguments.Arguments.NAMES
     gluon_sim.MACHINE.run(lambda: kernels.kernel.latent_decode(*(given[name] for name in names)))
+    assert not counters.any(), "they are zero for the next call"
     for seq, entry in enumerate(fragments.tolist()):
         count, first = entry >> 16, entry & 65535
         if count > 1:

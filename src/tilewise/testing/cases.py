@@ -317,6 +317,10 @@ LATENT = [
     Case(H=16, Hkv=1, Lq=2, Lk=150, D=576, Dv=512, dtype="f16", latent=True, layout="blhd", causal=True),
     Case(H=4, Hkv=2, Lq=40, Lk=90, D=72, Dv=64, latent=True, causal=True, strides="sliced"),
     Case(Hkv=1, Lq=2, Lk=90, D=192, Dv=128, k="int8/64", v="int8/64", latent=True, causal=True),
+    Case(Hkv=1, Lq=1, Lk=90, D=128, Dv=64, dtype="f16", k="int8/64", v="int8/64", latent=True),
+    Case(Hkv=1, Lq=1, Lk=90, D=64, Dv=64, dtype="f16", k="fp8_e4m3/32", v="fp8_e4m3/32", latent=True, sinks=True),
+    *(replace(_LATENT, dtype=t, k="int8/128", v="int8/128") for t in ("f32", "f16", "bf16")),
+    replace(_LATENT, dtype="f16", B=2, H=20, Lq=2, k="fp8_e4m3/64", v="fp8_e4m3/64", lengths=(2, 129), causal=True),
     Case(form="varlen", H=4, Hkv=1, q_lengths=(5, 20), lengths=(40, 77), D=80, Dv=64, dtype="bf16", latent=True),
 ]
 

@@ -26,6 +26,7 @@ CASES = [
     replace(BASE, B=3, H=5, Lq=3, lengths=(2, 130, 64), causal=True, page=16, sinks="mixed"),
     replace(BASE, B=2, H=3, Lq=2, lengths=(900, 257), page=128),
     replace(BASE, B=3, H=5, Lq=2, lengths=(2, 130, 450), causal=True, page=16, sinks="mixed"),
+    replace(BASE, B=3, H=8, lengths=(1, 900, 300)),  # five fragments, of which the first does not begin its run
     replace(BASE, B=2, H=16, Lq=12, lengths=(5, 140), causal=True),
     Case(H=16, Hkv=1, Lq=2, Lk=300, D=576, Dv=512, dtype="f16", latent=True, lengths=(300, 129), causal=True),
     Case(H=16, Hkv=1, Lq=1, Lk=150, D=576, Dv=512, dtype="f16", latent=True, layout="blhd"),
@@ -60,6 +61,12 @@ def kernels():
 def test_results_are_right(case, kernels):
     call = simulated(make(case), kernels, seed=len(str(case)))
     check_call(call, call.tensors.out, call.tensors.lse)
+
+
+def test_any_program_may_be_the_last_of_a_sequence(kernels):
+    for seed in range(4):
+        call = simulated(make(CASES[5]), kernels, seed)
+        check_call(call, call.tensors.out, call.tensors.lse)
 
 
 @pytest.mark.parametrize("heads", [8, 70])
@@ -189,6 +196,13 @@ OF_FEW = {
         "    mbarrier.arrive(sh.free[C], count=1)\n    o = warpgroup_mma_wait(0, deps=(o0, o1))\n",
     ),
 }
+OF_FEW |= {
+    "a fragment is left out": ("inside", "for f in range(fragments):", "for f in range(1, fragments):"),
+    "the first fragment is another's": ("inside", " + (w.first % size != 0).to(gl.int32)", ""),
+    "combined before all is there": ("inside", "2 * fragments - 1:", "2 * fragments - 2:"),
+    "counters are left as they are": ("inside", "gl.store(a.COUNTERS + w.seq, 0)", "pass"),
+    "sinks of combined rows are left out": ("inside", "if a.S.sinks:", "if False:"),
+}
 OF_CHOSEN = {
     "indices of another query": ("gather", "(seq % a.q_len).to(gl.int64) * a.i_l", "0"),
     "keys past the end": ("gather", "(position < limit)", "(position < limit + 1)"),
@@ -221,6 +235,8 @@ def test_mutants_are_rejected(name):
             test_rows_in_float8_with_uneven_scales_are_right("uneven", kernels)
             return
         few = name in OF_FEW
+        if few:
+            test_any_program_may_be_the_last_of_a_sequence(kernels)
         test_results_are_right(CASES[4 if few else 1], kernels)
         test_results_are_right(CASES[0], kernels)
         test_maxima_may_rise_by_many_powers_of_2(8 if few else 70, kernels)

@@ -16,6 +16,7 @@ class Arguments:
     PARTIAL: object  # float32 [2 splits, tiles, 64, 512]: outputs of sequences that several programs share
     PARTIAL_LSE: object  # float32 [2 splits, tiles, 64], in base 2
     FRAGMENTS: object  # int32 [B]: partial of a sequence's first fragment, and from bit 16 on how many it has
+    COUNTERS: object  # int32 [B]: halves of fragments that are stored, where consumers combine them
     LENGTHS: object
     TABLE: object
     INDICES: object  # int32 [B, Lq, chosen]: keys of each query

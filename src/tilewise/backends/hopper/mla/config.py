@@ -21,6 +21,7 @@ TILE = ROWS, 2 * KEYS  # keys are taken in pairs of blocks
 # its size on the average, in all about so many last bits of the score (of 2^-24 of it).
 CUT_OFF = 8.0
 COMBINED = 4096  # numbers that a combining program has at a time
+MOST_INSIDE = 32  # fragments that one consumer combines
 LONGER = 1.05  # how much longer runs may be when that leaves sequences whole
 
 
@@ -78,6 +79,7 @@ class Config:
     size: int  # pairs of blocks of a run, with key indices
     cut: bool  # whether runs may end within a sequence
     few: bool  # rows of a sequence, which are the columns of all products
+    inside: bool  # consumers combine fragments, and no launch after theirs
     # Of the combining kernel: fragments of a sequence at a time, and rows and columns of the output.
     at_once: int
     rows: int
@@ -111,7 +113,15 @@ def config_of(problem: Problem, target: Target) -> Config:
     rows = COMBINED // at_once // columns
     combiners = sequences * -(-p.heads * q_len // rows) * (LATENT // columns)
     few = chosen is None and head_rows * q_len <= FEW
-    return Config(head_rows, tiles, splits, sequences, size, cut, few, at_once, rows, columns, combiners)
+    inside = few and cut and most_fragments(p, splits) <= MOST_INSIDE
+    return Config(head_rows, tiles, splits, sequences, size, cut, few, inside, at_once, rows, columns, combiners)
+
+
+def most_fragments(problem: Problem, splits: int) -> int:
+    """Fragments that a sequence can have, whatever the lengths: all others may have one pair of blocks each."""
+    longest = max(1, -(-problem.kv_len // TILE[1]))
+    size = -(-(longest + problem.batch - 1) // splits)
+    return -(-longest // size) + 1
 
 
 def factor(problem: Problem) -> float:
@@ -132,6 +142,8 @@ def notes(c: Config) -> tuple[str, ...]:
         found[1] = "two warpgroups with every second block each, query rows as columns of products, TMA"
     elif c.tiles > 1:
         found.append("the next keys are prefetched to L2")
+    if c.inside:
+        found.append("the last program of a sequence combines it")
     return tuple(found)
 
 
@@ -149,6 +161,7 @@ def spec(problem: Problem, c: Config) -> Spec:
         lengths=p.rules.kv_lengths,
         lse=p.return_lse,
         sinks=p.sinks,
+        inside=c.inside,
         gather=p.selection is not None,
         width=128 if in_fp8(p) or (c.few and page_rows == KEYS) else 256 if page_rows == KEYS or p.selection else 64,
         prefetch=c.tiles > 1,  # programs that read the same keys gain; a lone one loses

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .epilogue import store, store_fragments, times
+from .inside import combine_inside
 from .narrow import COLUMN, new_narrow_output, own_parts, step_narrow
 from .scores import SCORE, end_scores, scales_of, start_scores, visible
 from .softmax import alpha_of, clear_hidden, to_weights
@@ -282,8 +283,11 @@ def consume(a, run, sh, C: gl.constexpr):
 
         o, m, l = whole_sums(a, sh, f, o, m, l, C)
         store(a, sh, w, o, m, l, partial, run.tile, C)
+        if a.S.inside:  # noqa: SIM102
+            if not w.alone():
+                combine_inside(a, sh, w, partial, run.split, run.size)
         mbarrier.arrive(sh.q_free.index(0), count=1)
-        if C == 0:
+        if C == 0 and not a.S.inside:
             store_fragments(a, w, partial, run.size, run.tile)
         left -= w.last - first
         seq += 1

@@ -11,6 +11,7 @@ from ....core.plan import ByPlan, Plan
 from ....core.tensors import Tensors
 from ....errors import Unsupported
 from ...gpu.kernel import Arguments, ByAddress, Kernel, Ready, stride_arguments
+from ...gpu.semaphores import Semaphores
 from ...gpu.target import Target, target_of
 from ...gpu.tensor_map import TensorMap
 from ..descriptors import block_descriptor
@@ -47,6 +48,7 @@ class Launcher(ByAddress):
         self.lse_at = c.partial_rows * LATENT  # in the workspace, in numbers of 4 bytes
         self.fragments_at = self.lse_at + c.partial_rows
         self.decode = Kernel(latent_decode)
+        self.counters = Semaphores(c.sequences)
         self.combining = Kernel(combine, {"ROWS": c.rows, "COLUMNS": c.columns, "AT_ONCE": c.at_once})
         self.sizes: Arguments = {
             "batch": c.sequences, "heads": p.heads, "q_len": p.q_len, "kv_len": p.kv_len, "tiles": c.tiles,
@@ -60,7 +62,7 @@ class Launcher(ByAddress):
         given = self.arguments(t, self.workspace(t.q.device))
         maps: dict[object, TensorMap] = {}
         decode = self.decode.first((c.splits * c.tiles, 1), given, maps)
-        combining = self.combining.first((c.combiners, 1), given) if c.cut else None
+        combining = self.combining.first((c.combiners, 1), given) if c.cut and not self.spec.inside else None
         if key is not None and decode is not None:
             self.ready[key] = Launches(decode, combining, list(maps.values()))
 
@@ -79,6 +81,8 @@ class Launcher(ByAddress):
             "PARTIAL": partial,
         }
         at |= {"PARTIAL_LSE": partial + 4 * self.lse_at, "FRAGMENTS": partial + 4 * self.fragments_at}
+        if self.spec.inside:
+            at["COUNTERS"] = self.counters.take(device).data_ptr()
         with self.lock:
             for tensor_map in ready.maps:
                 tensor_map.move(at[tensor_map.name])
@@ -111,6 +115,7 @@ class Launcher(ByAddress):
             "OUT": t.out, "LSE": t.lse, "SINKS": t.sinks, "LENGTHS": t.kv_lengths, "TABLE": t.block_table,
             "PARTIAL": workspace, "PARTIAL_LSE": workspace[self.lse_at :],
             "FRAGMENTS": workspace[self.fragments_at :].view(torch.int32), "S": s,
+            "COUNTERS": self.counters.take(workspace.device) if s.inside else None,
         }  # fmt: skip
         given |= stride_arguments("table", "b", t.block_table) | stride_arguments(
             "page", "bl", cache, 16 // cache.element_size()

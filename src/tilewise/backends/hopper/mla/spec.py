@@ -22,6 +22,7 @@ class Spec:
     lse: bool
     sinks: bool
     rows: int = ROWS  # of a tile; FEW are the columns of all products
+    inside: bool = False  # the consumer that is done last combines a sequence; of few rows
     gather: bool = False  # keys by index, every query its own
     fp8: bool = False  # latent columns in float8 with a scale for each 128; with `gather` alone
     width: int = 128  # columns of the keys that are waited for at a time
