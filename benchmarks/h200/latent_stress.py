@@ -7,8 +7,9 @@
 Small calls of each kernel: few query rows, many heads, key indices in 16 bits and in float8. `naps` is the kernel's own
 text in which warps sleep for a while of their own, by chance, before they arrive at a barrier or store to shared
 memory, after they have waited, and around reductions: an order that only mostly holds would break. `equal registers`
-gives all warps as many as they are launched with; `combined after` leaves fragments to a launch of its own. Each is launched alone, and then while other processes keep the GPU
-busy, so that programs are interrupted. `--tool` runs one variant twice, for a checker.
+gives all warps as many as they are launched with; `combined after` leaves fragments to a launch of its own. Each is
+launched alone, and then while other processes keep the GPU busy, so that programs are interrupted. `--tool` runs one
+variant twice, for a checker.
 """
 
 from __future__ import annotations
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--tool", help="a variant to run twice, for a checker")
     parser.add_argument("--name", default=NAMES[0])
     parser.add_argument("--compile", action="store_true", help="and no more")
+    parser.add_argument("--compiled", action="store_true", help="all has been compiled before")
     parser.add_argument("--busy", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.busy:
@@ -201,7 +203,7 @@ def main() -> None:
     work = [(name, variant) for variant in ("now", "naps") for name in NAMES]
     work += [(NAMES[0], variant) for variant in ("equal registers", "combined after")]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        for text in pool.map(warm, work):
+        for text in pool.map(warm, [] if args.compiled else work):
             if text:
                 print("not compiled:", text, flush=True)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
