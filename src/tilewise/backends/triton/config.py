@@ -15,7 +15,17 @@ from ..gpu.flags import DTYPE_NAMES, ceil_pow2, flags_of
 from ..gpu.target import Target
 from . import shared_memory
 from .operands import operand, shares_chunks
-from .quantised import flipped_columns, flips, hides, is_f16_quantised, is_packed, own_queries, pack_of, row_groups
+from .quantised import (
+    flipped_columns,
+    flips,
+    has_wide_bytes,
+    hides,
+    is_f16_quantised,
+    is_packed,
+    own_queries,
+    pack_of,
+    row_groups,
+)
 from .spec import Config as Config
 from .spec import Spec
 from .split_kv import MOST_SPLITS, split_count
@@ -55,7 +65,9 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
     if plain and problem.head_dim <= 512 and problem.value_dim == 512 and target.shares_wide_values:
         return Config(128, 32, 8, 2, slices=2) if problem.rules.by_position else Config(64, 32, 4, 3, slices=2)
-    return Config(32, 32, 8, 1) if target.reads_operands else Config(64, 64, 8, 1)
+    if target.reads_operands:
+        return Config(32, 32, 8, 1)
+    return Config(32, 64, 8, 2) if has_wide_bytes(problem) else Config(64, 64, 8, 1)
 
 
 def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
@@ -98,6 +110,10 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     if is_float32(p):
         warps = 8 if wide > 256 and not target.measured else 4
         return Config(BM, 32 if wide <= 128 else 16, min(warps, target.most_warps), 2, pack)
+    if has_wide_bytes(p) and target.amd:
+        return Config(16, 16, 4, 2, pack_of(p.group, 16))
+    if has_wide_bytes(p) and BM > 16:
+        return Config(32, 64, 8, 2, pack_of(p.group, 32))
     if BM > 16:  # more rows, fewer registers for keys
         few = (p.mask is not None or p.tree) and target.reads_operands  # beside a tile of the mask
         few |= has_packed(p) and not target.measured

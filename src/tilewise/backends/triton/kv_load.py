@@ -282,8 +282,9 @@ def load_rest(base, rows, ok, OP: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.c
     inside = (d < OP.rest)[None, :]
     if MASKED:
         inside = inside & ok[:, None]
-    at = (base + (LATENT + LATENT_SCALES) // OP.unit).to(tl.pointer_type(tl.uint16), bitcast=True)
+    at = base + (LATENT + LATENT_SCALES) // OP.unit
     if OP.unit == 1:
+        at = at.to(tl.pointer_type(tl.int16), bitcast=True)
         first, each = first // 2, each // 2
     bits = tl.load(at + first + (each[:, None] + d[None, :]), mask=inside, other=0)
     return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True).to(TYPE)

@@ -42,6 +42,12 @@ def is_packed(problem: Problem) -> bool:
     return problem.k_format.packing > 1 < problem.v_format.packing
 
 
+def has_wide_bytes(problem: Problem) -> bool:
+    """Whether rows of K or V are bytes of more than 256 columns: widened, a tile of 64 rows of q leaves no registers."""
+    p = problem
+    return is_f16_quantised(p) and p.k_format.packing == p.v_format.packing == 1 and max(p.head_dim, p.value_dim) > 256
+
+
 def flips(problem: Problem) -> bool:
     """Whether keys are the rows of the products and up to 8 rows of q the columns. No key may be hidden, for what keeps
     values from rows that do not see them is not written for it.
