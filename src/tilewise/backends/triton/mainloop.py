@@ -39,7 +39,7 @@ from .kv_load import (
     work_type,
 )
 from .mask import hide
-from .scale_folding import raised_unit, row_maxima, value_scales
+from .scale_folding import raised_unit, row_maxima, value_scale, value_scales
 from .scale_groups import group_scales, group_sums
 from .score_mod import LOG2E, logits, rank_one
 
@@ -69,12 +69,13 @@ def dot_keys(
     q, bias, K, KS, rows, scale_rows, ok,
     BM: tl.constexpr, BK: tl.constexpr, OP: tl.constexpr, S: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """q k^T: [BM, BK], and the chunks of K. A scale that all of a row's chunk shares is applied to the dot product, not
-    to the keys.
+    """q k^T: [BM, BK], the chunks of K and its scales, as `value_scales` gives them. A scale that all of a row's chunk
+    shares is applied to the dot product, not to the keys.
     """
     FLIP: tl.constexpr = S.flip
     s = tl.zeros([BM, BK], tl.float32)
     chunks = ()
+    scales = ()
     for i in tl.static_range(len(OP.widths)):
         raw = load_chunk(K, rows, ok, i, OP, MASKED, False)  # [BK, W]
         chunks = chunks + (raw,)
@@ -96,13 +97,16 @@ def dot_keys(
                         d += bias[group_of(OP, i, part)][:, None]
                 d = product(q[i * OP.parts + part], turned(k, FLIP), d, precision_of(OP), FLIP)
                 if ends(OP, i, part) and OP.row_groups > 1:
-                    s = group_sums(d * group_scales(KS, scale_rows, ok, BM, OP, MASKED), BM, BK, OP.row_groups)
+                    scale = group_scales(KS, scale_rows, ok, BM, OP, MASKED)  # [BM, BK]
+                    scales = scales + (scale,)
+                    s = group_sums(d * scale, BM, BK, OP.row_groups)
                 elif ends(OP, i, part):
-                    scale = row_scales(KS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
+                    scale = row_scales(KS, scale_rows, ok, group_of(OP, i, part), MASKED)[None, :]  # [1, BK]
+                    scales = scales + (scale,)
                     if group_of(OP, i, part) == 0:
-                        s = d * scale[None, :]
+                        s = d * scale
                     else:
-                        s = tl.fma(d, tl.broadcast_to(scale[None, :], [BM, BK]), s)
+                        s = tl.fma(d, tl.broadcast_to(scale, [BM, BK]), s)
             else:
                 scale = element_scales(KS, scale_rows, ok, i, part, OP, MASKED)  # [BK, W]
                 k = (widened(raw, part, OP, tl.float32) * scale).to(work_type(OP))
@@ -110,7 +114,7 @@ def dot_keys(
     if OP.rest > 0:
         k = load_rest(K, rows, ok, OP, rest_type(S), MASKED)
         s = product(q[len(OP.widths) * OP.parts], turned(k, FLIP), s, rest_precision(S), FLIP)
-    return s, chunks
+    return s, chunks, scales
 
 
 @triton.jit
@@ -159,18 +163,18 @@ def add_values(
             elif OP.factored and S.round != "f32":
                 # The same, with the unit of each row's weights: some keys may be hidden.
                 if leads(OP, i, part):
-                    scale = row_scales(VS, scale_rows, ok, group_of(OP, i, part), MASKED)  # [BK]
-                    weights = p * scale[None, :]
+                    scale = value_scale(VS, scale_rows, ok, group_of(OP, i, part), scales, S, MASKED)  # [1, BK]
+                    weights = p * scale
                     if CLEAN:
-                        weights = p * tl.where(scale - scale == 0, scale, 0.0)[None, :]
+                        weights = p * tl.where(scale - scale == 0, scale, 0.0)
                     power = power_of_two(tl.max(tl.abs(weights), 1))[:, None]  # [BM, 1]
                     weights = (weights * (1.0 / power)).to(work_type(OP))
                 v = widened(raw, part, OP, work_type(OP))
                 if CLEAN:
-                    value = v.to(tl.float32) * scale[:, None]
+                    value = v.to(tl.float32) * tl.trans(scale)
             else:
                 if OP.factored:
-                    scale = row_scales(VS, scale_rows, ok, group_of(OP, i, part), MASKED)[:, None]
+                    scale = tl.trans(value_scale(VS, scale_rows, ok, group_of(OP, i, part), scales, S, MASKED))
                 else:
                     scale = element_scales(VS, scale_rows, ok, i, part, OP, MASKED)
                 value = widened(raw, part, OP, tl.float32) * scale
@@ -249,7 +253,7 @@ def step(
         where = tile_rows(n0, found, S)
     k_rows = row_offsets(where, k_b, k_l, S.align, S)
     ks_rows = row_offsets(where, ks_b, ks_l, S.scale_align, S)
-    s, chunks = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), S, MASKED)  # [BM, BK]
+    s, chunks, scales = dot_keys(q, bias, K, KS, k_rows, ks_rows, ok, BM, BK, keys_of(S), S, MASKED)  # [BM, BK]
     if not S.linear:
         if S.keys.rescaled:
             s = s * factor[:, None]
@@ -271,9 +275,8 @@ def step(
         visible = visible & left
 
     vs_rows = row_offsets(where, vs_b, vs_l, S.scale_align, S)
-    scales = ()
     if S.folded:
-        scales, size = value_scales(VS, vs_rows, ok, values_of(S), BM, MASKED)
+        scales, size = value_scales(VS, vs_rows, ok, scales, S, MASKED)
         m_new, size = row_maxima(s, size, BM, BK)
         power, inverse, change = raised_unit(power, size)
     else:

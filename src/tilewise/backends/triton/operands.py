@@ -92,7 +92,7 @@ def shares_chunks(keys: Operand, values: Operand) -> bool:
 
     Numbers that are multiplied in another type than memory holds stay in registers between the two products.
     """
-    alike = (keys.kind, keys.unit, keys.packing, keys.work) == (values.kind, values.unit, 1, values.work)
+    alike = (keys.kind, keys.unit, keys.packing, keys.factored) == (values.kind, values.unit, 1, values.factored)
     return alike and begins_with(keys.widths, values.widths, values.columns)
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import triton
 
-from .kv_load import groups_of, is_interpreted, power_of_two, row_scales
+from .kv_load import groups_of, is_interpreted, power_of_two, row_scales, values_of
 from .scale_groups import group_scales
 
 LEAST_SCALE = tl.constexpr(2.0**-100)  # so that the unit and its inverse are normal numbers
@@ -44,16 +44,25 @@ def row_maxima(s, size, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def value_scales(VS, rows, ok, OP: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr):
-    """The scales of a tile's values, [1, BK] for each group, and the largest of each row [1, BK]; [BM, BK] where groups
-    have rows of their own.
+def value_scale(VS, rows, ok, group: tl.constexpr, of_keys, S: tl.constexpr, MASKED: tl.constexpr):
+    """The scales of one group of a tile's values, [1, BK]; [BM, BK] where groups have rows of their own. V in K has
+    those of K.
     """
+    if S.v_in_k:
+        scale = of_keys[group]
+    elif S.row_groups > 1:
+        scale = group_scales(VS, rows, ok, S.BM, values_of(S), MASKED)
+    else:
+        scale = row_scales(VS, rows, ok, group, MASKED)[None, :]
+    return scale
+
+
+@triton.jit
+def value_scales(VS, rows, ok, of_keys, S: tl.constexpr, MASKED: tl.constexpr):
+    """Those of all groups, and the largest of each row."""
     scales = ()
-    for g in tl.static_range(groups_of(OP)):
-        if OP.row_groups > 1:
-            scale = group_scales(VS, rows, ok, BM, OP, MASKED)
-        else:
-            scale = row_scales(VS, rows, ok, g, MASKED)[None, :]
+    for g in tl.static_range(groups_of(values_of(S))):
+        scale = value_scale(VS, rows, ok, g, of_keys, S, MASKED)
         scales = scales + (scale,)
         if g == 0:
             size = tl.abs(scale)
