@@ -141,9 +141,9 @@ def stay(sh, u, half: gl.constexpr):
 def step0(a, sh, w, u, i, o, m, l, hi, masked):
     """Pair number u, pair i of its sequence."""
     s = end_scores(start_scores(a, sh, w, u, 0), 0)
-    mbarrier.arrive(sh.scored.index(0), count=1)
+    mbarrier.arrive(sh.scored[0], count=1)
     s = visible(a, sh, s, u, i * 128, hi, masked, 0)
-    p, m_new, higher = to_weights(a, s, m, 1)
+    p, m_new, higher = to_weights(a, s, gl.max(s, 1), m, 1)
     alpha = alpha_of(a, m, m_new)
     l = l * alpha + gl.sum(p, 1)
     p = p.to(a.q.dtype)
@@ -168,7 +168,7 @@ def step0(a, sh, w, u, i, o, m, l, hi, masked):
 
 @gluon.jit
 def step1(a, sh, w, u, i, o, m, l, hi, masked):
-    mbarrier.wait(sh.scored.index(0), u & 1)  # the exponentials of one consumer stand beside products of the other
+    mbarrier.wait(sh.scored[0], u & 1)  # the exponentials of one consumer stand beside products of the other
     s = start_scores(a, sh, w, u, 1)
     mbarrier.wait(sh.ready[0], u & 1)
     m_new, changed = received(sh, 0)
@@ -181,7 +181,7 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
     s = end_scores(s, len(o))
 
     s = visible(a, sh, s, u, i * 128 + 64, hi, masked, 1)
-    p, m, higher = to_weights(a, s, m_new, 1)
+    p, m, higher = to_weights(a, s, gl.max(s, 1), m_new, 1)
     alpha = alpha_of(a, m_new, m)
     l = l * alpha + gl.sum(p, 1)
     p = p.to(a.q.dtype)
@@ -201,7 +201,7 @@ def step1(a, sh, w, u, i, o, m, l, hi, masked):
 def own_block(a, sh, w, u, o, m, l, C: gl.constexpr):
     """Block C of pair u, of float8, into half C of the output; its weights and maximum to the other consumer."""
     s = visible(a, sh, end_scores(start_scores(a, sh, w, u, C), 0), u, 0, 0, False, C)
-    weights, m_new, higher = to_weights(a, s, m, 1)
+    weights, m_new, higher = to_weights(a, s, gl.max(s, 1), m, 1)
     p = weights.to(a.q.dtype)
     send(a, sh, p, m_new, higher, C)  # before all that the other consumer does not wait for
     alpha = alpha_of(a, m, m_new)

@@ -55,7 +55,7 @@ def gather_block(a, sh, u, at, ok, b: gl.constexpr):
     source = a.CACHE + (at.to(gl.int64) * 8)[:, None] + gl.arange(0, 64, gl.SliceLayout(0, THREADS))[None, :]
     there = ok[:, None]
     if b == 0:  # rope columns of pair u - 1 have been multiplied
-        mbarrier.wait(sh.scored.index(0), (u & 1) ^ 1)
+        mbarrier.wait(sh.scored[0], (u & 1) ^ 1)
     sh.ok[0].index((u & 1) * 2 + b).store(ok.to(gl.float32))
     async_copy.async_copy_global_to_shared(sh.k_rope.index(b), source + 512, mask=there)
     async_copy.mbarrier_arrive(sh.rope_full[b], increment_count=False)

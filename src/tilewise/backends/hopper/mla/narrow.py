@@ -45,6 +45,26 @@ def narrow_scores(a, sh, u, C: gl.constexpr):
 
 
 @gluon.jit
+def over_warps(sh, x, ADDED: gl.constexpr, C: gl.constexpr):
+    """Maxima or sums over the warps of consumer C, each of which has a line of `x` [4, rows].
+
+    Through memory of its own: reductions by the compiler's would share theirs with what the program starts from.
+    """
+    ROWS: gl.constexpr = sh.S.rows
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    sh.by_warp[C].store(x)
+    lines = sh.by_warp[C]._reinterpret(gl.float32, [4, ROWS], LINE)
+    found = lines.index(0).load(COLUMN)
+    for i in gl.static_range(1, 4):
+        other = lines.index(i).load(COLUMN)
+        if ADDED:
+            found = found + other
+        else:
+            found = gl.maximum(found, other)
+    return found
+
+
+@gluon.jit
 def step_narrow(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
     """Block C of pair number u, pair i of its sequence."""
     base = i * 128 + C * 64
@@ -52,7 +72,8 @@ def step_narrow(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
     if masked:
         key = base + gl.arange(0, 64, gl.SliceLayout(1, TURNED))
         s = gl.where(key[:, None] < hi[None, :], s, float("-inf"))
-    p, m_new, higher = to_weights(a, s, m, 0)
+    top = over_warps(sh, gl.max(s.reshape([4, 16, a.S.rows]), 1), False, C)
+    p, m_new, higher = to_weights(a, s, top, m, 0)
     o0 = o[0]
     o1 = o[1]
     if gl.max(higher.to(gl.int32), 0) != 0:
@@ -76,7 +97,7 @@ def step_narrow(a, sh, w, u, i, o, m, l, hi, masked, C: gl.constexpr):
 @gluon.jit
 def own_parts(a, sh, f, o, m, l, C: gl.constexpr):
     """Half C of a fragment's output [rows, 256], maxima and sums, from those of both consumers."""
-    l = gl.sum(l, 0)
+    l = over_warps(sh, gl.sum(l.reshape([4, 16, a.S.rows]), 1), True, C)
     sh.l.index(C).store(l)
     sh.maximum(C).store(m)
     sh.parts[0].index(C).store(o[1 - C])

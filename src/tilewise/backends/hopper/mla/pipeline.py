@@ -42,14 +42,15 @@ class Shared:
     q_free: gl.shared_memory_descriptor  # [1, 1]
     # Each barrier has memory of its own, or the compiler guards one wait from the next.
     full: gl.tuple  # of 2 pieces; of float8 of 2 blocks
-    free: gl.tuple  # of 4
+    free: gl.tuple  # of 4; of few rows of 2
     rope_full: gl.tuple  # of 2
-    scored: gl.shared_memory_descriptor  # [1, 1]: block 0
-    ready: gl.tuple  # of 2: weights and maxima
+    scored: gl.tuple  # of 1: block 0; of few rows and of float8 there is none
+    ready: gl.tuple  # of 2: weights and maxima; of few rows there are none
     done: gl.shared_memory_descriptor  # [1, 1]: both sums of a fragment
     ok: gl.tuple  # with indices, float32 [4, 64]: 1 for keys that count, of two pairs
     scales: gl.tuple  # of 8, [4, 64]: by groups of columns what scores are multiplied by, in float32, and then, in 16
     # bits, scales of values; as `ok`
+    by_warp: gl.tuple  # of few rows, of 2, float32 [4, rows]: maxima or sums of each warp of a consumer
     parts: gl.tuple  # of few rows, float32 [2, 256, rows]: half of a consumer's output, which the other one completes
     S: object
 
@@ -130,7 +131,11 @@ def new_shared(a):
     k_rope = gl.allocate_shared_memory(DTYPE, [2, 64, 64], SMALL)
     p = k_rope
     parts = ()
+    by_warp = ()
     if a.S.narrow:
+        for _ in gl.static_range(2):
+            made = gl.allocate_shared_memory(gl.float32, [1, 4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+            by_warp = by_warp + (made.index(0),)
         TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], DTYPE)
         p = gl.allocate_shared_memory(DTYPE, [2, 64, ROWS], TURNED)
         parts = (gl.allocate_shared_memory(gl.float32, [2, 256, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),)
@@ -155,8 +160,14 @@ def new_shared(a):
         full = apart(2)
     else:
         full = apart(2 * a.S.pieces, 128 if a.S.gather else 1)
+    # No barrier that nobody waits at: the compiler would lay it over memory that is in use.
+    free, scored, ready = apart(2 if a.S.narrow else 4), (), ()
+    if not a.S.narrow:
+        ready = apart(2)
+        if not a.S.fp8:
+            scored = apart(1)
     return Shared(
         q, q_rope, k, k_rope, p, m0, m1, l, changed,
-        barriers(1, 1), barriers(1, 2), full, apart(4), apart(2, 129 if a.S.gather else 1), barriers(1, 1), apart(2),
-        barriers(1, 2), ok, scales, parts, a.S,
+        barriers(1, 1), barriers(1, 2), full, free, apart(2, 129 if a.S.gather else 1), scored, ready,
+        barriers(1, 2), ok, scales, by_warp, parts, a.S,
     )  # fmt: skip

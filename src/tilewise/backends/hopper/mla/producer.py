@@ -58,7 +58,7 @@ def fill_block(a, sh, u, pages, row, b: gl.constexpr):
     if a.S.narrow:
         mbarrier.wait(sh.free[b], (u & 1) ^ 1)
     elif b == 0:  # rope columns of pair u - 1 have been multiplied
-        mbarrier.wait(sh.scored.index(0), (u & 1) ^ 1)
+        mbarrier.wait(sh.scored[0], (u & 1) ^ 1)
     full = sh.rope_full[b]
     mbarrier.expect(full, 64 * 64 * 2)
     copy(a, a.k_rope, sh.k_rope.index(b), full, pages, row, 512, 64)

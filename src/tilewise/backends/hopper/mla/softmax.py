@@ -21,9 +21,10 @@ def alpha_of(a, m, m_new):
 
 
 @gluon.jit
-def to_weights(a, s, m, KEYS: gl.constexpr):
-    """P in float32, with keys in dimension KEYS as in S; the new maxima, and where they are new."""
-    top = gl.max(s, KEYS)
+def to_weights(a, s, top, m, KEYS: gl.constexpr):
+    """P in float32, with keys in dimension KEYS as in S, whose maxima are `top`; the new maxima, and where they are
+    new.
+    """
     higher = (top - m) * a.factor > LATE
     m_new = gl.where(higher, top, m)
     shift = finite(m_new) * a.factor
