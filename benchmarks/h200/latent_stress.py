@@ -1,14 +1,13 @@
-"""Launches the latent kernels very often and compares all results bit by bit; and with warps that are late.
+"""Launches the latent kernels very often and compares all results bit by bit, alone and beside other processes.
 
     PYTHONPATH=src python benchmarks/h200/latent_stress.py --out results
     PYTHONPATH=src compute-sanitizer --tool racecheck --kernel-name kns=latent_decode \\
         python benchmarks/h200/latent_stress.py --tool "now"
 
-Small calls of each kernel: few query rows, many heads, key indices in 16 bits and in float8. `naps` is the kernel's own
+Calls of each kernel: few query rows, many heads, key indices in 16 bits and in float8. Other processes keep the GPU
+busy, so that programs are interrupted. Of results that differ it says which heads and keys. `naps` is the kernel's own
 text in which warps sleep for a while of their own, by chance, before they arrive at a barrier or store to shared
-memory, after they have waited, and around reductions: an order that only mostly holds would break. `equal registers`
-gives all warps as many as they are launched with; `combined after` leaves fragments to a launch of its own. Each is
-launched alone, and then while other processes keep the GPU busy, so that programs are interrupted. `--tool` runs one
+memory, after they have waited, and around reductions. Other variants take single changes back. `--tool` runs one
 variant twice, for a checker.
 """
 
@@ -41,7 +40,7 @@ from tilewise.testing.cases import LATENT_ROWS
 from tilewise.validation import calls
 
 LENGTHS = [0, 1, 65, 130, 300]
-EACH = 50  # launches of a graph
+EACH = 20  # launches of a graph
 NAPS = '''"""Warps that are late."""
 
 from triton.experimental import gluon
@@ -58,8 +57,8 @@ def nap():
     """One time in four, of up to a microsecond."""
     gl.inline_asm_elementwise(TEXT, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
 '''
-BEFORE = re.compile(r"^ +(mbarrier\.arrive\(|[\w.\[\]()* ,-]+\.store\(|top = gl\.max|l = gl\.sum)")
-AFTER = re.compile(r"^ +(mbarrier\.wait\(|sh\.wait\(|self\.wait\(|top = gl\.max|l = gl\.sum)")
+BEFORE = re.compile(r"^ +(mbarrier\.arrive\(|[\w.\[\]()* ,-]+\.store\(|top = over_warps|l = over_warps|found = lines)")
+AFTER = re.compile(r"^ +(mbarrier\.wait\(|sh\.wait\(|self\.wait\(|top = over_warps|l = over_warps)")
 
 
 def with_naps(text: str) -> str:
@@ -73,6 +72,22 @@ def with_naps(text: str) -> str:
     return "\n".join(made).replace("\nfrom triton", "\nfrom .naps import nap\nfrom triton", 1) + "\n"
 
 
+DEAD = (
+    """    free, scored, ready = apart(2 if a.S.narrow else 4), (), ()
+    if not a.S.narrow:
+        ready = apart(2)
+        if not a.S.fp8:
+            scored = apart(1)
+""",
+    "    free, scored, ready = apart(4), apart(1), apart(2)\n",
+)
+REDUCED = [
+    ("over_warps(sh, gl.max(s.reshape([4, 16, a.S.rows]), 1), False, C)", "gl.max(s, 0)"),
+    ("over_warps(sh, gl.sum(l.reshape([4, 16, a.S.rows]), 1), True, C)", "gl.sum(l, 0)"),
+]
+SYNCED = [("        mbarrier.wait(full, u & 1)\n", "        mbarrier.wait(full, u & 1)\n        gl.thread_barrier()\n")]
+
+
 def variants() -> dict[str, Variant]:
     folder = Path(mla.__file__).parent
     changes = {}
@@ -80,22 +95,34 @@ def variants() -> dict[str, Variant]:
         text = (folder / f"{name}.py").read_text()
         changes[name] = [(text, with_naps(text))]
     after = {"inside": False}
-    made = {"now": Variant(), "naps": Variant(changes), "combined after": Variant(ways=after)}
-    return made | {"equal registers": Variant(ways=after | {"consumer_regs": 168, "producer_regs": 168})}
+    return {
+        "now": Variant(), "naps": Variant(changes), "combined after": Variant(ways=after),
+        "dead barriers": Variant({"pipeline": [DEAD]}, after),
+        "the compiler's reductions": Variant({"narrow": REDUCED}, after),
+        "both": Variant({"pipeline": [DEAD], "narrow": REDUCED}, after),
+        "both, synced": Variant({"pipeline": [DEAD, *SYNCED], "narrow": REDUCED}, after),
+        "both, equal registers": Variant(
+            {"pipeline": [DEAD], "narrow": REDUCED}, after | {"consumer_regs": 168, "producer_regs": 168}
+        ),
+        "64 rows": Variant(ways=after | {"rows": 64}),
+    }  # fmt: skip
 
 
-def inputs(name: str) -> tuple[Any, Callable[[], Result] | None]:
-    """A call as a backend sees it, and what gives its result in float64."""
+def inputs(name: str) -> tuple[Any, Case | None]:
+    """A call as a backend sees it, and its case if there is one."""
     torch.manual_seed(0)
     if name.startswith("indices"):
         dtype = "fp8_latent/128" if "float8" in name else "bf16"
         case = next(c for c in LATENT_ROWS if c.indices == "60")
         return make(replace(case, k=dtype, v=dtype), "cuda").checked(return_lse=True), None
-    case = Case(LENGTHS, int(name.split()[0]), 1)
-    return case.checked(), case.oracle
+    lengths = [384] * 132 if name.endswith("132 x 384") else LENGTHS
+    made = Case(lengths, int(name.split()[0]), 1)
+    return made.checked(), made
 
 
-NAMES = ("16 heads", "5 heads", "128 heads", "indices, bf16", "indices, float8")
+NAMES = ("16 heads, 132 x 384", "128 heads, 132 x 384", "16 heads", "5 heads", "128 heads", "indices, bf16",
+         "indices, float8")  # fmt: skip
+BEFORE_FIX = ("both", "dead barriers", "the compiler's reductions", "both, synced", "both, equal registers", "64 rows")
 
 
 def bound(name: str, variant: str, call: calls.Call) -> Any:
@@ -128,24 +155,38 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
-def launches(name: str, variant: str, count: int, want: list[torch.Tensor]) -> dict[str, Any]:
-    """`count` launches: how many numbers differ from `want`, or from the first launch where there is none yet."""
-    call, oracle = inputs(name)
-    made, t = bound(name, variant, call), call.tensors
+def launches(name: str, variant: str, seconds: float, want: list[torch.Tensor]) -> dict[str, Any]:
+    """Launches for so many seconds: how many differ from `want`, or from the first where there is none yet."""
+    call, case = inputs(name)
+    t = call.tensors
+    made = None if variant in OTHERS else bound(name, variant, call)
+
+    def run() -> Any:
+        if made is None:
+            return OTHERS[variant](call, case)
+        made(t)
+        return t.out, t.lse
+
     wrong = ""
-    made(t)
+    got = run()
     torch.cuda.synchronize()
     if not want:
-        want += [t.out.clone(), t.lse.clone()]
-        wrong = judge(name, (t.out, t.lse), oracle()) if oracle is not None else ""
-    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+        want += [x.clone() for x in got]
+        wrong = judge(name, got, case.oracle()) if case is not None and made is not None else ""
+    rows = torch.zeros(want[0].shape[:-1], dtype=torch.int32, device="cuda")  # how often each row was another
+    count = torch.zeros((), dtype=torch.int64, device="cuda")
+    kept = [x.clone() for x in want]
 
     def once() -> None:
-        t.out.fill_(7.0)
-        t.lse.fill_(7.0)
-        made(t)
-        for x, y in zip((t.out, t.lse), want, strict=True):
-            bad.add_(torch.ne(bits(x), bits(y)).sum())
+        got = run()
+        other = torch.ne(bits(got[0]), bits(want[0])).any(-1)
+        if got[1].dtype == torch.float32:
+            other = other | torch.ne(bits(got[1]), bits(want[1]))
+        rows.add_(other)
+        found = other.any()
+        count.add_(found)
+        for x, y in zip(kept, got, strict=True):
+            x.copy_(torch.where(found, y, x))
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -155,14 +196,53 @@ def launches(name: str, variant: str, count: int, want: list[torch.Tensor]) -> d
     with torch.cuda.graph(graph):
         for _ in range(EACH):
             once()
-    start = time.perf_counter()
-    for i in range(count // EACH):
+    start, done = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
         graph.replay()
-        if i % 20 == 0:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    seconds = round(time.perf_counter() - start, 2)
-    return {"call": name, "kernel": variant, "launches": count, "differ": int(bad), "wrong": wrong, "seconds": seconds}
+        done += EACH
+        torch.cuda.synchronize()
+    row: dict[str, Any] = {"call": name, "kernel": variant, "launches": done, "differ": int(count), "wrong": wrong}
+    if int(count):
+        by_head = rows.flatten(2).sum((0, 2))
+        row["heads"] = {h: int(n) for h, n in enumerate(by_head.tolist()) if n}
+        if case is not None and made is not None and max(case.lengths) <= 400:
+            row["last"] = weights_of(case, want, kept)
+    return row
+
+
+def weights_of(case: Case, want: list[torch.Tensor], got: list[torch.Tensor]) -> list[dict[str, Any]]:
+    """Of rows that differ: which keys have another weight, and how many times the right one."""
+    found = []
+    differ = torch.ne(bits(want[0]), bits(got[0])).any(-1) | torch.ne(want[1], got[1])
+    for b, h, l in differ.nonzero().tolist()[:6]:
+        keys = case.keys[b].double()
+        s = keys @ case.q[b, h, l].double() * 576**-0.5
+        w = torch.softmax(s, 0)
+        ratio = torch.exp(got[1][b, h, l].double() - torch.logsumexp(s, 0))  # of the sums of weights
+        change = got[0][b, h, l].double() * ratio - w @ keys[:, :512]
+        delta = torch.linalg.lstsq(keys[:, :512].T, change[:, None]).solution[:, 0]
+        top = (delta.abs() / w).topk(min(12, len(w))).indices.tolist()
+        found.append({
+            "b": b, "h": h, "lse off": float(got[1][b, h, l] - want[1][b, h, l]),
+            "keys": {k: round(float(1 + delta[k] / w[k]), 3) for k in sorted(top)},
+            "most": int(s.argmax()), "changed by over 10%": int(((delta / w).abs() > 0.1).sum()),
+        })  # fmt: skip
+    return found
+
+
+def by_triton(call: calls.Call, case: Case) -> Result:
+    function, args, options = case.arguments()
+    state = function(*args, backend="triton", **options)
+    return state.out, state.lse
+
+
+def by_torch(call: calls.Call, case: Case) -> Result:
+    """Reductions across warps that are no business of ours."""
+    x = case.cache[: 2 * len(case.lengths)].flatten(1).nan_to_num()
+    return torch.softmax(x.float(), -1).view(len(case.lengths), 2, 1, -1).to(x.dtype), x[:1, :1].float()
+
+
+OTHERS: dict[str, Callable[[Any, Any], Any]] = {"triton": by_triton, "torch": by_torch}
 
 
 def busy(seconds: float) -> None:
@@ -179,48 +259,43 @@ def busy(seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--count", type=int, default=20000)
+    parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--tool", help="a variant to run twice, for a checker")
-    parser.add_argument("--name", default=NAMES[0])
-    parser.add_argument("--compile", action="store_true", help="and no more")
-    parser.add_argument("--compiled", action="store_true", help="all has been compiled before")
+    parser.add_argument("--name", default="16 heads")
     parser.add_argument("--busy", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.busy:
         busy(args.busy)
         return
     if args.tool:
-        call, oracle = inputs(args.name)
+        call, case = inputs(args.name)
         made = bound(args.name, args.tool, call)
         for _ in range(2):
             made(call.tensors)
             torch.cuda.synchronize()
-        text = judge(args.name, (call.tensors.out, call.tensors.lse), oracle()) if oracle is not None else ""
+        text = judge(args.name, (call.tensors.out, call.tensors.lse), case.oracle()) if case is not None else ""
         print(f"{args.tool}: {text or args.name + ': right'}", flush=True)
         return
     start = time.perf_counter()
-    work = [(name, variant) for variant in ("now", "naps") for name in NAMES]
-    work += [(NAMES[0], variant) for variant in ("equal registers", "combined after")]
+    work = [(NAMES[0], variant) for variant in ("both", "now", *BEFORE_FIX[1:], "triton", "torch", "naps")]
+    work += [(name, "now") for name in NAMES[1:]] + [(NAMES[2], "both"), (NAMES[2], "naps")]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        for text in pool.map(warm, [] if args.compiled else work):
+        for text in pool.map(warm, [each for each in work if each[1] not in OTHERS]):
             if text:
                 print("not compiled:", text, flush=True)
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
-    if args.compile:
-        return
     rows: list[dict[str, Any]] = []
-    wanted: dict[tuple[str, bool], list[torch.Tensor]] = {}
-    for others in (0, 3):
-        command = [sys.executable, __file__, "--busy", "60"]
+    wanted: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for others, seconds in ((0, 0.3), (3, args.seconds)):
+        command = [sys.executable, __file__, "--busy", "120"]
         started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(others)]
         for process in started:
             assert process.stdout is not None
             process.stdout.readline()
         for name, variant in work:
-            count = args.count // (4 if variant == "naps" else 1) // (5 if others else 1)
             try:
-                row = launches(name, variant, count, wanted.setdefault((name, variant in ("now", "naps")), []))
+                row = launches(name, variant, seconds, wanted.setdefault((name, variant), []))
             except Exception as error:
                 row = {"call": name, "kernel": variant, "differ": -1, "wrong": f"{type(error).__name__}: {error}"[:300]}
             rows.append({"other processes": others, **row})
@@ -231,7 +306,9 @@ def main() -> None:
         for process in started:
             process.kill()
             process.wait()
-    print(f"{sum(r['differ'] != 0 or bool(r['wrong']) for r in rows)} of {len(rows)} wrong", end=", ")
+    for r in rows:
+        print(f"{r['other processes']} others, {r['call']:22} {r['kernel']:26}", end=" ")
+        print(f"{r['differ']} of {r.get('launches')} differ {r.get('heads', '')} {r['wrong']}")
     print(f"{time.perf_counter() - start:.0f} s")
 
 
