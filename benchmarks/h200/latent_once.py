@@ -39,7 +39,7 @@ NARROW = [("twice", (16, 32, 4, 3)), ("once", (16, 32, 4, 3)), ("once, two", (16
 WIDE = [("twice", (64, 16, 8, 3)), ("once", (64, 16, 8, 3)), ("once", (32, 64, 8, 2)), ("once", (32, 64, 8, 3)),
         ("twice", (32, 64, 8, 2)), ("once", (16, 32, 4, 3))]  # fmt: skip
 FLOAT = [("twice", (16, 16, 4, 2)), ("once", (16, 16, 4, 2))]
-LONG = [("twice", (64, 64, 8, 1)), ("once", (32, 64, 8, 2)), ("once", (32, 32, 8, 2))]
+LONG = [("twice", (64, 64, 8, 1)), ("once", (64, 64, 8, 1)), ("once", (32, 64, 8, 2))]
 BYTES = [("bytes, twice", (16, 32, 4, 3))]
 BATCH, KEYS = 16, 8192
 # format, heads, page (0: contiguous), queries, ways

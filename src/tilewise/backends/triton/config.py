@@ -65,9 +65,7 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
     if plain and problem.head_dim <= 512 and problem.value_dim == 512 and target.shares_wide_values:
         return Config(128, 32, 8, 2, slices=2) if problem.rules.by_position else Config(64, 32, 4, 3, slices=2)
-    if target.reads_operands:
-        return Config(32, 32, 8, 1)
-    return Config(32, 64, 8, 2) if has_wide_bytes(problem) else Config(64, 64, 8, 1)
+    return Config(32, 32, 8, 1) if target.reads_operands else Config(64, 64, 8, 1)
 
 
 def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
@@ -320,7 +318,7 @@ def spec(problem: Problem, c: Config, target: Target, pairs: bool = True) -> Spe
         **flags,
         keys=keys,
         values=values,
-        v_in_k=p.v_in_k and c.slices == 1 and shares_chunks(keys, values),
+        v_in_k=p.v_in_k and c.slices == 1 and shares_chunks(keys, values, c.BM),
         round=DTYPE_NAMES[p.q_dtype],
         BM=c.BM,
         BK=c.BK,

@@ -87,11 +87,14 @@ def operand(
     )  # fmt: skip
 
 
-def shares_chunks(keys: Operand, values: Operand) -> bool:
+def shares_chunks(keys: Operand, values: Operand, BM: int) -> bool:
     """Whether the chunks of V, if it lies in K, are chunks of K: stored alike, read in the same units, no padding.
 
-    Numbers that are multiplied in another type than memory holds stay in registers between the two products.
+    Numbers that are multiplied in another type than memory holds stay in registers between the two products. Beside 64
+    rows of q there are none left for bytes (h200 24, shares_chunks).
     """
+    if BM >= 64 and keys.kind != "plain":
+        return False
     alike = (keys.kind, keys.unit, keys.packing, keys.factored) == (values.kind, values.unit, 1, values.factored)
     return alike and begins_with(keys.widths, values.widths, values.columns)
 
