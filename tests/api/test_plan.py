@@ -63,6 +63,16 @@ def test_a_plan_says_where_rows_with_v_in_k_are_read_twice(machine, dtype, twice
     assert "read twice" not in str(plan(q, k, k[..., :512].contiguous(), device=machine))
 
 
+@pytest.mark.parametrize(("kind", "stored"), [("int8", 512), ("fp8_e4m3", 512), ("fp8_latent", 528)])
+def test_decode_reads_rows_of_bytes_with_v_in_k_once(kind, stored):
+    k = Quantised.from_float(torch.randn(1, 1, 2000, 576), kind, 128)
+    v = Quantised(k.data[..., :stored], None if k.scales is None else k.scales[..., :4], kind, 128)
+    for machine in ("sm_80", "sm_90", "gfx942"):
+        for q_len, twice in ((1, False), (500, machine == "sm_90")):
+            q = torch.randn(1, 16, q_len, 576, dtype=torch.bfloat16)
+            assert ("read twice" in str(plan(q, k, v, backend="triton", device=machine))) is twice
+
+
 def test_plain_torch_reads_rows_with_v_in_k_once(monkeypatch):
     q, k = torch.randn(1, 4, 3, 64), torch.randn(1, 1, 200, 64)
     expected = attention(q, k, k[..., :48].contiguous(), backend="torch")

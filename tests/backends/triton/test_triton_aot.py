@@ -112,6 +112,13 @@ OTHERS = {
     "blocks-f32": problem(64, dtype=F32, selection=Selection(9, 48)),
     "paged-packed": problem(**(PAGED | {"q_len": 700}), page_size=16, packed_q=True, total_q=2000, causal=True),
 }  # fmt: skip
+IN_K = PAGED | {"page_size": 64, "kv_heads": 1, "v_in_k": True}
+LATENT = {
+    f"latent-{kind}-{heads}": problem(576, 512, **IN_K, heads=heads, **quantised(kind, 128))
+    for kind in ("int8", "fp8_latent")
+    for heads in (16, 128)
+}
+OTHERS |= LATENT
 
 
 def loops(built):
@@ -181,12 +188,25 @@ def test_rows_of_float32_products_are_copied_once(kv, heads):
     assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90)) <= SHARED[90]
 
 
-@pytest.mark.parametrize(("dtype", "heads"), [(BF16, 16), (BF16, 128), (F16, 16), (F32, 16)])
-def test_latent_rows_fit(dtype, heads):
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(("kind", "stored", "groups"), [("int8", 576, 5), ("fp8_latent", 640, 4)])
+def test_rows_of_bytes_are_copied_once_with_their_scales(kind, stored, groups, heads):
+    """16 bytes at a time, and a scale of each group for each key; none is loaded again for V, and nothing is spilled."""
+    p = LATENT[f"latent-{kind}-{heads}"]
+    c = config.config_of(p, nvidia(90))
+    built = attend_of(p, 90)
+    for body in loops(built):
+        assert count(body, r"LDGSTS.*\.128") == c.BK * stored // (16 * 32 * c.warps)
+        assert count(body, r"LDGSTS\.E \[") == 2 * groups
+        assert count(body, r"LDG\.") <= 1, "the next tile's page"
+        assert not count(body, r"\b(STL|LDL)"), "spills in a loop"
+    assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90)) <= SHARED[90]
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_latent_rows_fit(dtype):
     """Rows of 656 bytes: three types in a row, all by the address of its first byte."""
-    p = problem(
-        576, 512, dtype, heads=heads, kv_heads=1, v_in_k=True, **PAGED, page_size=64, **quantised("fp8_latent", 128)
-    )
+    p = problem(576, 512, dtype, **IN_K, heads=16, **quantised("fp8_latent", 128))
     c = config.config_of(p, nvidia(90))
     built = attend_of(p, 90)
     assert built.shared <= shared_memory.needed(p, c, config.spec(p, c, nvidia(90)), nvidia(90)) <= SHARED[90]
