@@ -191,7 +191,7 @@ def test_rows_of_float32_products_are_copied_once(kv, heads):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize(("kind", "stored", "groups"), [("int8", 576, 5), ("fp8_latent", 640, 4)])
 def test_rows_of_bytes_are_copied_once_with_their_scales(kind, stored, groups, heads):
-    """16 bytes at a time, and a scale of each group for each key; none is loaded again for V, and nothing is spilled."""
+    """16 bytes at a time, and a scale of each group for each key; none is loaded again for V, nothing is spilled."""
     p = LATENT[f"latent-{kind}-{heads}"]
     c = config.config_of(p, nvidia(90))
     built = attend_of(p, 90)
