@@ -43,7 +43,7 @@ def is_packed(problem: Problem) -> bool:
 
 
 def has_wide_bytes(problem: Problem) -> bool:
-    """Whether rows of K or V are bytes of more than 256 columns: widened, they leave no registers beside 64 rows of q."""
+    """Whether rows of K or V are bytes of more than 256 columns: beside 64 rows of q they leave no registers."""
     p = problem
     return is_f16_quantised(p) and p.k_format.packing == p.v_format.packing == 1 and max(p.head_dim, p.value_dim) > 256
 
