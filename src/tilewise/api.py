@@ -10,10 +10,11 @@ import torch
 
 from . import autograd, ops
 from .core import cost
+from .core.eager import left_alone
 from .core.options import Array, Options
 from .core.plan import Plan
 from .core.tensors import Tensors
-from .core.tracing import is_traced, is_wrapper
+from .core.tracing import is_in_transform, is_traced, is_wrapper
 from .dispatch import activity, call_cache, planner
 from .errors import InvalidArgument
 from .signatures import NAMES, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
@@ -209,6 +210,7 @@ def paged_attention(
     return _call("paged_attention", calls.paged, (q, k_pages, v_pages, block_table, context_lens), options)
 
 
+PLANNED_OUTSIDE = "tilewise.plan reads values and addresses: it runs outside graphs, and not with fullgraph=True"
 UNREAD = ("sinks", "alibi_slopes", "q_bias", "k_bias", "out")  # by a plan
 
 
@@ -243,10 +245,11 @@ def plan(
     known = Options.__dataclass_fields__
     if unknown := [name for name in options if name not in known]:
         keywords.refuse(unknown, known)
-    for x in (q, k, v):
-        if isinstance(x, torch.Tensor) and is_wrapper(x):
-            raise InvalidArgument("q, k or v", f"a {type(x).__name__}", "tensors with memory, or on the meta device")
     tables = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "context_lens": context_lens}
+    for name, x in {"q": q, "k": k, "v": v, **tables, "block_table": block_table, **options}.items():
+        if isinstance(x, torch.Tensor) and (is_wrapper(x) or is_in_transform(x)):
+            kind = "tensor of torch.vmap or torch.func" if is_in_transform(x) else type(x).__name__
+            raise InvalidArgument(name, f"a {kind}", "one with memory, or on the meta device")
     for name, x in {**tables, **options}.items():
         if name not in UNREAD and isinstance(x, torch.Tensor) and x.is_meta:
             remedy = "take tensors with memory, or leave it out"
@@ -288,6 +291,9 @@ def plan(
     if needed:
         chosen = replace(chosen, backward=autograd.plan(call.problem, needed, backend, options, device))
     return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
+
+
+left_alone(plan, PLANNED_OUTSIDE)
 
 
 def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options: dict[str, Any]) -> Any:

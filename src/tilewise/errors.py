@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 
 class InvalidArgument(ValueError):
     """An argument is wrong: the message names it, what was given, what is expected and, if there is one, the remedy."""
 
     def __init__(self, argument: str, given: object, expected: str, remedy: str = "") -> None:
         self.argument = argument
-        super().__init__(f"{argument}: got {given}, expected {expected}" + (f"; {remedy}" if remedy else ""))
+        # Not by super(): torch.compile(fullgraph=True) could not trace that, and would not say what is wrong.
+        self.args = (f"{argument}: got {given}, expected {expected}" + (f"; {remedy}" if remedy else ""),)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its message: exceptions cross between processes, and one that cannot be read ends the reader."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class UnknownKeyword(InvalidArgument, TypeError):
@@ -21,11 +29,9 @@ class Unsupported(NotImplementedError):
     def __init__(self, backend: str, reason: str, remedy: str) -> None:
         self.backend, self.reason, self.remedy = backend, reason, remedy
         who = "no backend can" if backend == "any" else f"backend {backend!r} cannot"
-        super().__init__(f"{who} serve this call: {reason}; {remedy}")
+        self.args = (f"{who} serve this call: {reason}; {remedy}",)  # not by super(), and read again, as above
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
-        """By what it was made of: exceptions cross between processes."""
-        return type(self), (self.backend, self.reason, self.remedy)
+    __reduce__ = InvalidArgument.__reduce__
 
 
 class CacheFull(RuntimeError):

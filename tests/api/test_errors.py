@@ -1,6 +1,8 @@
 """Every bad argument is refused by name, before anything is written."""
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -429,3 +431,36 @@ def test_other_refusals(name, make):
     with pytest.raises(InvalidArgument) as caught:
         make()
     assert str(caught.value).startswith(f"{name}: got ")
+
+
+def caught(function):
+    with pytest.raises((InvalidArgument, Unsupported)) as error:
+        function(**dense_args())
+    return error.value
+
+
+WRONG = {
+    "invalid": lambda q, k, v: attention(q, k, v, window=-1),
+    "unknown": lambda q, k, v: attention(q, k, v, is_causal=True),
+    "unsupported": lambda q, k, v: attention(q, k, v, backend="hopper"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
+def test_an_error_of_another_process_is_the_same(wrong, again):
+    """A pool of processes waits without end for one that cannot be unpickled."""
+    error = caught(wrong)
+    error.place = "where it was"
+    got = again(error)
+    assert type(got) is type(error)
+    assert str(got) == str(error)
+    assert vars(got) == vars(error)
+
+
+@pytest.mark.parametrize("wrong", [WRONG["invalid"], WRONG["unknown"]], ids=["invalid", "unknown"])
+def test_a_graph_that_cannot_be_says_which_argument_is_wrong(wrong):
+    """With fullgraph=True torch shows what was raised while it traced, if it can trace how that is made."""
+    error = caught(wrong)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{type(error).__name__}.'{error.argument}'"):
+        torch.compile(wrong, fullgraph=True, backend="eager")(**dense_args())

@@ -138,6 +138,29 @@ def test_fake_tensors(inside):
         plan(q, k, v)
 
 
+def test_plans_in_compiled_code():
+    """The graph ends before a plan and goes on after it."""
+    q, k, v = (draw(*shape) for shape in CALLS["dense"][1])
+    plans = []
+
+    @torch.compile(backend="aot_eager")
+    def planned(q, k, v):
+        plans.append(plan(q, k, v, causal=True, scale=0.321))  # not planned before
+        return q + 1
+
+    assert torch.equal(planned(q, k, v), q + 1)
+    assert plans == [plan(q, k, v, causal=True, scale=0.321)]
+
+
+def test_plans_of_batches():
+    q, k, v = (draw(*shape) for shape in CALLS["dense"][1])
+    mask = draw(3, 5, 9) > 0
+    with pytest.raises(InvalidArgument, match=r"^q: got a tensor of torch\.vmap"):
+        torch.vmap(lambda q: plan(q, k, v))(torch.stack([q, q]))
+    with pytest.raises(InvalidArgument, match=r"^mask: got a tensor of torch\.vmap"):
+        torch.vmap(lambda mask: plan(q, k, v, mask=mask))(mask)
+
+
 def test_fake_quantised_keys():
     mode = FakeTensorMode()
     q, k, _ = (draw(*shape) for shape in CALLS["dense"][1])

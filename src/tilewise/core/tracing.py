@@ -26,6 +26,8 @@ def is_transformed() -> bool:
     return _transform() is not None
 
 
+is_in_transform = torch._C._functorch.is_functorch_wrapped_tensor  # whether it stands for a batch, or for a derivative
+
 dtensors = False  # whether our operators have sharding rules
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..core.eager import left_alone
 from ..errors import InvalidArgument
-from ..kv_cache.eager import left_alone
 from ..state import AttentionState
 from ..validation.arrays import with_memory
 from .arguments import KNOWN, lengths_of, prepare

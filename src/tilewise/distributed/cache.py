@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from ..api import paged_attention
+from ..core.eager import eager
 from ..core.mask_rules import NO_RULES, near
 from ..core.options import Options, as_rules, is_int
 from ..errors import InvalidArgument
 from ..kv_cache import PagedKVCache
 from ..kv_cache.checks import sequence_ids
-from ..kv_cache.eager import eager
 from ..state import AttentionState, merge
 from ..validation import keywords
 from .exchange import all_to_all

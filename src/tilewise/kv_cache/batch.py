@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..api import paged_attention
+from ..core.eager import eager
 from ..core.kv_store import Places
 from ..core.problem import CascadeProblem
 from ..dispatch import planner
@@ -15,7 +16,6 @@ from ..errors import InvalidArgument
 from . import checks, hadamard
 from .attending import attend, is_seq_major, refuse
 from .cascade import AGAINST, Group, Split, run, shared
-from .eager import eager
 from .formats import flag, token_bytes
 from .upload import pieces
 

@@ -11,13 +11,13 @@ import torch
 
 from ..api import attention
 from ..core.devices import as_device
+from ..core.eager import eager
 from ..core.kv_store import Places
 from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, merge
 from ..validation.arrays import to_tensor
 from . import checks, copies, hadamard, ring
 from .attending import attend, into, is_seq_major, refuse, rounded
-from .eager import eager
 from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
 from .integers import integer
 from .serialization.load import load_rows

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from ..core.devices import as_device
+from ..core.eager import eager
 from ..core.kv_store import Store
 from ..errors import InvalidArgument
 from . import checks, copies, hadamard, transfer
 from .attending import is_seq_major
 from .batch import Batch
 from .block_manager import Sequences
-from .eager import eager
 from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
 from .integers import integer
 from .serialization.load import load_pages, load_prefix

@@ -14,13 +14,13 @@ import torch
 
 from .. import ops
 from ..api import paged_attention
+from ..core.eager import left_alone
 from ..core.kv_store import Places
 from ..core.tracing import is_traced
 from ..errors import InvalidArgument
 from . import checks, hadamard
 from .attending import attend, refuse
 from .batch import Batch
-from .eager import left_alone
 from .formats import operand
 from .upload import blocks, pieces
 

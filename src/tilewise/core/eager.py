@@ -1,4 +1,4 @@
-"""Methods that `torch.compile` leaves as they are: it breaks its graph there, and they run as in eager code.
+"""Functions that `torch.compile` leaves as they are: it breaks its graph there, and they run as in eager code.
 
 A cache keeps its lengths and tables in NumPy and changes them at every step. Traced, each length would be another
 graph, and the first use of a Numba loop would be traced too. `torch.compiler.disable` says the same, but importing what
