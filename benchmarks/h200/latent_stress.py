@@ -1,14 +1,14 @@
-"""Launches the latent kernels very often and compares all results bit by bit, alone and beside other processes.
+"""Launches the latent kernels very often from several processes at once, and compares all results bit by bit.
 
     PYTHONPATH=src python benchmarks/h200/latent_stress.py --out results
     PYTHONPATH=src compute-sanitizer --tool racecheck --kernel-name kns=latent_decode \\
         python benchmarks/h200/latent_stress.py --tool "now"
 
-Calls of each kernel: few query rows, many heads, key indices in 16 bits and in float8. Other processes keep the GPU
-busy, so that programs are interrupted. Of results that differ it says which heads and keys. `naps` is the kernel's own
-text in which warps sleep for a while of their own, by chance, before they arrive at a barrier or store to shared
-memory, after they have waited, and around reductions. Other variants take single changes back. `--tool` runs one
-variant twice, for a checker.
+Each process queues a thousand launches before it waits, so that the GPU goes from one to another in the middle of
+programs. One that does not come to an end hangs, and is ended. Of results that differ it says which heads and which
+keys. `naps` is the kernel's own text in which warps sleep for a while of their own, by chance, before they arrive at a
+barrier or store to shared memory, after they have waited, and around reductions. Other variants take changes back.
+`--tool` runs one variant twice, for a checker.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from tilewise.validation import calls
 
 LENGTHS = [0, 1, 65, 130, 300]
 EACH = 20  # launches of a graph
+QUEUED = 50  # graphs
+LIMIT = 40.0  # seconds more than its own until a process counts as hung
 NAPS = '''"""Warps that are late."""
 
 from triton.experimental import gluon
@@ -85,7 +87,6 @@ REDUCED = [
     ("over_warps(sh, gl.max(s.reshape([4, 16, a.S.rows]), 1), False, C)", "gl.max(s, 0)"),
     ("over_warps(sh, gl.sum(l.reshape([4, 16, a.S.rows]), 1), True, C)", "gl.sum(l, 0)"),
 ]
-SYNCED = [("        mbarrier.wait(full, u & 1)\n", "        mbarrier.wait(full, u & 1)\n        gl.thread_barrier()\n")]
 
 
 def variants() -> dict[str, Variant]:
@@ -100,10 +101,6 @@ def variants() -> dict[str, Variant]:
         "dead barriers": Variant({"pipeline": [DEAD]}, after),
         "the compiler's reductions": Variant({"narrow": REDUCED}, after),
         "both": Variant({"pipeline": [DEAD], "narrow": REDUCED}, after),
-        "both, synced": Variant({"pipeline": [DEAD, *SYNCED], "narrow": REDUCED}, after),
-        "both, equal registers": Variant(
-            {"pipeline": [DEAD], "narrow": REDUCED}, after | {"consumer_regs": 168, "producer_regs": 168}
-        ),
         "64 rows": Variant(ways=after | {"rows": 64}),
     }  # fmt: skip
 
@@ -120,9 +117,12 @@ def inputs(name: str) -> tuple[Any, Case | None]:
     return made.checked(), made
 
 
-NAMES = ("16 heads, 132 x 384", "128 heads, 132 x 384", "16 heads", "5 heads", "128 heads", "indices, bf16",
-         "indices, float8")  # fmt: skip
-BEFORE_FIX = ("both", "dead barriers", "the compiler's reductions", "both, synced", "both, equal registers", "64 rows")
+# Processes that run at the same time: the kernel and its call.
+TOGETHER = (
+    ("now", "16 heads"), ("now", "16 heads, 132 x 384"), ("64 rows", "16 heads, 132 x 384"),
+    ("now", "128 heads, 132 x 384"), ("now", "indices, float8"), ("triton", "16 heads, 132 x 384"),
+    ("naps", "16 heads"),
+)  # fmt: skip
 
 
 def bound(name: str, variant: str, call: calls.Call) -> Any:
@@ -155,8 +155,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
-def launches(name: str, variant: str, seconds: float, want: list[torch.Tensor]) -> dict[str, Any]:
-    """Launches for so many seconds: how many differ from `want`, or from the first where there is none yet."""
+def launches(name: str, variant: str, seconds: float) -> dict[str, Any]:
+    """Launches for so many seconds: how many differ from the first."""
     call, case = inputs(name)
     t = call.tensors
     made = None if variant in OTHERS else bound(name, variant, call)
@@ -167,12 +167,9 @@ def launches(name: str, variant: str, seconds: float, want: list[torch.Tensor]) 
         made(t)
         return t.out, t.lse
 
-    wrong = ""
-    got = run()
+    want = [x.clone() for x in run()]
     torch.cuda.synchronize()
-    if not want:
-        want += [x.clone() for x in got]
-        wrong = judge(name, got, case.oracle()) if case is not None and made is not None else ""
+    wrong = judge(name, (want[0], want[1]), case.oracle()) if case is not None else ""
     rows = torch.zeros(want[0].shape[:-1], dtype=torch.int32, device="cuda")  # how often each row was another
     count = torch.zeros((), dtype=torch.int64, device="cuda")
     kept = [x.clone() for x in want]
@@ -180,8 +177,7 @@ def launches(name: str, variant: str, seconds: float, want: list[torch.Tensor]) 
     def once() -> None:
         got = run()
         other = torch.ne(bits(got[0]), bits(want[0])).any(-1)
-        if got[1].dtype == torch.float32:
-            other = other | torch.ne(bits(got[1]), bits(want[1]))
+        other = other | torch.ne(bits(got[1]), bits(want[1]))
         rows.add_(other)
         found = other.any()
         count.add_(found)
@@ -196,10 +192,12 @@ def launches(name: str, variant: str, seconds: float, want: list[torch.Tensor]) 
     with torch.cuda.graph(graph):
         for _ in range(EACH):
             once()
+    print("ready", flush=True)
     start, done = time.perf_counter(), 0
     while time.perf_counter() - start < seconds:
-        graph.replay()
-        done += EACH
+        for _ in range(QUEUED):
+            graph.replay()
+        done += QUEUED * EACH
         torch.cuda.synchronize()
     row: dict[str, Any] = {"call": name, "kernel": variant, "launches": done, "differ": int(count), "wrong": wrong}
     if int(count):
@@ -236,37 +234,42 @@ def by_triton(call: calls.Call, case: Case) -> Result:
     return state.out, state.lse
 
 
-def by_torch(call: calls.Call, case: Case) -> Result:
-    """Reductions across warps that are no business of ours."""
-    x = case.cache[: 2 * len(case.lengths)].flatten(1).nan_to_num()
-    return torch.softmax(x.float(), -1).view(len(case.lengths), 2, 1, -1).to(x.dtype), x[:1, :1].float()
+OTHERS: dict[str, Callable[[Any, Any], Any]] = {"triton": by_triton}
 
 
-OTHERS: dict[str, Callable[[Any, Any], Any]] = {"triton": by_triton, "torch": by_torch}
-
-
-def busy(seconds: float) -> None:
-    """Keeps the GPU busy."""
-    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    print("busy", flush=True)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for _ in range(20):
-            x @ x
-        torch.cuda.synchronize()
+def beside_each_other(kinds: tuple[tuple[str, str], ...], seconds: float) -> list[dict[str, Any]]:
+    """A process for each, all at once."""
+    command = [sys.executable, __file__, "--seconds", str(seconds), "--one"]
+    started = [subprocess.Popen([*command, *kind], stdout=subprocess.PIPE, text=True) for kind in kinds]
+    end = time.perf_counter() + seconds + LIMIT
+    rows: list[dict[str, Any]] = []
+    for (variant, name), process in zip(kinds, started, strict=True):
+        try:
+            said, _ = process.communicate(timeout=max(1.0, end - time.perf_counter()))
+            rows.append(json.loads(said.strip().splitlines()[-1]))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            rows.append({"call": name, "kernel": variant, "hung": True})
+        except (ValueError, IndexError):
+            rows.append({"call": name, "kernel": variant, "wrong": f"ended with {process.returncode}"})
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument(
+        "--before", action="store_true", help="also the kernel as it was before its barriers were fixed"
+    )
     parser.add_argument("--tool", help="a variant to run twice, for a checker")
     parser.add_argument("--name", default="16 heads")
-    parser.add_argument("--busy", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.busy:
-        busy(args.busy)
+    if args.one:
+        print(json.dumps(launches(args.one[1], args.one[0], args.seconds)), flush=True)
         return
     if args.tool:
         call, case = inputs(args.name)
@@ -277,39 +280,17 @@ def main() -> None:
         text = judge(args.name, (call.tensors.out, call.tensors.lse), case.oracle()) if case is not None else ""
         print(f"{args.tool}: {text or args.name + ': right'}", flush=True)
         return
-    start = time.perf_counter()
-    work = [(NAMES[0], variant) for variant in ("both", "now", *BEFORE_FIX[1:], "triton", "torch", "naps")]
-    work += [(name, "now") for name in NAMES[1:]] + [(NAMES[2], "both"), (NAMES[2], "naps")]
+    kinds = TOGETHER + (("both", "16 heads"), ("both", "16 heads, 132 x 384")) * args.before
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        for text in pool.map(warm, [each for each in work if each[1] not in OTHERS]):
+        for text in pool.map(warm, [(name, variant) for variant, name in kinds if variant not in OTHERS]):
             if text:
                 print("not compiled:", text, flush=True)
-    print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
-    rows: list[dict[str, Any]] = []
-    wanted: dict[tuple[str, str], list[torch.Tensor]] = {}
-    for others, seconds in ((0, 0.3), (3, args.seconds)):
-        command = [sys.executable, __file__, "--busy", "120"]
-        started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(others)]
-        for process in started:
-            assert process.stdout is not None
-            process.stdout.readline()
-        for name, variant in work:
-            try:
-                row = launches(name, variant, seconds, wanted.setdefault((name, variant), []))
-            except Exception as error:
-                row = {"call": name, "kernel": variant, "differ": -1, "wrong": f"{type(error).__name__}: {error}"[:300]}
-            rows.append({"other processes": others, **row})
-            print(json.dumps(rows[-1]), flush=True)
-            if args.out:
-                args.out.mkdir(parents=True, exist_ok=True)
-                (args.out / "latent_stress.json").write_text(json.dumps(rows, indent=1) + "\n")
-        for process in started:
-            process.kill()
-            process.wait()
+    rows = beside_each_other(kinds, args.seconds)
     for r in rows:
-        print(f"{r['other processes']} others, {r['call']:22} {r['kernel']:26}", end=" ")
-        print(f"{r['differ']} of {r.get('launches')} differ {r.get('heads', '')} {r['wrong']}")
-    print(f"{time.perf_counter() - start:.0f} s")
+        print(json.dumps(r))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "latent_stress.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,26 @@ def build(
     """Compiles as a launch with these arguments would, with one of Triton's two ptxas."""
     source = GluonASTSource if function.is_gluon() else ASTSource
     made = assembled(Signature.of(function, given, constants).source(source, function), 90, options, ptxas)
+    assert not (dead := dead_barriers(made.ttgir)), f"barriers that nobody waits at: {dead}"
     return Built(**vars(made))
+
+
+def dead_barriers(ttgir: str) -> list[str]:
+    """mbarriers that are set up and not used. The compiler lays them over what partitions start from and over memory of
+    reductions: such a kernel hung, or erred, while other processes used the GPU (h200 27).
+    """
+    places: dict[str, str] = {}  # of each name
+    dead: list[str] = []
+    for line in ttgir.splitlines():
+        if made := re.search(r"(%\w+) = ttg\.local_alloc .*xi64", line):
+            places[made[1]] = made[1]
+            dead.append(made[1])
+        elif (part := re.search(r"(%\w+) = ttg\.memdesc_index (%\w+)", line)) and part[2] in places:
+            places[part[1]] = places[part[2]]
+        elif "ttng.init_barrier" not in line:
+            used = {places.get(name) for name in re.findall(r"%\w+", line)}
+            dead = [place for place in dead if place not in used]
+    return dead
 
 
 def kernels_of(problem: Problem, ptxas: str = "ptxas") -> dict[str, Built]:

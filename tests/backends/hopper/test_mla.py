@@ -11,6 +11,10 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
 from aot import SHARED, Signature, tensors_of
 from hopper_aot import build
 from interpreted import interpreted
@@ -127,6 +131,47 @@ def test_few_rows_are_the_columns_of_products(given):
         assert len(re.findall(r"HGMMA\.64x16x16", text)) == 36 + 32  # S, and 8 tiles of 64 columns of O
         assert not re.search(r"\b(STL|LDL)\b", text)
     check_arrivals(built)
+
+
+@gluon.jit
+def one_barrier_too_many(X, LAYOUT: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [1, 1], LAYOUT)
+    idle = gl.allocate_shared_memory(gl.int64, [1, 1], LAYOUT)
+    mbarrier.init(made.index(0), count=1)
+    mbarrier.init(idle.index(0), count=1)
+    mbarrier.arrive(made.index(0), count=1)
+    mbarrier.wait(made.index(0), 0)
+    gl.store(X, 1)
+
+
+def test_a_barrier_that_nobody_waits_at_is_found():
+    """So that `build` finds none in any kernel that these tests compile."""
+    given = {"X": torch.empty(1, dtype=torch.int32, device="meta"), "LAYOUT": mbarrier.MBarrierLayout()}
+    with pytest.raises(AssertionError, match="nobody waits at"):
+        build(one_barrier_too_many, given, ("LAYOUT",))
+
+
+def test_the_last_program_of_a_sequence_combines_few_rows_of_few_fragments():
+    for fields, inside in (
+        ({"batch": 128, "kv_len": 4096}, True),
+        ({"batch": 128, "kv_len": 1 << 17}, False),  # one sequence may have nearly all keys
+        ({"batch": 16, "kv_len": 32768}, False),
+        ({"batch": 128, "kv_len": 4096, "heads": 17}, False),
+    ):
+        p = problem(**({"heads": 16} | fields))
+        made, t = launcher(p), tensors_of(p)
+        t.v = t.k[..., :512]
+        assert made.spec.inside is inside
+        assert (made.arguments(t, made.workspace("meta"))["COUNTERS"] is not None) is inside
+        assert ("the last program of a sequence combines it" in config.notes(made.config)) is inside
+
+
+def test_no_sequence_has_more_fragments_than_were_reckoned_with():
+    for batch, pairs, splits in ((128, 32, 132), (3, 5, 132), (128, 1024, 132), (1, 7, 3)):
+        p = problem(16, batch=batch, kv_len=128 * pairs)
+        size = -(-(pairs + batch - 1) // splits)  # of runs, where all others are as short as can be
+        cuts = {start: len({(start + n) // size for n in range(pairs)}) for start in range(batch)}
+        assert max(cuts.values()) <= config.most_fragments(p, splits)
 
 
 def test_rows_that_are_many_are_not_few():
