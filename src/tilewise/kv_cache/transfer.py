@@ -105,6 +105,11 @@ def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) ->
         raise InvalidArgument(
             "parts", given, "all layers and heads of the cache", "first_head= is that of its first head"
         )
+    return new_sequence(cache, length, known, parts, first_head)
+
+
+def new_sequence(cache: PagedKVCache, length: int, known: int, parts: Sequence[Part], first_head: int = 0) -> int:
+    """A sequence of `length` tokens, the first `known` with ids, from parts that were checked; none if it fails."""
     with cache.store.lock:
         sequence = cache.create()
         try:

@@ -188,12 +188,16 @@ def judge(name: str, got: torch.Tensor, exact: torch.Tensor, allowed: float, dty
     sizes = torch.where(finite, exact.abs(), 0.0)
     largest = sizes.amax(-1, keepdim=True) if name == "out" else sizes
     bound = (allowed + largest * torch.finfo(dtype).eps).expand_as(exact)
-    error = torch.where(finite, (got - exact).abs(), 0.0)
+    return within(name, got, exact, torch.where(finite, (got - exact).abs(), 0.0), bound)
+
+
+def within(name: str, got: torch.Tensor, exact: torch.Tensor, error: torch.Tensor, bound: torch.Tensor) -> Verdict:
+    """Raises `Mismatch` unless each element's error is within its bound."""
     wrong = ~(error <= bound)  # NaN is never within a bound
     if bool(wrong.any()):
         where = tuple(wrong.nonzero()[0].tolist())
         raise Mismatch(
-            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are off; at [head, row, ...] = {where} "
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are off; at {where} "
             f"got {float(got[where])}, the oracle has {float(exact[where])}, the bound is {float(bound[where]):.3g}"
         )
     return Verdict(float(error.max()), float(bound.min()))

@@ -23,7 +23,7 @@ from ..reference import attend, gradients, visible_cells
 from ..validation.backward import BackwardCall, backward, differentiable
 from ..validation.calls import Call
 from .case import Case, make
-from .check import Mismatch, Verdict
+from .check import Mismatch, Verdict, within
 
 # Elements of a gradient; of fewer an RMS says little, and their largest error is judged alone. And query rows: all that
 # a row adds to a gradient has the error of its weights.
@@ -174,18 +174,12 @@ def _judge(name: str, got: torch.Tensor, allowed: torch.Tensor, exact: torch.Ten
     error = (got.double() - exact).abs()
     sizes = exact.abs().amax(-1, keepdim=True) if exact.ndim == 4 else exact.abs().amax()
     bound = (factor * allowed.max() + ulp * sizes).expand_as(exact)
-    wrong = ~(error <= bound)  # NaN is never within a bound
-    if bool(wrong.any()):
-        where = tuple(wrong.nonzero()[0].tolist())
-        raise Mismatch(
-            f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are off; at {where} got {float(got[where])}, the "
-            f"oracle has {float(exact[where])}, the bound is {float(bound[where]):.3g}"
-        )
+    verdict = within(name, got, exact, error, bound)
     rms, torch_rms, size = (float(x.square().mean().sqrt()) for x in (error, allowed, exact))
     most = factor * torch_rms + torch.finfo(torch.float32).eps * size
     if not rms <= most and got.numel() >= FEW:
         raise Mismatch(f"{name}: an error of {rms / size:.3g} (relative RMS) where torch's is {torch_rms / size:.3g}")
-    return Verdict(float(error.max()), float(bound.min()))
+    return verdict
 
 
 def same_formula(problem: Problem, tensors: BackwardTensors, *, sizes: bool = False) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from ..checks import MOST
 from ..formats import formats_of, size
 from ..prefix_cache import LOST, ROOT
 from ..stores import named_tensors
+from ..transfer import new_sequence
 from . import files
 from .save import Path, formats
 
@@ -127,26 +128,8 @@ def load_prefix(cache: PagedKVCache, path: Path) -> int:
         return _stores(about, cache.layers, length, cache.kv_heads) | {"ids": ((known,), torch.int64)}
 
     about, tensors = files.read(path, "prefix", PREFIX, declare, OPTIONAL)
-    length, known = about["tokens"], about["known"]
-    with cache.store.lock:
-        sequence = cache.create()
-        try:
-            first = cache.extend(sequence, known, tokens=tensors["ids"])
-            cache.extend(sequence, length - known)
-            sequences = cache.store.sequences
-            own = sequences.slot_of[sequence]
-            slots, pages = np.arange(length), sequences.pages(own)
-            page, slot = (torch.from_numpy(x).to(cache.device, torch.int64)
-                          for x in (pages[slots // cache.page_size], slots % cache.page_size))  # fmt: skip
-            for name, x in named_tensors(cache.store.k, cache.store.v):
-                as_bytes(x)[:, page, slot] = as_bytes(tensors[name]).to(cache.device)
-        except BaseException:
-            cache.free(sequence)
-            raise
-        sequences.written[:, own] = length
-        if first.growth.full is not None:
-            sequences.commit([sequence], first.growth.full)
-    return sequence
+    whole = {"layers": (0, cache.layers), "heads": (0, cache.kv_heads)}
+    return new_sequence(cache, about["tokens"], about["known"], [(whole, tensors)])
 
 
 # PagedKVCache: all of it
