@@ -4,10 +4,13 @@ from .core import forks  # noqa: F401  (before torch is imported)
 
 # isort: split
 
+from typing import TYPE_CHECKING
+
 from .alibi import alibi_slopes
 from .api import attention, paged_attention, plan, varlen_attention
 from .autograd import AttentionGradients, attention_backward
 from .compat import discovery
+from .core.lazy import modules
 from .core.plan import Plan
 from .core.tile_map import TileMap
 from .dispatch.activity import counters
@@ -40,4 +43,8 @@ __all__ = [
     "varlen_attention",
 ]
 
+if TYPE_CHECKING:  # with a __getattr__ every name would be one of the package's
+    from . import distributed, testing  # noqa: F401
+else:
+    __getattr__ = modules(__name__, "distributed", "testing")
 discovery.watch()

@@ -35,6 +35,16 @@ def test_public_names():
     assert tilewise.__version__
 
 
+def test_modules_are_loaded_when_they_are_named():
+    """As the README has them, after `import tilewise` alone."""
+    named = "compat.sdpa.install, compat.flash_attn.install, compat.flash_attn_3, distributed.attention, testing"
+    code = "import sys, tilewise; before = set(sys.modules); [tilewise.{}]; print(*set(sys.modules) - before)"
+    loaded = run(code.format(named.replace(", ", ", tilewise."))).split()
+    assert {f"tilewise.{name}" for name in ("compat.sdpa", "compat.flash_attn", "distributed", "testing")} <= {*loaded}
+    assert not hasattr(tilewise, "distribute")
+    assert not hasattr(tilewise.compat, "sdp")
+
+
 def test_alibi_slopes():
     assert tilewise.alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     twelve = tilewise.alibi_slopes(12)

@@ -2,5 +2,14 @@
 
 `sdpa`: torch's `scaled_dot_product_attention`. `flash_attn`: the functions of the flash-attn package, and
 `flash_kernel`: those as a kernel for `kernels`. `transformers`, `vllm`, `sglang`: tilewise as an implementation there.
-Import the module that you need; none is loaded with tilewise itself, but `transformers` where transformers is.
+None is loaded with tilewise itself, but `transformers` where transformers is; the others when they are first named.
 """
+
+from typing import TYPE_CHECKING
+
+from ..core.lazy import modules
+
+if TYPE_CHECKING:  # with a __getattr__ every name would be one of the package's
+    from . import flash_attn, flash_attn_3, sdpa, sglang, transformers, vllm  # noqa: F401
+else:
+    __getattr__ = modules(__name__, "flash_attn", "flash_attn_3", "sdpa", "sglang", "transformers", "vllm")

@@ -47,6 +47,9 @@ NOT_NEEDED = {
     "deterministic": "leave it out: every result is deterministic",
     "need_weights": "the weights are never made: leave it out",
     "training": "leave it out",
+    "score_mod": "softcap=, alibi_slopes=, q_bias=, k_bias= and an additive mask= say what changes a score",
+    "mask_mod": "causal=, window=, chunk= and a bool mask= say what is hidden",
+    "block_mask": "causal=, window=, chunk=, a bool mask= or block_indices= say what is hidden",
     "mesh": "tilewise.distributed.attention and tilewise.distributed.plan take it",
 }
 
