@@ -193,6 +193,13 @@ def test_first_compiles_take_what_their_record_says(name: str) -> None:
     )
 
 
+def test_first_calls_from_a_wheel_take_what_their_record_says() -> None:
+    record = json.loads((ROOT / "benchmarks/records/cpu/first_call_wheel.json").read_text(encoding="utf-8"))
+    cold = [row["cold"]["seconds"] for row in record["rows"]]
+    text = " ".join((ROOT / "docs/environment.md").read_text(encoding="utf-8").split())
+    assert f"a first call takes {min(cold):.1f} to {max(cold):.1f} s beyond `import torch`" in text
+
+
 def test_a_missed_bar_names_its_entry_in_a_log() -> None:
     """A row that misses its bar says so, and what limits it stands under an id."""
     text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
