@@ -72,6 +72,8 @@ def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
     """Tiles for AMD's GPUs, by what their compiler keeps in registers, which hold q too; none has been measured."""
     if is_float32(problem):
         return Config(32, 32, 4, 1) if wide <= 128 else Config(32, 16, target.most_warps, 1)
+    if target.rdna and problem.mask is not None and (problem.k_format.is_quantised or problem.v_format.is_quantised):
+        return Config(32, 32, 8, 1)
     if target.rdna:
         return Config(128, 32, 8, 1) if wide <= 64 else Config(128 if wide <= 128 else 64, 16, 8, 1)
     if wide <= 128 and problem.k_format.packing == problem.v_format.packing == 1:
@@ -117,6 +119,8 @@ def decode_tile(problem: Problem, target: Target) -> Config:
         few |= has_packed(p) and not target.measured
         BK = (32 if few else 64) if wide <= 128 else 32 if wide <= 256 else 16
         return Config(BM, BK, 4, 3, pack)
+    if p.mask is not None and target.ptx and not target.measured:
+        return Config(BM, 32, 4, 3, pack)
     if is_f16_quantised(p) and wide <= 256 and (p.page_size > 0 or is_packed(p) or hides(p)):
         return Config(BM, 32, 1, 3, pack)
     BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
