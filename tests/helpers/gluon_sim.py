@@ -423,6 +423,11 @@ def _jit(f: Any = None, **options: Any) -> Any:
     return _same if f is None else f
 
 
+def _sum(x: Any, axis: int) -> Tensor:
+    with np.errstate(over="ignore"):
+        return Tensor(np.sum(raw(x), axis, dtype=raw(x).dtype))
+
+
 def _cdiv(a: Any, b: Any) -> Any:
     return (a + (b - 1)) // b
 
@@ -443,7 +448,7 @@ def stand_in() -> Any:
         zeros=lambda shape, dtype, layout=None: _full(shape, 0, dtype),
         full_like=lambda x, value: _full(x.shape, value, raw(x).dtype),
         zeros_like=lambda x: Tensor(np.zeros_like(raw(x))), max=lambda x, axis: Tensor(np.max(raw(x), axis)),
-        sum=lambda x, axis: Tensor(np.sum(raw(x), axis, dtype=raw(x).dtype)),
+        sum=_sum,
         reshape=lambda x, shape: Tensor(raw(x).reshape(shape)), permute=lambda x, dims: Tensor(raw(x).transpose(dims)),
         split=lambda x: (Tensor(raw(x)[..., 0]), Tensor(raw(x)[..., 1])), convert_layout=_same, to_tensor=_same,
         expand_dims=lambda x, axis: Tensor(np.expand_dims(raw(x), axis)),

@@ -76,6 +76,7 @@ class Launch:
         c = config or config_of(p)
         self.bound = Launcher(Plan(p, "hopper", "", (64 * c.consumers, c.BN)), c, nvidia(90, processors))
         self.done: Counter[tuple[int, ...]] = Counter()
+        self.flagged = 0  # tiles of rows that are computed again
 
     def arguments(self, kernels: Any, spec: Any, counter: Any, flags: Any) -> Any:
         p, t = self.problem, self.t
@@ -127,6 +128,7 @@ class Launch:
         again = [tile for tile, times in self.done.items() if times > 1]
         if again:
             raise SimError(f"{len(again)} tiles are done more than once, {again[0]} for one")
+        self.flagged = int(numbers[FLAGS_AT:].sum())
         if spec.guard:
             a = self.arguments(kernels, bound.fixup_spec, counter, flags)
             gluon_sim.MACHINE = Machine(1, seed)

@@ -48,7 +48,8 @@ REFUSED = {
     "alike": {"v_format": FORMATS["f16"]},
     "pages": {"form": "paged", "page_size": 16},
     "16 bytes": {"aligned": False},
-    "positive": {"scale": -0.5},
+    "a scale of over": {"scale": -0.5},
+    "over 1e-30": {"scale": 1e-50},  # 0 in float32
     "512": {"head_dim": 576},
     "all alike": {"k_format": FORMATS["int8"], "v_format": FORMATS["int8"]},
 }
@@ -178,7 +179,8 @@ def test_hidden_values_are_looked_for_where_there_can_be_any():
         ({"form": "varlen", "packed_q": True, "total_q": 99, "q_len": 50}, True),
     ):  # fmt: skip
         p = problem(**changes)
-        assert config.spec(p, config.config_of(p)).guard == guard
+        assert config.hides_memory(p) == guard
+        assert config.spec(p, config.config_of(p)).guard or not guard
         # Programs that fetch work tiles leave their counter to the fix-up kernel.
         assert guard or not config.uneven(p)
 
@@ -215,17 +217,19 @@ def test_head_dim_64_has_registers_for_a_late_wait_with_few_rules():
     assert short.consumers < c.consumers, "few tiles fill more programs of fewer rows"
 
 
-def test_maxima_are_replaced_lazily_where_that_is_faster():
-    long = {"q_len": 16384, "kv_len": 16384}
-    for D, changes, lazy in (
-        (64, {}, False), (64, {"causal": True}, True), (128, {}, True), (128, {"causal": True}, True),
-        (128, {"window": (99, None)}, False), (256, {"causal": True}, True), (256, {"softcap": 5.0}, False),
-        (512, {}, False),
+def test_maxima_are_left_out_where_weights_have_the_range_of_float32():
+    f16 = {"q_dtype": torch.float16, "k_format": FORMATS["f16"], "v_format": FORMATS["f16"]}
+    short = {"q_len": config.SHORT, "kv_len": config.SHORT}
+    for D, changes, free in (
+        (64, {}, True), (64, short, False), (64, short | {"causal": True}, True), (128, f16, False),
+        (128, {"softcap": 5.0}, True), (128, {"mask": MaskSpec(torch.bool, (True, True, False, False))}, False),
+        (128, {"selection": Selection(4, 128)}, False), (256, {}, False),
     ):  # fmt: skip
-        assert config.config_of(problem(D, **long, **changes)).lazy_rescale is lazy
-    for scale, lazy in ((0.1, True), (1e-50, False)):  # 1e-50 is 0 in float32
-        p = problem(256, **long, scale=scale)
-        assert config.spec(p, config.config_of(p)).lazy_rescale is lazy
+        for batch in (1, 64):
+            p = problem(D, batch=batch, **changes)
+            s = config.spec(p, config.config_of(p))
+            assert s.max_free is free
+            assert s.guard or not free, "tiles whose weights overflow are computed again"
 
 
 def test_two_programs_share_a_processor_where_keys_are_few_and_causal():

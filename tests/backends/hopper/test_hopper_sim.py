@@ -14,6 +14,7 @@ if sys.platform != "linux":
 import gluon_sim
 from gluon_values import SimError
 from hopper_sim import Launch
+from tilewise.backends.hopper.fwd import config
 from tilewise.core.options import Options
 from tilewise.core.tensors import sequences
 from tilewise.reference import attend
@@ -97,6 +98,7 @@ CASES = {
     "strides and ALiBi": lambda: dense(128, Lk=150, causal=True, alibi_slopes=True, k_stride=3, q_offset=7),
     "packed, strides": lambda: packed([5, 200, 129], [9, 260, 40], causal=True, k_stride=2, q_stride=3, window=400),
     "before the first key": lambda: dense(128, Lq=300, Lk=100, causal=True, sinks=True),
+    "softcap": lambda: dense(128, Lq=300, softcap=5.0, causal=True),
     "softcap, ALiBi, sinks": lambda: dense(128, softcap=5.0, alibi_slopes=True, sinks=True, causal=True),
     "bool mask": lambda: dense(mask="bool", Lq=150),
     "float mask": lambda: dense(128, mask="float", Lq=150, causal=True),
@@ -198,12 +200,12 @@ WRONG = {
     "values of another tile": ("producer", "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row",
                                "values.fill(value_use(a, n, j), a.v, [w.kv_b, w.head // a.group, row + 1"),
     "the window one key too wide": ("mask_rules", "ahead - left", "ahead - left - 1"),
-    "a rescale left out": ("mma", "        o = o * alpha[:, None]\n", "        o = o\n"),
-    "a lazy rescale left out": ("mma", "        o = rescaled(a, o, p[1])\n", ""),
-    "a maximum that is not replaced": ("softmax", "> LATE, top, m)", "> 1e9, top, m)"),
+    "a rescale left out": ("mma", "        o = rescaled(a, o, p)\n", "        o = o\n"),
+    "a maximum that is not replaced": ("softmax", "> late, top, m)", "> 1e9, top, m)"),
     "non-finite tiles not flagged": (
         "epilogue", "nonfinite = (total != total) & rows.ok", "nonfinite = (total != total) & (rows.row < 0)",
     ),
+    "a capped maximum without its cap": ("softmax", "m += a.softcap", "m += 0.0"),
     "a list without entries is seen": ("consumer", "tile_list(a, w).entries > 0", "tile_list(a, w).entries >= 0"),
     "tiles that rules hide in part taken for whole": (
         "consumer", "right = gl.minimum(gl.maximum(begin + after(a, w, tiles, outer), start + 1), end)",
@@ -223,7 +225,7 @@ def nonfinite():
 PROBES = (
     (lambda: dense(128, Lq=600, H=2, Lk=600), 3), (lambda: dense(128, Lq=600, H=3, Lk=600, causal=True), 2),
     (lambda: dense(128, Lq=300, H=1, Lk=300, window=(70, 0)), 2), (lambda: packed([5, 200, 129], [9, 260, 7]), 2),
-    (nonfinite, 2), (CASES["blocks causal"], 2), (growing, 2),
+    (nonfinite, 2), (CASES["blocks causal"], 2), (growing, 2), (CASES["softcap"], 2),
 )  # fmt: skip
 
 
@@ -235,10 +237,89 @@ def test_a_wrong_kernel_is_noticed(name):
         run_probes(kernels)
 
 
-def run_probes(kernels):
-    for make, processors in PROBES:
+def run_probes(kernels, probes=PROBES):
+    for make, processors in probes:
         run(make(), kernels, processors=processors)
 
 
 def test_the_probes_pass_as_they_are():
     run_probes(KERNELS)
+
+
+SMALL_GROWTH = ("softmax", "GROWTH = gl.constexpr(80.0)", "GROWTH = gl.constexpr(15.0)")  # what float16 has room for
+
+
+def max_free(monkeypatch, *changes):
+    """Kernels without maxima in tiles that every row sees; float16 stands in for bfloat16."""
+    monkeypatch.setattr(config, "WIDE_RANGE", (torch.float16,))
+    edits = {}
+    for file, old, new in (SMALL_GROWTH, *changes):
+        edits.setdefault(file, []).append((old, new))
+    return gluon_sim.load(edits)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "mask" not in name and "blocks" not in name])
+def test_tiles_that_every_row_sees_need_no_maximum(name, monkeypatch):
+    kernels = max_free(monkeypatch)
+    call = CASES[name]()
+    assert run(call, kernels).bound.spec.max_free == config.max_free(call.problem)
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        # The first row sees nothing of the second tile of keys, and all of the first.
+        ({"D": 128, "Lq": 130, "Lk": 257, "causal": True}, ("tile_scheduler", "full_hi -= 1", "full_hi -= 0")),
+        # The first tile of a work tile comes beside the last P V of the one before.
+        ({"Lq": 250, "Lk": 2176}, ("mma", "and MASKED == 0 and not FIRST", "and MASKED == 0")),
+    ],
+)
+def test_a_row_has_a_maximum_before_tiles_that_look_for_none(options, change, monkeypatch):
+    """Without one its tile would be computed again, each time."""
+    assert run(dense(**options), max_free(monkeypatch), processors=2).flagged == 0
+    assert run(dense(**options), max_free(monkeypatch, change), processors=2).flagged > 0
+
+
+def test_rows_that_are_computed_again_keep_their_bits(monkeypatch):
+    """Where a value that they do not see is not finite, and where another row's logits grow too much.
+
+    Those of lse: the simulator's products round as the rest of a matrix lets them.
+    """
+    kernels = max_free(monkeypatch)
+    wrong = max_free(monkeypatch, ("nonfinite", "LATE, GROWTH)", "LATE, 2.0)"))
+    for spoil in ("value", "row"):
+        clean, other, by_wrong = (dense(128, Lq=300, Lk=500, H=1, causal=True) for _ in range(3))
+        for call in (other, by_wrong):
+            if spoil == "value":
+                call.tensors.v[:, :, 300:] = float("nan")
+            else:
+                call.tensors.q[:, :, 100:] *= 20
+        launches = [Launch(call) for call in (clean, other, by_wrong)]
+        for launch, text in zip(launches, (kernels, kernels, wrong), strict=True):
+            launch.run(text)
+        assert launches[0].flagged == 0 < launches[1].flagged
+        want, got, not_so = (call.tensors.lse[:, :, :100] for call in (clean, other, by_wrong))
+        assert torch.equal(got, want)
+        assert not torch.equal(not_so, want), "the test would not notice other arithmetic"
+
+
+def growing_once():
+    """Logits whose maxima grow by some powers of two between the first two tiles of keys."""
+    call = dense(128, Lq=100, Lk=300, H=1, causal=True)
+    call.tensors.k[:, :, 256:] *= 0.05
+    return call
+
+
+MAX_FREE_WRONG = {
+    "rescaled twice": ("mma", "(p[0], gl.full_like(p[1], 1.0))", "p"),
+    "not rescaled": ("mma", "return rescaled(a, o, p), (p[0]", "return o, (p[0]"),
+    "no maxima where a tile is computed again": ("nonfinite", "LATE, GROWTH)", "LATE, 1e9)"),
+}
+
+
+@pytest.mark.parametrize("name", MAX_FREE_WRONG)
+def test_a_wrong_max_free_kernel_is_noticed(name, monkeypatch):
+    probes = ((lambda: dense(64, Lq=250, Lk=2176, H=2), 2), (growing_once, 2), (lambda: growing(causal=True), 2))
+    run_probes(max_free(monkeypatch), probes)
+    with pytest.raises((SimError, Mismatch)):
+        run_probes(max_free(monkeypatch, MAX_FREE_WRONG[name]), probes)

@@ -25,15 +25,12 @@ class Config:
     consumers: int
     k_stages: int
     v_stages: int
-    persistent: bool = True
-    dynamic: bool = True  # where work tiles differ: programs take the next when they are ready
     share: int = 8  # programs that are to work on the same keys at a time
     lends: bool = False  # q lends the output its memory
     out_columns: int = 0  # 0: all
     q_stages: int = 2
     overlaps: bool = True
     late_wait: bool = False
-    lazy_rescale: bool = False
     per_processor: int = 1  # programs
     consumer_regs: int = 240
     producer_regs: int = 24
@@ -44,8 +41,8 @@ MANY_ROUNDS = 64  # work tiles of a program after which its last one counts for 
 SHORT = 2048  # keys up to which two consumers are as fast as three at D=64; see `config`
 SHORT_CAUSAL = 4096  # keys up to which two programs a processor are faster there
 LITTLE = 1.5e10  # operations; see `slower`
-LEAST_LAZY_SCALE = 1e-30  # a scale of 0 in float32 would let no first maximum be taken
-CAUSAL = MaskRules(causal=True)
+LEAST_SCALE = 1e-30  # a scale of 0 in float32 would let no first maximum be taken
+WIDE_RANGE = (torch.bfloat16,)  # types with the range of float32
 
 
 def refusal(problem: Problem) -> str | None:
@@ -57,8 +54,8 @@ def refusal(problem: Problem) -> str | None:
         return "has no kernel for pages"
     if not p.aligned:
         return "needs rows that begin at multiples of 16 bytes, and none broadcast"
-    if not p.scale > 0:
-        return "needs a positive scale"
+    if not p.scale > LEAST_SCALE:
+        return f"needs a scale of over {LEAST_SCALE:g}"
     if p.head_dim > 512:
         return "has no kernel for head dims over 512"
     return None if p.selection is None else blocks_refusal(p)
@@ -103,6 +100,8 @@ def notes(problem: Problem, c: Config) -> tuple[str, ...]:
     found = [f"{c.consumers} warpgroups of 64 rows, TMA, {under_way} under way"]
     if c.per_processor > 1:
         found.append(f"{c.per_processor} programs share a processor")
+    if max_free(problem):
+        found.append("max-free softmax in tiles of keys that every row sees")
     if problem.split_size:
         found.append("split_size: keys are read in one pass, which is batch-invariant already")
     return tuple(found)
@@ -126,31 +125,28 @@ def config_of(problem: Problem) -> Config:
     """What fits the shared memory (227 KiB) and the registers, and was the fastest there."""
     width, chunks = chunk_widths(problem.head_dim)
     DV, _ = value_tiling(problem)
-    few_rules = plainly(problem, MaskRules()) or plainly(problem, CAUSAL)
     # Tiles of a mask have a power of two of rows.
     if width * chunks <= 64 and DV <= 64:
-        if plainly(problem, CAUSAL) and problem.kv_len <= SHORT_CAUSAL and not problem.split_size:
+        if only_causal(problem) and problem.kv_len <= SHORT_CAUSAL and not problem.split_size:
             return Config(64, 2, 3, 3, share=2, overlaps=False, per_processor=2, consumer_regs=112)
         late = not (problem.softcap or problem.alibi or problem.rules.flags.hides_left)  # else it would spill
         if problem.mask is None and problem.selection is None and problem.kv_len > SHORT:
-            lazy = plainly(problem, CAUSAL)
-            return Config(128, 3, 4, 4, late_wait=late, lazy_rescale=lazy, consumer_regs=160, producer_regs=32)
+            return Config(128, 3, 4, 4, late_wait=late, consumer_regs=160, producer_regs=32)
         return Config(128, 2, 4, 4, share=2, late_wait=late)
     if width * chunks <= 128 and DV <= 128:
-        return Config(128, 2, 2, 2, lazy_rescale=few_rules)
+        return Config(128, 2, 2, 2)
     if width * chunks <= 192 and DV <= 128:
         return Config(128, 2, 2 * chunks, 2, out_columns=DV // 2, q_stages=1)
     if width * chunks <= 256:
-        return Config(64, 2, 2 * chunks, 2, lazy_rescale=few_rules, out_columns=DV // 2, q_stages=1)
+        return Config(64, 2, 2 * chunks, 2, out_columns=DV // 2, q_stages=1)
     return Config(128, 2, 6, 0, lends=True, out_columns=64, q_stages=1, overlaps=False)
 
 
-def plainly(problem: Problem, rules: MaskRules) -> bool:
-    """These rules, and nothing else that would take registers."""
+def only_causal(problem: Problem) -> bool:
+    """Causal, and nothing else that would take registers."""
     p = problem
     others = p.softcap or p.alibi or p.rules.kv_lengths or p.packed_q or p.mask is not None or p.rules.affine
-    others = others or p.selection is not None
-    return p.rules.relative() == rules and not others
+    return p.rules.relative() == MaskRules(causal=True) and not others and p.selection is None
 
 
 def uneven(problem: Problem) -> bool:
@@ -183,6 +179,21 @@ def swizzle(problem: Problem, c: Config, programs: int) -> int:
     return max(1, min(p.batch * p.heads, programs // min(c.share, tiles)))
 
 
+def hides_memory(problem: Problem) -> bool:
+    """Whether something that is hidden may be NaN. Past the end of a dense tensor TMA reads zeros."""
+    p = problem
+    return p.mask is not None or p.rules.by_position or p.has_lengths or p.selection is not None
+
+
+def max_free(problem: Problem) -> bool:
+    """Whether tiles that every row sees need no maximum of their own (see softmax.py): weights have float32's range,
+    and rows see a key in a tile before. Where nothing is hidden, there must be enough to do for the fix-up's launch.
+    """
+    p = problem
+    listed = p.mask is not None or p.selection is not None
+    return p.q_dtype in WIDE_RANGE and not listed and p.head_dim <= 192 and (hides_memory(p) or p.kv_len > SHORT)
+
+
 def spec(problem: Problem, c: Config) -> Spec:
     """What the kernel is compiled for; `prefetch_tile` is for the launch to say."""
     p = problem
@@ -204,11 +215,10 @@ def spec(problem: Problem, c: Config) -> Spec:
         out_columns=c.out_columns or DV,
         overlaps=c.overlaps,
         late_wait=c.late_wait,
-        lazy_rescale=c.lazy_rescale and p.scale > LEAST_LAZY_SCALE,
+        max_free=max_free(p),
         consumer_regs=c.consumer_regs,
         producer_regs=c.producer_regs,
-        # Past the end of a dense tensor TMA reads zeros; anything else that is hidden may be NaN.
-        guard=p.mask is not None or p.rules.by_position or p.has_lengths or p.selection is not None,
+        guard=max_free(p) or hides_memory(p),
         blocks=p.selection is not None,
         fixup=False,
         prefetch_tile=False,

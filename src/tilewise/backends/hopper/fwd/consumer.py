@@ -1,9 +1,9 @@
 """A consumer: one warpgroup with 64 query rows, which multiplies, and takes the softmax while products are under way.
 
     first tile    S = Q K'; P = softmax S
-    each other    start S = Q K'; start O += P V of the tile before; wait for S; P' = softmax S; wait for O; rescale O
-                  (a lazy rescale: before the next P V, if a maximum has been replaced)
-    masked ones   O += P V of the tile before; S = Q K'; P' = softmax S; rescale O
+    each other    start S = Q K'; rescale O, if a maximum was replaced; start O += P V of the tile before; wait for S;
+                  P' = softmax S; wait for O
+    masked ones   rescale O; O += P V of the tile before; S = Q K'; P' = softmax S
     at the end    O += P V; S of the next work tile's first keys; O / l to global memory
 
 so the tensor cores have P V to do while this warpgroup's other units take exponentials, and all consumers do so beside
@@ -18,14 +18,14 @@ a range with gaps.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ...gpu.mask_rules import key_span, query_position
 from .epilogue import flag_nonfinite, store
 from .layouts import out_layout, score_layout
-from .mma import as_operand, next_tile, release_output, release_scores, start_output, start_scores, step, to_weights
+from .mma import first_tile, keep_maxima, last_output, step
 from .pipeline import key_use, value_use
-from .softmax import Rows, finalise, own_sums
+from .softmax import Rows, finalise, no_sums
 from .tile_scheduler import key_tiles, numbers_of, tile_count, work_tile_at
 from .tiles import after, tile_list
 
@@ -52,6 +52,19 @@ def rows_of(a, w, C):
 
 
 @gluon.jit
+def run_of_tiles(
+    a, queries, keys, values, i, w, tiles, begin, first, end, p, o, m, l, rows, C: gl.constexpr, MASKED: gl.constexpr
+):
+    """Key tiles first .. end of a work tile, all of one kind."""
+    for n in range(first, end):
+        tile = tiles.tile(n - begin)
+        p, o, m, l = step(
+            a, queries, keys, values, i, n, n - 1, tile, w.n_keys, True, p, o, m, l, rows, C, MASKED, False
+        )  # fmt: skip
+    return p, o, m, l
+
+
+@gluon.jit
 def other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, rows, C: gl.constexpr):
     """All key tiles of a work tile but the first."""
     start, right, left, end = own
@@ -61,23 +74,20 @@ def other_tiles(a, queries, keys, values, i, w, tiles, own, begin, p, o, m, l, r
             upcoming = tiles.entry(n + 1 - begin)
             tile = entry >> 1
             mixed = ((entry & 1) != 0) | (tile < right) | (tile >= left)
-            p, o, m, l = next_tile(a, queries, keys, values, i, n, tile, w.n_keys, mixed, p, o, m, l, rows, C, 2)
+            p, o, m, l = step(
+                a, queries, keys, values, i, n, n - 1, tile, w.n_keys, mixed, p, o, m, l, rows, C, 2, False
+            )  # fmt: skip
             entry = upcoming
     else:
         if a.S.hides:
-            for n in range(start + 1, right):
-                p, o, m, l = next_tile(
-                    a, queries, keys, values, i, n, tiles.tile(n - begin), w.n_keys, True, p, o, m, l, rows, C, 1
-                )
-        for n in range(right, left):
-            p, o, m, l = next_tile(
-                a, queries, keys, values, i, n, tiles.tile(n - begin), w.n_keys, True, p, o, m, l, rows, C, 0
-            )
+            p, o, m, l = run_of_tiles(
+                a, queries, keys, values, i, w, tiles, begin, start + 1, right, p, o, m, l, rows, C, 1
+            )  # fmt: skip
+        if a.S.max_free:
+            o, p = keep_maxima(a, o, p)
+        p, o, m, l = run_of_tiles(a, queries, keys, values, i, w, tiles, begin, right, left, p, o, m, l, rows, C, 0)
         if a.S.rules.hides_left:
-            for n in range(left, end):
-                p, o, m, l = next_tile(
-                    a, queries, keys, values, i, n, tiles.tile(n - begin), w.n_keys, True, p, o, m, l, rows, C, 1
-                )
+            p, o, m, l = run_of_tiles(a, queries, keys, values, i, w, tiles, begin, left, end, p, o, m, l, rows, C, 1)
     return p, o, m, l
 
 
@@ -141,39 +151,11 @@ def pass_over(a, keys, values, begin, end):
 
 
 @gluon.jit
-def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
-    """The first keys of work tile i, when there is no P V to go with it."""
-    MASKED: gl.constexpr = 1 if a.S.masked else 0
-    queries.wait_full(i, C, 0)
-    keys.wait_full(key_use(a, n, 0))
-    s = start_scores(a, queries, keys, i, n, C, True)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    release_scores(a, keys, n)
-    m, l = no_sums(a)
-    p, m, l, alpha = to_weights(a, s, m, l, rows, tile, n_keys, True, MASKED)
-    p = as_operand(a, p)
-    if a.S.lazy_rescale:
-        p = (p[0], alpha)
-    return p, m, l
-
-
-@gluon.jit
 def last_tile(a, keys, values, end, next_begin, p, o):
     """P V of a work tile's last keys with nothing beside it; then key tiles up to the next are passed over."""
-    o = start_output(a, values, end - 1, p, o)
-    o = warpgroup_mma_wait(0, deps=(o,))
-    release_output(a, values, end - 1)
+    o = last_output(a, values, end - 1, p, o)
     pass_over(a, keys, values, end, next_begin)
     return o
-
-
-@gluon.jit
-def no_sums(a):
-    """m and l before the first tile."""
-    ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
-    BN: gl.constexpr = a.S.BN
-    zeros = gl.zeros([64, BN], gl.float32, score_layout(a.S))
-    return gl.full([64], float("-inf"), gl.float32, ROW), own_sums(a, zeros)
 
 
 @gluon.jit
@@ -221,18 +203,18 @@ def consume(a, scheduler, queries, keys, values, outs, C: gl.constexpr):
             if joined:
                 pass_keys(a, keys, end, start)
                 queries.wait_full(i + 1, C, 0)
-                p, o, m, l, _ = step(
+                p, o, m, l = step(
                     a, queries, keys, values, i + 1, start, end - 1, tile, next_w.n_keys, True, p, o, m, l, next_rows,
-                    C, MASKED,
+                    C, MASKED, True,
                 )  # fmt: skip
                 pass_values(a, values, end, start)
             else:
                 o = last_tile(a, keys, values, end, next_begin, p, o)
 
         lse, share = finalise(a, last_m, last_l, w.head, w.owned)
+        o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
         if a.S.guard:
             flag_nonfinite(a, o, rows, coord.index, C)
-        o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
         store(a, w, o, lse, rows, outs, C)
         if a.S.lent > 0:
             tma.store_wait(0)

@@ -9,7 +9,7 @@ from .layouts import halves, wide_layout
 
 @gluon.jit
 def flag_nonfinite(a, o, rows, index, C: gl.constexpr):
-    """Whether any element is NaN or infinite (0 * x is then NaN): a hidden value may have done that.
+    """Whether any element is NaN or infinite (0 * x is then NaN): a hidden value, or overflow, may have done that.
 
     Rows that have one set the flag; it is zero before a call, so nothing is gathered from other rows.
     """

@@ -58,8 +58,9 @@ class Launcher(ByAddress):
         tiles = p.total_q // s.BM + p.batch + 1 if p.packed_q else p.batch * -(-p.q_len // s.BM)
         self.work_tiles = tiles * p.heads * s.value_tiles  # of packed sequences the most that there can be
         places = target.processors * c.per_processor
-        self.programs = min(self.work_tiles, places) if c.persistent else self.work_tiles
-        self.dynamic = c.dynamic and self.programs < self.work_tiles and config.uneven(p)
+        self.programs = min(self.work_tiles, places)
+        # Where work tiles differ, programs take the next when they are ready.
+        self.dynamic = self.programs < self.work_tiles and config.uneven(p)
         s = self.spec = replace(
             s, prefetch_tile=self.dynamic and config.prefetches_tile(p, c, self.work_tiles / self.programs)
         )

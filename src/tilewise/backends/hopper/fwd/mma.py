@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from .layouts import halves, out_layout, score_layout
 from .pipeline import key_use, piece_of, value_use
-from .softmax import hide, logits, weights
+from .softmax import LATE, hide, logits, no_sums, weights
 
 
 @gluon.jit
@@ -40,9 +40,10 @@ def release_scores(a, keys, n):
 
 
 @gluon.jit
-def to_weights(a, s, m, l, rows, tile, n_keys, mixed, MASKED: gl.constexpr):
-    """P of a tile with the new m and l and what O is multiplied by."""
+def to_weights(a, s, m, l, rows, tile, n_keys, mixed, MASKED: gl.constexpr, KEEPS: gl.constexpr):
+    """P of a tile with the new m and l and what O is multiplied by; m stays if that KEEPS it."""
     BN: gl.constexpr = a.S.BN
+    LATER: gl.constexpr = None if KEEPS else LATE
     columns = tile * BN + gl.arange(0, BN, gl.SliceLayout(0, score_layout(a.S)))
     if not a.S.linear:
         s = logits(a, s, rows, columns)
@@ -51,25 +52,25 @@ def to_weights(a, s, m, l, rows, tile, n_keys, mixed, MASKED: gl.constexpr):
     if MASKED == 2:
         if mixed:
             s, _ = hide(a, s, rows, tile, columns, n_keys)
-    p, m, l, alpha = weights(a, s, m, l, MASKED > 0)
+    p, m, l, alpha = weights(a, s, m, l, LATER, MASKED > 0)
     return p, m, l, gl.convert_layout(alpha, gl.SliceLayout(1, out_layout(a.S)))
 
 
 @gluon.jit
-def as_operand(a, p):
-    """P as the left operand of P V, in pieces of as many keys as those of V have."""
+def as_operand(a, p, alpha):
+    """P as the left operand of P V, in pieces of as many keys as those of V have; and what O is multiplied by first."""
     p = p.to(a.q.dtype)
     if a.S.pieces == 1:
-        found = (left_operand(a, p),)
+        found = (left_operand(a, p), alpha)
     else:
         low, high = halves(p)
         if a.S.pieces == 2:
-            found = (left_operand(a, low), left_operand(a, high))
+            found = (left_operand(a, low), left_operand(a, high), alpha)
         else:
             gl.static_assert(a.S.pieces == 4)
             p0, p1 = halves(low)
             p2, p3 = halves(high)
-            found = (left_operand(a, p0), left_operand(a, p1), left_operand(a, p2), left_operand(a, p3))
+            found = (left_operand(a, p0), left_operand(a, p1), left_operand(a, p2), left_operand(a, p3), alpha)
     return found
 
 
@@ -80,14 +81,8 @@ def left_operand(a, p):
 
 @gluon.jit
 def start_output(a, values, n, p, o):
-    """Starts O += P V of tile n; of several pieces, all but the last are done and released.
-
-    A lazy rescale comes before it, while Q K' is under way; P brings its alpha along.
-    """
+    """Starts O += P V of tile n; of several pieces, all but the last are done and released."""
     PIECES: gl.constexpr = a.S.pieces
-    if a.S.lazy_rescale:
-        gl.static_assert(PIECES == 1)
-        o = rescaled(a, o, p[1])
     for j in gl.static_range(PIECES):
         values.wait_full(value_use(a, n, j))
         o = warpgroup_mma(p[j], piece_of(a, values, value_use(a, n, j)), o, is_async=True)
@@ -117,11 +112,12 @@ def rescale_operands(cells):
 
 
 @gluon.jit
-def rescaled(a, o, alpha):
-    """O [64, DV] times alpha [64], which is 1 as a rule."""
+def rescaled(a, o, p):
+    """O [64, DV] times the alpha [64] that P brings along, which is 1 as a rule."""
     CELLS: gl.constexpr = a.S.DV // 2
     TEXT: gl.constexpr = rescale_text(CELLS)
     OPERANDS: gl.constexpr = rescale_operands(CELLS)
+    alpha = p[a.S.pieces]
     return gl.inline_asm_elementwise(TEXT, OPERANDS, [o, alpha[:, None]], gl.float32, is_pure=True, pack=CELLS)
 
 
@@ -131,49 +127,70 @@ def release_output(a, values, n):
 
 
 @gluon.jit
+def keep_maxima(a, o, p):
+    """O and P before tiles that leave m as it is: O is rescaled now, and not again."""
+    gl.static_assert(a.S.pieces == 1)
+    return rescaled(a, o, p), (p[0], gl.full_like(p[1], 1.0))
+
+
+@gluon.jit
+def first_tile(a, queries, keys, i, n, tile, n_keys, rows, C: gl.constexpr):
+    """The first keys of work tile i, when there is no P V to go with it."""
+    MASKED: gl.constexpr = 1 if a.S.masked else 0
+    queries.wait_full(i, C, 0)
+    keys.wait_full(key_use(a, n, 0))
+    s = start_scores(a, queries, keys, i, n, C, True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    release_scores(a, keys, n)
+    m, l = no_sums(a)
+    p, m, l, alpha = to_weights(a, s, m, l, rows, tile, n_keys, True, MASKED, False)
+    return as_operand(a, p, alpha), m, l
+
+
+@gluon.jit
+def last_output(a, values, n, p, o):
+    """P V of a work tile's last keys, with nothing beside it."""
+    o = start_output(a, values, n, p, rescaled(a, o, p))
+    o = warpgroup_mma_wait(0, deps=(o,))
+    release_output(a, values, n)
+    return o
+
+
+@gluon.jit
 def step(
     a, queries, keys, values, i, n, last, tile, tile_keys, mixed, p, o, m, l, rows,
-    C: gl.constexpr, MASKED: gl.constexpr,
+    C: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """Tile n of the keys (number `tile` of work tile i) into the sums, and P V of tile `last`, the one before it.
 
     One after the other, P is gone before S comes, which leaves registers for the rules of a masked tile.
     """
     OVERLAPS: gl.constexpr = a.S.overlaps and MASKED == 0
+    KEEPS: gl.constexpr = a.S.max_free and MASKED == 0 and not FIRST
     gl.static_assert(not OVERLAPS or a.S.v_stages > 0)  # V of a tile comes before the next one's keys in their ring
     if OVERLAPS:
         keys.wait_full(key_use(a, n, 0))
         s = start_scores(a, queries, keys, i, n, C, False)
-        o = start_output(a, values, last, p, o)
+    if not KEEPS:
+        o = rescaled(a, o, p)
+    o = start_output(a, values, last, p, o)
+    if OVERLAPS:
         s = warpgroup_mma_wait(1, deps=(s,))
     else:
-        o = start_output(a, values, last, p, o)
         keys.wait_full(key_use(a, n, 0))
         o = warpgroup_mma_wait(0, deps=(o,))
         release_output(a, values, last)
         s = start_scores(a, queries, keys, i, n, C, False)
         s = warpgroup_mma_wait(0, deps=(s,))
     release_scores(a, keys, n)
-    p, m, l, alpha = to_weights(a, s, m, l, rows, tile, tile_keys, mixed, MASKED)
-    p = as_operand(a, p)
+    x, m, l, alpha = to_weights(a, s, m, l, rows, tile, tile_keys, mixed, MASKED, KEEPS)
+    if KEEPS:
+        alpha = p[1]
+    p = as_operand(a, x, alpha)
     if OVERLAPS:
         if a.S.late_wait:
             values.wait_full(last)  # it is full: this is a branch, and the compiler moves no wait above it
         o, whole = warpgroup_mma_wait(0, deps=(o, p[0]))  # P goes through the wait: else it is moved to other registers
-        p = (whole,)
+        p = (whole, alpha)
         release_output(a, values, last)
-    if a.S.lazy_rescale:
-        p = (p[0], alpha)
-    return p, o, m, l, alpha
-
-
-@gluon.jit
-def next_tile(
-    a, queries, keys, values, i, n, tile, tile_keys, mixed, p, o, m, l, rows,
-    C: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """`step` inside a work tile."""
-    p, o, m, l, alpha = step(a, queries, keys, values, i, n, n - 1, tile, tile_keys, mixed, p, o, m, l, rows, C, MASKED)
-    if not a.S.lazy_rescale:
-        o = o * alpha[:, None]
     return p, o, m, l

@@ -1,21 +1,22 @@
-"""Tiles of rows whose output is not finite, done again so that hidden values cannot have caused it.
+"""Tiles of rows whose output is not finite, done again so that neither hidden values nor overflow have caused it.
 
-P V also multiplies values under hidden cells, by zero; if such a value was NaN or infinite, so is the output now. The
-consumers flag such tiles (`flag_nonfinite`). Those flagged, if any, are computed once more here, with the same
-arithmetic in the same order, but with zeros for all values that are not finite. What those add to the rows that do see
-them is counted by a product of its own. One warpgroup does it all, step by step, in PIECES of the output's columns
-where they are many: this is rare.
+P V also multiplies values under hidden cells, by zero; if such a value was NaN or infinite, so is the output now. And
+weights of max-free tiles may overflow: `finalise` makes such output NaN (softmax.py). The consumers flag these tiles
+(`flag_nonfinite`). Those flagged, if any, are computed once more here, with the same arithmetic in the same order, but
+with zeros for all values that are not finite, and with maxima in all tiles. What the values that are not finite add to
+the rows that do see them is counted by a product of its own. One warpgroup does it all, step by step, in PIECES of the
+output's columns where they are many: this is rare.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from .consumer import no_sums, own_tiles, rows_of
+from .consumer import own_tiles, rows_of
 from .epilogue import store_lse, store_rows
 from .layouts import out_layout, score_layout, wide_layout
 from .mma import as_operand
-from .softmax import finalise, hide, logits, weights
+from .softmax import GROWTH, LATE, finalise, hide, logits, no_sums, weights
 from .tile_scheduler import locate, tile_count, work_tile_at
 from .tiles import tile_list
 
@@ -48,7 +49,7 @@ def recompute(a, index, c, piece, q_s, k_s, v_s, code_s, full, turn):
     column = (w.value_tile * (a.S.out_columns // DV) + piece) * DV
     rows = rows_of(a, w, c)
     tiles = tile_list(a, w)
-    start, _, _, end = own_tiles(a, w, tiles, 0, c)
+    start, right, left, end = own_tiles(a, w, tiles, 0, c)
     for j in gl.static_range(CHUNKS):
         turn = bring(a.q, [w.row_b, w.head, w.q_start + w.top + c * 64, j * WIDTH], q_s.index(j), full, turn)
     m, l = no_sums(a)
@@ -74,9 +75,12 @@ def recompute(a, index, c, piece, q_s, k_s, v_s, code_s, full, turn):
         if not a.S.linear:
             s = logits(a, s, rows, columns)
         s, visible = hide(a, s, rows, tile, columns, w.n_keys)
-        p, m, l, alpha = weights(a, s, m, l, True)
+        late = LATE
+        if a.S.max_free:  # weights beyond GROWTH were flagged: in rows that were right, m stays here too
+            late = gl.where((n < right) | (n >= left), LATE, GROWTH)
+        p, m, l, alpha = weights(a, s, m, l, late, True)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-        o = warpgroup_mma(as_operand(a, p)[0], values, o)
+        o = warpgroup_mma(as_operand(a, p, alpha)[0], values, o)
         seen = gl.convert_layout(visible.to(gl.float16), gl.DotOperandLayout(0, OUT, 2))
         hits = warpgroup_mma(seen, code_s, gl.zeros([64, DV], gl.float32, OUT), use_acc=False).to(gl.int32)
         up = gl.where(hits % 256 > 0, float("inf"), 0.0)

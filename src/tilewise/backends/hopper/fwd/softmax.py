@@ -1,13 +1,19 @@
 """One step of the online softmax, in registers.
 
     s  = logits of a tile of keys       [64, BN]
-    m' = max(m, rowmax s)               running maximum; if lazy, m itself unless the new one is 2^8 times as large
+    m' = rowmax s, if it is 2^8 times as large as m; else m
     p  = exp(s - m')                    in base 2
     l  = l exp(m - m') + rowsum p       running sum, of each thread's own cells until the end
 
-Linear kernels (no softcap, ALiBi or additive mask) keep m in units of the dot product and fold scale and log2(e) into
-one multiply-add for each cell; the others keep logits in natural units, where the least finite bias stays finite. Fused
-multiply-adds are written out and the compiler makes no others, so a tile gives the same bits in every loop.
+A maximum that is replaced so late rescales O seldom, and p is at most 2^8. Max-free kernels go further: tiles that
+every row sees leave m as the tiles before them did, and look for no maximum. In bfloat16 p has the range of float32, so
+weights lose nothing. Where the sum of a row is over 2^80 at the end, the tile is flagged and computed again, and m is
+replaced by maxima 2^80 times as large: the same arithmetic for all rows that were right before (nonfinite.py).
+
+Linear kernels (no softcap, ALiBi or additive mask) keep m in units of the dot product, capped ones (a softcap, and no
+more) in units of tanh: scale or softcap and log2(e) go into one multiply-add for each cell. The others keep logits in
+natural units, where the least finite bias stays finite. Fused multiply-adds are written out and the compiler makes no
+others, so a tile gives the same bits in every loop.
 """
 
 from triton.experimental import gluon
@@ -16,9 +22,11 @@ from triton.experimental.gluon import language as gl
 from ...gpu.flags import TANH_3, TANH_5, TANH_7
 from ...gpu.mask_rules import key_position
 from ..signature import struct
+from .layouts import score_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
-LATE = gl.constexpr(8.0)  # powers of 2 by which a maximum must be larger to replace another one, if that is lazy
+LATE = gl.constexpr(8.0)  # powers of 2 by which a maximum must be larger to replace another one
+GROWTH = gl.constexpr(80.0)  # powers of 2 by which weights of max-free tiles, and their sums, may be larger than 1
 C3 = gl.constexpr(TANH_3)
 C5 = gl.constexpr(TANH_5)
 C7 = gl.constexpr(TANH_7)
@@ -42,12 +50,9 @@ class Rows:
 def tanh(x, EXACT: gl.constexpr):
     """`(1 - t) / (1 + t)` with `t = exp(-2 |x|)`: no overflow, absolute error of about 1e-7. EXACT: near 0, where
     `1 - t` cancels, a polynomial, with a relative error of 1e-7.
-
-    The reciprocal of a number from 1 to 2 is good to one ulp in one instruction.
     """
     t = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
-    r = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], gl.float32, is_pure=True, pack=1)
-    y = (1.0 - t) * r
+    y = (1.0 - t) * reciprocal(1.0 + t)
     y = gl.inline_asm_elementwise("copysign.f32 $0, $1, $2;", "=f,f,f", [x, y], gl.float32, is_pure=True, pack=1)
     if EXACT:
         u = x * x
@@ -56,9 +61,29 @@ def tanh(x, EXACT: gl.constexpr):
 
 
 @gluon.jit
+def reciprocal(x):
+    """Of numbers far from 0: good to one ulp, in one instruction."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unit(a):
+    """What 1 of s and of m is in logits."""
+    found = 1.0
+    if a.S.linear:
+        found = a.scale
+    if a.S.capped:
+        found = a.softcap
+    return found
+
+
+@gluon.jit
 def logits(a, s, rows, columns):
     """Dot products [64, BN] to logits: scale, softcap, ALiBi, in this order."""
-    if a.S.softcap:
+    if a.S.capped:  # tanh(x) - 1, which is -2 / (1 + exp(2 x))
+        e = gl.exp2(s * (2.0 * LOG2E * a.scale / a.softcap))
+        s = reciprocal(gl.fma(e, gl.full_like(e, -0.5), gl.full_like(e, -0.5)))
+    elif a.S.softcap:
         s = a.softcap * tanh(s * (a.scale / a.softcap), a.S.exact_tanh)
     else:
         s = s * a.scale
@@ -99,26 +124,37 @@ def hide(a, s, rows, tile, columns, n_keys):
 
 
 @gluon.jit
-def weights(a, s, m, l, MASKED: gl.constexpr):
-    """p [64, BN] in float32, the new m and l, and what the output so far is multiplied by [64]."""
-    top = gl.max(s, 1)
-    if a.S.lazy_rescale:
-        m_new = gl.where((top - m) * (a.scale * LOG2E if a.S.linear else LOG2E) > LATE, top, m)
-    else:
-        m_new = gl.maximum(m, top)
+def weights(a, s, m, l, late, MASKED: gl.constexpr):
+    """p [64, BN] in float32, the new m and l, and what the output so far is multiplied by [64].
+
+    `late`: powers of 2 by which a maximum must be larger to replace m; None: m stays.
+    """
+    m_new = m
+    if late is not None:
+        top = gl.max(s, 1)
+        m_new = gl.where((top - m) * (unit(a) * LOG2E) > late, top, m)
     base = m_new
     if MASKED:
         base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: -inf - -inf would be NaN
-    if a.S.linear:
-        c = a.scale * LOG2E
+    c = unit(a) * LOG2E
+    if a.S.linear or a.S.capped:
         p = gl.exp2(gl.fma(s, gl.full_like(s, c), gl.zeros_like(s) - (base * c)[:, None]))
-        alpha = gl.exp2((m - base) * c)
     else:
-        p = gl.exp2((s - base[:, None]) * LOG2E)
-        alpha = gl.exp2((m - base) * LOG2E)
+        p = gl.exp2((s - base[:, None]) * c)
+    alpha = gl.exp2((m - base) * c)
     each = own_sums(a, p)
-    l = l * gl.convert_layout(alpha[:, None], each.type.layout, assert_trivial=True) + each
-    return p, m_new, l, alpha
+    if late is not None:
+        l = l * gl.convert_layout(alpha[:, None], each.type.layout, assert_trivial=True)
+    return p, m_new, l + each, alpha
+
+
+@gluon.jit
+def no_sums(a):
+    """m and l before the first tile."""
+    ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
+    BN: gl.constexpr = a.S.BN
+    zeros = gl.zeros([64, BN], gl.float32, score_layout(a.S))
+    return gl.full([64], float("-inf"), gl.float32, ROW), own_sums(a, zeros)
 
 
 @gluon.jit
@@ -131,15 +167,20 @@ def own_sums(a, p):
 @gluon.jit
 def finalise(a, m, l, head, owned):
     """The logarithm of the sum, and what the output is multiplied by; sinks count here. [64] each."""
-    if a.S.linear:
-        m = gl.where(m == float("-inf"), m, m * a.scale)
+    if a.S.linear or a.S.capped:
+        m = gl.where(m == float("-inf"), m, m * unit(a))
+    if a.S.capped:
+        m += a.softcap
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     alpha = gl.full_like(m, 1.0)
+    if a.S.max_free and not a.S.fixup:
+        MOST: gl.constexpr = 2.0**GROWTH
+        alpha = gl.where(l <= MOST, alpha, float("nan"))  # flags the tile
     if a.S.sinks:
         sink = gl.where(owned, gl.load(a.SINKS + head), float("-inf"))
         m_new = gl.maximum(m, sink)
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = gl.exp2((m - base) * LOG2E)
+        alpha *= gl.exp2((m - base) * LOG2E)
         l = l * alpha + gl.where(sink == float("inf"), 1.0, gl.exp2((sink - base) * LOG2E))  # inf - inf would be NaN
         m = m_new
     l = gl.where(l == 0, 1.0, l)

@@ -25,10 +25,10 @@ class Spec(Flags):
     out_columns: int  # columns of the output that wait there at a time
     overlaps: bool  # where a tile is seen whole, a warpgroup takes exponentials while its own P V is under way
     late_wait: bool  # P V is waited for after the exponentials, not where the compiler would
-    lazy_rescale: bool  # a maximum is replaced by a much larger one only, so that O is seldom rescaled
+    max_free: bool  # tiles that every row sees keep the maximum of those before them (see softmax.py)
     consumer_regs: int
     producer_regs: int
-    guard: bool  # hidden keys may lie under visible ones: tiles are flagged if not finite (see nonfinite.py)
+    guard: bool  # tiles are flagged if not finite: hidden values, or overflow, may be the cause (see nonfinite.py)
     blocks: bool  # tiles come from the lists of block indices
     fixup: bool  # computes again what a launch before it has flagged
     prefetch_tile: bool  # the next work tile is fetched before the keys of this one are loaded, not after
@@ -47,6 +47,11 @@ class Spec(Flags):
     def masked(self) -> bool:
         """Whether any tile may hold a hidden cell."""
         return self.hides or self.listed
+
+    @property
+    def capped(self) -> bool:
+        """Whether logits are a softcap times a tanh, and nothing is added to them."""
+        return self.softcap and not (self.exact_tanh or self.alibi or self.mask == "float")
 
     @property
     def hides(self) -> bool:

@@ -54,6 +54,8 @@ def key_tiles(a, offset, top, rows, n_keys, numbers):
     first = gl.minimum(lo // BN, end - 1)
     last = gl.maximum(gl.cdiv(hi, BN), first + 1)
     inner = gl.minimum(gl.maximum(gl.cdiv(full_lo, BN), first), last)
+    if a.S.max_free:
+        full_hi -= 1  # a row's last key is in a tile before these, so that it has a maximum
     outer = gl.maximum(gl.minimum(full_hi // BN, last), inner)
     return first, last, inner, outer
 
