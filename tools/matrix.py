@@ -99,9 +99,9 @@ def run(todo: Iterable[Item], done: dict[Place, Row], jobs: int, seconds: float)
     end = time.monotonic() + seconds
     waiting: dict[Future[Row], Item] = {}
     items_left = iter(todo)
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=200) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=500) as pool:
         while True:
-            while len(waiting) < jobs and time.monotonic() < end and (item := next(items_left, None)) is not None:
+            while len(waiting) < jobs + 4 and time.monotonic() < end and (item := next(items_left, None)) is not None:
                 waiting[pool.submit(compiled, item)] = item
             if not waiting:
                 return

@@ -501,26 +501,18 @@ def test_a_folder_that_may_not_be_written(kind, saved):
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[3])
-from test_cache_faults import a_cache
+from test_cache_faults import Full, a_cache
 from tilewise.kv_cache.serialization import files
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-class Dying:
-    def __init__(self, file, room):
-        self.file, self.room = file, room
-    def __enter__(self):
-        return self
-    def __exit__(self, *_):
-        self.file.close()
-    def __getattr__(self, name):
-        return getattr(self.file, name)
+class Dying(Full):
     def write(self, data):
-        self.file.write(bytes(data)[: max(0, self.room)])
-        self.file.flush()
-        self.room -= len(data)
-        if self.room < 0:
+        try:
+            super().write(data)
+        except OSError:
+            self.file.flush()
             die()
 
 path, where = sys.argv[1:3]

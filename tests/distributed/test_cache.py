@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from ranks import Pool, mesh_of
+from ranks import mesh_of
 from tilewise import InvalidArgument, distributed
 from tilewise.core.options import Options
 from tilewise.distributed.cache import held
@@ -17,12 +17,6 @@ from tilewise.testing.check import check_call, judge, largest_error
 from tilewise.validation.calls import dense
 
 LENGTHS = (9, 0, 2)  # tokens before the steps: some ranks hold none of the last two
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(4) as ranks:
-        yield ranks
 
 
 def _decode(interleave, options, dtype, gather, storage):

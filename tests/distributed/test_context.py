@@ -11,12 +11,6 @@ from tilewise import InvalidArgument, distributed
 LENGTH = 24
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(4) as ranks:
-        yield ranks
-
-
 def _close(got, want):
     """By float32's rounding, over a model of a few layers."""
     return bool((got - want).abs().max() <= 1e-4 * want.abs().max().clamp_min(1e-3))

@@ -9,18 +9,12 @@ from torch.nn import functional as F  # noqa: N812
 
 import beside
 import tilewise
-from ranks import Pool, mesh_of
+from ranks import mesh_of
 from sharded import GRADS, judge_gradients
 from tilewise import InvalidArgument, distributed
 from tilewise.testing.case import Case, make
 from tilewise.testing.check import check_call, judge, largest_error
 from tilewise.testing.gradients import make_gradients
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(4) as ranks:
-        yield ranks
 
 
 def _refused():

@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 
 import tilewise
-from ranks import Pool, mesh_of
+from ranks import mesh_of
 from sharded import Sharded, run_cases
 from tilewise import InvalidArgument, distributed
 from tilewise.core.mask_rules import MaskRules
@@ -43,12 +43,6 @@ CASES = [
     Case(form="varlen", H=4, q_lengths=(9, 30), lengths=(33, 24), used=(21, 0), D=8, causal=True, dtype="f16"),
     Case(form="varlen", H=4, q_lengths=(7, 11), lengths=(13, 11), D=8, mask="bhqk", mask_kind="f32", offset="rows"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(4) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("how", SCHEMES, ids="-".join)
