@@ -33,22 +33,9 @@ from .validation.arrays import returner, to_tensor
 # Tensors stand before the star: torch differentiates by those alone. Graphs that Inductor keeps on disk call by place
 # and outlive an update: from the first release on, a new one is the last.
 BY_ROW = ("q_offset", *PLACES)  # ints, or tensors `q_offsets` and so on
-TENSOR_OPTIONS = (
-    *(f"{name}s" for name in BY_ROW),
-    *(
-        "mask",
-        "tree_mask",
-        "positions",
-        "alibi_slopes",
-        "q_bias",
-        "k_bias",
-        "sinks",
-        "key_indices",
-        "block_indices",
-        "k_scales",
-        "v_scales",
-    ),
-)
+ONLY_TENSORS = "mask tree_mask positions alibi_slopes q_bias k_bias sinks key_indices block_indices".split()
+TENSOR_OPTIONS = (*(f"{name}s" for name in BY_ROW), *ONLY_TENSORS, "k_scales", "v_scales")
+TENSORS = (*ONLY_TENSORS, "kv_lengths", "cu_seqlens_q", *BY_ROW, "out")  # options that may be one
 RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? k_start=None, SymInt? k_stride=None,
     SymInt? q_stride=None, SymInt? left=None, SymInt? right=None, SymInt? chunk=None, SymInt? block_size=None,
     float? softcap=None, bool allow_tf32=False, bool? validate=None, str? backend=None"""
@@ -75,12 +62,6 @@ DEVICES = ("CPU", "CUDA", "XPU", "MPS")  # where a backend may run; `dispatch/pl
 PLAIN = {torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device)).raw_repr() for device in DEVICES}
 
 _library = torch.library.Library("tilewise", "DEF")  # lives as long as the operators
-
-
-TENSORS = (  # options that may be one
-    *("mask", "tree_mask", "positions", "alibi_slopes", "q_bias", "k_bias", "sinks", "key_indices", "block_indices"),
-    *("kv_lengths", "cu_seqlens_q", *BY_ROW, "out"),
-)
 
 
 def needs_operator(arguments: Iterable[Any]) -> bool:
