@@ -48,9 +48,9 @@ def lengths(into: torch.Tensor, least: int, most: int) -> None:
 
 
 @case
-def prefill_causal() -> tuple[Call, Change]:
+def prefill_causal(H: int = 8, L: int = 300) -> tuple[Call, Change]:
     """Dense, all tensors new."""
-    given = randn(2, 8, 300, 128), randn(2, 2, 300, 128), randn(2, 2, 300, 128)
+    given = randn(2, H, L, 128), randn(2, H // 4, L, 128), randn(2, H // 4, L, 128)
 
     def change() -> tuple[Any, ...]:
         renew(*given)
@@ -62,13 +62,7 @@ def prefill_causal() -> tuple[Call, Change]:
 @case
 def prefill_long() -> tuple[Call, Change]:
     """Enough to do for the Hopper kernels, whose programs draw their work from a counter."""
-    given = randn(2, 16, 1500, 128), randn(2, 4, 1500, 128), randn(2, 4, 1500, 128)
-
-    def change() -> tuple[Any, ...]:
-        renew(*given)
-        return given
-
-    return lambda q, k, v: tilewise.attention(q, k, v, causal=True), change
+    return prefill_causal(16, 1500)
 
 
 @case
