@@ -62,7 +62,7 @@ def translate(
 ) -> dict[str, Any]:
     """The options of a call that are set as keywords of `tilewise.attention`; `keys` is the most of a sequence."""
     if dropout_p != 0.0:
-        raise InvalidArgument("dropout_p", dropout_p, "0.0", "tilewise has no dropout: pass 0.0 outside of training")
+        raise InvalidArgument("dropout_p", dropout_p, "0.0", "tilewise has no dropout: train with 0.0 too")
     options: dict[str, Any] = {"causal": causal}
     if softmax_scale is not None:
         options["scale"] = softmax_scale

@@ -68,9 +68,8 @@ def scaled_dot_product_attention(
         `[..., H, L, Ev]` in query's dtype; 0 in rows that see no key.
     """
     if dropout_p != 0.0:
-        raise InvalidArgument(
-            "dropout_p", dropout_p, "0.0", "tilewise has no dropout: pass `p if self.training else 0.0`"
-        )
+        remedy = "tilewise has no dropout: train with 0.0, or leave such calls to torch by install(fallback=True)"
+        raise InvalidArgument("dropout_p", dropout_p, "0.0", remedy)
     if is_causal and attn_mask is not None:
         remedy = "tilewise.attention(..., mask=..., causal=True, q_offset=0) takes both"
         raise InvalidArgument("attn_mask", "a mask with is_causal=True", "one of the two, as in torch", remedy)

@@ -52,7 +52,7 @@ def _strided(name: str, x: torch.Tensor) -> torch.Tensor:
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         remedy = "hand in x.as_subclass(torch.Tensor), if it holds plain numbers"
         if kind.__name__ == "DTensor":
-            remedy = "hand in x.to_local()"
+            remedy = "hand in x.to_local(), or call tilewise.distributed.register_sharding_rules() first"
         raise InvalidArgument(name, f"a {kind.__name__}", "a plain torch.Tensor", remedy)
     if x.layout is not torch.strided:
         raise InvalidArgument(name, f"a tensor of layout {x.layout}", "a strided one", "hand in x.to_dense()")
