@@ -119,8 +119,8 @@ def decode_tile(problem: Problem, target: Target) -> Config:
         few |= has_packed(p) and not target.measured
         BK = (32 if few else 64) if wide <= 128 else 32 if wide <= 256 else 16
         return Config(BM, BK, 4, 3, pack)
-    if p.mask is not None and target.ptx and not target.measured:
-        return Config(BM, 32, 4, 3, pack)
+    if target.ptx and not target.measured and (p.mask is not None or (hides(p) and wide > 256)):
+        return Config(BM, 32, 4, 3, pack) if wide <= 256 else Config(BM, 16, 8, 2, pack)
     if is_f16_quantised(p) and wide <= 256 and (p.page_size > 0 or is_packed(p) or hides(p)):
         return Config(BM, 32, 1, 3, pack)
     BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
