@@ -161,13 +161,8 @@ def new_shared(a):
     else:
         full = apart(2 * a.S.pieces, 128 if a.S.gather else 1)
     # No barrier that nobody waits at: the compiler would lay it over memory that is in use.
-    free, scored, ready = apart(2 if a.S.narrow else 4), (), ()
-    if not a.S.narrow:
-        ready = apart(2)
-        if not a.S.fp8:
-            scored = apart(1)
     return Shared(
-        q, q_rope, k, k_rope, p, m0, m1, l, changed,
-        barriers(1, 1), barriers(1, 2), full, free, apart(2, 129 if a.S.gather else 1), scored, ready,
-        barriers(1, 2), ok, scales, by_warp, parts, a.S,
+        q, q_rope, k, k_rope, p, m0, m1, l, changed, barriers(1, 1), barriers(1, 2), full,
+        apart(2 if a.S.narrow else 4), apart(2, 129 if a.S.gather else 1), apart(0 if a.S.narrow or a.S.fp8 else 1),
+        apart(0 if a.S.narrow else 2), barriers(1, 2), ok, scales, by_warp, parts, a.S,
     )  # fmt: skip
