@@ -11,12 +11,14 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def cells_of(a, X, strides, b, head, row, key, u, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
-    """Pointers to cells of 64 keys from `key` on and ROWS queries from `row` on, as S^T has them; which there are."""
+def cells_of(a, X, strides, b, head, row, key, u):
+    """Pointers to cells of 64 keys from `key` on and BM queries from `row` on, as S^T has them; which there are."""
+    BM: gl.constexpr = a.S.BM
+    LAYOUT: gl.constexpr = score_layout(a.S)
     b_stride, h_stride, q_stride, k_stride = strides
     q_stride = q_stride + (u >> 30)  # 0, or offsets would be kept in registers from step to step
     j = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
-    i = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
+    i = gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))[None, :]
     there = (key + j < a.kv_len) & (row + i < a.q_len)
     if not a.S.near:
         j = j.to(gl.int64)
@@ -30,7 +32,7 @@ def cells_of(a, X, strides, b, head, row, key, u, LAYOUT: gl.constexpr, ROWS: gl
 def own_cells(a, X, strides, w, u, i, g, C: gl.constexpr):
     """The same of query block i and this consumer's keys."""
     head = w.kv_head * a.group + g
-    return cells_of(a, X, strides, w.b, head, i * a.S.BM, w.n * 128 + C * 64, u, score_layout(a.S), a.S.BM)
+    return cells_of(a, X, strides, w.b, head, i * a.S.BM, w.n * 128 + C * 64, u)
 
 
 @gluon.jit

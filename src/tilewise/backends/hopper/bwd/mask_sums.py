@@ -148,14 +148,7 @@ def produce(a, buf):
 @gluon.jit
 def own_cells(a, X, strides, t, C: gl.constexpr):
     """Pointers to the mask's cells of a consumer, and which of them there are."""
-    return cells_of(a, X, strides, t.b, t.head, t.i * a.S.BM, t.key + C * 64, 0, score_layout(a.S), a.S.BM)
-
-
-@gluon.jit
-def load_cells(a, t, C: gl.constexpr):
-    """The mask's cells of a consumer [64, BM], in its dtype: registers hold them for all pairs."""
-    at, there = own_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), t, C)
-    return gl.load(at, mask=there, other=0.0)
+    return cells_of(a, X, strides, t.b, t.head, t.i * a.S.BM, t.key + C * 64, 0)
 
 
 @gluon.jit
@@ -204,7 +197,9 @@ def consume(a, buf, C: gl.constexpr):
     LAYOUT: gl.constexpr = score_layout(a.S)
     t = tile_of(a)
     factors = stat_factors(a.q.dtype, LAYOUT)
-    cells = load_cells(a, t, C)
+    # The mask's cells [64, BM], in its dtype: registers hold them for all pairs.
+    at, there = own_cells(a, a.MASK, (a.mask_b, a.mask_h, a.mask_q, a.mask_k), t, C)
+    cells = gl.load(at, mask=there, other=0.0)
     total = gl.zeros([64, BM], gl.float32, LAYOUT)
     if C == 1:
         named_barrier("bar.arrive", TURN, 256)
@@ -221,22 +216,12 @@ def consume(a, buf, C: gl.constexpr):
     gl.store(at, gl.where(seen, total, 0.0), mask=there)
 
 
-@gluon.jit
-def consumer0(a, buf):
-    consume(a, buf, 0)
-
-
-@gluon.jit
-def consumer1(a, buf):
-    consume(a, buf, 1)
-
-
 @gluon_kernel(SumArguments)
 def mask_sums(a):
     buf = new_buffers(a)
     fence_async_shared()
     gl.warp_specialize(
-        [(consumer0, (a, buf)), (consumer1, (a, buf)), (produce, (a, buf))],
+        [(consume, (a, buf, 0)), (consume, (a, buf, 1)), (produce, (a, buf))],
         [4, 1],
         [a.S.consumer_regs, a.S.producer_regs],
     )
