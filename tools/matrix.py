@@ -48,6 +48,11 @@ def read(file: Path, listed: list[Item]) -> dict[Place, Row]:
     return {place: row for place, row in found.items() if place in known}
 
 
+def is_drawn(case: str) -> bool:
+    """Whether a call is drawn at random."""
+    return "drawn" in case
+
+
 def left(wanted: list[Item], done: dict[Place, Row]) -> list[Item]:
     """What is to be compiled, and before it what may turn out to be the same program as before."""
     stale = [item for item in wanted if item[:3] not in done or done[item[:3]]["key"] != item.key]
@@ -62,6 +67,10 @@ def write(file: Path, done: dict[Place, Row], listed: list[Item]) -> None:
         "command": "make matrix", "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "triton": triton.__version__,
         "listed": dict(Counter(item.target for item in listed)),
         "kernels": dict(Counter(row["target"] for row in found)),
+        "drawn": {
+            "listed": sum(is_drawn(item.case) for item in listed),
+            "kernels": sum(is_drawn(row["case"]) for row in found),
+        },
         "sources": dict(Counter("these" if row["key"] in keys else "earlier" for row in found)),
         "wrong": sum(wrong(row) is not None for row in found),
     }  # fmt: skip
@@ -74,19 +83,21 @@ def write(file: Path, done: dict[Place, Row], listed: list[Item]) -> None:
 
 def said(record: dict[str, Any]) -> str:
     """A record in words: how far it is, and which calls with a name spill in a loop, where and how much."""
-    rows, listed, earlier = record["rows"], sum(record["listed"].values()), record["sources"].get("earlier", 0)
+    rows, drawn, earlier = record["rows"], record["drawn"], record["sources"].get("earlier", 0)
+    listed = sum(record["listed"].values())
     spilled = [row for row in rows if wrong(row)]
-    drawn = [row for row in spilled if "drawn" in row["case"]]
+    named = [row for row in spilled if not is_drawn(row["case"])]
+    count, random, named_listed = len(rows), drawn["kernels"], listed - drawn["listed"]
     lines = [
-        f"Of {listed} kernels {len(rows)} were compiled, {earlier} of them of sources that have changed since.",
-        f"{len(spilled)} spill in a loop. {len(drawn)} of those are of calls drawn at random, which mix formats,",
+        f"{count} of {listed} kernels were compiled, {earlier} of them of sources that have changed since: of calls",
+        f"with a name {count - random} of {named_listed}, of calls drawn at random {random} of {drawn['listed']}.",
+        f"{len(spilled)} spill in a loop. {len(spilled) - len(named)} of these are of drawn calls, which mix formats,",
         "options and head dims as no model does; the record names each. The others, by calls:\n",
         "| call | kernel | where | spills in a loop |\n|---|---|---|---|",
     ]
     cells: dict[tuple[str, str], list[Row]] = {}
-    for row in spilled:
-        if row not in drawn:
-            cells.setdefault((row["case"], row["kernel"]), []).append(row)
+    for row in named:
+        cells.setdefault((row["case"], row["kernel"]), []).append(row)
     for (case, kernel), found in cells.items():
         where = ", ".join(dict.fromkeys(row["target"] for row in found))
         counts = sorted({row["loop_spills"] for row in found})
