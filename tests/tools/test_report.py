@@ -78,13 +78,25 @@ def test_records_are_the_same_after_writing_and_reading(tmp_path):
     assert Record.read(file).as_data() == record(cell(), bad).as_data()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "{", '{"rows": [{"D": 64}]}', '{"rows": 3}', '{"cells": [{"x": 1}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "{", "[" * 100_000, '{"rows": [{"D": 64}]}', '{"rows": 3}', '{"cells": [{"x": 1}]}']
+)
 def test_a_file_that_is_no_record_is_named(text, tmp_path, capsys):
     file = tmp_path / "a.json"
     file.write_text(text)
     with pytest.raises(InvalidArgument, match=r"a\.json"):
         Record.read(file)
     assert main(["compare", str(file), str(tmp_path / "none.json")]) == 2
+    assert "a.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ['{"cells": []}', '{"cells": [], "device": 3}', '{"cells": [], "device": {}, "rows": [1]}']
+)
+def test_a_record_that_is_not_whole_is_named(text, tmp_path, capsys):
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    assert main(["report", str(file)]) == 2
     assert "a.json" in capsys.readouterr().err
 
 

@@ -130,7 +130,7 @@ class Record:
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise InvalidArgument("record", str(path), "a file that can be read", error.strerror or "") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidArgument("record", str(path), "a JSON file of `tilewise bench`", str(error)) from error
         try:
             return cls.from_data(data)

@@ -84,9 +84,14 @@ def show(file: Path, html: Path | None = None, picture: Path | None = None) -> i
     """A record from a file: its tables, or the page and the picture that are asked for."""
     check_files(None, html, picture)
     record = Record.read(file)
+    try:
+        shown = _tables(record)
+    except (AttributeError, KeyError, TypeError) as error:
+        what = f"a JSON file of `tilewise bench`, whole: {error} is missing or of another kind"
+        raise InvalidArgument("record", str(file), what) from error
     _write(record, html, picture)
     if html is None and picture is None:
-        _print(_tables(record))
+        _print(shown)
     return 0
 
 
