@@ -1,9 +1,12 @@
 """Each backend against the conformance suite."""
 
+from functools import partial
+
 import pytest
+import torch
 
 from conformance import BackwardConformance, LatentRows
-from tilewise import InvalidArgument
+from tilewise import InvalidArgument, attention
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch, check_case
 from tilewise.testing.drawing import Seeded, draw_trained
@@ -70,3 +73,14 @@ def test_gradients_of_calls_drawn_at_random(seed):
     made = make_gradients(case)
     if not made.call.problem.is_empty:
         judge_gradients(made, made.run("torch"))
+
+
+@pytest.mark.parametrize("dim", [1, 3, 8])
+def test_plain_torch_gives_the_same_bits_whatever_is_hidden_in_any_layout(dim):
+    """A hidden NaN is taken out of a copy, which has strides of its own."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    q, k, v = draw(3, 33, 1, 8), draw(3, 65, 1, 8), draw(3, 65, 4, dim)
+    bad = v.clone()
+    bad[:, 60:] = torch.nan
+    call = partial(attention, layout="blhd", backend="torch", mask=torch.arange(65)[None] < 60)
+    assert torch.equal(call(q, k, v[:, :, :1]), call(q, k, bad[:, :, :1]))

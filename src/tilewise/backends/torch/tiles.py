@@ -101,6 +101,7 @@ def weighted_sum(prob: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | No
     """`prob [H, BQ, BK] @ v [Hkv, BK, Dv]`; a value under an invisible cell cannot matter, not even as 0 * inf."""
     H, n, cols = prob.shape
     grouped = prob.reshape(v.shape[0], -1, cols)  # [Hkv, G * BQ, BK]; a mask's strides may have come into prob
+    v = v.contiguous()  # a product rounds by its strides: those of what is cleaned must be those of what need not be
     finite = v.isfinite()
     if visible is None or bool(finite.all()):
         return (grouped @ v).view(H, n, -1)
