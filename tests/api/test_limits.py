@@ -155,6 +155,28 @@ def test_int64_values_that_are_not_read_do_not_wrap(value):
     assert torch.equal(got, attention(q, k, v, kv_lengths=ints(end(7)), q_offset=ints(0)))
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("page", [4, 1000, 2**31 - 1, 2**32 + 1, -1, -(2**31)])
+def test_the_cpu_reads_no_page_that_is_not_there(page, first):
+    """Not with `validate=False` either, by a call of a new kind or by one like those before."""
+    q, pages = draw(1, 2, 1, 16), draw(4, 4, 2, 16)
+    kind = {"scale": 0.1 + 1e-12 * page, "validate": False, "backend": "cpu"}
+    if not first:
+        paged_attention(q, pages, pages, ints(2, 0)[None], ints(5), **kind)
+    with pytest.raises(InvalidArgument, match="block_table"):
+        paged_attention(q, pages, pages, ints(2, page)[None], ints(5), **kind)
+
+
+def test_the_cpu_reads_no_row_that_is_not_there():
+    """The same of lengths and offsets in int32, which are taken as they are."""
+    rows, pages = draw(9, 2, 16), draw(4, 4, 2, 16)
+    kind = {"scale": 0.123, "validate": False, "backend": "cpu"}
+    with pytest.raises(InvalidArgument, match="context_lens"):
+        paged_attention(draw(1, 2, 1, 16), pages, pages, ints(2, 0)[None].int(), ints(900).int(), **kind)
+    with pytest.raises(InvalidArgument, match="cu_seqlens"):
+        varlen_attention(rows, rows, rows, ints(0, 900).int(), ints(0, 900).int(), **kind)
+
+
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 @pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), -(10**400)])
 def test_numbers_that_are_not_finite(name, value):

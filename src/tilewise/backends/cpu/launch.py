@@ -19,6 +19,7 @@ from ...core.plan import Plan
 from ...core.problem import Problem
 from ...core.storage import PLAIN
 from ...core.tensors import Tensors
+from ...validation import values
 from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
@@ -284,6 +285,10 @@ def bind(plan: Plan, t: Tensors) -> Launcher | None:
 
 
 def run(plan: Plan, t: Tensors) -> None:
+    """A call of a new kind: its lengths, offsets and tables are looked at, as by `bind`, whatever `validate` says."""
+    p = plan.problem
+    tables = (t.kv_lengths, None, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
+    values.check_tables(p, t.k.shape[0 if p.page_size else 2], True, *tables)
     params, kept = make_params(plan, t)
     launcher((params,), plan.detail.scratch, kept)(t.q, t.k, t.v, t.out, t.lse, t.k_scales, t.v_scales)
     if t.cu_seqlens_q is not None:
