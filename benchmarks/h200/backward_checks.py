@@ -47,11 +47,13 @@ WIDE = [(256, 256), (192, 128), (512, 512), (160, 136), (256, 256), (192, 128), 
 
 
 BF16, MASKED = {"dtype": "bf16"}, {"dtype": "bf16", "mask_kind": "bf16"}
-# A case of every kernel that the planner has: programs of a key block and persistent ones, each converter, masks, wide
-# heads, Triton's.
+# A case of every kernel that the planner has: programs of a key block, split ones, persistent ones, each converter,
+# masks, wide heads, Triton's.
 EVERY = [
-    ("hopper", Case(B=1, H=2, Lq=4352, D=64, **BF16)),
-    ("hopper", Case(B=1, H=4, Hkv=2, Lq=4352, D=128, causal=True, **BF16)),
+    ("hopper", Case(B=1, H=8, Lq=4352, D=64, **BF16)),
+    ("hopper", Case(B=1, H=16, Hkv=8, Lq=4352, D=128, causal=True, **BF16)),
+    ("hopper", Case(B=1, H=8, Hkv=2, Lq=2048, D=64, causal=True, **BF16)),
+    ("hopper", Case(B=1, H=8, Hkv=2, Lq=2048, D=128, **BF16)),
     ("hopper", Case(B=4, H=8, Lq=1024, D=64, causal=True, **BF16)),
     ("hopper", Case(B=4, H=8, Lq=1024, D=128, **BF16)),
     ("hopper", Case(B=1, H=16, Lq=4096, D=64, causal=True, window=(1023, None), **BF16)),
@@ -90,11 +92,13 @@ def cases(wide: bool) -> list[Case]:
     return list(found.values())
 
 
-def persistent(whether: bool) -> None:
-    """In a new process: persistent programs in every case, if `whether`."""
-    if whether:
+def choose(persistent: bool, unsplit: bool) -> None:
+    """In a new process: persistent programs in every case, or a program for each key block."""
+    if persistent:
         config.persistent = lambda p: True
         config.PROCESSORS = 5  # so that a program has many blocks
+    if unsplit:
+        config.splits_of = lambda p: 1
 
 
 def check(case: Case) -> dict[str, Any]:
@@ -144,6 +148,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--large", action="store_true", help="the cases of more tiles alone")
     parser.add_argument("--persistent", action="store_true", help="persistent programs in every case")
+    parser.add_argument("--unsplit", action="store_true", help="no split key blocks, which most small cases have")
     parser.add_argument("--every", action="store_true", help="repeats of a case of every kernel, and nothing else")
     parser.add_argument("--wide", action="store_true", help="head dims 192/128, 256, 512 and between")
     parser.add_argument("--json", type=Path)
@@ -159,7 +164,8 @@ def main() -> int:
     repeated = [("hopper", case) for case in big]
     if args.every:
         repeated, chosen = [x for x in EVERY if args.only in str(x[1])], []
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), persistent, (args.persistent,)) as pool:
+    chosen_forms = (args.persistent, args.unsplit)
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), choose, chosen_forms) as pool:
         jobs = {pool.submit(repeats, case, args.repeats, backend): "repeats" for backend, case in repeated}
         jobs |= {pool.submit(check, case): "cases" for case in (chosen[-len(LARGE) :] if args.large else chosen)}
         for job in as_completed(jobs):

@@ -80,7 +80,7 @@ def use(form: str, few: bool = False) -> None:
         # The converter's registers by the head dim, or the other way round.
         return replace(s, producer_regs=32 if s.converts and (s.D == 128) != ("other" in form) else 24)
 
-    config.spec_of = spec_of
+    config.spec_of, config.splits_of = spec_of, lambda p: 1
     if few:  # persistent programs of many blocks
         config.persistent = lambda p: True
         config.PROCESSORS = 5

@@ -114,7 +114,7 @@ class Backward:
         self.before()
         g, s, t = self.given, self.spec, self.t
         k_blocks = self.bound.k_blocks(t.forward.k)
-        made = self.bound.arguments(g) | {"S": s}
+        made = self.bound.arguments(g) | self.bound.partials(g) | {"S": s}
         made = {name: flat(x) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
         described = self.bound.descriptors(g).items()
         made |= {name: d and Descriptor(d.base.numpy(), d.block_shape) for name, d in described}
@@ -129,6 +129,10 @@ class Backward:
 
     def after(self) -> None:
         s, p = self.spec, self.problem
+        for name in ("DK", "DV") if s.split else ():
+            x, to = self.given[f"{name}_PARTIALS"], self.given[name]
+            x = x.view(to.shape[0], to.shape[1], -1, *x.shape[2:]).sum(2)
+            to.copy_(x[..., : to.shape[3]])
         x = self.given["ACC"].view(-1, 2, 4, 8, 8, 4, 2, 2)
         order = (0, 2, 6, 4, 1, 3, 5, 7) if s.BM == 64 else (0, 1, 2, 6, 4, 3, 5, 7)
         x = x.permute(order).reshape(-1, s.BM, s.D)

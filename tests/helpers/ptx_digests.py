@@ -108,7 +108,7 @@ def kernels(recorder: Recorder) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"hopper {name}", lambda p=p: hopper_aot.kernels_of(p)
     narrow = test_hopper_backward
     for n, p in enumerate(narrow.PROBLEMS):
-        if n in (0, 1, 2, 4, 5, 6):
+        if n in (0, 1, 2, 4, 5, 6, 7):
             yield f"hopper backward {n} D{p.head_dim}", lambda p=p: narrow.built(narrow.backward, narrow.given(p)[1])
     wide = test_hopper_wide_backward
     problems = dict(enumerate(wide.PROBLEMS)) | {"softcap": replace(wide.PROBLEMS[5], softcap=50.0)}

@@ -15,7 +15,7 @@ from tilewise.backends.gpu.kernel import OPTIONS
 from tilewise.backends.hopper.bwd import config, launch
 from tilewise.backends.hopper.bwd.kernel import backward
 from tilewise.backends.hopper.bwd.nonfinite import fix_up as fix_up_kernel
-from tilewise.backends.hopper.bwd.prepost import clear_rest, list_blocks, postprocess, preprocess
+from tilewise.backends.hopper.bwd.prepost import clear_rest, combine_splits, list_blocks, postprocess, preprocess
 from tilewise.core.mask_rules import MaskRules, query_span
 from tilewise.core.plan import Plan
 from tilewise.core.problem import Problem
@@ -59,7 +59,7 @@ def given(p):
         dmask = torch.empty(own, dtype=dtype, device="meta") if "mask" in p.grads else None
     bound = launch.Bound(Plan(p, "hopper", "", (1, 1)))
     tensors = bound.tensors(BackwardTensors(f, heads(p.heads), None, heads(p.heads), *[k, v], dmask))
-    return bound, bound.arguments(tensors) | bound.descriptors(tensors)
+    return bound, bound.arguments(tensors) | bound.descriptors(tensors) | bound.partials(tensors)
 
 
 def built(function, arguments, constants=("S",)):
@@ -68,6 +68,7 @@ def built(function, arguments, constants=("S",)):
 
 PROBLEMS = [
     *(problem(D, causal=causal) for D in (64, 128) for causal in (False, True)),
+    problem(B=1, H=32, Hkv=8, L=1024, q_offset=0, causal=True),  # split
     problem(64, packed=True, causal=True, window=(1023, None), kv_lengths=True),
     problem(128, window=(100, 50), dtype="f16"),
     replace(problem(128, causal=True), softcap=50.0),
@@ -111,6 +112,9 @@ def test_what_comes_before_and_after_compiles(p):
     memory = dict.fromkeys(("q", "k", "v"), arguments["OUT"])
     fix_up = built(fix_up_kernel, arguments | memory | {"BLOCK": 64}, ("S", "D", "D_V", "HAS_DLSE", "SOFTCAP", "BLOCK"))
     assert fix_up.shared <= SHARED[90]
+    partials = {"DK_PARTIALS": arguments["LSE"], "DV_PARTIALS": arguments["LSE"]}
+    sizes = {"kv_heads": 4, "rows": 4096, "splits": 2, "ROWS": launch.COMBINE_ROWS}
+    assert built(combine_splits, arguments | partials | sizes, ("ROWS", "D")).sass
     if p.packed_q:
         rest = {"CU": arguments["CU_Q"], "X": arguments["DQ"], "x_h": 64, "x_l": 64, "total": 9, "width": 64}
         assert built(clear_rest, arguments | rest | {"ROWS": 32}, ("ROWS", "D")).sass
@@ -124,6 +128,28 @@ def test_planes_at_once_are_planes_that_there_are():
             for rules in ({}, {"causal": True}, {"causal": True, "window": (0, None)}):
                 p = problem(D, B, H, Hkv, L, **rules)
                 assert 1 <= config.planes_at_once(p, config.spec_of(p)) <= B * Hkv
+
+
+def test_key_blocks_are_split_where_they_do_not_fill_the_gpu():
+    for D in (40, 64, 128):
+        for B, H, Hkv, L in ((1, 1, 1, 1), (1, 32, 8, 1024), (1, 16, 2, 4096), (1, 8, 8, 512), (4, 32, 8, 4096)):
+            for rules in ({}, {"causal": True}, {"causal": True, "window": (50, None)}, {"kv_lengths": True}):
+                p = problem(D, B, H, Hkv, L, q_offset=0, **rules)
+                splits, s = config.splits_of(p), config.spec_of(p)
+                assert 1 <= splits <= -(-L // s.BM)
+                assert s.split == (splits > 1)
+                assert splits == 1 or splits * config.programs_of(p) <= config.MOST_SPLIT_PROGRAMS
+                assert config.time_of(p, splits) <= config.time_of(p, 1)
+                none = replace(s, split=False)
+                more = config.workspace_bytes(p, s) - config.workspace_bytes(p, none)
+                assert more <= config.MOST_SPLIT_PROGRAMS * config.BN * s.D * 8
+                if config.programs_of(p) > config.MOST_SPLIT_PROGRAMS:
+                    assert splits == 1
+    few = problem(B=1, H=32, Hkv=8, L=1024, q_offset=0)
+    assert config.programs_of(few) <= config.PROCESSORS // 2 < config.programs_of(few) * config.splits_of(few)
+    for other in ({"packed_q": True, "total_q": 1024}, {"softcap": 30.0}, {"q_dtype": torch.float16}, {"kv_len": 1000}):
+        assert config.splits_of(replace(few, **other)) == 1
+    assert config.splits_of(problem(B=1, H=32, Hkv=8, L=1024, q_offset=0, window=(100, None))) == 1
 
 
 def test_forms_are_those_that_were_fastest():

@@ -3,6 +3,7 @@ gradients. Wrong versions of it must be noticed.
 """
 
 import sys
+from unittest.mock import patch
 
 import pytest
 
@@ -12,6 +13,7 @@ if sys.platform != "linux":
 import gluon_sim
 from gluon_values import SimError
 from hopper_bwd_sim import Backward
+from tilewise.backends.hopper.bwd import config
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -43,12 +45,13 @@ CASES = {
 }
 
 
-def simulate(case, kernels, programs=0, seed=0, **changes):
+def simulate(case, kernels, programs=0, seed=0, splits=1, **changes):
     """A backward pass of clean inputs: what is not finite is the fix-up's."""
     made = make_gradients(case, slack=0.0, grads=("q", "k", "v"))
     for gradient in made.call.tensors.gradients().values():
         gradient.fill_(float("nan"))
-    Backward(made.call.problem, made.call.tensors, **changes).run(kernels, programs, seed)
+    with patch.object(config, "splits_of", lambda p: splits):
+        Backward(made.call.problem, made.call.tensors, **changes).run(kernels, programs, seed)
     judge_gradients(made, made.call.tensors.gradients())
 
 
@@ -68,6 +71,15 @@ def test_persistent_programs(name, seed):
 def test_forms(name, direct):
     near = CASES[name].softcap is not None
     simulate(CASES[name], KERNELS, 2, 7, persistent=True, converts=True, direct=direct, near_tanh=near)
+
+
+SPLIT = ("D64", "D128 causal, groups", "D128 window", "a stripe", "lengths, softcap")
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_key_blocks(name, splits):
+    simulate(CASES[name], KERNELS, 2, splits, splits)
 
 
 MUTANTS = {
@@ -107,3 +119,28 @@ def simulate_all(kernels):
         for seed in (0, 1, 5):
             simulate(CASES[case], kernels, 1, seed, persistent=True, converts=seed > 0, direct=seed == 5)
     simulate(CASES["packed"], kernels, 1, 1, persistent=True, converts=True)
+
+
+SPLIT_MUTANTS = {
+    "query blocks of another split": ("bwd.tile_scheduler", "i = i * a.splits + self.split", "i = i * a.splits"),
+    "one query block after the other": ("bwd.tile_scheduler", "        down *= a.splits\n", "        pass\n"),
+    "an edge in units of all blocks": ("bwd.tile_scheduler", "inner = gl.cdiv(inner - split, a.splits)", "inner += 0"),
+    "a query block too few": ("bwd.tile_scheduler", "last = gl.cdiv(last - split, a.splits)",
+                              "last = (last - split) // a.splits"),
+    "K is loaded while the last step reads it": ("bwd.producer", "            if released < base:\n",
+                                                 "            if released < base - 1:\n"),
+    "partials in one place": ("bwd.consumer", "head = head * a.splits + w.split", "head = head * a.splits"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLIT_MUTANTS)
+def test_a_wrong_split_is_noticed(name):
+    file, old, new = SPLIT_MUTANTS[name]
+    kernels = vars(gluon_sim.load({file: [(old, new)]}, gluon_sim.BACKWARD))
+    with pytest.raises((SimError, Mismatch)):
+        simulate_split(kernels)
+
+
+def simulate_split(kernels):
+    for case in SPLIT[1:3]:
+        simulate(CASES[case], kernels, 2, 1, 2)

@@ -97,6 +97,7 @@ def unseen(case):
     from tilewise.testing.gradients import make_gradients
 
     config.converts = config.persistent = lambda problem: True
+    config.splits_of = lambda problem: 1
     call = make_gradients(case, grads=("q", "k", "v")).call
     p, t = call.problem, call.tensors
     bound = bound_to(Plan(p, "hopper", "", (1, 1)))
@@ -127,6 +128,36 @@ def unseen(case):
         assert bool(dq.isnan().all() if seen else (dq == 0).all()), (seq, i)
         found.add(seen)
     assert found == {True, False}
+
+
+def combined(case, splits):
+    """dK and dV of split key blocks are the sums of their partials, in order."""
+    import torch
+
+    from tilewise.backends.hopper.bwd import config
+    from tilewise.backends.hopper.bwd.launch import bound_to
+    from tilewise.core.plan import Plan
+    from tilewise.testing.gradients import make_gradients
+
+    config.splits_of = lambda problem: splits
+    call = make_gradients(case).call
+    bound = bound_to(Plan(call.problem, "hopper", "", (1, 1)))
+    given = bound.tensors(call.tensors)
+    steps = []
+    bound.step = lambda kernel, grid, arguments, names=None: steps.append((kernel, grid, arguments))
+    bound.main(given, bound.arguments(given))
+    kernel, grid, arguments = next(x for x in steps if x[0] is bound.combine)
+    want = []
+    for name in ("DK", "DV"):
+        partials = given[f"{name}_PARTIALS"].normal_()
+        given[name].fill_(float("nan"))
+        B, Hkv, Lk, D = given[name].shape
+        total = torch.zeros(B, Hkv, Lk, D)
+        for split in range(splits):
+            total += partials.view(B, Hkv, splits, Lk, -1)[:, :, split, :, :D]
+        want.append(total.to(given[name].dtype))
+    kernel.first(grid, arguments)
+    assert all(torch.equal(given[name], x) for name, x in zip(("DK", "DV"), want, strict=True))
 
 
 def listed():
@@ -165,6 +196,8 @@ if __name__ == "__main__":
     statistics(Case(B=1, H=1, Lq=70, mask="qk", mask_kind="f32", pattern="least", **common), True)
     statistics(Case(B=1, H=1, Lq=70, mask="qk", mask_kind="f16", softcap=5.0, **common), True)
     listed()
+    combined(Case(B=2, H=4, Hkv=2, Lq=150, Lk=77, dtype="f16", D=40), 3)
+    combined(Case(B=1, H=2, Lq=200, Lk=130, causal=True, dtype="f16", D=128), 2)
     unseen(Case(B=3, H=2, Lq=300, Lk=200, lengths=(200, 0, 44), causal=True, **common))
     unseen(Case(B=1, H=1, Lq=700, Lk=150, causal=True, window=(99, None), offset=0, dtype="f16", D=128))
     unseen(Case(B=3, H=1, form="varlen", q_lengths=(400, 33, 5), lengths=(70, 90, 0), causal=True, dtype="f16", D=128))

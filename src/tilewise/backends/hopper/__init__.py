@@ -90,6 +90,7 @@ def plan_backward(problem: Problem) -> Plan:
         backend="hopper",
         kernel="backward, warp-specialised",
         tile=(s.BM, bwd_config.BN),
+        splits=bwd_config.splits_of(p),
         workspace_bytes=bwd_config.workspace_bytes(p, s),
         notes=bwd_config.notes(p),
     )

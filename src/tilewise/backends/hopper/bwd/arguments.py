@@ -21,7 +21,7 @@ class CallArguments:
     kv_len: Size
     q_blocks: Size  # of statistics, of a head of a batch row; packed: of a head, room for all sequences
     blocks: Size  # of a plane; packed: of a head, room for all sequences
-    planes: Size  # heads of a batch row; packed: heads
+    planes: Size  # heads of a batch row; packed: heads; split: of each, as many as it has splits
     q_offset: Size
     left: Size  # of a window
     right: Size  # 0 for causal
@@ -65,7 +65,7 @@ class BackwardArguments(MaskArguments, CallArguments):
     SEMAPHORES: object  # int32, one for each query block of a head
     COUNTER: object
     FLAG: object  # int32: a gradient is not finite
-    DK: object  # dk and dv once more: tiles that end within a packed sequence are stored by their rows
+    DK: object  # dk and dv once more: tiles that end within a packed sequence are stored by rows; splits: partials
     DV: object
     dk_b: object
     dk_h: object
@@ -78,6 +78,7 @@ class BackwardArguments(MaskArguments, CallArguments):
     DQ: object  # dQ once more, for rows at the end of a packed sequence
     dq_h: object
     dq_l: object
+    splits: object  # programs that share a key block; None is one
 
 
 @struct
@@ -162,7 +163,8 @@ def new_buffers(a):
         indices = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
         index_full = barriers(2, 1)
         index_empty = barriers(2, 5 if a.S.converts else 4)
-        kv_empty = barriers(1, 2)
+        if not a.S.split:
+            kv_empty = barriers(1, 2)
     return Buffers(
         k, v, q, do, stats, lse, mask, huge, ds, dq, piece, piece16, barriers(1, 1), barriers(1, 1),
         barriers(a.S.q_stages, 1), barriers(a.S.do_stages, 1), barriers(a.S.dq_stages, 1), mask_full, indices,

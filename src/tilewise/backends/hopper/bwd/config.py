@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ....core.mask_rules import MaskRules
@@ -15,6 +16,12 @@ PROCESSORS = 132
 PERSISTENT_ROWS = 4096
 CONVERTED_ROWS, SHORT_ROWS = 768, 1536
 STEP_FLOPS, MASKED_STEP_FLOPS = 4.9e6, 3.3e6  # of a processor in a microsecond; with a mask, D=64
+# Split key blocks: microseconds of a block's start and end, and bytes of partials that a processor stores in one; of
+# the launch that sums them, and bytes in one; of programs that differ in length, how far they are from an even end.
+BLOCK_START, STORE_RATE = 5.0, 26e3
+COMBINE_START, COMBINE_RATE = 6.0, 8e6
+UNEVEN = 1.15
+MOST_SPLITS, MOST_SPLIT_PROGRAMS, LEAST_SAVED = 8, 3 * PROCESSORS, 0.05
 # -lse / scale is kept in q's dtype, in parts: it must not leave their range.
 LEAST_SCALE, MOST_SCALE = 1e-3, 1e3
 RIGHT, LEFT = 1, 2  # edges, as `consumer.hide` has them
@@ -104,9 +111,9 @@ def is_wide(problem: Problem) -> bool:
 
 def spec_of(problem: Problem) -> BackwardSpec:
     p, flags = problem, problem.rules.flags
-    own_dq = converts(p)
-    D = 64 if p.head_dim <= 64 else 128
-    BM = 128 if D == 64 else 64
+    split = splits_of(p) > 1
+    own_dq = converts(p) and not split
+    BM, D = tile_of(p)
     ends = p.has_lengths or p.kv_len % BN != 0  # keys may end inside a block
     both = flags.hides_left and (ends or sum(sides(p)) < BM + BN)
     return BackwardSpec(
@@ -125,10 +132,11 @@ def spec_of(problem: Problem) -> BackwardSpec:
         near_tanh=near_tanh(p),
         mask=p.mask is not None,
         dmask="mask" in p.grads and not sums_mask(p),
-        persistent=persistent(p),
+        persistent=split or persistent(p),
         converts=own_dq,
         pieces=2 if D == 128 else 4,  # what shared memory has left
-        direct=direct(p),
+        direct=split or direct(p),
+        split=split,
         producer_regs=32 if own_dq and D == 128 else 24,  # with 32 a consumer has 8 fewer
         guarded=flags.hides_right or flags.hides_left or p.has_lengths or p.mask is not None,
     )
@@ -165,6 +173,64 @@ def is_short(problem: Problem) -> bool:
     return rows_of_block(problem) < SHORT_ROWS and not problem.rules.flags.hides_left
 
 
+def splits_of(problem: Problem) -> int:
+    """How many programs share the query blocks of a key block: more than one where too few blocks fill the GPU, or the
+    longest of a causal call takes more than its share (h200/LOG.md, backward #20).
+    """
+    p = problem
+    if not may_split(p):
+        return 1
+    blocks = query_blocks(p, tile_of(p)[0])[0]
+    most = min(blocks, MOST_SPLITS, MOST_SPLIT_PROGRAMS // max(1, programs_of(p)))
+    times = {splits: time_of(p, splits) for splits in range(1, most + 1)}
+    best = min(times, key=lambda splits: times[splits], default=1)
+    return best if best > 1 and times[best] < (1 - LEAST_SAVED) * times[1] else 1
+
+
+def may_split(problem: Problem) -> bool:
+    """Whether the split form of the kernel was checked on a GPU."""
+    p, flags = problem, problem.rules.flags
+    other = p.mask is not None or p.packed_q or p.softcap > 0 or p.has_lengths or flags.hides_left
+    whole = flags.hides_right or p.kv_len % BN == 0
+    return not other and whole and flags.offset == "int" and DTYPE_NAMES[p.q_dtype] == "bf16"
+
+
+def time_of(problem: Problem, splits: int) -> float:
+    """Microseconds that the kernel and the sums of partials take, about: by the longest program, and by all of them.
+
+    Programs of one length start together: each waits for the key blocks before it that do (h200/LOG.md, backward #20).
+    """
+    p, (BM, D) = problem, tile_of(problem)
+    step = BM * BN * D * 10 / STEP_FLOPS
+    rows = min(p.q_len, sum(sides(p)) + BN) * p.group
+    partial = 8 * D * BN if splits > 1 else 0
+    start = BLOCK_START + partial / STORE_RATE
+    longest, mean = (start + x / BM / splits * step for x in (rows, rows_of_block(p)))
+    programs = programs_of(p) * splits
+    waves = programs / PROCESSORS
+    if p.rules.by_position:
+        time = max(longest, mean * waves * UNEVEN)
+    else:
+        waves = math.ceil(waves)
+        time = longest * waves + max(0.0, HOP * (-(-p.kv_len // BN) / waves - 1))
+    return time + (COMBINE_START + partial * programs / COMBINE_RATE if splits > 1 else 0.0)
+
+
+def tile_of(problem: Problem) -> tuple[int, int]:
+    """Rows of a query block, and columns."""
+    return (128, 64) if problem.head_dim <= 64 else (64, 128)
+
+
+def planes_of(problem: Problem) -> int:
+    """KV heads, of each batch row; packed: KV heads."""
+    return problem.kv_heads * (1 if problem.packed_q else problem.batch)
+
+
+def programs_of(problem: Problem) -> int:
+    """Key blocks of all planes."""
+    return -(-problem.kv_len // BN) * planes_of(problem)
+
+
 def near_tanh(problem: Problem) -> bool:
     return problem.softcap > 0 and problem.mask is None and not needs_exact_tanh(problem)
 
@@ -190,15 +256,22 @@ def query_blocks(problem: Problem, BM: int) -> tuple[int, int]:
 
 
 def workspace_bytes(problem: Problem, s: BackwardSpec) -> int:
-    """dQ in float32, and 64 bytes of statistics for each row; 4 more with softcap or a mask."""
+    """dQ in float32, and 64 bytes of statistics for each row; 4 more with softcap or a mask. Split key blocks: dK and
+    dV in float32 for each program, of which there are at most `MOST_SPLIT_PROGRAMS`.
+    """
     p = problem
     blocks = query_blocks(p, s.BM)[1] * p.heads * (1 if p.packed_q else p.batch)
-    return blocks * (s.BM * (4 * s.D + 64 + 4 * s.row_lse) + 4)
+    partials = 8 * s.D * BN * programs_of(p) * splits_of(p) if s.split else 0
+    return blocks * (s.BM * (4 * s.D + 64 + 4 * s.row_lse) + 4) + partials
 
 
 def notes(problem: Problem) -> tuple[str, ...]:
-    order = "dQ added in the order of key blocks"
-    return (order, "the mask's gradient summed by a launch of its own") if sums_mask(problem) else (order,)
+    found = {
+        "dQ added in the order of key blocks": True,
+        "dK and dV of the splits of a key block summed by a launch of its own": splits_of(problem) > 1,
+        "the mask's gradient summed by a launch of its own": sums_mask(problem),
+    }
+    return tuple(note for note, there in found.items() if there)
 
 
 def planes_at_once(problem: Problem, s: BackwardSpec) -> int:
@@ -208,7 +281,9 @@ def planes_at_once(problem: Problem, s: BackwardSpec) -> int:
     at D=64, fewer are better: key blocks of a plane read the same rows of it (backward #17).
     """
     p = problem
-    planes = p.kv_heads * (1 if p.packed_q else p.batch)
+    planes = planes_of(p) * splits_of(p)
+    if s.split:
+        return planes
     steps = max(1.0, rows_of_block(p) / s.BM)
     masked = s.mask and s.D == 64
     work = steps * s.BM * BN * s.D * 10 / (MASKED_STEP_FLOPS if masked else STEP_FLOPS)

@@ -197,11 +197,15 @@ def store(a, w, x, desc, POINTER, batch_stride, head_stride, row_stride, buffer,
     D: gl.constexpr = a.S.D
     row = w.n * 128 + C * 64
     if a.S.direct or (a.S.packed and row + 64 > w.kv_end):
-        LAYOUT: gl.constexpr = row_layout(a.S) if a.S.direct else grad_layout(a.S)
+        # A float32 row of eight columns is whole sectors as it is.
+        LAYOUT: gl.constexpr = row_layout(a.S) if a.S.direct and not a.S.split else grad_layout(a.S)
+        head = w.kv_head
+        if a.S.split:
+            head = head * a.splits + w.split
         x = gl.convert_layout(x, LAYOUT)
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
         columns = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
-        plane = POINTER + w.b.to(gl.int64) * batch_stride + w.kv_head.to(gl.int64) * head_stride
+        plane = POINTER + w.b.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride
         at = plane + (w.kv_start + rows).to(gl.int64) * row_stride + columns
         gl.store(at, x, mask=(rows < w.kv_end) & (columns // 8 < desc.shape[3] // 8))
     else:
@@ -212,7 +216,7 @@ def store(a, w, x, desc, POINTER, batch_stride, head_stride, row_stride, buffer,
 
 @gluon.jit
 def consume_block(a, buf, index, n, base, C: gl.constexpr):
-    """Key block number n of this program, whose steps are uses `base ..` of the rings."""
+    """Key block number n of this program (split: of those with steps), whose steps are uses `base ..` of the rings."""
     w = work_of(a, index)
     D: gl.constexpr = a.S.D
     ROW: gl.constexpr = gl.SliceLayout(1, score_layout(a.S))
@@ -227,9 +231,9 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     lo = gl.where(key < w.kv_len, lo, 0x7FFFFFF)
     dk = gl.zeros([64, D], gl.float32, grad_layout(a.S))
     dv = gl.zeros([64, D], gl.float32, grad_layout(a.S))
-    i = w.last - 1
+    i = w.top(a)
     g = 0
-    if a.S.persistent or w.last > w.first:
+    if (a.S.persistent and not a.S.split) or w.last > w.first:
         mbarrier.wait(buf.k_full.index(0), n & 1)
         mbarrier.wait(buf.v_full.index(0), n & 1)
     factors = stat_factors(a.q.dtype, score_layout(a.S))
@@ -247,12 +251,13 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
         gl.store(a.FLAG + gl.zeros([64, D], gl.int32, grad_layout(a.S)), 1, mask=nothing != 0.0)
     if not a.S.direct:
         named_barrier("bar.sync", DS_READY, 256)  # the other consumer has read K for the last time
-    elif a.S.persistent:
+    elif a.S.persistent and not a.S.split:
         gl.thread_barrier()
         mbarrier.arrive(buf.kv_empty.index(0), count=1)
     if w.n * 128 + C * 64 < w.kv_end:
-        store(a, w, dv.to(a.q.dtype), a.dv, a.DV, a.dv_b, a.dv_h, a.dv_l, buf.v.index(C), C)
-        store(a, w, (dk * a.scale).to(a.q.dtype), a.dk, a.DK, a.dk_b, a.dk_h, a.dk_l, buf.k.index(C), C)
+        GRAD: gl.constexpr = gl.float32 if a.S.split else a.q.dtype
+        store(a, w, dv.to(GRAD), a.dv, a.DV, a.dv_b, a.dv_h, a.dv_l, buf.v.index(C), C)
+        store(a, w, (dk * a.scale).to(GRAD), a.dk, a.DK, a.dk_b, a.dk_h, a.dk_l, buf.k.index(C), C)
         tma.store_wait(0)
     if a.S.dmask_tiles:
         tma.store_wait(0)
@@ -269,9 +274,12 @@ def consume(a, buf, index, C: gl.constexpr):
     if a.S.persistent:
         n = gl.to_tensor(0)
         base = gl.to_tensor(0)
+        loaded = gl.to_tensor(0)  # key blocks with steps
         index = get_index(a, buf, n)
         while index < a.planes * a.blocks:
-            base = consume_block(a, buf, index, n, base, C)
+            end = consume_block(a, buf, index, loaded if a.S.split else n, base, C)
+            loaded += (end > base).to(gl.int32)
+            base = end
             n += 1
             index = get_index(a, buf, n)
     else:

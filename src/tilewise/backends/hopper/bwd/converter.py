@@ -80,7 +80,7 @@ def convert(a, buf, w, block, head, i, m):
 def convert_block(a, buf, index, m):
     """Those query blocks to which this key block adds last."""
     w = work_of(a, index)
-    i = w.last - 1
+    i = w.top(a)
     g = w.n * 0
     for _ in range(w.steps(a)):
         if w.n + 1 == w.end(a, i):

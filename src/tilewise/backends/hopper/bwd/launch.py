@@ -24,11 +24,12 @@ from . import config
 from .kernel import backward
 from .mask_sums import mask_sums
 from .nonfinite import fix_up
-from .prepost import clear_rest, list_blocks, postprocess, preprocess
+from .prepost import clear_rest, combine_splits, list_blocks, postprocess, preprocess
 from .spec import BackwardSpec
 
 GLUON = {torch.float32: gl.float32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 CLEAR_ROWS, CLEAR_PROGRAMS = 32, 16  # of `clear_rest`
+COMBINE_ROWS = 16  # of `combine_splits`
 LISTING = {"SLOTS": 128, "RUN": 256}  # of `list_blocks`
 FIX_UP_BLOCK, FIX_UP_PROGRAMS = 64, 132
 
@@ -214,22 +215,30 @@ class Bound(Launcher):
         p = config.unstrided(plan.problem)
         s = config.spec_of(p)
         super().__init__(plan, s, s.BM, s.D, s.D)
-        self.planes = p.kv_heads * (1 if p.packed_q else p.batch)
+        self.splits = config.splits_of(p)
+        self.planes = config.planes_of(p) * self.splits
         self.sizes |= {
             "planes": self.planes,
+            "splits": self.splits if s.split else None,
             "swizzle": planes or config.planes_at_once(p, s),
             "SOFTCAP": s.softcap,
             "CONVERTS": s if s.converts else None,
         }
         self.kernel, self.post, self.sums = Kernel(backward), Kernel(postprocess), Kernel(mask_sums)
+        self.combine = Kernel(combine_splits, {"ROWS": COMBINE_ROWS})
 
     def tensors(self, t: BackwardTensors) -> dict[str, torch.Tensor | None]:
         s, room, device = self.spec, self.blocks * self.BM, t.dout.device
-        return super().tensors(t) | {
+        given = super().tensors(t) | {
             "ACC": torch.empty(room * s.D // 32, 32, dtype=torch.float32, device=device),
             "LSE2": torch.empty(self.blocks, s.BM, dtype=torch.float32, device=device) if s.row_lse else None,
             "TABLE": torch.empty(self.k_blocks(t.forward.k), 2, dtype=torch.int32, device=device) if s.packed else None,
         }
+        if s.split:
+            batch, kv_heads, rows, _ = t.forward.k.shape
+            for name in ("DK_PARTIALS", "DV_PARTIALS"):
+                given[name] = torch.empty(batch, kv_heads * self.splits, rows, s.D, dtype=torch.float32, device=device)
+        return given
 
     def k_blocks(self, k: torch.Tensor) -> int:
         return self.outer_blocks(self.problem.kv_len, k.shape[2], config.BN)
@@ -243,10 +252,16 @@ class Bound(Launcher):
         names = {"do": "DOUT", "dk": "DK", "dv": "DV", "dq": "ACC", "stats": "STATS", "lse": "LSE2"}
         names |= {"piece": "ACC", "dq16": "DQ"}
         names |= {"mask": "MASK", "dmask": "DMASK"}
-        own = arguments | self.descriptors(given)
+        if s.split:
+            names |= {"DK": "DK_PARTIALS", "DV": "DV_PARTIALS"}
+        own = arguments | self.descriptors(given) | self.partials(given)
         steps.append(self.step(self.kernel, (programs, 1), own, names))
         if not s.converts:
             steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments))
+        if s.split:
+            batch, kv_heads, rows, _ = given["DK"].shape
+            sizes = arguments | {"rows": rows, "kv_heads": kv_heads}
+            steps.append(self.step(self.combine, (-(-rows // COMBINE_ROWS), batch * kv_heads), sizes))
         if config.sums_mask(p):
             tiles = given["DMASK"].shape[0] * arguments["planes_h"] * self.q_blocks * arguments["tiles_k"]
             steps.append(self.step(self.sums, (tiles, 1), own, names))
@@ -254,6 +269,15 @@ class Bound(Launcher):
 
     def arguments(self, given: dict[str, Any]) -> Arguments:
         return super().arguments(given) | {"blocks": self.k_blocks(given["k"])} | self.mask_arguments(given)
+
+    def partials(self, given: dict[str, Any]) -> Arguments:
+        """Where the kernel stores dK and dV of split key blocks."""
+        if not self.spec.split:
+            return {}
+        dk, dv = given["DK_PARTIALS"], given["DV_PARTIALS"]
+        b, h, row, _ = dk.stride()
+        strides = {f"{name}_{dim}": n for name in ("dk", "dv") for dim, n in (("b", b), ("h", h), ("l", row))}
+        return {"DK": dk, "DV": dv} | strides
 
     def mask_arguments(self, given: dict[str, Any]) -> Arguments:
         """What the kernels know of a mask, and who shares a plane of its gradient."""

@@ -1,4 +1,4 @@
-"""Before and after the backward kernel: row statistics; dQ to its own type."""
+"""Before and after the backward kernel: row statistics; dQ, and split dK and dV, to their own type."""
 
 import triton.language as tl
 
@@ -154,6 +154,29 @@ def postprocess(
         tl.store(FLAG + tl.zeros([BM, D], tl.int32), 1, mask=inside & (x * 0.0 != 0.0))
     at = DQ + b * dq_b + h * dq_h + (start + row).to(tl.int64)[:, None] * dq_l + column[None, :]
     tl.store(at, (x * scale).to(DQ.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine_splits(
+    DK, DV, DK_PARTIALS, DV_PARTIALS, dk_b, dk_h, dk_l, dv_b, dv_h, dv_l, kv_heads, rows, head_dim, splits,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of split key blocks: the sums of their partials [batch, KV heads, splits, rows, D], in order."""
+    plane = tl.program_id(1)
+    b = (plane // kv_heads).to(tl.int64)
+    h = (plane % kv_heads).to(tl.int64)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, D)[None, :]
+    inside = (row < rows) & (column < head_dim)
+    at = plane.to(tl.int64) * splits * rows * D + row * D + column
+    dk = tl.zeros([ROWS, D], tl.float32)
+    dv = tl.zeros([ROWS, D], tl.float32)
+    for _ in range(splits):
+        dk += tl.load(DK_PARTIALS + at, mask=inside, other=0.0)
+        dv += tl.load(DV_PARTIALS + at, mask=inside, other=0.0)
+        at += rows * D
+    tl.store(DK + b * dk_b + h * dk_h + row * dk_l + column, dk.to(DK.dtype.element_ty), mask=inside)
+    tl.store(DV + b * dv_b + h * dv_h + row * dv_l + column, dv.to(DV.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def load_keys(a, w, desc, full, buffer):
 @gluon.jit
 def load_block(a, buf, w, n):
     """K and V, once the key block before has been stored through their memory."""
-    if a.S.persistent and n > 0:
+    if a.S.persistent and not a.S.split and n > 0:
         mbarrier.wait(buf.kv_empty.index(0), (n - 1) & 1)
     load_keys(a, w, a.k, buf.k_full.index(0), buf.k)
     load_keys(a, w, a.v, buf.v_full.index(0), buf.v)
@@ -40,13 +40,17 @@ def load_mask(a, buf, w, u, i, head):
 
 
 @gluon.jit
-def produce_block(a, buf, index, n, base):
-    """Key block number n of this program, whose steps are uses `base ..` of the rings."""
+def produce_block(a, buf, index, n, base, released):
+    """Key block number n of this program, whose steps are uses `base ..` of the rings.
+
+    Split blocks are short, and nothing is stored through the memory of K and V: the next ones are loaded when the last
+    step releases its dO, which it reads later. `released` uses of dO have been waited for.
+    """
     w = work_of(a, index)
     BM: gl.constexpr = a.S.BM
     LSE_BYTES: gl.constexpr = 4 * BM if a.S.row_lse else 0
     count = w.steps(a)
-    i = w.last - 1
+    i = w.top(a)
     g = 0
     for u in range(base, base + count):
         head = w.kv_head * a.group + g
@@ -65,20 +69,29 @@ def produce_block(a, buf, index, n, base):
         tma.async_copy_global_to_shared(a.stats, [block * BM, 0], full, buf.stats.index(s))
         if a.S.row_lse:
             tma.async_copy_global_to_shared(a.lse, [block, 0], full, buf.lse.index(s))
-        if u == base:
+        if not a.S.split and u == base:
             load_block(a, buf, w, n)
         if a.S.mask_tiles:
             load_mask(a, buf, w, u, i, head)
         t = u % a.S.do_stages
-        if u >= a.S.do_stages:
+        if a.S.split:
+            if released + a.S.do_stages <= u:
+                named_barrier("bar.sync", DO_EMPTY + t, 288)
+                released += 1
+        elif u >= a.S.do_stages:
             named_barrier("bar.sync", DO_EMPTY + t, 288)
         full = buf.do_full.index(t)
         mbarrier.expect(full, a.do.block_type.nbytes)
         tma.async_copy_global_to_shared(a.do, [w.b, head, row, 0], full, buf.do.index(t))
+        if a.S.split and u == base:
+            if released < base:
+                named_barrier("bar.sync", DO_EMPTY + (base - 1) % a.S.do_stages, 288)
+                released += 1
+            load_block(a, buf, w, n)
         i, g = next_block(a, i, g)
-    if a.S.persistent and count == 0:
+    if a.S.persistent and not a.S.split and count == 0:
         load_block(a, buf, w, n)
-    return base + count
+    return base + count, released
 
 
 @gluon.jit
@@ -86,12 +99,13 @@ def produce(a, buf, index):
     if a.S.persistent:
         n = gl.to_tensor(0)
         base = gl.to_tensor(0)
+        released = gl.to_tensor(0)
         index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
         while index < a.planes * a.blocks:
             put_index(a, buf, n, index)
-            base = produce_block(a, buf, index, n, base)
+            base, released = produce_block(a, buf, index, n, base, released)
             n += 1
             index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
         put_index(a, buf, n, index)
     else:
-        produce_block(a, buf, index, 0, 0)
+        produce_block(a, buf, index, 0, 0, 0)

@@ -18,7 +18,7 @@ def reduce_block(a, buf, index, base, R: gl.constexpr):
     w = work_of(a, index)
     count = w.steps(a)
     skipped = (base + R) & 1
-    i = w.last - 1
+    i = w.top(a)
     g = w.n * 0
     if skipped == 1:
         i, g = next_block(a, i, g)

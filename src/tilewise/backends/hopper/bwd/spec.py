@@ -33,6 +33,7 @@ class BackwardSpec:
     converts: bool = False  # of a persistent kernel: it gives dQ in q's dtype
     pieces: int = 4  # of dQ that the converter has under way
     direct: bool = False  # dK and dV go from registers to global memory
+    split: bool = False  # several programs share a key block: each takes some query blocks, and has float32 partials
     consumer_regs: int = 240
     producer_regs: int = 24
 

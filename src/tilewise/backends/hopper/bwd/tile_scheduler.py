@@ -1,7 +1,8 @@
 """Which key block a program takes, and which query blocks see it.
 
-A program has 128 keys of one KV head of one sequence (a plane). dQ of a query block is added up in the order of key
-blocks; a program may wait only for programs that have started before it, so tile indices are drawn in that order.
+A program has 128 keys of one KV head of one sequence (a plane). Several may share them (splits): each then takes every
+so many query blocks. dQ of a query block is added up in the order of key blocks; a program may wait only for programs
+that have started before it, so tile indices are drawn in that order.
 """
 
 from triton.experimental import gluon
@@ -27,10 +28,19 @@ class Work:
     last: gl.tensor
     inner: gl.tensor  # of those, inner .. outer - 1 see all of it
     outer: gl.tensor
+    split: gl.tensor  # of a split key block the query blocks i * splits + split, and first .. outer count these i
 
     @gluon.jit
     def steps(self, a):
         return (self.last - self.first) * a.group
+
+    @gluon.jit
+    def top(self, a):
+        """The last query block."""
+        i = self.last - 1
+        if a.S.split:
+            i = i * a.splits + self.split
+        return i
 
     @gluon.jit
     def block(self, a, head, i):
@@ -136,6 +146,10 @@ def work_of(a, tile_index):
     BM: gl.constexpr = a.S.BM
     kv_heads = a.heads // a.group
     n, plane = plane_of(a, tile_index)
+    split = n * 0
+    if a.S.split:
+        split = plane % a.splits
+        plane = plane // a.splits
     if a.S.packed:  # planes are heads: blocks of all sequences are one list
         seq = gl.load(a.TABLE + 2 * n)
         n = gl.load(a.TABLE + 2 * n + 1)
@@ -165,7 +179,12 @@ def work_of(a, tile_index):
     last = gl.maximum(last, first)
     inner = gl.minimum(gl.maximum(inner, first), last)
     outer = gl.minimum(gl.maximum(outer, inner), last)
-    return Work(b, seq, kv_head, n, q_start, q_len, kv_start, kv_len, kv_end, shift, first, last, inner, outer)
+    if a.S.split:
+        first = gl.cdiv(first - split, a.splits)
+        last = gl.cdiv(last - split, a.splits)
+        inner = gl.cdiv(inner - split, a.splits)
+        outer = gl.cdiv(outer - split, a.splits)
+    return Work(b, seq, kv_head, n, q_start, q_len, kv_start, kv_len, kv_end, shift, first, last, inner, outer, split)
 
 
 @gluon.jit
@@ -176,4 +195,7 @@ def next_block(a, i, g):
     """
     g += 1
     wraps = g == a.group
-    return i - wraps.to(gl.int32), gl.where(wraps, 0, g)
+    down = wraps.to(gl.int32)
+    if a.S.split:
+        down *= a.splits
+    return i - down, gl.where(wraps, 0, g)
