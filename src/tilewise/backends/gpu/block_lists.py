@@ -32,10 +32,14 @@ NO_LISTS: Lists = (None, None, (0, 0, 0, 0))
 
 
 class Lister:
-    """Makes the lists of a problem's masks, in tiles of BM queries and BK keys."""
+    """Makes the lists of a problem's masks, in tiles of BM queries and BK keys.
 
-    def __init__(self, problem: Problem, BM: int, BK: int) -> None:
+    `measured`: on a GPU on which steps of `classify` were timed; Ampere's registers hold half of one.
+    """
+
+    def __init__(self, problem: Problem, BM: int, BK: int, measured: bool = True) -> None:
         self.problem, self.BM, self.BK = problem, BM, BK
+        self.step = CLASSIFY_STEP if measured else CLASSIFY_STEP // 2
         self.classified = problem.tile_map is None and classifies(problem)
         all_mixed = problem.tile_map is None and not self.classified
         self.compact = Kernel(compact, {"ALL": all_mixed, "RUN": COMPACT_RUN}, num_warps=4)
@@ -96,7 +100,7 @@ class Lister:
             kind, source, each = "flags" if mask.dtype == torch.bool else "cells", as_bytes(mask), 1
         given: Arguments = {"MASK": source, "q_len": p.q_len, "kv_len": p.kv_len}
         given |= stride_arguments("mask", "bhqk", source)
-        run = max(1, min(CLASSIFY_TILES, CLASSIFY_STEP // (self.BM * self.BK * mask.element_size())))
+        run = max(1, min(CLASSIFY_TILES, self.step // (self.BM * self.BK * mask.element_size())))
         constants = {"BQ": self.BM, "BK": self.BK, "KIND": kind, "EACH": each, "RUN": run}
         return Kernel(classify, constants, num_warps=CLASSIFY_WARPS), given
 

@@ -56,7 +56,7 @@ class Launcher:
         spec = self.spec = config.spec(p, c, target)
         early = {"launch_pdl": True} if spec.pdl else {}  # which only NVIDIA's compiler knows
         self.combiner = Kernel(combine, {"S": spec}, num_warps=COMBINE_WARPS, **early)
-        self.lister = Lister(p, c.BM, c.BK) if spec.listed else None
+        self.lister = Lister(p, c.BM, c.BK, target.measured) if spec.listed else None
         self.orderer = Orderer(p, c.BM // c.pack) if spec.ordered else None
         head_blocks = p.heads // c.pack
         self.grid = (config.query_tiles(p, c) * head_blocks * c.slices, c.splits)

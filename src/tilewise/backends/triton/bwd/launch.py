@@ -61,8 +61,8 @@ class Backward:
         self.ready: dict[Any, tuple[list[Any], dict[str, Any]]] = {}
         self.listers: dict[str, Lister] = {}
         if config.lists_tiles(p):
-            self.listers["queries"] = Lister(p, c.queries.BQ, c.queries.BK)
-            self.listers["keys"] = Lister(transposed(p), c.keys.BK, c.keys.BQ)
+            self.listers["queries"] = Lister(p, c.queries.BQ, c.queries.BK, target.measured)
+            self.listers["keys"] = Lister(transposed(p), c.keys.BK, c.keys.BQ, target.measured)
 
     def __call__(self, t: BackwardTensors) -> None:
         device = t.dout.device
