@@ -5,7 +5,17 @@ import sys
 import pytest
 import torch
 
-from tilewise import InvalidArgument, TileMap, alibi_slopes, attention, merge, paged_attention, plan, varlen_attention
+from tilewise import (
+    InvalidArgument,
+    TileMap,
+    alibi_slopes,
+    attention,
+    attention_backward,
+    merge,
+    paged_attention,
+    plan,
+    varlen_attention,
+)
 from tilewise.core.options import (
     LARGEST,
     LEAST,
@@ -173,8 +183,12 @@ def test_the_cpu_reads_no_row_that_is_not_there():
     kind = {"scale": 0.123, "validate": False, "backend": "cpu"}
     with pytest.raises(InvalidArgument, match="context_lens"):
         paged_attention(draw(1, 2, 1, 16), pages, pages, ints(2, 0)[None].int(), ints(900).int(), **kind)
+    wrong = ints(0, 900).int()
     with pytest.raises(InvalidArgument, match="cu_seqlens"):
-        varlen_attention(rows, rows, rows, ints(0, 900).int(), ints(0, 900).int(), **kind)
+        varlen_attention(rows, rows, rows, wrong, wrong, **kind)
+    packed = {"cu_seqlens_q": wrong, "cu_seqlens_k": wrong, "max_q": 900, "max_k": 900}
+    with pytest.raises(InvalidArgument, match="cu_seqlens"):
+        attention_backward(rows, rows, rows, rows.clone(), draw(9, 2), rows, **packed, **kind)
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])

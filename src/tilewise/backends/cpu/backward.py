@@ -15,7 +15,7 @@ from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
 from .codegen.vector import W
 from .gemm.fp32 import ROWS
-from .launch import Launch, launcher, make_params, problem_params, same_items, schedule_items
+from .launch import Launch, check_tables, launcher, make_params, problem_params, same_items, schedule_items
 from .params import Gradients, put_tensor
 from .scratch import backward_total, round_up
 from .threads import pool
@@ -72,6 +72,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
         if b.dsinks is not None and b.dlse is not None:
             write_sinks(t, b.dsinks, -b.dlse)
         return
+    check_tables(p, t)
     params, kept = make_params(plan, t)
     g = Gradients.from_buffer_copy(launch.gradients)
     params.gradients = ctypes.addressof(g)

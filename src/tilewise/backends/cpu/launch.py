@@ -284,11 +284,14 @@ def bind(plan: Plan, t: Tensors) -> Launcher | None:
     return launcher((params,), launch.scratch, kept)
 
 
-def run(plan: Plan, t: Tensors) -> None:
-    """A call of a new kind: its lengths, offsets and tables are looked at, as by `bind`, whatever `validate` says."""
-    p = plan.problem
+def check_tables(p: Problem, t: Tensors) -> None:
+    """Looks at lengths, offsets and tables of a call that is not bound (`bind`), whatever `validate` says."""
     tables = (t.kv_lengths, None, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
     values.check_tables(p, t.k.shape[0 if p.page_size else 2], True, *tables)
+
+
+def run(plan: Plan, t: Tensors) -> None:
+    check_tables(plan.problem, t)
     params, kept = make_params(plan, t)
     launcher((params,), plan.detail.scratch, kept)(t.q, t.k, t.v, t.out, t.lse, t.k_scales, t.v_scales)
     if t.cu_seqlens_q is not None:
