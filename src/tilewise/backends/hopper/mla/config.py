@@ -1,6 +1,6 @@
 """Which problems latent decode serves, and how they are cut: plain functions of a `Problem`.
 
-The measurements behind them are in benchmarks/h200/LOG.md, latent #1, #2 and #8, sparse #5 and #6.
+The measurements behind them are in benchmarks/h200/LOG.md, latent #1, #2, #8 and #11, sparse #5 and #6.
 """
 
 from __future__ import annotations
