@@ -466,6 +466,7 @@ def test_what_is_refused_leaves_the_cache_as_it_was():
         ((k, k), {**good, "alibi_slopes": torch.rand(3)}, "alibi_slopes"),
         ((k, k), {**good, "block_table": table + 1}, r"block_table\[1, 0\]"),
         ((k, k), {**good, "block_table": table, "cache_batch_idx": table[:, 0] + 1}, r"cache_batch_idx\[1\]: got 2"),
+        ((k, k), {**good, "cache_batch_idx": table[:, 0] + 1}, r"cache_batch_idx\[1\]: got 2.*row of k_cache"),
         ((k, k), {**good, "cache_seqlens": torch.tensor([2**32, 3])}, r"cache_seqlens\[0\]"),
         ((k, k), {"cache_seqlens": 2**40}, r"cache_seqlens\[0\]"),
         ((k, k), {**good, "cache_leftpad": torch.tensor([4, 0])}, r"cache_leftpad\[0\]"),

@@ -64,7 +64,8 @@ def flash_attn_with_kvcache(
     if (rotary_cos is None) != (rotary_sin is None):
         raise InvalidArgument("rotary_cos", "one table of two", "rotary_cos and rotary_sin")
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    table = _table(one_table(block_table, page_table), cache_batch_idx, batch, cu_seqlens_q is not None, q.device)
+    table = one_table(block_table, page_table)
+    table = _table(table, cache_batch_idx, len(k_cache), batch, cu_seqlens_q is not None, q.device)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
     lengths = _lengths("cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, batch, q.device)
     rest: Later = {**later, "num_splits": num_splits}
@@ -134,15 +135,14 @@ def flash_attn_with_kvcache(
 
 
 def _table(
-    table: torch.Tensor | None, rows: torch.Tensor | None, batch: int, packed: bool, device: torch.device
+    table: torch.Tensor | None, rows: torch.Tensor | None, held: int, batch: int, packed: bool, device: torch.device
 ) -> torch.Tensor | None:
-    """The pages of each sequence: as given, those of the rows that it uses, or rows of the cache as pages."""
+    """The pages of each sequence: as given, those of the rows that it uses, or rows of the cache (`held`) as pages."""
     if rows is not None:
         rows = _lengths("cache_batch_idx", rows, batch, device)
-        if table is None:
-            return rows[:, None]
-        values.check_lengths("cache_batch_idx", rows, table.shape[0] - 1, "last row of block_table", None)
-        return table[rows.long()]
+        last, what = (held - 1, "k_cache") if table is None else (len(table) - 1, "block_table")
+        values.check_lengths("cache_batch_idx", rows, last, f"last row of {what}", None)
+        return rows[:, None] if table is None else table[rows.long()]
     if table is None and packed:
         return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
     return table
