@@ -1,4 +1,4 @@
-"""Sequences of few query rows whose keys several programs share: combined by the consumer that is done last.
+"""Sequences of few query rows (one tile) whose keys several programs share: combined by the consumer done last.
 
 A launch of its own (combine.py) shares the work better where a sequence has many fragments, and takes its time also
 where no sequence is cut.
