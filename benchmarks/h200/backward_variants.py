@@ -3,8 +3,8 @@
     python benchmarks/h200/backward_variants.py --json backward_variants.json
 
 A form is what it changes of the spec that `config` chooses. Processes of their own compile each and check it:
-against the oracle, with NaN in hidden places, and for the same bits again. Then all forms of a work take turns. The
-gradients of each are compared with those of the plain form first; only `near_tanh` may differ in bits.
+against the oracle, with NaN in hidden places, and for the same bits again. Then all forms of a work are timed,
+interleaved. The gradients of each are compared with those of the plain form first; only `near_tanh` may differ in bits.
 """
 
 from __future__ import annotations
