@@ -203,7 +203,7 @@ WRONG = {
     "a rescale left out": ("mma", "        o = rescaled(a, o, p)\n", "        o = o\n"),
     "a maximum that is not replaced": ("softmax", "> late, top, m)", "> 1e9, top, m)"),
     "non-finite tiles not flagged": (
-        "epilogue", "nonfinite = (total != total) & rows.ok", "nonfinite = (total != total) & (rows.row < 0)",
+        "epilogue", "return (total != total) & rows.ok", "return (total != total) & (rows.row < 0)",
     ),
     "a capped maximum without its cap": ("softmax", "m += a.softcap", "m += 0.0"),
     "a list without entries is seen": ("consumer", "tile_list(a, w).entries > 0", "tile_list(a, w).entries >= 0"),
@@ -313,7 +313,11 @@ def growing_once():
 MAX_FREE_WRONG = {
     "rescaled twice": ("mma", "(p[0], gl.full_like(p[1], 1.0))", "p"),
     "not rescaled": ("mma", "return rescaled(a, o, p), (p[0]", "return o, (p[0]"),
-    "no maxima where a tile is computed again": ("nonfinite", "LATE, GROWTH)", "LATE, 1e9)"),
+    "no maxima where a tile is computed again": (
+        "nonfinite",
+        "weights(a, s, m, l, gl.where(exact, 0.0, late)",
+        "weights(a, s, m, l, 1e9",
+    ),
 }
 
 
@@ -323,3 +327,24 @@ def test_a_wrong_max_free_kernel_is_noticed(name, monkeypatch):
     run_probes(max_free(monkeypatch), probes)
     with pytest.raises((SimError, Mismatch)):
         run_probes(max_free(monkeypatch, MAX_FREE_WRONG[name]), probes)
+
+
+def large_values():
+    """Logits that grow by 75 powers of two towards the keys visited last, and values that overflow times 2^75.
+
+    float32 stands in for bfloat16, whose range it has.
+    """
+    g = torch.Generator().manual_seed(0)
+    q = torch.ones(1, 1, 100, 128)
+    k, v = (torch.randn(1, 1, 600, 128, generator=g) for _ in range(2))
+    k = 0.1 * k + torch.linspace(52 / 128**0.5, 0, 600)[:, None]
+    out = torch.full((1, 1, 100, 128), float("nan"))
+    return calls.dense(q, k, 1e20 * v, Options(out=out, return_lse=True, causal=True, q_offset=550))
+
+
+def test_weights_times_large_values_do_not_overflow(monkeypatch):
+    monkeypatch.setattr(config, "WIDE_RANGE", (torch.float32,))
+    assert run(large_values()).flagged > 0
+    wrong = gluon_sim.load({"nonfinite": [("gl.where(exact, 0.0, late)", "late")]})
+    with pytest.raises(Mismatch):
+        run(large_values(), wrong)

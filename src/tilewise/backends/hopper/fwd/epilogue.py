@@ -8,14 +8,19 @@ from .layouts import halves, wide_layout
 
 
 @gluon.jit
+def nonfinite_rows(o, rows):
+    """Rows [64] with an element that is NaN or infinite: 0 * x is then NaN."""
+    total = gl.convert_layout(gl.sum(o * 0.0, 1), rows.row.type.layout)
+    return (total != total) & rows.ok
+
+
+@gluon.jit
 def flag_nonfinite(a, o, rows, index, C: gl.constexpr):
-    """Whether any element is NaN or infinite (0 * x is then NaN): a hidden value, or overflow, may have done that.
+    """Flags the tile if an element is not finite: a hidden value, or overflow, may have done that.
 
     Rows that have one set the flag; it is zero before a call, so nothing is gathered from other rows.
     """
-    total = gl.convert_layout(gl.sum(o * 0.0, 1), rows.row.type.layout)
-    nonfinite = (total != total) & rows.ok
-    gl.store(a.FLAGS + index * a.S.consumers + C + rows.row * 0, 1, mask=nonfinite)
+    gl.store(a.FLAGS + index * a.S.consumers + C + rows.row * 0, 1, mask=nonfinite_rows(o, rows))
 
 
 @gluon.jit

@@ -1,11 +1,15 @@
-"""Tiles of rows whose output is not finite, done again so that neither hidden values nor overflow have caused it.
+"""Recomputes tiles of rows whose output is not finite, so that neither hidden values nor overflow have caused it.
 
-P V also multiplies values under hidden cells, by zero; if such a value was NaN or infinite, so is the output now. And
-weights of max-free tiles may overflow: `finalise` makes such output NaN (softmax.py). The consumers flag these tiles
-(`flag_nonfinite`). Those flagged, if any, are computed once more here, with the same arithmetic in the same order, but
-with zeros for all values that are not finite, and with maxima in all tiles. What the values that are not finite add to
-the rows that do see them is counted by a product of its own. One warpgroup does it all, step by step, in PIECES of the
-output's columns where they are many: this is rare.
+P V also multiplies values under hidden cells, by zero: if such a value is NaN or infinite, so is the output. And
+max-free tiles may overflow: their weights, or these times large values. The consumers flag all such tiles
+(`flag_nonfinite`), and here they are computed again:
+
+1. with the same arithmetic in the same order, but with zeros for all values that are not finite, and with maxima in
+   max-free tiles, which replace m only where it was too small. What the values that are not finite add to the rows that
+   see them is counted by a product of its own. Rows that were right before get the same bits.
+2. if a row is still not finite: with its maximum so far in every tile, so that none of its weights is over 1.
+
+One warpgroup does it all, step by step, in PIECES of the output's columns where they are many: this is rare.
 """
 
 from triton.experimental import gluon
@@ -13,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from .consumer import own_tiles, rows_of
-from .epilogue import store_lse, store_rows
+from .epilogue import nonfinite_rows, store_lse, store_rows
 from .layouts import out_layout, score_layout, wide_layout
 from .mma import as_operand
 from .softmax import GROWTH, LATE, finalise, hide, logits, no_sums, weights
@@ -38,20 +42,13 @@ def nonfinite_codes(value):
 
 
 @gluon.jit
-def recompute(a, index, c, piece, q_s, k_s, v_s, code_s, full, turn):
-    """The rows of consumer c in a work tile, and one piece of their columns."""
+def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, v_s, code_s, full, turn):
+    """O [64, DV] and lse [64] of key tiles start .. end; `exact`: rows whose m is always their maximum so far."""
     BN: gl.constexpr = a.S.BN
     DV: gl.constexpr = a.S.DV
     CHUNKS: gl.constexpr = a.S.chunks
     WIDTH: gl.constexpr = a.S.chunk_d
     OUT: gl.constexpr = out_layout(a.S)
-    w = work_tile_at(a, locate(a, index))
-    column = (w.value_tile * (a.S.out_columns // DV) + piece) * DV
-    rows = rows_of(a, w, c)
-    tiles = tile_list(a, w)
-    start, right, left, end = own_tiles(a, w, tiles, 0, c)
-    for j in gl.static_range(CHUNKS):
-        turn = bring(a.q, [w.row_b, w.head, w.q_start + w.top + c * 64, j * WIDTH], q_s.index(j), full, turn)
     m, l = no_sums(a)
     o = gl.zeros([64, DV], gl.float32, OUT)
     for n in range(start, end):
@@ -76,9 +73,9 @@ def recompute(a, index, c, piece, q_s, k_s, v_s, code_s, full, turn):
             s = logits(a, s, rows, columns)
         s, visible = hide(a, s, rows, tile, columns, w.n_keys)
         late = LATE
-        if a.S.max_free:  # weights beyond GROWTH were flagged: in rows that were right, m stays here too
+        if a.S.max_free:  # sums over 2^GROWTH were flagged: in rows that were right, m stays here too
             late = gl.where((n < right) | (n >= left), LATE, GROWTH)
-        p, m, l, alpha = weights(a, s, m, l, late, True)
+        p, m, l, alpha = weights(a, s, m, l, gl.where(exact, 0.0, late), True)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
         o = warpgroup_mma(as_operand(a, p, alpha)[0], values, o)
         seen = gl.convert_layout(visible.to(gl.float16), gl.DotOperandLayout(0, OUT, 2))
@@ -87,8 +84,34 @@ def recompute(a, index, c, piece, q_s, k_s, v_s, code_s, full, turn):
         o = o + (up + gl.where(hits >= 256, float("-inf"), 0.0))
     lse, share = finalise(a, m, l, w.head, w.owned)
     o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
-    store_rows(a, w, o.to(a.q.dtype), column, c, DV, OUT)
-    store_lse(a, w, lse, rows)
+    return o, lse, turn
+
+
+@gluon.jit
+def recompute(a, index, c, piece, q_s, k_s, v_s, code_s, full, turn):
+    """The rows of consumer c in a work tile, and one piece of their columns."""
+    DV: gl.constexpr = a.S.DV
+    CHUNKS: gl.constexpr = a.S.chunks
+    WIDTH: gl.constexpr = a.S.chunk_d
+    w = work_tile_at(a, locate(a, index))
+    column = (w.value_tile * (a.S.out_columns // DV) + piece) * DV
+    rows = rows_of(a, w, c)
+    tiles = tile_list(a, w)
+    start, right, left, end = own_tiles(a, w, tiles, 0, c)
+    for j in gl.static_range(CHUNKS):
+        turn = bring(a.q, [w.row_b, w.head, w.q_start + w.top + c * 64, j * WIDTH], q_s.index(j), full, turn)
+    exact = rows.row < 0  # none
+    more = 1
+    while more != 0:
+        o, lse, turn = attend(
+            a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, v_s, code_s, full, turn
+        )
+        overflow = nonfinite_rows(o, rows) & (exact == 0)
+        exact = exact | overflow
+        more = gl.max(overflow.to(gl.int32), 0)
+        if more == 0:
+            store_rows(a, w, o.to(a.q.dtype), column, c, DV, out_layout(a.S))
+            store_lse(a, w, lse, rows)
     return turn
 
 

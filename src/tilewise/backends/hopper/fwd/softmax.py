@@ -7,8 +7,8 @@
 
 A maximum that is replaced so late rescales O seldom, and p is at most 2^8. Max-free kernels go further: tiles that
 every row sees leave m as the tiles before them did, and look for no maximum. In bfloat16 p has the range of float32, so
-weights lose nothing. Where the sum of a row is over 2^80 at the end, the tile is flagged and computed again, and m is
-replaced by maxima 2^80 times as large: the same arithmetic for all rows that were right before (nonfinite.py).
+weights lose nothing. Where the sum of a row is over 2^80 at the end, or its output is not finite, the tile is flagged
+and computed again with maxima (nonfinite.py).
 
 Linear kernels (no softcap, ALiBi or additive mask) keep m in units of the dot product, capped ones (a softcap, and no
 more) in units of tanh: scale or softcap and log2(e) go into one multiply-add for each cell. The others keep logits in
@@ -26,7 +26,7 @@ from .layouts import score_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LATE = gl.constexpr(8.0)  # powers of 2 by which a maximum must be larger to replace another one
-GROWTH = gl.constexpr(80.0)  # powers of 2 by which weights of max-free tiles, and their sums, may be larger than 1
+GROWTH = gl.constexpr(80.0)  # powers of 2 that weights of max-free tiles, and their sums, may reach
 C3 = gl.constexpr(TANH_3)
 C5 = gl.constexpr(TANH_5)
 C7 = gl.constexpr(TANH_7)
