@@ -134,23 +134,30 @@ def exact_of(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return out, lse, seen
 
 
-def to_brink(t: Any) -> None:
-    """Logits of 88 behind some of 0, and small values: sums of exp(88) overflow in float32, outputs do not."""
+# Logits that follow some of 0, and what values are multiplied by: sums of exp(88) overflow in float32 and outputs do
+# not; or weights of exp(52) do not, and their products with values do.
+OVERFLOWS = {"brink": (88, 1e-3), "large": (52, 1e20)}
+
+
+GROWS = {"jumps": 60.0, "grows": 6.0, "shrinks": -6.0, "flat": 0.0}
+
+
+def to_overflow(t: Any, logit: float, values: float) -> None:
     t.q.zero_()
     t.k.zero_()
-    t.v.mul_(1e-3)
+    t.v.mul_(values)
     t.q[..., 0] = 16
-    t.k[:, :, : t.k.shape[2] * 7 // 8, 0] = 88 * t.q.shape[-1] ** 0.5 / 16
+    t.k[:, :, : t.k.shape[2] * 7 // 8, 0] = logit * t.q.shape[-1] ** 0.5 / 16
 
 
 def check(work: Work, form: str) -> dict[str, Any]:
     """Relative errors on awkward sizes of the same kernel, and what else is wrong."""
     found: dict[str, Any] = {}
     work = replace(work, H=20, Hkv=5, L=1024 if "short" in work.kind else 4480)
-    for name, grows in (("brink", 0.0), ("jumps", 60.0), ("grows", 6.0), ("shrinks", -6.0), ("flat", 0.0)):
+    for name, grows in (*dict.fromkeys(OVERFLOWS, 0.0).items(), *GROWS.items()):
         call = call_of(work, PACKED, 600, grows)
-        if name == "brink":
-            to_brink(call.tensors)
+        if name in OVERFLOWS:
+            to_overflow(call.tensors, *OVERFLOWS[name])
         t, run = call.tensors, way(form, call)
         run()
         out, lse = t.out.clone(), t.lse.clone()
