@@ -250,7 +250,7 @@ def test_speeds_of_cpus_are_those_of_their_records() -> None:
             f"| SDPA, its flash kernel | {peers['SDPA flash']} |",
             f"| CPU_ATTN of vLLM | {peers['CPU_ATTN']} |",
             f"| ONNX Runtime, GroupQueryAttention | {peers['ONNX Runtime GQA']} |",
-            f"{many},\n{some} and {one} of its tokens a second",
+            f"(../benchmarks/records/cpu/vllm_serving.json)) | {many} / {some} / {one} |",
             *(f"| SDPA | {prefill[f'prefill {dtype}']} |" for dtype in ("f32", "bf16", "f16")),
         ],
         "README.md": [f"{many} / {some} / {one} of the tokens a second"],
