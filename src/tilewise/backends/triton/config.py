@@ -58,8 +58,8 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         return Config(64, 16, 4, 3)
     if wide <= 128:
         simple = problem.rules.relative() in (MaskRules(), MaskRules(causal=True)) and wide == ceil_pow2(wide)
-        crowded = not simple or problem.selection is not None
-        return Config(64, 32 if target.reads_operands and wide > 64 and crowded else 64, 4, 3)
+        crowded = problem.biased or (wide > 64 and (not simple or problem.selection is not None))
+        return Config(64, 32 if target.reads_operands and crowded else 64, 4, 3)
     if wide <= 256:  # Ampere's products keep q in registers, beside fewer rows
         return Config(128, 64, 8, 2) if target.warpgroup_mma or not target.ptx else Config(64, 32, 8, 2)
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
@@ -75,7 +75,8 @@ def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
     if target.rdna and problem.mask is not None and (problem.k_format.is_quantised or problem.v_format.is_quantised):
         return Config(32, 32, 8, 1)
     if target.rdna:
-        return Config(128, 32, 8, 1) if wide <= 64 else Config(128 if wide <= 128 else 64, 16, 8, 1)
+        few = wide > 64 or is_crowded(problem)
+        return Config(128 if wide <= 128 else 64, 16 if few else 32, 8, 1)
     if wide <= 128 and problem.k_format.packing == problem.v_format.packing == 1:
         return Config(128, 64, 4, 1)
     return Config(64 if wide <= 256 else 32, 32, 4, 1)
@@ -102,7 +103,7 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     wide = max(p.head_dim, p.value_dim)
     if target.rdna:  # whose registers hold q beside little else
         stored = p.k_format.is_quantised or p.v_format.is_quantised
-        warps = 8 if hides(p) and BM > 16 else 4
+        warps = 4 if not hides(p) else 8 if BM > 16 else 2 if stored else 4
         return Config(BM, 32 if wide <= 64 else 16, warps, 1 if stored else 2, pack)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
@@ -114,15 +115,18 @@ def decode_tile(problem: Problem, target: Target) -> Config:
         return Config(16, 16, 4, 2, pack_of(p.group, 16))
     if has_wide_bytes(p) and BM > 16:
         return Config(32, 64, 8, 2, pack_of(p.group, 32))
+    by_registers = target.ptx and not target.measured  # tiles that no loop spills with
+    crowded = is_crowded(p)
     if BM > 16:  # more rows, fewer registers for keys
-        few = (p.mask is not None or p.tree) and target.reads_operands  # beside a tile of the mask
-        few |= has_packed(p) and not target.measured
+        few = (crowded and by_registers) or (has_packed(p) and not target.measured)
         BK = (32 if few else 64) if wide <= 128 else 32 if wide <= 256 else 16
-        return Config(BM, BK, 4, 3, pack)
-    if target.ptx and not target.measured and (p.mask is not None or (hides(p) and wide > 256)):
+        return Config(BM, BK, 8 if crowded and by_registers else 4, 3, pack)
+    if by_registers and (crowded or (hides(p) and wide > 256)):
         return Config(BM, 32, 4, 3, pack) if wide <= 256 else Config(BM, 16, 8, 2, pack)
     if is_f16_quantised(p) and wide <= 256 and (p.page_size > 0 or is_packed(p) or hides(p)):
-        return Config(BM, 32, 1, 3, pack)
+        return Config(BM, 32, 4 if by_registers and hides(p) else 1, 3, pack)
+    if by_registers and hides(p) and wide <= 128:
+        return Config(BM, 64, 4, 3, pack)
     BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
     if p.page_size % BK == 0 and p.selection is None:
         return Config(BM, BK, 4, 3, pack)
@@ -146,6 +150,11 @@ def decode_rows(problem: Problem, target: Target) -> int:
     if is_float32(p):
         return 32 if wide <= 64 else 16
     return 16 if wide > 256 and has_packed(p) else most
+
+
+def is_crowded(problem: Problem) -> bool:
+    """Whether cells of a mask or a tree, or biases, take registers beside the scores."""
+    return problem.mask is not None or problem.tree or problem.biased
 
 
 def has_packed(problem: Problem) -> bool:
@@ -208,7 +217,9 @@ def fitted(problem: Problem, c: Config, target: Target) -> Config:
 
     It must not depend on the batch: with `split_size` the bits of a sequence do not.
     """
-    c = replace(c, stages=min(c.stages, target.most_stages))
+    # Triton 3.6 cannot lower pipelined loads of trees and biases for AMD's GPUs.
+    most = 1 if target.amd and (problem.tree or problem.biased) else target.most_stages
+    c = replace(c, stages=min(c.stages, most))
     if c.warps == 4 < target.most_warps and shared_memory.spills(c, spec(problem, c, target), target):
         c = replace(c, warps=8)
     while target.amd and c.BM > 16 and shared_memory.spills(c, spec(problem, c, target), target):
