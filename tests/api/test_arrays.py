@@ -1,11 +1,13 @@
 """NumPy and DLPack arrays in, the same kind out."""
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from tilewise import InvalidArgument, Quantised, TileMap, attention, paged_attention, varlen_attention
+from tilewise import InvalidArgument, KVCache, Quantised, TileMap, attention, paged_attention, varlen_attention
 
 
 class Foreign:
@@ -68,6 +70,64 @@ def test_numpy_views(recwarn):
     np.testing.assert_array_equal(attention(*backwards), want)
     np.testing.assert_array_equal(attention(*(np.asfortranarray(x) for x in (q, k, v))), want)
     assert [str(w.message) for w in recwarn.list] == []
+
+
+class Subclass(np.ndarray):
+    """One of the many: memory maps, records, units."""
+
+
+def test_subclasses_of_arrays(tmp_path):
+    """torch ends the process over negative strides that come by DLPack."""
+    q, k, v = inputs()
+    want = attention(q, k, v)
+    backwards = [np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1].view(Subclass) for x in (q, k, v)]
+    out = np.full_like(q, np.nan).view(Subclass)
+    result = attention(*backwards, out=out)
+    assert type(result) is np.ndarray
+    np.testing.assert_array_equal(out, want)
+    mapped = np.memmap(tmp_path / "q", np.float32, "w+", shape=q.shape)
+    mapped[:] = q
+    np.testing.assert_array_equal(attention(mapped, k, v), want)
+
+
+@pytest.mark.parametrize("name", ["q", "mask", "out"])
+def test_masked_arrays_are_refused(name):
+    """Their numbers alone would be read, and what they hide be seen."""
+    given = dict(zip("qkv", inputs(), strict=True)) | {
+        "mask": np.ones((5, 9), dtype=bool),
+        "out": np.empty((2, 4, 5, 16)),
+    }
+    given[name] = np.ma.masked_array(given[name])
+    with pytest.raises(InvalidArgument, match=f"^{name}: got a masked array, expected a plain one"):
+        attention(**given)
+
+
+@pytest.mark.parametrize("index", [np.s_[::-1], np.s_[:, :, ::-1], np.s_[..., ::-1]])
+@pytest.mark.parametrize("rotate", [None, False, True])
+def test_an_out_that_torch_cannot_write_is_refused(index, rotate):
+    """It would be written to a copy. `rotate`: by a cache, which may copy its result into `out`."""
+    q, k, v = inputs()
+    cache = KVCache(2, 2, 9, 16, "f32", rotate=bool(rotate))
+    cache.append(k, v)
+    call = cache.attend if rotate is not None else partial(attention, k=k, v=v)
+    out = np.full_like(q, 7.0)[index]
+    with pytest.raises(InvalidArgument, match=r"^out: got an array with strides .* expected none below 0"):
+        call(q, out=out)
+    out.flags.writeable = False
+    with pytest.raises(InvalidArgument, match=r"^out: got a read-only array"):
+        call(q, out=out)
+    assert (out == 7.0).all()
+
+
+class Strided(Foreign):
+    """A library that has negative strides, as CuPy does."""
+
+    strides = (-64, 4)
+
+
+def test_dlpack_of_negative_strides_is_refused():
+    with pytest.raises(InvalidArgument, match=r"^mask: got strides \(-64, 4\), expected none below 0; .* copy"):
+        TileMap.from_mask(Strided(torch.ones(4, 4)))
 
 
 def test_dlpack():

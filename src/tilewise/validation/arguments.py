@@ -16,7 +16,7 @@ from ..core.storage import PLAIN, StorageFormat
 from ..core.tensors import Tensors
 from ..errors import InvalidArgument
 from ..quantised import Quantised
-from .arrays import to_tensor
+from .arrays import to_tensor, to_write
 from .memory import overlap, overlaps_itself
 from .values import as_int32
 
@@ -244,11 +244,7 @@ class Checker:
         shape = (L, H, width) if self.packed else (B, L, H, width) if self.seq_major else (B, H, L, width)
         if out is None:
             return self.q.new_empty(shape)
-        if getattr(getattr(out, "flags", None), "writeable", True) is False:
-            raise InvalidArgument("out", "a read-only array", "one that can be written")
-        given, out = out, to_tensor("out", out)
-        if isinstance(given, torch.Tensor) and given is not out:
-            raise InvalidArgument("out", "a tensor of negated numbers", "one to write to", "out.resolve_neg()")
+        out = to_write("out", out)
         if tuple(out.shape) != shape or out.dtype != self.q.dtype or out.device != self.device:
             given = f"{tuple(out.shape)} {out.dtype} on {out.device}"
             raise InvalidArgument("out", given, f"{shape} {self.q.dtype} on {self.device}")
