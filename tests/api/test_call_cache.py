@@ -212,9 +212,9 @@ PROPERTIES = {
     "NumPy": lambda x: x.numpy(),
     "a number": lambda x: 1,
     "None": lambda x: None,
-    "int8": lambda x: Quantised.from_float(x, "int8", 32),
-    "int8, other groups": lambda x: Quantised.from_float(x, "int8", 64),
-    "int4": lambda x: Quantised.from_float(x, "int8" if x.shape[-1] % 2 else "int4", 32),
+    "int8": lambda x: Quantised.from_float(x.float(), "int8", 32),
+    "int8, other groups": lambda x: Quantised.from_float(x.float(), "int8", 64),
+    "int4": lambda x: Quantised.from_float(x.float(), "int8" if x.shape[-1] % 2 else "int4", 32),
 }
 
 

@@ -378,6 +378,8 @@ def test_named_backend_never_falls_back(monkeypatch):
         ("group", lambda: Quantised.from_float(randn(2, 5), "int8", 64.0)),
         ("group", lambda: Quantised.from_float(randn(2, 5), "int8", np.array([1, 2]))),
         ("x", lambda: Quantised.from_float(torch.tensor(1.0), "int8")),
+        ("x", lambda: Quantised.from_float(ints(1, 2), "int8")),
+        ("x", lambda: Quantised.from_float(torch.complex(randn(2, 4), randn(2, 4)), "int8")),
         ("x", lambda: Quantised.from_float(np.float32(1), "int8")),
         ("data", lambda: Quantised(torch.tensor(1).to(torch.int8), randn(1), "int8", 64)),
         ("backend", lambda: plan(**dense_args(), backend=[])),
