@@ -157,6 +157,38 @@ def test_an_array_that_cannot_come_back_is_refused_first():
     assert (out == 7.0).all()
 
 
+NUMBERS = {"window": 3, "chunk": 4, "q_offset": 2, "k_start": 1, "k_stride": 2, "q_stride": 2, "split_size": 3}
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_numpy_integers_are_ints(kind):
+    """In a plain call, in one that is remembered, with gradients, and as an operator."""
+    q, k, v = (torch.from_numpy(x) for x in inputs())
+    numbers = {name: kind(number) for name, number in NUMBERS.items()}
+    want = attention(q, k, v, causal=True, **NUMBERS)
+    for _ in range(2):
+        assert attention(q, k, v, causal=True, **numbers).equal(want)
+    assert attention(q, k, v, window=(kind(3), kind(1))).equal(attention(q, k, v, window=(3, 1)))
+    assert attention(q.clone().requires_grad_(), k, v, causal=True, **numbers).equal(want)
+    assert torch.vmap(lambda x: attention(x, k, v, causal=True, **numbers))(q[None])[0].equal(want)
+    x, cu = torch.from_numpy(inputs()[1][0]).transpose(0, 1), torch.tensor([0, 4, 9], dtype=torch.int32)
+    longest = {"max_q": kind(5), "max_k": kind(5)}
+    packed = varlen_attention(x, x, x, cu, cu)
+    assert varlen_attention(x, x, x, cu, cu, **longest).equal(packed)
+    assert torch.vmap(lambda x: varlen_attention(x, x, x, cu, cu, **longest))(x[None])[0].equal(packed)
+
+
+def test_maps_take_numpy_integers():
+    two, four = np.int64(2), np.int32(4)
+    assert str(TileMap.from_spec(four, four, (two, two), window=two)) == str(TileMap.from_spec(4, 4, (2, 2), window=2))
+    scores = torch.randn(2, 2)
+    assert (
+        TileMap.from_topk(scores, two, (two, 2), 4, four).counts()
+        == TileMap.from_topk(scores, 2, (2, 2), 4, 4).counts()
+    )
+    assert TileMap.from_blocks(torch.zeros(1, 2, 1).int(), two, 4, 4).tile == (2, 2)
+
+
 def test_tools_take_numpy():
     mask = np.tril(np.ones((8, 8), dtype=bool))
     assert TileMap.from_mask(mask, (2, 2)).counts() == TileMap.from_spec(8, 8, (2, 2), causal=True).counts()

@@ -227,10 +227,11 @@ class Checker:
         given = tuple(x.shape)
         x = self.plain("mask", x, "[" + ", ".join("n" * x.ndim) + "]")
         x = x[(None,) * (4 - x.ndim)]
-        if any_keys and 1 < x.shape[3] <= sizes[3]:
+        most = sizes[3]
+        if any_keys and x.shape[3] != 1 and x.shape[3] <= most:
             sizes = (*sizes[:3], x.shape[3])
         if any(n not in (1, size) for n, size in zip(x.shape, sizes, strict=True)):
-            last = f"up to {sizes[3]}" if any_keys else f"{sizes[3]}"
+            last = f"up to {most}" if any_keys else f"{most}"
             want = f"({sizes[0]}, {sizes[1]}, {sizes[2]}, {last}), from the right, each size or 1"
             by_row = {2: "mask[:, None, None]", 3: "mask[:, None]"}.get(len(given), "") if given[0] == sizes[0] else ""
             raise InvalidArgument("mask", f"shape {given}", want, by_row and f"{by_row}, if its first dim is the batch")
