@@ -128,7 +128,10 @@ def _checked(
     cu_q, cu_k = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
     out = to_tensor("out", out).detach()
     o = Options(**options, out=out.contiguous() if out.ndim and out.stride(-1) != 1 else out)
-    if cu_q is not None or cu_k is not None:
+    if (cu_q is None) is not (cu_k is None):
+        name = "cu_seqlens_q" if cu_k is None else "cu_seqlens_k"
+        raise InvalidArgument(name, "given alone", "cu_seqlens_q with cu_seqlens_k")
+    if cu_q is not None:
         call = calls.varlen(q, k, v, cu_q, cu_k, o)
     elif o.max_q is not None or o.max_k is not None:
         raise InvalidArgument(

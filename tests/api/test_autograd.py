@@ -325,6 +325,8 @@ def test_refusals():
         ("q", "paged", lambda: paged_attention(q, pages, pages, table, lengths)),
         ("mask", "no tensors", lambda: attention(*arrays, mask=peaked(20, 33).requires_grad_())),
         ("k", "dequantise", lambda: attention_backward(q, int8, v, out, lse, dout)),
+        ("cu_seqlens_q", "given alone", lambda: attention_backward(q, k, v, out, lse, dout, cu_seqlens_q=table[0])),
+        ("cu_seqlens_k", "given alone", lambda: attention_backward(q, k, v, out, lse, dout, cu_seqlens_k=table[0])),
         ("block_table", "no gradients", lambda: attention_backward(q, k, v, out, lse, dout, block_table=table)),
         ("dout", "as the forward pass", lambda: attention_backward(q, k, v, out, lse, dout[:1])),
         ("dout", "float64", lambda: attention_backward(q, k, v, out, lse, dout.double())),
