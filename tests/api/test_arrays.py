@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise import InvalidArgument, KVCache, Quantised, TileMap, attention, paged_attention, varlen_attention
+from tilewise import (
+    InvalidArgument,
+    KVCache,
+    Quantised,
+    TileMap,
+    alibi_slopes,
+    attention,
+    paged_attention,
+    varlen_attention,
+)
 
 
 class Foreign:
@@ -178,7 +187,7 @@ def test_numpy_integers_are_ints(kind):
     assert torch.vmap(lambda x: varlen_attention(x, x, x, cu, cu, **longest))(x[None])[0].equal(packed)
 
 
-def test_maps_take_numpy_integers():
+def test_maps_and_slopes_take_numpy_integers():
     two, four = np.int64(2), np.int32(4)
     assert str(TileMap.from_spec(four, four, (two, two), window=two)) == str(TileMap.from_spec(4, 4, (2, 2), window=2))
     scores = torch.randn(2, 2)
@@ -187,6 +196,7 @@ def test_maps_take_numpy_integers():
         == TileMap.from_topk(scores, 2, (2, 2), 4, 4).counts()
     )
     assert TileMap.from_blocks(torch.zeros(1, 2, 1).int(), two, 4, 4).tile == (2, 2)
+    assert alibi_slopes(four).equal(alibi_slopes(4))
 
 
 def test_tools_take_numpy():

@@ -340,6 +340,16 @@ def test_validate_false_does_not_read_values():
         attention(**args, kv_lengths=ints(7, 9), validate=True)
 
 
+def test_a_mask_over_pages_may_stop_at_the_longest_context():
+    """Also where that is 0."""
+    args = paged_args()
+    whole = paged_attention(**args, mask=bools(1, 12))
+    assert paged_attention(**args, mask=bools(1, 9)).equal(whole)
+    args["context_lens"] = ints(0, 0)
+    for keys in (12, 1, 0):
+        assert not paged_attention(**args, mask=bools(1, keys)).any()
+
+
 def test_read_only_out_is_refused():
     q = np.ones((1, 1, 2, 4), dtype=np.float32)
     out = np.empty_like(q)
