@@ -340,6 +340,50 @@ def test_validate_false_does_not_read_values():
         attention(**args, kv_lengths=ints(7, 9), validate=True)
 
 
+def meta(x):
+    return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+
+OF_VALUES = ("tile_map", "out", "mesh")  # an out of odd strides has plain ones on meta
+BY_FORM = [
+    row
+    for row in ALL
+    if row[0] is not varlen_attention  # whose longest sequences are not known
+    and "[" not in row[2]
+    and row[2] not in OF_VALUES
+    and not any(isinstance(x, np.ndarray) or getattr(x, "is_meta", False) for x in row[3].values())
+    and torch.is_tensor(row[3].get("q", torch.tensor(0)))
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "args", "name", "changes", "words"), BY_FORM, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_meta_tensors_are_refused_too(entry, args, name, changes, words):
+    """All that is refused by its form: a dry run that passes is that of a call which is right."""
+    with pytest.raises(InvalidArgument) as caught:
+        entry(**{key: meta(x) for key, x in (args() | changes).items()})
+    assert str(caught.value).startswith(f"{name}: got ") or not words
+    assert words in str(caught.value)
+
+
+def test_meta_tensors_give_shapes():
+    """Also with values that cannot be read, with gradients, and with a mask whose sequences are of unknown length."""
+    for entry, args in ((attention, dense_args()), (varlen_attention, varlen_args()), (paged_attention, paged_args())):
+        args = {key: meta(x) for key, x in args.items()}
+        assert entry(**args, validate=True, out=torch.empty_like(args["q"])).shape == args["q"].shape
+        if entry is not paged_attention:
+            out = entry(**args | {"q": args["q"].requires_grad_()})
+            assert torch.autograd.grad(out.sum(), args["q"])[0].shape == args["q"].shape
+    packed, mask = {key: meta(x) for key, x in varlen_args().items()}, bools(3, 4).to("meta")
+    assert varlen_attention(**packed, mask=mask).shape == (5, H, D)
+    with pytest.raises(InvalidArgument, match=r"mask: got shape \(3, 4\), expected \(2, 4, 5, 4\)"):
+        varlen_attention(**packed, mask=mask, max_q=5, max_k=4)
+    dense = {key: meta(x) for key, x in dense_args().items()}
+    with pytest.raises(InvalidArgument, match="out: got memory that q is in"):
+        attention(**dense, out=dense["q"])
+
+
 def test_a_mask_over_pages_may_stop_at_the_longest_context():
     """Also where that is 0."""
     args = paged_args()
