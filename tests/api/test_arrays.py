@@ -78,6 +78,8 @@ def test_numpy_views(recwarn):
     backwards = [np.ascontiguousarray(x[..., ::-1])[..., ::-1] for x in (q, k, v)]
     np.testing.assert_array_equal(attention(*backwards), want)
     np.testing.assert_array_equal(attention(*(np.asfortranarray(x) for x in (q, k, v))), want)
+    one = [x[:1][::-1] for x in (q, k, v)]
+    np.testing.assert_array_equal(attention(*one), attention(*(x.copy() for x in one)))
     assert [str(w.message) for w in recwarn.list] == []
 
 

@@ -117,7 +117,7 @@ def _from_numpy(name: str, x: Any) -> torch.Tensor:
         as_bits, dtype = _BITS[x.dtype.name]
         return _from_numpy(name, x.view(as_bits)).view(dtype)
     if _runs_backwards(x):
-        x = np.ascontiguousarray(x)  # torch has no negative strides
+        x = x.copy()  # torch has no negative strides; of a dim of 1 ascontiguousarray would leave them
     try:
         return torch.from_numpy(x if x.flags.writeable else np.asarray(_Writable(x)))
     except (TypeError, ValueError) as error:  # objects, text, longdouble, another machine's byte order
