@@ -54,8 +54,10 @@ class Quantised:
         if self.data.dtype != self.format.dtype:
             raise InvalidArgument("data", self.data.dtype, f"{self.format.dtype} for {self.dtype}")
         if self.scales is None:
-            if width := self.format.wants(self.shape[-1]):
-                raise InvalidArgument("data", f"rows of {self.data.shape[-1]} bytes", f"those of {width}")
+            held, columns = self.data.shape[-1], self.format.columns(self.shape[-1])
+            fits = "" if held == columns else f"{self.shape[-1]} elements: {columns} bytes"
+            if wanted := self.format.wants(self.shape[-1]) or fits:
+                raise InvalidArgument("data", f"rows of {held} bytes", f"those of {wanted}")
             return
         if self.scales.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise InvalidArgument("scales", self.scales.dtype, "float32, float16 or bfloat16")

@@ -436,6 +436,10 @@ def test_named_backend_never_falls_back(monkeypatch):
         ("group", lambda: Quantised.from_float(randn(2, 5), "int8", 64.0)),
         ("group", lambda: Quantised.from_float(randn(2, 5), "int8", np.array([1, 2]))),
         ("x", lambda: Quantised.from_float(torch.tensor(1.0), "int8")),
+        *(
+            ("data", lambda width=width: Quantised(torch.zeros(2, width, dtype=torch.uint8), None, "fp8_latent", 128))
+            for width in (512, 527, 529, 530, 533, 657)
+        ),
         ("x", lambda: Quantised.from_float(ints(1, 2), "int8")),
         ("x", lambda: Quantised.from_float(torch.complex(randn(2, 4), randn(2, 4)), "int8")),
         ("x", lambda: Quantised.from_float(np.float32(1), "int8")),

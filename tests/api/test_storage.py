@@ -261,3 +261,17 @@ def test_one_equals_itself_alone():
     assert one != other
     assert other in [one, other]
     assert len({one, other}) == 2
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize(("offset", "gap"), [(1, 0), (2, 0), (4, 0), (0, 1), (3, 5)])
+def test_latent_rows_may_begin_anywhere(backend, offset, gap):
+    """Their scales are float32, which torch reads at multiples of 4 bytes alone."""
+    rows, q = Quantised.from_float(torch.randn(1, 1, 9, 576), "fp8_latent"), torch.randn(1, 4, 2, 576)
+    data = torch.zeros(offset + 9 * (656 + gap), dtype=torch.uint8)[offset:].view(1, 1, 9, -1)[..., :656]
+    data.copy_(rows.data)
+    moved = Quantised(data, None, "fp8_latent", 128)
+    assert moved.dequantise().equal(rows.dequantise())
+    want = attention(q, rows, Quantised(rows.data[..., :528], None, "fp8_latent", 128), backend=backend)
+    got = attention(q, moved, Quantised(data[..., :528], None, "fp8_latent", 128), backend=backend)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
