@@ -19,7 +19,7 @@ from .dispatch import activity, call_cache, planner
 from .errors import InvalidArgument
 from .signatures import NAMES, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
 from .state import AttentionState
-from .validation import calls, keywords
+from .validation import calls, keywords, meta
 from .validation.arrays import returner
 from .validation.calls import Call
 
@@ -315,7 +315,7 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
     if given.get("k_shared") is not None and (as_operator or trains):
         args = (args[0], calls.joined(args[1], options.pop("k_shared"), options.get("layout")), *args[2:])
     if as_operator:
-        if not traced and isinstance(args[0], torch.Tensor) and args[0].is_meta and not is_wrapper(args[0]):
+        if not traced and meta.is_meta(args[0]):
             _check_meta(name, check, args, options)
         return ops.call(name, args, options)
     if trains:
@@ -336,18 +336,13 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
 
 
 def _check_meta(name: str, check: Callable[..., Call], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Checks a call over meta tensors: their operator does no more than give shapes. There are no values to read, so
-    where a mask is of the longest packed sequence, and nobody says how long that is, nothing can be checked.
-    """
-    packed = {"attention": (), "varlen_attention": ("max_q", "max_k")}.get(
-        name, ("max_q",) * ("cu_seqlens_q" in options)
-    )
-    masked = options.get("mask") is not None or options.get("tree_mask") is not None
-    if not masked or all(options.get(longest) is not None for longest in packed):
-        unread = {"validate": False} if options.get("validate") is True else {}
+    longest = ["max_k"] * (name == "varlen_attention")
+    if name == "varlen_attention" or options.get("cu_seqlens_q") is not None:
+        longest.append("max_q")
+    planner.check_name(options.get("backend"))
+    if (given := meta.checkable(options, longest)) is not None:
         with torch.no_grad():
-            check(*args, Options(**options | unread))
-        planner.check_name(options.get("backend"))
+            check(*args, Options(**given))
 
 
 def _write_unseen(t: Tensors) -> None:

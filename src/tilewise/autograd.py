@@ -23,7 +23,7 @@ from .dispatch import activity, backward_cache, call_cache, planner
 from .errors import InvalidArgument, Unsupported, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
-from .validation import calls, keywords
+from .validation import calls, keywords, meta
 from .validation.arrays import returner, to_tensor
 from .validation.backward import BackwardCall, backward, check_grads, is_deterministic
 
@@ -102,6 +102,10 @@ def attention_backward(
 
     tensors = (q, k, v, out, lse, dout, dlse)
     if is_traced() or ops.needs_operator(tensors):
+        longest = () if cu_seqlens_q is None else ("max_q", "max_k")
+        if not is_traced() and meta.is_meta(q) and (given := meta.checkable(options, longest)) is not None:
+            with torch.no_grad():
+                _checked(*tensors, grads, given)
         return _traced(tensors, grads, backend, options)
     back = returner(q)
     with torch.no_grad():

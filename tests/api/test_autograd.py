@@ -414,6 +414,12 @@ def test_the_backward_pass_on_meta_gives_shapes():
     out, lse = attention(q, k, v, return_lse=True)
     found = attention_backward(q, k, v, out, lse, out, causal=True)
     assert all(g.is_meta and g.shape == x.shape for g, x in zip(found[:3], (q, k, v), strict=True))
+    for name, wrong in {"k": k[..., :4], "v": v[:, :, :4], "out": out[:, :3], "lse": lse[..., None], "dout": k}.items():
+        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": out} | {name: wrong}
+        with pytest.raises(InvalidArgument, match=f"^{name}: got "):
+            attention_backward(**given)
+    with pytest.raises(InvalidArgument, match="softcap: got -1"):
+        attention_backward(q, k, v, out, lse, out, softcap=-1.0)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])
