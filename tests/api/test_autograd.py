@@ -409,6 +409,19 @@ def test_batches_of_gradients_are_refused():
         torch.autograd.functional.jacobian(lambda q: attention(q, k, v), q, vectorize=True)
 
 
+def test_an_out_that_is_read_may_lie_among_the_inputs():
+    """In one buffer with them, or expanded: unlike an `out=` it is not written."""
+    buffer = torch.randn(4, 2, 3, 7, 8).permute(1, 2, 3, 0, 4).contiguous()  # [B, H, L, 4, D]
+    q, k, v, out = buffer.unbind(3)
+    out[...], lse = attention(q, k, v, return_lse=True)
+    want = attention_backward(*(x.contiguous() for x in (q, k, v, out)), lse, torch.ones_like(q))
+    got = attention_backward(q, k, v, out, lse, torch.ones_like(q))
+    even, ones = torch.zeros(()).expand(q.shape), torch.ones_like(q)  # zero everywhere
+    flat = attention_backward(q, k, v, even, lse, ones).dq, attention_backward(q, k, v, even.clone(), lse, ones).dq
+    for x, y in (*zip(got[:3], want[:3], strict=True), flat):
+        assert torch.allclose(x, y, atol=1e-6)
+
+
 def test_the_backward_pass_on_meta_gives_shapes():
     q, k, v = (torch.randn(1, heads, 5, 8, device="meta") for heads in (4, 2, 2))
     out, lse = attention(q, k, v, return_lse=True)
