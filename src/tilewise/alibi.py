@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .core.options import is_int
+from .core.options import is_int, to_int
 from .errors import InvalidArgument
 
 MOST_HEADS = 65536
@@ -19,6 +19,7 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
+    heads = to_int(heads)
     if not is_int(heads) or not 1 <= heads <= MOST_HEADS:
         raise InvalidArgument("heads", repr(heads), f"an int of 1 to {MOST_HEADS}")
     power = 1 << (heads.bit_length() - 1)

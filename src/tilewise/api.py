@@ -19,7 +19,7 @@ from .dispatch import activity, call_cache, planner
 from .errors import InvalidArgument
 from .signatures import NAMES, AttentionOptions, Keys, PagedOptions, VarlenOptions, shows
 from .state import AttentionState
-from .validation import calls, keywords
+from .validation import calls, keywords, meta
 from .validation.arrays import returner
 from .validation.calls import Call
 
@@ -315,6 +315,8 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
     if given.get("k_shared") is not None and (as_operator or trains):
         args = (args[0], calls.joined(args[1], options.pop("k_shared"), options.get("layout")), *args[2:])
     if as_operator:
+        if not traced and meta.is_meta(args[0]):
+            _check_meta(name, check, args, options)
         return ops.call(name, args, options)
     if trains:
         return autograd.call(name, args, options)
@@ -331,6 +333,16 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
         if not copied:
             call_cache.remember(key, args, options, call, chosen)
     return back(call.out) if call.lse is None else AttentionState(back(call.out), back(call.lse))
+
+
+def _check_meta(name: str, check: Callable[..., Call], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    longest = ["max_k"] * (name == "varlen_attention")
+    if name == "varlen_attention" or options.get("cu_seqlens_q") is not None:
+        longest.append("max_q")
+    planner.check_name(options.get("backend"))
+    if (given := meta.checkable(options, longest)) is not None:
+        with torch.no_grad():
+            check(*args, Options(**given))
 
 
 def _write_unseen(t: Tensors) -> None:

@@ -23,7 +23,7 @@ from .dispatch import activity, backward_cache, call_cache, planner
 from .errors import InvalidArgument, Unsupported, no_double_backward
 from .quantised import Quantised
 from .state import AttentionState
-from .validation import calls, keywords
+from .validation import calls, keywords, memory, meta
 from .validation.arrays import returner, to_tensor
 from .validation.backward import BackwardCall, backward, check_grads, is_deterministic
 
@@ -102,6 +102,10 @@ def attention_backward(
 
     tensors = (q, k, v, out, lse, dout, dlse)
     if is_traced() or ops.needs_operator(tensors):
+        longest = () if cu_seqlens_q is None else ("max_q", "max_k")
+        if not is_traced() and meta.is_meta(q) and (given := meta.checkable(options, longest)) is not None:
+            with torch.no_grad():
+                _checked(*tensors, grads, given)
         return _traced(tensors, grads, backend, options)
     back = returner(q)
     with torch.no_grad():
@@ -127,8 +131,16 @@ def _checked(
     options = dict(options)
     cu_q, cu_k = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
     out = to_tensor("out", out).detach()
-    o = Options(**options, out=out.contiguous() if out.ndim and out.stride(-1) != 1 else out)
-    if cu_q is not None or cu_k is not None:
+    out = out.contiguous() if out.ndim and out.stride(-1) != 1 else out
+    given = [x for x in (q, k, v, *options.values()) if isinstance(x, torch.Tensor)]
+    held = [x for x in given if x.layout is torch.strided and not x.is_nested]
+    if memory.overlaps_itself(out) or any(memory.overlap(out, x) for x in held):
+        out = out.clone(memory_format=torch.contiguous_format)  # it is only read: it may lie among the inputs
+    o = Options(**options, out=out)
+    if (cu_q is None) is not (cu_k is None):
+        name = "cu_seqlens_q" if cu_k is None else "cu_seqlens_k"
+        raise InvalidArgument(name, "given alone", "cu_seqlens_q with cu_seqlens_k")
+    if cu_q is not None:
         call = calls.varlen(q, k, v, cu_q, cu_k, o)
     elif o.max_q is not None or o.max_k is not None:
         raise InvalidArgument(

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .core.storage import QuantDtype, StorageFormat, as_group, quantised_names, stored_as
+from .core.storage import QuantDtype, StorageFormat, as_bytes, as_group, quantised_names, stored_as
 from .errors import InvalidArgument
 from .validation.arrays import to_tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Quantised:
     """A tensor `[..., D]` stored in few bits; it stands wherever `k`, `v` or pages do.
 
@@ -54,8 +54,10 @@ class Quantised:
         if self.data.dtype != self.format.dtype:
             raise InvalidArgument("data", self.data.dtype, f"{self.format.dtype} for {self.dtype}")
         if self.scales is None:
-            if width := self.format.wants(self.shape[-1]):
-                raise InvalidArgument("data", f"rows of {self.data.shape[-1]} bytes", f"those of {width}")
+            held, columns = self.data.shape[-1], self.format.columns(self.shape[-1])
+            fits = "" if held == columns else f"{self.shape[-1]} elements: {columns} bytes"
+            if wanted := self.format.wants(self.shape[-1]) or fits:
+                raise InvalidArgument("data", f"rows of {held} bytes", f"those of {wanted}")
             return
         if self.scales.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise InvalidArgument("scales", self.scales.dtype, "float32, float16 or bfloat16")
@@ -66,6 +68,9 @@ class Quantised:
             )
         if self.scales.device != self.data.device:
             raise InvalidArgument("scales", f"device {self.scales.device}", f"{self.data.device}, as data")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (as_bytes(self.data), self.scales, self.dtype, self.group)  # torch cannot unpickle float8
 
     @property
     def format(self) -> StorageFormat:
@@ -85,6 +90,8 @@ class Quantised:
         group, x = as_group(group), to_tensor("x", x)
         if not x.ndim:
             raise InvalidArgument("x", "shape ()", "[..., D], rank 1 or more")
+        if not x.is_floating_point():
+            raise InvalidArgument("x", x.dtype, "floats", "numbers that are quantised already go into Quantised itself")
         stored = stored_as(dtype, group)
         if wanted := stored.wants(x.shape[-1]):
             raise InvalidArgument("x", f"last dim {x.shape[-1]}", wanted, "use int8")
@@ -93,6 +100,10 @@ class Quantised:
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The whole tensor at full width: for tests and for looking at it; kernels do this tile by tile."""
         return self.format.dequantise(self.data, self.scales, dtype)
+
+
+def _unpickled(data: torch.Tensor, scales: torch.Tensor | None, dtype: QuantDtype, group: int) -> Quantised:
+    return Quantised(data.view(stored_as(dtype, group).dtype), scales, dtype, group)
 
 
 def _check_name(dtype: Any) -> None:

@@ -1,11 +1,22 @@
 """NumPy and DLPack arrays in, the same kind out."""
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from tilewise import InvalidArgument, Quantised, TileMap, attention, paged_attention, varlen_attention
+from tilewise import (
+    InvalidArgument,
+    KVCache,
+    Quantised,
+    TileMap,
+    alibi_slopes,
+    attention,
+    paged_attention,
+    varlen_attention,
+)
 
 
 class Foreign:
@@ -67,7 +78,67 @@ def test_numpy_views(recwarn):
     backwards = [np.ascontiguousarray(x[..., ::-1])[..., ::-1] for x in (q, k, v)]
     np.testing.assert_array_equal(attention(*backwards), want)
     np.testing.assert_array_equal(attention(*(np.asfortranarray(x) for x in (q, k, v))), want)
+    one = [x[:1][::-1] for x in (q, k, v)]
+    np.testing.assert_array_equal(attention(*one), attention(*(x.copy() for x in one)))
     assert [str(w.message) for w in recwarn.list] == []
+
+
+class Subclass(np.ndarray):
+    """One of the many: memory maps, records, units."""
+
+
+def test_subclasses_of_arrays(tmp_path):
+    """torch ends the process over negative strides that come by DLPack."""
+    q, k, v = inputs()
+    want = attention(q, k, v)
+    backwards = [np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1].view(Subclass) for x in (q, k, v)]
+    out = np.full_like(q, np.nan).view(Subclass)
+    result = attention(*backwards, out=out)
+    assert type(result) is np.ndarray
+    np.testing.assert_array_equal(out, want)
+    mapped = np.memmap(tmp_path / "q", np.float32, "w+", shape=q.shape)
+    mapped[:] = q
+    np.testing.assert_array_equal(attention(mapped, k, v), want)
+
+
+@pytest.mark.parametrize("name", ["q", "mask", "out"])
+def test_masked_arrays_are_refused(name):
+    """Their numbers alone would be read, and what they hide be seen."""
+    given = dict(zip("qkv", inputs(), strict=True)) | {
+        "mask": np.ones((5, 9), dtype=bool),
+        "out": np.empty((2, 4, 5, 16)),
+    }
+    given[name] = np.ma.masked_array(given[name])
+    with pytest.raises(InvalidArgument, match=f"^{name}: got a masked array, expected a plain one"):
+        attention(**given)
+
+
+@pytest.mark.parametrize("index", [np.s_[::-1], np.s_[:, :, ::-1], np.s_[..., ::-1]])
+@pytest.mark.parametrize("rotate", [None, False, True])
+def test_an_out_that_torch_cannot_write_is_refused(index, rotate):
+    """It would be written to a copy. `rotate`: by a cache, which may copy its result into `out`."""
+    q, k, v = inputs()
+    cache = KVCache(2, 2, 9, 16, "f32", rotate=bool(rotate))
+    cache.append(k, v)
+    call = cache.attend if rotate is not None else partial(attention, k=k, v=v)
+    out = np.full_like(q, 7.0)[index]
+    with pytest.raises(InvalidArgument, match=r"^out: got an array with strides .* expected none below 0"):
+        call(q, out=out)
+    out.flags.writeable = False
+    with pytest.raises(InvalidArgument, match=r"^out: got a read-only array"):
+        call(q, out=out)
+    assert (out == 7.0).all()
+
+
+class Strided(Foreign):
+    """A library that has negative strides, as CuPy does."""
+
+    strides = (-64, 4)
+
+
+def test_dlpack_of_negative_strides_is_refused():
+    with pytest.raises(InvalidArgument, match=r"^mask: got strides \(-64, 4\), expected none below 0; .* copy"):
+        TileMap.from_mask(Strided(torch.ones(4, 4)))
 
 
 def test_dlpack():
@@ -95,6 +166,39 @@ def test_an_array_that_cannot_come_back_is_refused_first():
     with pytest.raises(InvalidArgument, match="from_dlpack"):
         attention(Mute(torch.from_numpy(q)), k, v, out=out)
     assert (out == 7.0).all()
+
+
+NUMBERS = {"window": 3, "chunk": 4, "q_offset": 2, "k_start": 1, "k_stride": 2, "q_stride": 2, "split_size": 3}
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_numpy_integers_are_ints(kind):
+    """In a plain call, in one that is remembered, with gradients, and as an operator."""
+    q, k, v = (torch.from_numpy(x) for x in inputs())
+    numbers = {name: kind(number) for name, number in NUMBERS.items()}
+    want = attention(q, k, v, causal=True, **NUMBERS)
+    for _ in range(2):
+        assert attention(q, k, v, causal=True, **numbers).equal(want)
+    assert attention(q, k, v, window=(kind(3), kind(1))).equal(attention(q, k, v, window=(3, 1)))
+    assert attention(q.clone().requires_grad_(), k, v, causal=True, **numbers).equal(want)
+    assert torch.vmap(lambda x: attention(x, k, v, causal=True, **numbers))(q[None])[0].equal(want)
+    x, cu = torch.from_numpy(inputs()[1][0]).transpose(0, 1), torch.tensor([0, 4, 9], dtype=torch.int32)
+    longest = {"max_q": kind(5), "max_k": kind(5)}
+    packed = varlen_attention(x, x, x, cu, cu)
+    assert varlen_attention(x, x, x, cu, cu, **longest).equal(packed)
+    assert torch.vmap(lambda x: varlen_attention(x, x, x, cu, cu, **longest))(x[None])[0].equal(packed)
+
+
+def test_maps_and_slopes_take_numpy_integers():
+    two, four = np.int64(2), np.int32(4)
+    assert str(TileMap.from_spec(four, four, (two, two), window=two)) == str(TileMap.from_spec(4, 4, (2, 2), window=2))
+    scores = torch.randn(2, 2)
+    assert (
+        TileMap.from_topk(scores, two, (two, 2), 4, four).counts()
+        == TileMap.from_topk(scores, 2, (2, 2), 4, 4).counts()
+    )
+    assert TileMap.from_blocks(torch.zeros(1, 2, 1).int(), two, 4, 4).tile == (2, 2)
+    assert alibi_slopes(four).equal(alibi_slopes(4))
 
 
 def test_tools_take_numpy():

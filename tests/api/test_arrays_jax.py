@@ -37,6 +37,15 @@ def test_every_type(dtype):
     np.testing.assert_array_equal(np.asarray(lse), want.lse.numpy())
 
 
+def test_they_are_not_written():
+    """They do not change, and others may share them."""
+    x = normal(1, 1, 2, 4)
+    out = jnp.zeros((1, 1, 2, 4))
+    with pytest.raises(InvalidArgument, match="out: got a JAX array, expected one that can be written"):
+        attention(x, x, x, out=out)
+    assert not out.any()
+
+
 def test_nothing_is_copied_on_the_way_in():
     x = normal(3, 4)
     assert to_tensor("x", x).data_ptr() == x.unsafe_buffer_pointer()

@@ -325,6 +325,8 @@ def test_refusals():
         ("q", "paged", lambda: paged_attention(q, pages, pages, table, lengths)),
         ("mask", "no tensors", lambda: attention(*arrays, mask=peaked(20, 33).requires_grad_())),
         ("k", "dequantise", lambda: attention_backward(q, int8, v, out, lse, dout)),
+        ("cu_seqlens_q", "given alone", lambda: attention_backward(q, k, v, out, lse, dout, cu_seqlens_q=table[0])),
+        ("cu_seqlens_k", "given alone", lambda: attention_backward(q, k, v, out, lse, dout, cu_seqlens_k=table[0])),
         ("block_table", "no gradients", lambda: attention_backward(q, k, v, out, lse, dout, block_table=table)),
         ("dout", "as the forward pass", lambda: attention_backward(q, k, v, out, lse, dout[:1])),
         ("dout", "float64", lambda: attention_backward(q, k, v, out, lse, dout.double())),
@@ -407,11 +409,30 @@ def test_batches_of_gradients_are_refused():
         torch.autograd.functional.jacobian(lambda q: attention(q, k, v), q, vectorize=True)
 
 
+def test_an_out_that_is_read_may_lie_among_the_inputs():
+    """In one buffer with them, or expanded: unlike an `out=` it is not written."""
+    buffer = torch.randn(4, 2, 3, 7, 8).permute(1, 2, 3, 0, 4).contiguous()  # [B, H, L, 4, D]
+    q, k, v, out = buffer.unbind(3)
+    out[...], lse = attention(q, k, v, return_lse=True)
+    want = attention_backward(*(x.contiguous() for x in (q, k, v, out)), lse, torch.ones_like(q))
+    got = attention_backward(q, k, v, out, lse, torch.ones_like(q))
+    even, ones = torch.zeros(()).expand(q.shape), torch.ones_like(q)  # zero everywhere
+    flat = attention_backward(q, k, v, even, lse, ones).dq, attention_backward(q, k, v, even.clone(), lse, ones).dq
+    for x, y in (*zip(got[:3], want[:3], strict=True), flat):
+        assert torch.allclose(x, y, atol=1e-6)
+
+
 def test_the_backward_pass_on_meta_gives_shapes():
     q, k, v = (torch.randn(1, heads, 5, 8, device="meta") for heads in (4, 2, 2))
     out, lse = attention(q, k, v, return_lse=True)
     found = attention_backward(q, k, v, out, lse, out, causal=True)
     assert all(g.is_meta and g.shape == x.shape for g, x in zip(found[:3], (q, k, v), strict=True))
+    for name, wrong in {"k": k[..., :4], "v": v[:, :, :4], "out": out[:, :3], "lse": lse[..., None], "dout": k}.items():
+        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": out} | {name: wrong}
+        with pytest.raises(InvalidArgument, match=f"^{name}: got "):
+            attention_backward(**given)
+    with pytest.raises(InvalidArgument, match="softcap: got -1"):
+        attention_backward(q, k, v, out, lse, out, softcap=-1.0)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])

@@ -59,9 +59,9 @@ OPTIONS = {
     "q_stride": [2, 1, -1, 2.0, np.int64(2), ints(1, 2), None],
     "window": [
         *(1, True, 3, 3.0, (1, None), (True, None), (3, 1), (3.0, 1), (3, 0), (3, False)),
-        *([3, 1], (None, None), None),
+        *([3, 1], (None, None), None, np.int64(3), (np.int32(3), 1)),
     ],
-    "chunk": [1, True, 4, 4.0, None],
+    "chunk": [1, True, 4, 4.0, np.int64(4), None],
     "mask": [draw(6, 6, seed=3), draw(6, 6, seed=3) > 0, draw(1, 6), draw(6, 12)[:, ::2], None],
     "tree_mask": [
         draw(2, 6, 6) > 0,
@@ -85,17 +85,17 @@ OPTIONS = {
         *(INDICES.float(), 3, None),
     ],
     "block_indices": [BLOCKS, BLOCKS.flip(2), BLOCKS[:, :2], BLOCKS + 5, BLOCKS.clamp(0, 0), None],
-    "block_size": [2, 2.0, True, 3, 0, None],
+    "block_size": [2, 2.0, True, 3, 0, np.int64(2), None],
     "layout": ["blhd", "bhld", "bdlh", None],
     "tile_map": [TileMap.from_mask(draw(6, 6) > 0, (4, 4)), "all", None],
-    "split_size": [3, 3.0, True, None],
+    "split_size": [3, 3.0, True, np.int64(3), None],
     "return_lse": [True, 1, False, 0, None],
     "out": [torch.full((2, 6, 6, 16), 7.0), DENSE[0], torch.full((7, 6, 16), 7.0), None],
     "allow_tf32": [True, False, 0, None],
     "deterministic": [True, False, 0, None],
     "validate": [True, 1, False, 0, "no", None],
     "backend": ["cpu", "torch", "reference", "metal", "none", 1, None],
-    "max_q": [4, 7, 2, 5.0, True, None],
+    "max_q": [4, 7, 2, 5.0, True, np.int64(5), None],
     "max_k": [5, 9, 2, 5.0, None],
     "cu_seqlens_q": [ints(0, 2, 7), torch.tensor([0, 2, 7]), ints(0, 5, 7), ints(1, 2, 7), ints(0, 7), None],
 }
@@ -212,9 +212,9 @@ PROPERTIES = {
     "NumPy": lambda x: x.numpy(),
     "a number": lambda x: 1,
     "None": lambda x: None,
-    "int8": lambda x: Quantised.from_float(x, "int8", 32),
-    "int8, other groups": lambda x: Quantised.from_float(x, "int8", 64),
-    "int4": lambda x: Quantised.from_float(x, "int8" if x.shape[-1] % 2 else "int4", 32),
+    "int8": lambda x: Quantised.from_float(x.float(), "int8", 32),
+    "int8, other groups": lambda x: Quantised.from_float(x.float(), "int8", 64),
+    "int4": lambda x: Quantised.from_float(x.float(), "int8" if x.shape[-1] % 2 else "int4", 32),
 }
 
 

@@ -104,6 +104,8 @@ DENSE = [
     ("positions", {**TREE, "positions": torch.zeros(B, Lq)}, "int32"),
     ("positions[1]", {**TREE, "positions": NODES - torch.tensor([[0], [1]])}, "keys come first"),
     ("positions[0]", {**TREE, "positions": NODES + 2**29}, "keys come first"),
+    ("positions[0]", {**TREE, "positions": NODES + 2**40}, "got 2147483647 or more"),
+    ("positions[0]", {**TREE, "positions": NODES - 2**40}, "got -2147483648 or less"),
     ("q_offset", {**TREE, "positions": NODES, "q_offset": 3}, "positions say where queries stand"),
     ("k_stride", {**TREE, "positions": NODES, "k_stride": 2}, "positions say where queries stand"),
     (
@@ -231,6 +233,8 @@ PAGED = [
     ("cu_seqlens_q", {"cu_seqlens_q": ints(0, 1), "q": randn(2, H, D)}, "[3]"),
     ("layout", {"cu_seqlens_q": ints(0, 1, 2), "q": randn(2, H, D), "layout": "blhd"}, "[T, H, D]"),
     ("mask", {"mask": bools(1, 13)}, "up to 12"),
+    ("mask", {"mask": bools(3, 1, 9)}, "up to 12"),
+    ("context_lens[0]", {"mask": bools(1, 0)}, "0 to 0, the keys in mask"),
     ("context_lens[0]", {"mask": bools(1, 8)}, "0 to 8"),
     ("backend", {"backend": {}}, "one of"),
     ("cache_seqlens", {"cache_seqlens": ints(1, 2)}, "did you mean context_lens?"),
@@ -336,6 +340,60 @@ def test_validate_false_does_not_read_values():
         attention(**args, kv_lengths=ints(7, 9), validate=True)
 
 
+def meta(x):
+    return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+
+OF_VALUES = ("tile_map", "out", "mesh")  # an out of odd strides has plain ones on meta
+BY_FORM = [
+    row
+    for row in ALL
+    if row[0] is not varlen_attention  # whose longest sequences are not known
+    and "[" not in row[2]
+    and row[2] not in OF_VALUES
+    and not any(isinstance(x, np.ndarray) or getattr(x, "is_meta", False) for x in row[3].values())
+    and torch.is_tensor(row[3].get("q", torch.tensor(0)))
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "args", "name", "changes", "words"), BY_FORM, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_meta_tensors_are_refused_too(entry, args, name, changes, words):
+    """All that is refused by its form: a dry run that passes is that of a call which is right."""
+    with pytest.raises(InvalidArgument) as caught:
+        entry(**{key: meta(x) for key, x in (args() | changes).items()})
+    assert str(caught.value).startswith(f"{name}: got ") or not words
+    assert words in str(caught.value)
+
+
+def test_meta_tensors_give_shapes():
+    """Also with values that cannot be read, with gradients, and with a mask whose sequences are of unknown length."""
+    for entry, args in ((attention, dense_args()), (varlen_attention, varlen_args()), (paged_attention, paged_args())):
+        args = {key: meta(x) for key, x in args.items()}
+        assert entry(**args, validate=True, out=torch.empty_like(args["q"])).shape == args["q"].shape
+        if entry is not paged_attention:
+            out = entry(**args | {"q": args["q"].requires_grad_()})
+            assert torch.autograd.grad(out.sum(), args["q"])[0].shape == args["q"].shape
+    packed, mask = {key: meta(x) for key, x in varlen_args().items()}, bools(3, 4).to("meta")
+    assert varlen_attention(**packed, mask=mask).shape == (5, H, D)
+    with pytest.raises(InvalidArgument, match=r"mask: got shape \(3, 4\), expected \(2, 4, 5, 4\)"):
+        varlen_attention(**packed, mask=mask, max_q=5, max_k=4)
+    dense = {key: meta(x) for key, x in dense_args().items()}
+    with pytest.raises(InvalidArgument, match="out: got memory that q is in"):
+        attention(**dense, out=dense["q"])
+
+
+def test_a_mask_over_pages_may_stop_at_the_longest_context():
+    """Also where that is 0."""
+    args = paged_args()
+    whole = paged_attention(**args, mask=bools(1, 12))
+    assert paged_attention(**args, mask=bools(1, 9)).equal(whole)
+    args["context_lens"] = ints(0, 0)
+    for keys in (12, 1, 0):
+        assert not paged_attention(**args, mask=bools(1, keys)).any()
+
+
 def test_read_only_out_is_refused():
     q = np.ones((1, 1, 2, 4), dtype=np.float32)
     out = np.empty_like(q)
@@ -378,6 +436,12 @@ def test_named_backend_never_falls_back(monkeypatch):
         ("group", lambda: Quantised.from_float(randn(2, 5), "int8", 64.0)),
         ("group", lambda: Quantised.from_float(randn(2, 5), "int8", np.array([1, 2]))),
         ("x", lambda: Quantised.from_float(torch.tensor(1.0), "int8")),
+        *(
+            ("data", lambda width=width: Quantised(torch.zeros(2, width, dtype=torch.uint8), None, "fp8_latent", 128))
+            for width in (512, 527, 529, 530, 533, 657)
+        ),
+        ("x", lambda: Quantised.from_float(ints(1, 2), "int8")),
+        ("x", lambda: Quantised.from_float(torch.complex(randn(2, 4), randn(2, 4)), "int8")),
         ("x", lambda: Quantised.from_float(np.float32(1), "int8")),
         ("data", lambda: Quantised(torch.tensor(1).to(torch.int8), randn(1), "int8", 64)),
         ("backend", lambda: plan(**dense_args(), backend=[])),
@@ -403,6 +467,8 @@ def test_named_backend_never_falls_back(monkeypatch):
         ("mask", lambda: TileMap.from_mask(bools(3))),
         ("tile", lambda: TileMap.from_mask(bools(3, 3), (0, 4))),
         ("tile", lambda: TileMap.from_mask(bools(3, 3), 4)),
+        ("block_size", lambda: TileMap.from_blocks(ints(0)[None, None], 0, 4, 4)),
+        ("count", lambda: TileMap.from_topk(randn(1, 1), True, (4, 4), 4, 4)),
         ("Lq", lambda: TileMap.from_spec(-1, 4)),
         ("window", lambda: TileMap.from_spec(4, 4, window=0)),
         ("kv_lengths", lambda: TileMap.from_spec(4, 4, kv_lengths=randn(2))),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import struct
 from itertools import product
 
@@ -237,3 +239,39 @@ def test_the_planner_chooses_who_writes(cubes):
 
     assert [chosen("cpu"), chosen("cpu", v=cubes)] == ["cpu", "torch"]
     assert [chosen("meta"), chosen("xpu")] == ["torch", "torch"]
+
+
+@pytest.mark.parametrize("name", storage.quantised_names())
+def test_copies_and_pickles(name):
+    """Of float8 too, which torch pickles but does not unpickle; a value inside of its key stays there."""
+    k = Quantised.from_float(torch.randn(2, 3, 512), name)
+    v = Quantised(k.data[..., :528], None, name, k.group) if k.scales is None else k
+    for again in (copy.copy(k), copy.deepcopy(k), pickle.loads(pickle.dumps(k))):
+        assert (again.dtype, again.group, again.data.dtype) == (k.dtype, k.group, k.data.dtype)
+        assert again.dequantise().equal(k.dequantise())
+    deep_k, deep_v = copy.deepcopy((k, v))
+    assert deep_k.data.data_ptr() == deep_v.data.data_ptr() != k.data.data_ptr()
+    assert copy.copy(k).data.data_ptr() == k.data.data_ptr()
+
+
+def test_one_equals_itself_alone():
+    """As `TileMap` does: by numbers it would be a tensor of bools, which no `in` and no `==` can take."""
+    one, other = (Quantised.from_float(torch.ones(2, 4), "int8") for _ in range(2))
+    assert one == one
+    assert one != other
+    assert other in [one, other]
+    assert len({one, other}) == 2
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize(("offset", "gap"), [(1, 0), (2, 0), (4, 0), (0, 1), (3, 5)])
+def test_latent_rows_may_begin_anywhere(backend, offset, gap):
+    """Their scales are float32, which torch reads at multiples of 4 bytes alone."""
+    rows, q = Quantised.from_float(torch.randn(1, 1, 9, 576), "fp8_latent"), torch.randn(1, 4, 2, 576)
+    data = torch.zeros(offset + 9 * (656 + gap), dtype=torch.uint8)[offset:].view(1, 1, 9, -1)[..., :656]
+    data.copy_(rows.data)
+    moved = Quantised(data, None, "fp8_latent", 128)
+    assert moved.dequantise().equal(rows.dequantise())
+    want = attention(q, rows, Quantised(rows.data[..., :528], None, "fp8_latent", 128), backend=backend)
+    got = attention(q, moved, Quantised(data[..., :528], None, "fp8_latent", 128), backend=backend)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)

@@ -130,6 +130,19 @@ def test_a_ring_sees_as_many_keys_as_the_window(capacity):
                 compare(cache, models, queries, window=(window - 1, 0), causal=False)
 
 
+def test_a_ring_takes_arrays_and_their_out():
+    """Also where its keys are read in several runs, whose states are merged."""
+    cache = KVCache(1, 2, 6, 8, "f32", ring=True)
+    cache.append(*torch.randn(2, 1, 2, 6, 8))
+    cache.append(*torch.randn(2, 1, 2, 3, 8))
+    q, out = torch.randn(1, 4, 3, 8), np.full((1, 4, 3, 8), np.nan, dtype=np.float32)
+    want = cache.attend(q, causal=True, window=4, return_lse=True)
+    got = cache.attend(q.numpy(), causal=True, window=4, return_lse=True, out=out)
+    assert type(got.out) is type(got.lse) is np.ndarray
+    for x, y in ((got.out, want.out), (got.lse, want.lse), (out, want.out)):
+        assert torch.from_numpy(x).equal(y)
+
+
 def test_ring_after_truncation():
     capacity = 8
     cache, models = KVCache(2, 2, capacity, 64, "f32", ring=True), [Row(), Row()]
@@ -161,8 +174,9 @@ def test_a_ring_says_what_it_has_forgotten():
         cache.attend(rows(1, 1, 3, 16), window=8)
     with pytest.raises(InvalidArgument, match="mask over a ring"):
         cache.attend(rows(1, 1, 3, 16), mask=torch.ones(3, 8, dtype=torch.bool))
-    with pytest.raises(InvalidArgument, match="chunk: got 3, expected a divisor"):
-        cache.attend(rows(1, 1, 1, 16), chunk=3)
+    for chunk in (3, np.int64(3)):
+        with pytest.raises(InvalidArgument, match="chunk: got 3, expected a divisor"):
+            cache.attend(rows(1, 1, 1, 16), chunk=chunk)
 
 
 @pytest.mark.parametrize("tokens", [0, 3, 12])

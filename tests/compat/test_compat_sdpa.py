@@ -118,8 +118,8 @@ def test_heads():
     check(q, k[:, :1], v[:, :1])
     with pytest.raises(InvalidArgument, match="enable_gqa"):
         ours(q, k, v)
-    for kv in [(4, 4), (2, 3)]:
-        with pytest.raises(InvalidArgument, match="divisor"):
+    for kv in [(4, 4), (2, 3), (2, 1)]:
+        with pytest.raises(InvalidArgument, match="one number for both, a divisor"):
             ours(q, *(peaked(2, n, 7, 16) for n in kv), enable_gqa=True)
 
 

@@ -162,6 +162,7 @@ def test_the_plan_counts_what_is_chosen():
         ({"key_indices": torch.zeros(B, LQ, 1).int(), "block_indices": torch.zeros(B, 2, 1).int()}, "one of them"),
         ({"block_indices": torch.zeros(B, 2, 1).int()}, "block_size: got None"),
         ({"block_indices": torch.zeros(B, 2, 1).int(), "block_size": 0}, "block_size: got 0"),
+        ({"block_indices": torch.zeros(B, 1, 1).int(), "block_size": 2**30}, f"block_size: got {2**30}.* 1 to {2**29}"),
         ({"block_indices": torch.zeros(B, 2, 1).int(), "block_size": 5}, None),
         ({"block_indices": torch.full((B, 2, 1), 5).int(), "block_size": 5}, "5 blocks of 5 keys"),
         ({"block_size": 4}, "block_size: got given alone"),
@@ -196,6 +197,13 @@ def test_quantised_keys():
     k8, v4 = Quantised.from_float(k, "int8", 32), Quantised.from_float(v, "int4", 32)
     want = attention(q, k8.dequantise(), v4.dequantise(), key_indices=indices)
     torch.testing.assert_close(attention(q, k8, v4, key_indices=indices), want, atol=3e-6, rtol=1e-5)
+
+
+def test_a_map_of_blocks_names_their_size():
+    with pytest.raises(
+        InvalidArgument, match=f"block_size: got 0, expected the keys of a block, an int of 1 to {2**29}"
+    ):
+        TileMap.from_blocks(torch.zeros(1, 1, 1).int(), 0, 4, 4)
 
 
 def test_maps_of_blocks():

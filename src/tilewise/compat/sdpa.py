@@ -129,7 +129,7 @@ def _heads(q: int, k: int, v: int, enable_gqa: bool) -> tuple[int, int]:
     """The heads of queries, and those of keys and values, of which each serves as many queries."""
     if enable_gqa:
         if k != v or not k or q % k:
-            raise InvalidArgument("key", f"{k} heads, value {v}", f"a divisor of query's {q} for both")
+            raise InvalidArgument("key", f"{k} heads, value {v}", f"one number for both, a divisor of query's {q}")
         return q, k
     most = max(q, k, v)
     if any(n not in (1, most) for n in (q, k, v)):

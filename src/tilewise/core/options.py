@@ -110,16 +110,18 @@ def as_window(window: Any) -> Window:
     remedy = "window=W is W keys with the query's own; None, not -1, is unlimited"
     if window is None:
         return (None, None)
+    window = to_int(window)
     if is_int(window):
         if window < 1:
             raise InvalidArgument("window", window, "1 or more keys", remedy)
         return (_side(window - 1), None)
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
         raise InvalidArgument("window", repr(window), "an int or a pair (left, right)", remedy)
-    for side in window:
+    left, right = map(to_int, window)
+    for side in (left, right):
         if side is not None and (not is_int(side) or side < 0):
             raise InvalidArgument("window", repr(window), "sides that are None or an int of 0 or more", remedy)
-    return (_side(window[0]), _side(window[1]))
+    return (_side(left), _side(right))
 
 
 def _side(keys: int | None) -> int | None:
@@ -164,6 +166,7 @@ def as_places(given: Sequence[int], offset: Offset, q_len: int, kv_len: int, row
 def as_chunk(chunk: Any) -> int:
     if chunk is None:
         return 0
+    chunk = to_int(chunk)
     if not is_int(chunk) or chunk < 1:
         raise InvalidArgument("chunk", repr(chunk), "None or an int of 1 or more")
     return min(int(chunk), 2 * LIMIT)
@@ -187,6 +190,14 @@ def as_rules(
     return MaskRules(causal, as_window(o.window), as_chunk(o.chunk), q_offset, kv_lengths, places)
 
 
+def as_block(block_size: Any) -> int:
+    """Keys of a block."""
+    size = to_int(block_size)
+    if not is_int(size) or not 1 <= size <= LIMIT:
+        raise InvalidArgument("block_size", repr(block_size), f"the keys of a block, an int of 1 to {LIMIT}")
+    return int(size)
+
+
 def as_block_size(o: Options) -> int:
     """Keys of a block of `block_indices`; 1 for `key_indices`."""
     if o.block_indices is not None and o.key_indices is not None:
@@ -195,13 +206,11 @@ def as_block_size(o: Options) -> int:
         if o.block_size is not None:
             raise InvalidArgument("block_size", "given alone", "block_indices with it")
         return 1
-    size = to_int(o.block_size)
-    if not is_int(size) or not 1 <= size <= LIMIT:
-        raise InvalidArgument("block_size", repr(o.block_size), "the keys of a block, an int of 1 or more")
-    return int(size)
+    return as_block(o.block_size)
 
 
 def as_split_size(split_size: Any) -> int | None:
+    split_size = to_int(split_size)
     if split_size is not None and (not is_int(split_size) or split_size < 1):
         raise InvalidArgument("split_size", repr(split_size), "None or an int of 1 or more keys")
     return None if split_size is None else min(split_size, LIMIT)
@@ -228,9 +237,10 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def as_tile(name: str, tile: Any) -> tuple[int, int]:
-    if not (isinstance(tile, (tuple, list)) and len(tile) == 2 and all(is_int(t) and 1 <= t <= LIMIT for t in tile)):
+    sizes = tuple(map(to_int, tile)) if isinstance(tile, (tuple, list)) else ()
+    if len(sizes) != 2 or not all(is_int(t) and 1 <= t <= LIMIT for t in sizes):
         raise InvalidArgument(name, repr(tile), f"a pair (BQ, BK) of ints of 1 to {LIMIT}")
-    return (tile[0], tile[1])
+    return (sizes[0], sizes[1])
 
 
 def _finite(name: str, value: Any, below: float = math.nextafter(LARGEST, math.inf)) -> float:
@@ -247,6 +257,7 @@ def _finite(name: str, value: Any, below: float = math.nextafter(LARGEST, math.i
 
 
 def as_size(name: str, size: Any) -> int:
+    size = to_int(size)
     if not is_int(size) or not 0 <= size <= LIMIT:
         raise InvalidArgument(name, repr(size), f"an int of 0 to {LIMIT}")
     return int(size)

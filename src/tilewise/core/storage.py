@@ -185,6 +185,7 @@ class LatentFormat(StorageFormat):
         return torch.cat([part.view(torch.uint8) for part in (data, scales, rest)], -1), None
 
     def dequantise(self, data: torch.Tensor, scales: torch.Tensor | None, to: torch.dtype) -> torch.Tensor:
+        data = data.clone() if data.storage_offset() % 4 else data  # torch views no float32 elsewhere
         latent, factors, rest = latent_parts(data.contiguous())
         latent = stored_as("fp8_e4m3", self.group).dequantise(latent, factors, to)
         return torch.cat([latent, rest.to(to)], -1)

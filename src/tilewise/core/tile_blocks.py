@@ -8,7 +8,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..validation.arrays import to_tensor
-from .options import is_int
+from .options import is_int, to_int
 
 FULL = 2  # as in `tile_map.py`, which uses this module
 
@@ -33,6 +33,7 @@ def best_of(scores: Any, count: Any) -> torch.Tensor:
     x = to_tensor("scores", scores)
     if not x.is_floating_point() or x.ndim not in (2, 3, 4):
         raise InvalidArgument("scores", f"{x.dtype} of rank {x.ndim}", "floats [B, H, nq, nk], [H, nq, nk] or [nq, nk]")
+    count = to_int(count)
     if not is_int(count) or count < 0:
         raise InvalidArgument("count", repr(count), "an int of 0 or more tiles")
     x = x[(None,) * (4 - x.ndim)]

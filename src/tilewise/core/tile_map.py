@@ -12,7 +12,7 @@ from ..errors import InvalidArgument
 from ..signatures import shows
 from ..validation import keywords
 from ..validation.arrays import to_tensor
-from .options import LIMIT, Options, RuleOptions, as_size, as_tile, is_int
+from .options import LIMIT, Options, RuleOptions, as_block, as_size, as_tile, is_int
 from .tile_blocks import best_of, indices_of, states_of
 from .tile_spans import span_tiles
 from .tile_spec import Spec, spec_of
@@ -147,7 +147,7 @@ class TileMap:
         █...
         .█.█
         """
-        tile = as_tile("block_size", (block_size, block_size))
+        tile = (size := as_block(block_size), size)
         Lq, Lk = as_size("Lq", Lq), as_size("Lk", Lk)
         states, rows = states_of(block_indices, -(-Lk // tile[1])), -(-Lq // tile[0])
         if states.shape[2] != rows:

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..state import AttentionState
-from ..validation.arrays import returner, to_tensor
+from ..validation.arrays import returner, to_tensor, to_write
 from . import hadamard
 
 
@@ -54,7 +54,7 @@ def attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, An
 
 def into(out: Any, x: torch.Tensor) -> torch.Tensor:
     """Hands a result over in the caller's memory."""
-    to = to_tensor("out", out)
+    to = to_write("out", out)
     if to.shape != x.shape or to.dtype != x.dtype or to.device != x.device:
         given = f"{tuple(to.shape)} {to.dtype} on {to.device}"
         raise InvalidArgument("out", given, f"{tuple(x.shape)} {x.dtype} on {x.device}")

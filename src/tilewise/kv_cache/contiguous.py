@@ -15,7 +15,7 @@ from ..core.eager import eager
 from ..core.kv_store import Places
 from ..errors import CacheFull, InvalidArgument
 from ..state import AttentionState, merge
-from ..validation.arrays import to_tensor
+from ..validation.arrays import returner, to_tensor
 from . import checks, copies, hadamard, ring
 from .attending import attend, into, is_seq_major, refuse, rounded
 from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
@@ -273,6 +273,7 @@ class KVCache:
             return attention(q, *operands, kv_lengths=held, **options | {"causal": False, "window": None})
         options.pop("q_offset", None)
         lse, out = options.pop("return_lse", False), options.pop("out", None)
+        back, q = returner(q), to_tensor("q", q)
         states = []
         for run in ring.runs(first, length, q_first, self.capacity, options.get("window")):
             lengths, offsets = (torch.from_numpy(x).to(self.device, torch.int32) for x in (run.lengths, run.offsets))
@@ -286,4 +287,4 @@ class KVCache:
         state = states[0] if len(states) == 1 else merge(states)
         if out is not None:
             state = AttentionState(into(out, state.out), state.lse)
-        return state if lse else state.out
+        return AttentionState(back(state.out), back(state.lse)) if lse else back(state.out)

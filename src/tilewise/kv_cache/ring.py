@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.options import PLACES, as_window
+from ..core.options import PLACES, as_chunk, as_window
 from ..errors import InvalidArgument
 
 
@@ -28,9 +28,9 @@ class Run:
 
 def check_options(capacity: int, options: dict[str, Any]) -> None:
     """Refuses options that a ring cannot take once it has wrapped; before that too, so that no call fails late."""
-    chunk = options.get("chunk")
-    if isinstance(chunk, int) and chunk > 0 and capacity % chunk:
-        raise InvalidArgument("chunk", chunk, f"a divisor of the ring's capacity of {capacity}")
+    chunk = as_chunk(options.get("chunk"))
+    if chunk and capacity % chunk:
+        raise InvalidArgument("chunk", options["chunk"], f"a divisor of the ring's capacity of {capacity}")
     for name in PLACES:
         if name in options:
             want = "none: a ring's slots have positions of their own"

@@ -16,7 +16,7 @@ from ..core.storage import PLAIN, StorageFormat
 from ..core.tensors import Tensors
 from ..errors import InvalidArgument
 from ..quantised import Quantised
-from .arrays import to_tensor
+from .arrays import to_tensor, to_write
 from .memory import overlap, overlaps_itself
 from .values import as_int32
 
@@ -227,10 +227,11 @@ class Checker:
         given = tuple(x.shape)
         x = self.plain("mask", x, "[" + ", ".join("n" * x.ndim) + "]")
         x = x[(None,) * (4 - x.ndim)]
-        if any_keys and 1 < x.shape[3] <= sizes[3]:
+        most = sizes[3]
+        if any_keys and x.shape[3] != 1 and x.shape[3] <= most:
             sizes = (*sizes[:3], x.shape[3])
         if any(n not in (1, size) for n, size in zip(x.shape, sizes, strict=True)):
-            last = f"up to {sizes[3]}" if any_keys else f"{sizes[3]}"
+            last = f"up to {most}" if any_keys else f"{most}"
             want = f"({sizes[0]}, {sizes[1]}, {sizes[2]}, {last}), from the right, each size or 1"
             by_row = {2: "mask[:, None, None]", 3: "mask[:, None]"}.get(len(given), "") if given[0] == sizes[0] else ""
             raise InvalidArgument("mask", f"shape {given}", want, by_row and f"{by_row}, if its first dim is the batch")
@@ -244,11 +245,7 @@ class Checker:
         shape = (L, H, width) if self.packed else (B, L, H, width) if self.seq_major else (B, H, L, width)
         if out is None:
             return self.q.new_empty(shape)
-        if getattr(getattr(out, "flags", None), "writeable", True) is False:
-            raise InvalidArgument("out", "a read-only array", "one that can be written")
-        given, out = out, to_tensor("out", out)
-        if isinstance(given, torch.Tensor) and given is not out:
-            raise InvalidArgument("out", "a tensor of negated numbers", "one to write to", "out.resolve_neg()")
+        out = to_write("out", out)
         if tuple(out.shape) != shape or out.dtype != self.q.dtype or out.device != self.device:
             given = f"{tuple(out.shape)} {out.dtype} on {out.device}"
             raise InvalidArgument("out", given, f"{shape} {self.q.dtype} on {self.device}")

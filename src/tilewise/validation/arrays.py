@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.compiler import is_compiling
 
@@ -29,8 +30,24 @@ def to_tensor(name: str, x: Any) -> torch.Tensor:
         remedy = "torch.fx.wrap the function that calls tilewise, or trace by make_fx or torch.export"
         raise InvalidArgument(name, type(x).__name__, "a torch tensor", remedy)
     if hasattr(x, "__dlpack__"):
+        if _runs_backwards(x):  # torch would end the process
+            raise InvalidArgument(name, f"strides {x.strides}", "none below 0", "hand in a contiguous copy")
         return torch.utils.dlpack.from_dlpack(x)
     raise InvalidArgument(name, type(x).__name__, "a torch tensor, a NumPy array or an object with __dlpack__")
+
+
+def to_write(name: str, x: Any) -> torch.Tensor:
+    """The same for what is written: it must be the caller's own memory, not a copy."""
+    if getattr(getattr(x, "flags", None), "writeable", True) is False:
+        raise InvalidArgument(name, "a read-only array", "one that can be written")
+    if _library(x) in ("jax", "jaxlib"):
+        raise InvalidArgument(name, "a JAX array", "one that can be written", "leave it out: JAX arrays do not change")
+    if _is_numpy(x) and _runs_backwards(x):
+        raise InvalidArgument(name, f"an array with strides {x.strides}", "none below 0: torch cannot write there")
+    found = to_tensor(name, x)
+    if isinstance(x, torch.Tensor) and found is not x:
+        raise InvalidArgument(name, "a tensor of negated numbers", "one to write to", f"{name}.resolve_neg()")
+    return found
 
 
 def with_memory(name: str, x: Any) -> torch.Tensor:
@@ -80,19 +97,27 @@ def _library(x: Any) -> str:
 
 
 def _is_numpy(x: Any) -> bool:
-    return type(x).__module__ == "numpy" and hasattr(x, "ndim")
+    return isinstance(x, (np.ndarray, np.generic))
+
+
+def _runs_backwards(x: Any) -> bool:
+    strides = getattr(x, "strides", None)
+    return isinstance(strides, (tuple, list)) and any(stride < 0 for stride in strides)
 
 
 def _from_numpy(name: str, x: Any) -> torch.Tensor:
-    import numpy as np
-
     if not isinstance(x, np.ndarray):  # one number, of a type of its own
         raise InvalidArgument(name, repr(x), "a torch tensor, a NumPy array or an object with __dlpack__")
+    if type(x) is not np.ndarray:  # a memory map, say: its numbers as they lie
+        if np.ma.isMaskedArray(x):
+            remedy = "its numbers are x.data; what is hidden is for mask=, where True attends"
+            raise InvalidArgument(name, "a masked array", "a plain one", remedy)
+        x = np.asarray(x)
     if x.dtype.name in _BITS:  # of ml_dtypes: torch knows the bits, not the name
         as_bits, dtype = _BITS[x.dtype.name]
         return _from_numpy(name, x.view(as_bits)).view(dtype)
-    if any(stride < 0 for stride in x.strides):
-        x = np.ascontiguousarray(x)  # torch has no negative strides
+    if _runs_backwards(x):
+        x = x.copy()  # torch has no negative strides; of a dim of 1 ascontiguousarray would leave them
     try:
         return torch.from_numpy(x if x.flags.writeable else np.asarray(_Writable(x)))
     except (TypeError, ValueError) as error:  # objects, text, longdouble, another machine's byte order

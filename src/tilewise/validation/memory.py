@@ -40,11 +40,14 @@ def is_v_in_k(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0:
         return False
+    if a.is_meta and a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
     (a0, a1), (b0, b1) = extent(a), extent(b)
     return a0 < b1 and b0 < a1
 
 
 def extent(x: torch.Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends."""
+    """Where its memory begins and ends; on meta, in its storage."""
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+    start = int(x.storage_offset()) * x.element_size() if x.is_meta else x.data_ptr()
+    return start, start + (reach + 1) * x.element_size()

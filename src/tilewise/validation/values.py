@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.options import LIMIT, Options, as_offset, as_places, is_int
+from ..core.options import LIMIT, Options, as_offset, as_places, is_int, to_int
 from ..core.problem import Problem
 from ..core.tensors import Tensors, sequences
 from ..core.tracing import is_traced
@@ -95,7 +95,9 @@ def check_positions(p: Problem, t: Tensors, validate: Any) -> None:
         own = t.positions[seq.b, : seq.q_len]
         if seq.q_len and not seq.own_keys <= (least := int(own.min())) <= int(own.max()) <= LIMIT:
             wrong, where = (least if least < seq.own_keys else int(own.max())), f"positions[{seq.b}]"
-            raise InvalidArgument(where, wrong, f"{seq.own_keys} to {LIMIT}: {max(0, seq.own_keys)} keys come first")
+            ends = {-(2**31): f"{wrong} or less", 2**31 - 1: f"{wrong} or more"}  # of int64
+            want = f"{seq.own_keys} to {LIMIT}: {max(0, seq.own_keys)} keys come first"
+            raise InvalidArgument(where, ends.get(wrong, wrong), want)
 
 
 def check_places(p: Problem, places: Sequence[torch.Tensor | int], offsets: torch.Tensor | None, validate: Any) -> None:
@@ -122,6 +124,7 @@ def longest(name: str, given: Any, cu_name: str, cu: torch.Tensor, rows: int, o:
     if len(cu) == 0:
         raise InvalidArgument(cu_name, "shape (0,)", "[B + 1]: one more than there are sequences")
     if given is not None:
+        given = to_int(given)
         if not is_int(given) or given < 0:
             raise InvalidArgument(name, repr(given), "None or an int of 0 or more")
         return min(rows, int(given))
