@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RankLost(RuntimeError):
-    """Another rank did not send what this one needs, or did not take what it was sent: it has died, or hangs."""
+    """An exchange with another rank failed: that rank has died, hangs, or was called with other arguments."""
 
 
 def lost_rank(ranks: Ranks, peers: Sequence[int], error: Exception) -> RankLost:
