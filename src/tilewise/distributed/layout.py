@@ -185,7 +185,7 @@ def shard(x: torch.Tensor, mesh: Any, dim: int, scheme: str = "zigzag", *, cu_se
         mesh: as in `attention`.
         dim: the token dim; for a mask, the dim of its rows.
         scheme: as in `attention`.
-        cu_seqlens: int `[B + 1]`, offsets of packed sequences along `dim`. A zigzag distributes each of them separately.
+        cu_seqlens: int `[B + 1]`, offsets of packed sequences along `dim`. A zigzag distributes each separately.
 
     Returns:
         A copy of the part. Gradients flow back to `x`.
