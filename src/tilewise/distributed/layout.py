@@ -1,4 +1,4 @@
-"""How the tokens of a sequence lie over the ranks of a mesh: which rank holds which, in which order.
+"""How the tokens of a sequence are distributed over the ranks of a mesh: which rank holds which, in which order.
 
 A rank holds *pieces*, runs of tokens `start, start + stride, ...`, one after the other along the sharded dim.
 
@@ -134,7 +134,7 @@ def rows_of(length: int, ring: Ranks, inner: Ranks, scheme: str, cu_seqlens: Seq
 
 
 def values_of(name: str, x: Any) -> Any:
-    """A tensor's as a list, all else as it is."""
+    """A tensor's values as a list; anything else as it is."""
     if isinstance(x, torch.Tensor) and x.is_meta:
         raise InvalidArgument(name, "a tensor on meta", "its values: the plan of who sends what is made of them")
     return x.tolist() if hasattr(x, "tolist") else x
@@ -260,7 +260,7 @@ def check_count(name: str, given: int, expected: int, length: int) -> None:
 
 
 def _gathered(x: torch.Tensor, ranks: Ranks, sizes: list[int]) -> list[torch.Tensor]:
-    """What each rank holds, `[size, ...]`, padded on the way: collectives want equal shapes."""
+    """The tensors of all ranks, `[size, ...]`, padded in transit, since collectives need equal shapes."""
     if ranks.size == 1:
         return [x]
     padded = x.new_zeros((max(sizes), *x.shape[1:]))
