@@ -1,7 +1,7 @@
 """Writes the reference pages of the site from the docstrings: `python docs/reference.py FOLDER`, as `make docs` does.
 
-A page lists functions and classes with their signatures; what their docstrings say becomes Markdown. No page is kept in
-the repository, so none can be stale.
+A page lists functions and classes with their signatures and their docstrings as Markdown. The pages are not in the
+repository, so they cannot be stale.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SECTION = re.compile(r"(Args|Returns|Raises|Yields):$")
 ENTRY = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
 COMPAT = ("sdpa", "flash_attn", "transformers")  # what imports a server needs that server
 PAGES = {
-    "calls": ("Functions", "What `import tilewise` gives to call."),
-    "values": ("Values", "What is handed to calls and comes back from them."),
-    "caches": ("Caches", "Keys and values that are kept between calls. [Caches](../caches.md) shows them at work."),
-    "distributed": ("Many devices", "`tilewise.distributed`: [Beyond one device](../distributed.md)."),
-    "errors": ("Errors", "What a caller can meet."),
-    "compat": ("Drop-ins", "Other libraries' functions by their signatures: [Other libraries](../integrations.md)."),
-    "commands": ("Commands", "The help of `tilewise` and of each of its commands."),
+    "calls": ("Functions", "The functions of `tilewise`."),
+    "values": ("Values", "Classes of arguments and results."),
+    "caches": ("Caches", "KV caches. How to use them: [Caches](../caches.md)."),
+    "distributed": ("Many devices", "`tilewise.distributed`. How to use it: [Beyond one device](../distributed.md)."),
+    "errors": ("Errors", "Errors that callers may want to catch."),
+    "compat": ("Drop-ins", "Other libraries' functions. How to use them: [Other libraries](../integrations.md)."),
+    "commands": ("Commands", "The help of `tilewise` and of each command."),
 }
 
 
@@ -68,7 +68,7 @@ def functions(module: Any) -> list[Any]:
 def page(name: str) -> str:
     """A page as Markdown."""
     title, about = PAGES[name]
-    parts = [f"# {title}", f"{about} Made from the docstrings by `make docs`."]
+    parts = [f"# {title}", f"{about} `make docs` generates this page."]
     if name == "commands":
         parts += commands()
     for thing in () if name == "commands" else public()[name]:

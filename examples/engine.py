@@ -1,8 +1,9 @@
-"""An engine for many requests at once over one `PagedKVCache`, in plain PyTorch: continuous batching, worth copying.
+"""A small engine with continuous batching over one `PagedKVCache`, in plain PyTorch, made to be copied.
 
-A step takes whatever there is to do: pieces of prompts and one token of each request that is under way, packed into one
-batch without padding, up to a budget of tokens. Prompts that begin alike share pages. When pages run out, the request
-that came last gives its pages back and starts again later, from what is left of them. `generate.py` runs it.
+A step processes chunks of prompts and one token of each running request. They are packed into one batch without
+padding, up to a budget of tokens. Prompts with a common prefix share pages. When pages run out, the request that came
+last is preempted: it gives its pages back and starts again later, from those that are still cached. `generate.py` runs
+the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tilewise import CacheFull, PagedKVCache
 
 
 class Model:
-    """A decoder as many are: RMS norm, rotary positions, grouped queries, gated MLP. Its weights are random."""
+    """A typical decoder with random weights: RMS norm, rotary positions, grouped queries, gated MLP."""
 
     def __init__(self, vocabulary=512, width=256, layers=4, heads=8, kv_heads=2, seed=0):
         self.heads, self.kv_heads, self.head_dim, self.vocabulary = heads, kv_heads, width // heads, vocabulary
@@ -35,7 +36,7 @@ class Model:
         self.head = matrix(vocabulary, width)
 
     def __call__(self, tokens, positions, attend, rows=slice(None)):
-        """Logits of some rows of packed tokens [T]; `attend(layer, q, k, v)` of [T, heads, D] sees to the rest."""
+        """Logits of some rows of packed tokens [T]; `attend(layer, q, k, v)` takes [T, heads, D]."""
         x = self.embedding[tokens]
         for number, w in enumerate(self.layers):
             qkv = (norm(x) @ w["qkv"].T).unflatten(1, (-1, self.head_dim))
@@ -60,10 +61,10 @@ def rotary(x, positions):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: the likeliest one, or at random among the likeliest."""
+    """How a token is chosen: the most likely one, or a random one of the most likely."""
 
-    temperature: float = 0.0  # 0 is the likeliest
-    top_k: int = 0  # 0 is all
+    temperature: float = 0.0  # 0: the most likely token
+    top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     seed: int = 0
 
@@ -87,12 +88,12 @@ class Request:
     prompt: list[int]
     new: int  # tokens to generate
     sampling: Sampling
-    on_token: Callable | None  # is called with the request and each of its tokens as they come
+    on_token: Callable | None  # called with the request and each new token
     added: float
-    tokens: list[int] = field(default_factory=list)  # prompt and what was generated
-    sequence: int | None = None  # in the cache, while it runs
+    tokens: list[int] = field(default_factory=list)  # prompt and generated tokens
+    sequence: int | None = None  # its id in the cache while it runs
     state: str = "waiting"  # running, done or cancelled
-    first: float | None = None  # when the first token came, and the last one
+    first: float | None = None  # time of the first token, and of the last
     last: float | None = None
 
     @property
@@ -103,10 +104,10 @@ class Request:
 @dataclass
 class Statistics:
     computed: int = 0  # tokens that went through the model
-    sought: int = 0  # tokens of prompts, but their last, and those that the cache held already
+    sought: int = 0  # prompt tokens without the last one; `found` of them were in the cache
     found: int = 0
     made: int = 0  # tokens generated
-    put_off: int = 0  # requests that gave their pages back, and began again
+    preempted: int = 0  # requests that gave their pages back and began again
     steps: int = 0
     waits: list[float] = field(default_factory=list)  # seconds from a request to its first token
 
@@ -116,7 +117,7 @@ class Statistics:
         return [
             f"{self.made} tokens in {seconds:.2f} s: {self.made / seconds:.0f} tokens/s, {self.steps} steps",
             f"first token after {median:.0f} ms at the median, {late:.0f} ms at 95%",
-            f"{self.found} of {self.sought} prompt tokens found in the cache, {self.put_off} requests put off",
+            f"{self.found} of {self.sought} prompt tokens found in the cache, {self.preempted} requests preempted",
         ]
 
 
@@ -133,12 +134,12 @@ class Engine:
         self.statistics = Statistics()
 
     def add(self, prompt, new, sampling=None, on_token=None):
-        """A request. `step` and `run` serve it; `cancel` ends it before."""
+        """Adds a request. `step` and `run` serve it; `cancel` ends it early."""
         prompt = list(prompt)
         if not prompt or new < 1:
             raise ValueError(f"a prompt of {len(prompt)} tokens and {new} new ones: both must be 1 or more")
         if not all(0 <= token < self.model.vocabulary for token in prompt):
-            raise ValueError(f"a token of the prompt is none of the {self.model.vocabulary} that there are")
+            raise ValueError(f"a token of the prompt is not below {self.model.vocabulary}, the size of the vocabulary")
         need = -(-(len(prompt) + new - 1) // self.cache.page_size)  # the last token is not written
         if need > self.cache.num_pages:
             raise ValueError(
@@ -150,7 +151,7 @@ class Engine:
         return request
 
     def cancel(self, request):
-        """Ends a request; what it has generated stays."""
+        """Ends a request and keeps the tokens that it has generated."""
         if request.state == "waiting":
             self.waiting.remove(request)
         elif request.state == "running":
@@ -160,7 +161,7 @@ class Engine:
         self._end(request, "cancelled")
 
     def step(self):
-        """One token more for every running request whose prompt is through; returns the requests that are done."""
+        """Adds a token to every running request whose prompt is processed; returns the requests that are done."""
         while self.waiting and len(self.running) < self.most and self._has_room(self.waiting[0]):
             request = self.waiting.popleft()
             request.sequence, held = self.cache.prefix_match(request.tokens[:-1])
@@ -178,7 +179,7 @@ class Engine:
             batch.write(k, v, layer)
             return batch.attend(q, layer)
 
-        # Requests whose tokens are all in the cache now, and the rows of their last ones
+        # Requests whose tokens are all in the cache now, and the rows of their last tokens
         whole = [n for n, r in enumerate(taken) if self.cache.length(r.sequence) == len(r.tokens)]
         rows = batch.cu_seqlens[1:].long()[whole] - 1
         logits = self.model(torch.tensor(tokens), positions, attend, rows)
@@ -198,7 +199,7 @@ class Engine:
             self.step()
 
     def _has_room(self, request):
-        """Whether there are pages for a request beside what the running ones need for their next tokens."""
+        """Whether there are enough pages for a request and for the next tokens of all running ones."""
 
         def pages(tokens):
             return -(-tokens // self.cache.page_size)
@@ -208,10 +209,10 @@ class Engine:
         return not self.running or pages(len(request.tokens) + 1) + promised <= stats.free + stats.kept
 
     def _batch(self):
-        """Requests that take part in a step, the tokens of each that are new to the cache, and room for them."""
+        """The requests of a step, the new tokens of each, and the cache's batch with room for them."""
         while self.running:
             left, taken, new = self.budget, [], []
-            for request in self.running:  # those that came first, first
+            for request in self.running:  # in order of arrival
                 start = self.cache.length(request.sequence)
                 row = request.tokens[start : start + left]
                 if row:
@@ -222,11 +223,11 @@ class Engine:
                 tokens = [token for row in new for token in row]
                 return taken, new, self.cache.extend([r.sequence for r in taken], [len(row) for row in new], tokens)
             except CacheFull:
-                last = self.running.pop()  # `add` made sure that one alone always fits
+                last = self.running.pop()  # `add` has checked that a single request always fits
                 self.cache.free(last.sequence)
                 last.sequence, last.state = None, "waiting"
                 self.waiting.appendleft(last)
-                self.statistics.put_off += 1
+                self.statistics.preempted += 1
         return [], [], None
 
     def _give(self, request, logits, now):
@@ -253,7 +254,7 @@ class Engine:
 
 
 def one_by_one(model, prompt, new):
-    """The likeliest tokens the plain way: no cache, torch's own attention, everything computed anew for each token."""
+    """Greedy generation without a cache: torch's own attention over the whole text for each token."""
     tokens = list(prompt)
     for _ in range(new):
         tokens.append(int(logits_of(model, tokens).argmax()))

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, the text that it learns, and its attention by tilewise and by torch; `train.py` trains it."""
+"""A small byte-level GPT, its training text, and its attention by tilewise and by torch; `train.py` trains it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import tilewise
 
 ATTENTION = ("tilewise", "sdpa")
-SHORTEST = 16  # bytes of a document worth learning
+SHORTEST = 16  # tokens; shorter documents are left out
 
 
 class GPT(nn.Module):
-    """A decoder as many are: RMS norm, rotary positions, gated MLP, as many KV heads as you like."""
+    """A typical decoder: RMS norm, rotary positions, grouped queries, gated MLP."""
 
     def __init__(self, vocabulary=256, width=128, layers=4, heads=4, kv_heads=4):
         super().__init__()
@@ -29,10 +29,10 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
         self.head.weight = self.embedding.weight
-        self.again = "none"  # what the backward pass computes again: none, "full" blocks, "selective": not attention
+        self.again = "none"  # recomputed in the backward pass: "none", "full" blocks, "selective": all but attention
 
     def forward(self, batch, attend):
-        """The mean loss of a batch; `attend(q, k, v, batch)` of `[B, L, heads, D]` sees to the rest."""
+        """The mean loss of a batch; `attend(q, k, v, batch)` takes `[B, L, heads, D]`."""
         x = self.embedding(batch.tokens)  # [B, L, width]
         for block in self.blocks:
             if self.again == "none":
@@ -44,7 +44,7 @@ class GPT(nn.Module):
 
 
 def loss_of(logits, batch):
-    """The mean over all tokens, in float32 or better."""
+    """The mean loss over all tokens, in float32 or wider."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return functional.cross_entropy(logits.flatten(0, 1).to(wide), batch.targets.flatten())
 
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 def rotary(x, positions):
-    """x [B, L, heads, D], turned by its positions [B, L]."""
+    """x [B, L, heads, D], rotated by its positions [B, L]."""
     half = x.shape[-1] // 2
     angles = positions[..., None, None] * 10000.0 ** (-torch.arange(half, device=x.device) / half)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -86,7 +86,7 @@ def attend_tilewise(q, k, v, batch):
 
 
 def attend_sdpa(q, k, v, batch):
-    """Torch has no packed sequences in this function: they are a mask."""
+    """SDPA takes no packed sequences; they are expressed as a mask."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask, gqa = batch.mask, q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
@@ -97,7 +97,7 @@ ATTEND = {"tilewise": attend_tilewise, "sdpa": attend_sdpa}
 
 
 def keep_attention(ctx, op, *args, **options):
-    """Selective checkpointing: what attention gave is kept, by the operators' names; all else is computed again."""
+    """Selective checkpointing: attention outputs are kept, by operator name; everything else may be recomputed."""
     kept = (torch.ops.tilewise.attention_lse.default, torch.ops.tilewise.varlen_attention_lse.default)
     is_kept = op in kept or "scaled_dot_product" in str(op)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -108,27 +108,27 @@ KEEP_ATTENTION = partial(create_selective_checkpoint_contexts, keep_attention)
 
 @dataclass
 class Batch:
-    """Tokens and what follows each, `[B, L]`; packed: one row of sequences, whose bounds are `cu_seqlens`."""
+    """Tokens and the token after each, `[B, L]`; packed: one row of sequences with bounds `cu_seqlens`."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
     cu_seqlens: torch.Tensor | None = None
-    mask: torch.Tensor | None = None  # the same bounds for SDPA, [L, L]
+    mask: torch.Tensor | None = None  # [L, L]: the packed sequences for SDPA
 
     def to(self, device):
         return Batch(*(x if x is None else x.to(device) for x in vars(self).values()))
 
 
 class Text:
-    """Documents of tokens, from which batches are drawn."""
+    """Tokenised documents, from which batches are drawn."""
 
     def __init__(self, documents):
         self.documents = [torch.as_tensor(d, dtype=torch.long) for d in documents if len(d) >= SHORTEST]
         self.stream = torch.cat(self.documents or [torch.empty(0, dtype=torch.long)])
 
     def batch(self, g, rows, context, is_packed=False):
-        """Rows from anywhere; or whole documents, cut at the context, in one row that is as long as all of them."""
+        """Rows from random places; packed: one row of whole documents, each cut to `context` tokens."""
         if is_packed:
             return self._packed(g, rows * context, context)
         starts = torch.randint(len(self.stream) - context, (rows, 1), generator=g)
@@ -153,7 +153,7 @@ def read_text(path=None):
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [Path(path)] if path else sorted(folder.glob("*.py"))
     if not files:
-        raise FileNotFoundError(f"no sources of the standard library in {folder}: name a text by --text FILE")
+        raise FileNotFoundError(f"no sources of the standard library in {folder}: name a text with --text FILE")
     text = "\n\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     return [paragraph + "\n\n" for paragraph in text.split("\n\n")]
 

@@ -1,12 +1,12 @@
-"""A model of transformers over several processes: its sequence sharded, or its heads.
+"""Runs a transformers model over several processes, with its sequence or its heads sharded.
 
-    torchrun --standalone --nproc-per-node 2 examples/parallel.py train                 # each process has some tokens
-    torchrun --standalone --nproc-per-node 2 examples/parallel.py train --accelerate    # the same, by accelerate
-    torchrun --standalone --nproc-per-node 2 examples/parallel.py generate              # tp_plan="auto": some heads
+    torchrun --standalone --nproc-per-node 2 examples/parallel.py train                 # tokens are sharded
+    torchrun --standalone --nproc-per-node 2 examples/parallel.py train --accelerate    # the same with accelerate
+    torchrun --standalone --nproc-per-node 2 examples/parallel.py generate              # heads, by tp_plan="auto"
 
-`train` prints the loss and the norm of the gradient at each step: those of one process, but for rounding. The model is
-a small Llama with random weights, over the bytes of Python's standard library; `--model` names another. `generate` and
-`--accelerate` need the package accelerate.
+`train` prints the loss and the norm of the gradient at each step; they equal those of a single process up to rounding.
+The model is a small Llama with random weights, trained on the bytes of Python's standard library; `--model` names
+another. `generate` and `--accelerate` need the package accelerate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 
-import tilewise.compat.transformers  # noqa: F401 (what attn_implementation="tilewise" names)
+import tilewise.compat.transformers  # noqa: F401 (registers attn_implementation="tilewise")
 from tilewise import distributed
 
 SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -31,7 +31,7 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range
 
 
 def make(name=None):
-    """A model, the same on every process."""
+    """A model with the same weights on every process."""
     torch.manual_seed(0)
     if name:
         return transformers.AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
@@ -39,7 +39,7 @@ def make(name=None):
 
 
 def train(options, device):
-    """Steps over one long sequence, of which each process has a part. (loss, norm of the gradient) of each."""
+    """Trains on long sequences, each process on its part; returns (loss, norm of the gradient) of each step."""
     model = make(options.model).to(device).train()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -47,18 +47,18 @@ def train(options, device):
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=device.type == "cpu")
-        model, optimizer = accelerator.prepare(model, optimizer)  # the mean of the gradients over all processes
+        model, optimizer = accelerator.prepare(model, optimizer)  # averages gradients over all processes
     text = torch.tensor(list("".join(read_text()[:2000]).encode()))
     found = []
     for step in range(options.steps):
         tokens = text[step * options.length :][: options.length + 1][None].to(device)  # the same on every process
-        inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()  # shifted before they are sharded
+        inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()  # shifted before sharding
         places = torch.arange(inputs.shape[1], device=device)[None]
         with distributed.context_parallel(mesh, buffers=[inputs, labels, places], buffer_seq_dims=[1, 1, 1]):
             logits = model(input_ids=inputs, position_ids=places, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / options.length
             if options.accelerate:
-                accelerator.backward(loss * accelerator.num_processes)  # its mean of gradients becomes their sum
+                accelerator.backward(loss * accelerator.num_processes)  # turns its mean of gradients into their sum
             else:
                 loss.backward()
         for parameter in () if options.accelerate else model.parameters():
@@ -75,10 +75,10 @@ def train(options, device):
 
 
 def generate(options, device):
-    """Tokens by a model whose heads are sharded: transformers does it, and attention sees this process's heads."""
+    """Generates with a model whose heads transformers shards; attention sees this process's heads."""
     with tempfile.TemporaryDirectory() as folder:
         where = [options.model or folder]
-        dist.broadcast_object_list(where)  # the first process's: it alone writes
+        dist.broadcast_object_list(where)  # the first process's folder, which all read
         if not options.model:
             make().save_pretrained(where[0])
         dist.barrier()
@@ -99,10 +99,10 @@ def generate(options, device):
 def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["train", "generate"])
-    parser.add_argument("--accelerate", action="store_true", help="train by accelerate's Accelerator")
-    parser.add_argument("--model", help="a folder or name that transformers loads")
+    parser.add_argument("--accelerate", action="store_true", help="train with accelerate's Accelerator")
+    parser.add_argument("--model", help="a folder or name that transformers can load")
     parser.add_argument("--steps", type=int, default=4, help="steps, or tokens to generate")
-    parser.add_argument("--length", type=int, default=512, help="tokens of the sequence that is sharded")
+    parser.add_argument("--length", type=int, default=512, help="tokens of the sharded sequence")
     options = parser.parse_args(words)
     device = torch.device("cpu")
     if torch.cuda.is_available():

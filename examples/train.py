@@ -1,12 +1,11 @@
-"""Trains a small GPT on the sources of Python's standard library: by tilewise and by torch's SDPA, side by side.
+"""Trains a small GPT on the sources of Python's standard library, with tilewise and with torch's SDPA side by side.
 
     python examples/train.py                              # about a minute on two cores
     python examples/train.py --packed                     # paragraphs of all lengths in one row, without padding
     python examples/train.py --model smollm2 --steps 8    # fine-tunes SmolLM2-135M; its weights come with `make train`
 
-Both start with the same weights and see the same batches, so the loss curves are the same but for rounding. A step of
-one is followed by that of the other: a busy machine slows both. The curves go into a picture and a JSON file, also
-after Ctrl-C.
+Both start from the same weights and see the same batches, so their loss curves differ only by rounding. Their steps are
+interleaved, so that a busy machine slows both. The curves are written to a picture and a JSON file, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ DEFAULTS = {  # steps, batch, context, learning rate
     "smollm2": (8, 1, 256, 2e-5),
 }
 SMOLLM2_BYTES = 4 * 4 * 135e6  # weights, gradients and two moments in float32
-FIRST = 2  # steps that compile and plan, left out of the speed
-WARM_UP = 10  # steps until the learning rate is whole
+FIRST = 2  # steps that compile and plan; left out of the speed
+WARM_UP = 10  # steps until the full learning rate
 POINTS = 40  # of a curve in the picture
 INTERRUPTED = 130
 COMPILERS = [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++", "cl") if name]
 
 
 class Run:
-    """One model under training, its losses and the seconds of its steps."""
+    """A model in training, its losses and the seconds of its steps."""
 
     def __init__(self, name, model, rate, options):
         self.name, self.model, self.losses, self.seconds = name, model, [], []
@@ -72,7 +71,7 @@ class Run:
         self.seconds.append(time.perf_counter() - start)
 
     def per_second(self, tokens):
-        """Tokens in a second, by the median step."""
+        """Tokens a second, from the median step."""
         return tokens / statistics.median(self.seconds[FIRST:] or self.seconds)
 
 
@@ -90,13 +89,13 @@ class SmolLM2(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False, **how})
 
     def forward(self, batch, attend):
-        """`attend` is the model's own matter. Positions that begin again tell transformers of packed sequences."""
+        """`attend` is not used. Positions that restart at 0 tell transformers about packed sequences."""
         places = {} if batch.cu_seqlens is None else {"position_ids": batch.positions}
         return loss_of(self.model(batch.tokens, use_cache=False, **places).logits, batch)
 
 
 def small_gpt(options):
-    """The text in bytes, and a function that makes the model from the seed."""
+    """The text as bytes, and a function that makes the model from the seed."""
 
     def make(name):
         torch.manual_seed(options.seed)
@@ -110,7 +109,7 @@ def small_gpt(options):
 def smollm2(options):
     from tilewise.tools.pretrained import smollm2_file
 
-    smollm2_file()  # what is missing is told first
+    smollm2_file()  # raises first if the weights are missing
     need = SMOLLM2_BYTES * len(options.names)
     if need > memory_available():
         raise ValueError(
@@ -120,13 +119,13 @@ def smollm2(options):
     from tilewise.tools.pretrained import smollm2 as load
 
     tokenizer = load()[1]
-    paragraphs = read_text(options.text)[:4000]  # of 4.7 MB; its tokens are more than any short run sees
-    tokens = tokenizer(paragraphs, verbose=False)["input_ids"]  # some are longer than the model's rows: they are cut
+    paragraphs = read_text(options.text)[:4000]  # of 4.7 MB: more tokens than a short run sees
+    tokens = tokenizer(paragraphs, verbose=False)["input_ids"]  # some are longer than the model's context: they are cut
     return Text(tokens), lambda name: SmolLM2(name, options.checkpoint)
 
 
 def train(runs, text, options, screen):
-    """Takes the steps; the exit status."""
+    """Runs the steps and returns the exit status."""
     g = torch.Generator().manual_seed(options.seed)
     tokens, every = options.batch * options.context, max(1, options.steps // 10)
     try:
@@ -142,19 +141,19 @@ def train(runs, text, options, screen):
                 cells = [f"{NAMES[r.name]} {r.losses[-1]:.4f} ({r.per_second(tokens):,.0f} tokens/s)" for r in runs]
                 screen.print(f"step {step:4}  loss  {'  '.join(cells)}")
     except KeyboardInterrupt:
-        screen.print("interrupted: what there is so far is kept")
+        screen.print("interrupted: what is done is kept")
         return INTERRUPTED
     return 0
 
 
 def difference(runs):
-    """The largest difference of two curves at a step that both have taken; None of one curve."""
+    """The largest difference of the losses at a step that both runs have taken; None for a single run."""
     pairs = list(zip(*(run.losses for run in runs), strict=False))
     return max(abs(a - b) for a, b in pairs) if len(runs) == 2 and pairs else None
 
 
 def record(runs, options, is_whole):
-    """The run as plain data, and as a picture."""
+    """The runs as plain data."""
     tokens = options.batch * options.context
     settings = {name: value for name, value in vars(options).items() if name not in ("names", "out", "only")}
     settings["text"] = options.text and str(options.text)
@@ -168,7 +167,7 @@ def record(runs, options, is_whole):
 
 
 def draw(about):
-    """The loss curves; each point is the mean of the steps since the one before."""
+    """The loss curves as a picture; each point is the mean of the steps since the previous point."""
     curves, notes = {}, [device_name(about)]
     for name, run in about["runs"].items():
         losses = run["losses"]
@@ -190,7 +189,7 @@ def positive(text):
 
 def parse(words=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=DEFAULTS, default="gpt", help="default: a small GPT over bytes")
+    parser.add_argument("--model", choices=DEFAULTS, default="gpt", help="default: a small byte-level GPT")
     parser.add_argument("--steps", type=positive, help="default: 100; smollm2: 8")
     parser.add_argument("--batch", type=positive, help="rows of a step; default: 4; smollm2: 1")
     parser.add_argument("--context", type=positive, help="tokens of a row; default: 512; smollm2: 256")
@@ -198,12 +197,12 @@ def parse(words=None):
     parser.add_argument("--rate", type=float, help="learning rate; default: 3e-3; smollm2: 2e-5")
     parser.add_argument("--packed", action="store_true", help="whole paragraphs in one row, without padding")
     parser.add_argument("--checkpoint", nargs="?", const="full", default="none", choices=("full", "selective"),
-                        help="compute blocks again in the backward pass; selective: all but attention")  # fmt: skip
+                        help="recompute blocks in the backward pass; selective: all but attention")  # fmt: skip
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND",
                         help="torch.compile; aot_eager needs no C++ compiler")  # fmt: skip
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--only", choices=NAMES, help="train one of the two")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="learn this file")
+    parser.add_argument("--only", choices=NAMES, help="train only one of the two")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("train"), metavar="NAME", help="NAME.svg and NAME.json")
     add_device(parser)
@@ -214,7 +213,7 @@ def parse(words=None):
             setattr(options, name, value)
     if options.compile and options.compile not in torch._dynamo.list_backends(None):
         known = ", ".join(torch._dynamo.list_backends())
-        parser.error(f"--compile {options.compile}: no backend of torch.compile, which has {known}")
+        parser.error(f"--compile {options.compile}: not a backend of torch.compile; it has {known}")
     if options.compile == "inductor" and options.device == "cpu" and not any(map(shutil.which, COMPILERS)):
         parser.error(f"--compile: Inductor needs a C++ compiler, one of {', '.join(COMPILERS)}; or --compile aot_eager")
     options.names = [options.only] if options.only else list(NAMES)

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,7 @@ from compile_matrix import TARGETS, Item, compiled, items, keep, wrong  # noqa: 
 RECORD = ROOT / "benchmarks/records/aot/matrix.json"
 DOCS = ROOT / "docs/platforms.md"
 SAID = re.compile(r"(?<=<!-- by tools/matrix.py --docs -->\n).*?(?=<!-- end -->)", re.DOTALL)  # there, of the record
+WIDTH = 125  # of a line there
 EVERY = 5.0  # seconds after which the record is written
 Row = dict[str, Any]
 Place = tuple[str, str, int]  # of a kernel in the list: case, target, number
@@ -82,19 +84,19 @@ def write(file: Path, done: dict[Place, Row], listed: list[Item]) -> None:
 
 
 def said(record: dict[str, Any]) -> str:
-    """A record in words: how far it is, and which calls with a name spill in a loop, where and how much."""
+    """A record in words: how far it is, and which named calls spill in a loop, where and how much."""
     rows, drawn, earlier = record["rows"], record["drawn"], record["sources"].get("earlier", 0)
     listed = sum(record["listed"].values())
     spilled = [row for row in rows if wrong(row)]
     named = [row for row in spilled if not is_drawn(row["case"])]
     count, random, named_listed = len(rows), drawn["kernels"], listed - drawn["listed"]
-    lines = [
-        f"{count} of {listed} kernels were compiled, {earlier} of them of sources that have changed since: of calls",
-        f"with a name {count - random} of {named_listed}, of calls drawn at random {random} of {drawn['listed']}.",
-        f"{len(spilled)} spill in a loop. {len(spilled) - len(named)} of these are of drawn calls, which mix formats,",
-        "options and head dims as no model does; the record names each. The others, by calls:\n",
-        "| call | kernel | where | spills in a loop |\n|---|---|---|---|",
-    ]
+    text = (
+        f"The record has {count} of {listed} kernels: {count - random} of {named_listed} of named calls, {random} of"
+        f" {drawn['listed']} of random calls. {earlier} were compiled from sources that have changed since."
+        f" {len(spilled)} kernels spill in a loop. {len(spilled) - len(named)} of them are of random calls, which"
+        " combine formats, options and head dims as no model does; the record names each. The others:"
+    )
+    lines = [textwrap.fill(text, WIDTH), "", "| call | kernel | GPU | spills in a loop |\n|---|---|---|---|"]
     cells: dict[tuple[str, str], list[Row]] = {}
     for row in named:
         cells.setdefault((row["case"], row["kernel"]), []).append(row)

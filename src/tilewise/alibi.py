@@ -11,10 +11,10 @@ MOST_HEADS = 65536
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """The slopes of the ALiBi paper for `heads` heads: float32 `[heads]`, each positive.
+    """The slopes of the ALiBi paper for `heads` heads: float32 `[heads]`, all positive.
 
-    For a power of two these are `2 ** (-8 / heads * (h + 1))`. Any other count takes the slopes of the power of two
-    below it, then every second slope of the power above, as the paper's own code does.
+    If `heads` is a power of two, they are `2 ** (-8 / heads * (h + 1))`. Otherwise they are the slopes for the next
+    lower power of two, followed by every second slope for the next higher one, as in the paper's code.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]

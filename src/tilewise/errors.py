@@ -1,4 +1,4 @@
-"""The errors a caller can meet."""
+"""Errors that callers may want to catch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class InvalidArgument(ValueError):
-    """An argument is wrong: the message names it, what was given, what is expected and, if there is one, the remedy."""
+    """A wrong argument. The message names it, what was given, what was expected and, if there is one, the remedy."""
 
     def __init__(self, argument: str, given: object, expected: str, remedy: str = "") -> None:
         self.argument = argument
@@ -15,16 +15,16 @@ class InvalidArgument(ValueError):
         self.args = (f"{argument}: got {given}, expected {expected}" + (f"; {remedy}" if remedy else ""),)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its message: exceptions cross between processes, and one that cannot be read ends the reader."""
+        """By its message: exceptions are sent between processes, and one that cannot be unpickled ends the reader."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class UnknownKeyword(InvalidArgument, TypeError):
-    """A keyword that a function does not have; the message says which was probably meant."""
+    """A keyword that the function does not have; the message names the one that was probably meant."""
 
 
 class Unsupported(NotImplementedError):
-    """A backend that was asked for by name cannot serve this call, and nothing else was tried; or ("any") none can."""
+    """The backend given by name cannot serve this call, and no other was tried; or, with backend "any", none can."""
 
     def __init__(self, backend: str, reason: str, remedy: str) -> None:
         self.backend, self.reason, self.remedy = backend, reason, remedy
@@ -35,7 +35,7 @@ class Unsupported(NotImplementedError):
 
 
 class CacheFull(RuntimeError):
-    """A cache has no room for what was to be appended; nothing has been written."""
+    """A cache has no room for the new tokens; nothing has been written."""
 
 
 def no_double_backward() -> Unsupported:

@@ -1,4 +1,4 @@
-"""Quantised K and V: narrow data with one scale per token, head and group of elements."""
+"""Quantised K and V: few bits an element, with one scale for each token, head and group of elements."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .validation.arrays import to_tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantised:
-    """A tensor `[..., D]` stored in few bits; it stands wherever `k`, `v` or pages do.
+    """A quantised tensor `[..., D]`, to be passed as `k`, `v` or pages.
 
     The value of element `d` is `data[..., d] * scales[..., d // group]`.
 
     Args:
-        data: `[..., D]` of int8 or float8_e4m3fn; for int4, `[..., D // 2]` of uint8, where byte `d` holds element
-            `d` in its low and element `d + D // 2` in its high four bits, as two's complement (D is even). codebook4
-            has levels there (docs/semantics.md).
-        scales: `[..., ceil(D / group)]`, float32, float16 or bfloat16; None for fp8_latent, whose rows hold them.
-        dtype: `"int8"`, `"int4"`, `"codebook4"`, `"fp8_e4m3"` or `"fp8_latent"`: uint8 `[..., 656]` for D = 576 and
-            `[..., 528]` for its first 512 elements (docs/caches.md says what is where).
+        data: int8 or float8_e4m3fn `[..., D]`. For int4, uint8 `[..., D // 2]` with D even: byte `d` holds element `d`
+            in its low and element `d + D // 2` in its high four bits, as two's complement. codebook4 has the same
+            layout with indices of levels (docs/semantics.md). For fp8_latent, uint8 `[..., 656]` if D = 576, and
+            `[..., 528]` for its first 512 elements (docs/caches.md has the layout).
+        scales: `[..., ceil(D / group)]`, float32, float16 or bfloat16; None for fp8_latent, whose rows contain them.
+        dtype: `"int8"`, `"int4"`, `"codebook4"`, `"fp8_e4m3"` or `"fp8_latent"`.
         group: elements that share a scale: 32, 64 or 128.
 
     >>> keys = torch.randn(2, 8, 100, 64)
@@ -74,18 +74,18 @@ class Quantised:
 
     @property
     def format(self) -> StorageFormat:
-        """Its name and group with all that follows from them."""
+        """The storage format: name, group and the properties derived from them."""
         return stored_as(self.dtype, self.group)
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the tensor that this stands for."""
+        """The shape of the dequantised tensor."""
         *rows, width = self.data.shape
         return torch.Size((*rows, self.format.width(width)))
 
     @classmethod
     def from_float(cls, x: Any, dtype: QuantDtype, group: int = 64) -> Quantised:
-        """Quantises `x` `[..., D]`: symmetric, round to nearest, the scale set by each group's largest magnitude."""
+        """Quantises `x` `[..., D]`: symmetric, round to nearest, with scales from each group's largest magnitude."""
         _check_name(dtype)
         group, x = as_group(group), to_tensor("x", x)
         if not x.ndim:
@@ -98,7 +98,7 @@ class Quantised:
         return cls(*stored.quantise(x), dtype, group)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The whole tensor at full width: for tests and for looking at it; kernels do this tile by tile."""
+        """The whole tensor in `dtype`: for tests and inspection. Kernels dequantise tile by tile."""
         return self.format.dequantise(self.data, self.scales, dtype)
 
 

@@ -13,11 +13,11 @@ from .validation.arrays import returner, to_tensor
 
 
 class AttentionState(NamedTuple):
-    """Attention over some of the keys: enough to be combined with attention over others.
+    """The result of attention over some of the keys, which `merge` can combine with results over other keys.
 
     Args:
-        out: `[..., Dv]`, normalised over the keys it has seen.
-        lse: `[...]`, float32: the natural log of the sum of their exponentials; `-inf` where no key was seen.
+        out: `[..., Dv]`, normalised over these keys.
+        lse: `[...]`, float32: natural log of the sum of the exponentials of the scores; `-inf` where no key is visible.
     """
 
     out: torch.Tensor
@@ -25,10 +25,10 @@ class AttentionState(NamedTuple):
 
 
 def merge(states: Sequence[AttentionState]) -> AttentionState:
-    """Combines attention over disjoint sets of keys into attention over their union.
+    """Merges attention over disjoint sets of keys into attention over their union.
 
-    Exact up to float32 rounding for any number of states, and exact to the bit where all but one are empty: an empty
-    state (`lse = -inf`) drops out whatever its `out` holds. The result has the first state's dtype.
+    The result is exact up to float32 rounding. An empty state (`lse = -inf`) is ignored, whatever its `out` holds;
+    where all states but one are empty, the result is that one, bit for bit. It has the dtype of the first state.
 
     >>> import tilewise
     >>> q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))

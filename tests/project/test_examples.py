@@ -33,7 +33,7 @@ def expected(generate):
 
 @pytest.mark.parametrize("pages", [120, 18])
 def test_a_batch_generates_what_each_prompt_does_alone(generate, expected, pages):
-    """With room for all, and with so little that requests are put off."""
+    """With room for all, and with so little that requests are preempted."""
     model, prompts, want = expected
     engine = generate.Engine(model, pages=pages, page_size=8)
     early = [engine.add(prompt, 12) for prompt in prompts[:3]]
@@ -44,7 +44,7 @@ def test_a_batch_generates_what_each_prompt_does_alone(generate, expected, pages
     assert [request.tokens for request in early + late] == want
     assert len({tuple(tokens) for tokens in want}) == 12
     assert engine.statistics.found >= 9 * 40
-    assert (engine.statistics.put_off > 0) == (pages == 18)
+    assert (engine.statistics.preempted > 0) == (pages == 18)
     assert engine.statistics.made == 12 * 12
     stats = engine.cache.stats()
     assert (stats.used, stats.free + stats.kept) == (0, pages)
@@ -60,7 +60,7 @@ def test_a_batch_generates_what_each_prompt_does_alone(generate, expected, pages
         (["--top-p", "2"], "top_p"),
         (["--soak", "0"], "--soak"),
         (["--stream", "--load", "3"], "--load: not allowed with argument --stream"),
-        (["--check", "--temperature", "1"], "--check: texts of --temperature 1 are drawn"),
+        (["--check", "--temperature", "1"], "--check: texts of --temperature 1 are random"),
         (["--pages", "3"], "need 9 pages of 16, of 3 in all: give more pages"),
     ],
     ids=str,
@@ -122,7 +122,7 @@ def test_tokens_come_as_they_are_made_and_a_request_ends_when_told(generate, exp
 
 
 def test_sampling(generate, expected):
-    """The same seed gives the same text, put off or not; the temperature of 0 and one token are the likeliest."""
+    """The same seed gives the same text, preempted or not; the temperature of 0 and one token are the likeliest."""
     model, prompts, want = expected
     texts = []
     for pages in (120, 18):

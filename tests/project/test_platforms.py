@@ -50,5 +50,5 @@ def test_cases_of_arm_are_those_of_the_record():
     record = json.loads((ROOT / "benchmarks/records/arm/conformance.json").read_text())
     right, wrong, refused = (sum(case["passed"] is value for case in record["cases"]) for value in (True, False, None))
     assert wrong == 0
-    assert f"{right + refused} cases, {right} right, none wrong, {refused} that" in " ".join(PAGE.split())
+    assert f"{right + refused} cases, {right} correct, none wrong, {refused} that" in " ".join(PAGE.split())
     assert record["kept kernels"]["cases"] == record["kept kernels"]["equal bits"] > 0

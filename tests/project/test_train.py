@@ -127,7 +127,7 @@ def test_ctrl_c_keeps_what_there_is(train, monkeypatch, capsys):
     assert not made["whole"]
     assert made["largest_difference"] is not None
     assert Path("train.svg").read_text().count("<polyline") == 2
-    assert "interrupted: what there is so far is kept" in capsys.readouterr().out
+    assert "interrupted: what is done is kept" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_no_number_stops_it(train, monkeypatch, capsys):

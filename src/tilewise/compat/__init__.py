@@ -1,8 +1,8 @@
-"""Other libraries' attention, by their own names and signatures, served by tilewise.
+"""Attention functions of other libraries, with their names and signatures, served by tilewise.
 
 `sdpa`: torch's `scaled_dot_product_attention`. `flash_attn`: the functions of the flash-attn package, and
 `flash_kernel`: those as a kernel for `kernels`. `transformers`, `vllm`, `sglang`: tilewise as an implementation there.
-None is loaded with tilewise itself, but `transformers` where transformers is; the others when they are first named.
+`import tilewise` loads `transformers` if the library is imported; the others are loaded when first used.
 """
 
 from typing import TYPE_CHECKING

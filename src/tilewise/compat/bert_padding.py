@@ -20,15 +20,15 @@ Unpadded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 def unpad_input(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """The tokens of a padded batch `[B, L, ...]` end to end.
+    """Packs the tokens of a padded batch `[B, L, ...]`.
 
     Args:
-        attention_mask: `[B, L]`, bool or int: the tokens that are no padding.
-        unused_mask: `[B, L]`: tokens that get a row too, but are not in use.
+        attention_mask: `[B, L]`, bool or int: tokens that are not padding.
+        unused_mask: `[B, L]`: tokens that are packed too, but not in use.
 
     Returns:
-        The tokens `[T, ...]`, their indices in the batch `[T]`, the rows' offsets int32 `[B + 1]`, the longest row, and
-        the tokens in use of each row, int32 `[B]`.
+        The tokens `[T, ...]`, their indices in the batch `[T]`, offsets of the rows int32 `[B + 1]`, the length of the
+        longest row, and the number of tokens in use in each row, int32 `[B]`.
     """
     kept = attention_mask.bool() if unused_mask is None else attention_mask.bool() | unused_mask.bool()
     used = attention_mask.bool().sum(-1, dtype=torch.int32)
@@ -41,7 +41,7 @@ def unpad_input_for_concatenated_sequences(
     """`unpad_input` where each row holds several sequences.
 
     Args:
-        attention_mask_in_length: `[B, L]`: the first entries of a row are the lengths of its sequences, the rest 0.
+        attention_mask_in_length: `[B, L]`: the first entries of a row are the lengths of its sequences, the others 0.
     """
     lengths = attention_mask_in_length[attention_mask_in_length > 0]  # in order
     slots = torch.arange(attention_mask_in_length.shape[1], device=lengths.device)
@@ -49,17 +49,17 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """Tokens `[T, ...]` at their `indices` of a batch `[B, L, ...]` that is 0 elsewhere."""
+    """Puts tokens `[T, ...]` at `indices` of a batch `[B, L, ...]` that is 0 elsewhere."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
 def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of `x` by their indices."""
+    """Rows of `x` at `indices`."""
     return x[indices]
 
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
-    """A tensor of so many rows that holds `values` at `indices`, and 0."""
+    """A tensor with `values` at `indices` of its first axis, and 0 elsewhere."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 

@@ -1,8 +1,8 @@
 """The functions of the flash-attn package, served by tilewise: FlashAttention 2's signatures, on any device.
 
-What FlashAttention 3 and vLLM's copy renamed or added is taken by keyword; `flash_options.Later` lists it, and
-`flash_attn_3` has FlashAttention 3's own signatures. Causal and windows are aligned to the bottom right, a row that
-sees no key gives 0. There are gradients, and no dropout. `install()` lets others import it all as `flash_attn`.
+Arguments that FlashAttention 3 and vLLM's copy renamed or added are taken by keyword; `flash_options.Later` lists them.
+`flash_attn_3` has FlashAttention 3's own signatures. Causal and windows are aligned to the bottom right, and a row that
+sees no key gives 0. There are gradients, but no dropout. `install()` makes these functions importable as `flash_attn`.
 
 >>> q, k, v = (torch.randn(2, 10, heads, 64) for heads in (8, 2, 2))
 >>> flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
@@ -53,18 +53,18 @@ def flash_attn_func(
     """Attention of `q` `[B, Lq, H, D]` over `k`, `v` `[B, Lk, Hkv, D]`.
 
     Args:
-        dropout_p: 0.0; anything else is refused.
-        softmax_scale: default `D ** -0.5`.
+        dropout_p: must be 0.0.
+        softmax_scale: factor of the scores. Default: `D ** -0.5`.
         causal: query `i` sees keys up to `i + Lk - Lq`.
-        window_size: keys to the left and to the right of the query's own; -1 is unlimited.
+        window_size: number of visible keys to the left and to the right of the query's own; -1 is unlimited.
         softcap: scores become `softcap * tanh(score / softcap)`; 0.0 is off.
-        alibi_slopes: `[H]` or `[B, H]`: scores fall by `slope * abs(i + Lk - Lq - j)`.
-        deterministic: the gradients have the same bits each time; the forward pass always does.
+        alibi_slopes: `[H]` or `[B, H]`: `slope * abs(i + Lk - Lq - j)` is subtracted from the scores.
+        deterministic: gradients have the same bits each time; the forward pass always does.
         return_attn_probs: return `(out, softmax_lse, S_dmask)`.
 
     Returns:
         `out` `[B, Lq, H, D]`; with `return_attn_probs` also `softmax_lse` `[B, H, Lq]` (float32; `-inf` where a row
-        sees no key) and `S_dmask`, which is empty, as it is in FlashAttention without dropout.
+        sees no key) and `S_dmask`, which is empty, as in FlashAttention without dropout.
     """
     options = translate(k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, later)
     if not deterministic and torch.is_grad_enabled():
@@ -120,15 +120,15 @@ def flash_attn_varlen_func(
     """`flash_attn_func` within packed sequences: `q` `[Tq, H, D]`, `k` and `v` `[Tk, Hkv, D]`.
 
     Args:
-        cu_seqlens_q: int32 `[B + 1]`: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q`.
-        cu_seqlens_k: likewise for `k` and `v`; None if `seqused_k` counts keys in pages.
-        max_seqlen_q: the longest sequence of queries, or more.
-        max_seqlen_k: the longest sequence of keys, or more.
+        cu_seqlens_q: int32 `[B + 1]`: sequence `b` has rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q`.
+        cu_seqlens_k: likewise for `k` and `v`; None if `seqused_k` gives the number of keys in pages.
+        max_seqlen_q: length of the longest sequence of queries, or more.
+        max_seqlen_k: length of the longest sequence of keys, or more.
         block_table: int32 `[B, pages]`; `k` and `v` are then pages `[num_pages, page_size, Hkv, D]` of any size.
-        seqused_q: int32 `[B]`: queries in use of each sequence; the rows after them give 0, and lse `-inf`.
-        seqused_k: int32 `[B]`: keys in use of each sequence.
-        page_table: another name of `block_table`.
-        out: where to write the output.
+        seqused_q: int32 `[B]`: number of queries in use in each sequence; later rows give 0, and lse `-inf`.
+        seqused_k: int32 `[B]`: number of keys in use in each sequence.
+        page_table: another name for `block_table`.
+        out: tensor to write the output to.
         return_softmax_lse: return `(out, softmax_lse)`.
 
     Returns:
@@ -217,7 +217,7 @@ def _parts(name: str, x: torch.Tensor, form: str) -> tuple[torch.Tensor, ...]:
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Nothing: tilewise plans each call by itself. What FlashAttention 3 plans ahead is taken and not used."""
+    """Returns None: tilewise plans each call by itself. FlashAttention 3's metadata is accepted and not used."""
 
 
 def _first_positions(used_q: torch.Tensor, lengths: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
@@ -241,7 +241,7 @@ def _clear_unused(result: Any, used_q: torch.Tensor, cu_seqlens_q: torch.Tensor)
 
 
 def _result(q: torch.Tensor, result: Any, return_attn_probs: bool) -> Result:
-    """What FlashAttention returns: lse with heads before rows, and no probabilities without dropout."""
+    """The result in FlashAttention's form: lse with heads before rows, and no probabilities without dropout."""
     if not return_attn_probs:
         return result
     return result.out, result.lse.transpose(-1, -2).contiguous(), q.new_empty(0)

@@ -1,7 +1,7 @@
 """FlashAttention 3's module `flash_attn_interface`, served by tilewise: its signatures, on any device.
 
-FlashAttention 3 has its options in another order than FlashAttention 2 and returns `(out, softmax_lse)`. All else is
-that of `flash_attn`, which this hands its calls to.
+FlashAttention 3 has its options in another order than FlashAttention 2 and returns `(out, softmax_lse)`. Everything
+else is that of `flash_attn`, which serves the calls.
 
 >>> q, k, v = (torch.randn(2, 10, heads, 64) for heads in (8, 2, 2))
 >>> out, lse = flash_attn_func(q, k, v, None, True, return_attn_probs=True)

@@ -1,4 +1,4 @@
-"""tilewise under flash-attn's names, so that code which imports flash_attn runs on it unchanged."""
+"""tilewise under flash-attn's names, so that code that imports flash_attn runs on it unchanged."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def install(*, replace: bool = False) -> None:
     `flash_attn.bert_padding`, `flash_attn.layers.rotary` and FlashAttention 3's `flash_attn_interface`.
 
     Args:
-        replace: where flash-attn is installed, take its place in this process. Else that is an error. Code that has
-            already imported flash-attn's functions keeps them.
+        replace: replace an installed flash-attn in this process; without it, an installed flash-attn is an error. Code
+            that has already imported flash-attn's functions keeps them.
 
     >>> install()
     >>> from flash_attn import flash_attn_func
@@ -42,7 +42,7 @@ def install(*, replace: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Puts back what was importable before `install()`."""
+    """Restores what was importable before `install()`."""
     if _MISSING in sys.meta_path:
         sys.meta_path.remove(_MISSING)
     for name, module in _before.items():

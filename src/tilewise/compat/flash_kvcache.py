@@ -34,30 +34,31 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new: torch.Tensor | None = None, rotary_seqlens: torch.Tensor | None = None,
     **later: Unpack[CacheLater],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of `q` `[B, Lq, H, D]` over a cache; `k` and `v`, if given, are first written to its end.
+    """Attention of `q` `[B, Lq, H, D]` over a cache; `k` and `v`, if given, are first appended to it.
 
     Args:
         k_cache: `[B, S, Hkv, D]` or, with `block_table`, pages `[num_pages, page_size, Hkv, D]`; written in place.
         v_cache: likewise.
-        k: `[B, n, Hkv, D]`: goes to positions `cache_seqlens[b]` and on.
+        k: `[B, n, Hkv, D]`: written to positions from `cache_seqlens[b]` on.
         v: likewise.
-        rotary_cos: `[S or more, R / 2]`: turns the first R elements of each head of `k` (and of `q`) by their
-            positions. Queries count from `cache_seqlens` on if causal, windowed or chunked, else all are at it.
+        rotary_cos: `[S or more, R / 2]`: rotates the first R elements of each head of `k` and `q` by their positions.
+            With causal, a window or a chunk, queries are at positions from `cache_seqlens` on; else all are at
+            `cache_seqlens`.
         rotary_sin: likewise.
-        cache_seqlens: int32 `[B]` or an int: tokens in the cache before this call. Default: it is full.
+        cache_seqlens: int32 `[B]` or an int: tokens in the cache before this call. Default: the cache is full.
         cache_batch_idx: int `[B]`: the row of the cache, or of `block_table`, that each row of `q` uses.
-        cache_leftpad: int `[B]`: the first slot in use of each row.
+        cache_leftpad: int `[B]`: the first slot in use in each row.
         block_table: int32 `[B, pages]`; pages may have any size.
-        rotary_interleaved: pairs are neighbours; else elements `r` and `r + R / 2`.
-        num_splits: keys are split into this many parts; 0 leaves it to tilewise.
-        return_softmax_lse: return `(out, softmax_lse)`, the latter `[B, H, Lq]`, float32.
-        page_table: another name of `block_table`.
-        cu_seqlens_q: int32 `[B + 1]` for packed queries `[T, H, D]`. `softmax_lse` is then `[H, T]`.
-        max_seqlen_q: the longest sequence of packed queries.
-        cu_seqlens_k_new: int32 `[B + 1]` for packed `k` and `v` `[T, Hkv, D]`.
-        rotary_seqlens: int32 `[B]`: the positions that rotation counts from, in the place of `cache_seqlens`.
+        rotary_interleaved: rotate pairs of neighbours; else pairs of elements `r` and `r + R / 2`.
+        num_splits: number of parts that keys are split into; 0 lets tilewise choose.
+        return_softmax_lse: return `(out, softmax_lse)`, with `softmax_lse` `[B, H, Lq]` in float32.
+        page_table: another name for `block_table`.
+        cu_seqlens_q: int32 `[B + 1]`, offsets of packed queries `[T, H, D]`. `softmax_lse` is then `[H, T]`.
+        max_seqlen_q: length of the longest sequence of packed queries.
+        cu_seqlens_k_new: int32 `[B + 1]`, offsets of packed `k` and `v` `[T, Hkv, D]`.
+        rotary_seqlens: int32 `[B]`: the positions from which rotation counts, instead of `cache_seqlens`.
 
-    Everything is checked before the cache is written. The other options are those of `flash_attn_func`.
+    All arguments are checked before the cache is written. The other options are those of `flash_attn_func`.
     """
     if k is None and not (v is rotary_cos is rotary_sin is cu_seqlens_k_new is None):
         raise InvalidArgument("k", None, "new keys", "v, rotary_cos, rotary_sin and cu_seqlens_k_new come with k")

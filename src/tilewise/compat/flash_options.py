@@ -16,14 +16,14 @@ WindowSize = tuple[Side, Side] | Sequence[Side] | torch.Tensor | None
 
 
 class CacheLater(TypedDict, total=False):
-    """What FlashAttention 3 and its forks have beside the options of FlashAttention 2; all by keyword.
+    """Options that FlashAttention 3 and its forks add to those of FlashAttention 2; all by keyword.
 
-    attention_chunk: a query sees keys of its own chunk of so many positions; 0 is off.
+    attention_chunk: a query sees only keys of its own chunk of this many positions; 0 is off.
     s_aux: `[H]`, sinks.
     qv: as q with the width of V: `qv v` is added to `q k` before the scale, which is `(D + Dv) ** -0.5` by default.
-    q_v: another name of `qv`.
-    q_descale, k_descale, v_descale: a number or `[B, Hkv]`: what float8 values of q, k and v are multiplied by. Those
-        of wider values are not used, as in FlashAttention 3.
+    q_v: another name for `qv`.
+    q_descale, k_descale, v_descale: a number or `[B, Hkv]`: factors of float8 values of q, k and v. For wider dtypes
+        they are not used, as in FlashAttention 3.
     pack_gqa, sm_margin, scheduler_metadata, fa_version: how FlashAttention uses a GPU. They never change a result and
         have no counterpart here.
     """
@@ -44,7 +44,7 @@ class CacheLater(TypedDict, total=False):
 class Later(CacheLater, total=False):
     """The same, and what only `flash_attn_with_kvcache` had in FlashAttention 2.
 
-    num_splits: keys are split into this many parts; 0 leaves it to tilewise.
+    num_splits: number of parts that keys are split into; 0 lets tilewise choose.
     """
 
     num_splits: int

@@ -102,16 +102,16 @@ class LatentLayer(QuantisedLayer):
 
 
 class LatentCache(Cache):  # type: ignore[misc]
-    """A cache of transformers for models of latent attention with `attn_implementation="tilewise"`.
+    """A transformers cache for models with latent attention (MLA) and `attn_implementation="tilewise"`.
 
     Args:
-        config: of the model, one whose attention keeps latent rows: DeepSeek V2, V3, V3.2, GLM, Kimi, MiniCPM3, ...
-        dtype: how rows are stored: `"fp8_latent"`, `"int8"`, ... Default: as they come.
+        config: config of a model whose attention keeps latent rows: DeepSeek V2, V3, V3.2, GLM, Kimi, MiniCPM3, ...
+        dtype: storage of rows: `"fp8_latent"`, `"int8"`, ... Default: the dtype of the model's rows.
         group: elements that share a scale: 32, 64 or 128.
-        capacity: tokens to have room for from the start. Without it a cache grows by an eighth at a time.
+        capacity: tokens to allocate at the start. Without it, the cache grows by an eighth at a time.
 
-    A token takes `kv_lora_rank + qk_rope_head_dim` elements of each layer. Steps are computed in the absorbed form.
-    `generate` takes it as it takes a `QuantisedCache`.
+    A token takes `kv_lora_rank + qk_rope_head_dim` elements in each layer. Decode steps are computed in the absorbed
+    form. Pass it to `generate` like a `QuantisedCache`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class LatentCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Memory of all layers, room for tokens to come included."""
+        """Bytes of all layers, including slots for future tokens."""
         return sum(layer.cache.nbytes for layer in self.layers if layer.cache is not None)
 
 

@@ -186,19 +186,19 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class QuantisedCache(Cache):  # type: ignore[misc]
-    """A cache of transformers that stores K and V narrowly, for models with `attn_implementation="tilewise"`.
+    """A transformers cache with quantised K and V, for models with `attn_implementation="tilewise"`.
 
     Args:
-        config: of the model: which layers have windows. Without it no layer forgets anything.
-        dtype: how K and V are stored: `"int8"`, `"int4"`, `"codebook4"`, `"fp8_e4m3"`, `"f16"`, `"bf16"` or `"f32"`.
-        v_dtype: how V is stored, if not as K.
+        config: config of the model, which says which layers have windows. Without it, every layer keeps all tokens.
+        dtype: storage of K and V: `"int8"`, `"int4"`, `"codebook4"`, `"fp8_e4m3"`, `"f16"`, `"bf16"` or `"f32"`.
+        v_dtype: storage of V. Default: as K.
         group: elements that share a scale: 32, 64 or 128.
-        rotate: rotate K and V before they are quantised, as `KVCache` does.
-        capacity: tokens to have room for from the start, in layers without a window. Without it a cache grows by an
-            eighth at a time.
+        rotate: rotate K and V before quantisation, as in `KVCache`.
+        capacity: tokens to allocate at the start, in layers without a window. Without it, the cache grows by an eighth
+            at a time.
 
-    `generate` takes it with padding, beams, assisted and prompt-lookup decoding, and it may be used again for what
-    follows. Layers with a window hold its tokens and up to an eighth more.
+    `generate` takes it with padding, beams, assisted and prompt-lookup decoding, and you can pass it again to continue.
+    Layers with a window hold the window and up to an eighth more tokens.
     """
 
     def __init__(
@@ -233,5 +233,5 @@ class QuantisedCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Memory of all layers, room for tokens to come included."""
+        """Bytes of all layers, including slots for future tokens."""
         return sum(layer.cache.nbytes for layer in self.layers if getattr(layer, "cache", None) is not None)

@@ -56,14 +56,14 @@ def apply_rotary_emb(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    """`x` `[B, L, H, D]`, or packed `[T, H, D]` with `cu_seqlens`, turned by positions from `seqlen_offsets` on.
+    """`x` `[B, L, H, D]`, or packed `[T, H, D]` with `cu_seqlens`, rotated by positions from `seqlen_offsets` on.
 
     Args:
-        cos: `[positions, R / 2]`: the first R elements of each head turn.
+        cos: `[positions, R / 2]`, for the first R elements of each head.
         sin: likewise.
-        interleaved: pairs are neighbours; else elements `r` and `r + R / 2`.
+        interleaved: rotate pairs of neighbours; else pairs of elements `r` and `r + R / 2`.
         inplace: write into `x` and return it.
-        seqlen_offsets: the position of each sequence's first token: an int, or int `[B]`.
+        seqlen_offsets: position of each sequence's first token: an int, or int `[B]`.
         cu_seqlens: int32 `[B + 1]`, the offsets of packed sequences.
         max_seqlen: the longest of them; not needed.
     """
@@ -106,7 +106,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: torch.Tensor | int = 0,
     num_heads_q: int | None = None,
 ) -> torch.Tensor:
-    """Turns q and k of `qkv` `[B, L, 3, H, D]`, or `[B, L, H + 2 Hkv, D]` with `num_heads_q`, in place."""
+    """Rotates q and k of `qkv` `[B, L, 3, H, D]`, or `[B, L, H + 2 Hkv, D]` with `num_heads_q`, in place."""
     if qkv.ndim == 5 and qkv.shape[2] == 3:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     elif qkv.ndim == 4 and num_heads_q is not None:
@@ -128,7 +128,7 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: torch.Tensor | int = 0,
 ) -> torch.Tensor:
-    """Turns k of `kv` `[B, L, 2, Hkv, D]` in place."""
+    """Rotates k of `kv` `[B, L, 2, Hkv, D]` in place."""
     if kv.ndim != 5 or kv.shape[2] != 2:
         raise InvalidArgument("kv", f"shape {tuple(kv.shape)}", "[B, L, 2, Hkv, D]")
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
@@ -136,12 +136,12 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotary embedding of q and k, with tables that grow as longer sequences come.
+    """Rotary embedding of q and k, with tables that grow for longer sequences.
 
     Args:
-        dim: elements of each head that turn.
-        base: of the angles: pair `r` turns by `position * base ** (-2 r / dim)`.
-        interleaved: pairs are neighbours; else elements `r` and `r + dim / 2`.
+        dim: number of elements of each head that are rotated.
+        base: pair `r` is rotated by `position * base ** (-2 r / dim)`.
+        interleaved: rotate pairs of neighbours; else pairs of elements `r` and `r + dim / 2`.
         scale_base: xPos: q grows and k shrinks with its position, in steps of this many tokens. None is off.
     """
 
@@ -192,11 +192,11 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Turns `qkv` (see `apply_rotary_emb_qkv_`), or q `[B, L, H, D]` and `kv`, in place, and returns them.
+        """Rotates `qkv` (see `apply_rotary_emb_qkv_`), or q `[B, L, H, D]` and `kv`, in place, and returns them.
 
         Args:
-            seqlen_offset: the position of the first token: an int, or int `[B]`, which `max_seqlen` comes with.
-            max_seqlen: the tables are to reach this many positions.
+            seqlen_offset: position of the first token: an int, or int `[B]`, which needs `max_seqlen`.
+            max_seqlen: number of positions that the tables must cover.
         """
         if max_seqlen is None and isinstance(seqlen_offset, int):
             max_seqlen = qkv.shape[1] + seqlen_offset

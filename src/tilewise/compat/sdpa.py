@@ -1,7 +1,7 @@
 """torch's `scaled_dot_product_attention`, served by tilewise.
 
-What tilewise has no kernel for and torch computes as well, float64 and head dims over 576, is handed to torch's own
-function; `why_torch` says so. What else tilewise cannot do is refused or, with `install(fallback=True)`, left to torch.
+float64 and head dims over 576, for which tilewise has no kernels, go to torch's own function; `why_torch` says so.
+Other calls that tilewise cannot serve raise an error or, with `install(fallback=True)`, go to torch.
 
 >>> import torch.nn.functional as F
 >>> from tilewise.compat import sdpa
@@ -48,21 +48,21 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As `torch.nn.functional.scaled_dot_product_attention`, with its gradients, also that of a float `attn_mask`.
+    """The same as `torch.nn.functional.scaled_dot_product_attention`, with gradients, also for a float `attn_mask`.
 
-    Under autocast tensors are taken in its dtype, as torch's function takes them.
+    Under autocast, tensors are converted to its dtype, as in torch's function.
 
     Args:
-        query: `[..., H, L, E]`, rank 2 or more; leading dims of the three broadcast, as in a matrix product. Or all
-            three are nested tensors `[B, H, L, E]` of layout `torch.jagged`: sequences of `varlen_attention`.
+        query: `[..., H, L, E]`, rank 2 or more; leading dims of query, key and value broadcast, as in a matrix product.
+            Or all three are nested tensors `[B, H, L, E]` of layout `torch.jagged`, computed by `varlen_attention`.
         key: `[..., Hkv, S, E]`.
         value: `[..., Hkv, S, Ev]`.
-        attn_mask: broadcasts to `[..., H, L, S]`: bool (True = attend) or float (added), or a `CausalBias` of
-            `torch.nn.attention.bias`. Not with `is_causal`.
-        dropout_p: 0.0; anything else is refused.
-        is_causal: row `i` sees keys 0 to `i`, also where `L != S` (top left).
-        scale: default `E ** -0.5`.
-        enable_gqa: `H` may be a multiple of `Hkv`. Without it they are equal, or one of them is 1.
+        attn_mask: bool (True: attend) or float (added to the scores), broadcast to `[..., H, L, S]`; or a `CausalBias`
+            of `torch.nn.attention.bias`. Not with `is_causal`.
+        dropout_p: must be 0.0.
+        is_causal: query `i` sees keys 0 to `i`, also if `L != S` (top-left alignment).
+        scale: factor of the scores. Default: `E ** -0.5`.
+        enable_gqa: allow `H` to be a multiple of `Hkv`. Otherwise they are equal, or one of them is 1.
 
     Returns:
         `[..., H, L, Ev]` in query's dtype; 0 in rows that see no key.
@@ -139,7 +139,7 @@ def _heads(q: int, k: int, v: int, enable_gqa: bool) -> tuple[int, int]:
 
 
 def why_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> str | None:
-    """Why torch's own function would serve this call, in a few words; None if tilewise does, or refuses it.
+    """Why torch's own function would serve this call, as a short text; None if tilewise serves or refuses it.
 
     >>> why_torch(*[torch.zeros(1, 1, 2, 8, dtype=torch.float64)] * 3)
     'float64: tilewise computes in float32'
@@ -152,28 +152,28 @@ def why_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest
 
 
 def install(*, fallback: bool = False) -> None:
-    """Puts tilewise's function in the place of torch's.
+    """Replaces torch's `scaled_dot_product_attention` by tilewise's.
 
-    In `torch.nn.functional` and in every module that has taken it from there. On the CPU, where this torch has a
-    registry of flash kernels, torch's own function too calls tilewise in the place of that kernel: for code that holds
-    the function in other ways, and for torch's C++ modules. What tilewise cannot serve there, torch serves.
+    It is replaced in `torch.nn.functional` and in every module that has imported it from there. On the CPU, if this
+    torch has a registry of flash kernels, tilewise also replaces that kernel below torch's own function. This reaches
+    code that holds the function in other ways, and torch's C++ modules. What tilewise cannot serve there, torch serves.
 
     Args:
-        fallback: what tilewise refuses is left to torch, with a warning the first time; `fallbacks` counts all.
+        fallback: calls that tilewise refuses go to torch, with a warning the first time; `fallbacks` counts them.
     """
     _put(_or_torch if fallback else scaled_dot_product_attention)
     sdpa_kernel.activate()
 
 
 def uninstall() -> None:
-    """Puts torch's own function back."""
+    """Restores torch's own function."""
     _put(_torchs)
     sdpa_kernel.restore()
 
 
 @contextmanager
 def installed(*, fallback: bool = False) -> Iterator[None]:
-    """`install()` for a block of code; afterwards what was there before is back."""
+    """A context manager: `install()` on entry; on exit, what was there before is restored."""
     before = torch.nn.functional.scaled_dot_product_attention
     active = sdpa_kernel.active()
     install(fallback=fallback)
@@ -194,7 +194,7 @@ def _or_torch(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention`, and torch's where it refuses."""
+    """`scaled_dot_product_attention`, or torch's where it refuses."""
     try:
         return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     except (InvalidArgument, Unsupported) as refusal:
@@ -207,7 +207,7 @@ def _or_torch(
 
 
 def _count(refusal: Exception) -> None:
-    """Counts a call that torch serves; the first one is told."""
+    """Counts a call that torch serves, and warns of the first one."""
     if not fallbacks:
         warnings.warn(f"torch serves what tilewise cannot, from here on unsaid: {refusal}", stacklevel=3)
     fallbacks[getattr(refusal, "argument", type(refusal).__name__)] += 1
@@ -222,7 +222,7 @@ _holders: list[tuple[ModuleType, str]] = []  # where else torch's function was f
 
 
 def _put(function: Callable[..., torch.Tensor]) -> None:
-    """The function in torch.nn.functional, and in the modules that have taken torch's from there."""
+    """Sets the function in torch.nn.functional and in modules that have imported torch's from there."""
     torch.nn.functional.scaled_dot_product_attention = function
     if function is not _torchs:
         for module in list(sys.modules.values()):

@@ -1,4 +1,4 @@
-"""SGLang with tilewise as an attention backend of its own: `--attention-backend tilewise`.
+"""tilewise as an attention backend of SGLang: `--attention-backend tilewise`.
 
 SGLang finds `register` by the entry point `tilewise` of its group `sglang.srt.plugins`. Written for SGLang 0.5.23: keys
 and values of a layer are two tensors of token slots `[slots, Hkv, D]`, and a table has the slot of each token of each
@@ -23,7 +23,7 @@ NAME = "tilewise"
 
 
 def register() -> None:
-    """Tells SGLang of the backend, and its command line of the name."""
+    """Registers the backend with SGLang and its name with the command line."""
     from sglang.srt.server_args import add_attention_backend_choices
 
     register_attention_backend(NAME)(TilewiseBackend)

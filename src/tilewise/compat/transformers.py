@@ -1,7 +1,7 @@
 """Hugging Face transformers with tilewise as an attention implementation.
 
 Any model that uses transformers' attention interface takes `attn_implementation="tilewise"` once tilewise is imported,
-before transformers or after it: `discovery` calls `register`.
+before or after transformers: `discovery` calls `register`.
 
 >>> from tilewise.compat import transformers as tilewise_transformers
 >>> tilewise_transformers.register()
@@ -40,7 +40,7 @@ FLASH = "tilewise/flash-attn2"
 
 
 def register(name: str = "tilewise") -> str:
-    """Makes `name` an attention implementation of transformers: its attention function and its mask function.
+    """Registers `name` as an attention implementation of transformers: an attention function and a mask function.
 
     Returns:
         `name`, for `from_pretrained(..., attn_implementation=name)` or `model.set_attn_implementation(name)`.
@@ -54,9 +54,9 @@ def register(name: str = "tilewise") -> str:
 
 
 def register_flash() -> str:
-    """Makes tilewise's flash-attn functions a kernel that transformers can load by `kernels`, from this machine alone.
+    """Registers tilewise's flash-attn functions as a local kernel that transformers can load with `kernels`.
 
-    For continuous batching, which takes no other implementation than torch's and those of FlashAttention's form.
+    Continuous batching needs it: it takes only torch's implementations and those with FlashAttention's interface.
 
     Returns:
         The name, for `model.set_attn_implementation(name, allow_all_kernels=True)`.
@@ -89,29 +89,29 @@ def attention_forward(
     max_length_k: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function.
+    """The attention function that transformers calls.
 
     Args:
-        query: `[B, H, Lq, D]`; key `[B, Hkv, Lk, D]`; value `[B, Hkv, Lk, Dv]`. Or both what a `QuantisedCache` or a
-            `LatentCache` holds.
-        attention_mask: what `make_mask` made, or a mask `[B, 1 or H, Lq, Lk]` of the model's own: bool, or added.
-        dropout: 0.0; anything else is refused.
-        scaling: default `D ** -0.5`.
-        is_causal: without a mask, row `i` sees keys 0 to `i`. Default: the module's `is_causal`.
+        query: `[B, H, Lq, D]`.
+        key: `[B, Hkv, Lk, D]`, or the contents of a `QuantisedCache` or `LatentCache`.
+        value: `[B, Hkv, Lk, Dv]`, or likewise.
+        attention_mask: the result of `make_mask`, or the model's own mask `[B, 1 or H, Lq, Lk]`, bool or additive.
+        dropout: must be 0.0.
+        scaling: factor of the scores. Default: `D ** -0.5`.
+        is_causal: without a mask, query `i` sees keys 0 to `i`. Default: the module's `is_causal`.
         softcap, s_aux: `softcap` and `sinks` of `tilewise.attention`.
         position_bias: `[1 or B, H, Lq, Lk]`, added to the scores.
-        indices: `[B, Lq, n]`, `key_indices` of `tilewise.attention` (DeepSeek V3.2 and others choose keys).
-        block_indices: `[B, Hkv, Lq, n]`, blocks of keys for each query (MiniMax M3), of the module's `block_size`.
-        cu_seq_lens_q, cu_seq_lens_k: offsets of sequences that are packed in one row.
-        max_length_q, max_length_k: the longest of them.
+        indices: `[B, Lq, n]`: `key_indices` of `tilewise.attention`, for models that choose keys (DeepSeek V3.2, ...).
+        block_indices: `[B, Hkv, Lq, n]`: key blocks of each query (MiniMax M3), of the module's `block_size`.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of sequences that are packed into one row.
+        max_length_q, max_length_k: length of the longest of them.
 
-    Under autocast query, key and value are taken in its dtype, as torch's function takes them.
-
-    A window needs no argument: it is part of the mask. What else transformers hands over (positions, flags of the
-    model) does not change attention.
+    Under autocast, query, key and value are converted to its dtype, as in torch's function. Windows need no argument:
+    they are part of the mask. Other arguments that transformers passes (positions, flags of the model) do not change
+    attention.
 
     Returns:
-        `[B, Lq, H, Dv]`, and None in the place of attention weights.
+        `[B, Lq, H, Dv]`, and None instead of attention weights.
     """
     if dropout != 0.0:
         raise InvalidArgument(

@@ -1,12 +1,12 @@
-"""vLLM with tilewise as an attention backend of its own: `vllm serve ... --attention-backend TILEWISE`.
+"""tilewise as an attention backend of vLLM: `vllm serve ... --attention-backend TILEWISE`.
 
 vLLM finds `register` by the entry point `tilewise` of its group `vllm.general_plugins`. Written for vLLM 0.32: keys and
 values of a layer lie in one tensor `[blocks, Hkv, block size, 2 D]` of any strides, and a batch is packed queries with
 offsets, lengths and a block table. That is one `paged_attention` call.
 
-Decode context parallel (`--decode-context-parallel-size R`): token i of a request is on rank i mod R of its group. The
-queries of all their heads are gathered, each rank attends to its tokens by an affine rule of positions, whatever the
-batch is made of, and gets what all found of its own heads: a gather and an all-to-all in each layer.
+Decode context parallel (`--decode-context-parallel-size R`): token i of a request is on rank i mod R of its group. In
+each layer the queries of all heads are gathered, each rank attends over its own tokens with an affine rule of
+positions, for any kind of batch, and gets the merged results of its own heads: one gather and one all-to-all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 def register() -> None:
-    """Tells vLLM of the backend; vLLM calls this in each of its processes."""
+    """Registers the backend with vLLM, which calls this in each of its processes."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def registered() -> Any:
-    """The backend in vLLM's list, which it is told of first."""
+    """The backend in vLLM's list, after registering it."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     register()
@@ -59,7 +59,7 @@ def registered() -> Any:
 
 
 def _let_cpus_choose(platform: Any, path: str) -> None:
-    """On a CPU vLLM takes its own backend, whatever it is asked for: now it takes this one if this one is asked for."""
+    """On a CPU vLLM ignores the requested backend and takes its own; this makes it take tilewise if requested."""
     theirs = platform.get_attn_backend_cls
     if getattr(theirs, "by_tilewise", False):
         return
@@ -77,7 +77,7 @@ def _let_cpus_choose(platform: Any, path: str) -> None:
 
 
 class TilewiseBackend(AttentionBackend):
-    """What tilewise can do, as vLLM asks for it."""
+    """What tilewise supports, in vLLM's interface."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
@@ -142,7 +142,7 @@ class TilewiseMetadata(AttentionMetadata):
 
 
 class TilewiseBuilder(AttentionMetadataBuilder[TilewiseMetadata]):
-    """Takes what tilewise needs out of vLLM's batch; nothing is planned ahead."""
+    """Extracts what tilewise needs from vLLM's batch; nothing is planned ahead."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -250,7 +250,7 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
 
     def memory(self, kv_cache: torch.Tensor) -> Memory:
-        """The cache of this layer, made use of once."""
+        """The cache of this layer; made once."""
         if self._memory is None or not self._memory.is_of(kv_cache):
             self._memory = Memory(kv_cache)
         return self._memory

@@ -14,7 +14,7 @@ MOST_KEPT = 4096
 
 
 class OtherDevice(str):
-    """A backend's reason to refuse a call that says nothing of it: the backend is made for another kind of device."""
+    """A backend's reason to refuse any call: the backend is for another kind of device."""
 
     __slots__ = ()
 
@@ -31,9 +31,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The choice made for a `Problem`. `str(plan)` is for people.
+    """What runs for a `Problem`: backend, kernel, tile, splits and workspace. `str(plan)` is readable text.
 
-    `plan()` fills in `cost`, which may have to read lengths and masks; a call does not.
+    `cost` is filled in by `tilewise.plan`, which may have to read lengths and masks for it; a call does not.
     """
 
     problem: Problem
@@ -49,7 +49,7 @@ class Plan:
     detail: Any = field(default=None, compare=False, repr=False)  # what the backend keeps for its launches
 
     def summary(self) -> str:
-        """The plan in a line."""
+        """The plan as one line."""
         words = [f"{self.backend}: {self.kernel}", f"tile {self.tile[0]} x {self.tile[1]}"]
         if self.splits > 1:
             words.append(f"{self.splits} splits")
@@ -59,7 +59,7 @@ class Plan:
         return self.text()
 
     def text(self, every_backend: bool = False) -> str:
-        """The plan in lines. Backends for another kind of device are left out unless `every_backend`."""
+        """The plan as text. Backends for another kind of device are left out unless `every_backend`."""
         p = self.problem
         kv = p.kv_heads if p.kv_heads != p.heads else p.heads
         width = f"{p.head_dim}" if p.head_dim == p.value_dim else f"{p.head_dim}/{p.value_dim}"
@@ -116,7 +116,7 @@ def _size(count: int) -> str:
 
 
 class ByPlan(Generic[Made]):
-    """What `make` makes of a plan, made once: kept by the plan's identity, for the planner keeps plans."""
+    """Results of `make(plan)`, computed once and cached by the plan's identity, since the planner caches plans."""
 
     def __init__(self, make: Callable[[Plan], Made]) -> None:
         self.make = make

@@ -24,7 +24,7 @@ SKIP, MIXED, FULL = 0, 1, 2
 
 
 class TileCounts(NamedTuple):
-    """How many tiles of each kind, over all planes."""
+    """Number of tiles in each state, over all planes."""
 
     skip: int
     mixed: int
@@ -33,19 +33,19 @@ class TileCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileMap:
-    """A score matrix `[Lq, Lk]` cut into tiles `(BQ, BK)`, each 0 skip, 1 mixed or 2 full.
+    """The state of each tile `(BQ, BK)` of a score matrix `[Lq, Lk]`: 0 skip, 1 mixed or 2 full.
 
-    Make one with `from_mask` or `from_spec`, combine them with `&`, hand it to a call as `tile_map=`. The output is the
-    same, bit for bit, with and without it. `from_blocks` and `from_topk` make maps of what queries choose; a call is
-    told of that by `block_indices=`, which `block_indices()` lists.
+    Make maps with `from_mask` or `from_spec`, combine them with `&`, and pass one to a call as `tile_map=`. The output
+    is the same, bit for bit, with and without it. `from_blocks` and `from_topk` make maps of blocks that queries
+    choose; pass these to a call as `block_indices=`, which `block_indices()` gives.
 
     Args:
-        states: uint8 `[1 or B, 1 or H, nq, nk]`; `nq = ceil(Lq / BQ)`, or 1 where the mask is broadcast, `nk` likewise.
+        states: uint8 `[1 or B, 1 or H, nq, nk]`. `nq = ceil(Lq / BQ)`, or 1 where the mask is broadcast; `nk` likewise.
         tile: `(BQ, BK)`.
-        shape: `(Lq, Lk)` of what was classified; 1 where a mask is broadcast.
-        mask_kind: `"bool"` or `"float"` if it classifies a dense mask.
-        spec: the rules, if it classifies position rules.
-        chosen: whether it holds a choice of blocks, which a call must have as `block_indices` too.
+        shape: `(Lq, Lk)` of the classified mask or rules; 1 where a mask is broadcast.
+        mask_kind: `"bool"` or `"float"` if the map classifies a dense mask.
+        spec: the rules, if the map classifies position rules.
+        chosen: whether the map holds chosen blocks, which a call needs as `block_indices` too.
     """
 
     states: torch.Tensor
@@ -81,7 +81,7 @@ class TileMap:
             self.check_states()
 
     def check_states(self) -> None:
-        """Every tile is skip, mixed or full. On a GPU this waits for the map: a call does it with `validate=True`."""
+        """Checks that every state is 0, 1 or 2. It synchronises a GPU, where calls do it only with `validate=True`."""
         if self.states.numel() and int(self.states.max()) > FULL:
             raise InvalidArgument("states", int(self.states.max()), "0 (skip), 1 (mixed) or 2 (full) in every tile")
 
@@ -89,8 +89,8 @@ class TileMap:
     def from_mask(cls, mask: Any, tile: tuple[int, int] = (64, 64)) -> TileMap:
         """Classifies a dense bool or float mask of rank 2, 3 or 4, on the mask's device.
 
-        Only False or `-inf` hides a cell. A tile is full when every cell is visible and, in a float mask, exactly 0.
-        Cells past the edges count as neither.
+        Only False or `-inf` hides a cell. A tile is full if every cell is visible and, in a float mask, exactly 0.
+        Cells past the edges are ignored.
 
         >>> print(TileMap.from_mask(torch.ones(8, 8).tril().bool(), (2, 2)))
         TileMap 8 x 8 in tiles of 2 x 2: 6 skip, 4 mixed, 6 full
@@ -125,7 +125,7 @@ class TileMap:
         device: torch.device | str | None = None,
         **options: Unpack[RuleOptions],
     ) -> TileMap:
-        """Classifies what position rules hide, by arithmetic: no mask is built. The rules are those of `attention`.
+        """Classifies position rules by arithmetic, without building a mask. The rules are those of `attention`.
 
         >>> TileMap.from_spec(4096, 4096, (128, 128), causal=True, window=512).density
         0.146484375
@@ -139,8 +139,9 @@ class TileMap:
 
     @classmethod
     def from_blocks(cls, block_indices: Any, block_size: int, Lq: int, Lk: int) -> TileMap:
-        """The blocks that `block_indices` choose, `[B, ceil(Lq / block_size), n]` or `[B, Hkv, ...]`: full, the others
-        are skipped.
+        """A map in which the chosen blocks are full and all others are skipped.
+
+        `block_indices` is `[B, ceil(Lq / block_size), n]` or `[B, Hkv, ceil(Lq / block_size), n]`; -1 is no block.
 
         >>> print(TileMap.from_blocks(torch.tensor([[[0, -1], [1, 3]]]), 2, 4, 8))
         TileMap 4 x 8 in tiles of 2 x 2: 5 skip, 0 mixed, 3 full
@@ -156,8 +157,9 @@ class TileMap:
 
     @classmethod
     def from_topk(cls, scores: Any, count: int, tile: tuple[int, int], Lq: int, Lk: int) -> TileMap:
-        """The `count` best tiles of each row of tiles, by `scores` `[B, H, nq, nk]` (or without B, or both); those of
-        `-inf` are never chosen.
+        """A map with the `count` tiles of highest score in each row of tiles.
+
+        `scores` is `[B, H, nq, nk]`, `[H, nq, nk]` or `[nq, nk]`. Tiles with a score of `-inf` are never chosen.
 
         >>> print(TileMap.from_topk(torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 4.0]]), 2, (4, 4), 8, 12))
         TileMap 8 x 12 in tiles of 4 x 4: 2 skip, 0 mixed, 4 full
@@ -167,9 +169,10 @@ class TileMap:
         return cls(best_of(scores, count), as_tile("tile", tile), (as_size("Lq", Lq), as_size("Lk", Lk)), chosen=True)
 
     def block_indices(self) -> torch.Tensor:
-        """The tiles that are not skipped, as `block_indices` of a call: int32 `[1 or B, H, nq, n]`, -1 past a row's.
+        """The tiles that are not skipped, as `block_indices` of a call: int32 `[1 or B, H, nq, n]`, padded with -1.
 
-        A call takes `[B, Hkv, nq, n]`: expand one of a single plane. For square tiles; on a GPU this waits for the map.
+        A call takes `[B, Hkv, nq, n]`, so expand a map of a single plane. Tiles must be square. On a GPU this
+        synchronises.
 
         >>> TileMap.from_spec(6, 6, (2, 2), causal=True).block_indices()[0, 0].tolist()
         [[0, -1, -1], [0, 1, -1], [0, 1, 2]]
@@ -180,7 +183,7 @@ class TileMap:
         return indices_of(self.states)
 
     def __and__(self, other: TileMap) -> TileMap:
-        """The map of both: a tile is skipped where either skips it and full where both are full."""
+        """Combines two maps: a tile is skipped if either skips it, and full if both are full."""
         if not isinstance(other, TileMap):
             return NotImplemented
         if self.tile != other.tile:
@@ -198,7 +201,7 @@ class TileMap:
                        chosen=self.chosen or other.chosen)  # fmt: skip
 
     def retile(self, tile: tuple[int, int]) -> TileMap:
-        """The same map in other tiles; a tile that crosses tiles of several kinds becomes mixed."""
+        """The same map with another tile size. A tile that covers tiles of different states becomes mixed."""
         tile = as_tile("tile", tile)
         if tile == self.tile:
             return self
@@ -208,7 +211,7 @@ class TileMap:
         return TileMap(states, tile, self.shape, self.mask_kind, self.spec, self.chosen)
 
     def counts(self) -> TileCounts:
-        """Tiles of each kind, over all planes (on a GPU this waits for the map)."""
+        """Number of tiles in each state, over all planes. On a GPU this synchronises."""
         skip, mixed, full = torch.bincount(self.states.flatten().long(), minlength=3).tolist()
         return TileCounts(skip, mixed, full)
 
@@ -225,10 +228,10 @@ class TileMap:
         return as_text(self)
 
     def plot(self, ax: Axes | None = None, plane: tuple[int, int] = (0, 0)) -> Axes:
-        """Draws one plane with matplotlib and returns its `Axes`, of a new figure unless `ax` is given.
+        """Draws one plane with matplotlib and returns its `Axes`, in a new figure unless `ax` is given.
 
-        `ax.figure.savefig("tiles.png")` saves it. The legend lies beside the axes: a new figure makes room for it, one
-        of your own does with `layout="constrained"`, or is saved whole with `bbox_inches="tight"`.
+        `ax.figure.savefig("tiles.png")` saves it. The legend is beside the axes. A new figure has room for it; a figure
+        of your own needs `layout="constrained"`, or `bbox_inches="tight"` when it is saved.
         """
         from .tile_pictures import draw
 

@@ -1,4 +1,4 @@
-"""Attention over many devices: sequences sharded over the ranks of a mesh, on `torch.distributed`.
+"""Attention over many devices: sequences sharded over the ranks of a mesh, with `torch.distributed`.
 
 from torch.distributed.device_mesh import init_device_mesh
 from tilewise import distributed
@@ -18,7 +18,7 @@ from .plan import DistributedPlan, Machine, RankPlan, plan
 
 
 def register_sharding_rules() -> None:
-    """Lets `tilewise.attention` take DTensors: sharded by batch rows or heads, or replicated. Once is enough."""
+    """Lets `tilewise.attention` take DTensors, sharded by batch rows or heads, or replicated. Call it once."""
     from . import sharding  # torch.distributed.tensor is large
 
     sharding.register_sharding_rules()

@@ -1,4 +1,4 @@
-"""The arguments of a call over several ranks, checked, to a `Task` and its tensors."""
+"""Checks the arguments of a call over several ranks and makes its `Task` and tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KNOWN = ("layout", "validate", *PASSED_ON, *RULES, *EXTRAS)
 
 
 def lengths_of(length: Any, cu_seqlens: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The tokens of q and of k on all ranks: as given, else all of packed sequences, else None."""
+    """The number of tokens of q and k on all ranks: as given, else that of packed sequences, else None."""
     length = tuple(length) if isinstance(length, list) else length
     of_q, of_k = length if isinstance(length, tuple) and len(length) == 2 else (length, length)
     cu_q, cu_k = (packed_length(cu) for cu in cu_seqlens)

@@ -1,4 +1,4 @@
-"""`attention` of sharded sequences: heads exchanged where the scheme says so, and the ring."""
+"""`attention` of sharded sequences: the ring, and the exchange of heads for tokens in schemes that have it."""
 
 from __future__ import annotations
 
@@ -32,42 +32,44 @@ def attention(
     return_lse: bool = False,
     **options: Any,
 ) -> torch.Tensor | AttentionState:
-    """Attention of sequences whose tokens lie over the ranks of a mesh: `tilewise.attention` of the whole, sharded.
+    """`tilewise.attention` of sequences whose tokens are sharded over the ranks of a mesh.
 
-    Every rank calls it, with its own tokens (`shard`) and the same options; the result is for its own queries. Forward
-    and backward are deterministic for a given mesh.
+    Every rank calls it with its own tokens (see `shard`) and the same options, and gets the output of its own queries.
+    Forward and backward are deterministic for a given mesh.
 
     Args:
         q: this rank's queries, `[B, H, n, D]` (or as `layout` says), or packed `[n, H, D]` with `cu_seqlens_q`.
         k: this rank's keys, `[B, Hkv, m, D]` or `[m, Hkv, D]`.
-        v: this rank's values, likewise, of `Dv`.
-        mesh: a `DeviceMesh` of one dim, or of two for `"2d"`: the ring and, inside, Ulysses. Or a process group.
-        scheme: how tokens lie and what is sent.
-            `"zigzag"`: a ring over two chunks on each rank, with equal work under a causal rule.
-            `"ring"`: a ring over contiguous parts. `"striped"`: one over tokens that are dealt out one by one.
-            `"gather"`: the same chunks as `"zigzag"`; all keys that a rank sees are brought at once, a few heads at a
-            time, and there is nothing to merge.
+        v: this rank's values, `[B, Hkv, m, Dv]` or `[m, Hkv, Dv]`.
+        mesh: a `DeviceMesh` of one dim, or of two for `"2d"` (the ring, then Ulysses), or a process group.
+        scheme: how tokens are distributed and what is sent.
+            `"zigzag"`: a ring over two chunks on each rank, with equal work for causal attention.
+            `"ring"`: a ring over contiguous parts. `"striped"`: a ring over interleaved tokens.
+            `"gather"`: the chunks of `"zigzag"`; a rank receives all keys that it sees at once, a few heads at a time,
+            and merges nothing.
             `"ulysses"`: contiguous parts; each rank gets all tokens of some heads. `H` is a multiple of the ranks.
-            `"2d"`: Ulysses on dim 1 of the mesh inside of a zigzag on dim 0.
-        length: tokens on all ranks, or those of q and of k. None: as many on each, or those of `cu_seqlens`.
-        cu_seqlens_q: int `[B + 1]` of the packed sequences on all ranks. On a GPU it is waited for: hand in one that is
-            on the CPU.
-        cu_seqlens_k: likewise; None is that of the queries.
+            `"2d"`: Ulysses on dim 1 of the mesh inside a zigzag on dim 0.
+        length: number of tokens on all ranks together, or a pair for q and k. None: equally many on each rank, or as
+            `cu_seqlens` say.
+        cu_seqlens_q: int `[B + 1]`: offsets of the packed sequences of all ranks. Pass a CPU tensor: one on a GPU has
+            to be waited for.
+        cu_seqlens_k: likewise for keys. Default: `cu_seqlens_q`.
         return_lse: return an `AttentionState`.
-        mask: this rank's rows and all keys in their order, `[..., n, Lk]`, each dim full or 1. With packed sequences
-            that of all, as in `varlen_attention`.
-        q_bias: of this rank's rows, `[B or 1, H or 1, n]`; `k_bias` of all keys. Not of packed sequences.
-        key_indices: of this rank's rows, `[B, n, m]` or `[B, Hkv, n, m]`: positions among all ranks' keys. Not packed.
-        kv_lengths: keys in use of the whole sequence, int `[B]`.
-        q_offset: the position of the first query of the whole sequence.
-        validate: True compares sizes and options between the ranks first, by one exchange; None does so for calls of
-            new sizes, dtypes or options, False never.
+        mask: `[..., n, Lk]`: this rank's rows, and all keys in sequence order; each dim full or 1. For packed
+            sequences, the mask of all ranks, as in `varlen_attention`.
+        q_bias: `[B or 1, H or 1, n]`, of this rank's rows; `k_bias` is of all keys. Not for packed sequences.
+        key_indices: `[B, n, m]` or `[B, Hkv, n, m]`, of this rank's rows: positions among the keys of all ranks. Not
+            for packed sequences.
+        kv_lengths: int `[B]`: number of keys in use in the whole sequence.
+        q_offset: position of the first query of the whole sequence.
+        validate: True: compare sizes and options between the ranks first, with one exchange. None: only for new sizes,
+            dtypes or options. False: never.
 
-    All other options as in `tilewise.attention`. `out=` and `tile_map=` are not taken.
+    All other options are those of `tilewise.attention`, except `out=` and `tile_map=`.
 
     Returns:
-        `out` as `q`, with `Dv`; with `return_lse` an `AttentionState`. Gradients of `sinks`, of `alibi_slopes` and of a
-        mask whose rows are not sharded are this rank's share: their sum over the mesh is the gradient.
+        `out` in the shape of `q`, with `Dv`; with `return_lse` an `AttentionState`. Gradients of `sinks`,
+        `alibi_slopes` and a mask whose rows are not sharded are this rank's share: sum them over the mesh.
     """
     ring, inner = ranks_of(mesh, scheme)
     cu_seqlens = values_of("cu_seqlens_q", cu_seqlens_q), values_of("cu_seqlens_k", cu_seqlens_k)
@@ -101,7 +103,7 @@ left_alone(
 
 
 def _sizes(qkv: Any, seq: int, length: tuple[Any, Any]) -> dict[str, Any]:
-    """Of q, k and v what is the same on all ranks: not the number of tokens, where `length` says how many there are."""
+    """The sizes of q, k and v that must be equal on all ranks: not the number of tokens, if `length` gives it."""
     of_q, of_k = length
     found = {}
     for name, x, whole in zip("qkv", qkv, (of_q, of_k, of_k), strict=True):
@@ -113,7 +115,7 @@ def _sizes(qkv: Any, seq: int, length: tuple[Any, Any]) -> dict[str, Any]:
 def _said(
     sizes: dict[str, Any], scheme: str, length: Any, cu_seqlens: tuple[Any, Any], options: dict[str, Any]
 ) -> dict[str, object]:
-    """What has to be the same on all ranks, by the names of the arguments."""
+    """What must be equal on all ranks, by argument name."""
     offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
     said: dict[str, object] = {"scheme": scheme, **offsets, "length": length, **sizes}
     for name in KNOWN:
@@ -134,7 +136,7 @@ def _over_ring(call: Call, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> At
 def _over_heads(
     call: Call, inner: Ranks, q: Any, k: Any, v: Any, extras: dict[str, Any], return_lse: bool
 ) -> AttentionState:
-    """Tokens for heads among the inner ranks, the ring, and back."""
+    """Exchanges tokens for heads among the inner ranks, runs the ring, and exchanges back."""
     H, Hkv, n = q.shape[call.head], k.shape[call.head], inner.size
     each = H // n
     mine = range(inner.rank * each, (inner.rank + 1) * each)
@@ -175,7 +177,7 @@ def _over_heads(
 
 
 def kv_heads(part: Sequence[int], group: int) -> list[int]:
-    """The KV heads of some query heads; one for each of them, where they share those unevenly.
+    """The KV heads of some query heads; one for each query head, if they share KV heads unevenly.
 
     >>> kv_heads(range(4, 8), 2), kv_heads(range(0, 2), 8), kv_heads(range(2, 5), 3)
     ([2, 3], [0], [0, 1, 1])

@@ -1,7 +1,7 @@
-"""`ShardedKVCache`: sequences whose tokens lie over the ranks of a mesh, for decoding (DCP).
+"""`ShardedKVCache`: sequences whose tokens are sharded over the ranks of a mesh, for decoding (DCP).
 
-Token i of a sequence lives on rank `i // interleave % R`. A step: the queries of all ranks' heads come together, each
-rank attends to its own tokens, and each gets back what all found for its heads: one gather, one all-to-all.
+Token i of a sequence is on rank `i // interleave % R`. In a step, the queries of all ranks' heads are gathered, each
+rank attends over its own tokens, and each gets back the merged results of its heads: one gather, one all-to-all.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def held(length: int, rank: int, ranks: int, interleave: int) -> int:
 
 @eager
 class ShardedKVCache:
-    """A `PagedKVCache` on each rank of a mesh, which together hold sequences of R times as many tokens.
+    """A `PagedKVCache` on each of the R ranks of a mesh; together they hold R times as many tokens.
 
-    Every rank calls every method, with the same sequences and the same new tokens; each keeps its own. Ids of sequences
-    are the same on all ranks.
+    Every rank calls every method with the same sequences and the same new tokens, and stores its own share. Sequences
+    have the same ids on all ranks.
 
     Args:
-        mesh: the ranks, as in `attention`.
-        num_pages: pages of each rank, and so are all options of `PagedKVCache`.
-        interleave: tokens that lie together on a rank.
+        mesh: as in `attention`.
+        num_pages: pages on each rank. This and all other arguments are those of each rank's `PagedKVCache`.
+        interleave: number of consecutive tokens that a rank holds before the next rank follows.
     """
 
     def __init__(self, mesh: Any, num_pages: int, page_size: int, *args: Any, interleave: int = 1, **options: Any):
@@ -66,7 +66,7 @@ class ShardedKVCache:
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedKVCache:
-        """A cache of its own over the same ranks: all of them have to make it."""
+        """A separate cache over the same ranks; all of them have to make it."""
         new = object.__new__(type(self))
         new.ranks, new.interleave = self.ranks, self.interleave
         new.cache, new._length = copy.deepcopy(self.cache, memo), dict(self._length)
@@ -76,7 +76,7 @@ class ShardedKVCache:
         return self.__dict__ | {"ranks": self.ranks._replace(group=None)}
 
     def attach(self, mesh: Any) -> None:
-        """Gives a cache that was pickled its ranks again, as many as before, this one in the same place."""
+        """Connects an unpickled cache to a mesh of the same size, in which this rank has the same place."""
         ranks, _ = ranks_of(mesh, "ring")
         if ranks[1:] != self.ranks[1:]:
             want = f"rank {self.ranks.rank} of {self.ranks.size}, whose tokens these are"
@@ -84,32 +84,32 @@ class ShardedKVCache:
         self.ranks = ranks
 
     def create(self) -> int:
-        """A new sequence of no tokens; its id."""
+        """Creates an empty sequence and returns its id."""
         sequence = self.cache.create()
         self._length[sequence] = 0
         return sequence
 
     def fork(self, sequence: int) -> int:
-        """A new sequence that shares all tokens of another."""
+        """A new sequence that shares all tokens of another; returns its id."""
         new = self.cache.fork(sequence)
         self._length[new] = self.length(sequence)
         return new
 
     def free(self, sequences: int | Sequence[int]) -> None:
-        """Ends sequences."""
+        """Frees sequences."""
         self.cache.free(sequences)
         for sequence in sequence_ids(sequences):
             del self._length[sequence]
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Shortens a sequence to `length` tokens, on all ranks together."""
+        """Shortens a sequence to `length` tokens, counted over all ranks."""
         if not is_int(length) or not 0 <= length <= self.length(sequence):
             raise InvalidArgument("length", repr(length), f"0 to {self.length(sequence)}, what the sequence holds")
         self.cache.truncate(sequence, self._held(length))
         self._length[sequence] = length
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence, on all ranks together."""
+        """Number of tokens of a sequence on all ranks together."""
         (number,) = sequence_ids([sequence])
         if number not in self._length:
             raise InvalidArgument("sequence", repr(sequence), "the id of a sequence that is not freed")
@@ -119,7 +119,10 @@ class ShardedKVCache:
         return held(length, self.ranks.rank, self.ranks.size, self.interleave)
 
     def append(self, sequences: int | Sequence[int], k: torch.Tensor, v: torch.Tensor | None = None) -> None:
-        """Adds `[B, Hkv, L, D]` tokens, of which each rank keeps its own, to a cache of one layer; latent ones by k."""
+        """Appends tokens `[B, Hkv, L, D]`, of which each rank stores its own, in a cache with one layer.
+
+        A latent cache takes only k.
+        """
         _check_rows("k", k)
         self.extend(sequences, k.shape[2]).write(k, v)
 
@@ -127,7 +130,7 @@ class ShardedKVCache:
         """Makes room for `count` new tokens of each sequence, once for all layers.
 
         Raises:
-            CacheFull: this rank has too few pages. Others may have room: size the ranks alike.
+            CacheFull: this rank has too few free pages. Others may have enough: give all ranks the same size.
         """
         if not is_int(count) or count < 0:
             raise InvalidArgument("count", repr(count), "a number of new tokens of each sequence, 0 or more")
@@ -139,7 +142,7 @@ class ShardedKVCache:
         return ShardedBatch(self, ids, batch, before, count)
 
     def attend(self, sequences: int | Sequence[int], q: torch.Tensor, **options: Any) -> Any:
-        """Attention of the last tokens' queries; see `ShardedBatch.attend`."""
+        """Attention of the last tokens' queries over their sequences; see `ShardedBatch.attend`."""
         _check_rows("q", q)
         ids = sequence_ids(sequences)
         before = [self.length(sequence) - q.shape[2] for sequence in ids]
@@ -152,13 +155,13 @@ class ShardedKVCache:
 
 @eager
 class ShardedBatch:
-    """What `ShardedKVCache.extend` gives: new tokens of some sequences, the same for all layers."""
+    """The result of `ShardedKVCache.extend`: room for new tokens of some sequences, in all layers."""
 
     def __init__(self, cache: ShardedKVCache, sequences: list[int], batch: Any, before: list[int], count: int) -> None:
         self.cache, self.sequences, self.batch, self.before, self.count = cache, sequences, batch, before, count
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None = None, layer: int = 0) -> None:
-        """Stores this rank's of the new tokens `[B, Hkv, L, D]` of a layer; of latent rows `k` alone."""
+        """Stores this rank's share of the new tokens `[B, Hkv, L, D]` of a layer. A latent cache takes only k."""
         for name, x in (("k", k), ("v", v)) if v is not None else (("k", k),):
             _check_rows(name, x)
             if x.shape[0] != len(self.sequences) or x.shape[2] != self.count:
@@ -181,19 +184,18 @@ class ShardedBatch:
         """Attention of the new tokens' queries over their sequences, on all ranks together.
 
         Args:
-            q: `[B, H, L, D]`: of this rank's heads, or with `gather=False` the same heads on every rank.
+            q: `[B, H, L, D]`: this rank's heads or, with `gather=False`, the same heads on every rank.
             layer: which layer's keys and values.
             causal: a query sees keys up to its own position.
-            gather: the heads of q are a part of all, as tensor parallelism has them: those of rank 0, then of rank 1.
+            gather: q has this rank's share of the heads, as in tensor parallelism: rank 0 has the first H, and so on.
             sinks: `[H]`, of this rank's heads.
-            alibi_slopes: of the heads of all ranks, and only with `interleave=1`.
+            alibi_slopes: of the heads of all ranks; only with `interleave=1`.
 
-        Of other options those that need no rows or keys of their own: `scale`, `window`, `chunk`, `softcap`,
-        `split_size`, `allow_tf32`, `return_lse`, `backend`, `validate`. Ranks compare sizes and options as in
-        `attention`.
+        The other options are `scale`, `window`, `chunk`, `softcap`, `split_size`, `allow_tf32`, `return_lse`, `backend`
+        and `validate`. Ranks compare sizes and options as in `attention`.
 
         Returns:
-            `[B, H, L, Dv]` of the heads of `q`; with `return_lse` an `AttentionState`.
+            `[B, H, L, Dv]` for the heads of `q`; with `return_lse` an `AttentionState`.
         """
         c, ranks = self.cache, self.cache.ranks
         if ranks.size > 1 and ranks.group is None:

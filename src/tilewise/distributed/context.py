@@ -1,4 +1,4 @@
-"""`context_parallel`: models whose attention goes through torch's SDPA or transformers, over a mesh, as they are."""
+"""`context_parallel`: unchanged models, with attention by torch's SDPA or transformers, over a mesh."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def context_parallel(
     no_restore_buffers: set[torch.Tensor] | None = None,
     scheme: str = "zigzag",
 ) -> Iterator[None]:
-    """Inside, `buffers` are this rank's parts of them, and attention is that of the whole sequence.
+    """A context in which `buffers` hold this rank's part, and attention is over the whole sequence.
 
-    The signature is that of `torch.distributed.tensor.experimental.context_parallel`. Served are
-    `torch.nn.functional.scaled_dot_product_attention` and transformers' models with `attn_implementation="tilewise"`:
-    causal or not, windows, softcap, sinks, GQA, on any device. The backward pass belongs inside too, since it reads
-    buffers that the forward pass has read; outside it needs them in `no_restore_buffers`, and autograd says so.
+    The signature is that of `torch.distributed.tensor.experimental.context_parallel`. It covers
+    `torch.nn.functional.scaled_dot_product_attention` and transformers models with `attn_implementation="tilewise"`:
+    causal or not, windows, softcap, sinks, GQA, on any device. Run the backward pass inside the context too, since it
+    reads buffers that the forward pass has read. Outside, these must be in `no_restore_buffers`, else autograd raises.
 
     Args:
         mesh: as in `attention`.
-        buffers: tensors with a dim of tokens, the same on every rank: inputs, position ids, labels that are shifted
-            already. They are changed in place, and restored at the end.
-        buffer_seq_dims: that dim of each.
-        no_restore_buffers: those of them that need not be restored.
+        buffers: tensors with a token dim, the same on every rank: inputs, position ids, labels (already shifted). They
+            are changed in place and restored at the end.
+        buffer_seq_dims: the token dim of each buffer.
+        no_restore_buffers: those buffers that need not be restored.
         scheme: as in `attention`.
     """
     held = list(buffers or ())

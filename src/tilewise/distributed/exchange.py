@@ -1,4 +1,4 @@
-"""Messages between ranks: K and V on their way, gradients on their way home, heads for tokens."""
+"""Messages between ranks: K and V to those that need them, their gradients back, and heads exchanged for tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Home = Callable[[Range, torch.Tensor], None]
 
 
 def take(x: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
-    """Rows of `x`, contiguous; without a copy where they are all of a contiguous tensor."""
+    """Rows of `x`, contiguous; not copied if they are all rows of a contiguous tensor."""
     parts = [x.narrow(dim, lo, hi - lo) for lo, hi in ranges]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -29,7 +29,7 @@ def resized(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def connect(ranks: Ranks, device: torch.device) -> None:
-    """Brings all ranks of a group together, once.
+    """One exchange of all ranks of a group, once.
 
     NCCL makes its communicator in a group's first exchange, in which all ranks must then take part; in a step of a ring
     some have nothing to send.
@@ -41,7 +41,7 @@ def connect(ranks: Ranks, device: torch.device) -> None:
 
 
 class Messages:
-    """Messages that are under way: `wait` for them before what was received is read, or what was sent is reused."""
+    """Messages in transit: `wait` before reading what is received or reusing what is sent."""
 
     def __init__(self, ranks: Ranks, sends: Sequence[tuple[int, Tensors]], receipts: Sequence[tuple[int, Tensors]]):
         self.ranks, self.held = ranks, (sends, receipts)
@@ -70,7 +70,7 @@ class Messages:
 
 
 class Bringing:
-    """The keys and values of a round, under way to this rank; `buffer` waits for them.
+    """The keys and values of a round, in transit to this rank; `buffer` waits for them.
 
     `taken` are rows that were cut from `tensors` for rounds before; those of this one are added.
     """
@@ -112,7 +112,7 @@ class Bringing:
 
 
 class Returning:
-    """Gradients of a round's keys and values, under way to where those live; `add` waits for this rank's own.
+    """Gradients of a round's keys and values, in transit to their owners; `add` waits for this rank's own.
 
     `home` are functions that take some rows of each and their gradient.
     """
@@ -152,14 +152,14 @@ class Returning:
                 at += hi - lo
 
     def add(self) -> None:
-        """What others found of this rank's keys and values, added in the order of ranks: the same bits each time."""
+        """Adds other ranks' gradients of this rank's keys and values in the order of ranks: deterministic."""
         self.messages.wait()
         for to, parts in zip(self.round.sends, self.came, strict=True):
             self._add(parts, to)
 
 
 def drain(under_way: Sequence[Bringing | Returning]) -> None:
-    """Waits for messages whose results nobody wants any more, after an error."""
+    """Waits, after an error, for messages whose results are no longer needed."""
     for each in under_way:
         with contextlib.suppress(RankLost):
             each.messages.wait()
@@ -179,7 +179,7 @@ def all_to_all(parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], r
 
 
 class Heads:
-    """Who has which tokens of all heads before, and all tokens of which heads after an exchange."""
+    """An exchange: before it, each rank has some tokens of all heads; after it, all tokens of some heads."""
 
     def __init__(self, ranks: Ranks, heads: Sequence[Sequence[int]], sizes: Sequence[int], head: int, seq: int) -> None:
         self.ranks, self.heads, self.sizes, self.head, self.seq = ranks, heads, sizes, head, seq

@@ -1,4 +1,4 @@
-"""Exchanges that fail: a rank has died, hangs, or was called with something else."""
+"""Failed exchanges: a rank has died, hangs, or was called with other arguments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class RankLost(RuntimeError):
-    """Another rank did not send what this one needs, or did not take what it was sent: it has died, or hangs."""
+    """An exchange with another rank failed: that rank has died, hangs, or was called with other arguments."""
 
 
 def lost_rank(ranks: Ranks, peers: Sequence[int], error: Exception) -> RankLost:
-    """What a failed exchange means, in words."""
+    """The error for a failed exchange."""
     them = ", ".join(map(str, peers))
     what = str(error).strip().partition("\n")[0][:300]
     return RankLost(
@@ -34,7 +34,7 @@ def lost_rank(ranks: Ranks, peers: Sequence[int], error: Exception) -> RankLost:
 
 @contextmanager
 def told(ranks: Ranks) -> Iterator[None]:
-    """Around an exchange of all ranks: what fails is said in words."""
+    """Turns errors of an exchange between all ranks into `RankLost`."""
     try:
         yield
     except RuntimeError as error:
@@ -47,12 +47,12 @@ MOST_KINDS = 4096
 
 
 def is_known(ranks: Ranks, kind: Any) -> bool:
-    """Whether a group has agreed on a call of this kind: the same on all ranks, if their calls were the same."""
+    """Whether a group has agreed on a call of this kind; ranks whose calls were equal give the same answer."""
     return ranks.size == 1 or kind in _kinds.get(ranks.group, ())
 
 
 def agree(ranks: Ranks, said: dict[str, object], device: torch.device, kind: Any = None) -> None:
-    """Raises on all ranks if one says something else; by one exchange of digests. Else the kind of call is known."""
+    """Compares `said` between ranks by one exchange of digests. Raises on all if it differs, else `kind` is known."""
     if ranks.size == 1:
         return
     mine = torch.tensor([zlib.crc32(repr(x).encode()) for x in said.values()], device=device)

@@ -1,9 +1,9 @@
 """Attention over a ring of ranks as one autograd function.
 
-Forward: while a round's parts are computed, the keys of the next one are under way. Results of parts are merged in
-float32, in the order of rounds.
-Backward: keys are sent anew in these rounds; each part has the `out` and `lse` of all keys, so that its gradients add
-up. Those of keys and values go straight to their owner, while the next round is computed.
+Forward: while the parts of a round are computed, the keys of the next round are in transit. Results of parts are merged
+in float32, in the order of rounds.
+Backward: keys are sent again in the same rounds. Each part has the `out` and `lse` of all keys, so that its gradients
+add up. Gradients of keys and values go directly to their owner while the next round is computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the tokens of a sequence lie over the ranks of a mesh: which rank holds which, in which order.
+"""How the tokens of a sequence are distributed over the ranks of a mesh: which rank holds which, in which order.
 
 A rank holds *pieces*, runs of tokens `start, start + stride, ...`, one after the other along the sharded dim.
 
@@ -134,7 +134,7 @@ def rows_of(length: int, ring: Ranks, inner: Ranks, scheme: str, cu_seqlens: Seq
 
 
 def values_of(name: str, x: Any) -> Any:
-    """A tensor's as a list, all else as it is."""
+    """A tensor's values as a list; anything else as it is."""
     if isinstance(x, torch.Tensor) and x.is_meta:
         raise InvalidArgument(name, "a tensor on meta", "its values: the plan of who sends what is made of them")
     return x.tolist() if hasattr(x, "tolist") else x
@@ -155,16 +155,17 @@ def as_offsets(cu_seqlens: Any, length: int, name: str = "cu_seqlens") -> tuple[
     return found
 
 
-# What a caller has to do with it
+# Public functions
 
 
 def positions(length: int, mesh: Any, scheme: str = "zigzag", *, cu_seqlens: Any = None) -> torch.Tensor:
-    """The positions of this rank's tokens in the sequence, int64 `[n]` on the CPU: for rotary embeddings and labels.
+    """The positions of this rank's tokens in the sequence, for rotary embeddings and labels: int64 `[n]` on the CPU.
 
     Args:
-        length: tokens on all ranks.
-        mesh: as in `attention`, and so is `scheme`.
-        cu_seqlens: int `[B + 1]` of packed sequences; positions then count from each sequence's start.
+        length: number of tokens on all ranks together.
+        mesh: as in `attention`.
+        scheme: as in `attention`.
+        cu_seqlens: int `[B + 1]`, offsets of packed sequences. Positions then count from the start of each sequence.
     """
     ring, inner = ranks_of(mesh, scheme)
     length = global_length("length", 0, length, ring.size, inner.size)
@@ -177,16 +178,17 @@ def positions(length: int, mesh: Any, scheme: str = "zigzag", *, cu_seqlens: Any
 
 
 def shard(x: torch.Tensor, mesh: Any, dim: int, scheme: str = "zigzag", *, cu_seqlens: Any = None) -> torch.Tensor:
-    """This rank's part of a tensor that every rank holds whole: its tokens along `dim`, as `scheme` deals them out.
+    """This rank's part of a tensor that every rank holds in full: its tokens along `dim`, as `scheme` distributes them.
 
     Args:
-        x: the same on every rank.
-        mesh: as in `attention`, and so is `scheme`.
-        dim: the dim of tokens; of a mask that of its rows.
-        cu_seqlens: int `[B + 1]`, if `dim` is of packed sequences: a zigzag deals out each of them.
+        x: the full tensor, the same on every rank.
+        mesh: as in `attention`.
+        dim: the token dim; for a mask, the dim of its rows.
+        scheme: as in `attention`.
+        cu_seqlens: int `[B + 1]`, offsets of packed sequences along `dim`. A zigzag distributes each separately.
 
     Returns:
-        The part, a copy. Gradients flow back to `x`.
+        A copy of the part. Gradients flow back to `x`.
     """
     ring, inner = ranks_of(mesh, scheme)
     check_dim("x", x, "dim", dim)
@@ -203,15 +205,16 @@ def unshard(
     length: int | None = None,
     cu_seqlens: Any = None,
 ) -> torch.Tensor:
-    """The whole of a sharded tensor, on every rank: the inverse of `shard`. Without gradients.
+    """The full tensor, on every rank, from its parts: the inverse of `shard`. It has no gradients.
 
-    Ranks first compare what they hand in, by one small exchange.
+    The ranks first compare their arguments, with one small exchange.
 
     Args:
         x: this rank's part.
-        mesh: as in `attention`, and so is `scheme`.
-        dim: the dim of tokens.
-        length: tokens on all ranks. None: as many on each rank, or, packed, those of `cu_seqlens`.
+        mesh: as in `attention`.
+        dim: the token dim.
+        scheme: as in `attention`.
+        length: number of tokens on all ranks together. None: equally many on each rank, or as `cu_seqlens` say.
         cu_seqlens: as given to `shard`.
     """
     ring, inner = ranks_of(mesh, scheme)
@@ -257,7 +260,7 @@ def check_count(name: str, given: int, expected: int, length: int) -> None:
 
 
 def _gathered(x: torch.Tensor, ranks: Ranks, sizes: list[int]) -> list[torch.Tensor]:
-    """What each rank holds, `[size, ...]`, padded on the way: collectives want equal shapes."""
+    """The tensors of all ranks, `[size, ...]`, padded in transit, since collectives need equal shapes."""
     if ranks.size == 1:
         return [x]
     padded = x.new_zeros((max(sizes), *x.shape[1:]))

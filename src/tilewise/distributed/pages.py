@@ -20,9 +20,16 @@ Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]  # that are to come
 
 
 def send_sequence(cache: PagedKVCache, sequence: int, to: int, *, group: Any = None, **cut: Any) -> None:
-    """Sends a sequence to rank `to` of a process group; `cut` are options of `PagedKVCache.export`.
+    """Sends a sequence to rank `to` of a process group, where `receive_sequence` takes it.
 
-    What it is goes first, and what it holds once the receiver has said that its cache can take it.
+    A description goes first, and the tensors once the receiver has confirmed that its cache can take them.
+
+    Args:
+        cache: the cache that holds the sequence.
+        sequence: its id.
+        to: the receiving rank of `group`.
+        group: a process group. Default: the default group.
+        cut: options of `PagedKVCache.export`, to send only some layers or heads.
     """
     _check_peer("to", to, group)
     about, tensors = cache.export(sequence, **cut)
@@ -37,7 +44,14 @@ def send_sequence(cache: PagedKVCache, sequence: int, to: int, *, group: Any = N
 
 
 def receive_sequence(cache: PagedKVCache, *senders: int, group: Any = None, first_head: int = 0) -> int:
-    """A new sequence of what `senders` send, which have all its layers and heads together."""
+    """Receives a sequence that one or more ranks send with `send_sequence`, and returns its new id.
+
+    Args:
+        cache: the cache that gets the sequence.
+        senders: the sending ranks of `group`, which together have all its layers and heads.
+        group: a process group. Default: the default group.
+        first_head: as in `PagedKVCache.import_`.
+    """
     for sender in senders:
         _check_peer("senders", sender, group)
     headers = [_header(cache, sender, group) for sender in senders]

@@ -37,10 +37,11 @@ MOST_RANKS = 4096  # of a mesh that is only numbers
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and its links, in FLOP/s, bytes/s and seconds.
+    """Speeds of a device and its links, for `plan`, in FLOP/s, bytes/s and seconds.
 
-    The defaults are fitted to bf16 calls of head dim 128 on an H200 (`benchmarks/records/h200/hopper.json` and
-    `benchmarks/records/h200/backward.json`: 1k, 4k and 16k tokens, full and causal). The links are NVLink's of an H100.
+    The defaults are fitted to bf16 calls with head dim 128 on an H200 (`benchmarks/records/h200/hopper.json` and
+    `benchmarks/records/h200/backward.json`: 1k, 4k and 16k tokens, full and causal). The link speed is that of an
+    H100's NVLink.
     """
 
     name: str = "H200, links of 400 GB/s each way"
@@ -67,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The work of one rank."""
+    """The work of one rank, as part of a `DistributedPlan`."""
 
     rank: int
     cells: int  # visible (query, key) pairs, over its heads
@@ -81,7 +82,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class DistributedPlan:
-    """What the ranks of a mesh do. `str(plan)` is for people."""
+    """What each rank of a mesh computes, sends and keeps. `str(plan)` is readable text."""
 
     scheme: str
     ring: int
@@ -95,20 +96,23 @@ class DistributedPlan:
 
     @property
     def balance(self) -> float:
-        """The most visible cells of a rank over the mean."""
+        """The largest number of visible cells of a rank, divided by the mean over ranks."""
         mean = sum(r.cells for r in self.ranks) / len(self.ranks)
         return max(r.cells for r in self.ranks) / mean if mean else 1.0
 
     @property
     def seconds(self) -> float:
+        """Modelled time of the slowest rank."""
         return max(r.seconds for r in self.ranks)
 
     @property
     def efficiency(self) -> float:
+        """`ideal / seconds`: 1.0 is perfect scaling."""
         return self.ideal / self.seconds if self.seconds else 1.0
 
     @property
     def steps_left_out(self) -> int:
+        """Steps of the ring that are not taken."""
         return self.ring - self.steps
 
     def __str__(self) -> str:
@@ -145,17 +149,17 @@ def plan(
     return_lse: bool = False,
     **options: Any,
 ) -> DistributedPlan:
-    """What `attention` with these arguments makes each rank compute, send and keep; nothing is sent or computed.
+    """What each rank would compute, send and keep in `attention` with these arguments. Nothing is sent or computed.
 
     Args:
-        q: as in `attention`, and so are `k`, `v`, `length`, `cu_seqlens_q`, `cu_seqlens_k` and all options. Tensors on
-            the meta device are enough.
-        mesh: as in `attention`, or a number of ranks, `(ring, inner)` for `"2d"`: no processes are needed. The tensors
-            then are rank 0's.
+        q: as in `attention`; so are `k`, `v`, `length`, `cu_seqlens_q`, `cu_seqlens_k` and all options. Tensors may be
+            on the meta device.
+        mesh: as in `attention`, or a number of ranks, `(ring, inner)` for `"2d"`, which needs no processes. The tensors
+            are then those of rank 0.
         scheme: as in `attention`.
-        backward: count the backward pass too.
-        machine: whose speeds the times are made of.
-        return_lse: as in `attention`; it changes nothing here.
+        backward: include the backward pass.
+        machine: speeds for the modelled times. Default: an H200.
+        return_lse: accepted, as in `attention`, but has no effect.
 
     >>> x = torch.empty(1, 8, 1024, 64, device="meta")  # 8192 tokens over 8 ranks
     >>> found = plan(x, x, x, mesh=8, scheme="ring", causal=True, window=256)

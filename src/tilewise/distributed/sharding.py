@@ -33,7 +33,7 @@ RANK_WITH_BATCH = {
 
 
 def register_sharding_rules() -> None:
-    """Lets `tilewise.attention` take DTensors: sharded by batch rows or heads, or replicated. Once is enough."""
+    """Lets `tilewise.attention` take DTensors, sharded by batch rows or heads, or replicated. Call it once."""
     if tracing.dtensors:
         return
     _register("attention", _forward, lambda args: 1)

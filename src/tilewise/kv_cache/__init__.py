@@ -1,4 +1,4 @@
-"""KV caches: contiguous, ring, paged, shared, quantised. They use the public attention functions."""
+"""KV caches: contiguous, ring, paged, shared, quantised. They use only the public attention functions."""
 
 from .contiguous import KVCache
 from .paged import PagedKVCache

@@ -1,4 +1,4 @@
-"""What both caches do around a call of the attention functions."""
+"""What both caches do before and after a call of the attention functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import hadamard
 
 
 def rounded(n: int) -> int:
-    """`n` or a little more: sizes that grow token by token would each need a plan of their own.
+    """`n` rounded up a little, so that a length that grows token by token does not need a new plan at each step.
 
     >>> [rounded(n) for n in (0, 7, 8, 9, 15, 17, 100, 129)]
     [0, 7, 8, 10, 16, 20, 112, 160]
@@ -24,20 +24,20 @@ def rounded(n: int) -> int:
 
 
 def is_seq_major(options: dict[str, Any]) -> bool:
-    """Of any `layout`; the checks of the call have yet to say what they think of it."""
+    """Whether `layout` is seq-major; the call checks the option itself."""
     layout = options.get("layout")
     return isinstance(layout, str) and layout == "blhd"
 
 
 def refuse(options: dict[str, Any], names: dict[str, str]) -> None:
-    """Options of `attention` that the cache sets itself, with what to do instead."""
+    """Refuses options of `attention` that the cache sets itself; `names` has the remedies."""
     for name, remedy in names.items():
         if options.get(name) is not None:
             raise InvalidArgument(name, "an option of attend", "none: the cache knows it", remedy)
 
 
 def attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, Any]) -> Any:
-    """`call(q, **options)`; with `rotate` over a rotated cache: q turned as its keys are, the output turned back."""
+    """`call(q, **options)`; for a rotated cache, q is rotated like its keys and the output is rotated back."""
     get = options.get
     if get("tile_map") is None and get("key_indices") is None and get("block_indices") is None:
         options.setdefault("validate", False)  # lengths and tables are the cache's own
@@ -53,7 +53,7 @@ def attend(q: Any, call: Callable[..., Any], rotate: bool, options: dict[str, An
 
 
 def into(out: Any, x: torch.Tensor) -> torch.Tensor:
-    """Hands a result over in the caller's memory."""
+    """Copies a result to the caller's `out`."""
     to = to_write("out", out)
     if to.shape != x.shape or to.dtype != x.dtype or to.device != x.device:
         given = f"{tuple(to.shape)} {to.dtype} on {to.device}"

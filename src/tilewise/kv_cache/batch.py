@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @eager
 class Batch:
-    """What `PagedKVCache.extend` and `view` give: tables of these sequences, the same for all layers.
+    """The result of `PagedKVCache.extend` and `view`: block tables of some sequences, the same for all layers.
 
-    It is for its sequences as they were when it was made. Once one of them is freed, truncated or has got more tokens,
-    it is refused; so are copies of it.
+    It is valid as long as its sequences do not change: once one of them is freed, truncated or extended, the batch is
+    refused. It cannot be copied.
 
     Attributes:
         block_table: int32 `[B, pages]` on the device.
         context_lens: int32 `[B]` on the device: tokens of each sequence, the new ones included.
-        cu_seqlens: int32 `[B + 1]` on the device: sums of `counts`.
-        counts: int64 `[B]`, NumPy: new tokens (of `view`: queries) of each.
-        starts: int32 `[B]`, NumPy: the position of each one's first.
+        cu_seqlens: int32 `[B + 1]` on the device: cumulative sums of `counts`.
+        counts: int64 `[B]`, NumPy: number of new tokens (`view`: of queries) of each sequence.
+        starts: int32 `[B]`, NumPy: position of the first of them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Batch:
         """Stores the new tokens of a layer, once.
 
         Args:
-            k: packed `[T, Hkv, D]`, or `[B, Hkv, L, D]` of which sequence `b` takes its first `counts[b]`.
+            k: packed `[T, Hkv, D]`, or `[B, Hkv, L, D]`, of which the first `counts[b]` tokens of row `b` are stored.
             v: likewise, with Dv; None if the cache is latent.
         """
         cache = self.cache
@@ -117,15 +117,15 @@ class Batch:
         """Attention of the new tokens' queries over their sequences.
 
         Args:
-            q: packed `[T, H, D]`, or `[B, H, Lq, D]` (or as `layout` says) of which sequence `b` has its first
-                `counts[b]`; what comes out for the others is of no use.
+            q: packed `[T, H, D]`, or `[B, H, Lq, D]` (or as `layout` says), of which the first `counts[b]` queries of
+                row `b` are used; the output for the others is undefined.
             layer: which layer's keys and values.
             causal: a query sees keys up to its own position.
-            cascade: compute the attention over a prefix that sequences share once for all of them, and merge it with
-                that over the rest. None: where it pays. It needs a call without window, chunk, mask, ALiBi, offset and
-                `split_size`. The result is the same up to rounding.
+            cascade: compute attention over a shared prefix once for all its sequences, and merge it with attention over
+                the rest. None: where it is faster. Not with window, chunk, mask, ALiBi, offset or `split_size`. The
+                result is the same up to rounding.
 
-        All other options as in `tilewise.paged_attention`.
+        All other options are those of `tilewise.paged_attention`.
         """
         cache = self.cache
         refuse(options, dict.fromkeys(("cu_seqlens_q", "max_q", "kv_lengths"), "leave it out"))
@@ -152,9 +152,9 @@ class Batch:
         return attend(q, call, cache.rotate, options)
 
     def shared_prefixes(self, heads: int, always: bool = False) -> list[Group]:
-        """Sequences (by their place in the batch) that a cascade would serve together, for `heads` query heads.
+        """Groups of sequences (by index in the batch) that a cascade would serve together, for `heads` query heads.
 
-        Those for which it pays, or all that share a page.
+        With `always`, all that share a page; else those for which a cascade is faster.
         """
         self._check()
         cache = self.cache

@@ -1,7 +1,7 @@
-"""The small loops: pages for new tokens, the tables of a step, the merging of a cascade.
+"""Small loops over arrays: pages for new tokens, the tables of a step, the merge of a cascade.
 
-Plain loops over arrays. A backend compiles them if there is one that can, for a step of 64 sequences has no time for a
-hundred NumPy calls; without it they are slow and do the same.
+A backend compiles them if it can, since a hundred NumPy calls would be too slow for a step of 64 sequences. Without one
+they run as plain Python, slowly, with the same result.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..dispatch import planner
 
 @cache
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """A loop of this file, compiled if it can be."""
+    """A loop of this file, compiled if a backend can."""
     return planner.compile_loop(loop)
 
 
 def count_pages(slots: Any, new: Any, length: Any, table: Any, refs: Any, node_of: Any, page_size: Any, copied: Any):  # type: ignore[no-untyped-def]
-    """What new tokens need: pages in all, and of the longest sequence; how many write into a page of the prefix index.
+    """Counts for new tokens: pages wanted, pages of the longest sequence, and writes into pages of the prefix index.
 
-    A half filled page that is written and shared counts as one more: its writer gets a copy, and `copied[b]` is set.
-    Where all that share a page write, the last of them keeps it.
+    A partly filled page that is shared and written counts as one more: its writer gets a copy, and `copied[b]` is set.
+    If all sequences that share a page write to it, the last of them keeps it.
     """
     wanted, longest, known = 0, 0, 0
     for b in range(len(slots)):
@@ -51,11 +51,11 @@ def give_pages(  # type: ignore[no-untyped-def]
     slots: Any, new: Any, length: Any, table: Any, refs: Any, page_size: Any, copied: Any, fresh: Any, changes: Any,
     starts: Any, cu: Any, lengths: Any, version: Any,
 ):  # fmt: skip
-    """Hands `fresh` pages out, as `count_pages` has found: new ones, and copies, which come first in `changes`.
+    """Gives `fresh` pages to sequences, as `count_pages` counted: new pages, and copies, which come first in `changes`.
 
-    `changes[i]` is a table's row and column, the page that is there now, and the page that a copy is made of. Returns
-    the number of copies; writes where each sequence's tokens start, sums of their counts, and the lengths after them.
-    A sequence that has new tokens is of another version.
+    `changes[i]` is the row and column of a table, the page there now, and the page that it is a copy of. Returns the
+    number of copies. Writes `starts`, the sums `cu` and the new `lengths`, and increments the version of sequences with
+    new tokens.
     """
     taken = 0
     for b in range(len(slots)):
@@ -90,7 +90,7 @@ def note_ids(  # type: ignore[no-untyped-def]
     slots: Any, starts: Any, new: Any, table: Any, known: Any, depth: Any, ids: Any, page_ids: Any, page_size: Any,
     full: Any,
 ):  # fmt: skip
-    """Token ids of new tokens, into their pages. `full[b]`: pages of known ids, if there are more than are indexed."""
+    """Stores the ids of new tokens in their pages. `full[b]`: pages with known ids, if more than are indexed."""
     at = 0
     for b in range(len(slots)):
         slot = slots[b]
@@ -104,9 +104,9 @@ def note_ids(  # type: ignore[no-untyped-def]
 
 
 def mark_written(written: Any, slots: Any, starts: Any, lengths: Any):  # type: ignore[no-untyped-def]
-    """Notes that tokens from `starts` to `lengths` are written, unless some before them are not.
+    """Marks tokens from `starts` to `lengths` as written, unless earlier ones are not.
 
-    Returns the first sequence of which some are not, or the number of sequences.
+    Returns the first sequence with unwritten tokens, or the number of sequences.
     """
     first = len(slots)
     for b in range(len(slots) - 1, -1, -1):
@@ -118,7 +118,7 @@ def mark_written(written: Any, slots: Any, starts: Any, lengths: Any):  # type: 
 
 
 def copy_rows(table: Any, slots: Any, to: Any):  # type: ignore[no-untyped-def]
-    """Some rows of a table."""
+    """Copies some rows of a table."""
     for b in range(len(slots)):
         for j in range(to.shape[1]):
             to[b, j] = table[slots[b], j]

@@ -1,4 +1,4 @@
-"""Pages: which are free, how often each is used, which are kept though no sequence uses them."""
+"""The page pool: which pages are free, how many sequences use each, and which unused ones are kept."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .prefix_cache import PrefixIndex
 class Pool:
     """Page numbers with a free list and reference counts.
 
-    A page is free, used (by one or more sequences), or kept: unused, but in the prefix index. Kept pages are given up
-    when free ones run out, those first that have not been used for the longest time.
+    A page is free, used (by one or more sequences), or kept: unused, but in the prefix index. When free pages run
+    out, kept pages are given up, the least recently used first.
     """
 
     def __init__(self, pages: int) -> None:
@@ -38,7 +38,7 @@ class Pool:
             )
 
     def take(self, wanted: int) -> np.ndarray:
-        """Pages for one user each, int32; kept ones are given up if need be."""
+        """Takes pages for one user each, int32; gives up kept pages if needed."""
         self.check(wanted)
         while self.free < wanted:
             self.forget(int(self.index.node_of[next(iter(self.kept))]))
@@ -48,14 +48,14 @@ class Pool:
         return pages
 
     def share(self, pages: np.ndarray) -> None:
-        """One more user for each page; none may be there twice."""
+        """Adds a user to each page; no page may be listed twice."""
         if self.kept:
             for page in pages[self.refs[pages] == 0].tolist():
                 del self.kept[page]
         self.refs[pages] += 1
 
     def release(self, pages: np.ndarray) -> None:
-        """One user less for each page, the last ones first; none may be there twice."""
+        """Removes a user from each page, the last pages first; no page may be listed twice."""
         self.refs[pages] -= 1
         unused = pages[self.refs[pages] == 0][::-1]
         known = self.index.node_of[unused] != 0
@@ -64,7 +64,7 @@ class Pool:
         self._give(unused[~known])
 
     def forget(self, node: int) -> None:
-        """Takes a node and what follows it out of the index; pages that only it kept are free."""
+        """Removes a node and its descendants from the index, and frees pages that were only kept for them."""
         gone = [page for page in self.index.drop(node) if self.refs[page] == 0]
         for page in gone:
             del self.kept[page]

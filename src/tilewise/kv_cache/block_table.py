@@ -13,7 +13,7 @@ from .upload import upload
 
 
 class Table:
-    """Rows grow in number and length. On the CPU host and device share memory; elsewhere changes are sent."""
+    """A table that grows in rows and columns. On the CPU, host and device share memory; elsewhere changes are sent."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -31,7 +31,7 @@ class Table:
         self._make(state["host"])
 
     def grow(self, rows: int, columns: int) -> None:
-        """Makes room for at least this much."""
+        """Grows to at least this many rows and columns."""
         have = self.host.shape
         if rows <= have[0] and columns <= have[1]:
             return
@@ -46,13 +46,13 @@ class Table:
             self.on_device[row, : len(pages)] = torch.from_numpy(pages).to(self.device)
 
     def sent(self, changes: np.ndarray) -> None:
-        """Takes changes that were made on the host to the device: rows, columns, pages, and one more column."""
+        """Sends changes of the host's table to the device: rows, columns, pages, and a column that is not used."""
         if self.device.type != "cpu" and len(changes):
             rows, columns, pages = upload(self.device, *changes.T[:3])
             self.on_device[rows.long(), columns.long()] = pages
 
     def of(self, slots: np.ndarray, on_device: torch.Tensor, columns: int) -> torch.Tensor:
-        """A copy of some rows, `columns` entries or a few more."""
+        """A copy of some rows, with `columns` entries or a few more."""
         width = min(self.host.shape[1], max(1, rounded(columns)))
         if self.device.type != "cpu":
             return self.on_device[:, :width].index_select(0, on_device)
@@ -61,7 +61,7 @@ class Table:
         return torch.from_numpy(rows)
 
     def copy_into(self, to: torch.Tensor, slots: np.ndarray, on_device: torch.Tensor) -> None:
-        """The same into the first rows of `to`, which has no more columns than the table."""
+        """Copies some rows into the first rows of `to`, which has no more columns than the table."""
         to = to[: len(slots)]
         if self.device.type != "cpu":
             torch.index_select(self.on_device[:, : to.shape[1]], 0, on_device, out=to)

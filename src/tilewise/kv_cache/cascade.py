@@ -1,8 +1,8 @@
-"""Attention over a prefix that sequences share, once for all of them, merged with that over each one's rest.
+"""Cascades: attention over a shared prefix, once for all its sequences, merged with attention over each one's rest.
 
-Pages that begin several sequences are one set of keys for all their queries: many rows over the same keys, which is a
-matrix product, where each sequence by itself would read them again. Groups of sequences and the length of what they
-share come from the block tables; the backend says where it pays.
+Pages at the start of several sequences are one set of keys for all their queries. Many rows over the same keys are one
+matrix product, where each sequence alone would read the keys again. The groups of sequences and the lengths of their
+prefixes come from the block tables; the backend says where a cascade is faster.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Group:
 
 
 def shared(table: np.ndarray, full: np.ndarray, gain: Callable[[np.ndarray, int], float]) -> list[Group]:
-    """The groups that gain the most, of those that do gain: `gain(members, pages)`.
+    """The groups with the largest total gain, by `gain(members, pages)`; none with a loss.
 
-    Sequences that share pages form a tree. At each of its branches, either all below it share what they have in common,
-    or its branches are looked at by themselves, where fewer share more.
+    Sequences that share pages form a tree. At each node either all sequences below form one group, or the branches are
+    considered separately, where fewer sequences share more pages.
 
     Args:
         table: `[B, n]`, pages.
@@ -69,7 +69,7 @@ def shared(table: np.ndarray, full: np.ndarray, gain: Callable[[np.ndarray, int]
     """
 
     def best(members: np.ndarray, known: int) -> tuple[float, list[Group]]:
-        """Of members that have their first `known` pages in common."""
+        """The best groups of members that share their first `known` pages."""
         most = int(full[members].min())
         same = (table[members, known:most] == table[members[0], known:most]).all(0)
         common = most if same.all() else known + int(same.argmin())
@@ -80,7 +80,7 @@ def shared(table: np.ndarray, full: np.ndarray, gain: Callable[[np.ndarray, int]
         return (own, [Group(members, common)]) if own > 0 else (0.0, [])
 
     def split(members: np.ndarray, column: int) -> tuple[float, list[Group]]:
-        """The same for each set of members that agree in one more page."""
+        """The same for each set of members that share one more page."""
         members = members[full[members] > column]
         pages, which, counts = np.unique(table[members, column], return_inverse=True, return_counts=True)
         total, found = 0.0, []
@@ -95,7 +95,7 @@ def shared(table: np.ndarray, full: np.ndarray, gain: Callable[[np.ndarray, int]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Groups of a batch as tensors; the same at every step, until a sequence is shortened."""
+    """Groups of a batch as tensors; valid for every step until a sequence is shortened."""
 
     groups: list[Group]
     order: torch.Tensor | None  # int64 [T]: packed query rows, those of a group together; None if they are
@@ -110,7 +110,7 @@ class Split:
 
     @classmethod
     def of(cls, groups: list[Group], table: np.ndarray, counts: np.ndarray, page_size: int, device: Any) -> Split:
-        """Sequences of no group form one of their own, whose prefix is empty: it drops out of the merge."""
+        """Sequences outside all groups form one with an empty prefix, which the merge ignores."""
         pages = np.zeros(len(counts), dtype=np.int64)
         for group in groups:
             pages[group.members] = group.pages
@@ -150,7 +150,7 @@ class Split:
 
 
 def _merged(a: AttentionState, b: AttentionState) -> AttentionState:
-    """`merge`, in one loop where it can be: a dozen calls of torch take as long as a small step."""
+    """`merge`, on a CPU in one loop: a dozen calls of torch take as long as a small step."""
     if a.out.device.type != "cpu":
         return merge([a, b])
     x, y, x_lse, y_lse = (t.detach().float().contiguous().numpy() for t in (a.out, b.out, a.lse, b.lse))

@@ -1,4 +1,4 @@
-"""`KVCache`: a row of slots for each sequence of a batch."""
+"""`KVCache`: a contiguous row of slots for each sequence of a batch."""
 
 from __future__ import annotations
 
@@ -28,25 +28,24 @@ from .upload import upload
 
 @eager
 class KVCache:
-    """Keys and values of a batch, `capacity` slots a row; each row has its own length.
+    """A contiguous KV cache: `batch` rows of `capacity` slots, each row with its own length.
 
     Args:
-        batch: rows.
-        kv_heads: heads of K and V.
+        batch: number of rows.
+        kv_heads: number of K and V heads, Hkv.
         capacity: tokens that a row can hold.
-        head_dim: D, of K.
-        dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, `"codebook4"`, or
-            a torch dtype.
-            Default: torch's default dtype, or float32 where that is float64.
-        v_dtype: how V is stored, if not as K.
-        value_dim: Dv, if not D.
-        latent: V is the first `latent` elements of K (latent attention): rows are stored once, and new ones are given
-            as `k` alone. See docs/caches.md.
+        head_dim: head dim of K, D.
+        dtype: storage of K and V: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, `"codebook4"`, or a
+            torch dtype. Default: torch's default dtype, or float32 if that is float64.
+        v_dtype: storage of V. Default: as K.
+        value_dim: head dim of V, Dv. Default: D.
+        latent: V is the first `latent` elements of K (latent attention). Rows are stored once, and `append` takes only
+            `k`. See docs/caches.md.
         group: elements that share a scale in quantised storage: 32, 64 or 128.
-        rotate: store K and V rotated by a Hadamard matrix, which spreads outliers before they are quantised. Results
-            are those of the cache without it, up to rounding.
-        ring: keep the last `capacity` tokens of a row instead of running full. Positions stay true.
-        device: where it lies. Default: torch's default device.
+        rotate: rotate K and V by a Hadamard matrix before storing them, which spreads outliers before quantisation. The
+            results are the same up to rounding.
+        ring: keep the last `capacity` tokens of each row instead of raising `CacheFull`. Tokens keep their positions.
+        device: device of the cache. Default: torch's default device.
 
     >>> cache = KVCache(2, 4, 100, 64, "int8")
     >>> k, v = torch.randn(2, 2, 4, 30, 64)
@@ -103,29 +102,29 @@ class KVCache:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """int32 `[batch]`: tokens that were appended to each row. A ring may hold fewer."""
+        """int32 `[batch]`: number of tokens appended to each row. A ring may hold fewer."""
         return self.store.on_device.clone()
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one row, K and V, scales included."""
+        """Bytes of one token's K and V, scales included."""
         return self.kv_heads * token_bytes(self)
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
+        """Bytes of the whole cache."""
         return nbytes(self.store.k, self.store.v)
 
     def append(self, k: Any, v: Any = None, counts: Any = None) -> None:
-        """Adds tokens to every row.
+        """Appends tokens to the rows.
 
         Args:
             k: `[B, Hkv, L, D]`, float32, float16 or bfloat16.
             v: `[B, Hkv, L, Dv]`; None if the cache is latent.
-            counts: ints `[B]`: row `b` takes its first `counts[b]` tokens only. Default: all L.
+            counts: ints `[B]`: row `b` takes only the first `counts[b]` of its L tokens. Default: all.
 
         Raises:
-            CacheFull: a row cannot hold its tokens; no row has changed.
+            CacheFull: a row has no room for its tokens; no row has changed.
         """
         k, v = checks.both_rows(self, k, v, packed=False)
         if k.shape[0] != self.batch:
@@ -153,17 +152,17 @@ class KVCache:
         self.store.set(length, np.maximum(self.store.first, length - self.capacity) if self.ring else self.store.first)
 
     def attend(self, q: Any, *, counts: Any = None, causal: bool = True, **options: Any) -> Any:
-        """Attention of queries over each row's tokens. The queries are the last ones appended: append first.
+        """Attention of each row's queries over its tokens. The queries are at the last positions: append first.
 
         Args:
             q: `[B, H, Lq, D]` (or as `layout` says).
-            counts: ints `[B]`: row `b` has `counts[b]` queries, its first ones; what comes out for the others is of no
-                use. Give what `append` was given.
+            counts: ints `[B]`, as given to `append`: only the first `counts[b]` queries of row `b` are used; the output
+                for the others is undefined.
             causal: a query sees keys up to its own position.
 
-        All other options as in `tilewise.attention`, but for `kv_lengths`. A mask's last dim is as long as the longest
-        row, or longer. A ring takes no mask, and of chunks those that divide its capacity; without a window, its
-        queries see all that it holds.
+        All other options are those of `tilewise.attention`, except `kv_lengths`. The last dim of a mask is at least as
+        long as the longest row. A ring takes no mask, and only chunks that divide its capacity; without a window, its
+        queries see all tokens that it holds.
         """
         refuse(options, {"kv_lengths": "leave it out"})
         options["causal"] = causal
@@ -180,7 +179,7 @@ class KVCache:
         return attend(q, lambda q, **options: call(q, q_rows, seq_major, **options), self.rotate, options)
 
     def truncate(self, row: int, length: int) -> None:
-        """Shortens a row to `length` tokens: rejects tokens that were only a guess."""
+        """Shortens a row to `length` tokens, for example to drop rejected draft tokens."""
         row = checks.index("row", row, self.batch, "row")
         least, most = int(self.store.first[row]), int(self.store.length[row])
         number = integer(length)
@@ -191,19 +190,19 @@ class KVCache:
         self.store.set(lengths, self.store.first)
 
     def reset(self, row: int | None = None) -> None:
-        """Empties a row, or all."""
+        """Empties a row, or all rows."""
         which = slice(None) if row is None else checks.index("row", row, self.batch, "row")
         lengths, first = self.store.length.copy(), self.store.first.copy()
         lengths[which] = first[which] = 0
         self.store.set(lengths, first)
 
     def gather(self, rows: Any = None, *, start: int = 0, capacity: int | None = None) -> KVCache:
-        """A new cache of some rows of this one, as they are stored: for beams, other batches, more room or less.
+        """A new cache with copies of some rows, as they are stored: for beams, another batch or another capacity.
 
         Args:
-            rows: ints, which rows, in any order; one may come several times. Default: all.
-            start: the first position to keep, of every row; in the new cache it is 0. A ring keeps all.
-            capacity: of the new cache. Default: this one's.
+            rows: ints: the rows to take, in any order; a row may be repeated. Default: all.
+            start: the first position to keep in every row; it becomes position 0. For a ring it must be 0.
+            capacity: of the new cache. Default: that of this cache. A ring keeps its own.
 
         Raises:
             CacheFull: a row does not fit.
@@ -220,11 +219,11 @@ class KVCache:
         return copies.gathered(self, which, first, room)
 
     def keys(self, row: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The keys that a row holds, oldest first, `[Hkv, n, D]`: for looking at them."""
+        """The keys that a row holds, oldest first, `[Hkv, n, D]`: for inspection."""
         return self._held(self.store.k, row, dtype)
 
     def values(self, row: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values, likewise."""
+        """The values that a row holds, oldest first, `[Hkv, n, Dv]`."""
         return self._held(self.store.v, row, dtype)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -233,7 +232,7 @@ class KVCache:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> KVCache:
-        """A cache as it was saved. A file that is cut off or altered is refused."""
+        """Loads a cache from a file of `save`. A truncated or altered file is refused."""
         return load_rows(cls, path, device)
 
     def _held(self, store: Any, row: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The arguments that both caches have, and what a cache's rows are to a call."""
+"""Arguments that both caches share, and the operands that a cache passes to a call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Made = TypeVar("Made")
 
 
 def operand(store: Store) -> torch.Tensor | Quantised:
-    """What stands for K, V or pages in a call of `attention`."""
+    """A store as K, V or pages of a call."""
     if not store.format.is_quantised:
         return store.data
     return Quantised(store.data, store.scales, store.format.name, store.format.group)  # type: ignore[arg-type]
 
 
 def size(argument: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
-    """A whole number from `least` on; kernels count in int32."""
+    """An int from `least` to `most`; kernels count in int32."""
     number = integer(value)
     if number is None or not least <= number <= most:
         # Python writes no int of thousands of digits.
@@ -37,7 +37,7 @@ def size(argument: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> in
 
 
 def room(make: Callable[[], Made], **sizes: int) -> Made:
-    """What `make` allocates in the host's memory, if there is any; a GPU's own error passes."""
+    """Calls `make`, which allocates memory. Errors become `InvalidArgument`, except a GPU that is out of memory."""
     try:
         return make()
     except torch.OutOfMemoryError:
@@ -48,14 +48,14 @@ def room(make: Callable[[], Made], **sizes: int) -> Made:
 
 
 def flag(argument: str, value: Any) -> bool:
-    """True or False: a text or a number is more likely a mistake."""
+    """Checks for True or False: a string or a number is more likely a mistake."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidArgument(argument, repr(value), "True or False")
     return bool(value)
 
 
 def described(cache: Any, **facts: Any) -> str:
-    """What `repr` of a cache says: its sizes, how it stores, what it holds."""
+    """The `repr` of a cache: sizes, storage and contents."""
     k, v = cache.k_format, cache.v_format
     facts |= {"kv_heads": cache.kv_heads, "head_dim": k.width}
     facts |= {"latent" if cache.latent else "value_dim": v.width} if v.width != k.width else {}
@@ -67,7 +67,7 @@ def described(cache: Any, **facts: Any) -> str:
 
 
 def token_bytes(cache: Any) -> int:
-    """Of a token's key and value, one head, scales included."""
+    """Bytes of a token's key and value in one head, scales included."""
     return int(cache.k_format.bytes + (0 if cache.latent else cache.v_format.bytes))
 
 
@@ -86,7 +86,7 @@ def head_width(argument: str, value: Any) -> int:
 def formats_of(
     head_dim: Any, value_dim: Any, dtype: Any, v_dtype: Any, group: Any, latent: Any = None
 ) -> tuple[Format, Format]:
-    """K's and V's, from the arguments that both caches have."""
+    """The formats of K and V, from the arguments that both caches share."""
     width = head_width("head_dim", head_dim)
     value_width = width if value_dim is None else head_width("value_dim", value_dim)
     k = Format.of("dtype", dtype, group, width)

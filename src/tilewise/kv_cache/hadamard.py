@@ -1,8 +1,8 @@
-"""Rotation of heads by a Hadamard matrix: outliers spread over all elements, and scores stay what they were.
+"""Rotation of heads by a Hadamard matrix: it spreads outliers over all elements and leaves scores unchanged.
 
 R is orthogonal, so (q R) . (k R) = q . k, and (P (V R)) R^T = P V. R = S H: S flips signs by a fixed pattern, so that
-a row of equal elements does not become one large one; H is made of Walsh-Hadamard blocks, the largest power of two that
-divides the width.
+a row of equal elements does not become a single large one; H is made of Walsh-Hadamard blocks, the largest power
+of two that divides the width.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(argument: str, width: int) -> None:
 
 
 def matrix(width: int, device: torch.device) -> torch.Tensor:
-    """R `[width, width]`, float32: the same in every process and version, for it is part of what a cache stores.
+    """R `[width, width]`, float32: the same in every process and version, since stored caches depend on it.
 
     >>> R = matrix(96, torch.device("cpu"))
     >>> torch.allclose(R @ R.T, torch.eye(96), atol=1e-6)
@@ -54,7 +54,7 @@ def _matrix(width: int, device: torch.device) -> torch.Tensor:
 
 
 def _sign(i: int) -> float:
-    """As good as random, and simple to write anywhere: bits multiplied and folded until they have met."""
+    """A pseudo-random sign from a hash of `i` that is simple to write in any language."""
     bits = (i + 1) * 0x9E3779B1 & 0xFFFFFFFF
     bits = (bits ^ bits >> 15) * 0x85EBCA6B & 0xFFFFFFFF
     bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Ints as callers give them: Python's, NumPy's or a tensor of one; never a bool."""
+"""Ints as callers give them: Python's, NumPy's or a tensor with one element; never a bool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def integer(value: Any) -> int | None:
-    """`value` as an int, or None if it is none.
+    """`value` as an int, or None if it is not an int.
 
     >>> import numpy as np
     >>> [integer(x) for x in (3, np.int64(3), True, np.True_, 3.0, "3")]

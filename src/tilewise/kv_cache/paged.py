@@ -1,4 +1,4 @@
-"""`PagedKVCache`: sequences in pages of a common pool, with shared prefixes."""
+"""`PagedKVCache`: sequences in pages of one pool, with shared prefixes."""
 
 from __future__ import annotations
 
@@ -29,33 +29,32 @@ from .stores import PageStore, empty_pages, nbytes
 
 @eager
 class PagedKVCache:
-    """Keys and values of many sequences in one pool of pages, for one or more layers.
+    """A paged KV cache: many sequences in one pool of pages, for one or more layers.
 
-    Sequences have ids. They are created, extended, forked (sharing all pages until one of them writes), truncated and
-    freed in any order. All methods may be called from several threads; a sequence is one thread's at a time.
+    Sequences have ids and can be created, extended, forked (with copy on write), truncated and freed in any order. All
+    methods are thread-safe, but only one thread at a time may use a sequence.
 
     Args:
-        num_pages: pages in the pool.
+        num_pages: number of pages in the pool.
         page_size: tokens in a page.
-        kv_heads: heads of K and V.
-        head_dim: D, of K.
-        dtype: how K and V are stored: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, `"codebook4"`, or
-            a torch dtype.
-            Default: torch's default dtype, or float32 where that is float64.
-        layers: layers that share the tables, each with keys and values of its own.
-        v_dtype: how V is stored, if not as K.
-        value_dim: Dv, if not D.
-        latent: V is the first `latent` elements of K (latent attention): rows are stored once, and new ones are given
-            as `k` alone. See docs/caches.md.
+        kv_heads: number of K and V heads, Hkv.
+        head_dim: head dim of K, D.
+        dtype: storage of K and V: `"f32"`, `"f16"`, `"bf16"`, `"fp8_e4m3"`, `"int8"`, `"int4"`, `"codebook4"`, or a
+            torch dtype. Default: torch's default dtype, or float32 if that is float64.
+        layers: number of layers. They share the block tables; each has its own keys and values.
+        v_dtype: storage of V. Default: as K.
+        value_dim: head dim of V, Dv. Default: D.
+        latent: V is the first `latent` elements of K (latent attention). Rows are stored once, and `append` takes only
+            `k`. See docs/caches.md.
         group: elements that share a scale in quantised storage: 32, 64 or 128.
-        rotate: store K and V rotated by a Hadamard matrix; see `KVCache`.
-        device: where it lies. Default: torch's default device.
+        rotate: rotate K and V by a Hadamard matrix before storing them; see `KVCache`.
+        device: device of the cache. Default: torch's default device.
 
     >>> cache = PagedKVCache(100, 16, kv_heads=4, head_dim=64, dtype="f16")
     >>> first = cache.create()
     >>> cache.append([first], *torch.randn(2, 1, 4, 50, 64))
     >>> second = cache.fork(first)  # no page is copied
-    >>> cache.append([first, second], *torch.randn(2, 2, 4, 1, 64))  # one is: the last, half filled
+    >>> cache.append([first, second], *torch.randn(2, 2, 4, 1, 64))  # one is: the last page, partly filled
     >>> cache.attend([first, second], torch.randn(2, 8, 1, 64)).shape
     torch.Size([2, 8, 1, 64])
     >>> stats = cache.stats()
@@ -114,33 +113,33 @@ class PagedKVCache:
     # Sequences
 
     def create(self) -> int:
-        """A new sequence of no tokens; its id."""
+        """Creates an empty sequence and returns its id."""
         with self.store.lock:
             return self.store.sequences.create()[0]
 
     def fork(self, sequence: int) -> int:
-        """A new sequence that shares all pages of another. Whoever writes into a shared page first gets a copy."""
+        """A new sequence that shares all pages of another. The first to write to a shared page gets a copy of it."""
         with self.store.lock:
             return self.store.sequences.fork("sequence", sequence)
 
     def prefix_match(self, tokens: Any) -> tuple[int, int]:
-        """A new sequence that begins with the pages of the longest known prefix of `tokens`.
+        """A new sequence that shares the pages of the longest cached prefix of `tokens`.
 
-        A page is known once it is full and was written with its token ids (`tokens=` of `append` or `extend`). It stays
-        known after its sequences are freed, until its room is needed. Only whole pages are shared.
+        A page is cached once it is full and was written with token ids (`tokens=` of `append` or `extend`). It stays
+        cached after its sequences are freed, until the page is needed. Only whole pages are shared.
 
         Args:
-            tokens: the token ids of a prompt. Leave out its last one: it has to be computed to go on from it.
+            tokens: the token ids of a prompt, without the last one, which the model has to compute in any case.
 
         Returns:
-            The sequence's id, and how many of the tokens it holds.
+            The id of the sequence, and how many of the tokens it holds.
         """
         ids = checks.token_ids(tokens)
         with self.store.lock:
             return self.store.sequences.match(ids)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Shortens a sequence to `length` tokens: rejects tokens that were only a guess."""
+        """Shortens a sequence to `length` tokens, for example to drop rejected draft tokens."""
         with self.store.lock:
             slot = self.store.sequences.slot("sequence", sequence)
             most = int(self.store.sequences.length[slot])
@@ -152,43 +151,50 @@ class PagedKVCache:
             self.store.latest = None
 
     def free(self, sequences: int | Sequence[int]) -> None:
-        """Ends sequences: their pages are free, unless others use them or they are kept for prompts to come."""
+        """Frees sequences. Pages that other sequences use stay; so do cached prefixes, until their pages are needed."""
         with self.store.lock:
             self.store.sequences.free(checks.sequence_ids(sequences))
             self.store.latest = None
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence."""
+        """Number of tokens of a sequence."""
         with self.store.lock:
             return int(self.store.sequences.length[self.store.sequences.slot("sequence", sequence)])
 
     def stats(self) -> PoolStats:
+        """How full the pool is.
+
+        Returns:
+            Numbers of `pages`: `used`, `shared` (used by several sequences), `kept` (unused, but holding cached
+            prefixes) and `free`; of `sequences` and `tokens`; `fragmentation`, the share of slots in used pages that
+            hold no token; and `nbytes`.
+        """
         with self.store.lock:
             return stats_of(self.store.sequences, self.nbytes)
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of all layers, scales included."""
+        """Bytes of one token's K and V in all layers, scales included."""
         return self.layers * self.kv_heads * token_bytes(self)
 
     @property
     def nbytes(self) -> int:
-        """Of all pages."""
+        """Bytes of all pages."""
         return nbytes(self.store.k, self.store.v)
 
     # Tokens
 
     def extend(self, sequences: int | Sequence[int], counts: Any = 1, tokens: Any = None) -> Batch:
-        """Makes room for new tokens, once for all layers; the result's `write` and `attend` serve each layer.
+        """Makes room for new tokens, once for all layers. Then call the batch's `write` and `attend` for each layer.
 
         Args:
             sequences: ids, each once.
-            counts: new tokens of each, or one number for all.
-            tokens: the new tokens' ids, packed: those of the first sequence, then those of the next. With them, full
-                pages can be found by `prefix_match` as soon as every layer has been written.
+            counts: number of new tokens of each sequence, or one number for all.
+            tokens: ids of the new tokens, packed: those of the first sequence, then those of the next. With them,
+                `prefix_match` finds full pages as soon as every layer has been written.
 
         Raises:
-            CacheFull: there are too few pages; nothing has changed.
+            CacheFull: there are too few free pages; nothing has changed.
         """
         numbers = checks.sequence_ids(sequences)
         return self._extend(numbers, checks.counts("counts", counts, len(numbers)), tokens)
@@ -206,29 +212,29 @@ class PagedKVCache:
             return self.store.latest
 
     def static_batch(self, batch: int, capacity: int, count: int = 1) -> StaticBatch:
-        """Steps of up to `batch` sequences with tables at fixed addresses: for CUDA graphs and `torch.compile`.
+        """A batch for decode steps whose tables stay at fixed addresses: for CUDA graphs and `torch.compile`.
 
         Args:
-            batch: sequences of a step, at most.
-            capacity: tokens of a sequence, at most.
-            count: new tokens of a sequence in a step, at most.
+            batch: largest number of sequences in a step.
+            capacity: largest number of tokens of a sequence.
+            count: largest number of new tokens of a sequence in a step.
         """
         return StaticBatch(self, size("batch", batch), size("capacity", capacity), size("count", count))
 
     def append(
         self, sequences: int | Sequence[int], k: Any, v: Any = None, *, counts: Any = None, tokens: Any = None
     ) -> None:
-        """Adds tokens to sequences of a cache of one layer.
+        """Appends tokens to sequences, in a cache with one layer.
 
         Args:
             sequences: ids `[B]`, each once.
             k: `[B, Hkv, L, D]`, or packed `[T, Hkv, D]`.
             v: `[B, Hkv, L, Dv]` or `[T, Hkv, Dv]`; None if the cache is latent.
-            counts: ints `[B]`: new tokens of each sequence. Default: L, or T / B of packed rows.
-            tokens: their ids, packed; see `extend`.
+            counts: ints `[B]`: number of new tokens of each sequence. Default: L, or T / B if packed.
+            tokens: ids of the new tokens, packed; see `extend`.
 
         Raises:
-            CacheFull: there are too few pages; nothing has changed.
+            CacheFull: there are too few free pages; nothing has changed.
         """
         if self.layers > 1:
             raise InvalidArgument("layers", f"{self.layers} layers", "one, to append", "extend, then write each layer")
@@ -245,7 +251,7 @@ class PagedKVCache:
             raise
 
     def view(self, sequences: int | Sequence[int], counts: Any = 1) -> Batch:
-        """Sequences as they are, to attend to; `counts` are the queries of each, its last tokens."""
+        """A batch of sequences as they are, to attend over; `counts` is the number of queries of each, at its end."""
         numbers = checks.sequence_ids(sequences)
         queries = checks.counts("counts", counts, len(numbers))
         with self.store.lock:
@@ -259,14 +265,16 @@ class PagedKVCache:
     def attend(
         self, sequences: int | Sequence[int], q: Any, *, layer: int = 0, counts: Any = None, **options: Any
     ) -> Any:
-        """Attention of queries over each sequence's tokens. The queries are the last ones appended.
+        """Attention of each sequence's queries over its tokens. The queries are at the last positions: append first.
 
         Args:
             sequences: ids `[B]`.
             q: `[B, H, Lq, D]` (or as `layout` says), or packed `[T, H, D]`.
-            counts: ints `[B]`: queries of each sequence. Default: Lq, or T / B of packed ones.
+            layer: which layer's keys and values.
+            counts: ints `[B]`: number of queries of each sequence. Default: Lq, or T / B if packed.
 
-        All other options as in `Batch.attend`.
+        `causal` is True by default. `cascade` says whether attention over a shared prefix is computed once for all its
+        sequences; by default where that is faster. All other options are those of `tilewise.paged_attention`.
         """
         numbers = checks.sequence_ids(sequences)
         if counts is None:
@@ -274,28 +282,28 @@ class PagedKVCache:
         return self.view(numbers, counts).attend(q, layer=layer, **options)
 
     def keys(self, sequence: int, layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The keys of a sequence, `[Hkv, n, D]`: for looking at them."""
+        """The keys of a sequence, `[Hkv, n, D]`: for inspection."""
         return self._held(self.store.k, sequence, layer, dtype)
 
     def values(self, sequence: int, layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values, likewise."""
+        """The values of a sequence, `[Hkv, n, Dv]`."""
         return self._held(self.store.v, sequence, layer, dtype)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all sequences, with what they share and what is kept, to a safetensors file."""
+        """Writes all sequences, with shared pages and cached prefixes, to a safetensors file."""
         save_pages(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> PagedKVCache:
-        """A cache as it was saved, ids of sequences included. A file that is cut off or altered is refused."""
+        """Loads a cache from a file of `save`, with the same ids. A truncated or altered file is refused."""
         return load_pages(cls, path, device)
 
     def save_prefix(self, path: str | os.PathLike[str], sequence: int) -> None:
-        """Writes one sequence to a safetensors file, to be loaded into any cache of the same storage."""
+        """Writes one sequence to a safetensors file, which any cache of the same storage can load."""
         save_prefix(self, path, sequence)
 
     def load_prefix(self, path: str | os.PathLike[str]) -> int:
-        """A new sequence from a file of `save_prefix`; `prefix_match` finds it. The page sizes may differ."""
+        """A new sequence from a file of `save_prefix`, which `prefix_match` also finds. The page size may differ."""
         return load_prefix(self, path)
 
     def export(
@@ -306,26 +314,26 @@ class PagedKVCache:
         heads: tuple[int, int] | None = None,
         first_head: int = 0,
     ) -> transfer.Part:
-        """A sequence as tensors, as it is stored, to be imported by another cache, in this process or another.
+        """A sequence as tensors, in its stored form, for `import_` of another cache in this or another process.
 
         Args:
-            layers: a range of layers; default all.
-            heads: a range of this cache's heads; default all.
-            first_head: the model's number of this cache's first head, where heads are divided over caches.
+            layers: a range of layers. Default: all.
+            heads: a range of this cache's heads. Default: all.
+            first_head: the index in the model of this cache's first head, if heads are sharded over caches.
 
         Returns:
-            A manifest, of plain Python values, and tensors `[layers, tokens, heads, ...]`, copies on its device.
+            A manifest of plain Python values, and tensors `[layers, tokens, heads, ...]`, copies on the cache's device.
         """
         return transfer.export(self, sequence, layers, heads, first_head)
 
     def import_(self, *parts: transfer.Part, first_head: int = 0) -> int:
-        """A new sequence from what `export` gave: all of it, or several parts that have all layers and heads together.
+        """A new sequence from results of `export`, which together have all layers and heads of this cache.
 
-        The page sizes may differ, and so may the heads that a cache has of the model's. What was altered on its way is
-        refused, by checksums.
+        Page sizes, and which of the model's heads a cache holds, may differ. Checksums detect data that was altered on
+        the way, which is refused.
 
         Raises:
-            CacheFull: there are too few pages; nothing has changed.
+            CacheFull: there are too few free pages; nothing has changed.
         """
         return transfer.import_parts(self, parts, first_head)
 

@@ -1,8 +1,8 @@
-"""Which token ids full pages hold: a tree of pages, found by the ids themselves.
+"""The prefix index: a tree of full pages, looked up by their token ids.
 
-A node is a page of ids that follow its parent's. It is looked up by (parent, ids): Python hashes the ids, then compares
-them, so two prefixes share a page only if they are equal. A node that leaves takes all that follow it along, and its
-number never comes again: what is found always is a whole prefix.
+A node is a page whose ids follow those of its parent. Nodes are looked up by (parent, ids) in a dict, which compares
+the ids, so two prefixes share a page only if they are equal. Removing a node removes its descendants, and numbers of
+nodes are never reused: a lookup always finds a whole prefix.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Node:
 
 
 class PrefixIndex:
-    """The tree. It counts no references and frees no pages: `Pool` does.
+    """The tree. Reference counts and free pages are in `Pool`.
 
     >>> index = PrefixIndex(pages=8)
     >>> node = index.add(ROOT, b"some ids", page=5)
@@ -45,7 +45,7 @@ class PrefixIndex:
         return self._by_ids.get((parent, ids))
 
     def add(self, parent: int, ids: bytes, page: int) -> int:
-        """A node for `page`, or the one that is there for these ids."""
+        """Adds a node for `page`, unless there is one for these ids; returns the node."""
         if (known := self.find(parent, ids)) is not None:
             return known
         number = self._next
@@ -53,7 +53,7 @@ class PrefixIndex:
         return number
 
     def restore(self, number: int, parent: int, ids: bytes, page: int) -> None:
-        """A node that has its number already; parents come first."""
+        """Adds a node with a given number; its parent must exist."""
         self._next = max(self._next, number + 1)
         self.nodes[number] = Node(page, parent, ids)
         self._by_ids[parent, ids] = number
@@ -73,7 +73,7 @@ class PrefixIndex:
         return node
 
     def drop(self, node: int) -> list[int]:
-        """Takes a node and all that follow it out; their pages."""
+        """Removes a node and its descendants, and returns their pages."""
         parent = self.nodes[node].parent
         if parent != ROOT:
             self.nodes[parent].children.discard(node)

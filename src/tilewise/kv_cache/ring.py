@@ -1,8 +1,8 @@
-"""Attention over a ring: slots hold positions modulo the capacity, so a row's tokens may lie in two runs.
+"""Attention over a ring: position p is in slot p modulo the capacity, so a row's tokens may be in two runs of slots.
 
-The upper run starts at the slot of the oldest token held, the lower one at slot 0. In each of them positions and slots
-differ by a number that is the row's own and a multiple of the capacity. So causal, windows, ALiBi and chunks (that
-divide the capacity) hold their meaning if the queries' offset is moved by it. Two calls, merged.
+The upper run starts at the slot of the oldest token, the lower one at slot 0. Within a run, positions and slots differ
+by a multiple of the capacity, constant for each row. So causal, windows, ALiBi and chunks that divide the capacity keep
+their meaning if the queries' offset is shifted by it. Two runs are two calls, merged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Slots `0` to `lengths[b]` of each row, with the queries' offset among them."""
+    """Slots `0` to `lengths[b]` of each row, with the offset of the queries relative to them."""
 
     lengths: np.ndarray  # int64 [B]
     offsets: np.ndarray  # int64 [B]
@@ -27,7 +27,7 @@ class Run:
 
 
 def check_options(capacity: int, options: dict[str, Any]) -> None:
-    """Refuses options that a ring cannot take once it has wrapped; before that too, so that no call fails late."""
+    """Refuses options that a ring cannot take once it has wrapped, also before that, so that no call fails late."""
     chunk = as_chunk(options.get("chunk"))
     if chunk and capacity % chunk:
         raise InvalidArgument("chunk", options["chunk"], f"a divisor of the ring's capacity of {capacity}")
@@ -48,7 +48,7 @@ def check_options(capacity: int, options: dict[str, Any]) -> None:
 
 
 def check(first: np.ndarray, q_first: np.ndarray, capacity: int, options: dict[str, Any]) -> None:
-    """Refuses a window that reaches back to what a ring has forgotten, for queries from position `q_first[b]` on."""
+    """Refuses a window that reaches back to dropped tokens, for queries from position `q_first[b]` on."""
     window = options.get("window")
     left = as_window(window)[0]
     if left is not None and bool((short := np.maximum(q_first - left, 0) < first).any()):
@@ -61,7 +61,7 @@ def check(first: np.ndarray, q_first: np.ndarray, capacity: int, options: dict[s
 
 
 def runs(first: np.ndarray, length: np.ndarray, q_first: np.ndarray, capacity: int, window: Any) -> list[Run]:
-    """Where positions `first[b]` to `length[b]` lie."""
+    """The runs of slots that hold positions `first[b]` to `length[b]`."""
     start = first % capacity
     shift = first - start
     end = start + length - first
@@ -75,9 +75,9 @@ def runs(first: np.ndarray, length: np.ndarray, q_first: np.ndarray, capacity: i
 def order_is_nothing(
     first: np.ndarray, length: np.ndarray, capacity: int, q_rows: int, options: dict[str, Any]
 ) -> bool:
-    """Whether every query sees every slot that is filled, whatever its position: then one call does.
+    """Whether every query sees every filled slot, whatever its position, so that one call is enough.
 
-    It is so when rows are full (or lie from slot 0 on) and no rule tells positions apart.
+    This holds if rows are full (or start at slot 0) and no rule depends on positions.
     """
     if options.get("chunk") is not None or options.get("alibi_slopes") is not None:
         return False

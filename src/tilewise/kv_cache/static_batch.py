@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class StaticBatch:
-    """What `PagedKVCache.static_batch` gives.
+    """The result of `PagedKVCache.static_batch`.
 
-    A step has `batch` rows of `count` tokens; sequences take the first rows. What comes out for the others is of no
-    use, and what is written for them goes nowhere.
+    A step has `batch` rows of `count` tokens; sequences use the first rows. The output for the other rows is undefined,
+    and their keys and values are not stored.
 
     Attributes:
         block_table: int32 `[batch, pages]` on the device.
         context_lens: int32 `[batch]` on the device: tokens of each sequence, the new ones included; 0 for no sequence.
-        cu_seqlens: int32 `[batch + 1]` on the device: sums of the new tokens.
+        cu_seqlens: int32 `[batch + 1]` on the device: cumulative sums of the new tokens.
         starts: int32 `[batch]` on the device: the position of each sequence's first new token.
     """
 
@@ -64,13 +64,13 @@ class StaticBatch:
 
     @left_alone
     def extend(self, sequences: Any, counts: Any = 1, tokens: Any = None) -> None:
-        """Makes room for new tokens, as `PagedKVCache.extend`, and fills the tables for the step that comes next.
+        """Makes room for new tokens, as `PagedKVCache.extend`, and fills the tables for the next step.
 
-        Nobody sees what a graph writes: the tokens count as written. Run the step, in every layer, before anything else
-        is done with its sequences; if it fails, `truncate` gives the tokens back.
+        The cache cannot see what a graph writes, so the tokens count as written at once. Run the step in every layer
+        before you do anything else with its sequences; if it fails, `truncate` takes the tokens back.
 
         Raises:
-            CacheFull: there are too few pages; nothing has changed.
+            CacheFull: there are too few free pages; nothing has changed.
         """
         store = self.cache.store
         numbers = checks.sequence_ids(sequences)
@@ -135,7 +135,7 @@ class StaticBatch:
             layer: which layer's keys and values.
             causal: a query sees keys up to its own position.
 
-        All other options as in `tilewise.paged_attention`.
+        All other options are those of `tilewise.paged_attention`.
         """
         cache, store = self.cache, self.cache.store
         refuse(options, dict.fromkeys(("cu_seqlens_q", "max_q", "kv_lengths"), "leave it out"))

@@ -17,12 +17,12 @@ class PoolStats:
 
     pages: int
     used: int  # pages of sequences, each counted once
-    shared: int  # of those, pages of more than one
-    kept: int  # pages that no sequence uses, kept for prompts that begin like theirs; given up when room is needed
+    shared: int  # of those, pages of several sequences
+    kept: int  # unused pages that hold cached prefixes; given up when pages are needed
     free: int
     sequences: int
-    tokens: int  # in used pages, those of shared pages counted once
-    fragmentation: float  # the share of the used pages' slots that hold no token
+    tokens: int  # in used pages; those of shared pages count once
+    fragmentation: float  # share of slots in used pages that hold no token
     nbytes: int
 
 

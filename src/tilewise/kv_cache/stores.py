@@ -1,4 +1,4 @@
-"""What caches hold: memory, and which part of it is whose. Caches, batches, copies and files all work on these."""
+"""The memory of caches, and who owns which part of it. Caches, batches, copies and files all work on these classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def named_tensors(k: Store, v: Store) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of K and V, by the names that they have in files."""
+    """The tensors of K and V, by their names in files."""
     parts = [("k", k.data), ("k_scales", k.scales)]
     parts += [] if v.inside else [("v", v.data), ("v_scales", v.scales)]
     return [(name, x) for name, x in parts if x is not None]
@@ -32,7 +32,7 @@ def nbytes(k: Store, v: Store) -> int:
 
 
 def empty_rows(cache: KVCache) -> tuple[Store, Store]:
-    """Room for K and V."""
+    """Memory for K and V."""
     return _empty(cache, cache.batch, cache.kv_heads, cache.capacity)
 
 
@@ -51,7 +51,7 @@ def _copied(k: Store, v: Store, memo: dict[int, Any]) -> tuple[Store, Store]:
 
 
 class RowStore:
-    """The rows of a `KVCache`, `[B, Hkv, slots, columns]`, and which positions each of them holds.
+    """The rows of a `KVCache`, `[B, Hkv, slots, columns]`, and the positions that each of them holds.
 
     Attributes:
         length: int32 `[B]`, NumPy: tokens that were appended to each row; `on_device` the same on the device.
@@ -105,7 +105,7 @@ class PageStore:
         return PageStore(k, v, copy.deepcopy(self.sequences, memo))
 
     def grow(self, slots: np.ndarray, new: np.ndarray, ids: np.ndarray | None) -> Growth:
-        """Room for new tokens; shared pages that they go to are copied."""
+        """Makes room for new tokens; shared pages that will be written are copied."""
         growth = self.sequences.extend(slots, new, ids)
         try:
             if growth.copies:

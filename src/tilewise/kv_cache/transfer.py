@@ -1,7 +1,7 @@
-"""A sequence of a `PagedKVCache` as plain tensors, as it is stored, and back: between processes and layouts.
+"""A sequence of a `PagedKVCache` as plain tensors in their stored form, and back: between processes and layouts.
 
-Rows are `[layers, tokens, heads, columns]`: a page size means nothing to them, and heads and layers can be cut. What is
-quantised stays so, bit by bit. How the tensors travel is the caller's: `distributed.send_sequence`, or shared memory.
+Rows are `[layers, tokens, heads, columns]`, independent of the page size; layers and heads can be sliced. Quantised
+data stays the same, bit for bit. The caller moves the tensors, with `distributed.send_sequence` or shared memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAME = ("head_dim", "value_dim", "dtype", "v_dtype", "group", "rotate", "latent"
 
 
 def runs(pages: np.ndarray) -> list[tuple[int, int]]:
-    """(first, count) of pages that lie one after the other.
+    """(first, count) of each run of consecutive pages.
 
     >>> runs(np.array([4, 5, 6, 1, 9, 10]))
     [(4, 3), (1, 1), (9, 2)]
@@ -75,7 +75,7 @@ def checksum(x: torch.Tensor) -> int:
 
 
 def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) -> int:
-    """A new sequence from parts that have all its layers and heads; nothing has changed if they are refused."""
+    """A new sequence from parts that have all its layers and heads. If they are refused, nothing has changed."""
     if not parts:
         raise InvalidArgument("parts", "none", "one or more (manifest, tensors)")
     there = np.zeros((cache.layers, cache.kv_heads), dtype=bool)
@@ -109,7 +109,7 @@ def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) ->
 
 
 def new_sequence(cache: PagedKVCache, length: int, known: int, parts: Sequence[Part], first_head: int = 0) -> int:
-    """A sequence of `length` tokens, the first `known` with ids, from parts that were checked; none if it fails."""
+    """A sequence of `length` tokens, the first `known` with ids, from checked parts; on failure none is left behind."""
     with cache.store.lock:
         sequence = cache.create()
         try:
@@ -129,7 +129,7 @@ def new_sequence(cache: PagedKVCache, length: int, known: int, parts: Sequence[P
 
 
 def declared(cache: PagedKVCache, where: str, about: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The shapes and dtypes of a part's tensors by its manifest, which is checked first: before memory is taken."""
+    """The shapes and dtypes of a part's tensors, from its manifest, which is checked before memory is allocated."""
 
     def refuse(name: str, want: str) -> InvalidArgument:
         given = about.get(name) if isinstance(about, Mapping) else f"of a {type(about).__name__}"
@@ -163,7 +163,7 @@ def declared(cache: PagedKVCache, where: str, about: Any) -> dict[str, tuple[tup
 def _put(
     cache: PagedKVCache, pages: np.ndarray, length: int, about: Mapping[str, Any], tensors: Any, first_head: int
 ) -> None:
-    """The rows of a part into pages, a run of pages at a time."""
+    """Copies the rows of a part into pages, a run of pages at a time."""
     layers = slice(*about["layers"])
     lo, hi = about["heads"][0] - first_head, about["heads"][1] - first_head
     into, of = slice(max(lo, 0), min(hi, cache.kv_heads)), slice(max(-lo, 0), min(hi, cache.kv_heads) - lo)

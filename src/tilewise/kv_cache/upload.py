@@ -1,4 +1,4 @@
-"""Lists of ints to the device, by one transfer."""
+"""Sends lists of ints to the device in one transfer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 def blocks(*sizes: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """An int32 array, and pieces of it that each begin at a multiple of 16 bytes, as kernels like it."""
+    """An int32 array, and pieces of it that are aligned to 16 bytes, as kernels prefer."""
     block = np.zeros(sum(n + 3 & ~3 for n in sizes), dtype=np.int32)
     return block, pieces(block, *sizes)
 
 
 def pieces(block: Any, *sizes: int) -> list[Any]:
-    """The same pieces of a block, an array or a tensor."""
+    """The same pieces of a block, which is an array or a tensor."""
     found, start = [], 0
     for n in sizes:
         found.append(block[start : start + n])
@@ -24,7 +24,7 @@ def pieces(block: Any, *sizes: int) -> list[Any]:
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """Ints as int32 on the device, by one transfer."""
+    """Arrays of ints as int32 on the device, in one transfer."""
     sizes = [len(x) for x in arrays]
     block, parts = blocks(*sizes)
     for part, x in zip(parts, arrays, strict=True):

@@ -17,8 +17,8 @@ from .arguments import BAD_ARGUMENTS
 
 COMMANDS = (doctor, demo, chat, embed, serve, plan, scale, bench, report, compare, verify, tune, warmup)
 AFTERWORD = """\
-exit status: 0 if all is well, 1 if a result is wrong or (compare) slower, 2 for bad arguments, 130 after Ctrl-C,
-143 if it was told to stop (SIGTERM); what is done by then is kept as after Ctrl-C
+exit status: 0 for success, 1 if a result is wrong or (compare) slower, 2 for bad arguments, 130 after Ctrl-C and
+143 after SIGTERM; both keep what is done by then
 """
 INTERRUPTED = 130
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))

@@ -27,7 +27,9 @@ def command(commands: Commands, run: Any, help: str, description: str, example: 
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", type=device, metavar="cpu|cuda|mps", help="default: cuda where there is one")
+    parser.add_argument(
+        "--device", type=device, metavar="cpu|cuda|mps", help="default: cuda if there is a GPU, else cpu"
+    )
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:

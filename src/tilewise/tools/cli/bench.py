@@ -16,14 +16,12 @@ def add(commands: Commands) -> None:
     parser = command(
         commands,
         run,
-        help="measure the kernels beside other libraries and the machine's own limits",
-        description="Times each case interleaved with every peer found here (torch's SDPA by each of its kernels, "
-        "FlexAttention, flash-attn, FlashInfer, xFormers, ONNX Runtime, MLX, vLLM's CPU_ATTN), checks all of them "
-        "against float64, and shows what share "
-        "of the machine's own limits each reaches. Shapes are those of known models: "
-        f"{', '.join(MODELS)}. Progress goes to stderr. Ratios are speeds. Ctrl-C and SIGTERM end "
-        "the measuring and keep what is done. "
-        "Exit status 1 if a result is wrong.",
+        help="time the kernels against other libraries and the machine's own limits",
+        description="Times each case, interleaved with every installed peer (torch's SDPA by each of its kernels, "
+        "FlexAttention, flash-attn, FlashInfer, xFormers, ONNX Runtime, MLX, vLLM's CPU_ATTN), compares all outputs "
+        "with float64, and shows which share of the machine's own limits each reaches. Shapes are those of known "
+        f"models: {', '.join(MODELS)}. Progress goes to stderr. Ratios are speeds. Ctrl-C and SIGTERM stop the "
+        "measuring and keep what is done. The exit status is 1 if a result is wrong.",
         example="tilewise bench --suite prefill,decode --json now.json --html now.html",
     )
     what = parser.add_mutually_exclusive_group()
@@ -31,25 +29,29 @@ def add(commands: Commands) -> None:
         "--suite",
         type=suites,
         metavar="NAME[,NAME...]",
-        help=f"which cases: {', '.join(SUITES)}, or all (of the models); cpu holds the CPU kernels to bars. "
+        help=f"which cases: {', '.join(SUITES)}, or all (of the models); cpu has speed goals for the CPU kernels. "
         "Default: cpu on a CPU, prefill,decode on a GPU",
     )
     what.add_argument(
-        "--scale", action="store_true", help="one shape over lengths: time, memory and tiles, with fitted exponents"
+        "--scale",
+        action="store_true",
+        help="one shape at growing lengths: time, memory and tiles, with fitted exponents",
     )
     add_device(parser)
     add_dtype(parser)
-    parser.add_argument("--quick", action="store_true", help="fewer cases and shorter: under two minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter cases: under two minutes")
     parser.add_argument(
         "--peers",
         type=peers,
         metavar="NAME[,NAME...]",
-        help=f"beside whom: {', '.join(PEERS)}, or none; default: all here",
+        help=f"libraries to compare with: {', '.join(PEERS)}, or none; default: all installed",
     )
-    parser.add_argument("--jobs", type=count, metavar="N", help="processes that compile for a GPU (default: by cores)")
-    add_json(parser, "write every number there")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that a browser shows")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the charts, as .svg or .png")
+    parser.add_argument(
+        "--jobs", type=count, metavar="N", help="processes that compile for a GPU (default: by number of cores)"
+    )
+    add_json(parser, "write all numbers to this file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report as an HTML page")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw charts, as .svg or .png")
 
 
 def run(args: argparse.Namespace) -> int:

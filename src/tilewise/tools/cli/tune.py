@@ -14,13 +14,13 @@ def add(commands: Commands) -> None:
     parser = command(
         commands,
         run,
-        help="find the fastest tiles of the GPU kernels on this GPU",
-        description="Times every tile that fits on the shapes of known models and keeps the fastest in a JSON file, "
-        "which later calls read. Takes minutes, most of them for compiling. Ctrl-C ends it and keeps what is done.",
+        help="find the fastest tiles for the kernels on this GPU",
+        description="Times every tile that fits, on the shapes of known models, and writes the fastest to a JSON file "
+        "that later calls read. Takes minutes, most of them for compiling. Ctrl-C stops it and keeps what is done.",
         example="tilewise tune --quick",
     )
-    parser.add_argument("--quick", action="store_true", help="the shapes of the demo only")
-    add_json(parser, "default: tuned.json in the cache directory")
+    parser.add_argument("--quick", action="store_true", help="only the shapes of the demo")
+    add_json(parser, "write to this file, which no call reads; default: tuned.json in the cache directory")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,17 +13,19 @@ def add(commands: Commands) -> None:
     parser = command(
         commands,
         run,
-        help="compile kernels ahead of first use: all of the CPU's, or those of a model's layers",
-        description="Without a model: compiles every CPU kernel that the package does not bring prebuilt, and keeps "
-        "it on disk, so that no first call waits. With one: runs each call that its layers make once, on a GPU where "
-        f"there is one, so that their kernels are compiled and kept. Models: {', '.join(MODELS)}.",
+        help="compile kernels ahead of first use: all CPU kernels, or those of a model's layers",
+        description="Without a model: compiles every CPU kernel that is not prebuilt and keeps it on disk, so that no "
+        "first call waits. With a model: runs each call of its layers once, on a GPU if there is one, so that their "
+        f"kernels are compiled and kept. Models: {', '.join(MODELS)}.",
         example="tilewise warmup --model llama-3-8b",
     )
     parser.add_argument("--model", metavar="NAME", help="a known model")
     add_device(parser)
     add_dtype(parser)
-    parser.add_argument("--length", type=length, default=4096, metavar="N", help="tokens of a model's prompt (4096)")
-    parser.add_argument("--train", action="store_true", help="gradients of the prompts too")
+    parser.add_argument(
+        "--length", type=length, default=4096, metavar="N", help="tokens of the model's prompt (default 4096)"
+    )
+    parser.add_argument("--train", action="store_true", help="also compile the gradients of prompts")
 
 
 def run(args: argparse.Namespace) -> int:
