@@ -108,6 +108,8 @@ def test_examples_of_the_help_run(capsys, monkeypatch, tmp_path):
         (["demo", "--seed", str(2**63)], "below 2**63"),
         (["plan"], "--model"),
         (["plan", "--model", "qwen3", "--length", "many"], "8192 or 8k"),
+        (["plan", "--model", "qwen3", "--length", "16777216k"], "1 to 16777216"),
+        (["plan", "--model", "qwen3", "--batch", "1000000"], "a number of rows, 1 to 65536"),
         (["plan", "--model", "qwen3", "--device", "sm_75"], "sm_80, sm_86"),
         (["plan", "--model", "qwen3", "--dtype", "float64"], "expected f32 (float32), f16 (float16), bf16 (bfloat16)"),
         (["compare", "one.json"], "B.json"),
@@ -289,6 +291,7 @@ def test_types_go_by_any_of_their_names(name, capsys):
         (["--model", "llama-9"], "one of minilm"),
         (["--model", "qwen3", "--layer", "local"], "one of full"),
         (["--model", "qwen3", "--queries", "9", "--length", "8"], "at most 8"),
+        (["--model", "qwen3", "--batch", "65536", "--length", "4096"], "at most 8192 rows of 4096 queries"),
     ],
 )
 def test_plans_that_cannot_be(words, message, capsys):
