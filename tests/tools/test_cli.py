@@ -1,5 +1,6 @@
 """The command line and the demo behind it."""
 
+import io
 import json
 import re
 import shlex
@@ -208,6 +209,18 @@ def test_plan_shows_every_kind_of_layer_with_its_tiles(capsys):
     assert rows[0][-1] == ".", "causal"
     assert text.count("; each mark is ") == 2
     assert "are merged here" not in text
+
+
+def test_letters_that_an_encoding_lacks_are_no_error(monkeypatch):
+    """What a pipe on Windows takes has no blocks, and a folder's name may be of no encoding at all."""
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", "/nowhere/\udcff")
+    for words, shown in ((["plan", "--model", "llama-3-8b", "--length", "64", "--device", "cpu"], "?"),
+                         (["doctor"], "/nowhere/?")):  # fmt: skip
+        stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(words) == 0
+        stream.flush()
+        assert shown in stream.buffer.getvalue().decode("cp1252")
 
 
 def test_plan_of_a_decode_step_over_pages(capsys):
