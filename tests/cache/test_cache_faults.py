@@ -372,6 +372,15 @@ def test_forged_pages(tmp_path, monkeypatch, name, value):
         PagedKVCache.load(path)
 
 
+def test_forged_layers_of_a_cache_without_pages(tmp_path):
+    """They take no memory, but each sequence has a number for every layer."""
+    path = tmp_path / "cache"
+    PagedKVCache(0, 2, 1, 8, "f32").save(path)
+    forged(path, path.read_bytes(), about_("layers", 2**27))
+    with pytest.raises(InvalidArgument, match="layers: got 134217728"):
+        PagedKVCache.load(path)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("tokens", -1), ("tokens", 2**40), ("tokens", 5), ("known", 5), ("known", -1)]
 )

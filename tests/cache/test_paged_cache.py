@@ -146,6 +146,21 @@ def test_a_full_pool_says_so_before_it_changes():
     assert cache.stats().free == 0
 
 
+def test_a_sequence_that_there_is_no_memory_for_changes_nothing(monkeypatch):
+    cache = cache_of()
+
+    def full(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as without:
+        without.setattr(np, "pad", full)
+        with pytest.raises(MemoryError):
+            cache.create()
+    assert cache.stats().sequences == 0
+    put(cache, cache.create(), [1, 2, 3])
+    assert cache.length(0) == 3
+
+
 def test_wrong_rows_leave_no_trace():
     cache = cache_of()
     a = cache.create()

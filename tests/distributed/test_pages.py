@@ -125,6 +125,9 @@ def test_truncated_and_missing_tensors_are_refused():
     for wrong in (less, tensors | {"k": tensors["k"][:, :-1]}, tensors | {"v": tensors["v"].half()}, {}):
         with pytest.raises(InvalidArgument, match="as its manifest says"):
             there.import_((about, wrong))
+    for wrong in (tensors["k"].to_sparse(), tensors["k"].to("meta")):
+        with pytest.raises(InvalidArgument, match="expected a dense tensor"):
+            there.import_((about, tensors | {"k": wrong}))
     for part in (about, (about,), (about, None), (None, tensors)):
         with pytest.raises(InvalidArgument, match=r"parts\[0\]"):
             there.import_(part)

@@ -9,7 +9,7 @@ import pytest
 from tilewise.core.places import cache_home
 
 # Before tilewise is imported: no owners of files, no links to be refused, no folders as descriptors, no /proc (so no
-# GNU OpenMP to be found there), no forks to be told of, no list of cores.
+# GNU OpenMP to be found there), no forks to be told of, no list of cores, no locks of files.
 WITHOUT = r"""
 import builtins, io, os, pathlib, platform, sys, warnings
 import numba, torch
@@ -34,6 +34,7 @@ def no_proc(path, *args, **kwargs):
     return read_text(path, *args, **kwargs)
 if system == "Windows":
     os.open = no_descriptors
+    sys.modules["fcntl"] = None  # no locks of files
 pathlib.Path.read_text = no_proc
 """
 WORKS = (

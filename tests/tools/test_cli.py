@@ -1,5 +1,6 @@
 """The command line and the demo behind it."""
 
+import io
 import json
 import re
 import shlex
@@ -108,6 +109,8 @@ def test_examples_of_the_help_run(capsys, monkeypatch, tmp_path):
         (["demo", "--seed", str(2**63)], "below 2**63"),
         (["plan"], "--model"),
         (["plan", "--model", "qwen3", "--length", "many"], "8192 or 8k"),
+        (["plan", "--model", "qwen3", "--length", "16777216k"], "1 to 16777216"),
+        (["plan", "--model", "qwen3", "--batch", "1000000"], "a number of rows, 1 to 65536"),
         (["plan", "--model", "qwen3", "--device", "sm_75"], "sm_80, sm_86"),
         (["plan", "--model", "qwen3", "--dtype", "float64"], "expected f32 (float32), f16 (float16), bf16 (bfloat16)"),
         (["compare", "one.json"], "B.json"),
@@ -208,6 +211,18 @@ def test_plan_shows_every_kind_of_layer_with_its_tiles(capsys):
     assert "are merged here" not in text
 
 
+def test_letters_that_an_encoding_lacks_are_no_error(monkeypatch):
+    """What a pipe on Windows takes has no blocks, and a folder's name may be of no encoding at all."""
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", "/nowhere/\udcff")
+    for words, shown in ((["plan", "--model", "llama-3-8b", "--length", "64", "--device", "cpu"], "?"),
+                         (["doctor"], "/nowhere/?")):  # fmt: skip
+        stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(words) == 0
+        stream.flush()
+        assert shown in stream.buffer.getvalue().decode("cp1252")
+
+
 def test_plan_of_a_decode_step_over_pages(capsys):
     words = ["--layer", "global", "--queries", "1", "--page-size", "16", "--batch", "4", "--dtype", "bf16"]
     assert main(["plan", "--model", "gpt-oss", "--length", "4096", "--device", "cpu", *words]) == 0
@@ -289,6 +304,7 @@ def test_types_go_by_any_of_their_names(name, capsys):
         (["--model", "llama-9"], "one of minilm"),
         (["--model", "qwen3", "--layer", "local"], "one of full"),
         (["--model", "qwen3", "--queries", "9", "--length", "8"], "at most 8"),
+        (["--model", "qwen3", "--batch", "65536", "--length", "4096"], "at most 8192 rows of 4096 queries"),
     ],
 )
 def test_plans_that_cannot_be(words, message, capsys):

@@ -36,6 +36,14 @@ def test_json_holds_the_same(capsys):
     assert found["files"]["writable"] is True
 
 
+def test_a_cache_folder_that_is_a_file_is_not_writable(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    for name in ("file", "file/folder"):
+        monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / name))
+        assert main(["doctor", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["files"]["writable"] is False
+
+
 def test_it_says_which_python_runs_and_what_fills_the_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
     for name, mib in (("cpu-1/a.nbc", 2), ("cpu-2/a.nbc", 3), ("models/a/b", 4), ("tuned.json", 1)):

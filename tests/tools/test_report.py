@@ -90,6 +90,65 @@ def test_a_file_that_is_no_record_is_named(text, tmp_path, capsys):
     assert "a.json" in capsys.readouterr().err
 
 
+WRONG_KINDS = {
+    "device": [None, 3, "x", [], {"threads": 0}, {"last_cache_bytes": "x"}], "versions": [None, 3, {"torch": 3}],
+    "environment": [None, {"A": []}], "ceilings": ["x", {"read_gb_per_s": "x"}, {"read_bytes": 10**400}],
+    "peers": [-1, {"a": 1}], "notes": [3, [3]], "dtype": [3], "seconds": [float("nan")],
+    "group": [None, []], "x": ["x", 0, -1], "allowed": [None], "bytes": [10**400, -1], "refused": [[], {"a": 1}],
+    "timing.seconds": [None, 0, -1, 1e-320, float("inf"), 10**400, "1"], "timing.spread": [None, "x"], "error": ["x"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, x) for name, xs in WRONG_KINDS.items() for x in xs], ids=str)
+def test_values_of_another_kind_are_refused_and_named(name, value, tmp_path, capsys):
+    data = record(cell()).as_data()
+    inside = data["cells"][0]
+    where = data if name in ABOUT or name in ("peers", "dtype", "seconds") else inside
+    where = inside["ways"][0]["timing"] if "." in name else inside["ways"][0] if name == "error" else where
+    where[name.rpartition(".")[2]] = value
+    file, right = tmp_path / "a.json", write(tmp_path / "right.json", cell())
+    file.write_text(json.dumps(data))
+    for words in (["report", str(file)], ["compare", str(file), str(right)], ["compare", str(right), str(file)]):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert "a.json" in told
+        assert name in told
+
+
+def test_texts_do_not_steer_the_terminal(tmp_path, capsys):
+    file = write(tmp_path / "a.json", cell(group="a\x1b[31mb", name="\udcff"), notes=["\x07"], versions={"torch": "\r"})
+    assert main(["report", str(file)]) == 0
+    assert main(["report", str(file), "--html", str(tmp_path / "a.html"), "--plot", str(tmp_path / "a.svg")]) == 0
+    assert main(["compare", str(file), str(write(tmp_path / "b.json", cell(group="a?[31mb", name="?")))]) == 0
+    shown = capsys.readouterr().out
+    assert "a?[31mb" in shown
+    assert not any(letter in shown for letter in "\x1b\x07\r\udcff")
+
+
+def test_a_file_without_end_is_not_read_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilewise.tools.bench.record.LARGEST", 100)
+    with pytest.raises(InvalidArgument, match="it has more than"):
+        Record.read(write(tmp_path / "a.json", cell()))
+
+
+def test_ways_and_places_that_a_report_needs(tmp_path, capsys):
+    bars = {
+        "name": "a",
+        "against": "SDPA",
+        "bar": 1.0,
+        "least": 1.0,
+        "is_share": False,
+        "value": 1,
+        "verdict": "missed",
+    }
+    alone = Record({**ABOUT, "suite": "cpu"}, [cell(group="a", peers=[])], [bars]).as_data()
+    scale = record(cell(x=1024), cell(name="2k"), suite="scale").as_data()
+    for data in (alone, scale):
+        (tmp_path / "a.json").write_text(json.dumps(data))
+        assert main(["report", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]) == 2
+        assert "a.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "text", ['{"cells": []}', '{"cells": [], "device": 3}', '{"cells": [], "device": {}, "rows": [1]}']
 )

@@ -99,12 +99,12 @@ class Sequences:
         if not self._unused:
             have = len(self.length)
             more = max(16, have)
-            self._unused = list(range(have + more - 1, have - 1, -1))
+            written = np.pad(self.written, ((0, 0), (0, more)))  # first: there may be no memory for it
             self.length, self.known, self.node, self.depth, self.version = (
                 np.concatenate([x, np.zeros(more, dtype=np.int64)])
                 for x in (self.length, self.known, self.node, self.depth, self.version)
             )
-            self.written = np.pad(self.written, ((0, 0), (0, more)))
+            self.written, self._unused = written, list(range(have + more - 1, have - 1, -1))
         self.table.grow(len(self.length), len(pages))
         slot, number = self._unused.pop(), self.created
         self.created += 1

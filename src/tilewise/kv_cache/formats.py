@@ -16,6 +16,7 @@ from ..quantised import Quantised
 from . import hadamard
 from .integers import integer
 
+MOST_LAYERS = 2**16  # each has a number for every sequence
 Made = TypeVar("Made")
 
 

@@ -18,7 +18,7 @@ from . import checks, copies, hadamard, transfer
 from .attending import is_seq_major
 from .batch import Batch
 from .block_manager import Sequences
-from .formats import check_rotation, described, flag, formats_of, room, size, token_bytes
+from .formats import MOST_LAYERS, check_rotation, described, flag, formats_of, room, size, token_bytes
 from .integers import integer
 from .serialization.load import load_pages, load_prefix
 from .serialization.save import save_pages, save_prefix
@@ -79,7 +79,7 @@ class PagedKVCache:
         device: torch.device | str | None = None,
     ) -> None:
         self.num_pages, self.page_size = size("num_pages", num_pages, 0), size("page_size", page_size)
-        self.kv_heads, self.layers = size("kv_heads", kv_heads), size("layers", layers)
+        self.kv_heads, self.layers = size("kv_heads", kv_heads), size("layers", layers, 1, MOST_LAYERS)
         self.k_format, self.v_format = formats_of(head_dim, value_dim, dtype, v_dtype, group, latent)
         self.latent, self.rotate = None if latent is None else self.v_format.width, flag("rotate", rotate)
         check_rotation(self)

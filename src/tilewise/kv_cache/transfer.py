@@ -16,6 +16,8 @@ import torch
 from ..core.options import is_int
 from ..core.storage import as_bytes
 from ..errors import CacheFull, InvalidArgument
+from .formats import size
+from .integers import integer
 from .serialization.save import formats
 from .stores import named_tensors
 
@@ -44,6 +46,7 @@ def export(
     cache: PagedKVCache, sequence: int, layers: tuple[int, int] | None, heads: tuple[int, int] | None, first_head: int
 ) -> Part:
     layers, heads = _range("layers", layers, cache.layers), _range("heads", heads, cache.kv_heads)
+    first_head = _first_head(cache, first_head)
     with cache.store.lock:
         sequences = cache.store.sequences
         slot = sequences.slot("sequence", sequence)
@@ -78,6 +81,7 @@ def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) ->
     """A new sequence from parts that have all its layers and heads. If they are refused, nothing has changed."""
     if not parts:
         raise InvalidArgument("parts", "none", "one or more (manifest, tensors)")
+    first_head = _first_head(cache, first_head)
     there = np.zeros((cache.layers, cache.kv_heads), dtype=bool)
     for i, part in enumerate(parts):
         if not isinstance(part, tuple) or len(part) != 2 or not isinstance(part[1], Mapping):
@@ -90,6 +94,9 @@ def import_parts(cache: PagedKVCache, parts: Sequence[Part], first_head: int) ->
             if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != (shape, dtype):
                 given = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
                 raise InvalidArgument(f"parts[{i}]", f"{name} {given}", f"{shape} {dtype}, as its manifest says")
+            if x.layout != torch.strided or x.device.type == "meta":
+                given = "without data" if x.device.type == "meta" else str(x.layout)
+                raise InvalidArgument(f"parts[{i}]", f"{name} {given}", "a dense tensor")
             if checksum(x) != about["checksums"].get(name):
                 raise InvalidArgument(
                     f"parts[{i}]", f"{name} with another checksum", "what was exported: it was altered"
@@ -146,8 +153,10 @@ def declared(cache: PagedKVCache, where: str, about: Any) -> dict[str, tuple[tup
             raise refuse(name, f"[first, end] of at most {most}")
         counts[name] = x[1] - x[0]
     tokens, known = about.get("tokens"), about.get("known")
-    if not is_int(tokens) or not is_int(known) or not 0 <= known <= tokens:
-        raise refuse("tokens" if is_int(known) else "known", "tokens, and how many of them have ids")
+    if not is_int(tokens) or tokens < 0:
+        raise refuse("tokens", "their number")
+    if not is_int(known) or not 0 <= known <= tokens:
+        raise refuse("known", f"how many of the {tokens} tokens have ids")
     if not isinstance(about.get("checksums"), Mapping):
         raise refuse("checksums", "those of its tensors")
     room = cache.num_pages * cache.page_size
@@ -173,14 +182,18 @@ def _put(
         rows = as_bytes(tensors[name].to(cache.device))[:, :, of]  # [layers, tokens, heads, ...]
         at = 0
         for first, count in runs(pages):
-            size = min(count * cache.page_size, length - at)
+            tokens = min(count * cache.page_size, length - at)
             place = as_bytes(x)[layers, first : first + count].flatten(1, 2)  # a view: pages lie together
-            place[:, :size, into] = rows[:, at : at + size]
-            at += size
+            place[:, :tokens, into] = rows[:, at : at + tokens]
+            at += tokens
 
 
-def _range(name: str, given: tuple[int, int] | None, most: int) -> tuple[int, int]:
-    lo, hi = (0, most) if given is None else given
-    if not 0 <= lo < hi <= most:
+def _range(name: str, given: Any, most: int) -> tuple[int, int]:
+    ends = (0, most) if given is None else tuple(map(integer, given)) if isinstance(given, (tuple, list)) else ()
+    if len(ends) != 2 or ends[0] is None or ends[1] is None or not 0 <= ends[0] < ends[1] <= most:
         raise InvalidArgument(name, repr(given), f"a range (first, end) within 0 to {most}")
-    return lo, hi
+    return ends[0], ends[1]
+
+
+def _first_head(cache: PagedKVCache, given: Any) -> int:
+    return size("first_head", given, 0, max(0, MOST_HEADS - cache.kv_heads))

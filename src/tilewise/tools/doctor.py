@@ -240,7 +240,7 @@ def _files() -> dict[str, Any]:
 
     return {
         "cache": str(home),
-        "writable": os.access(parent, os.W_OK),
+        "writable": parent.is_dir() and os.access(parent, os.W_OK | os.X_OK),
         "size_mib": mib(""),
         "of_it_cpu_kernels_mib": mib("cpu-"),
         "of_it_models_mib": mib("models"),

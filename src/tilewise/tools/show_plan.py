@@ -17,6 +17,7 @@ from ..errors import InvalidArgument
 from ..validation import calls
 from .models import Layer, find
 
+MOST_QUERIES = 2**25  # of a batch: the CPU's plan lists its work items
 MOST_TILES = 2**20  # of a picture: more are drawn as larger ones
 
 
@@ -37,6 +38,8 @@ def show(
     known = find(model)
     if queries > keys:
         raise InvalidArgument("--queries", queries, f"at most {keys}, the keys: queries are the last of them")
+    if rows * queries > MOST_QUERIES:
+        raise InvalidArgument("--batch", rows, f"at most {MOST_QUERIES // queries} rows of {queries} queries")
     other = planner.machines().get(device)
     kind = FLOATS[dtype or ("f32" if (other.device if other else device) == "cpu" else "bf16")]
     layers = known.layers if layer is None else (known.layer(layer),)

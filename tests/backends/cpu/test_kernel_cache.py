@@ -230,6 +230,9 @@ def plant(what, folder):
     elif what == "file that is none":
         file.unlink()
         file.mkdir()
+    elif what == "file that is a pipe":  # which nobody writes to: whoever opens it would wait
+        file.unlink()
+        os.mkfifo(file, 0o600)
     else:
         target = folder if "folder" in what else file
         if os.getuid() == 0:
@@ -239,9 +242,10 @@ def plant(what, folder):
 
 
 PLANTS = ["folder of all", "folder of a group", "folder by a link", "file of all", "file by a link"]
+PLANTS += ["file that is none", "file that is a pipe", "another's folder", "another's file"]
 
 
-@pytest.mark.parametrize("what", [*PLANTS, "file that is none", "another's folder", "another's file"])
+@pytest.mark.parametrize("what", PLANTS)
 def test_what_others_can_write_to_is_never_loaded(what, monkeypatch):
     evil()
     if plant(what, kernel_cache.cache_directory()) is not None and os.getuid() != 0:

@@ -38,6 +38,8 @@ from ...core.places import cache_home, others_may_change
 
 FORMAT = b"tilewise kernel 2\n"
 STALE = 3600  # seconds after which a file that was never put in place is removed
+# No link is followed, a pipe that nobody writes to is not waited for, and on Windows bytes stay as they are.
+READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 PATIENCE = 60  # seconds to wait for another process; it may have been stopped
 T = TypeVar("T")
 REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
@@ -129,7 +131,7 @@ class KeptLoop(Kept):
 def read(file: str, key: bytes) -> bytes:
     """What `write` was given for this key; an error if that is not what the file holds."""
     with _folder(create=False) as (at, folder):
-        handle = os.open(folder + file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0), dir_fd=at)
+        handle = os.open(folder + file, READ, dir_fd=at)
         with open(handle, "rb") as opened:
             status = os.fstat(handle)
             reason = None if stat.S_ISREG(status.st_mode) else "is no plain file"

@@ -14,7 +14,7 @@ from ...core.storage import as_bytes
 from ...errors import InvalidArgument
 from .. import hadamard
 from ..checks import MOST
-from ..formats import formats_of, size
+from ..formats import MOST_LAYERS, formats_of, size
 from ..prefix_cache import LOST, ROOT
 from ..stores import named_tensors
 from ..transfer import new_sequence
@@ -140,7 +140,7 @@ def load_pages(kind: type[PagedKVCache], path: Path, device: Any) -> PagedKVCach
 
     def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
         _formats(about)
-        layers, P = size("layers", about["layers"]), size("page_size", about["page_size"])
+        layers, P = size("layers", about["layers"], 1, MOST_LAYERS), size("page_size", about["page_size"])
         pages = size("num_pages", about["num_pages"], 0, MOST)
         size("created", about["created"], 0, LARGEST)
         U, S, N, width = (

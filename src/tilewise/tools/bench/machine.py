@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .measure import interleaved
+from .report import printable
 
 KEPT_VARIABLES = ("ONEDNN_", "DNNL_", "OMP_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "TILEWISE_")
 # On some virtual machines oneDNN's AMX products, torch's in bfloat16 and float16, end the process.
@@ -50,8 +51,8 @@ def describe(command: str, device: torch.device | None = None) -> dict[str, Any]
             **{name: version_of(name) for name in ("tilewise", "torch", "triton", "numba", "llvmlite", "numpy")},
         },
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(KEPT_VARIABLES)},
+        "command": printable(command),
+        "environment": {k: printable(v) for k, v in sorted(os.environ.items()) if k.startswith(KEPT_VARIABLES)},
     }
 
 

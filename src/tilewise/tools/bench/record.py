@@ -14,8 +14,11 @@ from typing import Any
 from ...errors import InvalidArgument
 from .measure import Timing, geometric_mean
 from .peers.way import OURS
+from .record_check import check
+from .report import printable
 
 FORMAT = 2
+LARGEST = 1 << 26  # bytes of a file: a thousand times those of ours
 NO_PEERS = (OURS, "our ", "read speed")  # other forms of ours, and the machine itself
 
 
@@ -127,7 +130,12 @@ class Record:
     def read(cls, path: Path) -> Record:
         """The record in a file."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            with path.open("rb") as file:
+                content = file.read(LARGEST + 1)
+            if len(content) > LARGEST:
+                raise ValueError(f"it has more than {LARGEST >> 20} MiB")
+            data = _printable(json.loads(content.decode()))
+            check(data)
         except OSError as error:
             raise InvalidArgument("record", str(path), "a file that can be read", error.strerror or "") from error
         except (ValueError, RecursionError) as error:
@@ -148,6 +156,15 @@ def _cell(data: Mapping[str, Any]) -> Cell:
         Taken(way["name"], Timing(**way["timing"]), _number(way["error"]), way.get("note", "")) for way in data["ways"]
     ]
     return Cell(**{**data, "ways": tuple(ways)})
+
+
+def _printable(value: Any) -> Any:
+    """Data whose texts a terminal and a page can show."""
+    if isinstance(value, dict):
+        return {printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def _number(value: float | str | None) -> float | None:

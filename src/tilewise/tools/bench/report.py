@@ -44,6 +44,15 @@ def write_json(path: Path, data: Mapping[str, Any], rescue: bool = True) -> None
     (write_or_rescue if rescue else write_whole)(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
+def printable(text: str) -> str:
+    """A text without what steers a terminal, and without bytes of names that are no UTF-8.
+
+    >>> printable("a\\x1b[31mb\\udcff")
+    'a?[31mb?'
+    """
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Columns under each other; the first line is their heads."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -86,10 +86,10 @@ def show(file: Path, html: Path | None = None, picture: Path | None = None) -> i
     record = Record.read(file)
     try:
         shown = _tables(record)
-    except (AttributeError, KeyError, TypeError) as error:
+        _write(record, html, picture)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # names and ways that are not there
         what = f"a JSON file of `tilewise bench`, whole: {error} is missing or of another kind"
         raise InvalidArgument("record", str(file), what) from error
-    _write(record, html, picture)
     if html is None and picture is None:
         _print(shown)
     return 0

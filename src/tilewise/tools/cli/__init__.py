@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(BAD_ARGUMENTS)
     args = parser.parse_args(words)
     args.words = words
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # "?" where an encoding, as of a pipe on Windows, has no such letter
     with _stoppable() as stopped:
         status = _run(args)
     return 128 + stopped[0] if stopped and status == INTERRUPTED else status

@@ -11,6 +11,7 @@ import torch
 from ...core.storage import FLOATS, short_name
 
 BAD_ARGUMENTS = 2
+MOST_ROWS, MOST_TOKENS = 2**16, 2**24  # what is counted row by row takes time and memory
 Commands = Any  # argparse has no public name for what add_subparsers gives
 
 
@@ -86,12 +87,20 @@ def count(text: str) -> int:
     return int(text)
 
 
+def rows(text: str) -> int:
+    """Of a batch."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_ROWS:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of rows, 1 to {MOST_ROWS}")
+    return int(text)
+
+
 def length(text: str) -> int:
     """Of a sequence: 8192, or 8k."""
     digits = text[:-1] if text[-1:] in ("k", "K") else text
-    if not digits.isdecimal() or not 1 <= int(digits) <= 2**24:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a length such as 8192 or 8k")
-    return int(digits) * (1 if digits == text else 1024)
+    tokens = int(digits) * (1 if digits == text else 1024) if digits.isdecimal() else 0
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a length such as 8192 or 8k, 1 to {MOST_TOKENS}")
+    return tokens
 
 
 def seed(text: str) -> int:

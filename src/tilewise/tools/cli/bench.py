@@ -89,5 +89,5 @@ def _names(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
-            raise argparse.ArgumentTypeError(f"got {name!r}, expected of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(known)}")
     return names

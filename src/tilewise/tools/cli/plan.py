@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..models import MODELS
-from .arguments import Commands, add_dtype, command, default_device, length, machine
+from .arguments import Commands, add_dtype, command, default_device, length, machine, rows
 
 
 def add(commands: Commands) -> None:
@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--layer", metavar="NAME", help="one kind of layer; default: all")
     parser.add_argument("--length", type=length, default=4096, metavar="N", help="keys (default 4096)")
     parser.add_argument("--queries", type=length, metavar="N", help="default: as many as keys; 1 for decoding")
-    parser.add_argument("--batch", type=length, default=1, metavar="N", help="rows (default 1)")
+    parser.add_argument("--batch", type=rows, default=1, metavar="N", help="rows (default 1)")
     parser.add_argument("--page-size", type=length, metavar="N", help="the cache is in pages of N tokens")
     parser.add_argument(
         "--device",
