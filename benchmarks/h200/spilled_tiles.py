@@ -38,7 +38,10 @@ ROWS: dict[str, list[Tile]] = {
     "int4 prefill D128 causal": [(64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 8, 3), (128, 32, 8, 3)],
     "decode of 8 queries, bool mask": [(32, 64, 4, 3), (32, 32, 4, 3), (32, 64, 8, 3)],
     "D576/512, all options": [(64, 64, 8, 1), (32, 32, 8, 2), (32, 32, 8, 1), (64, 16, 8, 2)],
-    "decode int4, pages of 16, groups of 32": [(16, 32, 1, 3), (16, 32, 2, 3), (16, 64, 4, 3), (8, 32, 1, 3)],
+    "pages of 16, int4 in groups of 32": [(16, 32, 1, 3), (16, 32, 2, 3), (16, 64, 4, 3), (8, 32, 1, 3)],
+    "pages of 16, int8, 2 queries": [(16, 32, 1, 3), (16, 32, 4, 3), (16, 64, 4, 3), (16, 32, 2, 3)],
+    "pages of 16, k_bias, 2 queries": [(16, 128, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)],
+    "pages of 16, tree of 8": [(32, 64, 4, 3), (32, 32, 8, 3), (32, 32, 4, 3)],
 }
 
 
@@ -67,11 +70,19 @@ def made(name: str, small: bool) -> calls.Call:
         more = {"softcap": 30.0, "alibi_slopes": alibi_slopes(16).cuda(), "sinks": random(16, dtype=torch.float32)}
         return calls.dense(q, k, v, Options(causal=True, window=L // 2, return_lse=True, **more))
     B, L = (3, 272) if small else (64, 4096)
-    q, k, v = random(B, 32, 1, 128), random(B * L // 16, 16, 8, 128), random(B * L // 16, 16, 8, 128)
-    k, v = (Quantised.from_float(x, "int4", 32) for x in (k, v))
+    queries = 8 if "tree" in name else 2 if "2 queries" in name else 1
+    q, k, v = random(B, 32, queries, 128), random(B * L // 16, 16, 8, 128), random(B * L // 16, 16, 8, 128)
+    options: dict[str, Any] = {"causal": True, "return_lse": True}
+    if "int" in name:
+        kind, group = ("int4", 32) if "int4" in name else ("int8", 64)
+        k, v = (Quantised.from_float(x, kind, group) for x in (k, v))
+    if "k_bias" in name:
+        options["k_bias"] = random(B, 32, L, dtype=torch.float32)
+    if "tree" in name:
+        options["tree_mask"] = torch.rand(B, 8, 8, device="cuda", generator=g) < 0.5
     table = torch.randperm(B * L // 16, device="cuda", generator=g).to(torch.int32).view(B, -1)
     lengths = torch.full((B,), L - 5 * small, dtype=torch.int32, device="cuda")
-    return calls.paged(q, k, v, table, lengths, Options(causal=True, return_lse=True))
+    return calls.paged(q, k, v, table, lengths, Options(**options))
 
 
 def launcher(call: calls.Call, tile: Tile) -> Launcher:
