@@ -366,11 +366,11 @@ def test_tables_say_why_ways_are_missing():
 
 
 def test_labels_do_not_lie_over_each_other():
-    placed = svg._apart(sorted([(10.0, 0.0, n, "") for n in "abc"] + [(200.0, 0.0, "d", "")]), 13.0, 200.0)
+    placed = svg._apart(sorted([(10.0, 0.0, n, "") for n in "abc"] + [(200.0, 0.0, "d", "")]), 200.0)
     ys = [y for y, *_ in placed]
     assert all(b - a >= 13 for a, b in pairwise(ys))
     assert ys[-1] <= 200
-    crowded = [y for y, *_ in svg._apart([(195.0, 0.0, str(n), "") for n in range(5)], 13.0, 200.0)]
+    crowded = [y for y, *_ in svg._apart([(195.0, 0.0, str(n), "") for n in range(5)], 200.0)]
     assert crowded[-1] == 200
     assert all(b - a >= 13 for a, b in pairwise(crowded))
 

@@ -10,6 +10,8 @@ from .tensors import Sequence, Tensors, sequences
 from .tile_map import TileCounts, TileMap
 from .tile_spans import span_counts, span_tiles
 
+ROWS = 256  # of the score matrix that are looked at together, where cells are counted one by one
+
 
 def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     """The cost of a call cut into tiles of `tile`."""
@@ -70,7 +72,7 @@ def _chosen_cells(
     p, kpos = seq.problem, torch.arange(seq.kv_len, device="cpu")
     cells, tiles = 0, TileCounts(0, 0, 0)
     used = torch.zeros(p.kv_heads, seq.kv_len, dtype=torch.bool, device="cpu")
-    step = tile[0] * -(-256 // tile[0])
+    step = tile[0] * -(-ROWS // tile[0])
     for top in range(0, seq.q_len, step):
         part = slice(top, min(top + step, seq.q_len))
         seen, mask = seq.chosen(part, slice(0, seq.kv_len)), seq.mask(part, slice(0, seq.kv_len))
@@ -98,14 +100,14 @@ def _mask_map(p: Problem, tensors: Tensors, tile: tuple[int, int]) -> torch.Tens
     return TileMap.from_mask(tensors.mask[kept], tile).states.cpu()
 
 
-def _masked_cells(seq: Sequence, lo: torch.Tensor, hi: torch.Tensor, rows: int = 256) -> int:
+def _masked_cells(seq: Sequence, lo: torch.Tensor, hi: torch.Tensor) -> int:
     """Cells that the spans and the masks leave visible, counted some rows at a time."""
     p = seq.problem
     heads = 1 if p.mask is None or p.mask.broadcast[1] else p.heads
     count = 0
     kpos = torch.arange(seq.kv_len, device="cpu")
-    for top in range(0, seq.q_len, rows):
-        part = slice(top, min(top + rows, seq.q_len))
+    for top in range(0, seq.q_len, ROWS):
+        part = slice(top, min(top + ROWS, seq.q_len))
         mask, tree = seq.mask(part, slice(0, seq.kv_len)), seq.tree(part, slice(0, seq.kv_len))
         seen = torch.ones((), dtype=torch.bool, device="cpu") if mask is None else mask[:heads].cpu()
         seen = seen if seen.dtype == torch.bool else seen != -torch.inf

@@ -122,7 +122,7 @@ def machines() -> dict[str, Machine]:
     return found
 
 
-def choose_on(machine: str, problem: Problem, backend: str | None = None, threads: int | None = None) -> Plan:
+def choose_on(machine: str, problem: Problem, backend: str | None, threads: int) -> Plan:
     """The plan that `choose` would make on another machine. It is not kept, and cannot be run."""
     known = machines()
     if not isinstance(machine, str) or machine not in known:

@@ -110,12 +110,12 @@ def total(held: Sequence[Piece]) -> int:
     return sum(piece.size for piece in held)
 
 
-def global_length(name: str, count: int, length: int | None, ring: int, inner: int) -> int:
+def global_length(count: int, length: int | None, ring: int, inner: int) -> int:
     """The tokens of all ranks: as given, or equally many on each."""
     if length is None:
         return count * ring * inner
     if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length < 2**62:
-        raise InvalidArgument(name, repr(length), "the number of tokens on all ranks")
+        raise InvalidArgument("length", repr(length), "the number of tokens on all ranks")
     return length
 
 
@@ -168,7 +168,7 @@ def positions(length: int, mesh: Any, scheme: str = "zigzag", *, cu_seqlens: Any
         cu_seqlens: int `[B + 1]`, offsets of packed sequences. Positions then count from the start of each sequence.
     """
     ring, inner = ranks_of(mesh, scheme)
-    length = global_length("length", 0, length, ring.size, inner.size)
+    length = global_length(0, length, ring.size, inner.size)
     offsets = as_offsets(cu_seqlens, length)
     rows = rows_of(length, ring, inner, scheme, offsets)
     if not offsets:
@@ -225,7 +225,7 @@ def unshard(
     sizes = (*x.shape[:dim], x.shape[dim] if length is None else None, *x.shape[dim + 1 :], x.dtype)
     for ranks in (inner, ring):  # collectives end the process where sizes differ
         agree(ranks, {"scheme": scheme, "dim": dim, "cu_seqlens": plain, "length": length, "x": sizes}, x.device)
-    length = global_length("length", x.shape[dim], length, ring.size, inner.size)
+    length = global_length(x.shape[dim], length, ring.size, inner.size)
     offsets = as_offsets(cu_seqlens, length)
     places = (
         [Ranks(None, r, ring.size) for r in range(ring.size)],

@@ -131,7 +131,7 @@ def times(
     return _timed("torch", "F.scaled_dot_product_attention", prepare, shapes or SHAPES, budget)
 
 
-def mlx_times(shapes: Sequence[Shape] | None = None, budget: float = BUDGET) -> Iterator[Timed]:
+def mlx_times() -> Iterator[Timed]:
     """The kernels under MLX beside `mx.fast.scaled_dot_product_attention`."""
     import mlx.core as mx
 
@@ -147,7 +147,7 @@ def mlx_times(shapes: Sequence[Shape] | None = None, budget: float = BUDGET) -> 
             lambda: mx.eval(sdpa(q, k, v, scale=s.D**-0.5, mask=mask)),
         ]
 
-    return _timed("MLX", "mx.fast.scaled_dot_product_attention", prepare, shapes or SHAPES, budget)
+    return _timed("MLX", "mx.fast.scaled_dot_product_attention", prepare, SHAPES, BUDGET)
 
 
 def _timed(

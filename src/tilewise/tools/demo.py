@@ -20,6 +20,7 @@ from .workloads import WORKLOADS, Workload, make_inputs
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 WRONG = 1
 WIDTH = 100
+MOST_ROUNDS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +84,11 @@ def _run_case(
     return result
 
 
-def time_together(
-    calls: Sequence[Callable[[], object]], device: torch.device, budget: float, most: int = 50
-) -> list[float]:
+def time_together(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[float]:
     """The median time of each call, interleaved, so that a change in the machine's speed meets them all."""
     times: list[list[float]] = [[] for _ in calls]
     start = time.perf_counter()
-    while len(times[0]) < most and (not times[0] or _since(start) < budget):
+    while len(times[0]) < MOST_ROUNDS and (not times[0] or _since(start) < budget):
         for call, taken in zip(calls, times, strict=True):
             _wait(device)
             begin = time.perf_counter()

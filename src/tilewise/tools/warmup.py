@@ -54,7 +54,7 @@ def cases(model: Model, length: int) -> list[Workload]:
     return found
 
 
-def warm_model(name: str, device: str, dtype: str | None = None, length: int = 4096, train: bool = False) -> int:
+def warm_model(name: str, device: str, dtype: str | None, length: int, train: bool) -> int:
     """Runs each call that a model's layers make once, which compiles its kernels where they are kept; returns the exit
     status.
     """

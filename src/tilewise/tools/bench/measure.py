@@ -72,14 +72,14 @@ def waiting(call: Call, device: torch.device) -> Call:
     return waited
 
 
-def least_times(calls: Mapping[str, Call], seconds: float, clock: Clock = time.perf_counter) -> dict[str, float]:
+def least_times(calls: Mapping[str, Call], seconds: float) -> dict[str, float]:
     """The least time of each call, interleaved for so many seconds: what a busy machine leaves of a ratio."""
-    least, end = dict.fromkeys(calls, math.inf), clock() + seconds
-    while math.inf in least.values() or clock() < end:
+    least, end = dict.fromkeys(calls, math.inf), time.perf_counter() + seconds
+    while math.inf in least.values() or time.perf_counter() < end:
         for name, call in calls.items():
-            start = clock()
+            start = time.perf_counter()
             call()
-            least[name] = min(least[name], clock() - start)
+            least[name] = min(least[name], time.perf_counter() - start)
     return least
 
 

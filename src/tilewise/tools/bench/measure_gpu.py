@@ -32,14 +32,12 @@ class Turn:
     is_graph: bool
 
 
-def interleaved_on_gpu(
-    ways: Sequence[Sequence[Call]], budget: float, most: int = MOST_ROUNDS
-) -> list[tuple[Timing, bool]]:
+def interleaved_on_gpu(ways: Sequence[Sequence[Call]], budget: float) -> list[tuple[Timing, bool]]:
     """Times each way, a call for each set of inputs, for about `budget` seconds, and says whether it was in a graph."""
     turns = [prepare(calls) for calls in ways]
     times: list[list[float]] = [[] for _ in turns]
     start, rounds = time.perf_counter(), 0
-    while rounds < LEAST_ROUNDS or (rounds < most and time.perf_counter() - start < budget):
+    while rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and time.perf_counter() - start < budget):
         for turn, taken in zip(turns, times, strict=True):
             taken.append(seconds(turn.run) / turn.count)
         rounds += 1

@@ -18,6 +18,8 @@ MARGIN = 16  # of a picture, and half of what lies between its columns
 BAR, GAP, HEAD, NOTE = 13, 4, 22, 16
 LETTERS = 66  # of a note in the width of a chart
 LEAST_APART = 24  # pixels between numbers below an axis
+LABEL = 13.0  # pixels from one line's label to the next
+LONGEST_NAME = 20  # letters of a name that are shown
 SERIES = 7
 
 LIGHT = {
@@ -73,7 +75,7 @@ def bars(groups: Mapping[str, Sequence[Bar]]) -> Chart:
             y += HEAD
         for bar in group:
             width = max(1.0, room * bar.value / most)
-            parts.append(_text(NAMES - 8, y + BAR - 2.5, _cut(bar.name, 20), "name end", full=bar.name))
+            parts.append(_text(NAMES - 8, y + BAR - 2.5, _cut(bar.name), "name end", full=bar.name))
             parts.append(
                 f'<rect x="{NAMES}" y="{y:.1f}" width="{width:.1f}" height="{BAR}" rx="2" class="{bar.kind}"/>'
             )
@@ -132,8 +134,8 @@ def lines(
             dot = f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="3.2" class="dot {kind}">'
             parts.append(f"{dot}<title>{escape(name)}, {number(x)}: {number(y)}</title></circle>")
         ends.append((at_y(points[-1][1]), at_x(points[-1][0]), name, kind))
-    for y, x, name, kind in _apart(sorted(ends), 13.0, height - bottom):
-        parts.append(_text(x + 8, y + 4, _cut(name, 20), f"label {kind}-text", full=name))
+    for y, x, name, kind in _apart(sorted(ends), height - bottom):
+        parts.append(_text(x + 8, y + 4, _cut(name), f"label {kind}-text", full=name))
     return Chart("".join(parts), height)
 
 
@@ -217,22 +219,20 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
     return [step * n for n in range(int(high / step) + 1)]
 
 
-def _apart(
-    ends: Sequence[tuple[float, float, str, str]], least: float, most: float
-) -> list[tuple[float, float, str, str]]:
+def _apart(ends: Sequence[tuple[float, float, str, str]], most: float) -> list[tuple[float, float, str, str]]:
     """Labels moved down where they would lie over each other, and then up where they would leave the chart."""
     placed: list[tuple[float, float, str, str]] = []
     for y, *rest in ends:
-        y = max(y, placed[-1][0] + least) if placed else y
+        y = max(y, placed[-1][0] + LABEL) if placed else y
         placed.append((y, *rest))  # type: ignore[arg-type]
     for i in range(len(placed) - 1, -1, -1):
-        limit = most if i == len(placed) - 1 else placed[i + 1][0] - least
+        limit = most if i == len(placed) - 1 else placed[i + 1][0] - LABEL
         placed[i] = (min(placed[i][0], limit), *placed[i][1:])
     return placed
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 1] + "…"
 
 
 def _text(x: float, y: float, text: str, kind: str, full: str | None = None) -> str:
