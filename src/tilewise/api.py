@@ -1,4 +1,6 @@
-"""The entry points. Each checks its arguments, makes a plan and runs it; everything else is below them."""
+"""The entry points. Each hands its arguments to `_call`, which validates, plans and runs them, or launches a repeated
+call from the call cache.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 
 from . import autograd, ops
 from .core import cost
-from .core.eager import left_alone
+from .core.eager import eager_function
 from .core.options import Array, Options
 from .core.plan import Plan
 from .core.tensors import Tensors
@@ -210,8 +212,9 @@ def paged_attention(
     return _call("paged_attention", calls.paged, (q, k_pages, v_pages, block_table, context_lens), options)
 
 
-PLANNED_OUTSIDE = "tilewise.plan reads values and addresses: it runs outside graphs, and not with fullgraph=True"
-UNREAD = ("sinks", "alibi_slopes", "q_bias", "k_bias", "out")  # by a plan
+PLAN_RUNS_EAGERLY = "tilewise.plan reads values and addresses: it runs outside graphs, and not with fullgraph=True"
+# Arguments of which a plan reads no values: these may be on the meta device.
+SHAPE_ONLY = ("q", "k", "v", "block_table", "sinks", "alibi_slopes", "q_bias", "k_bias", "out")
 
 
 def plan(
@@ -245,59 +248,80 @@ def plan(
     known = Options.__dataclass_fields__
     if unknown := [name for name in options if name not in known]:
         keywords.refuse(unknown, known)
-    tables = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "context_lens": context_lens}
-    for name, x in {"q": q, "k": k, "v": v, **tables, "block_table": block_table, **options}.items():
-        if isinstance(x, torch.Tensor) and (is_wrapper(x) or is_in_transform(x)):
-            kind = "tensor of torch.vmap or torch.func" if is_in_transform(x) else type(x).__name__
-            raise InvalidArgument(name, f"a {kind}", "one with memory, or on the meta device")
-    for name, x in {**tables, **options}.items():
-        if name not in UNREAD and isinstance(x, torch.Tensor) and x.is_meta:
-            remedy = "take tensors with memory, or leave it out"
-            raise InvalidArgument(name, "a tensor on meta", "its values: the plan counts the work by them", remedy)
-    needed = autograd.needed({"q": q, "k": k, "v": v, **options})
-    if needed and options.get("k_shared") is not None:
+    tables = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_q": max_q,
+        "max_k": max_k,
+        "block_table": block_table,
+        "context_lens": context_lens,
+    }
+    _check_plannable({"q": q, "k": k, "v": v, **tables, **options})
+    grads = autograd.needed({"q": q, "k": k, "v": v, **options})
+    if grads and options.get("k_shared") is not None:
         k = calls.joined(k, options.pop("k_shared"), options.get("layout"))
-        needed = autograd.needed({"q": q, "k": k, "v": v, **options})
-    if block_table is not None:
-        if "kv_lengths" in options or cu_seqlens_k is not None or max_k is not None:
-            raise InvalidArgument("block_table", "pages with kv_lengths, cu_seqlens_k or max_k", "context_lens alone")
-        given = Options(cu_seqlens_q=cu_seqlens_q, max_q=max_q, **options)
-        call = calls.paged(q, k, v, block_table, context_lens, given)
-    elif cu_seqlens_k is not None:
-        given = Options(max_q=max_q, max_k=max_k, **options)
-        with autograd.set_aside(needed):
-            call = calls.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, given)
-    else:
-        for name, alone in (
-            ("cu_seqlens_q", cu_seqlens_q),
-            ("max_q", max_q),
-            ("max_k", max_k),
-            ("context_lens", context_lens),
-        ):
-            if alone is not None:
-                raise InvalidArgument(
-                    name, "given alone", "cu_seqlens_q with cu_seqlens_k, or block_table with context_lens"
-                )
-        with autograd.set_aside(needed):
-            call = calls.dense(q, k, v, Options(**options))
+        grads = autograd.needed({"q": q, "k": k, "v": v, **options})
+    call = _check_form(q, k, v, tables, options, grads)
     planner.check_name(backend)
     threads = torch.get_num_threads()
-    if needed:
-        call.problem = replace(call.problem, return_lse=True)
+    if grads:
+        call.problem = replace(call.problem, return_lse=True)  # the backward pass reads it
     if device is None:
         chosen = planner.choose(call.problem, backend, threads)
     else:
         chosen = planner.choose_on(device, call.problem, backend, threads)
-    if needed:
-        chosen = replace(chosen, backward=autograd.plan(call.problem, needed, backend, options, device))
+    if grads:
+        chosen = replace(chosen, backward=autograd.plan(call.problem, grads, backend, options, device))
     return replace(chosen, cost=cost.estimate(call.problem, call.tensors, chosen.tile))
 
 
-left_alone(plan, PLANNED_OUTSIDE)
+eager_function(plan, PLAN_RUNS_EAGERLY)
+
+
+def _check_plannable(arguments: dict[str, Any]) -> None:
+    """Refuses tensors without the memory or the values that a plan reads."""
+    for name, x in arguments.items():
+        if not isinstance(x, torch.Tensor):
+            continue
+        if is_wrapper(x) or is_in_transform(x):
+            kind = "tensor of torch.vmap or torch.func" if is_in_transform(x) else type(x).__name__
+            raise InvalidArgument(name, f"a {kind}", "one with memory, or on the meta device")
+        if x.is_meta and name not in SHAPE_ONLY:
+            remedy = "take tensors with memory, or leave it out"
+            raise InvalidArgument(name, "a tensor on meta", "its values: the plan counts the work by them", remedy)
+
+
+def _check_form(
+    q: Array, k: Keys, v: Keys, tables: dict[str, Any], options: dict[str, Any], grads: tuple[str, ...]
+) -> Call:
+    """Checks a call to plan as the entry point would that takes these tables: paged, varlen or dense attention."""
+    given = {name for name, x in tables.items() if x is not None}
+    if "block_table" in given:
+        if "kv_lengths" in options or given & {"cu_seqlens_k", "max_k"}:
+            raise InvalidArgument("block_table", "pages with kv_lengths, cu_seqlens_k or max_k", "context_lens alone")
+        o = Options(cu_seqlens_q=tables["cu_seqlens_q"], max_q=tables["max_q"], **options)
+        return calls.paged(q, k, v, tables["block_table"], tables["context_lens"], o)
+    with autograd.set_aside(grads):
+        if "cu_seqlens_k" in given:
+            o = Options(max_q=tables["max_q"], max_k=tables["max_k"], **options)
+            return calls.varlen(q, k, v, tables["cu_seqlens_q"], tables["cu_seqlens_k"], o)
+        for name in ("cu_seqlens_q", "max_q", "max_k", "context_lens"):
+            if name in given:
+                want = "cu_seqlens_q with cu_seqlens_k, or block_table with context_lens"
+                raise InvalidArgument(name, "given alone", want)
+        return calls.dense(q, k, v, Options(**options))
 
 
 def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Every call of an entry point: as an operator, by the call cache, or checked, planned and run."""
+    """Runs a call of any entry point, in the first of these ways that applies:
+
+    1. A repeated call is in the call cache: it is launched without validation and planning.
+    2. Traced code, or tensors without memory: the call becomes a torch operator (`ops.py`).
+    3. Inputs that require grad: a `torch.autograd.Function` calls the entry point again (`autograd.py`).
+    4. Any other call is validated, planned, run and put into the call cache.
+
+    `check` is the entry point's function in `validation/calls.py`. `options` are those that were given.
+    """
     key, traced = None, is_traced()
     if not traced:
         key = call_cache.key_of(name, args, options)
@@ -307,35 +331,39 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
             except RuntimeError:  # a tensor without strided memory (mkldnn) may have the key of one with it
                 check(*args, Options(**options))
                 raise
+
     if unknown := [option for option in options if option not in NAMES[name]]:
         keywords.refuse(unknown, NAMES[name])
     as_operator = traced or ops.needs_operator((*args, *options.values()))
-    given = {**dict(zip("qkv", args, strict=False)), **options}
-    trains = name in autograd.TABLES and not as_operator and autograd.needed(given)
-    if given.get("k_shared") is not None and (as_operator or trains):
-        args = (args[0], calls.joined(args[1], options.pop("k_shared"), options.get("layout")), *args[2:])
-    if as_operator:
+    has_gradients = name in autograd.TABLES and not as_operator
+    needs_grad = has_gradients and autograd.needed({**dict(zip("qkv", args, strict=False)), **options})
+    if as_operator or needs_grad:
+        if options.get("k_shared") is not None:  # only some kernels take it beside k; operators and gradients do not
+            args = (args[0], calls.joined(args[1], options.pop("k_shared"), options.get("layout")), *args[2:])
+        if needs_grad:
+            return autograd.call(name, args, options)
         if not traced and meta.is_meta(args[0]):
             _check_meta(name, check, args, options)
         return ops.call(name, args, options)
-    if trains:
-        return autograd.call(name, args, options)
+
     call = check(*args, Options(**options))
-    back, backend = returner(args[0]), options.get("backend")
+    to_caller, backend = returner(args[0]), options.get("backend")
     planner.check_name(backend)
     chosen = planner.choose(call.problem, backend, torch.get_num_threads())
     if call.problem.is_empty:
-        _write_unseen(call.tensors)
+        _write_empty(call.tensors)
     else:
-        copied = call.problem.shared != chosen.problem.shared
-        planner.load(chosen.backend).run(chosen, call.tensors.whole() if copied else call.tensors)
+        # The planner drops `shared` from the problem of a backend that wants keys in one tensor.
+        joins_keys = call.problem.shared != chosen.problem.shared
+        planner.load(chosen.backend).run(chosen, call.tensors.whole() if joins_keys else call.tensors)
         activity.ran(chosen)
-        if not copied:
+        if not joins_keys:
             call_cache.remember(key, args, options, call, chosen)
-    return back(call.out) if call.lse is None else AttentionState(back(call.out), back(call.lse))
+    return to_caller(call.out) if call.lse is None else AttentionState(to_caller(call.out), to_caller(call.lse))
 
 
 def _check_meta(name: str, check: Callable[..., Call], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Checks a call over meta tensors as far as shapes and dtypes allow, without a device."""
     longest = ["max_k"] * (name == "varlen_attention")
     if name == "varlen_attention" or options.get("cu_seqlens_q") is not None:
         longest.append("max_q")
@@ -345,13 +373,16 @@ def _check_meta(name: str, check: Callable[..., Call], args: tuple[Any, ...], op
             check(*args, Options(**given))
 
 
-def _write_unseen(t: Tensors) -> None:
-    """The result of rows that see no key; those of no sequence have no sink either."""
+def _write_empty(t: Tensors) -> None:
+    """Writes the result of a call in which no row sees a key: `out` is 0, `lse` is -inf or the head's sink.
+
+    Packed rows past the last offset belong to no sequence: they get no sink.
+    """
     t.out.zero_()
     if t.lse is None:
         return
     t.lse.fill_(-torch.inf)
     if t.sinks is not None:
         rows = torch.arange(t.lse.shape[2], device=t.lse.device)
-        owned = rows >= 0 if t.cu_seqlens_q is None else rows < t.cu_seqlens_q[-1]
-        t.lse.copy_(torch.where(owned, t.sinks[:, None], -torch.inf))
+        in_sequence = rows >= 0 if t.cu_seqlens_q is None else rows < t.cu_seqlens_q[-1]
+        t.lse.copy_(torch.where(in_sequence, t.sinks[:, None], -torch.inf))

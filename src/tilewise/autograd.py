@@ -161,15 +161,15 @@ def _run(call: BackwardCall, backend: str | None) -> Plan:
     """Computes the gradients of a checked call."""
     chosen = planner.choose(call.problem, backend, torch.get_num_threads())
     if call.problem.is_empty:
-        _write_unseen(call.tensors)
+        _write_empty(call.tensors)
     else:
         planner.load_backward(chosen.backend).run_backward(chosen, call.tensors)
         activity.ran(chosen)
     return chosen
 
 
-def _write_unseen(b: BackwardTensors) -> None:
-    """The gradients of a call in which no row sees a key: 0, but through lse to a sink."""
+def _write_empty(b: BackwardTensors) -> None:
+    """Writes the gradients of a call in which no row sees a key: 0, except that of a sink through `lse`."""
     for gradient in b.gradients().values():
         gradient.zero_()
     if b.dsinks is not None and b.dlse is not None:

@@ -22,11 +22,11 @@ def eager(cls: Class) -> Class:
     for name, value in vars(cls).items():
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if not name.startswith("_") and isinstance(function, FunctionType):
-            left_alone(function)
+            eager_function(function)
     return cls
 
 
-def left_alone(function: Any, reason: str = REASON) -> Any:
+def eager_function(function: Any, reason: str = REASON) -> Any:
     """One function, and all that it calls."""
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason  # not traced as part of a caller
     if _skip is not None:  # nor by itself, when the caller's graph has ended

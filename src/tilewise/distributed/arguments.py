@@ -99,9 +99,7 @@ def prepare(
     if isinstance(lengths[0], tuple):
         raise InvalidArgument("length", repr(lengths[0]), "the tokens of all ranks, or (those of q, those of k)")
 
-    Lq, Lk = (
-        global_length(x.shape[seq], n, ring.size, inner.size) for x, n in zip((q, k), lengths, strict=True)
-    )
+    Lq, Lk = (global_length(x.shape[seq], n, ring.size, inner.size) for x, n in zip((q, k), lengths, strict=True))
     cu_q = as_offsets(cu_seqlens[0], Lq, "cu_seqlens_q")
     cu_k = cu_q if packed and cu_seqlens[1] is None else as_offsets(cu_seqlens[1], Lk, "cu_seqlens_k")
     if len(cu_q) != len(cu_k):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..core.eager import left_alone
+from ..core.eager import eager_function
 from ..errors import InvalidArgument
 from ..state import AttentionState
 from ..validation.arrays import with_memory
@@ -97,7 +97,7 @@ def attention(
     return state if return_lse else state.out
 
 
-left_alone(
+eager_function(
     attention, "messages between ranks are no part of a graph: it runs outside of graphs, and not with fullgraph=True"
 )
 

@@ -14,7 +14,7 @@ import torch
 
 from .. import ops
 from ..api import paged_attention
-from ..core.eager import left_alone
+from ..core.eager import eager_function
 from ..core.kv_store import Places
 from ..core.tracing import is_traced
 from ..errors import InvalidArgument
@@ -62,7 +62,7 @@ class StaticBatch:
 
     __reduce_ex__ = Batch.__reduce_ex__
 
-    @left_alone
+    @eager_function
     def extend(self, sequences: Any, counts: Any = 1, tokens: Any = None) -> None:
         """Makes room for new tokens, as `PagedKVCache.extend`, and fills the tables for the next step.
 
@@ -167,7 +167,7 @@ class StaticBatch:
             raise InvalidArgument(name, f"shape {shape}", want, "pad them")
         return False
 
-    @left_alone
+    @eager_function
     def _check(self) -> None:
         """Refuses tables of sequences that have changed. A replay asks nobody."""
         known = self.cache.store.sequences
