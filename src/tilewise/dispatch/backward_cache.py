@@ -1,7 +1,7 @@
-"""Backward passes in the call cache: one like those before is launched without checks or a plan.
+"""Backward passes in the call cache: a repeated one is launched without validation and planning.
 
-It is remembered as a forward call is, by its options and the properties of all its tensors. What a check makes of them
-are views of the same memory, so of other tensors those are made by shape and stride alone.
+Its key is made as that of a forward call, of the options and the properties of all tensors. Validation only makes views
+of the arguments, so a repeated pass makes the same views, by shape and strides, of its own.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from . import activity, call_cache, planner
 
 FIELDS = tuple(f.name for f in fields(Tensors) if f.name != "tile_map")
 INCOMING = ("dout", "dlse")
-View = tuple[str, tuple[torch.Size, tuple[int, ...]] | None]  # an argument, and its shape and strides if they change
+Source = tuple[str, call_cache.View | None]  # an argument, and the view of it that is taken, if not itself
 
 
 @dataclass(slots=True)
 class CachedBackward:
-    """One remembered backward pass."""
+    """One repeated backward pass."""
 
     plan: Plan
     run: Callable[[Plan, BackwardTensors], None]
     count: Callable[[], int]
     layout: str
-    views: list[View]
-    incoming: list[View]
-    gradients: list[tuple[str, torch.Size, tuple[int, ...], torch.dtype]]  # with strides that leave no gap
+    views: list[Source]  # of the forward call's inputs, out and lse
+    incoming: list[Source]  # of dout and dlse
+    gradients: list[tuple[str, torch.Size, tuple[int, ...], torch.dtype]]  # name, shape, dense strides, dtype
 
     def __call__(self, given: dict[str, Any]) -> BackwardCall:
         seen, coming = (
@@ -52,7 +52,7 @@ class CachedBackward:
 
 
 def key_of(given: dict[str, Any], grads: tuple[str, ...]) -> call_cache.Key | None:
-    """What a backward pass is remembered by. `given` are its arguments, and options that were given."""
+    """The cache key of a backward pass; `given` are its arguments and the options that were given."""
     strict = torch.are_deterministic_algorithms_enabled()
     args = given["q"], given["k"], given["v"]
     rest = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
@@ -60,7 +60,7 @@ def key_of(given: dict[str, Any], grads: tuple[str, ...]) -> call_cache.Key | No
 
 
 def remember(key: call_cache.Key | None, call: BackwardCall, plan: Plan, given: dict[str, Any]) -> None:
-    """Keeps a backward pass that has just run, if nothing in it was copied, converted or read from a table."""
+    """Puts a backward pass that has just run into the cache, unless validation copied, converted or read something."""
     p, b = call.problem, call.tensors
     if key is None or p.is_empty or p.copies or b.forward.tile_map is not None or _reads_lengths(p, given):
         return
@@ -73,21 +73,18 @@ def remember(key: call_cache.Key | None, call: BackwardCall, plan: Plan, given: 
 
 
 def _reads_lengths(p: Problem, given: dict[str, Any]) -> bool:
-    """Whether the plan is for the longest sequence that was found."""
+    """Whether the plan is for the longest sequence that validation found in the offsets."""
     return p.form == "varlen" and (given.get("max_q") is None or given.get("max_k") is None)
 
 
-def _views(held: Tensors | BackwardTensors, names: tuple[str, ...], given: dict[str, Any]) -> list[View] | None:
-    """The fields that are tensors, each as a view of the argument of its name; None if one is not."""
-    found: list[View] = []
+def _views(held: Tensors | BackwardTensors, names: tuple[str, ...], given: dict[str, Any]) -> list[Source] | None:
+    """The fields that hold a tensor, each as a view of the argument of its name; None if one is not a view of it."""
+    found: list[Source] = []
     for name in names:
         x, source = getattr(held, name), given.get(name)
         if x is None:
             continue
-        if not isinstance(source, torch.Tensor) or source.dtype != x.dtype or source.data_ptr() != x.data_ptr():
+        if not isinstance(source, torch.Tensor) or not call_cache.same_memory(x, source, name):
             return None
-        if (source.shape[-1] == 1 or source.stride(-1) != 1) and x.is_floating_point():
-            return None  # it would have the key of a view that torch negates: `z.conj().imag`
-        same = (x.shape, x.stride()) == (source.shape, source.stride())
-        found.append((name, None if same else (x.shape, x.stride())))
+        found.append((name, call_cache.view_of(x, source)))
     return found

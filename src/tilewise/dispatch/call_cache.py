@@ -1,8 +1,8 @@
-"""The call cache: a call that was made before is launched without checks or a plan.
+"""The call cache: a repeated call is launched without validation and planning.
 
-Checking and planning take tens of microseconds, a small decode call less than that. A call is remembered by everything
-that a check or a plan could depend on (`key_of`): the options that were given, with their types, and the properties of
-all tensors. The values inside lengths and tables are not in it: they are checked each time, where `validate` says so.
+Those two take tens of microseconds, longer than a small decode call. The key (`key_of`) holds all that they may depend
+on: the options given, with their types, and shape, strides, dtype and device of every tensor. Values inside lengths and
+tables are not part of it: they are checked on every call, as far as `validate` asks for it.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from ..validation.calls import Call
 from ..validation.memory import extent
 from . import activity, planner
 
-MOST = 4096  # remembered calls
+MOST = 4096  # entries; the cache is cleared when it is full
 Key = tuple[Any, ...]
-Launcher = Callable[..., Any]  # of the tensors in the order of FIELDS, None for those that a call does not have
+Launcher = Callable[..., Any]  # takes the tensors in the order of FIELDS, None for those that a call does not have
+View = tuple[torch.Size, tuple[int, ...]]  # shape and strides
 
 FIELDS = tuple(f.name for f in fields(Tensors) if f.name != "tile_map")
 INPUTS = tuple(name for name in FIELDS if name not in ("out", "lse"))
-ARGUMENTS = {  # what the tensors that are no options are in `Tensors`
+ARGUMENTS = {  # the fields of `Tensors` that an entry point's positional arguments become
     "attention": ("q", "k", "v"),
     "varlen_attention": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
     "paged_attention": ("q", "k", "v", "block_table", "kv_lengths"),
-    "pair": ("q", "k", "v", "block_table", "kv_lengths", "cu_seqlens_q"),  # and what is shared: `pairs.py`
+    "pair": ("q", "k", "v", "block_table", "kv_lengths", "cu_seqlens_q"),  # then the shared prefix: `pairs.py`
 }
 SCALARS = frozenset({type(None), bool, int, float, str})
 
-_known: dict[Key | None, Any] = {}  # a CachedCall, or what else is kept by such a key
+_known: dict[Key | None, Any] = {}  # to a CachedCall or a CachedBackward; nothing is kept under None
 find = _known.get
 
 
 def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | None:
-    """What a call of an entry point is remembered by; None if it has to be checked each time.
+    """The cache key of a call of an entry point; None if the call must be validated each time.
 
-    Strides follow from the shape of a contiguous tensor (but those of dims of size 1, which nobody steps along), and
-    that it is one is asked for and hashed in half the time. The backends for GPUs care whether all is aligned.
+    A contiguous tensor has no strides in the key, since they follow from its shape: `is_contiguous` is faster to ask
+    for and to hash. (Strides of dims of size 1 do not follow, but nothing uses them.) For GPUs the key says whether all
+    addresses are multiples of 16.
     """
     if forward_ad._current_level >= 0:
         return None
@@ -56,7 +58,7 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
     for option, x in options.items():
         if type(x) in SCALARS or isinstance(x, float):
             if x is not None or option not in UNSET.get(name, ()):
-                key += option, type(x), x  # 1, 1.0 and True are equal, but not one option
+                key += option, type(x), x  # 1, 1.0 and True are equal, but not the same option
         elif type(x) is tuple and SCALARS.issuperset(map(type, x)):
             key += option, (*map(type, x), *x)
         else:
@@ -78,7 +80,8 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
                 given += (x.data,) if x.scales is None else (x.data, x.scales)
             else:
                 return None
-        # Nine further is whether V is contiguous, if nothing is quantised. If not, it may lie in K: `is_v_in_k`.
+        # V may be a view of K (`is_v_in_k`) unless it is contiguous. Four entries a tensor: V's `is_contiguous` is the
+        # tenth. (With quantised K or V another entry is there, never True.)
         if key[first + 9] is not True:
             k, v = args[1:3]
             if type(k) is type(v) is Tensor:
@@ -96,59 +99,63 @@ def _addresses(x: Quantised) -> list[int]:
 
 
 class CachedCall:
-    """One remembered call."""
+    """One repeated call: launches its plan on other tensors of the same key."""
 
     __slots__ = (
-        "checks_tables", "count", "launch", "like_q", "lse_shape", "places", "problem", "shape", "sizes", "stored",
-        "validate",
+        "checks_tables", "count", "extents", "launch", "lse_shape", "out_like_q", "out_shape", "problem", "quantised",
+        "sources", "validate",
     )  # fmt: skip
 
     def __init__(
-        self, call: Call, plan: Plan, launch: Launcher, places: list[Any], stored: bool, validate: bool | None
+        self, call: Call, plan: Plan, launch: Launcher, sources: list[Any], quantised: bool, validate: bool | None
     ) -> None:
         self.launch, self.problem, self.count = launch, call.problem, activity.counter(plan)
-        self.shape = tuple(call.out.shape)
+        self.out_shape = tuple(call.out.shape)
         self.lse_shape = None if call.lse is None else tuple(call.lse.shape)
-        self.like_q = False
-        self.places: list[Any] | None = places  # where each of INPUTS is given; None if q, k and v are all there is
-        self.sizes: list[int] | None = None  # of a given out, and of the inputs, in bytes
-        self.stored = stored  # whether keys or values are quantised
+        self.out_like_q = False
+        # Where each of INPUTS comes from: an index into the arguments, the name of an option, or None if the call has
+        # none. None for all: the inputs are q, k and v alone.
+        self.sources: list[Any] | None = sources
+        self.extents: list[int] | None = None  # bytes spanned by the caller's `out` and each input, if `out` is given
+        self.quantised = quantised  # K or V
         self.validate = validate
         self.checks_tables = getattr(launch, "checks_tables", False)
 
     def __call__(self, args: tuple[Any, ...], options: dict[str, Any], *more: Any) -> torch.Tensor | AttentionState:
         q = args[0]
-        if self.sizes is not None:
+        if self.extents is not None:
             out = options["out"]
         else:
-            out = torch.empty_like(q) if self.like_q else q.new_empty(self.shape)  # 0.9 and 1.5 us
+            out = torch.empty_like(q) if self.out_like_q else q.new_empty(self.out_shape)  # 0.9 and 1.5 us
         lse = None if self.lse_shape is None else q.new_empty(self.lse_shape, dtype=torch.float32)
-        if self.places is None:
+        if self.sources is None:
             self.launch(*args, out, lse)
         else:
-            flat = _split(args) if self.stored else args
+            flat = _split(args) if self.quantised else args
             given: list[Any] = [
-                None if at is None else flat[at] if type(at) is int else options[at] for at in self.places
+                None if at is None else flat[at] if type(at) is int else options[at] for at in self.sources
             ]
             if self.validate is not False and not self.checks_tables:
                 values.check_tables(self.problem, given[1].shape[0], self.validate, *given[-5:])
                 values.check_indices(self.problem, given[-6], self.validate)
-            if self.sizes is not None:
+            if self.extents is not None:
                 self.check_apart(out, given)
             done = self.launch(*given[:3], out, lse, *given[3:], *more)
-            if self.checks_tables and not done:  # in words
+            if self.checks_tables and not done:  # the kernel found a wrong entry; this raises and names it
                 values.check_tables(self.problem, given[1].shape[0], True, *given[-5:])
         self.count()
         return out if lse is None else AttentionState(out, lse)
 
     def bound(self, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None] | None:
-        """This call for other `q, k, v, out` of the same kind, its options and tables bound; None if that is not all
-        that may differ. That `out` lies apart is then the caller's to know."""
-        if self.sizes is None or self.lse_shape is not None or self.stored or self.places is None:
+        """A function of `q, k, v, out` that makes this call with its options and tables fixed; None if it needs more.
+
+        The caller makes sure that `out` shares no memory with the inputs.
+        """
+        if self.extents is None or self.lse_shape is not None or self.quantised or self.sources is None:
             return None
         if not (self.checks_tables or self.validate is False):
             return None
-        rest = [None if at is None else args[at] if type(at) is int else options[at] for at in self.places[3:]]
+        rest = [None if at is None else args[at] if type(at) is int else options[at] for at in self.sources[3:]]
         launch, count, checks = self.launch, self.count, self.checks_tables
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
@@ -159,22 +166,22 @@ class CachedCall:
         return call
 
     def check_apart(self, out: torch.Tensor, inputs: list[Any]) -> None:
-        """What is written is nothing that is read; the checks of a call say it in words."""
-        assert self.sizes is not None
-        start, (size, *sizes) = out.data_ptr(), self.sizes
-        for x, its in zip(inputs, sizes, strict=True):
-            if x is not None and x.data_ptr() < start + size and start < x.data_ptr() + its:
+        """Raises if `out` shares memory with an input; `api._call` then validates the call, which names the input."""
+        assert self.extents is not None
+        start, (size, *sizes) = out.data_ptr(), self.extents
+        for x, its_size in zip(inputs, sizes, strict=True):
+            if x is not None and x.data_ptr() < start + size and start < x.data_ptr() + its_size:
                 raise RuntimeError("out shares memory with an input")
 
 
 def bound(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None] | None:
-    """A call that has been made, if it is remembered: see `CachedCall.bound`."""
+    """`CachedCall.bound` of a call that is in the cache; None if it is not."""
     cached = find(key_of(name, args, options))
     return None if cached is None else cached.bound(args, options)
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with the data of quantised keys and values in their place, and the scales at the end."""
+    """The arguments with quantised K and V replaced by their data, and their scales (or None) appended."""
     q, k, v, *tables = args
     parts = [(x.data, x.scales) if type(x) is Quantised else (x, None) for x in (k, v)]
     return (q, parts[0][0], parts[1][0], *tables, parts[0][1], parts[1][1])
@@ -188,29 +195,16 @@ def remember(
     plan: Plan,
     run: Callable[..., None] | None = None,
 ) -> None:
-    """Keeps a call that has just run, if nothing in it was copied or converted. `run` is as a backend's."""
-    if key is None or call.problem.is_empty or call.problem.rules.affine == "rows":  # `places` is made for the call
+    """Puts a call that has just run into the cache, unless validation copied, converted or read something for it.
+
+    `run` replaces that of the plan's backend (`pairs.py`).
+    """
+    t, validate = call.tensors, options.get("validate")
+    if key is None or call.problem.is_empty or _depends_on_values(call, options):
         return
-    t, validate, flat = call.tensors, options.get("validate"), _split(args)
-    if t.positions is not None and values.readable(t.positions, validate):
-        return  # they are checked each time
-    for longest, cu in (("max_q", t.cu_seqlens_q), ("max_k", t.cu_seqlens_k)):
-        if cu is not None and options.get(longest) is None and values.readable(cu, validate):
-            return  # the plan is for the longest sequence that was found
-    at: dict[str, int | str] = {name: i for i, name in enumerate(ARGUMENTS[key[0]])}
-    at |= {name: len(args) + i for i, name in enumerate(("k_scales", "v_scales")) if flat[len(args) + i] is not None}
-    at |= {name: name for name in INPUTS if isinstance(options.get(name), torch.Tensor)}
-    if options.get("block_indices") is not None:
-        at["key_indices"] = "block_indices"
-    given = {name: flat[i] if isinstance(i, int) else options[i] for name, i in at.items()}
-    if options.get("out") is not None:
-        given["out"] = options["out"]
-    for name, x in given.items():
-        used = getattr(t, name)
-        if used.dtype != x.dtype or used.data_ptr() != x.data_ptr():
-            return
-        if not name.endswith("scales") and (x.shape[-1] == 1 or x.stride(-1) != 1) and x.is_floating_point():
-            return  # it would have the key of a view that torch negates: `z.conj().imag`
+    sources, given = _sources(key[0], args, options)
+    if not all(same_memory(getattr(t, name), x, name) for name, x in given.items()):
+        return
     launch = None
     if run is None:
         backend = planner.load(plan.backend)
@@ -221,18 +215,66 @@ def remember(
     tables = (t.key_indices, t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
     if not any(x is not None and values.readable(x, validate) for x in tables):
         validate = False
-    places = [at.get(name) for name in INPUTS]
+    places = [sources.get(name) for name in INPUTS]
     while validate is False and places[-1] is None and not getattr(launch, "checks_tables", False):
-        places.pop()  # a launch is not given what comes last and is not there
-    stored = Quantised in map(type, args[1:3])
-    cached = CachedCall(call, plan, launch, places, stored, validate)
+        places.pop()  # a launch needs no trailing inputs that the call does not have
+    quantised = Quantised in map(type, args[1:3])
+    cached = CachedCall(call, plan, launch, places, quantised, validate)
     if "out" in given:
-        there = [given.get(name) for name in ("out", *INPUTS[: len(places)])]
-        cached.sizes = [0 if x is None else extent(x)[1] - x.data_ptr() for x in there]
-    elif len(places) == 3 and not stored:
-        cached.places = None
-    cached.like_q = args[0].shape == call.out.shape and args[0].is_contiguous()
+        spanned = [given.get(name) for name in ("out", *INPUTS[: len(places)])]
+        cached.extents = [0 if x is None else extent(x)[1] - x.data_ptr() for x in spanned]
+    elif len(places) == 3 and not quantised:
+        cached.sources = None
+    cached.out_like_q = args[0].shape == call.out.shape and args[0].is_contiguous()
     keep(key, cached)
+
+
+def _depends_on_values(call: Call, options: dict[str, Any]) -> bool:
+    """Whether validation read values, or made a tensor of them, that another call with the same key may not have."""
+    t, validate = call.tensors, options.get("validate")
+    if call.problem.rules.affine == "rows":  # `t.places` was made for this call
+        return True
+    if t.positions is not None and values.readable(t.positions, validate):  # they are checked each time
+        return True
+    # Without max_q and max_k the plan is for the longest sequence that the offsets have.
+    packed = (("max_q", t.cu_seqlens_q), ("max_k", t.cu_seqlens_k))
+    return any(cu is not None and options.get(most) is None and values.readable(cu, validate) for most, cu in packed)
+
+
+def _sources(
+    name: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[dict[str, int | str], dict[str, torch.Tensor]]:
+    """Where the inputs of a call of the entry point `name` come from, as in `CachedCall.sources` but by name; and the
+    caller's tensors themselves, with `out` if it is given.
+    """
+    flat = _split(args)
+    at: dict[str, int | str] = {name: i for i, name in enumerate(ARGUMENTS[name])}
+    at |= {name: len(args) + i for i, name in enumerate(("k_scales", "v_scales")) if flat[len(args) + i] is not None}
+    at |= {name: name for name in INPUTS if isinstance(options.get(name), torch.Tensor)}
+    if options.get("block_indices") is not None:
+        at["key_indices"] = "block_indices"
+    given = {name: flat[i] if isinstance(i, int) else options[i] for name, i in at.items()}
+    if options.get("out") is not None:
+        given["out"] = options["out"]
+    return at, given
+
+
+def same_memory(used: torch.Tensor, given: torch.Tensor, name: str) -> bool:
+    """Whether validation made nothing but a view of an argument, so that it would do so for any other with its key.
+
+    False too where the key does not tell the argument from a view that torch negates when it is read
+    (`z.conj().imag`): one of floats whose last dim has size 1 or a stride other than 1.
+    """
+    if used.dtype != given.dtype or used.data_ptr() != given.data_ptr():
+        return False
+    if name.endswith("scales") or not given.is_floating_point():
+        return True
+    return given.shape[-1] != 1 and given.stride(-1) == 1
+
+
+def view_of(used: torch.Tensor, given: torch.Tensor) -> View | None:
+    """Shape and strides of the view that validation made of an argument; None if they are the argument's own."""
+    return None if (used.shape, used.stride()) == (given.shape, given.stride()) else (used.shape, used.stride())
 
 
 def keep(key: Key, cached: Any) -> None:
@@ -242,13 +284,9 @@ def keep(key: Key, cached: Any) -> None:
 
 
 def _through_run(run: Callable[..., None], plan: Plan, t: Tensors, given: dict[str, Any]) -> Launcher:
-    """A launch by views of other tensors that are as those of `t`, for what a backend cannot launch by addresses."""
-    views: list[Any] = []
-    for name in FIELDS:
-        x: Any = given.get(name)
-        view = getattr(t, name)
-        same = view is None or (x.shape, x.stride()) == (view.shape, view.stride())
-        views.append(None if same else (view.shape, view.stride()))
+    """A launch by the backend's `run`, for calls that it cannot `bind`: other tensors get the views of those in `t`."""
+    fields = [(getattr(t, name), given.get(name)) for name in FIELDS]
+    views: list[Any] = [None if used is None else view_of(used, x) for used, x in fields]
 
     def launch(*tensors: Any) -> None:
         seen = [x if view is None else x.as_strided(*view) for x, view in zip(tensors, views, strict=False)]
@@ -258,5 +296,5 @@ def _through_run(run: Callable[..., None], plan: Plan, t: Tensors, given: dict[s
 
 
 def forget() -> None:
-    """Forgets every call; plans are kept by the planner."""
+    """Empties the call cache; the planner keeps its plans."""
     _known.clear()
