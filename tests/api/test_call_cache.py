@@ -362,6 +362,31 @@ def test_values_that_lie_in_the_keys_are_another_call(name):
             assert known.problem.v_in_k is (values is inside)
 
 
+def first_half(x):
+    """The first columns of a quantised tensor, in its memory."""
+    return Quantised(x.data[..., :64], x.scales[..., :1], x.dtype, x.group)
+
+
+@pytest.mark.parametrize("form", ["dense", "paged"])
+def test_quantised_values_that_lie_in_the_keys_are_another_call(form):
+    shape = (2, 3, 20, 128) if form == "dense" else (4, 10, 3, 128)
+    keys, others = (Quantised.from_float(draw(*shape, seed=n), "int8", 64) for n in (1, 2))
+    q, options = draw(2, 6, 1, 128, seed=3), {"backend": "torch"}  # which reads rows that hold both once
+    entry, tables = attention, ()
+    if form == "paged":
+        entry, tables = paged_attention, (ints([0, 1], [2, 3]), ints(17, 20))
+    inside, apart = first_half(keys), first_half(others)
+    call_cache.forget()
+    want = [entry(q, keys, inside, *tables, **options)]
+    call_cache.forget()
+    want.append(entry(q, keys, apart, *tables, **options))
+    for order in ((0, 1, 0, 1), (1, 0, 1, 0)):
+        call_cache.forget()
+        for n in order:
+            assert entry(q, keys, (inside, apart)[n], *tables, **options).equal(want[n])
+        assert sorted(x.problem.v_in_k for x in call_cache._known.values()) == [False, True]
+
+
 def test_the_cache_has_a_size(monkeypatch):
     monkeypatch.setattr(call_cache, "MOST", 3)
     q, k, v = DENSE

@@ -80,14 +80,12 @@ def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Key | N
                 given += (x.data,) if x.scales is None else (x.data, x.scales)
             else:
                 return None
-        # V may be a view of K (`is_v_in_k`) unless it is contiguous. Four entries a tensor: V's `is_contiguous` is the
-        # tenth. (With quantised K or V another entry is there, never True.)
-        if key[first + 9] is not True:
-            k, v = args[1:3]
-            if type(k) is type(v) is Tensor:
-                key.append(k.data_ptr() == v.data_ptr())
-            elif type(k) is type(v) is Quantised:
-                key.append(_addresses(k) == _addresses(v))
+        # Whether V is a view of K (`is_v_in_k`), which it cannot be if it is contiguous.
+        k, v = args[1], args[2]
+        if type(v) is Quantised:
+            key.append(type(k) is Quantised and not v.data.is_contiguous() and _addresses(k) == _addresses(v))
+        elif key[first + 9] is not True and type(k) is Tensor:  # V's `is_contiguous`: each tensor has four entries
+            key.append(k.data_ptr() == v.data_ptr())
     except RuntimeError:  # a nested or sparse tensor has no shape, strides or address: the checks will say so
         return None
     key.append(addresses & 15)
