@@ -43,7 +43,7 @@ __all__ = [
     "varlen_attention",
 ]
 
-if TYPE_CHECKING:  # with a __getattr__ every name would be one of the package's
+if TYPE_CHECKING:  # type checkers accept any name of a module with a __getattr__
     from . import distributed, testing  # noqa: F401
 else:
     __getattr__ = modules(__name__, "distributed", "testing")

@@ -60,40 +60,40 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
         q_offset: the position of the first query, an int or an int tensor `[B]`. Default: the queries are the last
             positions (`Lk - Lq`, or `kv_lengths - Lq`). 0 aligns causal to the top left, as torch's SDPA does.
         k_start: the position of the first key, an int or an int tensor `[B]`.
-        k_stride: positions from one key to the next, likewise: key `j` stands at `k_start + k_stride * j`.
-        q_stride: positions from one query to the next, likewise: query `i` stands at `q_offset + q_stride * i`.
-        window: `W` keys with the query's own, or `(left, right)` keys beside it; None in a pair is unlimited.
-        chunk: a query sees keys of its own chunk of this many positions.
+        k_stride: positions from one key to the next, likewise: key `j` is at position `k_start + k_stride * j`.
+        q_stride: positions from one query to the next, likewise: query `i` is at position `q_offset + q_stride * i`.
+        window: `W` keys including the query's own, or `(left, right)` keys on each side of it; None is unlimited.
+        chunk: a query sees only keys of its own chunk of this many positions.
         mask: bool (True = attend) or float (added; `-inf` hides), `[Lq, Lk]`, `[H, Lq, Lk]` or `[B, H, Lq, Lk]`, each
             dim full or 1.
-        tree_mask: bool `[B or 1, Lq, Lq]`: which of the last `Lq` keys (the queries' own) each query sees; those before
-            them are seen as far as other rules say.
-        positions: int `[B or 1, Lq]`, beside `tree_mask`: where the queries and their own keys stand, none before the
-            keys that come first. Default: one after the other.
+        tree_mask: bool `[B or 1, Lq, Lq]`: which of the last `Lq` keys (the queries' own) each query sees. Keys before
+            those are visible unless another rule hides them.
+        positions: int `[B or 1, Lq]`, with `tree_mask`: the positions of the queries and their own keys, none before
+            the other keys. Default: consecutive.
         softcap: `s` becomes `softcap * tanh(s / softcap)`, before any bias.
         alibi_slopes: `[H]` or `[B, H]`: adds `-slope * |qpos - kpos|`. See `tilewise.alibi_slopes`.
         q_bias: float32 `[B or 1, H or 1, Lq]`, added to the scores of each query; for packed queries `[T, H or 1]`.
         k_bias: likewise for each key (pages: up to the longest context). `-inf` hides the key.
         sinks: `[H]`: one more logit in each row's softmax, with no value.
-        key_indices: int32 `[B, Lq, n]` or `[B, Hkv, Lq, n]`: the keys that each query sees, in any order, as far as
-            other rules leave them; -1 is none. No key twice.
-        k_shared: as `k`, of one head: columns of the keys that all heads share (the rope part of latent attention,
-            expanded). A key of head `h` is `[k[h], k_shared]`, as wide as `q`.
+        key_indices: int32 `[B, Lq, n]` or `[B, Hkv, Lq, n]`: sparse attention: the only keys that each query may see,
+            in any order, each once; -1 is none. Other rules may hide more.
+        k_shared: as `k`, with one head: the last columns of the keys, which all heads share (the rope part of expanded
+            latent attention). A key of head `h` is `[k[h], k_shared]`, as wide as `q`.
         block_indices: int32 `[B, ceil(Lq / block_size), n]` or `[B, Hkv, ...]`: likewise blocks of `block_size` keys,
             for each block of `block_size` queries.
-        block_size: keys of a block, and queries that share its choice.
-        kv_lengths: int `[B]`: keys of row `b` in use; what lies past them is never read.
+        block_size: keys in a block, and queries that share a list of blocks.
+        kv_lengths: int `[B]`: how many keys of row `b` are in use; those past them are never read.
         layout: `"bhld"`, or `"blhd"` for `[B, L, H, D]` in and out.
         tile_map: which tiles of `mask` to skip; the output is the same with and without.
         split_size: keys per split, fixed: a sequence then gives the same bits in any batch.
-        return_lse: return an `AttentionState` of `out` and `lse`, the log of the softmax's sum.
+        return_lse: return an `AttentionState` of `out` and `lse`, the log-sum-exp of each row's scores.
         out: where to write, `[B, H, Lq, Dv]` (or as `layout` says) in q's dtype.
         allow_tf32: one TF32 pass for float32 inputs on a GPU.
-        deterministic: of gradients, which are the same to the bit each time. False allows faster reductions where a
-            backend has them. The forward pass always is.
-        validate: check the values inside lengths, offsets and tables: None where they are on the CPU, True always (a
-            GPU then waits), False never.
-        backend: serve the call by this backend or raise `Unsupported`; None takes the best that can.
+        deterministic: gradients have the same bits each time. False allows faster reductions where a backend has them.
+            The forward pass is always deterministic.
+        validate: check the values inside lengths, offsets and tables: None if they are on the CPU, True always (which
+            waits for a GPU), False never.
+        backend: run on this backend or raise `Unsupported`; None takes the best that supports the call.
 
     Returns:
         `out` `[B, H, Lq, Dv]` in q's dtype and of q's kind of array. With `return_lse` an `AttentionState`: `out`, and
@@ -137,7 +137,7 @@ def varlen_attention(
         q: `[Tq, H, D]`.
         k: `[Tk, Hkv, D]`, or `Quantised`.
         v: `[Tk, Hkv, Dv]`, likewise.
-        cu_seqlens_q: int32 `[B + 1]`, from 0, never falling. Rows past the last offset give 0.
+        cu_seqlens_q: int32 `[B + 1]`, from 0, never falling. Rows past the last offset get 0.
         cu_seqlens_k: int32 `[B + 1]`, likewise for `k` and `v`.
         max_q: the longest sequence of queries. Without it a GPU call plans for all rows in one sequence.
         max_k: the longest sequence of keys, likewise.
@@ -183,7 +183,7 @@ def paged_attention(
 def paged_attention(
     q: Array, k_pages: Keys, v_pages: Keys, block_table: Array, context_lens: Array, **options: Any
 ) -> Array | AttentionState:
-    """Attention over keys and values that lie in pages: key `j` of row `b` is slot `j % page_size` of page
+    """Attention over keys and values in pages: key `j` of row `b` is slot `j % page_size` of page
     `block_table[b, j // page_size]`.
 
     Args:
@@ -232,14 +232,14 @@ def plan(
     device: str | None = None,
     **options: Any,
 ) -> Plan:
-    """What a call with these arguments would run, and what it would cost, without running it.
+    """What a call with these arguments would run and cost, without running it.
 
     Takes the arguments of `attention`, of `varlen_attention` (with `cu_seqlens_k`) or of `paged_attention` (with
-    `block_table`), the tables by name. Reads lengths and masks to count the work; on a GPU that waits. Where inputs
-    require grad, `backward` is the plan of their gradients.
+    `block_table`), the tables by name. Reads lengths and masks to count the work, which waits for a GPU. If inputs
+    require grad, `backward` is the plan of the backward pass.
 
-    `device` names another machine, such as "sm_90", "gfx942", "apple-m3" or "neon": what would run there, without
-    having one. Tensors may be anywhere; an unknown name raises `InvalidArgument` with all names.
+    `device` names another machine, such as "sm_90", "gfx942", "apple-m3" or "neon", and the plan is what would run
+    there. Tensors may be on any device. An unknown name raises `InvalidArgument`, which lists all.
 
     >>> q = torch.randn(1, 8, 1024, 64)
     >>> plan(q, q, q, causal=True).cost.flops == 2 * (64 + 64) * 8 * 1024 * 1025 // 2

@@ -1,7 +1,7 @@
 """Gradients: `attention_backward`, and the entry points for inputs that require them.
 
-A call whose inputs require grad is one `torch.autograd.Function` around the same entry point, which it calls with
-`return_lse`. It keeps its inputs, `out` and `lse`, and nothing that grows as Lq * Lk.
+A call whose inputs require grad is a `torch.autograd.Function` that calls the same entry point with `return_lse`. It
+saves the inputs, `out` and `lse`, and nothing of size Lq * Lk.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .validation.backward import BackwardCall, backward, check_grads, is_determi
 
 TABLES = {"attention": (), "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k")}
 ARGUMENTS = ("q", "k", "v", "out", "lse", "dout", "dlse", "backend")  # of a backward pass, beside its options
-FORWARD_ONLY = ("return_lse", "out", "split_size", "k_shared")  # options that mean nothing to a backward pass
+FORWARD_ONLY = ("return_lse", "out", "split_size", "k_shared")  # options that a backward pass does not have
 
 
 class AttentionGradients(NamedTuple):
-    """Gradients of a call's inputs, each in its input's shape, layout and dtype; None where none was asked for."""
+    """Gradients of a call's inputs, each in the shape, layout and dtype of its input; None if it was not requested."""
 
     dq: torch.Tensor | None = None
     dk: torch.Tensor | None = None
@@ -66,23 +66,23 @@ def attention_backward(
     """The gradients of `attention`, or with `cu_seqlens_q` and `cu_seqlens_k` of `varlen_attention`.
 
     Args:
-        q: as in the forward call, and so are `k`, `v` and all options that are not named here, but for `split_size` and
-            `return_lse`, which are of the forward pass alone.
+        q: as in the forward call, and so are `k`, `v` and all options that are not named here, except `split_size` and
+            `return_lse`, which only the forward pass has.
         out: what the forward call gave.
         lse: what it gave with `return_lse=True`.
         dout: the gradient of the loss by `out`, in its shape and dtype, with any strides.
         dlse: the gradient by `lse`, float32; None if `lse` was not used.
         grads: which gradients to compute: some of `"q"`, `"k"`, `"v"`, `"mask"` (a float one), `"sinks"`,
             `"alibi_slopes"`, `"q_bias"`, `"k_bias"`.
-        deterministic: the same bits each time. False allows reductions whose order is left to chance, where that is
-            faster; `torch.use_deterministic_algorithms(True)` forbids them all the same.
+        deterministic: the same bits each time. False allows faster reductions in an order that varies;
+            `torch.use_deterministic_algorithms(True)` forbids them all the same.
         cu_seqlens_q: as in `varlen_attention`, and so are `cu_seqlens_k`, `max_q` and `max_k`.
-        backend: compute them by this backend or raise `Unsupported`; None takes the best that can.
+        backend: run on this backend or raise `Unsupported`; None takes the best that supports the call.
 
     Returns:
         `AttentionGradients`: `dq`, `dk`, `dv`, `dmask`, `dsinks`, `dalibi_slopes`, `dq_bias`, `dk_bias`, each in the
-        shape and dtype of its input, None where none was asked for. Those of masks and biases are summed over the dims
-        that these are broadcast over.
+        shape and dtype of its input, None if it was not requested. Gradients of masks and biases are summed over their
+        broadcast dims.
 
     >>> import tilewise
     >>> q, k, v = (torch.randn(1, heads, 100, 64) for heads in (8, 2, 2))
@@ -98,7 +98,7 @@ def attention_backward(
     planner.check_name(backend)
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
     options["deterministic"] = deterministic
-    from . import ops  # which needs this module
+    from . import ops  # it imports this module
 
     tensors = (q, k, v, out, lse, dout, dlse)
     if is_traced() or ops.needs_operator(tensors):
@@ -152,7 +152,7 @@ def _checked(
 
 
 def _results(call: BackwardCall, given: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of `GRADS`, each as its argument is."""
+    """The gradients in the order of `GRADS`, each in the form of its argument; None for those not in the problem."""
     asked = call.problem.grads
     return tuple(call.result(name, to_tensor(name, given[name])) if name in asked else None for name in GRADS)
 
@@ -181,23 +181,25 @@ def _write_empty(b: BackwardTensors) -> None:
 
 
 def needed(given: dict[str, Any]) -> tuple[str, ...]:
-    """The names of the arguments whose gradients may be asked for. Arrays that are no tensors have none."""
+    """The names of the arguments that require grad. Arrays other than torch tensors never do."""
     if not torch.is_grad_enabled() or not isinstance(given["q"], torch.Tensor):
         return ()
     names = tuple(x for x in GRADS if isinstance(given.get(x), torch.Tensor) and given[x].requires_grad)
-    shared = given.get("k_shared")  # a part of k
+    shared = given.get("k_shared")  # part of k
     return names or (("k",) if isinstance(shared, torch.Tensor) and shared.requires_grad else ())
 
 
 def set_aside(names: tuple[str, ...]) -> AbstractContextManager[object]:
-    """Checks of a call whose gradients are taken care of; without any, tensors that require grad are refused there."""
+    """The context for checking a call: without grad mode if its gradients (`names`) are handled, else the checks refuse
+    tensors that require grad.
+    """
     return torch.no_grad() if names else nullcontext()
 
 
 def plan(
     problem: Problem, names: tuple[str, ...], backend: str | None, options: dict[str, Any], machine: str | None = None
 ) -> Plan:
-    """The plan of a call's gradients: by its backend if that has a backward pass, else by the best."""
+    """The plan of a call's backward pass: by the call's backend if that has one, else by the best."""
     problem = replace(problem, grads=names, deterministic=is_deterministic(options.get("deterministic", True)))
     if machine is None:
         return planner.choose(problem, _preferred(problem, backend), torch.get_num_threads())
@@ -212,7 +214,7 @@ def _preferred(problem: Problem, backend: str | None) -> str | None:
 
 
 def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """A call of an entry point by name, its result with gradients. `options` are those that were given."""
+    """Calls an entry point by name as a `torch.autograd.Function`. `options` are those that were given."""
     q, k, v, *tables = args
     return_lse = options.pop("return_lse", False)
     if options.pop("out", None) is not None:
@@ -231,7 +233,7 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 
 class _Attention(torch.autograd.Function):
-    """An entry point; `held` are the names of the options that are tensors."""
+    """An entry point and its backward pass; `held` are the names of the options that are tensors."""
 
     @staticmethod
     def forward(
@@ -244,7 +246,7 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from . import api  # which needs this module
+        from . import api  # it imports this module
 
         given = options | dict(zip(held, map(_plain, tensors), strict=True))
         tables = [given.pop(table) for table in TABLES[name]]
@@ -274,7 +276,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _refuse_batches(*incoming: torch.Tensor | None) -> None:
-    """torch hands a batch of gradients over as one tensor without memory."""
+    """Refuses batched gradients (`is_grads_batched`), which torch passes as one tensor without memory."""
     for x in incoming:
         if x is not None and (functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)):
             remedy = "leave out is_grads_batched=True or vectorize=True: one backward pass for each gradient"
@@ -282,7 +284,7 @@ def _refuse_batches(*incoming: torch.Tensor | None) -> None:
 
 
 class _Gradients(torch.autograd.Function):
-    """A backward pass in a graph of its own: only to say that it has no gradients."""
+    """A backward pass under `create_graph=True`: its own backward raises, since there is no double backward."""
 
     @staticmethod
     def forward(ctx: Any, how: Any, *tensors: Any) -> tuple[torch.Tensor | None, ...]:
@@ -294,7 +296,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def gradients(how: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
-    """The gradients of a call that has run: by its backend if that has a backward pass, else by the best."""
+    """The backward pass of a call that has run: by the call's backend if that has one, else by the best."""
     options, held, wanted = how
     given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout, "dlse": dlse, **options}
     given |= zip(held, map(_plain, tensors), strict=True)
@@ -310,5 +312,5 @@ def gradients(how: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, d
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """A parameter as a tensor: the call cache knows no other kind."""
+    """A parameter as a plain tensor: the call cache takes no other type."""
     return x.detach() if type(x) is torch.nn.Parameter else x

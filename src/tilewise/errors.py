@@ -11,7 +11,7 @@ class InvalidArgument(ValueError):
 
     def __init__(self, argument: str, given: object, expected: str, remedy: str = "") -> None:
         self.argument = argument
-        # Not by super(): torch.compile(fullgraph=True) could not trace that, and would not say what is wrong.
+        # Not by super(): torch.compile(fullgraph=True) cannot trace that, and would hide the message.
         self.args = (f"{argument}: got {given}, expected {expected}" + (f"; {remedy}" if remedy else ""),)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -29,7 +29,7 @@ class Unsupported(NotImplementedError):
     def __init__(self, backend: str, reason: str, remedy: str) -> None:
         self.backend, self.reason, self.remedy = backend, reason, remedy
         who = "no backend can" if backend == "any" else f"backend {backend!r} cannot"
-        self.args = (f"{who} serve this call: {reason}; {remedy}",)  # not by super(), and read again, as above
+        self.args = (f"{who} serve this call: {reason}; {remedy}",)  # not by super(), and pickled, as above
 
     __reduce__ = InvalidArgument.__reduce__
 

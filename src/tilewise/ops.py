@@ -1,11 +1,11 @@
-"""The entry points as torch operators, for `torch.compile`, `torch.export` and every other way to trace or transform.
+"""The entry points as torch operators, for `torch.compile`, `torch.export` and all other tracing and transforms.
 
-`torch.ops.tilewise` has `attention`, `varlen_attention` and `paged_attention`, and each again with `_lse`, which gives
-`(out, lse)`: an operator's number of outputs is fixed. `write_pages` stores new rows of a paged cache. While torch
-traces (`tracing.py`), and for tensors without memory, the entry points of `api.py` call these; any other call never
-comes here. To a compiler an operator is opaque: it knows the output's shape, and nothing inside.
+`torch.ops.tilewise` has `attention`, `varlen_attention` and `paged_attention`, each also with `_lse`, which returns
+`(out, lse)`, since an operator has a fixed number of outputs. `write_pages` stores new rows of a paged cache. The entry
+points of `api.py` call these while torch traces (`tracing.py`), and for tensors without memory. Operators are opaque to
+a compiler, which knows the shapes of their outputs only.
 
-Where a gradient is needed an operator is the one with `_lse`, whose gradients are the operator `attention_backward`.
+If a gradient is needed, the `_lse` operator runs; its backward pass is the operator `attention_backward`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .quantised import Quantised
 from .state import AttentionState
 from .validation.arrays import returner, to_tensor
 
-# `left` and `right` are the window. Quantised K and V are their data, with their scales and "dtype/group" beside it.
-# Tensors stand before the star: torch differentiates by those alone. Graphs that Inductor keeps on disk call by place
-# and outlive an update: from the first release on, a new one is the last.
-BY_ROW = ("q_offset", *PLACES)  # ints, or tensors `q_offsets` and so on
+# The window is `left` and `right`. Quantised K and V are three arguments: data, scales and "dtype/group". Tensors are
+# positional, since torch differentiates by no others. Inductor's graphs on disk call by position and outlive an update:
+# after the first release, new arguments come last.
+BY_ROW = ("q_offset", *PLACES)  # each an int, or a tensor by the name `q_offsets` and so on
 ONLY_TENSORS = "mask tree_mask positions alibi_slopes q_bias k_bias sinks key_indices block_indices".split()
 TENSOR_OPTIONS = (*(f"{name}s" for name in BY_ROW), *ONLY_TENSORS, "k_scales", "v_scales")
-TENSORS = (*ONLY_TENSORS, "kv_lengths", "cu_seqlens_q", *BY_ROW, "out")  # options that may be one
+TENSORS = (*ONLY_TENSORS, "kv_lengths", "cu_seqlens_q", *BY_ROW, "out")  # options that may be tensors
 RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? k_start=None, SymInt? k_stride=None,
     SymInt? q_stride=None, SymInt? left=None, SymInt? right=None, SymInt? chunk=None, SymInt? block_size=None,
     float? softcap=None, bool allow_tf32=False, bool? validate=None, str? backend=None"""
@@ -45,7 +45,7 @@ TABLES = {
     "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k"),
     "paged_attention": ("block_table", "context_lens"),
 }
-OTHER_TENSORS = {  # that may be left out
+OTHER_TENSORS = {  # optional
     "attention": ("kv_lengths", *TENSOR_OPTIONS),
     "varlen_attention": ("kv_lengths", *TENSOR_OPTIONS),
     "paged_attention": ("cu_seqlens_q", *TENSOR_OPTIONS),
@@ -65,14 +65,14 @@ _library = torch.library.Library("tilewise", "DEF")  # lives as long as the oper
 
 
 def needs_operator(arguments: Iterable[Any]) -> bool:
-    """Whether a tensor among them has no memory: one is a FakeTensor or another wrapper, or all are on meta."""
+    """Whether a call has to be an operator: a tensor is a wrapper (as FakeTensor), or all tensors are on meta."""
     parts = [p for x in arguments for p in ((x.data, x.scales) if type(x) is Quantised else (x,))]
     tensors = [x for x in parts if isinstance(x, torch.Tensor)]
     return any(map(is_wrapper, tensors)) or (bool(tensors) and all(x.is_meta for x in tensors))
 
 
 def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """A call of an entry point as an operator. `options` are those that were given; they are changed."""
+    """Calls an entry point as an operator. `options` are those that were given; the dict is changed."""
     if is_compiling():
         return traced(name, *args, **options)
     if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled():
@@ -103,7 +103,7 @@ def traced(
     split_size: Any = None,
     **options: Any,
 ) -> Any:
-    """A call over torch tensors, as an operator in the graph."""
+    """Calls the operator of an entry point over torch tensors."""
     options = _rules(**options)
     options["split_size"] = as_split_size(split_size)
     if isinstance(k, Quantised):
@@ -128,7 +128,7 @@ def traced_backward(
     grads: Sequence[str],
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """A backward pass as an operator in the graph. `tensors` are q, k, v, out, lse, dout and dlse."""
+    """Calls the backward operator. `tensors` are q, k, v, out, lse, dout and dlse."""
     options = _rules(**options)
     names = [name for name in GRADS if name in grads]
     rest = [options.pop(name, None) for name in BACKWARD[4:]]
@@ -137,7 +137,7 @@ def traced_backward(
 
 
 def _rules(tile_map: Any = None, window: Any = None, chunk: Any = None, **options: Any) -> dict[str, Any]:
-    """Options of an entry point as those of an operator."""
+    """The options of an entry point as those of its operator."""
     if tile_map is not None:
         raise InvalidArgument("tile_map", "a TileMap in traced code", "None: the result is the same without")
     left, right = as_window(window)
@@ -151,11 +151,11 @@ def _rules(tile_map: Any = None, window: Any = None, chunk: Any = None, **option
 
 
 def _run(name: str, *tensors: Any, **options: Any) -> Any:
-    """An operator at work: the entry point, with its arguments put together again. Gradients are torch's to ask for."""
+    """The kernel of an operator: calls the entry point with its arguments restored, without grad mode."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return _run(name, *tensors, **options)
-    if len(tensors) == 3 + len(TABLES[name]) and not options:  # torch leaves out what has its default value
+    if len(tensors) == 3 + len(TABLES[name]) and not options:  # torch drops arguments with default values
         return _entry(name)(*tensors)
     given = _given(NAMES[name], tensors, options)
     k = _stored(given.pop("k"), given.pop("k_scales", None), given.pop("k_stored", None))
@@ -164,7 +164,7 @@ def _run(name: str, *tensors: Any, **options: Any) -> Any:
 
 
 def _given(names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """An operator's arguments by the names of the entry points; those that were left out or are None are not there."""
+    """An operator's arguments by the names that the entry points have, without those that are None."""
     given = dict(zip(names, tensors, strict=False)) | options
     window = given.pop("left", None), given.pop("right", None)
     given["window"] = None if window == (None, None) else window
@@ -176,7 +176,7 @@ def _given(names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]
 
 @cache
 def _entry(name: str) -> Any:
-    from . import api  # which needs this module
+    from . import api  # it imports this module
 
     return getattr(api, name)
 
@@ -191,13 +191,13 @@ def _stored(data: torch.Tensor, scales: torch.Tensor | None, stored: str | None)
 def _shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, v_stored: str | None = None, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` and `lse` of a call, with nothing in them; a tracer asks for this."""
+    """Empty `out` and `lse` of a call, for tracers."""
     width = v.shape[-1] if v_stored is None else storage.parse(v_stored).width(v.shape[-1])
     return q.new_empty((*q.shape[:-1], width)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _define(name: str) -> None:
-    """The two operators of an entry point."""
+    """Defines the two operators of an entry point."""
 
     def run(*tensors: Any, **options: Any) -> torch.Tensor:
         return _run(name, *tensors, **options)
@@ -213,7 +213,7 @@ def _define(name: str) -> None:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
             return with_lse(*tensors, **options)[0]
         below = keys & torch._C._after_autograd_keyset
-        if below.raw_repr() in PLAIN:  # no mode and no transform waits there: the kernel itself, without a dispatch
+        if below.raw_repr() in PLAIN:  # no mode or transform below: call the kernel without dispatching
             return run(*tensors, **options)
         return plain.redispatch(below, *tensors, **options)
 
@@ -239,7 +239,7 @@ def _add(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[...,
 
 
 def _keep(name: str, ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    """What the backward pass of an operator needs: its tensors, `out` and `lse`."""
+    """Saves what the backward pass of an operator needs: its tensors, `out` and `lse`."""
     if name == "paged_attention":
         raise _no_gradients("paged")
     options = dict(keyword_only_inputs)
@@ -258,7 +258,7 @@ def _no_gradients(what: str) -> InvalidArgument:
 
 
 def _backward(names: tuple[str, ...], ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-    # Of what stands last and was left out torch asks nothing.
+    # torch has no entries for trailing arguments that were left out.
     needed = dict(zip(names, ctx.needs_input_grad, strict=False))
     if dout is None and dlse is None:
         return (None,) * len(needed)
@@ -305,7 +305,7 @@ def _define_backward() -> None:
 def write_pages(
     k: torch.Tensor, v: torch.Tensor | None, keys: Store, values: Store, layer: int, packed: bool, *tables: torch.Tensor
 ) -> None:
-    """A write of rows as an operator in the graph. `keys` and `values` are those of all layers."""
+    """Calls the operator that stores rows. `keys` and `values` hold all layers."""
     inside = values.inside
     torch.ops.tilewise.write_pages.default(
         k, None if inside else v, keys.data, keys.scales, None if inside else values.data,

@@ -6,10 +6,10 @@ For one sequence, head h, query i at position `qpos`, key j at position `kpos`:
     p = softmax(s), with one more logit, the sink, that has no value
     out = p v;  lse = log(sum exp(s))
 
-A row that sees no key gives 0 and -inf (or its sink). A value under an invisible cell is never touched. A sink of -inf
-is none, one of +inf takes all weight: 0 and +inf.
+A row that sees no key gives out = 0 and lse = -inf (or its sink). Values under hidden cells have no effect. A sink of
+-inf is no sink; one of +inf takes all weight: out = 0, lse = +inf.
 
-Its gradients are torch's own, by autograd, in float64: `gradients`. A row with an infinite lse gives none.
+`gradients` are those of torch's autograd in float64. A row with an infinite lse contributes none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .core.tensors import Sequence, Tensors, sequences
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """One sequence's attention with all its steps, in the compute dtype."""
+    """Attention of one sequence with its intermediate results, in the compute dtype."""
 
     scores: torch.Tensor  # [H, Lq, Lk], -inf where not visible
     probs: torch.Tensor  # [H, Lq, Lk]
@@ -91,7 +91,7 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
     if t.sinks is not None:
         sink = t.sinks.to(compute)[:, None, None].expand(-1, seq.q_len, 1)
         logits, blank, taken = torch.cat([s, sink], -1), blank & (sink == -torch.inf), sink == torch.inf
-    constant = blank | taken  # no weight at all, or all to the sink: such a row has no gradient
+    constant = blank | taken  # no visible key, or all weight on the sink: such a row has no gradient
     logits = torch.where(constant, 0.0, logits)
     lse = _LogSum.apply(logits)
     lse = torch.where(constant[..., 0], torch.where(taken[..., 0], torch.inf, -torch.inf), lse)
@@ -101,7 +101,7 @@ def attend(seq: Sequence, compute: torch.dtype = torch.float64) -> Scores:
 
 
 def selected(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """`weights @ x` over visible cells alone: 0 * inf is NaN, so what is not finite reaches only rows that see it."""
+    """`weights @ x` over visible cells only: since 0 * inf is NaN, non-finite values go to the rows that see them."""
     finite = x.isfinite()
     total = weights @ torch.where(finite, x, 0.0)
     if bool(finite.all()):
@@ -111,8 +111,8 @@ def selected(weights: torch.Tensor, x: torch.Tensor, visible: torch.Tensor) -> t
 
 
 class _LogSum(torch.autograd.Function):
-    """`torch.logsumexp`, with weights that sum to 1 for its gradient also where all logits are 1e30 or -1e30: torch's
-    own are exp(logits - lse).
+    """`torch.logsumexp` whose gradient is a softmax. torch's own is exp(logits - lse), which does not sum to 1 if all
+    logits are 1e30 or -1e30.
     """
 
     @staticmethod
@@ -137,7 +137,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ds: torch.Tensor) -> Any:
         q, k, visible = ctx.saved_tensors
-        ds = torch.where(visible, ds, 0.0)  # a softcap has made NaN of a hidden NaN again
+        ds = torch.where(visible, ds, 0.0)  # a softcap's derivative turns a hidden NaN into NaN again
         return selected(ds, k, visible), selected(ds.mT, q, visible.mT), None
 
 
@@ -167,9 +167,9 @@ def gradients(
     dlse: torch.Tensor | None = None,
     compute: torch.dtype = torch.float64,
 ) -> dict[str, torch.Tensor]:
-    """The gradients that `problem.grads` names, in `compute`, in the form of `BackwardTensors`.
+    """The gradients in `problem.grads`, in `compute`, in the form of `BackwardTensors`.
 
-    `tensors.out` and `tensors.lse` are not read: the function is evaluated again.
+    `tensors.out` and `tensors.lse` are not read: the forward pass is evaluated again.
     """
     held = {name: getattr(tensors, name) for name in problem.grads}
     if problem.mask is not None and "mask" in held:

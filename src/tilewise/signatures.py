@@ -1,4 +1,4 @@
-"""The options of the entry points as types: for their overloads, and for the signatures that `help` shows."""
+"""The options of the entry points as types, for overloads, and the signatures that `help` shows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Keys = Any  # an Array or a Quantised
 Layout = Literal["bhld", "blhd"]
 Function = TypeVar("Function", bound=Callable[..., Any])
-NAMES: dict[str, tuple[str, ...]] = {}  # of the arguments of each entry point
-UNSET: dict[str, frozenset[str]] = {}  # those that None stands for the absence of
+NAMES: dict[str, tuple[str, ...]] = {}  # the argument names of each entry point
+UNSET: dict[str, frozenset[str]] = {}  # the options of each entry point whose default is None
 
 
 class SharedOptions(RuleOptions, total=False):
@@ -67,8 +67,9 @@ class PagedOptions(SharedOptions, BlockOptions, total=False):
 
 
 def shows(options: Any, lse: bool = True) -> Callable[[Function], Function]:
-    """Gives a function of `**options` the signature that names them, with the defaults of `Options`; `lse`: it has
-    `return_lse` too, which overloads have apart.
+    """Decorator: gives a function of `**options` a signature that names them, with the defaults of `Options`.
+
+    `lse`: it has `return_lse` too, which is not in the types because the overloads differ in it.
     """
     types = {name: getattr(x, "__forward_arg__", x) for name, x in options.__annotations__.items()}
     if lse:

@@ -1,4 +1,4 @@
-"""Partial results and how they combine."""
+"""Partial results of attention, and merging them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def add_into(parts: Sequence[torch.Tensor], found: torch.Tensor) -> None:
 
 
 def _checked(states: Any) -> tuple[list[AttentionState], Callable[[torch.Tensor], Any]]:
-    """The states as tensors of one shape on one device, and what turns a result into the caller's kind of array."""
+    """The states as tensors of one shape on one device, and the function that converts results back to arrays."""
     want = "a sequence of AttentionState"
     if isinstance(states, AttentionState) or not isinstance(states, Iterable) or isinstance(states, torch.Tensor):
         raise InvalidArgument("states", f"one {type(states).__name__}", want, "give a list: merge([a, b])")

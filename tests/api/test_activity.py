@@ -83,7 +83,7 @@ def test_threads_lose_nothing():
 
 def test_a_kind_is_told_once(caplog):
     x = drawn(1, 2, 7, 16)
-    activity._told.clear()
+    activity._logged.clear()
     with caplog.at_level(logging.INFO, "tilewise"):
         for _ in range(2):
             attention(x, x, x)
@@ -100,7 +100,7 @@ def test_a_kind_is_told_once(caplog):
 def test_lengths_make_no_new_kind(caplog):
     """A cache that grows is told once, and so is the prompt before it."""
     x = drawn(2, 4, 300, 16)
-    activity._told.clear()
+    activity._logged.clear()
     with caplog.at_level(logging.INFO, "tilewise"):
         attention(x, x, x, causal=True)
         for length in range(40, 60):
@@ -112,7 +112,7 @@ def test_lengths_make_no_new_kind(caplog):
 
 
 def test_nothing_is_told_unasked(caplog):
-    activity._told.clear()
+    activity._logged.clear()
     x = drawn(1, 2, 7, 16)
     attention(x, x, x)
     assert not [record for record in caplog.records if record.name == "tilewise"]

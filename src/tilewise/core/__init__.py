@@ -1,1 +1,1 @@
-"""What a call is: its problem, tensors, options, mask rules and plan."""
+"""The types of a call: its problem, tensors, options, mask rules and plan."""

@@ -1,4 +1,4 @@
-"""What a call costs: visible cells, FLOPs, bytes, tiles. Exact for lengths and masks, which it reads."""
+"""The cost of a call: visible cells, FLOPs, bytes, tiles. It reads lengths and masks, so the counts are exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .tensors import Sequence, Tensors, sequences
 from .tile_map import TileCounts, TileMap
 from .tile_spans import span_counts, span_tiles
 
-ROWS = 256  # of the score matrix that are looked at together, where cells are counted one by one
+ROWS = 256  # query rows at a time where visible cells are counted one by one
 
 
 def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
@@ -20,7 +20,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
     cells = keys = mask_cells = 0
     tiles = [0, 0, 0]
     for seq in sequences(p, tensors):
-        lo, hi = (x[:, 0] for x in seq.spans(slice(0, seq.q_len), "cpu"))  # [Lq]; q may have no memory
+        lo, hi = (x[:, 0] for x in seq.spans(slice(0, seq.q_len), "cpu"))  # [Lq]; on the CPU, since q may be on meta
         if p.selection is not None:
             found = _chosen_cells(seq, lo, hi, tile)
             cells, keys, mask_cells = cells + found[0], keys + found[1], mask_cells + found[0] * (p.mask is not None)
@@ -35,12 +35,12 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
             for kind, count in enumerate(span_counts(lo, hi, seq.kv_len, tile)):
                 tiles[kind] += count * p.heads
             continue
-        if p.positions:  # spans that go up and down
+        if p.positions:  # spans need not move right from row to row
             kpos = torch.arange(seq.kv_len, device="cpu")
             states = TileMap.from_mask((lo[:, None] <= kpos) & (kpos < hi[:, None]), tile).states[0]  # [1, nq, nk]
         else:
             states = span_tiles(lo[None], hi[None], seq.kv_len, tile)
-        if p.tree:  # the tiles of the queries' own keys are not full
+        if p.tree:  # a tree mask hides cells in the tiles of the queries' own keys
             states[..., max(0, seq.kv_len - seq.q_len) // tile[1] :].clamp_(max=1)
         if mask_map is not None:
             plane = mask_map[seq.b % len(mask_map)]  # [1 or H, 1 or nq, 1 or nk]
@@ -68,7 +68,7 @@ def estimate(problem: Problem, tensors: Tensors, tile: tuple[int, int]) -> Cost:
 def _chosen_cells(
     seq: Sequence, lo: torch.Tensor, hi: torch.Tensor, tile: tuple[int, int]
 ) -> tuple[int, int, TileCounts]:
-    """Of a call with key or block indices: visible cells, keys that a query sees (on average over KV heads), tiles."""
+    """With key or block indices: visible cells, keys that some query sees (average over KV heads), tiles."""
     p, kpos = seq.problem, torch.arange(seq.kv_len, device="cpu")
     cells, tiles = 0, TileCounts(0, 0, 0)
     used = torch.zeros(p.kv_heads, seq.kv_len, dtype=torch.bool, device="cpu")
@@ -101,7 +101,7 @@ def _mask_map(p: Problem, tensors: Tensors, tile: tuple[int, int]) -> torch.Tens
 
 
 def _masked_cells(seq: Sequence, lo: torch.Tensor, hi: torch.Tensor) -> int:
-    """Cells that the spans and the masks leave visible, counted some rows at a time."""
+    """Cells that spans and masks leave visible, counted ROWS rows at a time."""
     p = seq.problem
     heads = 1 if p.mask is None or p.mask.broadcast[1] else p.heads
     count = 0

@@ -1,4 +1,4 @@
-"""Devices as callers name them."""
+"""The `device` argument."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..errors import InvalidArgument
 
 
 def as_device(device: Any) -> torch.device:
-    """A device that tensors can be made on, with its number; None is torch's default."""
+    """The torch device, with its index, that `device` names; None is torch's default. Checks that it can be used."""
     try:
         return torch.empty(0, device=device).device
-    except (AssertionError, TypeError, RuntimeError, ValueError) as error:  # the first: torch without CUDA
+    except (AssertionError, TypeError, RuntimeError, ValueError) as error:  # AssertionError: torch without CUDA
         reason = str(error).partition("\n")[0]
         raise InvalidArgument("device", repr(device), "a device that torch has here", reason) from None

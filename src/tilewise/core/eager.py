@@ -1,8 +1,8 @@
-"""Functions that `torch.compile` leaves as they are: it breaks its graph there, and they run as in eager code.
+"""Functions that `torch.compile` does not trace: the graph breaks there, and they run eagerly.
 
-A cache keeps its lengths and tables in NumPy and changes them at every step. Traced, each length would be another
-graph, and the first use of a Numba loop would be traced too. `torch.compiler.disable` says the same, but importing what
-it needs takes a second, which a program that never compiles should not wait for.
+A cache keeps its lengths and tables in NumPy and changes them at every step. Traced, each length would make another
+graph, and the first use of a Numba loop would be traced too. This is `torch.compiler.disable` without its imports,
+which take a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REASON = "a tilewise cache keeps its lengths in Python: its methods run outside 
 
 
 def eager(cls: Class) -> Class:
-    """All methods and properties of a class that have no leading underscore, and all that they call."""
+    """Class decorator: public methods and properties, and all that they call, run eagerly."""
     for name, value in vars(cls).items():
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if not name.startswith("_") and isinstance(function, FunctionType):
@@ -27,15 +27,15 @@ def eager(cls: Class) -> Class:
 
 
 def eager_function(function: Any, reason: str = REASON) -> Any:
-    """One function, and all that it calls."""
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason  # not traced as part of a caller
-    if _skip is not None:  # nor by itself, when the caller's graph has ended
+    """The function, and all that it calls, runs eagerly."""
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason  # not inlined into a caller's graph
+    if _skip is not None:  # nor traced by itself after the graph break
         _skip(function.__code__)
     return function
 
 
 def _skipper() -> Callable[[CodeType], None] | None:
-    """What tells torch to run a function and all that it calls as they are; None if this torch has no such thing."""
+    """A function that makes Dynamo skip a code object and all that it calls; None if this torch cannot."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if not all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
         return None

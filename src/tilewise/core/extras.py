@@ -1,4 +1,4 @@
-"""Packages that only some of tilewise needs: what is missing is named with what installs it."""
+"""Optional packages: an error that names the missing one and the command that installs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 class MissingPackage(ImportError):
-    """A package that an extra of tilewise brings is not here; the message has the command that installs it."""
+    """A package of one of tilewise's extras is not installed; the message has the command that installs it."""
 
 
 def need(extra: str, *modules: str, by: str) -> None:
@@ -20,7 +20,7 @@ def need(extra: str, *modules: str, by: str) -> None:
 
 
 def install_line(extra: str) -> str:
-    """What to type for an extra. It names the packages: that works wherever tilewise itself came from.
+    """The command that installs an extra. It names the packages, which works however tilewise was installed.
 
     >>> install_line("cli")
     "pip install 'rich>=13' (tilewise's extra [cli])"
@@ -37,7 +37,7 @@ def packages_of(extra: str) -> list[str]:
     >>> packages_of("hf")
     ['transformers>=5.22']
     """
-    from importlib.metadata import PackageNotFoundError, requires  # not with the package: it is not light
+    from importlib.metadata import PackageNotFoundError, requires  # here, since it is slow to import
 
     try:
         lines = [line.partition(";") for line in requires("tilewise") or []]

@@ -1,8 +1,7 @@
-"""Whether this process came from a fork after which torch's threads are gone.
+"""Whether this process was forked after torch was loaded, so that torch's threads do not exist in it.
 
-GNU's OpenMP waits for ever for threads that a fork has not copied. So its threads are left alone in a process that was
-forked with torch in it: this module is imported before torch is, and sees forks from then on. If torch came first, the
-system is asked.
+GNU's OpenMP then waits forever for threads that the fork did not copy, so such a process must not use them. This module
+is imported before torch and registers a hook for forks. If torch was imported earlier, /proc tells.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-FORKED_WITHOUT_EXEC = 0x40  # of the flags in /proc/self/stat
+FORKED_WITHOUT_EXEC = 0x40  # PF_FORKNOEXEC of the flags in /proc/self/stat
 
 
 def _came_from_a_fork() -> bool:

@@ -1,4 +1,4 @@
-"""Rows of K and V in a cache's memory: their storage, and where new ones come from and go to."""
+"""Rows of K and V in a cache: their storage format, their memory, and the slots that new rows go to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .storage import FORMATS, StorageFormat, as_bytes, as_group, short_name, sto
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A row of `width` elements in the storage format `name`, in groups of `group` if it is a quantised one.
+    """The format of a row: `width` elements stored as `name`, with a scale for each `group` of them if it is quantised.
 
     >>> Format.of("dtype", "int4", 32, 128).bytes
     80
@@ -26,7 +26,7 @@ class Format:
 
     @classmethod
     def of(cls, argument: str, dtype: Any, group: Any, width: int) -> Format:
-        """What a user asks for by a name or a torch dtype; None is torch's default."""
+        """The format for a name or a torch dtype; None is torch's default dtype."""
         if dtype is None:
             dtype = torch.get_default_dtype()
             dtype = torch.float32 if dtype == torch.float64 else dtype
@@ -48,26 +48,26 @@ class Format:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the data."""
+        """The dtype of `Store.data`."""
         return self.storage.dtype
 
     @property
     def columns(self) -> int:
-        """Elements of data in a row."""
+        """Stored numbers in a row."""
         return self.storage.columns(self.width)
 
     @property
     def scales(self) -> int:
-        """Scales of a row."""
+        """Scales in a row."""
         return self.storage.scales(self.width)
 
     @property
     def bytes(self) -> int:
-        """Of a row, scales included."""
+        """Bytes of a row, scales included."""
         return self.columns * self.dtype.itemsize + 4 * self.scales
 
     def empty(self, *rows: int, device: torch.device) -> Store:
-        """Room for `rows` of rows. Quantised data is not touched: its pages of memory come with its use."""
+        """Uninitialised memory for rows of shape `rows`. Nothing is written, so the OS maps its pages on first use."""
         data = torch.empty(*rows, self.columns, dtype=self.dtype, device=device)
         scales = torch.empty(*rows, self.scales, dtype=torch.float32, device=device) if self.scales else None
         return Store(self, data, scales)
@@ -75,15 +75,15 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Rows in a format: `data` and, if it is quantised, `scales`, alike in all dims but the last."""
+    """Rows in a format: `data` and, if quantised, `scales`, equal in all dims but the last."""
 
     format: Format
     data: torch.Tensor
     scales: torch.Tensor | None
-    inside: bool = False  # these are columns of another store's rows, and are written with them
+    inside: bool = False  # a view of the first columns of another store (V in K), written with it
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Store:
-        """A view (or a copy) of both, by a function that leaves their last dim alone."""
+        """Applies a function that keeps the last dim to data and scales."""
         scales = None if self.scales is None else change(self.scales)
         return Store(self.format, change(self.data), scales, self.inside)
 
@@ -93,17 +93,17 @@ class Store:
         return Store(fmt, self.data[..., : fmt.columns], scales, inside=True)
 
     def floats(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """All of it at full width: for looking at it."""
+        """All rows, dequantised: for inspection."""
         return self.format.storage.dequantise(self.data, self.scales, dtype)
 
     def assign(self, index: Any, x: torch.Tensor) -> None:
-        """Stores `x` `[..., width]` where `index` says, in plain torch: for devices that have no kernel."""
+        """Stores `x` `[..., width]` at `index`, in plain torch: for devices without a kernel."""
         self.data[index], scales = self.format.storage.quantise(x)
         if self.scales is not None and scales is not None:
             self.scales[index] = scales
 
     def copy(self, index: Any, source: Any) -> None:
-        """Rows `source` to `index`, as they are stored."""
+        """Copies rows `source` to rows `index`, bit by bit."""
         for x in (self.data, self.scales):
             if x is not None:
                 bits = as_bytes(x)
@@ -116,15 +116,15 @@ class Store:
 
 @dataclass(slots=True)
 class Places:
-    """Where the new tokens of a call come from and go to: token i of sequence b to position `starts[b] + i`."""
+    """Where new tokens are stored: token i of sequence b goes to position `starts[b] + i`."""
 
     starts: torch.Tensor  # int32 [B]
-    cu: torch.Tensor  # int32 [B + 1]: sums of the sequences' counts
-    tokens: int  # in all; with `padded` at most: those past `cu[-1]` are no sequence's, and are not stored
-    packed: bool  # rows come as [1, Hkv, T, D], sequence b's from cu[b] on; else as [B, Hkv, L, D], from 0 on
+    cu: torch.Tensor  # int32 [B + 1]: cumulative numbers of new tokens, as `cu_seqlens`
+    tokens: int  # new tokens in all; with `padded` an upper bound: those past `cu[-1]` are padding, and are not stored
+    packed: bool  # new rows are [1, Hkv, T, D], sequence b's from cu[b] on; else [B, Hkv, L, D]
     table: torch.Tensor | None = None  # int32 [B, pages]
     padded: bool = False
 
 
-# Rows of K and V as [B or 1, Hkv, L or T, D], and their places
+# Stores new rows of K and V, [B or 1, Hkv, L or T, D] each
 Writer = Callable[[torch.Tensor, torch.Tensor, Places], None]

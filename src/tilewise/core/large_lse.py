@@ -1,9 +1,9 @@
-"""Backward passes over rows whose lse is so large that float32 has no digits left for the sum of their weights.
+"""Backward passes over rows whose |lse| is so large that float32 cannot represent log(sum) in it.
 
-P = exp(s - lse) takes lse to a small part of 1. A row in which every cell carries a bias of -1e9 has weights of 1 / n,
-and an lse that rounds to -1e9: by it they would be 1. What such a row's weights sum to is found by a backward pass of
-its own, and what comes in is divided by it: dS and dV are linear in dout and dlse. Sums below 1 are left alone: the lse
-may be that of more keys than the call's, in a ring.
+P = exp(s - lse) needs lse to an absolute error far below 1. A row whose every logit has a bias of -1e9 has P = 1 / n,
+but its lse rounds to -1e9, which would give P = 1. So a first backward pass computes the sums of such rows' P, and
+their dout and dlse are divided by them: dS and dV are linear in both. Sums below 1 are kept: in a ring, lse may cover
+more keys than the call has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .problem import Problem
 from .storage import stored_as
 from .tensors import BackwardTensors
 
-LARGE = 2.0**17  # up to here an lse is rounded by no more than scores are whose gradients are worth having: 1 / 128
+LARGE = 2.0**17  # up to here float32 rounds lse by at most 1 / 128
 
 
 def has_large(lse: torch.Tensor) -> bool:
@@ -35,7 +35,7 @@ def run(
     problem: Problem,
     tensors: BackwardTensors,
 ) -> None:
-    """The backward pass by `run_backward`, in float32: 16 bits would round what is divided."""
+    """Runs the backward pass with corrected rows, in float32: 16 bits would round the scaled dout."""
     float32 = stored_as("f32")
     problem = replace(problem, q_dtype=torch.float32, k_format=float32, v_format=float32, v_in_k=False)
     t = tensors.forward

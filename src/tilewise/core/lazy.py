@@ -1,4 +1,4 @@
-"""Modules that are loaded when they are first named."""
+"""Modules that are imported on first use."""
 
 import importlib
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def modules(package: str, *names: str) -> Callable[[str], ModuleType]:
-    """A package's `__getattr__`: `package.name` imports the module, of those named, that nobody has imported yet."""
+    """A `__getattr__` for a package: `package.name` imports that submodule, if it is one of `names`."""
 
     def load(name: str) -> ModuleType:
         if name not in names:

@@ -1,4 +1,4 @@
-"""Machines that calls are planned for without having them. Backends name theirs (`machines`), the planner asks."""
+"""Other machines that calls can be planned for. Each backend lists its own (`machines`); the planner collects them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from .plan import Plan
 from .problem import Problem
 
-# The planner's choice, on the machine that it runs on: problem, a backend by name or None, threads
+# The planner's `choose` on this machine: of a problem, a backend's name or None, and threads
 Choose = Callable[[Problem, "str | None", "int | None"], Plan]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One of them. `choose` makes the choice as that machine would, of a problem whose device it has."""
+    """Another machine. `choose` wraps the planner's `choose`, so that it decides as it would there."""
 
     about: str
-    device: str  # the type of its tensors' device
+    device: str  # the torch device type of its tensors
     choose: Callable[[Choose, Problem, str | None, int | None], Plan]
 
 
 def within(context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Plan]:
-    """For `Machine.choose`: the planner's own choice in a context in which backends see the other machine."""
+    """A `Machine.choose` that runs the planner's in a context in which backends see the other machine."""
 
     def choose(own: Choose, problem: Problem, backend: str | None, threads: int | None) -> Plan:
         with context():

@@ -1,7 +1,7 @@
-"""The keys that position and length rules leave to each query row: one interval, moving right as rows go down.
+"""Causal, window, chunk and length rules, and the interval of keys that they leave visible to each query row.
 
-Causal, window, chunk and length rules each keep an interval of keys, so together they keep one, `[lo, hi)`, and neither
-end ever moves left from one row to the next. Tile maps, cost and tile loops rest on this.
+Each rule keeps one interval of keys, so together they keep one, `[lo, hi)`, and neither end moves left from one row to
+the next. Tile maps, costs and tile loops rely on this.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any, Literal
 import torch
 
 Window = tuple[int | None, int | None]
-# A number for all rows, "rows" for a tensor [B], "end" for "each sequence's queries are its last positions".
+# The position of the first query: one number for all sequences, "rows" for a tensor [B], or "end": the queries are the
+# last positions of their sequence.
 Offset = int | Literal["rows", "end"]
 OFFSET_KINDS = {"int": 0, "rows": 1, "end": 2}  # as a kernel's struct holds them
-# k_start, k_stride, q_stride: key j stands at k_start + k_stride * j, query i at q_offset + q_stride * i. "rows": each
-# sequence has its own, in a tensor [B, 3].
+# (k_start, k_stride, q_stride): key j is at position k_start + k_stride * j, query i at q_offset + q_stride * i.
+# "rows": each sequence has its own, in a tensor [B, 3].
 Places = tuple[int, int, int] | Literal["rows"]
 PLAIN_PLACES = (0, 1, 1)
 PLACE_KINDS = {"": 0, "int": 1, "rows": 2}
@@ -25,55 +26,55 @@ PLACE_KINDS = {"": 0, "int": 1, "rows": 2}
 
 @dataclass(frozen=True, slots=True)
 class MaskRules:
-    """Which keys a query sees by its position and by its sequence's length; a new rule is a field of this.
+    """The rules that hide keys by position or by the sequence's length. A new rule is a new field.
 
-    It is all that `Problem` holds of them, and what backends are given. What a tensor says for each sequence (offsets,
-    lengths) is in `Tensors`; here is only that there is one.
+    `Problem` holds them as this one value, and backends take it whole. Where offsets, lengths or places differ between
+    sequences, the tensor is in `Tensors`, and the field only says that there is one.
     """
 
     causal: bool = False
     window: Window = (None, None)  # keys to the left and right of the query's own; None = unlimited
-    chunk: int = 0  # positions of a chunk; 0: none
+    chunk: int = 0  # positions in a chunk; 0: no chunks
     q_offset: Offset = "end"  # the position of the first query
-    kv_lengths: bool = False  # sequences have their own numbers of keys
-    places: Places = PLAIN_PLACES  # how positions go on from key to key and from query to query
+    kv_lengths: bool = False  # each sequence has its own number of keys
+    places: Places = PLAIN_PLACES  # strides of positions, and the first key's
 
     @property
     def by_position(self) -> bool:
-        """Whether keys are hidden by their positions; lengths alone hide none of a sequence's own."""
+        """Whether a rule hides keys by position. Lengths alone hide no key of the sequence."""
         return self.relative() != NO_RULES
 
     @property
     def flags(self) -> RuleFlags:
-        """Which rules there are, without their numbers."""
+        """Which rules are set, without their numbers."""
         left, right = (side is not None for side in self.window)
         offset = self.q_offset if isinstance(self.q_offset, str) else "int"
         return RuleFlags(self.causal, left, right, self.chunk > 0, offset, self.kv_lengths, self.affine)
 
     @property
     def affine(self) -> str:
-        """Which positions are not row numbers: "" of none, "int" alike in all sequences, "rows" by a tensor."""
+        """How positions differ from row numbers: "" not at all, "int" alike in all sequences, "rows" by a tensor."""
         return "" if self.places == PLAIN_PLACES else "rows" if self.places == "rows" else "int"
 
     def relative(self) -> MaskRules:
-        """The rules without where queries and keys stand and how many keys there are."""
+        """The rules alone: without positions of queries and keys, and without lengths."""
         return replace(self, q_offset="end", kv_lengths=False, places=PLAIN_PLACES)
 
     def options(self) -> dict[str, Any]:
-        """The same as a caller writes them."""
+        """The rules as options of an entry point."""
         window = None if self.window == (None, None) else self.window
         return {"causal": self.causal, "window": window, "chunk": self.chunk or None}
 
     @property
     def absolute(self) -> bool:
-        """Whether positions themselves count, and not only how far queries are from keys."""
+        """Whether absolute positions matter, and not only the distance from query to key."""
         return self.chunk > 0
 
     def unstrided(self) -> MaskRules | None:
-        """Rules over plain positions that leave the same keys to every query; None if there are none.
+        """Equivalent rules over row numbers, without strides; None if there are none.
 
-        With one stride of queries and keys, as in a striped ring, distances are multiples of it and an offset: causal
-        and windows are then bounds on `i - j`. Distances themselves (ALiBi) are others.
+        If queries and keys have the same stride, as in a striped ring, a distance is a multiple of it plus an offset:
+        causal and windows become bounds on `i - j`. The distances themselves, which ALiBi uses, do change.
         """
         if not self.affine:
             return self
@@ -82,7 +83,7 @@ class MaskRules:
         shift, stride = self.q_offset - self.places[0], self.places[1]
         left, right = self.window
         least = [-((side + shift) // stride) for side in (0 if self.causal else None, right) if side is not None]
-        most = None if left is None else (left - shift) // stride  # of i - j
+        most = None if left is None else (left - shift) // stride  # largest i - j
         if not least:
             return replace(
                 self,
@@ -96,7 +97,7 @@ class MaskRules:
         return MaskRules(True, (reach, None), 0, -max(least), self.kv_lengths)
 
     def numbers(self) -> dict[str, int]:
-        """The rules as a kernel's struct holds them: int32, 0 for what is not there."""
+        """The rules as int32 fields of a kernel's struct; 0 where a rule is not set."""
         flags, (left, right) = self.flags, self.window
         k_start, k_stride, q_stride = PLAIN_PLACES if self.places == "rows" else self.places
         return {
@@ -116,9 +117,9 @@ class MaskRules:
         }
 
     def keys_per_query(self, q_len: int, kv_len: int) -> float:
-        """About how many keys a query sees, for guesses at the cost of a call."""
+        """About how many keys a query sees, for cost estimates."""
         left, right = self.window
-        step = 1 if self.places == "rows" else self.places[1]  # positions from key to key
+        step = 1 if self.places == "rows" else self.places[1]  # positions between keys
         keys = float(kv_len)
         if self.causal:
             keys /= 2 if q_len == kv_len else 1
@@ -128,7 +129,7 @@ class MaskRules:
         return min(keys, self.chunk / step) if self.chunk else keys
 
     def words(self) -> list[str]:
-        """The rules on positions as options are written."""
+        """The position rules in words, as the options are written."""
         left, right = self.window
         words = ["causal" * self.causal, f"window ({left}, {right})" * (self.window != (None, None))]
         words.append(f"chunk {self.chunk}" * bool(self.chunk))
@@ -153,7 +154,7 @@ NO_RULES = MaskRules()
 
 @dataclass(frozen=True, slots=True)
 class RuleFlags:
-    """Which rules there are: what a kernel may be compiled for, its numbers being arguments."""
+    """Which rules are set. Kernels are compiled for these; the rules' numbers are arguments."""
 
     causal: bool
     left: bool
@@ -161,7 +162,7 @@ class RuleFlags:
     chunk: bool
     offset: str  # "int", "rows" or "end"
     lengths: bool
-    affine: str = ""  # whether positions are not row numbers: "", "int" or "rows", as in `MaskRules`
+    affine: str = ""  # "", "int" or "rows", as `MaskRules.affine`
 
     @property
     def hides_left(self) -> bool:
@@ -175,23 +176,23 @@ class RuleFlags:
 
     @property
     def jumps(self) -> bool:
-        """Whether the first key of a row may be any number of keys after that of the row before."""
+        """Whether `lo` may move by more than one key from a row to the next."""
         return self.chunk or self.affine != ""
 
 
-# Of `MaskRules.numbers`, those that a compiled-in rule still needs.
+# The entries of `MaskRules.numbers` that kernels compiled for certain flags still take as arguments.
 RULE_NUMBERS = ("left", "right", "chunk", "k_start", "k_stride", "q_stride")
 
 
 def place_rows(given: Sequence[torch.Tensor | int], batch: int, device: torch.device, most: int) -> torch.Tensor:
-    """`Tensors.places` of numbers and tensors [B]. What was not checked goes to the end of its range, as lengths do."""
+    """`Tensors.places` from ints and tensors [B]. Values that were not checked are clamped to their range."""
     columns = [torch.as_tensor(x, device=device).expand(batch) for x in given]
     ends = [column.clamp(least, most) for column, least in zip(columns, (-most, 1, 1), strict=True)]
     return torch.stack([column.to(torch.int32) for column in ends], 1)
 
 
 def rows_before(distance: int, stride: int) -> int:
-    """How many of rows that stand `stride` apart, the first at 0, stand before `distance`; below 0 if it does."""
+    """How many rows at positions 0, stride, 2 * stride, ... are before `distance`; may be negative."""
     return -(-distance // stride)
 
 
@@ -201,7 +202,7 @@ def key_span(rules: MaskRules, position: int, kv_len: int) -> tuple[int, int]:
     assert rules.places != "rows", "each sequence has its own: `Sequence.rules`"
     k_start, k_stride, _ = rules.places
 
-    def before(end: int) -> int:  # keys that stand before a position
+    def before(end: int) -> int:  # keys before a position
         return rows_before(end - k_start, k_stride)
 
     lo, hi = 0, kv_len
@@ -218,16 +219,16 @@ def key_span(rules: MaskRules, position: int, kv_len: int) -> tuple[int, int]:
 
 
 def query_span(rules: MaskRules, key: int, offset: int, q_len: int) -> tuple[int, int]:
-    """`[lo, hi)`: the query rows that see `key`, of rows at positions `offset` on; empty when `hi <= lo`.
+    """`[lo, hi)`: the query rows that see `key`, the first row being at position `offset`; empty when `hi <= lo`.
 
-    The inverse of `key_span`: a window's sides change places. Neither end moves left from one key to the next.
+    The inverse of `key_span`: the sides of a window are swapped. Neither end moves left from one key to the next.
     """
     left, right = rules.window
     assert rules.places != "rows", "each sequence has its own: `Sequence.rules`"
     k_start, k_stride, q_stride = rules.places
     position = k_start + k_stride * key
 
-    def before(end: int) -> int:  # rows that stand before a position
+    def before(end: int) -> int:  # rows before a position
         return rows_before(end - offset, q_stride)
 
     lo, hi = 0, q_len
@@ -249,15 +250,15 @@ def key_spans(
     kv_len: torch.Tensor | int,
     places: tuple[Any, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`key_span` of many rows: `lo`, `hi` int64, shaped as `positions`; `kv_len` broadcasts against them, and so does
-    `places` = (k_start, k_stride), if not those of the rules.
+    """`key_span` of many rows: `lo` and `hi`, int64, in the shape of `positions`. `kv_len` broadcasts against it, and
+    so do `places` = (k_start, k_stride), which replace those of the rules.
     """
     left, right = rules.window
     if places is None and rules.affine:
         assert rules.places != "rows", "each sequence has its own: `Sequence.rules`"
         places = rules.places[:2]
 
-    def before(end: torch.Tensor) -> torch.Tensor:  # keys that stand before a position
+    def before(end: torch.Tensor) -> torch.Tensor:  # keys before a position
         return end if places is None else -torch.div(places[0] - end, places[1], rounding_mode="floor")
 
     lo = torch.zeros_like(positions)
@@ -275,7 +276,7 @@ def key_spans(
 
 
 def near(rules: MaskRules, qpos: torch.Tensor, kpos: torch.Tensor) -> torch.Tensor:
-    """Whether queries see keys by their positions, which broadcast against each other: the rules cell by cell."""
+    """The rules cell by cell: whether queries at `qpos` see keys at `kpos`, which broadcast against each other."""
     left, right = rules.window
     seen = torch.ones((), dtype=torch.bool, device=qpos.device).expand(torch.broadcast_shapes(qpos.shape, kpos.shape))
     if rules.causal:

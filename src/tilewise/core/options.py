@@ -1,21 +1,20 @@
-"""Options brought into one form, with their errors. Each function takes what a user may write.
+"""Scalar options: each `as_...` function checks what a caller may write and brings it into one form.
 
 **Positions fit in 32 bits, with room.** With `LIMIT` = 2**29, whatever passes the checks obeys:
 
     Lq, Lk <= LIMIT                                        of each sequence
     q_offset + Lq <= LIMIT and Lk - q_offset <= LIMIT      so that |qpos - kpos| < LIMIT for every pair, -LIMIT < qpos
     0 <= left, right < LIMIT - 1, or None                  a wider side hides nothing: it becomes None
-    1 <= chunk <= 2 * LIMIT                                a larger one means the same: negative positions are apart
+    1 <= chunk <= 2 * LIMIT                                a larger one hides the same: chunks also end at position 0
     1 <= split_size <= LIMIT
     k_stride, q_stride >= 1                                and |qpos|, |kpos|, |qpos - kpos| <= LIMIT as above
 
 A kernel may therefore compute `qpos - left`, `qpos + right + 1`, `qpos // chunk * chunk + chunk` and `qpos - kpos` in
-int32, also for the rows that pad a tile (with a `q_stride` those may wrap: their spans are nobody's). What lies in a
-tensor of offsets or lengths on a GPU is not read unless `validate=True`; out of these ranges it gives no meaningful
-result.
+int32, also for the rows that pad a tile (with a `q_stride` those may wrap, but their spans are not used). Values in
+tensors of offsets or lengths on a GPU are not read unless `validate=True`; out of range they give a meaningless result.
 
-`scale` is 0 where float32 rounds it to 0: a plan must not take for positive what is 0 to its kernels. A softcap is 0 or
-from the least normal float32 number to the largest one.
+A `scale` that float32 rounds to 0 becomes 0, so that plan and kernel agree on its sign. A softcap is 0 or a normal
+float32 number.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from typing_extensions import TypedDict
 from ..errors import InvalidArgument
 from .mask_rules import PLAIN_PLACES, MaskRules, Offset, Places, Window
 
-LIMIT = 2**29  # of positions and lengths: see the module's text
+LIMIT = 2**29  # of positions and lengths: see above
 Array = Any  # a torch tensor, a NumPy array, or anything with __dlpack__; results are of q's kind
 Width = int | tuple[int | None, int | None]
 LARGEST, LEAST = 3.4028234663852886e38, 1.1754943508222875e-38  # of normal float32 numbers
 
 
 class RuleOptions(TypedDict, total=False):
-    """What a caller writes of `MaskRules`, and of where queries and keys stand."""
+    """The options that become `MaskRules`: rules, and positions of queries and keys."""
 
     causal: bool
     q_offset: Array | int | None
@@ -52,9 +51,9 @@ class RuleOptions(TypedDict, total=False):
 
 @dataclass(slots=True)
 class Options:
-    """The options of all entry points, as the caller gave them. `signatures.py` says which of them have which."""
+    """The options of all entry points, unchecked. `signatures.py` says which entry point has which."""
 
-    cu_seqlens_q: Any = None  # of packed queries over pages
+    cu_seqlens_q: Any = None  # paged attention of packed queries; varlen attention has it as an argument
     max_q: Any = None
     max_k: Any = None
 
@@ -95,7 +94,7 @@ def is_int(value: Any) -> bool:
 
 
 def to_int(value: Any) -> Any:
-    """A NumPy integer as an int; all else as it is."""
+    """A NumPy integer as an int; anything else unchanged."""
     if type(value) is int or isinstance(value, bool) or not isinstance(value, Integral):
         return value
     return int(value)
@@ -106,7 +105,7 @@ def is_validate(value: Any) -> bool:
 
 
 def as_window(window: Any) -> Window:
-    """`W` means W keys with the query's own, `(left, right)` counts keys beside it, None is unlimited."""
+    """(left, right): the keys on each side of the query's own. `W` is W keys with its own; None is unlimited."""
     remedy = "window=W is W keys with the query's own; None, not -1, is unlimited"
     if window is None:
         return (None, None)
@@ -129,7 +128,7 @@ def _side(keys: int | None) -> int | None:
 
 
 def as_offset(offset: int, q_len: int, kv_len: int, name: str = "q_offset") -> int:
-    """The position of the first query, near enough to the keys for positions to fit in 32 bits."""
+    """The position of the first query, checked against `LIMIT`."""
     if not kv_len - LIMIT <= offset <= LIMIT - q_len:
         raise InvalidArgument(name, offset, f"{kv_len - LIMIT} to {LIMIT - q_len}: Lk - {LIMIT} to {LIMIT} - Lq")
     return offset
@@ -139,9 +138,9 @@ PLACES = ("k_start", "k_stride", "q_stride")  # in the order of `MaskRules.place
 
 
 def as_places(given: Sequence[int], offset: Offset, q_len: int, kv_len: int, row: str = "") -> tuple[int, int, int]:
-    """`PLACES` of a call or of one sequence, whose positions and their distances fit in 32 bits.
+    """`PLACES` of a call or of one sequence; checks positions and distances against `LIMIT`.
 
-    What a stride would do to one row is nothing: it is 1 then.
+    The stride of a single row has no effect and becomes 1.
     """
     for name, value in zip(PLACES, given, strict=True):
         if not (-LIMIT if name == "k_start" else 1) <= value <= LIMIT:
@@ -179,10 +178,10 @@ def as_rules(
     places: Places = PLAIN_PLACES,
     sizes: tuple[int, int] | None = None,
 ) -> MaskRules:
-    """The options that hide keys by position, with where queries and keys stand and whether sequences have lengths.
+    """The `MaskRules` of a call's options.
 
-    `sizes`: the most queries and keys of a sequence. No key stands behind one query that is the last position: causal
-    hides nothing then, and is left out.
+    `sizes` are the longest Lq and Lk. One query at the last position has no key after it: causal hides nothing there,
+    and is dropped.
     """
     causal = as_flag("causal", o.causal)
     if causal and sizes is not None and sizes[0] <= 1 and places == PLAIN_PLACES:
@@ -199,7 +198,7 @@ def as_block(block_size: Any) -> int:
 
 
 def as_block_size(o: Options) -> int:
-    """Keys of a block of `block_indices`; 1 for `key_indices`."""
+    """The keys in a block of `block_indices`; 1 for `key_indices`."""
     if o.block_indices is not None and o.key_indices is not None:
         raise InvalidArgument("block_indices", "given beside key_indices", "one of them", "choose by keys alone")
     if o.block_indices is None:
@@ -244,7 +243,7 @@ def as_tile(name: str, tile: Any) -> tuple[int, int]:
 
 
 def _finite(name: str, value: Any, below: float = math.nextafter(LARGEST, math.inf)) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):  # a tensor could hide a wait for its device
+    if isinstance(value, bool) or not isinstance(value, Real):  # no tensors: reading one may wait for its device
         remedy = f"float({name})" + "; one that is learned goes into q" * (name == "scale")
         raise InvalidArgument(name, repr(value), "a finite number", remedy if hasattr(value, "item") else "")
     try:

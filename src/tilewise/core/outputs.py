@@ -1,4 +1,4 @@
-"""Files that commands write: whether they can be written is asked before the work, and each is written whole."""
+"""Files that commands write: checked before the work begins, and written atomically."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ..errors import InvalidArgument
 
-MOST_NAME = 200  # bytes of a name that its draft repeats: file systems end names at 255
+MOST_NAME = 200  # bytes of a file's name that its draft's name repeats: file systems allow 255
 
 
 def check_target(option: str, path: Path | None) -> None:
-    """Whether a file can be written, by writing an empty draft beside it; None is no file."""
+    """Refuses a path that cannot be written, by creating an empty draft beside it. None is no file."""
     if path is None:
         return
     try:
@@ -33,12 +33,14 @@ def check_target(option: str, path: Path | None) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes all of it or nothing, so that an earlier file is not lost half way. A pipe or a device is written to."""
+    """Writes a file atomically: a draft is renamed, so an earlier file is never half overwritten. Streams are written
+    directly.
+    """
     data = content.encode() if isinstance(content, str) else content
     if _is_stream(path):
         path.write_bytes(data)
         return
-    real = path.resolve()  # a link stays one
+    real = path.resolve()  # a symbolic link is kept
     draft = _draft(real)
     try:
         with draft.open("xb") as file:
@@ -49,7 +51,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_or_rescue(path: Path, content: str) -> None:
-    """`write_whole`; where that fails, such as on a full disk, the content is kept in a temporary file, and named."""
+    """`write_whole`; if that fails, as on a full disk, the content goes to a temporary file, whose name is printed."""
     try:
         write_whole(path, content)
     except OSError as error:
@@ -60,11 +62,11 @@ def write_or_rescue(path: Path, content: str) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Something that is there and is no plain file, such as /dev/stdout."""
+    """Whether it exists and is not a plain file, as /dev/stdout."""
     return path.exists() and not path.is_file()
 
 
 def _draft(real: Path) -> Path:
-    """A name beside a file that nobody can have prepared a link under."""
+    """A name beside a file, unguessable, so that nobody can place a link there beforehand."""
     name = os.fsdecode(os.fsencode(real.name)[:MOST_NAME])
     return real.with_name(f".{name}.{secrets.token_hex(4)}.part")

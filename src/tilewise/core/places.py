@@ -1,4 +1,4 @@
-"""Where files are kept between runs, and whether they can be trusted."""
+"""The cache directory, and whether files in it can be trusted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cache_home() -> Path:
-    """TILEWISE_CACHE_DIR, else a folder in the user's cache directory, else one of the user's in the temporary one."""
+    """TILEWISE_CACHE_DIR, else a folder in the user's cache directory, else one in the temporary directory."""
     base = os.environ.get("TILEWISE_CACHE_DIR")
     if base:
         return Path(base)
@@ -20,7 +20,7 @@ def cache_home() -> Path:
             home = Path(os.environ.get("LOCALAPPDATA") or Path.home())
         else:
             home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME, and a user of no name, as in containers
+    except RuntimeError:  # no HOME, and a user without a name, as in containers
         return _temporary() / f"tilewise-{os.getuid()}"
     return home / "tilewise"
 
@@ -28,12 +28,12 @@ def cache_home() -> Path:
 def _temporary() -> Path:
     try:
         return Path(tempfile.gettempdir())
-    except FileNotFoundError:  # nothing can be written anywhere: who tries it is told
+    except FileNotFoundError:  # nothing is writable; the write will say so
         return Path("/tmp")
 
 
 def others_may_change(status: os.stat_result) -> str | None:
-    """Why a file or folder may be someone else's work, if so: its owner, or who may write to it."""
+    """Why a file or folder is not to be trusted (its owner, or who else may write to it); None if it is."""
     if not hasattr(os, "getuid"):
         return None
     if status.st_uid not in (os.getuid(), 0):

@@ -1,4 +1,4 @@
-"""What a call will run, why, and what it costs."""
+"""The plan of a call: what will run, why, and what it costs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Plan:
     passed_over: tuple[tuple[str, str], ...] = ()  # (backend, reason), best first
     cost: Cost | None = None
     backward: Plan | None = None  # of a call whose inputs require grad
-    detail: Any = field(default=None, compare=False, repr=False)  # what the backend keeps for its launches
+    detail: Any = field(default=None, compare=False, repr=False)  # the backend's own data for its launches
 
     def summary(self) -> str:
         """The plan as one line."""
@@ -124,7 +124,7 @@ class ByPlan(Generic[Made]):
 
     def __call__(self, plan: Plan) -> Made:
         found = self.kept.get(id(plan))
-        if found is None or found[0] is not plan:  # an id comes again once its plan is gone
+        if found is None or found[0] is not plan:  # ids are reused once a plan is gone
             if len(self.kept) >= MOST_KEPT:
                 self.kept.clear()
             found = self.kept[id(plan)] = (plan, self.make(plan))

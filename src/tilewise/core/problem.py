@@ -6,7 +6,7 @@ The three entry points are brought into one form before anything else looks at t
     k, v     [B, Hkv, Lk, D], packed [1, Hkv, T, D] with `cu_seqlens_k`, or pages [P, Hkv, page_size, D]
 
 All are strided views of what the caller gave. A `Problem` is frozen and hashable: equal problems get the same plan.
-One with `grads` is the backward pass of the call that it else describes.
+With `grads` it is the backward pass of that call.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .storage import StorageFormat
 
 Form = Literal["dense", "varlen", "paged"]
 MAX_HEAD_DIM = 576
-# What may have a gradient, in this order in `Problem.grads`
+# The arguments that may have a gradient, in the order of `Problem.grads`
 GRADS = ("q", "k", "v", "mask", "sinks", "alibi_slopes", "q_bias", "k_bias")
 
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
-    """A dense mask: its kind and which of its dims [B, H, Lq, Lk] are broadcast."""
+    """A dense mask: its dtype, and which of its dims [B, H, Lq, Lk] are broadcast."""
 
     dtype: torch.dtype
     broadcast: tuple[bool, bool, bool, bool]
@@ -40,10 +40,10 @@ class MaskSpec:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`key_indices` or `block_indices`: which keys each query chooses. Single keys are blocks of 1."""
+    """`key_indices` or `block_indices`: the keys or blocks of keys that each query sees. Keys are blocks of 1."""
 
-    count: int  # indices of a query, or of a block of queries
-    block: int = 1  # keys of a block, and queries that share indices
+    count: int  # indices for each query, or for each block of queries
+    block: int = 1  # keys in a block, and queries that share a list
     by_head: bool = False  # each KV head has its own
 
     def __str__(self) -> str:
@@ -56,31 +56,31 @@ class Selection:
 
 
 def other_formats(problem: Problem | WriteProblem, served: Collection[str]) -> str | None:
-    """Why a backend that serves these formats cannot serve K or V; None if it can."""
+    """The refusal of a backend that serves only these formats of K and V; None if they suffice."""
     stored = (("k", problem.k_format), ("v", problem.v_format))
     other = [f"{name} in {fmt}" for name, fmt in stored if fmt.name not in served]
     return f"it has no {' and no '.join(other)}" if other else None
 
 
 def no_bias_or_tree(problem: Problem) -> str | None:
-    """Why a backend that has neither cannot serve biases of queries and keys, or tree masks."""
+    """The refusal of a backend without tree masks, q_bias and k_bias; None if the problem has none of them."""
     if problem.tree:
         return "it has no tree_mask"
     return "it has no q_bias and no k_bias" if problem.biased else None
 
 
 def no_positions(problem: Problem) -> str | None:
-    """Why a backend that knows where rows stand by their number alone cannot serve a tree's positions."""
+    """The refusal of a backend without positions of a tree's nodes; None if the problem has none."""
     return "it has no positions of a tree" if problem.positions else None
 
 
 def no_alibi_by_tree(problem: Problem) -> str | None:
-    """Why a backend whose ALiBi goes by the numbers of keys cannot serve a tree's positions."""
+    """The refusal of a backend whose ALiBi uses the numbers of keys, not a tree's positions; None if that is right."""
     return "it has no alibi_slopes by positions of a tree" if problem.positions and problem.alibi else None
 
 
 def no_selection(problem: Problem) -> str | None:
-    """Why a backend that has neither cannot serve key or block indices."""
+    """The refusal of a backend without key and block indices; None if the problem has none."""
     s = problem.selection
     return None if s is None else f"it has no {'key' if s.block == 1 else 'block'} indices"
 
@@ -96,7 +96,7 @@ class WriteProblem:
 
 @dataclass(frozen=True, slots=True)
 class CascadeProblem:
-    """Attention over keys that sequences share: what its cost by the key depends on."""
+    """Cascade attention over a shared prefix: what its cost per key depends on."""
 
     device: torch.device
     kv_heads: int
@@ -108,7 +108,7 @@ class CascadeProblem:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One attention call: sizes, dtypes and options. See the module's text for the form of the tensors."""
+    """One attention call: sizes, dtypes and options. The form of the tensors is above."""
 
     form: Form
     device: torch.device
@@ -133,24 +133,24 @@ class Problem:
     k_bias: bool = False
     sinks: bool = False
     mask: MaskSpec | None = None
-    tree: bool = False  # a mask over the last keys of each sequence, as many as it has queries
-    positions: bool = False  # of its queries and those keys, in a tensor
+    tree: bool = False  # a mask [Lq, Lq] over the last Lq keys of each sequence
+    positions: bool = False  # a tensor has the positions of the queries and those keys
     selection: Selection | None = None
-    shared: int = 0  # columns of K, its last, that all heads share: a tensor of their own
+    shared: int = 0  # the last columns of K that are in `k_shared`, one head for all
     tile_map: tuple[int, int] | None = None  # the map's tile
     split_size: int | None = None
     return_lse: bool = False
     allow_tf32: bool = False
-    v_in_k: bool = False  # V is the first columns of K: one row in memory holds both
+    v_in_k: bool = False  # V is a view of the first columns of K (MLA): one row in memory holds both
     aligned: bool = True  # rows of q, k, v and out begin at multiples of 16 bytes, and none is broadcast
     copies: tuple[str, ...] = field(default=())  # arguments that had to be copied, and why
-    grads: tuple[str, ...] = ()  # the gradients that are asked for, of `GRADS`; none: a forward call
-    dlse: bool = False  # backward: a gradient of `lse` comes in too
+    grads: tuple[str, ...] = ()  # the gradients to compute, of `GRADS`; empty: a forward call
+    dlse: bool = False  # backward: there is a gradient by `lse`
     deterministic: bool = True  # backward: the same bits each time
 
     @property
     def k_dtype(self) -> torch.dtype:
-        """Of K's stored numbers."""
+        """The dtype of K's stored numbers."""
         return self.k_format.dtype
 
     @property
@@ -164,12 +164,12 @@ class Problem:
 
     @property
     def biased(self) -> bool:
-        """Whether numbers of queries or of keys are added to scores; an infinite one hides."""
+        """Whether q_bias or k_bias is added to scores; -inf in them hides."""
         return self.q_bias or self.k_bias
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute: no output element, no query in any sequence, no key at all, or none chosen."""
+        """Whether there is nothing to compute: no output element, no query, no key, or no index."""
         rows = self.total_q if self.packed_q else self.q_len
         chosen = 1 if self.selection is None else self.selection.count
         return 0 in (self.batch, rows, self.q_len, self.kv_len, chosen)
@@ -180,13 +180,13 @@ class Problem:
         return self.rules.kv_lengths or self.form != "dense"
 
     def whole(self) -> Problem:
-        """The problem over keys that hold for each head what all share, for a backend that reads one tensor."""
+        """The problem with `k_shared` joined to K, for a backend that reads keys from one tensor."""
         aligned = self.aligned and self.head_dim * self.k_dtype.itemsize % 16 == 0
         copies = (*self.copies, "k: k_shared beside each head's own columns")
         return replace(self, shared=0, aligned=aligned, copies=copies)
 
     def options(self) -> tuple[str, ...]:
-        """The options that are on, in words; what a kernel is specialised on."""
+        """The options that are set, in words: what a kernel is specialised on."""
         words = [
             f"gqa {self.group}" * (self.group > 1),
             "V in K" * self.v_in_k,

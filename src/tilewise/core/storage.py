@@ -1,9 +1,9 @@
-"""How K and V are stored: each format is one value, which says its sizes and has its arithmetic in plain torch.
+"""Storage formats of K and V. A `StorageFormat` has the sizes of rows, and quantises and dequantises in plain torch.
 
-A new format is an entry of `FORMATS`, and a load (for caches a store too) in each backend that is to serve it; other
-backends refuse it. Arguments, caches, files, operators and plans take what they need to know from the entry. A format
-with rows of another layout (scales within a row, columns of two types, a codebook) is a subclass, which answers
-`columns`, `width`, `scales`, `quantise` and `dequantise` for itself.
+A new format is an entry of `FORMATS` and, in each backend that is to serve it, a load (for caches a store too); other
+backends refuse it. Arguments, caches, files, operators and plans all use the entry. A format with another row layout
+(scales within the row, columns of two types, a codebook) is a subclass that overrides `columns`, `width`, `scales`,
+`quantise` and `dequantise`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from ..errors import InvalidArgument
 from .options import is_int, to_int
 
-QuantDtype = Literal["int8", "int4", "codebook4", "fp8_e4m3", "fp8_latent"]  # what a type checker knows of `FORMATS`
+QuantDtype = Literal["int8", "int4", "codebook4", "fp8_e4m3", "fp8_latent"]  # `FORMATS`, for type checkers
 GROUPS = (32, 64, 128)
 TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
 class StorageFormat:
-    """How a row of K or V lies in memory: plain floats, or few bits and a scale for each group of elements.
+    """The layout of a row of K or V: plain floats, or quantised elements with a scale for each group.
 
-    Symmetric: an element is its stored number times its group's scale. Where a byte holds two elements they are half a
-    row apart: the first half of a row in the low bits, the second in the high ones, as two's complement.
+    Quantisation is symmetric: an element is its stored number times its group's scale. A byte of two elements holds
+    d in its low bits and d + D / 2 in its high bits, as two's complement.
 
     >>> stored_as("int4", 64).columns(128), stored_as("int4", 64).scales(128), str(stored_as("int4", 64))
     (64, 2, 'int4/64')
@@ -36,7 +36,7 @@ class StorageFormat:
     name: str
     dtype: torch.dtype  # of the stored numbers
     bits: int  # of an element
-    largest: float = 0.0  # what a group's largest magnitude is stored as
+    largest: float = 0.0  # the stored number of a group's largest magnitude
     group: int = 0  # elements that share a scale; 0: there are no scales
     other_names: tuple[str, ...] = ()
 
@@ -56,12 +56,12 @@ class StorageFormat:
 
     @property
     def scales_in_row(self) -> bool:
-        """Whether a row holds its own scales. Their group is then the format's."""
+        """Whether scales are part of the row. The format then fixes their group."""
         return False
 
     @property
     def packing(self) -> int:
-        """Elements in one stored number."""
+        """Elements in one stored number: 2 for 4-bit formats."""
         return 8 * self.dtype.itemsize // self.bits
 
     def wants(self, width: int) -> str | None:
@@ -69,20 +69,20 @@ class StorageFormat:
         return f"an even head dim for {self.name}" if width % self.packing else None
 
     def columns(self, width: int) -> int:
-        """Stored numbers of a row of `width` elements."""
+        """Stored numbers in a row of `width` elements."""
         return width // self.packing
 
     def width(self, columns: int) -> int:
-        """Elements of a row of `columns` stored numbers."""
+        """Elements in a row of `columns` stored numbers."""
         return columns * self.packing
 
     def scales(self, width: int) -> int:
-        """Scales of a row."""
+        """Scales in a row."""
         return -(-width // self.group) if self.group else 0
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`x` `[..., D]` as `[..., columns]` and its scales, float32 `[..., scales]` or None: rounded to nearest, the
-        scale set by each group's largest magnitude.
+        """Quantises `x` `[..., D]` to `[..., columns]` and scales, float32 `[..., scales]` or None. Rounds to nearest;
+        the largest magnitude of a group sets its scale.
         """
         if not self.group:
             return x.to(self.dtype), None
@@ -90,7 +90,7 @@ class StorageFormat:
         padded = torch.nn.functional.pad(x.float(), (0, groups * self.group - width))
         padded = padded.unflatten(-1, (groups, self.group))
         largest = padded.abs().amax(-1)  # [..., groups]
-        scales = largest / largest.new_full((), self.largest)  # by a plain number, torch on a GPU is off by a bit
+        scales = largest / largest.new_full((), self.largest)  # by a Python number, a GPU is off by one bit
         steps = (padded / scales.clamp_min(TINY)[..., None]).flatten(-2)[..., :width]
         if not self.is_integer:
             return steps.to(self.dtype), scales
@@ -101,7 +101,7 @@ class StorageFormat:
         return (low & 15) | (high << 4), scales
 
     def dequantise(self, data: torch.Tensor, scales: torch.Tensor | None, to: torch.dtype) -> torch.Tensor:
-        """Any slice of rows, in `to`."""
+        """Dequantises rows `[..., columns]` to `[..., D]` of dtype `to`."""
         if scales is None:
             return data.to(to)
         if self.packing == 2:
@@ -110,24 +110,24 @@ class StorageFormat:
         return self.numbers(data).to(to) * scales.to(to).repeat_interleave(self.group, -1)[..., : data.shape[-1]]
 
     def codes(self, steps: torch.Tensor) -> torch.Tensor:
-        """Elements in units of their scales as the whole numbers that stand for them, int8."""
+        """Elements divided by their scales to their int8 codes."""
         return steps.round().to(torch.int8)
 
     def numbers(self, codes: torch.Tensor) -> torch.Tensor:
-        """What they stand for."""
+        """The multiples of the scale that codes stand for."""
         return codes
 
 
-# Lloyd-Max levels of normal numbers in groups of 64 in units of their largest magnitude, as int8; their midpoints; and
-# bytes of two words, in which kernels look a level up by a shift.
+# Lloyd-Max levels of normal numbers in groups of 64, relative to the group's largest magnitude, as int8; their
+# midpoints; and the levels as bytes of two words, which kernels look up by a shift.
 LEVELS = (6, 18, 30, 43, 57, 74, 94, 121)
 MIDPOINTS = tuple((a + b) / 2 for a, b in pairwise(LEVELS))
 LEVEL_WORDS = tuple(int.from_bytes(LEVELS[i : i + 4], "little") for i in (0, 4))
 
 
 class CodebookFormat(StorageFormat):
-    """Four bits as a sign (the highest) and the index of one of eight levels that lie closer near 0: for elements that
-    are normal, as after a rotation. The nearest level is taken, of two the lower.
+    """Four bits: a sign (the highest bit) and the index of one of eight levels, denser near 0. For normally distributed
+    elements, as after a rotation. Rounds to the nearest level, ties to the lower one.
 
     >>> stored_as("codebook4").codes(torch.tensor([0.0, -7.0, 12.0, 12.1, 127.0])).tolist()
     [0, 8, 0, 1, 7]
@@ -144,12 +144,12 @@ class CodebookFormat(StorageFormat):
         return torch.where(codes < 0, -levels, levels)
 
 
-LATENT, LATENT_SCALES = 512, 16  # elements of a latent row in float8, bytes of their scales
+LATENT, LATENT_SCALES = 512, 16  # float8 elements of a latent row, bytes of their scales
 
 
 class LatentFormat(StorageFormat):
-    """A row of latent attention in bytes, as servers keep it (fp8_ds_mla): the latent part in float8, the rest (the
-    rope part) in bfloat16. With 64 of these a row has 656 bytes:
+    """A row of latent attention (MLA) in bytes, as vLLM's fp8_ds_mla: the latent part in float8, the rest (the rope
+    part) in bfloat16. With 64 of the latter a row has 656 bytes:
 
         bytes 0 to 511      512 float8_e4m3
         bytes 512 to 527    4 float32 scales, one for each 128 of them
@@ -227,7 +227,7 @@ _grouped = {
 
 
 def stored_as(name: str, group: int = 0) -> StorageFormat:
-    """A format by its name; a quantised one in groups of `group`."""
+    """The format of that name; a quantised one with groups of `group`."""
     entry = FORMATS[name]
     if not entry.group or entry.scales_in_row:
         return entry
@@ -235,7 +235,7 @@ def stored_as(name: str, group: int = 0) -> StorageFormat:
 
 
 def parse(text: str) -> StorageFormat:
-    """What `str` made of a format."""
+    """The format that `str` gave this text for."""
     name, _, group = text.partition("/")
     return stored_as(name, int(group or 0))
 
@@ -245,7 +245,7 @@ def quantised_names() -> tuple[str, ...]:
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """float8 and bool as bytes: torch indexes and Triton loads neither everywhere. Anything else as it is."""
+    """float8 and bool viewed as bytes, which every torch can index and every Triton load; others unchanged."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.dtype not in (torch.int8, torch.uint8) else x
 
 
@@ -257,7 +257,7 @@ def as_group(group: Any) -> int:
 
 
 def short_name(name: Any) -> Any:
-    """The short name of a type, by any of its names or as torch's; what is no name comes back as it is.
+    """The short name of a dtype, from any of its names or torch's dtype; anything else unchanged.
 
     >>> short_name("float16"), short_name("torch.bfloat16"), short_name("half"), short_name(torch.float32)
     ('f16', 'bf16', 'f16', 'f32')

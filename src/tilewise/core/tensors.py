@@ -1,4 +1,4 @@
-"""The tensors of a call, in the form that `problem.py` describes, and the view of one sequence in them."""
+"""The tensors of a call, in the form that `problem.py` describes, and a view of one sequence of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tile_map import TileMap
 
 @dataclass(slots=True)
 class Tensors:
-    """What a backend reads and writes: strided views with a unit stride in the last dim, none expanded in memory."""
+    """What a backend reads and writes: strided views with unit stride in the last dim; broadcast dims have stride 0."""
 
     q: torch.Tensor  # [B, H, Lq, D] or, packed, [1, H, T, D]
     k: torch.Tensor  # [B, Hkv, Lk, D], [1, Hkv, T, D] or pages [P, Hkv, page_size, D]; packed: fewer columns
@@ -44,42 +44,42 @@ class Tensors:
     tile_map: TileMap | None = None
 
     def whole(self) -> Tensors:
-        """With keys that hold for each head what all share: see `Problem.whole`."""
+        """The tensors with `k_shared` joined to K: see `Problem.whole`."""
         assert self.k_shared is not None
         return replace(self, k=torch.cat([self.k, self.k_shared.expand(*self.k.shape[:3], -1)], -1), k_shared=None)
 
 
 @dataclass(slots=True)
 class BackwardTensors:
-    """What a backend's backward pass reads and writes: all of `forward`, its `out` and `lse` included, is read.
+    """What a backward pass reads (`forward` with its `out` and `lse`, `dout`, `dlse`) and writes (the gradients).
 
-    Of the gradients those are there that `Problem.grads` names. Their memory holds anything; every element is written.
+    The gradients named in `Problem.grads` are there, uninitialised; every element is written.
     """
 
     forward: Tensors
-    dout: torch.Tensor  # as out; perhaps with strides of 0
-    dlse: torch.Tensor | None = None  # float32, as lse; perhaps with strides of 0
+    dout: torch.Tensor  # as out; strides may be 0
+    dlse: torch.Tensor | None = None  # float32, as lse; strides may be 0
     dq: torch.Tensor | None = None  # as q, and in its dtype
-    dk: torch.Tensor | None = None  # likewise; no two elements share memory, also where those of k do
+    dk: torch.Tensor | None = None  # likewise; never broadcast, even if k is
     dv: torch.Tensor | None = None
-    dmask: torch.Tensor | None = None  # [1 or B, 1 or H, 1 or Lq, 1 or Lk], 1 where the mask is broadcast: a sum there,
-    # in float32; without a broadcast dim in the mask's dtype
+    dmask: torch.Tensor | None = None  # [1 or B, 1 or H, 1 or Lq, 1 or Lk]: summed over the mask's broadcast dims, in
+    # float32; in the mask's dtype if it has none
     dsinks: torch.Tensor | None = None  # float32 [H]
     dalibi_slopes: torch.Tensor | None = None  # float32 [B, H]
-    dq_bias: torch.Tensor | None = None  # float32, of the full sizes of q_bias: sums over broadcast dims come after
+    dq_bias: torch.Tensor | None = None  # float32, full size: sums over broadcast dims are taken later
     dk_bias: torch.Tensor | None = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients that are there, by the names of `GRADS`."""
+        """The gradients that are there, by their names in `GRADS`."""
         found = {name: getattr(self, f"d{name}") for name in GRADS}
         return {name: x for name, x in found.items() if x is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Keys that several sequences of a paged call begin with: a call of its own, in which each set of them is one.
+    """Prefixes that sequences of a paged call share, as a paged call of its own: one sequence for each prefix.
 
-    Its queries are those of the call, packed `[T, H, D]`, perhaps in another order.
+    `q` has the call's queries, packed `[T, H, D]`, sorted by prefix.
     """
 
     q: torch.Tensor
@@ -87,7 +87,7 @@ class Shared:
     lengths: torch.Tensor
     cu_seqlens: torch.Tensor
     max_q: int
-    back: torch.Tensor | None  # int64 [T]: where the call's rows are in `q`; None if in the same place
+    back: torch.Tensor | None  # int64 [T]: the row in `q` of each of the call's rows; None if the order is the same
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -96,7 +96,7 @@ class Shared:
 
 @dataclass(slots=True)
 class Sequence:
-    """Batch row `b` of a call: its own rows, its length, its place; keys and values of any range, at full width."""
+    """Sequence `b` of a call: its rows, length and positions, and its keys and values, dequantised."""
 
     problem: Problem
     tensors: Tensors
@@ -106,11 +106,11 @@ class Sequence:
     kv_start: int  # its first row in k and v, if they are packed
     kv_len: int
     q_offset: int  # the position of its first query
-    rules: MaskRules  # the problem's, with its own places
+    rules: MaskRules  # the problem's, with the sequence's own places
 
     @property
     def row(self) -> int:
-        """Its row in the first dim of q and out."""
+        """Its index in the first dim of q and out."""
         return 0 if self.problem.packed_q else self.b
 
     @property
@@ -140,17 +140,17 @@ class Sequence:
 
     @property
     def own_keys(self) -> int:
-        """The first of the last keys, of which there are as many as queries."""
+        """The first of the last Lq keys: the queries' own."""
         return self.kv_len - self.q_len
 
     def position(self, row: int) -> int:
-        """Where query `row` stands, if no tensor says it."""
+        """The position of query `row`, unless a tensor has it."""
         return self.q_offset + self.places[2] * row
 
     def positions(
         self, rows: slice, cols: slice, device: torch.device | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, 1], [1, m]
-        """Where these queries and keys stand; on the device of q, or another."""
+        """The positions of these queries and keys, on the device of q or another."""
         k_start, k_stride, q_stride = self.places
         device = self.tensors.q.device if device is None else device
         i, j = (torch.arange(x.start, x.stop, device=device) for x in (rows, cols))
@@ -163,8 +163,8 @@ class Sequence:
     def spans(
         self, rows: slice, device: torch.device | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, 1] each
-        """Keys `[lo, hi)` that the rules leave to these queries. By the positions of a tree they say nothing about the
-        queries' own keys: `tree` does.
+        """The keys `[lo, hi)` that the rules leave to these queries. With positions of a tree's nodes they cover only
+        the keys before the tree: `tree` has the rest.
         """
         qpos = self.positions(rows, slice(0, 0), device)[0]
         lo, hi = key_spans(self.rules, qpos, self.kv_len)
@@ -185,7 +185,7 @@ class Sequence:
         return self._widened(t.v, t.v_scales, self.problem.v_format, start, end, dtype)
 
     def keys_and_values(self, start: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both; values that lie in keys are their first columns."""
+        """Both; if V is in K, values are a view of the keys."""
         k = self.keys(start, end, dtype)
         return k, k[..., : self.problem.value_dim] if self.problem.v_in_k else self.values(start, end, dtype)
 
@@ -194,7 +194,7 @@ class Sequence:
         return None if mask is None else mask[self.b, :, rows, cols]
 
     def chosen(self, rows: slice, cols: slice) -> torch.Tensor | None:  # bool [H, n, m]
-        """The cells that key or block indices choose; None if the call has none."""
+        """The cells selected by key or block indices; None if the call has none."""
         indices, selection, p = self.tensors.key_indices, self.problem.selection, self.problem
         if indices is None or selection is None:
             return None
@@ -203,25 +203,25 @@ class Sequence:
         i = torch.arange(self.q_start + rows.start, self.q_start + rows.stop, device=device) // block
         heads = p.kv_heads if selection.by_head else 1
         own = indices[self.row, :heads][:, i].long()  # [1 or Hkv, n, count]
-        own = torch.where((own >= first) & (own < last), own, last) - first  # the others into a column of nobody
+        own = torch.where((own >= first) & (own < last), own, last) - first  # out of range: into a spare column
         blocks = torch.zeros((heads, len(i), last - first + 1), dtype=torch.bool, device=device).scatter_(2, own, True)
         j = torch.arange(cols.start, cols.stop, device=device) // block - first
         cells = blocks[:, :, j]
         return cells.repeat_interleave(p.group, 0) if heads > 1 else cells.expand(p.heads, -1, -1)
 
     def tree(self, rows: slice, cols: slice) -> torch.Tensor | None:  # bool [n, m]
-        """What a tree mask leaves, and rules by the positions of its nodes; None if it is not of these keys."""
+        """The cells that the tree mask and rules on its positions leave; None if all these keys are before the tree."""
         tree, own = self.tensors.tree_mask, self.own_keys
         if tree is None or cols.stop <= own:
             return None
-        before = max(0, own - cols.start)  # of these keys
+        before = max(0, own - cols.start)  # these keys are before the tree
         seen = tree[self.b, rows, max(cols.start - own, 0) : cols.stop - own]
         if self.tensors.positions is not None:
             seen = seen & near(self.rules, *self.positions(rows, slice(cols.start + before, cols.stop)))
         return torch.nn.functional.pad(seen, (before, 0), value=True)
 
-    def bias(self, rows: slice, cols: slice, dtype: torch.dtype) -> torch.Tensor | None:  # [H, n, m], n or m perhaps 1
-        """What is added to scores for their queries and keys."""
+    def bias(self, rows: slice, cols: slice, dtype: torch.dtype) -> torch.Tensor | None:  # [H, n or 1, m or 1]
+        """q_bias + k_bias of these cells."""
         t, total = self.tensors, None
         if t.q_bias is not None:
             own = slice(self.q_start + rows.start, self.q_start + rows.stop)
@@ -251,7 +251,7 @@ class Sequence:
             row = 0 if p.form == "varlen" else self.b
             return x[row, :, self.kv_start + start : self.kv_start + end]
         first, last = start // p.page_size, -(-end // p.page_size)
-        of_bytes = x.view(torch.uint8) if x.element_size() == 1 else x  # torch 2.8 gathers no float8
+        of_bytes = x.view(torch.uint8) if x.element_size() == 1 else x  # torch 2.8 cannot gather float8
         pages = of_bytes[table[self.b, first:last].long()].view(x.dtype)  # [pages, Hkv, page_size, D]
         skip = start - first * p.page_size
         return pages.transpose(0, 1).flatten(1, 2)[:, skip : skip + end - start]

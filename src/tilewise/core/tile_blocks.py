@@ -1,4 +1,4 @@
-"""Tiles as lists of block numbers, and lists as tiles: what `TileMap` and `block_indices` have in common."""
+"""Conversion between the tile states of a `TileMap` and lists of block indices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..errors import InvalidArgument
 from ..validation.arrays import to_tensor
 from .options import is_int, to_int
 
-FULL = 2  # as in `tile_map.py`, which uses this module
+FULL = 2  # as in `tile_map.py`, which imports this module
 
 
 def states_of(indices: Any, columns: int) -> torch.Tensor:
-    """`block_indices` `[B, rows, n]` or `[B, heads, rows, n]` as states `[B, 1 or heads, rows, columns]`: full where a
-    block is chosen.
+    """`block_indices` `[B, rows, n]` or `[B, heads, rows, n]` as states `[B, 1 or heads, rows, columns]`: full for
+    each block in the list.
     """
     x = to_tensor("block_indices", indices)
     if x.dtype not in (torch.int32, torch.int64) or x.ndim not in (3, 4):
@@ -29,7 +29,7 @@ def states_of(indices: Any, columns: int) -> torch.Tensor:
 
 
 def best_of(scores: Any, count: Any) -> torch.Tensor:
-    """States `[B, H, rows, columns]`: full in each row's `count` best tiles; none with a score of -inf or NaN is."""
+    """States `[B, H, rows, columns]`: the `count` best tiles of each row are full, except scores of -inf or NaN."""
     x = to_tensor("scores", scores)
     if not x.is_floating_point() or x.ndim not in (2, 3, 4):
         raise InvalidArgument("scores", f"{x.dtype} of rank {x.ndim}", "floats [B, H, nq, nk], [H, nq, nk] or [nq, nk]")
@@ -44,13 +44,13 @@ def best_of(scores: Any, count: Any) -> torch.Tensor:
 
 
 def indices_of(states: torch.Tensor) -> torch.Tensor:
-    """The tiles of each row that are not skipped, in order: int32 `[B, H, rows, n]`, -1 where there are fewer than n.
+    """The tiles of each row that are not skipped, in order: int32 `[B, H, rows, n]`, padded with -1.
 
-    Waits for the device: n is the most that a row has.
+    n is the longest list, so a GPU is waited for.
     """
     seen = states != 0
     counts = seen.sum(3)
     most = int(counts.max()) if counts.numel() else 0
-    order = torch.argsort(~seen, dim=3, stable=True)[..., :most]  # those that are seen first
+    order = torch.argsort(~seen, dim=3, stable=True)[..., :most]  # tiles that are not skipped come first
     there = torch.arange(most, device=states.device) < counts[..., None]
     return torch.where(there, order, -1).to(torch.int32)

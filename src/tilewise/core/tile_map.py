@@ -241,7 +241,7 @@ class TileMap:
 def _any_in_tiles(cells: torch.Tensor, BQ: int, BK: int) -> torch.Tensor:
     """Whether a tile of bool `cells` `[B, H, Lq, Lk]` holds a True one: `[B, H, nq, nk]`."""
     for dim, tile in ((3, BK), (2, BQ)):
-        size = min(tile, max(1, cells.shape[dim]))  # what lies past the edges need not be made
+        size = min(tile, max(1, cells.shape[dim]))  # no padding past the edges
         tail = -cells.shape[dim] % size
         pad = (0, tail) if dim == 3 else (0, 0, 0, tail)
         cells = torch.nn.functional.pad(cells, pad, value=False).unflatten(dim, (-1, size)).any(dim + 1)
@@ -256,7 +256,7 @@ def regroup(states: torch.Tensor, dim: int, size: int, old: int, new: int) -> to
     first = starts // old
     last = ((starts + new).clamp_max(size) - 1) // old
     index = first[:, None] + torch.arange(int(new // old + 2), device=states.device)  # [n, reach]
-    index = torch.minimum(index, last[:, None])  # repeats the last tile: neither min nor max minds
+    index = torch.minimum(index, last[:, None])  # repeats the last tile, which changes neither min nor max
     parts = states.index_select(dim, index.flatten()).unflatten(dim, index.shape)
     low, high = parts.amin(dim + 1), parts.amax(dim + 1)
     return torch.where(low == high, low, MIXED).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Tiles of the score matrix by the keys that rows see: which are skipped, mixed or full, without building a mask."""
+"""Classifies tiles of the score matrix as skip, mixed or full by the rows' key spans, without building a mask."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def span_counts(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int]) -> tuple[int, int, int]:
-    """Tiles (skip, mixed, full) of one sequence's spans `lo`, `hi` `[Lq]`: what `span_tiles` marks, only counted.
+    """Numbers of (skip, mixed, full) tiles of one sequence's spans `lo`, `hi` `[Lq]`: `span_tiles`, only counted.
 
-    The rows of a tile see one interval, for spans of neighbouring rows touch (not so with strides: `span_tiles`); it is
-    full where its last row's span has begun and its first row's has not ended.
+    The rows of a tile together see one interval, since spans of neighbouring rows touch (with strides they do not: use
+    `span_tiles`). A tile is full if it begins at or after the last row's `lo` and ends by the first row's `hi`.
     """
     BQ, BK = tile
     Lq = len(lo)
@@ -31,8 +31,8 @@ def span_counts(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, in
 def span_tiles(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int]) -> torch.Tensor:
     """Classifies tiles `[R, nq, nk]` (0 skip, 1 mixed, 2 full) of spans `lo`, `hi` `[R, Lq]`, without building a mask.
 
-    Rows whose span ends after a tile's first column are a suffix and those whose span begins before its end a prefix:
-    a tile holds a visible cell iff a row that sees any key is in the run that both share.
+    The rows with `hi` past a tile's first column are a suffix, those with `lo` before its end a prefix. The tile has a
+    visible cell iff a row in both sees any key.
     """
     BQ, BK = tile
     R, Lq = lo.shape
@@ -43,9 +43,9 @@ def span_tiles(lo: torch.Tensor, hi: torch.Tensor, Lk: int, tile: tuple[int, int
     start = torch.arange(0, Lk, BK, device=lo.device)  # [nk]
     end = (start + BK).clamp_max(Lk)
 
-    # An empty row's ends may cross (a query before the first key, or whose window has left the last one), and with
-    # strides a row between others may see nothing.
-    seeing = torch.nn.functional.pad((lo < hi).cumsum(1), (1, 0))  # [R, Lq + 1] rows before that see a key
+    # A row that sees nothing may have lo > hi (a query before the first key, or a window past the last one), and with
+    # strides there may be such rows between others.
+    seeing = torch.nn.functional.pad((lo < hi).cumsum(1), (1, 0))  # [R, Lq + 1]: rows before this one that see a key
     columns = torch.stack([start, end - 1])[:, None].expand(-1, R, -1).contiguous()  # [2, R, nk]
     after = torch.searchsorted(hi.contiguous(), columns[0], right=True)  # [R, nk] first row with hi > start
     before = torch.searchsorted(lo.contiguous(), columns[1], right=True)  # [R, nk] first row with lo >= end

@@ -1,4 +1,4 @@
-"""Position rules of a tile map: what a caller gives, checked, and the spans of keys that it leaves."""
+"""The position rules of a tile map, checked, and the key spans that they leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .options import LIMIT, PLACES, Options, as_offset, as_places, as_rules, is_
 class Spec:
     """The position rules that a map was made from; a call that uses the map must ask for the same."""
 
-    rules: MaskRules  # relative: where queries stand is below
+    rules: MaskRules  # relative(): positions are below
     q_offset: torch.Tensor | int | None
     kv_lengths: torch.Tensor | None
     places: torch.Tensor | tuple[int, int, int]  # as in `Tensors` or `MaskRules`
@@ -27,7 +27,7 @@ class Spec:
 def spec_of(
     o: Options, Lq: int, Lk: int, device: torch.device | str | None
 ) -> tuple[Spec, tuple[torch.Tensor, torch.Tensor]]:
-    """The rules of `TileMap.from_spec`, and the ends of what each query sees by them, `[1 or B, Lq]` each."""
+    """The rules of `TileMap.from_spec`, and the key spans `lo`, `hi` `[1 or B, Lq]` of its queries."""
     rules, given = as_rules(o), _given(o, Lq, Lk)
     q_offset, kv_lengths, *numbers = given.values()
     rows = [x for x in given.values() if isinstance(x, torch.Tensor)]
@@ -50,7 +50,7 @@ def spec_of(
 
 
 def _given(o: Options, Lq: int, Lk: int) -> dict[str, Any]:
-    """Where queries and keys stand, ints or tensors `[B]` of as many rows, in range."""
+    """Offsets, lengths and places: None, ints, or tensors `[B]` of one length, checked for their range."""
     q_offset = to_int(o.q_offset)
     if q_offset is not None and is_int(q_offset):
         as_offset(q_offset, Lq, Lk)

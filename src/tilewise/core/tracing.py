@@ -1,6 +1,6 @@
-"""Whether torch traces or transforms the code that calls tilewise; the entry points are operators then.
+"""Whether torch traces or transforms the calling code. If so, the entry points call torch operators.
 
-A tracer that meets an eager call records what torch was asked for (an empty output), not what the kernels write.
+Of an eager call a tracer would only record the allocation of the output, not what the kernels write.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _transform = torch._C._functorch.peek_interpreter_stack  # torch.vmap, torch.fun
 
 
 def is_traced() -> bool:
-    """Whether a call has to be an operator. Dynamo takes `is_compiling` for True and reads no further."""
+    """Whether a call has to be an operator. To Dynamo `is_compiling()` is a constant True, so it traces no further."""
     return is_compiling() or _dispatch_modes() > 0 or _jit_tracing() or _transform() is not None
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is around the call: of its tensors some may have no memory."""
+    """Whether the call is inside a torch.func transform, whose tensors may have no memory."""
     return _transform() is not None
 
 
-is_in_transform = torch._C._functorch.is_functorch_wrapped_tensor  # whether it stands for a batch, or for a derivative
+is_in_transform = torch._C._functorch.is_functorch_wrapped_tensor  # of vmap, jvp or grad
 
-dtensors = False  # whether our operators have sharding rules
+dtensors = False  # whether `register_sharding_rules` was called
 
 
 def is_wrapper(x: torch.Tensor) -> bool:
-    """Whether it is of a subclass that handles operators itself, as FakeTensor does.
+    """Whether it is a tensor subclass that can handle tilewise's operators, as FakeTensor is.
 
-    So do nested tensors, but they would not know ours; and DTensors before `distributed.register_sharding_rules()`.
+    Nested tensors cannot; DTensors only after `distributed.register_sharding_rules()`.
     """
     kind = type(x)
     if kind is torch.Tensor or kind is torch.nn.Parameter or x.is_nested:

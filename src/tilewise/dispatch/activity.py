@@ -1,6 +1,7 @@
-"""What has run: calls counted by backend, and each new kind of call told once by `logging`.
+"""Counts calls by backend, and logs the plan of each new kind of call once.
 
-The logger is `tilewise`, at level INFO. `TILEWISE_LOG=plan` writes it to stderr. Batch and lengths make no new kind.
+The logger is `tilewise`, level INFO; `TILEWISE_LOG=plan` writes it to stderr. Calls that differ only in batch size or
+lengths are of one kind.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from ..core.plan import Plan
 VARIABLE = "TILEWISE_LOG"
 log = logging.getLogger("tilewise")
 _calls: dict[str, count[int]] = {}
-_looks: dict[str, int] = {}  # a look at a counter moves it by one
-_told: set[tuple[object, ...]] = set()  # kinds of calls
+_looks: dict[str, int] = {}  # reads of each counter: `next` is the only way to read one, and advances it
+_logged: set[tuple[object, ...]] = set()  # kinds of calls
 _lock = threading.Lock()
 
 
 def counter(plan: Plan) -> Callable[[], int]:
-    """What to call each time that a plan is run. One step in C: threads lose no count."""
+    """The function to call for each run of a plan. `next` of a count is one step in C, so threads lose no call."""
     name = f"{plan.backend} backward" if plan.problem.grads else plan.backend
     with _lock:
         return _calls.setdefault(name, count()).__next__
 
 
 def counters() -> dict[str, int]:
-    """How many calls each backend has run in this process; backward passes are counted apart, as `"cpu backward"`.
+    """How many calls each backend has run in this process; backward passes have their own entry, `"cpu backward"`.
 
-    Counted are launches of attention: a call of an entry point, of a cache, of a compiled graph's operator or of
-    another library's function that tilewise stands in for. A call with nothing to compute is none.
+    It counts launches of attention, by an entry point, a cache, an operator of a compiled graph or a drop-in for
+    another library's function. A call with nothing to compute is not launched.
 
     >>> import tilewise, torch
     >>> before = tilewise.counters().get("reference", 0)
@@ -50,15 +51,15 @@ def counters() -> dict[str, int]:
 
 
 def ran(plan: Plan) -> None:
-    """A call that was not in the call cache has run."""
+    """Counts a run of a call that was not in the call cache, and logs a new kind of call."""
     counter(plan)()
-    if log.isEnabledFor(logging.INFO) and (kind := _kind(plan)) not in _told:
-        _told.add(kind)
+    if log.isEnabledFor(logging.INFO) and (kind := _kind(plan)) not in _logged:
+        _logged.add(kind)
         log.info("%s", plan)
 
 
 def _kind(plan: Plan) -> tuple[object, ...]:
-    """What calls are told apart by: not batch and lengths, which are others in each step of decoding."""
+    """The kind of a call: without batch size and lengths, which change at every decode step."""
     p, others = plan.problem, tuple(name for name, _ in plan.passed_over)
     sizes = (p.heads, p.kv_heads, p.head_dim, p.value_dim, p.page_size)
     stored = (p.q_dtype, p.k_format, p.v_format)
@@ -66,7 +67,7 @@ def _kind(plan: Plan) -> tuple[object, ...]:
 
 
 def from_environment(value: str | None) -> None:
-    """Writes the log to stderr if the environment asks for it."""
+    """Sends the log to stderr if the environment variable asks for it."""
     if not value:
         return
     if value != "plan":
@@ -76,7 +77,7 @@ def from_environment(value: str | None) -> None:
     handler.setFormatter(logging.Formatter("tilewise: %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    log.propagate = False  # else a handler of the program's writes it a second time
+    log.propagate = False  # else the program's own handlers would write it again
 
 
 from_environment(os.environ.get(VARIABLE))

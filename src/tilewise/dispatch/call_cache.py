@@ -283,8 +283,8 @@ def keep(key: Key, cached: Any) -> None:
 
 def _through_run(run: Callable[..., None], plan: Plan, t: Tensors, given: dict[str, Any]) -> Launcher:
     """A launch by the backend's `run`, for calls that it cannot `bind`: other tensors get the views of those in `t`."""
-    fields = [(getattr(t, name), given.get(name)) for name in FIELDS]
-    views: list[Any] = [None if used is None else view_of(used, x) for used, x in fields]
+    held = [getattr(t, name) for name in FIELDS]
+    views = [None if x is None else view_of(x, given[name]) for name, x in zip(FIELDS, held, strict=True)]
 
     def launch(*tensors: Any) -> None:
         seen = [x if view is None else x.as_strided(*view) for x, view in zip(tensors, views, strict=False)]

@@ -1,6 +1,6 @@
-"""Two paged calls over the same queries, merged: keys that sequences share, and each one's own.
+"""Cascade attention in one launch: paged attention over a shared prefix and over each sequence's own keys, merged.
 
-A backend that has `run_pair` does both in one launch. A repeated one is checked and planned once (`call_cache.py`).
+Needs a backend with `run_pair`. Repeated pairs are in the call cache (`call_cache.py`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ..state import AttentionState
 from ..validation import calls
 from . import activity, call_cache, planner
 
-NOT_SHARED = {"causal": False, "sinks": None}  # every query comes after them; a sink counts once
-Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the block table, lengths, sums of queries' lengths
+NOT_SHARED = {"causal": False, "sinks": None}  # every query is after the prefix; a sink counts once
+Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, context_lens, cu_seqlens_q
 
 
 def attend(
     q: torch.Tensor, k: Any, v: Any, shared: Shared, tables: Tables, max_q: int, options: dict[str, Any]
 ) -> AttentionState | None:
-    """The merged state in the order of `q`, or None where two calls are the way.
+    """The merged state in the order of `q`; None if the caller has to make two calls and merge them.
 
     Args:
         q: packed `[T, H, D]`.
         tables: of each sequence's own keys, as in `paged_attention`.
-        options: of `paged_attention`; `causal` and `sinks` do not concern the shared keys.
+        options: of `paged_attention`; `causal` and `sinks` do not apply to the shared keys.
     """
     if not planner.runs_pairs(q.device):
         return None

@@ -1,4 +1,6 @@
-"""Which backend serves a call or its backward pass: the first, best first, that can. Plans are kept by `Problem`."""
+"""Chooses the backend of a call or backward pass: the first in `BACKENDS` that supports it. Plans are cached by
+`Problem`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ BACKENDS = ("hopper", "triton", "metal", "cpu", "torch", "reference")
 
 
 class Backend(Protocol):
-    """What a module of `tilewise.backends` offers."""
+    """A module of `tilewise.backends`."""
 
     def supports(self, problem: Problem) -> str | None:
         """None if it can serve the problem, else why not, in a few words."""
@@ -33,34 +35,35 @@ class Backend(Protocol):
         """How it would serve a problem that it supports."""
 
     def run(self, plan: Plan, tensors: Tensors) -> None:
-        """Writes `tensors.out` and, if it is there, `tensors.lse`; every row of both.
+        """Writes every row of `tensors.out` and, if it is there, of `tensors.lse`.
 
-        A backend may also have `bind(plan, tensors)`, which gives a function that runs the same call on other tensors,
-        or None. They differ from these in their addresses only, come in the order of the fields of `Tensors` (None for
-        what a call does not have, nothing after `lse` if it has no more), and `call_cache.py` calls it. And
-        `declines(problem)`, which says why one that comes later is the better choice for a problem that it supports.
-        And `run_pair(shared_plan, plan, tensors, shared)`, which merges attention over keys that sequences share into
-        that over their own, in one launch: `pairs.py`. And `cascade_gain(problem, rows, tokens)`, which says what that
-        saves. And `compile_loop(loop)`, for plain loops over the host's arrays. With one of these three it has
-        `serves(device)`, which gives None or why it cannot run there.
+        Optional functions of a backend:
 
-        `machines()` names other machines that it can plan for: `core/machines.py`.
-
-        One that stores rows in caches has `supports_write(problem)` and `writer(k, v, wrap)`.
-
-        One with a backward pass has `supports_backward(problem)`, `plan_backward(problem)` and `run_backward(plan,
-        tensors)` beside these, all three as in `Backward`, and perhaps `declines_backward(problem)`.
+        - `declines(problem)`: why a later backend is the better choice for a problem that this one supports, or None.
+        - `bind(plan, tensors)`: a function that runs the same call on other tensors, for `call_cache.py`, or None. They
+          differ in their addresses only and come in the order of the fields of `Tensors`: None for those that the call
+          does not have, and none after `lse` if there are no more.
+        - `takes_shared(problem)`: whether it reads `k_shared` beside K. Else both are joined first.
+        - `run_pair(shared_plan, plan, tensors, shared)`: cascade attention in one launch, for `pairs.py`.
+        - `cascade_gain(problem, rows, tokens)`: the seconds that a cascade saves.
+        - `merge_into(outs, lses, out, lse)`: merges partial results in one pass.
+        - `compile_loop(loop)`: compiles a plain loop over NumPy arrays.
+        - `serves(device)`: None, or why it cannot run on a device. Needed with any of the last four.
+        - `machines()`: other machines that it can plan for: `core/machines.py`.
+        - `supports_write(problem)` and `writer(k, v, wrap)`: stores new rows of K and V in caches.
+        - `supports_backward`, `plan_backward` and `run_backward`: a backward pass, as in `Backward`; with them perhaps
+          `declines_backward(problem)`.
         """
 
 
 class Backward(Protocol):
-    """What a module of `tilewise.backends` with a backward pass offers beside `Backend`. Each problem has `grads`."""
+    """A module of `tilewise.backends` with a backward pass. The problems that it is given have `grads`."""
 
     def supports_backward(self, problem: Problem) -> str | None:
-        """None if it can give the gradients that the problem asks for, else why not, in a few words."""
+        """None if it can compute the gradients in `problem.grads`, else why not, in a few words."""
 
     def plan_backward(self, problem: Problem) -> Plan:
-        """How it would give the gradients of a problem that it supports."""
+        """How it would compute the gradients of a problem that it supports."""
 
     def run_backward(self, plan: Plan, tensors: BackwardTensors) -> None:
         """Writes every element of the gradients that are in `tensors`; reads the rest."""
@@ -77,17 +80,16 @@ def load_backward(name: str) -> Backward:
 
 
 def check_name(backend: Any) -> None:
-    """Refuses what no backend is called, also what `choose` could not look up."""
+    """Refuses a name that no backend has. Also an unhashable value, which the cache of `choose` could not take."""
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise InvalidArgument("backend", repr(backend), f"None or one of {', '.join(BACKENDS)}")
 
 
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, backend: str | None = None, threads: int | None = None) -> Plan:
-    """The plan for `problem`: by the best backend that can, or by the named one or not at all.
+    """The plan for `problem` by the named backend, or by the best that supports it. With `grads` it is a backward pass.
 
-    `threads` is torch's number of them. Backends ask torch; here it keeps plans for other numbers apart. A problem with
-    `grads` is a backward pass.
+    `threads` is torch's number of threads. It is only part of the cache key: backends ask torch themselves.
     """
     check_name(backend)
     if backend is not None:
@@ -114,7 +116,7 @@ def choose(problem: Problem, backend: str | None = None, threads: int | None = N
 
 @cache
 def machines() -> dict[str, Machine]:
-    """Machines that calls can be planned for without having them, by name."""
+    """Machines by name that calls can be planned for without having them."""
     found: dict[str, Machine] = {}
     for name in BACKENDS:
         module: Any = load(name)
@@ -123,7 +125,7 @@ def machines() -> dict[str, Machine]:
 
 
 def choose_on(machine: str, problem: Problem, backend: str | None, threads: int) -> Plan:
-    """The plan that `choose` would make on another machine. It is not kept, and cannot be run."""
+    """The plan that `choose` would make on another machine. It is not cached, and cannot be run."""
     known = machines()
     if not isinstance(machine, str) or machine not in known:
         raise InvalidArgument("device", repr(machine), f"None, for this machine, or one of {', '.join(known)}")
@@ -138,9 +140,9 @@ _writers: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
 
 def writer(k: Store, v: Store, wrap: int) -> Writer:
-    """What stores new rows in `k` and `v`, each `[B or pages, Hkv, slots, columns]`: position p in slot `p % wrap`.
+    """A writer of new rows of `k` and `v` `[B or pages, Hkv, slots, columns]`: position p in slot `p % wrap`.
 
-    One that somebody holds is given again for the same memory, with the launches that it remembers.
+    For the same memory, a writer that is still in use is returned again, with the launches that it has cached.
     """
     tensors = [x for x in (k.data, k.scales, v.data, v.scales) if x is not None]
     key = (k.format, v.format, v.inside, wrap, *((x.data_ptr(), x.device, x.shape, x.stride()) for x in tensors))
@@ -152,7 +154,7 @@ def writer(k: Store, v: Store, wrap: int) -> Writer:
 
 @lru_cache(maxsize=256)
 def choose_writer(problem: WriteProblem) -> str:
-    """The backend that stores a cache's rows: the best that can."""
+    """The best backend that can store the rows of a cache."""
     for name in BACKENDS:
         module: Any = load(name)
         if hasattr(module, "writer") and module.supports_write(problem) is None:
@@ -167,13 +169,13 @@ def cascade_gain(problem: CascadeProblem, rows: np.ndarray, tokens: int) -> floa
 
 
 def merge_into(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor, lse: Any) -> bool:
-    """Merges partial results on a GPU in one pass or, without `lse`, adds them up; False where no backend does so."""
+    """Merges partial results on a GPU in one pass or, without `lse`, sums them; False if no backend can."""
     name = None if out.is_cpu else _first_with("merge_into", out.device)
     return name is not None and cast(Any, load(name)).merge_into(outs, lses, out, lse)
 
 
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain loop over the host's arrays, compiled if a backend can, else as it is: the same, and slow."""
+    """A plain loop over NumPy arrays, compiled if a backend can; else the (slow) loop itself."""
     name = _first_with("compile_loop", torch.device("cpu"))
     return loop if name is None else cast(Any, load(name)).compile_loop(loop)
 
@@ -185,7 +187,7 @@ def runs_pairs(device: torch.device) -> bool:
 
 @cache
 def _first_with(function: str, device: torch.device) -> str | None:
-    """The best backend that has an optional function for a device."""
+    """The best backend for a device that has an optional function."""
     for name in BACKENDS:
         module: Any = load(name)
         if hasattr(module, function) and module.serves(device) is None:
@@ -194,7 +196,7 @@ def _first_with(function: str, device: torch.device) -> str | None:
 
 
 def _as_taken(name: str, problem: Problem) -> Problem:
-    """The problem as a backend takes it: most read keys of one tensor."""
+    """The problem as a backend takes it: with `k_shared` joined to K unless it reads both."""
     if not problem.shared:
         return problem
     takes = getattr(load(name), "takes_shared", None)
@@ -213,7 +215,7 @@ def supports(name: str, problem: Problem) -> str | None:
 
 
 def _plan(name: str, problem: Problem) -> Plan:
-    """A backend's plan; it is not asked about a problem with nothing to compute, which is never launched."""
+    """The backend's plan. A problem with nothing to compute is never launched, so the backend is not asked."""
     if problem.is_empty:
         return Plan(problem, name, "nothing to compute", tile=(64, 64))
     module: Any = load(name)

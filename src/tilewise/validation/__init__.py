@@ -1,1 +1,1 @@
-"""Arguments in, a `Problem` and its `Tensors` out: every check of an argument."""
+"""Validation: turns the arguments of a call into a `Problem` and its `Tensors`. Every check of an argument is here."""

@@ -1,6 +1,6 @@
-"""What a check of one argument finds out: its form, its device, its type, and whether it had to be copied.
+"""Checks of single arguments: rank, shape, dtype and device, and views of them in the common form.
 
-`calls.py` puts them together, for each entry point.
+`calls.py` puts them together for each entry point.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INPUTS = tuple(f.name for f in fields(Tensors) if f.name not in ("out", "lse", "
 
 
 def cast_to_float32(name: str, x: Any) -> str:
-    """The remedy for float64, which NumPy makes unless told otherwise."""
+    """The remedy for float64, NumPy's default dtype; empty for any other."""
     if str(getattr(x, "dtype", "")).rpartition(".")[2] != "float64":
         return ""
     return f"{name}.float()" if isinstance(x, torch.Tensor) else f"{name}.astype(np.float32)"
@@ -33,7 +33,7 @@ def cast_to_float32(name: str, x: Any) -> str:
 
 @dataclass(slots=True)
 class Operand:
-    """K or V in the common form."""
+    """K or V as `[B, Hkv, L, columns]`, or pages of it."""
 
     data: torch.Tensor
     scales: torch.Tensor | None
@@ -42,7 +42,7 @@ class Operand:
 
 
 class Checker:
-    """Collects what is known of a call while it is checked: the device to agree with, and copies made."""
+    """Checks the arguments of one call against its `q`. Collects the copies that had to be made."""
 
     def __init__(self, q: Any, layout: Any, packed: bool) -> None:
         self.copies: list[str] = []
@@ -65,7 +65,7 @@ class Checker:
         return "[T, H, D]" if self.packed else "[B, L, H, D]" if self.seq_major else "[B, H, L, D]"
 
     def plain(self, name: str, x: Any, form: str) -> torch.Tensor:
-        """A tensor of the form's rank, on the call's device, that needs no gradient."""
+        """`x` as a tensor; checks that it has the rank of `form`, is on q's device and does not require grad."""
         x = to_tensor(name, x)
         rank = form.count(",") + 1
         if x.ndim != rank:
@@ -78,7 +78,7 @@ class Checker:
         return x
 
     def common(self, x: torch.Tensor) -> torch.Tensor:
-        """q, or dense k and v, as `[B, H, L, D]`."""
+        """A view of q, out or lse as `[B, H, L, ...]`, or `[1, H, T, ...]` if q is packed."""
         if self.packed:
             return x.transpose(0, 1)[None]
         return x.transpose(1, 2) if self.seq_major else x
@@ -94,7 +94,7 @@ class Checker:
             raise InvalidArgument(name, f"a last dim of {width}", f"1 to {MAX_HEAD_DIM}")
 
     def operand(self, name: str, x: Any, form: str) -> Operand:
-        """K or V (or their pages) of the caller's form, plain or quantised, in the common one."""
+        """Checks K or V (or their pages), plain or quantised, given in `form`."""
         if isinstance(x, Quantised):
             data = self.plain(f"{name}.data", x.data, form)
             scales = None
@@ -165,9 +165,10 @@ class Checker:
         return self.unit_stride("tree_mask", x).expand(batch, rows, rows)
 
     def bias(self, name: str, x: Any, sizes: tuple[int, int, int], packed: bool, any_keys: bool) -> torch.Tensor:
-        """Float32 `[B, H, L]` with stride 0 where it is broadcast; of packed rows `[1, H, T]` of what is `[T, H]`.
+        """A bias as float32 `[B, H, L]`, stride 0 where it is broadcast. That of packed rows is given as `[T, H]` and
+        becomes `[1, H, T]`.
 
-        With `any_keys` the last size is only the most that is allowed, as for a mask.
+        With `any_keys` the last size is an upper bound, as for a mask.
         """
         x = to_tensor(name, x)
         batch, heads, rows = sizes
@@ -183,7 +184,7 @@ class Checker:
         return x.expand(1 if packed else batch, heads, length)
 
     def sinks(self, x: Any, heads: int) -> torch.Tensor:
-        """Float32 `[H]`; a number is taken for a count of tokens, which others call sinks, and is told the mask."""
+        """Float32 `[H]`. A number is refused: elsewhere `sinks` counts first tokens, which are a mask here."""
         if isinstance(x, (int, float)):
             want = f"a float tensor ({heads},), a learned logit for each head"
             remedy = "for first tokens that every query sees, a mask (docs/masks.md, Sparse patterns)"
@@ -207,7 +208,7 @@ class Checker:
             raise InvalidArgument(name, f"shape {tuple(x.shape)}", want)
         if x.device != self.device:
             raise InvalidArgument(name, f"device {x.device}", f"{self.device}, as q")
-        x = as_int32(x, -2, LIMIT)  # what is less than -1 stays so
+        x = as_int32(x, -2, LIMIT)  # values below -1 stay below it, to be refused
         x = x.unsqueeze(at) if x.ndim == rank else x
         x = x.transpose(0, 1)[None] if self.packed else x
         return x.expand(-1, heads, -1, -1), own > 1
@@ -215,7 +216,7 @@ class Checker:
     def mask(self, x: Any, sizes: tuple[int, int, int, int], any_keys: bool) -> tuple[torch.Tensor, MaskSpec]:
         """A mask as `[B, H, Lq, Lk]` with stride 0 where it is broadcast.
 
-        With `any_keys` the last size is only the most that is allowed: a paged mask may stop at the longest context.
+        With `any_keys` the last size is an upper bound: a paged mask may stop at the longest context.
         """
         x = to_tensor("mask", x)
         if x.dtype != torch.bool and x.dtype not in FLOATS:
@@ -240,7 +241,7 @@ class Checker:
         return x.expand(sizes), MaskSpec(x.dtype, broadcast)  # type: ignore[arg-type]
 
     def output(self, out: Any, width: int, t: Tensors) -> torch.Tensor:
-        """The tensor to write, in the caller's layout."""
+        """The tensor to write, in the caller's layout: `out`, checked against all inputs in `t`, or a new one."""
         B, H, L, _ = self.q.shape
         shape = (L, H, width) if self.packed else (B, L, H, width) if self.seq_major else (B, H, L, width)
         if out is None:

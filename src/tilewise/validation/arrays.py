@@ -17,7 +17,7 @@ _BITS = {"bfloat16": ("int16", torch.bfloat16), "float8_e4m3fn": ("int8", torch.
 
 
 def to_tensor(name: str, x: Any) -> torch.Tensor:
-    """`x` as a torch tensor over the same memory (a new one if torch holds the negative of its numbers)."""
+    """`x` as a torch tensor over the same memory, or a copy if it is a negated view (`x.is_neg()`)."""
     if isinstance(x, torch.Tensor):
         return x if is_compiling() or is_wrapper(x) else _strided(name, x)
     if _is_numpy(x):
@@ -51,7 +51,7 @@ def to_write(name: str, x: Any) -> torch.Tensor:
 
 
 def with_memory(name: str, x: Any) -> torch.Tensor:
-    """The same for what is read or written at once, and is no operator's: also of wrappers there have to be numbers."""
+    """As `to_tensor`, for memory that is accessed right away and not by a torch operator: wrappers are refused too."""
     if not isinstance(x, torch.Tensor) or is_compiling():
         return to_tensor(name, x)
     if is_transformed():
@@ -61,7 +61,7 @@ def with_memory(name: str, x: Any) -> torch.Tensor:
 
 
 def _strided(name: str, x: torch.Tensor) -> torch.Tensor:
-    """A tensor whose numbers are where its address and strides say; any other is refused."""
+    """Refuses a tensor whose elements are not at its address and strides: nested, sparse, subclassed, functional."""
     kind = type(x)
     if x.is_nested:
         remedy = "varlen_attention takes x.values() and x.offsets() of a jagged one"
@@ -80,7 +80,7 @@ def _strided(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def returner(like: Any) -> Callable[[torch.Tensor], Any]:
-    """What turns a result into an array of the kind of `like`."""
+    """A function that turns a result tensor into the kind of array that `like` is."""
     if isinstance(like, torch.Tensor):
         return lambda x: x
     if _is_numpy(like):
@@ -125,7 +125,7 @@ def _from_numpy(name: str, x: Any) -> torch.Tensor:
 
 
 class _Writable:
-    """A read-only array that does not say so: torch warns of those, but inputs are only read."""
+    """Presents a read-only array as writable: torch warns of read-only ones, and inputs are never written."""
 
     def __init__(self, x: Any) -> None:
         self.kept = x

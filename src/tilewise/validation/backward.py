@@ -1,4 +1,4 @@
-"""A checked call and what its forward pass gave, to a backward pass: its `Problem` and `BackwardTensors`."""
+"""Checks a backward pass: from a checked forward call, its `out` and `lse` to a `Problem` and `BackwardTensors`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class BackwardCall:
 
     problem: Problem
     tensors: BackwardTensors
-    layout: str  # of the caller
+    layout: str  # the caller's
 
     def result(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """A gradient in the shape and dtype of the argument that it belongs to."""
+        """The gradient of argument `name` in the shape and dtype of that argument, `like`."""
         gradient = self.tensors.gradients()[name]
         if name in ("q", "k", "v"):
             return in_layout(gradient, self.problem.packed_q, self.layout)
@@ -90,7 +90,7 @@ def backward(call: Call, o: Options, lse: Any, dout: Any, dlse: Any, grads: Sequ
 
 
 def differentiable(p: Problem) -> tuple[str, ...]:
-    """What of a call has gradients."""
+    """The arguments of a call that can have gradients, in the order of `GRADS`."""
     there = {"mask": p.mask is not None and not p.mask.is_bool, "sinks": p.sinks, "alibi_slopes": p.alibi}
     there |= {"q_bias": p.q_bias, "k_bias": p.k_bias}
     return tuple(name for name in GRADS if there.get(name, True))
@@ -107,7 +107,7 @@ def check_grads(grads: Any) -> None:
 
 
 def as_grads(grads: Any, p: Problem) -> tuple[str, ...]:
-    """The names in the order of `GRADS`; each is of something that this call can differentiate."""
+    """The names in the order of `GRADS`; refuses those of arguments that the call does not have."""
     check_grads(grads)
     for name in grads:
         if name not in differentiable(p):
@@ -117,7 +117,7 @@ def as_grads(grads: Any, p: Problem) -> tuple[str, ...]:
 
 
 def in_layout(x: torch.Tensor, packed: bool, layout: str, *, common: bool = False) -> torch.Tensor:
-    """q, k, v, out or lse from `[B, H, L, ...]` to the caller's layout; with `common`, the way back."""
+    """A view of q, k, v, out or lse in the caller's layout, from `[B, H, L, ...]`; with `common`, the other way."""
     if packed:
         return x.transpose(0, 1)[None] if common else x[0].transpose(0, 1)
     return x if layout == "bhld" else x.transpose(1, 2)

@@ -1,6 +1,7 @@
-"""Arguments to `Problem` and `Tensors`: every check that needs no tensor's values, each in one place.
+"""From the arguments of an entry point to a `Problem` and its `Tensors`.
 
-`arguments.py` has those of one argument alone, `values.py` those that read lengths, offsets and tables.
+`arguments.py` checks each argument by itself, this file how they fit together, and `values.py` the values inside
+lengths, offsets and tables.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .tile_checks import as_tile_map, check_tile_map
 
 @dataclass(slots=True)
 class Call:
-    """A checked call: what is asked, over which tensors, and what to hand back in the caller's layout."""
+    """A checked call. `out` and `lse` are what is returned, in the caller's layout; `tensors` has views of them."""
 
     problem: Problem
     tensors: Tensors
@@ -116,7 +117,7 @@ def _checked(
     kv_len: int,
     page_size: int = 0,
 ) -> Call:
-    """What all entry points check alike, then the `Problem`. `t` has the tables; here it gets all else."""
+    """The checks that all entry points share, and the `Problem`. `t` has q, k, v and tables; the rest is added here."""
     _check_keys(c, form, ck, cv, t, o, q_len, kv_len)
     o.q_offset = to_int(o.q_offset)
     if o.q_offset is not None and not is_int(o.q_offset):
@@ -129,7 +130,7 @@ def _checked(
     t.k_scales, t.v_scales = ck.scales, cv.scales
     out = c.output(o.out, cv.width, t)
     return_lse = as_flag("return_lse", o.return_lse)
-    as_flag("deterministic", o.deterministic)  # of a backward pass, but refused at once
+    as_flag("deterministic", o.deterministic)  # used by the backward pass; a wrong value is refused here already
     lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if return_lse else None
     t.out = c.common(out)
     if lse is not None:
@@ -142,7 +143,7 @@ def _checked(
         t.places = place_rows(places, batch, c.device, LIMIT)
     t.tile_map = as_tile_map(o.tile_map)
     shared = 0 if t.k_shared is None else t.k_shared.shape[3]
-    # 4 bits are packed by halves of a row: its first bytes are no first columns.
+    # A byte of 4-bit data holds columns d and d + D/2, so V cannot be a view of the first columns of K.
     alike = ck.format == cv.format and ck.format.packing == 1 and not shared
     problem = Problem(
         form=form,
@@ -187,7 +188,7 @@ def _checked(
 def _check_keys(
     c: Checker, form: Form, ck: Operand, cv: Operand, t: Tensors, o: Options, q_len: int, kv_len: int
 ) -> None:
-    """K, V and `k_shared` beside q: widths, rows, heads, lengths."""
+    """Checks that widths, rows, heads and lengths of K, V and `k_shared` fit q. Sets `t.k_shared`."""
     names = ("k_pages", "v_pages") if form == "paged" else ("k", "v")
     H, Hkv, D = c.q.shape[1], ck.data.shape[1], c.q.shape[3]
     t.k_shared = None if o.k_shared is None else _shared(c, form, ck, o.k_shared)
@@ -209,11 +210,13 @@ def _check_keys(
 def _score_tensors(
     c: Checker, form: Form, t: Tensors, o: Options, places: list[Any], batch: int, q_len: int, kv_len: int
 ) -> tuple[MaskSpec | None, int]:
-    """Into `t` all that changes scores; what the mask is, and the keys that a mask or bias over pages leaves."""
+    """Adds to `t` all tensors that change scores. Returns the mask's kind, and `kv_len`, which a mask or bias over
+    pages may shorten.
+    """
     H, spec = c.q.shape[1], None
     if o.mask is not None:
         t.mask, spec = c.mask(o.mask, (batch, H, q_len, kv_len), any_keys=form == "paged")
-        kv_len = t.mask.shape[3]  # of pages perhaps less
+        kv_len = t.mask.shape[3]  # over pages it may be shorter
     t.alibi_slopes = None if o.alibi_slopes is None else c.per_head("alibi_slopes", o.alibi_slopes, H, batch)
     t.sinks = None if o.sinks is None else c.sinks(o.sinks, H)
     if o.tree_mask is not None:
@@ -232,7 +235,7 @@ def _score_tensors(
 
 
 def _offset(form: Form, t: Tensors, o: Options, q_len: int, kv_len: int) -> Offset:
-    """Where the first query stands."""
+    """The position of the first query, as `MaskRules.q_offset` has it."""
     if t.q_offset is not None:
         return "rows"
     if o.q_offset is not None:
@@ -241,7 +244,7 @@ def _offset(form: Form, t: Tensors, o: Options, q_len: int, kv_len: int) -> Offs
 
 
 def _check_values(problem: Problem, t: Tensors, o: Options, places: list[Any]) -> None:
-    """What is inside lengths, offsets, tables, indices and a tile map; tables become int32."""
+    """Checks the values inside tables, indices and a tile map, as `validate` asks; tables become int32."""
     if any(isinstance(x, torch.Tensor) and values.readable(x, o.validate) for x in places):
         values.check_places(problem, places, t.q_offset, o.validate)
     tables = (t.kv_lengths, t.q_offset, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
@@ -257,7 +260,7 @@ def _check_values(problem: Problem, t: Tensors, o: Options, places: list[Any]) -
 
 
 def _shared(c: Checker, form: Form, ck: Operand, given: Any) -> torch.Tensor:
-    """The last columns of K, which all heads share: as k, of one head."""
+    """Checks `k_shared`, the last columns of K that all heads share: as k, with one head."""
     if isinstance(given, Quantised) or ck.format.is_quantised:
         raise InvalidArgument("k_shared", "quantised keys", "k and k_shared of floats", "keys in one tensor")
     x = c.operand("k_shared", given, "[T, H, D]" if form == "varlen" else c.form_of_q()).data
@@ -269,7 +272,7 @@ def _shared(c: Checker, form: Form, ck: Operand, given: Any) -> torch.Tensor:
 
 
 def joined(k: Any, k_shared: Any, layout: Any = "bhld") -> torch.Tensor:
-    """Keys that hold for each head what all share, where gradients or graphs want one tensor."""
+    """`[k, k_shared]` as one tensor, `k_shared` repeated for each head: for gradients and graphs."""
     k, x = to_tensor("k", k), to_tensor("k_shared", k_shared)
     heads = 2 if layout == "blhd" else 1
     want = tuple(1 if dim == heads else n for dim, n in enumerate(k.shape[:-1]))
@@ -279,7 +282,7 @@ def joined(k: Any, k_shared: Any, layout: Any = "bhld") -> torch.Tensor:
 
 
 def _positions(c: Checker, o: Options, places: list[Any], batch: int, q_len: int) -> torch.Tensor:
-    """Where queries and their own keys stand: int32 `[B, Lq]`, with stride 0 where sequences share them."""
+    """The positions of queries and their own keys: int32 `[B, Lq]`, stride 0 where sequences share them."""
     if o.tree_mask is None:
         remedy = "q_offset= says where the first query stands, q_stride= how others follow"
         raise InvalidArgument("positions", "positions without tree_mask", "tree_mask= beside it", remedy)
@@ -294,7 +297,7 @@ def _positions(c: Checker, o: Options, places: list[Any], batch: int, q_len: int
 
 
 def _selection(c: Checker, o: Options, t: Tensors, batch: int, q_len: int) -> Selection | None:
-    """Key or block indices into `t`, and what they are."""
+    """Adds key or block indices to `t`; returns their `Selection`, or None if there are none."""
     block = as_block_size(o)
     name = "key_indices" if o.block_indices is None else "block_indices"
     given = o.key_indices if o.block_indices is None else o.block_indices

@@ -1,4 +1,4 @@
-"""Keywords that other libraries have for what tilewise has under another name, or does without."""
+"""Unknown keywords: the error names the keyword here that other libraries call so, or says why there is none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from ..errors import UnknownKeyword
 
-# The names here, best first; an entry point is told of those that it has.
+# To tilewise's names, best first; the error names the first that the entry point has.
 OTHER_NAMES = {
     "is_causal": ("causal",),
     "attn_mask": ("mask",),
@@ -55,7 +55,7 @@ NOT_NEEDED = {
 
 
 def of(function: Callable[..., Any]) -> list[str]:
-    """The keywords of a function, those before its star too."""
+    """The names by which a function takes keyword arguments."""
     import inspect
 
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,4 +1,4 @@
-"""Where the memory of tensors lies: what shares it, and how it is aligned."""
+"""Memory of tensors: overlap, alignment, V as a view of K."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements may have one address: from the least stride up, a step must be longer than all below it."""
+    """Whether two elements may share an address. None do if each stride exceeds the reach of all smaller ones."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:
@@ -17,16 +17,15 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """Whether bulk copies can read it: rows begin at multiples of 16 bytes, and no dim is broadcast."""
+    """Whether bulk copies (TMA) can read it: rows begin at multiples of 16 bytes, and no dim is broadcast."""
     strides = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
 
 
 def is_v_in_k(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-    """Whether V is the first columns of K, in the same memory: rows of latent attention hold both. Likewise of their
-    scales, if there are any.
+    """Whether V is a view of the first columns of K, as in latent attention (MLA), or V's scales of K's.
 
-    A contiguous V has rows of its own (or is one row); that much of this is in the call cache's key (`key_of`).
+    A contiguous V never is (it has rows of its own, or one row). The call cache's key relies on that (`key_of`).
     """
     if k is None or v is None:
         return k is v

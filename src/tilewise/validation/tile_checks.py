@@ -1,4 +1,4 @@
-"""Whether a tile map belongs to a call."""
+"""Checks that a tile map belongs to its call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def as_tile_map(tile_map: Any) -> TileMap | None:
 
 
 def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
-    """A map must cover the call's matrix and classify its own mask and rules, or it would hide or show too much."""
+    """Refuses a map of another shape, mask or rules than the call's: it would hide or show the wrong keys."""
     p, tile_map = problem, tensors.tile_map
     if tile_map is None:
         return
@@ -52,7 +52,7 @@ def check_tile_map(problem: Problem, tensors: Tensors, validate: Any) -> None:
 
 
 def _check_spec(spec: Spec, p: Problem, tensors: Tensors, validate: Any) -> None:
-    """A map of position rules must come from the rules, offsets and lengths of this call."""
+    """Refuses a map made from other position rules, offsets or lengths than the call's."""
     if p.positions:
         raise InvalidArgument("tile_map", "a map of position rules beside positions", "a map of the mask alone")
     if spec.rules != p.rules.relative():

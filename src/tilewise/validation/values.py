@@ -1,6 +1,6 @@
-"""Checks that read what is inside lengths, offsets and tables.
+"""Checks of the values inside lengths, offsets and tables.
 
-`validate=None` makes them where the values are on the CPU, `True` everywhere (a GPU then waits), `False` nowhere.
+`validate=None` checks values on the CPU, `True` all values (which synchronises with a GPU), `False` none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import InvalidArgument
 
 
 def readable(x: torch.Tensor, validate: Any) -> bool:
-    """Whether the values are to be checked; a tensor that is traced has none yet."""
+    """Whether `validate` lets the values of `x` be read. Traced tensors have none yet."""
     return (validate is True or (validate is None and x.device.type == "cpu")) and not is_traced()
 
 
@@ -44,7 +44,7 @@ def check_tables(
     cu_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> None:
-    """What is inside the lengths, offsets and tables of a call; `rows` are those of a packed k, or its pages."""
+    """Checks the values inside lengths, offsets and tables; `rows` is the number of rows of a packed k, or of pages."""
     if cu_q is not None:
         check_cu_seqlens("cu_seqlens_q", cu_q, p.total_q, "max_q", p.q_len, validate)
     if cu_k is not None:
@@ -66,18 +66,19 @@ def check_tables(
 
 
 def check_indices(p: Problem, indices: torch.Tensor | None, validate: Any) -> None:
-    """Key or block indices `[..., n]`: each is -1 or one of the call's, and none comes twice for a query."""
+    """Checks key or block indices `[..., n]`: each is -1 or in range, and none is repeated for a query."""
     if indices is None or p.selection is None or not indices.numel() or not readable(indices, validate):
         return
     block = p.selection.block
     name, most = ("key_indices", p.kv_len) if block == 1 else ("block_indices", -(-p.kv_len // block))
     if indices.ndim == 4 and not p.selection.by_head:
         indices = indices[:, :1]
-    # On the CPU by NumPy, several times faster: a decode step waits for it.
+    # On the CPU NumPy sorts several times faster than torch, and a decode step waits for it.
     ordered = np.sort(indices.numpy(), -1) if indices.is_cpu else indices.sort(-1).values.cpu().numpy()
     if (least := ordered[..., 0].min()) < -1 or (largest := ordered[..., -1].max()) >= most:
         wrong, what = least if least < -1 else largest, "keys" if block == 1 else f"blocks of {block} keys"
-        wrong = f"{wrong} or {'less' if least < -1 else 'more'}" if wrong in (-2, LIMIT) else wrong  # of int64 the ends
+        if wrong in (-2, LIMIT):  # int64 was clamped to these
+            wrong = f"{wrong} or {'less' if least < -1 else 'more'}"
         raise InvalidArgument(name, f"an index of {wrong}", f"-1 (none) to {most - 1}: there are {most} {what}")
     later = ordered[..., 1:]
     twice = (later == ordered[..., :-1]) & (later >= 0)
@@ -87,7 +88,7 @@ def check_indices(p: Problem, indices: torch.Tensor | None, validate: Any) -> No
 
 
 def check_positions(p: Problem, t: Tensors, validate: Any) -> None:
-    """A tree's positions: no query stands before a key that is not its own."""
+    """Checks the positions of a tree's nodes: none is before the keys that precede the tree."""
     given = (t.positions, t.kv_lengths, t.cu_seqlens_q, t.cu_seqlens_k)
     if t.positions is None or not all(readable(x, validate) for x in given if x is not None):
         return
@@ -101,7 +102,7 @@ def check_positions(p: Problem, t: Tensors, validate: Any) -> None:
 
 
 def check_places(p: Problem, places: Sequence[torch.Tensor | int], offsets: torch.Tensor | None, validate: Any) -> None:
-    """Of each sequence, where its keys and queries stand; what is on a device only if it may be waited for."""
+    """Checks the positions of keys and queries of each sequence, as far as `validate` lets their values be read."""
     given = (*places, p.rules.q_offset if offsets is None else offsets)
     if not all(readable(x, validate) for x in given if isinstance(x, torch.Tensor)):
         return
@@ -111,16 +112,17 @@ def check_places(p: Problem, places: Sequence[torch.Tensor | int], offsets: torc
 
 
 def as_int32(x: torch.Tensor, least: int = -(2**31), most: int = 2**31 - 1) -> torch.Tensor:
-    """Lengths, offsets or pages as kernels read them. What does not fit was not checked, or is never read: it goes to
-    the end of its range, which no device waits for, and does not wrap to a number that looks right. What is not one
-    after the other is copied.
+    """Lengths, offsets or pages as int32 with unit stride.
+
+    Values out of range were either not checked or are never read. They are clamped, which needs no synchronisation and
+    does not wrap around to a plausible number.
     """
     x = x if x.dtype == torch.int32 else x.clamp(least, most).to(torch.int32)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def longest(name: str, given: Any, cu_name: str, cu: torch.Tensor, rows: int, o: Options) -> int:
-    """The longest sequence of packed rows: as given, as the offsets say where they can be read, or a bound on it."""
+    """The longest sequence of packed rows: as given, else from the offsets if they may be read, else all rows."""
     if len(cu) == 0:
         raise InvalidArgument(cu_name, "shape (0,)", "[B + 1]: one more than there are sequences")
     if given is not None:
@@ -132,13 +134,13 @@ def longest(name: str, given: Any, cu_name: str, cu: torch.Tensor, rows: int, o:
         return max(0, min(rows, max((end - start for start, end in pairwise(cu.tolist())), default=0)))
     if o.mask is not None or (o.tree_mask is not None and name == "max_q"):
         raise InvalidArgument(name, None, "the longest sequence", "a mask of packed rows is of that size")
-    return rows  # the longest sequence cannot be known without waiting for the device; all rows are a safe bound
+    return rows  # a safe bound: the offsets are on a device that is not waited for
 
 
 def check_cu_seqlens(
     name: str, cu: torch.Tensor, rows: int, longest_name: str, longest: int | None, validate: Any
 ) -> None:
-    """Offsets that start at 0, never fall and stay within `rows`, and sequences that are not longer than said."""
+    """Checks that offsets start at 0, never fall and stay within `rows`, and that no sequence exceeds `longest`."""
     if not readable(cu, validate):
         return
     offsets = cu.tolist()
@@ -156,11 +158,11 @@ def check_cu_seqlens(
 
 
 def check_block_table(table: torch.Tensor, lengths: torch.Tensor, page_size: int, pages: int, validate: Any) -> None:
-    """Every entry that a length reaches names a page; what lies past it is never read."""
+    """Checks the entries of a block table that are within the lengths; the others are never read."""
     if not readable(table, validate) or not table.numel():
         return
     least, most = table.aminmax()
-    if least >= 0 and most < pages:  # what lies past the lengths too: nothing more to ask
+    if least >= 0 and most < pages:  # all are right, whatever the lengths
         return
     used = torch.arange(table.shape[1], device=table.device)[None, :] * page_size < lengths[:, None]
     bad = used & ((table < 0) | (table >= pages))
