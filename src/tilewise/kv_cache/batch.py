@@ -1,4 +1,4 @@
-"""Some sequences of a `PagedKVCache` at one step: where their new tokens go, and attention over them."""
+"""A step of some sequences of a `PagedKVCache`: stores their new tokens, and attends over them."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Batch:
         self.cache, self.sequences, self.counts, self.starts = cache, sequences, counts, growth.starts
         self.slots, self.growth = slots[0], growth
         self._left = set(range(cache.layers)) if is_new else set()
-        self._written: set[int] = set()  # layers whose tokens are known to be there
+        self._written: set[int] = set()  # layers that are known to be written
         self._changes, self._versions = cache.store.sequences.changes, cache.store.sequences.version[slots[0]]
         B = len(counts)
         self.tokens = int(growth.cu[-1])
         self.longest = int(counts.max(initial=0))
-        self._even = self.tokens == B * self.longest  # all have as many
+        self._even = self.tokens == B * self.longest  # all counts are equal
         on_device = torch.from_numpy(growth.block).to(cache.device, non_blocking=True)
         self._starts, self.cu_seqlens, self.context_lens = pieces(on_device, B, B + 1, B)
         self.block_table = cache.store.sequences.table.of(*slots, growth.pages)
@@ -77,7 +77,7 @@ class Batch:
         self.put(*checks.new_rows(cache, k, v, self.counts), layer)
 
     def put(self, k: torch.Tensor, v: torch.Tensor, packed: bool, layer: int) -> None:
-        """`write` of rows that have been checked, in the form of `Places`."""
+        """`write` of checked rows, in the form that `Places` describes."""
         cache = self.cache
         if cache.rotate:
             k, v = hadamard.rotate(k), hadamard.rotate(v)
@@ -89,11 +89,11 @@ class Batch:
             if sequences.wrote(layer, self.slots, self.starts, self.growth.lengths) == len(self.slots):
                 self._written.add(layer)
             self._left.remove(layer)
-            if not self._left and self.growth.full is not None:  # full pages can be found by their ids
+            if not self._left and self.growth.full is not None:  # now prefix_match may find its full pages
                 sequences.commit(self.sequences, self.growth.full)
 
     def _check(self, layer: int | None = None) -> None:
-        """Refuses a batch of sequences that have changed, and a layer with tokens that were never written."""
+        """Refuses a batch whose sequences have changed, and a layer with tokens that were never written."""
         sequences = self.cache.store.sequences
         if self._changes != sequences.changes:
             with self.cache.store.lock:
@@ -170,11 +170,11 @@ class Batch:
                 return float((len(members) - 1) * tokens)
             return planner.cascade_gain(problem, self.counts[members], tokens)
 
-        full = np.maximum(self.starts, 0) // cache.page_size  # every query comes after them
+        full = np.maximum(self.starts, 0) // cache.page_size  # every query is after these pages
         return shared(cache.store.sequences.table.host[self.slots], full, worth)
 
     def _split(self, q: Any, even: bool, wanted: bool | None, options: dict[str, Any]) -> Split | None:
-        """How to share prefixes, if at all."""
+        """How to run as a cascade; None if it is not possible, not wanted or not faster."""
         against = [name for name in AGAINST if options.get(name) is not None]
         possible = even and not against and self.tokens > 0 and len(self.counts) > 1
         if wanted and not possible:

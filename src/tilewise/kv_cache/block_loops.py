@@ -38,13 +38,13 @@ def count_pages(slots: Any, new: Any, length: Any, table: Any, refs: Any, node_o
             if refs[page] > 1:
                 wanted += 1
                 copied[b] = True
-                refs[page] -= 1  # for those after it
+                refs[page] -= 1  # for the sequences after it; restored below
             elif node_of[page]:
                 known += 1
     for b in range(len(slots)):
         if copied[b]:
             refs[table[slots[b], (length[slots[b]] - 1) // page_size]] += 1
-    return int(wanted), int(longest), int(known)  # also where NumPy counts
+    return int(wanted), int(longest), int(known)  # NumPy integers if not compiled
 
 
 def give_pages(  # type: ignore[no-untyped-def]
@@ -133,7 +133,7 @@ def merge_rows(out: Any, lse: Any, other: Any, other_lse: Any):  # type: ignore[
         mine, its = math.exp(lse[r] - top), math.exp(other_lse[r] - top)  # one of them is 1
         total = mine + its
         mine, its = mine / total, its / total
-        if mine == 0:  # whatever an empty state's row holds
+        if mine == 0:  # an empty state: its row may hold anything
             for d in range(out.shape[1]):
                 out[r, d] = other[r, d]
         else:

@@ -1,4 +1,4 @@
-"""Which sequence holds which pages: all bookkeeping of `PagedKVCache`, none of its keys and values."""
+"""The block manager of `PagedKVCache`: which sequence has which pages. It does not touch keys and values."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ NONE = np.zeros(0, dtype=np.int32)
 
 @dataclass(slots=True)
 class Growth:
-    """What new tokens have changed, and where they go; arrays are int32 `[B]`, in `block` one after the other."""
+    """The result of making room for new tokens. Its arrays are int32 `[B]`, pieces of `block`."""
 
     block: np.ndarray
     starts: np.ndarray  # the position of each sequence's first new token
-    cu: np.ndarray  # [B + 1], sums of their counts
+    cu: np.ndarray  # [B + 1], cumulative numbers of new tokens
     lengths: np.ndarray  # tokens of each, the new ones included
-    pages: int  # of the longest
-    changes: np.ndarray  # [pages, 4]: rows and columns of the table, the pages there now, and what copies are made of
-    copies: int  # leading rows of `changes`: pages that were shared, and are written
-    stamp: int  # of this change: the last one if it is that of `Sequences.changes`
-    known: np.ndarray | None = None  # leading tokens of each whose ids were known before
-    full: np.ndarray | None = None  # pages of each that the prefix index is to know when all is written
+    pages: int  # of the longest sequence
+    changes: np.ndarray  # [pages, 4]: row and column of the block table, its new page, the page copied to it
+    copies: int  # leading rows of `changes` that are copies of shared pages
+    stamp: int  # `Sequences.changes` after this change: equal as long as nothing else has changed
+    known: np.ndarray | None = None  # leading tokens of each sequence whose ids were known before
+    full: np.ndarray | None = None  # leading pages of each sequence to be indexed once all layers are written
 
 
 class Sequences:
-    """Sequences by id, their lengths, block tables and places in the prefix index.
+    """Sequences by id: their lengths, block tables and nodes of the prefix index.
 
-    Per-sequence numbers lie in arrays; a sequence's row in them (its slot) is used again after it is freed, its id
-    never. Nothing changes if a method raises.
+    Numbers of sequences are in arrays. A sequence's index in them, its slot, is reused after it is freed; its id is
+    not. A method that raises has changed nothing.
     """
 
     def __init__(self, pages: int, page_size: int, layers: int, device: torch.device) -> None:
@@ -49,12 +49,12 @@ class Sequences:
         self.slot_of: dict[int, int] = {}
         self.created = 0
         self._unused: list[int] = []
-        # One number for each slot: tokens, leading tokens whose ids are known, the last node of the prefix index that
-        # the sequence stands at, and how many pages that is from the root
+        # For each slot: tokens, leading tokens with known ids, the sequence's last node in the prefix index, and the
+        # depth of that node in pages
         self.length, self.known, self.node, self.depth = (np.zeros(0, dtype=np.int64) for _ in range(4))
-        self.written = np.zeros((layers, 0), dtype=np.int64)  # leading tokens whose keys and values are there
-        # Handles remember the version of their sequences. It counts changes of a slot and never starts again, so that
-        # a handle of a freed sequence is not taken for one of the next in its slot. `changes` counts those of all.
+        self.written = np.zeros((layers, 0), dtype=np.int64)  # leading tokens whose keys and values are written
+        # Batches keep the versions of their sequences. A version counts the changes of a slot and is never reset, so a
+        # batch of a freed sequence does not match the next one in its slot. `changes` counts changes of any slot.
         self.version, self.changes = np.zeros(0, dtype=np.int64), 0
         self.ids = np.zeros((pages, page_size), dtype=np.int64)  # token ids of each page, where they are known
         self._recent: dict[tuple[int, ...], tuple[np.ndarray, torch.Tensor]] = {}
@@ -63,7 +63,7 @@ class Sequences:
         return vars(self) | {"_recent": {}, "ids": self.known_ids()}
 
     def known_ids(self) -> np.ndarray:
-        """The token ids of each page, 0 where they are not known: nothing of who used it before."""
+        """The token ids of each page, 0 where they are not known: no ids of earlier users of the page."""
         known = np.arange(self.page_size) < tokens_of_pages(self, self.known)[:, None]
         return np.where(known, self.ids, 0)
 
@@ -77,7 +77,7 @@ class Sequences:
         return int(slot)
 
     def slots(self, numbers: list[int]) -> tuple[np.ndarray, torch.Tensor]:
-        """The slots of different sequences, on the host and on the device."""
+        """The slots of distinct sequences, on the host and on the device."""
         key = tuple(numbers)
         if (known := self._recent.get(key)) is not None:
             return known
@@ -95,7 +95,7 @@ class Sequences:
         return self.table.host[slot, : -(-int(self.length[slot]) // self.page_size)]
 
     def create(self, pages: np.ndarray = NONE) -> tuple[int, int]:
-        """A new sequence that begins with pages that are in use or kept; its id and slot."""
+        """Creates a sequence that begins with pages in use or kept; returns its id and slot."""
         if not self._unused:
             have = len(self.length)
             more = max(16, have)
@@ -124,7 +124,7 @@ class Sequences:
         return number
 
     def match(self, ids: np.ndarray) -> tuple[int, int]:
-        """A new sequence of the pages that are known to hold the first of `ids`; its id and length."""
+        """Creates a sequence of the indexed pages that hold the longest prefix of `ids`; returns its id and length."""
         P, index = self.page_size, self.pool.index
         node, pages = ROOT, []
         for start in range(0, len(ids) - P + 1, P):
@@ -164,7 +164,7 @@ class Sequences:
         self._recent.clear()
 
     def extend(self, slots: np.ndarray, new: np.ndarray, ids: np.ndarray | None) -> Growth:
-        """Makes room for `new` tokens of each."""
+        """Makes room for `new[b]` tokens in each sequence."""
         pool, B = self.pool, len(slots)
         copied = np.empty(B, dtype=np.bool_)
         wanted, longest, known = compiled(count_pages)(
@@ -190,7 +190,7 @@ class Sequences:
         growth = Growth(block, starts, cu, lengths, longest, changes, copies, self.changes, before, full)
         try:
             self.table.sent(changes)
-            if copies:  # also where no ids are given: those of the copied pages' first tokens may be known
+            if copies:  # even without ids: those of the copied pages' tokens may be known
                 self.ids[changes[:copies, 2]] = self.ids[changes[:copies, 3]]
             if ids is not None:
                 compiled(note_ids)(
@@ -202,9 +202,9 @@ class Sequences:
         return growth
 
     def undo(self, slots: np.ndarray, growth: Growth) -> None:
-        """Takes new tokens back. Prefixes that were given up for them do not come back.
+        """Undoes `extend`. Prefixes that were evicted for it stay evicted.
 
-        Copies of shared pages go back too, unless others have changed since: they may have freed what was shared.
+        Copies of shared pages are undone too, unless anything has changed since: the shared page may be free by now.
         """
         last = growth.stamp == self.changes
         copied = growth.changes[: growth.copies if last else 0].copy()
@@ -221,7 +221,7 @@ class Sequences:
         self.table.sent(copied)
 
     def as_they_are(self, slots: np.ndarray, queries: np.ndarray) -> Growth:
-        """The same for no new tokens; `queries` of each sequence's last ones are looked at."""
+        """A `Growth` without new tokens, for `view`: the last `queries[b]` tokens of each sequence are its queries."""
         B = len(slots)
         block, (starts, cu, lengths) = blocks(B, B + 1, B)
         lengths[:] = self.length[slots]
@@ -231,7 +231,7 @@ class Sequences:
         return Growth(block, starts, cu, lengths, pages, NONE.reshape(0, 4), 0, self.changes)
 
     def _forget_written(self, slots: np.ndarray) -> None:
-        """Half filled pages that will be written in place: what they were known for is gone."""
+        """Removes half-filled pages from the prefix index that are about to be overwritten in place."""
         index = self.pool.index
         for slot in slots[self.length[slots] % self.page_size > 0]:
             node = int(index.node_of[self.pages(slot)[-1]])
@@ -239,27 +239,27 @@ class Sequences:
                 self.pool.forget(node)
 
     def commit(self, numbers: list[int], full: np.ndarray) -> None:
-        """The first `full[i]` pages of sequences hold known ids and are written: from now on they can be found."""
+        """Adds the first `full[i]` pages of each sequence, all written, to the prefix index."""
         index = self.pool.index
         for i in np.flatnonzero(full):
             slot = self.slot_of.get(numbers[i])
-            if slot is None:  # freed meanwhile
+            if slot is None:  # freed in the meantime
                 continue
             pages = min(int(full[i]), min(self.written[:, slot].tolist()) // self.page_size)
             if pages <= self.depth[slot]:
                 continue
             node = int(self.node[slot])
             for page in self.table.host[slot, self.depth[slot] : pages].tolist():
-                # Another page may have been known for the same ids, and gone: then nothing follows it.
+                # Another page with the same ids may have been indexed and evicted: then nothing can follow it.
                 node = index.add(node, self.ids[page].tobytes(), page) if index.holds(node) else LOST
             self.node[slot], self.depth[slot] = node, pages
 
     def wrote(self, layer: int, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
-        """New tokens of a layer are there. The first sequence that lacks some before them, or how many there are."""
+        """Marks new tokens of a layer as written: see `mark_written`."""
         return int(compiled(mark_written)(self.written[layer], slots, starts, lengths))
 
     def check_unchanged(self, numbers: list[int], slots: np.ndarray, versions: np.ndarray) -> None:
-        """Refuses a batch that was made when its sequences had these versions, if one of them has another now."""
+        """Raises if a sequence has another version than when its batch was made."""
         changed = np.flatnonzero(self.version[slots] != versions)
         if len(changed):
             number = numbers[changed[0]]
@@ -268,7 +268,7 @@ class Sequences:
             raise InvalidArgument("batch", given, "one of its sequences as they are now", remedy)
 
     def check_written(self, argument: str, number: object, slot: int, layer: int | None = None) -> None:
-        """Refuses a sequence with tokens that `extend` made room for and nobody wrote: its memory is another's."""
+        """Raises if tokens that `extend` made room for were never written: their memory holds old data."""
         written = int(self.written[:, slot].min() if layer is None else self.written[layer, slot])
         if written < self.length[slot]:
             missing = int(self.length[slot]) - written
@@ -279,7 +279,7 @@ class Sequences:
             )  # fmt: skip
 
     def restore(self, lists: dict[str, np.ndarray], created: int, kept: int) -> None:
-        """Sets up an empty cache from what `save.py` has written; pages are the first ones, kept ones last."""
+        """Fills an empty cache from what `save.py` wrote. Its pages are the first ones of the pool, kept ones last."""
         pool, U = self.pool, len(lists["ids"])
         self.ids[:U] = lists["ids"]
         assert (np.sort(pool.take(U)) == np.arange(U)).all()  # an empty pool gives its first pages

@@ -21,8 +21,8 @@ class Pool:
         self.pages = pages
         self.refs = np.zeros(pages, dtype=np.int32)
         self.index = PrefixIndex(pages)
-        self.kept: dict[int, None] = {}  # in the order in which they became unused
-        self._stack = np.arange(pages - 1, -1, -1, dtype=np.int32)  # the next free page is the last of `free`
+        self.kept: dict[int, None] = {}  # in the order in which they became unused: LRU
+        self._stack = np.arange(pages - 1, -1, -1, dtype=np.int32)  # pages [0, free); the last is next
         self.free = pages
 
     @property
@@ -30,7 +30,7 @@ class Pool:
         return self.free + len(self.kept)
 
     def check(self, wanted: int) -> None:
-        """Raises unless `wanted` pages could be taken."""
+        """Raises `CacheFull` unless `wanted` pages are available."""
         if wanted > self.available:
             raise CacheFull(
                 f"{wanted} pages are needed, {self.available} of {self.pages} are free; free or truncate sequences, or "

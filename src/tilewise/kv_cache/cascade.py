@@ -25,8 +25,8 @@ from .attending import into
 from .block_loops import compiled, merge_rows
 from .upload import upload
 
-# What tells positions apart (a prefix has one set of queries, whose positions differ) or asks for the same bits in
-# every batch
+# Options that rule a cascade out: those by position (queries of one prefix have different positions), and those that
+# ask for the same bits in every batch
 AGAINST = (
     *(f.name for f in fields(MaskRules) if f.name not in ("causal", "kv_lengths", "places")),
     *PLACES,
@@ -59,7 +59,7 @@ def shared(table: np.ndarray, full: np.ndarray, gain: Callable[[np.ndarray, int]
     considered separately, where fewer sequences share more pages.
 
     Args:
-        table: `[B, n]`, pages.
+        table: `[B, n]`, block tables.
         full: `[B]`: leading pages of each sequence that may be shared.
 
     >>> table = np.array([[3, 1, 5, 6], [3, 1, 5, 8], [3, 1, 9, 0], [7, 2, 0, 0]])
@@ -98,15 +98,15 @@ class Split:
     """Groups of a batch as tensors; valid for every step until a sequence is shortened."""
 
     groups: list[Group]
-    order: torch.Tensor | None  # int64 [T]: packed query rows, those of a group together; None if they are
+    order: torch.Tensor | None  # int64 [T]: packed query rows sorted by group; None if they are already
     back: torch.Tensor | None  # its inverse
     cu: torch.Tensor  # int32 [groups + 1]
-    longest: int  # query rows of a group
+    longest: int  # most query rows of a group
     table: torch.Tensor  # int32 [groups, pages]
     lengths: torch.Tensor  # int32 [groups]: tokens of the prefixes
-    pages: int  # left out of every sequence's table, if it is the same for all
-    shift: torch.Tensor | None  # int64 [B, 1]: pages left out of each sequence's, if not
-    taken: torch.Tensor  # int32 [B]: tokens left out of each
+    pages: int  # prefix pages of every sequence, if all have the same number
+    shift: torch.Tensor | None  # int64 [B, 1]: prefix pages of each sequence, if not
+    taken: torch.Tensor  # int32 [B]: prefix tokens of each sequence
 
     @classmethod
     def of(cls, groups: list[Group], table: np.ndarray, counts: np.ndarray, page_size: int, device: Any) -> Split:
@@ -176,7 +176,7 @@ def run(
     context_lens: torch.Tensor,
     options: dict[str, Any],
 ) -> Any:
-    """Both calls and their merge. `q` is packed `[T, H, D]`, or `[B, H, Lq, D]` with as many queries for each."""
+    """Runs both calls and merges them. `q` is packed `[T, H, D]`, or `[B, H, Lq, D]`, all of whose rows are queries."""
     back, q = returner(q), to_tensor("q", q)
     seq_major, lse, out = (options.pop(name, None) for name in ("layout", "return_lse", "out"))
     packed = q.ndim == 3

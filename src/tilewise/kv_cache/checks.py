@@ -1,4 +1,4 @@
-"""What both caches check alike: new rows, counts, queries."""
+"""Checks that both caches share: new rows, counts, ids."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from .contiguous import KVCache
     from .paged import PagedKVCache
 
-MOST = 2**31 - 1  # tokens of a sequence, and new ones of a call: kernels count in int32
+MOST = 2**31 - 1  # tokens of a sequence and of a call: kernels count in int32
 
 
 def rows(name: str, x: Any, heads: int, fmt: Format, device: torch.device, packed: bool) -> torch.Tensor:
-    """New keys or values in the form `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` of packed ones."""
+    """New keys or values as `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` if they are packed."""
     x = with_memory(name, x)
     form = "[T, Hkv, D]" if packed else "[B, Hkv, L, D]"
     if x.ndim != (3 if packed else 4):
@@ -54,7 +54,7 @@ def both_rows(cache: KVCache | PagedKVCache, k: Any, v: Any, packed: bool) -> tu
 
 
 def new_rows(cache: PagedKVCache, k: Any, v: Any, counts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """New keys and values in the form `[B, Hkv, L, D]`, or `[1, Hkv, T, D]` and True; enough for `counts`."""
+    """New keys and values as `[B, Hkv, L, D]`, or packed as `[1, Hkv, T, D]`, and which; checked against `counts`."""
     packed = len(getattr(k, "shape", ())) == 3
     k, v = both_rows(cache, k, v, packed)
     if packed and k.shape[2] != counts.sum():
@@ -66,7 +66,7 @@ def new_rows(cache: PagedKVCache, k: Any, v: Any, counts: np.ndarray) -> tuple[t
 
 
 def ints(name: str, given: Any, expected: str) -> np.ndarray:
-    """What a caller gives for a list of ints, as an array of ints; bools are none, also not among ints."""
+    """A list, array or tensor of ints as a NumPy array; bools are refused."""
     try:
         if isinstance(given, torch.Tensor):
             given = given.cpu().numpy()
@@ -131,7 +131,7 @@ def indices(name: str, given: Any, size: int) -> np.ndarray:
 
 
 def evenly(name: str, x: Any, batch: int, dim: int = 2) -> int:
-    """Tokens of each sequence if they all have as many: `[B, Hkv, L, D]` or packed `[T, Hkv, D]`."""
+    """Tokens of each sequence, all having the same number: of `[B, Hkv, L, D]` or packed `[T, Hkv, D]`."""
     shape = tuple(getattr(x, "shape", ()))
     if len(shape) == 3:
         if batch == 0 or shape[0] % batch:
@@ -155,7 +155,7 @@ def token_ids(tokens: Any) -> np.ndarray:
 
 
 def new_ids(tokens: Any, counts: np.ndarray) -> np.ndarray | None:
-    """Ids of new tokens, if they are given: one for each."""
+    """The ids of new tokens, one for each; None if they are not given."""
     ids = None if tokens is None else token_ids(tokens)
     if ids is not None and len(ids) != counts.sum():
         raise InvalidArgument("tokens", f"{len(ids)} ids", f"{int(counts.sum())}, one for each new token")
@@ -163,7 +163,7 @@ def new_ids(tokens: Any, counts: np.ndarray) -> np.ndarray | None:
 
 
 def sequence_ids(sequences: Any) -> list[int]:
-    """An id or several, as a list."""
+    """One sequence id or several, as a list."""
     try:
         given = sequences.tolist() if hasattr(sequences, "tolist") else sequences
         several = [given] if hasattr(given, "__index__") else list(given)

@@ -243,7 +243,7 @@ class KVCache:
         return (hadamard.rotate_back(x) if self.rotate else x).to(dtype)
 
     def _slots(self, longest: int, mask: Any) -> int:
-        """How many slots a call is given: those of a mask, or the longest row's and a few more."""
+        """How many slots a call is given: as a mask has, or those of the longest row and a few more."""
         width = mask.shape[-1] if len(getattr(mask, "shape", ())) else 1
         if width == 1:
             return min(self.capacity, rounded(longest))
@@ -266,7 +266,7 @@ class KVCache:
             offset = length - q_rows
         q_first = checks.offsets(offset, self.batch)
         ring.check(first, q_first, self.capacity, options)
-        if ring.order_is_nothing(first, length, self.capacity, q_rows, options):
+        if ring.order_does_not_matter(first, length, self.capacity, q_rows, options):
             held = torch.from_numpy((length - first).astype(np.int32)).to(self.device)
             operands = self.store.operands(min(self.capacity, rounded(int((length - first).max(initial=0)))), seq_major)
             return attention(q, *operands, kv_lengths=held, **options | {"causal": False, "window": None})

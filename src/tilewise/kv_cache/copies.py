@@ -1,7 +1,7 @@
-"""Copies and pickles of caches: deep, with nothing in common that is written.
+"""Copies and pickles of caches. They are deep: a copy shares no memory that is written.
 
-A copy is exact, free pages and all. A pickle holds the slots or pages that hold tokens, and nothing of the memory
-beside them, which may be anyone's. What holds addresses (writers, views, locks) is made anew.
+A copy is exact, free pages included. A pickle holds only the slots or pages with tokens, since other memory may hold
+old data. Objects with addresses (writers, views, locks) are made anew.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def deep(cache: Cache, memo: dict[int, Any]) -> Cache:
 
 
 def gathered(cache: KVCache, rows: np.ndarray | None, start: int, capacity: int) -> KVCache:
-    """A cache with copies of some rows, from slot `start` on."""
+    """A new cache with copies of some rows, from slot `start` on."""
     new = object.__new__(type(cache))
     vars(new).update(_own(cache) | {"batch": cache.batch if rows is None else len(rows), "capacity": capacity})
     which = slice(None) if rows is None else rows

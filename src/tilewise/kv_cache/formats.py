@@ -31,7 +31,7 @@ def size(argument: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> in
     """An int from `least` to `most`; kernels count in int32."""
     number = integer(value)
     if number is None or not least <= number <= most:
-        # Python writes no int of thousands of digits.
+        # Python refuses to print an int of thousands of digits.
         given = repr(value) if number is None or number.bit_length() <= 64 else f"an int of {number.bit_length()} bits"
         raise InvalidArgument(argument, given, f"an int, {least} to {most}")
     return number

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import InvalidArgument
 
-LEAST = 8  # elements of a block; smaller ones would spread nothing
+LEAST = 8  # elements of a block; smaller ones would spread outliers too little
 
 
 def block_of(width: int) -> int:
@@ -37,7 +37,7 @@ def matrix(width: int, device: torch.device) -> torch.Tensor:
     return _matrix(width, device)
 
 
-# To a compiler it is a constant: `torch.compiler.assume_constant_result` says the same, and takes long to import.
+# A constant to Dynamo, as by `torch.compiler.assume_constant_result`, which takes long to import.
 matrix._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -49,7 +49,7 @@ def _matrix(width: int, device: torch.device) -> torch.Tensor:
         H = np.block([[H, H], [H, -H]])
     R = np.kron(np.eye(width // block), H / block**0.5)
     signs = np.array([_sign(i) for i in range(width)])
-    with torch.inference_mode(False):  # it is kept, and may be used outside
+    with torch.inference_mode(False):  # it is cached, and may be used outside
         return torch.from_numpy((signs[:, None] * R).astype(np.float32)).to(device)
 
 

@@ -240,7 +240,7 @@ class PagedKVCache:
             raise InvalidArgument("layers", f"{self.layers} layers", "one, to append", "extend, then write each layer")
         numbers = checks.sequence_ids(sequences)
         new = checks.counts("counts", checks.evenly("k", k, len(numbers)) if counts is None else counts, len(numbers))
-        rows = checks.new_rows(self, k, v, new)  # wrong rows are refused before there is room for them
+        rows = checks.new_rows(self, k, v, new)  # before `_extend`, so that wrong rows change nothing
         batch = self._extend(numbers, new, tokens)
         try:
             batch.put(*rows, layer=0)
@@ -257,7 +257,7 @@ class PagedKVCache:
         with self.store.lock:
             latest = self.store.latest
             if latest is not None and latest.sequences == numbers and np.array_equal(latest.counts, queries):
-                return latest  # what was appended last
+                return latest  # the batch of the last `extend` or `append`
             slots = self.store.sequences.slots(numbers)
             now = self.store.sequences.as_they_are(slots[0], queries)
             return Batch(self, numbers, slots, queries, now, is_new=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 ROOT = 0
-LOST = -1  # a node that a sequence stood at and that has left
+LOST = -1  # a sequence's node that was removed
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class PrefixIndex:
     """
 
     def __init__(self, pages: int) -> None:
-        self.node_of = np.zeros(pages, dtype=np.int64)  # of each page; 0 if it is not in the tree
+        self.node_of = np.zeros(pages, dtype=np.int64)  # the node of each page; 0: none
         self.nodes: dict[int, Node] = {}
         self._by_ids: dict[tuple[int, bytes], int] = {}
         self._next = 1
@@ -65,7 +65,7 @@ class PrefixIndex:
         return node == ROOT or node in self.nodes
 
     def above(self, node: int, steps: int) -> int:
-        """The node `steps` pages before this one."""
+        """The ancestor `steps` pages above this node."""
         for _ in range(steps):
             if node not in self.nodes:
                 return LOST

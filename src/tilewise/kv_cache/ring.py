@@ -23,7 +23,7 @@ class Run:
 
     lengths: np.ndarray  # int64 [B]
     offsets: np.ndarray  # int64 [B]
-    hidden: np.ndarray | None = None  # int64 [B]: slots below are not the run's, and no window hides them
+    hidden: np.ndarray | None = None  # int64 [B]: slots below need a mask: no window hides them
 
 
 def check_options(capacity: int, options: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def runs(first: np.ndarray, length: np.ndarray, q_first: np.ndarray, capacity: i
     return [upper, Run(np.maximum(end - capacity, 0), q_first - shift - capacity)]
 
 
-def order_is_nothing(
+def order_does_not_matter(
     first: np.ndarray, length: np.ndarray, capacity: int, q_rows: int, options: dict[str, Any]
 ) -> bool:
     """Whether every query sees every filled slot, whatever its position, so that one call is enough.

@@ -1,8 +1,8 @@
-"""A step over sequences of a `PagedKVCache` that can be captured in a CUDA graph, or compiled without a break.
+"""A step over sequences of a `PagedKVCache` for CUDA graphs, and for `torch.compile` without graph breaks.
 
-extend       on the host, before each step: room for new tokens, and the tables' new content
-write,       in the graph: tensor code over memory that stays where it is, with nothing in it that depends on
-attend       lengths, on how many sequences there are, or on anything in Python
+extend       on the host, before each step: makes room for new tokens and updates the tables in place
+write,       in the graph: tensor code over fixed addresses, which depends on no length, no number of
+attend       sequences and no Python state
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class StaticBatch:
         layer = checks.index("layer", layer, cache.layers, "layer")
         packed = self._packed("q", q, 1 if options.get("layout") == "blhd" else 2)
         options["causal"] = causal
-        if is_traced():  # parts of the whole, so that what is written before is seen
+        if is_traced():  # views of all layers, so that the graph orders this after `write`
             keys, values = (operand(x.map(lambda x: x[layer])) for x in (store.k, store.v))
         else:
             self._check()
@@ -152,13 +152,13 @@ class StaticBatch:
             if packed:
                 options |= {"cu_seqlens_q": self.cu_seqlens, "max_q": self.count}
             elif self.count > 1 and options.get("q_offset") is None:
-                options["q_offset"] = self.starts  # a sequence may have fewer
+                options["q_offset"] = self.starts  # a sequence may have fewer than `count` queries
             return paged_attention(q, keys, values, self.block_table, self.context_lens, **options)
 
         return attend(q, call, cache.rotate, options)
 
     def _packed(self, name: str, x: Any, dim: int) -> bool:
-        """Whether rows are packed; refuses those that are not this batch's in number."""
+        """Whether rows are packed; refuses another number of rows than the batch has."""
         shape = tuple(getattr(x, "shape", ()))
         if len(shape) == 3 and shape[0] == self.batch * self.count:
             return True
@@ -169,7 +169,7 @@ class StaticBatch:
 
     @eager_function
     def _check(self) -> None:
-        """Refuses tables of sequences that have changed. A replay asks nobody."""
+        """Refuses a step whose sequences have changed. Replays of a graph are not checked."""
         known = self.cache.store.sequences
         if self._changes != known.changes:
             with self.cache.store.lock:

@@ -1,4 +1,4 @@
-"""How full a `PagedKVCache` is."""
+"""Statistics of a `PagedKVCache`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PoolStats:
 def tokens_of_pages(sequences: Sequences, lengths: np.ndarray, indexed: bool = True) -> np.ndarray:
     """Tokens of each page, int64 `[pages]`, if sequences have `lengths` (one for each slot).
 
-    Pages of the prefix index are full, also if the sequences that use them are shorter, unless `indexed` is False.
+    Indexed pages count as full even if their sequences are shorter, unless `indexed` is False.
     """
     size = sequences.page_size
     filled = np.zeros(sequences.pool.pages, dtype=np.int64)

@@ -84,12 +84,12 @@ class RowStore:
 
 
 class PageStore:
-    """The pages of a `PagedKVCache`, `[layers, pages, page_size, Hkv, columns]`, and the sequences that hold them.
+    """The pages of a `PagedKVCache`, `[layers, pages, page_size, Hkv, columns]`, and its sequences.
 
     Attributes:
         lock: held while `sequences` are read or changed.
-        splits: prefixes that batches share, until a sequence is shortened.
-        latest: the batch of the last `extend`, while it shows its sequences as they are.
+        splits: cascades of batches, until a sequence is truncated.
+        latest: the batch of the last `extend`, while it is up to date.
     """
 
     def __init__(self, k: Store, v: Store, sequences: Sequences) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .paged import PagedKVCache
 
 Part = tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
-MOST_HEADS = 2**20  # that a manifest may speak of
+MOST_HEADS = 2**20  # in a manifest
 SAME = ("head_dim", "value_dim", "dtype", "v_dtype", "group", "rotate", "latent")
 
 
@@ -72,7 +72,7 @@ def export(
 
 
 def checksum(x: torch.Tensor) -> int:
-    if not x.numel():  # which has no bytes to view
+    if not x.numel():  # torch cannot view it as bytes
         return 0
     return zlib.crc32(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
@@ -177,7 +177,7 @@ def _put(
     lo, hi = about["heads"][0] - first_head, about["heads"][1] - first_head
     into, of = slice(max(lo, 0), min(hi, cache.kv_heads)), slice(max(-lo, 0), min(hi, cache.kv_heads) - lo)
     if into.start >= into.stop:
-        return  # heads of another cache
+        return  # heads that this cache does not have
     for name, x in named_tensors(cache.store.k, cache.store.v):
         rows = as_bytes(tensors[name].to(cache.device))[:, :, of]  # [layers, tokens, heads, ...]
         at = 0

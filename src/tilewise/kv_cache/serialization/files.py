@@ -1,8 +1,8 @@
-"""Tensors in a safetensors file, with a digest of all of it: a file that is cut off or altered is refused.
+"""Tensors in a safetensors file with a digest: a truncated or altered file is refused.
 
-The format: 8 bytes, the length of the header; the header, JSON; then the tensors' bytes, one after the other. It is
-data and never code. Whoever made a file may have made its digest too, so all that it says is checked, and before memory
-is taken for it.
+The format: 8 bytes with the length of the header; the header, JSON; then the tensors' bytes. A file is data and never
+code. A malicious file can have a right digest, so everything that it declares is checked, before memory is allocated
+for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {
     torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-LONGEST_HEADER = 1 << 20  # ours have a few KB
+LONGEST_HEADER = 1 << 20  # bytes; ours have a few KB
 
 About = dict[str, Any]
 Shape = tuple[int, ...]
@@ -35,7 +35,7 @@ Shapes = dict[str, tuple[Shape, torch.dtype]]
 
 
 def as_path(path: Any) -> Path:
-    """A name that a file can have."""
+    """The path, if it can be the name of a file."""
     try:
         text = os.fspath(path)
         if isinstance(text, str) and text and "\0" not in text:
@@ -47,7 +47,7 @@ def as_path(path: Any) -> Path:
 
 
 def write(path: str | os.PathLike[str], kind: str, about: About, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes all of it or nothing: an earlier file stays until the new one is whole, and on the disk."""
+    """Writes a file atomically: an earlier one stays until the new one is complete and on disk."""
     path = as_path(path)
     _check_target(path)
     entries, end = {}, 0
@@ -61,13 +61,12 @@ def write(path: str | os.PathLike[str], kind: str, about: About, tensors: dict[s
         digest.update(_bytes(x))
     header = json.dumps({"__metadata__": {**meta, "digest": digest.hexdigest()}, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    # A name that nobody can guess, and that may not be there: no link that waits at it is followed, and no two threads
-    # or processes write into one draft.
+    # An unguessable name, created exclusively: no symbolic link is followed, and no two writers share a draft.
     draft = path.with_name(f".{secrets.token_hex(12)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
         number = os.open(draft, flags, 0o666)
-    except OSError as error:  # of the folder: nobody has heard of the draft
+    except OSError as error:  # name the folder: the caller does not know the draft
         raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with open(number, "wb") as file:
@@ -84,10 +83,10 @@ def write(path: str | os.PathLike[str], kind: str, about: About, tensors: dict[s
 
 
 def _check_target(path: Path) -> None:
-    """A rename would put a file in the place of a device or a pipe, also of one that a link leads to."""
+    """Refuses devices and pipes, also behind links: a rename would replace them by a file."""
     try:
         there = os.stat(path).st_mode
-    except OSError:  # nothing is there, or no folder for it: then the draft cannot be made either
+    except OSError:  # it does not exist, or its folder does not: then creating the draft fails too
         return
     if not stat.S_ISREG(there):
         kind = "a folder" if stat.S_ISDIR(there) else "no plain file"
@@ -95,7 +94,7 @@ def _check_target(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name is on the disk too, where folders can be synced."""
+    """Syncs the folder, where that is possible, so that the new name is on disk too."""
     with contextlib.suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -111,13 +110,13 @@ def read(
     declare: Callable[[About, dict[str, Shape]], Shapes],
     optional: dict[str, type],
 ) -> tuple[About, dict[str, torch.Tensor]]:
-    """What was written, on the CPU.
+    """Reads a file; its tensors are on the CPU.
 
     Args:
-        fields: the names and types of its description.
-        optional: those of fields that it may have beside these.
-        declare: the tensors that a file of this description has, given the shapes that it says they have. It is called
-            before any of them is read, and refuses a description that makes no sense.
+        fields: the names and types of the fields of its description.
+        optional: likewise fields that may be missing.
+        declare: returns the tensors that a file with this description must have; it is given the shapes that the file
+            declares. Called before any tensor is read; raises if the description makes no sense.
     """
     path = as_path(path)
     with open(path, "rb", opener=_without_waiting) as file:
@@ -150,11 +149,11 @@ def read(
 
 
 def room(path: Any, make: Callable[[], Any]) -> Any:
-    """What `make` allocates, if there is memory for it."""
+    """The result of `make()`; the error names the file if there is no memory for it."""
     try:
         return make()
     except (MemoryError, RuntimeError, InvalidArgument) as error:
-        reason = error.__cause__ or error  # what the allocator said
+        reason = error.__cause__ or error  # the allocator's error
         raise refused(path, f"more than memory can be had for ({reason})", "a cache that fits") from None
 
 
@@ -163,12 +162,12 @@ def refused(path: Any, given: str, expected: str) -> InvalidArgument:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a pipe that nobody writes to as well; then it can be refused."""
+    """An opener that does not block on a pipe without a writer, so that it can be refused."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _about(path: Path, meta: dict[str, str], fields: dict[str, type], optional: dict[str, type]) -> About:
-    """The description: these fields with values of these types."""
+    """The description of a file; refuses other fields, or values of other types."""
     try:
         about = _parse(meta.get("about", ""))
     except (ValueError, RecursionError) as error:
@@ -183,7 +182,7 @@ def _about(path: Path, meta: dict[str, str], fields: dict[str, type], optional: 
 
 
 def _expect(path: Path, said: Shapes, wanted: Shapes) -> None:
-    """Refuses a file whose tensors are not those of its description."""
+    """Refuses a file whose tensors do not match its description."""
     if said.keys() != wanted.keys():
         raise refused(path, f"tensors {sorted(said)}", f"{sorted(wanted)}")
     for name, (shape, dtype) in wanted.items():
@@ -192,7 +191,7 @@ def _expect(path: Path, said: Shapes, wanted: Shapes) -> None:
 
 
 def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], dict[str, Any]]:
-    """The description and the tensors' places, which together make up the file to its last byte."""
+    """The description and the tensors' offsets, which must cover the file to its last byte."""
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > min(size - 8, LONGEST_HEADER):
@@ -222,7 +221,7 @@ def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], dict
 
 
 def _parse(text: str) -> Any:
-    """JSON in which no name is there twice: readers differ in which of them they take."""
+    """Parses JSON; refuses duplicate names, of which parsers take different ones."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

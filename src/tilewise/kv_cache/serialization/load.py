@@ -1,4 +1,4 @@
-"""Caches and prefixes from files of `save.py`. What a file says is checked before memory is taken, and before use."""
+"""Loads caches and prefixes from files of `save.py`. A file is checked before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONAL: dict[str, type] = {"latent": int}
 ROWS = FORMATS | {"batch": int, "capacity": int, "ring": bool, "slots": int}
 PREFIX = FORMATS | {"layers": int, "tokens": int, "known": int}
 PAGES = FORMATS | {"layers": int, "num_pages": int, "page_size": int, "created": int, "kept": int}
-LARGEST = 2**62  # of ids and numbers of nodes: more can be given after them
+LARGEST = 2**62  # of sequence ids and node numbers: leaves room for new ones
 
 
 def _formats(about: files.About) -> tuple[Format, Format]:
@@ -48,13 +48,13 @@ def _formats(about: files.About) -> tuple[Format, Format]:
 
 
 def _token_bytes(about: files.About) -> int:
-    """Of a token's key and value, one head."""
+    """Bytes of a token's key and value, one head."""
     k, v = _formats(about)
     return k.bytes if "latent" in about else k.bytes + v.bytes
 
 
 def _stores(about: files.About, *rows: int) -> files.Shapes:
-    """The tensors of K and V with so many rows of rows."""
+    """The tensors of K and V, with rows of shape `rows`."""
     shapes: files.Shapes = {}
     for name, fmt in zip("k" if "latent" in about else "kv", _formats(about), strict=False):
         shapes[name] = ((*rows, fmt.columns), fmt.dtype)
@@ -64,7 +64,7 @@ def _stores(about: files.About, *rows: int) -> files.Shapes:
 
 
 def _memory(device: torch.device) -> int | None:
-    """Bytes that a device has, free or not."""
+    """Total memory of a device in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -73,7 +73,7 @@ def _memory(device: torch.device) -> int | None:
 
 
 def _check_memory(path: Path, bytes_: int, device: torch.device) -> None:
-    """A small file may declare a large cache: refused if no machine like this could hold it."""
+    """Refuses a file that declares a cache larger than the device's memory, however small the file."""
     there = _memory(device)
     if there is not None and bytes_ > there:
         raise files.refused(path, f"a cache of {bytes_} bytes", f"at most {there}, what the device has")
@@ -86,7 +86,7 @@ def load_rows(kind: type[KVCache], path: Path, device: Any) -> KVCache:
     device = as_device(device)
 
     def declare(about: files.About, said: dict[str, files.Shape]) -> files.Shapes:
-        _formats(about)  # before anything that follows from it
+        _formats(about)  # first: sizes depend on it
         batch, capacity = size("batch", about["batch"], 0), size("capacity", about["capacity"], 1, MOST)
         slots = size("slots", about["slots"], 0, capacity)
         _check_memory(path, batch * about["kv_heads"] * capacity * _token_bytes(about), device)
@@ -172,7 +172,7 @@ def load_pages(kind: type[PagedKVCache], path: Path, device: Any) -> PagedKVCach
 
 
 def _problem(lists: dict[str, np.ndarray], about: files.About) -> str | None:
-    """What would make a cache of these lists read or write where it may not, or find what is not there."""
+    """What is inconsistent in these lists, so that a cache made of them could access wrong memory; None if nothing."""
     P, U, kept = about["page_size"], len(lists["ids"]), about["kept"]
     numbers, length, known, depth = (lists[name] for name in ("sequences", "length", "known", "depth"))
     if len(numbers) and not (numbers[0] >= 0 and numbers[-1] < about["created"] and (np.diff(numbers) > 0).all()):
@@ -210,7 +210,7 @@ def _problem(lists: dict[str, np.ndarray], about: files.About) -> str | None:
         return "prefixes that are known twice, or not at all"
     for i, (pages, node, steps) in enumerate(zip(held, lists["node"].tolist(), depth.tolist(), strict=True)):
         if node != ROOT and node not in nodes:
-            lists["node"][i] = LOST  # it has left; its number would be given again
+            lists["node"][i] = LOST  # it was removed; its number would be reused
             continue
         for page in pages[:steps][::-1].tolist():
             if node == ROOT or (lists["ids"][nodes[node][1]] != lists["ids"][page]).any():

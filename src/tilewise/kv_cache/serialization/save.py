@@ -1,4 +1,4 @@
-"""Caches and prefixes to files, as they are stored: nothing is quantised again. `load.py` reads them."""
+"""Saves caches and prefixes to files, in their storage format. `load.py` reads them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Path = str | os.PathLike[str]
 
 
 def formats(cache: Any) -> dict[str, Any]:
-    """How a cache stores, as a file describes it."""
+    """The storage of a cache, as files describe it."""
     k, v = cache.k_format, cache.v_format
-    groups = [fmt.group for fmt in (k, v) if fmt.scales]  # where it is a choice
+    groups = [fmt.group for fmt in (k, v) if fmt.scales]  # of formats without a fixed group
     return {
         "kv_heads": cache.kv_heads, "head_dim": k.width, "value_dim": v.width, "dtype": k.name, "v_dtype": v.name,
         "group": groups[0] if groups else 64, "rotate": cache.rotate,
@@ -35,7 +35,7 @@ def formats(cache: Any) -> dict[str, Any]:
 
 
 def held_rows(cache: KVCache) -> dict[str, torch.Tensor]:
-    """All rows up to the longest, on the CPU; slots that hold no token are zeros."""
+    """All rows up to the longest length, on the CPU; slots without a token are zeros."""
     slots = min(cache.capacity, int(cache.store.length.max(initial=0)))
     held = cache.store.length if not cache.ring else np.minimum(cache.store.length, cache.capacity)
     tensors = {}
@@ -62,7 +62,7 @@ def save_rows(cache: KVCache, path: Path) -> None:
 
 
 def save_prefix(cache: PagedKVCache, path: Path, sequence: int) -> None:
-    """The rows of a sequence, one after the other, and its token ids as far as they are known."""
+    """Saves the rows of a sequence, and its known token ids."""
     with cache.store.lock:
         sequences = cache.store.sequences
         slot = sequences.slot("sequence", sequence)
@@ -80,7 +80,7 @@ def save_prefix(cache: PagedKVCache, path: Path, sequence: int) -> None:
 
 
 def held_pages(cache: PagedKVCache) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-    """The pages that are used, then those that are kept, on the CPU; slots that hold no token are zeros."""
+    """The used pages, then the kept ones, on the CPU; slots without a token are zeros."""
     sequences, pool = cache.store.sequences, cache.store.sequences.pool
     pages = np.concatenate([np.flatnonzero(pool.refs), np.fromiter(pool.kept, np.int64, len(pool.kept))])
     tokens = tokens_of_pages(sequences, np.minimum(sequences.length, sequences.written.max(0, initial=0)))
@@ -94,7 +94,7 @@ def held_pages(cache: PagedKVCache) -> tuple[np.ndarray, dict[str, torch.Tensor]
 
 
 def save_pages(cache: PagedKVCache, path: Path) -> None:
-    """Every page that is used or kept, the sequences and the prefix index."""
+    """Saves all used and kept pages, the sequences and the prefix index."""
     with cache.store.lock:
         manager, pool = cache.store.sequences, cache.store.sequences.pool
         live = list(manager.slot_of.items())
@@ -108,7 +108,7 @@ def save_pages(cache: PagedKVCache, path: Path) -> None:
         table = np.zeros((len(live), width), dtype=np.int32)
         for i, slot in enumerate(slots):
             table[i, : len(manager.pages(slot))] = place[manager.pages(slot)]
-        # A node that has left has a number that a cache made of the file would give again.
+        # Not the numbers of removed nodes: a cache loaded from the file would reuse them.
         at = [node if pool.index.holds(node) else LOST for node in manager.node[slots].tolist()]
         nodes = [(n, node.parent, place[node.page]) for n, node in pool.index.nodes.items()]
         lists = {
