@@ -27,10 +27,10 @@ from .layout import (
 from .rows import Call
 from .steps import Task
 
-PASSED_ON = ("scale", "softcap", "split_size", "allow_tf32", "deterministic", "backend")  # to every part, as they are
+PASSED_ON = ("scale", "softcap", "split_size", "allow_tf32", "deterministic", "backend")  # to all parts unchanged
 RULES = (*(name for name in RuleOptions.__annotations__ if name not in PLACES), "kv_lengths")
-Place = tuple[int, int]  # the position of a sequence's first query, its keys in use
-INSTEAD = {  # of options that are not taken
+Place = tuple[int, int]  # the position of a sequence's first query, and its keys in use
+INSTEAD = {  # the remedy for each option that is not supported
     "block_indices": "key_indices= takes the keys of those blocks one by one",
     "tree_mask": "mask= takes this rank's rows over all keys",
     "k_shared": "k= takes them beside each head's own columns",
@@ -63,13 +63,13 @@ def prepare(
     cu_seqlens: tuple[Any, Any],
     options: dict[str, Any],
 ) -> tuple[Call, dict[str, Any], list[Place]]:
-    """The arguments, checked: the call, its tensors beside q, k and v, and where each batch row's queries stand."""
+    """The checked call, its tensors beside q, k and v, and each batch row's `Place`."""
     cu_seqlens = values_of("cu_seqlens_q", cu_seqlens[0]), values_of("cu_seqlens_k", cu_seqlens[1])
     for name, remedy in INSTEAD.items():
         if options.get(name) is not None:
             raise InvalidArgument(name, "one over several ranks", "none", remedy)
     if unknown := [name for name in options if name not in KNOWN and name not in INSTEAD]:
-        from .attention import attention  # which needs this module
+        from .attention import attention  # it imports this module
 
         keywords.refuse(unknown, [*keywords.of(attention), *KNOWN])
     options = {name: x for name, x in options.items() if name not in INSTEAD}
@@ -139,7 +139,7 @@ def prepare(
 def _places(
     o: Options, rows: int, Lq: int, Lk: int, cu_q: Sequence[int], cu_k: Sequence[int]
 ) -> tuple[torch.Tensor | int, torch.Tensor | None, list[Place]]:
-    """Where queries stand and how many keys are in use: as parts are given them, and as numbers for the plan."""
+    """Positions of first queries and keys in use: as arguments of the parts, and as numbers for the plan."""
     given = []
     for name in ("q_offset", "kv_lengths"):
         x = getattr(o, name)
@@ -168,7 +168,7 @@ def _places(
 
 
 def _as_indices(indices: Any, q: torch.Tensor, packed: bool, kv_heads: int, seq: int, Lk: int) -> Any:
-    """Indices of keys, checked against this rank's rows and all keys."""
+    """Checks key indices against this rank's rows and all keys."""
     if indices is None:
         return None
     shapes = ([q.shape[0], q.shape[seq]], [q.shape[0], kv_heads, q.shape[seq]])
@@ -185,7 +185,7 @@ def _as_indices(indices: Any, q: torch.Tensor, packed: bool, kv_heads: int, seq:
 
 
 def _as_mask(mask: Any, q: torch.Tensor, packed: bool, head: int, seq: int, Lk: int) -> Any:
-    """A mask of four dims, checked against this rank's rows and all keys."""
+    """A mask as four dims, checked against this rank's rows and all keys."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or not 2 <= mask.ndim <= 4:

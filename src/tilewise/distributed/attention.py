@@ -157,14 +157,14 @@ def _over_heads(
         "key_indices": None,
         "k_bias": k_bias if k_bias is None or k_bias.shape[1] == 1 else k_bias[:, mine.start : mine.stop],
     }
-    if indices is not None:  # of all rows, for the KV heads that are here
+    if indices is not None:  # all rows, for this rank's KV heads
         has = theirs.heads if indices.ndim == 4 else [range(1)] * n
         whole = ToHeads.apply(indices if indices.ndim == 4 else indices[:, None], Heads(inner, has, q_sizes, 1, 2))
         some["key_indices"] = whole if indices.ndim == 4 else whole[:, 0]
     if q_bias is not None:
         has = parts if q_bias.shape[1] > 1 else [range(1)] * n
         some["q_bias"] = ToHeads.apply(q_bias, Heads(inner, has, q_sizes, 1, 2))
-    # One row of a mask may be this rank's only one, or stand for all: where a rank has one, all take it for their own.
+    # A mask with one row may be broadcast, or its rank may hold one token. If any rank holds one, rows are sharded.
     if mask is not None and (call.packed or (mask.shape[-2] == 1 and 1 not in q_sizes)):
         some["mask"] = mask[:, mine.start : mine.stop] if mask.shape[1] > 1 else mask
     elif mask is not None:

@@ -26,7 +26,7 @@ from .exchange import all_to_all
 from .faults import agree, is_known, told
 from .layout import Ranks, ranks_of
 
-# Of `paged_attention`: what is known of keys here is of this rank's alone, and of heads of all ranks'.
+# Options of `paged_attention` that do not work here: keys are this rank's alone, heads are those of all ranks.
 RULES = tuple(name for name in NO_RULES.options() if name != "causal")
 TAKEN = (*RULES, "scale", "softcap", "alibi_slopes", "split_size", "allow_tf32", "validate", "backend")
 
@@ -220,12 +220,12 @@ class ShardedBatch:
         if ranks.size == 1:
             options["sinks"] = sinks
         state = view.attend(q, layer, return_lse=True, **options)
-        if ranks.size > 1:  # sinks count once: with the sum of all parts
+        if ranks.size > 1:  # a sink counts once, in the merge
             state = combine(state, ranks, heads if gather else 0, sinks=sinks)
         return state if return_lse else state.out
 
     def _agree(self, q: torch.Tensor, layer: int, causal: bool, gather: bool, options: dict[str, Any]) -> None:
-        """Compares sizes and options with the other ranks', where such a call is new or `validate` is True."""
+        """Compares sizes and options with the other ranks' if such a call is new or `validate` is True."""
         _check_rows("q", q)
         ranks, validate = self.cache.ranks, options.get("validate")
         kind = ("cache", *q.shape, q.dtype, repr(causal), gather, *sorted(options))
@@ -239,7 +239,7 @@ class ShardedBatch:
         agree(ranks, said, q.device, kind)
 
     def _positions(self, q: torch.Tensor, causal: bool, options: dict[str, Any]) -> dict[str, Any]:
-        """Where queries and this rank's keys stand: an affine rule, or for blocks of tokens a mask."""
+        """Options for the positions of queries and this rank's keys: strides, or with `interleave` > 1 a mask."""
         c, ranks = self.cache, self.cache.ranks
         first = torch.tensor(self.before, dtype=torch.int32, device=q.device)
         if c.interleave == 1 or ranks.size == 1:
@@ -247,7 +247,7 @@ class ShardedBatch:
         if options.get("alibi_slopes") is not None:
             raise InvalidArgument("alibi_slopes", "slopes over blocks of tokens", "interleave=1")
         most = max((c._held(n + self.count) for n in self.before), default=0)
-        j = torch.arange(max(most, 1), device=q.device)  # a rank without keys has a mask too
+        j = torch.arange(max(most, 1), device=q.device)  # a rank without keys needs a mask too
         keys = (j // c.interleave * ranks.size + ranks.rank) * c.interleave + j % c.interleave
         queries = first[:, None, None] + torch.arange(self.count, device=q.device)[:, None]  # [B, L, 1]
         given = {name: options.pop(name) for name in RULES if name in options}
@@ -261,7 +261,7 @@ def _check_rows(name: str, x: Any) -> None:
 
 
 def gathered(x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
-    """The tensors of all ranks, of one shape, along a dim."""
+    """All-gathers tensors of one shape along a dim."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
     with told(ranks):
         dist.all_gather(parts, x.contiguous(), group=ranks.group)
@@ -271,19 +271,19 @@ def gathered(x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
 def combine(
     state: AttentionState, ranks: Ranks, heads: int, dim: int = 1, sinks: torch.Tensor | None = None
 ) -> AttentionState:
-    """The parts of all ranks over their own keys, merged in the order of ranks.
+    """Merges the partial results of all ranks over their own keys, in rank order.
 
     Args:
-        state: `out` and `lse` of this rank's keys, of all ranks' heads along `dim`.
-        ranks: whose parts there are.
-        heads: of each rank, which gets its own; 0 if all are to have all.
-        dim: that of heads.
-        sinks: one for each head that this rank gets, of no part yet.
+        state: `out` and `lse` over this rank's keys, with the heads of all ranks along `dim`.
+        ranks: the ranks.
+        heads: heads of each rank, which gets the result of its own; 0: every rank gets all heads.
+        dim: the dim of heads.
+        sinks: one for each head that this rank gets; not part of any state.
     """
     out, lse = state
     cuts = out.split(heads, dim) if heads else [out] * ranks.size
     lses = lse.split(heads, dim) if heads else [lse] * ranks.size
-    # One message to each rank, as bytes: lse in float32, out in its dtype, and some, so that the next is aligned.
+    # One message to each rank, as bytes: lse in float32, out in its dtype, and padding that aligns the next message.
     shape = cuts[ranks.rank].shape
     at, end = shape[:-1].numel() * 4, shape[:-1].numel() * 4 + shape.numel() * out.element_size()
     slack = out.new_zeros(-end % 4, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from ..errors import InvalidArgument
 from .attention import attention
 from .layout import ORDERS, check_dim, inner_sizes, pieces, ranks_of, shard, total
 
-_alone = threading.Lock()  # what is replaced is the whole process's
+_alone = threading.Lock()  # functions are replaced for the whole process
 
 
 @contextmanager
@@ -72,14 +72,14 @@ def context_parallel(
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, new)
         undo.enter_context(sdpa.installed())
-        # torch's modules for transformers have a fast path in eval mode, which calls none of the above.
+        # In eval mode torch's nn.Transformer modules have a fast path that calls none of the above.
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         yield
 
 
 def _whole_lengths(lengths: set[int], mesh: Any, scheme: str) -> dict[int, int]:
-    """The lengths of buffers by this rank's numbers of their tokens, which ranks do not share evenly."""
+    """The full lengths of buffers, by this rank's number of their tokens: shards may be uneven."""
     ring, inner = ranks_of(mesh, scheme)
     held = {
         n: [inner_sizes(total(pieces(n, ring.size, r, ORDERS[scheme])), inner.size) for r in range(ring.size)]
@@ -98,7 +98,7 @@ def _restore(x: torch.Tensor, old: torch.Tensor) -> None:
 
 
 def _replacements(mesh: Any, scheme: str, whole: dict[int, int]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What the drop-ins call, module by module, and what they call inside of the context."""
+    """The functions to replace, by module, and their replacements inside the context."""
 
     def sharded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
         for name, fine in (("q_offset", (None, 0)), ("kv_lengths", (None,))):
@@ -109,7 +109,7 @@ def _replacements(mesh: Any, scheme: str, whole: dict[int, int]) -> Iterator[tup
             remedy = "tilewise.distributed.attention takes masks over all keys; causal and windows need none"
             raise InvalidArgument("mask", "one of this rank's keys alone", "all ranks' keys", remedy)
         at = _seq(options)
-        options.pop("validate", None)  # of a part's values; between ranks new kinds of calls are compared
+        options.pop("validate", None)  # it is about one call's values; ranks compare new kinds of calls anyway
         lengths = whole.get(q.shape[at]), whole.get(k.shape[at])
         return attention(q, k, v, mesh=mesh, scheme=scheme, length=lengths, **options)
 
@@ -131,12 +131,12 @@ def _replacements(mesh: Any, scheme: str, whole: dict[int, int]) -> Iterator[tup
         yield ours, "varlen_attention", packed
         patterns = sys.modules["tilewise.compat.mask_patterns"]
         yield patterns, "_pattern", _of_whole
-        # A zigzag's position ids jump, which transformers would take for the start of another document.
+        # Position ids of a zigzag jump, which transformers would take for the start of another document.
         yield patterns.hf, "find_packed_sequence_indices", lambda position_ids: None
 
 
 def _of_whole(shape: tuple[int, int, int, int], rules: Any, q_offset: Any, kv_offset: int, seen: Any) -> Any:
-    """The rules of a transformers mask for the whole sequence: a window may be longer than this rank's part."""
+    """The rules of a transformers mask for the whole sequence: a window may be longer than this rank's shard."""
     from ..compat.mask_patterns import Pattern
 
     padded = seen is not None and not bool(seen.all())

@@ -24,15 +24,15 @@ def take(x: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
 
 
 def resized(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Memory for a tensor like `x` of another size along `dim`."""
+    """An empty tensor like `x` with another size along `dim`."""
     return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
 
 
 def connect(ranks: Ranks, device: torch.device) -> None:
-    """One exchange of all ranks of a group, once.
+    """Sets up a group's communicator by an exchange of all ranks, once.
 
-    NCCL makes its communicator in a group's first exchange, in which all ranks must then take part; in a step of a ring
-    some have nothing to send.
+    NCCL does so in the group's first exchange, in which all ranks must take part; in a ring step some have nothing to
+    send.
     """
     if ranks.size > 1 and ranks.group not in connected:
         with told(ranks):
@@ -59,7 +59,7 @@ class Messages:
         works, peers = self.works, sorted({peer for messages in self.held for peer, _ in messages})
         self.works = []
         lost = None
-        for work in works:  # each, also after an error: what is posted must not outlive its memory
+        for work in works:  # all, even after an error: posted operations must not outlive their memory
             try:
                 work.wait()
             except RuntimeError as error:
@@ -72,7 +72,7 @@ class Messages:
 class Bringing:
     """The keys and values of a round, in transit to this rank; `buffer` waits for them.
 
-    `taken` are rows that were cut from `tensors` for rounds before; those of this one are added.
+    `taken` caches rows that earlier rounds have cut from `tensors`; this round adds its own.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Bringing:
         self.messages = Messages(ranks, [(to.rank, rows(to)) for to in round.sends], receipts)
 
     def buffer(self) -> Tensors:
-        """K and V of the round, as its pairs count their rows; empty if only others needed something."""
+        """K and V of the round, with rows as its pairs number them; empty if this rank needs none."""
         self.messages.wait()
         order = self.round.order
         if len(order) < 2:
@@ -134,7 +134,7 @@ class Returning:
         self.messages = Messages(ranks, sends, receipts)
 
     def _of(self, rank: int, found: Tensors) -> Tensors:
-        """The rows of a source, in the order in which it sent them."""
+        """The rows from one source, in the order in which it sent them."""
         if len(self.round.order) < 2:
             return found
         at, places = 0, []
@@ -194,7 +194,7 @@ class Heads:
         return torch.cat(all_to_all(parts, shapes, self.ranks), self.seq)
 
     def scatter(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        """This rank's tokens of all `count` heads; those of a head that several ranks had are summed, in float32."""
+        """This rank's tokens of all `count` heads; a head that several ranks had is summed, in float32."""
         parts = list(x.split(list(self.sizes), self.seq))
         shape = list(parts[self.ranks.rank].shape)
         shapes = [[*shape[: self.head], len(h), *shape[self.head + 1 :]] for h in self.heads]
@@ -221,7 +221,7 @@ class ToHeads(torch.autograd.Function):
 
 
 class ToTokens(torch.autograd.Function):
-    """`Heads.scatter` of heads that each one rank has, whose gradient is `Heads.gather`."""
+    """`Heads.scatter` of heads that one rank has each, whose gradient is `Heads.gather`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, heads: Heads) -> torch.Tensor:

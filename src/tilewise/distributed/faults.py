@@ -42,7 +42,7 @@ def told(ranks: Ranks) -> Iterator[None]:
 
 
 connected: weakref.WeakSet[Any] = weakref.WeakSet()  # groups
-_kinds: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()  # of calls that a group has agreed on
+_kinds: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()  # of calls that it has agreed on
 MOST_KINDS = 4096
 
 

@@ -22,15 +22,15 @@ from .steps import Range
 from .sums import Sum, Total, by_head
 
 EXTRAS = ("mask", "sinks", "alibi_slopes", "q_bias", "k_bias", "key_indices")
-HEAD_DIMS = {"mask": -3, "q_bias": -2, "k_bias": -2, "key_indices": -3}  # of the others it is the last
-MOST_GROUPS = 8  # of heads, that a gather brings apart
-LEAST_ROWS = 2**16  # of queries in such a group, over all of its heads: fewer do not fill a GPU
+HEAD_DIMS = {"mask": -3, "q_bias": -2, "k_bias": -2, "key_indices": -3}  # the last dim in the others
+MOST_GROUPS = 8  # of heads, into which a gather is cut
+LEAST_ROWS = 2**16  # query rows of such a group, over all its heads: fewer do not fill a GPU
 
 
 def head_groups(call: Call, heads: int, kv_heads: int) -> list[Range]:
-    """The KV heads that are brought together: all in a ring; in a gather few, so that the rest is under way.
+    """Groups of KV heads that are sent together: one in a ring; several in a gather, to overlap sending and computing.
 
-    They are the same on all ranks, whose numbers of tokens may differ. `heads` are those of q in all batch rows.
+    Equal on all ranks, even if their numbers of tokens differ. `heads` counts q's heads over all batch rows.
     """
     if not call.task.gather or call.ranks.size == 1:
         return [(0, kv_heads)]
@@ -41,7 +41,7 @@ def head_groups(call: Call, heads: int, kv_heads: int) -> list[Range]:
 
 
 def work_of(call: Call, q: torch.Tensor, k: torch.Tensor) -> list[Any]:
-    """(KV heads, round, its parts), one after the other."""
+    """Yields (KV heads, round, its parts)."""
     heads = q.shape[call.head] * (1 if call.packed else q.shape[0])
     return [(kv, *each) for kv in head_groups(call, heads, k.shape[call.head]) for each in call.rounds]
 
@@ -66,10 +66,10 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse, left, *extras = ctx.saved_tensors
         wanted = tuple(name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed)
         dout = torch.zeros_like(out) if dout is None else dout
-        if left is not None and q.dtype == torch.float32:  # all of a row's gradients are as its weights, exp(s - lse)
+        if left is not None and q.dtype == torch.float32:  # lse's rounding error scales P = exp(s - lse)
             dout = dout * left.neg().exp()[..., None]
             dlse = dlse if dlse is None else dlse * left.neg().exp()
-        elif left is not None:  # delta of what was merged, before it was rounded: parts were rounded already
+        elif left is not None:  # delta from the merged out before rounding: parts were rounded already
             more = (dout.float() * (out.float() - left)).sum(-1)
             dlse = more if dlse is None else dlse + more
         given = {name: x for name, x in zip(EXTRAS, extras, strict=True) if x is not None}
@@ -78,7 +78,7 @@ class Attention(torch.autograd.Function):
 
 
 def _of_heads(extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]:
-    """What some heads have of masks, sinks, slopes and indices."""
+    """The slices of masks, sinks, slopes and indices for some heads."""
     found = {}
     for name, x in extras.items():
         dim = HEAD_DIMS.get(name, -1)
@@ -91,14 +91,16 @@ def _of_heads(extras: dict[str, Any], heads: Range, kv: Range) -> dict[str, Any]
 def forward(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: dict[str, Any], exact: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`out`, `lse` and, if `exact`, what rounding left of merged ones: `out` in float32 or, of float32, of `lse`."""
+    """`out`, `lse` and, if `exact`, what the merge loses by rounding: `out` in float32, or for float32 inputs that of
+    `lse`.
+    """
     group = q.shape[call.head] // k.shape[call.head] if k.shape[call.head] else 1
     work = work_of(call, q, k)
     parts = sum(len(units) for _, units in call.rounds)
     total = Total(call, q, v.shape[-1], parts, extras.get("sinks"), exact)
-    given = {name: x for name, x in extras.items() if name != "sinks" or total.once}  # with the one part of a row
+    given = {name: x for name, x in extras.items() if name != "sinks" or total.once}  # sinks go with a row's only part
 
-    taken: defaultdict[Range, Any] = defaultdict(dict)  # of some heads, rows that go to several ranks
+    taken: defaultdict[Range, Any] = defaultdict(dict)  # rows of some heads that are sent to several ranks
 
     def bring(kv: Range, round: Any) -> Bringing:
         cut = tuple(x.narrow(call.head, kv[0], kv[1] - kv[0]) for x in (k, v))
@@ -197,7 +199,7 @@ def backward(
 
 
 def _parts(call: Call, name: str) -> int:
-    """How many parts a gradient is the sum of, of each group of heads."""
+    """How many parts a gradient is summed from, for each group of heads."""
     if name == "q":
         return sum(len(units) for _, units in call.rounds)
     own = (x for round, _ in call.rounds for x in round.sources if x.rank == call.ranks.rank)
@@ -206,7 +208,7 @@ def _parts(call: Call, name: str) -> int:
 
 
 def _whole(call: Call, like: torch.Tensor, parts: list[tuple[Range, torch.Tensor]]) -> torch.Tensor:
-    """The gradient of a round's keys: that of its one part, or a sum in float32."""
+    """The gradient of a round's keys: that of its only part, or a sum in float32."""
     if len(parts) == 1 and parts[0][0] == (0, like.shape[call.seq]):
         return parts[0][1]
     total = torch.zeros_like(like, dtype=torch.float32)
@@ -225,8 +227,8 @@ def _add_slopes(call: Call, total: torch.Tensor, part: Any, unit: Any) -> None:
 def _of_sinks(
     call: Call, sinks: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: Any
 ) -> torch.Tensor:
-    """-sum over rows of exp(sink - lse) * delta: a row's sink is one, whatever keys it sees."""
-    delta = (dout.float() * out.float()).sum(-1, dtype=torch.float64)  # [B, H, n]: few, and they cancel
+    """dsinks = -sum over rows of exp(sink - lse) * delta. A row has one sink, however many parts."""
+    delta = (dout.float() * out.float()).sum(-1, dtype=torch.float64)  # [B, H, n]; float64, since they cancel
     if dlse is not None:
         delta = delta - dlse
     live = lse.isfinite()

@@ -1,13 +1,13 @@
 """How the tokens of a sequence are distributed over the ranks of a mesh: which rank holds which, in which order.
 
-A rank holds *pieces*, runs of tokens `start, start + stride, ...`, one after the other along the sharded dim.
+A rank holds *pieces*, runs of tokens `start, start + stride, ...`, concatenated along the sharded dim.
 
     contiguous   rank r of R holds the r-th part
-    zigzag       the sequence is cut into 2R chunks, and rank r holds chunks r and 2R - 1 - r: under a causal rule all
-                 ranks see equally many keys. Packed documents are cut one by one
+    zigzag       the sequence is cut into 2R chunks, and rank r holds chunks r and 2R - 1 - r: with causal all ranks
+                 have equal work. Packed documents are cut one by one
     striped      token i is on rank i mod R
 
-Parts differ by at most one token where the length is no multiple of their number.
+Parts differ by at most one token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ORDERS = {
 
 
 class Piece(NamedTuple):
-    """Tokens `start`, `start + stride`, ...: `size` of them."""
+    """`size` tokens: `start`, `start + stride`, ..."""
 
     start: int
     size: int
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """One dim of a mesh: its process group, this process's place in it, and how many there are."""
+    """One dim of a mesh: its process group, this process's rank in it, and its size."""
 
     group: Any
     rank: int
@@ -51,7 +51,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(mesh: Any, scheme: str) -> tuple[Ranks, Ranks]:
-    """The ranks of a mesh: those that shard the sequence in a ring, and those that exchange heads for tokens inside."""
+    """The two dims of a mesh: the ring, which shards the sequence, and the inner ranks, which exchange heads."""
     alone = Ranks(None, 0, 1)
     if scheme not in ORDERS:
         raise InvalidArgument("scheme", repr(scheme), f"one of {', '.join(map(repr, ORDERS))}")
@@ -80,7 +80,7 @@ def ranks_of(mesh: Any, scheme: str) -> tuple[Ranks, Ranks]:
 
 
 def pieces(length: int, ring: int, rank: int, order: str, cu_seqlens: Sequence[int] = ()) -> tuple[Piece, ...]:
-    """The pieces of one rank of a ring, in the order in which they lie in its memory.
+    """The pieces of one rank of a ring, in the order of its memory.
 
     >>> pieces(16, 2, 1, "zigzag")
     (Piece(start=4, size=4, stride=1), Piece(start=8, size=4, stride=1))
@@ -111,7 +111,7 @@ def total(held: Sequence[Piece]) -> int:
 
 
 def global_length(count: int, length: int | None, ring: int, inner: int) -> int:
-    """The tokens of all ranks: as given, or equally many on each."""
+    """The tokens of all ranks: as given, or `count` on each."""
     if length is None:
         return count * ring * inner
     if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length < 2**62:
@@ -120,7 +120,7 @@ def global_length(count: int, length: int | None, ring: int, inner: int) -> int:
 
 
 def packed_length(cu_seqlens: Any) -> int | None:
-    """The tokens of all packed sequences; None without offsets, or with some that `as_offsets` will refuse."""
+    """The tokens of all packed sequences; None without offsets, or with offsets that `as_offsets` will refuse."""
     last: Any = cu_seqlens[-1] if isinstance(cu_seqlens, (list, tuple)) and cu_seqlens else None
     return int(last) if hasattr(last, "__index__") and int(last) >= 0 else None
 
@@ -223,7 +223,7 @@ def unshard(
     plain = values_of("cu_seqlens", cu_seqlens)
     length = packed_length(plain) if length is None else length
     sizes = (*x.shape[:dim], x.shape[dim] if length is None else None, *x.shape[dim + 1 :], x.dtype)
-    for ranks in (inner, ring):  # collectives end the process where sizes differ
+    for ranks in (inner, ring):  # collectives with different sizes abort the process
         agree(ranks, {"scheme": scheme, "dim": dim, "cu_seqlens": plain, "length": length, "x": sizes}, x.device)
     length = global_length(x.shape[dim], length, ring.size, inner.size)
     offsets = as_offsets(cu_seqlens, length)
@@ -234,7 +234,7 @@ def unshard(
     rows = [[rows_of(length, r, u, scheme, offsets) for u in places[1]] for r in places[0]]
     check_count("x", x.shape[dim], len(rows[ring.rank][inner.rank]), length)
     moved = x.detach().movedim(dim, 0).contiguous()
-    if scheme == "2d":  # the inner ranks first: what they hold together is a ring rank's part
+    if scheme == "2d":  # the inner ranks first: together they hold a ring rank's shard
         moved = torch.cat(_gathered(moved, inner, [len(part) for part in rows[ring.rank]]))
         parts = _gathered(moved, ring, [sum(map(len, of)) for of in rows])
     else:
@@ -266,7 +266,7 @@ def _gathered(x: torch.Tensor, ranks: Ranks, sizes: list[int]) -> list[torch.Ten
     padded = x.new_zeros((max(sizes), *x.shape[1:]))
     padded[: len(x)] = x
     parts = [torch.empty_like(padded) for _ in sizes]
-    sent = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (*parts, padded)]  # not all know float8
+    sent = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (*parts, padded)]  # no float8 on some
     with told(ranks):
         dist.all_gather(sent[:-1], sent[-1], group=ranks.group)
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]

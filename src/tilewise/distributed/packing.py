@@ -1,4 +1,4 @@
-"""Pairs of packed documents as calls of `varlen_attention`: many pairs in one call, each a sequence of its own."""
+"""Pairs of packed documents as calls of `varlen_attention`: many pairs in one call, each as one sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Pass(NamedTuple):
     k: Range
     cu_q: tuple[int, ...]
     cu_k: tuple[int, ...]
-    pairs: tuple[Pair | None, ...]  # of each sequence; None for a gap
+    pairs: tuple[Pair | None, ...]  # the pair of each sequence; None for a gap
     full: bool
 
     @property
@@ -31,9 +31,9 @@ class Pass(NamedTuple):
 
 
 def passes(task: Task, pairs: Sequence[Pair]) -> tuple[Pass, ...]:
-    """Pairs in as few calls as a first fit finds: in a call queries and keys of its sequences both go down in memory.
+    """Pairs in few calls, by first fit: within a call, both queries and keys of its sequences are in memory order.
 
-    Under a causal rule alone a pair in which every cell is visible keeps the rule too, so that all go together.
+    With causal as the only rule, fully visible pairs keep it too, so that all pairs can share a call.
     """
     together = task.rules.relative() in (MaskRules(), MaskRules(causal=True))
     found = []
@@ -56,7 +56,7 @@ def _laid(run: Sequence[Pair], full: bool) -> Pass:
     pairs: list[Pair | None] = []
     for p in run:
         if p.q - q0 > cu_q[-1] or p.k - k0 > cu_k[-1]:
-            # Rows of a gap have no keys, keys of a gap no rows: two sequences, for one would see the other.
+            # Query rows of a gap and keys of a gap are two sequences: in one, the rows would see the keys.
             cu_q += [p.q - q0, p.q - q0]
             cu_k += [cu_k[-1], p.k - k0]
             pairs += [None, None]
@@ -68,5 +68,5 @@ def _laid(run: Sequence[Pair], full: bool) -> Pass:
 
 @lru_cache(maxsize=256)
 def packed_rounds(task: Task, rank: int) -> tuple[tuple[Pass, ...], ...]:
-    """The calls of each of a rank's rounds."""
+    """The packed calls of each round of a rank."""
     return tuple(passes(task, round.pairs) for round in rounds(task, rank))

@@ -1,4 +1,4 @@
-"""Sequences of a `PagedKVCache` from process to process: prefill in one, decode in another."""
+"""Transfers sequences of a `PagedKVCache` between processes, as from prefill to decode workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .faults import lost_rank
 from .layout import Ranks
 
 MOST_HEADER = 2**20  # bytes
-Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]  # that are to come
+Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]  # the declared shape and dtype of each
 
 
 def send_sequence(cache: PagedKVCache, sequence: int, to: int, *, group: Any = None, **cut: Any) -> None:
@@ -61,7 +61,7 @@ def receive_sequence(cache: PagedKVCache, *senders: int, group: Any = None, firs
             plans.append(_declared(cache, sender, text))
         except (InvalidArgument, CacheFull) as error:
             wrong = wrong or error
-    for sender in senders:  # none is left with a sequence under way, which the next call would take for its own
+    for sender in senders:  # all, even after an error: a pending transfer would be taken for the next one
         _moved(dist.send, _number(wrong is None, cache), sender, group)
     if wrong is not None:
         raise wrong
@@ -76,7 +76,7 @@ def receive_sequence(cache: PagedKVCache, *senders: int, group: Any = None, firs
 
 
 def _check_peer(name: str, peer: Any, group: Any) -> None:
-    """A rank of the group other than this one: torch ends the process for one that is not there."""
+    """Checks for a rank of the group other than this one: for a missing one torch aborts the process."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if not is_int(peer) or not 0 <= peer < size or peer == rank:
         raise InvalidArgument(name, repr(peer), f"another rank of {size}, 0 to {size - 1}; this is rank {rank}")
@@ -90,7 +90,7 @@ def _header(cache: PagedKVCache, sender: int, group: Any) -> bytes:
 
 
 def _declared(cache: PagedKVCache, sender: int, text: bytes) -> tuple[Any, Tensors]:
-    """What a header says will come, checked before memory is taken for it."""
+    """What a header declares, checked before memory is allocated for it."""
     try:
         said = json.loads(text)
         about, shapes = said["about"], said["tensors"]
@@ -107,7 +107,7 @@ def _number(x: int, cache: PagedKVCache) -> torch.Tensor:
 
 
 def _shapes(tensors: Tensors) -> dict[str, list[Any]]:
-    """As a header has them."""
+    """Shapes and dtypes as a header has them."""
     return {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in tensors.items()}
 
 
@@ -116,7 +116,7 @@ def _moved(how: Any, x: torch.Tensor, peer: int, group: Any) -> torch.Tensor:
         return x
     at = dist.get_global_rank(group, peer) if group is not None else peer
     try:
-        how(x.view(-1).view(torch.uint8), at, group=group)  # as bytes: not every transport knows every dtype
+        how(x.view(-1).view(torch.uint8), at, group=group)  # as bytes: transports do not know every dtype
     except RuntimeError as error:
         raise lost_rank(Ranks(group, dist.get_rank(group), dist.get_world_size(group)), [peer], error) from error
     return x

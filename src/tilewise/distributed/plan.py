@@ -1,15 +1,15 @@
-"""`plan`: what each rank of a mesh computes, sends and keeps, and how long that takes by a model.
+"""`plan`: what each rank of a mesh computes, sends and stores, and a model of the time that takes.
 
 The model of a rank, whose numbers are a `Machine`'s:
 
-    a part      2 (D + Dv) FLOP for each visible cell, and as much for some keys more in each of its rows (`full` or,
-                on a diagonal, `diagonal`), at `flops`; and `launch`
-    merging     what parts of a row read and write, at `memory`
-    a message   `latency`, and its bytes at `link`, in each direction; rows that are cut out for it are copied first
-    a round     computes while the next one's messages are under way: the longer of the two
+    a part      2 (D + Dv) FLOP for each visible cell, and for some extra keys in each of its rows (`full` or, on a
+                diagonal, `diagonal`), at `flops`; plus `launch`
+    merging     what partial results read and write, at `memory`
+    a message   `latency`, plus its bytes at `link`, in each direction; rows that are cut out for it are copied first
+    a round     computes while the next round's messages are in flight: the longer of the two
 
-Backward: 2 (3D + 2Dv) FLOP a cell, at `backward_flops`; gradients of keys and values go home as messages do. Parts of
-all three gradients are added up as those of `out` are merged.
+Backward: 2 (3D + 2Dv) FLOP a cell, at `backward_flops`; gradients of keys and values are messages to their owner.
+Parts of all three gradients are summed at the cost of merging `out`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .packing import passes
 from .rows import Call
 from .steps import Pair, Range, Task, round_of
 
-EVERY_RANK = 64  # of a larger ring some ranks are looked at
+EVERY_RANK = 64  # in a larger ring only some ranks are counted
 LOOKED_AT = 16
-MOST_RANKS = 4096  # of a mesh that is only numbers
+MOST_RANKS = 4096  # of a mesh given as numbers
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Machine:
     """
 
     name: str = "H200, links of 400 GB/s each way"
-    flops: float = 668e12  # of long calls
+    flops: float = 668e12  # long calls
     backward_flops: float = 625e12
-    full: float = 75  # keys that a row costs beside those that it sees
+    full: float = 75  # extra keys that a row costs
     diagonal: float = 270
     backward_full: float = 130
     backward_diagonal: float = 240
-    programs: float = 132  # of 128 keys of a KV head: with fewer a backward call does not fill the device
-    launch: float = 8e-6  # of a call
+    programs: float = 132  # blocks of 128 keys of a KV head: with fewer a backward call does not fill the device
+    launch: float = 8e-6  # a call
     memory: float = 4e12
-    merge: float = 1.375  # bytes read and written for each of a part's: it is read; of eight one is written and copied
+    merge: float = 1.375  # bytes moved for each byte of a part: each is read, one of eight is written and copied
     backward_merge: float = 1.375  # likewise
     link: float = 400e9
     latency: float = 10e-6
@@ -73,10 +73,10 @@ class RankPlan:
     rank: int
     cells: int  # visible (query, key) pairs, over its heads
     calls: int
-    steps: int  # in which it computes something
+    steps: int  # steps in which it computes something
     sent: int  # bytes of keys and values, forward
     received: int
-    kept: int  # bytes of its own q, k, v and out, and of two rounds of keys and values
+    kept: int  # bytes of its q, k, v and out, and of two rounds of keys and values
     seconds: float
 
 
@@ -88,10 +88,10 @@ class DistributedPlan:
     ring: int
     inner: int
     length: int
-    steps: int  # of the ring that are taken
+    steps: int  # ring steps
     backward: bool
-    ranks: tuple[RankPlan, ...]  # of large rings some
-    ideal: float  # seconds, if the work of one device were divided by the ranks
+    ranks: tuple[RankPlan, ...]  # some, in large rings
+    ideal: float  # seconds of one device, divided by the ranks
     machine: Machine
 
     @property
@@ -192,7 +192,7 @@ def plan(
 
 
 def _sizes(mesh: Any, scheme: str) -> tuple[Ranks, Ranks]:
-    """The ranks of a mesh that may be only numbers."""
+    """The ranks of a mesh, which may be given as numbers."""
     numbers = (mesh,) if isinstance(mesh, int) else mesh
     if not isinstance(numbers, tuple) or scheme not in ORDERS:
         return ranks_of(mesh, scheme)
@@ -210,14 +210,14 @@ def _seconds(cells: float, q: torch.Tensor, v: torch.Tensor, rate: float, backwa
 
 
 class _Rank:
-    """The rounds of a rank, counted."""
+    """The work and messages of a rank's rounds."""
 
     def __init__(self, call: Call, rank: int, q: Any, k: Any, v: Any, inner: int, places: list[Place], m: Machine):
         self.call, self.rank, self.q, self.v, self.inner, self.m = call, rank, q, v, inner, m
         task = call.task
         batch = 1 if call.packed else q.shape[0]
         self.heads = batch * q.shape[call.head] // inner
-        self.kv = kv = max(1, k.shape[call.head] // inner)  # fewer heads than ranks are copied
+        self.kv = kv = max(1, k.shape[call.head] // inner)  # fewer heads than ranks are replicated
         self.batch = batch
         token = batch * kv * (k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size())
         self.groups = len(head_groups(call, self.heads, kv)) if task.ranks > 1 else 1
@@ -228,21 +228,21 @@ class _Rank:
         self.active = [r.step for r in self.rounds if r.pairs]
         self.sent = [sum(x.rows for x in r.sends) * token for r in self.rounds]
         self.received = [sum(x.rows for x in r.sources if x.rank != rank) * token for r in self.rounds]
-        # Of gradients of keys and values: this rank's own part, and what others found.
+        # Gradients of keys and values: this rank's own part, and those that others send.
         own = [sum(x.rows for x in r.sources if x.rank == rank) * token for r in self.rounds]
         self.home = [a + b for a, b in zip(own, self.sent, strict=True)]
         held = total(task.k_pieces[rank])
         cut: list[int] = []
-        taken: set[tuple[Range, ...]] = {((0, held),)}  # rows are cut once, for all rounds that send them
+        taken: set[tuple[Range, ...]] = {((0, held),)}  # rows are cut out once for all rounds that send them
         for r in self.rounds:
             fresh = {x.ranges: x.rows for x in r.sends if x.ranges not in taken}
             taken |= set(fresh)
             cut.append(sum(fresh.values()) * token)
-        self.copied = [2 * x for x in cut] if call.seq == 2 else [0] * len(cut)  # other layouts have them together
+        self.copied = [2 * x for x in cut] if call.seq == 2 else [0] * len(cut)  # else rows are contiguous
         tokens = total(task.q_pieces[rank])
         self.row = self.heads * v.shape[-1] * q.element_size()  # bytes of a row of out
         self.exchanged = 0.0
-        if inner > 1:  # q, k, v and out, tokens for heads
+        if inner > 1:  # q, k, v and out are exchanged
             mine = self.heads * inner * (q.shape[-1] + v.shape[-1]) * q.element_size() + token * inner
             self.exchanged = mine * tokens / inner * (inner - 1) / inner
         own = total(task.k_pieces[rank]) * token + tokens * (self.row + self.heads * q.shape[-1] * q.element_size())
@@ -271,12 +271,12 @@ class _Rank:
         return RankPlan(self.rank, self.cells, calls, len(self.active), sent, received, self.kept, seconds)
 
     def time(self, backward: bool) -> float:
-        """The rounds one after the other, each beside the next one's messages; a gather's by groups of heads."""
+        """Seconds of all rounds, each overlapped with the next one's messages; a gather's are groups of heads."""
         m = self.m
         work = [self.compute(i, backward) / self.groups for i in range(len(self.rounds))] * self.groups
         loads = [max(a, b) / self.groups for a, b in zip(self.sent, self.received, strict=True)] * self.groups
         messages = [m.latency + x / m.link if x else 0.0 for x in loads]
-        # A round's gradients go home in the next round, beside that one's keys and values.
+        # A round's gradients are sent in the next round, with that one's keys and values.
         home = [0.0, *messages] if backward else [0.0] * (len(messages) + 1)
         under_way = [a + b for a, b in zip([*messages[1:], 0.0], home, strict=False)]
         exchange = 2 * m.latency + self.exchanged / m.link if self.inner > 1 else 0.0

@@ -1,4 +1,4 @@
-"""The parts of a call: each pair of query and key rows as a call of tilewise, forward and backward."""
+"""The parts of a call: each pair of query rows and key rows is a call of tilewise, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Unit = Pair | Pass
 
 @dataclass
 class Call:
-    """What all parts of a call share. Tensors of options are handed in apart, since they may require grad."""
+    """What all parts of a call share. Tensor options are passed separately, since they may require grad."""
 
     task: Task
     ranks: Ranks
-    options: dict[str, Any]  # of every part: scale, softcap, layout, backend, ...
+    options: dict[str, Any]  # of all parts: scale, softcap, layout, backend, ...
     packed: bool
-    head: int  # dims of heads and of tokens, in q, k, v, out and lse
+    head: int  # the dims of heads and of tokens in q, k, v, out and lse
     seq: int
-    offsets: torch.Tensor | int  # of the first query: for all, or `[B]`
-    lengths: torch.Tensor | None  # keys in use `[B]`, of a dense call
+    offsets: torch.Tensor | int  # the first query's position: for all, or `[B]`
+    lengths: torch.Tensor | None  # dense calls: keys in use `[B]`
     device: torch.device
 
     @property
@@ -41,7 +41,7 @@ class Call:
 
     @property
     def once(self) -> bool:
-        """Whether each row is in one part at most, whose result then is the row's."""
+        """Whether each row is in at most one part, so that nothing has to be merged."""
         units = [unit for _, found in self.rounds for unit in found]
         if self.packed:
             return len(units) < 2
@@ -50,12 +50,12 @@ class Call:
 
     def cut(self, x: torch.Tensor, which: Range, heads: Range | None = None) -> torch.Tensor:
         for dim, some in ((self.seq, which), (self.head, heads)):
-            if some is not None and some[1] - some[0] != x.shape[dim]:  # a view costs as much as ten such looks
+            if some is not None and some[1] - some[0] != x.shape[dim]:  # a view costs ten times this test
                 x = x.narrow(dim, some[0], some[1] - some[0])
         return x
 
     def forward(self, unit: Unit, q: Any, kv: Any, extras: dict[str, Any]) -> AttentionState:
-        """One part, over tensors that are cut to its heads and, q, k and v, to its rows."""
+        """Runs one part. The tensors are sliced to its heads; q, k and v also to its rows."""
         options = self.options | self._of(unit, extras)
         tables = [options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")] if self.packed else []
         if "sinks" in extras:
@@ -68,7 +68,7 @@ class Call:
         return attention_backward(q, k, v, out, lse, dout, dlse=dlse, grads=grads, **options)
 
     def _of(self, unit: Unit, extras: dict[str, Any]) -> dict[str, Any]:
-        """The options of one part: rules with the positions of its rows, and what it has of masks and slopes."""
+        """The options of one part: rules with the positions of its rows, and its slices of masks and slopes."""
         found = self._packed(unit) if isinstance(unit, Pass) else self._dense(unit)
         if "mask" in extras:
             found["mask"] = part_of_mask(extras["mask"], unit)
@@ -107,7 +107,7 @@ class Call:
 
 
 def rows(unit: Unit) -> tuple[Range, Range]:
-    """The rows of queries and of the buffer's keys."""
+    """The part's rows of queries, and of keys in the buffer."""
     if isinstance(unit, Pass):
         return unit.q, unit.k
     return (unit.q, unit.q + unit.rows), (unit.k, unit.k + unit.keys)
@@ -119,7 +119,7 @@ def documents(unit: Unit) -> list[int]:
 
 
 def part_of_bias(name: str, bias: torch.Tensor, unit: Unit) -> torch.Tensor:
-    """A pair's rows of `q_bias`, which is this rank's, or its keys of `k_bias`, which is that of all; a view."""
+    """A pair's view of `q_bias` (this rank's rows) or of `k_bias` (all keys)."""
     assert isinstance(unit, Pair)
     if name == "q_bias":
         return bias.narrow(-1, unit.q, unit.rows)
@@ -127,7 +127,7 @@ def part_of_bias(name: str, bias: torch.Tensor, unit: Unit) -> torch.Tensor:
 
 
 def part_of_indices(indices: torch.Tensor, unit: Unit) -> torch.Tensor:
-    """Those that a pair's rows choose of its keys, as indices of these; -1 for all others."""
+    """Key indices of a pair's rows, relative to its keys; -1 for other keys."""
     assert isinstance(unit, Pair)
     chosen = indices.narrow(-2, unit.q, unit.rows)
     away = chosen - unit.kpos
@@ -135,11 +135,11 @@ def part_of_indices(indices: torch.Tensor, unit: Unit) -> torch.Tensor:
     return torch.where(here, away // unit.step, -1).to(torch.int32)
 
 
-# Masks. A dense call's has this rank's rows and all keys; a packed call's is that of all ranks.
+# Masks. That of a dense call has this rank's rows and all keys; that of a packed call has all rows too.
 
 
 def part_of_mask(mask: torch.Tensor, unit: Unit) -> torch.Tensor:
-    """What a part sees of a mask: a view, or a padded copy for packed documents."""
+    """A part's slice of a mask: a view, or a padded copy for packed documents."""
     if isinstance(unit, Pair):
         return _cells(mask, unit, slice(unit.q, unit.q + unit.rows))
     part = mask.new_zeros((len(unit.pairs), mask.shape[1], unit.max_q, unit.max_k))
@@ -149,7 +149,7 @@ def part_of_mask(mask: torch.Tensor, unit: Unit) -> torch.Tensor:
 
 
 def add_to_mask(dmask: torch.Tensor, part: torch.Tensor, unit: Unit) -> None:
-    """Adds the gradient of a part of a mask to its place."""
+    """Adds a part's gradient to the mask's."""
     if isinstance(unit, Pair):
         _cells(dmask, unit, slice(unit.q, unit.q + unit.rows)).add_(part)
         return
@@ -159,7 +159,7 @@ def add_to_mask(dmask: torch.Tensor, part: torch.Tensor, unit: Unit) -> None:
 
 
 def _documents(part: torch.Tensor, mask: torch.Tensor, unit: Pass) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each document its cells in a part's mask and in the mask of all, `[1 or H, rows, keys]`."""
+    """For each document, its cells in a part's mask and in the whole mask, `[1 or H, rows, keys]`."""
     for i, pair in enumerate(unit.pairs):
         if pair is not None:
             whole = mask[pair.doc if mask.shape[0] > 1 else 0]

@@ -1,7 +1,7 @@
 """Sharding rules of tilewise's operators, for DTensors.
 
-By batch rows, by heads (if the KV heads divide) or replicated; what is broadcast stays whole. A call over DTensors
-costs tens of microseconds beside its kernels: `local_map` hands their local parts to the plain call.
+Sharded by batch, by heads (if the KV heads divide) or replicated; broadcast arguments are replicated. DTensor dispatch
+costs tens of microseconds a call; `local_map` avoids it by passing local tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..core import tracing
 from ..core.problem import GRADS
 
 Placements = list[Placement | None]
-Way = tuple[str, int]  # by what, and the dim of q, k and v
-Ways = list[tuple[Placements, Placements]]  # of results and of arguments
+Way = tuple[str, int]  # what is sharded, and its dim in q, k and v
+Ways = list[tuple[Placements, Placements]]  # placements of results and of arguments
 BY_BATCH = ("kv_lengths", "q_offsets", "k_starts", "k_strides", "q_strides", "key_indices", "block_indices")
 RANK_WITH_BATCH = {
     "mask": 4,
@@ -29,7 +29,7 @@ RANK_WITH_BATCH = {
     "alibi_slopes": 2,
     "q_bias": 3,
     "k_bias": 3,
-}  # of those that may be broadcast
+}  # of arguments that may be broadcast
 
 
 def register_sharding_rules() -> None:
@@ -43,9 +43,9 @@ def register_sharding_rules() -> None:
 
 
 def _register(name: str, rule: Callable[..., Ways], outputs: Callable[[list[Any]], int]) -> None:
-    """A rule for an operator.
+    """Registers a rule for an operator.
 
-    `register_sharding` does as much, but takes a list of gradients for one result and two layouts for one call.
+    Not by torch's `register_sharding`: it takes a list of gradients for one result, and two layouts for one call.
     """
     operator = getattr(torch.ops.tilewise, name).default
     tensors = sum("Tensor" in str(x.type) for x in operator._schema.arguments)
@@ -97,7 +97,7 @@ def _ways(named: dict[str, Any], options: dict[str, Any]) -> list[Way]:
 
 
 def _placed(named: dict[str, Any], how: Way) -> dict[str, Placement | None]:
-    """Each tensor's placement; None of those that were left out."""
+    """Each tensor's placement; None for those that were not given."""
     return {name: None if x is None else _of(name, x.shape, how) for name, x in named.items()}
 
 

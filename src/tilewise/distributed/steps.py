@@ -1,12 +1,12 @@
-"""Which rank needs which keys, when, and what it computes of them: plain functions of sizes and rules.
+"""The schedule: which rank needs which keys in which round, and what it computes with them. Plain functions of sizes.
 
 A rank's *rounds* come from two functions. `meet` says which rows of some queries see which of some keys: one interval
-each, by the rules' key spans. `rounds` puts them together: in a ring, round t brings the keys of the rank t places
-before; in a gather, one round brings all. Keys go from their owner straight to the rank that sees them, and only the
-rows that it sees: what the rules hide is neither sent nor computed.
+each, by the rules' key spans. `rounds` puts them together: in a ring, round t brings the keys of the rank t before; in
+a gather, one round brings all. Owners send keys directly to the ranks that see them, and only the rows that are seen:
+hidden keys are neither sent nor computed.
 
-Every rank computes the same plan for itself and its peers from the same numbers, so that sends and receipts match
-without a word between them.
+Every rank computes the schedules of itself and its peers from the same numbers, so sends and receives match without
+communication.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Range = tuple[int, int]  # rows [lo, hi) of a tensor
 
 
 class Span(NamedTuple):
-    """Tokens of one document, `step` positions apart, that are neighbours in memory."""
+    """Tokens of one document, `step` positions apart, contiguous in memory."""
 
     doc: int
-    pos: int  # of the first, in its document
-    row: int  # of the first, in memory
+    pos: int  # the first token's, in its document
+    row: int  # the first token's, in memory
     size: int
     step: int = 1
 
@@ -40,29 +40,29 @@ class Pair(NamedTuple):
     doc: int
     q: int
     rows: int
-    qpos: int  # of the first row, in its document
+    qpos: int  # the first row's, in its document
     k: int
     keys: int
     kpos: int
     full: bool  # every cell is visible: the call needs no rules
-    step: int = 1  # positions from row to row, and from key to key
+    step: int = 1  # positions between rows, and between keys
 
 
 @dataclass(frozen=True)
 class Task:
-    """A call over a ring, as far as its plan depends on it. The same on all ranks."""
+    """What the schedule of a call depends on. Equal on all ranks."""
 
     rules: MaskRules
     q_pieces: tuple[tuple[Piece, ...], ...]  # of each rank
     k_pieces: tuple[tuple[Piece, ...], ...]
     cu_q: tuple[int, ...]  # [0, Lq] if there is one document
     cu_k: tuple[int, ...]
-    seen: tuple[tuple[tuple[int, int], ...], ...]  # for each document (offset, keys in use), of each batch row
-    fusible: bool  # nothing but the rules depends on positions: what is full may be joined
-    gather: bool = False  # all keys at once, in their order
+    seen: tuple[tuple[tuple[int, int], ...], ...]  # (offset, keys in use) of each batch row, for each document
+    fusible: bool  # only rules depend on positions: fully visible pairs may be joined
+    gather: bool = False  # all keys in one round, in order
     hash: int = field(default=0, compare=False, repr=False)
 
-    def __post_init__(self) -> None:  # hashed at each call, to find its plan
+    def __post_init__(self) -> None:  # it is hashed at each call, to look up its schedule
         parts = (self.rules, self.q_pieces, self.k_pieces, self.cu_q, self.cu_k, self.seen, self.fusible, self.gather)
         object.__setattr__(self, "hash", hash(parts))
 
@@ -90,12 +90,12 @@ class Source(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a rank does between two waits."""
+    """What a rank receives, sends and computes in one round."""
 
     step: int
-    sources: tuple[Source, ...]  # whose keys it needs; its own among them
-    order: tuple[tuple[int, int, int], ...]  # (rank, row of what came from it, rows): how they lie in its buffer
-    sends: tuple[Source, ...]  # who needs its keys
+    sources: tuple[Source, ...]  # the keys that it needs, its own included
+    order: tuple[tuple[int, int, int], ...]  # (rank, row in its message, rows): the layout of the buffer
+    sends: tuple[Source, ...]  # the keys that others need from it
     pairs: tuple[Pair, ...]  # their `k` are rows of the buffer
 
 
@@ -116,7 +116,7 @@ def spans(pieces: Sequence[Piece], cu: Sequence[int]) -> list[Span]:
 
 
 def joined(found: Iterable[Span]) -> list[Span]:
-    """Spans that go on where the one before them ends are one with it."""
+    """Joins spans that continue the one before them."""
     kept: list[Span] = []
     for span in found:
         if kept:
@@ -133,7 +133,7 @@ def meet(task: Task, a: Span, b: Span) -> Pair | None:
     rows: list[Range] = []
     keys: list[Range] = []
     full = True
-    width = (a.size - 1) * a.step + 1  # of the queries, in positions
+    width = (a.size - 1) * a.step + 1  # positions that the queries span
     for offset, length in task.seen[a.doc]:
         top = offset + a.pos
         lo, hi = key_span(task.rules, top, length)
@@ -169,9 +169,9 @@ def meetings(task: Task, queries: Sequence[Span], keys: Sequence[Span]) -> list[
 def fused(task: Task, pairs: Sequence[Pair]) -> list[Pair]:
     """The same cells in fewer pairs.
 
-    Full pairs whose keys or whose queries are neighbours are one. Under a causal rule alone, keys that are all visible
-    and lie before those on the diagonal are one with them: only the position of the first key changes. And rows of a
-    diagonal that goes on, counted in memory, are one with those before: the two chunks of a zigzag over themselves.
+    Full pairs with adjacent keys or adjacent queries are joined. With causal as the only rule, fully visible keys just
+    before those on the diagonal are joined with them: only the first key's position changes. Rows that continue a
+    diagonal, counted in memory, are joined too: the two chunks of a zigzag over themselves.
     """
     if not task.fusible:
         return list(pairs)
@@ -187,7 +187,7 @@ def fused(task: Task, pairs: Sequence[Pair]) -> list[Pair]:
     for p in kept:
         last = rows[-1] if rows else None
         if last and last.k == p.k and last.q + last.rows == p.q:
-            end = last.qpos - last.kpos + last.rows  # of the diagonal, in rows of keys
+            end = last.qpos - last.kpos + last.rows  # the diagonal's end, in rows of keys
             goes_on = end == p.qpos - p.kpos and task.seen[p.doc][0][0] + end <= last.keys <= p.keys
             full = last.full and p.full and last.keys == p.keys
             if full or (causal and last.doc == p.doc and goes_on):
@@ -218,10 +218,10 @@ def needed(task: Task, owner: int, reader: int) -> tuple[Range, ...]:
 
 @lru_cache(maxsize=256)
 def steps(task: Task) -> tuple[int, ...]:
-    """The steps of a ring in which some rank sees keys of the rank that many places before it.
+    """The steps of a ring in which some rank sees keys of the rank that many before it.
 
-    All ranks take the same steps, also those in which one of them has nothing to do: messages between two ranks then
-    are posted in the same order on both.
+    All ranks take the same steps, even if they have nothing to do in one, so that two ranks post their messages in the
+    same order.
     """
     ranks = range(task.ranks)
     return tuple(t for t in ranks if t == 0 or any(needed(task, (r - t) % task.ranks, r) for r in ranks))
@@ -239,7 +239,7 @@ def round_of(task: Task, rank: int, step: int) -> Round:
     owners, readers = (range(R), range(R)) if task.gather else ([(rank - step) % R], [(rank + step) % R])
     wanted = [Source(owner, needed(task, owner, rank)) for owner in owners]
     sends = (Source(x, needed(task, rank, x)) for x in readers if x != rank)
-    if not task.gather and step == 0:  # its own keys are used where they lie
+    if not task.gather and step == 0:  # its own keys are used in place
         wanted = [Source(rank, ((0, sum(piece.size for piece in task.k_pieces[rank])),))]
     sources = tuple(x for x in wanted if x.rows)
     buffer, order = _assembled(task, sources)
@@ -248,7 +248,7 @@ def round_of(task: Task, rank: int, step: int) -> Round:
 
 
 def _assembled(task: Task, sources: Sequence[Source]) -> tuple[list[Span], tuple[tuple[int, int, int], ...]]:
-    """The keys that came, sorted by document and position: as spans, and which rows of which source they are."""
+    """The received keys, sorted by document and position: as spans, and as rows of their sources."""
     parts = []
     for rank, ranges in sources:
         row = 0
@@ -259,7 +259,7 @@ def _assembled(task: Task, sources: Sequence[Source]) -> tuple[list[Span], tuple
                     pos = span.pos + (first - span.row) * span.step
                     parts.append((span.doc, pos, rank, row + first - lo, last - first, span.step))
             row += hi - lo
-    if len(sources) == 1:  # in the order of memory, which is no other: nothing is moved
+    if len(sources) == 1:  # already in order: nothing is moved
         buffer = [Span(doc, pos, row, count, step) for doc, pos, _, row, count, step in parts]
         return joined(buffer), ((sources[0].rank, 0, sources[0].rows),)
     found, order, at = [], [], 0

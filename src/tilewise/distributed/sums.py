@@ -1,4 +1,4 @@
-"""Results of all keys from parts over some of them: `Total` of `out` and `lse`, `Sum` of a gradient."""
+"""Merges the partial results of a call: `Total` for `out` and `lse`, `Sum` for a gradient."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ..state import AttentionState, add_into, merge_into
 from .rows import Call
 from .steps import Range
 
-MOST_STATES = 8  # that are merged in one pass: parts, and what was merged before
+MOST_STATES = 8  # merged in one pass: parts, and the result so far
 
 
 class Total:
-    """`out` and `lse` of all keys, from parts over some of them: several are merged in one pass."""
+    """`out` and `lse` over all keys, merged from parts over some of them, several in one pass."""
 
     def __init__(
         self, call: Call, q: torch.Tensor, width: int, parts: int, sinks: torch.Tensor | None, exact: bool
     ) -> None:
         self.call, self.once, self.fresh = call, call.once, sinks is None
         self.pending: list[tuple[Range, Range, AttentionState]] = []
-        # What is merged again is not rounded before, nor what a backward pass is to know.
+        # In float32 if it will be merged again, or if a backward pass needs it unrounded.
         rounded = self.once or (parts <= self.most and not exact)
         dtype = q.dtype if rounded else torch.float32
         self.exact = exact and not self.once and q.dtype == torch.float32
         self.out = q.new_empty((*q.shape[:-1], width), dtype=dtype)
         self.lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        self.blank = True  # nothing has been written
+        self.blank = True  # nothing written yet
         if sinks is not None or self.exact:
             self.clear()
-        if sinks is not None:  # once for each row that belongs to a document, whatever keys it sees
+        if sinks is not None:  # once for each row of a document, whatever keys it sees
             for which in call.task.rows_in_use(call.ranks.rank):
                 call.cut(self.lse, which).copy_(by_head(call, sinks, self.lse))
         self.wide = self.lse.double() if self.exact else None
@@ -50,11 +50,11 @@ class Total:
 
     @property
     def most(self) -> int:
-        """Parts that are kept to be merged in one pass."""
+        """How many parts are collected before they are merged in one pass."""
         return MOST_STATES if self.fresh or self.once else MOST_STATES - 1
 
     def merge(self) -> None:
-        """Rows of the same parts together; in the order of rounds, so that the bits are the same each time."""
+        """Merges the collected parts, in the order of rounds: the same bits each time."""
         if self.blank and not self.covered():
             self.clear()
         self.blank = False
@@ -76,7 +76,7 @@ class Total:
         self.pending, self.fresh = [], False
 
     def covered(self) -> bool:
-        """Whether the parts have every row of every head."""
+        """Whether the parts cover every row of every head."""
         end = 0
         for (first, last), (lo, hi), _ in sorted(self.pending, key=lambda part: part[0]):
             if first > end or (lo, hi) != (0, self.lse.shape[self.call.head]):
@@ -86,13 +86,13 @@ class Total:
 
 
 class Sum:
-    """A gradient of rows, from parts over some of them: several are added up in one pass, in float32 and in order."""
+    """A gradient, summed from parts over some rows: several in one pass, in float32 and in order."""
 
     def __init__(self, call: Call, like: torch.Tensor, parts: int) -> None:
         self.call, self.like = call, like
         self.pending: dict[Range, list[tuple[Range, torch.Tensor]]] = {}  # by heads
         self.begun: set[Range] = set()
-        # What is added to again is not rounded before.
+        # In float32 if more will be added.
         self.total = torch.zeros_like(like, dtype=like.dtype if parts <= MOST_STATES else torch.float32)
 
     def add(self, heads: Range, which: Range, part: torch.Tensor) -> None:
@@ -123,5 +123,5 @@ class Sum:
 
 
 def by_head(call: Call, sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Sinks, as `lse` broadcasts them."""
+    """Sinks in a shape that broadcasts against `lse`."""
     return sinks.view([-1 if dim == call.head else 1 for dim in range(lse.ndim)])
