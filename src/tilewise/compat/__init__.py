@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..core.lazy import modules
 
-if TYPE_CHECKING:  # with a __getattr__ every name would be one of the package's
+if TYPE_CHECKING:  # type checkers accept any name of a module with a __getattr__
     from . import flash_attn, flash_attn_3, sdpa, sglang, transformers, vllm  # noqa: F401
 else:
     __getattr__ = modules(__name__, "flash_attn", "flash_attn_3", "sdpa", "sglang", "transformers", "vllm")

@@ -1,4 +1,4 @@
-"""Autocast, for functions that stand in the place of torch's own: those are called with its dtype."""
+"""Autocast for drop-ins of torch functions, which torch would call with the autocast dtype."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-# Whether it is on for any device: a fifth of a microsecond, where a look at the device's own takes one.
+# Whether it is on for any device: takes 0.2 us, a query for one device 1 us.
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def autocast(like: torch.Tensor, *tensors: MaybeTensor) -> tuple[MaybeTensor, ...]:
-    """The tensors in autocast's dtype while it is on for the device of `like`; float64 and bool stay as they are."""
+    """The tensors in autocast's dtype if it is on for the device of `like`; float64 and bool are not changed."""
     device = like.device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -1,7 +1,7 @@
 """Registers tilewise with transformers, whichever of the two is imported first.
 
-`import tilewise` imports nothing of transformers. If its models' base module is there, tilewise registers at once; else
-a finder waits for that module at the cost of one comparison for each import, and leaves when it has come.
+`import tilewise` does not import transformers. If transformers' model base module is loaded, tilewise registers at
+once; else an import hook waits for it, at the cost of one comparison an import, and then removes itself.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-OLDEST = (5, 22)  # older ones describe their masks in other ways
-MODELS = "transformers.modeling_utils"  # where implementations of attention are kept
+OLDEST = (5, 22)  # older versions describe masks differently
+MODELS = "transformers.modeling_utils"  # it has the registry of attention implementations
 
 
 def watch() -> None:
@@ -27,21 +27,21 @@ def watch() -> None:
 
 
 def register() -> None:
-    """Registers tilewise, unless this transformers is too old: `import tilewise.compat.transformers` then says so."""
+    """Registers tilewise unless this transformers is too old; `import tilewise.compat.transformers` reports that."""
     try:
         from . import transformers
 
-        # Not there while that module is being imported itself, which imports these models; it registers at its end.
+        # It is missing while that module is importing these models; it registers at its own end.
         if hasattr(transformers, "register"):
             transformers.register()
     except ImportError:
         return
-    except Exception as error:  # a later transformers must be importable whatever it has changed
+    except Exception as error:  # a later transformers must stay importable whatever has changed
         warnings.warn(f"tilewise is no attention implementation of this transformers: {error!r}", stacklevel=2)
 
 
 class Finder:
-    """Finds one module as the others would, with a loader that registers tilewise after it; then it is gone."""
+    """Import hook for one module: wraps its loader by one that then registers tilewise, and removes itself."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -57,7 +57,7 @@ class Finder:
 
 
 class Loader:
-    """Another loader; after its module has run, tilewise registers."""
+    """Wraps a loader: registers tilewise after the module has run."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -77,7 +77,7 @@ class Loader:
 
 
 def too_old() -> str:
-    """What is wrong with the version of transformers that is imported; nothing if it will do."""
+    """Why the imported version of transformers is too old; empty if it is not."""
     version = sys.modules["transformers"].__version__
     numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
     wanted = ".".join(map(str, OLDEST))

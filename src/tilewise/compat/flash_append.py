@@ -1,4 +1,4 @@
-"""New keys and values of `flash_attn_with_kvcache`: their checks, their rotation and their way into the cache."""
+"""New keys and values of `flash_attn_with_kvcache`: checks, rotary embedding, writing to the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .flash_inputs import FP8, Rows
 
 
 class Tables(NamedTuple):
-    """Rotary tables, the position of each row's first new token `[B]`, and how pairs are formed."""
+    """Rotary tables, the position of each row's first new token `[B]`, and whether pairs are interleaved."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -24,7 +24,7 @@ class Tables(NamedTuple):
 def check_new(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: int | None
 ) -> None:
-    """New keys and values that fit their caches: `[B, n, Hkv, D]` or, without `batch`, packed `[T, Hkv, D]`."""
+    """Checks new keys and values against their caches: `[B, n, Hkv, D]` or, without `batch`, packed `[T, Hkv, D]`."""
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         want = (k.shape[0] if batch is None else batch, *k.shape[1 : k.ndim - 2], *cache.shape[2:])
         rank = 3 if batch is None else 4
@@ -42,7 +42,7 @@ def tables(
     capacity: int,
     rows: torch.Tensor | int,
 ) -> Tables:
-    """Rotary tables that reach the capacity and, where lengths can be read, `rows` tokens from each start."""
+    """Checks that rotary tables cover the capacity and, if lengths can be read, `rows` tokens from each start."""
     rotary.check(cos, sin, head_dim, capacity)
     reach = starts + rows
     if values.readable(reach, None) and len(reach) and int(reach.max()) > len(cos):
@@ -54,7 +54,7 @@ def tables(
 
 
 def turn(x: torch.Tensor, t: Tables, rows: Rows | None, moving: bool) -> torch.Tensor:
-    """`x` `[B, L, H, D]`, or packed `[T, H, D]` with its `rows`, each token turned to its position.
+    """Rotates each token of `x` `[B, L, H, D]`, or packed `[T, H, D]` with its `rows`, by its position.
 
     If not `moving`, all tokens of a sequence are at its first position.
     """
@@ -65,7 +65,7 @@ def turn(x: torch.Tensor, t: Tables, rows: Rows | None, moving: bool) -> torch.T
     else:
         at = t.start[rows.sequence].long()
         at = at + rows.place if moving else at
-    at = at.clamp(0, len(t.cos) - 1)  # what a device cannot tell in time must not reach past the tables
+    at = at.clamp(0, len(t.cos) - 1)  # values on a device are not checked: they must not index past the tables
     wide = x.float() if x.dtype == FP8 else x
     if rows is not None:
         return rotary.rotate(wide[None], t.cos, t.sin, at[None], t.interleaved)[0].to(x.dtype)
@@ -81,7 +81,7 @@ def write(
     table: torch.Tensor | None,
     rows: Rows | None,
 ) -> None:
-    """New tokens, after the `lengths` tokens of their sequences, into rows or pages `[., size, Hkv, D]`."""
+    """Writes new tokens after the `lengths` tokens of their sequences, to rows or pages `[., size, Hkv, D]`."""
     pick = None
     if rows is None:
         sequence = None
@@ -89,13 +89,13 @@ def write(
         if k.shape[1] > 1:
             place = place + torch.arange(k.shape[1], device=k.device)
     else:
-        # Rows of no sequence write what the last row of one writes, to the same place.
+        # Padding rows repeat the write of the last row of a sequence.
         last = (rows.valid.sum() - 1).clamp_min(0)
         pick = torch.arange(len(k), device=k.device).clamp(max=last)
         sequence = rows.sequence[pick]  # [T]
         place = lengths[sequence] + rows.place[pick]
     size = k_cache.shape[1]
-    if rows is not None:  # if no row belongs to a sequence, the first one may be past the end
+    if rows is not None:  # without any sequence, the index of row 0 may be past the end
         place = place.clamp(max=size * (1 if table is None else table.shape[1]) - 1)
     if table is None:
         index = torch.arange(len(lengths), device=k.device)[:, None] if sequence is None else sequence, place
@@ -104,7 +104,7 @@ def write(
     else:
         index = table[sequence, place // size], place % size
     for cache, x in ((k_cache, k), (v_cache, v)):
-        if cache.dtype == FP8:  # torch copies bytes by index, not float8
+        if cache.dtype == FP8:  # torch cannot index-copy float8, but bytes
             cache, x = cache.view(torch.int8), x.view(torch.int8)
         if rows is not None:
             x = torch.where(rows.valid.any(), x[pick], cache[index])

@@ -209,7 +209,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _parts(name: str, x: torch.Tensor, form: str) -> tuple[torch.Tensor, ...]:
-    """The tensors that are packed in the third dim from the end, as views."""
+    """Views of the tensors that are packed in the third dim from the end."""
     count = 3 if name == "qkv" else 2
     if x.ndim != form.count(",") + 1 or x.shape[-3] != count:
         raise InvalidArgument(name, f"shape {tuple(x.shape)}", form)
@@ -221,7 +221,7 @@ def get_scheduler_metadata(*_: Any, **__: Any) -> None:
 
 
 def _first_positions(used_q: torch.Tensor, lengths: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
-    """The position of each sequence's first query, if only `used_q` of them are in use, the last of them at its end."""
+    """The position of each sequence's first query, if `used_q` are in use and the last is at the sequence's end."""
     for name, x in (("seqused_q", used_q), ("seqused_k", lengths)):
         if x.shape != (len(cu_seqlens_q) - 1,) or x.dtype not in (torch.int32, torch.int64):
             raise InvalidArgument(name, f"{tuple(x.shape)} {x.dtype}", f"int32 ({len(cu_seqlens_q) - 1},)")
@@ -230,11 +230,11 @@ def _first_positions(used_q: torch.Tensor, lengths: torch.Tensor, cu_seqlens_q: 
 
 
 def _clear_unused(result: Any, used_q: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Any:
-    """The rows past those in use, as rows that see no key."""
+    """Sets unused rows to the result of rows that see no key."""
     out, lse = result if isinstance(result, AttentionState) else (result, None)
     rows = Rows.of(cu_seqlens_q, out.shape[0])
     unused = rows.place >= used_q[rows.sequence]
-    # What the backward pass has kept is not written to; without one the output may be the caller's own.
+    # With a backward pass the output is saved and must not be written; without, it may be the caller's own.
     fill = torch.Tensor.masked_fill if out.requires_grad else torch.Tensor.masked_fill_
     out = fill(out, unused[:, None, None], 0.0)
     return out if lse is None else AttentionState(out, fill(lse, unused[:, None], -torch.inf))

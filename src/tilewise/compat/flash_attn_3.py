@@ -123,7 +123,7 @@ def flash_attn_combine(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges splits: `out_partial` `[splits, ..., H, D]` and `lse_partial` `[splits, ..., H]` to those of all keys."""
+    """Merges split-KV partials: `out_partial` `[splits, ..., H, D]` and `lse_partial` `[splits, ..., H]`."""
     if out_partial.shape[:-1] != lse_partial.shape or out_partial.ndim < 2 or not len(out_partial):
         given = f"shape {tuple(lse_partial.shape)} with out_partial {tuple(out_partial.shape)}"
         raise InvalidArgument("lse_partial", given, "[splits, ...], as out_partial without its last dim")

@@ -1,7 +1,7 @@
-"""What FlashAttention 3 lets a call bring beside q, k and v: a second query, and float8 with its scales.
+"""FlashAttention 3's extra inputs: `qv`, a second query, and float8 with descale factors.
 
-Both become a plain call. `qv` is a part of q that meets V: `q k + qv v = [q, qv] [k, v]`. The scales of float8 are one
-number for each sequence and KV head, so they leave the sums: those of q and k go into q, that of v into the output.
+Both become a plain call. `qv` multiplies V: `q k + qv v = [q, qv] [k, v]`. Descale factors are one number for each
+sequence and KV head, so they factor out of the sums: those of q and k are multiplied into q, that of v into the output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Rows(NamedTuple):
-    """Where the rows of a packed tensor belong: sequence, place in it, and whether they belong to one at all."""
+    """The rows of a packed tensor: their sequence, their index in it, and whether they belong to one at all."""
 
     sequence: torch.Tensor
     place: torch.Tensor
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, offsets: torch.Tensor, rows: int) -> Rows:
-        """Of `rows` rows by their offsets `[B + 1]`; read on the device."""
+        """For `rows` rows with offsets `[B + 1]`; computed on the device."""
         at = torch.arange(rows, dtype=torch.int64, device=offsets.device)
         ends = offsets[1:].to(torch.int64)
         sequence = torch.searchsorted(ends, at, right=True).clamp(max=max(len(ends) - 1, 0))
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """q, k and v of a tilewise call, and what its output has to be multiplied by and turned into."""
+    """q, k and v of a tilewise call, and the factor and dtype of its output."""
 
     q: torch.Tensor
     k: Any
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
     dtype: torch.dtype | None = None
 
     def result(self, result: Any, out: torch.Tensor | None = None) -> Any:
-        """The output of FlashAttention, from that of the call; written to `out` if there is one."""
+        """FlashAttention's output from that of the call; written to `out` if it is given."""
         values, lse = result if isinstance(result, AttentionState) else (result, None)
         if self.factor is not None:
             values = values * self.factor
@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
 
 
 def stored(x: torch.Tensor) -> Any:
-    """K or V in float8 as `Quantised` with a scale of 1, over the same memory; else as it is."""
+    """K or V in float8 as `Quantised` with scales of 1, over the same memory; others unchanged."""
     if x.dtype != FP8:
         return x
     ones = torch.ones(-(-x.shape[-1] // 128), dtype=torch.float32, device=x.device)
@@ -77,7 +77,7 @@ def special(q: torch.Tensor, k: torch.Tensor, later: Later) -> bool:
 
 
 def second_query(q: torch.Tensor, v: torch.Tensor, later: Later) -> torch.Tensor | None:
-    """`qv` or `q_v`, if it fits."""
+    """`qv` or `q_v`, checked."""
     qv, other = later.get("qv"), later.get("q_v")
     if qv is not None and other is not None:
         raise InvalidArgument("q_v", "a tensor beside qv", "one of the two: they are the same")
@@ -99,7 +99,7 @@ def inputs(
     batch: int,
     offsets: torch.Tensor | None = None,
 ) -> Inputs:
-    """The call that stands for one with `qv` or float8; `offsets` are those of packed queries."""
+    """The plain call equivalent to one with `qv` or float8; `offsets` are those of packed queries."""
     qv = second_query(q, v, later)
     if qv is not None:
         width = q.shape[-1] + v.shape[-1]
@@ -146,11 +146,11 @@ def _descale(name: str, x: Any, batch: int, kv_heads: int, device: torch.device)
 
 
 def _beside(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
-    """`[first, second]` without a copy, if their rows already lie so in memory."""
+    """`[first, second]` as a view, if their rows are adjacent in memory; else None."""
     if is_traced() or first.stride() != second.stride() or first.stride(-1) != 1:
         return None
     if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
-        return None  # a view by strides has gradients to the first alone
+        return None  # gradients of such a view would reach the first alone
     if first.dtype != second.dtype or first.shape[:-1] != second.shape[:-1]:
         return None
     if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..errors import InvalidArgument
 
-VERSION = "2.8.3+tilewise"  # of the interface; what asks for a version wants to know that
+VERSION = "2.8.3+tilewise"  # the version of the interface
 
-_before: dict[str, ModuleType | None] = {}  # what was under these names, while tilewise is
+_before: dict[str, ModuleType | None] = {}  # the modules that tilewise replaces
 
 
 def install(*, replace: bool = False) -> None:
@@ -53,20 +53,20 @@ def uninstall() -> None:
 
 
 class _Missing:
-    """Finds nothing: the last to be asked for a module or name of flash-attn's, it says whose modules these are.
+    """The last import finder: for a missing module of flash-attn it raises an error that names tilewise.
 
-    `from flash_attn import x` comes here too, for Python looks for a module `flash_attn.x` if the package has no x.
+    `from flash_attn import x` comes here too: if the package has no x, Python looks for a module `flash_attn.x`.
     """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         parent = name.rpartition(".")[0]
-        asks_only = sys._getframe(2).f_globals.get("__name__") == "importlib.util"  # find_spec: None is its answer
+        asks_only = sys._getframe(2).f_globals.get("__name__") == "importlib.util"  # find_spec expects None
         if asks_only or not isinstance(module := sys.modules.get(parent), ModuleType) or parent not in _before:
             return None
         there = ", ".join(other for other in _before if other in sys.modules)
-        # Without `name=`: Python would take it for a name that the package lacks, and say no more than that.
+        # Without `name=`: with it, Python would replace the message by its own.
         raise ModuleNotFoundError(
             f"{name} is not there: tilewise is installed as flash_attn, by tilewise.compat.flash_attn.install(). "
             f"It has the modules {there}; {parent} has {', '.join(module.__dict__['__all__'])}"
@@ -100,9 +100,9 @@ def _public(module: ModuleType) -> dict[str, Any]:
 
 
 def _module(name: str, content: Mapping[str, Any]) -> ModuleType:
-    """A module with a spec, as `importlib.util.find_spec` expects of what is in `sys.modules`.
+    """A module with a spec, which `importlib.util.find_spec` expects of modules in `sys.modules`.
 
-    Each is a package, with no folder: then what it lacks is asked of `_Missing`.
+    Each is a package without a folder, so that imports of missing names reach `_Missing`.
     """
     module = ModuleType(name, "flash-attn's functions, served by tilewise.")
     module.__spec__ = ModuleSpec(name, None, is_package=True)

@@ -1,4 +1,4 @@
-"""flash-attn's `flash_attn_with_kvcache`, served by tilewise: append to a cache in place, then attend over it."""
+"""flash-attn's `flash_attn_with_kvcache`: appends to a cache in place, then attends over it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def flash_attn_with_kvcache(
         values.check_cu_seqlens("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], "", None, None)
         new = values.as_int32(cu_seqlens_k_new, 0, k.shape[0]).diff()
     total = lengths if k is None else lengths + new
-    # All values are checked here, before anything is written; the call need not check them again.
+    # All values are checked here, before anything is written; the call does not check them again.
     values.check_lengths("cache_seqlens", lengths, capacity - new, "tokens that leave room for k", None)
     if table is not None:
         values.check_block_table(table, total, k_cache.shape[1], k_cache.shape[0], None)
@@ -111,9 +111,9 @@ def flash_attn_with_kvcache(
         if v is None or cache_seqlens is None:
             raise InvalidArgument("k", "new keys alone", "k with v and cache_seqlens")
         check_new(k, v, k_cache, v_cache, None if cu_seqlens_k_new is not None else batch)
-        if not is_traced():  # else the operator makes the other checks, when it runs
+        if not is_traced():  # else the operator makes the other checks when it runs
             key = call_cache.key_of(attend.__name__, (q, k_cache, v_cache, *pages), options)
-            if unusual or cu_seqlens_q is not None or call_cache.find(key) is None:  # a known call has passed them
+            if unusual or cu_seqlens_q is not None or call_cache.find(key) is None:  # a cached call has passed them
                 wide, keys, vals = q.float() if q.dtype == FP8 else q, stored(k_cache), stored(v_cache)
                 check(wide, keys, vals, *pages, Options(**options))
         rows_k = None if cu_seqlens_k_new is None else Rows.of(cu_seqlens_k_new, k.shape[0])
@@ -138,7 +138,7 @@ def flash_attn_with_kvcache(
 def _table(
     table: torch.Tensor | None, rows: torch.Tensor | None, held: int, batch: int, packed: bool, device: torch.device
 ) -> torch.Tensor | None:
-    """The pages of each sequence: as given, those of the rows that it uses, or rows of the cache (`held`) as pages."""
+    """The block table of each sequence: as given, by `cache_batch_idx`, or with rows of the cache (`held`) as pages."""
     if rows is not None:
         rows = _lengths("cache_batch_idx", rows, batch, device)
         last, what = (held - 1, "k_cache") if table is None else (len(table) - 1, "block_table")
@@ -150,7 +150,7 @@ def _table(
 
 
 def _longer(a: torch.Tensor | int, b: torch.Tensor | int) -> torch.Tensor | int:
-    """The larger of two lengths, or of two sets of them."""
+    """The larger of two lengths, element by element."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
     if isinstance(a, int):
@@ -168,7 +168,7 @@ def _lengths(name: str, lengths: torch.Tensor | int, batch: int, device: torch.d
         if lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64) or lengths.device != device:
             given = f"{tuple(lengths.shape)} {lengths.dtype} on {lengths.device}"
             raise InvalidArgument(name, given, f"an int or int32 ({batch},) on {device}")
-        return values.as_int32(lengths, -LONGEST, LONGEST)  # what is too long stays so
+        return values.as_int32(lengths, -LONGEST, LONGEST)  # values that are too long stay so, to be refused
     return torch.full((batch,), max(-LONGEST, min(index(lengths), LONGEST)), dtype=torch.int32, device=device)
 
 
@@ -181,9 +181,9 @@ def _after(
     offsets: torch.Tensor | None,
     longest: int | None,
 ) -> torch.Tensor:
-    """A mask `[B, 1, 1, S]` of the slots that are no padding. Positions may count it: only distances matter.
+    """A mask `[B, 1, 1, S]` that hides left padding. Positions still count it, since only distances matter.
 
-    But to chunks: they start after the padding, and with them the mask is `[B, 1, Lq, S]`.
+    Chunks count from the end of the padding, so with them the mask is `[B, 1, Lq, S]`.
     """
     pad = leftpad[:, None].long()
     slots = torch.arange(capacity, device=leftpad.device) - pad  # [B, S], from the first one in use

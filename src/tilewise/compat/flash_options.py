@@ -1,4 +1,4 @@
-"""FlashAttention's options as tilewise's, with their refusals."""
+"""Translates FlashAttention's options to tilewise's; refuses those that have no counterpart."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CacheLater(TypedDict, total=False):
 
 
 class Later(CacheLater, total=False):
-    """The same, and what only `flash_attn_with_kvcache` had in FlashAttention 2.
+    """The same, and a keyword that in FlashAttention 2 only `flash_attn_with_kvcache` had.
 
     num_splits: number of parts that keys are split into; 0 lets tilewise choose.
     """
@@ -60,7 +60,7 @@ def translate(
     alibi_slopes: torch.Tensor | None,
     later: Later,
 ) -> dict[str, Any]:
-    """The options of a call that are set as keywords of `tilewise.attention`; `keys` is the most of a sequence."""
+    """The options that are set, as keywords of `tilewise.attention`; `keys` is the longest sequence of keys."""
     if dropout_p != 0.0:
         raise InvalidArgument("dropout_p", dropout_p, "0.0", "tilewise has no dropout: train with 0.0 too")
     options: dict[str, Any] = {"causal": causal}
@@ -75,7 +75,7 @@ def translate(
     if later:
         known = Later.__annotations__
         if unknown := [name for name in later if name not in known]:
-            keywords.refuse(unknown, [*keywords.of(translate)[1:-1], *known])  # but its own: keys, later
+            keywords.refuse(unknown, [*keywords.of(translate)[1:-1], *known])  # without keys and later
         options["chunk"] = chunk(later.get("attention_chunk", 0))
         options["sinks"] = later.get("s_aux")
         options["split_size"] = split_size(later.get("num_splits", 0), keys)
@@ -83,7 +83,7 @@ def translate(
 
 
 def one_table(block_table: torch.Tensor | None, page_table: torch.Tensor | None) -> torch.Tensor | None:
-    """FlashAttention 2 and 3 have two names for it."""
+    """The block table: FlashAttention 2 and 3 have different names for it."""
     if block_table is not None and page_table is not None:
         raise InvalidArgument("page_table", "a tensor beside block_table", "one of the two: they are the same")
     return page_table if block_table is None else block_table
@@ -107,7 +107,7 @@ def chunk(attention_chunk: int) -> int | None:
 
 
 def split_size(num_splits: int, keys: int) -> int | None:
-    """Keys of each part, if there are to be so many parts."""
+    """Keys of each split, for `num_splits` splits."""
     if index(num_splits) < 0:
         raise InvalidArgument("num_splits", num_splits, "0 (tilewise decides) or more")
     return max(1, -(-keys // index(num_splits))) if num_splits else None

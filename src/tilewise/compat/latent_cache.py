@@ -1,13 +1,13 @@
-"""`LatentCache`: transformers' models of latent attention (MLA: DeepSeek, GLM, Kimi) over rows that hold K and V once.
+"""`LatentCache`: a KV cache for transformers' models of latent attention (MLA: DeepSeek, GLM, Kimi).
 
-Their attention keeps a latent row c (the `kv_lora_rank` elements that keys and values are made of) and a rope part r,
-which all heads share, and would expand all of them to keys and values of every head at each step. With keys [W_uk c, r]
-and values W_uv c the projections move to the other side instead (absorbed form):
+These models cache a latent row c (`kv_lora_rank` elements from which keys and values are projected) and a rope part r
+that all heads share, and would expand them to keys and values of every head at each step. With keys [W_uk c, r] and
+values W_uv c, the projections can be applied to queries and outputs instead (absorbed form):
 
     q . k = (W_uk^T q_nope) . c + q_rope . r        sum p v = W_uv (sum p c)
 
-so that a step is attention of all heads over one KV head, [c, r], whose first elements are its values. Many queries at
-once cost less in the expanded form: prompts, and chunks of `EXPANDED` queries or more.
+A step is then attention of all heads over one KV head, [c, r], whose first elements are the values. Prompts, and chunks
+of `EXPANDED` queries or more, are cheaper in the expanded form.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ..errors import InvalidArgument
 from ..kv_cache import KVCache
 from .quantised_cache import Held, QuantisedLayer, check_capacity
 
-# Queries from which on expanding a key once (2 * 512 * 256 FLOP for each head of DeepSeek V3) is less than what its
-# absorbed form costs each query more (2 * (576 + 512 - 192 - 128)).
+# From this many queries on, expanding a key (2 * 512 * 256 FLOP for each head of DeepSeek V3) costs less than what the
+# absorbed form costs more for each query (2 * (576 + 512 - 192 - 128)).
 EXPANDED = 170
 
 
 class LatentHeld(Held):
-    """Latent rows of a layer, in the place of both parts that the model hands to its cache; `new` of them came last."""
+    """The latent rows of a layer, returned to the model in place of keys and values; the last `new` are new."""
 
     def __init__(self, cache: KVCache, tokens: int, new: int, dtype: torch.dtype) -> None:
         super().__init__(cache, tokens)
         self.new, self.dtype = new, dtype
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows as the model would have them: latent parts and rope parts, `[B, 1, L, ...]`."""
+        """All rows in the model's form: latent parts and rope parts, `[B, 1, L, ...]`."""
         latent = self.cache.latent
         rows = self.cache.store.k.map(lambda x: x[:, :, : self.tokens]).floats(self.dtype)
         return rows[..., :latent], rows[..., latent:]
@@ -124,7 +124,7 @@ class LatentCache(Cache):  # type: ignore[misc]
             raise InvalidArgument("config", f"a model with {other.pop()}", "layers of full attention")
         check_capacity(capacity)
         make = partial(KVCache, group=group)
-        make(0, 1, 1, text.kv_lora_rank + text.qk_rope_head_dim, dtype, latent=text.kv_lora_rank)  # or it is told now
+        make(0, 1, 1, text.kv_lora_rank + text.qk_rope_head_dim, dtype, latent=text.kv_lora_rank)  # checks options
         super().__init__(layers=[LatentLayer(make, capacity, dtype) for _ in layers])
 
     @property
@@ -135,7 +135,7 @@ class LatentCache(Cache):  # type: ignore[misc]
 
 @cache
 def absorb(model_type: str) -> None:
-    """Makes the attention of a model of transformers leave latent rows to tilewise; other caches change nothing."""
+    """Patches the attention of a transformers model to pass latent rows to tilewise. Other caches are not affected."""
     try:
         module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
         found = [x for _, x in inspect.getmembers(module, inspect.isclass) if "expand_kv" in vars(x)]
@@ -160,7 +160,7 @@ def _or_held(expand: Any) -> Any:
 
 
 def absorbed_queries(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries `[B, H, L, nope + rope]` as `[B, H, L, rank + rope]`, and W_uv `[H, rank, Dv]` for what comes out."""
+    """Queries `[B, H, L, nope + rope]` as `[B, H, L, rank + rope]`, and W_uv `[H, rank, Dv]` for the output."""
     nope, weight = module.qk_nope_head_dim, module.kv_b_proj.weight
     if not weight.is_floating_point() or module.kv_b_proj.bias is not None:
         given = f"a kv_b_proj of {weight.dtype}" + " with a bias" * (module.kv_b_proj.bias is not None)

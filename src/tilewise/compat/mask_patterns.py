@@ -1,7 +1,7 @@
-"""transformers' attention masks as patterns: what a mask means, with nothing of the size of a mask.
+"""transformers' attention masks as options of `tilewise.attention`, without building a dense mask.
 
-transformers describes a mask by a function of indices, put together from a few known ones. Those are read here, and
-become options of `tilewise.attention`; a function that is not known becomes a dense mask, as it does for torch's SDPA.
+transformers describes a mask by a function of indices, composed of a few known ones. These are recognised here; an
+unknown function becomes a dense mask, as for torch's SDPA.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ Length = int | torch.Tensor
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences of all rows, packed end to end."""
+    """The sequences of all rows, packed."""
 
     offsets: torch.Tensor  # int32 [n + 1]
     longest: int
-    lengths: torch.Tensor | None = None  # int32 [n]: keys in use; padding is a sequence that has none
-    only: bool = True  # there is no other way to say it
+    lengths: torch.Tensor | None = None  # int32 [n]: keys in use; padding is a sequence without any
+    only: bool = True  # no other options express the mask
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a mask function says of positions."""
+    """The position rules of a mask function."""
 
     causal: bool = False
     left: int | None = None  # keys to the left of the query's own; None is unlimited
     right: int | None = None
     chunk: int | None = None
-    padding: torch.Tensor | None = None  # [B]: chunks count from here
+    padding: torch.Tensor | None = None  # [B]: chunks begin here
     segments: torch.Tensor | None = None  # [B, L]: a token sees its own segment
 
 
 class Pattern(BlockMask):
     """A mask as options of `tilewise.attention`.
 
-    It is a `BlockMask` by name only: transformers hands those through from `generate` to the attention function as it
-    finds them, and no model takes one for a tensor.
+    It is a `BlockMask` in name only: transformers passes those from `generate` to the attention function unchanged, and
+    no model treats one as a tensor.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], options: dict[str, Any], packed: Packed | None = None) -> None:
@@ -85,16 +85,16 @@ def make_mask(
     use_vmap: bool = False,
     **rest: Any,
 ) -> Pattern | torch.Tensor | None:
-    """The mask function that `register` gives to transformers; arguments are those of `sdpa_mask` there.
+    """The mask function that `register` gives to transformers, with the arguments of `sdpa_mask` there.
 
     Returns:
-        None where the module's own causality says all, a `Pattern` where the rules are known, else a bool mask
-        `[B, 1, Lq, Lk]`. A model that asks for a mask which it can work on gets one.
+        None if the module's own causality is enough, a `Pattern` if the rules are known, else a bool mask
+        `[B, 1, Lq, Lk]`. A model that asks for a real mask gets one.
     """
     rules = None if use_vmap else read(mask_function)
     if rules is not None:
         allowed = allow_is_causal_skip if rules.causal else allow_is_bidirectional_skip
-        # Packing forbids to leave the mask out, but not to keep it as a pattern.
+        # With packing the mask cannot be left out, but it can be a pattern.
         if allowed or rules.segments is not None:
             shape = (batch_size, 1, q_length, kv_length)
             made = _pattern(shape, rules, q_offset, kv_offset, attention_mask)
@@ -107,7 +107,7 @@ def make_mask(
 
 
 def _held(function: Callable[..., Any]) -> dict[str, Any]:
-    """The variables that an inner function took along."""
+    """The closure variables of a function."""
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
@@ -120,12 +120,12 @@ _PACKED = hf.packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")).__co
 
 
 def read(function: Callable[..., Any]) -> Rules | None:
-    """The rules of a mask function of transformers; None if it is another."""
+    """The rules of a mask function of transformers; None if it is not a known one."""
     if function is hf.causal_mask_function:
         return Rules(causal=True)
     if function is hf.bidirectional_mask_function:
         return Rules()
-    if is_compiling():  # tracing hides what an inner function took along
+    if is_compiling():  # tracing hides closures
         return None
     code = getattr(function, "__code__", None)
     try:
@@ -144,13 +144,13 @@ def read(function: Callable[..., Any]) -> Rules | None:
             return Rules(chunk=held["chunk_size"], padding=held["left_padding"])
         if code is _PACKED:
             return Rules(segments=_held(function)["packed_sequence_mask"])
-    except KeyError:  # a transformers whose functions have other insides
+    except KeyError:  # another version, with other closures
         return None
     return None
 
 
 def _and(a: Rules | None, b: Rules | None) -> Rules | None:
-    """Both at once; None if that is more than `Rules` can say."""
+    """The conjunction of two rules; None if `Rules` cannot express it."""
     if a is None or b is None:
         return None
     if any(getattr(a, name) is not None and getattr(b, name) is not None for name in ("chunk", "segments")):
@@ -173,20 +173,20 @@ def _smaller(a: int | None, b: int | None) -> int | None:
 def _pattern(
     shape: tuple[int, int, int, int], rules: Rules, q_offset: Length, kv_offset: int, seen: torch.Tensor | None
 ) -> Any:
-    """A `Pattern`, None where it says nothing that the module does not, or NotImplemented."""
+    """A `Pattern`; None if it adds nothing to the module's causality; or NotImplemented."""
     _, _, rows, keys = shape
     values_matter = isinstance(q_offset, torch.Tensor) or rules.chunk is not None or rules.segments is not None
-    if values_matter and is_traced():  # a graph cannot depend on them
+    if values_matter and is_traced():  # a graph cannot depend on values
         return NotImplemented
-    shift = int(q_offset) - kv_offset  # of the first query, counted from the first key
+    shift = int(q_offset) - kv_offset  # the first query's position, relative to the first key
     furthest = shift + rows - 1  # the largest distance of a query from a key on its left
     padded = None
     if seen is not None and shift == 0 and rows == keys and not is_traced():
-        # Under a causal rule, padding behind the tokens sees them, and `generate` goes on from what it makes of that.
+        # With causal, padding after the tokens sees them, and `generate` continues from its output.
         padded = _padded(seen) if not rules.causal or bool(seen[:, -1].all()) else None
     only = False
     if rules.chunk is not None:
-        # tilewise counts chunks from the first key, or from that of a sequence; transformers from where it says.
+        # tilewise counts chunks from the first key (of a sequence), transformers from a position of its own.
         from_here = 0 if rules.padding is None else rules.padding
         away = (from_here - kv_offset) % rules.chunk
         only = bool(away.any()) if isinstance(away, torch.Tensor) else away != 0
@@ -218,11 +218,11 @@ def _pattern(
 
 
 def _limits(seen: torch.Tensor | None, kv_offset: int, keys: int) -> dict[str, Any]:
-    """Padding `[B, S]` (True is a token) as the length of each row, or as a mask `[B, 1, 1, keys]` of the keys."""
+    """Padding `[B, S]` (True is a token) as lengths of rows, or as a mask `[B, 1, 1, keys]`."""
     if seen is None:
         return {}
     seen = seen[:, kv_offset : kv_offset + keys]
-    if seen.shape[1] < keys:  # a static cache: what is not yet written
+    if seen.shape[1] < keys:  # a static cache: slots not yet written
         seen = torch.nn.functional.pad(seen, (0, keys - seen.shape[1]))
     if is_traced():
         return {"mask": seen[:, None, None]}
@@ -235,8 +235,8 @@ def _limits(seen: torch.Tensor | None, kv_offset: int, keys: int) -> dict[str, A
 
 
 def _padded(seen: torch.Tensor) -> tuple[Packed, torch.Tensor] | None:
-    """Rows `[B, L]` of one run of tokens each as sequences, with the padding around them as sequences that see nothing;
-    and where the runs start. None if there is no padding, or tokens lie on both sides of some.
+    """Padded rows `[B, L]` as sequences: the run of tokens of each row, and the padding around it as sequences without
+    keys; and where the runs start. None if there is no padding, or padding between tokens.
     """
     batch, keys = seen.shape
     at = torch.arange(keys, device=seen.device)
@@ -253,7 +253,7 @@ def _padded(seen: torch.Tensor) -> tuple[Packed, torch.Tensor] | None:
 
 
 def _packed(segments: torch.Tensor) -> Packed | None:
-    """The sequences of segments `[B, L]`; None if one is in pieces."""
+    """The sequences of segments `[B, L]`; None if a segment is not contiguous."""
     steps = segments.diff(dim=1)
     if bool((steps < 0).any()):
         return None

@@ -1,8 +1,7 @@
 """`QuantisedCache`: K and V of transformers' models in int8, int4 or fp8, for `generate(..., past_key_values=...)`.
 
-A layer is a `KVCache` that grows. What its `update` hands to the attention function is no tensor but `Held`, over
-which tilewise attends as it is stored; nothing is dequantised into a copy. A prompt that comes into an empty cache is
-attended as it came, in full precision.
+A layer is a `KVCache` that grows. Its `update` returns no tensors but a `Held`, which tilewise's attention reads in its
+storage format; nothing is dequantised into a copy. A prompt into an empty cache is attended in full precision.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..kv_cache.checks import MOST
 
 
 class Held:
-    """Keys and values of a layer as they are stored; only tilewise's attention can use them."""
+    """Keys and values of a layer in their storage format; only tilewise's attention can read them."""
 
     def __init__(self, cache: KVCache, tokens: int) -> None:
         self.cache, self.tokens = cache, tokens
@@ -39,7 +38,7 @@ class Held:
         return c.batch, c.kv_heads, self.tokens, c.k_format.width
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a question whether there is such a thing
+        if name.startswith("__"):  # a probe whether the attribute exists
             raise AttributeError(name)
         self._refuse()
 
@@ -65,9 +64,9 @@ def check_capacity(capacity: Any) -> None:
 
 
 class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The cache of one layer. With `window` it holds at least the tokens that the next query's window reaches.
+    """The cache of one layer. With `window` it holds at least the tokens in the next query's window.
 
-    Tokens lie in the order of their positions. Those that are past the window leave all at once, when room is needed.
+    Tokens are in the order of their positions. Those past the window are dropped all at once, when room is needed.
     """
 
     is_croppable = True
@@ -81,7 +80,7 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.cache: KVCache | None = None
-        self.held = self.cumulative_length = 0  # tokens in the cache, and all that have come
+        self.held = self.cumulative_length = 0  # tokens in the cache, and all so far
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -97,7 +96,7 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         assert self.cache is not None
         if prompt := self.held == 0:
-            kept = self._kept(new)  # of a prompt that is longer than the window, its end
+            kept = self._kept(new)  # the end of a prompt that is longer than the window
             k, v = (x[:, :, new - kept :] for x in (key_states, value_states))
         else:
             kept, k, v = new, key_states, value_states
@@ -112,16 +111,16 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
         return held, held
 
     def hold(self, new: int) -> Held:
-        """What stands for all tokens, `new` of which came last."""
+        """A `Held` of all tokens, the last `new` of which are new."""
         assert self.cache is not None
         return Held(self.cache, self.held)
 
     def _kept(self, tokens: int) -> int:
-        """Of so many tokens, how many the next query can reach."""
+        """How many of `tokens` tokens the next query can see."""
         return tokens if self.window is None or self.record_past else min(tokens, self.window - 1)
 
     def _room(self, tokens: int) -> int:
-        """Slots for so many tokens and some to come: an eighth more, so that a token moves eight others on average."""
+        """Slots for so many tokens and an eighth more: amortised, each token is copied eight times."""
         least = 0 if self.window is None else self.window - 1
         return max(self.capacity, -(-(max(tokens, least) * 9 // 8 + 1) // 64) * 64)
 
@@ -149,11 +148,11 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1 if self.window is None else self.window
 
     def activate_past_recording(self) -> None:
-        """Keeps what leaves the window, so that `crop` can go back, until it is called."""
+        """Keeps tokens past the window until the next `crop`, which may need them."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens; their number is given as a negative one, as in transformers."""
+        """Removes the last tokens; their number is negative, as in transformers."""
         if tokens_to_remove > 0:
             raise InvalidArgument("tokens_to_remove", tokens_to_remove, "0 or a negative number")
         if self.cache is None:
@@ -167,7 +166,7 @@ class QuantisedLayer(CacheLayerMixin):  # type: ignore[misc]
             for row in range(self.cache.batch):
                 self.cache.truncate(row, left)
         self.held, self.cumulative_length = left, total
-        if self.window is not None and left > (room := self._room(0)):  # the past of a recording
+        if self.window is not None and left > (room := self._room(0)):  # recorded tokens past the window
             self.held = self.window - 1
             self.cache = self.cache.gather(start=left - self.held, capacity=room)
 
@@ -212,7 +211,7 @@ class QuantisedCache(Cache):  # type: ignore[misc]
         capacity: int = 0,
     ) -> None:
         make = partial(KVCache, dtype=dtype, v_dtype=v_dtype, group=group, rotate=rotate)
-        make(0, 1, 1, 128)  # wrong options are told now
+        make(0, 1, 1, 128)  # checks options
         check_capacity(capacity)
         layer = partial(QuantisedLayer, make)
         if config is None:

@@ -17,7 +17,7 @@ __all__ = [
 
 
 def check(cos: torch.Tensor, sin: torch.Tensor, head_dim: int, positions: int) -> None:
-    """Tables `[n, R / 2]` that reach every position of the cache and rotate no more than a head has."""
+    """Checks that tables `[n, R / 2]` cover every position of the cache and R is at most the head dim."""
     if sin.shape != cos.shape or cos.ndim != 2:
         given = f"{tuple(cos.shape)} with rotary_sin {tuple(sin.shape)}"
         raise InvalidArgument("rotary_cos", given, "two tables [positions, rotary_dim / 2]")
@@ -30,9 +30,9 @@ def check(cos: torch.Tensor, sin: torch.Tensor, head_dim: int, positions: int) -
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
-    """The first R elements of each head of `x` `[B, L, H, D]`, turned in pairs by the angles of its position `[B, L]`.
+    """Rotates the first R elements of each head of `x` `[B, L, H, D]` by its position `[B, L]`.
 
-    A pair is two neighbours if `interleaved`, else elements `r` and `r + R / 2`.
+    Pairs are adjacent elements if `interleaved`, else `r` and `r + R / 2`.
     """
     c, s = (table[positions].float()[:, :, None] for table in (cos, sin))  # [B, L, 1, R / 2]
     half = cos.shape[1]
@@ -168,12 +168,12 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Tables for `seqlen` positions, if those at hand are shorter or of another kind."""
+        """Makes tables for `seqlen` positions, unless there are some that long of this device and dtype."""
         known = self._cos_cached
         if known is not None and seqlen <= self._seq_len_cached and (known.device, known.dtype) == (device, dtype):
             return
         self._seq_len_cached = seqlen
-        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)  # inv_freq may have been narrowed
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)  # inv_freq may be narrower by now
         steps = torch.arange(seqlen, device=device, dtype=torch.float32)
         angles = torch.outer(steps, self.base ** -(even / self.dim))
         cos, sin = angles.cos(), angles.sin()

@@ -34,7 +34,7 @@ from .sdpa_inputs import as_causal, is_causal_bias, jagged_attention
 
 _torchs = torch.nn.functional.scaled_dot_product_attention
 
-fallbacks: Counter[str] = Counter()  # calls that torch served under `install(fallback=True)`, by what was refused
+fallbacks: Counter[str] = Counter()  # calls that torch served under `install(fallback=True)`, by the refused argument
 
 
 def scaled_dot_product_attention(
@@ -88,7 +88,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None and type(attn_mask) is not torch.Tensor:
         attn_mask, is_causal, offset = as_causal(attn_mask, query.shape[2], key.shape[2])
     if query.dtype is torch.float64 or query.shape[3] > MAX_HEAD_DIM or value.shape[3] > MAX_HEAD_DIM:
-        if is_causal and offset != 0:  # torch's flag means the top left
+        if is_causal and offset != 0:  # torch's flag is aligned to the top left
             attn_mask, is_causal = _lower_right(query, key), False
         grouped = query.shape[1] != key.shape[1]
         out = _torchs(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
@@ -105,7 +105,7 @@ def scaled_dot_product_attention(
 def _of_rank_4(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
-    """Any ranks, with leading dims that broadcast, as `[B, H, L, E]`; the mask likewise; the shape of the output."""
+    """Tensors of any rank, leading dims broadcast, as `[B, H, L, E]`; the mask likewise; the output's shape."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.ndim < 2:
             raise InvalidArgument(name, f"shape {tuple(x.shape)}", "rank 2 or more: [..., L, E]")
@@ -126,7 +126,7 @@ def _of_rank_4(
 
 
 def _heads(q: int, k: int, v: int, enable_gqa: bool) -> tuple[int, int]:
-    """The heads of queries, and those of keys and values, of which each serves as many queries."""
+    """The numbers of query heads and of KV heads after broadcasting."""
     if enable_gqa:
         if k != v or not k or q % k:
             raise InvalidArgument("key", f"{k} heads, value {v}", f"one number for both, a divisor of query's {q}")
@@ -218,7 +218,7 @@ def _lower_right(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
 
 
-_holders: list[tuple[ModuleType, str]] = []  # where else torch's function was found
+_holders: list[tuple[ModuleType, str]] = []  # where torch's function was replaced
 
 
 def _put(function: Callable[..., torch.Tensor]) -> None:

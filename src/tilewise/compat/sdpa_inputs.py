@@ -1,4 +1,4 @@
-"""What torch's `scaled_dot_product_attention` takes beside plain tensors: causal biases and jagged nested tensors."""
+"""Inputs of torch's `scaled_dot_product_attention` that are not plain tensors: causal biases, jagged tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..errors import InvalidArgument
 
 
 def is_causal_bias(mask: Any) -> bool:
-    """Whether it is a `torch.nn.attention.bias.CausalBias`: a rule, over memory that nobody has written."""
+    """Whether it is a `torch.nn.attention.bias.CausalBias`: a rule, whose memory is never initialised."""
     from torch.nn.attention.bias import CausalBias
 
     return isinstance(mask, CausalBias)
 
 
 def as_causal(mask: Any, rows: int, keys: int) -> tuple[torch.Tensor | None, bool, int | None]:
-    """A mask that is a tensor of its own type, as `mask`, `causal` and `q_offset` of `tilewise.attention`."""
+    """A mask of a tensor subclass as `mask`, `causal` and `q_offset` of `tilewise.attention`."""
     if is_causal_bias(mask):
         from torch.nn.attention.bias import CausalVariant
 
@@ -59,7 +59,7 @@ def jagged_attention(
 
 
 def _packed(name: str, x: Any) -> torch.Tensor:
-    """The rows of a nested tensor end to end, `[T, H, E]`, over its memory."""
+    """The rows of a nested tensor, packed as `[T, H, E]`, a view."""
     expected = "a nested tensor [B, H, L, E] of layout torch.jagged, as all three"
     if not x.is_nested or x.layout != torch.jagged:
         kind = f"a nested tensor of layout {x.layout}" if x.is_nested else "a plain tensor beside nested ones"

@@ -1,8 +1,8 @@
-"""tilewise in the place of torch's flash kernel on the CPU, below `scaled_dot_product_attention`.
+"""tilewise as torch's flash kernel on the CPU, below `scaled_dot_product_attention`.
 
-torch keeps a registry of flash implementations (`torch.nn.attention.list_flash_attention_impls`). Importing this adds
-"tilewise" to it; `activate` turns it on, and code that calls torch's own function then runs on tilewise wherever torch
-would have taken its flash kernel. That kernel stays at hand for what tilewise cannot serve, and for gradients.
+torch has a registry of flash implementations (`torch.nn.attention.list_flash_attention_impls`). Importing this module
+adds "tilewise" to it; after `activate`, torch's own function runs tilewise wherever it would run its flash kernel. That
+kernel still serves gradients, and calls that tilewise cannot.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class _Handle:
-    """The kernel, as long as it is there; torch's registry calls `remove`."""
+    """The registered kernel; torch's registry calls `remove`."""
 
     def __init__(self) -> None:
         self.before: Any = torch.library.get_kernel(f"aten::{OPERATOR}", "CPU")
         self.keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
         self.library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel is replaced, which is what was asked for
+            warnings.simplefilter("ignore")  # of replacing a kernel, which is intended
             self.library.impl(OPERATOR, self.run, "CPU", allow_override=True)
 
     def remove(self) -> None:
@@ -54,7 +54,7 @@ class _Handle:
                     query, key, value, causal=is_causal, q_offset=offset, mask=attn_mask, scale=scale, return_lse=True
                 )
             except (InvalidArgument, Unsupported):
-                pass  # torch chooses among its kernels too
+                pass  # then torch chooses among its kernels
             else:
                 return out, lse
         options = {"attn_mask": attn_mask, "scale": scale}
@@ -62,7 +62,7 @@ class _Handle:
 
 
 def registers() -> bool:
-    """Whether this torch has a registry, and gives away the kernel that is replaced."""
+    """Whether this torch has the registry, and access to the kernel that is replaced."""
     return hasattr(torch.nn.attention, "register_flash_attention_impl") and hasattr(torch.library, "get_kernel")
 
 
@@ -71,13 +71,13 @@ def active() -> bool:
 
 
 def activate() -> None:
-    """Turns the kernel on, unless another implementation is."""
+    """Activates the kernel, unless another implementation is active."""
     if registers() and torch.nn.attention.current_flash_attention_impl() is None:
         torch.nn.attention.activate_flash_attention_impl(NAME)
 
 
 def restore() -> None:
-    """Puts torch's kernel back."""
+    """Restores torch's kernel."""
     if active():
         torch.nn.attention.restore_flash_attention_impl()
 

@@ -36,7 +36,7 @@ class Batch:
 
     table: torch.Tensor  # int32 [B, pages]
     lengths: torch.Tensor  # int32 [B]: keys, those of the queries included
-    offsets: torch.Tensor  # int32 [B + 1]: where each request's queries start
+    offsets: torch.Tensor  # int32 [B + 1]: cu_seqlens_q
     longest: int  # queries of one request
 
 

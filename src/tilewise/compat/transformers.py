@@ -1,4 +1,4 @@
-"""Hugging Face transformers with tilewise as an attention implementation.
+"""tilewise as an attention implementation of Hugging Face transformers.
 
 Any model that uses transformers' attention interface takes `attn_implementation="tilewise"` once tilewise is imported,
 before or after transformers: `discovery` calls `register`.
@@ -33,9 +33,9 @@ from .quantised_cache import Held, QuantisedCache  # noqa: E402
 
 __all__ = ["LatentCache", "QuantisedCache", "attention_forward", "register", "register_flash"]
 
-# transformers looks for these in a name, and treats what has them in ways of its own.
+# transformers treats names that contain these differently.
 RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged|", "/")
-# An owner and a name, as of a repository; with "flash" and 2 in it, transformers' continuous batching takes it.
+# As a repository's owner and name. With "flash" and 2 in it, transformers' continuous batching accepts it.
 FLASH = "tilewise/flash-attn2"
 
 
@@ -137,7 +137,7 @@ def attention_forward(
         return _over_cache(module, query, key, attention_mask, is_causal, position_bias, options), None
     query, key, value = autocast(query, query, key, value)
     if attention_mask is position_bias is cu_seq_lens_q is None and query.shape[2] == 1:
-        # A step over a cache sees all of it, and its output is the same in either layout: two views less.
+        # A decode step sees the whole cache, and its output is the same in either layout: two views less.
         return attention(query, key, value, **options).transpose(1, 2), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, L, H, D]
     packed: Any = None if cu_seq_lens_q is None else (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, None)
@@ -154,10 +154,10 @@ def attention_forward(
             packed = p.offsets, p.offsets, p.longest, p.longest, p.lengths
     elif attention_mask is not None:
         options["mask"] = attention_mask[..., : k.shape[1]]
-        packed = None  # it has the sequences in it
+        packed = None  # the pattern has the sequences
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if causal and q.shape[1] > 1:  # aligned to the top left: keys past that are a static cache's empty slots
+        if causal and q.shape[1] > 1:  # top-left alignment: keys past it are empty slots of a static cache
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
             options |= {"causal": True, "q_offset": 0}
     if packed is not None:
@@ -176,7 +176,7 @@ def _over_cache(
     position_bias: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention over a `QuantisedCache`: what it holds are the keys that the mask is for, from position 0 on."""
+    """Attention over a `QuantisedCache`, whose keys are those of the mask, from position 0 on."""
     (query,) = autocast(query, query)
     if isinstance(attention_mask, Pattern):
         options |= attention_mask.options
@@ -195,7 +195,7 @@ def _over_cache(
 
 
 def _keys_of_blocks(blocks: torch.Tensor, size: int, keys: int) -> torch.Tensor:
-    """The keys of blocks `[..., n]`, `[..., n * size]`; -1 where there is none."""
+    """Block indices `[..., n]` as key indices `[..., n * size]`; -1 where there is none."""
     found = blocks[..., None] * size + torch.arange(size, device=blocks.device)
     return found.masked_fill((blocks < 0)[..., None] | (found >= keys), -1).flatten(-2)
 
@@ -208,20 +208,20 @@ def _in_sequences(
     position_bias: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention within sequences that lie end to end in all rows."""
+    """Attention within the packed sequences of all rows."""
     if position_bias is not None:
         remedy = "give each sequence a row of its own"
         raise InvalidArgument("position_bias", "a bias with packed sequences", "None", remedy)
     cu_q, cu_k, options["max_q"], options["max_k"], options["kv_lengths"] = packed
     options.pop("q_offset", None)  # positions count from each sequence's start
-    options.pop("mask", None)  # of padding, which is no part of a sequence
+    options.pop("mask", None)  # it hides padding, which is in no sequence
     shape = q.shape[:2]
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     return varlen_attention(q, k, v, cu_q, cu_k, **options).unflatten(0, shape)
 
 
 def _end_to_end(x: torch.Tensor) -> bool:
-    """Whether the rows of `[B, L, H, D]` lie one after another, so that they are one row without a copy."""
+    """Whether the rows of `[B, L, H, D]` are contiguous, so that they can be viewed as one."""
     return x.stride(0) == x.shape[1] * x.stride(1)
 
 
@@ -232,4 +232,4 @@ def _with_bias(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
-register()  # `discovery` cannot, where this module is what imports transformers
+register()  # `discovery` cannot if this module is the first to import transformers

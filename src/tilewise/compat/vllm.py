@@ -1,8 +1,8 @@
 """tilewise as an attention backend of vLLM: `vllm serve ... --attention-backend TILEWISE`.
 
 vLLM finds `register` by the entry point `tilewise` of its group `vllm.general_plugins`. Written for vLLM 0.32: keys and
-values of a layer lie in one tensor `[blocks, Hkv, block size, 2 D]` of any strides, and a batch is packed queries with
-offsets, lengths and a block table. That is one `paged_attention` call.
+values of a layer are one tensor `[blocks, Hkv, block size, 2 D]` of any strides, and a batch is packed queries with
+offsets, lengths and a block table: one `paged_attention` call.
 
 Decode context parallel (`--decode-context-parallel-size R`): token i of a request is on rank i mod R of its group. In
 each layer the queries of all heads are gathered, each rank attends over its own tokens with an affine rule of
@@ -44,7 +44,7 @@ def register() -> None:
     path = f"{__name__}.TilewiseBackend"
     if NAME not in AttentionBackendEnum.__members__:
         register_backend(NAME, path)
-        # vLLM hands its configuration to processes that have not loaded plugins yet: there it brings the name along.
+        # vLLM unpickles its configuration in processes that have not loaded plugins yet: the name must resolve there.
         AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (registered, ())
     if current_platform.is_cpu():
         _let_cpus_choose(type(current_platform), path)
@@ -130,14 +130,14 @@ class TilewiseMetadata(AttentionMetadata):
     seq_lens: torch.Tensor  # int32 [B]: keys, those of the queries included
     block_table: torch.Tensor  # int32 [B, blocks]
     causal: bool
-    ranks: Ranks  # over which the tokens of requests lie
+    ranks: Ranks  # over which the tokens of requests are sharded
     held: torch.Tensor  # int32 [B]: keys that this rank has
     new: NewTokens
-    steps: dict[Any, Step] = field(default_factory=dict)  # of layers before, for those that are alike
+    steps: dict[Any, Step] = field(default_factory=dict)  # bound calls of earlier layers, for layers like them
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether each query comes with a key that is stored, all on this rank."""
+        """Whether each query has a new key to store, and all are on this rank."""
         return self.new.count == self.tokens and self.new.used is None and self.ranks.size == 1
 
 
@@ -211,7 +211,7 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         if sliding_window is not None:  # counts the query's own key
             right = sliding_window - 1 if attn_type in ENCODERS else None
             self.options["window"] = (sliding_window - 1, right)
-        # Layers that are alike but for q, k, v and out have the same; those with tensors of their own have none.
+        # Equal for layers that differ only in q, k, v and out; None for layers with other tensors of their own.
         self.kind = "" if sinks is not None or alibi_slopes is not None else f"{num_heads} heads, {self.options}"
 
     def do_kv_cache_update(
@@ -223,7 +223,7 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Writes new tokens `[T, Hkv, D]` to their slots; a negative slot is padding."""
-        if self.attn_type in ENCODERS:  # they keep nothing
+        if self.attn_type in ENCODERS:  # they have no cache
             return
         self._write(key, value, kv_cache, NewTokens(slot_mapping))
 
@@ -238,7 +238,7 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
             return
         size = kv_cache.shape[2]
         k_pages, v_pages = self.pages(kv_cache)
-        slots = new.slots.clamp_min(0)  # padding goes to block 0, which vLLM gives to no request
+        slots = new.slots.clamp_min(0)  # padding goes to block 0, which vLLM never uses
         blocks, slots = slots // size, slots % size
         k_pages[blocks, slots] = key.to(k_pages.dtype)
         v_pages[blocks, slots] = value.to(v_pages.dtype)
@@ -270,7 +270,7 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         """Stores new keys and values, and attends with packed queries `[T, H, D]`, into the first rows of `output`."""
         if output_scale is not None or output_block_scale is not None:
             raise InvalidArgument("output_scale", "a tensor", "None: tilewise writes no quantised output")
-        if attn_metadata is None:  # vLLM measures its memory
+        if attn_metadata is None:  # vLLM profiles its memory
             return output.zero_()
         m, T = attn_metadata, attn_metadata.tokens
         if self.attn_type in ENCODERS:
@@ -306,9 +306,9 @@ class TilewiseImpl(AttentionImpl[TilewiseMetadata]):
         return {**self.options, "alibi_slopes": self.slopes, "max_q": m.max_query_len, "out": out}
 
     def sharded(self, query: torch.Tensor, kv_cache: torch.Tensor, m: TilewiseMetadata) -> torch.Tensor:
-        """Attention `[T, H, D]` over requests whose tokens lie over the ranks of `m`, the heads of each its own."""
+        """Attention `[T, H, D]` of this rank's heads over requests whose tokens are sharded over the ranks of `m`."""
         q = gathered(query, m.ranks, 1)
-        if self.slopes is not None and len(self.slopes) == self.num_heads:  # once: they are those of all from then on
+        if self.slopes is not None and len(self.slopes) == self.num_heads:  # once: then those of all ranks
             self.slopes = gathered(self.slopes.to(q.device), m.ranks, 0)
         options = self.options | {"alibi_slopes": self.slopes, "sinks": None, "max_q": m.max_query_len}
         options |= {"cu_seqlens_q": m.query_start_loc, "causal": m.causal}

@@ -1,4 +1,4 @@
-"""A layer's cache on a CPU for vLLM's backend: what lies where in its blocks, and what layers need not do again."""
+"""A layer's cache on a CPU for vLLM's backend: the layout of its blocks, and work that layers share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ..dispatch import call_cache, planner
 
 
 class NewTokens:
-    """Where the new tokens of a batch go, the same for all layers. A negative slot is padding."""
+    """The slots of a batch's new tokens, the same for all layers. A negative slot is padding."""
 
     def __init__(self, slots: torch.Tensor) -> None:
         self.slots, self.count = slots, len(slots)
-        self.used: torch.Tensor | None = None  # bool [T], on a CPU: where not all are
+        self.used: torch.Tensor | None = None  # bool [T], on a CPU, if some are padding
         self._places: tuple[int, Places] | None = None
         if slots.is_cpu and len(slots) and slots.numpy().min() < 0:
             self.used = slots >= 0
             self.slots = slots[self.used]
 
     def places(self, blocks: int) -> Places:
-        """For the kernel that caches use: each token is a sequence, its slot a position in one of all blocks."""
+        """For the caches' writer: each token is a sequence, and its slot a position in one sequence of all blocks."""
         if self._places is None or self._places[0] != blocks:
             T = len(self.slots)
             cu, table = (torch.arange(n, dtype=torch.int32, device="cpu") for n in (T + 1, blocks))
@@ -33,8 +33,8 @@ class NewTokens:
 class Memory:
     """A layer's cache on a CPU.
 
-    vLLM moves whole blocks, so that what lies where in one is this backend's to say: first the keys of its tokens, the
-    heads of each side by side, then the values. As vLLM has it, `[Hkv, block size, 2 D]`, decode reads more slowly.
+    vLLM moves whole blocks, so the layout within one is this backend's: first the keys, `[block size, Hkv, D]`, then
+    the values. With vLLM's `[Hkv, block size, 2 D]` decode would be slower.
     """
 
     def __init__(self, kv_cache: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ class Memory:
         self.kv_cache, self.blocks, D = kv_cache, blocks, width // 2
         self.kind = f"{kv_cache.shape} {kv_cache.stride()} {kv_cache.dtype}"
         inner = sum((n - 1) * stride for n, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True))
-        if inner + 1 == heads * size * width:  # nothing else is in a block
+        if inner + 1 == heads * size * width:  # a block holds nothing else
             strides = (kv_cache.stride(0), size * heads * D, heads * D, D, 1)
             k, v = kv_cache.as_strided((blocks, 2, size, heads, D), strides).unbind(1)
         else:
@@ -70,7 +70,7 @@ def _by_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 class Step:
-    """What a layer has done in a batch, for those that are alike: q, k, v and their places in memory are others."""
+    """A layer's write and attention in a batch, bound so that layers like it can repeat them with their own tensors."""
 
     def __init__(self, write: Any, attend: Any) -> None:
         self.write, self.attend = write, attend
@@ -79,7 +79,7 @@ class Step:
     def after(
         cls, memory: Memory, key: torch.Tensor, value: torch.Tensor, new: NewTokens, args: Any, options: dict[str, Any]
     ) -> Step | None:
-        """Once `key` and `value` were stored, and `paged_attention` was called; None if others have to do so too."""
+        """The step, after `key` and `value` were stored and `paged_attention` ran; None if they cannot be bound."""
         attend = call_cache.bound("paged_attention", args, options)
         bind = getattr(memory.writer, "bound", None)
         if attend is None or bind is None or not key.stride(2) == value.stride(2) == 1:
