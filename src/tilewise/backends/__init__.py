@@ -1,1 +1,1 @@
-"""One folder or module a backend; `planner.BACKENDS` lists them."""
+"""The backends, a folder each; `planner.BACKENDS` lists them."""

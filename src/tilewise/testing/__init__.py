@@ -1,1 +1,1 @@
-"""What every backend must pass: cases against the oracle, and properties that hold to the bit."""
+"""The conformance suite that every backend must pass: cases against the oracle, and properties to the bit."""

@@ -1,4 +1,4 @@
-"""One conformance case: sizes and options in a line, and the call that they stand for."""
+"""One conformance case: sizes and options as one value, and the call that it describes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """Defaults are the plainest call; `str(case)` names what differs."""
+    """Sizes and options of a call. Defaults are the plainest call; `str(case)` names what differs from them."""
 
     B: int = 2
     H: int = 4
@@ -31,8 +31,8 @@ class Case:
     dtype: str = "f32"
     k: str = ""  # "": as q; a float dtype, or a quantised one with its group, "int8/64"
     v: str = ""
-    shared: int = 0  # the last columns of k, which all heads share, in a tensor of their own
-    latent: bool = False  # v is the first Dv columns of k, in the same memory
+    shared: int = 0  # the last columns of k are `k_shared`
+    latent: bool = False  # v is a view of the first Dv columns of k
     form: str = "dense"
     causal: bool = False
     window: Any = None
@@ -40,19 +40,19 @@ class Case:
     softcap: float | None = None
     scale: float | None = None
     alibi: str = ""  # "h" or "bh"
-    q_bias: str = ""  # its dims but the last, each full or 1: "bh", "1h", "b1", "11"; of packed rows "h" or "1"
+    q_bias: str = ""  # its dims without the last, each full or 1: "bh", "1h", "b1", "11"; packed: "h" or "1"
     k_bias: str = ""
-    sinks: bool | str = False  # or "none" (each -inf), or "mixed" (of -inf, +inf and numbers)
+    sinks: bool | str = False  # or "none" (all -inf), or "mixed" (-inf, +inf and numbers)
     offset: Any = None  # an int, or "rows" for a tensor
     k_start: Any = 0  # likewise
     k_stride: Any = 1
     q_stride: Any = 1
     lengths: Shape = ()  # kv_lengths or, for pages, context_lens; for varlen the keys of each sequence
     q_lengths: Shape = ()  # packed queries of these lengths
-    used: Shape = ()  # varlen: kv_lengths beside cu_seqlens_k
+    used: Shape = ()  # varlen: kv_lengths, in addition to cu_seqlens_k
     page: int = 16
-    indices: str = ""  # how many keys each query chooses: "12", or "h12" for each KV head apart
-    block: int = 0  # they are blocks of so many keys, for as many queries
+    indices: str = ""  # key indices of each query: "12", or "h12" for each KV head separately
+    block: int = 0  # block indices instead, with this block size
     mask: str = ""  # its dims, each full or 1: "qk", "1qk", "hqk", "bhqk", "b11k", ...
     mask_kind: str = "bool"  # or "f32", "f16", "bf16": added
     pattern: str = (
@@ -61,8 +61,8 @@ class Case:
         "random"
     )
     tree: str = ""  # "b" or "1": a tree mask of each sequence, or of all
-    positions: bool = False  # its nodes stand at their depths
-    tile: tuple[int, int] | None = None  # hand in a tile map of these tiles
+    positions: bool = False  # of the tree's nodes: their depths
+    tile: tuple[int, int] | None = None  # pass a tile map with these tiles
     layout: str = "bhld"
     strides: str = ""  # sliced, last (a last dim of stride 2), shared (k and v broadcast over the batch), permuted
     split_size: int | None = None
@@ -105,7 +105,7 @@ class Inputs:
         return self.entry(*self.args, backend=backend, **(self.options | changes))
 
     def checked(self, **changes: Any) -> Call:
-        """The call in the common form, for the oracle."""
+        """The checked call, for the oracle."""
         options = self.options | changes
         check: Callable[..., Call] = calls.dense
         if self.entry is api.varlen_attention:
@@ -129,8 +129,8 @@ class Inputs:
 
 
 def make(case: Case, device: str = "cpu", slack: float = float("nan"), draw: int = 0, *, sized: bool = False) -> Inputs:
-    """The inputs of a case: the same for the same case and draw, `slack` in every place that must not matter.
+    """The inputs of a case: the same for the same case and draw, with `slack` in every place that must not matter.
 
-    With `sized`, packed queries and keys come with `max_q` and `max_k`, which a GPU's plan depends on.
+    With `sized`, packed queries and keys have `max_q` and `max_k`, which a GPU's plan depends on.
     """
     return Inputs(*Maker(case, device, slack, draw, sized).call())

@@ -1,4 +1,4 @@
-"""The conformance cases. Sizes are awkward on purpose; every option stands alone, in pairs, and with all others."""
+"""The conformance cases. Sizes are awkward on purpose; options come alone, in pairs, and all together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ POSITIONS = [
     *(Case(Lq=90, chunk=16, causal=c) for c in (False, True)),
     Case(Lq=50, Lk=90, chunk=37, causal=True, window=20),
     Case(Lq=50, Lk=90, chunk=32, offset=-40),
-    # People write sys.maxsize for "none"; rows before the first key must not see others for it.
+    # Some write sys.maxsize for "no window"; rows before the first key must still see nothing.
     *(
         Case(Lq=40, Lk=23, window=w, causal=c)
         for w in (2**31 - 1, 2**63 - 1, (1, 2**31 - 2), (2**31, 4))
@@ -61,7 +61,7 @@ POSITIONS = [
     Case(B=4, Lq=40, Lk=64, lengths=(0, 1, 37, 64), causal=True, offset="rows"),
 ]
 
-# Interleaved shards and striped rings: neither keys nor queries stand one position apart.
+# Interleaved shards and striped rings: positions of keys and queries have strides.
 AFFINE = [
     *(Case(Lq=40, Lk=70, causal=True, offset=n, k_start=3, k_stride=4, dtype=t) for n, t in ((100, "f32"), (9, "f16"))),
     *(
@@ -102,7 +102,7 @@ SCORES = [
     Case(Lq=60, softcap=4.0, alibi="h", sinks=True, mask="bhqk", mask_kind="f32"),
 ]
 
-# Numbers of queries and of keys, some of them -inf.
+# q_bias and k_bias, some of them -inf.
 BIASES = [
     *(
         Case(Hkv=2, Lq=50, Lk=70, q_bias=a, k_bias=b, causal=True)
@@ -127,7 +127,7 @@ BIASES = [
     Case(Hkv=2, Lq=7, Lk=170, D=64, indices="h33", q_bias="bh", k_bias="bh", causal=True),
 ]
 
-# Trees of drafted tokens: the queries' own keys are seen by parents, all before them by all.
+# Trees of draft tokens: a node sees its ancestors, and all keys before the tree.
 TREES = [
     *(
         Case(Hkv=2, Lq=n, Lk=300, D=64, tree="b", dtype=t)
@@ -166,7 +166,7 @@ TREES = [
     Case(Hkv=2, Lq=7, Lk=170, D=64, indices="h33", tree="b", positions=True, window=60),
 ]  # fmt: skip
 
-# Keys in two tensors: each head's own columns, and those that all share (expanded latent attention).
+# k_shared: each head's own columns, and those that all heads share (expanded latent attention).
 SHARED = [
     *(Case(Hkv=h, Lq=70, Lk=150, D=96, Dv=64, dtype=t, shared=32, causal=True)
       for h, t in ((0, "f32"), (2, "f16"), (0, "bf16"))),
@@ -324,7 +324,7 @@ LATENT = [
     Case(form="varlen", H=4, Hkv=1, q_lengths=(5, 20), lengths=(40, 77), D=80, Dv=64, dtype="bf16", latent=True),
 ]
 
-# Rows that hold their own scales: for backends that take them.
+# fp8_latent, whose rows hold their scales: for backends that support it.
 _FP8_LATENT = replace(_LATENT, k="fp8_latent/128", v="fp8_latent/128")
 LATENT_ROWS = [
     *(replace(_FP8_LATENT, dtype=t) for t in ("f32", "f16", "bf16")),
@@ -394,6 +394,6 @@ GRADIENTS = [
     for c in CASES
     if c.form != "paged" and not c.shared and "/" not in c.k + c.v and not c.split_size and max(c.keys, c.Lq) <= 1100
 ]
-GRADIENTS += [  # many keys of one weight: sums that are rounded on the way are off
+GRADIENTS += [  # many keys of equal weight: rounded partial sums would show
     Case(B=1, H=2, Lq=40, Lk=1000, D=64, dtype=t, softcap=0.5) for t in ("f16", "bf16")
 ]

@@ -1,4 +1,4 @@
-"""How a result is judged: against the float64 oracle, by the error of torch's own arithmetic on the same inputs."""
+"""Judges results: the error against the float64 oracle, relative to that of torch's own arithmetic."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..reference import Scores, attend, selected
 from ..validation.calls import Call
 from .case import Case, make
 
-MANY = 256  # rows that torch's own error is taken from before a result of a case drawn at random is called wrong
+MANY = 256  # rows on which torch's error is measured before a randomly drawn case counts as wrong
 
 
 class Mismatch(AssertionError):
-    """A result that is not what the contract says."""
+    """A result that violates the contract."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worst error of a result and the bound that it kept."""
+    """The largest error of a result, and its bound."""
 
     error: float
     bound: float
@@ -41,7 +41,7 @@ def torch_math(seq: Sequence) -> tuple[torch.Tensor, Scores]:
 
 
 def on_host(call: Call) -> Call:
-    """The call where float64 is: an Apple GPU has none."""
+    """The call on a device with float64: an Apple GPU has none."""
     if call.problem.device.type != "mps":
         return call
     held: dict[str, Any] = {f.name: getattr(call.tensors, f.name) for f in fields(call.tensors)}
@@ -58,8 +58,8 @@ def torch_errors(call: Call) -> tuple[float, float]:
 
 
 def _errors(seq: Sequence, exact: Scores) -> tuple[float, float]:
-    """An lse moves as much as its scores do, so their errors count for it: they are many, where an lse may be one
-    number.
+    """Errors of `out` and `lse`. The error of the scores counts as that of `lse`, which moves as much: there are many
+    scores, while there may be a single lse.
     """
     out, plain = torch_math(seq)
     lse = max(largest_error(plain.scores, exact.scores), largest_error(plain.lse, exact.lse))
@@ -98,10 +98,10 @@ def check_call(call: Call, out: torch.Tensor, lse: torch.Tensor, errors: tuple[f
 def check_case(case: Case, backend: str | None, device: str = "cpu", draws: int = 1) -> Verdict:
     """Runs a case into a poisoned output and judges it.
 
-    With `draws` above 1 torch's error is the largest on that many inputs, or on fewer that have `MANY` rows together,
-    and on as many as have `MANY` rows that see a key before a result is called wrong. That is a looser bound, for sizes
-    drawn at random, where an output may be two numbers that torch happens to get exactly right. The named cases are
-    judged on their own inputs alone.
+    With `draws` above 1 torch's error is the largest on that many inputs, or on fewer with `MANY` rows in all. Before a
+    result counts as wrong, it is measured on inputs with `MANY` rows that see a key. This looser bound is for random
+    sizes, where an output may be two numbers that torch happens to get exactly right. Named cases are judged on their
+    own inputs alone.
     """
     return _poisoned(case, backend, device, draws)[0]
 
@@ -129,18 +129,18 @@ def _poisoned(
 
 
 def draws_of(rows: int) -> int:
-    """How many inputs of so many rows have `MANY` rows together."""
+    """How many inputs of so many rows have `MANY` rows in all."""
     return -(-MANY // max(1, rows))
 
 
 def rows_that_see(call: Call) -> int:
-    """Rows with some key: others have no error that could be a measure."""
+    """The number of rows that see a key: others have no error to measure."""
     call = on_host(call)
     return sum(int(attend(seq).lse.isfinite().sum()) for seq in sequences(call.problem, call.tensors))
 
 
 def worst_errors(case: Case, device: str, draws: int, *, sized: bool = False) -> tuple[float, float] | None:
-    """The largest of `torch_errors` on so many inputs of a case; None of the first alone, which `check_call` has."""
+    """The largest `torch_errors` on so many inputs of a case; None for one, which `check_call` measures itself."""
     if draws == 1:
         return None
     errors = [torch_errors(make(case, device, draw=n, sized=sized).checked()) for n in range(draws)]
@@ -155,9 +155,9 @@ def check_repeats(
     draws: int = 1,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Verdict:
-    """A case, then one of the same shapes with another option, each as in `check_case`; then calls of the first, of the
-    other and of the first again, `around` each. These are made twice and without checks of values, so that they are
-    remembered: they must give the bits of the judged ones. All are `sized`, so that a GPU has one plan for them.
+    """Checks a case and one with an option changed as `check_case` does; then repeats the first, the other and the
+    first, within `around`. The repeats run twice and without checks of values, so that they come from the call cache:
+    they must give the same bits. All are `sized`, so that a GPU has one plan for them.
     """
     judged = {each: _poisoned(each, backend, device, draws, sized=True) for each in (case, change)}
     for each in (case, change, case):

@@ -1,7 +1,7 @@
-"""Whole calls drawn at random: sizes, dtypes and options in any combination, the ends of their ranges among them.
+"""Random calls: sizes, dtypes and options in any combination, including the ends of their ranges.
 
-One drawing for hypothesis (`tests/helpers/strategies.py`), which shrinks what fails, and for long runs by seed
-(`benchmarks/cpu/random_calls.py`): each hands in its own `Chooser`.
+Shared by hypothesis (`tests/helpers/strategies.py`), which shrinks failures, and long runs by seed
+(`benchmarks/cpu/random_calls.py`): each passes its own `Chooser`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHANGES = (
 
 
 class Chooser(Protocol):
-    """Where the choices come from. The plainest value comes first."""
+    """The source of choices. The plainest value comes first."""
 
     def pick(self, values: Sequence[Any]) -> Any: ...
 
@@ -66,7 +66,7 @@ def draw_case(
     head_dims: Sequence[int] = range(1, 97),
     indices: bool = False,
 ) -> Case:
-    """A `Case` with up to `most` queries and keys a sequence, sizes of 0 among them; some choose keys if `indices`."""
+    """A `Case` with up to `most` queries and keys a sequence, perhaps 0; some with key indices if `indices`."""
     form = c.pick(forms)
     batch = c.pick((1, 2, 3, 4))
     lengths = tuple(c.number(0, most) for _ in range(batch))
@@ -96,7 +96,7 @@ def draw_case(
         elif c.pick((False, True)):
             fields["used"] = tuple(c.number(0, n) for n in lengths)
     count = max(queries) if fields.get("q_lengths") else rows
-    if min(keys, count) > 1 and c.pick((False, True)):  # a mask of one key or row would read as broadcast
+    if min(keys, count) > 1 and c.pick((False, True)):  # a mask dim of size 1 would be broadcast
         fields |= {"mask": c.pick(MASKS), "mask_kind": c.pick(("bool", "f32", "f16", "bf16"))}
         fields["pattern"] = c.pick(("random", "blocks", "rows", "least"))
         if c.pick((False, True)):
@@ -144,16 +144,16 @@ def draw_option(c: Chooser, name: str) -> Any:
 
 
 def draw_change(c: Chooser, case: Case) -> Case:
-    """The same shapes and tensors with another value of one option, perhaps the same."""
+    """The same shapes and tensors with one option drawn again."""
     name = c.pick(CHANGES)
     return consistent(replace(case, **{name: draw_option(c, name)}))
 
 
 def consistent(case: Case) -> Case:
-    """Without what no bound on rounding can judge, or what the inputs of a case cannot say."""
+    """The case without combinations that no error bound can judge or that inputs cannot express."""
     if case.alibi and isinstance(case.offset, int) and abs(case.offset) > 1000:
-        case = replace(case, offset=7)  # biases of 10**8 leave no bits to the scores
-    if isinstance(case.offset, int):  # in the range of positions, for which all keys of a page table count on a GPU
+        case = replace(case, offset=7)  # biases of 10**8 would leave the scores no bits
+    if isinstance(case.offset, int):  # within the range of positions; on a GPU all keys of a block table count
         room = case.keys + (2 * case.page if case.form == "paged" else 0)
         case = replace(case, offset=min(max(case.offset, room - LIMIT), LIMIT - case.queries))
     if isinstance(case.offset, int) and abs(case.offset) > 2**20:  # the range is for positions one apart
@@ -166,5 +166,5 @@ def consistent(case: Case) -> Case:
         case = replace(case, tile=None)
     moved = case.offset is not None or (case.k_start, case.k_stride, case.q_stride) != PLAIN_PLACES
     if moved or case.alibi or case.tile:
-        case = replace(case, positions=False)  # which say where queries stand; kernels have no ALiBi by them
+        case = replace(case, positions=False)  # no kernel has ALiBi by a tree's positions
     return case

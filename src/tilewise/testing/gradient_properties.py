@@ -1,4 +1,4 @@
-"""What must hold of gradients whatever the numbers are. Each takes a backend and a device and raises `Mismatch`."""
+"""Properties of gradients, whatever the numbers. Each takes a backend and a device and raises `Mismatch`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def gradients_repeat(backend: str | None, device: str) -> None:
 
 @prop
 def slack_does_not_matter(backend: str | None, device: str) -> None:
-    """NaN, Inf or numbers past a length, in rows of nobody, in the incoming gradient of a row that sees nothing."""
+    """NaN, Inf or numbers past a length, in padding rows, and in dout of a row that sees nothing, have no effect."""
     for case in (
         SOME[2],
         SOME[4],
@@ -89,14 +89,14 @@ def any_strides_of_dout(backend: str | None, device: str) -> None:
 
 @prop
 def not_deterministic(backend: str | None, device: str) -> None:
-    """What may be faster must still be right."""
+    """`deterministic=False` must be right too."""
     for case in SOME:
         check_gradients(case, backend, device, deterministic=False)
 
 
 @prop
 def hidden_cells_do_not_matter(backend: str | None, device: str) -> None:
-    """A key that is not finite reaches only rows that see it, a query only the keys that it sees."""
+    """A non-finite key affects only rows that see it, a non-finite query only the keys that it sees."""
     for dtype in ("f32", "f16", "bf16"):
         for rules in (
             {"causal": True},
@@ -122,7 +122,7 @@ def hidden_cells_do_not_matter(backend: str | None, device: str) -> None:
 
 
 def _with_filler(made: Gradients, name: str, filler: float, backend: str | None) -> dict[str, torch.Tensor]:
-    """The gradients with row 40 of q, k or v spoilt, and with what a forward pass then gives."""
+    """The gradients, and the forward results, with `filler` in row 40 of q, k or v."""
     t: Any = made.call.tensors.forward
     getattr(t, name)[:, :, 40] = filler
     oracle.run(oracle.plan(made.call.problem), t)
@@ -131,7 +131,7 @@ def _with_filler(made: Gradients, name: str, filler: float, backend: str | None)
 
 @prop
 def rules_equal_masks(backend: str | None, device: str) -> None:
-    """A mask that says what rules say has the same gradients: a bias of 0 and -inf, with its own gradient."""
+    """A float mask of 0 and -inf that hides what rules hide has the same gradients, and one of its own."""
     strided = {"causal": True, "window": (50, None), "offset": 4, "k_start": 2, "k_stride": 3, "q_stride": 4}
     for rules in ({"causal": True}, {"window": (9, 4)}, {"chunk": 20}, strided):
         made = make_gradients(Case(Lq=60, Lk=90, **rules), device, grads=("q", "k", "v"))

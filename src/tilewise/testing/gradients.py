@@ -1,9 +1,9 @@
-"""The backward half of the suite: gradients against those of the float64 oracle, by the error of torch's arithmetic.
+"""The backward half of the suite: gradients against the float64 oracle's, relative to the error of torch's arithmetic.
 
-A backend is handed the oracle's own `out` and `lse`, rounded, and gradients that hold NaN. Its error in each gradient,
-as a relative RMS and at its largest, may be at most twice (with softcap three times) that of the same formula in torch,
-in the same dtype and from the same `out` and `lse`. A gradient of few elements, or from few query rows, is called wrong
-only if it is off by torch's error on several inputs as well.
+A backend gets the oracle's `out` and `lse`, rounded, and gradients filled with NaN. Its error in each gradient, as
+relative RMS and maximum, may be at most twice (with softcap three times) that of the same formula in torch, in the same
+dtype and from the same `out` and `lse`. A gradient of few elements, or from few query rows, counts as wrong only if it
+also exceeds torch's error on several inputs.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ..validation.calls import Call
 from .case import Case, make
 from .check import Mismatch, Verdict, within
 
-# Elements of a gradient; of fewer an RMS says little, and their largest error is judged alone. And query rows: all that
-# a row adds to a gradient has the error of its weights.
+# Least elements of a gradient: of fewer the RMS says little, and only the largest error is judged. And least query
+# rows: everything that a row adds to a gradient has the error of its P.
 FEW = 64
 
 
 @dataclass
 class Gradients:
-    """The backward pass of a case: its call over spoilt inputs, and the same over clean ones, for the oracle."""
+    """The backward pass of a case over inputs with slack, and the same over clean ones, for the oracle."""
 
     case: Case
     call: BackwardCall
     clean: BackwardCall
 
     def run(self, backend: str | None) -> dict[str, torch.Tensor]:
-        """The gradients by a backend, in the common form; their memory holds NaN before."""
+        """The gradients by a backend, in the common form; their memory is filled with NaN before."""
         for gradient in self.call.tensors.gradients().values():
             gradient.fill_(float("nan"))
         plan = planner.choose(self.call.problem, backend, torch.get_num_threads())
@@ -58,7 +58,7 @@ def make_gradients(
 ) -> Gradients:
     """The backward pass of a case, with every gradient that it has unless `grads` says which.
 
-    `dout` is how the incoming gradient lies in memory: "" contiguous, "expanded", "last" (a last dim of stride 2),
+    `dout` is the layout of the incoming gradient: "" contiguous, "expanded", "last" (a last dim of stride 2),
     "permuted".
     """
     calls = [_backward_call(case, device, x, grads, dlse, dout, deterministic) for x in (slack, 0.0)]
@@ -92,7 +92,7 @@ def _with_strides(x: torch.Tensor, how: str) -> torch.Tensor:
 
 
 def _spoil(call: Call, dout: torch.Tensor, dlse: torch.Tensor, filler: float) -> None:
-    """What a row with `lse = -inf` holds cannot matter: it sees nothing."""
+    """Fills rows with `lse = -inf`, which see nothing, with `filler`."""
     assert call.lse is not None
     masked = call.lse == -torch.inf
     for x in (dout, dlse):
@@ -129,8 +129,8 @@ def judge_gradients(made: Gradients, got: dict[str, torch.Tensor]) -> Verdict:
 
 
 def _error_of_draws(made: Gradients, name: str, draws: int) -> float:
-    """The largest error of torch in a gradient, by the sum of the sizes of what an element adds up, on so many inputs:
-    on one input torch may happen to get all of few elements right.
+    """torch's largest error in a gradient on so many inputs, relative to the sums of absolute terms. On one input torch
+    may happen to get all of a few elements right.
     """
     p, worst = made.clean.problem, 0.0
     for n in range(1, draws + 1):
@@ -144,7 +144,7 @@ def _error_of_draws(made: Gradients, name: str, draws: int) -> float:
 
 
 def _check_zeros(p: Problem, b: BackwardTensors, got: dict[str, torch.Tensor]) -> None:
-    """Rows that see no key, keys that no row sees and cells of a mask that hide all they stand for get exactly 0."""
+    """Rows that see no key, keys that no row sees and hidden cells of a mask must have gradients of exactly 0."""
     seen = {name: torch.zeros(x.shape, dtype=torch.bool, device=x.device) for name, x in got.items()}
     for seq in sequences(p, b.forward):
         cells = visible_cells(seq)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Maker(Tensors):
     def __init__(self, case: Case, device: str, slack: float, draw: int, sized: bool) -> None:
         super().__init__(case, device, slack, draw)
-        self.sized = sized or bool(case.mask)  # a mask's size cannot be read from offsets on a GPU
+        self.sized = sized or bool(case.mask)  # with a mask a GPU call needs max_q and max_k
 
     def call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The entry point, its arguments and options."""
@@ -57,7 +57,7 @@ class Maker(Tensors):
         return api.attention, (q, self.without_shared(k, 2 if c.layout == "blhd" else 1, options), v), options
 
     def without_shared(self, k: Any, heads: int, options: dict[str, Any]) -> Any:
-        """Keys without the columns that all heads share: those of the first, an option."""
+        """Keys without their last columns; those of the first head become `k_shared`."""
         n = self.case.shared
         if not n:
             return k
@@ -103,7 +103,7 @@ class Maker(Tensors):
         return options
 
     def indices(self, batch: int) -> torch.Tensor:
-        """Drawn without order; some are -1, and some rows choose nothing. Keeps which keys anybody chooses."""
+        """Random indices, unordered; some are -1, some rows have none. Records which keys are in any list."""
         c = self.case
         block, count = c.block or 1, int(c.indices.removeprefix("h"))
         heads = c.kv_heads if c.indices.startswith("h") else 1
@@ -127,8 +127,8 @@ class Maker(Tensors):
         return order if heads > 1 else order.squeeze(1)
 
     def bias(self, name: str, sizes: list[int], rows: int, packed: bool) -> torch.Tensor:
-        """`[B, H, rows]`, or `[T, H]` of packed rows, some of which nobody sees; growing as decays do."""
-        spare = 3 if packed and name == "k_bias" else 0  # rows of nobody
+        """`[B, H, rows]`, or `[T, H]` of packed rows, some of them in no sequence; growing, as decay biases do."""
+        spare = 3 if packed and name == "k_bias" else 0  # rows in no sequence
         x = 2 * self.normal(*sizes, rows + spare) + torch.arange(rows + spare, device="cpu") * 0.05
         x[..., 5::11] = -torch.inf
         return (x.mT if packed else x).to(self.device)
@@ -154,7 +154,7 @@ class Maker(Tensors):
         return TileMap.from_spec(c.queries, c.keys, c.tile, device=self.device, **spec)
 
     def tree(self, batch: int) -> torch.Tensor:
-        """Queries are nodes whose parents are drawn from those before them; some are detached, and see no node."""
+        """A tree mask: each query's parent is a random earlier one; some are detached, and see no node."""
         n = self.case.queries
         seen = torch.eye(n, dtype=torch.bool, device="cpu").repeat(batch, 1, 1)
         for b in range(batch):
@@ -165,7 +165,7 @@ class Maker(Tensors):
         return seen
 
     def positions(self, tree: torch.Tensor, batch: int) -> torch.Tensor:
-        """The depths of nodes after the keys that come before them; shared where all have as many of those."""
+        """The positions of nodes: their depths, after the keys before the tree; shared if all have as many."""
         c = self.case
         keys, rows = c.lengths or (c.keys,) * batch, c.q_lengths or (c.Lq,) * batch
         before = torch.tensor([k - n for k, n in zip(keys, rows, strict=True)], device="cpu")[:, None]
@@ -181,7 +181,7 @@ class Maker(Tensors):
         i, j = torch.arange(rows, device="cpu")[:, None], torch.arange(keys, device="cpu")[None, :]
         if c.pattern == "blocks":
             seen = ((i // 24 + j // 40) % 3 == 0).expand(full).clone()
-        elif c.pattern == "tree":  # each query sees the whole past, itself and its parent's line
+        elif c.pattern == "tree":  # each query sees all keys before the tree, itself and its ancestors
             seen = (
                 ((j < keys - rows) | (i - (j - keys + rows) == 0) | ((i // 2) == (j - keys + rows)))
                 .expand(full)

@@ -1,4 +1,4 @@
-"""What must hold whatever the numbers are. Each property takes a backend and a device and raises `Mismatch`."""
+"""Properties of results, whatever the numbers. Each takes a backend and a device and raises `Mismatch`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prop(fn: Property) -> Property:
 
 
 def same(what: str, a: Any, b: Any) -> None:
-    """Two results are equal to the bit (and hold no NaN, unless both do in the same place)."""
+    """Raises unless two results are equal to the bit (NaN only in the same places)."""
     pairs = zip(a, b, strict=True) if isinstance(a, AttentionState) else [(a, b)]
     for x, y in pairs:
         if x.shape != y.shape or not bool(((x == y) | (x.isnan() & y.isnan())).all()):
@@ -66,7 +66,7 @@ def lse_does_not_change_out(backend: str | None, device: str) -> None:
 
 @prop
 def slack_does_not_matter(backend: str | None, device: str) -> None:
-    """NaN, Inf or numbers in slots past a length, in pages' slack, in rows of nobody."""
+    """NaN, Inf or numbers in slots past a length, in the slack of pages, and in padding rows, have no effect."""
     slacks = (float("nan"), float("inf"), -1e30, 0.0)
     cases = [c for c in SOME if c.lengths] + [Case(Hkv=2, Lq=50, strides="sliced")]
     for case in cases:
@@ -92,7 +92,7 @@ def unused_table_entries_do_not_matter(backend: str | None, device: str) -> None
 
 @prop
 def hidden_keys_do_not_matter(backend: str | None, device: str) -> None:
-    """What a row cannot see does not reach it, even where other rows of its tile do see it."""
+    """A hidden key does not affect a row, even if other rows of its tile see it."""
     q, k, v = (torch.randn(1, h, 70, 32, generator=torch.Generator().manual_seed(1)).to(device) for h in (4, 2, 2))
     seen = torch.rand(70, 70, generator=torch.Generator().manual_seed(2)).to(device) < 0.5
     rows = torch.arange(70, device=device)
@@ -130,7 +130,7 @@ def hidden_keys_do_not_matter(backend: str | None, device: str) -> None:
 
 @prop
 def hidden_values_do_not_matter_in_16_bits(backend: str | None, device: str) -> None:
-    """The same for NaN in v, in float16 and in bfloat16, unless the backend does not take that."""
+    """The same for NaN in v, in float16 and bfloat16, if the backend supports them."""
     numbers = torch.Generator().manual_seed(1)
     wide = [torch.randn(1, h, 150, 64, generator=numbers).to(device) for h in (4, 2, 2)]
     seen = torch.rand(150, 150, generator=numbers).to(device) < 0.5
@@ -157,7 +157,7 @@ def hidden_values_do_not_matter_in_16_bits(backend: str | None, device: str) -> 
 
 @prop
 def biases_hide(backend: str | None, device: str) -> None:
-    """What lies in a key that `k_bias` hides reaches nobody, and a row that `q_bias` hides all keys from sees none."""
+    """A key that `k_bias` hides has no effect, and a row with `q_bias` of -inf sees no key."""
     for dtype in (torch.float32, torch.float16):
         numbers = torch.Generator().manual_seed(1)
         q, k, v = (torch.randn(1, h, 150, 64, generator=numbers).to(device, dtype) for h in (4, 2, 2))
@@ -193,8 +193,8 @@ def biases_hide(backend: str | None, device: str) -> None:
 
 @prop
 def trees_hide(backend: str | None, device: str) -> None:
-    """What a tree hides from a row does not reach it, and a tree is as right as the mask that it stands for; likewise
-    what a window hides by the positions of its nodes.
+    """Keys that a tree mask hides have no effect, and it is as accurate as the equal dense mask; likewise with a window
+    by the positions of its nodes.
     """
     for dtype, lq, positions in product(("f32", "f16"), (6, 70), (False, True)):
         case = Case(Hkv=2, Lq=lq, Lk=200, D=64, dtype=dtype, tree="1", positions=positions)
@@ -236,7 +236,7 @@ def tile_maps_do_not_matter(backend: str | None, device: str) -> None:
 
 @prop
 def rules_equal_masks(backend: str | None, device: str) -> None:
-    """Causal, window and chunk are as right as the mask that says the same (not to the bit: tiles differ)."""
+    """Causal, window and chunk are as accurate as the equal dense mask (not to the bit: tiles differ)."""
     moved = {"causal": True, "window": 7, "offset": -5}
     strided = {"causal": True, "window": (50, None), "offset": 4, "k_start": 2, "k_stride": 3, "q_stride": 4}
     for rules in ({"causal": True}, {"window": (9, 4)}, {"chunk": 20}, moved, strided):
@@ -306,7 +306,7 @@ def halves_merge(backend: str | None, device: str) -> None:
 
 @prop
 def forms_agree(backend: str | None, device: str) -> None:
-    """Packed and paged calls are as right as the dense one on the same numbers."""
+    """Packed and paged calls are as accurate as the dense one on the same numbers."""
     inputs = make(Case(Hkv=2, Lq=20, Lk=96, D=64, causal=True), device)
     q, k, v = inputs.args
     call = inputs.checked()

@@ -1,8 +1,8 @@
 """The tensors of a case.
 
 Inputs are peaked (logits of standard deviation 3), or a kernel that averages `v` would pass. Whatever must not matter
-holds NaN: keys past a length, keys that nobody chooses, the slack of pages, pages of nobody, rows past the last
-sequence. Table entries past a length name a page of nobody.
+holds NaN: keys past a length, keys in no list of indices, the slack of pages, unused pages, rows past the last
+sequence. Block table entries past a length name an unused page.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tensors:
         return x
 
     def stored(self, name: str, x: torch.Tensor, slack: torch.Tensor | None) -> Any:
-        """`x` in its dtype on its device, with rows of `slack` (bool, `x`'s shape without its last dim) spoilt."""
+        """`x` in its dtype on its device, filled where `slack` is True, bool of `x`'s shape without its last dim."""
         kind = {"q": "", "k": self.case.k, "v": self.case.v}[name] or self.case.dtype
         if kind in FLOATS:
             x = x.to(FLOATS[kind])
@@ -89,7 +89,7 @@ class Tensors:
         return x.expand(c.B, -1, -1, -1) if c.strides == "shared" else x
 
     def packed(self, lengths: Shape, name: str) -> Any:
-        """All sequences in one `[T, heads, width]`; k and v have three rows more, which belong to nobody."""
+        """All sequences in one `[T, heads, width]`; k and v have three more rows, in no sequence."""
         c = self.case
         heads, spare = (c.H, 0) if name == "q" else (c.kv_heads, 3)
         x = self.values(name, sum(lengths) + spare, heads, self.width(name))
@@ -108,9 +108,9 @@ class Tensors:
         return self.stored(name, x, slack)
 
     def block_table(self) -> torch.Tensor:
-        """Shuffled pages; entries past a row's length name one that is nobody's, with slack in it.
+        """Shuffled pages; entries past a row's length name an unused page full of slack.
 
-        A kernel that reads them then gives a wrong result; one that reads a page far away may end the process.
+        A kernel that reads it gives a wrong result; with an entry out of range it could crash the process.
         """
         c = self.case
         counts = [-(-n // c.page) for n in c.lengths]

@@ -9,7 +9,7 @@ from ...reference import attend, gradients
 
 
 def takes_shared(problem: Problem) -> bool:
-    """Columns of K that all heads share are put beside each head's own tile by tile."""
+    """`k_shared` is joined to K sequence by sequence."""
     return True
 
 

@@ -1,6 +1,6 @@
-"""Tiled attention in plain torch: any call on any device, memory that does not grow with length.
+"""Tiled attention in plain torch: any call on any device, in memory that does not grow with length.
 
-It is what runs where no kernel can. For each sequence and each tile of BQ query rows it iterates over the tiles of BK
+It runs where no kernel can. For each sequence and each tile of BQ query rows it iterates over the tiles of BK
 keys that hold a visible cell, with the online softmax: running maximum m, sum l and output acc, rescaled when m grows.
 Its gradients are in `backward.py`.
 """
@@ -23,7 +23,7 @@ FEW_ROWS, PART = 16, 32
 
 
 def takes_shared(problem: Problem) -> bool:
-    """Columns of K that all heads share are put beside each head's own tile by tile."""
+    """`k_shared` is joined to K tile by tile."""
     return True
 
 
@@ -36,7 +36,7 @@ writer = Append
 
 
 def plan(problem: Problem) -> Plan:
-    # Fixed but for the heads, so that a sequence gives the same bits in any batch: about 4 MiB of scores a tile.
+    # Depends on the heads only, so that a sequence gives the same bits in any batch: about 4 MiB of scores a tile.
     tile = (128 if problem.heads <= 16 else 64, 512)
     cells = problem.heads * tile[0] * tile[1]
     notes = ["plain torch in tiles: right on any device, not fast"]
@@ -50,7 +50,7 @@ def plan(problem: Problem) -> Plan:
 def run(plan: Plan, tensors: Tensors) -> None:
     p = plan.problem
     states = tile_states(plan, tensors)
-    if p.packed_q:  # rows that belong to no sequence
+    if p.packed_q:  # padding rows, in no sequence
         tensors.out.zero_()
         if tensors.lse is not None:
             tensors.lse.fill_(-torch.inf)
@@ -62,7 +62,7 @@ def run(plan: Plan, tensors: Tensors) -> None:
 
 
 def products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """q k^T. Libraries add up the products of few rows term by term: such sums are made of parts, which rounds less."""
+    """q k^T. BLAS sums few rows term by term; summing parts of D and adding them up rounds less."""
     if q.shape[-2] > FEW_ROWS:
         return q @ k.mT
     parts = zip(q.split(PART, -1), k.split(PART, -1), strict=True)
@@ -109,7 +109,7 @@ def _attend_rows(plan: Plan, seq: Sequence, rows: slice, states: list[int] | Non
         top = torch.maximum(m, sink)
         base = torch.where(top == -torch.inf, 0.0, top)
         alpha = (m - base).exp()
-        weight = torch.where(sink == torch.inf, 1.0, (sink - base).exp())  # of a sink of +inf all, of one of -inf none
+        weight = torch.where(sink == torch.inf, 1.0, (sink - base).exp())  # 1 for +inf, 0 for -inf
         l, acc, m = l * alpha + weight, acc * alpha[..., None], top
     total = torch.where(l == 0, 1.0, l)
     seq.out[:, rows] = (acc / total[..., None]).to(p.q_dtype)

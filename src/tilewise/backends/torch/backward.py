@@ -1,14 +1,13 @@
-"""Gradients in plain torch, tile by tile: any call on any device, deterministic, memory that does not grow as Lq * Lk.
+"""Gradients in plain torch, tile by tile: any call on any device, deterministic, no memory of size Lq * Lk.
 
-For each sequence and each tile of BK keys it walks the tiles of BQ rows that see some of them, and computes again what
-the forward pass did not keep:
+For each sequence and each tile of BK keys it iterates over the tiles of BQ rows that see any of them, recomputing P:
 
     P = exp(s - lse)                     dV += P^T dout
     dS = P * (dout V^T - delta)          dK += scale dS^T Q        dQ += scale dS K
 
 with delta = rowsum(dout * out) - dlse, and dS through the softcap's derivative before the last two. The gradient of a
 mask is dS, that of a bias its sum over keys or queries, that of a sink -exp(sink - lse) delta, that of a slope
--dS |qpos - kpos|, each summed. Sums are float32 or wider; dQ of one sequence is kept in float32 until all its keys are
+-dS |qpos - kpos|, each summed. Sums are float32 or wider; dQ of a sequence stays in float32 until all its keys are
 done.
 """
 
@@ -41,14 +40,14 @@ def plan_backward(problem: Problem) -> Plan:
 
 
 def run_backward(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> None:
-    """Writes the gradients. `lse_is_right`: what an lse that is too large has lost is made good already."""
+    """Writes the gradients. `lse_is_right`: rows with a large lse are corrected already (`core/large_lse.py`)."""
     p = plan.problem
     assert tensors.forward.lse is not None
     if not lse_is_right and large_lse.has_large(tensors.forward.lse):
         large_lse.run(plan_backward, partial(run_backward, lse_is_right=True), p, tensors)
         return
     states = tile_states(plan, tensors.forward)
-    for gradient in tensors.gradients().values():  # rows of no sequence, keys past a length, what nobody sees
+    for gradient in tensors.gradients().values():  # padding rows, keys past a length, hidden keys
         gradient.zero_()
     with no_autocast(p.device.type):
         for seq in sequences(p, tensors.forward):
@@ -58,12 +57,12 @@ def run_backward(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = Fals
 
 @dataclass(slots=True)
 class _Rows:
-    """One sequence: what is known of its rows, and their sums over keys. Tiles of q and dout are widened one by one."""
+    """One sequence: its rows' lse and delta, and dq. Tiles of q and dout are converted one by one."""
 
     seq: Sequence
     tensors: BackwardTensors
     dout: torch.Tensor  # [H, Lq, Dv]
-    lse: torch.Tensor  # [H, Lq], in the dtype that the sequence is computed in; 0 in rows that are not live
+    lse: torch.Tensor  # [H, Lq], in the compute dtype; 0 in rows that are not live
     delta: torch.Tensor  # [H, Lq]; likewise
     live: torch.Tensor  # bool [H, Lq]: the lse is finite
     dq: torch.Tensor  # [H, Lq, D]
@@ -89,17 +88,17 @@ class _Rows:
         return self
 
     def dout_of(self, rows: slice) -> torch.Tensor:  # [H, BQ, Dv]
-        """0 in rows that are not live, whatever is there."""
+        """A tile of dout, 0 in rows that are not live."""
         return torch.where(self.live[:, rows, None], self.dout[:, rows].to(self.lse.dtype), 0.0)
 
     def run(self, plan: Plan, states: list[list[int]] | None) -> None:
-        """All tiles of keys, and of each the tiles of rows that see some of it."""
+        """Iterates over the tiles of keys, and for each over the tiles of rows that see some of it."""
         seq, b, (BQ, BK) = self.seq, self.tensors, plan.tile
         p = seq.problem
         kv_row = 0 if p.form == "varlen" else seq.b
         for left in range(0, seq.kv_len, BK):
             cols = slice(left, min(left + BK, seq.kv_len))
-            # Spans move right as keys do: the first key has the topmost first row, the last key the last one.
+            # Query spans move down from key to key: the first key has the first row, the last key the last row.
             above, below = 0, seq.q_len
             if not p.positions:
                 above = query_span(seq.rules, cols.start, seq.q_offset, seq.q_len)[0]
@@ -151,7 +150,7 @@ class _Rows:
         if set(p.grads) <= {"v", "sinks"}:
             return
         ds = probs * ((dout @ v.mT).view(p.heads, n, -1) - self.delta[:, rows, None])
-        ds = ds if visible is None else torch.where(visible, ds, 0.0)  # v may hold anything under a hidden cell
+        ds = ds if visible is None else torch.where(visible, ds, 0.0)  # v may be NaN under a hidden cell
         if b.dmask is not None and p.mask is not None:
             _add_mask(b.dmask, p.mask.broadcast, ds, seq.b, rows, cols)
         if b.dq_bias is not None:
@@ -171,14 +170,14 @@ class _Rows:
 
 
 def _finite(x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """0 for what is not finite: under a hidden cell it cannot matter, and a row that sees it has NaN for its lse."""
+    """Replaces non-finite values by 0: hidden ones have no effect, and a row that sees one has lse NaN."""
     return x if visible is None else torch.nan_to_num(x, 0.0, 0.0, 0.0)
 
 
 def _add_mask(
     dmask: torch.Tensor, broadcast: tuple[bool, ...], ds: torch.Tensor, b: int, rows: slice, cols: slice
 ) -> None:
-    """Adds a tile `[H, BQ, BK]` to the mask's gradient, summed over the dims that the mask is broadcast over."""
+    """Adds a tile `[H, BQ, BK]` to the mask's gradient, summed over the mask's broadcast dims."""
     one_row, one_head, one_query, one_key = broadcast
     summed = [dim for dim, one in enumerate((one_head, one_query, one_key)) if one]
     where = (0 if one_row else b, slice(None), slice(None) if one_query else rows, slice(None) if one_key else cols)

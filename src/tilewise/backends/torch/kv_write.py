@@ -1,4 +1,4 @@
-"""Cache writes in plain torch, on any device; it says what the kernels must do."""
+"""Cache writes in plain torch, on any device; the definition for the kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Append:
         step = torch.arange(tokens, device=rows.device) - places.cu[rows]
         position = places.starts[rows] + step
         if places.table is None:
-            kept = (step >= counts[rows] - self.wrap).nonzero()[:, 0]  # of a chunk longer than a ring, its end
+            kept = (step >= counts[rows] - self.wrap).nonzero()[:, 0]  # the end of a chunk longer than the ring
             rows, step, position = rows[kept], step[kept], position[kept]
             outer = rows
         else:

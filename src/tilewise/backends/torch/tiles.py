@@ -1,4 +1,4 @@
-"""What the tiles of the forward and of the backward pass share."""
+"""What the forward and backward passes share: scores, masks and weighted sums of a tile."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ FEW = 16  # query rows of a head
 
 
 def work_dtype(seq: Sequence) -> torch.dtype:
-    """What a sequence is computed in. torch may be set to run float32 products in fewer bits; float64 ones it leaves
-    alone.
+    """The compute dtype of a sequence: float64 if torch is set to run float32 products in fewer bits, or if BLAS would
+    round more than the bound allows.
     """
     p = seq.problem
-    # BLAS sums the products of one to three rows in the lanes of a vector, those of more rows term after term, with
-    # about twice the error: the rows of a group, multiplied together, would round more than those of each head alone.
+    # BLAS sums products of one to three rows in vector lanes, of more rows term by term, with about twice the error:
+    # the rows of a GQA group, multiplied together, would round more than those of each head alone.
     few = p.q_dtype == torch.float32 and seq.q_len <= FEW and p.device.type == "cpu"
     wide = few or p.q_dtype == torch.float64 or torch.get_float32_matmul_precision() != "highest"
     return torch.float64 if wide else torch.float32
 
 
 def no_autocast(device: str) -> AbstractContextManager[object]:
-    """Autocast would run float32 products in bfloat16."""
+    """Turns autocast off, which would run float32 products in bfloat16."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
 
 
 def tile_states(plan: Plan, tensors: Tensors) -> list[list[list[int]]] | None:
-    """The map's state of each of the plan's tiles, `[B][nq][nk]`; a tile is computed for all heads at once."""
+    """The state of each of the plan's tiles, `[B][nq][nk]`, merged over heads, which are computed together."""
     p, tile_map = plan.problem, tensors.tile_map
     if tile_map is None:
         if p.mask is None or tensors.mask is None:
@@ -49,8 +49,8 @@ def tile_states(plan: Plan, tensors: Tensors) -> list[list[list[int]]] | None:
 
 
 def span_ends(seq: Sequence, rows: slice) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The keys that the first and the last of these queries see. Spans move right as rows go down; those by the
-    positions of a tree do not: from the leftmost start on, and none is seen by all for sure.
+    """The key spans of the first and the last of these queries. With positions of a tree spans need not move right, so
+    they begin at the leftmost start, and no key counts as seen by all rows.
     """
     if seq.tensors.positions is not None:
         lo, hi = seq.spans(rows)
@@ -61,9 +61,9 @@ def span_ends(seq: Sequence, rows: slice) -> tuple[tuple[int, int], tuple[int, i
 def adjust(
     seq: Sequence, s: torch.Tensor, rows: slice, cols: slice, masked: bool, edge: bool, chosen: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Softcap, biases, then -inf where a cell is not visible; the visible cells, or None if all are.
+    """Applies softcap and biases to scores, and -inf to hidden cells. Also returns the visible cells; None if all are.
 
-    `chosen` are the cells that key or block indices leave.
+    `chosen` are the cells selected by key or block indices.
     """
     p = seq.problem
     if p.softcap:
@@ -98,10 +98,10 @@ def adjust(
 
 
 def weighted_sum(prob: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """`prob [H, BQ, BK] @ v [Hkv, BK, Dv]`; a value under an invisible cell cannot matter, not even as 0 * inf."""
+    """`prob [H, BQ, BK] @ v [Hkv, BK, Dv]`, in which hidden values have no effect, not even as 0 * inf."""
     H, n, cols = prob.shape
-    grouped = prob.reshape(v.shape[0], -1, cols)  # [Hkv, G * BQ, BK]; a mask's strides may have come into prob
-    v = v.contiguous()  # a product rounds by its strides: those of what is cleaned must be those of what need not be
+    grouped = prob.reshape(v.shape[0], -1, cols)  # [Hkv, G * BQ, BK]; prob may have a mask's strides
+    v = v.contiguous()  # rounding depends on strides: they must not differ between clean and cleaned values
     finite = v.isfinite()
     if visible is None or bool(finite.all()):
         return (grouped @ v).view(H, n, -1)
