@@ -1,1 +1,1 @@
-"""What the commands do, and what they need."""
+"""The commands of `tilewise`, and the models, workloads and benchmarks that they use."""

@@ -1,7 +1,7 @@
-"""What `tilewise verify --device mps` adds on a Mac: a report to paste into an issue.
+"""The report of `tilewise verify --device mps` on a Mac, to paste into an issue.
 
-It holds the chip, the versions, the suite's counts (also of the kernels under MLX, if that is installed), and times
-beside torch's and MLX's own attention, interleaved.
+It has the chip, the versions, the counts of the suite (also for the kernels under MLX, if that is installed), and
+times compared with torch's and MLX's own attention, interleaved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHERE = "paste all of this into an issue: it goes into the table of docs/metal.m
 
 @dataclass(frozen=True)
 class Shape:
-    """A call that is timed: causal, float16."""
+    """The shape of a timed call; causal, float16."""
 
     name: str
     H: int
@@ -39,7 +39,7 @@ class Shape:
     B: int = 1
 
     def sizes(self) -> list[tuple[int, int, int, int]]:
-        """Of q, k and v."""
+        """The shapes of q, k and v."""
         rows = ((self.H, self.Lq), (self.Hkv, self.Lk), (self.Hkv, self.Lk))
         return [(self.B, heads, length, self.D) for heads, length in rows]
 
@@ -58,7 +58,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds of ours and of a peer's call, or why there are none."""
+    """Milliseconds of our call and a peer's, or why there are none."""
 
     what: str
     peer: str
@@ -82,7 +82,7 @@ def has_mlx() -> bool:
 
 
 def facts() -> dict[str, str]:
-    """Chip, system and versions; what cannot be found out says so."""
+    """Chip, system and versions, or why one is unknown."""
     name = getattr(torch.backends.mps, "get_name", None)
     cores = getattr(torch.backends.mps, "get_core_count", None)
     found = {
@@ -104,14 +104,14 @@ def _sysctl(name: str) -> str:
 def _tried(find: Callable[[], Any]) -> str:
     try:
         return str(find())
-    except Exception:  # a torch without MPS has the functions too
+    except Exception:  # torch without MPS has these functions too
         return ""
 
 
 def times(
     device: str, backend: str | None, shapes: Sequence[Shape] | None = None, budget: float = BUDGET
 ) -> Iterator[Timed]:
-    """`attention` beside `F.scaled_dot_product_attention` on a device."""
+    """Times `attention` and `F.scaled_dot_product_attention` on a device."""
     wait = torch.mps.synchronize if device == "mps" else lambda: None
 
     def prepare(s: Shape) -> list[Callable[[], object]]:
@@ -132,7 +132,7 @@ def times(
 
 
 def mlx_times() -> Iterator[Timed]:
-    """The kernels under MLX beside `mx.fast.scaled_dot_product_attention`."""
+    """Times the kernels under MLX and `mx.fast.scaled_dot_product_attention`."""
     import mlx.core as mx
 
     from ..backends.metal.mlx import attention
@@ -162,13 +162,13 @@ def _timed(
         try:
             ours, theirs = (t.seconds * 1e3 for t in interleaved(prepare(shape), budget))
             yield Timed(what, peer, ours, theirs)
-        except Exception as error:  # a shape that a GPU cannot do must not cost the report
+        except Exception as error:  # a shape that fails must not lose the report
             yield Timed(what, peer, error=f"{type(error).__name__}: {error}"[:200])
 
 
 def for_mlx(case: Case) -> bool:
-    """Whether a case can be given to MLX: no quantised tensors, tile maps, key indices, biases, trees or strides, no
-    columns that heads share.
+    """Whether MLX can run a case: no quantised tensors, tile maps, key indices, biases, trees or strides, and no
+    `k_shared`.
     """
     plain = ("", "f32", "f16", "bf16")
     biased = case.q_bias or case.k_bias or case.tree or case.shared
@@ -203,7 +203,7 @@ def check_mlx(case: Case) -> Verdict:
 def to_mlx(x: torch.Tensor) -> Any:
     import mlx.core as mx
 
-    if x.dtype == torch.bfloat16:  # numpy does not know it
+    if x.dtype == torch.bfloat16:  # NumPy has no bfloat16
         return mx.array(x.contiguous().view(torch.uint16).numpy()).view(mx.bfloat16)
     return mx.array(x.contiguous().numpy())
 
@@ -220,7 +220,7 @@ def to_torch(x: Any) -> torch.Tensor:
 def lines(
     found: Mapping[str, str], counts: Mapping[str, int], failed: Sequence[str], seconds: float, timed: Sequence[Timed]
 ) -> list[str]:
-    """The report for people."""
+    """The report as text."""
     suite = f"{counts['ok']} passed, {counts['failed']} failed, {counts['unsupported']} not supported, {seconds:.0f} s"
     text = ["", "```", "tilewise on an Apple GPU"]
     text += [f"  {name:12} {value}" for name, value in found.items()]

@@ -1,6 +1,6 @@
-"""`tilewise chat`: a model on this machine, its attention by tilewise and beside it by torch's SDPA.
+"""`tilewise chat`: a model on this machine with attention by tilewise, and by torch's SDPA to compare.
 
-A talk keeps its cache: of each prompt only what is new is computed.
+A chat keeps its KV cache: only the new tokens of each prompt are computed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .pretrained import causal_lm, converted, smollm2_file
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens made after a prompt, and the seconds that what is new of the prompt and each token took."""
+    """Generated tokens, and the seconds that the new part of the prompt and each token took."""
 
     tokens: list[int]
-    prompt: int  # tokens that were computed of it
+    prompt: int  # tokens of it that were computed
     prompt_seconds: float
     seconds: float
 
     @property
     def per_second(self) -> float:
-        """Tokens in a second, after the prompt; the first comes with it."""
+        """Tokens a second after the prompt, without the first, which comes with it."""
         return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 else 0.0
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Answer:
 
 
 class Talk:
-    """A model, a cache of transformers and the tokens that are in it."""
+    """A model, a transformers cache and the tokens in it."""
 
     def __init__(self, model: Any, attention: str = "tilewise", make_cache: Callable[[], Any] | None = None) -> None:
         from transformers import DynamicCache
@@ -60,7 +60,7 @@ class Talk:
         show: Callable[[int], None] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """The likeliest tokens after a prompt, up to `end`, as many as `most` or until `stopped`."""
+        """Greedy decoding after a prompt, until `end`, `most` tokens or `stopped`."""
         self.model.set_attn_implementation(self.attention)
         start = time.perf_counter()
         new = prompt[self._keep(prompt) :]
@@ -80,13 +80,13 @@ class Talk:
         return int(step.logits[0, -1].argmax())
 
     def _keep(self, prompt: list[int]) -> int:
-        """Leaves in the cache what the prompt begins with, but its last token; returns how many tokens that are."""
+        """Truncates the cache to the prefix that it shares with the prompt, but its last token; returns its length."""
         pairs = zip(self.held, prompt[:-1], strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.held), len(prompt) - 1))
         if same < len(self.held):
             try:
                 self.cache.crop(same - len(self.held))
-            except (InvalidArgument, RuntimeError):  # a window has forgotten what comes before
+            except (InvalidArgument, RuntimeError):  # a windowed cache has dropped those tokens
                 self.cache, same = self.make_cache(), 0
         self.held = self.held[:same]
         return same
@@ -100,10 +100,10 @@ def chat(
     gguf: Path | None = None,
     stored: str | None = None,
 ) -> int:
-    """Answers one question, or those that are typed until an empty line; returns the exit status."""
+    """Answers one question, or questions from the terminal until an empty line; returns the exit status."""
     folder = model
     if folder is None:
-        source = gguf or smollm2_file()  # what is missing is told first
+        source = gguf or smollm2_file()  # reports missing packages first
         print(f"loading {source.stem}", file=sys.stderr)
         folder = converted(source)
     net, tokenizer = causal_lm(folder, "auto" if model else torch.float32)
@@ -121,7 +121,7 @@ def chat(
         if len(prompt) + most > room:
             print(f"tilewise chat: the talk has {len(prompt)} tokens, and the model no more room", file=sys.stderr)
             return 1
-        if len(messages) == 1:  # what is done once for each is not the answer's
+        if len(messages) == 1:  # one-time set-up is not timed
             for talk in talks.values():
                 Talk(net, talk.attention, talk.make_cache).answer(prompt[:8], 2)
         with _interruptible() as stopped:
@@ -146,7 +146,7 @@ def _cache_of(model: Any, stored: str | None) -> Callable[[], Any] | None:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is only noted, so that no step is left half done; a second one interrupts as ever."""
+    """Ctrl-C only sets a flag, so that no step is left half done; a second one interrupts as usual."""
     noted: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -156,7 +156,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     before = signal.getsignal(signal.SIGINT)
     try:
         signal.signal(signal.SIGINT, note)
-    except ValueError:  # not in the main thread, where signals do not arrive
+    except ValueError:  # not in the main thread
         yield lambda: False
         return
     try:
@@ -173,7 +173,7 @@ def _ask() -> str:
 
 
 class _Printer:
-    """Prints tokens as they come; one may be a part of a letter, so the text is always that of all."""
+    """Prints tokens as they come. A token may be part of a character, so all are decoded each time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.shown = tokenizer, ""

@@ -1,4 +1,4 @@
-"""`tilewise demo`: known shapes on this machine, each planned, timed beside torch's SDPA and checked by the oracle."""
+"""`tilewise demo`: shapes of known models, each planned, timed against torch's SDPA and checked by the oracle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .bench.report import time_text
 from .progress import Screen
 from .workloads import WORKLOADS, Workload, make_inputs
 
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
+INTERRUPTED = 130  # a shell's exit status after Ctrl-C
 WRONG = 1
 WIDTH = 100
 MOST_ROUNDS = 50
@@ -25,7 +25,7 @@ MOST_ROUNDS = 50
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case, measured. `peer_*` are of SDPA, or None where it cannot do the call."""
+    """The result of one case. `peer_*` are SDPA's; None if it cannot compute the call."""
 
     seconds: float
     error: float
@@ -39,9 +39,9 @@ class Result:
 
 
 def demo(device: torch.device, quick: bool = False, seed: int = 0) -> int:
-    """Runs every case and prints what it finds; returns the exit status."""
-    # These models run in bfloat16. On a CPU torch is slow in it, and on a virtual machine that names AMX without
-    # having it torch's bfloat16 products end the process.
+    """Runs every case and prints its result; returns the exit status."""
+    # These models run in bfloat16. On a CPU torch is slow in it, and crashes on virtual machines that report AMX
+    # without having it.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     cases = [case.shortened(4) for case in WORKLOADS] if quick else list(WORKLOADS)
     results: list[Result] = []
@@ -71,7 +71,7 @@ def _run_case(
     screen.step(f"{case.name}: oracle")
     refusal = why_not(case)
     calls = [x.attend] if refusal else [x.attend, sdpa(case, x)]
-    outputs = [call() for call in calls]  # also warms up: compilers, caches, the clock of the CPU
+    outputs = [call() for call in calls]  # also a warm-up
     errors = oracle_errors(x, outputs)
 
     screen.step(f"{case.name}: timing")
@@ -85,7 +85,7 @@ def _run_case(
 
 
 def time_together(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[float]:
-    """The median time of each call, interleaved, so that a change in the machine's speed meets them all."""
+    """The median time of each call, interleaved, so that a change in the machine's speed affects all of them."""
     times: list[list[float]] = [[] for _ in calls]
     start = time.perf_counter()
     while len(times[0]) < MOST_ROUNDS and (not times[0] or _since(start) < budget):

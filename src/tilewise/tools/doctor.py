@@ -1,6 +1,6 @@
 """`tilewise doctor`: what this machine has, which backends can run on it, and why the others cannot.
 
-Every probe is guarded: a broken driver or a half-installed library is what a doctor is called for.
+Every probe is guarded: broken drivers and half-installed libraries are what it has to report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from .bench import machine
 
 PACKAGES = ("tilewise", "torch", "triton", "numba", "llvmlite", "numpy", "mlx", "rich", "matplotlib", "transformers")
-LIBRARIES = {  # of others: the package, and the module that is imported
+LIBRARIES = {  # other libraries: package and module
     "flash-attn": "flash_attn",
     "flash-attn 3": "flash_attn_interface",
     "flashinfer": "flashinfer",
@@ -48,7 +48,7 @@ def doctor(as_json: bool = False) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """All findings as plain data; what a probe could not find out is {"error": why}."""
+    """All findings as plain data; a failed probe is {"error": why}."""
     probes: dict[str, Callable[[], Any]] = {
         "versions": _versions,
         "system": _system,
@@ -62,7 +62,7 @@ def examine() -> dict[str, Any]:
 
 
 def guarded(probe: Callable[[], Any]) -> Any:
-    """What a probe finds, or why it failed: a doctor does not."""
+    """The result of a probe, or why it failed."""
     try:
         return probe()
     except BaseException as error:
@@ -135,7 +135,7 @@ def _apple() -> str | None:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver, by its own tool; None without one."""
+    """The version of NVIDIA's driver, by nvidia-smi; None without one."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -152,7 +152,7 @@ def _backends() -> dict[str, Any]:
 
 
 def _backend(name: str) -> dict[str, Any]:
-    """Whether a backend can serve a plain call on the device that it is made for, and the remedy if not."""
+    """Whether a backend can serve a plain call on its own kind of device, and the remedy if not."""
     import torch
 
     from ..backends.gpu.target import target_of
@@ -249,7 +249,7 @@ def _files() -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """The findings for people."""
+    """The findings as text."""
     text = []
     for section in ("versions", "system", "cpu", "gpus"):
         text += [section, *_facts(found[section]), ""]

@@ -1,4 +1,4 @@
-"""`tilewise embed`: sentences by all-MiniLM-L6-v2, with attention by tilewise; how alike they are."""
+"""`tilewise embed`: the similarity of sentences by all-MiniLM-L6-v2, with attention by tilewise."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def batch(tokenizer: Any, sentences: Sequence[str]) -> dict[str, torch.Tensor]:
 
 @torch.inference_mode()
 def embed(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Sentences as vectors of length 1, `[B, 384]`: the mean of their tokens."""
+    """Sentences as unit vectors `[B, 384]`: the mean of their tokens, normalised."""
     states = model(**inputs).last_hidden_state
     weights = inputs["attention_mask"][..., None].to(states.dtype)
     return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=-1)
 
 
 def show(sentences: Sequence[str]) -> int:
-    """Prints how alike sentences are, by the cosine of their vectors; returns the exit status."""
-    minilm_folder()  # what is missing is told first
+    """Prints the cosine similarity of sentences; returns the exit status."""
+    minilm_folder()  # reports missing packages first
     print("loading all-MiniLM-L6-v2", file=sys.stderr)
     model, tokenizer = minilm()
     sentences = sentences or EXAMPLES

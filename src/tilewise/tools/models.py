@@ -1,5 +1,5 @@
-"""Known models by name: how each kind of its layers attends. Benchmarks, tests, the tuner, the demo and
-`tilewise plan` take their shapes from here.
+"""The attention layers of known models, by name. Benchmarks, tests, the tuner, the demo and `tilewise plan` take their
+shapes from here.
 
 A new model is one more entry in `MODELS`.
 """
@@ -13,14 +13,14 @@ from ..errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One kind of attention layer: its heads and what it asks of a call."""
+    """One kind of attention layer: its heads and options."""
 
     name: str
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int = 0  # 0: as head_dim
-    latent: bool = False  # V is the first columns of K, in the same memory
+    latent: bool = False  # V is a view of the first columns of K
     causal: bool = True
     window: int | tuple[int, int] | None = None
     chunk: int | None = None
@@ -32,7 +32,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model: its kinds of layers, the most frequent first."""
+    """A model: its kinds of layers, most frequent first."""
 
     name: str
     about: str

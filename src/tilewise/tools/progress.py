@@ -1,4 +1,4 @@
-"""Lines for people, with a progress bar below them on a terminal that has rich."""
+"""Output lines, with a progress bar below them on a terminal if rich is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 class Screen:
-    """Where lines go, standard output unless told; with a bar below them if that is a terminal."""
+    """Prints lines, to standard output by default, above a progress bar if that is a terminal."""
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -37,7 +37,7 @@ class Screen:
 
 
 def _rich_progress(stream: TextIO) -> Any:
-    """A progress bar that leaves nothing behind, or None without rich."""
+    """A transient progress bar; None without rich."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

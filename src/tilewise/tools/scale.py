@@ -1,4 +1,4 @@
-"""`tilewise scale`: how well a model's attention would use many devices, scheme by scheme, by the model of `plan`."""
+"""`tilewise scale`: the predicted efficiency of a model's attention on many devices, by scheme."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .bench.svg import Chart, lines, picture
 from .models import Layer
 
 SCHEMES = ("zigzag", "ring", "gather", "ulysses", "2d")
-NODE = 8  # ranks of Ulysses inside of "2d"
+NODE = 8  # Ulysses ranks in "2d"
 
 
 def predicted(layer: Layer, length: int, ranks: int, scheme: str, backward: bool, m: Machine) -> DistributedPlan | str:
-    """The plan of a layer over so many ranks, or why there is none."""
+    """The plan of a layer over `ranks` ranks, or why there is none."""
     heads = {"ulysses": ranks, "2d": NODE}.get(scheme, 1)
     if scheme == "2d" and (ranks <= NODE or ranks % NODE):
         return f"needs more than {NODE} ranks"

@@ -1,8 +1,8 @@
-"""`tilewise serve`: the server of transformers, an OpenAI-compatible one, with attention by tilewise.
+"""`tilewise serve`: transformers' OpenAI-compatible server with attention by tilewise.
 
-HTTP, scheduling, continuous batching and sampling are transformers' own. tilewise is the attention that it loads by
-name (`compat.transformers.register_flash`). Beside that, a prompt that cannot fit is refused (transformers would wait
-for room forever), and a stop leaves no thread behind.
+HTTP, scheduling, continuous batching and sampling are transformers'. tilewise is the attention that it loads by name
+(`compat.transformers.register_flash`). In addition, a prompt that cannot fit is refused (transformers would wait
+forever), and stopping leaves no thread behind.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..core.extras import need
 from ..errors import InvalidArgument
 from .pretrained import converted, smollm2_file
 
-PAGE = 256  # tokens, transformers' own
-GRACE = 3  # seconds that answers under way have when the server is to stop
+PAGE = 256  # tokens, transformers' default
+GRACE = 3  # seconds for running requests when the server stops
 
 
 def serve(model: str | None, host: str, port: int, attention: str, tokens: int, device: str, dtype: str) -> int:
@@ -28,7 +28,7 @@ def serve(model: str | None, host: str, port: int, attention: str, tokens: int, 
     Args:
         model: a folder, or the name of a repository on the hub; None is SmolLM2.
         attention: `"tilewise"`, or an implementation of transformers to compare with.
-        tokens: that the cache of continuous batching has room for.
+        tokens: capacity of the cache of continuous batching.
     """
     need("serve", "transformers", "fastapi", "uvicorn", "kernels", "psutil", by="tilewise serve")
     _check(model, host, port, device, dtype)
@@ -59,7 +59,7 @@ def serve(model: str | None, host: str, port: int, attention: str, tokens: int, 
             port=port,
             non_blocking=True,
         )
-    except OSError as error:  # of what loads models
+    except OSError as error:  # from loading the model
         reason = str(error).strip().split("\n")[0]
         raise InvalidArgument("model", name, "a folder, or a name on the hub that can be had", reason) from error
     print(f"model {name!r} at http://{host}:{port}/v1, attention by {attention}; Ctrl-C stops it", file=sys.stderr)
@@ -69,13 +69,13 @@ def serve(model: str | None, host: str, port: int, attention: str, tokens: int, 
         running.server.should_exit = True
         running._thread.join(2 * GRACE)
         for batcher in batchers:
-            batcher.stop(hard_stop=True)  # its requests too; waits for the step under way
+            batcher.stop(hard_stop=True)  # drops its requests, waits for the current step
         running.reset_loaded_models()
     return 0 if running.server.started else 1  # uvicorn has said why
 
 
 def _check(model: str | None, host: str, port: int, device: str, dtype: str) -> None:
-    """What would be seen only once the model is there."""
+    """Checks the arguments before the model is loaded."""
     if model is not None:
         folder = Path(model)
         is_path = folder.is_absolute() or model.startswith(".") or len(folder.parts) > 2  # the hub has OWNER/NAME
@@ -98,7 +98,7 @@ def _check(model: str | None, host: str, port: int, device: str, dtype: str) -> 
 
 
 def _limit_prompts(model: Any, tokens: int, batchers: list[Any]) -> None:
-    """Refuses prompts that the model or the cache has no room for, and shortens answers to what is left of it."""
+    """Refuses prompts that exceed the model or the cache, and limits answers to the room that is left."""
     from fastapi import HTTPException
 
     room = min(tokens, model.config.get_text_config(decoder=True).max_position_embeddings)

@@ -34,7 +34,7 @@ def show(
     every_backend: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Prints them; returns the exit status. `device` is one of torch's, or another machine by name."""
+    """Prints the plans; returns the exit status. `device` is one of torch's, or another machine by name."""
     known = find(model)
     if queries > keys:
         raise InvalidArgument("--queries", queries, f"at most {keys}, the keys: queries are the last of them")
@@ -56,7 +56,7 @@ def show(
 
 
 def plan_of(layer: Layer, rows: int, queries: int, keys: int, page_size: int, device: str, dtype: torch.dtype) -> Plan:
-    """The plan of a layer's call on a device or another machine, made on meta tensors: none is allocated."""
+    """The plan of a layer's call on a device or another machine, made with meta tensors."""
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
@@ -74,7 +74,7 @@ def plan_of(layer: Layer, rows: int, queries: int, keys: int, page_size: int, de
         v = k[..., : widths[1]] if layer.latent else v
         table, unread = empty(rows, pages, kind=torch.int32), empty(rows, kind=torch.int32)
         call = calls.paged(q, k, v, table, unread, Options(**options))
-        lengths = torch.full((rows,), keys, dtype=torch.int32, device="cpu")  # what the work is counted by
+        lengths = torch.full((rows,), keys, dtype=torch.int32, device="cpu")  # on the CPU: the plan reads them
     else:
         k, v = (empty(rows, layer.kv_heads, keys, width) for width in widths)
         v = k[..., : widths[1]] if layer.latent else v
@@ -99,7 +99,7 @@ def facts(chosen: Plan) -> dict[str, Any]:
 
 
 def picture(layer: Layer, chosen: Plan, queries: int, keys: int) -> str:
-    """The tiles of one head; of a long call some at a time, as larger ones."""
+    """A picture of the tiles of one head; in a long call tiles are merged."""
     rows, columns = min(chosen.tile[0], queries), min(chosen.tile[1], keys)
     tile = rows, columns
     while -(-queries // rows) * -(-keys // columns) > MOST_TILES:

@@ -1,7 +1,7 @@
 """`tilewise tune`: finds the fastest tiles of the Triton kernels on this GPU, for the shapes of known models.
 
-Every tile that fits is timed on every shape, interleaved, so that a card that slows down slows them all. The best are
-kept in a JSON file, which later calls read (`backends/triton/tuned.py`). After each shape the file is written anew.
+Every tile that fits is timed on every shape, interleaved, so that a GPU that slows down affects all. The best are kept
+in a JSON file, which later calls read (`backends/triton/tuned.py`); it is rewritten after each shape.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ..validation.calls import Call
 from .models import MODELS
 from .workloads import WORKLOADS, Inputs, Workload, make_inputs, of_layer
 
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
-CLEARLY = 0.98  # a tile that takes more than this share of the heuristics' own time is not kept: noise is as large
+INTERRUPTED = 130  # a shell's exit status after Ctrl-C
+CLEARLY = 0.98  # of the time of the heuristics' tile: smaller gains are noise, and are not kept
 ROUNDS = 7
 PROMPT = 8192
 
-# Seconds that a call takes with each tile; None for one that does not fit.
+# The seconds of a call with each tile; None for one that does not fit.
 Timer = Callable[[Call, Sequence[Config]], list[float | None]]
 
 
 def cases(quick: bool = False) -> list[Workload]:
-    """The shapes of the demo; unless it must be quick, with prompts as long as those that take long, and then the
-    prompt and the next token of every layer of every known model.
+    """The shapes of the demo; unless `quick`, also longer prompts, and a prompt and the next token of every layer of
+    every known model.
     """
     if quick:
         return list(WORKLOADS)
@@ -53,7 +53,7 @@ def cases(quick: bool = False) -> list[Workload]:
 
 
 def tune(device: torch.device, quick: bool = False, to: Path | None = None, timer: Timer | None = None) -> int:
-    """Times all and writes the file; returns the exit status."""
+    """Times all tiles and writes the file; returns the exit status."""
     check_target("--json", to)
     file, timer = to or tuned.path(), timer or time_on_gpu
     table = tuned.read(file)
@@ -62,7 +62,7 @@ def tune(device: torch.device, quick: bool = False, to: Path | None = None, time
         for case in todo:
             call = _checked(make_inputs(case, device, torch.bfloat16))
             key = tuned.key_of(call.problem, target_of(device))
-            if key in seen:  # of a shape before it, as of Qwen3 after Llama
+            if key in seen:  # the same shape as an earlier one, as Qwen3's and Llama's
                 done += 1
                 continue
             seen.add(key)
@@ -83,7 +83,7 @@ def tune(device: torch.device, quick: bool = False, to: Path | None = None, time
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The outcome for one shape: its best tile, or None where the heuristics' own is as good."""
+    """The result for one shape: its best tile, or None if the heuristics' tile is as good."""
 
     tile: Config | None
     seconds: float
@@ -103,7 +103,7 @@ def name_of(c: Config) -> str:
 
 
 def search(call: Call, timer: Timer) -> Found:
-    """The best of all tiles for a call. Of equal ones the first, and the heuristics' own is the first of all."""
+    """The best tile for a call; among equals the first. The heuristics' own is the first of all."""
     device = call.problem.device
     tiles = tuned.candidates(call.problem, target_of(device))
     launches = [config.config_of(call.problem, target_of(device), c) for c in tiles]
@@ -123,7 +123,7 @@ def _checked(x: Inputs) -> Call:
 
 
 def time_on_gpu(call: Call, launches: Sequence[Config]) -> list[float | None]:
-    """The median over rounds in which all are interleaved, by CUDA events."""
+    """The median times over interleaved rounds, by CUDA events."""
     from ..backends.triton.launch import Launcher
 
     runs: list[Launcher | None] = []

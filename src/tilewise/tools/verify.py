@@ -1,8 +1,8 @@
-"""The command `tilewise verify`: is what runs here right? The conformance suite on any device and backend.
+"""`tilewise verify`: runs the conformance suite on any device and backend.
 
-Cases and properties are those that every backend is tested with, of gradients too where the backend has them. On a GPU
-there are more: tensors of over 2**31 elements, a thousand repeats, CUDA graphs, workspaces full of NaN. Work is spread
-over processes, for on a GPU most of the time goes into compiling kernels.
+It has the cases and properties that every backend is tested with, of gradients too if the backend has them. On a GPU
+also tensors of over 2**31 elements, a thousand repeats, CUDA graphs and workspaces full of NaN. It runs in several
+processes, since on a GPU most of the time is spent compiling kernels.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from . import apple, verify_gradients
 
 Check = Callable[[str | None, str], None]
 GPU_CHECKS: dict[str, Check] = {}
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
-QUICK = 4  # every so manieth case
+INTERRUPTED = 130  # a shell's exit status after Ctrl-C
+QUICK = 4  # a quick run takes every 4th case
 
 
 @dataclass
@@ -62,10 +62,10 @@ def verify(
 
     Ctrl-C ends the checks, not the report: the status is then 130.
 
-    `mac`: with the report of an Apple GPU; by default where tensors are on one.
+    `mac`: with the report of an Apple GPU; by default if the device is one.
     """
     check_target("--json", to)
-    if backend is not None:  # one that this machine has no device for is refused, not reported as 1,000 such checks
+    if backend is not None:  # refused here, not as 1,000 failed checks
         call = make(Case(B=1, H=1, Lq=8, D=64, dtype="f16"), device).checked()
         planner.choose(call.problem, backend, 1)
     mac = device == "mps" if mac is None else mac
@@ -126,7 +126,7 @@ def _names(device: str, quick: bool, with_mlx: bool = False) -> Iterator[str]:
 
 
 def _gradient_names(device: str, backend: str | None, quick: bool) -> Iterator[str]:
-    """Where float64 is, and if the backend has a backward pass."""
+    """The gradient checks, if the device has float64 and the backend a backward pass."""
     if device == "mps" or (backend is not None and not hasattr(planner.load(backend), "supports_backward")):
         return
     if device == "cuda" and not quick:
@@ -223,7 +223,7 @@ def thousand_repeats(backend: str | None, device: str) -> None:
 
 @_gpu
 def graphs_replay(backend: str | None, device: str) -> None:
-    """A captured call gives the bits of an eager one, also when inputs and lengths have changed."""
+    """A captured call gives the bits of an eager one, also after inputs and lengths have changed."""
     for case in SOME:
         inputs = make(case, device)
         changes = {}
@@ -256,13 +256,13 @@ def new_threads(backend: str | None, device: str) -> None:
 
 @_gpu
 def poisoned_memory(backend: str | None, device: str) -> None:
-    """Fresh memory full of NaN, for outputs and workspaces alike, does not show."""
+    """NaN in new memory, of outputs and workspaces, has no effect."""
     for case in SOME:
         inputs = make(case, device)
         results = []
         for fill in (0.0, float("nan")):
             torch.cuda.empty_cache()
-            # Freed blocks of every size come back as the call's memory.
+            # Freed blocks of every size are reused for the call.
             blocks = [torch.full((1 << n,), fill, device=device) for n in range(7, 23) for _ in range(4)]
             del blocks
             result = inputs.call(backend, return_lse=True)

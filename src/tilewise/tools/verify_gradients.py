@@ -1,4 +1,4 @@
-"""What `tilewise verify` checks of gradients on a GPU beside the suite: repeats, graphs, memory full of NaN."""
+"""Checks of gradients on a GPU that `tilewise verify` adds to the suite: repeats, graphs, memory full of NaN."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..testing.gradient_properties import SOME, kept, same
 from ..testing.gradients import make_gradients
 
 Check = Callable[[str | None, str], None]
-LARGE = (  # odd sizes, GQA, windows, sinks: every kernel of a backward pass has tiles that others wait for
+LARGE = (  # odd sizes, GQA, windows, sinks: tiles wait for others in every kernel of the backward pass
     Case(B=2, H=8, Hkv=2, Lq=500, Lk=700, D=128, dtype="bf16", causal=True),
     Case(B=2, H=8, Lq=700, Lk=500, D=64, dtype="bf16", window=(300, 10), sinks=True),
     Case(B=1, H=4, Hkv=2, Lq=300, Lk=400, D=256, dtype="f16", causal=True),
@@ -21,7 +21,7 @@ LARGE = (  # odd sizes, GQA, windows, sinks: every kernel of a backward pass has
 
 
 def thousand_gradients(backend: str | None, device: str) -> None:
-    """A thousand repeats of a backward pass give the same bits, with other work between."""
+    """A thousand repeats of a backward pass give the same bits, with other work in between."""
     for case in LARGE:
         made = make_gradients(case, device)
         first = kept(made, backend)
@@ -36,7 +36,7 @@ def thousand_gradients(backend: str | None, device: str) -> None:
 
 
 def gradients_in_graphs(backend: str | None, device: str) -> None:
-    """A captured backward pass gives the bits of an eager one, also when the incoming gradient has changed."""
+    """A captured backward pass gives the bits of an eager one, also after the incoming gradient has changed."""
     for case in (*LARGE, *SOME):
         made = make_gradients(case, device)
         kept(made, backend)
@@ -52,13 +52,13 @@ def gradients_in_graphs(backend: str | None, device: str) -> None:
 
 
 def gradients_in_poisoned_memory(backend: str | None, device: str) -> None:
-    """Workspaces full of NaN do not show."""
+    """NaN in new workspaces has no effect."""
     for case in (*LARGE, *SOME):
         made = make_gradients(case, device)
         results = []
         for fill in (0.0, float("nan")):
             torch.cuda.empty_cache()
-            # Freed blocks of every size come back as the call's memory.
+            # Freed blocks of every size are reused for the call.
             blocks = [torch.full((1 << n,), fill, device=device) for n in range(7, 23) for _ in range(4)]
             del blocks
             results.append(kept(made, backend))

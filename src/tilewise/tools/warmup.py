@@ -1,4 +1,4 @@
-"""`tilewise warmup`: compiles what first calls would have to wait for."""
+"""`tilewise warmup`: compiles kernels ahead of the first calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cases(model: Model, length: int) -> list[Workload]:
     found = []
     for layer in model.layers:
         found.append(of_layer(layer, f"{layer.name} prompt", length, length))
-        if layer.causal:  # encoders have no next token
+        if layer.causal:  # encoders do not decode
             found.append(of_layer(layer, f"{layer.name} token", 1, length))
             name = f"{layer.name} token from pages"
             found.append(of_layer(layer, name, 1, length, lengths=(length,), page_size=PAGE))
@@ -55,9 +55,7 @@ def cases(model: Model, length: int) -> list[Workload]:
 
 
 def warm_model(name: str, device: str, dtype: str | None, length: int, train: bool) -> int:
-    """Runs each call that a model's layers make once, which compiles its kernels where they are kept; returns the exit
-    status.
-    """
+    """Runs each call of a model's layers once, so that its kernels are in the disk cache; returns the exit status."""
     model = find(name)
     kind = FLOATS[dtype or ("bf16" if device == "cuda" else "f32")]
     todo, start = cases(model, length), time.perf_counter()

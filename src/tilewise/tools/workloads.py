@@ -1,6 +1,6 @@
-"""Attention in the shapes of known models, by name, and inputs for it.
+"""Calls in the shapes of known models, by name, and inputs for them.
 
-A new case of the demo and the tuner is one more entry in `WORKLOADS`; its heads come from `models.py`.
+A new case of the demo and the tuner is an entry of `WORKLOADS`; its heads come from `models.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .. import Plan, alibi_slopes, attention, paged_attention, plan, varlen_atte
 from .models import MODELS, Layer
 from .patterns import PATTERNS, additive
 
-# Flat inputs would let a kernel pass that returns the mean of v.
+# Peaked logits: with flat ones a kernel that returns the mean of v would pass.
 LOGIT_STD = 3.0
-# Random numbers that are made; larger tensors hold them over and over. Prime, so that no two rows are the same.
+# Random numbers that are drawn; larger tensors repeat them. Prime, so that no two rows are equal.
 FEW = 4_000_037
 
 
@@ -32,28 +32,28 @@ class Workload:
     head_dim: int
     q_len: int
     kv_len: int
-    lengths: tuple[int, ...] = ()  # the keys in use of each batch row; none: rows that use all
+    lengths: tuple[int, ...] = ()  # keys in use of each batch row; empty: all
     causal: bool = False
     window: int | tuple[int, int] | None = None
     softcap: float | None = None
     page_size: int = 0  # 0: not paged
     value_dim: int = 0  # 0: as head_dim
-    latent: bool = False  # V is the first columns of K, in the same memory
+    latent: bool = False  # V is a view of the first columns of K
     chunk: int | None = None
     scale: float | None = None
     sinks: bool = False
     alibi: bool = False
     mask: str = ""  # one of `patterns.PATTERNS`
-    added: bool = False  # the mask is one of floats
-    packed: bool = False  # sequences of `lengths`, end to end: queries and keys
-    rows: int = 1  # batch rows, where `lengths` does not say
+    added: bool = False  # the mask is additive
+    packed: bool = False  # packed queries and keys, of `lengths`
+    rows: int = 1  # batch rows, if `lengths` is empty
 
     @property
     def batch(self) -> int:
         return len(self.lengths) or self.rows
 
     def shape(self) -> str:
-        """The sizes in a line."""
+        """The sizes in one line."""
         words = [f"batch {self.batch}", f"heads {self.heads}/{self.kv_heads}", f"head dim {self.head_dim}"]
         if self.value_dim not in (0, self.head_dim):
             words[-1] += f"/{self.value_dim}"
@@ -128,7 +128,7 @@ class Inputs:
     lengths: torch.Tensor | None = None  # int32 [B]
     block_table: torch.Tensor | None = None  # int32 [B, max_pages]
     cu_seqlens: torch.Tensor | None = None  # int32 [B + 1]: packed sequences
-    longest: int = 0  # of them
+    longest: int = 0  # packed sequence
 
     def attend(self, backend: str | None = None) -> torch.Tensor:
         """Attention of these inputs: `[B, H, Lq, Dv]`, or packed `[T, H, Dv]`."""
@@ -151,7 +151,7 @@ class Inputs:
         return plan(q, k, v, kv_lengths=lengths, **self.options)
 
     def on_host(self) -> Inputs:
-        """The same in the CPU's memory."""
+        """The same inputs on the CPU."""
 
         def moved(x: Any) -> Any:
             return x.cpu() if isinstance(x, torch.Tensor) else x
@@ -160,12 +160,12 @@ class Inputs:
         return Inputs(**held, options={name: moved(x) for name, x in self.options.items()})
 
     def sequence(self, first: int, last: int) -> Inputs:
-        """The packed rows from `first` to `last`, which are one sequence, as a dense call."""
+        """One packed sequence, rows `first` to `last`, as a dense call."""
         q, k, v = (x[first:last].transpose(0, 1)[None] for x in (self.q, self.k, self.v))
         return Inputs(q, k, v, self.options)
 
     def part(self, heads: slice, rows: slice) -> Inputs:
-        """The query rows `rows` of `heads`, which share a KV head, over the same keys: a part of the same output."""
+        """The call of query rows `rows` of `heads`, which share a KV head: a part of the same output."""
         kv_head = heads.start // (self.q.shape[1] // self.kv_heads)
         one = slice(kv_head, kv_head + 1)
         k, v = (x[:, one] if self.block_table is None else x[:, :, one] for x in (self.k, self.v))
@@ -225,7 +225,7 @@ def normal(
     numbers: torch.Generator | int = 0,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Normal numbers, four million of them over and over: making new ones would take longer than to measure them."""
+    """Normal numbers, four million of them repeated: drawing more would take longer than measuring."""
     if isinstance(numbers, int):
         numbers = torch.Generator().manual_seed(numbers)
     count = torch.Size(shape).numel()
@@ -238,7 +238,7 @@ def normal(
 
 
 def _options(case: Workload, device: torch.device, dtype: torch.dtype, numbers: torch.Generator) -> dict[str, Any]:
-    """What the call asks for, as a user would write it."""
+    """The options of the call, as a user would write them."""
     options: dict[str, Any] = {"causal": case.causal} if case.causal else {}
     for name in ("window", "chunk", "softcap", "scale"):
         if getattr(case, name) is not None:
@@ -254,14 +254,14 @@ def _options(case: Workload, device: torch.device, dtype: torch.dtype, numbers: 
 
 
 def _shuffled_pages(case: Workload, numbers: torch.Generator) -> torch.Tensor:
-    """A block table whose sequences lie in random pages; -1 past a sequence's last one: it is never read."""
+    """A block table of random pages; -1 past a sequence's last one, which is never read."""
     counts = [-(-n // case.page_size) for n in case.lengths]
     order = torch.randperm(sum(counts), generator=numbers, dtype=torch.int32, device="cpu").split(counts)
     return torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True, padding_value=-1)
 
 
 def _poison_slack(case: Workload, table: torch.Tensor, *pages: torch.Tensor) -> None:
-    """NaN in every slot past a sequence's length, so that a kernel that reads one shows it."""
+    """Writes NaN to every slot past a sequence's length, so that reading one shows."""
     for row, length in zip(table.tolist(), case.lengths, strict=True):
         used = length % case.page_size
         if used:

@@ -1,1 +1,1 @@
-"""`tilewise bench`: how fast this machine is, beside what else it could run and what its hardware allows."""
+"""`tilewise bench`: speed on this machine, compared with other libraries and the limits of the hardware."""

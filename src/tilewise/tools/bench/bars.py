@@ -1,4 +1,4 @@
-"""Bars: what the rows of the suite `cpu` have to reach, and what their cases have reached."""
+"""Bars: the required results of the rows of the suite `cpu`, and the measured ones."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Row:
     is_share: bool = False  # shown in percent
 
     def words(self, ratio: float) -> str:
-        """How many times as fast as the row's peer, or which share of the speed of reading."""
+        """A ratio in words: times as fast as the row's peer, or a share of the read speed."""
         return f"{ratio_text(ratio, self.is_share)} {'of the' if self.is_share else 'as fast as'} {self.against}"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A row and what was measured for it."""
+    """A row and its measured ratios."""
 
     row: Row
     cells: list[Cell] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def outcomes(rows: Iterable[Row], cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Each row with what its cases come to, as plain data."""
+    """Each row with the result of its cases, as plain data."""
     found = [Outcome(row, [cell for cell in cells if cell.group == row.name and cell.ways]) for row in rows]
     return [
         {**asdict(o.row), "value": o.value, "worst": o.worst and o.worst.beside, "verdict": o.verdict} for o in found
@@ -58,7 +58,7 @@ def outcomes(rows: Iterable[Row], cells: Sequence[Cell]) -> list[dict[str, Any]]
 
 
 def row_table(record: Record) -> list[str]:
-    """Every row: its bar, what was measured, and whether that reaches it."""
+    """A table of all rows: bar, measured result, whether it was reached."""
     lines = [["work", "against", "at least", "measured", "", "slowest case"]]
     for row in record.rows:
         worst = Outcome(Row("", "", 0.0), [cell for cell in record.groups.get(row["name"], []) if cell.ways]).worst

@@ -1,4 +1,4 @@
-"""Which charts a record has."""
+"""The charts of a record."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .scaling import growths
 from .svg import Bar, Chart, bars, lines
 from .tables import rate_text, rate_unit, rate_value
 
-LEAST_POINTS = 3  # a line has this many; fewer are bars
-MOST_OVER = 3.0  # times its bar: longer bars are cut
+LEAST_POINTS = 3  # of a line; fewer are drawn as bars
+MOST_OVER = 3.0  # times the required result: longer bars are cut off
 
 
 def charts(record: Record) -> dict[str, Chart]:
@@ -40,7 +40,7 @@ def title_of(group: str, cells: list[Cell]) -> str:
 
 
 def chart(cells: list[Cell]) -> Chart:
-    """Lines over x where there are enough points, else bars."""
+    """Lines over x if there are enough points, else bars."""
     unit = rate_unit(cells)
     xs = sorted({cell.x for cell in cells if cell.x is not None})
     one = len({cell.group for cell in cells}) == 1

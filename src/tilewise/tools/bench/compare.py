@@ -1,4 +1,4 @@
-"""`tilewise compare`: what got faster or slower from one record to another, beyond noise."""
+"""`tilewise compare`: what became faster or slower between two records, beyond noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST = 0.03  # changes smaller than this are not reported, however quiet the ma
 class Change:
     """One way of one case in both records."""
 
-    cell: Cell  # of the newer
+    cell: Cell  # of the newer record
     way: Taken
     before: Taken
 
@@ -28,7 +28,7 @@ class Change:
 
     @property
     def noise(self) -> float:
-        """The change, as a share, that the spread of both runs explains."""
+        """The relative change that the spread of both runs explains."""
         return max(LEAST, self.way.timing.spread, self.before.timing.spread)
 
     @property
@@ -39,7 +39,7 @@ class Change:
 
 
 def changes(old: Record, new: Record) -> list[Change]:
-    """Every way that both records have, in the newer one's order."""
+    """Every way that is in both records, in the order of the newer one."""
     before = {(cell.group, cell.name, way.name): way for cell in old.cells for way in cell.ways}
     found = []
     for cell in new.cells:
@@ -52,7 +52,7 @@ def changes(old: Record, new: Record) -> list[Change]:
 def compare(old_file: Path, new_file: Path, every: bool = False) -> int:
     """Prints the changes of ours beyond noise (or all), and returns the exit status: 1 if something got slower.
 
-    Peers show how much the machine itself changed: where they did, ours is judged by its ratio to them.
+    Peers show how much the machine itself has changed; if they changed, ours is judged by its ratio to them.
     """
     old, new = Record.read(old_file), Record.read(new_file)
     all_changes = changes(old, new)
@@ -82,7 +82,7 @@ def compare(old_file: Path, new_file: Path, every: bool = False) -> int:
 
 
 def _without(drift: float | None, change: Change) -> Change:
-    """The change with the machine's own taken out of it."""
+    """The change relative to that of the machine."""
     if drift is None:
         return change
     old = change.before.timing

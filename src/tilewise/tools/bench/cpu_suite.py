@@ -1,4 +1,4 @@
-"""The suite `cpu`: its cases, each ours beside one peer, and the bars they are held to."""
+"""The suite `cpu`: its cases, each compared with one peer, and the bars that they have to reach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .record import Cell, Record, Taken
 
 CPU = torch.device("cpu")
 DTYPES = {name: FLOATS[name] for name in ("f32", "bf16", "f16")}
-LEAST_CACHE = 300 * 10**6  # bytes that no last-level cache of today's small machines holds
+LEAST_CACHE = 300 * 10**6  # bytes; larger than the last-level cache of a small machine
 READ, SDPA, F16, CONTIGUOUS = "read speed", "SDPA", "our f16", "our contiguous"
 
 ROWS = (
@@ -57,23 +57,23 @@ class Prepared:
 
     ours: Callable[[], torch.Tensor]
     peer: Callable[[], object]
-    error: Callable[[torch.Tensor], float]  # the largest, against float64
-    allowed: float  # of that error
+    error: Callable[[torch.Tensor], float]  # the largest error against float64
+    allowed: float  # bound of that error
     flops: int
-    moved: int  # bytes that ours reads and writes at least
+    moved: int  # bytes that ours has to read and write
     workspace: int  # bytes
-    peer_read: int = 0  # bytes that the peer reads: then it is speeds of reading that are compared, not times
+    peer_read: int = 0  # bytes that the peer reads; if set, read speeds are compared, not times
     peer_same: bool = True  # the peer computes the same output
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement; tensors are made by `prepare`, when its turn comes."""
+    """One measurement; `prepare` makes its tensors when it is run."""
 
     row: str
     name: str
     prepare: Callable[[], Prepared]
-    needs_half_sdpa: bool = False  # which ends the process on some machines
+    needs_half_sdpa: bool = False  # SDPA in 16 bits, which crashes on some machines
 
     @property
     def metric(self) -> str:
@@ -85,9 +85,9 @@ class Sizes:
     """How large the cases are here."""
 
     shrink: int = 1  # lengths are divided by this: for tests
-    cache: int = LEAST_CACHE  # bytes of K and V in the decode cases that must not fit a cache
-    quantised: int = LEAST_CACHE  # the same for an f16 cache whose int4 form must not fit either
-    read: int = 1024**3  # bytes read to measure the speed of reading
+    cache: int = LEAST_CACHE  # bytes of K and V in decode cases that must not fit in a CPU cache
+    quantised: int = LEAST_CACHE  # the same in f16, if the int4 form must not fit either
+    read: int = 1024**3  # bytes read to measure the read speed
     matrix: int = 2048
 
     def length(self, full: int) -> int:
@@ -95,7 +95,7 @@ class Sizes:
 
 
 def sizes_here() -> tuple[Sizes, list[str]]:
-    """Sizes for this machine's caches and memory, and what has to be said about them."""
+    """Sizes for this machine's caches and memory, and notes about them."""
     last, memory = machine.last_cache(), machine.memory_available()
     want = Sizes(cache=max(LEAST_CACHE, 2 * last), quantised=4 * max(LEAST_CACHE, last + last // 4))
     most = memory // 6
@@ -121,7 +121,7 @@ def measure(case: Case, budget: float) -> Cell:
     other = made.peer()
     peer_error = made.error(other) if made.peer_same and isinstance(other, torch.Tensor) else None
     ours, peer = interleaved([made.ours, made.peer], budget)
-    if made.peer_read:  # the time in which it would read what ours reads
+    if made.peer_read:  # the time in which the peer would read what ours reads
         factor = made.moved / made.peer_read
         peer = replace(peer, seconds=peer.seconds * factor, median=peer.median * factor)
     ways = Taken(OURS, ours, error), Taken(row_of(case.row).against, peer, peer_error)
@@ -136,7 +136,7 @@ def row_of(name: str) -> Row:
 
 
 def workspace_line(record: Record) -> list[str]:
-    """The most memory that a call took beside its tensors."""
+    """The largest workspace of a call."""
     most = max(record.cells, key=lambda cell: cell.workspace, default=None)
     if most is None:
         return []
@@ -276,7 +276,7 @@ def _work(chosen: Plan) -> dict[str, Any]:
 
 
 def _quantised(x: torch.Tensor, kind: QuantDtype) -> Quantised:
-    """The first 2048 keys of `x`, over and over: quantising all of a long cache would take longer than measuring it."""
+    """The first 2048 keys of `x`, quantised and repeated: quantising all of them would take longer than measuring."""
     few = Quantised.from_float(x[:, :, :2048], kind)
     assert few.scales is not None
     times = -(-x.shape[2] // few.shape[2])

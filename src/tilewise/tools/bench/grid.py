@@ -1,4 +1,4 @@
-"""Runs tasks: every way of a case interleaved, each checked by the oracle."""
+"""Runs tasks: times all ways to compute a case, interleaved, and checks each against the oracle."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .record import Cell, Taken
 from .suites import Task
 
 SLOW = 1.5  # seconds: a peer that takes longer is timed by one call
-PAST_L2 = 256 * 2**20  # bytes of K and V that no GPU's cache holds
+PAST_L2 = 256 * 2**20  # bytes of K and V; larger than any GPU's L2 cache
 MOST_SETS = 8
 MAP_TILE = (128, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where and how long cases are timed, and beside whom."""
+    """Where and how long cases are timed, and which peers."""
 
     device: torch.device
     dtype: torch.dtype
@@ -57,7 +57,7 @@ def measure(task: Task, bench: Bench) -> Cell:
     refused: dict[str, str] = {}
     kept: list[int] = []
     outputs = []
-    slow: dict[int, float] = {}  # ways that are not called again
+    slow: dict[int, float] = {}  # ways that are timed by one call
     for number, way in enumerate(ways[0]):
         start = time.perf_counter()
         out, reason = tried(way)
@@ -96,7 +96,7 @@ def measure(task: Task, bench: Bench) -> Cell:
         plan=plan.summary(),
         cells=plan.cost.cells,
         tiles=plan.cost.tiles.mixed + plan.cost.tiles.full,
-        memory=None if memory is None else max(memory, int(plan.workspace_bytes)),  # what is kept is not taken anew
+        memory=None if memory is None else max(memory, int(plan.workspace_bytes)),  # which may be cached
     )
 
 
@@ -105,7 +105,7 @@ def group_of(task: Task) -> str:
 
 
 def _ways(task: Task, x: Inputs, peers: Sequence[str]) -> list[Way]:
-    """Ours, our other forms, then the peers'."""
+    """Our way, our other forms, then the peers'."""
     found = [Way(OURS, x.attend)]
     if x.block_table is not None:
         found.append(Way(f"{OURS}, contiguous", _contiguous(x).attend))
@@ -122,7 +122,7 @@ def _called(way: Way) -> Callable[[], torch.Tensor]:
 
 
 def _contiguous(x: Inputs) -> Inputs:
-    """The same cache in rows."""
+    """The same paged cache as contiguous rows."""
     assert x.block_table is not None
     table = x.block_table.clamp_min(0).long()
     k, v = (pages[table].flatten(1, 2).transpose(1, 2).contiguous() for pages in (x.k, x.v))
@@ -134,7 +134,7 @@ def _mapped(x: Inputs) -> Inputs:
 
 
 def _sets(task: Task, device: torch.device) -> int:
-    """Sets of inputs, for a GPU whose cache would hold one."""
+    """Several sets of inputs, for a GPU whose L2 would hold one."""
     if device.type != "cuda" or task.metric != "bytes":
         return 1
     case = task.case

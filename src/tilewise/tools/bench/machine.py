@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and what that machine can do at most."""
+"""The machine that a benchmark ran on, and its limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .measure import interleaved
 from .report import printable
 
 KEPT_VARIABLES = ("ONEDNN_", "DNNL_", "OMP_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "TILEWISE_")
-# On some virtual machines oneDNN's AMX products, torch's in bfloat16 and float16, end the process.
+# On some virtual machines oneDNN's AMX products, which torch uses in bfloat16 and float16, crash the process.
 SAFE_ISA = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 PROBE = """
 import torch
@@ -57,7 +57,7 @@ def describe(command: str, device: torch.device | None = None) -> dict[str, Any]
 
 
 def gpu(device: torch.device) -> dict[str, Any]:
-    """A GPU, its memory and what drives it."""
+    """A GPU, its memory and driver."""
     found = torch.cuda.get_device_properties(device)
     return {
         "gpu": found.name,
@@ -84,12 +84,12 @@ def ceilings(read_bytes: int, matrix: int, budget: float) -> dict[str, float]:
 
 @lru_cache(maxsize=1)
 def read_buffer(size: int) -> torch.Tensor:
-    """What the speed of reading is measured on; kept, for setting it up takes longer than reading it."""
+    """The buffer for measuring the read speed; cached, since making it takes longer than reading it."""
     return torch.ones(size // 4)
 
 
 def sdpa_survives(environment: dict[str, str] | None = None) -> bool:
-    """Whether torch's SDPA in bfloat16 and float16 works on this machine; tried in a process that may die of it."""
+    """Whether torch's SDPA in bfloat16 and float16 works on this machine; tried in a process that may crash."""
     env = {**os.environ, **(environment or {})}
     return subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True).returncode == 0
 
@@ -102,7 +102,7 @@ def cpu_name() -> str:
 
 
 def vector_width() -> int | None:
-    """Floats in a vector register, as the CPU kernels see it; None without numba."""
+    """Floats in a vector register, as the CPU kernels use it; None without numba."""
     try:
         from ...backends.cpu.codegen import vector
     except ImportError:
@@ -121,7 +121,7 @@ def last_cache() -> int:
 
 
 def memory_available() -> int:
-    """Bytes that can be had without swapping; 4 GiB if the system does not say."""
+    """Bytes available without swapping; 4 GiB if the system does not say."""
     for line in read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -129,8 +129,8 @@ def memory_available() -> int:
 
 
 def taken_by(call: Callable[[], torch.Tensor], device: torch.device) -> int | None:
-    """Bytes that a call takes at its peak, beside its inputs and its output; None where the system does not say."""
-    out = call()  # compiles, and sets up what is kept
+    """Peak memory of a call in bytes, without its inputs and output; None if the system does not say."""
+    out = call()  # compiles, and allocates cached workspaces
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -139,7 +139,7 @@ def taken_by(call: Callable[[], torch.Tensor], device: torch.device) -> int | No
         torch.cuda.synchronize(device)
         return max(0, torch.cuda.max_memory_allocated(device) - before - out.nbytes)
     try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
         before = _status("VmRSS")
         call()
         return max(0, _status("VmHWM") - before - out.nbytes)
@@ -148,13 +148,13 @@ def taken_by(call: Callable[[], torch.Tensor], device: torch.device) -> int | No
 
 
 def _status(name: str) -> int:
-    """Bytes, from what the kernel says of this process."""
+    """A size in bytes from /proc/self/status."""
     lines = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
     return int(lines[name].split()[0]) * 1024
 
 
 def load() -> float:
-    """Processes that want to run, on average over the last minute; 0 if the system does not say."""
+    """The load average of the last minute; 0 if the system does not say."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -162,13 +162,13 @@ def load() -> float:
 
 
 def load_notes() -> list[str]:
-    """What a record has to say of other work."""
+    """Notes for a record if the machine is busy."""
     now = load()
     return [f"the machine was not quiet: load {now:.1f} at the start"] if now > 0.3 else []
 
 
 def version_of(name: str) -> str | None:
-    """Of an installed package; None without it."""
+    """The version of an installed package; None without it."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -176,7 +176,7 @@ def version_of(name: str) -> str | None:
 
 
 def read(path: str | Path) -> str:
-    """A file's text; nothing if there is none."""
+    """A file's text; empty if there is none."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError:

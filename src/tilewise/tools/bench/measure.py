@@ -1,4 +1,4 @@
-"""Times several calls in one loop, interleaved, so that a change in the machine's speed meets them all."""
+"""Times several calls interleaved in one loop, so that a change in the machine's speed affects all of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Clock = Callable[[], float]
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 300
 MOST_BLOCKS = 5
-# Seconds. Shorter calls are repeated within a turn: a single one is measured by the luck of the moment. The mean of a
-# turn was up to 8% above the median of a loop by hand, which leaves out what disturbs it (benchmarks/cpu/by_hand.py).
+# Seconds. Shorter calls are repeated within a turn, since a single one is noisy. The median of the turn is taken: the
+# mean was up to 8% above that of a plain loop (benchmarks/cpu/by_hand.py).
 LEAST_TURN = 2e-2
-# Seconds of calls at the start of such a turn that do not count. After another's turn the first two of 2.9 ms took 3.4:
-# threads sleep, data is gone. (A pause before each turn slowed all calls of it by 3 to 4%: an idle core is slower.)
+# Seconds of warm-up calls at the start of such a turn. After another's turn threads sleep and caches are cold: the
+# first two calls of 2.9 ms took 3.4. (A pause before each turn slowed its calls by 3 to 4%: an idle core is slower.)
 WARM = 6e-3
 
 
@@ -61,7 +61,7 @@ def interleaved(
 
 
 def waiting(call: Call, device: torch.device) -> Call:
-    """The call, and on an accelerator without events the wait for its end."""
+    """The call; on an accelerator without events, with a synchronisation after it."""
     if device.type == "cpu":
         return call
 
@@ -73,7 +73,7 @@ def waiting(call: Call, device: torch.device) -> Call:
 
 
 def least_times(calls: Mapping[str, Call], seconds: float) -> dict[str, float]:
-    """The least time of each call, interleaved for so many seconds: what a busy machine leaves of a ratio."""
+    """The minimum time of each call, interleaved for so many seconds: robust on a busy machine."""
     least, end = dict.fromkeys(calls, math.inf), time.perf_counter() + seconds
     while math.inf in least.values() or time.perf_counter() < end:
         for name, call in calls.items():
@@ -84,7 +84,7 @@ def least_times(calls: Mapping[str, Call], seconds: float) -> dict[str, float]:
 
 
 def summary(times: Sequence[float], repeats: int = 1) -> Timing:
-    """The times of one call's rounds, in order, as one `Timing`."""
+    """The `Timing` of one call's rounds, in order."""
     median = statistics.median(times)
     low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [median] * 3
     best = min(statistics.median(block) for block in blocks(times))
@@ -92,7 +92,7 @@ def summary(times: Sequence[float], repeats: int = 1) -> Timing:
 
 
 def blocks(times: Sequence[float]) -> list[Sequence[float]]:
-    """`times` in up to five runs of neighbours, none of fewer than three unless there are fewer."""
+    """`times` cut into up to five blocks of at least three, if there are that many."""
     count = max(1, min(MOST_BLOCKS, len(times) // LEAST_ROUNDS))
     edges = [round(i * len(times) / count) for i in range(count + 1)]
     return [times[a:b] for a, b in pairwise(edges)]
@@ -103,7 +103,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def _warm_up(call: Call, clock: Clock) -> int:
-    """Calls twice (the first may compile) and says how many calls make a turn."""
+    """Calls twice (the first may compile); returns how many calls make a turn."""
     call()
     start = clock()
     call()
@@ -112,7 +112,7 @@ def _warm_up(call: Call, clock: Clock) -> int:
 
 
 def _turn(call: Call, count: int, clock: Clock) -> float:
-    """The median of `count` calls, as a loop over this one call would see it."""
+    """The median of `count` calls, after warm-up calls."""
     end = clock() + WARM
     while count > 1 and clock() < end:
         call()
@@ -126,7 +126,7 @@ def _turn(call: Call, count: int, clock: Clock) -> float:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's garbage collector would add its own time to a call that did nothing for it."""
+    """Turns the garbage collector off, which would add its time to some call."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
 """Times several calls on a GPU, interleaved, by events on its own clock.
 
-Short calls are captured in a CUDA graph, so that it is kernels that are timed and not Python; the host's share of a
-call is another number. Each call may come with several sets of inputs, which it goes through in turn: a cache that is
-to be read from memory must not lie in the GPU's own from the turn before.
+Short calls are captured in a CUDA graph, so that kernels are timed and not Python; host overhead is measured
+separately. A call may have several sets of inputs, used in turn, so that a KV cache is read from memory and not from
+L2.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 from .measure import LEAST_ROUNDS, MOST_ROUNDS, Call, Timing, interleaved, summary, waiting
 
-GRAPH_UNDER = 0.5e-3  # seconds: longer calls hide what the host does
+GRAPH_UNDER = 0.5e-3  # seconds: longer calls hide the host's work
 LEAST_TURN = 1e-3  # seconds of work between two events
-BACKLOG = 400_000  # cycles, about 0.2 ms: the GPU waits until the host has sent a turn, or it would be the host's time
+BACKLOG = 400_000  # cycles, about 0.2 ms: the GPU waits until the host has queued a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Turn:
 
 
 def interleaved_on_gpu(ways: Sequence[Sequence[Call]], budget: float) -> list[tuple[Timing, bool]]:
-    """Times each way, a call for each set of inputs, for about `budget` seconds, and says whether it was in a graph."""
+    """Times each way (a call for each set of inputs) for about `budget` seconds; also whether it was a graph."""
     turns = [prepare(calls) for calls in ways]
     times: list[list[float]] = [[] for _ in turns]
     start, rounds = time.perf_counter(), 0
@@ -45,7 +45,7 @@ def interleaved_on_gpu(ways: Sequence[Sequence[Call]], budget: float) -> list[tu
 
 
 def prepare(calls: Sequence[Call]) -> Turn:
-    """A turn of whole passes over `calls`, long enough for the clock."""
+    """A turn of whole passes over `calls`, of at least `LEAST_TURN` seconds."""
     for call in calls:  # compiles
         call()
     once = seconds(lambda: [call() for call in calls])
@@ -78,7 +78,7 @@ def captured(run: Call) -> Call:
     """The same work as a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what a library sets up on its first call must not be captured
+    with torch.cuda.stream(stream):  # a library's set-up on its first call must not be captured
         run()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""How far outputs are from the float64 oracle, on parts that are small enough for it."""
+"""Errors of outputs against the float64 oracle, on parts that are small enough for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..workloads import Inputs
 
 ORACLE_ROWS = 64
-ORACLE_HEADS = 8  # of a group, in a call: the oracle has keys and values of each head in float64
+ORACLE_HEADS = 8  # heads of a group in one call: the oracle expands keys and values to float64 for each
 # Largest error that rounding explains: outputs reach about 4, where one step is 5e-7, 3e-2 and 4e-3.
 MOST_ERROR = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 6e-3}
 
@@ -32,7 +32,7 @@ def oracle_errors(x: Inputs, outputs: Sequence[torch.Tensor]) -> list[float]:
                 for output, found in zip(outputs, gaps, strict=True):
                     got = view(output)[:, heads, rows].float()
                     found.append((got - want).abs().max())
-    return [torch.stack(found).max().item() for found in gaps]  # this max, unlike Python's, keeps a NaN
+    return [torch.stack(found).max().item() for found in gaps]  # torch's max keeps NaN, Python's does not
 
 
 def row_blocks(rows: int, size: int) -> list[slice]:
@@ -42,7 +42,7 @@ def row_blocks(rows: int, size: int) -> list[slice]:
 
 
 def _dense_pieces(x: Inputs) -> Iterator[tuple[Inputs, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Dense calls that `x` is made of, each with a view of its part `[B, H, Lq, Dv]` of an output.
+    """`x` as dense calls, each with a function that views its part `[B, H, Lq, Dv]` of an output.
 
     Of packed sequences the first, the longest and the last.
     """

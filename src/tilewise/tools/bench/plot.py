@@ -14,11 +14,11 @@ from .page import device_name, suite_name
 from .record import Record
 from .svg import picture
 
-ZOOM = 2  # of a PNG, for screens with small pixels
+ZOOM = 2  # of a PNG, for high-density screens
 
 
 def check_name(path: Path) -> None:
-    """Whether a picture of that name can be drawn here; asked before anything is measured."""
+    """Refuses a picture that cannot be drawn here, before anything is measured."""
     if path.suffix not in (".svg", ".png"):
         raise InvalidArgument("--plot", str(path), "a name that ends in .svg or .png")
     if path.suffix == ".png" and importlib.util.find_spec("resvg_py") is None:
@@ -36,7 +36,7 @@ def draw(record: Record, path: Path) -> None:
 
 
 def title_of(record: Record) -> tuple[str, list[str]]:
-    """What stands above the charts: the title, the machine, and what a reader must know of the run."""
+    """The heading of the charts: the title, the machine, and notes on the run."""
     about = record.about
     facts = [device_name(about), about.get("dtype"), str(about.get("date", ""))[:10]]
     notes = [f"note: {note}" for note in about.get("notes", [])]
@@ -44,7 +44,7 @@ def title_of(record: Record) -> tuple[str, list[str]]:
 
 
 def png(svg: str) -> bytes:
-    """An SVG as a PNG, with matplotlib's fonts where it is installed: not every machine has any of its own."""
+    """An SVG as a PNG, with matplotlib's fonts if it is installed: some machines have none."""
     import resvg_py
 
     options: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Compiles what GPU cases need from several processes at once: on a GPU that is most of a benchmark's time."""
+"""Compiles the kernels of GPU cases in parallel processes: compiling is most of a benchmark's time on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEED_COMPILING = ("flex",)
 def precompile(
     tasks: Sequence[Task], device: torch.device, dtype: torch.dtype, peers: Sequence[str], jobs: int
 ) -> None:
-    """Runs every case once, in `jobs` processes, so that compiled kernels lie on disk."""
+    """Runs every case once, in `jobs` processes, so that its kernels are in the disk cache."""
     jobs = min(len(tasks), jobs)
     if jobs < 2:
         return
@@ -38,7 +38,7 @@ def default_jobs(device: torch.device) -> int:
 
 @torch.no_grad()
 def run_once(tasks: Sequence[Task], device: str, dtype: torch.dtype, peers: Sequence[str]) -> None:
-    """Each case once, by ours and the peers that compile. What fails here fails again, and is told, when it counts."""
+    """Runs each case once, by ours and the peers that compile. Failures are reported later, when it is measured."""
     warnings.simplefilter("ignore")
     for task in tasks:
         with suppress(Exception):

@@ -1,6 +1,6 @@
-"""A run of the bench as it is kept in a file: what it ran on, and every case with the ways that it was computed.
+"""The record of a benchmark run: the machine, and every case with the ways in which it was computed.
 
-The suite `cpu` has `rows` too: what its cells are held to, and what they come to (`bars.py`).
+That of the suite `cpu` has `rows` too: bars and results (`bars.py`).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One case, by every way that could do it."""
+    """One case, with every way that could compute it."""
 
-    group: str  # cases that are shown together, as of one model
+    group: str  # cases that are shown together, such as those of one model
     name: str
     metric: str  # what bounds it: "flops" or "bytes"
     ways: tuple[Taken, ...]  # ours first
-    refused: Mapping[str, str] = field(default_factory=dict)  # a way and why it has no time
-    x: float | None = None  # its place on an axis, as its length
-    allowed: float = 0.0  # of the error
+    refused: Mapping[str, str] = field(default_factory=dict)  # ways that could not compute it, and why
+    x: float | None = None  # its x value in a chart, such as its length
+    allowed: float = 0.0  # the error bound
     flops: int = 0
     bytes: int = 0
     workspace: int = 0
     plan: str = ""
     cells: int = 0  # visible (query, key) pairs
-    tiles: int = 0  # that are visited
-    memory: int | None = None  # bytes that ours takes beside its inputs and its output, as measured
+    tiles: int = 0  # visited
+    memory: int | None = None  # measured peak of ours in bytes, without inputs and output
 
     @property
     def ours(self) -> Taken | None:
@@ -57,24 +57,24 @@ class Cell:
 
     @property
     def peers(self) -> list[Taken]:
-        """The others that compute the same, the fastest first; wrong ones are no peers."""
+        """The peers with right results, fastest first."""
         others = [way for way in self.ways if not way.name.startswith(NO_PEERS) and self.is_right(way)]
         return sorted(others, key=lambda way: way.timing.seconds)
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as the fastest peer ours is."""
+        """The speed of ours relative to the fastest peer."""
         if self.ours is None or not self.peers:
             return None
         return self.peers[0].timing.seconds / self.ours.timing.seconds
 
     @property
     def beside(self) -> float:
-        """How many times as fast as the second way ours is, the first: of the suite `cpu`, as its row's peer."""
+        """The speed of ours, the first way, relative to the second: in the suite `cpu` the row's peer."""
         return self.ways[1].timing.seconds / self.ways[0].timing.seconds
 
     def is_right(self, way: Taken) -> bool:
-        """False for NaN, and for a way that was not checked against anything only if it is ours."""
+        """Whether its error is within the bound (NaN is not). An unchecked way is right unless it is ours."""
         return way.error <= self.allowed if way.error is not None else way.name != OURS
 
     def rate(self, way: Taken) -> float:
@@ -88,7 +88,7 @@ class Record:
 
     about: Mapping[str, Any]
     cells: Sequence[Cell]
-    rows: Sequence[Mapping[str, Any]] = ()  # of the suite `cpu`: what each bar asks for
+    rows: Sequence[Mapping[str, Any]] = ()  # of the suite `cpu`: bars and results
 
     @property
     def groups(self) -> dict[str, list[Cell]]:
@@ -105,7 +105,7 @@ class Record:
 
     @property
     def alone(self) -> list[Cell]:
-        """The cases that peers were asked for and none could do."""
+        """The cases that peers were tried for and none could compute."""
         return [cell for cell in self.cells if cell.ratio is None and cell.refused]
 
     @property
@@ -113,7 +113,7 @@ class Record:
         return [cell for cell in self.cells if cell.ours is None or not cell.is_right(cell.ours)]
 
     def share(self, cell: Cell, way: Taken) -> float | None:
-        """The time that the machine's own limits allow at best, as a share of the time taken."""
+        """The least time that the machine's limits allow, as a share of the measured time."""
         limits = self.about.get("ceilings") or {}
         products = limits.get("matmul_gflop_per_s") or limits.get("sgemm_gflop_per_s")
         reading = limits.get("read_gb_per_s")
@@ -142,7 +142,7 @@ class Record:
             raise InvalidArgument("record", str(path), "a JSON file of `tilewise bench`", str(error)) from error
         try:
             return cls.from_data(data)
-        except (AttributeError, KeyError, TypeError) as error:  # another program's record
+        except (AttributeError, KeyError, TypeError) as error:  # not a record of ours
             raise InvalidArgument("record", str(path), "a JSON file of `tilewise bench`") from error
 
     @classmethod
@@ -168,7 +168,7 @@ def _printable(value: Any) -> Any:
 
 
 def _number(value: float | str | None) -> float | None:
-    """JSON has no NaN: it is kept as a word."""
+    """JSON has no NaN: it is stored as a string."""
     return None if value is None else float(value)
 
 

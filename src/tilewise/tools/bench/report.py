@@ -40,7 +40,7 @@ def heading(about: Mapping[str, Any]) -> list[str]:
 
 
 def write_json(path: Path, data: Mapping[str, Any], rescue: bool = True) -> None:
-    """Writes all of it or nothing; to `rescue` what was measured, to a temporary file if need be."""
+    """Writes JSON atomically; with `rescue` to a temporary file if that fails."""
     (write_or_rescue if rescue else write_whole)(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
@@ -54,7 +54,7 @@ def printable(text: str) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Columns under each other; the first line is their heads."""
+    """A table with aligned columns; the first line is the header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return [text[0], "-" * max(map(len, text)), *text[1:]]
@@ -65,7 +65,7 @@ def ratio_text(ratio: float, is_share: bool) -> str:
 
 
 def left_text(done: int, of: int, seconds: float) -> str:
-    """How long the rest will take if it goes on as it went; nothing at the end.
+    """The estimated time left; empty at the end.
 
     >>> left_text(2, 8, 30.0), left_text(1, 100, 4.0), left_text(8, 8, 99.0)
     (', about 90 s left', ', about 7 min left', '')

@@ -1,4 +1,4 @@
-"""Runs suites: every case timed beside its peers and checked, then the tables, the files and the exit status."""
+"""Runs suites: times and checks every case and its peers, then prints tables and writes files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .scaling import growth_table
 from .suites import SUITES, Scope, Task, scale
 from .tables import tables
 
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
+INTERRUPTED = 130  # a shell's exit status after Ctrl-C
 WRONG = 1
 WAY_BUDGET = {
     "cpu": (1.0, 0.2),
@@ -34,15 +34,15 @@ WAY_BUDGET = {
     "mps": (0.5, 0.2),
 }  # seconds for each way of a case, and if it must be quick
 DTYPES = cpu_suite.DTYPES
-# One compiles anew for each case, in tens of seconds on a CPU; the other takes 50 times as long as the rest.
+# One compiles for each case, which takes tens of seconds on a CPU; the other takes 50 times as long as the rest.
 SLOW_PEERS = {"flex": "it compiles anew for each case", "mlx": "it is slow on a CPU"}
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the command line asks for."""
+    """The options of the command line."""
 
-    words: Sequence[str]  # the command line itself, to be written down and, if need be, begun anew
+    words: Sequence[str]  # the command line itself, for the record and for a restart
     suites: Sequence[str]  # "cpu" alone, "scale" alone, or names of `SUITES`
     device: str = "cpu"
     dtype: str = ""  # f32 on a CPU, bf16 on a GPU
@@ -65,9 +65,9 @@ def bench(asked: Asked) -> int:
     half_sdpa = asked.device != "cpu" or not _is_half(asked) or _ensure_half_sdpa(asked.words)
 
     def keep(data: Mapping[str, Any]) -> None:
-        """Called after each case, so that a process that is killed has lost only the last."""
+        """Called after each case, so that a killed process loses only the last one."""
         if asked.json is not None:
-            with suppress(OSError):  # the end tries again
+            with suppress(OSError):  # it is tried again at the end
                 report.write_json(asked.json, data, rescue=False)
 
     record = (_cpu if "cpu" in asked.suites else _models)(asked, half_sdpa, keep)
@@ -81,7 +81,7 @@ def bench(asked: Asked) -> int:
 
 
 def show(file: Path, html: Path | None = None, picture: Path | None = None) -> int:
-    """A record from a file: its tables, or the page and the picture that are asked for."""
+    """Prints the tables of a record in a file, or writes its page and picture."""
     check_files(None, html, picture)
     record = Record.read(file)
     try:
@@ -114,7 +114,7 @@ def _write(record: Record, html: Path | None, picture: Path | None) -> None:
 
 
 def check_files(json: Path | None, html: Path | None, picture: Path | None) -> None:
-    """Whether files can be written, before there is anything to write."""
+    """Refuses files that cannot be written, before anything is measured."""
     for option, file in (("--json", json), ("--html", html), ("--plot", picture)):
         check_target(option, file)
     if picture is not None:
@@ -122,7 +122,7 @@ def check_files(json: Path | None, html: Path | None, picture: Path | None) -> N
 
 
 def check(asked: Asked) -> None:
-    """Whatever can be wrong, before anything is measured."""
+    """Checks the options before anything is measured."""
     for alone in ("cpu", "scale"):
         if alone in asked.suites and len(asked.suites) > 1:
             raise InvalidArgument("--suite", ",".join(asked.suites), f"{alone} alone: its report has another form")
@@ -181,7 +181,7 @@ def _cpu(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None
 
 
 def _models(asked: Asked, half_sdpa: bool, keep: Callable[[Mapping[str, Any]], None]) -> Record:
-    """The suites of models, or the one of lengths."""
+    """The suites of models, or the scaling suite."""
     device = torch.device(asked.device)
     kind = asked.dtype or {"cuda": "bf16", "mps": "f16"}.get(device.type, "f32")
     scope = Scope(device.type == "cuda", asked.quick)
@@ -234,7 +234,7 @@ def _measure(
     keep: Callable[[Mapping[str, Any]], None],
     rows: Sequence[Row] = (),
 ) -> Record:
-    """All cases, one after the other; `keep` is given the record after each. Ctrl-C ends it."""
+    """Measures all cases; calls `keep` with the record after each. Ctrl-C ends it."""
     cells: list[Cell] = []
     start = time.perf_counter()
 
@@ -253,7 +253,7 @@ def _measure(
                 try:
                     cell = item.measure()
                     words = said(cell)
-                except Exception as error:  # too little memory, for one; the other cases go on
+                except Exception as error:  # such as out of memory; other cases go on
                     reason = (str(error) or type(error).__name__).splitlines()[0]
                     cell = Cell(item.group, item.name, item.metric, (), {OURS: reason}, item.x)
                     words = f"FAILED: {reason}"
@@ -285,7 +285,7 @@ def _ceilings(run: grid.Bench, quick: bool) -> dict[str, Any]:
 
 
 def _ensure_half_sdpa(words: Sequence[str]) -> bool:
-    """Whether SDPA may be called in bf16 and f16; begins anew without AMX where that makes it work."""
+    """Whether SDPA works in bf16 and f16; restarts without AMX if that makes it work."""
     if machine.sdpa_survives():
         return True
     if os.environ.items() >= machine.SAFE_ISA.items() or not machine.sdpa_survives(machine.SAFE_ISA):
@@ -298,7 +298,7 @@ def _ensure_half_sdpa(words: Sequence[str]) -> bool:
 
 
 def _restart(words: Sequence[str]) -> None:
-    """This command again, in this process, in an environment that oneDNN reads when it starts."""
+    """Restarts this command (exec) with an environment that turns oneDNN's AMX off."""
     sys.stdout.flush()
     environment = {**os.environ, **machine.SAFE_ISA}
     os.execve(sys.executable, [sys.executable, "-m", "tilewise", *words], environment)

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from .record import Cell, Record
 from .report import aligned, time_text
 
-LINEAR = 1.2  # the exponent of time over visible cells; less is no fault
-FLAT = 0.2  # of memory over length, or
-SMALL = 4 * 2**20  # bytes that the memory may grow by in all
-LONG = 4  # the longest so many lengths are fitted: short calls are mostly their start
+LINEAR = 1.2  # largest exponent of time over visible cells
+FLAT = 0.2  # largest exponent of memory over length, or
+SMALL = 4 * 2**20  # bytes by which memory may grow in all
+LONG = 4  # lengths that are fitted, the longest ones: short calls are mostly overhead
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The exponents of one kind of mask; None where there is too little to fit."""
+    """The exponents of one kind of mask; None if there are too few points."""
 
     kind: str
     time: float | None  # over length
@@ -76,7 +76,7 @@ def growths(record: Record) -> list[Growth]:
 
 
 def growth_table(record: Record) -> list[str]:
-    """The exponents, and whether time follows the visible cells and memory stays."""
+    """A table of exponents: whether time is linear in visible cells and memory constant."""
     lines = [["mask", "longest", "time", "time ~ L^", "time ~ cells^", "tiles ~ L^", "memory", ""]]
     for g in growths(record):
         done = [(c.x or 0, c.name, c.ours.timing.seconds) for c in record.groups[g.kind] if c.ours is not None]

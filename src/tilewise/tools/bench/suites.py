@@ -1,4 +1,4 @@
-"""The suites of models: which calls are timed. Sizes differ by device; every shape comes from `models.py`."""
+"""The suites of models. Sizes depend on the device; shapes are those of `models.py`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..workloads import Workload, of_layer
 
 PAGE_SIZES = (16, 128)
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 128, 192, 256, 320, 512, 576)
-GPU_TOKENS = 16384  # of a prompt in all: short prompts come in batches
-KINDS = ("full", "causal", "window", "block-sparse")  # of the scaling suite
+GPU_TOKENS = 16384  # of a call in all: short prompts are batched
+KINDS = ("full", "causal", "window", "block-sparse")  # masks of the scaling suite
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One case of a suite: where it is shown and what it is."""
+    """One case of a suite."""
 
     suite: str
     group: str
     case: Workload
     metric: str  # what bounds it: "flops" or "bytes"
     x: float | None = None
-    tile_map: bool = False  # the mask's tiles are known before the call
-    memory: bool = False  # what the call takes is measured too
+    tile_map: bool = False  # the call is given a tile map
+    memory: bool = False  # measure peak memory too
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Scope:
     shrink: int = 1  # lengths are divided by this: for tests
 
     def lengths(self, cpu: tuple[int, ...], gpu: tuple[int, ...], quick: int = 1) -> tuple[int, ...]:
-        """The lengths for this device; of them the last `quick` if it must be quick."""
+        """The lengths for this device; only the last `quick` of them in a quick run."""
         chosen = gpu if self.on_gpu else cpu
         return tuple(max(16, n // self.shrink) for n in (chosen[:quick] if self.quick else chosen))
 
@@ -69,7 +69,7 @@ def paged(scope: Scope) -> Iterator[Task]:
 
 
 def mask(scope: Scope) -> Iterator[Task]:
-    """Dense masks: bool and added, whose hidden tiles can be skipped."""
+    """Dense masks, bool and additive, whose hidden tiles can be skipped."""
     plain = replace(MODELS["llama-3-8b"].layers[0], causal=False, heads=8, kv_heads=8)
     for length in scope.lengths((2048,), (8192,)):
         for pattern in PATTERNS:
@@ -92,7 +92,7 @@ def varlen(scope: Scope) -> Iterator[Task]:
 
 
 def dims(scope: Scope) -> Iterator[Task]:
-    """Head dims, those that others have no kernel for among them."""
+    """Head dims, including some for which others have no kernel."""
     some = HEAD_DIMS[2::4] if scope.quick else HEAD_DIMS
     for length in scope.lengths((1024,), (4096,)):
         for width in some:
@@ -110,14 +110,14 @@ def models(scope: Scope) -> Iterator[Task]:
         if layer.name != "absorbed":
             case = replace(_prompt(layer, prompt, scope), name=name)
             yield Task("models", f"prompt of {_k(prompt)}", case, "flops")
-        if layer.causal and name != "deepseek-v3 full":  # which decodes by its absorbed form
+        if layer.causal and name != "deepseek-v3 full":  # it decodes in absorbed form
             rows = 16 if scope.on_gpu else 1
             case = of_layer(layer, name, 1, cache, rows=rows)
             yield Task("models", f"next token, {rows} x {_k(cache)}", case, "bytes")
 
 
 def latent(scope: Scope) -> Iterator[Task]:
-    """Latent attention: the next token over rows that hold K and V, in a row and in pages, and a prompt, expanded."""
+    """Latent attention: the next token over latent rows, contiguous and paged, and a prompt in expanded form."""
     layer = MODELS["deepseek-v3"].layer("absorbed")
     for heads in (128, 16):
         for rows, length in _caches(scope):
@@ -161,7 +161,7 @@ SUITES: dict[str, Callable[[Scope], Iterator[Task]]] = {
 
 
 def _layers(names: str, scope: Scope) -> Iterator[tuple[str, Layer]]:
-    """Layers by `model` or `model:layer`, each with a name to show; windows as short as the lengths."""
+    """Layers by `model` or `model:layer`, with their names; windows are shortened as lengths are."""
     for name in names.split():
         model, _, kind = name.partition(":")
         layer = MODELS[model].layer(kind) if kind else MODELS[model].layers[0]

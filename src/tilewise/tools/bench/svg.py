@@ -1,6 +1,6 @@
 """Charts as SVG text: bars with their names beside them, and lines with their names at their ends.
 
-Colours are classes, so that one style sheet serves light and dark. `picture` makes a file that stands alone.
+Colours are CSS classes, so that one style sheet serves light and dark. `picture` makes a standalone file.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from html import escape
 from textwrap import wrap
 
-WIDTH = 420  # no more, or a phone would show small print
+WIDTH = 420  # readable on a phone
 NAMES = 122  # pixels for names at the left of bars
 VALUES = 78  # pixels for values at the right of bars
-MARGIN = 16  # of a picture, and half of what lies between its columns
+MARGIN = 16  # of a picture, and half the gap between its columns
 BAR, GAP, HEAD, NOTE = 13, 4, 22, 16
-LETTERS = 66  # of a note in the width of a chart
+LETTERS = 66  # of a note, in the width of a chart
 LEAST_APART = 24  # pixels between numbers below an axis
 LABEL = 13.0  # pixels from one line's label to the next
 LONGEST_NAME = 20  # letters of a name that are shown
@@ -64,7 +64,7 @@ class Chart:
 
 
 def bars(groups: Mapping[str, Sequence[Bar]]) -> Chart:
-    """Groups of bars under a heading each; an empty heading takes no room. All bars share one axis from 0."""
+    """Groups of bars, each with a heading (an empty one takes no room). All bars share one axis from 0."""
     every = [bar for group in groups.values() for bar in group]
     most = max([*(bar.value for bar in every), *(bar.mark or 0 for bar in every)], default=0) or 1.0
     room = WIDTH - NAMES - VALUES
@@ -97,7 +97,7 @@ def lines(
     log_y: bool = False,
     log_x: bool = True,
 ) -> Chart:
-    """Lines over an x axis from the least x on; the y axis begins at 0 unless it is logarithmic."""
+    """Lines; the x axis begins at the least x, the y axis at 0 unless it is logarithmic."""
     height, left, right, top, bottom = 250.0, 42.0, 132.0, 24.0, 38.0
     xs = sorted({x for points in series.values() for x, _ in points})
     ys = [y for points in series.values() for _, y in points if y > 0]
@@ -140,10 +140,10 @@ def lines(
 
 
 def picture(charts: Mapping[str, Chart], title: str, notes: Sequence[str], theme: str = "auto") -> str:
-    """Charts in one file that stands alone, in two columns. `theme` "light" has fixed colours, for a PNG."""
+    """Charts in two columns as one standalone file. `theme` "light" has fixed colours, for a PNG."""
     count = max(1, min(2, len(charts)))
     rows = [row for note in notes for row in wrap(note, count * LETTERS)]
-    columns = [36.0 + NOTE * len(rows)] * count  # how far down each is filled
+    columns = [36.0 + NOTE * len(rows)] * count  # the height that is filled of each
     parts = [_text(0, 14, title, "title"), *(_text(0, 34 + NOTE * i, row, "axis") for i, row in enumerate(rows))]
     for heading, chart in charts.items():
         column = columns.index(min(columns))
@@ -165,7 +165,7 @@ def inline(chart: Chart, label: str) -> str:
 
 
 def style(theme: str = "auto") -> str:
-    """The style sheet of charts: light, and dark where the reader asks for it."""
+    """The style sheet of charts: light, and dark if the reader prefers it."""
     base = (
         "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;font-size:12px}"
         ".title{font-size:17px;font-weight:700}.head{font-size:13px;font-weight:600}"
@@ -220,7 +220,7 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
 
 
 def _apart(ends: Sequence[tuple[float, float, str, str]], most: float) -> list[tuple[float, float, str, str]]:
-    """Labels moved down where they would lie over each other, and then up where they would leave the chart."""
+    """Labels moved down so that they do not overlap, then up so that they stay in the chart."""
     placed: list[tuple[float, float, str, str]] = []
     for y, *rest in ends:
         y = max(y, placed[-1][0] + LABEL) if placed else y

@@ -1,4 +1,4 @@
-"""A record for the terminal: each case with every way, then what it comes to."""
+"""A record as text: each case with every way, then a summary."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _lines(record: Record, cells: list[Cell]) -> Iterator[list[str]]:
 
 
 def _refused(record: Record) -> list[str]:
-    """Each way that could not do some cases, and why, once."""
+    """The ways that could not compute some cases, and why."""
     reasons: dict[tuple[str, str], int] = {}
     for cell in record.cells:
         for name, reason in cell.refused.items():
@@ -47,7 +47,7 @@ def _refused(record: Record) -> list[str]:
 
 
 def summary(record: Record) -> str:
-    """What the run comes to, in a line."""
+    """The result of the run in one line."""
     ratios = sorted(cell.ratio for cell in record.cells if cell.ratio is not None)
     words = [f"{len(record.cells)} cases, {len(record.wrong)} of ours wrong"]
     if record.mean_ratio is not None:
@@ -59,7 +59,7 @@ def summary(record: Record) -> str:
 
 
 def rate_unit(cells: list[Cell]) -> str:
-    """GFLOP/s or GB/s, or their thousands where those are large."""
+    """GFLOP/s or GB/s, or TFLOP/s or TB/s if the numbers are large."""
     best = max((cell.rate(way) for cell in cells for way in cell.ways), default=0.0)
     if cells[0].metric == "flops":
         return "TFLOP/s" if best >= 1e4 else "GFLOP/s"

@@ -1,4 +1,4 @@
-"""The `tilewise` command: a file for each of its commands, with `add`, which describes it, and `run`."""
+"""The `tilewise` command line: a file for each command, with `add`, its parser, and `run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status; bad arguments leave through argparse with status 2."""
+    """Runs one command and returns its exit status; for bad arguments argparse exits with status 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not words:
@@ -51,15 +51,15 @@ def _run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"tilewise {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        # Python flushes stdout once more as it ends; that would fail again.
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+        # Python flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 @contextmanager
 def _stoppable() -> Iterator[list[int]]:
-    """SIGTERM and SIGHUP end a command as Ctrl-C does, with what is done kept; gives the signals that came."""
+    """SIGTERM and SIGHUP end a command as Ctrl-C does, keeping finished work; yields the signals received."""
     came: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -72,7 +72,7 @@ def _stoppable() -> Iterator[list[int]]:
             if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
                 signal.signal(number, stop)
                 taken.append(number)
-    except ValueError:  # not in the main thread, where signals do not arrive
+    except ValueError:  # not in the main thread
         pass
     try:
         yield came

@@ -1,4 +1,4 @@
-"""What several commands share: their options' types, and status 2."""
+"""Options that several commands share, and their types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Commands = Any  # argparse has no public name for what add_subparsers gives
 
 
 def command(commands: Commands, run: Any, help: str, description: str, example: str = "") -> Any:
-    """A parser for one command, whose name is that of `run`'s module."""
+    """A parser for one command, named as the module of `run`."""
     parser = commands.add_parser(
         run.__module__.rpartition(".")[2],
         help=help,
@@ -43,7 +43,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def dtype(text: str) -> str:
-    """Its short name, by any name that torch or others have for it."""
+    """The short name of a dtype, from any of its names."""
     name = short_name(text)
     if name not in FLOATS:
         known = ", ".join(f"{short} ({str(of).removeprefix('torch.')})" for short, of in FLOATS.items())
@@ -81,7 +81,7 @@ def machine(text: str) -> str:
 
 
 def count(text: str) -> int:
-    """Of processes."""
+    """A number of processes."""
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of processes, 1 to 1024")
     return int(text)
@@ -95,7 +95,7 @@ def rows(text: str) -> int:
 
 
 def length(text: str) -> int:
-    """Of a sequence: 8192, or 8k."""
+    """A sequence length: 8192, or 8k."""
     digits = text[:-1] if text[-1:] in ("k", "K") else text
     tokens = int(digits) * (1 if digits == text else 1024) if digits.isdecimal() else 0
     if not 1 <= tokens <= MOST_TOKENS:

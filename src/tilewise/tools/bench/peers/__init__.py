@@ -1,7 +1,7 @@
-"""What else on this machine could do a call: one file for each library, found by whether it can be imported.
+"""Peers: other libraries that could compute a call on this machine, a file for each.
 
-A file has `missing()`, which says why the library is not here or gives None, and `ways(case, x)`, which gives its ways
-to compute the call, each a `Way` with a call or with the reason why not.
+A file has `missing()`, why the library cannot be used or None, and `ways(case, x)`, its ways to compute the call, each
+a `Way` with a call or with the reason why there is none.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def installed() -> dict[str, str | None]:
 
 
 def find(case: Workload, x: Inputs, names: Sequence[str]) -> Iterator[Way]:
-    """Every way of the peers `names` to compute the call, also those that refuse."""
-    if case.page_size:  # only ours is held to slots that must not matter
+    """Every way of the peers `names` to compute the call, including those that refuse it."""
+    if case.page_size:  # the peers' kernels may read slack, which holds NaN
         x = replace(x, k=x.k.nan_to_num(), v=x.v.nan_to_num())
     for name in names:
         try:
             yield from PEERS[name].ways(case, x)
         except Refused as error:
             yield Way(error.way, refusal=str(error))
-        except Exception as error:  # one that does not load, or whose set-up fails
+        except Exception as error:  # it does not load, or its set-up fails
             yield Way(name, refusal=f"{type(error).__name__}: {_line(error)}")
 
 
 def tried(way: Way) -> tuple[torch.Tensor | None, str]:
-    """The output of a way, or None and why there is none. A peer may fail in any manner; that is a result."""
+    """The output of a way, or None and why there is none. A failure of a peer, of any kind, is a result."""
     if way.call is None:
         return None, way.refusal
     with warnings.catch_warnings(record=True) as said:
@@ -61,7 +61,7 @@ def tried(way: Way) -> tuple[torch.Tensor | None, str]:
 
 
 def _line(error: object) -> str:
-    """The first line of what went wrong, without the place in the other library's source."""
+    """The first line of an error, without its location in the other library's source."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text.partition(" (Triggered internally")[0][:160]
 

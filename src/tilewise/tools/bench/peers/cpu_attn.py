@@ -14,7 +14,7 @@ from ...workloads import Inputs, Workload
 from .way import Refused, Way, not_installed, refuse
 
 NAME = "CPU_ATTN"
-BLOCK = 128  # what vLLM takes on a CPU if it is not told otherwise
+BLOCK = 128  # vLLM's default on a CPU
 
 
 def missing() -> str | None:
@@ -67,7 +67,7 @@ def prepare(
     window: int = -1,
     softcap: float | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """A call of packed q `[T, H, D]` over a cache of its own with k and v `[keys, Hkv, D]` in `slots`, planned."""
+    """A planned call of packed q `[T, H, D]` over a new cache that has k and v `[keys, Hkv, D]` in `slots`."""
     ops: Any = torch.ops._C
     heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
     cache = torch.zeros(int(table.max()) + 1, kv_heads, 2 * BLOCK, head_dim, dtype=q.dtype)

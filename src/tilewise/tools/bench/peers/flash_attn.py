@@ -48,7 +48,7 @@ def _call(library: Any, case: Workload, x: Inputs) -> Any:
         call = partial(library.flash_attn_with_kvcache, q, x.k, x.v, cache_seqlens=x.lengths, **pages, **options)
     else:
         k, v = x.k.transpose(1, 2), x.v.transpose(1, 2)
-        if case.lengths or case.q_len == 1:  # its kernel for decoding splits the keys
+        if case.lengths or case.q_len == 1:  # its decode kernel splits keys
             lengths = x.lengths if x.lengths is not None else torch.full((case.batch,), case.kv_len, device=q.device)
             call = partial(library.flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths.int(), **options)
         else:
@@ -57,6 +57,6 @@ def _call(library: Any, case: Workload, x: Inputs) -> Any:
 
 
 def _first(function: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """The output alone: some versions give the lse too."""
+    """The output alone: some versions return lse too."""
     found = function(*args, **options)
     return found[0] if isinstance(found, tuple) else found

@@ -14,7 +14,7 @@ from ...workloads import Inputs, Workload
 from .way import Refused, Way, not_installed, refuse
 
 NAME = "FlashInfer"
-WORKSPACE = 128 * 2**20  # bytes, as its documents say
+WORKSPACE = 128 * 2**20  # bytes, as its documentation recommends
 
 
 def missing() -> str | None:

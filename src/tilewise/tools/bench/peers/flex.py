@@ -42,7 +42,7 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
 
 
 def _with_sinks(call: Any, sinks: torch.Tensor) -> torch.Tensor:
-    """A sink takes its share of every row: the output shrinks by what the sum of weights gains."""
+    """Scales the output for sinks: by the old sum of weights over the new one."""
     out, lse = call(return_lse=True)
     return (out * torch.sigmoid(lse - sinks[:, None])[..., None]).to(out.dtype)
 

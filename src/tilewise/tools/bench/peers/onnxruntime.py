@@ -38,7 +38,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cached(case: Workload, x: Inputs) -> Way:
-    """Past keys in a cache that the new ones are written to, in place."""
+    """A cache of past keys that the new ones are written to in place."""
     attributes = {"num_heads": case.heads, "kv_num_heads": case.kv_heads, "softcap": float(case.softcap or 0)}
     attributes["scale"] = case.head_dim**-0.5 if case.scale is None else case.scale
     if case.window is not None:
@@ -72,7 +72,7 @@ def _way(
     outputs: dict[str, torch.Tensor],
     case: Workload,
 ) -> Way:
-    """One operator as a model, over this memory."""
+    """One operator as a model, bound to these tensors."""
     onnx, runtime = (importlib.import_module(module) for module in ("onnx", "onnxruntime"))
     helper = onnx.helper
 
@@ -86,7 +86,7 @@ def _way(
     model = helper.make_model(graph, opset_imports=domains, ir_version=8)
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # its threads would take cores from others
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # its spinning threads would slow others
     session = runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
     for bind, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
@@ -95,7 +95,7 @@ def _way(
 
     def run() -> torch.Tensor:
         session.run_with_iobinding(binding)
-        assert inputs  # the memory that is bound
+        assert inputs  # keeps the bound memory alive
         return outputs["output"].unflatten(2, (case.heads, case.head_dim)).transpose(1, 2)
 
     return Way(name, run)

@@ -50,15 +50,15 @@ def ways(case: Workload, x: Inputs) -> Iterator[Way]:
 
 
 def _copies(case: Workload, x: Inputs) -> int:
-    """Bytes of what math makes of keys and values that several query heads share: K, K times the scale, V."""
+    """Bytes of the copies that SDPA's math kernel makes for GQA: K, K times the scale, V."""
     widths = 2 * x.q.shape[-1] + x.v.shape[-1]
     return (case.heads != case.kv_heads) * case.batch * case.heads * case.kv_len * widths * x.q.element_size()
 
 
 def _gathered(case: Workload, x: Inputs) -> Way:
-    """Pages as people use them without a kernel for them: copied into rows for each call."""
+    """Paged attention without a kernel for it: pages are gathered into rows for each call."""
     assert x.block_table is not None
-    if x.q.shape[-1] != x.v.shape[-1]:  # no kernel of SDPA but math takes it
+    if x.q.shape[-1] != x.v.shape[-1]:  # only SDPA's math kernel takes it
         limit("SDPA, pages copied", COPIES, _copies(case, x), x.q.device)
     table = x.block_table.clamp_min(0).long()
     flat = replace(case, page_size=0)
@@ -74,7 +74,7 @@ def _gathered(case: Workload, x: Inputs) -> Way:
 
 
 def _one_by_one(case: Workload, x: Inputs) -> Way:
-    """Packed sequences as people compute them without a kernel for them."""
+    """Packed sequences without a kernel for them: one call for each."""
     assert x.cu_seqlens is not None
     calls = []
     for a, b in pairwise(x.cu_seqlens.tolist()):
@@ -98,7 +98,7 @@ def why_not(case: Workload) -> str | None:
 
 
 def sdpa(case: Workload, x: Inputs) -> Callable[[], torch.Tensor]:
-    """The same call by torch, with a dense mask where it has no other way."""
+    """The same call by torch, with a dense mask if it needs one."""
     options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads, "scale": case.scale}
     if needs_mask(case, x):
         options["attn_mask"] = _mask(case, x)
@@ -108,13 +108,13 @@ def sdpa(case: Workload, x: Inputs) -> Callable[[], torch.Tensor]:
 
 
 def needs_mask(case: Workload, x: Inputs) -> bool:
-    # Its causal flag is aligned to the top left: right for a square, needless for a lone last query.
+    # Its causal flag is aligned to the top left: right if Lq = Lk, not needed for a single query.
     plain = x.lengths is None and case.window is None and case.chunk is None and not case.alibi and not case.mask
     return not (plain and (not case.causal or case.q_len in (1, case.kv_len)))
 
 
 def _mask(case: Workload, x: Inputs) -> torch.Tensor:
-    """What is visible or, if something is added to scores, that and `-inf`: `[B or 1, H or 1, 1 or Lq, Lk]`."""
+    """A bool mask or, if biases are added, a float mask with `-inf`: `[B or 1, H or 1, 1 or Lq, Lk]`."""
     seen, given = dense_mask(case, x), x.options.get("mask")
     if not case.alibi and (given is None or given.dtype == torch.bool):
         return seen

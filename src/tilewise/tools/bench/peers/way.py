@@ -1,4 +1,4 @@
-"""A way to compute a call, and what its makers share."""
+"""A way to compute a call, and helpers of the peers' files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ....core.options import as_window
 from ...workloads import Inputs, Workload
 
 OURS = "tilewise"
-MOST_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # of a mask, of all scores, of copies; more is not tried
+MOST_BYTES = {"cpu": 2 * 2**30, "cuda": 16 * 2**30}  # of a mask, of scores or of copies; larger calls are refused
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A library's call that gives the same output, or why it has none."""
+    """A library's call with the same output, or why there is none."""
 
     name: str
     call: Callable[[], torch.Tensor] | None = None
@@ -25,7 +25,7 @@ class Way:
 
 
 class Refused(Exception):
-    """A library has no way to say what the call asks for."""
+    """A library cannot express the call."""
 
     def __init__(self, way: str, reason: str) -> None:
         self.way = way
@@ -33,7 +33,7 @@ class Refused(Exception):
 
 
 def not_installed(module: str) -> str | None:
-    """Why a module cannot be used, by a look that does not import it."""
+    """Why a module cannot be used, without importing it; None if it is installed."""
     try:
         return None if importlib.util.find_spec(module) else "not installed"
     except (ImportError, ValueError):
@@ -41,14 +41,14 @@ def not_installed(module: str) -> str | None:
 
 
 def refuse(way: str, **asked: object) -> None:
-    """Raises `Refused` if the call asks for one of these; names are what the library lacks."""
+    """Raises `Refused` if one of these is set; their names are what the library lacks."""
     for what, value in asked.items():
         if value:
             raise Refused(way, f"it has no {what.replace('_', ' ')}")
 
 
 def limit(way: str, what: str, size: int, device: torch.device) -> None:
-    """Raises `Refused` if `size` bytes are more than a machine should be asked for."""
+    """Raises `Refused` if `size` bytes exceed `MOST_BYTES`."""
     if size > MOST_BYTES.get(device.type, 2**31):
         raise Refused(way, f"{what} would take {size / 2**30:.0f} GiB")
 
