@@ -39,7 +39,7 @@ supports_write = supports
 
 
 def takes_shared(problem: Problem) -> bool:
-    """Whether columns of K that all heads share are read where they lie. AMX packs rows of one tensor."""
+    """Whether `k_shared` is read in place. The AMX kernels pack rows of one tensor."""
     if serves(problem.device) is not None:
         return False
     from .gemm import amx
@@ -53,14 +53,14 @@ def serves(device: torch.device) -> str | None:
 
 @cache
 def unusable() -> str | None:
-    """Why the kernels cannot be compiled or run here, if they cannot."""
+    """Why the kernels cannot be compiled or run here; None if they can."""
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed (pip install numba)"
     try:
         import numba  # noqa: F401
 
         from .isa import missing
-    except Exception as error:  # a NumPy or LLVM that does not fit: ImportError, OSError, SystemError, ...
+    except Exception as error:  # a NumPy or LLVM of the wrong version: ImportError, OSError, SystemError, ...
         return f"numba cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     return missing()
 
@@ -118,14 +118,14 @@ def machines() -> dict[str, Machine]:
 
 
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain loop over NumPy arrays, compiled and kept on disk by what its file holds."""
+    """A plain loop over NumPy arrays, compiled and cached on disk by a digest of its file."""
     import numba
 
     from .kernel_cache import KeptLoop
 
     stamp = hashlib.sha256(Path(loop.__code__.co_filename).read_bytes()).hexdigest()
     function: Any = numba.njit(nogil=True)(loop)
-    function._cache = KeptLoop(loop.__name__, stamp)  # Numba's own wants a place in the package or at home
+    function._cache = KeptLoop(loop.__name__, stamp)  # Numba's own needs a folder in the package or at home
     return function
 
 
@@ -143,5 +143,5 @@ def bind(plan: Plan, tensors: Tensors) -> Any:
         or p.shared
         or p.rules.q_offset == "rows"
     ):
-        return None  # the kernel is not given new addresses of these
+        return None  # a bound launch takes no new addresses of these
     return launch.bind(plan, tensors)

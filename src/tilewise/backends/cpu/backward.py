@@ -1,4 +1,4 @@
-"""The backward pass: from a plan and its tensors to the structs of the kernel `backward`; `launch.py` launches it."""
+"""The backward pass: makes the structs of the kernel `backward` from a plan and its tensors. See `launch.py`."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ def prepare(problem: Problem) -> Plan:
 
 
 def tiles(p: Problem, rows: int) -> int:
-    """Tiles of rows of a KV head, at most: sequences that are packed share none."""
+    """The most tiles of rows of a KV head: packed sequences share none."""
     return p.total_q // rows + p.batch if p.packed_q else p.batch * -(-p.q_len // rows)
 
 
 def dq_floats(p: Problem, rows: int) -> int:
-    """Of the float32 sums of dq, in slots for whole tiles."""
+    """The size of dq's float32 accumulator, in slots for whole tiles."""
     return p.kv_heads * tiles(p, rows) * int(round_up(p.group * rows, ROWS) * round_up(p.head_dim, W))
 
 
 @cache
 def give_way() -> int:
-    """The address of a function that lets other threads run."""
+    """The address of a C function that yields to other threads."""
     library = ctypes.windll.kernel32.SwitchToThread if hasattr(ctypes, "windll") else ctypes.CDLL(None).sched_yield
     return ctypes.cast(library, ctypes.c_void_p).value or 0
 
 
 def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> None:
-    """Writes the gradients. `lse_is_right`: what an lse that is too large has lost is made good already."""
+    """Writes the gradients. `lse_is_right`: rows with a large lse are corrected already (`core/large_lse.py`)."""
     p, b, t, launch = plan.problem, tensors, tensors.forward, plan.detail
     assert t.lse is not None
     if p.is_empty:
@@ -92,7 +92,7 @@ def run(plan: Plan, tensors: BackwardTensors, lse_is_right: bool = False) -> Non
         return
     hidden = p.rules.by_position or p.has_lengths or p.rules.q_offset != "end" or p.packed_q
     if b.dq is not None:
-        if hidden:  # rows that see no key, rows of no sequence
+        if hidden:  # rows that see no key, padding rows
             b.dq.zero_()
         sums = t.lse.new_empty(dq_floats(p, params.tile_rows))  # float32
         turns = t.lse.new_zeros(p.kv_heads * g.slots, dtype=torch.int64)
@@ -124,11 +124,11 @@ def write_sinks(t: Tensors, dsinks: torch.Tensor, delta: torch.Tensor) -> None:
     assert t.sinks is not None
     assert t.lse is not None
     share = torch.where(t.lse.isfinite(), (t.sinks[:, None] - t.lse).exp() * delta, 0.0)
-    dsinks.copy_(-share.sum((0, 2), dtype=torch.float64))  # by float32 it would depend on how rows lie in memory
+    dsinks.copy_(-share.sum((0, 2), dtype=torch.float64))  # in float32 it would depend on the layout of rows
 
 
 def mask_sums(p: Problem, g: Gradients, dmask: torch.Tensor, blocks: int) -> torch.Tensor:
-    """Where the kernel adds the gradient of a mask: `dmask` itself, or a sum for each block of keys."""
+    """Where the kernel accumulates the gradient of a mask: `dmask` itself, or a sum for each block of keys."""
     assert p.mask is not None
     by_block = p.mask.broadcast[3]
     sums = dmask.new_zeros(blocks, *dmask.shape) if by_block else dmask.zero_()

@@ -1,7 +1,7 @@
-"""Cascade: keys that sequences share and keys of their own, two calls in one launch, combined.
+"""Cascade attention: a call over the shared prefix and one over each sequence's own keys, in one launch, combined.
 
-Threads take the work items of the shared keys, the long ones, then those of the others: nobody waits between the two.
-All items leave partials; when they are done, rows are combined by whoever is there.
+Threads first take the work items of the shared keys, which are long, then the others, without a barrier in between. All
+items write partials; when all are done, the threads combine rows.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False, disallow-untyped-calls=False
@@ -34,12 +34,12 @@ def all_done(params, items):
 
 
 def cascade(params, scratch):
-    """What a thread runs, in the place of `worker`: both calls, then rows of both combined."""
+    """A thread's main function instead of `worker`: the items of both calls, then combining rows of both."""
     b = params_at(params)
     a = params_at(b.shared)
     call_kernel(a.worker, b.shared, scratch)
     call_kernel(a.worker, params, scratch)
-    while not (all_done(b.shared, a.items) and all_done(params, b.items)):  # whoever has the last item is at it
+    while not (all_done(b.shared, a.items) and all_done(params, b.items)):  # others still run the last items
         continue
     if a.undone:
         put_i64(params + UNDONE, 1)
@@ -81,7 +81,7 @@ def map_rows(params, rows, back):
 
 
 def run(shared_plan: Plan, plan: Plan, t: Tensors, shared: Shared) -> None:
-    """Writes the output of `plan`'s call with the shared keys merged in."""
+    """Runs `plan`'s call with attention over the shared keys merged in."""
     table, lengths, cu = shared.tables
     q = shared.q.contiguous().transpose(0, 1)[None]  # [1, H, T, D]
     its = replace(t, q=q, block_table=table, kv_lengths=lengths, cu_seqlens_q=cu, sinks=None)

@@ -1,7 +1,7 @@
-"""Kernels by name: addresses of C functions, and functions for Python.
+"""Kernels by name: as addresses of C functions, and as functions that Python calls.
 
-The object code of a kernel comes with the package (`prebuilt.py`), or is kept on disk (`kernel_cache.py`), or is
-compiled here, on first use. `linker.py` loads it.
+The object code of a kernel is in the package (`prebuilt.py`), in the disk cache (`kernel_cache.py`), or compiled here
+on first use. `linker.py` loads it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compile_function(fn: Callable[..., Any], name: str, result: Any = types.void
         return kernel
     with alone(kept.file(key)):
         if (kernel := kept.load(key, lambda code: link(code, name))) is not None:
-            return kernel  # by another process, meanwhile
+            return kernel  # another process has compiled it meanwhile
         _announce()
         code = object_code(fn, name, result)
         kept.save(key, code)
@@ -65,7 +65,7 @@ def _signature(fn: Callable[..., Any], result: Any) -> Any:
 
 
 def object_code(fn: Callable[..., Any], name: str, result: Any = types.void) -> bytes:
-    """An object that defines the C function `name` and what Python calls, and nothing else."""
+    """An object file that defines the C function `name` and its Python entry, and nothing else."""
     signature, fn.__qualname__ = _signature(fn, result), name
     with modules_only():
         compiled = _FunctionCompiler(fn, cpu_target, OPTIONS, {}, KernelCompiler).compile(
@@ -84,7 +84,7 @@ def object_code(fn: Callable[..., Any], name: str, result: Any = types.void) -> 
 
 
 def link_callees(library: Any, module: Any) -> None:
-    """All that a function calls, directly or not, into a module, once each; nothing calls Numba's runtime."""
+    """Links all direct and indirect callees of a function into a module, once each. None calls Numba's runtime."""
     left, seen = [library], {library, rtsys.library}
     while left:
         for called in left.pop()._linking_libraries:
@@ -95,7 +95,7 @@ def link_callees(library: Any, module: Any) -> None:
 
 
 def shared(library: Any) -> Any:
-    """A copy of a library's own module, to be linked to others."""
+    """A copy of a library's module, to be linked into others."""
     module = library._final_module.clone()
     for function in module.functions:
         if not function.is_declaration:
@@ -104,7 +104,7 @@ def shared(library: Any) -> Any:
 
 
 def entry_module(context: Any, fndesc: Any, name: str) -> ir.Module:
-    """`name`, a C function of int64, and `name.entry`, a function of Python's stable ABI: METH_FASTCALL."""
+    """A module with `name`, a C function of int64, and `name.entry`, its METH_FASTCALL wrapper (stable ABI)."""
     module = context.create_module(name)
     i64, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
     count, has_result = len(fndesc.argtypes), fndesc.restype != types.void
@@ -138,7 +138,7 @@ def entry_module(context: Any, fndesc: Any, name: str) -> ir.Module:
             builder.if_then(builder.icmp_unsigned("!=", python("PyErr_Occurred", pointer), pointer(None))),
         ):
             builder.ret(pointer(None))
-    state = python("PyEval_SaveThread", pointer)  # releases the interpreter's lock
+    state = python("PyEval_SaveThread", pointer)  # releases the GIL
     done = builder.call(kernel, numbers)
     python("PyEval_RestoreThread", ir.VoidType(), state)
     builder.ret(python("PyLong_FromLongLong", pointer, done if has_result else i64(0)))
@@ -147,10 +147,10 @@ def entry_module(context: Any, fndesc: Any, name: str) -> ir.Module:
 
 @contextmanager
 def modules_only() -> Iterator[None]:
-    """Numba makes LLVM modules of functions, and nothing of those.
+    """Within this context Numba stops at LLVM modules.
 
-    It links every function with all that it calls, optimises that and generates code of it: of one that is called
-    through five others six times. A kernel holds all of them, and is the only one that is wanted.
+    It would link every function with its callees, optimise and generate code: six times for one that is called through
+    five others. A kernel contains all of them, and is the only one that is needed.
     """
     resolve, size_of, collects = BaseFunction.get_call_type, base.BaseContext.get_abi_sizeof, gc.isenabled()
 
@@ -161,10 +161,10 @@ def modules_only() -> Iterator[None]:
             return module
 
         library._finalized = True
-        library._get_module_for_linking = whole  # for what Numba compiles later: `max` is not the kernels' alone
+        library._get_module_for_linking = whole  # Numba may need them later: others use `max` too
 
     def resolve_once(function: Any, context: Any, args: Any, kws: Any) -> Any:
-        """The signature of an operation on scalars: Numba looks for it at every use, in all that have its name."""
+        """Caches the signature of an operation on scalars, which Numba looks up at every use."""
         if kws or not all(isinstance(a, (types.Number, types.Boolean)) for a in args):
             return resolve(function, context, args, kws)
         key = function, args
@@ -175,13 +175,13 @@ def modules_only() -> Iterator[None]:
     sizes: dict[str, int] = {}
 
     def size_once(context: Any, kind: Any) -> int:
-        """The bytes of an LLVM type: Numba asks for them at every variable, and LLVM parses a module to tell."""
+        """Caches the size of an LLVM type: Numba asks for it at every variable, and LLVM parses a module to answer."""
         if (name := str(kind)) not in sizes:
             sizes[name] = size_of(context, kind)
         return sizes[name]
 
     def process(made: Any, *_: Any, **__: Any) -> None:
-        """What later passes need of it; not which variables live where, for nothing here is deleted or yielded."""
+        """The post-processing that later passes need. No variable lifetimes: nothing is deleted or yielded here."""
         function = made.func_ir
         function.blocks = transforms.canonicalize_cfg(function.blocks)
         function.variable_lifetime, function.generator_info = VariableLifetime(function.blocks), None
@@ -195,21 +195,21 @@ def modules_only() -> Iterator[None]:
     instead = [
         (CPUCodeLibrary, "finalize", finalize),
         (BaseFunction, "get_call_type", resolve_once),
-        (CPUContext, "create_cfunc_wrapper", nothing),  # of Numba's own functions, such as `max`
+        (CPUContext, "create_cfunc_wrapper", nothing),  # for Numba's own functions, such as `max`
         (CPUContext, "create_cpython_wrapper", nothing),
         (base.BaseContext, "get_abi_sizeof", size_once),
-        (base, "_has_loc", cache(base._has_loc)),  # a signature is inspected to tell
-        (types.Record, "__repr__", types.Type.__repr__),  # all fields, made anew at every pass for listeners of events
-        (event, "start_event", nothing),  # at every call of LLVM
+        (base, "_has_loc", cache(base._has_loc)),  # it inspects a signature
+        (types.Record, "__repr__", types.Type.__repr__),  # it formats all fields, at every pass, for event listeners
+        (event, "start_event", nothing),  # at every LLVM call
         (event, "end_event", nothing),
-        (JITCPUCodegen, "set_env", nothing),  # of code that is in Numba's own engine
+        (JITCPUCodegen, "set_env", nothing),  # for code in Numba's own engine
         (PostProcessor, "run", process),  # after every pass
-        (interpreter, "peep_hole_delete_with_exit", unchanged),  # of `with`, in functions that have none
-        (interpreter, "peep_hole_fuse_dict_add_updates", unchanged),  # of dicts
+        (interpreter, "peep_hole_delete_with_exit", unchanged),  # for `with`, which kernels do not use
+        (interpreter, "peep_hole_fuse_dict_add_updates", unchanged),  # for dicts
     ]
     with global_compiler_lock:  # no other thread compiles meanwhile
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in instead]
-        gc.disable()  # what Numba makes is many small objects, none of which is free before the end
+        gc.disable()  # Numba makes many small objects that live to the end
         try:
             for owner, name, function in instead:
                 setattr(owner, name, function)
@@ -218,7 +218,7 @@ def modules_only() -> Iterator[None]:
             for owner, name, function in before:
                 setattr(owner, name, function)
             if collects:
-                if gc.get_freeze_count() == 0:  # to the oldest generation, which is not looked through at once
+                if gc.get_freeze_count() == 0:  # moves them to the oldest generation, which is rarely scanned
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()
@@ -231,7 +231,7 @@ def _announce() -> None:
     )
 
 
-# Where each kernel is written. One of a storage type ("qk f16") is what its module's `<name>_function(type)` returns.
+# The module of each kernel. One of a storage type ("qk f16") is the result of its module's `<name>_function(type)`.
 HOMES = {
     **dict.fromkeys(("schedule", "launch", "worker", "thread_main"), "scheduler"),
     **dict.fromkeys(("cascade", "map_rows"), "cascade"),
@@ -251,8 +251,8 @@ HOMES = {
 def kernel(name: str) -> Kernel:
     """A kernel: `worker`, `decode`, `combine`, `qk f16`, `pv int8`, ...
 
-    Loaded once, whatever the number of threads that ask first: code is freed with its `Kernel`, and a second one in its
-    place would free what the first's address is called by.
+    Loaded once, even if several threads ask first: code is freed with its `Kernel`, so replacing one would free code
+    whose address is in use.
     """
     found = _kernels.get(name)
     if found is None:
@@ -264,7 +264,7 @@ def kernel(name: str) -> Kernel:
 
 
 def symbol(name: str) -> str:
-    """What the linker knows a kernel by."""
+    """The symbol of a kernel."""
     return name.replace(" ", "_")
 
 
@@ -283,7 +283,7 @@ def function(name: str) -> int:
 
 @cache
 def entry(name: str) -> Any:
-    """A kernel as something to call; the interpreter's lock is released meanwhile."""
+    """A kernel as a Python callable; it runs without the GIL."""
     return kernel(name).entry
 
 
@@ -300,7 +300,7 @@ ALL = [
 
 
 def on_disk() -> tuple[set[str], set[str]]:
-    """The kernels that the package brings, and those that were compiled and are kept, by their symbols."""
+    """The symbols of the kernels in the package and in the disk cache."""
     names, target = {symbol(name) for name in ALL}, prebuilt.target()
     brought = set() if target is None else {file.stem for file in (prebuilt.FOLDER / target).glob("*.o")}
     kept = {file.name.partition(".")[0] for file in cache_directory().glob("*.o")}

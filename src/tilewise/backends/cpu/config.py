@@ -16,7 +16,7 @@ from .gemm.fp32 import PANEL
 from .gemm.gradient import has_bf16
 
 DECODE_ROWS = 16  # up to this many query rows (of all heads of a group) take the decode mainloop
-SPLIT_BYTES = 256 * 1024  # of split-KV partials of all rows of a KV head: four pieces for each thread take a MiB
+SPLIT_BYTES = 256 * 1024  # of the split-KV partials of a KV head: four splits for each thread take a MiB
 BACKWARD_ROWS, BACKWARD_KEYS, BACKWARD_ITEMS = 128, (384, 192, 96), 6
 
 
@@ -28,27 +28,27 @@ class Config:
     tile_rows: int
     tile_keys: int
     split_size: int  # keys, 0 for no splits
-    head_batch: int  # KV heads that a thread takes together
+    head_batch: int  # KV heads that a thread processes together
     partial_bytes: int  # of an item's split-KV partial
     max_work_items: int
-    decode_rows: int  # of a group, up to which a sequence is decoded
-    pairs: bool  # it is decoded by pairs
+    decode_rows: int  # most rows of a group for the decode mainloop
+    pairs: bool  # decode by pairs of bf16 numbers
 
 
 EVERY_ROW = 1 << 40
 
 
 def takes_pairs(p: Problem) -> bool:
-    """Whether all rows are decoded by AVX-512 BF16 (`gemm/gemv_bf16.py`): V is in K, all is bf16, in whole vectors."""
+    """Whether decode uses AVX-512 BF16 (`gemm/gemv_bf16.py`): V is in K, all is bf16, in whole vectors."""
     whole = p.head_dim % (2 * W) == 0 and p.value_dim % (2 * W) == 0
     bf16 = PLAIN[p.q_dtype] == p.k_format == FORMATS["bf16"]
     return p.v_in_k and bf16 and whole and has_bf16() and not amx.usable()
 
 
 def multiplies_pairs(p: Problem) -> bool:
-    """Whether decode multiplies q and k by AVX-512 BF16, in tiles that all rows see.
+    """Whether decode uses AVX-512 BF16 for Q K^T in tiles that all rows see.
 
-    Not under a dense mask: those tiles would be the ones that a tile map says, and its bits are those without one.
+    Not with a dense mask: which tiles those are would depend on the tile map, which must not change a bit.
     """
     bf16 = PLAIN[p.q_dtype] == p.k_format == FORMATS["bf16"]
     return bf16 and p.head_dim % (2 * W) == 0 and p.mask is None and has_bf16() and not (amx.usable() or p.v_in_k)
@@ -59,12 +59,12 @@ def is_decode(p: Problem) -> bool:
 
 
 def own_rows(p: Problem) -> int:
-    """Query rows of a sequence that may be in one work item: those that share their indices, if there are any."""
+    """Query rows of a sequence that may share a work item: with key indices, those that share a list."""
     return p.q_len if p.selection is None else min(p.q_len, p.selection.block)
 
 
 def keys_of(p: Problem) -> int:
-    """Keys that a query row is given: all, or as many as it may choose."""
+    """Keys that a query row iterates over: all, or as many as its indices select."""
     return p.kv_len if p.selection is None else p.selection.count * p.selection.block
 
 
@@ -76,7 +76,7 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
     if p.selection is not None:
         block = own_rows(p)
         rows = -(-block // -(-block // rows))
-    # Of pairs a row's bits depend on its tile, which must not depend on the batch.
+    # With pairs a row's bits depend on its tile, which then must not depend on the batch.
     elif (not p.packed_q or p.q_len <= 1) and not pairs:
         step = max(1, PANEL // p.group)
         rows = even_rows(rows, p.q_len, p.batch * p.kv_heads, threads, step)
@@ -89,16 +89,16 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
     threads = threads_for(p, threads)
     Dv, all_keys = -(-p.value_dim // W) * W, keys_of(p)
     batched = 1
-    shared = bool(p.page_size) if p.selection is None else not p.selection.by_head  # rows or lists of the heads
+    shared = bool(p.page_size) if p.selection is None else not p.selection.by_head  # heads share pages or lists
     if p.group * own_rows(p) <= DECODE_ROWS and shared and p.mask is None and not p.biased:
         row_bytes, splits = 4 * p.group * own_rows(p) * (p.head_dim + p.value_dim), tiles * max(1, all_keys // 512)
         batched = head_batch(p.kv_heads, row_bytes, splits, threads)
     every_row = p.group * (p.total_q if p.packed_q else p.batch * p.q_len)
-    split = p.split_size or 0 if is_decode(p) or p.packed_q else 0  # of sequences of few rows, in any batch
+    split = p.split_size or 0 if is_decode(p) or p.packed_q else 0  # for sequences of few rows, in any batch
     if not p.split_size and (is_decode(p) or every_row * 4 * Dv <= SPLIT_BYTES):
         each = HEAD_BATCH_PIECES if batched > 1 else 4
         split = split_size(tiles * p.kv_heads // batched, all_keys, threads, keys, each)
-    if p.selection is not None and rows > 1:  # lists are sorted by blocks
+    if p.selection is not None and rows > 1:  # lists are sorted in whole blocks
         split = -(-split // p.selection.block) * p.selection.block
     if split >= all_keys:
         split = 0
@@ -121,8 +121,8 @@ def configure(p: Problem, threads: int, parts: int) -> Config:
 def backward_tile(p: Problem) -> tuple[int, int]:
     """Query rows of each head and keys of a tile of the backward pass: the same for any number of threads.
 
-    The more keys, the less it costs to load a tile's rows and sums; fewer where there would be too few work items, and
-    in float32, whose cells take twice the memory (cpu/backward-tile in benchmarks/cpu/LOG.md).
+    More keys amortise loading a tile's rows and sums; fewer if there would be too few work items, and in float32, whose
+    cells take twice the memory (cpu/backward-tile in benchmarks/cpu/LOG.md).
     """
     sizes = BACKWARD_KEYS if backward_in_bf16(p) else BACKWARD_KEYS[1:]
     enough = (n for n in sizes if p.batch * p.kv_heads * -(-p.kv_len // n) >= BACKWARD_ITEMS)
@@ -130,7 +130,7 @@ def backward_tile(p: Problem) -> tuple[int, int]:
 
 
 def backward_in_bf16(p: Problem) -> bool:
-    """Whether the backward pass multiplies pairs of bf16 numbers."""
+    """Whether the backward pass uses AVX-512 BF16."""
     return PLAIN[p.q_dtype] == p.k_format == p.v_format == FORMATS["bf16"] and has_bf16()
 
 
@@ -147,36 +147,36 @@ def second_level_cache() -> int:
 def tile_rows(group: int, head_dim: int, value_dim: int, cache_bytes: int, most: int = 384) -> int:
     """Query rows of each head in a tile.
 
-    All rows of the group share a packed tile of V, so the more of them the less packing weighs, as long as q and the
-    accumulator stay in the L2 cache beside it: half of it, 64 to `most` rows (cpu/tile-rows in benchmarks/cpu/LOG.md).
+    All rows of the group share a packed tile of V, so more rows amortise packing, as long as q and the accumulator fit
+    in half of L2: 64 to `most` rows (cpu/tile-rows in benchmarks/cpu/LOG.md).
     """
     rows = cache_bytes // 2 // (4 * (head_dim + value_dim)) // 64 * 64
     return max(1, min(most, max(64, rows)) // group)
 
 
 def even_rows(most: int, q_len: int, tasks: int, threads: int, step: int) -> int:
-    """Query rows of a tile such that tiles are of one size, and two of them for each thread if the rows allow it.
+    """Query rows of a tile such that tiles have equal sizes, and each thread has two if there are enough rows.
 
-    `tasks` is the number of sequences and KV heads; a tile is a multiple of `step` rows. What a row gives does not
+    `tasks` is the number of sequences times KV heads; a tile is a multiple of `step` rows. The result of a row does not
     depend on its tile. Gain: cpu/even-rows in benchmarks/cpu/LOG.md.
     """
     tiles = max(-(-q_len // most), min(-(-2 * threads // max(1, tasks)), q_len // 64))
     return max(1, min(most, -(-q_len // max(1, tiles) // step) * step))
 
 
-FEW_KEYS = 96  # of a tile of decode: in any batch, beside AMX prefill too, for a row's bits depend on it
+FEW_KEYS = 96  # keys of a decode tile: always the same, since a row's bits depend on it
 
 
 def tile_keys(parts: int) -> int:
-    """Keys of a tile: 96 rows of scores and of a panel of V's columns fit the ways of an L1 cache.
+    """Keys of a tile: 96 rows of scores and of a panel of V's columns fit in L1 without conflicts.
 
-    AMX (`parts` above 0) loads and stores its sums for each tile of keys, so that more of them are better.
+    AMX (`parts` above 0) loads and stores its sums for each tile of keys, so more keys are better.
     """
     return 256 if parts else FEW_KEYS
 
 
 def split_size(tasks: int, keys: int, threads: int, tile: int, each: int = 4) -> int:
-    """Keys of a split, 0 for no splitting: about `each` pieces for a thread, none under 512 keys, in whole tiles."""
+    """Keys of a split in whole tiles, 0 for no splits: about `each` splits for a thread, none under 512 keys."""
     if threads < 2 or not 0 < tasks < each * threads or keys < 1024:
         return 0
     pieces = -(-each * threads // tasks)
@@ -184,36 +184,36 @@ def split_size(tasks: int, keys: int, threads: int, tile: int, each: int = 4) ->
 
 
 HEAD_BATCH_BYTES = 256 * 1024  # of queries and sums
-HEAD_BATCH_PIECES = 16  # for a thread: no core waits long for one that is slower
+HEAD_BATCH_PIECES = 16  # work items for a thread: no core waits long for a slower one
 
 
 def head_batch(kv_heads: int, row_bytes: int, splits: int, threads: int) -> int:
-    """KV heads that one thread takes together from pages, tile by tile; they divide all of them.
+    """KV heads that a thread processes together, tile by tile; a divisor of all heads.
 
-    A page holds all heads of a token, so what the processor prefetches behind one head's rows is the next head's, and
-    of no use to another thread (cpu/head-batch in benchmarks/cpu/LOG.md). `row_bytes` is what the queries and sums of a
-    head take; those of a head batch stay in L2. `splits` is how many pieces all keys can be cut into: there is work for
-    every thread.
+    A page holds all heads of a token, so the hardware prefetches the next head's rows behind one head's. That is wasted
+    if another thread has that head (cpu/head-batch in benchmarks/cpu/LOG.md). `row_bytes` is the size of queries and
+    sums of a head; those of a batch must fit in L2. `splits` is the number of splits of the keys: every thread must
+    have work.
     """
     fits = [n for n in range(2, kv_heads + 1) if kv_heads % n == 0 and n * row_bytes <= HEAD_BATCH_BYTES]
     return max([1, *(n for n in fits if kv_heads // n * splits >= 2 * threads)])
 
 
 def bytes_read(p: Problem) -> int:
-    """Bytes of K and V, as wide as they are computed with if they are quantised; V that lies in K is read with it."""
+    """Bytes of K and V that are read; of quantised ones, as wide as they are computed with. V in K counts once."""
     keys = p.kv_len if p.selection is None else min(p.kv_len, -(-p.q_len // p.selection.block) * keys_of(p))
     values = 0 if p.v_in_k else p.value_dim * p.v_dtype.itemsize
     return p.batch * p.kv_heads * keys * (p.head_dim * p.k_dtype.itemsize + values)
 
 
-# Keys between the row that decode multiplies and the one that it prefetches into L2: cpu/prefetch-distance in
+# Keys from the row that decode multiplies to the one that it prefetches into L2: cpu/prefetch-distance in
 # benchmarks/cpu/LOG.md.
 PREFETCH_KEYS = 16
-PREFETCH_BYTE_KEYS = 48  # rows of int8 and int4 are a half and a quarter as long
+PREFETCH_BYTE_KEYS = 48  # rows of int8 and int4 are shorter
 
 
 def prefetch_distance(p: Problem) -> int:
-    """0 if all that is read stays in the L2 cache."""
+    """Keys to prefetch ahead; 0 if K and V fit in L2."""
     if bytes_read(p) <= second_level_cache():
         return 0
     if p.k_format.is_integer:
@@ -222,7 +222,7 @@ def prefetch_distance(p: Problem) -> int:
 
 
 def threads_for(p: Problem, threads: int) -> int:
-    """As many threads as have work for twice the time of waking one: 2 MFLOP or 0.3 MB (cpu/wake in the log)."""
+    """Threads to use: each must have work for twice the time of waking it, 2 MFLOP or 0.3 MB (cpu/wake in the log)."""
     rows = p.total_q if p.packed_q else p.batch * p.q_len
     flops = 2 * rows * p.heads * keys_of(p) * (p.head_dim + p.value_dim)
     return max(1, min(threads, 1 + int(max(flops / 4e6, bytes_read(p) / 6e5))))

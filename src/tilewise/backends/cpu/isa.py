@@ -1,4 +1,4 @@
-"""What this machine's CPU has, or the one that kernels are compiled for."""
+"""Features of the CPU that kernels are compiled for: this machine's, or the one that Numba is set to."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def machine() -> str:
 
 
 def cpu_features() -> set[str]:
-    """What this machine's CPU has, or the one that Numba is set to compile for."""
+    """The CPU's features, by LLVM's names."""
     given = getattr(config, "CPU_FEATURES", None)
     if given is None:
-        # LLVM names no features of a Mac's CPU, and knows these by its name.
+        # LLVM lists no features of a Mac's CPU, but knows them by its name.
         mac = {"neon", "dotprod"} if (platform.system(), platform.machine()) == ("Darwin", "arm64") else set()
         return mac | {name for name, there in llvm.get_host_cpu_features().items() if there}
     return {name[1:] for name in given.split(",") if name.startswith("+")}
 
 
 def missing() -> str | None:
-    """Why this CPU cannot run the kernels, if it cannot."""
+    """Why this CPU cannot run the kernels; None if it can."""
     lacks = {"fma", "f16c"} - cpu_features()
     if machine() == "x86_64" and lacks:
         return f"this CPU has no {' and no '.join(name.upper() for name in sorted(lacks))}"

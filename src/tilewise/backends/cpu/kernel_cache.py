@@ -1,15 +1,14 @@
-"""Compiled kernels on disk, one file each.
+"""The disk cache of compiled kernels, one file each.
 
-A file holds code: objects of kernels, and pickle of compiled loops. It is read only if its folder and the file itself
-belong to this user or to root and nobody else may write to them. It begins with a digest of its contents and of what
-they are for, so that a damaged file, or one of another kernel, is never loaded. It is written under another name and
-put in place whole: processes may do so at once, or be killed at it. Of processes that want the same kernel at the same
-time one compiles it, and the others wait for its file.
+A file holds code: object files of kernels, and pickles of compiled loops. It is read only if the file and its folder
+belong to this user or root and nobody else can write to them. It begins with a digest of its contents and its key, so a
+damaged file, or one of another kernel, is never loaded. Files are written under another name and renamed, so processes
+may write at the same time or be killed. If several processes need the same kernel, one compiles it and the others wait.
 
-Releases bring objects of kernels with the package (`prebuilt.py`): these are looked for first.
+Kernels that a release brings with the package (`prebuilt.py`) come first.
 
-What cannot be read is compiled again and written anew; what cannot be written is compiled by every process. Each is
-said once, and neither fails a call.
+A file that cannot be read is compiled again and rewritten; if it cannot be written, every process compiles. Each is
+warned of once, and neither fails a call.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ REMEDY = "remove it, or set TILEWISE_CACHE_DIR to a folder of your own"
 
 
 class Distrusted(Exception):
-    """Why a file or a folder is not used."""
+    """A file or folder that is not trusted."""
 
 
 class Damaged(Exception):
@@ -54,13 +53,13 @@ class Damaged(Exception):
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept."""
+    """The folder of compiled kernels."""
     return cache_home() / f"cpu-{fingerprint()}"
 
 
 @cache
 def sources() -> str:
-    """A digest of what kernels are made of."""
+    """A digest of the kernels' sources."""
     digest, package = hashlib.sha256(), Path(__file__).parent
     core = [package.parents[1] / "core" / name for name in ("mask_rules.py", "storage.py")]
     for source in [*sorted(package.rglob("*.py")), *core]:
@@ -70,13 +69,13 @@ def sources() -> str:
 
 @cache
 def fingerprint() -> str:
-    """Of these sources and of what compiles them: kept code is never stale."""
+    """A digest of the sources and the compiler's versions: cached code is never stale."""
     versions = f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}"
     return hashlib.sha256(f"{versions} {sources()}".encode()).hexdigest()[:16]
 
 
 class Kept:
-    """The kept code of one function; `stamp` names what it was made of, beside the kernels' sources."""
+    """The cached code of one function; `stamp` identifies its source if that is not part of `sources`."""
 
     suffix = "o"
 
@@ -84,7 +83,7 @@ class Kept:
         self.name, self.stamp = name, stamp
 
     def key(self, signature: Any, cpu: Any) -> bytes:
-        """What a file is for, with the CPU that it is compiled for."""
+        """The key of a file: the function, its signature, and the CPU that it is compiled for."""
         what = fingerprint(), self.name, self.stamp, str(signature), cpu
         return hashlib.sha256(repr(what).encode()).digest()
 
@@ -92,7 +91,7 @@ class Kept:
         return f"{self.name}.{key.hex()[:16]}.{self.suffix}"
 
     def load(self, key: bytes, restore: Callable[[bytes], T]) -> T | None:
-        """What `restore` makes of the code; None if it is not there or cannot be used."""
+        """`restore` applied to the cached code; None if it is missing or cannot be used."""
         file = self.file(key)
         try:
             return restore(read(file, key))
@@ -110,7 +109,7 @@ class Kept:
 
 
 class KeptLoop(Kept):
-    """A compiled loop, as Numba's own `FunctionCache` is used."""
+    """A compiled loop, with the interface of Numba's `FunctionCache`."""
 
     suffix = "nbc"
 
@@ -119,7 +118,7 @@ class KeptLoop(Kept):
         return str(cache_directory())
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        rtsys.initialize(target_context)  # functions of Numba's that kept code is linked with
+        rtsys.initialize(target_context)  # Numba functions that cached code links to
         key = self.key(signature, target_context.codegen().magic_tuple())
         return self.load(key, lambda code: CompileResult._rebuild(target_context, *pickle.loads(code)))
 
@@ -129,7 +128,7 @@ class KeptLoop(Kept):
 
 
 def read(file: str, key: bytes) -> bytes:
-    """What `write` was given for this key; an error if that is not what the file holds."""
+    """The contents that `write` stored for this key; raises if the file holds anything else."""
     with _folder(create=False) as (at, folder):
         handle = os.open(folder + file, READ, dir_fd=at)
         with open(handle, "rb") as opened:
@@ -140,7 +139,7 @@ def read(file: str, key: bytes) -> bytes:
 
 
 def checked(file: bytes, key: bytes) -> bytes:
-    """What a file holds, if that is for this key."""
+    """The contents of a file, if it is of this key."""
     contents = file[len(FORMAT) + 32 :]
     if file[: len(FORMAT) + 32] != head(key, contents):
         raise Damaged("its digest is wrong")
@@ -148,14 +147,14 @@ def checked(file: bytes, key: bytes) -> bytes:
 
 
 def head(key: bytes, contents: bytes) -> bytes:
-    """What a file begins with."""
+    """The header of a file."""
     return FORMAT + hashlib.sha256(key + contents).digest()
 
 
 def write(file: str, key: bytes, contents: bytes) -> None:
-    """Puts a file in place, whole or not at all."""
+    """Writes a file atomically."""
     with _folder(create=True) as (at, folder):
-        draft = f"{file}.{secrets.token_hex(8)}.tmp"  # a name that nobody can know before
+        draft = f"{file}.{secrets.token_hex(8)}.tmp"  # an unguessable name
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
         handle = os.open(folder + draft, flags, 0o600, dir_fd=at)
         try:
@@ -172,8 +171,8 @@ def write(file: str, key: bytes, contents: bytes) -> None:
 
 @contextmanager
 def alone(file: str) -> Iterator[None]:
-    """Waits while another process is in here for the same file. After `PATIENCE` seconds, and where files cannot be
-    locked, it goes on. The system takes back the lock of a process that is killed.
+    """A lock between processes for one file. Goes on after `PATIENCE` seconds, and where files cannot be locked. The
+    system releases the lock of a killed process.
     """
     name, handle = f"{file}.lock", None
     with suppress(ImportError, Distrusted, OSError):
@@ -193,29 +192,29 @@ def alone(file: str) -> Iterator[None]:
     finally:
         if handle is not None:
             with suppress(Distrusted, OSError), _folder(create=False) as (at, folder):
-                os.unlink(folder + name, dir_fd=at)  # who waits has it open, and finds the kernel then
+                os.unlink(folder + name, dir_fd=at)  # waiting processes have it open, and then find the kernel
             os.close(handle)
 
 
 def _remove_stale(file: str, at: int | None, folder: str) -> None:
-    """Removes what processes that were killed have left."""
+    """Removes unfinished files of killed processes."""
     with suppress(OSError):
         for name in os.listdir(folder if at is None else at):
             if name.startswith(f"{file}.") and name.endswith(".tmp"):
-                with suppress(OSError):  # of another process, which was faster
+                with suppress(OSError):  # another process was faster
                     if time.time() - os.stat(folder + name, dir_fd=at).st_mtime > STALE:
                         os.unlink(folder + name, dir_fd=at)
 
 
 @contextmanager
 def _folder(create: bool) -> Iterator[tuple[int | None, str]]:
-    """The folder: a descriptor, so that nobody can put another in its place, and a prefix of names; checked."""
+    """The checked folder as a descriptor, so that it cannot be replaced, and a prefix for names."""
     path = cache_directory()
     if create:
         os.makedirs(path.parent, mode=0o700, exist_ok=True)
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-    if os.open not in os.supports_dir_fd:  # Windows, where a user's folder is the user's
+    if os.open not in os.supports_dir_fd:  # Windows, where a user's folder is private
         yield None, f"{path}{os.sep}"
         return
     _trust(path, "is a link" if path.is_symlink() else None)

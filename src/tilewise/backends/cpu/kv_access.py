@@ -1,4 +1,4 @@
-"""Addresses: a sequence's place, a key's row in a tensor or in pages, its scales. Numba code, called by the kernels."""
+"""Access to K and V: sequences, key spans, addresses of rows in tensors or pages, scales. Numba code."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -15,16 +15,16 @@ from .codegen.numba_ops import ONE, ZERO, F, fill, jit, up, widen_row
 from .codegen.vector import W
 
 END = OFFSET_KINDS["end"]
-KEY_PAD = np.int64(8)  # keys that `qk` takes at once
-LIST_PAD = np.int64(16)  # those that integer dots take
-# K or V: base, strides over the batch (or pages), heads and rows, dtype, width; its scales likewise, their group
-# and columns that all heads share, which lie elsewhere
+KEY_PAD = np.int64(8)  # keys that `qk` multiplies at once
+LIST_PAD = np.int64(16)  # keys that integer dots multiply at once
+# K or V: address, strides over the batch (or pages), heads and rows, dtype, width; its scales likewise, their group;
+# and the columns that are in k_shared
 Source = namedtuple("Source", "base b h l dtype width scales scales_b scales_h scales_l scales_dtype group shared")
-# Where keys and queries stand: the position of the first query, then as in `MaskRules.places`; or, of a tree, where its
-# positions are (0: there are none), which are also those of the queries' own keys, and the first of these
+# Positions: that of the first query, then as in `MaskRules.places`; for a tree the address of its nodes' positions (0:
+# none), which are also those of the queries' own keys, and the first of these keys
 Affine = namedtuple("Affine", "offset k_start k_stride q_stride tree own")
-# The sequence and KV head that rows come from; the list of chosen keys (`mainloop/chosen.py`) whose places stand for
-# keys, 0 if there is none
+# The sequence and KV head of rows; the address of the list of selected keys (`mainloop/chosen.py`), whose entries are
+# then counted as keys, or 0
 Place = namedtuple("Place", "b head kv_start chosen")
 
 
@@ -50,7 +50,7 @@ def sequence(p, b):
 
 @jit
 def affine(p, b, offset):
-    """Where the keys and queries of batch row b stand, its first query at `offset`."""
+    """The positions of keys and queries of batch row b, whose first query is at `offset`."""
     tree = own = types.int64(0)
     if p.positions:
         _, q_len, _, kv_len, _ = sequence(p, b)
@@ -64,7 +64,7 @@ def affine(p, b, offset):
 
 @jit
 def tree_position(at, row):
-    """Where node `row` of a tree stands, not before the keys that are not the queries' own."""
+    """The position of node `row` of a tree, not before the keys that precede the tree."""
     return max(types.int64(get_i32(at.tree + 4 * row)), at.own)
 
 
@@ -81,14 +81,14 @@ def is_far(p, position, key_position):
 
 @jit
 def rows_before(distance, stride):
-    """How many of rows that stand `stride` apart, the first at 0, stand before `distance`; below 0 if it does."""
+    """How many rows at positions 0, stride, 2 * stride, ... are before `distance`; may be negative."""
     return distance if stride == 1 else -(-distance // stride)
 
 
 @jit
 def key_span(p, at, row, kv_len):
-    """Keys [lo, hi) that position and length rules leave to query `row` of those that stand as `at` says; hi <= lo if
-    none. See `core/mask_rules.py`. Of a tree's nodes they say nothing about the queries' own keys: `tree_hides` does.
+    """Keys [lo, hi) that position and length rules leave to query `row`, with positions `at`; hi <= lo if none. See
+    `core/mask_rules.py`. With positions of a tree's nodes it covers only keys before the tree: see `tree_hides`.
     """
     if at.tree:
         position, lo = tree_position(at, row), types.int64(0)
@@ -114,7 +114,7 @@ def key_span(p, at, row, kv_len):
 
 @jit
 def rows_span(p, at, row, rows, kv_len):
-    """Keys that some of `rows` queries from `row` on see: from the first one's to the last one's, but of a tree."""
+    """Keys [lo, hi) that some of `rows` queries from `row` on see: from the first one's lo to the last one's hi."""
     lo, hi = key_span(p, at, row, kv_len)[0], key_span(p, at, row + rows - 1, kv_len)[1]
     if at.tree:
         for i in range(row, row + rows):
@@ -142,7 +142,7 @@ def query_span(p, at, key, q_len):
 
 @jit
 def query_row(p, item, q_start, g, i):
-    """Where query i of an item's rows is in q, for head g of the group."""
+    """The address in q of query i of an item's rows, for head g of the group."""
     head = item.head * (p.heads // p.kv_heads) + g
     b = types.int64(0) if p.cu_q else item.b
     return p.q + b * p.q_b + head * p.q_h + (q_start + item.row + i) * p.q_l
@@ -168,7 +168,7 @@ def place(p, item, kv_start, chosen):
 
 @jit
 def row_address(p, base, stride_b, stride_h, stride_l, at, j):
-    """Where key j's row is in k, v or their scales."""
+    """The address of key j's row in k, v or their scales."""
     if at.chosen:
         entry = at.chosen + 16 * j
         row = types.int64(get_i32(entry + 4))
@@ -181,14 +181,14 @@ def row_address(p, base, stride_b, stride_h, stride_l, at, j):
 
 @jit
 def repeat_last(table, count, end):
-    """The last of `count` addresses once more, up to place `end`."""
+    """Pads a table of `count` addresses to `end` by repeating the last."""
     if count < end:
         put_series(table + 8 * count, get_i64(table + 8 * (count - 1)), types.int64(0), end - count)
 
 
 @jit
 def list_rows(p, x, at, table, first, count, pad):
-    """Addresses of `count` rows, the last one repeated up to a multiple of `pad`: it may be read, it does not count."""
+    """Lists the addresses of `count` rows, padded to a multiple of `pad` with the last, whose results are ignored."""
     if at.chosen:
         start, entry = x.base + at.head * x.h, at.chosen + 16 * first
         for j in range(count):
@@ -208,7 +208,7 @@ def list_rows(p, x, at, table, first, count, pad):
 
 @jit
 def list_ahead(p, x, at, table, first, count, end, distance):
-    """Addresses of `count` rows, padded to a multiple of 16, and `distance` more; the last before `end` is repeated."""
+    """Lists `count` rows, padded to a multiple of 16, and `distance` more to prefetch, up to the last before `end`."""
     there, wanted = min(count + distance, end - first), up(count, LIST_PAD) + distance
     list_rows(p, x, at, table, first, there, ONE)
     repeat_last(table, there, wanted)
@@ -236,11 +236,11 @@ def list_scales(p, x, at, table, first, count, pad, line):
 
 @jit
 def widen_rows(p, x, at, table, to, first, count, pad):
-    """Rows that `table` lists, to float32 in `to`, which the table lists then. Returns NaN if one is not finite."""
+    """Converts the listed rows to float32 in `to`, and lists those. Returns NaN if one is not finite, else 0."""
     padded = up(x.width + x.shared, W)
     bad = F(0)
     for j in range(count):
-        if x.shared:  # behind the row's own
+        if x.shared:  # columns of k_shared follow
             row, rest = to + 4 * j * padded, to + 4 * (j * padded + x.width)
             bad += widen_row(row, get_i64(table + 8 * j), x.dtype, x.width, x.width, ZERO, ZERO, ONE)
             start = row_address(p, p.k_shared, p.k_shared_b, ZERO, p.k_shared_l, at, first + j)

@@ -1,7 +1,7 @@
 """Cache writes: stores rows of K and V into a cache, converted or quantised, in one pass.
 
-A token's row of a head is widened to float32 in scratch memory; for few bits each group's largest magnitude gives its
-scale, the row is divided by it, rounded, and written with its scales. Rows of the cache's own type are only copied.
+A row is converted to float32 in scratch memory. To quantise it, each group's largest magnitude sets its scale; the row
+is divided by its scales, rounded, and stored with them. Rows of the cache's own type are copied.
 
     token i of sequence b goes to position p = starts[b] + i:
         slot p % wrap of row b, or, with a table, slot p % wrap of page table[b, p // wrap]
@@ -45,13 +45,13 @@ from .threads import pool
 
 
 def side(x: str) -> str:
-    """K or V: where rows come from and where they go, with their types."""
+    """The fields for K or V: source and destination of rows, with their types."""
     source, to, scales = (tensor(f"{x}_{name}") for name in ("source", "to", "scales"))
     return f"{source} {x}_source_dtype {to} {x}_dtype {x}_width {scales} {x}_group"
 
 
 class WriteParams(ctypes.Structure):
-    """What a write is: whose rows go where, in how many parts, and which of these is the next."""
+    """The parameter struct of a write: source, destination, and the parts that threads take."""
 
     _fields_ = fields(
         f"batch heads starts cu packed {tensor('table', 'b')} wrap {side('k')} {side('v')} parts next_part"
@@ -59,9 +59,9 @@ class WriteParams(ctypes.Structure):
 
 
 write_params_at, NEXT_PART = struct_at(record(WriteParams)), offset(WriteParams, "next_part")
-SCRATCH = 4 * 1024 + 1024  # a row of up to 576 floats with room behind it, then its bytes
+SCRATCH = 4 * 1024 + 1024  # a padded row of up to 576 floats, then its bytes
 TINY = F(np.finfo(np.float32).tiny)
-TOKENS_OF_A_THREAD = 1 << 18  # elements that a thread should have, or waking it takes longer than it saves
+TOKENS_OF_A_THREAD = 1 << 18  # least elements for a thread: fewer are not worth waking it
 
 
 @microkernel("ii>f")
@@ -71,7 +71,7 @@ def largest(e: Emit, source: Value, count: Value) -> Value:
     with e.loop(count, W) as i:
         x = e.call("fabs", e.load(source, i))
         top.set(e.max(x, top.get()))
-        bad.set(e.builder.fadd(bad.get(), e.builder.fsub(x, x)))  # NaN for NaN; for an infinity, which is the largest
+        bad.set(e.builder.fadd(bad.get(), e.builder.fsub(x, x)))  # NaN for NaN and infinity
     value = e.reduce(top.get(), e.max)
     wrong = e.reduce(bad.get(), e.builder.fadd)
     infinite = e.builder.fcmp_ordered("==", value, ir.Constant(F32, float("inf")))
@@ -87,7 +87,7 @@ def divide(e: Emit, row: Value, count: Value, by: Value) -> None:
 
 @microkernel("iiiii")
 def write_bytes(e: Emit, to: Value, low: Value, high: Value, count: Value, dtype: Value) -> None:
-    """Elements in units of their scales as they are stored; `high` are those that share a number with `low`."""
+    """Stores elements divided by their scales; `high` are those packed with `low` in one number."""
 
     def loop(name: str) -> None:
         with e.loop(count, W) as i:
@@ -100,7 +100,7 @@ def write_bytes(e: Emit, to: Value, low: Value, high: Value, count: Value, dtype
 
 @microkernel("i>f")
 def largest_step(e: Emit, dtype: Value) -> Value:
-    """What the largest magnitude of a group is stored as."""
+    """The stored number of a group's largest magnitude."""
     result = e.var(ir.Constant(F32, 0.0))
     by_dtype(e, dtype, list(ENCODE), lambda name: result.set(ir.Constant(F32, FORMATS[name].largest)))
     return result.get()
@@ -115,9 +115,9 @@ def copy_bytes(e: Emit, to: Value, source: Value, count: Value) -> None:
 
 @jit
 def put_quantised(to, dtype, width, scales, group, row):
-    """A row of float32 in scratch memory, in units of its scales."""
+    """Quantises and stores a row of float32 in scratch memory."""
     padded = up(width, W)
-    fill(row, padded, up(width, group) + W, F(0))  # the last group is full, and int4's upper half may be read past
+    fill(row, padded, up(width, group) + W, F(0))  # pads the last group; int4 reads past the upper half
     for g in range((width + group - 1) // group):
         at = row + 4 * g * group
         scale = largest(at, group) / largest_step(dtype)
@@ -147,7 +147,7 @@ def put_row(source, source_dtype, to, dtype, width, scales, group, row):
 
 
 def append(params, scratch):
-    """What a thread runs: parts of a call's tokens until there are none."""
+    """A thread's main function: takes parts of a call's tokens until there are none."""
     p = write_params_at(params)
     part = fetch_add(params + NEXT_PART)
     while part < p.parts:
@@ -165,7 +165,7 @@ def append_part(p, scratch, part, parts):
         start = types.int64(get_i32(p.starts + 4 * b))
         begin = max(types.int64(0), low - first)
         if not p.table:
-            begin = max(begin, new - p.wrap)  # a ring keeps the last ones
+            begin = max(begin, new - p.wrap)  # a ring keeps only the last tokens
         for i in range(begin, min(new, high - first)):
             position = start + i
             slot, outer = position % p.wrap, b
@@ -178,7 +178,7 @@ def append_part(p, scratch, part, parts):
                     p.k_to + outer * p.k_to_b + h * p.k_to_h + slot * p.k_to_l, p.k_dtype, p.k_width,
                     p.k_scales + outer * p.k_scales_b + h * p.k_scales_h + slot * p.k_scales_l, p.k_group, scratch,
                 )  # fmt: skip
-                if not p.v_width:  # V lies in K
+                if not p.v_width:  # V is in K
                     continue
                 put_row(
                     p.v_source + line * p.v_source_b + h * p.v_source_h + token * p.v_source_l, p.v_source_dtype,
@@ -188,7 +188,7 @@ def append_part(p, scratch, part, parts):
 
 
 class Append:
-    """The call for one cache; only its sources and places change. See `core/kv_store.py`."""
+    """The writer of one cache; calls differ in sources and places. See `core/kv_store.py`."""
 
     def __init__(self, k: Any, v: Any, wrap: int) -> None:
         params = WriteParams(wrap=wrap, heads=k.data.shape[1])
@@ -201,14 +201,14 @@ class Append:
                 setattr(params, f"{x}_group", store.format.group)
         self.params, self.kept = params, (k, v)
         self.elements = k.data.shape[1] * (params.k_width + params.v_width)  # of a token
-        self.latest: tuple[Any, Any] = None, params  # of the call before: what it was like, and its struct
+        self.latest: tuple[Any, Any] = None, params  # the last call's key and its struct
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> None:
         params = self._params(k, v, places)
         pool.run_kernel("append", ctypes.addressof(params), params.parts, SCRATCH)
 
     def bound(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> Callable[..., None]:
-        """This write for other caches and rows of the same kind, by their addresses; in one thread at a time."""
+        """This write as a function of addresses, for other caches and rows of the same kind; not thread-safe."""
         params = self._params(k, v, places)
         address, parts = ctypes.addressof(params), params.parts
 
@@ -220,7 +220,7 @@ class Append:
         return write
 
     def _params(self, k: torch.Tensor, v: torch.Tensor, places: Any) -> WriteParams:
-        """The struct of one call, its own: other threads may write too."""
+        """The struct of one call; not shared, since other threads may write too."""
         batch, table = len(places.starts), places.table
         key = (
             k.stride(), v.stride(), k.dtype, v.dtype, batch, places.packed, None if table is None else table.stride(0),

@@ -1,8 +1,8 @@
-"""From a plan and its tensors to a parameter struct, and to the kernel `launch`, which does the rest.
+"""Makes the parameter struct of a call from its plan and tensors, and runs the kernel `launch` on it.
 
-There is one way: `prepare` makes what all calls of a problem share, `make_params` the struct of one call, `launcher`
-what starts it. A repeated call is the last step alone, with other addresses; a cascade is a struct with another
-attached.
+All calls go the same way: `prepare` makes what the calls of a problem share, `make_params` the struct of one call,
+`launcher` the function that runs it. A repeated call runs that function with other addresses; a cascade is a struct
+with a second one attached.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .scheduler import SPARE_ROWS, UNDONE_ITEM, WRONG_TABLES
 from .scratch import total
 from .threads import MOST_KEPT, pool
 
-KEPT_ITEMS = 1 << 14  # a MiB: queries that choose their keys have an item each
+KEPT_ITEMS = 1 << 14  # a MiB: with key indices each query has an item
 
 
 @dataclass(frozen=True)
 class Launch:
     """What all calls of a problem share."""
 
-    params: Params  # the tensors are each call's own
+    params: Params  # without tensors
     scratch: int  # bytes for each thread
     max_work_items: int
-    work_items: Any = None  # the list of items, if it is the same for every call
+    work_items: Any = None  # the work items, if all calls have the same
     schedule: str = "schedule"  # the kernel that lists them
-    gradients: Gradients | None = None  # of a backward pass, likewise without its tensors
+    gradients: Gradients | None = None  # of a backward pass, without tensors
 
 
 def prepare(problem: Problem) -> Plan:
@@ -98,10 +98,10 @@ def same_items(p: Problem) -> bool:
 
 
 def has_spans(p: Problem, mask: torch.Tensor) -> bool:
-    """Whether rows of a mask are looked through for the keys that they leave.
+    """Whether rows of a mask are scanned for the span of keys that they leave.
 
-    Batch rows, heads and queries may share a row of the mask: its keys must be the same in all, so no lengths, and no
-    rules if queries share it. Keys that queries choose have masks of their own order.
+    Batch rows, heads and queries may share a row of the mask, and must then have the same keys: no lengths, and no
+    rules if queries share it. With key indices, cells of the mask are not in order.
     """
     if p.grads or p.packed_q or p.selection is not None or config.is_decode(p):
         return False
@@ -143,7 +143,7 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
         names["prefill"] = "prefill"
     if p.packed_q or config.is_decode(p):
         names |= {"decode": "decode", "qk_f32": "qk f32", "pv_f32": "pv f32"}
-        # Rows are read in place if they are whole vectors.
+        # Rows of whole vectors are read in place.
         if p.head_dim % (W * k.packing) == 0 and not k.scales_in_row and not p.shared:
             names["qk"] = f"qk {k.name}"
         if p.value_dim % (W * v.packing) == 0 and not v.scales_in_row:
@@ -163,7 +163,7 @@ def kernels(p: Problem, parts: int, split: bool) -> dict[str, str]:
 
 
 def schedule_items(params: Params, most: int, schedule: str = "schedule") -> Any:
-    """Lists the work items, `most` at most; returns the memory that holds them."""
+    """Lists at most `most` work items; returns their memory."""
     work_items = np.empty(max(1, most), dtype=WORK_ITEM)
     order = np.empty(max(1, params.batch), dtype=np.int64)
     params.work_items = work_items.ctypes.data
@@ -175,16 +175,16 @@ STRIDED = ("q", "k", "v", "out", "lse", "k_scales", "v_scales", "mask", "tree", 
            "q_bias", "k_bias", "indices", "k_shared")  # fmt: skip
 TABLES = ("kv_lengths", "cu_q", "cu_k", "table")
 FLAT = ("sinks", "row_places", "q_offsets", *TABLES)
-# Fields of `Tensors` with other names than those of `Params`
+# Fields of `Params` that have other names in `Tensors`
 TENSORS = {"tree": "tree_mask", "slopes": "alibi_slopes", "row_places": "places", "q_offsets": "q_offset",
            "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k", "table": "block_table",
            "indices": "key_indices"}  # fmt: skip
 
 
 def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Params, list[Any]]:
-    """The parameter struct of a call, and what must live as long as it is in use.
+    """The parameter struct of a call, and the objects that must outlive it.
 
-    With `own_tables` each launch brings lengths, offsets and block tables, and lists the work items that they make.
+    With `own_tables` each launch is given lengths, offsets and block tables, and lists its own work items.
     """
     p, launch = plan.problem, plan.detail
     params = Params.from_buffer_copy(launch.params)
@@ -194,7 +194,7 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
         if x is not None and name in FLAT:
             x = x if name == "table" else x.contiguous()
             if not (own_tables and name in TABLES):
-                kept.append(x)  # not the others: a repeated call has tensors of its own
+                kept.append(x)  # not tables that each launch brings
         if x is not None:
             put_tensor(params, name, x)
     if t.k_scales is not None:
@@ -207,7 +207,7 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
         states = states.expand(p.batch, p.heads, *(-(-n // s) for n, s in zip((p.q_len, p.kv_len), tile, strict=True)))
         put_tensor(params, "states", states)
         kept.append(states)
-    if p.selection is not None and t.k.stride(1) > t.k.stride(2):  # heads of a token are not side by side
+    if p.selection is not None and t.k.stride(1) > t.k.stride(2):  # heads of a token are not adjacent
         params.head_batch = 1
     if t.mask is not None and has_spans(p, t.mask):
         own = [n if stride else 1 for n, stride in zip(t.mask.shape[:3], t.mask.stride()[:3], strict=True)]
@@ -219,16 +219,16 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
     return params, kept
 
 
-Launcher = Callable[..., bool]  # of q, k, v, out, lse or None; of quantised keys and values their scales too
+Launcher = Callable[..., bool]  # takes q, k, v, out, lse or None, and the scales of quantised K and V
 AFTER_SCALES = [f.name for f in fields(Tensors)][7:-1]
 NO_TABLES = [0, 0, 0, 0]
 
 
 def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
-    """What launches the call of the first struct with other tensors of the same kind.
+    """A function that launches the call of the first struct on other tensors of the same kind.
 
-    Given nothing but addresses, the kernel makes its own struct, starts the threads and combines: see cpu 17 in
-    benchmarks/cpu/LOG.md. `kept` is what must live as long as the structs.
+    It only passes addresses: the kernel copies the struct, starts the threads and combines partials (cpu 17 in
+    benchmarks/cpu/LOG.md). `kept` are objects that must outlive the structs.
     """
     params, own_scratch = structs[0], pool.scratch
     launch, address = compiler.entry("launch"), ctypes.addressof(params)
@@ -258,7 +258,7 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
                 return False
             if found & SPARE_ROWS:
                 zero_rows(out, lse, int(more[cu_q][-1]), 0)
-            if found & UNDONE_ITEM:  # an infinity, which AMX cannot take: once more, by fp32
+            if found & UNDONE_ITEM:  # an infinity, which AMX cannot process: again, by fp32
                 for x in structs:
                     x.prefill = compiler.function("prefill")
                 return go(q, k, v, out, lse, k_scales, v_scales, *more)
@@ -269,23 +269,23 @@ def launcher(structs: tuple[Params, ...], scratch: int, kept: Any) -> Launcher:
 
 
 def bind(plan: Plan, t: Tensors) -> Launcher | None:
-    """The same call for other addresses of q, k, v, out, lse, the scales of k and v, lengths, offsets and block tables.
+    """A launcher of the same call for other q, k, v, out, lse, scales, lengths, offsets and block tables.
 
-    It has `checks_tables` if it looks at the last of these itself: False comes back, and nothing is done, if they name
-    rows that are not there.
+    With `checks_tables` it checks lengths, offsets and block tables itself: it returns False, and does nothing, if they
+    refer to rows that do not exist.
     """
     p, launch = plan.problem, plan.detail
     params, kept = make_params(plan, t, launch.work_items is None)
     if launch.work_items is None:
         if launch.max_work_items * (params.partial_bytes + WORK_ITEM.itemsize) > MOST_KEPT // 2:
-            return None  # memory for what a call may have, not for what it has
+            return None  # it would need memory for the most items that a call may have
         params.schedule, params.max_items = compiler.function(launch.schedule), launch.max_work_items
         params.q_rows, params.kv_rows = p.total_q, t.k.shape[0 if p.page_size else 2]
     return launcher((params,), launch.scratch, kept)
 
 
 def check_tables(p: Problem, t: Tensors) -> None:
-    """Looks at lengths, offsets and tables of a call that is not bound (`bind`), whatever `validate` says."""
+    """Checks lengths, offsets and tables of a call that is not bound (`bind`), whatever `validate` says."""
     tables = (t.kv_lengths, None, t.cu_seqlens_q, t.cu_seqlens_k, t.block_table)
     values.check_tables(p, t.k.shape[0 if p.page_size else 2], True, *tables)
 
@@ -299,7 +299,7 @@ def run(plan: Plan, t: Tensors) -> None:
 
 
 def zero_spare_rows(t: Tensors) -> int:
-    """What packed rows of no sequence give. Returns how many belong to one."""
+    """Writes the result of packed rows in no sequence. Returns how many rows are in one."""
     assert t.cu_seqlens_q is not None
     count = int(t.cu_seqlens_q[-1])
     if count < t.out.shape[2]:
@@ -308,7 +308,7 @@ def zero_spare_rows(t: Tensors) -> int:
 
 
 def zero_rows(out: torch.Tensor, lse: torch.Tensor | None, first: int, dim: int) -> None:
-    """Rows from `first` on see nothing."""
+    """Writes 0 and -inf to rows from `first` on, which see nothing."""
     out.narrow(dim, first, out.shape[dim] - first).zero_()
     if lse is not None:
         lse.narrow(dim, first, lse.shape[dim] - first).fill_(-torch.inf)

@@ -1,6 +1,6 @@
-"""Object code of a kernel to functions of this process, by LLVM's loader: nothing is compiled, and Numba is not needed.
+"""Loads a kernel's object file into this process by LLVM's loader: nothing is compiled, and Numba is not needed.
 
-An object defines the kernel as a C function under its name, and `<name>.entry`, which Python calls.
+An object file defines the kernel as a C function by its name, and `<name>.entry`, which Python calls.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import llvmlite.binding as llvm
 from .isa import machine
 
 ENTRY = ".entry"
-METH_FASTCALL = 0x0080  # of Python's stable ABI: (self, address of the arguments, their number)
+METH_FASTCALL = 0x0080  # of Python's stable ABI: (self, arguments, their number)
 
 
 class Kernel(NamedTuple):
-    """A compiled function: the address of a C function, and one that Python calls, which takes its numbers itself.
+    """A compiled function: its C address, and a Python callable that converts its own arguments.
 
     ctypes would convert them one by one: see cpu 14 in benchmarks/cpu/LOG.md.
     """
@@ -45,13 +45,13 @@ def _initialize() -> None:
 
 
 def link(code: bytes, name: str) -> Kernel:
-    """Loads an object. Each has an engine of its own, which is freed with the entry."""
+    """Loads an object file in an engine of its own, which is freed with the entry."""
     _initialize()
     triple = llvm.get_process_triple()
     target = llvm.Target.from_triple(triple).create_target_machine(codemodel="jitdefault", jit=True)
     empty = llvm.parse_assembly("")
     empty.triple = triple
-    # On AArch64 sections must lie near each other: llvmlite's own manager of memory sees to it.
+    # On AArch64 sections must be close to each other, which llvmlite's memory manager ensures.
     engine = llvm.create_mcjit_compiler(empty, target, use_lmm=machine() == "aarch64")
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()

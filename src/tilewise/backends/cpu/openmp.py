@@ -1,7 +1,7 @@
-"""torch's own threads: its OpenMP runtime, where that is GNU's.
+"""torch's own threads, by its OpenMP runtime if that is GNU's.
 
-Those threads keep their cores busy for a while after each product, waiting for the next one. Threads beside them would
-have to share the cores, and to be woken. Gain: cpu 2 in benchmarks/cpu/LOG.md.
+They spin for a while after each parallel region. Other threads would have to share the cores with them, and be woken.
+Gain: cpu 2 in benchmarks/cpu/LOG.md.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-# `parallel(function, argument, threads, 0)` calls `void function(argument)` in up to so many threads, the caller among
-# them.
+# `parallel(function, argument, threads, 0)` calls `void function(argument)` in up to `threads` threads, including the
+# caller.
 PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 

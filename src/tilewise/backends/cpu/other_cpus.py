@@ -1,5 +1,5 @@
-"""Plans for CPUs that are not here. What a kernel is compiled for is fixed when this package is imported, so that
-another process plans: one that takes its CPU for another and compiles nothing.
+"""Plans for other CPUs. The target of kernels is fixed when this package is imported, so another process makes the
+plan: it is told that its CPU is the other one, and compiles nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .targets import TARGETS, machine_of
 class Cpu(NamedTuple):
     about: str
     target: str  # of `targets.py`
-    cache: int  # bytes of a core's second level cache
+    cache: int  # bytes of a core's L2 cache
 
 
 CPUS = {
@@ -60,12 +60,12 @@ def plan_on(name: str, problem: Problem, backend: str | None, threads: int | Non
 
 
 def planned_as(name: str, problem: Problem, backend: str | None, threads: int | None) -> Plan | Unsupported:
-    """In the other process: what the planner chooses on that CPU, without what launches need."""
+    """In the other process: the planner's choice on that CPU, without data for launches."""
     from . import isa
 
     cpu = CPUS[name]
     target = TARGETS[cpu.target]
-    has: Any = isa  # modules that are imported from here on see the other CPU
+    has: Any = isa  # modules imported after this see the other CPU
     has.cpu_features = lambda: set(target.features)
     has.machine = lambda: machine_of(target.triple)
     from .codegen import vector
@@ -78,7 +78,7 @@ def planned_as(name: str, problem: Problem, backend: str | None, threads: int | 
     from . import backward, compiler, config, launch
 
     config.second_level_cache = lambda: cpu.cache  # type: ignore[assignment]
-    compiler.function = lambda name: 1  # there is one
+    compiler.function = lambda name: 1  # a dummy address
     for module in (launch, backward):
         module.schedule_items = lambda *args: None  # type: ignore[attr-defined]
     own: Choose = planner.choose

@@ -1,7 +1,7 @@
 """The structs that Python and the kernels share. Each is declared once, as a ctypes structure of 64-bit fields.
 
-Python sets fields by name. Kernels read the same memory as a Numba record (`record`) and take the places of atomics
-from `offset`. Strides are in bytes. An address of 0 means that the tensor is not there.
+Python sets fields by name. Kernels read the same memory as a Numba record (`record`); `offset` gives the addresses of
+atomics. Strides are in bytes. An address of 0 means that there is no such tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def put_tensor(struct: ctypes.Structure, name: str, x: Any) -> None:
 
 
 def record(struct: type[ctypes.Structure]) -> np.dtype[Any]:
-    """What Numba reads a struct as."""
+    """The Numba type of a struct."""
     return np.dtype(struct)
 
 
@@ -57,14 +57,14 @@ class Rules(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """What a call is: the parameter struct of every attention kernel."""
+    """The parameter struct of a call, for every attention kernel."""
 
     _fields_ = [
         # The tensors, each call's own
         *fields(" ".join(tensor(name) for name in ("q", "k", "v", "out", "lse", "k_scales", "v_scales"))),
         *fields(tensor("mask", "bhqk")),
         *fields(tensor("states", "bhqk")),  # of tiles of the mask
-        *fields(tensor("spans", "bhq")),  # of rows of the mask, found as they are needed: `mainloop/mask.py`
+        *fields(tensor("spans", "bhq")),  # of rows of the mask, computed when needed: `mainloop/mask.py`
         *fields(tensor("tree", "bq")),
         *fields(tensor("positions", "b")),  # of a tree's nodes
         *fields(tensor("slopes", "bh")),
@@ -72,43 +72,43 @@ class Params(ctypes.Structure):
         *fields("sinks row_places kv_lengths q_offsets cu_q cu_k"),
         *fields(tensor("table", "b")),
         *fields(tensor("indices")),  # of keys, or of blocks of them
-        *fields(tensor("k_shared")),  # columns of K that all heads share
+        *fields(tensor("k_shared")),  # the last columns of K, for all heads
         # Storage types, see `codegen/dtypes.py`; scale groups in elements, rows in bytes
         *fields("q_dtype k_dtype v_dtype mask_dtype k_scales_dtype v_scales_dtype k_group v_group k_row v_row page"),
-        *fields("block chosen_keys"),  # queries that share indices, keys of a block; keys that a query may choose
+        *fields("block chosen_keys"),  # block size of block_indices; most keys of a list
         *fields("batch heads kv_heads q_len kv_len head_dim value_dim shared_columns"),
         ("rules", Rules),
         *fields("scale softcap", ctypes.c_double),
         # Tiles and work items
         *fields("tile_rows tile_keys split_size split_few partial_bytes keep_partials head_batch prefetch_distance"),
-        *fields("decode_rows pairs"),  # rows of a group up to which a sequence is decoded; by pairs (`gemv_bf16.py`)
+        *fields("decode_rows pairs"),  # most rows of a group for decode; bf16 pairs (`gemv_bf16.py`)
         *fields("work_items partials threads"),
-        # If each call lists its work items: by which kernel, how many there may be; packed rows of q, and of k or pages
+        # If each call lists its own work items: the kernel, their most; packed rows of q, and of k or pages
         *fields("schedule max_items q_rows kv_rows"),
         # Kernels, by address
         *fields("worker combine decode prefill prefill_amx tile_config qk qk_f32 pv pv_f32 amx_qk amx_pv"),
         *fields("dot_qk dot_pv qk_pairs"),
         *fields("gradients"),  # the address of a `Gradients`, for a backward pass
-        # A cascade: the parameter struct of the shared keys, the places of rows in it, the next item to merge
+        # A cascade: the struct of the shared call, the positions of rows in it, the next item to merge
         *fields("shared places next_merge"),
-        # Work items: the next one, how many there are, how many are done, whether AMX left one undone
+        # Work items: the next one, their number, how many are done, whether AMX left one undone
         *fields("next_item items done undone"),
     ]
 
 
 class Gradients(ctypes.Structure):
-    """What a backward pass reads and writes beside `Params`."""
+    """The parameters of a backward pass in addition to `Params`."""
 
     _fields_ = [
         *fields(" ".join(tensor(name) for name in ("dout", "dlse", "delta", "dq", "dk", "dv"))),
-        *fields("rows next_rows large"),  # of q's rows; the head whose deltas are next; is some lse over LARGE?
-        *fields(tensor("dmask", "bhqk")),  # or, of a mask that is broadcast over keys, a sum for each block of keys
+        *fields("rows next_rows large"),  # rows of q; the next head for delta; whether an lse is over LARGE
+        *fields(tensor("dmask", "bhqk")),  # or a sum for each block of keys, if the mask is broadcast over keys
         *fields("dmask_dtype dmask_block dmask_sum"),
         # Sums of dq in float32, one slot for each tile of rows and KV head, and the next key block that each waits for
         *fields("dq_sums turns slots"),
         *fields(tensor("dslopes", "jbh")),  # a sum for each block of keys
         *fields(f"{tensor('dq_bias', 'jbhl')} {tensor('dk_bias')}"),  # likewise; of the keys themselves
-        # Whether the batch rows or KV heads of a block of keys are one work item; gives way to other threads
+        # Whether batch rows or KV heads of a block of keys are one work item; a function that yields to other threads
         *fields("every_row every_head give_way"),
     ]
 
@@ -124,19 +124,19 @@ class WorkItem(ctypes.Structure):
 
 
 class Task(ctypes.Structure):
-    """What the threads of a launch share: the next thread's number, a kernel, its struct, their scratch memories."""
+    """What the threads of a launch share: the next thread's number, the kernel, its struct, their scratch memory."""
 
     _fields_ = fields("next_thread kernel params memories")
 
 
 class Team(ctypes.Structure):
-    """The threads of this process: who starts them, what each runs. The addresses of their memories follow."""
+    """The threads of this process: the function that starts them and what each runs. Their scratch addresses follow."""
 
     _fields_ = fields("parallel thread_main")
 
 
 class LaunchBlock(ctypes.Structure):
-    """What one launch has at the start of its scratch memory; its split-KV partials follow."""
+    """The beginning of a launch's scratch memory; its split-KV partials follow."""
 
     _fields_ = [("params", Params), ("task", Task)]
 

@@ -1,7 +1,7 @@
 """Prebuilt kernels of a release: objects for the CPUs of `targets.py`, files of the package.
 
-`tools/prebuilt_kernels.py` writes them while a wheel is built. A file is taken if it is for a CPU that has what this
-one has, and if its digest is that of its contents, this version, these sources and its target. All others are compiled.
+`tools/prebuilt_kernels.py` writes them while a wheel is built. A file is used if it is for a CPU with the same
+features, and if its digest matches its contents, this version, these sources and its target. Others are compiled.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ FOLDER = Path(__file__).parent / "prebuilt"
 @cache
 def target() -> str | None:
     """The target of this process, if the package has its kernels."""
-    if sys.platform != "linux" or not FOLDER.is_dir():  # elsewhere functions are called in other ways
+    if sys.platform != "linux" or not FOLDER.is_dir():  # other systems have other calling conventions
         return None
-    hidden = set() if amx.usable() else {"amx-tile", "amx-bf16"}  # the system may not let a process use tiles
+    hidden = set() if amx.usable() else {"amx-tile", "amx-bf16"}  # the system may deny AMX tiles
     name = matching(machine(), cpu_features() - hidden)
     return name if name is not None and (FOLDER / name).is_dir() else None
 
 
 def key(name: str, target: str) -> bytes:
-    """What a file is for."""
+    """The key of a file."""
     what = __version__, sources(), target, TARGETS[target].cpu, sorted(TARGETS[target].features), name
     return hashlib.sha256(repr(what).encode()).digest()
 
@@ -45,12 +45,12 @@ def load(name: str) -> Kernel | None:
     file = FOLDER / chosen / f"{name}.o"
     try:
         return link(checked(file.read_bytes(), key(name, chosen)), name)
-    except Exception as error:  # whatever is wrong with it, the kernel can be compiled
+    except Exception as error:  # whatever is wrong, the kernel can be compiled
         warn(error, f"{file} cannot be used ({words(error)}): its kernel is compiled")
         return None
 
 
 def write(folder: Path, name: str, target: str, code: bytes) -> None:
-    """Puts a kernel where `load` looks for it if `folder` is the package's."""
+    """Writes a kernel to where `load` looks for it, if `folder` is the package's."""
     (folder / target).mkdir(parents=True, exist_ok=True)
     (folder / target / f"{name}.o").write_bytes(head(key(name, target), code) + code)

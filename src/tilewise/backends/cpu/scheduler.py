@@ -1,6 +1,6 @@
 """The tile scheduler: lists the work items, the most work first; threads take them by an atomic counter.
 
-`launch` is one call, first or repeated: Python hands it addresses, it starts the threads and combines what they leave.
+`launch` runs one call, first or repeated: Python passes addresses; it starts the threads and combines partials.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False, disallow-untyped-calls=False
@@ -19,11 +19,12 @@ from .scratch import partition
 NEXT_ITEM, DONE, UNDONE = (offset(Params, name) for name in ("next_item", "done", "undone"))
 NEXT_THREAD, TASK_AT = offset(Task, "next_thread"), offset(LaunchBlock, "task")
 PARAM_WORDS = ctypes.sizeof(Params) // 8
-UNDONE_ITEM, WRONG_TABLES, SPARE_ROWS = 1, 2, 4  # what `launch` returns: by AMX; see `are_in_range`; of no sequence
+# Bits that `launch` returns: AMX left an item undone; see `are_in_range`; there are packed rows in no sequence
+UNDONE_ITEM, WRONG_TABLES, SPARE_ROWS = 1, 2, 4
 
 
 def worker(params, scratch):
-    """What a thread runs: head batches of work items until there are none."""
+    """A thread's main function: takes head batches of work items until there are none."""
     p = params_at(params)
     t, count = partition(p, scratch), p.items
     index = fetch_add(params + NEXT_ITEM) * p.head_batch
@@ -33,7 +34,7 @@ def worker(params, scratch):
         group = p.heads // p.kv_heads
         R = group * item.rows
         q_start, q_len, _, _, _ = sequence(p, item.b)
-        few = group * own_rows(p, q_len) <= p.decode_rows  # of the sequence: a row must not depend on how it is cut
+        few = group * own_rows(p, q_len) <= p.decode_rows  # by the sequence, not the item: bits must not change
         put_i64(t.done, 0)
         put_i64(t.downscaled, 0)
         if p.prefill_amx and not few:
@@ -46,8 +47,8 @@ def worker(params, scratch):
         for n in range(p.head_batch):
             bad += epilogue_rows(p, t, index + n, n * R, R, q_start)
         if get_i64(t.done) == 0 or (bad != F(0) and not mainloop):
-            put_i64(params + UNDONE, 1)  # `launch.py` compiles what it takes and begins anew
-        elif bad != F(0):  # sums past float32's range, if values were all finite
+            put_i64(params + UNDONE, 1)  # `launch.py` compiles the fp32 kernel and runs it again
+        elif bad != F(0):  # sums overflowed, if all values were finite
             put_i64(t.downscaled, 1)
             call_mainloop(mainloop, params, scratch, address)
             for n in range(p.head_batch):
@@ -58,11 +59,11 @@ def worker(params, scratch):
 
 
 def launch(template, scratch, team, q, k, v, out, lse, k_scales, v_scales, kv_lengths, cu_q, cu_k, table):
-    """A call, on a parameter struct that is copied from `template` into `scratch`: UNDONE_ITEM, WRONG_TABLES (nothing
-    was done then), SPARE_ROWS, or the sum of what holds.
+    """Runs a call, with a parameter struct that is copied from `template` to `scratch`. Returns UNDONE_ITEM,
+    WRONG_TABLES (nothing was done then) and SPARE_ROWS, as bits.
 
-    In the threads of `team`, or in this one if it is 0. Behind the struct lie the threads' task, the work items if the
-    call lists its own, the split-KV partials, and this thread's own memory.
+    It runs in the threads of `team`, or in this one if that is 0. After the struct come the threads' task, the work
+    items if the call lists its own, the split-KV partials, and this thread's scratch memory.
     """
     for i in range(PARAM_WORDS):
         put_i64(scratch + 8 * i, get_i64(template + 8 * i))
@@ -81,7 +82,7 @@ def launch(template, scratch, team, q, k, v, out, lse, k_scales, v_scales, kv_le
         if cu_q and get_i32(cu_q + 4 * p.batch) < p.q_rows:
             spare = SPARE_ROWS
     own = p.partials + up(p.items * p.partial_bytes, LINE)
-    if p.shared:  # not a copy: an attempt before this one may have used it
+    if p.shared:  # not copied: an earlier attempt may have used it
         shared = params_at(p.shared)
         shared.next_item, shared.done, shared.undone = 0, 0, 0
     if team and p.threads > 1:
@@ -97,7 +98,7 @@ def launch(template, scratch, team, q, k, v, out, lse, k_scales, v_scales, kv_le
 
 @jit
 def are_in_range(p):
-    """Whether offsets, lengths and pages are what `validation/values.py` wants: no row is read that is not there."""
+    """Whether offsets, lengths and pages are valid, as `validation/values.py` checks: no row out of range is read."""
     if p.cu_q and not are_offsets(p.cu_q, p.batch, p.q_rows, p.q_len):
         return False
     if p.cu_k and not are_offsets(p.cu_k, p.batch, p.kv_rows, p.kv_len):
@@ -116,7 +117,7 @@ def are_in_range(p):
 
 @jit
 def are_offsets(cu, batch, rows, longest):
-    """Offsets of packed rows: from 0, never falling, up to `rows`, none further from the next than `longest`."""
+    """Whether offsets of packed rows begin at 0, never fall, end by `rows`, and differ by at most `longest`."""
     for b in range(batch):
         if not 0 <= get_i32(cu + 4 * b + 4) - get_i32(cu + 4 * b) <= longest:
             return False
@@ -124,18 +125,18 @@ def are_offsets(cu, batch, rows, longest):
 
 
 def thread_main(task):
-    """What each thread of a team runs: a kernel, with scratch memory of its own."""
+    """The main function of each thread of a team: runs a kernel with its own scratch memory."""
     t = task_at(task)
     slot = fetch_add(task + NEXT_THREAD)
     call_kernel(t.kernel, t.params, get_i64(t.memories + 8 * slot))
 
 
 def schedule(params, order):
-    """Writes the work items, the most work first, and their number. `order` holds an int64 for each batch row."""
+    """Lists the work items, longest first, and their number. `order` is scratch memory, an int64 for each batch row."""
     p = params_at(params)
     for b in range(p.batch):
         put_i64(order + 8 * b, b)
-    gap = p.batch // 2 if p.cu_q or p.cu_k or p.kv_lengths else 0  # Shell's sort: longest sequences first
+    gap = p.batch // 2 if p.cu_q or p.cu_k or p.kv_lengths else 0  # Shell sort: longest sequences first
     while gap:
         for i in range(gap, p.batch):
             b, j = get_i64(order + 8 * i), i
@@ -167,7 +168,7 @@ def schedule(params, order):
             if size and lo < hi:
                 start = lo // size
                 parts = (hi + size - 1) // size - start
-            for part in range(parts):  # outside: what heads of a page share is then found in the caches of addresses
+            for part in range(parts):  # outer loop: heads of a page then share TLB entries
                 for head in range(p.kv_heads):
                     item = item_at(p.work_items + count * WORK_ITEM_BYTES)
                     item.b, item.head, item.row, item.rows = b, head, row, n
@@ -186,5 +187,5 @@ def cost(p, b):
 
 @jit
 def own_rows(p, q_len):
-    """Query rows of a sequence that may be in one item: those that share indices."""
+    """Query rows of a sequence that may share an item: those that share a list of indices."""
     return min(q_len, p.block) if p.block else q_len

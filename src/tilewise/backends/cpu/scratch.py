@@ -17,13 +17,13 @@ from .gemm.amx import BLOCK
 from .gemm.fp32 import KEYS, PANEL
 from .params import LINE
 
-# np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
+# np.int64, not int: Numba would compile a function again for every literal argument.
 PAD = np.int64(24)  # address tables are padded to a multiple of KEYS and of KEY_PAD
-CHUNK = np.int64(48)  # keys of a sum of values
-TAIL = np.int64(32)  # keys that the last tile of a sequence may have more in decode
-SCORES = np.int64(FEW_KEYS + TAIL)  # of a row, in a tile of decode
+CHUNK = np.int64(48)  # keys that are summed at once in P V
+TAIL = np.int64(32)  # extra keys that the last decode tile of a sequence may have
+SCORES = np.int64(FEW_KEYS + TAIL)  # of a row in a decode tile
 PANEL_ = np.int64(PANEL)
-GROUPS = 18  # scales of a row, at most
+GROUPS = 18  # most scales of a row
 HEAD_BATCH, WORD = np.int64(HEAD_BATCH_BYTES), np.int64(8)
 Scratch = namedtuple(
     "Scratch",
@@ -31,7 +31,7 @@ Scratch = namedtuple(
     "all_lo all_hi mask_rows mask_columns states chosen chosen_order chosen_count done downscaled row_sums "
     "q s keys values packed nonfinite weights",
 )
-AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # in the place of Scratch.q and what follows it
+AmxScratch = namedtuple("AmxScratch", "q acc s p sums k v rows")  # replaces Scratch.q and the parts after it
 BackwardScratch = namedtuple(
     "BackwardScratch",
     "table m l slopes lo hi positions some_lo some_hi all_lo all_hi first_row last_row mask_rows mask_columns states "
@@ -46,20 +46,20 @@ def round_up(n, to):
 
 @register_jitable(error_model="numpy")
 def table_size(tile_keys):
-    """Bytes of the addresses of a tile's rows."""
+    """Bytes of the address table of a tile's rows."""
     return 8 * (tile_keys + TAIL + PAD + PREFETCH_BYTE_KEYS)
 
 
 def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch, decode_rows, chosen):
-    """Bytes of each part. Those from q on are for the fp32 mainloops alone."""
+    """Bytes of each part. Those from q on are only for the fp32 mainloops."""
     rows = max(round_up(heads // kv_heads * tile_rows, PANEL), DECODE_ROWS)
-    decoded = min(rows, decode_rows)  # of one head
+    decoded = min(rows, decode_rows)  # rows of one head
     D, Dv = round_up(head_dim, W), round_up(value_dim, W)
     keys = tile_keys + TAIL + PAD
     each_row = 4 * rows  # float32 or int32
     return Scratch(
         acc=4 * rows * Dv,  # [rows, Dv]
-        k_table=head_batch * table_size(tile_keys),  # addresses of rows, and of some after them, for each head
+        k_table=head_batch * table_size(tile_keys),  # addresses of rows, and of rows to prefetch, for each head
         v_table=head_batch * table_size(tile_keys),
         k_next=8 * keys,  # addresses of the next tile's rows
         v_next=8 * keys,
@@ -73,23 +73,23 @@ def scratch_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, he
         lo=each_row,
         hi=each_row,
         positions=each_row,
-        some_lo=each_row,  # keys that some row of a block of ROWS sees
+        some_lo=each_row,  # keys that any row of a block of ROWS sees
         some_hi=each_row,
         all_lo=each_row,  # keys that all rows of a vector see
         all_hi=each_row,
         mask_rows=4 * W * keys,  # of one vector of query rows
         mask_columns=4 * W * keys,
         states=8 * heads,  # of the mask
-        chosen=16 * chosen,  # keys that indices name: see `mainloop/chosen.py`
+        chosen=16 * chosen,  # selected keys: see `mainloop/chosen.py`
         chosen_order=4 * chosen,
         chosen_count=WORD,
-        done=WORD,  # whether the AMX mainloop could do the item
+        done=WORD,  # whether the AMX mainloop could process the item
         downscaled=WORD,  # whether weights are downscaled (`nonfinite.py`)
         row_sums=4 * PANEL,  # of a tile's weights
         q=4 * rows * D,  # [panels, D, PANEL], or [rows, D] in decode
         s=4 * max(keys * PANEL, head_batch * decoded * SCORES),  # [keys, PANEL] of one panel, or [rows, keys]
-        keys=4 * keys * D,  # [keys, D], widened
-        values=4 * keys * Dv,  # [keys, Dv], widened
+        keys=4 * keys * D,  # [keys, D], converted to float32
+        values=4 * keys * Dv,  # [keys, Dv], converted to float32
         # V in panels; decode's queries as tiles, limbs or pairs
         packed=max(4 * keys * Dv, min(4 * rows * D, HEAD_BATCH), 2 * decoded * D),
         nonfinite=4 * keys * Dv,  # V's non-finite values
@@ -114,13 +114,13 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         some_hi=each_row,
         all_lo=each_row,
         all_hi=each_row,
-        first_row=8 * keys,  # of each block of KEYS keys: rows that see some of them
+        first_row=8 * keys,  # for each block of KEYS keys: the rows that see any of them
         last_row=8 * keys,
         mask_rows=4 * W * (keys + W),
         mask_columns=4 * W * (keys + W),
         states=8 * heads,
         chosen=0,
-        distances=each_row,  # of each row: its sum of dS |qpos - kpos|
+        distances=each_row,  # for each row: its sum of dS |qpos - kpos|
         slope_sums=4 * heads,
         q_rows=each_row * (D + W),  # [rows, D], or pairs of bf16 rows, then the rows
         dout_rows=each_row * (Dv + W),
@@ -130,7 +130,7 @@ def backward_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
         ds=cells,  # dP, then dS
         dcap=cells,  # softcap's derivative
         keys=4 * keys * D,  # [keys, D]
-        clean_keys=4 * keys * D,  # with 0 for what is not finite
+        clean_keys=4 * keys * D,  # non-finite values replaced by 0
         values=4 * keys * Dv,
         dk=4 * keys * D,
         dv=4 * keys * Dv,
@@ -144,7 +144,7 @@ def backward_total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys):
 
 
 def amx_sizes(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, parts):
-    """Bytes of what the AMX mainloop uses; numbers are in `parts` parts."""
+    """Bytes of each part of the AMX mainloop; numbers are split into `parts` bf16 parts."""
     rows = round_up(heads // kv_heads * tile_rows, BLOCK)
     D, Dv = round_up(head_dim, BLOCK), round_up(value_dim, BLOCK)
     keys = round_up(tile_keys, BLOCK)
@@ -171,7 +171,7 @@ def total(heads, kv_heads, head_dim, value_dim, tile_rows, tile_keys, head_batch
 
 @intrinsic
 def aligned_addresses(typingctx, base, sizes):
-    """Addresses of parts of these sizes, one after the other from `base` on, each on a cache line."""
+    """Addresses of consecutive parts of these sizes from `base` on, each aligned to a cache line."""
     assert isinstance(sizes, types.NamedUniTuple), sizes
 
     def codegen(context, builder, sig, args):
@@ -210,7 +210,7 @@ def partition_amx(p, t, parts):
 
 
 def replacing(names):
-    """`fn(t, *values)`: scratch memory with these parts elsewhere."""
+    """`fn(t, *values)`: scratch memory with these parts replaced."""
     names = names.split()
     values = ", ".join(name if name in names else f"t.{name}" for name in Scratch._fields)
     scope = {"Scratch": Scratch}

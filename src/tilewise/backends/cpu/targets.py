@@ -1,4 +1,4 @@
-"""CPUs that releases bring prebuilt kernels for."""
+"""The CPUs for which releases have prebuilt kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Target(NamedTuple):
-    """A CPU that kernels are made for: LLVM's triple, its name for the CPU, what that must have."""
+    """A CPU that kernels are compiled for: LLVM's triple, its name of the CPU, required features."""
 
     triple: str
     cpu: str
@@ -27,7 +27,7 @@ TARGETS = {
     "amx": _target(LINUX, "x86-64-v4", V4, "avx512vnni avx512bf16 amx-tile amx-bf16"),
     "neon": _target(ARM_LINUX, "neoverse-n1", "neon fp-armv8 fullfp16 dotprod"),
 }
-# What kernels, and which of them a call takes, depend on
+# Features that kernels, or the choice among them, depend on
 DECIDES = frozenset(
     "avx2 avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16 amx-tile amx-bf16 fullfp16 dotprod".split()
 )
@@ -40,7 +40,7 @@ def machine_of(triple: str) -> str:
 
 
 def matching(machine: str, features: set[str]) -> str | None:
-    """The target whose kernels are those that would be compiled for a CPU with these features."""
+    """The target with the same kernels as would be compiled for a CPU with these features."""
     for name, target in TARGETS.items():
         same = machine_of(target.triple) == machine and target.features & DECIDES == features & DECIDES
         if same and target.features <= features:

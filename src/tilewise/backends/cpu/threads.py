@@ -1,8 +1,8 @@
-"""Threads that run compiled kernels, which hold no interpreter lock.
+"""The threads that run compiled kernels, without the GIL.
 
-Kernels run in torch's own threads where they can be had (`openmp.py`), else in workers, which are started the same way
-(`Pool.by_workers`). Work is shared out by the kernels, which take items from a common counter. A call that finds the
-threads busy with another call goes on alone: there are never more threads at work than `torch.get_num_threads()`.
+Kernels run in torch's own threads if possible (`openmp.py`), else in workers, which are started through the same
+interface (`Pool.by_workers`). Kernels take work items from a shared counter. If the threads are busy with another call,
+a call runs in its own thread alone, so at most `torch.get_num_threads()` threads work at any time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from . import compiler
 from .openmp import PARALLEL, find_parallel
 from .params import LINE, Task, Team
 
-MOST_KEPT = 64 * 2**20  # bytes of scratch memory: more is given back by the thread's next call
+MOST_KEPT = 64 * 2**20  # bytes of scratch memory; more is freed by the thread's next call
 
 
 class Worker:
-    """A thread that sleeps on a lock of its own."""
+    """A thread that sleeps on its own lock."""
 
     def __init__(self) -> None:
         self.awake, self.done = threading.Lock(), threading.Lock()
@@ -46,7 +46,7 @@ class Worker:
 
 
 class Scratch:
-    """Memory that is kept from call to call and grows when a call wants more."""
+    """Memory that is reused from call to call and grows as needed."""
 
     def __init__(self) -> None:
         self.memory = np.empty(0, dtype=np.uint8)
@@ -63,7 +63,7 @@ class Scratch:
 class Pool:
     """The threads of this process. Forked children start their own."""
 
-    parallel: Any  # of torch's threads
+    parallel: Any  # torch's `GOMP_parallel`
 
     def __init__(self) -> None:
         self._reset()
@@ -73,12 +73,12 @@ class Pool:
             os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        self.parallel = None  # torch's threads do not outlive a fork, and their runtime would wait for them
+        self.parallel = None  # torch's threads do not survive a fork, and OpenMP would wait for them
         self.workers: list[Worker] = []
-        self.by_workers = PARALLEL(self._run_workers)  # what serves where torch's cannot be had
-        self.starter: Any = None  # one of the two
+        self.by_workers = PARALLEL(self._run_workers)  # used if torch's is not available
+        self.starter: Any = None  # the one that is used
         self.scratches: list[Scratch] = []
-        self.team: Any = None  # a `Team` and the addresses of those memories
+        self.team: Any = None  # a `Team` and the addresses of its scratch memory
         self.address = self.room = 0
         self.busy = threading.Lock()
         self.error: BaseException | None = None
@@ -93,7 +93,7 @@ class Pool:
         return own.start if own.size >= size else own.address(size)
 
     def acquire(self, threads: int, scratch: int) -> int:
-        """Takes the threads, each with so much memory: the address of a `Team`, or 0 if another call has them."""
+        """Acquires the threads, each with `scratch` bytes: the address of a `Team`, or 0 if another call has them."""
         if not self.busy.acquire(blocking=False):
             return 0
         starter = self.parallel or self.by_workers
@@ -106,7 +106,7 @@ class Pool:
         return self.address
 
     def release(self) -> None:
-        """Gives them back."""
+        """Releases the threads."""
         error, self.error = self.error, None
         self.busy.release()
         if error is not None:
@@ -138,7 +138,7 @@ class Pool:
         self.address = ctypes.addressof(team)
 
     def _run_workers(self, function: int, task: int, threads: int, flags: int) -> None:
-        """As `GOMP_parallel`, by workers and this thread. A callback cannot raise: `release` does it."""
+        """`GOMP_parallel` by workers and this thread. A callback cannot raise, so `release` does."""
         started: list[Worker] = []
         try:
             while len(self.workers) < threads - 1:
@@ -149,7 +149,7 @@ class Pool:
             compiler.entry("thread_main")(task)
         except BaseException as error:
             self.error = error
-        while started:  # they use the caller's memory: Ctrl-C is seen when the current items are done
+        while started:  # they use the caller's memory, so Ctrl-C has to wait for them
             try:
                 started[-1].done.acquire()
                 started.pop()

@@ -1,4 +1,4 @@
-"""Storage formats in vector code: elements to float32 where they are loaded, and back where a cache is written.
+"""Storage formats in vector code: decode to float32 on load, encode on cache writes.
 
 A new format is an entry of `DECODE` and, if it is quantised, of `ENCODE`.
 """
@@ -47,7 +47,7 @@ def _int8(b: Any, t: Lanes, data: Value) -> Value:
 
 
 def _nibble(b: Any, t: Lanes, data: Value, above: int) -> Value:
-    """Four bits with `above` bits of an int32 above them, as two's complement."""
+    """Four bits as two's complement, with `above` bits of the int32 above them."""
     return b.sitofp(b.ashr(b.shl(b.zext(data, t.i32), t.int(above)), t.int(28)), t.f32)
 
 
@@ -78,7 +78,7 @@ def _codebook4_high(b: Any, t: Lanes, data: Value) -> Value:
 
 
 def _fp8(b: Any, t: Lanes, data: Value) -> Value:
-    # Its bits, moved, are those of a float16 256 times as small; all ones is NaN, which a float16 is not there.
+    # Its bits, shifted, are a float16 256 times as small; all ones is NaN here, but not in float16.
     wide = b.zext(data, t.i32)
     magnitude = b.and_(wide, t.int(0x7F))
     bits = b.or_(b.shl(b.and_(wide, t.int(0x80)), t.int(8)), b.shl(magnitude, t.int(7)))
@@ -87,7 +87,7 @@ def _fp8(b: Any, t: Lanes, data: Value) -> Value:
     return b.select(b.icmp_unsigned("==", magnitude, t.int(0x7F)), nan, value)
 
 
-# What is in memory, and the elements that one of it holds, half a row apart. Plain floats come first.
+# The type in memory, and a decoder for each element of a stored number (half a row apart). Plain floats come first.
 DECODE: dict[str, tuple[ir.Type, tuple[Callable[..., Value], ...]]] = {
     "f32": (F32, (_f32,)),
     "f16": (F16, (_f16,)),
@@ -100,7 +100,7 @@ DECODE: dict[str, tuple[ir.Type, tuple[Callable[..., Value], ...]]] = {
 
 
 def _rounded(e: Any, x: Value) -> Value:
-    """To the nearest whole number, as int32; NaN to 0."""
+    """Rounds to the nearest integer, as int32; NaN to 0."""
     b = e.builder
     x = b.select(b.fcmp_ordered("ord", x, x), x, e.zeros)
     return b.fptosi(e.call("rint", x), e.vector(I32))
@@ -113,7 +113,7 @@ def _to_int4(e: Any, low: Value, high: Value) -> Value:
 
 
 def _code(e: Any, x: Value) -> Value:
-    """The nearest level's sign and index, as int32; of NaN 0."""
+    """The sign and index of the nearest level, as int32; 0 for NaN."""
     b, size = e.builder, e.call("fabs", x)
     code = b.select(b.fcmp_ordered("<", x, e.zeros), e.i32s(8), e.i32s(0))
     for middle in MIDPOINTS:
@@ -126,7 +126,7 @@ def _to_codebook4(e: Any, low: Value, high: Value) -> Value:
 
 
 def _to_fp8(e: Any, x: Value) -> Value:
-    """float32 to float8_e4m3fn, to nearest even; what does not fit becomes NaN."""
+    """float32 to float8_e4m3fn, to nearest even; NaN if out of range."""
     b, i32 = e.builder, e.vector(I32)
     bits = b.bitcast(x, i32)
     sign = b.and_(b.lshr(bits, e.i32s(24)), e.i32s(0x80))
@@ -142,7 +142,7 @@ def _to_fp8(e: Any, x: Value) -> Value:
     return b.or_(b.select(too_large, e.i32s(0x7F), value), sign)
 
 
-# Vectors of elements in units of their scales to the bytes that hold them, in int32
+# Encoders: vectors of elements divided by their scales to their bytes, in int32
 ENCODE: dict[str, Callable[..., Value]] = {
     "int8": _rounded,
     "int4": _to_int4,

@@ -44,9 +44,9 @@ get_u8, _ = _scalar(I8, types.uint8)
 
 @microkernel("iiii")
 def put_series(e: Emit, to: Value, first: Value, step: Value, count: Value) -> None:
-    """`count` int64: `first` and what comes after it in steps of `step`.
+    """Stores `count` int64: `first`, `first + step`, ...
 
-    Of stores by address the compiler does not see that they are one after the other: it makes scatters of them.
+    From stores by address the compiler would make scatters: it does not see that they are contiguous.
     """
     b, lanes = e.builder, W // 2
     kind = e.vector(I64, lanes)
@@ -102,13 +102,13 @@ def _get(names: Sequence[str], part: int = 0) -> Any:
 FLOATS = [name for name in DECODE if name not in ENCODE]
 PAIRS = [name for name, (_, parts) in DECODE.items() if len(parts) == 2]
 get_one = _get(FLOATS)  # of a row of floats
-get_element = _get([name for name in DECODE if name not in PAIRS])  # of a row of one element to a stored number
-get_first, get_second = _get(PAIRS), _get(PAIRS, 1)  # of two: the first and the second of stored number `index`
+get_element = _get([name for name in DECODE if name not in PAIRS])  # formats with one element a stored number
+get_first, get_second = _get(PAIRS), _get(PAIRS, 1)  # the two elements of stored number `index`
 
 
 @microkernel("iiif")
 def put_one(e: Emit, address: Value, dtype: Value, index: Value, value: Value) -> None:
-    """The other way round, rounding to nearest even."""
+    """Stores one float, rounded to nearest even."""
     b = e.builder
     with b.if_else(b.icmp_signed("==", dtype, e.i64(dtypes.F32))) as (wide, narrow):
         with wide:
@@ -125,7 +125,7 @@ def put_one(e: Emit, address: Value, dtype: Value, index: Value, value: Value) -
 
 
 def _widen(names: Sequence[str], part: int = 0) -> Any:
-    """`fn(to, source, dtype, count)`: `count` stored numbers, a multiple of W; NaN if one is not finite, else 0."""
+    """`fn(to, source, dtype, count)`: `count` stored numbers, a multiple of W, to float32. NaN if one is not finite."""
 
     @microkernel("iiii>f")
     def widen(e: Emit, to: Value, source: Value, dtype: Value, count: Value) -> Value:

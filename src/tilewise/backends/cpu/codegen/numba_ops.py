@@ -1,4 +1,4 @@
-"""What kernel code in Numba is made of: `jit`, struct views, rows to float32 and back."""
+"""Building blocks of Numba kernel code: `jit`, struct views, conversion of rows."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .vector import W
 F = np.float32
 LATENT, LATENT_SCALES, LATENT_GROUP = map(np.int64, (LATENT_WIDTH, SCALE_BYTES, FORMATS[dtypes.LATENT_NAME].group))
 INF = np.float32(np.inf)
-ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba compiles a function anew for every literal it is called with
-# Passes of Numba's for what kernels have none of: closures, `with`, loops over literals, expressions of arrays,
-# parfors, branches by constants, overloads to be inlined, variables with counted references (ir_legalization)
+ZERO, ONE = np.int64(0), np.int64(1)  # not int: Numba would compile a function again for every literal
+# Numba passes for features that kernels do not use: closures, `with`, loops over literals, array expressions, parfors,
+# constant branches, inlined overloads, reference-counted variables (ir_legalization)
 UNUSED = {
     *("dead_branch_prune", "inline_overloads", "ir_legalization", "rewrite_semantic_constants"),
     *("dump_parfor_diagnostics", "find_literally", "inline_closure_likes", "literal_unroll", "nopython_rewrites"),
@@ -32,7 +32,7 @@ UNUSED = {
 
 
 class KernelCompiler(Compiler):
-    """Numba's, without those."""
+    """Numba's compiler without those passes."""
 
     def define_pipelines(self):
         pipelines = super().define_pipelines()
@@ -41,8 +41,8 @@ class KernelCompiler(Compiler):
         return pipelines
 
 
-# None of these is called from Python, and none holds an object whose references are counted (`_nrt`): without the
-# wrappers and the counting, kernels are compiled in less time.
+# None of these is called from Python or holds reference-counted objects (`_nrt`): without wrappers and counting,
+# kernels compile faster.
 OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
 jit = njit(**OPTIONS, pipeline_class=KernelCompiler)
 
@@ -77,7 +77,7 @@ def fill(address, start, end, value):
 
 @jit
 def widen_latent(to, source, width, padded):
-    """A row of `LatentFormat` to float32, as `widen_row`."""
+    """`widen_row` for `LatentFormat`."""
     bad = ls.widen_first(to, source, dtypes.FP8, LATENT)
     for g in range(LATENT // LATENT_GROUP):
         scale = get_f32(source + LATENT + 4 * g)
@@ -96,7 +96,7 @@ def widen_latent(to, source, width, padded):
 
 @jit
 def widen_row(to, source, dtype, width, padded, scales, scales_dtype, group):
-    """A row of `width` elements to float32, with zeros up to `padded`; returns NaN if an element is not finite."""
+    """Converts a row of `width` elements to float32, with zeros up to `padded`. Returns NaN if one is not finite."""
     if dtype == dtypes.LATENT:
         return widen_latent(to, source, width, padded)
     span = width // 2 if dtypes.is_packed(dtype) else width  # stored numbers

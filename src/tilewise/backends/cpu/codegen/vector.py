@@ -43,7 +43,7 @@ class Var:
 
 
 class Emit:
-    """Emits vector instructions where Numba's code generator stands."""
+    """Emits vector instructions at the current position of Numba's code generator."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -80,17 +80,17 @@ class Emit:
         return value
 
     def load(self, address: Value, offset: Any = 0, kind: str = "f32", part: int = 0) -> Value:
-        """W elements of storage format `kind` from `offset` on, as float32: the first or the second of each byte."""
+        """Loads W elements of storage format `kind` from `offset` on as float32; `part`: which element of each byte."""
         element, decode = DECODE[kind]
         return decode[part](self.builder, Lanes(W), self._load(address, offset, element, W))
 
     def load_one(self, address: Value, offset: Any, kind: str, part: int = 0) -> Value:
-        """The same of one element."""
+        """Loads one element, likewise."""
         element, decode = DECODE[kind]
         return decode[part](self.builder, Lanes(), self.load_scalar(address, offset, element))
 
     def bf16_bits(self, x: Value, whole: Callable[[int], Value]) -> Value:
-        """float32 to bfloat16, to nearest even, in the low half of an int32; `whole(n)` is n of its shape."""
+        """float32 to bfloat16, to nearest even, in the low half of an int32; `whole(n)` is a constant of its shape."""
         b = self.builder
         bits = b.bitcast(x, whole(0).type)
         odd = b.and_(b.lshr(bits, whole(16)), whole(1))
@@ -135,11 +135,11 @@ class Emit:
         return self.call("fma", a, b, c)
 
     def max(self, a: Value, b: Value) -> Value:
-        """The larger; `b` where one is NaN, which is what the hardware's instruction does."""
+        """The larger; `b` if either is NaN, as the hardware instruction."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def reduce(self, value: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """All lanes into one scalar, halving."""
+        """Reduces all lanes to a scalar, by halves."""
         b, width = self.builder, value.type.count
         while width > 1:
             width //= 2
@@ -152,9 +152,9 @@ class Emit:
         return self.builder.shuffle_vector(a, b, order)
 
     def sums(self, values: list[Value]) -> Value:
-        """The sums over the lanes of up to W vectors (a power of two), side by side in one vector of that many lanes.
+        """The horizontal sums of up to W vectors (a power of two), as one vector of that many lanes.
 
-        Vectors are folded into each other in pairs, so n of them cost n - 1 steps and not n times log2 W.
+        Vectors are added in pairs, so n of them take n - 1 steps, not n log2 W.
         """
         width, b = W, self.builder
         count = len(values)
@@ -178,7 +178,7 @@ class Emit:
         return self.shuffle(value, value, order)
 
     def transpose(self, rows: list[Value]) -> list[Value]:
-        """W vectors as the rows of a square matrix; its columns."""
+        """Transposes a W x W matrix, given by its rows."""
         step = 1
         while step < W:
             done: list[Any] = [None] * W
@@ -193,17 +193,17 @@ class Emit:
         return rows
 
     def exp2(self, x: Value) -> Value:
-        """2 ** x to 2 ulp for x up to 127; 0 below -126.5 (what is left there is no normal number)."""
+        """2 ** x to 2 ulp for x up to 127; 0 below -126.5, where results would be subnormal."""
         b = self.builder
         if not HAS_SCALE:
             return self.exp2_of_product(x, self.f32s(1.0))
-        # 9 instructions for 12; a subnormal result would take many times as long (cpu/exp2 in benchmarks/cpu/LOG.md).
+        # 9 instructions, not 12; subnormal results would be far slower (cpu/exp2 in benchmarks/cpu/LOG.md).
         there = b.bitcast(b.fcmp_unordered(">=", x, self.f32s(-126.5)), I16)  # NaN stays
         rest = self.avx512("reduce", x, ir.Constant(I32, 1), ir.Constant(I16, -1))  # x - floor(x); 0 of -inf
         return self.avx512("scalef", self.polynomial(EXP2_ABOVE, rest), x, there)  # times 2 ** floor(x)
 
     def exp2_of_product(self, x: Value, y: Value) -> Value:
-        """As `exp2` of x * y, y > 0, to 2 ulp of the product itself: only its rest beside a whole number is rounded.
+        """`exp2` of x * y, y > 0, to 2 ulp for the exact product: only its fractional part is rounded.
 
         (Products of 30 rounded first would be off by 8 ulp.) Past 2 ** 22 it is infinite, of either sign, or NaN.
         """
@@ -220,15 +220,15 @@ class Emit:
         return b.fmul(power, b.bitcast(exponent, self.vector(F32)))
 
     def polynomial(self, coefficients: Sequence[float], x: Value) -> Value:
-        """Its coefficients are those of the highest power first."""
+        """A polynomial; the highest power's coefficient comes first."""
         p = self.f32s(coefficients[0])
         for coefficient in coefficients[1:]:
             p = self.fma(p, x, self.f32s(coefficient))
         return p
 
     def avx512(self, name: str, a: Value, b: Value, there: Value) -> Value:
-        """An instruction of AVX-512 over two operands; 0 in lanes whose bit of `there` is not set."""
-        args = [a, b, self.zeros, there, ir.Constant(I32, 4)]  # 4: round as the processor is set to
+        """An AVX-512 instruction with two operands; 0 in lanes whose bit in `there` is not set."""
+        args = [a, b, self.zeros, there, ir.Constant(I32, 4)]  # 4: the current rounding mode
         kind = ir.FunctionType(a.type, [x.type for x in args])
         full_name = f"llvm.x86.avx512.mask.{name}.ps.512"
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, full_name), args)
@@ -245,7 +245,7 @@ class Emit:
             yield index
 
 
-ROUND = 1.5 * 2**23 + 127  # sums with a number this large have no fraction; 127: the bias of an exponent
+ROUND = 1.5 * 2**23 + 127  # adding it rounds to an integer; 127 is the exponent's bias
 # Highest power first. 2 ** x on [-0.5, 0.5] to a relative 2e-9, with 2 ** 0 = 1 kept exact.
 EXP2 = (1.5353362e-4, 1.3398875e-3, 9.618437e-3, 5.5503324e-2, 2.4022648e-1, 6.931472e-1, 1.0)
 EXP2_ABOVE = (2.1612925e-4, 1.2467843e-3, 9.675452e-3, 5.5485282e-2, 2.4022931e-1, 6.9314706e-1, 1.0)  # on [0, 1]
@@ -257,7 +257,7 @@ def _bit_reversed(count: int) -> list[int]:
 
 
 def microkernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes `fn(emit, *args)` callable from Numba: `"iif>f"` takes two int64 and a float32 and gives a float32."""
+    """Makes `fn(emit, *args)` callable from Numba: `"iif>f"` takes two int64 and a float32 and returns a float32."""
     names, _, result = signature.partition(">")
 
     def wrap(fn: Callable[..., Any]) -> Any:
@@ -268,7 +268,7 @@ def microkernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
 
             return TYPES[result](*(TYPES[n] for n in names)), codegen
 
-        # Numba reads the number of arguments off the function itself.
+        # Numba takes the number of arguments from the function itself.
         params = ", ".join(f"a{i}" for i in range(len(names)))
         scope: dict[str, Any] = {"typed": typed}
         exec(f"def {fn.__name__}(typingctx, {params}):\n    return typed(typingctx, {params})", scope)

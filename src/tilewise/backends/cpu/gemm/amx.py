@@ -1,8 +1,8 @@
-"""GEMM by Intel AMX: micro-kernels whose products are bf16 tiles with float32 sums.
+"""GEMM by Intel AMX: micro-kernels that multiply bf16 tiles with float32 accumulation.
 
-A tile register holds 16 rows of 64 bytes. One instruction adds A [16, 32] B [32, 16] to C [16, 16]; the rows of B hold
-pairs of numbers, element 2i and 2i + 1 of each column side by side. It does the work of 256 vector products in the time
-of 32, so float16 goes through it too, each number as the sum of two bf16 ones, which is exact.
+A tile register holds 16 rows of 64 bytes. One instruction adds A [16, 32] B [32, 16] to C [16, 16]; rows of B hold
+pairs: elements 2i and 2i + 1 of each column are adjacent. It does the work of 256 vector FMAs in the time of 32, so
+float16 uses it too, each number split exactly into two bf16 parts.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ..codegen.vector import I8, Emit, Value, W, microkernel
 from ..isa import cpu_features
 
 TILE = 1024  # bytes
-# Rows and columns of a product: four tiles of sums, two of each operand. All tiles lie in memory as they are, 16 rows
-# of 64 bytes under each other: loads from rows further apart are slower (cpu/amx-tiles in benchmarks/cpu/LOG.md).
+# Rows and columns of a product: four tiles of sums, two of each operand. Tiles are contiguous in memory, 16 rows of 64
+# bytes: strided loads are slower (cpu/amx-tiles in benchmarks/cpu/LOG.md).
 # Operands are [blocks of 32, steps of 32, 2 halves, 16, 64 bytes]: see `tile_row`.
 BLOCK = 32
-PARTS = {"bf16": 1, "f16": 2}  # bf16 numbers that make up one; float32, of three, is faster by vectors
-# Which parts are multiplied. Neighbours share an operand, which stays in its registers. Scores want all of them, since
-# an lse is float32; in the other product the smallest is far below the last bit of a float16.
+PARTS = {"bf16": 1, "f16": 2}  # bf16 parts of a number; float32 would need three, and is faster by vectors
+# The pairs of parts that are multiplied. Consecutive pairs share an operand, which stays in registers. Scores need all,
+# since lse is float32; in P V the smallest is far below the last bit of a float16.
 KEY_PRODUCTS = {1: [(0, 0)], 2: [(0, 1), (1, 1), (1, 0), (0, 0)]}
 VALUE_PRODUCTS = {1: [(0, 0)], 2: [(0, 1), (0, 0), (1, 0)]}
 
 
 @cache
 def usable() -> bool:
-    """Whether this process may use tiles. Linux wants to be asked: they make a thread's state 8 KiB larger."""
+    """Whether this process may use AMX tiles. Linux must be asked for them: they add 8 KiB to a thread's state."""
     if not (sys.platform == "linux" and platform.machine() == "x86_64" and W == 16):
         return False
     if not cpu_features() >= {"amx-tile", "amx-bf16"}:
@@ -48,7 +48,7 @@ def usable() -> bool:
 
 
 def _tile_config() -> Any:
-    """Eight tiles of 16 rows of 64 bytes, as the processor wants it."""
+    """The tile configuration: eight tiles of 16 rows of 64 bytes."""
     bytes_ = np.zeros(64, dtype=np.uint8)
     bytes_[0] = 1
     bytes_[16:32:2] = 64
@@ -87,7 +87,7 @@ def multiply(
 ) -> None:  # fmt: skip
     """Tiles 0 to 3 += A [32, 32 n] B [32 n, 32], operands as `BLOCK` says, their parts `a_part` and `b_part` apart.
 
-    `beside(g)` is what vectors do meanwhile, after group g of n times `products`.
+    `beside(g)` emits vector code to overlap, after group g of n times `products`.
     """
     c = e.builder
     width = e.i64(64)
@@ -114,7 +114,7 @@ def multiply(
 
 
 def _corners(e: Emit, c: Value, half: Value) -> list[Value]:
-    """Where the tiles 0 to 3 of a product lie: [2 halves of the columns, rows, 16], the halves `half` bytes apart."""
+    """Addresses of tiles 0 to 3 of a product: [2 halves of the columns, rows, 16], the halves `half` bytes apart."""
     right = e.builder.add(c, half)
     return [c, right, e.builder.add(c, e.i64(TILE)), e.builder.add(right, e.i64(TILE))]
 
@@ -160,7 +160,7 @@ def make_products(parts: int) -> tuple[Any, Any]:
         for tile, corner in enumerate(corners):
             to = corner if parts == 1 else b.add(sums, e.i64(tile * TILE))
             _tile(e, "tilestored64", tile, _at(e, to), e.i64(64))
-        if parts > 1:  # short sums of short sums round less than one long one
+        if parts > 1:  # summing in short runs rounds less
             for tile, corner in enumerate(corners):
                 with e.loop(e.i64(TILE // 4), W) as i:
                     more = e.load(sums, b.add(i, e.i64(tile * TILE // 4)))

@@ -1,4 +1,4 @@
-"""Packed layout of AMX operands: q, k and v as blocks of bf16 parts (`amx.py`), numbers as sums of bf16 ones."""
+"""Packs AMX operands: q, k and v as blocks of bf16 parts (`amx.py`)."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .amx import BLOCK, TILE, load_tile_config, release
 
 
 def split(e: Emit, x: Value, parts: int) -> list[Value]:
-    """float32 as a sum of numbers with 8 bits each, those of bf16, the largest first."""
+    """Splits float32 into a sum of bf16 parts, the largest first."""
     b = e.builder
     result = []
     for _ in range(parts):
@@ -28,7 +28,7 @@ def split(e: Emit, x: Value, parts: int) -> list[Value]:
 
 
 def pair(e: Emit, even: Value, odd: Value) -> Value:
-    """Two parts of `_split` as pairs of bf16."""
+    """Two parts of `split` as pairs of bf16."""
     b = e.builder
     low = b.lshr(b.bitcast(even, e.vector(I32)), e.i32s(16))
     return b.or_(low, b.bitcast(odd, e.vector(I32)))
@@ -91,7 +91,7 @@ def make_transpose_pairs(parts: int, kind: str) -> Any:
     return transpose_pairs
 
 
-# np.int64 and not int: Numba compiles a function anew for every literal that it is called with.
+# np.int64, not int: Numba would compile a function again for every literal argument.
 W_ = np.int64(W)
 ROW, STEP = np.int64(2 * BLOCK), np.int64(2 * TILE)  # bytes from 32 elements to the next: of a row, of an operand
 
@@ -106,7 +106,7 @@ def for_parts(parts):
     """A decorator for functions that are compiled once for each number of parts."""
 
     def piece(fn):
-        fn.__qualname__ = f"{fn.__name__}_{parts}"  # kept code is found by name: no two functions may share one
+        fn.__qualname__ = f"{fn.__name__}_{parts}"  # cached code is found by name, which must be unique
         return jit(fn)
 
     return piece
@@ -120,9 +120,8 @@ def pack_functions(parts):
 
     @piece
     def pack_row(w, dtype, width, to, part, jump, source, padded, keep):
-        """A row as bf16 rows, `part` bytes apart, with zeros up to `padded`. Was a number not finite, or infinite?
-
-        Such a number is its own first part, or 0 if it is not to be kept.
+        """Packs a row as bf16 rows, `part` bytes apart, with zeros up to `padded`. Returns whether a number was not
+        finite, and whether one was infinite. Such a number is its own first part, or 0 unless `keep`.
         """
         if parts == 1 and dtype == dtypes.BF16 and width == padded and keep:
             copy_row(to, jump, source, padded)
@@ -156,7 +155,7 @@ def pack_functions(parts):
 
     @piece
     def pack_queries(p, t, w, item, q_start, R):
-        """Q^T, an operand of 32 columns for each panel; memory for sums is cleared. Is a number infinite?"""
+        """Packs Q^T, an operand of 32 columns for each panel; clears the sums. Returns whether a number is infinite."""
         bad, n, D, Dv = False, item.rows, up(p.head_dim, BLOCK), up(p.value_dim, BLOCK)
         rows, part, q_part = w.rows + 4 * max(D, Dv), 2 * W * D, 2 * up(R, BLOCK) * D  # rows: [parts, W, D]
         for first in range(0, up(R, BLOCK), W):
@@ -175,13 +174,13 @@ def pack_functions(parts):
         if bad and parts > 1:
             return True
         clear(w.acc, up(R, BLOCK) * Dv)
-        clear(w.v, PARTS_ * Dv * p.tile_keys // 2)  # columns that are not there
+        clear(w.v, PARTS_ * Dv * p.tile_keys // 2)  # padding columns
         load_tile_config(p.tile_config)
         return False
 
     @piece
     def pack_keys(p, t, w, x, at, tile, count, last):
-        """K, an operand of `count` rows and some more, which do not matter. Is a number infinite?"""
+        """Packs K, an operand of `count` rows and some padding. Returns whether a number is infinite."""
         bad, D = False, up(p.head_dim, BLOCK)
         part = 2 * p.tile_keys * D
         for j in range(count):
@@ -193,9 +192,8 @@ def pack_functions(parts):
 
     @piece
     def pack_value_tiles(p, t, w, x, at, tile, count, keep):
-        """V^T, an operand of Dv rows; keys up to the next multiple of 32 are zeros. Is a number not finite?
-
-        Numbers that are not are taken out if they are not to be kept; `v_table` says which keys have one.
+        """Packs V^T, an operand of Dv rows, padded with zeros to a multiple of 32 keys. Returns whether a number is not
+        finite. Unless `keep`, such numbers become 0; `v_table` marks their keys.
         """
         bad, D, Dv, BK = False, up(p.head_dim, BLOCK), up(p.value_dim, BLOCK), p.tile_keys
         rows, part, v_part = w.rows + 4 * max(D, Dv), 2 * BLOCK * Dv, 2 * Dv * BK  # rows: [parts, 32, Dv]
@@ -226,7 +224,7 @@ def pack_functions(parts):
 
     @piece
     def pack_values(p, t, w, x, at, tile, count, full):
-        """V^T; values that are not finite are taken out if a row may not see them, or they have no parts."""
+        """Packs V^T; extracts non-finite values if some row does not see them, or they cannot be split."""
         nonfinite = pack_value_tiles(p, t, w, x, at, tile, count, True) and (parts > 1 or not full)
         if nonfinite:
             pack_value_tiles(p, t, w, x, at, tile, count, False)

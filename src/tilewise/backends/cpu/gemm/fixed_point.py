@@ -19,32 +19,32 @@ from ..codegen.vector import F32, I8, I32, Emit, Value, W, microkernel
 
 LIMBS = 3
 PARTS = {"int8": 1, "int4": 2}  # elements of a byte
-LINE = 64  # elements that share what their sum starts with
+LINE = 64  # elements that share the initial value of their sum
 LINE_ = np.int64(LINE)
-MOST = F(127 * 65536)  # of a number of three limbs with a sign
-SIGNED = W == 4  # both sides of NEON's `sdot` have a sign; VNNI takes K and weights without one
+MOST = F(127 * 65536)  # largest signed number of three limbs
+SIGNED = W == 4  # NEON's `sdot` is signed on both sides; for VNNI K and weights are unsigned
 MOST_WEIGHT = MOST if SIGNED else F(2**24 - 256)
-LEAST_TOP, MOST_TOP = F(1e-30), F(1e30)  # of the largest number of a row
-OFFSET_INT8, OFFSET_INT4 = np.int64(128), np.int64(8)  # what is added to K
+LEAST_TOP, MOST_TOP = F(1e-30), F(1e30)  # range of a row's largest number
+OFFSET_INT8, OFFSET_INT4 = np.int64(128), np.int64(8)  # added to K to make it unsigned
 
 
 def fits(stored: StorageFormat, width: int) -> bool:
-    """Whether rows of `width` elements are whole lines of integers, none of them of two scales."""
+    """Whether rows of `width` elements are whole lines of integers, each with one scale."""
     return stored.name in PARTS and width % (LINE * stored.packing) == 0 and stored.group >= LINE
 
 
 def _products(weights: bool) -> tuple[Any, Any]:
-    """`top` and `pack_limbs` of x, or of x times y for weights, which are not below 0."""
+    """`top` and `pack_limbs` of x, or of x times y for weights, which are not negative."""
 
     def value(e: Emit, x: Value, y: Value, at: Value) -> Value:
         return e.builder.fmul(e.load(x, at), e.load(y, at)) if weights else e.load(x, at)
 
     @microkernel("iii>f")
     def top(e: Emit, x: Value, y: Value, count: Value) -> Value:
-        """The largest of `count` numbers, a multiple of W: a magnitude; of weights, one below 0 or NaN if there is."""
+        """The largest magnitude of `count` numbers, a multiple of W; of weights, one that is negative or NaN if any."""
         b = e.builder
 
-        def larger(p: Value, q: Value) -> Value:  # as bits without a sign: those of NaN and below 0 are the largest
+        def larger(p: Value, q: Value) -> Value:  # as unsigned bits, in which NaN and negative numbers are the largest
             return b.select(b.icmp_unsigned(">", p, q), p, q)
 
         largest = e.var(e.i32s(0))
@@ -84,21 +84,21 @@ def join_limbs(e: Emit, limbs: list[Value]) -> Value:
 
 
 def weights_at(e: Emit, queries: int, element: Value, bits: Value, ldp: Value, line: Value) -> list[Value]:
-    """Where the packed weights of each row begin, of the group that an element is in: `2**bits` share a scale."""
+    """Offsets of each row's packed weights for the scale group of `element`: `2**bits` elements share a scale."""
     b = e.builder
     first = b.mul(b.lshr(element, bits), line)
     return [b.add(first, b.mul(ldp, e.i64(i))) for i in range(queries)]
 
 
 def weight_factor(e: Emit, kind: str, p: Value, at: Value, room: Value) -> Value:
-    """What a row's sums are multiplied by; elements of int4 were taken 16 times as large."""
+    """The factor of a row's sums; int4 elements were multiplied by 16."""
     factor = e.load_scalar(p, e.builder.add(at, e.builder.mul(room, e.i64(LIMBS))), F32)
     return e.splat(e.builder.fmul(factor, ir.Constant(F32, 1 / 16)) if kind == "int4" else factor)
 
 
 @microkernel("iii")
 def pack_offset(e: Emit, to: Value, limbs: Value, offset: Value) -> None:
-    """What a sum starts with: minus `offset` times the sum of its 64 limbs."""
+    """The initial value of a sum: minus `offset` times the sum of its 64 limbs."""
     b = e.builder
     total = e.i32s(0)
     for n in range(4):
@@ -109,13 +109,13 @@ def pack_offset(e: Emit, to: Value, limbs: Value, offset: Value) -> None:
 
 @jit
 def query_words(width):  # type: ignore[no-untyped-def]
-    """Words of a query row: limbs, what sums of 64 elements start with, the factor."""
+    """Words of a packed query row: limbs, initial values of sums of 64 elements, the factor."""
     return LIMBS * (width // 4 + width // LINE_) + 1
 
 
 @jit
 def quantise_queries(to, q, rows, width, dtype):  # type: ignore[no-untyped-def]
-    """Rows of float32 as `make_qk` reads them, or a first factor below 0 if they are out of range."""
+    """Packs rows of float32 for `make_qk`; the first factor is negative if they are out of range."""
     words, spans, size = width // 4, width // LINE_, 4 * query_words(width)
     for r in range(rows):
         row, factor_at = to + r * size, size - 4
@@ -139,7 +139,7 @@ def are_quantised(queries, width):  # type: ignore[no-untyped-def]
 
 @jit
 def are_finite(scales, line, count, groups):  # type: ignore[no-untyped-def]
-    """Whether `count` scales of each group are: an integer sum hides what an infinite one makes of each."""
+    """Whether `count` scales of each group are finite: integer sums would hide an infinite one."""
     for g in range(groups):
         row = scales + 4 * g * line
         if not max_query(row, row, (count + W - 1) // W * W) <= MOST_TOP:
@@ -149,7 +149,7 @@ def are_finite(scales, line, count, groups):  # type: ignore[no-untyped-def]
 
 @jit
 def pack_weights(to, p, scales, count, room):  # type: ignore[no-untyped-def]
-    """`count` weights, p times V's scales, as `make_pv` reads them; False if they are out of range.
+    """Packs `count` weights, p times V's scales, for `make_pv`; False if they are out of range.
 
     `count` is a multiple of W; there are `room` bytes for a limb.
     """

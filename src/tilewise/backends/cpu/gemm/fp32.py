@@ -1,4 +1,4 @@
-"""Micro-kernels for prefill: blocked products, in vector registers.
+"""Micro-kernels for prefill: register-blocked GEMM.
 
 gemm_keys    s[keys, rows]  = K Q^T      a block of keys over a panel of query rows (`max_free.py`: with softmax)
 gemm_values  acc[rows, Dv] += P V        a block of query rows over a panel of V's columns
@@ -13,18 +13,18 @@ from typing import Any
 from ..codegen.vector import F32, I64, REGISTERS, Emit, Value, Var, W, microkernel
 
 KEYS = 6  # keys of a gemm_keys block
-PANEL = (4 if REGISTERS == 32 else 2) * W  # query rows side by side: KEYS * PANEL / W accumulators
+PANEL = (4 if REGISTERS == 32 else 2) * W  # query rows of a panel: KEYS * PANEL / W accumulators
 ROWS = 8 if REGISTERS == 32 else 4  # query rows of a gemm_values block, over up to 3 vectors of columns
 WHOLE_ROWS = max(W, ROWS)  # query rows are padded to whole vectors and whole blocks
 
 
-# Products from scratch memory. What was in C is added last: short sums of short sums round less than one long one.
+# Products from scratch memory. C is added last: summing in short runs rounds less.
 
 
 def by_fours(e: Emit, count: Value, step: Callable[[Value], None]) -> None:
     """`step(i)` for all i below `count`, unrolled by four with AVX-512; NEON would spill.
 
-    The processor predicts the end of a loop of 24 or 32 iterations, not of 96 or 128. Gain: cpu/unroll in
+    The branch predictor foresees the end of a loop of 24 or 32 iterations, not of 96 or 128. Gain: cpu/unroll in
     benchmarks/cpu/LOG.md.
     """
     b = e.builder
@@ -120,7 +120,7 @@ gemm_values_1, gemm_values_2, gemm_values_3 = (_gemm_values(n) for n in (1, 2, 3
 def _pack(vectors: int) -> Any:
     @microkernel("iiii>f")
     def pack(e: Emit, to: Value, rows: Value, start: Value, count: Value) -> Value:
-        """Columns `start` to `start + vectors * W` of listed float32 rows. NaN if one is not finite."""
+        """Packs columns `start` to `start + vectors * W` of listed float32 rows. NaN if one is not finite."""
         b = e.builder
         check = e.var(e.zeros)
         with e.loop(count) as k:

@@ -1,8 +1,8 @@
 """Decode by AMX tiles, bf16: 32 keys at a time for up to 16 query rows.
 
-A tile register holds 16 rows of 64 bytes. Scores take K as it lies, [16 keys, 32 elements] a tile, and pairs of
-elements of Q^T, packed once for each work item. P V takes the weights, [rows, 32 keys], and pairs of keys of V, which
-are interleaved as they are read.
+A tile register holds 16 rows of 64 bytes. Q K^T reads K in place, [16 keys, 32 elements] a tile, and Q^T in pairs of
+elements, packed once for each work item. P V reads the weights, [rows, 32 keys], and V in pairs of keys, interleaved on
+load.
 
     s [keys, rows] = K Q^T          acc [rows, Dv] += p V
 """
@@ -18,9 +18,9 @@ from ..codegen.vector import I16, I64, Emit, Value, W, microkernel
 from . import amx
 from .amx import TILE, _at, _tile, release
 
-ROWS = 16  # query rows, at most
-BLOCK = 32  # keys; elements of K and V come in as many
-# Tile registers: sums of scores, keys of both, queries; sums of values, pairs of V, weights
+ROWS = 16  # most query rows
+BLOCK = 32  # keys, and elements of K and V
+# Tile registers: scores, K, queries; sums of P V, pairs of V, weights
 SUMS, KEYS, QUERIES, ACC, VALUES, WEIGHTS = (0, 1), (2, 3), 4, 5, 6, 7
 
 
@@ -32,7 +32,7 @@ def serves(p: Problem) -> bool:
 
 @microkernel("ii")
 def set_tiles(e: Emit, at: Value, rows: Value) -> None:
-    """Sets the registers up: `rows` rows of weights and of their sums, 16 of the others. `at` is memory for it."""
+    """Configures the tiles: `rows` rows of weights and of their sums, 16 of the others. `at` is scratch memory."""
     b = e.builder
     sixteen = sum(16 << 8 * tile for tile in range(8) if tile not in (ACC, WEIGHTS))
     lines = b.or_(e.i64(sixteen), b.mul(rows, e.i64(sum(1 << 8 * tile for tile in (ACC, WEIGHTS)))))
@@ -118,7 +118,7 @@ def amx_qk(s, line, R, rows, count, q, steps, copy, sums, distance):  # type: ig
 
 
 def amx_pv(acc, columns, s, line, R, rows, count, pairs, weights, distance):  # type: ignore[no-untyped-def]
-    """acc [R, columns] += p v; `count` is a multiple of 32. Frees the registers that `amx_qk` has set up."""
+    """acc [R, columns] += p v; `count` is a multiple of 32. Releases the tiles that `amx_qk` configured."""
     for j in range(0, count, BLOCK):
         amx_pv_block(acc, columns, s + 4 * j, line, R, rows + 8 * j, pairs, weights, distance)
     release()

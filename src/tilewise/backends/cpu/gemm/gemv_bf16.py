@@ -1,8 +1,8 @@
-"""Decode by AVX-512 BF16, where V lies in K: each instruction multiplies 32 pairs of bf16 numbers (VDPBF16PS).
+"""Decode by AVX-512 BF16 (VDPBF16PS), for V in K: each instruction multiplies 32 pairs of bf16 numbers.
 
-Query rows are taken in blocks of 32, 16, 8, 4, 2 or 1, so that every lane is used. Scores multiply K's words (two
-elements each) as they lie with packed queries; P V multiplies pairs of rows of V, interleaved as they are loaded, with
-weights rounded to bf16.
+Query rows are in blocks of 32, 16, 8, 4, 2 or 1, so that every lane is used. Q K^T multiplies words of K (two elements
+each), read in place, by packed queries; P V multiplies pairs of rows of V, interleaved on load, by weights rounded to
+bf16.
 
     packed Q     [D / 2 / words, rows, words]    two vectors hold `words` words of each row of a block
     s            [rows, keys] = q k^T            lanes of a row are added at the end
@@ -21,13 +21,13 @@ from ..scratch import SCORES
 from .gradient import dot_pairs
 
 BLOCKS = (32, 16, 8, 4, 2, 1)  # query rows
-KEYS = 8  # of a block of scores: as many addresses as registers hold
+KEYS = 8  # of a block of scores: their addresses fit in registers
 LINE = int(SCORES)  # floats of a row of scores
 
 
 @jit
 def block_rows(left):  # type: ignore[no-untyped-def]
-    """Rows of the next block, of `left` rows."""
+    """Rows of the next block, if `left` are left."""
     rows = 32
     while rows > left:
         rows //= 2
@@ -36,14 +36,14 @@ def block_rows(left):  # type: ignore[no-untyped-def]
 
 @jit
 def pack_pairs(to, row, r, rows, words):  # type: ignore[no-untyped-def]
-    """A bf16 row, `words` words, as row `r` of a block of `rows` rows."""
+    """Packs a bf16 row of `words` words as row `r` of a block of `rows` rows."""
     each = 32 // rows if rows > 1 else 16  # words of a row in two vectors; a lone row has one
     for i in range(words):
         put_i32(to + 4 * ((i // each * rows + r) * each + i % each), get_i32(row + 4 * i))
 
 
 def make_qk(rows: int) -> Any:
-    vectors = 2 if rows > 1 else 1  # more loads than products would wait for each other
+    vectors = 2 if rows > 1 else 1  # with more, loads would be the bottleneck
     words = vectors * W // rows
 
     @microkernel("iiiiii")
@@ -106,7 +106,7 @@ def make_pv(rows: int, vectors: int) -> Any:
 
 @microkernel("ii")
 def round_row(e: Emit, s: Value, count: Value) -> None:
-    """`count` weights in place as bf16, each pair of keys in the place of one of them."""
+    """Rounds `count` weights to bf16 in place, each pair of keys in one word."""
     b = e.builder
     with e.loop(count, W) as i:
         short = b.trunc(e.bf16_bits(e.load(s, i), e.i32s), e.vector(I16))
@@ -145,7 +145,7 @@ def bf16_qk(s, line, R, rows, count, q, steps, copy, sums, distance):  # type: i
 
 @jit
 def add_strip(acc, columns, p, table, c, pairs, rows):  # type: ignore[no-untyped-def]
-    """Some columns from `c` on, for 8, 4, 2 or 1 `rows`: how many."""
+    """Adds to some columns from `c` on, for 8, 4, 2 or 1 `rows`; returns how many."""
     to, left = acc + 4 * c, (columns - c) // 16
     if rows == 8 and (left == 3 or left > 4):
         pv_8x3(to, columns, p, table, 2 * c, pairs)
@@ -171,7 +171,7 @@ def add_strip(acc, columns, p, table, c, pairs, rows):  # type: ignore[no-untype
 
 
 def bf16_pv(acc, columns, s, line, R, rows, count, pairs, weights, distance):  # type: ignore[no-untyped-def]
-    """acc [R, columns] += p v; `count` is a multiple of 32. As `amx_pv`; V is in the caches, for K was read."""
+    """acc [R, columns] += p v; `count` is a multiple of 32. As `amx_pv`; V is cached, since K was read."""
     for r in range(R):
         round_row(s + 4 * r * line, count)
     r = 0

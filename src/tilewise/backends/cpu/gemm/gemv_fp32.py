@@ -1,7 +1,7 @@
-"""GEMV for decode: Q K^T and P V for few query rows, K and V read in place at the speed of memory.
+"""GEMV for decode: Q K^T and P V for few query rows; K and V are read in place, at memory bandwidth.
 
-`rows` is a table of addresses, so that pages are read in place. It goes on past the rows of a product: while a row is
-multiplied, the one `distance` keys further on is prefetched, line by line.
+`rows` is a table of row addresses, so pages are read in place. It extends past the rows of a product: while a row is
+multiplied, the one `distance` keys later is prefetched, line by line.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ KEYS = {4: 4, 3: 8, 2: 8, 1: 8} if REGISTERS == 32 else {4: 2, 3: 2, 2: 4, 1: 8}
 def make_qk(kind: str, queries: int, keys: int) -> Any:
     """s[i, j] = q[i] . k[j] of `queries` rows and `count` keys (a multiple of `keys`), K loaded once.
 
-    `scales` has a float for each key, then those of the next group of elements `line` floats on. Of PAIRS a float of q
-    and k is a pair of bf16 numbers: AVX-512 BF16 adds both products.
+    `scales` has a float for each key; those of the next group of elements are `line` floats later. For PAIRS a float of
+    q and k is a pair of bf16 numbers, multiplied by AVX-512 BF16.
     """
     pairs = kind == PAIRS
     kind = "f32" if pairs else kind
@@ -63,10 +63,8 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
                             sums[i][j].set(multiply(x, ks[j], sums[i][j].get()))
             row_sums = [x.get() for row in sums for x in row]
             total = len(row_sums)
-            step = W if total >= W else total & -total  # a power of two: of three rows of two keys, two
-            folded = [
-                e.sums(row_sums[n : n + step]) for n in range(0, len(row_sums), step)
-            ]  # all at once: fewer shuffles
+            step = W if total >= W else total & -total  # a power of two: 2 for three rows of two keys
+            folded = [e.sums(row_sums[n : n + step]) for n in range(0, len(row_sums), step)]  # together: fewer shuffles
             run = min(step, keys)
             for first in range(0, len(row_sums), run):
                 part, lane = divmod(first, step)
@@ -80,7 +78,7 @@ def make_qk(kind: str, queries: int, keys: int) -> Any:
 def make_pv(kind: str, queries: int, vectors: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys, for `vectors` vectors of V's columns from element `start` on.
 
-    Weights of the next group of elements, with its scales in them, are `line` floats on.
+    Weights of the next group of elements, with its scales folded in, are `line` floats later.
     """
     parts, size = FORMATS[kind].packing, FORMATS[kind].dtype.itemsize
     vectors //= parts
@@ -113,7 +111,7 @@ def make_pv(kind: str, queries: int, vectors: int) -> Any:
                 for i in range(queries):
                     weight = e.splat(e.load_scalar(p, b.add(weights_at[i, place], key), F32))
                     sums[i, place].set(e.fma(weight, x, sums[i, place].get()))
-        for cell in cells:  # what was there is added last, as in the gemms
+        for cell in cells:  # acc is added last, as in the GEMMs
             e.store(b.fadd(e.load(acc, at[cell]), sums[cell].get()), acc, at[cell])
 
     return pv
@@ -131,9 +129,9 @@ ROWS = (4, 3, 2, 1)
 
 
 def by_rows(name: str, four: Any, three: Any, two: Any, one: Any) -> Any:
-    """A product of R rows, of `qk` or of a strip of `pv`, compiled as `name`: rows in fours, then what is left.
+    """`qk`, or a strip of `pv`, of R rows, compiled as `name`: four rows at a time, then the remainder.
 
-    x and y have rows of ldx and ldy floats; a, b and c are what `make_qk` or `make_pv` takes there.
+    x and y have rows of ldx and ldy floats; a, b and c are the other arguments of `make_qk` or `make_pv`.
     """
 
     def product(x, ldx, R, rows, count, width, y, ldy, a, b, c, distance):  # type: ignore[no-untyped-def]
@@ -149,13 +147,13 @@ def by_rows(name: str, four: Any, three: Any, two: Any, one: Any) -> Any:
         elif i < R:
             one(x + 4 * i * ldx, ldx, rows, count, width, y + 4 * i * ldy, ldy, a, b, c, distance)
 
-    product.__qualname__ = name  # kept code is found by name: no two functions may share one
+    product.__qualname__ = name  # cached code is found by name, which must be unique
     return product
 
 
 def pv_function(kind: str) -> Any:
     """`fn(acc, lda, R, rows, count, width, p, ldp, line, group, distance)`: acc [R, width] += p v."""
-    parts = FORMATS[kind].packing  # a step is a vector in each half of a packed row
+    parts = FORMATS[kind].packing  # a step takes a vector from each half of a packed row
     wide = [make_pv(kind, n, 4) for n in ROWS]
     thin = [make_pv(kind, n, parts) for n in ROWS]
 

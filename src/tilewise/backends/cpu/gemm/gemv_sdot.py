@@ -1,8 +1,8 @@
 """GEMV for decode of int8 and int4 caches by AArch64's `sdot`, exact sums: as `gemv_vnni.py`, for vectors of 16 bytes.
 
-Both sides of `sdot` have a sign, so K is taken as it is and weights have limbs with a sign too (`fixed_point.py`).
+`sdot` is signed on both sides, so K is used as it is, and weights have signed limbs too (`fixed_point.py`).
 
-    qk      16 elements of one key in a vector: no transpose; the sums of four keys are folded into one vector at the
+    qk      16 elements of one key in a vector, not transposed; the sums of four keys are reduced to one vector at the
             end of a line.
     pv      4 columns in the lanes, 4 keys of each: bytes of four rows of V are interleaved.
 """
@@ -35,7 +35,7 @@ def has_sdot() -> bool:
 
 
 def _product(e: Emit, total: Value, x: Value, y: Value) -> Value:
-    """total + the sums of four products of bytes in each lane."""
+    """total + the dot product of four bytes in each lane."""
     kind = ir.FunctionType(total.type, [total.type, x.type, x.type])
     function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.aarch64.neon.sdot.v4i32.v16i8")
     return e.builder.call(function, [total, x, y])
@@ -46,7 +46,7 @@ def _bytes(e: Emit, address: Value, offset: Any = 0) -> Value:
 
 
 def _elements(e: Emit, x: Value, kind: str, part: int) -> Value:
-    """The elements of `part` in each byte, with their sign; those of int4 are 16 times as large."""
+    """The elements of `part` in each byte, signed; those of int4 are multiplied by 16."""
     if kind == "int8":
         return x
     b = e.builder
@@ -55,7 +55,7 @@ def _elements(e: Emit, x: Value, kind: str, part: int) -> Value:
 
 
 def _fold(e: Emit, four: list[Value]) -> Value:
-    """The sums over the lanes of four vectors, side by side: `addp` thrice."""
+    """The horizontal sums of four vectors as one vector: three `addp`."""
     b = e.builder
 
     def pairs(x: Value, y: Value) -> Value:
@@ -65,7 +65,7 @@ def _fold(e: Emit, four: list[Value]) -> Value:
 
 
 def _line(e: Emit, key: list[Value], limb: Value) -> Value:
-    """Four sums of a line of a key and of a limb at an address."""
+    """The dot product of a line of a key and a limb, as four partial sums."""
     total = e.i32s(0)
     for n, x in enumerate(key):
         total = _product(e, total, x, _bytes(e, limb, BYTES * n))
@@ -75,8 +75,8 @@ def _line(e: Emit, key: list[Value], limb: Value) -> Value:
 def make_qk(kind: str) -> Any:
     """s[i, j] = q[i] . k[j], scaled, of R rows packed by `quantise_queries`; `count` is a multiple of 4.
 
-    A line of four keys is 16 vectors. They stay in registers for all rows, one at a time: unrolled over rows, LLVM
-    orders the products such that most sums are spilled.
+    A line of four keys is 16 vectors, which stay in registers while rows are processed one by one: if the loop over
+    rows is unrolled, LLVM schedules the products so that most sums are spilled.
     """
     parts = PARTS[kind]
 
@@ -124,7 +124,7 @@ def make_qk(kind: str) -> Any:
 def make_pv(kind: str, queries: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys (a multiple of 4), for 16 bytes of V's rows from `start` on.
 
-    Weights are packed by `pack_weights`, a row every `ldp` words, those of the next group `line` words on.
+    Weights are packed by `pack_weights`, rows `ldp` words apart, those of the next group `line` words later.
     """
     parts = PARTS[kind]
 
@@ -195,7 +195,7 @@ def sdot_pv_function(kind: str) -> Any:
 
     @jit
     def four(acc, lda, rows, count, width, p, ldp, line, group, start, distance):  # type: ignore[no-untyped-def]
-        """As two and two: the sums of four rows would not stay in registers."""
+        """Two and two: the sums of four rows would not fit in registers."""
         two(acc, lda, rows, count, width, p, ldp, line, group, start, distance)
         two(acc + 8 * lda, lda, rows, count, width, p + 8 * ldp, ldp, line, group, start, ZERO)
 

@@ -1,10 +1,10 @@
 """GEMV for decode of int8 and int4 caches by integer dot products (AVX-512 VNNI), exact sums.
 
-Queries and weights become fixed-point numbers of 24 bits, one factor a row: three 8-bit limbs (`fixed_point.py`). K and
-V stay bytes. One instruction takes 64 elements of a row, where fp32 takes 16, and no element is widened.
+Queries and weights become 24-bit fixed point, three 8-bit limbs and a factor for each row (`fixed_point.py`). K and V
+stay bytes. One instruction multiplies 64 elements, fp32 16, and no element is converted.
 
-    qk      16 keys in the lanes, 4 elements of each: K is transposed, so that no sum goes across lanes and a scale is a
-            vector. K is taken as K + 128 (8 of int4), since one side is unsigned; sums start with what that adds.
+    qk      16 keys in the lanes, 4 elements of each: K is transposed, so that there are no horizontal sums and scales
+            are a vector. One side is unsigned: K is used as K + 128 (int4: + 8), and sums start with the correction.
     pv      16 columns in the lanes, 4 keys of each: bytes of four rows of V are interleaved. Weights are unsigned.
 """
 
@@ -23,7 +23,7 @@ from ..isa import cpu_features
 from .fixed_point import LIMBS, LINE, PARTS, fits, join_limbs, weight_factor, weights_at
 from .gemv_fp32 import ROWS, by_rows
 
-KEYS = 16  # of dots
+KEYS = 16  # of a block of scores
 
 
 def serves(stored: StorageFormat, width: int) -> bool:
@@ -35,7 +35,7 @@ def has_vnni() -> bool:
 
 
 def _product(e: Emit, total: Value, plain: Value, signed: Value) -> Value:
-    """total + the sums of four products of bytes, `plain` without a sign, in each lane."""
+    """total + the dot product of four bytes in each lane, unsigned `plain` and signed."""
     kind = ir.FunctionType(total.type, [total.type] * 3)
     function = cgutils.get_or_insert_function(e.builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
     return e.builder.call(function, [total, plain, signed])
@@ -100,7 +100,7 @@ def make_qk(kind: str, queries: int) -> Any:
 def make_pv(kind: str, queries: int) -> Any:
     """acc[i] += p[i, j] * v[j] over `count` keys, for a line of V's bytes from `start` on.
 
-    Weights are packed by `pack_weights`, a row every `ldp` words, those of the next group `line` words on.
+    Weights are packed by `pack_weights`, rows `ldp` words apart, those of the next group `line` words later.
     """
     parts = PARTS[kind]
 
@@ -128,7 +128,7 @@ def make_pv(kind: str, queries: int) -> Any:
                         lines.append(e._load(b.add(e.load_scalar(rows, number, I64), start), 0, I8, 4 * W))
                     pairs = [b.bitcast(_interleave(e, x, y, 16, half), i16) for x, y in (lines[:2], lines[2:])]
                     fours = [b.bitcast(_interleave(e, pairs[0], pairs[1], 8, n), i32) for n in range(2)]
-                    if kind == "int4":  # in the upper half of a byte: 16 times as large
+                    if kind == "int4":  # in the upper four bits: times 16
                         fours = [b.and_(x if part else b.shl(x, e.i32s(4)), e.i32s(-0x0F0F0F10)) for x in fours]
                     word = b.lshr(key, e.i64(2))
                     for i in range(queries):
@@ -149,7 +149,7 @@ def make_pv(kind: str, queries: int) -> Any:
 
 
 def _interleave(e: Emit, x: Value, y: Value, quarter: int, half: int) -> Value:
-    """Elements of x and y interleaved, of the lower or upper half of each quarter of `quarter` elements."""
+    """Interleaves x and y: the lower or upper half of each quarter of `quarter` elements."""
     lanes = []
     for first in range(0, 4 * quarter, quarter):
         for i in range(quarter // 2):
@@ -159,7 +159,7 @@ def _interleave(e: Emit, x: Value, y: Value, quarter: int, half: int) -> Value:
 
 
 def _transpose_quarters(e: Emit, four: list[Value]) -> list[Value]:
-    """Four vectors as a matrix of 4 x 4 quarters; its columns."""
+    """Transposes four vectors as a 4 x 4 matrix of quarters."""
     quarter = W // 4
     pairs = []
     for x, y in (four[:2], four[2:]):

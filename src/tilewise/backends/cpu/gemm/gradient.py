@@ -3,8 +3,8 @@
 gemm_rows     C[KEYS, cols] += A[KEYS, depth] B[depth, cols]       A a row at a time: K Q^T, V dO^T, P^T dO, dS^T Q
 gemm_columns  C[ROWS, cols] += A^T[depth, ROWS]^T B[depth, cols]   A a column at a time: dS K
 
-A row of a, b and c has so many floats as the argument after it says. The sums are those of `fp32.py`. In the kernels
-for bf16 a float of A and B is a pair of bf16 numbers, neighbours in depth; AVX-512 BF16 adds both products (VDPBF16PS).
+The argument after a, b or c is the length of its rows in floats. Sums are as in `fp32.py`. In the kernels for bf16 a
+float of A and B is a pair of bf16 numbers, adjacent in depth, multiplied by AVX-512 BF16 (VDPBF16PS).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .fp32 import KEYS, PANEL, ROWS, products
 
 
 class BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat, which llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"
@@ -33,7 +33,7 @@ BFloat._create_instance()
 
 
 def has_bf16() -> bool:
-    """LLVM has bfloat in these instructions from version 16 on: Numba 0.62."""
+    """Whether AVX-512 BF16 can be used. LLVM has bfloat in these instructions from version 16 (Numba 0.62) on."""
     return W == 16 and "avx512bf16" in cpu_features() and llvm.llvm_version_info >= (16,)
 
 
@@ -46,7 +46,7 @@ def dot_pairs(e: Emit, a: Value, b: Value, c: Value) -> Value:
 
 
 def _add(e: Emit, sums: list[list[Var]], c: Value, width: Value, keep: Value) -> None:
-    """C = its sums, added to what it holds if `keep` is not 0."""
+    """Stores sums to C, or adds them to it if `keep` is not 0."""
     b = e.builder
     fresh = b.icmp_signed("==", keep, e.i64(0))
     for i, line in enumerate(sums):
@@ -56,7 +56,7 @@ def _add(e: Emit, sums: list[list[Var]], c: Value, width: Value, keep: Value) ->
 
 
 def _prefetch(e: Emit, c: Value, width: Value, rows: int, vectors: int) -> None:
-    """Asks for C, which is needed when its sums are done: dQ comes from the last-level cache."""
+    """Prefetches C, which is needed after the sums: dQ comes from the last-level cache."""
     b = e.builder
     for i in range(rows):
         for j in range(vectors):
@@ -97,6 +97,6 @@ def _gemm_columns(vectors: int, pairs: bool) -> Any:
     return gemm
 
 
-VECTORS = PANEL // W  # of a `gemm_rows`, at most
+VECTORS = PANEL // W  # most vectors of a `gemm_rows`
 gemm_rows, gemm_rows_bf16 = ([_gemm_rows(min(n, VECTORS), pairs) for n in (1, 2, 3, 4)] for pairs in (False, True))
 gemm_columns, gemm_columns_bf16 = ([_gemm_columns(n, pairs) for n in (1, 2, 3)] for pairs in (False, True))

@@ -1,13 +1,13 @@
-"""The backward pass: a block of keys of one KV head over all query rows that see some of it.
+"""The backward mainloop: a block of keys of one KV head over all query rows that see any of it.
 
 A tile is a block of BK keys and BQ rows of each head of the group. Its cells are kept by keys, as in prefill:
 
     s  [BK, R] = K Q^T        P = exp(s - lse)            dV [BK, Dv] += P dO
     dP [BK, R] = V dO^T       dS = P (dP - delta)         dK [BK, D]  += dS Q         dQ [R, D] += dS^T K
 
-dK and dV of the block stay in scratch memory until its last tile. dQ is summed in float32 in the order of key blocks:
-each tile of rows has a turn, which a block waits for. So the bits do not depend on threads. Blocks are taken in that
-order, and those of other heads lie between: a thread seldom waits. The last block of a tile writes its dq.
+dK and dV of the block stay in scratch memory until its last tile. dQ is summed in float32 in the order of key blocks: a
+block waits for its turn at each tile of rows, so the bits do not depend on threads. Threads take blocks in that order,
+interleaved with those of other heads, so a thread seldom waits. The last block of a tile writes its dq.
 """
 
 # mypy: ignore-errors
@@ -48,13 +48,13 @@ from .rows import from_first_key, list_spans, seen_by_some, set_row
 from .scores import LARGEST, bias_scores, scale_scores
 
 NEXT_ITEM, NEXT_ROWS = offset(Params, "next_item"), offset(Gradients, "next_rows")
-SPINS = 64  # before a thread that waits gives way to others
+SPINS = 64  # before a waiting thread yields
 # Rows `row` to `row + rows` of each head of a group, and keys `start` to `end`, block `block` of them
 Tile = namedtuple("Tile", "b head row rows start end block")
 
 
 def schedule_backward(params, order):
-    """Writes the work items: for each block of keys all sequences and KV heads, or one item for those that share it."""
+    """Lists the work items: for each block of keys all sequences and KV heads, or one item if they share sums."""
     p = params_at(params)
     g = gradients_at(p.gradients)
     longest, count = types.int64(0), 0
@@ -73,9 +73,9 @@ def schedule_backward(params, order):
 
 @jit
 def rows_seeing(p, block, kv_len, places, q_len):
-    """The first and last row that may see some key of a block, in rows of which none but the ends are left out.
+    """The first and last row that may see a key of a block.
 
-    With strides none may: both are then the row after which the block's keys stand.
+    With strides there may be none: both are then the row after which the block's keys are.
     """
     start = block * p.tile_keys
     end = min(start + p.tile_keys, kv_len)
@@ -84,8 +84,8 @@ def rows_seeing(p, block, kv_len, places, q_len):
 
 @jit
 def visits(p, tile, block):
-    """Whether a block of keys goes over a tile's rows: it lies within what the first to the last of them see. Blocks
-    that do are neighbours.
+    """Whether a block of keys visits a tile's rows: it is within the span of keys that they see, so such blocks are
+    consecutive.
     """
     _, q_len, _, kv_len, offset = sequence(p, tile.b)
     if block < 0 or block * p.tile_keys >= kv_len:
@@ -126,7 +126,7 @@ def set_up_rows(p, g, t, tile, R):
 
 @jit
 def list_blocks(t, tile, R, count):
-    """Of each block of KEYS keys, the rows from the first to the last that see some of it, in blocks of ROWS."""
+    """For each block of KEYS keys, the first to the last row that sees any of it, in blocks of ROWS."""
     for k in range(0, count, KEYS):
         first, last = R, ZERO
         for i in range(0, R, ROWS):
@@ -139,9 +139,9 @@ def list_blocks(t, tile, R, count):
 
 @jit
 def differentiate(p, g, t, tile, R, line, count, factor):
-    """Dot products s and dP become P and dS; gradients of the mask and of ALiBi slopes are taken on the way.
+    """Turns dot products s and dP into P and dS, and adds to the gradients of the mask and of ALiBi slopes.
 
-    `factor`: what plain scores are still to be multiplied by.
+    `factor`: the factor that plain scores still need.
     """
     cap = F(min(p.softcap, LARGEST))
     clear(t.distances, up(R, WHOLE_ROWS))
@@ -178,7 +178,7 @@ def differentiate(p, g, t, tile, R, line, count, factor):
 
 @jit
 def wait_turn(g, turn, block):
-    """Waits until it is this block's turn: those before it were taken first, and their threads need none after them."""
+    """Waits for this block's turn. No deadlock: earlier blocks were taken first, and do not wait for later ones."""
     spins = 0
     while load_acquire(turn) != block:
         spins += 1
@@ -187,7 +187,7 @@ def wait_turn(g, turn, block):
 
 
 def delta(params, scratch):
-    """What a thread runs before: delta = rowsum(dout * out) - dlse, head by head; 0 in rows that see nothing."""
+    """The kernel before it: delta = rowsum(dout * out) - dlse, head by head; 0 in rows that see nothing."""
     p = params_at(params)
     g, Dv = gradients_at(p.gradients), up(p.value_dim, W)
     index = fetch_add(p.gradients + NEXT_ROWS)
@@ -210,12 +210,12 @@ def delta(params, scratch):
 
 
 def mainloop(gemm):
-    """`fn(params, scratch)`, which a thread runs, by a policy of `gradient_products.py`."""
+    """`fn(params, scratch)`, a thread's main function, for a policy of `gradient_products.py`."""
     _, load_keys, load_rows, cells, dots, pack_cells, add_values, add_keys, add_queries = gemm
 
     @named(gemm.name)
     def add_to_queries(p, g, t, tile, clean_keys, R, line, nothing):
-        """dQ of a tile, summed by the blocks of keys in their order; the last one writes it."""
+        """Adds to dQ of a tile, in the order of key blocks; the last block writes it."""
         D = up(p.head_dim, W)
         q_start, q_len, _, _, _ = sequence(p, tile.b)
         before = q_start // p.tile_rows + tile.b if p.cu_q else tile.b * ((q_len + p.tile_rows - 1) // p.tile_rows)
@@ -239,7 +239,7 @@ def mainloop(gemm):
 
     @named(gemm.name)
     def row_tile(p, g, t, tile, clean_keys):
-        """A tile of rows: adds to dK and dV, and to dQ when it is this block's turn."""
+        """A tile of rows: adds to dK and dV, and in turn to dQ."""
         count = tile.end - tile.start
         R = p.heads // p.kv_heads * tile.rows
         line = up(R, PANEL)
@@ -279,7 +279,7 @@ def mainloop(gemm):
         first, last = rows_seeing(p, block, kv_len, affine(p, b, offset), q_len)
         for row in range(first // p.tile_rows * p.tile_rows, last, p.tile_rows):
             tile = Tile(b, head, row, min(p.tile_rows, q_len - row), start, end, block)
-            if first < row + tile.rows:  # else no row stands that far
+            if first < row + tile.rows:  # else no row is that far
                 row_tile(p, g, t, tile, clean_keys)
         for j in range(count):
             line = kv_start + start + j
@@ -295,7 +295,7 @@ def mainloop(gemm):
                 put_f32(to, get_f32(t.slope_sums + 4 * h))
 
     def backward(params, scratch):
-        """What a thread runs: work items until there are none."""
+        """A thread's main function: takes work items until there are none."""
         p = params_at(params)
         g, t = gradients_at(p.gradients), partition_backward(p, scratch)
         index = fetch_add(params + NEXT_ITEM)

@@ -1,6 +1,6 @@
 """The bf16 policy of the backward pass, for AVX-512 BF16: P and dS are rounded to bf16, sums are float32.
 
-Operands hold pairs of bf16 numbers, neighbours in depth, in 32 bits:
+Operands hold pairs of bf16 numbers, adjacent in depth, in 32 bits:
 
     K, V   [keys, D]           as stored                      Q^T, dO^T   [D / 2, PANEL] pairs in panels
     P, dS  [keys, rows]        rounded in place               Q, dO       [rows / 2, D] pairs of rows
@@ -45,7 +45,7 @@ def units(width):
 
 @jit
 def copy_row(to, source, width):
-    """A bf16 row with zeros up to whole vectors of pairs."""
+    """Copies a bf16 row, with zeros up to whole vectors of pairs."""
     whole = width // W * W
     copy_16(to, source, whole)
     for i in range(whole, 2 * units(width)):
@@ -54,7 +54,7 @@ def copy_row(to, source, width):
 
 @jit
 def copy_keys(p, t, x, at, to, start, count):
-    """Rows of K or V, zeros up to a whole block."""
+    """Copies rows of K or V, with zeros up to a whole block."""
     list_rows(p, x, at, t.table, start, count, ONE)
     for j in range(count):
         copy_row(to + 4 * j * units(x.width), get_i64(t.table + 8 * j), x.width)
@@ -63,7 +63,7 @@ def copy_keys(p, t, x, at, to, start, count):
 
 @jit
 def load_keys_bf16(p, t, at, start, count):
-    """K and V of a block. Returns K in pairs, with 0 for what is not finite."""
+    """Loads K and V of a block. Returns K in pairs, with non-finite values replaced by 0."""
     D, n = up(p.head_dim, W), units(p.head_dim)
     copy_keys(p, t, value_source(p), at, t.values, start, count)
     copy_keys(p, t, key_source(p), at, t.keys, start, count)
@@ -74,7 +74,7 @@ def load_keys_bf16(p, t, at, start, count):
 
 @jit
 def load_rows_bf16(p, g, t, tile, R):
-    """Q and dO of a tile, in panels and in pairs of rows. Rows that see nothing are zeros."""
+    """Loads Q and dO of a tile, in panels and in pairs of rows. Rows that see nothing are zeros."""
     D, Dv, q_units, dout_units = up(p.head_dim, W), up(p.value_dim, W), units(p.head_dim), units(p.value_dim)
     q_start, n, rows = sequence(p, tile.b)[0], tile.rows, up(R, W)
     q_rows, dout_rows = t.q_rows + 2 * rows * D, t.dout_rows + 2 * rows * Dv
@@ -88,7 +88,7 @@ def load_rows_bf16(p, g, t, tile, R):
             copy_row(dout_row, dout_at(p, g, tile, q_start, r // n, r % n), p.value_dim)
     transpose_rows(t.q, q_rows, R, q_units)
     transpose_rows(t.dout, dout_rows, R, dout_units)
-    for r in range(0, rows, 2):  # what is not finite in Q is of no use to dK: such a row has NaN for its lse
+    for r in range(0, rows, 2):  # non-finite values in Q are replaced by 0: such a row has lse NaN
         x, y = q_rows + 4 * r * q_units, dout_rows + 4 * r * dout_units
         pair_rows_clean(t.q_rows + 2 * r * D, x, x + 4 * q_units, D)
         pair_rows(t.dout_rows + 2 * r * Dv, y, y + 4 * dout_units, Dv)
@@ -96,7 +96,7 @@ def load_rows_bf16(p, g, t, tile, R):
 
 @jit
 def dots_bf16(p, t, tile, R, line, count):
-    """s and dP. Returns what plain scores are still to be multiplied by."""
+    """Computes s and dP. Returns the factor that plain scores still need."""
     n = units(p.head_dim)
     dot_rows(t, t.keys, t.q, t.s, line, count, n, n)
     n = units(p.value_dim)
@@ -106,13 +106,13 @@ def dots_bf16(p, t, tile, R, line, count):
 
 @jit
 def ds_pairs(t, line, count):
-    """Where dS is in pairs of keys: behind P."""
+    """The address of dS in pairs of keys, behind P."""
     return t.s + 2 * up(count, KEYS) * line
 
 
 @jit
 def pack_cells_bf16(t, line, count):
-    """P and dS rounded in place, and dS in pairs of keys. Keys behind the last are 0 times 0."""
+    """Rounds P and dS in place, and packs dS in pairs of keys. Padding keys are 0."""
     round_cells(t.s, t.s, up(count, KEYS) * line)
     for k in range(0, count, 2):
         x = t.ds + 4 * k * line
@@ -122,8 +122,8 @@ def pack_cells_bf16(t, line, count):
 
 @jit
 def cells_bf16(p, t, tile, R, line, count):
-    """P and dS of plain scores, a block of KEYS keys and a panel of rows at a time, in the form that `pack_cells` gives
-    them: no tile of float32 is kept. False if scores are not plain.
+    """P and dS of plain scores, a block of KEYS keys and a panel of rows at a time, in the form of
+    `pack_cells`; no float32 tile is stored. False if scores are not plain.
     """
     D, Dv = units(p.head_dim), units(p.value_dim)
     if not is_plain(p) or p.mask != 0 or p.tree != 0 or max(D, Dv) > DOT_LENGTH:

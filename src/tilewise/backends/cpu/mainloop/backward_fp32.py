@@ -1,4 +1,4 @@
-"""The fp32 policy of the backward pass: every number is widened to float32."""
+"""The fp32 policy of the backward pass: all operands are converted to float32."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -20,7 +20,7 @@ _, dot_rows, add_to_keys, add_to_rows = blocked_products("fp32", gemm_rows, gemm
 
 @jit
 def load_keys(p, t, at, start, count):
-    """K and V of a block as float32 rows, zeros up to whole blocks. Returns K with 0 for what is not finite."""
+    """Loads K and V of a block as float32, with zeros up to whole blocks. Returns K without non-finite values."""
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
     v, k = value_source(p), key_source(p)
     list_rows(p, v, at, t.table, start, count, ONE)
@@ -38,14 +38,14 @@ def load_keys(p, t, at, start, count):
 
 @jit
 def dout_at(p, g, tile, q_start, h, i):
-    """Where dO of query i of a tile's rows is, for head h of the group."""
+    """The address of dO of query i of a tile's rows, for head h of the group."""
     head, b = tile.head * (p.heads // p.kv_heads) + h, ZERO if p.cu_q else tile.b
     return g.dout + b * g.dout_b + head * g.dout_h + (q_start + tile.row + i) * g.dout_l
 
 
 @jit
 def load_rows(p, g, t, tile, R):
-    """Q and dO of a tile as float32, as rows and transposed in panels. Rows that see nothing are zeros."""
+    """Loads Q and dO of a tile as float32, as rows and as transposed panels. Rows that see nothing are zeros."""
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
     q_start = sequence(p, tile.b)[0]
     n = tile.rows
@@ -62,7 +62,7 @@ def load_rows(p, g, t, tile, R):
         widen_row(dout_row, at, p.q_dtype, p.value_dim, Dv, ZERO, ZERO, ONE)
     transpose_rows(t.q, t.q_rows, R, D)
     transpose_rows(t.dout, t.dout_rows, R, Dv)
-    if bad != F(0):  # of no use to dK: a row that holds it has NaN for its lse
+    if bad != F(0):  # replaced by 0: such a row has lse NaN
         clean(t.q_rows, t.q_rows, up(R, WHOLE_ROWS) * D)
 
 
@@ -77,14 +77,14 @@ def transpose_rows(to, rows, R, width):
 
 @jit
 def is_few(p, tile):
-    """Whether sums are to be short: over few keys, and for few rows of float32, torch sums in lanes and rounds less."""
+    """Whether sums must be short: over few keys, and for few float32 rows, torch sums in lanes and rounds less."""
     _, q_len, _, kv_len, _ = sequence(p, tile.b)
     return kv_len <= SHORT_KEYS or (q_len <= SHORT_ROWS and p.q_dtype == dtypes.F32)
 
 
 @jit
 def dot_few_rows(keys, rows, to, line, count, width, R, factor, less):
-    """As `dot_rows`, a cell at a time; times `factor`, and less a number of each row, which is 0 from then on."""
+    """`dot_rows` cell by cell, times `factor`, minus `less` of each row, which is then set to 0."""
     for r in range(R):
         for k in range(count):
             x = dot_less(keys + 4 * k * width, rows + 4 * r * width, width, factor, get_f32(less + 4 * r))
@@ -94,13 +94,13 @@ def dot_few_rows(keys, rows, to, line, count, width, R, factor, less):
 
 @jit
 def cells(p, t, tile, R, line, count):
-    """P and dS are made of s and dP when those are in memory."""
+    """Not fused: P and dS are computed from s and dP in memory."""
     return False
 
 
 @jit
 def dots(p, t, tile, R, line, count):
-    """s and dP. Returns what plain scores are still to be multiplied by."""
+    """Computes s and dP. Returns the factor that plain scores still need."""
     D, Dv, factor = up(p.head_dim, W), up(p.value_dim, W), unit(p)
     if not is_few(p, tile):
         dot_rows(t, t.keys, t.q, t.s, line, count, D, p.head_dim)
@@ -118,7 +118,7 @@ def dots(p, t, tile, R, line, count):
 
 @jit
 def pack_cells(t, line, count):
-    """P and dS are multiplied as they are."""
+    """Nothing to pack."""
 
 
 @jit

@@ -1,7 +1,8 @@
-"""Key and block indices: an item's chosen keys in a list, whose places stand for keys in the mainloops.
+"""Key and block indices (sparse attention): the selected keys of an item in a list. In the mainloops its entries take
+the role of keys.
 
-The rules of rows that share a list differ by position. It is sorted then, so that each row sees an interval of it.
-Numba code, called by the kernels.
+Position rules differ between rows that share a list. It is then sorted, so that each row sees an interval of it. Numba
+code.
 """
 
 # mypy: ignore-errors
@@ -16,7 +17,7 @@ from ..kv_access import affine, rows_span, sequence
 
 @jit
 def chosen_keys(p, t):
-    """Where the list is; 0 if the call has no indices."""
+    """The address of the list; 0 if the call has no indices."""
     return t.chosen if p.indices else ZERO
 
 
@@ -27,19 +28,19 @@ def chosen_count(p, t, otherwise):
 
 @jit
 def first_key(p, item):
-    """The first key or place of an item."""
+    """The first key, or entry of the list, of an item."""
     return ZERO if p.indices else item.start
 
 
 @jit
 def chosen_key(chosen, j):
-    """The key in place j of a list; without one, j itself."""
+    """The key of entry j of a list; without a list, j itself."""
     return types.int64(get_i32(chosen + 16 * j)) if chosen else j
 
 
 @jit
 def list_chosen(p, t, item):
-    """Lists the keys that `item.start` to `item.end` of its indices name, as far as some of its rows see them.
+    """Lists the keys of indices `item.start` to `item.end` that any of the item's rows sees.
 
     An entry: int32 key, int32 row of K and V in its page (or batch row), int64 page (or batch row).
     """
@@ -54,7 +55,7 @@ def list_chosen(p, t, item):
     if item.rows > 1:  # whole blocks: see `config.py`
         sort(t.chosen_order, line + 4 * at, (item.end + p.block - 1) // p.block - at)
         line, at = t.chosen_order, ZERO
-    # In variables: what is stored might be the struct, for all that the compiler knows.
+    # In local variables: the compiler must assume that stores alias the struct.
     table, page_size, block, last = p.table + item.b * p.table_b, p.page, p.block, item.end
     to, here, batch_row = t.chosen, item.start, ZERO if p.cu_k else item.b
     if p.table == 0:
@@ -68,7 +69,7 @@ def list_chosen(p, t, item):
         for key in range(start, end):
             page, row = batch_row, kv_start + key
             if table:
-                number = types.int64(types.uint32(key) // types.uint32(page_size))  # twice as fast as of 64 bits
+                number = types.int64(types.uint32(key) // types.uint32(page_size))  # twice as fast as with 64 bits
                 page, row = types.int64(get_i32(table + 4 * number)), key - number * page_size
             put_i32(to, types.int32(key))
             put_i32(to + 4, types.int32(row))
@@ -80,7 +81,7 @@ def list_chosen(p, t, item):
 
 @jit
 def sort(to, source, count):
-    """`count` int32 numbers in order: Shell's sort."""
+    """Sorts `count` int32 numbers: Shell sort."""
     for i in range(count):
         put_i32(to + 4 * i, get_i32(source + 4 * i))
     gap = count // 2
@@ -96,7 +97,7 @@ def sort(to, source, count):
 
 @jit
 def chosen_span(t, item, lo, hi):
-    """The places of a list whose keys are `lo` to `hi`, which is all of them if the item has one row."""
+    """The entries of a list whose keys are in [lo, hi); all of them if the item has one row."""
     count = get_i64(t.chosen_count)
     if item.rows == 1:
         return ZERO, count
@@ -105,7 +106,7 @@ def chosen_span(t, item, lo, hi):
 
 @jit
 def place_of(t, count, key):
-    """The first place of a sorted list with this key or a later one."""
+    """The first entry of a sorted list with this key or a later one."""
     low, high = ZERO, count
     while low < high:
         middle = (low + high) // 2

@@ -1,7 +1,7 @@
 """Decode mainloop: few query rows, scores [rows, keys], K and V read once and in place.
 
-All rows of a group use a tile of keys while it is in the L1 cache; in bf16 many rows do so by AMX tiles. Tiles that
-some row sees only in part are widened into scratch first, where non-finite values can be extracted.
+All rows of a group use a tile of keys while it is in L1; with many bf16 rows by AMX. Tiles that some row sees only
+partly are first converted to float32 in scratch memory, where non-finite values can be extracted.
 """
 
 # mypy: ignore-errors
@@ -45,7 +45,7 @@ from .nonfinite import add_nonfinite, extract_nonfinite
 from .rows import set_up
 
 W_ = np.int64(W)
-LEAST_TILE_ROWS = 8  # query rows from which on AMX is faster: cpu/amx-rows in benchmarks/cpu/LOG.md
+LEAST_TILE_ROWS = 8  # from this many query rows on AMX is faster: cpu/amx-rows in benchmarks/cpu/LOG.md
 TILE = np.int64(FEW_KEYS)
 
 
@@ -54,7 +54,7 @@ item_scratch = replacing("acc k_table v_table m l slopes lo hi positions q s pac
 
 @jit
 def of_item(p, t, n, R, D, Dv):
-    """The scratch memory of the n-th item of a head batch: rows, scores and addresses of its own, all else shared."""
+    """The scratch memory of item n of a head batch: its own rows, scores and addresses, the rest shared."""
     first, table = 4 * n * R, n * table_size(p.tile_keys)
     return item_scratch(t, t.acc + first * Dv, t.k_table + table, t.v_table + table, t.m + first, t.l + first,
                         t.slopes + first, t.lo + first, t.hi + first, t.positions + first, t.q + first * D,
@@ -108,7 +108,7 @@ def decode(params, scratch, address):
 
 @jit
 def all_see(t, R, origin, end):
-    """Whether rules leave all of these keys to all rows."""
+    """Whether all rows see all of these keys by the rules."""
     seen = True
     for r in range(R):
         seen &= get_i32(t.lo + 4 * r) <= origin and get_i32(t.hi + 4 * r) >= end
@@ -117,9 +117,9 @@ def all_see(t, R, origin, end):
 
 @jit
 def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
-    """A tile of pages for all heads of a batch, in the order of memory: a few keys of one head, then of the next.
+    """A tile of pages for all heads of a batch, in memory order: some keys of one head, then of the next.
 
-    A page has a token's heads side by side. Gain: cpu/head-batch in benchmarks/cpu/LOG.md.
+    In a page a token's heads are adjacent. Gain: cpu/head-batch in benchmarks/cpu/LOG.md.
     """
     D, Dv, count = up(p.head_dim, W), up(p.value_dim, W), end - origin
     k, v = key_source(p), value_source(p)
@@ -150,7 +150,7 @@ def decode_head_batch(p, shared, address, kv_start, R, origin, end, last):
 
 @jit
 def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
-    """Keys `origin` to `end` of an item that goes on to `last`; `unmasked`: all rows see all of them."""
+    """Keys `origin` to `end` of an item that ends at `last`; `unmasked`: all rows see all of them."""
     D, Dv = up(p.head_dim, W), up(p.value_dim, W)
     keys, count = SCORES + PAD, end - origin
     k, v = key_source(p), value_source(p)
@@ -182,7 +182,7 @@ def decode_tile(p, t, item, at, R, origin, end, last, unmasked, by_amx):
         dtypes.is_quantised(v.dtype),
         False,
     )
-    if p.pv == 0 and p.v_row == 0 and unmasked and p.qk == 0 and p.value_dim == Dv:  # in K's widened rows
+    if p.pv == 0 and p.v_row == 0 and unmasked and p.qk == 0 and p.value_dim == Dv:  # V is in K's converted rows
         pv, v_distance, scaled = p.pv_f32, ZERO, False
         for j in range(count):
             put_i64(t.v_table + 8 * j, t.keys + 4 * j * D)

@@ -1,4 +1,4 @@
-"""Products of a tile of decode: scores of keys and sums of values, by what suits their storage (fp32, AMX, VNNI)."""
+"""Q K^T and P V of a decode tile, by the GEMV for their storage (fp32, AMX, VNNI)."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..kv_access import KEY_PAD, query_row
 from ..scratch import CHUNK, SCORES
 
 FOUR = np.int64(4)
-TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # of AMX
-HEAD_BYTES = np.int64(4096)  # of one head's keys
+TILE_ROWS, TILE_KEYS = np.int64(16), np.int64(32)  # AMX
+HEAD_BYTES = np.int64(4096)  # of one head's keys at a time
 
 
 @jit
 def pack_queries(p, t, item, q_start, R):
-    """Pairs of elements of bf16 queries as AMX wants them: [D / 32, 16 pairs, 16 rows]; or as `gemv_bf16.py` does."""
+    """Packs bf16 queries in pairs for AMX, [D / 32, 16 pairs, 16 rows], or for `gemv_bf16.py`."""
     words = p.head_dim // 2
     if p.pairs:
         r = 0
@@ -42,7 +42,7 @@ def pack_queries(p, t, item, q_start, R):
 
 @jit
 def multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, distance, tiled):
-    """s = q k^T; V's first rows are prefetched. The first `tiled` keys go through AMX."""
+    """s = q k^T; prefetches V's first rows. AMX multiplies the first `tiled` keys."""
     prefetch_rows(t.v_table, min(p.prefetch_distance, count), p.v_row)
     if tiled:
         steps = p.head_dim // TILE_KEYS
@@ -54,13 +54,13 @@ def multiply_keys(p, t, qk, q, ldq, R, count, pad, width, keys, distance, tiled)
 
 @jit
 def value_distance(p):
-    """Rows between the one of V that is multiplied and the one that is prefetched; 0 where K's rows hold it."""
+    """Rows of V to prefetch ahead; 0 if V is in K."""
     return p.prefetch_distance if p.v_row else ZERO
 
 
 @jit
 def scale_weights(p, t, R, j, n, keys):
-    """Weights of `n` keys from j on with V's scales in them: [groups, R, CHUNK]."""
+    """Weights of `n` keys from j on with V's scales folded in: [groups, R, CHUNK]."""
     groups = (p.value_dim + p.v_group - 1) // p.v_group
     vectors = up(n, W) // W
     for g in range(groups):
@@ -102,7 +102,7 @@ def add_values(p, t, pv, R, count, width, Dv, keys, scaled, distance, tiled):
 
 @jit
 def plain_qk(p, t, D):
-    """What multiplies keys as they lie: the function, its queries, the length of their rows, its width."""
+    """The function that multiplies keys in place, its queries, the length of their rows, and its width."""
     if p.qk_pairs:
         return p.qk_pairs, t.packed, D // 2, p.head_dim // 2
     return p.qk, t.q, D, p.head_dim
@@ -110,5 +110,5 @@ def plain_qk(p, t, D):
 
 @jit
 def keys_of_head(p):
-    """Keys of a page that are multiplied for one head before the next one's turn: as many as 4 KiB hold, 8 to 48."""
+    """Keys of a page that are multiplied for one head before the next head: as many as 4 KiB hold, 8 to 48."""
     return min(max(HEAD_BYTES // p.k_row // KEY_PAD * KEY_PAD, KEY_PAD), CHUNK)

@@ -1,4 +1,4 @@
-"""The softmax of a tile of decode: a row of scores becomes weights, whatever options add to it or hide of it."""
+"""The softmax of a decode tile, with all options that change or hide scores."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -47,7 +47,7 @@ def alibi_cells(p, t, item, r, row, origin, count):
 
 @jit
 def online_softmax(p, t, item, r, origin, count, Dv):
-    """One row of scores over `count` keys from `origin` on becomes softmax weights; the accumulator is rescaled."""
+    """Turns one row of scores over `count` keys from `origin` on into softmax weights; rescales the accumulator."""
     row, m, l = t.s + 4 * r * SCORES, t.m + 4 * r, t.l + 4 * r
     lo, hi = max(get_i32(t.lo + 4 * r) - origin, 0), min(get_i32(t.hi + 4 * r) - origin, count)
     g = r // item.rows
@@ -73,7 +73,7 @@ def online_softmax(p, t, item, r, origin, count, Dv):
     old = get_f32(m)
     new = max(old, max_row(row, vectors))
     if new == -INF:
-        if has_nan(row, lo, hi):  # a maximum passes NaN over
+        if has_nan(row, lo, hi):  # a maximum ignores NaN
             put_f32(m, F(0))
             put_f32(l, F(math.nan))
         fill(row, ZERO, count, F(0))

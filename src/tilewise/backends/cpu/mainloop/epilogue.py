@@ -20,7 +20,7 @@ from .scores import unit
 
 @jit
 def out_row(p, item, g, i, q_start):
-    """Where the output of query i of an item's rows is, for head g of the group."""
+    """The address of the output of query i of an item's rows, for head g of the group."""
     head, b = item.head * (p.heads // p.kv_heads) + g, types.int64(0) if p.cu_q else item.b
     return p.out + b * p.out_b + head * p.out_h + (q_start + item.row + i) * p.out_l
 
@@ -51,7 +51,7 @@ def finalize_row(p, item, g, i, q_start, acc, m, l):
 
 @jit
 def stats_at(slot, R, Dv, r):
-    """Where m of row r of a partial is; l is behind it."""
+    """The address of m of row r of a partial; l follows."""
     return slot + 4 * (R * Dv + 2 * r)
 
 
@@ -77,7 +77,7 @@ def epilogue_rows(p, t, index, first, R, q_start):
 
 @jit
 def replace_overflowed_rows(p, t, index, first, R, q_start):
-    """Rows that `epilogue_rows` has found not finite, from sums of downscaled weights: those of which a cell now is."""
+    """Replaces rows that `epilogue_rows` found non-finite by sums of downscaled weights, if an element is finite."""
     item, Dv = item_at(p.work_items + index * WORK_ITEM_BYTES), up(p.value_dim, W)
     slot, part = p.partials + index * p.partial_bytes, item.splits > 1 or p.keep_partials != 0
     for r in range(R):
@@ -98,13 +98,13 @@ def replace_overflowed_rows(p, t, index, first, R, q_start):
             finalize_row(p, item, g, i, q_start, acc, m, -l)
 
 
-# An item's split-KV partials: the index of its first one, how many there are, their rows, and which of them is meant
+# An item's split-KV partials: the index of the first, their number, their rows, and the row in question
 Partials = namedtuple("Partials", "index splits rows row")
 
 
 @jit
 def slot_of(p, partials, split):
-    """Where a split's partial is: acc [rows, Dv], then m and l of each row."""
+    """The address of a split's partial: acc [rows, Dv], then m and l of each row."""
     return p.partials + (partials.index + split * p.kv_heads) * p.partial_bytes
 
 
@@ -123,7 +123,7 @@ def max_of_partials(p, partials, Dv, m):
 def add_partials(p, partials, Dv, m, to, downscaled, fused):
     """Adds a row's partials, rescaled by their maxima; returns their share of the row sum.
 
-    `downscaled`: all of them times DOWNSCALE. `fused`: by one rounding for a product and its sum.
+    `downscaled`: multiply all by DOWNSCALE. `fused`: use FMA.
     """
     l = F(0)
     for split in range(partials.splits):
@@ -144,7 +144,7 @@ def add_partials(p, partials, Dv, m, to, downscaled, fused):
 
 @jit
 def combine_row(p, own, shared_p, shared, Dv, to, fused):
-    """A row's partials, and those over shared keys, combined in `to`. Returns m, and l, below 0 if downscaled."""
+    """Combines a row's partials, and those over shared keys, in `to`. Returns m, and l, negative if downscaled."""
     m, downscaled = max_of_partials(p, own, Dv, -INF)
     m, more = max_of_partials(shared_p, shared, Dv, m)
     downscaled |= more
@@ -160,7 +160,7 @@ def combine_row(p, own, shared_p, shared, Dv, to, fused):
 
 
 def combine(params, scratch):
-    """Combines the split-KV partials; run by one thread when all are there."""
+    """Combines the split-KV partials, in one thread, after all items."""
     p = params_at(params)
     nothing = Partials(ZERO, ZERO, ZERO, ZERO)
     for index in range(p.items):

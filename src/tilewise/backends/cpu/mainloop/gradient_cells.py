@@ -24,7 +24,7 @@ def _probs(masked: bool) -> Any:
             x, dp = e.load(s, at), e.load(ds, at)
             p = e.exp2_of_product(e.fma(x, unit, minus_lse), log2e)
             y = b.fmul(p, b.fsub(dp, delta))
-            if masked:  # selected, for V may hold anything there, and the row's lse NaN
+            if masked:  # select: V may be NaN there, and the row's lse too
                 hidden = b.fcmp_ordered("==", x, e.f32s(-math.inf))
                 p, y = b.select(hidden, e.zeros, p), b.select(hidden, e.zeros, y)
             e.store(p, s, at)
@@ -49,7 +49,7 @@ def softcap_slope(e: Emit, s: Value, to: Value, step: Value, count: Value, cap: 
 
 @microkernel("iiii")
 def times_cells(e: Emit, ds: Value, dcap: Value, step: Value, count: Value) -> None:
-    """ds *= dcap, and 0 where ds is: in a hidden cell dcap may be NaN."""
+    """ds *= dcap, but 0 where ds is 0: in a hidden cell dcap may be NaN."""
     b = e.builder
     with e.loop(count) as j:
         at = b.mul(j, step)
@@ -82,7 +82,7 @@ def sum_keys(e: Emit, ds: Value, step: Value, count: Value, to: Value) -> None:
 
 @microkernel("iii")
 def clean(e: Emit, to: Value, source: Value, count: Value) -> None:
-    """`count` floats, a multiple of W, with 0 for what is not finite."""
+    """Copies `count` floats, a multiple of W, with non-finite values replaced by 0."""
     b = e.builder
     with e.loop(count, W) as i:
         x = e.load(source, i)
@@ -91,7 +91,7 @@ def clean(e: Emit, to: Value, source: Value, count: Value) -> None:
 
 @microkernel("iiiff>f")
 def dot_less(e: Emit, x: Value, y: Value, count: Value, factor: Value, less: Value) -> Value:
-    """factor * (the dot product of `count` floats, a multiple of W) - less, in float64 and rounded once."""
+    """factor * (dot product of `count` floats, a multiple of W) - less, in float64 and rounded once."""
     b, f64 = e.builder, ir.DoubleType()
     wide = ir.VectorType(f64, W)
     total = e.var(ir.Constant(wide, [0.0] * W))
@@ -132,7 +132,7 @@ def copy_16(e: Emit, to: Value, source: Value, count: Value) -> None:
 
 @microkernel("iii")
 def round_cells(e: Emit, to: Value, cells: Value, count: Value) -> None:
-    """`count` floats, a multiple of W, to bf16; in place they take the first half of their memory."""
+    """Rounds `count` floats, a multiple of W, to bf16; in place, to the first half of their memory."""
     with e.loop(count, W) as i:
         _store_16(e, _bits(e, e.load(cells, i)), to, i)
 
@@ -149,8 +149,8 @@ def probs_of_dots(
     e: Emit, keys: Value, width: Value, q: Value, depth: Value, lse: Value, unit: Value, probs: Value, to: Value,
     line: Value,
 ) -> None:  # fmt: skip
-    """P of KEYS keys and a panel of rows that all see them, in the registers of K Q^T: float32 into `probs`
-    [KEYS, PANEL], and bf16 into `to`, of which a row has `line` numbers.
+    """P of KEYS keys and a panel of rows that all see them, fused into K Q^T: float32 to `probs` [KEYS, PANEL], and
+    bf16 to `to`, whose rows have `line` numbers.
     """
     b = e.builder
     sums = rows_times(e, keys, width, q, e.i64(PANEL), depth, VECTORS, True)
@@ -168,7 +168,7 @@ def ds_of_dots(
     e: Emit, values: Value, width: Value, dout: Value, depth: Value, delta: Value, probs: Value, to: Value,
     pairs: Value, line: Value,
 ) -> None:  # fmt: skip
-    """dS of the same, in the registers of V dO^T: bf16 into `to`, and in pairs of keys."""
+    """dS of the same, fused into V dO^T: bf16 to `to`, and in pairs of keys."""
     b = e.builder
     sums = rows_times(e, values, width, dout, e.i64(PANEL), depth, VECTORS, True)
     for j in range(VECTORS):
@@ -185,7 +185,7 @@ def ds_of_dots(
 def _pair_rows(clean: bool) -> Any:
     @microkernel("iiii")
     def pair_rows(e: Emit, to: Value, x: Value, y: Value, count: Value) -> None:
-        """Two rows of `count` bf16 numbers to pairs of them, with 0 for what is not finite if `clean`."""
+        """Interleaves two rows of `count` bf16 numbers, with non-finite values replaced by 0 if `clean`."""
         b, kind = e.builder, e.vector(I16)
 
         def take(row: Value, i: Value) -> Value:

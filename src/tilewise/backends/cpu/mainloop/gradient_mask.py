@@ -1,7 +1,7 @@
-"""The gradient of a float mask: dS, summed over the dims that the mask is broadcast over. And of biases: its sums.
+"""Gradients of a float mask (dS, summed over the mask's broadcast dims) and of biases (sums of dS).
 
-What shares a cell of it is in one work item (`Gradients.every_row`, `every_head`), but for the blocks of keys of a mask
-that is broadcast over keys: those have a sum each.
+All that adds to a cell is in one work item (`Gradients.every_row`, `every_head`), except blocks of keys of a mask that
+is broadcast over keys: each has a sum of its own.
 """
 
 # mypy: ignore-errors
@@ -30,10 +30,10 @@ def add_mask(p, g, t, tile, ds, line, first, R, key, count):
         if g.dmask_block:
             to += tile.block * g.dmask_block
             put_f32(to, get_f32(to) + get_f32(t.mask_columns + 4 * (r - first)))
-        elif not g.dmask_sum:  # each cell once, rounded
+        elif not g.dmask_sum:  # each cell is written once, rounded
             store_row(to + key * g.dmask_k, g.dmask_dtype, source, count, F(1))
         elif g.dmask_q == 0 and r + 1 < min(first + W, R) and (r + 1) % n:
-            row_add(source + 4 * width, source, width, F(1))  # short sums first: the next row has the same cells
+            row_add(source + 4 * width, source, width, F(1))  # summed with the next row, of the same cells
         else:
             whole = count // W * W
             row_add(to + 4 * key, source, whole, F(1))
@@ -60,7 +60,7 @@ def add_bias(p, g, t, tile, ds, line, first, R, key, count):
         for r in range(first, min(first + W, R)):
             source = t.mask_rows + 4 * (r - first) * width
             if r + 1 < min(first + W, R) and (r + 1) % n:
-                row_add(source + 4 * width, source, width, F(1))  # short sums first: the next row is of the same head
+                row_add(source + 4 * width, source, width, F(1))  # summed with the next row, of the same head
             else:
                 to, whole = base + (tile.head * group + r // n) * g.dk_bias_h, count // W * W
                 row_add(to, source, whole, F(1))

@@ -15,13 +15,13 @@ from ..gemm.gradient import VECTORS
 from .prefill_fp32 import DOT_LENGTH, piece
 from .rows import seen_by_some
 
-# How a policy loads K and V of a block, loads Q and dO of a tile, makes P and dS of them at once if it can, else s and
-# dP, brings P and dS into the form that products take, and adds to dV, dK and dQ
+# A policy: loads K and V of a block, and Q and dO of a tile; computes P and dS in one step if it can, else s and dP;
+# packs P and dS for products; adds to dV, dK and dQ
 Policy = namedtuple("Policy", "name load_keys load_rows cells dots pack_cells add_values add_keys add_queries")
 
 
 def named(suffix):
-    """Compiles a function of one policy. Kept code is found by name: no two functions may share one."""
+    """Compiles a function of one policy under a unique name, by which cached code is found."""
 
     def wrap(fn):
         fn.__qualname__ = f"{fn.__name__}_{suffix}"
@@ -33,7 +33,7 @@ def named(suffix):
 def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
     """`multiply`, `dot_rows`, `add_to_keys`, `add_to_rows` by these kernels.
 
-    A 32-bit unit of A and B holds so many `numbers`.
+    A 32-bit unit of A and B holds `numbers` numbers.
     """
     rows_1, rows_2, rows_3, rows_4 = rows_kernels
     columns_1, columns_2, columns_3 = columns_kernels
@@ -53,7 +53,7 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
 
     @named(suffix)
     def dot_rows(t, keys, panels, to, line, count, width, depth):
-        """s = K Q^T or dP = V dO^T, of rows that see some key of a block. `width` and `depth` are in units."""
+        """s = K Q^T or dP = V dO^T, for rows that see any key of a block. `width` and `depth` are in units."""
         for d in range(0, depth, DOT_LENGTH):
             for panel in range(0, line, PANEL):
                 for k in range(0, count, KEYS):
@@ -85,7 +85,7 @@ def blocked_products(suffix, rows_kernels, columns_kernels, numbers):
 
     @named(suffix)
     def add_to_rows(t, tile, cells, line, keys, to, R, D, most):
-        """dQ += dS^T K, of each block of rows over the keys that one of them sees, `most` units at a time."""
+        """dQ += dS^T K, for each block of rows over the keys that any of them sees, `most` units at a time."""
         c = 0
         while c < D:
             n = piece((D - c) // W)

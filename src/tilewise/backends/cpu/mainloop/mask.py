@@ -1,4 +1,4 @@
-"""Masks: their cells as numbers to add, and the states of their tiles. Numba code, called by the kernels."""
+"""Masks: their cells as numbers to add, and the states of their tiles. Numba code."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..kv_access import affine, is_far, sequence, tree_position
 from .chosen import chosen_key
 
 SKIP, MIXED, FULL = 0, 1, 2  # what a mask does to a tile
-MASKS, BIASES = np.int64(1), np.int64(2)  # parts of what is added to scores; not int: `list_added` is compiled once
+MASKS, BIASES = np.int64(1), np.int64(2)  # what `list_added` adds; not int, or it would be compiled for each
 
 
 @jit
@@ -33,7 +33,7 @@ def mask_cell(p, row, j):
 
 @jit
 def list_mask(p, row, to, first, count, padded, chosen):
-    """Cells first..first + count of a mask's row, or of `chosen` keys, as numbers to add, zeros up to `padded`."""
+    """Cells first..first + count of a mask's row (or of `chosen` keys) as numbers to add, zeros up to `padded`."""
     whole = count // W * W
     if chosen:
         for j in range(count):
@@ -51,15 +51,15 @@ def list_mask(p, row, to, first, count, padded, chosen):
     fill(to, count, padded, F(0))
 
 
-# A row of a mask in `Params.spans`, or 0 if nobody has looked at it yet. One number: threads may look at the same time.
+# The span of a mask's row in `Params.spans`, 0 if not computed yet. One number, so that threads may race.
 KNOWN, PLAIN_ROW, LO_BIT, HI_BIT, BITS = 1, 2, 2, 33, 2**31 - 1
 
 
 @jit
 def mask_span(p, b, head, i, lo, hi):
-    """Of keys `lo` to `hi` of a row, those outside of which the mask hides all; and whether it adds 0 to each of them.
+    """The span within keys `lo` to `hi` of a row outside of which the mask hides all; and whether it adds 0 within.
 
-    Each row is looked through once for all heads and batch rows that share it.
+    Each row is scanned once for all heads and batch rows that share it.
     """
     if lo >= hi:
         return types.int64(0), types.int64(0), True
@@ -74,9 +74,8 @@ def mask_span(p, b, head, i, lo, hi):
 
 @jit
 def words(p):
-    """A mask's cells eight bytes at once: how many, all hidden, and what else they are if none adds anything.
-
-    The last is a word and the bits in which it counts: of floats not the sign.
+    """Eight bytes of a mask: the number of cells, the word if all are hidden, and the word if none adds anything, with
+    the bits that matter in it: not the sign of floats.
     """
     if p.mask_dtype == dtypes.BOOL:
         return 8, types.int64(0), types.int64(0x0101010101010101), types.int64(-1)
@@ -89,7 +88,7 @@ def words(p):
 
 @jit
 def find_span(p, row, lo, hi):
-    """`mask_span` of cells that nobody has looked at; they lie side by side."""
+    """Computes `mask_span`; the cells are contiguous."""
     per, hidden, plain, bits = words(p)
     while lo + 4 * per <= hi and differs(row + lo * p.mask_k, hidden, -1) == 0:
         lo += 4 * per
@@ -109,7 +108,7 @@ def find_span(p, row, lo, hi):
 
 @jit
 def differs(at, word, bits):
-    """The bits in which one of four words is another than `word`."""
+    """The bits in which any of four words differs from `word`."""
     a, b, c, d = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
     return ((a ^ word) | (b ^ word) | (c ^ word) | (d ^ word)) & bits
 
@@ -121,7 +120,7 @@ def has_bias(p):
 
 @jit
 def query_bias(p, b, head, i):
-    """What is added to the scores of query i of a sequence; 0 if nothing is."""
+    """The q_bias of query i of a sequence; 0 if there is none."""
     if p.q_bias == 0:
         return F(0)
     row = sequence(p, b)[0] + i
@@ -130,7 +129,7 @@ def query_bias(p, b, head, i):
 
 @jit
 def key_bias(p, b, head, j):
-    """Where what is added to the scores of key j is; 0 if nothing is."""
+    """The address of the k_bias of key j; 0 if there is none."""
     if p.k_bias == 0:
         return ZERO
     row = sequence(p, b)[2] + j
@@ -139,14 +138,14 @@ def key_bias(p, b, head, j):
 
 @jit
 def own_keys(p, b):
-    """The first of the keys that a tree mask is of: as many as there are queries, up to the last."""
+    """The first key that a tree mask covers: the queries' own, the last Lq keys."""
     _, q_len, _, kv_len, _ = sequence(p, b)
     return kv_len - q_len
 
 
 @jit
 def has_added(p, b, end):
-    """Whether biases, or a tree mask of keys before `end`, come to scores beside a mask. Chosen keys lie anywhere."""
+    """Whether biases, or a tree mask over keys before `end`, apply besides a mask. Selected keys may be anywhere."""
     return has_bias(p) or (p.tree != 0 and (p.indices != 0 or end > own_keys(p, b)))
 
 
@@ -166,15 +165,15 @@ def tree_hides(p, b, i, j):
 
 @jit
 def last_parts(p):
-    """The parts that are added last. A mask may be so large that it rounds off what is added to it: biases come before
-    it, not with it.
+    """The parts that are added last. A mask may be so large that biases added to it would be rounded off: they are
+    added before it.
     """
     return MASKS if p.mask and has_bias(p) else MASKS | BIASES
 
 
 @jit
 def keep_hidden(p, at, to, first, count, chosen):
-    """-inf in cells of a mask that biases hide, whatever the mask holds there."""
+    """Writes -inf to cells of a mask that biases hide."""
     b, head, i = at
     if query_bias(p, b, head, i) == -INF:
         fill(to, ZERO, count, -INF)
@@ -219,7 +218,7 @@ def list_added(p, at, to, first, count, padded, state, chosen, parts):
 
 @jit
 def classify(p, b, head, row, rows, start, end):
-    """Skip, mixed or full: what the mask does to `rows` rows from `row` on and keys `start` to `end` of one head."""
+    """The state (skip, mixed, full) of `rows` rows from `row` on and keys `start` to `end` of one head."""
     if p.mask_q == 0:
         rows = 1
     if p.mask_k == 0:
@@ -244,8 +243,8 @@ def classify(p, b, head, row, rows, start, end):
 
 @jit
 def tile_state(p, b, head, row, rows, start, end):
-    """The mask's state of a tile: read from the map if there is one, else found in the mask."""
-    if p.indices:  # a tile of keys from anywhere
+    """The mask's state of a tile: from the tile map if there is one, else from the mask."""
+    if p.indices:  # its keys may be anywhere
         return types.int64(MIXED)
     if p.states:
         line = p.states + b * p.states_b + head * p.states_h + row // p.tile_rows * p.states_q
@@ -257,7 +256,9 @@ def tile_state(p, b, head, row, rows, start, end):
 
 @jit
 def read_states(p, item, states, start, end):
-    """The mask's states of a tile, for each head of the group. Are all full, with no more? Are all to be skipped?"""
+    """The mask's states of a tile for each head of the group. Returns whether all are full and nothing else is added,
+    and whether all are skipped.
+    """
     group = p.heads // p.kv_heads
     full, nothing = True, True
     state = types.int64(FULL)

@@ -17,7 +17,7 @@ from ..gemm.fp32 import KEYS, PANEL, dot_products
 from .softmax import MAX_FREE_LIMIT, pairwise_sum
 
 VECTORS = PANEL // W
-MIN_ROW_SUM = 2.0 ** (8 - MAX_FREE_LIMIT)  # of up to 2 ** 8 weights: one of them is at least 2 ** -MAX_FREE_LIMIT
+MIN_ROW_SUM = 2.0 ** (8 - MAX_FREE_LIMIT)  # of up to 2 ** 8 weights: then one is at least 2 ** -MAX_FREE_LIMIT
 
 
 def _in_all(e: Emit, lanes: list[Value]) -> Value:
@@ -51,7 +51,7 @@ def gemm_keys_exp2(
 
 @microkernel("iifi")
 def exp2_rest(e: Emit, s: Value, count: Value, factor: Value, row_sums: Value) -> None:
-    """s[count, PANEL] = 2 ** (factor s) of the keys that make no block."""
+    """s[count, PANEL] = 2 ** (factor s) of the keys after the last whole block."""
     b = e.builder
     factor = e.splat(factor)
     with e.loop(count) as i:
@@ -80,7 +80,7 @@ def _checks(vectors: int) -> tuple[Any, Any]:
         for j, x in enumerate(sums):
             seen = b.fcmp_ordered("==", e.load(m, j * W), e.zeros)
             enough = b.or_(seen, b.fcmp_ordered(">=", x, e.f32s(MIN_ROW_SUM)))
-            some = b.fcmp_ordered(">=", x, e.zeros)  # of scores past 2 ** 22 come infinities of either sign
+            some = b.fcmp_ordered(">=", x, e.zeros)  # scores past 2 ** 22 give infinities of either sign
             lanes.append(b.and_(b.and_(enough, some), b.fcmp_ordered("<=", x, e.f32s(2.0**MAX_FREE_LIMIT))))
         max_free = _in_all(e, lanes)
         with b.if_then(b.icmp_signed("!=", max_free, e.i64(0))):

@@ -1,4 +1,4 @@
-"""Non-finite fix-up: values that are not finite reach only rows that see their key; sums past float32's range."""
+"""Non-finite fix-up: non-finite values reach only rows that see their key; overflowing sums are recomputed."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -8,14 +8,14 @@ from ..codegen.numba_ops import INF, F, jit
 from .chosen import chosen_key, chosen_keys
 from .mask import FULL, SKIP, key_bias, mask_cell, mask_row, query_bias, tree_hides
 
-# Sums of large values may pass float32's range where their mean does not: they are then made again of weights times
-# DOWNSCALE. A row's l is stored below 0 if its acc is of such weights.
+# Sums of large values may overflow where their mean does not: they are then recomputed with weights times DOWNSCALE. A
+# row's l is stored negative if its acc has such weights.
 DOWNSCALE, UPSCALE = F(2.0**-32), F(2.0**32)
 
 
 @jit
 def extract_nonfinite(t, count, width):
-    """Moves every non-finite value from `values` to the same place in `nonfinite`, which else holds zeros."""
+    """Moves non-finite values from `values` to `nonfinite`, which is 0 elsewhere."""
     for at in range(0, 4 * count * width, 4):
         x = get_f32(t.values + at)
         finite = x - x == F(0)
@@ -46,7 +46,7 @@ def sees(p, t, item, r, key):
 
 @jit
 def add_nonfinite(p, t, item, first_row, rows, count, width, origin, key_step, row_step):
-    """acc += p * value, for non-finite values, in those of `rows` rows from `first_row` on that see it.
+    """acc += p * value for non-finite values, in those of `rows` rows from `first_row` on that see them.
 
     Steps are those of p, in floats.
     """
@@ -64,5 +64,5 @@ def add_nonfinite(p, t, item, first_row, rows, count, width, origin, key_step, r
 
 @jit
 def is_downscaled(t):
-    """Whether weights are to be times DOWNSCALE, see there."""
+    """Whether weights are multiplied by DOWNSCALE."""
     return get_i64(t.downscaled) != 0

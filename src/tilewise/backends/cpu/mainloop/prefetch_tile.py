@@ -1,6 +1,6 @@
 """Prefetch of the next tile's K and V rows during prefill: a few lines with each block of keys.
 
-In one go they would wait for each other, and the products for them. Gain: cpu/prefetch-tile in benchmarks/cpu/LOG.md.
+All at once they would stall each other and the products. Gain: cpu/prefetch-tile in benchmarks/cpu/LOG.md.
 """
 
 # mypy: ignore-errors
@@ -13,8 +13,8 @@ from ..gemm.fp32 import KEYS
 from ..kv_access import list_rows
 from ..scratch import PAD
 
-LEAST = 1 << 20  # bytes of a head's K and V: fewer stay in the L2 cache
-MOST_ROW = 2048  # bytes of a row of K and one of V: longer ones push queries and sums out of it
+LEAST = 1 << 20  # bytes of a head's K and V: fewer stay in L2
+MOST_ROW = 2048  # bytes of a row of K and one of V: longer ones would evict queries and sums
 LINE = 64
 
 

@@ -1,11 +1,11 @@
 """Prefill mainloop: many query rows over tiles of keys, scores [keys, rows], by blocked products.
 
-Query rows stand in panels, transposed once: Q^T [D, panel]. For each tile of keys and each panel:
+Query rows are packed in transposed panels once: Q^T [D, panel]. For each tile of keys and each panel:
 
     s [keys, panel] = K Q^T         s -> p, weights         acc [panel, Dv] = alpha acc + p^T V
 
-A GEMM policy (`gemm.Gemm`) says how: by fp32 vectors (`prefill_fp32.py`) or by AMX (`prefill_amx.py`). Panels are left
-out where none of their rows sees a key.
+A GEMM policy (`gemm.Gemm`) does this by fp32 vectors (`prefill_fp32.py`) or by AMX (`prefill_amx.py`). Panels are
+skipped where none of their rows sees a key.
 """
 
 # mypy: ignore-errors
@@ -25,7 +25,7 @@ from .scores import max_free_bound
 
 
 def mainloop(gemm):
-    """`fn(params, scratch, item)`: all keys of the item; m, l and acc hold the result if `done` does not hold 0."""
+    """`fn(params, scratch, item)`: all keys of the item; the result is in m, l and acc if `done` is not 0."""
     panel, step, memory, pack_queries, pack_keys, pack_values, weights, add_values, epilogue = gemm
 
     def prefill(params, scratch, address):

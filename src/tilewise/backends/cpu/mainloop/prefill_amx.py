@@ -1,12 +1,12 @@
 """The AMX policy of prefill: query rows in panels of 32, keys and columns of V in blocks of 32.
 
-    s [keys, 32] = K Q^T            K and Q^T copied into tiles, in parts if they are not bf16 (`amx.py`)
-    s -> P                          16 rows side by side; written as the tiles that P V reads. Max-free rows
-                                    (`max_free.py`) have it block by block, beside the next block's scores
-    acc [Dv, 32] += V^T P           V turned once for each tile of keys
+    s [keys, 32] = K Q^T            K and Q^T packed in tiles, in parts if they are not bf16 (`amx.py`)
+    s -> P                          16 rows in a vector; written as the tiles that P V reads. For max-free rows
+                                    (`max_free.py`) block by block, overlapped with the next block's scores
+    acc [Dv, 32] += V^T P           V transposed once for each tile of keys
 
-A number that is not finite has no parts, and in V it may not meet the weight of a row that does not see it: there it is
-taken out and added where it is seen. An item with an infinity in q or k is left to the fp32 mainloop.
+A non-finite number has no parts, and in V it must not be multiplied by the weight of a row that does not see it: it is
+extracted, and added where it is seen. Items with an infinity in q or k are left to the fp32 mainloop.
 """
 
 # mypy: ignore-errors
@@ -34,7 +34,7 @@ from .softmax_amx import make_max_free_products, make_online_softmax, rescale_co
 
 @jit
 def panel_span(t, row, R, tile, end):
-    """The blocks of keys of a tile that some row of a panel sees, from key to key of the tile; none: from 0 to 0."""
+    """The blocks of keys of a tile that any row of a panel sees, as a range of the tile's keys; (0, 0) if none."""
     if row >= R:
         return 0, 0
     lo, hi = seen_by_some(t, row, row + BLOCK)
@@ -44,7 +44,7 @@ def panel_span(t, row, R, tile, end):
 
 @jit
 def unpack_acc(t, w, R, Dv, padded):
-    """acc [panels, 2, Dv, 16] as the rows that the rest of the backend knows."""
+    """Unpacks acc [panels, 2, Dv, 16] to rows."""
     for row in range(0, up(R, BLOCK), W):
         for d in range(0, Dv, W):
             transpose(t.acc + 4 * (row * Dv + d), Dv, w.acc + 4 * (row * padded + d * W), W_)
@@ -52,7 +52,7 @@ def unpack_acc(t, w, R, Dv, padded):
 
 @jit
 def may_be_max_free(t, first, tile, end):
-    """Whether a panel's rows are max-free so far (`max_free.py`), and all see some key of a tile."""
+    """Whether a panel's rows are max-free so far (`max_free.py`), and all see a key of the tile."""
     for half in range(2):
         v = 4 * (first // W + half)
         if get_i32(t.all_lo + v) >= end or get_i32(t.all_hi + v) <= tile:
@@ -68,7 +68,7 @@ def commit_panel(t, row, u):
 
 @jit
 def hide_block(t, s, first, key):
-    """Scores [2 halves, 32 keys, 16] of a panel, without what its rows do not see."""
+    """Writes -inf to hidden scores [2 halves, 32 keys, 16] of a panel."""
     for half in range(2):
         v = first + half * W
         if get_i32(t.all_lo + 4 * (v // W)) > key or get_i32(t.all_hi + 4 * (v // W)) < key + BLOCK:
@@ -76,7 +76,7 @@ def hide_block(t, s, first, key):
 
 
 def amx_gemm(dtype):
-    """The policy for numbers of bf16 parts, those of a storage type."""
+    """The policy for a storage type."""
     parts = PARTS[dtype]
     multiply_keys, multiply_values = make_products(parts)
     softmax_to_tiles = make_online_softmax(parts)
@@ -90,7 +90,7 @@ def amx_gemm(dtype):
 
     @piece
     def add_nonfinite(p, t, w, item, x, at, row, u, R, tile, k0, k1, Dv, BK):
-        """acc += weight * value, for non-finite values, in the rows of panel u that see it."""
+        """acc += weight * value for non-finite values, in the rows of panel u that see them."""
         row += u * BLOCK
         for j in range(k0, k1):
             if get_i64(t.v_table + 8 * j) == 0:
@@ -113,7 +113,7 @@ def amx_gemm(dtype):
 
     @piece
     def online_softmax(p, t, w, item, row, u, R, tile, k0, k1, count, Dv, BK, bound):
-        """Of panel u; the accumulator is rescaled."""
+        """The online softmax of panel u; rescales the accumulator."""
         if k0 >= k1:
             return
         there = min(k1, count) - k0
@@ -151,7 +151,7 @@ def amx_gemm(dtype):
 
     @piece
     def weights(p, t, w, item, row, R, tile, end, unmasked, bound):
-        """Of two panels: a block of K is used twice where it is."""
+        """The weights of two panels at a time, which share a block of K in registers."""
         D, Dv, BK = up(p.head_dim, BLOCK), up(p.value_dim, BLOCK), p.tile_keys
         q_part = 2 * up(R, BLOCK) * D
         a0, a1 = panel_span(t, row, R, tile, end)

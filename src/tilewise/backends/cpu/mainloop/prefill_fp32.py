@@ -1,8 +1,8 @@
 """The fp32 policy of prefill: K read in place row by row, Q^T and V in panels, products in vector registers.
 
-16-bit and quantised rows are widened into scratch first. A panel's scores stay in the L1 or L2 cache between the steps;
-where it sees all keys of the tile, its weights are made in the registers of the scores (`max_free.py`). Row-blocks and
-vectors of rows are left out where none of them sees a key.
+16-bit and quantised rows are first converted to float32 in scratch memory. A panel's scores stay in L1 or L2 between
+the steps; if it sees all keys of the tile, the softmax is fused into Q K^T (`max_free.py`). Blocks and vectors of rows
+are skipped where none of them sees a key.
 """
 
 # mypy: ignore-errors
@@ -25,18 +25,18 @@ from .score_mod import scale_cells
 from .scores import shape_scores, unit
 from .softmax import LOG2E, online_softmax_columns
 
-DOT_LENGTH = 128  # elements of a dot product that are summed in one go: longer sums round more
+DOT_LENGTH = 128  # elements of a dot product that are summed at once: longer sums round more
 # Over up to 11 keys torch sums in lanes and rounds half as much as one run of FMAs (cpu/short-dots in
-# benchmarks/cpu/LOG.md). So few keys cost little, and are summed as exactly.
+# benchmarks/cpu/LOG.md). So few keys are cheap, and are summed as accurately.
 SHORT_KEYS, SHORT_DOT_LENGTH = 12, 16
-# So it does for up to 3 rows of a head, over any keys; here the rows of a group are multiplied together. Over more keys
-# the sums of values round more, and in wide heads runs are a small part of a dot product: neither needs runs so short.
+# torch does so too for up to 3 rows of a head, over any number of keys; here rows of a group are multiplied together.
+# With more keys P V dominates the error, and in wide heads a run is a small part of a dot product: neither needs this.
 SHORT_ROWS = 3
 
 
 @jit
 def dot_length_of(p, item):
-    """Elements of a dot product that are summed in one go, of float32 as exactly as torch does it."""
+    """Elements of a dot product that are summed at once; in float32 as accurate as torch."""
     _, q_len, _, kv_len, _ = sequence(p, item.b)
     if kv_len <= SHORT_KEYS:
         return SHORT_DOT_LENGTH
@@ -52,9 +52,9 @@ def whole_memory(p, t):
 
 @jit
 def pack_queries(p, t, w, item, q_start, R):
-    """Q^T in panels. W float32 rows of one head are transposed where they lie, others are copied to `acc` before.
+    """Packs Q^T in panels. W float32 rows of one head are transposed in place, others are first copied to `acc`.
 
-    Rows far apart are read a line at a time: those of the next W rows are prefetched meanwhile.
+    Rows that are far apart are read line by line while the next W rows are prefetched.
     """
     n, D = item.rows, up(p.head_dim, W)
     in_place = p.q_dtype == dtypes.F32 and p.head_dim == D and p.q_l % 4 == 0
@@ -83,7 +83,7 @@ def pack_queries(p, t, w, item, q_start, R):
 
 @jit
 def pack_keys(p, t, w, x, at, tile, count, last):
-    """Lists K's rows, widened if they are not float32 or lie in two places, and those to prefetch."""
+    """Lists K's rows, converted unless they are float32 in one tensor, and the rows to prefetch."""
     list_rows(p, x, at, t.k_table, tile, count, PAD)
     if x.dtype != dtypes.F32 or x.shared:
         widen_rows(p, x, at, t.k_table, t.keys, tile, count, PAD)
@@ -93,17 +93,17 @@ def pack_keys(p, t, w, x, at, tile, count, last):
 
 @jit
 def vector_span(t, first, tile, end):
-    """The first and last key that some of the W rows from `first` on sees, counted from the tile's first on."""
+    """The first and last key that any of the W rows from `first` on sees, relative to the tile."""
     lo, hi = seen_by_some(t, first // ROWS * ROWS, up(first + W, ROWS))
     return max(lo, tile) - tile, min(hi, end) - tile
 
 
 @jit
 def scores(p, t, panel, panels, coming, vectors, D, dot_length, tile, end, k0, k1):
-    """s[k0..k1] of one panel, without vectors of rows at its edges that see none of a block's keys."""
+    """s[k0..k1] of one panel, skipping vectors of rows at its edges that see none of a block's keys."""
     q = t.q + 4 * panel * PANEL * D
     passes = (p.head_dim + dot_length - 1) // dot_length
-    for n in range(passes):  # outside: this much of the panel stays in the L1 cache
+    for n in range(passes):  # outer loop: this much of the panel stays in L1
         d = n * dot_length
         depth = min(dot_length, p.head_dim - d)
         for key in range(k0, k1, KEYS):
@@ -131,7 +131,7 @@ def overlaps(span, key):
 
 @jit
 def online_softmax(p, t, item, s, first, R, key, count, bound):
-    """Scores of W query rows from `first` on over `count` keys from `key` on become weights."""
+    """Turns scores of W query rows from `first` on over `count` keys from `key` on into weights."""
     shape_scores(p, t, item, s, PANEL_, first, R, key, count)
     m, l, alpha = t.m + 4 * first, t.l + 4 * first, t.alpha + 4 * first
     online_softmax_columns(s, PANEL, count, m, l, alpha, unit(p) * F(LOG2E), bound)
@@ -141,7 +141,7 @@ def online_softmax(p, t, item, s, first, R, key, count, bound):
 
 @jit
 def max_free_softmax(p, t, panel, panels, coming, D, dot_length, count):
-    """s [count, PANEL] of a panel that sees all keys of a tile becomes weights, max-free. False if out of bound."""
+    """The weights [count, PANEL] of a panel that sees all keys of a tile, max-free. False if out of bounds."""
     row = panel * PANEL
     if not is_max_free(t.m + 4 * row):
         return False
@@ -164,13 +164,13 @@ def max_free_softmax(p, t, panel, panels, coming, D, dot_length, count):
 
 @jit
 def piece(vectors):
-    """How many of the vectors that are left go into one product: as many as keep the rest from being one alone."""
+    """How many of the remaining vectors are multiplied at once, so that no single one is left over."""
     return 3 if vectors == 3 or vectors > 4 else min(2, vectors)
 
 
 @jit
 def pack_columns(t, count, Dv, BK):
-    """Listed float32 rows of V into panels of columns, [count, columns] each. Returns NaN if a value is not finite."""
+    """Packs listed float32 rows of V in panels of columns, [count, columns]. Returns NaN if a value is not finite."""
     bad = F(0)
     c = 0
     while c < Dv:
@@ -188,7 +188,7 @@ def pack_columns(t, count, Dv, BK):
 
 @jit
 def pack_values(p, t, w, x, at, first, count, full):
-    """A tile of V into panels. Values that are not finite are taken out if a row may not see them; were there any?"""
+    """Packs a tile of V in panels. Extracts non-finite values if some row does not see them; returns whether it did."""
     Dv, BK = up(p.value_dim, W), p.tile_keys
     list_rows(p, x, at, t.v_table, first, count, ONE)
     if x.dtype != dtypes.F32 or x.width % W:
@@ -196,7 +196,7 @@ def pack_values(p, t, w, x, at, first, count, full):
     bad = pack_columns(t, count, Dv, BK)
     if bad == F(0) or full:
         return False
-    list_rows(p, x, at, t.v_table, first, count, ONE)  # once more, from a copy without them
+    list_rows(p, x, at, t.v_table, first, count, ONE)  # again, from a copy without them
     widen_rows(p, x, at, t.v_table, t.values, first, count, ONE)
     extract_nonfinite(t, count, Dv)
     pack_columns(t, count, Dv, BK)
@@ -205,7 +205,7 @@ def pack_values(p, t, w, x, at, first, count, full):
 
 @jit
 def keys_of(t, row, tile, end):
-    """The keys of a tile that some row of a panel sees, in blocks of KEYS, which are listed whole."""
+    """The keys of a tile that any row of a panel sees, in whole blocks of KEYS."""
     lo, hi = seen_by_some(t, row, row + PANEL)
     return (max(lo, tile) - tile) // KEYS * KEYS, min(hi, end) - tile
 
@@ -235,7 +235,7 @@ def weights(p, t, w, item, row, R, tile, end, unmasked, bound):
 def add_values(p, t, w, item, x, at, row, R, tile, end, nonfinite):
     """acc of one panel = alpha * acc + p v, by blocks of ROWS rows, over the keys that one of them sees.
 
-    A panel of V's columns is used by all row-blocks before the next one is: it stays in the L1 cache.
+    All blocks of rows use a panel of V's columns before the next panel, so it stays in L1.
     """
     Dv, BK = up(p.value_dim, W), p.tile_keys
     k0, k1 = keys_of(t, row, tile, end)

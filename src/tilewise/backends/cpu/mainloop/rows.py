@@ -1,4 +1,4 @@
-"""Rows of a work item: running max m, row sums l, accumulators, and the spans of keys that they see."""
+"""The rows of a work item: running max m, row sums l, accumulators, and key spans."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .mask import mask_span
 
 @jit
 def set_up(p, t, item, count, Dv):
-    """m, l, acc, spans, positions and slopes of the item's rows, then of rows up to `count`, which see nothing.
+    """Initialises m, l, acc, spans, positions and slopes of the item's rows, and of padding rows up to `count`.
 
-    Returns the first and last key that any row sees (first >= last if none does), and whether these spans say all that
-    the mask does. Chosen keys are places of their list.
+    Returns the first and last key that any row sees (first >= last if none does), and whether the spans express all of
+    the mask. With key indices these are entries of the list.
     """
     _, _, _, kv_len, offset = sequence(p, item.b)
     group, n, places = p.heads // p.kv_heads, item.rows, affine(p, item.b, offset)
@@ -51,7 +51,7 @@ def set_up(p, t, item, count, Dv):
 
 @jit
 def from_first_key(places, row):
-    """How far query `row` stands behind the first key."""
+    """The distance of query `row` from the first key."""
     return places.offset + places.q_stride * row - places.k_start
 
 
@@ -70,7 +70,7 @@ NO_KEY = 2**31 - 1
 
 @jit
 def list_spans(t, rows):
-    """Keys that some row of each block of ROWS sees, and that all rows of each vector see: the same for every tile."""
+    """The keys that any row of each block of ROWS sees, and that all rows of each vector see; once for all tiles."""
     for i in range(0, rows, ROWS):
         lo, hi = types.int32(NO_KEY), types.int32(0)
         for r in range(i, i + ROWS):
@@ -88,7 +88,7 @@ def list_spans(t, rows):
 
 @jit
 def seen_by_all(t, R):
-    """The keys that every one of R rows sees."""
+    """The keys that all of R rows see."""
     lo, hi = types.int32(0), types.int32(NO_KEY)
     for r in range(R):
         lo, hi = max(lo, get_i32(t.lo + 4 * r)), min(hi, get_i32(t.hi + 4 * r))
@@ -106,7 +106,7 @@ def sees_all(t, first, end, start, stop):
 
 @jit
 def seen_by_some(t, first, end):
-    """The keys that some row from `first` to `end` sees; both are multiples of ROWS."""
+    """The keys that any row from `first` to `end` sees; both are multiples of ROWS."""
     lo, hi = types.int32(NO_KEY), types.int32(0)
     for i in range(first // ROWS, end // ROWS):
         lo, hi = min(lo, get_i32(t.some_lo + 4 * i)), max(hi, get_i32(t.some_hi + 4 * i))

@@ -17,7 +17,7 @@ TANH = (-5.704985e-3, 2.0639086e-2, -5.3739715e-2, 1.3331442e-1, -3.3333281e-1)
 
 
 def _tanh(e: Emit, x: Value) -> Value:
-    """Near 0 a polynomial, further out 1 - 2 / (e^2x + 1), which loses nothing there."""
+    """A polynomial near 0, else 1 - 2 / (e^2x + 1), which is accurate there."""
     b = e.builder
     square = b.fmul(x, x)
     near = e.fma(b.fmul(e.polynomial(TANH, square), square), x, x)
@@ -40,9 +40,9 @@ def softcap_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value, c
 
 @microkernel("iiiff")
 def large_softcap_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value, cap: Value) -> None:
-    """The same of scores that are scaled already; factor is 1 / cap, which may have lost its digits.
+    """The same for scores that are scaled already; factor is 1 / cap, which may be subnormal.
 
-    What is far below the cap stays as it is, whatever its quotient by the cap has lost.
+    Scores far below the cap are not changed, so an inaccurate quotient does not matter.
     """
     b = e.builder
     factor, cap = e.splat(factor), e.splat(cap)
@@ -65,7 +65,7 @@ def scale_cells(e: Emit, s: Value, step: Value, count: Value, factor: Value) -> 
 
 @microkernel("iiii")
 def bias_cells(e: Emit, s: Value, step: Value, count: Value, bias: Value) -> None:
-    """s += bias, and -inf where bias is, also over a NaN; vectors of `bias` stand side by side."""
+    """s += bias, and -inf where bias is -inf, even if s is NaN; vectors of `bias` are contiguous."""
     b = e.builder
     with e.loop(count) as i:
         at = b.mul(i, step)

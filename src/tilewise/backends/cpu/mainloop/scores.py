@@ -1,4 +1,4 @@
-"""Scores between Q K^T and the softmax: scale, softcap, ALiBi, masks and hidden keys, for W query rows side by side."""
+"""Scores between Q K^T and the softmax: scale, softcap, ALiBi, masks and hidden keys, for W query rows at a time."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -23,16 +23,16 @@ LEAST_FACTOR, LARGEST = F(1e-20), float(np.finfo(np.float32).max)
 
 @jit
 def scale_scores(p, s, step, count):
-    """Dot products to scores: scale and softcap, of `count` vectors `step` floats apart."""
+    """Applies scale and softcap to dot products: `count` vectors, `step` floats apart."""
     scale = F(p.scale)
     if p.softcap > 0:
         cap = F(min(p.softcap, LARGEST))
         factor = scale / cap
-        if abs(factor) == INF:  # times a dot product of 0 it would be NaN
+        if abs(factor) == INF:  # 0 * inf would be NaN
             factor = F(math.copysign(LARGEST, factor))
         if abs(factor) >= LEAST_FACTOR:
             softcap_cells(s, step, count, factor, cap)
-        else:  # times dot products it may leave float32's range
+        else:  # the product may overflow float32
             scale_cells(s, step, count, scale)
             large_softcap_cells(s, step, count, F(1) / cap, cap)
     elif not is_plain(p):
@@ -41,14 +41,14 @@ def scale_scores(p, s, step, count):
 
 @jit
 def is_plain(p):
-    """Whether scores are dot products until the softmax, scaled only there."""
+    """Whether scores stay plain dot products, which the softmax scales."""
     biased = (p.mask != 0 and p.mask_dtype != dtypes.BOOL) or has_bias(p)
     return not (p.softcap > 0 or p.slopes != 0 or p.scale <= 0 or biased)
 
 
 @jit
 def unit(p):
-    """What scores and their maximum m are multiplied by in the softmax."""
+    """The factor of scores and of their maximum m in the softmax."""
     return F(p.scale) if is_plain(p) else F(1)
 
 
@@ -59,8 +59,8 @@ MAX_FREE_MIN_KEYS = 16
 def max_free_bound(p, t, kv_len):
     """The bound on logits under which a row needs no running max (`max_free.py`); below 0 for never.
 
-    Only of plain dot products: others have a maximum subtracted, which rounds less. And not of a few keys: of one, the
-    maximum is the lse, and the weight is 1.
+    Only for plain dot products: for others subtracting a maximum rounds less. Not for few keys either: with one, the
+    maximum is the lse, and the weight exactly 1.
     """
     return (
         F(MAX_FREE_LIMIT) if is_plain(p) and kv_len >= MAX_FREE_MIN_KEYS and not is_downscaled(t) else F(NEVER_MAX_FREE)
@@ -69,7 +69,7 @@ def max_free_bound(p, t, kv_len):
 
 @jit
 def mask_columns(p, t, item, first, R, key, count, parts):
-    """The mask and biases, or `parts` of them, of W query rows from `first` on and `count` keys from `key` on, by
+    """Lists mask and biases, or `parts` of them, of W query rows from `first` on and `count` keys from `key` on, by
     columns. False if there is nothing to add.
     """
     n = item.rows
@@ -94,9 +94,9 @@ def mask_columns(p, t, item, first, R, key, count, parts):
 
 @jit
 def shape_scores(p, t, item, s, step, first, R, key, count):
-    """Dot products of W query rows from `first` on and `count` keys from `key` on: all that comes before the softmax.
+    """All steps before the softmax, for W query rows from `first` on and `count` keys from `key` on.
 
-    From key to key it is `step` floats.
+    Keys are `step` floats apart.
     """
     scale_scores(p, s, step, count)
     bias_scores(p, t, item, s, step, first, R, key, count)
@@ -104,7 +104,7 @@ def shape_scores(p, t, item, s, step, first, R, key, count):
 
 @jit
 def bias_scores(p, t, item, s, step, first, R, key, count):
-    """What comes after scale and softcap: ALiBi, masks, hidden keys. Does it hide a cell, perhaps?"""
+    """The steps after scale and softcap: ALiBi, masks, hidden keys. Returns whether a cell may be hidden."""
     hiding = False
     if p.slopes:
         stride = affine(p, item.b, ZERO).k_stride

@@ -12,7 +12,7 @@ from ..codegen.vector import Emit, Value, W, microkernel
 from ..gemm.fp32 import KEYS
 
 LOG2E = math.log2(math.e)
-# Logits in log2 up to which a row needs no running max: see `scores.max_free_bound`.
+# The bound on logits (log2) under which a row needs no running max: see `scores.max_free_bound`.
 MAX_FREE_LIMIT, NEVER_MAX_FREE = 30.0, -1.0
 
 
@@ -28,8 +28,8 @@ def max_row(e: Emit, s: Value, count: Value) -> Value:
 def exp_row(e: Emit, s: Value, count: Value, factor: Value, top: Value) -> Value:
     """s = 2 ** ((s - top) * factor); returns the sum.
 
-    Subtracting first costs an instruction, but rounds alike in every tile, whatever its maximum, and leaves a bias near
-    the least float where it is: times log2 e it would be -inf.
+    Subtracting first costs an instruction, but rounds the same in every tile, whatever its maximum, and a bias near the
+    least float does not overflow: times log2 e it would be -inf.
     """
     b = e.builder
     total, factor, top = e.var(e.zeros), e.splat(factor), e.splat(top)
@@ -44,7 +44,7 @@ def exp_row(e: Emit, s: Value, count: Value, factor: Value, top: Value) -> Value
 def column_max(e: Emit, s: Value, step: Value, count: Value) -> Value:
     """The largest of `count` scores of W rows."""
     b = e.builder
-    maxima = [e.var(e.f32s(-math.inf)) for _ in range(8)]  # eight, since one would wait for itself
+    maxima = [e.var(e.f32s(-math.inf)) for _ in range(8)]  # eight, to hide latency
     whole = b.mul(b.sdiv(count, e.i64(8)), e.i64(8))
     with e.loop(whole, 8) as j:
         for n, top in enumerate(maxima):
@@ -58,7 +58,7 @@ def column_max(e: Emit, s: Value, step: Value, count: Value) -> Value:
 
 
 def take_base(e: Emit, m: Value, old: Value, new: Value, factor: Value) -> tuple[Value, Value]:
-    """Stores the new m of W rows: what to subtract from their scores, and the rescale of older sums."""
+    """Stores the new m of W rows. Returns what to subtract from their scores, and the rescale factor of older sums."""
     b = e.builder
     base = b.select(b.fcmp_ordered("==", new, e.f32s(-math.inf)), e.zeros, new)  # nothing seen yet
     e.store(new, m)
@@ -68,9 +68,9 @@ def take_base(e: Emit, m: Value, old: Value, new: Value, factor: Value) -> tuple
 def lazy_max(
     e: Emit, s: Value, step: Value, count: Value, m: Value, factor: Value, bound: Value
 ) -> tuple[Value, Value]:
-    """m is 0 as long as all scores are small (`bound`, none if below 0), then the running maximum; see `take_base`.
+    """m is 0 while all scores are below `bound` (never if that is negative), then the running maximum; see `take_base`.
 
-    It depends on a row's own scores alone, not on those of its neighbours.
+    It depends on a row's own scores only.
     """
     b = e.builder
     old, top = e.load(m), column_max(e, s, step, count)
@@ -82,7 +82,7 @@ def lazy_max(
 
 
 def pairwise_sum(e: Emit, values: Sequence[Value]) -> Value:
-    """Their sum, by pairs: short sums of short sums round less than a long one."""
+    """Pairwise summation, which rounds less."""
     while len(values) > 1:
         pairs = [e.builder.fadd(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
         values = [*pairs, *values[2 * len(pairs) :]]
@@ -90,7 +90,7 @@ def pairwise_sum(e: Emit, values: Sequence[Value]) -> Value:
 
 
 def update_row_sums(e: Emit, l: Value, alpha: Value, rescale: Value, total: Value) -> None:
-    """The running sum l of W rows with `total` added, and `rescale` for the accumulator."""
+    """Adds `total` to the running sum l of W rows, and stores `rescale` for the accumulator."""
     e.store(e.fma(e.load(l), rescale, total), l)
     e.store(rescale, alpha)
 

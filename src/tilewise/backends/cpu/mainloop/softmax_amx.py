@@ -1,7 +1,7 @@
 """Softmax whose weights are written as the AMX tiles that P V reads.
 
-Max-free rows (`max_free.py`) have their weights made beside the next block's scores, so that tiles and vectors work at
-the same time. Gain: cpu/amx-overlap in benchmarks/cpu/LOG.md.
+For max-free rows (`max_free.py`) it is overlapped with the next block's scores: AMX and vector units work at the same
+time. Gain: cpu/amx-overlap in benchmarks/cpu/LOG.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .softmax import lazy_max, update_row_sums
 
 
 def exp2_pair(e: Emit, parts: int, x: Sequence[Value], base: Value, factor: Value, p: Value, part: Value) -> Value:
-    """Scores of two neighbouring keys as a row of a tile of weights, in parts `part` bytes apart. Returns their sum."""
+    """Scores of two adjacent keys to a row of a tile of weights, in parts `part` bytes apart. Returns their sum."""
     b = e.builder
     weights = [e.exp2_of_product(b.fsub(score, base), factor) for score in x]
     for n, (even, odd) in enumerate(zip(*(split(e, weight, parts) for weight in weights), strict=True)):
@@ -25,9 +25,9 @@ def exp2_pair(e: Emit, parts: int, x: Sequence[Value], base: Value, factor: Valu
 
 
 def make_online_softmax(parts: int) -> Any:
-    """`fn(s, count, m, l, alpha, factor, p, part, bound)`: `online_softmax_columns`, but weights go to `p` as tiles.
+    """`fn(s, count, m, l, alpha, factor, p, part, bound)`: `online_softmax_columns` with weights to `p`, as tiles.
 
-    `count` is a multiple of 32. Returns 1 if the accumulator is to be rescaled.
+    `count` is a multiple of 32. Returns 1 if the accumulator has to be rescaled.
     """
 
     @microkernel("iiiiifiif>f")
@@ -52,11 +52,11 @@ def make_online_softmax(parts: int) -> Any:
 
 
 def make_max_free_products(parts: int) -> tuple[Any, Any]:
-    """Scores of a block of 32 keys and 32 rows beside the weights of the block before: tiles and vectors work at once.
+    """Scores of a block of 32 keys and 32 rows, overlapped with the weights of the previous block.
 
     `keys(k, k_part, q, q_part, s, n, before, factor, p, part, row_sums)`: s [2, 32, 16] = K Q^T, while the scores
     at `before`, if that is not 0, become weights at `p`, their sums added to `row_sums` as in `max_free.py`.
-    `exp2_last(before, factor, p, part, row_sums)`: the latter alone.
+    `exp2_last(before, factor, p, part, row_sums)`: only the latter.
     """
     UNITS = 32  # pairs of keys of 16 rows
 
@@ -96,7 +96,7 @@ def make_max_free_products(parts: int) -> tuple[Any, Any]:
 
 @microkernel("iii")
 def rescale_columns(e: Emit, acc: Value, count: Value, alpha: Value) -> None:
-    """`count` vectors times that of `alpha`."""
+    """Multiplies `count` vectors by that of `alpha`."""
     rescale = e.load(alpha)
     with e.loop(e.builder.mul(count, e.i64(W)), W) as i:
         e.store(e.builder.fmul(e.load(acc, i), rescale), acc, i)
