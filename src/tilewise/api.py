@@ -5,6 +5,7 @@ call from the call cache.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -301,7 +302,8 @@ def _check_form(
             raise InvalidArgument("block_table", "pages with kv_lengths, cu_seqlens_k or max_k", "context_lens alone")
         o = Options(cu_seqlens_q=tables["cu_seqlens_q"], max_q=tables["max_q"], **options)
         return calls.paged(q, k, v, tables["block_table"], tables["context_lens"], o)
-    with autograd.set_aside(grads):
+    # The checks refuse tensors that require grad, except where their gradients are planned.
+    with torch.no_grad() if grads else nullcontext():
         if "cu_seqlens_k" in given:
             o = Options(max_q=tables["max_q"], max_k=tables["max_k"], **options)
             return calls.varlen(q, k, v, tables["cu_seqlens_q"], tables["cu_seqlens_k"], o)

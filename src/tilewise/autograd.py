@@ -7,7 +7,6 @@ saves the inputs, `out` and `lse`, and nothing of size Lq * Lk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,7 +26,8 @@ from .validation import calls, keywords, memory, meta
 from .validation.arrays import returner, to_tensor
 from .validation.backward import BackwardCall, backward, check_grads, is_deterministic
 
-TABLES = {"attention": (), "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k")}
+# The entry points that have gradients, and the tables that they take after q, k and v
+TABLES: dict[str, tuple[str, ...]] = {"attention": (), "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k")}
 ARGUMENTS = ("q", "k", "v", "out", "lse", "dout", "dlse", "backend")  # of a backward pass, beside its options
 FORWARD_ONLY = ("return_lse", "out", "split_size", "k_shared")  # options that a backward pass does not have
 
@@ -187,13 +187,6 @@ def needed(given: dict[str, Any]) -> tuple[str, ...]:
     names = tuple(x for x in GRADS if isinstance(given.get(x), torch.Tensor) and given[x].requires_grad)
     shared = given.get("k_shared")  # part of k
     return names or (("k",) if isinstance(shared, torch.Tensor) and shared.requires_grad else ())
-
-
-def set_aside(names: tuple[str, ...]) -> AbstractContextManager[object]:
-    """The context for checking a call: without grad mode if its gradients (`names`) are handled, else the checks refuse
-    tensors that require grad.
-    """
-    return torch.no_grad() if names else nullcontext()
 
 
 def plan(

@@ -40,11 +40,7 @@ RULES = """float? scale=None, bool causal=False, SymInt? q_offset=None, SymInt? 
     SymInt? q_stride=None, SymInt? left=None, SymInt? right=None, SymInt? chunk=None, SymInt? block_size=None,
     float? softcap=None, bool allow_tf32=False, bool? validate=None, str? backend=None"""
 OPTIONS = f"{RULES}, SymInt? split_size=None, str? k_stored=None, str? v_stored=None"
-TABLES = {
-    "attention": (),
-    "varlen_attention": ("cu_seqlens_q", "cu_seqlens_k"),
-    "paged_attention": ("block_table", "context_lens"),
-}
+TABLES = {**autograd.TABLES, "paged_attention": ("block_table", "context_lens")}
 OTHER_TENSORS = {  # optional
     "attention": ("kv_lengths", *TENSOR_OPTIONS),
     "varlen_attention": ("kv_lengths", *TENSOR_OPTIONS),

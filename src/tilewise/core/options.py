@@ -100,10 +100,6 @@ def to_int(value: Any) -> Any:
     return int(value)
 
 
-def is_validate(value: Any) -> bool:
-    return value is None or value is True or value is False
-
-
 def as_window(window: Any) -> Window:
     """(left, right): the keys on each side of the query's own. `W` is W keys with its own; None is unlimited."""
     remedy = "window=W is W keys with the query's own; None, not -1, is unlimited"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,10 @@ class Tensors:
         """The tensors with `k_shared` joined to K: see `Problem.whole`."""
         assert self.k_shared is not None
         return replace(self, k=torch.cat([self.k, self.k_shared.expand(*self.k.shape[:3], -1)], -1), k_shared=None)
+
+
+FIELDS = tuple(f.name for f in fields(Tensors) if f.name != "tile_map")  # those that hold a tensor
+INPUTS = tuple(name for name in FIELDS if name not in ("out", "lse"))
 
 
 @dataclass(slots=True)

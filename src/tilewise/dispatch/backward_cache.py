@@ -7,18 +7,17 @@ of the arguments, so a repeated pass makes the same views, by shape and strides,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..core.plan import Plan
 from ..core.problem import Problem
-from ..core.tensors import BackwardTensors, Tensors
+from ..core.tensors import FIELDS, BackwardTensors, Tensors
 from ..validation.backward import BackwardCall
 from . import activity, call_cache, planner
 
-FIELDS = tuple(f.name for f in fields(Tensors) if f.name != "tile_map")
 INCOMING = ("dout", "dlse")
 Source = tuple[str, call_cache.View | None]  # an argument, and the view of it that is taken, if not itself
 

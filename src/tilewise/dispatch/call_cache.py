@@ -8,7 +8,6 @@ tables are not part of it: they are checked on every call, as far as `validate` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, get_num_threads, is_grad_enabled
 from torch.autograd import forward_ad
 
 from ..core.plan import Plan
-from ..core.tensors import Tensors
+from ..core.tensors import FIELDS, INPUTS, Tensors
 from ..quantised import Quantised
 from ..signatures import UNSET
 from ..state import AttentionState
@@ -30,8 +29,6 @@ Key = tuple[Any, ...]
 Launcher = Callable[..., Any]  # takes the tensors in the order of FIELDS, None for those that a call does not have
 View = tuple[torch.Size, tuple[int, ...]]  # shape and strides
 
-FIELDS = tuple(f.name for f in fields(Tensors) if f.name != "tile_map")
-INPUTS = tuple(name for name in FIELDS if name not in ("out", "lse"))
 ARGUMENTS = {  # the fields of `Tensors` that an entry point's positional arguments become
     "attention": ("q", "k", "v"),
     "varlen_attention": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from ..core.options import LIMIT, is_int, to_int
 from ..core.problem import MAX_HEAD_DIM, MaskSpec
 from ..core.storage import PLAIN, StorageFormat
-from ..core.tensors import Tensors
+from ..core.tensors import INPUTS, Tensors
 from ..errors import InvalidArgument
 from ..quantised import Quantised
 from .arrays import to_tensor, to_write
@@ -21,7 +21,6 @@ from .memory import overlap, overlaps_itself
 from .values import as_int32
 
 FLOATS = tuple(PLAIN)
-INPUTS = tuple(f.name for f in fields(Tensors) if f.name not in ("out", "lse", "tile_map"))
 
 
 def cast_to_float32(name: str, x: Any) -> str:

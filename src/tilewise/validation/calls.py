@@ -26,7 +26,6 @@ from ..core.options import (
     as_softcap,
     as_split_size,
     is_int,
-    is_validate,
     to_int,
 )
 from ..core.problem import Form, MaskSpec, Problem, Selection
@@ -203,7 +202,7 @@ def _check_keys(
         raise InvalidArgument(names[0], f"{Hkv} heads", f"a divisor of q's {H}")
     as_size("the length of q", q_len)
     as_size(f"the length of {names[0]}", kv_len)
-    if not is_validate(o.validate):
+    if not (o.validate is None or isinstance(o.validate, bool)):
         raise InvalidArgument("validate", repr(o.validate), "None, True or False")
 
 

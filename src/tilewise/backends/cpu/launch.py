@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from ...core.plan import Plan
 from ...core.problem import Problem
 from ...core.storage import PLAIN
-from ...core.tensors import Tensors
+from ...core.tensors import FIELDS, Tensors
 from ...validation import values
 from . import compiler, config
 from .codegen.dtypes import CODES, NAMES
@@ -220,7 +220,7 @@ def make_params(plan: Plan, t: Tensors, own_tables: bool = False) -> tuple[Param
 
 
 Launcher = Callable[..., bool]  # takes q, k, v, out, lse or None, and the scales of quantised K and V
-AFTER_SCALES = [f.name for f in fields(Tensors)][7:-1]
+AFTER_SCALES = FIELDS[7:]
 NO_TABLES = [0, 0, 0, 0]
 
 
