@@ -330,7 +330,7 @@ def _call(name: str, check: Callable[..., Call], args: tuple[Any, ...], options:
         if (cached := call_cache.find(key)) is not None:
             try:
                 return cached(args, options)
-            except RuntimeError:  # a tensor without strided memory (mkldnn) may have the key of one with it
+            except RuntimeError:  # `out` overlaps an input, or a tensor has no strided memory (mkldnn): checks name it
                 check(*args, Options(**options))
                 raise
 

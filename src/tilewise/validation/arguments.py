@@ -76,11 +76,14 @@ class Checker:
             raise InvalidArgument(name, "a tensor that requires grad", "one that does not", remedy)
         return x
 
-    def common(self, x: torch.Tensor) -> torch.Tensor:
-        """A view of q, out or lse as `[B, H, L, ...]`, or `[1, H, T, ...]` if q is packed."""
-        if self.packed:
+    def common(self, x: torch.Tensor, form: str = "") -> torch.Tensor:
+        """A view of `x`, given in `form` (default: that of q), as `[B, H, L, ...]`; packed `[1, H, T, ...]`, pages
+        `[P, H, page_size, ...]`.
+        """
+        form = form or self.form_of_q()
+        if form.startswith("[T,"):
             return x.transpose(0, 1)[None]
-        return x.transpose(1, 2) if self.seq_major else x
+        return x if form.startswith("[B, H") else x.transpose(1, 2)
 
     def unit_stride(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if x.stride(-1) == 1 or x.shape[-1] == 1:
@@ -98,7 +101,7 @@ class Checker:
             data = self.plain(f"{name}.data", x.data, form)
             scales = None
             if x.scales is not None:
-                scales = self.view_of(self.plain(f"{name}.scales", x.scales, form), form)
+                scales = self.common(self.plain(f"{name}.scales", x.scales, form), form)
                 scales = self.unit_stride(f"{name}.scales", scales)
             stored, width = x.format, x.shape[-1]
         else:
@@ -113,12 +116,7 @@ class Checker:
                 )
             stored = PLAIN[data.dtype]
         self.head_width(name, width)
-        return Operand(self.unit_stride(name, self.view_of(data, form)), scales, stored, width)
-
-    def view_of(self, x: torch.Tensor, form: str) -> torch.Tensor:
-        if form.startswith("[T,"):
-            return x.transpose(0, 1)[None]
-        return x if form.startswith("[B, H") else x.transpose(1, 2)
+        return Operand(self.unit_stride(name, self.common(data, form)), scales, stored, width)
 
     def ints(self, name: str, x: Any, shape: tuple[int | None, ...]) -> torch.Tensor:
         """A tensor of lengths, offsets or pages, int32 or int64; None in `shape` is any size."""
