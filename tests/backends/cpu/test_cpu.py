@@ -235,28 +235,28 @@ def test_warmup_compiles_everything(capsys):
     assert "kept in" in text
 
 
+x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these are vector sets of x86")
+FEATURES = {8: "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2", 4: "-avx2,+avx,+fma,+f16c,+sse4.2"}  # by floats in a vector
+
+
+def run_with_vectors(width, code, **environment):
+    """Runs `code` in a process whose kernels have vectors of `width` floats."""
+    environment |= {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": FEATURES[width]}
+    code = f"from tilewise.backends.cpu.codegen.vector import W\nassert W == {width}, W\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@x86
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these are vector sets of x86")
-@pytest.mark.parametrize(
-    ("width", "features", "peers"),
-    [(8, "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2", "AVX2"), (4, "-avx2,+avx,+fma,+f16c,+sse4.2", "SSE4_2")],
-)
-def test_other_vector_widths(width, features, peers, tmp_path):
+@pytest.mark.parametrize(("width", "peers"), [(8, "AVX2"), (4, "SSE4_2")])
+def test_other_vector_widths(width, peers, tmp_path):
     """The whole suite on narrower vectors than this machine has, torch held to the same: its error is the measure."""
-    environment = {
-        **os.environ,
-        "NUMBA_CPU_NAME": "haswell",
-        "NUMBA_CPU_FEATURES": features,
-        "MKL_ENABLE_INSTRUCTIONS": peers,
-        "ATEN_CPU_CAPABILITY": "avx2" if width == 8 else "default",
-        "TILEWISE_CACHE_DIR": str(tmp_path),
-    }
-    code = (
-        "from tilewise.backends.cpu.codegen.vector import W\n"
+    run_with_vectors(
+        width,
         "from tilewise.testing.cases import CASES\n"
         "from tilewise.testing.check import check_case\n"
         "from tilewise.testing.properties import PROPERTIES\n"
-        f"assert W == {width}, W\n"
         "for case in CASES: check_case(case, 'cpu')\n"
         "for check in PROPERTIES.values(): check('cpu', 'cpu')\n"
         "from tilewise.testing.cases import GRADIENTS\n"
@@ -264,38 +264,31 @@ def test_other_vector_widths(width, features, peers, tmp_path):
         "from tilewise.errors import Unsupported\n"
         "for case in GRADIENTS:\n"
         "    try: check_gradients(case, 'cpu')\n"
-        "    except Unsupported: pass\n"
+        "    except Unsupported: pass\n",
+        MKL_ENABLE_INSTRUCTIONS=peers,
+        ATEN_CPU_CAPABILITY="avx2" if width == 8 else "default",
+        TILEWISE_CACHE_DIR=str(tmp_path),
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these are vector sets of x86")
+@x86
 def test_decode_of_groups_of_three_with_vectors_of_eight():
     """Fewer keys are in flight there: the sums of three rows are no power of two."""
-    features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2"}
-    code = (
-        "from tilewise.backends.cpu.codegen.vector import W\n"
+    run_with_vectors(
+        8,
         "from tilewise.testing.case import Case\n"
         "from tilewise.testing.check import check_case\n"
-        "assert W == 8\n"
-        "check_case(Case(B=2, H=9, Hkv=3, Lq=1, Lk=150, D=128), 'cpu')\n"
+        "check_case(Case(B=2, H=9, Hkv=3, Lq=1, Lk=150, D=128), 'cpu')\n",
     )
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | features, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these are vector sets of x86")
-def test_gradients_of_few_rows_with_vectors_of_four(tmp_path):
+@x86
+def test_gradients_of_few_rows_with_vectors_of_four():
     """Blocks of rows are longer than a vector there, as on ARM: rows past the last are zeros up to whole blocks."""
-    features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "-avx2,+avx,+fma,+f16c,+sse4.2"}
-    code = (
-        "from tilewise.backends.cpu.codegen.vector import W\n"
+    run_with_vectors(
+        4,
         "from tilewise.testing.case import Case\n"
         "from tilewise.testing.gradients import check_gradients\n"
-        "assert W == 4\n"
         "for case in (Case(Lq=20, Lk=90, causal=True, window=(10, 3)), Case(B=1, H=3, Lq=1, D=64, causal=True)):\n"
-        "    check_gradients(case, 'cpu')\n"
+        "    check_gradients(case, 'cpu')\n",
     )
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | features, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
