@@ -76,7 +76,7 @@ def attention(q: Array, k: Keys, v: Keys, **options: Any) -> Array | AttentionSt
         q_bias: float32 `[B or 1, H or 1, Lq]`, added to the scores of each query; for packed queries `[T, H or 1]`.
         k_bias: likewise for each key (pages: up to the longest context). `-inf` hides the key.
         sinks: `[H]`: one more logit in each row's softmax, with no value.
-        key_indices: int32 `[B, Lq, n]` or `[B, Hkv, Lq, n]`: sparse attention: the only keys that each query may see,
+        key_indices: int32 `[B, Lq, n]` or `[B, Hkv, Lq, n]`: the only keys that each query may see (sparse attention),
             in any order, each once; -1 is none. Other rules may hide more.
         k_shared: as `k`, with one head: the last columns of the keys, which all heads share (the rope part of expanded
             latent attention). A key of head `h` is `[k[h], k_shared]`, as wide as `q`.
