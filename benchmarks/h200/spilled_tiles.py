@@ -39,6 +39,7 @@ ROWS: dict[str, list[Tile]] = {
     "decode of 8 queries, bool mask": [(32, 64, 4, 3), (32, 32, 4, 3), (32, 64, 8, 3)],
     "D576/512, all options": [(64, 64, 8, 1), (32, 32, 8, 2), (32, 32, 8, 1), (64, 16, 8, 2)],
     "pages of 16, int4 in groups of 32": [(16, 32, 1, 3), (16, 32, 2, 3), (16, 64, 4, 3), (8, 32, 1, 3)],
+    "pages of 16, codebook4": [(8, 32, 1, 3), (8, 32, 2, 3)],
     "pages of 16, int8, 2 queries": [(16, 32, 1, 3), (16, 32, 4, 3), (16, 64, 4, 3), (16, 32, 2, 3)],
     "pages of 16, k_bias, 2 queries": [(16, 128, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)],
     "pages of 16, tree of 8": [(32, 64, 4, 3), (32, 32, 8, 3), (32, 32, 4, 3)],
@@ -73,9 +74,9 @@ def made(name: str, small: bool) -> calls.Call:
     queries = 8 if "tree" in name else 2 if "2 queries" in name else 1
     q, k, v = random(B, 32, queries, 128), random(B * L // 16, 16, 8, 128), random(B * L // 16, 16, 8, 128)
     options: dict[str, Any] = {"causal": True, "return_lse": True}
-    if "int" in name:
-        kind, group = ("int4", 32) if "int4" in name else ("int8", 64)
-        k, v = (Quantised.from_float(x, kind, group) for x in (k, v))
+    for kind, group in (("int4", 32), ("int8", 64), ("codebook4", 64)):
+        if kind in name:
+            k, v = (Quantised.from_float(x, kind, group) for x in (k, v))
     if "k_bias" in name:
         options["k_bias"] = random(B, 32, L, dtype=torch.float32)
     if "tree" in name:

@@ -58,7 +58,8 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
         return Config(64, 16, 4, 3)
     if wide <= 128:
         simple = problem.rules.relative() in (MaskRules(), MaskRules(causal=True)) and wide == ceil_pow2(wide)
-        crowded = problem.biased or (wide > 64 and (not simple or problem.selection is not None))
+        scattered = problem.selection is not None or problem.page_size > 0
+        crowded = problem.biased or (wide > 64 and (scattered or not simple))
         return Config(64, 32 if target.reads_operands and crowded else 64, 4, 3)
     if wide <= 256:  # Ampere's products keep q in registers, beside fewer rows
         return Config(128, 64, 8, 2) if target.warpgroup_mma or not target.ptx else Config(64, 32, 8, 2)
@@ -107,7 +108,9 @@ def decode_tile(problem: Problem, target: Target) -> Config:
         return Config(BM, 32 if wide <= 64 else 16, warps, 1 if stored else 2, pack)
     if flips(p):
         few = wide > 64 or (not p.split_size and p.batch * p.kv_heads * p.kv_len <= SHORT_KEYS)
-        return Config(max(flipped_columns(p), target.least_columns), 32 if few else 64, 1, 3, pack)
+        looked_up = "codebook4" in (p.k_format.name, p.v_format.name)  # by more registers than one warp has
+        warps = 2 if looked_up and not target.measured else 1
+        return Config(max(flipped_columns(p), target.least_columns), 32 if few else 64, warps, 3, pack)
     if is_float32(p):
         warps = 8 if wide > 256 and not target.measured else 4
         return Config(BM, 32 if wide <= 128 else 16, min(warps, target.most_warps), 2, pack)
