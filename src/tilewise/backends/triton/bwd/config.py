@@ -46,7 +46,7 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
     if not target.large_backward_tiles:
         tile = Tile(32, 32, 4, 2)
         if wide > 128 or is_crowded(problem):
-            tile = Tile(32 if target.reads_operands else 16, 32, 8, 1)
+            tile = Tile(32 if target.reads_operands and wide <= 256 else 16, 32, 8, 1)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
     # Hopper's products of 128 rows by two warpgroups: tiles whose mainloops keep all they hold in registers and do not
     # wait for each product. dK and dV of 128 keys do not fit together where heads are wider than 128.
@@ -64,7 +64,8 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
 def amd_tile(problem: Problem, wide: int, target: Target) -> Tile:
     """For AMD's GPUs, by what their compiler keeps in registers; none has been measured."""
     if target.rdna:
-        return Tile(16, 32, 8, 1) if is_crowded(problem) else Tile(32, 32, 4 if wide <= 64 else 8, 1)
+        few = is_crowded(problem) or (problem.softcap > 0 and wide > 64)
+        return Tile(16, 32, 8, 1) if few else Tile(32, 32, 4 if wide <= 64 else 8, 1)
     if wide <= 128 and not is_float32(problem) and not is_crowded(problem):
         return Tile(64, 64, 4, 1)
     return Tile(32, 32 if wide <= 256 else 16, 4, 1, reload=wide > 256 or is_float32(problem))
