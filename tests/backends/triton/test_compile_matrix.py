@@ -33,10 +33,19 @@ SAMPLE = [("decode-D128", gfx) for gfx in AMD] + [("D128-causal", "gfx942"), ("d
 # Those that spilled by Hopper's tiles.
 SAMPLE += [("backward D128-causal", "sm_86"), ("f32-D128", "sm_80"), ("D128-window", "sm_86"), ("D512", "sm_80")]
 SAMPLE += [("int4 prefill", "gfx942"), ("decode-mask", "gfx1100"), ("backward everything, dense mask", "gfx1200")]
+# Did not compile, pipelined; spilled by Hopper's tiles.
+SAMPLE += [("paged16-tree", "gfx942"), ("paged16-int8-causal", "sm_80"), ("paged16-biases", "sm_120")]
 COMBINED = ("decode-D128", "paged16-D128", "decode-D64")
 MORE = [(case, target) for case in FIRST for target in TARGETS if (case, target) not in SAMPLE]
 MORE += [("int4 prefill", "sm_86"), ("int4 prefill", "sm_120"), ("decode-mask", "sm_86"), ("chosen-all", "sm_100")]
 MORE += [("backward everything, dense mask", target) for target in ("sm_86", "sm_120", "gfx942")]
+MORE += [
+    (case, target)
+    for case in ("paged16-tree", "paged16-biases", "decode-mask")
+    for target in TARGETS
+    if target != "sm_90"
+]
+MORE += [("paged16-codebook4", "sm_86"), ("paged-packed", "sm_89"), ("biases", "sm_80"), ("backward D512", "sm_80")]
 MORE += [("backward D256-causal", "sm_120"), ("backward f32-D64", "sm_86"), ("backward D512", "gfx90a")]
 
 
