@@ -64,7 +64,7 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
 def amd_tile(problem: Problem, wide: int, target: Target) -> Tile:
     """For AMD's GPUs, by what their compiler keeps in registers; none has been measured."""
     if target.rdna:
-        few = is_crowded(problem) or (problem.softcap > 0 and wide > 64)
+        few = is_crowded(problem) or problem.rules.flags.jumps or (problem.softcap > 0 and wide > 64)
         return Tile(16, 32, 8, 1) if few else Tile(32, 32, 4 if wide <= 64 else 8, 1)
     if wide <= 128 and not is_float32(problem) and not is_crowded(problem):
         return Tile(64, 64, 4, 1)
