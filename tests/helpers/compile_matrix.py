@@ -60,7 +60,7 @@ OPERANDS = ("q", "k", "v", "dout", "keys", "values")
 WRITES = ("bf16", "fp8_e4m3", "int8", "int4", "fp8_latent")
 MERGES = {"merge 8": (torch.bfloat16, 128, 8), "merge 2": (torch.float32, 256, 2), "merge 3": (torch.float16, 576, 3)}
 REPORT = "report.json"  # in Triton's cache, by the digest of a program
-DRAWN = 100  # problems of the whole space, and as many backward passes
+DRAWN = 20  # problems of the whole space, and as many backward passes: a sample that a run gets through
 
 
 @cache
