@@ -74,6 +74,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "hopper D128 window softcap": lambda: dense("hopper", 4, 2, 300, 300, 128, causal=True, window=50, softcap=20.0),
     "hopper D96 window sinks": lambda: dense("hopper", 4, 2, 300, 300, 96, window=(50, 20), sinks=zeros(4)),
     "hopper many blocks": lambda: dense("hopper", 72, 72, 300, 300, 64, causal=True),
+    "hopper split D128": lambda: dense("hopper", 4, 2, 500, 256, 128),
+    "hopper split D64 causal": lambda: dense("hopper", 8, 2, 700, 300, 64, causal=True),
     "hopper packed": lambda: packed("hopper", 64, causal=True),
     "hopper packed D128": lambda: packed("hopper", 128, causal=True, window=30),
     "hopper D192/128": lambda: dense("hopper", 2, 2, 150, 170, 192, 128, causal=True),
