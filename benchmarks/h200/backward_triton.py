@@ -64,6 +64,10 @@ class Row:
     Hkv: int = 0
     mask: tuple[int, ...] = ()
     mask_dtype: torch.dtype = torch.bfloat16
+    Dv: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    many: bool = False  # window, softcap, ALiBi and sinks beside the options
+    biased: bool = False
     tiles: Tiles = field(default_factory=dict)
 
 
@@ -85,6 +89,18 @@ D256: Tiles = {
     "keys": [(32, 128, 8, 2, 1), (64, 64, 8, 2, 1), (64, 128, 8, 1, 1)],
     "queries": [(128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
 }
+MANY: Tiles = {
+    "keys": [(64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2)],
+    "queries": [(128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 2)],
+}
+WIDEST: Tiles = {
+    "keys": [(32, 64, 8, 1), (16, 64, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1), (32, 32, 4, 1)],
+    "queries": [(64, 32, 8, 1), (64, 16, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1), (32, 32, 4, 1)],
+}
+FLOAT32: Tiles = {
+    "keys": [(32, 32, 4, 1), (16, 32, 4, 1), (32, 32, 8, 1), (32, 64, 8, 1), (64, 32, 8, 1)],
+    "queries": [(32, 32, 4, 1), (32, 16, 4, 1), (32, 32, 8, 1), (64, 32, 8, 1)],
+}
 PLANE = (2048, 2048)
 ROWS = {
     "bias dense D64 2k": Row(
@@ -103,6 +119,11 @@ ROWS = {
     "D128 4k causal": Row(128, 4096, CAUSAL, 0.5),
     "D64 4k full": Row(64, 4096, {}),
     "D64 4k causal": Row(64, 4096, CAUSAL, 0.5),
+    "spilled: D64 4k, many options": Row(64, 4096, CAUSAL, 0.22, many=True, tiles=MANY),
+    "spilled: D64 4k, strides": Row(64, 4096, {"causal": True, "k_stride": 2}, 0.5, many=True, tiles=MANY),
+    "spilled: D64 4k, biases": Row(64, 4096, CAUSAL, 0.5, biased=True, tiles=MANY),
+    "spilled: D576/512 4k, many options": Row(576, 4096, CAUSAL, 0.22, Dv=512, many=True, tiles=WIDEST),
+    "spilled: float32 D64 4k": Row(64, 4096, CAUSAL, 0.5, 16, dtype=torch.float32, tiles=FLOAT32),
 }
 
 
@@ -111,10 +132,14 @@ def made_of(row: Row) -> Any:
     H = row.H or max(4, 2048 // row.D)
     shape = (TOKENS // row.L, row.L)
     torch.manual_seed(0)
-    args = tuple(
-        torch.randn(*shape, n, row.D, device=CUDA, dtype=torch.bfloat16) for n in (H, row.Hkv or H, row.Hkv or H)
-    )
+    sizes = ((H, row.D), (row.Hkv or H, row.D), (row.Hkv or H, row.Dv or row.D))
+    args = tuple(torch.randn(*shape, *size, device=CUDA, dtype=row.dtype) for size in sizes)
     options = row.options | {"layout": "blhd"}
+    if row.many:
+        options |= {"window": row.L // 4, "softcap": 30.0, "alibi_slopes": tilewise.alibi_slopes(H).to(CUDA)}
+        options["sinks"] = torch.randn(H, device=CUDA)
+    if row.biased:
+        options |= {name: torch.randn(shape[0], H, row.L, device=CUDA) for name in ("q_bias", "k_bias")}
     if row.mask:
         options["mask"] = torch.randn(row.mask, device=CUDA, dtype=row.mask_dtype)
     inputs = Inputs(tilewise.attention, args, options)
@@ -122,7 +147,7 @@ def made_of(row: Row) -> Any:
     made.out.normal_(0, 0.1)
     dout = torch.randn_like(made.out)
     lse = torch.full((*shape, H), math.log(row.L) + 0.5 + bool(row.mask) * 0.5, device=CUDA)
-    grads = ("q", "k", "v", "mask") if row.mask else ("q", "k", "v")
+    grads = ("q", "k", "v", *("mask",) * bool(row.mask), *("q_bias", "k_bias") * row.biased)
     return args, backward(made, Options(layout="blhd"), lse, dout, None, grads), dout
 
 

@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/h200/spilled_tiles.py --json spilled_tiles.json
 
-The rows are the calls that docs/platforms.md names, with sizes. The first tile (BM, BK, warps, stages) of a row is the
-planner's. Each is checked against the oracle, then all are timed interleaved, in CUDA graphs. Kernels are compiled by
-processes of their own first.
+The rows are the calls that docs/platforms.md names, with sizes, and tiles (BM, BK, warps, stages). Each tile, the
+planner's among them, is checked against the oracle, then all are timed interleaved, in CUDA graphs. Kernels are
+compiled by processes of their own first. Tiles of gradients: backward_triton.py.
 """
 
 from __future__ import annotations
@@ -37,11 +37,16 @@ ROWS: dict[str, list[Tile]] = {
     "f32 D64 causal": [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (32, 64, 4, 2)],
     "int4 prefill D128 causal": [(64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 8, 3), (128, 32, 8, 3)],
     "decode of 8 queries, bool mask": [(32, 64, 4, 3), (32, 32, 4, 3), (32, 64, 8, 3)],
-    "D576/512, all options": [(64, 64, 8, 1), (32, 32, 8, 2), (32, 32, 8, 1), (64, 16, 8, 2)],
+    "D576/512, all options": [(64, 64, 8, 1), (64, 16, 8, 2), (64, 16, 8, 3), (64, 32, 8, 2), (64, 32, 8, 1)],
+    "D576/512, causal": [(64, 64, 8, 1), (64, 16, 8, 2), (64, 16, 8, 3), (64, 32, 8, 2), (64, 32, 8, 1)],
+    "D320, bool mask": [(64, 64, 8, 1), (64, 32, 8, 2), (64, 16, 8, 2), (64, 64, 8, 2), (128, 32, 8, 1)],
     "pages of 16, int4 in groups of 32": [(16, 32, 1, 3), (16, 32, 2, 3), (16, 64, 4, 3), (8, 32, 1, 3)],
     "pages of 16, codebook4": [(8, 32, 1, 3), (8, 32, 2, 3)],
     "pages of 16, int8, 2 queries": [(16, 32, 1, 3), (16, 32, 4, 3), (16, 64, 4, 3), (16, 32, 2, 3)],
-    "pages of 16, k_bias, 2 queries": [(16, 128, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3)],
+    "pages of 16, k_bias, 2 queries": [(16, 128, 4, 3), (16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 8, 3)],
+    "k_bias, 2 queries": [(16, 128, 4, 3), (16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 8, 3)],
+    "pages of 16, tree of 2": [(16, 128, 4, 3), (16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 8, 3)],
+    "decode of 2 queries, bool mask": [(16, 64, 4, 6), (16, 64, 4, 3), (16, 128, 4, 3), (16, 32, 4, 3)],
     "pages of 16, tree of 8": [(32, 64, 4, 3), (32, 32, 8, 3), (32, 32, 4, 3)],
 }
 
@@ -61,17 +66,27 @@ def made(name: str, small: bool) -> calls.Call:
         q, k, v = random(B, 16, L, 128), random(B, 4, L, 128), random(B, 4, L, 128)
         k, v = (Quantised.from_float(x, "int4", 64) for x in (k, v))
         return calls.dense(q, k, v, Options(causal=True, return_lse=True))
+    if name.startswith("D320"):
+        q, k, v = random(B, 8, L, 320), random(B, 8, L, 320), random(B, 8, L, 320)
+        mask = torch.rand(1, 1, L, L, device="cuda", generator=g) < 0.8
+        return calls.dense(q, k, v, Options(mask=mask, return_lse=True))
     if "mask" in name:
+        queries = 2 if "2 queries" in name else 8
         B, L = (2, 270) if small else (32, 8192)
-        q, k, v = random(B, 32, 8, 128), random(B, 8, L, 128), random(B, 8, L, 128)
-        mask = torch.rand(B, 1, 8, L, device="cuda", generator=g) < 0.8
+        q, k, v = random(B, 32, queries, 128), random(B, 8, L, 128), random(B, 8, L, 128)
+        mask = torch.rand(B, 1, queries, L, device="cuda", generator=g) < 0.8
         return calls.dense(q, k, v, Options(causal=True, mask=mask, return_lse=True))
     if name.startswith("D576"):
         q, k, v = random(B, 16, L, 576), random(B, 4, L, 576), random(B, 4, L, 512)
+        if "all options" not in name:
+            return calls.dense(q, k, v, Options(causal=True, return_lse=True))
         more = {"softcap": 30.0, "alibi_slopes": alibi_slopes(16).cuda(), "sinks": random(16, dtype=torch.float32)}
         return calls.dense(q, k, v, Options(causal=True, window=L // 2, return_lse=True, **more))
     B, L = (3, 272) if small else (64, 4096)
-    queries = 8 if "tree" in name else 2 if "2 queries" in name else 1
+    queries = 8 if "tree of 8" in name else 2 if "2 queries" in name or "tree of 2" in name else 1
+    if name.startswith("k_bias"):
+        q, k, v = random(B, 32, queries, 128), random(B, 8, L, 128), random(B, 8, L, 128)
+        return calls.dense(q, k, v, Options(causal=True, k_bias=random(B, 32, L, dtype=torch.float32), return_lse=True))
     q, k, v = random(B, 32, queries, 128), random(B * L // 16, 16, 8, 128), random(B * L // 16, 16, 8, 128)
     options: dict[str, Any] = {"causal": True, "return_lse": True}
     for kind, group in (("int4", 32), ("int8", 64), ("codebook4", 64)):
@@ -80,7 +95,7 @@ def made(name: str, small: bool) -> calls.Call:
     if "k_bias" in name:
         options["k_bias"] = random(B, 32, L, dtype=torch.float32)
     if "tree" in name:
-        options["tree_mask"] = torch.rand(B, 8, 8, device="cuda", generator=g) < 0.5
+        options["tree_mask"] = torch.rand(B, queries, queries, device="cuda", generator=g) < 0.5
     table = torch.randperm(B * L // 16, device="cuda", generator=g).to(torch.int32).view(B, -1)
     lengths = torch.full((B,), L - 5 * small, dtype=torch.int32, device="cuda")
     return calls.paged(q, k, v, table, lengths, Options(**options))
@@ -98,6 +113,13 @@ def launcher(call: calls.Call, tile: Tile) -> Launcher:
         return Launcher(Plan(p, "triton", "", (BM // pack, BK)), c, target)
     finally:
         config.fitted = fitted
+
+
+def chosen(name: str) -> Tile:
+    """The planner's tile."""
+    p = made(name, small=False).problem
+    c = config.config_of(p, target_of(p.device))
+    return c.BM, c.BK, c.warps, c.stages
 
 
 def checked(given: tuple[str, Tile]) -> str:
@@ -128,16 +150,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--budget", type=float, default=1.0, help="seconds a row")
+    parser.add_argument("--only", default="", help="rows whose names hold one of these words, comma separated")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    work = [(name, tile) for name, tiles in ROWS.items() for tile in tiles]
+    wanted = [name for name in ROWS if any(word in name for word in args.only.split(","))]
+    rows = {name: list(dict.fromkeys([chosen(name), *ROWS[name]])) for name in wanted}
+    work = [(name, tile) for name, tiles in rows.items() for tile in tiles]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         wrong = dict(zip(work, pool.map(checked, work), strict=True))
     record: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "rows": {}}
-    for name, tiles in ROWS.items():
+    for name, tiles in rows.items():
         found = {"x".join(map(str, tile)): text for tile in tiles if (text := wrong[name, tile])}
         us = timed(name, [tile for tile in tiles if not wrong[name, tile]], args.budget)
-        record["rows"][name] = {"us": us, "wrong": found}
+        record["rows"][name] = {"chosen": "x".join(map(str, tiles[0])), "us": us, "wrong": found}
         print(name, us, found or "", flush=True)
         if args.json:
             args.json.write_text(json.dumps(record, indent=1) + "\n")

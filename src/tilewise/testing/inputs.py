@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Maker(Tensors):
     def __init__(self, case: Case, device: str, slack: float, draw: int, sized: bool) -> None:
         super().__init__(case, device, slack, draw)
-        self.sized = sized or bool(case.mask)  # with a mask a GPU call needs max_q and max_k
+        self.sized = sized or bool(case.mask or case.tree)  # with one of them a GPU call needs max_q
 
     def call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The entry point, its arguments and options."""

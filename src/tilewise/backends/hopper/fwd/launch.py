@@ -64,7 +64,7 @@ class Launcher(ByAddress):
         s = self.spec = replace(
             s, prefetch_tile=self.dynamic and config.prefetches_tile(p, c, self.work_tiles / self.programs)
         )
-        self.fixup_programs = min(target.processors, self.work_tiles * s.consumers)
+        self.fixup_programs = min(2 * target.processors, self.work_tiles * s.consumers)
         # The counter of work tiles and the non-finite flags: zero before a call and, by the fix-up, after it.
         flags = FLAGS_AT + self.work_tiles * s.consumers
         self.semaphores = Semaphores(flags, spare=max(1, min(SPARE, SPARE_BYTES // (4 * flags))))

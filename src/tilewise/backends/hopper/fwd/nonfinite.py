@@ -42,6 +42,13 @@ def nonfinite_codes(value):
 
 
 @gluon.jit
+def is_nonfinite(v):
+    """Whether any element of a tile is NaN or infinite."""
+    value = v.to(gl.float32)
+    return gl.max(gl.max((value - value != 0).to(gl.int32), 1), 0) != 0
+
+
+@gluon.jit
 def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, v_s, code_s, full, turn):
     """O [64, DV] and lse [64] of key tiles start .. end; `exact`: rows whose m is always their maximum so far."""
     BN: gl.constexpr = a.S.BN
@@ -62,11 +69,13 @@ def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, 
             s = warpgroup_mma(q_s.index((i + a.S.lent) % CHUNKS).reshape([64, WIDTH]), k, s, use_acc=i > 0)
         turn = bring(a.v, [w.kv_b, w.head // a.group, row, column], v_s, full, turn)
         values = v_s.reshape([BN, DV])
-        v = values.load(wide_layout(DV))
-        value = v.to(gl.float32)
-        values.store(gl.where(value - value == 0, v, gl.zeros_like(v)))
-        code_s.store(nonfinite_codes(value).to(gl.float16))
-        fence_async_shared()
+        odd = is_nonfinite(values.load(wide_layout(DV)))
+        if odd:  # not where max-free tiles overflowed
+            v = values.load(wide_layout(DV))
+            value = v.to(gl.float32)
+            values.store(gl.where(value - value == 0, v, gl.zeros_like(v)))
+            code_s.store(nonfinite_codes(value).to(gl.float16))
+            fence_async_shared()
 
         columns = tile * BN + gl.arange(0, BN, gl.SliceLayout(0, score_layout(a.S)))
         if not a.S.linear:
@@ -78,10 +87,11 @@ def attend(a, w, rows, tiles, start, right, left, end, column, exact, q_s, k_s, 
         p, m, l, alpha = weights(a, s, m, l, gl.where(exact, 0.0, late), True)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
         o = warpgroup_mma(as_operand(a, p, alpha)[0], values, o)
-        seen = gl.convert_layout(visible.to(gl.float16), gl.DotOperandLayout(0, OUT, 2))
-        hits = warpgroup_mma(seen, code_s, gl.zeros([64, DV], gl.float32, OUT), use_acc=False).to(gl.int32)
-        up = gl.where(hits % 256 > 0, float("inf"), 0.0)
-        o = o + (up + gl.where(hits >= 256, float("-inf"), 0.0))
+        if odd:
+            seen = gl.convert_layout(visible.to(gl.float16), gl.DotOperandLayout(0, OUT, 2))
+            hits = warpgroup_mma(seen, code_s, gl.zeros([64, DV], gl.float32, OUT), use_acc=False).to(gl.int32)
+            up = gl.where(hits % 256 > 0, float("inf"), 0.0)
+            o = o + (up + gl.where(hits >= 256, float("-inf"), 0.0))
     lse, share = finalise(a, m, l, w.head, w.owned)
     o = o * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
     return o, lse, turn
@@ -129,16 +139,15 @@ def fixup(a):
     if a.COUNTER is not None:
         if gl.program_id(0) == 0:
             gl.store(a.COUNTER, 0)  # for the next call
-    # Each program looks at a run of flags, many at a time: as a rule there are none.
+    # Each program looks at every n-th flag, so that neighbours are shared, and at many at a time: as a rule none is set.
     RUN: gl.constexpr = 128
     units = tile_count(a) * a.S.consumers
-    each = gl.cdiv(gl.cdiv(units, RUN), gl.num_programs(0)) * RUN
-    begin = gl.program_id(0) * each
+    programs = gl.num_programs(0)
     turn = 0
-    for first in range(begin, gl.minimum(begin + each, units), RUN):
-        at = first + gl.arange(0, RUN, gl.BlockedLayout([1], [32], [4], [0]))
+    for first in range(gl.program_id(0), units, RUN * programs):
+        at = first + programs * gl.arange(0, RUN, gl.BlockedLayout([1], [32], [4], [0]))
         if gl.max(gl.load(a.FLAGS + at, mask=at < units, other=0), 0) != 0:
-            for unit in range(first, gl.minimum(first + RUN, units)):
+            for unit in range(first, gl.minimum(first + RUN * programs, units), programs):
                 if gl.load(a.FLAGS + unit) != 0:
                     for piece in range(a.S.out_columns // DV):
                         index = unit // a.S.consumers
