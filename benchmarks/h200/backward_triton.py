@@ -39,8 +39,8 @@ from tilewise.validation.backward import backward
 
 TOKENS = 16384
 WORKERS = 15
-PATIENCE = 20.0  # seconds after which a worker that compiles begins nothing new
-LIMIT = 68.0  # and after which nothing new is timed
+PATIENCE = 60.0  # seconds after which a worker that compiles begins nothing new
+LIMIT = 150.0  # and after which nothing new is timed
 REPEATS = 25
 CUDA = torch.device("cuda", 0)
 KERNELS = {"keys": "key_gradients", "queries": "query_gradients", "mask": "mask_gradients"}
@@ -66,8 +66,7 @@ class Row:
     mask_dtype: torch.dtype = torch.bfloat16
     Dv: int = 0
     dtype: torch.dtype = torch.bfloat16
-    many: bool = False  # window, softcap, ALiBi and sinks beside the options
-    biased: bool = False
+    more: str = ""  # ALiBi; many: window, softcap and sinks beside it; biases; bool mask
     tiles: Tiles = field(default_factory=dict)
 
 
@@ -89,9 +88,17 @@ D256: Tiles = {
     "keys": [(32, 128, 8, 2, 1), (64, 64, 8, 2, 1), (64, 128, 8, 1, 1)],
     "queries": [(128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
 }
-MANY: Tiles = {
-    "keys": [(64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2)],
-    "queries": [(128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 2)],
+D64: Tiles = {
+    "keys": [(64, 128, 8, 2), (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (32, 128, 8, 2)],
+    "queries": [(128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 3)],
+}
+D128: Tiles = {
+    "keys": [(32, 128, 8, 3), (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (32, 128, 8, 2)],
+    "queries": D64["queries"],
+}
+BIASED256: Tiles = {
+    "keys": [(32, 128, 8, 2, 1), (32, 64, 8, 2, 1), (32, 64, 4, 2, 1), (64, 64, 8, 2, 1)],
+    "queries": [(128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2)],
 }
 WIDEST: Tiles = {
     "keys": [(32, 64, 8, 1), (16, 64, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1), (32, 32, 4, 1)],
@@ -119,11 +126,19 @@ ROWS = {
     "D128 4k causal": Row(128, 4096, CAUSAL, 0.5),
     "D64 4k full": Row(64, 4096, {}),
     "D64 4k causal": Row(64, 4096, CAUSAL, 0.5),
-    "spilled: D64 4k, many options": Row(64, 4096, CAUSAL, 0.22, many=True, tiles=MANY),
-    "spilled: D64 4k, strides": Row(64, 4096, {"causal": True, "k_stride": 2}, 0.5, many=True, tiles=MANY),
-    "spilled: D64 4k, biases": Row(64, 4096, CAUSAL, 0.5, biased=True, tiles=MANY),
-    "spilled: D576/512 4k, many options": Row(576, 4096, CAUSAL, 0.22, Dv=512, many=True, tiles=WIDEST),
-    "spilled: float32 D64 4k": Row(64, 4096, CAUSAL, 0.5, 16, dtype=torch.float32, tiles=FLOAT32),
+    "tiles: D64 4k, many options": Row(64, 4096, CAUSAL, 0.22, more="many", tiles=D64),
+    "tiles: D64 4k, strides": Row(64, 4096, {"causal": True, "k_stride": 2}, 0.22, more="many", tiles=D64),
+    "tiles: D64 4k, biases": Row(64, 4096, CAUSAL, 0.5, more="biases", tiles=D64),
+    "tiles: D64 4k, ALiBi": Row(64, 4096, CAUSAL, 0.5, more="ALiBi", tiles=D64),
+    "tiles: D64 4k, bool mask": Row(64, 4096, {}, 0.5, more="bool mask", tiles=D64),
+    "tiles: D128 4k, many options": Row(128, 4096, CAUSAL, 0.22, more="many", tiles=D128),
+    "tiles: D128 4k, biases": Row(128, 4096, CAUSAL, 0.5, more="biases", tiles=D128),
+    "tiles: D128 4k, ALiBi": Row(128, 4096, CAUSAL, 0.5, more="ALiBi", tiles=D128),
+    "tiles: D128 4k, bool mask": Row(128, 4096, {}, 0.5, more="bool mask", tiles=D128),
+    "tiles: D256 4k, biases": Row(256, 4096, CAUSAL, 0.5, more="biases", tiles=BIASED256),
+    "tiles: D256 4k, ALiBi": Row(256, 4096, CAUSAL, 0.5, more="ALiBi", tiles=BIASED256),
+    "tiles: D576/512 4k, many options": Row(576, 4096, CAUSAL, 0.22, Dv=512, more="many", tiles=WIDEST),
+    "tiles: float32 D64 4k": Row(64, 4096, CAUSAL, 0.5, 16, dtype=torch.float32, tiles=FLOAT32),
 }
 
 
@@ -135,11 +150,14 @@ def made_of(row: Row) -> Any:
     sizes = ((H, row.D), (row.Hkv or H, row.D), (row.Hkv or H, row.Dv or row.D))
     args = tuple(torch.randn(*shape, *size, device=CUDA, dtype=row.dtype) for size in sizes)
     options = row.options | {"layout": "blhd"}
-    if row.many:
-        options |= {"window": row.L // 4, "softcap": 30.0, "alibi_slopes": tilewise.alibi_slopes(H).to(CUDA)}
-        options["sinks"] = torch.randn(H, device=CUDA)
-    if row.biased:
+    if row.more in ("ALiBi", "many"):
+        options["alibi_slopes"] = tilewise.alibi_slopes(H).to(CUDA)
+    if row.more == "many":
+        options |= {"window": row.L // 4, "softcap": 30.0, "sinks": torch.randn(H, device=CUDA)}
+    if row.more == "biases":
         options |= {name: torch.randn(shape[0], H, row.L, device=CUDA) for name in ("q_bias", "k_bias")}
+    if row.more == "bool mask":
+        options["mask"] = torch.ones(row.L, row.L, dtype=torch.bool, device=CUDA).tril()
     if row.mask:
         options["mask"] = torch.randn(row.mask, device=CUDA, dtype=row.mask_dtype)
     inputs = Inputs(tilewise.attention, args, options)
@@ -147,7 +165,7 @@ def made_of(row: Row) -> Any:
     made.out.normal_(0, 0.1)
     dout = torch.randn_like(made.out)
     lse = torch.full((*shape, H), math.log(row.L) + 0.5 + bool(row.mask) * 0.5, device=CUDA)
-    grads = ("q", "k", "v", *("mask",) * bool(row.mask), *("q_bias", "k_bias") * row.biased)
+    grads = ("q", "k", "v", *("mask",) * bool(row.mask), *("q_bias", "k_bias") * (row.more == "biases"))
     return args, backward(made, Options(layout="blhd"), lse, dout, None, grads), dout
 
 

@@ -66,7 +66,11 @@ def prefill_tile(problem: Problem, target: Target) -> Config:
     plain = not (problem.k_format.is_quantised or problem.v_format.is_quantised)
     if plain and problem.head_dim <= 512 and problem.value_dim == 512 and target.shares_wide_values:
         return Config(128, 32, 8, 2, slices=2) if problem.rules.by_position else Config(64, 32, 4, 3, slices=2)
-    return Config(32, 32, 8, 1) if target.reads_operands else Config(64, 64, 8, 1)
+    if target.reads_operands:
+        return Config(32, 32, 8, 1)
+    if not plain:
+        return Config(64, 64, 8, 1)
+    return Config(128, 32, 8, 2) if wide <= 320 else Config(64, 32, 8, 2)
 
 
 def amd_tile(problem: Problem, wide: int, target: Target) -> Config:
@@ -131,6 +135,8 @@ def decode_tile(problem: Problem, target: Target) -> Config:
     if by_registers and hides(p) and wide <= 128:
         return Config(BM, 64, 4, 3, pack)
     BK = 128 if wide <= 128 else 64 if wide <= 256 else 32
+    if crowded and 64 < wide <= 256:
+        BK //= 2
     if p.page_size % BK == 0 and p.selection is None:
         return Config(BM, BK, 4, 3, pack)
     if wide > 256:

@@ -139,7 +139,7 @@ def fixup(a):
     if a.COUNTER is not None:
         if gl.program_id(0) == 0:
             gl.store(a.COUNTER, 0)  # for the next call
-    # Each program looks at every n-th flag, so that neighbours are shared, and at many at a time: as a rule none is set.
+    # A program takes every n-th flag, so that all share a run of them; many at a time, since as a rule none is set.
     RUN: gl.constexpr = 128
     units = tile_count(a) * a.S.consumers
     programs = gl.num_programs(0)

@@ -42,20 +42,23 @@ def _tiles(problem: Problem, target: Target) -> BackwardConfig:
     if is_float32(problem):
         few = target.reads_operands and wide <= 64
         tile = Tile(32, 16 if few else 32, 4 if wide <= 64 and target.large_backward_tiles else 8, 1, wide > 128)
-        return BackwardConfig(tile, tile, tile, apart=wide > 256)
+        keys = Tile(64, 32, 8, 1) if wide <= 64 and target.large_backward_tiles else tile
+        return BackwardConfig(keys, tile, tile, apart=wide > 256)
     if not target.large_backward_tiles:
         tile = Tile(32, 32, 4, 2)
         if wide > 128 or is_crowded(problem):
             tile = Tile(32 if target.reads_operands and wide <= 256 else 16, 32, 8, 1)
         return BackwardConfig(tile, tile, tile, apart=wide > 256)
-    # Hopper's products of 128 rows by two warpgroups: tiles whose mainloops keep all they hold in registers and do not
-    # wait for each product. dK and dV of 128 keys do not fit together where heads are wider than 128.
+    # dK and dV of 128 keys do not fit together where heads are wider than 128.
+    dense = problem.mask is not None and not problem.mask.is_bool
     if wide <= 64:
         small = Tile(64, 64, 4, 3)  # where a mask is read: programs of a processor hide each other's waits
-        dense = problem.mask is not None and not problem.mask.is_bool
-        return BackwardConfig(Tile(64, 128, 8, 2), small if dense else Tile(128, 64, 8, 2), small)
+        if dense:
+            return BackwardConfig(Tile(64, 128, 8, 2), small, small)
+        return BackwardConfig(Tile(32, 64, 4, 3), Tile(64, 32, 4, 3), small)
     if wide <= 128:
-        return BackwardConfig(Tile(32, 128, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2))
+        queries = Tile(128, 64, 8, 2) if dense else Tile(64, 32, 4, 3)
+        return BackwardConfig(Tile(32, 128, 8, 3), queries, Tile(64, 64, 4, 2))
     if wide <= 256:
         return BackwardConfig(Tile(32, 128, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 1), apart=True)
     return BackwardConfig(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), apart=True)

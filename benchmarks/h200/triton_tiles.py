@@ -1,8 +1,8 @@
-"""Times the Triton backend's tiles whose loops spill registers on sm_90 beside tiles that do not.
+"""Times tiles of the Triton backend beside each other, where loops spill registers and where little was measured.
 
-    PYTHONPATH=src python benchmarks/h200/spilled_tiles.py --json spilled_tiles.json
+    PYTHONPATH=src python benchmarks/h200/triton_tiles.py --json triton_tiles.json
 
-The rows are the calls that docs/platforms.md names, with sizes, and tiles (BM, BK, warps, stages). Each tile, the
+A row is a call and tiles (BM, BK, warps, stages). Each tile, the
 planner's among them, is checked against the oracle, then all are timed interleaved, in CUDA graphs. Kernels are
 compiled by processes of their own first. Tiles of gradients: backward_triton.py.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -29,25 +30,43 @@ from tilewise.backends.triton.quantised import pack_of
 from tilewise.backends.triton.spec import Config
 from tilewise.core.options import Options
 from tilewise.core.plan import Plan
-from tilewise.testing.check import Mismatch, check_call
+from tilewise.core.problem import Problem
+from tilewise.testing.check import check_call
 from tilewise.validation import calls
 
 Tile = tuple[int, int, int, int]
+WIDE = [(64, 64, 8, 1), (64, 32, 8, 2), (128, 32, 8, 1), (64, 64, 8, 2)]
+FEW = [(16, 128, 4, 3), (16, 64, 4, 3), (16, 32, 4, 3), (16, 128, 8, 3)]
+DENSE = [(64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3)]
 ROWS: dict[str, list[Tile]] = {
     "f32 D64 causal": [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (32, 64, 4, 2)],
     "int4 prefill D128 causal": [(64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 8, 3), (128, 32, 8, 3)],
-    "decode of 8 queries, bool mask": [(32, 64, 4, 3), (32, 32, 4, 3), (32, 64, 8, 3)],
-    "D576/512, all options": [(64, 64, 8, 1), (64, 16, 8, 2), (64, 16, 8, 3), (64, 32, 8, 2), (64, 32, 8, 1)],
-    "D576/512, causal": [(64, 64, 8, 1), (64, 16, 8, 2), (64, 16, 8, 3), (64, 32, 8, 2), (64, 32, 8, 1)],
-    "D320, bool mask": [(64, 64, 8, 1), (64, 32, 8, 2), (64, 16, 8, 2), (64, 64, 8, 2), (128, 32, 8, 1)],
+    "decode D128, 8 queries, bool mask": [(32, 64, 4, 3), (32, 32, 4, 3), (32, 64, 8, 3)],
+    "decode D128, 2 queries, bool mask": [(16, 64, 4, 6), *FEW],
+    "decode D128, 1 query, bool mask": FEW,
+    "decode D128, 1 query, float mask": FEW,
+    "decode D64, 1 query, bool mask": FEW,
+    "decode D64, 2 queries, k_bias": FEW,
+    "decode D128, 2 queries, k_bias": [(16, 64, 4, 4), *FEW],
+    "decode D256, 1 query, bool mask": [(16, 64, 4, 3), (16, 32, 4, 3), (16, 64, 8, 3), (16, 64, 4, 2)],
+    "decode D256, 2 queries, k_bias": [(16, 64, 4, 3), (16, 32, 4, 3), (16, 64, 8, 3), (16, 64, 4, 2)],
+    "D576/512, all options": [(64, 16, 8, 2), (64, 16, 8, 3), (64, 32, 8, 1), *WIDE],
+    "D576/512, causal": [(64, 16, 8, 2), (64, 16, 8, 3), (64, 32, 8, 1), *WIDE],
+    "D576/512, bool mask": WIDE,
+    "D512/512, bool mask": WIDE,
+    "D320/320, bool mask": [(64, 32, 8, 2), (64, 16, 8, 2), (128, 32, 8, 2), *WIDE],
+    "D384/384, bool mask": [(128, 32, 8, 2), (64, 32, 8, 2), (64, 64, 8, 2), (128, 16, 8, 2)],
+    "D320/320, k_bias": [(128, 32, 8, 2), *WIDE],
+    "D256/256, bool mask": [(128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2)],
+    "D256/256, k_bias": [(128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2)],
+    "D128/128, k_bias": DENSE,
+    "D64/64, k_bias": DENSE,
     "pages of 16, int4 in groups of 32": [(16, 32, 1, 3), (16, 32, 2, 3), (16, 64, 4, 3), (8, 32, 1, 3)],
     "pages of 16, codebook4": [(8, 32, 1, 3), (8, 32, 2, 3)],
     "pages of 16, int8, 2 queries": [(16, 32, 1, 3), (16, 32, 4, 3), (16, 64, 4, 3), (16, 32, 2, 3)],
-    "pages of 16, k_bias, 2 queries": [(16, 128, 4, 3), (16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 8, 3)],
-    "k_bias, 2 queries": [(16, 128, 4, 3), (16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 8, 3)],
-    "pages of 16, tree of 2": [(16, 128, 4, 3), (16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 8, 3)],
-    "decode of 2 queries, bool mask": [(16, 64, 4, 6), (16, 64, 4, 3), (16, 128, 4, 3), (16, 32, 4, 3)],
-    "pages of 16, tree of 8": [(32, 64, 4, 3), (32, 32, 8, 3), (32, 32, 4, 3)],
+    "pages of 16, k_bias, 2 queries": [(16, 64, 4, 4), *FEW],
+    "pages of 16, tree of 2 queries": [(16, 64, 4, 4), *FEW],
+    "pages of 16, tree of 8 queries": [(32, 64, 4, 3), (32, 32, 8, 3), (32, 32, 4, 3)],
 }
 
 
@@ -58,53 +77,56 @@ def made(name: str, small: bool) -> calls.Call:
     def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(shape, device="cuda", generator=g).to(dtype)
 
-    L, B = (270, 1) if small else (4096, 4)
-    if name.startswith("f32"):
-        q, k, v = (random(B, 16, L, 64, dtype=torch.float32) for _ in range(3))
-        return calls.dense(q, k, v, Options(causal=True, return_lse=True))
-    if name.startswith("int4"):
-        q, k, v = random(B, 16, L, 128), random(B, 4, L, 128), random(B, 4, L, 128)
-        k, v = (Quantised.from_float(x, "int4", 64) for x in (k, v))
-        return calls.dense(q, k, v, Options(causal=True, return_lse=True))
-    if name.startswith("D320"):
-        q, k, v = random(B, 8, L, 320), random(B, 8, L, 320), random(B, 8, L, 320)
-        mask = torch.rand(1, 1, L, L, device="cuda", generator=g) < 0.8
-        return calls.dense(q, k, v, Options(mask=mask, return_lse=True))
-    if "mask" in name:
-        queries = 2 if "2 queries" in name else 8
+    def options(B: int, H: int, Lq: int, L: int) -> Options:
+        """What the name says; masks and trees are random."""
+        found: dict[str, Any] = {"causal": "mask" not in name, "return_lse": True}
+        if "mask" in name:
+            seen = torch.rand(B if Lq < 16 else 1, 1, Lq, L, device="cuda", generator=g) < 0.8
+            found["mask"] = seen if "bool" in name else torch.where(seen, 0.5, -torch.inf).to(torch.bfloat16)
+        if "k_bias" in name:
+            found["k_bias"] = random(B, H, L, dtype=torch.float32)
+        if "tree" in name:
+            found["tree_mask"] = torch.rand(B, Lq, Lq, device="cuda", generator=g) < 0.5
+        if "all options" in name:
+            found |= {"softcap": 30.0, "alibi_slopes": alibi_slopes(H).cuda(), "window": L // 2}
+            found["sinks"] = random(H, dtype=torch.float32)
+        return Options(**found)
+
+    few = re.search(r"(\d+) quer", name)
+    queries = int(few[1]) if few else 1
+    if name.startswith("pages"):
+        B, L = (3, 272) if small else (64, 4096)
+        q, k, v = random(B, 32, queries, 128), random(B * L // 16, 16, 8, 128), random(B * L // 16, 16, 8, 128)
+        for kind, group in (("int4", 32), ("int8", 64), ("codebook4", 64)):
+            if kind in name:
+                k, v = (Quantised.from_float(x, kind, group) for x in (k, v))
+        table = torch.randperm(B * L // 16, device="cuda", generator=g).to(torch.int32).view(B, -1)
+        lengths = torch.full((B,), L - 5 * small, dtype=torch.int32, device="cuda")
+        return calls.paged(q, k, v, table, lengths, options(B, 32, queries, L))
+    D, Dv = (int(x or 0) for x in re.search(r"D(\d+)(?:/(\d+))?", name).groups())  # type: ignore[union-attr]
+    if name.startswith("decode"):
         B, L = (2, 270) if small else (32, 8192)
-        q, k, v = random(B, 32, queries, 128), random(B, 8, L, 128), random(B, 8, L, 128)
-        mask = torch.rand(B, 1, queries, L, device="cuda", generator=g) < 0.8
-        return calls.dense(q, k, v, Options(causal=True, mask=mask, return_lse=True))
-    if name.startswith("D576"):
-        q, k, v = random(B, 16, L, 576), random(B, 4, L, 576), random(B, 4, L, 512)
-        if "all options" not in name:
-            return calls.dense(q, k, v, Options(causal=True, return_lse=True))
-        more = {"softcap": 30.0, "alibi_slopes": alibi_slopes(16).cuda(), "sinks": random(16, dtype=torch.float32)}
-        return calls.dense(q, k, v, Options(causal=True, window=L // 2, return_lse=True, **more))
-    B, L = (3, 272) if small else (64, 4096)
-    queries = 8 if "tree of 8" in name else 2 if "2 queries" in name or "tree of 2" in name else 1
-    if name.startswith("k_bias"):
-        q, k, v = random(B, 32, queries, 128), random(B, 8, L, 128), random(B, 8, L, 128)
-        return calls.dense(q, k, v, Options(causal=True, k_bias=random(B, 32, L, dtype=torch.float32), return_lse=True))
-    q, k, v = random(B, 32, queries, 128), random(B * L // 16, 16, 8, 128), random(B * L // 16, 16, 8, 128)
-    options: dict[str, Any] = {"causal": True, "return_lse": True}
-    for kind, group in (("int4", 32), ("int8", 64), ("codebook4", 64)):
-        if kind in name:
-            k, v = (Quantised.from_float(x, kind, group) for x in (k, v))
-    if "k_bias" in name:
-        options["k_bias"] = random(B, 32, L, dtype=torch.float32)
-    if "tree" in name:
-        options["tree_mask"] = torch.rand(B, queries, queries, device="cuda", generator=g) < 0.5
-    table = torch.randperm(B * L // 16, device="cuda", generator=g).to(torch.int32).view(B, -1)
-    lengths = torch.full((B,), L - 5 * small, dtype=torch.int32, device="cuda")
-    return calls.paged(q, k, v, table, lengths, Options(**options))
+        q, k, v = random(B, 32, queries, D), random(B, 8, L, D), random(B, 8, L, D)
+        return calls.dense(q, k, v, options(B, 32, queries, L))
+    B, L = (1, 270) if small else (4, 4096)
+    dtype = torch.float32 if "f32" in name else torch.bfloat16
+    H, Hkv = 16, 16 if "f32" in name else 4
+    q, k, v = (
+        random(B, H, L, D, dtype=dtype),
+        random(B, Hkv, L, D, dtype=dtype),
+        random(B, Hkv, L, Dv or D, dtype=dtype),
+    )
+    if "int4" in name:
+        k, v = (Quantised.from_float(x, "int4", 64) for x in (k, v))
+    return calls.dense(q, k, v, options(B, H, L, L))
 
 
 def launcher(call: calls.Call, tile: Tile) -> Launcher:
     """Triton's launches with this tile, also where the bound on shared memory would refuse it."""
     p, target = call.problem, target_of(call.problem.device)
     BM, BK, warps, stages = tile
+    if tile == chosen(p):
+        return Launcher(Plan(p, "triton", "", (BM, BK)), config.config_of(p, target), target)
     pack = pack_of(p.group, BM) if config.is_decode(p) else 1
     fitted = config.fitted
     config.fitted = lambda problem, c, target: c
@@ -115,9 +137,8 @@ def launcher(call: calls.Call, tile: Tile) -> Launcher:
         config.fitted = fitted
 
 
-def chosen(name: str) -> Tile:
+def chosen(p: Problem) -> Tile:
     """The planner's tile."""
-    p = made(name, small=False).problem
     c = config.config_of(p, target_of(p.device))
     return c.BM, c.BK, c.warps, c.stages
 
@@ -131,7 +152,7 @@ def checked(given: tuple[str, Tile]) -> str:
         check_call(call, call.tensors.out, call.tensors.lse)
         launcher(made(given[0], small=False), given[1])(made(given[0], small=False).tensors)  # may be another kernel
         torch.cuda.synchronize()
-    except (Mismatch, RuntimeError, AssertionError) as error:
+    except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
 
@@ -154,7 +175,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     wanted = [name for name in ROWS if any(word in name for word in args.only.split(","))]
-    rows = {name: list(dict.fromkeys([chosen(name), *ROWS[name]])) for name in wanted}
+    rows = {name: list(dict.fromkeys([chosen(made(name, small=False).problem), *ROWS[name]])) for name in wanted}
     work = [(name, tile) for name, tiles in rows.items() for tile in tiles]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         wrong = dict(zip(work, pool.map(checked, work), strict=True))
