@@ -74,7 +74,7 @@ def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
         s, n[None, :], ok, row_ok[:, None] & ok, row_lo[:, None], row_hi[:, None], at[:, None], stride_k, S
     )
     if S.tree:
-        visible = visible & tree_cells(tree[:, None], n[None, :] - own_keys, row_ok[:, None] & ok)
+        visible = visible & tree_cells(tree[:, None], n[None, :] - own_keys, row_ok[:, None] & ok, S)
     if S.positions:
         at, qpos, numbers = nodes
         own = n >= own_keys
@@ -84,9 +84,13 @@ def hide(s, n, ok, row_lo, row_hi, mask, S: tl.constexpr):
 
 
 @triton.jit
-def tree_cells(at, column, ok):
-    """What a tree mask leaves: `at` points to each row's first cell, columns below 0 are of keys before it."""
-    return tl.load(at + column, mask=ok & (column >= 0), other=1) != 0
+def tree_cells(at, column, ok, S: tl.constexpr):
+    """What a tree mask leaves: `at` points to each row's first cell, columns below 0 are of keys before it.
+
+    A load of bytes by Triton would also give the products that follow an operand layout for bytes (`kWidth`), in which
+    keys are added up in another order than in loops without a tree: bits would differ where the fix-up runs.
+    """
+    return (load_cells(at + column, ok & (column >= 0), S) != 0) | (column < 0)
 
 
 @triton.jit
