@@ -84,14 +84,14 @@ class Backward:
             self.t.dmask.zero_()
         self.given["SEMAPHORES"].zero_()
         self.given["COUNTER"].zero_()
-        self.given["FLAG"].zero_()
+        self.given["FLAG"].fill_(int(getattr(self.spec, "clean", False)))
         for b, h, row, count, entry in self.entries():
             rows = slice(row, row + count)
             lse = f.lse[b, h, rows].numpy()
             delta = (f.out[b, h, rows].float() * self.t.dout[b, h, rows].float()).sum(-1).numpy()
             if self.t.dlse is not None:
                 delta = delta - self.t.dlse[b, h, rows].numpy()
-            seen = np.isfinite(lse)
+            seen = ~np.isinf(lse)  # as `preprocess` has it: NaN is passed on
             minus = np.zeros(BM, np.float32)
             minus[:count] = np.where(seen, -delta, 0)
             at = slice(entry * BM, entry * BM + BM)

@@ -10,10 +10,15 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
+import torch
+
 import gluon_sim
 from gluon_values import SimError
 from hopper_bwd_sim import Backward
+from tilewise.backends import reference as oracle
 from tilewise.backends.hopper.bwd import config
+from tilewise.core.tensors import sequences
+from tilewise.reference import visible_cells
 from tilewise.testing.case import Case
 from tilewise.testing.check import Mismatch
 from tilewise.testing.gradients import judge_gradients, make_gradients
@@ -41,6 +46,8 @@ CASES = {
     "packed": Case(
         B=3, H=1, D=64, form="varlen", q_lengths=(200, 0, 130), lengths=(200, 40, 300), dtype="f16", causal=True
     ),
+    "rows that see nothing": Case(B=1, H=1, Lq=300, Lk=200, D=64, dtype="f16", causal=True),
+    "D128 rows that see nothing": Case(B=1, H=1, Lq=300, Lk=200, D=128, dtype="f16", causal=True),
     "lengths, softcap": Case(B=2, H=1, D=64, Lq=150, Lk=200, lengths=(137, 0), dtype="f16", softcap=5.0),
 }
 
@@ -80,6 +87,103 @@ SPLIT = ("D64", "D128 causal, groups", "D128 window", "a stripe", "lengths, soft
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_key_blocks(name, splits):
     simulate(CASES[name], KERNELS, 2, splits, splits)
+
+
+CLEAN = {"clean": True, "persistent": True, "guarded": False}
+HIDING = [name for name in CASES if name != "D64"]
+
+
+def gradients(made, kernels, splits=1, seed=3, **changes):
+    """The gradients by the simulator, with 2 programs that take key blocks one after the other."""
+    for gradient in made.call.tensors.gradients().values():
+        gradient.fill_(float("nan"))
+    with patch.object(config, "splits_of", lambda p: splits):
+        Backward(made.call.problem, made.call.tensors, **({"persistent": True} | changes)).run(kernels, 2, seed)
+    return {name: x.clone() for name, x in made.call.tensors.gradients().items()}
+
+
+def made_of(case, slack=0.0):
+    return make_gradients(case, slack=slack, grads=("q", "k", "v"))
+
+
+def fix_up(name, kernels, splits=1, converts=False, seed=3):
+    """The fix-up of inputs with NaN in every slack, and in a row of q, k and v that some rows see, against the first
+    launch over clean inputs, bit by bit.
+    """
+    forms = {"converts": converts and splits == 1}
+    clean = gradients(made_of(CASES[name]), kernels, splits, seed, **forms)
+    got = gradients(made_of(CASES[name], float("nan")), kernels, splits, seed, **forms, **CLEAN)
+    for gradient, x in clean.items():
+        assert torch.equal(x, got[gradient]), f"d{gradient} of {name} with NaN in the slack"
+    if CASES[name].form != "dense" or CASES[name].lengths:
+        return
+    for spoilt, gone in (("q", ("k", "v")), ("k", ("q",)), ("v", ("q",))):
+        made = made_of(CASES[name])
+        f, p = made.call.tensors.forward, made.call.problem
+        seen = next(visible_cells(seq) for seq in sequences(p, f))[0]
+        row = seen.shape[0 if spoilt == "q" else 1] // 2 + 3
+        getattr(f, spoilt)[:, :, row] = float("nan")
+        oracle.run(oracle.plan(p), f)
+        got = gradients(made, kernels, splits, seed, **forms, **CLEAN)
+        unseen = ~(seen[row] if spoilt == "q" else seen[:, row])
+        assert unseen.any()
+        for gradient in gone:
+            assert torch.equal(clean[gradient][:, :, unseen], got[gradient][:, :, unseen]), f"{name}: NaN in {spoilt}"
+            assert got[gradient][:, :, ~unseen].isnan().all(-1).any(), f"{name}: a NaN that is seen is lost"
+
+
+@pytest.mark.parametrize("converts", [False, True])
+@pytest.mark.parametrize("name", HIDING)
+def test_fix_up_keeps_bits(name, converts):
+    fix_up(name, KERNELS, converts=converts)
+
+
+@pytest.mark.parametrize("name", ["D128 causal, groups", "D128 window"])
+def test_fix_up_of_split_key_blocks_keeps_bits(name):
+    fix_up(name, KERNELS, splits=2)
+
+
+def not_flagged(kernels):
+    """A fix-up of a call that is not flagged writes nothing."""
+    made = made_of(CASES["window"])
+    for gradient in made.call.tensors.gradients().values():
+        gradient.fill_(7.0)
+    sim = Backward(made.call.problem, made.call.tensors, **CLEAN)
+    sim.before = lambda: [sim.given[name].zero_() for name in ("FLAG", "COUNTER", "SEMAPHORES")]
+    sim.after = lambda: None
+    sim.run(kernels, 3)
+    assert all((x == 7.0).all() for x in made.call.tensors.gradients().values())
+    assert sim.given["ACC"].isnan().all()
+
+
+def test_fix_up_without_a_flag_does_nothing():
+    not_flagged(KERNELS)
+
+
+FIX_UP_MUTANTS = {
+    "K is not cleaned": ("bwd.clean", "    clean(buf.k.index(C)", "    None and clean(buf.k.index(C)"),
+    "Q is not cleaned": ("bwd.clean", "    clean(tile(buf.q,", "    None and clean(tile(buf.q,"),
+    "half of dO is not cleaned": ("bwd.clean", "a.S.do_stages, BM, D).slice(C * HALF", "a.S.do_stages, BM, D).slice(0"),
+    "one consumer does not wait for the other": ("bwd.clean", "    named_barrier(", "    None and named_barrier("),
+    "dS under hidden cells": ("bwd.consumer", "        ds = hide(ds,", "        None and hide(ds,"),
+    "the flag is not looked at": ("bwd.producer", "gl.load(a.FLAG) != 0", "gl.load(a.FLAG) != 9"),
+}
+
+
+@pytest.mark.parametrize("name", FIX_UP_MUTANTS)
+def test_a_wrong_fix_up_is_noticed(name):
+    file, old, new = FIX_UP_MUTANTS[name]
+    kernels = vars(gluon_sim.load({file: [(old, new)]}, gluon_sim.BACKWARD))
+    with pytest.raises((SimError, AssertionError)):
+        fix_up_all(kernels)
+
+
+def fix_up_all(kernels):
+    not_flagged(kernels)
+    for seed in range(6):
+        fix_up("rows that see nothing", kernels, seed=seed)
+    for case in ("D128 causal, groups", "D128 rows that see nothing", "packed"):
+        fix_up(case, kernels)
 
 
 MUTANTS = {

@@ -25,6 +25,7 @@ MOST_SPLITS, MOST_SPLIT_PROGRAMS, LEAST_SAVED = 8, 3 * PROCESSORS, 0.05
 # -lse / scale is kept in q's dtype, in parts: it must not leave their range.
 LEAST_SCALE, MOST_SCALE = 1e-3, 1e3
 RIGHT, LEFT = 1, 2  # edges, as `consumer.hide` has them
+CLEANS = False  # until it was checked on a GPU
 FURTHEST = 1 << 29  # positions, whose sums with sides of windows int32 holds
 
 
@@ -102,6 +103,13 @@ def slower(problem: Problem) -> str | None:
     }
     why = "to the Triton backend: each thread would read or write its own cells of the mask"
     return next((f"leaves {what} {why}" for what, there in apart.items() if there), None)
+
+
+def cleans(problem: Problem) -> bool:
+    """Whether the non-finite fix-up is the kernel itself (clean.py), and not a kernel of its own (nonfinite.py), whose
+    sums have another order: there a NaN in a hidden place may change last bits.
+    """
+    return CLEANS and problem.mask is None and not is_wide(problem)
 
 
 def is_wide(problem: Problem) -> bool:

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .arguments import dq_layout, dq_split, ds_place, grad_layout, row_layout, score_layout, tile
+from .clean import clean_keys, clean_queries
 from .mask import load_mask, masked, own_cells, release_mask
 from .products import start_products, stat_factors, take_turn, wait_for_dq
 from .softcap import LOG2E, capped
@@ -100,6 +101,8 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
     D: gl.constexpr = a.S.D
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, grad_layout(a.S), 2)
     WIDTH: gl.constexpr = dq_split(a.S)[1]
+    if a.S.clean:
+        clean_queries(a, buf, u, C)
     x, dp, huge = start_products(a, buf, w, u, i, g, factors, C)
     do = tile(buf.do, u, a.S.do_stages, BM, D)
     if a.S.softcap:
@@ -123,6 +126,8 @@ def step(a, buf, w, u, i, g, dk, dv, lo, hi, factors, C: gl.constexpr, EDGES: gl
         p *= slope
     dp, p16 = warpgroup_mma_wait(0, deps=(dp, p16))
     ds = p * dp
+    if a.S.clean:  # a row that sees NaN may have NaN in dP under hidden cells too
+        ds = hide(ds, i, lo, hi, score_layout(a.S), EDGES)
     if a.S.dmask and not a.S.dmask_tiles:
         at, there = own_cells(a, a.DMASK, (a.dmask_b, a.dmask_h, a.dmask_q, a.dmask_k), w, u, i, g, C)
         gl.store(at, ds.to(a.DMASK.dtype.element_ty), mask=there)
@@ -159,6 +164,8 @@ def hidden_step(a, buf, u, C: gl.constexpr):
     WIDTH: gl.constexpr = dq_split(a.S)[1]
     mbarrier.wait(buf.q_full.index(u % a.S.q_stages), (u // a.S.q_stages) & 1)
     mbarrier.wait(buf.do_full.index(u % a.S.do_stages), (u // a.S.do_stages) & 1)
+    if a.S.clean:
+        clean_queries(a, buf, u, C)
     if a.S.mask_tiles:
         mbarrier.wait(buf.mask_full.index(0), u & 1)
         release_mask(a)
@@ -236,6 +243,8 @@ def consume_block(a, buf, index, n, base, C: gl.constexpr):
     if (a.S.persistent and not a.S.split) or w.last > w.first:
         mbarrier.wait(buf.k_full.index(0), n & 1)
         mbarrier.wait(buf.v_full.index(0), n & 1)
+        if a.S.clean:
+            clean_keys(a, buf, C)
     factors = stat_factors(a.q.dtype, score_layout(a.S))
     begin = base
     if a.S.hides_left:

@@ -77,6 +77,7 @@ class Launcher:
             "MASKED": p.mask is not None,
             "GUARDED": s.guarded,
             "CONVERTS": None,
+            "AGAIN": False,
         }
         self.pre, self.list = Kernel(preprocess), Kernel(list_blocks, LISTING)
         self.clear = Kernel(clear_rest, {"ROWS": CLEAR_ROWS})
@@ -134,6 +135,8 @@ class Launcher:
             "COUNTER": ints[:1],
             "FLAG": ints[4:5],
             "SEMAPHORES": ints[8 : 8 + room],
+            "COUNTER_2": None,
+            "SEMAPHORES_2": None,
             "HUGE": ints[8 + room :] if self.problem.mask is not None else None,
             "SHARES": shares,
         }
@@ -170,7 +173,7 @@ class Launcher:
         steps = [self.step(self.pre, rows, arguments | {"D": arguments["D_V"]})]
         steps += self.main(given, arguments)
         if s.guarded:
-            steps.append(self.step(self.fix_up, (FIX_UP_PROGRAMS, 1), arguments))
+            steps += self.fix_up_steps(given, arguments)
         for name, cu, heads in (("DQ", "CU_Q", p.heads), ("DK", "CU_K", p.kv_heads), ("DV", "CU_K", p.kv_heads)):
             if s.packed:
                 x = given[name]
@@ -179,6 +182,10 @@ class Launcher:
                 rest = arguments | strides | {"CU": given[cu], "X": x}
                 steps.append(self.step(self.clear, (CLEAR_PROGRAMS, heads), rest, {"CU": cu, "X": name}))
         return steps
+
+    def fix_up_steps(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
+        """The non-finite fix-up."""
+        return [self.step(self.fix_up, (FIX_UP_PROGRAMS, 1), arguments)]
 
     def list_step(self, given: dict[str, Any], cu: str, table: str, block: int) -> Step | None:
         """Packed: lists outer blocks in `table`."""
@@ -215,6 +222,7 @@ class Bound(Launcher):
         p = config.unstrided(plan.problem)
         s = config.spec_of(p)
         super().__init__(plan, s, s.BM, s.D, s.D)
+        self.cleans = s.guarded and config.cleans(p)
         self.splits = config.splits_of(p)
         self.planes = config.planes_of(p) * self.splits
         self.sizes |= {
@@ -234,6 +242,9 @@ class Bound(Launcher):
             "LSE2": torch.empty(self.blocks, s.BM, dtype=torch.float32, device=device) if s.row_lse else None,
             "TABLE": torch.empty(self.k_blocks(t.forward.k), 2, dtype=torch.int32, device=device) if s.packed else None,
         }
+        if self.cleans:
+            ints = torch.empty(4 + self.blocks, dtype=torch.int32, device=device)
+            given |= {"COUNTER_2": ints[:1], "SEMAPHORES_2": ints[4:]}
         if s.split:
             batch, kv_heads, rows, _ = t.forward.k.shape
             for name in ("DK_PARTIALS", "DV_PARTIALS"):
@@ -246,26 +257,46 @@ class Bound(Launcher):
     def main(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
         p, s = self.problem, self.spec
         steps = [self.list_step(given, "CU_K", "TABLE", config.BN)] if s.packed else []
+        own = arguments | self.descriptors(given) | self.partials(given)
+        steps += self.kernel_steps(given, arguments, own, self.names())
+        if config.sums_mask(p):
+            tiles = given["DMASK"].shape[0] * arguments["planes_h"] * self.q_blocks * arguments["tiles_k"]
+            steps.append(self.step(self.sums, (tiles, 1), own, self.names()))
+        return steps
+
+    def fix_up_steps(self, given: dict[str, Any], arguments: Arguments) -> list[Step | None]:
+        if not self.cleans:
+            return super().fix_up_steps(given, arguments)
+        again = {name: given[f"{name}_2"] for name in ("COUNTER", "SEMAPHORES")}
+        s = replace(self.spec_for(given), clean=True, persistent=True, guarded=False)
+        arguments = arguments | again | {"AGAIN": True, "GUARDED": False}
+        own = arguments | self.descriptors(given) | self.partials(given) | {"S": s}
+        return self.kernel_steps(given, arguments, own, self.names() | {name: f"{name}_2" for name in again})
+
+    def kernel_steps(
+        self, given: dict[str, Any], arguments: Arguments, own: Arguments, names: dict[str, str]
+    ) -> list[Step | None]:
+        """The kernel, with its `own` arguments, and what brings its sums to their dtypes."""
+        p, s = self.problem, own["S"]
         programs = arguments["blocks"] * self.planes
         if s.persistent:
             programs = min(programs, config.PROCESSORS)
-        names = {"do": "DOUT", "dk": "DK", "dv": "DV", "dq": "ACC", "stats": "STATS", "lse": "LSE2"}
-        names |= {"piece": "ACC", "dq16": "DQ"}
-        names |= {"mask": "MASK", "dmask": "DMASK"}
-        if s.split:
-            names |= {"DK": "DK_PARTIALS", "DV": "DV_PARTIALS"}
-        own = arguments | self.descriptors(given) | self.partials(given)
-        steps.append(self.step(self.kernel, (programs, 1), own, names))
+        steps = [self.step(self.kernel, (programs, 1), own, names)]
         if not s.converts:
-            steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments))
+            steps.append(self.step(self.post, (self.longest, p.batch * p.heads), arguments, names))
         if s.split:
             batch, kv_heads, rows, _ = given["DK"].shape
             sizes = arguments | {"rows": rows, "kv_heads": kv_heads}
             steps.append(self.step(self.combine, (-(-rows // COMBINE_ROWS), batch * kv_heads), sizes))
-        if config.sums_mask(p):
-            tiles = given["DMASK"].shape[0] * arguments["planes_h"] * self.q_blocks * arguments["tiles_k"]
-            steps.append(self.step(self.sums, (tiles, 1), own, names))
         return steps
+
+    def names(self) -> dict[str, str]:
+        """The call's names of what the kernel's arguments are of."""
+        found = {"do": "DOUT", "dk": "DK", "dv": "DV", "dq": "ACC", "stats": "STATS", "lse": "LSE2"}
+        found |= {"piece": "ACC", "dq16": "DQ", "mask": "MASK", "dmask": "DMASK"}
+        if self.spec.split:
+            found |= {"DK": "DK_PARTIALS", "DV": "DV_PARTIALS"}
+        return found
 
     def arguments(self, given: dict[str, Any]) -> Arguments:
         return super().arguments(given) | {"blocks": self.k_blocks(given["k"])} | self.mask_arguments(given)

@@ -95,17 +95,26 @@ def produce_block(a, buf, index, n, base, released):
 
 
 @gluon.jit
+def next_index(a):
+    """Of a persistent program's next key block; past the last one there is none, nor for a fix-up without a flag."""
+    index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
+    if a.S.clean:
+        index = gl.where(gl.load(a.FLAG) != 0, index, a.planes * a.blocks)
+    return index
+
+
+@gluon.jit
 def produce(a, buf, index):
     if a.S.persistent:
         n = gl.to_tensor(0)
         base = gl.to_tensor(0)
         released = gl.to_tensor(0)
-        index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
+        index = next_index(a)
         while index < a.planes * a.blocks:
             put_index(a, buf, n, index)
             base, released = produce_block(a, buf, index, n, base, released)
             n += 1
-            index = gl.atomic_add(a.COUNTER, 1, sem="relaxed")
+            index = next_index(a)
         put_index(a, buf, n, index)
     else:
         produce_block(a, buf, index, 0, 0, 0)

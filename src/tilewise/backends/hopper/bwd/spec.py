@@ -29,6 +29,7 @@ class BackwardSpec:
     dmask: bool = False  # the gradient of each of its cells is stored
     dmask_tiles: bool = False  # by TMA: it is what dS is for dQ
     guarded: bool = False  # what is hidden may not be finite: a call whose gradients are not is flagged
+    clean: bool = False  # the fix-up of a flagged call: NaN and Inf in q, k and dO count as 0 (clean.py)
     persistent: bool = False  # a program takes key blocks one after the other, from a counter
     converts: bool = False  # of a persistent kernel: it gives dQ in q's dtype
     pieces: int = 4  # of dQ that the converter has under way
