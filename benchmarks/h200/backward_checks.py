@@ -23,7 +23,7 @@ from tilewise import Unsupported
 from tilewise.backends.hopper.bwd import config
 from tilewise.testing.case import Case
 from tilewise.testing.cases import GRADIENTS
-from tilewise.testing.gradient_properties import SOME
+from tilewise.testing.gradient_properties import GRADIENT_PROPERTIES, SOME
 from tilewise.testing.gradients import check_gradients, make_gradients
 from tilewise.tools.bench.machine import describe
 
@@ -92,8 +92,9 @@ def cases(wide: bool) -> list[Case]:
     return list(found.values())
 
 
-def choose(persistent: bool, unsplit: bool) -> None:
-    """In a new process: persistent programs in every case, or a program for each key block."""
+def choose(persistent: bool, unsplit: bool, clean: bool) -> None:
+    """In a new process: persistent programs in every case, no split key blocks, a fix-up by the kernel itself."""
+    config.CLEANS = config.CLEANS or clean
     if persistent:
         config.persistent = lambda p: True
         config.PROCESSORS = 5  # so that a program has many blocks
@@ -111,6 +112,15 @@ def check(case: Case) -> dict[str, Any]:
     except Exception as error:
         outcome["failed"] = f"{type(error).__name__}: {error}"
     return outcome
+
+
+def holds(name: str) -> dict[str, Any]:
+    """A property of the suite, by the planner's choice: which places must not matter to the bit, for one."""
+    try:
+        GRADIENT_PROPERTIES[name](None, "cuda")
+        return {"case": name}
+    except Exception as error:
+        return {"case": name, "failed": f"{type(error).__name__}: {error}"}
 
 
 def repeats(case: Case, count: int, backend: str = "hopper") -> dict[str, Any]:
@@ -149,6 +159,8 @@ def main() -> int:
     parser.add_argument("--large", action="store_true", help="the cases of more tiles alone")
     parser.add_argument("--persistent", action="store_true", help="persistent programs in every case")
     parser.add_argument("--unsplit", action="store_true", help="no split key blocks, which most small cases have")
+    parser.add_argument("--clean", action="store_true", help="a fix-up by the kernel itself (bwd/clean.py)")
+    parser.add_argument("--properties", action="store_true", help="those of the suite too, by the planner's choice")
     parser.add_argument("--every", action="store_true", help="repeats of a case of every kernel, and nothing else")
     parser.add_argument("--wide", action="store_true", help="head dims 192/128, 256, 512 and between")
     parser.add_argument("--json", type=Path)
@@ -164,10 +176,12 @@ def main() -> int:
     repeated = [("hopper", case) for case in big]
     if args.every:
         repeated, chosen = [x for x in EVERY if args.only in str(x[1])], []
-    chosen_forms = (args.persistent, args.unsplit)
+    chosen_forms = (args.persistent, args.unsplit, args.clean)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), choose, chosen_forms) as pool:
         jobs = {pool.submit(repeats, case, args.repeats, backend): "repeats" for backend, case in repeated}
         jobs |= {pool.submit(check, case): "cases" for case in (chosen[-len(LARGE) :] if args.large else chosen)}
+        if args.properties:
+            jobs |= {pool.submit(holds, name): "cases" for name in GRADIENT_PROPERTIES}
         for job in as_completed(jobs):
             try:
                 outcome = job.result()
